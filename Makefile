@@ -1,0 +1,68 @@
+# make demo | test | lint | gpu-test | bench | sanitize | clean
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE_SOURCES := CMakeLists.txt $(wildcard cute_kernels/cpu/*.cpp cute_kernels/cpu/*.hpp)
+SANITIZED := build/sanitize
+SANITIZE_TESTS ?= tests/kernels tests/sparse
+
+.PHONY: help demo test lint gpu-test bench sanitize clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo      run SpMM and SDDMM on pruned matrices, check them, draw a plot"
+	@echo "make test      the test suite"
+	@echo "make lint      ruff and mypy"
+	@echo "make sanitize  the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make gpu-test  tests that need a CUDA device, with the python3 of the machine"
+	@echo "make bench     benchmarks, with the python3 of the machine"
+	@echo "make clean     remove everything that was built"
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The two below make no environment: a machine with a GPU brings its own torch.
+gpu-test:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
+
+bench:
+	for file in benchmarks/bench_*.py; do PYTHONPATH=. $(PYTHON) "$$file" $(ARGS); done
+
+# python itself is not built with the sanitizers, so their run-time library and the C++ one that it hooks go first.
+sanitize: $(VENV)/.installed
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DMAGICUBE_SANITIZE=ON \
+	  -DPython_EXECUTABLE="$$PWD/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+	$(BIN)/cmake --build $(SANITIZED)
+	engine="$$(echo "$$PWD"/$(SANITIZED)/_engine*.so)"; test -f "$$engine"; \
+	MAGICUBE_ENGINE="$$engine" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  $(BIN)/python -m pytest $(SANITIZE_TESTS) $(ARGS)
+
+# torch goes first and alone, so that no other requirement picks its version.
+$(VENV)/.tools: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q 'scikit-build-core>=1.0' 'nanobind>=2.4' cmake ninja
+	touch $@
+
+# Editable: the Python files are used in place, and only a change of the C++ sources builds again.
+$(VENV)/.installed: $(VENV)/.tools $(ENGINE_SOURCES)
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find cute_kernels magicube_cutlass residual examples benchmarks tests -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,260 @@
+"""The CPU engine: integer SpMM and SDDMM on SR-BCRS in C++17, one build for each instruction set.
+
+The path is chosen at run time: ``avx512`` (AVX512-VNNI), ``avx2`` or ``portable``.  ``MAGICUBE_CPU`` forces one and
+``MAGICUBE_ENGINE`` names another build of the extension (a sanitizer build, say).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import digit_count, digit_signs
+
+OUT_TYPES = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+_SERIAL_WORK = 1 << 21  # multiply-adds below which starting a thread costs more than it saves
+
+
+@cache
+def _extension() -> ModuleType | None:
+    name, place = "cute_kernels.cpu._engine", os.environ.get("MAGICUBE_ENGINE")
+    if place:
+        loader = importlib.machinery.ExtensionFileLoader(name, place)
+        spec = importlib.util.spec_from_file_location(name, place, loader=loader)
+        if spec is None:
+            raise ImportError(f"MAGICUBE_ENGINE={place} is no extension module")
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        return module
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def available() -> bool:
+    """Whether the compiled engine is there; without it the products fall back to the int64 reference."""
+    return _extension() is not None
+
+
+def _loaded() -> ModuleType:
+    module = _extension()
+    if module is None:
+        raise RuntimeError("the compiled CPU engine is missing; reinstall with a C++17 compiler: pip install .")
+    return module
+
+
+def paths() -> list[str]:
+    """Names of the engine paths that this machine can run, fastest first; empty without the extension."""
+    return list(_loaded().paths()) if available() else []
+
+
+def path() -> str:
+    """The engine path in use.  Raises ``ValueError`` when ``MAGICUBE_CPU`` names one that cannot run here."""
+    usable, forced = paths(), os.environ.get("MAGICUBE_CPU")
+    if forced is None:
+        return usable[0] if usable else "reference"
+    if forced not in usable:
+        raise ValueError(f"MAGICUBE_CPU must be one of {usable} on this machine, got {forced!r}")
+    return forced
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sparse operand as the engine reads it.
+
+    ``planes``: (digits, blocks, V, stride) bytes; ``row_sums``: (digits, R, V) int32, the sums of each row's digits.
+    """
+
+    row_start: Tensor
+    row_end: Tensor
+    col_indices: Tensor
+    planes: Tensor
+    row_sums: Tensor
+    rows: int
+    columns: int
+    bits: int
+    signed: bool
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A dense integer operand ``(*batch, outer, inner)`` or its transpose, in storage form.
+
+    ``inner_dim`` (-1 or -2) is the dimension that is summed over; ``packed_dim`` the one along which 4-bit integers
+    are packed.
+    """
+
+    data: Tensor
+    bits: int
+    signed: bool
+    inner_dim: int
+    packed_dim: int
+
+
+def row_sums(planes: Tensor, row_start: Tensor, bits: int, signed: bool) -> Tensor:
+    """Sums of each row's digits: ``planes`` (digits, blocks, V, stride) uint8 -> (digits, R, V) int32."""
+    digits, blocks, v, stride = planes.shape
+    sums = torch.stack(
+        [
+            (planes[d].view(torch.int8) if is_signed else planes[d]).sum(-1, dtype=torch.int32)
+            for d, is_signed in enumerate(digit_signs(bits, signed))
+        ]
+    )  # (digits, blocks, V)
+    first = row_start // stride  # (R,)
+    owner = torch.searchsorted(first, torch.arange(blocks, device=planes.device), right=True) - 1  # (blocks,)
+    out = torch.zeros(digits, row_start.numel(), v, dtype=torch.int32, device=planes.device)
+    return out.index_add_(1, owner, sums)
+
+
+def run_dim(dense: Dense) -> int:
+    """The dimension (-1 or -2) along which the operand is contiguous.  Raises ``ValueError`` when there is none."""
+    stride = dense.data.stride()
+    if dense.bits == 4:
+        if stride[dense.packed_dim] != 1 and dense.data.shape[dense.packed_dim] > 1:
+            raise ValueError(f"a 4-bit operand must be contiguous along its packed dimension, got strides {stride}")
+        return dense.packed_dim
+    for dim in (-1, -2):
+        if stride[dim] == 1 or dense.data.shape[dim] == 1:
+            return dim
+    raise ValueError(f"a dense operand must be row- or column-major, got strides {stride}: call .contiguous()")
+
+
+def batch_stride(data: Tensor) -> int:
+    """Elements from one matrix of the batch to the next.  Raises ``ValueError`` when no single step does it."""
+    sizes, strides = data.shape[:-2], data.stride()[:-2]
+    steps = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
+    for (_, outer), (n, inner) in zip(steps, steps[1:], strict=False):
+        if outer != n * inner:
+            raise ValueError(f"the batch dimensions of an operand must collapse to one, got strides {data.stride()}")
+    return steps[-1][1] if steps else 0
+
+
+def _operand(dense: Dense) -> object:
+    run, size = run_dim(dense), dense.data.element_size()
+    across = -3 - run  # the other one of -1 and -2
+    return _loaded().Operand(
+        data=dense.data.data_ptr(),
+        batch_bytes=batch_stride(dense.data) * size,
+        run_bytes=dense.data.stride(across) * size,
+        runs_along_inner=run == dense.inner_dim,
+        bits=dense.bits,
+        is_signed=dense.signed,
+    )
+
+
+def _scales(left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> object:
+    pointers = [0 if t is None else t.data_ptr() for t in (left, right, bias)]
+    steps = [t.shape[-1] if t is not None and t.ndim > 1 else 0 for t in (left, right)]
+    return _loaded().Scales(*pointers, *steps)
+
+
+def _threads(work: int) -> int:
+    return torch.get_num_threads() if work >= _SERIAL_WORK else 1
+
+
+def spmm(a: Blocks, b: Dense, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
+    """``out = (A B) * left * right + bias``; ``out`` (batch, M, N) contiguous, of a dtype in :data:`OUT_TYPES`.
+
+    ``left``: (M,) float32, ``right``: (N,) or (batch, N) float32, ``bias``: (M,) float32, each contiguous or None.
+    """
+    batch, _, n = out.shape
+    _, blocks, v, stride = a.planes.shape
+    sparse = _loaded().Sparse(
+        row_start=a.row_start.data_ptr(),
+        row_end=a.row_end.data_ptr(),
+        columns=a.col_indices.data_ptr(),
+        planes=a.planes.data_ptr(),
+        row_sums=a.row_sums.data_ptr(),
+        plane_bytes=blocks * v * stride,
+        vector_rows=a.row_start.numel(),
+        rows=a.rows,
+        columns_total=a.columns,
+        vector_length=v,
+        stride=stride,
+        bits=a.bits,
+        is_signed=a.signed,
+    )
+    digits = digit_count(a.bits) * digit_count(b.bits)
+    threads = _threads(blocks * v * stride * n * batch * digits)
+    out_type = OUT_TYPES[out.dtype]
+    _loaded().spmm(path(), sparse, _operand(b), _scales(left, right, bias), out.data_ptr(), out_type, n, batch, threads)
+
+
+def sddmm(
+    x: Dense,
+    y: Dense,
+    row_start: Tensor,
+    row_end: Tensor,
+    col_indices: Tensor,
+    out: Tensor,
+    shape: tuple[int, int, int],
+    left: Tensor | None,
+    right: Tensor | None,
+) -> None:
+    """``out`` (batch, blocks, V, stride), zero on entry, gets ``(X Y^T) * left * right`` at the pattern's vectors.
+
+    ``shape`` is (M, N, K); ``left``: (M,) or (batch, M), ``right``: (N,) or (batch, N) float32, contiguous or None.
+    """
+    batch, blocks, v, stride = out.shape
+    m, n, k = shape
+    threads = _threads(blocks * v * stride * k * batch * digit_count(x.bits) * digit_count(y.bits))
+    _loaded().sddmm(
+        path=path(),
+        x=_operand(x),
+        y=_operand(y),
+        row_start=row_start.data_ptr(),
+        row_end=row_end.data_ptr(),
+        columns=col_indices.data_ptr(),
+        scales=_scales(left, right, None),
+        out=out.data_ptr(),
+        out_batch=blocks * v * stride,
+        out_type=OUT_TYPES[out.dtype],
+        vector_rows=row_start.numel(),
+        rows=m,
+        n=n,
+        inner=k,
+        batch=batch,
+        vector_length=v,
+        stride=stride,
+        threads=threads,
+    )
+
+
+NEGATIVE, NONFINITE = 1, 2
+
+
+def quantize(
+    x: Tensor, out: Tensor, scale: Tensor, *, bits: int, signed: bool, truncate: bool, given: bool, mode: int
+) -> int:
+    """One pass over ``x`` (rows, columns), row-major float32 or float64: integers to ``out``, scales to ``scale``.
+
+    ``mode``: 0 one scale, 1 one a row, 2 one a column; ``given`` scales are read instead of computed.  Returns flags:
+    :data:`NEGATIVE` when an entry is below zero, :data:`NONFINITE` when one is inf or NaN.
+    """
+    rows, columns = x.shape
+    return int(
+        _loaded().quantize(
+            path=path(),
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            scale=scale.data_ptr(),
+            rows=rows,
+            columns=columns,
+            row_elements=x.stride(0),
+            out_row_bytes=out.stride(0) * out.element_size(),
+            bits=bits,
+            is_double=x.dtype == torch.float64,
+            is_signed=signed,
+            truncate=truncate,
+            given_scale=given,
+            scale_mode=mode,
+        )
+    )

@@ -1,0 +1,147 @@
+// What the instruction-set builds of the CPU engine share: arguments, team of threads, table of entry points.
+//
+// Each of portable.cpp, avx2.cpp and avx512.cpp compiles the same drivers with its own flags inside an anonymous
+// namespace. Those files use no standard-library templates: the linker could otherwise keep the AVX-512 copy of a
+// shared template and run it on a machine without AVX-512. Threads and memory therefore live in team.cpp.
+#pragma once
+
+#include <cstdint>
+
+namespace magicube {
+
+constexpr int kPanel = 64;          // columns of the dense operand that are worked on at a time
+constexpr int kQuad = 4;            // nonzeros that one 32-bit multiply-accumulate lane takes
+constexpr int kChunkGroups = 64;    // groups of four nonzeros gathered at a time: 16 KiB, half of a first-level cache
+constexpr int kMaxDigits = 2;
+constexpr int kMaxVector = 32;
+constexpr int64_t kExactRun = 32768;  // products of two bytes that int32 can sum without overflow
+constexpr int64_t kStagedBytes = 256 * 1024;  // staged rows of the SDDMM's right operand
+
+enum class Out : int { kInt32, kInt64, kFloat32, kFloat16, kBFloat16 };
+
+// A dense integer operand. A run is a stretch of elements that are contiguous in memory.
+struct Operand {
+  const uint8_t* data;
+  int64_t batch_bytes;    // from one matrix of the batch to the next
+  int64_t run_bytes;      // from one run to the next
+  bool runs_along_inner;  // runs go along the inner (reduction) dimension
+  int bits;
+  bool is_signed;
+
+  int digits() const { return bits > 8 ? 2 : 1; }
+};
+
+// SR-BCRS with its values as digit planes: planes[digit][block][row of the vector][position in the stride].
+struct Sparse {
+  const int64_t* row_start;
+  const int64_t* row_end;
+  const int32_t* columns;
+  const uint8_t* planes;
+  const int32_t* row_sums;  // [digit][vector row][row of the vector], for the offset of signed operands
+  int64_t plane_bytes;
+  int64_t vector_rows;
+  int64_t rows;
+  int64_t columns_total;
+  int vector_length;
+  int stride;
+  int bits;
+  bool is_signed;
+
+  int digits() const { return bits > 8 ? 2 : 1; }
+};
+
+struct Scales {
+  const float* left;   // one a row of the output, or null
+  const float* right;  // one a column of the output, or null
+  const float* bias;   // one a row of the output, or null
+  int64_t left_batch;
+  int64_t right_batch;
+};
+
+struct SpmmArgs {
+  Sparse a;
+  Operand b;
+  Scales scales;
+  void* out;  // (batch, rows, n), contiguous
+  Out out_type;
+  int64_t n;
+  int64_t batch;
+};
+
+struct SddmmArgs {
+  Operand x;
+  Operand y;
+  const int64_t* row_start;
+  const int64_t* row_end;
+  const int32_t* columns;
+  Scales scales;
+  void* out;  // (batch, blocks, vector_length, stride), contiguous, zero
+  int64_t out_batch;  // elements
+  Out out_type;
+  int64_t vector_rows;
+  int64_t rows;
+  int64_t n;
+  int64_t inner;
+  int64_t batch;
+  int vector_length;
+  int stride;
+};
+
+struct QuantizeArgs {
+  const void* x;
+  void* out;       // int8, uint8, int16, uint16 or packed 4-bit, contiguous rows of out_row_bytes
+  void* scale;     // the dtype of x: read when given_scale, else written
+  uint8_t* flags;  // one byte a run of rows: kNegative, kNonFinite
+  int64_t rows;
+  int64_t columns;
+  int64_t row_elements;  // from one row of x to the next
+  int64_t out_row_bytes;
+  int bits;
+  bool is_double;
+  bool is_signed;
+  bool truncate;
+  bool given_scale;
+  int scale_mode;  // 0: one scale, 1: one a row, 2: one a column
+};
+
+constexpr uint8_t kNegative = 1;
+constexpr uint8_t kNonFinite = 2;
+
+// The threads of one call. Tickets hand out work in order; a barrier returns them to zero.
+class Team {
+ public:
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual int64_t ticket() = 0;
+  virtual void barrier() = 0;
+  virtual uint8_t* shared() const = 0;  // one buffer for all threads
+  virtual uint8_t* local() const = 0;   // one buffer a thread
+
+ protected:
+  ~Team() = default;
+};
+
+struct Engine {
+  const char* name;
+  void (*spmm)(const SpmmArgs&, Team&);
+  void (*sddmm)(const SddmmArgs&, Team&);
+  void (*quantize)(const QuantizeArgs&, Team&);
+};
+
+extern const Engine kPortable;
+#ifdef MAGICUBE_X86
+extern const Engine kAvx2;
+extern const Engine kAvx512;
+#endif
+
+// Buffer sizes in bytes; both are multiples of 64.
+int64_t spmm_shared_bytes(const SpmmArgs& args);
+int64_t spmm_local_bytes(const SpmmArgs& args);
+int64_t sddmm_staged_rows(const SddmmArgs& args);
+int64_t sddmm_shared_bytes(const SddmmArgs& args);
+int64_t sddmm_local_bytes(const SddmmArgs& args);
+
+// Calls body on `threads` threads, the caller's among them, with zeroed tickets and 64-byte aligned buffers.
+void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&), const void* args);
+
+}  // namespace magicube

@@ -1,0 +1,78 @@
+// Stored integers to digit planes of bytes: the C++ twin of integers.py.
+//
+// A staged byte is in offset form, value + 128, when its digit is signed and the engine multiplies unsigned by signed
+// bytes; the driver takes the offset out again with the row sums of the other operand.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "engine.hpp"
+
+namespace {  // compiled once per instruction set
+
+using magicube::Operand;
+
+inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Reads `count` integers of one run from position `start` (even for 4 bits); digit i goes to out + i * digit_bytes.
+inline void load_digits(const uint8_t* run, int bits, bool is_signed, int64_t start, int64_t count, uint8_t flip,
+                        uint8_t* __restrict out, int64_t digit_bytes) {
+  if (bits == 8) {
+    const uint8_t* source = run + start;
+    if (!flip) {
+      std::memcpy(out, source, static_cast<size_t>(count));
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint8_t>(source[i] ^ flip);
+    return;
+  }
+  if (bits == 4) {
+    const uint8_t* source = run + start / 2;
+    const int extend = is_signed ? 8 : 0;  // (x ^ 8) - 8 extends the sign of a nibble
+    for (int64_t i = 0; i + 1 < count; i += 2) {
+      const int byte = source[i / 2];
+      out[i] = static_cast<uint8_t>((((byte & 15) ^ extend) - extend) ^ flip);
+      out[i + 1] = static_cast<uint8_t>((((byte >> 4) ^ extend) - extend) ^ flip);
+    }
+    if (count % 2) out[count - 1] = static_cast<uint8_t>((((source[count / 2] & 15) ^ extend) - extend) ^ flip);
+    return;
+  }
+  const uint16_t* source = reinterpret_cast<const uint16_t*>(run) + start;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t value = source[i];
+    out[i] = static_cast<uint8_t>(value & 255);
+    out[i + digit_bytes] = static_cast<uint8_t>((value >> 8) ^ flip);
+  }
+}
+
+// Stages `lines` x `width` integers so that line i, digit d starts at out + d * digit_bytes + i * line_bytes.
+// Lines are runs of the operand when `along_runs`, else they cross its runs.
+inline void stage(const Operand& op, const uint8_t* data, bool along_runs, int64_t line0, int64_t lines, int64_t at0,
+                  int64_t width, uint8_t flip, uint8_t* out, int64_t line_bytes, int64_t digit_bytes) {
+  if (along_runs) {
+    for (int64_t i = 0; i < lines; ++i) {
+      load_digits(data + (line0 + i) * op.run_bytes, op.bits, op.is_signed, at0, width, flip, out + i * line_bytes,
+                  digit_bytes);
+    }
+    return;
+  }
+  constexpr int64_t kTile = 64;  // lines are crossed in tiles, so that the scattered bytes stay in cache
+  constexpr int64_t kPiece = kTile + 1;
+  uint8_t piece[magicube::kMaxDigits * kPiece];
+  for (int64_t i0 = 0; i0 < lines; i0 += kTile) {
+    const int64_t count = lesser(kTile, lines - i0);
+    const int64_t skip = op.bits == 4 ? (line0 + i0) & 1 : 0;  // a packed run is read from an even position
+    for (int64_t j = 0; j < width; ++j) {
+      load_digits(data + (at0 + j) * op.run_bytes, op.bits, op.is_signed, line0 + i0 - skip, count + skip, flip, piece,
+                  kPiece);
+      for (int d = 0; d < op.digits(); ++d) {
+        uint8_t* to = out + d * digit_bytes + i0 * line_bytes + j;
+        for (int64_t i = 0; i < count; ++i) to[i * line_bytes] = piece[d * kPiece + skip + i];
+      }
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,153 @@
+// Bindings. The Python side checks what a user passes; sizes that would make the engine read astray are checked here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "engine.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace magicube {
+namespace {
+
+bool runs_here(const Engine& engine) {
+#ifdef MAGICUBE_X86
+  __builtin_cpu_init();
+  if (&engine == &kAvx512) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+  }
+  if (&engine == &kAvx2) return __builtin_cpu_supports("avx2");
+#endif
+  return true;
+}
+
+std::vector<const Engine*> usable() {
+  std::vector<const Engine*> found;
+#ifdef MAGICUBE_X86
+  for (const Engine* engine : {&kAvx512, &kAvx2}) {
+    if (runs_here(*engine)) found.push_back(engine);
+  }
+#endif
+  found.push_back(&kPortable);
+  return found;
+}
+
+const Engine& find(const std::string& name) {
+  for (const Engine* engine : usable()) {
+    if (name == engine->name) return *engine;
+  }
+  throw std::invalid_argument("engine path " + name + " does not run on this machine");
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+struct Job {
+  const Engine* engine;
+  const void* args;
+};
+
+void spmm(const std::string& path, const SpmmArgs& args, int threads) {
+  require(threads >= 1, "threads must be at least 1");
+  require(args.a.vector_length >= 1 && args.a.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
+  require(args.a.stride > 0 && args.a.stride % kQuad == 0, "stride must be a multiple of 4");
+  require(args.a.columns_total > 0 || args.a.plane_bytes == 0, "a matrix without columns has no values");
+  const Job job{&find(path), &args};
+  nb::gil_scoped_release release;
+  run_team(threads, spmm_shared_bytes(args), spmm_local_bytes(args), [](const void* p, Team& team) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), team);
+  }, &job);
+}
+
+void sddmm(const std::string& path, const SddmmArgs& args, int threads) {
+  require(threads >= 1, "threads must be at least 1");
+  require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
+  require(args.stride > 0 && args.stride % kQuad == 0, "stride must be a multiple of 4");
+  const Job job{&find(path), &args};
+  nb::gil_scoped_release release;
+  run_team(threads, sddmm_shared_bytes(args), sddmm_local_bytes(args), [](const void* p, Team& team) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->sddmm(*static_cast<const SddmmArgs*>(j.args), team);
+  }, &job);
+}
+
+int quantize(const std::string& path, QuantizeArgs args) {
+  uint8_t flags = 0;
+  args.flags = &flags;
+  const Job job{&find(path), &args};
+  nb::gil_scoped_release release;
+  run_team(1, 0, 0, [](const void* p, Team& team) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->quantize(*static_cast<const QuantizeArgs*>(j.args), team);
+  }, &job);
+  return flags;
+}
+
+}  // namespace
+}  // namespace magicube
+
+NB_MODULE(_engine, m) {
+  using namespace magicube;
+  m.def("paths", [] {
+    std::vector<std::string> names;
+    for (const Engine* engine : usable()) names.emplace_back(engine->name);
+    return names;
+  });
+  nb::class_<Operand>(m, "Operand")
+      .def("__init__", [](Operand* self, uintptr_t data, int64_t batch_bytes, int64_t run_bytes, bool runs_along_inner,
+                          int bits, bool is_signed) {
+        new (self) Operand{pointer<const uint8_t>(data), batch_bytes, run_bytes, runs_along_inner, bits, is_signed};
+      }, "data"_a, "batch_bytes"_a, "run_bytes"_a, "runs_along_inner"_a, "bits"_a, "is_signed"_a);
+  nb::class_<Scales>(m, "Scales")
+      .def("__init__", [](Scales* self, uintptr_t left, uintptr_t right, uintptr_t bias, int64_t left_batch,
+                          int64_t right_batch) {
+        new (self) Scales{pointer<const float>(left), pointer<const float>(right), pointer<const float>(bias),
+                          left_batch, right_batch};
+      }, "left"_a, "right"_a, "bias"_a, "left_batch"_a, "right_batch"_a);
+  nb::class_<Sparse>(m, "Sparse")
+      .def("__init__", [](Sparse* self, uintptr_t row_start, uintptr_t row_end, uintptr_t columns, uintptr_t planes,
+                          uintptr_t row_sums, int64_t plane_bytes, int64_t vector_rows, int64_t rows,
+                          int64_t columns_total, int vector_length, int stride, int bits, bool is_signed) {
+        new (self) Sparse{pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
+                          pointer<const int32_t>(columns), pointer<const uint8_t>(planes),
+                          pointer<const int32_t>(row_sums), plane_bytes, vector_rows, rows, columns_total,
+                          vector_length, stride, bits, is_signed};
+      }, "row_start"_a, "row_end"_a, "columns"_a, "planes"_a, "row_sums"_a, "plane_bytes"_a, "vector_rows"_a, "rows"_a,
+         "columns_total"_a, "vector_length"_a, "stride"_a, "bits"_a, "is_signed"_a);
+  m.def("spmm", [](const std::string& path, const Sparse& a, const Operand& b, const Scales& scales, uintptr_t out,
+                   int out_type, int64_t n, int64_t batch, int threads) {
+    spmm(path, SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch}, threads);
+  }, "path"_a, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
+  m.def("sddmm", [](const std::string& path, const Operand& x, const Operand& y, uintptr_t row_start,
+                    uintptr_t row_end, uintptr_t columns, const Scales& scales, uintptr_t out, int64_t out_batch,
+                    int out_type, int64_t vector_rows, int64_t rows, int64_t n, int64_t inner, int64_t batch,
+                    int vector_length, int stride, int threads) {
+    sddmm(path, SddmmArgs{x, y, pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
+                          pointer<const int32_t>(columns), scales, pointer<void>(out), out_batch,
+                          static_cast<Out>(out_type), vector_rows, rows, n, inner, batch, vector_length, stride},
+          threads);
+  }, "path"_a, "x"_a, "y"_a, "row_start"_a, "row_end"_a, "columns"_a, "scales"_a, "out"_a, "out_batch"_a, "out_type"_a,
+     "vector_rows"_a, "rows"_a, "n"_a, "inner"_a, "batch"_a, "vector_length"_a, "stride"_a, "threads"_a);
+  m.def("quantize", [](const std::string& path, uintptr_t x, uintptr_t out, uintptr_t scale, int64_t rows,
+                       int64_t columns, int64_t row_elements, int64_t out_row_bytes, int bits, bool is_double,
+                       bool is_signed, bool truncate, bool given_scale, int scale_mode) {
+    return quantize(path, QuantizeArgs{pointer<const void>(x), pointer<void>(out), pointer<void>(scale), nullptr, rows,
+                                       columns, row_elements, out_row_bytes, bits, is_double, is_signed, truncate,
+                                       given_scale, scale_mode});
+  }, "path"_a, "x"_a, "out"_a, "scale"_a, "rows"_a, "columns"_a, "row_elements"_a, "out_row_bytes"_a, "bits"_a,
+     "is_double"_a, "is_signed"_a, "truncate"_a, "given_scale"_a, "scale_mode"_a);
+}

@@ -1,0 +1,71 @@
+// From exact integer totals to the output type: out = total * left * right + bias.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "engine.hpp"
+
+namespace {  // compiled once per instruction set
+
+using magicube::Out;
+
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // stays a NaN
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline uint16_t to_float16(float value) {  // round to nearest even, overflow to infinity, with subnormals
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (bits >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (bits < 0x38800000u) {  // subnormal: adding 0.5 lets the FPU round at the right bit
+    float shifted;
+    std::memcpy(&shifted, &bits, 4);
+    shifted += 0.5f;
+    uint32_t rounded;
+    std::memcpy(&rounded, &shifted, 4);
+    return static_cast<uint16_t>(sign | (rounded - 0x3f000000u));
+  }
+  bits += 0xc8000000u + 0xfffu + ((bits >> 13) & 1u);
+  return static_cast<uint16_t>(sign | (bits >> 13));
+}
+
+// One run of results of the same row. `left` and `bias` belong to the row, `right` to each result; null means absent.
+template <class Total>
+inline void write_run(const Total* totals, int64_t count, float left, const float* right, float bias, Out type, void* out,
+                      int64_t offset) {
+  if (type == Out::kInt32) {
+    int32_t* to = static_cast<int32_t*>(out) + offset;
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(totals[i]);
+    return;
+  }
+  if (type == Out::kInt64) {
+    int64_t* to = static_cast<int64_t*>(out) + offset;
+    for (int64_t i = 0; i < count; ++i) to[i] = totals[i];
+    return;
+  }
+  float scaled[magicube::kPanel];  // count <= kPanel
+  if (right) {
+    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * left * right[i] + bias;
+  } else {
+    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * left + bias;
+  }
+  if (type == Out::kFloat32) {
+    std::memcpy(static_cast<float*>(out) + offset, scaled, static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(out) + offset;
+  if (type == Out::kFloat16) {
+    for (int64_t i = 0; i < count; ++i) to[i] = to_float16(scaled[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = to_bfloat16(scaled[i]);
+  }
+}
+
+}  // namespace

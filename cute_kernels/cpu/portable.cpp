@@ -1,0 +1,65 @@
+// The engine in plain C++: every machine, and the yardstick for the other two.
+#include "quantize.hpp"
+#include "sddmm.hpp"
+#include "spmm.hpp"
+
+namespace {
+
+struct Portable {
+  static constexpr bool kOffset = false;
+  static constexpr int kQuadBytes = magicube::kPanel * kQuad * 2;  // int16 quads, [column][k]
+
+  static int column_of(int chunk) { return 4 * chunk; }
+
+  static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
+    auto* to = reinterpret_cast<int16_t*>(quads);
+    for (int g = 0; g < groups; ++g, to += kPanel * kQuad) {
+      for (int i = 0; i < kQuad; ++i) {
+        const int32_t column = columns[g * kQuad + i];
+        const uint8_t* from = panel + int64_t{column < 0 ? 0 : column} * kPanel;  // padding meets a zero value
+        for (int n = 0; n < kPanel; ++n) {
+          to[n * kQuad + i] = b_signed ? static_cast<int8_t>(from[n]) : static_cast<int16_t>(from[n]);
+        }
+      }
+    }
+  }
+
+  static void strip(const uint8_t* quads, int groups, const uint8_t* values, int stride, int vector_length, int rows,
+                    bool a_signed, int32_t* sums) {
+    for (int g = 0; g < groups; ++g) {
+      const auto* b = reinterpret_cast<const int16_t*>(quads) + int64_t{g} * kPanel * kQuad;
+      const int64_t at = int64_t{g * kQuad / stride} * stride * vector_length + g * kQuad % stride;
+      for (int r = 0; r < rows; ++r) {
+        const uint8_t* bytes = values + at + r * stride;
+        int32_t a[kQuad];
+        for (int i = 0; i < kQuad; ++i) a[i] = a_signed ? static_cast<int8_t>(bytes[i]) : int32_t{bytes[i]};
+        int32_t* sum = sums + r * kPanel;
+        for (int n = 0; n < kPanel; ++n) {
+          const int32_t product = a[0] * b[n * 4] + a[1] * b[n * 4 + 1] + a[2] * b[n * 4 + 2] + a[3] * b[n * 4 + 3];
+          sum[n] = static_cast<int32_t>(static_cast<uint32_t>(sum[n]) + static_cast<uint32_t>(product));
+        }
+      }
+    }
+  }
+
+  static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
+                   bool x_signed, bool y_signed, int32_t part[4][4]) {
+    for (int i = 0; i < rows; ++i) {
+      for (int j = 0; j < 4; ++j) {
+        const uint8_t *a = x + i * pitch, *b = y[j] + k0;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < count; ++k) {
+          const int left = x_signed ? static_cast<int8_t>(a[k]) : int{a[k]};
+          sum += left * (y_signed ? static_cast<int8_t>(b[k]) : int{b[k]});
+        }
+        part[i][j] = sum;
+      }
+    }
+  }
+};
+
+}  // namespace
+
+namespace magicube {
+const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize};
+}

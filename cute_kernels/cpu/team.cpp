@@ -1,0 +1,110 @@
+// Threads, barriers and workspace of one engine call.
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "engine.hpp"
+
+namespace magicube {
+namespace {
+
+constexpr int kSpins = 2000;  // then the core is given away
+
+struct Aligned {
+  explicit Aligned(int64_t bytes)
+      : data(bytes ? static_cast<uint8_t*>(std::aligned_alloc(64, static_cast<size_t>(bytes))) : nullptr) {
+    if (bytes && !data) throw std::bad_alloc();
+  }
+  Aligned(const Aligned&) = delete;
+  Aligned& operator=(const Aligned&) = delete;
+  ~Aligned() { std::free(data); }
+  uint8_t* data;
+};
+
+struct Common {
+  explicit Common(int threads) : size(threads) {}
+  const int size;
+  std::atomic<int64_t> tickets{0};
+  std::atomic<int> arrived{0};
+  std::atomic<int> generation{0};
+};
+
+class Member final : public Team {
+ public:
+  Member(Common& common, int rank, uint8_t* shared, uint8_t* local)
+      : common_(common), rank_(rank), shared_(shared), local_(local) {}
+  int rank() const override { return rank_; }
+  int size() const override { return common_.size; }
+  int64_t ticket() override { return common_.tickets.fetch_add(1, std::memory_order_relaxed); }
+  uint8_t* shared() const override { return shared_; }
+  uint8_t* local() const override { return local_; }
+
+  void barrier() override {
+    const int generation = common_.generation.load(std::memory_order_acquire);
+    if (common_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == common_.size) {
+      common_.arrived.store(0, std::memory_order_relaxed);
+      common_.tickets.store(0, std::memory_order_relaxed);
+      common_.generation.store(generation + 1, std::memory_order_release);
+      return;
+    }
+    for (int spin = 0; common_.generation.load(std::memory_order_acquire) == generation; ++spin) {
+      if (spin > kSpins) std::this_thread::yield();
+    }
+  }
+
+ private:
+  Common& common_;
+  int rank_;
+  uint8_t* shared_;
+  uint8_t* local_;
+};
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+int64_t spmm_shared_bytes(const SpmmArgs& args) { return args.a.columns_total * kPanel * args.b.digits(); }
+
+int64_t spmm_local_bytes(const SpmmArgs& args) {
+  const int64_t quads = int64_t{kChunkGroups} * kPanel * kQuad * 2 * args.b.digits();  // 16-bit lanes on AVX2
+  const int64_t sums = int64_t{args.a.digits()} * args.b.digits() * args.a.vector_length * kPanel * 4;
+  const int64_t totals = int64_t{args.a.vector_length} * kPanel * 8;
+  return quads + sums + totals;
+}
+
+int64_t sddmm_staged_rows(const SddmmArgs& args) {
+  const int64_t row_bytes = round_up(args.inner, 64) * args.y.digits();
+  int64_t rows = row_bytes ? kStagedBytes / row_bytes : args.n;
+  if (rows < 16) rows = 16;
+  return rows < args.n ? rows : args.n;
+}
+
+int64_t sddmm_shared_bytes(const SddmmArgs& args) {
+  return sddmm_staged_rows(args) * round_up(args.inner, 64) * args.y.digits();
+}
+
+int64_t sddmm_local_bytes(const SddmmArgs& args) {
+  return round_up(args.inner, 64) * args.vector_length * args.x.digits();
+}
+
+void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&),
+              const void* args) {
+  const Aligned shared(shared_bytes);
+  const Aligned local(local_bytes * threads);
+  Common common(threads);
+  std::vector<std::thread> others;
+  others.reserve(static_cast<size_t>(threads - 1));
+  const auto run = [&](int rank) {
+    Member member(common, rank, shared.data, local.data ? local.data + local_bytes * rank : nullptr);
+    body(args, member);
+  };
+  for (int rank = 1; rank < threads; ++rank) others.emplace_back(run, rank);
+  run(0);
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace magicube

@@ -1,0 +1,31 @@
+"""Quantized sparse matrix products: SR-BCRS matrices, SpMM and SDDMM with exact integers of 4 to 16 bits."""
+
+from magicube_cutlass import reference
+from magicube_cutlass.bcrs import BCRS
+from magicube_cutlass.generate import prune, random_pattern
+from magicube_cutlass.ops import explain, sddmm, spmm
+from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
+from magicube_cutlass.quantize import QuantTensor, quantize
+from magicube_cutlass.smtx import read_smtx, write_smtx
+from magicube_cutlass.srbcrs import SRBCRS
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BCRS",
+    "SDDMM_PAIRS",
+    "SPMM_PAIRS",
+    "SRBCRS",
+    "Pattern",
+    "QuantTensor",
+    "explain",
+    "prune",
+    "quantize",
+    "random_pattern",
+    "read_smtx",
+    "reference",
+    "sddmm",
+    "spmm",
+    "write_smtx",
+]

@@ -1,0 +1,135 @@
+"""BCRS: the vectors of a sparse matrix in row order, one integer an entry; the plain counterpart of SR-BCRS."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import value_dtype
+from magicube_cutlass.checks import check_tensor, vector_rows
+from magicube_cutlass.formats import Clip, Parts, Rounding, dense_parts, mask_parts, pattern_parts
+from magicube_cutlass.matrix import CompressedMatrix
+from magicube_cutlass.pattern import Pattern
+
+if TYPE_CHECKING:
+    from magicube_cutlass.srbcrs import SRBCRS
+
+
+class BCRS(CompressedMatrix):
+    """A sparse ``M x K`` matrix of ``V x 1`` vectors, unpadded.
+
+    Arguments:
+        row_offsets: int64 ``(R + 1,)``, R = ceil(M / V).
+        col_indices: int32 ``(vectors,)``, increasing inside a vector row.
+        values: ``(*batch, vectors, V)``, one integer an entry (4-bit ones are not packed), zero in rows beyond M.
+        shape, vector_length, signed: M and K, V, and whether the integers are two's complement.
+        bits: 4, 8, 12, 16, or None where the values are results (int32, int64 or float).
+        scale: None, float () for the matrix or ``(M, 1)`` for its rows.
+    Raises ``TypeError``/``ValueError`` as :meth:`check_format` does without ``full``.
+    """
+
+    _VALUE_NDIM = 2
+    _INDICES = ("row_offsets", "col_indices")
+    _INTEGERS = ("vector_length",)
+
+    def __init__(
+        self,
+        row_offsets: Tensor,
+        col_indices: Tensor,
+        values: Tensor,
+        *,
+        shape: tuple[int, int],
+        vector_length: int,
+        bits: int | None,
+        signed: bool = True,
+        scale: Tensor | None = None,
+    ) -> None:
+        self.row_offsets = row_offsets
+        self.col_indices = col_indices
+        super().__init__(shape, vector_length, values, scale, bits, signed)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        vector_length: int = 8,
+        bits: int = 8,
+        signed: bool = True,
+        axis: int | None = None,
+        clip: Clip = "max",
+        rounding: Rounding = "nearest",
+    ) -> BCRS:
+        """As :meth:`SRBCRS.from_dense`."""
+        return cls._from_parts(dense_parts(dense, vector_length, bits, signed, axis, clip, rounding), bits, signed)
+
+    @classmethod
+    def from_mask(
+        cls,
+        values: Tensor,
+        mask: Tensor,
+        *,
+        vector_length: int,
+        bits: int,
+        signed: bool = True,
+        axis: int | None = None,
+    ) -> BCRS:
+        """As :meth:`SRBCRS.from_mask`."""
+        return cls._from_parts(mask_parts(values, mask, vector_length, bits, signed, axis), bits, signed)
+
+    @classmethod
+    def from_pattern(
+        cls,
+        pattern: Pattern,
+        vectors: Tensor,
+        *,
+        bits: int | None,
+        signed: bool = True,
+        scale: Tensor | None = None,
+    ) -> BCRS:
+        """As :meth:`SRBCRS.from_pattern`."""
+        return cls._from_parts(pattern_parts(pattern, vectors, bits, signed, scale), bits, signed)
+
+    @classmethod
+    def _from_parts(cls, parts: Parts, bits: int | None, signed: bool) -> BCRS:
+        pattern = parts.pattern
+        matrix = cls(
+            pattern.row_offsets,
+            pattern.col_indices,
+            parts.vectors.contiguous(),
+            shape=pattern.shape,
+            vector_length=pattern.vector_length,
+            bits=bits,
+            signed=signed,
+            scale=parts.scale,
+        )
+        matrix._cache["pattern"] = pattern
+        return matrix
+
+    def vectors(self) -> Tensor:
+        return self.values
+
+    def to_srbcrs(self, stride: int = 32) -> SRBCRS:
+        """The same matrix in SR-BCRS with ``stride`` 16, 32 or 64."""
+        from magicube_cutlass.srbcrs import SRBCRS
+
+        return SRBCRS.from_bcrs(self, stride)
+
+    def _derive_pattern(self) -> Pattern:
+        return Pattern(self.shape, self.vector_length, self.row_offsets, self.col_indices)
+
+    def _stored_dtype(self, bits: int) -> torch.dtype:
+        return value_dtype(bits, self.signed)
+
+    def _check_structure(self) -> None:
+        rows = vector_rows(self.shape[0], self.vector_length)
+        check_tensor("row_offsets", self.row_offsets, dtype=torch.int64, ndim=1, length=rows + 1, device=self.device)
+        check_tensor("col_indices", self.col_indices, dtype=torch.int32, ndim=1, device=self.device)
+
+    def _value_shape(self) -> tuple[int, ...]:
+        return (self.col_indices.shape[0], self.vector_length)
+
+    def _check_layout(self) -> None:
+        """Nothing beyond the pattern's own scan."""

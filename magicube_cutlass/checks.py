@@ -1,0 +1,75 @@
+"""Checks of arguments that every format shares; each error names the argument and both numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+VECTOR_LENGTHS = (1, 2, 4, 8, 16, 32)
+STRIDES = (16, 32, 64)
+MAX_DIM = 2**31 - 1  # column indices are int32, and row * K + column must fit in int64
+
+
+def check_vector_length(vector_length: int) -> None:
+    """Raise ``ValueError`` unless ``vector_length`` is one of 1, 2, 4, 8, 16, 32."""
+    if isinstance(vector_length, bool) or vector_length not in VECTOR_LENGTHS:
+        raise ValueError(f"vector_length must be one of {VECTOR_LENGTHS}, got {vector_length!r}")
+
+
+def check_stride(stride: int) -> None:
+    """Raise ``ValueError`` unless ``stride`` is one of 16, 32, 64."""
+    if stride not in STRIDES:
+        raise ValueError(f"stride must be one of {STRIDES}, got {stride!r}")
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """``shape`` as ``(M, K)``; raise unless it is two integers in ``[0, 2**31 - 1]``."""
+    sizes = tuple(shape)
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        raise TypeError(f"shape must hold two integers, got {sizes!r}")
+    if len(sizes) != 2:
+        raise ValueError(f"shape must have 2 dimensions, got {len(sizes)}: {sizes}")
+    for size in sizes:
+        if not 0 <= size <= MAX_DIM:
+            raise ValueError(f"shape must hold sizes in [0, {MAX_DIM}], got {sizes}")
+    return sizes[0], sizes[1]
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    ndim: int | None = None,
+    length: int | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raise ``TypeError``/``ValueError`` unless ``tensor`` has this dtype, rank, length and device; reads no data."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if ndim is not None and tensor.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got {tensor.ndim} (shape {tuple(tensor.shape)})")
+    if length is not None and tensor.shape[0] != length:
+        raise ValueError(f"{name} must have {length} entries, got {tensor.shape[0]}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
+
+
+def first_true(mask: Tensor) -> int | None:
+    """Flat index of the first true entry of ``mask``, or None; waits for the device."""
+    if mask.numel() == 0:
+        return None
+    flat = mask.flatten()
+    index = int(flat.to(torch.uint8).argmax())
+    return index if bool(flat[index]) else None
+
+
+def vector_rows(rows: int, vector_length: int) -> int:
+    """Number of groups of ``vector_length`` rows that cover ``rows`` rows."""
+    return -(-rows // vector_length)

@@ -1,0 +1,67 @@
+"""``magicube collect-env``: one report for a bug ticket."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from magicube_cutlass.cli.console import facts, output
+
+PACKAGES = ("magicube-cutlass", "torch", "numpy", "scipy", "safetensors", "typer", "rich", "matplotlib")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def cpu_model() -> str:
+    """The processor's name, as the kernel tells it on Linux."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _engine() -> dict[str, str]:
+    try:
+        from cute_kernels import cpu
+
+        return {"engine path": cpu.path(), "engine paths usable": ", ".join(cpu.paths())}
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # a report must come out of a broken install too
+        return {"engine path": f"unavailable: {error}"}
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def environment() -> dict[str, str]:
+    """Versions, processor, engine path, threads and GPUs, by name."""
+    return {
+        **{package: _version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": cpu_model(),
+        "cores": str(os.cpu_count()),
+        **_engine(),
+        "MAGICUBE_CPU": os.environ.get("MAGICUBE_CPU", "not set"),
+        "threads": str(torch.get_num_threads()),
+        "cuda of torch": torch.version.cuda or "none",
+        "gpu": _gpus(),
+    }
+
+
+def collect_env() -> None:
+    """Print versions, processor, engine path, threads and GPUs."""
+    output().print(facts("magicube environment", environment()))

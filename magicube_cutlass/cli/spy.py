@@ -1,0 +1,88 @@
+"""``magicube spy``: a picture of a pattern, with its vector rows and strides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from magicube_cutlass.checks import check_stride
+from magicube_cutlass.cli.console import output, working
+from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.smtx import read_smtx
+
+PIXELS = 1024  # most cells drawn a side; larger patterns are drawn in tiles
+LINES = 64  # vector rows beyond which lines between them would cover the picture
+
+
+def _plots() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("spy needs matplotlib: pip install 'magicube-cutlass[plots]'") from None
+    return Figure
+
+
+def stride_cells(pattern: Pattern, stride: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """One cell a vector: 0 empty, 1 and 2 in turn from stride to stride of a vector row; tiles take their maximum."""
+    rows, columns = pattern.row_indices, pattern.col_indices.long()
+    position = torch.arange(pattern.vectors) - pattern.row_offsets[:-1][rows]
+    tall, wide = (max(1, -(-size // PIXELS)) for size in (pattern.vector_rows, pattern.shape[1]))
+    cells = torch.zeros(-(-pattern.vector_rows // tall), -(-pattern.shape[1] // wide))
+    values = 1 + (position // stride % 2).float()
+    cells.index_put_((rows // tall, columns // wide), values)
+    return cells.double().numpy()
+
+
+def draw(pattern: Pattern, stride: int, title: str, out: Path) -> None:
+    """Draw ``pattern`` beside the lengths of its vector rows and their padding."""
+    figure = _plots()(figsize=(11, 6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
+    rows, v = pattern.vector_rows, pattern.vector_length
+    from matplotlib.colors import ListedColormap
+
+    colors = ListedColormap(["white", "tab:blue", "tab:orange"])
+    extent = (0, pattern.shape[1], rows, 0)
+    left.imshow(
+        stride_cells(pattern, stride),
+        cmap=colors,
+        vmin=0,
+        vmax=2,
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
+    )
+    if rows <= LINES:
+        left.hlines(range(rows + 1), 0, pattern.shape[1], color="0.8", linewidth=0.5)
+    left.set(xlabel="column", ylabel=f"vector row ({v} rows each)")
+    left.set_title(f"vectors, colour changes every stride of {stride}", fontsize=9)
+    lengths, height = pattern.row_lengths.numpy(), np.arange(rows) + 0.5
+    padding = -lengths % stride
+    right.barh(height, lengths, height=1.0, color="tab:blue", label="stored")
+    right.barh(height, padding, left=lengths, height=1.0, color="0.8", label="padding")
+    longest = int((lengths + padding).max()) if rows else 0
+    if longest // stride <= LINES:
+        right.vlines(range(0, longest + 1, stride), 0, rows, color="black", linewidth=0.4)
+    right.set(xlabel="vectors")
+    right.set_title("strides of each vector row", fontsize=9)
+    right.legend(fontsize=8, loc="lower right")
+    m, k = pattern.shape
+    figure.suptitle(f"{title}: {m} x {k}, V = {v}, density {pattern.density:.3f}", fontsize=10)
+    figure.savefig(out, dpi=130)
+
+
+def spy(
+    file: Annotated[Path, typer.Argument(metavar="FILE.smtx", help="An .smtx file, plain or gzipped.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Picture to write; its ending says the kind.")],
+    vector_length: Annotated[int, typer.Option(help="V: rows of the matrix in each row of the file.")] = 8,
+    stride: Annotated[int, typer.Option(help="Vectors that a row of SR-BCRS is padded to: 16, 32 or 64.")] = 32,
+) -> None:
+    """Draw the pattern with its vector rows and strides."""
+    check_stride(stride)
+    _plots()  # before the work, so that a missing package is told at once
+    with working(f"drawing {file.name}"):
+        draw(read_smtx(file, vector_length=vector_length), stride, file.name, out)
+    output().print(f"wrote {out}")

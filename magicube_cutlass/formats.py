@@ -1,0 +1,249 @@
+"""What the two formats with values share: turning inputs into vectors on a pattern, and reading them back.
+
+Between the formats a matrix is ``Parts``: a pattern, its vectors ``(*batch, vectors, V)`` in pattern order, one integer
+an entry, and the scale.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import check_bits, check_range, int_range, is_integer, value_dtype, widen
+from magicube_cutlass.checks import check_shape, check_tensor
+from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.quantize import quantize
+from magicube_cutlass.smtx import read_smtx
+
+RESULT_DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Clip = float | Literal["max", "mse"]
+Rounding = Literal["nearest", "trunc"]
+
+
+class Parts(NamedTuple):
+    """A matrix between formats."""
+
+    pattern: Pattern
+    vectors: Tensor
+    scale: Tensor | None
+
+
+def as_movable(tensor: Tensor) -> Tensor:
+    """``tensor``, uint16 seen as int16: torch cannot select from or compare uint16."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
+
+
+def narrow(ints: Tensor, bits: int, signed: bool) -> Tensor:
+    """In-range integers of any dtype in :func:`value_dtype`, one an entry."""
+    dtype = value_dtype(bits, signed)
+    if ints.dtype == dtype:
+        return ints
+    wide = widen(ints)
+    return wide.to(torch.int16).view(dtype) if dtype == torch.uint16 else wide.to(dtype)
+
+
+def _check_axis(axis: int | None) -> None:
+    if axis not in (None, 1):
+        raise ValueError(
+            f"axis must be None (one scale) or 1 (one scale per row), got {axis!r}: a scale per column varies along "
+            "the sum of a product and cannot be taken out of it; scale the other operand's rows instead"
+        )
+
+
+def _integers(
+    values: Tensor,
+    bits: int,
+    signed: bool,
+    axis: int | None,
+    clip: Clip = "max",
+    rounding: Rounding = "nearest",
+    name: str = "values",
+) -> tuple[Tensor, Tensor | None]:
+    """Integers in :func:`value_dtype` and their scale: floats are quantized, integers checked."""
+    check_bits(bits)
+    _check_axis(axis)
+    if values.is_floating_point():
+        quantized = quantize(values.detach(), bits, axis=axis, signed=signed, clip=clip, rounding=rounding)
+        return quantized.ints(), quantized.scale
+    check_range(values, bits, signed, name)
+    return narrow(values, bits, signed), None
+
+
+def gather_vectors(dense: Tensor, pattern: Pattern) -> Tensor:
+    """The vectors of ``dense``, ``(M, K)``, at ``pattern``: ``(vectors, V)`` of the same dtype, zero beyond M."""
+    v, rows = pattern.vector_length, pattern.vector_rows
+    movable = as_movable(dense)
+    if dense.shape[0] % v:
+        movable = torch.nn.functional.pad(movable, (0, 0, 0, rows * v - dense.shape[0]))
+    grouped = movable.reshape(rows, v, dense.shape[1]).transpose(1, 2)  # (R, K, V)
+    return grouped[pattern.row_indices, pattern.col_indices].contiguous().view(dense.dtype)
+
+
+def dense_parts(
+    dense: Tensor,
+    vector_length: int,
+    bits: int,
+    signed: bool,
+    axis: int | None,
+    clip: Clip,
+    rounding: Rounding,
+) -> Parts:
+    """Keep the vectors of ``dense`` with a nonzero element, decided before any rounding."""
+    check_tensor("dense", dense, ndim=2)
+    ints, scale = _integers(dense, bits, signed, axis, clip, rounding, "dense")
+    pattern = Pattern.from_dense(as_movable(dense) != 0, vector_length)
+    return Parts(pattern, gather_vectors(ints, pattern), scale)
+
+
+def mask_parts(values: Tensor, mask: Tensor, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
+    """Keep the vectors with a true element in ``mask``; values where it is false become zero."""
+    check_tensor("values", values, ndim=2)
+    check_tensor("mask", mask, dtype=torch.bool, ndim=2, device=values.device)
+    if mask.shape != values.shape:
+        raise ValueError(f"mask must have the shape of values {tuple(values.shape)}, got {tuple(mask.shape)}")
+    pattern = Pattern.from_dense(mask, vector_length)
+    kept = as_movable(values).masked_fill(~mask, 0).view(values.dtype)
+    ints, scale = _integers(kept, bits, signed, axis)
+    return Parts(pattern, gather_vectors(ints, pattern), scale)
+
+
+def coordinate_parts(
+    rows: Tensor,
+    cols: Tensor,
+    values: Tensor,
+    shape: tuple[int, int],
+    vector_length: int,
+    bits: int,
+    signed: bool,
+    axis: int | None,
+) -> Parts:
+    """The matrix with ``values[i]`` at ``(rows[i], cols[i])``, repeated places summed; explicit zeros are kept."""
+    m, k = check_shape(shape)
+    pattern = Pattern.from_indices(rows, cols, (m, k), vector_length)
+    if not values.is_floating_point():
+        if not is_integer(values.dtype):
+            raise TypeError(f"values must be integer or float, got {values.dtype}")
+        values = widen(values)  # a sum of repeated places must not wrap
+    places, entry = torch.unique(rows * k + cols, return_inverse=True)
+    summed = values.new_zeros(places.shape).index_add(0, entry, values)
+    rows, cols = places // max(k, 1), places % max(k, 1)
+    if axis == 1 and values.is_floating_point():
+        lengths = torch.bincount(rows, minlength=m)
+        column = torch.arange(len(rows), device=rows.device) - (lengths.cumsum(0) - lengths)[rows]
+        grid = summed.new_zeros(m, int(lengths.max()) if m else 0)
+        grid[rows, column] = summed
+        ints, scale = _integers(grid, bits, signed, axis)
+        ints = as_movable(ints)[rows, column].view(ints.dtype)
+    else:
+        ints, scale = _integers(summed.unsqueeze(0), bits, signed, axis)
+        ints = ints.squeeze(0)
+    keys = pattern.row_indices * k + pattern.col_indices
+    vector = torch.searchsorted(keys, rows // vector_length * k + cols)
+    vectors = torch.zeros(pattern.vectors, vector_length, dtype=ints.dtype, device=ints.device)
+    as_movable(vectors)[vector, rows % vector_length] = as_movable(ints)
+    return Parts(pattern, vectors, scale)
+
+
+def scipy_parts(matrix: Any, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
+    """From any ``scipy.sparse`` matrix or array."""
+    from scipy.sparse import issparse
+
+    if not issparse(matrix):
+        raise TypeError(f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}")
+    coo = matrix.tocoo()
+    if coo.ndim != 2:
+        raise ValueError(f"matrix must have 2 dimensions, got {coo.ndim}")
+    rows, cols, values = (torch.as_tensor(array.copy()) for array in (coo.row, coo.col, coo.data))
+    return coordinate_parts(rows.long(), cols.long(), values, coo.shape, vector_length, bits, signed, axis)
+
+
+def torch_sparse_parts(tensor: Tensor, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
+    """From a torch tensor of layout COO, CSR, CSC or BSR."""
+    rows, cols, values = _torch_coordinates(tensor)
+    shape = (tensor.shape[0], tensor.shape[1])
+    return coordinate_parts(rows, cols, values.detach(), shape, vector_length, bits, signed, axis)
+
+
+def _torch_coordinates(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a torch tensor, got {type(tensor).__name__}")
+    if tensor.ndim != 2:
+        raise ValueError(f"tensor must have 2 dimensions, got {tensor.ndim}")
+    if tensor.layout == torch.sparse_coo:
+        if tensor.sparse_dim() != 2:
+            raise ValueError(f"tensor must have 2 sparse dimensions, got {tensor.sparse_dim()}")
+        rows, cols = tensor._indices()  # uncoalesced ones too; repeated places are summed later
+        return rows, cols, tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        offsets, minor = tensor.crow_indices(), tensor.col_indices()
+    elif tensor.layout == torch.sparse_csc:
+        offsets, minor = tensor.ccol_indices(), tensor.row_indices()
+    else:
+        raise TypeError(f"tensor must have layout sparse COO, CSR, CSC or BSR, got {tensor.layout}")
+    minor, values = minor.long(), tensor.values()
+    major = torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(offsets.diff())
+    if tensor.layout == torch.sparse_csc:
+        return minor, major, values
+    if tensor.layout == torch.sparse_csr:
+        return major, minor, values
+    height, width = values.shape[1:]
+    rows = major[:, None, None] * height + torch.arange(height, device=major.device)[:, None]
+    cols = minor[:, None, None] * width + torch.arange(width, device=major.device)
+    return rows.expand(values.shape).flatten(), cols.expand(values.shape).flatten(), values.flatten()
+
+
+def smtx_parts(path: str | PathLike[str], vector_length: int, bits: int, signed: bool, seed: int) -> Parts:
+    """The pattern of an ``.smtx`` file with uniformly random integers of the whole range."""
+    low, high = int_range(bits, signed)
+    pattern = read_smtx(path, vector_length=vector_length)
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randint(low, high + 1, (pattern.vectors, vector_length), generator=generator)
+    return Parts(pattern, narrow(vectors, bits, signed), None)
+
+
+def pattern_parts(pattern: Pattern, vectors: Tensor, bits: int | None, signed: bool, scale: Tensor | None) -> Parts:
+    """Check ``vectors``, ``(*batch, vectors, V)`` in pattern order, and clear what lies beyond M."""
+    check_tensor("vectors", vectors, device=pattern.device)
+    expected = (pattern.vectors, pattern.vector_length)
+    if vectors.shape[-2:] != expected:
+        raise ValueError(f"vectors must have shape (*batch, {expected[0]}, {expected[1]}), got {tuple(vectors.shape)}")
+    if bits is None:
+        check_result_dtype(vectors.dtype)
+    else:
+        check_range(vectors, bits, signed, "vectors")
+        vectors = narrow(vectors, bits, signed)
+    if pattern.shape[0] % pattern.vector_length:
+        vectors = as_movable(vectors).masked_fill(beyond(pattern), 0).view(vectors.dtype)
+    return Parts(pattern, vectors, scale)
+
+
+def transpose_parts(pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> Parts:
+    """The transposed matrix; refuses a scale per row, which would become one per column."""
+    if scale is not None and scale.ndim:
+        raise ValueError(
+            f"transpose needs one scale for the matrix, got scale of shape {tuple(scale.shape)}: a scale per row "
+            "becomes one per column, which cannot be taken out of a product; quantize with axis=None, or transpose "
+            "the float matrix and quantize that"
+        )
+    target, positions = pattern.transpose_map()
+    batch, inside = vectors.shape[:-2], positions >= 0
+    moved = torch.zeros(*batch, target.vectors * pattern.vector_length, dtype=vectors.dtype, device=vectors.device)
+    as_movable(moved)[..., positions[inside]] = as_movable(vectors)[..., inside]
+    return Parts(target, moved.view(*batch, target.vectors, pattern.vector_length), scale)
+
+
+def beyond(pattern: Pattern) -> Tensor:
+    """bool ``(vectors, V)``: the entries in rows beyond M."""
+    lanes = torch.arange(pattern.vector_length, device=pattern.device)
+    return pattern.row_indices[:, None] * pattern.vector_length + lanes >= pattern.shape[0]
+
+
+def check_result_dtype(dtype: torch.dtype) -> None:
+    """Raise ``TypeError`` unless values without ``bits`` may have ``dtype``."""
+    if dtype not in RESULT_DTYPES:
+        allowed = ", ".join(str(one).removeprefix("torch.") for one in RESULT_DTYPES)
+        raise TypeError(f"values without bits must be one of {allowed}, got {dtype}; give bits for quantized integers")

@@ -1,0 +1,103 @@
+"""Makers of patterns: pruning of a given weight, and random patterns for tests and benchmarks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import is_integer
+from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, vector_rows
+from magicube_cutlass.pattern import Pattern
+
+SKEW = 5  # longest over shortest vector row of a skewed pattern
+
+
+def prune(
+    weight: Tensor,
+    sparsity: float,
+    vector_length: int,
+    method: Literal["magnitude", "random"] = "magnitude",
+    seed: int = 0,
+) -> Tensor:
+    """Mask that keeps ``round((1 - sparsity) * vectors)`` of the ``V x 1`` vectors of ``weight``.
+
+    Arguments:
+        weight: ``(M, K)``, float or integer.
+        method: ``"magnitude"`` keeps the vectors of largest l2 norm, the lower index first among equals;
+            ``"random"`` keeps a uniformly random set that depends on ``seed`` alone, not on the device.
+    Returns bool ``(M, K)`` on the weight's device.
+    Raises ``ValueError`` for a sparsity outside [0, 1], an unknown method or a weight that is not finite.
+    """
+    check_vector_length(vector_length)
+    check_tensor("weight", weight, ndim=2)
+    if not (weight.is_floating_point() or is_integer(weight.dtype)):
+        raise TypeError(f"weight must be float or integer, got {weight.dtype}")
+    m, k = weight.shape
+    rows = vector_rows(m, vector_length)
+    kept = _kept(sparsity, rows * k)
+    if method == "magnitude":
+        # float64: squares of float32 values neither overflow nor vanish
+        energy = torch.nn.functional.pad(weight.double().square(), (0, 0, 0, rows * vector_length - m))
+        energy = energy.view(rows, vector_length, k).sum(1).flatten()
+        if not bool(energy.isfinite().all()):
+            raise ValueError("weight must be finite, got inf or nan (or values whose squares overflow float64)")
+        order = torch.sort(energy, descending=True, stable=True).indices
+    elif method == "random":
+        order = torch.randperm(rows * k, generator=torch.Generator().manual_seed(seed)).to(weight.device)
+    else:
+        raise ValueError(f"method must be 'magnitude' or 'random', got {method!r}")
+    mask = torch.zeros(rows * k, dtype=torch.bool, device=weight.device)
+    mask[order[:kept]] = True
+    return mask.view(rows, k).repeat_interleave(vector_length, 0)[:m]
+
+
+def random_pattern(
+    M: int,
+    K: int,
+    sparsity: float,
+    vector_length: int,
+    distribution: Literal["uniform", "skewed", "fixed"] = "uniform",
+    seed: int = 0,
+) -> Pattern:
+    """A random pattern of an ``M x K`` matrix on the CPU, the same for the same arguments.
+
+    ``"uniform"``: ``round((1 - sparsity) * vectors)`` vectors at uniformly random places; ``"skewed"``: the same total
+    (to rounding), the longest vector row about 5 times the shortest as far as K allows, in random order of rows;
+    ``"fixed"``: the same count in every vector row.
+    Raises ``ValueError`` for a sparsity outside [0, 1] or an unknown distribution.
+    """
+    check_vector_length(vector_length)
+    m, k = check_shape((M, K))
+    rows = vector_rows(m, vector_length)
+    generator = torch.Generator().manual_seed(seed)
+    kept = _kept(sparsity, rows * k)
+    if distribution == "uniform":
+        mask = torch.zeros(rows * k, dtype=torch.bool)
+        mask[torch.randperm(rows * k, generator=generator)[:kept]] = True
+        return Pattern.from_vector_mask(mask.view(rows, k), m, vector_length)
+    if distribution == "skewed":
+        lengths = _skewed_lengths(rows, k, (1 - sparsity) * k)[torch.randperm(rows, generator=generator)]
+    elif distribution == "fixed":
+        lengths = torch.full((rows,), _kept(sparsity, k))
+    else:
+        raise ValueError(f"distribution must be 'uniform', 'skewed' or 'fixed', got {distribution!r}")
+    order = torch.rand(rows, k, generator=generator).argsort(1)
+    mask = torch.zeros(rows, k, dtype=torch.bool).scatter_(1, order, torch.arange(k) < lengths[:, None])
+    return Pattern.from_vector_mask(mask, m, vector_length)
+
+
+def _kept(sparsity: float, total: int) -> int:
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity must lie in [0, 1], got {sparsity!r}")
+    return round((1 - sparsity) * total)
+
+
+def _skewed_lengths(rows: int, k: int, mean: float) -> Tensor:
+    """Row lengths on a line from ``mean / 3`` to ``5 mean / 3``, or less steep where that would exceed ``k``."""
+    longest = min(mean * 2 * SKEW / (SKEW + 1), k)
+    line = torch.linspace(2 * mean - longest, longest, rows, dtype=torch.float64) if rows > 1 else torch.tensor([mean])
+    # rounding the running sum, not each length, keeps the total
+    ends = torch.floor(line[:rows].double().cumsum(0) + 0.5)
+    return ends.diff(prepend=ends.new_zeros(1)).clamp(0, k).to(torch.int64)

@@ -1,0 +1,178 @@
+"""The products as torch operators, ``torch.ops.magicube.*``, with fakes; tensors only, already checked by ``ops``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels import cpu
+from cute_kernels.integers import combine_digits, fetch, widen
+from magicube_cutlass.reference import scale_out
+
+
+def _dense_ints(b: cpu.Dense, shape: tuple[int, int]) -> Tensor:
+    length = shape[b.packed_dim] if b.bits == 4 else 0
+    return widen(fetch(b.data, length, b.bits, b.signed, b.packed_dim))
+
+
+def _matrix_ints(a: cpu.Blocks) -> Tensor:
+    """The sparse operand as a dense int64 matrix (M, K), for the path without a compiled engine."""
+    ints = combine_digits(a.planes, a.bits, a.signed)  # (blocks, V, stride)
+    blocks, v, stride = ints.shape
+    dense = torch.zeros(a.row_start.numel() * v, a.columns, dtype=torch.int64)
+    block_row = torch.searchsorted(a.row_start // stride, torch.arange(blocks), right=True) - 1
+    rows = (block_row[:, None] * v + torch.arange(v))[:, :, None].expand_as(ints)
+    cols = a.col_indices.view(blocks, 1, stride).expand_as(ints).long()
+    kept = cols >= 0
+    dense[rows[kept], cols[kept]] = ints[kept]
+    return dense[: a.rows]
+
+
+def _spmm_into(
+    out: Tensor, a: cpu.Blocks, b: cpu.Dense, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+) -> None:
+    if out.numel() == 0:
+        return
+    if cpu.available():
+        flat_right = None if right is None else right.reshape(-1, out.shape[-1]).squeeze(0)
+        cpu.spmm(a, b, out.view(-1, *out.shape[-2:]), left, flat_right, bias)
+        return
+    total = torch.matmul(_matrix_ints(a), _dense_ints(b, (a.columns, out.shape[-1])))
+    scaled = scale_out(total, torch.float32 if out.is_floating_point() else out.dtype,
+                       None if left is None else left[:, None], None if right is None else right.unsqueeze(-2))  # fmt: skip
+    out.copy_(scaled if bias is None else scaled + bias[:, None])
+
+
+@torch.library.custom_op("magicube::spmm", mutates_args=(), device_types="cpu")
+def spmm(
+    row_start: Tensor,
+    row_end: Tensor,
+    col_indices: Tensor,
+    planes: Tensor,
+    row_sums: Tensor,
+    b: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    n: int,
+    bits: list[int],
+    signed: list[bool],
+    packed_dim: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``C = (A B) * left * right + bias``; ``bits`` and ``signed`` name A, then B."""
+    out = torch.empty((*b.shape[:-2], rows, n), dtype=out_dtype)
+    blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, rows, columns, bits[0], signed[0])
+    _spmm_into(out, blocks, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
+    return out
+
+
+@spmm.register_fake
+def _(
+    row_start: Tensor,
+    row_end: Tensor,
+    col_indices: Tensor,
+    planes: Tensor,
+    row_sums: Tensor,
+    b: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    n: int,
+    bits: list[int],
+    signed: list[bool],
+    packed_dim: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return b.new_empty((*b.shape[:-2], rows, n), dtype=out_dtype)
+
+
+@torch.library.custom_op("magicube::spmm_out", mutates_args=("out",), device_types="cpu")
+def spmm_out(
+    row_start: Tensor,
+    row_end: Tensor,
+    col_indices: Tensor,
+    planes: Tensor,
+    row_sums: Tensor,
+    b: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    bits: list[int],
+    signed: list[bool],
+    packed_dim: int,
+    out: Tensor,
+) -> None:
+    """As :func:`spmm`, into ``out``."""
+    blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], columns, bits[0], signed[0])
+    _spmm_into(out, blocks, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
+
+
+@torch.library.custom_op("magicube::sddmm", mutates_args=(), device_types="cpu")
+def sddmm(
+    row_start: Tensor,
+    row_end: Tensor,
+    col_indices: Tensor,
+    x: Tensor,
+    y: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    shape: list[int],
+    vector_length: int,
+    stride: int,
+    bits: list[int],
+    signed: list[bool],
+    inner_y: int,
+    packed: list[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``(X Y^T) * left * right`` at the pattern, as SR-BCRS values; ``shape`` is (M, N, K)."""
+    m, n, k = shape
+    blocks = col_indices.numel() // stride
+    out = torch.zeros((*x.shape[:-2], blocks, vector_length, stride), dtype=out_dtype)
+    dense_x = cpu.Dense(x, bits[0], signed[0], -1, packed[0])
+    dense_y = cpu.Dense(y, bits[1], signed[1], inner_y, packed[1])
+    if out.numel() == 0:
+        return out
+    if cpu.available():
+        left = None if left is None else left.reshape(-1, m).squeeze(0)
+        right = None if right is None else right.reshape(-1, n).squeeze(0)
+        batch = out.view(-1, *out.shape[-3:])
+        cpu.sddmm(dense_x, dense_y, row_start, row_end, col_indices, batch, (m, n, k), left, right)
+        return out
+    ints_y = _dense_ints(dense_y, (n, k) if inner_y == -1 else (k, n))
+    total = torch.matmul(_dense_ints(dense_x, (m, k)), ints_y.mT if inner_y == -1 else ints_y)  # (*batch, M, N)
+    full = scale_out(total, out_dtype, None if left is None else left.unsqueeze(-1),
+                     None if right is None else right.unsqueeze(-2))  # fmt: skip
+    full = torch.nn.functional.pad(full, (0, 0, 0, row_start.numel() * vector_length - m))
+    owner = torch.searchsorted(row_start // stride, torch.arange(blocks), right=True) - 1
+    rows = (owner[:, None] * vector_length + torch.arange(vector_length))[:, :, None].expand(out.shape[-3:])
+    cols = col_indices.view(blocks, 1, stride).expand(out.shape[-3:]).long()
+    picked = full[..., rows, cols.clamp(min=0)]
+    return picked.masked_fill_(cols < 0, 0)
+
+
+@sddmm.register_fake
+def _(
+    row_start: Tensor,
+    row_end: Tensor,
+    col_indices: Tensor,
+    x: Tensor,
+    y: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    shape: list[int],
+    vector_length: int,
+    stride: int,
+    bits: list[int],
+    signed: list[bool],
+    inner_y: int,
+    packed: list[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-2], col_indices.shape[0] // stride, vector_length, stride), dtype=out_dtype)

@@ -1,0 +1,248 @@
+"""The base of SR-BCRS and BCRS: values on a pattern, with a scale, and everything that does not depend on the order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import check_bits, check_range, value_dtype
+from magicube_cutlass import storage
+from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true
+from magicube_cutlass.formats import as_movable, beyond, check_result_dtype
+from magicube_cutlass.pattern import Pattern
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+
+class CompressedMatrix(ABC):
+    """A sparse ``M x K`` matrix of ``V x 1`` vectors.
+
+    ``bits`` is None where the values are results of a product rather than quantized integers.
+    """
+
+    _VALUE_NDIM: ClassVar[int]  # dimensions of the values after the batch
+    _INDICES: ClassVar[tuple[str, ...]]  # fields that hold index tensors
+    _INTEGERS: ClassVar[tuple[str, ...]]  # integer fields that files store
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        vector_length: int,
+        values: Tensor,
+        scale: Tensor | None,
+        bits: int | None,
+        signed: bool,
+    ) -> None:
+        self.shape = check_shape(shape)
+        self.vector_length = vector_length
+        self.values = values
+        self.scale = scale
+        self.bits = bits
+        self.signed = signed
+        self._cache: dict[str, Any] = {}
+        self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
+        self.check_format()
+
+    @abstractmethod
+    def vectors(self) -> Tensor:
+        """The values in pattern order, one an entry: ``(*batch, vectors, V)`` of :attr:`dtype`."""
+
+    @abstractmethod
+    def _derive_pattern(self) -> Pattern:
+        """The pattern that the index tensors say."""
+
+    @abstractmethod
+    def _check_structure(self) -> None:
+        """Check sizes, dtypes and devices of the index tensors; read no data."""
+
+    @abstractmethod
+    def _value_shape(self) -> tuple[int, ...]:
+        """The shape that the values must have after the batch dimensions."""
+
+    @abstractmethod
+    def _check_layout(self) -> None:
+        """Scan what the format adds to the pattern: pointers and padding."""
+
+    @property
+    def pattern(self) -> Pattern:
+        """The structure without values; cached."""
+        if "pattern" not in self._cache:
+            self._cache["pattern"] = self._derive_pattern()
+        pattern: Pattern = self._cache["pattern"]
+        return pattern
+
+    @property
+    def nnz(self) -> int:
+        """Stored elements inside the matrix, as :attr:`Pattern.nnz`."""
+        return self.pattern.nnz
+
+    @property
+    def density(self) -> float:
+        """``nnz / (M K)``; 0 for an empty matrix."""
+        return self.pattern.density
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of one unpacked value: int8 or uint8 for packed 4-bit integers."""
+        return self.values.dtype if self.bits is None else value_dtype(self.bits, self.signed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Leading dimensions of the values; () for a single matrix."""
+        return tuple(self.values.shape[: -self._VALUE_NDIM])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in (*self._INDICES, "values", "scale")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("shape", "bits", "signed", *self._INTEGERS)}
+
+    def _scaled_vectors(self, dequantize: bool) -> Tensor:
+        vectors = self.vectors()
+        if self.scale is None or not dequantize:
+            return vectors
+        scale = self.scale
+        if scale.ndim:  # one per row: pick that of each stored element, rows beyond M take the last one's
+            pattern, lanes = self.pattern, torch.arange(self.vector_length, device=self.device)
+            rows = pattern.row_indices[:, None] * self.vector_length + lanes
+            scale = scale[rows.clamp(max=max(self.shape[0] - 1, 0)), 0]
+        return vectors.to(scale.dtype) * scale
+
+    def to_dense(self, dequantize: bool = True) -> Tensor:
+        """``(*batch, M, K)``: ``scale * integers`` if there is a scale and ``dequantize``, else as :attr:`dtype`."""
+        vectors, pattern, v = self._scaled_vectors(dequantize), self.pattern, self.vector_length
+        batch, (m, k) = self.batch_shape, self.shape
+        dense = torch.zeros(*batch, pattern.vector_rows, v, k, dtype=vectors.dtype, device=self.device)
+        movable = as_movable(dense).transpose(-1, -2)  # (*batch, R, K, V)
+        movable[..., pattern.row_indices, pattern.col_indices, :] = as_movable(vectors)
+        return dense.view(*batch, pattern.vector_rows * v, k)[..., :m, :]
+
+    def to_scipy(self, dequantize: bool = True) -> csr_array:
+        """``scipy.sparse.csr_array`` of every stored element, zeros of kept vectors included.
+
+        Values as in :meth:`to_dense`; the half types, which scipy lacks, become float32.
+        Raises ``ValueError`` for a batch.
+        """
+        from scipy.sparse import coo_array
+
+        if self.batch_shape:
+            raise ValueError(f"to_scipy needs a single matrix, got a batch of shape {self.batch_shape}")
+        pattern, inside = self.pattern, ~beyond(self.pattern)
+        values = self._scaled_vectors(dequantize)
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()
+        values = as_movable(values)[inside].view(values.dtype)
+        rows = pattern.row_indices[:, None] * self.vector_length + torch.arange(self.vector_length, device=self.device)
+        cols = pattern.col_indices[:, None].expand_as(rows)
+        data, row, col = (tensor.detach().cpu().numpy() for tensor in (values, rows[inside], cols[inside]))
+        return coo_array((data, (row, col)), shape=self.shape).tocsr()
+
+    def to(self, device: torch.device | str) -> Self:
+        """This matrix on ``device``, without the copies made for kernels; itself when it is there already."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        if all(moved[name] is tensor for name, tensor in self._tensors().items()):
+            return self
+        return type(self)(**moved, **self._fields())
+
+    def check_format(self, full: bool = False) -> None:
+        """Raise ``TypeError``/``ValueError`` for wrong dtypes, sizes, layouts or devices; with ``full`` scan all data.
+
+        Without ``full``, as every constructor runs it, no data is read and no device waited for.
+        """
+        check_vector_length(self.vector_length)
+        if not isinstance(self.signed, bool):
+            raise TypeError(f"signed must be a bool, got {self.signed!r}")
+        check_tensor("values", self.values)
+        if self.bits is None:
+            check_result_dtype(self.values.dtype)
+        else:
+            check_bits(self.bits)
+            check_tensor("values", self.values, dtype=self._stored_dtype(self.bits))
+        self._check_structure()
+        expected = self._value_shape()
+        if self.values.shape[-self._VALUE_NDIM :] != expected:
+            raise ValueError(
+                f"values must have shape (*batch, {', '.join(map(str, expected))}), got {tuple(self.values.shape)}"
+            )
+        self._check_scale(full)
+        for name, tensor in self._tensors().items():
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}")
+        if full:
+            self._check_layout()
+            pattern = self._derive_pattern()  # not the cached one, which may be older than the damage
+            pattern.check_format(full=True)
+            self._check_values(pattern)
+
+    @abstractmethod
+    def _stored_dtype(self, bits: int) -> torch.dtype:
+        """The dtype in which this format keeps ``bits``-bit integers."""
+
+    def _check_scale(self, full: bool) -> None:
+        if self.scale is None:
+            return
+        check_tensor("scale", self.scale, device=self.device)
+        if not self.scale.is_floating_point():
+            raise TypeError(f"scale must be a float tensor, got {self.scale.dtype}")
+        if self.scale.shape not in ((), (self.shape[0], 1)):
+            raise ValueError(f"scale must have shape () or ({self.shape[0]}, 1), got {tuple(self.scale.shape)}")
+        if full:
+            # NaN is legal: it marks a slice that held inf or nan before quantization
+            bad = first_true((self.scale <= 0) | self.scale.isinf())
+            if bad is not None:
+                raise ValueError(f"scale must be positive and finite, got {float(self.scale.flatten()[bad])} at {bad}")
+
+    def _check_values(self, pattern: Pattern) -> None:
+        vectors = self.vectors()
+        if self.bits == 12:  # the other widths fill their dtype
+            check_range(vectors, self.bits, self.signed, "values")
+        if self.shape[0] % self.vector_length:
+            outside = as_movable(vectors)[..., beyond(pattern)]
+            if bool((outside != 0).any()):
+                raise ValueError(f"values must be zero in rows beyond M = {self.shape[0]}, got a nonzero one")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write to ``path`` (safetensors)."""
+        storage.write(path, type(self).__name__, self._tensors(), self._fields())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read what :meth:`save` wrote and scan it; ``ValueError`` for anything else."""
+        with storage.Reader(path, cls.__name__) as stored:
+            fields: dict[str, Any] = {name: stored.integer(name) for name in cls._INTEGERS}
+            fields.update(shape=stored.shape("shape"), bits=stored.optional_integer("bits"))
+            fields.update(signed=stored.boolean("signed"), scale=stored.optional_tensor("scale"))
+            stored.expect_tensors({*cls._INDICES, "values"}, frozenset({"scale"}))
+            tensors: dict[str, Any] = {name: stored.tensor(name) for name in (*cls._INDICES, "values")}
+            matrix = cls(**tensors, **fields)
+            matrix.check_format(full=True)
+        return matrix
+
+    def __repr__(self) -> str:
+        kind = (
+            str(self.dtype).removeprefix("torch.")
+            if self.bits is None
+            else f"{'' if self.signed else 'u'}int{self.bits}"
+        )
+        scale = "none" if self.scale is None else "per row" if self.scale.ndim else "per tensor"
+        batch = f"batch={self.batch_shape}, " if self.batch_shape else ""
+        integers = ", ".join(f"{name}={getattr(self, name)}" for name in self._INTEGERS)
+        return (
+            f"{type(self).__name__}(shape={self.shape}, {batch}{integers}, values={kind}, scale={scale}, "
+            f"nnz={self.nnz}, density={self.density:.4g}, bytes={self.nbytes}, device={self.device})"
+        )

@@ -1,0 +1,273 @@
+"""The structure of a sparse matrix of column vectors, without values.
+
+Rows are grouped in vector rows of ``V`` consecutive rows; a nonzero is a ``V x 1`` vector.  Everything here is torch
+ops on the tensors' own device, so a pattern on a GPU never passes through the host.
+Source: Li, Osawa, Hoefler, SC'22, section IV-A (SR-BCRS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magicube_cutlass import storage
+from magicube_cutlass.checks import (
+    check_shape,
+    check_stride,
+    check_tensor,
+    check_vector_length,
+    first_true,
+    vector_rows,
+)
+
+
+class Padded(NamedTuple):
+    """A pattern whose vector rows are padded to a multiple of a stride, positions counted in vectors."""
+
+    row_start: Tensor  # int64 (R,), a multiple of the stride
+    row_end: Tensor  # int64 (R,), row_start + length
+    col_indices: Tensor  # int32 (padded vectors,), -1 in the padding
+    slots: Tensor  # int64 (vectors,), where each vector went
+
+
+class Transposed(NamedTuple):
+    """The transposed pattern and where each stored element goes in it."""
+
+    pattern: Pattern
+    positions: Tensor  # int64 (vectors, V): flat index into the transpose's (vectors, V); -1 for rows beyond M
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pattern:
+    """Which ``V x 1`` vectors of an ``M x K`` matrix are stored.
+
+    Arguments:
+        shape: ``(M, K)``; M need not be a multiple of V.
+        vector_length: V, one of 1, 2, 4, 8, 16, 32.
+        row_offsets: int64 ``(R + 1,)``, R = ceil(M / V); vector row r holds vectors
+            ``row_offsets[r]:row_offsets[r + 1]``.
+        col_indices: int32 ``(vectors,)``, strictly increasing inside a vector row.
+    Raises ``TypeError``/``ValueError`` as :meth:`check_format` does without ``full``.
+    """
+
+    shape: tuple[int, int]
+    vector_length: int
+    row_offsets: Tensor
+    col_indices: Tensor
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", check_shape(self.shape))
+        self.check_format()
+
+    @classmethod
+    def from_dense(cls, mask: Tensor, vector_length: int = 8) -> Pattern:
+        """The vectors with at least one true element in ``mask``, bool ``(M, K)``."""
+        check_vector_length(vector_length)
+        check_tensor("mask", mask, dtype=torch.bool, ndim=2)
+        rows = mask.shape[0]
+        count = vector_rows(rows, vector_length)
+        if rows % vector_length:
+            mask = torch.nn.functional.pad(mask, (0, 0, 0, count * vector_length - rows))
+        return cls.from_vector_mask(mask.reshape(count, vector_length, mask.shape[1]).any(1), rows, vector_length)
+
+    @classmethod
+    def from_vector_mask(cls, mask: Tensor, rows: int, vector_length: int) -> Pattern:
+        """The pattern of a ``rows x K`` matrix that stores the vectors set in ``mask``, bool ``(R, K)``."""
+        check_vector_length(vector_length)
+        count = vector_rows(rows, vector_length)
+        check_tensor("mask", mask, dtype=torch.bool, ndim=2, length=count)
+        offsets = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
+        torch.cumsum(mask.sum(1), 0, out=offsets[1:])
+        columns = mask.nonzero()[:, 1].to(torch.int32)
+        return cls((rows, mask.shape[1]), vector_length, offsets, columns)
+
+    @classmethod
+    def from_indices(cls, rows: Tensor, cols: Tensor, shape: Sequence[int], vector_length: int) -> Pattern:
+        """The vectors that hold the elements ``(rows[i], cols[i])``, int64 ``(n,)`` each, in any order.
+
+        Raises ``ValueError`` for an index outside ``shape``.
+        """
+        check_vector_length(vector_length)
+        m, k = check_shape(shape)
+        check_tensor("rows", rows, dtype=torch.int64, ndim=1)
+        check_tensor("cols", cols, dtype=torch.int64, ndim=1, length=rows.shape[0], device=rows.device)
+        for name, index, size in (("rows", rows, m), ("cols", cols, k)):
+            bad = first_true((index < 0) | (index >= size))
+            if bad is not None:
+                raise ValueError(f"{name}[{bad}] must lie in [0, {size}), got {int(index[bad])}")
+        return cls._from_keys(torch.unique(rows // vector_length * k + cols), (m, k), vector_length)
+
+    @classmethod
+    def _from_keys(cls, keys: Tensor, shape: tuple[int, int], vector_length: int) -> Pattern:
+        """Pattern of sorted unique ``vector row * K + column``."""
+        edges = torch.arange(vector_rows(shape[0], vector_length) + 1, device=keys.device) * shape[1]
+        columns = (keys % max(shape[1], 1)).to(torch.int32)
+        return cls(shape, vector_length, torch.searchsorted(keys, edges), columns)
+
+    @property
+    def vectors(self) -> int:
+        """Number of stored vectors."""
+        return self.col_indices.shape[0]
+
+    @property
+    def vector_rows(self) -> int:
+        """R = ceil(M / V)."""
+        return vector_rows(self.shape[0], self.vector_length)
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored elements inside the matrix: vectors * V, less what the last vector row has beyond M."""
+        if "nnz" not in self._cache:
+            beyond = self.vector_rows * self.vector_length - self.shape[0]
+            last = int(self.row_lengths[-1]) if beyond else 0
+            self._cache["nnz"] = self.vectors * self.vector_length - beyond * last
+        return int(self._cache["nnz"])
+
+    @property
+    def density(self) -> float:
+        """``nnz / (M K)``; 0 for an empty matrix."""
+        return self.nnz / max(self.shape[0] * self.shape[1], 1)
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """Vectors in each vector row, int64 ``(R,)``."""
+        return self.row_offsets.diff()
+
+    @property
+    def row_indices(self) -> Tensor:
+        """Vector row of each vector, int64 ``(vectors,)``; cached."""
+        if "row_indices" not in self._cache:
+            ids = torch.arange(self.vector_rows, device=self.device)
+            self._cache["row_indices"] = ids.repeat_interleave(self.row_lengths, output_size=self.vectors)
+        indices: Tensor = self._cache["row_indices"]
+        return indices
+
+    @property
+    def device(self) -> torch.device:
+        return self.col_indices.device
+
+    def to_dense(self) -> Tensor:
+        """bool ``(M, K)``, whole vectors set."""
+        stored = torch.zeros(self.vector_rows, self.shape[1], dtype=torch.bool, device=self.device)
+        stored[self.row_indices, self.col_indices] = True
+        return stored.repeat_interleave(self.vector_length, 0)[: self.shape[0]]
+
+    def to(self, device: torch.device | str) -> Pattern:
+        """This pattern on ``device``; itself when it is there already."""
+        offsets, columns = self.row_offsets.to(device), self.col_indices.to(device)
+        if columns is self.col_indices and offsets is self.row_offsets:
+            return self
+        return Pattern(self.shape, self.vector_length, offsets, columns)
+
+    def padded(self, stride: int) -> Padded:
+        """Every vector row padded to a multiple of ``stride`` (16, 32 or 64); cached."""
+        check_stride(stride)
+        if ("padded", stride) not in self._cache:
+            lengths, rows = self.row_lengths, self.row_indices
+            ends = torch.cumsum((lengths + stride - 1) // stride * stride, 0)
+            total = int(ends[-1]) if self.vector_rows else 0
+            start = torch.cat((ends.new_zeros(1), ends))[:-1]
+            slots = torch.arange(self.vectors, device=self.device) + (start - self.row_offsets[:-1])[rows]
+            columns = torch.full((total,), -1, dtype=torch.int32, device=self.device)
+            columns[slots] = self.col_indices
+            self._cache["padded", stride] = Padded(start, start + lengths, columns, slots)
+        result: Padded = self._cache["padded", stride]
+        return result
+
+    def transpose(self) -> Pattern:
+        """The pattern, in vectors of the same length, that holds the transpose of every stored element; cached."""
+        return self.transpose_map().pattern
+
+    def transpose_map(self) -> Transposed:
+        """The transposed pattern and the place of every stored element in it; cached."""
+        if "transpose" not in self._cache:
+            (m, k), v = self.shape, self.vector_length
+            columns = self.col_indices.to(torch.int64)[:, None]  # (vectors, 1)
+            rows = self.row_indices[:, None] * v + torch.arange(v, device=self.device)  # (vectors, V)
+            inside = rows < m
+            keys, vector = torch.unique((columns // v * m + rows)[inside], return_inverse=True)
+            positions = torch.full_like(rows, -1)
+            positions[inside] = vector * v + (columns % v).expand_as(rows)[inside]
+            self._cache["transpose"] = Transposed(Pattern._from_keys(keys, (k, m), v), positions)
+        result: Transposed = self._cache["transpose"]
+        return result
+
+    def equals(self, other: Pattern) -> bool:
+        """Whether both have the same shape, vector length and vectors; False across devices."""
+        return (
+            (self.shape, self.vector_length, self.device) == (other.shape, other.vector_length, other.device)
+            and torch.equal(self.row_offsets, other.row_offsets)
+            and torch.equal(self.col_indices, other.col_indices)
+        )
+
+    def check_format(self, full: bool = False) -> None:
+        """Raise ``TypeError``/``ValueError`` for wrong dtypes, sizes or devices; with ``full`` scan the indices too.
+
+        Without ``full`` no data is read and no device waited for.
+        """
+        check_vector_length(self.vector_length)
+        check_tensor("col_indices", self.col_indices, dtype=torch.int32, ndim=1)
+        check_tensor(
+            "row_offsets",
+            self.row_offsets,
+            dtype=torch.int64,
+            ndim=1,
+            length=self.vector_rows + 1,
+            device=self.device,
+        )
+        if full:
+            self._check_offsets()
+            self._check_columns()
+
+    def _check_offsets(self) -> None:
+        offsets = self.row_offsets
+        if int(offsets[0]) != 0 or int(offsets[-1]) != self.vectors:
+            raise ValueError(
+                f"row_offsets must go from 0 to {self.vectors} (the length of col_indices), "
+                f"got {int(offsets[0])} to {int(offsets[-1])}"
+            )
+        bad = first_true(offsets[1:] < offsets[:-1])
+        if bad is not None:
+            raise ValueError(
+                f"row_offsets must not decrease, got {int(offsets[bad])} then {int(offsets[bad + 1])} at {bad + 1}"
+            )
+
+    def _check_columns(self) -> None:
+        columns, k = self.col_indices, self.shape[1]
+        bad = first_true((columns < 0) | (columns >= k))
+        if bad is not None:
+            raise ValueError(f"col_indices must lie in [0, {k}), got {int(columns[bad])} at vector {bad}")
+        rows = torch.searchsorted(self.row_offsets, torch.arange(self.vectors, device=self.device), right=True) - 1
+        bad = first_true((columns[1:] <= columns[:-1]) & (rows[1:] == rows[:-1]))
+        if bad is not None:
+            raise ValueError(
+                f"col_indices must increase inside a vector row, got {int(columns[bad])} then "
+                f"{int(columns[bad + 1])} in vector row {int(rows[bad])}"
+            )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write to ``path`` (safetensors)."""
+        tensors = {"row_offsets": self.row_offsets, "col_indices": self.col_indices}
+        storage.write(path, "Pattern", tensors, {"shape": self.shape, "vector_length": self.vector_length})
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Pattern:
+        """Read what :meth:`save` wrote; ``ValueError`` for anything else."""
+        with storage.Reader(path, "Pattern") as stored:
+            shape, vector_length = stored.shape("shape"), stored.integer("vector_length")
+            stored.expect_tensors({"row_offsets", "col_indices"})
+            pattern = cls(shape, vector_length, stored.tensor("row_offsets"), stored.tensor("col_indices"))
+            pattern.check_format(full=True)
+        return pattern
+
+    def __repr__(self) -> str:
+        return (
+            f"Pattern(shape={self.shape}, vector_length={self.vector_length}, vectors={self.vectors}, nnz={self.nnz}, "
+            f"density={self.density:.4g}, device={self.device})"
+        )

@@ -1,0 +1,43 @@
+"""The products in plain int64 torch: the truth for tests, and the fallback without a compiled engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import widen
+
+if TYPE_CHECKING:
+    from magicube_cutlass.matrix import CompressedMatrix
+    from magicube_cutlass.pattern import Pattern
+    from magicube_cutlass.quantize import QuantTensor
+
+
+def spmm(a: CompressedMatrix, b: QuantTensor) -> Tensor:
+    """``A B`` of the integers: (*batch, M, N) int64, exact modulo 2**64."""
+    return torch.matmul(widen(a.to_dense(dequantize=False)), widen(b.ints()))
+
+
+def sddmm(x: QuantTensor, y: QuantTensor, pattern: Pattern) -> Tensor:
+    """``sum_k X[i, k] Y[j, k]`` at the pattern's vectors: (*batch, vectors, V) int64 in pattern order, 0 beyond M."""
+    full = torch.matmul(widen(x.ints()), widen(y.ints()).mT)  # (*batch, M, N)
+    return at_vectors(full, pattern)
+
+
+def at_vectors(full: Tensor, pattern: Pattern) -> Tensor:
+    """The entries of ``full``, (*batch, M, N), at the pattern's vectors: (*batch, vectors, V), 0 beyond M."""
+    v, rows = pattern.vector_length, pattern.vector_rows
+    full = torch.nn.functional.pad(full, (0, 0, 0, rows * v - full.shape[-2]))
+    grouped = full.unflatten(-2, (rows, v)).movedim(-2, -1)  # (*batch, R, N, V)
+    return grouped[..., pattern.row_indices, pattern.col_indices, :]
+
+
+def scale_out(total: Tensor, dtype: torch.dtype, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Integer totals (..., M, N) as ``dtype``; floats get the row and column factors, which broadcast."""
+    if not dtype.is_floating_point:
+        return total.to(dtype)
+    scaled = total.to(torch.float32)
+    scaled = scaled if left is None else scaled * left
+    return (scaled if right is None else scaled * right).to(dtype)

@@ -1,0 +1,124 @@
+"""Readers and writers of ``.smtx`` files, the pattern files of the Deep Learning Matrix Collection.
+
+Three lines of text: ``rows, cols, nnz``; the ``rows + 1`` row offsets; the ``nnz`` column indices.
+Source: Gale, Zaharia, Young, Elsen, "Sparse GPU Kernels for Deep Learning", SC'20.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from magicube_cutlass.checks import MAX_DIM, check_vector_length
+from magicube_cutlass.pattern import Pattern
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Pattern:
+    """The pattern in ``path``, plain or gzipped; each row of the file is one vector row, so ``M = rows * V``.
+
+    Columns may come in any order inside a row.  Raises ``ValueError`` with the file's name and the line for anything
+    malformed.  Memory follows the file's real size, never the sizes that its header claims.
+    """
+    check_vector_length(vector_length)
+    name = os.fspath(path)
+    try:
+        lines = _read(name).rstrip().split(b"\n")
+        rows, cols, nnz = _parse_header(lines[0], vector_length)
+        if len(lines) > 3:
+            raise ValueError(f"line 4: a file has 3 lines, got {len(lines)}")
+        offsets = _parse_integers(lines[1] if len(lines) > 1 else b"", 2, "row offsets", rows + 1)
+        _check_offsets(offsets, nnz)
+        columns = _parse_integers(lines[2] if len(lines) > 2 else b"", 3, "column indices", nnz)
+        columns = _sorted_columns(offsets, columns, cols)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    shape = (rows * vector_length, cols)
+    return Pattern(shape, vector_length, torch.from_numpy(offsets), torch.from_numpy(columns.astype(np.int32)))
+
+
+def write_smtx(path: str | os.PathLike[str], pattern: Pattern) -> None:
+    """Write ``pattern``, one line row per vector row, gzipped if the name ends in ``.gz``.
+
+    The format has no place for the vector length: read it back with the same one, and M rounds up to a multiple of it.
+    """
+    offsets, columns = pattern.row_offsets.cpu().numpy(), pattern.col_indices.cpu().numpy()
+    header = f"{pattern.vector_rows}, {pattern.shape[1]}, {pattern.vectors}"
+    text = "\n".join((header, " ".join(map(str, offsets.tolist())), " ".join(map(str, columns.tolist())), ""))
+    name = os.fspath(path)
+    data = text.encode("ascii")
+    with open(name, "wb") as file:
+        file.write(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)  # mtime 0: same bytes every time
+
+
+def _read(name: str) -> bytes:
+    with open(name, "rb") as file:
+        data = file.read()
+    if not data.startswith(_GZIP_MAGIC):
+        return data
+    try:
+        return gzip.decompress(data)
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"truncated or corrupt gzip data ({error})") from error
+
+
+def _parse_header(line: bytes, vector_length: int) -> tuple[int, int, int]:
+    tokens = line.replace(b",", b" ").split()
+    # 19 digits cover int64; longer ones are refused here, before int() takes quadratic time on them
+    if len(tokens) != 3 or not all(token.isdigit() and len(token) <= 19 for token in tokens):
+        shown = line[:60].decode("ascii", "backslashreplace")
+        raise ValueError(f"line 1: header must be 'rows, cols, nnz' in digits, got {shown!r}")
+    rows, cols, nnz = (int(token) for token in tokens)
+    if rows * vector_length > MAX_DIM or cols > MAX_DIM:
+        raise ValueError(
+            f"line 1: rows * vector_length and cols must be at most {MAX_DIM}, got {rows} * {vector_length} and {cols}"
+        )
+    if nnz > rows * cols:
+        raise ValueError(f"line 1: nnz must be at most rows * cols = {rows * cols}, got {nnz}")
+    return rows, cols, nnz
+
+
+def _parse_integers(line: bytes, number: int, what: str, count: int) -> NDArray[np.int64]:
+    """The ``count`` nonnegative integers of a line."""
+    if line.translate(None, b"0123456789 \t\r\v\f"):
+        bad = next(token for token in line.split() if not token.isdigit())
+        shown = bad[:20].decode("ascii", "backslashreplace")
+        raise ValueError(f"line {number}: {what} must be nonnegative integers, got {shown!r}")
+    # numpy parses text at a tenth of the cost of int(); a number beyond int64 saturates and fails later checks
+    values = np.fromstring(line, dtype=np.int64, sep=" ") if line.strip() else np.zeros(0, dtype=np.int64)
+    if len(values) != count:
+        raise ValueError(f"line {number}: expected {count} {what}, got {len(values)}")
+    return values
+
+
+def _check_offsets(offsets: NDArray[np.int64], nnz: int) -> None:
+    if offsets[0] != 0 or offsets[-1] != nnz:
+        raise ValueError(f"line 2: row offsets must go from 0 to nnz = {nnz}, got {offsets[0]} to {offsets[-1]}")
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if len(falls):
+        at = int(falls[0])
+        raise ValueError(f"line 2: row offsets must not decrease, got {offsets[at]} then {offsets[at + 1]} at row {at}")
+
+
+def _sorted_columns(offsets: NDArray[np.int64], columns: NDArray[np.int64], cols: int) -> NDArray[np.int64]:
+    """``columns`` in increasing order inside each row, checked for range and duplicates."""
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    outside = np.flatnonzero(columns >= cols)
+    if len(outside):
+        at = int(outside[0])
+        raise ValueError(f"line 3: column index {columns[at]} of row {rows[at]} must lie in [0, {cols})")
+    keys = rows * cols + columns
+    if np.all(keys[1:] > keys[:-1]):
+        return columns
+    keys.sort()
+    repeats = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(repeats):
+        row, column = divmod(int(keys[repeats[0]]), cols)
+        raise ValueError(f"line 3: column index {column} appears twice in row {row}")
+    return keys % cols

@@ -1,0 +1,294 @@
+"""SR-BCRS: the format that the sparse products read.
+
+Each vector row of a pattern is padded to a multiple of ``stride`` vectors, and the values of each ``stride`` vectors
+lie row by row, so that an mma operand of k extent ``stride`` is one contiguous block of ``V x stride``.
+Source: Li, Osawa, Hoefler, SC'22, section IV-A.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import fetch, storage_dtype, store
+from magicube_cutlass.bcrs import BCRS
+from magicube_cutlass.checks import check_stride, check_tensor, first_true, vector_rows
+from magicube_cutlass.formats import (
+    Clip,
+    Parts,
+    Rounding,
+    as_movable,
+    dense_parts,
+    mask_parts,
+    pattern_parts,
+    scipy_parts,
+    smtx_parts,
+    torch_sparse_parts,
+    transpose_parts,
+)
+from magicube_cutlass.matrix import CompressedMatrix
+from magicube_cutlass.pattern import Padded, Pattern
+
+
+class SRBCRS(CompressedMatrix):
+    """A sparse ``M x K`` matrix of ``V x 1`` vectors, padded and in stride-wise row-major order.
+
+    Arguments:
+        row_start, row_end: int64 ``(R,)``, R = ceil(M / V); vector row r holds the padded positions
+            ``row_start[r]:row_end[r]``, and its padding reaches to the next ``row_start``, a multiple of ``stride``.
+        col_indices: int32 ``(padded vectors,)``, increasing inside a vector row, -1 in the padding.
+        values: ``(*batch, padded vectors / stride, V, stride)``; 4-bit integers two a byte along the stride, low nibble
+            first.  Zero in the padding and in rows beyond M.
+        shape, vector_length, stride, signed: M and K, V, 16, 32 or 64, and whether the integers are two's complement.
+        bits: 4, 8, 12, 16, or None where the values are results (int32, int64 or float).
+        scale: None, float () for the matrix or ``(M, 1)`` for its rows; an element is ``scale * integer``.
+    Raises ``TypeError``/``ValueError`` as :meth:`check_format` does without ``full``.
+    """
+
+    _VALUE_NDIM = 3
+    _INDICES = ("row_start", "row_end", "col_indices")
+    _INTEGERS = ("vector_length", "stride")
+
+    def __init__(
+        self,
+        row_start: Tensor,
+        row_end: Tensor,
+        col_indices: Tensor,
+        values: Tensor,
+        *,
+        shape: tuple[int, int],
+        vector_length: int,
+        bits: int | None,
+        signed: bool = True,
+        stride: int = 32,
+        scale: Tensor | None = None,
+    ) -> None:
+        self.row_start = row_start
+        self.row_end = row_end
+        self.col_indices = col_indices
+        self.stride = stride
+        super().__init__(shape, vector_length, values, scale, bits, signed)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        vector_length: int = 8,
+        bits: int = 8,
+        signed: bool = True,
+        stride: int = 32,
+        axis: int | None = None,
+        clip: Clip = "max",
+        rounding: Rounding = "nearest",
+    ) -> SRBCRS:
+        """Keep the vectors of ``dense``, ``(M, K)``, that have a nonzero element.
+
+        Floats are quantized to ``bits`` with one scale (``axis=None``) or one per row (``axis=1``); ``clip`` and
+        ``rounding`` as in :func:`quantize`.  Which vectors are kept is decided on the floats, so an element that rounds
+        to zero stays stored.  Integers are taken as they are and have no scale.
+        Raises ``ValueError`` for integers out of range, ``axis=0``, inf or nan; ``TypeError`` for bool or complex.
+        """
+        check_stride(stride)
+        parts = dense_parts(dense, vector_length, bits, signed, axis, clip, rounding)
+        return cls._from_parts(parts, bits, signed, stride)
+
+    @classmethod
+    def from_mask(
+        cls,
+        values: Tensor,
+        mask: Tensor,
+        *,
+        vector_length: int,
+        bits: int,
+        signed: bool = True,
+        stride: int = 32,
+        axis: int | None = None,
+    ) -> SRBCRS:
+        """Keep exactly the vectors with a true element in ``mask``, bool ``(M, K)``, zeros included.
+
+        ``values``, ``(M, K)``, integers of any dtype or floats (quantized); where the mask is false they count as zero,
+        also inside a kept vector, and are neither range-checked nor seen by the quantizer.
+        """
+        check_stride(stride)
+        return cls._from_parts(mask_parts(values, mask, vector_length, bits, signed, axis), bits, signed, stride)
+
+    @classmethod
+    def from_pattern(
+        cls,
+        pattern: Pattern,
+        vectors: Tensor,
+        *,
+        bits: int | None,
+        signed: bool = True,
+        stride: int = 32,
+        scale: Tensor | None = None,
+    ) -> SRBCRS:
+        """Values ``vectors``, ``(*batch, vectors, V)`` in the pattern's order, on ``pattern``.
+
+        With ``bits`` integers of any dtype, checked for range; with ``bits=None`` results of int32, int64 or a float
+        dtype.  What ``vectors`` holds in rows beyond M is dropped.
+        """
+        check_stride(stride)
+        return cls._from_parts(pattern_parts(pattern, vectors, bits, signed, scale), bits, signed, stride)
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix: Any,
+        *,
+        vector_length: int = 8,
+        bits: int = 8,
+        signed: bool = True,
+        stride: int = 32,
+        axis: int | None = None,
+    ) -> SRBCRS:
+        """From a ``scipy.sparse`` matrix or array; explicit zeros are kept, repeated places summed, floats quantized."""
+        check_stride(stride)
+        return cls._from_parts(scipy_parts(matrix, vector_length, bits, signed, axis), bits, signed, stride)
+
+    @classmethod
+    def from_torch_sparse(
+        cls,
+        tensor: Tensor,
+        *,
+        vector_length: int = 8,
+        bits: int = 8,
+        signed: bool = True,
+        stride: int = 32,
+        axis: int | None = None,
+    ) -> SRBCRS:
+        """From a torch tensor of layout COO, CSR, CSC or BSR; explicit zeros are kept, repeated places summed."""
+        check_stride(stride)
+        return cls._from_parts(torch_sparse_parts(tensor, vector_length, bits, signed, axis), bits, signed, stride)
+
+    @classmethod
+    def from_smtx(
+        cls,
+        path: str | PathLike[str],
+        *,
+        vector_length: int = 8,
+        bits: int = 8,
+        signed: bool = True,
+        stride: int = 32,
+        seed: int = 0,
+    ) -> SRBCRS:
+        """The pattern of an ``.smtx`` file, each row of it one vector row, with random integers of the whole range."""
+        check_stride(stride)
+        return cls._from_parts(smtx_parts(path, vector_length, bits, signed, seed), bits, signed, stride)
+
+    @classmethod
+    def from_bcrs(cls, bcrs: BCRS, stride: int = 32) -> SRBCRS:
+        """The same matrix as ``bcrs``."""
+        check_stride(stride)
+        return cls._from_parts(Parts(bcrs.pattern, bcrs.values, bcrs.scale), bcrs.bits, bcrs.signed, stride)
+
+    @classmethod
+    def _from_parts(cls, parts: Parts, bits: int | None, signed: bool, stride: int) -> SRBCRS:
+        pattern, vectors = parts.pattern, parts.vectors
+        padded = pattern.padded(stride)
+        total, v, batch = padded.col_indices.shape[0], pattern.vector_length, vectors.shape[:-2]
+        spread = torch.zeros(*batch, total, v, dtype=vectors.dtype, device=vectors.device)
+        as_movable(spread)[..., padded.slots, :] = as_movable(vectors)
+        values = spread.view(*batch, total // stride, stride, v).transpose(-1, -2)  # (*batch, blocks, V, stride)
+        matrix = cls(
+            padded.row_start,
+            padded.row_end,
+            padded.col_indices,
+            (values if bits is None else store(values, bits, signed)).contiguous(),
+            shape=pattern.shape,
+            vector_length=v,
+            stride=stride,
+            bits=bits,
+            signed=signed,
+            scale=parts.scale,
+        )
+        matrix._cache["pattern"] = pattern
+        return matrix
+
+    def ints(self) -> Tensor:
+        """The values one an entry, ``(*batch, blocks, V, stride)`` of :attr:`dtype`."""
+        return self.values if self.bits is None else fetch(self.values, self.stride, self.bits, self.signed)
+
+    def _padded_vectors(self) -> Tensor:
+        """The values ``(*batch, padded vectors, V)``, uint16 seen as int16."""
+        moved = as_movable(self.ints()).transpose(-1, -2)
+        return moved.reshape(*self.batch_shape, self.col_indices.shape[0], self.vector_length)
+
+    def vectors(self) -> Tensor:
+        return self._padded_vectors()[..., self.pattern.padded(self.stride).slots, :].view(self.dtype)
+
+    def to_bcrs(self) -> BCRS:
+        """The same matrix, unpadded."""
+        return BCRS._from_parts(Parts(self.pattern, self.vectors(), self.scale), self.bits, self.signed)
+
+    def transpose(self) -> SRBCRS:
+        """The transpose, ``K x M``, in vectors of the same length; stores every element that this stores.
+
+        Raises ``ValueError`` for a scale per row.
+        """
+        parts = transpose_parts(self.pattern, self.vectors(), self.scale)
+        return self._from_parts(parts, self.bits, self.signed, self.stride)
+
+    def _derive_pattern(self) -> Pattern:
+        lengths = self.row_end - self.row_start
+        offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        rows = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
+        slots = torch.arange(len(rows), device=self.device) + (self.row_start - offsets[:-1])[rows]
+        pattern = Pattern(self.shape, self.vector_length, offsets, self.col_indices[slots])
+        pattern._cache["padded", self.stride] = Padded(self.row_start, self.row_end, self.col_indices, slots)
+        return pattern
+
+    def _stored_dtype(self, bits: int) -> torch.dtype:
+        return storage_dtype(bits, self.signed)
+
+    def _check_structure(self) -> None:
+        check_stride(self.stride)
+        rows = vector_rows(self.shape[0], self.vector_length)
+        for name in ("row_start", "row_end"):
+            check_tensor(name, getattr(self, name), dtype=torch.int64, ndim=1, length=rows, device=self.device)
+        check_tensor("col_indices", self.col_indices, dtype=torch.int32, ndim=1, device=self.device)
+        if self.col_indices.shape[0] % self.stride:
+            raise ValueError(
+                f"col_indices must have a multiple of stride = {self.stride} entries, got {self.col_indices.shape[0]}"
+            )
+
+    def _value_shape(self) -> tuple[int, ...]:
+        width = self.stride // 2 if self.bits == 4 else self.stride
+        return (self.col_indices.shape[0] // self.stride, self.vector_length, width)
+
+    def _check_layout(self) -> None:
+        self._check_pointers()
+        slots = self._derive_pattern().padded(self.stride).slots
+        padding = torch.ones(self.col_indices.shape[0], dtype=torch.bool, device=self.device)
+        padding[slots] = False
+        bad = first_true(padding & (self.col_indices != -1))
+        if bad is not None:
+            raise ValueError(f"col_indices must be -1 in the padding, got {int(self.col_indices[bad])} at {bad}")
+        if bool((self._padded_vectors()[..., padding, :] != 0).any()):
+            raise ValueError("values must be zero in the padding, got a nonzero one")
+
+    def _check_pointers(self) -> None:
+        start, end, stride, total = self.row_start, self.row_end, self.stride, self.col_indices.shape[0]
+        following = torch.cat((start, start.new_tensor([total])))[1:]
+        if len(start) == 0 and total:
+            raise ValueError(f"col_indices must be empty without vector rows, got {total} entries")
+        if len(start) and int(start[0]) != 0:
+            raise ValueError(f"row_start[0] must be 0, got {int(start[0])}")
+        needed = (end - start + stride - 1) // stride * stride
+        for bad, rule in (
+            ((start < 0) | (start > total), "row_start[{0}] must lie in [0, {total}], got {start}"),
+            (start % stride != 0, "row_start[{0}] must be a multiple of stride = {stride}, got {start}"),
+            (following < start, "row_start must not decrease, got {start} then {next} after vector row {0}"),
+            (end < start, "row_end[{0}] must be at least row_start[{0}] = {start}, got {end}"),
+            (end > following, "vector row {0} must end by {next}, where the next one starts, got row_end {end}"),
+            (following - start != needed, "vector row {0} must be padded to {needed} vectors, got {room}"),
+        ):
+            row = first_true(bad)
+            if row is not None:
+                at = {"start": int(start[row]), "end": int(end[row]), "next": int(following[row])}
+                at.update(total=total, stride=stride, needed=int(needed[row]), room=at["next"] - at["start"])
+                raise ValueError(rule.format(row, **at))

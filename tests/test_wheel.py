@@ -1,0 +1,69 @@
+"""What a user gets from the built wheel: the three packages, their C++ parts, the engine, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("scikit_build_core")
+pytest.importorskip("nanobind")
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ["cute_kernels", "magicube_cutlass", "residual"]
+SOURCES = {".py", ".cpp", ".hpp", ".cuh", ".typed"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    out = tmp_path_factory.mktemp("wheel")
+    # A build folder of its own, kept between runs: the installed engine is left alone, and the second run is quick.
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out)]
+    run = subprocess.run(
+        [*command, "-Cbuild-dir=build/wheel-test", "."], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def files(wheel: zipfile.ZipFile) -> list[str]:
+    return [name for name in wheel.namelist() if not name.endswith("/")]
+
+
+def test_wheel_holds_the_three_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in files(wheel)}
+    (info,) = [top for top in tops if top.endswith(".dist-info")]
+    assert tops == {*PACKAGES, info}
+
+
+def test_wheel_holds_every_source_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
+    expected = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in SOURCES
+    }
+    assert any(name.endswith(".cpp") for name in expected) and any(name.endswith(".hpp") for name in expected)
+    assert not expected - set(files(wheel))
+
+
+def test_wheel_holds_one_engine_and_no_litter(wheel: zipfile.ZipFile) -> None:
+    packaged = [name for name in files(wheel) if ".dist-info/" not in name]
+    compiled = [name for name in packaged if name.endswith((".so", ".pyd", ".dylib", ".a", ".o"))]
+    assert len(compiled) == 1
+    assert compiled[0].startswith("cute_kernels/cpu/_engine")
+    strange = [name for name in packaged if name not in compiled and Path(name).suffix not in {*SOURCES, ".smtx"}]
+    assert not strange
+    assert not [name for name in packaged if "test" in name or "__pycache__" in name]
+
+
+def test_wheel_names_its_licence_and_command(wheel: zipfile.ZipFile) -> None:
+    (entry,) = [name for name in files(wheel) if name.endswith(".dist-info/entry_points.txt")]
+    assert "magicube = magicube_cutlass.cli:main" in wheel.read(entry).decode().replace("magicube=", "magicube = ")
+    (metadata,) = [name for name in files(wheel) if name.endswith(".dist-info/METADATA")]
+    assert "License-Expression: Apache-2.0" in wheel.read(metadata).decode()
+    assert [name for name in files(wheel) if name.endswith("licenses/LICENSE")]
