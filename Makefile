@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard cute_kernels/cpu/*.cpp cute_kernels/cpu/*.hpp)
 SANITIZED := build/sanitize
 SANITIZE_TESTS ?= tests/kernels tests/sparse
+BENCHES ?= benchmarks/cpu_spmm.py
 
 .PHONY: help demo test lint gpu-test bench sanitize clean
 .DELETE_ON_ERROR:
@@ -23,7 +24,7 @@ help:
 	@echo "make clean     remove everything that was built"
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py
+	PYTHONPATH=. $(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
@@ -38,7 +39,7 @@ gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
 
 bench:
-	for file in benchmarks/bench_*.py; do PYTHONPATH=. $(PYTHON) "$$file" $(ARGS); done
+	for file in $(BENCHES); do PYTHONPATH=. $(PYTHON) "$$file" $(ARGS); done
 
 # python itself is not built with the sanitizers, so their run-time library and the C++ one that it hooks go first.
 sanitize: $(VENV)/.installed

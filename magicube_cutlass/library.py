@@ -1,6 +1,7 @@
 """The products as torch operators, ``torch.ops.magicube.*``, with fakes; tensors only, already checked by ``ops``."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +9,17 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.integers import combine_digits, fetch, widen
 from magicube_cutlass.reference import scale_out
+
+
+def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
+    """``torch.ops.magicube.<name>``, run by ``function`` on CPU tensors.
+
+    Not ``torch.library.custom_op``: that one imports the compiler stack at its first call, a second of waiting.
+    """
+    name = f"magicube::{function.__name__.strip('_')}"
+    torch.library.define(name, torch.library.infer_schema(function, mutates_args=mutates))
+    torch.library.impl(name, "cpu")(function)
+    return getattr(torch.ops.magicube, function.__name__.strip("_"))
 
 
 def _dense_ints(b: cpu.Dense, shape: tuple[int, int]) -> Tensor:
@@ -43,8 +55,7 @@ def _spmm_into(
     out.copy_(scaled if bias is None else scaled + bias[:, None])
 
 
-@torch.library.custom_op("magicube::spmm", mutates_args=(), device_types="cpu")
-def spmm(
+def _spmm(
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,
@@ -69,8 +80,11 @@ def spmm(
     return out
 
 
-@spmm.register_fake
-def _(
+spmm = _operator(_spmm)
+
+
+@torch.library.register_fake("magicube::spmm")
+def _fake(
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,
@@ -91,8 +105,7 @@ def _(
     return b.new_empty((*b.shape[:-2], rows, n), dtype=out_dtype)
 
 
-@torch.library.custom_op("magicube::spmm_out", mutates_args=("out",), device_types="cpu")
-def spmm_out(
+def _spmm_out(
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,
@@ -108,13 +121,15 @@ def spmm_out(
     packed_dim: int,
     out: Tensor,
 ) -> None:
-    """As :func:`spmm`, into ``out``."""
+    """As ``spmm``, into ``out``."""
     blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], columns, bits[0], signed[0])
     _spmm_into(out, blocks, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
 
 
-@torch.library.custom_op("magicube::sddmm", mutates_args=(), device_types="cpu")
-def sddmm(
+spmm_out = _operator(_spmm_out, ("out",))
+
+
+def _sddmm(
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,
@@ -157,8 +172,11 @@ def sddmm(
     return picked.masked_fill_(cols < 0, 0)
 
 
-@sddmm.register_fake
-def _(
+sddmm = _operator(_sddmm)
+
+
+@torch.library.register_fake("magicube::sddmm")
+def _fake(
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,

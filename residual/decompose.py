@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 _ROUNDINGS = ("nearest", "trunc")
+_HAIR = 2.0**-36  # far below the last place of 16 + 16 bits, far above the rounding of a double
 _MIN_BITS, _MAX_BITS = 2, 16
 
 
@@ -74,6 +75,11 @@ def decompose(x: torch.Tensor, bits: int = 8, axis: int | None = None, rounding:
     limit = 2 ** (bits - 1) - 1
     scale = _scales(exact, limit, axis)
     ratio = exact / scale
+    if (
+        rounding == "trunc"
+    ):  # the division may end a hair below an integer (the maximum's own, say): that is no digit less
+        whole = torch.round(ratio)
+        ratio = torch.where((ratio - whole).abs() < _HAIR, whole, ratio)
     cut = torch.round if rounding == "nearest" else torch.trunc
     shift = bits if rounding == "nearest" else bits - 1
     high = cut(ratio).clamp_(-limit, limit)

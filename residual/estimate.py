@@ -93,7 +93,7 @@ def estimate_error(
     norm = float(c.norm())
     drift = (float(product.norm()) ** 2 - float(claimed.norm()) ** 2) / probes
     squared = norm**2 + drift
-    if squared <= 0:  # the probes outweigh the exact norm: C is far off, take the plain ratio
+    if squared <= 0 or not product.any():  # the probes outweigh the exact norm: C is far off, take the plain ratio
         squared = float(product.norm()) ** 2 / probes
     relative = error / math.sqrt(squared) if squared > 0 else math.inf
     bound = factor * error

@@ -52,7 +52,9 @@ inline void load_digits(const uint8_t* run, int bits, bool is_signed, int64_t st
 inline void stage(const Operand& op, const uint8_t* data, bool along_runs, int64_t line0, int64_t lines, int64_t at0,
                   int64_t width, uint8_t flip, uint8_t* out, int64_t line_bytes, int64_t digit_bytes) {
   if (along_runs) {
+    constexpr int64_t kAhead = 16;  // runs are far apart, which no hardware prefetcher follows
     for (int64_t i = 0; i < lines; ++i) {
+      if (i + kAhead < lines) __builtin_prefetch(data + (line0 + i + kAhead) * op.run_bytes + at0 * op.bits / 8);
       load_digits(data + (line0 + i) * op.run_bytes, op.bits, op.is_signed, at0, width, flip, out + i * line_bytes,
                   digit_bytes);
     }

@@ -43,10 +43,16 @@ typename Bits<Real>::Int magnitude(Real value) {
 template <class Real>
 struct Quantizer {
   using Int = typename Bits<Real>::Int;
-  const QuantizeArgs& args;
+  static constexpr int64_t kTile = 512;  // entries encoded at a time
 
-  double low() const { return args.is_signed ? -std::ldexp(1.0, args.bits - 1) : 0.0; }
-  double high() const { return std::ldexp(1.0, args.is_signed ? args.bits - 1 : args.bits) - 1.0; }
+  explicit Quantizer(const QuantizeArgs& arguments)
+      : args(arguments),
+        low(arguments.is_signed ? -static_cast<double>(1 << (arguments.bits - 1)) : 0.0),
+        high(static_cast<double>((1 << (arguments.is_signed ? arguments.bits - 1 : arguments.bits)) - 1)) {}
+
+  const QuantizeArgs& args;
+  const double low, high;
+
   const Real* row(int64_t i) const { return static_cast<const Real*>(args.x) + i * args.row_elements; }
   Real* scales() const { return static_cast<Real*>(args.scale); }
 
@@ -67,51 +73,57 @@ struct Quantizer {
     std::memcpy(&top, &largest, sizeof top);
     if (largest >= Bits<Real>::kInfinity) return static_cast<Real>(NAN);
     if (top == Real{0}) return Real{1};
-    const auto scale = static_cast<Real>(static_cast<double>(top) / high());
+    const auto scale = static_cast<Real>(static_cast<double>(top) / high);
     return scale > Real{0} ? scale : Bits<Real>::kSmallest;
   }
 
-  // A slice with inf or NaN has scale NaN; its integers are zero, so that the result does not depend on the machine.
-  int32_t code(Real x, double inverse) const {
-    double q = static_cast<double>(x) * inverse;
-    q = args.truncate ? std::trunc(q) : std::nearbyint(q);
-    q = q > low() ? q : low();  // a NaN becomes the lower bound; see encode
-    return static_cast<int32_t>(q < high() ? q : high());
-  }
+  // A slice with inf or NaN has scale NaN; its integers are zero, so that they do not depend on the machine.
+  static double inverse(Real scale) { return scale == scale ? 1.0 / static_cast<double>(scale) : 0.0; }
 
-  void encode(int64_t i, const Real* inverse_of, int64_t inverse_step) const {
-    const Real* x = row(i);
-    uint8_t* out = static_cast<uint8_t*>(args.out) + i * args.out_row_bytes;
-    const auto at = [&](int64_t j) {
-      const Real scale = inverse_of[j * inverse_step];
-      return scale == scale ? code(x[j], 1.0 / static_cast<double>(scale)) : 0;
-    };
-    if (args.bits == 4) {
-      for (int64_t j = 0; j < args.columns; j += 2) {
-        const int low_nibble = at(j) & 15, high_nibble = j + 1 < args.columns ? at(j + 1) & 15 : 0;
-        out[j / 2] = static_cast<uint8_t>(low_nibble | (high_nibble << 4));
-      }
-    } else if (args.bits == 8) {
-      if (inverse_step == 0) return encode_run<uint8_t>(x, out, *inverse_of);
-      for (int64_t j = 0; j < args.columns; ++j) out[j] = static_cast<uint8_t>(at(j));
-    } else {
-      auto* wide = reinterpret_cast<uint16_t*>(out);
-      if (inverse_step == 0) return encode_run<uint16_t>(x, wide, *inverse_of);
-      for (int64_t j = 0; j < args.columns; ++j) wide[j] = static_cast<uint16_t>(at(j));
+  template <bool Truncate>
+  void codes(const Real* x, const double* inverses, int64_t count, int32_t* out) const {
+    for (int64_t j = 0; j < count; ++j) {
+      double q = static_cast<double>(x[j]) * inverses[j];
+      q = Truncate ? std::trunc(q) : std::nearbyint(q);
+      q = q > low ? q : low;  // also takes a NaN away
+      q = q < high ? q : high;
+      out[j] = inverses[j] == 0.0 ? 0 : static_cast<int32_t>(q);
     }
   }
 
-  template <class Code>
-  void encode_run(const Real* x, Code* out, Real scale) const {
-    const bool finite = scale == scale;
-    const double inverse = finite ? 1.0 / static_cast<double>(scale) : 0.0;
-    for (int64_t j = 0; j < args.columns; ++j) out[j] = finite ? static_cast<Code>(code(x[j], inverse)) : Code{0};
+  void put(const int32_t* from, int64_t count, int64_t at, uint8_t* out) const {
+    if (args.bits == 4) {
+      for (int64_t j = 0; j + 1 < count; j += 2) {
+        out[(at + j) / 2] = static_cast<uint8_t>((from[j] & 15) | (from[j + 1] & 15) << 4);
+      }
+      if (count % 2) out[(at + count) / 2] = static_cast<uint8_t>(from[count - 1] & 15);
+    } else if (args.bits == 8) {
+      for (int64_t j = 0; j < count; ++j) out[at + j] = static_cast<uint8_t>(from[j]);
+    } else {
+      auto* wide = reinterpret_cast<uint16_t*>(out) + at;
+      for (int64_t j = 0; j < count; ++j) wide[j] = static_cast<uint16_t>(from[j]);
+    }
+  }
+
+  void encode(int64_t i, const Real* scale, bool one_a_column) const {
+    const Real* x = row(i);
+    uint8_t* out = static_cast<uint8_t*>(args.out) + i * args.out_row_bytes;
+    double inverses[kTile];
+    int32_t tile[kTile];
+    for (int64_t j = 0; j < kTile && !one_a_column; ++j) inverses[j] = inverse(*scale);
+    for (int64_t at = 0; at < args.columns; at += kTile) {
+      const int64_t count = lesser(kTile, args.columns - at);
+      for (int64_t j = 0; j < count && one_a_column; ++j) inverses[j] = inverse(scale[at + j]);
+      if (args.truncate) codes<true>(x + at, inverses, count, tile);
+      else codes<false>(x + at, inverses, count, tile);
+      put(tile, count, at, out);
+    }
   }
 };
 
 template <class Real>
-void quantize_as(const QuantizeArgs& args, Team& team) {
-  const Quantizer<Real> q{args};
+void quantize_as(const QuantizeArgs& args) {
+  const Quantizer<Real> q(args);
   using Int = typename Bits<Real>::Int;
   Int largest = 0;
   bool negative = false;
@@ -120,14 +132,16 @@ void quantize_as(const QuantizeArgs& args, Team& team) {
     for (int64_t j = 0; j < args.columns; ++j) scales[j] = Real{0};
     for (int64_t i = 0; i < args.rows; ++i) {
       const Real* x = q.row(i);
+      int below = 0;
       for (int64_t j = 0; j < args.columns; ++j) {
         const Int bits = magnitude(x[j]);
         Int top;
         std::memcpy(&top, &scales[j], sizeof top);
         top = bits > top ? bits : top;
         std::memcpy(&scales[j], &top, sizeof top);
-        negative = negative || x[j] < Real{0};
+        below |= x[j] < Real{0};
       }
+      negative = negative || below;
     }
     for (int64_t j = 0; j < args.columns; ++j) {
       Int top;
@@ -147,16 +161,15 @@ void quantize_as(const QuantizeArgs& args, Team& team) {
       scales[i] = q.scale_of(top);
     }
     const Real* scale = args.scale_mode == 2 ? scales : scales + (args.scale_mode == 1 ? i : 0);
-    q.encode(i, scale, args.scale_mode == 2 ? 1 : 0);
+    q.encode(i, scale, args.scale_mode == 2);
   }
   *args.flags = static_cast<uint8_t>((negative ? magicube::kNegative : 0) |
                                      (largest >= Bits<Real>::kInfinity ? magicube::kNonFinite : 0));
-  (void)team;
 }
 
-void quantize(const QuantizeArgs& args, Team& team) {
-  if (args.is_double) quantize_as<double>(args, team);
-  else quantize_as<float>(args, team);
+void quantize(const QuantizeArgs& args, Team&) {
+  if (args.is_double) quantize_as<double>(args);
+  else quantize_as<float>(args);
 }
 
 }  // namespace

@@ -91,9 +91,9 @@ struct SpmmRow {
       const auto offset = static_cast<Total>(offset_of(vector_row, v));
       Total line[kPanel];
       for (int chunk = 0; chunk < kPanel / 4; ++chunk) {
-        const int column = Micro::column_of(chunk);
-        for (int i = 0; i < 4; ++i) line[column + i] = wrap_subtract(from[v * kPanel + chunk * 4 + i], offset);
+        std::memcpy(line + Micro::column_of(chunk), from + v * kPanel + chunk * 4, 4 * sizeof(Total));
       }
+      for (int i = 0; i < kPanel; ++i) line[i] = wrap_subtract(line[i], offset);
       const float left = scales.left ? scales.left[batch * scales.left_batch + row] : 1.0f;
       const float* right = scales.right ? scales.right + batch * scales.right_batch + n0 : nullptr;
       const float bias = scales.bias ? scales.bias[row] : 0.0f;
@@ -107,7 +107,19 @@ struct SpmmRow {
   }
   static int64_t wrap_subtract(int64_t a, int64_t b) { return a - b; }
 
+  // The output rows of a panel are far apart, which no hardware prefetcher follows.
+  void prefetch_out(int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
+    const int64_t element = args.out_type == Out::kInt64 ? 8 : args.out_type >= Out::kFloat16 ? 2 : 4;
+    for (int v = 0; v < args.a.vector_length; ++v) {
+      const int64_t row = vector_row * args.a.vector_length + v;
+      if (row >= args.a.rows) return;
+      const char* to = static_cast<const char*>(args.out) + ((batch * args.a.rows + row) * args.n + n0) * element;
+      for (int64_t byte = 0; byte < width * element; byte += 64) __builtin_prefetch(to + byte, 1);
+    }
+  }
+
   void run(int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
+    prefetch_out(vector_row, batch, n0, width);
     const int64_t begin = args.a.row_start[vector_row], end = args.a.row_end[vector_row];
     const int planes = args.a.digits() * args.b.digits();
     const bool direct = planes == 1 && (args.out_type == Out::kInt32 || end - begin <= kExactRun);

@@ -50,7 +50,7 @@ def _summary(pattern: Pattern, stride: int) -> dict[str, str]:
         f"{pattern.vector_length}; each row of the file is one vector row)",
         "vectors": f"{pattern.vectors}  (nnz {pattern.nnz})",
         "density": f"{pattern.density:.4f}  (sparsity {1 - pattern.density:.4f})",
-        "row lengths": f"mean {mean:.1f}, longest {longest}, imbalance {longest / mean if mean else 0:.2f}x, {empty} empty",
+        "row lengths": f"mean {mean:.1f}, longest {longest} ({longest / mean if mean else 0:.2f}x), {empty} empty",
         "padding": f"{padded - pattern.vectors} vectors at stride {stride} "
         f"({(padded - pattern.vectors) / max(1, padded):.1%} of what is stored)",
     }

@@ -13,7 +13,7 @@ from magicube_cutlass.pattern import Pattern
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
 
-CHECK_WORK = 50_000_000  # products that the int64 reference may cost before only some rows are checked
+CHECK_WORK = 200_000_000  # products that the int64 reference may cost before only some rows are checked
 
 
 def random_operand(rows: int, cols: int, bits: int, seed: int) -> QuantTensor:
@@ -37,12 +37,10 @@ def exact_dtype(inner: int, lhs_bits: int, rhs_bits: int) -> torch.dtype:
     return torch.int32 if fits(bound, torch.int32) else torch.int64
 
 
-def _some_vector_rows(pattern: Pattern, vectors_allowed: int) -> Tensor:
-    """Vector rows spread evenly over the matrix, about ``vectors_allowed`` vectors in all; at least one row."""
-    if not pattern.vector_rows or pattern.vectors <= vectors_allowed:
-        return torch.arange(pattern.vector_rows)
-    count = max(1, pattern.vector_rows * vectors_allowed // pattern.vectors)
-    return torch.linspace(0, pattern.vector_rows - 1, count).round().long().unique()
+def _some_vector_rows(pattern: Pattern, cost: int, work: int) -> Tensor:
+    """Vector rows spread evenly over the matrix, as many as ``work`` allows at ``cost`` each; at least one."""
+    count = min(pattern.vector_rows, max(1, work // max(1, cost)))
+    return torch.linspace(0, pattern.vector_rows - 1, count).round().long().unique() if count else torch.arange(0)
 
 
 def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor, work: int = CHECK_WORK) -> int:
@@ -52,7 +50,7 @@ def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor, work: int = CHECK
     Raises ``ArithmeticError`` with the first wrong element.
     """
     pattern, v = lhs.pattern, lhs.vector_length
-    chosen = _some_vector_rows(pattern, work // max(1, v * rhs.shape[-1]))
+    chosen = _some_vector_rows(pattern, v * pattern.shape[1] * rhs.shape[-1], work)  # the reference is dense
     lengths = pattern.row_lengths[chosen]
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
     kept = torch.isin(pattern.row_indices, chosen)

@@ -31,10 +31,10 @@ def stride_cells(pattern: Pattern, stride: int) -> np.ndarray[Any, np.dtype[np.f
     rows, columns = pattern.row_indices, pattern.col_indices.long()
     position = torch.arange(pattern.vectors) - pattern.row_offsets[:-1][rows]
     tall, wide = (max(1, -(-size // PIXELS)) for size in (pattern.vector_rows, pattern.shape[1]))
-    cells = torch.zeros(-(-pattern.vector_rows // tall), -(-pattern.shape[1] // wide))
-    values = 1 + (position // stride % 2).float()
-    cells.index_put_((rows // tall, columns // wide), values)
-    return cells.double().numpy()
+    height, width = max(1, -(-pattern.vector_rows // tall)), max(1, -(-pattern.shape[1] // wide))
+    cells = torch.zeros(height * width, dtype=torch.float64)
+    cells.scatter_reduce_(0, rows // tall * width + columns // wide, 1 + (position // stride % 2).double(), "amax")
+    return cells.view(height, width).numpy()
 
 
 def draw(pattern: Pattern, stride: int, title: str, out: Path) -> None:
@@ -45,7 +45,7 @@ def draw(pattern: Pattern, stride: int, title: str, out: Path) -> None:
     from matplotlib.colors import ListedColormap
 
     colors = ListedColormap(["white", "tab:blue", "tab:orange"])
-    extent = (0, pattern.shape[1], rows, 0)
+    extent = (0, max(1, pattern.shape[1]), max(1, rows), 0)  # matplotlib warns about empty axes
     left.imshow(
         stride_cells(pattern, stride),
         cmap=colors,

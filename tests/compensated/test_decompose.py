@@ -25,7 +25,7 @@ def matrix(shape: tuple[int, ...], seed: int, exponent: int = 0, dtype: torch.dt
     seed=st.integers(0, 2**20),
 )
 def test_error_and_digits_stay_in_their_bounds(
-    shape: tuple[int, ...], bits: int, axis: int | None, rounding: str, exponent: int, seed: int
+    *, shape: tuple[int, ...], bits: int, axis: int | None, rounding: str, exponent: int, seed: int
 ) -> None:
     x = matrix(shape, seed, exponent)
     d = decompose(x, bits=bits, axis=axis, rounding=rounding)

@@ -28,7 +28,7 @@ def test_the_factor_of_sixteen_probes_is_1_66() -> None:
 @pytest.mark.parametrize("probes", [1, 4, 16, 64])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_bound_holds_in_99_of_100_draws(probes: int, rank: int) -> None:
-    # For an error u v^T with |u| = |v| = 1, ||E w||^2 is (v.w)^2: chi-square by probes, and rank 3 is its mean of three.
+    # An error u v^T with |u| = |v| = 1, ||E w||^2 is (v.w)^2: a chi-square over all probes; rank 3 is a mean of three.
     draws = 200_000
     weights = torch.full((rank,), 1 / rank, dtype=torch.float64)
     squares = torch.zeros(draws, dtype=torch.float64)

@@ -1,0 +1,129 @@
+"""SpMM on the CPU against the dense product and the sparse libraries, all in one run.
+
+Writes ``benchmarks/results/cpu_spmm.json`` and renders the table of README.md from it.
+Run: ``python benchmarks/cpu_spmm.py [--quick] [--out FILE]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+from README_table import update_readme
+from timing import measure
+
+import magicube_cutlass as mc
+from cute_kernels.integers import product_bound
+from magicube_cutlass.cli.products import dense_rivals, random_matrix, random_operand
+
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu_spmm.json"
+DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+VECTOR_LENGTH = 8
+
+
+def rivals(lhs: mc.SRBCRS, rhs: mc.QuantTensor) -> dict[str, Callable[[], Any]]:
+    """Every way to compute the product, on the same data."""
+    scipy_csr = lhs.to_scipy(dequantize=False).astype("float32")
+    torch_csr = lhs.to_dense(dequantize=False).float().to_sparse_csr()
+    right = rhs.ints().float()
+    right_numpy = right.numpy()
+    return {
+        "magicube": lambda: mc.spmm(lhs, rhs),
+        **dense_rivals(lhs, rhs),
+        "scipy CSR float32": lambda: scipy_csr @ right_numpy,
+        "torch CSR float32": lambda: torch_csr @ right,
+    }
+
+
+def check(calls: dict[str, Callable[[], Any]], lhs: mc.SRBCRS, rhs: mc.QuantTensor) -> dict[str, float]:
+    """Largest error of each rival, relative to the largest possible sum; integers must be exact."""
+    expected = (lhs.to_dense(dequantize=False).double() @ rhs.ints().double()).to(torch.int64)  # exact below 2^53
+    bound = product_bound(lhs.shape[1], 8, True, 8, True)
+    errors = {}
+    for name, call in calls.items():
+        error = float((torch.as_tensor(call()).double() - expected.double()).abs().max())
+        if error and "float32" not in name:
+            raise ArithmeticError(f"{name} is off by {error:.0f} for {lhs}")
+        errors[name] = error / bound
+    return errors
+
+
+def break_even(densities: list[float], times: list[float], dense: list[float]) -> float | None:
+    """Density at which the ratio of times crosses 1, by interpolation of its logarithm; None if it does not."""
+    points = [(d, math.log(t / other)) for d, t, other in zip(densities, times, dense, strict=True)]
+    for (d0, r0), (d1, r1) in pairwise(points):
+        if r0 <= 0 < r1:
+            return d0 + (d1 - d0) * -r0 / (r1 - r0)
+    return None
+
+
+def run_size(n: int, densities: tuple[float, ...], budget: float) -> dict[str, Any]:
+    """All densities of one ``n x n x n`` product, one thread."""
+    rows: list[dict[str, Any]] = []
+    for density in densities:
+        lhs = random_matrix(mc.random_pattern(n, n, 1 - density, VECTOR_LENGTH, "uniform"), 8, 1)
+        rhs = random_operand(n, n, 8, 2)
+        calls = rivals(lhs, rhs)
+        errors = check(calls, lhs, rhs)
+        timed = measure(calls, budget=budget, min_runs=5)
+        times = {name: timing.median * 1e3 for name, timing in timed.items()}
+        # torch's product is given both layouts of B; it counts with the faster one
+        times["dense"] = min(times.pop("dense, column-major"), times["dense"])
+        rows.append({"density": density, "ms": times, "error": errors})
+        print(f"n={n} density={density:.2f} " + " ".join(f"{k}={v:.2f}ms" for k, v in times.items()), flush=True)
+    dense = [row["ms"]["dense"] for row in rows]
+    crossings = {
+        name: break_even(list(densities), [row["ms"][name] for row in rows], dense)
+        for name in rows[0]["ms"]
+        if name != "dense"
+    }
+    return {"n": n, "rows": rows, "break_even": crossings}
+
+
+def two_threads(n: int, density: float, budget: float) -> dict[str, float]:
+    """Times of one and two threads, in one interleaved run."""
+    lhs = random_matrix(mc.random_pattern(n, n, 1 - density, VECTOR_LENGTH, "uniform"), 8, 1)
+    rhs = random_operand(n, n, 8, 2)
+
+    def call(threads: int) -> torch.Tensor:
+        torch.set_num_threads(threads)
+        return mc.spmm(lhs, rhs)
+
+    times = measure({"one": lambda: call(1), "two": lambda: call(2)}, budget=budget)
+    torch.set_num_threads(1)
+    one, two = times["one"].median, times["two"].median
+    return {"n": n, "density": density, "one_ms": one * 1e3, "two_ms": two * 1e3, "speed_up": one / two}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small size and few densities, to see that it runs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds a rival and density")
+    args = parser.parse_args()
+    sizes, densities, budget = ((256,), (0.05, 0.2), 0.02) if args.quick else ((1024, 2048), DENSITIES, args.budget)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    results = {
+        "machine": machine() | {"threads": "1"},
+        "setting": {"vector_length": VECTOR_LENGTH, "bits": [8, 8], "pattern": "uniform", "out": "int32"},
+        "sizes": [run_size(n, densities, budget) for n in sizes],
+    }
+    if threads > 1:
+        results["two_threads"] = [two_threads(n, density, budget) for n in sizes for density in (0.1, 0.3)]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"wrote {args.out}")
+    if args.out == RESULTS:
+        update_readme(results)
+
+
+if __name__ == "__main__":
+    main()

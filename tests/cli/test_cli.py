@@ -1,0 +1,169 @@
+"""The command line: what it prints, and that a mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import magicube_cutlass as mc
+from magicube_cutlass.cli import app, main
+from magicube_cutlass.cli.console import bytes_text
+from magicube_cutlass.cli.info import format_bytes, histogram
+from magicube_cutlass.cli.products import check_spmm, random_matrix, random_operand
+from magicube_cutlass.cli.timing import measure
+
+
+@pytest.fixture
+def smtx(tmp_path: Path) -> Path:
+    path = tmp_path / "a.smtx"
+    mc.write_smtx(path, mc.random_pattern(24, 70, 0.8, 1, "skewed"))
+    return path
+
+
+def run(*args: object) -> str:
+    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())  # tables wrap
+
+
+def fail(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.err.startswith("magicube: error: ") and captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+def test_info_shows_shape_and_sizes(smtx: Path) -> None:
+    text = run("info", smtx, "--vector-length", 4)
+    assert "96 x 70 (24 vector rows of V = 4" in text
+    assert "density 0.2" in text
+    assert f"dense int8 {96 * 70} " in text
+
+
+@pytest.mark.parametrize("stride", [16, 32, 64])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_info_bytes_are_those_of_the_matrix(bits: int, stride: int) -> None:
+    pattern = mc.random_pattern(45, 70, 0.8, 8, "skewed")
+    matrix = mc.SRBCRS.from_pattern(pattern, torch.zeros(pattern.vectors, 8).int(), bits=bits, stride=stride)
+    assert format_bytes(pattern, stride)[f"SR-BCRS int{bits}"] == matrix.nbytes
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [5, 5, 5], [0, 1, 9, 10, 99], list(range(1000))])
+def test_histogram_counts_every_row_once(lengths: list[int]) -> None:
+    bins = histogram(torch.tensor(lengths, dtype=torch.int64))
+    assert len(bins) <= 10
+    assert sum(count for *_, count in bins) == len(lengths)
+    for first, last, count in bins:
+        assert count == sum(first <= length <= last for length in lengths)
+
+
+@pytest.mark.parametrize("lhs, rhs", [*mc.SPMM_PAIRS, (4, 16)])
+def test_spmm_checks_and_times(smtx: Path, lhs: int, rhs: int) -> None:
+    text = run("spmm", smtx, "--n", 9, "--lhs-bits", lhs, "--rhs-bits", rhs, "--vector-length", 8)
+    assert f"L{lhs}-R{rhs}, n = 9" in text
+    assert "equal to the int64 reference on all 192 rows" in text
+    assert re.search(r"useful [\d.]+ Gop/s", text) and re.search(r"dense-equivalent [\d.]+ Gop/s", text)
+    assert ("torch._int_mm" in text) == (max(lhs, rhs) <= 8)
+
+
+def test_check_of_a_sample_covers_first_and_last_row_and_finds_a_wrong_element() -> None:
+    lhs = random_matrix(mc.random_pattern(200, 64, 0.5, 8), 8, 0)
+    rhs = random_operand(64, 16, 8, 1)
+    product = mc.spmm(lhs, rhs)
+    assert check_spmm(lhs, rhs, product, work=8 * 64 * 16 * 3) == 24
+    product[-1, 5] += 1
+    with pytest.raises(ArithmeticError, match=r"element \(199, 5\)"):
+        check_spmm(lhs, rhs, product, work=8 * 64 * 16 * 3)
+
+
+@pytest.mark.parametrize("name", ["empty rows", "no rows", "no columns"])
+def test_degenerate_files_work(tmp_path: Path, name: str) -> None:
+    text = {"empty rows": "3, 5, 0\n0 0 0 0\n\n", "no rows": "0, 5, 0\n0\n\n", "no columns": "2, 0, 0\n0 0 0\n\n"}[name]
+    path = tmp_path / "a.smtx"
+    path.write_text(text)
+    run("info", path)
+    run("spmm", path, "--n", 3)
+    pytest.importorskip("matplotlib")
+    run("spy", path, "-o", tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("shape", [(24, 70), (3000, 2500)])
+def test_spy_writes_a_picture(tmp_path: Path, shape: tuple[int, int]) -> None:
+    pytest.importorskip("matplotlib")
+    mc.write_smtx(tmp_path / "a.smtx", mc.random_pattern(*shape, 0.99, 1))
+    run("spy", tmp_path / "a.smtx", "-o", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_spy_without_matplotlib_names_the_extra(
+    smtx: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'magicube-cutlass[plots]'" in fail(capsys, "spy", smtx, "-o", tmp_path / "a.png")
+
+
+def test_collect_env_names_versions_and_paths() -> None:
+    text = run("collect-env")
+    for word in (torch.__version__, "engine path", "threads", "gpu"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["info", "missing.smtx"], "No such file"),
+        (["info"], "Missing argument"),
+        (["info", "{bad}"], "line 1: header must be"),
+        (["info", "{smtx}", "--vector-length", "3"], "vector_length must be one of"),
+        (["info", "{smtx}", "--stride", "7"], "stride must be one of"),
+        (["spmm", "{smtx}", "--n", "0"], "n must be at least 1, got 0"),
+        (["spmm", "{smtx}", "--n", "x"], "Invalid value for '--n'"),
+        (["spmm", "{smtx}", "--lhs-bits", "5"], "lhs-bits must be one of"),
+        (["spmm", "{smtx}", "--rhs-bits", "0"], "rhs-bits must be one of"),
+        (["spmm", "{smtx}", "--device", "cuda"], "device must be 'cpu', got 'cuda'"),
+        (["spmm", "{smtx}", "--device", "?"], "device must be 'cpu', got '?'"),
+        (["spy", "{smtx}"], "Missing option"),
+        (["spy", "{smtx}", "-o", "{folder}/no/such/a.png"], "No such file"),
+        (["spy", "{smtx}", "-o", "{folder}/a.nonsense"], "nonsense"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_a_mistake_is_one_line(smtx: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    if args[0] == "spy":
+        pytest.importorskip("matplotlib")
+    bad = smtx.parent / "bad.smtx"
+    bad.write_text("hello")
+    assert message in fail(capsys, *(arg.format(smtx=smtx, bad=bad, folder=smtx.parent) for arg in args))
+
+
+def test_the_module_exits_with_2_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "magicube_cutlass", "info", "missing.smtx"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_the_library_imports_no_command_line() -> None:
+    code = "import sys, magicube_cutlass; print(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_measure_interleaves_rivals_and_bounds_rounds() -> None:
+    calls: list[str] = []
+    times = measure({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, budget=0, min_runs=3)
+    assert "".join(calls) == "ab" + "ab" + "ba" + "ab"  # a warm-up, then rounds that rotate
+    assert {timing.runs for timing in times.values()} == {3}
+
+
+@pytest.mark.parametrize("size, text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB")])
+def test_bytes_text(size: int, text: str) -> None:
+    assert bytes_text(size) == text

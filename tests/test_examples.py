@@ -1,0 +1,76 @@
+"""The examples, the README's code and the benchmark run as a stranger would run them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import magicube_cutlass as mc
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script(*args: object, **environment: str) -> str:
+    command = [sys.executable, *map(str, args)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_quickstart_is_accurate() -> None:
+    found = re.search(r"relative error against float32: ([\d.]+)", script("examples/quickstart.py"))
+    assert found is not None and float(found[1]) < 0.03
+
+
+def test_demo_without_the_sample_says_what_is_missing_and_runs(tmp_path: Path) -> None:
+    text = script("examples/demo.py", "--quick", "--out", tmp_path, MAGICUBE_DATA=str(tmp_path))
+    first = text.splitlines()[0]
+    assert "no DLMC sample at" in first and "MAGICUBE_DATA" in first
+    assert "all 8 cases equal the int64 reference" in text
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "spmm.png").stat().st_size > 0
+
+
+def test_shipped_data_are_what_the_generator_makes() -> None:
+    maker = load(ROOT / "examples" / "data" / "make_data.py")
+    for name, (rows, cols, sparsity, distribution) in maker.FILES.items():
+        stored = mc.read_smtx(ROOT / "examples" / "data" / name)
+        assert stored.equals(mc.random_pattern(rows, cols, sparsity, 1, distribution, seed=7))
+
+
+def test_readme_code_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        scope: dict[str, object] = {}
+        exec(block, scope)
+        assert "C" in scope
+
+
+def test_benchmark_checks_and_writes_what_the_readme_renders(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    out = tmp_path / "cpu.json"
+    script("benchmarks/cpu_spmm.py", "--quick", "--out", out)
+    table = load(ROOT / "benchmarks" / "README_table.py")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.START}\nold\n{table.END}\nafter\n")
+    table.update_readme(table.json.loads(out.read_text()), readme)
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| 256 | 0.05 |" in text and "one thread" in text
