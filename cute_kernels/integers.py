@@ -79,8 +79,7 @@ def check_range(ints: Tensor, bits: int, signed: bool, name: str = "ints") -> No
     if smallest < low or largest > high:
         kind = "signed" if signed else "unsigned"
         raise ValueError(
-            f"{name} must lie in [{low}, {high}] for {kind} {bits}-bit integers, "
-            f"got values in [{smallest}, {largest}]"
+            f"{name} must lie in [{low}, {high}] for {kind} {bits}-bit integers, got values in [{smallest}, {largest}]"
         )
 
 

@@ -50,8 +50,9 @@ def _spmm_into(
         cpu.spmm(a, b, out.view(-1, *out.shape[-2:]), left, flat_right, bias)
         return
     total = torch.matmul(_matrix_ints(a), _dense_ints(b, (a.columns, out.shape[-1])))
-    scaled = scale_out(total, torch.float32 if out.is_floating_point() else out.dtype,
-                       None if left is None else left[:, None], None if right is None else right.unsqueeze(-2))  # fmt: skip
+    dtype = torch.float32 if out.is_floating_point() else out.dtype
+    rows, columns = None if left is None else left[:, None], None if right is None else right.unsqueeze(-2)
+    scaled = scale_out(total, dtype, rows, columns)
     out.copy_(scaled if bias is None else scaled + bias[:, None])
 
 
@@ -84,7 +85,7 @@ spmm = _operator(_spmm)
 
 
 @torch.library.register_fake("magicube::spmm")
-def _fake(
+def _fake_spmm(
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,
@@ -176,7 +177,7 @@ sddmm = _operator(_sddmm)
 
 
 @torch.library.register_fake("magicube::sddmm")
-def _fake(
+def _fake_sddmm(
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,

@@ -11,7 +11,7 @@ from cute_kernels import cpu
 from cute_kernels.integers import digit_count, split_digits
 from magicube_cutlass import library
 from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.pattern import Padded, Pattern
 from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
@@ -101,8 +101,8 @@ def spmm(
     float output only.  ``out``: contiguous, (..., M, N), written in place.
     ``out_dtype``: int32 or int64 give the integer product without scales; float32, float16 and bfloat16 apply them.
     Default: int32 when neither operand has a scale, else float32.
-    Returns (..., M, N).  Raises ``TypeError`` for wrong types, ``ValueError`` for shapes, devices and scales that do not
-    go together, and where the bound ``K max|A| max|B|`` does not promise that the integer output fits.
+    Returns (..., M, N).  Raises ``TypeError`` for wrong types, ``ValueError`` for shapes, devices and scales that do
+    not go together, and where the bound ``K max|A| max|B|`` does not promise that the integer output fits.
     Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
     """
     matrix = _sparse(A)
@@ -198,7 +198,7 @@ def sddmm(
     kinds = (left_op.bits, left_op.signed), (right_op.bits, right_op.signed)
     dtype = _out_dtype(out_dtype, scaled, inner, *kinds)
     stride = mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
-    padded = pattern.padded(stride)
+    padded = _layout(pattern, stride)
     batch = left_op.shape[:-2]
     values = library.sddmm(
         padded.row_start,
@@ -224,13 +224,24 @@ def sddmm(
     return result if out_format == "srbcrs" else result.to_bcrs()
 
 
+def _layout(pattern: Pattern, stride: int) -> Padded:
+    """The padded layout; its size depends on the data, so a compiler takes it as a constant."""
+    return pattern.padded(stride)
+
+
+# What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
+_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def explain(A: SRBCRS | BCRS, B: QuantTensor) -> str:
     """Which kernel :func:`spmm` runs for these operands, and with which digits."""
     matrix = _sparse(A)
     assert matrix.bits is not None
     dense = _check_dense("B", B, matrix.device)
     digits = digit_count(matrix.bits), digit_count(dense.bits)
-    order = "row" if cpu.run_dim(cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)) == -1 else "column"
+    order = (
+        "row" if cpu.run_dim(cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)) == -1 else "column"
+    )
     return (
         f"CPU engine, {cpu.path()} path, {torch.get_num_threads()} threads: {matrix.shape[0]} x {matrix.shape[1]} "
         f"times {tuple(dense.shape)}, {digits[0]} x {digits[1]} digits of 8 bits, B {order}-major, "

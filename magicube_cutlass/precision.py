@@ -20,9 +20,7 @@ def check_out_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"out_dtype must be one of {INTEGER_OUT + FLOAT_OUT}, got {dtype}")
 
 
-def check_fits(
-    dtype: torch.dtype, inner: int, left: tuple[int, bool], right: tuple[int, bool]
-) -> None:
+def check_fits(dtype: torch.dtype, inner: int, left: tuple[int, bool], right: tuple[int, bool]) -> None:
     """Raise ``ValueError`` when a sum of ``inner`` products of (bits, signed) integers may not fit ``dtype``.
 
     The bound is ``inner * max|left| * max|right|`` over all values of these widths, so it never depends on the data.
@@ -34,5 +32,5 @@ def check_fits(
         wider = "torch.int64, torch.float32" if dtype == torch.int32 else "torch.float32"
         raise ValueError(
             f"out_dtype {dtype} holds magnitudes up to {torch.iinfo(dtype).max}, but a sum of {inner} products of "
-            f"{left[0]}-bit by {right[0]}-bit integers can reach {bound}; choose out_dtype {wider} or a scaled half type"
+            f"{left[0]}-bit by {right[0]}-bit integers can reach {bound}; choose {wider} or a scaled half type"
         )

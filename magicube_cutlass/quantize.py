@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,9 +28,9 @@ _CHUNK_MODE = {None: 0, 1: 1, 0: 2}
 class QuantTensor:
     """Integers and the scale that makes real numbers of them: ``x ~ scale * q``.
 
-    ``data`` holds the integers in storage form: int8/uint8 for 8 bits, int16 for 12, int16/uint16 for 16, and for 4 bits
-    uint8 with two a byte along the contiguous one of the last two dimensions.  ``shape`` is the shape of the integers.
-    ``scale`` is None (plain integers), of shape ``()``, or has size 1 along ``axis`` counted in the last two dimensions:
+    ``data`` holds the integers in storage form: int8/uint8 for 8 bits, int16 for 12, int16/uint16 for 16, and for 4
+    bits uint8 with two a byte along the contiguous one of the last two dimensions.  ``shape`` is the shape of the integers.
+    ``scale`` is None (plain integers), of shape ``()``, or has size 1 along ``axis`` of the last two dimensions:
     (..., M, 1) for ``axis=1``, (..., 1, N) for ``axis=0``.
     """
 
@@ -205,16 +206,17 @@ def _encode(
     """Storage form of the integers, the scale, and the flags of :func:`cute_kernels.cpu.quantize`."""
     if x.device.type != "cpu" or not cpu.available():
         return _encode_torch(x, bits, axis, signed, truncate, scale)
-    rows, columns = (x.shape[-2], x.shape[-1]) if x.ndim >= 2 else (1, x.shape[-1])
-    batch = x.shape[:-2] if axis is not None else ()
-    matrices = x.reshape(-1, rows, columns) if batch else x.reshape(1, -1, columns) if x.numel() else x.new_empty(0, 0, 1)
+    rows, columns = x.shape[-2] if x.ndim >= 2 else 1, x.shape[-1]
+    matrices = (
+        x.reshape(math.prod(x.shape[:-2]), rows, columns) if axis is not None else x.reshape(1, -1, max(columns, 1))
+    )
     width = (x.shape[-1] + 1) // 2 if bits == 4 else x.shape[-1]
     data = torch.empty((*x.shape[:-1], width), dtype=storage_dtype(bits, signed))
     given = scale is not None
     scale = _empty_scale(x, axis) if scale is None else scale.contiguous()
     flags = 0
     for i in range(matrices.shape[0]):
-        out = data.view(matrices.shape[0], -1, width)[i]
+        out = data.view(*matrices.shape[:2], width)[i]
         part = scale.reshape(matrices.shape[0], -1)[i] if axis is not None else scale
         flags |= cpu.quantize(
             matrices[i], out, part, bits=bits, signed=signed, truncate=truncate, given=given, mode=_CHUNK_MODE[axis]
@@ -290,5 +292,3 @@ def _squared_error(x: Tensor, scale: Tensor, bits: int, axis: int | None, signed
     low, high = int_range(bits, signed)
     error = (x - scale * torch.round(x / scale).clamp(low, high)).double().square()
     return error.sum() if axis is None else error.sum(dim=-2 if axis == 0 else -1, keepdim=True)
-
-

@@ -146,7 +146,7 @@ class SRBCRS(CompressedMatrix):
         stride: int = 32,
         axis: int | None = None,
     ) -> SRBCRS:
-        """From a ``scipy.sparse`` matrix or array; explicit zeros are kept, repeated places summed, floats quantized."""
+        """From a ``scipy.sparse`` matrix or array; explicit zeros kept, repeated places summed, floats quantized."""
         check_stride(stride)
         return cls._from_parts(scipy_parts(matrix, vector_length, bits, signed, axis), bits, signed, stride)
 

@@ -11,6 +11,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -131,7 +132,7 @@ def batch_stride(data: Tensor) -> int:
     """Elements from one matrix of the batch to the next.  Raises ``ValueError`` when no single step does it."""
     sizes, strides = data.shape[:-2], data.stride()[:-2]
     steps = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
-    for (_, outer), (n, inner) in zip(steps, steps[1:], strict=False):
+    for (_, outer), (n, inner) in pairwise(steps):
         if outer != n * inner:
             raise ValueError(f"the batch dimensions of an operand must collapse to one, got strides {data.stride()}")
     return steps[-1][1] if steps else 0

@@ -23,7 +23,7 @@ bool runs_here(const Engine& engine) {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni");
   }
-  if (&engine == &kAvx2) return __builtin_cpu_supports("avx2");
+  if (&engine == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
   return true;
 }

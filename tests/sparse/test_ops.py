@@ -1,0 +1,247 @@
+"""SpMM and SDDMM on CPU tensors: exact against int64, every path, pair, sign, layout and output type."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import magicube_cutlass as mc
+from cute_kernels import cpu
+from cute_kernels.integers import BITS, int_range
+from magicube_cutlass.ops import _planes
+
+VECTORS = (1, 2, 4, 8, 16, 32)
+LAYOUTS = ("row", "column")
+
+
+def ints(shape: tuple[int, ...], bits: int, signed: bool, extreme: bool = False) -> torch.Tensor:
+    low, high = int_range(bits, signed)
+    values = torch.randint(low, high + 1, shape)
+    return torch.where(values > (low + high) // 2, high, low) if extreme else values
+
+
+def dense(
+    shape: tuple[int, ...], bits: int, signed: bool, layout: str = "row", extreme: bool = False
+) -> mc.QuantTensor:
+    x = ints(shape, bits, signed, extreme)
+    return mc.QuantTensor.from_ints(x.mT.contiguous().mT if layout == "column" else x, bits=bits, signed=signed)
+
+
+def sparse(m: int, k: int, v: int, bits: int, signed: bool, *, sparsity: float = 0.6, stride: int = 32,
+           extreme: bool = False, seed: int = 0) -> mc.SRBCRS:  # fmt: skip
+    mask = mc.random_pattern(m, k, sparsity, v, seed=seed).to_dense()
+    return mc.SRBCRS.from_mask(ints((m, k), bits, signed, extreme), mask, vector_length=v, bits=bits, signed=signed,
+                               stride=stride)  # fmt: skip
+
+
+@pytest.fixture(params=cpu.paths())
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MAGICUBE_CPU", request.param)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("left", "right"), list(itertools.product(BITS, BITS)))
+@pytest.mark.parametrize("signs", list(itertools.product([True, False], repeat=2)))
+def test_every_pair_and_sign_is_exact(path: str, left: int, right: int, signs: tuple[bool, bool]) -> None:
+    for v, stride, layout, extreme in ((8, 32, "row", True), (4, 16, "column", False), (2, 64, "row", False)):
+        a = sparse(37, 150, v, left, signs[0], stride=stride, extreme=extreme)
+        b = dense((150, 70), right, signs[1], layout, extreme)
+        assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64), mc.reference.spmm(a, b))
+        x, y = dense((37, 90), left, signs[0], layout, extreme), dense((150, 90), right, signs[1], layout, extreme)
+        s = mc.sddmm(x, y, a, out_dtype=torch.int64)
+        assert torch.equal(s.vectors(), mc.reference.sddmm(x, y, a.pattern))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    m=st.integers(1, 40), k=st.integers(1, 80), n=st.integers(0, 70), v=st.sampled_from(VECTORS),
+    stride=st.sampled_from([16, 32, 64]), bits=st.tuples(st.sampled_from(BITS), st.sampled_from(BITS)),
+    signs=st.tuples(st.booleans(), st.booleans()), sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    layout=st.sampled_from(LAYOUTS), batch=st.sampled_from([(), (2,), (2, 1, 3)]), engine=st.sampled_from(cpu.paths()),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_random_products_are_exact(m, k, n, v, stride, bits, signs, sparsity, layout, batch, engine, seed) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(seed)
+    a = sparse(m, k, v, bits[0], signs[0], sparsity=sparsity, stride=stride, seed=seed)
+    b = dense((*batch, k, n), bits[1], signs[1], layout)
+    x, y = dense((*batch, m, n), bits[0], signs[0], layout), dense((*batch, k, n), bits[1], signs[1], "row")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAGICUBE_CPU", engine)
+        assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64), mc.reference.spmm(a, b))
+        for y_form, transposed in ((y, False), (y.mT, True)):
+            s = mc.sddmm(x, y_form, a, out_dtype=torch.int64, transposed_y=transposed)
+            s.check_format(full=True)
+            assert torch.equal(s.vectors(), mc.reference.sddmm(x, y, a.pattern))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float16, torch.bfloat16])
+def test_the_output_types_round_once(path: str, dtype: torch.dtype) -> None:
+    a, b = sparse(20, 50, 8, 8, True), dense((50, 33), 8, True)
+    x, y = dense((20, 16), 8, True), dense((50, 16), 8, True)
+    assert torch.equal(mc.spmm(a, b, out_dtype=dtype), mc.reference.spmm(a, b).float().to(dtype))
+    expected = mc.reference.sddmm(x, y, a.pattern).float().to(dtype)
+    assert torch.equal(mc.sddmm(x, y, a, out_dtype=dtype).vectors(), expected)
+
+
+def test_half_outputs_round_to_even_through_their_whole_range(path: str) -> None:
+    mask = torch.eye(8, dtype=torch.bool)
+    a = mc.SRBCRS.from_mask(torch.eye(8, dtype=torch.int64), mask, vector_length=1, bits=8)
+    b = mc.QuantTensor.from_ints(
+        ints((8, 4096), 16, True), bits=16, scale=torch.rand(1, 4096) * 2.0 ** torch.randint(-26, 4, (1, 4096))
+    )
+    for dtype in (torch.float16, torch.bfloat16):
+        assert torch.equal(mc.spmm(a, b, out_dtype=dtype), b.dequantize().to(dtype))
+
+
+@pytest.mark.parametrize("axis_a", [None, 1])
+@pytest.mark.parametrize("axis_b", [None, 0])
+def test_scales_and_bias_are_fused(path: str, axis_a: int | None, axis_b: int | None) -> None:
+    w, x, bias = torch.randn(19, 40), torch.randn(3, 40, 21), torch.randn(19)
+    mask = mc.prune(w, 0.5, 4)
+    a = mc.SRBCRS.from_mask(w, mask, vector_length=4, bits=8, axis=axis_a)
+    b = mc.quantize(x, 8, axis=axis_b)
+    exact = torch.matmul(a.to_dense().double(), b.dequantize().double()) + bias.double()[:, None]
+    assert torch.allclose(mc.spmm(a, b, bias=bias).double(), exact, rtol=1e-5, atol=1e-5)
+    assert mc.spmm(a, b).dtype == torch.float32
+
+
+def test_sddmm_scales_belong_to_rows_of_both(path: str) -> None:
+    q, k = torch.randn(2, 24, 32), torch.randn(2, 40, 32)
+    pattern = mc.random_pattern(24, 40, 0.5, 8)
+    x, y = mc.quantize(q, 8, axis=1), mc.quantize(k, 8, axis=1)
+    s = mc.sddmm(x, y, pattern).to_dense()
+    exact = torch.matmul(x.dequantize(), y.dequantize().mT) * pattern.to_dense()
+    assert torch.allclose(s, exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(mc.sddmm(x, y, pattern, out_format="bcrs").to_dense(), s)
+
+
+def test_long_rows_do_not_overflow_the_int32_lanes(path: str) -> None:
+    k = 70_000
+    a = mc.SRBCRS.from_mask(
+        torch.full((1, k), 255), torch.ones(1, k, dtype=torch.bool), vector_length=1, bits=8, signed=False
+    )
+    b = mc.QuantTensor.from_ints(torch.full((k, 2), 255), bits=8, signed=False)
+    assert mc.spmm(a, b, out_dtype=torch.int64).tolist() == [[k * 255 * 255] * 2]
+    x = mc.QuantTensor.from_ints(torch.full((1, k), 255), bits=8, signed=False)
+    s = mc.sddmm(x, x, mc.Pattern.from_dense(torch.ones(1, 1, dtype=torch.bool), 1), out_dtype=torch.int64)
+    assert s.vectors().tolist() == [[k * 255 * 255]]
+
+
+def test_views_are_read_where_they_lie(path: str) -> None:
+    a = sparse(16, 48, 8, 8, True)
+    wide = ints((50, 200), 8, True).to(torch.int8)
+    view = wide[1:49, 3:100]
+    b = mc.QuantTensor(view, None, 8, True, None, view.shape)
+    assert torch.equal(mc.spmm(a, b), mc.reference.spmm(a, b).int())
+    assert torch.equal(mc.spmm(a, mc.QuantTensor.from_ints(wide[1:49, ::2], bits=8)),
+                       torch.matmul(a.to_dense().long(), wide[1:49, ::2].long()).int())  # fmt: skip
+    with pytest.raises(ValueError, match="must be row- or column-major, got strides"):
+        mc.spmm(a, mc.QuantTensor(wide[1:49, ::2], None, 8, True, None, wide[1:49, ::2].shape))
+
+
+def test_out_is_written_in_place_and_nowhere_else(path: str) -> None:
+    a, b = sparse(19, 30, 8, 8, True), dense((30, 67), 8, True)
+    guarded = torch.full((21, 67), 77, dtype=torch.int32)
+    assert mc.spmm(a, b, out=guarded[1:20]).data_ptr() == guarded[1:20].data_ptr()
+    assert torch.equal(guarded[1:20], mc.reference.spmm(a, b).int())
+    assert bool((guarded[[0, 20]] == 77).all())
+
+
+def test_threads_do_not_change_the_result() -> None:
+    a, b = sparse(256, 512, 8, 8, True), dense((512, 300), 8, True)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(mc.spmm(a, b))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_bcrs_multiplies_too() -> None:
+    a, b = sparse(19, 30, 8, 8, True), dense((30, 9), 8, True)
+    assert torch.equal(mc.spmm(a.to_bcrs(), b), mc.spmm(a, b))
+
+
+def test_a_matrix_without_columns_or_rows_gives_zeros() -> None:
+    empty = mc.SRBCRS.from_mask(
+        torch.zeros(5, 0, dtype=torch.int8), torch.zeros(5, 0, dtype=torch.bool), vector_length=2, bits=8
+    )
+    assert torch.equal(mc.spmm(empty, dense((0, 3), 8, True)), torch.zeros(5, 3, dtype=torch.int32))
+
+
+def test_the_fallback_without_the_extension_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = sparse(19, 30, 8, 16, True), dense((2, 30, 9), 4, False, "column")
+    x, y = mc.quantize(torch.randn(19, 7), 8, axis=1), mc.quantize(torch.randn(30, 7), 8, axis=1)
+    expected = mc.spmm(a, b, out_dtype=torch.int64), mc.sddmm(x, y, a).values
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64), expected[0])
+    assert torch.allclose(mc.sddmm(x, y, a).values, expected[1], rtol=1e-6)
+
+
+def test_opcheck_passes() -> None:
+    a, b = sparse(16, 48, 8, 8, True), dense((2, 48, 20), 8, True)
+    planes, sums = _planes(a)
+    operands = (a.row_start, a.row_end, a.col_indices, planes, sums, b.data, None, None, None)
+    torch.library.opcheck(torch.ops.magicube.spmm.default,
+                          (*operands, 16, 48, 20, [8, 8], [True, True], -1, torch.int32))  # fmt: skip
+    torch.library.opcheck(torch.ops.magicube.spmm_out.default,
+                          (*operands, 48, [8, 8], [True, True], -1, torch.empty(2, 16, 20)))  # fmt: skip
+    padded = a.pattern.padded(32)
+    x, y = dense((16, 8), 8, True), dense((48, 8), 8, True)
+    torch.library.opcheck(
+        torch.ops.magicube.sddmm.default,
+        (padded.row_start, padded.row_end, padded.col_indices, x.data, y.data, None, None, [16, 48, 8], 8, 32, [8, 8],
+         [True, True], -1, [-1, -1], torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_the_whole_call_compiles_without_a_graph_break(bits: int) -> None:
+    a = sparse(16, 48, 8, bits, True)
+
+    def product(data: torch.Tensor) -> torch.Tensor:
+        b = mc.QuantTensor(data, None, 8, True, None, data.shape)
+        return mc.spmm(a, b, out_dtype=torch.float32) + 1
+
+    compiled = torch.compile(product, fullgraph=True)
+    for n in (20, 33):
+        data = ints((48, n), 8, True).to(torch.int8)
+        assert torch.equal(compiled(data), product(data))
+
+
+def test_compiled_sddmm_has_no_graph_break() -> None:
+    pattern = mc.random_pattern(16, 48, 0.5, 8)
+
+    def values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        left, right = (mc.QuantTensor(t, None, 8, True, None, t.shape) for t in (x, y))
+        s = mc.sddmm(left, right, pattern)
+        assert isinstance(s, mc.SRBCRS)
+        return s.values * 2
+
+    x, y = ints((16, 8), 8, True).to(torch.int8), ints((48, 8), 8, True).to(torch.int8)
+    assert torch.equal(torch.compile(values, fullgraph=True)(x, y), values(x, y))
+
+
+def test_a_forced_path_that_cannot_run_is_refused() -> None:
+    code = "import torch, magicube_cutlass as mc; mc.quantize(torch.ones(2), 8)"
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "MAGICUBE_CPU": "sse9"}, capture_output=True,
+                         text=True, check=False)  # fmt: skip
+    assert "MAGICUBE_CPU must be one of" in run.stderr
+
+
+def test_explain_names_the_path_and_the_digits() -> None:
+    random.seed(0)
+    text = mc.explain(sparse(16, 48, 8, 16, True), dense((48, 20), 8, True, "column"))
+    assert cpu.path() in text
+    assert "2 x 1 digits" in text
+    assert "column-major" in text
