@@ -29,7 +29,7 @@ class QuantTensor:
     """Integers and the scale that makes real numbers of them: ``x ~ scale * q``.
 
     ``data`` holds the integers in storage form: int8/uint8 for 8 bits, int16 for 12, int16/uint16 for 16, and for 4
-    bits uint8 with two a byte along the contiguous one of the last two dimensions.  ``shape`` is the shape of the integers.
+    bits uint8 with two a byte along the contiguous one of the last two dimensions.  ``shape`` is that of the integers.
     ``scale`` is None (plain integers), of shape ``()``, or has size 1 along ``axis`` of the last two dimensions:
     (..., M, 1) for ``axis=1``, (..., 1, N) for ``axis=0``.
     """

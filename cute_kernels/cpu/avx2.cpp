@@ -13,7 +13,9 @@ inline __m256i widen(__m128i bytes, bool is_signed) {
 
 struct Avx2 {
   static constexpr bool kOffset = false;
-  static constexpr int kQuadBytes = magicube::kPanel * kQuad * 2;  // int16: [pair of k][chunk of 8 columns][column][k]
+  static constexpr int kChunkGroups = 32;  // their quads fill half of a first-level cache
+  static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16: [pair of k][chunk of 8 columns][column][k]
+  static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
 
   // unpacklo/hi work inside 128-bit lanes: of 16 columns, vector 0 holds 0-3 and 8-11, vector 1 holds 4-7 and 12-15.
   static int column_of(int chunk) {
@@ -25,8 +27,8 @@ struct Avx2 {
     auto* to = reinterpret_cast<__m256i*>(quads);
     for (int pair = 0; pair < groups * 2; ++pair, to += 8) {
       const int32_t c0 = columns[pair * 2], c1 = columns[pair * 2 + 1];
-      const uint8_t* row0 = panel + int64_t{c0 < 0 ? 0 : c0} * kPanel;  // padding meets a zero value
-      const uint8_t* row1 = panel + int64_t{c1 < 0 ? 0 : c1} * kPanel;
+      const uint8_t* row0 = panel + int64_t{c0} * kPanel;
+      const uint8_t* row1 = panel + int64_t{c1} * kPanel;
       for (int n = 0; n < 4; ++n) {
         const __m256i k0 = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(row0) + n), b_signed);  // (16)
         const __m256i k1 = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(row1) + n), b_signed);  // (16)
@@ -37,26 +39,26 @@ struct Avx2 {
   }
 
   template <int Rows>
-  static void strip_rows(const uint8_t* quads, int groups, const uint8_t* values, int stride, int vector_length,
-                         bool a_signed, int32_t* sums) {
+  static void strip_rows(const Strip& s, int first) {
+    const int groups = s.groups, stride = s.stride;
     alignas(8) int16_t a[kChunkGroups][Rows][kQuad];
     for (int g = 0; g < groups; ++g) {
-      const uint8_t* at = values + int64_t{g * kQuad / stride} * stride * vector_length + g * kQuad % stride;
+      const uint8_t* at = s.values + first * stride + int64_t{g * kQuad / stride} * stride * s.vector_length + g * kQuad % stride;
       for (int r = 0; r < Rows; ++r) {
         for (int i = 0; i < kQuad; ++i) {
           const uint8_t byte = at[r * stride + i];
-          a[g][r][i] = a_signed ? static_cast<int8_t>(byte) : static_cast<int16_t>(byte);
+          a[g][r][i] = s.a_signed ? static_cast<int8_t>(byte) : static_cast<int16_t>(byte);
         }
       }
     }
     for (int n = 0; n < 8; n += 2) {
       __m256i sum[Rows][2];
       for (int r = 0; r < Rows; ++r) {
-        auto* from = reinterpret_cast<const __m256i*>(sums + r * kPanel) + n;
+        auto* from = reinterpret_cast<const __m256i*>(s.sums + (first + r) * kPanel) + n;
         sum[r][0] = _mm256_load_si256(from);
         sum[r][1] = _mm256_load_si256(from + 1);
       }
-      const auto* b = reinterpret_cast<const __m256i*>(quads) + n;
+      const auto* b = reinterpret_cast<const __m256i*>(s.scratch) + n;
       for (int pair = 0; pair < groups * 2; ++pair, b += 8) {
         const __m256i b0 = _mm256_load_si256(b), b1 = _mm256_load_si256(b + 1);
         for (int r = 0; r < Rows; ++r) {
@@ -68,18 +70,18 @@ struct Avx2 {
         }
       }
       for (int r = 0; r < Rows; ++r) {
-        auto* to = reinterpret_cast<__m256i*>(sums + r * kPanel) + n;
+        auto* to = reinterpret_cast<__m256i*>(s.sums + (first + r) * kPanel) + n;
         _mm256_store_si256(to, sum[r][0]);
         _mm256_store_si256(to + 1, sum[r][1]);
       }
     }
   }
 
-  static void strip(const uint8_t* quads, int groups, const uint8_t* values, int stride, int vector_length, int rows,
-                    bool a_signed, int32_t* sums) {
-    if (rows == 4) return strip_rows<4>(quads, groups, values, stride, vector_length, a_signed, sums);
-    if (rows == 2) return strip_rows<2>(quads, groups, values, stride, vector_length, a_signed, sums);
-    strip_rows<1>(quads, groups, values, stride, vector_length, a_signed, sums);
+  static void strip(const Strip& at) {
+    gather(at.panel, at.columns, at.groups, at.b_signed, at.scratch);
+    for (int first = 0; first + 4 <= at.rows; first += 4) strip_rows<4>(at, first);
+    if (at.rows == 2) strip_rows<2>(at, 0);
+    if (at.rows == 1) strip_rows<1>(at, 0);
   }
 
   static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,

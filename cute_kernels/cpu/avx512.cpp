@@ -12,26 +12,14 @@ namespace {
 
 struct Avx512 {
   static constexpr bool kOffset = true;
-  static constexpr int kQuadBytes = magicube::kPanel * kQuad;  // [vector q][lane][column][k]
+  static constexpr int64_t kScratchBytes = 0;
+  static constexpr int kChunkGroups = 64;
 
   // Lane l of vector q holds columns 16 l + 4 q and the three after it: what the unpacks below leave.
   static int column_of(int chunk) { return chunk % 4 * 16 + chunk / 4 * 4; }
 
-  static __m512i row(const uint8_t* panel, int32_t column) {  // padding meets a zero value
-    return _mm512_load_si512(panel + int64_t{column < 0 ? 0 : column} * kPanel);
-  }
-
-  static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool, uint8_t* quads) {
-    for (int g = 0; g < groups; ++g, columns += kQuad, quads += kQuadBytes) {
-      const __m512i k0 = row(panel, columns[0]), k1 = row(panel, columns[1]);      // (64)
-      const __m512i k2 = row(panel, columns[2]), k3 = row(panel, columns[3]);      // (64)
-      const __m512i low01 = _mm512_unpacklo_epi8(k0, k1), high01 = _mm512_unpackhi_epi8(k0, k1);  // (4, 8, 2)
-      const __m512i low23 = _mm512_unpacklo_epi8(k2, k3), high23 = _mm512_unpackhi_epi8(k2, k3);  // (4, 8, 2)
-      _mm512_store_si512(quads, _mm512_unpacklo_epi16(low01, low23));         // (4, 4, 4)
-      _mm512_store_si512(quads + 64, _mm512_unpackhi_epi16(low01, low23));    // (4, 4, 4)
-      _mm512_store_si512(quads + 128, _mm512_unpacklo_epi16(high01, high23));  // (4, 4, 4)
-      _mm512_store_si512(quads + 192, _mm512_unpackhi_epi16(high01, high23));  // (4, 4, 4)
-    }
+  static __m512i row(const uint8_t* panel, int32_t column) {
+    return _mm512_load_si512(panel + int64_t{column} * kPanel);
   }
 
   template <bool Signed>
@@ -44,46 +32,63 @@ struct Avx512 {
     return Signed ? bytes : _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80)));
   }
 
-  template <int Rows, bool Signed>
-  static void strip_rows(const uint8_t* quads, int groups, const uint8_t* values, int stride, int vector_length,
-                         int32_t* sums) {
-    __m512i sum[Rows][4];
-    for (int r = 0; r < Rows; ++r) {
-      for (int q = 0; q < 4; ++q) sum[r][q] = _mm512_load_si512(sums + r * kPanel + q * 16);
+  // Vectors First, ... of the quads that four panel rows give: two unpacks of bytes and two of pairs for every two.
+  template <bool Signed, int First, int Vectors>
+  static void interleave(const __m512i k[4], __m512i b[Vectors]) {
+    for (int q = 0; q < Vectors; q += 2) {
+      const bool high = First + q == 2;
+      const __m512i k01 = high ? _mm512_unpackhi_epi8(k[0], k[1]) : _mm512_unpacklo_epi8(k[0], k[1]);  // (4, 8, 2)
+      const __m512i k23 = high ? _mm512_unpackhi_epi8(k[2], k[3]) : _mm512_unpacklo_epi8(k[2], k[3]);  // (4, 8, 2)
+      b[q] = dense_side<Signed>(_mm512_unpacklo_epi16(k01, k23));                                      // (4, 4, 4)
+      b[q + 1] = dense_side<Signed>(_mm512_unpackhi_epi16(k01, k23));                                  // (4, 4, 4)
     }
-    while (groups > 0) {
-      const int here = groups < stride / kQuad ? groups : stride / kQuad;
-      for (int g = 0; g < here; ++g, quads += kQuadBytes) {
-        __m512i b[4];
-        for (int q = 0; q < 4; ++q) b[q] = dense_side<Signed>(_mm512_load_si512(quads + q * 64));
+  }
+
+  // Rows x Vectors accumulators fill half of the registers; the quads live in registers only. Writing them out for a
+  // second use costs more than making them again: the loads that follow stall behind stores 4 KiB away.
+  template <int Rows, bool Signed, int First, int Vectors>
+  static void pass(const Strip& at) {
+    __m512i sum[Rows][Vectors];
+    for (int r = 0; r < Rows; ++r) {
+      for (int q = 0; q < Vectors; ++q) sum[r][q] = _mm512_load_si512(at.sums + r * kPanel + (First + q) * 16);
+    }
+    const int32_t* columns = at.columns;
+    const uint8_t* values = at.values;
+    for (int groups = at.groups; groups > 0; groups -= at.stride / kQuad, values += at.stride * at.vector_length) {
+      const int here = groups < at.stride / kQuad ? groups : at.stride / kQuad;
+      for (int g = 0; g < here; ++g, columns += kQuad) {
+        const __m512i k[4] = {row(at.panel, columns[0]), row(at.panel, columns[1]), row(at.panel, columns[2]),
+                              row(at.panel, columns[3])};  // (4, 64)
+        __m512i b[Vectors];
+        interleave<Signed, First, Vectors>(k, b);
         for (int r = 0; r < Rows; ++r) {
           int32_t four;
-          std::memcpy(&four, values + r * stride + g * kQuad, 4);
+          std::memcpy(&four, values + r * at.stride + g * kQuad, 4);
           const __m512i a = _mm512_set1_epi32(four);
-          for (int q = 0; q < 4; ++q) sum[r][q] = multiply_add<Signed>(sum[r][q], a, b[q]);
+          for (int q = 0; q < Vectors; ++q) sum[r][q] = multiply_add<Signed>(sum[r][q], a, b[q]);
         }
       }
-      values += stride * vector_length;
-      groups -= here;
     }
     for (int r = 0; r < Rows; ++r) {
-      for (int q = 0; q < 4; ++q) _mm512_store_si512(sums + r * kPanel + q * 16, sum[r][q]);
+      for (int q = 0; q < Vectors; ++q) _mm512_store_si512(at.sums + r * kPanel + (First + q) * 16, sum[r][q]);
     }
   }
 
   template <bool Signed>
-  static void strip_signed(const uint8_t* quads, int groups, const uint8_t* values, int stride, int vector_length,
-                           int rows, int32_t* sums) {
-    if (rows == 4) return strip_rows<4, Signed>(quads, groups, values, stride, vector_length, sums);
-    if (rows == 2) return strip_rows<2, Signed>(quads, groups, values, stride, vector_length, sums);
-    strip_rows<1, Signed>(quads, groups, values, stride, vector_length, sums);
+  static void strip_as(const Strip& at) {
+    if (at.rows == 8) {
+      pass<8, Signed, 0, 2>(at);
+      pass<8, Signed, 2, 2>(at);
+    } else if (at.rows == 4) {
+      pass<4, Signed, 0, 4>(at);
+    } else if (at.rows == 2) {
+      pass<2, Signed, 0, 4>(at);
+    } else {
+      pass<1, Signed, 0, 4>(at);
+    }
   }
 
-  static void strip(const uint8_t* quads, int groups, const uint8_t* values, int stride, int vector_length, int rows,
-                    bool a_signed, int32_t* sums) {
-    if (a_signed) return strip_signed<true>(quads, groups, values, stride, vector_length, rows, sums);
-    strip_signed<false>(quads, groups, values, stride, vector_length, rows, sums);
-  }
+  static void strip(const Strip& at) { at.a_signed ? strip_as<true>(at) : strip_as<false>(at); }
 
   // Sixteen lanes of each of four vectors to four totals.
   static __m128i totals(const __m512i* sum) {

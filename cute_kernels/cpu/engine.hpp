@@ -11,7 +11,7 @@ namespace magicube {
 
 constexpr int kPanel = 64;          // columns of the dense operand that are worked on at a time
 constexpr int kQuad = 4;            // nonzeros that one 32-bit multiply-accumulate lane takes
-constexpr int kChunkGroups = 64;    // groups of four nonzeros gathered at a time: 16 KiB, half of a first-level cache
+constexpr int64_t kScratchBytes = 16 * 1024;  // the most that a micro-kernel uses: half of a first-level cache
 constexpr int kMaxDigits = 2;
 constexpr int kMaxVector = 32;
 constexpr int64_t kExactRun = 32768;  // products of two bytes that int32 can sum without overflow

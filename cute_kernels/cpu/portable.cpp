@@ -7,7 +7,9 @@ namespace {
 
 struct Portable {
   static constexpr bool kOffset = false;
-  static constexpr int kQuadBytes = magicube::kPanel * kQuad * 2;  // int16 quads, [column][k]
+  static constexpr int kChunkGroups = 32;
+  static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16 quads, [column][k]
+  static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
 
   static int column_of(int chunk) { return 4 * chunk; }
 
@@ -15,8 +17,7 @@ struct Portable {
     auto* to = reinterpret_cast<int16_t*>(quads);
     for (int g = 0; g < groups; ++g, to += kPanel * kQuad) {
       for (int i = 0; i < kQuad; ++i) {
-        const int32_t column = columns[g * kQuad + i];
-        const uint8_t* from = panel + int64_t{column < 0 ? 0 : column} * kPanel;  // padding meets a zero value
+        const uint8_t* from = panel + int64_t{columns[g * kQuad + i]} * kPanel;
         for (int n = 0; n < kPanel; ++n) {
           to[n * kQuad + i] = b_signed ? static_cast<int8_t>(from[n]) : static_cast<int16_t>(from[n]);
         }
@@ -24,16 +25,16 @@ struct Portable {
     }
   }
 
-  static void strip(const uint8_t* quads, int groups, const uint8_t* values, int stride, int vector_length, int rows,
-                    bool a_signed, int32_t* sums) {
-    for (int g = 0; g < groups; ++g) {
-      const auto* b = reinterpret_cast<const int16_t*>(quads) + int64_t{g} * kPanel * kQuad;
-      const int64_t at = int64_t{g * kQuad / stride} * stride * vector_length + g * kQuad % stride;
-      for (int r = 0; r < rows; ++r) {
-        const uint8_t* bytes = values + at + r * stride;
+  static void strip(const Strip& s) {
+    gather(s.panel, s.columns, s.groups, s.b_signed, s.scratch);
+    for (int g = 0; g < s.groups; ++g) {
+      const auto* b = reinterpret_cast<const int16_t*>(s.scratch) + int64_t{g} * kPanel * kQuad;
+      const int64_t at = int64_t{g * kQuad / s.stride} * s.stride * s.vector_length + g * kQuad % s.stride;
+      for (int r = 0; r < s.rows; ++r) {
+        const uint8_t* bytes = s.values + at + r * s.stride;
         int32_t a[kQuad];
-        for (int i = 0; i < kQuad; ++i) a[i] = a_signed ? static_cast<int8_t>(bytes[i]) : int32_t{bytes[i]};
-        int32_t* sum = sums + r * kPanel;
+        for (int i = 0; i < kQuad; ++i) a[i] = s.a_signed ? static_cast<int8_t>(bytes[i]) : int32_t{bytes[i]};
+        int32_t* sum = s.sums + r * kPanel;
         for (int n = 0; n < kPanel; ++n) {
           const int32_t product = a[0] * b[n * 4] + a[1] * b[n * 4 + 1] + a[2] * b[n * 4 + 2] + a[3] * b[n * 4 + 3];
           sum[n] = static_cast<int32_t>(static_cast<uint32_t>(sum[n]) + static_cast<uint32_t>(product));

@@ -2,7 +2,7 @@
 //
 // A panel of 64 columns of B is staged as digit planes of bytes; every vector row then gathers the panel rows its
 // columns name, four at a time, interleaves them so that a 32-bit lane holds four k of one column (a quad), and
-// multiplies them by four values of each of its V rows. One gather serves all V rows and all digits of A.
+// multiplies them by four values of each of up to eight of its rows.
 #pragma once
 
 #include "engine.hpp"
@@ -11,7 +11,6 @@
 
 namespace {  // compiled once per instruction set
 
-using magicube::kChunkGroups;
 using magicube::kExactRun;
 using magicube::kMaxVector;
 using magicube::kPanel;
@@ -20,13 +19,29 @@ using magicube::SpmmArgs;
 using magicube::Team;
 
 constexpr int64_t kStageLines = 64;  // rows of B one ticket stages
-constexpr int64_t kRowsPerTicket = 4;
+constexpr int64_t kRowsPerTicket = 8;
+constexpr int kStripRows = 8;
+
+// Up to eight rows of one vector row times the panel rows that its columns name, added to 64 sums a row.
+struct Strip {
+  const uint8_t* panel;  // one digit of B
+  const int32_t* columns;
+  int groups;
+  const uint8_t* values;  // of the first row; the next row is `stride` bytes on, the next block `stride * vector_length`
+  int stride;
+  int vector_length;
+  int rows;  // 1, 2, 4 or 8
+  bool a_signed;
+  bool b_signed;
+  int32_t* sums;
+  uint8_t* scratch;
+};
 
 template <class Micro>
 struct SpmmRow {
   const SpmmArgs& args;
-  const uint8_t* panel;  // (digits of B, k, 64)
-  uint8_t* quads;        // (digits of B, groups of a chunk, quad bytes)
+  const uint8_t* panel;  // (digits of B, k + 1, 64), from row 0 on; row -1 is what padding columns name
+  uint8_t* scratch;      // the micro-kernel's own
   int32_t* sums;         // (digits of A, digits of B, V, 64), columns in the micro-kernel's order
   int64_t* totals;       // (V, 64)
 
@@ -38,18 +53,14 @@ struct SpmmRow {
   void multiply(int64_t begin, int64_t count) const {
     const auto& a = args.a;
     const int groups = static_cast<int>((count + kQuad - 1) / kQuad);
-    const int64_t quad_bytes = int64_t{kChunkGroups} * Micro::kQuadBytes;
     for (int db = 0; db < args.b.digits(); ++db) {
       const bool b_signed = args.b.is_signed && db == args.b.digits() - 1;
-      Micro::gather(panel + db * a.columns_total * kPanel, a.columns + begin, groups, b_signed, quads + db * quad_bytes);
-    }
-    for (int da = 0; da < a.digits(); ++da) {
-      const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
-      for (int db = 0; db < args.b.digits(); ++db) {
-        for (int v = 0; v < a.vector_length; v += 4) {
-          const int rows = a.vector_length - v < 4 ? a.vector_length - v : 4;
-          Micro::strip(quads + db * quad_bytes, groups, values + v * a.stride, a.stride, a.vector_length, rows,
-                       digit_signed(da), plane(da, db) + v * kPanel);
+      for (int da = 0; da < a.digits(); ++da) {
+        const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
+        for (int v = 0; v < a.vector_length; v += kStripRows) {
+          const int rows = a.vector_length < kStripRows ? a.vector_length : kStripRows;
+          Micro::strip({panel + db * (a.columns_total + 1) * kPanel, a.columns + begin, groups, values + v * a.stride, a.stride,
+                        a.vector_length, rows, digit_signed(da), b_signed, plane(da, db) + v * kPanel, scratch});
         }
       }
     }
@@ -89,7 +100,18 @@ struct SpmmRow {
       const int64_t row = vector_row * args.a.vector_length + v;
       if (row >= args.a.rows) return;
       const auto offset = static_cast<Total>(offset_of(vector_row, v));
+      const int64_t at = (batch * args.a.rows + row) * args.n + n0;
       Total line[kPanel];
+      if (sizeof(Total) == sizeof(int32_t) && args.out_type == Out::kInt32 && width == kPanel) {
+        int32_t* to = static_cast<int32_t*>(args.out) + at;
+        for (int chunk = 0; chunk < kPanel / 4; ++chunk) {
+          int32_t four[4];
+          std::memcpy(four, from + v * kPanel + chunk * 4, sizeof four);
+          for (int i = 0; i < 4; ++i) four[i] = wrap_subtract(four[i], static_cast<int32_t>(offset));
+          std::memcpy(to + Micro::column_of(chunk), four, sizeof four);
+        }
+        continue;
+      }
       for (int chunk = 0; chunk < kPanel / 4; ++chunk) {
         std::memcpy(line + Micro::column_of(chunk), from + v * kPanel + chunk * 4, 4 * sizeof(Total));
       }
@@ -97,7 +119,7 @@ struct SpmmRow {
       const float left = scales.left ? scales.left[batch * scales.left_batch + row] : 1.0f;
       const float* right = scales.right ? scales.right + batch * scales.right_batch + n0 : nullptr;
       const float bias = scales.bias ? scales.bias[row] : 0.0f;
-      write_run(line, width, left, right, bias, args.out_type, args.out, (batch * args.a.rows + row) * args.n + n0);
+      write_run(line, width, left, right, bias, args.out_type, args.out, at);
     }
   }
 
@@ -119,13 +141,12 @@ struct SpmmRow {
   }
 
   void run(int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
-    prefetch_out(vector_row, batch, n0, width);
     const int64_t begin = args.a.row_start[vector_row], end = args.a.row_end[vector_row];
     const int planes = args.a.digits() * args.b.digits();
     const bool direct = planes == 1 && (args.out_type == Out::kInt32 || end - begin <= kExactRun);
     std::memset(sums, 0, static_cast<size_t>(planes * row_values()) * sizeof(int32_t));
     if (!direct) std::memset(totals, 0, static_cast<size_t>(row_values()) * sizeof(int64_t));
-    constexpr int64_t kChunk = int64_t{kChunkGroups} * kQuad;
+    constexpr int64_t kChunk = int64_t{Micro::kChunkGroups} * kQuad;
     int64_t unfolded = 0;
     for (int64_t at = begin; at < end; at += kChunk) {
       multiply(at, lesser(kChunk, end - at));
@@ -146,12 +167,16 @@ struct SpmmRow {
 
 template <class Micro>
 void spmm(const SpmmArgs& args, Team& team) {
+  static_assert(Micro::kScratchBytes <= magicube::kScratchBytes, "team.cpp sizes the workspace");
   const auto& a = args.a;
-  const int64_t k = a.columns_total, digit_bytes = k * kPanel;
-  uint8_t* panel = team.shared();
+  const int64_t k = a.columns_total, digit_bytes = (k + 1) * kPanel;
+  uint8_t* panel = team.shared() + kPanel;
+  // A padding column multiplies its row by zero.
+  if (team.rank() == 0) {
+    for (int d = 0; d < args.b.digits(); ++d) std::memset(panel + d * digit_bytes - kPanel, 0, kPanel);
+  }
   uint8_t* local = team.local();
-  const int64_t quad_bytes = int64_t{kChunkGroups} * Micro::kQuadBytes * args.b.digits();
-  auto* totals = reinterpret_cast<int64_t*>(local + quad_bytes);
+  auto* totals = reinterpret_cast<int64_t*>(local + Micro::kScratchBytes);
   auto* sums = reinterpret_cast<int32_t*>(totals + int64_t{a.vector_length} * kPanel);
   const SpmmRow<Micro> row{args, panel, local, sums, totals};
   const uint8_t flip = Micro::kOffset && args.b.is_signed ? 0x80 : 0;
@@ -166,7 +191,11 @@ void spmm(const SpmmArgs& args, Team& team) {
       team.barrier();
       for (int64_t r0 = team.ticket() * kRowsPerTicket; r0 < a.vector_rows; r0 = team.ticket() * kRowsPerTicket) {
         const int64_t r1 = lesser(r0 + kRowsPerTicket, a.vector_rows);
-        for (int64_t r = r0; r < r1; ++r) row.run(r, batch, n0, width);
+        row.prefetch_out(r0, batch, n0, width);
+        for (int64_t r = r0; r < r1; ++r) {
+          if (r + 1 < r1) row.prefetch_out(r + 1, batch, n0, width);
+          row.run(r, batch, n0, width);
+        }
       }
       team.barrier();
     }

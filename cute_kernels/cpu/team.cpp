@@ -67,13 +67,12 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 }  // namespace
 
-int64_t spmm_shared_bytes(const SpmmArgs& args) { return args.a.columns_total * kPanel * args.b.digits(); }
+int64_t spmm_shared_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.b.digits(); }
 
 int64_t spmm_local_bytes(const SpmmArgs& args) {
-  const int64_t quads = int64_t{kChunkGroups} * kPanel * kQuad * 2 * args.b.digits();  // 16-bit lanes on AVX2
   const int64_t sums = int64_t{args.a.digits()} * args.b.digits() * args.a.vector_length * kPanel * 4;
   const int64_t totals = int64_t{args.a.vector_length} * kPanel * 8;
-  return quads + sums + totals;
+  return kScratchBytes + sums + totals;
 }
 
 int64_t sddmm_staged_rows(const SddmmArgs& args) {
