@@ -63,7 +63,7 @@ struct Job {
 void spmm(const std::string& path, const SpmmArgs& args, int threads) {
   require(threads >= 1, "threads must be at least 1");
   require(args.a.vector_length >= 1 && args.a.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
-  require(args.a.stride > 0 && args.a.stride % kQuad == 0, "stride must be a multiple of 4");
+  require(args.a.stride == 16 || args.a.stride == 32 || args.a.stride == 64, "stride must be 16, 32 or 64");
   require(args.a.columns_total > 0 || args.a.plane_bytes == 0, "a matrix without columns has no values");
   const Job job{&find(path), &args};
   nb::gil_scoped_release release;
@@ -76,7 +76,7 @@ void spmm(const std::string& path, const SpmmArgs& args, int threads) {
 void sddmm(const std::string& path, const SddmmArgs& args, int threads) {
   require(threads >= 1, "threads must be at least 1");
   require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
-  require(args.stride > 0 && args.stride % kQuad == 0, "stride must be a multiple of 4");
+  require(args.stride == 16 || args.stride == 32 || args.stride == 64, "stride must be 16, 32 or 64");
   const Job job{&find(path), &args};
   nb::gil_scoped_release release;
   run_team(threads, sddmm_shared_bytes(args), sddmm_local_bytes(args), [](const void* p, Team& team) {
