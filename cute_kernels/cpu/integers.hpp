@@ -30,13 +30,16 @@ inline void load_digits(const uint8_t* run, int bits, bool is_signed, int64_t st
   }
   if (bits == 4) {
     const uint8_t* source = run + start / 2;
-    const int extend = is_signed ? 8 : 0;  // (x ^ 8) - 8 extends the sign of a nibble
-    for (int64_t i = 0; i + 1 < count; i += 2) {
-      const int byte = source[i / 2];
-      out[i] = static_cast<uint8_t>((((byte & 15) ^ extend) - extend) ^ flip);
-      out[i + 1] = static_cast<uint8_t>((((byte >> 4) ^ extend) - extend) ^ flip);
+    const uint16_t extend = is_signed ? 0x0808 : 0, flips = static_cast<uint16_t>(flip * 0x0101);
+    const auto pair = [=](int byte) {  // low nibble to the low byte, high nibble to the high one
+      const int nibbles = (byte | byte << 4) & 0x0f0f;
+      return static_cast<uint16_t>((nibbles | (nibbles & extend) * 30) ^ flips);  // 8 * 30 = 0xf0 extends the sign
+    };
+    for (int64_t i = 0; i < count / 2; ++i) {
+      const uint16_t both = pair(source[i]);
+      std::memcpy(out + 2 * i, &both, 2);  // little-endian, as every machine this is built for
     }
-    if (count % 2) out[count - 1] = static_cast<uint8_t>((((source[count / 2] & 15) ^ extend) - extend) ^ flip);
+    if (count % 2) out[count - 1] = static_cast<uint8_t>(pair(source[count / 2]));
     return;
   }
   const uint16_t* source = reinterpret_cast<const uint16_t*>(run) + start;
