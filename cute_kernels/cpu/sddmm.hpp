@@ -121,6 +121,7 @@ struct SddmmRow {
 
 template <class Micro>
 void sddmm(const SddmmArgs& args, Team& team) {
+  if (args.inner == 0) return;  // an empty sum is zero, as out is
   const int64_t padded = (args.inner + 63) / 64 * 64;
   const int64_t block = magicube::sddmm_staged_rows(args);
   const int64_t digit_bytes = block * padded;
