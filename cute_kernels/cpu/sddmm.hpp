@@ -11,7 +11,6 @@
 namespace {  // compiled once per instruction set
 
 using magicube::kExactRun;
-using magicube::kMaxDigits;
 using magicube::kMaxVector;
 using magicube::SddmmArgs;
 using magicube::Team;

@@ -12,7 +12,6 @@
 namespace {  // compiled once per instruction set
 
 using magicube::kExactRun;
-using magicube::kMaxVector;
 using magicube::kPanel;
 using magicube::kQuad;
 using magicube::SpmmArgs;
