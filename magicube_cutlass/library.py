@@ -1,4 +1,8 @@
-"""The products as torch operators, ``torch.ops.magicube.*``, with fakes; tensors only, already checked by ``ops``."""
+"""The products as torch operators, ``torch.ops.magicube.*``, with fakes; tensors only, already checked by ``ops``.
+
+``matrix`` and ``pattern`` are the execution copies that ``kernel`` wants: the engine's on a CPU, those of the config
+that ``kernel`` names on a GPU.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +15,16 @@ from cute_kernels.integers import combine_digits, fetch, widen
 from magicube_cutlass.reference import scale_out
 
 
-def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
-    """``torch.ops.magicube.<name>``, run by ``function`` on CPU tensors.
+def _operator(name: str, mutates: tuple[str, ...] = (), **implementations: Callable[..., Any]) -> Any:
+    """``torch.ops.magicube.<name>`` with an implementation for each kind of device.
 
     Not ``torch.library.custom_op``: that one imports the compiler stack at its first call, a second of waiting.
     """
-    name = f"magicube::{function.__name__.strip('_')}"
-    torch.library.define(name, torch.library.infer_schema(function, mutates_args=mutates))
-    torch.library.impl(name, "cpu")(function)
-    return getattr(torch.ops.magicube, function.__name__.strip("_"))
+    schema = torch.library.infer_schema(implementations["cpu"], mutates_args=mutates)
+    torch.library.define(f"magicube::{name}", schema)
+    for device, function in implementations.items():
+        torch.library.impl(f"magicube::{name}", device)(function)
+    return getattr(torch.ops.magicube, name)
 
 
 def _dense_ints(b: cpu.Dense, shape: tuple[int, int]) -> Tensor:
@@ -40,11 +45,17 @@ def _matrix_ints(a: cpu.Blocks) -> Tensor:
     return dense[: a.rows]
 
 
+def _spread(factor: Tensor | None, length: int) -> Tensor | None:
+    """One factor for all as one each."""
+    return factor if factor is None or factor.ndim else factor.expand(length).contiguous()
+
+
 def _spmm_into(
     out: Tensor, a: cpu.Blocks, b: cpu.Dense, left: Tensor | None, right: Tensor | None, bias: Tensor | None
 ) -> None:
     if out.numel() == 0:
         return
+    left, right = _spread(left, out.shape[-2]), _spread(right, out.shape[-1])
     if cpu.available():
         flat_right = None if right is None else right.reshape(-1, out.shape[-1]).squeeze(0)
         cpu.spmm(a, b, out.view(-1, *out.shape[-2:]), left, flat_right, bias)
@@ -56,84 +67,76 @@ def _spmm_into(
     out.copy_(scaled if bias is None else scaled + bias[:, None])
 
 
-def _spmm(
-    row_start: Tensor,
-    row_end: Tensor,
-    col_indices: Tensor,
-    planes: Tensor,
-    row_sums: Tensor,
-    b: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    columns: int,
-    n: int,
-    bits: list[int],
-    signed: list[bool],
-    packed_dim: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """``C = (A B) * left * right + bias``; ``bits`` and ``signed`` name A, then B."""
-    out = torch.empty((*b.shape[:-2], rows, n), dtype=out_dtype)
-    blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, rows, columns, bits[0], signed[0])
-    _spmm_into(out, blocks, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
-    return out
-
-
-spmm = _operator(_spmm)
-
-
-@torch.library.register_fake("magicube::spmm")
-def _fake_spmm(
-    row_start: Tensor,
-    row_end: Tensor,
-    col_indices: Tensor,
-    planes: Tensor,
-    row_sums: Tensor,
-    b: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    columns: int,
-    n: int,
-    bits: list[int],
-    signed: list[bool],
-    packed_dim: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return b.new_empty((*b.shape[:-2], rows, n), dtype=out_dtype)
-
-
 def _spmm_out(
-    row_start: Tensor,
-    row_end: Tensor,
-    col_indices: Tensor,
-    planes: Tensor,
-    row_sums: Tensor,
+    matrix: list[Tensor],
     b: Tensor,
     left: Tensor | None,
     right: Tensor | None,
     bias: Tensor | None,
-    columns: int,
+    inner: int,
     bits: list[int],
     signed: list[bool],
     packed_dim: int,
+    kernel: str,
     out: Tensor,
 ) -> None:
     """As ``spmm``, into ``out``."""
-    blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], columns, bits[0], signed[0])
+    row_start, row_end, col_indices, planes, row_sums = matrix
+    blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], inner, bits[0], signed[0])
     _spmm_into(out, blocks, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
 
 
-spmm_out = _operator(_spmm_out, ("out",))
+def _spmm_out_cuda(
+    matrix: list[Tensor],
+    b: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    bias: Tensor | None,
+    inner: int,
+    bits: list[int],
+    signed: list[bool],
+    packed_dim: int,
+    kernel: str,
+    out: Tensor,
+) -> None:
+    from magicube_cutlass import gpu  # its kernels need the CUDA wheels
+
+    gpu.spmm(kernel, matrix, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), inner, out, left, right, bias)
+
+
+def _returning(into: Callable[..., None]) -> Callable[..., Tensor]:
+    """The form of ``spmm`` that makes its output."""
+
+    def spmm(
+        matrix: list[Tensor],
+        b: Tensor,
+        left: Tensor | None,
+        right: Tensor | None,
+        bias: Tensor | None,
+        rows: int,
+        inner: int,
+        n: int,
+        bits: list[int],
+        signed: list[bool],
+        packed_dim: int,
+        kernel: str,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """``C = (A B) * left * right + bias``; ``bits`` and ``signed`` name A, then B."""
+        out = b.new_empty((*b.shape[:-2], rows, n), dtype=out_dtype)
+        into(matrix, b, left, right, bias, inner, bits, signed, packed_dim, kernel, out)
+        return out
+
+    return spmm
+
+
+spmm = _operator("spmm", cpu=_returning(_spmm_out), cuda=_returning(_spmm_out_cuda))
+spmm_out = _operator("spmm_out", ("out",), cpu=_spmm_out, cuda=_spmm_out_cuda)
+torch.library.register_fake("magicube::spmm")(_returning(lambda *_: None))
 
 
 def _sddmm(
-    row_start: Tensor,
-    row_end: Tensor,
-    col_indices: Tensor,
+    pattern: list[Tensor],
     x: Tensor,
     y: Tensor,
     left: Tensor | None,
@@ -145,16 +148,19 @@ def _sddmm(
     signed: list[bool],
     inner_y: int,
     packed: list[int],
+    kernel: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``(X Y^T) * left * right`` at the pattern, as SR-BCRS values; ``shape`` is (M, N, K)."""
     m, n, k = shape
+    row_start, row_end, col_indices = pattern
     blocks = col_indices.numel() // stride
     out = torch.zeros((*x.shape[:-2], blocks, vector_length, stride), dtype=out_dtype)
     dense_x = cpu.Dense(x, bits[0], signed[0], -1, packed[0])
     dense_y = cpu.Dense(y, bits[1], signed[1], inner_y, packed[1])
     if out.numel() == 0:
         return out
+    left, right = _spread(left, m), _spread(right, n)
     if cpu.available():
         left = None if left is None else left.reshape(-1, m).squeeze(0)
         right = None if right is None else right.reshape(-1, n).squeeze(0)
@@ -173,14 +179,8 @@ def _sddmm(
     return picked.masked_fill_(cols < 0, 0)
 
 
-sddmm = _operator(_sddmm)
-
-
-@torch.library.register_fake("magicube::sddmm")
-def _fake_sddmm(
-    row_start: Tensor,
-    row_end: Tensor,
-    col_indices: Tensor,
+def _sddmm_cuda(
+    pattern: list[Tensor],
     x: Tensor,
     y: Tensor,
     left: Tensor | None,
@@ -192,6 +192,36 @@ def _fake_sddmm(
     signed: list[bool],
     inner_y: int,
     packed: list[int],
+    kernel: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-2], col_indices.shape[0] // stride, vector_length, stride), dtype=out_dtype)
+    from magicube_cutlass import gpu
+
+    out = x.new_empty((*x.shape[:-2], pattern[1].numel() // stride, vector_length, stride), dtype=out_dtype)
+    dense_x = cpu.Dense(x, bits[0], signed[0], -1, packed[0])
+    dense_y = cpu.Dense(y, bits[1], signed[1], inner_y, packed[1])
+    gpu.sddmm(kernel, pattern, dense_x, dense_y, (shape[0], shape[1], shape[2]), out, left, right)
+    return out
+
+
+sddmm = _operator("sddmm", cpu=_sddmm, cuda=_sddmm_cuda)
+
+
+@torch.library.register_fake("magicube::sddmm")
+def _fake_sddmm(
+    pattern: list[Tensor],
+    x: Tensor,
+    y: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    shape: list[int],
+    vector_length: int,
+    stride: int,
+    bits: list[int],
+    signed: list[bool],
+    inner_y: int,
+    packed: list[int],
+    kernel: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-2], pattern[-1].shape[0] // stride, vector_length, stride), dtype=out_dtype)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from cute_kernels import cpu
 from cute_kernels.integers import digit_count, split_digits
+from cute_kernels.operands import Vectors
 from magicube_cutlass import library
 from magicube_cutlass.bcrs import BCRS
 from magicube_cutlass.pattern import Padded, Pattern
 from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
+
+if TYPE_CHECKING:
+    from magicube_cutlass.kernels import SpmmKernel
 
 _DEFAULT_STRIDE = 32
 
@@ -27,8 +31,8 @@ def _check_dense(name: str, operand: object, device: torch.device) -> QuantTenso
         raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(operand.shape)}")
     if operand.device != device:
         raise ValueError(f"{name} must be on {device}, got {operand.device}")
-    if device.type != "cpu":
-        raise NotImplementedError(f"{name} is on {device}: only CPU tensors have a kernel; call .to('cpu')")
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name} is on {device}: only CPU and CUDA tensors have a kernel; call .to('cpu')")
     return operand
 
 
@@ -43,21 +47,15 @@ def _out_dtype(
     return dtype
 
 
-def _factor(scale: Tensor | None, length: int, dtype: torch.dtype) -> Tensor | None:
-    """A scale as one float32 factor a row or column, (length,) or (*batch, length); None for integer output."""
+def _factor(scale: Tensor | None, batch: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """A scale as float32 factors: () for all, (length,) a row or column, (*batch, length); None for integer output."""
     if scale is None or dtype in INTEGER_OUT:
         return None
     flat = scale.to(torch.float32)
-    if flat.ndim >= 2:
-        flat = flat.flatten(-2)  # one of the two has size 1
-        return flat.contiguous()
-    return flat.reshape(1).expand(length).contiguous()
-
-
-def _batched(factor: Tensor | None, batch: torch.Size) -> Tensor | None:
-    if factor is None or factor.ndim == 1:
-        return factor
-    return factor.expand(*batch, factor.shape[-1]).contiguous()
+    if flat.ndim == 0:
+        return flat
+    flat = flat.flatten(-2)  # one of the two has size 1
+    return flat.contiguous() if flat.ndim == 1 else flat.expand(*batch, flat.shape[-1]).contiguous()
 
 
 def _sparse(matrix: object) -> SRBCRS:
@@ -75,15 +73,66 @@ def _sparse(matrix: object) -> SRBCRS:
     return matrix
 
 
-def _planes(matrix: SRBCRS) -> tuple[Tensor, Tensor]:
-    """Digit planes and row sums of the sparse operand, derived once and kept on the matrix."""
-    found = matrix._execution.get("planes")
+def _cpu_copy(matrix: SRBCRS) -> list[Tensor]:
+    """What the engine reads: structure, digit planes and row sums; derived once and kept on the matrix."""
+    found = matrix._execution.get("cpu")
     if found is None:
         assert matrix.bits is not None
         planes = split_digits(matrix.ints(), matrix.bits, matrix.signed)
         sums = cpu.row_sums(planes, matrix.row_start, matrix.bits, matrix.signed)
-        found = matrix._execution["planes"] = (planes, sums)
+        found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
+        matrix._execution["cpu"] = found
     return found
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two not below n, by comparisons only: a compiler then keeps n symbolic."""
+    power = 16
+    while power < n:
+        power *= 2
+    return power
+
+
+def _spmm_plan(
+    matrix: SRBCRS,
+    right: tuple[int, bool],
+    out: torch.dtype,
+    width: int,
+    batch: int,
+    atom: str | None,
+    config: SpmmKernel | None,
+) -> tuple[str, list[Tensor]]:
+    """Name of the kernel and the execution copy for it; both are derived once and kept on the matrix."""
+    if matrix.device.type == "cpu":
+        return "cpu", _cpu_copy(matrix)
+    from magicube_cutlass import kernels
+
+    key = (right, out, width, batch, atom, config)
+    plan = matrix._execution.get(key)
+    if plan is None:
+        assert matrix.bits is not None
+        kind = kernels.Kind(matrix.vector_length, (matrix.bits, matrix.signed), right, dtype_name(out))
+        longest = matrix._execution.get("longest")
+        if longest is None:
+            lengths = matrix.pattern.row_lengths
+            longest = matrix._execution["longest"] = int(lengths.max()) if lengths.numel() else 0
+        if config is None:
+            config = kernels.choose_spmm(
+                kind, kernels.machine(matrix.device.index), vector_rows=matrix.pattern.vector_rows, longest=longest,
+                n=width, batch=batch, atom=atom,
+            )  # fmt: skip
+        kernels.check_spmm(config, kind, longest)
+        copy = matrix._execution.get(config.sparse_key())
+        if copy is None:
+            pattern = matrix.pattern
+            vectors = Vectors(pattern.row_offsets, pattern.col_indices, matrix.vectors(), matrix.bits, matrix.signed)
+            copy = matrix._execution[config.sparse_key()] = list(config.copy(vectors, matrix.shape[1]))
+        plan = matrix._execution[key] = (config.name, copy)
+    return plan
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def spmm(
@@ -93,6 +142,8 @@ def spmm(
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    atom: str | None = None,
+    config: SpmmKernel | None = None,
 ) -> Tensor:
     """``C = scale_A * scale_B * (A B) + bias[:, None]``, the integer product exact.
 
@@ -100,7 +151,8 @@ def spmm(
     independently of A; its scale is one number or one a column (``quantize(x, bits, axis=0)``).  ``bias``: (M,),
     float output only.  ``out``: contiguous, (..., M, N), written in place.
     ``out_dtype``: int32 or int64 give the integer product without scales; float32, float16 and bfloat16 apply them.
-    Default: int32 when neither operand has a scale, else float32.
+    Default: int32 when neither operand has a scale, else float32.  ``atom``: the mma instruction to use on a GPU, a
+    name in :mod:`cute_kernels.atoms`; default: by widths and device.  ``config``: exactly this kernel, for experiments.
     Returns (..., M, N).  Raises ``TypeError`` for wrong types, ``ValueError`` for shapes, devices and scales that do
     not go together, and where the bound ``K max|A| max|B|`` does not promise that the integer output fits.
     Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
@@ -122,15 +174,13 @@ def spmm(
     n, batch = dense.shape[-1], dense.shape[:-2]
     if bias is not None:
         bias = _check_bias(bias, rows, dtype, matrix.device)
-    left = _factor(matrix.scale, rows, dtype)
-    right = _batched(_factor(dense.scale, n, dtype), batch)
-    planes, sums = _planes(matrix)
-    operands = (matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums, dense.data, left, right, bias)
+    kernel, copy = _spmm_plan(matrix, right_kind, dtype, _power_of_two(n), 1 if batch.numel() == 1 else 2, atom, config)
+    operands = (copy, dense.data, _factor(matrix.scale, batch, dtype), _factor(dense.scale, batch, dtype), bias)
     bits, signed = [matrix.bits, dense.bits], [matrix.signed, dense.signed]
     if out is None:
-        return library.spmm(*operands, rows, inner, n, bits, signed, dense.packed_dim, dtype)
+        return library.spmm(*operands, rows, inner, n, bits, signed, dense.packed_dim, kernel, dtype)
     _check_out(out, (*batch, rows, n), dtype, matrix.device)
-    library.spmm_out(*operands, inner, bits, signed, dense.packed_dim, out)
+    library.spmm_out(*operands, inner, bits, signed, dense.packed_dim, kernel, out)
     return out
 
 
@@ -163,6 +213,7 @@ def sddmm(
     out_format: Literal["srbcrs", "bcrs"] = "srbcrs",
     out_dtype: torch.dtype | None = None,
     transposed_y: bool = False,
+    atom: str | None = None,
 ) -> SRBCRS | BCRS:
     """``S[i, j] = scale_X[i] * scale_Y[j] * sum_k X[i, k] Y[j, k]`` at the vectors of ``mask``, the sum exact.
 
@@ -200,14 +251,13 @@ def sddmm(
     stride = mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
     padded = _layout(pattern, stride)
     batch = left_op.shape[:-2]
+    kernel, copy = _sddmm_plan(pattern, stride, kinds, dtype, _power_of_two(inner), atom)
     values = library.sddmm(
-        padded.row_start,
-        padded.row_end,
-        padded.col_indices,
+        copy,
         left_op.data,
         right_op.data,
-        _batched(_factor(left_op.scale, m, dtype), batch),
-        _batched(_factor(right_op.scale, n, dtype), batch),
+        _factor(left_op.scale, batch, dtype),
+        _factor(right_op.scale, batch, dtype),
         [m, n, inner],
         pattern.vector_length,
         stride,
@@ -215,6 +265,7 @@ def sddmm(
         [left_op.signed, right_op.signed],
         inner_y,
         [left_op.packed_dim, right_op.packed_dim],
+        kernel,
         dtype,
     )
     result = SRBCRS(
@@ -229,8 +280,33 @@ def _layout(pattern: Pattern, stride: int) -> Padded:
     return pattern.padded(stride)
 
 
+def _sddmm_plan(
+    pattern: Pattern,
+    stride: int,
+    kinds: tuple[tuple[int, bool], tuple[int, bool]],
+    out: torch.dtype,
+    inner: int,
+    atom: str | None,
+) -> tuple[str, list[Tensor]]:
+    """Name of the kernel and what it reads of the pattern."""
+    padded = pattern.padded(stride)
+    if pattern.device.type == "cpu":
+        return "cpu", [padded.row_start, padded.row_end, padded.col_indices]
+    from magicube_cutlass import kernels
+
+    kind = kernels.Kind(pattern.vector_length, *kinds, dtype_name(out))
+    config = kernels.choose_sddmm(kind, kernels.machine(pattern.device.index), stride=stride, inner=inner, atom=atom)
+    key = ("block_rows", stride)
+    if key not in pattern._cache:
+        blocks = torch.arange(padded.col_indices.numel() // stride, device=pattern.device)
+        owners = torch.searchsorted(padded.row_start // stride, blocks, right=True) - 1
+        pattern._cache[key] = owners.to(torch.int32)
+    return config.name, [pattern._cache[key], padded.col_indices]
+
+
 # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
-_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _constant in (_layout, _spmm_plan, _sddmm_plan):
+    _constant.__dict__["_dynamo_marked_constant"] = True
 
 
 def explain(A: SRBCRS | BCRS, B: QuantTensor) -> str:

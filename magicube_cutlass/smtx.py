@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
+from io import BufferedReader
 
 import numpy as np
 import torch
@@ -18,24 +19,29 @@ from magicube_cutlass.checks import MAX_DIM, check_vector_length
 from magicube_cutlass.pattern import Pattern
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_HEADER_ROOM = 256  # characters that the first line may take
+_NUMBER_ROOM = 32  # characters that a number of the other lines may take with the blanks around it
+_BLANK_ROOM = 4096  # characters for blank lines at the end
+_CHUNK = 2**16
 
 
 def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Pattern:
     """The pattern in ``path``, plain or gzipped; each row of the file is one vector row, so ``M = rows * V``.
 
     Columns may come in any order inside a row.  Raises ``ValueError`` with the file's name and the line for anything
-    malformed.  Memory follows the file's real size, never the sizes that its header claims.
+    malformed.  Memory follows the text's real size, never the sizes that its header claims, and text longer than that
+    header allows is not read to its end, so a small gzip file cannot unfold without limit behind a small header.
     """
     check_vector_length(vector_length)
     name = os.fspath(path)
     try:
-        lines = _read(name).rstrip().split(b"\n")
-        rows, cols, nnz = _parse_header(lines[0], vector_length)
-        if len(lines) > 3:
-            raise ValueError(f"line 4: a file has 3 lines, got {len(lines)}")
-        offsets = _parse_integers(lines[1] if len(lines) > 1 else b"", 2, "row offsets", rows + 1)
+        with open(name, "rb") as file:
+            rows, cols, nnz, lines = _read(file, vector_length)
+        if len(lines) > 2:
+            raise ValueError(f"line 4: a file has 3 lines, got {1 + len(lines)}")
+        offsets = _parse_integers(lines[0], 2, "row offsets", rows + 1)
         _check_offsets(offsets, nnz)
-        columns = _parse_integers(lines[2] if len(lines) > 2 else b"", 3, "column indices", nnz)
+        columns = _parse_integers(lines[1] if len(lines) > 1 else b"", 3, "column indices", nnz)
         columns = _sorted_columns(offsets, columns, cols)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -57,22 +63,40 @@ def write_smtx(path: str | os.PathLike[str], pattern: Pattern) -> None:
         file.write(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)  # mtime 0: same bytes every time
 
 
-def _read(name: str) -> bytes:
-    with open(name, "rb") as file:
-        data = file.read()
-    if not data.startswith(_GZIP_MAGIC):
-        return data
+def _read(file: BufferedReader, vector_length: int) -> tuple[int, int, int, list[bytes]]:
+    """The header's three numbers, and the lines after it; at least one, and no blank ones at the end."""
+    stream = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP_MAGIC else file
     try:
-        return gzip.decompress(data)
-    except (EOFError, OSError, zlib.error) as error:
+        rows, cols, nnz = _parse_header(stream.readline(_HEADER_ROOM + 1), vector_length)
+        text = _read_numbers(stream, rows + 1, nnz)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"truncated or corrupt gzip data ({error})") from error
+    return rows, cols, nnz, text.rstrip().split(b"\n")
+
+
+def _read_numbers(stream: BufferedReader | gzip.GzipFile, offsets: int, columns: int) -> bytes:
+    """The rest of ``stream``, unless it is longer than that many numbers can be."""
+    room = _NUMBER_ROOM * (offsets + columns) + _BLANK_ROOM
+    chunks, size = [], 0
+    while chunk := stream.read(_CHUNK):
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > room:
+            line = 2 + b"".join(chunks)[:room].count(b"\n")
+            raise ValueError(
+                f"line {line}: the text goes on beyond {room} characters after the header, too many for {offsets} row "
+                f"offsets and {columns} column indices"
+            )
+    return b"".join(chunks)
 
 
 def _parse_header(line: bytes, vector_length: int) -> tuple[int, int, int]:
+    if len(line) > _HEADER_ROOM:
+        raise ValueError(f"line 1: header must be at most {_HEADER_ROOM} characters")
     tokens = line.replace(b",", b" ").split()
     # 19 digits cover int64; longer ones are refused here, before int() takes quadratic time on them
     if len(tokens) != 3 or not all(token.isdigit() and len(token) <= 19 for token in tokens):
-        shown = line[:60].decode("ascii", "backslashreplace")
+        shown = line[:60].rstrip().decode("ascii", "backslashreplace")
         raise ValueError(f"line 1: header must be 'rows, cols, nnz' in digits, got {shown!r}")
     rows, cols, nnz = (int(token) for token in tokens)
     if rows * vector_length > MAX_DIM or cols > MAX_DIM:

@@ -1,9 +1,15 @@
-"""Builders that several test files share: random matrices, and hypothesis strategies for them."""
+"""What several test files share: random matrices, hypothesis strategies for them, and a look into compiled kernels."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_kernels.integers import BITS, int_range, value_dtype
+from cute_kernels.jit import Binary
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.formats import narrow
 from magicube_cutlass.pattern import Pattern
@@ -95,3 +102,31 @@ def pattern_of(rows: list[list[int]], cols: int, vector_length: int = 8) -> Patt
     lengths = torch.tensor([0, *map(len, rows)], dtype=torch.int64)
     columns = torch.tensor([column for row in rows for column in row], dtype=torch.int32)
     return Pattern((len(rows) * vector_length, cols), vector_length, lengths.cumsum(0), columns)
+
+
+def nvdisasm() -> str:
+    """The disassembler: that of the wheel nvidia-cuda-nvdisasm, else that of a toolkit."""
+    spec = find_spec("nvidia")
+    folders = [f"{root}/*/bin" for root in (spec.submodule_search_locations or ())] if spec else []
+    folders += ["/usr/local/cuda/bin"]
+    found = [path for folder in folders for path in glob(f"{folder}/nvdisasm")]
+    tool = found[0] if found else shutil.which("nvdisasm")
+    assert tool, "no nvdisasm: pip install nvidia-cuda-nvdisasm"
+    return tool
+
+
+def disassemble(code: bytes) -> str:
+    """SASS of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        return subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def lean_sass(binary: Binary) -> str:
+    """SASS of ``binary``, after checking that it calls nothing and keeps nothing in local memory."""
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    sass = disassemble(binary.code)
+    found = re.findall(r"\b(?:CALL|LDL|STL)\b\S*", sass)
+    assert not found, f"{binary.kernel} for {binary.arch}: {sorted(set(found))}"
+    return sass

@@ -71,7 +71,7 @@ def path() -> str:
 class Blocks:
     """The sparse operand as the engine reads it.
 
-    ``planes``: (digits, blocks, V, stride) bytes; ``row_sums``: (digits, R, V) int32, the sums of each row's digits.
+    ``planes``: (digits, blocks, V, stride) bytes; ``row_sums``: (digits, R, V) int64, the sums of each row's digits.
     """
 
     row_start: Tensor
@@ -101,17 +101,17 @@ class Dense:
 
 
 def row_sums(planes: Tensor, row_start: Tensor, bits: int, signed: bool) -> Tensor:
-    """Sums of each row's digits: ``planes`` (digits, blocks, V, stride) uint8 -> (digits, R, V) int32."""
+    """Sums of each row's digits: ``planes`` (digits, blocks, V, stride) uint8 -> (digits, R, V) int64."""
     digits, blocks, v, stride = planes.shape
     sums = torch.stack(
         [
-            (planes[d].view(torch.int8) if is_signed else planes[d]).sum(-1, dtype=torch.int32)
+            (planes[d].view(torch.int8) if is_signed else planes[d]).sum(-1, dtype=torch.int64)
             for d, is_signed in enumerate(digit_signs(bits, signed))
         ]
     )  # (digits, blocks, V)
     first = row_start // stride  # (R,)
     owner = torch.searchsorted(first, torch.arange(blocks, device=planes.device), right=True) - 1  # (blocks,)
-    out = torch.zeros(digits, row_start.numel(), v, dtype=torch.int32, device=planes.device)
+    out = torch.zeros(digits, row_start.numel(), v, dtype=torch.int64, device=planes.device)
     return out.index_add_(1, owner, sums)
 
 

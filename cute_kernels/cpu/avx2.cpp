@@ -23,6 +23,31 @@ struct Avx2 {
     return chunk / 4 * 16 + kOrder[chunk % 4];
   }
 
+  static constexpr bool kStreams = true;
+
+  static void store(void* to, __m256i value, bool streams) {
+    if (streams) _mm256_stream_si256(static_cast<__m256i*>(to), value);
+    else _mm256_storeu_si256(static_cast<__m256i*>(to), value);
+  }
+
+  // One row of sums, less the offset, in column order; streamed lines are whole ones.
+  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool streams) {
+    const __m256i less = _mm256_set1_epi32(offset);
+    const auto* from = reinterpret_cast<const __m256i*>(sums);
+    for (int n = 0; n < 8; n += 2) {
+      const __m256i a = _mm256_sub_epi32(_mm256_load_si256(from + n), less);
+      const __m256i b = _mm256_sub_epi32(_mm256_load_si256(from + n + 1), less);
+      store(out + n * 8, _mm256_permute2x128_si256(a, b, 0x20), streams);
+      store(out + n * 8 + 8, _mm256_permute2x128_si256(a, b, 0x31), streams);
+    }
+  }
+
+  static void stream(const uint8_t* from, uint8_t* to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 32) store(to + i, _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i)), true);
+  }
+
+  static void finish_streams() { _mm_sfence(); }  // streamed results are in place before another thread reads them
+
   static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
     auto* to = reinterpret_cast<__m256i*>(quads);
     for (int pair = 0; pair < groups * 2; ++pair, to += 8) {
@@ -55,8 +80,8 @@ struct Avx2 {
       __m256i sum[Rows][2];
       for (int r = 0; r < Rows; ++r) {
         auto* from = reinterpret_cast<const __m256i*>(s.sums + (first + r) * kPanel) + n;
-        sum[r][0] = _mm256_load_si256(from);
-        sum[r][1] = _mm256_load_si256(from + 1);
+        sum[r][0] = s.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
+        sum[r][1] = s.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from + 1);
       }
       const auto* b = reinterpret_cast<const __m256i*>(s.scratch) + n;
       for (int pair = 0; pair < groups * 2; ++pair, b += 8) {
@@ -105,5 +130,5 @@ struct Avx2 {
 }  // namespace
 
 namespace magicube {
-const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize};
+const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, Avx2::kScratchBytes};
 }

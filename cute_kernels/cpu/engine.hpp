@@ -11,7 +11,8 @@ namespace magicube {
 
 constexpr int kPanel = 64;          // columns of the dense operand that are worked on at a time
 constexpr int kQuad = 4;            // nonzeros that one 32-bit multiply-accumulate lane takes
-constexpr int64_t kScratchBytes = 16 * 1024;  // the most that a micro-kernel uses: half of a first-level cache
+constexpr int64_t kMaxColumns = int64_t{1} << 28;  // of the sparse operand: eight times a column fits 32 bits
+constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not stay in a second-level cache
 constexpr int kMaxDigits = 2;
 constexpr int kMaxVector = 32;
 constexpr int64_t kExactRun = 32768;  // products of two bytes that int32 can sum without overflow
@@ -37,7 +38,7 @@ struct Sparse {
   const int64_t* row_end;
   const int32_t* columns;
   const uint8_t* planes;
-  const int32_t* row_sums;  // [digit][vector row][row of the vector], for the offset of signed operands
+  const int64_t* row_sums;  // [digit][vector row][row of the vector], for the offset of signed operands
   int64_t plane_bytes;
   int64_t vector_rows;
   int64_t rows;
@@ -66,6 +67,7 @@ struct SpmmArgs {
   Out out_type;
   int64_t n;
   int64_t batch;
+  int staged_panels;  // panels that the shared buffer has room for: one, or one for each thread
 };
 
 struct SddmmArgs {
@@ -126,6 +128,7 @@ struct Engine {
   void (*spmm)(const SpmmArgs&, Team&);
   void (*sddmm)(const SddmmArgs&, Team&);
   void (*quantize)(const QuantizeArgs&, Team&);
+  int64_t spmm_scratch_bytes;  // one a thread, a multiple of 64
 };
 
 extern const Engine kPortable;
@@ -134,14 +137,18 @@ extern const Engine kAvx2;
 extern const Engine kAvx512;
 #endif
 
-// Buffer sizes in bytes; both are multiples of 64.
-int64_t spmm_shared_bytes(const SpmmArgs& args);
-int64_t spmm_local_bytes(const SpmmArgs& args);
+// One for each thread where memory allows, else one that the threads share.
+int spmm_staged_panels(const SpmmArgs& args, int threads);
+
+// Buffer sizes in bytes; all are multiples of 64.
+int64_t spmm_panel_bytes(const SpmmArgs& args);
+int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes);
 int64_t sddmm_staged_rows(const SddmmArgs& args);
 int64_t sddmm_shared_bytes(const SddmmArgs& args);
 int64_t sddmm_local_bytes(const SddmmArgs& args);
 
-// Calls body on `threads` threads, the caller's among them, with zeroed tickets and 64-byte aligned buffers.
+// Calls body on `threads` threads, the caller's among them, with zeroed tickets and 64-byte aligned buffers; on fewer
+// where the system has no more threads to give.
 void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&), const void* args);
 
 }  // namespace magicube

@@ -60,14 +60,17 @@ struct Job {
   const void* args;
 };
 
-void spmm(const std::string& path, const SpmmArgs& args, int threads) {
+void spmm(const std::string& path, SpmmArgs args, int threads) {
   require(threads >= 1, "threads must be at least 1");
   require(args.a.vector_length >= 1 && args.a.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
   require(args.a.stride == 16 || args.a.stride == 32 || args.a.stride == 64, "stride must be 16, 32 or 64");
   require(args.a.columns_total > 0 || args.a.plane_bytes == 0, "a matrix without columns has no values");
+  require(args.a.columns_total < kMaxColumns, "the sparse operand must have fewer than 2^28 columns");
   const Job job{&find(path), &args};
   nb::gil_scoped_release release;
-  run_team(threads, spmm_shared_bytes(args), spmm_local_bytes(args), [](const void* p, Team& team) {
+  args.staged_panels = spmm_staged_panels(args, threads);
+  const int64_t shared_bytes = spmm_panel_bytes(args) * args.staged_panels;
+  run_team(threads, shared_bytes, spmm_local_bytes(args, job.engine->spmm_scratch_bytes), [](const void* p, Team& team) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), team);
   }, &job);
@@ -124,13 +127,13 @@ NB_MODULE(_engine, m) {
                           int64_t columns_total, int vector_length, int stride, int bits, bool is_signed) {
         new (self) Sparse{pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
                           pointer<const int32_t>(columns), pointer<const uint8_t>(planes),
-                          pointer<const int32_t>(row_sums), plane_bytes, vector_rows, rows, columns_total,
+                          pointer<const int64_t>(row_sums), plane_bytes, vector_rows, rows, columns_total,
                           vector_length, stride, bits, is_signed};
       }, "row_start"_a, "row_end"_a, "columns"_a, "planes"_a, "row_sums"_a, "plane_bytes"_a, "vector_rows"_a, "rows"_a,
          "columns_total"_a, "vector_length"_a, "stride"_a, "bits"_a, "is_signed"_a);
   m.def("spmm", [](const std::string& path, const Sparse& a, const Operand& b, const Scales& scales, uintptr_t out,
                    int out_type, int64_t n, int64_t batch, int threads) {
-    spmm(path, SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch}, threads);
+    spmm(path, SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch, 1}, threads);
   }, "path"_a, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
   m.def("sddmm", [](const std::string& path, const Operand& x, const Operand& y, uintptr_t row_start,
                     uintptr_t row_end, uintptr_t columns, const Scales& scales, uintptr_t out, int64_t out_batch,

@@ -10,6 +10,8 @@ namespace {  // compiled once per instruction set
 
 using magicube::Out;
 
+inline int64_t element_bytes(Out type) { return type == Out::kInt64 ? 8 : type >= Out::kFloat16 ? 2 : 4; }
+
 inline uint16_t to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);

@@ -11,7 +11,15 @@ struct Portable {
   static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16 quads, [column][k]
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
 
+  static constexpr bool kStreams = false;
+
   static int column_of(int chunk) { return 4 * chunk; }
+
+  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool) {
+    for (int n = 0; n < kPanel; ++n) {  // sums may have wrapped on the way to a result that fits
+      out[n] = static_cast<int32_t>(static_cast<uint32_t>(sums[n]) - static_cast<uint32_t>(offset));
+    }
+  }
 
   static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
     auto* to = reinterpret_cast<int16_t*>(quads);
@@ -26,6 +34,7 @@ struct Portable {
   }
 
   static void strip(const Strip& s) {
+    if (s.fresh) std::memset(s.sums, 0, static_cast<size_t>(s.rows) * kPanel * sizeof(int32_t));
     gather(s.panel, s.columns, s.groups, s.b_signed, s.scratch);
     for (int g = 0; g < s.groups; ++g) {
       const auto* b = reinterpret_cast<const int16_t*>(s.scratch) + int64_t{g} * kPanel * kQuad;
@@ -62,5 +71,5 @@ struct Portable {
 }  // namespace
 
 namespace magicube {
-const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize};
+const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, Portable::kScratchBytes};
 }

@@ -1,18 +1,15 @@
 // Threads, barriers and workspace of one engine call.
 #include <atomic>
 #include <cstdlib>
-#include <exception>
-#include <memory>
 #include <new>
-#include <thread>
-#include <vector>
 
 #include "engine.hpp"
+#include "pool.hpp"
 
 namespace magicube {
 namespace {
 
-constexpr int kSpins = 2000;  // then the core is given away
+constexpr int64_t kWorkspaceShare = 10;  // panels for the threads' own use take at most one part in ten of B
 
 struct Aligned {
   explicit Aligned(int64_t bytes)
@@ -51,9 +48,7 @@ class Member final : public Team {
       common_.generation.store(generation + 1, std::memory_order_release);
       return;
     }
-    for (int spin = 0; common_.generation.load(std::memory_order_acquire) == generation; ++spin) {
-      if (spin > kSpins) std::this_thread::yield();
-    }
+    spin_until([&] { return common_.generation.load(std::memory_order_acquire) != generation; });
   }
 
  private:
@@ -67,12 +62,16 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 }  // namespace
 
-int64_t spmm_shared_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.b.digits(); }
+int spmm_staged_panels(const SpmmArgs& args, int threads) {
+  return threads * kPanel * kWorkspaceShare <= args.n * args.batch ? threads : 1;
+}
 
-int64_t spmm_local_bytes(const SpmmArgs& args) {
+int64_t spmm_panel_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.b.digits(); }
+
+int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes) {
   const int64_t sums = int64_t{args.a.digits()} * args.b.digits() * args.a.vector_length * kPanel * 4;
   const int64_t totals = int64_t{args.a.vector_length} * kPanel * 8;
-  return kScratchBytes + sums + totals;
+  return scratch_bytes + sums + totals;
 }
 
 int64_t sddmm_staged_rows(const SddmmArgs& args) {
@@ -92,18 +91,17 @@ int64_t sddmm_local_bytes(const SddmmArgs& args) {
 
 void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&),
               const void* args) {
+  Pool* const pool = threads > 1 ? &OwnPool::get() : nullptr;
+  const int workers = pool ? pool->provide(threads - 1) : 0;
   const Aligned shared(shared_bytes);
-  const Aligned local(local_bytes * threads);
-  Common common(threads);
-  std::vector<std::thread> others;
-  others.reserve(static_cast<size_t>(threads - 1));
-  const auto run = [&](int rank) {
+  const Aligned local(local_bytes * (workers + 1));
+  Common common(workers + 1);
+  auto run = [&](int rank) {
     Member member(common, rank, shared.data, local.data ? local.data + local_bytes * rank : nullptr);
     body(args, member);
   };
-  for (int rank = 1; rank < threads; ++rank) others.emplace_back(run, rank);
-  run(0);
-  for (std::thread& other : others) other.join();
+  if (workers == 0) return run(0);
+  pool->run(workers, [](void* context, int rank) { (*static_cast<decltype(run)*>(context))(rank); }, &run);
 }
 
 }  // namespace magicube

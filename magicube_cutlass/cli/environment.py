@@ -11,7 +11,18 @@ import torch
 
 from magicube_cutlass.cli.console import facts, output
 
-PACKAGES = ("magicube-cutlass", "torch", "numpy", "scipy", "safetensors", "typer", "rich", "matplotlib")
+PACKAGES = (
+    "magicube-cutlass",
+    "torch",
+    "numpy",
+    "scipy",
+    "safetensors",
+    "typer",
+    "rich",
+    "matplotlib",
+    "cuda-core",
+    "cuda-bindings",
+)
 
 
 def _version(package: str) -> str:
@@ -40,6 +51,12 @@ def _engine() -> dict[str, str]:
         return {"engine path": f"unavailable: {error}"}
 
 
+def _jit() -> dict[str, str]:
+    from cute_kernels.jit import cache, toolchain
+
+    return {**toolchain.report(), "jit cache": f"{cache.directory()} ({len(cache.entries())} kernels)"}
+
+
 def _gpus() -> str:
     if not torch.cuda.is_available():
         return "none"
@@ -47,7 +64,7 @@ def _gpus() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions, processor, engine path, threads and GPUs, by name."""
+    """Versions, processor, engine path, threads, GPUs and the JIT's toolchain, by name."""
     return {
         **{package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
@@ -59,6 +76,7 @@ def environment() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "cuda of torch": torch.version.cuda or "none",
         "gpu": _gpus(),
+        **_jit(),
     }
 
 

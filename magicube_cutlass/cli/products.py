@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.integers import fits, int_range, product_bound, widen
+from cute_kernels.integers import fits, int_range, product_bound
 from magicube_cutlass import reference
 from magicube_cutlass.pattern import Pattern
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
 
-CHECK_WORK = 200_000_000  # products that the int64 reference may cost before only some rows are checked
+FLOAT64_EXACT = 2**53  # float64 holds every integer up to here
 
 
 def random_operand(rows: int, cols: int, bits: int, seed: int) -> QuantTensor:
@@ -37,37 +37,31 @@ def exact_dtype(inner: int, lhs_bits: int, rhs_bits: int) -> torch.dtype:
     return torch.int32 if fits(bound, torch.int32) else torch.int64
 
 
-def _some_vector_rows(pattern: Pattern, cost: int, work: int) -> Tensor:
-    """Vector rows spread evenly over the matrix, as many as ``work`` allows at ``cost`` each; at least one."""
-    count = min(pattern.vector_rows, max(1, work // max(1, cost)))
-    return torch.linspace(0, pattern.vector_rows - 1, count).round().long().unique() if count else torch.arange(0)
+def exact_spmm(lhs: SRBCRS, rhs: QuantTensor) -> Tensor:
+    """``A B`` of the integers of two single matrices, (M, N) int64.
 
-
-def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor, work: int = CHECK_WORK) -> int:
-    """Compare ``product`` with the int64 reference for equality; return the number of rows compared.
-
-    Compares all rows where the reference costs at most ``work`` products, else vector rows spread over the matrix.
-    Raises ``ArithmeticError`` with the first wrong element.
+    Goes through float64, which holds every partial sum exactly while no sum can reach 2**53; the time and the memory
+    of that follow the stored elements.  Longer sums go through the int64 reference.  Raises ``ValueError`` for a
+    matrix of results, which has no bits.
     """
-    pattern, v = lhs.pattern, lhs.vector_length
-    chosen = _some_vector_rows(pattern, v * pattern.shape[1] * rhs.shape[-1], work)  # the reference is dense
-    lengths = pattern.row_lengths[chosen]
-    offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-    kept = torch.isin(pattern.row_indices, chosen)
-    part = Pattern((len(chosen) * v, pattern.shape[1]), v, offsets, pattern.col_indices[kept])
-    vectors = widen(lhs.vectors())[kept]
-    expected = reference.spmm(SRBCRS.from_pattern(part, vectors, bits=lhs.bits, signed=lhs.signed), rhs)
-    rows = (chosen[:, None] * v + torch.arange(v)).flatten()
-    inside = rows < pattern.shape[0]
-    rows, expected = rows[inside], expected[inside]
-    wrong = (product[rows].to(torch.int64) != expected).nonzero()
+    if lhs.bits is None:
+        raise ValueError("lhs must be quantized integers, got a matrix of results")
+    if product_bound(lhs.shape[1], lhs.bits, lhs.signed, rhs.bits, rhs.signed) >= FLOAT64_EXACT:
+        return reference.spmm(lhs, rhs)
+    left, right = lhs.to_scipy(dequantize=False).astype("float64"), rhs.ints().double().numpy()
+    return torch.from_numpy(left @ right).to(torch.int64)
+
+
+def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor) -> None:
+    """Raise ``ArithmeticError`` with the first wrong element unless ``product`` is the exact one in every row."""
+    expected = exact_spmm(lhs, rhs)
+    wrong = (product.to(torch.int64) != expected).nonzero()
     if len(wrong):
-        at, column = (int(x) for x in wrong[0])
+        row, column = (int(x) for x in wrong[0])
         raise ArithmeticError(
-            f"element ({int(rows[at])}, {column}) is {int(product[rows[at], column])}, "
-            f"the reference says {int(expected[at, column])}"
+            f"element ({row}, {column}) is {int(product[row, column])}, "
+            f"the exact product has {int(expected[row, column])}"
         )
-    return len(rows)
 
 
 def dense_rivals(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], object]]:

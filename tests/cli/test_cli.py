@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 import magicube_cutlass as mc
+from cute_kernels.integers import int_range
 from magicube_cutlass.cli import app, main
 from magicube_cutlass.cli.console import bytes_text
 from magicube_cutlass.cli.info import format_bytes, histogram
-from magicube_cutlass.cli.products import check_spmm, random_matrix, random_operand
+from magicube_cutlass.cli.products import check_spmm, exact_spmm, random_matrix, random_operand
 from magicube_cutlass.cli.timing import measure
 
 
@@ -69,19 +70,48 @@ def test_histogram_counts_every_row_once(lengths: list[int]) -> None:
 def test_spmm_checks_and_times(smtx: Path, lhs: int, rhs: int) -> None:
     text = run("spmm", smtx, "--n", 9, "--lhs-bits", lhs, "--rhs-bits", rhs, "--vector-length", 8)
     assert f"L{lhs}-R{rhs}, n = 9" in text
-    assert "equal to the int64 reference on all 192 rows" in text
+    assert "equal to the exact product on all 192 rows" in text
     assert re.search(r"useful [\d.]+ Gop/s", text) and re.search(r"dense-equivalent [\d.]+ Gop/s", text)
     assert ("torch._int_mm" in text) == (max(lhs, rhs) <= 8)
 
 
-def test_check_of_a_sample_covers_first_and_last_row_and_finds_a_wrong_element() -> None:
-    lhs = random_matrix(mc.random_pattern(200, 64, 0.5, 8), 8, 0)
+@pytest.mark.parametrize("row", range(20))
+def test_check_finds_a_wrong_element_in_any_row(row: int) -> None:
+    lhs = random_matrix(mc.random_pattern(20, 64, 0.9, 8), 8, 0)
     rhs = random_operand(64, 16, 8, 1)
     product = mc.spmm(lhs, rhs)
-    assert check_spmm(lhs, rhs, product, work=8 * 64 * 16 * 3) == 24
-    product[-1, 5] += 1
-    with pytest.raises(ArithmeticError, match=r"element \(199, 5\)"):
-        check_spmm(lhs, rhs, product, work=8 * 64 * 16 * 3)
+    check_spmm(lhs, rhs, product)
+    product[row, 5] += 1
+    with pytest.raises(ArithmeticError, match=rf"element \({row}, 5\)"):
+        check_spmm(lhs, rhs, product)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("lhs_bits, rhs_bits", mc.SPMM_PAIRS)
+def test_exact_product_is_the_reference(lhs_bits: int, rhs_bits: int, signed: bool) -> None:
+    pattern, generator = mc.random_pattern(48, 70, 0.8, 8), torch.Generator().manual_seed(0)
+    (low, high), (low_rhs, high_rhs) = int_range(lhs_bits, signed), int_range(rhs_bits, signed)
+    vectors = torch.randint(low, high + 1, (pattern.vectors, 8), generator=generator)
+    lhs = mc.SRBCRS.from_pattern(pattern, vectors, bits=lhs_bits, signed=signed)
+    ints = torch.randint(low_rhs, high_rhs + 1, (70, 9), generator=generator)
+    rhs = mc.QuantTensor.from_ints(ints, bits=rhs_bits, signed=signed)
+    assert exact_spmm(lhs, rhs).equal(mc.reference.spmm(lhs, rhs))
+
+
+def test_exact_product_holds_sums_that_float64_cannot() -> None:
+    low, k = -(2**15), 2**23 + 1
+    pattern = mc.Pattern.from_dense(torch.ones(1, k, dtype=torch.bool), 1)
+    ints = torch.full((k, 1), low)
+    ints[-1] = 1
+    lhs = mc.SRBCRS.from_pattern(pattern, ints, bits=16)
+    assert exact_spmm(lhs, mc.QuantTensor.from_ints(ints, bits=16)).item() == 2**53 + 1
+
+
+def test_exact_product_needs_quantized_integers() -> None:
+    lhs = mc.sddmm(random_operand(8, 4, 8, 0), random_operand(16, 4, 8, 1), mc.random_pattern(8, 16, 0.5, 8))
+    assert isinstance(lhs, mc.SRBCRS)
+    with pytest.raises(ValueError, match="lhs must be quantized"):
+        exact_spmm(lhs, random_operand(16, 3, 8, 2))
 
 
 @pytest.mark.parametrize("name", ["empty rows", "no rows", "no columns"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import magicube_cutlass as mc
 from cute_kernels import cpu
 from cute_kernels.integers import BITS, int_range
-from magicube_cutlass.ops import _planes
+from magicube_cutlass.ops import _cpu_copy
 
 VECTORS = (1, 2, 4, 8, 16, 32)
 LAYOUTS = ("row", "column")
@@ -190,18 +190,17 @@ def test_the_fallback_without_the_extension_is_exact(monkeypatch: pytest.MonkeyP
 
 def test_opcheck_passes() -> None:
     a, b = sparse(16, 48, 8, 8, True), dense((2, 48, 20), 8, True)
-    planes, sums = _planes(a)
-    operands = (a.row_start, a.row_end, a.col_indices, planes, sums, b.data, None, None, None)
+    operands = (_cpu_copy(a), b.data, None, None, None)
     torch.library.opcheck(torch.ops.magicube.spmm.default,
-                          (*operands, 16, 48, 20, [8, 8], [True, True], -1, torch.int32))  # fmt: skip
+                          (*operands, 16, 48, 20, [8, 8], [True, True], -1, "cpu", torch.int32))  # fmt: skip
     torch.library.opcheck(torch.ops.magicube.spmm_out.default,
-                          (*operands, 48, [8, 8], [True, True], -1, torch.empty(2, 16, 20)))  # fmt: skip
+                          (*operands, 48, [8, 8], [True, True], -1, "cpu", torch.empty(2, 16, 20)))  # fmt: skip
     padded = a.pattern.padded(32)
     x, y = dense((16, 8), 8, True), dense((48, 8), 8, True)
     torch.library.opcheck(
         torch.ops.magicube.sddmm.default,
-        (padded.row_start, padded.row_end, padded.col_indices, x.data, y.data, None, None, [16, 48, 8], 8, 32, [8, 8],
-         [True, True], -1, [-1, -1], torch.int32),
+        ([padded.row_start, padded.row_end, padded.col_indices], x.data, y.data, None, None, [16, 48, 8], 8, 32, [8, 8],
+         [True, True], -1, [-1, -1], "cpu", torch.int32),
     )  # fmt: skip
 
 

@@ -73,6 +73,40 @@ def test_header_with_a_trillion_nonzeros_is_refused_without_the_memory(tmp_path:
         tracemalloc.stop()
 
 
+BEYOND = "the text goes on beyond 4288 characters after the header, too many for 3 row offsets and 3 column indices"
+BOMBS = {
+    "spaces after the header": (b"2, 9, 3\n", b" ", f"line 2: {BEYOND}"),
+    "lines after the header": (b"2, 9, 3\n", b"\n", f"line 4290: {BEYOND}"),
+    "offset of many digits": (b"2, 9, 3\n0 2 3", b"3", f"line 2: {BEYOND}"),
+    "many offsets": (b"2, 9, 3\n", b"0 ", f"line 2: {BEYOND}"),
+    "many columns": (b"2, 9, 3\n0 2 3\n", b"8 ", f"line 3: {BEYOND}"),
+    "lines at the end": (GOOD, b"\n", f"line [0-9]+: {BEYOND}"),
+    "spaces in the header": (b"2, 9, 3", b" ", "line 1: header must be at most 256 characters"),
+    "digits in the header": (b"2, 9, 3", b"3", "line 1: header must be at most 256 characters"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_small_gzip_file_of_a_huge_text_is_refused_early(tmp_path: Path, name: str) -> None:
+    start, filler, message = BOMBS[name]
+    bomb = gzip.compress(start + filler * (50_000_000 // len(filler)))
+    path = write(tmp_path, bomb, "a.smtx.gz")
+    assert len(bomb) < 10**5
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message) as caught:
+            read_smtx(path)
+        assert str(path) in str(caught.value)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_numbers_with_many_digits_and_blanks_still_read(tmp_path: Path) -> None:
+    numbers = " ".join(f"{0:019d}" for _ in range(10_001))
+    assert read_smtx(write(tmp_path, f"10000, 9, 0\n{numbers}{' ' * 4000}\n\n".encode())).nnz == 0
+
+
 def test_gzip_file_is_the_same_each_time(tmp_path: Path) -> None:
     pattern = random_pattern(16, 16, 0.5, 8)
     for name in ("a.gz", "b.gz"):

@@ -1,0 +1,67 @@
+// From exact integer totals to the output type: out = total * left * right + bias.
+#pragma once
+
+#include <cuda/std/cstdint>
+#include <cuda/std/type_traits>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace magicube {
+
+// x * 2^shift; int32 totals may wrap on the way when the result is known to fit.
+template <class Total>
+__device__ __forceinline__ Total weighted(Total x, int shift) {
+  using Unsigned = cuda::std::make_unsigned_t<Total>;
+  return static_cast<Total>(static_cast<Unsigned>(x) << shift);
+}
+
+template <class Out, class Total>
+__device__ __forceinline__ Out convert(Total total, float left, float right, float bias) {
+  if constexpr (cuda::std::is_integral_v<Out>) {
+    return static_cast<Out>(total);
+  } else {
+    const float scaled = static_cast<float>(total) * left * right + bias;
+    if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(scaled);
+    else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(scaled);
+    else return scaled;
+  }
+}
+
+template <int kBytes>
+struct Store;
+template <>
+struct Store<4> { using type = uint32_t; };
+template <>
+struct Store<8> { using type = uint2; };
+template <>
+struct Store<16> { using type = uint4; };
+
+// kCount neighbouring results of one row, at out[at ...]; only the first `inside` exist. `right` is null or points to the
+// first one's factor.
+template <class Out, class Total, int kCount>
+__device__ __forceinline__ void write_run(const Total (&run)[kCount], void* out, int64_t at, int64_t inside, float left,
+                                          const float* right, int64_t right_step, float bias, bool vector_stores) {
+  alignas(16) Out result[kCount];
+  Out* to = static_cast<Out*>(out) + at;
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    const float factor = right && i < inside ? right[i * right_step] : 1.0f;
+    result[i] = convert<Out>(run[i], left, factor, bias);
+  }
+  constexpr int kBytes = kCount * sizeof(Out);
+  if constexpr (kCount > 1 && kBytes >= 4) {
+    if (vector_stores && inside >= kCount) {
+      constexpr int kPart = kBytes < 16 ? kBytes : 16;
+      using Word = typename Store<kPart>::type;
+      CUTE_UNROLL
+      for (int i = 0; i < kBytes / kPart; ++i) reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(result)[i];
+      return;
+    }
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    if (i < inside) to[i] = result[i];
+  }
+}
+
+}  // namespace magicube

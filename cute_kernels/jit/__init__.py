@@ -1,0 +1,30 @@
+"""Kernels compiled at run time: NVRTC through cuda.core, a cache on disk, launch on torch's stream.
+
+Compiling (:mod:`compiler`, :mod:`cache`, :mod:`toolchain`, :func:`warmup`) needs no GPU.  :mod:`kernel` does.
+"""
+
+from cute_kernels.jit.cache import build
+from cute_kernels.jit.compiler import ARCHES, Binary, CompileError, Unit, Usage, compile_unit
+from cute_kernels.jit.kernel import DeviceError, Kernel, current_arch, get_kernel, occupancy, tensor_map
+from cute_kernels.jit.toolchain import Toolchain, ToolchainError
+from cute_kernels.jit.warm import Warmed, warmup
+
+__all__ = [
+    "ARCHES",
+    "Binary",
+    "CompileError",
+    "DeviceError",
+    "Kernel",
+    "Toolchain",
+    "ToolchainError",
+    "Unit",
+    "Usage",
+    "Warmed",
+    "build",
+    "compile_unit",
+    "current_arch",
+    "get_kernel",
+    "occupancy",
+    "tensor_map",
+    "warmup",
+]

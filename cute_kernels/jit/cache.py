@@ -1,0 +1,196 @@
+"""Compiled kernels on disk: per user, written atomically, keyed by everything that can change the bytes.
+
+Nothing here raises for what it finds on disk.  An entry that is truncated, changed, of another key or owned by another
+user is a miss; where the folder cannot be used, kernels are kept for the life of the process.
+File: magic, SHA-256 of the rest, length of the header, header as JSON, code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import struct
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.jit import toolchain
+from cute_kernels.jit.compiler import COMPILE_OPTIONS, LINK_OPTIONS, Binary, Unit, Usage, compile_unit
+
+log = logging.getLogger("magicube")
+
+SCHEMA = 1  # to be raised when the meaning of a file changes
+_MAGIC = b"magicube-kernel\n"
+_SUFFIX = ".kernel"
+_DIGEST = 32
+_LENGTH = struct.Struct("<I")
+_kept: dict[str, Binary] = {}  # what could not be written
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of the cache; ``size`` is that of the file in bytes."""
+
+    key: str
+    kernel: str
+    arch: str
+    size: int
+    date: datetime
+
+
+def directory() -> Path:
+    """The folder of the kernels below ``MAGICUBE_CACHE``, ``XDG_CACHE_HOME/magicube`` or ``~/.cache/magicube``."""
+    if root := os.environ.get("MAGICUBE_CACHE"):
+        return Path(root) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "magicube" / "kernels"
+
+
+def _own(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid()
+
+
+def _prepare() -> Path:
+    """The folder, made where it was absent; raises ``OSError`` unless it is this user's and closed to others."""
+    folder = directory()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or not _own(status):
+        raise PermissionError(f"{folder} is not a folder of this user")
+    if stat.S_IMODE(status.st_mode) != 0o700:
+        folder.chmod(0o700)
+    return folder
+
+
+def headers_digest() -> str:
+    """SHA-256 over names and contents of the project's headers."""
+    digest = hashlib.sha256()
+    for path in sorted(toolchain.KERNEL_HEADERS.rglob("*.cuh")):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(toolchain.KERNEL_HEADERS)} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def key(unit: Unit) -> str:
+    """The name of ``unit``'s entry: a digest of all that can change the compiled bytes.
+
+    Raises :class:`~cute_kernels.jit.toolchain.ToolchainError`, because the compilers' versions are part of it.
+    """
+    ingredients = {
+        "schema": SCHEMA,
+        "unit": asdict(unit),
+        "headers": headers_digest(),
+        "versions": toolchain.find().versions,
+        "options": [COMPILE_OPTIONS, LINK_OPTIONS],
+    }
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
+
+
+def _pack(key: str, binary: Binary) -> bytes:
+    facts: dict[str, Any] = {**asdict(binary), "key": key}
+    del facts["code"]
+    header = json.dumps(facts).encode()
+    rest = _LENGTH.pack(len(header)) + header + binary.code
+    return _MAGIC + hashlib.sha256(rest).digest() + rest
+
+
+def _unpack(content: bytes) -> tuple[str, Binary]:
+    """Key and binary of a file's content; raises ``ValueError`` unless it is whole."""
+    start = len(_MAGIC) + _DIGEST
+    rest = content[start:]
+    if content[: len(_MAGIC)] != _MAGIC or hashlib.sha256(rest).digest() != content[len(_MAGIC) : start]:
+        raise ValueError("not a kernel")
+    try:
+        (length,) = _LENGTH.unpack_from(rest)
+        code = rest[_LENGTH.size + length :]
+        facts = json.loads(rest[_LENGTH.size : _LENGTH.size + length])
+        key, usage = facts.pop("key"), facts.pop("usage")
+        return key, Binary(code=code, usage=None if usage is None else Usage(**usage), **facts)
+    except (struct.error, KeyError, TypeError) as error:  # another schema's file
+        raise ValueError("not a kernel") from error
+
+
+def _read(path: Path) -> tuple[str, Binary, os.stat_result]:
+    """A file of this user's; raises ``OSError`` or ``ValueError`` for anything else."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # a pipe must not block
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or not _own(status):
+            raise PermissionError(f"{path} is not a file of this user")
+        return *_unpack(file.read()), status
+
+
+def load(key: str) -> Binary | None:
+    """The binary of ``key``, or None where there is no sound entry."""
+    try:
+        found, binary, _ = _read(directory() / (key + _SUFFIX))
+    except (OSError, ValueError):
+        return _kept.get(key)
+    return binary if found == key else None
+
+
+def save(key: str, binary: Binary) -> None:
+    """Keep ``binary`` under ``key``: on disk, or in this process where the disk cannot be written."""
+    name = ""
+    try:
+        folder = _prepare()
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")  # mode 0600
+        with open(handle, "wb") as file:
+            file.write(_pack(key, binary))
+        os.replace(name, folder / (key + _SUFFIX))
+    except OSError as error:
+        if not _kept:
+            log.warning("compiled kernels are kept in memory only: %s", error)
+        _kept[key] = binary
+        if name:
+            _remove(Path(name))
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _files(pattern: str) -> list[Path]:
+    try:
+        return sorted(directory().glob(pattern))
+    except OSError:
+        return []
+
+
+def entries() -> list[Entry]:
+    """The sound entries on disk, newest first."""
+    found = []
+    for path in _files("*" + _SUFFIX):
+        try:
+            key, binary, status = _read(path)
+        except (OSError, ValueError):
+            continue
+        date = datetime.fromtimestamp(status.st_mtime).astimezone()
+        found.append(Entry(key, binary.kernel, binary.arch, status.st_size, date))
+    return sorted(found, key=lambda entry: entry.date, reverse=True)
+
+
+def clear() -> int:
+    """Remove every entry, sound or not, and what broken-off writes left; returns the number of entries removed."""
+    _kept.clear()
+    for path in _files(".*.tmp"):
+        _remove(path)
+    return sum(_remove(path) for path in _files("*" + _SUFFIX))
+
+
+def build(unit: Unit) -> Binary:
+    """The binary of ``unit``, from the cache or compiled into it; raises what ``key`` and ``compile_unit`` raise."""
+    name = key(unit)
+    binary = load(name)
+    if binary is None:
+        binary = compile_unit(unit)
+        save(name, binary)
+    return binary

@@ -1,0 +1,143 @@
+"""C++ text in, machine code out: NVRTC to LTO-IR, then nvJitLink.
+
+A compile takes no tensors, launches nothing and needs no driver, so every kernel compiles on a machine without a GPU.
+CuTe wants ``-default-device``, which makes every constant of its headers a variable of the GPU: 1 MB a kernel.  The
+link drops those that nothing reads, and 8 KB are left.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+from dataclasses import dataclass
+
+from cute_kernels.jit import toolchain
+
+log = logging.getLogger("magicube")
+
+# "a": the tensor cores' own instructions (wgmma, tcgen05), which run on this very chip only.
+# compute_80 is PTX, which the driver translates on load for any chip from 8.0 on.
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "compute_80")
+# Whatever is changed here changes the cache's keys: the cache reads these two.
+COMPILE_OPTIONS = {"std": "c++17", "device_as_default_execution_space": True, "link_time_optimization": True}
+LINK_OPTIONS = {"link_time_optimization": True, "optimize_unused_variables": True}
+_FILE = "unit.cu"  # how the compiler's messages call the source
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One translation unit.
+
+    ``source`` is C++ that includes the project's headers by bare name (``"spmm.cuh"``) and CuTe's as ``<cute/...>``;
+    ``kernel`` is the name expression of one ``__global__`` function, such as ``magicube::copy<int, 4>``; ``arch`` is
+    one of :data:`ARCHES`.
+    """
+
+    source: str
+    kernel: str
+    arch: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the assembler tells: registers a thread, and bytes of stack, spills and static shared memory."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel: cubin, or PTX for ``compute_*``; ``symbol`` is its name inside ``code``.
+
+    ``usage`` is None for PTX, which is assembled on load.
+    """
+
+    code: bytes
+    symbol: str
+    arch: str
+    kernel: str
+    usage: Usage | None = None
+
+
+class CompileError(RuntimeError):
+    """NVRTC or nvJitLink refused a unit; ``unit`` is what was compiled and ``log`` what the compiler said."""
+
+    def __init__(self, unit: Unit, log: str) -> None:
+        super().__init__(unit, log)  # both, so that the error can come back from another process
+        self.unit = unit
+        self.log = log
+
+    def __str__(self) -> str:
+        return f"{self.unit.kernel} does not compile for {self.unit.arch}:\n{self.log}"
+
+
+def check_arch(arch: str) -> None:
+    """Raise ``ValueError`` unless ``arch`` is one of :data:`ARCHES`."""
+    if arch not in ARCHES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHES)}, got {arch!r}")
+
+
+def _text(log_of_compiler: str) -> str:
+    return log_of_compiler.replace("\0", "").strip()
+
+
+def _usage(info: str) -> Usage | None:
+    """The figures of ``ptxas -v``, the largest of each where it tells of several functions."""
+
+    def largest(pattern: str) -> int:
+        return max((int(number) for number in re.findall(pattern, info)), default=0)
+
+    if not re.search(r"Used \d+ registers", info):
+        return None
+    spilled = largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads")
+    return Usage(
+        largest(r"Used (\d+) registers"), largest(r"(\d+) bytes stack frame"), spilled, largest(r"(\d+) bytes smem")
+    )
+
+
+def _compile(unit: Unit, include_dirs: tuple[str, ...]) -> tuple[bytes, str, str]:
+    """Machine code, symbol and the linker's log."""
+    from cuda.core import Linker, LinkerOptions, Program, ProgramOptions
+
+    messages = io.StringIO()
+    options = ProgramOptions(name=_FILE, arch=unit.arch, include_path=list(include_dirs), **COMPILE_OPTIONS)
+    lto = Program(unit.source, "c++", options).compile("ltoir", name_expressions=[unit.kernel], logs=messages)
+    if _text(messages.getvalue()):
+        log.debug("messages for %s (%s): %s", unit.kernel, unit.arch, _text(messages.getvalue()))
+    symbol = lto.symbol_mapping[unit.kernel]
+    symbol = symbol.decode() if isinstance(symbol, bytes) else symbol
+    ptx = unit.arch.startswith("compute_")
+    # a unit's headers may define other kernels, which have no business in this binary
+    options = LinkerOptions(
+        arch=unit.arch, ptx=ptx or None, kernels_used=symbol, ptxas_options=None if ptx else ["-v"], **LINK_OPTIONS
+    )
+    linker = Linker(lto, options=options)
+    code = bytes(linker.link("ptx" if ptx else "cubin").code)
+    return code, symbol, _text(linker.get_info_log())
+
+
+def compile_unit(unit: Unit) -> Binary:
+    """Compile one kernel; touches neither the cache nor a GPU.
+
+    Logs one line to the logger ``magicube``.  Raises ``ValueError`` for an unknown arch,
+    :class:`~cute_kernels.jit.toolchain.ToolchainError` where the compiler or a header is missing, and
+    :class:`CompileError` with the compiler's log.
+    """
+    check_arch(unit.arch)
+    found = toolchain.find()
+    start = time.perf_counter()
+    try:
+        code, symbol, info = _compile(unit, found.include_dirs)
+    except Exception as error:  # cuda.core's errors share no public base class
+        raise CompileError(unit, _text(str(error))) from error
+    if not code:  # seen with an arch that the compiler took without a word
+        raise CompileError(unit, "the compiler returned no code and no message")
+    binary = Binary(code, symbol, unit.arch, unit.kernel, _usage(info))
+    taken = time.perf_counter() - start
+    log.info("compiled %s for %s in %.1f s: %d bytes, %s", unit.kernel, unit.arch, taken, len(code), binary.usage)
+    return binary

@@ -1,0 +1,335 @@
+"""Kernels on a GPU: load, launch, attributes, tensor maps.  The only file that calls the driver.
+
+A launch goes to torch's current stream.  It copies its arguments into a frame made once, so that it costs a few
+microseconds of Python; nothing is allocated on the GPU and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import struct
+import threading
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from cute_kernels.jit.cache import build
+from cute_kernels.jit.compiler import Binary, Unit, Usage, check_arch
+
+log = logging.getLogger("magicube")
+
+# Compute capability -> arch.  A cubin runs on chips of its major version from its minor one on, except the "a" ones.
+CAPABILITIES = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+}
+TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 64
+_CODES = {  # numpy type -> format of struct
+    **{np.dtype(name).type: np.dtype(name).char for name in ("i1", "u1", "i2", "u2", "i4", "u4", "f2", "f4", "f8")},
+    np.int64: "q",
+    np.uint64: "Q",
+    np.bool_: "?",
+}
+
+Grid = tuple[int, int, int]
+
+
+class DeviceError(RuntimeError):
+    """No usable GPU, or the driver refused a call: which call, for which kernel, and the driver's own error name."""
+
+
+class Config(Hashable, Protocol):
+    """What :func:`get_kernel` wants of a kernel's configuration; a frozen dataclass does."""
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit for ``arch``."""
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of dynamic shared memory a block."""
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(what: str, result: Sequence[Any]) -> Any:
+    """The value that the driver returned with its status; raises :class:`DeviceError` for a bad status."""
+    if int(result[0]):
+        raise DeviceError(f"{what}: {getattr(result[0], 'name', result[0])}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def _device() -> int:
+    """Torch's current device; raises :class:`DeviceError` where there is none."""
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts
+        # Asked of torch and not of cuda.core, whose objects deadlock once they have missed the driver.
+        raise DeviceError(f"kernels need a CUDA device, and torch has none: {error}") from None
+
+
+def current_arch() -> str:
+    """The arch to compile for: ``MAGICUBE_ARCH``, else that of torch's current device.
+
+    Raises ``ValueError`` for an unknown ``MAGICUBE_ARCH`` and :class:`DeviceError` for a device without an arch.
+    """
+    if arch := os.environ.get("MAGICUBE_ARCH"):
+        check_arch(arch)
+        return arch
+    capability = torch.cuda.get_device_capability(_device())
+    if capability not in CAPABILITIES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        raise DeviceError(
+            f"compute capability must be one of {known}, got {capability[0]}.{capability[1]}; "
+            "MAGICUBE_ARCH=compute_80 runs the kernels of 8.0 on newer devices"
+        )
+    return CAPABILITIES[capability]
+
+
+class _Frame:
+    """Memory of one launch's arguments, and the addresses of each as the driver wants them."""
+
+    def __init__(self, size: int, offsets: Sequence[int]) -> None:
+        self.values = ctypes.create_string_buffer(size + _TENSOR_MAP_ALIGNMENT)
+        base = ctypes.addressof(self.values)
+        self.start = -base % _TENSOR_MAP_ALIGNMENT
+        self.pointers = (ctypes.c_void_p * len(offsets))(*(base + self.start + offset for offset in offsets))
+        self.address = ctypes.addressof(self.pointers)
+
+
+class _Layout:
+    """Widths and places of a kernel's arguments, taken from its first launch, and frames in which to put them."""
+
+    def __init__(self, args: Sequence[object], sizes: Sequence[int] | None) -> None:
+        codes = [_code(index, arg) for index, arg in enumerate(args)]
+        widths = [struct.calcsize("<" + code) for code in codes]
+        if sizes is not None and list(sizes) != widths:
+            raise TypeError(f"arguments are of {widths} bytes, the kernel's parameters of {list(sizes)}")
+        text, offset, self.offsets = "<", 0, []
+        for code, width in zip(codes, widths, strict=True):
+            pad = -offset % min(width, _TENSOR_MAP_ALIGNMENT)
+            text += f"{pad}x{code}"
+            self.offsets.append(offset + pad)
+            offset += pad + width
+        self.format = struct.Struct(text)
+        self.frames: list[_Frame] = []  # pop and append are atomic, so that threads never share one
+
+    def fill(self, args: Sequence[object]) -> _Frame:
+        frame = self.frames.pop() if self.frames else _Frame(self.format.size, self.offsets)
+        self.format.pack_into(frame.values, frame.start, *args)
+        return frame
+
+
+def _code(index: int, arg: object) -> str:
+    """The format of one argument."""
+    if type(arg) is int:
+        return "q"
+    if isinstance(arg, bytes) and len(arg) == TENSOR_MAP_BYTES:
+        return f"{TENSOR_MAP_BYTES}s"
+    if isinstance(arg, np.generic) and type(arg) in _CODES:
+        return _CODES[type(arg)]
+    kinds = f"an int (64 bits), a scalar of numpy or the {TENSOR_MAP_BYTES} bytes of a tensor map"
+    raise TypeError(f"argument {index} must be {kinds}, got {type(arg).__name__}")
+
+
+class Kernel:
+    """A kernel loaded on one device.
+
+    ``usage`` is what the assembler told (None for PTX); ``num_regs``, ``local_bytes`` (stack and spills a thread),
+    ``shared_bytes`` (static) and ``max_dynamic_shared_bytes`` are what the driver tells.
+    """
+
+    def __init__(self, binary: Binary, threads: int, smem_bytes: int, device: int) -> None:
+        from cuda.core import ObjectCode
+
+        driver = _driver()
+        self.name, self.arch, self.device = binary.kernel, binary.arch, device
+        self.usage: Usage | None = binary.usage
+        self.threads, self.smem_bytes = threads, smem_bytes
+        _bind_context(device)
+        module = (ObjectCode.from_ptx if binary.arch.startswith("compute_") else ObjectCode.from_cubin)(binary.code)
+        try:
+            self._kernel = module.get_kernel(binary.symbol)
+        except Exception as error:  # cuda.core's errors share no public base class
+            raise DeviceError(f"{self.name} ({self.arch}) does not load on device {device}: {error}") from error
+        self._handle = driver.CUkernel(int(self._kernel.handle))
+        self._function = driver.CUfunction(int(self._kernel.handle))  # the driver takes a kernel under this name too
+        self._driver = driver  # an import statement would be a tenth of a launch's time
+        attribute = driver.CUfunction_attribute
+        if smem_bytes:
+            self._set(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes)
+        self.num_regs = self._get(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS)
+        self.local_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
+        self.shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+        self.max_dynamic_shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+        self._layout: _Layout | None = None
+        self._clusters: dict[tuple[Grid, Grid, int], Any] = {}
+
+    def _get(self, attribute: Any) -> int:
+        device = self._driver.CUdevice(self.device)
+        return _check(f"attribute of {self.name}", self._driver.cuKernelGetAttribute(attribute, self._handle, device))
+
+    def _set(self, attribute: Any, value: int) -> None:
+        what = f"{self.name} with {value} bytes of dynamic shared memory on device {self.device}"
+        device = self._driver.CUdevice(self.device)
+        _check(what, self._driver.cuKernelSetAttribute(attribute, value, self._handle, device))
+
+    def _parameter_sizes(self) -> list[int] | None:
+        """Bytes of each parameter; None from drivers before 12.4, which do not tell."""
+        try:
+            return [parameter.size for parameter in self._kernel.arguments_info]
+        except NotImplementedError:
+            return None
+
+    def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None) -> None:
+        """Launch on torch's current stream of the kernel's device, which must be the current one.
+
+        Args: blocks of the grid in x, y, z (with a 0 there is nothing to do); the kernel's arguments, plain ints for
+        64-bit ones and pointers, numpy scalars for other widths, ``bytes`` of 128 for a tensor map; blocks of a
+        cluster in x, y, z.
+        Raises ``TypeError`` for arguments that the kernel does not take and :class:`DeviceError` for a refused launch.
+        """
+        if 0 in grid:
+            return
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("launch %s grid %s block %d args %s", self.name, grid, self.threads, args)
+        layout = self._layout
+        if layout is None:
+            layout = self._layout = _Layout(args, self._parameter_sizes())
+        try:
+            frame = layout.fill(args)
+        except struct.error as error:
+            raise TypeError(f"arguments of {self.name}: {error}") from None
+        status = self._submit(grid, frame.address, cluster)
+        if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            _bind_context(self.device)  # a thread that has not touched the GPU yet has none
+            status = self._submit(grid, frame.address, cluster)
+        layout.frames.append(frame)
+        if status:
+            shape = f"grid {grid}, {self.threads} threads, {self.smem_bytes} bytes of shared memory"
+            raise DeviceError(f"{self.name} ({self.arch}) with {shape}: {status.name}")
+
+    def _submit(self, grid: Grid, arguments: int, cluster: Grid | None) -> Any:
+        """The launch itself; the driver copies the arguments before it returns."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        driver = self._driver
+        if cluster is None:
+            return driver.cuLaunchKernel(
+                self._function, *grid, self.threads, 1, 1, self.smem_bytes, stream, arguments, 0
+            )[0]
+        config = self._clusters.get((grid, cluster, stream))
+        if config is None:
+            config = self._cluster_config(grid, cluster, stream)
+        return driver.cuLaunchKernelEx(config, self._function, arguments, 0)[0]
+
+    def _cluster_config(self, grid: Grid, cluster: Grid, stream: int) -> Any:
+        driver = self._driver
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attribute.value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.smem_bytes, stream
+        config.attrs, config.numAttrs = [attribute], 1
+        if len(self._clusters) >= 64:  # shapes may vary without end
+            self._clusters.clear()
+        self._clusters[grid, cluster, stream] = config
+        return config
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r}, {self.arch}, device {self.device}, {self.num_regs} registers)"
+
+
+def _bind_context(device: int) -> None:
+    """Make torch's context of ``device`` the current one of this thread."""
+    from cuda.core import Device
+
+    Device(device).set_current()
+
+
+_kernels: dict[tuple[Config, int], Kernel] = {}
+_loading = threading.Lock()
+
+
+def get_kernel(config: Config) -> Kernel:
+    """The kernel of ``config`` on torch's current device; compiled and loaded once, found in a dictionary after that.
+
+    ``MAGICUBE_ARCH`` is read when a kernel is first loaded.  Raises :class:`DeviceError` where there is no device or
+    it is not supported, and what :func:`cute_kernels.jit.cache.build` raises.
+    """
+    device = _device()
+    kernel = _kernels.get((config, device))
+    if kernel is None:
+        with _loading:
+            kernel = _kernels.get((config, device))
+            if kernel is None:
+                binary = build(config.unit(current_arch()))
+                kernel = _kernels[config, device] = Kernel(binary, config.threads, config.smem_bytes, device)
+    return kernel
+
+
+def occupancy(kernel: Kernel) -> int:
+    """Blocks of ``kernel`` that one multiprocessor holds at a time."""
+    result = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel._function, kernel.threads, kernel.smem_bytes)
+    return _check(f"occupancy of {kernel.name}", result)
+
+
+@lru_cache(maxsize=256)
+def tensor_map(
+    pointer: int,
+    element_bytes: int,
+    shape: tuple[int, int],
+    pitch_bytes: int,
+    box: tuple[int, int],
+    swizzle: int = 0,
+) -> bytes:
+    """The 128 bytes by which TMA copies boxes of a matrix: ``const __grid_constant__ cute::TmaDescriptor`` in a kernel.
+
+    Args: address of the matrix, a multiple of 16; bytes of an unsigned element, 1, 2, 4 or 8; elements of the matrix
+    as (inner, outer); bytes from one row to the next, a multiple of 16; elements of a box as (inner, outer), each at
+    most 256; bytes of the shared-memory swizzle, 0, 32, 64 or 128, which the box's inner bytes may not exceed.
+    What a box has beyond the matrix is filled with zeros.
+    Raises ``ValueError`` for other element sizes and swizzles and :class:`DeviceError` where the driver refuses.
+    """
+    if element_bytes not in (1, 2, 4, 8):
+        raise ValueError(f"element_bytes must be one of (1, 2, 4, 8), got {element_bytes!r}")
+    if swizzle not in (0, 32, 64, 128):
+        raise ValueError(f"swizzle must be one of (0, 32, 64, 128), got {swizzle!r}")
+    driver = _driver()
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * element_bytes}")
+    pattern = f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
+    result = driver.cuTensorMapEncodeTiled(
+        kind,
+        2,
+        pointer,
+        [driver.cuuint64_t(size) for size in shape],
+        [driver.cuuint64_t(pitch_bytes)],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, pattern),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    asked = f"shape {shape} of {element_bytes} bytes, pitch {pitch_bytes}, box {box}, swizzle {swizzle}"
+    return ctypes.string_at(int(_check(f"tensor map with {asked} at {pointer:#x}", result).getPtr()), TENSOR_MAP_BYTES)

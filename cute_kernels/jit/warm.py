@@ -1,0 +1,74 @@
+"""Compiling ahead of the first use, on any machine, a GPU or not."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Protocol
+
+from cute_kernels.jit import cache
+from cute_kernels.jit.compiler import Binary, Unit, check_arch, compile_unit
+
+
+class Source(Protocol):
+    """The part of a kernel's configuration that a compile needs."""
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit for ``arch``."""
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One kernel that is in the cache now: ``cached`` if it was there before, ``done`` of ``total`` with it."""
+
+    binary: Binary
+    cached: bool
+    done: int
+    total: int
+
+
+def warmup(configs: Iterable[Source], arch: str, jobs: int = 1) -> Iterator[Warmed]:
+    """Compile the kernels of ``configs`` for ``arch`` into the cache; yields each when it is there.
+
+    ``jobs`` processes compile at a time, because NVRTC lets threads of one process wait for each other.  A script that
+    asks for more than one needs ``if __name__ == "__main__":``.
+    Raises ``ValueError`` for an unknown arch or ``jobs`` below 1 at once, and while it runs what
+    :func:`cute_kernels.jit.compiler.compile_unit` raises, at the first kernel that fails.
+    """
+    check_arch(arch)
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    units = {cache.key(unit): unit for unit in (config.unit(arch) for config in configs)}
+    return _run(units, jobs)
+
+
+def _run(units: dict[str, Unit], jobs: int) -> Iterator[Warmed]:
+    done, absent = 0, {}
+    for key, unit in units.items():
+        binary = cache.load(key)
+        if binary is None:
+            absent[key] = unit
+        else:
+            done += 1
+            yield Warmed(binary, True, done, len(units))
+    for key, binary in _compile(absent, jobs):
+        cache.save(key, binary)
+        done += 1
+        yield Warmed(binary, False, done, len(units))
+
+
+def _compile(units: dict[str, Unit], jobs: int) -> Iterator[tuple[str, Binary]]:
+    if min(jobs, len(units)) <= 1:
+        yield from ((key, compile_unit(unit)) for key, unit in units.items())
+        return
+    # spawned, not forked: this process may have a GPU's context and threads
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context) as pool:
+        futures = {pool.submit(compile_unit, unit): key for key, unit in units.items()}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:  # an error, or a caller who stops listening, must not wait for the rest
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,138 @@
+// Operands of one mma: how bytes that lie n-contiguous in shared memory become k-contiguous registers.
+//
+// The product is computed transposed: the mma's operand A holds 8 or 16 columns of the dense matrix, its operand B up to
+// eight rows of the sparse one. A lane is (g, t) = (lane / 4, lane % 4).
+#pragma once
+
+#include <cute/atom/mma_traits.hpp>
+#include <cute/tensor_impl.hpp>
+
+namespace magicube {
+
+using namespace cute;
+
+// Bytes of a and b picked by the four nibbles of the selector.
+__device__ __forceinline__ uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+constexpr uint32_t kEven = 0x6420, kOdd = 0x7531;  // selectors: bytes 0, 2 of both registers; bytes 1, 3 of both
+constexpr uint32_t kLow = 0x0F0F0F0F, kHigh = 0xF0F0F0F0;
+
+// Low and high nibbles of four bytes as 8-bit integers: sixteen times the value when signed, the value when unsigned.
+template <bool kSigned>
+__device__ __forceinline__ uint32_t low_nibbles(uint32_t x) {
+  return kSigned ? (x << 4) & kHigh : x & kLow;
+}
+template <bool kSigned>
+__device__ __forceinline__ uint32_t high_nibbles(uint32_t x) {
+  return kSigned ? x & kHigh : (x >> 4) & kLow;
+}
+
+// Registers that an atom wants of each operand, read from CuTe's layouts.
+template <class Op>
+struct AtomShape {
+  using Traits = MMA_Traits<Op>;
+  static constexpr int kM = get<0>(typename Traits::Shape_MNK{});
+  static constexpr int kN = get<1>(typename Traits::Shape_MNK{});
+  static constexpr int kK = get<2>(typename Traits::Shape_MNK{});
+  static constexpr int kBits = sizeof_bits_v<typename Traits::ValTypeA>;
+  static constexpr int kValues = 32 / kBits;          // values a register
+  static constexpr int kRowBlocks = kM / 8;           // rows g, g + 8 of operand A
+  static constexpr int kSpan = 4 * kValues;           // k extent of one register over the four lanes of a group
+  static constexpr int kDepth = kK / kSpan;           // registers along k
+  static_assert(kM % 8 == 0 && kN == 8 && kK % kSpan == 0, "an atom of lane groups (g, t) is needed");
+
+  // Row block and k span of operand A's register r, k span of operand B's.
+  CUTE_HOST_DEVICE static constexpr int block_of(int r) { return typename Traits::ALayout{}(0, r * kValues) % kM / 8; }
+  CUTE_HOST_DEVICE static constexpr int depth_of(int r) { return typename Traits::ALayout{}(0, r * kValues) / kM / kSpan; }
+  CUTE_HOST_DEVICE static constexpr int sparse_depth_of(int r) {
+    return typename Traits::BLayout{}(0, r * kValues) / kN / kSpan;
+  }
+  CUTE_HOST_DEVICE static constexpr bool quad_layout() {
+    bool seen[kRowBlocks][kDepth] = {};
+    for (int r = 0; r < kRowBlocks * kDepth; ++r) {
+      const int at = typename Traits::ALayout{}(0, r * kValues);
+      if (at % kM % 8 != 0 || at / kM % kSpan != 0 || seen[block_of(r)][depth_of(r)]) return false;
+      seen[block_of(r)][depth_of(r)] = true;
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      if (typename Traits::ALayout{}(lane, 0) != lane / 4 + lane % 4 * kValues * kM) return false;
+      for (int block = 0; block < kRowBlocks; ++block) {
+        for (int j = 0; j < 2; ++j) {
+          if (typename Traits::CLayout{}(lane, 2 * block + j) != lane / 4 + 8 * block + (lane % 4 * 2 + j) * kM) return false;
+        }
+      }
+    }
+    return true;
+  }
+  static_assert(quad_layout(), "the atom's thread-value layouts must be those of lane groups (g, t)");
+};
+
+// What the registers of one gathered group become. kElement is the width of a dense integer as stored: 4, 8 or 16 bits,
+// so that a 16-bit unit, which ldmatrix.trans moves whole, holds 4, 2 or 1 of them.
+template <class Shape, int kElement, bool kSigned>
+struct DenseUnits {
+  static constexpr int kDigits = kElement == 16 ? 2 : 1;
+  static constexpr int kSubs = kElement == 16 ? 1 : 16 / kElement;  // columns a unit
+  static constexpr int kMatrices = Shape::kK / 8;                   // 8x8 matrices of units, one after the other along k
+  // Signed 4-bit integers in an 8-bit mma are sixteen times too large.
+  static constexpr int kShift = kElement == 4 && Shape::kBits == 8 && kSigned ? 4 : 0;
+
+  // raw: (matrices) -> out: (digits, subs, depth). Slots 2t, 2t + 1 of two neighbouring matrices meet in one register.
+  __device__ static void transpose(const uint32_t (&raw)[kMatrices], uint32_t (&out)[kDigits][kSubs][Shape::kDepth]) {
+    if constexpr (Shape::kBits == 8) {
+      CUTE_UNROLL
+      for (int d = 0; d < Shape::kDepth; ++d) {
+        const uint32_t even = pick_bytes(raw[2 * d], raw[2 * d + 1], kEven);  // (4 k)
+        const uint32_t odd = pick_bytes(raw[2 * d], raw[2 * d + 1], kOdd);    // (4 k)
+        if constexpr (kElement == 16) {
+          out[0][0][d] = even;
+          out[1][0][d] = odd;
+        } else if constexpr (kElement == 8) {
+          out[0][0][d] = even;
+          out[0][1][d] = odd;
+        } else {
+          out[0][0][d] = low_nibbles<kSigned>(even);
+          out[0][1][d] = high_nibbles<kSigned>(even);
+          out[0][2][d] = low_nibbles<kSigned>(odd);
+          out[0][3][d] = high_nibbles<kSigned>(odd);
+        }
+      }
+    } else {
+      static_assert(kElement == 4, "a 4-bit mma takes 4-bit integers");
+      CUTE_UNROLL
+      for (int d = 0; d < Shape::kDepth; ++d) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t a = pick_bytes(raw[4 * d], raw[4 * d + 1], half ? kOdd : kEven);
+          const uint32_t b = pick_bytes(raw[4 * d + 2], raw[4 * d + 3], half ? kOdd : kEven);
+          out[0][2 * half][d] = (a & kLow) | ((b & kLow) << 4);            // (8 k)
+          out[0][2 * half + 1][d] = ((a >> 4) & kLow) | (b & kHigh);       // (8 k)
+        }
+      }
+    }
+  }
+};
+
+// sum += dense * sparse for kRowBlocks units of eight columns each.
+template <class Op>
+__device__ __forceinline__ void multiply(uint32_t* sum, const uint32_t* dense, const uint32_t* sparse) {
+  using Shape = AtomShape<Op>;
+  Tensor tCrC = make_tensor<uint32_t>(Int<2 * Shape::kRowBlocks>{});              // (2 columns, row blocks)
+  Tensor tCrA = make_tensor<uint32_t>(Int<Shape::kRowBlocks * Shape::kDepth>{});  // (row blocks, depth) in atom order
+  Tensor tCrB = make_tensor<uint32_t>(Int<Shape::kDepth>{});                      // (depth)
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * Shape::kRowBlocks; ++i) tCrC(i) = sum[i];
+  CUTE_UNROLL
+  for (int r = 0; r < Shape::kRowBlocks * Shape::kDepth; ++r) {
+    tCrA(r) = dense[Shape::block_of(r) * Shape::kDepth + Shape::depth_of(r)];
+  }
+  CUTE_UNROLL
+  for (int r = 0; r < Shape::kDepth; ++r) tCrB(r) = sparse[Shape::sparse_depth_of(r)];
+  mma_unpack(MMA_Traits<Op>{}, tCrC, tCrA, tCrB, tCrC);
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * Shape::kRowBlocks; ++i) sum[i] = tCrC(i);
+}
+
+}  // namespace magicube

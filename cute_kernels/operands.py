@@ -1,0 +1,42 @@
+"""What kernels are told of their operands."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """A dense operand whose rows are contiguous and start at multiples of 16 bytes; all in bytes."""
+
+    pointer: int
+    pitch: int  # from one row to the next
+    batch: int  # from one matrix of the batch to the next
+    row: int  # of a row
+
+
+class Factor(NamedTuple):
+    """float32 factors of rows or columns; a step of 0 is one factor for all, a null pointer is none."""
+
+    pointer: int
+    step: int
+    batch: int
+
+
+class Target(NamedTuple):
+    """The output (batch, rows, columns), contiguous, and the size of the sum behind each element."""
+
+    pointer: int
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+
+class Vectors(NamedTuple):
+    """The sparse operand as execution copies are made of it: vectors in the order of the pattern."""
+
+    row_offsets: Tensor  # int64 (R + 1,)
+    columns: Tensor  # int32 (vectors,)
+    values: Tensor  # (vectors, V), one integer an entry
+    bits: int
+    signed: bool

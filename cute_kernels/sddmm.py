@@ -1,0 +1,123 @@
+"""SDDMM: a warp gathers the rows of Y that up to 32 neighbouring vectors name, and multiplies them by rows of X."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from torch import Tensor
+
+from cute_kernels import atoms
+from cute_kernels.atoms import Atom
+from cute_kernels.integers import digit_count
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.operands import Factor, Place, Target
+from cute_kernels.spmm import OUT_TYPES, constants
+
+
+@dataclass(frozen=True)
+class SddmmConfig:
+    """What the SDDMM kernel is compiled for; M, N and K stay run-time values.
+
+    ``x_*`` and ``y_*`` are the operands, ``stride`` the one of the SR-BCRS output.  ``row_bytes`` of the wider operand's
+    rows are a stage, ``stages`` of them are in flight.  ``wide``: totals that outgrow int32 move to int64 on the way.
+    """
+
+    STEM: ClassVar[str] = "sddmm"
+
+    atom: str
+    vector_length: int
+    x_bits: int
+    x_signed: bool
+    y_bits: int
+    y_signed: bool
+    out: str
+    stride: int = 32
+    row_bytes: int = 128
+    stages: int = 3
+    warps: int = 4
+    wide: bool = False
+
+    @cached_property
+    def entry(self) -> Atom:
+        return atoms.atom(self.atom)
+
+    @property
+    def slots(self) -> int:
+        """Vectors of a warp's piece."""
+        return min(self.stride, 32)
+
+    def _element(self, bits: int) -> int:
+        return 16 if bits > 8 else bits
+
+    @property
+    def depth(self) -> int:
+        """k of one stage."""
+        return self.row_bytes * 8 // max(self._element(self.x_bits), self._element(self.y_bits))
+
+    @property
+    def shifted(self) -> bool:
+        """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
+        signed4 = (self.x_bits == 4 and self.x_signed) or (self.y_bits == 4 and self.y_signed)
+        return signed4 and self.entry.mma_bits == 8
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        rows_x = max(8, self.vector_length)
+        bits = self.slots * self._element(self.y_bits) + rows_x * self._element(self.x_bits)
+        return self.warps * self.stages * self.depth * bits // 8
+
+    def grid(self, blocks: int, batch: int) -> tuple[int, int, int]:
+        return (-(-blocks * (self.stride // self.slots) // self.warps) * batch, 1, 1)
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        sign = {True: "s", False: "u"}
+        pair = f"{sign[self.x_signed]}{self.x_bits}x{sign[self.y_signed]}{self.y_bits}"
+        shape = f"k{self.stride}b{self.row_bytes}s{self.stages}w{self.warps}"
+        parts = [self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, shape]
+        return "-".join([*parts, "wide"] if self.wide else parts)
+
+    def launch(self, pattern: Sequence[Tensor], x: Place, y: Place, out: Target, left: Factor, right: Factor) -> None:
+        """One launch on torch's current stream; ``pattern``: the vector row of each block of ``stride`` vectors, int32,
+        and the columns, -1 in the padding."""
+        block_rows, columns = pattern
+        blocks = block_rows.shape[0]
+        get_kernel(self).launch(
+            self.grid(blocks, out.batch),
+            (
+                block_rows.data_ptr(), columns.data_ptr(), *x, *y, out.pointer, *left, *right, out.rows, out.inner,
+                blocks,
+            ),
+        )  # fmt: skip
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        members = constants(
+            {
+                "kVector": self.vector_length,
+                "kBitsX": self.x_bits,
+                "kBitsY": self.y_bits,
+                "kSignedX": self.x_signed,
+                "kSignedY": self.y_signed,
+                "kStride": self.stride,
+                "kRowBytes": self.row_bytes,
+                "kStages": self.stages,
+                "kWarps": self.warps,
+                "kWide": self.wide,
+                "kLongTotal": self.out != "int32" and (digit_count(self.x_bits), digit_count(self.y_bits)) != (1, 1),
+            }
+        )
+        source = (
+            f'{atoms.declaration(self.entry)}#include "sddmm.cuh"\nnamespace magicube {{\nstruct Config {{\n'
+            f"{members}  using Out = {OUT_TYPES[self.out]};\n}};\n}}  // namespace magicube\n"
+        )
+        return Unit(source, "magicube::sddmm<magicube::Config>", arch)

@@ -1,0 +1,201 @@
+// What the SpMM kernels share: shapes that follow from a config, sums in registers, and the epilogue.
+//
+// C = A B with A sparse (vectors of V rows) and B dense, row-major. A group is as many gathered rows of B as the mma is
+// deep. One warp multiplies groups of one vector row by a strip of kRowBytes bytes of each of those rows.
+#pragma once
+
+#include "copy.cuh"
+#include "epilogue.cuh"
+
+namespace magicube {
+
+// What the epilogue reads and writes.
+struct SpmmOperands {
+  const float* left;       // scale of a row of A, `left_step` apart (0: one for all), or null
+  const float* right;      // scale of a column of B, likewise
+  const float* bias;       // one a row, or null
+  void* out;               // (batch, rows, n), contiguous
+  int64_t rows, n, left_step, right_step, right_batch;
+  bool vector_stores;      // out and n are aligned to a unit's columns
+};
+
+template <class C>
+struct SpmmShape {
+  using Shape = AtomShape<typename AtomFor<C::kSignedB, C::kSignedA>::type>;
+  static constexpr int kElement = C::kBitsB > 8 ? 16 : C::kBitsB;
+  using Units = DenseUnits<Shape, kElement, C::kSignedB>;
+
+  static constexpr int kDigitsA = C::kBitsA > 8 ? 2 : 1;
+  static constexpr int kPlanes = C::kStacked ? 1 : kDigitsA;             // mma operands of A's digits
+  static constexpr int kTileRows = C::kVector < 8 ? C::kVector : 8;      // rows of a vector in one mma
+  static constexpr int kRowTiles = C::kVector / kTileRows;
+  static constexpr int kUsedRows = C::kStacked ? 2 * kTileRows : kTileRows;  // columns of the mma that hold values
+  static_assert(!C::kStacked || (kDigitsA == 2 && C::kVector <= 4), "two digits of at most four rows stack");
+  // Packed 4-bit values become two registers of an 8-bit mma each.
+  static constexpr bool kPackedA = C::kBitsA == 4 && Shape::kBits == 8 && Shape::kDepth % 2 == 0;
+  static constexpr int kWords = kPackedA ? Shape::kDepth / 2 : Shape::kDepth;
+  static constexpr int kShift = Units::kShift + (kPackedA && C::kSignedA ? 4 : 0);
+
+  static constexpr int kChunks = C::kRowBytes / 16;
+  static constexpr int kUnits = kChunks * Units::kSubs;                  // units of eight columns in a strip
+  static constexpr int kColumns = kUnits * 8;
+  static constexpr int kStep = Shape::kRowBlocks > Units::kSubs ? Shape::kRowBlocks / Units::kSubs : 1;  // chunks at a time
+  static_assert(kChunks % kStep == 0 && Units::kSubs * kStep % Shape::kRowBlocks == 0, "units must fill the mma's rows");
+
+  CUTE_HOST_DEVICE static constexpr bool sparse_signed(int plane) {
+    return C::kSignedA && (C::kStacked || plane == kDigitsA - 1);
+  }
+  CUTE_HOST_DEVICE static constexpr bool dense_signed(int digit) { return C::kSignedB && digit == Units::kDigits - 1; }
+  static constexpr int64_t kGroupWords = int64_t{kPlanes} * kRowTiles * 4 * kUsedRows * kWords;
+};
+
+// The values of one group, as the mma wants them: (planes, row tiles, depth).
+template <class C>
+struct SparseFragment {
+  using S = SpmmShape<C>;
+  uint32_t words[S::kPlanes][S::kRowTiles][S::kWords];
+
+  __device__ void load(const uint32_t* group, int lane) {
+    CUTE_UNROLL
+    for (int p = 0; p < S::kPlanes; ++p) {
+      CUTE_UNROLL
+      for (int tile = 0; tile < S::kRowTiles; ++tile) {
+        if (S::kUsedRows == 8 || lane < 4 * S::kUsedRows) {
+          load_words<S::kWords>(words[p][tile], group + ((p * S::kRowTiles + tile) * 4 * S::kUsedRows + lane) * S::kWords);
+        } else {
+          CUTE_UNROLL
+          for (int w = 0; w < S::kWords; ++w) words[p][tile][w] = 0;
+        }
+      }
+    }
+  }
+
+  __device__ void expand(int p, int tile, uint32_t (&out)[S::Shape::kDepth]) const {
+    CUTE_UNROLL
+    for (int w = 0; w < S::kWords; ++w) {
+      if constexpr (S::kPackedA) {
+        out[2 * w] = low_nibbles<C::kSignedA>(words[p][tile][w]);
+        out[2 * w + 1] = high_nibbles<C::kSignedA>(words[p][tile][w]);
+      } else {
+        out[w] = words[p][tile][w];
+      }
+    }
+  }
+};
+
+// Sums of one vector row over a strip; the exact total is the sum of the planes, weighted by their digits.
+template <class C>
+struct Sums {
+  using S = SpmmShape<C>;
+  using Units = typename S::Units;
+  uint32_t sum[S::kRowTiles][S::kPlanes][Units::kDigits][S::kUnits][2];
+
+  __device__ void clear() {
+    CUTE_UNROLL
+    for (int i = 0; i < int(sizeof(sum) / 4); ++i) (&sum[0][0][0][0][0])[i] = 0;
+  }
+
+  // raw: (step chunks, matrices), the units of chunks [chunk, chunk + kStep).
+  __device__ void add(const SparseFragment<C>& values, int chunk, const uint32_t (&raw)[S::kStep][Units::kMatrices]) {
+    using Shape = typename S::Shape;
+    uint32_t dense[Units::kDigits][S::kStep][Units::kSubs][Shape::kDepth];  // units (step, sub) of each digit
+    CUTE_UNROLL
+    for (int c = 0; c < S::kStep; ++c) {
+      uint32_t units[Units::kDigits][Units::kSubs][Shape::kDepth];
+      Units::transpose(raw[c], units);
+      CUTE_UNROLL
+      for (int i = 0; i < Units::kDigits * Units::kSubs * Shape::kDepth; ++i) {
+        constexpr int kPart = Units::kSubs * Shape::kDepth;
+        (&dense[i / kPart][c][0][0])[i % kPart] = (&units[0][0][0])[i];
+      }
+    }
+    CUTE_UNROLL
+    for (int tile = 0; tile < S::kRowTiles; ++tile) {
+      for_planes<0>(values, tile, chunk, dense);
+    }
+  }
+
+  // The mma's operand types depend on the digits, so the planes are unrolled by the compiler's own hand.
+  template <int kPlane, class Dense>
+  __device__ void for_planes(const SparseFragment<C>& values, int tile, int chunk, const Dense& dense) {
+    if constexpr (kPlane < S::kPlanes) {
+      uint32_t sparse[S::Shape::kDepth];
+      values.expand(kPlane, tile, sparse);
+      for_digits<kPlane, 0>(sparse, tile, chunk, dense);
+      for_planes<kPlane + 1>(values, tile, chunk, dense);
+    }
+  }
+  template <int kPlane, int kDigit, class Dense>
+  __device__ void for_digits(const uint32_t* sparse, int tile, int chunk, const Dense& dense) {
+    using Shape = typename S::Shape;
+    if constexpr (kDigit < Units::kDigits) {
+      using Op = typename AtomFor<S::dense_signed(kDigit), S::sparse_signed(kPlane)>::type;
+      CUTE_UNROLL
+      for (int u = 0; u < S::kStep * Units::kSubs; u += Shape::kRowBlocks) {
+        multiply<Op>(sum[tile][kPlane][kDigit][chunk * Units::kSubs + u], &dense[kDigit][0][0][0] + u * Shape::kDepth, sparse);
+      }
+      for_digits<kPlane, kDigit + 1>(sparse, tile, chunk, dense);
+    }
+  }
+
+  // The digits' totals of one row tile: (units, 2 columns of the mma). Stacked digits meet across lanes.
+  template <class Total>
+  __device__ void totals(int tile, Total (&out)[S::kUnits][2]) const {
+    CUTE_UNROLL
+    for (int u = 0; u < S::kUnits; ++u) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        out[u][j] = 0;
+        CUTE_UNROLL
+        for (int p = 0; p < S::kPlanes; ++p) {
+          CUTE_UNROLL
+          for (int d = 0; d < Units::kDigits; ++d) {
+            out[u][j] += weighted<Total>(static_cast<int32_t>(sum[tile][p][d][u][j]) >> S::kShift, 8 * (p + d));
+          }
+        }
+      }
+      if constexpr (C::kStacked) {
+        if constexpr (C::kVector == 1) {
+          out[u][0] += weighted(out[u][1], 8);
+        } else {
+          CUTE_UNROLL
+          for (int j = 0; j < 2; ++j) out[u][j] += weighted(__shfl_down_sync(~0u, out[u][j], C::kVector / 2), 8);
+        }
+      }
+    }
+  }
+};
+
+// Groups that int32 sums of digit products hold without overflow: each product is at most 255 * 255 (or 128 * 256 * 256).
+template <class Shape>
+constexpr int64_t kSafeGroups = 32768 / Shape::kK;
+
+// Writes one row tile of a vector row; n0 is the strip's first column.
+template <class C, class Total>
+__device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector_row, int tile, int64_t n0, int lane,
+                           const Total (&total)[SpmmShape<C>::kUnits][2]) {
+  using S = SpmmShape<C>;
+  constexpr int kSubs = S::Units::kSubs;
+  const int g = lane / 4, t = lane % 4;
+  CUTE_UNROLL
+  for (int j = 0; j < 2; ++j) {
+    const int v = 2 * t + j;
+    const int64_t row = vector_row * C::kVector + tile * 8 + v;
+    if (v >= S::kTileRows || row >= at.rows) continue;
+    const float left = at.left ? at.left[row * at.left_step] : 1.0f;
+    const float bias = at.bias ? at.bias[row] : 0.0f;
+    const int64_t line = (batch * at.rows + row) * at.n;
+    CUTE_UNROLL
+    for (int c = 0; c < S::kChunks; ++c) {
+      const int64_t column = n0 + (c * 8 + g) * kSubs;
+      Total run[kSubs];
+      CUTE_UNROLL
+      for (int s = 0; s < kSubs; ++s) run[s] = total[c * kSubs + s][j];
+      const float* right = at.right ? at.right + batch * at.right_batch + column * at.right_step : nullptr;
+      write_run<typename C::Out>(run, at.out, line + column, at.n - column, left, right, at.right_step, bias,
+                                 at.vector_stores);
+    }
+  }
+}
+
+}  // namespace magicube

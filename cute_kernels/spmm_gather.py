@@ -1,0 +1,86 @@
+"""SpMM, gather kernel: warps fetch the rows of B that their vector row names, each into a ring of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.operands import Factor, Place, Target, Vectors
+from cute_kernels.spmm import SpmmConfig, group_offsets, pack_fragments
+
+
+@dataclass(frozen=True)
+class GatherConfig(SpmmConfig):
+    """``row_bytes`` of B's rows are a strip; ``stages`` groups are in flight; of a block's ``warps`` each
+    ``row_warps`` share a vector row.  ``wide``: totals that outgrow int32 move to int64 on the way."""
+
+    STEM: ClassVar[str] = "spmm_gather"
+
+    row_bytes: int = 64  # type: ignore[misc]
+    stages: int = 4
+    warps: int = 4
+    row_warps: int = 1
+    wide: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.warps * self.stages * self.group * self.row_bytes
+
+    def _constants(self) -> dict[str, object]:
+        return super()._constants() | {
+            "kStages": self.stages,
+            "kWarps": self.warps,
+            "kRowWarps": self.row_warps,
+            "kWide": self.wide,
+        }
+
+    def _tags(self) -> list[str]:
+        shape = f"b{self.row_bytes}s{self.stages}w{self.warps}r{self.row_warps}"
+        return [*super()._tags(), shape, *(["wide"] if self.wide else [])]
+
+    def grid(self, vector_rows: int, n: int, batch: int) -> tuple[int, int, int]:
+        teams = self.warps // self.row_warps
+        return (-(-vector_rows // teams) * -(-n // self.columns) * batch, 1, 1)
+
+    def launch(self, matrix: Sequence[Tensor], b: Place, out: Target, left: Factor, right: Factor, bias: int) -> None:
+        """One launch on torch's current stream; ``matrix`` is a :class:`GatherCopy` of this config."""
+        offsets, columns, values = matrix
+        rows = offsets.shape[0] - 1
+        get_kernel(self).launch(
+            self.grid(rows, out.columns, out.batch),
+            (
+                offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), b.pointer, b.pitch, b.batch, b.row,
+                out.pointer, left.pointer, left.step, right.pointer, right.step, right.batch, bias, out.rows, rows,
+                out.columns, self.vector_stores(out),
+            ),
+        )  # fmt: skip
+
+    def copy(self, vectors: Vectors, inner: int) -> GatherCopy:
+        """The execution copy of ``vectors``, a matrix of ``inner`` columns."""
+        return gather_copy(self, vectors)
+
+
+class GatherCopy(NamedTuple):
+    """The sparse operand for the gather kernel."""
+
+    group_offsets: Tensor  # int64 (R + 1,)
+    columns: Tensor  # int32 (groups * group,), 0 in the padding, where the values are 0
+    values: Tensor  # uint8 (groups, bytes a group), fragment order
+
+
+def gather_copy(config: GatherConfig, vectors: Vectors) -> GatherCopy:
+    """The execution copy of ``vectors``; torch operators on their own device."""
+    offsets, positions = group_offsets(vectors.row_offsets, config.group)
+    groups = int(offsets[-1])
+    columns = torch.zeros(groups * config.group, dtype=torch.int32, device=offsets.device)
+    columns[positions] = vectors.columns
+    return GatherCopy(offsets, columns, pack_fragments(config, vectors, positions, groups))

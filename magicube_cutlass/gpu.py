@@ -1,0 +1,116 @@
+"""The products on a GPU: operands made ready for the kernels, arguments put in order, one launch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from cute_kernels.cpu import Dense, batch_stride
+from cute_kernels.integers import fetch, store
+from cute_kernels.operands import Factor, Place, Target
+from magicube_cutlass import kernels
+
+ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
+
+
+def _is_ready(rows: Tensor) -> bool:
+    size = rows.element_size()
+    steps = [s for s, n in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if n > 1]
+    aligned = rows.data_ptr() % ALIGNMENT == 0 and all(step * size % ALIGNMENT == 0 for step in steps)
+    if not aligned or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
+        return False
+    try:
+        batch_stride(rows)
+    except ValueError:
+        return False
+    return True
+
+
+def copies(dense: Dense, dim: int) -> bool:
+    """Whether :func:`aligned_rows` has to copy the operand."""
+    if dense.bits == 4 and dense.packed_dim != dim:
+        return True
+    return not _is_ready(dense.data if dim == -1 else dense.data.mT)
+
+
+def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
+    """The operand with ``dim`` (-1 or -2) as contiguous last dimension and rows that start at multiples of 16 bytes.
+
+    ``length``: integers along the packed dimension.  A view where the operand is so already, else a copy: the only
+    workspace of the products, as large as the operand.
+    """
+    data = dense.data
+    if dense.bits == 4 and dense.packed_dim != dim:
+        data = store(fetch(data, length, 4, dense.signed, dense.packed_dim), 4, dense.signed, dim)
+    rows = data if dim == -1 else data.mT
+    if _is_ready(rows):
+        return rows
+    if rows.dtype == torch.uint16:
+        rows = rows.view(torch.int16)  # torch has few operators on uint16
+    step = ALIGNMENT // rows.element_size()
+    width = -(-rows.shape[-1] // step) * step
+    padded = rows.new_empty((*rows.shape[:-1], width))[..., : rows.shape[-1]]
+    return padded.copy_(rows)
+
+
+def _place(rows: Tensor) -> Place:
+    size = rows.element_size()
+    return Place(rows.data_ptr(), rows.stride(-2) * size, batch_stride(rows) * size, rows.shape[-1] * size)
+
+
+def _factor(factor: Tensor | None) -> Factor:
+    if factor is None:
+        return Factor(0, 0, 0)
+    return Factor(factor.data_ptr(), min(factor.ndim, 1), factor.shape[-1] if factor.ndim > 1 else 0)
+
+
+def spmm(
+    kernel: str,
+    matrix: list[Tensor],
+    b: Dense,
+    inner: int,
+    out: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """``out = (A B) * left * right + bias`` with the kernel of this name, on the current stream of A's device."""
+    if out.numel() == 0:
+        return
+    ready = aligned_rows(b, -1, inner)
+    batch = out.numel() // (out.shape[-1] * out.shape[-2])
+    target = Target(out.data_ptr(), batch, out.shape[-2], inner, out.shape[-1])
+    config = kernels.spmm_config(kernel)
+    with _guard(out.device):
+        config.launch(
+            matrix, _place(ready), target, _factor(left), _factor(right), bias.data_ptr() if bias is not None else 0
+        )
+
+
+def sddmm(
+    kernel: str,
+    pattern: list[Tensor],
+    x: Dense,
+    y: Dense,
+    shape: tuple[int, int, int],
+    out: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+) -> None:
+    """``out = (X Y^T) * left * right`` at the pattern's vectors; all of ``out`` is written."""
+    if out.numel() == 0:
+        return
+    m, n, k = shape
+    ready_x, ready_y = aligned_rows(x, -1, m), aligned_rows(y, y.inner_dim, n)
+    batch = out.numel() // (out.shape[-1] * out.shape[-2] * out.shape[-3])
+    target = Target(out.data_ptr(), batch, m, k, n)
+    config = kernels.sddmm_config(kernel)
+    with _guard(out.device):
+        config.launch(pattern, _place(ready_x), _place(ready_y), target, _factor(left), _factor(right))
+
+
+def _guard(device: torch.device) -> AbstractContextManager[object]:
+    """The device as torch's current one; nothing to do, as nearly always, when it is."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)

@@ -1,0 +1,259 @@
+"""The kernels on disk: keyed by all that matters, private, whole or absent, and never in the way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.jit import Binary, CompileError, Toolchain, Unit, Usage, cache, toolchain, warmup
+
+UNIT = Unit("__global__ void probe(int* x) { x[0] = 1; }", "probe", "sm_80")
+BINARY = Binary(bytes(range(256)) * 8, "_Z5probePi", "sm_80", "probe", Usage(8, 0, 0, 1024))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_kept", {})
+    return cache.directory()
+
+
+def stored(key: str = "k", binary: Binary = BINARY) -> Path:
+    cache.save(key, binary)
+    (path,) = cache.directory().glob(f"{key}.kernel")
+    return path
+
+
+@pytest.mark.parametrize("binary", [BINARY, replace(BINARY, arch="compute_80", usage=None)])
+def test_what_was_saved_is_loaded(binary: Binary) -> None:
+    assert cache.load("k") is None
+    stored(binary=binary)
+    assert cache.load("k") == binary
+    assert cache.load("another") is None
+    assert not cache._kept
+
+
+def test_folder_and_files_are_private(folder: Path) -> None:
+    path = stored()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert sorted(folder.iterdir()) == [path]
+
+
+def test_a_folder_open_to_others_is_closed(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    stored()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({"MAGICUBE_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/kernels"),
+        ({"MAGICUBE_CACHE": "", "XDG_CACHE_HOME": "/b"}, "/b/magicube/kernels"),
+        ({"MAGICUBE_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/magicube/kernels"),
+    ],
+)
+def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache.directory() == Path(expected)
+
+
+def test_every_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    headers = tmp_path / "headers"
+    (headers / "deep").mkdir(parents=True)
+    (headers / "a.cuh").write_text("1")
+    monkeypatch.setattr(toolchain, "KERNEL_HEADERS", headers)
+    versions = dict.fromkeys(("nvrtc", "nvjitlink", "cutlass", "cccl", "runtime"), "1")
+    keys = []
+
+    def note() -> None:
+        monkeypatch.setattr(toolchain, "find", lambda: Toolchain((), dict(versions)))
+        keys.append(cache.key(UNIT))
+
+    note()
+    note()
+    assert keys.pop() == keys[0]
+    keys += [cache.key(replace(UNIT, **{name: "other"})) for name in ("source", "kernel", "arch")]
+    for name in versions:
+        versions[name] = "2"
+        note()
+    (headers / "a.cuh").write_text("2")
+    note()
+    (headers / "a.cuh").rename(headers / "b.cuh")
+    note()
+    (headers / "deep" / "c.cuh").write_text("")
+    note()
+    monkeypatch.setattr(cache, "COMPILE_OPTIONS", {**cache.COMPILE_OPTIONS, "std": "c++20"})
+    note()
+    monkeypatch.setattr(cache, "LINK_OPTIONS", {})
+    note()
+    monkeypatch.setattr(cache, "SCHEMA", cache.SCHEMA + 1)
+    note()
+    assert len(set(keys)) == len(keys) == 15
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "flipped bit":
+        content = content[:-1] + bytes([content[-1] ^ 1])
+    elif how == "truncated":
+        content = content[:-100]
+    elif how == "only magic":
+        content = content[:16]
+    elif how == "wrong magic":
+        content = b"x" + content[1:]
+    elif how == "empty":
+        content = b""
+    else:
+        content = cache._pack("k", BINARY) if how == "another key's" else cache._MAGIC + os.urandom(5000)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flipped bit", "truncated", "only magic", "wrong magic", "empty", "noise"])
+def test_a_damaged_entry_is_a_miss_and_is_replaced(how: str) -> None:
+    path = stored()
+    damage(path, how)
+    assert cache.load("k") is None
+    assert cache.entries() == []
+    stored()
+    assert cache.load("k") == BINARY
+
+
+def test_an_entry_under_another_name_is_a_miss() -> None:
+    damage(stored("moved"), "another key's")
+    assert cache.load("moved") is None
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_a_miss(kind: str, tmp_path: Path) -> None:
+    path = stored()
+    path.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert cache.load("k") is None
+    cache.save("k", BINARY)
+    assert cache.load("k") == BINARY
+
+
+def test_another_users_files_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored()
+    before = path.read_bytes()
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert cache.load("k") is None
+    cache.save("k", replace(BINARY, code=b"mine"))
+    loaded = cache.load("k")
+    assert loaded is not None and loaded.code == b"mine"
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("where", ["a file", "/proc/absent"])
+def test_an_unusable_folder_leaves_memory(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path / where))
+    for name in ("k", "l"):
+        cache.save(name, BINARY)
+        assert cache.load(name) == BINARY
+    assert [record.getMessage()[:23] for record in caplog.records] == ["compiled kernels are ke"]
+    assert cache.entries() == [] and cache.clear() == 0
+    assert cache.load("k") is None
+
+
+def test_entries_and_clear(folder: Path) -> None:
+    assert cache.entries() == []
+    first, second = stored("a"), stored("b", replace(BINARY, kernel="later", arch="sm_90a"))
+    os.utime(first, (1e9, 1e9))
+    (folder / ".broken.tmp").write_bytes(b"half")
+    (folder / "c.kernel").write_bytes(b"damaged")
+    (folder / "notes.txt").write_text("the user's")
+    found = cache.entries()
+    assert [(e.key, e.kernel, e.arch) for e in found] == [("b", "later", "sm_90a"), ("a", "probe", "sm_80")]
+    assert found[0].size == second.stat().st_size and found[1].date.timestamp() == 1e9
+    assert cache.clear() == 3
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def hammer(start: object, seed: int) -> int:
+    """Save and load one key over and over; returns how many loads were neither empty nor whole."""
+    start.wait()  # type: ignore[attr-defined]
+    wrong = 0
+    for turn in range(60):
+        cache.save("k", replace(BINARY, code=bytes([seed]) * (1 + 997 * turn)))
+        found = cache.load("k")
+        wrong += found is None or len(set(found.code)) != 1
+    return wrong + len(cache._kept)
+
+
+def test_two_processes_at_one_key_never_fail(folder: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, context.Pool(2) as pool:
+        start = manager.Barrier(2)
+        assert pool.starmap(hammer, [(start, 1), (start, 2)]) == [0, 0]
+    assert cache.load("k") is not None
+    assert len(list(folder.iterdir())) == 1
+
+
+@dataclass(frozen=True)
+class Probe:
+    value: int
+
+    def unit(self, arch: str) -> Unit:
+        return Unit(f"__global__ void probe(int* x) {{ x[0] = {self.value}; }}", "probe", arch)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_warmup_compiles_what_is_not_there(jobs: int) -> None:
+    first = list(warmup([Probe(1)], "sm_80"))
+    assert [(w.cached, w.done, w.total) for w in first] == [(False, 1, 1)]
+    second = list(warmup([Probe(2), Probe(1), Probe(3), Probe(1)], "sm_80", jobs))
+    assert [(w.cached, w.done, w.total) for w in second] == [(True, 1, 3), (False, 2, 3), (False, 3, 3)]
+    for value in (1, 2, 3):
+        assert cache.build(Probe(value).unit("sm_80")) in [w.binary for w in second]
+    assert len(cache.entries()) == 3
+
+
+def test_warmup_stops_at_a_kernel_that_does_not_compile() -> None:
+    class Broken(Probe):
+        def unit(self, arch: str) -> Unit:
+            return Unit("nonsense", "probe", arch)
+
+    with pytest.raises(CompileError, match="nonsense"):
+        list(warmup([Probe(1), Broken(2)], "sm_80", 2))
+
+
+def test_warmup_refuses_bad_arguments_at_once() -> None:
+    with pytest.raises(ValueError, match="arch must be one of"):
+        warmup([], "sm_1")
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        warmup([], "sm_80", 0)
+
+
+def test_the_second_build_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = cache.build(UNIT)
+    monkeypatch.setattr(cache, "compile_unit", None)
+    assert cache.build(UNIT) == built
+
+
+def test_import_leaves_cuda_alone() -> None:
+    code = (  # torch itself imports some of it
+        "import sys, torch; before = set(sys.modules); import cute_kernels.jit\n"
+        "print([name for name in set(sys.modules) - before if name.startswith('cuda')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
