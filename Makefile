@@ -1,4 +1,4 @@
-# make demo | test | lint | gpu-test | bench | sanitize | clean
+# make demo | test | lint | gpu-test | bench | plots | sanitize | clean
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SHELL := /bin/bash
@@ -10,8 +10,9 @@ ENGINE_SOURCES := CMakeLists.txt $(wildcard cute_kernels/cpu/*.cpp cute_kernels/
 SANITIZED := build/sanitize
 SANITIZE_TESTS ?= tests/kernels tests/sparse
 BENCHES ?= benchmarks/cpu_spmm.py
+GPU_BENCHES := benchmarks/spmm.py benchmarks/ablation.py
 
-.PHONY: help demo test lint gpu-test bench sanitize clean
+.PHONY: help demo test lint gpu-test bench plots sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,7 +21,8 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make sanitize  the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make gpu-test  tests that need a CUDA device, with the python3 of the machine"
-	@echo "make bench     benchmarks, with the python3 of the machine"
+	@echo "make bench     benchmarks, with the python3 of the machine; BENCHES='$(GPU_BENCHES)' for a GPU"
+	@echo "make plots     plots of the GPU benchmarks' results"
 	@echo "make clean     remove everything that was built"
 
 demo: $(VENV)/.installed
@@ -39,7 +41,10 @@ gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
 
 bench:
-	for file in $(BENCHES); do PYTHONPATH=. $(PYTHON) "$$file" $(ARGS); done
+	for file in $(BENCHES); do PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) "$$file" $(ARGS); done
+
+plots: $(VENV)/.installed
+	$(BIN)/python benchmarks/plots.py
 
 # A finding ends the process, so its report must not be captured; the compiler's own processes stay out.
 # python itself is not built with the sanitizers, so their run-time library and the C++ one that it hooks go first.

@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import time
 from datetime import UTC, datetime
 
+import torch
+
 from magicube_cutlass.cli.environment import environment
+
+_FOLDERS = ("jit cache", "jit headers")  # of this machine alone
+_QUERIES = {
+    "driver": "driver_version",
+    "gpu memory (MiB)": "memory.total",
+    "SM clock under load (MHz)": "clocks.sm",
+    "SM clock limit (MHz)": "clocks.max.sm",
+    "memory clock (MHz)": "clocks.mem",
+    "power under load (W)": "power.draw",
+    "power limit (W)": "power.limit",
+}
 
 
 def machine() -> dict[str, str]:
     """Versions, processor, engine path and date."""
-    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **environment()}
+    facts = {name: value for name, value in environment().items() if name not in _FOLDERS}
+    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **facts}
+
+
+def gpu_machine() -> dict[str, str]:
+    """As :func:`machine`, and of torch's current GPU: multiprocessors, size of its L2 cache, driver, clocks and power.
+
+    Clocks and power are read by ``nvidia-smi``, which changes nothing, while a dense product keeps the GPU busy.
+    """
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    facts = {
+        "multiprocessors": str(properties.multi_processor_count),
+        "L2 cache (MB)": f"{properties.L2_cache_size / 1e6:.0f}",
+    }
+    if torch.backends.cusparselt.is_available():
+        facts["cuSPARSELt"] = str(torch.backends.cusparselt.version())
+    return machine() | facts | _clocks()
+
+
+def _clocks() -> dict[str, str]:
+    if shutil.which("nvidia-smi") is None:
+        return {name: "no nvidia-smi" for name in _QUERIES}
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(1200):  # about two seconds of work, queued
+        a @ a
+    time.sleep(0.7)
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIES.values())}", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    torch.cuda.synchronize()
+    if answer.returncode:
+        return {name: f"nvidia-smi failed: {answer.stderr.strip()[:100]}" for name in _QUERIES}
+    lines = answer.stdout.strip().splitlines()
+    return dict(zip(_QUERIES, (x.strip() for x in lines[torch.cuda.current_device()].split(",")), strict=True))

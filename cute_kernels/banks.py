@@ -1,5 +1,4 @@
-"""Host model of shared memory's banks: how many passes (*wavefronts*) an access of a warp takes, and a column order
-that takes few.
+"""Host model of shared memory's banks: how many passes (*wavefronts*) an access of a warp takes.
 
 Shared memory has 32 banks of 4 bytes; word ``w`` lies in bank ``w mod 32``.  In one pass each bank serves one word to
 any number of lanes.  Accesses of 8 bytes a lane go half a warp at a time, of 16 bytes a quarter at a time, and
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 BANKS = 32
 WORD = 4
@@ -131,34 +128,11 @@ def report(accesses: Sequence[Access]) -> list[Conflicts]:
     return found
 
 
-def bank_order(columns: Tensor, row_of: Tensor, modulus: int = 8) -> Tensor:
-    """A permutation of each row's columns in which aligned groups of ``modulus`` are mostly distinct mod ``modulus``.
+def swizzled(row: Any, chunk: Any, row_bytes: int) -> Addresses:
+    """Byte at which 16-byte piece ``chunk`` of row ``row`` lies in a tile of rows of 32, 64 or 128 bytes.
 
-    Gathered rows of 64 or 128 swizzled bytes feed ``ldmatrix`` without conflicts when their numbers in shared memory
-    are distinct mod 8, so it is worth ordering a vector row's columns offline: on uniform patterns with 150 columns a
-    row and more the mean falls from 2.2-2.5 passes a matrix to 1.15-1.4.  The i-th column of every residue comes before
-    the (i+1)-th of any, and the residues take turns; this is O(total log total), without a loop over rows, on the
-    device of the arguments.
-
-    ``columns``: integers (total,), the numbers that decide about banks.  ``row_of``: integers (total,), not falling,
-    which row (or which tile of a row) an entry belongs to.  Entries stay in their row.
-    Returns int64 (total,): ``columns[order]`` is the new order.  Equal arguments give equal results on all devices.
-    Raises ``ValueError`` for other shapes, a falling ``row_of`` or a ``modulus`` below 1.
+    The host's twin of ``swizzled`` in ``copy.cuh``; arguments are integers or arrays of them.
     """
-    if columns.ndim != 1 or columns.shape != row_of.shape:
-        raise ValueError(f"columns and row_of must have one shape (total,), got {columns.shape} and {row_of.shape}")
-    if modulus < 1:
-        raise ValueError(f"modulus must be at least 1, got {modulus}")
-    if not columns.numel():
-        return torch.empty(0, dtype=torch.int64, device=columns.device)
-    if bool((row_of[1:] < row_of[:-1]).any()):
-        raise ValueError("row_of must not fall: entries of a row must be contiguous and the rows in order")
-    residue = columns.to(torch.int64) % modulus
-    classes, order = torch.sort(row_of.to(torch.int64) * modulus + residue, stable=True)
-    place = torch.arange(len(order), device=order.device)
-    starts = torch.cat((torch.ones_like(classes[:1], dtype=torch.bool), classes[1:] != classes[:-1]))
-    rank = place - torch.where(starts, place, 0).cummax(0).values  # number of its kind, in the row
-    # two stable sorts instead of one by a packed key, which could overflow: by rank, then by row
-    by_rank = torch.sort(rank, stable=True).indices
-    by_row = torch.sort(row_of[order][by_rank], stable=True).indices
-    return order[by_rank][by_row]
+    chunks, rows_a_line = row_bytes // ROW_BYTES, BANKS * WORD // row_bytes
+    row, chunk = np.asarray(row, dtype=np.int64), np.asarray(chunk, dtype=np.int64)
+    return np.asarray(row * row_bytes + (chunk ^ (row // rows_a_line % chunks)) * ROW_BYTES)

@@ -36,31 +36,24 @@ struct Store<8> { using type = uint2; };
 template <>
 struct Store<16> { using type = uint4; };
 
-// kCount neighbouring results of one row, at out[at ...]; only the first `inside` exist. `right` is null or points to the
-// first one's factor.
-template <class Out, class Total, int kCount>
-__device__ __forceinline__ void write_run(const Total (&run)[kCount], void* out, int64_t at, int64_t inside, float left,
-                                          const float* right, int64_t right_step, float bias, bool vector_stores) {
-  alignas(16) Out result[kCount];
-  Out* to = static_cast<Out*>(out) + at;
-  CUTE_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    const float factor = right && i < inside ? right[i * right_step] : 1.0f;
-    result[i] = convert<Out>(run[i], left, factor, bias);
-  }
+// kCount neighbouring results of one row, all of them at once, or those of the first `inside` that exist one by one.
+template <bool kTogether, class Out, class Total, int kCount>
+__device__ __forceinline__ void write_run(const Total (&run)[kCount], Out* to, int inside, float left,
+                                          const float (&right)[kCount], float bias) {
   constexpr int kBytes = kCount * sizeof(Out);
-  if constexpr (kCount > 1 && kBytes >= 4) {
-    if (vector_stores && inside >= kCount) {
-      constexpr int kPart = kBytes < 16 ? kBytes : 16;
-      using Word = typename Store<kPart>::type;
-      CUTE_UNROLL
-      for (int i = 0; i < kBytes / kPart; ++i) reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(result)[i];
-      return;
-    }
-  }
+  alignas(kBytes < 16 ? kBytes : 16) Out result[kCount];
   CUTE_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    if (i < inside) to[i] = result[i];
+  for (int i = 0; i < kCount; ++i) result[i] = convert<Out>(run[i], left, right[i], bias);
+  if constexpr (kTogether && kBytes >= 4) {
+    constexpr int kPart = kBytes < 16 ? kBytes : 16;
+    using Word = typename Store<kPart>::type;
+    CUTE_UNROLL
+    for (int i = 0; i < kBytes / kPart; ++i) reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(result)[i];
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (kTogether || i < inside) to[i] = result[i];
+    }
   }
 }
 

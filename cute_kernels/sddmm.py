@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
+from cute_kernels.banks import Access, swizzled
 from cute_kernels.integers import digit_count
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
@@ -18,12 +20,23 @@ from cute_kernels.operands import Factor, Place, Target
 from cute_kernels.spmm import OUT_TYPES, constants
 
 
+def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
+    """Row that lane group ``g`` reads, the twin of ``spread_row`` in ``sddmm.cuh``."""
+    if chunks == 1 or (row_bytes, chunks) in ((32, 2), (64, 4)):
+        return g
+    if row_bytes == 64:
+        return (g & 1) | (g & 2) << 1 | (g & 4) >> 1
+    first = 1 if chunks == 2 else 2
+    return (g << first | g >> (3 - first)) & 7
+
+
 @dataclass(frozen=True)
 class SddmmConfig:
     """What the SDDMM kernel is compiled for; M, N and K stay run-time values.
 
-    ``x_*`` and ``y_*`` are the operands, ``stride`` the one of the SR-BCRS output.  ``row_bytes`` of the wider operand's
-    rows are a stage, ``stages`` of them are in flight.  ``wide``: totals that outgrow int32 move to int64 on the way.
+    ``x_*`` and ``y_*`` are the operands, ``stride`` the one of the SR-BCRS output.  ``row_bytes`` of the wider
+    operand's rows are a stage, ``stages`` of them are in flight.  ``wide``: totals that outgrow int32 move to int64 on
+    the way.
     """
 
     STEM: ClassVar[str] = "sddmm"
@@ -85,6 +98,31 @@ class SddmmConfig:
         shape = f"k{self.stride}b{self.row_bytes}s{self.stages}w{self.warps}"
         parts = [self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, shape]
         return "-".join([*parts, "wide"] if self.wide else parts)
+
+    def _tile(self, name: str, bits: int, rows: int, used: int) -> list[Access]:
+        """Accesses to the rows of one operand: ``used`` of ``rows`` are fetched, all are read."""
+        element = self._element(bits)
+        row_bytes, words = self.depth * element // 8, element // 4
+        chunks = row_bytes // 16
+        pieces = np.arange(-(-used * chunks // 32) * 32).reshape(-1, 32)
+        fetch = np.where(pieces < used * chunks, swizzled(pieces // chunks, pieces % chunks, row_bytes), -1)
+        lane = np.arange(32)
+        byte = lane % 4 * 4 * words
+        reads = [
+            swizzled(8 * block + spread_row(lane // 4, row_bytes, words), run * words + byte // 16, row_bytes)
+            + byte % 16
+            for run in range(self.depth // 32)
+            for block in range(rows // 8)
+        ]
+        return [
+            Access(f"fetch: cp.async of rows of {name}", "store128", fetch),
+            Access(f"read: rows of {name}", f"load{32 * words}", np.stack(reads)),
+        ]
+
+    def accesses(self) -> list[Access]:
+        """Every access of a warp to shared memory."""
+        y = self._tile("Y", self.y_bits, self.slots, self.slots)
+        return y + self._tile("X", self.x_bits, max(8, self.vector_length), self.vector_length)
 
     def launch(self, pattern: Sequence[Tensor], x: Place, y: Place, out: Target, left: Factor, right: Factor) -> None:
         """One launch on torch's current stream; ``pattern``: the vector row of each block of ``stride`` vectors, int32,

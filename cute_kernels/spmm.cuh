@@ -170,31 +170,59 @@ struct Sums {
 template <class Shape>
 constexpr int64_t kSafeGroups = 32768 / Shape::kK;
 
+// One row of a row tile. kWhole: all of the strip's columns exist, and neighbouring ones are stored at once.
+template <class C, bool kWhole, class Total>
+__device__ __forceinline__ void write_row(typename C::Out* to, int64_t inside, const Total (&total)[SpmmShape<C>::kUnits][2],
+                                          int j, float left, const float* right, int64_t right_step, float bias) {
+  using S = SpmmShape<C>;
+  constexpr int kSubs = S::Units::kSubs;
+  CUTE_UNROLL
+  for (int c = 0; c < S::kChunks; ++c) {
+    Total run[kSubs];
+    float factors[kSubs];
+    CUTE_UNROLL
+    for (int s = 0; s < kSubs; ++s) {
+      const int column = c * 8 * kSubs + s;
+      run[s] = total[c * kSubs + s][j];
+      factors[s] = right && (kWhole || column < inside) ? right[column * right_step] : 1.0f;
+    }
+    write_run<kWhole>(run, to + c * 8 * kSubs, int(inside - c * 8 * kSubs), left, factors, bias);
+  }
+}
+
 // Writes one row tile of a vector row; n0 is the strip's first column.
 template <class C, class Total>
 __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector_row, int tile, int64_t n0, int lane,
                            const Total (&total)[SpmmShape<C>::kUnits][2]) {
   using S = SpmmShape<C>;
-  constexpr int kSubs = S::Units::kSubs;
-  const int g = lane / 4, t = lane % 4;
+  using Out = typename C::Out;
+  const int64_t first = n0 + lane / 4 * S::Units::kSubs;  // this lane's column of chunk 0
+  const float* right = at.right ? at.right + batch * at.right_batch + first * at.right_step : nullptr;
+  const bool whole = at.vector_stores && n0 + S::kColumns <= at.n;
+  const int64_t inside = at.n - first < S::kColumns ? at.n - first : S::kColumns;
   CUTE_UNROLL
   for (int j = 0; j < 2; ++j) {
-    const int v = 2 * t + j;
+    const int v = lane % 4 * 2 + j;
     const int64_t row = vector_row * C::kVector + tile * 8 + v;
     if (v >= S::kTileRows || row >= at.rows) continue;
     const float left = at.left ? at.left[row * at.left_step] : 1.0f;
     const float bias = at.bias ? at.bias[row] : 0.0f;
-    const int64_t line = (batch * at.rows + row) * at.n;
-    CUTE_UNROLL
-    for (int c = 0; c < S::kChunks; ++c) {
-      const int64_t column = n0 + (c * 8 + g) * kSubs;
-      Total run[kSubs];
-      CUTE_UNROLL
-      for (int s = 0; s < kSubs; ++s) run[s] = total[c * kSubs + s][j];
-      const float* right = at.right ? at.right + batch * at.right_batch + column * at.right_step : nullptr;
-      write_run<typename C::Out>(run, at.out, line + column, at.n - column, left, right, at.right_step, bias,
-                                 at.vector_stores);
-    }
+    Out* to = static_cast<Out*>(at.out) + (batch * at.rows + row) * at.n + first;
+    if (whole) write_row<C, true>(to, inside, total, j, left, right, at.right_step, bias);
+    else write_row<C, false>(to, inside, total, j, left, right, at.right_step, bias);
+  }
+}
+
+// Totals and output of one vector row.
+template <class Total, class C>
+__device__ void write_sums(const SpmmOperands& at, const Sums<C>& sums, int64_t batch, int64_t vector_row, int64_t n0,
+                           int lane) {
+  using S = SpmmShape<C>;
+  CUTE_UNROLL
+  for (int tile = 0; tile < S::kRowTiles; ++tile) {
+    Total total[S::kUnits][2];
+    sums.totals(tile, total);
+    write_tile<C>(at, batch, vector_row, tile, n0, lane, total);
   }
 }
 

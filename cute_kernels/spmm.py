@@ -1,4 +1,4 @@
-"""Host half of the SpMM kernels: what a config says, and the execution copy of the sparse operand that follows from it."""
+"""Host half of the SpMM kernels: what a config says, and the values of the execution copy that follow from it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class SpmmConfig:
 
 
 def plane_bytes(vectors: Vectors, stacked: bool) -> Tensor:
-    """Digits of the values as bytes, (digits, vectors, V); stacked digits share a sign, so the lower one is signed too."""
+    """Digits of the values as bytes, (digits, vectors, V); stacked digits share a sign: the lower one's too."""
     if not (stacked and vectors.signed):
         return split_digits(vectors.values, vectors.bits, vectors.signed)
     wide = widen(vectors.values)

@@ -100,8 +100,9 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kTeams = C::kWarps / C::kRowWarps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t strips = (n + S::kColumns - 1) / S::kColumns;
-  const int64_t row_blocks = (vector_rows + kTeams - 1) / kTeams;
+  // 32 bits, because a division of 64 is a call; the grid's size has no more.
+  const uint32_t strips = uint32_t((n + S::kColumns - 1) / S::kColumns);
+  const uint32_t row_blocks = uint32_t((vector_rows + kTeams - 1) / kTeams);
   // Blocks in flight share a strip of B, which the second-level cache then holds.
   const int64_t row_block = blockIdx.x % row_blocks;
   const int64_t strip = blockIdx.x / row_blocks % strips, batch = blockIdx.x / row_blocks / strips;

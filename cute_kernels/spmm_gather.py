@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.banks import Access, swizzled
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import SpmmConfig, group_offsets, pack_fragments
@@ -50,6 +52,26 @@ class GatherConfig(SpmmConfig):
     def grid(self, vector_rows: int, n: int, batch: int) -> tuple[int, int, int]:
         teams = self.warps // self.row_warps
         return (-(-vector_rows // teams) * -(-n // self.columns) * batch, 1, 1)
+
+    def accesses(self) -> list[Access]:
+        """Every access of a warp to shared memory."""
+        chunks, lanes = self.row_bytes // 16, np.arange(32)
+        pieces = np.arange(self.group * chunks).reshape(-1, 32)
+        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
+        reads = np.stack([swizzled(row, chunk, self.row_bytes) for chunk in range(chunks) for row in rows])
+        found = [
+            Access(
+                "fetch: cp.async of gathered rows",
+                "store128",
+                swizzled(pieces // chunks, pieces % chunks, self.row_bytes),
+            ),
+            Access("read: ldmatrix.trans", f"ldmatrix.x{rows.shape[1] // 8}", reads),
+        ]
+        if self.row_warps > 1:
+            size = 8 if self.wide or self._constants()["kLongTotal"] else 4
+            total = (np.arange(self.columns // 4)[:, None] * 32 + lanes) * size
+            found += [Access(f"reduce: {verb} totals", f"{verb}{8 * size}", total) for verb in ("store", "load")]
+        return found
 
     def launch(self, matrix: Sequence[Tensor], b: Place, out: Target, left: Factor, right: Factor, bias: int) -> None:
         """One launch on torch's current stream; ``matrix`` is a :class:`GatherCopy` of this config."""

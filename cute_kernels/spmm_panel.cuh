@@ -19,147 +19,191 @@ struct PanelRing {
   static_assert(C::kTile % kBoxRows == 0, "a tile is whole boxes");
 
   uint32_t base;
-  int64_t tiles;
+  int tiles;
 
   __device__ uint32_t full(int stage) const { return base + kRingBytes + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return base + kRingBytes + 8 * (C::kStages + stage); }
-  // How often the ring's stages were used before: every item walks all tiles and starts at stage 0.
-  __device__ uint32_t use(int64_t item, int64_t tile) const {
-    const int64_t stage = tile % C::kStages;
-    return static_cast<uint32_t>(item * ((tiles - stage + C::kStages - 1) / C::kStages) + tile / C::kStages);
+};
+
+// The stage of a tile and the parity of each stage's uses so far. Every item walks all tiles and starts at stage 0, so
+// that a row of B always lies at the same place in the ring.
+template <class C>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parities = 0;
+
+  __device__ uint32_t parity() const { return parities >> stage & 1; }
+  __device__ void advance() {
+    parities ^= 1u << stage;
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
   }
 };
 
-struct PanelItems {
-  int64_t row_blocks, strips, count;
+// What a block works on: a block of vector rows times a strip of B. Blocks that run at the same time share a strip, which
+// the second-level cache then holds. 32 bits, because a division of 64 is a call; the host sees to it that they suffice.
+struct PanelItem {
+  uint32_t row_blocks, strips, batches;
+  uint32_t row_block, strip, batch;
 
-  // Items that run at the same time share a strip, which the second-level cache then holds.
-  __device__ int64_t row_block(int64_t item) const { return item % row_blocks; }
-  __device__ int64_t strip(int64_t item) const { return item / row_blocks % strips; }
-  __device__ int64_t batch(int64_t item) const { return item / row_blocks / strips; }
+  __device__ PanelItem(int64_t vector_rows, int64_t block_rows, int64_t n, int64_t columns, int64_t batch_count)
+      : row_blocks(uint32_t((vector_rows + block_rows - 1) / block_rows)),
+        strips(uint32_t((n + columns - 1) / columns)),
+        batches(uint32_t(batch_count)),
+        row_block(blockIdx.x % row_blocks),
+        strip(blockIdx.x / row_blocks),
+        batch(0) {
+    settle();
+  }
+  __device__ bool exists() const { return batch < batches; }
+  __device__ void advance() {
+    strip += gridDim.x / row_blocks;
+    row_block += gridDim.x % row_blocks;
+    if (row_block >= row_blocks) {
+      row_block -= row_blocks;
+      ++strip;
+    }
+    settle();
+  }
+
+ private:
+  __device__ void settle() {
+    for (; strip >= strips; ++batch) strip -= strips;
+  }
 };
 
 template <class C>
-__device__ void feed(const PanelRing<C>& ring, const PanelItems& items, const TmaDescriptor* map, int64_t inner,
-                     int64_t batch_rows) {
+__device__ void feed(const PanelRing<C>& ring, PanelItem item, const TmaDescriptor* map, int64_t inner, int64_t batch_rows) {
   using Ring = PanelRing<C>;
-  int64_t nth = 0;
-  for (int64_t item = blockIdx.x; item < items.count; item += gridDim.x, ++nth) {
-    const int x = int(items.strip(item) * C::kRowBytes);
-    const int64_t first = items.batch(item) * batch_rows;
-    for (int64_t tile = 0; tile < ring.tiles; ++tile) {
-      const int stage = int(tile % C::kStages);
-      barrier_wait(ring.empty(stage), (ring.use(nth, tile) & 1) ^ 1);
-      const int64_t left = inner - tile * C::kTile;
+  RingPosition<C> position;
+  for (; item.exists(); item.advance(), position.stage = 0) {
+    const int x = int(item.strip * C::kRowBytes), first = int(item.batch * batch_rows);
+    for (int tile = 0; tile < ring.tiles; ++tile, position.advance()) {
+      const int stage = position.stage;
+      barrier_wait(ring.empty(stage), position.parity() ^ 1);
+      const int64_t left = inner - int64_t{tile} * C::kTile;
       const int boxes = left >= C::kTile ? C::kTile / Ring::kBoxRows : int((left + Ring::kBoxRows - 1) / Ring::kBoxRows);
       barrier_expect(ring.full(stage), boxes * Ring::kBoxRows * C::kRowBytes);
       for (int box = 0; box < boxes; ++box) {
         copy_box(ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kRowBytes, map, x,
-                 int(first + tile * C::kTile + box * Ring::kBoxRows), ring.full(stage));
+                 first + tile * C::kTile + box * Ring::kBoxRows, ring.full(stage));
       }
     }
   }
 }
 
-// Where a warp is in one vector row: the next group's places in the ring and values are in registers already.
+// One group as a lane holds it: where its rows lie in the ring, and its values.
 template <class C>
-struct RowCursor {
+struct PanelGroup {
   using S = SpmmShape<C>;
   static constexpr int kSlots = S::Shape::kK;
   static constexpr int kSlotLanes = (kSlots + 31) / 32;
+  static constexpr int kRecordWords = int(S::kGroupWords) + kSlots / 2;
 
-  const uint16_t* places;  // of the row's first group: (groups, K slots), in units of 16 bytes, swizzled
-  const uint32_t* values;
-  const int32_t* tile_ends;  // groups that need no tile beyond t, for each t
-  int count, at;
-  int ends;  // of the tile that is this lane's, of 32 tiles
-  uint32_t place[kSlotLanes];
-  SparseFragment<C> fragment;
+  uint32_t place[kSlotLanes];  // in units of 16 bytes, swizzled
+  SparseFragment<C> values;
 
-  __device__ void open(const int64_t* group_start, const int32_t* ends_of, const uint16_t* all_places, const uint32_t* all_values,
-                       int64_t vector_row, bool exists, int64_t tiles, int lane) {
-    const int64_t begin = exists ? group_start[vector_row] : 0;
-    count = exists ? int(group_start[vector_row + 1] - begin) : 0;
-    places = all_places + begin * kSlots;
-    values = all_values + begin * S::kGroupWords;
-    tile_ends = ends_of + vector_row * tiles;
-    at = 0;
-    load(lane);
-  }
-
-  __device__ void load(int lane) {
-    if (at >= count) return;
+  // A record is the values in fragment order, then the places, 16 bits each.
+  __device__ void load(const uint32_t* record, int lane) {
+    const uint16_t* places = reinterpret_cast<const uint16_t*>(record + S::kGroupWords);
     CUTE_UNROLL
-    for (int i = 0; i < kSlotLanes; ++i) place[i] = __ldg(places + at * kSlots + 32 * i + lane % kSlots);
-    fragment.load(values + at * S::kGroupWords, lane);
+    for (int i = 0; i < kSlotLanes; ++i) place[i] = __ldg(places + 32 * i + lane % kSlots);
+    values.load(record, lane);
+  }
+};
+
+// Where a warp is in one vector row; the next two groups are in registers or on their way.
+template <class C>
+struct RowCursor {
+  using Group = PanelGroup<C>;
+
+  const uint32_t* record;  // of the group after those
+  int at;                  // groups done
+  int end;                 // groups that need no tile beyond the coming one
+  Group current, next;
+
+  __device__ void open(const int64_t* group_start, const uint32_t* records, int64_t vector_row, bool exists, int lane) {
+    record = records + (exists ? group_start[vector_row] : 0) * Group::kRecordWords;
+    at = 0;
+    // Two records beyond the last one exist, so that nothing need be asked before a load.
+    current.load(record, lane);
+    next.load(record + Group::kRecordWords, lane);
+    record += 2 * Group::kRecordWords;
   }
 
-  __device__ int end_of(int64_t tile, int64_t tiles, int lane) {
-    if (tile % 32 == 0) ends = count && tile + lane < tiles ? __ldg(tile_ends + tile + lane) : count;
-    return __shfl_sync(~0u, ends, int(tile % 32));
+  __device__ void advance(int lane) {
+    current = next;
+    next.load(record, lane);
+    record += Group::kRecordWords;
+    ++at;
   }
 };
 
 template <class C>
-__device__ void add_panel_group(Sums<C>& sums, const SparseFragment<C>& values, uint32_t ring,
-                                const uint32_t (&place)[RowCursor<C>::kSlotLanes]) {
+__device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C>& group, uint32_t ring) {
   using S = SpmmShape<C>;
+  using Group = PanelGroup<C>;
   CUTE_UNROLL
   for (int chunk = 0; chunk < S::kChunks; chunk += S::kStep) {
     uint32_t raw[S::kStep][S::Units::kMatrices];
     CUTE_UNROLL
     for (int c = 0; c < S::kStep; ++c) {
       // The swizzle is an exclusive or of the chunk's number with the row's, so a chunk is one more.
-      if constexpr (RowCursor<C>::kSlots % 32 == 0) {
+      if constexpr (Group::kSlots % 32 == 0) {
         CUTE_UNROLL
-        for (int i = 0; i < RowCursor<C>::kSlotLanes; ++i) {
-          load_transposed((ring + place[i] * 16) ^ ((chunk + c) * 16), raw[c] + 4 * i);
+        for (int i = 0; i < Group::kSlotLanes; ++i) {
+          load_transposed((ring + group.place[i] * 16) ^ ((chunk + c) * 16), raw[c] + 4 * i);
         }
       } else {
-        static_assert(RowCursor<C>::kSlots == 16, "groups are of 16 slots or a multiple of 32");
-        load_transposed_pair((ring + place[0] * 16) ^ ((chunk + c) * 16), raw[c]);
+        static_assert(Group::kSlots == 16, "groups are of 16 slots or a multiple of 32");
+        load_transposed_pair((ring + group.place[0] * 16) ^ ((chunk + c) * 16), raw[c]);
       }
     }
-    sums.add(values, chunk, raw);
+    sums.add(group.values, chunk, raw);
   }
 }
 
+// tile_ends: (rows, tiles), for each tile how many groups of the row need none beyond it.
 template <class C>
-__device__ void multiply_item(const PanelRing<C>& ring, RowCursor<C> (&rows)[C::kRows], Sums<C> (&sums)[C::kRows], int64_t nth,
-                              int lane) {
-  for (int64_t tile = 0; tile < ring.tiles; ++tile) {
-    barrier_wait(ring.full(int(tile % C::kStages)), ring.use(nth, tile) & 1);
+__device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& position, RowCursor<C> (&rows)[C::kRows],
+                              Sums<C> (&sums)[C::kRows], const int32_t* tile_ends, int present, int lane) {
+  int before = 0;  // the stage of the tile before
+  const auto end_of = [&](int i, int tile) {
+    return i < present && tile < ring.tiles ? __ldg(tile_ends + i * ring.tiles + tile) : 0;
+  };
+  CUTE_UNROLL
+  for (int i = 0; i < C::kRows; ++i) rows[i].end = end_of(i, 0);
+  for (int tile = 0; tile < ring.tiles; ++tile) {
+    barrier_wait(ring.full(position.stage), position.parity());
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      const int end = rows[i].end_of(tile, ring.tiles, lane);
+      const int end = rows[i].end;
+      rows[i].end = end_of(i, tile + 1);
       while (rows[i].at < end) {
-        const SparseFragment<C> values = rows[i].fragment;
-        uint32_t place[RowCursor<C>::kSlotLanes];
-        CUTE_UNROLL
-        for (int s = 0; s < RowCursor<C>::kSlotLanes; ++s) place[s] = rows[i].place[s];
-        ++rows[i].at;
-        rows[i].load(lane);
-        add_panel_group(sums[i], values, ring.base, place);
+        add_panel_group(sums[i], rows[i].current, ring.base);
+        rows[i].advance(lane);
       }
     }
     // What needs this tile and the next one is still to come; the tile before is done with.
     __syncwarp();
-    if (lane == 0 && tile > 0) barrier_arrive(ring.empty(int((tile - 1) % C::kStages)));
+    if (lane == 0 && tile > 0) barrier_arrive(ring.empty(before));
+    before = position.stage;
+    position.advance();
   }
-  if (lane == 0 && ring.tiles > 0) barrier_arrive(ring.empty(int((ring.tiles - 1) % C::kStages)));
+  if (lane == 0 && ring.tiles > 0) barrier_arrive(ring.empty(before));
+  position.stage = 0;
 }
 
 template <class C>
 __global__ void __launch_bounds__((C::kWarps + 1) * 32, 1)
 spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start, const int32_t* tile_ends,
-           const uint16_t* places, const uint32_t* values, void* out, const float* left, int64_t left_step, const float* right,
+           const uint32_t* records, void* out, const float* left, int64_t left_step, const float* right,
            int64_t right_step, int64_t right_batch, const float* bias, int64_t rows, int64_t vector_rows, int64_t n,
            int64_t inner, int64_t batches, int64_t batch_rows, int64_t vector_stores) {
   using S = SpmmShape<C>;
   using Total = cuda::std::conditional_t<C::kLongTotal, int64_t, int32_t>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const PanelRing<C> ring{shared_address(shared), (inner + C::kTile - 1) / C::kTile};
+  const PanelRing<C> ring{shared_address(shared), int((inner + C::kTile - 1) / C::kTile)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::kStages; ++stage) {
       barrier_init(ring.full(stage), 1);
@@ -169,33 +213,27 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   }
   __syncthreads();
   constexpr int kBlockRows = C::kWarps * C::kRows;
-  const int64_t row_blocks = (vector_rows + kBlockRows - 1) / kBlockRows, strips = (n + S::kColumns - 1) / S::kColumns;
-  const PanelItems items{row_blocks, strips, row_blocks * strips * batches};
+  PanelItem item(vector_rows, kBlockRows, n, S::kColumns, batches);
   if (warp == C::kWarps) {
-    if (lane == 0) feed(ring, items, &map, inner, batch_rows);
+    if (lane == 0) feed(ring, item, &map, inner, batch_rows);
     return;
   }
   const SpmmOperands operands{left, right, bias, out, rows, n, left_step, right_step, right_batch, vector_stores != 0};
-  int64_t nth = 0;
-  for (int64_t item = blockIdx.x; item < items.count; item += gridDim.x, ++nth) {
-    const int64_t first = items.row_block(item) * kBlockRows + warp * C::kRows;
+  RingPosition<C> position;
+  for (; item.exists(); item.advance()) {
+    const int64_t first = int64_t{item.row_block} * kBlockRows + warp * C::kRows;
+    const int present = first >= vector_rows ? 0 : vector_rows - first < C::kRows ? int(vector_rows - first) : C::kRows;
     RowCursor<C> cursors[C::kRows];
     Sums<C> sums[C::kRows];
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      cursors[i].open(group_start, tile_ends, places, values, first + i, first + i < vector_rows, ring.tiles, lane);
+      cursors[i].open(group_start, records, first + i, i < present, lane);
       sums[i].clear();
     }
-    multiply_item(ring, cursors, sums, nth, lane);
+    multiply_item(ring, position, cursors, sums, tile_ends + first * ring.tiles, present, lane);
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      if (first + i >= vector_rows) break;
-      CUTE_UNROLL
-      for (int tile = 0; tile < S::kRowTiles; ++tile) {
-        Total total[S::kUnits][2];
-        sums[i].totals(tile, total);
-        write_tile<C>(operands, items.batch(item), first + i, tile, items.strip(item) * S::kColumns, lane, total);
-      }
+      if (i < present) write_sums<Total>(operands, sums[i], item.batch, first + i, int64_t{item.strip} * S::kColumns, lane);
     }
   }
 }

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.banks import bank_order
+from cute_kernels.banks import Access, swizzled
 from cute_kernels.jit.kernel import get_kernel, tensor_map
 from cute_kernels.operands import Factor, Place, Target, Vectors
+from cute_kernels.ordering import sequential_slots, spread_slots
 from cute_kernels.spmm import OUT_BYTES, SpmmConfig, pack_fragments
 
 BOX_ROWS = 256  # the copy engine's limit
@@ -75,6 +77,14 @@ class PanelConfig(SpmmConfig):
         """Strips of row blocks, each of which passes all of a strip of B through shared memory."""
         return -(-vector_rows // (self.warps * self.rows)) * -(-n // self.columns) * batch
 
+    def accesses(self) -> list[Access]:
+        """Every access of a warp to shared memory, for columns 0, 1, ...; others conflict as their order says."""
+        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
+        reads = np.stack(
+            [swizzled(row, chunk, self.row_bytes) for chunk in range(self.row_bytes // 16) for row in rows]
+        )
+        return [Access("read: ldmatrix.trans of gathered rows", f"ldmatrix.x{rows.shape[1] // 8}", reads)]
+
     def launch(self, matrix: Sequence[Tensor], b: Place, out: Target, left: Factor, right: Factor, bias: int) -> None:
         """One launch on torch's current stream, or one a matrix of a batch that no single step separates.
 
@@ -88,7 +98,7 @@ class PanelConfig(SpmmConfig):
                 scales = Factor(right.pointer + 4 * i * right.batch, right.step, 0)
                 self.launch(matrix, Place(b.pointer + i * b.batch, b.pitch, 0, b.row), one, left, scales, bias)
             return
-        offsets, ends, places, values = matrix
+        offsets, ends, records = matrix
         rows = offsets.shape[0] - 1
         shape = (b.row, step * (out.batch - 1) + out.inner)
         box = (self.row_bytes, min(self.tile, BOX_ROWS))
@@ -97,7 +107,7 @@ class PanelConfig(SpmmConfig):
             (grid, 1, 1),
             (
                 tensor_map(b.pointer, 1, shape, b.pitch, box, self.row_bytes), offsets.data_ptr(), ends.data_ptr(),
-                places.data_ptr(), values.data_ptr(), out.pointer, left.pointer, left.step, right.pointer, right.step,
+                records.data_ptr(), out.pointer, left.pointer, left.step, right.pointer, right.step,
                 right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step, self.vector_stores(out),
             ),
         )  # fmt: skip
@@ -112,54 +122,29 @@ class PanelCopy(NamedTuple):
 
     group_offsets: Tensor  # int64 (R + 1,)
     tile_ends: Tensor  # int32 (R, tiles): groups of the row that need no tile beyond t
-    places: Tensor  # int16 (groups * group,): where the rows of B lie in the ring, in 16 bytes, swizzled
-    values: Tensor  # uint8 (groups, bytes a group), fragment order
-
-
-def _starts(counts: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Place of each tile's first vector in its row, int64 (R, tiles), and of the row's end, (R,).
-
-    ``counts``: int64 (R, tiles).  Vectors follow each other, but a group that would take vectors of a third tile is cut
-    off before: it is padded.
-    """
-    rows, tiles = counts.shape
-    starts = torch.zeros_like(counts)
-    at = counts.new_zeros(rows)
-    oldest = counts.new_full((rows,), tiles)  # tile of the open group's first vector
-    for tile in range(tiles):
-        stale = (at % group != 0) & (oldest < tile - 1) & (counts[:, tile] > 0)
-        at = torch.where(stale, (at + group - 1) // group * group, at)
-        starts[:, tile] = at
-        end = at + counts[:, tile]
-        opened = (end // group * group >= at) & (counts[:, tile] > 0)  # the open group began in this tile
-        oldest = torch.where(opened, tile, oldest)
-        at = end
-    return starts, at
+    # uint8 (groups + 2, bytes): values in fragment order, then for each slot, in 16 bits, where its row of B lies in the
+    # ring, in units of 16 bytes, swizzled. The last two records are read ahead of need and never used.
+    records: Tensor
 
 
 def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     """The execution copy of ``vectors``; torch operators on their own device."""
     group, device = config.group, vectors.columns.device
     tiles = -(-inner // config.tile)
-    rows = vectors.row_offsets.numel() - 1
-    total = vectors.columns.numel()
+    rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
+    arrange = spread_slots if config.ordered else sequential_slots
+    slots = arrange(vectors.columns, vectors.row_offsets, config.tile, tiles, group)
     row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
-    if config.ordered:
-        order = bank_order(vectors.columns, row_of * tiles + vectors.columns // config.tile)
-        vectors = vectors._replace(columns=vectors.columns[order], values=vectors.values[order])
-    segment = row_of * tiles + vectors.columns // config.tile  # (vectors,)
-    counts = torch.bincount(segment, minlength=rows * tiles)
-    starts, ends = _starts(counts.view(rows, tiles), group)
+    used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-    torch.cumsum((ends + group - 1) // group, 0, out=offsets[1:])
+    torch.cumsum((used + group - 1) // group, 0, out=offsets[1:])
     groups = int(offsets[-1])
-    before = torch.cumsum(counts, 0) - counts  # (R * tiles,) vectors of earlier segments
-    within = torch.arange(total, device=device) - before[segment]
-    positions = offsets[row_of] * group + starts.view(-1)[segment] + within  # (vectors,)
+    positions = offsets[row_of] * group + slots  # (vectors,)
 
     last = torch.zeros(groups, dtype=torch.int64, device=device)
-    last.scatter_reduce_(0, positions // group, segment % max(tiles, 1), "amax")
+    last.scatter_reduce_(0, positions // group, vectors.columns.to(torch.int64) // config.tile, "amax")
     owner = torch.repeat_interleave(offsets.diff(), output_size=groups)
+    last = torch.cummax(last + owner * tiles, 0).values - owner * tiles  # a group waits for those before it
     finished = torch.bincount(owner * tiles + last, minlength=rows * tiles).view(rows, tiles).cumsum(1)
 
     slot = (vectors.columns % config.ring).to(torch.int64)
@@ -170,9 +155,6 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     firsts = positions % group == 0
     places[positions[firsts] // group] = place[firsts][:, None]
     places.view(-1)[positions] = place
-    return PanelCopy(
-        offsets,
-        finished.to(torch.int32),
-        places.view(-1).to(torch.int16),
-        pack_fragments(config, vectors, positions, groups),
-    )
+    values = pack_fragments(config, vectors, positions, groups)
+    records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
+    return PanelCopy(offsets, finished.to(torch.int32), torch.nn.functional.pad(records, (0, 0, 0, 2)))

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import magicube_cutlass as mc
+from tests.helpers import disassemble
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,3 +75,37 @@ def test_benchmark_checks_and_writes_what_the_readme_renders(tmp_path: Path) -> 
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| 256 | 0.05 |" in text and "one thread" in text
+
+
+def test_new_mma_shape_compiles_into_every_kernel() -> None:
+    pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
+    pytest.importorskip("cuda.core")
+    from cute_kernels.jit import compile_unit
+
+    example = load(ROOT / "examples" / "new_mma_shape.py")
+    binaries = []
+    example.compile_unit = lambda unit: binaries.append(compile_unit(unit)) or binaries[-1]
+    example.compile_kernels("sm_90a")
+    assert [binary.kernel.split("<")[0] for binary in binaries] == [
+        "magicube::spmm_gather",
+        "magicube::spmm_panel",
+        "magicube::sddmm",
+    ]
+    for binary in binaries:
+        instructions = disassemble(binary.code).count("IMMA.16832.S8.S8")
+        assert instructions and instructions % 2 == 0 and binary.usage.stack_bytes == binary.usage.spill_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_new_mma_shape_is_exact(device: str) -> None:
+    pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
+    load(ROOT / "examples" / "new_mma_shape.py").run(device)
+
+
+def test_page_on_mma_shapes_quotes_the_example() -> None:
+    example = (ROOT / "examples" / "new_mma_shape.py").read_text()
+    page = (ROOT / "docs" / "adding-an-mma-shape.md").read_text()
+    quoted = re.findall(r"```(?:cpp|python)\n(.*?)```", page, re.DOTALL)
+    assert quoted
+    for block in quoted:
+        assert block in example

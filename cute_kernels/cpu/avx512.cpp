@@ -13,7 +13,7 @@ namespace {
 struct Avx512 {
   static constexpr bool kOffset = true;
   static constexpr bool kStreams = true;
-  static constexpr int kChunkGroups = 80;  // their panel rows fit three quarters of a first-level cache
+  static constexpr int kChunkGroups = 64;  // their panel rows fill half of a first-level cache
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
 
   // Lane l of vector q holds columns 16 l + 4 q and the three after it: what the unpacks below leave.

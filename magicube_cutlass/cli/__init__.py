@@ -10,6 +10,7 @@ import typer
 from magicube_cutlass.cli.environment import collect_env
 from magicube_cutlass.cli.info import info
 from magicube_cutlass.cli.kernels import cache_app, warmup
+from magicube_cutlass.cli.layout import layout
 from magicube_cutlass.cli.spmm import spmm
 from magicube_cutlass.cli.spy import spy
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command("info")(info)
 app.command("spmm")(spmm)
 app.command("spy")(spy)
+app.command("layout")(layout)
 app.command("collect-env")(collect_env)
 app.command("warmup")(warmup)
 app.add_typer(cache_app, name="cache")

@@ -153,8 +153,9 @@ def test_out_is_written_in_place_and_nowhere_else(path: str) -> None:
     assert bool((guarded[[0, 20]] == 77).all())
 
 
-def test_threads_do_not_change_the_result() -> None:
-    a, b = sparse(256, 512, 8, 8, True), dense((512, 300), 8, True)
+@pytest.mark.parametrize("shape", [(512, 300), (512, 1300), (3, 512, 1300)])
+def test_threads_do_not_change_the_result(path: str, shape: tuple[int, ...]) -> None:
+    a, b = sparse(100, 512, 8, 8, True), dense(shape, 8, True)
     before = torch.get_num_threads()
     try:
         results = []
@@ -163,8 +164,63 @@ def test_threads_do_not_change_the_result() -> None:
             results.append(mc.spmm(a, b))
     finally:
         torch.set_num_threads(before)
+    assert torch.equal(results[0], mc.reference.spmm(a, b).int())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+CONCURRENT = """
+import os
+import threading
+
+import torch
+
+import magicube_cutlass as mc
+
+torch.set_num_threads(3)
+mask = mc.random_pattern(256, 512, 0.5, 8).to_dense()
+a = mc.SRBCRS.from_mask(torch.randint(-128, 128, (256, 512)), mask, vector_length=8, bits=8)
+b = mc.QuantTensor.from_ints(torch.randint(-128, 128, (512, 300)), bits=8)
+expected = mc.reference.spmm(a, b).int().numpy().tobytes()
+
+
+def right() -> bool:
+    torch.set_num_threads(3)
+    return all(mc.spmm(a, b).numpy().tobytes() == expected for _ in range(20))
+
+
+results = [right()]
+threads = [threading.Thread(target=lambda: results.append(right())) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+child = os.fork()
+if child == 0:
+    os._exit(0 if right() else 1)
+results += [os.waitpid(child, 0)[1] == 0, right()]
+print(results)
+"""
+
+
+def test_callers_on_several_threads_and_after_a_fork_get_their_results() -> None:
+    run = subprocess.run([sys.executable, "-c", CONCURRENT], capture_output=True, text=True, check=False, timeout=120)
+    assert run.stdout.strip() == str([True] * 7), run.stderr
+
+
+@pytest.mark.parametrize("n", [576, 580])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16])
+def test_outputs_too_large_for_a_cache_hold_the_same_results(path: str, n: int, dtype: torch.dtype) -> None:
+    a, b = sparse(1000, 64, 8, 8, True, sparsity=0.9), dense((64, n), 8, True)
+    product = mc.spmm(a, b, out_dtype=dtype)
+    assert torch.equal(product, mc.reference.spmm(a, b).to(dtype))
+    shifted = torch.zeros(1000 * n + 1, dtype=dtype)[1:].view(1000, n)  # not aligned to a line
+    assert torch.equal(mc.spmm(a, b, out=shifted), product)
+
+
+def test_row_sums_beyond_int32_are_exact() -> None:
+    planes = torch.full((1, 140_000, 1, 64), 255, dtype=torch.uint8)
+    assert cpu.row_sums(planes, torch.zeros(1, dtype=torch.int64), 8, False).tolist() == [[[140_000 * 64 * 255]]]
 
 
 def test_bcrs_multiplies_too() -> None:

@@ -1,0 +1,329 @@
+"""What each idea of the SpMM kernels is worth, by switching it off: variants of one config on the same operands.
+
+Writes ``benchmarks/results/ablation_h200.json``, or the file that the GPU's name gives.  Times are microseconds a
+launch.  The pruned matrix is read from the folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds
+``dlmc/matrices/<FILE>``; without it only the random matrix is measured.
+Run: ``PYTHONPATH=. python benchmarks/ablation.py [--out FILE]``; ``benchmarks/plots.py`` draws the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_data import OUT_NAME, Product, Shape, Widths, check, chosen, compile_ahead, make_product, one_line, uniform
+from gpu_timing import Call, measure, ratio
+from machine import gpu_machine
+
+import magicube_cutlass as mc
+from cute_kernels.spmm_gather import GatherConfig
+from cute_kernels.spmm_panel import PanelConfig
+from magicube_cutlass import kernels
+from magicube_cutlass.kernels import SpmmKernel
+
+RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+FILE = "rn50/magnitude_pruning/0.9/bottleneck_2_block_group3_1_1.smtx"
+N = 512
+UNIFORM = Shape(4096, 4096, N, 0.9)
+EIGHT = Widths(8, 8)
+SWIZZLE = "swizzle"  # the field of PanelConfig, once there is one, that switches the swizzled placement
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One bar: a label, the config or the reason why there is none, and the operands it runs on."""
+
+    label: str
+    config: SpmmKernel | None
+    product: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Variants that are compared with the first one; ``question``: what the study asks."""
+
+    name: str
+    question: str
+    workload: str
+    variants: tuple[Variant, ...]
+
+    def __post_init__(self) -> None:
+        """A variant that is the same as one before it goes."""
+        unlike: list[Variant] = []
+        for variant in self.variants:
+            if variant.config is None or all(
+                (variant.config, variant.product) != (other.config, other.product) for other in unlike
+            ):
+                unlike.append(variant)
+        object.__setattr__(self, "variants", tuple(unlike))
+
+
+def changed(label: str, base: SpmmKernel, product: str, **changes: object) -> Variant:
+    """``base`` with other fields; a field that the config does not have is a reason, not an error."""
+    unknown = [name for name in changes if name not in {field.name for field in fields(base)}]
+    if unknown:
+        return Variant(label, None, product, f"{type(base).__name__} has no field {', '.join(unknown)}")
+    return Variant(label, replace(base, **changes), product)  # type: ignore[arg-type]
+
+
+def gather_of(pattern: mc.Pattern, widths: Widths) -> GatherConfig:
+    """The gather kernel: the chosen config where that is one, else its defaults."""
+    config = chosen(pattern, N, widths)
+    if isinstance(config, GatherConfig):
+        return config
+    atom = kernels.default_atom(
+        kernels.Kind(pattern.vector_length, (widths.left, widths.left_signed), (widths.right, True), OUT_NAME),
+        kernels.machine(torch.cuda.current_device()).arch,
+    )
+    kind = (atom, pattern.vector_length, widths.left, widths.left_signed, widths.right, True, OUT_NAME)
+    return GatherConfig(*kind, row_bytes=64)
+
+
+def panel_of(pattern: mc.Pattern, widths: Widths) -> PanelConfig:
+    """The panel kernel: the chosen config where that is one, else its defaults."""
+    config = chosen(pattern, N, widths)
+    return config if isinstance(config, PanelConfig) else PanelConfig(*_kind(gather_of(pattern, widths)))
+
+
+def _kind(config: SpmmKernel) -> tuple[Any, ...]:
+    return (
+        config.atom, config.vector_length, config.a_bits, config.a_signed, config.b_bits, config.b_signed, config.out
+    )  # fmt: skip
+
+
+def panel_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
+    """Switches of the panel kernel, L8-R8."""
+    base, key = panel_of(pattern, EIGHT), f"{EIGHT}"
+    yield Study(
+        "conflict-free access",
+        "columns in the order that spares bank conflicts; swizzled rows",
+        workload,
+        (
+            changed("bank order", base, key, ordered=True),
+            changed("no bank order", base, key, ordered=False),
+            changed("no swizzle", base, key, **{SWIZZLE: False}),
+            changed("neither", base, key, **{SWIZZLE: False, "ordered": False}),
+        ),
+    )
+    yield Study(
+        "prefetch, panel",
+        "tiles of B in flight",
+        workload,
+        (
+            Variant(f"chosen: {base.stages} x {base.tile} rows", base, key),
+            *(
+                changed(f"{stages} x {tile} rows", base, key, row_bytes=128, stages=stages, tile=tile)
+                for stages, tile in ((3, 512), (3, 256), (4, 256), (5, 256), (6, 256), (6, 128), (12, 128))
+            ),
+        ),
+    )
+    yield Study(
+        "rows a warp, panel",
+        "vector rows whose sums one warp keeps, and warps a block",
+        workload,
+        (
+            Variant(f"chosen: {base.rows} rows, {base.warps} warps", base, key),
+            *(
+                changed(f"{rows} rows, {warps} warps", base, key, rows=rows, warps=warps)
+                for rows, warps in ((1, 15), (2, 15), (1, 11), (2, 11), (2, 8), (1, 7), (2, 7), (4, 7))
+            ),
+        ),
+    )
+
+
+def gather_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
+    """Switches of the gather kernel, L8-R8."""
+    base, key = gather_of(pattern, EIGHT), f"{EIGHT}"
+    yield Study(
+        "prefetch, gather",
+        "groups of gathered rows in flight",
+        workload,
+        tuple(changed(f"{stages} stages", base, key, stages=stages) for stages in (2, 3, 4, 6, 8)),
+    )
+    yield Study(
+        "warps a row, gather",
+        "warps that share one vector row",
+        workload,
+        (
+            Variant(f"chosen: {base.row_warps} of {base.warps}", base, key),
+            *(
+                changed(f"{share} of {warps}", base, key, row_warps=share, warps=warps)
+                for share, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (8, 8))
+            ),
+        ),
+    )
+    yield Study(
+        "strip, gather",
+        "bytes of a gathered row",
+        workload,
+        tuple(changed(f"{size} bytes", base, key, row_bytes=size) for size in (64, 128)),
+    )
+
+
+def width_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
+    """4-bit operands: the same integers packed or as bytes, at the config that is chosen for each."""
+    four, mixed = Widths(4, 4), Widths(8, 4)
+    native = replace(chosen(pattern, N, four), atom="s4_m16n8k64")
+    yield Study(
+        "4-bit operands",
+        "the same 4-bit integers stored packed and unpacked in registers, or stored as bytes",
+        workload,
+        (
+            Variant("bytes (L8-R8)", chosen(pattern, N, EIGHT), "4-bit integers in L8-R8"),
+            Variant("B packed (L8-R4)", chosen(pattern, N, mixed), "4-bit integers in L8-R4"),
+            Variant("both packed (L4-R4)", chosen(pattern, N, four), "L4-R4"),
+            Variant("both packed, 4-bit mma", native, "L4-R4"),
+        ),
+    )
+
+
+def stack_studies(workload: str, patterns: dict[int, mc.Pattern]) -> Iterator[Study]:
+    """Two digits of a short vector in one instruction, or in one each."""
+    for widths in (Widths(16, 8, left_signed=False), Widths(12, 4)):
+        for length in (4, 2):
+            base = chosen(patterns[length], N, widths)
+            key = f"{widths} V={length}"
+            yield Study(
+                f"digit stacking, {key}",
+                "two digits of a vector in one instruction, or in one each",
+                workload,
+                (
+                    changed("stacked", base, key, stack=True),
+                    changed("apart", base, key, stack=False),
+                ),
+            )
+
+
+def products_of(patterns: dict[int, mc.Pattern]) -> dict[str, Product]:
+    """The operands that the studies name."""
+    eight = patterns[8]
+    found = {
+        f"{EIGHT}": make_product(eight, N, EIGHT),
+        "4-bit integers in L8-R8": make_product(eight, N, EIGHT, ints=(4, 4)),
+        "4-bit integers in L8-R4": make_product(eight, N, Widths(8, 4), ints=(4, 4)),
+        "L4-R4": make_product(eight, N, Widths(4, 4)),
+    }
+    for widths in (Widths(16, 8, left_signed=False), Widths(12, 4)):
+        for length in (4, 2):
+            found[f"{widths} V={length}"] = make_product(patterns[length], N, widths)
+    return found
+
+
+def data_file() -> Path | None:
+    """The pruned matrix, gzipped or not, or None."""
+    for root in (os.environ.get("MAGICUBE_DATA"), ROOT.parent / "shared" / "data"):
+        for ending in ("", ".gz"):
+            if root and (path := Path(root) / "dlmc" / "matrices" / (FILE + ending)).is_file():
+                return path
+    return None
+
+
+def first_rows(pattern: mc.Pattern, rows: int) -> mc.Pattern:
+    """The first ``rows`` vector rows."""
+    offsets = pattern.row_offsets[: rows + 1]
+    shape = (rows * pattern.vector_length, pattern.shape[1])
+    return mc.Pattern(shape, pattern.vector_length, offsets, pattern.col_indices[: int(offsets[-1])])
+
+
+def workloads() -> dict[str, dict[int, mc.Pattern]]:
+    """Patterns by vector length; a row of the pruned matrix is a vector row."""
+    found = {f"uniform {UNIFORM}": {length: uniform(UNIFORM, length) for length in (8, 4, 2)}}
+    if (path := data_file()) is None:
+        print(f"no {FILE} in the folder MAGICUBE_DATA: get it from the Deep Learning Matrix Collection")
+        return found
+    from magicube_cutlass.smtx import read_smtx
+
+    whole = {length: read_smtx(path, vector_length=length) for length in (8, 4, 2)}
+    k, rows = whole[8].shape[1], whole[8].vector_rows
+    few = {length: first_rows(pattern, 256 // length) for length, pattern in whole.items()}
+    return {f"pruned ResNet-50, M=256, K={k}, N={N}": few,
+            f"pruned ResNet-50, {rows} vector rows, K={k}, N={N}": whole, **found}  # fmt: skip
+
+
+def studies(workload: str, patterns: dict[int, mc.Pattern]) -> list[Study]:
+    """All studies of a workload; the panel kernel needs vector rows enough to fill a block."""
+    found = [*gather_studies(workload, patterns[8])]
+    if patterns[8].vector_rows >= 64:
+        found += panel_studies(workload, patterns[8])
+    return [*found, *width_studies(workload, patterns[8]), *stack_studies(workload, patterns)]
+
+
+def run_study(study: Study, products: dict[str, Product], failed: dict[Any, str]) -> dict[str, Any]:
+    """Check every variant in every element, then time those that run in the same rounds."""
+    calls: dict[str, Call] = {}
+    reasons: dict[str, str] = {}
+    for variant in study.variants:
+        if variant.config is None or variant.config in failed:
+            reasons[variant.label] = variant.reason or failed[variant.config]
+            continue
+        product = products[variant.product]
+        out = product.poisoned()
+        call = partial(mc.spmm, product.lhs, product.rhs, out=out, config=variant.config)
+        try:
+            call()
+            check(product, out)
+        except Exception as error:  # a variant that does not run is a result
+            reasons[variant.label] = one_line(error)
+            continue
+        calls[variant.label] = call
+    times = measure(calls, rounds=15, samples=1)
+    first = next(iter(times.values()), None)
+    rows: list[dict[str, Any]] = []
+    for variant in study.variants:
+        if variant.label not in times or first is None or variant.config is None:
+            rows.append({"label": variant.label, "not_run": reasons[variant.label]})
+            continue
+        timing = times[variant.label]
+        rows.append({"label": variant.label, "us": timing.median, "quartiles": timing.quartiles,
+                     "ratio": ratio(timing, first), "mode": timing.mode, "kernel": variant.config.name})  # fmt: skip
+    return {"name": study.name, "question": study.question, "workload": study.workload, "rows": rows}
+
+
+def print_study(result: dict[str, Any]) -> None:
+    print(f"  {result['name']}: {result['question']}")
+    for row in result["rows"]:
+        if "not_run" in row:
+            print(f"    {row['label']:26} not run: {row['not_run'][:160]}")
+        else:
+            print(f"    {row['label']:26} {row['us']:8.2f} us  x{row['ratio']:.2f}  {row['kernel']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the results file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    start = time.perf_counter()
+    todo = {name: (patterns, studies(name, patterns)) for name, patterns in workloads().items()}
+    configs = [v.config for _, found in todo.values() for study in found for v in study.variants if v.config]
+    failed = compile_ahead(configs)
+    print(f"kernels compiled in {time.perf_counter() - start:.1f} s, {len(failed)} failed")
+    results: dict[str, Any] = {"machine": gpu_machine(), "setting": {"out": OUT_NAME, "data": FILE}, "studies": []}
+    for name, (patterns, found) in todo.items():
+        print(f"\n{name}")
+        products = products_of(patterns)
+        for study in found:
+            results["studies"].append(run_study(study, products, failed))
+            print_study(results["studies"][-1])
+        del products
+        torch.cuda.empty_cache()
+    gpu = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_")
+    out = args.out or RESULTS / f"ablation_{gpu}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwrote {out}, {time.perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

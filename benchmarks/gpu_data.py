@@ -1,0 +1,158 @@
+"""Random products on the GPU for the benchmarks: operands, the exact result, the chosen kernel, compiling ahead."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+import magicube_cutlass as mc
+from cute_kernels import jit
+from cute_kernels.integers import int_range
+from cute_kernels.jit import Unit
+from cute_kernels.jit.warm import Source
+from magicube_cutlass import kernels
+
+OUT = torch.float16
+OUT_NAME = "float16"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """C = A B with A (M, K), B (K, N); ``sparsity`` is the share of A's vectors that are zero."""
+
+    m: int
+    k: int
+    n: int
+    sparsity: float
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n} {self.sparsity:g}"
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bits and signs of the two operands."""
+
+    left: int
+    right: int
+    left_signed: bool = True
+
+    def __str__(self) -> str:
+        return f"L{self.left}{'' if self.left_signed else 'u'}-R{self.right}"
+
+
+@dataclass(frozen=True)
+class Product:
+    """``expected``: float16 (M, N), the exact integers rounded once to float32, scaled there, rounded to float16."""
+
+    lhs: mc.SRBCRS
+    rhs: mc.QuantTensor
+    expected: Tensor
+
+    def poisoned(self) -> Tensor:
+        """An output that no product leaves as it is."""
+        return torch.full_like(self.expected, torch.nan)
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of the stored elements."""
+        return 2 * self.lhs.nnz * self.rhs.shape[-1]
+
+    def moved_bytes(self) -> int:
+        """Bytes of the kernel's copy of A, of B and of C: what one launch has to touch at least once."""
+        copies = [value for value in self.lhs._execution.values() if isinstance(value, list)]
+        tensors = [*(copies[0] if copies else []), self.rhs.data, self.expected]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def random_ints(shape: tuple[int, ...], bits: int, signed: bool, seed: int) -> Tensor:
+    """Uniform integers of the whole range, int32, on the GPU; a generator of its own, so that graphs do not matter."""
+    low, high = int_range(bits, signed)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator, device="cuda", dtype=torch.int32)
+
+
+@lru_cache
+def uniform(shape: Shape, vector_length: int) -> mc.Pattern:
+    """The random pattern of a shape, on the CPU."""
+    return mc.random_pattern(shape.m, shape.k, shape.sparsity, vector_length, "uniform", seed=shape.m + shape.k)
+
+
+def make_product(pattern: mc.Pattern, n: int, widths: Widths, ints: tuple[int, int] | None = None) -> Product:
+    """Random operands with scales: one of A, one a column of B; results are of the order of 1.
+
+    ``ints``: widths of the random integers where they are to be narrower than the operands.
+    """
+    left_bits, right_bits = ints or (widths.left, widths.right)
+    pattern = pattern.to("cuda")
+    vectors = random_ints((pattern.vectors, pattern.vector_length), left_bits, widths.left_signed, 1)
+    dense = random_ints((pattern.shape[1], n), right_bits, True, 2)
+    sums = max(pattern.vectors / max(pattern.vector_rows, 1), 1.0) ** 0.5
+    left = (1 / vectors.double().square().mean().sqrt()).float()
+    columns = torch.linspace(0.5, 1.5, n, device="cuda", dtype=torch.float64)[None]
+    right = (columns / (dense.double().square().mean().sqrt() * sums)).float()
+    lhs = mc.SRBCRS.from_pattern(pattern, vectors, bits=widths.left, signed=widths.left_signed, scale=left)
+    rhs = mc.QuantTensor.from_ints(dense, bits=widths.right, scale=right)
+    # float64 holds the integers exactly: 2^15 * 2^15 * K stays below 2^53
+    exact = lhs.to_dense(dequantize=False).double() @ dense.double()  # (M, N)
+    return Product(lhs, rhs, (exact.float() * left * right).to(OUT))
+
+
+def check(product: Product, out: Tensor) -> None:
+    """Raise ``ArithmeticError`` unless ``out`` equals the expected result in every element."""
+    wrong = out != product.expected
+    if bool(wrong.any()):
+        row, column = (int(x) for x in wrong.nonzero()[0])
+        raise ArithmeticError(
+            f"{int(wrong.sum())} of {out.numel()} elements are wrong, first ({row}, {column}): "
+            f"{float(out[row, column])}, expected {float(product.expected[row, column])}"
+        )
+
+
+def ran(lhs: mc.SRBCRS) -> str:
+    """Name of the kernel that the one product with ``lhs`` used."""
+    plans = [value[0] for value in lhs._execution.values() if isinstance(value, tuple)]
+    return ", ".join(plans)
+
+
+def chosen(pattern: mc.Pattern, n: int, widths: Widths) -> kernels.SpmmKernel:
+    """The config that ``mc.spmm`` takes for float16 output."""
+    kind = kernels.Kind(pattern.vector_length, (widths.left, widths.left_signed), (widths.right, True), OUT_NAME)
+    return kernels.choose_spmm(
+        kind, kernels.machine(torch.cuda.current_device()), vector_rows=pattern.vector_rows,
+        longest=int(pattern.row_lengths.max()), n=1 << (n - 1).bit_length(), batch=1,
+    )  # fmt: skip
+
+
+def one_line(error: BaseException) -> str:
+    """An exception for a results file: what it says first, and of a compiler's log the first error; no folders."""
+    text = str(error)
+    found = re.search(r"^.*\berror\b.*$", text, re.MULTILINE)
+    told = " ".join((found[0] if found else text).split())
+    return f"{type(error).__name__}: {re.sub(r'(?:/[^/ ]+)+/', '', told)[:300]}"
+
+
+def _build(unit: Unit) -> str | None:
+    try:
+        jit.build(unit)
+    except Exception as error:  # told by compile_ahead
+        return one_line(error)
+    return None
+
+
+def compile_ahead(configs: Iterable[Source]) -> dict[Source, str]:
+    """Compile all kernels into the cache, one process a core; the text of the error for those that failed."""
+    arch = jit.current_arch()
+    unique = list(dict.fromkeys(configs))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(unique), os.cpu_count() or 1), mp_context=context) as pool:
+        errors = list(pool.map(_build, [config.unit(arch) for config in unique]))
+    return {config: error for config, error in zip(unique, errors, strict=True) if error}

@@ -1,0 +1,250 @@
+"""Quantization on a GPU: scales from largest magnitudes, and integers in storage form, in one or two launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import int_range, storage_dtype
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.spmm import OUT_TYPES, constants
+
+SOURCES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_TYPES = OUT_TYPES | {"float64": "double"}
+_LONG_ROW = 1 << 15  # entries from which several blocks share a row, where rows are few
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """What a quantization kernel is compiled for: ``kernel`` is its name in the source, ``x`` the name of the input's
+    dtype, ``bits`` the width of a stored integer, 4, 8 or 16.  A thread has ``steps`` loads of 16 bytes in flight."""
+
+    kernel: str
+    x: str
+    bits: int = 8  # the kernels for maxima write none
+    steps: int = 4
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+    @property
+    def vector(self) -> int:
+        """Entries that a thread loads at once."""
+        return _ALIGNMENT // {"float64": 8, "float32": 4}.get(self.x, 2)
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        return f"quantize-{self.kernel}-{self.x}-{self.bits}s{self.steps}"
+
+    def lanes(self, columns: int) -> int:
+        """Threads that share a row of ``columns`` entries: a power of two, enough for it in ``steps`` loads each."""
+        loads = -(-columns // (self.vector * self.steps))
+        return min(1 << (loads - 1).bit_length(), self.threads)
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Pieces of work that the kernels for slices make of (rows, columns)."""
+        lanes = self.lanes(columns)
+        return -(-rows // (self.threads // lanes)) * -(-columns // (lanes * self.vector * self.steps))
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        members = constants({"kBits": self.bits, "kSteps": self.steps, "kThreads": self.threads})
+        source = (
+            '#include "quantize.cuh"\nnamespace magicube {\nstruct Config {\n'
+            f"{members}  using Source = {_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
+        )
+        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)
+
+
+@lru_cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class _Job(NamedTuple):
+    """One call: entries as slices of (rows, columns), and where the results go."""
+
+    x: Tensor  # (slices * rows, columns), rows contiguous
+    data: Tensor  # the integers, contiguous
+    scale: Tensor  # contiguous
+    bits: int
+    ends: tuple[int, int, int]  # smallest and largest integer, and whether to truncate
+    given: bool  # the scale is an input
+    flags: int  # address, or 0
+
+    @property
+    def pitch(self) -> int:
+        return self.x.stride(0) if self.x.shape[0] > 1 else self.x.shape[1]
+
+    @property
+    def out_pitch(self) -> int:
+        return (self.x.shape[1] * self.bits + 7) // 8
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 256 threads that fill the GPU."""
+        return 8 * _multiprocessors(self.x.device.index)
+
+    def config(self, kernel: str) -> QuantizeConfig:
+        return QuantizeConfig(kernel, SOURCES[self.x.dtype], self.bits if kernel.startswith("encode") else 8)
+
+    def vectors(self, config: QuantizeConfig) -> tuple[int, int]:
+        """Whether loads and stores of whole vectors are aligned."""
+        single, size = self.x.shape[0] == 1, self.x.element_size()
+        loads = self.x.data_ptr() % _ALIGNMENT == 0 and (single or self.pitch * size % _ALIGNMENT == 0)
+        return int(loads), int(single or self.out_pitch % (config.vector * self.bits // 8) == 0)
+
+    def partials(self, *shape: int) -> Tensor:
+        """Workspace for the bits of partial maxima."""
+        dtype = torch.int64 if self.x.dtype == torch.float64 else torch.int32
+        return torch.empty(shape, dtype=dtype, device=self.x.device)
+
+    def flat(self) -> _Job:
+        """The same entries as one row, where the rows of input and output lie without gaps."""
+        gaps = self.pitch != self.x.shape[1] or self.bits * self.x.shape[1] % 8
+        return self if gaps else self._replace(x=self.x.reshape(1, -1))
+
+
+def _encode_slices(job: _Job, slices: int) -> None:
+    """A scale for each of ``slices`` runs of rows; two launches, or one for given scales."""
+    partials, parts = None, 0
+    if slices == 1:
+        job = job.flat()
+    rows, columns = job.x.shape[0] // slices, job.x.shape[1]
+    each = max(1, job.blocks // slices)
+    if not job.given:
+        config = job.config("absmax_slices")
+        parts = min(each, config.tiles(rows, columns))
+        partials = job.partials(slices, parts)
+        get_kernel(config).launch(
+            (slices * parts, 1, 1),
+            (
+                job.x.data_ptr(), job.pitch, rows, columns, parts, config.lanes(columns), partials.data_ptr(), job.flags,
+                job.vectors(config)[0],
+            ),
+        )  # fmt: skip
+    config = job.config("encode_slices")
+    splits = min(each, config.tiles(rows, columns))
+    get_kernel(config).launch(
+        (slices * splits, 1, 1),
+        (
+            job.x.data_ptr(), job.pitch, rows, columns, splits, config.lanes(columns),
+            0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
+            job.out_pitch, *job.ends, job.flags, *job.vectors(config),
+        ),
+    )  # fmt: skip
+
+
+def _encode_rows(job: _Job) -> None:
+    """A scale a row, one launch."""
+    rows, columns = job.x.shape
+    if columns >= _LONG_ROW and 4 * rows <= job.blocks:
+        return _encode_slices(job, rows)
+    config = job.config("encode_rows")
+    lanes = config.lanes(columns)
+    get_kernel(config).launch(
+        (-(-rows * lanes // config.threads), 1, 1),
+        (
+            job.x.data_ptr(), job.pitch, rows, columns, lanes, job.scale.data_ptr(), int(job.given),
+            job.data.data_ptr(), job.out_pitch, *job.ends, job.flags, *job.vectors(config),
+        ),
+    )  # fmt: skip
+
+
+def _encode_columns(job: _Job, slices: int) -> None:
+    """A scale a column of each of ``slices`` matrices; two launches, or one for given scales."""
+    rows, columns = job.x.shape[0] // slices, job.x.shape[1]
+    config = job.config("absmax_columns")
+    lanes = min(32, 1 << (-(-columns // config.vector) - 1).bit_length())
+    tiles = -(-columns // (lanes * config.vector))
+    groups = config.threads // lanes
+    splits = max(1, min(job.blocks // (slices * tiles), -(-rows // (groups * config.steps))))
+    grid, partials, parts = (slices * tiles * splits, 1, 1), None, 0
+    shape = (job.x.data_ptr(), job.pitch, rows, columns, tiles, splits, lanes)
+    if not job.given:
+        parts = splits
+        partials = job.partials(slices, splits, columns)
+        args = (*shape, partials.data_ptr(), job.flags, job.vectors(config)[0])
+        get_kernel(config).launch(grid, args)
+    config = job.config("encode_columns")
+    get_kernel(config).launch(
+        grid,
+        (
+            *shape, 0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
+            job.out_pitch, *job.ends, job.flags, *job.vectors(config),
+        ),
+    )  # fmt: skip
+
+
+def quantize(
+    x: Tensor,
+    *,
+    bits: int,
+    signed: bool,
+    axis: int | None,
+    truncate: bool = False,
+    scale: Tensor | None = None,
+    flags: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Integers of ``x`` in storage form, packed along the last dimension, and their scale; waits for nothing.
+
+    Arguments:
+        x: CUDA tensor (..., M, N) of a dtype in :data:`SOURCES`, not empty; copied unless the last dimension is
+            contiguous and the others lie one step apart.
+        bits, signed, truncate: width and kind of the integers, and rounding toward zero instead of to nearest even.
+        axis: None for one scale, 1 for one a row, 0 for one a column, of every matrix of the batch.
+        scale: given scales of the shape that is returned, in float64 for float64 input, else in float32.
+        flags: address of an int32 on the device that gets the bits of :data:`cute_kernels.cpu.NEGATIVE` and
+            :data:`cute_kernels.cpu.NONFINITE` where an entry is so; 0 for none.
+    Returns the integers (..., M, width) and the scale, (), (..., M, 1) or (..., 1, N).
+    The workspace is at most 8 bytes a block, and for columns a word for each of some 64 parts of every column.
+    Raises what :func:`cute_kernels.jit.get_kernel` raises.
+    """
+    columns = x.shape[-1]
+    rows = x.reshape(-1, columns)
+    if columns > 1 and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    width = (columns + 1) // 2 if bits == 4 else columns
+    given = scale is not None
+    if scale is None:
+        shape = list(x.shape) if axis is not None else []
+        if shape:
+            shape[-2 if axis == 0 else -1] = 1
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        scale = torch.empty(shape, dtype=dtype, device=x.device)
+    data = torch.empty((*x.shape[:-1], width), dtype=storage_dtype(bits, signed), device=x.device)
+    ends = (*int_range(bits, signed), int(truncate))
+    job = _Job(rows, data, scale.contiguous(), 16 if bits == 12 else bits, ends, given, flags)
+    with torch.cuda.device(x.device):
+        if axis is None:
+            _encode_slices(job, 1)
+        elif axis == 1:
+            _encode_rows(job)
+        else:
+            _encode_columns(job, rows.shape[0] // x.shape[-2])
+    return data, scale
+
+
+def default_configs() -> list[QuantizeConfig]:
+    """The kernels for every width of float32, float16 and bfloat16."""
+    kernels = ("encode_slices", "encode_rows", "encode_columns")
+    return [
+        config
+        for x in ("float32", "float16", "bfloat16")
+        for config in (
+            *(QuantizeConfig(kernel, x) for kernel in ("absmax_slices", "absmax_columns")),
+            *(QuantizeConfig(kernel, x, bits) for kernel in kernels for bits in (4, 8, 16)),
+        )
+    ]

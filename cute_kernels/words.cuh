@@ -1,0 +1,107 @@
+// Small integers packed in words of 1 to 16 bytes, and maxima and sums over teams of threads.
+#pragma once
+
+#include <cuda/std/cstdint>
+#include <cuda/std/type_traits>
+#include <cute/config.hpp>
+
+namespace magicube {
+
+// kCount integers of kBits, 4, 8 or 16, packed low bits first.
+template <int kBits, int kCount>
+struct PackedRun {
+  static constexpr int kBytes = kCount * kBits / 8;
+  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16, "one store takes a run");
+  using Unit = cuda::std::conditional_t<kBits == 16, uint16_t, uint8_t>;  // the smallest store
+  static constexpr int kUnits = kBytes / int(sizeof(Unit));
+  static constexpr int kUnitValues = kCount / kUnits;
+  static constexpr int kWords = (kBytes + 3) / 4;
+
+  uint32_t word[kWords];
+
+  __device__ explicit PackedRun(const int32_t (&values)[kCount]) : word{} {
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      word[i * kBits / 32] |= (uint32_t(values[i]) & ((1u << kBits) - 1)) << (i * kBits % 32);
+    }
+  }
+
+  // To an address that is a multiple of kBytes.
+  __device__ void store(void* to) const {
+    if constexpr (kBytes == 16) *static_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+    else if constexpr (kBytes == 8) *static_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+    else if constexpr (kBytes == 4) *static_cast<uint32_t*>(to) = word[0];
+    else if constexpr (kBytes == 2) *static_cast<uint16_t*>(to) = uint16_t(word[0]);
+    else *static_cast<uint8_t*>(to) = uint8_t(word[0]);
+  }
+
+  // The units that hold the first `valid` values, one by one.
+  __device__ void store_part(void* to, int64_t valid) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kUnits; ++i) {
+      const uint32_t bits = word[i * int(sizeof(Unit)) / 4] >> (i * int(sizeof(Unit)) % 4 * 8);
+      if (i * kUnitValues < valid) static_cast<Unit*>(to)[i] = Unit(bits);
+    }
+  }
+};
+
+// Largest value of each team of `lanes` neighbouring threads, a power of two; `scratch` has a word for each warp.
+// Every thread of the block takes part.
+template <class Value>
+__device__ Value team_max(Value value, int lanes, Value* scratch) {
+  for (int step = 1; step < lanes && step < 32; step *= 2) {
+    const Value other = __shfl_xor_sync(~0u, value, step);
+    value = other > value ? other : value;
+  }
+  if (lanes <= 32) return value;
+  const int warp = threadIdx.x / 32, warps = lanes / 32;
+  if (threadIdx.x % 32 == 0) scratch[warp] = value;
+  __syncthreads();
+  for (int i = 0; i < warps; ++i) {
+    const Value other = scratch[warp / warps * warps + i];
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+template <int kWarps>
+__device__ __forceinline__ void team_sync() {
+  if constexpr (kWarps == 1) __syncwarp();
+  else __syncthreads();
+}
+
+// Sum of the values of the threads before this one, and of all of them, in a team of kWarps: one warp or the block.
+template <int kWarps, class Value>
+__device__ Value team_sum_before(Value value, Value& total, Value* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
+  Value sum = value;
+  CUTE_UNROLL
+  for (int step = 1; step < 32; step *= 2) {
+    const Value other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if constexpr (kWarps == 1) {
+    total = __shfl_sync(~0u, sum, 31);
+    return sum - value;
+  } else {
+    __syncthreads();  // the scratch may still be read from the call before
+    if (lane == 31) scratch[warp] = sum;
+    __syncthreads();
+    Value before = 0;
+    total = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < kWarps; ++i) {
+      if (i < warp) before += scratch[i];
+      total += scratch[i];
+    }
+    return before + sum - value;
+  }
+}
+
+// Adds the bits that any thread of the warp found to the flags; a null pointer takes none.
+__device__ __forceinline__ void report(int found, int* flags) {
+  const int all = int(__reduce_or_sync(~0u, unsigned(found)));
+  if (flags && all && threadIdx.x % 32 == 0 && (*static_cast<volatile int*>(flags) & all) != all) atomicOr(flags, all);
+}
+
+}  // namespace magicube

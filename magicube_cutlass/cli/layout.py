@@ -1,0 +1,138 @@
+"""``magicube layout``: who holds what of an mma atom's operands, and the bank conflicts of a kernel's shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from magicube_cutlass.cli.console import facts, output, working
+
+if TYPE_CHECKING:
+    from cute_kernels.atoms import Atom
+
+INCHES = 0.36  # of a cell
+AXES = {"A": ("m", "k"), "B": ("n", "k"), "C": ("m", "n")}
+
+
+def _atom(name: str) -> Atom:
+    try:
+        from cute_kernels.atoms import atom
+    except ImportError:
+        raise ValueError("layout needs pycute: pip install 'magicube-cutlass[cuda]'") from None
+    return atom(name)
+
+
+def _figure(columns: int, rows: int) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("layout -o needs matplotlib: pip install 'magicube-cutlass[plots]'") from None
+    return Figure(figsize=(INCHES * columns + 0.8, INCHES * rows + 1.0), layout="constrained")
+
+
+def cells(entry: Atom, operand: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """int64 (rows, columns) each: the thread that holds an element, -1 where all do, and the number of its value."""
+    layout, (rows, columns) = entry.layout(operand), entry.extent(operand)
+    thread, value = (np.empty((rows, columns), dtype=np.int64) for _ in range(2))
+    shared = operand == "B" and entry.b_shared
+    for t in range(1 if shared else entry.threads):
+        for v in range(entry.values(operand)):
+            at = layout(t, v)
+            thread[at % rows, at // rows], value[at % rows, at // rows] = -1 if shared else t, v
+    return thread, value
+
+
+def _colours(thread: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A colour a lane: one hue for four neighbours, who share a row, in four strengths; white where all hold it."""
+    from matplotlib.colors import hsv_to_rgb
+
+    strength = np.where(thread < 0, 0, 0.2 + 0.12 * (thread % 4))
+    return hsv_to_rgb(np.stack([thread // 4 % 8 / 8, strength, np.ones(thread.shape)], axis=-1))
+
+
+def draw(entry: Atom, operand: str, out: Path) -> None:
+    """Draw the operand as a grid of its elements, each labelled with its thread and value and coloured by thread."""
+    thread, value = cells(entry, operand)
+    rows, columns = thread.shape
+    figure = _figure(columns, rows)
+    axes = figure.subplots()
+    axes.imshow(_colours(thread), aspect="equal", interpolation="nearest")
+    for row, column in np.ndindex(rows, columns):
+        holder = f"T{thread[row, column]}" if thread[row, column] >= 0 else "all"
+        axes.text(column, row, f"{holder}\nV{value[row, column]}", ha="center", va="center", fontsize=5)
+    axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="0.6", linewidth=0.4)
+    axes.tick_params(which="minor", length=0)
+    axes.set_xticks(range(0, columns, 4))
+    axes.set_yticks(range(0, rows, 4))
+    down, along = AXES[operand]
+    axes.set(xlabel=along, ylabel=down)
+    axes.set_title(f"{entry.name}, operand {operand} ({rows} x {columns}): {entry.layout(operand)}", fontsize=8)
+    figure.savefig(out, dpi=150)
+
+
+def describe(entry: Atom) -> dict[str, str]:
+    """What the atom is and what follows from it, by name."""
+    from cute_kernels.fragments import column_order, fragment_order, gather_order, k_run
+
+    m, n, k = entry.shape
+    stored = "" if entry.bits == entry.mma_bits else f", from {entry.bits}-bit storage"
+    return {
+        "shape": f"{m} x {n} x {k} of {entry.mma_bits}-bit integers{stored}, {entry.threads} threads",
+        "native on": ", ".join(f"sm_{arch}" for arch in entry.archs),
+        **{f"operand {operand}": f"(thread, value) -> {entry.layout(operand)}" for operand in AXES},
+        "SpMM, operand A": f"k -> gathered row  {gather_order(entry)}",
+        "SpMM, rows of A": f"m -> column of the dense matrix  {column_order(entry.bits)}",
+        "SpMM, operand B": f"(thread, value) -> row * {k} + gathered row  {fragment_order(entry)}",
+        "SDDMM": f"k -> k in memory  {k_run(entry)}",
+        "structs": ", ".join(entry.structs.values()),
+    }
+
+
+def conflict_table(name: str) -> Table:
+    """One row for each access to shared memory of the kernel config called ``name``."""
+    try:
+        from cute_kernels.banks import report
+        from magicube_cutlass.kernels import named_configs
+    except ImportError as error:
+        raise ValueError(f"layout --smem needs {error.name}: pip install 'magicube-cutlass[cuda]'") from None
+    configs = named_configs()
+    if name not in configs:
+        raise ValueError(f"unknown config {name!r}, known are {', '.join(configs)}")
+    table = Table(title=name, title_justify="left", box=None)
+    for heading in ("access", "kind"):
+        table.add_column(heading)
+    for heading in ("instructions", "wavefronts", "ideal", "conflicts"):
+        table.add_column(heading, justify="right")
+    for found in report(configs[name].accesses()):
+        figures = (found.instructions, found.wavefronts, found.ideal, found.conflicts)
+        table.add_row(found.name, found.kind, *map(str, figures))
+    return table
+
+
+def layout(
+    atom: Annotated[str | None, typer.Argument(metavar="[ATOM]", help="An mma atom, such as s8_m16n8k32.")] = None,
+    operand: Annotated[str, typer.Option(help="The operand to draw: A, B or C.")] = "A",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Picture to write; its ending says the kind.")] = None,
+    smem: Annotated[str | None, typer.Option(metavar="CONFIG", help="Bank conflicts of this kernel config.")] = None,
+) -> None:
+    """Show an atom's layouts, draw one (-o), or show the bank conflicts of a kernel (--smem)."""
+    if (atom is None) == (smem is None):
+        raise ValueError("give either an ATOM or --smem CONFIG")
+    if smem is not None:
+        output().print(conflict_table(smem))
+        return
+    assert atom is not None
+    entry = _atom(atom)
+    entry.layout(operand)  # a wrong name is told before the work
+    if out is None:
+        output().print(facts(entry.name, describe(entry)))
+        return
+    with working(f"drawing {atom}"):
+        draw(entry, operand, out)
+    output().print(f"wrote {out}")

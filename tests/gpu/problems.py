@@ -1,0 +1,172 @@
+"""What the GPU tests share: configs, random operands on the CPU, and products with poisoned and guarded outputs.
+
+Operands are made on the CPU, where the int64 reference is computed, and copied to the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import magicube_cutlass as mc
+from cute_kernels.integers import BITS, int_range
+from cute_kernels.jit import current_arch
+from cute_kernels.sddmm import SddmmConfig
+from cute_kernels.spmm_gather import GatherConfig
+from cute_kernels.spmm_panel import PanelConfig
+from magicube_cutlass import kernels
+from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
+from magicube_cutlass.kernels import Kind, Machine, SpmmKernel, choose_sddmm, default_atom
+
+HERE = Machine("sm_90a", 132)
+if torch.cuda.is_available():
+    HERE = Machine(current_arch(), torch.cuda.get_device_properties(0).multi_processor_count)
+PANELS = HERE.arch in kernels._PANEL_ARCHES
+SIGNS = tuple(product((True, False), repeat=2))
+POISON = -0x21524111  # as an integer; outputs that are floats are poisoned with nan
+GUARD = 64
+
+
+def kind(
+    v: int = 8, left: tuple[int, bool] = (8, True), right: tuple[int, bool] = (8, True), out: str = "int64"
+) -> Kind:
+    return Kind(v, left, right, out)
+
+
+def gather(of: Kind, atom: str = "", arch: str = HERE.arch, **options: Any) -> GatherConfig:
+    return GatherConfig(atom or default_atom(of, arch), of.vector_length, *of.left, *of.right, of.out, **options)
+
+
+def panel(of: Kind, atom: str = "", **options: Any) -> PanelConfig:
+    """Few warps, short tiles and two blocks: a small matrix passes many tiles, items and wraps of the ring."""
+    small = {"tile": 256, "warps": 3, "row_bytes": 64, "multiprocessors": 2} | options
+    return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, *of.left, *of.right, of.out, **small)
+
+
+def sddmm(of: Kind, stride: int = 32, inner: int = 1024, atom: str | None = None) -> SddmmConfig:
+    return choose_sddmm(of, HERE, stride=stride, inner=inner, atom=atom)
+
+
+def choices(of: Kind) -> list[SpmmKernel]:
+    """Every config that ``choose_spmm`` gives for this kind on this GPU."""
+    sizes = product((1, 40, 300, 4096), (8, 64, 512, 4096), (16, 128, 1024), (1, 2))
+    found = [
+        kernels.choose_spmm(of, HERE, vector_rows=rows, longest=longest, n=n, batch=batch)
+        for rows, longest, n, batch in sizes
+    ]
+    return list(dict.fromkeys(found))
+
+
+def every_pair(shift: int = 0) -> Iterator[tuple[Kind, int]]:
+    """Every pair of widths with every mix of signs; vector lengths and strides take turns, ``shift`` begins elsewhere."""
+    for i, (left, right, (s, t)) in enumerate(product(BITS, BITS, SIGNS)):
+        yield kind(VECTOR_LENGTHS[(i + i // 6 + shift) % 6], (left, s), (right, t)), STRIDES[(i + shift) % 3]
+
+
+def ints(shape: tuple[int, ...], bits: int, signed: bool, extreme: bool = False) -> Tensor:
+    """int64; ``extreme``: only the smallest and the largest integer."""
+    low, high = int_range(bits, signed)
+    values = torch.randint(low, high + 1, shape)
+    return torch.where(values > (low + high) // 2, high, low) if extreme else values
+
+
+def dense(shape: tuple[int, ...], of: tuple[int, bool], layout: str = "row", extreme: bool = False) -> mc.QuantTensor:
+    x = ints(shape, *of, extreme)
+    x = x.mT.contiguous().mT if layout == "column" else x
+    return mc.QuantTensor.from_ints(x, bits=of[0], signed=of[1])
+
+
+def sparse(
+    m: int,
+    k: int,
+    v: int,
+    of: tuple[int, bool],
+    *,
+    sparsity: float = 0.6,
+    stride: int = 32,
+    extreme: bool = False,
+    empty: bool = False,
+    seed: int = 0,
+) -> mc.SRBCRS:
+    """A random matrix; ``empty``: every third vector row has nothing."""
+    mask = mc.random_pattern(m, k, sparsity, v, distribution="uniform", seed=seed).to_dense()
+    if empty:
+        mask[(torch.arange(m) // v) % 3 == 1] = False
+    return mc.SRBCRS.from_mask(
+        ints((m, k), *of, extreme), mask, vector_length=v, bits=of[0], signed=of[1], stride=stride
+    )
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> tuple[Tensor, Tensor]:
+    """A poisoned output and the memory around it; ``offset`` elements spoil its alignment."""
+    size = 1
+    for extent in shape:
+        size *= extent
+    value = float("nan") if dtype.is_floating_point else POISON
+    memory = torch.full((size + 2 * GUARD + offset,), value, dtype=dtype, device="cuda")
+    return memory[GUARD + offset : GUARD + offset + size].view(shape), memory
+
+
+def check_guards(out: Tensor, memory: Tensor) -> None:
+    start = out.storage_offset()
+    for part in (memory[:start], memory[start + out.numel() :]):
+        kept = part.isnan() if part.is_floating_point() else part == POISON
+        assert bool(kept.all()), "written outside of out"
+
+
+def spmm(
+    a: mc.SRBCRS,
+    b: mc.QuantTensor,
+    out: torch.dtype = torch.int64,
+    config: SpmmKernel | None = None,
+    atom: str | None = None,
+    bias: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """The product on the GPU, of operands that lie there or on the CPU; back on the CPU, guards checked."""
+    a, b = a.to("cuda"), b.to("cuda")
+    result, memory = guarded((*b.shape[:-2], a.shape[0], b.shape[-1]), out, offset)
+    mc.spmm(a, b, out=result, config=config, atom=atom, bias=None if bias is None else bias.cuda())
+    check_guards(result, memory)
+    return result.cpu()
+
+
+def check_spmm(a: mc.SRBCRS, b: mc.QuantTensor, config: SpmmKernel | None = None, offset: int = 0) -> None:
+    """The product in the config's output type, or int64, equals the reference."""
+    out = getattr(torch, config.out) if config else torch.int64
+    expected = mc.reference.spmm(a, b)
+    expected = expected.float().to(out) if out.is_floating_point else expected.to(out)
+    got = spmm(a, b, out, config, offset=offset)
+    same = got == expected
+    assert torch.equal(got, expected), (
+        f"{config.name if config else 'the chosen kernel'}: {int((~same).sum())} of {same.numel()} differ, "
+        f"first at {(~same).nonzero()[0].tolist()}, A {a.shape}, B {tuple(b.shape)}"
+    )
+
+
+def check_sddmm(
+    x: mc.QuantTensor,
+    y: mc.QuantTensor,
+    pattern: mc.Pattern,
+    stride: int = 32,
+    *,
+    transposed: bool = False,
+    **options: Any,
+) -> None:
+    """The sampled product in int64 equals the reference, its padding is zero, and it is a sound matrix."""
+    blank = mc.SRBCRS.from_pattern(
+        pattern, torch.zeros(pattern.vectors, pattern.vector_length, dtype=torch.int8), bits=8, stride=stride
+    )
+    right = y.to("cuda").mT if transposed else y.to("cuda")
+    # What the allocator hands out next is poisoned: the operator makes its own output.
+    poison = torch.full((*x.shape[:-2], *blank.values.shape), POISON, dtype=torch.int64, device="cuda")
+    del poison
+    got = mc.sddmm(x.to("cuda"), right, blank.to("cuda"), out_dtype=torch.int64, transposed_y=transposed, **options).to(
+        "cpu"
+    )
+    got.check_format(full=True)
+    assert torch.equal(got.vectors(), mc.reference.sddmm(x, y, pattern)), f"X {tuple(x.shape)}, Y {tuple(y.shape)}"

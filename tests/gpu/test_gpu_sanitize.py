@@ -1,0 +1,54 @@
+"""About twenty small problems over all kernels, which ``make gpu-sanitize`` runs under compute-sanitizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import magicube_cutlass as mc
+from magicube_cutlass.kernels import Kind, SpmmKernel
+from tests.gpu.problems import PANELS, check_sddmm, check_spmm, dense, gather, kind, panel, sddmm, sparse
+
+pytestmark = pytest.mark.gpu
+
+SPMM: list[SpmmKernel] = [
+    gather(kind()),
+    gather(kind(8, (8, True), (8, False), "float16"), row_bytes=128, row_warps=4),
+    gather(kind(4, (16, True), (16, True)), row_warps=2, stages=3),
+    gather(kind(1, (12, True), (4, True)), row_warps=8, warps=8),
+    gather(kind(32, (4, False), (4, True), "int32")),
+    gather(kind(2, (8, False), (4, False), "bfloat16"), wide=True),
+    gather(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16"),
+]
+if PANELS:
+    SPMM += [
+        panel(kind()),
+        panel(kind(8, (8, True), (8, False), "float16"), row_bytes=128, rows=2),
+        panel(kind(4, (16, True), (16, True)), tile=64, stages=5),
+        panel(kind(1, (12, True), (4, True)), rows=3, ordered=False),
+        panel(kind(16, (4, False), (4, True), "int32"), warps=2),
+        panel(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16", row_bytes=128),
+    ]
+SDDMM = [
+    (kind(), 32),
+    (kind(4, (16, True), (16, False)), 16),
+    (kind(8, (4, True), (4, True)), 64),
+    (kind(32, (8, False), (8, True)), 32),
+    (kind(1, (16, True), (4, True)), 64),
+]
+
+
+@pytest.mark.parametrize("config", SPMM, ids=lambda config: config.name)
+def test_spmm(config: SpmmKernel) -> None:
+    left, right = (config.a_bits, config.a_signed), (config.b_bits, config.b_signed)
+    a = sparse(45, 333, config.vector_length, left, sparsity=0.7, empty=True)
+    check_spmm(a, dense((2, 333, 77), right), config)
+    check_spmm(a, dense((333, 64), right, "column"), config, offset=1)
+
+
+@pytest.mark.parametrize(("of", "stride"), SDDMM, ids=lambda value: str(getattr(value, "left", value)))
+@pytest.mark.configs([sddmm(of, stride, inner) for of, stride in SDDMM for inner in (256,)])
+def test_sddmm(of: Kind, stride: int) -> None:
+    torch.manual_seed(0)
+    pattern = mc.random_pattern(45, 77, 0.7, of.vector_length)
+    check_sddmm(dense((2, 45, 201), of.left), dense((2, 77, 201), of.right), pattern, stride)

@@ -1,0 +1,105 @@
+"""SDDMM on a GPU: every pair, sign, vector length, stride and atom, odd shapes, layouts, scales, long sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import magicube_cutlass as mc
+from cute_kernels.atoms import atoms, runs_on
+from magicube_cutlass.kernels import Kind
+from tests.gpu.problems import HERE, check_sddmm, dense, every_pair, ints, kind, sddmm
+
+pytestmark = pytest.mark.gpu
+
+PAIRS = [(of, stride) for shift in (0, 3) for of, stride in every_pair(shift)]
+OUTS = ("int32", "float32", "float16", "bfloat16")
+
+
+def label(value: object) -> str:
+    return f"v{value.vector_length}-{value.left}-{value.right}" if isinstance(value, Kind) else str(value)
+
+
+@pytest.mark.parametrize(("of", "stride"), PAIRS[::2] + PAIRS[1::2][: len(PAIRS) // 4], ids=label)
+@pytest.mark.configs([sddmm(of, stride, inner) for of, stride in PAIRS[::2] + PAIRS[1::2][: len(PAIRS) // 4]
+                      for inner in (512,)])  # fmt: skip
+def test_every_pair_sign_vector_length_and_stride_is_exact(of: Kind, stride: int) -> None:
+    torch.manual_seed(of.vector_length)
+    for m, n, k, extreme in ((100, 90, 512, True), (37, 150, 301, False)):
+        pattern = mc.random_pattern(m, n, 0.8, of.vector_length)
+        check_sddmm(dense((m, k), of.left, extreme=extreme), dense((n, k), of.right, extreme=extreme), pattern, stride)
+
+
+FEW = [kind(), kind(4, (16, True), (16, False)), kind(2, (4, True), (4, True)), kind(16, (8, False), (8, True)),
+       kind(1, (16, False), (4, True))]  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of=st.sampled_from(FEW), m=st.integers(0, 60), n=st.integers(0, 90), k=st.integers(0, 300),
+       stride=st.sampled_from([16, 32, 64]), sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+       layouts=st.tuples(*[st.sampled_from(["row", "column"])] * 2), transposed=st.booleans(),
+       batch=st.sampled_from([(), (2,), (2, 1, 3)]), seed=st.integers(0, 1000))  # fmt: skip
+@pytest.mark.configs([sddmm(of, stride, inner) for of in FEW for stride in (16, 32, 64) for inner in (16, 512)])
+def test_random_products_are_exact(of, m, n, k, stride, sparsity, layouts, transposed, batch, seed) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(seed)
+    pattern = mc.random_pattern(m, n, sparsity, of.vector_length, seed=seed)
+    x, y = dense((*batch, m, k), of.left, layouts[0]), dense((*batch, n, k), of.right, layouts[1])
+    check_sddmm(x, y, pattern, stride, transposed=transposed)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in atoms() if entry.threads == 32 and runs_on(entry, HERE.arch)])
+def test_every_native_atom_multiplies(name: str) -> None:
+    pairs = [((4, True), (4, False))] if name.startswith("int4") else [((8, True), (8, False)), ((16, True), (8, True))]
+    for left, right in pairs:
+        pattern = mc.random_pattern(45, 77, 0.5, 8)
+        check_sddmm(dense((45, 333), left), dense((77, 333), right), pattern, atom=name)
+
+
+@pytest.mark.parametrize("out", OUTS)
+@pytest.mark.parametrize("axes", [(None, None), (1, None), (None, 1), (1, 1)])
+@pytest.mark.configs([sddmm(kind(out=out), inner=256) for out in OUTS])
+def test_scales_belong_to_rows_of_both_and_rounding_happens_once(out: str, axes: tuple[int | None, int | None]) -> None:
+    torch.manual_seed(5)
+    dtype = getattr(torch, out)
+    x, y = (mc.quantize(torch.randn(2, rows, 200), 8, axis=axis) for rows, axis in zip((61, 75), axes, strict=True))
+    pattern = mc.random_pattern(61, 75, 0.6, 8)
+    got = mc.sddmm(x.to("cuda"), y.to("cuda"), pattern.to("cuda"), out_dtype=dtype).to("cpu")
+    total = torch.matmul(x.ints().long(), y.ints().long().mT)
+    if dtype == torch.int32:
+        expected = total.int()
+    else:
+        assert x.scale is not None and y.scale is not None
+        expected = (total.float() * x.scale * y.scale.mT).to(dtype)
+    assert torch.equal(got.vectors(), mc.reference.at_vectors(expected, pattern))
+    as_bcrs = mc.sddmm(x.to("cuda"), y.to("cuda"), pattern.to("cuda"), out_dtype=dtype, out_format="bcrs").to("cpu")
+    assert torch.equal(as_bcrs.to_dense(), got.to_dense())
+
+
+@pytest.mark.parametrize(("of", "value"), [((8, False), 255), ((4, True), -8), ((16, False), 65535)])
+@pytest.mark.parametrize("k", [32_800, 270_001])
+def test_long_sums_do_not_overflow(of: tuple[int, bool], value: int, k: int) -> None:
+    x, y = (mc.QuantTensor.from_ints(torch.full((n, k), value), bits=of[0], signed=of[1]) for n in (3, 40))
+    check_sddmm(x, y, mc.Pattern.from_dense(torch.ones(3, 40, dtype=torch.bool), 1))
+
+
+def test_views_and_odd_pitches_are_read_where_they_lie() -> None:
+    torch.manual_seed(6)
+    wide = ints((3, 50, 301), 8, True).to(torch.int8)
+    for view in (wide[:, 1:46, 5:297], wide[::2, :45, 16:289], wide[:1, :45].expand(4, 45, 301), wide[1, 2:47, 1:]):
+        there = wide.cuda()
+        same = torch.as_strided(there, view.shape, view.stride(), view.storage_offset())
+        x_cpu, x = (mc.QuantTensor(t, None, 8, True, None, t.shape) for t in (view, same))
+        y_cpu = dense((*view.shape[:-2], 33, view.shape[-1]), (8, True))
+        pattern = mc.random_pattern(45, 33, 0.5, 8)
+        got = mc.sddmm(x, y_cpu.to("cuda"), pattern.to("cuda"), out_dtype=torch.int64)
+        assert torch.equal(got.to("cpu").vectors(), mc.reference.sddmm(x_cpu, y_cpu, pattern))
+
+
+def test_repeated_runs_agree_to_the_bit() -> None:
+    x, y, pattern = dense((500, 400), (8, True)), dense((700, 400), (8, True)), mc.random_pattern(500, 700, 0.9, 8)
+    expected = mc.reference.sddmm(x, y, pattern)
+    there = x.to("cuda"), y.to("cuda"), pattern.to("cuda")
+    results = [mc.sddmm(*there, out_dtype=torch.int64) for _ in range(20)]
+    assert all(torch.equal(one.vectors().cpu(), expected) for one in results)

@@ -1,0 +1,209 @@
+"""SpMM on a GPU, with every kernel: each pair, sign, vector length and atom, odd shapes, long runs of random problems."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import magicube_cutlass as mc
+from cute_kernels.atoms import atoms, runs_on
+from cute_kernels.integers import BITS
+from cute_kernels.spmm_panel import PanelConfig
+from magicube_cutlass.kernels import Kind, SpmmKernel
+from tests.gpu.problems import (
+    HERE,
+    PANELS,
+    SIGNS,
+    check_spmm,
+    choices,
+    dense,
+    every_pair,
+    gather,
+    kind,
+    panel,
+    sparse,
+    spmm,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def covering() -> list[SpmmKernel]:
+    """Gather and panel configs of every pair and sign; both together have every vector length with every pair."""
+    gathers = [gather(of, row_bytes=(64, 128)[i % 2], row_warps=(1, 2, 4)[i % 3])
+               for i, (of, _) in enumerate(every_pair())]  # fmt: skip
+    light = [i % 2 if of.vector_length <= 8 else 0 for i, (of, _) in enumerate(every_pair(3))]
+    panels = [panel(of, rows=1 + light[i], ordered=i % 3 > 0) for i, (of, _) in enumerate(every_pair(3))]
+    return [*gathers, *(panels if PANELS else [])]
+
+
+def variants() -> list[SpmmKernel]:
+    """Every knob of both kernels, on few kinds."""
+    bytes8, wide16, short, nibbles = kind(), kind(4, (16, False), (8, True)), kind(1, (12, True), (4, True)), kind(
+        8, (4, True), (4, False))  # fmt: skip
+    found: list[SpmmKernel] = [gather(of, stack=False) for of in (wide16, short)]
+    for of in (bytes8, wide16, nibbles):
+        found += [gather(of, row_bytes=size, row_warps=team, warps=max(4, team)) for size in (64, 128)
+                  for team in (1, 2, 4, 8)]  # fmt: skip
+        found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
+        found += [gather(of, wide=True, row_warps=team) for team in (1, 4)]
+    found += [gather(bytes8, atom="s8_m16n8k16"), gather(nibbles, atom="s8_m16n8k32")]
+    if PANELS:
+        for of in (bytes8, wide16, short):
+            found += [panel(of, row_bytes=size, rows=rows) for size in (64, 128) for rows in (1, 2, 3)]
+            found += [panel(of, ordered=False), panel(of, tile=512, stages=4), panel(of, tile=64, stages=5, warps=15)]
+            found += [panel(of, stack=False)]
+        found += [panel(bytes8, row_bytes=32), panel(bytes8, atom="s8_m16n8k16"), panel(nibbles, row_bytes=128)]
+    return list(dict.fromkeys(found))
+
+
+def named(config: SpmmKernel) -> str:
+    return config.name
+
+
+def operands_of(config: SpmmKernel) -> tuple[tuple[int, bool], tuple[int, bool]]:
+    return (config.a_bits, config.a_signed), (config.b_bits, config.b_signed)
+
+
+@pytest.mark.parametrize("config", covering(), ids=named)
+def test_every_pair_sign_and_vector_length_is_exact(config: SpmmKernel) -> None:
+    torch.manual_seed(len(config.name))
+    left, right = operands_of(config)
+    v = config.vector_length
+    check_spmm(sparse(100, 700, v, left, sparsity=0.8, extreme=True), dense((700, 70), right, extreme=True), config)
+    check_spmm(sparse(61, 331, v, left, empty=True, seed=1), dense((2, 331, 193), right, "column"), config)
+
+
+def test_the_pairs_meet_every_vector_length() -> None:
+    met = {(config.a_bits, config.b_bits, config.vector_length) for config in covering()}
+    assert len(met) >= 0.95 * len(BITS) ** 2 * 6, len(met)
+    assert {(operands_of(config)) for config in covering()} == {
+        ((a, s), (b, t)) for a in BITS for b in BITS for s, t in SIGNS
+    }
+
+
+@pytest.mark.parametrize("config", variants(), ids=named)
+def test_every_knob_keeps_the_result(config: SpmmKernel) -> None:
+    torch.manual_seed(2)
+    left, right = operands_of(config)
+    for m, k, n, sparsity in ((100, 1300, 200, 0.8), (7, 2111, 33, 0.3), (90, 256, 129, 0.95), (33, 40, 520, 0.0)):
+        check_spmm(sparse(m, k, config.vector_length, left, sparsity=sparsity), dense((k, n), right), config)
+
+
+KINDS = [kind(), kind(8, (4, True), (4, True)), kind(4, (16, True), (8, False)), kind(16, (8, False), (4, True))]
+
+
+@pytest.mark.parametrize("of", KINDS, ids=lambda of: f"v{of.vector_length}-{of.left[0]}x{of.right[0]}")
+@pytest.mark.configs([config for of in KINDS for config in choices(of)])
+def test_the_chosen_kernel_is_exact_in_every_regime(of: Kind) -> None:
+    torch.manual_seed(3)
+    used = set()
+    for rows, k, n, sparsity in ((1, 4096, 16, 0.5), (40, 512, 128, 0.7), (130, 800, 300, 0.9), (1100, 256, 520, 0.5),
+                                 (4, 60, 2000, 0.1), (600, 90, 1, 0.2)):  # fmt: skip
+        a, b = (
+            sparse(rows * of.vector_length - 1, k, of.vector_length, of.left, sparsity=sparsity),
+            dense((k, n), of.right),
+        )
+        on_gpu = a.to("cuda")
+        assert torch.equal(spmm(on_gpu, b), mc.reference.spmm(a, b))
+        used |= {
+            plan[0] for key, plan in on_gpu._execution.items() if isinstance(key, tuple) and isinstance(plan, tuple)
+        }
+    assert len(used) > 1, used
+
+
+EDGES = [gather(kind(), row_warps=2), gather(kind(4, (16, True), (16, True))),
+         *([panel(kind()), panel(kind(4, (12, True), (4, False)), rows=2)] if PANELS else [])]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", EDGES, ids=named)
+@pytest.mark.parametrize(
+    ("m", "k", "n", "batch"),
+    [(1, 1, 1, ()), (5, 1, 3, ()), (5, 1, 16, (3,)), (8, 33, 0, ()), (0, 12, 9, ()), (9, 0, 5, ()), (9, 64, 7, (0,)),
+     (17, 65, 1, (2, 3)), (3, 255, 17, (1,)), (40, 257, 65, (5,)), (200, 511, 47, ())],
+)  # fmt: skip
+def test_tiny_empty_and_odd_shapes(config: SpmmKernel, m: int, k: int, n: int, batch: tuple[int, ...]) -> None:
+    left, right = operands_of(config)
+    a = sparse(m, k, config.vector_length, left, sparsity=0.4)
+    check_spmm(a, dense((*batch, k, n), right), config)
+    check_spmm(a, dense((*batch, k, n), right))
+
+
+@pytest.mark.parametrize("config", EDGES, ids=named)
+def test_rows_may_be_empty_single_or_full(config: SpmmKernel) -> None:
+    left, right = operands_of(config)
+    v, k = config.vector_length, 1100
+    mask = torch.zeros(12 * v, k, dtype=torch.bool)
+    mask[2 * v : 3 * v] = True
+    mask[5 * v : 6 * v, k - 1] = True
+    mask[7 * v, ::31] = True
+    mask[9 * v : 10 * v, 512:800] = True
+    mask[11 * v :, torch.arange(0, k, 32)] = True  # one shared-memory bank, were it not for the swizzle
+    a = mc.SRBCRS.from_mask(torch.randint(-7, 7, mask.shape), mask, vector_length=v, bits=left[0], signed=left[1])
+    check_spmm(a, dense((k, 130), right), config)
+    check_spmm(sparse(50, k, v, left, sparsity=1.0), dense((k, 130), right), config)
+
+
+RANDOM = [*EDGES, gather(kind(1, (8, False), (8, True)), row_bytes=128), gather(kind(32, (4, True), (8, True))),
+          gather(kind(2, (8, True), (4, False)), stages=3, row_warps=4),
+          *([panel(kind(16, (8, True), (8, False)), row_bytes=128), panel(kind(1, (8, False), (16, True)))] if PANELS else [])]  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(config=st.sampled_from(RANDOM), m=st.integers(0, 70), k=st.integers(0, 600), n=st.integers(0, 150),
+       sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]), layout=st.sampled_from(["row", "column"]),
+       batch=st.sampled_from([(), (2,), (2, 1, 3)]), stride=st.sampled_from([16, 32, 64]), offset=st.integers(0, 3),
+       seed=st.integers(0, 1000))  # fmt: skip
+@pytest.mark.configs(RANDOM)
+def test_random_products_are_exact(config, m, k, n, sparsity, layout, batch, stride, offset, seed) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(seed)
+    left, right = operands_of(config)
+    a = sparse(m, k, config.vector_length, left, sparsity=sparsity, stride=stride, seed=seed)
+    check_spmm(a, dense((*batch, k, n), right, layout), config, offset)
+
+
+@pytest.mark.configs(RANDOM)
+def test_a_thousand_small_problems() -> None:
+    torch.manual_seed(4)
+    order = random.Random(4)
+    for i in range(1000):
+        config = RANDOM[i % len(RANDOM)]
+        left, right = operands_of(config)
+        m, k, n = order.randint(1, 48), order.randint(1, 300), order.randint(1, 100)
+        a = sparse(m, k, config.vector_length, left, sparsity=order.choice((0.0, 0.3, 0.7, 0.95)), seed=i)
+        check_spmm(a, dense((k, n), right), config, offset=i % 2)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in atoms() if entry.threads == 32 and runs_on(entry, HERE.arch)])
+def test_every_native_atom_multiplies(name: str) -> None:
+    pairs = [((4, True), (4, False))] if name.startswith("int4") else [((8, True), (8, False)), ((4, True), (16, True))]
+    for left, right in pairs:
+        a, b = sparse(45, 333, 8, left, sparsity=0.5), dense((333, 77), right)
+        assert torch.equal(spmm(a, b, atom=name), mc.reference.spmm(a, b))
+
+
+REPEATED = [config for config in EDGES if config.vector_length == 8]
+
+
+@pytest.mark.parametrize("config", REPEATED, ids=named)
+def test_repeated_runs_agree_to_the_bit(config: SpmmKernel) -> None:
+    left, right = operands_of(config)
+    a, b = sparse(1000, 2000, 8, left, sparsity=0.8), dense((2000, 300), right)
+    on_gpu, there = a.to("cuda"), b.to("cuda")
+    expected = mc.reference.spmm(a, b)
+    results = [mc.spmm(on_gpu, there, out_dtype=torch.int64, config=config) for _ in range(20)]
+    assert all(torch.equal(one.cpu(), expected) for one in results)
+
+
+@pytest.mark.skipif(not PANELS, reason="no panel kernel on this GPU")
+@pytest.mark.parametrize("blocks", [1, 3, 132])
+def test_persistent_blocks_pass_any_number_of_items(blocks: int) -> None:
+    config = panel(kind(out="int32"), tile=128, warps=1 + blocks % 5, multiprocessors=blocks)
+    assert isinstance(config, PanelConfig)
+    a, b = sparse(200, 600, 8, (8, True), sparsity=0.7), dense((2, 600, 260), (8, True))
+    assert config.items(25, 260, 2) > 3
+    check_spmm(a, b, config)

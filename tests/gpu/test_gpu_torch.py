@@ -1,0 +1,258 @@
+"""The operators inside torch on a GPU: streams, graphs, the compiler, opcheck, waiting, memory, views, the launch's cost."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import magicube_cutlass as mc
+from cute_kernels.jit import get_kernel
+from cute_kernels.jit import kernel as jit_kernel
+from magicube_cutlass.kernels import SpmmKernel
+from magicube_cutlass.ops import _sddmm_plan, _spmm_plan
+from tests.gpu.problems import PANELS, check_spmm, dense, gather, ints, kind, panel, sparse
+
+pytestmark = pytest.mark.gpu
+
+BOTH: list[SpmmKernel] = [gather(kind(out="int32")), *([panel(kind(out="int32"))] if PANELS else [])]
+S8 = (8, True)
+
+
+def named(config: SpmmKernel) -> str:
+    return config.name
+
+
+def small(config: SpmmKernel | None = None) -> tuple[mc.SRBCRS, mc.QuantTensor, torch.Tensor]:
+    """Operands on the GPU and the expected product there, with everything warm."""
+    torch.manual_seed(0)
+    a, b = sparse(64, 300, 8, S8), dense((300, 96), S8)
+    there = a.to("cuda"), b.to("cuda")
+    mc.spmm(*there, out_dtype=torch.int32, config=config)
+    torch.cuda.synchronize()
+    return *there, mc.reference.spmm(a, b).int().cuda()
+
+
+@pytest.mark.parametrize("config", BOTH, ids=named)
+def test_work_is_ordered_on_the_current_stream(config: SpmmKernel) -> None:
+    a, b, expected = small(config)
+    right, out, side = b.data.clone(), torch.zeros_like(expected), torch.cuda.Stream()
+    b.data.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        b.data.copy_(right)  # a kernel on another stream would read zeros
+        mc.spmm(a, b, out=out, config=config)
+    assert not side.query()
+    assert int(out.clone().abs().sum()) == 0  # the default stream does not wait for the other one
+    side.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("config", BOTH, ids=named)
+def test_a_graph_replays_with_new_data(config: SpmmKernel) -> None:
+    a, b, expected = small(config)
+    x, y, mask = (
+        dense((40, 64), S8).to("cuda"),
+        dense((56, 64), S8).to("cuda"),
+        mc.random_pattern(40, 56, 0.5, 8).to("cuda"),
+    )
+    mc.sddmm(x, y, mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mc.spmm(a, b, config=config)
+        sampled = mc.sddmm(x, y, mask)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        b.data.copy_(ints((300, 96), *S8))
+        x.data.copy_(ints((40, 64), *S8))
+        out.fill_(-1), sampled.values.fill_(-1)
+        graph.replay()
+        assert torch.equal(out.cpu(), mc.reference.spmm(a.to("cpu"), b.to("cpu")).int())
+        expected = mc.reference.sddmm(x.to("cpu"), y.to("cpu"), mask.to("cpu"))
+        assert torch.equal(sampled.to("cpu").vectors(), expected.int())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_current_one() -> None:
+    a, b = sparse(64, 300, 8, S8), dense((300, 96), S8)
+    assert torch.cuda.current_device() == 0
+    for config in (None, *BOTH):
+        got = mc.spmm(a.to("cuda:1"), b.to("cuda:1"), out_dtype=torch.int32, config=config)
+        assert got.device.index == 1 and torch.equal(got.cpu(), mc.reference.spmm(a, b).int())
+    assert torch.cuda.current_device() == 0
+
+
+def test_operands_of_two_devices_are_refused() -> None:
+    a, b = sparse(64, 300, 8, S8), dense((300, 96), S8)
+    with pytest.raises(ValueError, match="B must be on cuda:0, got cpu"):
+        mc.spmm(a.to("cuda"), b)
+
+
+def test_the_whole_call_compiles_without_a_graph_break() -> None:
+    a = sparse(16, 48, 8, S8)
+    on_gpu, pattern = a.to("cuda"), a.pattern.to("cuda")
+
+    def both(data: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, left = (mc.QuantTensor(t, None, 8, True, None, t.shape) for t in (data, x))
+        s = mc.sddmm(left, b.mT, pattern, out_dtype=torch.float32)
+        assert isinstance(s, mc.SRBCRS)
+        return mc.spmm(on_gpu, b, out_dtype=torch.float32) + 1, s.values * 2
+
+    compiled = torch.compile(both, fullgraph=True)
+    data = ints((48, 48), *S8).to(torch.int8).cuda()
+    x = ints((16, 48), *S8).to(torch.int8).cuda()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x.copy_(ints((16, 48), *S8))
+        assert all(torch.equal(got, want) for got, want in zip(compiled(data, x), both(data, x), strict=True))
+    expected = torch.matmul(widened(a), data.cpu().long()).float() + 1
+    assert torch.equal(compiled(data, x)[0].cpu(), expected)
+
+
+def widened(a: mc.SRBCRS) -> torch.Tensor:
+    return a.to_dense(dequantize=False).long()
+
+
+def test_opcheck_passes() -> None:
+    a, b = sparse(16, 48, 8, S8).to("cuda"), dense((2, 48, 20), S8).to("cuda")
+    name, copy = _spmm_plan(a, S8, torch.int32, 32, 2, None, None)
+    operands = (copy, b.data, None, None, None)
+    torch.library.opcheck(torch.ops.magicube.spmm.default,
+                          (*operands, 16, 48, 20, [8, 8], [True, True], -1, name, torch.int32))  # fmt: skip
+    out = torch.empty(2, 16, 20, dtype=torch.int32, device="cuda")
+    torch.library.opcheck(torch.ops.magicube.spmm_out.default, (*operands, 48, [8, 8], [True, True], -1, name, out))
+    x, y = dense((16, 8), S8).to("cuda"), dense((48, 8), S8).to("cuda")
+    name, pattern = _sddmm_plan(a.pattern, 32, (S8, S8), torch.int32, 16, None)
+    torch.library.opcheck(
+        torch.ops.magicube.sddmm.default,
+        (
+            pattern,
+            x.data,
+            y.data,
+            None,
+            None,
+            [16, 48, 8],
+            8,
+            32,
+            [8, 8],
+            [True, True],
+            -1,
+            [-1, -1],
+            name,
+            torch.int32,
+        ),
+    )
+
+
+@pytest.mark.parametrize("config", [None, *BOTH], ids=lambda config: config.name if config else "chosen")
+def test_a_warm_call_waits_for_nothing_and_allocates_its_output_only(config: SpmmKernel | None) -> None:
+    a, b, expected = small(config)
+    x, y, mask = (
+        dense((40, 64), S8).to("cuda"),
+        dense((56, 64), S8).to("cuda"),
+        mc.random_pattern(40, 56, 0.5, 8).to("cuda"),
+    )
+    mc.sddmm(x, y, mask)
+    out = torch.empty_like(expected)
+
+    def counted(call: Callable[[], Any]) -> int:
+        call()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+
+    assert counted(lambda: mc.spmm(a, b, out=out, config=config)) == 0
+    assert counted(lambda: mc.spmm(a, b, out_dtype=torch.int32, config=config)) == 1
+    assert counted(lambda: mc.sddmm(x, y, mask)) == 1
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("config", BOTH, ids=named)
+def test_views_and_odd_pitches_are_read_where_they_lie(config: SpmmKernel) -> None:
+    torch.manual_seed(1)
+    wide = ints((3, 90, 420), *S8).to(torch.int8)
+    on_gpu = wide.cuda()
+    a = sparse(40, 70, 8, S8)
+    views = [
+        lambda t: t[1, 3:73, 3:200],  # nothing is aligned
+        lambda t: t[1, 3:73, 16:201],
+        lambda t: t[1, :70].expand(5, 70, 420),  # one matrix for all of the batch
+        lambda t: t[::2, 10:80, :192],
+        lambda t: t[:, 20:, 32:160],
+        lambda t: t[0, 5:6, 4:360].expand(70, 356),  # one row for all of K
+        lambda t: t[:, 7:8].expand(3, 70, 420),
+        lambda t: t[0].mT[2:72, 1:80],  # column-major
+        lambda t: t.as_strided((4, 70, 64), (64, 420, 1)),  # matrices of a batch side by side
+        lambda t: t.as_strided((4, 70, 64), (16 * 5, 96, 1)),  # and overlapping, no whole rows apart
+    ]
+    for i, view in enumerate(views):
+        b_cpu, b = (mc.QuantTensor(t, None, 8, True, None, t.shape) for t in (view(wide), view(on_gpu)))
+        got = mc.spmm(a.to("cuda"), b, out_dtype=torch.int32, config=config).cpu()
+        assert torch.equal(got, mc.reference.spmm(a, b_cpu).int()), i
+
+
+@pytest.mark.parametrize("bits", [4, 12, 16])
+def test_column_major_operands_of_every_width(bits: int) -> None:
+    for signed in (True, False):
+        for k, n in ((300, 96), (71, 33), (70, 1), (1, 40)):
+            check_spmm(sparse(40, k, 8, S8, sparsity=0.3), dense((2, k, n), (bits, signed), "column"))
+
+
+def per_call(call: Callable[[], Any], calls: int = 1000) -> float:
+    """Median microseconds of the enqueue alone."""
+    for _ in range(50):
+        call()
+    rounds = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls // 9):
+            call()
+        rounds.append((time.perf_counter() - start) / (calls // 9) * 1e6)
+    torch.cuda.synchronize()
+    return sorted(rounds)[4]
+
+
+def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, expected = small()
+    out, half = torch.empty_like(expected), torch.randn(64, 64, device="cuda", dtype=torch.float16)
+    into, returning = per_call(lambda: mc.spmm(a, b, out=out)), per_call(lambda: mc.spmm(a, b))
+    plain = per_call(lambda: torch.mm(half, half))
+    frames: set[tuple[str, str]] = set()
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            frames.add((frame.f_code.co_filename, frame.f_code.co_name))
+
+    sys.setprofile(profile)
+    mc.spmm(a, b, out=out)
+    sys.setprofile(None)
+    watch = cProfile.Profile()
+    watch.enable()
+    for _ in range(2000):
+        mc.spmm(a, b, out=out)
+    watch.disable()
+    text = io.StringIO()
+    pstats.Stats(watch, stream=text).sort_stats("tottime").print_stats(14)
+    with capsys.disabled():
+        print(f"\nspmm(out=) {into:.1f} us, spmm {returning:.1f} us, torch.mm {plain:.1f} us, {len(frames)} functions")
+        print(text.getvalue())
+    assert into < 100
+
+
+def test_kernels_are_loaded_once_a_device() -> None:
+    before = len(jit_kernel._kernels)
+    found = [get_kernel(BOTH[0]) for _ in range(3)]
+    assert found[0] is found[1] is found[2] and len(jit_kernel._kernels) <= before + 1

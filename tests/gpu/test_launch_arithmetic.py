@@ -1,0 +1,161 @@
+"""Grids, offsets and batches of operands far beyond 2**31, seen at the launch: no memory and no GPU."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cute_kernels import sddmm, spmm_gather, spmm_panel
+from cute_kernels.jit.toolchain import KERNEL_HEADERS
+from cute_kernels.operands import Factor, Place, Target, Vectors
+from cute_kernels.spmm import group_offsets
+from tests.gpu.problems import gather, kind, panel
+from tests.gpu.problems import sddmm as sddmm_config
+
+HUGE = 2**33
+
+
+def parameters(stem: str) -> list[str]:
+    """Names of a kernel's parameters, in order."""
+    text = (KERNEL_HEADERS / f"{stem}.cuh").read_text()
+    found = re.search(rf"\n{stem}\((.*?)\) {{", text, re.S)
+    assert found, stem
+    return [parameter.split()[-1].lstrip("*") for parameter in found[1].split(",")]
+
+
+class Launch(NamedTuple):
+    grid: tuple[int, int, int]
+    args: dict[str, Any]
+
+
+class Recorder:
+    """In place of a kernel: what it would be launched with."""
+
+    def __init__(self, stem: str) -> None:
+        self.names = parameters(stem)
+        self.launches: list[Launch] = []
+        self.maps: list[tuple[Any, ...]] = []
+
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+        assert all(type(arg) in (int, bytes) for arg in args), "a plain int is passed as 64 bits"
+        self.launches.append(Launch(grid, dict(zip(self.names, args, strict=True))))
+
+    def tensor_map(self, *args: Any) -> bytes:
+        self.maps.append(args)
+        return bytes(128)
+
+
+def record(module: ModuleType, stem: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder(stem)
+    monkeypatch.setattr(module, "get_kernel", lambda config: recorder)
+    if module is spmm_panel:
+        monkeypatch.setattr(module, "tensor_map", recorder.tensor_map)
+    return recorder
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return record(spmm_gather, "spmm_gather", monkeypatch)
+
+
+@pytest.fixture
+def panels(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return record(spmm_panel, "spmm_panel", monkeypatch)
+
+
+@pytest.fixture
+def samples(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return record(sddmm, "sddmm", monkeypatch)
+
+
+def structure(rows: int, kind_of_copy: type[tuple[Any, ...]]) -> list[torch.Tensor]:
+    """An execution copy of ``rows`` vector rows that takes no memory."""
+    return [torch.empty(1).expand(rows + 1), *[torch.empty(0)] * (len(kind_of_copy._fields) - 1)]  # type: ignore[attr-defined]
+
+
+NONE = Factor(0, 0, 0)
+
+
+def test_gather_takes_64_bit_sizes(gathers: Recorder) -> None:
+    config = gather(kind(1, out="float16"), row_bytes=128)
+    rows, n, pitch = 2**20 + 3, 2**17, HUGE + 16
+    b, out = Place(1 << 46, pitch, 3 * HUGE, n), Target(1 << 45, 2, rows, 2**31 - 1, n)
+    config.launch(structure(rows, spmm_gather.GatherCopy), b, out, NONE, Factor(1 << 44, 1, n), 0)
+    ((grid, args),) = gathers.launches
+    assert grid == ((2**18 + 1) * 1024 * 2, 1, 1) and grid[0] < 2**31
+    assert (args["b"], args["b_pitch"], args["b_batch"], args["b_bytes"]) == (1 << 46, pitch, 3 * HUGE, n)
+    assert (args["rows"], args["vector_rows"], args["n"], args["right_batch"]) == (rows, rows, n, n)
+
+
+def test_panel_grid_stays_the_gpu_while_items_outgrow_32_bits(panels: Recorder) -> None:
+    config = panel(kind(8, out="float16"), row_bytes=128, warps=15, multiprocessors=132)
+    rows, n = 2**24, 2**31
+    assert config.items(rows, n, 1) == -(-rows // 15) * 2**24 > 2**32
+    place, out = Place(0, n, 0, n), Target(0, 1, 8 * rows, 4096, n)
+    config.launch(structure(rows, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
+    ((grid, args),) = panels.launches
+    assert grid == (132, 1, 1) and (args["rows"], args["vector_rows"], args["n"]) == (8 * rows, rows, n)
+    assert panels.maps == [(0, 1, (n, 4096), n, (128, 256), 128)]
+
+
+def test_panel_splits_a_batch_whose_rows_outgrow_the_copy_engines_coordinates(panels: Recorder) -> None:
+    config = panel(kind(out="float32"))
+    m, k, n, batch = 64, 2**29, 256, 5
+    copy, b, right = structure(8, spmm_panel.PanelCopy), Place(1 << 40, n, k * n, n), Factor(1 << 30, 1, n)
+    config.launch(copy, b, Target(1 << 50, batch, m, k, n), NONE, right, 0)
+    assert len(panels.launches) == batch
+    for i, ((grid, args), made) in enumerate(zip(panels.launches, panels.maps, strict=True)):
+        assert made == ((1 << 40) + i * k * n, 1, (n, k), n, (64, 256), 64)
+        assert args["out"] == (1 << 50) + i * m * n * 4 and args["right"] == (1 << 30) + 4 * i * n
+        assert args["batches"] == 1 and grid[0] <= config.multiprocessors
+    panels.launches.clear()
+    config.launch(copy, b, Target(1 << 50, 3, m, k, n), NONE, right, 0)
+    assert len(panels.launches) == 1 and panels.maps[-1][2] == (n, 3 * k)  # 1.5 * 2**30 rows can be named
+
+
+def test_panel_splits_a_batch_that_is_no_whole_rows_apart(panels: Recorder) -> None:
+    config = panel(kind(out="int64"))
+    place, out = Place(4096, 96, 80, 64), Target(0, 4, 60, 70, 64)
+    config.launch(structure(8, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
+    assert [made[0] for made in panels.maps] == [4096, 4176, 4256, 4336]
+    assert [args["out"] for _, args in panels.launches] == [i * 60 * 64 * 8 for i in range(4)]
+
+
+def test_sddmm_takes_64_bit_sizes(samples: Recorder) -> None:
+    config = sddmm_config(kind(8), stride=64)
+    blocks = 2**27
+    pattern = [torch.empty(1).expand(blocks), torch.empty(0)]
+    place = Place(1 << 45, HUGE, 5 * HUGE, 64)
+    config.launch(pattern, place, place, Target(1 << 46, 7, 2**30, 64, 2**30), NONE, NONE)
+    ((grid, args),) = samples.launches
+    assert grid == (2**28 // 4 * 7, 1, 1) and args["blocks"] == blocks and blocks * 64 * 8 > 2**35
+    assert (args["y"], args["y_pitch"], args["y_batch"], args["y_bytes"]) == tuple(place)
+
+
+def test_group_offsets_of_more_than_two_to_the_31_vectors() -> None:
+    lengths = torch.tensor([2**31 - 1, 0, 2**31 - 1, 5, 2**31])
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    groups = (lengths + 31) // 32
+    starts = torch.zeros(6, dtype=torch.int64)
+    starts[1:] = groups.cumsum(0)
+    with pytest.MonkeyPatch.context() as patch:  # the list of slots would not fit
+        patch.setattr(torch, "repeat_interleave", lambda *_, **__: torch.zeros(1, dtype=torch.int64))
+        patch.setattr(torch, "arange", lambda *_, **__: torch.zeros(1, dtype=torch.int64))
+        found, _ = group_offsets(offsets, 32)
+    assert found.dtype == torch.int64 and torch.equal(found, starts) and int(found[-1]) * 32 > 2**32
+
+
+def test_execution_copies_index_in_64_bits() -> None:
+    vectors = Vectors(
+        torch.tensor([0, 2]),
+        torch.tensor([0, 2**31 - 2], dtype=torch.int32),
+        torch.ones(2, 8, dtype=torch.int8),
+        8,
+        True,
+    )
+    copy = gather(kind()).copy(vectors, 2**31 - 1)
+    assert copy.group_offsets.dtype == torch.int64 and copy.columns[:2].tolist() == [0, 2**31 - 2]

@@ -1,0 +1,97 @@
+"""Machine code of the products' kernels, compiled without a GPU: the instructions that were meant, nothing spilled."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.jit import Binary, build
+from cute_kernels.sddmm import SddmmConfig
+from cute_kernels.spmm_gather import GatherConfig
+from cute_kernels.spmm_panel import PanelConfig
+from magicube_cutlass.kernels import Kind, Machine, SpmmKernel, choose_sddmm, choose_spmm, default_configs
+from tests.helpers import lean_sass
+
+pytest.importorskip("cuda.core")
+
+Config = SpmmKernel | SddmmConfig
+OTHERS = ("sm_86", "sm_89", "sm_100a", "sm_120a")
+
+
+def few(arch: str) -> Iterator[Config]:
+    """A gather, an SDDMM and, where there are panels, a panel kernel; 8-bit, 4-bit and 16 x 8 bits."""
+    here = Machine(arch, 100)
+    yield choose_spmm(Kind(8, (8, True), (8, True), "float16"), here, vector_rows=4096, longest=512, n=512, batch=1)
+    yield choose_spmm(Kind(4, (16, True), (8, False), "float32"), here, vector_rows=32, longest=512, n=512, batch=1)
+    yield choose_sddmm(Kind(8, (4, True), (4, True), "int32"), here, stride=32, inner=256)
+
+
+CASES = [
+    (config, arch)
+    for arch, configs in (
+        ("sm_90a", default_configs()),
+        ("sm_80", default_configs(arch="sm_80")),
+        *((arch, few(arch)) for arch in OTHERS),
+    )
+    for config in dict.fromkeys(configs)
+]
+
+
+@pytest.fixture(scope="module")
+def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Config, str], Future[Binary]]]:
+    """What the selected tests need, compiled side by side into a folder that outlives the run."""
+    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = dict.fromkeys((p["config"], p["arch"]) for p in selected if (p.get("config"), p.get("arch")) in CASES)
+    with pytest.MonkeyPatch.context() as patch:
+        if "MAGICUBE_CACHE" not in os.environ:
+            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
+        # spawned, not forked: torch has threads
+        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield {(config, arch): pool.submit(build, config.unit(arch)) for config, arch in wanted}
+            pool.shutdown(cancel_futures=True)
+
+
+def digit_signs(bits: int, signed: bool, one_sign: bool = False) -> list[bool]:
+    """Signs of the digits of an integer; stacked digits share the top one's."""
+    return [signed] if bits <= 8 else [signed and one_sign, signed]
+
+
+def expected_mmas(config: Config) -> set[str]:
+    """Mnemonics of the digit products: the dense operand, or Y, is the instruction's first one."""
+    if isinstance(config, SddmmConfig):
+        first, second = digit_signs(config.y_bits, config.y_signed), digit_signs(config.x_bits, config.x_signed)
+    else:
+        first = digit_signs(config.b_bits, config.b_signed)
+        second = digit_signs(config.a_bits, config.a_signed, config.stacked)
+    shape, letter = "".join(map(str, config.entry.shape)), {True: "S", False: "U"}
+    width = config.entry.mma_bits
+    return {f"IMMA.{shape}.{letter[x]}{width}.{letter[y]}{width}" for x in first for y in second}
+
+
+@pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(
+    config: Config, arch: str, binaries: dict[tuple[Config, str], Future[Binary]]
+) -> None:
+    binary = binaries[config, arch].result()
+    sass = lean_sass(binary)
+    assert set(re.findall(r"IMMA\.\w+\.\w+\.\w+", sass)) == expected_mmas(config)
+    panel = isinstance(config, PanelConfig)
+    assert ("UTMALDG.2D" in sass) == panel and ("SYNCS" in sass) == panel
+    assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) == (not panel)
+    assert bool(re.search(r"LDSM\.16\.MT88\.[24]", sass)) == (not isinstance(config, SddmmConfig))
+    assert binary.usage is not None and binary.usage.registers * config.threads <= 65536
+
+
+def test_the_cases_have_every_kernel_and_the_4_bit_instruction_where_it_is_native() -> None:
+    kinds = {(arch, type(config)) for config, arch in CASES}
+    assert kinds >= {("sm_90a", PanelConfig), ("sm_90a", GatherConfig), ("sm_90a", SddmmConfig), ("sm_100a", PanelConfig),
+                     *((arch, kernel) for arch in ("sm_80", *OTHERS) for kernel in (GatherConfig, SddmmConfig))}  # fmt: skip
+    assert not any(isinstance(config, PanelConfig) for config, arch in CASES if arch in ("sm_80", "sm_86", "sm_89"))
+    native = {arch: {mma for config, at in CASES if at == arch for mma in expected_mmas(config)} for _, arch in CASES}
+    assert all(("IMMA.16864.S4.S4" in mmas) == (arch in ("sm_80", "sm_86", "sm_89")) for arch, mmas in native.items())
