@@ -1,4 +1,4 @@
-# make demo | test | lint | gpu-test | bench | plots | sanitize | clean
+# make demo | test | lint | gpu-test | gpu-sanitize | bench | plots | sanitize | clean
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SHELL := /bin/bash
@@ -9,10 +9,12 @@ BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt $(wildcard cute_kernels/cpu/*.cpp cute_kernels/cpu/*.hpp)
 SANITIZED := build/sanitize
 SANITIZE_TESTS ?= tests/kernels tests/sparse
+SANITIZER_RESULTS ?= benchmarks/results/sanitizer.json
+ROOTED = .$${PYTHONPATH:+:$$PYTHONPATH}
 BENCHES ?= benchmarks/cpu_spmm.py
 GPU_BENCHES := benchmarks/spmm.py benchmarks/ablation.py
 
-.PHONY: help demo test lint gpu-test bench plots sanitize clean
+.PHONY: help demo test lint gpu-test gpu-sanitize bench plots sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +23,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make sanitize  the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make gpu-test  tests that need a CUDA device, with the python3 of the machine"
+	@echo "make gpu-sanitize  the kernels under compute-sanitizer's tools, likewise"
 	@echo "make bench     benchmarks, with the python3 of the machine; BENCHES='$(GPU_BENCHES)' for a GPU"
 	@echo "make plots     plots of the GPU benchmarks' results"
 	@echo "make clean     remove everything that was built"
@@ -36,9 +39,12 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The two below make no environment: a machine with a GPU brings its own torch.
+# Those below make no environment: a machine with a GPU brings its own torch.
 gpu-test:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m gpu tests $(ARGS)
+
+gpu-sanitize:
+	PYTHONPATH="$(ROOTED)" $(PYTHON) -m tests.gpu.sanitize $(SANITIZER_RESULTS)
 
 bench:
 	for file in $(BENCHES); do PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) "$$file" $(ARGS); done

@@ -72,11 +72,11 @@ def two_of_four(product: Product) -> Rival:
     b = _columns(product.rhs.ints())
     compressed = torch._cslt_compress(a)
     found = torch._C._cusparselt.mm_search(compressed, b, None, None, torch.bfloat16, False)  # type: ignore[attr-defined]
-    number, split, one_kernel = found[:3]
-    ways = {"alg_id": number, "split_k": split, "split_k_one_kernel": one_kernel}
+    number, split, split_mode = found[:3]
+    way = (None, None, torch.bfloat16, False, number, split, split_mode)  # no bias, no alpha, not transposed
 
     def call() -> Tensor:
-        return torch._cslt_sparse_mm(compressed, b, out_dtype=torch.bfloat16, **ways)
+        return torch._cslt_sparse_mm(compressed, b, *way)
 
     note = f"bfloat16 output, algorithm {number}, split-k {split}"
     return Rival(call, a.double() @ b.double(), "2:4 sparsity (half dense)", note)

@@ -36,11 +36,11 @@ mark(const typename C::Value* x, int64_t pitch, const uint8_t* mask, int64_t mas
   bool outside = false;
   for (int64_t base = 0; base < columns; base += T::kTeam * kVec) {
     const int64_t column = base + team.lane * kVec, valid = columns - column;
-    Value seen[kVec] = {};
+    alignas(16) Value seen[kVec] = {};
+    uint32_t word = 0;
 #pragma unroll 4
     for (int64_t row = first; row < end; ++row) {
       alignas(16) Value part[kVec] = {};
-      alignas(16) uint8_t kept[kVec] = {};
       const Value* from = x + row * pitch + column;
       if (vector_loads && valid >= kVec) {
         *reinterpret_cast<uint4*>(part) = __ldg(reinterpret_cast<const uint4*>(from));
@@ -48,24 +48,20 @@ mark(const typename C::Value* x, int64_t pitch, const uint8_t* mask, int64_t mas
         CUTE_UNROLL
         for (int i = 0; i < kVec; ++i) part[i] = i < valid ? from[i] : Value(0);
       }
-      if constexpr (C::kMasked) {
-        CUTE_UNROLL
-        for (int i = 0; i < kVec; ++i) kept[i] = i < valid ? mask[row * mask_pitch + column + i] : 0;
+      CUTE_UNROLL
+      for (int i = 0; i < 4 && !C::kMasked; ++i) {
+        reinterpret_cast<uint32_t*>(seen)[i] |= reinterpret_cast<const uint32_t*>(part)[i];
       }
       CUTE_UNROLL
-      for (int i = 0; i < kVec; ++i) {
-        if constexpr (C::kMasked) seen[i] |= Value(kept[i]);
-        else seen[i] |= part[i] & kNonZero;
-        if constexpr (C::kChecked) {
-          const bool used = !C::kMasked || kept[i] != 0;
-          outside |= used && (cuda::std::is_signed_v<Value> ? int64_t(part[i]) < low || int64_t(part[i]) > high
-                                                            : uint64_t(part[i]) > uint64_t(high));
-        }
+      for (int i = 0; i < kVec && (C::kMasked || C::kChecked); ++i) {
+        const bool used = !C::kMasked || (i < valid && mask[row * mask_pitch + column + i]);
+        if (C::kMasked && used) word |= 1u << i;
+        outside |= C::kChecked && used && (cuda::std::is_signed_v<Value> ? int64_t(part[i]) < low || int64_t(part[i]) > high
+                                                                        : uint64_t(part[i]) > uint64_t(high));
       }
     }
-    uint32_t word = 0;
     CUTE_UNROLL
-    for (int i = 0; i < kVec; ++i) word |= seen[i] != 0 ? 1u << i : 0u;
+    for (int i = 0; i < kVec && !C::kMasked; ++i) word |= (seen[i] & kNonZero) != 0 ? 1u << i : 0u;
     word <<= team.lane * kVec % kPiece;
     CUTE_UNROLL
     for (int step = 1; step < kPiece / kVec; step *= 2) word |= __shfl_xor_sync(~0u, word, step);

@@ -145,7 +145,7 @@ def compress(
         get_kernel(CompressConfig("layout_rows")).launch(
             (1, 1, 1),
             (
-                counts.data_ptr(), rows, stride, bounds[0].data_ptr(), bounds[1].data_ptr(), report.data_ptr(),
+                counts.data_ptr(), rows, stride, bounds.data_ptr(), bounds.data_ptr() + 8 * rows, report.data_ptr(),
             ),
         )  # fmt: skip
         total, flags = report.tolist()  # waits
@@ -162,7 +162,7 @@ def compress(
             get_kernel(fill).launch(
                 fill.grid(rows),
                 (
-                    marks.data_ptr(), pieces, bounds[0].data_ptr(), source.data_ptr(), _pitch(source),
+                    marks.data_ptr(), pieces, bounds.data_ptr(), source.data_ptr(), _pitch(source),
                     *_mask_place(mask if masked else None), m, rows, vector_length.bit_length() - 1,
                     stride.bit_length() - 1, columns.data_ptr(), values.data_ptr(),
                 ),

@@ -164,10 +164,11 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
     narrow = config.packed or config.entry.mma_bits == 4
     order = pack_index(config.entry, packed=narrow)[: 4 * used * per_lane]
     index = torch.from_numpy(order).to(planes.device)
-    packed = tiles.reshape(groups, -1, used * config.group)[..., index]  # (groups, operands, values)
+    operands = tiles.shape[1] * tiles.shape[2]
+    packed = tiles.reshape(groups, operands, used * config.group)[..., index]  # (groups, operands, values)
     if narrow:
         packed = (packed[..., 0::2] & 0xF) | ((packed[..., 1::2] & 0xF) << 4)
-    return packed.reshape(groups, -1).contiguous()
+    return packed.flatten(1).contiguous()
 
 
 def group_offsets(row_offsets: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,19 @@ an entry, and the scale.
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.integers import check_bits, check_range, int_range, is_integer, value_dtype, widen
-from magicube_cutlass.checks import check_shape, check_tensor
+from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length
 from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.quantize import quantize
+from magicube_cutlass.quantize import encode_on_gpu, quantize, refuse
 from magicube_cutlass.smtx import read_smtx
+
+if TYPE_CHECKING:
+    from cute_kernels.compress import Compressed
 
 RESULT_DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -99,12 +102,62 @@ def dense_parts(
     return Parts(pattern, gather_vectors(ints, pattern), scale)
 
 
-def mask_parts(values: Tensor, mask: Tensor, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
-    """Keep the vectors with a true element in ``mask``; values where it is false become zero."""
+def check_masked(values: Tensor, mask: Tensor) -> None:
+    """Raise unless ``values`` and the bool ``mask`` are two matrices of one shape on one device."""
     check_tensor("values", values, ndim=2)
     check_tensor("mask", mask, dtype=torch.bool, ndim=2, device=values.device)
     if mask.shape != values.shape:
         raise ValueError(f"mask must have the shape of values {tuple(values.shape)}, got {tuple(mask.shape)}")
+
+
+def compress_on_gpu(
+    dense: Tensor,
+    mask: Tensor | None,
+    vector_length: int,
+    bits: int,
+    signed: bool,
+    stride: int,
+    axis: int | None,
+    clip: Clip = "max",
+    rounding: Rounding = "nearest",
+) -> tuple[Compressed, Tensor | None]:
+    """The tensors of an SR-BCRS matrix and its scale, by the GPU's kernels: what :func:`dense_parts` and, with a
+    mask, :func:`mask_parts` say.
+
+    ``dense``: CUDA tensor (M, K), not empty.  Waits once for the device, for the size of the result and every error.
+    Columns past contiguous rows, other float types and masked floats are copied.
+    """
+    from cute_kernels import compress as kernels
+
+    check_vector_length(vector_length)
+    check_bits(bits)
+    _check_axis(axis)
+    name = "dense" if mask is None else "values"
+    dense, scale, ints = dense.detach(), None, None
+    report = torch.zeros(2, dtype=torch.int64, device=dense.device)
+    if dense.is_floating_point():
+        dense = dense if dense.dtype in kernels.FLOATS else dense.float()
+        dense = kernels.rows_of(dense if mask is None else dense.masked_fill(~mask, 0))
+        ints, scale = encode_on_gpu(dense, bits, axis, signed, rounding == "trunc", clip, report.data_ptr() + 8)
+    elif not is_integer(dense.dtype):
+        check_range(dense, bits, signed, name)  # raises
+
+    def raise_for(flags: int) -> None:
+        if dense.is_floating_point():
+            refuse(dense, flags, signed)
+        else:
+            check_range(dense if mask is None else dense.masked_fill(~mask, 0), bits, signed, name)
+
+    found = kernels.compress(
+        dense, bits=bits, signed=signed, vector_length=vector_length, stride=stride, mask=mask, ints=ints,
+        report=report, refuse=raise_for,
+    )  # fmt: skip
+    return found, scale
+
+
+def mask_parts(values: Tensor, mask: Tensor, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
+    """Keep the vectors with a true element in ``mask``; values where it is false become zero."""
+    check_masked(values, mask)
     pattern = Pattern.from_dense(mask, vector_length)
     kept = as_movable(values).masked_fill(~mask, 0).view(values.dtype)
     ints, scale = _integers(kept, bits, signed, axis)

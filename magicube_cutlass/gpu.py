@@ -19,7 +19,8 @@ def _is_ready(rows: Tensor) -> bool:
     size = rows.element_size()
     steps = [s for s, n in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if n > 1]
     aligned = rows.data_ptr() % ALIGNMENT == 0 and all(step * size % ALIGNMENT == 0 for step in steps)
-    if not aligned or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
+    repeated = rows.shape[-2] > 1 and rows.stride(-2) == 0  # one row for all: no pitch for the tensor copy
+    if not aligned or repeated or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
         return False
     try:
         batch_stride(rows)
@@ -56,8 +57,10 @@ def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
 
 
 def _place(rows: Tensor) -> Place:
-    size = rows.element_size()
-    return Place(rows.data_ptr(), rows.stride(-2) * size, batch_stride(rows) * size, rows.shape[-1] * size)
+    size, width = rows.element_size(), rows.shape[-1]
+    # torch may give a single row any stride; the tensor copy wants a pitch of whole pieces all the same
+    pitch = rows.stride(-2) * size if rows.shape[-2] > 1 else -(-width * size // ALIGNMENT) * ALIGNMENT
+    return Place(rows.data_ptr(), pitch, batch_stride(rows) * size, width * size)
 
 
 def _factor(factor: Tensor | None) -> Factor:

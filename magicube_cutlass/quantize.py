@@ -22,6 +22,7 @@ from cute_kernels.integers import (
 
 _MSE_STEPS = 60  # clip thresholds tried, from max|x| / 60 to max|x|
 _CHUNK_MODE = {None: 0, 1: 1, 0: 2}
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,22 +183,59 @@ def quantize(
     rows of magnitude 1e-36 keep their relative accuracy.  The scale is float32, or float64 for float64 input.
     Raises ``TypeError`` for other dtypes; ``ValueError`` for bad arguments, negative entries when unsigned, and inf or
     NaN unless ``nonfinite="propagate"``, which gives such a slice scale NaN and so NaN in all that comes of it.
+    On a GPU these two errors cost a wait for the device; with ``nonfinite="propagate"`` and ``signed=True`` there is
+    nothing to wait for, and with ``clip="max"`` a CUDA graph can hold the call.
     Source: Li, Osawa, Hoefler, SC'22, section V-C; Gu, arXiv 2403.06924, eq. 4.
     """
     _check_arguments(x, bits, axis, clip, rounding, nonfinite)
-    real = x.detach() if x.dtype == torch.float64 else x.detach().to(torch.float32)
+    real = x.detach()
+    on_gpu = real.is_cuda and real.numel() > 0
+    if real.dtype != torch.float64 and not (on_gpu and real.dtype in _HALF):
+        real = real.to(torch.float32)
     if _column_major(real):
         flipped = quantize(real.mT, bits, None if axis is None else 1 - axis, signed, clip, rounding, nonfinite)
         return flipped.mT
-    real = real.contiguous()
-    scale = None if clip == "max" else _clipped_scale(real, bits, axis, signed, clip)
-    data, scale, flags = _encode(real, bits, axis, signed, rounding == "trunc", scale)
+    truncate = rounding == "trunc"
+    if on_gpu:
+        watched = nonfinite == "raise" or not signed
+        found = torch.zeros(1, dtype=torch.int32, device=real.device) if watched else None
+        pointer = 0 if found is None else found.data_ptr()
+        data, scale = encode_on_gpu(real, bits, axis, signed, truncate, clip, pointer)
+        flags = 0 if found is None else int(found)  # waits
+    else:
+        real = real.contiguous()
+        given = None if clip == "max" else _clipped_scale(real, bits, axis, signed, clip)
+        data, scale, flags = _encode(real, bits, axis, signed, truncate, given)
+    refuse(real, flags, signed, nonfinite)
+    return QuantTensor(data, scale, bits, signed, axis, x.shape)
+
+
+def refuse(x: Tensor, flags: int, signed: bool, nonfinite: str = "raise") -> None:
+    """Raise the ``ValueError`` that the flags of ``x`` call for."""
     if flags & cpu.NONFINITE and nonfinite == "raise":
-        raise ValueError(f"x must be finite, got {int((~torch.isfinite(real)).sum())} inf or nan of {real.numel()} "
+        raise ValueError(f"x must be finite, got {int((~torch.isfinite(x)).sum())} inf or nan of {x.numel()} "
                          "entries; pass nonfinite='propagate' to let them through")  # fmt: skip
     if flags & cpu.NEGATIVE and not signed:
-        raise ValueError(f"x must not be negative for unsigned integers, got {float(real.min())}")
-    return QuantTensor(data, scale, bits, signed, axis, x.shape)
+        raise ValueError(f"x must not be negative for unsigned integers, got {float(x.min())}")
+
+
+def encode_on_gpu(
+    x: Tensor,
+    bits: int,
+    axis: int | None,
+    signed: bool,
+    truncate: bool,
+    clip: str | float = "max",
+    flags: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Storage form of the integers, packed along the last dimension, and the scale; see
+    :func:`cute_kernels.quantize.quantize` for ``x``, which is not empty, and for ``flags``."""
+    from cute_kernels import quantize as kernels
+
+    given = None
+    if clip != "max":
+        given = _clipped_scale(x.float() if x.dtype in _HALF else x, bits, axis, signed, clip)
+    return kernels.quantize(x, bits=bits, signed=signed, axis=axis, truncate=truncate, scale=given, flags=flags)
 
 
 def _encode(

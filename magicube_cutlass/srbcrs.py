@@ -21,6 +21,8 @@ from magicube_cutlass.formats import (
     Parts,
     Rounding,
     as_movable,
+    check_masked,
+    compress_on_gpu,
     dense_parts,
     mask_parts,
     pattern_parts,
@@ -93,6 +95,9 @@ class SRBCRS(CompressedMatrix):
         Raises ``ValueError`` for integers out of range, ``axis=0``, inf or nan; ``TypeError`` for bool or complex.
         """
         check_stride(stride)
+        check_tensor("dense", dense, ndim=2)
+        if dense.is_cuda and dense.numel():
+            return cls._on_gpu(dense, None, vector_length, bits, signed, stride, axis, clip, rounding)
         parts = dense_parts(dense, vector_length, bits, signed, axis, clip, rounding)
         return cls._from_parts(parts, bits, signed, stride)
 
@@ -114,7 +119,30 @@ class SRBCRS(CompressedMatrix):
         also inside a kept vector, and are neither range-checked nor seen by the quantizer.
         """
         check_stride(stride)
+        check_masked(values, mask)
+        if values.is_cuda and values.numel():
+            return cls._on_gpu(values, mask, vector_length, bits, signed, stride, axis)
         return cls._from_parts(mask_parts(values, mask, vector_length, bits, signed, axis), bits, signed, stride)
+
+    @classmethod
+    def _on_gpu(
+        cls,
+        dense: Tensor,
+        mask: Tensor | None,
+        vector_length: int,
+        bits: int,
+        signed: bool,
+        stride: int,
+        axis: int | None,
+        clip: Clip = "max",
+        rounding: Rounding = "nearest",
+    ) -> SRBCRS:
+        """What :meth:`from_dense` and :meth:`from_mask` say, by kernels; the pattern is derived when it is asked for."""
+        found, scale = compress_on_gpu(dense, mask, vector_length, bits, signed, stride, axis, clip, rounding)
+        shape = (dense.shape[0], dense.shape[1])
+        return cls(
+            *found, shape=shape, vector_length=vector_length, stride=stride, bits=bits, signed=signed, scale=scale
+        )
 
     @classmethod
     def from_pattern(

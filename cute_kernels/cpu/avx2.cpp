@@ -43,7 +43,9 @@ struct Avx2 {
   }
 
   static void stream(const uint8_t* from, uint8_t* to, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 32) store(to + i, _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i)), true);
+    for (int64_t i = 0; i < bytes; i += 32) {
+      store(to + i, _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i)), true);
+    }
   }
 
   static void finish_streams() { _mm_sfence(); }  // streamed results are in place before another thread reads them

@@ -60,8 +60,9 @@ struct SpmmRow {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
         for (int v = 0; v < a.vector_length; v += kStripRows) {
           const int rows = a.vector_length < kStripRows ? a.vector_length : kStripRows;
-          Micro::strip({panel + db * (a.columns_total + 1) * kPanel, a.columns + begin, groups, values + v * a.stride, a.stride,
-                        a.vector_length, rows, digit_signed(da), b_signed, fresh, plane(da, db) + v * kPanel, scratch});
+          Micro::strip({panel + db * (a.columns_total + 1) * kPanel, a.columns + begin, groups, values + v * a.stride,
+                        a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
+                        plane(da, db) + v * kPanel, scratch});
         }
       }
     }

@@ -61,10 +61,16 @@ def choices(of: Kind) -> list[SpmmKernel]:
     return list(dict.fromkeys(found))
 
 
+def chosen(of: Kind, rows: int, longest: int, n: int, batch: int = 1, atom: str | None = None) -> SpmmKernel:
+    """What ``spmm`` chooses for a matrix of ``rows`` vector rows, the longest of ``longest`` vectors."""
+    width = max(16, 1 << (n - 1).bit_length()) if n else 16
+    return kernels.choose_spmm(of, HERE, vector_rows=rows, longest=longest, n=width, batch=batch, atom=atom)
+
+
 def every_pair(shift: int = 0) -> Iterator[tuple[Kind, int]]:
-    """Every pair of widths with every mix of signs; vector lengths and strides take turns, ``shift`` begins elsewhere."""
+    """Every pair of widths with every mix of signs; vector lengths and strides take turns from ``shift`` on; 0 and 4 have all."""
     for i, (left, right, (s, t)) in enumerate(product(BITS, BITS, SIGNS)):
-        yield kind(VECTOR_LENGTHS[(i + i // 6 + shift) % 6], (left, s), (right, t)), STRIDES[(i + shift) % 3]
+        yield kind(VECTOR_LENGTHS[(i + i // 4 + shift) % 6], (left, s), (right, t)), STRIDES[(i + shift) % 3]
 
 
 def ints(shape: tuple[int, ...], bits: int, signed: bool, extreme: bool = False) -> Tensor:

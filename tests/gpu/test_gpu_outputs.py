@@ -9,7 +9,7 @@ import torch
 
 import magicube_cutlass as mc
 from magicube_cutlass.kernels import SpmmKernel
-from tests.gpu.problems import PANELS, POISON, check_spmm, dense, gather, ints, kind, panel, sparse, spmm
+from tests.gpu.problems import PANELS, POISON, check_spmm, chosen, dense, gather, ints, kind, panel, sparse, spmm
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +95,11 @@ EXTREMES = [(8, False, 255), (8, True, -128), (4, True, -8), (4, False, 15), (16
             (12, True, -2048)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("left", "right"), list(product(EXTREMES, EXTREMES[:6:2] + EXTREMES[5:6])), ids=str)
+MEETINGS = list(product(EXTREMES, EXTREMES[:6:2] + EXTREMES[5:6]))
+
+
+@pytest.mark.parametrize(("left", "right"), MEETINGS, ids=str)
+@pytest.mark.configs([chosen(kind(8, left[:2], right[:2]), 1, 1024, 40) for left, right in MEETINGS])
 def test_extreme_integers_do_not_wrap(left: tuple[int, bool, int], right: tuple[int, bool, int]) -> None:
     k = 1024
     mask = torch.ones(8, k, dtype=torch.bool)
@@ -104,8 +108,13 @@ def test_extreme_integers_do_not_wrap(left: tuple[int, bool, int], right: tuple[
     assert torch.equal(spmm(a, b), torch.full((8, 40), k * left[2] * right[2]))
 
 
-@pytest.mark.parametrize("longest", [32_767, 32_768, 32_769, 70_000])
-@pytest.mark.parametrize(("of", "value"), [((8, False), 255), ((4, True), -8), ((16, False), 65535)])
+LONG = [32_767, 32_768, 32_769, 70_000]
+FULL = [((8, False), 255), ((4, True), -8), ((16, False), 65535)]
+
+
+@pytest.mark.parametrize("longest", LONG)
+@pytest.mark.parametrize(("of", "value"), FULL)
+@pytest.mark.configs([chosen(kind(1, of, of), 9, longest, 66) for of, _ in FULL for longest in LONG])
 def test_rows_of_many_nonzeros_are_summed_in_int64(longest: int, of: tuple[int, bool], value: int) -> None:
     mask = torch.ones(9, longest, dtype=torch.bool)
     mask[1:8, 100:] = False
