@@ -126,10 +126,11 @@ def ran(lhs: mc.SRBCRS) -> str:
 def chosen(pattern: mc.Pattern, n: int, widths: Widths) -> kernels.SpmmKernel:
     """The config that ``mc.spmm`` takes for float16 output."""
     kind = kernels.Kind(pattern.vector_length, (widths.left, widths.left_signed), (widths.right, True), OUT_NAME)
-    return kernels.choose_spmm(
-        kind, kernels.machine(torch.cuda.current_device()), vector_rows=pattern.vector_rows,
-        longest=int(pattern.row_lengths.max()), n=1 << (n - 1).bit_length(), batch=1,
-    )  # fmt: skip
+    lengths = pattern.row_lengths
+    problem = kernels.Problem(
+        pattern.vector_rows, pattern.shape[1], pattern.vectors, int(lengths.max()), 1 << (n - 1).bit_length()
+    )
+    return kernels.choose_spmm(kind, kernels.machine(torch.cuda.current_device()), problem)
 
 
 def one_line(error: BaseException) -> str:

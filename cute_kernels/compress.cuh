@@ -19,45 +19,72 @@ struct Team {
   int64_t row = int64_t{blockIdx.x} * kTeams + index;  // vector row
 };
 
+template <class Value>
+__device__ __forceinline__ bool is_outside(Value x, int64_t low, int64_t high) {
+  if constexpr (cuda::std::is_signed_v<Value>) return int64_t(x) < low || int64_t(x) > high;
+  else return uint64_t(x) > uint64_t(high);
+}
+
+// kBytes neighbouring bytes at an address that is a multiple of kBytes.
+template <int kBytes>
+__device__ __forceinline__ void load_bytes(const void* from, void* to) {
+  if constexpr (kBytes == 16) *static_cast<uint4*>(to) = __ldg(static_cast<const uint4*>(from));
+  else if constexpr (kBytes == 8) *static_cast<uint2*>(to) = __ldg(static_cast<const uint2*>(from));
+  else if constexpr (kBytes == 4) *static_cast<uint32_t*>(to) = __ldg(static_cast<const uint32_t*>(from));
+  else *static_cast<uint16_t*>(to) = __ldg(static_cast<const uint16_t*>(from));
+}
+
+// kVec entries of which `valid` exist; the others are zeros.
+template <int kVec, class Value>
+__device__ __forceinline__ void load_entries(const Value* from, int64_t valid, bool vector, Value (&to)[kVec]) {
+  if (vector && valid >= kVec) {
+    load_bytes<kVec * int(sizeof(Value))>(from, to);
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < kVec; ++i) to[i] = i < valid ? from[i] : Value(0);
+  }
+}
+
 // Which vectors have an entry that is not zero, or that the mask keeps: marks (R, pieces), counts (R).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
 mark(const typename C::Value* x, int64_t pitch, const uint8_t* mask, int64_t mask_pitch, int64_t rows, int64_t columns,
      int64_t vector_length, uint16_t* marks, int64_t pieces, int32_t* counts, int64_t low, int64_t high, int* flags,
-     int64_t vector_loads) {
+     int64_t vector_x, int64_t vector_mask) {
   using Value = typename C::Value;
   using T = Team<C>;
-  constexpr int kVec = 16 / int(sizeof(Value));
+  constexpr int kVec = 16 / int(sizeof(Value)), kAhead = C::kMasked ? 2 : 4;  // entries a load, rows in flight
   constexpr Value kNonZero = C::kFloat ? Value(Value(~Value(0)) >> 1) : Value(~Value(0));  // without a float's sign
   __shared__ int32_t scratch[C::kWarps];
   const T team;
-  const int64_t first = team.row * vector_length, end = first + vector_length < rows ? first + vector_length : rows;
+  const int64_t first = team.row * vector_length;
   int32_t count = 0;
   bool outside = false;
   for (int64_t base = 0; base < columns; base += T::kTeam * kVec) {
-    const int64_t column = base + team.lane * kVec, valid = columns - column;
+    const int64_t column = base + team.lane * kVec;
     alignas(16) Value seen[kVec] = {};
     uint32_t word = 0;
-#pragma unroll 4
-    for (int64_t row = first; row < end; ++row) {
-      alignas(16) Value part[kVec] = {};
-      const Value* from = x + row * pitch + column;
-      if (vector_loads && valid >= kVec) {
-        *reinterpret_cast<uint4*>(part) = __ldg(reinterpret_cast<const uint4*>(from));
-      } else {
+    for (int v = 0; v < int(vector_length); v += kAhead) {  // as many for all: shuffles follow
+      alignas(16) Value part[kAhead][kVec];
+      alignas(16) uint8_t kept[kAhead][kVec];
+      CUTE_UNROLL
+      for (int ahead = 0; ahead < kAhead; ++ahead) {
+        const int64_t row = first + v + ahead, valid = v + ahead < vector_length && row < rows ? columns - column : 0;
+        load_entries(x + row * pitch + column, valid, vector_x != 0, part[ahead]);
+        if constexpr (C::kMasked) load_entries(mask + row * mask_pitch + column, valid, vector_mask != 0, kept[ahead]);
+      }
+      CUTE_UNROLL
+      for (int ahead = 0; ahead < kAhead; ++ahead) {
         CUTE_UNROLL
-        for (int i = 0; i < kVec; ++i) part[i] = i < valid ? from[i] : Value(0);
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < 4 && !C::kMasked; ++i) {
-        reinterpret_cast<uint32_t*>(seen)[i] |= reinterpret_cast<const uint32_t*>(part)[i];
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < kVec && (C::kMasked || C::kChecked); ++i) {
-        const bool used = !C::kMasked || (i < valid && mask[row * mask_pitch + column + i]);
-        if (C::kMasked && used) word |= 1u << i;
-        outside |= C::kChecked && used && (cuda::std::is_signed_v<Value> ? int64_t(part[i]) < low || int64_t(part[i]) > high
-                                                                        : uint64_t(part[i]) > uint64_t(high));
+        for (int i = 0; i < 4 && !C::kMasked; ++i) {
+          reinterpret_cast<uint32_t*>(seen)[i] |= reinterpret_cast<const uint32_t*>(part[ahead])[i];
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < kVec && (C::kMasked || C::kChecked); ++i) {
+          const bool used = !C::kMasked || kept[ahead][i];
+          if (C::kMasked && used) word |= 1u << i;
+          outside |= C::kChecked && used && is_outside(part[ahead][i], low, high);
+        }
       }
     }
     CUTE_UNROLL
@@ -65,7 +92,7 @@ mark(const typename C::Value* x, int64_t pitch, const uint8_t* mask, int64_t mas
     word <<= team.lane * kVec % kPiece;
     CUTE_UNROLL
     for (int step = 1; step < kPiece / kVec; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
-    if (team.lane * kVec % kPiece == 0 && valid > 0 && first < rows) {
+    if (team.lane * kVec % kPiece == 0 && column < columns && first < rows) {
       marks[team.row * pieces + column / kPiece] = uint16_t(word);
       count += __popc(word);
     }
@@ -174,6 +201,7 @@ fill(const uint16_t* marks, int64_t pieces, const int64_t* row_start, const type
     const int32_t left = last || whole == 0 ? 0 : listed - whole;
     for (int32_t i = team.lane; i < left; i += T::kTeam) list[i] = list[whole + i];
     listed = whole ? left : listed;
+    slot += whole;
     team_sync<C::kWarps>();
   }
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels.integers import int_range, storage_dtype
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.quantize import device_of
 from cute_kernels.spmm import constants
 
 # dtype -> C++ type of the entries; floats, of which only zero or not matters, as their bits.
@@ -140,7 +141,7 @@ def compress(
     entries = rows_of(entries)
     mask = None if mask is None else rows_of(mask)
     masked = mask is not None and ints is None  # given integers are zero where the mask is false
-    with torch.cuda.device(device):
+    with device_of(entries):
         _mark(entries, mask, marks, counts, report, (bits, signed), vector_length, warps)
         get_kernel(CompressConfig("layout_rows")).launch(
             (1, 1, 1),
@@ -174,6 +175,12 @@ def _mask_place(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask.data_ptr(), _pitch(mask))
 
 
+def _aligned(rows: Tensor, size: int) -> int:
+    """Whether every row starts at a multiple of ``size`` bytes: 1 or 0."""
+    single = rows.shape[0] == 1
+    return int(rows.data_ptr() % size == 0 and (single or _pitch(rows) * rows.element_size() % size == 0))
+
+
 def _mark(
     entries: Tensor,
     mask: Tensor | None,
@@ -196,12 +203,11 @@ def _mark(
         checked=checked,
         masked=mask is not None,
     )
-    single, size = entries.shape[0] == 1, entries.element_size()
-    aligned = entries.data_ptr() % 16 == 0 and (single or _pitch(entries) * size % 16 == 0)
     get_kernel(config).launch(
         config.grid(marks.shape[0]),
         (
             entries.data_ptr(), _pitch(entries), *_mask_place(mask), *entries.shape, vector_length, marks.data_ptr(),
-            marks.shape[1], counts.data_ptr(), *int_range(*kind), report.data_ptr() + 8, int(aligned),
+            marks.shape[1], counts.data_ptr(), *int_range(*kind), report.data_ptr() + 8,
+            _aligned(entries, 16), 0 if mask is None else _aligned(mask, 16 // entries.element_size()),
         ),
     )  # fmt: skip

@@ -32,10 +32,17 @@ def check_bits(bits: int, name: str = "bits") -> None:
         raise ValueError(f"{name} must be one of {BITS}, got {bits!r}")
 
 
+_RANGES = {
+    (bits, signed): (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    for bits in BITS
+    for signed in (True, False)
+}
+
+
 def int_range(bits: int, signed: bool) -> tuple[int, int]:
     """Smallest and largest ``bits``-bit integer, two's complement when ``signed``."""
     check_bits(bits)
-    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    return _RANGES[bits, signed]
 
 
 def storage_dtype(bits: int, signed: bool) -> torch.dtype:

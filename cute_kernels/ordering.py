@@ -1,8 +1,8 @@
 """Order of a vector row's columns for the panel kernel: which slot of which group each one takes.
 
-The kernel holds two neighbouring tiles of B at a time, so a group may take columns of two neighbouring tiles only, the
-older one first.  Inside that window the order is free, and eight columns that ``ldmatrix`` reads at once cost as many
-passes over the banks as the most frequent residue mod 8 among them.
+The kernel holds a window of a few neighbouring tiles of B at a time, so a group may take columns of these only, and the
+oldest tile's have to be taken first.  Inside the window the order is free, and eight columns that ``ldmatrix`` reads at
+once cost as many passes over the banks as the most frequent residue mod 8 among them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from torch import Tensor
 PHASE = 8  # rows that ldmatrix reads at once; their numbers mod 8 decide about banks
 
 
-def sequential_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int) -> Tensor:
+def sequential_slots(
+    columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2
+) -> Tensor:
     """Slots in the order of the columns, int64 (vectors,), from each row's start.
 
-    ``columns``: int (vectors,), rising in each row; ``row_offsets``: int64 (R + 1,).  A group that would take columns of
-    a third tile is cut off before and padded.
+    ``columns``: int (vectors,), rising in each row; ``row_offsets``: int64 (R + 1,).  A group that would take columns
+    from more than ``window`` neighbouring tiles is cut off before and padded.
     """
     rows, total = row_offsets.numel() - 1, columns.numel()
     row_of = torch.repeat_interleave(row_offsets.diff(), output_size=total)
@@ -26,7 +28,7 @@ def sequential_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int
     starts, at = torch.zeros_like(counts), counts.new_zeros(rows)
     oldest = counts.new_full((rows,), tiles)  # tile of the open group's first column
     for step in range(tiles):
-        stale = (at % group != 0) & (oldest < step - 1) & (counts[:, step] > 0)
+        stale = (at % group != 0) & (oldest <= step - window) & (counts[:, step] > 0)
         at = torch.where(stale, (at + group - 1) // group * group, at)
         starts[:, step] = at
         end = at + counts[:, step]
@@ -37,7 +39,7 @@ def sequential_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int
     return starts.view(-1)[segment] + torch.arange(total, device=columns.device) - before[segment]
 
 
-def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int) -> Tensor:
+def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2) -> Tensor:
     """As :func:`sequential_slots`, in an order that spares bank conflicts.
 
     Greedy, eight slots at a time: every residue that still has a column in the window gives one, the oldest; what is
@@ -54,9 +56,8 @@ def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, gr
     counts = torch.bincount(kinds, minlength=rows * PHASE)
     first = torch.cumsum(counts, 0) - counts  # (R * 8,)
     within = torch.bincount(kinds * tiles + tile_of, minlength=rows * PHASE * tiles).view(-1, tiles)
-    until = torch.nn.functional.pad(torch.cumsum(within, 1), (0, 1))  # (R * 8, tiles + 1) columns up to a tile
-    until[:, tiles] = until[:, tiles - 1]
-    taken = _fill(counts.view(rows, PHASE), first, tile_of, until, group)  # (steps, R, 8)
+    until = torch.cumsum(within, 1)  # (R * 8, tiles) columns up to a tile
+    taken = _fill(counts.view(rows, PHASE), first, tile_of, until, group, window)  # (steps, R, 8)
     steps = taken.shape[0]
     ends = (
         taken.cumsum(0).permute(1, 2, 0).reshape(rows * PHASE, steps).contiguous()
@@ -74,20 +75,20 @@ def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, gr
     return slots
 
 
-def _fill(counts: Tensor, first: Tensor, tile_of: Tensor, until: Tensor, group: int) -> Tensor:
+def _fill(counts: Tensor, first: Tensor, tile_of: Tensor, until: Tensor, group: int, width: int) -> Tensor:
     """How many columns of each residue each step of eight slots takes, int64 (steps, R, 8).
 
     ``counts``: (R, 8) columns of each kind; ``first``: (R * 8,) where they begin in ``tile_of``, the columns' tiles;
-    ``until``: (R * 8, tiles + 1) columns of a kind up to each tile.
+    ``until``: (R * 8, tiles) columns of a kind up to and with each tile; ``width``: tiles of a window.
     """
-    tiles = until.shape[1] - 1
+    tiles = until.shape[1]
     placed, steps = torch.zeros_like(counts), []
     levels = torch.arange(1, PHASE + 1, device=counts.device)
     while bool((placed < counts).any()):
         upcoming = tile_of[(first + placed.view(-1)).clamp(max=tile_of.numel() - 1)].view_as(placed)
         oldest = torch.where(placed < counts, upcoming, tiles - 1).amin(1, keepdim=True)  # (R, 1)
-        window = (oldest + 1).repeat_interleave(PHASE, 0)  # (R * 8, 1) the last tile that the group may touch
-        allowed = until.gather(1, window).view_as(placed) - placed
+        last = (oldest + width - 1).clamp(max=tiles - 1).repeat_interleave(PHASE, 0)  # (R * 8, 1) that may be used
+        allowed = until.gather(1, last).view_as(placed) - placed
         for _ in range(group // PHASE):
             filled = torch.minimum(allowed[:, :, None], levels).sum(1)  # (R, 8) slots if each gives at most so many
             level = (filled <= PHASE).sum(1, keepdim=True)

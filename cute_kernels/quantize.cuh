@@ -36,6 +36,7 @@ struct Quantizer {
   using Source = typename Config::Source;
   using Real = cuda::std::conditional_t<cuda::std::is_same_v<Source, double>, double, float>;
   using Bits = typename RealBits<Real>::type;
+  static constexpr bool kSigned = Config::kSigned;
   static constexpr int kVec = 16 / int(sizeof(Source));
   static constexpr int kSteps = Config::kSteps;
   static constexpr int kThreads = Config::kThreads;
@@ -43,24 +44,21 @@ struct Quantizer {
   static constexpr int kTileColumns = 32 * kVec;  // of the kernels for columns, at most
 };
 
-// kVec entries at an address of which `valid` exist; the others are zeros.
+// kVec entries at an address of which `valid` exist; the others are zeros. They are converted when they are used, so
+// that a thread has several loads in flight.
 template <class Q>
 __device__ __forceinline__ void load(const typename Q::Source* from, int64_t valid, bool vector,
-                                     typename Q::Real (&to)[Q::kVec]) {
-  using Source = typename Q::Source;
+                                     typename Q::Source (&to)[Q::kVec]) {
   if (vector && valid >= Q::kVec) {
-    alignas(16) Source part[Q::kVec];
-    *reinterpret_cast<uint4*>(part) = __ldg(reinterpret_cast<const uint4*>(from));
-    CUTE_UNROLL
-    for (int i = 0; i < Q::kVec; ++i) to[i] = static_cast<typename Q::Real>(part[i]);
+    *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
   } else {
     CUTE_UNROLL
-    for (int i = 0; i < Q::kVec; ++i) to[i] = i < valid ? static_cast<typename Q::Real>(from[i]) : typename Q::Real(0);
+    for (int i = 0; i < Q::kVec; ++i) to[i] = i < valid ? from[i] : typename Q::Source(0.0f);
   }
 }
 
-// Largest magnitude and signs of what a thread has seen. As integers, the bits of magnitudes have the order of the
-// magnitudes, with infinity and NaN on top.
+// Largest magnitude of what a thread has seen, and where integers are unsigned whether one was negative. As integers, the
+// bits of magnitudes have the order of the magnitudes, with infinity and NaN on top.
 template <class Q>
 struct Extremes {
   using Real = typename Q::Real;
@@ -68,12 +66,13 @@ struct Extremes {
   Bits top = 0;
   bool negative = false;
 
-  __device__ void see(Real x, Bits& largest) {
+  __device__ void see(typename Q::Source entry, Bits& largest) {
+    const Real x = static_cast<Real>(entry);
     const Bits bits = RealBits<Real>::of(x) & RealBits<Real>::kMagnitude;
     largest = bits > largest ? bits : largest;
-    negative |= x < Real(0);
+    if constexpr (!Q::kSigned) negative |= x < Real(0);
   }
-  __device__ void see(const Real (&x)[Q::kVec]) {
+  __device__ void see(const typename Q::Source (&x)[Q::kVec]) {
     CUTE_UNROLL
     for (int i = 0; i < Q::kVec; ++i) see(x[i], top);
   }
@@ -84,9 +83,10 @@ struct Extremes {
 
 // Zero slices get 1, those with infinity or NaN get NaN; never rounded down to zero.
 template <class Real>
-__device__ Real scale_of(typename RealBits<Real>::type top, int64_t high) {
+__device__ Real scale_of(typename RealBits<Real>::type top, int high) {
   using Bits = typename RealBits<Real>::type;
-  if (top >= RealBits<Real>::kInfinity) return RealBits<Real>::real(RealBits<Real>::kInfinity | (RealBits<Real>::kInfinity >> 1));
+  constexpr Bits kInfinity = RealBits<Real>::kInfinity;
+  if (top >= kInfinity) return RealBits<Real>::real(kInfinity | kInfinity >> 1);
   if (top == 0) return Real(1);
   const Real scale = static_cast<Real>(static_cast<double>(RealBits<Real>::real(top)) / static_cast<double>(high));
   return scale > Real(0) ? scale : RealBits<Real>::real(Bits(1));
@@ -98,41 +98,53 @@ __device__ double inverse_of(Real scale) {
   return scale == scale ? 1.0 / static_cast<double>(scale) : 0.0;
 }
 
+template <class Config>
 struct Range {
-  int64_t low, high, truncate;
+  static constexpr int kLow = Config::kSigned ? -(1 << (Config::kBits - 1)) : 0;
+  static constexpr int kHigh = (1 << (Config::kSigned ? Config::kBits - 1 : Config::kBits)) - 1;
 };
 
-__device__ __forceinline__ int32_t encode_exact(double x, double inverse, const Range& range) {
-  const double low = static_cast<double>(range.low), high = static_cast<double>(range.high);
+template <class Config>
+inline constexpr int stored_bits = Config::kBits == 12 ? 16 : Config::kBits;
+
+template <class Config>
+__device__ __forceinline__ int32_t encode_exact(double x, double inverse) {
+  constexpr double kLow = Range<Config>::kLow, kHigh = Range<Config>::kHigh;
   double q = __dmul_rn(x, inverse);
-  q = range.truncate ? trunc(q) : rint(q);
+  q = Config::kTruncate ? trunc(q) : rint(q);
   if (q != q) return 0;
-  q = q > low ? q : low;
-  return static_cast<int32_t>(q < high ? q : high);
+  q = q > kLow ? q : kLow;
+  return static_cast<int32_t>(q < kHigh ? q : kHigh);
 }
 
-__device__ __forceinline__ int32_t encode(double x, double inverse, const Range& range) {
-  return encode_exact(x, inverse, range);
-}
+// 1 / scale as a sum of two floats; NaN where the lower one would lose bits.
+struct FloatInverse {
+  float high, low;
 
-// In float the quotient is off by less than 2^-22 of itself. Where that cannot change the integer, as for nearly all
-// entries, float decides; infinities, NaN and quotients from 2^20 on are never sure.
-__device__ __forceinline__ int32_t encode(float x, double inverse, const Range& range) {
-  constexpr float kMargin = 0x1p-21f, kRound = 0x1.8p23f;
-  const float q = x * static_cast<float>(inverse);
-  const float shifted = q + kRound;  // the integer, to nearest even, in the lower bits
-  const float away = fabsf(q - (shifted - kRound)), margin = fabsf(q) * kMargin;
-  int32_t code;
-  bool sure;
-  if (range.truncate) {
-    code = static_cast<int32_t>(q);
-    sure = away > margin || fabsf(q) < 0.5f;
-  } else {
-    code = __float_as_int(shifted) - __float_as_int(kRound);
-    sure = away < 0.5f - margin;
+  __device__ FloatInverse() = default;
+  __device__ explicit FloatInverse(double inverse)
+      : high(inverse > 0x1p-90 ? static_cast<float>(inverse) : __int_as_float(0x7fffffff)),
+        low(static_cast<float>(inverse - static_cast<double>(high))) {}
+};
+
+// The integer of x, where sums of two floats decide it: they are off by less than 2^-24 for quotients up to 2^21. False
+// for the few entries nearer than 2^-22 to where the integer changes, for larger quotients, infinities and NaN.
+template <class Config>
+__device__ __forceinline__ bool encode_fast(float x, const FloatInverse& inverse, int32_t& code) {
+  constexpr float kRound = 0x1.8p23f, kNear = 0x1p-22f;
+  const float q = x * inverse.high;
+  const float rest = __fmaf_rn(x, inverse.low, __fmaf_rn(x, inverse.high, -q));
+  const float shifted = __fadd_rn(q, kRound);  // the integer, to nearest even, in the lower bits
+  const float apart = __fadd_rn(__fadd_rn(q, -__fadd_rn(shifted, -kRound)), rest);
+  int32_t whole = __float_as_int(shifted) - __float_as_int(kRound);
+  bool sure = fabsf(apart) < 0.5f - kNear;
+  if constexpr (Config::kTruncate) {
+    sure = fabsf(apart) > kNear || fabsf(q) < 0.5f;
+    if (whole > 0 && apart < 0.0f) --whole;
+    if (whole < 0 && apart > 0.0f) ++whole;
   }
-  if (!(sure && fabsf(q) < 0x1p20f)) return encode_exact(static_cast<double>(x), inverse, range);
-  return max(int(range.low), min(int(range.high), code));
+  code = max(Range<Config>::kLow, min(Range<Config>::kHigh, whole));
+  return sure && fabsf(q) < 0x1p21f;
 }
 
 struct Output {
@@ -146,21 +158,44 @@ template <class Config>
 __device__ __forceinline__ void put(const Output& out, int64_t row, int64_t column, int64_t valid,
                                     const int32_t (&codes)[Quantizer<Config>::kVec]) {
   if (valid <= 0) return;
-  using Run = PackedRun<Config::kBits, Quantizer<Config>::kVec>;
+  using Run = PackedRun<stored_bits<Config>, Quantizer<Config>::kVec>;
   const Run run(codes);
-  uint8_t* to = out.at + row * out.pitch + column * Config::kBits / 8;
+  uint8_t* to = out.at + row * out.pitch + column * stored_bits<Config> / 8;
   if (out.vector && valid >= Quantizer<Config>::kVec) run.store(to);
   else run.store_part(to, valid);
 }
 
-template <class Config>
+// Entries at an address, two at a time: small code for the few vectors that floats do not decide.
+template <class Config, class Exact>
+__device__ __forceinline__ void encode_slowly(const Output& out, int64_t row, int64_t column, int64_t valid,
+                                              const typename Config::Source* from, const Exact& exact) {
+  using Real = typename Quantizer<Config>::Real;
+  constexpr int kVec = Quantizer<Config>::kVec;
+  const int count = valid < kVec ? int(valid) : kVec;
+  uint8_t* to = out.at + row * out.pitch + column * stored_bits<Config> / 8;
+#pragma unroll 1
+  for (int i = 0; i < count; i += 2) {
+    int32_t pair[2] = {encode_exact<Config>(static_cast<double>(static_cast<Real>(from[i])), exact(i)), 0};
+    if (i + 1 < count) pair[1] = encode_exact<Config>(static_cast<double>(static_cast<Real>(from[i + 1])), exact(i + 1));
+    PackedRun<stored_bits<Config>, 2>(pair).store_part(to + i * stored_bits<Config> / 8, count - i);
+  }
+}
+
+// kVec entries of one row, x, which lie at `from`; `fast(i)` and `exact(i)` are the inverse of entry i's scale.
+template <class Config, class Fast, class Exact>
 __device__ __forceinline__ void encode_run(const Output& out, int64_t row, int64_t column, int64_t valid,
-                                           const typename Quantizer<Config>::Real (&x)[Quantizer<Config>::kVec],
-                                           double inverse, const Range& range) {
-  int32_t codes[Quantizer<Config>::kVec];
+                                           const typename Config::Source (&x)[Quantizer<Config>::kVec],
+                                           const typename Config::Source* from, const Fast& fast, const Exact& exact) {
+  constexpr int kVec = Quantizer<Config>::kVec;
+  int32_t codes[kVec];
+  bool sure = true;
   CUTE_UNROLL
-  for (int i = 0; i < Quantizer<Config>::kVec; ++i) codes[i] = encode(x[i], inverse, range);
-  put<Config>(out, row, column, valid, codes);
+  for (int i = 0; i < kVec; ++i) {
+    if constexpr (cuda::std::is_same_v<typename Config::Source, double>) codes[i] = encode_exact<Config>(x[i], exact(i));
+    else sure &= encode_fast<Config>(static_cast<float>(x[i]), fast(i), codes[i]);
+  }
+  if (sure) put<Config>(out, row, column, valid, codes);
+  else encode_slowly<Config>(out, row, column, valid, from, exact);
 }
 
 // Tiles of (groups, kSteps * lanes * kVec) entries over (rows, columns).
@@ -186,7 +221,7 @@ struct Tiles {
   __device__ int64_t valid(uint32_t tile, int step) const { return row(tile) < rows ? columns - column(tile, step) : 0; }
 
   __device__ void load_tile(const typename Q::Source* slice, int64_t pitch, uint32_t tile, bool vector,
-                            typename Q::Real (&to)[Q::kSteps][Q::kVec]) const {
+                            typename Q::Source (&to)[Q::kSteps][Q::kVec]) const {
     CUTE_UNROLL
     for (int s = 0; s < Q::kSteps; ++s) {
       load<Q>(slice + row(tile) * pitch + column(tile, s), valid(tile, s), vector, to[s]);
@@ -206,7 +241,7 @@ absmax_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
   const Tiles<Q> tiles(rows, columns, lanes);
   Extremes<Q> extremes;
   for (uint32_t tile = split; tile < tiles.count; tile += slice_blocks) {
-    typename Q::Real part[Q::kSteps][Q::kVec];
+    alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
     tiles.load_tile(x + slice * rows * pitch, pitch, tile, vector_loads != 0, part);
     CUTE_UNROLL
     for (int s = 0; s < Q::kSteps; ++s) extremes.see(part[s]);
@@ -221,14 +256,12 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
               const typename Quantizer<Config>::Bits* partials, int64_t parts, typename Quantizer<Config>::Real* scales,
-              uint8_t* out, int64_t out_pitch, int64_t low, int64_t high, int64_t truncate, int* flags,
-              int64_t vector_loads, int64_t vector_stores) {
+              uint8_t* out, int64_t out_pitch, int* flags, int64_t vector_loads, int64_t vector_stores) {
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits scratch[Q::kWarps];
   const uint32_t slice_blocks = uint32_t(splits), split = blockIdx.x % slice_blocks;
   const int64_t slice = blockIdx.x / slice_blocks;
-  const Range range{low, high, truncate};
   Real scale;
   if (parts) {
     typename Q::Bits top = 0;
@@ -236,24 +269,27 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
       const auto other = partials[slice * parts + i];
       top = other > top ? other : top;
     }
-    scale = scale_of<Real>(team_max(top, Q::kThreads, scratch), high);
+    scale = scale_of<Real>(team_max(top, Q::kThreads, scratch), Range<Config>::kHigh);
     if (split == 0 && threadIdx.x == 0) scales[slice] = scale;
   } else {
     scale = scales[slice];
   }
   const double inverse = inverse_of(scale);
+  const FloatInverse near(inverse);
   const Output output{out + slice * rows * out_pitch, out_pitch, vector_stores != 0};
   const Tiles<Q> tiles(rows, columns, lanes);
   Extremes<Q> extremes;
   // Backwards: the pass for the maxima left the last tiles in the second-level cache.
   for (uint32_t i = split; i < tiles.count; i += slice_blocks) {
     const uint32_t tile = tiles.count - 1 - i;
-    Real part[Q::kSteps][Q::kVec];
+    alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
     tiles.load_tile(x + slice * rows * pitch, pitch, tile, vector_loads != 0, part);
     CUTE_UNROLL
     for (int s = 0; s < Q::kSteps; ++s) {
       if (!parts) extremes.see(part[s]);
-      encode_run<Config>(output, tiles.row(tile), tiles.column(tile, s), tiles.valid(tile, s), part[s], inverse, range);
+      encode_run<Config>(output, tiles.row(tile), tiles.column(tile, s), tiles.valid(tile, s), part[s],
+                         x + slice * rows * pitch + tiles.row(tile) * pitch + tiles.column(tile, s),
+                         [&](int) { return near; }, [&](int) { return inverse; });
     }
   }
   extremes.report_to(flags);
@@ -263,18 +299,19 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t lanes,
-            typename Quantizer<Config>::Real* scales, int64_t given, uint8_t* out, int64_t out_pitch, int64_t low,
-            int64_t high, int64_t truncate, int* flags, int64_t vector_loads, int64_t vector_stores) {
+            typename Quantizer<Config>::Real* scales, int64_t given, uint8_t* out, int64_t out_pitch, int* flags,
+            int64_t vector_loads, int64_t vector_stores) {
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits scratch[Q::kWarps];
+  __shared__ double inverses[Q::kThreads];
   const int width = int(lanes) * Q::kVec, groups = Q::kThreads / int(lanes);
   const int first = int(threadIdx.x & (lanes - 1)) * Q::kVec;
   const int64_t row = int64_t{blockIdx.x} * groups + threadIdx.x / int(lanes);
   const int64_t length = row < rows ? columns : 0;
   const auto* from = x + row * pitch;
   const bool vector = vector_loads != 0;
-  Real held[Q::kSteps][Q::kVec];
+  alignas(16) typename Q::Source held[Q::kSteps][Q::kVec];
   Extremes<Q> extremes;
   CUTE_UNROLL
   for (int s = 0; s < Q::kSteps; ++s) {
@@ -284,31 +321,32 @@ encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64
   CUTE_UNROLL
   for (int s = 0; s < Q::kSteps; ++s) extremes.see(held[s]);
   for (int64_t column = int64_t{Q::kSteps} * width + first; column < length; column += width) {
-    Real part[Q::kVec];
+    alignas(16) typename Q::Source part[Q::kVec];
     load<Q>(from + column, length - column, vector, part);
     extremes.see(part);
   }
   extremes.report_to(flags);
   const auto top = team_max(extremes.top, int(lanes), scratch);
-  Real scale = Real(1);
-  if (given) {
-    if (length) scale = scales[row];
-  } else {
-    scale = scale_of<Real>(top, high);
-    if (length && first == 0) scales[row] = scale;
+  if (first == 0 && length) {  // the divisions, once a row
+    const Real scale = given ? scales[row] : scale_of<Real>(top, Range<Config>::kHigh);
+    if (!given) scales[row] = scale;
+    inverses[threadIdx.x / int(lanes)] = inverse_of(scale);
   }
-  const double inverse = inverse_of(scale);
-  const Range range{low, high, truncate};
+  __syncthreads();
+  const double inverse = inverses[threadIdx.x / int(lanes)];
+  const FloatInverse near(inverse);
+  const auto fast = [&](int) { return near; };
+  const auto exact = [&](int) { return inverse; };
   const Output output{out, out_pitch, vector_stores != 0};
   CUTE_UNROLL
   for (int s = 0; s < Q::kSteps; ++s) {
     const int64_t column = int64_t{s} * width + first;
-    encode_run<Config>(output, row, column, length - column, held[s], inverse, range);
+    encode_run<Config>(output, row, column, length - column, held[s], from + column, fast, exact);
   }
   for (int64_t column = int64_t{Q::kSteps} * width + first; column < length; column += width) {
-    Real part[Q::kVec];
+    alignas(16) typename Q::Source part[Q::kVec];
     load<Q>(from + column, length - column, vector, part);
-    encode_run<Config>(output, row, column, length - column, part, inverse, range);
+    encode_run<Config>(output, row, column, length - column, part, from + column, fast, exact);
   }
 }
 
@@ -327,13 +365,15 @@ struct ColumnTile {
 
   __device__ int columns() const { return lanes * Q::kVec; }
 
-  // Rows of this thread, kSteps at a time: body(row, its entries), row < rows.
+  // Rows of this thread, kSteps at a time: body(row, its entries), row < rows. Backwards in the second pass: the first
+  // one left the last rows in the second-level cache.
   template <class Body>
-  __device__ void each_row(const typename Q::Source* slice_at, int64_t pitch, int64_t rows, int64_t splits, bool vector,
-                           Body&& body) const {
-    const int64_t step = splits * groups;
-    for (int64_t row = split * groups + group; row < rows; row += step * Q::kSteps) {
-      typename Q::Real part[Q::kSteps][Q::kVec];
+  __device__ void each_row(const typename Q::Source* slice_at, int64_t pitch, int64_t rows, int64_t splits, int64_t passes,
+                           bool vector, bool backwards, Body&& body) const {
+    const int64_t step = splits * groups, first = split * groups + group;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t row = first + (backwards ? passes - 1 - pass : pass) * step * Q::kSteps;
+      alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
       CUTE_UNROLL
       for (int s = 0; s < Q::kSteps; ++s) {
         const int64_t at = row + s * step;
@@ -366,15 +406,15 @@ struct ColumnTile {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 absmax_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
-               int64_t lanes, typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
+               int64_t passes, int64_t lanes, typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
   using Q = Quantizer<Config>;
   static_assert(Q::kTileColumns <= Q::kThreads, "a thread for each column of a tile");
   __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
   const ColumnTile<Q> own(columns, tiles, splits, lanes);
   Extremes<Q> extremes;
   typename Q::Bits top[Q::kVec] = {};
-  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, vector_loads != 0,
-               [&](int64_t, const typename Q::Real (&part)[Q::kVec]) {
+  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, false,
+               [&](int64_t, const typename Q::Source (&part)[Q::kVec]) {
                  CUTE_UNROLL
                  for (int i = 0; i < Q::kVec; ++i) extremes.see(part[i], top[i]);
                });
@@ -392,16 +432,17 @@ absmax_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
-               int64_t lanes, const typename Quantizer<Config>::Bits* partials, int64_t parts,
-               typename Quantizer<Config>::Real* scales, uint8_t* out, int64_t out_pitch, int64_t low, int64_t high,
-               int64_t truncate, int* flags, int64_t vector_loads, int64_t vector_stores) {
+               int64_t passes, int64_t lanes, const typename Quantizer<Config>::Bits* partials, int64_t parts,
+               typename Quantizer<Config>::Real* scales, uint8_t* out, int64_t out_pitch, int* flags,
+               int64_t vector_loads, int64_t vector_stores) {
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
   __shared__ double inverses[Q::kTileColumns];
   const ColumnTile<Q> own(columns, tiles, splits, lanes);
   typename Q::Bits top[Q::kVec] = {};
-  for (int64_t p = own.group; p < parts; p += own.groups) {
+#pragma unroll 4
+  for (int p = own.group; p < int(parts); p += own.groups) {
     CUTE_UNROLL
     for (int i = 0; i < Q::kVec; ++i) {
       const auto other = i < own.valid ? partials[(own.slice * parts + p) * columns + own.column + i] : 0;
@@ -412,24 +453,23 @@ encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
   const int64_t column = own.tile * own.columns() + threadIdx.x;
   if (int(threadIdx.x) < own.columns() && column < columns) {
     Real* at = scales + own.slice * columns + column;  // (slices, columns)
-    const Real scale = parts ? scale_of<Real>(most, high) : *at;
+    const Real scale = parts ? scale_of<Real>(most, Range<Config>::kHigh) : *at;
     if (parts && own.split == 0) *at = scale;
     inverses[threadIdx.x] = inverse_of(scale);
   }
   __syncthreads();
-  double inverse[Q::kVec];
+  const double* own_inverses = inverses + own.lane * Q::kVec;
+  FloatInverse near[Q::kVec];
   CUTE_UNROLL
-  for (int i = 0; i < Q::kVec; ++i) inverse[i] = i < own.valid ? inverses[own.lane * Q::kVec + i] : 0.0;
-  const Range range{low, high, truncate};
+  for (int i = 0; i < Q::kVec; ++i) near[i] = FloatInverse(i < own.valid ? own_inverses[i] : 1.0);
   const Output output{out + own.slice * rows * out_pitch, out_pitch, vector_stores != 0};
   Extremes<Q> extremes;
-  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, vector_loads != 0,
-               [&](int64_t row, const Real (&part)[Q::kVec]) {
+  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, true,
+               [&](int64_t row, const typename Q::Source (&part)[Q::kVec]) {
                  if (!parts) extremes.see(part);
-                 int32_t codes[Q::kVec];
-                 CUTE_UNROLL
-                 for (int i = 0; i < Q::kVec; ++i) codes[i] = encode(part[i], inverse[i], range);
-                 put<Config>(output, row, own.column, own.valid, codes);
+                 encode_run<Config>(output, row, own.column, own.valid, part, x + (own.slice * rows + row) * pitch + own.column,
+                                    [&](int i) { return near[i]; },
+                                    [&](int i) { return i < own.valid ? own_inverses[i] : 0.0; });
                });
   extremes.report_to(flags);
 }

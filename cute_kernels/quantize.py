@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.integers import int_range, storage_dtype
+from cute_kernels.integers import storage_dtype
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.spmm import OUT_TYPES, constants
@@ -23,11 +24,14 @@ _ALIGNMENT = 16
 @dataclass(frozen=True)
 class QuantizeConfig:
     """What a quantization kernel is compiled for: ``kernel`` is its name in the source, ``x`` the name of the input's
-    dtype, ``bits`` the width of a stored integer, 4, 8 or 16.  A thread has ``steps`` loads of 16 bytes in flight."""
+    dtype, ``bits``, ``signed`` and ``truncate`` the integers and their rounding.  A thread has ``steps`` loads of 16
+    bytes in flight."""
 
     kernel: str
     x: str
     bits: int = 8  # the kernels for maxima write none
+    signed: bool = True
+    truncate: bool = False
     steps: int = 4
 
     @property
@@ -46,7 +50,8 @@ class QuantizeConfig:
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        return f"quantize-{self.kernel}-{self.x}-{self.bits}s{self.steps}"
+        kind = f"{'s' if self.signed else 'u'}{self.bits}{'t' if self.truncate else ''}"
+        return f"quantize-{self.kernel}-{self.x}-{kind}-s{self.steps}"
 
     def lanes(self, columns: int) -> int:
         """Threads that share a row of ``columns`` entries: a power of two, enough for it in ``steps`` loads each."""
@@ -60,12 +65,25 @@ class QuantizeConfig:
 
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
-        members = constants({"kBits": self.bits, "kSteps": self.steps, "kThreads": self.threads})
+        members = constants(
+            {
+                "kBits": self.bits,
+                "kSigned": self.signed,
+                "kTruncate": self.truncate,
+                "kSteps": self.steps,
+                "kThreads": self.threads,
+            }
+        )
         source = (
             '#include "quantize.cuh"\nnamespace magicube {\nstruct Config {\n'
             f"{members}  using Source = {_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
         )
         return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)
+
+
+def device_of(x: Tensor) -> AbstractContextManager[object]:
+    """The device of ``x`` as torch's current one; nothing to do, as nearly always, when it is."""
+    return nullcontext() if torch.cuda.current_device() == x.device.index else torch.cuda.device(x.device)
 
 
 @lru_cache
@@ -79,18 +97,12 @@ class _Job(NamedTuple):
     x: Tensor  # (slices * rows, columns), rows contiguous
     data: Tensor  # the integers, contiguous
     scale: Tensor  # contiguous
-    bits: int
-    ends: tuple[int, int, int]  # smallest and largest integer, and whether to truncate
+    bits: int  # of a stored integer
+    kind: tuple[int, bool, bool]  # width, sign and truncation of the integers
     given: bool  # the scale is an input
     flags: int  # address, or 0
-
-    @property
-    def pitch(self) -> int:
-        return self.x.stride(0) if self.x.shape[0] > 1 else self.x.shape[1]
-
-    @property
-    def out_pitch(self) -> int:
-        return (self.x.shape[1] * self.bits + 7) // 8
+    pitch: int  # elements from one row of x to the next
+    out_pitch: int  # bytes from one row of the data to the next
 
     @property
     def blocks(self) -> int:
@@ -98,7 +110,10 @@ class _Job(NamedTuple):
         return 8 * _multiprocessors(self.x.device.index)
 
     def config(self, kernel: str) -> QuantizeConfig:
-        return QuantizeConfig(kernel, SOURCES[self.x.dtype], self.bits if kernel.startswith("encode") else 8)
+        source = SOURCES[self.x.dtype]
+        if kernel.startswith("encode"):
+            return QuantizeConfig(kernel, source, *self.kind)
+        return QuantizeConfig(kernel, source, signed=self.kind[1])
 
     def vectors(self, config: QuantizeConfig) -> tuple[int, int]:
         """Whether loads and stores of whole vectors are aligned."""
@@ -114,7 +129,10 @@ class _Job(NamedTuple):
     def flat(self) -> _Job:
         """The same entries as one row, where the rows of input and output lie without gaps."""
         gaps = self.pitch != self.x.shape[1] or self.bits * self.x.shape[1] % 8
-        return self if gaps else self._replace(x=self.x.reshape(1, -1))
+        if gaps:
+            return self
+        size = self.x.numel()
+        return self._replace(x=self.x.reshape(1, -1), pitch=size, out_pitch=(size * self.bits + 7) // 8)
 
 
 def _encode_slices(job: _Job, slices: int) -> None:
@@ -131,8 +149,8 @@ def _encode_slices(job: _Job, slices: int) -> None:
         get_kernel(config).launch(
             (slices * parts, 1, 1),
             (
-                job.x.data_ptr(), job.pitch, rows, columns, parts, config.lanes(columns), partials.data_ptr(), job.flags,
-                job.vectors(config)[0],
+                job.x.data_ptr(), job.pitch, rows, columns, parts, config.lanes(columns), partials.data_ptr(),
+                job.flags, job.vectors(config)[0],
             ),
         )  # fmt: skip
     config = job.config("encode_slices")
@@ -142,7 +160,7 @@ def _encode_slices(job: _Job, slices: int) -> None:
         (
             job.x.data_ptr(), job.pitch, rows, columns, splits, config.lanes(columns),
             0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
-            job.out_pitch, *job.ends, job.flags, *job.vectors(config),
+            job.out_pitch, job.flags, *job.vectors(config),
         ),
     )  # fmt: skip
 
@@ -158,7 +176,7 @@ def _encode_rows(job: _Job) -> None:
         (-(-rows * lanes // config.threads), 1, 1),
         (
             job.x.data_ptr(), job.pitch, rows, columns, lanes, job.scale.data_ptr(), int(job.given),
-            job.data.data_ptr(), job.out_pitch, *job.ends, job.flags, *job.vectors(config),
+            job.data.data_ptr(), job.out_pitch, job.flags, *job.vectors(config),
         ),
     )  # fmt: skip
 
@@ -166,24 +184,29 @@ def _encode_rows(job: _Job) -> None:
 def _encode_columns(job: _Job, slices: int) -> None:
     """A scale a column of each of ``slices`` matrices; two launches, or one for given scales."""
     rows, columns = job.x.shape[0] // slices, job.x.shape[1]
-    config = job.config("absmax_columns")
+    config = job.config("encode_columns")
     lanes = min(32, 1 << (-(-columns // config.vector) - 1).bit_length())
     tiles = -(-columns // (lanes * config.vector))
-    groups = config.threads // lanes
-    splits = max(1, min(job.blocks // (slices * tiles), -(-rows // (groups * config.steps))))
-    grid, partials, parts = (slices * tiles * splits, 1, 1), None, 0
-    shape = (job.x.data_ptr(), job.pitch, rows, columns, tiles, splits, lanes)
+    at_once = config.threads // lanes * config.steps  # rows of a block
+
+    def share(blocks: int) -> tuple[int, tuple[int, int, int], tuple[int, ...]]:
+        splits = max(1, min(blocks // (slices * tiles), -(-rows // at_once)))
+        passes = -(-rows // (at_once * splits))
+        shape = (job.x.data_ptr(), job.pitch, rows, columns, tiles, splits, passes, lanes)
+        return splits, (slices * tiles * splits, 1, 1), shape
+
+    partials, parts = None, 0
     if not job.given:
-        parts = splits
-        partials = job.partials(slices, splits, columns)
-        args = (*shape, partials.data_ptr(), job.flags, job.vectors(config)[0])
-        get_kernel(config).launch(grid, args)
-    config = job.config("encode_columns")
+        maxima = job.config("absmax_columns")
+        parts, grid, shape = share(job.blocks)
+        partials = job.partials(slices, parts, columns)
+        get_kernel(maxima).launch(grid, (*shape, partials.data_ptr(), job.flags, job.vectors(maxima)[0]))
+    _, grid, shape = share(job.blocks // 2)  # whole waves: each block begins with all partial maxima of its columns
     get_kernel(config).launch(
         grid,
         (
             *shape, 0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
-            job.out_pitch, *job.ends, job.flags, *job.vectors(config),
+            job.out_pitch, job.flags, *job.vectors(config),
         ),
     )  # fmt: skip
 
@@ -207,7 +230,7 @@ def quantize(
         axis: None for one scale, 1 for one a row, 0 for one a column, of every matrix of the batch.
         scale: given scales of the shape that is returned, in float64 for float64 input, else in float32.
         flags: address of an int32 on the device that gets the bits of :data:`cute_kernels.cpu.NEGATIVE` and
-            :data:`cute_kernels.cpu.NONFINITE` where an entry is so; 0 for none.
+            :data:`cute_kernels.cpu.NONFINITE` where an entry is so, the former only for unsigned integers; 0 for none.
     Returns the integers (..., M, width) and the scale, (), (..., M, 1) or (..., 1, N).
     The workspace is at most 8 bytes a block, and for columns a word for each of some 64 parts of every column.
     Raises what :func:`cute_kernels.jit.get_kernel` raises.
@@ -225,9 +248,20 @@ def quantize(
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         scale = torch.empty(shape, dtype=dtype, device=x.device)
     data = torch.empty((*x.shape[:-1], width), dtype=storage_dtype(bits, signed), device=x.device)
-    ends = (*int_range(bits, signed), int(truncate))
-    job = _Job(rows, data, scale.contiguous(), 16 if bits == 12 else bits, ends, given, flags)
-    with torch.cuda.device(x.device):
+    pitch = rows.stride(0) if rows.shape[0] > 1 else columns
+    stored = 16 if bits == 12 else bits
+    job = _Job(
+        rows,
+        data,
+        scale.contiguous(),
+        stored,
+        (bits, signed, truncate),
+        given,
+        flags,
+        pitch,
+        (columns * stored + 7) // 8,
+    )
+    with device_of(x):
         if axis is None:
             _encode_slices(job, 1)
         elif axis == 1:
@@ -238,7 +272,7 @@ def quantize(
 
 
 def default_configs() -> list[QuantizeConfig]:
-    """The kernels for every width of float32, float16 and bfloat16."""
+    """The kernels for signed integers of 4, 8 and 16 bits, to nearest, of float32, float16 and bfloat16."""
     kernels = ("encode_slices", "encode_rows", "encode_columns")
     return [
         config

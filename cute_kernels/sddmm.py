@@ -15,7 +15,7 @@ from cute_kernels.atoms import Atom
 from cute_kernels.banks import Access, swizzled
 from cute_kernels.integers import digit_count
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.kernel import Kernel
 from cute_kernels.operands import Factor, Place, Target
 from cute_kernels.spmm import OUT_TYPES, constants
 
@@ -124,12 +124,21 @@ class SddmmConfig:
         y = self._tile("Y", self.y_bits, self.slots, self.slots)
         return y + self._tile("X", self.x_bits, max(8, self.vector_length), self.vector_length)
 
-    def launch(self, pattern: Sequence[Tensor], x: Place, y: Place, out: Target, left: Factor, right: Factor) -> None:
+    def launch(
+        self,
+        kernel: Kernel,
+        pattern: Sequence[Tensor],
+        x: Place,
+        y: Place,
+        out: Target,
+        left: Factor,
+        right: Factor,
+    ) -> None:
         """One launch on torch's current stream; ``pattern``: the vector row of each block of ``stride`` vectors, int32,
         and the columns, -1 in the padding."""
         block_rows, columns = pattern
         blocks = block_rows.shape[0]
-        get_kernel(self).launch(
+        kernel.launch(
             self.grid(blocks, out.batch),
             (
                 block_rows.data_ptr(), columns.data_ptr(), *x, *y, out.pointer, *left, *right, out.rows, out.inner,

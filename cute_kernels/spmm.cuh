@@ -170,12 +170,17 @@ struct Sums {
 template <class Shape>
 constexpr int64_t kSafeGroups = 32768 / Shape::kK;
 
-// One row of a row tile. kWhole: all of the strip's columns exist, and neighbouring ones are stored at once.
-template <class C, bool kWhole, class Total>
+// How a row of the output is written: all of the strip's columns exist, so neighbours are stored at once, with one factor
+// for all of them or one each; or column by column.
+enum class RowForm { kOneFactor, kFactors, kRagged };
+
+// One row of a row tile; `right` is null or this lane's first factor.
+template <class C, RowForm kForm, class Total>
 __device__ __forceinline__ void write_row(typename C::Out* to, int64_t inside, const Total (&total)[SpmmShape<C>::kUnits][2],
                                           int j, float left, const float* right, int64_t right_step, float bias) {
   using S = SpmmShape<C>;
   constexpr int kSubs = S::Units::kSubs;
+  const float one = kForm == RowForm::kOneFactor && right ? *right : 1.0f;
   CUTE_UNROLL
   for (int c = 0; c < S::kChunks; ++c) {
     Total run[kSubs];
@@ -184,9 +189,11 @@ __device__ __forceinline__ void write_row(typename C::Out* to, int64_t inside, c
     for (int s = 0; s < kSubs; ++s) {
       const int column = c * 8 * kSubs + s;
       run[s] = total[c * kSubs + s][j];
-      factors[s] = right && (kWhole || column < inside) ? right[column * right_step] : 1.0f;
+      factors[s] = one;
+      if constexpr (kForm == RowForm::kFactors) factors[s] = right[column];
+      if constexpr (kForm == RowForm::kRagged) factors[s] = right && column < inside ? right[column * right_step] : 1.0f;
     }
-    write_run<kWhole>(run, to + c * 8 * kSubs, int(inside - c * 8 * kSubs), left, factors, bias);
+    write_run<kForm != RowForm::kRagged>(run, to + c * 8 * kSubs, int(inside - c * 8 * kSubs), left, factors, bias);
   }
 }
 
@@ -208,8 +215,13 @@ __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector
     const float left = at.left ? at.left[row * at.left_step] : 1.0f;
     const float bias = at.bias ? at.bias[row] : 0.0f;
     Out* to = static_cast<Out*>(at.out) + (batch * at.rows + row) * at.n + first;
-    if (whole) write_row<C, true>(to, inside, total, j, left, right, at.right_step, bias);
-    else write_row<C, false>(to, inside, total, j, left, right, at.right_step, bias);
+    if (!whole) {
+      write_row<C, RowForm::kRagged>(to, inside, total, j, left, right, at.right_step, bias);
+    } else if (at.right_step == 0) {
+      write_row<C, RowForm::kOneFactor>(to, inside, total, j, left, right, 0, bias);
+    } else {
+      write_row<C, RowForm::kFactors>(to, inside, total, j, left, right, 1, bias);
+    }
   }
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
-from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.kernel import Kernel
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import SpmmConfig, group_offsets, pack_fragments
 
@@ -73,11 +73,20 @@ class GatherConfig(SpmmConfig):
             found += [Access(f"reduce: {verb} totals", f"{verb}{8 * size}", total) for verb in ("store", "load")]
         return found
 
-    def launch(self, matrix: Sequence[Tensor], b: Place, out: Target, left: Factor, right: Factor, bias: int) -> None:
-        """One launch on torch's current stream; ``matrix`` is a :class:`GatherCopy` of this config."""
+    def launch(
+        self,
+        kernel: Kernel,
+        matrix: Sequence[Tensor],
+        b: Place,
+        out: Target,
+        left: Factor,
+        right: Factor,
+        bias: int,
+    ) -> None:
+        """One launch of this config's ``kernel`` on torch's current stream; ``matrix`` is a :class:`GatherCopy`."""
         offsets, columns, values = matrix
         rows = offsets.shape[0] - 1
-        get_kernel(self).launch(
+        kernel.launch(
             self.grid(rows, out.columns, out.batch),
             (
                 offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), b.pointer, b.pitch, b.batch, b.row,

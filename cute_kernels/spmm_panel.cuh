@@ -2,8 +2,8 @@
 //
 // One warp feeds a ring of kStages tiles of kTile rows by the tensor copy engine; kWarps warps multiply, each kRows vector
 // rows whose sums stay in registers over all of k. Barriers count full and empty tiles; the block never meets at one.
-// The execution copy is made so that a group takes its rows from two neighbouring tiles at most, and names them by where
-// they lie in the ring.
+// The execution copy is made so that a group takes its rows from kWindow neighbouring tiles at most, and names them by
+// where they lie in the ring.
 #pragma once
 
 #include "spmm.cuh"
@@ -15,7 +15,7 @@ struct PanelRing {
   static constexpr int kTileBytes = C::kTile * C::kRowBytes;
   static constexpr int kBoxRows = C::kTile < 256 ? C::kTile : 256;  // the copy engine's limit
   static constexpr int kRingBytes = C::kStages * kTileBytes;
-  static_assert(C::kStages >= 3, "a group may take rows of two tiles while a third arrives");
+  static_assert(C::kStages > C::kWindow, "a tile must be able to arrive while a group's window is in use");
   static_assert(C::kTile % kBoxRows == 0, "a tile is whole boxes");
 
   uint32_t base;
@@ -118,7 +118,7 @@ struct RowCursor {
 
   const uint32_t* record;  // of the group after those
   int at;                  // groups done
-  int end;                 // groups that need no tile beyond the coming one
+  int end, next_end;       // groups that need no tile beyond this one, and the next
   Group current, next;
 
   __device__ void open(const int64_t* group_start, const uint32_t* records, int64_t vector_row, bool exists, int lane) {
@@ -162,34 +162,46 @@ __device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C>& group, uint3
   }
 }
 
+template <class C>
+__device__ int stage_before(int stage, int tiles) {
+  return stage >= tiles ? stage - tiles : stage + C::kStages - tiles;
+}
+
 // tile_ends: (rows, tiles), for each tile how many groups of the row need none beyond it.
 template <class C>
 __device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& position, RowCursor<C> (&rows)[C::kRows],
                               Sums<C> (&sums)[C::kRows], const int32_t* tile_ends, int present, int lane) {
-  int before = 0;  // the stage of the tile before
   const auto end_of = [&](int i, int tile) {
     return i < present && tile < ring.tiles ? __ldg(tile_ends + i * ring.tiles + tile) : 0;
   };
   CUTE_UNROLL
-  for (int i = 0; i < C::kRows; ++i) rows[i].end = end_of(i, 0);
+  for (int i = 0; i < C::kRows; ++i) {
+    rows[i].end = end_of(i, 0);
+    rows[i].next_end = end_of(i, 1);
+  }
   for (int tile = 0; tile < ring.tiles; ++tile) {
     barrier_wait(ring.full(position.stage), position.parity());
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
       const int end = rows[i].end;
-      rows[i].end = end_of(i, tile + 1);
+      rows[i].end = rows[i].next_end;
+      rows[i].next_end = end_of(i, tile + 2);
       while (rows[i].at < end) {
         add_panel_group(sums[i], rows[i].current, ring.base);
         rows[i].advance(lane);
       }
     }
-    // What needs this tile and the next one is still to come; the tile before is done with.
+    // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
     __syncwarp();
-    if (lane == 0 && tile > 0) barrier_arrive(ring.empty(before));
-    before = position.stage;
+    if (lane == 0 && tile >= C::kWindow - 1) barrier_arrive(ring.empty(stage_before<C>(position.stage, C::kWindow - 1)));
     position.advance();
   }
-  if (lane == 0 && ring.tiles > 0) barrier_arrive(ring.empty(before));
+  if (lane == 0) {
+    CUTE_UNROLL
+    for (int i = C::kWindow - 1; i > 0; --i) {
+      if (ring.tiles >= i) barrier_arrive(ring.empty(stage_before<C>(position.stage, i)));
+    }
+  }
   position.stage = 0;
 }
 

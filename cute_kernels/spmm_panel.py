@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
-from cute_kernels.jit.kernel import get_kernel, tensor_map
+from cute_kernels.jit.kernel import Kernel, tensor_map
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.ordering import sequential_slots, spread_slots
 from cute_kernels.spmm import OUT_BYTES, SpmmConfig, pack_fragments
@@ -24,19 +24,20 @@ _MAX_COORDINATE = 2**31 - 1
 class PanelConfig(SpmmConfig):
     """``row_bytes`` of B's rows are a strip, ``tile`` of them a stage, ``stages`` the ring.
 
-    Each of ``warps`` warps keeps the sums of ``rows`` vector rows.  ``ordered``: columns lie in the order that spares
-    bank conflicts.  ``multiprocessors``: blocks of the persistent grid.
+    A group takes rows of ``window`` neighbouring tiles at most; the other stages are for tiles on their way.  Each of
+    ``warps`` warps keeps the sums of ``rows`` vector rows.  ``ordered``: columns lie in the order that spares bank
+    conflicts.
     """
 
     STEM: ClassVar[str] = "spmm_panel"
 
     row_bytes: int = 128  # type: ignore[misc]
-    tile: int = 512
-    stages: int = 3
-    warps: int = 15  # and one that feeds them: 16 leave 128 registers a thread
+    tile: int = 256
+    stages: int = 6
+    window: int = 3
+    warps: int = 16
     rows: int = 1
     ordered: bool = True
-    multiprocessors: int = 132
 
     @property
     def threads(self) -> int:
@@ -52,19 +53,20 @@ class PanelConfig(SpmmConfig):
         return self.ring * self.row_bytes + 16 * self.stages
 
     def _tags(self) -> list[str]:
-        shape = f"b{self.row_bytes}t{self.tile}s{self.stages}w{self.warps}r{self.rows}"
+        shape = f"b{self.row_bytes}t{self.tile}s{self.stages}x{self.window}w{self.warps}r{self.rows}"
         return [*super()._tags(), shape, *([] if self.ordered else ["unordered"])]
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
             "kTile": self.tile,
             "kStages": self.stages,
+            "kWindow": self.window,
             "kWarps": self.warps,
             "kRows": self.rows,
         }
 
     def sparse_key(self) -> tuple[object, ...]:
-        return (*super().sparse_key(), self.row_bytes, self.tile, self.stages, self.ordered)
+        return (*super().sparse_key(), self.row_bytes, self.tile, self.stages, self.window, self.ordered)
 
     @property
     def sums(self) -> int:
@@ -85,7 +87,16 @@ class PanelConfig(SpmmConfig):
         )
         return [Access("read: ldmatrix.trans of gathered rows", f"ldmatrix.x{rows.shape[1] // 8}", reads)]
 
-    def launch(self, matrix: Sequence[Tensor], b: Place, out: Target, left: Factor, right: Factor, bias: int) -> None:
+    def launch(
+        self,
+        kernel: Kernel,
+        matrix: Sequence[Tensor],
+        b: Place,
+        out: Target,
+        left: Factor,
+        right: Factor,
+        bias: int,
+    ) -> None:
         """One launch on torch's current stream, or one a matrix of a batch that no single step separates.
 
         ``matrix`` is a :class:`PanelCopy` of this config.
@@ -96,14 +107,14 @@ class PanelConfig(SpmmConfig):
             for i in range(out.batch):
                 one = Target(out.pointer + i * size, 1, out.rows, out.inner, out.columns)
                 scales = Factor(right.pointer + 4 * i * right.batch, right.step, 0)
-                self.launch(matrix, Place(b.pointer + i * b.batch, b.pitch, 0, b.row), one, left, scales, bias)
+                self.launch(kernel, matrix, Place(b.pointer + i * b.batch, b.pitch, 0, b.row), one, left, scales, bias)
             return
         offsets, ends, records = matrix
         rows = offsets.shape[0] - 1
         shape = (b.row, step * (out.batch - 1) + out.inner)
         box = (self.row_bytes, min(self.tile, BOX_ROWS))
-        grid = min(self.multiprocessors, self.items(rows, out.columns, out.batch))
-        get_kernel(self).launch(
+        grid = min(kernel.multiprocessors, self.items(rows, out.columns, out.batch))
+        kernel.launch(
             (grid, 1, 1),
             (
                 tensor_map(b.pointer, 1, shape, b.pitch, box, self.row_bytes), offsets.data_ptr(), ends.data_ptr(),
@@ -122,8 +133,8 @@ class PanelCopy(NamedTuple):
 
     group_offsets: Tensor  # int64 (R + 1,)
     tile_ends: Tensor  # int32 (R, tiles): groups of the row that need no tile beyond t
-    # uint8 (groups + 2, bytes): values in fragment order, then for each slot, in 16 bits, where its row of B lies in the
-    # ring, in units of 16 bytes, swizzled. The last two records are read ahead of need and never used.
+    # uint8 (groups + 2, bytes): values in fragment order, then for each slot, in 16 bits, where its row of B lies in
+    # the ring, in units of 16 bytes, swizzled. The last two records are read ahead of need and never used.
     records: Tensor
 
 
@@ -133,7 +144,7 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     tiles = -(-inner // config.tile)
     rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
     arrange = spread_slots if config.ordered else sequential_slots
-    slots = arrange(vectors.columns, vectors.row_offsets, config.tile, tiles, group)
+    slots = arrange(vectors.columns, vectors.row_offsets, config.tile, tiles, group, config.window)
     row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
     used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ import magicube_cutlass as mc
 from cute_kernels import fragments
 from cute_kernels.atoms import Atom, register_atom
 from cute_kernels.jit import compile_unit
-from magicube_cutlass.kernels import Kind, Machine, choose_sddmm, choose_spmm
+from magicube_cutlass.kernels import Kind, Machine, Problem, choose_sddmm, choose_spmm
 
 SOURCE = """
 namespace example {
@@ -79,9 +79,7 @@ def show() -> None:
 def compile_kernels(arch: str = "sm_90a") -> None:
     """SpMM for few and for many vector rows, and SDDMM, compiled for ``arch``."""
     kind, gpu = Kind(8, (8, True), (8, True), "int32"), Machine(arch, 132)
-    few, many = (
-        choose_spmm(kind, gpu, vector_rows=rows, longest=512, n=512, batch=1, atom=ATOM.name) for rows in (32, 4096)
-    )
+    few, many = (choose_spmm(kind, gpu, Problem(rows, 4096, 410 * rows, 512, 512), ATOM.name) for rows in (32, 4096))
     for config in (few, many, choose_sddmm(kind, gpu, stride=64, inner=256, atom=ATOM.name)):
         binary = compile_unit(config.unit(arch))
         print(f"{config.name} for {arch}: {len(binary.code)} bytes, {binary.usage}")

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from cute_kernels.cpu import Dense, batch_stride
 from cute_kernels.integers import fetch, store
+from cute_kernels.jit import get_kernel
 from cute_kernels.operands import Factor, Place, Target
 from magicube_cutlass import kernels
+from magicube_cutlass.quantize import QuantTensor
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
+_NONE = Factor(0, 0, 0)
 
 
 def _is_ready(rows: Tensor) -> bool:
@@ -65,7 +68,7 @@ def _place(rows: Tensor) -> Place:
 
 def _factor(factor: Tensor | None) -> Factor:
     if factor is None:
-        return Factor(0, 0, 0)
+        return _NONE
     return Factor(factor.data_ptr(), min(factor.ndim, 1), factor.shape[-1] if factor.ndim > 1 else 0)
 
 
@@ -82,14 +85,104 @@ def spmm(
     """``out = (A B) * left * right + bias`` with the kernel of this name, on the current stream of A's device."""
     if out.numel() == 0:
         return
+    if inner == 0:
+        _write_empty_sums(out, left, right, bias)
+        return
     ready = aligned_rows(b, -1, inner)
     batch = out.numel() // (out.shape[-1] * out.shape[-2])
     target = Target(out.data_ptr(), batch, out.shape[-2], inner, out.shape[-1])
     config = kernels.spmm_config(kernel)
     with _guard(out.device):
         config.launch(
-            matrix, _place(ready), target, _factor(left), _factor(right), bias.data_ptr() if bias is not None else 0
+            get_kernel(config),
+            matrix,
+            _place(ready),
+            target,
+            _factor(left),
+            _factor(right),
+            bias.data_ptr() if bias is not None else 0,
         )
+
+
+class SpmmCall:
+    """A product whose arguments were checked before: pointers are all that is new, so a call costs little Python.
+
+    Good for one matrix and one set of shapes, strides, dtypes and devices of the other arguments.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        copy: list[Tensor],
+        left: Tensor | None,
+        b: Tensor,
+        right: Tensor | None,
+        out: Tensor,
+        inner: int,
+    ) -> None:
+        self.config, self.copy, self.left = kernels.spmm_config(kernel), copy, left
+        self.device, self.dtype, self.shape = out.device, out.dtype, out.shape
+        with _guard(out.device):
+            self.kernel = get_kernel(self.config)
+        rows, columns = out.shape[-2], out.shape[-1]
+        self.size = (out.numel() // (rows * columns), rows, inner, columns)
+        self.place, self.left_factor = _place(b)[1:], _factor(left)
+        self.scaled, self.right_step = right is not None, 0 if right is None or right.ndim == 0 else 1
+        self.scale: Tensor | None = None  # the matrix's own, of which `left` was made
+
+    def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
+        """The product, or None where B's address asks for a copy."""
+        pointer = b.data_ptr()
+        if pointer % ALIGNMENT:
+            return None
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        factor = Factor(right.data_ptr(), self.right_step, 0) if self.scaled and right is not None else _NONE
+        place, target = Place(pointer, *self.place), Target(out.data_ptr(), *self.size)
+        with _guard(self.device):
+            self.config.launch(
+                self.kernel, self.copy, place, target, self.left_factor, factor, 0 if bias is None else bias.data_ptr()
+            )
+        return out
+
+
+def spmm_call(
+    kernel: str,
+    copy: list[Tensor],
+    scale: Tensor | None,
+    left: Tensor | None,
+    dense: QuantTensor,
+    right: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    inner: int,
+) -> SpmmCall | None:
+    """The call for these operands, or None where B, its scale or the bias has to be copied every time.
+
+    ``scale`` is the matrix's own and ``left`` what was made of it; ``right`` is B's, or None for integer output.
+    """
+    if out.numel() == 0 or inner == 0 or copies(Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), -1):
+        return None
+    if right is not None and (right.dtype != torch.float32 or not right.is_contiguous() or right.ndim > 2):
+        return None  # a scale a column of a batch is expanded
+    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+        return None
+    if left is not None and scale is not None and left.data_ptr() != scale.data_ptr():
+        return None  # a converted copy would not see a change of the scale
+    call = SpmmCall(kernel, copy, left, dense.data, right, out, inner)
+    call.scale = scale
+    return call
+
+
+def _write_empty_sums(out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
+    """What sums of nothing come to: zero, NaN where a scale is, and the bias."""
+    out.zero_()
+    if left is not None:
+        out.mul_(left[:, None] if left.ndim else left)
+    if right is not None:
+        out.mul_(right.unsqueeze(-2) if right.ndim else right)
+    if bias is not None:
+        out.add_(bias[:, None])
 
 
 def sddmm(
@@ -111,7 +204,9 @@ def sddmm(
     target = Target(out.data_ptr(), batch, m, k, n)
     config = kernels.sddmm_config(kernel)
     with _guard(out.device):
-        config.launch(pattern, _place(ready_x), _place(ready_y), target, _factor(left), _factor(right))
+        config.launch(
+            get_kernel(config), pattern, _place(ready_x), _place(ready_y), target, _factor(left), _factor(right)
+        )
 
 
 def _guard(device: torch.device) -> AbstractContextManager[object]:

@@ -47,41 +47,70 @@ def default_atom(kind: Kind, arch: str) -> str:
     return native if atoms.runs_on(atoms.atom(native), arch) else "int4_as_int8_m16n8k32"
 
 
-def choose_spmm(
-    kind: Kind, machine: Machine, *, vector_rows: int, longest: int, n: int, batch: int, atom: str | None = None
-) -> SpmmKernel:
-    """The config for C = A B.
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of C = A B.
 
-    ``longest``: vectors of the longest vector row; ``n``: columns of B, or a power of two not below.
-    ``batch``: 1 for a single matrix, 2 for several.
+    ``vector_rows``, ``inner`` and ``vectors`` (stored) of A; ``longest``: vectors of its longest vector row; ``n``:
+    columns of B, or a power of two not below; ``batch``: 1 for a single matrix, 2 for several.
     """
+
+    vector_rows: int
+    inner: int
+    vectors: int
+    longest: int
+    n: int
+    batch: int = 1
+
+
+def choose_spmm(kind: Kind, machine: Machine, problem: Problem, atom: str | None = None) -> SpmmKernel:
+    """The config for C = A B; ``atom`` is a wish for an instruction."""
     name = atom or default_atom(kind, machine.arch)
     gather = GatherConfig(name, kind.vector_length, *kind.left, *kind.right, kind.out)
-    wide = longest > SAFE_RUN and (kind.out != "int32" or gather.shifted)
-    panel = _panel(PanelConfig(name, kind.vector_length, *kind.left, *kind.right, kind.out), machine)
+    wide = problem.longest > SAFE_RUN and (kind.out != "int32" or gather.shifted)
+    base = PanelConfig(name, kind.vector_length, *kind.left, *kind.right, kind.out)
     # A panel pays when enough vector rows share it, each with enough of it.
-    many = panel.items(vector_rows, n, batch) * 3 >= machine.multiprocessors and vector_rows >= 64
-    if machine.arch in _PANEL_ARCHES and not wide and many and longest >= 64 and n >= panel.columns:
-        return registered(panel)
-    return registered(_gather(replace(gather, wide=wide), machine, vector_rows, longest, n, batch))
+    shared = problem.vector_rows >= 64 and problem.vectors >= 48 * problem.vector_rows
+    if machine.arch in _PANEL_ARCHES and not wide and shared:
+        costs = {panel: _panel_cost(panel, machine, problem) for panel in _panels(base)}
+        return registered(min(costs, key=lambda panel: costs[panel]))
+    return registered(_gather(replace(gather, wide=wide), machine, problem))
 
 
-def _panel(base: PanelConfig, machine: Machine) -> PanelConfig:
-    """As many warps as the registers for the sums leave."""
-    config = replace(base, multiprocessors=machine.multiprocessors)
-    if config.sums > 64:
-        config = replace(config, row_bytes=64, tile=1024)
-    return replace(config, warps=15 if config.sums <= 64 else 7)
+# Warps and vector rows a warp, and how much slower than the first a block of them is for the same work (H200).
+_PANEL_SHAPES = {(16, 1): 1.0, (15, 2): 1.1, (11, 2): 1.12, (8, 2): 1.2, (11, 1): 1.05, (8, 1): 1.1, (7, 1): 1.2}
+_MOST_SUMS = {16: 32, 15: 64, 11: 64, 8: 64, 7: 160}  # registers for sums that so many warps leave, without spills
 
 
-def _gather(base: GatherConfig, machine: Machine, vector_rows: int, longest: int, n: int, batch: int) -> GatherConfig:
+def _panels(base: PanelConfig) -> list[PanelConfig]:
+    """Configs whose sums fit the registers."""
+    narrow = replace(base, row_bytes=64, tile=512, stages=6, window=2)
+    shapes = [replace(c, warps=w, rows=r) for c in (base, narrow) for w, r in _PANEL_SHAPES]
+    fitting = [config for config in shapes if config.sums <= _MOST_SUMS[config.warps]]
+    return fitting or [replace(narrow, warps=7)]
+
+
+def _panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float:
+    """Nanoseconds, roughly: whole waves of blocks, each of which fills its panels and multiplies its vector rows.
+
+    A pass is a 16-byte chunk of one group; what it takes and what a byte of a panel takes were measured on an H200.
+    """
+    waves = -(-config.items(problem.vector_rows, problem.n, problem.batch) // machine.multiprocessors)
+    groups = problem.vectors / problem.vector_rows / config.group
+    passes = config.warps * config.rows * groups * config.row_bytes / 16
+    products = config.sums / (config.rows * config.row_bytes / 4)  # mma operations a pass, in those of L8-R8 at V = 8
+    slower = _PANEL_SHAPES.get((config.warps, config.rows), 1.2) * max(1.0, 0.5 + 0.5 * products)
+    return waves * (1000 + 0.003 * problem.inner * config.row_bytes + passes * 4.4 * slower)
+
+
+def _gather(base: GatherConfig, machine: Machine, problem: Problem) -> GatherConfig:
     """Wide strips where there is work for all, several warps a vector row where there is not."""
-    broad = replace(base, row_bytes=128)
-    plenty = vector_rows * -(-n // broad.columns) * batch >= 16 * machine.multiprocessors
+    broad, count = replace(base, row_bytes=128), problem.vector_rows * problem.batch
+    plenty = count * -(-problem.n // broad.columns) >= 16 * machine.multiprocessors
     heavy = base.wide or base.vector_length * base.digits[0] * base.digits[1] > 16  # sums fill the registers
-    config = broad if plenty and n >= broad.columns and not heavy else base
-    tasks = vector_rows * -(-n // config.columns) * batch
-    row_warps, groups = 1, -(-longest // config.group)
+    config = broad if plenty and problem.n >= broad.columns and not heavy else base
+    tasks = count * -(-problem.n // config.columns)
+    row_warps, groups = 1, -(-problem.longest // config.group)
     while row_warps < 4 and tasks * row_warps < 16 * machine.multiprocessors and groups >= 4 * row_warps:
         row_warps *= 2
     return replace(config, row_warps=row_warps)
@@ -144,10 +173,9 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
     signs = tuple(product((True, False), repeat=2)) if all else ((True, True),)
     for v, out, (left, right) in product(lengths, outs, signs):
         for a, b in SPMM_PAIRS:
-            for rows in (32, 4096):
-                yield choose_spmm(
-                    Kind(v, (a, left), (b, right), out), here, vector_rows=rows, longest=512, n=512, batch=1
-                )
+            for rows in (32, 512):
+                kind = Kind(v, (a, left), (b, right), out)
+                yield choose_spmm(kind, here, Problem(rows, 4096, 410 * rows, 512, 512))
         for x, y in SDDMM_PAIRS:
             yield choose_sddmm(Kind(v, (x, left), (y, right), out), here, stride=32, inner=256)
 

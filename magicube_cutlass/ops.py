@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.integers import digit_count, split_digits
-from cute_kernels.operands import Vectors
+from cute_kernels.integers import digit_count
 from magicube_cutlass import library
 from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.pattern import Padded, Pattern
+from magicube_cutlass.pattern import Pattern
 from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
@@ -73,66 +72,12 @@ def _sparse(matrix: object) -> SRBCRS:
     return matrix
 
 
-def _cpu_copy(matrix: SRBCRS) -> list[Tensor]:
-    """What the engine reads: structure, digit planes and row sums; derived once and kept on the matrix."""
-    found = matrix._execution.get("cpu")
-    if found is None:
-        assert matrix.bits is not None
-        planes = split_digits(matrix.ints(), matrix.bits, matrix.signed)
-        sums = cpu.row_sums(planes, matrix.row_start, matrix.bits, matrix.signed)
-        found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
-        matrix._execution["cpu"] = found
-    return found
-
-
 def _power_of_two(n: int) -> int:
     """The smallest power of two not below n, by comparisons only: a compiler then keeps n symbolic."""
     power = 16
     while power < n:
         power *= 2
     return power
-
-
-def _spmm_plan(
-    matrix: SRBCRS,
-    right: tuple[int, bool],
-    out: torch.dtype,
-    width: int,
-    batch: int,
-    atom: str | None,
-    config: SpmmKernel | None,
-) -> tuple[str, list[Tensor]]:
-    """Name of the kernel and the execution copy for it; both are derived once and kept on the matrix."""
-    if matrix.device.type == "cpu":
-        return "cpu", _cpu_copy(matrix)
-    from magicube_cutlass import kernels
-
-    key = (right, out, width, batch, atom, config)
-    plan = matrix._execution.get(key)
-    if plan is None:
-        assert matrix.bits is not None
-        kind = kernels.Kind(matrix.vector_length, (matrix.bits, matrix.signed), right, dtype_name(out))
-        longest = matrix._execution.get("longest")
-        if longest is None:
-            lengths = matrix.pattern.row_lengths
-            longest = matrix._execution["longest"] = int(lengths.max()) if lengths.numel() else 0
-        if config is None:
-            config = kernels.choose_spmm(
-                kind, kernels.machine(matrix.device.index), vector_rows=matrix.pattern.vector_rows, longest=longest,
-                n=width, batch=batch, atom=atom,
-            )  # fmt: skip
-        kernels.check_spmm(config, kind, longest)
-        copy = matrix._execution.get(config.sparse_key())
-        if copy is None:
-            pattern = matrix.pattern
-            vectors = Vectors(pattern.row_offsets, pattern.col_indices, matrix.vectors(), matrix.bits, matrix.signed)
-            copy = matrix._execution[config.sparse_key()] = list(config.copy(vectors, matrix.shape[1]))
-        plan = matrix._execution[key] = (config.name, copy)
-    return plan
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def spmm(
@@ -157,6 +102,12 @@ def spmm(
     not go together, and where the bound ``K max|A| max|B|`` does not promise that the integer output fits.
     Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
     """
+    key = _call_key(B, out_dtype, bias, out, atom, config)
+    call = getattr(A, "_execution", {}).get(key) if key is not None else None
+    if call is not None and call.scale is A.scale:
+        result = call(B.data, B.scale, bias, out)
+        if result is not None:
+            return result
     matrix = _sparse(A)
     assert matrix.bits is not None
     dense = _check_dense("B", B, matrix.device)
@@ -172,16 +123,43 @@ def spmm(
     scaled = matrix.scale is not None or dense.scale is not None
     dtype = _out_dtype(out_dtype, scaled, inner, left_kind, right_kind)
     n, batch = dense.shape[-1], dense.shape[:-2]
-    if bias is not None:
-        bias = _check_bias(bias, rows, dtype, matrix.device)
-    kernel, copy = _spmm_plan(matrix, right_kind, dtype, _power_of_two(n), 1 if batch.numel() == 1 else 2, atom, config)
-    operands = (copy, dense.data, _factor(matrix.scale, batch, dtype), _factor(dense.scale, batch, dtype), bias)
+    offset = None if bias is None else _check_bias(bias, rows, dtype, matrix.device)
+    several = 1 if batch.numel() == 1 else 2
+    kernel, copy = matrix._plan_spmm(right_kind, dtype, _power_of_two(n), several, atom, config)
+    left = _factor(matrix.scale, batch, dtype)
+    operands = (copy, dense.data, left, _factor(dense.scale, batch, dtype), offset)
     bits, signed = [matrix.bits, dense.bits], [matrix.signed, dense.signed]
     if out is None:
-        return library.spmm(*operands, rows, inner, n, bits, signed, dense.packed_dim, kernel, dtype)
-    _check_out(out, (*batch, rows, n), dtype, matrix.device)
-    library.spmm_out(*operands, inner, bits, signed, dense.packed_dim, kernel, out)
-    return out
+        result = library.spmm(*operands, rows, inner, n, bits, signed, dense.packed_dim, kernel, dtype)
+    else:
+        _check_out(out, (*batch, rows, n), dtype, matrix.device)
+        library.spmm_out(*operands, inner, bits, signed, dense.packed_dim, kernel, out)
+        result = out
+    if key is not None:
+        from magicube_cutlass.gpu import spmm_call
+
+        right = dense.scale if dtype in FLOAT_OUT else None
+        A._execution[key] = spmm_call(kernel, copy, A.scale, left, dense, right, bias, result, inner)
+    return result
+
+
+def _call_key(
+    B: QuantTensor,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    atom: str | None,
+    config: SpmmKernel | None,
+) -> tuple[object, ...] | None:
+    """Everything that the checks of :func:`spmm` look at, besides A; None where a call cannot be kept.
+
+    Kept are calls on CUDA tensors, outside of a compiler, which has to see the operator.
+    """
+    if type(B) is not QuantTensor or type(B.data) is not Tensor or not B.data.is_cuda or torch.compiler.is_compiling():
+        return None
+    data = B.data
+    others = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (B.scale, bias, out)]
+    return (data.shape, data.stride(), data.device, B.shape, B.bits, B.signed, B.axis, *others, out_dtype, atom, config)
 
 
 def _check_bias(bias: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -249,9 +227,9 @@ def sddmm(
     kinds = (left_op.bits, left_op.signed), (right_op.bits, right_op.signed)
     dtype = _out_dtype(out_dtype, scaled, inner, *kinds)
     stride = mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
-    padded = _layout(pattern, stride)
+    padded = pattern._constant_layout(stride)
     batch = left_op.shape[:-2]
-    kernel, copy = _sddmm_plan(pattern, stride, kinds, dtype, _power_of_two(inner), atom)
+    kernel, copy = pattern._plan_sddmm(stride, kinds, dtype, _power_of_two(inner), atom)
     values = library.sddmm(
         copy,
         left_op.data,
@@ -273,40 +251,6 @@ def sddmm(
         shape=pattern.shape, vector_length=pattern.vector_length, bits=None, stride=stride,
     )  # fmt: skip
     return result if out_format == "srbcrs" else result.to_bcrs()
-
-
-def _layout(pattern: Pattern, stride: int) -> Padded:
-    """The padded layout; its size depends on the data, so a compiler takes it as a constant."""
-    return pattern.padded(stride)
-
-
-def _sddmm_plan(
-    pattern: Pattern,
-    stride: int,
-    kinds: tuple[tuple[int, bool], tuple[int, bool]],
-    out: torch.dtype,
-    inner: int,
-    atom: str | None,
-) -> tuple[str, list[Tensor]]:
-    """Name of the kernel and what it reads of the pattern."""
-    padded = pattern.padded(stride)
-    if pattern.device.type == "cpu":
-        return "cpu", [padded.row_start, padded.row_end, padded.col_indices]
-    from magicube_cutlass import kernels
-
-    kind = kernels.Kind(pattern.vector_length, *kinds, dtype_name(out))
-    config = kernels.choose_sddmm(kind, kernels.machine(pattern.device.index), stride=stride, inner=inner, atom=atom)
-    key = ("block_rows", stride)
-    if key not in pattern._cache:
-        blocks = torch.arange(padded.col_indices.numel() // stride, device=pattern.device)
-        owners = torch.searchsorted(padded.row_start // stride, blocks, right=True) - 1
-        pattern._cache[key] = owners.to(torch.int32)
-    return config.name, [pattern._cache[key], padded.col_indices]
-
-
-# What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
-for _constant in (_layout, _spmm_plan, _sddmm_plan):
-    _constant.__dict__["_dynamo_marked_constant"] = True
 
 
 def explain(A: SRBCRS | BCRS, B: QuantTensor) -> str:

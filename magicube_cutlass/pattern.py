@@ -180,6 +180,20 @@ class Pattern:
         result: Padded = self._cache["padded", stride]
         return result
 
+    def _constant_layout(self, stride: int) -> Padded:
+        """:meth:`padded`, whose sizes depend on the data, so a compiler takes them as constants."""
+        return self.padded(stride)
+
+    def _plan_sddmm(self, *arguments: Any) -> tuple[str, list[Tensor]]:
+        """As :func:`magicube_cutlass.plans.plan_sddmm`; a compiler takes the result as a constant."""
+        from magicube_cutlass.plans import plan_sddmm
+
+        return plan_sddmm(self, *arguments)
+
+    # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
+    _constant_layout.__dict__["_dynamo_marked_constant"] = True
+    _plan_sddmm.__dict__["_dynamo_marked_constant"] = True
+
     def transpose(self) -> Pattern:
         """The pattern, in vectors of the same length, that holds the transpose of every stored element; cached."""
         return self.transpose_map().pattern

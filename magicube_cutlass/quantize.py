@@ -294,7 +294,8 @@ def _largest(x: Tensor, axis: int | None) -> Tensor:
 def _scale_of(threshold: Tensor, high: int) -> Tensor:
     """``threshold / high`` in the threshold's dtype; 1 for zero, NaN for inf and NaN, never rounded down to zero."""
     tiny = torch.finfo(threshold.dtype).smallest_normal * torch.finfo(threshold.dtype).eps
-    scale = (threshold.double() / high).to(threshold.dtype).clamp(min=tiny)
+    divisor = torch.full_like(threshold, high, dtype=torch.float64)  # CUDA multiplies by the inverse of a number
+    scale = (threshold.double() / divisor).to(threshold.dtype).clamp(min=tiny)
     scale = torch.where(threshold == 0, torch.ones_like(scale), scale)
     return torch.where(torch.isfinite(threshold), scale, torch.full_like(scale, torch.nan))
 

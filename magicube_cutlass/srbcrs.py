@@ -137,7 +137,7 @@ class SRBCRS(CompressedMatrix):
         clip: Clip = "max",
         rounding: Rounding = "nearest",
     ) -> SRBCRS:
-        """What :meth:`from_dense` and :meth:`from_mask` say, by kernels; the pattern is derived when it is asked for."""
+        """As :meth:`from_dense` and :meth:`from_mask` say, by kernels; the pattern is derived when it is asked for."""
         found, scale = compress_on_gpu(dense, mask, vector_length, bits, signed, stride, axis, clip, rounding)
         shape = (dense.shape[0], dense.shape[1])
         return cls(
@@ -236,6 +236,15 @@ class SRBCRS(CompressedMatrix):
         )
         matrix._cache["pattern"] = pattern
         return matrix
+
+    def _plan_spmm(self, *arguments: Any) -> tuple[str, list[Tensor]]:
+        """As :func:`magicube_cutlass.plans.plan_spmm`; a compiler takes the result as a constant."""
+        from magicube_cutlass.plans import plan_spmm
+
+        return plan_spmm(self, *arguments)
+
+    # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
+    _plan_spmm.__dict__["_dynamo_marked_constant"] = True
 
     def ints(self) -> Tensor:
         """The values one an entry, ``(*batch, blocks, V, stride)`` of :attr:`dtype`."""

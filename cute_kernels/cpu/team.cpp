@@ -9,7 +9,7 @@
 namespace magicube {
 namespace {
 
-constexpr int64_t kWorkspaceShare = 10;  // panels for the threads' own use take at most one part in ten of B
+constexpr int64_t kWorkspaceShare = 8;  // panels for the threads' own use take at most one part in eight of B
 
 struct Aligned {
   explicit Aligned(int64_t bytes)

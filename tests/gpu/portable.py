@@ -12,7 +12,7 @@ import torch
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms
 from cute_kernels.jit import current_arch, warmup
-from magicube_cutlass.kernels import Machine, choose_sddmm, choose_spmm
+from magicube_cutlass.kernels import Machine, Problem, choose_sddmm, choose_spmm
 from tests.gpu.problems import check_sddmm, dense, kind, sparse, spmm
 
 Widths = tuple[int, bool]
@@ -36,7 +36,7 @@ def main() -> None:
     configs = []
     for atom, left, right in cases():
         of = kind(8, left, right)
-        configs.append(choose_spmm(of, here, vector_rows=8, longest=100, n=64, batch=1, atom=atom))
+        configs.append(choose_spmm(of, here, Problem(8, 200, 800, 100, 64), atom))
         configs.append(choose_sddmm(of, here, stride=64, inner=256, atom=atom))
     for _ in warmup(configs, "compute_80", os.cpu_count() or 1):
         pass

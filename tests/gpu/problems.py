@@ -43,7 +43,7 @@ def gather(of: Kind, atom: str = "", arch: str = HERE.arch, **options: Any) -> G
 
 def panel(of: Kind, atom: str = "", **options: Any) -> PanelConfig:
     """Few warps, short tiles and two blocks: a small matrix passes many tiles, items and wraps of the ring."""
-    small = {"tile": 256, "warps": 3, "row_bytes": 64, "multiprocessors": 2} | options
+    small = {"tile": 256, "warps": 3, "row_bytes": 64} | options
     return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, *of.left, *of.right, of.out, **small)
 
 
@@ -55,7 +55,7 @@ def choices(of: Kind) -> list[SpmmKernel]:
     """Every config that ``choose_spmm`` gives for this kind on this GPU."""
     sizes = product((1, 40, 300, 4096), (8, 64, 512, 4096), (16, 128, 1024), (1, 2))
     found = [
-        kernels.choose_spmm(of, HERE, vector_rows=rows, longest=longest, n=n, batch=batch)
+        kernels.choose_spmm(of, HERE, kernels.Problem(rows, 4096, rows * longest, longest, n, batch))
         for rows, longest, n, batch in sizes
     ]
     return list(dict.fromkeys(found))
@@ -64,7 +64,8 @@ def choices(of: Kind) -> list[SpmmKernel]:
 def chosen(of: Kind, rows: int, longest: int, n: int, batch: int = 1, atom: str | None = None) -> SpmmKernel:
     """What ``spmm`` chooses for a matrix of ``rows`` vector rows, the longest of ``longest`` vectors."""
     width = max(16, 1 << (n - 1).bit_length()) if n else 16
-    return kernels.choose_spmm(of, HERE, vector_rows=rows, longest=longest, n=width, batch=batch, atom=atom)
+    problem = kernels.Problem(rows, 4096, rows * longest, longest, width, batch)
+    return kernels.choose_spmm(of, HERE, problem, atom)
 
 
 def every_pair(shift: int = 0) -> Iterator[tuple[Kind, int]]:

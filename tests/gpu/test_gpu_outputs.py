@@ -159,3 +159,12 @@ def test_an_output_of_more_than_two_to_the_31_elements(config: SpmmKernel) -> No
     total = torch.matmul(a.to_dense()[rows].double(), b.ints().double())  # exact: 512 products of bytes
     assert torch.equal(out[rows.cuda()].cpu(), total.half())
     assert not bool(torch.isnan(out.view(-1)[::4099]).any())
+
+
+def test_sums_of_nothing_are_zero_and_take_the_bias() -> None:
+    none = torch.zeros(5, 0, dtype=torch.bool)
+    a = mc.SRBCRS.from_mask(torch.zeros(5, 0), none, vector_length=2, bits=8, axis=1)
+    b, bias = mc.quantize(torch.zeros(3, 0, 7), 8, axis=0), torch.randn(5)
+    for dtype in (torch.float16, torch.float32):
+        assert torch.equal(spmm(a, b, dtype, bias=bias), bias.to(dtype)[:, None].expand(3, 5, 7))
+        assert torch.equal(spmm(a, b, dtype), torch.zeros(3, 5, 7, dtype=dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -10,6 +12,10 @@ from magicube_cutlass.kernels import Kind, SpmmKernel
 from tests.gpu.problems import PANELS, check_sddmm, check_spmm, dense, gather, kind, panel, sddmm, sparse
 
 pytestmark = pytest.mark.gpu
+
+# initcheck takes all 16 bytes of a cp.async for read, those too that the instruction is told to leave out and fill with
+# zeros; so for it rows are whole pieces, and memcheck judges the tails.
+WHOLE = os.environ.get("SANITIZER_TOOL") == "initcheck"
 
 SPMM: list[SpmmKernel] = [
     gather(kind()),
@@ -42,7 +48,7 @@ SDDMM = [
 def test_spmm(config: SpmmKernel) -> None:
     left, right = (config.a_bits, config.a_signed), (config.b_bits, config.b_signed)
     a = sparse(45, 333, config.vector_length, left, sparsity=0.7, empty=True)
-    check_spmm(a, dense((2, 333, 77), right), config)
+    check_spmm(a, dense((2, 333, 96 if WHOLE else 77), right), config)
     check_spmm(a, dense((333, 64), right, "column"), config, offset=1)
 
 
@@ -51,4 +57,5 @@ def test_spmm(config: SpmmKernel) -> None:
 def test_sddmm(of: Kind, stride: int) -> None:
     torch.manual_seed(0)
     pattern = mc.random_pattern(45, 77, 0.7, of.vector_length)
-    check_sddmm(dense((2, 45, 201), of.left), dense((2, 77, 201), of.right), pattern, stride)
+    k = 224 if WHOLE else 201
+    check_sddmm(dense((2, 45, k), of.left), dense((2, 77, k), of.right), pattern, stride)

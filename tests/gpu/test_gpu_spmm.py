@@ -212,10 +212,9 @@ def test_repeated_runs_agree_to_the_bit(config: SpmmKernel) -> None:
 
 
 @pytest.mark.skipif(not PANELS, reason="no panel kernel on this GPU")
-@pytest.mark.parametrize("blocks", [1, 3, 132])
-def test_persistent_blocks_pass_any_number_of_items(blocks: int) -> None:
-    config = panel(kind(out="int32"), tile=128, warps=1 + blocks % 5, multiprocessors=blocks)
+def test_persistent_blocks_pass_any_number_of_items() -> None:
+    config = panel(kind(out="int32"), tile=128, warps=1)
     assert isinstance(config, PanelConfig)
-    a, b = sparse(200, 600, 8, (8, True), sparsity=0.7), dense((2, 600, 260), (8, True))
-    assert config.items(25, 260, 2) > 3
+    a, b = sparse(1000, 600, 8, (8, True), sparsity=0.7), dense((2, 600, 260), (8, True))
+    assert config.items(125, 260, 2) > 2 * torch.cuda.get_device_properties(0).multi_processor_count
     check_spmm(a, b, config)

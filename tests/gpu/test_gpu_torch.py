@@ -17,7 +17,7 @@ import magicube_cutlass as mc
 from cute_kernels.jit import get_kernel
 from cute_kernels.jit import kernel as jit_kernel
 from magicube_cutlass.kernels import SpmmKernel
-from magicube_cutlass.ops import _sddmm_plan, _spmm_plan
+from magicube_cutlass.plans import plan_sddmm, plan_spmm
 from tests.gpu.problems import PANELS, check_spmm, choices, dense, gather, ints, kind, panel, sparse
 
 pytestmark = pytest.mark.gpu
@@ -128,14 +128,14 @@ def test_compiled_sddmm_has_no_graph_break() -> None:
 
 def test_opcheck_passes() -> None:
     a, b = sparse(16, 48, 8, S8).to("cuda"), dense((2, 48, 20), S8).to("cuda")
-    name, copy = _spmm_plan(a, S8, torch.int32, 32, 2, None, None)
+    name, copy = plan_spmm(a, S8, torch.int32, 32, 2, None, None)
     operands = (copy, b.data, None, None, None)
     torch.library.opcheck(torch.ops.magicube.spmm.default,
                           (*operands, 16, 48, 20, [8, 8], [True, True], -1, name, torch.int32))  # fmt: skip
     out = torch.empty(2, 16, 20, dtype=torch.int32, device="cuda")
     torch.library.opcheck(torch.ops.magicube.spmm_out.default, (*operands, 48, [8, 8], [True, True], -1, name, out))
     x, y = dense((16, 8), S8).to("cuda"), dense((48, 8), S8).to("cuda")
-    name, pattern = _sddmm_plan(a.pattern, 32, (S8, S8), torch.int32, 16, None)
+    name, pattern = plan_sddmm(a.pattern, 32, (S8, S8), torch.int32, 16, None)
     torch.library.opcheck(
         torch.ops.magicube.sddmm.default,
         (
@@ -240,10 +240,16 @@ def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
     into, returning = per_call(lambda: mc.spmm(a, b, out=out)), per_call(lambda: mc.spmm(a, b))
     plain = per_call(lambda: torch.mm(half, half))
     calls: list[str] = []
+    depth, deepest = 0, 0
 
     def profile(frame: Any, event: str, _: object) -> None:
+        nonlocal depth, deepest
         if event == "call":
+            depth += 1
+            deepest = max(deepest, depth)
             calls.append(f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_name}")
+        elif event == "return":
+            depth -= 1
 
     sys.setprofile(profile)
     mc.spmm(a, b, out=out)
@@ -257,11 +263,41 @@ def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
     pstats.Stats(watch, stream=text).sort_stats("tottime").print_stats(12)
     with capsys.disabled():
         print(
-            f"\nspmm(out=) {into:.1f} us, spmm {returning:.1f} us, torch.mm {plain:.1f} us, {len(calls)} Python calls:"
+            f"\nspmm(out=) {into:.1f} us, spmm {returning:.1f} us, torch.mm {plain:.1f} us, "
+            f"{len(calls)} Python calls, {deepest} deep:"
         )
         print(", ".join(calls))
         print(text.getvalue())
-    assert into < 60
+    assert into < 15 and returning < 20
+    assert deepest <= 5
+
+
+def test_a_kept_call_sees_other_addresses_scales_and_values() -> None:
+    torch.manual_seed(3)
+    a = mc.SRBCRS.from_dense(torch.randn(40, 70), vector_length=8, bits=8, axis=1).to("cuda")
+    storage = ints((3, 70 * 64 + 64), *S8).to(torch.int8).cuda()
+    bias = torch.randn(40, device="cuda")
+
+    def product(offset: int, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        data = storage[1, offset:].as_strided((70, 64), (64, 1))
+        b = mc.QuantTensor(data, scale, 8, True, 0, data.shape)
+        expected = torch.matmul(a.to_dense().double(), b.dequantize().double())
+        expected = expected if bias is None else expected + bias.double()[:, None]
+        got = mc.spmm(a, b, bias=bias)
+        assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4)
+
+    for offset in (0, 16, 3, 0, 1):  # 3 and 1 are not aligned, so B is copied
+        for factor in (1.0, 3.0):
+            scale = torch.full((1, 64), factor, device="cuda")
+            product(offset, scale, bias)
+            product(offset, scale.double(), None)
+    a.scale = a.scale * 2 if a.scale is not None else None
+    product(0, torch.ones(1, 64, device="cuda"), bias)
+    assert a.scale is not None
+    a.scale.mul_(0.5)
+    product(0, torch.ones(1, 64, device="cuda"), bias)
+    a.scale = a.scale.double()
+    product(0, torch.ones(1, 64, device="cuda"), bias)
 
 
 def test_kernels_are_loaded_once_a_device() -> None:

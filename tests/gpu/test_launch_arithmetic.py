@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from cute_kernels import sddmm, spmm_gather, spmm_panel
+from cute_kernels import spmm_gather, spmm_panel
+from cute_kernels.jit import Kernel
 from cute_kernels.jit.toolchain import KERNEL_HEADERS
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import group_offsets
-from tests.gpu.problems import gather, kind, panel
+from magicube_cutlass.kernels import SpmmKernel
+from tests.gpu.problems import gather, kind, panel, sparse
 from tests.gpu.problems import sddmm as sddmm_config
 
 HUGE = 2**33
@@ -32,15 +33,15 @@ class Launch(NamedTuple):
     args: dict[str, Any]
 
 
-class Recorder:
+class Recorder(Kernel):
     """In place of a kernel: what it would be launched with."""
 
-    def __init__(self, stem: str) -> None:
-        self.names = parameters(stem)
+    def __init__(self, stem: str) -> None:  # nothing is loaded
+        self.names, self.multiprocessors = parameters(stem), 132
         self.launches: list[Launch] = []
         self.maps: list[tuple[Any, ...]] = []
 
-    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], cluster: object = None) -> None:
         assert all(type(arg) in (int, bytes) for arg in args), "a plain int is passed as 64 bits"
         self.launches.append(Launch(grid, dict(zip(self.names, args, strict=True))))
 
@@ -49,27 +50,11 @@ class Recorder:
         return bytes(128)
 
 
-def record(module: ModuleType, stem: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder(stem)
-    monkeypatch.setattr(module, "get_kernel", lambda config: recorder)
-    if module is spmm_panel:
-        monkeypatch.setattr(module, "tensor_map", recorder.tensor_map)
-    return recorder
-
-
-@pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return record(spmm_gather, "spmm_gather", monkeypatch)
-
-
 @pytest.fixture
 def panels(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return record(spmm_panel, "spmm_panel", monkeypatch)
-
-
-@pytest.fixture
-def samples(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return record(sddmm, "sddmm", monkeypatch)
+    recorder = Recorder("spmm_panel")
+    monkeypatch.setattr(spmm_panel, "tensor_map", recorder.tensor_map)
+    return recorder
 
 
 def structure(rows: int, kind_of_copy: type[tuple[Any, ...]]) -> list[torch.Tensor]:
@@ -80,11 +65,12 @@ def structure(rows: int, kind_of_copy: type[tuple[Any, ...]]) -> list[torch.Tens
 NONE = Factor(0, 0, 0)
 
 
-def test_gather_takes_64_bit_sizes(gathers: Recorder) -> None:
+def test_gather_takes_64_bit_sizes() -> None:
+    gathers = Recorder("spmm_gather")
     config = gather(kind(1, out="float16"), row_bytes=128)
     rows, n, pitch = 2**20 + 3, 2**17, HUGE + 16
     b, out = Place(1 << 46, pitch, 3 * HUGE, n), Target(1 << 45, 2, rows, 2**31 - 1, n)
-    config.launch(structure(rows, spmm_gather.GatherCopy), b, out, NONE, Factor(1 << 44, 1, n), 0)
+    config.launch(gathers, structure(rows, spmm_gather.GatherCopy), b, out, NONE, Factor(1 << 44, 1, n), 0)
     ((grid, args),) = gathers.launches
     assert grid == ((2**18 + 1) * 1024 * 2, 1, 1) and grid[0] < 2**31
     assert (args["b"], args["b_pitch"], args["b_batch"], args["b_bytes"]) == (1 << 46, pitch, 3 * HUGE, n)
@@ -92,11 +78,11 @@ def test_gather_takes_64_bit_sizes(gathers: Recorder) -> None:
 
 
 def test_panel_grid_stays_the_gpu_while_items_outgrow_32_bits(panels: Recorder) -> None:
-    config = panel(kind(8, out="float16"), row_bytes=128, warps=15, multiprocessors=132)
+    config = panel(kind(8, out="float16"), row_bytes=128, warps=15)
     rows, n = 2**24, 2**31
     assert config.items(rows, n, 1) == -(-rows // 15) * 2**24 > 2**32
     place, out = Place(0, n, 0, n), Target(0, 1, 8 * rows, 4096, n)
-    config.launch(structure(rows, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
+    config.launch(panels, structure(rows, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
     ((grid, args),) = panels.launches
     assert grid == (132, 1, 1) and (args["rows"], args["vector_rows"], args["n"]) == (8 * rows, rows, n)
     assert panels.maps == [(0, 1, (n, 4096), n, (128, 256), 128)]
@@ -106,31 +92,32 @@ def test_panel_splits_a_batch_whose_rows_outgrow_the_copy_engines_coordinates(pa
     config = panel(kind(out="float32"))
     m, k, n, batch = 64, 2**29, 256, 5
     copy, b, right = structure(8, spmm_panel.PanelCopy), Place(1 << 40, n, k * n, n), Factor(1 << 30, 1, n)
-    config.launch(copy, b, Target(1 << 50, batch, m, k, n), NONE, right, 0)
+    config.launch(panels, copy, b, Target(1 << 50, batch, m, k, n), NONE, right, 0)
     assert len(panels.launches) == batch
     for i, ((grid, args), made) in enumerate(zip(panels.launches, panels.maps, strict=True)):
         assert made == ((1 << 40) + i * k * n, 1, (n, k), n, (64, 256), 64)
         assert args["out"] == (1 << 50) + i * m * n * 4 and args["right"] == (1 << 30) + 4 * i * n
-        assert args["batches"] == 1 and grid[0] <= config.multiprocessors
+        assert args["batches"] == 1 and grid[0] <= 132
     panels.launches.clear()
-    config.launch(copy, b, Target(1 << 50, 3, m, k, n), NONE, right, 0)
+    config.launch(panels, copy, b, Target(1 << 50, 3, m, k, n), NONE, right, 0)
     assert len(panels.launches) == 1 and panels.maps[-1][2] == (n, 3 * k)  # 1.5 * 2**30 rows can be named
 
 
 def test_panel_splits_a_batch_that_is_no_whole_rows_apart(panels: Recorder) -> None:
     config = panel(kind(out="int64"))
     place, out = Place(4096, 96, 80, 64), Target(0, 4, 60, 70, 64)
-    config.launch(structure(8, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
+    config.launch(panels, structure(8, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
     assert [made[0] for made in panels.maps] == [4096, 4176, 4256, 4336]
     assert [args["out"] for _, args in panels.launches] == [i * 60 * 64 * 8 for i in range(4)]
 
 
-def test_sddmm_takes_64_bit_sizes(samples: Recorder) -> None:
+def test_sddmm_takes_64_bit_sizes() -> None:
+    samples = Recorder("sddmm")
     config = sddmm_config(kind(8), stride=64)
     blocks = 2**27
     pattern = [torch.empty(1).expand(blocks), torch.empty(0)]
     place = Place(1 << 45, HUGE, 5 * HUGE, 64)
-    config.launch(pattern, place, place, Target(1 << 46, 7, 2**30, 64, 2**30), NONE, NONE)
+    config.launch(samples, pattern, place, place, Target(1 << 46, 7, 2**30, 64, 2**30), NONE, NONE)
     ((grid, args),) = samples.launches
     assert grid == (2**28 // 4 * 7, 1, 1) and args["blocks"] == blocks and blocks * 64 * 8 > 2**35
     assert (args["y"], args["y_pitch"], args["y_batch"], args["y_bytes"]) == tuple(place)
@@ -147,6 +134,17 @@ def test_group_offsets_of_more_than_two_to_the_31_vectors() -> None:
         patch.setattr(torch, "arange", lambda *_, **__: torch.zeros(1, dtype=torch.int64))
         found, _ = group_offsets(offsets, 32)
     assert found.dtype == torch.int64 and torch.equal(found, starts) and int(found[-1]) * 32 > 2**32
+
+
+@pytest.mark.parametrize(("m", "k", "sparsity"), [(9, 0, 0.4), (0, 12, 0.4), (50, 1100, 1.0), (9, 1, 0.0)])
+@pytest.mark.parametrize(
+    "config", [gather(kind()), panel(kind()), panel(kind(), ordered=False)], ids=lambda config: config.name
+)
+def test_execution_copies_of_nothing(config: SpmmKernel, m: int, k: int, sparsity: float) -> None:
+    a = sparse(m, k, 8, (8, True), sparsity=sparsity)
+    vectors = Vectors(a.pattern.row_offsets, a.pattern.col_indices, a.vectors(), 8, True)
+    offsets = config.copy(vectors, k)[0]
+    assert offsets.shape == (a.pattern.vector_rows + 1,) and int(offsets[0]) == 0
 
 
 def test_execution_copies_index_in_64_bits() -> None:

@@ -15,8 +15,8 @@ from cute_kernels.jit import Binary, build
 from cute_kernels.sddmm import SddmmConfig
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.kernels import Kind, Machine, SpmmKernel, choose_sddmm, choose_spmm, default_configs
-from tests.helpers import lean_sass
+from magicube_cutlass.kernels import Kind, Machine, Problem, SpmmKernel, choose_sddmm, choose_spmm, default_configs
+from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
 
@@ -27,8 +27,8 @@ OTHERS = ("sm_86", "sm_89", "sm_100a", "sm_120a")
 def few(arch: str) -> Iterator[Config]:
     """A gather, an SDDMM and, where there are panels, a panel kernel; 8-bit, 4-bit and 16 x 8 bits."""
     here = Machine(arch, 100)
-    yield choose_spmm(Kind(8, (8, True), (8, True), "float16"), here, vector_rows=4096, longest=512, n=512, batch=1)
-    yield choose_spmm(Kind(4, (16, True), (8, False), "float32"), here, vector_rows=32, longest=512, n=512, batch=1)
+    yield choose_spmm(Kind(8, (8, True), (8, True), "float16"), here, Problem(4096, 4096, 410 * 4096, 512, 512))
+    yield choose_spmm(Kind(4, (16, True), (8, False), "float32"), here, Problem(32, 4096, 410 * 32, 512, 512))
     yield choose_sddmm(Kind(8, (4, True), (4, True), "int32"), here, stride=32, inner=256)
 
 
@@ -57,6 +57,23 @@ def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Config, str]
             pool.shutdown(cancel_futures=True)
 
 
+# Compilers for 8.x keep, beside a shuffle or a barrier of a warp, the slow way for a warp that has come apart, and call
+# it; it is never taken here.  An emulated instruction is a call too, of another name.
+_APART = re.compile(r"\$__internal_\d+_\$__cuda_sm70_(?:warpsync|shflsync)\w*|\.L_x_\d+")
+
+
+def clean_sass(binary: Binary) -> str:
+    """SASS, after checking that nothing is spilled, kept on a stack or emulated."""
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL)\b", sass), f"{binary.kernel} for {binary.arch} uses local memory"
+    if binary.usage is not None:  # some linkers tell nothing of it
+        assert binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    called = re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass)
+    strange = {name for name in called if not _APART.fullmatch(name) or int(binary.arch[3:5]) >= 90}
+    assert not strange, f"{binary.kernel} for {binary.arch} calls {sorted(strange)}"
+    return sass
+
+
 def digit_signs(bits: int, signed: bool, one_sign: bool = False) -> list[bool]:
     """Signs of the digits of an integer; stacked digits share the top one's."""
     return [signed] if bits <= 8 else [signed and one_sign, signed]
@@ -79,13 +96,13 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     config: Config, arch: str, binaries: dict[tuple[Config, str], Future[Binary]]
 ) -> None:
     binary = binaries[config, arch].result()
-    sass = lean_sass(binary)
+    sass = clean_sass(binary)
     assert set(re.findall(r"IMMA\.\w+\.\w+\.\w+", sass)) == expected_mmas(config)
     panel = isinstance(config, PanelConfig)
     assert ("UTMALDG.2D" in sass) == panel and ("SYNCS" in sass) == panel
     assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) == (not panel)
     assert bool(re.search(r"LDSM\.16\.MT88\.[24]", sass)) == (not isinstance(config, SddmmConfig))
-    assert binary.usage is not None and binary.usage.registers * config.threads <= 65536
+    assert binary.usage is None or binary.usage.registers * config.threads <= 65536
 
 
 def test_the_cases_have_every_kernel_and_the_4_bit_instruction_where_it_is_native() -> None:

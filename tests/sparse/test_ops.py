@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import magicube_cutlass as mc
 from cute_kernels import cpu
 from cute_kernels.integers import BITS, int_range
-from magicube_cutlass.ops import _cpu_copy
+from magicube_cutlass.plans import cpu_copy
 
 VECTORS = (1, 2, 4, 8, 16, 32)
 LAYOUTS = ("row", "column")
@@ -246,7 +246,7 @@ def test_the_fallback_without_the_extension_is_exact(monkeypatch: pytest.MonkeyP
 
 def test_opcheck_passes() -> None:
     a, b = sparse(16, 48, 8, 8, True), dense((2, 48, 20), 8, True)
-    operands = (_cpu_copy(a), b.data, None, None, None)
+    operands = (cpu_copy(a), b.data, None, None, None)
     torch.library.opcheck(torch.ops.magicube.spmm.default,
                           (*operands, 16, 48, 20, [8, 8], [True, True], -1, "cpu", torch.int32))  # fmt: skip
     torch.library.opcheck(torch.ops.magicube.spmm_out.default,

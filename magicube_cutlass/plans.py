@@ -1,0 +1,98 @@
+"""Which kernel runs a product, and the execution copies it reads: derived once, kept on the matrix or the pattern."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cute_kernels import cpu
+from cute_kernels.integers import split_digits
+from cute_kernels.operands import Vectors
+
+if TYPE_CHECKING:
+    from magicube_cutlass.kernels import SpmmKernel
+    from magicube_cutlass.pattern import Pattern
+    from magicube_cutlass.srbcrs import SRBCRS
+
+
+def cpu_copy(matrix: SRBCRS) -> list[Tensor]:
+    """What the engine reads: structure, digit planes and row sums; derived once and kept on the matrix."""
+    found = matrix._execution.get("cpu")
+    if found is None:
+        assert matrix.bits is not None
+        planes = split_digits(matrix.ints(), matrix.bits, matrix.signed)
+        sums = cpu.row_sums(planes, matrix.row_start, matrix.bits, matrix.signed)
+        found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
+        matrix._execution["cpu"] = found
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def plan_spmm(
+    matrix: SRBCRS,
+    right: tuple[int, bool],
+    out: torch.dtype,
+    width: int,
+    batch: int,
+    atom: str | None,
+    config: SpmmKernel | None,
+) -> tuple[str, list[Tensor]]:
+    """Name of the kernel and the execution copy for it.
+
+    ``right``: bits and sign of B; ``width``: a power of two not below B's columns; ``batch``: 1 for a single matrix, 2
+    for several; ``atom`` and ``config`` as in :func:`magicube_cutlass.spmm`.
+    """
+    if matrix.device.type == "cpu":
+        return "cpu", cpu_copy(matrix)
+    from magicube_cutlass import kernels
+
+    key = (right, out, width, batch, atom, config)
+    plan = matrix._execution.get(key)
+    if plan is None:
+        assert matrix.bits is not None
+        kind = kernels.Kind(matrix.vector_length, (matrix.bits, matrix.signed), right, _name(out))
+        longest = matrix._execution.get("longest")
+        if longest is None:
+            lengths = matrix.pattern.row_lengths
+            longest = matrix._execution["longest"] = int(lengths.max()) if lengths.numel() else 0
+        if config is None:
+            pattern = matrix.pattern
+            problem = kernels.Problem(pattern.vector_rows, matrix.shape[1], pattern.vectors, longest, width, batch)
+            config = kernels.choose_spmm(kind, kernels.machine(matrix.device.index), problem, atom)
+        kernels.check_spmm(config, kind, longest)
+        copy = matrix._execution.get(config.sparse_key())
+        if copy is None:
+            pattern = matrix.pattern
+            vectors = Vectors(pattern.row_offsets, pattern.col_indices, matrix.vectors(), matrix.bits, matrix.signed)
+            copy = matrix._execution[config.sparse_key()] = list(config.copy(vectors, matrix.shape[1]))
+        plan = matrix._execution[key] = (config.name, copy)
+    return plan
+
+
+def plan_sddmm(
+    pattern: Pattern,
+    stride: int,
+    kinds: tuple[tuple[int, bool], tuple[int, bool]],
+    out: torch.dtype,
+    inner: int,
+    atom: str | None,
+) -> tuple[str, list[Tensor]]:
+    """Name of the kernel and what it reads of the pattern; ``inner``: a power of two not below the sum's length."""
+    padded = pattern.padded(stride)
+    if pattern.device.type == "cpu":
+        return "cpu", [padded.row_start, padded.row_end, padded.col_indices]
+    from magicube_cutlass import kernels
+
+    kind = kernels.Kind(pattern.vector_length, *kinds, _name(out))
+    config = kernels.choose_sddmm(kind, kernels.machine(pattern.device.index), stride=stride, inner=inner, atom=atom)
+    key = ("block_rows", stride)
+    if key not in pattern._cache:
+        blocks = torch.arange(padded.col_indices.numel() // stride, device=pattern.device)
+        owners = torch.searchsorted(padded.row_start // stride, blocks, right=True) - 1
+        pattern._cache[key] = owners.to(torch.int32)
+    return config.name, [pattern._cache[key], padded.col_indices]
