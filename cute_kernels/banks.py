@@ -128,11 +128,11 @@ def report(accesses: Sequence[Access]) -> list[Conflicts]:
     return found
 
 
-def swizzled(row: Any, chunk: Any, row_bytes: int) -> Addresses:
+def swizzled(row: Any, chunk: Any, row_bytes: int, swizzle: bool = True) -> Addresses:
     """Byte at which 16-byte piece ``chunk`` of row ``row`` lies in a tile of rows of 32, 64 or 128 bytes.
 
-    The host's twin of ``swizzled`` in ``copy.cuh``; arguments are integers or arrays of them.
+    The host's twin of ``swizzled`` in ``copy.cuh``; rows and pieces are integers or arrays of them.
     """
     chunks, rows_a_line = row_bytes // ROW_BYTES, BANKS * WORD // row_bytes
     row, chunk = np.asarray(row, dtype=np.int64), np.asarray(chunk, dtype=np.int64)
-    return np.asarray(row * row_bytes + (chunk ^ (row // rows_a_line % chunks)) * ROW_BYTES)
+    return np.asarray(row * row_bytes + (chunk ^ (row // rows_a_line % chunks * swizzle)) * ROW_BYTES)

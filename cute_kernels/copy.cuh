@@ -45,11 +45,11 @@ __device__ __forceinline__ void load_shared(uint32_t from, uint32_t (&to)[kWords
 
 // Where 16-byte chunk `chunk` of row `row` lies when rows of kRowBytes are swizzled over the banks (CuTe's
 // Swizzle<log2(kRowBytes / 16), 4, 3>, the tensor copy's 32-, 64- and 128-byte modes).
-template <int kRowBytes>
+template <int kRowBytes, bool kSwizzle = true>
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   constexpr uint32_t kChunks = kRowBytes / 16;
   constexpr uint32_t kRowsALine = 128 / kRowBytes;
-  return row * kRowBytes + ((chunk ^ (row / kRowsALine % kChunks)) * 16);
+  return row * kRowBytes + ((chunk ^ (kSwizzle ? row / kRowsALine % kChunks : 0)) * 16);
 }
 
 // kWords neighbouring words through the read-only path.

@@ -42,6 +42,7 @@ class SpmmConfig:
 
     ``atom`` names an entry of the atom table; ``a_*`` is the sparse operand, ``b_*`` the dense one, ``out`` the name of
     a torch dtype.  ``stack``: two digits of a short vector share one instruction where their signs allow it.
+    ``swizzle``: rows in shared memory are swizzled over the banks, without which the kernels are slow.
     """
 
     STEM: ClassVar[str]
@@ -54,6 +55,7 @@ class SpmmConfig:
     b_signed: bool
     out: str
     stack: bool = True
+    swizzle: bool = True
 
     @cached_property
     def entry(self) -> Atom:
@@ -103,6 +105,7 @@ class SpmmConfig:
             "kStacked": self.stacked,
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
             "kRowBytes": self.row_bytes,
+            "kSwizzle": self.swizzle,
         }
 
     def unit(self, arch: str) -> Unit:
@@ -121,7 +124,7 @@ class SpmmConfig:
         return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
 
     def _tags(self) -> list[str]:
-        return [] if self.stack else ["unstacked"]
+        return [name for name, on in (("unstacked", self.stack), ("unswizzled", self.swizzle)) if not on]
 
     def vector_stores(self, out: Target) -> int:
         """Whether neighbouring results can be stored at once: 1 or 0."""

@@ -28,7 +28,7 @@ struct GatherRing {
       const int piece = lane + 32 * i;
       const int slot = piece / S::kChunks, chunk = piece % S::kChunks;
       const int32_t column = __shfl_sync(~0u, columns[32 * i / S::kChunks / 32], slot % 32);
-      copy_async(base + stage * kStageBytes + swizzled<C::kRowBytes>(slot, chunk), strip + column * pitch + chunk * 16, valid);
+      copy_async(base + stage * kStageBytes + swizzled<C::kRowBytes, C::kSwizzle>(slot, chunk), strip + column * pitch + chunk * 16, valid);
     }
   }
 
@@ -38,11 +38,11 @@ struct GatherRing {
     if constexpr (kSlots % 32 == 0) {
       CUTE_UNROLL
       for (int i = 0; i < kSlots / 32; ++i) {
-        load_transposed(at + swizzled<C::kRowBytes>(32 * i + lane, chunk), raw + 4 * i);
+        load_transposed(at + swizzled<C::kRowBytes, C::kSwizzle>(32 * i + lane, chunk), raw + 4 * i);
       }
     } else {
       static_assert(kSlots == 16, "groups are of 16 slots or a multiple of 32");
-      load_transposed_pair(at + swizzled<C::kRowBytes>(lane % 16, chunk), raw);
+      load_transposed_pair(at + swizzled<C::kRowBytes, C::kSwizzle>(lane % 16, chunk), raw);
     }
   }
 };

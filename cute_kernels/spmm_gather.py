@@ -53,17 +53,24 @@ class GatherConfig(SpmmConfig):
         teams = self.warps // self.row_warps
         return (-(-vector_rows // teams) * -(-n // self.columns) * batch, 1, 1)
 
+    def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
+        """Bytes of both operands that the kernel reads: each strip takes all of A and a piece of B for each column."""
+        strips = -(-n // self.columns) * batch
+        return strips * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.row_bytes)
+
     def accesses(self) -> list[Access]:
         """Every access of a warp to shared memory."""
         chunks, lanes = self.row_bytes // 16, np.arange(32)
         pieces = np.arange(self.group * chunks).reshape(-1, 32)
         rows = np.arange(self.group).reshape(-1, min(self.group, 32))
-        reads = np.stack([swizzled(row, chunk, self.row_bytes) for chunk in range(chunks) for row in rows])
+        reads = np.stack(
+            [swizzled(row, chunk, self.row_bytes, self.swizzle) for chunk in range(chunks) for row in rows]
+        )
         found = [
             Access(
                 "fetch: cp.async of gathered rows",
                 "store128",
-                swizzled(pieces // chunks, pieces % chunks, self.row_bytes),
+                swizzled(pieces // chunks, pieces % chunks, self.row_bytes, self.swizzle),
             ),
             Access("read: ldmatrix.trans", f"ldmatrix.x{rows.shape[1] // 8}", reads),
         ]

@@ -66,7 +66,7 @@ class PanelConfig(SpmmConfig):
         }
 
     def sparse_key(self) -> tuple[object, ...]:
-        return (*super().sparse_key(), self.row_bytes, self.tile, self.stages, self.window, self.ordered)
+        return (*super().sparse_key(), self.row_bytes, self.tile, self.stages, self.window, self.ordered, self.swizzle)
 
     @property
     def sums(self) -> int:
@@ -79,11 +79,21 @@ class PanelConfig(SpmmConfig):
         """Strips of row blocks, each of which passes all of a strip of B through shared memory."""
         return -(-vector_rows // (self.warps * self.rows)) * -(-n // self.columns) * batch
 
+    def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
+        """Bytes of both operands that the kernel reads: each strip takes all of A, each item a strip of B."""
+        strips = -(-n // self.columns) * batch
+        read = sum(tensor.nbytes for tensor in matrix)
+        return strips * read + self.items(vector_rows, n, batch) * inner * self.row_bytes
+
     def accesses(self) -> list[Access]:
         """Every access of a warp to shared memory, for columns 0, 1, ...; others conflict as their order says."""
         rows = np.arange(self.group).reshape(-1, min(self.group, 32))
         reads = np.stack(
-            [swizzled(row, chunk, self.row_bytes) for chunk in range(self.row_bytes // 16) for row in rows]
+            [
+                swizzled(row, chunk, self.row_bytes, self.swizzle)
+                for chunk in range(self.row_bytes // 16)
+                for row in rows
+            ]
         )
         return [Access("read: ldmatrix.trans of gathered rows", f"ldmatrix.x{rows.shape[1] // 8}", reads)]
 
@@ -117,9 +127,10 @@ class PanelConfig(SpmmConfig):
         kernel.launch(
             (grid, 1, 1),
             (
-                tensor_map(b.pointer, 1, shape, b.pitch, box, self.row_bytes), offsets.data_ptr(), ends.data_ptr(),
-                records.data_ptr(), out.pointer, left.pointer, left.step, right.pointer, right.step,
-                right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step, self.vector_stores(out),
+                tensor_map(b.pointer, 1, shape, b.pitch, box, self.row_bytes if self.swizzle else 0),
+                offsets.data_ptr(), ends.data_ptr(), records.data_ptr(), out.pointer, left.pointer, left.step,
+                right.pointer, right.step, right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step,
+                self.vector_stores(out),
             ),
         )  # fmt: skip
 
@@ -160,7 +171,7 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
 
     slot = (vectors.columns % config.ring).to(torch.int64)
     chunks = config.row_bytes // 16
-    place = slot * chunks + slot // (128 // config.row_bytes) % chunks
+    place = slot * chunks + (slot // (128 // config.row_bytes) % chunks if config.swizzle else 0)
     # Padding names the row of its group's first vector: it is there, and reading it twice costs nothing.
     places = torch.zeros(groups, group, dtype=torch.int64, device=device)
     firsts = positions % group == 0

@@ -116,6 +116,22 @@ def _gather(base: GatherConfig, machine: Machine, problem: Problem) -> GatherCon
     return replace(config, row_warps=row_warps)
 
 
+def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int) -> str:
+    """Why :func:`choose_spmm` takes this kernel, in a sentence."""
+    mean = vectors / max(vector_rows, 1)
+    if isinstance(config, PanelConfig):
+        return (
+            f"panel: {vector_rows} vector rows of {mean:.0f} vectors on average share tiles of B in shared memory; "
+            f"{config.warps} warps of {config.rows} vector rows make the cheapest whole waves of blocks"
+        )
+    if config.wide:
+        return f"gather, wide: a vector row of {longest} vectors can outgrow sums of 32 bits"
+    split = f"; {config.row_warps} warps share a vector row, for few rows" if config.row_warps > 1 else ""
+    return (
+        f"gather: {vector_rows} vector rows of {mean:.0f} vectors on average are too few to share a panel of B{split}"
+    )
+
+
 def registered(config: SpmmKernel) -> SpmmKernel:
     """``config``, from now on found by its name."""
     return _spmm.setdefault(config.name, config)

@@ -12,6 +12,7 @@ from cute_kernels.integers import digit_count
 from magicube_cutlass import library
 from magicube_cutlass.bcrs import BCRS
 from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.plans import power_of_two
 from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
@@ -72,14 +73,6 @@ def _sparse(matrix: object) -> SRBCRS:
     return matrix
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest power of two not below n, by comparisons only: a compiler then keeps n symbolic."""
-    power = 16
-    while power < n:
-        power *= 2
-    return power
-
-
 def spmm(
     A: SRBCRS | BCRS,
     B: QuantTensor,
@@ -125,7 +118,7 @@ def spmm(
     n, batch = dense.shape[-1], dense.shape[:-2]
     offset = None if bias is None else _check_bias(bias, rows, dtype, matrix.device)
     several = 1 if batch.numel() == 1 else 2
-    kernel, copy = matrix._plan_spmm(right_kind, dtype, _power_of_two(n), several, atom, config)
+    kernel, copy = matrix._plan_spmm(right_kind, dtype, power_of_two(n), several, atom, config)
     left = _factor(matrix.scale, batch, dtype)
     operands = (copy, dense.data, left, _factor(dense.scale, batch, dtype), offset)
     bits, signed = [matrix.bits, dense.bits], [matrix.signed, dense.signed]
@@ -229,7 +222,7 @@ def sddmm(
     stride = mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
     padded = pattern._constant_layout(stride)
     batch = left_op.shape[:-2]
-    kernel, copy = pattern._plan_sddmm(stride, kinds, dtype, _power_of_two(inner), atom)
+    kernel, copy = pattern._plan_sddmm(stride, kinds, dtype, power_of_two(inner), atom)
     values = library.sddmm(
         copy,
         left_op.data,
@@ -253,11 +246,17 @@ def sddmm(
     return result if out_format == "srbcrs" else result.to_bcrs()
 
 
-def explain(A: SRBCRS | BCRS, B: QuantTensor) -> str:
-    """Which kernel :func:`spmm` runs for these operands, and with which digits."""
+def explain(A: SRBCRS | BCRS, B: QuantTensor, *, out_dtype: torch.dtype | None = None) -> str:
+    """Which kernel :func:`spmm` runs for these operands, with which digits or instruction, what it moves, and why."""
     matrix = _sparse(A)
     assert matrix.bits is not None
     dense = _check_dense("B", B, matrix.device)
+    if matrix.device.type == "cuda":
+        from magicube_cutlass.plans import explain_spmm
+
+        scaled = matrix.scale is not None or dense.scale is not None
+        kinds = (matrix.bits, matrix.signed), (dense.bits, dense.signed)
+        return explain_spmm(matrix, dense, _out_dtype(out_dtype, scaled, matrix.shape[1], *kinds))
     digits = digit_count(matrix.bits), digit_count(dense.bits)
     order = (
         "row" if cpu.run_dim(cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)) == -1 else "column"

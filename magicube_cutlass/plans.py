@@ -14,6 +14,7 @@ from cute_kernels.operands import Vectors
 if TYPE_CHECKING:
     from magicube_cutlass.kernels import SpmmKernel
     from magicube_cutlass.pattern import Pattern
+    from magicube_cutlass.quantize import QuantTensor
     from magicube_cutlass.srbcrs import SRBCRS
 
 
@@ -31,6 +32,14 @@ def cpu_copy(matrix: SRBCRS) -> list[Tensor]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two not below n, by comparisons only: a compiler then keeps n symbolic."""
+    power = 16
+    while power < n:
+        power *= 2
+    return power
 
 
 def plan_spmm(
@@ -96,3 +105,27 @@ def plan_sddmm(
         owners = torch.searchsorted(padded.row_start // stride, blocks, right=True) - 1
         pattern._cache[key] = owners.to(torch.int32)
     return config.name, [pattern._cache[key], padded.col_indices]
+
+
+def explain_spmm(matrix: SRBCRS, dense: QuantTensor, out: torch.dtype) -> str:
+    """The text of :func:`magicube_cutlass.explain` for operands on a GPU."""
+    from magicube_cutlass import gpu, kernels
+
+    n, batch = dense.shape[-1], dense.shape[:-2].numel()
+    right = (dense.bits, dense.signed)
+    name, copy = plan_spmm(matrix, right, out, power_of_two(n), min(batch, 2), None, None)
+    config, pattern = kernels.spmm_config(name), matrix.pattern
+    moved = config.traffic(pattern.vector_rows, matrix.shape[1], copy, n, batch)
+    operand = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
+    written, kept = out.itemsize * matrix.shape[0] * n * batch, sum(tensor.nbytes for tensor in copy)
+    lines = [
+        f"{name}: {matrix.shape[0]} x {matrix.shape[1]} times {tuple(dense.shape)} to {_name(out)}",
+        f"instruction {config.atom}, {config.digits[0]} x {config.digits[1]} digits"
+        + (", digits of A share an instruction" if config.stacked else ""),
+        f"reads about {moved / 1e6:.1f} MB of operands, writes {written / 1e6:.1f} MB; "
+        f"its copy of A has {kept / 1e6:.1f} MB",
+        kernels.reason(config, pattern.vector_rows, pattern.vectors, matrix._execution["longest"]),
+    ]
+    if gpu.copies(operand, -1):
+        lines.append("B is copied first: it is not row-major with rows that start at multiples of 16 bytes")
+    return "\n".join(lines)

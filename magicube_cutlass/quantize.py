@@ -308,8 +308,8 @@ def _clipped_scale(x: Tensor, bits: int, axis: int | None, signed: bool, clip: s
         return _scale_of(largest, high)
     if clip != "mse":
         threshold = _percentile(x.abs(), float(clip), axis)
-        # A percentile of zero would lose every entry: then only the largest magnitude is a scale.
-        return _scale_of(torch.where(threshold > 0, threshold, largest), high)
+        # A percentile of zero would lose every entry: then only the largest magnitude is a scale. Inf and NaN stay.
+        return _scale_of(torch.where((threshold > 0) & torch.isfinite(largest), threshold, largest), high)
     best = _scale_of(largest, high)
     least = _squared_error(x, best, bits, axis, signed)
     for step in range(1, _MSE_STEPS):

@@ -85,7 +85,8 @@ struct Quantizer {
     for (int64_t j = 0; j < count; ++j) {
       double q = static_cast<double>(x[j]) * inverses[j];
       q = Truncate ? std::trunc(q) : std::nearbyint(q);
-      q = q > low ? q : low;  // also takes a NaN away
+      q = q == q ? q : 0.0;  // NaN, or zero over a scale so small that its inverse is infinite
+      q = q > low ? q : low;
       q = q < high ? q : high;
       out[j] = inverses[j] == 0.0 ? 0 : static_cast<int32_t>(q);
     }

@@ -182,6 +182,7 @@ class Kernel:
         self.shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
         self.max_dynamic_shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
         self._layout: _Layout | None = None
+        self._threads = threading.local()
         self._clusters: dict[tuple[Grid, Grid, int], Any] = {}
 
     def _get(self, attribute: Any) -> int:
@@ -219,27 +220,33 @@ class Kernel:
             frame = layout.fill(args)
         except struct.error as error:
             raise TypeError(f"arguments of {self.name}: {error}") from None
-        status = self._submit(grid, frame.address, cluster)
-        if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            _bind_context(self.device)  # a thread that has not touched the GPU yet has none
-            status = self._submit(grid, frame.address, cluster)
-        layout.frames.append(frame)
-        if status:
+        driver, stream = self._driver, torch._C._cuda_getCurrentRawStream(self.device)
+        if cluster is None:  # not in a function of its own: a call costs time, and a frame on the way to the driver
+            (status,) = driver.cuLaunchKernel(
+                self._function, *grid, self.threads, 1, 1, self.smem_bytes, stream, frame.address, 0
+            )
+        else:
+            status = self._launch_clusters(grid, cluster, stream, frame.address)
+        layout.frames.append(frame)  # the driver has copied the arguments
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and not self._bound_here():
+            self.launch(grid, args, cluster)
+        elif status:
             shape = f"grid {grid}, {self.threads} threads, {self.smem_bytes} bytes of shared memory"
             raise DeviceError(f"{self.name} ({self.arch}) with {shape}: {status.name}")
 
-    def _submit(self, grid: Grid, arguments: int, cluster: Grid | None) -> Any:
-        """The launch itself; the driver copies the arguments before it returns."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        driver = self._driver
-        if cluster is None:
-            return driver.cuLaunchKernel(
-                self._function, *grid, self.threads, 1, 1, self.smem_bytes, stream, arguments, 0
-            )[0]
+    def _bound_here(self) -> bool:
+        """Whether this thread has the device's context; one that has not touched the GPU yet has none, and gets it."""
+        if getattr(self._threads, "bound", False):
+            return True
+        _bind_context(self.device)
+        self._threads.bound = True
+        return False
+
+    def _launch_clusters(self, grid: Grid, cluster: Grid, stream: int, arguments: int) -> Any:
         config = self._clusters.get((grid, cluster, stream))
         if config is None:
             config = self._cluster_config(grid, cluster, stream)
-        return driver.cuLaunchKernelEx(config, self._function, arguments, 0)[0]
+        return self._driver.cuLaunchKernelEx(config, self._function, arguments, 0)[0]
 
     def _cluster_config(self, grid: Grid, cluster: Grid, stream: int) -> Any:
         driver = self._driver

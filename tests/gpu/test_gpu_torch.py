@@ -300,6 +300,14 @@ def test_a_kept_call_sees_other_addresses_scales_and_values() -> None:
     product(0, torch.ones(1, 64, device="cuda"), bias)
 
 
+def test_explain_names_the_kernel_that_runs() -> None:
+    a, b = sparse(64, 300, 8, S8).to("cuda"), dense((300, 96), S8).to("cuda")
+    text = mc.explain(a, b)
+    assert "spmm_gather-s8_m16n8k32-v8-s8xs8-int32" in text and "too few" in text and "copied" not in text
+    assert "copied first" in mc.explain(a, dense((300, 96), S8, "column").to("cuda"))
+    assert "float16" in mc.explain(a, b, out_dtype=torch.float16)
+
+
 def test_kernels_are_loaded_once_a_device() -> None:
     before = len(jit_kernel._kernels)
     found = [get_kernel(BOTH[0]) for _ in range(3)]

@@ -196,3 +196,21 @@ def test_the_repr_says_what_it_is() -> None:
     assert repr(quantize(torch.ones(2, 3), 8)) == (
         "QuantTensor((2, 3), signed 8-bit, scale () torch.float32, device=cpu)"
     )
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_scale_without_a_finite_inverse_keeps_zeros(bits: int) -> None:
+    x = torch.tensor([[0.0, 5e-324, -5e-324, 0.0]], dtype=torch.float64)
+    q = quantize(x, bits, axis=1)
+    assert q.ints().tolist()[0][0] == q.ints().tolist()[0][3] == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", ["max", "mse", 90.0])
+def test_a_slice_with_inf_or_nan_has_scale_nan_whatever_the_clip(bad: float, clip: str | float) -> None:
+    x = torch.randn(3, 40)
+    x[1, 7] = bad
+    q = quantize(x, 8, axis=1, clip=clip, nonfinite="propagate")  # type: ignore[arg-type]
+    assert q.scale is not None
+    assert torch.isnan(q.scale).flatten().tolist() == [False, True, False]
+    assert q.ints()[1].eq(0).all()
