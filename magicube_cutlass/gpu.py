@@ -211,4 +211,5 @@ def sddmm(
 
 def _guard(device: torch.device) -> AbstractContextManager[object]:
     """The device as torch's current one; nothing to do, as nearly always, when it is."""
-    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    # torch.cuda.current_device() asks the same behind three calls
+    return nullcontext() if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
