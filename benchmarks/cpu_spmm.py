@@ -10,13 +10,14 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import machine
-from README_table import update_readme
+from README_table import CPU, render, update_readme
 from timing import measure
 
 import magicube_cutlass as mc
@@ -88,18 +89,36 @@ def run_size(n: int, densities: tuple[float, ...], budget: float) -> dict[str, A
 
 
 def two_threads(n: int, density: float, budget: float) -> dict[str, float]:
-    """Times of one and two threads, in one interleaved run."""
+    """Times of one and two threads, in one interleaved run, and what the dense product gains on this machine."""
     lhs = random_matrix(mc.random_pattern(n, n, 1 - density, VECTOR_LENGTH, "uniform"), 8, 1)
     rhs = random_operand(n, n, 8, 2)
 
-    def call(threads: int) -> torch.Tensor:
+    dense = lhs.to_dense(dequantize=False)
+
+    def ours(threads: int) -> torch.Tensor:
         torch.set_num_threads(threads)
         return mc.spmm(lhs, rhs)
 
-    times = measure({"one": lambda: call(1), "two": lambda: call(2)}, budget=budget)
+    def theirs(threads: int) -> torch.Tensor:
+        torch.set_num_threads(threads)
+        return torch._int_mm(dense, rhs.data)
+
+    calls = {
+        "one": partial(ours, 1),
+        "two": partial(ours, 2),
+        "dense one": partial(theirs, 1),
+        "dense two": partial(theirs, 2),
+    }
+    times = {name: timing.median for name, timing in measure(calls, budget=budget).items()}
     torch.set_num_threads(1)
-    one, two = times["one"].median, times["two"].median
-    return {"n": n, "density": density, "one_ms": one * 1e3, "two_ms": two * 1e3, "speed_up": one / two}
+    return {
+        "n": n,
+        "density": density,
+        "one_ms": times["one"] * 1e3,
+        "two_ms": times["two"] * 1e3,
+        "speed_up": times["one"] / times["two"],
+        "dense_speed_up": times["dense one"] / times["dense two"],
+    }
 
 
 def main() -> None:
@@ -122,7 +141,7 @@ def main() -> None:
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {args.out}")
     if args.out == RESULTS:
-        update_readme(results)
+        update_readme(CPU, render(results))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from cute_kernels.integers import fetch, store
 from cute_kernels.jit import get_kernel
 from cute_kernels.operands import Factor, Place, Target
 from magicube_cutlass import kernels
+from magicube_cutlass.calls import keepable
 from magicube_cutlass.quantize import QuantTensor
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
@@ -163,12 +164,8 @@ def spmm_call(
     """
     if out.numel() == 0 or inner == 0 or copies(Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), -1):
         return None
-    if right is not None and (right.dtype != torch.float32 or not right.is_contiguous() or right.ndim > 2):
-        return None  # a scale a column of a batch is expanded
-    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+    if not keepable(scale, left, right, bias):
         return None
-    if left is not None and scale is not None and left.data_ptr() != scale.data_ptr():
-        return None  # a converted copy would not see a change of the scale
     call = SpmmCall(kernel, copy, left, dense.data, right, out, inner)
     call.scale = scale
     return call

@@ -11,6 +11,7 @@ from cute_kernels import cpu
 from cute_kernels.integers import digit_count
 from magicube_cutlass import library
 from magicube_cutlass.bcrs import BCRS
+from magicube_cutlass.calls import engine_call
 from magicube_cutlass.pattern import Pattern
 from magicube_cutlass.plans import power_of_two
 from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
@@ -129,10 +130,14 @@ def spmm(
         library.spmm_out(*operands, inner, bits, signed, dense.packed_dim, kernel, out)
         result = out
     if key is not None:
-        from magicube_cutlass.gpu import spmm_call
-
         right = dense.scale if dtype in FLOAT_OUT else None
-        A._execution[key] = spmm_call(kernel, copy, A.scale, left, dense, right, bias, result, inner)
+        if matrix.device.type == "cpu":
+            kind = (inner, matrix.bits, matrix.signed)
+            A._execution[key] = engine_call(copy, A.scale, left, dense, right, bias, result, kind)
+        else:
+            from magicube_cutlass.gpu import spmm_call
+
+            A._execution[key] = spmm_call(kernel, copy, A.scale, left, dense, right, bias, result, inner)
     return result
 
 
@@ -146,9 +151,9 @@ def _call_key(
 ) -> tuple[object, ...] | None:
     """Everything that the checks of :func:`spmm` look at, besides A; None where a call cannot be kept.
 
-    Kept are calls on CUDA tensors, outside of a compiler, which has to see the operator.
+    A compiler has to see the operator, and so has whatever hides behind another type of tensor.
     """
-    if type(B) is not QuantTensor or type(B.data) is not Tensor or not B.data.is_cuda or torch.compiler.is_compiling():
+    if type(B) is not QuantTensor or type(B.data) is not Tensor or torch.compiler.is_compiling():
         return None
     data = B.data
     others = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (B.scale, bias, out)]

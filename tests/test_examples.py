@@ -70,11 +70,19 @@ def test_benchmark_checks_and_writes_what_the_readme_renders(tmp_path: Path) -> 
     script("benchmarks/cpu_spmm.py", "--quick", "--out", out)
     table = load(ROOT / "benchmarks" / "README_table.py")
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.START}\nold\n{table.END}\nafter\n")
-    table.update_readme(table.json.loads(out.read_text()), readme)
+    start = "<!-- cpu-table: benchmarks/README_table.py writes this -->"
+    readme.write_text(f"before\n{start}\nold\n<!-- end cpu-table -->\nafter\n")
+    table.update_readme(table.CPU, table.render(table.json.loads(out.read_text())), readme)
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| 256 | 0.05 |" in text and "one thread" in text
+
+
+def test_the_readme_shows_the_results_files() -> None:
+    table = load(ROOT / "benchmarks" / "README_table.py")
+    text = (ROOT / "README.md").read_text()
+    assert table.render(table.json.loads((table.RESULTS / "cpu_spmm.json").read_text())) in text
+    assert table.render_gpu(table.json.loads((table.RESULTS / "spmm_h200.json").read_text())) in text
 
 
 def test_new_mma_shape_compiles_into_every_kernel() -> None:

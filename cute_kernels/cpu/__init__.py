@@ -138,17 +138,16 @@ def batch_stride(data: Tensor) -> int:
     return steps[-1][1] if steps else 0
 
 
-def _operand(dense: Dense) -> object:
+def _form(dense: Dense) -> tuple[int, int, bool, int, bool]:
+    """What the engine is told of an operand besides its address."""
     run, size = run_dim(dense), dense.data.element_size()
     across = -3 - run  # the other one of -1 and -2
-    return _loaded().Operand(
-        data=dense.data.data_ptr(),
-        batch_bytes=batch_stride(dense.data) * size,
-        run_bytes=dense.data.stride(across) * size,
-        runs_along_inner=run == dense.inner_dim,
-        bits=dense.bits,
-        is_signed=dense.signed,
-    )
+    steps = batch_stride(dense.data) * size, dense.data.stride(across) * size
+    return (*steps, run == dense.inner_dim, dense.bits, dense.signed)
+
+
+def _operand(dense: Dense) -> object:
+    return _loaded().Operand(dense.data.data_ptr(), *_form(dense))
 
 
 def _scales(left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> object:
@@ -161,32 +160,47 @@ def _threads(work: int) -> int:
     return torch.get_num_threads() if work >= _SERIAL_WORK else 1
 
 
+class SpmmCall:
+    """:func:`spmm` for one sparse operand and one form of the others: to place pointers is all that a call has to do.
+
+    The other tensors of a call must have the shapes, strides and dtypes of those given here.
+    """
+
+    def __init__(self, a: Blocks, b: Dense, out: Tensor) -> None:
+        _, blocks, v, stride = a.planes.shape
+        self._kept = a  # its tensors are pointed to
+        self._sparse = _loaded().Sparse(
+            row_start=a.row_start.data_ptr(),
+            row_end=a.row_end.data_ptr(),
+            columns=a.col_indices.data_ptr(),
+            planes=a.planes.data_ptr(),
+            row_sums=a.row_sums.data_ptr(),
+            plane_bytes=blocks * v * stride,
+            vector_rows=a.row_start.numel(),
+            rows=a.rows,
+            columns_total=a.columns,
+            vector_length=v,
+            stride=stride,
+            bits=a.bits,
+            is_signed=a.signed,
+        )
+        n, batch = out.shape[-1], out.shape[:-2].numel()
+        self._b, self._out = _form(b), (OUT_TYPES[out.dtype], n, batch)
+        self._work = blocks * v * stride * n * batch * digit_count(a.bits) * digit_count(b.bits)
+
+    def __call__(self, b: Tensor, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
+        """As :func:`spmm`."""
+        engine = _loaded()
+        operand, scales = engine.Operand(b.data_ptr(), *self._b), _scales(left, right, bias)
+        engine.spmm(path(), self._sparse, operand, scales, out.data_ptr(), *self._out, _threads(self._work))
+
+
 def spmm(a: Blocks, b: Dense, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
-    """``out = (A B) * left * right + bias``; ``out`` (batch, M, N) contiguous, of a dtype in :data:`OUT_TYPES`.
+    """``out = (A B) * left * right + bias``; ``out`` (*batch, M, N) contiguous, of a dtype in :data:`OUT_TYPES`.
 
     ``left``: (M,) float32, ``right``: (N,) or (batch, N) float32, ``bias``: (M,) float32, each contiguous or None.
     """
-    batch, _, n = out.shape
-    _, blocks, v, stride = a.planes.shape
-    sparse = _loaded().Sparse(
-        row_start=a.row_start.data_ptr(),
-        row_end=a.row_end.data_ptr(),
-        columns=a.col_indices.data_ptr(),
-        planes=a.planes.data_ptr(),
-        row_sums=a.row_sums.data_ptr(),
-        plane_bytes=blocks * v * stride,
-        vector_rows=a.row_start.numel(),
-        rows=a.rows,
-        columns_total=a.columns,
-        vector_length=v,
-        stride=stride,
-        bits=a.bits,
-        is_signed=a.signed,
-    )
-    digits = digit_count(a.bits) * digit_count(b.bits)
-    threads = _threads(blocks * v * stride * n * batch * digits)
-    out_type = OUT_TYPES[out.dtype]
-    _loaded().spmm(path(), sparse, _operand(b), _scales(left, right, bias), out.data_ptr(), out_type, n, batch, threads)
+    SpmmCall(a, b, out)(b.data, out, left, right, bias)
 
 
 def sddmm(

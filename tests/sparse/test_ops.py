@@ -223,6 +223,29 @@ def test_row_sums_beyond_int32_are_exact() -> None:
     assert cpu.row_sums(planes, torch.zeros(1, dtype=torch.int64), 8, False).tolist() == [[[140_000 * 64 * 255]]]
 
 
+def test_a_kept_call_sees_other_data_scales_and_bias(path: str) -> None:
+    torch.manual_seed(3)
+    weight, bias = torch.randn(40, 70), torch.randn(40)
+    for axis in (None, 1):
+        a = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8, axis=axis)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            b = mc.quantize(torch.randn(70, 33), 8, axis=0)
+            assert b.scale is not None
+            for step in range(4):
+                expected = torch.matmul(a.to_dense().double(), b.dequantize().double()) + bias.double()[:, None]
+                worst = (mc.spmm(a, b, bias=bias).double() - expected).abs().max()
+                assert worst <= 4 * 2.0**-24 * expected.abs().max(), (seed, step)  # four roundings of float32
+                assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64), mc.reference.spmm(a, b))
+                assert a.scale is not None
+                (a.scale if step % 2 else b.scale).mul_(2)
+                bias.add_(1)
+                if step == 1:
+                    a.scale = a.scale * 3
+        a.scale = None
+        assert torch.equal(mc.spmm(a, mc.QuantTensor.from_ints(b.ints(), bits=8)), mc.reference.spmm(a, b).int())
+
+
 def test_bcrs_multiplies_too() -> None:
     a, b = sparse(19, 30, 8, 8, True), dense((30, 9), 8, True)
     assert torch.equal(mc.spmm(a.to_bcrs(), b), mc.spmm(a, b))
