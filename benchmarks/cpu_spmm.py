@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
+import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from magicube_cutlass.cli.products import dense_rivals, exact_spmm, random_matri
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_spmm.json"
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 VECTOR_LENGTH = 8
+ROUNDS = 8  # of one and two threads in turn
 
 
 def rivals(lhs: mc.SRBCRS, rhs: mc.QuantTensor) -> dict[str, Callable[[], Any]]:
@@ -88,36 +90,45 @@ def run_size(n: int, densities: tuple[float, ...], budget: float) -> dict[str, A
     return {"n": n, "rows": rows, "break_even": crossings}
 
 
+def steady(call: Callable[[], object], threads: int, seconds: float) -> list[float]:
+    """Seconds of calls one after the other on so many threads, after three that wake them."""
+    torch.set_num_threads(threads)
+    for _ in range(3):
+        call()
+    times, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
 def two_threads(n: int, density: float, budget: float) -> dict[str, float]:
-    """Times of one and two threads, in one interleaved run, and what the dense product gains on this machine."""
+    """Medians of one and two threads, and what the dense product gains on this machine.
+
+    Runs of calls on one and on two threads take turns: threads that a call has to wake first, or that spin after
+    another library's call, would be measured otherwise.
+    """
     lhs = random_matrix(mc.random_pattern(n, n, 1 - density, VECTOR_LENGTH, "uniform"), 8, 1)
     rhs = random_operand(n, n, 8, 2)
-
     dense = lhs.to_dense(dequantize=False)
-
-    def ours(threads: int) -> torch.Tensor:
-        torch.set_num_threads(threads)
-        return mc.spmm(lhs, rhs)
-
-    def theirs(threads: int) -> torch.Tensor:
-        torch.set_num_threads(threads)
-        return torch._int_mm(dense, rhs.data)
-
-    calls = {
-        "one": partial(ours, 1),
-        "two": partial(ours, 2),
-        "dense one": partial(theirs, 1),
-        "dense two": partial(theirs, 2),
-    }
-    times = {name: timing.median for name, timing in measure(calls, budget=budget).items()}
+    calls = {"ours": lambda: mc.spmm(lhs, rhs), "dense": lambda: torch._int_mm(dense, rhs.data)}
+    medians = {}
+    for name, call in calls.items():
+        times: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(ROUNDS):
+            for threads, found in times.items():
+                found += steady(call, threads, budget / ROUNDS)
+        medians[name] = {threads: statistics.median(found) for threads, found in times.items()}
     torch.set_num_threads(1)
+    ours = medians["ours"]
     return {
         "n": n,
         "density": density,
-        "one_ms": times["one"] * 1e3,
-        "two_ms": times["two"] * 1e3,
-        "speed_up": times["one"] / times["two"],
-        "dense_speed_up": times["dense one"] / times["dense two"],
+        "one_ms": ours[1] * 1e3,
+        "two_ms": ours[2] * 1e3,
+        "speed_up": ours[1] / ours[2],
+        "dense_speed_up": medians["dense"][1] / medians["dense"][2],
     }
 
 
