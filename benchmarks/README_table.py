@@ -42,8 +42,9 @@ def render(results: dict[str, Any]) -> str:
     lines += ["", *(_break_even_line(size) for size in results["sizes"])]
     for pair in results.get("two_threads", []):
         lines.append(
-            f"Two threads, n = {pair['n']}, density {pair['density']:g}: {pair['speed_up']:.2f}x "
-            f"(dense {pair['dense_speed_up']:.2f}x)."
+            f"Two threads, n = {pair['n']}, density {pair['density']:g}: {pair['speed_up']:.2f}x by the medians, "
+            f"{pair['lower_quartile_speed_up']:.2f}x by the lower quartiles (dense {pair['dense_speed_up']:.2f}x, "
+            f"{pair['dense_lower_quartile_speed_up']:.2f}x)."
         )
     return "\n".join(lines)
 
