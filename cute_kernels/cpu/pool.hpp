@@ -1,4 +1,5 @@
-// The worker threads that one calling thread keeps parked between its calls, as OpenMP runtimes do.
+// The worker threads that one calling thread keeps between its calls, as OpenMP runtimes do: they look out for the next
+// call for a moment, since to wake a parked thread can take longer than a small product, and then park.
 //
 // Every caller has its own, so that calls from several threads at once never wait for each other's workers. A process
 // made by fork has none of its parent's threads: their owner is forgotten there and new ones are started.
@@ -7,6 +8,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -48,7 +50,7 @@ class Pool {
     try {
       while (static_cast<int>(workers_.size()) < wanted) {
         const int rank = static_cast<int>(workers_.size()) + 1;
-        workers_.emplace_back([this, rank, seen = calls_] { work(rank, seen); });
+        workers_.emplace_back([this, rank, seen = calls_.load()] { work(rank, seen); });
       }
     } catch (const std::system_error&) {
       return static_cast<int>(workers_.size());
@@ -64,7 +66,7 @@ class Pool {
       context_ = context;
       active_ = workers;
       running_.store(workers, std::memory_order_relaxed);
-      ++calls_;
+      calls_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     job(context, 0);
@@ -72,25 +74,39 @@ class Pool {
   }
 
  private:
+  static constexpr std::chrono::microseconds kLookout{500};
+
+  void look_out(uint64_t seen) const {
+    const auto until = std::chrono::steady_clock::now() + kLookout;
+    do {
+      for (int spin = 0; spin < 64; ++spin) {
+        if (calls_.load(std::memory_order_acquire) != seen) return;
+#ifdef MAGICUBE_X86
+        __builtin_ia32_pause();
+#endif
+      }
+    } while (std::chrono::steady_clock::now() < until);
+  }
+
   void work(int rank, uint64_t seen) {
-    std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return stopping_ || calls_ != seen; });
+      look_out(seen);
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait(lock, [&] { return stopping_ || calls_.load(std::memory_order_relaxed) != seen; });
       if (stopping_) return;
-      seen = calls_;
+      seen = calls_.load(std::memory_order_relaxed);
       if (rank > active_) continue;  // run() does not wait for this worker
       const Job job = job_;
       void* const context = context_;
       lock.unlock();
       job(context, rank);
       running_.fetch_sub(1, std::memory_order_release);
-      lock.lock();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  uint64_t calls_ = 0;  // this and the next four are guarded by the mutex; only the owner writes calls_
+  std::atomic<uint64_t> calls_{0};  // changed by the owner, under the mutex, which guards the next four
   bool stopping_ = false;
   Job job_ = nullptr;
   void* context_ = nullptr;
