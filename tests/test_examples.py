@@ -78,6 +78,14 @@ def test_benchmark_checks_and_writes_what_the_readme_renders(tmp_path: Path) -> 
     assert "| 256 | 0.05 |" in text and "one thread" in text
 
 
+def test_the_choice_is_near_the_best_config_that_was_timed() -> None:
+    pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
+    text = script("benchmarks/choose.py", "--judge")
+    found = re.search(r"(\d+) cases: (\d+) picks within 10% .* worst takes ([\d.]+) times", text)
+    assert found is not None, text
+    assert int(found[1]) >= 50 and int(found[2]) >= 0.9 * int(found[1]) and float(found[3]) <= 1.5
+
+
 def test_the_readme_shows_the_results_files() -> None:
     table = load(ROOT / "benchmarks" / "README_table.py")
     text = (ROOT / "README.md").read_text()
