@@ -200,16 +200,17 @@ def width_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
 
 
 def stack_studies(workload: str, patterns: dict[int, mc.Pattern]) -> Iterator[Study]:
-    """Two digits of a short vector in one instruction, or in one each."""
+    """Two digits of a short vector in one instruction or in one each, and neighbouring vector rows merged."""
     for widths in (Widths(16, 8, left_signed=False), Widths(12, 4)):
         for length in (4, 2):
-            base = chosen(patterns[length], N, widths)
+            base = chosen(patterns[length], N, widths, length)
             key = f"{widths} V={length}"
             yield Study(
                 f"digit stacking, {key}",
-                "two digits of a vector in one instruction, or in one each",
+                "two digits of a vector in one instruction or in one each, or vector rows merged to 8 rows",
                 workload,
                 (
+                    Variant("merged", chosen(patterns[length], N, widths), key),
                     changed("stacked", base, key, stack=True),
                     changed("apart", base, key, stack=False),
                 ),

@@ -19,6 +19,8 @@ from cute_kernels.integers import int_range
 from cute_kernels.jit import Unit
 from cute_kernels.jit.warm import Source
 from magicube_cutlass import kernels
+from magicube_cutlass.costs import MMA_COLUMNS
+from magicube_cutlass.plans import problem
 
 OUT = torch.float16
 OUT_NAME = "float16"
@@ -132,14 +134,12 @@ def ran(lhs: mc.SRBCRS) -> str:
     return ", ".join(plans)
 
 
-def chosen(pattern: mc.Pattern, n: int, widths: Widths) -> kernels.SpmmKernel:
-    """The config that ``mc.spmm`` takes for float16 output."""
-    kind = kernels.Kind(pattern.vector_length, (widths.left, widths.left_signed), (widths.right, True), OUT_NAME)
-    lengths = pattern.row_lengths
-    problem = kernels.Problem(
-        pattern.vector_rows, pattern.shape[1], pattern.vectors, int(lengths.max()), 1 << (n - 1).bit_length()
-    )
-    return kernels.choose_spmm(kind, kernels.machine(torch.cuda.current_device()), problem)
+def chosen(pattern: mc.Pattern, n: int, widths: Widths, vector_length: int | None = None) -> kernels.SpmmKernel:
+    """The config that ``mc.spmm`` takes for float16 output, or the best one for vectors of this length."""
+    length = vector_length or max(pattern.vector_length, MMA_COLUMNS)
+    kind = kernels.Kind(length, (widths.left, widths.left_signed), (widths.right, True), OUT_NAME)
+    sizes = problem(pattern, length, 1 << (n - 1).bit_length(), 1)
+    return kernels.choose_spmm(kind, kernels.machine(torch.cuda.current_device()), sizes)
 
 
 def one_line(error: BaseException) -> str:

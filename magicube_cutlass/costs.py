@@ -25,6 +25,7 @@ _ENGINE_GROUP, _ENGINE_RESULT = 13.3, 0.95
 _CPU_PRODUCT, _CPU_INTEGER, _CPU_FLOAT = 4e-3, 1.5, 3.0
 
 SHARED_BYTES = 227 * 1024  # of a multiprocessor
+MMA_COLUMNS = 8  # of the operand that holds the sparse vectors: shorter ones leave some of them empty
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem, model:
     blocks = min(SHARED_BYTES // (config.smem_bytes + 1024), 65536 // (registers * config.threads))
     resident = min(blocks * config.warps, 64) * machine.multiprocessors
     full = problem.vector_rows * strips * config.row_warps / resident
-    groups = problem.vectors / problem.vector_rows / (config.group * config.row_warps) + 0.5
+    groups = problem.vectors / max(problem.vector_rows, 1) / (config.group * config.row_warps) + 0.5
     crowd = model.crowd * config.row_bytes / 64 * min(1.0, full) * resident / machine.multiprocessors / 32
     products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
     each = model.warp + groups * (model.group + crowd * max(1.0, 0.5 + 0.5 * products))

@@ -14,7 +14,7 @@ from cute_kernels.sddmm_panel import BOX_BYTES, SddmmPanelConfig
 from cute_kernels.spmm import SAFE_RUN
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.costs import SHARED_BYTES, Kind, Machine, Problem, gather_cost, panel_cost
+from magicube_cutlass.costs import MMA_COLUMNS, SHARED_BYTES, Kind, Machine, Problem, gather_cost, panel_cost
 from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
 
 SpmmKernel = GatherConfig | PanelConfig
@@ -64,7 +64,7 @@ def candidates(kind: Kind, machine: Machine, problem: Problem, atom: str | None 
     gather = GatherConfig(*operands)
     wide = problem.longest > SAFE_RUN and (kind.out != "int32" or gather.shifted)
     found: list[SpmmKernel] = _gathers(replace(gather, wide=wide))
-    if machine.arch in _PANEL_ARCHES and not wide and problem.vectors >= 16 * problem.vector_rows:
+    if machine.arch in _PANEL_ARCHES and not wide and problem.vectors >= 16 * max(problem.vector_rows, 1):
         found += _panels(PanelConfig(*operands), machine.arch)
     return found
 
@@ -239,7 +239,7 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
     outs = ("float16", "int32", "bfloat16", "float32", "int64") if all else ("float16", "int32")
     signs = tuple(product((True, False), repeat=2)) if all else ((True, True),)
     for v, out, (left, right) in product(lengths, outs, signs):
-        for a, b in SPMM_PAIRS:
+        for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged
             for rows in (32, 512):
                 kind = Kind(v, (a, left), (b, right), out)
                 yield choose_spmm(kind, here, Problem(rows, 4096, 410 * rows, 512, 512))

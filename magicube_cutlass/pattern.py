@@ -42,6 +42,14 @@ class Transposed(NamedTuple):
     positions: Tensor  # int64 (vectors, V): flat index into the transpose's (vectors, V); -1 for rows beyond M
 
 
+class Merged(NamedTuple):
+    """A pattern of longer vectors that holds every stored element, and where each vector went in it."""
+
+    pattern: Pattern
+    positions: Tensor  # int64 (vectors,): its longer vector
+    parts: Tensor  # int64 (vectors,): which part of that vector, counted in the shorter ones
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Pattern:
     """Which ``V x 1`` vectors of an ``M x K`` matrix are stored.
@@ -214,6 +222,20 @@ class Pattern:
             self._cache["transpose"] = Transposed(Pattern._from_keys(keys, (k, m), v), positions)
         result: Transposed = self._cache["transpose"]
         return result
+
+    def merge_map(self, vector_length: int) -> Merged:
+        """The pattern of vectors ``vector_length / V`` times as long: neighbouring vector rows become one.
+
+        A longer vector is stored where one of its parts is, so there are never more of them than there were vectors.
+        Raises ``ValueError`` unless ``vector_length`` is a multiple of V.
+        """
+        check_vector_length(vector_length)
+        times, k = vector_length // self.vector_length, self.shape[1]
+        if vector_length % self.vector_length:
+            raise ValueError(f"vector_length must be a multiple of {self.vector_length}, got {vector_length}")
+        rows = self.row_indices
+        keys, positions = torch.unique(rows // times * k + self.col_indices, return_inverse=True)
+        return Merged(Pattern._from_keys(keys, self.shape, vector_length), positions, rows % times)
 
     def equals(self, other: Pattern) -> bool:
         """Whether both have the same shape, vector length and vectors; False across devices."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.integers import split_digits
 from cute_kernels.operands import Vectors
-from magicube_cutlass.costs import Kind, Problem
+from magicube_cutlass.costs import MMA_COLUMNS, Kind, Problem
 from magicube_cutlass.dense import forecast
 
 if TYPE_CHECKING:
@@ -44,16 +44,42 @@ def power_of_two(n: int) -> int:
     return power
 
 
-def described(matrix: SRBCRS, right: tuple[int, bool], out: torch.dtype, n: int, batch: int) -> tuple[Kind, Problem]:
-    """What the choice of a kernel for ``matrix`` times ``batch`` matrices of ``n`` columns depends on."""
+def described(
+    matrix: SRBCRS, right: tuple[int, bool], out: torch.dtype, n: int, batch: int, vector_length: int | None = None
+) -> tuple[Kind, Problem]:
+    """What the choice of a kernel for ``matrix`` times ``batch`` matrices of ``n`` columns depends on.
+
+    ``vector_length``: of the kernel; default: the matrix's own, on a GPU not below the instruction's columns.
+    """
     assert matrix.bits is not None
-    pattern = matrix.pattern
-    longest = matrix._execution.get("longest")
-    if longest is None:
-        lengths = pattern.row_lengths
-        longest = matrix._execution["longest"] = int(lengths.max()) if lengths.numel() else 0
-    kind = Kind(matrix.vector_length, (matrix.bits, matrix.signed), right, _name(out))
-    return kind, Problem(pattern.vector_rows, matrix.shape[1], pattern.vectors, longest, n, batch)
+    if vector_length is None:
+        vector_length = matrix.vector_length if matrix.device.type == "cpu" else max(matrix.vector_length, MMA_COLUMNS)
+    kind = Kind(vector_length, (matrix.bits, matrix.signed), right, _name(out))
+    return kind, problem(matrix.pattern, vector_length, n, batch)
+
+
+def problem(pattern: Pattern, vector_length: int, n: int, batch: int) -> Problem:
+    """The sizes of a product with a matrix of this pattern, its vectors merged to this length."""
+    key = ("problem", vector_length)
+    if key not in pattern._cache:
+        longer = pattern if vector_length == pattern.vector_length else pattern.merge_map(vector_length).pattern
+        lengths = longer.row_lengths
+        longest = int(lengths.max()) if lengths.numel() else 0
+        pattern._cache[key] = longer.vector_rows, longer.shape[1], longer.vectors, longest
+    return Problem(*pattern._cache[key], n, batch)
+
+
+def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
+    """The sparse operand in vectors of this length, merged where the matrix has shorter ones."""
+    assert matrix.bits is not None
+    pattern, values = matrix.pattern, matrix.vectors()
+    if vector_length != matrix.vector_length:
+        pattern, positions, parts = pattern.merge_map(vector_length)
+        times = vector_length // matrix.vector_length
+        longer = values.new_zeros(pattern.vectors, times, matrix.vector_length)
+        longer[positions, parts] = values
+        values = longer.flatten(1)
+    return Vectors(pattern.row_offsets, pattern.col_indices, values, matrix.bits, matrix.signed)
 
 
 def plan_spmm(
@@ -77,16 +103,21 @@ def plan_spmm(
     key = (right, out, width, batch, atom, config)
     plan = matrix._execution.get(key)
     if plan is None:
-        kind, problem = described(matrix, right, out, width, batch)
+        length = None
+        if config is not None and config.vector_length % matrix.vector_length:
+            raise ValueError(f"config must be for vectors of a multiple of {matrix.vector_length} rows, "
+                             f"got one for {config.vector_length}")  # fmt: skip
+        if config is not None:
+            length = config.vector_length
+        kind, sizes = described(matrix, right, out, width, batch, length)
         if config is None:
-            config = kernels.choose_spmm(kind, kernels.machine(matrix.device.index), problem, atom)
-        kernels.check_spmm(config, kind, problem.longest)
-        copy = matrix._execution.get(config.sparse_key())
+            config = kernels.choose_spmm(kind, kernels.machine(matrix.device.index), sizes, atom)
+        kernels.check_spmm(config, kind, sizes.longest)
+        stored = (config.vector_length, *config.sparse_key())
+        copy = matrix._execution.get(stored)
         if copy is None:
-            assert matrix.bits is not None
-            pattern = matrix.pattern
-            vectors = Vectors(pattern.row_offsets, pattern.col_indices, matrix.vectors(), matrix.bits, matrix.signed)
-            copy = matrix._execution[config.sparse_key()] = list(config.copy(vectors, matrix.shape[1]))
+            vectors = _vectors(matrix, config.vector_length)
+            copy = matrix._execution[stored] = list(config.copy(vectors, matrix.shape[1]))
         plan = matrix._execution[key] = (config.name, copy)
     return plan
 
@@ -130,8 +161,9 @@ def explain_spmm(matrix: SRBCRS, dense: QuantTensor, out: torch.dtype) -> str:
     n, batch = dense.shape[-1], dense.shape[:-2].numel()
     right = (dense.bits, dense.signed)
     name, copy = plan_spmm(matrix, right, out, power_of_two(n), min(batch, 2), None, None)
-    config, pattern = kernels.spmm_config(name), matrix.pattern
-    moved = config.traffic(pattern.vector_rows, matrix.shape[1], copy, n, batch)
+    config = kernels.spmm_config(name)
+    sizes = problem(matrix.pattern, config.vector_length, n, batch)
+    moved = config.traffic(sizes.vector_rows, matrix.shape[1], copy, n, batch)
     operand = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
     written, kept = out.itemsize * matrix.shape[0] * n * batch, sum(tensor.nbytes for tensor in copy)
     lines = [
@@ -140,8 +172,11 @@ def explain_spmm(matrix: SRBCRS, dense: QuantTensor, out: torch.dtype) -> str:
         + (", digits of A share an instruction" if config.stacked else ""),
         f"reads about {moved / 1e6:.1f} MB of operands, writes {written / 1e6:.1f} MB; "
         f"its copy of A has {kept / 1e6:.1f} MB",
-        kernels.reason(config, pattern.vector_rows, pattern.vectors, matrix._execution["longest"]),
+        kernels.reason(config, sizes.vector_rows, sizes.vectors, sizes.longest),
     ]
+    if config.vector_length != matrix.vector_length:
+        lines.append(f"{config.vector_length // matrix.vector_length} vector rows are merged into one: {sizes.vectors} "
+                     f"vectors of {config.vector_length} rows for {matrix.pattern.vectors}")  # fmt: skip
     predicted = forecast(matrix, dense, out)
     if predicted is not None:
         lines.append(str(predicted))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
 from magicube_cutlass import kernels
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
+from magicube_cutlass.costs import MMA_COLUMNS
 from magicube_cutlass.kernels import Kind, Machine, SddmmKernel, SpmmKernel, choose_sddmm, default_atom
 
 HERE = Machine("sm_90a", 132)
@@ -67,6 +69,11 @@ def sampling_with(config: SddmmKernel) -> Iterator[None]:
     few = patch.object(get_kernel(config), "multiprocessors", 5)
     with few, patch.object(kernels, "choose_sddmm", lambda *_, **__: config):
         yield
+
+
+def merged(of: Kind) -> Kind:
+    """The kind that ``spmm`` chooses a config for: short vectors are merged."""
+    return replace(of, vector_length=max(of.vector_length, MMA_COLUMNS))
 
 
 def choices(of: Kind) -> list[SpmmKernel]:

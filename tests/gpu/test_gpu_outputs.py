@@ -114,7 +114,7 @@ FULL = [((8, False), 255), ((4, True), -8), ((16, False), 65535)]
 
 @pytest.mark.parametrize("longest", LONG)
 @pytest.mark.parametrize(("of", "value"), FULL)
-@pytest.mark.configs([chosen(kind(1, of, of), 9, longest, 66) for of, _ in FULL for longest in LONG])
+@pytest.mark.configs([chosen(kind(8, of, of), 2, longest, 66) for of, _ in FULL for longest in LONG])
 def test_rows_of_many_nonzeros_are_summed_in_int64(longest: int, of: tuple[int, bool], value: int) -> None:
     mask = torch.ones(9, longest, dtype=torch.bool)
     mask[1:8, 100:] = False
@@ -129,6 +129,8 @@ def test_a_kernel_that_is_too_narrow_for_the_row_is_refused() -> None:
     with pytest.raises(ValueError, match="config must be wide for a vector row of 32769 > 32768 vectors"):
         spmm(a, dense((32_769, 8), (8, True)), config=gather(kind(1)))
     with pytest.raises(ValueError, match="config must be for Kind"):
+        spmm(sparse(8, 40, 8, (8, True)), dense((40, 8), (8, True)), config=gather(kind(8, (4, True), (8, True))))
+    with pytest.raises(ValueError, match="config must be for vectors of a multiple of 8 rows, got one for 4"):
         spmm(sparse(8, 40, 8, (8, True)), dense((40, 8), (8, True)), config=gather(kind(4)))
 
 

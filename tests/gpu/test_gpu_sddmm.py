@@ -199,7 +199,7 @@ def test_batches_that_no_single_step_separates_are_sampled_one_by_one() -> None:
     config = sddmm_panel(kind(), boxes=4, tile=128)
     torch.manual_seed(7)
     wide = ints((3, 50, 301), 8, True).to(torch.int8)
-    memory = torch.zeros(3 * 50 * 304 + 16, dtype=torch.int8)
+    memory = torch.zeros(3 * (50 * 304 + 16), dtype=torch.int8)
     apart = memory.as_strided((3, 50, 301), (50 * 304 + 16, 304, 1))[:2].copy_(wide[:2])
     y = mc.QuantTensor(memory.cuda().as_strided(apart.shape, apart.stride()), None, 8, True, None, apart.shape)
     y_cpu = mc.QuantTensor(apart.contiguous(), None, 8, True, None, apart.shape)

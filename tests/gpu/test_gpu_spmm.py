@@ -25,6 +25,7 @@ from tests.gpu.problems import (
     every_pair,
     gather,
     kind,
+    merged,
     panel,
     sparse,
     spmm,
@@ -99,7 +100,7 @@ KINDS = [kind(), kind(8, (4, True), (4, True)), kind(4, (16, True), (8, False)),
 
 
 @pytest.mark.parametrize("of", KINDS, ids=lambda of: f"v{of.vector_length}-{of.left[0]}x{of.right[0]}")
-@pytest.mark.configs([config for of in KINDS for config in choices(of)])
+@pytest.mark.configs([config for of in KINDS for config in choices(merged(of))])
 def test_the_chosen_kernel_is_exact_in_every_regime(of: Kind) -> None:
     torch.manual_seed(3)
     used = set()
@@ -121,7 +122,7 @@ EDGES = [gather(kind(), row_warps=2), gather(kind(4, (16, True), (16, True))),
          *([panel(kind()), panel(kind(4, (12, True), (4, False)), rows=2)] if PANELS else [])]  # fmt: skip
 
 
-EDGE_KINDS = [kind(config.vector_length, *operands_of(config)) for config in EDGES]
+EDGE_KINDS = [merged(kind(config.vector_length, *operands_of(config))) for config in EDGES]
 
 
 @pytest.mark.parametrize("config", EDGES, ids=named)
@@ -136,6 +137,21 @@ def test_tiny_empty_and_odd_shapes(config: SpmmKernel, m: int, k: int, n: int, b
     a = sparse(m, k, config.vector_length, left, sparsity=0.4)
     check_spmm(a, dense((*batch, k, n), right), config)
     check_spmm(a, dense((*batch, k, n), right))
+
+
+MERGED = [gather(kind(8)), gather(kind(16)), *([panel(kind(8)), panel(kind(32))] if PANELS else [])]
+
+
+@pytest.mark.parametrize("v", [1, 2, 4, 8])
+@pytest.mark.parametrize("config", MERGED, ids=named)
+@pytest.mark.configs(MERGED)
+def test_short_vectors_are_merged_for_a_config_of_longer_ones(config: SpmmKernel, v: int) -> None:
+    torch.manual_seed(v)
+    a, b = sparse(37, 600, v, (8, True), sparsity=0.8), dense((600, 70), (8, True))
+    check_spmm(a, b, config)
+    on_gpu = a.to("cuda")
+    assert torch.equal(spmm(on_gpu, b), mc.reference.spmm(a, b))
+    assert ("vector rows are merged" in mc.explain(on_gpu, b.to("cuda"))) == (v < 8)
 
 
 @pytest.mark.parametrize("config", EDGES, ids=named)

@@ -57,6 +57,14 @@ def test_four_bit_operands_use_the_native_instruction_only_where_there_is_one() 
     assert choose_spmm(kind, H200, problem, "s8_m16n8k16").atom == "s8_m16n8k16"
 
 
+@pytest.mark.parametrize("problem", [
+    Problem(0, 12, 0, 0, 16), Problem(0, 0, 0, 0, 1, 2), Problem(4, 0, 0, 0, 16), Problem(4, 12, 0, 0, 1), Problem(1, 1, 1, 1, 1)
+])  # fmt: skip
+def test_there_is_a_kernel_for_nothing_too(problem: Problem) -> None:
+    for machine in (H200, A100):
+        assert isinstance(choose_spmm(L8R8, machine, problem), GatherConfig)
+
+
 def test_a_config_for_other_operands_is_refused() -> None:
     config = choose_spmm(L8R8, H200, Problem(512, 4096, 512 * 410, 460, 512))
     with pytest.raises(ValueError, match="config must be for Kind"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from magicube_cutlass import random_pattern
 from magicube_cutlass.checks import STRIDES
 from magicube_cutlass.pattern import Pattern
 from tests.helpers import Case, cases, pattern_of
@@ -89,6 +90,23 @@ def test_derived_copies_are_made_once() -> None:
     assert pattern.padded(32) is not pattern.padded(16)
     assert pattern.transpose() is pattern.transpose()
     assert pattern.row_indices is pattern.row_indices
+
+
+@pytest.mark.parametrize(("v", "longer"), [(1, 8), (2, 8), (4, 8), (8, 32), (8, 8), (1, 32)])
+@pytest.mark.parametrize("shape", [(45, 70), (64, 33), (3, 5), (0, 7), (9, 0)])
+def test_merged_vector_rows_hold_every_vector_once(v: int, longer: int, shape: tuple[int, int]) -> None:
+    pattern = random_pattern(*shape, 0.8, v, seed=1)
+    merged, positions, parts = pattern.merge_map(longer)
+    merged.check_format(full=True)
+    assert merged.shape == shape and merged.vector_length == longer and merged.vectors <= pattern.vectors
+    rows = merged.row_indices[positions] * (longer // v) + parts
+    assert torch.equal(rows, pattern.row_indices) and torch.equal(merged.col_indices[positions], pattern.col_indices)
+    assert set(positions.tolist()) == set(range(merged.vectors))
+
+
+def test_merging_asks_for_a_multiple() -> None:
+    with pytest.raises(ValueError, match="vector_length must be a multiple of 8, got 4"):
+        pattern_of([[0, 3], [2]], 5).merge_map(4)
 
 
 def test_equality_sees_shape_vector_length_and_columns() -> None:
