@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from dlmc_plots import draw_break_even, draw_speed_ups
+from roofline import draw_rooflines
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -161,6 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     drawings = (
         (args.spmm, "spmm.png", draw_spmm),
+        (args.spmm, "roofline.png", lambda x, path: draw_rooflines(x, path, machine_line(x))),
         (args.ablation, "ablation.png", draw_ablation),
         (args.dlmc, "dlmc_spmm.png", lambda x, path: draw_speed_ups(x, "spmm", "n", path, machine_line(x))),
         (args.dlmc, "dlmc_sddmm.png", lambda x, path: draw_speed_ups(x, "sddmm", "inner", path, machine_line(x))),

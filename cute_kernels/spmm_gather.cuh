@@ -28,7 +28,9 @@ struct GatherRing {
       const int piece = lane + 32 * i;
       const int slot = piece / S::kChunks, chunk = piece % S::kChunks;
       const int32_t column = __shfl_sync(~0u, columns[32 * i / S::kChunks / 32], slot % 32);
-      copy_async(base + stage * kStageBytes + swizzled<C::kRowBytes, C::kSwizzle>(slot, chunk), strip + column * pitch + chunk * 16, valid);
+      const uint32_t to = base + stage * kStageBytes + swizzled<C::kRowBytes, C::kSwizzle>(slot, chunk);
+      // Padding is not fetched: all warps at one row of B would wait for each other, and its values are 0 anyway.
+      if (column >= 0) copy_async(to, strip + column * pitch + chunk * 16, valid);
     }
   }
 

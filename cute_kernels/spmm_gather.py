@@ -124,7 +124,7 @@ class GatherCopy(NamedTuple):
     """The sparse operand for the gather kernel."""
 
     group_offsets: Tensor  # int64 (R + 1,)
-    columns: Tensor  # int32 (groups * group,), 0 in the padding, where the values are 0
+    columns: Tensor  # int32 (groups * group,), -1 in the padding, where the values are 0
     values: Tensor  # uint8 (groups, bytes a group), fragment order
 
 
@@ -132,6 +132,6 @@ def gather_copy(config: GatherConfig, vectors: Vectors) -> GatherCopy:
     """The execution copy of ``vectors``; torch operators on their own device."""
     offsets, positions = group_offsets(vectors.row_offsets, config.group)
     groups = int(offsets[-1])
-    columns = torch.zeros(groups * config.group, dtype=torch.int32, device=offsets.device)
+    columns = torch.full((groups * config.group,), -1, dtype=torch.int32, device=offsets.device)
     columns[positions] = vectors.columns
     return GatherCopy(offsets, columns, pack_fragments(config, vectors, positions, groups))

@@ -39,14 +39,6 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a choice depends on of a GPU."""
-
-    arch: str
-    multiprocessors: int
-
-
-@dataclass(frozen=True)
 class Problem:
     """Sizes of C = A B.
 
@@ -111,8 +103,19 @@ class GatherModel:
     result: float = 0.00206
 
 
-def panel_cost(config: PanelConfig, machine: Machine, problem: Problem, model: PanelModel = PanelModel()) -> float:
+@dataclass(frozen=True)
+class Machine:
+    """What a choice depends on of a GPU; the models by ``magicube tune`` where it ran there."""
+
+    arch: str
+    multiprocessors: int
+    panel: PanelModel = PanelModel()
+    gather: GatherModel = GatherModel()
+
+
+def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float:
     """Whole waves of blocks, each of which fills its panels and multiplies its vector rows at the same time."""
+    model = machine.panel
     clusters = machine.multiprocessors // config.cluster
     items = config.items(problem.vector_rows, problem.n, problem.batch)
     waves = -(-items // clusters)
@@ -127,8 +130,9 @@ def panel_cost(config: PanelConfig, machine: Machine, problem: Problem, model: P
     return model.launch + waves * ((work**2 + fill**2) ** 0.5 + rest)
 
 
-def gather_cost(config: GatherConfig, machine: Machine, problem: Problem, model: GatherModel = GatherModel()) -> float:
+def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> float:
     """Waves of warps, each of which fetches and multiplies the groups of one vector row in turn."""
+    model = machine.gather
     strips = -(-problem.n // config.columns) * problem.batch
     registers = 80 if config.row_bytes == 128 else 64
     blocks = min(SHARED_BYTES // (config.smem_bytes + 1024), 65536 // (registers * config.threads))

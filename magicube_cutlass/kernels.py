@@ -223,13 +223,15 @@ def sddmm_config(name: str) -> SddmmKernel:
 
 @lru_cache
 def machine(device: int) -> Machine:
-    """The GPU of this index."""
+    """The GPU of this index, with what ``magicube tune`` measured there."""
     import torch
 
     from cute_kernels.jit.kernel import current_arch
+    from magicube_cutlass import tuning
 
     with torch.cuda.device(device):
-        return Machine(current_arch(), torch.cuda.get_device_properties(device).multi_processor_count)
+        plain = Machine(current_arch(), torch.cuda.get_device_properties(device).multi_processor_count)
+    return tuning.load(torch.cuda.get_device_name(device), plain)
 
 
 def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKernel | SddmmKernel]:

@@ -12,6 +12,7 @@ from cute_kernels.integers import split_digits
 from cute_kernels.operands import Vectors
 from magicube_cutlass.costs import MMA_COLUMNS, Kind, Problem
 from magicube_cutlass.dense import forecast
+from magicube_cutlass.formats import as_movable
 
 if TYPE_CHECKING:
     from magicube_cutlass.kernels import SpmmKernel
@@ -77,7 +78,7 @@ def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
         pattern, positions, parts = pattern.merge_map(vector_length)
         times = vector_length // matrix.vector_length
         longer = values.new_zeros(pattern.vectors, times, matrix.vector_length)
-        longer[positions, parts] = values
+        as_movable(longer)[positions, parts] = as_movable(values)
         values = longer.flatten(1)
     return Vectors(pattern.row_offsets, pattern.col_indices, values, matrix.bits, matrix.signed)
 

@@ -13,6 +13,7 @@ from magicube_cutlass.cli.kernels import cache_app, warmup
 from magicube_cutlass.cli.layout import layout
 from magicube_cutlass.cli.spmm import spmm
 from magicube_cutlass.cli.spy import spy
+from magicube_cutlass.cli.tune import tune
 
 app = typer.Typer(
     name="magicube",
@@ -27,6 +28,7 @@ app.command("spy")(spy)
 app.command("layout")(layout)
 app.command("collect-env")(collect_env)
 app.command("warmup")(warmup)
+app.command("tune")(tune)
 app.add_typer(cache_app, name="cache")
 
 # BadParameter -> UsageError -> ClickException; typer has its own copy of click from 0.25 on, so not through click

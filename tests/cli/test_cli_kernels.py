@@ -89,3 +89,11 @@ def test_collect_env_names_the_toolchain() -> None:
     text = run("collect-env")
     for word in ("nvrtc 13.", "nvjitlink 13.", "cutlass 4.2.0", "cccl 3.", "jit cache"):
         assert word in text
+
+
+def test_tune_without_a_gpu_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as raised:
+        main(["tune"])
+    assert raised.value.code == 2
+    assert "tune needs a CUDA device" in capsys.readouterr().err

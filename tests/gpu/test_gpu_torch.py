@@ -277,7 +277,8 @@ def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
         )
         print(", ".join(calls))
         print(text.getvalue())
-    assert into < 15 and returning < 20 and sampling < 20
+    slow = max(1.0, plain / 10)  # torch.mm takes 10 us on the hosts that the bounds are for
+    assert into < 15 * slow and returning < 20 * slow and sampling < 20 * slow
     assert deepest <= 5
 
 

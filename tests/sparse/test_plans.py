@@ -11,16 +11,18 @@ from tests.helpers import random_ints
 
 
 @pytest.mark.parametrize(("v", "longer"), [(1, 8), (2, 8), (4, 8), (8, 16), (8, 8)])
-@pytest.mark.parametrize("bits", [4, 8, 16])
-def test_merged_vectors_are_the_same_matrix(v: int, longer: int, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "signed"), [(4, True), (8, False), (16, True), (16, False)])
+def test_merged_vectors_are_the_same_matrix(v: int, longer: int, bits: int, signed: bool) -> None:
     pattern = mc.random_pattern(43, 60, 0.7, v, seed=2)
-    values = random_ints((pattern.vectors, v), bits, True)
+    values = random_ints((pattern.vectors, v), bits, signed).long()
     values[(pattern.row_indices[:, None] * v + torch.arange(v)) >= 43] = 0
-    matrix = mc.SRBCRS.from_pattern(pattern, values, bits=bits)
+    matrix = mc.SRBCRS.from_pattern(pattern, values, bits=bits, signed=signed)
     got = _vectors(matrix, longer)
-    again = mc.SRBCRS.from_pattern(mc.Pattern((43, 60), longer, got.row_offsets, got.columns), got.values, bits=bits)
+    again = mc.SRBCRS.from_pattern(
+        mc.Pattern((43, 60), longer, got.row_offsets, got.columns), got.values, bits=bits, signed=signed
+    )
     assert torch.equal(again.to_dense(), matrix.to_dense())
-    assert (got.bits, got.signed, got.values.shape[1]) == (bits, True, longer)
+    assert (got.bits, got.signed, got.values.shape[1]) == (bits, signed, longer)
 
 
 def test_the_choice_sees_merged_vectors_on_a_gpu_alone() -> None:

@@ -1,0 +1,207 @@
+"""The constants of the cost models by measurement on this GPU: ``magicube tune``.
+
+Products of random shapes are timed with every config that the choice weighs; the constants of
+:class:`~magicube_cutlass.costs.PanelModel` and :class:`~magicube_cutlass.costs.GatherModel` are fitted to one half of
+the shapes and judged by the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from cute_kernels.spmm_panel import PanelConfig
+from magicube_cutlass import measured
+from magicube_cutlass.costs import GatherModel, Kind, Machine, PanelModel, Problem
+from magicube_cutlass.kernels import SpmmKernel, candidates, spmm_cost
+
+KIND = Kind(8, (8, True), (8, True), "float16")
+_ROOM = "models"
+_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 14336)
+_INNER = (512, 1024, 2048, 4096, 8192)
+_COLUMNS = (16, 64, 128, 256, 512, 1024, 2048)
+_SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+_MOST_WORK = 2**36  # M K N of a shape, so that the run stays short
+_NEAR = 1.1  # a pick at most this much slower than the best config counts as near it
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product and the nanoseconds of each config that was timed for it."""
+
+    problem: Problem
+    times: dict[SpmmKernel, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How near the picks of a model come to the best config that was timed."""
+
+    cases: int
+    near: int
+    worst: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.near} of {self.cases} picks within 10% of the best, the worst takes {self.worst:.2f} times as long"
+        )
+
+
+def judge(cases: Sequence[Case], machine: Machine) -> Verdict:
+    """What the machine's models pick for each case, against the best of its times."""
+    ratios = []
+    for case in cases:
+        pick = min(case.times, key=lambda config: spmm_cost(config, machine, case.problem))
+        ratios.append(case.times[pick] / min(case.times.values()))
+    return Verdict(len(ratios), sum(ratio <= _NEAR for ratio in ratios), max(ratios, default=1.0))
+
+
+def _numbers(model: PanelModel | GatherModel) -> list[float]:
+    return [each for value in asdict(model).values() for each in
+            ([factor for _, factor in value] if isinstance(value, tuple) else [value])]  # fmt: skip
+
+
+def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
+    """``model`` with other constants, in the order of :func:`_numbers`."""
+    left = iter(numbers)
+    found: dict[str, Any] = {}
+    for name, value in asdict(model).items():
+        found[name] = tuple((key, next(left)) for key, _ in value) if isinstance(value, tuple) else next(left)
+    return replace(model, **found)
+
+
+def _fitted(machine: Machine, name: str, samples: list[tuple[SpmmKernel, Problem, float, float]]) -> Machine:
+    """``machine`` with the model of this name fitted; each sample: config, problem, its time, the problem's best time.
+
+    Ratios count, not differences, and a config far from the best one counts little.
+    """
+    if not samples:
+        return machine
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    model = getattr(machine, name)
+    start = np.log(_numbers(model))
+    weights = np.array([min(1.0, (best / time) ** 1.5) for _, _, time, best in samples])
+    logs = np.log([time for _, _, time, _ in samples])
+
+    def residuals(numbers: Any) -> Any:
+        tried = replace(machine, **{name: _with_numbers(model, np.exp(numbers).tolist())})
+        return weights * (np.log([spmm_cost(config, tried, problem) for config, problem, _, _ in samples]) - logs)
+
+    found = least_squares(residuals, start, loss="soft_l1", f_scale=0.1, max_nfev=30)
+    return replace(machine, **{name: _with_numbers(model, np.exp(found.x).tolist())})
+
+
+def fit(cases: Sequence[Case], machine: Machine) -> Machine:
+    """``machine`` with both models' constants fitted to the times of ``cases``, from its present ones on."""
+    samples: dict[str, list[tuple[SpmmKernel, Problem, float, float]]] = {"panel": [], "gather": []}
+    for case in cases:
+        best = min(case.times.values())
+        for config, time in case.times.items():
+            name = "panel" if isinstance(config, PanelConfig) else "gather"
+            samples[name].append((config, case.problem, time, best))
+    for name, found in samples.items():
+        machine = _fitted(machine, name, found)
+    return machine
+
+
+def shapes(count: int, seed: int) -> list[tuple[int, int, int, float]]:
+    """Different random (M, K, N, sparsity)."""
+    draw = random.Random(seed)
+    found: dict[tuple[int, int, int, float], None] = {}
+    while len(found) < count:
+        m, k, n = draw.choice(_ROWS), draw.choice(_INNER), draw.choice(_COLUMNS)
+        if m * k * n <= _MOST_WORK:
+            found[m, k, n, draw.choice(_SPARSITIES)] = None
+    return list(found)
+
+
+def _nanoseconds(call: Callable[[], object]) -> float:
+    """Of a launch in a CUDA graph: median of several replays of 10 launches."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e5)
+    return median(times[1:])
+
+
+def _problem(shape: tuple[int, int, int, float]) -> tuple[Any, Problem]:
+    from magicube_cutlass.generate import random_pattern
+    from magicube_cutlass.plans import power_of_two, problem
+
+    m, k, n, sparsity = shape
+    pattern = random_pattern(m, k, sparsity, KIND.vector_length, seed=m + k)
+    return pattern, problem(pattern, KIND.vector_length, power_of_two(n), 1)
+
+
+def wanted(count: int, machine: Machine) -> dict[SpmmKernel, None]:
+    """Every kernel that :func:`measure` times."""
+    chosen = [shape for seed in (1, 2) for shape in shapes(count, seed)]
+    return {config: None for shape in chosen for config in candidates(KIND, machine, _problem(shape)[1])}
+
+
+def measure(count: int, seed: int, machine: Machine) -> Iterator[Case]:
+    """``count`` cases of random shapes, timed on the current GPU."""
+    import magicube_cutlass as mc
+
+    for shape in shapes(count, seed):
+        pattern, sizes = _problem(shape)
+        on_gpu = pattern.to("cuda")
+        values = torch.randint(-128, 128, (pattern.vectors, KIND.vector_length), device="cuda", dtype=torch.int32)
+        scale = torch.tensor(0.01, device="cuda")
+        a = mc.SRBCRS.from_pattern(on_gpu, values, bits=8, scale=scale)
+        dense = torch.randint(-128, 128, (shape[1], shape[2]), device="cuda", dtype=torch.int32)
+        b = mc.QuantTensor.from_ints(dense, bits=8, scale=scale)
+        out = torch.empty(shape[0], shape[2], dtype=torch.float16, device="cuda")
+        product = partial(mc.spmm, a, b, out=out)
+        times = {each: _nanoseconds(partial(product, config=each)) for each in candidates(KIND, machine, sizes)}
+        yield Case(sizes, times)
+
+
+def save(device: str, machine: Machine) -> None:
+    """Keep the machine's models for the GPU of this name."""
+    measured.save(_ROOM, device, {"panel": _numbers(machine.panel), "gather": _numbers(machine.gather)})
+
+
+def load(device: str, machine: Machine) -> Machine:
+    """``machine`` with the models that were kept for this GPU; itself where there are none."""
+    found = measured.load(_ROOM, device)
+    models: dict[str, Any] = {}
+    for name in ("panel", "gather"):
+        model = getattr(machine, name)
+        numbers = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(numbers, list) or len(numbers) != len(_numbers(model)):
+            return machine
+        if not all(isinstance(each, float) and 0 < each < 1e9 for each in numbers):
+            return machine
+        models[name] = _with_numbers(model, numbers)
+    return replace(machine, **models)
+
+
+def forget(device: str) -> bool:
+    """Remove the models kept for this GPU; whether there were any."""
+    path = measured.path_of(_ROOM, device)
+    there = path.is_file()
+    path.unlink(missing_ok=True)
+    return there
