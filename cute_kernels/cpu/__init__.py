@@ -1,4 +1,4 @@
-"""The CPU engine: integer SpMM and SDDMM on SR-BCRS in C++17, one build for each instruction set.
+"""The CPU engine: integer SpMM and SDDMM on SR-BCRS and quantization in C++17, one build for each instruction set.
 
 The path is chosen at run time: ``avx512`` (AVX512-VNNI), ``avx2`` or ``portable``.  ``MAGICUBE_CPU`` forces one and
 ``MAGICUBE_ENGINE`` names another build of the extension (a sanitizer build, say).
@@ -21,6 +21,7 @@ from cute_kernels.integers import digit_count, digit_signs
 
 OUT_TYPES = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 _SERIAL_WORK = 1 << 21  # multiply-adds below which starting a thread costs more than it saves
+_WORK_OF_ENTRY = 16  # multiply-adds that quantizing an entry is worth
 
 
 @cache
@@ -271,5 +272,66 @@ def quantize(
             truncate=truncate,
             given_scale=given,
             scale_mode=mode,
+            threads=_threads(_WORK_OF_ENTRY * rows * columns),
         )
     )
+
+
+def digits(
+    x: Tensor,
+    count: int,
+    axis: int | None,
+    *,
+    high: float,
+    radix: float,
+    ahead: tuple[float, float] = (0.0, 0.0),
+    power: bool = False,
+    exact: bool = False,
+    truncate: bool = False,
+    limit: float = 0.0,
+) -> tuple[tuple[Tensor, ...], Tensor, int]:
+    """Digit planes of ``x`` (rows, columns) float32, their scale and the flags, in two passes over ``x`` at most.
+
+    ``axis``: 1 for a scale a row, 0 a column, None one.  ``high``: what the largest magnitude becomes; ``radix``: steps
+    of a digit in one of the digit before it.  The operations are those of ``_split`` in ``gemm_digits.py`` (``ahead``
+    and ``power`` as there), or with ``exact`` those of :func:`residual.decompose.decompose` (two digits, ``truncate``
+    or to nearest, cut to ``limit``), where scales are float64.
+    Returns int8 planes that lie as ``x`` does where one of its dimensions is contiguous, the scale (rows,), (columns,)
+    or (), and :data:`NONFINITE` or 0.
+    """
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        if x.stride(0) == 1 or x.shape[0] == 1:
+            turned = None if axis is None else 1 - axis
+            planes, scale, flags = digits(
+                x.t(), count, turned, high=high, radix=radix, ahead=ahead, power=power, exact=exact, truncate=truncate,
+                limit=limit,
+            )  # fmt: skip
+            return tuple(plane.t() for plane in planes), scale, flags
+        x = x.contiguous()
+    rows, columns = x.shape
+    out = torch.empty(count, rows, columns, dtype=torch.int8)
+    size = () if axis is None else (x.shape[1 - axis],)
+    scale = torch.empty(size, dtype=torch.float64 if exact else torch.float32)
+    flags = _loaded().digits(
+        path=path(),
+        x=x.data_ptr(),
+        planes=out.data_ptr(),
+        scale=scale.data_ptr(),
+        rows=rows,
+        columns=columns,
+        row_elements=x.stride(0),
+        out_row_bytes=columns,
+        plane_bytes=rows * columns,
+        count=count,
+        exact=exact,
+        high=high,
+        radix=radix,
+        ahead0=ahead[0],
+        ahead1=ahead[1],
+        power=power,
+        truncate=truncate,
+        limit=limit,
+        scale_mode={None: 0, 1: 1, 0: 2}[axis],
+        threads=_threads(_WORK_OF_ENTRY * count * rows * columns),
+    )
+    return tuple(out.unbind(0)), scale, int(flags)

@@ -1,6 +1,8 @@
 // The engine on AVX2: bytes widen to 16 bits, and vpmaddwd adds pairs of products exactly.
 #include <immintrin.h>
 
+#include "compress.hpp"
+#include "digits.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
 #include "spmm.hpp"
@@ -132,5 +134,5 @@ struct Avx2 {
 }  // namespace
 
 namespace magicube {
-const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, Avx2::kScratchBytes};
+const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress, Avx2::kScratchBytes};
 }

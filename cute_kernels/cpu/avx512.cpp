@@ -4,6 +4,8 @@
 // unsigned digit the dense bytes become signed again (x ^ 0x80) and the sparse digit is the unsigned side.
 #include <immintrin.h>
 
+#include "compress.hpp"
+#include "digits.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
 #include "spmm.hpp"
@@ -182,5 +184,5 @@ struct Avx512 {
 }  // namespace
 
 namespace magicube {
-const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, Avx512::kScratchBytes};
+const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress, Avx512::kScratchBytes};
 }

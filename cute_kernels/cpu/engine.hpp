@@ -93,7 +93,7 @@ struct QuantizeArgs {
   const void* x;
   void* out;       // int8, uint8, int16, uint16 or packed 4-bit, contiguous rows of out_row_bytes
   void* scale;     // the dtype of x: read when given_scale, else written
-  uint8_t* flags;  // one byte a run of rows: kNegative, kNonFinite
+  uint8_t* flags;  // one byte, zero on entry: kNegative, kNonFinite
   int64_t rows;
   int64_t columns;
   int64_t row_elements;  // from one row of x to the next
@@ -103,9 +103,49 @@ struct QuantizeArgs {
   bool is_signed;
   bool truncate;
   bool given_scale;
-  int scale_mode;  // 0: one scale, 1: one a row, 2: one a column
+  int scale_mode;
 };
 
+// Digit planes of float32: planes[i] has the shape of x, contiguous rows of out_row_bytes.
+struct DigitsArgs {
+  const float* x;
+  int8_t* planes;
+  void* scale;     // float, or double where exact
+  uint8_t* flags;  // one byte, zero on entry: kNonFinite
+  int64_t rows;
+  int64_t columns;
+  int64_t row_elements;  // from one row of x to the next
+  int64_t out_row_bytes;
+  int64_t plane_bytes;
+  int count;       // of digits, 1 to 3; 2 where exact
+  bool exact;      // the rule of double quotients
+  double high;     // the integer that the largest magnitude becomes
+  float radix;     // steps of the second digit in one of the first
+  float ahead[2];  // added before the roundings to the first two of three digits
+  bool power;      // scales are powers of two
+  bool truncate;   // where exact: digits round toward zero
+  double limit;    // where exact: largest digit
+  int scale_mode;
+};
+
+// Two calls: with `lengths` the kept vectors of each vector row are counted, without they are written.
+struct CompressArgs {
+  const uint8_t* mask;    // (rows, columns) of 0 and 1
+  const uint8_t* values;  // (rows, columns) integers of element_bytes, 1 or 2
+  int64_t rows;
+  int64_t columns;
+  int64_t mask_row;  // bytes from one row to the next
+  int64_t values_row_bytes;
+  int element_bytes;
+  int vector_length;
+  int stride;
+  int64_t* lengths;          // (vector rows), or null
+  const int64_t* row_start;  // (vector rows + 1), multiples of the stride
+  int32_t* out_columns;      // -1 in the padding
+  uint8_t* out_values;       // [block][row of the vector][position in the stride], zero in the padding
+};
+
+constexpr int kScaleAll = 0, kScaleRows = 1, kScaleColumns = 2;  // one scale, one a row, one a column
 constexpr uint8_t kNegative = 1;
 constexpr uint8_t kNonFinite = 2;
 
@@ -128,6 +168,8 @@ struct Engine {
   void (*spmm)(const SpmmArgs&, Team&);
   void (*sddmm)(const SddmmArgs&, Team&);
   void (*quantize)(const QuantizeArgs&, Team&);
+  void (*digits)(const DigitsArgs&, Team&);
+  void (*compress)(const CompressArgs&, Team&);
   int64_t spmm_scratch_bytes;  // one a thread, a multiple of 64
 };
 
@@ -146,6 +188,10 @@ int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes);
 int64_t sddmm_staged_rows(const SddmmArgs& args);
 int64_t sddmm_shared_bytes(const SddmmArgs& args);
 int64_t sddmm_local_bytes(const SddmmArgs& args);
+int64_t compress_mask_bytes(int64_t columns);
+int64_t compress_local_bytes(const CompressArgs& args);
+int64_t slice_maxima_bytes(int64_t lines, int64_t real_bytes);  // of one thread
+int64_t slice_shared_bytes(int64_t lines, int64_t real_bytes, int threads);
 
 // Calls body on `threads` threads, the caller's among them, with zeroed tickets and 64-byte aligned buffers; on fewer
 // where the system has no more threads to give.

@@ -21,7 +21,7 @@ bool runs_here(const Engine& engine) {
   if (&engine == &kAvx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
   }
   if (&engine == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
@@ -88,16 +88,51 @@ void sddmm(const std::string& path, const SddmmArgs& args, int threads) {
   }, &job);
 }
 
-int quantize(const std::string& path, QuantizeArgs args) {
+int64_t slice_bytes(int scale_mode, int64_t columns, int64_t real_bytes, int threads) {
+  require(threads >= 1, "threads must be at least 1");
+  require(scale_mode >= kScaleAll && scale_mode <= kScaleColumns, "scale_mode must be 0, 1 or 2");
+  if (scale_mode == kScaleRows) return 0;
+  return slice_shared_bytes(scale_mode == kScaleColumns ? columns : 1, real_bytes, threads);
+}
+
+int quantize(const std::string& path, QuantizeArgs args, int threads) {
   uint8_t flags = 0;
   args.flags = &flags;
   const Job job{&find(path), &args};
+  const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, args.is_double ? 8 : 4, threads);
   nb::gil_scoped_release release;
-  run_team(1, 0, 0, [](const void* p, Team& team) {
+  run_team(threads, shared_bytes, 0, [](const void* p, Team& team) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->quantize(*static_cast<const QuantizeArgs*>(j.args), team);
   }, &job);
   return flags;
+}
+
+int digits(const std::string& path, DigitsArgs args, int threads) {
+  require(args.count >= 1 && args.count <= 3 && (!args.exact || args.count == 2), "count must be 1, 2 or 3, 2 where exact");
+  uint8_t flags = 0;
+  args.flags = &flags;
+  const Job job{&find(path), &args};
+  const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, 4, threads);
+  nb::gil_scoped_release release;
+  run_team(threads, shared_bytes, 0, [](const void* p, Team& team) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->digits(*static_cast<const DigitsArgs*>(j.args), team);
+  }, &job);
+  return flags;
+}
+
+void compress(const std::string& path, const CompressArgs& args, int threads) {
+  require(threads >= 1, "threads must be at least 1");
+  require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
+  require(args.stride == 16 || args.stride == 32 || args.stride == 64, "stride must be 16, 32 or 64");
+  require(args.element_bytes == 1 || args.element_bytes == 2, "an element must have 1 or 2 bytes");
+  const Job job{&find(path), &args};
+  nb::gil_scoped_release release;
+  run_team(threads, 0, compress_local_bytes(args), [](const void* p, Team& team) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->compress(*static_cast<const CompressArgs*>(j.args), team);
+  }, &job);
 }
 
 }  // namespace
@@ -147,10 +182,30 @@ NB_MODULE(_engine, m) {
      "vector_rows"_a, "rows"_a, "n"_a, "inner"_a, "batch"_a, "vector_length"_a, "stride"_a, "threads"_a);
   m.def("quantize", [](const std::string& path, uintptr_t x, uintptr_t out, uintptr_t scale, int64_t rows,
                        int64_t columns, int64_t row_elements, int64_t out_row_bytes, int bits, bool is_double,
-                       bool is_signed, bool truncate, bool given_scale, int scale_mode) {
+                       bool is_signed, bool truncate, bool given_scale, int scale_mode, int threads) {
     return quantize(path, QuantizeArgs{pointer<const void>(x), pointer<void>(out), pointer<void>(scale), nullptr, rows,
                                        columns, row_elements, out_row_bytes, bits, is_double, is_signed, truncate,
-                                       given_scale, scale_mode});
+                                       given_scale, scale_mode}, threads);
   }, "path"_a, "x"_a, "out"_a, "scale"_a, "rows"_a, "columns"_a, "row_elements"_a, "out_row_bytes"_a, "bits"_a,
-     "is_double"_a, "is_signed"_a, "truncate"_a, "given_scale"_a, "scale_mode"_a);
+     "is_double"_a, "is_signed"_a, "truncate"_a, "given_scale"_a, "scale_mode"_a, "threads"_a);
+  m.def("digits", [](const std::string& path, uintptr_t x, uintptr_t planes, uintptr_t scale, int64_t rows,
+                     int64_t columns, int64_t row_elements, int64_t out_row_bytes, int64_t plane_bytes, int count,
+                     bool exact, double high, float radix, float ahead0, float ahead1, bool power, bool truncate,
+                     double limit, int scale_mode, int threads) {
+    return digits(path, DigitsArgs{pointer<const float>(x), pointer<int8_t>(planes), pointer<void>(scale), nullptr,
+                                   rows, columns, row_elements, out_row_bytes, plane_bytes, count, exact, high, radix,
+                                   {ahead0, ahead1}, power, truncate, limit, scale_mode}, threads);
+  }, "path"_a, "x"_a, "planes"_a, "scale"_a, "rows"_a, "columns"_a, "row_elements"_a, "out_row_bytes"_a,
+     "plane_bytes"_a, "count"_a, "exact"_a, "high"_a, "radix"_a, "ahead0"_a, "ahead1"_a, "power"_a, "truncate"_a,
+     "limit"_a, "scale_mode"_a, "threads"_a);
+  m.def("compress", [](const std::string& path, uintptr_t mask, uintptr_t values, int64_t rows, int64_t columns,
+                       int64_t mask_row, int64_t values_row_bytes, int element_bytes, int vector_length, int stride,
+                       uintptr_t lengths, uintptr_t row_start, uintptr_t out_columns, uintptr_t out_values,
+                       int threads) {
+    compress(path, CompressArgs{pointer<const uint8_t>(mask), pointer<const uint8_t>(values), rows, columns, mask_row,
+                                values_row_bytes, element_bytes, vector_length, stride, pointer<int64_t>(lengths),
+                                pointer<const int64_t>(row_start), pointer<int32_t>(out_columns),
+                                pointer<uint8_t>(out_values)}, threads);
+  }, "path"_a, "mask"_a, "values"_a, "rows"_a, "columns"_a, "mask_row"_a, "values_row_bytes"_a, "element_bytes"_a,
+     "vector_length"_a, "stride"_a, "lengths"_a, "row_start"_a, "out_columns"_a, "out_values"_a, "threads"_a);
 }

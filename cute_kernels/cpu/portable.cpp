@@ -1,4 +1,6 @@
 // The engine in plain C++: every machine, and the yardstick for the other two.
+#include "compress.hpp"
+#include "digits.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
 #include "spmm.hpp"
@@ -71,5 +73,5 @@ struct Portable {
 }  // namespace
 
 namespace magicube {
-const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, Portable::kScratchBytes};
+const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress, Portable::kScratchBytes};
 }

@@ -89,6 +89,19 @@ int64_t sddmm_local_bytes(const SddmmArgs& args) {
   return round_up(args.inner, 64) * args.vector_length * args.x.digits();
 }
 
+int64_t compress_mask_bytes(int64_t columns) { return round_up(columns, 64); }
+
+int64_t compress_local_bytes(const CompressArgs& args) {  // a mask and, with one to spare, its columns
+  return compress_mask_bytes(args.columns) + (args.lengths ? 0 : round_up((args.columns + 1) * 4, 64));
+}
+
+int64_t slice_maxima_bytes(int64_t lines, int64_t real_bytes) { return round_up(lines * real_bytes, 64); }
+
+int64_t slice_shared_bytes(int64_t lines, int64_t real_bytes, int threads) {
+  constexpr int64_t kFactorBytes = 16;  // four floats or two doubles a line
+  return slice_maxima_bytes(lines, real_bytes) * threads + round_up(lines * kFactorBytes, 64);
+}
+
 void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&),
               const void* args) {
   Pool* const pool = threads > 1 ? &OwnPool::get() : nullptr;
