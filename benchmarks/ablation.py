@@ -24,6 +24,7 @@ from gpu_timing import Call, measure, ratio
 from machine import gpu_machine
 
 import magicube_cutlass as mc
+from cute_kernels.numbers import Integer
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
 from magicube_cutlass import kernels
@@ -78,11 +79,13 @@ def gather_of(pattern: mc.Pattern, widths: Widths) -> GatherConfig:
     if isinstance(config, GatherConfig):
         return config
     atom = kernels.default_atom(
-        kernels.Kind(pattern.vector_length, (widths.left, widths.left_signed), (widths.right, True), OUT_NAME),
+        kernels.Kind(
+            pattern.vector_length, Integer(widths.left, widths.left_signed), Integer(widths.right, True), OUT_NAME
+        ),
         kernels.machine(torch.cuda.current_device()).arch,
     )
-    kind = (atom, pattern.vector_length, widths.left, widths.left_signed, widths.right, True, OUT_NAME)
-    return GatherConfig(*kind, row_bytes=64)
+    left, right = Integer(widths.left, widths.left_signed), Integer(widths.right, True)
+    return GatherConfig(atom, pattern.vector_length, left, right, OUT_NAME, row_bytes=64)
 
 
 def panel_of(pattern: mc.Pattern, widths: Widths) -> PanelConfig:
@@ -92,9 +95,7 @@ def panel_of(pattern: mc.Pattern, widths: Widths) -> PanelConfig:
 
 
 def _kind(config: SpmmKernel) -> tuple[Any, ...]:
-    return (
-        config.atom, config.vector_length, config.a_bits, config.a_signed, config.b_bits, config.b_signed, config.out
-    )  # fmt: skip
+    return config.atom, config.vector_length, config.a, config.b, config.out
 
 
 def panel_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
@@ -107,6 +108,7 @@ def panel_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
         (
             changed("bank order", base, key, ordered=True),
             changed("no bank order", base, key, ordered=False),
+            changed("units of both halves", base, key, halved=True),
             changed("no swizzle", base, key, swizzle=False),
             changed("neither", base, key, swizzle=False, ordered=False),
         ),

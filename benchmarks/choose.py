@@ -21,12 +21,13 @@ from machine import gpu_machine
 from rich.progress import track
 
 import magicube_cutlass as mc
+from cute_kernels.numbers import Integer
 from magicube_cutlass import kernels
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTHS = Widths(8, 8)
 VECTOR_LENGTH = 8
-KIND = kernels.Kind(VECTOR_LENGTH, (8, True), (8, True), OUT_NAME)
+KIND = kernels.Kind(VECTOR_LENGTH, Integer(8, True), Integer(8, True), OUT_NAME)
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 11008, 14336)
 INNER = (512, 1024, 2048, 2304, 4096, 8192, 11008)
 COLUMNS = (16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import jit
+from cute_kernels.numbers import Integer
 from cute_kernels.operands import Vectors
 from cute_kernels.spmm_gather import GatherConfig
 from magicube_cutlass.dense import dense_copy
@@ -87,7 +88,7 @@ def copying(lhs: mc.SRBCRS, config: SpmmKernel) -> dict[str, Any]:
     """The execution copy of a kernel: time and bytes."""
     pattern = lhs.pattern
     assert lhs.bits is not None
-    vectors = Vectors(pattern.row_offsets, pattern.col_indices, lhs.vectors(), lhs.bits, lhs.signed)
+    vectors = Vectors(pattern.row_offsets, pattern.col_indices, lhs.vectors(), Integer(lhs.bits, lhs.signed))
     copy: Callable[[], tuple[Tensor, ...]] = partial(config.copy, vectors, lhs.shape[1])
     return {"kernel": config.name, **waited(copy), "bytes": sum(tensor.nbytes for tensor in copy())}
 
@@ -115,7 +116,7 @@ def run_shape(shape: Shape) -> dict[str, Any]:
     pattern = uniform(shape, 8)
     product = make_product(pattern, shape.n, EIGHT)
     config = chosen(pattern, shape.n, EIGHT)
-    gather = GatherConfig(config.atom, 8, 8, True, 8, True, config.out)
+    gather = GatherConfig(config.atom, 8, config.a, config.b, config.out)
     case: dict[str, Any] = {"shape": [shape.m, shape.k, shape.n], "sparsity": shape.sparsity}
     steps: dict[str, Callable[[], Any]] = {
         "compile": lambda: compiling(config),

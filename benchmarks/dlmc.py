@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_data import Shape, Widths, chosen, compile_ahead, make_product, one_line, uniform
+from gpu_data import Shape, Widths, chosen, chosen_for, compile_ahead, make_product, one_line, uniform
 from gpu_dlmc import (
     DENSE,
     DenseTimes,
@@ -32,13 +32,14 @@ from gpu_dlmc import (
     spmm_row,
 )
 from gpu_results import results_file, rounded, save
-from gpu_rivals import Rival, calls_of, csr_half, prepare, torch_bsr
+from gpu_rivals import Rival, calls_of, csr_half, dense_half, own_floats, prepare, torch_bsr
 from gpu_sddmm import chosen_sddmm
 from gpu_timing import replays
 from machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.jit.warm import Source
+from cute_kernels.numbers import FLOATS
 from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
 
 VECTORS = (8, 4, 2)
@@ -46,6 +47,7 @@ COLUMNS = (128, 256, 512)
 INNERS = (128, 256)
 BASE = Widths(8, 8)
 PAIRS = tuple(Widths(*pair) for pair in SPMM_PAIRS if pair != (8, 8))
+FLOAT_PAIRS = (("float16", "float16"), ("e4m3", "e4m3"), ("e4m3", "float16"))
 SAMPLED = (BASE, *(Widths(*pair) for pair in SDDMM_PAIRS if pair != (8, 8)))
 SUBSET = "magnitude_pruning"  # the method whose first matrices get all pairs and other libraries' products
 BREAK_EVEN = ((512, 512, 512), (2048, 512, 512), (1024, 1024, 512), (2048, 2048, 512), (4096, 4096, 512),
@@ -88,7 +90,9 @@ def all_configs(patterns: dict[Matrix, mc.Pattern], first: list[Matrix], tops: l
     for matrix in first:
         yield chosen(like(of_length(patterns[matrix], 8)), COLUMNS[-1], BASE)
     for matrix in tops:
-        yield from (chosen(of_length(patterns[matrix], 8), COLUMNS[-1], widths) for widths in PAIRS)
+        given = of_length(patterns[matrix], 8)
+        yield from (chosen(given, COLUMNS[-1], widths) for widths in PAIRS)
+        yield from (chosen_for(given, COLUMNS[1], FLOATS[a], FLOATS[b]) for a, b in FLOAT_PAIRS)
     for sizes in BREAK_EVEN:
         for v in VECTORS:
             yield from (chosen(swept(*sizes[:2], v, sparsity), sizes[2], BASE) for sparsity in SPARSITIES)
@@ -129,9 +133,11 @@ def run_pairs(pattern: mc.Pattern, dense: DenseTimes) -> list[dict[str, Any]]:
 
 
 def run_others(pattern: mc.Pattern, n: int) -> list[dict[str, Any]]:
-    """Other libraries' sparse products at V = 8: the same elements as CSR, blocks of the same density."""
+    """Products of floats at V = 8: ours, dense, and other libraries' of the same elements as CSR or blocks as dense."""
     product = make_product(of_length(pattern, 8), n, BASE)
     makers: dict[str, Callable[[], Rival]] = {
+        **{f"magicube {a} x {b}": partial(own_floats, product, a, b) for a, b in FLOAT_PAIRS},
+        "dense fp16": partial(dense_half, product, torch.float16),
         "CSR fp16": partial(csr_half, product),
         "BSR fp16 16": partial(torch_bsr, product, 16),
         "BSR fp16 32": partial(torch_bsr, product, 32),

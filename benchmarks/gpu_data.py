@@ -18,6 +18,7 @@ from cute_kernels import jit
 from cute_kernels.integers import int_range
 from cute_kernels.jit import Unit
 from cute_kernels.jit.warm import Source
+from cute_kernels.numbers import Integer, Number
 from magicube_cutlass import kernels
 from magicube_cutlass.costs import MMA_COLUMNS
 from magicube_cutlass.plans import problem
@@ -136,10 +137,17 @@ def ran(lhs: mc.SRBCRS) -> str:
 
 def chosen(pattern: mc.Pattern, n: int, widths: Widths, vector_length: int | None = None) -> kernels.SpmmKernel:
     """The config that ``mc.spmm`` takes for float16 output, or the best one for vectors of this length."""
+    return chosen_for(pattern, n, Integer(widths.left, widths.left_signed), Integer(widths.right, True), vector_length)
+
+
+def chosen_for(
+    pattern: mc.Pattern, n: int, left: Number, right: Number, vector_length: int | None = None
+) -> kernels.SpmmKernel:
+    """As :func:`chosen`, for operands of any kind."""
     length = vector_length or max(pattern.vector_length, MMA_COLUMNS)
-    kind = kernels.Kind(length, (widths.left, widths.left_signed), (widths.right, True), OUT_NAME)
     sizes = problem(pattern, length, 1 << (n - 1).bit_length(), 1)
-    return kernels.choose_spmm(kind, kernels.machine(torch.cuda.current_device()), sizes)
+    here = kernels.machine(torch.cuda.current_device())
+    return kernels.choose_spmm(kernels.Kind(length, left, right, OUT_NAME), here, sizes)
 
 
 def one_line(error: BaseException) -> str:

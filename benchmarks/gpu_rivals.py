@@ -83,6 +83,16 @@ def own_dense(product: Product) -> Rival:
     return Rival(lambda: call(b.data, b.scale, None, None), product.expected.double(), SAME)
 
 
+def own_floats(product: Product, left: str, right: str) -> Rival:
+    """This library's product of the same matrix as floats, small ones with one scale; the error is that of the sums."""
+    lhs, x = product.lhs, product.rhs.dequantize()
+    mask = lhs.pattern.to_dense()
+    a = mc.SRBCRS.from_mask(lhs.to_dense(), mask, vector_length=lhs.vector_length, stride=lhs.stride, dtype=left)
+    b = x.half() if right == "float16" else mc.quantize(x, dtype=right)
+    expected = a.to_dense().double() @ (b.double() if isinstance(b, Tensor) else b.dequantize().double())
+    return Rival(lambda: mc.spmm(a, b, out_dtype=OUT), expected, "the same matrix", f"{left} x {right}")
+
+
 def gemm_configs() -> list[Source]:
     """Every kernel that :func:`own_dense` and ``allow_dense`` may use."""
     from cute_kernels.gemm_config import Products, candidates

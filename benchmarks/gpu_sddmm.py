@@ -14,9 +14,10 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.jit.warm import Source
+from cute_kernels.numbers import Integer
 from magicube_cutlass import kernels
 from magicube_cutlass.kernels import SddmmKernel
-from magicube_cutlass.plans import power_of_two
+from magicube_cutlass.plans import plan_sddmm, power_of_two
 from magicube_cutlass.reference import at_vectors
 
 PAIRS = (Widths(8, 8), Widths(16, 16), Widths(4, 4))
@@ -25,8 +26,8 @@ VECTOR_LENGTH, STRIDE, SPARSITY = 8, 32, 0.9
 
 def chosen_sddmm(pattern: mc.Pattern, widths: Widths, inner: int) -> SddmmKernel:
     """The config that ``mc.sddmm`` takes for float16 output; ``pattern`` on the GPU."""
-    kinds = (widths.left, True), (widths.right, True)
-    name, _ = pattern._plan_sddmm(STRIDE, kinds, OUT, power_of_two(inner), None)
+    kinds = Integer(widths.left, True), Integer(widths.right, True)
+    name, _ = plan_sddmm(pattern, STRIDE, kinds, OUT, power_of_two(inner), None)
     return kernels.sddmm_config(name)
 
 

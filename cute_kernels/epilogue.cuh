@@ -1,4 +1,4 @@
-// From exact integer totals to the output type: out = total * left * right + bias.
+// From exact integer totals, or sums of floats, to the output type: out = total * left * right + bias.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -14,6 +14,10 @@ __device__ __forceinline__ Total weighted(Total x, int shift) {
   using Unsigned = cuda::std::make_unsigned_t<Total>;
   return static_cast<Total>(static_cast<Unsigned>(x) << shift);
 }
+
+// What a result of a config is before it is scaled.
+template <class C>
+using TotalOf = cuda::std::conditional_t<C::kFloat, float, cuda::std::conditional_t<C::kLongTotal, int64_t, int32_t>>;
 
 template <class Out, class Total>
 __device__ __forceinline__ Out convert(Total total, float left, float right, float bias) {

@@ -20,6 +20,8 @@ from pycute import Layout, Swizzle, composition, flatten, make_layout, right_inv
 
 from cute_kernels.atoms import REGISTER_BITS, Atom
 
+Places = np.ndarray[Any, np.dtype[np.int64]]
+
 CORE_BYTES = 16  # a row of a wgmma core matrix
 _SWIZZLES = {64: (2, 4, 3), 128: (3, 4, 3)}
 
@@ -74,10 +76,11 @@ def gather_order(atom: Atom) -> Layout:
 
     8-bit operands: ``(2, 2, 4, K / 16) : (1, 8, 2, 16)``, two matrices of 8 slots a register.  4-bit operands:
     ``(2, 2, 2, 4, K / 32) : (16, 1, 8, 2, 32)``, four matrices a register, the odd nibbles from the latter two.
+    16-bit operands: one matrix a register, and k is the slot.
     Raises ``ValueError`` for an atom that ``ldmatrix.trans`` and ``prmt`` cannot feed.
     """
-    nibbles = ((2, 16),) if atom.mma_bits == 4 else ()
-    return _order_of_k(atom, "A", 2, (*nibbles, (2, 1), (2, 8)), 128 // atom.mma_bits)
+    register = {4: ((2, 16), (2, 1), (2, 8)), 8: ((2, 1), (2, 8)), 16: ((2, 1),)}[atom.mma_bits]
+    return _order_of_k(atom, "A", 2, register, 128 // atom.mma_bits)
 
 
 @lru_cache
@@ -123,7 +126,7 @@ def _places(atom: Atom) -> tuple[int, ...]:
     return tuple(layout(thread, value) for thread in range(threads) for value in range(values))
 
 
-def pack_index(atom: Atom, packed: bool = False) -> np.ndarray[Any, np.dtype[np.int64]]:
+def pack_index(atom: Atom, packed: bool = False) -> Places:
     """int64 (threads * values,): for each place of the execution copy, lane after lane, its place in the group.
 
     ``group.reshape(N * K)[pack_index(atom)]`` is the copy of an N x K group in which each lane reads its whole operand
@@ -133,12 +136,27 @@ def pack_index(atom: Atom, packed: bool = False) -> np.ndarray[Any, np.dtype[np.
     ``2 i`` and ``2 i + 1`` of word w become byte i of registers 2 w and 2 w + 1, so ``(x << 4) & 0xF0F0F0F0`` and
     ``x & 0xF0F0F0F0`` are 16 times these registers' signed values.  An atom with one register has 16-bit units: their
     nibbles 2 i and 2 i + 1 become bytes i and i + 2 of it.  For a 4-bit instruction the nibbles are in their own order.
+    For one of 16 bits nibbles i and i + 4 of a word become the halves of register i.
     """
     index = np.array(_places(atom), dtype=np.int64)
-    if packed and atom.mma_bits == 8:
+    if packed and atom.mma_bits == 16:
+        index = index.reshape(-1, 4, 2).swapaxes(1, 2).reshape(-1)
+    elif packed and atom.mma_bits == 8:
         unit = min(8, fragment_order(atom)[1].size())
         index = index.reshape(-1, 2, unit // 2).swapaxes(1, 2).reshape(-1)
     return index
+
+
+def half_index(atom: Atom, packed: bool = False) -> Places:
+    """As :func:`pack_index`, where ``ldmatrix`` reads units of both halves of a strip of four slots at once.
+
+    Matrix i of the first read then holds slots 4 i to 4 i + 3 and that of the second those K / 2 further on, in lanes t
+    and t + 2 alike.  A lane has its values of the first read, then those of the second, at ``2 g + t % 2``.
+    """
+    k_extent, (n, _) = stride(atom), atom.extent("B")
+    rows, slots = np.divmod(pack_index(atom, packed).reshape(n, 4, -1)[:, :2], k_extent)  # (n, 2 lanes, values)
+    first = rows * k_extent + slots // 8 * 4 + slots % 8
+    return np.stack((first, first + k_extent // 2), 2).reshape(-1)
 
 
 def column_order(bits: int) -> Layout:

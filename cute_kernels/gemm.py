@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_kernels.gemm_checks import INTEGERS, check_output, floating, of_nothing
 from cute_kernels.gemm_config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, Products, products_of
 from cute_kernels.gemm_cpu import gemm_cpu, int_mm_is_exact
 from cute_kernels.gemm_cuda import gemm_cuda, plan_cuda
 
 Planes = Tensor | Sequence[Tensor]
-INTEGERS = (torch.int32, torch.int64)
-HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -87,17 +86,6 @@ def _planes(x: Planes, name: str) -> tuple[Tensor, ...]:
     return planes
 
 
-def _floating(x: Tensor, name: str, sizes: tuple[tuple[int, ...], ...], device: torch.device, wide: bool) -> Tensor:
-    kinds = (torch.float32, *HALVES, *((torch.float64,) if wide else ()))
-    if x.dtype not in kinds:
-        raise TypeError(f"{name} must be one of {', '.join(map(str, kinds))}, got {x.dtype}")
-    if tuple(x.shape) not in sizes:
-        raise ValueError(f"{name} must have the shape {' or '.join(map(str, sizes))}, got {tuple(x.shape)}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on {device} as a is, got {x.device}")
-    return x
-
-
 def _scale(
     x: Tensor | float | None, name: str, size: int, device: torch.device, wide: bool
 ) -> tuple[Tensor | None, float]:
@@ -105,30 +93,8 @@ def _scale(
     if x is None:
         return None, 1.0
     if isinstance(x, Tensor):
-        return _floating(x, name, ((size,), ()), device, wide), 1.0
+        return floating(x, name, ((size,), ()), device, wide), 1.0
     return None, float(x)
-
-
-def _check_output(out: Tensor | None, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
-    floats = (*HALVES, torch.float32, *((torch.float64,) if device.type == "cpu" else ()))
-    if dtype not in (*INTEGERS, *floats):
-        raise TypeError(
-            f"out_dtype on {device} must be one of {', '.join(map(str, (*INTEGERS, *floats)))}, got {dtype}"
-        )
-    if out is None:
-        return
-    if out.dtype != dtype:
-        raise TypeError(f"out must have out_dtype {dtype}, got {out.dtype}")
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out must have the shape {shape}, got {tuple(out.shape)}")
-    if out.device != device:
-        raise ValueError(f"out must be on {device} as a is, got {out.device}")
-    if out.shape[1] > 1 and out.stride(1) != 1:
-        raise ValueError(f"out must have rows of neighbouring elements, got strides {out.stride()}")
-    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise ValueError(
-            f"out must have rows that do not overlap, got strides {out.stride()} for {out.shape[1]} columns"
-        )
 
 
 def _check_integral(call: Call) -> None:
@@ -172,16 +138,16 @@ def _check(
         raise ValueError(f"columns of a must be rows of b, got {k} and {rows}")
     if not isinstance(shift, int) or not 0 <= shift <= 16:
         raise ValueError(f"shift must be an integer from 0 to 16, got {shift!r}")
-    _check_output(out, out_dtype, (m, n), device)
+    check_output(out, out_dtype, (m, n), device, integers=True)
     wide = out_dtype == torch.float64
     factors_a, number_a = _scale(scale_a, "scale_a", m, device, wide)
     factors_b, number_b = _scale(scale_b, "scale_b", n, device, wide)
     if beta != 0.0 and c is None:
         raise ValueError(f"c must be given for beta {beta}")
     if c is not None:
-        c = _floating(c, "c", ((m, n),), device, wide) if beta != 0.0 else None
+        c = floating(c, "c", ((m, n),), device, wide) if beta != 0.0 else None
     if bias is not None:
-        bias = _floating(bias, "bias", ((n,),), device, wide)
+        bias = floating(bias, "bias", ((n,),), device, wide)
     products = products_of(len(left), len(right), terms)
     left, right = left[: products.planes_a], right[: products.planes_b]
     scale = float(alpha) * number_a * number_b
@@ -240,18 +206,8 @@ def gemm(
         raise NotImplementedError(f"a must be on a CPU or a CUDA device, got {call.device}")
     target = torch.empty((m, n), dtype=out_dtype, device=call.device) if out is None else out
     if min(m, n, k) == 0:
-        return _of_nothing(call, target)
+        return of_nothing(call.c, call.beta, call.bias, target)
     return gemm_cuda(call, target)
-
-
-def _of_nothing(call: Call, out: Tensor) -> Tensor:
-    """``beta c + bias``, the product of an (M, 0) and a (0, N) matrix."""
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    if call.c is not None:
-        total.add_(call.c, alpha=call.beta)
-    if call.bias is not None:
-        total += call.bias
-    return out.copy_(total)
 
 
 def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: torch.dtype = torch.int32) -> GemmPlan:

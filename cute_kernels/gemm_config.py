@@ -116,6 +116,7 @@ class GemmConfig:
                 "kPlanesA": self.products.planes_a,
                 "kPlanesB": self.products.planes_b,
                 "kLevels": self.products.levels,
+                "kFloatSums": False,
                 "kTileM": self.tile_m,
                 "kTileN": self.tile_n,
                 "kTileK": self.tile_k,

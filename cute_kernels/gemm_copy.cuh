@@ -16,6 +16,9 @@ __device__ __forceinline__ void turn_give(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// What a thread has written to shared memory is there for the tensor cores, once a barrier is behind it.
+__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Registers of a thread from here on, for all of a warp group.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {

@@ -111,7 +111,8 @@ def _row_major(c: Tensor) -> Tensor:
 
 
 @lru_cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors_of(device: int) -> int:
+    """Of this device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -160,21 +161,38 @@ def choose_for(call: Call, part: Part, arch: str, multiprocessors: int) -> GemmC
     return choose(m, n, part.size, call.products, arch, out=out, source=source, multiprocessors=multiprocessors)
 
 
+class Result(NamedTuple):
+    """Where a kernel writes, and by which factors and terms; ``owners`` keep them alive."""
+
+    arguments: tuple[int, ...]
+    owners: tuple[Tensor | None, ...]
+
+
+def result_of(
+    out: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, c: Tensor | None
+) -> Result:
+    """The arguments of ``GemmOutput`` that are no numbers."""
+    m, n = out.shape
+    rows, row_step = _factors(scale_a)
+    columns, column_step = _factors(scale_b)
+    bias, _ = _factors(bias)
+    c = None if c is None else _row_major(c)
+    pitch = out.stride(0) if m > 1 else n
+    vector = n % 8 == 0 and out.data_ptr() % ALIGNMENT == 0 and (m == 1 or pitch * out.element_size() % ALIGNMENT == 0)
+    arguments = (
+        out.data_ptr(), pitch, m, n, _pointer(rows), row_step, _pointer(columns), column_step, _pointer(bias),
+        _pointer(c), 0 if c is None else c.stride(0) if m > 1 else n, int(vector),
+    )  # fmt: skip
+    return Result(arguments, (rows, columns, bias, c))
+
+
 def _launch(call: Call, part: Part, config: GemmConfig, a: list[Rows], b: list[Rows]) -> None:
     kernel = get_kernel(config)
     m, n, _ = call.shape
-    scale_a, step_a = _factors(call.scale_a)
-    scale_b, step_b = _factors(call.scale_b)
-    bias, _ = _factors(part.bias)
-    c = None if part.c is None else _row_major(part.c)
-    out = part.out
-    pitch = out.stride(0) if m > 1 else n
-    size = out.element_size()
-    vector = n % 8 == 0 and out.data_ptr() % ALIGNMENT == 0 and (m == 1 or pitch * size % ALIGNMENT == 0)
+    written = result_of(part.out, call.scale_a, call.scale_b, part.bias, part.c)
     result = (
-        part.size, out.data_ptr(), pitch, m, n, _pointer(scale_a), step_a, _pointer(scale_b), step_b, _pointer(bias),
-        _pointer(c), 0 if c is None else c.stride(0) if m > 1 else n, int(vector), np.float32(call.alpha),
-        np.float32(part.beta), np.float32(2.0**-call.shift), np.float32(4.0**-call.shift),
+        part.size, *written.arguments, np.float32(call.alpha), np.float32(part.beta), np.float32(2.0**-call.shift),
+        np.float32(4.0**-call.shift),
     )  # fmt: skip
     padded_a, padded_b = [*a, a[0], a[0]][:3], [*b, b[0], b[0]][:3]
     if config.kernel == "mma":
@@ -204,7 +222,7 @@ def plan_cuda(call: Call) -> tuple[GemmConfig, tuple[str, ...], int, int]:
     launches = list(parts(call, torch.empty(m, n, dtype=call.out_dtype, device="meta")))
     if len(launches) > 1 and launches[0].out is not launches[-1].out:
         workspace += launches[0].out.nbytes
-    config = choose_for(call, launches[0], current_arch(), _multiprocessors(call.device.index))
+    config = choose_for(call, launches[0], current_arch(), multiprocessors_of(call.device.index))
     return config, copies, workspace, len(launches)
 
 
@@ -216,7 +234,7 @@ def gemm_cuda(call: Call, out: Tensor, config: GemmConfig | None = None) -> Tens
     with device_of(out):
         a, b = [_ready(plane) for plane in call.a], [_ready(plane.t()) for plane in call.b]
         arch = current_arch()
-        multiprocessors = _multiprocessors(out.device.index)
+        multiprocessors = multiprocessors_of(out.device.index)
         for part in parts(call, out):
             chosen = choose_for(call, part, arch, multiprocessors)
             if config is not None:

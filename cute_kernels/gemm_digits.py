@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels import cpu
 from cute_kernels.gemm_cuda import ALIGNMENT, aligned, pack
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import current_arch, get_kernel
@@ -148,6 +149,11 @@ def _split(x: Tensor, scale: Tensor, rule: Rule, count: int) -> list[Tensor]:
 
 def _digits_cpu(x: Tensor, rule: Rule, count: int, axis: int | None) -> Digits:
     work = x if x.dtype == torch.float64 else x.to(torch.float32)
+    if work.dtype == torch.float32 and cpu.available():
+        planes, scale, _ = cpu.digits(
+            work, count, axis, high=rule.high, radix=rule.radix, ahead=rule.ahead, power=rule.power
+        )
+        return Digits(planes, scale)
     magnitudes = work.abs()
     if axis is None:
         scale = _scales(magnitudes.amax(), rule)

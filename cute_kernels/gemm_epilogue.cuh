@@ -1,4 +1,4 @@
-// From a warp's sums of digit products to rows of the output:
+// From a warp's sums, of digit products or of floats, to rows of the output:
 // out = (total * row factor) * column factor + beta * c + bias, total = sum of level l * 2^(-shift l).
 #pragma once
 
@@ -17,6 +17,7 @@ struct GemmOutput {
   using Out = typename C::Out;
   using Source = typename C::Source;
   static constexpr bool kIntegral = cuda::std::is_integral_v<Out>;
+  static constexpr bool kFloatSums = C::kFloatSums;  // else exact integers
   static constexpr bool kHasSource = !cuda::std::is_same_v<Source, Nothing>;
 
   Out* out;
@@ -34,7 +35,7 @@ struct GemmOutput {
   // The levels' sums, register by register, become totals in the place of the first: integers, or the bits of floats.
   template <int kRegisters>
   __device__ void fold(uint32_t (&sums)[C::kLevels][kRegisters]) const {
-    if constexpr (kIntegral) return;
+    if constexpr (kIntegral || kFloatSums) return;
     const float weight[] = {weight1, weight2};
     CUTE_UNROLL
     for (int r = 0; r < kRegisters; ++r) {

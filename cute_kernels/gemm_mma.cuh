@@ -15,15 +15,16 @@ namespace magicube {
 
 template <class C>
 struct WarpGemm {
-  static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;  // bytes are integers
-  static constexpr int kThreads = 256, kChunks = kTileK / 16;
+  static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;
+  static constexpr int kRowBytes = C::kFloatSums ? 2 * kTileK : kTileK;  // of bfloat16, or of integers of a byte
+  static constexpr int kThreads = 256, kChunks = kRowBytes / 16;
   static constexpr int kWarpColumns = 32, kWarpsN = kTileN / kWarpColumns, kWarpsM = 8 / kWarpsN;
   static constexpr int kWarpRows = kTileM / kWarpsM, kBlocks = kWarpRows / 16;
   static constexpr int kRegisters = kWarpColumns / 2;  // of a lane, a level's sums of 16 rows
-  static constexpr int kPlaneA = kTileM * kTileK, kPlaneB = kTileN * kTileK;
+  static constexpr int kPlaneA = kTileM * kRowBytes, kPlaneB = kTileN * kRowBytes;
   static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
   static_assert(kWarpsM * kWarpsN == 8 && kBlocks * 16 * kWarpsM == kTileM, "eight warps share a tile");
-  static_assert(kTileK == 64, "a row in shared memory is 64 bytes");
+  static_assert(kTileK == 64, "a row in shared memory is of 64 elements");
 };
 
 struct GemmOperand {
@@ -52,6 +53,22 @@ __device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t (&to
   SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(from), to[0], to[1], to[2], to[3]);
 }
 
+// d += a b for 16 rows and 8 columns; sums are integers, or the bits of floats.
+template <bool kFloats>
+__device__ __forceinline__ void multiply_warp(uint32_t* d, const uint32_t (&a)[4], const uint32_t* b) {
+  if constexpr (kFloats) {
+    float sum[4];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) sum[i] = __uint_as_float(d[i]);
+    SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b[0], b[1], sum[0], sum[1],
+                                        sum[2], sum[3]);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) d[i] = __float_as_uint(sum[i]);
+  } else {
+    SM80_16x8x32_S32S8S8S32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
+  }
+}
+
 template <class C>
 using WarpSums = uint32_t[WarpGemm<C>::kBlocks][C::kLevels][WarpGemm<C>::kRegisters];
 
@@ -67,7 +84,7 @@ __device__ __forceinline__ void multiply_stage(WarpSums<C>& sums, const uint8_t*
       CUTE_UNROLL
       for (int pair = 0; pair < 2; ++pair) {
         const int from = column + 16 * pair + lane / 16 * 8 + lane % 8;
-        load_matrices(stage + C::kPlanesA * G::kPlaneA + j * G::kPlaneB + swizzled<G::kTileK>(from, k + lane / 8 % 2),
+        load_matrices(stage + C::kPlanesA * G::kPlaneA + j * G::kPlaneB + swizzled<G::kRowBytes>(from, k + lane / 8 % 2),
                       b[j][pair]);
       }
     }
@@ -76,16 +93,14 @@ __device__ __forceinline__ void multiply_stage(WarpSums<C>& sums, const uint8_t*
       CUTE_UNROLL
       for (int block = 0; block < G::kBlocks; ++block) {
         uint32_t a[4];
-        load_matrices(stage + i * G::kPlaneA + swizzled<G::kTileK>(row + 16 * block + lane % 16, k + lane / 16), a);
+        load_matrices(stage + i * G::kPlaneA + swizzled<G::kRowBytes>(row + 16 * block + lane % 16, k + lane / 16), a);
         CUTE_UNROLL
         for (int j = 0; j < C::kPlanesB; ++j) {
           if (i + j >= C::kLevels) continue;
           CUTE_UNROLL
           for (int n = 0; n < 4; ++n) {
             uint32_t* d = sums[block][i + j < C::kLevels ? i + j : 0] + 4 * n;
-            const uint32_t* right = b[j][n / 2] + n % 2 * 2;
-            SM80_16x8x32_S32S8S8S32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], right[0], right[1], d[0], d[1],
-                                            d[2], d[3]);
+            multiply_warp<C::kFloatSums>(d, a, b[j][n / 2] + n % 2 * 2);
           }
         }
       }

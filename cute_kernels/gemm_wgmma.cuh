@@ -38,9 +38,10 @@ struct WarpGroupOp<192> { using type = SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN; 
 template <>
 struct WarpGroupOp<256> { using type = SM90::GMMA::MMA_64x256x32_S32S8S8_SS_TN; };
 
-template <class Op, int kRegisters, int... I>
-__device__ __forceinline__ void multiply_group(uint32_t (&sums)[kRegisters], uint64_t a, uint64_t b, int_sequence<I...>) {
-  Op::fma(a, b, sums[I]...);
+template <class Op, class Sum, int kRegisters, int... I, class... Options>
+__device__ __forceinline__ void multiply_group(Sum (&sums)[kRegisters], uint64_t a, uint64_t b, int_sequence<I...>,
+                                               Options... options) {
+  Op::fma(a, b, sums[I]..., options...);
 }
 
 template <class C>

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cute_kernels.numbers import Number
+
 
 class Place(NamedTuple):
     """A dense operand whose rows are contiguous and start at multiples of 16 bytes; all in bytes."""
@@ -37,6 +39,5 @@ class Vectors(NamedTuple):
 
     row_offsets: Tensor  # int64 (R + 1,)
     columns: Tensor  # int32 (vectors,)
-    values: Tensor  # (vectors, V), one integer an entry
-    bits: int
-    signed: bool
+    values: Tensor  # (vectors, V), one an entry: integers, or the bits of floats as int16 or uint8
+    number: Number

@@ -5,15 +5,21 @@
 #pragma once
 
 #include "copy.cuh"
+#include "decode.cuh"
 #include "epilogue.cuh"
 
 namespace magicube {
 
-// 32 k of a row of kBits-bit integers lie in kChunks pieces of 16 bytes; lane t of a group reads kWords words of them.
-template <int kBits>
+// 32 k of a row of kBits-bit elements lie in kChunks pieces of 16 bytes; lane t of a group reads kWords words of them.
+// Format and Operand are those of floats.
+template <int kBits_, bool kSigned_, bool kFloat_, class Format_, class Operand_>
 struct RunOf {
+  using Format = Format_;
+  using Operand = Operand_;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kSigned = kSigned_, kFloat = kFloat_;
   static constexpr int kElement = kBits > 8 ? 16 : kBits;
-  static constexpr int kDigits = kElement == 16 ? 2 : 1;
+  static constexpr int kDigits = kElement == 16 && !kFloat ? 2 : 1;
   static constexpr int kChunks = kElement / 4;
   static constexpr int kWords = kElement / 4;
 };
@@ -32,16 +38,17 @@ __device__ __forceinline__ int spread_row(int g) {
   }
 }
 
-// words: eight k of one row -> (digits, registers). kSplit: even k first, then odd ones, as nibbles unpack.
-template <int kBits, bool kSigned, bool kSplit, int kMmaBits>
-__device__ __forceinline__ void split_run(const uint32_t (&words)[RunOf<kBits>::kWords],
-                                          uint32_t (&out)[RunOf<kBits>::kDigits][kMmaBits / 4]) {
-  using Run = RunOf<kBits>;
-  if constexpr (kMmaBits == 4) {
+// words: eight k of one row -> (digits, registers). kSplit: in the order in which nibbles unpack.
+template <class Run, bool kSplit, int kMmaBits>
+__device__ __forceinline__ void split_run(uint32_t (&words)[Run::kWords], uint32_t (&out)[Run::kDigits][kMmaBits / 4]) {
+  if constexpr (Run::kFloat) {
+    if constexpr (kSplit) split_order<typename Run::Format, typename Run::Operand>(words);
+    expand_words<typename Run::Format, typename Run::Operand>(words, out[0]);
+  } else if constexpr (kMmaBits == 4) {
     out[0][0] = words[0];
   } else if constexpr (Run::kElement == 4) {
-    out[0][0] = low_nibbles<kSigned>(words[0]);
-    out[0][1] = high_nibbles<kSigned>(words[0]);
+    out[0][0] = low_nibbles<Run::kSigned>(words[0]);
+    out[0][1] = high_nibbles<Run::kSigned>(words[0]);
   } else {
     CUTE_UNROLL
     for (int d = 0; d < Run::kDigits; ++d) {
@@ -57,16 +64,15 @@ __device__ __forceinline__ void split_run(const uint32_t (&words)[RunOf<kBits>::
 }
 
 // words: kRuns runs of eight k of one row -> (digits, registers along k)
-template <class S, int kBits, bool kSigned, int kWords>
+template <class S, class Run, int kWords>
 __device__ __forceinline__ void split_runs(const uint32_t (&words)[kWords],
-                                           uint32_t (&out)[RunOf<kBits>::kDigits][kWords / RunOf<kBits>::kWords * S::kRegisters]) {
-  using Run = RunOf<kBits>;
+                                           uint32_t (&out)[Run::kDigits][kWords / Run::kWords * S::kRegisters]) {
   CUTE_UNROLL
   for (int r = 0; r < kWords / Run::kWords; ++r) {
     uint32_t run[Run::kWords], part[Run::kDigits][S::kRegisters];
     CUTE_UNROLL
     for (int i = 0; i < Run::kWords; ++i) run[i] = words[r * Run::kWords + i];
-    split_run<kBits, kSigned, S::kSplit, S::Shape::kBits>(run, part);
+    split_run<Run, S::kSplit, S::Shape::kBits>(run, part);
     CUTE_UNROLL
     for (int d = 0; d < Run::kDigits; ++d) {
       CUTE_UNROLL
@@ -78,20 +84,24 @@ __device__ __forceinline__ void split_runs(const uint32_t (&words)[kWords],
 // What the kernels derive from a config; a piece is kPiece vectors.
 template <class C, int kPiece>
 struct SampleShape {
-  using Shape = AtomShape<typename AtomFor<C::kSignedY, C::kSignedX>::type>;
-  using RunX = RunOf<C::kBitsX>;
-  using RunY = RunOf<C::kBitsY>;
+  using Shape = AtomShape<typename AtomFor<typename C::OperandY, typename C::OperandX>::type>;
+  using RunX = RunOf<C::kBitsX, C::kSignedX, C::kFloat, typename C::FormatX, typename C::OperandX>;
+  using RunY = RunOf<C::kBitsY, C::kSignedY, C::kFloat, typename C::FormatY, typename C::OperandY>;
+  using Total = TotalOf<C>;
   static constexpr int kSlots = kPiece;
   static constexpr int kBlocks = kSlots / 8;                                  // row blocks of gathered rows
   static constexpr int kRowTiles = C::kVector <= 8 ? 1 : C::kVector / 8;
   static constexpr int kRowsX = 8 * kRowTiles;
-  static constexpr bool kSplit = Shape::kBits == 8 && (C::kBitsX == 4) != (C::kBitsY == 4);
+  static constexpr bool kSplit = Shape::kBits >= 8 && (C::kBitsX == 4) != (C::kBitsY == 4);
   static constexpr int kRegisters = Shape::kBits / 4;                         // registers that 32 k give a digit
   static_assert(kBlocks % Shape::kRowBlocks == 0, "the mma must fit the piece");
-  static constexpr int kShift = Shape::kBits == 4 ? 0
+  static constexpr int kShift = Shape::kBits == 4 || C::kFloat ? 0
                                 : (C::kBitsX == 4 && C::kSignedX ? 4 : 0) + (C::kBitsY == 4 && C::kSignedY ? 4 : 0);
-  CUTE_HOST_DEVICE static constexpr bool x_signed(int d) { return C::kSignedX && d == RunX::kDigits - 1; }
-  CUTE_HOST_DEVICE static constexpr bool y_signed(int d) { return C::kSignedY && d == RunY::kDigits - 1; }
+  // The mma's operands: a float's format, or the sign of a digit.
+  template <int kDigit>
+  using OperandX = cuda::std::conditional_t<C::kFloat, typename C::OperandX, Integer<C::kSignedX && kDigit == RunX::kDigits - 1>>;
+  template <int kDigit>
+  using OperandY = cuda::std::conditional_t<C::kFloat, typename C::OperandY, Integer<C::kSignedY && kDigit == RunY::kDigits - 1>>;
 };
 
 template <class C>
@@ -108,9 +118,8 @@ struct SddmmShape : SampleShape<C, (C::kStride < 32 ? C::kStride : 32)> {
 };
 
 // (digits, registers along k) of one row from shared memory; k in runs of 32.
-template <class S, int kBits, bool kSigned, int kRowBytes>
+template <class S, class Run, int kRowBytes>
 struct RowReader {
-  using Run = RunOf<kBits>;
   uint32_t base;
 
   __device__ void read(int row, int run, int lane, uint32_t (&out)[Run::kDigits][S::kRuns * S::kRegisters]) const {
@@ -123,7 +132,7 @@ struct RowReader {
       uint32_t words[Run::kWords];
       load_shared(at, words);
       uint32_t part[Run::kDigits][S::kRegisters];
-      split_run<kBits, kSigned, S::kSplit, S::Shape::kBits>(words, part);
+      split_run<Run, S::kSplit, S::Shape::kBits>(words, part);
       CUTE_UNROLL
       for (int d = 0; d < Run::kDigits; ++d) {
         CUTE_UNROLL
@@ -151,7 +160,7 @@ struct PieceSums {
     static_assert(kCount % Shape::kDepth == 0, "the registers must be those of whole mmas");
     if constexpr (kX < S::RunX::kDigits) {
       if constexpr (kY < S::RunY::kDigits) {
-        using Op = typename AtomFor<S::y_signed(kY), S::x_signed(kX)>::type;
+        using Op = typename AtomFor<typename S::template OperandY<kY>, typename S::template OperandX<kX>>::type;
         CUTE_UNROLL
         for (int b = 0; b < S::kBlocks; b += Shape::kRowBlocks) {
           CUTE_UNROLL
@@ -173,15 +182,21 @@ struct PieceSums {
 
   template <class Total>
   __device__ Total total(int tile, int block, int j) const {
-    Total out = 0;
-    CUTE_UNROLL
-    for (int dx = 0; dx < S::RunX::kDigits; ++dx) {
+    if constexpr (S::RunX::kFloat) {
+      constexpr float kX = kLift<typename S::RunX::Format, typename S::RunX::Operand>;
+      constexpr float kY = kLift<typename S::RunY::Format, typename S::RunY::Operand>;
+      return __uint_as_float(sum[tile][0][0][block][j]) * (kX * kY);
+    } else {
+      Total out = 0;
       CUTE_UNROLL
-      for (int dy = 0; dy < S::RunY::kDigits; ++dy) {
-        out += weighted<Total>(static_cast<int32_t>(sum[tile][dx][dy][block][j]) >> S::kShift, 8 * (dx + dy));
+      for (int dx = 0; dx < S::RunX::kDigits; ++dx) {
+        CUTE_UNROLL
+        for (int dy = 0; dy < S::RunY::kDigits; ++dy) {
+          out += weighted<Total>(static_cast<int32_t>(sum[tile][dx][dy][block][j]) >> S::kShift, 8 * (dx + dy));
+        }
       }
+      return out;
     }
-    return out;
   }
 };
 
@@ -231,8 +246,8 @@ struct PieceRing {
 template <class C>
 __device__ void add_stage(PieceSums<SddmmShape<C>>& sums, uint32_t at, int runs, int lane) {
   using S = SddmmShape<C>;
-  const RowReader<S, C::kBitsY, C::kSignedY, S::kBytesY> read_y{at};
-  const RowReader<S, C::kBitsX, C::kSignedX, S::kBytesX> read_x{at + S::kSlots * S::kBytesY};
+  const RowReader<S, typename S::RunY, S::kBytesY> read_y{at};
+  const RowReader<S, typename S::RunX, S::kBytesX> read_x{at + S::kSlots * S::kBytesY};
   for (int run = 0; run < runs; run += S::kRuns) {
     uint32_t y[S::kBlocks][S::RunY::kDigits][S::kRuns * S::kRegisters];
     CUTE_UNROLL
@@ -279,8 +294,13 @@ __device__ void write_piece(const SddmmOutput& at, int64_t block, int piece, con
   }
 }
 
+// Blocks of a multiprocessor that registers are shared out for; left alone, the compiler wants more of them than the sums
+// of many rows of floats leave.
 template <class C>
-__global__ void __launch_bounds__(C::kWarps * 32)
+constexpr int kSddmmBlocks = C::kFloat && C::kVector == 32 ? 16 / C::kWarps : 0;
+
+template <class C>
+__global__ void __launch_bounds__(C::kWarps * 32, kSddmmBlocks<C>)
 sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64_t x_pitch, int64_t x_batch, int64_t x_bytes,
       const uint8_t* y, int64_t y_pitch, int64_t y_batch, int64_t y_bytes, void* out, const float* left, int64_t left_step,
       int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows, int64_t inner,
@@ -312,7 +332,7 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
   }
   PieceSums<SddmmShape<C>> sums;
   sums.clear();
-  using Total = cuda::std::conditional_t<C::kWide || C::kLongTotal, int64_t, int32_t>;
+  using Total = cuda::std::conditional_t<C::kWide, int64_t, typename S::Total>;
   constexpr int kSafeSteps = 32768 / S::kDepthK;
   Total wide[S::kRowTiles][S::kBlocks][2] = {};
   const auto fold = [&] {

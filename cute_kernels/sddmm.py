@@ -14,11 +14,11 @@ from torch import Tensor
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
 from cute_kernels.banks import Access, swizzled
-from cute_kernels.integers import digit_count
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import Kernel
+from cute_kernels.numbers import Number, digits, element_bits
 from cute_kernels.operands import Factor, Place, Target
-from cute_kernels.source import OUT_TYPES, constants
+from cute_kernels.source import OUT_TYPES, constants, types
 
 
 def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
@@ -35,17 +35,15 @@ def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
 class SampleConfig:
     """What the SDDMM kernels are compiled for; M, N and K stay run-time values.
 
-    ``x_*`` and ``y_*`` are the operands, ``out`` the name of a torch dtype, ``stride`` the one of the SR-BCRS output.
+    ``x`` and ``y`` are the operands, ``out`` the name of a torch dtype, ``stride`` the one of the SR-BCRS output.
     """
 
     STEM: ClassVar[str]
 
     atom: str
     vector_length: int
-    x_bits: int
-    x_signed: bool
-    y_bits: int
-    y_signed: bool
+    x: Number
+    y: Number
     out: str
     stride: int = 32
 
@@ -55,19 +53,18 @@ class SampleConfig:
 
     @property
     def digits(self) -> tuple[int, int]:
-        return digit_count(self.x_bits), digit_count(self.y_bits)
+        return digits(self.x), digits(self.y)
 
     @property
     def shifted(self) -> bool:
         """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
-        signed4 = (self.x_bits == 4 and self.x_signed) or (self.y_bits == 4 and self.y_signed)
-        return signed4 and self.entry.mma_bits == 8
+        signed4 = (self.x.bits == 4 and self.x.signed) or (self.y.bits == 4 and self.y.signed)
+        return signed4 and self.entry.mma_bits == 8 and not self.entry.floating
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        sign = {True: "s", False: "u"}
-        pair = f"{sign[self.x_signed]}{self.x_bits}x{sign[self.y_signed]}{self.y_bits}"
+        pair = f"{self.x.name}x{self.y.name}"
         return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
 
     def _tags(self) -> list[str]:
@@ -76,10 +73,11 @@ class SampleConfig:
     def _constants(self) -> dict[str, object]:
         return {
             "kVector": self.vector_length,
-            "kBitsX": self.x_bits,
-            "kBitsY": self.y_bits,
-            "kSignedX": self.x_signed,
-            "kSignedY": self.y_signed,
+            "kBitsX": self.x.bits,
+            "kBitsY": self.y.bits,
+            "kSignedX": self.x.signed,
+            "kSignedY": self.y.signed,
+            "kFloat": self.entry.floating,
             "kStride": self.stride,
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
         }
@@ -98,16 +96,18 @@ class SampleConfig:
 
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
+        names = {
+            "FormatX": atoms.format_type(self.x),
+            "FormatY": atoms.format_type(self.y),
+            "OperandX": atoms.operand_type(atoms.operand_of(self.entry, self.x)),
+            "OperandY": atoms.operand_type(atoms.operand_of(self.entry, self.y)),
+            "Out": OUT_TYPES[self.out],
+        }
         source = (
             f'{atoms.declaration(self.entry)}#include "{self.STEM}.cuh"\nnamespace magicube {{\nstruct Config {{\n'
-            f"{constants(self._constants())}  using Out = {OUT_TYPES[self.out]};\n}};\n}}  // namespace magicube\n"
+            f"{constants(self._constants())}{types(names)}}};\n}}  // namespace magicube\n"
         )
         return Unit(source, f"magicube::{self.STEM}<magicube::Config>", arch, self.name)
-
-
-def element(bits: int) -> int:
-    """Bits of an integer of ``bits`` bits in memory."""
-    return 16 if bits > 8 else bits
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class SddmmConfig(SampleConfig):
     @property
     def depth(self) -> int:
         """k of one stage."""
-        return self.row_bytes * 8 // max(element(self.x_bits), element(self.y_bits))
+        return self.row_bytes * 8 // max(element_bits(self.x), element_bits(self.y))
 
     @property
     def threads(self) -> int:
@@ -142,7 +142,7 @@ class SddmmConfig(SampleConfig):
     @property
     def smem_bytes(self) -> int:
         rows_x = max(8, self.vector_length)
-        bits = self.slots * element(self.y_bits) + rows_x * element(self.x_bits)
+        bits = self.slots * element_bits(self.y) + rows_x * element_bits(self.x)
         return self.warps * self.stages * self.depth * bits // 8
 
     def grid(self, blocks: int, batch: int) -> tuple[int, int, int]:
@@ -169,9 +169,9 @@ class SddmmConfig(SampleConfig):
         rows = torch.arange(blocks.numel(), dtype=torch.int32, device=blocks.device)
         return torch.repeat_interleave(rows, blocks)
 
-    def _tile(self, name: str, bits: int, rows: int, used: int) -> list[Access]:
+    def _tile(self, name: str, number: Number, rows: int, used: int) -> list[Access]:
         """Accesses to the rows of one operand: ``used`` of ``rows`` are fetched, all are read."""
-        row_bytes, words = self.depth * element(bits) // 8, element(bits) // 4
+        row_bytes, words = self.depth * element_bits(number) // 8, element_bits(number) // 4
         chunks = row_bytes // 16
         pieces = np.arange(-(-used * chunks // 32) * 32).reshape(-1, 32)
         fetch = np.where(pieces < used * chunks, swizzled(pieces // chunks, pieces % chunks, row_bytes), -1)
@@ -190,8 +190,8 @@ class SddmmConfig(SampleConfig):
 
     def accesses(self) -> list[Access]:
         """Every access of a warp to shared memory."""
-        y = self._tile("Y", self.y_bits, self.slots, self.slots)
-        return y + self._tile("X", self.x_bits, max(8, self.vector_length), self.vector_length)
+        y = self._tile("Y", self.y, self.slots, self.slots)
+        return y + self._tile("X", self.x, max(8, self.vector_length), self.vector_length)
 
     def launch(
         self,

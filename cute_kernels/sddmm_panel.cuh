@@ -14,7 +14,6 @@ template <class C>
 struct SddmmPanelShape : SampleShape<C, C::kSlots> {
   using Base = SampleShape<C, C::kSlots>;
   using typename Base::RunX, typename Base::RunY;
-  using Total = cuda::std::conditional_t<C::kLongTotal, int64_t, int32_t>;
   static_assert(Base::Shape::kBits == 8 && C::kStride % Base::kBlocks == 0, "an 8-bit mma and whole units a block are needed");
   static constexpr int kBoxBytes = 128;
   static constexpr int kRuns = kBoxBytes / 4 / RunY::kElement;               // runs of eight k that a lane has of a box
@@ -97,7 +96,7 @@ struct RowsOfX {
           CUTE_UNROLL
           for (int j = 0; j < S::kLoadX; ++j) raw[i + j] = part[j];
         }
-        split_runs<S, C::kBitsX, C::kSignedX>(raw, word[box][tile]);
+        split_runs<S, Run>(raw, word[box][tile]);
       }
     }
   }
@@ -126,7 +125,7 @@ struct RowOfY {
       raw[i] = crossed ? other[i] : one[i];
       raw[4 + i] = crossed ? one[i] : other[i];
     }
-    split_runs<S, C::kBitsY, C::kSignedY>(raw, out);
+    split_runs<S, typename S::RunY>(raw, out);
   }
 };
 

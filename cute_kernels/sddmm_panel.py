@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
 from cute_kernels.jit.kernel import Kernel, tensor_map
+from cute_kernels.numbers import element_bits
 from cute_kernels.operands import Factor, Place, Target
-from cute_kernels.sddmm import SampleConfig, element
+from cute_kernels.sddmm import SampleConfig
 from cute_kernels.source import OUT_BYTES
 
 BOX_BYTES = 128  # of a row of Y, as wide as the copy engine's swizzle
@@ -42,17 +43,17 @@ class SddmmPanelConfig(SampleConfig):
     @property
     def depth(self) -> int:
         """The longest sum."""
-        return self.boxes * BOX_BYTES * 8 // element(self.y_bits)
+        return self.boxes * BOX_BYTES * 8 // element_bits(self.y)
 
     @property
     def _pitch(self) -> int:
         """Bytes from one row of X to the next in shared memory."""
-        return self.depth * element(self.x_bits) // 8 + 4 * self._load
+        return self.depth * element_bits(self.x) // 8 + 4 * self._load
 
     @property
     def _load(self) -> int:
         """Bytes of X that a lane loads at once."""
-        return min(16, 16 * element(self.x_bits) // element(self.y_bits))
+        return min(16, 16 * element_bits(self.x) // element_bits(self.y))
 
     @property
     def smem_bytes(self) -> int:
@@ -109,7 +110,7 @@ class SddmmPanelConfig(SampleConfig):
         piece = np.arange(-(-chunks // 32) * 32).reshape(-1, 32)
         width = chunks // self.vector_length
         fetch = np.where(piece < chunks, piece // width * self._pitch + piece % width * 16, -1)
-        lane_bytes = 16 * element(self.x_bits) // element(self.y_bits)
+        lane_bytes = 16 * element_bits(self.x) // element_bits(self.y)
         x = [
             (8 * tile + g % self.vector_length) * self._pitch + (4 * half + t) * lane_bytes + part
             for tile in range(max(1, self.vector_length // 8))

@@ -12,6 +12,11 @@ def literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def types(values: dict[str, str]) -> str:
+    """Type names of a C++ struct, one for each of ``values``."""
+    return "".join(f"  using {name} = {value};\n" for name, value in values.items())
+
+
 def constants(values: dict[str, object]) -> str:
     """``static constexpr`` members of a C++ struct, one for each of ``values``."""
     return "".join(

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "copy.cuh"
+#include "decode.cuh"
 #include "epilogue.cuh"
 
 namespace magicube {
@@ -21,19 +22,21 @@ struct SpmmOperands {
 
 template <class C>
 struct SpmmShape {
-  using Shape = AtomShape<typename AtomFor<C::kSignedB, C::kSignedA>::type>;
+  using Shape = AtomShape<typename AtomFor<typename C::OperandB, typename C::OperandA>::type>;
   static constexpr int kElement = C::kBitsB > 8 ? 16 : C::kBitsB;
-  using Units = DenseUnits<Shape, kElement, C::kSignedB>;
+  using Units = cuda::std::conditional_t<C::kFloat, FloatUnits<Shape, typename C::FormatB, typename C::OperandB>,
+                                         DenseUnits<Shape, kElement, C::kSignedB>>;
 
-  static constexpr int kDigitsA = C::kBitsA > 8 ? 2 : 1;
+  static constexpr int kDigitsA = C::kBitsA > 8 && !C::kFloat ? 2 : 1;
   static constexpr int kPlanes = C::kStacked ? 1 : kDigitsA;             // mma operands of A's digits
   static constexpr int kTileRows = C::kVector < 8 ? C::kVector : 8;      // rows of a vector in one mma
   static constexpr int kRowTiles = C::kVector / kTileRows;
   static constexpr int kUsedRows = C::kStacked ? 2 * kTileRows : kTileRows;  // columns of the mma that hold values
   static_assert(!C::kStacked || (kDigitsA == 2 && C::kVector <= 4), "two digits of at most four rows stack");
-  // Packed 4-bit values become two registers of an 8-bit mma each.
-  static constexpr bool kPackedA = C::kBitsA == 4 && Shape::kBits == 8 && Shape::kDepth % 2 == 0;
-  static constexpr int kWords = kPackedA ? Shape::kDepth / 2 : Shape::kDepth;
+  // Packed 4-bit values become two registers of an 8-bit mma each; floats as many as they are narrower.
+  static constexpr bool kPackedA = !C::kFloat && C::kBitsA == 4 && Shape::kBits == 8 && Shape::kDepth % 2 == 0;
+  static constexpr int kWords = C::kFloat ? Shape::kDepth * C::kBitsA / Shape::kBits : Shape::kDepth / (kPackedA ? 2 : 1);
+  static_assert(kWords > 0, "a lane's values must fill a word");
   static constexpr int kShift = Units::kShift + (kPackedA && C::kSignedA ? 4 : 0);
 
   static constexpr int kChunks = C::kRowBytes / 16;
@@ -42,10 +45,16 @@ struct SpmmShape {
   static constexpr int kStep = Shape::kRowBlocks > Units::kSubs ? Shape::kRowBlocks / Units::kSubs : 1;  // chunks at a time
   static_assert(kChunks % kStep == 0 && Units::kSubs * kStep % Shape::kRowBlocks == 0, "units must fill the mma's rows");
 
-  CUTE_HOST_DEVICE static constexpr bool sparse_signed(int plane) {
-    return C::kSignedA && (C::kStacked || plane == kDigitsA - 1);
+  // The mma's operands: a float's format, or the sign of a digit.
+  template <int kPlane>
+  using SparseOperand = cuda::std::conditional_t<
+      C::kFloat, typename C::OperandA, Integer<C::kSignedA && (C::kStacked || kPlane == kDigitsA - 1)>>;
+  template <int kDigit>
+  using DenseOperand = cuda::std::conditional_t<C::kFloat, typename C::OperandB,
+                                                Integer<C::kSignedB && kDigit == Units::kDigits - 1>>;
+  static constexpr float lift() {
+    return kLift<typename C::FormatA, typename C::OperandA> * kLift<typename C::FormatB, typename C::OperandB>;
   }
-  CUTE_HOST_DEVICE static constexpr bool dense_signed(int digit) { return C::kSignedB && digit == Units::kDigits - 1; }
   static constexpr int64_t kGroupWords = int64_t{kPlanes} * kRowTiles * 4 * kUsedRows * kWords;
 };
 
@@ -71,13 +80,17 @@ struct SparseFragment {
   }
 
   __device__ void expand(int p, int tile, uint32_t (&out)[S::Shape::kDepth]) const {
-    CUTE_UNROLL
-    for (int w = 0; w < S::kWords; ++w) {
-      if constexpr (S::kPackedA) {
-        out[2 * w] = low_nibbles<C::kSignedA>(words[p][tile][w]);
-        out[2 * w + 1] = high_nibbles<C::kSignedA>(words[p][tile][w]);
-      } else {
-        out[w] = words[p][tile][w];
+    if constexpr (C::kFloat) {
+      expand_words<typename C::FormatA, typename C::OperandA>(words[p][tile], out);
+    } else {
+      CUTE_UNROLL
+      for (int w = 0; w < S::kWords; ++w) {
+        if constexpr (S::kPackedA) {
+          out[2 * w] = low_nibbles<C::kSignedA>(words[p][tile][w]);
+          out[2 * w + 1] = high_nibbles<C::kSignedA>(words[p][tile][w]);
+        } else {
+          out[w] = words[p][tile][w];
+        }
       }
     }
   }
@@ -129,7 +142,8 @@ struct Sums {
   __device__ void for_digits(const uint32_t* sparse, int tile, int chunk, const Dense& dense) {
     using Shape = typename S::Shape;
     if constexpr (kDigit < Units::kDigits) {
-      using Op = typename AtomFor<S::dense_signed(kDigit), S::sparse_signed(kPlane)>::type;
+      using Op = typename AtomFor<typename S::template DenseOperand<kDigit>,
+                                  typename S::template SparseOperand<kPlane>>::type;
       CUTE_UNROLL
       for (int u = 0; u < S::kStep * Units::kSubs; u += Shape::kRowBlocks) {
         multiply<Op>(sum[tile][kPlane][kDigit][chunk * Units::kSubs + u], &dense[kDigit][0][0][0] + u * Shape::kDepth, sparse);
@@ -145,12 +159,16 @@ struct Sums {
     for (int u = 0; u < S::kUnits; ++u) {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
-        out[u][j] = 0;
-        CUTE_UNROLL
-        for (int p = 0; p < S::kPlanes; ++p) {
+        if constexpr (C::kFloat) {
+          out[u][j] = __uint_as_float(sum[tile][0][0][u][j]) * S::lift();
+        } else {
+          out[u][j] = 0;
           CUTE_UNROLL
-          for (int d = 0; d < Units::kDigits; ++d) {
-            out[u][j] += weighted<Total>(static_cast<int32_t>(sum[tile][p][d][u][j]) >> S::kShift, 8 * (p + d));
+          for (int p = 0; p < S::kPlanes; ++p) {
+            CUTE_UNROLL
+            for (int d = 0; d < Units::kDigits; ++d) {
+              out[u][j] += weighted<Total>(static_cast<int32_t>(sum[tile][p][d][u][j]) >> S::kShift, 8 * (p + d));
+            }
           }
         }
       }

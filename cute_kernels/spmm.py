@@ -11,11 +11,13 @@ from torch import Tensor
 
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
-from cute_kernels.fragments import pack_index, stride
-from cute_kernels.integers import digit_count, split_digits, widen
+from cute_kernels.floats import FORMATS, decode, encode
+from cute_kernels.fragments import Places, pack_index, stride
+from cute_kernels.integers import split_digits, widen
 from cute_kernels.jit.compiler import Unit
+from cute_kernels.numbers import Integer, Number, digits, element_bits
 from cute_kernels.operands import Factor, Target, Vectors
-from cute_kernels.source import OUT_BYTES, OUT_TYPES, constants
+from cute_kernels.source import OUT_BYTES, OUT_TYPES, constants, types
 
 SAFE_RUN = 32768  # products of two bytes that int32 can sum without overflow, in any of the kernels' forms
 
@@ -24,8 +26,8 @@ SAFE_RUN = 32768  # products of two bytes that int32 can sum without overflow, i
 class SpmmConfig:
     """What the SpMM kernels are compiled for; M, N and K stay run-time values.
 
-    ``atom`` names an entry of the atom table; ``a_*`` is the sparse operand, ``b_*`` the dense one, ``out`` the name of
-    a torch dtype.  ``stack``: two digits of a short vector share one instruction where their signs allow it.
+    ``atom`` names an entry of the atom table; ``a`` is the sparse operand, ``b`` the dense one, ``out`` the name of a
+    torch dtype.  ``stack``: two digits of a short vector share one instruction where their signs allow it.
     ``swizzle``: rows in shared memory are swizzled over the banks, without which the kernels are slow.
     """
 
@@ -33,10 +35,8 @@ class SpmmConfig:
 
     atom: str
     vector_length: int
-    a_bits: int
-    a_signed: bool
-    b_bits: int
-    b_signed: bool
+    a: Number
+    b: Number
     out: str
     stack: bool = True
     swizzle: bool = True
@@ -53,39 +53,46 @@ class SpmmConfig:
     @property
     def stacked(self) -> bool:
         """Digits share an instruction: they must have one sign, which two signed digits of 16 bits cannot have."""
-        one_sign = not self.a_signed or self.a_bits == 12
-        return self.stack and one_sign and digit_count(self.a_bits) == 2 and self.vector_length <= 4
+        one_sign = not self.a.signed or self.a.bits == 12
+        return self.stack and one_sign and digits(self.a) == 2 and self.vector_length <= 4
 
     @property
     def packed(self) -> bool:
-        """4-bit values stay packed in the execution copy."""
+        """4-bit values stay packed in the execution copy: a lane's are whole words."""
         depth = self.group * self.entry.mma_bits // 128
-        return self.a_bits == 4 and (self.entry.mma_bits == 4 or depth % 2 == 0)
+        return self.a.bits == 4 and depth % (self.entry.mma_bits // 4) == 0
+
+    @property
+    def stored(self) -> Number:
+        """What the values are in the execution copy: 4-bit floats that are not packed are e4m3, which holds them."""
+        widened = self.a.bits == 4 and not isinstance(self.a, Integer) and not self.packed
+        return FORMATS["e4m3"] if widened else self.a
 
     @property
     def digits(self) -> tuple[int, int]:
-        return digit_count(self.a_bits), digit_count(self.b_bits)
+        return digits(self.a), digits(self.b)
 
     @property
     def shifted(self) -> bool:
         """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
-        through_bytes = self.entry.mma_bits == 8
-        return through_bytes and ((self.packed and self.a_signed) or (self.b_bits == 4 and self.b_signed))
+        through_bytes = self.entry.mma_bits == 8 and not self.entry.floating
+        return through_bytes and ((self.packed and self.a.signed) or (self.b.bits == 4 and self.b.signed))
 
     @property
     def columns(self) -> int:
         """Columns of B that one strip has."""
-        return self.row_bytes * 8 // (16 if self.b_bits > 8 else self.b_bits)
+        return self.row_bytes * 8 // element_bits(self.b)
 
     row_bytes: ClassVar[int]
 
     def _constants(self) -> dict[str, object]:
         return {
             "kVector": self.vector_length,
-            "kBitsA": self.a_bits,
-            "kBitsB": self.b_bits,
-            "kSignedA": self.a_signed,
-            "kSignedB": self.b_signed,
+            "kBitsA": self.stored.bits,
+            "kBitsB": self.b.bits,
+            "kSignedA": self.a.signed,
+            "kSignedB": self.b.signed,
+            "kFloat": self.entry.floating,
             "kStacked": self.stacked,
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
             "kRowBytes": self.row_bytes,
@@ -94,17 +101,23 @@ class SpmmConfig:
 
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
+        names = {
+            "FormatA": atoms.format_type(self.stored),
+            "FormatB": atoms.format_type(self.b),
+            "OperandA": atoms.operand_type(atoms.operand_of(self.entry, self.a)),
+            "OperandB": atoms.operand_type(atoms.operand_of(self.entry, self.b)),
+            "Out": OUT_TYPES[self.out],
+        }
         source = (
             f'{atoms.declaration(self.entry)}#include "{self.STEM}.cuh"\nnamespace magicube {{\nstruct Config {{\n'
-            f"{constants(self._constants())}  using Out = {OUT_TYPES[self.out]};\n}};\n}}  // namespace magicube\n"
+            f"{constants(self._constants())}{types(names)}}};\n}}  // namespace magicube\n"
         )
         return Unit(source, f"magicube::{self.STEM}<magicube::Config>", arch, self.name)
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        sign = {True: "s", False: "u"}
-        pair = f"{sign[self.a_signed]}{self.a_bits}x{sign[self.b_signed]}{self.b_bits}"
+        pair = f"{self.a.name}x{self.b.name}"
         return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
 
     def _tags(self) -> list[str]:
@@ -112,19 +125,31 @@ class SpmmConfig:
 
     def vector_stores(self, out: Target, right: Factor) -> int:
         """Whether neighbouring results can be stored, and their factors read, at once: 1 or 0."""
-        run = 16 // (16 if self.b_bits > 8 else self.b_bits)
+        run = 16 // element_bits(self.b)
         width = min(16, run * OUT_BYTES[self.out])
         return int(out.columns % run == 0 and out.pointer % width == 0 and right.pointer % (4 * run) == 0)
+
+    def value_order(self, narrow: bool) -> Places:
+        """The place in a group, row * K + slot, of each value of the execution copy."""
+        return pack_index(self.entry, packed=narrow)
 
     def sparse_key(self) -> tuple[object, ...]:
         """What the execution copy depends on."""
         return (self.atom, self.stacked, self.packed)
 
 
-def plane_bytes(vectors: Vectors, stacked: bool) -> Tensor:
-    """Digits of the values as bytes, (digits, vectors, V); stacked digits share a sign: the lower one's too."""
-    if not (stacked and vectors.signed):
-        return split_digits(vectors.values, vectors.bits, vectors.signed)
+def planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
+    """Digits of the values as bytes, or the bits of floats as int16 or uint8: (digits, vectors, V).
+
+    Stacked digits share a sign: the lower one's too.
+    """
+    number = vectors.number
+    if not isinstance(number, Integer):
+        widened = config.stored.name != number.name
+        codes = encode(decode(vectors.values, number.name), config.stored.name) if widened else vectors.values
+        return codes[None]
+    if not (config.stacked and number.signed):
+        return split_digits(vectors.values, *number)
     wide = widen(vectors.values)
     low = ((wide + 128) & 0xFF) - 128
     return torch.stack([low & 0xFF, ((wide - low) >> 8) & 0xFF]).to(torch.uint8)
@@ -136,26 +161,26 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
     ``positions``: int64 (vectors,), the place of each vector among ``groups * group`` slots.  A lane then reads its
     operand of one instruction with one load.
     """
-    planes = plane_bytes(vectors, config.stacked)  # (digits, vectors, V)
-    digits, _, v = planes.shape
-    slots = torch.zeros(digits, groups * config.group, v, dtype=torch.uint8, device=planes.device)
-    slots[:, positions] = planes
+    found = planes(config, vectors)  # (digits, vectors, V)
+    count, _, v = found.shape
+    slots = torch.zeros(count, groups * config.group, v, dtype=found.dtype, device=found.device)
+    slots[:, positions] = found
     rows = min(v, 8)
-    tiles = slots.view(digits, groups, config.group, v // rows, rows).permute(
+    tiles = slots.view(count, groups, config.group, v // rows, rows).permute(
         1, 0, 3, 4, 2
     )  # (groups, digits, tiles, rows, slots)
     if config.stacked:
-        tiles = tiles.reshape(groups, 1, 1, digits * rows, config.group)
+        tiles = tiles.reshape(groups, 1, 1, count * rows, config.group)
     used = tiles.shape[3]
     per_lane = config.group // 4
     narrow = config.packed or config.entry.mma_bits == 4
-    order = pack_index(config.entry, packed=narrow)[: 4 * used * per_lane]
-    index = torch.from_numpy(order).to(planes.device)
+    order = config.value_order(narrow)[: 4 * used * per_lane]
+    index = torch.from_numpy(order).to(found.device)
     operands = tiles.shape[1] * tiles.shape[2]
     packed = tiles.reshape(groups, operands, used * config.group)[..., index]  # (groups, operands, values)
     if narrow:
         packed = (packed[..., 0::2] & 0xF) | ((packed[..., 1::2] & 0xF) << 4)
-    return packed.flatten(1).contiguous()
+    return packed.flatten(1).contiguous().view(torch.uint8)
 
 
 def group_offsets(row_offsets: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,10 @@ struct GatherRing {
       const int slot = piece / S::kChunks, chunk = piece % S::kChunks;
       const int32_t column = __shfl_sync(~0u, columns[32 * i / S::kChunks / 32], slot % 32);
       const uint32_t to = base + stage * kStageBytes + swizzled<C::kRowBytes, C::kSwizzle>(slot, chunk);
-      // Padding is not fetched: all warps at one row of B would wait for each other, and its values are 0 anyway.
-      if (column >= 0) copy_async(to, strip + column * pitch + chunk * 16, valid);
+      // Padding is not fetched: all warps at one row of B would wait for each other, and its values are 0 anyway. Floats
+      // get zeros there, because 0 times what an earlier row left may be NaN.
+      if constexpr (C::kFloat) copy_async(to, strip + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
+      else if (column >= 0) copy_async(to, strip + column * pitch + chunk * 16, valid);
     }
   }
 
@@ -98,7 +100,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
             int64_t vector_stores) {
   using S = SpmmShape<C>;
   using Ring = GatherRing<C>;
-  using Total = cuda::std::conditional_t<C::kWide || C::kLongTotal, int64_t, int32_t>;
+  using Total = cuda::std::conditional_t<C::kWide, int64_t, TotalOf<C>>;
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kTeams = C::kWarps / C::kRowWarps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

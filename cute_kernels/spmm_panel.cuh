@@ -71,6 +71,13 @@ struct PanelItem {
     settle();
   }
   __device__ bool exists() const { return batch < batches; }
+  // This block's block of vector rows.
+  __device__ int64_t block() const {
+    if constexpr (C::kCluster == 1) return row_block;
+    else return int64_t{row_block} * C::kCluster + cluster::rank();
+  }
+  // What follows from the numbers is computed again, rather than kept in registers while all of them are wanted.
+  __device__ void forget() { asm volatile("" : "+r"(row_block), "+r"(strip)); }
   __device__ void advance() {
     strip += gridDim.x / C::kCluster / row_blocks;
     row_block += gridDim.x / C::kCluster % row_blocks;
@@ -110,7 +117,7 @@ __device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescr
 }
 
 // One group as a lane holds it: where its rows lie in the ring, and its values.
-template <class C>
+template <class C, bool kHalved = C::kHalved>
 struct PanelGroup {
   using S = SpmmShape<C>;
   static constexpr int kSlots = S::Shape::kK;
@@ -129,35 +136,110 @@ struct PanelGroup {
   }
 };
 
-// Where a warp is in one vector row; the next two groups are in registers or on their way.
+// The same where ldmatrix reads four rows at once, one unit of each half of the strip: such a read has conflicts among four
+// rows mod 4 instead of eight mod 8. Lanes t = 0, 1 then hold columns of the lower half and t = 2, 3 the same slots' of the
+// upper one, so each half takes an mma of its own, in which the other lanes' values are zero.
 template <class C>
-struct RowCursor {
+struct PanelGroup<C, true> {
+  using S = SpmmShape<C>;
+  static constexpr int kSlots = S::Shape::kK;
+  static constexpr int kReads = kSlots / 16;  // ldmatrix of four matrices of four slots
+  static constexpr int kRecordWords = int(S::kGroupWords) + kSlots / 2;
+  static_assert(!C::kFloat, "zeros must not meet infinities of other columns");
+  static_assert(kReads == 2 && S::Units::kMatrices == 4, "places of two slots share a word");
+  static_assert(S::kChunks / 2 % S::kStep == 0, "a half must be whole steps");
+
+  uint32_t places;  // of one slot in each read, 16 bits each
+  uint32_t words[S::kPlanes][S::kRowTiles][kReads * S::kWords];
+
+  __device__ void load(const uint32_t* record, int lane) {
+    places = __ldg(record + S::kGroupWords + lane / 8 * 4 + lane % 4);
+    CUTE_UNROLL
+    for (int p = 0; p < S::kPlanes; ++p) {
+      CUTE_UNROLL
+      for (int tile = 0; tile < S::kRowTiles; ++tile) {
+        if (S::kUsedRows == 8 || lane < 4 * S::kUsedRows) {
+          const int at = ((p * S::kRowTiles + tile) * S::kUsedRows + lane / 4) * 2 + lane % 2;
+          load_words<kReads * S::kWords>(words[p][tile], record + at * kReads * S::kWords);
+        } else {
+          CUTE_UNROLL
+          for (int w = 0; w < kReads * S::kWords; ++w) words[p][tile][w] = 0;
+        }
+      }
+    }
+  }
+
+  // The values of one read's slots in the lanes of a half, zero in the others.
+  __device__ SparseFragment<C> part(int read, bool mine) const {
+    SparseFragment<C> values;
+    CUTE_UNROLL
+    for (int p = 0; p < S::kPlanes; ++p) {
+      CUTE_UNROLL
+      for (int tile = 0; tile < S::kRowTiles; ++tile) {
+        CUTE_UNROLL
+        for (int w = 0; w < S::kWords; ++w) values.words[p][tile][w] = mine ? words[p][tile][read * S::kWords + w] : 0;
+      }
+    }
+    return values;
+  }
+};
+
+// What a warp goes through: the groups of its vector rows, tile after tile, in the order of their use. The next two are in
+// registers or on their way.
+template <class C>
+struct GroupStream {
   using Group = PanelGroup<C>;
 
   const uint32_t* record;  // of the group after those
-  int at;                  // groups done
-  int end, next_end;       // groups that need no tile beyond this one, and the next
   Group current, next;
 
-  __device__ void open(const int64_t* group_start, const uint32_t* records, int64_t vector_row, bool exists, int lane) {
-    record = records + (exists ? group_start[vector_row] : 0) * Group::kRecordWords;
-    at = 0;
+  __device__ void open(const uint32_t* first, int lane) {
     // Two records beyond the last one exist, so that nothing need be asked before a load.
-    current.load(record, lane);
-    next.load(record + Group::kRecordWords, lane);
-    record += 2 * Group::kRecordWords;
+    current.load(first, lane);
+    next.load(first + Group::kRecordWords, lane);
+    record = first + 2 * Group::kRecordWords;
   }
 
   __device__ void advance(int lane) {
     current = next;
     next.load(record, lane);
     record += Group::kRecordWords;
-    ++at;
   }
 };
 
+// How many groups of each vector row of a warp need a tile, and none beyond it: 16 bits each.
 template <class C>
-__device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C>& group, uint32_t ring) {
+struct TileCounts {
+  static constexpr int kWords = (C::kRows + 1) / 2;
+  uint32_t words[kWords];
+
+  __device__ void load(const uint32_t* from) { load_words<kWords>(words, from); }
+  __device__ int of(int row) const { return row % 2 ? words[row / 2] >> 16 : words[row / 2] & 0xFFFF; }
+};
+
+template <class C>
+__device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C, true>& group, uint32_t ring, int lane) {
+  using S = SpmmShape<C>;
+  constexpr int kHalf = S::kChunks / 2;
+  const bool upper = lane & 2;                           // of the fragment
+  const uint32_t unit = lane & 4 ? kHalf * 16 : 0;       // of the address: rows 4 to 7 of a matrix
+  CUTE_UNROLL
+  for (int read = 0; read < PanelGroup<C, true>::kReads; ++read) {
+    const SparseFragment<C> low = group.part(read, !upper), high = group.part(read, upper);
+    const uint32_t row = (ring + (read ? group.places >> 16 : group.places & 0xFFFF) * 16) ^ unit;
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < kHalf; chunk += S::kStep) {
+      uint32_t raw[S::kStep][S::Units::kMatrices];
+      CUTE_UNROLL
+      for (int c = 0; c < S::kStep; ++c) load_transposed(row ^ ((chunk + c) * 16), raw[c]);
+      sums.add(low, chunk, raw);
+      sums.add(high, chunk + kHalf, raw);
+    }
+  }
+}
+
+template <class C>
+__device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C, false>& group, uint32_t ring, int) {
   using S = SpmmShape<C>;
   using Group = PanelGroup<C>;
   CUTE_UNROLL
@@ -185,28 +267,23 @@ __device__ int stage_before(int stage, int tiles) {
   return stage >= tiles ? stage - tiles : stage + C::kStages - tiles;
 }
 
-// tile_ends: (rows, tiles), for each tile how many groups of the row need none beyond it.
+// counts: (tiles + 1, words), the last ones read and not used.
 template <class C>
-__device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& position, RowCursor<C> (&rows)[C::kRows],
-                              Sums<C> (&sums)[C::kRows], const int32_t* tile_ends, int present, int lane) {
-  const auto end_of = [&](int i, int tile) {
-    return i < present && tile < ring.tiles ? __ldg(tile_ends + i * ring.tiles + tile) : 0;
-  };
-  CUTE_UNROLL
-  for (int i = 0; i < C::kRows; ++i) {
-    rows[i].end = end_of(i, 0);
-    rows[i].next_end = end_of(i, 1);
-  }
+__device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& position, GroupStream<C>& stream,
+                              Sums<C> (&sums)[C::kRows], const uint32_t* counts, int lane) {
+  TileCounts<C> groups, next;
+  next.load(counts);
   for (int tile = 0; tile < ring.tiles; ++tile) {
     barrier_wait(ring.full(position.stage), position.parity());
+    groups = next;
+    counts += TileCounts<C>::kWords;
+    next.load(counts);
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      const int end = rows[i].end;
-      rows[i].end = rows[i].next_end;
-      rows[i].next_end = end_of(i, tile + 2);
-      while (rows[i].at < end) {
-        add_panel_group(sums[i], rows[i].current, ring.base);
-        rows[i].advance(lane);
+      CUTE_NO_UNROLL
+      for (int left = groups.of(i); left > 0; --left) {
+        add_panel_group(sums[i], stream.current, ring.base, lane);
+        stream.advance(lane);
       }
     }
     // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
@@ -231,12 +308,12 @@ __device__ void stage_factors(float* to, const float* from, int64_t count, int l
 
 template <class C>
 __global__ void __launch_bounds__((C::kWarps + 1) * 32, 1)
-spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start, const int32_t* tile_ends,
+spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start, const uint32_t* counts,
            const uint32_t* records, void* out, const float* left, int64_t left_step, const float* right,
            int64_t right_step, int64_t right_batch, const float* bias, int64_t rows, int64_t vector_rows, int64_t n,
            int64_t inner, int64_t batches, int64_t batch_rows, int64_t vector_stores) {
   using S = SpmmShape<C>;
-  using Total = cuda::std::conditional_t<C::kLongTotal, int64_t, int32_t>;
+  using Total = TotalOf<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const PanelRing<C> ring{shared_address(shared), int((inner + C::kTile - 1) / C::kTile)};
@@ -263,33 +340,37 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   float* const factors = reinterpret_cast<float*>(shared + PanelRing<C>::kFactorsAt) + warp * S::kColumns;
   // A factor a column comes from shared memory, where it is put while the warp multiplies.
   const bool staged = right && right_step == 1;
-  SpmmOperands operands{left, right, bias, out, rows, n, left_step, right_step, staged ? 0 : right_batch, vector_stores != 0};
+  GroupStream<C> stream;
+  Sums<C> sums[C::kRows];
+  const uint32_t* counted;
   RingPosition<C> position;
   bool waiting = true;
   for (; item.exists(); item.advance()) {
-    const int64_t block = int64_t{item.row_block} * C::kCluster + (C::kCluster == 1 ? 0 : cluster::rank());
-    const int64_t first = block * kBlockRows + warp * C::kRows;
-    const int present = first >= vector_rows ? 0 : vector_rows - first < C::kRows ? int(vector_rows - first) : C::kRows;
-    RowCursor<C> cursors[C::kRows];
-    Sums<C> sums[C::kRows];
-    CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) {
-      cursors[i].open(group_start, records, first + i, i < present, lane);
-      sums[i].clear();
+    {
+      // A warp without vector rows has the unit beyond the last one, which has no groups.
+      const int64_t units = (vector_rows + C::kRows - 1) / C::kRows, own = item.block() * C::kWarps + warp;
+      const int64_t unit = own < units ? own : units;
+      stream.open(records + group_start[unit] * PanelGroup<C>::kRecordWords, lane);
+      counted = counts + unit * ring.tiles * TileCounts<C>::kWords;
     }
+    CUTE_UNROLL
+    for (int i = 0; i < C::kRows; ++i) sums[i].clear();
     if (waiting) wait_for_predecessor();
     waiting = false;
-    const int64_t n0 = int64_t{item.strip} * S::kColumns;
     if (staged) {
+      const int64_t n0 = int64_t{item.strip} * S::kColumns;
       stage_factors<C>(factors, right + item.batch * right_batch + n0, n - n0, lane);
-      operands.right = factors - n0;
     }
-    multiply_item(ring, position, cursors, sums, tile_ends + first * ring.tiles, present, lane);
+    multiply_item(ring, position, stream, sums, counted, lane);
     copy_async_wait<0>();
     __syncwarp();
+    item.forget();
+    const int64_t first = (item.block() * C::kWarps + warp) * C::kRows, n0 = int64_t{item.strip} * S::kColumns;
+    const SpmmOperands operands{left, staged ? factors - n0 : right, bias, out, rows, n, left_step, right_step,
+                                staged ? 0 : right_batch, vector_stores != 0};
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      if (i < present) write_sums<Total>(operands, sums[i], item.batch, first + i, n0, lane);
+      if (first + i < vector_rows) write_sums<Total>(operands, sums[i], item.batch, first + i, n0, lane);
     }
   }
   if constexpr (C::kCluster > 1) cluster::meet();

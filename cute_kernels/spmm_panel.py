@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
+from cute_kernels.fragments import Places, half_index
 from cute_kernels.jit.kernel import Kernel, tensor_map
+from cute_kernels.numbers import element_bits
 from cute_kernels.operands import Factor, Place, Target, Vectors
-from cute_kernels.ordering import sequential_slots, spread_slots
+from cute_kernels.ordering import HALF_PHASE, PHASE, sequential_slots, spread_slots
 from cute_kernels.source import OUT_BYTES
 from cute_kernels.spmm import SpmmConfig, pack_fragments
 
@@ -27,7 +29,8 @@ class PanelConfig(SpmmConfig):
 
     A group takes rows of ``window`` neighbouring tiles at most; the other stages are for tiles on their way.  Each of
     ``warps`` warps keeps the sums of ``rows`` vector rows.  ``ordered``: columns lie in the order that spares bank
-    conflicts.
+    conflicts.  ``halved``: a read takes a unit of each half of four rows instead of one of eight rows, which has fewer
+    conflicts and takes twice as many mma instructions; for groups of 32 and rows of 64 or 128 bytes.
     """
 
     STEM: ClassVar[str] = "spmm_panel"
@@ -40,6 +43,7 @@ class PanelConfig(SpmmConfig):
     rows: int = 1
     cluster: int = 1
     ordered: bool = True
+    halved: bool = False
 
     @property
     def threads(self) -> int:
@@ -57,7 +61,8 @@ class PanelConfig(SpmmConfig):
     def _tags(self) -> list[str]:
         shape = f"b{self.row_bytes}t{self.tile}s{self.stages}x{self.window}w{self.warps}r{self.rows}"
         shape += f"c{self.cluster}" if self.cluster > 1 else ""
-        return [*super()._tags(), shape, *([] if self.ordered else ["unordered"])]
+        switches = [*([] if self.ordered else ["unordered"]), *(["halved"] if self.halved else [])]
+        return [*super()._tags(), shape, *switches]
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
@@ -67,11 +72,16 @@ class PanelConfig(SpmmConfig):
             "kWarps": self.warps,
             "kRows": self.rows,
             "kCluster": self.cluster,
+            "kHalved": self.halved,
             "kStagedFactors": True,
         }
 
     def sparse_key(self) -> tuple[object, ...]:
-        return (*super().sparse_key(), self.row_bytes, self.tile, self.stages, self.window, self.ordered, self.swizzle)
+        shape = (self.row_bytes, self.tile, self.stages, self.window, self.rows)
+        return (*super().sparse_key(), *shape, self.ordered, self.swizzle, self.halved)
+
+    def value_order(self, narrow: bool) -> Places:
+        return half_index(self.entry, narrow) if self.halved else super().value_order(narrow)
 
     @property
     def sums(self) -> int:
@@ -92,18 +102,27 @@ class PanelConfig(SpmmConfig):
 
     def accesses(self) -> list[Access]:
         """Every access of a warp to shared memory, for columns 0, 1, ...; others conflict as their order says."""
-        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
-        reads = np.stack(
-            [
-                swizzled(row, chunk, self.row_bytes, self.swizzle)
-                for chunk in range(self.row_bytes // 16)
-                for row in rows
+        units = self.row_bytes // 16
+        if self.halved:
+            lane = np.arange(32)
+            each = [
+                swizzled(
+                    16 * read + lane // 8 * 4 + lane % 4,
+                    chunk + lane // 4 % 2 * (units // 2),
+                    self.row_bytes,
+                    self.swizzle,
+                )
+                for chunk in range(units // 2)
+                for read in range(2)
             ]
-        )
-        lanes, run = np.arange(32), 16 // (16 if self.b_bits > 8 else self.b_bits)
+        else:
+            rows = np.arange(self.group).reshape(-1, min(self.group, 32))
+            each = [swizzled(row, chunk, self.row_bytes, self.swizzle) for chunk in range(units) for row in rows]
+        reads = np.stack(each)
+        lanes, run = np.arange(32), 16 // element_bits(self.b)
         factors = 4 * run * (lanes // 4 + 8 * np.arange(self.columns // (8 * run))[:, None])
         return [
-            Access("read: ldmatrix.trans of gathered rows", f"ldmatrix.x{rows.shape[1] // 8}", reads),
+            Access("read: ldmatrix.trans of gathered rows", f"ldmatrix.x{reads.shape[1] // 8}", reads),
             Access("stage: cp.async of a factor a column", "store32", 4 * lanes),
             Access("read: factors", f"load{32 * run}", factors),
         ]
@@ -132,8 +151,8 @@ class PanelConfig(SpmmConfig):
                 place = Place(b.pointer + i * b.batch, b.pitch, 0, b.row)
                 self.launch(kernel, matrix, place, one, left, scales, bias, early)
             return
-        offsets, ends, records = matrix
-        rows = offsets.shape[0] - 1
+        offsets, counts, records = matrix
+        rows = -(-out.rows // self.vector_length)
         shape = (b.row, step * (out.batch - 1) + out.inner)
         box = (self.row_bytes, min(self.tile // self.cluster, BOX_ROWS))
         clusters = min(kernel.multiprocessors // self.cluster, self.items(rows, out.columns, out.batch))
@@ -141,7 +160,7 @@ class PanelConfig(SpmmConfig):
             (clusters * self.cluster, 1, 1),
             (
                 tensor_map(b.pointer, 1, shape, b.pitch, box, self.row_bytes if self.swizzle else 0),
-                offsets.data_ptr(), ends.data_ptr(), records.data_ptr(), out.pointer, left.pointer, left.step,
+                offsets.data_ptr(), counts.data_ptr(), records.data_ptr(), out.pointer, left.pointer, left.step,
                 right.pointer, right.step, right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step,
                 self.vector_stores(out, right),
             ),
@@ -157,10 +176,13 @@ class PanelConfig(SpmmConfig):
 class PanelCopy(NamedTuple):
     """The sparse operand for the panel kernel."""
 
-    group_offsets: Tensor  # int64 (R + 1,)
-    tile_ends: Tensor  # int32 (R, tiles): groups of the row that need no tile beyond t
-    # uint8 (groups + 2, bytes): values in fragment order, then for each slot, in 16 bits, where its row of B lies in
-    # the ring, in units of 16 bytes, swizzled. The last two records are read ahead of need and never used.
+    group_offsets: Tensor  # int64 (U + 1,), of units of `rows` vector rows, each one warp's
+    # int16 (U + 2, tiles, rows to an even number): groups of each row that need tile t, and none beyond; zero for units
+    # that do not exist.
+    tile_counts: Tensor
+    # uint8 (groups + 2, bytes), in a unit tile after tile, in a tile row after row: values in fragment order, then for
+    # each slot, in 16 bits, where its row of B lies in the ring, in units of 16 bytes, swizzled; of slots of two reads
+    # in turn where these are halved. The last two records are read ahead of need and never used.
     records: Tensor
 
 
@@ -169,8 +191,9 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     group, device = config.group, vectors.columns.device
     tiles = -(-inner // config.tile)
     rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
-    arrange = spread_slots if config.ordered else sequential_slots
-    slots = arrange(vectors.columns, vectors.row_offsets, config.tile, tiles, group, config.window)
+    where = (vectors.columns, vectors.row_offsets, config.tile, tiles, group, config.window)
+    phase = HALF_PHASE if config.halved else PHASE
+    slots = spread_slots(*where, phase) if config.ordered else sequential_slots(*where)
     row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
     used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -181,8 +204,14 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     last = torch.zeros(groups, dtype=torch.int64, device=device)
     last.scatter_reduce_(0, positions // group, vectors.columns.to(torch.int64) // config.tile, "amax")
     owner = torch.repeat_interleave(offsets.diff(), output_size=groups)
-    last = torch.cummax(last + owner * tiles, 0).values - owner * tiles  # a group waits for those before it
-    finished = torch.bincount(owner * tiles + last, minlength=rows * tiles).view(rows, tiles).cumsum(1)
+    last = torch.cummax(last + owner * tiles, 0).values - owner * tiles  # a group waits for those of its row before it
+    units = -(-rows // config.rows)
+    use = (owner // config.rows * tiles + last) * config.rows + owner % config.rows
+    counts = torch.zeros(units + 2, tiles, config.rows + config.rows % 2, dtype=torch.int16, device=device)
+    counts[:units, :, : config.rows] = torch.bincount(use, minlength=units * tiles * config.rows).view(
+        units, tiles, config.rows
+    )
+    starts = offsets[torch.arange(0, (units + 1) * config.rows, config.rows, device=device).clamp(max=rows)]
 
     slot = (vectors.columns % config.ring).to(torch.int64)
     chunks = config.row_bytes // 16
@@ -192,6 +221,10 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     firsts = positions % group == 0
     places[positions[firsts] // group] = place[firsts][:, None]
     places.view(-1)[positions] = place
+    if config.halved:
+        places = places.view(groups, 2, group // 2).mT.reshape(groups, group)
     values = pack_fragments(config, vectors, positions, groups)
     records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
-    return PanelCopy(offsets, finished.to(torch.int32), torch.nn.functional.pad(records, (0, 0, 0, 2)))
+    if config.rows > 1:
+        records = records[torch.argsort(use, stable=True)]
+    return PanelCopy(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, 2)))

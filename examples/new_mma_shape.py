@@ -11,6 +11,7 @@ import magicube_cutlass as mc
 from cute_kernels import fragments
 from cute_kernels.atoms import Atom, register_atom
 from cute_kernels.jit import compile_unit
+from cute_kernels.numbers import Integer
 from magicube_cutlass.kernels import Kind, Machine, Problem, choose_sddmm, choose_spmm
 
 SOURCE = """
@@ -78,7 +79,7 @@ def show() -> None:
 
 def compile_kernels(arch: str = "sm_90a") -> None:
     """SpMM for few and for many vector rows, and SDDMM, compiled for ``arch``."""
-    kind, gpu = Kind(8, (8, True), (8, True), "int32"), Machine(arch, 132)
+    kind, gpu = Kind(8, Integer(8, True), Integer(8, True), "int32"), Machine(arch, 132)
     few, many = (choose_spmm(kind, gpu, Problem(rows, 4096, 410 * rows, 512, 512), ATOM.name) for rows in (32, 4096))
     for config in (few, many, choose_sddmm(kind, gpu, stride=64, inner=256, atom=ATOM.name)):
         binary = compile_unit(config.unit(arch))

@@ -1,8 +1,10 @@
 """Quantized sparse matrix products: SR-BCRS matrices, SpMM and SDDMM with exact integers of 4 to 16 bits."""
 
-from magicube_cutlass import reference
+from magicube_cutlass import autograd, masks, nn, reference
+from magicube_cutlass.attention import sparse_attention, sparse_softmax
 from magicube_cutlass.bcrs import BCRS
 from magicube_cutlass.generate import prune, random_pattern
+from magicube_cutlass.nn import convert
 from magicube_cutlass.ops import explain, sddmm, spmm
 from magicube_cutlass.pattern import Pattern
 from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
@@ -19,13 +21,19 @@ __all__ = [
     "SRBCRS",
     "Pattern",
     "QuantTensor",
+    "autograd",
+    "convert",
     "explain",
+    "masks",
+    "nn",
     "prune",
     "quantize",
     "random_pattern",
     "read_smtx",
     "reference",
     "sddmm",
+    "sparse_attention",
+    "sparse_softmax",
     "spmm",
     "write_smtx",
 ]

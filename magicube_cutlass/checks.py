@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
 
 VECTOR_LENGTHS = (1, 2, 4, 8, 16, 32)
 STRIDES = (16, 32, 64)
+_EDITIONS = count(1)
 MAX_DIM = 2**31 - 1  # column indices are int32, and row * K + column must fit in int64
+
+
+def new_edition() -> str:
+    """A name that no other object has: a compiler that saw it takes another object's graph for none of its own."""
+    return "" if torch.compiler.is_compiling() else str(next(_EDITIONS))
 
 
 def check_vector_length(vector_length: int) -> None:
@@ -73,3 +80,26 @@ def first_true(mask: Tensor) -> int | None:
 def vector_rows(rows: int, vector_length: int) -> int:
     """Number of groups of ``vector_length`` rows that cover ``rows`` rows."""
     return -(-rows // vector_length)
+
+
+def check_pointers(start: Tensor, end: Tensor, stride: int, total: int) -> None:
+    """Raise ``ValueError`` unless vector rows from ``start`` to ``end`` fill ``total`` padded places; scans both."""
+    following = torch.cat((start, start.new_tensor([total])))[1:]
+    if len(start) == 0 and total:
+        raise ValueError(f"col_indices must be empty without vector rows, got {total} entries")
+    if len(start) and int(start[0]) != 0:
+        raise ValueError(f"row_start[0] must be 0, got {int(start[0])}")
+    needed = (end - start + stride - 1) // stride * stride
+    for bad, rule in (
+        ((start < 0) | (start > total), "row_start[{0}] must lie in [0, {total}], got {start}"),
+        (start % stride != 0, "row_start[{0}] must be a multiple of stride = {stride}, got {start}"),
+        (following < start, "row_start must not decrease, got {start} then {next} after vector row {0}"),
+        (end < start, "row_end[{0}] must be at least row_start[{0}] = {start}, got {end}"),
+        (end > following, "vector row {0} must end by {next}, where the next one starts, got row_end {end}"),
+        (following - start != needed, "vector row {0} must be padded to {needed} vectors, got {room}"),
+    ):
+        row = first_true(bad)
+        if row is not None:
+            at = {"start": int(start[row]), "end": int(end[row]), "next": int(following[row])}
+            at.update(total=total, stride=stride, needed=int(needed[row]), room=at["next"] - at["start"])
+            raise ValueError(rule.format(row, **at))

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cute_kernels.numbers import Number
+
 if TYPE_CHECKING:
     from cute_kernels.spmm_gather import GatherConfig
     from cute_kernels.spmm_panel import PanelConfig
@@ -30,11 +32,11 @@ MMA_COLUMNS = 8  # of the operand that holds the sparse vectors: shorter ones le
 
 @dataclass(frozen=True)
 class Kind:
-    """Operands of a product: widths and signs, left one first; vector length; name of the output's dtype."""
+    """Operands of a product, left one first; vector length; name of the output's dtype."""
 
     vector_length: int
-    left: tuple[int, bool]
-    right: tuple[int, bool]
+    left: Number
+    right: Number
     out: str
 
 

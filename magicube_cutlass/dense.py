@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.integers import digit_count, fetch
 from magicube_cutlass.costs import Forecast, copy_cost, dense_cost, engine_forecast
+from magicube_cutlass.float_values import DenseFloats
 from magicube_cutlass.precision import INTEGER_OUT
 
 if TYPE_CHECKING:
@@ -26,16 +27,17 @@ def _are_bytes(bits: int, signed: bool) -> bool:
     return bits == 4 or (bits == 8 and signed)
 
 
-def forecast(matrix: SRBCRS, dense: QuantTensor, out: torch.dtype) -> Forecast | None:
+def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> Forecast | None:
     """Both products' predicted times; None where the dense kernel cannot take these operands."""
-    assert matrix.bits is not None
+    if matrix.bits is None or isinstance(dense, DenseFloats):
+        return None
     (m, inner), n, batch = matrix.shape, dense.shape[-1], dense.shape[:-2].numel()
     fitting = _are_bytes(matrix.bits, matrix.signed) and _are_bytes(dense.bits, dense.signed)
     if not fitting or inner > _LONGEST or min(m, n, inner, batch) == 0:
         return None
     from magicube_cutlass import plans
 
-    kind, problem = plans.described(matrix, (dense.bits, dense.signed), out, n, batch)
+    kind, problem = plans.described(matrix, dense.number, out, n, batch)
     if matrix.device.type == "cpu":
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
         return engine_forecast(kind, m, digits, problem)

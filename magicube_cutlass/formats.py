@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import check_bits, check_range, int_range, is_integer, value_dtype, widen
+from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, float_of
+from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length
+from magicube_cutlass.float_values import float_values
 from magicube_cutlass.pattern import Pattern
 from magicube_cutlass.quantize import encode_on_gpu, quantize, refuse
 from magicube_cutlass.smtx import read_smtx
@@ -21,6 +24,7 @@ from magicube_cutlass.smtx import read_smtx
 if TYPE_CHECKING:
     from cute_kernels.compress import Compressed
 
+# of values without bits; those of the formats of cute_kernels.numbers are operands too
 RESULT_DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Clip = float | Literal["max", "mse"]
@@ -35,9 +39,14 @@ class Parts(NamedTuple):
     scale: Tensor | None
 
 
+_MOVABLE = {torch.uint16: torch.int16} | {
+    FLOAT_DTYPES[name]: torch.uint8 for name, number in FLOATS.items() if number.bits <= 8
+}
+
+
 def as_movable(tensor: Tensor) -> Tensor:
-    """``tensor``, uint16 seen as int16: torch cannot select from or compare uint16."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
+    """``tensor``, uint16 seen as int16 and small floats as uint8: torch cannot select from or compare these."""
+    return tensor.view(_MOVABLE[tensor.dtype]) if tensor.dtype in _MOVABLE else tensor
 
 
 def narrow(ints: Tensor, bits: int, signed: bool) -> Tensor:
@@ -86,6 +95,15 @@ def gather_vectors(dense: Tensor, pattern: Pattern) -> Tensor:
     return grouped[pattern.row_indices, pattern.col_indices].contiguous().view(dense.dtype)
 
 
+def dense_integers(
+    dense: Tensor, bits: int, signed: bool, axis: int | None, clip: Clip, rounding: Rounding
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The integers of ``dense``, their scale, and where it is not zero, bool (M, K), decided before any rounding."""
+    check_tensor("dense", dense, ndim=2)
+    ints, scale = _integers(dense, bits, signed, axis, clip, rounding, "dense")
+    return ints, scale, as_movable(dense) != 0
+
+
 def dense_parts(
     dense: Tensor,
     vector_length: int,
@@ -95,10 +113,9 @@ def dense_parts(
     clip: Clip,
     rounding: Rounding,
 ) -> Parts:
-    """Keep the vectors of ``dense`` with a nonzero element, decided before any rounding."""
-    check_tensor("dense", dense, ndim=2)
-    ints, scale = _integers(dense, bits, signed, axis, clip, rounding, "dense")
-    pattern = Pattern.from_dense(as_movable(dense) != 0, vector_length)
+    """Keep the vectors of ``dense`` with a nonzero element."""
+    ints, scale, mask = dense_integers(dense, bits, signed, axis, clip, rounding)
+    pattern = Pattern.from_dense(mask, vector_length)
     return Parts(pattern, gather_vectors(ints, pattern), scale)
 
 
@@ -155,13 +172,60 @@ def compress_on_gpu(
     return found, scale
 
 
+def masked_integers(
+    values: Tensor, mask: Tensor, bits: int, signed: bool, axis: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """The integers of ``values`` where ``mask`` is true, anything elsewhere, and their scale."""
+    check_bits(bits)
+    _check_axis(axis)
+    if bits in (8, 16) and values.dtype == value_dtype(bits, signed):  # any value is in range
+        return values, None
+    kept = as_movable(values)
+    return _integers(torch.where(mask, kept, kept.new_zeros(())).view(values.dtype), bits, signed, axis)
+
+
+def takes_floats(
+    values: Tensor | FloatTensor,
+    bits: int | None,
+    dtype: str | None,
+    signed: bool,
+    clip: Clip = "max",
+    rounding: Rounding = "nearest",
+) -> bool:
+    """Whether these arguments of a constructor mean float values; ``ValueError`` where they mean both."""
+    number = float_of(values.dtype) if isinstance(values, Tensor) else None
+    if not (isinstance(values, FloatTensor) or dtype is not None or (number is not None and number.bits == 8)):
+        return False
+    what = f"dtype {dtype!r}" if dtype is not None else f"values of {values.dtype}"
+    for name, given, wanted in (
+        ("bits", bits, None), ("signed", signed, True), ("clip", clip, "max"), ("rounding", rounding, "nearest"),
+    ):  # fmt: skip
+        if given != wanted:
+            raise ValueError(f"{name} must be {wanted!r} for {what}, got {given!r}")
+    return True
+
+
+def float_parts(
+    values: Tensor | FloatTensor, mask: Tensor | None, vector_length: int, dtype: str | None, axis: int | None
+) -> tuple[Parts, bool]:
+    """As :func:`mask_parts`, or :func:`dense_parts` without a mask, and whether the values are e2m1, as e4m3 here."""
+    if mask is not None:
+        codes = values.codes() if isinstance(values, FloatTensor) else values
+        check_masked(codes, mask)
+    elif isinstance(values, Tensor):
+        check_tensor("dense", values, ndim=2)
+    found = float_values(values, dtype, axis, mask)
+    pattern = Pattern.from_dense(found.nonzero if mask is None else mask, vector_length)
+    return Parts(pattern, gather_vectors(found.values, pattern), found.scale), found.packed
+
+
 def mask_parts(values: Tensor, mask: Tensor, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
     """Keep the vectors with a true element in ``mask``; values where it is false become zero."""
     check_masked(values, mask)
     pattern = Pattern.from_dense(mask, vector_length)
-    kept = as_movable(values).masked_fill(~mask, 0).view(values.dtype)
-    ints, scale = _integers(kept, bits, signed, axis)
-    return Parts(pattern, gather_vectors(ints, pattern), scale)
+    ints, scale = masked_integers(values, mask, bits, signed, axis)
+    kept = as_movable(ints).masked_fill(~mask, 0).view(ints.dtype)
+    return Parts(pattern, gather_vectors(kept, pattern), scale)
 
 
 def coordinate_parts(
@@ -283,10 +347,10 @@ def transpose_parts(pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> 
             "the float matrix and quantize that"
         )
     target, positions = pattern.transpose_map()
-    batch, inside = vectors.shape[:-2], positions >= 0
-    moved = torch.zeros(*batch, target.vectors * pattern.vector_length, dtype=vectors.dtype, device=vectors.device)
-    as_movable(moved)[..., positions[inside]] = as_movable(vectors)[..., inside]
-    return Parts(target, moved.view(*batch, target.vectors, pattern.vector_length), scale)
+    batch, size = vectors.shape[:-2], target.vectors * pattern.vector_length
+    moved = torch.zeros(*batch, size + 1, dtype=vectors.dtype, device=vectors.device)
+    as_movable(moved)[..., positions] = as_movable(vectors)  # position -1, beyond M, is the place that is dropped
+    return Parts(target, moved[..., :size].reshape(*batch, target.vectors, pattern.vector_length), scale)
 
 
 def beyond(pattern: Pattern) -> Tensor:
@@ -297,6 +361,8 @@ def beyond(pattern: Pattern) -> Tensor:
 
 def check_result_dtype(dtype: torch.dtype) -> None:
     """Raise ``TypeError`` unless values without ``bits`` may have ``dtype``."""
-    if dtype not in RESULT_DTYPES:
-        allowed = ", ".join(str(one).removeprefix("torch.") for one in RESULT_DTYPES)
+    number = float_of(dtype)
+    if dtype not in RESULT_DTYPES and (number is None or number.bits != 8):
+        eight = [FLOAT_DTYPES[name] for name, each in FLOATS.items() if each.bits == 8]
+        allowed = ", ".join(str(one).removeprefix("torch.") for one in (*RESULT_DTYPES, *eight))
         raise TypeError(f"values without bits must be one of {allowed}, got {dtype}; give bits for quantized integers")

@@ -13,6 +13,7 @@ from cute_kernels.jit import get_kernel
 from cute_kernels.operands import Factor, Place, Target
 from magicube_cutlass import kernels
 from magicube_cutlass.calls import keepable
+from magicube_cutlass.float_values import DenseFloats
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
 
@@ -160,7 +161,7 @@ def spmm_call(
     copy: list[Tensor],
     scale: Tensor | None,
     left: Tensor | None,
-    dense: QuantTensor,
+    dense: QuantTensor | DenseFloats,
     right: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
@@ -264,8 +265,8 @@ class SddmmCall:
 def sddmm_call(
     kernel: str,
     pattern: list[Tensor],
-    x: QuantTensor,
-    y: QuantTensor,
+    x: QuantTensor | DenseFloats,
+    y: QuantTensor | DenseFloats,
     inner_y: int,
     sizes: tuple[int, int, int],
     result: SRBCRS,

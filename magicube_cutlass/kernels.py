@@ -9,13 +9,14 @@ from itertools import chain, product
 
 from cute_kernels import atoms
 from cute_kernels.jit.warm import Source
-from cute_kernels.sddmm import SddmmConfig, element
+from cute_kernels.numbers import Integer, element_bits
+from cute_kernels.sddmm import SddmmConfig
 from cute_kernels.sddmm_panel import BOX_BYTES, SddmmPanelConfig
 from cute_kernels.spmm import SAFE_RUN
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
 from magicube_cutlass.costs import MMA_COLUMNS, SHARED_BYTES, Kind, Machine, Problem, gather_cost, panel_cost
-from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
+from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS, check_pair
 
 SpmmKernel = GatherConfig | PanelConfig
 SddmmKernel = SddmmConfig | SddmmPanelConfig
@@ -26,8 +27,15 @@ _sddmm: dict[str, SddmmKernel] = {}
 
 
 def default_atom(kind: Kind, arch: str) -> str:
-    """The instruction for operands of these widths: 4-bit ones where both are and the chip has them."""
-    if (kind.left[0], kind.right[0]) != (4, 4):
+    """The instruction for these operands: 4-bit integers where both are and the chip has it, 16-bit floats for floats.
+
+    Smaller floats become bfloat16 beside that, and float16 otherwise, exactly.  Raises ``TypeError`` for operands that
+    no instruction takes together.
+    """
+    check_pair(kind.left, kind.right)
+    if not isinstance(kind.left, Integer):
+        return "bf16_m16n8k32" if "bfloat16" in (kind.left.name, kind.right.name) else "f16_m16n8k32"
+    if (kind.left.bits, kind.right.bits) != (4, 4):
         return "s8_m16n8k32"
     native = "s4_m16n8k64"
     return native if atoms.runs_on(atoms.atom(native), arch) else "int4_as_int8_m16n8k32"
@@ -41,6 +49,8 @@ def _atom(wish: str | None, kind: Kind, arch: str) -> str:
     if not atoms.runs_on(atoms.atom(wish), arch):
         natives = ", ".join(f"sm_{each}" for each in atoms.atom(wish).archs)
         raise ValueError(f"atom must be an instruction of {arch}, got {wish} of {natives}")
+    for number in (kind.left, kind.right):
+        atoms.operand_of(atoms.atom(wish), number)  # raises
     return wish
 
 
@@ -60,13 +70,18 @@ def choose_spmm(kind: Kind, machine: Machine, problem: Problem, atom: str | None
 def candidates(kind: Kind, machine: Machine, problem: Problem, atom: str | None = None) -> list[SpmmKernel]:
     """The configs that :func:`choose_spmm` weighs against each other."""
     name = _atom(atom, kind, machine.arch)
-    operands = (name, kind.vector_length, *kind.left, *kind.right, kind.out)
+    operands = (name, kind.vector_length, kind.left, kind.right, kind.out)
     gather = GatherConfig(*operands)
-    wide = problem.longest > SAFE_RUN and (kind.out != "int32" or gather.shifted)
+    wide = _outgrows(gather, problem.longest)
     found: list[SpmmKernel] = _gathers(replace(gather, wide=wide))
     if machine.arch in _PANEL_ARCHES and not wide and problem.vectors >= 16 * max(problem.vector_rows, 1):
         found += _panels(PanelConfig(*operands), machine.arch)
     return found
+
+
+def _outgrows(config: SpmmKernel | SddmmKernel, longest: int) -> bool:
+    """Whether sums of so many products of bytes can outgrow int32 on the way to the result."""
+    return longest > SAFE_RUN and not config.entry.floating and (config.out != "int32" or config.shifted)
 
 
 # Warps and vector rows a warp; and the registers for sums that so many warps leave, without spills.
@@ -78,10 +93,17 @@ def _panels(base: PanelConfig, arch: str) -> list[PanelConfig]:
     """Configs whose sums fit the registers."""
     narrow = replace(base, row_bytes=64, tile=512, stages=6, window=2, cluster=2)
     shapes = [replace(c, warps=w, rows=r) for c in (base, narrow) for w, r in _PANEL_SHAPES]
-    # Wide results, deep groups, stacked digits of many columns and what other compilers make of it all take registers.
-    crowded = base.out == "int64" or base.group > 32 or (base.stacked and base.b_bits == 4) or arch != "sm_90a"
-    most = {warps: most // 2 if crowded and warps > 7 else most for warps, most in _MOST_SUMS.items()}
-    fitting = [config for config in shapes if config.sums <= most[config.warps]]
+    # Wide results, deep groups, stacked digits of many columns, floats and what other compilers make of it all take
+    # registers; from 13 warps on there are too few for broad strips of floats.
+    floating = base.entry.floating
+    crowded = floating or base.out == "int64" or base.group > 32 or (base.stacked and base.b.bits == 4)
+    fewer = crowded or arch != "sm_90a"
+    most = {warps: most // 2 if fewer and warps > 7 else most for warps, most in _MOST_SUMS.items()}
+    fitting = [
+        config
+        for config in shapes
+        if config.sums <= most[config.warps] and not (floating and config.row_bytes == 128 and config.warps > 11)
+    ]
     return fitting or [replace(narrow, warps=7)]
 
 
@@ -124,13 +146,15 @@ def registered(config: SpmmKernel) -> SpmmKernel:
 
 def check_spmm(config: SpmmKernel, kind: Kind, longest: int) -> None:
     """Raise ``ValueError`` unless ``config`` is for operands of this kind and this longest vector row."""
-    made_for = Kind(
-        config.vector_length, (config.a_bits, config.a_signed), (config.b_bits, config.b_signed), config.out
-    )
+    made_for = Kind(config.vector_length, config.a, config.b, config.out)
     if made_for != kind:
         raise ValueError(f"config must be for {kind}, got one for {made_for}")
     _check_warp(config.atom)
-    if longest > SAFE_RUN and (kind.out != "int32" or config.shifted) and not getattr(config, "wide", False):
+    if config.entry.floating and getattr(config, "halved", False):
+        raise ValueError(
+            f"config must not be halved for floats, whose zeros meet other columns there, got {config.name}"
+        )
+    if _outgrows(config, longest) and not getattr(config, "wide", False):
         raise ValueError(f"config must be wide for a vector row of {longest} > {SAFE_RUN} vectors, got {config.name}")
     registered(config)
 
@@ -151,15 +175,14 @@ def choose_sddmm(
     ``vector_rows``, ``vectors`` and ``columns`` of the pattern; without them it counts as small.
     """
     name = _atom(atom, kind, machine.arch)
-    base = SddmmConfig(name, kind.vector_length, *kind.left, *kind.right, kind.out, stride)
-    narrow = min(kind.left[0], kind.right[0]) * 2 >= max(kind.left[0], kind.right[0])
+    base = SddmmConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride)
+    narrow = min(kind.left.bits, kind.right.bits) * 2 >= max(kind.left.bits, kind.right.bits)
     short = inner <= base.depth // 2 and narrow
-    wide = inner > SAFE_RUN and (kind.out != "int32" or base.shifted)
-    config: SddmmKernel = replace(base, row_bytes=64 if short else 128, wide=wide)
+    config: SddmmKernel = replace(base, row_bytes=64 if short else 128, wide=_outgrows(base, inner))
     small = vectors + 64 * vector_rows < 2**31  # the panel kernel counts places in 32 bits
     if machine.arch in _PANEL_ARCHES and vectors and small:
         panels = _sddmm_panels(
-            SddmmPanelConfig(name, kind.vector_length, *kind.left, *kind.right, kind.out, stride), inner
+            SddmmPanelConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride), inner
         )
         costs = {panel: _sddmm_panel_cost(panel, machine, vector_rows, vectors, columns) for panel in panels}
         best = min(costs, key=lambda panel: costs[panel], default=None)
@@ -173,7 +196,7 @@ _MOST_SAMPLING_REGISTERS = 48  # for rows of X and sums that 16 warps leave, wit
 
 def _sddmm_panels(base: SddmmPanelConfig, inner: int) -> list[SddmmPanelConfig]:
     """Configs that hold all of k and fit the shared memory and the registers."""
-    if base.entry.mma_bits != 8:
+    if base.entry.mma_bits != 8 or base.entry.floating:
         return []
     boxes = next((boxes for boxes in (1, 2, 4) if replace(base, boxes=boxes).depth >= inner), None)
     if boxes is None:
@@ -195,11 +218,11 @@ def _sddmm_panel_cost(
     waves = -(-tiles // machine.multiprocessors)
     fetched = (
         config.boxes * config.tile * BOX_BYTES
-        + rows * config.vector_length * config.depth * element(config.x_bits) // 8
+        + rows * config.vector_length * config.depth * element_bits(config.x) // 8
     )
     units = vectors / vector_rows / tiles / config.slots + 0.55
     # mma operations a box, in those of L8-R8 at V = 8
-    products = config.digits[0] * config.digits[1] * max(1, config.vector_length // 8) * 8 / element(config.y_bits)
+    products = config.digits[0] * config.digits[1] * max(1, config.vector_length // 8) * 8 / element_bits(config.y)
     unit = 250 + 12 * config.slots * config.boxes * (0.5 + 0.5 * products)
     busy = 0.4 + 0.6 * min(1.0, rows / config.warps)
     return waves * (1600 + 0.0081 * fetched + -(-rows // config.warps) * (270 + units * unit) * busy)
@@ -207,7 +230,7 @@ def _sddmm_panel_cost(
 
 def _sddmm_gather_cost(kind: Kind, inner: int, vectors: int) -> float:
     """Nanoseconds, roughly: the launch, and each vector with its row of Y and its part of the rows of X."""
-    moved = inner / 8 * (kind.right[0] + kind.left[0] * kind.vector_length / 32)
+    moved = inner / 8 * (kind.right.bits + kind.left.bits * kind.vector_length / 32)
     return 2000 + vectors * (0.022 + 0.00016 * moved)
 
 
@@ -243,19 +266,22 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
     for v, out, (left, right) in product(lengths, outs, signs):
         for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged
             for rows in (32, 512):
-                kind = Kind(v, (a, left), (b, right), out)
+                kind = Kind(v, Integer(a, left), Integer(b, right), out)
                 yield choose_spmm(kind, here, Problem(rows, 4096, 410 * rows, 512, 512))
         for x, y in SDDMM_PAIRS:
             for rows in (0, 512):
-                kind, vectors = Kind(v, (x, left), (y, right), out), 410 * rows
+                kind, vectors = Kind(v, Integer(x, left), Integer(y, right), out), 410 * rows
                 yield choose_sddmm(kind, here, stride=32, inner=256, vector_rows=rows, vectors=vectors, columns=4096)
 
 
 def warm_configs(all: bool, arch: str) -> Iterator[Source]:
-    """What ``magicube warmup`` compiles: the products' kernels, and those that quantize and compress."""
-    from cute_kernels import compress, quantize
+    """What ``magicube warmup`` compiles: the products' kernels and all that have a list of their own."""
+    from cute_kernels import attention, compress, probes, quantize, softmax, statistics
 
-    return chain(default_configs(all, arch), quantize.default_configs(), compress.default_configs())
+    others = (quantize, compress, softmax, probes, statistics)
+    return chain(
+        default_configs(all, arch), attention.default_configs(arch), *(each.default_configs() for each in others)
+    )
 
 
 def named_configs() -> dict[str, SpmmKernel | SddmmKernel]:

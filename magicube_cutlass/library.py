@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.integers import combine_digits, fetch, widen
+from cute_kernels.integers import combine_digits, fetch, storage_dtype, widen
+from magicube_cutlass import float_products
+from magicube_cutlass.quantize import _encode, encode_on_gpu
 from magicube_cutlass.reference import scale_out
 
 
@@ -81,6 +83,10 @@ def _spmm_out(
     out: Tensor,
 ) -> None:
     """As ``spmm``, into ``out``."""
+    if kernel != "cpu":
+        number = kernel.removeprefix(float_products.PREFIX)
+        float_products.spmm(matrix, b, number, packed_dim, inner, out, left, right, bias)
+        return
     row_start, row_end, col_indices, planes, row_sums = matrix
     blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], inner, bits[0], signed[0])
     _spmm_into(out, blocks, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
@@ -156,6 +162,15 @@ def _sddmm(
     row_start, row_end, col_indices = pattern
     blocks = col_indices.numel() // stride
     out = torch.zeros((*x.shape[:-2], blocks, vector_length, stride), dtype=out_dtype)
+    if kernel != "cpu":
+        owner = torch.searchsorted(row_start // stride, torch.arange(blocks), right=True) - 1
+        names = kernel.removeprefix(float_products.PREFIX).split(":")
+        sides = (
+            float_products.rows(x, names[0], packed[0], -1, (m, k)),
+            float_products.rows(y, names[1], packed[1], inner_y, (n, k)),
+        )
+        float_products.sddmm(col_indices.view(blocks, stride), owner, *sides, out, left, right)
+        return out
     dense_x = cpu.Dense(x, bits[0], signed[0], -1, packed[0])
     dense_y = cpu.Dense(y, bits[1], signed[1], inner_y, packed[1])
     if out.numel() == 0:
@@ -225,3 +240,52 @@ def _fake_sddmm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-2], pattern[-1].shape[0] // stride, vector_length, stride), dtype=out_dtype)
+
+
+def _quantize(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
+    """Signed integers of ``x``, packed along its last dimension, and their scale; a slice with inf or nan gets NaN."""
+    real = x if x.dtype == torch.float64 else x.float()
+    return _encode(real.contiguous(), bits, axis, True, False, None)[:2]
+
+
+def _quantize_cuda(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
+    return encode_on_gpu(x, bits, axis, True, False) if x.numel() else _quantize(x, bits, axis)
+
+
+quantize = _operator("quantize", cpu=_quantize, cuda=_quantize_cuda)
+
+
+def _width(x: Tensor, bits: int) -> int:
+    return (x.shape[-1] + 1) // 2 if bits == 4 else x.shape[-1]
+
+
+@torch.library.register_fake("magicube::quantize")
+def _fake_quantize(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
+    shape = list(x.shape) if axis is not None else []
+    if axis is not None:
+        shape[-2 if axis == 0 else -1] = 1
+    scale = x.new_empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return _fake_quantize_by(x, scale, bits), scale
+
+
+def _quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """As ``quantize`` with one given scale: what lies beyond its range saturates, and nan becomes zero."""
+    real = x if x.dtype == torch.float64 else x.float()
+    return _encode(real.contiguous(), bits, None, True, False, scale.to(real.dtype))[0]
+
+
+def _quantize_by_cuda(x: Tensor, scale: Tensor, bits: int) -> Tensor:
+    if not x.numel():
+        return _quantize_by(x, scale, bits)
+    from cute_kernels import quantize as kernels
+
+    given = scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return kernels.quantize(x, bits=bits, signed=True, axis=None, scale=given)[0]
+
+
+quantize_by = _operator("quantize_by", cpu=_quantize_by, cuda=_quantize_by_cuda)
+
+
+@torch.library.register_fake("magicube::quantize_by")
+def _fake_quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _width(x, bits)), dtype=storage_dtype(bits, True))

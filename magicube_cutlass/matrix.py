@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import check_bits, check_range, value_dtype
+from cute_kernels.numbers import Integer, Number, float_of
 from magicube_cutlass import storage
-from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true
+from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, new_edition
+from magicube_cutlass.float_values import PACKED
 from magicube_cutlass.formats import as_movable, beyond, check_result_dtype
 from magicube_cutlass.pattern import Pattern
 
@@ -22,12 +24,13 @@ if TYPE_CHECKING:
 class CompressedMatrix(ABC):
     """A sparse ``M x K`` matrix of ``V x 1`` vectors.
 
-    ``bits`` is None where the values are results of a product rather than quantized integers.
+    ``bits`` is None where the values are no quantized integers: floats, which a product takes as they are, or results.
     """
 
     _VALUE_NDIM: ClassVar[int]  # dimensions of the values after the batch
     _INDICES: ClassVar[tuple[str, ...]]  # fields that hold index tensors
     _INTEGERS: ClassVar[tuple[str, ...]]  # integer fields that files store
+    _PACKS: ClassVar[bool] = False  # whether the format has 4-bit values two a byte
 
     def __init__(
         self,
@@ -46,10 +49,12 @@ class CompressedMatrix(ABC):
         self.signed = signed
         self._cache: dict[str, Any] = {}
         self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
+        self._edition = new_edition()
         self.check_format()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": {}, "_execution": {}}  # what was derived holds kernels
+        # what was derived holds kernels, which no copy can have
+        return {**self.__dict__, "_cache": {}, "_execution": {}, "_edition": new_edition()}
 
     @abstractmethod
     def vectors(self) -> Tensor:
@@ -91,8 +96,20 @@ class CompressedMatrix(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of one unpacked value: int8 or uint8 for packed 4-bit integers."""
-        return self.values.dtype if self.bits is None else value_dtype(self.bits, self.signed)
+        """The dtype of one unpacked value: int8 or uint8 for packed 4-bit integers, float8_e4m3fn for packed e2m1."""
+        if self.bits is None:
+            return torch.float8_e4m3fn if self.packed else self.values.dtype
+        return value_dtype(self.bits, self.signed)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the values are e2m1, two a byte."""
+        return self.values.dtype == PACKED
+
+    @property
+    def number(self) -> Number | None:
+        """What an element is as an operand; None for int32, int64, float32 and float64, which are results only."""
+        return float_of(self.values.dtype) if self.bits is None else Integer(self.bits, self.signed)
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +144,7 @@ class CompressedMatrix(ABC):
         return vectors.to(scale.dtype) * scale
 
     def to_dense(self, dequantize: bool = True) -> Tensor:
-        """``(*batch, M, K)``: ``scale * integers`` if there is a scale and ``dequantize``, else as :attr:`dtype`."""
+        """``(*batch, M, K)``: ``scale * values`` if there is a scale and ``dequantize``, else as :attr:`dtype`."""
         vectors, pattern, v = self._scaled_vectors(dequantize), self.pattern, self.vector_length
         batch, (m, k) = self.batch_shape, self.shape
         dense = torch.zeros(*batch, pattern.vector_rows, v, k, dtype=vectors.dtype, device=self.device)
@@ -138,7 +155,7 @@ class CompressedMatrix(ABC):
     def to_scipy(self, dequantize: bool = True) -> csr_array:
         """``scipy.sparse.csr_array`` of every stored element, zeros of kept vectors included.
 
-        Values as in :meth:`to_dense`; the half types, which scipy lacks, become float32.
+        Values as in :meth:`to_dense`; the floats of 16 and fewer bits, which scipy lacks, become float32.
         Raises ``ValueError`` for a batch.
         """
         from scipy.sparse import coo_array
@@ -147,7 +164,7 @@ class CompressedMatrix(ABC):
             raise ValueError(f"to_scipy needs a single matrix, got a batch of shape {self.batch_shape}")
         pattern, inside = self.pattern, ~beyond(self.pattern)
         values = self._scaled_vectors(dequantize)
-        if values.dtype in (torch.float16, torch.bfloat16):
+        if float_of(values.dtype) is not None:
             values = values.float()
         values = as_movable(values)[inside].view(values.dtype)
         rows = pattern.row_indices[:, None] * self.vector_length + torch.arange(self.vector_length, device=self.device)
@@ -157,7 +174,7 @@ class CompressedMatrix(ABC):
 
     def to(self, device: torch.device | str) -> Self:
         """This matrix on ``device``, without the copies made for kernels; itself when it is there already."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        moved: dict[str, Any] = {name: _moved(tensor, device) for name, tensor in self._tensors().items()}
         if all(moved[name] is tensor for name, tensor in self._tensors().items()):
             return self
         return type(self)(**moved, **self._fields())
@@ -172,7 +189,8 @@ class CompressedMatrix(ABC):
             raise TypeError(f"signed must be a bool, got {self.signed!r}")
         check_tensor("values", self.values)
         if self.bits is None:
-            check_result_dtype(self.values.dtype)
+            if not (self.packed and self._PACKS):
+                check_result_dtype(self.values.dtype)
         else:
             check_bits(self.bits)
             check_tensor("values", self.values, dtype=self._stored_dtype(self.bits))
@@ -221,7 +239,7 @@ class CompressedMatrix(ABC):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write to ``path`` (safetensors)."""
-        storage.write(path, type(self).__name__, self._tensors(), self._fields())
+        storage.write(path, type(self).__name__, self.to("cpu")._tensors(), self._fields())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -237,11 +255,9 @@ class CompressedMatrix(ABC):
         return matrix
 
     def __repr__(self) -> str:
-        kind = (
-            str(self.dtype).removeprefix("torch.")
-            if self.bits is None
-            else f"{'' if self.signed else 'u'}int{self.bits}"
-        )
+        kind = f"{'' if self.signed else 'u'}int{self.bits}"
+        if self.bits is None:
+            kind = str(self.dtype).removeprefix("torch.") if self.number is None else self.number.name
         scale = "none" if self.scale is None else "per row" if self.scale.ndim else "per tensor"
         batch = f"batch={self.batch_shape}, " if self.batch_shape else ""
         integers = ", ".join(f"{name}={getattr(self, name)}" for name in self._INTEGERS)
@@ -249,3 +265,12 @@ class CompressedMatrix(ABC):
             f"{type(self).__name__}(shape={self.shape}, {batch}{integers}, values={kind}, scale={scale}, "
             f"nnz={self.nnz}, density={self.density:.4g}, bytes={self.nbytes}, device={self.device})"
         )
+
+
+def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """``tensor`` on ``device``, itself when it is there; packed floats as bytes, which torch copies to any device."""
+    if tensor.dtype != PACKED:
+        return tensor.to(device)
+    raw = tensor.view(torch.uint8)
+    there = raw.to(device)
+    return tensor if there is raw else there.view(PACKED)

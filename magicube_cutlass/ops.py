@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.integers import digit_count
+from cute_kernels.numbers import FLOATS, Integer, Number, digits
 from magicube_cutlass import dense as dense_product
 from magicube_cutlass import library
 from magicube_cutlass.bcrs import BCRS
+from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.calls import engine_call
+from magicube_cutlass.float_values import DenseFloats, dense_operand
 from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.plans import power_of_two
-from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
+from magicube_cutlass.plans import operand_number, power_of_two
+from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype, check_pair
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
 
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
 _DEFAULT_STRIDE = 32
 
 
-def _check_dense(name: str, operand: object, device: torch.device) -> QuantTensor:
-    if not isinstance(operand, QuantTensor):
-        raise TypeError(f"{name} must be a QuantTensor (see quantize, QuantTensor.from_ints), "
-                        f"got {type(operand).__name__}")  # fmt: skip
+Operand = QuantTensor | FloatTensor | Tensor
+
+
+def _check_dense(name: str, given: object, device: torch.device) -> QuantTensor | DenseFloats:
+    operand = dense_operand(name, given)
     if len(operand.shape) < 2:
         raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(operand.shape)}")
     if operand.device != device:
@@ -38,11 +41,15 @@ def _check_dense(name: str, operand: object, device: torch.device) -> QuantTenso
     return operand
 
 
-def _out_dtype(
-    out_dtype: torch.dtype | None, scaled: bool, inner: int, left: tuple[int, bool], right: tuple[int, bool]
-) -> torch.dtype:
-    dtype = out_dtype or (torch.float32 if scaled else torch.int32)
+def _out_dtype(out_dtype: torch.dtype | None, scaled: bool, inner: int, left: Number, right: Number) -> torch.dtype:
+    check_pair(left, right)
+    whole = isinstance(left, Integer)
+    dtype = out_dtype or (torch.int32 if whole and not scaled else torch.float32)
     check_out_dtype(dtype)
+    if not isinstance(left, Integer) or not isinstance(right, Integer):
+        if dtype in INTEGER_OUT:
+            raise TypeError(f"out_dtype must be one of {FLOAT_OUT} for a product of floats, got {dtype}")
+        return dtype
     check_fits(dtype, inner, left, right)
     if dtype in FLOAT_OUT:  # the exact totals behind a float are int64
         check_fits(torch.int64, inner, left, right)
@@ -68,8 +75,9 @@ def _sparse(matrix: object) -> SRBCRS:
         matrix = found
     if not isinstance(matrix, SRBCRS):
         raise TypeError(f"A must be an SRBCRS or BCRS, got {type(matrix).__name__}")
-    if matrix.bits is None:
-        raise TypeError(f"A must hold quantized integers, got results of dtype {matrix.values.dtype}")
+    if matrix.number is None:
+        raise TypeError(f"A must hold quantized integers, got results of dtype {matrix.values.dtype}; floats must be "
+                        f"{', '.join(FLOATS)}")  # fmt: skip
     if matrix.batch_shape:
         raise ValueError(f"A must be a single matrix, got a batch of shape {matrix.batch_shape}")
     return matrix
@@ -77,7 +85,7 @@ def _sparse(matrix: object) -> SRBCRS:
 
 def spmm(
     A: SRBCRS | BCRS,
-    B: QuantTensor,
+    B: Operand,
     *,
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
@@ -86,7 +94,7 @@ def spmm(
     config: SpmmKernel | None = None,
     allow_dense: bool = False,
 ) -> Tensor:
-    """``C = scale_A * scale_B * (A B) + bias[:, None]``, the integer product exact.
+    """``C = scale_A * scale_B * (A B) + bias[:, None]``, of integers exact, of floats with sums in float32.
 
     ``A``: (M, K) of 4, 8, 12 or 16 bits.  ``B``: (..., K, N), any of these widths, row- or column-major, signed or not
     independently of A; its scale is one number or one a column (``quantize(x, bits, axis=0)``).  ``bias``: (M,),
@@ -97,6 +105,10 @@ def spmm(
     ``allow_dense``: A is also kept as a dense int8 matrix and multiplied as such where that is expected to be faster,
     the sums as exact as before (see :func:`explain`): for operands of 4 bits and of 8 bits with a sign.  Such a call is
     no part of a compiled graph: ``torch.compile`` goes around it, or refuses it with ``fullgraph=True``.
+    Floats: A and B each of float16, bfloat16, e5m2, e4m3 or e2m1, but for float16 beside bfloat16; B a FloatTensor of
+    one scale or one a column, or a tensor of such a dtype.  Output float32 (the default), float16 or bfloat16.  What
+    they add up to is in ``docs/floats.md``.
+    Integers have no gradient; :func:`magicube_cutlass.autograd.spmm` takes floats and is differentiable.
     Returns (..., M, N).  Raises ``TypeError`` for wrong types, ``ValueError`` for shapes, devices and scales that do
     not go together, and where the bound ``K max|A| max|B|`` does not promise that the integer output fits.
     Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
@@ -106,11 +118,10 @@ def spmm(
     key = _call_key(B, out_dtype, bias, out, atom, config, allow_dense)
     call = getattr(A, "_execution", {}).get(key) if key is not None else None
     if call is not None and call.scale is A.scale:
-        result = call(B.data, B.scale, bias, out)
+        result = call(*_tensors(B), bias, out)
         if result is not None:
             return result
     matrix = _sparse(A)
-    assert matrix.bits is not None
     dense = _check_dense("B", B, matrix.device)
     rows, inner = matrix.shape
     if dense.shape[-2] != inner:
@@ -118,7 +129,7 @@ def spmm(
     if dense.axis == 1:
         raise ValueError("B must have one scale or one a column, got one a row, which varies along the sum: "
                          "quantize(x, bits, axis=0)")  # fmt: skip
-    left_kind, right_kind = (matrix.bits, matrix.signed), (dense.bits, dense.signed)
+    left_kind, right_kind = operand_number(matrix), dense.number
     if out is not None and out_dtype is None:
         out_dtype = out.dtype
     scaled = matrix.scale is not None or dense.scale is not None
@@ -127,16 +138,17 @@ def spmm(
     if out is not None:
         _check_out(out, (*batch, rows, n), dtype, matrix.device)
     offset = None if bias is None else _check_bias(bias, rows, dtype, matrix.device)
-    if allow_dense and (forecast := dense_product.forecast(matrix, dense, dtype)) and forecast.dense_wins:
+    forecast = dense_product.forecast(matrix, dense, dtype) if allow_dense else None
+    if forecast and forecast.dense_wins and isinstance(dense, QuantTensor):
         product = dense_product.DenseCall(matrix, dense, dtype)
         if key is not None:
             A._execution[key] = product
         return product(dense.data, dense.scale, bias, out)
     several = 1 if batch.numel() == 1 else 2
-    kernel, copy = matrix._plan_spmm(right_kind, dtype, power_of_two(n), several, atom, config)
+    kernel, copy = matrix._plan_spmm(matrix._edition, right_kind, dtype, power_of_two(n), several, atom, config)
     left = _factor(matrix.scale, batch, dtype)
     operands = (copy, dense.data, left, _factor(dense.scale, batch, dtype), offset)
-    bits, signed = [matrix.bits, dense.bits], [matrix.signed, dense.signed]
+    bits, signed = [left_kind.bits, dense.bits], [left_kind.signed, dense.signed]
     if out is None:
         result = library.spmm(*operands, rows, inner, n, bits, signed, dense.packed_dim, kernel, dtype)
     else:
@@ -145,8 +157,9 @@ def spmm(
     if key is not None:
         right = dense.scale if dtype in FLOAT_OUT else None
         if matrix.device.type == "cpu":
-            kind = (inner, matrix.bits, matrix.signed)
-            A._execution[key] = engine_call(copy, A.scale, left, dense, right, bias, result, kind)
+            if isinstance(dense, QuantTensor):
+                kind = (inner, left_kind.bits, left_kind.signed)
+                A._execution[key] = engine_call(copy, A.scale, left, dense, right, bias, result, kind)
         else:
             from magicube_cutlass.gpu import spmm_call
 
@@ -162,8 +175,36 @@ def _check_allow_dense(atom: str | None, config: SpmmKernel | None) -> None:
         raise NotImplementedError("allow_dense must be False in a compiled graph: the dense kernel is not in it")
 
 
+def _tensors(B: Operand) -> tuple[Tensor, Tensor | None]:
+    """The data of an operand as a product reads it, and the scale; cheap."""
+    if isinstance(B, QuantTensor):  # first: to ask whether something is a Tensor takes longer
+        return B.data, B.scale
+    if isinstance(B, Tensor):
+        return B, None
+    if B.transposed:
+        return B.data.mT, B.scale.mT if B.scale.ndim else B.scale
+    return B.data, B.scale
+
+
+def _operand_key(B: object) -> tuple[object, ...] | None:
+    """Everything that the checks of the products look at of an operand; None for what hides behind another type."""
+    kind: tuple[object, ...]
+    if type(B) is QuantTensor:
+        data, kind = B.data, (B.shape, B.bits, B.signed, B.axis)
+    elif type(B) is Tensor:
+        return "tensor", B.shape, B.stride(), B.device, B.dtype
+    elif type(B) is FloatTensor:
+        data, kind = B.data, (B.k, B.dtype, B.block, B.transposed)
+    else:
+        return None
+    if type(data) is not Tensor:
+        return None
+    scale = None if B.scale is None else (B.scale.shape, B.scale.stride(), B.scale.dtype, B.scale.device)
+    return data.shape, data.stride(), data.device, kind, scale
+
+
 def _call_key(
-    B: QuantTensor,
+    B: Operand,
     out_dtype: torch.dtype | None,
     bias: Tensor | None,
     out: Tensor | None,
@@ -173,14 +214,13 @@ def _call_key(
 ) -> tuple[object, ...] | None:
     """Everything that the checks of :func:`spmm` look at, besides A; None where a call cannot be kept.
 
-    A compiler has to see the operator, and so has whatever hides behind another type of tensor.
+    A compiler has to see the operator.
     """
-    if type(B) is not QuantTensor or type(B.data) is not Tensor or torch.compiler.is_compiling():
+    operand = None if torch.compiler.is_compiling() else _operand_key(B)
+    if operand is None:
         return None
-    data = B.data
-    others = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (B.scale, bias, out)]
-    wishes = (out_dtype, atom, config, allow_dense)
-    return (data.shape, data.stride(), data.device, B.shape, B.bits, B.signed, B.axis, *others, *wishes)
+    others = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, out)]
+    return (operand, *others, out_dtype, atom, config, allow_dense)
 
 
 def _check_bias(bias: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -205,8 +245,8 @@ def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: 
 
 
 def sddmm(
-    X: QuantTensor,
-    Y: QuantTensor,
+    X: Operand,
+    Y: Operand,
     mask: Pattern | SRBCRS | BCRS,
     *,
     out_format: Literal["srbcrs", "bcrs"] = "srbcrs",
@@ -214,12 +254,13 @@ def sddmm(
     transposed_y: bool = False,
     atom: str | None = None,
 ) -> SRBCRS | BCRS:
-    """``S[i, j] = scale_X[i] * scale_Y[j] * sum_k X[i, k] Y[j, k]`` at the vectors of ``mask``, the sum exact.
+    """``S[i, j] = scale_X[i] * scale_Y[j] * sum_k X[i, k] Y[j, k]`` at the vectors of ``mask``, of integers exact.
 
     ``X``: (..., M, K), ``Y``: (..., N, K), or (..., K, N) with ``transposed_y``; each row- or column-major, any widths
     and signs.  Scales are one number or one a row of X, of Y (a column of Y when it is transposed).  ``mask``: (M, N).
-    ``out_dtype`` as in :func:`spmm`.  Returns a matrix on the mask's pattern with ``bits=None``; leading dimensions
-    of X and Y, which must agree, lead its values.
+    ``out_dtype``, and floats as operands, as in :func:`spmm`.  Returns a matrix on the mask's pattern with
+    ``bits=None``; leading dimensions of X and Y, which must agree, lead its values.
+    :func:`magicube_cutlass.autograd.sddmm` is differentiable.
     Raises as :func:`spmm` does.  Source: Li, Osawa, Hoefler, SC'22, section IV-E.
     """
     pattern = mask if isinstance(mask, Pattern) else getattr(mask, "pattern", None)
@@ -229,7 +270,8 @@ def sddmm(
     key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom)
     call = pattern._cache.get(key) if key is not None else None
     if call is not None:
-        kept: SRBCRS | None = call(X.data, Y.data, X.scale, Y.scale)
+        (x_data, x_scale), (y_data, y_scale) = _tensors(X), _tensors(Y)
+        kept: SRBCRS | None = call(x_data, y_data, x_scale, y_scale)
         if kept is not None:
             return kept
     if out_format not in ("srbcrs", "bcrs"):
@@ -252,11 +294,11 @@ def sddmm(
         if operand.axis is not None and operand.axis == along:
             raise ValueError(f"{name} must have one scale or one outside the sum, got one along the inner dimension")
     scaled = left_op.scale is not None or right_op.scale is not None
-    kinds = (left_op.bits, left_op.signed), (right_op.bits, right_op.signed)
+    kinds = left_op.number, right_op.number
     dtype = _out_dtype(out_dtype, scaled, inner, *kinds)
-    padded = pattern._constant_layout(stride)
+    padded = pattern._constant_layout(pattern._edition, stride)
     batch = left_op.shape[:-2]
-    kernel, copy = pattern._plan_sddmm(stride, kinds, dtype, power_of_two(inner), atom)
+    kernel, copy = pattern._plan_sddmm(pattern._edition, stride, kinds, dtype, power_of_two(inner), atom)
     values = library.sddmm(
         copy,
         left_op.data,
@@ -277,6 +319,7 @@ def sddmm(
         padded.row_start, padded.row_end, padded.col_indices, values,
         shape=pattern.shape, vector_length=pattern.vector_length, bits=None, stride=stride,
     )  # fmt: skip
+    result._cache["pattern"] = pattern
     if key is not None:
         from magicube_cutlass.gpu import sddmm_call
 
@@ -285,8 +328,8 @@ def sddmm(
 
 
 def _sddmm_key(
-    X: QuantTensor,
-    Y: QuantTensor,
+    X: Operand,
+    Y: Operand,
     stride: int,
     out_format: str,
     out_dtype: torch.dtype | None,
@@ -294,38 +337,36 @@ def _sddmm_key(
     atom: str | None,
 ) -> tuple[object, ...] | None:
     """As :func:`_call_key`, for :func:`sddmm` on a GPU; a CPU takes longer than the checks."""
-    if type(X) is not QuantTensor or type(Y) is not QuantTensor or out_format != "srbcrs":
+    if out_format != "srbcrs" or torch.compiler.is_compiling():
         return None
-    x, y, left, right = X.data, Y.data, X.scale, Y.scale
-    if type(x) is not Tensor or type(y) is not Tensor or not x.is_cuda or torch.compiler.is_compiling():
+    x, y = _operand_key(X), _operand_key(Y)
+    if x is None or y is None or X.device.type != "cuda":
         return None
-    return (
-        "call", stride, out_dtype, transposed_y, atom,
-        x.shape, x.stride(), x.device, X.shape, X.bits, X.signed, X.axis,
-        y.shape, y.stride(), y.device, Y.shape, Y.bits, Y.signed, Y.axis,
-        left if left is None else (left.shape, left.stride(), left.dtype, left.device),
-        right if right is None else (right.shape, right.stride(), right.dtype, right.device),
-    )  # fmt: skip
+    return ("call", stride, out_dtype, transposed_y, atom, x, y)
 
 
-def explain(A: SRBCRS | BCRS, B: QuantTensor, *, out_dtype: torch.dtype | None = None) -> str:
+def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = None) -> str:
     """Which kernel :func:`spmm` runs for these operands, with which digits or instruction, what it moves, and why."""
     matrix = _sparse(A)
-    assert matrix.bits is not None
     dense = _check_dense("B", B, matrix.device)
     if matrix.device.type == "cuda":
         from magicube_cutlass.plans import explain_spmm
 
         scaled = matrix.scale is not None or dense.scale is not None
-        kinds = (matrix.bits, matrix.signed), (dense.bits, dense.signed)
+        kinds = operand_number(matrix), dense.number
         return explain_spmm(matrix, dense, _out_dtype(out_dtype, scaled, matrix.shape[1], *kinds))
-    digits = digit_count(matrix.bits), digit_count(dense.bits)
+    kinds = operand_number(matrix), dense.number
+    check_pair(*kinds)
+    if isinstance(dense, DenseFloats):
+        return (f"torch's CSR product of float32, {torch.get_num_threads()} threads: {matrix.shape[0]} x "
+                f"{matrix.shape[1]} of {kinds[0].name} times {tuple(dense.shape)} of {kinds[1].name}")  # fmt: skip
+    counts = digits(kinds[0]), digits(kinds[1])
     predicted = dense_product.forecast(matrix, dense, out_dtype or torch.int32)
     order = (
         "row" if cpu.run_dim(cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)) == -1 else "column"
     )
     return (
         f"CPU engine, {cpu.path()} path, {torch.get_num_threads()} threads: {matrix.shape[0]} x {matrix.shape[1]} "
-        f"times {tuple(dense.shape)}, {digits[0]} x {digits[1]} digits of 8 bits, B {order}-major, "
+        f"times {tuple(dense.shape)}, {counts[0]} x {counts[1]} digits of 8 bits, B {order}-major, "
         "panels of 64 columns" + ("" if predicted is None else f"\n{predicted}")
     )

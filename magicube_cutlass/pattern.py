@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from magicube_cutlass.checks import (
     check_tensor,
     check_vector_length,
     first_true,
+    new_edition,
     vector_rows,
 )
 
@@ -68,13 +70,15 @@ class Pattern:
     row_offsets: Tensor
     col_indices: Tensor
     _cache: dict[Any, Any] = field(default_factory=dict, init=False)
+    _edition: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", check_shape(self.shape))
+        object.__setattr__(self, "_edition", new_edition())
         self.check_format()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": {}}  # what was derived holds kernels, which no copy can have
+        return {**self.__dict__, "_cache": {}, "_edition": new_edition()}  # what was derived holds kernels
 
     @classmethod
     def from_dense(cls, mask: Tensor, vector_length: int = 8) -> Pattern:
@@ -191,19 +195,33 @@ class Pattern:
         result: Padded = self._cache["padded", stride]
         return result
 
-    def _constant_layout(self, stride: int) -> Padded:
-        """:meth:`padded`, whose sizes depend on the data, so a compiler takes them as constants."""
+    def _constant_layout(self, edition: str, stride: int) -> Padded:
+        """:meth:`padded`, whose sizes depend on the data, so a compiler takes them as constants of this edition."""
         return self.padded(stride)
 
-    def _plan_sddmm(self, *arguments: Any) -> tuple[str, list[Tensor]]:
-        """As :func:`magicube_cutlass.plans.plan_sddmm`; a compiler takes the result as a constant."""
+    def _plan_sddmm(self, edition: str, *arguments: Any) -> tuple[str, list[Tensor]]:
+        """As :func:`magicube_cutlass.plans.plan_sddmm`; a compiler takes the result as a constant of this edition."""
         from magicube_cutlass.plans import plan_sddmm
 
         return plan_sddmm(self, *arguments)
 
+    def _named(self, edition: str) -> str:
+        """``edition``, by which an operator finds this pattern as long as it lives; a constant of this edition."""
+        _LIVING[edition] = self
+        return edition
+
     # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
     _constant_layout.__dict__["_dynamo_marked_constant"] = True
     _plan_sddmm.__dict__["_dynamo_marked_constant"] = True
+    _named.__dict__["_dynamo_marked_constant"] = True
+
+    @staticmethod
+    def _alive(name: str) -> Pattern:
+        """The pattern that :meth:`_named` gave this name; ``RuntimeError`` where it is gone."""
+        found = _LIVING.get(name)
+        if found is None:
+            raise RuntimeError(f"pattern {name} must be alive where a graph uses it, got none of that name in here")
+        return found
 
     def transpose(self) -> Pattern:
         """The pattern, in vectors of the same length, that holds the transpose of every stored element; cached."""
@@ -310,3 +328,6 @@ class Pattern:
             f"Pattern(shape={self.shape}, vector_length={self.vector_length}, vectors={self.vectors}, nnz={self.nnz}, "
             f"density={self.density:.4g}, device={self.device})"
         )
+
+
+_LIVING: WeakValueDictionary[str, Pattern] = WeakValueDictionary()  # those that an operator was told of

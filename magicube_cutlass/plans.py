@@ -9,10 +9,13 @@ from torch import Tensor
 
 from cute_kernels import cpu
 from cute_kernels.integers import split_digits
+from cute_kernels.numbers import Integer, Number, float_of
 from cute_kernels.operands import Vectors
+from magicube_cutlass import float_products
 from magicube_cutlass.costs import MMA_COLUMNS, Kind, Problem
 from magicube_cutlass.dense import forecast
-from magicube_cutlass.formats import as_movable
+from magicube_cutlass.float_values import DenseFloats, decoded, raw_bits
+from magicube_cutlass.formats import as_movable, transpose_parts
 
 if TYPE_CHECKING:
     from magicube_cutlass.kernels import SpmmKernel
@@ -21,15 +24,36 @@ if TYPE_CHECKING:
     from magicube_cutlass.srbcrs import SRBCRS
 
 
+def operand_number(matrix: SRBCRS) -> Number:
+    """What an element of A is; its callers have refused results."""
+    assert matrix.number is not None
+    return matrix.number
+
+
 def cpu_copy(matrix: SRBCRS) -> list[Tensor]:
-    """What the engine reads: structure, digit planes and row sums; derived once and kept on the matrix."""
+    """What the engine reads: structure, digit planes and row sums; of floats a CSR matrix.  Derived once and kept."""
     found = matrix._execution.get("cpu")
-    if found is None:
+    if found is None and matrix.bits is None:
+        vectors = matrix.vectors()
+        number = float_of(vectors.dtype)  # e2m1 comes as e4m3
+        assert number is not None
+        found = matrix._execution["cpu"] = float_products.csr_copy(matrix.pattern, decoded(vectors, number))
+    elif found is None:
         assert matrix.bits is not None
         planes = split_digits(matrix.ints(), matrix.bits, matrix.signed)
         sums = cpu.row_sums(planes, matrix.row_start, matrix.bits, matrix.signed)
         found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
         matrix._execution["cpu"] = found
+    return found
+
+
+def transposed(matrix: SRBCRS) -> SRBCRS:
+    """The transpose of the values of ``matrix``, without their scale; kept with it."""
+    found: SRBCRS | None = matrix._execution.get("transposed")
+    if found is None:
+        parts = transpose_parts(matrix.pattern, matrix.vectors(), None)
+        found = matrix._from_parts(parts, matrix.bits, matrix.signed, matrix.stride, matrix.packed)
+        matrix._execution["transposed"] = found
     return found
 
 
@@ -46,16 +70,15 @@ def power_of_two(n: int) -> int:
 
 
 def described(
-    matrix: SRBCRS, right: tuple[int, bool], out: torch.dtype, n: int, batch: int, vector_length: int | None = None
+    matrix: SRBCRS, right: Number, out: torch.dtype, n: int, batch: int, vector_length: int | None = None
 ) -> tuple[Kind, Problem]:
     """What the choice of a kernel for ``matrix`` times ``batch`` matrices of ``n`` columns depends on.
 
     ``vector_length``: of the kernel; default: the matrix's own, on a GPU not below the instruction's columns.
     """
-    assert matrix.bits is not None
     if vector_length is None:
         vector_length = matrix.vector_length if matrix.device.type == "cpu" else max(matrix.vector_length, MMA_COLUMNS)
-    kind = Kind(vector_length, (matrix.bits, matrix.signed), right, _name(out))
+    kind = Kind(vector_length, operand_number(matrix), right, _name(out))
     return kind, problem(matrix.pattern, vector_length, n, batch)
 
 
@@ -67,25 +90,27 @@ def problem(pattern: Pattern, vector_length: int, n: int, batch: int) -> Problem
         lengths = longer.row_lengths
         longest = int(lengths.max()) if lengths.numel() else 0
         pattern._cache[key] = longer.vector_rows, longer.shape[1], longer.vectors, longest
-    return Problem(*pattern._cache[key], n, batch)
+    rows, inner, vectors, most = pattern._cache[key]
+    return Problem(rows, inner, vectors, most, n, batch)
 
 
 def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
     """The sparse operand in vectors of this length, merged where the matrix has shorter ones."""
-    assert matrix.bits is not None
-    pattern, values = matrix.pattern, matrix.vectors()
+    pattern, values, number = matrix.pattern, matrix.vectors(), operand_number(matrix)
+    if not isinstance(number, Integer):
+        values = raw_bits(values, number)
     if vector_length != matrix.vector_length:
         pattern, positions, parts = pattern.merge_map(vector_length)
         times = vector_length // matrix.vector_length
         longer = values.new_zeros(pattern.vectors, times, matrix.vector_length)
         as_movable(longer)[positions, parts] = as_movable(values)
         values = longer.flatten(1)
-    return Vectors(pattern.row_offsets, pattern.col_indices, values, matrix.bits, matrix.signed)
+    return Vectors(pattern.row_offsets, pattern.col_indices, values, number)
 
 
 def plan_spmm(
     matrix: SRBCRS,
-    right: tuple[int, bool],
+    right: Number,
     out: torch.dtype,
     width: int,
     batch: int,
@@ -94,11 +119,12 @@ def plan_spmm(
 ) -> tuple[str, list[Tensor]]:
     """Name of the kernel and the execution copy for it.
 
-    ``right``: bits and sign of B; ``width``: a power of two not below B's columns; ``batch``: 1 for a single matrix, 2
+    ``right``: an element of B; ``width``: a power of two not below B's columns; ``batch``: 1 for a single matrix, 2
     for several; ``atom`` and ``config`` as in :func:`magicube_cutlass.spmm`.
     """
     if matrix.device.type == "cpu":
-        return "cpu", cpu_copy(matrix)
+        name = "cpu" if isinstance(right, Integer) else float_products.PREFIX + right.name
+        return name, cpu_copy(matrix)
     from magicube_cutlass import kernels
 
     key = (right, out, width, batch, atom, config)
@@ -126,7 +152,7 @@ def plan_spmm(
 def plan_sddmm(
     pattern: Pattern,
     stride: int,
-    kinds: tuple[tuple[int, bool], tuple[int, bool]],
+    kinds: tuple[Number, Number],
     out: torch.dtype,
     inner: int,
     atom: str | None,
@@ -134,7 +160,9 @@ def plan_sddmm(
     """Name of the kernel and what it reads of the pattern; ``inner``: a power of two not below the sum's length."""
     padded = pattern.padded(stride)
     if pattern.device.type == "cpu":
-        return "cpu", [padded.row_start, padded.row_end, padded.col_indices]
+        whole = all(isinstance(each, Integer) for each in kinds)
+        name = "cpu" if whole else float_products.PREFIX + ":".join(each.name for each in kinds)
+        return name, [padded.row_start, padded.row_end, padded.col_indices]
     from magicube_cutlass import kernels
 
     kind = kernels.Kind(pattern.vector_length, *kinds, _name(out))
@@ -155,12 +183,12 @@ def plan_sddmm(
     return config.name, [pattern._cache[key], padded.col_indices]
 
 
-def explain_spmm(matrix: SRBCRS, dense: QuantTensor, out: torch.dtype) -> str:
+def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> str:
     """The text of :func:`magicube_cutlass.explain` for operands on a GPU."""
     from magicube_cutlass import gpu, kernels
 
     n, batch = dense.shape[-1], dense.shape[:-2].numel()
-    right = (dense.bits, dense.signed)
+    right = dense.number
     name, copy = plan_spmm(matrix, right, out, power_of_two(n), min(batch, 2), None, None)
     config = kernels.spmm_config(name)
     sizes = problem(matrix.pattern, config.vector_length, n, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from cute_kernels.integers import (
     store,
     widen,
 )
+from cute_kernels.numbers import Integer
+from magicube_cutlass.block_scales import Block, FloatTensor, quantize_floats
 
 _MSE_STEPS = 60  # clip thresholds tried, from max|x| / 60 to max|x|
 _CHUNK_MODE = {None: 0, 1: 1, 0: 2}
@@ -67,6 +69,11 @@ class QuantTensor:
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+    @property
+    def number(self) -> Integer:
+        """Width and sign of the integers."""
+        return Integer(self.bits, self.signed)
 
     def ints(self) -> Tensor:
         """The integers, one an entry: int8/uint8 up to 8 bits, else int16/uint16."""
@@ -165,6 +172,7 @@ def _check_arguments(x: Tensor, bits: int, axis: int | None, clip: object, round
         raise ValueError(f"nonfinite must be 'raise' or 'propagate', got {nonfinite!r}")
 
 
+@overload
 def quantize(
     x: Tensor,
     bits: int,
@@ -173,20 +181,72 @@ def quantize(
     clip: Literal["max", "mse"] | float = "max",
     rounding: Literal["nearest", "trunc"] = "nearest",
     nonfinite: Literal["raise", "propagate"] = "raise",
-) -> QuantTensor:
-    """``q = clamp(round(x / scale))`` with ``scale = T / q_max``, so that ``x ~ scale * q``.
+) -> QuantTensor: ...
+@overload
+def quantize(
+    x: Tensor,
+    bits: None = None,
+    axis: int | None = None,
+    *,
+    nonfinite: Literal["raise", "propagate"] = "raise",
+    dtype: str,
+    block: Block = None,
+    scale_dtype: str | None = None,
+) -> FloatTensor: ...
+def quantize(
+    x: Tensor,
+    bits: int | None = None,
+    axis: int | None = None,
+    signed: bool = True,
+    clip: Literal["max", "mse"] | float = "max",
+    rounding: Literal["nearest", "trunc"] = "nearest",
+    nonfinite: Literal["raise", "propagate"] = "raise",
+    *,
+    dtype: str | None = None,
+    block: Block = None,
+    scale_dtype: str | None = None,
+) -> QuantTensor | FloatTensor:
+    """``q = clamp(round(x / scale))`` with ``scale = T / q_max``, so that ``x ~ scale * q``; integers or small floats.
 
     ``x``: floating tensor (..., M, N), any layout.  ``axis`` is the one of the last two dimensions that the threshold
     ``T`` is taken over, as in ``torch.amax``: 0 gives a scale a column (1, N), 1 a scale a row (M, 1), None one scale.
-    ``clip``: ``T`` is the largest magnitude, a percentile of the magnitudes, or the threshold of least squared error.
-    ``rounding``: to nearest even, or toward zero.  Slices of zeros get scale 1.  The quotient is formed in double, so
-    rows of magnitude 1e-36 keep their relative accuracy.  The scale is float32, or float64 for float64 input.
+    Slices of zeros get scale 1.  The quotient is formed in double, so rows of magnitude 1e-36 keep their relative
+    accuracy.  Exactly one of ``bits`` and ``dtype`` is given.
+
+    ``bits``: integers of 4, 8, 12 or 16 bits, a :class:`QuantTensor`.  ``clip``: ``T`` is the largest magnitude, a
+    percentile of the magnitudes, or the threshold of least squared error.  ``rounding``: to nearest even, or toward
+    zero.  The scale is float32, or float64 for float64 input.
+
+    ``dtype``: small floats, a :class:`~magicube_cutlass.block_scales.FloatTensor`: ``"e5m2"``, ``"e4m3"``, ``"e3m2"``,
+    ``"e2m3"`` or ``"e2m1"``, ``T`` the largest magnitude, rounded to the nearest value, ties to even.  ``block``: 16 or
+    32 gives a scale to so many neighbours along ``axis`` (None: the last dimension), (128, 128) to each tile, with
+    ``axis`` 0 laid out for the right side of a product.  ``scale_dtype``: of blocks, ``"ue8m0"`` (the default of 32),
+    ``2^(floor(log2 T) - exponent of q_max)``, where the largest values may saturate; or ``"e4m3"`` (of 16), with a
+    float32 scale of the tensor on top.  ``"mxfp8"``, ``"mxfp8_e5m2"``, ``"mxfp6"``, ``"mxfp6_e3m2"``, ``"mxfp4"`` and
+    ``"nvfp4"`` name all three.  ``signed``, ``clip`` and ``rounding`` must keep their defaults.
+
     Raises ``TypeError`` for other dtypes; ``ValueError`` for bad arguments, negative entries when unsigned, and inf or
     NaN unless ``nonfinite="propagate"``, which gives such a slice scale NaN and so NaN in all that comes of it.
     On a GPU these two errors cost a wait for the device; with ``nonfinite="propagate"`` and ``signed=True`` there is
     nothing to wait for, and with ``clip="max"`` a CUDA graph can hold the call.
-    Source: Li, Osawa, Hoefler, SC'22, section V-C; Gu, arXiv 2403.06924, eq. 4.
+    Source: Li, Osawa, Hoefler, SC'22, section V-C; Gu, arXiv 2403.06924, eq. 4; OCP MX v1.0, section 6.3.
     """
+    if dtype is not None:
+        fixed = {
+            "bits": (bits, None),
+            "signed": (signed, True),
+            "clip": (clip, "max"),
+            "rounding": (rounding, "nearest"),
+        }
+        for name, (value, wanted) in fixed.items():
+            if value != wanted:
+                raise ValueError(f"{name} must be {wanted!r} for dtype {dtype!r}, got {value!r}")
+        return quantize_floats(x, dtype, axis, block, scale_dtype, nonfinite)
+    if block is not None or scale_dtype is not None:
+        raise ValueError(f"dtype must be given with block and scale_dtype, got block {block!r}, scale_dtype "
+                         f"{scale_dtype!r}")  # fmt: skip
+    if bits is None:
+        raise ValueError("bits or dtype must be given, got neither")
     _check_arguments(x, bits, axis, clip, rounding, nonfinite)
     real = x.detach()
     on_gpu = real.is_cuda and real.numel() > 0

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def spmm(a: CompressedMatrix, b: QuantTensor) -> Tensor:
-    """``A B`` of the integers: (*batch, M, N) int64, exact modulo 2**64."""
+    """``A B`` of the integers: ``(*batch, M, N)`` int64, exact modulo 2**64."""
     return torch.matmul(widen(a.to_dense(dequantize=False)), widen(b.ints()))
 
 
 def sddmm(x: QuantTensor, y: QuantTensor, pattern: Pattern) -> Tensor:
-    """``sum_k X[i, k] Y[j, k]`` at the pattern's vectors: (*batch, vectors, V) int64 in pattern order, 0 beyond M."""
+    """``sum_k X[i, k] Y[j, k]`` at a pattern's vectors: ``(*batch, vectors, V)`` int64 in its order, 0 beyond M."""
     full = torch.matmul(widen(x.ints()), widen(y.ints()).mT)  # (*batch, M, N)
     return at_vectors(full, pattern)
 
 
 def at_vectors(full: Tensor, pattern: Pattern) -> Tensor:
-    """The entries of ``full``, (*batch, M, N), at the pattern's vectors: (*batch, vectors, V), 0 beyond M."""
+    """The entries of ``full``, ``(*batch, M, N)``, at the pattern's vectors: ``(*batch, vectors, V)``, 0 beyond M."""
     v, rows = pattern.vector_length, pattern.vector_rows
     full = torch.nn.functional.pad(full, (0, 0, 0, rows * v - full.shape[-2]))
     grouped = full.unflatten(-2, (rows, v)).movedim(-2, -1)  # (*batch, R, N, V)

@@ -13,9 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels import cpu
 from cute_kernels.integers import fetch, storage_dtype, store
 from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.checks import check_stride, check_tensor, first_true, vector_rows
+from magicube_cutlass.block_scales import FloatTensor
+from magicube_cutlass.checks import (
+    check_pointers,
+    check_stride,
+    check_tensor,
+    check_vector_length,
+    first_true,
+    new_edition,
+    vector_rows,
+)
+from magicube_cutlass.float_values import packed, unpacked
 from magicube_cutlass.formats import (
     Clip,
     Parts,
@@ -23,16 +34,25 @@ from magicube_cutlass.formats import (
     as_movable,
     check_masked,
     compress_on_gpu,
+    dense_integers,
     dense_parts,
+    float_parts,
     mask_parts,
+    masked_integers,
     pattern_parts,
     scipy_parts,
     smtx_parts,
+    takes_floats,
     torch_sparse_parts,
     transpose_parts,
 )
 from magicube_cutlass.matrix import CompressedMatrix
 from magicube_cutlass.pattern import Padded, Pattern
+
+
+def _engine_takes(dense: Tensor) -> bool:
+    """Whether the CPU engine compresses this matrix."""
+    return dense.device.type == "cpu" and dense.numel() > 0 and cpu.available()
 
 
 class SRBCRS(CompressedMatrix):
@@ -45,14 +65,16 @@ class SRBCRS(CompressedMatrix):
         values: ``(*batch, padded vectors / stride, V, stride)``; 4-bit integers two a byte along the stride, low nibble
             first.  Zero in the padding and in rows beyond M.
         shape, vector_length, stride, signed: M and K, V, 16, 32 or 64, and whether the integers are two's complement.
-        bits: 4, 8, 12, 16, or None where the values are results (int32, int64 or float).
-        scale: None, float () for the matrix or ``(M, 1)`` for its rows; an element is ``scale * integer``.
+        bits: 4, 8, 12, 16, or None where the values are floats, or results of int32 and int64.  float16, bfloat16,
+            float8_e5m2, float8_e4m3fn and float4_e2m1fn_x2, two a byte as 4-bit integers, are operands of products.
+        scale: None, float () for the matrix or ``(M, 1)`` for its rows; an element is ``scale * value``.
     Raises ``TypeError``/``ValueError`` as :meth:`check_format` does without ``full``.
     """
 
     _VALUE_NDIM = 3
     _INDICES = ("row_start", "row_end", "col_indices")
     _INTEGERS = ("vector_length", "stride")
+    _PACKS = True
 
     def __init__(
         self,
@@ -77,52 +99,85 @@ class SRBCRS(CompressedMatrix):
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Tensor | FloatTensor,
         *,
         vector_length: int = 8,
-        bits: int = 8,
+        bits: int | None = None,
         signed: bool = True,
         stride: int = 32,
         axis: int | None = None,
         clip: Clip = "max",
         rounding: Rounding = "nearest",
+        dtype: str | None = None,
     ) -> SRBCRS:
         """Keep the vectors of ``dense``, ``(M, K)``, that have a nonzero element.
 
-        Floats are quantized to ``bits`` with one scale (``axis=None``) or one per row (``axis=1``); ``clip`` and
-        ``rounding`` as in :func:`quantize`.  Which vectors are kept is decided on the floats, so an element that rounds
-        to zero stays stored.  Integers are taken as they are and have no scale.
+        Floats are quantized to ``bits``, 8 by default, with one scale (``axis=None``) or one per row (``axis=1``);
+        ``clip`` and ``rounding`` as in :func:`quantize`.  Which vectors are kept is decided on the floats, so an
+        element that rounds to zero stays stored.  Integers are taken as they are and have no scale.
+        ``dtype``: floats instead of integers: ``"float16"`` or ``"bfloat16"``, without a scale, or ``"e5m2"``,
+        ``"e4m3"`` or ``"e2m1"``, quantized with scales as above.  float8 tensors are taken as they are, without a
+        scale, and a FloatTensor of one scale or one a row with its scales.
         Raises ``ValueError`` for integers out of range, ``axis=0``, inf or nan; ``TypeError`` for bool or complex.
         """
         check_stride(stride)
+        if takes_floats(dense, bits, dtype, signed, clip, rounding):
+            return cls._of_floats(dense, None, vector_length, stride, dtype, axis)
+        assert not isinstance(dense, FloatTensor)
+        bits = 8 if bits is None else bits
         check_tensor("dense", dense, ndim=2)
         if dense.is_cuda and dense.numel():
             return cls._on_gpu(dense, None, vector_length, bits, signed, stride, axis, clip, rounding)
+        if _engine_takes(dense):
+            ints, scale, mask = dense_integers(dense, bits, signed, axis, clip, rounding)
+            return cls._by_engine(ints, mask, vector_length, bits, signed, stride, scale)
         parts = dense_parts(dense, vector_length, bits, signed, axis, clip, rounding)
         return cls._from_parts(parts, bits, signed, stride)
 
     @classmethod
     def from_mask(
         cls,
-        values: Tensor,
+        values: Tensor | FloatTensor,
         mask: Tensor,
         *,
         vector_length: int,
-        bits: int,
+        bits: int | None = None,
         signed: bool = True,
         stride: int = 32,
         axis: int | None = None,
+        dtype: str | None = None,
     ) -> SRBCRS:
         """Keep exactly the vectors with a true element in ``mask``, bool ``(M, K)``, zeros included.
 
-        ``values``, ``(M, K)``, integers of any dtype or floats (quantized); where the mask is false they count as zero,
-        also inside a kept vector, and are neither range-checked nor seen by the quantizer.
+        ``values``, ``(M, K)``: as ``dense`` of :meth:`from_dense`; where the mask is false they count as zero, also
+        inside a kept vector, and are neither range-checked nor seen by the quantizer.
         """
         check_stride(stride)
+        if takes_floats(values, bits, dtype, signed):
+            return cls._of_floats(values, mask, vector_length, stride, dtype, axis)
+        assert not isinstance(values, FloatTensor)
+        bits = 8 if bits is None else bits
         check_masked(values, mask)
         if values.is_cuda and values.numel():
             return cls._on_gpu(values, mask, vector_length, bits, signed, stride, axis)
+        if _engine_takes(values):
+            ints, scale = masked_integers(values, mask, bits, signed, axis)
+            return cls._by_engine(ints, mask, vector_length, bits, signed, stride, scale)
         return cls._from_parts(mask_parts(values, mask, vector_length, bits, signed, axis), bits, signed, stride)
+
+    @classmethod
+    def _of_floats(
+        cls,
+        values: Tensor | FloatTensor,
+        mask: Tensor | None,
+        vector_length: int,
+        stride: int,
+        dtype: str | None,
+        axis: int | None,
+    ) -> SRBCRS:
+        """The vectors with a true element in ``mask``, or else with one that is not zero."""
+        parts, packs = float_parts(values, mask, vector_length, dtype, axis)
+        return cls._from_parts(parts, None, True, stride, packs)
 
     @classmethod
     def _on_gpu(
@@ -145,6 +200,28 @@ class SRBCRS(CompressedMatrix):
         )
 
     @classmethod
+    def _by_engine(
+        cls,
+        ints: Tensor,
+        mask: Tensor,
+        vector_length: int,
+        bits: int,
+        signed: bool,
+        stride: int,
+        scale: Tensor | None,
+    ) -> SRBCRS:
+        """The vectors of ``ints`` with a true element in ``mask``; the pattern is derived when it is asked for."""
+        from cute_kernels.cpu.compress import compress
+
+        check_vector_length(vector_length)
+        start, end, columns, values = compress(ints, mask, vector_length, stride)
+        shape = (ints.shape[0], ints.shape[1])
+        return cls(
+            start, end, columns, store(values, bits, signed), shape=shape, vector_length=vector_length, stride=stride,
+            bits=bits, signed=signed, scale=scale,
+        )  # fmt: skip
+
+    @classmethod
     def from_pattern(
         cls,
         pattern: Pattern,
@@ -157,8 +234,8 @@ class SRBCRS(CompressedMatrix):
     ) -> SRBCRS:
         """Values ``vectors``, ``(*batch, vectors, V)`` in the pattern's order, on ``pattern``.
 
-        With ``bits`` integers of any dtype, checked for range; with ``bits=None`` results of int32, int64 or a float
-        dtype.  What ``vectors`` holds in rows beyond M is dropped.
+        With ``bits`` integers of any dtype, checked for range; with ``bits=None`` floats or results of int32 or int64.
+        What ``vectors`` holds in rows beyond M is dropped.
         """
         check_stride(stride)
         return cls._from_parts(pattern_parts(pattern, vectors, bits, signed, scale), bits, signed, stride)
@@ -215,18 +292,20 @@ class SRBCRS(CompressedMatrix):
         return cls._from_parts(Parts(bcrs.pattern, bcrs.values, bcrs.scale), bcrs.bits, bcrs.signed, stride)
 
     @classmethod
-    def _from_parts(cls, parts: Parts, bits: int | None, signed: bool, stride: int) -> SRBCRS:
+    def _from_parts(cls, parts: Parts, bits: int | None, signed: bool, stride: int, packs: bool = False) -> SRBCRS:
+        """``packs``: the vectors are e4m3 that become packed e2m1."""
         pattern, vectors = parts.pattern, parts.vectors
         padded = pattern.padded(stride)
         total, v, batch = padded.col_indices.shape[0], pattern.vector_length, vectors.shape[:-2]
         spread = torch.zeros(*batch, total, v, dtype=vectors.dtype, device=vectors.device)
         as_movable(spread)[..., padded.slots, :] = as_movable(vectors)
         values = spread.view(*batch, total // stride, stride, v).transpose(-1, -2)  # (*batch, blocks, V, stride)
+        values = packed(values) if packs else values if bits is None else store(values, bits, signed)
         matrix = cls(
             padded.row_start,
             padded.row_end,
             padded.col_indices,
-            (values if bits is None else store(values, bits, signed)).contiguous(),
+            values.contiguous(),
             shape=pattern.shape,
             vector_length=v,
             stride=stride,
@@ -243,10 +322,12 @@ class SRBCRS(CompressedMatrix):
         other.__dict__.update(self.__dict__)  # what was derived of the structure is shared
         other.values = values
         other._execution = {}
+        if self.number is not None:  # what is a result only is no operand
+            other._edition = new_edition()
         return other
 
-    def _plan_spmm(self, *arguments: Any) -> tuple[str, list[Tensor]]:
-        """As :func:`magicube_cutlass.plans.plan_spmm`; a compiler takes the result as a constant."""
+    def _plan_spmm(self, edition: str, *arguments: Any) -> tuple[str, list[Tensor]]:
+        """As :func:`magicube_cutlass.plans.plan_spmm`; a compiler takes the result as a constant of this edition."""
         from magicube_cutlass.plans import plan_spmm
 
         return plan_spmm(self, *arguments)
@@ -256,7 +337,9 @@ class SRBCRS(CompressedMatrix):
 
     def ints(self) -> Tensor:
         """The values one an entry, ``(*batch, blocks, V, stride)`` of :attr:`dtype`."""
-        return self.values if self.bits is None else fetch(self.values, self.stride, self.bits, self.signed)
+        if self.bits is None:
+            return unpacked(self.values) if self.packed else self.values
+        return fetch(self.values, self.stride, self.bits, self.signed)
 
     def _padded_vectors(self) -> Tensor:
         """The values ``(*batch, padded vectors, V)``, uint16 seen as int16."""
@@ -267,7 +350,7 @@ class SRBCRS(CompressedMatrix):
         return self._padded_vectors()[..., self.pattern.padded(self.stride).slots, :].view(self.dtype)
 
     def to_bcrs(self) -> BCRS:
-        """The same matrix, unpadded."""
+        """The same matrix, unpadded; e2m1 becomes e4m3."""
         return BCRS._from_parts(Parts(self.pattern, self.vectors(), self.scale), self.bits, self.signed)
 
     def transpose(self) -> SRBCRS:
@@ -276,7 +359,7 @@ class SRBCRS(CompressedMatrix):
         Raises ``ValueError`` for a scale per row.
         """
         parts = transpose_parts(self.pattern, self.vectors(), self.scale)
-        return self._from_parts(parts, self.bits, self.signed, self.stride)
+        return self._from_parts(parts, self.bits, self.signed, self.stride, self.packed)
 
     def _derive_pattern(self) -> Pattern:
         lengths = self.row_end - self.row_start
@@ -302,11 +385,11 @@ class SRBCRS(CompressedMatrix):
             )
 
     def _value_shape(self) -> tuple[int, ...]:
-        width = self.stride // 2 if self.bits == 4 else self.stride
+        width = self.stride // 2 if self.bits == 4 or self.packed else self.stride
         return (self.col_indices.shape[0] // self.stride, self.vector_length, width)
 
     def _check_layout(self) -> None:
-        self._check_pointers()
+        check_pointers(self.row_start, self.row_end, self.stride, self.col_indices.shape[0])
         slots = self._derive_pattern().padded(self.stride).slots
         padding = torch.ones(self.col_indices.shape[0], dtype=torch.bool, device=self.device)
         padding[slots] = False
@@ -315,25 +398,3 @@ class SRBCRS(CompressedMatrix):
             raise ValueError(f"col_indices must be -1 in the padding, got {int(self.col_indices[bad])} at {bad}")
         if bool((self._padded_vectors()[..., padding, :] != 0).any()):
             raise ValueError("values must be zero in the padding, got a nonzero one")
-
-    def _check_pointers(self) -> None:
-        start, end, stride, total = self.row_start, self.row_end, self.stride, self.col_indices.shape[0]
-        following = torch.cat((start, start.new_tensor([total])))[1:]
-        if len(start) == 0 and total:
-            raise ValueError(f"col_indices must be empty without vector rows, got {total} entries")
-        if len(start) and int(start[0]) != 0:
-            raise ValueError(f"row_start[0] must be 0, got {int(start[0])}")
-        needed = (end - start + stride - 1) // stride * stride
-        for bad, rule in (
-            ((start < 0) | (start > total), "row_start[{0}] must lie in [0, {total}], got {start}"),
-            (start % stride != 0, "row_start[{0}] must be a multiple of stride = {stride}, got {start}"),
-            (following < start, "row_start must not decrease, got {start} then {next} after vector row {0}"),
-            (end < start, "row_end[{0}] must be at least row_start[{0}] = {start}, got {end}"),
-            (end > following, "vector row {0} must end by {next}, where the next one starts, got row_end {end}"),
-            (following - start != needed, "vector row {0} must be padded to {needed} vectors, got {room}"),
-        ):
-            row = first_true(bad)
-            if row is not None:
-                at = {"start": int(start[row]), "end": int(end[row]), "next": int(following[row])}
-                at.update(total=total, stride=stride, needed=int(needed[row]), room=at["next"] - at["start"])
-                raise ValueError(rule.format(row, **at))

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from cute_kernels.numbers import Integer
 from cute_kernels.spmm_panel import PanelConfig
 from magicube_cutlass import measured
 from magicube_cutlass.costs import GatherModel, Kind, Machine, PanelModel, Problem
 from magicube_cutlass.kernels import SpmmKernel, candidates, spmm_cost
 
-KIND = Kind(8, (8, True), (8, True), "float16")
+KIND = Kind(8, Integer(8, True), Integer(8, True), "float16")
 _ROOM = "models"
 _ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 14336)
 _INNER = (512, 1024, 2048, 4096, 8192)

@@ -1,6 +1,6 @@
 """Kernels compiled at run time: NVRTC through cuda.core, a cache on disk, launch on torch's stream.
 
-Compiling (:mod:`compiler`, :mod:`cache`, :mod:`toolchain`, :func:`warmup`) needs no GPU.  :mod:`kernel` does.
+Compiling (``compiler``, ``cache``, ``toolchain``, :func:`warmup`) needs no GPU.  ``kernel`` does.
 """
 
 from cute_kernels.jit.cache import build

@@ -35,7 +35,7 @@ def warmup(configs: Iterable[Source], arch: str, jobs: int = 1) -> Iterator[Warm
     ``jobs`` processes compile at a time, because NVRTC lets threads of one process wait for each other.  A script that
     asks for more than one needs ``if __name__ == "__main__":``.
     Raises ``ValueError`` for an unknown arch or ``jobs`` below 1 at once, and while it runs what
-    :func:`cute_kernels.jit.compiler.compile_unit` raises, at the first kernel that fails.
+    :func:`cute_kernels.jit.compile_unit` raises, at the first kernel that fails.
     """
     check_arch(arch)
     if jobs < 1:

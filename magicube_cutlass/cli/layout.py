@@ -81,9 +81,10 @@ def describe(entry: Atom) -> dict[str, str]:
     from cute_kernels.fragments import column_order, fragment_order, gather_order, k_run
 
     m, n, k = entry.shape
+    what = "floats" if entry.floating else "integers"
     stored = "" if entry.bits == entry.mma_bits else f", from {entry.bits}-bit storage"
     return {
-        "shape": f"{m} x {n} x {k} of {entry.mma_bits}-bit integers{stored}, {entry.threads} threads",
+        "shape": f"{m} x {n} x {k} of {entry.mma_bits}-bit {what}{stored}, {entry.threads} threads",
         "native on": ", ".join(f"sm_{arch}" for arch in entry.archs),
         **{f"operand {operand}": f"(thread, value) -> {entry.layout(operand)}" for operand in AXES},
         "SpMM, operand A": f"k -> gathered row  {gather_order(entry)}",

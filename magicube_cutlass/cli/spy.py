@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import typer
 
+from magicube_cutlass import masks
 from magicube_cutlass.checks import check_stride
 from magicube_cutlass.cli.console import output, working
 from magicube_cutlass.pattern import Pattern
@@ -16,6 +17,7 @@ from magicube_cutlass.smtx import read_smtx
 
 PIXELS = 1024  # most cells drawn a side; larger patterns are drawn in tiles
 LINES = 64  # vector rows beyond which lines between them would cover the picture
+MASKS = ("local", "strided", "global_tokens", "random", "bigbird")
 
 
 def _plots() -> Any:
@@ -74,15 +76,48 @@ def draw(pattern: Pattern, stride: int, title: str, out: Path) -> None:
     figure.savefig(out, dpi=130)
 
 
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def parse_mask(text: str, vector_length: int) -> Pattern:
+    """The mask of ``NAME:QUERIES:KEY=NUMBER,...``; ``ValueError`` for other names, keys and numbers."""
+    name, queries, options = [*text.split(":"), "", ""][:3]
+    if name not in MASKS:
+        raise ValueError(f"mask must begin with one of {', '.join(MASKS)}, got {name!r}")
+    try:
+        pairs = {key: _number(value) for key, value in (one.split("=") for one in options.split(",") if one)}
+        made: Pattern = getattr(masks, name)(int(queries), vector_length=vector_length, **pairs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"mask {text!r}: {error}") from None
+    return made
+
+
 def spy(
-    file: Annotated[Path, typer.Argument(metavar="FILE.smtx", help="An .smtx file, plain or gzipped.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Picture to write; its ending says the kind.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.smtx]", help="An .smtx file, plain or gzipped.", show_default=False)
+    ] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:QUERIES:KEY=NUMBER,...",
+            help=f"An attention mask instead, such as local:512:window=32,causal=1: {', '.join(MASKS)}.",
+        ),
+    ] = None,
     vector_length: Annotated[int, typer.Option(help="V: rows of the matrix in each row of the file.")] = 8,
     stride: Annotated[int, typer.Option(help="Vectors that a row of SR-BCRS is padded to: 16, 32 or 64.")] = 32,
 ) -> None:
-    """Draw the pattern with its vector rows and strides."""
+    """Draw the pattern of a file or of an attention mask with its vector rows and strides."""
     check_stride(stride)
+    if (file is None) == (mask is None):
+        raise ValueError("spy draws a file or a --mask: give one of them")
     _plots()  # before the work, so that a missing package is told at once
-    with working(f"drawing {file.name}"):
-        draw(read_smtx(file, vector_length=vector_length), stride, file.name, out)
+    name = file.name if file is not None else str(mask)
+    with working(f"drawing {name}"):
+        pattern = parse_mask(str(mask), vector_length) if file is None else read_smtx(file, vector_length=vector_length)
+        draw(pattern, stride, name, out)
     output().print(f"wrote {out}")

@@ -37,7 +37,8 @@ def fail(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 @pytest.mark.parametrize("entry", atoms(), ids=lambda entry: entry.name)
 def test_facts_of_every_atom(entry: Atom) -> None:
     text = run(entry.name)
-    assert f"{entry.shape[0]} x {entry.shape[1]} x {entry.shape[2]} of {entry.mma_bits}-bit integers" in text
+    what = "floats" if entry.floating else "integers"
+    assert f"{entry.shape[0]} x {entry.shape[1]} x {entry.shape[2]} of {entry.mma_bits}-bit {what}" in text
     assert all(struct in text for struct in entry.structs.values())
     assert str(entry.a_layout) in text
     assert ("from 4-bit storage" in text) == (entry.bits != entry.mma_bits)

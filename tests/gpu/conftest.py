@@ -1,18 +1,20 @@
 """The kernels that the selected tests name are compiled first, in as many processes as there are cores.
 
 A test names them as parameters or by the mark ``configs``; a kernel that it does not name is compiled at its first use.
-They are kept in ``build``, so that the next run finds them.
+They are kept in ``build``, so that the next run finds them.  Of several processes of one run the first compiles.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from cute_kernels.jit import current_arch, warmup
 from cute_kernels.sddmm import SampleConfig
@@ -39,7 +41,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         if torch.cuda.is_available():
             wanted = {config for item in request.session.items for config in _configs(item)}
             start = time.perf_counter()
-            fresh = sum(not each.cached for each in warmup(wanted, current_arch(), os.cpu_count() or 1))
+            with FileLock(Path(tempfile.gettempdir()) / f"magicube-test-kernels-{os.getuid()}.lock"):
+                fresh = sum(not each.cached for each in warmup(wanted, current_arch(), os.cpu_count() or 1))
             request.config.stash[_TOLD] = (
                 f"{len(wanted)} kernels, {fresh} compiled in {time.perf_counter() - start:.0f} s"
             )

@@ -22,6 +22,8 @@ def cases() -> list[tuple[str | None, Widths, Widths]]:
     """(atom, widths of both operands); None lets the library choose."""
     found: list[tuple[str | None, Widths, Widths]] = [(None, (8, True), (8, True)), (None, (4, False), (4, True))]
     for entry in atoms("compute_80"):
+        if entry.floating:
+            continue
         if entry.threads == 32 and entry.mma_bits == 4:
             found += [(entry.name, (4, True), (4, True)), (entry.name, (4, False), (4, True))]
         elif entry.threads == 32:

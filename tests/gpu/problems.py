@@ -18,6 +18,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.integers import BITS, int_range
 from cute_kernels.jit import current_arch, get_kernel
+from cute_kernels.numbers import Integer
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
@@ -38,17 +39,17 @@ GUARD = 64
 def kind(
     v: int = 8, left: tuple[int, bool] = (8, True), right: tuple[int, bool] = (8, True), out: str = "int64"
 ) -> Kind:
-    return Kind(v, left, right, out)
+    return Kind(v, Integer(*left), Integer(*right), out)
 
 
 def gather(of: Kind, atom: str = "", arch: str = HERE.arch, **options: Any) -> GatherConfig:
-    return GatherConfig(atom or default_atom(of, arch), of.vector_length, *of.left, *of.right, of.out, **options)
+    return GatherConfig(atom or default_atom(of, arch), of.vector_length, of.left, of.right, of.out, **options)
 
 
 def panel(of: Kind, atom: str = "", **options: Any) -> PanelConfig:
     """Few warps, short tiles and two blocks: a small matrix passes many tiles, items and wraps of the ring."""
     small = {"tile": 256, "warps": 3, "row_bytes": 64} | options
-    return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, *of.left, *of.right, of.out, **small)
+    return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, of.left, of.right, of.out, **small)
 
 
 def sddmm(of: Kind, stride: int = 32, inner: int = 1024, atom: str | None = None) -> SddmmKernel:
@@ -59,7 +60,7 @@ def sddmm_panel(of: Kind, stride: int = 32, atom: str = "", **options: Any) -> S
     """Few warps and a short tile: a small pattern has many tiles, and each warp many vector rows."""
     small = {"tile": 64, "boxes": 1, "slots": min(stride, 32), "warps": 3} | options
     name = atom or default_atom(of, "sm_90a")
-    return SddmmPanelConfig(name, of.vector_length, *of.left, *of.right, of.out, stride, **small)
+    return SddmmPanelConfig(name, of.vector_length, of.left, of.right, of.out, stride, **small)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def named(config: SpmmKernel) -> str:
 def test_each_output_type_is_written_whole_and_rounded_once(config: SpmmKernel, offset: int, n: int) -> None:
     torch.manual_seed(n)
     for batch in ((), (2,)):
-        a, b = sparse(61, 300, 8, (8, True), empty=True), dense((*batch, 300, n), (config.b_bits, True))
+        a, b = sparse(61, 300, 8, (8, True), empty=True), dense((*batch, 300, n), (config.b.bits, True))
         check_spmm(a, b, config, offset)
 
 

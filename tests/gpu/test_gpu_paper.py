@@ -44,10 +44,11 @@ def test_a_gpu_gives_what_a_cpu_gives(
     assert torch.allclose(found.cpu(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("rule", ["eq14", "eq14_signed"])
-def test_the_path_does_not_change_the_result(rule: str) -> None:
+# the average magnitude of a product of bytes is near 70,000 here, so 0.01 of it would keep nothing
+@pytest.mark.parametrize(("rule", "threshold"), [("eq14", 0.0013), ("eq14_signed", 0.01)])
+def test_the_path_does_not_change_the_result(rule: str, threshold: float) -> None:
     A, B = (2 * x.cuda() - 1 for x in operands(130, 200, 70))
-    (sparse, thin), (dense, thick) = (reported(A, B, rule=rule, threshold=0.01, eta=eta) for eta in (1.0, 0.0))
+    (sparse, thin), (dense, thick) = (reported(A, B, rule=rule, threshold=threshold, eta=eta) for eta in (1.0, 0.0))
     assert (thin.path_a, thick.path_a) == ("spmm", "gemm") and 0 < thin.density_a < 1
     assert torch.equal(sparse, dense)
 

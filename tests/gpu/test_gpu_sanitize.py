@@ -1,4 +1,4 @@
-"""About twenty small problems over all kernels, which ``make gpu-sanitize`` runs under compute-sanitizer."""
+"""Some forty small problems over all kernels, which ``make gpu-sanitize`` runs under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
+from cute_kernels.attention_config import AttentionConfig
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from magicube_cutlass.kernels import Kind, SpmmKernel
 from tests.gpu.problems import PANELS, check_sddmm, check_spmm, dense, gather, kind, panel, sddmm, sddmm_panel, sparse
+from tests.gpu.test_gpu_fused_attention import CONFIGS, Case, summing
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +49,7 @@ SDDMM = [
 
 @pytest.mark.parametrize("config", SPMM, ids=lambda config: config.name)
 def test_spmm(config: SpmmKernel) -> None:
-    left, right = (config.a_bits, config.a_signed), (config.b_bits, config.b_signed)
+    left, right = config.a, config.b
     a = sparse(45, 333, config.vector_length, left, sparsity=0.7, empty=True)
     check_spmm(a, dense((2, 333, 96 if WHOLE else 77), right), config)
     check_spmm(a, dense((333, 64), right, "column"), config, offset=1)
@@ -73,7 +75,7 @@ def test_sddmm_panel(config: SddmmPanelConfig) -> None:
     torch.manual_seed(0)
     pattern = mc.random_pattern(245, 177, 0.7, config.vector_length)
     k = 224 if WHOLE else 201
-    x, y = dense((2, 245, k), (config.x_bits, config.x_signed)), dense((2, 177, k), (config.y_bits, config.y_signed))
+    x, y = dense((2, 245, k), config.x), dense((2, 177, k), config.y)
     check_sddmm(x, y, pattern, config.stride, config=config)
 
 
@@ -97,3 +99,24 @@ def test_compress(k: int, bits: int, stride: int) -> None:
     there = mc.SRBCRS.from_mask(weight.cuda(), mask.cuda(), vector_length=8, bits=bits, stride=stride, axis=1)
     here = mc.SRBCRS.from_mask(weight, mask, vector_length=8, bits=bits, stride=stride, axis=1)
     assert torch.equal(there.to_dense().cpu(), here.to_dense())
+
+
+ATTENTION = [config for config in CONFIGS if config.head == 64]
+
+
+@pytest.mark.parametrize("config", ATTENTION, ids=lambda config: config.name)
+@pytest.mark.configs([summing(config) for config in ATTENTION])
+def test_fused_attention(config: AttentionConfig) -> None:
+    Case(config, 2, 93, 116, masks=2, scales="one", holes=True).check()
+    Case(config, 2, 93, 116, scales="one", causal=True).check(lse=False)
+
+
+@pytest.mark.parametrize("softmax_bits", [8, 16])
+def test_attention_by_three_kernels(softmax_bits: int) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, rows, 48) for rows in (45, 77, 77))
+    mask = mc.random_pattern(45, 77, 0.6, 8, seed=1)
+    options = {"impl": "three", "softmax_bits": softmax_bits}
+    here = mc.sparse_attention(q, k, v, mask, **options)
+    there = mc.sparse_attention(q.cuda(), k.cuda(), v.cuda(), mask.to("cuda"), **options).cpu()
+    assert float((there - here).norm() / here.norm()) < 0.01

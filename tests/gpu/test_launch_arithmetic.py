@@ -11,6 +11,7 @@ import torch
 from cute_kernels import spmm_gather, spmm_panel
 from cute_kernels.jit import Kernel
 from cute_kernels.jit.toolchain import KERNEL_HEADERS
+from cute_kernels.numbers import Integer
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import group_offsets
 from magicube_cutlass.kernels import SpmmKernel
@@ -144,7 +145,7 @@ def test_group_offsets_of_more_than_two_to_the_31_vectors() -> None:
 )
 def test_execution_copies_of_nothing(config: SpmmKernel, m: int, k: int, sparsity: float) -> None:
     a = sparse(m, k, 8, (8, True), sparsity=sparsity)
-    vectors = Vectors(a.pattern.row_offsets, a.pattern.col_indices, a.vectors(), 8, True)
+    vectors = Vectors(a.pattern.row_offsets, a.pattern.col_indices, a.vectors(), Integer(8, True))
     offsets = config.copy(vectors, k)[0]
     assert offsets.shape == (a.pattern.vector_rows + 1,) and int(offsets[0]) == 0
 
@@ -154,8 +155,7 @@ def test_execution_copies_index_in_64_bits() -> None:
         torch.tensor([0, 2]),
         torch.tensor([0, 2**31 - 2], dtype=torch.int32),
         torch.ones(2, 8, dtype=torch.int8),
-        8,
-        True,
+        Integer(8, True),
     )
     copy = gather(kind()).copy(vectors, 2**31 - 1)
     assert copy.group_offsets.dtype == torch.int64 and copy.columns[:2].tolist() == [0, 2**31 - 2]

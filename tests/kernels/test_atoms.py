@@ -72,7 +72,14 @@ PTX: dict[str, dict[str, Place]] = {
         "C": lambda g, t, i: (g + tall(i, 2), 2 * t + i % 2 + 8 * (i // 4)),
     },
 }
-PTX["int4_as_int8_m16n8k32"] = PTX["s8_m16n8k32"]
+# 16-bit operands of m16n8k16; k goes on in the second one of two in a row
+PTX["f16_m16n8k32"] = {
+    "A": lambda g, t, i: (g + tall(i, 2), 2 * t + i % 2 + 8 * (i // 4)),
+    "B": lambda g, t, i: (g, 2 * t + i % 2 + 8 * (i // 2)),
+    "C": accumulator,
+}
+PTX["f16_m16n8k16"] = PTX["bf16_m16n8k16"] = PTX["bf16_m16n8k32"] = PTX["f16_m16n8k32"]
+PTX["int4_as_int8_m16n8k32"] = PTX["fp8_m16n8k32"] = PTX["s8_m16n8k32"]
 PTX["s8_m64n16k32"] = PTX["s8_m64n8k32"]
 
 
@@ -109,7 +116,7 @@ def traits_checks(entries: tuple[Atom, ...]) -> str:
     for entry in entries:
         m, n, k = entry.shape
         for struct in entry.structs.values():
-            traits = f"cute::MMA_Traits<cute::{struct}>"
+            traits = f"cute::MMA_Traits<{struct if '::' in struct else f'cute::{struct}'}>"
             shape = f"cute::Shape<cute::Int<{m}>, cute::Int<{n}>, cute::Int<{k}>>"
             lines += [f"static_assert(cute::is_same_v<{traits}::Shape_MNK, {shape}>);"]
             lines += [
@@ -130,19 +137,28 @@ def test_layouts_are_those_of_cutes_traits() -> None:
         compile_unit(Unit(traits_checks((swapped,)), "probe", "sm_90a"))
 
 
+SHORT = {"float16": "f16", "bfloat16": "bf16"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_structs_are_in_the_headers_with_these_signs(name: str) -> None:
     library = pytest.importorskip("cutlass_library")
     folder = Path(library.__file__).parent / "source" / "include" / "cute" / "arch"
     entry = atom(name)
-    stem = "mma_sm90_gmma" if entry.b_shared else "mma_sm80"
+    stem = "mma_sm90_gmma" if entry.b_shared else "mma_sm8"
     text = "".join(path.read_text() for path in sorted(folder.glob(f"{stem}*.hpp")))
     m, n, k = entry.shape
-    assert len(entry.structs) == 4
-    for (left, right), struct in entry.structs.items():
+    assert len(entry.structs) == (1 if entry.mma_bits == 16 else 4)
+    for key, named in entry.structs.items():
+        struct = named.removeprefix("magicube::Twice<cute::").removesuffix(">")
+        k = entry.shape[2] // (1 if struct == named else 2)
         body = text.split(f"struct {struct.replace('SM90_', 'MMA_')}\n", 1)[1].split("\n};", 1)[0]
-        kinds = [f"{'s' if signed else 'u'}{entry.mma_bits}" for signed in (left, right)]
-        assert re.search(rf"m{m}n{n}k{k}\.(row\.col\.)?s32\.{kinds[0]}\.{kinds[1]}\b", body), struct
+        kinds = [
+            SHORT.get(each, each) if isinstance(each, str) else f"{'s' if each else 'u'}{entry.mma_bits}"
+            for each in key
+        ]
+        sums = "f32" if entry.floating else "s32"
+        assert re.search(rf"m{m}n{n}k{k}\.(row\.col\.)?{sums}\.{kinds[0]}\.{kinds[1]}\b", body), struct
 
 
 def calls(entries: tuple[Atom, ...]) -> str:
@@ -151,10 +167,12 @@ def calls(entries: tuple[Atom, ...]) -> str:
     lines += ["__global__ void probe(unsigned* x) {"]
     for entry in entries:
         a, b, c = (entry.registers(operand) for operand in OPERANDS)
-        sums = [f"d[{i}]" for i in range(c)]
+        sums, kind = [f"d[{i}]" for i in range(c)], "float" if entry.floating else "unsigned"
         given = [*sums, *(f"x[{i}]" for i in range(a)), *(f"x[{16 + i}]" for i in range(b)), *sums]
-        lines += [f"  {{ unsigned d[{c}] = {{}}; cute::{entry.structs[True, True]}::fma({', '.join(given)});"]
-        lines += [f"    for (int i = 0; i < {c}; ++i) x[i] = d[i]; x += 64; }}"]
+        struct = next(iter(entry.structs.values()))
+        struct = struct if "::" in struct else f"cute::{struct}"
+        lines += [f"  {{ {kind} d[{c}] = {{}}; {struct}::fma({', '.join(given)});"]
+        lines += [f"    for (int i = 0; i < {c}; ++i) reinterpret_cast<{kind}*>(x)[i] = d[i]; x += 64; }}"]
     return "\n".join([*lines, "}"])
 
 
@@ -162,9 +180,9 @@ def calls(entries: tuple[Atom, ...]) -> str:
     ("arch", "native"),
     [
         ("sm_80", ["16832.S8", "16816.S8", "8816.S8", "16864.S4", "16832.S4", "8832.S4"]),
-        ("sm_89", ["16832.S8", "16816.S8", "8816.S8", "16864.S4", "16832.S4", "8832.S4"]),
+        ("sm_89", ["16832.S8", "16816.S8", "8816.S8", "16864.S4", "16832.S4", "8832.S4", "E4M3"]),
         ("sm_90a", ["16832.S8", "16816.S8", "8816.S8"]),
-        ("sm_120a", ["16832.S8", "16816.S8"]),
+        ("sm_120a", ["16832.S8", "16816.S8", "E4M3"]),
     ],
 )
 def test_native_atoms_are_one_instruction_each(arch: str, native: list[str]) -> None:
@@ -174,18 +192,25 @@ def test_native_atoms_are_one_instruction_each(arch: str, native: list[str]) -> 
     warps = tuple(entry for entry in atoms(arch) if not entry.b_shared)
     entries = tuple(entry for entry in warps if entry.bits == entry.mma_bits)
     sass = disassemble(compile_unit(Unit(calls(entries), "probe", arch)).code)
-    kinds = [f"IMMA.{kind}.{kind[-2:]}" for kind in native]
+    kinds = [f"IMMA.{kind}.{kind[-2:]}" for kind in native if kind != "E4M3"]
     assert sorted(re.findall(r"IMMA\.\w+\.\w+\.\w+", sass)) == sorted(kinds)
+    # of 16-bit floats one a type, and two where it is twice along k
+    assert sorted(re.findall(r"HMMA\.[\w.]+", sass)) == ["HMMA.16816.F32"] * 3 + ["HMMA.16816.F32.BF16"] * 3
+    assert re.findall(r"QMMA\.[\w.]+", sass) == ["QMMA.16832.F32.E4M3.E4M3"] * ("E4M3" in native)
     assert "CALL.REL" not in sass
 
 
-def test_emulated_atoms_are_calls() -> None:
+def test_emulated_atoms_are_calls_or_conversions() -> None:
     pytest.importorskip("cuda.core")
     from cute_kernels.jit import Unit, compile_unit
 
     assert not runs_on(atom("s4_m16n8k64"), "sm_90a")
     sass = disassemble(compile_unit(Unit(calls((atom("s4_m16n8k64"),)), "probe", "sm_90a")).code)
     assert "CALL.REL" in sass and ".S4" not in sass
+    floats = atom("fp8_m16n8k32")
+    assert not runs_on(floats, "sm_90a")
+    sass = disassemble(compile_unit(Unit(calls((floats,)), "probe", "sm_90a")).code)
+    assert "QMMA" not in sass and sass.count("HMMA.16816.F32") == 2 and "F2FP.F16.E4M3.UNPACK_B" in sass
 
 
 def test_arch_is_a_target_or_a_capability() -> None:
@@ -227,6 +252,8 @@ A = atom("s8_m16n8k32").a_layout
         ({"shape": (16, 8, 64)}, "a_layout of mine must have 16 x 64 = 1024 elements, got 512"),
         ({"mma_bits": 16}, "bits <= mma_bits of mine"),
         ({"mma_bits": 4}, "bits <= mma_bits of mine"),
+        ({"structs": {("e4m3", "float16"): "S"}}, "must map formats of e5m2, e4m3, got the key ('e4m3', 'float16')"),
+        ({"structs": {("e4m3", "e4m3"): "S"}, "bits": 4}, "bits <= mma_bits of mine must be in (8, 16)"),
         ({"threads": 64}, "threads of mine must be 32 or 128, got 64"),
         ({"threads": 128}, "a_layout of mine must have 128 threads, got 32"),
         ({"structs": {}}, "at least one mix"),
@@ -251,6 +278,7 @@ def test_atoms_are_keys_and_travel() -> None:
         assert pickle.loads(pickle.dumps(entry)) == entry and hash(pickle.loads(pickle.dumps(entry))) == hash(entry)
     assert [atom("s8_m16n8k32").registers(operand) for operand in OPERANDS] == [4, 2, 4]
     assert [atom("s4_m16n8k64").registers(operand) for operand in OPERANDS] == [4, 2, 4]
+    assert [atom("f16_m16n8k32").registers(operand) for operand in OPERANDS] == [8, 4, 4]
     assert [atom("s8_m64n16k32").registers(operand) for operand in OPERANDS] == [4, 0, 8]
 
 
@@ -263,9 +291,9 @@ def test_declaration_defines_one_type_a_mix_of_signs() -> None:
     )
     assert declaration(mine) == (
         "#include <cute/layout.hpp>\n#include <mine.hpp>\nnamespace user { template <class> struct Mine; }\n"
-        "namespace magicube {\ntemplate <bool kLeftSigned, bool kRightSigned> struct AtomFor;\n"
-        "template <> struct AtomFor<true, false> { using type = cute::SM80_16x8x32_S32S8U8S32_TN; };\n"
-        "template <> struct AtomFor<false, false> { using type = user::Mine<int>; };\n"
+        "namespace magicube {\ntemplate <bool kSigned> struct Integer;\ntemplate <class Left, class Right> struct AtomFor;\n"
+        "template <> struct AtomFor<Integer<true>, Integer<false>> { using type = cute::SM80_16x8x32_S32S8U8S32_TN; };\n"
+        "template <> struct AtomFor<Integer<false>, Integer<false>> { using type = user::Mine<int>; };\n"
         "struct AtomInfo { static constexpr int kM = 16, kN = 8, kK = 32, kBits = 8, kThreads = 32; };\n"
         "}  // namespace magicube\n"
     )

@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cute_kernels.jit import Binary, build
+from cute_kernels.numbers import Integer, Number
 from cute_kernels.sddmm import SampleConfig, SddmmConfig
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm_gather import GatherConfig
@@ -37,9 +39,13 @@ OTHERS = ("sm_86", "sm_89", "sm_100a", "sm_120a")
 def few(arch: str) -> Iterator[Config]:
     """A gather, an SDDMM and, where there are panels, a panel kernel; 8-bit, 4-bit and 16 x 8 bits."""
     here = Machine(arch, 100)
-    yield choose_spmm(Kind(8, (8, True), (8, True), "float16"), here, Problem(4096, 4096, 410 * 4096, 512, 512))
-    yield choose_spmm(Kind(4, (16, True), (8, False), "float32"), here, Problem(32, 4096, 410 * 32, 512, 512))
-    yield choose_sddmm(Kind(8, (4, True), (4, True), "int32"), here, stride=32, inner=256)
+    yield choose_spmm(
+        Kind(8, Integer(8, True), Integer(8, True), "float16"), here, Problem(4096, 4096, 410 * 4096, 512, 512)
+    )
+    yield choose_spmm(
+        Kind(4, Integer(16, True), Integer(8, False), "float32"), here, Problem(32, 4096, 410 * 32, 512, 512)
+    )
+    yield choose_sddmm(Kind(8, Integer(4, True), Integer(4, True), "int32"), here, stride=32, inner=256)
 
 
 CASES = [
@@ -51,6 +57,8 @@ CASES = [
     )
     for config in dict.fromkeys(configs)
 ]
+HALVED = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16", halved=True)
+CASES += [(replace(HALVED, warps=warps, rows=rows), "sm_90a") for warps, rows in ((16, 1), (13, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +92,18 @@ def clean_sass(binary: Binary) -> str:
     return sass
 
 
-def digit_signs(bits: int, signed: bool, one_sign: bool = False) -> list[bool]:
+def digit_signs(number: Number, one_sign: bool = False) -> list[bool]:
     """Signs of the digits of an integer; stacked digits share the top one's."""
-    return [signed] if bits <= 8 else [signed and one_sign, signed]
+    return [number.signed] if number.bits <= 8 else [number.signed and one_sign, number.signed]
 
 
 def expected_mmas(config: Config) -> set[str]:
     """Mnemonics of the digit products: the dense operand, or Y, is the instruction's first one."""
     if isinstance(config, SampleConfig):
-        first, second = digit_signs(config.y_bits, config.y_signed), digit_signs(config.x_bits, config.x_signed)
+        first, second = digit_signs(config.y), digit_signs(config.x)
     else:
-        first = digit_signs(config.b_bits, config.b_signed)
-        second = digit_signs(config.a_bits, config.a_signed, config.stacked)
+        first = digit_signs(config.b)
+        second = digit_signs(config.a, config.stacked)
     shape, letter = "".join(map(str, config.entry.shape)), {True: "S", False: "U"}
     width = config.entry.mma_bits
     return {f"IMMA.{shape}.{letter[x]}{width}.{letter[y]}{width}" for x in first for y in second}

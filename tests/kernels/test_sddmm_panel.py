@@ -16,6 +16,7 @@ pytest.importorskip("pycute")
 from cute_kernels import sddmm_panel
 from cute_kernels.banks import report, swizzled, wavefronts
 from cute_kernels.jit import Kernel
+from cute_kernels.numbers import Integer
 from cute_kernels.operands import Factor, Place, Target
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from magicube_cutlass import Pattern
@@ -25,7 +26,7 @@ NONE = Factor(0, 0, 0)
 
 
 def panel(v: int = 8, x: int = 8, y: int = 8, out: str = "float16", **options: Any) -> SddmmPanelConfig:
-    return SddmmPanelConfig("s8_m16n8k32", v, x, True, y, True, out, **options)
+    return SddmmPanelConfig("s8_m16n8k32", v, Integer(x, True), Integer(y, True), out, **options)
 
 
 def index(config: SddmmPanelConfig, pattern: Pattern) -> torch.Tensor:

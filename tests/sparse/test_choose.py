@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("pycute")
 
+from cute_kernels.numbers import Integer
 from cute_kernels.sddmm import SddmmConfig
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm import SAFE_RUN
@@ -16,7 +17,7 @@ from magicube_cutlass.costs import Forecast, copy_cost, dense_cost
 from magicube_cutlass.kernels import Kind, Machine, Problem, check_spmm, choose_sddmm, choose_spmm, reason, spmm_cost
 
 H200, A100 = Machine("sm_90a", 132), Machine("sm_80", 108)
-L8R8 = Kind(8, (8, True), (8, True), "float16")
+L8R8 = Kind(8, Integer(8, True), Integer(8, True), "float16")
 
 
 def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
@@ -43,14 +44,14 @@ def test_chips_without_tensor_copies_get_no_panel() -> None:
 @pytest.mark.parametrize("out", ["int32", "int64", "float16"])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (16, 16)])
 def test_rows_that_outgrow_32_bits_are_summed_wide(out: str, bits: tuple[int, int]) -> None:
-    kind = Kind(8, (bits[0], True), (bits[1], True), out)
+    kind = Kind(8, Integer(bits[0], True), Integer(bits[1], True), out)
     config = choose_spmm(kind, H200, Problem(512, 10**6, 512 * SAFE_RUN, SAFE_RUN + 1, 512))
     wide = isinstance(config, GatherConfig) and config.wide
     assert wide == (out != "int32" or bits == (4, 4))
 
 
 def test_four_bit_operands_use_the_native_instruction_only_where_there_is_one() -> None:
-    kind, problem = Kind(8, (4, True), (4, True), "int32"), Problem(64, 1024, 6400, 120, 256)
+    kind, problem = Kind(8, Integer(4, True), Integer(4, True), "int32"), Problem(64, 1024, 6400, 120, 256)
     assert choose_spmm(kind, A100, problem).atom == "s4_m16n8k64"
     assert choose_spmm(kind, H200, problem).atom == "int4_as_int8_m16n8k32"
     assert choose_sddmm(kind, A100, stride=32, inner=64).atom == "s4_m16n8k64"
@@ -68,7 +69,7 @@ def test_there_is_a_kernel_for_nothing_too(problem: Problem) -> None:
 def test_a_config_for_other_operands_is_refused() -> None:
     config = choose_spmm(L8R8, H200, Problem(512, 4096, 512 * 410, 460, 512))
     with pytest.raises(ValueError, match="config must be for Kind"):
-        check_spmm(config, Kind(4, (8, True), (8, True), "float16"), 460)
+        check_spmm(config, Kind(4, Integer(8, True), Integer(8, True), "float16"), 460)
     with pytest.raises(ValueError, match=f"must be wide for a vector row of {SAFE_RUN + 1}"):
         check_spmm(config, L8R8, SAFE_RUN + 1)
 
@@ -78,7 +79,7 @@ def test_names_tell_configs_apart() -> None:
     problems = [Problem(r, 4096, r * longest, longest, n, b)
                 for r in (8, 512) for longest in (40, 400, 40000) for n in (64, 4096) for b in (1, 2)]  # fmt: skip
     chosen = {
-        choose_spmm(Kind(v, a, b, out), machine, problem)
+        choose_spmm(Kind(v, Integer(*a), Integer(*b), out), machine, problem)
         for v in (1, 8, 32) for a in kinds for b in kinds for out in outs for machine in (H200, A100)
         for problem in problems
     }  # fmt: skip
@@ -98,7 +99,7 @@ def test_a_wish_that_no_kernel_can_fulfil_is_refused() -> None:
         with pytest.raises(ValueError, match="atom must be an instruction of sm_90a, got s4_m16n8k64 of sm_80"):
             choose(H200, "s4_m16n8k64")
     with pytest.raises(ValueError, match="atom must be an instruction of a warp"):
-        check_spmm(GatherConfig("s8_m64n8k32", 8, 8, True, 8, True, "float16"), L8R8, 460)
+        check_spmm(GatherConfig("s8_m64n8k32", 8, Integer(8, True), Integer(8, True), "float16"), L8R8, 460)
 
 
 def sample(kind: Kind, sizes: tuple[int, int, int], sparsity: float, machine: Machine = H200, stride: int = 32):  # type: ignore[no-untyped-def]
@@ -135,7 +136,9 @@ def test_a_panel_for_samples_holds_all_of_k_and_fits_a_multiprocessor() -> None:
     widths = [(bits, True) for bits in (4, 8, 12, 16)]
     for v, left, right, stride in product((1, 2, 4, 8, 16, 32), widths, widths, (16, 32, 64)):
         for inner in (16, 64, 128, 256, 512, 1024, 4096):
-            config = sample(Kind(v, left, right, "float16"), (512 * v, 4096, inner), 0.8, stride=stride)
+            config = sample(
+                Kind(v, Integer(*left), Integer(*right), "float16"), (512 * v, 4096, inner), 0.8, stride=stride
+            )
             seen.add(type(config))
             if isinstance(config, SddmmPanelConfig):
                 assert config.depth >= inner and config.smem_bytes <= 227 * 1024 and stride % config.slots == 0
@@ -151,12 +154,12 @@ def test_no_panel_for_samples_without_tensor_copies_or_a_pattern_or_with_4_bit_i
     assert isinstance(sample(L8R8, sizes, 1.0), SddmmConfig)
     assert isinstance(sample(L8R8, (2**20, 2**15, 256), 0.5), SddmmConfig)  # more places than 32 bits count
     assert isinstance(choose_sddmm(L8R8, H200, stride=32, inner=256), SddmmConfig)
-    long = sample(Kind(8, (8, True), (8, True), "int64"), (4096, 4096, 2 * SAFE_RUN), 0.9)
+    long = sample(Kind(8, Integer(8, True), Integer(8, True), "int64"), (4096, 4096, 2 * SAFE_RUN), 0.9)
     assert isinstance(long, SddmmConfig) and long.wide
 
 
 def test_the_cost_of_a_product_grows_with_its_work() -> None:
-    for kind, machine in ((L8R8, H200), (Kind(4, (16, True), (8, True), "int32"), H200), (L8R8, A100)):
+    for kind, machine in ((L8R8, H200), (Kind(4, Integer(16, True), Integer(8, True), "int32"), H200), (L8R8, A100)):
         for rows, n in ((32, 128), (512, 512), (512, 4096)):
             costs = []
             for mean in (64, 512, 2048):

@@ -22,7 +22,7 @@ MASK = A.pattern
 SPMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "A is dense": (lambda: mc.spmm(torch.ones(8, 16), B), TypeError, "A must be an SRBCRS or BCRS, got Tensor"),
     "A is a result": (lambda: mc.spmm(mc.sddmm(X, Y, MASK), B), TypeError, "A must hold quantized integers, got results of dtype"),
-    "B is a plain tensor": (lambda: mc.spmm(A, torch.ones(16, 4)), TypeError, "B must be a QuantTensor .* got Tensor"),
+    "B is a plain tensor": (lambda: mc.spmm(A, torch.ones(16, 4)), TypeError, "B must be a QuantTensor .* of float16, .* got torch.float32"),
     "B is a vector": (
         lambda: mc.spmm(A, mc.QuantTensor.from_ints(torch.ones(16, dtype=torch.int8), bits=8)),
         ValueError, r"B must have at least 2 dimensions, got shape \(16,\)",

@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -298,6 +299,26 @@ def test_the_whole_call_compiles_without_a_graph_break(bits: int) -> None:
     for n in (20, 33):
         data = ints((48, n), 8, True).to(torch.int8)
         assert torch.equal(compiled(data), product(data))
+
+
+def test_a_compiled_product_follows_a_matrix_and_a_mask_that_are_replaced() -> None:
+    kept: dict[str, Any] = {}
+
+    def product(data: torch.Tensor) -> torch.Tensor:
+        return mc.spmm(kept["a"], mc.QuantTensor(data, None, 8, True, None, data.shape))
+
+    def sampled(x: torch.Tensor) -> torch.Tensor:
+        left = mc.QuantTensor(x, None, 8, True, None, x.shape)
+        s = mc.sddmm(left, left, kept["mask"])
+        assert isinstance(s, mc.SRBCRS)
+        return s.values.sum()
+
+    compiled, compiled_sampled = torch.compile(product, fullgraph=True), torch.compile(sampled, fullgraph=True)
+    data = ints((48, 20), 8, True).to(torch.int8)
+    for seed in range(3):
+        kept["a"], kept["mask"] = sparse(16, 48, 8, 8, True), mc.random_pattern(48, 48, 0.5, 8, seed=seed)
+        assert torch.equal(compiled(data), product(data))
+        assert torch.equal(compiled_sampled(data), sampled(data))
 
 
 def test_compiled_sddmm_has_no_graph_break() -> None:

@@ -1,0 +1,102 @@
+// Sparse attention, gather kernel: each warp brings the rows of K and V that its vector row names, a step at a time, into a
+// ring of its own. For chips without tensor copies, and for few vector rows.
+#pragma once
+
+#include "attention.cuh"
+
+namespace magicube {
+
+template <class C>
+struct GatherRing {
+  using S = AttentionShape<C>;
+  static constexpr int kMatrixBytes = S::kStep * C::kHead, kFactorBytes = 4 * S::kStep;
+  static constexpr int kStageBytes = 2 * kMatrixBytes + (S::kKeyed ? 2 * kFactorBytes : 0);
+  static constexpr int kDown = 32 / S::kChunks;  // rows that a warp copies at once
+
+  uint32_t base;
+  const uint8_t* keys;
+  const uint8_t* values;
+  const float* scales;
+  const float* biases;
+  const int32_t* keys_of;
+  int lane;
+
+  // Rows of K and V of one step to one stage, and behind them the keys' scales and biases.
+  __device__ void fetch(int stage, int step) const {
+    const uint32_t to = base + stage * kStageBytes;
+    const int32_t* from = keys_of + int64_t{step} * S::kStep;
+    CUTE_UNROLL
+    for (int i = 0; i < S::kStep / kDown; ++i) {
+      const int slot = i * kDown + lane / S::kChunks, chunk = lane % S::kChunks;
+      const int64_t source = int64_t{__ldg(from + slot)} * C::kHead + chunk * 16;
+      const uint32_t at = to + swizzled<C::kHead>(slot, chunk);
+      copy_async(at, keys + source, 16);
+      copy_async(at + kMatrixBytes, values + source, 16);
+    }
+    if constexpr (S::kKeyed) {
+      CUTE_UNROLL
+      for (int slot = lane; slot < S::kStep; slot += S::kGroup) {
+        const uint32_t at = to + 2 * kMatrixBytes + slot * 4;
+        const int32_t key = __ldg(from + slot);
+        if constexpr (C::kKeyScale) copy_async_word(at, scales + key);
+        if constexpr (C::kBias) copy_async_word(at + kFactorBytes, biases + key);
+      }
+    }
+  }
+
+  __device__ StepPlaces<C> places(int stage) const {
+    StepPlaces<C> at;
+    at.values = kMatrixBytes;
+    at.biases = kFactorBytes;
+    CUTE_UNROLL
+    for (int i = 0; i < C::kGroups; ++i) {
+      const int slot = i * S::kGroup + lane;
+      at.rows[i] = base + stage * kStageBytes + swizzled<C::kHead>(slot, 0);
+      if constexpr (S::kKeyed) at.scales[i] = base + stage * kStageBytes + 2 * kMatrixBytes + slot * 4;
+    }
+    return at;
+  }
+};
+
+// step_start: (patterns * vector rows + 1); words and keys_of: (steps, kStep).
+template <class C>
+__global__ void __launch_bounds__(C::kWarps * 32)
+attention_gather(const uint8_t* k, const uint8_t* v, const int32_t* step_start, const uint32_t* words,
+                 const int32_t* keys_of, const uint8_t* q, void* out, float* lse, const float* q_scale, int64_t q_step,
+                 int64_t q_batch, const float* k_scale, int64_t k_batch, const float* v_scale, int64_t v_step,
+                 int64_t v_batch, const float* bias, int64_t bias_batch, float scale, float top, float empty,
+                 int64_t queries, int64_t keys, int64_t vector_rows, int64_t row_blocks, int64_t patterns) {
+  using Ring = GatherRing<C>;
+  using S = AttentionShape<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t batch = blockIdx.x / uint32_t(row_blocks);
+  const int64_t vector_row = int64_t{blockIdx.x % uint32_t(row_blocks)} * C::kWarps + warp;
+  if (vector_row >= vector_rows) return;
+  const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step, v_batch,
+                                   bias_batch, queries, scale, top, empty};
+  const int64_t matrix = batch * keys * C::kHead, number = int64_t{uint32_t(batch) % uint32_t(patterns)} * vector_rows + vector_row;
+  const Ring ring{shared_address(shared) + warp * C::kStages * Ring::kStageBytes, k + matrix, v + matrix, k_scale + batch * k_batch, bias + batch * bias_batch, keys_of, lane};
+  const int begin = __ldg(step_start + number), end = __ldg(step_start + number + 1);
+  CUTE_UNROLL
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    if (begin + i < end) ring.fetch(i, begin + i);
+    copy_async_commit();
+  }
+  AttentionRow<C> row;
+  row.open(operands, batch, vector_row, true, lane);
+  int stage = 0;
+  for (int step = begin; step < end; ++step) {
+    StepKeys<C> step_keys;
+    step_keys.load(words, step, lane);
+    copy_async_wait<C::kStages - 2>();
+    __syncwarp();
+    if (step + C::kStages - 1 < end) ring.fetch(stage == 0 ? C::kStages - 1 : stage - 1, step + C::kStages - 1);
+    copy_async_commit();
+    attend_step(row, step_keys, ring.places(stage), top, lane);
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+  }
+  write_row(operands, row, batch, vector_row, lane);
+}
+
+}  // namespace magicube

@@ -1,0 +1,249 @@
+// Sparse attention, panel kernel (sm_90 on): tiles of K and V pass through shared memory while many vector rows use them.
+//
+// One warp feeds a ring of kStages tiles by the tensor copy engine, K's kTile rows and V's behind them; kWarps warps attend,
+// each for kRows vector rows whose sums stay in registers. Barriers count full and empty tiles; the block never meets at
+// one. A step takes its keys from kWindow neighbouring tiles at most and names them by where they lie in the ring. The
+// kCluster blocks of a cluster work on the same matrix, and fetch a part of every tile each, for all of them.
+#pragma once
+
+#include "attention.cuh"
+#include "cluster.cuh"
+
+namespace magicube {
+
+// Neighbouring bytes, whole pieces of 16, to shared memory; completes on the barrier.
+__device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier) : "memory");
+}
+
+template <class C>
+struct AttentionRing {
+  static constexpr int kMatrixBytes = C::kTile * C::kHead;    // of a tile of K or V
+  static constexpr int kTileBytes = 2 * kMatrixBytes;
+  static constexpr int kPart = C::kTile / C::kCluster;        // rows that one block fetches
+  static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // the copy engine's limit
+  static constexpr int kRingBytes = C::kStages * kTileBytes;
+  static_assert(C::kStages > C::kWindow, "a tile must be able to arrive while a step's window is in use");
+  static_assert(C::kTile % kBoxRows == 0 && kRingBytes <= 16 << 16, "a tile is whole boxes; places have 16 bits");
+
+  // Behind the tiles: two barriers a stage, then scales and biases of the keys, in stages like the tiles.
+  static constexpr int kFactorsAt = kRingBytes + 16 * C::kStages, kFactorBytes = 4 * C::kTile;
+
+  uint32_t base;
+  __device__ uint32_t full(int stage) const { return base + kRingBytes + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return base + kRingBytes + 8 * (C::kStages + stage); }
+
+  __device__ StepPlaces<C> places(const StepKeys<C>& step) const {
+    constexpr int kChunks = AttentionShape<C>::kChunks;
+    StepPlaces<C> at;
+    at.values = kMatrixBytes;
+    at.biases = kFactorBytes;
+    CUTE_UNROLL
+    for (int i = 0; i < C::kGroups; ++i) {
+      const uint32_t place = step.words[i] & 0xFFFF;
+      at.rows[i] = base + place * 16;
+      if constexpr (AttentionShape<C>::kKeyed) at.scales[i] = base + kFactorsAt + place / kChunks * 4;
+    }
+    return at;
+  }
+
+  // A warp is done with a stage, and tells all blocks that fetch into it.
+  __device__ void release(int stage, int lane) const {
+    if constexpr (C::kCluster == 1) {
+      if (lane == 0) barrier_arrive(empty(stage));
+    } else {
+      if (lane < C::kCluster) cluster::arrive_at(empty(stage), lane);
+    }
+  }
+};
+
+// The stage of a tile, and the parity of each stage's uses so far. Tile t always lies in stage t % kStages.
+template <class C>
+struct TilePosition {
+  int stage = 0;
+  uint32_t parities = 0;
+
+  __device__ uint32_t parity() const { return parities >> stage & 1; }
+  __device__ void move_to(int tile) { stage = tile % C::kStages; }
+  __device__ void advance() {
+    parities ^= 1u << stage;
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+  }
+  __device__ int before(int tiles) const { return stage >= tiles ? stage - tiles : stage + C::kStages - tiles; }
+};
+
+// What a cluster works on: a block of vector rows of one matrix. Blocks that run at the same time share a matrix, which the
+// second-level cache then holds. 32 bits, because a division of 64 is a call; the host sees to it that they suffice.
+struct AttentionItem {
+  uint32_t row_blocks, batches, patterns;
+  uint32_t row_block, batch;
+
+  template <class C>
+  __device__ static AttentionItem first(int64_t row_blocks, int64_t batches, int64_t patterns) {
+    AttentionItem item{uint32_t(row_blocks), uint32_t(batches), uint32_t(patterns), 0, 0};
+    item.row_block = blockIdx.x / C::kCluster % item.row_blocks;
+    item.batch = blockIdx.x / C::kCluster / item.row_blocks;
+    return item;
+  }
+  __device__ bool exists() const { return batch < batches; }
+  template <class C>
+  __device__ void advance() {
+    row_block += gridDim.x / C::kCluster;
+    batch += row_block / row_blocks;
+    row_block %= row_blocks;
+  }
+  // Of the item's vector rows in the patterns, and of its tiles.
+  __device__ int64_t pattern() const { return batch % patterns; }
+  __device__ int2 tiles(const int2* ranges) const { return __ldg(ranges + pattern() * row_blocks + row_block); }
+};
+
+// What a ring is fed with.
+struct TileSource {
+  const TmaDescriptor* keys;
+  const TmaDescriptor* values;
+  const float* scales;
+  const float* biases;
+  int64_t scale_batch, bias_batch;
+  int rows;  // of K, of one matrix
+};
+
+template <class C>
+__device__ void feed_tiles(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source) {
+  using Ring = AttentionRing<C>;
+  TilePosition<C> position;
+  for (; item.exists(); item.advance<C>()) {
+    const int2 tiles = item.tiles(ranges);
+    const int first = int(item.batch) * source.rows;
+    position.move_to(tiles.x);
+    for (int tile = tiles.x; tile < tiles.y; ++tile, position.advance()) {
+      const int stage = position.stage;
+      barrier_wait(ring.empty(stage), position.parity() ^ 1);
+      const int left = source.rows - tile * C::kTile, exist = left < C::kTile ? left : C::kTile;
+      const int boxes = (exist + Ring::kBoxRows - 1) / Ring::kBoxRows;
+      constexpr int kFactors = int(C::kKeyScale) + int(C::kBias);
+      barrier_expect(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + kFactors * 4 * exist);
+      const uint32_t factors = ring.base + Ring::kFactorsAt + stage * 2 * Ring::kFactorBytes;
+      const int64_t key = int64_t{tile} * C::kTile;
+      if constexpr (C::kKeyScale) {
+        copy_run(factors, source.scales + item.batch * source.scale_batch + key, 4 * exist, ring.full(stage));
+      }
+      if constexpr (C::kBias) {
+        copy_run(factors + Ring::kFactorBytes, source.biases + item.batch * source.bias_batch + key, 4 * exist, ring.full(stage));
+      }
+      for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
+        const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kHead;
+        const int y = first + tile * C::kTile + box * Ring::kBoxRows;
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const TmaDescriptor* map = i ? source.values : source.keys;
+          if constexpr (C::kCluster == 1) copy_box(to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
+          else cluster::copy_box_to((1 << C::kCluster) - 1, to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
+        }
+      }
+    }
+  }
+}
+
+// Where a warp is in one vector row; the next step's keys are in registers or on their way.
+template <class C>
+struct AttentionCursor {
+  int ahead;  // number of the step after that
+  StepKeys<C> upcoming;
+
+  __device__ void open(const uint32_t* words, int first, int lane) {
+    ahead = first + 1;
+    upcoming.load(words, first, lane);
+  }
+  // Whether the next step's last tile is this one. Every tile is looked at; there are no more than 255, and behind the last
+  // step of a row is one that waits for tile 255.
+  __device__ bool wants(int tile) const { return (upcoming.words[0] >> 16 & 0xFF) == uint32_t(tile); }
+  __device__ StepKeys<C> take(const uint32_t* words, int lane) {
+    const StepKeys<C> step = upcoming;
+    upcoming.load(words, ahead, lane);
+    ++ahead;
+    return step;
+  }
+};
+
+template <class C>
+__device__ void attend_item(const AttentionRing<C>& ring, TilePosition<C>& position, AttentionCursor<C> (&cursors)[C::kRows],
+                            AttentionRow<C> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float top,
+                            int lane) {
+  position.move_to(tiles.x);
+  for (int tile = tiles.x; tile < tiles.y; ++tile) {
+    barrier_wait(ring.full(position.stage), position.parity());
+    CUTE_UNROLL
+    for (int i = 0; i < C::kRows; ++i) {
+      while (cursors[i].wants(tile)) {
+        const StepKeys<C> step = cursors[i].take(words, lane);
+        attend_step(rows[i], step, ring.places(step), top, lane);
+      }
+    }
+    // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
+    __syncwarp();
+    if (tile - tiles.x >= C::kWindow - 1) ring.release(position.before(C::kWindow - 1), lane);
+    position.advance();
+  }
+  CUTE_UNROLL
+  for (int i = C::kWindow - 1; i > 0; --i) {
+    if (tiles.y - tiles.x >= i) ring.release(position.before(i), lane);
+  }
+}
+
+// ranges: (patterns, row blocks of a cluster), the first tile that is needed and the one after the last; step_start:
+// (patterns * vector rows + 1);
+// words: (steps, kStep).
+template <class C>
+__global__ void __launch_bounds__((C::kWarps + 1) * 32, 1)
+attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_constant__ TmaDescriptor values_map,
+                const int2* ranges, const int32_t* step_start, const uint32_t* words, const uint8_t* q, void* out, float* lse, const float* q_scale, int64_t q_step,
+                int64_t q_batch, const float* k_scale, int64_t k_batch, const float* v_scale, int64_t v_step,
+                int64_t v_batch, const float* bias, int64_t bias_batch, float scale, float top, float empty,
+                int64_t queries, int64_t keys, int64_t vector_rows, int64_t row_blocks, int64_t batches, int64_t patterns) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const AttentionRing<C> ring{shared_address(shared)};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < C::kStages; ++stage) {
+      barrier_init(ring.full(stage), 1);
+      barrier_init(ring.empty(stage), C::kWarps * C::kCluster);
+    }
+    barrier_fence();
+  }
+  if constexpr (C::kCluster == 1) __syncthreads();
+  else cluster::meet();
+  AttentionItem item = AttentionItem::first<C>(row_blocks, batches, patterns);
+  if (warp == C::kWarps) {
+    const TileSource source{&keys_map, &values_map, k_scale, bias, k_batch, bias_batch, int(keys)};
+    if (lane == 0) feed_tiles(ring, item, ranges, source);
+    // Others may still fetch for this block, and arrive at its barriers.
+    if constexpr (C::kCluster > 1) cluster::meet();
+    return;
+  }
+  const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step, v_batch,
+                                   bias_batch, queries, scale, top, empty};
+  constexpr int kBlockRows = C::kWarps * C::kRows;
+  TilePosition<C> position;
+  for (; item.exists(); item.advance<C>()) {
+    const int64_t block = int64_t{item.row_block} * C::kCluster + (C::kCluster == 1 ? 0 : cluster::rank());
+    const int64_t first = block * kBlockRows + warp * C::kRows, number = item.pattern() * vector_rows + first;
+    const int present = first >= vector_rows ? 0 : vector_rows - first < C::kRows ? int(vector_rows - first) : C::kRows;
+    AttentionCursor<C> cursors[C::kRows];
+    AttentionRow<C> rows[C::kRows];
+    CUTE_UNROLL
+    for (int i = 0; i < C::kRows; ++i) {
+      // Behind the last row is one without keys.
+      cursors[i].open(words, __ldg(step_start + (i < present ? number + i : patterns * vector_rows)), lane);
+      rows[i].open(operands, item.batch, first + i, i < present, lane);
+    }
+    attend_item(ring, position, cursors, rows, words, item.tiles(ranges), top, lane);
+    CUTE_UNROLL
+    for (int i = 0; i < C::kRows; ++i) {
+      if (i < present) write_row(operands, rows[i], item.batch, first + i, lane);
+    }
+  }
+  if constexpr (C::kCluster > 1) cluster::meet();
+}
+
+}  // namespace magicube

@@ -1,0 +1,78 @@
+"""What the host tells the Tensor Cores of sm_100a and sm_103a: the descriptors of ``tcgen05.mma``, and tensor memory.
+
+Source: PTX ISA 9.0, section 9.7.16 (tcgen05): instruction descriptor, shared memory descriptor, alternate formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.floats import float_format
+
+ARCHES = ("sm_100a", "sm_103a")
+COLUMNS = 512  # of tensor memory, 32 bits wide in each of its lanes
+ROW_BYTES = 128  # of a part of k in shared memory; rows are swizzled by as much
+_FORMATS = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
+_FLOAT32_SUMS = 1
+_SWIZZLE_128B = 2
+
+
+@dataclass(frozen=True)
+class MmaKind:
+    """One ``.kind`` of ``tcgen05.mma``: ``block`` neighbours along k have one factor of the format ``scale`` (0: none);
+    ``packed``: operands are e2m1, two in a byte, else any of five formats with room for a byte each."""
+
+    name: str
+    block: int = 0
+    scale: str = ""
+    packed: bool = False
+
+    @property
+    def tile_k(self) -> int:
+        """Codes in a row of 128 bytes."""
+        return 2 * ROW_BYTES if self.packed else ROW_BYTES
+
+    @property
+    def words(self) -> int:
+        """Words of four factors that go with such a row."""
+        return self.tile_k // (4 * self.block) if self.block else 0
+
+    def instruction(self, a: str, b: str, m: int, n: int) -> int:
+        """The descriptor, 32 bits: (m, 32 bytes) of ``a`` times (n, 32 bytes) of ``b``, both k-major, float32 sums.
+
+        Raises ``ValueError`` for formats that the kind does not multiply, m other than 128, and n that is no multiple
+        of 16 up to 256.
+        """
+        for name, dtype in (("a", a), ("b", b)):
+            float_format(dtype, name)
+            if self.packed and dtype != "e2m1":
+                raise ValueError(f"{name} must be e2m1 for {self.name}, got {dtype!r}")
+        if m != 128:
+            raise ValueError(f"m must be 128, got {m}")
+        if n % 16 or not 0 < n <= 256:
+            raise ValueError(f"n must be a multiple of 16 up to 256, got {n}")
+        left, right = (1, 1) if self.packed else (_FORMATS[a], _FORMATS[b])
+        how = (self.scale == "ue8m0") << 23 if self.block else _FLOAT32_SUMS << 4
+        return how | left << 7 | right << 10 | n >> 3 << 17 | m >> 4 << 24
+
+
+MMA_KINDS = {
+    each.name: each
+    for each in (
+        MmaKind("f8f6f4"),
+        MmaKind("mxf8f6f4", 32, "ue8m0"),
+        MmaKind("mxf4", 32, "ue8m0", packed=True),
+        MmaKind("nvf4", 16, "e4m3", packed=True),  # .kind::mxf4nvf4 with .block16
+    )
+}
+
+
+def matrix_descriptor(address: int) -> int:
+    """The 64 bits that say where rows of 128 swizzled bytes start in shared memory, k along them.
+
+    Raises ``ValueError`` unless ``address`` is a multiple of 16 below 2^18.
+    """
+    if address % 16 or not 0 <= address < 1 << 18:
+        raise ValueError(f"address must be a multiple of 16 below {1 << 18}, got {address}")
+    leading, stride, version = 1, 8 * ROW_BYTES >> 4, 1
+    return address >> 4 | leading << 16 | stride << 32 | version << 46 | _SWIZZLE_128B << 61

@@ -1,0 +1,60 @@
+"""What the elements of an operand are: integers of some width, or floats of some format."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.floats import FORMATS, FloatFormat
+from cute_kernels.integers import digit_count
+
+
+class Integer(NamedTuple):
+    """Integers of 4, 8, 12 or 16 bits, two's complement where ``signed``."""
+
+    bits: int
+    signed: bool
+
+    @property
+    def name(self) -> str:
+        """Short: ``"s8"``, ``"u4"``."""
+        return f"{'s' if self.signed else 'u'}{self.bits}"
+
+
+Number = Integer | FloatFormat
+
+HALVES = {
+    each.name: each for each in (FloatFormat("float16", 5, 10, 15, "ieee"), FloatFormat("bfloat16", 8, 7, 127, "ieee"))
+}
+# What the sparse products multiply; six-bit formats would need words of their own.
+FLOATS = HALVES | {name: FORMATS[name] for name in ("e5m2", "e4m3", "e2m1")}
+
+_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float4_e2m1fn_x2: "e2m1",
+}
+FLOAT_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}  # of packed values, as torch calls them
+
+
+def digits(number: Number) -> int:
+    """Digits that the Tensor Cores multiply apart: 2 of integers beyond 8 bits."""
+    return digit_count(number.bits) if isinstance(number, Integer) else 1
+
+
+def element_bits(number: Number) -> int:
+    """Bits of an element in memory: 4, 8 or 16."""
+    return 16 if number.bits > 8 else number.bits
+
+
+def float_of(dtype: torch.dtype) -> FloatFormat | None:
+    """The format of a torch dtype that the sparse products take, or None."""
+    return FLOATS[_DTYPES[dtype]] if dtype in _DTYPES else None
+
+
+def holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
+    """Whether every value of ``narrow`` is one of ``wide``, but for a power of two."""
+    return wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa

@@ -1,0 +1,362 @@
+"""Gradients of the sparse products: straight-through for the quantizers, integer products backward as well as forward.
+
+The forms here work on floats and on ``values``, the float vectors ``(vectors, V)`` behind a sparse matrix in the order
+of its :class:`Pattern`.  With ``q(.)`` a quantizer, whose derivative counts as one::
+
+    C = q(A) q(x)             d/dx = q(A)^T g               an SpMM with the transpose of A's pattern
+                              d/dA = g q(x)^T at A's pattern               an SDDMM on that pattern
+    S = q(x) q(y)^T at P      d/dx = G q(y),  d/dy = G^T q(x)              SpMM on P and on its transpose
+
+The transposed pattern is computed once and kept on the pattern; the backward pass keeps integers, not floats.
+Source: Bengio, Leonard, Courville, arXiv 1308.3432 (the straight-through estimator).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.integers import check_bits, int_range, value_dtype
+from magicube_cutlass import float_autograd, library, ops
+from magicube_cutlass.bcrs import BCRS
+from magicube_cutlass.float_autograd import check_halves
+from magicube_cutlass.formats import Parts, beyond, gather_vectors, transpose_parts
+from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.plans import transposed
+from magicube_cutlass.quantize import QuantTensor, _scale_of
+from magicube_cutlass.reference import at_vectors
+from magicube_cutlass.srbcrs import SRBCRS
+
+STRIDE = 32
+GRAD_BITS = 16  # an error of 2**-16 of a column's largest gradient: float32 training does not see it
+
+
+def quantized(x: Tensor, bits: int, axis: int | None, scale: Tensor | None = None) -> QuantTensor:
+    """As :func:`magicube_cutlass.quantize` to signed integers with ``nonfinite="propagate"``, as one torch operator.
+
+    So it waits for no device and is part of a compiled graph.  ``scale``: one given scale ``()``, with ``axis=None``;
+    what exceeds its range saturates and nan becomes zero.  A column-major ``x`` stays so.
+    """
+    swap = x.ndim >= 2 and x.mT.is_contiguous() and not x.is_contiguous()
+    rows = x.detach()
+    if swap:
+        rows, axis = rows.mT, None if axis is None else 1 - axis
+    if scale is None:
+        data, scale = library.quantize(rows, bits, axis)
+    else:
+        data = library.quantize_by(rows, scale, bits)
+    found = QuantTensor(data, scale, bits, True, axis, rows.shape)
+    return found.mT if swap else found
+
+
+def compress(values: Tensor, pattern: Pattern, *, bits: int = 8, axis: int | None = 1) -> SRBCRS:
+    """The quantized matrix of float ``values``, (vectors, V), on ``pattern``; waits for no device.
+
+    ``axis``: 1 for a scale a row, None for one.  What ``values`` holds in rows beyond M is dropped; a row with inf or
+    nan has scale NaN.  The integers and scales are those of ``SRBCRS.from_mask`` with the same floats.
+    Raises ``TypeError`` unless ``values`` is float, ``ValueError`` for another shape, device or axis.
+    """
+    real = _check_values(values, pattern)
+    if axis not in (None, 1):
+        raise ValueError(f"axis must be None (one scale) or 1 (one a row), got {axis!r}")
+    if axis is None:
+        found = quantized(real.reshape(1, -1), bits, None)
+        ints, scale = found.ints().view(real.shape), found.scale
+    else:
+        ints, scale = _quantize_rows(real, pattern, bits)
+    return SRBCRS._from_parts(Parts(pattern, ints, scale), bits, True, STRIDE)
+
+
+def _check_values(values: Tensor, pattern: Pattern) -> Tensor:
+    """``values`` without a graph, as float32 or float64, zero beyond M."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        raise TypeError(f"values must be a float tensor, got {getattr(values, 'dtype', type(values).__name__)}")
+    if tuple(values.shape) != (pattern.vectors, pattern.vector_length):
+        raise ValueError(f"values must have shape ({pattern.vectors}, {pattern.vector_length}) for {pattern}, "
+                         f"got {tuple(values.shape)}")  # fmt: skip
+    if values.device != pattern.device:
+        raise ValueError(f"values must be on {pattern.device} like the pattern, got {values.device}")
+    real = values.detach() if values.dtype == torch.float64 else values.detach().float()
+    return real.masked_fill(beyond(pattern), 0) if pattern.shape[0] % pattern.vector_length else real
+
+
+def _quantize_rows(real: Tensor, pattern: Pattern, bits: int) -> tuple[Tensor, Tensor]:
+    """Integers (vectors, V) and scales (M, 1) of values (vectors, V)."""
+    low, high = int_range(bits, True)
+    rows = pattern.row_indices  # (vectors,)
+    top = real.new_zeros(pattern.vector_rows, pattern.vector_length)  # (R, V)
+    top = top.scatter_reduce(0, rows[:, None].expand_as(real), real.abs(), "amax")  # (R, V)
+    scale = _scale_of(top, high)  # (R, V)
+    quotient = real.double() * (1.0 / scale.double())[rows]  # (vectors, V)
+    ints = torch.nan_to_num(quotient.round_(), nan=0.0).clamp_(low, high)  # (vectors, V)
+    return ints.to(value_dtype(bits, True)), scale.view(-1, 1)[: pattern.shape[0]].contiguous()
+
+
+class _At(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, pattern: Pattern) -> Tensor:
+        ctx.pattern = pattern
+        return gather_vectors(dense, pattern)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _dense(grads[0], ctx.pattern), None
+
+
+def vectors_at(dense: Tensor, pattern: Pattern) -> Tensor:
+    """The ``values`` (vectors, V) of a dense matrix (M, K) at ``pattern``, zero beyond M; differentiable.
+
+    Raises ``ValueError`` for another shape or device.
+    """
+    if tuple(dense.shape) != pattern.shape:
+        raise ValueError(f"dense must have shape {pattern.shape} for {pattern}, got {tuple(dense.shape)}")
+    if dense.device != pattern.device:
+        raise ValueError(f"dense must be on {pattern.device} like the pattern, got {dense.device}")
+    found: Tensor = _At.apply(dense, pattern)
+    return found
+
+
+def _dense(values: Tensor, pattern: Pattern) -> Tensor:
+    """(*batch, M, K) with ``values`` (*batch, vectors, V) at the pattern and zeros elsewhere."""
+    return BCRS._from_parts(Parts(pattern, values.contiguous(), None), None, True).to_dense()
+
+
+def _product(matrix: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """``spmm``, also to float64: exact integers, scaled in float64."""
+    if dtype != torch.float64:
+        return ops.spmm(matrix, dense, out_dtype=dtype, bias=bias)
+    total = ops.spmm(matrix, dense, out_dtype=torch.int64).double()  # (*batch, M, N)
+    for scale in (matrix.scale, dense.scale):
+        total = total if scale is None else total * scale.double()
+    return total if bias is None else total + bias.double()[:, None]
+
+
+def _sampled(x: QuantTensor, y: QuantTensor, pattern: Pattern, dtype: torch.dtype) -> Tensor:
+    """``sddmm`` as values (*batch, vectors, V), also to float64; scales of y are one or one a row."""
+    if dtype != torch.float64:
+        return ops.sddmm(x, y, pattern, out_dtype=dtype).vectors()
+    total = ops.sddmm(x, y, pattern, out_dtype=torch.int64).vectors().double()  # (*batch, vectors, V)
+    total = total if x.scale is None else total * _of_rows(x.scale, pattern).double()
+    return total if y.scale is None else total * _of_columns(y.scale, pattern).double()
+
+
+def _of_rows(scale: Tensor, pattern: Pattern) -> Tensor:
+    """Scales of rows (*batch, M, 1) as factors of values: (*batch, vectors, V)."""
+    v, lanes = pattern.vector_length, torch.arange(pattern.vector_length, device=scale.device)  # (V,)
+    rows = (pattern.row_indices[:, None] * v + lanes).clamp(max=max(pattern.shape[0] - 1, 0))  # (vectors, V)
+    return scale[..., rows, 0]
+
+
+def _of_columns(scale: Tensor, pattern: Pattern) -> Tensor:
+    """Scales of columns (*batch, N, 1) as factors of values: (*batch, vectors, 1)."""
+    return scale[..., pattern.col_indices, :]
+
+
+def _times(x: Tensor, scale: Tensor | None) -> Tensor:
+    """``x * scale`` in float32 or float64."""
+    real = x if x.dtype == torch.float64 else x.float()
+    return real if scale is None else real * scale.to(real.dtype)
+
+
+class _Spmm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor | None,
+        x: Tensor,
+        bias: Tensor | None,
+        matrix: SRBCRS,
+        dense: QuantTensor,
+        grad_bits: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(dense.data, dense.scale, matrix.scale)
+        ctx.kind = (dense.bits, dense.shape)
+        ctx.matrix, ctx.grad_bits, ctx.x_dtype = matrix, grad_bits, x.dtype
+        ctx.dtypes = [None if each is None else each.dtype for each in (values, bias)]
+        return _product(matrix, dense, x.dtype, None if bias is None else bias.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g = grads[0]  # (*batch, M, N)
+        data, x_scale, scale = ctx.saved_tensors
+        bits, shape = ctx.kind
+        x = QuantTensor(data, None, bits, True, None, shape)  # (*batch, K, N)
+        of_values, of_x, of_bias = None, None, None
+        if ctx.needs_input_grad[0]:
+            of_values = _at_pattern(_times(g, x_scale), x, ctx.matrix.pattern, ctx.grad_bits).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            of_x = _through_transpose(ctx.matrix, _times(g, scale), ctx.x_dtype, ctx.grad_bits)
+        if ctx.needs_input_grad[2]:
+            of_bias = _times(g, None).sum(-1).reshape(-1, g.shape[-2]).sum(0).to(ctx.dtypes[1])
+        return of_values, of_x, of_bias, None, None, None
+
+
+def _at_pattern(g: Tensor, x: QuantTensor, pattern: Pattern, bits: int | None) -> Tensor:
+    """``g x^T`` at ``pattern``, summed over the batch: (vectors, V); ``g`` (*batch, M, N), ``x`` (*batch, K, N)."""
+    if bits is None:
+        found = at_vectors(g @ x.ints().to(g.dtype).mT, pattern)
+    else:
+        found = _sampled(quantized(g, bits, 1), x, pattern, g.dtype)
+    return found.reshape(-1, *found.shape[-2:]).sum(0) if found.ndim > 2 else found
+
+
+def _through_transpose(matrix: SRBCRS, g: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
+    """``A^T g`` of the integers of ``matrix``: (*batch, K, N)."""
+    if bits is None:
+        return (matrix.to_dense(dequantize=False).to(g.dtype).mT @ g).to(dtype)
+    return _product(transposed(matrix), quantized(g, bits, 0), dtype)
+
+
+def spmm(
+    A: SRBCRS,
+    x: Tensor,
+    *,
+    values: Tensor | None = None,
+    bias: Tensor | None = None,
+    act_bits: int = 8,
+    act_axis: int | None = 0,
+    act_scale: Tensor | None = None,
+    grad_bits: int | None = GRAD_BITS,
+) -> Tensor:
+    """``C = A q(x) + bias[:, None]`` of a quantized A and a float x, differentiable.
+
+    With an A of floats q(x) is x, which must be float16 or bfloat16, and ``act_*`` and ``grad_bits`` mean nothing.
+
+    Arguments:
+        A: (M, K), signed, as :func:`compress` makes it.
+        x: (..., K, N), float16, bfloat16, float32 or float64, row- or column-major; gets the gradient ``A^T g``.
+        values: the floats (vectors, V) that A was made of; gets the gradient ``g q(x)^T`` at A's pattern, as if A were
+            they.
+        bias: (M,), float; gets the gradient ``g`` summed over columns and batch.
+        act_bits, act_axis: width of q(x), and a scale a column (0) or one for all (None).
+        act_scale: one given scale () in place of the data's own; gradients pass saturated entries too.
+        grad_bits: width to which the backward pass quantizes ``g``, with a scale a column for x and one a row for
+            values; None for dense float products instead.
+    Returns (..., M, N) of the dtype of x; the sums of a float64 product are exact integers too.
+    Raises ``TypeError`` and ``ValueError`` as :func:`magicube_cutlass.spmm` does, and for other values.
+    """
+    _check_float("x", x)
+    if isinstance(A, SRBCRS) and A.bits is None and A.number is not None:
+        check_halves(x=x)
+        if values is not None:
+            _check_values(values, A.pattern)
+        of_floats: Tensor = float_autograd.Spmm.apply(values, x, bias, A)
+        return of_floats
+    matrix = _signed(A)
+    if values is not None:
+        _check_values(values, matrix.pattern)
+    _check_grad_bits(grad_bits)
+    axis = None if act_scale is not None else act_axis
+    if axis not in (None, 0):
+        raise ValueError(f"act_axis must be None (one scale) or 0 (one a column), got {act_axis!r}")
+    dense = quantized(x, act_bits, axis, act_scale)
+    wanted = any(each is not None and each.requires_grad for each in (values, x, bias))
+    if not (torch.is_grad_enabled() and wanted):
+        return _product(matrix, dense, x.dtype, bias)
+    result: Tensor = _Spmm.apply(values, x, bias, matrix, dense, grad_bits)
+    return result
+
+
+def _check_float(name: str, x: object) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} must be a float tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.ndim < 2:
+        raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(x.shape)}")
+
+
+def _check_grad_bits(bits: int | None) -> None:
+    if bits is not None:
+        check_bits(bits, "grad_bits")
+
+
+def _signed(A: object) -> SRBCRS:
+    if not isinstance(A, SRBCRS):
+        raise TypeError(f"A must be an SRBCRS, got {type(A).__name__}")
+    if A.bits is None or not A.signed:
+        raise TypeError(f"A must hold signed quantized integers, got {A}")
+    return A
+
+
+class _Sddmm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, left: QuantTensor, right: QuantTensor, pattern: Pattern, grad_bits: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(left.data, left.scale, right.data, right.scale)
+        ctx.kind = (left.bits, left.shape, right.bits, right.shape)
+        ctx.pattern, ctx.grad_bits, ctx.dtypes = pattern, grad_bits, (x.dtype, y.dtype)
+        return _sampled(left, right, pattern, torch.promote_types(x.dtype, y.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g, pattern = grads[0], ctx.pattern  # (*batch, vectors, V)
+        left_data, left_scale, right_data, right_scale = ctx.saved_tensors
+        left = QuantTensor(left_data, left_scale, ctx.kind[0], True, 1, ctx.kind[1])  # (*batch, M, K)
+        right = QuantTensor(right_data, right_scale, ctx.kind[2], True, 1, ctx.kind[3])  # (*batch, N, K)
+        of_x, of_y = None, None
+        if ctx.needs_input_grad[0]:
+            folded = _times(g, _of_columns(right_scale, pattern))  # (*batch, vectors, V)
+            of_x = _each(folded, pattern, right, ctx.dtypes[0], ctx.grad_bits)  # (*batch, M, K)
+        if ctx.needs_input_grad[1]:
+            folded = _times(g, _of_rows(left_scale, pattern))  # (*batch, vectors, V)
+            turned = transpose_parts(pattern, folded, None)
+            of_y = _each(turned.vectors, turned.pattern, left, ctx.dtypes[1], ctx.grad_bits)  # (*batch, N, K)
+        return of_x, of_y, None, None, None, None
+
+
+def _each(values: Tensor, pattern: Pattern, dense: QuantTensor, dtype: torch.dtype, bits: int | None) -> Tensor:
+    """``A d`` for each of a batch of ``values`` (*batch, vectors, V) and of integers d (*batch, N, K)."""
+    if bits is None:
+        return (_dense(values, pattern) @ dense.ints().to(values.dtype)).to(dtype)
+    batch = dense.shape[:-2]
+    many, data = values.reshape(-1, *values.shape[-2:]), dense.data.reshape(-1, *dense.data.shape[-2:])
+    shape = torch.Size(dense.shape[-2:])
+    found = [
+        _product(compress(each, pattern, bits=bits), QuantTensor(part, None, dense.bits, True, None, shape), dtype)
+        for each, part in zip(many, data, strict=True)
+    ]
+    size = (*batch, pattern.shape[0], shape[1])
+    return torch.stack(found).view(size) if found else values.new_zeros(size, dtype=dtype)
+
+
+def sddmm(
+    x: Tensor,
+    y: Tensor,
+    pattern: Pattern,
+    *,
+    bits: int | None = 8,
+    y_bits: int | None = None,
+    grad_bits: int | None = GRAD_BITS,
+) -> Tensor:
+    """``S[i, j] = sum_k q(x)[i, k] q(y)[j, k]`` at the vectors of ``pattern``, differentiable.
+
+    Arguments:
+        x, y: (..., M, K) and (..., N, K), floats, quantized with a scale a row.  Gradients: ``G q(y)`` and
+            ``G^T q(x)``.
+        pattern: (M, N).
+        bits, y_bits: widths of q(x) and q(y), the latter as the former by default.  None: x and y as they are, both
+            float16 or both bfloat16; ``grad_bits`` then means nothing.
+        grad_bits: width to which the backward pass quantizes G, with a scale a row; None for dense float products.
+            A batch is a loop of products there.
+    Returns the values (..., vectors, V) in the pattern's order, which ``SRBCRS.from_pattern(pattern, S, bits=None)``
+    makes a matrix, of the dtype that x and y promote to; zero beyond M.
+    Raises as :func:`magicube_cutlass.sddmm` does.
+    """
+    _check_float("x", x)
+    _check_float("y", y)
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
+    if bits is None:
+        check_halves(x=x, y=y)
+        of_floats: Tensor = float_autograd.Sddmm.apply(x, y, pattern)
+        return of_floats
+    _check_grad_bits(grad_bits)
+    left, right = quantized(x, bits, 1), quantized(y, bits if y_bits is None else y_bits, 1)
+    if not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
+        return _sampled(left, right, pattern, torch.promote_types(x.dtype, y.dtype))
+    result: Tensor = _Sddmm.apply(x, y, left, right, pattern, grad_bits)
+    return result

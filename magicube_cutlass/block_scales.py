@@ -1,0 +1,277 @@
+"""Quantization to small floats: ``x ~ scale * decode(code)`` with scales of a tensor, rows, tiles or blocks.
+
+Source: OCP Microscaling Formats (MX) v1.0, section 6.3 (scales of blocks of 32); NVFP4: blocks of 16 with e4m3 scales,
+and a scale of the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cute_kernels import floats
+from cute_kernels.floats import FloatFormat, float_format
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm_floats import FloatOperand
+
+TILE = 128
+Block = int | tuple[int, int] | None
+# name -> format of the codes, block, format of the scales
+RECIPES: dict[str, tuple[str, int, str]] = {
+    "mxfp8": ("e4m3", 32, "ue8m0"),
+    "mxfp8_e5m2": ("e5m2", 32, "ue8m0"),
+    "mxfp6": ("e2m3", 32, "ue8m0"),
+    "mxfp6_e3m2": ("e3m2", 32, "ue8m0"),
+    "mxfp4": ("e2m1", 32, "ue8m0"),
+    "nvfp4": ("e2m1", 16, "e4m3"),
+}
+_SCALES = {16: ("e4m3", "ue8m0"), 32: ("ue8m0", "e4m3")}  # the usual one first
+
+
+@dataclass(frozen=True, eq=False)
+class FloatTensor:
+    """Codes of small floats and the scales that make real numbers of them.
+
+    ``data``: uint8 (..., R, bytes), codes of ``dtype`` packed along ``k``, the dimension that scales of rows and blocks
+    run along; the tensor's shape is (..., R, k), or (..., k, R) where ``transposed``.
+    ``scale``: float32 () for one, (..., R, 1) for rows, (..., ceil(R / 128), ceil(k / 128)) for ``block`` (128, 128);
+    codes of ``scale_dtype``, uint8 (..., R, ceil(k / block)), for ``block`` 16 or 32, with ``tensor_scale``, float32
+    (), on top of it where ``scale_dtype`` is ``"e4m3"``.
+    """
+
+    data: Tensor
+    k: int
+    dtype: str
+    scale: Tensor
+    scale_dtype: str = "float32"
+    block: Block = None
+    tensor_scale: Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        rows = self.data.shape[:-1]
+        return torch.Size((*rows[:-1], self.k, rows[-1]) if self.transposed else (*rows, self.k))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension that a scale's entries run along, -2 as 0 and -1 as 1; None for one scale and for tiles."""
+        return None if self.scale.ndim == 0 or isinstance(self.block, tuple) else int(not self.transposed)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return sum(each.nbytes for each in (self.data, self.scale, self.tensor_scale) if each is not None)
+
+    @property
+    def mT(self) -> FloatTensor:
+        """The transpose of the last two dimensions; nothing moves."""
+        return replace(self, transposed=not self.transposed)
+
+    def to(self, device: torch.device | str) -> FloatTensor:
+        """This tensor on ``device``."""
+        top = None if self.tensor_scale is None else self.tensor_scale.to(device)
+        return replace(self, data=self.data.to(device), scale=self.scale.to(device), tensor_scale=top)
+
+    def codes(self) -> Tensor:
+        """The codes, one a byte, in the tensor's shape."""
+        found = floats.unpack(self.data, self.k, self.dtype)
+        return found.mT if self.transposed else found
+
+    def scales(self) -> Tensor:
+        """The scales as real numbers, in the shape of ``scale``: float32, ``tensor_scale`` included."""
+        return _real(self.scale, self.scale_dtype, self.tensor_scale)
+
+    def dequantize(self) -> Tensor:
+        """``scale * decode(codes)``, float32."""
+        values = floats.decode(floats.unpack(self.data, self.k, self.dtype), self.dtype)
+        values = values * _spread(self.scales(), self.block, values.shape)
+        return values.mT if self.transposed else values
+
+    def operand(self) -> FloatOperand:
+        """As :func:`cute_kernels.gemm_floats.gemm_floats` takes it, rows of k; two-dimensional tensors alone."""
+        from cute_kernels.gemm_floats import FloatOperand
+
+        if self.data.ndim != 2:
+            raise ValueError(f"a product takes tensors of 2 dimensions, got {self.data.ndim}")
+        if isinstance(self.block, int):
+            return FloatOperand(
+                self.data, self.dtype, self.k, self.tensor_scale, self.scale, self.block, self.scale_dtype
+            )
+        if self.block is not None:
+            return FloatOperand(self.data, self.dtype, self.k, tiles=self.scale)
+        return FloatOperand(self.data, self.dtype, self.k, self.scale.reshape(-1) if self.scale.ndim else self.scale)
+
+    def __repr__(self) -> str:
+        scale = f"{tuple(self.scale.shape)} scales of {self.scale_dtype}"
+        return f"FloatTensor({tuple(self.shape)}, {self.dtype}, {scale}, block={self.block}, device={self.device})"
+
+
+def _real(scale: Tensor, scale_dtype: str, tensor_scale: Tensor | None) -> Tensor:
+    if scale_dtype == "float32":
+        return scale
+    found = floats.decode(scale, scale_dtype)
+    return found if tensor_scale is None else found * tensor_scale
+
+
+def _spread(scales: Tensor, block: Block, shape: torch.Size) -> Tensor:
+    """``scales`` as they meet the elements of a tensor of rows of k."""
+    if block is None:
+        return scales
+    if isinstance(block, tuple):
+        scales = scales.repeat_interleave(block[0], -2)[..., : shape[-2], :]
+    return scales.repeat_interleave(block if isinstance(block, int) else block[1], -1)[..., : shape[-1]]
+
+
+def _largest(x: Tensor, axis: int | None, block: Block) -> Tensor:
+    """Largest magnitudes of the elements that share a scale; 0 where there are none."""
+    magnitudes = x.abs()
+    if block is None:
+        if axis is None:
+            return magnitudes.amax() if x.numel() else x.new_zeros(())
+        return magnitudes.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
+    width = block if isinstance(block, int) else block[1]
+    if isinstance(block, tuple):
+        padded = torch.nn.functional.pad(magnitudes, (0, 0, 0, -x.shape[-2] % block[0]))
+        rows = padded.shape[-2] // block[0]
+        magnitudes = padded.unflatten(-2, (rows, block[0])).amax(-2) if rows else padded
+    padded = torch.nn.functional.pad(magnitudes, (0, -x.shape[-1] % width))
+    columns = padded.shape[-1] // width
+    return padded.unflatten(-1, (columns, width)).amax(-1) if columns else padded
+
+
+def _float_scales(largest: Tensor, target: FloatFormat) -> Tensor:
+    """``largest / target.largest`` in float32; 1 for zero, NaN for what is not finite, never rounded down to zero."""
+    scale = (largest.double() / target.largest).to(torch.float32)
+    scale = scale.clamp(min=torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)
+    scale = torch.where(largest == 0, 1.0, scale)
+    return torch.where(scale.isfinite(), scale, torch.nan)
+
+
+def _power_scales(largest: Tensor, target: FloatFormat) -> Tensor:
+    """Codes of ``2^(floor(log2 largest) - exponent of the largest value)``; of 1 for zero."""
+    exponent = torch.frexp(largest.double()).exponent - 1 - target.largest_exponent
+    codes = torch.where(largest == 0, 127, exponent.clamp(-127, 127) + 127)
+    return torch.where(largest.isfinite(), codes, 255).to(torch.uint8)
+
+
+def _nested_scales(largest: Tensor, target: FloatFormat) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of ``largest / (tensor scale * target.largest)``, and the tensor scale; the largest is 448."""
+    finite = torch.where(largest.isfinite(), largest, 0)
+    top = finite.amax() if finite.numel() else finite.new_zeros(())
+    inner = floats.FORMATS["e4m3"]
+    tensor_scale = _float_scales(top / inner.largest, target)
+    codes = floats.encode(largest.double() / (tensor_scale.double() * target.largest), "e4m3", saturate=True)
+    codes = torch.where((codes == 0) & (largest > 0), 1, codes)
+    codes = torch.where(largest == 0, int(floats.encode(torch.ones(()), "e4m3")), codes)
+    return torch.where(largest.isfinite(), codes, 0x7F).to(torch.uint8), tensor_scale
+
+
+def _resolve(dtype: str, axis: int | None, block: Block, scale_dtype: str | None) -> tuple[str, Block, str]:
+    """Format, block and format of the scales that the arguments mean, checked."""
+    if dtype in RECIPES:
+        if block is not None or scale_dtype is not None:
+            raise ValueError(f"block and scale_dtype must be None for dtype {dtype!r}, which names them, got {block!r} "
+                             f"and {scale_dtype!r}")  # fmt: skip
+        dtype, block, scale_dtype = RECIPES[dtype]
+    elif dtype not in floats.FORMATS:
+        raise ValueError(f"dtype must be one of {', '.join((*floats.FORMATS, *RECIPES))}, got {dtype!r}")
+    if axis not in (None, 0, 1):
+        raise ValueError(f"axis must be None, 0 or 1, got {axis!r}")
+    known: tuple[str, ...]
+    if isinstance(block, int) and block in _SCALES:
+        known = _SCALES[block]
+    elif block is None or block == (TILE, TILE):
+        known = ("float32",)
+    else:
+        raise ValueError(f"block must be None, 16, 32 or {(TILE, TILE)}, got {block!r}")
+    scale_dtype = known[0] if scale_dtype is None else scale_dtype
+    if scale_dtype not in known:
+        raise ValueError(f"scale_dtype must be one of {', '.join(known)} for block {block!r}, got {scale_dtype!r}")
+    return dtype, block, scale_dtype
+
+
+def quantize_floats(
+    x: Tensor,
+    dtype: str,
+    axis: int | None = None,
+    block: Block = None,
+    scale_dtype: str | None = None,
+    nonfinite: str = "raise",
+) -> FloatTensor:
+    """``code = encode(x / scale)``, rounded to the nearest value, ties to even, saturating; see
+    :func:`magicube_cutlass.quantize`."""
+    dtype, block, scale_dtype = _resolve(dtype, axis, block, scale_dtype)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"x must be float64, float32, float16 or bfloat16, got {x.dtype}")
+    if nonfinite not in ("raise", "propagate"):
+        raise ValueError(f"nonfinite must be 'raise' or 'propagate', got {nonfinite!r}")
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least 2 dimensions, got {x.ndim}")
+    flip = axis == 0 or (axis is None and not isinstance(block, int) and x.mT.is_contiguous() and not x.is_contiguous())
+    rows = (x.detach().mT if flip else x.detach()).contiguous()  # (..., R, k)
+    target = float_format(dtype)
+    largest = _largest(rows, axis, block).to(torch.float32)
+    if nonfinite == "raise" and not bool(largest.isfinite().all()):
+        raise ValueError(f"x must be finite in float32, got {int((~rows.float().isfinite()).sum())} inf or nan of "
+                         f"{x.numel()} entries; pass nonfinite='propagate' to let them through")  # fmt: skip
+    tensor_scale = None
+    if scale_dtype == "float32":
+        scale = _float_scales(largest, target)
+    elif scale_dtype == "ue8m0":
+        scale = _power_scales(largest, target)
+    else:
+        scale, tensor_scale = _nested_scales(largest, target)
+    divisor = _spread(_real(scale, scale_dtype, tensor_scale).double(), block, rows.shape)
+    data = floats.pack(floats.encode(rows.double() / divisor, dtype, saturate=True), dtype)
+    return FloatTensor(data, rows.shape[-1], dtype, scale, scale_dtype, block, tensor_scale, flip)
+
+
+def _along(x: FloatTensor, transposed: bool, name: str) -> FloatTensor:
+    """``x`` with codes packed along the other dimension where that is needed and its scales allow it."""
+    if x.transposed == transposed:
+        return x
+    if x.axis is not None:
+        wanted = 0 if transposed else 1
+        raise ValueError(f"{name} must be quantized with axis={wanted}, along the k of the product, got axis={x.axis}")
+    codes = floats.pack(x.codes().mT.contiguous() if transposed else x.codes().contiguous(), x.dtype)
+    scale = x.scale.mT.contiguous() if x.scale.ndim else x.scale
+    return replace(x, data=codes, k=x.shape[-2 if transposed else -1], scale=scale, transposed=transposed)
+
+
+def matmul(
+    a: FloatTensor,
+    b: FloatTensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    fast_accum: bool = False,
+) -> Tensor:
+    """``a @ b + bias`` of (M, K) and (K, N), any two formats and kinds of scales; see
+    :func:`cute_kernels.gemm_floats.gemm_floats` for the sums' accuracy.
+
+    Requires scales of rows and blocks to run along K: ``a`` quantized with ``axis=1``, ``b`` with ``axis=0``.  A ``b``
+    of one scale or of tiles that was row-major when it was quantized is laid out anew at each call.
+    Returns (M, N) of ``out_dtype``: float32, float16, bfloat16.  Raises ``ValueError`` for other shapes and axes.
+    """
+    from cute_kernels.gemm_floats import gemm_floats
+
+    for name, each in (("a", a), ("b", b)):
+        if not isinstance(each, FloatTensor):
+            raise TypeError(f"{name} must be a FloatTensor, got {type(each).__name__}")
+        if len(each.shape) != 2:
+            raise ValueError(f"{name} must have 2 dimensions, got {len(each.shape)}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"columns of a must be rows of b, got {a.shape[1]} and {b.shape[0]}")
+    left, right = _along(a, False, "a"), _along(b, True, "b")
+    return gemm_floats(left.operand(), right.operand(), bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)

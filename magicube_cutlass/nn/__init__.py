@@ -1,0 +1,19 @@
+"""Layers for PyTorch models: sparse quantized weights, fine-tuning, calibration, conversion of a whole model."""
+
+from magicube_cutlass.nn.attention import SparseQuantAttention
+from magicube_cutlass.nn.calibration import calibrate
+from magicube_cutlass.nn.config import SparseQuantConfig
+from magicube_cutlass.nn.convert import ConversionReport, ConversionRow, convert
+from magicube_cutlass.nn.linear import SparseQuantLinear
+from magicube_cutlass.nn.schedule import PruningSchedule
+
+__all__ = [
+    "ConversionReport",
+    "ConversionRow",
+    "PruningSchedule",
+    "SparseQuantAttention",
+    "SparseQuantConfig",
+    "SparseQuantLinear",
+    "calibrate",
+    "convert",
+]

@@ -1,0 +1,174 @@
+"""A whole model's linear layers made sparse and quantized, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from magicube_cutlass.nn.calibration import calibrate as run_calibration
+from magicube_cutlass.nn.config import SparseQuantConfig
+from magicube_cutlass.nn.linear import SparseQuantLinear
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Wishes = SparseQuantConfig | Mapping[str, SparseQuantConfig | None] | None
+
+
+@dataclass(frozen=True)
+class ConversionRow:
+    """What became of one layer: converted where ``note`` is empty, else left with that reason."""
+
+    name: str
+    shape: tuple[int, int]
+    config: SparseQuantConfig | None
+    bytes_before: int
+    bytes_after: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did; ``print`` shows a table, and so does rich."""
+
+    rows: tuple[ConversionRow, ...]
+    model_bytes: int  # of all parameters and buffers before
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the layers that were replaced."""
+        return tuple(row.name for row in self.rows if not row.note)
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the replaced layers."""
+        return sum(row.bytes_before for row in self.rows if not row.note)
+
+    @property
+    def bytes_after(self) -> int:
+        """Of the replaced layers once frozen."""
+        return sum(row.bytes_after for row in self.rows if not row.note)
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title="linear layers", caption=self._summary())
+        for name in ("layer", "out x in", "sparsity", "vectors", "bits", "bytes before", "after", "note"):
+            left = name in ("layer", "note")
+            table.add_column(name, justify="left" if left else "right", overflow="fold")
+        for row in self.rows:
+            config = row.config
+            wishes = ["", "", ""]
+            if config is not None:
+                wishes = [f"{config.sparsity:.3f}", f"{config.vector_length} x 1", f"{config.bits}-{config.act_bits}"]
+            after = "" if row.note else f"{row.bytes_after:,}"
+            size = f"{row.shape[0]} x {row.shape[1]}"
+            table.add_row(row.name, size, *wishes, f"{row.bytes_before:,}", after, row.note)
+        return table
+
+    def _summary(self) -> str:
+        rest = self.model_bytes - self.bytes_before
+        return (
+            f"{len(self.converted)} of {len(self.rows)} layers replaced, {self.bytes_before:,} to {self.bytes_after:,} "
+            f"bytes once frozen; the model {self.model_bytes:,} to {rest + self.bytes_after:,}"
+        )
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(file=StringIO(), width=120)
+        console.print(self)
+        file = console.file
+        assert isinstance(file, StringIO)
+        return file.getvalue()
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+
+
+def _wish(name: str, config: Wishes) -> tuple[str | None, SparseQuantConfig | None]:
+    """The first pattern that fits ``name`` and its config."""
+    if not isinstance(config, Mapping):
+        return "*", config or SparseQuantConfig()
+    for pattern, wish in config.items():
+        if fnmatchcase(name, pattern):
+            return pattern, wish
+    return None, None
+
+
+def convert(
+    model: nn.Module,
+    config: Wishes = None,
+    *,
+    calibrate: Iterable[Any] | None = None,
+    clip: float | str = "max",
+    freeze: bool = False,
+    progress: bool = True,
+) -> ConversionReport:
+    """Replace the ``nn.Linear`` layers of ``model``, in place, by :class:`SparseQuantLinear` ones.
+
+    Arguments:
+        model: a layer with several names stays one layer; subclasses of ``nn.Linear`` are left, as other modules may
+            read their weights.
+        config: for all layers, or by patterns of qualified names as in ``fnmatch``, the first that fits counts:
+            ``{"head": None, "encoder.*.fc?": SparseQuantConfig(bits=4)}``; None leaves a layer, and so does no pattern.
+        calibrate: inputs for static scales of the activations, see :func:`magicube_cutlass.nn.calibrate`.
+        freeze: give the master weights up.
+    Returns a report of every linear layer with its bytes before and after.
+    Raises ``TypeError`` where ``model`` itself is a linear layer, which cannot be replaced in place, and ``ValueError``
+    for a pattern that fits no layer.
+    """
+    if isinstance(model, nn.Linear):
+        raise TypeError("model must have linear layers inside, got one itself: SparseQuantLinear.from_linear(model)")
+    total, rows = _bytes(model), []
+    found = [(name, each) for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, nn.Linear)]
+    wishes = {name: _wish(name, config) for name, _ in found}
+    fitting = {pattern for pattern, _ in wishes.values()}
+    if missing := [each for each in config if each not in fitting] if isinstance(config, Mapping) else []:
+        names = ", ".join(wishes) or "none"
+        raise ValueError(f"config must name linear layers, got {missing[0]!r}, the first to fit none of: {names}")
+    first: dict[nn.Linear, tuple[str | None, SparseQuantConfig | None]] = {}
+    for name, layer in found:  # all names of a layer get what the first one with a pattern gets
+        if wishes[name][0] is not None:
+            first.setdefault(layer, wishes[name])
+    made: dict[nn.Linear, SparseQuantLinear] = {}
+    for name, layer in found:
+        pattern, wish = first.get(layer, (None, None))
+        if wish is None:
+            rows.append(_left(name, layer, "no pattern fits" if pattern is None else f"left, as {pattern!r} says"))
+        elif type(layer) is not nn.Linear:
+            rows.append(_left(name, layer, f"left: a {type(layer).__name__}"))
+        elif layer in made:
+            _replace(model, name, made[layer])
+            rows.append(_left(name, layer, "the same layer again"))
+        else:
+            made[layer] = SparseQuantLinear.from_linear(layer, **asdict(wish))
+            _replace(model, name, made[layer])
+            rows.append(_row(name, layer, made[layer]))
+    if calibrate is not None:
+        run_calibration(model, calibrate, clip=clip, progress=progress)
+    if freeze:
+        for new in made.values():
+            new.freeze()
+    return ConversionReport(tuple(rows), total)
+
+
+def _left(name: str, layer: nn.Linear, note: str) -> ConversionRow:
+    size = _bytes(layer)
+    return ConversionRow(name, (layer.out_features, layer.in_features), None, size, size, note)
+
+
+def _row(name: str, layer: nn.Linear, new: SparseQuantLinear) -> ConversionRow:
+    shape = (new.out_features, new.in_features)
+    return ConversionRow(name, shape, new.config, _bytes(layer), new.compressed_bytes)
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, new)

@@ -1,0 +1,293 @@
+"""A linear layer with pruned and quantized weights, for inference and for fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler, a second of waiting
+
+from magicube_cutlass import autograd, generate
+from magicube_cutlass.checks import check_tensor
+from magicube_cutlass.nn.config import SparseQuantConfig
+from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.srbcrs import SRBCRS
+
+_STRUCTURE = ("row_offsets", "col_indices")
+_PACKED = ("values", "scale")  # of a frozen layer
+_OPTIONAL = ("act_scale", *_PACKED)
+_EDITIONS = count(1)  # no two layers share one: a compiler may take one's graph for the other
+
+
+class SparseQuantLinear(nn.Module):
+    """``y = q(x) A^T + b`` with a sparse quantized A, (out, in), made of ``weight`` where a pattern keeps it.
+
+    ``weight`` (out, in) is the dense float master: it may be trained, and the layer computes with ``q(weight)`` at the
+    pattern, in training and in evaluation.  Its integers are made when it has changed (writes through ``weight.data``
+    are not seen).  Gradients are straight-through, and zero outside of the pattern, where the master keeps its values
+    for a later :meth:`prune_`.  :meth:`freeze` gives the master up.
+
+    ``x``: (..., in) of float16, bfloat16, float32 or float64 on the layer's device, row-major or as such a layer
+    returns it; ``y``: (..., out) of its dtype, a view with the tokens contiguous.
+    Buffers: ``row_offsets`` and ``col_indices``, the pattern; ``act_scale``, () float32, after a calibration; of a
+    frozen layer ``values`` and ``scale``, the integers.  The state dict holds tensors only, and loading one brings its
+    pattern, kind and options along.
+    Raises ``ValueError``/``TypeError`` as :class:`SparseQuantConfig` and :func:`magicube_cutlass.autograd.spmm` do.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    row_offsets: Tensor
+    col_indices: Tensor
+    act_scale: Tensor | None
+    values: Tensor | None
+    scale: Tensor | None
+    _pattern: Pattern | None
+    _matrix: SRBCRS | None  # the integers
+    _made_of: tuple[Tensor, int] | None  # the weight and its version
+    _edition: str  # number of the integers; empty without any
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        config: SparseQuantConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._begin(plain.weight, plain.bias, config or SparseQuantConfig(), None)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        sparsity: float = 0.9,
+        vector_length: int = 8,
+        bits: int = 8,
+        act_bits: int = 8,
+        *,
+        grad_bits: int | None = 16,
+        mask: Tensor | Pattern | None = None,
+        calibrate: Iterable[Tensor] | None = None,
+        clip: float | str = "max",
+    ) -> SparseQuantLinear:
+        """A layer that shares the parameters of ``linear``, pruned by magnitude to ``sparsity`` or to ``mask``.
+
+        Arguments:
+            mask: bool (out, in), of which whole vectors are kept, or a pattern; ``sparsity`` and ``vector_length`` are
+                then those of the pattern.
+            calibrate: inputs (..., in) from which one scale of the activations is taken (``clip`` as in
+                :func:`magicube_cutlass.quantize`); None for a scale a token that follows the data.
+        Raises ``TypeError`` unless ``linear`` is an ``nn.Linear``.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        config = SparseQuantConfig(sparsity, vector_length, bits, act_bits, grad_bits)
+        layer._begin(linear.weight, linear.bias, config, mask)
+        if calibrate is not None:
+            from magicube_cutlass.nn.calibration import calibrate as run
+
+            run(layer, calibrate, clip=clip, progress=False)
+        return layer.train(linear.training)
+
+    def _begin(
+        self, weight: Tensor, bias: nn.Parameter | None, config: SparseQuantConfig, mask: Tensor | Pattern | None
+    ) -> None:
+        if not isinstance(weight, nn.Parameter):
+            raise TypeError(f"linear must have a parameter as its weight, got a {type(weight).__name__}")
+        self.out_features, self.in_features = weight.shape
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
+        for name in (*_STRUCTURE, *_OPTIONAL):
+            self.register_buffer(name, None)
+        self.config = config
+        self.prune_(mask=mask)
+
+    def prune_(self, sparsity: float | None = None, *, mask: Tensor | Pattern | None = None) -> None:
+        """Choose the vectors anew: the largest of the master at ``sparsity`` (the config's by default), or ``mask``.
+
+        Raises ``RuntimeError`` for a frozen layer and ``ValueError`` for a mask of another shape.
+        """
+        if self.weight is None:
+            raise RuntimeError("prune_ needs the master weight, which freeze() gave up")
+        shape, v = (self.out_features, self.in_features), self.config.vector_length
+        wish = self.config.sparsity if sparsity is None else sparsity
+        chosen = generate.prune(self.weight.detach(), wish, v) if mask is None else mask
+        if isinstance(chosen, Tensor):
+            check_tensor("mask", chosen, dtype=torch.bool, ndim=2)
+            chosen = Pattern.from_dense(chosen, v)
+        if chosen.shape != shape:
+            raise ValueError(f"mask must have shape {shape} like the weight, got {chosen.shape}")
+        pattern = chosen.to(self.weight.device)
+        self.row_offsets, self.col_indices = pattern.row_offsets, pattern.col_indices
+        kept = wish if mask is None else 1 - pattern.density
+        self.config = replace(self.config, sparsity=kept, vector_length=pattern.vector_length)
+        self._forget()
+        self._pattern = pattern
+
+    def _forget(self) -> None:
+        """Nothing derived of the tensors is left."""
+        self._pattern = None
+        self._matrix = None
+        self._made_of = None
+        self._edition = ""
+
+    @property
+    def pattern(self) -> Pattern:
+        """Which vectors of the weight are kept."""
+        if self._pattern is None:
+            shape = (self.out_features, self.in_features)
+            self._pattern = Pattern(shape, self.config.vector_length, self.row_offsets, self.col_indices)
+        return self._pattern
+
+    def matrix(self) -> SRBCRS:
+        """The integers that the layer computes with, made again where the master has changed since."""
+        weight = self.weight
+        version = 0 if weight is None or weight.is_inference() else weight._version
+        made_of, matrix = self._made_of, self._matrix
+        same = made_of is not None and made_of[0] is weight and made_of[1] == version
+        if matrix is not None and (weight is None or same):
+            return matrix
+        if weight is None:
+            matrix = self._frozen_matrix()
+        else:
+            values = autograd.vectors_at(weight.detach(), self.pattern)
+            matrix = autograd.compress(values, self.pattern, bits=self.config.bits)
+            self._made_of = (weight, version)
+        self._matrix = matrix
+        self._edition = str(next(_EDITIONS))
+        return matrix
+
+    def _frozen_matrix(self) -> SRBCRS:
+        assert self.values is not None
+        padded, config = self.pattern.padded(autograd.STRIDE), self.config
+        matrix = SRBCRS(
+            padded.row_start, padded.row_end, padded.col_indices, self.values, shape=self.pattern.shape,
+            vector_length=config.vector_length, bits=config.bits, stride=autograd.STRIDE, scale=self.scale,
+        )  # fmt: skip
+        matrix._cache["pattern"] = self.pattern
+        return matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"x must have {self.in_features} features, got shape {tuple(x.shape)}")
+        if not torch.compiler.is_compiling():
+            return self._product(x, self.matrix())
+        tensors = (x, self.weight, self.bias)
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
+            return _outside(self, x)
+        if self._edition == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
+            raise RuntimeError("a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it")
+        return self._product(x, self._matrix)
+
+    def _product(self, x: Tensor, matrix: SRBCRS) -> Tensor:
+        values = None
+        if self.weight is not None and self.weight.requires_grad and torch.is_grad_enabled():
+            values = autograd.vectors_at(self.weight, self.pattern)
+        y = autograd.spmm(
+            matrix, x.reshape(-1, self.in_features).mT, values=values, bias=self.bias, act_bits=self.config.act_bits,
+            act_scale=self.act_scale, grad_bits=self.config.grad_bits,
+        )  # fmt: skip
+        return y.mT.view(*x.shape[:-1], self.out_features)
+
+    def freeze(self) -> SparseQuantLinear:
+        """Give up the master weight and keep the integers alone: for inference; returns the layer.
+
+        The bias then needs no gradient either.
+        """
+        if self.weight is not None:
+            matrix = self.matrix()
+            self.values, self.scale, self.weight = matrix.values, matrix.scale, None
+            self._made_of = None
+            if self.bias is not None:
+                self.bias.requires_grad_(False)
+        return self
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the master weight was given up."""
+        return self.weight is None
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes that the frozen layer's tensors have or would have."""
+        tensors = (self.row_offsets, self.col_indices, self.bias, self.act_scale)
+        matrix = self.matrix()
+        scale = 0 if matrix.scale is None else matrix.scale.nbytes
+        return sum(each.nbytes for each in tensors if each is not None) + matrix.values.nbytes + scale
+
+    def train(self, mode: bool = True) -> SparseQuantLinear:
+        super().train(mode)
+        if not mode:
+            self.matrix()
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        return self.config.to_tensor()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.config = SparseQuantConfig.from_tensor(state)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Take the sizes and the kind of what is loaded first; the state of a plain linear layer keeps the pattern."""
+        errors: list[str] = arguments[-1]
+        if prefix + "row_offsets" in state_dict:
+            self._take_kind(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._forget()
+        try:
+            self._check_loaded()
+        except (TypeError, ValueError) as error:
+            errors.append(f"{prefix}pattern: {error}")
+
+    def _take_kind(self, state_dict: Any, prefix: str) -> None:
+        device = self.row_offsets.device
+        for name in (*_STRUCTURE, *_OPTIONAL):
+            stored = state_dict.get(prefix + name)
+            setattr(self, name, None if stored is None else torch.empty_like(stored, device=device))
+        weight = state_dict.get(prefix + "weight")
+        if weight is None:
+            self.weight = None
+        elif self.weight is None:
+            self.weight = nn.Parameter(torch.empty_like(weight, device=device))
+
+    def _check_loaded(self) -> None:
+        self.pattern.check_format(full=True)
+        if self.weight is None:
+            self._frozen_matrix().check_format(full=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseQuantLinear:
+        scales = {name: getattr(self, name) for name in ("scale", "act_scale")}
+        super()._apply(fn, recurse)
+        for name, before in scales.items():  # half() and the like are for what is computed with, not for scales
+            if before is not None and getattr(self, name).dtype != before.dtype:
+                setattr(self, name, before.to(getattr(self, name).device))
+        self._forget()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pattern": None, "_matrix": None, "_made_of": None, "_edition": ""}
+
+    def extra_repr(self) -> str:
+        config, acts = self.config, "dynamic" if self.act_scale is None else "static"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"sparsity={config.sparsity:.3g}, vector_length={config.vector_length}, bits={config.bits}, "
+            f"act_bits={config.act_bits} {acts}, frozen={self.frozen}"
+        )
+
+
+# A compiler must not keep the integers of a weight that training goes on to change.
+@_disable_dynamo
+def _outside(layer: SparseQuantLinear, x: Tensor) -> Tensor:
+    return layer._product(x, layer.matrix())

@@ -1,0 +1,275 @@
+"""Fused sparse attention on a GPU against float64: masks, scales, biases, causal, outputs, sums of exponentials, edges."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import magicube_cutlass as mc
+from cute_kernels import attention
+from cute_kernels.attention_config import AttentionConfig, GatherAttention, PanelAttention
+from tests.gpu.problems import PANELS, check_guards, guarded
+
+pytestmark = pytest.mark.gpu
+
+# A relative error of rounding weights to 255 levels, and to 15; a wrong key shows as 0.1 and more.
+BOUND = {8: 0.02, 4: 0.25}
+LSE_BOUND = 2e-4  # absolute; scores are exact, exponentials approximate
+
+CONFIGS: list[AttentionConfig] = [GatherAttention(32), GatherAttention(64), GatherAttention(128)]
+if PANELS:  # few warps and short tiles: a small problem passes many tiles, items and wraps of the ring
+    CONFIGS += [
+        PanelAttention(64, warps=3, rows=2, tile=64, stages=5),
+        PanelAttention(64, warps=2, rows=1, groups=1, tile=32, stages=4, window=2, cluster=2),
+        PanelAttention(128, warps=3, rows=1, tile=64, stages=5),
+    ]
+FLAGS: list[dict[str, Any]] = [{}, {"key_scale": True}, {"bias": True}, {"key_scale": True, "bias": True}]
+
+
+def summing(config: AttentionConfig) -> AttentionConfig:
+    """What runs where sums of exponentials are wanted."""
+    changes = {"rows": min(config.rows, 2)} if isinstance(config, PanelAttention) else {}
+    return replace(config, out="float32", lse=True, **changes)
+
+
+COMPILED = [
+    *(replace(summing(config), **flags) for config in CONFIGS for flags in FLAGS),
+    *(replace(config, out="float32", **flags) for config in CONFIGS for flags in FLAGS[:2]),
+    *(replace(config, out=out) for config in CONFIGS for out in ("float16", "bfloat16")),
+]
+CHOSEN = [GatherAttention(64), *([PanelAttention(64)] if PANELS else [])]
+CHOSEN_COMPILED = [
+    made
+    for config in CHOSEN
+    for flags in FLAGS[1::2]
+    for made in (replace(config, **flags), replace(summing(config), **flags))
+]
+
+
+class Case:
+    """Random operands on the GPU with scales of a form, and the exact answer."""
+
+    def __init__(
+        self, config: AttentionConfig, batch: int, queries: int, keys: int, sparsity: float = 0.8, *, masks: int = 1,
+        scales: str = "row", causal: bool = False, bias: str = "", bits: int = 8, holes: bool = False, scale: float = 0.0,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(seed)
+        d, top = config.head, 2 ** (bits - 1) - 1
+        self.config, self.causal, self.scale = config, causal, scale or 1 / math.sqrt(d)
+        self.patterns = []
+        for i in range(masks):
+            mask = mc.random_pattern(queries, keys, sparsity, 8, seed=seed + i).to_dense()
+            if holes:
+                mask[(torch.arange(queries) // 8) % 3 == 1] = False
+            self.patterns.append(mc.Pattern.from_dense(mask, 8).to("cuda"))
+        floats = [torch.randn(batch, rows, d, device="cuda") for rows in (queries, keys, keys)]
+        over = {"one": (None, None, None), "matrix": ((1, 2),) * 3, "row": (2, 2, 1)}[scales]
+        largest = [x.abs().amax() if dim is None else x.abs().amax(dim) for x, dim in zip(floats, over, strict=True)]
+        self.scales = [(x / top).contiguous() for x in largest]
+        wide = [
+            s
+            if dim is None
+            else s.view([1 if i in (dim if isinstance(dim, tuple) else (dim,)) else n for i, n in enumerate(x.shape)])
+            for s, dim, x in zip(self.scales, over, floats, strict=True)
+        ]
+        self.ints = [torch.round(x / s).to(torch.int8) for x, s in zip(floats, wide, strict=True)]
+        self.values = [x.double() * s.double() for x, s in zip(self.ints, wide, strict=True)]
+        self.bias = None
+        if bias:
+            self.bias = torch.randn((keys,) if bias == "shared" else (batch, keys), device="cuda")
+            self.bias.view(-1)[::7] = -torch.inf
+        arrays = [(pattern.row_offsets, pattern.col_indices) for pattern in self.patterns]
+        self.index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=d, causal=causal, config=config)
+
+    def logits(self) -> Tensor:
+        """float64 (batch, queries, keys), -inf where a query does not see a key."""
+        q, k, _ = self.values
+        seen = torch.stack([pattern.to_dense() for pattern in self.patterns])
+        if self.causal:
+            seen &= torch.ones_like(seen).tril()
+        logits = self.scale * (q @ k.mT)
+        if self.bias is not None:
+            logits += self.bias if self.bias.ndim == 1 else self.bias[:, None]
+        return logits.masked_fill(~seen.repeat(len(q) // len(seen), 1, 1), -torch.inf)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        logits = self.logits()
+        lse = logits.logsumexp(2)
+        return (logits - lse[:, :, None]).exp().nan_to_num(0.0) @ self.values[2], lse
+
+    def run(self, out: torch.dtype = torch.float32, lse: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Poisoned and guarded outputs."""
+        batch, queries = self.ints[0].shape[:2]
+        result, memory = guarded((batch, queries, self.config.head), out)
+        sums, around = guarded((batch, queries), torch.float32)
+        names = ("q_scale", "k_scale", "v_scale")
+        attention.attend(
+            *self.ints, self.index, scale=self.scale, bias=self.bias, out=result, lse=sums if lse else None,
+            **dict(zip(names, self.scales, strict=True)), **options,
+        )  # fmt: skip
+        check_guards(result, memory)
+        check_guards(sums, around)
+        return result, sums if lse else None
+
+    def check(self, out: torch.dtype = torch.float32, bits: int = 8, lse: bool = True) -> None:
+        result, sums = self.run(out, lse, softmax_bits=bits)
+        expected, exact = self.expected()
+        assert bool(result.isfinite().all())
+        assert error(result, expected) <= BOUND[bits]
+        assert bool((result[exact == -torch.inf] == 0).all())
+        if sums is not None:
+            assert torch.equal(sums.isfinite(), exact.isfinite())
+            finite = exact.isfinite()
+            assert not finite.any() or float((sums.double() - exact)[finite].abs().max()) <= LSE_BOUND
+
+
+def error(result: Tensor, expected: Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def named(config: AttentionConfig) -> str:
+    return config.name
+
+
+each = pytest.mark.parametrize("config", CONFIGS, ids=named)
+compiled = pytest.mark.configs(COMPILED)
+
+
+@each
+@compiled
+def test_two_masks_with_empty_rows_and_a_scale_a_row(config: AttentionConfig) -> None:
+    Case(config, 4, 333, 556, masks=2, holes=True).check()
+
+
+@each
+@compiled
+@pytest.mark.parametrize("scales", ["one", "matrix"])
+def test_one_scale_or_one_a_matrix_and_ragged_keys(config: AttentionConfig, scales: str) -> None:
+    Case(config, 3, 256, 1111, 0.7, scales=scales).check()
+
+
+@each
+@compiled
+def test_causal_masks_elements_inside_vectors(config: AttentionConfig) -> None:
+    Case(config, 2, 500, 500, 0.5, scales="one", causal=True).check()
+    Case(config, 2, 90, 40, 0.0, scales="one", causal=True).check()
+
+
+@each
+@compiled
+@pytest.mark.parametrize("bias", ["shared", "each"])
+def test_biases_of_keys_of_which_some_hide_them(config: AttentionConfig, bias: str) -> None:
+    Case(config, 2, 100, 776, 0.9, bias=bias).check()
+    Case(config, 2, 100, 776, 0.9, bias=bias, scales="matrix").check()
+
+
+@each
+@compiled
+@pytest.mark.parametrize("out", [torch.float16, torch.bfloat16])
+def test_halves_of_full_masks(config: AttentionConfig, out: torch.dtype) -> None:
+    Case(config, 2, 65, 300, 0.0, scales="one").check(out, lse=False)
+
+
+@each
+@compiled
+def test_four_bits(config: AttentionConfig) -> None:
+    Case(config, 2, 130, 400, 0.8, scales="matrix", bits=4).check(bits=4)
+    Case(config, 2, 130, 400, 0.8, scales="matrix", bits=4).check()
+
+
+@each
+@compiled
+def test_weights_are_rounded_to_255_levels_of_the_largest(config: AttentionConfig) -> None:
+    """32 keys are one step, whose maximum is that of the row; weights are halves before they are integers."""
+    case = Case(config, 4, 64, 32, 0.0, scales="matrix")
+    logits = case.logits()
+    weights = (255 * (logits - logits.amax(2, keepdim=True)).exp()).half().double().round()
+    expected = weights @ case.values[2] / weights.sum(2, keepdim=True)
+    assert error(case.run()[0], expected) <= 1e-3  # few weights lie so near to a half that they go the other way
+    assert error(case.run()[0], case.expected()[0]) >= 3e-3  # as far as rounding takes it
+
+
+@each
+@compiled
+def test_equal_scores_give_the_mean(config: AttentionConfig) -> None:
+    case = Case(config, 2, 72, 500, 0.6, scales="matrix")
+    case.ints[0].zero_()
+    case.values[0].zero_()
+    assert error(case.run()[0], case.expected()[0]) <= 1e-6
+
+
+@each
+@compiled
+def test_steep_scores_choose_one_key(config: AttentionConfig) -> None:
+    case = Case(config, 2, 72, 500, 0.6, scales="matrix", scale=50.0)
+    assert error(case.run()[0], case.expected()[0]) <= 0.02
+
+
+@each
+@compiled
+def test_no_key_at_all_gives_zeros_or_nan(config: AttentionConfig) -> None:
+    case = Case(config, 2, 40, 100, 1.0, scales="matrix")
+    assert not case.run()[0].any()
+    result, sums = case.run(lse=True, nan_for_empty=True)
+    assert bool(result.isnan().all()) and sums is not None and bool((sums == -torch.inf).all())
+
+
+@each
+@compiled
+def test_scales_that_are_no_numbers_show_where_they_are_met(config: AttentionConfig) -> None:
+    case = Case(config, 2, 72, 500, 0.6)
+    case.scales[0][0, 5] = torch.nan
+    case.scales[1][1, 7] = torch.nan
+    met = torch.zeros(2, 72, dtype=torch.bool, device="cuda")
+    met[0, 5] = True
+    met[1] = case.patterns[0].to_dense()[:, 7]
+    result, _ = case.run()
+    assert torch.equal(result.isnan().all(2), met) and torch.equal(result.isnan().any(2), met)
+
+
+@each
+@compiled
+def test_a_graph_replays_with_new_data_to_the_bit(config: AttentionConfig) -> None:
+    case = Case(config, 4, 300, 600, 0.8, scales="matrix")
+    out = torch.empty(4, 300, config.head, device="cuda", dtype=torch.float16)
+
+    def call() -> None:
+        q, k, v = case.scales
+        attention.attend(*case.ints, case.index, scale=case.scale, q_scale=q, k_scale=k, v_scale=v, out=out)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    case.ints[2].copy_(case.ints[2].flip(1))
+    call()
+    expected = out.clone()
+    for _ in range(10):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.configs(CHOSEN_COMPILED)
+def test_the_chosen_kernels_attend_long_sequences() -> None:
+    for sparsity, bias, seed in ((0.9, "", 1), (0.9, "each", 2), (0.97, "", 3)):
+        case = Case(GatherAttention(64), 16, 2048, 2048, sparsity, masks=4, bias=bias, seed=seed)
+        arrays = [(pattern.row_offsets, pattern.col_indices) for pattern in case.patterns]
+        case.index = attention.make_index(arrays, 2048, 2048, batch=16, head_dim=64)
+        case.check()
+        case.check(torch.float16, lse=False)
+
+
+def test_devices_that_are_supported() -> None:
+    here = torch.device("cuda")
+    assert attention.supports(here, head_dim=64, vector_length=8, softmax_bits=8)
+    assert not attention.supports(here, head_dim=48, vector_length=8, softmax_bits=8)
+    assert not attention.supports(here, head_dim=64, vector_length=4, softmax_bits=8)
+    assert not attention.supports(here, head_dim=64, vector_length=8, softmax_bits=16)
