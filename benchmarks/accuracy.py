@@ -2,7 +2,7 @@
 
 Six kinds of data, square matrices; errors are by float64, times are of whole calls from float inputs, host included,
 every rival in turn.  Writes ``benchmarks/results/accuracy_<device>.json``; ``benchmarks/accuracy_plot.py`` draws it.
-Run: ``PYTHONPATH=. python benchmarks/accuracy.py [--device cpu] [--quick] [--out FILE]``.
+Run: ``PYTHONPATH=. python benchmarks/accuracy.py [--device cpu] [--quick] [--seconds S] [--out FILE]``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from residual.plans import MODES
 from residual.prepare import prepare
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_FEWEST_ROUNDS = 3
 TOLERANCES = (2e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 Draw = Callable[[int, torch.device], tuple[Tensor, Tensor]]
 
@@ -140,10 +141,15 @@ def once(call: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measured(rivals: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median milliseconds; the order rotates by one a round."""
+def measured(
+    rivals: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int, budget: float
+) -> dict[str, float]:
+    """Median milliseconds; the order rotates by one a round.  Past ``budget`` seconds and three rounds none begins."""
     names, seen = list(rivals), {name: list[float]() for name in rivals}
+    start = time.perf_counter()
     for turn in range(rounds):
+        if turn >= _FEWEST_ROUNDS and time.perf_counter() - start > budget:
+            break
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             seen[name].append(once(rivals[name], device))
@@ -173,7 +179,7 @@ def regrets(times: dict[str, float], errors: dict[str, float]) -> dict[str, floa
     return found
 
 
-def run(kind: str, n: int, device: torch.device, rounds: int) -> dict[str, Any]:
+def run(kind: str, n: int, device: torch.device, rounds: int, budget: float) -> dict[str, Any]:
     """All rivals on one kind of data of one size."""
     torch.manual_seed(n)
     a, b = KINDS[kind](n, device)
@@ -181,7 +187,7 @@ def run(kind: str, n: int, device: torch.device, rounds: int) -> dict[str, Any]:
     rivals = torch_rivals(a, b) | our_rivals(a, b)
     errors, failures = errors_of(rivals, truth)
     del truth
-    times = measured({name: rivals[name] for name in errors}, device, rounds)
+    times = measured({name: rivals[name] for name in errors}, device, rounds, budget)
     plans = {}
     for tol in TOLERANCES:
         if f"tol {tol:g}" in errors:
@@ -201,18 +207,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one small size, to see that it runs")
+    parser.add_argument("--seconds", type=float, default=120, help="about; half of it for timing, shared by all cases")
     parser.add_argument("--out", type=Path, help="the results file")
     args = parser.parse_args()
     device = torch.device(args.device)
     gpu = device.type == "cuda"
     sizes = (128,) if args.quick else (1024, 2048, 4096, 8192) if gpu else (1024, 2048)
     rounds = 3 if args.quick else 15 if gpu else 5
+    budget = args.seconds / 2 / len(KINDS) / len(sizes)
     start = time.perf_counter()
     name = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_") if gpu else "cpu"
     result: dict[str, Any] = {
         "machine": gpu_machine() if gpu else machine(),
         "costs": vars(costs_of(device)),
-        "cases": [run(kind, n, device, rounds) for n in sizes for kind in KINDS],
+        "cases": [run(kind, n, device, rounds, budget) for n in sizes for kind in KINDS],
     }
     result["seconds"] = round(time.perf_counter() - start)
     path = args.out or RESULTS / f"accuracy_{name}.json"

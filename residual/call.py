@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from residual.check import FAILURE, Check, confidence, usual_factor
+from residual.check import FAILURE, PROBES, Check, confidence, usual_factor
 from residual.costs import Sizes, cost, costs_of
 from residual.edges import fill
 from residual.planner import NOMINAL, Search, Wish, without_statistics, worth_predicting
 from residual.plans import COLUMN_SHARES, MODES, SPARSE_LEVELS, Plan, execute
-from residual.predict import Forecast, forecast
-from residual.prepare import Operand, check_operand, operand, real_dtype
+from residual.predict import Forecast, forecast, forecast_of, quick, start_look
+from residual.prepare import FORMS, Operand, check_operand, operand, real_dtype
 
 _DEFAULT_SHARES = {"columns": COLUMN_SHARES[1], "sparse": SPARSE_LEVELS[1]}
-_WAITING = ("outlier", "columns", "sparse")  # modes whose work depends on the data
+_WAITING = ("outlier", "columns", "sparse")  # modes whose work depends on the data, of all lines
+_ONE_PLAN = ("direct", "centred", "outlier", "full", "full4", "three_digit")
+# Form and count of the digits that calls of these sizes and arguments needed; only what is made ahead hangs on it.
+_FORMS_BEFORE: dict[tuple[Sizes, float | None, str], tuple[str, int] | None] = {}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -37,7 +42,8 @@ class Report:
 
     Attributes:
         plan: the plan of the result, such as ``int8 direct``, ``int8 columns 0.25``, ``fp32``.
-        predicted_error: relative Frobenius error that was expected of it.
+        predicted_error: relative Frobenius error that was expected of it; NaN in a ``ToleranceError`` where no report
+            was asked for and the mode left no choice.
         estimated_error: relative Frobenius error that the probes measured.
         confidence: probability that the error is within ``tol``, all attempts counted; without ``tol`` that of
             ``attempts[0].upper``.
@@ -116,11 +122,36 @@ def compute(
     """The product and its report; ``right``: the columns of B where they are prepared."""
     if A.shape[0] == 0 or B.shape[1] == 0 or A.shape[1] == 0:
         return A.new_zeros(A.shape[0], B.shape[1], dtype=request.out_dtype), _empty_report()
-    waits = request.tol is not None or measured or A.device.type == "cpu" or request.mode in _WAITING
-    prepared = right is not None
-    left = operand(A, waits=waits)
-    call = _Call(request, left, right or operand(B.mT, waits=waits), prepared)
-    return call.checked() if request.tol is not None else call.plain(measured)
+
+    def attempt(waits: bool) -> tuple[Tensor, Report] | None:
+        left, columns = operand(A, waits=waits), right or operand(B.mT, waits=waits)
+        call = _Call(request, left, columns, right is not None)
+        if not waits and request.tol is not None and request.mode not in _ONE_PLAN and not quick(left, columns):
+            return None
+        return call.checked(measured) if request.tol is not None else call.plain(measured)
+
+    found = None if _must_wait(A, B, request, measured) else attempt(False)
+    found = attempt(True) if found is None else found
+    assert found is not None  # every line was looked at
+    return found
+
+
+def _must_wait(A: Tensor, B: Tensor, request: Request, measured: bool) -> bool:
+    """Whether lines with inf or NaN or far from one must be looked for before anything else.
+
+    A checked product may go without: the check sees such lines by their scales, and statistics by their magnitudes.
+    """
+    if A.device.type == "cpu" or (measured and request.mode != "auto"):
+        return True
+    if request.tol is None or request.mode == "outlier":
+        return request.mode in _WAITING
+    return torch.float64 in (real_dtype(A), real_dtype(B), request.out_dtype)
+
+
+@lru_cache
+def _own_generator(device: torch.device) -> torch.Generator:
+    """Goes on from call to call; seeded anew in every process."""
+    return torch.Generator(device).manual_seed(int.from_bytes(os.urandom(7), "little"))
 
 
 def _empty_report() -> Report:
@@ -134,16 +165,18 @@ class _Call:
         self.request, self.left, self.right, self.prepared = request, left, right, prepared
         self.device = left.given.device
         self.forecast: Forecast | None = None
-        self._generator: torch.Generator | None = None
 
-    @property
+    @cached_property
+    def seed(self) -> int:
+        """Of all random numbers of the call."""
+        return int.from_bytes(os.urandom(7), "little") if self.request.seed is None else self.request.seed
+
+    @cached_property
     def generator(self) -> torch.Generator:
         """The call's own: a program's random numbers stay what they are."""
-        if self._generator is None:
-            seed = self.request.seed
-            seed = int.from_bytes(os.urandom(7), "little") if seed is None else seed
-            self._generator = torch.Generator(self.device).manual_seed(seed)
-        return self._generator
+        if self.request.seed is None:
+            return _own_generator(self.device)
+        return torch.Generator(self.device).manual_seed(self.seed)
 
     def _look(self, sparse: bool) -> Forecast:
         self.forecast = forecast(self.left, self.right, self.request.bits or 8, sparse, self.generator)
@@ -158,7 +191,7 @@ class _Call:
         return Sizes(m, k, n, self.prepared, found.hot, density)
 
     def _run(self, plan: Plan) -> Tensor:
-        order = None if self.forecast is None else self.forecast.order
+        order = self.forecast.order if self.forecast is not None and plan.mode == "columns" else None
         return execute(plan, self.left, self.right, order, self.request.out_dtype)
 
     def plain(self, measured: bool) -> tuple[Tensor, Report]:
@@ -180,44 +213,105 @@ class _Call:
         report = Report(str(plan), predicted, found.relative, confidence(0), plan.products, seconds, (attempt,))
         return fill(product, self.left, self.right), report
 
-    def _search(self, check: Check) -> Search:
-        """What may be tried, with predictions."""
-        request, prices = self.request, costs_of(self.device)
+    def _wish(self) -> Wish:
+        request, dtypes = self.request, (real_dtype(self.left.given), real_dtype(self.right.given))
         assert request.tol is not None
-        double = torch.float64 in (real_dtype(self.left.given), real_dtype(self.right.given), request.out_dtype)
+        double = torch.float64 in (*dtypes, request.out_dtype)
         exact = self.left.given.dtype == self.right.given.dtype == torch.int8
-        wish = Wish(request.tol, request.mode, request.bits, double, request.on_failure == "fp32", exact)
-        sizes = self._sizes()
+        return Wish(request.tol, request.mode, request.bits, double, request.on_failure == "fp32", exact)
+
+    def _search(self, check: Check, measured: bool) -> Search | None:
+        """What may be tried, with predictions unless there is nothing to choose and nobody to tell them to.
+
+        None where statistics met lines with inf or NaN or far from one, which nobody had looked for.
+        """
+        request, prices, wish, sizes = self.request, costs_of(self.device), self._wish(), self._sizes()
         search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
-        if without_statistics(wish, sizes, prices) is not None:
-            search.predicted = dict(NOMINAL)
-            return search
         plans = worth_predicting(wish, sizes, prices)
-        found = self._look(sparse=any(plan.mode == "sparse" for plan in plans))
-        norm = check.norm()
-        rounding = _rounding(request.out_dtype)
-        for plan in (*plans, *NOMINAL):
-            error = found.error(plan) / norm if norm else float(found.error(plan) > 0)
-            search.predicted[plan] = (error**2 + rounding**2) ** 0.5
+        if without_statistics(wish, sizes, prices) is not None:
+            check.begin()
+            search.predicted = dict(NOMINAL)
+        elif request.mode in _ONE_PLAN and not measured:
+            check.begin()
+            search.predicted = {**dict.fromkeys(plans, math.nan), **NOMINAL}
+        else:
+            norm = self._look_closely(check, plans) if self.left.seen else self._look_quickly(check, sizes)
+            if norm is None:
+                return None
+            rounding = _rounding(request.out_dtype)
+
+            def predict(plan: Plan) -> float:
+                assert self.forecast is not None
+                error = self.forecast.error(plan)
+                relative = error / norm if norm else float(error > 0)
+                return math.hypot(relative, rounding)
+
+            search.predicted, search.predict = dict.fromkeys((*plans, *NOMINAL)), predict
         return search
 
-    def checked(self) -> tuple[Tensor, Report]:
-        """The product by the cheapest plan that meets the tolerance."""
+    def _look_closely(self, check: Check, plans: tuple[Plan, ...]) -> float:
+        """Statistics by torch; the estimated norm of AB."""
+        check.begin()
+        self._look(sparse=any(plan.mode == "sparse" for plan in plans))
+        return check.norm()
+
+    def _look_quickly(self, check: Check, sizes: Sizes) -> float | None:
+        """Statistics by kernels, on passes that the check makes anyway; as :meth:`_look_closely`.
+
+        While they are on their way, the digits are made that the last call of the kind needed.
+        """
+        bits = self.request.bits or 8
+        product = check.begin(tops=True)  # (16, M and room)
+        found = start_look(self.left, self.right, product, bits, self.seed)
+        form = _FORMS_BEFORE.get((sizes, self.request.tol, self.request.mode))
+        if form is not None:
+            for side in (self.left, self.right):
+                side.digits(bits, form[1], form[0])
+        tables = found.tables()
+        if tables.far:
+            return None
+        self.left.seen = self.right.seen = True
+        self.forecast = forecast_of(found, tables, bits)
+        return math.sqrt(tables.product / PROBES)
+
+    def _remember(self, plan: Plan) -> None:
+        """The digits of a plan that statistics led to, for :meth:`_look_quickly`."""
+        if self.forecast is None or not self.left.given.is_cuda:
+            return
+        if len(_FORMS_BEFORE) >= 256:  # shapes may vary without end
+            _FORMS_BEFORE.clear()
+        form = None if plan.mode == "outlier" else FORMS.get(plan.mode)  # which columns are outliers is not known ahead
+        _FORMS_BEFORE[self._sizes(), self.request.tol, self.request.mode] = form
+
+    def _unseen_scales(self) -> tuple[Tensor, ...]:
+        """Of the lines that nobody has looked at."""
+        return tuple(made.scale for side in (self.left, self.right) if not side.seen for made in side.made.values())
+
+    def checked(self, measured: bool) -> tuple[Tensor, Report] | None:
+        """The product by the cheapest plan that meets the tolerance.
+
+        None where a line that was not looked at turns out to hold inf or NaN or to be far from one.
+        """
         tol = self.request.tol
         assert tol is not None
         check = Check(self.left, self.right, self.generator, fresh=self.request.seed is not None)
-        search = self._search(check)
+        search = self._search(check, measured)
+        if search is None:
+            return None
         attempts: list[Attempt] = []
         seconds, plan = 0.0, search.next()
         while plan is not None:
             product = self._run(plan)
-            found = check.judge(product, len(attempts), tol)
+            found = check.judge(product, len(attempts), tol, self._unseen_scales())
+            if check.far:
+                return None
             attempts.append(Attempt(str(plan), search.expected(plan), found.relative, found.upper))
             seconds += cost(plan, self._sizes(plan), search.prices)
             report = Report(
                 str(plan), attempts[-1].predicted, found.relative, 1 - FAILURE, plan.products, seconds, tuple(attempts)
             )
             if found.upper <= tol:
+                self._remember(plan)
                 return fill(product, self.left, self.right), report
             search.failed(plan, found.relative)
             plan = search.next()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from residual.estimate import ErrorEstimate, frobenius, judge, sharp_factor
+from residual.estimate import ErrorEstimate, frobenius, from_sums, judge, sharp_factor
 from residual.plans import ieee
-from residual.prepare import Operand
+from residual.prepare import FAR, Operand
 
-PROBES = 16
+PROBES = 16  # and no other number in cute_kernels.probes
 FAILURE = 0.01  # probability that a call returns a product that misses its tolerance, over all its attempts
 _FIRST_SHARE = 0.9  # of that probability for the first attempt; each later one has a tenth of the one before
 _NOISE = 2.0**-21  # of float32 probes against the product of the operands' norms; errors below it are judged in double
+_ROOM = 32  # a vector's length in memory is a multiple of it
+_NEAR = (2.0 ** -(FAR + 7), 2.0 ** (FAR - 7))  # scales of lines whose magnitudes are near one, a power of two to spare
 
 
 def confidence(attempt: int) -> float:
@@ -25,6 +28,7 @@ def confidence(attempt: int) -> float:
     return 1 - FAILURE * _FIRST_SHARE * (1 - _FIRST_SHARE) ** attempt
 
 
+@lru_cache(maxsize=256)
 def usual_factor(m: int, n: int) -> float:
     """The first bound over the estimate, for an error without pattern of this shape.
 
@@ -35,55 +39,113 @@ def usual_factor(m: int, n: int) -> float:
 
 
 class Check:
-    """``A (B W)`` for Gaussian probes W (N, 16), in float32 where that is good enough, else in float64."""
+    """``A (B W)`` for Gaussian probes W (N, 16), in float32 where that is good enough, else in float64.
+
+    Probes and their products are kept as they lie in memory, one vector after the other, with room after each that a
+    GPU's kernels want.
+
+    Attributes:
+        far: whether a scale of ``judge`` belongs to a line with inf or NaN, or one far from one.
+    """
 
     def __init__(self, left: Operand, right: Operand, generator: torch.Generator, fresh: bool) -> None:
         """``fresh``: draw probes for this call even where B keeps some."""
-        self.left, self.right = left, right
+        self.left, self.right, self.far, self._tops = left, right, False, False
         kept = right.kept.get("probes")
         if fresh or not isinstance(kept, dict):
             n = right.given.shape[0]
+            room = -(-n // _ROOM) * _ROOM
             kept = right.kept["probes"] = {
-                "w": torch.randn(n, PROBES, device=right.given.device, generator=generator)  # (N, 16)
+                "w": torch.randn(PROBES, room, device=right.given.device, generator=generator)  # (16, N and room)
             }
         self._of_right: dict[str, Tensor] = kept
         self._product: dict[bool, Tensor] = {}
         self._double = not (left.exact_in_single and right.exact_in_single)
 
+    def begin(self, tops: bool = False) -> Tensor:
+        """Start what needs no product to judge: ``(A (B W))^T`` (16, M and room).
+
+        ``tops``: the passes over A and B find their lines' largest magnitudes too, where a GPU's kernels do them.
+        """
+        self._tops = tops
+        return self._outer(self._double)
+
     def _inner(self, double: bool) -> Tensor:
-        """``B W`` (K, 16)."""
+        """``(B W)^T`` (16, K and room)."""
         name = "double" if double else "single"
         if name not in self._of_right:
             w = self._of_right["w"]
-            with ieee():
-                found = self.right.finite().mT @ w.double() if double else self.right.values.mT @ w  # (K, 16)
-            self._of_right[name] = found
+            x = self.right.finite() if double else self.right.real
+            tops = (self.right, "columns") if self._tops and not double else None
+            self._of_right[name] = _probed(x.mT, w.double() if double else w, tops)
         return self._of_right[name]
 
     def _outer(self, double: bool) -> Tensor:
-        """``A (B W)`` (M, 16)."""
+        """``(A (B W))^T`` (16, M and room)."""
         if double not in self._product:
-            with ieee():
-                a = self.left.finite() if double else self.left.values
-                self._product[double] = a @ self._inner(double)  # (M, 16)
+            x = self.left.finite() if double else self.left.real
+            tops = (self.left, "rows") if self._tops and not double else None
+            self._product[double] = _probed(x, self._inner(double), tops)
         return self._product[double]
 
     def norm(self) -> float:
         """Estimate of ``||A B||_F``; waits for a GPU."""
-        return float(frobenius(self._outer(self._double))) / math.sqrt(PROBES)
+        m = self.left.given.shape[0]
+        return float(frobenius(self._outer(self._double)[:, :m].mT)) / math.sqrt(PROBES)
 
-    def judge(self, C: Tensor, attempt: int, tol: float) -> ErrorEstimate:
-        """The error of ``C`` (M, N); what fails in float32 by no more than its own noise is judged again in float64."""
+    def judge(self, C: Tensor, attempt: int, tol: float, scales: tuple[Tensor, ...] = ()) -> ErrorEstimate:
+        """The error of ``C`` (M, N); what fails in float32 by no more than its own noise is judged again in float64.
+
+        ``scales``: of lines that nobody has looked at; where ``far`` is set after the call, the error means nothing.
+        """
         sure = confidence(attempt)
         if not self._double:
-            c = C if C.dtype == torch.float32 else C.float()
-            with ieee():
-                claimed = c @ self._of_right["w"]  # (M, 16)
-            found = judge(self._outer(False), claimed, c, sure)
-            if found.upper <= tol:
+            found = self._judge_single(C, sure, tol, scales)
+            if found.upper <= tol or self.far:
                 return found
-            noise = _NOISE * float(self.left.values.norm()) * float(self._inner(False).norm()) / math.sqrt(PROBES)
+            inner = self._inner(False)[:, : self.left.given.shape[1]]
+            noise = _NOISE * float(self.left.values.norm()) * float(inner.norm()) / math.sqrt(PROBES)
             if math.isfinite(found.relative) and found.relative * self.norm() > noise:
                 return found
+        m, n = C.shape
         c = C.double()
-        return judge(self._outer(True), c @ self._of_right["w"].double(), c, sure)
+        claimed = c @ self._of_right["w"][:, :n].mT.double()  # (M, 16)
+        return judge(self._outer(True)[:, :m].mT, claimed, c, sure)
+
+    def _judge_single(self, C: Tensor, sure: float, tol: float, scales: tuple[Tensor, ...]) -> ErrorEstimate:
+        m, n = C.shape
+        w, outer = self._of_right["w"], self._outer(False)
+        if C.is_cuda:
+            from cute_kernels import probes  # its kernels need the CUDA wheels
+
+            if probes.readable(C):
+                found = probes.compare(C, w, outer, scales, _NEAR)
+                self.far = found.far > 0
+                spread = found.result / C.numel()  # of squares that float32 summed
+                if self.far or found.gram.trace() == 0 or 2.0**-90 < spread < 2.0**90:
+                    product, claimed, result = (math.sqrt(x) for x in (found.product, found.claimed, found.result))
+                    return from_sums(found.gram, 1.0, product, claimed, result, sure, tol)
+        c = C if C.dtype == torch.float32 else C.float()
+        with ieee():
+            probed = c @ w[:, :n].mT  # (M, 16)
+        return judge(outer[:, :m].mT, probed, c, sure)
+
+
+def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Tensor:
+    """``Y^T`` (16, M and room) of ``Y = X W``: x (M, N), ``W^T`` (16, N and room) in float32 or float64.
+
+    ``tops``: the operand that x is of, and whether its lines are rows or columns of x; gets their largest magnitudes if
+    they come for nothing.
+    """
+    if x.is_cuda and w.dtype == torch.float32:
+        from cute_kernels import probes  # its kernels need the CUDA wheels
+
+        if probes.probeable(x):
+            if tops is None or tops[0].knows_tops:
+                return probes.probe(x, w)
+            y, top = probes.probe_with_tops(x, w, tops[1])
+            tops[0].top = top
+            return y
+    with ieee():
+        y = w[:, : x.shape[1]] @ x.mT.to(w.dtype)  # (16, M)
+    return torch.nn.functional.pad(y, (0, -y.shape[1] % _ROOM)) if x.is_cuda else y

@@ -31,7 +31,7 @@ def conv2d(
     seed: int | None = None,
     on_failure: OnFailure = "raise",
 ) -> Tensor:
-    """As :func:`torch.nn.functional.conv2d` without groups: ``unfold(x)`` times the filters, by :func:`matmul`.
+    """As ``torch.nn.functional.conv2d`` without groups: ``unfold(x)`` times the filters, by :func:`matmul`.
 
     Args:
         x: (B, C, H, W), a float dtype.

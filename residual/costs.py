@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from magicube_cutlass import measured
 from residual.plans import Plan
-
-log = logging.getLogger("magicube")
 
 
 @dataclass(frozen=True)
 class Costs:
     """Prices in seconds.
 
-    ``call``: a plan's launches; ``analysis``: statistics of both operands, of which ``analysis_k`` is for each column
-    of k; ``int8``, ``fp32``, ``fp64``, ``sparse``: a multiplication and addition, the last one for a stored entry of
-    the sparse operand; ``quantize``, ``digit``: an entry's leading digit and each further one; ``out``: an output
-    for each level of digits; ``copy``: an entry read and written; ``compress``: an entry of a matrix made sparse.
+    ``call``: a plan's launches; ``analysis``: statistics of both operands besides what the check needs anyway, of which
+    ``analysis_k`` is for each column of k; ``int8``, ``fp32``, ``fp64``, ``sparse``: a multiplication and addition, the
+    last one for a stored entry of the sparse operand; ``quantize``, ``digit``: an entry's leading digit and each
+    further one; ``out``: an output for each level of digits; ``copy``: an entry read and written; ``compress``: an
+    entry of a matrix made sparse; ``gather``: a byte of a chosen column of k, copied beside others.
     """
 
     call: float
@@ -44,22 +39,23 @@ class Costs:
     out: float
     copy: float
     compress: float
+    gather: float
 
 
 # One thread of a Xeon with AVX512-VNNI, by measure_costs in a virtual machine.
 _CPU = Costs(
     call=6e-4, analysis=2.2e-3, analysis_k=2.2e-6, int8=5.5e-12, fp32=1.7e-11, fp64=3.6e-11, sparse=1.5e-10,
-    quantize=2.9e-9, digit=1.6e-9, out=1.3e-9, copy=4.2e-10, compress=1.3e-8,
+    quantize=2.9e-9, digit=1.6e-9, out=1.3e-9, copy=4.2e-10, compress=1.3e-8, gather=4.2e-10,
 )  # fmt: skip
-# Not by measure_costs, but from an H200's dense int8 products (1,283 TOPS), float32 (51 TFLOPS), copies (4.3 TB/s).
+# Not by measure_costs, but from an H200's dense int8 products (1,283 TOPS), float32 (51 TFLOPS), copies (4.3 TB/s);
+# analysis (three short kernels, a copy, a wait) and gather are estimates.
 _H200 = Costs(
-    call=1.5e-5, analysis=3e-4, analysis_k=1e-9, int8=1.56e-15, fp32=3.9e-14, fp64=3.1e-14, sparse=1e-14,
-    quantize=1.7e-12, digit=6e-13, out=1.5e-12, copy=1.9e-12, compress=2e-11,
+    call=1.5e-5, analysis=9e-5, analysis_k=2e-9, int8=1.56e-15, fp32=3.9e-14, fp64=3.1e-14, sparse=1e-14,
+    quantize=1.7e-12, digit=6e-13, out=1.5e-12, copy=1.9e-12, compress=2e-11, gather=4e-12,
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """``A`` (m, k) times ``B`` (k, n); ``prepared``: the digits of B exist; ``hot``: outlier columns; ``density``: of
     A' and B' together."""
 
@@ -89,7 +85,7 @@ def cost(plan: Plan, sizes: Sizes, prices: Costs) -> float:
     elif plan.mode == "outlier":
         seconds += sizes.hot * outputs * prices.fp32 + (entries + outputs) * prices.copy
     elif plan.mode == "columns":
-        seconds += (2 * plan.share * inputs + outputs) * prices.copy
+        seconds += 2 * plan.share * inputs * prices.gather + outputs * prices.copy
     elif plan.mode == "sparse":
         seconds += sizes.density * macs * prices.sparse + inputs * prices.compress + 4 * outputs * prices.copy
     return seconds
@@ -106,42 +102,16 @@ def _device_name(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
-def _file(name: str) -> Path:
-    from cute_kernels.jit.cache import directory  # its room of the cache is the kernels'
-
-    return directory().parent / "costs" / ("".join(c if c.isalnum() else "_" for c in name) + ".json")
-
-
 def _load(name: str) -> Costs | None:
     """What was measured for this user, or None where there is no sound file of theirs."""
+    found = measured.load("costs", name)
+    if not isinstance(found, dict) or set(found) != {field.name for field in fields(Costs)}:
+        return None
     try:
-        with open(os.open(_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-                return None
-            found = json.load(file)
-        if set(found) != {field.name for field in fields(Costs)}:
-            return None
-        prices = {name: float(value) for name, value in found.items()}
-    except (OSError, ValueError, TypeError):
+        prices = {key: float(value) for key, value in found.items()}
+    except (ValueError, TypeError):
         return None
     return Costs(**prices) if all(0 < value < math.inf for value in prices.values()) else None
-
-
-def _save(name: str, prices: Costs) -> None:
-    path = _file(name)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = os.lstat(path.parent)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise PermissionError(f"{path.parent} is not a folder of this user")
-        path.parent.chmod(0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")  # mode 0600
-        with open(handle, "w") as file:
-            json.dump(asdict(prices), file, indent=1)
-        os.replace(temporary, path)
-    except OSError as error:
-        log.warning("measured costs are kept for this process only: %s", error)
 
 
 @lru_cache
@@ -163,16 +133,17 @@ def costs_of(device: torch.device) -> Costs:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """Best of several runs."""
-    best = math.inf
+    """Of a call, best of several runs; on a GPU of some calls in a row, so that launches hide behind the work."""
+    best, calls = math.inf, 8 if device.type == "cuda" else 1
     for _ in range(repeats + 1):  # the first one warms up
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        call()
+        for _ in range(calls):
+            call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, (time.perf_counter() - start) / calls)
     return best
 
 
@@ -198,14 +169,33 @@ def measure_costs(device: torch.device | str = "cpu", *, size: int | None = None
     name = _device_name(where)
     _measured[name] = prices
     if save:
-        _save(name, prices)
+        measured.save("costs", name, asdict(prices))
     return prices
+
+
+def _look_seconds(a: Tensor, b: Tensor, device: torch.device, generator: torch.Generator) -> float:
+    """Of the statistics of rows ``a`` and columns ``b``, on a GPU besides the check's passes."""
+    from residual.check import Check
+    from residual.predict import forecast, forecast_of, start_look
+    from residual.prepare import operand
+
+    if device.type != "cuda":
+        return _seconds(lambda: forecast(operand(a), operand(b), 8, False, generator), device)
+
+    def passes(tops: bool) -> None:
+        left, right = operand(a, waits=False), operand(b, waits=False)
+        product = Check(left, right, generator, fresh=True).begin(tops)
+        if tops:
+            look = start_look(left, right, product, 8, 0)
+            forecast_of(look, look.tables(), 8)
+        torch.cuda.synchronize(device)
+
+    return max(_seconds(lambda: passes(True), device) - _seconds(lambda: passes(False), device), 0.0)
 
 
 def _measure(device: torch.device, n: int) -> Costs:
     from cute_kernels.gemm import gemm
     from residual.plans import execute
-    from residual.predict import forecast
     from residual.prepare import operand
 
     generator = torch.Generator(device).manual_seed(0)
@@ -217,9 +207,6 @@ def _measure(device: torch.device, n: int) -> Costs:
     def run(plan: Plan, a: Tensor, b: Tensor) -> float:
         return _seconds(lambda: execute(plan, operand(a), operand(b), order, torch.float32), device)
 
-    def look(a: Tensor) -> float:
-        return _seconds(lambda: forecast(operand(a), operand(a), 8, False, generator), device)
-
     left, right = operand(x), operand(y)
     byte = left.digits(8, 1).planes[0]
     macs, entries = n**3, n * n
@@ -229,8 +216,9 @@ def _measure(device: torch.device, n: int) -> Costs:
     quantize = _seconds(lambda: operand(x).digits(8, 1), device)
     two = _seconds(lambda: operand(x).digits(8, 2), device)
     copy = _seconds(x.clone, device)
-    low = look(x[:, :64])
-    slope = max(look(x) - low, 0.0) / (n - 64)
+    gather = _seconds(lambda: torch.cat([plane[:, order[::2]] for plane in (byte, byte)], 1), device)
+    low = _look_seconds(x[:, :64], y[:, :64], device, generator)
+    slope = max(_look_seconds(x, y, device, generator) - low, 0.0) / (n - 64)
     light = Plan("sparse", 8, 1 / 2)
     dense_part = _seconds(lambda: execute(Plan("full", 8), left, right, order, torch.float32), device)
     cross = max(run(light, x, y) - dense_part, 0.0)
@@ -250,4 +238,5 @@ def _measure(device: torch.device, n: int) -> Costs:
         out=max((scaled - one) / entries, tiny),
         copy=max(copy / entries, tiny),
         compress=max(cross / 2 / (2 * entries), tiny),
+        gather=max(gather / entries, tiny),
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels import cpu
+
 _ROUNDINGS = ("nearest", "trunc")
 _HAIR = 1 + 2.0**-49  # far below the last place of 16 + 16 bits, above the rounding of two divisions
 _CHUNK = 1 << 15  # entries a thread, whose doubles stay in its cache between the passes
@@ -87,6 +89,15 @@ def decompose(
     if levels is not None and not 1 <= levels <= limit:
         raise ValueError(f"levels must be None or from 1 to {limit} for {bits} bits, got {levels}")
     source = x.detach()
+    if (
+        x.device.type == "cpu"
+        and x.dim() == 2
+        and bits <= 8
+        and x.dtype != torch.float64
+        and x.numel()
+        and cpu.available()
+    ):
+        return _by_engine(source, bits, axis, rounding, levels or limit, name)
     scale = _scales(source, levels or limit, axis, name)
     shift = bits if rounding == "nearest" else bits - 1
     high = torch.empty_like(source, dtype=torch.int8 if bits <= 8 else torch.int16)
@@ -99,6 +110,20 @@ def decompose(
         part = slice(start, start + rows)
         _split(source[part], scale[part] if axis == 0 else scale, rounding, limit, shift, high[part], low[part])
     return Decomposition(high, low, scale, bits, shift)
+
+
+def _by_engine(x: torch.Tensor, bits: int, axis: int | None, rounding: str, levels: int, name: str) -> Decomposition:
+    """The same of a matrix by the CPU engine, which divides as exactly."""
+    truncate = rounding == "trunc"
+    shift = bits - 1 if truncate else bits
+    planes, scale, flags = cpu.digits(
+        x.float(), 2, None if axis is None else 1 - axis, high=float(levels), radix=2.0**shift, exact=True,
+        truncate=truncate, limit=2.0 ** (bits - 1) - 1,
+    )  # fmt: skip
+    if flags & cpu.NONFINITE:
+        _refuse(x, name)
+    shape = [] if axis is None else [x.shape[d] if d == axis else 1 for d in range(2)]
+    return Decomposition(planes[0], planes[1], scale.view(shape), bits, shift)
 
 
 def _split(
@@ -128,11 +153,15 @@ def _scales(x: torch.Tensor, levels: int, axis: int | None, name: str) -> torch.
     top = torch.linalg.vector_norm(x, math.inf, dim=others, keepdim=axis is not None) if others else x.abs()
     top = top.double()  # NaN where an entry is NaN
     if not bool(torch.isfinite(top).all()):
-        wrong = x.numel() - int(torch.isfinite(x).sum())
-        raise ValueError(f"{name} must be finite, but {wrong} of its {x.numel()} values are inf or nan")
+        _refuse(x, name)
     scale = top / levels
     # top / levels underflows to zero only for subnormal doubles; those count as zeros.
     return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _refuse(x: torch.Tensor, name: str) -> None:
+    wrong = x.numel() - int(torch.isfinite(x).sum())
+    raise ValueError(f"{name} must be finite, but {wrong} of its {x.numel()} values are inf or nan")
 
 
 def _check(x: torch.Tensor, bits: int, rounding: str, name: str) -> None:

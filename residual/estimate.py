@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 CONFIDENCE = 0.99
@@ -51,6 +52,7 @@ def _quantile(probability: float, freedom: int) -> float:
     return 2 * float(gammaincinv(freedom / 2, probability))
 
 
+@lru_cache(maxsize=1024)
 def sharp_factor(share: float, probes: int, confidence: float) -> float:
     """As :func:`bound_factor`, of probes that tell how the error is spread over its singular values.
 
@@ -89,7 +91,7 @@ def estimate_error(
     With ``W`` an ``N x p`` standard normal matrix, ``P = A (B W)`` and ``Q = C W``, all in float64:
 
     * ``e = ||P - Q||_F / sqrt(p)`` estimates ``||AB - C||_F`` and ``u = f e`` bounds it at 99%, with ``f``
-      of :func:`sharp_factor`: 1.78 for an error of rank one and of about 1.3 for one of full rank (p = 16);
+      of ``residual.estimate.sharp_factor``: 1.78 for an error of rank one, about 1.3 for one of full rank (p = 16);
     * ``relative = e / sqrt(||C||_F^2 + (||P||_F^2 - ||Q||_F^2) / p)``: the norm of ``C`` is exact, and only its small
       difference from that of ``AB`` is left to the probes;
     * ``upper = u / (||C||_F - u)``, a bound at the same 99% because ``||AB||_F >= ||C||_F - ||AB - C||_F``; it is
@@ -111,7 +113,7 @@ def estimate_error(
         TypeError: an operand is no real tensor.
         ValueError: a shape or device does not fit, an operand holds inf or nan, or ``probes < 1``.
 
-    Source: Gu, arXiv 2403.06924 (the error measured); bound by :func:`sharp_factor`.
+    Source: Gu, arXiv 2403.06924 (the error measured); bound by ``residual.estimate.sharp_factor``.
     """
     if probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}")
@@ -127,28 +129,60 @@ def judge(product: torch.Tensor, claimed: torch.Tensor, C: torch.Tensor, confide
 
     What is not finite has infinite error.
     """
-    probes = product.shape[1]
     difference = product.double() - claimed.double()  # (M, p)
     peak, scaled = _to_one(difference)
     gram = scaled.mT @ scaled  # (p, p)
     sizes = torch.stack([peak, frobenius(product), frobenius(claimed), frobenius(C)])
     numbers = torch.cat([gram.flatten(), sizes]).cpu()
-    largest, norm_product, norm_claimed, norm = numbers[-4:].tolist()
-    gram = numbers[:-4].view(probes, probes)
-    if largest == 0 or gram.numel() == 0:
+    largest, *norms = numbers[-4:].tolist()
+    return from_sums(numbers[:-4].view(gram.shape), largest, norms[0], norms[1], norms[2], confidence)
+
+
+def from_sums(
+    gram: torch.Tensor,
+    unit: float,
+    norm_product: float,
+    norm_claimed: float,
+    norm: float,
+    confidence: float,
+    tol: float = 0.0,
+) -> ErrorEstimate:
+    """The estimate from ``Y^T Y / unit**2`` (p, p) of ``Y = A (B W) - C W``, float64 on the CPU, and the norms of
+    ``A (B W)``, ``C W`` and C.  Where a coarse ``upper`` is within ``tol`` no sharper one is computed."""
+    probes, sums = gram.shape[0], gram.numpy()
+    trace = float(sums.trace())
+    if unit == 0 or trace == 0:
         return ErrorEstimate(0.0, 0.0, confidence)
-    if not math.isfinite(largest) or not math.isfinite(norm):
+    if not math.isfinite(unit) or not math.isfinite(trace) or not math.isfinite(norm):
         return ErrorEstimate(math.inf, math.inf, confidence)
-    trace = float(gram.trace())
-    error = largest * math.sqrt(trace / probes)
-    bound = sharp_factor(float(torch.linalg.eigvalsh(gram)[-1]) / trace, probes, confidence) * error
+    error = unit * math.sqrt(trace / probes)
     size = norm_product / math.sqrt(probes)
     if norm > 0:
         squared = 1 + ((norm_product / norm) ** 2 - (norm_claimed / norm) ** 2) / probes
         if squared > 0 and norm_product > 0:  # else the probes outweigh the exact norm: C is far off
             size = norm * math.sqrt(squared)
     relative = error / size if size > 0 else math.inf
-    return ErrorEstimate(relative, bound / (norm - bound) if norm > bound else math.inf, confidence)
+    upper = _upper(sharp_factor(1.0, probes, confidence) * error, norm)
+    if upper > tol:
+        upper = _upper(sharp_factor(_share_at_most(sums / trace), probes, confidence) * error, norm)
+    return ErrorEstimate(relative, upper, confidence)
+
+
+def _upper(bound: float, norm: float) -> float:
+    """Bound of an error relative to AB, from its own and the norm of C."""
+    return bound / (norm - bound) if norm > bound else math.inf
+
+
+def _share_at_most(gram: np.ndarray) -> float:
+    """Bound of the largest eigenvalue of a Gram matrix of trace 1, above it by a tenth at most for 16 rows.
+
+    ``lambda**32 <= trace(G**32)``, rounded up to a multiple of 1/1024 so that few bounds are ever computed.
+    """
+    power = gram
+    for _ in range(4):
+        power = power @ power
+    share = float((power * power).sum()) ** (1 / 32) * (1 + 1e-12)
+    return min(math.ceil(share * 1024) / 1024, 1.0)
 
 
 def _to_one(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

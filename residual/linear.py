@@ -21,7 +21,7 @@ def linear(
     seed: int | None = None,
     on_failure: OnFailure = "raise",
 ) -> Tensor:
-    """``y = x W^T + bias``, as :func:`torch.nn.functional.linear`, the product as :func:`residual.matmul` gives it.
+    """``y = x W^T + bias``, as ``torch.nn.functional.linear``, the product as :func:`residual.matmul` gives it.
 
     Args:
         x: (..., K), a float dtype.

@@ -97,7 +97,7 @@ def matmul(
         TypeError, ValueError: an argument is wrong; the message names it and both numbers.
         ToleranceError: no plan met ``tol``.
 
-    Source: Gu, arXiv 2403.06924 (residual compensation); the probes' bound is :func:`residual.estimate.sharp_factor`.
+    Source: Gu, arXiv 2403.06924 (residual compensation); the probes' bound is ``residual.estimate.sharp_factor``.
     """
     if prepared is not None and not isinstance(prepared, Prepared):
         raise TypeError(f"prepared must come from residual.prepare, got {type(prepared).__name__}")

@@ -96,7 +96,7 @@ def gemm(
     2. residuals: ``A0 / 2^s ~ lambda_A A - A1``, likewise ``B0``, integers of N bits;
     3. product: ``P = A1 B1``, exact;
     4. select: ``A1'`` and ``B1'`` keep the entries that the threshold rule does not drop (equation 14,
-       :func:`residual.thresholds.kept_entries`);
+       ``residual.thresholds.kept_entries``);
     5. correct: ``P' = A1' B0 + A0 B1'``, each as a sparse product up to the density ``eta`` and as a dense one above;
     6. combine: ``D = alpha / (lambda_A lambda_B) (P + P' / 2^s) + beta C``.
 
@@ -114,7 +114,7 @@ def gemm(
         scaling: ``"tensor"``, one lambda a matrix, or ``"vector"``, one for each row of A and column of B.
         rounding: ``"trunc"`` or ``"nearest"``.
         levels: ``"2^(N-1)-1"`` or ``"2^(N-2)"`` (needs 3 bits), the integer that the largest entry becomes.
-        eta: density in [0, 1]; ``None`` takes :func:`residual.thresholds.crossover_density`, measured once.
+        eta: density in [0, 1]; ``None`` takes :func:`residual.crossover_density`, measured once.
         vector_length: V of the sparse operands, 1, 2, 4, 8, 16 or 32; with V > 1 whole vectors (down a column of A,
             along a row of B) are kept. ``None`` is 1 on a CPU and 8 on a GPU.
         return_report: also return a :class:`PaperReport`; a GPU is then waited for at every step.

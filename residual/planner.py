@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from residual.costs import Costs, Sizes, analysis, cost
 from residual.plans import Plan, plans_of
@@ -17,8 +19,7 @@ _BEST_SINGLE = 1.2e-7  # of float32
 NOMINAL = {SINGLE: 4e-7, DOUBLE: 1e-15}  # predicted errors without statistics
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """What the caller asked for.
 
     ``mode``: ``auto`` or one of :data:`residual.plans.MODES`; ``bits``: 4, 8 or None; ``double``: float64 takes part in
@@ -34,15 +35,16 @@ class Wish:
     exact: bool = False
 
 
-def possible(wish: Wish) -> list[Plan]:
+@lru_cache(maxsize=256)
+def possible(wish: Wish) -> tuple[Plan, ...]:
     """Digit plans that may meet the tolerance on some real data, before anything is known of the data.
 
     Four-bit digits run as bytes on every device so far, no faster, so only who asks gets them.
     """
-    plans = plans_of(wish.mode, (wish.bits or 8,))
+    plans = tuple(plans_of(wish.mode, (wish.bits or 8,)))
     if wish.mode != "auto" or wish.exact:
         return plans
-    return [plan for plan in plans if _BEST.get(plan.mode, _BEST_OF_ONE) <= wish.tol]
+    return tuple(plan for plan in plans if _BEST.get(plan.mode, _BEST_OF_ONE) <= wish.tol)
 
 
 def floats(wish: Wish) -> list[Plan]:
@@ -52,6 +54,7 @@ def floats(wish: Wish) -> list[Plan]:
     return [SINGLE, DOUBLE] if wish.double or wish.last_resort else [SINGLE]
 
 
+@lru_cache(maxsize=256)
 def without_statistics(wish: Wish, sizes: Sizes, prices: Costs) -> Plan | None:
     """The float plan where no digit plan can be cheaper by enough to pay for the statistics; a function of sizes."""
     if wish.mode != "auto":
@@ -63,22 +66,55 @@ def without_statistics(wish: Wish, sizes: Sizes, prices: Costs) -> Plan | None:
     return plain
 
 
+@lru_cache(maxsize=256)
+def priced(plans: tuple[Plan, ...], sizes: Sizes, prices: Costs) -> tuple[tuple[float, Plan], ...]:
+    """Plans with the least that they may cost, whatever the data, cheapest first."""
+    return tuple(sorted(((cost(plan, sizes, prices), plan) for plan in plans), key=lambda found: found[0]))
+
+
+def _predicts_nothing(plan: Plan) -> float:
+    raise KeyError(plan)
+
+
 @dataclass
 class Search:
-    """Plans left to try, with their predicted relative errors."""
+    """Plans left to try, with their predicted relative errors.
+
+    Where one is None, ``predict`` tells it when it is asked for, as it is for few plans.
+    """
 
     wish: Wish
     factor: float  # of the first check's bound over its estimate, as a rule
     sizes: Callable[[Plan], Sizes]
     prices: Costs
-    predicted: dict[Plan, float] = field(default_factory=dict)
+    predicted: dict[Plan, float | None] = field(default_factory=dict)
+    predict: Callable[[Plan], float] = _predicts_nothing
     tried: list[Plan] = field(default_factory=list)
     worse: float = 1.0  # how many times larger than predicted the errors of digits turned out
 
     def expected(self, plan: Plan) -> float:
         """Predicted error, corrected by what was seen."""
-        found = self.predicted.get(plan, NOMINAL.get(plan, 1.0))
-        return found * (self.worse if plan.bits else 1.0)
+        found = self.predicted.get(plan)
+        if found is None:
+            if plan in self.predicted:
+                found = self.predicted[plan] = self.predict(plan)
+            else:
+                found = NOMINAL.get(plan, 1.0)
+        return found * self.worse if plan.bits else found
+
+    def _meeting(self, candidates: list[Plan]) -> Plan | None:
+        """The cheapest of the candidates that is to meet the tolerance."""
+        best: tuple[float, float, Plan] | None = None
+        known = self.sizes(SINGLE)
+        most = self.wish.tol / (self.factor * _MARGIN)
+        for least, plan in priced(tuple(candidates), Sizes(known.m, known.k, known.n, known.prepared), self.prices):
+            if best is not None and least > best[0]:
+                break
+            error = self.expected(plan)
+            if error <= most:
+                found = (cost(plan, self.sizes(plan), self.prices), error, plan)
+                best = found if best is None or found[:2] < best[:2] else best
+        return None if best is None else best[2]
 
     def next(self) -> Plan | None:
         """The cheapest plan that is to meet the tolerance; else the most exact of those that could still do so.
@@ -90,10 +126,9 @@ class Search:
         digit = [plan for plan in untried if not failed or self.expected(plan) < min(failed)]
         single = [] if DOUBLE in self.tried else [plan for plan in floats(self.wish) if plan not in self.tried]
         asked = self.wish.mode != "auto" and digit
-        candidates = digit if asked else [*digit, *single]
-        meeting = [p for p in candidates if self.expected(p) * self.factor * _MARGIN <= self.wish.tol]
-        if meeting:
-            return min(meeting, key=lambda plan: (cost(plan, self.sizes(plan), self.prices), self.expected(plan)))
+        meeting = self._meeting(digit if asked else [*digit, *single])
+        if meeting is not None:
+            return meeting
         if asked:
             return min(digit, key=self.expected)
         return single[0] if single else None
@@ -101,14 +136,16 @@ class Search:
     def failed(self, plan: Plan, measured: float) -> None:
         """Note that ``plan`` missed the tolerance."""
         self.tried.append(plan)
-        if plan.bits and self.predicted.get(plan):
-            self.worse = max(self.worse, measured / self.predicted[plan])
+        predicted = self.predicted.get(plan)
+        if plan.bits and predicted is not None and predicted > 0:  # not where it is NaN either
+            self.worse = max(self.worse, measured / predicted)
 
 
-def worth_predicting(wish: Wish, sizes: Sizes, prices: Costs) -> list[Plan]:
+@lru_cache(maxsize=256)
+def worth_predicting(wish: Wish, sizes: Sizes, prices: Costs) -> tuple[Plan, ...]:
     """Digit plans cheaper than the float product even at their best; all of a mode that was asked for."""
     plans = possible(wish)
     if wish.mode != "auto":
         return plans
     bound = cost(SINGLE, sizes, prices)
-    return [plan for plan in plans if cost(plan, sizes, prices) < bound]
+    return tuple(plan for plan in plans if cost(plan, sizes, prices) < bound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ SPARSE_LEVELS = (1 / 16, 3 / 16, 1 / 2)  # of the largest digit
 _LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One way to compute a product.
 
     ``mode``: one of :data:`MODES`, ``fp32`` or ``fp64``; ``bits``: of a digit, 0 for a float product; ``share``: of the

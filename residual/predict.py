@@ -9,23 +9,32 @@ their lines' means.  Entries of a rounding residual X' scatter without pattern, 
 probability proportional to their squared magnitude, so lines of zeros take no part, and lines scaled by any power of
 two count as much as they weigh in the product.  What is predicted is checked afterwards, so that a wrong guess costs
 time and nothing else.
+
+On a GPU the same numbers come from kernels (:mod:`cute_kernels.statistics`), where lines are of float32 or a half dtype
+and near one; else, and on a CPU, from torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from residual.plans import COLUMN_SHARES, SPARSE_LEVELS, Plan
-from residual.prepare import SAMPLE, Operand
+from residual.prepare import FAR, HOT, MOST_HOT, SAMPLE, Operand, real_dtype
+
+if TYPE_CHECKING:
+    from cute_kernels.statistics import Look, Rule, Tables
 
 X, R1, R2, XC, RC, XO, RO = range(7)  # entries and residuals; C: centred, O: without outlier columns
 _LEVELS = 7
 _SINGLE = 4e-7  # error of a float32 product against the size of its terms, at K = 1024 (measured 1.7e-7 to 3.5e-7)
-_FLOOR = 1e-7  # of integer products that meet in float32
+_FLOOR = 6e-8  # of integer products that meet in float32
 _DOUBLE = 1e-15
 
 
@@ -108,13 +117,13 @@ def _statistics(x: Tensor, weight: Tensor, hot: Tensor, bits: int, sparse: bool,
 class Forecast:
     """Predictions for a pair of operands and digits of ``bits`` bits.
 
-    ``order``: columns of k, those whose residuals weigh most first; ``hot``: number of outlier columns; ``density``:
-    of A and of B, above each sparse level.
+    ``crossed``: what the cross products of each column of k weigh; ``hot``: number of outlier columns; ``density``: of
+    A and of B, above each sparse level.
     """
 
     bits: int
     inner: int
-    order: Tensor  # int64 (K,)
+    crossed: Callable[[], Tensor]  # float32 (K,)
     hot: int
     density: tuple[list[float], list[float]]
     squares: list[list[float]]  # (7, 7): sums over k of products of mean squares
@@ -123,6 +132,11 @@ class Forecast:
     right_means: list[list[float]]
     remaining: list[float]  # of the cross terms' energy, outside the first columns of ``order``, by share
     size: float  # product of the two operands' sizes
+
+    @cached_property
+    def order(self) -> Tensor:
+        """int64 (K,): columns of k, those whose residuals weigh most first."""
+        return self.crossed().argsort(descending=True)
 
     def _scattered(self, x: int, y: int) -> float:
         return self.squares[x][y] + self.inner**2 * self.left_means[x][x] * self.right_means[y][y]
@@ -135,25 +149,39 @@ class Forecast:
         """``||A RB + RA B||^2``: its scattered and its coherent part."""
         return self.squares[r][x] + self.squares[x][r], self._coherent(x, r)
 
+    @cached_property
+    def _left_by_one(self) -> tuple[float, float]:
+        """``||A R1 + R1 B||^2`` of A1 B1."""
+        return self._crossed(X, R1)
+
+    @cached_property
+    def _left_by_two(self) -> float:
+        """Of A1 B1 + A1 B0 + A0 B1."""
+        return sum(self._crossed(X, R2)) + self._scattered(R1, R1)
+
+    @cached_property
+    def _plain(self) -> float:
+        """Squared size of the product's terms."""
+        return self._scattered(X, X)
+
     def _squared(self, plan: Plan) -> float:
         mode = plan.mode
-        two = sum(self._crossed(X, R2)) + self._scattered(R1, R1)  # left by A1 B1 + A1 B0 + A0 B1
         if mode == "direct":
-            return sum(self._crossed(X, R1)) + self._scattered(R1, R1)
+            return sum(self._left_by_one) + self._scattered(R1, R1)
         if mode == "centred":
             return self._crossed(XC, RC)[0] + self._scattered(RC, RC)  # means of XC are zero
         if mode == "outlier":
             return sum(self._crossed(XO, RO)) + self._scattered(RO, RO)
         if mode == "columns":
             left_out = 1 - plan.share
-            coherent = self._crossed(X, R1)[1] * left_out**2
-            return self.remaining[COLUMN_SHARES.index(plan.share)] + coherent + two
+            coherent = self._left_by_one[1] * left_out**2
+            return self.remaining[COLUMN_SHARES.index(plan.share)] + coherent + self._left_by_two
         if mode == "sparse":
             level = SPARSE_LEVELS.index(plan.share)
             scattered = self.raw[2 + level][R1] + self.raw[R1][2 + level]
-            return scattered + self._coherent(_LEVELS + level, R1) + two
+            return scattered + self._coherent(_LEVELS + level, R1) + self._left_by_two
         if mode == "full":
-            return two
+            return self._left_by_two
         if mode == "full4":
             return sum(self._crossed(X, R2)) + self._scattered(R2, R2)
         third = sum(self._crossed(X, R2)) / 4**self.bits
@@ -161,7 +189,7 @@ class Forecast:
 
     def error(self, plan: Plan) -> float:
         """Predicted ``||AB - C||_F``."""
-        plain = self._scattered(X, X)
+        plain = self._plain
         if plan.mode == "fp64":
             squared = _DOUBLE**2 * plain
         elif plan.mode == "fp32":
@@ -205,6 +233,60 @@ def forecast(left: Operand, right: Operand, bits: int, sparse: bool, generator: 
     density = take(a.density), take(b.density)
     kept, hot_count, size = (take(part) for part in parts[6:])
     return Forecast(
-        bits=bits, inner=inner, order=order, hot=int(hot_count[0]), density=density, squares=tables[0], raw=tables[1],
-        left_means=tables[2], right_means=tables[3], remaining=kept, size=size[0],
+        bits=bits, inner=inner, crossed=lambda: crossed[0], hot=int(hot_count[0]), density=density, squares=tables[0],
+        raw=tables[1], left_means=tables[2], right_means=tables[3], remaining=kept, size=size[0],
+    )  # fmt: skip
+
+
+@lru_cache
+def _rule(bits: int) -> Rule:
+    from cute_kernels.statistics import Rule  # takes longer to import than this package
+
+    first, second, third = (Plan("sparse", bits, share).threshold for share in SPARSE_LEVELS)
+    return Rule(bits, (first, second, third), COLUMN_SHARES, FAR, int(HOT), MOST_HOT)
+
+
+def quick(left: Operand, right: Operand) -> bool:
+    """Whether the statistics' kernels take these operands: on a GPU, no float64, lines near one as far as known."""
+    if not left.given.is_cuda:
+        return False
+    from cute_kernels.statistics import fits
+
+    sides = (left, right)
+    known = all(side.exponent is None and side.broken is None for side in sides)
+    single = all(real_dtype(side.given) != torch.float64 for side in sides)
+    return known and single and all(fits(*side.given.shape) for side in sides)
+
+
+def start_look(left: Operand, right: Operand, product: Tensor, bits: int, seed: int) -> Look:
+    """Start the statistics of operands that are :func:`quick`; waits for nothing.
+
+    ``product``: as in :class:`cute_kernels.statistics.Tables`.  What is found of the right operand, and which columns
+    are outliers, is kept on the operands.
+    """
+    from cute_kernels import statistics
+
+    key = ("sampled", bits)
+    kept = right.kept.get(key)
+    side = kept if isinstance(kept, statistics.Sampled) else statistics.Side(right.real, right.top)
+    look = statistics.look(statistics.Side(left.real, left.top), side, product, _rule(bits), seed)
+    right.kept[key] = look.sides[1]
+    for operand, sampled in zip((left, right), look.sides, strict=True):
+        operand.kept["hot"] = sampled
+    return look
+
+
+def forecast_of(look: Look, tables: Tables, bits: int) -> Forecast:
+    """Predictions from the kernels' numbers."""
+
+    def square(flat: list[float], width: int) -> list[list[float]]:
+        return [flat[i : i + width] for i in range(0, len(flat), width)]
+
+    raw = square(tables.raw, 5)
+    total = raw[R1][X] + raw[X][R1]
+    return Forecast(
+        bits=bits, inner=look.sides[0].inner, crossed=lambda: look.crossed, hot=tables.hot, density=tables.density,
+        squares=square(tables.squares, _LEVELS), raw=raw, left_means=square(tables.left, _LEVELS + len(SPARSE_LEVELS)),
+        right_means=square(tables.right, _LEVELS + len(SPARSE_LEVELS)),
+        remaining=[total * max(1.0 - part, 0.0) for part in tables.taken], size=tables.size[0] * tables.size[1],
     )  # fmt: skip

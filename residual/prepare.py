@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,7 +17,6 @@ MOST_HOT = 16  # at most one column in so many is an outlier
 SAMPLE = 16  # lines that statistics look at
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_HALVES, torch.float64)
-_BLOCK = 2**16  # entries quantized at a time on a CPU
 _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.bool)
 
 
@@ -58,52 +57,16 @@ def scale_by_powers(x: Tensor, exponent: Tensor) -> Tensor:
     return x * first[:, None] * second[:, None]  # (L, K)
 
 
-def _encode(rest: Tensor, planes: tuple[Tensor, ...], bits: int) -> None:
-    """Digits of ``rest``, which is overwritten, one plane after the other."""
-    limit, base = 2 ** (bits - 1) - 1, 2**bits
-    reach = (limit + 1) / base * (1 + 1 / base) + 0.5 / base**2  # of the two lower digits of three
-    for i, plane in enumerate(planes):
-        last = i == len(planes) - 1
-        if len(planes) == 3 and not last:
-            digit = torch.floor(rest + (reach if i == 0 else (limit + 1) / base + 0.5 / base))
-        else:
-            digit = rest.round()
-        plane.copy_(digit.clamp_(-limit - 1, limit) if i else digit)
-        if not last:
-            rest.sub_(digit).mul_(base)
+def digits(x: Tensor, bits: int, count: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """``x ~ scale (q0 + q1 / 2**bits + q2 / 4**bits)`` line by line, by :func:`cute_kernels.gemm_digits.digits`.
 
-
-def digits(x: Tensor, top: Tensor | None, bits: int, count: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """``x ~ scale (q0 + q1 / 2**bits + q2 / 4**bits)`` line by line.
-
-    ``x``: float32 (L, K), on a GPU also float16 or bfloat16; ``top``: its largest magnitudes (L,) where they are known.
-    Returns ``count`` int8 planes of the layout of ``x``
-    and the scale, float32 (L,): 1 for a line of zeros, NaN for one that is not finite.
-    ``|q0| < 2**(bits-1)``; a lower digit reaches from ``-2**(bits-1)`` to ``2**(bits-1) - 1``.  One or two digits go to
-    nearest, ties to even, and a second one of ``2**(bits-1)`` is cut.  A third would see that cut, so the first two
-    of three round up a little below one half, and what they leave always fits.
+    ``x``: float32, float16 or bfloat16 (L, K).  Returns ``count`` int8 planes of the layout of ``x`` and the scale,
+    float32 (L,): 1 for a line of zeros, NaN for one that is not finite.
     """
-    if x.is_cuda:
-        from cute_kernels import gemm_digits  # its kernels need the CUDA wheels
+    from cute_kernels import gemm_digits  # takes longer to import than this package
 
-        found = gemm_digits.digits(x, bits, count, axis=1)
-        return found.planes, found.scale
-    top = largest(x) if top is None else top
-    limit = 2 ** (bits - 1) - 1
-    kept = top > 0
-    inverse = torch.where(kept, limit / top, torch.zeros_like(top))[:, None]  # (L, 1)
-    planes = tuple(torch.empty_like(x, dtype=torch.int8) for _ in range(count))  # (L, K)
-    if x.numel() <= 2 * _BLOCK:
-        _encode(x * inverse, planes, bits)
-    else:  # in blocks that a cache holds
-        along = 0 if x.stride(0) >= x.stride(1) else 1
-        step = max(1, _BLOCK * x.shape[along] // x.numel())
-        for start in range(0, x.shape[along], step):
-            size = min(step, x.shape[along] - start)
-            factor = inverse.narrow(0, start, size) if along == 0 else inverse
-            _encode(x.narrow(along, start, size) * factor, tuple(p.narrow(along, start, size) for p in planes), bits)
-    scale = torch.where(kept, top / limit, torch.ones_like(top))  # (L,)
-    return planes, torch.where(torch.isfinite(top), scale, torch.full_like(top, math.nan))
+    found = gemm_digits.digits(x, bits, count, axis=1)
+    return found.planes, found.scale
 
 
 @dataclass(frozen=True)
@@ -125,14 +88,16 @@ class Operand:
             with inf or NaN are zero then, and all are multiplied by ``2**-exponent``.
         exponent: int32 (L,), or None where no line's magnitude is far from one.
         broken: int64, the lines with inf or NaN, or None where there are none.
+        seen: whether such lines were looked for.
     """
 
     given: Tensor
     real: Tensor
     exponent: Tensor | None = None
     broken: Tensor | None = None
+    seen: bool = True
     made: dict[tuple[str, int, bool], Digits] = field(default_factory=dict)
-    kept: dict[object, object] = field(default_factory=dict)  # statistics and probes of a constant operand
+    kept: dict[object, Any] = field(default_factory=dict)  # statistics and probes of a constant operand
 
     @cached_property
     def values(self) -> Tensor:
@@ -143,6 +108,11 @@ class Operand:
     def top(self) -> Tensor:
         """float32 (L,): largest magnitude of each line of ``values``."""
         return largest(self.values)
+
+    @property
+    def knows_tops(self) -> bool:
+        """Whether ``top`` is there already."""
+        return "top" in self.__dict__
 
     @property
     def exact_in_single(self) -> bool:
@@ -167,13 +137,13 @@ class Operand:
             planes = (self.given, *(torch.zeros_like(self.given) for _ in range(count - 1)))
             result = Digits(planes, torch.ones(self.given.shape[0], device=self.given.device))
         elif form == "plain":
-            result = Digits(*digits(self.real, self.top if self.real.device.type == "cpu" else None, bits, count))
+            result = Digits(*digits(self.real, bits, count))
         elif form == "centred":
             mean = self.values.mean(1)  # (L,)
-            result = Digits(*digits(self.values - mean[:, None], None, bits, count), mean)
+            result = Digits(*digits(self.values - mean[:, None], bits, count), mean)
         else:
             kept = self.values.masked_fill(self.hot() if hot is None else hot, 0.0)  # (L, K)
-            result = Digits(*digits(kept, None, bits, count))
+            result = Digits(*digits(kept, bits, count))
         if hot is None:
             self.made[key] = result
         return result
@@ -181,6 +151,8 @@ class Operand:
     def hot(self) -> Tensor:
         """bool (K,): the outlier columns, from a sample of the lines; at most ``K / MOST_HOT`` of them."""
         found = self.kept.get("hot")
+        if found is not None and not isinstance(found, Tensor):
+            found = self.kept["hot"] = found.hot  # by the statistics' kernels
         if not isinstance(found, Tensor):
             step = max(1, self.values.shape[0] // SAMPLE)
             lines = self.values[::step] / self.top[::step, None].clamp(min=2.0**-FAR)  # (S, K)
@@ -224,9 +196,9 @@ def operand(x: Tensor, *, waits: bool = True) -> Operand:
             exponent = torch.frexp(top).exponent  # (L,)
             real = scale_by_powers(real.to(top.dtype), -exponent)  # (L, K)
             top = torch.frexp(top).mantissa
-    side = Operand(x, real.float() if real.dtype == torch.float64 else real, exponent, broken)
+    side = Operand(x, real.float() if real.dtype == torch.float64 else real, exponent, broken, waits)
     if waits and x.numel():
-        side.__dict__["top"] = top.float()  # found on the way
+        side.top = top.float()  # found on the way
     return side
 
 
@@ -318,7 +290,7 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-_FORMS = {"direct": ("plain", 1), "centred": ("centred", 1), "outlier": ("outlier", 1), "columns": ("plain", 2),
+FORMS = {"direct": ("plain", 1), "centred": ("centred", 1), "outlier": ("outlier", 1), "columns": ("plain", 2),
           "sparse": ("plain", 2), "full": ("plain", 2), "full4": ("plain", 2), "three_digit": ("plain", 3)}  # fmt: skip
 
 
@@ -334,13 +306,13 @@ def prepare(W: Tensor, *, mode: str = "auto", bits: int | None = None) -> Prepar
         TypeError: ``W`` is no real dense tensor.
         ValueError: ``W`` is not 2-D, or ``mode`` or ``bits`` is unknown.
     """
-    if mode != "auto" and mode not in _FORMS:
-        raise ValueError(f"mode must be 'auto' or one of {', '.join(_FORMS)}, got {mode!r}")
+    if mode != "auto" and mode not in FORMS:
+        raise ValueError(f"mode must be 'auto' or one of {', '.join(FORMS)}, got {mode!r}")
     if bits not in (None, 4, 8):
         raise ValueError(f"bits must be None, 4 or 8, got {bits!r}")
     prepared = Prepared(W)
     side = prepared.operand
     if mode != "auto":
-        form, count = _FORMS[mode]
+        form, count = FORMS[mode]
         side.digits(bits or 8, count, form)
     return prepared

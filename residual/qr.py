@@ -39,7 +39,7 @@ def qr(
         block: columns of a panel, at least 1; ``explicit`` does not use it.
         mode: ``"reduced"``: Q ``(M, min(M, N))``, R ``(min(M, N), N)``; ``"complete"``: Q ``(M, M)``, R ``(M, N)``.
         product: ``product(X, Y)`` returns ``X Y`` in the dtype and on the device of X; ``torch.matmul`` gives plain QR.
-            ``None`` takes :func:`residual.paper.gemm` with ``options``, by default its full compensation of 8 bits
+            ``None`` takes :func:`residual.gemm` with ``options``, by default its full compensation of 8 bits
             with nearest, vector-wise rounding.
 
     Returns:

@@ -47,7 +47,7 @@ def solve(
 ) -> tuple[Tensor, SolveReport]:
     """``x`` with ``||b - A x|| <= tol (||A||_F ||x|| + ||b||)``, by GMRES-based iterative refinement.
 
-    A is factored once, every product of the factorization through ``product``: ``A ~ Q R`` (:func:`residual.qr.qr`) or
+    A is factored once, every product of the factorization through ``product``: ``A ~ Q R`` (:func:`residual.qr`) or
     ``P A ~ L U``. Then, in float64: ``r = b - A x``; GMRES, with the factors as preconditioner, solves ``A d = r`` to
     five digits; ``x <- x + d``; until the backward error is at most ``tol``.
 
@@ -57,7 +57,7 @@ def solve(
         tol: normwise backward error to reach, in (0, 1).
         factorization: ``"qr"`` or ``"lu"`` (half the work, less stable).
         block: columns of a panel.
-        product: as in :func:`residual.qr.qr`, which also says what ``options`` are.
+        product: as in :func:`residual.qr`, which also says what ``options`` are.
         max_refinements: refinements after which it gives up, at least 1.
         restart: GMRES steps between restarts, and before a refinement gives up at four times as many.
 

@@ -61,7 +61,7 @@ def kept_entries(
 def _whole_vectors(kept: Tensor, vector_length: int) -> Tensor:
     rows, columns = kept.shape
     padded = torch.nn.functional.pad(kept, (0, 0, 0, -rows % vector_length))
-    vectors = padded.view(-1, vector_length, columns).any(1)
+    vectors = padded.view(padded.shape[0] // vector_length, vector_length, columns).any(1)
     return vectors.repeat_interleave(vector_length, 0)[:rows]
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual import bound_factor, decompose, estimate_error
+from residual.estimate import _share_at_most, from_sums
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -132,3 +133,23 @@ def test_bad_operands_are_named(
 def test_a_confidence_outside_one_half_to_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"confidence must be in \(0\.5, 1\), got 1"):
         bound_factor(16, 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+@pytest.mark.parametrize("rank", [1, 3, 400])
+def test_the_largest_eigenvalues_bound_is_above_it_and_near(size: int, rank: int) -> None:
+    for seed in range(50):
+        y = torch.randn(rank, size, dtype=torch.float64, generator=generator(seed))
+        gram = (y.mT @ y) / y.square().sum()
+        exact = float(torch.linalg.eigvalsh(gram)[-1])
+        found = _share_at_most(gram.numpy())
+        assert exact * (1 - 1e-12) <= found <= 1 and found <= exact * size ** (1 / 32) + 1.01 / 1024
+
+
+def test_a_coarse_bound_is_taken_where_it_does() -> None:
+    y = torch.randn(400, 16, dtype=torch.float64, generator=generator())
+    gram, norm = y.mT @ y, 1e3 * float(y.norm())
+    sharp = from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99)
+    coarse = from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99, tol=0.1)
+    assert coarse.relative == sharp.relative and sharp.upper < coarse.upper <= 0.1
+    assert from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99, tol=sharp.upper) == sharp

@@ -313,3 +313,23 @@ def test_bad_preparations_are_named() -> None:
         prepare(ONES, bits=3)
     with pytest.raises(ValueError, match=r"W must be 2-D, got 1 dimensions"):
         prepare(torch.ones(3))
+
+
+def test_nothing_is_predicted_where_a_mode_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B = normal(100, 200), normal(200, 80, seed=1)
+    looks: list[bool] = []
+    look = call._Call._look
+
+    def counted(self: call._Call, sparse: bool) -> Forecast:
+        looks.append(sparse)
+        return look(self, sparse)
+
+    monkeypatch.setattr(call._Call, "_look", counted)
+    for mode in ("direct", "centred", "outlier", "full", "full4", "three_digit"):
+        assert true_error(A, B, matmul(A, B, mode=mode, tol=5e-2)) <= 5e-2
+    assert not looks
+    _, report = matmul(A, B, mode="full", tol=5e-2, return_report=True)
+    assert looks == [False] and 0 < report.predicted_error < 1e-3
+    with pytest.raises(ToleranceError) as refusal:
+        matmul(A, B, mode="direct", tol=1e-4)
+    assert math.isnan(refusal.value.report.attempts[0].predicted) and refusal.value.report.estimated_error > 1e-4

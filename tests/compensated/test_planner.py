@@ -17,7 +17,7 @@ from residual.costs import Costs, Sizes, cost, costs_of, measure_costs
 from residual.planner import DOUBLE, SINGLE, Search, Wish, possible, without_statistics, worth_predicting
 from residual.plans import MODES, Plan, execute, plans_of
 from residual.predict import R1, Forecast, X, forecast
-from residual.prepare import digits, hot_columns, largest, operand
+from residual.prepare import digits, hot_columns, operand
 from tests.compensated.random_products import _CHEAP, KINDS, true_error
 from tests.compensated.test_matmul import normal
 
@@ -96,7 +96,7 @@ def test_outlier_columns_are_found_whatever_the_scale_of_the_lines() -> None:
 def test_digits_hold_what_they_promise(bits: int, count: int, transposed: bool) -> None:
     x = normal(400, 500)
     x = x.mT if transposed else x
-    planes, scale = digits(x, largest(x), bits, count)
+    planes, scale = digits(x, bits, count)
     limit = 2 ** (bits - 1) - 1
     value = sum(plane.double() / 2.0 ** (bits * i) for i, plane in enumerate(planes)) * scale.double()[:, None]
     error = ((x.double() - value) / scale.double()[:, None]).abs() * 2.0 ** (bits * (count - 1))
@@ -134,6 +134,32 @@ def test_small_products_go_without_statistics() -> None:
 
 def search(wish: Wish, predicted: dict[Plan, float], prices: Costs = _CHEAP) -> Search:
     return Search(wish, 1.68, lambda plan: Sizes(1000, 1000, 1000), prices, dict(predicted))
+
+
+def test_plans_are_predicted_from_the_cheapest_up_and_the_cheapest_is_found() -> None:
+    plans = (*plans_of("auto", (8,)), SINGLE)
+    for case in range(200):
+        draw = random.Random(case)
+        prices = draw.choice((PRICES, _CHEAP))
+        errors = {plan: 10 ** draw.uniform(-6, -1) for plan in plans}
+        full = Sizes(1000, 1000, 1000, hot=draw.choice((0, 40)), density=draw.choice((0.0, 0.3)))
+        asked: list[Plan] = []
+
+        def predict(plan: Plan, asked: list[Plan] = asked, errors: dict[Plan, float] = errors) -> float:
+            asked.append(plan)
+            return errors[plan]
+
+        looking = Search(Wish(1e-3), 1.3, lambda plan, full=full: full, prices)  # type: ignore[misc]
+        looking.predicted, looking.predict = dict.fromkeys(plans), predict
+        price = {plan: cost(plan, full, prices) for plan in plans}
+        meeting = [plan for plan in plans if errors[plan] * 1.3 * 1.15 <= 1e-3]
+        found = looking.next()
+        assert found == (min(meeting, key=lambda plan: (price[plan], errors[plan])) if meeting else SINGLE)
+        assert len(asked) == len(set(asked))
+        bound = price[found] if meeting else math.inf
+        least = {plan: cost(plan, Sizes(1000, 1000, 1000), prices) for plan in plans}
+        assert {plan for plan in plans if least[plan] < bound} <= set(asked)  # none that may be cheaper is passed over
+        assert all(least[plan] <= bound for plan in asked if plan != found) or not meeting
 
 
 def test_an_escalation_learns_from_the_failure_and_ends() -> None:

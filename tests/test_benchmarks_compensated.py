@@ -1,0 +1,58 @@
+"""The benchmarks of compensated products run, quickly, and their results hold what the plots and tables need."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import cpu
+from residual.plans import MODES
+from tests.test_examples import script
+
+
+def test_accuracy_covers_every_mode_and_kind_and_draws_them(tmp_path: Path) -> None:
+    out, picture = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
+    script("benchmarks/accuracy.py", "--device", "cpu", "--quick", "--seconds", 2, "--out", out)
+    cases = json.loads(out.read_text())["cases"]
+    assert len({case["kind"] for case in cases}) == 6
+    for case in cases:
+        errors = {row["name"]: row["error"] for row in case["rows"]}
+        assert {*MODES, "torch fp32", "torch bf16"} <= set(errors) and all(row["ms"] > 0 for row in case["rows"])
+        assert errors["three_digit"] < errors["full"] < errors["direct"]
+        planned = {name: float(name.removesuffix(", prepared").split()[1]) for name in errors if name.startswith("tol")}
+        assert planned and all(errors[name] <= tol for name, tol in planned.items())
+    if importlib.util.find_spec("matplotlib"):
+        script("benchmarks/accuracy_plot.py", out, picture)
+        assert picture.stat().st_size > 0
+
+
+def test_what_choosing_costs_is_told_for_every_case(tmp_path: Path) -> None:
+    out = tmp_path / "auto.json"
+    script("benchmarks/auto.py", "--device", "cpu", "--quick", "--seconds", 6, "--out", out)
+    found = json.loads(out.read_text())
+    assert len(found["cases"]) + len(found["left out"]) >= 4 and found["cases"]
+    for case in found["cases"]:
+        times, errors = case["ms"], case["errors"]
+        assert case["plan"] and case["estimated"] <= case["tol"]
+        rivals = [name for name in times if name.endswith(", checked") or name == "torch fp32"]
+        assert case["best"] in rivals and case["regret"] == times["auto"] / min(times[name] for name in rivals)
+        known = [name for name in times if errors.get(name, 1.0) <= case["tol"]]
+        assert case["regret, unchecked"] == times["auto"] / min(times[name] for name in known)
+    for check in found["checks"]:
+        assert {"direct", "full, prepared"} <= set(check["share"]) and all(
+            share < 1 for share in check["share"].values()
+        )
+    assert found["summary"]["regret"]["worst"] == max(case["regret"] for case in found["cases"])
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the engine is not compiled")
+def test_quantization_is_compared_with_the_product_it_feeds(tmp_path: Path) -> None:
+    out = tmp_path / "quantize.json"
+    script("benchmarks/cpu_quantize.py", "--quick", "--out", out)
+    for result in json.loads(out.read_text())["results"]:
+        assert result["int_mm_ms"] > 0 and len(result["methods"]) == 18
+        for row in result["methods"].values():
+            assert 0 < row["share"] == row["engine_ms"] / result["int_mm_ms"]
