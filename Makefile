@@ -1,4 +1,4 @@
-# make demo | test | lint | gpu-test | gpu-sanitize | bench | plots | sanitize | clean
+# make demo | test | lint | docs | gpu-test | gpu-sanitize | bench | plots | sanitize | clean
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SHELL := /bin/bash
@@ -11,17 +11,20 @@ SANITIZED := build/sanitize
 SANITIZE_TESTS ?= tests/kernels/test_integers.py tests/kernels/test_quantize.py tests/sparse tests/compensated tests/cli/test_cli.py
 SANITIZER_RESULTS ?= benchmarks/results/sanitizer.json
 ROOTED = .$${PYTHONPATH:+:$$PYTHONPATH}
+WORKERS ?= 2
 BENCHES ?= benchmarks/cpu_spmm.py
 GPU_BENCHES := benchmarks/spmm.py benchmarks/ablation.py benchmarks/gemm.py benchmarks/dlmc.py benchmarks/llm.py \
-  benchmarks/costs.py benchmarks/accuracy.py benchmarks/choose.py
+  benchmarks/costs.py benchmarks/accuracy.py benchmarks/auto.py benchmarks/choose.py benchmarks/attention.py \
+  benchmarks/floats.py benchmarks/transformer.py
 
-.PHONY: help demo test lint gpu-test gpu-sanitize bench plots sanitize clean
+.PHONY: help demo test lint docs gpu-test gpu-sanitize bench plots sanitize clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      run SpMM and SDDMM on pruned matrices, check them, draw a plot"
 	@echo "make test      the test suite"
 	@echo "make lint      ruff and mypy"
+	@echo "make docs      guides and reference as HTML, in build/docs"
 	@echo "make sanitize  the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make gpu-test  tests that need a CUDA device, with the python3 of the machine"
 	@echo "make gpu-sanitize  the kernels under compute-sanitizer's tools, likewise"
@@ -33,16 +36,21 @@ demo: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
+
 # Those below make no environment: a machine with a GPU brings its own torch.
+# The tests spread over processes where pytest-xdist is there; most of their time is the host's.
+gpu-test: SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n 6 --dist loadfile")' 2>/dev/null)
 gpu-test:
-	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m gpu tests $(ARGS)
+	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m gpu tests $(SPREAD) $(ARGS)
 
 gpu-sanitize:
 	PYTHONPATH="$(ROOTED)" $(PYTHON) -m tests.gpu.sanitize $(SANITIZER_RESULTS)

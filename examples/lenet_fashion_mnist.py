@@ -254,7 +254,7 @@ def render(results: dict[str, Any]) -> str:
             "times float32's rate",
             *(f"densities of {name}" for name in names),
         ]
-        title = f"#### Table 7's rows: {layers} quantized, {shown[0]['images']} test images, ms for 1000 images"
+        title = f"### Table 7's rows: {layers} quantized, {shown[0]['images']} test images, ms for 1000 images"
         parts.append(f"{title}\n\n{markdown(headers, body)}")
     return "\n\n".join(parts)
 

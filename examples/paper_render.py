@@ -83,19 +83,19 @@ def render(results: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"Measured on {machine_line(results)}.",
-            "#### A worked 3 x 3 example\n\n" + _example(results["worked example"]),
-            f"#### Figures 6 and 8: relative error (mean density of A' and B') by threshold, n = {n}, rule `mean`\n\n"
+            "### A worked 3 x 3 example\n\n" + _example(results["worked example"]),
+            f"### Figures 6 and 8: relative error (mean density of A' and B') by threshold, n = {n}, rule `mean`\n\n"
             + _by_threshold(results["errors by threshold"], "mean"),
-            f"#### The same with equation 14 read literally, n = {n}\n\n"
+            f"### The same with equation 14 read literally, n = {n}\n\n"
             + _by_threshold(results["errors by threshold"], "eq14"),
-            f"#### Errors by scaling and rounding (Table 5's subject), n = {n}, sparse: rule `mean`, threshold 0.1\n\n"
+            f"### Errors by scaling and rounding (Table 5's subject), n = {n}, sparse: rule `mean`, threshold 0.1\n\n"
             + _by_scaling(results["errors by scaling"]),
-            "#### Tables 3 and 4: rate by density, int8 operands ready, fastest runs\n\n"
+            "### Tables 3 and 4: rate by density, int8 operands ready, fastest runs\n\n"
             f"Printed, in the abstract: {PRINTED['speed-up']} times the speed on a CPU. Best here: "
             f"{best_gain(results):.2f} times the rate of full compensation. The density eta where a sparse correction "
             f"takes the dense one's time: printed about {PRINTED['eta on a CPU']} on a CPU, {eta_line}.\n\n"
             + _rates(results["rates"]),
-            "#### Figure 7: milliseconds of the steps of the fastest call, exponential data\n\n"
+            "### Figure 7: milliseconds of the steps of the fastest call, exponential data\n\n"
             + _steps(results["steps"]),
         ]
     )

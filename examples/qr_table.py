@@ -118,14 +118,14 @@ def render(results: dict[str, Any]) -> str:
             cells = [found[name, kind, size] for kind in kinds]
             ms = sum(cell["seconds"] for cell in cells) / len(cells) * 1e3
             body.append([name, *(f"{c['error']:.1e} ({c['orthogonality']:.1e})" for c in cells), f"{ms:.0f}"])
-        title = f"#### Table 6's rows, n = {size}: ||A - QR|| / ||A|| (||Q^T Q - I|| / sqrt n), mean milliseconds"
+        title = f"### Table 6's rows, n = {size}: ||A - QR|| / ||A|| (||Q^T Q - I|| / sqrt n), mean milliseconds"
         parts.append(f"{title}\n\n{markdown(['way', *kinds, 'ms'], body)}")
     body = []
     for row in results["refinements"]:
         counts = str(row["refinements"]), str(row["iterations"]), f"{row['backward error']:.1e}"
         body.append([row["distribution"], row["factorization"], row["product"], *counts])
     headers = ["matrix", "factors", "product", "refinements", "GMRES steps", "backward error"]
-    parts.append(f"#### `residual.solve`, n = {n}, tol 1e-15\n\n{markdown(headers, body)}")
+    parts.append(f"### `residual.solve`, n = {n}, tol 1e-15\n\n{markdown(headers, body)}")
     return "\n\n".join(parts)
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-_skipped = pytest.StashKey[int]()
+NO_DEVICE = "needs a CUDA device"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    waiting = [item for item in items if item.get_closest_marker("gpu")]
-    for item in waiting:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    config.stash[_skipped] = len(waiting)
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if count := terminalreporter.config.stash.get(_skipped, 0):
+    # from the reports, which also those of other processes reach
+    skipped = terminalreporter.stats.get("skipped", ())
+    if count := sum(NO_DEVICE in str(report.longrepr) for report in skipped):
         terminalreporter.write_line(f"{count} GPU tests skipped: torch has no CUDA device")

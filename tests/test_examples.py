@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import magicube_cutlass as mc
 from tests.helpers import disassemble
@@ -61,7 +62,20 @@ def test_readme_code_runs() -> None:
     for block in blocks:
         scope: dict[str, object] = {}
         exec(block, scope)
-        assert "C" in scope
+        results = [value for name, value in scope.items() if name in ("C", "o")]
+        assert results and all(isinstance(value, torch.Tensor) and value.isfinite().all() for value in results)
+
+
+# adding-an-mma-shape quotes an example, which has a test of its own
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text()]
+PAGES = [page for page in PAGES if page.stem != "adding-an-mma-shape"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_of_the_docs_runs(page: Path) -> None:
+    scope: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):  # one after the other
+        exec(block, scope)
 
 
 def test_benchmark_checks_and_writes_what_the_readme_renders(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,31 +92,32 @@ def test_a_planted_wrong_arrow_is_seen(room: str, source: str, name: str) -> Non
 PROBE = """
 import json, sys, time, torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()  # of this process, which others that run do not make longer
 import {package}
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps([seconds, torch.cuda.is_initialized(), sorted(set(sys.modules) - before)]))
 """
 
 
-def probe(package: str) -> tuple[float, bool, list[str]]:
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE.format(package=package)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+def probe(package: str, bytecode: Path) -> tuple[float, bool, list[str]]:
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(bytecode)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # users have bytecode from the second import on
+    command = [sys.executable, "-c", PROBE.format(package=package)]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     seconds, initialised, modules = json.loads(run.stdout.splitlines()[-1])
     return seconds, initialised, modules
 
 
 @pytest.mark.parametrize("package", ["magicube_cutlass", "residual"])
-def test_import_is_quick_and_touches_no_gpu(package: str) -> None:
+def test_import_is_quick_and_touches_no_gpu(package: str, tmp_path: Path) -> None:
     seconds = []
     for _ in range(5):
-        taken, initialised, modules = probe(package)
+        taken, initialised, modules = probe(package, tmp_path)
         assert not initialised
         heavy = {name.split(".")[0] for name in modules} & set(LAZY)
         assert not heavy, f"import {package} imports {sorted(heavy)}"
         seconds.append(taken)
-        if taken < IMPORT_SECONDS:  # the best of up to five counts: the first may find cold files
+        if taken < IMPORT_SECONDS:  # the best of up to five counts: the first makes the bytecode
             break
     assert min(seconds) < IMPORT_SECONDS, f"import {package} took {min(seconds):.3f} s on top of torch"
 
