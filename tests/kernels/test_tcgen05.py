@@ -89,7 +89,8 @@ def launched(
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> Launch:
-    """The launch that a device of sm_100a would get."""
+    """The launch that a device of sm_100a would get where this kernel is wished."""
+    monkeypatch.setenv("MAGICUBE_TCGEN05", "1")
     out = torch.zeros(a.rows, b.rows) if out is None else out
     caught: list[Launch] = []
 
