@@ -44,8 +44,8 @@ class Costs:
 
 # One thread of a Xeon with AVX512-VNNI, by measure_costs in a virtual machine.
 _CPU = Costs(
-    call=6e-4, analysis=2.2e-3, analysis_k=2.2e-6, int8=5.5e-12, fp32=1.7e-11, fp64=3.6e-11, sparse=1.5e-10,
-    quantize=2.9e-9, digit=1.6e-9, out=1.3e-9, copy=4.2e-10, compress=1.3e-8, gather=4.2e-10,
+    call=5.5e-4, analysis=2.3e-3, analysis_k=3.2e-6, int8=5.5e-12, fp32=1.7e-11, fp64=3.8e-11, sparse=1e-10,
+    quantize=1.4e-9, digit=2.4e-10, out=1.4e-9, copy=4.5e-10, compress=8e-9, gather=6.5e-9,
 )  # fmt: skip
 # Not by measure_costs, but from an H200's dense int8 products (1,283 TOPS), float32 (51 TFLOPS), copies (4.3 TB/s);
 # analysis (three short kernels, a copy, a wait) and gather are estimates.
