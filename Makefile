@@ -50,7 +50,8 @@ docs: $(VENV)/.installed
 # The tests spread over processes where pytest-xdist is there; most of their time is the host's.
 gpu-test: SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n 6 --dist loadfile")' 2>/dev/null)
 gpu-test:
-	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m gpu tests $(SPREAD) $(ARGS)
+	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m "gpu and not alone" tests $(SPREAD) $(ARGS)
+	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m "gpu and alone" tests $(ARGS)
 
 gpu-sanitize:
 	PYTHONPATH="$(ROOTED)" $(PYTHON) -m tests.gpu.sanitize $(SANITIZER_RESULTS)

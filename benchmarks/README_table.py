@@ -1,4 +1,4 @@
-"""Renders the tables of README.md and docs/performance.md.  Run: ``python benchmarks/README_table.py``"""
+"""Renders the tables of README.md and of the guides.  Run: ``python benchmarks/README_table.py``"""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 CPU, GPU = "cpu-table", "gpu-table"
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS = "dlmc", "llm", "one-time-costs"
+FLOATS, ATTENTION, AUTO = "floats", "attention", "auto"
+FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_RIVALS = ("dense fp16", "dense int8", "dense fp8", "2:4 int8", "BSR fp16 32", "Blocked-ELL int8 16")
 
@@ -196,6 +198,63 @@ def render_costs(results: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows)])
 
 
+def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table with figures to the right of its first column."""
+    return [
+        f"| {' | '.join(head)} |",
+        "|---" + "|---:" * (len(head) - 1) + "|",
+        *(f"| {' | '.join(r)} |" for r in rows),
+    ]
+
+
+def render_floats(results: dict[str, Any]) -> str:
+    """A row a product, a column a shape; then a grid of all pairs."""
+    cases, pairs = results["products"], results["pairs"]
+    known = [{row["name"]: row for row in case["products"]} for case in cases]
+    names = list(dict.fromkeys(name for case in known for name in case))
+    rows = [
+        [name, *(_microseconds(case.get(name)) for case in known), f"{known[0][name]['error']:.1e}"]
+        for name in names
+        if name in known[0]
+    ]
+    us = {row["name"]: row for row in pairs["products"]}
+    grid = [[a, *(_microseconds(us.get(f"{a} x {b}")) for b in FLOAT_FORMATS)] for a in FLOAT_FORMATS]
+    shapes = [" x ".join(map(str, case["shape"])) for case in cases]
+    return "\n".join([
+        f"{_machine(results)}; microseconds, {results['setting']['us']}; the error is that at {shapes[0]}.", "",
+        *_grid(["M x K x N", *shapes, "error"], rows), "",
+        f"All pairs at {' x '.join(map(str, pairs['shape']))}, left formats down:", "",
+        *_grid(["", *FLOAT_FORMATS], grid),
+    ])  # fmt: skip
+
+
+def render_attention(results: dict[str, Any]) -> str:
+    """A row a form or rival, a column a length and sparsity."""
+    known = [{row["name"]: row for row in case["rows"]} for case in results["cases"]]
+    head = [f"L = {case['length']}, {case['sparsity']:g}" for case in results["cases"]]
+    rows = [[name, *(_microseconds(case.get(name)) for case in known)] for name in known[0]]
+    return "\n".join([
+        f"{_machine(results)}; {results['setting']['shape']}; microseconds, {results['setting']['us']}.", "",
+        *_grid(["", *head], rows),
+    ])  # fmt: skip
+
+
+def render_auto(results: dict[str, Any]) -> str:
+    """What the choice of a plan costs beside the best mode, and what the check takes."""
+    regret, free = (results["summary"][name] for name in ("regret", "regret, unchecked"))
+    modes = ("direct", "centred", "full", "three_digit")
+    head = ["n", *(f"{mode}{kind}" for mode in modes for kind in ("", ", prepared"))]
+    rows = [[str(case["n"]), *(f"{case['share'][name]:.0%}" for name in head[1:])] for case in results["checks"]]
+    return "\n".join([
+        f"{_machine(results)}; {results['summary']['cases']} cases, n = 2048 to 8192, whole calls from float32: `auto` "
+        f"takes {regret['median']:.2f} times as long as the fastest checked mode or float32 (median; "
+        f"{regret['worst']:.2f} at worst, above 1.25 in {regret['above 1.25']}), {free['median']:.2f} times as long as "
+        "the fastest unchecked one.",
+        "", "What the check of a given mode takes, as a share of the call without it:", "",
+        *_grid(head, rows),
+    ])  # fmt: skip
+
+
 def update_readme(name: str, text: str, readme: Path = ROOT / "README.md") -> None:
     """Put ``text`` between the markers called ``name`` of ``readme``."""
     start, end = f"<!-- {name}: benchmarks/README_table.py writes this -->", f"<!-- end {name} -->"
@@ -209,8 +268,15 @@ def update_readme(name: str, text: str, readme: Path = ROOT / "README.md") -> No
 if __name__ == "__main__":
     update_readme(CPU, render(json.loads((RESULTS / "cpu_spmm.json").read_text())))
     update_readme(GPU, render_gpu(json.loads((RESULTS / "spmm_h200.json").read_text())))
-    for section, stem, table in ((DLMC, "dlmc", render_dlmc), (LLM, "llm", render_llm), (COSTS, "costs", render_costs)):
+    for section, stem, table, guide in (
+        (DLMC, "dlmc", render_dlmc, "performance"),
+        (LLM, "llm", render_llm, "performance"),
+        (COSTS, "costs", render_costs, "performance"),
+        (FLOATS, "floats", render_floats, "floats"),
+        (ATTENTION, "attention", render_attention, "attention-performance"),
+        (AUTO, "auto", render_auto, "residual-matmul"),
+    ):
         if (source := RESULTS / f"{stem}_h200.json").is_file():
-            update_readme(section, table(json.loads(source.read_text())), ROOT / "docs" / "performance.md")
+            update_readme(section, table(json.loads(source.read_text())), ROOT / "docs" / f"{guide}.md")
         else:
             print(f"no {source}: the section {section} stays as it is")

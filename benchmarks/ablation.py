@@ -108,7 +108,6 @@ def panel_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
         (
             changed("bank order", base, key, ordered=True),
             changed("no bank order", base, key, ordered=False),
-            changed("units of both halves", base, key, halved=True),
             changed("no swizzle", base, key, swizzle=False),
             changed("neither", base, key, swizzle=False, ordered=False),
         ),

@@ -23,6 +23,7 @@ from rich.progress import track
 import magicube_cutlass as mc
 from cute_kernels.numbers import Integer
 from magicube_cutlass import kernels
+from magicube_cutlass.plans import rounded
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTHS = Widths(8, 8)
@@ -49,7 +50,7 @@ def shapes(count: int, seed: int) -> list[Shape]:
 def problem(shape: Shape) -> kernels.Problem:
     pattern = uniform(shape, VECTOR_LENGTH)
     longest = int(pattern.row_lengths.max())
-    return kernels.Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, 1 << (shape.n - 1).bit_length())
+    return kernels.Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, rounded(shape.n))
 
 
 def run_case(shape: Shape, machine: kernels.Machine) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def judge(report: dict[str, Any], arch: str = "sm_90a") -> str:
             case["k"],
             case["vectors"],
             case["longest"],
-            1 << (case["n"] - 1).bit_length(),
+            rounded(case["n"]),
         )
         pick = case["us"].get(kernels.choose_spmm(KIND, machine, here).name)
         if pick is None:

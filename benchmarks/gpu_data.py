@@ -21,7 +21,7 @@ from cute_kernels.jit.warm import Source
 from cute_kernels.numbers import Integer, Number
 from magicube_cutlass import kernels
 from magicube_cutlass.costs import MMA_COLUMNS
-from magicube_cutlass.plans import problem
+from magicube_cutlass.plans import problem, rounded
 
 OUT = torch.float16
 OUT_NAME = "float16"
@@ -145,7 +145,7 @@ def chosen_for(
 ) -> kernels.SpmmKernel:
     """As :func:`chosen`, for operands of any kind."""
     length = vector_length or max(pattern.vector_length, MMA_COLUMNS)
-    sizes = problem(pattern, length, 1 << (n - 1).bit_length(), 1)
+    sizes = problem(pattern, length, rounded(n), 1)
     here = kernels.machine(torch.cuda.current_device())
     return kernels.choose_spmm(kernels.Kind(length, left, right, OUT_NAME), here, sizes)
 

@@ -17,7 +17,7 @@ from cute_kernels.jit.warm import Source
 from cute_kernels.numbers import Integer
 from magicube_cutlass import kernels
 from magicube_cutlass.kernels import SddmmKernel
-from magicube_cutlass.plans import plan_sddmm, power_of_two
+from magicube_cutlass.plans import plan_sddmm, rounded
 from magicube_cutlass.reference import at_vectors
 
 PAIRS = (Widths(8, 8), Widths(16, 16), Widths(4, 4))
@@ -27,7 +27,7 @@ VECTOR_LENGTH, STRIDE, SPARSITY = 8, 32, 0.9
 def chosen_sddmm(pattern: mc.Pattern, widths: Widths, inner: int) -> SddmmKernel:
     """The config that ``mc.sddmm`` takes for float16 output; ``pattern`` on the GPU."""
     kinds = Integer(widths.left, True), Integer(widths.right, True)
-    name, _ = plan_sddmm(pattern, STRIDE, kinds, OUT, power_of_two(inner), None)
+    name, _ = plan_sddmm(pattern, STRIDE, kinds, OUT, rounded(inner), None)
     return kernels.sddmm_config(name)
 
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention.cuh"
-#include "cluster.cuh"
+#include "ring.cuh"
 
 namespace magicube {
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_run(uint32_t to, const void* from, int byte
 }
 
 template <class C>
-struct AttentionRing {
+struct AttentionRing : TileRing<C, C::kStages * 2 * C::kTile * C::kHead> {
   static constexpr int kMatrixBytes = C::kTile * C::kHead;    // of a tile of K or V
   static constexpr int kTileBytes = 2 * kMatrixBytes;
   static constexpr int kPart = C::kTile / C::kCluster;        // rows that one block fetches
@@ -30,10 +30,6 @@ struct AttentionRing {
   // Behind the tiles: two barriers a stage, then scales and biases of the keys, in stages like the tiles.
   static constexpr int kFactorsAt = kRingBytes + 16 * C::kStages, kFactorBytes = 4 * C::kTile;
 
-  uint32_t base;
-  __device__ uint32_t full(int stage) const { return base + kRingBytes + 8 * stage; }
-  __device__ uint32_t empty(int stage) const { return base + kRingBytes + 8 * (C::kStages + stage); }
-
   __device__ StepPlaces<C> places(const StepKeys<C>& step) const {
     constexpr int kChunks = AttentionShape<C>::kChunks;
     StepPlaces<C> at;
@@ -42,35 +38,11 @@ struct AttentionRing {
     CUTE_UNROLL
     for (int i = 0; i < C::kGroups; ++i) {
       const uint32_t place = step.words[i] & 0xFFFF;
-      at.rows[i] = base + place * 16;
-      if constexpr (AttentionShape<C>::kKeyed) at.scales[i] = base + kFactorsAt + place / kChunks * 4;
+      at.rows[i] = this->base + place * 16;
+      if constexpr (AttentionShape<C>::kKeyed) at.scales[i] = this->base + kFactorsAt + place / kChunks * 4;
     }
     return at;
   }
-
-  // A warp is done with a stage, and tells all blocks that fetch into it.
-  __device__ void release(int stage, int lane) const {
-    if constexpr (C::kCluster == 1) {
-      if (lane == 0) barrier_arrive(empty(stage));
-    } else {
-      if (lane < C::kCluster) cluster::arrive_at(empty(stage), lane);
-    }
-  }
-};
-
-// The stage of a tile, and the parity of each stage's uses so far. Tile t always lies in stage t % kStages.
-template <class C>
-struct TilePosition {
-  int stage = 0;
-  uint32_t parities = 0;
-
-  __device__ uint32_t parity() const { return parities >> stage & 1; }
-  __device__ void move_to(int tile) { stage = tile % C::kStages; }
-  __device__ void advance() {
-    parities ^= 1u << stage;
-    stage = stage + 1 == C::kStages ? 0 : stage + 1;
-  }
-  __device__ int before(int tiles) const { return stage >= tiles ? stage - tiles : stage + C::kStages - tiles; }
 };
 
 // What a cluster works on: a block of vector rows of one matrix. Blocks that run at the same time share a matrix, which the
@@ -111,11 +83,11 @@ struct TileSource {
 template <class C>
 __device__ void feed_tiles(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source) {
   using Ring = AttentionRing<C>;
-  TilePosition<C> position;
+  RingPosition<C> position;
   for (; item.exists(); item.advance<C>()) {
     const int2 tiles = item.tiles(ranges);
     const int first = int(item.batch) * source.rows;
-    position.move_to(tiles.x);
+    position.stage = tiles.x % C::kStages;  // tile t always lies in stage t % kStages
     for (int tile = tiles.x; tile < tiles.y; ++tile, position.advance()) {
       const int stage = position.stage;
       barrier_wait(ring.empty(stage), position.parity() ^ 1);
@@ -143,6 +115,7 @@ __device__ void feed_tiles(const AttentionRing<C>& ring, AttentionItem item, con
       }
     }
   }
+  ring.close(position.parities);
 }
 
 // Where a warp is in one vector row; the next step's keys are in registers or on their way.
@@ -167,10 +140,10 @@ struct AttentionCursor {
 };
 
 template <class C>
-__device__ void attend_item(const AttentionRing<C>& ring, TilePosition<C>& position, AttentionCursor<C> (&cursors)[C::kRows],
+__device__ void attend_item(const AttentionRing<C>& ring, RingPosition<C>& position, AttentionCursor<C> (&cursors)[C::kRows],
                             AttentionRow<C> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float top,
                             int lane) {
-  position.move_to(tiles.x);
+  position.stage = tiles.x % C::kStages;
   for (int tile = tiles.x; tile < tiles.y; ++tile) {
     barrier_wait(ring.full(position.stage), position.parity());
     CUTE_UNROLL
@@ -202,29 +175,19 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
                 int64_t v_batch, const float* bias, int64_t bias_batch, float scale, float top, float empty,
                 int64_t queries, int64_t keys, int64_t vector_rows, int64_t row_blocks, int64_t batches, int64_t patterns) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const AttentionRing<C> ring{shared_address(shared)};
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < C::kStages; ++stage) {
-      barrier_init(ring.full(stage), 1);
-      barrier_init(ring.empty(stage), C::kWarps * C::kCluster);
-    }
-    barrier_fence();
-  }
-  if constexpr (C::kCluster == 1) __syncthreads();
-  else cluster::meet();
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const AttentionRing<C> ring{{held(shared_address(shared))}};
+  ring.open();
   AttentionItem item = AttentionItem::first<C>(row_blocks, batches, patterns);
   if (warp == C::kWarps) {
     const TileSource source{&keys_map, &values_map, k_scale, bias, k_batch, bias_batch, int(keys)};
     if (lane == 0) feed_tiles(ring, item, ranges, source);
-    // Others may still fetch for this block, and arrive at its barriers.
-    if constexpr (C::kCluster > 1) cluster::meet();
     return;
   }
   const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step, v_batch,
                                    bias_batch, queries, scale, top, empty};
   constexpr int kBlockRows = C::kWarps * C::kRows;
-  TilePosition<C> position;
+  RingPosition<C> position;
   for (; item.exists(); item.advance<C>()) {
     const int64_t block = int64_t{item.row_block} * C::kCluster + (C::kCluster == 1 ? 0 : cluster::rank());
     const int64_t first = block * kBlockRows + warp * C::kRows, number = item.pattern() * vector_rows + first;
@@ -243,7 +206,6 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
       if (i < present) write_row(operands, rows[i], item.batch, first + i, lane);
     }
   }
-  if constexpr (C::kCluster > 1) cluster::meet();
 }
 
 }  // namespace magicube

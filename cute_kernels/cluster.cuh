@@ -12,6 +12,11 @@ __device__ __forceinline__ void meet() {
   arrive();
   wait();
 }
+// The same after barrier_fence, which orders the barriers; ordering the rest takes a fence of all memory.
+__device__ __forceinline__ void meet_with_barriers() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  wait();
+}
 
 __device__ __forceinline__ uint32_t rank() {
   uint32_t rank;

@@ -10,6 +10,19 @@ namespace magicube {
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) { return cast_smem_ptr_to_uint(at); }
 
+// x, which the compiler then keeps in a register instead of computing it anew wherever it is used.
+__device__ __forceinline__ uint32_t held(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// x, the same in all lanes of the warp, which the compiler sees by the shuffle: branches on it then leave no lane behind.
+template <class T>
+__device__ __forceinline__ T uniform(T x) { return __shfl_sync(~0u, x, 0); }
+
+// The warp's number in its block.
+__device__ __forceinline__ int warp_of_block() { return uniform(int(threadIdx.x) / 32); }
+
 // 16 bytes from global to shared memory; bytes from `valid` on become zero.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");

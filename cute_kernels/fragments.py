@@ -147,18 +147,6 @@ def pack_index(atom: Atom, packed: bool = False) -> Places:
     return index
 
 
-def half_index(atom: Atom, packed: bool = False) -> Places:
-    """As :func:`pack_index`, where ``ldmatrix`` reads units of both halves of a strip of four slots at once.
-
-    Matrix i of the first read then holds slots 4 i to 4 i + 3 and that of the second those K / 2 further on, in lanes t
-    and t + 2 alike.  A lane has its values of the first read, then those of the second, at ``2 g + t % 2``.
-    """
-    k_extent, (n, _) = stride(atom), atom.extent("B")
-    rows, slots = np.divmod(pack_index(atom, packed).reshape(n, 4, -1)[:, :2], k_extent)  # (n, 2 lanes, values)
-    first = rows * k_extent + slots // 8 * 4 + slots % 8
-    return np.stack((first, first + k_extent // 2), 2).reshape(-1)
-
-
 def column_order(bits: int) -> Layout:
     """Layout: row of operand A -> column of the dense operand, in a tile as wide as one ldmatrix: 8 units of 16 bits.
 

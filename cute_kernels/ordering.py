@@ -1,9 +1,8 @@
 """Order of a vector row's columns for the panel kernel: which slot of which group each one takes.
 
 The kernel holds a window of a few neighbouring tiles of B at a time, so a group may take columns of these only, and the
-oldest tile's have to be taken first.  Inside the window the order is free, and the columns of a *phase*, which
-``ldmatrix`` reads at once, cost as many passes over the banks as the most frequent residue among them: eight columns
-and their residues mod 8, or four and mod 4 where it reads two units of each.
+oldest tile's have to be taken first.  Inside the window the order is free, and eight columns that ``ldmatrix`` reads at
+once cost as many passes over the banks as the most frequent residue mod 8 among them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 PHASE = 8  # rows that ldmatrix reads at once; their numbers mod 8 decide about banks
-HALF_PHASE = 4  # where it reads two units of each row; their numbers mod 4 do
 
 
 def sequential_slots(
@@ -41,63 +39,61 @@ def sequential_slots(
     return starts.view(-1)[segment] + torch.arange(total, device=columns.device) - before[segment]
 
 
-def spread_slots(
-    columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2, phase: int = PHASE
-) -> Tensor:
+def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2) -> Tensor:
     """As :func:`sequential_slots`, in an order that spares bank conflicts.
 
-    Greedy, a ``phase`` of slots at a time: every residue that still has a column in the window gives one, the oldest;
-    what is then left to fill comes from the residues that have most.  On uniform patterns with some 50 columns a tile a
-    read takes 1.2 passes instead of 2.2.
+    Greedy, eight slots at a time: every residue that still has a column in the window gives one, the oldest; what is
+    then left to fill comes from the residues that have most.  On uniform patterns with some 50 columns a tile a read
+    takes 1.2 passes instead of 2.2.
     """
     device, rows, total = columns.device, row_offsets.numel() - 1, columns.numel()
     if not total:
         return torch.zeros(0, dtype=torch.int64, device=device)
     row_of = torch.repeat_interleave(row_offsets.diff(), output_size=total)
-    kind = row_of * phase + columns % phase  # (vectors,) row and residue
+    kind = row_of * PHASE + columns % PHASE  # (vectors,) row and residue
     kinds, order = torch.sort(kind, stable=True)
     tile_of = columns[order].to(torch.int64) // tile
-    counts = torch.bincount(kinds, minlength=rows * phase)
-    first = torch.cumsum(counts, 0) - counts  # (R * phase,)
-    within = torch.bincount(kinds * tiles + tile_of, minlength=rows * phase * tiles).view(-1, tiles)
-    until = torch.cumsum(within, 1)  # (R * phase, tiles) columns up to a tile
-    taken = _fill(counts.view(rows, phase), first, tile_of, until, group, window)  # (steps, R, phase)
+    counts = torch.bincount(kinds, minlength=rows * PHASE)
+    first = torch.cumsum(counts, 0) - counts  # (R * 8,)
+    within = torch.bincount(kinds * tiles + tile_of, minlength=rows * PHASE * tiles).view(-1, tiles)
+    until = torch.cumsum(within, 1)  # (R * 8, tiles) columns up to a tile
+    taken = _fill(counts.view(rows, PHASE), first, tile_of, until, group, window)  # (steps, R, 8)
     steps = taken.shape[0]
     ends = (
-        taken.cumsum(0).permute(1, 2, 0).reshape(rows * phase, steps).contiguous()
+        taken.cumsum(0).permute(1, 2, 0).reshape(rows * PHASE, steps).contiguous()
     )  # columns of each kind up to a step
     # one search for all kinds: each has a range of its own
     apart = int(counts.max()) + 1
     number = torch.arange(total, device=device) - first[kinds]  # of its kind
-    ranges = (ends + torch.arange(rows * phase, device=device)[:, None] * apart).view(-1)
+    ranges = (ends + torch.arange(rows * PHASE, device=device)[:, None] * apart).view(-1)
     found = torch.searchsorted(ranges, number + kinds * apart, right=True)
     step = found - kinds * steps
     begun = torch.where(step > 0, ends.view(-1)[(found - 1).clamp(min=0)], 0)  # of its kind in earlier steps
     before = (taken.cumsum(2) - taken).view(steps, -1)[step, kinds]  # slots of the step that other residues take
     slots = torch.empty_like(step)
-    slots[order] = step * phase + before + number - begun
+    slots[order] = step * PHASE + before + number - begun
     return slots
 
 
 def _fill(counts: Tensor, first: Tensor, tile_of: Tensor, until: Tensor, group: int, width: int) -> Tensor:
-    """How many columns of each residue each step of a phase's slots takes, int64 (steps, R, phase).
+    """How many columns of each residue each step of eight slots takes, int64 (steps, R, 8).
 
-    ``counts``: (R, phase) columns of each kind; ``first``: (R * phase,) where they begin in ``tile_of``, the columns'
-    tiles; ``until``: (R * phase, tiles) columns of a kind up to and with each tile; ``width``: tiles of a window.
+    ``counts``: (R, 8) columns of each kind; ``first``: (R * 8,) where they begin in ``tile_of``, the columns' tiles;
+    ``until``: (R * 8, tiles) columns of a kind up to and with each tile; ``width``: tiles of a window.
     """
-    tiles, phase = until.shape[1], counts.shape[1]
+    tiles = until.shape[1]
     placed, steps = torch.zeros_like(counts), []
-    levels = torch.arange(1, phase + 1, device=counts.device)
+    levels = torch.arange(1, PHASE + 1, device=counts.device)
     while bool((placed < counts).any()):
         upcoming = tile_of[(first + placed.view(-1)).clamp(max=tile_of.numel() - 1)].view_as(placed)
         oldest = torch.where(placed < counts, upcoming, tiles - 1).amin(1, keepdim=True)  # (R, 1)
-        last = (oldest + width - 1).clamp(max=tiles - 1).repeat_interleave(phase, 0)  # (R * phase, 1), may be used
+        last = (oldest + width - 1).clamp(max=tiles - 1).repeat_interleave(PHASE, 0)  # (R * 8, 1) that may be used
         allowed = until.gather(1, last).view_as(placed) - placed
-        for _ in range(group // phase):
-            filled = torch.minimum(allowed[:, :, None], levels).sum(1)  # (R, phase) slots if each gives at most so many
-            level = (filled <= phase).sum(1, keepdim=True)
+        for _ in range(group // PHASE):
+            filled = torch.minimum(allowed[:, :, None], levels).sum(1)  # (R, 8) slots if each gives at most so many
+            level = (filled <= PHASE).sum(1, keepdim=True)
             take = torch.minimum(allowed, level)
-            rest = phase - take.sum(1, keepdim=True)
+            rest = PHASE - take.sum(1, keepdim=True)
             spare = allowed - take
             rank = spare.argsort(dim=1, descending=True, stable=True).argsort(dim=1, stable=True)
             take = take + ((rank < rest) & (spare > 0))

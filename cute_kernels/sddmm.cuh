@@ -308,7 +308,7 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
   using S = SddmmShape<C>;
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kPieces = C::kStride / S::kSlots;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const int64_t tasks = blocks * kPieces;
   const uint32_t task_blocks = uint32_t((tasks + C::kWarps - 1) / C::kWarps);  // a division of 64 bits is a call
   const int64_t batch = blockIdx.x / task_blocks, task = int64_t{blockIdx.x % task_blocks} * C::kWarps + warp;

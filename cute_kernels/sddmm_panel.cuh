@@ -303,7 +303,7 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
             int64_t vector_rows, int64_t slots, int64_t tiles, int64_t row_blocks, int64_t block_rows, int64_t y_step) {
   using S = SddmmPanelShape<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const uint32_t base = shared_address(shared), at_x = base + S::kTileBytes + warp * S::kWarpBytesX;
   // 32 bits: a division of 64 is a call
   const int tile_number = int(blockIdx.x % uint32_t(tiles));

@@ -188,33 +188,46 @@ struct Sums {
 template <class Shape>
 constexpr int64_t kSafeGroups = 32768 / Shape::kK;
 
-// How rows of the output are written: all of the strip's columns exist, so neighbours are stored at once, with one factor
-// for all of them or one each; or column by column.
+// How rows of the output are written: all of the tile's rows and of the strip's columns exist, so neighbours are stored at
+// once, with one factor for all of them or one each; or what exists of them, column by column.
 enum class RowForm { kOneFactor, kFactors, kRagged };
 
-// The two rows of a row tile that a lane has; `right` is null or this lane's first factor.
+// This lane's factors of chunk c, `right` being null or where those of chunk 0 begin.
+template <class C, RowForm kForm>
+__device__ __forceinline__ void load_factors(float (&factors)[SpmmShape<C>::Units::kSubs], const float* right,
+                                             int64_t right_step, int c, int64_t inside) {
+  constexpr int kSubs = SpmmShape<C>::Units::kSubs;
+  if constexpr (kForm == RowForm::kRagged) {
+    CUTE_UNROLL
+    for (int s = 0; s < kSubs; ++s) {
+      const int column = c * 8 * kSubs + s;
+      factors[s] = right && column < inside ? right[column * right_step] : 1.0f;
+    }
+  } else if constexpr (kForm == RowForm::kFactors) {
+    uint32_t words[kSubs];
+    if constexpr (C::kStagedFactors) load_shared(shared_address(right + c * 8 * kSubs), words);
+    else load_words<kSubs>(words, reinterpret_cast<const uint32_t*>(right + c * 8 * kSubs));
+    CUTE_UNROLL
+    for (int s = 0; s < kSubs; ++s) factors[s] = __uint_as_float(words[s]);
+  }
+}
+
+// The two rows of a row tile that a lane has.
 template <class C, RowForm kForm, class Total>
 __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], const bool (&exists)[2], int64_t inside,
                                            const Total (&total)[SpmmShape<C>::kUnits][2], const float (&left)[2],
                                            const float* right, int64_t right_step, const float (&bias)[2]) {
   using S = SpmmShape<C>;
   constexpr int kSubs = S::Units::kSubs;
-  const float one = kForm == RowForm::kOneFactor && right ? *right : 1.0f;
+  float factors[kSubs];
+  if constexpr (kForm == RowForm::kOneFactor) {
+    const float one = right ? __ldg(right) : 1.0f;
+    CUTE_UNROLL
+    for (int s = 0; s < kSubs; ++s) factors[s] = one;
+  }
   CUTE_UNROLL
   for (int c = 0; c < S::kChunks; ++c) {
-    alignas(4 * kSubs) float factors[kSubs];
-    CUTE_UNROLL
-    for (int s = 0; s < kSubs; ++s) {
-      const int column = c * 8 * kSubs + s;
-      factors[s] = one;
-      if constexpr (kForm == RowForm::kRagged) factors[s] = right && column < inside ? right[column * right_step] : 1.0f;
-    }
-    if constexpr (kForm == RowForm::kFactors && C::kStagedFactors) {
-      using Several = typename Store<4 * kSubs>::type;
-      *reinterpret_cast<Several*>(factors) = *reinterpret_cast<const Several*>(right + c * 8 * kSubs);
-    } else if constexpr (kForm == RowForm::kFactors) {
-      load_words<kSubs>(reinterpret_cast<uint32_t*>(factors), reinterpret_cast<const uint32_t*>(right + c * 8 * kSubs));
-    }
+    load_factors<C, kForm>(factors, right, right_step, c, inside);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       if (!exists[j]) continue;
@@ -234,27 +247,28 @@ __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector
   using S = SpmmShape<C>;
   using Out = typename C::Out;
   const int64_t first = n0 + lane / 4 * S::Units::kSubs;  // this lane's column of chunk 0
+  const int64_t top = vector_row * C::kVector + tile * 8;
   const float* right = at.right ? at.right + batch * at.right_batch + first * at.right_step : nullptr;
-  const bool whole = at.vector_stores && n0 + S::kColumns <= at.n;
+  const bool whole = at.vector_stores && n0 + S::kColumns <= at.n && top + S::kTileRows <= at.rows;
   const int64_t inside = at.n - first < S::kColumns ? at.n - first : S::kColumns;
   Out* to[2];
-  bool exists[2];
+  bool exists[2], fits[2];  // in this matrix; in any
   float left[2], bias[2];
   CUTE_UNROLL
   for (int j = 0; j < 2; ++j) {
     const int v = lane % 4 * 2 + j;
-    const int64_t row = vector_row * C::kVector + tile * 8 + v;
-    exists[j] = v < S::kTileRows && row < at.rows;
-    left[j] = at.left && exists[j] ? at.left[row * at.left_step] : 1.0f;
-    bias[j] = at.bias && exists[j] ? at.bias[row] : 0.0f;
-    to[j] = static_cast<Out*>(at.out) + (batch * at.rows + row) * at.n + first;
+    fits[j] = S::kTileRows == 8 || v < S::kTileRows;
+    exists[j] = fits[j] && top + v < at.rows;
+    left[j] = at.left && exists[j] ? at.left[(top + v) * at.left_step] : 1.0f;
+    bias[j] = at.bias && exists[j] ? at.bias[top + v] : 0.0f;
+    to[j] = static_cast<Out*>(at.out) + (batch * at.rows + top + v) * at.n + first;
   }
   if (!whole) {
     write_rows<C, RowForm::kRagged>(to, exists, inside, total, left, right, at.right_step, bias);
   } else if (at.right_step == 0) {
-    write_rows<C, RowForm::kOneFactor>(to, exists, inside, total, left, right, 0, bias);
+    write_rows<C, RowForm::kOneFactor>(to, fits, inside, total, left, right, 0, bias);
   } else {
-    write_rows<C, RowForm::kFactors>(to, exists, inside, total, left, right, 1, bias);
+    write_rows<C, RowForm::kFactors>(to, fits, inside, total, left, right, 1, bias);
   }
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
 from cute_kernels.floats import FORMATS, decode, encode
-from cute_kernels.fragments import Places, pack_index, stride
+from cute_kernels.fragments import pack_index, stride
 from cute_kernels.integers import split_digits, widen
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.numbers import Integer, Number, digits, element_bits
@@ -78,7 +78,7 @@ class SpmmConfig:
         through_bytes = self.entry.mma_bits == 8 and not self.entry.floating
         return through_bytes and ((self.packed and self.a.signed) or (self.b.bits == 4 and self.b.signed))
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Columns of B that one strip has."""
         return self.row_bytes * 8 // element_bits(self.b)
@@ -129,10 +129,6 @@ class SpmmConfig:
         width = min(16, run * OUT_BYTES[self.out])
         return int(out.columns % run == 0 and out.pointer % width == 0 and right.pointer % (4 * run) == 0)
 
-    def value_order(self, narrow: bool) -> Places:
-        """The place in a group, row * K + slot, of each value of the execution copy."""
-        return pack_index(self.entry, packed=narrow)
-
     def sparse_key(self) -> tuple[object, ...]:
         """What the execution copy depends on."""
         return (self.atom, self.stacked, self.packed)
@@ -174,7 +170,7 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
     used = tiles.shape[3]
     per_lane = config.group // 4
     narrow = config.packed or config.entry.mma_bits == 4
-    order = config.value_order(narrow)[: 4 * used * per_lane]
+    order = pack_index(config.entry, packed=narrow)[: 4 * used * per_lane]
     index = torch.from_numpy(order).to(found.device)
     operands = tiles.shape[1] * tiles.shape[2]
     packed = tiles.reshape(groups, operands, used * config.group)[..., index]  # (groups, operands, values)

@@ -103,7 +103,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   using Total = cuda::std::conditional_t<C::kWide, int64_t, TotalOf<C>>;
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kTeams = C::kWarps / C::kRowWarps;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
   // 32 bits, because a division of 64 is a call; the grid's size has no more.
   const uint32_t strips = uint32_t((n + S::kColumns - 1) / S::kColumns);
   const uint32_t row_blocks = uint32_t((vector_rows + kTeams - 1) / kTeams);
@@ -114,10 +114,10 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   const bool present = vector_row < vector_rows;
   const int64_t strip_byte = strip * C::kRowBytes + lane % S::kChunks * 16;
   const int64_t valid = b_bytes - strip_byte;
-  const Ring ring{shared_address(shared) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + strip * C::kRowBytes,
+  const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + strip * C::kRowBytes,
                   b_pitch, valid < 0 ? 0 : valid < 16 ? int(valid) : 16, lane};
-  const int64_t begin = present ? group_start[vector_row] + warp % C::kRowWarps : 0;
-  const int64_t end = present ? group_start[vector_row + 1] : 0;
+  const int64_t begin = uniform(present ? group_start[vector_row] : 0) + warp % C::kRowWarps;
+  const int64_t end = uniform(present ? group_start[vector_row + 1] : 0);
   const int count = end > begin ? int((end - begin + C::kRowWarps - 1) / C::kRowWarps) : 0;
 
   const auto load_columns = [&](int i, int32_t (&to)[Ring::kSlotLanes]) {

@@ -7,13 +7,13 @@
 // where they lie in the ring.
 #pragma once
 
-#include "cluster.cuh"
+#include "ring.cuh"
 #include "spmm.cuh"
 
 namespace magicube {
 
 template <class C>
-struct PanelRing {
+struct PanelRing : TileRing<C, C::kStages * C::kTile * C::kRowBytes> {
   static constexpr int kTileBytes = C::kTile * C::kRowBytes;
   static constexpr int kPart = C::kTile / C::kCluster;        // rows that one block fetches
   static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // the copy engine's limit
@@ -24,34 +24,7 @@ struct PanelRing {
   // Behind the tiles: two barriers a stage, then the factors of each warp's strip.
   static constexpr int kFactorsAt = kRingBytes + 16 * C::kStages;
 
-  uint32_t base;
-  int tiles;
-
-  __device__ uint32_t full(int stage) const { return base + kRingBytes + 8 * stage; }
-  __device__ uint32_t empty(int stage) const { return base + kRingBytes + 8 * (C::kStages + stage); }
-
-  // A warp is done with a stage, and tells all blocks that fetch into it.
-  __device__ void release(int stage, int lane) const {
-    if constexpr (C::kCluster == 1) {
-      if (lane == 0) barrier_arrive(empty(stage));
-    } else {
-      if (lane < C::kCluster) cluster::arrive_at(empty(stage), lane);
-    }
-  }
-};
-
-// The stage of a tile and the parity of each stage's uses so far. Every item walks all tiles and starts at stage 0, so
-// that a row of B always lies at the same place in the ring.
-template <class C>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parities = 0;
-
-  __device__ uint32_t parity() const { return parities >> stage & 1; }
-  __device__ void advance() {
-    parities ^= 1u << stage;
-    stage = stage + 1 == C::kStages ? 0 : stage + 1;
-  }
+  int tiles;  // every item walks all of them from stage 0 on, so that a row of B always lies at the same place
 };
 
 // What a cluster works on: a block of vector rows times a strip of B. Blocks that run at the same time share a strip, which
@@ -60,14 +33,18 @@ template <class C>
 struct PanelItem {
   uint32_t row_blocks, strips, batches;
   uint32_t row_block, strip, batch;
+  uint32_t row_step, strip_step;  // from one item of a cluster to its next one
 
-  __device__ PanelItem(int64_t vector_rows, int64_t block_rows, int64_t n, int64_t columns, int64_t batch_count)
+  __device__ PanelItem(int64_t vector_rows, int64_t block_rows, int64_t n, int64_t columns, int64_t batch_count,
+                       int64_t row_step, int64_t strip_step)
       : row_blocks(uint32_t((vector_rows + block_rows - 1) / block_rows)),
         strips(uint32_t((n + columns - 1) / columns)),
         batches(uint32_t(batch_count)),
         row_block(blockIdx.x / C::kCluster % row_blocks),
         strip(blockIdx.x / C::kCluster / row_blocks),
-        batch(0) {
+        batch(0),
+        row_step(uint32_t(row_step)),
+        strip_step(uint32_t(strip_step)) {
     settle();
   }
   __device__ bool exists() const { return batch < batches; }
@@ -76,11 +53,9 @@ struct PanelItem {
     if constexpr (C::kCluster == 1) return row_block;
     else return int64_t{row_block} * C::kCluster + cluster::rank();
   }
-  // What follows from the numbers is computed again, rather than kept in registers while all of them are wanted.
-  __device__ void forget() { asm volatile("" : "+r"(row_block), "+r"(strip)); }
   __device__ void advance() {
-    strip += gridDim.x / C::kCluster / row_blocks;
-    row_block += gridDim.x / C::kCluster % row_blocks;
+    strip += strip_step;
+    row_block += row_step;
     if (row_block >= row_blocks) {
       row_block -= row_blocks;
       ++strip;
@@ -114,10 +89,11 @@ __device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescr
       }
     }
   }
+  ring.close(position.parities);
 }
 
 // One group as a lane holds it: where its rows lie in the ring, and its values.
-template <class C, bool kHalved = C::kHalved>
+template <class C>
 struct PanelGroup {
   using S = SpmmShape<C>;
   static constexpr int kSlots = S::Shape::kK;
@@ -136,52 +112,14 @@ struct PanelGroup {
   }
 };
 
-// The same where ldmatrix reads four rows at once, one unit of each half of the strip: such a read has conflicts among four
-// rows mod 4 instead of eight mod 8. Lanes t = 0, 1 then hold columns of the lower half and t = 2, 3 the same slots' of the
-// upper one, so each half takes an mma of its own, in which the other lanes' values are zero.
-template <class C>
-struct PanelGroup<C, true> {
-  using S = SpmmShape<C>;
-  static constexpr int kSlots = S::Shape::kK;
-  static constexpr int kReads = kSlots / 16;  // ldmatrix of four matrices of four slots
-  static constexpr int kRecordWords = int(S::kGroupWords) + kSlots / 2;
-  static_assert(!C::kFloat, "zeros must not meet infinities of other columns");
-  static_assert(kReads == 2 && S::Units::kMatrices == 4, "places of two slots share a word");
-  static_assert(S::kChunks / 2 % S::kStep == 0, "a half must be whole steps");
+// The execution copy of A, as the host makes it.
+struct PanelMatrix {
+  const int64_t* group_start;
+  const uint32_t* counts;
+  const uint32_t* records;
+  const int32_t* order;
 
-  uint32_t places;  // of one slot in each read, 16 bits each
-  uint32_t words[S::kPlanes][S::kRowTiles][kReads * S::kWords];
-
-  __device__ void load(const uint32_t* record, int lane) {
-    places = __ldg(record + S::kGroupWords + lane / 8 * 4 + lane % 4);
-    CUTE_UNROLL
-    for (int p = 0; p < S::kPlanes; ++p) {
-      CUTE_UNROLL
-      for (int tile = 0; tile < S::kRowTiles; ++tile) {
-        if (S::kUsedRows == 8 || lane < 4 * S::kUsedRows) {
-          const int at = ((p * S::kRowTiles + tile) * S::kUsedRows + lane / 4) * 2 + lane % 2;
-          load_words<kReads * S::kWords>(words[p][tile], record + at * kReads * S::kWords);
-        } else {
-          CUTE_UNROLL
-          for (int w = 0; w < kReads * S::kWords; ++w) words[p][tile][w] = 0;
-        }
-      }
-    }
-  }
-
-  // The values of one read's slots in the lanes of a half, zero in the others.
-  __device__ SparseFragment<C> part(int read, bool mine) const {
-    SparseFragment<C> values;
-    CUTE_UNROLL
-    for (int p = 0; p < S::kPlanes; ++p) {
-      CUTE_UNROLL
-      for (int tile = 0; tile < S::kRowTiles; ++tile) {
-        CUTE_UNROLL
-        for (int w = 0; w < S::kWords; ++w) values.words[p][tile][w] = mine ? words[p][tile][read * S::kWords + w] : 0;
-      }
-    }
-    return values;
-  }
+  __device__ const uint32_t* counted(int64_t unit, int words) const { return counts + unit * words; }
 };
 
 // What a warp goes through: the groups of its vector rows, tile after tile, in the order of their use. The next two are in
@@ -190,56 +128,50 @@ template <class C>
 struct GroupStream {
   using Group = PanelGroup<C>;
 
-  const uint32_t* record;  // of the group after those
+  const uint32_t* first;
+  uint32_t after;  // words from there to the record after those
   Group current, next;
 
-  __device__ void open(const uint32_t* first, int lane) {
+  __device__ void open(const uint32_t* records, int lane) {
     // Two records beyond the last one exist, so that nothing need be asked before a load.
+    first = records;
     current.load(first, lane);
     next.load(first + Group::kRecordWords, lane);
-    record = first + 2 * Group::kRecordWords;
+    after = 2 * Group::kRecordWords;
   }
 
   __device__ void advance(int lane) {
     current = next;
-    next.load(record, lane);
-    record += Group::kRecordWords;
+    next.load(first + after, lane);
+    after += Group::kRecordWords;
   }
 };
 
-// How many groups of each vector row of a warp need a tile, and none beyond it: 16 bits each.
+// How many groups of each vector row of a warp need a tile, and none beyond it: 16 bits each. Lane i holds those of tile
+// 32 n + i.
 template <class C>
 struct TileCounts {
   static constexpr int kWords = (C::kRows + 1) / 2;
   uint32_t words[kWords];
 
-  __device__ void load(const uint32_t* from) { load_words<kWords>(words, from); }
-  __device__ int of(int row) const { return row % 2 ? words[row / 2] >> 16 : words[row / 2] & 0xFFFF; }
+  // from: (tiles, words) of this warp.
+  __device__ void load(const uint32_t* from, int tile, int tiles) {
+    load_words<kWords>(words, from + (tile < tiles ? tile : tiles) * kWords);  // one more tile can be read
+  }
+  // A shuffle waits for what was loaded. Elsewhere the compiler would wait at each tile, for records on their way too.
+  __device__ void settle(int lane) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) words[i] = __shfl_sync(~0u, words[i], lane);
+  }
+  // The same for all lanes, which the compiler sees by the shuffle.
+  __device__ void of(int tile, uint32_t (&counts)[kWords]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) counts[i] = __shfl_sync(~0u, words[i], tile % 32);
+  }
 };
 
 template <class C>
-__device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C, true>& group, uint32_t ring, int lane) {
-  using S = SpmmShape<C>;
-  constexpr int kHalf = S::kChunks / 2;
-  const bool upper = lane & 2;                           // of the fragment
-  const uint32_t unit = lane & 4 ? kHalf * 16 : 0;       // of the address: rows 4 to 7 of a matrix
-  CUTE_UNROLL
-  for (int read = 0; read < PanelGroup<C, true>::kReads; ++read) {
-    const SparseFragment<C> low = group.part(read, !upper), high = group.part(read, upper);
-    const uint32_t row = (ring + (read ? group.places >> 16 : group.places & 0xFFFF) * 16) ^ unit;
-    CUTE_UNROLL
-    for (int chunk = 0; chunk < kHalf; chunk += S::kStep) {
-      uint32_t raw[S::kStep][S::Units::kMatrices];
-      CUTE_UNROLL
-      for (int c = 0; c < S::kStep; ++c) load_transposed(row ^ ((chunk + c) * 16), raw[c]);
-      sums.add(low, chunk, raw);
-      sums.add(high, chunk + kHalf, raw);
-    }
-  }
-}
-
-template <class C>
-__device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C, false>& group, uint32_t ring, int) {
+__device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C>& group, uint32_t ring) {
   using S = SpmmShape<C>;
   using Group = PanelGroup<C>;
   CUTE_UNROLL
@@ -262,38 +194,56 @@ __device__ void add_panel_group(Sums<C>& sums, const PanelGroup<C, false>& group
   }
 }
 
+// What a warp reads of A for an item: its groups, how many of them each tile ends, and which vector rows they belong to.
 template <class C>
-__device__ int stage_before(int stage, int tiles) {
-  return stage >= tiles ? stage - tiles : stage + C::kStages - tiles;
-}
+struct PanelStream {
+  GroupStream<C> groups;
+  TileCounts<C> counts;
+  int rows[C::kRows];
 
-// counts: (tiles + 1, words), the last ones read and not used.
-template <class C>
-__device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& position, GroupStream<C>& stream,
-                              Sums<C> (&sums)[C::kRows], const uint32_t* counts, int lane) {
-  TileCounts<C> groups, next;
-  next.load(counts);
-  for (int tile = 0; tile < ring.tiles; ++tile) {
-    barrier_wait(ring.full(position.stage), position.parity());
-    groups = next;
-    counts += TileCounts<C>::kWords;
-    next.load(counts);
+  // start: its first group.
+  __device__ void open(const PanelMatrix& matrix, int64_t unit, int64_t start, int tiles, int lane) {
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) {
-      CUTE_NO_UNROLL
-      for (int left = groups.of(i); left > 0; --left) {
-        add_panel_group(sums[i], stream.current, ring.base, lane);
-        stream.advance(lane);
-      }
+    for (int i = 0; i < C::kRows; ++i) rows[i] = C::kRows == 1 ? int(unit) : matrix.order[unit * C::kRows + i];
+    groups.open(matrix.records + uniform(start) * PanelGroup<C>::kRecordWords, lane);
+    counts.load(matrix.counted(unit, tiles * TileCounts<C>::kWords), lane, tiles);
+  }
+};
+
+template <class C, class UnitOf>
+__device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& position, const PanelMatrix& matrix,
+                              PanelStream<C>& stream, const UnitOf& unit, Sums<C> (&sums)[C::kRows], int lane) {
+  // Two loops, because at a branch the compiler waits for what is on its way.
+  for (int first = 0; first < ring.tiles; first += 32) {
+    uint32_t counts[TileCounts<C>::kWords], next[TileCounts<C>::kWords];
+    if (first > 0) {
+      stream.counts.load(matrix.counted(unit(), ring.tiles * TileCounts<C>::kWords), first + lane, ring.tiles);
     }
-    // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
-    __syncwarp();
-    if (tile >= C::kWindow - 1) ring.release(stage_before<C>(position.stage, C::kWindow - 1), lane);
-    position.advance();
+    stream.counts.settle(lane);
+    stream.counts.of(0, next);
+    const int end = ring.tiles < first + 32 ? ring.tiles : first + 32;
+    for (int tile = first; tile < end; ++tile) {
+      CUTE_UNROLL
+      for (int i = 0; i < TileCounts<C>::kWords; ++i) counts[i] = next[i];
+      stream.counts.of(tile + 1, next);  // ahead of need: a shuffle waits behind reads of shared memory
+      barrier_wait(ring.full(position.stage), position.parity());
+      CUTE_UNROLL
+      for (int i = 0; i < C::kRows; ++i) {
+        CUTE_NO_UNROLL
+        for (int left = i % 2 ? counts[i / 2] >> 16 : counts[i / 2] & 0xFFFF; left > 0; --left) {
+          add_panel_group(sums[i], stream.groups.current, ring.base);
+          stream.groups.advance(lane);
+        }
+      }
+      // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
+      __syncwarp();
+      if (tile >= C::kWindow - 1) ring.release(position.before(C::kWindow - 1), lane);
+      position.advance();
+    }
   }
   CUTE_UNROLL
   for (int i = C::kWindow - 1; i > 0; --i) {
-    if (ring.tiles >= i) ring.release(stage_before<C>(position.stage, i), lane);
+    if (ring.tiles >= i) ring.release(position.before(i), lane);
   }
   position.stage = 0;
 }
@@ -309,71 +259,62 @@ __device__ void stage_factors(float* to, const float* from, int64_t count, int l
 template <class C>
 __global__ void __launch_bounds__((C::kWarps + 1) * 32, 1)
 spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start, const uint32_t* counts,
-           const uint32_t* records, void* out, const float* left, int64_t left_step, const float* right,
-           int64_t right_step, int64_t right_batch, const float* bias, int64_t rows, int64_t vector_rows, int64_t n,
-           int64_t inner, int64_t batches, int64_t batch_rows, int64_t vector_stores) {
+           const uint32_t* records, const int32_t* order, void* out, const float* left, int64_t left_step,
+           const float* right, int64_t right_step, int64_t right_batch, const float* bias, int64_t rows,
+           int64_t vector_rows, int64_t n, int64_t inner, int64_t batches, int64_t batch_rows, int64_t row_step,
+           int64_t strip_step, int64_t vector_stores) {
   using S = SpmmShape<C>;
   using Total = TotalOf<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const PanelRing<C> ring{shared_address(shared), int((inner + C::kTile - 1) / C::kTile)};
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < C::kStages; ++stage) {
-      barrier_init(ring.full(stage), 1);
-      barrier_init(ring.empty(stage), C::kWarps * C::kCluster);
-    }
-    barrier_fence();
-  }
-  if constexpr (C::kCluster == 1) __syncthreads();
-  else cluster::meet();
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const PanelRing<C> ring{{held(shared_address(shared))}, int((inner + C::kTile - 1) / C::kTile)};
   constexpr int kBlockRows = C::kWarps * C::kRows;
-  PanelItem<C> item(vector_rows, kBlockRows * C::kCluster, n, S::kColumns, batches);
+  PanelItem<C> item(vector_rows, kBlockRows * C::kCluster, n, S::kColumns, batches, row_step, strip_step);
+  const auto unit = [&] {
+    // A warp without vector rows has the unit beyond the last one, which has no groups and rows that do not exist.
+    const int64_t units = (vector_rows + C::kRows - 1) / C::kRows, own = item.block() * C::kWarps + warp;
+    return own < units ? own : units;
+  };
+  const int64_t start = group_start[unit()];  // on its way while the barriers are made
+  ring.open();
   if (warp == C::kWarps) {
     if (lane == 0) {
       wait_for_predecessor();
       feed(ring, item, &map, inner, batch_rows);
     }
-    // Others may still fetch for this block, and arrive at its barriers.
-    if constexpr (C::kCluster > 1) cluster::meet();
     return;
   }
   float* const factors = reinterpret_cast<float*>(shared + PanelRing<C>::kFactorsAt) + warp * S::kColumns;
   // A factor a column comes from shared memory, where it is put while the warp multiplies.
   const bool staged = right && right_step == 1;
-  GroupStream<C> stream;
+  PanelStream<C> stream;
   Sums<C> sums[C::kRows];
-  const uint32_t* counted;
   RingPosition<C> position;
-  bool waiting = true;
-  for (; item.exists(); item.advance()) {
-    {
-      // A warp without vector rows has the unit beyond the last one, which has no groups.
-      const int64_t units = (vector_rows + C::kRows - 1) / C::kRows, own = item.block() * C::kWarps + warp;
-      const int64_t unit = own < units ? own : units;
-      stream.open(records + group_start[unit] * PanelGroup<C>::kRecordWords, lane);
-      counted = counts + unit * ring.tiles * TileCounts<C>::kWords;
-    }
+  const PanelMatrix matrix{group_start, counts, records, order};
+  stream.open(matrix, unit(), start, ring.tiles, lane);
+  wait_for_predecessor();
+  while (item.exists()) {
+    const int64_t n0 = int64_t{item.strip} * S::kColumns;
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) sums[i].clear();
-    if (waiting) wait_for_predecessor();
-    waiting = false;
-    if (staged) {
-      const int64_t n0 = int64_t{item.strip} * S::kColumns;
-      stage_factors<C>(factors, right + item.batch * right_batch + n0, n - n0, lane);
-    }
-    multiply_item(ring, position, stream, sums, counted, lane);
+    if (staged) stage_factors<C>(factors, right + item.batch * right_batch + n0, n - n0, lane);
+    multiply_item(ring, position, matrix, stream, unit, sums, lane);
     copy_async_wait<0>();
     __syncwarp();
-    item.forget();
-    const int64_t first = (item.block() * C::kWarps + warp) * C::kRows, n0 = int64_t{item.strip} * S::kColumns;
     const SpmmOperands operands{left, staged ? factors - n0 : right, bias, out, rows, n, left_step, right_step,
                                 staged ? 0 : right_batch, vector_stores != 0};
+    const uint32_t batch = item.batch;
+    int own[C::kRows];
+    CUTE_UNROLL
+    for (int i = 0; i < C::kRows; ++i) own[i] = stream.rows[i];
+    item.advance();
+    // What the next item begins with is on its way while this one is written.
+    if (item.exists()) stream.open(matrix, unit(), group_start[unit()], ring.tiles, lane);
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      if (first + i < vector_rows) write_sums<Total>(operands, sums[i], item.batch, first + i, n0, lane);
+      if (own[i] < vector_rows) write_sums<Total>(operands, sums[i], batch, own[i], n0, lane);
     }
   }
-  if constexpr (C::kCluster > 1) cluster::meet();
 }
 
 }  // namespace magicube

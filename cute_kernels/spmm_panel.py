@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
-from cute_kernels.fragments import Places, half_index
 from cute_kernels.jit.kernel import Kernel, tensor_map
 from cute_kernels.numbers import element_bits
 from cute_kernels.operands import Factor, Place, Target, Vectors
-from cute_kernels.ordering import HALF_PHASE, PHASE, sequential_slots, spread_slots
+from cute_kernels.ordering import sequential_slots, spread_slots
 from cute_kernels.source import OUT_BYTES
 from cute_kernels.spmm import SpmmConfig, pack_fragments
 
@@ -28,9 +27,8 @@ class PanelConfig(SpmmConfig):
     """``row_bytes`` of B's rows are a strip, ``tile`` of them a stage, ``stages`` the ring.
 
     A group takes rows of ``window`` neighbouring tiles at most; the other stages are for tiles on their way.  Each of
-    ``warps`` warps keeps the sums of ``rows`` vector rows.  ``ordered``: columns lie in the order that spares bank
-    conflicts.  ``halved``: a read takes a unit of each half of four rows instead of one of eight rows, which has fewer
-    conflicts and takes twice as many mma instructions; for groups of 32 and rows of 64 or 128 bytes.
+    ``warps`` warps keeps the sums of ``rows`` vector rows, which are dealt out by their length, in equal shares, where
+    they are several.  ``ordered``: columns lie in the order that spares bank conflicts.
     """
 
     STEM: ClassVar[str] = "spmm_panel"
@@ -43,7 +41,6 @@ class PanelConfig(SpmmConfig):
     rows: int = 1
     cluster: int = 1
     ordered: bool = True
-    halved: bool = False
 
     @property
     def threads(self) -> int:
@@ -61,8 +58,7 @@ class PanelConfig(SpmmConfig):
     def _tags(self) -> list[str]:
         shape = f"b{self.row_bytes}t{self.tile}s{self.stages}x{self.window}w{self.warps}r{self.rows}"
         shape += f"c{self.cluster}" if self.cluster > 1 else ""
-        switches = [*([] if self.ordered else ["unordered"]), *(["halved"] if self.halved else [])]
-        return [*super()._tags(), shape, *switches]
+        return [*super()._tags(), shape, *([] if self.ordered else ["unordered"])]
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
@@ -72,16 +68,12 @@ class PanelConfig(SpmmConfig):
             "kWarps": self.warps,
             "kRows": self.rows,
             "kCluster": self.cluster,
-            "kHalved": self.halved,
             "kStagedFactors": True,
         }
 
     def sparse_key(self) -> tuple[object, ...]:
         shape = (self.row_bytes, self.tile, self.stages, self.window, self.rows)
-        return (*super().sparse_key(), *shape, self.ordered, self.swizzle, self.halved)
-
-    def value_order(self, narrow: bool) -> Places:
-        return half_index(self.entry, narrow) if self.halved else super().value_order(narrow)
+        return (*super().sparse_key(), *shape, self.ordered, self.swizzle)
 
     @property
     def sums(self) -> int:
@@ -92,7 +84,10 @@ class PanelConfig(SpmmConfig):
 
     def items(self, vector_rows: int, n: int, batch: int) -> int:
         """Strips of row blocks, for each of which a cluster passes all of a strip of B through shared memory."""
-        return -(-vector_rows // (self.warps * self.rows * self.cluster)) * -(-n // self.columns) * batch
+        return self._row_blocks(vector_rows) * -(-n // self.columns) * batch
+
+    def _row_blocks(self, vector_rows: int) -> int:
+        return -(-vector_rows // (self.warps * self.rows * self.cluster))
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
         """Bytes of both operands that the kernel reads: each strip takes all of A, each item a strip of B."""
@@ -103,22 +98,8 @@ class PanelConfig(SpmmConfig):
     def accesses(self) -> list[Access]:
         """Every access of a warp to shared memory, for columns 0, 1, ...; others conflict as their order says."""
         units = self.row_bytes // 16
-        if self.halved:
-            lane = np.arange(32)
-            each = [
-                swizzled(
-                    16 * read + lane // 8 * 4 + lane % 4,
-                    chunk + lane // 4 % 2 * (units // 2),
-                    self.row_bytes,
-                    self.swizzle,
-                )
-                for chunk in range(units // 2)
-                for read in range(2)
-            ]
-        else:
-            rows = np.arange(self.group).reshape(-1, min(self.group, 32))
-            each = [swizzled(row, chunk, self.row_bytes, self.swizzle) for chunk in range(units) for row in rows]
-        reads = np.stack(each)
+        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
+        reads = np.stack([swizzled(row, chunk, self.row_bytes, self.swizzle) for chunk in range(units) for row in rows])
         lanes, run = np.arange(32), 16 // element_bits(self.b)
         factors = 4 * run * (lanes // 4 + 8 * np.arange(self.columns // (8 * run))[:, None])
         return [
@@ -151,18 +132,18 @@ class PanelConfig(SpmmConfig):
                 place = Place(b.pointer + i * b.batch, b.pitch, 0, b.row)
                 self.launch(kernel, matrix, place, one, left, scales, bias, early)
             return
-        offsets, counts, records = matrix
         rows = -(-out.rows // self.vector_length)
         shape = (b.row, step * (out.batch - 1) + out.inner)
         box = (self.row_bytes, min(self.tile // self.cluster, BOX_ROWS))
         clusters = min(kernel.multiprocessors // self.cluster, self.items(rows, out.columns, out.batch))
+        strip_step, row_step = divmod(clusters, self._row_blocks(rows))
         kernel.launch(
             (clusters * self.cluster, 1, 1),
             (
                 tensor_map(b.pointer, 1, shape, b.pitch, box, self.row_bytes if self.swizzle else 0),
-                offsets.data_ptr(), counts.data_ptr(), records.data_ptr(), out.pointer, left.pointer, left.step,
-                right.pointer, right.step, right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step,
-                self.vector_stores(out, right),
+                *(tensor.data_ptr() for tensor in matrix), out.pointer, left.pointer, left.step, right.pointer,
+                right.step, right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step,
+                row_step, strip_step, self.vector_stores(out, right),
             ),
             (self.cluster, 1, 1) if self.cluster > 1 else None,
             early,
@@ -181,19 +162,22 @@ class PanelCopy(NamedTuple):
     # that do not exist.
     tile_counts: Tensor
     # uint8 (groups + 2, bytes), in a unit tile after tile, in a tile row after row: values in fragment order, then for
-    # each slot, in 16 bits, where its row of B lies in the ring, in units of 16 bytes, swizzled; of slots of two reads
-    # in turn where these are halved. The last two records are read ahead of need and never used.
+    # each slot, in 16 bits, where its row of B lies in the ring, in units of 16 bytes, swizzled. The last two are read
+    # ahead of need and never used.
     records: Tensor
+    # int32 ((U + 1) * rows,): the vector row that a unit has at each place, or one beyond the last; empty for units of
+    # one row, which have it in its own order.
+    order: Tensor
 
 
 def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     """The execution copy of ``vectors``; torch operators on their own device."""
+    vectors, order = _dealt(vectors, config.rows) if config.rows > 1 else (vectors, vectors.columns.new_empty(0))
     group, device = config.group, vectors.columns.device
     tiles = -(-inner // config.tile)
     rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
     where = (vectors.columns, vectors.row_offsets, config.tile, tiles, group, config.window)
-    phase = HALF_PHASE if config.halved else PHASE
-    slots = spread_slots(*where, phase) if config.ordered else sequential_slots(*where)
+    slots = spread_slots(*where) if config.ordered else sequential_slots(*where)
     row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
     used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -221,10 +205,37 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     firsts = positions % group == 0
     places[positions[firsts] // group] = place[firsts][:, None]
     places.view(-1)[positions] = place
-    if config.halved:
-        places = places.view(groups, 2, group // 2).mT.reshape(groups, group)
     values = pack_fragments(config, vectors, positions, groups)
     records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
     if config.rows > 1:
         records = records[torch.argsort(use, stable=True)]
-    return PanelCopy(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, 2)))
+    return PanelCopy(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, 2)), order)
+
+
+def _dealt(vectors: Vectors, share: int) -> tuple[Vectors, Tensor]:
+    """Vectors with their rows dealt to units of ``share``, and the row at each place, one beyond the last for none.
+
+    The longest rows go to one unit each, the next ones to those that have least, and so on.
+    """
+    lengths, device = vectors.row_offsets.diff(), vectors.columns.device
+    rows = lengths.numel()
+    units = -(-rows // share)
+    lengths = torch.nn.functional.pad(lengths, (0, units * share - rows))
+    starts = torch.cumsum(lengths, 0) - lengths
+    longest = lengths.argsort(descending=True, stable=True).view(share, units)
+    order, sums = lengths.new_empty(units, share), lengths.new_zeros(units)
+    for place, tier in enumerate(longest):
+        least = sums.argsort(stable=True)
+        order[least, place] = tier
+        sums[least] += lengths[tier]
+    order = order.view(-1)
+    offsets = torch.nn.functional.pad(torch.cumsum(lengths[order], 0), (1, 0))
+    total = vectors.columns.numel()
+    moved = torch.repeat_interleave(starts[order] - offsets[:-1], lengths[order], output_size=total)
+    index = moved + torch.arange(total, device=device)
+    given = torch.nn.functional.pad(order.clamp(max=rows), (0, share), value=rows).to(torch.int32)
+    values = vectors.values
+    if values.dtype == torch.uint16:
+        values = values.view(torch.int16)  # torch has few operators on uint16
+    values = values[index].view(vectors.values.dtype)
+    return vectors._replace(row_offsets=offsets, columns=vectors.columns[index], values=values), given

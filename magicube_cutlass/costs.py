@@ -45,7 +45,7 @@ class Problem:
     """Sizes of C = A B.
 
     ``vector_rows``, ``inner`` and ``vectors`` (stored) of A; ``longest``: vectors of its longest vector row; ``n``:
-    columns of B, or a power of two not below; ``batch``: 1 for a single matrix, 2 for several.
+    columns of B, or a few more; ``batch``: 1 for a single matrix, 2 for several.
     """
 
     vector_rows: int
@@ -78,18 +78,19 @@ class Forecast:
 class PanelModel:
     """Nanoseconds of the panel kernel's parts on one multiprocessor."""
 
-    launch: float = 1511.0
-    block: float = 437.0  # its start and end
-    byte: float = 0.00409  # of a tile, when all multiprocessors fetch
-    row: float = 0.443  # of B, whatever its width
-    chunk: float = 2.98  # 16 bytes of a group's rows multiplied, for one warp of 16
-    tile: float = 134.0  # waiting and releasing
-    result: float = 0.7  # written, for each byte of a vector row's strip of B
-    narrow: float = 1.48  # how much longer a chunk takes in rows of 64 bytes
-    # warps and vector rows a warp: how much longer a chunk takes
-    slower: tuple[tuple[tuple[int, int], float], ...] = (
-        ((16, 1), 1.0), ((15, 2), 1.09), ((14, 2), 1.13), ((13, 2), 1.19), ((11, 2), 1.21), ((8, 2), 1.46),
-        ((11, 1), 1.11), ((8, 1), 1.42), ((7, 1), 1.45),
+    launch: float = 1426.0
+    block: float = 390.0  # its start and end
+    byte: float = 0.00383  # of a tile, when all multiprocessors fetch
+    row: float = 0.32  # of B, whatever its width
+    chunk: float = 5.35  # 16 bytes of a group's rows multiplied without a conflict, for one warp of 16
+    flight: float = 213.0  # a tile's way from the second-level cache, shared by those that are on theirs
+    conflict: float = 9.35  # columns of a window that double the passes of a read, being so few
+    result: float = 0.549  # written, for each byte of a vector row's strip of B
+    narrow: float = 1.59  # how much longer a read takes in rows of 64 bytes
+    # warps and vector rows a warp: a part of a chunk
+    share: tuple[tuple[tuple[int, int], float], ...] = (
+        ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.579), ((13, 2), 0.616), ((11, 3), 0.633), ((11, 2), 0.673),
+        ((8, 2), 0.706), ((11, 1), 0.692), ((8, 1), 0.761), ((7, 1), 0.838),
     )  # fmt: skip
 
 
@@ -97,12 +98,12 @@ class PanelModel:
 class GatherModel:
     """Nanoseconds of the gather kernel's parts."""
 
-    launch: float = 1168.0
-    warp: float = 624.0  # its start and end
-    group: float = 291.0  # of a warp that waits for it alone
-    crowd: float = 747.0  # more for a group when 32 warps of a multiprocessor wait likewise
-    team: float = 383.0  # the meeting of warps that share a vector row
-    result: float = 0.00206
+    launch: float = 926.0
+    warp: float = 841.0  # its start and end
+    group: float = 335.0  # of a warp that waits for it alone
+    crowd: float = 818.0  # more for a group when 32 warps of a multiprocessor wait likewise
+    team: float = 348.0  # the meeting of warps that share a vector row
+    result: float = 0.000358
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,14 @@ def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float
     groups = max(mean / config.group + 0.5, min(tiles / config.window, mean))
     rows = min(config.warps * config.rows, problem.vector_rows)
     products = config.sums / (config.rows * config.row_bytes / 4)  # mma operations a chunk, in those of L8-R8 at V = 8
-    slower = dict(model.slower)[config.warps, config.rows] * (model.narrow if config.row_bytes == 64 else 1.0)
-    work = rows * groups * config.row_bytes / 16 * model.chunk * slower * max(1.0, 0.5 + 0.5 * products)
+    share = dict(model.share)[config.warps, config.rows]
+    window = mean * config.tile * config.window / problem.inner  # columns
+    passes = 1.0 + min(model.conflict / window, 1.4)  # of a read, by the columns to choose from
+    passes *= model.narrow if config.row_bytes == 64 else 1.0
+    work = rows * groups * config.row_bytes / 16 * model.chunk * share * max(passes, 0.5 * (passes + products))
     fill = problem.inner * (model.byte * config.row_bytes / config.cluster * items / (waves * clusters) + model.row)
-    rest = model.block + model.tile * tiles + model.result * rows * config.row_bytes
+    fill += tiles * model.flight / (config.stages - config.window)
+    rest = model.block + model.result * rows * config.row_bytes
     return model.launch + waves * ((work**2 + fill**2) ** 0.5 + rest)
 
 

@@ -44,7 +44,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     from magicube_cutlass import gpu, kernels
 
     machine = kernels.machine(matrix.device.index)
-    chosen = kernels.choose_spmm(kind, machine, replace(problem, n=plans.power_of_two(n), batch=min(batch, 2)))
+    chosen = kernels.choose_spmm(kind, machine, replace(problem, n=plans.rounded(n), batch=min(batch, 2)))
     operand, size = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), dense.shape.numel()
     sparse = kernels.spmm_cost(chosen, machine, problem)
     if gpu.copies(operand, -1):

@@ -164,6 +164,9 @@ def dense_operand(name: str, x: object) -> QuantTensor | DenseFloats:
         raise TypeError(f"{name} must be a QuantTensor (see quantize, QuantTensor.from_ints), a FloatTensor or a "
                         f"tensor of {_NAMES}, got {kind}")  # fmt: skip
     check_tensor(name, x)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, which this product does not give: {name}.detach(), or "
+                         "magicube_cutlass.autograd.spmm and sddmm")  # fmt: skip
     data = x.detach()
     if found.bits == 16:
         return DenseFloats(data, found, None, None, x.shape)

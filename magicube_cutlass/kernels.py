@@ -85,20 +85,22 @@ def _outgrows(config: SpmmKernel | SddmmKernel, longest: int) -> bool:
 
 
 # Warps and vector rows a warp; and the registers for sums that so many warps leave, without spills.
-_PANEL_SHAPES = ((16, 1), (15, 2), (14, 2), (13, 2), (11, 2), (8, 2), (11, 1), (8, 1), (7, 1))
-_MOST_SUMS = {16: 32, 15: 64, 14: 64, 13: 64, 11: 64, 8: 64, 7: 160}
+_PANEL_SHAPES = ((16, 1), (15, 2), (14, 2), (13, 2), (11, 3), (11, 2), (8, 2), (11, 1), (8, 1), (7, 1))
+_MOST_SUMS = {16: 32, 15: 64, 14: 64, 13: 64, 11: 96, 8: 128, 7: 160}
 
 
 def _panels(base: PanelConfig, arch: str) -> list[PanelConfig]:
     """Configs whose sums fit the registers."""
-    narrow = replace(base, row_bytes=64, tile=512, stages=6, window=2, cluster=2)
-    shapes = [replace(c, warps=w, rows=r) for c in (base, narrow) for w, r in _PANEL_SHAPES]
+    narrow = replace(base, row_bytes=64, tile=512, stages=6, window=3, cluster=2)
+    shapes = [replace(c, warps=w, rows=r) for c in (base, replace(base, window=4), narrow) for w, r in _PANEL_SHAPES]
     # Wide results, deep groups, stacked digits of many columns, floats and what other compilers make of it all take
     # registers; from 13 warps on there are too few for broad strips of floats.
     floating = base.entry.floating
     crowded = floating or base.out == "int64" or base.group > 32 or (base.stacked and base.b.bits == 4)
     fewer = crowded or arch != "sm_90a"
     most = {warps: most // 2 if fewer and warps > 7 else most for warps, most in _MOST_SUMS.items()}
+    if base.b.bits > 8 or base.vector_length > MMA_COLUMNS or (base.digits[0] > 1 and base.b.bits == 4):
+        most[8] = min(most[8], 64)
     fitting = [
         config
         for config in shapes
@@ -150,10 +152,6 @@ def check_spmm(config: SpmmKernel, kind: Kind, longest: int) -> None:
     if made_for != kind:
         raise ValueError(f"config must be for {kind}, got one for {made_for}")
     _check_warp(config.atom)
-    if config.entry.floating and getattr(config, "halved", False):
-        raise ValueError(
-            f"config must not be halved for floats, whose zeros meet other columns there, got {config.name}"
-        )
     if _outgrows(config, longest) and not getattr(config, "wide", False):
         raise ValueError(f"config must be wide for a vector row of {longest} > {SAFE_RUN} vectors, got {config.name}")
     registered(config)

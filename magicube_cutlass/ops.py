@@ -16,7 +16,7 @@ from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.calls import engine_call
 from magicube_cutlass.float_values import DenseFloats, dense_operand
 from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.plans import operand_number, power_of_two
+from magicube_cutlass.plans import operand_number, rounded
 from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype, check_pair
 from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
@@ -145,7 +145,7 @@ def spmm(
             A._execution[key] = product
         return product(dense.data, dense.scale, bias, out)
     several = 1 if batch.numel() == 1 else 2
-    kernel, copy = matrix._plan_spmm(matrix._edition, right_kind, dtype, power_of_two(n), several, atom, config)
+    kernel, copy = matrix._plan_spmm(matrix._edition, right_kind, dtype, rounded(n), several, atom, config)
     left = _factor(matrix.scale, batch, dtype)
     operands = (copy, dense.data, left, _factor(dense.scale, batch, dtype), offset)
     bits, signed = [left_kind.bits, dense.bits], [left_kind.signed, dense.signed]
@@ -192,7 +192,8 @@ def _operand_key(B: object) -> tuple[object, ...] | None:
     if type(B) is QuantTensor:
         data, kind = B.data, (B.shape, B.bits, B.signed, B.axis)
     elif type(B) is Tensor:
-        return "tensor", B.shape, B.stride(), B.device, B.dtype
+        wanted = B.requires_grad and torch.is_grad_enabled()
+        return "tensor", B.shape, B.stride(), B.device, B.dtype, wanted
     elif type(B) is FloatTensor:
         data, kind = B.data, (B.k, B.dtype, B.block, B.transposed)
     else:
@@ -298,7 +299,7 @@ def sddmm(
     dtype = _out_dtype(out_dtype, scaled, inner, *kinds)
     padded = pattern._constant_layout(pattern._edition, stride)
     batch = left_op.shape[:-2]
-    kernel, copy = pattern._plan_sddmm(pattern._edition, stride, kinds, dtype, power_of_two(inner), atom)
+    kernel, copy = pattern._plan_sddmm(pattern._edition, stride, kinds, dtype, rounded(inner), atom)
     values = library.sddmm(
         copy,
         left_op.data,

@@ -61,12 +61,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two not below n, by comparisons only: a compiler then keeps n symbolic."""
+def rounded(n: int) -> int:
+    """The smallest of 16, 24, 32, 48, 64, 96, ... not below n, by comparisons only: a compiler keeps n symbolic."""
     power = 16
     while power < n:
         power *= 2
-    return power
+    return power * 3 // 4 if 16 < n <= power * 3 // 4 else power
 
 
 def described(
@@ -189,7 +189,7 @@ def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dt
 
     n, batch = dense.shape[-1], dense.shape[:-2].numel()
     right = dense.number
-    name, copy = plan_spmm(matrix, right, out, power_of_two(n), min(batch, 2), None, None)
+    name, copy = plan_spmm(matrix, right, out, rounded(n), min(batch, 2), None, None)
     config = kernels.spmm_config(name)
     sizes = problem(matrix.pattern, config.vector_length, n, batch)
     moved = config.traffic(sizes.vector_rows, matrix.shape[1], copy, n, batch)

@@ -149,11 +149,11 @@ def _nanoseconds(call: Callable[[], object]) -> float:
 
 def _problem(shape: tuple[int, int, int, float]) -> tuple[Any, Problem]:
     from magicube_cutlass.generate import random_pattern
-    from magicube_cutlass.plans import power_of_two, problem
+    from magicube_cutlass.plans import problem, rounded
 
     m, k, n, sparsity = shape
     pattern = random_pattern(m, k, sparsity, KIND.vector_length, seed=m + k)
-    return pattern, problem(pattern, KIND.vector_length, power_of_two(n), 1)
+    return pattern, problem(pattern, KIND.vector_length, rounded(n), 1)
 
 
 def wanted(count: int, machine: Machine) -> dict[SpmmKernel, None]:

@@ -13,7 +13,7 @@ from cute_kernels.numbers import Integer
 from magicube_cutlass.attention.stacking import Stack, stack, stacked_matrix
 from magicube_cutlass.costs import Kind
 from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.plans import power_of_two, problem
+from magicube_cutlass.plans import problem, rounded
 from magicube_cutlass.srbcrs import SRBCRS
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _choose_product(
     from magicube_cutlass import kernels
 
     kind = Kind(pattern.vector_length, Integer(bits, False), Integer(*right), str(out).removeprefix("torch."))
-    sizes = problem(pattern, pattern.vector_length, power_of_two(columns), 1)
+    sizes = problem(pattern, pattern.vector_length, rounded(columns), 1)
     machine = kernels.machine(pattern.device.index)
     # Of 32 vectors a group, as many as a stride has: the 4-bit instructions of older chips take 64.
     atom = "int4_as_int8_m16n8k32" if (bits, right[0]) == (4, 4) else "s8_m16n8k32"

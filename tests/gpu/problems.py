@@ -26,6 +26,7 @@ from magicube_cutlass import kernels
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.costs import MMA_COLUMNS
 from magicube_cutlass.kernels import Kind, Machine, SddmmKernel, SpmmKernel, choose_sddmm, default_atom
+from magicube_cutlass.plans import rounded
 
 HERE = Machine("sm_90a", 132)
 if torch.cuda.is_available():
@@ -89,7 +90,7 @@ def choices(of: Kind) -> list[SpmmKernel]:
 
 def chosen(of: Kind, rows: int, longest: int, n: int, batch: int = 1, atom: str | None = None) -> SpmmKernel:
     """What ``spmm`` chooses for a matrix of ``rows`` vector rows, the longest of ``longest`` vectors."""
-    width = max(16, 1 << (n - 1).bit_length()) if n else 16
+    width = rounded(n)
     problem = kernels.Problem(rows, 4096, rows * longest, longest, width, batch)
     return kernels.choose_spmm(of, HERE, problem, atom)
 

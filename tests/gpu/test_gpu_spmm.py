@@ -59,10 +59,8 @@ def variants() -> list[SpmmKernel]:
             found += [panel(of, row_bytes=size, rows=rows) for size in (64, 128) for rows in (1, 2, 3)]
             found += [panel(of, ordered=False), panel(of, tile=512, stages=4), panel(of, tile=64, stages=5, warps=15)]
             found += [panel(of, stack=False)]
-        for of in (bytes8, wide16, short, nibbles, kind(8, (16, True), (16, False))):
-            found += [panel(of, halved=True, row_bytes=size, ordered=size == 64) for size in (64, 128)]
-        found += [panel(bytes8, halved=True, rows=2, row_bytes=128, cluster=2), panel(kind(16), halved=True)]
-        found += [panel(bytes8, halved=True, rows=3), panel(bytes8, rows=3, row_bytes=128, warps=11)]
+        found += [panel(bytes8, rows=2, row_bytes=128, cluster=2), panel(kind(16), rows=2)]
+        found += [panel(kind(8, (16, True), (16, False))), panel(bytes8, rows=3, row_bytes=128, warps=11)]
         found += [panel(bytes8, row_bytes=32), panel(bytes8, atom="s8_m16n8k16"), panel(nibbles, row_bytes=128)]
     return list(dict.fromkeys(found))
 

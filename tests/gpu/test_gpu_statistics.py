@@ -135,7 +135,9 @@ def test_tables_are_those_of_torch_on_the_lines_that_were_drawn(
     assert close(tables.squares, a.squares.double() @ b.squares.double().mT, 1e-3)
     assert close(tables.raw, a.raw.double() @ b.raw.double().mT, 1e-3)
     assert close(tables.left, a.means, 2e-3) and close(tables.right, b.means, 2e-3)
-    assert close(tables.density[0], a.density, 1e-5) and close(tables.density[1], b.density, 1e-5)
+    for share, lines in zip(tables.density, (a, b), strict=True):
+        # torch's is one minus a float32 share: good to that of 1, far below an entry's part.
+        assert share == pytest.approx(lines.density.tolist(), abs=1e-6) and LINES * k * 2e-6 < 1
     assert tables.hot == int((found.sides[0].hot | found.sides[1].hot).sum()) and tables.far == 0
     assert tables.product == pytest.approx(float(product.double().square().sum()), rel=1e-9)
     for size, x in zip(tables.size, (A, B.mT), strict=True):
@@ -143,7 +145,7 @@ def test_tables_are_those_of_torch_on_the_lines_that_were_drawn(
     crossed = a.halves[:, R1] * b.halves[:, X] + a.halves[:, X] * b.halves[:, R1]  # (2, K)
     assert close(found.crossed.tolist(), crossed[0] * LINES**2, 1e-3)
     if kind in ("normal", "Student t2") and k > 64:  # else many are alike
-        order = found.crossed.argsort(descending=True)
+        order = found.crossed.argsort(descending=True).cpu()
         taken = crossed[1, order].double().cumsum(0)
         counts = [max(1, round(share * k)) - 1 for share in COLUMN_SHARES]
         assert close(tables.taken, taken[counts] / taken[-1], 5e-3)
@@ -248,6 +250,7 @@ def test_digits_are_made_ahead_and_the_product_stays_the_same(monkeypatch: pytes
     assert torch.equal(matmul(A, B, prepared=held, **options), matmul(A, B, prepared=held, **options))
 
 
+@pytest.mark.alone
 def test_statistics_take_little_beside_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
     """Events around the three kernels at n = 4096, and around passes with and without largest magnitudes."""
     n = 4096

@@ -16,6 +16,7 @@ import torch
 import magicube_cutlass as mc
 from cute_kernels.jit import get_kernel
 from cute_kernels.jit import kernel as jit_kernel
+from cute_kernels.numbers import Integer
 from magicube_cutlass.kernels import SpmmKernel
 from magicube_cutlass.plans import plan_sddmm, plan_spmm
 from tests.gpu.problems import PANELS, check_spmm, choices, dense, gather, ints, kind, panel, sparse
@@ -23,7 +24,7 @@ from tests.gpu.problems import PANELS, check_spmm, choices, dense, gather, ints,
 pytestmark = pytest.mark.gpu
 
 BOTH: list[SpmmKernel] = [gather(kind(out="int32")), *([panel(kind(out="int32"))] if PANELS else [])]
-S8 = (8, True)
+S8 = Integer(8, True)
 
 
 def named(config: SpmmKernel) -> str:
@@ -241,6 +242,7 @@ def per_call(call: Callable[[], Any], calls: int = 1000) -> float:
     return sorted(rounds)[4]
 
 
+@pytest.mark.alone
 def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
     a, b, expected = small()
     out, half = torch.empty_like(expected), torch.randn(64, 64, device="cuda", dtype=torch.float16)

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,8 +56,6 @@ CASES = [
     )
     for config in dict.fromkeys(configs)
 ]
-HALVED = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16", halved=True)
-CASES += [(replace(HALVED, warps=warps, rows=rows), "sm_90a") for warps, rows in ((16, 1), (13, 2))]
 
 
 @pytest.fixture(scope="module")

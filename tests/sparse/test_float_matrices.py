@@ -141,7 +141,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 def test_configs_for_floats_are_checked() -> None:
     pytest.importorskip("pycute")
-    from cute_kernels.spmm_panel import PanelConfig
     from magicube_cutlass.kernels import Kind, Machine, Problem, check_spmm, choose_spmm, default_atom
 
     half, byte = FLOATS["float16"], FLOATS["e4m3"]
@@ -149,8 +148,6 @@ def test_configs_for_floats_are_checked() -> None:
     chosen = choose_spmm(kind, machine, Problem(64, 4096, 64 * 40_000, 40_000, 64))
     assert chosen.atom == default_atom(kind, "sm_90a") == "f16_m16n8k32" and not getattr(chosen, "wide", False)
     check_spmm(chosen, kind, 40_000)  # float32 does not wrap
-    with pytest.raises(ValueError, match="config must not be halved for floats"):
-        check_spmm(PanelConfig("f16_m16n8k32", 8, half, byte, "float16", halved=True), kind, 100)
     with pytest.raises(ValueError, match="atom must be an instruction for float16, got s8_m16n8k32"):
         choose_spmm(kind, machine, Problem(64, 4096, 64 * 400, 400, 64), "s8_m16n8k32")
     with pytest.raises(ValueError, match="atom must be an instruction of sm_90a, got fp8_m16n8k32"):

@@ -23,6 +23,10 @@ SPMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "A is dense": (lambda: mc.spmm(torch.ones(8, 16), B), TypeError, "A must be an SRBCRS or BCRS, got Tensor"),
     "A is a result": (lambda: mc.spmm(mc.sddmm(X, Y, MASK), B), TypeError, "A must hold quantized integers, got results of dtype"),
     "B is a plain tensor": (lambda: mc.spmm(A, torch.ones(16, 4)), TypeError, "B must be a QuantTensor .* of float16, .* got torch.float32"),
+    "B wants a gradient": (
+        lambda: mc.spmm(A, torch.ones(16, 4, dtype=torch.float16, requires_grad=True)),
+        ValueError, r"B requires a gradient, .*: B\.detach\(\), or magicube_cutlass\.autograd\.spmm",
+    ),
     "B is a vector": (
         lambda: mc.spmm(A, mc.QuantTensor.from_ints(torch.ones(16, dtype=torch.int8), bits=8)),
         ValueError, r"B must have at least 2 dimensions, got shape \(16,\)",
@@ -52,6 +56,10 @@ SPMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 SDDMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "mask is dense": (lambda: mc.sddmm(X, Y, torch.ones(8, 16)), TypeError, "mask must be a Pattern, SRBCRS or BCRS, got Tensor"),
     "X is a plain tensor": (lambda: mc.sddmm(torch.ones(8, 5), Y, MASK), TypeError, "X must be a QuantTensor"),
+    "Y wants a gradient": (
+        lambda: mc.sddmm(torch.ones(8, 5).half(), torch.ones(16, 5).half().requires_grad_(), MASK),
+        ValueError, "Y requires a gradient",
+    ),
     "X has other rows": (lambda: mc.sddmm(Y, Y, MASK), ValueError, r"X must have 8 rows for a mask of shape \(8, 16\), got 16"),
     "Y has other rows": (lambda: mc.sddmm(X, X, MASK), ValueError, r"Y must have 16 rows for a mask of shape \(8, 16\), got 8"),
     "Y is not transposed": (lambda: mc.sddmm(X, Y, MASK, transposed_y=True), ValueError, "Y must have 16 columns .* got 5"),
@@ -73,3 +81,13 @@ def test_bad_operands_are_named(name: str) -> None:
     call, error, message = (SPMM | SDDMM)[name]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_without_gradients_a_parameter_is_an_operand() -> None:
+    halves = mc.SRBCRS.from_dense(torch.eye(16).half(), vector_length=8, dtype="float16")
+    weight = torch.arange(64.0).view(16, 4).half().requires_grad_()
+    with torch.no_grad():
+        found = mc.spmm(halves, weight)
+    assert torch.equal(found.half(), weight.detach())
+    with pytest.raises(ValueError, match="B requires a gradient"):
+        mc.spmm(halves, weight)

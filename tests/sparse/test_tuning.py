@@ -11,6 +11,7 @@ pytest.importorskip("pycute")
 from magicube_cutlass import measured, tuning
 from magicube_cutlass.costs import GatherModel, Machine, PanelModel, Problem
 from magicube_cutlass.kernels import candidates
+from magicube_cutlass.plans import rounded
 from magicube_cutlass.tuning import KIND, Case, fit, judge
 
 H200 = Machine("sm_90a", 132)
@@ -27,7 +28,7 @@ def timed(held_out: bool) -> list[Case]:
     found = []
     for case in json.loads(RESULTS.read_text())["cases"]:
         if case["held_out"] == held_out:
-            width = 1 << (case["n"] - 1).bit_length()
+            width = rounded(case["n"])
             sizes = Problem(-(-case["m"] // 8), case["k"], case["vectors"], case["longest"], width)
             times = {c: case["us"][c.name] * 1e3 for c in candidates(KIND, H200, sizes) if c.name in case["us"]}
             found.append(Case(sizes, times))
