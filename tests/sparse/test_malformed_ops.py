@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
+from magicube_cutlass import ops
 
 A = mc.SRBCRS.from_mask(
     torch.ones(8, 16, dtype=torch.int8), torch.ones(8, 16, dtype=torch.bool), vector_length=8, bits=8
@@ -87,7 +88,8 @@ def test_without_gradients_a_parameter_is_an_operand() -> None:
     halves = mc.SRBCRS.from_dense(torch.eye(16).half(), vector_length=8, dtype="float16")
     weight = torch.arange(64.0).view(16, 4).half().requires_grad_()
     with torch.no_grad():
-        found = mc.spmm(halves, weight)
+        found, key = mc.spmm(halves, weight), ops._operand_key(weight)
     assert torch.equal(found.half(), weight.detach())
+    assert key != ops._operand_key(weight)  # so that a kept call does not let it pass
     with pytest.raises(ValueError, match="B requires a gradient"):
         mc.spmm(halves, weight)
