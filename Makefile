@@ -35,8 +35,9 @@ help:
 demo: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python examples/demo.py
 
+# One thread a process: more would take turns on the same cores.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
