@@ -87,7 +87,17 @@ def render_gpu(results: dict[str, Any]) -> str:
         rows = {row["name"]: row for row in [*case["ours"], *case["rivals"]]}
         cells = [_microseconds(rows.get(name)) for name in ("L8-R8", "L16-R16", "L4-R4", "dense fp16")]
         lines.append(f"| {m} x {n}, {case['inner']}, {case['sparsity']:g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    hosts = {
+        "`mc.spmm`": [row for case in results["spmm"] for row in case["ours"] if row["name"] == "L8-R8 V=8"],
+        "`mc.sddmm`": [row for case in results["sddmm"] for row in case["ours"] if row["name"] == "L8-R8"],
+        "torch's dense fp16 product": [
+            row for case in results["spmm"] for row in case["rivals"] if row["name"] == "dense fp16"
+        ],
+    }
+    told = ", ".join(f"{name} {median(row['enqueue_us'] for row in rows):.0f}" for name, rows in hosts.items())
+    return "\n".join(
+        [*lines, "", f"Microseconds of the host for a warm call, which are no part of the above (median): {told}."]
+    )
 
 
 def _machine(results: dict[str, Any]) -> str:

@@ -190,10 +190,7 @@ def test_one_way_with_a_tolerance_waits_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "n",
-    [4096, pytest.param(8192, marks=pytest.mark.xfail(reason="the check takes a quarter: docs/residual-matmul.md"))],
-)
+@pytest.mark.parametrize("n", [4096, 8192])
 def test_the_check_costs_little(n: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What a caller waits for with and without ``tol``, from float32 inputs; also prints ``auto``."""
     A, B = torch.randn(n, n, device="cuda"), torch.randn(n, n, device="cuda")
