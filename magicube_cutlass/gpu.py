@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
 from cute_kernels.cpu import Dense, batch_stride
 from cute_kernels.integers import fetch, store
-from cute_kernels.jit import get_kernel
+from cute_kernels.jit import Launcher, Preparation, Prepared, get_kernel
 from cute_kernels.operands import Factor, Place, Target
 from magicube_cutlass import kernels
 from magicube_cutlass.calls import keepable
@@ -18,6 +16,7 @@ from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
+_KEPT_LAUNCHES = 32  # sets of addresses that a kept call remembers; an allocator gives the same ones again
 _NONE = Factor(0, 0, 0)
 
 
@@ -95,7 +94,7 @@ def spmm(
     batch = out.numel() // (out.shape[-1] * out.shape[-2])
     target = Target(out.data_ptr(), batch, out.shape[-2], inner, out.shape[-1])
     config = kernels.spmm_config(kernel)
-    with _guard(out.device):
+    with torch.cuda.device(out.device):
         config.launch(
             get_kernel(config),
             matrix,
@@ -107,11 +106,41 @@ def spmm(
         )
 
 
-class SpmmCall:
-    """A product whose arguments were checked before: pointers are all that is new, so a call costs little Python.
+class _Call:
+    """A product whose arguments were checked before: addresses are all that is new, so a call costs little Python.
 
-    Good for one matrix and one set of shapes, strides, dtypes and devices of the other arguments.
+    For addresses that it had before, its launches lie ready.
     """
+
+    def __init__(self, config: kernels.SpmmKernel | kernels.SddmmKernel, out: Tensor) -> None:
+        self.device, self.dtype, self.shape = out.device, out.dtype, out.shape
+        with torch.cuda.device(self.device):
+            self.kernel = get_kernel(config)
+        self.kept: dict[tuple[int, ...], list[Prepared]] = {}
+
+    def launch(self, kernel: Launcher, addresses: tuple[int, ...]) -> None:
+        """Launch for operands at these addresses; a null one for what there is none of."""
+        raise NotImplementedError
+
+    def run(self, addresses: tuple[int, ...]) -> None:
+        """As :meth:`launch`, on the call's own kernel."""
+        if torch._C._cuda_getDevice() != self.device.index:  # current_device() asks the same behind three calls
+            with torch.cuda.device(self.device):
+                self.run(addresses)
+            return
+        launches = self.kept.get(addresses)
+        if launches is None:
+            preparation = Preparation(self.kernel)
+            self.launch(preparation, addresses)
+            if len(self.kept) >= _KEPT_LAUNCHES:
+                self.kept.clear()
+            launches = self.kept[addresses] = preparation.launches
+        for each in launches:
+            self.kernel.enqueue(each)
+
+
+class SpmmCall(_Call):
+    """SpMM for one matrix and one set of shapes, strides, dtypes and devices of the other arguments."""
 
     def __init__(
         self,
@@ -124,9 +153,7 @@ class SpmmCall:
         inner: int,
     ) -> None:
         self.config, self.copy, self.left = kernels.spmm_config(kernel), copy, left
-        self.device, self.dtype, self.shape = out.device, out.dtype, out.shape
-        with _guard(out.device):
-            self.kernel = get_kernel(self.config)
+        super().__init__(self.config, out)
         rows, columns = out.shape[-2], out.shape[-1]
         self.size = (out.numel() // (rows * columns), rows, inner, columns)
         self.place, self.left_factor = _place(b)[1:], _factor(left)
@@ -140,20 +167,16 @@ class SpmmCall:
             return None
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        factor = Factor(right.data_ptr(), self.right_step, 0) if self.scaled and right is not None else _NONE
-        place, target = Place(pointer, *self.place), Target(out.data_ptr(), *self.size)
-        with _guard(self.device):
-            self.config.launch(
-                self.kernel,
-                self.copy,
-                place,
-                target,
-                self.left_factor,
-                factor,
-                0 if bias is None else bias.data_ptr(),
-                True,  # the copy of A was made before an earlier call, so nothing is read too soon
-            )
+        factor = right.data_ptr() if self.scaled and right is not None else 0
+        self.run((pointer, out.data_ptr(), factor, 0 if bias is None else bias.data_ptr()))
         return out
+
+    def launch(self, kernel: Launcher, addresses: tuple[int, ...]) -> None:
+        b, out, right, bias = addresses
+        place, target = Place(b, *self.place), Target(out, *self.size)
+        factor = Factor(right, self.right_step, 0) if right else _NONE
+        # the copy of A was made before an earlier call, so nothing is read too soon
+        self.config.launch(kernel, self.copy, place, target, self.left_factor, factor, bias, early=True)
 
 
 def spmm_call(
@@ -209,17 +232,16 @@ def sddmm(
     batch = out.numel() // (out.shape[-1] * out.shape[-2] * out.shape[-3])
     target = Target(out.data_ptr(), batch, m, k, n)
     config = kernels.sddmm_config(kernel)
-    with _guard(out.device):
+    with torch.cuda.device(out.device):
         config.launch(
             get_kernel(config), pattern, _place(ready_x), _place(ready_y), target, _factor(left), _factor(right)
         )
 
 
-class SddmmCall:
-    """SDDMM whose arguments were checked before: pointers are all that is new.
+class SddmmCall(_Call):
+    """SDDMM for one pattern and one set of shapes, strides and dtypes of the operands and their scales.
 
-    Good for one pattern and one set of shapes, strides and dtypes of the operands and their scales.  ``steps``: from a
-    row's scale to the next one's in X and Y, 0 for one scale, None for none.
+    ``steps``: from a row's scale to the next one's in X and Y, 0 for one scale, None for none.
     """
 
     def __init__(
@@ -233,33 +255,33 @@ class SddmmCall:
     ) -> None:
         values = result.values
         self.config, self.pattern, self.steps = kernels.sddmm_config(kernel), pattern, steps
+        super().__init__(self.config, values)
         self.result = result.with_values(values.new_empty(0))  # the caller's own is not held
-        self.device, self.dtype, self.shape = values.device, values.dtype, values.shape
-        with _guard(self.device):
-            self.kernel = get_kernel(self.config)
         m, n, k = sizes
         self.size = (values[..., :1, :1, :1].numel(), m, k, n)
         self.places = _place(operands[0])[1:], _place(operands[1])[1:]
 
     def __call__(self, x: Tensor, y: Tensor, left: Tensor | None, right: Tensor | None) -> SRBCRS | None:
         """The product, or None where the address of X or Y asks for a copy."""
-        x_pointer, y_pointer = x.data_ptr(), y.data_ptr()
-        if x_pointer % ALIGNMENT or y_pointer % ALIGNMENT:
+        at_x, at_y = x.data_ptr(), y.data_ptr()
+        if at_x % ALIGNMENT or at_y % ALIGNMENT:
             return None
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         x_step, y_step = self.steps
-        with _guard(self.device):
-            self.config.launch(
-                self.kernel,
-                self.pattern,
-                Place(x_pointer, *self.places[0]),
-                Place(y_pointer, *self.places[1]),
-                Target(out.data_ptr(), *self.size),
-                _NONE if left is None or x_step is None else Factor(left.data_ptr(), x_step, 0),
-                _NONE if right is None or y_step is None else Factor(right.data_ptr(), y_step, 0),
-                True,  # the pattern's arrays were made before an earlier call
-            )
+        factor_x = 0 if left is None or x_step is None else left.data_ptr()
+        factor_y = 0 if right is None or y_step is None else right.data_ptr()
+        self.run((at_x, at_y, out.data_ptr(), factor_x, factor_y))
         return self.result.with_values(out)
+
+    def launch(self, kernel: Launcher, addresses: tuple[int, ...]) -> None:
+        x, y, out, *factors = addresses
+        places = Place(x, *self.places[0]), Place(y, *self.places[1])
+        left, right = (
+            Factor(each, step, 0) if each and step is not None else _NONE
+            for each, step in zip(factors, self.steps, strict=True)
+        )
+        # the pattern's arrays were made before an earlier call
+        self.config.launch(kernel, self.pattern, *places, Target(out, *self.size), left, right, early=True)
 
 
 def sddmm_call(
@@ -284,9 +306,3 @@ def sddmm_call(
     steps = tuple(None if scale is None else min(scale.ndim, 1) for scale in (left, right))
     rows = x.data, y.data if inner_y == -1 else y.data.mT
     return SddmmCall(kernel, pattern, rows, sizes, (steps[0], steps[1]), result)
-
-
-def _guard(device: torch.device) -> AbstractContextManager[object]:
-    """The device as torch's current one; nothing to do, as nearly always, when it is."""
-    # torch.cuda.current_device() asks the same behind three calls
-    return nullcontext() if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)

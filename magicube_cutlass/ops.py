@@ -264,10 +264,12 @@ def sddmm(
     :func:`magicube_cutlass.autograd.sddmm` is differentiable.
     Raises as :func:`spmm` does.  Source: Li, Osawa, Hoefler, SC'22, section IV-E.
     """
-    pattern = mask if isinstance(mask, Pattern) else getattr(mask, "pattern", None)
-    if not isinstance(pattern, Pattern):
+    if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
+        pattern, stride = mask, _DEFAULT_STRIDE
+    elif isinstance(mask, (SRBCRS, BCRS)):
+        pattern, stride = mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
+    else:
         raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
-    stride = mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
     key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom)
     call = pattern._cache.get(key) if key is not None else None
     if call is not None:

@@ -5,7 +5,17 @@ Compiling (``compiler``, ``cache``, ``toolchain``, :func:`warmup`) needs no GPU.
 
 from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import ARCHES, Binary, CompileError, Unit, Usage, compile_unit
-from cute_kernels.jit.kernel import DeviceError, Kernel, current_arch, get_kernel, occupancy, tensor_map
+from cute_kernels.jit.kernel import (
+    DeviceError,
+    Kernel,
+    Launcher,
+    Preparation,
+    Prepared,
+    current_arch,
+    get_kernel,
+    occupancy,
+    tensor_map,
+)
 from cute_kernels.jit.toolchain import Toolchain, ToolchainError
 from cute_kernels.jit.warm import Warmed, warmup
 
@@ -15,6 +25,9 @@ __all__ = [
     "CompileError",
     "DeviceError",
     "Kernel",
+    "Launcher",
+    "Preparation",
+    "Prepared",
     "Toolchain",
     "ToolchainError",
     "Unit",

@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -214,19 +214,28 @@ class Kernel:
         """
         if 0 in grid:
             return
+        layout, frame = self._fill(args)
+        self.enqueue(Prepared(grid, frame, cluster, early))
+        layout.frames.append(frame)  # the driver has copied the arguments
+
+    def _fill(self, args: tuple[Any, ...]) -> tuple[_Layout, _Frame]:
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("launch %s grid %s block %d args %s", self.name, grid, self.threads, args)
+            log.debug("arguments of %s: %s", self.name, args)
         layout = self._layout
         if layout is None:
             layout = self._layout = _Layout(args, self._parameter_sizes())
         try:
-            frame = layout.fill(args)
+            return layout, layout.fill(args)
         except struct.error as error:
             raise TypeError(f"arguments of {self.name}: {error}") from None
+
+    def enqueue(self, prepared: Prepared) -> None:
+        """As :meth:`launch`, of what a :class:`Preparation` has put together."""
+        grid, frame, cluster, early = prepared
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("launch %s grid %s block %d", self.name, grid, self.threads)
         driver, stream = self._driver, torch._C._cuda_getCurrentRawStream(self.device)
-        if cluster is None and not (
-            early and self._waits
-        ):  # not in a function of its own: a call costs time, and a frame on the way to the driver
+        if cluster is None and not (early and self._waits):
             (status,) = driver.cuLaunchKernel(
                 self._function, *grid, self.threads, 1, 1, self.smem_bytes, stream, frame.address, 0
             )
@@ -235,9 +244,8 @@ class Kernel:
             if config is None:
                 config = self._configure(grid, cluster, early, stream)
             (status,) = driver.cuLaunchKernelEx(config, self._function, frame.address, 0)
-        layout.frames.append(frame)  # the driver has copied the arguments
         if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and not self._bound_here():
-            self.launch(grid, args, cluster, early)
+            self.enqueue(prepared)
         elif status:
             shape = f"grid {grid}, {self.threads} threads, {self.smem_bytes} bytes of shared memory"
             raise DeviceError(f"{self.name} ({self.arch}) with {shape}: {status.name}")
@@ -276,6 +284,37 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"Kernel({self.name!r}, {self.arch}, device {self.device}, {self.num_regs} registers)"
+
+
+class Launcher(Protocol):
+    """What launches: a :class:`Kernel`, or a :class:`Preparation` that does all of it but the launch."""
+
+    multiprocessors: int
+
+    def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, early: bool = False) -> None:
+        """See :meth:`Kernel.launch`."""
+
+
+class Prepared(NamedTuple):
+    """A launch whose arguments lie in place: to be run any number of times, by any thread."""
+
+    grid: Grid
+    frame: _Frame
+    cluster: Grid | None
+    early: bool
+
+
+class Preparation:
+    """In place of a kernel where its launches will be repeated with the same arguments: keeps them in ``launches``."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel, self.multiprocessors = kernel, kernel.multiprocessors
+        self.launches: list[Prepared] = []
+
+    def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, early: bool = False) -> None:
+        """Takes what :meth:`Kernel.launch` takes, for later."""
+        if 0 not in grid:
+            self.launches.append(Prepared(grid, self._kernel._fill(args)[1], cluster, early))
 
 
 def _bind_context(device: int) -> None:

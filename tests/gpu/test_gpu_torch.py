@@ -281,7 +281,7 @@ def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
         print(", ".join(calls))
         print(text.getvalue())
     slow = max(1.0, plain / 10)  # torch.mm takes 10 us on the hosts that the bounds are for
-    assert into < 15 * slow and returning < 20 * slow and sampling < 20 * slow
+    assert max(into, returning, sampling) < 15 * slow
     assert deepest <= 5
 
 
@@ -299,7 +299,8 @@ def test_a_kept_call_sees_other_addresses_scales_and_values() -> None:
         got = mc.spmm(a, b, bias=bias)
         assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4)
 
-    for offset in (0, 16, 3, 0, 1):  # 3 and 1 are not aligned, so B is copied
+    addresses = range(0, 64, 16)  # 3 and 1 are not aligned, so B is copied
+    for offset in (*addresses, 3, *addresses, 1):
         for factor in (1.0, 3.0):
             scale = torch.full((1, 64), factor, device="cuda")
             product(offset, scale, bias)

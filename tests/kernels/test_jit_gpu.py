@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.jit import DeviceError, Kernel, Unit, get_kernel, kernel, occupancy, tensor_map
+from cute_kernels.jit import DeviceError, Kernel, Unit, compile_unit, get_kernel, kernel, occupancy, tensor_map
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +105,7 @@ def test_launch_and_attributes() -> None:
     found = get_kernel(Probe("add"))
     assert found is get_kernel(Probe("add"))
     assert found.usage is not None and found.num_regs == found.usage.registers
+    assert compile_unit(Probe("add").unit(kernel.current_arch())).usage == found.usage  # another time it tells as much
     assert found.local_bytes == 0 and found.shared_bytes == 0
     assert occupancy(found) >= 8
 
