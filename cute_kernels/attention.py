@@ -294,7 +294,8 @@ def _launch(
     steps = tuple(tensor.data_ptr() for tensor in index.steps)
     if index.ranges is None or not isinstance(config, PanelAttention):
         blocks = -(-index.vector_rows // config.warps)
-        kernel.launch((blocks * index.batch, 1, 1), (k.data_ptr(), v.data_ptr(), *steps, *shared, blocks, index.masks))
+        arguments = (k.data_ptr(), v.data_ptr(), *steps, *shared, blocks, index.masks)
+        kernel.launch((blocks * index.batch, 1, 1), arguments, early=True)
         return
     blocks = index.ranges.shape[1]
     box = (config.head, min(config.tile // config.cluster, _BOX_ROWS))
@@ -309,6 +310,7 @@ def _launch(
             *maps, index.ranges.data_ptr(), *steps[:2], *shared, blocks, index.batch, index.masks,
         ),
         (config.cluster, 1, 1) if config.cluster > 1 else None,
+        early=True,
     )  # fmt: skip
 
 

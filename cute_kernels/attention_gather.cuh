@@ -69,6 +69,7 @@ attention_gather(const uint8_t* k, const uint8_t* v, const int32_t* step_start, 
   using Ring = GatherRing<C>;
   using S = AttentionShape<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
+  wait_for_predecessor();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t batch = blockIdx.x / uint32_t(row_blocks);
   const int64_t vector_row = int64_t{blockIdx.x % uint32_t(row_blocks)} * C::kWarps + warp;

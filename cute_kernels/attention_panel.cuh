@@ -178,6 +178,7 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const AttentionRing<C> ring{{held(shared_address(shared))}};
   ring.open();
+  wait_for_predecessor();
   AttentionItem item = AttentionItem::first<C>(row_blocks, batches, patterns);
   if (warp == C::kWarps) {
     const TileSource source{&keys_map, &values_map, k_scale, bias, k_batch, bias_batch, int(keys)};

@@ -40,7 +40,10 @@ __device__ __forceinline__ uint32_t byte_halves(uint32_t word) {
 template <class Shape, class Format, class Operand>
 struct FloatUnits {
   static constexpr int kElement = Format::kBits;
-  static constexpr int kDigits = 1, kShift = 0;
+  static constexpr int kDigits = 1;
+  static constexpr uint32_t kOffset = 0;
+  CUTE_HOST_DEVICE static constexpr bool offset(int) { return false; }
+  CUTE_HOST_DEVICE static constexpr int shift(int) { return 0; }
   static constexpr int kSubs = 16 / kElement;         // columns a unit of 16 bits
   static constexpr int kMatrices = Shape::kK / 8;     // 8x8 matrices of units, one after the other along k
   static_assert(Shape::kBits == Operand::kBits, "the mma takes operands of this width");

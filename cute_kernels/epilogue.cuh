@@ -19,15 +19,36 @@ __device__ __forceinline__ Total weighted(Total x, int shift) {
 template <class C>
 using TotalOf = cuda::std::conditional_t<C::kFloat, float, cuda::std::conditional_t<C::kLongTotal, int64_t, int32_t>>;
 
+template <class Total>
+__device__ __forceinline__ float scaled(Total total, float left, float right, float bias) {
+  return static_cast<float>(total) * left * right + bias;
+}
+
 template <class Out, class Total>
 __device__ __forceinline__ Out convert(Total total, float left, float right, float bias) {
-  if constexpr (cuda::std::is_integral_v<Out>) {
-    return static_cast<Out>(total);
-  } else {
-    const float scaled = static_cast<float>(total) * left * right + bias;
-    if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(scaled);
-    else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(scaled);
-    else return scaled;
+  if constexpr (cuda::std::is_integral_v<Out>) return static_cast<Out>(total);
+  else if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(scaled(total, left, right, bias));
+  else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(scaled(total, left, right, bias));
+  else return scaled(total, left, right, bias);
+}
+
+// Neighbouring results of one row. Halves come in pairs, by one instruction.
+template <class Out, class Total, int kCount>
+__device__ __forceinline__ void convert_run(const Total (&run)[kCount], float left, const float (&right)[kCount],
+                                            float bias, Out (&out)[kCount]) {
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (sizeof(Out) == 2 && kCount % 2 == 0) {
+      if (i % 2) continue;
+      const float first = scaled(run[i], left, right[i], bias), second = scaled(run[i + 1], left, right[i + 1], bias);
+      if constexpr (cuda::std::is_same_v<Out, __half>) {
+        *reinterpret_cast<__half2*>(out + i) = __floats2half2_rn(first, second);
+      } else {
+        *reinterpret_cast<__nv_bfloat162*>(out + i) = __floats2bfloat162_rn(first, second);
+      }
+    } else {
+      out[i] = convert<Out>(run[i], left, right[i], bias);
+    }
   }
 }
 
@@ -46,8 +67,7 @@ __device__ __forceinline__ void write_run(const Total (&run)[kCount], Out* to, i
                                           const float (&right)[kCount], float bias) {
   constexpr int kBytes = kCount * sizeof(Out);
   alignas(kBytes < 16 ? kBytes : 16) Out result[kCount];
-  CUTE_UNROLL
-  for (int i = 0; i < kCount; ++i) result[i] = convert<Out>(run[i], left, right[i], bias);
+  convert_run(run, left, right, bias, result);
   if constexpr (kTogether && kBytes >= 4) {
     constexpr int kPart = kBytes < 16 ? kBytes : 16;
     using Word = typename Store<kPart>::type;

@@ -24,6 +24,13 @@ template <bool kSigned>
 __device__ __forceinline__ uint32_t low_nibbles(uint32_t x) {
   return kSigned ? (x << 4) & kHigh : x & kLow;
 }
+// Low nibbles as 8-bit integers, eight too large when signed.
+template <bool kSigned>
+__device__ __forceinline__ uint32_t raised_nibbles(uint32_t x) {
+  if constexpr (!kSigned) return x & kLow;
+  asm("lop3.b32 %0, %0, 0x08080808, 0x0F0F0F0F, 0x28;" : "+r"(x));  // (x ^ 8) & 15; the compiler would make it two
+  return x;
+}
 template <bool kSigned>
 __device__ __forceinline__ uint32_t high_nibbles(uint32_t x) {
   return kSigned ? x & kHigh : (x >> 4) & kLow;
@@ -76,8 +83,12 @@ struct DenseUnits {
   static constexpr int kDigits = kElement == 16 ? 2 : 1;
   static constexpr int kSubs = kElement == 16 ? 1 : 16 / kElement;  // columns a unit
   static constexpr int kMatrices = Shape::kK / 8;                   // 8x8 matrices of units, one after the other along k
-  // Signed 4-bit integers in an 8-bit mma are sixteen times too large.
-  static constexpr int kShift = kElement == 4 && Shape::kBits == 8 && kSigned ? 4 : 0;
+  // Of signed 4-bit integers in an 8-bit mma those from upper nibbles come sixteen times too large, the others eight too
+  // large: each takes one instruction. kOffset is four times the eight, with the other sign.
+  static constexpr bool kNibbles = kElement == 4 && Shape::kBits == 8 && kSigned;
+  static constexpr uint32_t kOffset = kNibbles ? 0xF8F8F8F8 : 0;
+  CUTE_HOST_DEVICE static constexpr bool offset(int sub) { return kNibbles && sub % 2 == 0; }
+  CUTE_HOST_DEVICE static constexpr int shift(int sub) { return kNibbles && sub % 2 == 1 ? 4 : 0; }
 
   // raw: (matrices) -> out: (digits, subs, depth). Slots 2t, 2t + 1 of two neighbouring matrices meet in one register.
   __device__ static void transpose(const uint32_t (&raw)[kMatrices], uint32_t (&out)[kDigits][kSubs][Shape::kDepth]) {
@@ -93,9 +104,9 @@ struct DenseUnits {
           out[0][0][d] = even;
           out[0][1][d] = odd;
         } else {
-          out[0][0][d] = low_nibbles<kSigned>(even);
+          out[0][0][d] = raised_nibbles<kSigned>(even);
           out[0][1][d] = high_nibbles<kSigned>(even);
-          out[0][2][d] = low_nibbles<kSigned>(odd);
+          out[0][2][d] = raised_nibbles<kSigned>(odd);
           out[0][3][d] = high_nibbles<kSigned>(odd);
         }
       }

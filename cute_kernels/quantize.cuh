@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "copy.cuh"
 #include "words.cuh"
 
 namespace magicube {
@@ -73,8 +74,17 @@ struct Extremes {
     if constexpr (!Q::kSigned) negative |= x < Real(0);
   }
   __device__ void see(const typename Q::Source (&x)[Q::kVec]) {
-    CUTE_UNROLL
-    for (int i = 0; i < Q::kVec; ++i) see(x[i], top);
+    if constexpr (sizeof(x[0]) == 2 && Q::kSigned) {  // halves, two at a time
+      uint32_t pair = 0;
+      CUTE_UNROLL
+      for (int i = 0; i < Q::kVec; i += 2) pair = __vmaxu2(pair, *reinterpret_cast<const uint32_t*>(x + i) & 0x7fff7fff);
+      const typename Q::Source* both = reinterpret_cast<const typename Q::Source*>(&pair);
+      see(both[0], top);
+      see(both[1], top);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < Q::kVec; ++i) see(x[i], top);
+    }
   }
   __device__ void report_to(int* flags) const {
     report((negative ? kNegative : 0) | (top >= RealBits<Real>::kInfinity ? kNonFinite : 0), flags);
@@ -82,21 +92,22 @@ struct Extremes {
 };
 
 // Zero slices get 1, those with infinity or NaN get NaN; never rounded down to zero.
-template <class Real>
-__device__ Real scale_of(typename RealBits<Real>::type top, int high) {
+template <class Real, int kHigh>
+__device__ Real scale_of(typename RealBits<Real>::type top) {
   using Bits = typename RealBits<Real>::type;
   constexpr Bits kInfinity = RealBits<Real>::kInfinity;
   if (top >= kInfinity) return RealBits<Real>::real(kInfinity | kInfinity >> 1);
   if (top == 0) return Real(1);
-  const Real scale = static_cast<Real>(static_cast<double>(RealBits<Real>::real(top)) / static_cast<double>(high));
+  const double largest = RealBits<Real>::real(top);
+  // A float's quotient by so small an integer is no nearer than 2^-42 to where its rounding changes: a product will do.
+  constexpr double kInverse = 1.0 / kHigh;
+  const Real scale = static_cast<Real>(cuda::std::is_same_v<Real, float> ? largest * kInverse : largest / kHigh);
   return scale > Real(0) ? scale : RealBits<Real>::real(Bits(1));
 }
 
-// 1 / scale; 0 for NaN, so that the integers of such a slice are zeros.
-template <class Real>
-__device__ double inverse_of(Real scale) {
-  return scale == scale ? 1.0 / static_cast<double>(scale) : 0.0;
-}
+// 1 / scale; 0 for NaN, so that the integers of such a slice are zeros. A call where floats nearly always do without.
+__device__ inline double inverse_of(double scale) { return scale == scale ? 1.0 / scale : 0.0; }
+__device__ __noinline__ double inverse_of(float scale) { return inverse_of(static_cast<double>(scale)); }
 
 template <class Config>
 struct Range {
@@ -117,34 +128,36 @@ __device__ __forceinline__ int32_t encode_exact(double x, double inverse) {
   return static_cast<int32_t>(q < kHigh ? q : kHigh);
 }
 
-// 1 / scale as a sum of two floats; NaN where the lower one would lose bits.
+// 1 / scale as a sum of two floats; NaN where one of them would lose bits.
 struct FloatInverse {
   float high, low;
 
   __device__ FloatInverse() = default;
-  __device__ explicit FloatInverse(double inverse)
-      : high(inverse > 0x1p-90 ? static_cast<float>(inverse) : __int_as_float(0x7fffffff)),
-        low(static_cast<float>(inverse - static_cast<double>(high))) {}
+  __device__ explicit FloatInverse(float scale)
+      : high(scale < 0x1p90f && scale > 0x1p-120f ? __fdividef(1.0f, scale) : __int_as_float(0x7fffffff)),
+        low(__fmul_rn(high, __fmaf_rn(-high, scale, 1.0f))) {}
+  __device__ explicit FloatInverse(double) : high(0.0f), low(0.0f) {}  // double entries have no use for it
 };
 
-// The integer of x, where sums of two floats decide it: they are off by less than 2^-24 for quotients up to 2^21. False
-// for the few entries nearer than 2^-22 to where the integer changes, for larger quotients, infinities and NaN.
+// The integer of x, or one beyond the range, where floats decide it: for quotients of up to 8 bits one is off by less than
+// 2^-15, and up to 2^21 a sum of two by less than 2^-24; larger ones are out of range all the same. False for the few
+// entries that are nearer to where the integer changes, infinities and NaN.
 template <class Config>
 __device__ __forceinline__ bool encode_fast(float x, const FloatInverse& inverse, int32_t& code) {
-  constexpr float kRound = 0x1.8p23f, kNear = 0x1p-22f;
-  const float q = x * inverse.high;
-  const float rest = __fmaf_rn(x, inverse.low, __fmaf_rn(x, inverse.high, -q));
+  constexpr bool kSmall = Config::kBits <= 8;
+  constexpr float kRound = 0x1.8p23f, kNear = kSmall ? 0x1p-14f : 0x1p-22f;
+  float q = x * (kSmall ? inverse.high + inverse.low : inverse.high);
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(q) : "f"(-0x1p21f));  // below, the difference of bits would wrap
+  const float rest = kSmall ? 0.0f : __fmaf_rn(x, inverse.low, __fmaf_rn(x, inverse.high, -q));
   const float shifted = __fadd_rn(q, kRound);  // the integer, to nearest even, in the lower bits
-  const float apart = __fadd_rn(__fadd_rn(q, -__fadd_rn(shifted, -kRound)), rest);
-  int32_t whole = __float_as_int(shifted) - __float_as_int(kRound);
-  bool sure = fabsf(apart) < 0.5f - kNear;
+  const float off = __fadd_rn(q, -__fadd_rn(shifted, -kRound)), apart = kSmall ? off : __fadd_rn(off, rest);
+  code = __float_as_int(shifted) - __float_as_int(kRound);
   if constexpr (Config::kTruncate) {
-    sure = fabsf(apart) > kNear || fabsf(q) < 0.5f;
-    if (whole > 0 && apart < 0.0f) --whole;
-    if (whole < 0 && apart > 0.0f) ++whole;
+    if (code > 0 && apart < 0.0f) --code;
+    if (code < 0 && apart > 0.0f) ++code;
+    return fabsf(apart) > kNear || fabsf(q) < 0.5f;
   }
-  code = max(Range<Config>::kLow, min(Range<Config>::kHigh, whole));
-  return sure && fabsf(q) < 0x1p21f;
+  return fabsf(apart) < 0.5f - kNear;
 }
 
 struct Output {
@@ -153,15 +166,21 @@ struct Output {
   bool vector;
 };
 
-// kVec integers of one row from `column` on, of which `valid` exist.
+// kVec integers of one row from `column` on, of which `valid` exist; those beyond the range become its ends.
 template <class Config>
 __device__ __forceinline__ void put(const Output& out, int64_t row, int64_t column, int64_t valid,
                                     const int32_t (&codes)[Quantizer<Config>::kVec]) {
   if (valid <= 0) return;
-  using Run = PackedRun<stored_bits<Config>, Quantizer<Config>::kVec>;
-  const Run run(codes);
+  constexpr int kVec = Quantizer<Config>::kVec;
+  using Run = PackedRun<stored_bits<Config>, kVec>;
+  int32_t inside[kVec];
+  CUTE_UNROLL
+  for (int i = 0; i < kVec; ++i) {
+    inside[i] = Config::kBits == 12 ? max(Range<Config>::kLow, min(Range<Config>::kHigh, codes[i])) : codes[i];
+  }
+  const Run run = Run::template nearest<Config::kSigned>(inside);
   uint8_t* to = out.at + row * out.pitch + column * stored_bits<Config> / 8;
-  if (out.vector && valid >= Quantizer<Config>::kVec) run.store(to);
+  if (out.vector && valid >= kVec) run.store(to);
   else run.store_part(to, valid);
 }
 
@@ -234,6 +253,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 absmax_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
               typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
+  wait_for_predecessor();
   using Q = Quantizer<Config>;
   __shared__ typename Q::Bits scratch[Q::kWarps];
   const uint32_t slice_blocks = uint32_t(splits), split = blockIdx.x % slice_blocks;
@@ -257,6 +277,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
               const typename Quantizer<Config>::Bits* partials, int64_t parts, typename Quantizer<Config>::Real* scales,
               uint8_t* out, int64_t out_pitch, int* flags, int64_t vector_loads, int64_t vector_stores) {
+  wait_for_predecessor();
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits scratch[Q::kWarps];
@@ -269,13 +290,13 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
       const auto other = partials[slice * parts + i];
       top = other > top ? other : top;
     }
-    scale = scale_of<Real>(team_max(top, Q::kThreads, scratch), Range<Config>::kHigh);
+    scale = scale_of<Real, Range<Config>::kHigh>(team_max(top, Q::kThreads, scratch));
     if (split == 0 && threadIdx.x == 0) scales[slice] = scale;
   } else {
     scale = scales[slice];
   }
   const double inverse = inverse_of(scale);
-  const FloatInverse near(inverse);
+  const FloatInverse near(scale);
   const Output output{out + slice * rows * out_pitch, out_pitch, vector_stores != 0};
   const Tiles<Q> tiles(rows, columns, lanes);
   Extremes<Q> extremes;
@@ -295,16 +316,21 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
   extremes.report_to(flags);
 }
 
-// Scales and integers of rows (rows, columns), each by `lanes` threads that keep its first kSteps * kVec entries a lane.
+// Scales and integers of rows (rows, columns), each by `lanes` threads that keep its first kSteps * kVec entries a lane. The
+// blocks of a second line of the grid do so for another matrix of this shape and these pitches. The first one's scales are
+// stored times `factor`.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t lanes,
             typename Quantizer<Config>::Real* scales, int64_t given, uint8_t* out, int64_t out_pitch, int* flags,
-            int64_t vector_loads, int64_t vector_stores) {
+            int64_t vector_loads, int64_t vector_stores, const typename Config::Source* other_x,
+            typename Quantizer<Config>::Real* other_scales, uint8_t* other_out, float factor) {
+  wait_for_predecessor();
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits scratch[Q::kWarps];
-  __shared__ double inverses[Q::kThreads];
+  __shared__ Real shared_scales[Q::kThreads];
+  if (blockIdx.y == 1) x = other_x, scales = other_scales, out = other_out, factor = 1.0f;
   const int width = int(lanes) * Q::kVec, groups = Q::kThreads / int(lanes);
   const int first = int(threadIdx.x & (lanes - 1)) * Q::kVec;
   const int64_t row = int64_t{blockIdx.x} * groups + threadIdx.x / int(lanes);
@@ -327,16 +353,16 @@ encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64
   }
   extremes.report_to(flags);
   const auto top = team_max(extremes.top, int(lanes), scratch);
-  if (first == 0 && length) {  // the divisions, once a row
-    const Real scale = given ? scales[row] : scale_of<Real>(top, Range<Config>::kHigh);
-    if (!given) scales[row] = scale;
-    inverses[threadIdx.x / int(lanes)] = inverse_of(scale);
+  if (first == 0 && length) {  // the division, once a row
+    const Real scale = given ? scales[row] : scale_of<Real, Range<Config>::kHigh>(top);
+    if (!given) scales[row] = scale * static_cast<Real>(factor);
+    shared_scales[threadIdx.x / int(lanes)] = scale;
   }
   __syncthreads();
-  const double inverse = inverses[threadIdx.x / int(lanes)];
-  const FloatInverse near(inverse);
+  const Real scale = shared_scales[threadIdx.x / int(lanes)];
+  const FloatInverse near(scale);
   const auto fast = [&](int) { return near; };
-  const auto exact = [&](int) { return inverse; };
+  const auto exact = [&](int) { return inverse_of(scale); };
   const Output output{out, out_pitch, vector_stores != 0};
   CUTE_UNROLL
   for (int s = 0; s < Q::kSteps; ++s) {
@@ -348,130 +374,6 @@ encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64
     load<Q>(from + column, length - column, vector, part);
     encode_run<Config>(output, row, column, length - column, part, from + column, fast, exact);
   }
-}
-
-// What a block of the two kernels below has of (slices, rows, columns): lanes * kVec columns and every splits-th of the
-// groups of rows.
-template <class Q>
-struct ColumnTile {
-  int lanes, groups, lane, group;
-  int64_t tile, split, slice, column, valid;
-
-  __device__ ColumnTile(int64_t columns, int64_t tiles, int64_t splits, int64_t lanes_)
-      : lanes(int(lanes_)), groups(Q::kThreads / int(lanes_)), lane(int(threadIdx.x) & (int(lanes_) - 1)),
-        group(int(threadIdx.x) / int(lanes_)), tile(blockIdx.x % uint32_t(tiles)),
-        split(blockIdx.x / uint32_t(tiles) % uint32_t(splits)), slice(blockIdx.x / uint32_t(tiles) / uint32_t(splits)),
-        column((tile * lanes + lane) * Q::kVec), valid(columns - column) {}
-
-  __device__ int columns() const { return lanes * Q::kVec; }
-
-  // Rows of this thread, kSteps at a time: body(row, its entries), row < rows. Backwards in the second pass: the first
-  // one left the last rows in the second-level cache.
-  template <class Body>
-  __device__ void each_row(const typename Q::Source* slice_at, int64_t pitch, int64_t rows, int64_t splits, int64_t passes,
-                           bool vector, bool backwards, Body&& body) const {
-    const int64_t step = splits * groups, first = split * groups + group;
-    for (int64_t pass = 0; pass < passes; ++pass) {
-      const int64_t row = first + (backwards ? passes - 1 - pass : pass) * step * Q::kSteps;
-      alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
-      CUTE_UNROLL
-      for (int s = 0; s < Q::kSteps; ++s) {
-        const int64_t at = row + s * step;
-        load<Q>(slice_at + at * pitch + column, at < rows ? valid : 0, vector, part[s]);
-      }
-      CUTE_UNROLL
-      for (int s = 0; s < Q::kSteps; ++s) {
-        if (row + s * step < rows) body(row + s * step, part[s]);
-      }
-    }
-  }
-
-  // The groups' maxima of each column; the thread of index c < columns() gets that of the tile's column c.
-  __device__ typename Q::Bits meet(const typename Q::Bits (&top)[Q::kVec], typename Q::Bits* shared) const {
-    CUTE_UNROLL
-    for (int i = 0; i < Q::kVec; ++i) shared[threadIdx.x * Q::kVec + i] = top[i];  // (groups, columns)
-    __syncthreads();
-    typename Q::Bits most = 0;
-    if (int(threadIdx.x) < columns()) {
-      for (int g = 0; g < groups; ++g) {
-        const auto other = shared[g * columns() + threadIdx.x];
-        most = other > most ? other : most;
-      }
-    }
-    return most;
-  }
-};
-
-// Largest magnitudes of columns, one of `splits` parts of the rows by each block.
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
-absmax_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
-               int64_t passes, int64_t lanes, typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
-  using Q = Quantizer<Config>;
-  static_assert(Q::kTileColumns <= Q::kThreads, "a thread for each column of a tile");
-  __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
-  const ColumnTile<Q> own(columns, tiles, splits, lanes);
-  Extremes<Q> extremes;
-  typename Q::Bits top[Q::kVec] = {};
-  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, false,
-               [&](int64_t, const typename Q::Source (&part)[Q::kVec]) {
-                 CUTE_UNROLL
-                 for (int i = 0; i < Q::kVec; ++i) extremes.see(part[i], top[i]);
-               });
-  CUTE_UNROLL
-  for (int i = 0; i < Q::kVec; ++i) extremes.top = top[i] > extremes.top ? top[i] : extremes.top;
-  extremes.report_to(flags);
-  const auto most = own.meet(top, shared);
-  const int64_t column = own.tile * own.columns() + threadIdx.x;
-  if (int(threadIdx.x) < own.columns() && column < columns) {
-    partials[(own.slice * splits + own.split) * columns + column] = most;  // (slices, splits, columns)
-  }
-}
-
-// Integers of columns whose scales are given, or follow from `parts` partial maxima a column.
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
-encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
-               int64_t passes, int64_t lanes, const typename Quantizer<Config>::Bits* partials, int64_t parts,
-               typename Quantizer<Config>::Real* scales, uint8_t* out, int64_t out_pitch, int* flags,
-               int64_t vector_loads, int64_t vector_stores) {
-  using Q = Quantizer<Config>;
-  using Real = typename Q::Real;
-  __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
-  __shared__ double inverses[Q::kTileColumns];
-  const ColumnTile<Q> own(columns, tiles, splits, lanes);
-  typename Q::Bits top[Q::kVec] = {};
-#pragma unroll 4
-  for (int p = own.group; p < int(parts); p += own.groups) {
-    CUTE_UNROLL
-    for (int i = 0; i < Q::kVec; ++i) {
-      const auto other = i < own.valid ? partials[(own.slice * parts + p) * columns + own.column + i] : 0;
-      top[i] = other > top[i] ? other : top[i];
-    }
-  }
-  const auto most = own.meet(top, shared);
-  const int64_t column = own.tile * own.columns() + threadIdx.x;
-  if (int(threadIdx.x) < own.columns() && column < columns) {
-    Real* at = scales + own.slice * columns + column;  // (slices, columns)
-    const Real scale = parts ? scale_of<Real>(most, Range<Config>::kHigh) : *at;
-    if (parts && own.split == 0) *at = scale;
-    inverses[threadIdx.x] = inverse_of(scale);
-  }
-  __syncthreads();
-  const double* own_inverses = inverses + own.lane * Q::kVec;
-  FloatInverse near[Q::kVec];
-  CUTE_UNROLL
-  for (int i = 0; i < Q::kVec; ++i) near[i] = FloatInverse(i < own.valid ? own_inverses[i] : 1.0);
-  const Output output{out + own.slice * rows * out_pitch, out_pitch, vector_stores != 0};
-  Extremes<Q> extremes;
-  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, true,
-               [&](int64_t row, const typename Q::Source (&part)[Q::kVec]) {
-                 if (!parts) extremes.see(part);
-                 encode_run<Config>(output, row, own.column, own.valid, part, x + (own.slice * rows + row) * pitch + own.column,
-                                    [&](int i) { return near[i]; },
-                                    [&](int i) { return i < own.valid ? own_inverses[i] : 0.0; });
-               });
-  extremes.report_to(flags);
 }
 
 }  // namespace magicube

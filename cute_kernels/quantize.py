@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from cute_kernels.source import OUT_TYPES, constants
 SOURCES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TYPES = OUT_TYPES | {"float64": "double"}
 _LONG_ROW = 1 << 15  # entries from which several blocks share a row, where rows are few
+_SHORT_ROW = 256  # bytes up to which a thread takes fewer of a row, so that neighbours store whole sectors
 _ALIGNMENT = 16
 
 
@@ -74,8 +76,9 @@ class QuantizeConfig:
                 "kThreads": self.threads,
             }
         )
+        header = "quantize_columns.cuh" if self.kernel.endswith("columns") else "quantize.cuh"
         source = (
-            '#include "quantize.cuh"\nnamespace magicube {\nstruct Config {\n'
+            f'#include "{header}"\nnamespace magicube {{\nstruct Config {{\n'
             f"{members}  using Source = {_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
         )
         return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
@@ -112,7 +115,8 @@ class _Job(NamedTuple):
     def config(self, kernel: str) -> QuantizeConfig:
         source = SOURCES[self.x.dtype]
         if kernel.startswith("encode"):
-            return QuantizeConfig(kernel, source, *self.kind)
+            short = kernel == "encode_rows" and self.x.shape[1] * self.x.element_size() <= _SHORT_ROW
+            return QuantizeConfig(kernel, source, *self.kind, steps=2 if short else 4)
         return QuantizeConfig(kernel, source, signed=self.kind[1])
 
     def vectors(self, config: QuantizeConfig) -> tuple[int, int]:
@@ -152,6 +156,7 @@ def _encode_slices(job: _Job, slices: int) -> None:
                 job.x.data_ptr(), job.pitch, rows, columns, parts, config.lanes(columns), partials.data_ptr(),
                 job.flags, job.vectors(config)[0],
             ),
+            early=True,
         )  # fmt: skip
     config = job.config("encode_slices")
     splits = min(each, config.tiles(rows, columns))
@@ -162,22 +167,33 @@ def _encode_slices(job: _Job, slices: int) -> None:
             0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
             job.out_pitch, job.flags, *job.vectors(config),
         ),
+        early=True,
     )  # fmt: skip
 
 
-def _encode_rows(job: _Job) -> None:
-    """A scale a row, one launch."""
+def _encode_rows(job: _Job, other: _Job | None = None, factor: float = 1.0) -> None:
+    """A scale a row, those of ``job`` times ``factor``; one launch.
+
+    ``other``: a matrix of the same shape, pitches and alignment, for the same launch.
+    """
     rows, columns = job.x.shape
     if columns >= _LONG_ROW and 4 * rows <= job.blocks:
-        return _encode_slices(job, rows)
+        for each in (job, other):
+            if each is not None:
+                _encode_slices(each, rows)
+        if factor != 1.0:
+            job.scale.mul_(factor)
+        return
     config = job.config("encode_rows")
     lanes = config.lanes(columns)
+    places = (0, 0, 0) if other is None else (other.x.data_ptr(), other.scale.data_ptr(), other.data.data_ptr())
     get_kernel(config).launch(
-        (-(-rows * lanes // config.threads), 1, 1),
+        (-(-rows * lanes // config.threads), 1 if other is None else 2, 1),
         (
             job.x.data_ptr(), job.pitch, rows, columns, lanes, job.scale.data_ptr(), int(job.given),
-            job.data.data_ptr(), job.out_pitch, job.flags, *job.vectors(config),
+            job.data.data_ptr(), job.out_pitch, job.flags, *job.vectors(config), *places, np.float32(factor),
         ),
+        early=True,
     )  # fmt: skip
 
 
@@ -200,7 +216,8 @@ def _encode_columns(job: _Job, slices: int) -> None:
         maxima = job.config("absmax_columns")
         parts, grid, shape = share(job.blocks)
         partials = job.partials(slices, parts, columns)
-        get_kernel(maxima).launch(grid, (*shape, partials.data_ptr(), job.flags, job.vectors(maxima)[0]))
+        places = (partials.data_ptr(), job.flags, job.vectors(maxima)[0])
+        get_kernel(maxima).launch(grid, (*shape, *places), early=True)
     _, grid, shape = share(job.blocks // 2)  # whole waves: each block begins with all partial maxima of its columns
     get_kernel(config).launch(
         grid,
@@ -208,7 +225,31 @@ def _encode_columns(job: _Job, slices: int) -> None:
             *shape, 0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
             job.out_pitch, job.flags, *job.vectors(config),
         ),
+        early=True,
     )  # fmt: skip
+
+
+def _job(
+    x: Tensor, bits: int, signed: bool, axis: int | None, truncate: bool, scale: Tensor | None, flags: int
+) -> _Job:
+    """The call for the arguments of :func:`quantize`, with room for its results."""
+    columns = x.shape[-1]
+    rows = x.reshape(-1, columns)
+    if columns > 1 and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    width = (columns + 1) // 2 if bits == 4 else columns
+    given = scale is not None
+    if scale is None:
+        shape = list(x.shape) if axis is not None else []
+        if shape:
+            shape[-2 if axis == 0 else -1] = 1
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        scale = torch.empty(shape, dtype=dtype, device=x.device)
+    data = torch.empty((*x.shape[:-1], width), dtype=storage_dtype(bits, signed), device=x.device)
+    pitch = rows.stride(0) if rows.shape[0] > 1 else columns
+    stored = 16 if bits == 12 else bits
+    kind, out_pitch = (bits, signed, truncate), (columns * stored + 7) // 8
+    return _Job(rows, data, scale.contiguous(), stored, kind, given, flags, pitch, out_pitch)
 
 
 def quantize(
@@ -235,40 +276,33 @@ def quantize(
     The workspace is at most 8 bytes a block, and for columns a word for each of some 64 parts of every column.
     Raises what :func:`cute_kernels.jit.get_kernel` raises.
     """
-    columns = x.shape[-1]
-    rows = x.reshape(-1, columns)
-    if columns > 1 and rows.stride(1) != 1:
-        rows = rows.contiguous()
-    width = (columns + 1) // 2 if bits == 4 else columns
-    given = scale is not None
-    if scale is None:
-        shape = list(x.shape) if axis is not None else []
-        if shape:
-            shape[-2 if axis == 0 else -1] = 1
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        scale = torch.empty(shape, dtype=dtype, device=x.device)
-    data = torch.empty((*x.shape[:-1], width), dtype=storage_dtype(bits, signed), device=x.device)
-    pitch = rows.stride(0) if rows.shape[0] > 1 else columns
-    stored = 16 if bits == 12 else bits
-    job = _Job(
-        rows,
-        data,
-        scale.contiguous(),
-        stored,
-        (bits, signed, truncate),
-        given,
-        flags,
-        pitch,
-        (columns * stored + 7) // 8,
-    )
+    job = _job(x, bits, signed, axis, truncate, scale, flags)
     with device_of(x):
         if axis is None:
             _encode_slices(job, 1)
         elif axis == 1:
             _encode_rows(job)
         else:
-            _encode_columns(job, rows.shape[0] // x.shape[-2])
-    return data, scale
+            _encode_columns(job, x[..., 0].numel() // x.shape[-2])
+    return job.data, job.scale
+
+
+def quantize_rows_of_two(
+    x: Tensor, y: Tensor, *, bits: int, factor: float = 1.0
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """As :func:`quantize` with a scale a row, signed, of two tensors; one launch where they lie alike.
+
+    The scales of ``x`` come times ``factor``.
+    """
+    jobs = [_job(each, bits, True, 1, False, None, 0) for each in (x, y)]
+    alike = [(job.x.shape, job.x.dtype, job.pitch, job.vectors(job.config("encode_rows"))) for job in jobs]
+    with device_of(x):
+        if alike[0] == alike[1] and x.device == y.device:
+            _encode_rows(jobs[0], jobs[1], factor)
+        else:
+            _encode_rows(jobs[0], None, factor)
+            _encode_rows(jobs[1])
+    return (jobs[0].data, jobs[0].scale), (jobs[1].data, jobs[1].scale)
 
 
 def default_configs() -> list[QuantizeConfig]:
@@ -280,5 +314,6 @@ def default_configs() -> list[QuantizeConfig]:
         for config in (
             *(QuantizeConfig(kernel, x) for kernel in ("absmax_slices", "absmax_columns")),
             *(QuantizeConfig(kernel, x, bits) for kernel in kernels for bits in (4, 8, 16)),
+            *(QuantizeConfig("encode_rows", x, bits, steps=2) for bits in (4, 8, 16)),
         )
     ]

@@ -1,6 +1,6 @@
 // SDDMM, panel kernel (sm_90 on): a block keeps a tile of Y's rows in shared memory and samples many vector rows from it.
 //
-// The tensor copy engine brings kTile rows of Y, all of k, in boxes of 128 bytes; barriers count the boxes of every kSub
+// The tensor copy engine brings kTile rows of Y, all of k, in boxes of kBoxBytes; barriers count the boxes of every kSub
 // rows. Columns rise in a vector row, so those of a tile are neighbours in the output: each of kWarps warps takes vector
 // rows in turn, keeps the rows of X in registers and walks the row's vectors that name rows of the tile, kSlots at a time.
 // Each lane group has a unit of neighbouring vectors, which it stores at once where all are of the tile.
@@ -15,17 +15,19 @@ struct SddmmPanelShape : SampleShape<C, C::kSlots> {
   using Base = SampleShape<C, C::kSlots>;
   using typename Base::RunX, typename Base::RunY;
   static_assert(Base::Shape::kBits == 8 && C::kStride % Base::kBlocks == 0, "an 8-bit mma and whole units a block are needed");
-  static constexpr int kBoxBytes = 128;
+  static constexpr int kBoxBytes = C::kBoxBytes;                             // of a row
+  static constexpr int kHalves = kBoxBytes / 64;                             // what a lane group reads at once
+  static_assert(kHalves == 2 || (kHalves == 1 && C::kBoxes == 1), "one narrow box, or wide ones");
   static constexpr int kRuns = kBoxBytes / 4 / RunY::kElement;               // runs of eight k that a lane has of a box
   static constexpr int kCount = kRuns * Base::kRegisters;                    // registers that a box gives a digit
   static constexpr int kSub = C::kTile < 128 ? C::kTile : 128, kSubs = C::kTile / kSub;
   static constexpr int kBoxesBytes = C::kTile * kBoxBytes;                   // of the tile, one box wide
   static constexpr int kTileBytes = C::kBoxes * kBoxesBytes;
-  // Rows of X are kPitchX bytes apart, so that rows next to each other meet in no bank.
+  // Rows of X are an odd multiple of what a lane group loads apart, so that rows next to each other meet in no bank.
   static constexpr int kLaneWordsX = 4 * RunX::kElement / RunY::kElement;    // that go with 16 bytes of Y
   static constexpr int kLoadX = kLaneWordsX < 4 ? kLaneWordsX : 4;
   static constexpr int kRowBytesX = C::kBoxes * kBoxBytes * RunX::kElement / RunY::kElement;
-  static constexpr int kPitchX = kRowBytesX + 16 * kLoadX;
+  static constexpr int kPitchX = kRowBytesX + (kRowBytesX / (16 * kLoadX) % 2 ? 0 : 16 * kLoadX);
   static constexpr int kWarpBytesX = C::kVector * kPitchX;
 };
 
@@ -87,10 +89,10 @@ struct RowsOfX {
       const uint32_t row = from + (8 * tile + lane / 4 % C::kVector) * S::kPitchX + lane % 4 * S::kLaneWordsX * 4;
       CUTE_UNROLL
       for (int box = 0; box < C::kBoxes; ++box) {
-        uint32_t raw[2 * S::kLaneWordsX];
+        uint32_t raw[S::kHalves * S::kLaneWordsX];
         CUTE_UNROLL
-        for (int i = 0; i < 2 * S::kLaneWordsX; i += S::kLoadX) {
-          const int half = 2 * box + i / S::kLaneWordsX;
+        for (int i = 0; i < S::kHalves * S::kLaneWordsX; i += S::kLoadX) {
+          const int half = S::kHalves * box + i / S::kLaneWordsX;
           uint32_t part[S::kLoadX];
           load_shared(row + (4 * half * S::kLaneWordsX + i % S::kLaneWordsX) * 4, part);
           CUTE_UNROLL
@@ -102,8 +104,8 @@ struct RowsOfX {
   }
 };
 
-// One row of Y as operand A. The two lane groups that are served at once read different halves of their rows' boxes, so
-// that no two rows meet in a bank, whichever they are.
+// One row of Y as operand A. The two lane groups that are served at once read different halves of their rows' boxes of 128
+// bytes, so that no two rows meet in a bank, whichever they are; of 64 bytes, rows of one parity meet.
 template <class C>
 struct RowOfY {
   using S = SddmmPanelShape<C>;
@@ -112,18 +114,26 @@ struct RowOfY {
 
   // `lane_base` is what base_of gave.
   __device__ RowOfY(uint32_t lane_base, uint32_t row)
-      : at((lane_base ^ (row & 3) << 4) + row * S::kBoxBytes), crossed(((row >> 2 ^ lane_base >> 6) & 1) != 0) {}
-  __device__ static uint32_t base_of(uint32_t tile, int lane) { return tile + (lane % 4 + lane / 4 % 2 * 4) * 16; }
+      : at((S::kHalves == 2 ? lane_base ^ (row & 3) << 4 : lane_base) + row * S::kBoxBytes),
+        crossed(((row >> 2 ^ lane_base >> 6) & 1) != 0) {}
+  __device__ static uint32_t base_of(uint32_t tile, int lane) {
+    return tile + (lane % 4 + (S::kHalves == 2 ? lane / 4 % 2 * 4 : 0)) * 16;
+  }
 
   // -> (digits, registers along k)
   __device__ void read(int box, uint32_t (&out)[S::RunY::kDigits][S::kCount]) const {
-    uint32_t one[4], other[4], raw[8];
-    load_shared(at + box * S::kBoxesBytes, one);
-    load_shared((at ^ 64) + box * S::kBoxesBytes, other);
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      raw[i] = crossed ? other[i] : one[i];
-      raw[4 + i] = crossed ? one[i] : other[i];
+    uint32_t raw[4 * S::kHalves];
+    if constexpr (S::kHalves == 1) {
+      load_shared(at, raw);
+    } else {
+      uint32_t one[4], other[4];
+      load_shared(at + box * S::kBoxesBytes, one);
+      load_shared((at ^ 64) + box * S::kBoxesBytes, other);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        raw[i] = crossed ? other[i] : one[i];
+        raw[4 + i] = crossed ? one[i] : other[i];
+      }
     }
     split_runs<S, typename S::RunY>(raw, out);
   }
@@ -145,18 +155,29 @@ struct UnitColumns {
   }
 };
 
-// The factors of the rows and columns, and those of them that are the same for all.
+// The factors of the rows of X and of the tile's columns, and those of them that are the same for all.
+template <class C>
 struct SampleFactors {
-  const float* left;
-  const float* right;
-  int64_t left_step, right_step;
+  const float* left;  // one a row, or null
+  uint32_t right;     // in shared memory, one a column of the tile, or 0
   float one_left, one_right;
 
-  __device__ SampleFactors(const float* left, int64_t left_step, const float* right, int64_t right_step)
-      : left(left), right(right), left_step(left_step), right_step(right_step), one_left(left ? *left : 1.0f),
-        one_right(right ? *right : 1.0f) {}
-  __device__ float of_row(int64_t row) const { return left_step ? left[row * left_step] : one_left; }
-  __device__ float of_column(int32_t column) const { return right_step ? right[column * right_step] : one_right; }
+  // Steps of 0 and 1. `count`: columns of the tile that exist; what is fetched has arrived after copy_async_wait and a
+  // barrier of the block.
+  __device__ SampleFactors(const float* left, int64_t left_step, const float* right, int64_t right_step, int count,
+                           uint32_t shared)
+      : left(left_step ? left : nullptr), right(right && right_step ? shared : 0), one_left(left ? *left : 1.0f),
+        one_right(right ? *right : 1.0f) {
+    if (this->right == 0) return;
+    for (int i = threadIdx.x; i < C::kTile && i < count; i += 32 * C::kWarps) copy_async_word(shared + 4 * i, right + i);
+  }
+  __device__ float of_row(int64_t row) const { return left ? left[row] : one_left; }
+  __device__ float of_column(unsigned place) const {
+    if (!right) return one_right;
+    uint32_t word[1];
+    load_shared(right + 4 * place, word);
+    return __uint_as_float(word[0]);
+  }
 };
 
 // Which of a lane group's vectors the tile has.
@@ -179,8 +200,9 @@ struct UnitPlaces {
 // Where a unit's first vector lies in the output.
 template <class C>
 __device__ __forceinline__ typename C::Out* unit_of(typename C::Out* out, int unit) {
-  constexpr int kUnits = C::kStride / SddmmPanelShape<C>::kBlocks;  // of a block of the output
-  return out + (int64_t{unit / kUnits} * (C::kVector * kUnits) + unit % kUnits) * SddmmPanelShape<C>::kBlocks;
+  constexpr unsigned kUnits = C::kStride / SddmmPanelShape<C>::kBlocks;  // of a block of the output
+  const unsigned number = unit;
+  return out + (uint64_t{number / kUnits} * (C::kVector * kUnits) + number % kUnits) * SddmmPanelShape<C>::kBlocks;
 }
 
 // Neighbouring results of one row of X, those whose bits are set in `mask`.
@@ -199,15 +221,14 @@ __device__ __forceinline__ void store_some(Out* to, const Out (&result)[kCount],
   }
 }
 
-// What a warp has of one vector row.
+// A lane's factors of the rows of X of one vector row.
 template <class C>
-struct SampleRow {
+struct RowFactors {
   using S = SddmmPanelShape<C>;
-  RowsOfX<C> x;
   float left[S::kRowTiles][2];
   int count;  // of the V rows that exist
 
-  __device__ void load_factors(const SampleFactors& factors, int vector_row, int64_t rows, int lane) {
+  __device__ void load(const SampleFactors<C>& factors, int vector_row, int64_t rows, int lane) {
     const int64_t first = int64_t{vector_row} * C::kVector;
     count = rows - first < C::kVector ? int(rows - first) : C::kVector;
     CUTE_UNROLL
@@ -216,6 +237,12 @@ struct SampleRow {
       left[i / 2][i % 2] = v < count ? factors.of_row(first + v) : 1.0f;
     }
   }
+};
+
+// What a warp has of one vector row.
+template <class C>
+struct SampleRow : RowFactors<C> {
+  RowsOfX<C> x;
 };
 
 // The tile of Y's rows in shared memory.
@@ -244,7 +271,7 @@ struct TileOfY {
 };
 
 template <class C>
-__device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, int unit, const SampleFactors& factors,
+__device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, int unit, const SampleFactors<C>& factors,
                              typename C::Out* out, TileOfY<C>& tile, int lane) {
   using S = SddmmPanelShape<C>;
   using Out = typename C::Out;
@@ -267,20 +294,27 @@ __device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, i
   }
   float right[S::kBlocks];
   CUTE_UNROLL
-  for (int b = 0; b < S::kBlocks; ++b) right[b] = factors.of_column(tile.first + int(at.place[b]));
+  for (int b = 0; b < S::kBlocks; ++b) right[b] = factors.of_column(at.place[b]);
   Out* to = unit_of<C>(out, unit) + lane % 4 * (2 * C::kStride);
-  CUTE_UNROLL
-  for (int i = 0; i < 2 * S::kRowTiles; ++i) {
-    const int v = i / 2 * 8 + lane % 4 * 2 + i % 2;
-    if (C::kVector < 8 && v >= C::kVector) continue;
-    Out result[S::kBlocks];  // (vectors of the unit)
+  const auto write = [&](auto whole) {  // whether all of the V rows exist
     CUTE_UNROLL
-    for (int b = 0; b < S::kBlocks; ++b) {
-      const auto total = sums.template total<typename S::Total>(i / 2, b, i % 2);
-      result[b] = v < row.count ? convert<Out>(total, row.left[i / 2][i % 2], right[b], 0.0f) : Out(0);
+    for (int i = 0; i < 2 * S::kRowTiles; ++i) {
+      const int v = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (C::kVector < 8 && v >= C::kVector) continue;
+      typename S::Total total[S::kBlocks];
+      CUTE_UNROLL
+      for (int b = 0; b < S::kBlocks; ++b) total[b] = sums.template total<typename S::Total>(i / 2, b, i % 2);
+      alignas(16) Out result[S::kBlocks];  // (vectors of the unit)
+      convert_run(total, row.left[i / 2][i % 2], right, 0.0f, result);
+      if (!decltype(whole)::value && v >= row.count) {
+        CUTE_UNROLL
+        for (int b = 0; b < S::kBlocks; ++b) result[b] = Out(0);
+      }
+      store_some(to + (i / 2 * 8 + i % 2) * C::kStride, result, at.present);
     }
-    store_some(to + (i / 2 * 8 + i % 2) * C::kStride, result, at.present);
-  }
+  };
+  if (row.count == C::kVector) write(cuda::std::true_type{});
+  else write(cuda::std::false_type{});
 }
 
 // Zeros in the output's slots from range.x to range.y.
@@ -300,7 +334,8 @@ __global__ void __launch_bounds__(C::kWarps * 32, 1)
 sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const int32_t* columns, const uint8_t* x,
             int64_t x_pitch, int64_t x_batch, int64_t x_bytes, void* out, const float* left, int64_t left_step,
             int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows,
-            int64_t vector_rows, int64_t slots, int64_t tiles, int64_t row_blocks, int64_t block_rows, int64_t y_step) {
+            int64_t vector_rows, int64_t n, int64_t slots, int64_t tiles, int64_t row_blocks, int64_t block_rows,
+            int64_t y_step) {
   using S = SddmmPanelShape<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
@@ -309,7 +344,8 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   const int tile_number = int(blockIdx.x % uint32_t(tiles));
   const int row_block = int(blockIdx.x / uint32_t(tiles) % uint32_t(row_blocks));
   const int64_t batch = blockIdx.x / uint32_t(tiles) / uint32_t(row_blocks);
-  TileOfY<C> tile{base, base + S::kTileBytes + C::kWarps * S::kWarpBytesX, tile_number * C::kTile};
+  const uint32_t at_factors = base + S::kTileBytes + C::kWarps * S::kWarpBytesX;
+  TileOfY<C> tile{base, at_factors + 4 * C::kTile, tile_number * C::kTile};
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kSubs; ++i) barrier_init(tile.full + 8 * i, 1);
     barrier_fence();
@@ -328,8 +364,9 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   if (threadIdx.x == 0) tile.feed(&map, int(batch * y_step) + tile.first);
   __syncwarp();
   const FetchOfX<C> fetch(at_x, x + batch * x_batch, x_pitch, x_bytes, lane);
-  const SampleFactors factors(left ? left + batch * left_batch : nullptr, left_step,
-                              right ? right + batch * right_batch : nullptr, right_step);
+  const SampleFactors<C> factors(left ? left + batch * left_batch : nullptr, left_step,
+                                 right ? right + batch * right_batch + tile.first * right_step : nullptr, right_step,
+                                 int(n - tile.first), at_factors);
   typename C::Out* to = static_cast<typename C::Out*>(out) + batch * slots * C::kVector;
   const auto start = [&](int r) {
     const int64_t left_rows = rows - int64_t{r} * C::kVector;
@@ -337,13 +374,19 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
     copy_async_commit();
   };
   start(vector_row);
+  RowFactors<C> ahead;
+  if (vector_row < end) ahead.load(factors, vector_row, rows, lane);
   // Blocks of the same vector rows share their padding.
   for (int r = begin + warp * int(tiles) + tile_number; r < end; r += C::kWarps * int(tiles)) {
     clear_padding<C>(to, __ldg(ranges + (int(tiles) * count + r)), lane);
   }
+  if (factors.right) {  // the same for the block
+    copy_async_wait<0>();
+    __syncthreads();
+  }
   for (; vector_row < end; vector_row += C::kWarps) {
-    SampleRow<C> row;
-    row.load_factors(factors, vector_row, rows, lane);
+    SampleRow<C> row{ahead};
+    if (vector_row + C::kWarps < end) ahead.load(factors, vector_row + C::kWarps, rows, lane);
     copy_async_wait<0>();
     __syncwarp();
     row.x.read(at_x, lane);

@@ -17,22 +17,23 @@ from cute_kernels.operands import Factor, Place, Target
 from cute_kernels.sddmm import SampleConfig
 from cute_kernels.source import OUT_BYTES
 
-BOX_BYTES = 128  # of a row of Y, as wide as the copy engine's swizzle
 BOX_ROWS = 128  # that one barrier counts
 _MAX_COORDINATE = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class SddmmPanelConfig(SampleConfig):
-    """``tile`` rows of Y lie in shared memory, in ``boxes`` of 128 bytes, which must hold all of k.
+    """``tile`` rows of Y lie in shared memory, in ``boxes`` of ``box_bytes``, which must hold all of k.
 
-    Each of ``warps`` warps samples ``slots`` neighbouring vectors at a time.
+    ``box_bytes``: 128, as wide as the copy engine's swizzle, or 64 for a single box.  Each of ``warps`` warps samples
+    ``slots`` neighbouring vectors at a time.
     """
 
     STEM: ClassVar[str] = "sddmm_panel"
 
     tile: int = 512
     boxes: int = 2
+    box_bytes: int = 128
     slots: int = 32
     warps: int = 16
 
@@ -43,12 +44,13 @@ class SddmmPanelConfig(SampleConfig):
     @property
     def depth(self) -> int:
         """The longest sum."""
-        return self.boxes * BOX_BYTES * 8 // element_bits(self.y)
+        return self.boxes * self.box_bytes * 8 // element_bits(self.y)
 
     @property
     def _pitch(self) -> int:
         """Bytes from one row of X to the next in shared memory."""
-        return self.depth * element_bits(self.x) // 8 + 4 * self._load
+        row = self.depth * element_bits(self.x) // 8
+        return row if row // (4 * self._load) % 2 else row + 4 * self._load
 
     @property
     def _load(self) -> int:
@@ -57,8 +59,8 @@ class SddmmPanelConfig(SampleConfig):
 
     @property
     def smem_bytes(self) -> int:
-        barriers = 8 * -(-self.tile // BOX_ROWS)
-        return self.boxes * self.tile * BOX_BYTES + self.warps * self.vector_length * self._pitch + barriers
+        rest = 8 * -(-self.tile // BOX_ROWS) + 4 * self.tile  # barriers, factors of the columns
+        return self.boxes * self.tile * self.box_bytes + self.warps * self.vector_length * self._pitch + rest
 
     @property
     def registers(self) -> int:
@@ -68,12 +70,14 @@ class SddmmPanelConfig(SampleConfig):
         return tiles * (x * self.depth // 16 + x * y * self.slots // 4)
 
     def _tags(self) -> list[str]:
-        return [f"k{self.stride}t{self.tile}b{self.boxes}p{self.slots}w{self.warps}"]
+        narrow = "n" if self.box_bytes == 64 else ""
+        return [f"k{self.stride}t{self.tile}b{self.boxes}{narrow}p{self.slots}w{self.warps}"]
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
             "kTile": self.tile,
             "kBoxes": self.boxes,
+            "kBoxBytes": self.box_bytes,
             "kSlots": self.slots,
             "kWarps": self.warps,
         }
@@ -98,14 +102,19 @@ class SddmmPanelConfig(SampleConfig):
         return torch.cat((ranges, padding[:, None]), 1).transpose(0, 1).to(torch.int32).contiguous()
 
     def accesses(self) -> list[Access]:
-        """Every access of a warp to shared memory, for columns 0, 1, ...; no others conflict more."""
-        lane, chunks = np.arange(32), self.vector_length * (self._pitch - 4 * self._load) // 16
-        g, t, blocks = lane // 4, lane % 4, self.slots // 8
+        """Every access of a warp to shared memory, for columns 0, 1, ...; no others conflict more.
+
+        In boxes of 64 bytes two rows of Y of one parity meet: half of all pairs do.
+        """
+        lane, chunks = np.arange(32), self.vector_length * self.depth * element_bits(self.x) // 128
+        g, t, blocks, wide = lane // 4, lane % 4, self.slots // 8, self.box_bytes
         y = [
-            box * self.tile * BOX_BYTES + swizzled(row, 4 * (half ^ (g & 1) ^ (row >> 2 & 1)) + t, BOX_BYTES)
+            box * self.tile * wide + swizzled(row, 4 * (half ^ (g & 1) ^ (row >> 2 & 1)) + t, wide)
+            if wide == 128
+            else row * wide + 16 * t
             for box in range(self.boxes)
             for row in (g * blocks + block for block in range(blocks))
-            for half in (0, 1)
+            for half in range(wide // 64)
         ]
         piece = np.arange(-(-chunks // 32) * 32).reshape(-1, 32)
         width = chunks // self.vector_length
@@ -114,7 +123,7 @@ class SddmmPanelConfig(SampleConfig):
         x = [
             (8 * tile + g % self.vector_length) * self._pitch + (4 * half + t) * lane_bytes + part
             for tile in range(max(1, self.vector_length // 8))
-            for half in range(2 * self.boxes)
+            for half in range(wide // 64 * self.boxes)
             for part in range(0, lane_bytes, self._load)
         ]
         return [
@@ -154,15 +163,15 @@ class SddmmPanelConfig(SampleConfig):
                 self.launch(kernel, pattern, at_x, at_y, one, rows_of, columns_of, early)
             return
         shape = (y.row, step * (out.batch - 1) + out.columns if out.inner else 1)
-        box = (BOX_BYTES, min(self.tile, BOX_ROWS))
+        box, swizzle = (self.box_bytes, min(self.tile, BOX_ROWS)), 128 if self.box_bytes == 128 else 0
         row_blocks = min(rows, max(1, kernel.multiprocessors // (tiles * out.batch)))
         block_rows = -(-rows // row_blocks)
         row_blocks = -(-rows // block_rows)
         kernel.launch(
             (tiles * row_blocks * out.batch, 1, 1),
             (
-                tensor_map(y.pointer, 1, shape, y.pitch, box, BOX_BYTES), ranges.data_ptr(), columns.data_ptr(), *x,
-                out.pointer, *left, *right, out.rows, rows, slots, tiles, row_blocks, block_rows, step,
+                tensor_map(y.pointer, 1, shape, y.pitch, box, swizzle), ranges.data_ptr(), columns.data_ptr(), *x,
+                out.pointer, *left, *right, out.rows, rows, out.columns, slots, tiles, row_blocks, block_rows, step,
             ),
             None,
             early,

@@ -1,5 +1,6 @@
 // Sparse softmax with fused quantization: of each row's stored values s = scale x + bias, integers
-// u = round(u_max exp(s - max s)) and the scale 1 / sum(u).
+// u = round(u_max exp(s - max s)) and the scale 1 / sum(u), times a factor of the matrix where there is one. The integers go
+// to where the values lie, or in the order of an SpMM's operand.
 //
 // A warp has kRows rows of a vector row, kLanes lanes each, with kVec neighbouring values at a time of kBlocks strides.
 // It goes over them twice, for the maximum and for the integers; the second time they come from a cache.
@@ -137,11 +138,12 @@ struct FragmentWriter {
 template <class C>
 __global__ void __launch_bounds__(32 * C::kWarps, 8)
 softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* row_end, const int32_t* columns,
-        const float* bias, int64_t bias_batch, const uint32_t* places, uint8_t* out, uint32_t* fragments, float* scales,
-        float* lse, int64_t tiles, int64_t rows, int64_t vector_rows, int64_t blocks, int64_t period_rows,
+        const float* bias, int64_t bias_batch, const uint32_t* places, uint8_t* out, const float* factors, int64_t factor_batch,
+        float* scales, float* lse, int64_t tiles, int64_t rows, int64_t vector_rows, int64_t blocks, int64_t period_rows,
         int64_t period_columns, float scale, float empty) {
   using S = SoftmaxShape<C>;
   __shared__ alignas(16) uint8_t staged[C::kFragments ? C::kWarps * S::kBlocks * S::kPlanes * S::kRows * 32 : 16];
+  wait_for_predecessor();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t work = blockIdx.x * C::kWarps + warp;
   if (work >= tiles) return;  // whole warps; no barrier of the block follows
@@ -158,7 +160,6 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
   const SoftmaxRow<C> of{x + at, columns + start + slot, C::kBias ? bias + batch * bias_batch : nullptr, scale,
                          i < rows ? length : 0, slot,
                          int(diagonal * period_columns + i - int64_t{diagonal} * period_rows * C::kVector)};
-  wait_for_predecessor();
 
   float top = kNone;
 #pragma unroll 2
@@ -173,7 +174,6 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
 
   float sum = 0.0f;
   unsigned long long total = 0;
-  uint8_t* const to = out + at * C::kBits / 8;
   const auto encode = [&](int b, int32_t (&codes)[8]) {
     constexpr float kRound = 0x1p23f;  // an integer that is added to it is found in the lower bits
     float s[8];
@@ -187,21 +187,22 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
       part += codes[k];
     }
     total += part;
-    PackedRun<C::kBits, 8>(codes).store(to + int64_t{b} * (C::kVector * C::kStride * C::kBits / 8));
   };
   if constexpr (C::kFragments) {
     constexpr int kGroupWords = S::kTiles * FragmentWriter<C>::kWords;
-    const FragmentWriter<C> writer(staged + warp * (S::kBlocks * FragmentWriter<C>::kStaged), fragments + first * kGroupWords,
-                                   places, tile, lane);
+    const FragmentWriter<C> writer(staged + warp * (S::kBlocks * FragmentWriter<C>::kStaged),
+                                   reinterpret_cast<uint32_t*>(out) + first * kGroupWords, places, tile, lane);
     for (int b = 0; b < count; b += S::kBlocks) {
       int32_t codes[8] = {};
       if (b + block < count) encode(b + block, codes);
       writer.write(codes, block, row, slot, b, count);
     }
   } else {
+    uint8_t* const to = out + at * C::kBits / 8;
     for (int b = block; b < count; b += S::kBlocks) {
       int32_t codes[8];
       encode(b, codes);
+      PackedRun<C::kBits, 8>(codes).store(to + int64_t{b} * (C::kVector * C::kStride * C::kBits / 8));
     }
   }
   sum = merge_row<C>(sum, [](float a, float b) { return a + b; });
@@ -209,7 +210,8 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
   if (lane % S::kLanes == 0 && block == 0) {
     const int64_t place = int64_t{batch} * vector_rows * C::kVector + i;
     const float inverse = sum == sum ? __fdividef(1.0f, float(total)) : sum;
-    scales[place] = total || sum != sum ? inverse : empty;
+    const float factor = factors ? factors[batch * factor_batch + diagonal] : 1.0f;
+    scales[place] = (total || sum != sum ? inverse : empty) * factor;
     if (lse) lse[place] = sum > 0.0f || sum != sum ? shift + __logf(sum) : kNone;
   }
 }

@@ -28,7 +28,7 @@ _FRAGMENT_STRIDE = 32
 class SoftmaxConfig:
     """What the sparse softmax is compiled for: ``x`` names the input's dtype, ``bits`` are those of the results.
 
-    ``atom``: where it is named, the results are also written in the fragment order of an SpMM by this instruction,
+    ``atom``: where it is named, the results are written in the fragment order of an SpMM by this instruction,
     whose group must be the stride, 32.
     """
 
@@ -136,8 +136,7 @@ class Rows(NamedTuple):
 class Probabilities(NamedTuple):
     """Integers ``u`` and the scales of rows, ``p ~ scale * u``."""
 
-    values: Tensor  # (batch, blocks, V, width), storage form
-    fragments: Tensor | None  # uint8 (batch * blocks, bytes a group)
+    values: Tensor  # (batch, blocks, V, width), storage form; for an SpMM uint8 (batch * blocks, bytes a group)
     scale: Tensor  # float32 (batch, R * V)
     lse: Tensor | None  # float32 (batch, R * V)
 
@@ -151,6 +150,7 @@ def softmax(
     bias: Tensor | None,
     empty: float,
     lse: bool,
+    factors: Tensor | None = None,
 ) -> Probabilities:
     """``u = round(u_max exp(s - max s))``, ``s = scale x + bias``, over each row's stored values; one launch, no wait.
 
@@ -159,18 +159,19 @@ def softmax(
         bias: float32 (N,) or (batch, N), contiguous; -inf leaves a key out.
         empty: the scale of a row without keys.
         lse: whether to return ``log sum exp(s)``, -inf for a row without keys.
+        factors: float32 (batch * periods,), contiguous, of the scales: one for each block of a diagonal.
     The scale is ``1 / sum(u)``, so that a row sums to one as it is stored; NaN for a row with NaN or +inf.
     """
     batch, blocks, v, stride = x.shape
     vector_rows = rows.row_start.shape[0]
     width = stride // 2 if config.bits == 4 else stride
-    values = torch.empty((batch, blocks, v, width), dtype=storage_dtype(config.bits, False), device=x.device)
+    dtype = storage_dtype(config.bits, False)
+    if config.atom:
+        values = torch.empty((batch * blocks, v * width * dtype.itemsize), dtype=torch.uint8, device=x.device)
+    else:
+        values = torch.empty((batch, blocks, v, width), dtype=dtype, device=x.device)
     scales = torch.empty((batch, vector_rows * v), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(scales) if lse else None
-    fragments = None
-    if config.atom:
-        group = v * width * values.element_size()
-        fragments = torch.empty((batch * blocks, group), dtype=torch.uint8, device=x.device)
     tiles = batch * vector_rows * (v // config.rows)
     with device_of(x):
         get_kernel(config).launch(
@@ -179,12 +180,14 @@ def softmax(
                 x.data_ptr(), rows.row_start.data_ptr(), rows.row_end.data_ptr(), rows.col_indices.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if bias is None or bias.ndim == 1 else bias.shape[-1],
                 _places(config, x.device.index).data_ptr() if config.atom else 0, values.data_ptr(),
-                0 if fragments is None else fragments.data_ptr(), scales.data_ptr(),
+                0 if factors is None else factors.data_ptr(), -(-vector_rows // rows.period[0]),
+                scales.data_ptr(),
                 0 if sums is None else sums.data_ptr(), tiles, rows.total, vector_rows, blocks, *rows.period,
                 np.float32(scale), np.float32(empty),
             ),
+            early=True,
         )  # fmt: skip
-    return Probabilities(values, fragments, scales, sums)
+    return Probabilities(values, scales, sums)
 
 
 def default_configs() -> list[SoftmaxConfig]:

@@ -37,7 +37,13 @@ struct SpmmShape {
   static constexpr bool kPackedA = !C::kFloat && C::kBitsA == 4 && Shape::kBits == 8 && Shape::kDepth % 2 == 0;
   static constexpr int kWords = C::kFloat ? Shape::kDepth * C::kBitsA / Shape::kBits : Shape::kDepth / (kPackedA ? 2 : 1);
   static_assert(kWords > 0, "a lane's values must fill a word");
-  static constexpr int kShift = Units::kShift + (kPackedA && C::kSignedA ? 4 : 0);
+  static constexpr int shift(int sub) { return Units::shift(sub) + (kPackedA && C::kSignedA ? 4 : 0); }
+  // Products of digits that weigh the same share a sum, where their sums keep to the bound of one product without a sign:
+  // 255 * 128 twice is no more than 255 * 255.
+  static constexpr bool kShared = kPlanes == 2 && Units::kDigits == 2 && C::kSignedA && C::kSignedB;
+  static constexpr int kSums = kShared ? 3 : kPlanes * Units::kDigits;
+  static constexpr int sum_of(int plane, int digit) { return kShared ? plane + digit : plane * Units::kDigits + digit; }
+  static constexpr int weight_of(int sum) { return kShared ? sum : sum / Units::kDigits + sum % Units::kDigits; }
 
   static constexpr int kChunks = C::kRowBytes / 16;
   static constexpr int kUnits = kChunks * Units::kSubs;                  // units of eight columns in a strip
@@ -96,16 +102,21 @@ struct SparseFragment {
   }
 };
 
-// Sums of one vector row over a strip; the exact total is the sum of the planes, weighted by their digits.
+// Sums of one vector row over a strip; the exact total is the sum of all digits' products, by their weights.
 template <class C>
 struct Sums {
   using S = SpmmShape<C>;
   using Units = typename S::Units;
-  uint32_t sum[S::kRowTiles][S::kPlanes][Units::kDigits][S::kUnits][2];
+  uint32_t sum[S::kRowTiles][S::kSums][S::kUnits][2];
+  // What the mma makes of the units' offset, the same for every column: (2 columns, row blocks).
+  static constexpr int kOffsets = Units::kOffset ? S::kRowTiles * S::kPlanes : 0;
+  uint32_t offset[kOffsets > 0 ? kOffsets : 1][2 * S::Shape::kRowBlocks];
 
   __device__ void clear() {
     CUTE_UNROLL
-    for (int i = 0; i < int(sizeof(sum) / 4); ++i) (&sum[0][0][0][0][0])[i] = 0;
+    for (int i = 0; i < int(sizeof(sum) / 4); ++i) (&sum[0][0][0][0])[i] = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < int(sizeof(offset) / 4); ++i) (&offset[0][0])[i] = 0;
   }
 
   // raw: (step chunks, matrices), the units of chunks [chunk, chunk + kStep).
@@ -134,6 +145,7 @@ struct Sums {
     if constexpr (kPlane < S::kPlanes) {
       uint32_t sparse[S::Shape::kDepth];
       values.expand(kPlane, tile, sparse);
+      if (Units::kOffset && chunk == 0) add_offset<kPlane>(sparse, tile);
       for_digits<kPlane, 0>(sparse, tile, chunk, dense);
       for_planes<kPlane + 1>(values, tile, chunk, dense);
     }
@@ -146,10 +158,23 @@ struct Sums {
                                   typename S::template SparseOperand<kPlane>>::type;
       CUTE_UNROLL
       for (int u = 0; u < S::kStep * Units::kSubs; u += Shape::kRowBlocks) {
-        multiply<Op>(sum[tile][kPlane][kDigit][chunk * Units::kSubs + u], &dense[kDigit][0][0][0] + u * Shape::kDepth, sparse);
+        multiply<Op>(sum[tile][S::sum_of(kPlane, kDigit)][chunk * Units::kSubs + u],
+                     &dense[kDigit][0][0][0] + u * Shape::kDepth, sparse);
       }
       for_digits<kPlane, kDigit + 1>(sparse, tile, chunk, dense);
     }
+  }
+
+  // What is to be taken from every column whose integers came with an offset: its product with the sparse operand.
+  template <int kPlane>
+  __device__ void add_offset(const uint32_t* sparse, int tile) {
+    using Shape = typename S::Shape;
+    using Op = typename AtomFor<typename S::template DenseOperand<Units::kDigits - 1>,
+                                typename S::template SparseOperand<kPlane>>::type;
+    uint32_t dense[Shape::kRowBlocks * Shape::kDepth];
+    CUTE_UNROLL
+    for (int i = 0; i < Shape::kRowBlocks * Shape::kDepth; ++i) dense[i] = Units::kOffset;
+    if constexpr (kOffsets > 0) multiply<Op>(offset[tile * S::kPlanes + kPlane], dense, sparse);
   }
 
   // The digits' totals of one row tile: (units, 2 columns of the mma). Stacked digits meet across lanes.
@@ -160,15 +185,15 @@ struct Sums {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
         if constexpr (C::kFloat) {
-          out[u][j] = __uint_as_float(sum[tile][0][0][u][j]) * S::lift();
+          out[u][j] = __uint_as_float(sum[tile][0][u][j]) * S::lift();
         } else {
+          const bool moved = kOffsets > 0 && Units::offset(u % Units::kSubs);
           out[u][j] = 0;
           CUTE_UNROLL
-          for (int p = 0; p < S::kPlanes; ++p) {
-            CUTE_UNROLL
-            for (int d = 0; d < Units::kDigits; ++d) {
-              out[u][j] += weighted<Total>(static_cast<int32_t>(sum[tile][p][d][u][j]) >> S::kShift, 8 * (p + d));
-            }
+          for (int i = 0; i < S::kSums; ++i) {
+            uint32_t whole = sum[tile][i][u][j];
+            if (moved) whole += offset[tile * S::kPlanes + i][j];
+            out[u][j] += weighted<Total>(static_cast<int32_t>(whole) >> S::shift(u % Units::kSubs), 8 * S::weight_of(i));
           }
         }
       }

@@ -73,6 +73,11 @@ class SpmmConfig:
         return digits(self.a), digits(self.b)
 
     @property
+    def products(self) -> int:
+        """Products of digits for each element of a tile of at most eight rows."""
+        return (1 if self.stacked else self.digits[0]) * self.digits[1]
+
+    @property
     def shifted(self) -> bool:
         """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
         through_bytes = self.entry.mma_bits == 8 and not self.entry.floating

@@ -102,6 +102,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   using Ring = GatherRing<C>;
   using Total = cuda::std::conditional_t<C::kWide, int64_t, TotalOf<C>>;
   extern __shared__ __align__(128) uint8_t shared[];
+  if constexpr (C::kFresh) wait_for_predecessor();
   constexpr int kTeams = C::kWarps / C::kRowWarps;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   // 32 bits, because a division of 64 is a call; the grid's size has no more.
@@ -137,7 +138,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   for (int i = 0; i < C::kStages - 1; ++i) load_columns(i, first[i]);
   SparseFragment<C> fragment, next;
   load_values(0, fragment);
-  wait_for_predecessor();
+  if constexpr (!C::kFresh) wait_for_predecessor();
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) {
     if (i < count) ring.fetch(i, first[i]);

@@ -19,7 +19,8 @@ from cute_kernels.spmm import SpmmConfig, group_offsets, pack_fragments
 @dataclass(frozen=True)
 class GatherConfig(SpmmConfig):
     """``row_bytes`` of B's rows are a strip; ``stages`` groups are in flight; of a block's ``warps`` each
-    ``row_warps`` share a vector row.  ``wide``: totals that outgrow int32 move to int64 on the way."""
+    ``row_warps`` share a vector row.  ``wide``: totals that outgrow int32 move to int64 on the way.  ``fresh``: the
+    kernel before an early launch may have written A, of which nothing is read ahead then."""
 
     STEM: ClassVar[str] = "spmm_gather"
 
@@ -28,6 +29,7 @@ class GatherConfig(SpmmConfig):
     warps: int = 4
     row_warps: int = 1
     wide: bool = False
+    fresh: bool = False
 
     @property
     def threads(self) -> int:
@@ -43,12 +45,13 @@ class GatherConfig(SpmmConfig):
             "kWarps": self.warps,
             "kRowWarps": self.row_warps,
             "kWide": self.wide,
+            "kFresh": self.fresh,
             "kStagedFactors": False,
         }
 
     def _tags(self) -> list[str]:
         shape = f"b{self.row_bytes}s{self.stages}w{self.warps}r{self.row_warps}"
-        return [*super()._tags(), shape, *(["wide"] if self.wide else [])]
+        return [*super()._tags(), shape, *(tag for tag in ("wide", "fresh") if getattr(self, tag))]
 
     @property
     def total_bytes(self) -> int:

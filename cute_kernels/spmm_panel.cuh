@@ -204,7 +204,7 @@ struct PanelStream {
   // start: its first group.
   __device__ void open(const PanelMatrix& matrix, int64_t unit, int64_t start, int tiles, int lane) {
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) rows[i] = C::kRows == 1 ? int(unit) : matrix.order[unit * C::kRows + i];
+    for (int i = 0; i < C::kRows; ++i) rows[i] = matrix.order[unit * C::kRows + i];
     groups.open(matrix.records + uniform(start) * PanelGroup<C>::kRecordWords, lane);
     counts.load(matrix.counted(unit, tiles * TileCounts<C>::kWords), lane, tiles);
   }
@@ -271,8 +271,8 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   constexpr int kBlockRows = C::kWarps * C::kRows;
   PanelItem<C> item(vector_rows, kBlockRows * C::kCluster, n, S::kColumns, batches, row_step, strip_step);
   const auto unit = [&] {
-    // A warp without vector rows has the unit beyond the last one, which has no groups and rows that do not exist.
-    const int64_t units = (vector_rows + C::kRows - 1) / C::kRows, own = item.block() * C::kWarps + warp;
+    // A block without vector rows has the unit beyond the last one, which has no groups and rows that do not exist.
+    const int64_t units = (vector_rows + kBlockRows - 1) / kBlockRows * C::kWarps, own = item.block() * C::kWarps + warp;
     return own < units ? own : units;
   };
   const int64_t start = group_start[unit()];  // on its way while the barriers are made

@@ -27,8 +27,8 @@ class PanelConfig(SpmmConfig):
     """``row_bytes`` of B's rows are a strip, ``tile`` of them a stage, ``stages`` the ring.
 
     A group takes rows of ``window`` neighbouring tiles at most; the other stages are for tiles on their way.  Each of
-    ``warps`` warps keeps the sums of ``rows`` vector rows, which are dealt out by their length, in equal shares, where
-    they are several.  ``ordered``: columns lie in the order that spares bank conflicts.
+    ``warps`` warps keeps the sums of ``rows`` vector rows.  These are dealt out by their length, in equal shares: to
+    blocks, or to warps where a warp has several.  ``ordered``: columns lie in the order that spares bank conflicts.
     """
 
     STEM: ClassVar[str] = "spmm_panel"
@@ -72,15 +72,15 @@ class PanelConfig(SpmmConfig):
         }
 
     def sparse_key(self) -> tuple[object, ...]:
-        shape = (self.row_bytes, self.tile, self.stages, self.window, self.rows)
+        shape = (self.row_bytes, self.tile, self.stages, self.window, self.warps, self.rows)
         return (*super().sparse_key(), *shape, self.ordered, self.swizzle)
 
     @property
     def sums(self) -> int:
         """Registers of a lane that hold sums."""
+        one_sign = self.products == 4 and self.a.signed and self.b.signed  # two of the products share their sums
         tiles = max(1, self.vector_length // 8)
-        planes = 1 if self.stacked else self.digits[0]
-        return self.rows * tiles * planes * self.digits[1] * self.columns // 4
+        return self.rows * tiles * (3 if one_sign else self.products) * self.columns // 4
 
     def items(self, vector_rows: int, n: int, batch: int) -> int:
         """Strips of row blocks, for each of which a cluster passes all of a strip of B through shared memory."""
@@ -157,7 +157,7 @@ class PanelConfig(SpmmConfig):
 class PanelCopy(NamedTuple):
     """The sparse operand for the panel kernel."""
 
-    group_offsets: Tensor  # int64 (U + 1,), of units of `rows` vector rows, each one warp's
+    group_offsets: Tensor  # int64 (U + 1,), of units of `rows` vector rows, each one warp's; whole blocks of them
     # int16 (U + 2, tiles, rows to an even number): groups of each row that need tile t, and none beyond; zero for units
     # that do not exist.
     tile_counts: Tensor
@@ -165,14 +165,12 @@ class PanelCopy(NamedTuple):
     # each slot, in 16 bits, where its row of B lies in the ring, in units of 16 bytes, swizzled. The last two are read
     # ahead of need and never used.
     records: Tensor
-    # int32 ((U + 1) * rows,): the vector row that a unit has at each place, or one beyond the last; empty for units of
-    # one row, which have it in its own order.
-    order: Tensor
+    order: Tensor  # int32 ((U + 1) * rows,): the vector row that a unit has at each place, or one beyond the last
 
 
 def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     """The execution copy of ``vectors``; torch operators on their own device."""
-    vectors, order = _dealt(vectors, config.rows) if config.rows > 1 else (vectors, vectors.columns.new_empty(0))
+    vectors, order = _dealt(vectors, config)
     group, device = config.group, vectors.columns.device
     tiles = -(-inner // config.tile)
     rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
@@ -189,13 +187,13 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     last.scatter_reduce_(0, positions // group, vectors.columns.to(torch.int64) // config.tile, "amax")
     owner = torch.repeat_interleave(offsets.diff(), output_size=groups)
     last = torch.cummax(last + owner * tiles, 0).values - owner * tiles  # a group waits for those of its row before it
-    units = -(-rows // config.rows)
+    units = rows // config.rows
     use = (owner // config.rows * tiles + last) * config.rows + owner % config.rows
     counts = torch.zeros(units + 2, tiles, config.rows + config.rows % 2, dtype=torch.int16, device=device)
     counts[:units, :, : config.rows] = torch.bincount(use, minlength=units * tiles * config.rows).view(
         units, tiles, config.rows
     )
-    starts = offsets[torch.arange(0, (units + 1) * config.rows, config.rows, device=device).clamp(max=rows)]
+    starts = offsets[:: config.rows].contiguous()
 
     slot = (vectors.columns % config.ring).to(torch.int64)
     chunks = config.row_bytes // 16
@@ -212,14 +210,15 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     return PanelCopy(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, 2)), order)
 
 
-def _dealt(vectors: Vectors, share: int) -> tuple[Vectors, Tensor]:
-    """Vectors with their rows dealt to units of ``share``, and the row at each place, one beyond the last for none.
+def _dealt(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor]:
+    """Vectors with their rows dealt out in equal shares, and the row at each place, one beyond the last for none.
 
-    The longest rows go to one unit each, the next ones to those that have least, and so on.
+    The longest rows go to one share each, the next ones to those that have least, and so on.
     """
     lengths, device = vectors.row_offsets.diff(), vectors.columns.device
     rows = lengths.numel()
-    units = -(-rows // share)
+    blocks = -(-rows // (config.warps * config.rows))
+    units, share = (blocks * config.warps, config.rows) if config.rows > 1 else (blocks, config.warps)
     lengths = torch.nn.functional.pad(lengths, (0, units * share - rows))
     starts = torch.cumsum(lengths, 0) - lengths
     longest = lengths.argsort(descending=True, stable=True).view(share, units)
@@ -233,7 +232,7 @@ def _dealt(vectors: Vectors, share: int) -> tuple[Vectors, Tensor]:
     total = vectors.columns.numel()
     moved = torch.repeat_interleave(starts[order] - offsets[:-1], lengths[order], output_size=total)
     index = moved + torch.arange(total, device=device)
-    given = torch.nn.functional.pad(order.clamp(max=rows), (0, share), value=rows).to(torch.int32)
+    given = torch.nn.functional.pad(order.clamp(max=rows), (0, config.rows), value=rows).to(torch.int32)
     values = vectors.values
     if values.dtype == torch.uint16:
         values = values.view(torch.int16)  # torch has few operators on uint16

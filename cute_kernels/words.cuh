@@ -7,6 +7,23 @@
 
 namespace magicube {
 
+// Two integers, each as the nearest one of kBits, 4, 8 or 16, before what fits of `rest`.
+template <int kBits, bool kSigned>
+__device__ __forceinline__ uint32_t pack_nearest(int32_t low, int32_t high, uint32_t rest) {
+  uint32_t word;
+  if constexpr (kBits == 16) {
+    if constexpr (kSigned) asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(word) : "r"(high), "r"(low));
+    else asm("cvt.pack.sat.u16.s32 %0, %1, %2;" : "=r"(word) : "r"(high), "r"(low));
+  } else if constexpr (kBits == 8) {
+    if constexpr (kSigned) asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(high), "r"(low), "r"(rest));
+    else asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(high), "r"(low), "r"(rest));
+  } else {
+    if constexpr (kSigned) asm("cvt.pack.sat.s4.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(high), "r"(low), "r"(rest));
+    else asm("cvt.pack.sat.u4.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(high), "r"(low), "r"(rest));
+  }
+  return word;
+}
+
 // kCount integers of kBits, 4, 8 or 16, packed low bits first.
 template <int kBits, int kCount>
 struct PackedRun {
@@ -19,11 +36,29 @@ struct PackedRun {
 
   uint32_t word[kWords];
 
+  __device__ PackedRun() = default;
   __device__ explicit PackedRun(const int32_t (&values)[kCount]) : word{} {
     CUTE_UNROLL
     for (int i = 0; i < kCount; ++i) {
       word[i * kBits / 32] |= (uint32_t(values[i]) & ((1u << kBits) - 1)) << (i * kBits % 32);
     }
+  }
+
+  // Integers of any size, each as the nearest one that there is.
+  template <bool kSigned>
+  __device__ static PackedRun nearest(const int32_t (&values)[kCount]) {
+    constexpr int kPerWord = 32 / kBits < kCount ? 32 / kBits : kCount;
+    PackedRun run;
+    CUTE_UNROLL
+    for (int w = 0; w < kWords; ++w) {
+      uint32_t word = 0;
+      CUTE_UNROLL
+      for (int i = kPerWord - 2; i >= 0; i -= 2) {
+        word = pack_nearest<kBits, kSigned>(values[w * kPerWord + i], values[w * kPerWord + i + 1], word);
+      }
+      run.word[w] = word;
+    }
+    return run;
   }
 
   // To an address that is a multiple of kBytes.

@@ -125,7 +125,8 @@ def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float
     mean, tiles = problem.vectors / problem.vector_rows, -(-problem.inner // config.tile)
     groups = max(mean / config.group + 0.5, min(tiles / config.window, mean))
     rows = min(config.warps * config.rows, problem.vector_rows)
-    products = config.sums / (config.rows * config.row_bytes / 4)  # mma operations a chunk, in those of L8-R8 at V = 8
+    # mma operations a chunk, in those of L8-R8 at V = 8
+    products = config.products * max(1, config.vector_length // 8) * config.columns / config.row_bytes
     share = dict(model.share)[config.warps, config.rows]
     window = mean * config.tile * config.window / problem.inner  # columns
     passes = 1.0 + min(model.conflict / window, 1.4)  # of a read, by the columns to choose from
@@ -145,12 +146,16 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     blocks = min(SHARED_BYTES // (config.smem_bytes + 1024), 65536 // (registers * config.threads))
     resident = min(blocks * config.warps, 64) * machine.multiprocessors
     full = problem.vector_rows * strips * config.row_warps / resident
-    groups = problem.vectors / max(problem.vector_rows, 1) / (config.group * config.row_warps) + 0.5
+    mean = problem.vectors / max(problem.vector_rows, 1)
+    groups = mean / (config.group * config.row_warps) + 0.5
+    # A row far longer than the others, which a uniform pattern does not have: its warp is the last one to end.
+    longest = max(mean, problem.longest - 3 * mean**0.5) / (config.group * config.row_warps) + 0.5
     crowd = model.crowd * config.row_bytes / 64 * min(1.0, full) * resident / machine.multiprocessors / 32
     products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
-    each = model.warp + groups * (model.group + crowd * max(1.0, 0.5 + 0.5 * products))
+    step = model.group + crowd * max(1.0, 0.5 + 0.5 * products)
     team = model.team if config.row_warps > 1 else 0.0
-    return model.launch + max(1.0, full) * (each + team) + model.result * problem.vector_rows * 8 * problem.n
+    warps = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
+    return model.launch + warps + model.result * problem.vector_rows * 8 * problem.n
 
 
 def dense_cost(machine: Machine, m: int, problem: Problem) -> float:

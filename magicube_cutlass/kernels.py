@@ -11,7 +11,7 @@ from cute_kernels import atoms
 from cute_kernels.jit.warm import Source
 from cute_kernels.numbers import Integer, element_bits
 from cute_kernels.sddmm import SddmmConfig
-from cute_kernels.sddmm_panel import BOX_BYTES, SddmmPanelConfig
+from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm import SAFE_RUN
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
@@ -86,7 +86,7 @@ def _outgrows(config: SpmmKernel | SddmmKernel, longest: int) -> bool:
 
 # Warps and vector rows a warp; and the registers for sums that so many warps leave, without spills.
 _PANEL_SHAPES = ((16, 1), (15, 2), (14, 2), (13, 2), (11, 3), (11, 2), (8, 2), (11, 1), (8, 1), (7, 1))
-_MOST_SUMS = {16: 32, 15: 64, 14: 64, 13: 64, 11: 96, 8: 128, 7: 160}
+_MOST_SUMS = {16: 48, 15: 64, 14: 64, 13: 64, 11: 96, 8: 128, 7: 160}
 
 
 def _panels(base: PanelConfig, arch: str) -> list[PanelConfig]:
@@ -99,6 +99,8 @@ def _panels(base: PanelConfig, arch: str) -> list[PanelConfig]:
     crowded = floating or base.out == "int64" or base.group > 32 or (base.stacked and base.b.bits == 4)
     fewer = crowded or arch != "sm_90a"
     most = {warps: most // 2 if fewer and warps > 7 else most for warps, most in _MOST_SUMS.items()}
+    if not base.out.startswith(("float", "bfloat")):  # the sums' weights are put together in registers of their own
+        most[16] = min(most[16], 32)
     if base.b.bits > 8 or base.vector_length > MMA_COLUMNS or (base.digits[0] > 1 and base.b.bits == 4):
         most[8] = min(most[8], 64)
     fitting = [
@@ -189,6 +191,7 @@ def choose_sddmm(
     return _sddmm.setdefault(config.name, config)
 
 
+_FEW_SAMPLING_REGISTERS = 12  # so many leave 24 warps without spills
 _MOST_SAMPLING_REGISTERS = 48  # for rows of X and sums that 16 warps leave, without spills
 
 
@@ -196,11 +199,14 @@ def _sddmm_panels(base: SddmmPanelConfig, inner: int) -> list[SddmmPanelConfig]:
     """Configs that hold all of k and fit the shared memory and the registers."""
     if base.entry.mma_bits != 8 or base.entry.floating:
         return []
-    boxes = next((boxes for boxes in (1, 2, 4) if replace(base, boxes=boxes).depth >= inner), None)
-    if boxes is None:
+    fitting = (replace(base, boxes=boxes, box_bytes=width) for boxes, width in ((1, 64), (1, 128), (2, 128), (4, 128)))
+    held = next((config for config in fitting if config.depth >= inner), None)
+    if held is None:
         return []
-    slots = 32 if boxes == 1 and base.stride >= 32 else 16
-    found = [replace(base, boxes=boxes, tile=tile, slots=slots) for tile in (1024, 512, 256)]
+    slots = 32 if held.boxes == 1 and base.stride >= 32 else 16
+    # with the registers of few sums and narrow rows there are more warps to hide the waiting
+    warps = 24 if held.box_bytes == 64 and held.registers <= _FEW_SAMPLING_REGISTERS else base.warps
+    found = [replace(held, tile=tile, slots=slots, warps=warps) for tile in (2048, 1024, 512, 256)]
     return [c for c in found if c.smem_bytes <= SHARED_BYTES and c.registers <= _MOST_SAMPLING_REGISTERS]
 
 
@@ -215,14 +221,14 @@ def _sddmm_panel_cost(
     rows = -(-vector_rows // max(1, machine.multiprocessors // tiles))
     waves = -(-tiles // machine.multiprocessors)
     fetched = (
-        config.boxes * config.tile * BOX_BYTES
+        config.boxes * config.box_bytes * config.tile
         + rows * config.vector_length * config.depth * element_bits(config.x) // 8
     )
     units = vectors / vector_rows / tiles / config.slots + 0.55
     # mma operations a box, in those of L8-R8 at V = 8
     products = config.digits[0] * config.digits[1] * max(1, config.vector_length // 8) * 8 / element_bits(config.y)
-    unit = 250 + 12 * config.slots * config.boxes * (0.5 + 0.5 * products)
-    busy = 0.4 + 0.6 * min(1.0, rows / config.warps)
+    unit = 250 + 12 * config.slots * config.boxes * config.box_bytes / 128 * (0.5 + 0.5 * products)
+    busy = (0.4 + 0.6 * min(1.0, rows / config.warps)) * config.warps / 16  # what one warp of 16 takes
     return waves * (1600 + 0.0081 * fetched + -(-rows // config.warps) * (270 + units * unit) * busy)
 
 

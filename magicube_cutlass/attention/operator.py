@@ -67,7 +67,7 @@ def _fused(
         arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
         index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=depth, causal=options.causal)
         known = masks[0]._cache[key] = (masks[1:], index)  # holds the masks, so that no other one takes their ids
-    left, right = three.quantize_rows(q, options.qkv_bits), three.quantize_rows(k, options.qkv_bits)
+    left, right = three.quantize_both(q, k, options.qkv_bits)
     ints, v_scale = three.quantize_matrices(v, options.qkv_bits)
     assert left.scale is not None and right.scale is not None
     if options.qkv_bits == 4:

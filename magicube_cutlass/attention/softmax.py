@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
@@ -35,12 +36,11 @@ class Logits(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Integers in storage form, ``(copies * blocks, V, width)``; scales and log-sum-exp, float32 ``(copies, R V)``."""
+    """Scales and log-sum-exp, float32 ``(copies, R V)``, and integers."""
 
-    values: Tensor
+    values: Tensor  # storage form, (copies * blocks, V, width); for the gather kernel uint8 (copies * blocks, bytes)
     scale: Tensor
     lse: Tensor | None
-    fragments: Tensor | None  # uint8 (copies * blocks, bytes), for the gather kernel
 
 
 def check_softmax_bits(bits: int, name: str = "bits") -> None:
@@ -119,10 +119,12 @@ def _softmax_torch(values: Tensor, of: Logits, bits: int, empty: float, lse: boo
     scale = torch.where(totals > 0, 1.0 / totals.clamp(min=1).to(torch.float32), empty).masked_fill_(poisoned, math.nan)
     ints = store(u.to(torch.int32 if bits > 8 else torch.uint8), bits, False)
     logs = (shift + sums.log()).flatten(1) if lse else None
-    return Softmax(ints.flatten(0, 1), scale.flatten(1), logs, None)
+    return Softmax(ints.flatten(0, 1), scale.flatten(1), logs)
 
 
-def _softmax_gpu(values: Tensor, of: Logits, bits: int, empty: float, lse: bool, atom: str) -> Softmax:
+def _softmax_gpu(
+    values: Tensor, of: Logits, bits: int, empty: float, lse: bool, atom: str = "", factors: Tensor | None = None
+) -> Softmax:
     from cute_kernels import softmax as kernels
 
     pattern, v = of.pattern, of.pattern.vector_length
@@ -133,23 +135,29 @@ def _softmax_gpu(values: Tensor, of: Logits, bits: int, empty: float, lse: bool,
     )
     period = (max(1, of.period[0] // v), of.period[1])
     rows = kernels.Rows(padded.row_start, padded.row_end, columns, pattern.shape[0], period)
-    found = kernels.softmax(values, rows, config, scale=of.scale, bias=of.bias, empty=empty, lse=lse)
-    return Softmax(found.values.flatten(0, 1), found.scale, found.lse, found.fragments)
+    if values.data_ptr() % 16:
+        values = values.clone()
+    found = kernels.softmax(values, rows, config, scale=of.scale, bias=of.bias, empty=empty, lse=lse, factors=factors)
+    return Softmax(found.values if atom else found.values.flatten(0, 1), found.scale, found.lse)
 
 
-def quantized_softmax(
-    values: Tensor, of: Logits, bits: int, *, nan_for_empty: bool, lse: bool, atom: str = ""
-) -> Softmax:
-    """:func:`sparse_softmax` on values (copies, blocks, V, stride), nothing checked.
-
-    ``atom``: on a GPU the integers are also written in the order of an SpMM by this instruction.
-    """
+def quantized_softmax(values: Tensor, of: Logits, bits: int, *, nan_for_empty: bool, lse: bool) -> Softmax:
+    """:func:`sparse_softmax` on values (copies, blocks, V, stride), nothing checked."""
     empty = math.nan if nan_for_empty else 1.0
     if values.is_cuda and values.numel():
-        if values.data_ptr() % 16:
-            values = values.clone()
-        return _softmax_gpu(values, of, bits, empty, lse, atom)
+        return _softmax_gpu(values, of, bits, empty, lse)
     return _softmax_torch(values, of, bits, empty, lse)
+
+
+def softmax_for_product(
+    values: Tensor, of: Logits, config: GatherConfig, factors: Tensor, *, nan_for_empty: bool, lse: bool
+) -> Softmax:
+    """As :func:`quantized_softmax` on a GPU, the integers as an operand of ``config`` and with its bits.
+
+    ``factors``: float32, of the scales, one for each matrix on a diagonal of each copy.
+    """
+    empty = math.nan if nan_for_empty else 1.0
+    return _softmax_gpu(values, of, config.a.bits, empty, lse, config.atom, factors)
 
 
 def product_config(found: Stack, bits: int, right: tuple[int, bool], columns: int, out: torch.dtype) -> GatherConfig:
@@ -176,18 +184,18 @@ def _choose_product(
     # Of 32 vectors a group, as many as a stride has: the 4-bit instructions of older chips take 64.
     atom = "int4_as_int8_m16n8k32" if (bits, right[0]) == (4, 4) else "s8_m16n8k32"
     choices = [c for c in kernels.candidates(kind, machine, sizes, atom) if isinstance(c, GatherConfig)]
-    return min(choices, key=lambda config: kernels.spmm_cost(config, machine, sizes))
+    return replace(min(choices, key=lambda config: kernels.spmm_cost(config, machine, sizes)), fresh=True)
 
 
-def give_fragments(matrix: SRBCRS, config: GatherConfig, found: Stack, stride: int, fragments: Tensor) -> None:
-    """Gives ``matrix`` the execution copy for ``config``, whose values a kernel has written."""
+def product_copy(found: Stack, stride: int, fragments: Tensor) -> list[Tensor]:
+    """The execution copy for the gather kernel, of values that a kernel has written in its order."""
     key = ("gather copy", stride)
     cache = found.pattern._cache
     if key not in cache:
         total = found.col_indices.shape[0]
         starts = torch.cat((found.row_start, found.row_start.new_tensor([total])))
         cache[key] = (starts // stride, found.col_indices)
-    matrix._execution[config.vector_length, *config.sparse_key()] = [*cache[key], fragments]
+    return [*cache[key], fragments]
 
 
 def check_key_bias(bias: Tensor, keys: int, device: torch.device) -> None:

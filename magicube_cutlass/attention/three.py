@@ -13,18 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu import Dense
 from cute_kernels.integers import fetch
 from magicube_cutlass.attention.softmax import (
     Logits,
     Softmax,
     block_rows,
     by_column,
-    give_fragments,
     product_config,
+    product_copy,
     quantized_softmax,
     row_max,
+    softmax_for_product,
 )
-from magicube_cutlass.attention.stacking import block_diagonal, stack, stacked_matrix, whole_rows
+from magicube_cutlass.attention.stacking import Stack, block_diagonal, stack, stacked_matrix, whole_rows
 from magicube_cutlass.ops import sddmm, spmm
 from magicube_cutlass.pattern import Pattern
 from magicube_cutlass.quantize import QuantTensor, quantize
@@ -52,6 +54,9 @@ class Options(NamedTuple):
     causal: bool
     nan_for_empty: bool
     out_dtype: torch.dtype
+
+
+_GPU_SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Operands(NamedTuple):
@@ -86,6 +91,20 @@ def quantize_rows(x: Tensor, bits: int) -> QuantTensor:
     return quantize(x, bits, axis=1, nonfinite="propagate")
 
 
+def quantize_both(q: Tensor, k: Tensor, bits: int, factor: float = 1.0) -> tuple[QuantTensor, QuantTensor]:
+    """:func:`quantize_rows` of two tensors, the first one's scales times ``factor``; on a GPU in one launch."""
+    plain = all(x.is_cuda and x.dtype in _GPU_SOURCES and x.numel() and x.stride(-1) == 1 for x in (q, k))
+    if not plain:
+        return _scaled(quantize_rows(q, bits), factor), quantize_rows(k, bits)
+    from cute_kernels.quantize import quantize_rows_of_two
+
+    found = quantize_rows_of_two(q.detach(), k.detach(), bits=bits, factor=factor)
+    left, right = (
+        QuantTensor(data, scale, bits, True, 1, x.shape) for x, (data, scale) in zip((q, k), found, strict=True)
+    )
+    return left, right
+
+
 def _width(d: int, bits: int) -> int:
     """Integers a row of V: no byte may hold 4-bit ones of two rows."""
     return d + d % 2 if bits == 4 else d
@@ -109,14 +128,11 @@ def _filled(x: Tensor, heads: Heads, rows: int) -> Tensor:
     return x.reshape(x.shape[0] // heads.blocks, heads.blocks * rows, x.shape[2])
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, heads: Heads, bits: int) -> Operands:
+def _operands(q: Tensor, k: Tensor, v: Tensor, heads: Heads, bits: int, factor: float = 1.0) -> Operands:
+    """Q comes times ``factor``."""
     ints, scales = quantize_matrices(v, bits)
-    return Operands(
-        quantize_rows(_filled(q, heads, heads.queries), bits),
-        quantize_rows(_filled(k, heads, heads.keys), bits),
-        ints,
-        scales,
-    )
+    left, right = quantize_both(_filled(q, heads, heads.queries), _filled(k, heads, heads.keys), bits, factor)
+    return Operands(left, right, ints, scales)
 
 
 def _logits_at(heads: Heads, options: Options, bias: Tensor | None) -> Logits:
@@ -129,12 +145,14 @@ def _logits_at(heads: Heads, options: Options, bias: Tensor | None) -> Logits:
     return Logits(heads.pattern, STRIDE, (heads.queries, heads.keys), 1.0, bias, options.causal)
 
 
-def _scores(operands: Operands, heads: Heads, options: Options, dtype: torch.dtype) -> Tensor:
-    """``scale Q K^T`` at the pattern, (n, blocks, V, STRIDE); the scale goes into Q's, so that float16 holds it."""
-    q = operands.q
+def _scaled(q: QuantTensor, factor: float) -> QuantTensor:
     assert q.scale is not None
-    scaled = QuantTensor(q.data, q.scale * options.scale, q.bits, q.signed, q.axis, q.shape)
-    return sddmm(scaled, operands.k, heads.pattern, out_dtype=dtype).values
+    return QuantTensor(q.data, q.scale * factor, q.bits, q.signed, q.axis, q.shape)
+
+
+def _scores(q: QuantTensor, k: QuantTensor, heads: Heads, dtype: torch.dtype) -> Tensor:
+    """``Q K^T`` at the pattern, (n, blocks, V, STRIDE); Q's scale holds that of the scores, so that float16 does."""
+    return sddmm(q, k, heads.pattern, out_dtype=dtype).values
 
 
 def forward(
@@ -144,26 +162,42 @@ def forward(
 
     Requires N to be a multiple of ``blocks``, and no dimension of zero.
     """
-    operands = _operands(q, k, v, heads, options.qkv_bits)
-    s = _scores(operands, heads, options, torch.float16)
+    operands = _operands(q, k, v, heads, options.qkv_bits, options.scale)
+    s = _scores(operands.q, operands.k, heads, torch.float16)
+    at = _logits_at(heads, options, bias)
     found = stack(heads.pattern, STRIDE, s.shape[0])
     d = _width(v.shape[2], options.qkv_bits)
-    config = None
-    if s.is_cuda:
-        config = product_config(found, options.softmax_bits, (options.qkv_bits, True), d, options.out_dtype)
-    p = quantized_softmax(
-        s, _logits_at(heads, options, bias), options.softmax_bits, nan_for_empty=options.nan_for_empty, lse=lse,
-        atom=config.atom if config is not None else "",
-    )  # fmt: skip
-    factors = p.scale.view(len(operands.v_scale), heads.queries) * operands.v_scale[:, None]
-    matrix = stacked_matrix(found, STRIDE, p.values, factors.view(-1, 1), options.softmax_bits, False)
-    if config is not None and p.fragments is not None:
-        give_fragments(matrix, config, found, STRIDE, p.fragments)
-    shape = torch.Size((operands.v.shape[0], d))
-    dense = QuantTensor(operands.v, None, options.qkv_bits, True, None, shape)
-    out = spmm(matrix, dense, out_dtype=options.out_dtype, config=config)
+    weigh = _weigh_on_gpu if s.is_cuda and s.numel() else _weigh
+    out, p = weigh(s, at, found, operands, heads, options, d, lse)
     out = out.view(-1, heads.queries, d)[..., : v.shape[2]]
     return out, None if p.lse is None else p.lse.view(-1, heads.queries)
+
+
+def _weigh(
+    s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
+) -> tuple[Tensor, Softmax]:
+    """The softmax of ``s``, and its product with V, (rows, d)."""
+    p = quantized_softmax(s, at, options.softmax_bits, nan_for_empty=options.nan_for_empty, lse=lse)
+    factors = p.scale.view(len(operands.v_scale), heads.queries) * operands.v_scale[:, None]
+    matrix = stacked_matrix(found, STRIDE, p.values, factors.view(-1, 1), options.softmax_bits, False)
+    shape = torch.Size((operands.v.shape[0], d))
+    dense = QuantTensor(operands.v, None, options.qkv_bits, True, None, shape)
+    return spmm(matrix, dense, out_dtype=options.out_dtype), p
+
+
+def _weigh_on_gpu(
+    s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
+) -> tuple[Tensor, Softmax]:
+    """As :func:`_weigh`, the softmax written in the order that the product reads."""
+    from magicube_cutlass import gpu, kernels
+
+    config = product_config(found, options.softmax_bits, (options.qkv_bits, True), d, options.out_dtype)
+    p = softmax_for_product(s, at, config, operands.v_scale, nan_for_empty=options.nan_for_empty, lse=lse)
+    out = torch.empty(found.pattern.shape[0], d, dtype=options.out_dtype, device=s.device)
+    dense = Dense(operands.v, options.qkv_bits, True, -2, -1)
+    copy, name = product_copy(found, STRIDE, p.values), kernels.registered(config).name
+    gpu.spmm(name, copy, dense, operands.v.shape[0], out, p.scale.view(-1), None, None, early=True)
+    return out, p
 
 
 class Gradients(NamedTuple):
@@ -193,7 +227,7 @@ def backward(
     """
     operands = _operands(q, k, v, heads, options.qkv_bits)
     at = _logits_at(heads, options, bias)
-    s = _scores(operands, heads, options, torch.float16)
+    s = _scores(_scaled(operands.q, options.scale), operands.k, heads, torch.float16)
     pattern, copies = heads.pattern, s.shape[0]
     p = _real(quantized_softmax(s, at, options.softmax_bits, nan_for_empty=False, lse=False), s.shape, at, options)
     rows = block_rows(pattern, STRIDE)

@@ -130,11 +130,12 @@ def fits(config: SddmmPanelConfig) -> bool:
     return config.smem_bytes <= 227 * 1024 and config.registers <= 64
 
 
+BOXES = ({"boxes": 1}, {"boxes": 2}, {"boxes": 1, "box_bytes": 64})
 PANEL_PAIRS = [
     config
     for shift in (0, 4)
     for i, (of, stride) in enumerate(every_pair(shift))
-    if fits(config := sddmm_panel(of, stride, boxes=1 + (i + shift) % 2, slots=16 if i % 3 else min(stride, 32)))
+    if fits(config := sddmm_panel(of, stride, **BOXES[(i + shift) % 3], slots=16 if i % 4 else min(stride, 32)))
 ]
 needs_panels = pytest.mark.skipif(not PANELS, reason="no tensor copies")
 
@@ -164,7 +165,8 @@ def test_every_pair_is_exact_in_panels(config: SddmmPanelConfig) -> None:
 
 
 PANEL_FEW = [sddmm_panel(kind(), 64), sddmm_panel(kind(), 16, tile=512, boxes=2, warps=16), sddmm_panel(kind(16), boxes=2),
-             sddmm_panel(kind(4, (16, True), (8, False)), slots=16, tile=256, boxes=2)]  # fmt: skip
+             sddmm_panel(kind(4, (16, True), (8, False)), slots=16, tile=256, boxes=2),
+             sddmm_panel(kind(), tile=512, box_bytes=64, warps=16), sddmm_panel(kind(2), slots=16, box_bytes=64)]  # fmt: skip
 
 
 @needs_panels
@@ -179,6 +181,7 @@ def test_random_products_are_exact_in_panels(  # type: ignore[no-untyped-def]
     torch.manual_seed(seed)
     pattern = mc.random_pattern(m, n, sparsity, config.vector_length, seed=seed)
     left, right = config.x, config.y
+    k = min(k, config.depth)
     x, y = dense((*batch, m, k), left, layouts[0]), dense((*batch, n, k), right, layouts[1])
     check_sddmm(x, y, pattern, config.stride, transposed=transposed, config=config)
 

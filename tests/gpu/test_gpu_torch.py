@@ -17,6 +17,7 @@ import magicube_cutlass as mc
 from cute_kernels.jit import get_kernel
 from cute_kernels.jit import kernel as jit_kernel
 from cute_kernels.numbers import Integer
+from magicube_cutlass import gpu
 from magicube_cutlass.kernels import SpmmKernel
 from magicube_cutlass.plans import plan_sddmm, plan_spmm
 from tests.gpu.problems import PANELS, check_spmm, choices, dense, gather, ints, kind, panel, sparse
@@ -86,9 +87,15 @@ def test_a_graph_replays_with_new_data(config: SpmmKernel) -> None:
 def test_another_device_than_the_current_one() -> None:
     a, b = sparse(64, 300, 8, S8), dense((300, 96), S8)
     assert torch.cuda.current_device() == 0
+    there, right = a.to("cuda:1"), b.to("cuda:1")
+    x, y, pattern = dense((64, 128), S8), dense((96, 128), S8), mc.random_pattern(64, 96, 0.8, 8)
+    sampled = mc.reference.sddmm(x, y, pattern)
+    operands = x.to("cuda:1"), y.to("cuda:1"), pattern.to("cuda:1")
     for config in (None, *BOTH):
-        got = mc.spmm(a.to("cuda:1"), b.to("cuda:1"), out_dtype=torch.int32, config=config)
-        assert got.device.index == 1 and torch.equal(got.cpu(), mc.reference.spmm(a, b).int())
+        for _ in range(3):  # the later ones are kept
+            got = mc.spmm(there, right, out_dtype=torch.int32, config=config)
+            assert got.device.index == 1 and torch.equal(got.cpu(), mc.reference.spmm(a, b).int())
+            assert torch.equal(mc.sddmm(*operands, out_dtype=torch.int64).to("cpu").vectors(), sampled)
     assert torch.cuda.current_device() == 0
 
 
@@ -285,7 +292,9 @@ def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert deepest <= 5
 
 
-def test_a_kept_call_sees_other_addresses_scales_and_values() -> None:
+@pytest.mark.parametrize("room", [2, gpu._KEPT_LAUNCHES])
+def test_a_kept_call_sees_other_addresses_scales_and_values(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_KEPT_LAUNCHES", room)
     torch.manual_seed(3)
     a = mc.SRBCRS.from_dense(torch.randn(40, 70), vector_length=8, bits=8, axis=1).to("cuda")
     storage = ints((3, 70 * 64 + 64), *S8).to(torch.int8).cuda()

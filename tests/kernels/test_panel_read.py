@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,11 +83,12 @@ def test_a_warp_multiplies_its_vector_rows(row_bytes: int, rows: int, a_bits: in
     values = rng.integers(-top, top, (len(columns), v))
     vectors = Vectors(offsets, columns, torch.from_numpy(values).to(torch.int8), config.a)
     copy = panel_copy(config, vectors, inner)
-    order = copy.order.tolist() if rows > 1 else range(5)
-    assert sorted(order)[:4] == [0, 1, 2, 3] and all(row >= 4 for row in order[-rows:])
+    order, units = copy.order.tolist(), -(-4 // (config.warps * rows)) * config.warps
+    assert sorted(order)[:4] == [0, 1, 2, 3] and len(order) == (units + 1) * rows
+    assert all(row == 4 for row in order[-rows:])
     dense = rng.integers(-128, 128, (inner, row_bytes)).astype(np.int8)
     total = np.zeros((4, v, row_bytes), dtype=np.int64)
-    for unit in range(-(-4 // rows)):
+    for unit in range(units):
         at = int(copy.group_offsets[unit])
         for tile in range(copy.tile_counts.shape[1]):
             window = range(max(0, tile - config.window + 1) * config.tile, min(inner, (tile + 1) * config.tile))
@@ -97,7 +99,7 @@ def test_a_warp_multiplies_its_vector_rows(row_bytes: int, rows: int, a_bits: in
                     total[order[unit * rows + row]] += sums
                 at += count
         assert at == int(copy.group_offsets[unit + 1])
-    assert not copy.tile_counts[-(-4 // rows) :].any() and len(copy.records) == int(copy.group_offsets[-1]) + 2
+    assert not copy.tile_counts[units:].any() and len(copy.records) == int(copy.group_offsets[-1]) + 2
     scale = 16 if config.packed else 1
     kept = np.zeros((4, v, inner), dtype=np.int64)
     kept[mask.nonzero()[:, 0].numpy(), :, columns.numpy()] = values
@@ -118,11 +120,15 @@ def test_the_order_spares_conflicts() -> None:
     assert means[1] < 0.75 * means[0]
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_dealt_rows_are_equal_shares(rows: int) -> None:
     mask = torch.rand(64, 2048, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.02, 0.2, 64)[:, None]
     columns, offsets = mask.nonzero()[:, 1].to(torch.int32), torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
     vectors = Vectors(offsets, columns, torch.ones(len(columns), 8, dtype=torch.int8), Integer(8, True))
-    order = panel_copy(config_of(128, 8, 8, rows), vectors, 2048).order[:-rows]
-    units = torch.nn.functional.pad(mask.sum(1), (0, -64 % rows + 1))[order.clamp(max=64).long()].view(-1, rows).sum(1)
-    assert units.max() - units.min() <= 0.35 * mask.sum(1).max() and units.sum() == mask.sum()
+    config = replace(config_of(128, 8, 8, rows), warps=8)
+    order = panel_copy(config, vectors, 2048).order[:-rows]
+    share = rows if rows > 1 else config.warps  # of a warp, or of a block
+    placed = torch.nn.functional.pad(mask.sum(1), (0, 1))[order.long()]
+    shares = placed.view(-1, share).sum(1)
+    assert placed.sum() == mask.sum() and sorted(order[order < 64].tolist()) == list(range(64))
+    assert shares.max() - shares.min() <= 0.35 * mask.sum(1).max()

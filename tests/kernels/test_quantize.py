@@ -73,6 +73,7 @@ def test_a_column_major_input_gives_the_same_integers(bits: int, column_major: b
         assert torch.equal(q.dequantize(), plain.dequantize())
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(BITS), st.booleans())
 def test_transposing_twice_changes_nothing(rows: int, columns: int, bits: int, swap: bool) -> None:
     low, high = int_range(bits, True)

@@ -14,7 +14,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
 from cute_kernels.integers import BITS, widen
 from cute_kernels.jit import compile_unit
-from cute_kernels.quantize import QuantizeConfig, default_configs
+from cute_kernels.quantize import QuantizeConfig, default_configs, quantize_rows_of_two
 from magicube_cutlass import QuantTensor, quantize
 from tests.helpers import disassemble, lean_sass
 
@@ -49,7 +49,7 @@ def test_machine_code_keeps_everything_in_registers(config: QuantizeConfig, arch
 
 def test_config_names_are_unique() -> None:
     configs = default_configs()
-    assert len({config.name for config in configs}) == len(configs) == 33
+    assert len({config.name for config in configs}) == len(configs) == 42
 
 
 def test_lanes_are_enough_for_a_row_and_tiles_for_a_matrix() -> None:
@@ -156,6 +156,30 @@ def test_layouts_give_the_integers_of_a_contiguous_tensor(bits: int, axis: int |
             raise AssertionError(name) from error
     if axis is None:
         check(base.flatten()[1:], bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_two_tensors_share_a_launch_only_where_they_lie_alike(bits: int) -> None:
+    storage = torch.randn(3 * 1000 * 72, dtype=torch.float16, device="cuda")
+    x, y = storage[:64_000].view(1000, 64), storage[72_000:136_000].view(1000, 64)
+    others = {
+        "alike": y,
+        "another pitch": storage[72_000:144_000].view(1000, 72)[:, :64],
+        "not aligned": storage[72_001:136_001].view(1000, 64),
+        "longer": storage[72_000:200_000].view(2000, 64),
+        "another dtype": y.float(),
+        "with holes": torch.where(torch.arange(1000, device="cuda")[:, None] == 7, torch.nan, y.float()).half(),
+        "long rows": storage[:72_000].view(2, 36_000),
+    }
+    for name, other in others.items():
+        first = x if name != "long rows" else storage[72_000:144_000].view(2, 36_000)
+        found = quantize_rows_of_two(first, other, bits=bits, factor=0.3)
+        for (data, scale), each, factor in zip(found, (first, other), (0.3, 1.0), strict=True):
+            expected = quantize(each, bits, axis=1, nonfinite="propagate")
+            assert torch.equal(data, expected.data), name
+            assert expected.scale is not None
+            assert torch.equal(scale.nan_to_num(-1.0), (expected.scale * factor).nan_to_num(-1.0)), name
 
 
 @pytest.mark.gpu

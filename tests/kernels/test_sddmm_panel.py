@@ -143,3 +143,6 @@ def test_configs_have_no_conflicts_but_those_of_long_parts_of_x(v: int, x: int, 
         rows_of_y, _, rows_of_x = report(panel(v, x, y, **options).accesses())  # type: ignore[arg-type]
         assert rows_of_y.conflicts == 0
         assert rows_of_x.conflicts == 0 or x > y  # a lane's part is then longer than one load
+    rows_of_y, _, rows_of_x = report(panel(v, x, y, boxes=1, box_bytes=64).accesses())
+    assert rows_of_y.wavefronts == 2 * rows_of_y.ideal  # units of four: all rows of one parity, the worst case
+    assert rows_of_x.conflicts == 0 or x > y
