@@ -283,7 +283,7 @@ def quantize(
         elif axis == 1:
             _encode_rows(job)
         else:
-            _encode_columns(job, x[..., 0].numel() // x.shape[-2])
+            _encode_columns(job, job.x.shape[0] // x.shape[-2])
     return job.data, job.scale
 
 
@@ -296,11 +296,11 @@ def quantize_rows_of_two(
     """
     jobs = [_job(each, bits, True, 1, False, None, 0) for each in (x, y)]
     alike = [(job.x.shape, job.x.dtype, job.pitch, job.vectors(job.config("encode_rows"))) for job in jobs]
+    together = alike[0] == alike[1] and x.device == y.device
     with device_of(x):
-        if alike[0] == alike[1] and x.device == y.device:
-            _encode_rows(jobs[0], jobs[1], factor)
-        else:
-            _encode_rows(jobs[0], None, factor)
+        _encode_rows(jobs[0], jobs[1] if together else None, factor)
+    if not together:
+        with device_of(y):
             _encode_rows(jobs[1])
     return (jobs[0].data, jobs[0].scale), (jobs[1].data, jobs[1].scale)
 

@@ -38,8 +38,8 @@ struct SpmmShape {
   static constexpr int kWords = C::kFloat ? Shape::kDepth * C::kBitsA / Shape::kBits : Shape::kDepth / (kPackedA ? 2 : 1);
   static_assert(kWords > 0, "a lane's values must fill a word");
   static constexpr int shift(int sub) { return Units::shift(sub) + (kPackedA && C::kSignedA ? 4 : 0); }
-  // Products of digits that weigh the same share a sum, where their sums keep to the bound of one product without a sign:
-  // 255 * 128 twice is no more than 255 * 255.
+  // Products of digits that weigh the same share a sum where both operands have a sign: two of 255 * 128 stay below 2^16, as
+  // one of 255 * 255 does, and 32,768 of those fit int32.
   static constexpr bool kShared = kPlanes == 2 && Units::kDigits == 2 && C::kSignedA && C::kSignedB;
   static constexpr int kSums = kShared ? 3 : kPlanes * Units::kDigits;
   static constexpr int sum_of(int plane, int digit) { return kShared ? plane + digit : plane * Units::kDigits + digit; }

@@ -67,8 +67,9 @@ class StatisticsConfig:
                 "kMostHot": self.most_hot,
             }
         )
+        header = "meet_lines.cuh" if self.kernel == "meet_lines" else "statistics.cuh"
         source = (
-            f'#include "statistics.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}'
+            f'#include "{header}"\nnamespace magicube {{\nstruct Config {{\n{members}'
             f"  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
         )
         return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)

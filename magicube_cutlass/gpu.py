@@ -263,7 +263,7 @@ class SddmmCall(_Call):
         values = result.values
         self.config, self.pattern, self.steps = kernels.sddmm_config(kernel), pattern, steps
         super().__init__(self.config, values)
-        self.result = result.with_values(values.new_empty(0))  # the caller's own is not held
+        self.result = result.with_values(self.like)  # the caller's own is not held
         m, n, k = sizes
         self.size = (values[..., :1, :1, :1].numel(), m, k, n)
         self.places = _place(operands[0])[1:], _place(operands[1])[1:]

@@ -70,6 +70,8 @@ def test_a_config_for_other_operands_is_refused() -> None:
     config = choose_spmm(L8R8, H200, Problem(512, 4096, 512 * 410, 460, 512))
     with pytest.raises(ValueError, match="config must be for Kind"):
         check_spmm(config, Kind(4, Integer(8, True), Integer(8, True), "float16"), 460)
+    # the largest product of unsigned digits, and two of mixed signs that share a sum
+    assert SAFE_RUN * 255 * 255 < 2**31 and SAFE_RUN * 2 * 255 * 128 < 2**31
     with pytest.raises(ValueError, match=f"must be wide for a vector row of {SAFE_RUN + 1}"):
         check_spmm(config, L8R8, SAFE_RUN + 1)
 
