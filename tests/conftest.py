@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine takes its time
+hypothesis.settings.load_profile("patient")
 
 NO_DEVICE = "needs a CUDA device"
 

@@ -15,7 +15,7 @@ def matrix(shape: tuple[int, ...], seed: int, exponent: int = 0, dtype: torch.dt
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0**exponent).to(dtype)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple),
     bits=st.integers(2, 16),

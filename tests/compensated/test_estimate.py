@@ -55,7 +55,7 @@ def test_upper_bounds_a_rank_one_error_of_a_real_product(positive: bool) -> None
     assert held >= 1960  # 99% of 2000 is 1980, and four standard deviations are 18
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     m=st.integers(1, 40),
     k=st.integers(1, 40),

@@ -64,7 +64,7 @@ def by_the_book(A: Tensor, B: Tensor, threshold: float, rule: str, **options: An
     return a.scale * b.scale * (product.double() + cross.double() / 2**a.shift)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shape=st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12)),
     bits=st.integers(3, 8),

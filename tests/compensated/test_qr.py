@@ -25,7 +25,7 @@ def losses(A: Tensor, Q: Tensor, R: Tensor) -> tuple[float, float]:
     return float((A.double() - product).norm() / A.double().norm()), float(gram.norm()) / math.sqrt(Q.shape[1])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     m=st.integers(1, 20),
     n=st.integers(1, 20),

@@ -67,7 +67,7 @@ def test_published_lists_follow_the_grammar_and_come_to_their_digit() -> None:
     assert {word for line, _ in found for word in line.split()} == set(listops.WORDS[2:])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 6), st.integers(2, 7), st.integers(0, 2**31))
 def test_any_parameters_hold(depth: int, args: int, seed: int) -> None:
     kind = ListOps(max_depth=depth, max_args=args, min_length=4, max_length=80, operator_share=0.4)

@@ -47,7 +47,7 @@ FEW = [kind(), kind(4, (16, True), (16, False)), kind(2, (4, True), (4, True)), 
        kind(1, (16, False), (4, True))]  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(of=st.sampled_from(FEW), m=st.integers(0, 60), n=st.integers(0, 90), k=st.integers(0, 300),
        stride=st.sampled_from([16, 32, 64]), sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
        layouts=st.tuples(*[st.sampled_from(["row", "column"])] * 2), transposed=st.booleans(),
@@ -170,7 +170,7 @@ PANEL_FEW = [sddmm_panel(kind(), 64), sddmm_panel(kind(), 16, tile=512, boxes=2,
 
 
 @needs_panels
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(config=st.sampled_from(PANEL_FEW), m=st.integers(0, 200), n=st.integers(0, 700), k=st.integers(0, 128),
        sparsity=st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]), layouts=st.tuples(*[st.sampled_from(["row", "column"])] * 2),
        transposed=st.booleans(), batch=st.sampled_from([(), (2,), (2, 1, 3)]), seed=st.integers(0, 1000))  # fmt: skip

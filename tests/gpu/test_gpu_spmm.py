@@ -176,7 +176,7 @@ RANDOM = [*EDGES, gather(kind(1, (8, False), (8, True)), row_bytes=128), gather(
           *([panel(kind(16, (8, True), (8, False)), row_bytes=128), panel(kind(1, (8, False), (16, True)))] if PANELS else [])]  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(config=st.sampled_from(RANDOM), m=st.integers(0, 70), k=st.integers(0, 600), n=st.integers(0, 150),
        sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]), layout=st.sampled_from(["row", "column"]),
        batch=st.sampled_from([(), (2,), (2, 1, 3)]), stride=st.sampled_from([16, 32, 64]), offset=st.integers(0, 3),

@@ -78,7 +78,7 @@ def walked(config: PanelAttention, index: AttentionIndex, row: int, keys: int) -
     return sorted(found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     config=st.sampled_from(SMALL), rows=st.integers(1, 9), keys=st.integers(1, 300), causal=st.booleans(),
     density=st.sampled_from([0.0, 0.02, 0.3, 1.0]), masks=st.integers(1, 2), seed=st.integers(0, 99),

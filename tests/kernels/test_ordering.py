@@ -25,7 +25,7 @@ def passes(columns: Tensor, rows: Tensor, slots: Tensor) -> float:
     return float(counts[counts > 0].double().mean())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rows=st.integers(1, 9), size=st.integers(1, 300), density=st.sampled_from([0.02, 0.3, 0.9, 1.0]),
     tile=st.sampled_from([16, 64, 512]), group=st.sampled_from([16, 32, 64]), window=st.integers(1, 4),

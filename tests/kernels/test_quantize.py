@@ -22,7 +22,7 @@ def inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("path", cpu.paths())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 9), st.integers(0, 40), st.sampled_from(BITS), st.booleans(), st.sampled_from(AXES),
     st.sampled_from(["nearest", "trunc"]), st.booleans(), st.integers(0, 99),
@@ -73,7 +73,6 @@ def test_a_column_major_input_gives_the_same_integers(bits: int, column_major: b
         assert torch.equal(q.dequantize(), plain.dequantize())
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(BITS), st.booleans())
 def test_transposing_twice_changes_nothing(rows: int, columns: int, bits: int, swap: bool) -> None:
     low, high = int_range(bits, True)

@@ -10,7 +10,7 @@ from magicube_cutlass.bcrs import BCRS
 from magicube_cutlass.pattern import Pattern
 from tests.helpers import Case, cases, pattern_of, random_mask
 
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60)
 
 
 @SETTINGS

@@ -20,7 +20,7 @@ DISTRIBUTIONS: tuple[Literal["uniform", "skewed", "fixed"], ...] = ("uniform", "
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(m=SIZES, k=SIZES, sparsity=SPARSITIES, vector_length=st.sampled_from(VECTOR_LENGTHS))
 def test_pruning_keeps_the_rounded_number_of_vectors(
     method: Literal["magnitude", "random"], m: int, k: int, sparsity: float, vector_length: int
@@ -59,7 +59,7 @@ def test_random_pruning_follows_its_seed() -> None:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(m=SIZES, k=SIZES, sparsity=SPARSITIES, vector_length=st.sampled_from(VECTOR_LENGTHS))
 def test_random_pattern_is_well_formed_with_the_right_count(
     distribution: Literal["uniform", "skewed", "fixed"], m: int, k: int, sparsity: float, vector_length: int

@@ -151,7 +151,7 @@ def test_a_block_mask_that_reads_a_table_is_evaluated_inside_it() -> None:
     assert torch.equal(found.to_dense(), rounded(document[:, None] == document, 8))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 40), st.integers(1, 40), st.sampled_from([1, 4, 8]), st.integers(0, 99))
 def test_union_has_the_vectors_of_each(queries: int, keys: int, v: int, seed: int) -> None:
     parts = [masks.random(queries, s, keys=keys, vector_length=v, seed=seed + n) for n, s in enumerate((0.9, 0.5, 1.0))]

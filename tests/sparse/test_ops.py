@@ -61,7 +61,7 @@ def test_every_pair_and_sign_is_exact(path: str, left: int, right: int, signs: t
         assert torch.equal(s.vectors(), mc.reference.sddmm(x, y, a.pattern))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     m=st.integers(1, 40), k=st.integers(1, 80), n=st.integers(0, 70), v=st.sampled_from(VECTORS),
     stride=st.sampled_from([16, 32, 64]), bits=st.tuples(st.sampled_from(BITS), st.sampled_from(BITS)),

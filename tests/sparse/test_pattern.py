@@ -11,7 +11,7 @@ from magicube_cutlass.checks import STRIDES
 from magicube_cutlass.pattern import Pattern
 from tests.helpers import Case, cases, pattern_of
 
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60)
 
 
 @SETTINGS

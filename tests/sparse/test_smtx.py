@@ -26,7 +26,7 @@ def write(folder: Path, data: bytes, name: str = "a.smtx") -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.smtx", "a.smtx.gz"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(case=cases())
 def test_written_pattern_reads_back(tmp_path_factory: pytest.TempPathFactory, name: str, case: Case) -> None:
     pattern = Pattern.from_dense(case.mask, case.vector_length)
@@ -114,7 +114,7 @@ def test_gzip_file_is_the_same_each_time(tmp_path: Path) -> None:
     assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([GOOD, gzip.compress(GOOD, mtime=0)]),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), max_size=4),
@@ -133,7 +133,7 @@ def test_damaged_file_reads_or_raises_value_error(
         assert str(path) in str(error)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text("0123456789,- \n\tx.", max_size=60))
 def test_any_text_reads_or_raises_value_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = write(tmp_path_factory.getbasetemp(), text.encode())

@@ -19,7 +19,7 @@ from magicube_cutlass.smtx import write_smtx
 from magicube_cutlass.srbcrs import SRBCRS
 from tests.helpers import Case, cases, pattern_of, random_ints, random_mask
 
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60)
 BATCHES = [(), (3,), (2, 0), (2, 3)]
 
 

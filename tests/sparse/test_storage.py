@@ -43,7 +43,7 @@ def rewrite_header(path: Path, change: dict[str, str | None]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases())
 def test_matrices_read_back_bit_by_bit(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     path = tmp_path_factory.getbasetemp() / "matrix"
@@ -169,7 +169,7 @@ def test_other_tensors_than_the_fields_are_refused(tmp_path: Path, tensors: dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), max_size=4),
     length=st.integers(0, 2**16) | st.none(),
