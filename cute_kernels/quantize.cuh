@@ -86,6 +86,10 @@ struct Extremes {
       for (int i = 0; i < Q::kVec; ++i) see(x[i], top);
     }
   }
+  __device__ void see(const Extremes& other) {
+    top = other.top > top ? other.top : top;
+    negative |= other.negative;
+  }
   __device__ void report_to(int* flags) const {
     report((negative ? kNegative : 0) | (top >= RealBits<Real>::kInfinity ? kNonFinite : 0), flags);
   }
@@ -160,27 +164,47 @@ __device__ __forceinline__ bool encode_fast(float x, const FloatInverse& inverse
   return fabsf(apart) < 0.5f - kNear;
 }
 
+// Whether entries may be known to lie inside the range, so that half the instructions find their integers.
+template <class Config>
+inline constexpr bool has_inside =
+    Config::kBits <= 8 && !Config::kTruncate && !cuda::std::is_same_v<typename Config::Source, double>;
+
+// As encode_fast, of entries inside the range: the lowest bits of `codes` are the integers.
+template <class Config, class Fast>
+__device__ __forceinline__ bool encode_inside(const typename Config::Source (&x)[Quantizer<Config>::kVec], const Fast& fast,
+                                              int32_t (&codes)[Quantizer<Config>::kVec]) {
+  constexpr float kRound = 0x1.8p23f;
+  float farthest = 0.0f;
+  CUTE_UNROLL
+  for (int i = 0; i < Quantizer<Config>::kVec; ++i) {
+    const float value = static_cast<float>(x[i]), inverse = fast(i).high + fast(i).low;
+    const float shifted = __fmaf_rn(value, inverse, kRound);
+    farthest = fmaxf(farthest, fabsf(__fmaf_rn(value, inverse, -__fadd_rn(shifted, -kRound))));
+    codes[i] = __float_as_int(shifted);
+  }
+  return farthest < 0.5f - 0x1p-14f;
+}
+
+// Whether entries that `extremes` has seen lie inside the range; false where floats do not tell.
+template <class Config>
+__device__ __forceinline__ bool is_inside(const Extremes<Quantizer<Config>>& extremes, const FloatInverse& inverse) {
+  using Real = typename Quantizer<Config>::Real;
+  const float top = static_cast<float>(RealBits<Real>::real(extremes.top));
+  return !extremes.negative && top * inverse.high < Range<Config>::kHigh + 0.25f;
+}
+
 struct Output {
   uint8_t* at;
   int64_t pitch;  // bytes
   bool vector;
 };
 
-// kVec integers of one row from `column` on, of which `valid` exist; those beyond the range become its ends.
-template <class Config>
-__device__ __forceinline__ void put(const Output& out, int64_t row, int64_t column, int64_t valid,
-                                    const int32_t (&codes)[Quantizer<Config>::kVec]) {
+// Integers of one row from `column` on, of which `valid` exist.
+template <class Config, class Run>
+__device__ __forceinline__ void put(const Output& out, int64_t row, int64_t column, int64_t valid, const Run& run) {
   if (valid <= 0) return;
-  constexpr int kVec = Quantizer<Config>::kVec;
-  using Run = PackedRun<stored_bits<Config>, kVec>;
-  int32_t inside[kVec];
-  CUTE_UNROLL
-  for (int i = 0; i < kVec; ++i) {
-    inside[i] = Config::kBits == 12 ? max(Range<Config>::kLow, min(Range<Config>::kHigh, codes[i])) : codes[i];
-  }
-  const Run run = Run::template nearest<Config::kSigned>(inside);
   uint8_t* to = out.at + row * out.pitch + column * stored_bits<Config> / 8;
-  if (out.vector && valid >= kVec) run.store(to);
+  if (out.vector && valid >= Quantizer<Config>::kVec) run.store(to);
   else run.store_part(to, valid);
 }
 
@@ -200,20 +224,31 @@ __device__ __forceinline__ void encode_slowly(const Output& out, int64_t row, in
   }
 }
 
-// kVec entries of one row, x, which lie at `from`; `fast(i)` and `exact(i)` are the inverse of entry i's scale.
+// kVec entries of one row, x, which lie at `from`; `fast(i)` and `exact(i)` are the inverse of entry i's scale. `inside`:
+// whether they are known to lie inside the range; the integers of others become its ends.
 template <class Config, class Fast, class Exact>
 __device__ __forceinline__ void encode_run(const Output& out, int64_t row, int64_t column, int64_t valid,
                                            const typename Config::Source (&x)[Quantizer<Config>::kVec],
-                                           const typename Config::Source* from, const Fast& fast, const Exact& exact) {
+                                           const typename Config::Source* from, bool inside, const Fast& fast,
+                                           const Exact& exact) {
   constexpr int kVec = Quantizer<Config>::kVec;
+  using Run = PackedRun<stored_bits<Config>, kVec>;
   int32_t codes[kVec];
+  if constexpr (has_inside<Config>) {
+    if (inside) {
+      if (encode_inside<Config>(x, fast, codes)) put<Config>(out, row, column, valid, Run::lowest(codes));
+      else encode_slowly<Config>(out, row, column, valid, from, exact);
+      return;
+    }
+  }
   bool sure = true;
   CUTE_UNROLL
   for (int i = 0; i < kVec; ++i) {
     if constexpr (cuda::std::is_same_v<typename Config::Source, double>) codes[i] = encode_exact<Config>(x[i], exact(i));
     else sure &= encode_fast<Config>(static_cast<float>(x[i]), fast(i), codes[i]);
+    if constexpr (Config::kBits == 12) codes[i] = max(Range<Config>::kLow, min(Range<Config>::kHigh, codes[i]));
   }
-  if (sure) put<Config>(out, row, column, valid, codes);
+  if (sure) put<Config>(out, row, column, valid, Run::template nearest<Config::kSigned>(codes));
   else encode_slowly<Config>(out, row, column, valid, from, exact);
 }
 
@@ -309,71 +344,11 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
     for (int s = 0; s < Q::kSteps; ++s) {
       if (!parts) extremes.see(part[s]);
       encode_run<Config>(output, tiles.row(tile), tiles.column(tile, s), tiles.valid(tile, s), part[s],
-                         x + slice * rows * pitch + tiles.row(tile) * pitch + tiles.column(tile, s),
+                         x + slice * rows * pitch + tiles.row(tile) * pitch + tiles.column(tile, s), false,
                          [&](int) { return near; }, [&](int) { return inverse; });
     }
   }
   extremes.report_to(flags);
-}
-
-// Scales and integers of rows (rows, columns), each by `lanes` threads that keep its first kSteps * kVec entries a lane. The
-// blocks of a second line of the grid do so for another matrix of this shape and these pitches. The first one's scales are
-// stored times `factor`.
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
-encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t lanes,
-            typename Quantizer<Config>::Real* scales, int64_t given, uint8_t* out, int64_t out_pitch, int* flags,
-            int64_t vector_loads, int64_t vector_stores, const typename Config::Source* other_x,
-            typename Quantizer<Config>::Real* other_scales, uint8_t* other_out, float factor) {
-  wait_for_predecessor();
-  using Q = Quantizer<Config>;
-  using Real = typename Q::Real;
-  __shared__ typename Q::Bits scratch[Q::kWarps];
-  __shared__ Real shared_scales[Q::kThreads];
-  if (blockIdx.y == 1) x = other_x, scales = other_scales, out = other_out, factor = 1.0f;
-  const int width = int(lanes) * Q::kVec, groups = Q::kThreads / int(lanes);
-  const int first = int(threadIdx.x & (lanes - 1)) * Q::kVec;
-  const int64_t row = int64_t{blockIdx.x} * groups + threadIdx.x / int(lanes);
-  const int64_t length = row < rows ? columns : 0;
-  const auto* from = x + row * pitch;
-  const bool vector = vector_loads != 0;
-  alignas(16) typename Q::Source held[Q::kSteps][Q::kVec];
-  Extremes<Q> extremes;
-  CUTE_UNROLL
-  for (int s = 0; s < Q::kSteps; ++s) {
-    const int64_t column = int64_t{s} * width + first;
-    load<Q>(from + column, length - column, vector, held[s]);
-  }
-  CUTE_UNROLL
-  for (int s = 0; s < Q::kSteps; ++s) extremes.see(held[s]);
-  for (int64_t column = int64_t{Q::kSteps} * width + first; column < length; column += width) {
-    alignas(16) typename Q::Source part[Q::kVec];
-    load<Q>(from + column, length - column, vector, part);
-    extremes.see(part);
-  }
-  extremes.report_to(flags);
-  const auto top = team_max(extremes.top, int(lanes), scratch);
-  if (first == 0 && length) {  // the division, once a row
-    const Real scale = given ? scales[row] : scale_of<Real, Range<Config>::kHigh>(top);
-    if (!given) scales[row] = scale * static_cast<Real>(factor);
-    shared_scales[threadIdx.x / int(lanes)] = scale;
-  }
-  __syncthreads();
-  const Real scale = shared_scales[threadIdx.x / int(lanes)];
-  const FloatInverse near(scale);
-  const auto fast = [&](int) { return near; };
-  const auto exact = [&](int) { return inverse_of(scale); };
-  const Output output{out, out_pitch, vector_stores != 0};
-  CUTE_UNROLL
-  for (int s = 0; s < Q::kSteps; ++s) {
-    const int64_t column = int64_t{s} * width + first;
-    encode_run<Config>(output, row, column, length - column, held[s], from + column, fast, exact);
-  }
-  for (int64_t column = int64_t{Q::kSteps} * width + first; column < length; column += width) {
-    alignas(16) typename Q::Source part[Q::kVec];
-    load<Q>(from + column, length - column, vector, part);
-    encode_run<Config>(output, row, column, length - column, part, from + column, fast, exact);
-  }
 }
 
 }  // namespace magicube

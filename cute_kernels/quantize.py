@@ -76,7 +76,8 @@ class QuantizeConfig:
                 "kThreads": self.threads,
             }
         )
-        header = "quantize_columns.cuh" if self.kernel.endswith("columns") else "quantize.cuh"
+        lines = self.kernel.rsplit("_", 1)[1]
+        header = "quantize.cuh" if lines == "slices" else f"quantize_{lines}.cuh"
         source = (
             f'#include "{header}"\nnamespace magicube {{\nstruct Config {{\n'
             f"{members}  using Source = {_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
@@ -114,9 +115,10 @@ class _Job(NamedTuple):
 
     def config(self, kernel: str) -> QuantizeConfig:
         source = SOURCES[self.x.dtype]
+        if kernel == "encode_rows" and self.x.shape[1] * self.x.element_size() <= _SHORT_ROW:
+            return QuantizeConfig("encode_short_rows", source, *self.kind, steps=2)
         if kernel.startswith("encode"):
-            short = kernel == "encode_rows" and self.x.shape[1] * self.x.element_size() <= _SHORT_ROW
-            return QuantizeConfig(kernel, source, *self.kind, steps=2 if short else 4)
+            return QuantizeConfig(kernel, source, *self.kind)
         return QuantizeConfig(kernel, source, signed=self.kind[1])
 
     def vectors(self, config: QuantizeConfig) -> tuple[int, int]:
@@ -186,9 +188,12 @@ def _encode_rows(job: _Job, other: _Job | None = None, factor: float = 1.0) -> N
         return
     config = job.config("encode_rows")
     lanes = config.lanes(columns)
+    blocks = -(-rows * lanes // config.threads)
+    if config.kernel == "encode_short_rows":  # whole waves of blocks that go through many rows
+        blocks = min(blocks, job.blocks // 2 if other is None else job.blocks // 4)
     places = (0, 0, 0) if other is None else (other.x.data_ptr(), other.scale.data_ptr(), other.data.data_ptr())
     get_kernel(config).launch(
-        (-(-rows * lanes // config.threads), 1 if other is None else 2, 1),
+        (blocks, 1 if other is None else 2, 1),
         (
             job.x.data_ptr(), job.pitch, rows, columns, lanes, job.scale.data_ptr(), int(job.given),
             job.data.data_ptr(), job.out_pitch, job.flags, *job.vectors(config), *places, np.float32(factor),
@@ -314,6 +319,6 @@ def default_configs() -> list[QuantizeConfig]:
         for config in (
             *(QuantizeConfig(kernel, x) for kernel in ("absmax_slices", "absmax_columns")),
             *(QuantizeConfig(kernel, x, bits) for kernel in kernels for bits in (4, 8, 16)),
-            *(QuantizeConfig("encode_rows", x, bits, steps=2) for bits in (4, 8, 16)),
+            *(QuantizeConfig("encode_short_rows", x, bits, steps=2) for bits in (4, 8, 16)),
         )
     ]

@@ -125,7 +125,7 @@ encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
                [&](int64_t row, const typename Q::Source (&part)[Q::kVec]) {
                  if (!parts) extremes.see(part);
                  encode_run<Config>(output, row, own.column, own.valid, part, x + (own.slice * rows + row) * pitch + own.column,
-                                    [&](int i) { return near[i]; },
+                                    false, [&](int i) { return near[i]; },
                                     [&](int i) { return i < own.valid ? inverse_of(own_scales[i]) : 0.0; });
                });
   extremes.report_to(flags);

@@ -44,6 +44,18 @@ struct PackedRun {
     }
   }
 
+  // The lowest bits of each, whatever is above them.
+  __device__ static PackedRun lowest(const int32_t (&values)[kCount]) {
+    if constexpr (kBits != 8 || kCount % 4 != 0) return PackedRun(values);
+    PackedRun run;
+    CUTE_UNROLL
+    for (int w = 0; w < kWords; ++w) {  // three permutes, where the compiler would mask and shift
+      const uint32_t low = __byte_perm(values[4 * w], values[4 * w + 1], 0x0040);
+      run.word[w] = __byte_perm(low, __byte_perm(values[4 * w + 2], values[4 * w + 3], 0x0040), 0x5410);
+    }
+    return run;
+  }
+
   // Integers of any size, each as the nearest one that there is.
   template <bool kSigned>
   __device__ static PackedRun nearest(const int32_t (&values)[kCount]) {
