@@ -2,267 +2,269 @@
 // find the largest magnitudes of its rows or columns too.
 //
 // W lies vector by vector, (16, pitch), and so does Y, so that it can be the next W; both are zero-padded in rows to
-// whole tiles. A warp has four rows of X and four neighbouring columns a lane, whose 4 x 16 sums stay in registers; two
-// warps share the columns of the same rows. Sums of a lane are of a 64th of the columns, so rounding grows slowly.
+// a multiple of 32. A warp takes 16 columns of 32 rows of X at a time, as Y^T = W^T X^T on Tensor Cores: an entry is the sum
+// of two tf32 numbers, and of the four products of such pairs all but the smallest are made. Sums on Tensor Cores are cut
+// and not rounded, so each of them is short and the long ones are sums of float32.
+//
+// A lane (g, t) = (lane / 4, lane % 4) loads four runs of four neighbours. The order of the columns of X in an mma is free
+// as long as W has the same, so a lane's place 4 t + i of the sum is column i of its run, and a load is as wide as can be.
+// Where X^T is what lies row by row, its runs are of four rows of X, and the four runs are the four places.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cute/arch/mma_sm80.hpp>
+
 #include "gemm_copy.cuh"
 
 namespace magicube {
 
-constexpr int kProbes = 16, kWarpRows = 4, kRun = 4;
-constexpr int kGroups = 8, kSplits = 2, kTileRows = kGroups * kWarpRows;  // warps of a block: (kSplits, kGroups)
-constexpr int kSums = kProbes * kWarpRows;                                 // of a warp, [probe][row]
-constexpr int kProbeThreads = kGroups * kSplits * 32;
-constexpr int kStep = 32 * kRun * kSplits;  // columns that the warps of a block are at, at a time
-constexpr int kStrip = 16 * kStep;          // columns whose largest magnitudes a block keeps
+constexpr int kProbes = 16, kRun = 4;
+constexpr int kWarps = 16, kProbeThreads = 32 * kWarps;
+constexpr int kWarpRows = 32, kTiles = kWarpRows / 8;  // rows of X a warp has, as columns of the mma
+constexpr int kDepth = 4 * kRun;                       // columns that a warp is at, at a time
+constexpr int kPartPitch = kWarpRows + 8;              // no two stores of a lane's sums meet in a bank
 
+// What is largest: nothing, entries of a row of X, of a column.
 enum class Tops { kNone, kRows, kColumns };
 
-// Largest magnitudes as bits, which have the order of magnitudes, with infinity and NaN on top.
-template <Tops kTops>
-struct TopsFound {};
-template <>
-struct TopsFound<Tops::kRows> {
-  uint32_t part[kSplits][kTileRows];
-};
-template <>
-struct TopsFound<Tops::kColumns> {
-  uint32_t part[kStrip];  // of each run of 32 kRun columns, (kRun, 32): no two lanes use a bank
+// Two tf32 numbers whose sum is a float32 to 23 bits. Rounding to nearest leaves a rest of either sign: nothing adds up.
+struct SplitFloat {
+  uint32_t high, low;
 
-  __device__ void clear() {
-    for (int i = threadIdx.x; i < kStrip; i += kProbeThreads) part[i] = 0;
-    __syncthreads();
-  }
-  // A warp's lanes have `top` of kRun columns each, `at` the first of the warp's in the strip.
-  __device__ __forceinline__ void see(int at, const uint32_t (&top)[kRun]) {
-    CUTE_UNROLL
-    for (int i = 0; i < kRun; ++i) atomicMax(part + at + i * 32 + threadIdx.x % 32, top[i]);
-  }
-  // To all blocks' maxima of `count` columns.
-  __device__ void flush(uint32_t* tops, int count) {
-    __syncthreads();
-    for (int c = threadIdx.x; c < min(count, kStrip); c += kProbeThreads) {
-      const int run = c % (32 * kRun);
-      atomicMax(tops + c, part[c - run + run % kRun * 32 + run / kRun]);
-    }
-    __syncthreads();
-    clear();
+  __device__ __forceinline__ explicit SplitFloat(float x) {
+    high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(x - __uint_as_float(high));  // its last 13 bits are not looked at
   }
 };
 
-// Four neighbouring entries of a warp's rows, zero where there are none.
-template <class Source>
-struct ProbeRun {
+// Four runs of neighbours as they lie, zero where there are none.
+template <class Source, bool kTransposed>
+struct ProbeRuns {
   static_assert(sizeof(Source) == 4 || sizeof(Source) == 2, "a load is of 16 or 8 bytes");
   using Word = cuda::std::conditional_t<sizeof(Source) == 4, uint4, uint2>;
-  alignas(16) Source entries[kWarpRows][kRun];
+  alignas(16) Source entries[kTiles][kRun];
 
-  __device__ __forceinline__ void load(const Source* from, int64_t pitch, int rows, int valid, bool vector) {
-    CUTE_UNROLL
-    for (int r = 0; r < kWarpRows; ++r) {
-      const Source* at = from + r * pitch;
-      if (vector && r < rows && valid >= kRun) {
-        *reinterpret_cast<Word*>(entries[r]) = __ldg(reinterpret_cast<const Word*>(at));
-      } else {
+  // `from`: the first run's first entry; `lines` of the four and `valid` entries of each are there. `whole`: the latter are
+  // all four, and aligned.
+  __device__ __forceinline__ void load(const Source* from, int64_t pitch, int lines, int valid, bool whole) {
+    if (whole) {
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
+        Word word{};
+        if (i < lines) word = __ldg(reinterpret_cast<const Word*>(from + i * pitch));
+        *reinterpret_cast<Word*>(entries[i]) = word;
+      }
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
         CUTE_UNROLL
-        for (int i = 0; i < kRun; ++i) entries[r][i] = r < rows && i < valid ? at[i] : Source(0.0f);
+        for (int c = 0; c < kRun; ++c) entries[i][c] = i < lines && c < valid ? from[i * pitch + c] : Source(0.0f);
       }
     }
   }
+  // Of row `tile` of the lane's four, at place `place` of the sum.
+  __device__ __forceinline__ float at(int tile, int place) const {
+    return static_cast<float>(kTransposed ? entries[place][tile] : entries[tile][place]);
+  }
 };
 
-// Adds 2 kCount sums of 32 lanes so that lanes with the bit `kLane` keep the second half of them, the others the first.
-template <int kCount, int kLane>
-__device__ __forceinline__ void add_halves(float* sums) {
-  const bool second = (threadIdx.x & kLane) != 0;
+// Row of the tile that column `column` of mma `tile` stands for.
+template <bool kTransposed>
+__device__ __forceinline__ int probe_row(int tile, int column) {
+  return kTransposed ? column * kTiles + tile : tile * 8 + column;
+}
+
+// sums += W^T X^T of 16 columns of X: (kTiles, 4), the mma's accumulators.
+template <class Source, bool kTransposed>
+__device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTransposed>& x, const float4 (&w)[2],
+                                               float (&sums)[kTiles][4]) {
+  using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
+  const float weights[2][kRun] = {{w[0].x, w[0].y, w[0].z, w[0].w}, {w[1].x, w[1].y, w[1].z, w[1].w}};
+  float part[kTiles][4] = {};
+  uint32_t high[kTiles][kRun];
+  uint32_t w_high[2][kRun];
   CUTE_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    const float low = sums[i], high = sums[i + kCount];
-    sums[i] = (second ? high : low) + __shfl_xor_sync(~0u, second ? low : high, kLane);
+  for (int i = 0; i < kRun; i += 2) {
+    const SplitFloat a(weights[0][i]), b(weights[1][i]), c(weights[0][i + 1]), d(weights[1][i + 1]);
+    CUTE_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float(&sum)[4] = part[tile];
+      const SplitFloat p(x.at(tile, i)), q(x.at(tile, i + 1));
+      high[tile][i] = p.high, high[tile][i + 1] = q.high;
+      Atom::fma(sum[0], sum[1], sum[2], sum[3], a.low, b.low, c.low, d.low, p.high, q.high, sum[0], sum[1], sum[2], sum[3]);
+      if constexpr (sizeof(Source) == 4) {  // shorter entries are tf32 numbers
+        Atom::fma(sum[0], sum[1], sum[2], sum[3], a.high, b.high, c.high, d.high, p.low, q.low, sum[0], sum[1], sum[2],
+                  sum[3]);
+      }
+    }
+    w_high[0][i] = a.high, w_high[1][i] = b.high, w_high[0][i + 1] = c.high, w_high[1][i + 1] = d.high;
+  }
+  CUTE_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {  // the large products last: what is cut is a part of the sum so far
+    float(&sum)[4] = part[tile];
+    CUTE_UNROLL
+    for (int i = 0; i < kRun; i += 2) {
+      Atom::fma(sum[0], sum[1], sum[2], sum[3], w_high[0][i], w_high[1][i], w_high[0][i + 1], w_high[1][i + 1],
+                high[tile][i], high[tile][i + 1], sum[0], sum[1], sum[2], sum[3]);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) sums[tile][i] += sum[i];
   }
 }
 
-// A tile of kTileRows rows: kProbes x kTileRows sums to shared memory; returns this lane's part of the sum of squares.
-// `tops`: of all columns, where those are asked for; largest magnitudes of rows stay in `found`.
-template <class Source, bool kSquares, Tops kTops>
-__device__ __forceinline__ double probe_tile(const Source* x, int64_t pitch, int64_t rows, int columns, bool vector,
-                                             const float* w, int w_pitch, int64_t tile, float (*part)[kGroups][kSums],
-                                             TopsFound<kTops>& found, uint32_t* tops) {
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % kGroups, split = threadIdx.x / 32 / kGroups;
-  const int64_t first = tile * kTileRows + group * kWarpRows;
-  const int here = first < rows ? int(min(rows - first, int64_t{kWarpRows})) : 0;
-  const Source* from = x + (here ? first * pitch : 0);
-  int at = split * (32 * kRun) + lane * kRun;
-  float sums[kSums] = {};
+__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Bits have the order of magnitudes, with infinity and NaN on top. Of the 16 columns that a warp is at: lanes that differ in
+// g meet, and those with an even g have one column each.
+template <class Source, bool kTransposed>
+__device__ __forceinline__ void see_columns(const ProbeRuns<Source, kTransposed>& x, uint32_t* tops, int valid) {
+  const int lane = threadIdx.x % 32;
+  uint32_t top[kRun] = {};
+  CUTE_UNROLL
+  for (int i = 0; i < kTiles * kRun; ++i) top[i % kRun] = max(top[i % kRun], magnitude_bits(x.at(i / kRun, i % kRun)));
+  const bool second = lane & 16, odd = lane & 8;
+  const uint32_t even_sent = __shfl_xor_sync(~0u, second ? top[0] : top[2], 16);
+  const uint32_t odd_sent = __shfl_xor_sync(~0u, second ? top[1] : top[3], 16);
+  const uint32_t low = max(second ? top[2] : top[0], even_sent), high = max(second ? top[3] : top[1], odd_sent);
+  uint32_t own = max(odd ? high : low, __shfl_xor_sync(~0u, odd ? low : high, 8));
+  own = max(own, __shfl_xor_sync(~0u, own, 4));
+  const int column = lane % 4 * kRun + (second ? 2 : 0) + (odd ? 1 : 0);
+  if ((lane & 4) == 0 && column < valid) atomicMax(tops + column, own);
+}
+
+// What a block has: the rows of kGroups groups of warps, which read the same of W at about the same time.
+template <int kGroups>
+struct ProbeTile {
+  static constexpr int kRows = kGroups * kWarpRows, kSplits = kWarps / kGroups;  // warps that share a group's columns
+  static constexpr int kStep = kSplits * kDepth, kSums = kProbes * kRows;        // columns at a time; sums of the tile
+};
+
+// The sums of a tile by warp, and the bits of its rows' largest magnitudes.
+struct ProbeParts {
+  float sums[kWarps][kProbes * kPartPitch];
+  uint32_t tops[kWarps][kWarpRows];
+
+  // Of row `row` of the tile.
+  template <int kGroups>
+  __device__ __forceinline__ float sum(int probe, int row) const {
+    using Tile = ProbeTile<kGroups>;
+    float found = 0.0f;
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kSplits; ++i) {
+      found += sums[row / kWarpRows * Tile::kSplits + i][probe * kPartPitch + row % kWarpRows];
+    }
+    return found;
+  }
+  template <int kGroups>
+  __device__ __forceinline__ uint32_t top(int row) const {
+    using Tile = ProbeTile<kGroups>;
+    uint32_t found = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kSplits; ++i) found = max(found, tops[row / kWarpRows * Tile::kSplits + i][row % kWarpRows]);
+    return found;
+  }
+};
+
+// Sums of a tile of X (rows, columns) to shared memory, over every `gridDim.y`-th run of kStep columns; returns this lane's
+// part of the sum of squares. `pitch`: entries from one line to the next as they lie. `tops`: of all columns, where those
+// are asked for.
+template <class Source, bool kTransposed, bool kSquares, Tops kTops, int kGroups>
+__device__ __forceinline__ double probe_tile(const Source* x, int64_t pitch, int64_t rows, int64_t columns, bool vector,
+                                             const float* w, int64_t w_pitch, int64_t tile, ProbeParts& parts,
+                                             uint32_t* tops) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  using Tile = ProbeTile<kGroups>;
+  const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
+  const int64_t own = corner + (kTransposed ? g * kRun : g);  // the lane's first row
+  const int64_t stride = int64_t{gridDim.y} * Tile::kStep;
+  const int64_t start = int64_t{blockIdx.y} * Tile::kStep + warp % Tile::kSplits * kDepth;
+  const int64_t apart = kTransposed ? pitch : 8 * pitch;  // from one of the lane's runs to the next
+  const int rows_here = own >= rows ? 0 : kTransposed ? int(min(rows - own, int64_t{kRun})) : int((rows - own + 7) / 8);
+  const Source* from = x;
+  if (rows_here) from += kTransposed ? own : own * pitch;
+
+  ProbeRuns<Source, kTransposed> next;
+  float4 next_w[2];
+  const auto load = [&](int64_t at) {
+    const int64_t place = at + t * kRun;
+    const int left = place < columns ? int(min(columns - place, int64_t{kRun})) : 0;
+    const Source* first = from + (left ? kTransposed ? place * pitch : place : 0);
+    const int lines = kTransposed ? left : rows_here, valid = kTransposed ? rows_here : left;
+    next.load(first, apart, lines, valid, vector && valid == kRun);
+    const float* weights = w + g * w_pitch + (at < columns ? place : 0);  // beyond, entries of X are zero
+    next_w[0] = __ldg(reinterpret_cast<const float4*>(weights));
+    next_w[1] = __ldg(reinterpret_cast<const float4*>(weights + 8 * w_pitch));
+  };
+  float sums[kTiles][4] = {};
   double squares = 0.0;
-  uint32_t row_tops[kWarpRows] = {};
-  if constexpr (kTops == Tops::kColumns) found.clear();
-  for (int base = 0; base < columns; base += kStep, at += kStep) {  // the same for all lanes
-    ProbeRun<Source> run;
-    run.load(from + at, pitch, here, columns - at, vector);
-    const float* weights = w + (at < w_pitch ? at : 0);  // beyond, entries of x are zero
+  uint32_t row_tops[kTiles] = {};
+  load(start);
+  for (int64_t at = start; at < columns; at += stride) {  // the same for all lanes of a warp
+    const ProbeRuns<Source, kTransposed> here = next;
+    const float4 here_w[2] = {next_w[0], next_w[1]};
+    load(at + stride);
+    probe_products(here, here_w, sums);
     if constexpr (kSquares) {
       float sum = 0.0f;
       CUTE_UNROLL
-      for (int i = 0; i < kWarpRows * kRun; ++i) {
-        const float value = static_cast<float>(run.entries[i / kRun][i % kRun]);
+      for (int i = 0; i < kTiles * kRun; ++i) {
+        const float value = here.at(i / kRun, i % kRun);
         sum = fmaf(value, value, sum);
       }
       squares += sum;
     }
-    if constexpr (kTops != Tops::kNone) {
-      uint32_t column_tops[kRun] = {};
+    if constexpr (kTops == Tops::kColumns) see_columns(here, tops + at, int(min(columns - at, int64_t{kDepth})));
+    if constexpr (kTops == Tops::kRows) {
       CUTE_UNROLL
-      for (int i = 0; i < kWarpRows * kRun; ++i) {
-        const uint32_t bits = __float_as_uint(static_cast<float>(run.entries[i / kRun][i % kRun])) & 0x7fffffff;
-        uint32_t& top = kTops == Tops::kRows ? row_tops[i / kRun] : column_tops[i % kRun];
-        top = max(top, bits);
-      }
-      if constexpr (kTops == Tops::kColumns) found.see(base % kStrip + split * (32 * kRun), column_tops);
-    }
-    CUTE_UNROLL
-    for (int p = 0; p < kProbes; ++p) {
-      const float4 by = __ldg(reinterpret_cast<const float4*>(weights));
-      weights += w_pitch;
-      CUTE_UNROLL
-      for (int r = 0; r < kWarpRows; ++r) {
-        float& sum = sums[p * kWarpRows + r];
-        sum = fmaf(static_cast<float>(run.entries[r][0]), by.x, sum);
-        sum = fmaf(static_cast<float>(run.entries[r][1]), by.y, sum);
-        sum = fmaf(static_cast<float>(run.entries[r][2]), by.z, sum);
-        sum = fmaf(static_cast<float>(run.entries[r][3]), by.w, sum);
+      for (int i = 0; i < kTiles * kRun; ++i) {
+        row_tops[i / kRun] = max(row_tops[i / kRun], magnitude_bits(here.at(i / kRun, i % kRun)));
       }
     }
-    if constexpr (kTops == Tops::kColumns) {
-      const int strip = base / kStrip * kStrip;
-      if (base + kStep >= min(strip + kStrip, columns)) found.flush(tops + strip, columns - strip);
-    }
   }
-  if constexpr (kTops == Tops::kRows) {
-    CUTE_UNROLL
-    for (int r = 0; r < kWarpRows; ++r) {
-      const uint32_t top = __reduce_max_sync(~0u, row_tops[r]);
-      if (lane == 0) found.part[split][group * kWarpRows + r] = top;
-    }
-  }
-  add_halves<32, 16>(sums);
-  add_halves<16, 8>(sums);
-  add_halves<8, 4>(sums);
-  add_halves<4, 2>(sums);
-  add_halves<2, 1>(sums);
   CUTE_UNROLL
-  for (int i = 0; i < kSums / 32; ++i) part[split][group][lane * (kSums / 32) + i] = sums[i];
+  for (int i = 0; i < kTiles; ++i) {
+    CUTE_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      parts.sums[warp][(g + c / 2 * 8) * kPartPitch + probe_row<kTransposed>(i, 2 * t + c % 2)] = sums[i][c];
+    }
+    if constexpr (kTops == Tops::kRows) {
+      uint32_t top = max(row_tops[i], __shfl_xor_sync(~0u, row_tops[i], 1));
+      top = max(top, __shfl_xor_sync(~0u, top, 2));
+      if (t == 0) parts.tops[warp][probe_row<kTransposed>(i, g)] = top;
+    }
+  }
   return squares;
 }
 
-// Sum `index` of a tile, [probe][row of the tile].
-__device__ __forceinline__ float tile_sum(const float (*part)[kGroups][kSums], int index) {
-  const int probe = index / kTileRows, row = index % kTileRows;
-  float sum = 0.0f;
-  CUTE_UNROLL
-  for (int s = 0; s < kSplits; ++s) sum += part[s][row / kWarpRows][probe * kWarpRows + row % kWarpRows];
-  return sum;
-}
-
-// y (16, y_pitch) = X W; a block is a tile. `tops`: the bits of the rows' or columns' largest magnitudes, the latter zero
-// before.
+// Parts (gridDim.y, 16, y_pitch) of Y = X W; a block of a row of the grid is a tile. x is X (rows, columns), or X^T as it lies
+// where Config::kTransposed. `tops`: the bits of the rows' or columns' largest magnitudes, zero before where blocks meet.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
-probe_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-           int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops) {
-  static_assert(kProbes * kTileRows == kProbeThreads, "a thread has one sum of a tile");
+probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
+      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops) {
+  wait_for_predecessor();
   constexpr Tops kTops = static_cast<Tops>(C::kTops);
-  __shared__ float part[kSplits][kGroups][kSums];
-  __shared__ TopsFound<kTops> found;
-  probe_tile<typename C::Source, false, kTops>(x, pitch, rows, int(columns), vector != 0, w, int(w_pitch), blockIdx.x, part,
-                                               found, tops);
+  using Tile = ProbeTile<C::kGroups>;
+  __shared__ ProbeParts parts;
+  probe_tile<typename C::Source, C::kTransposed, false, kTops, C::kGroups>(x, pitch, rows, columns, vector != 0, w, w_pitch,
+                                                                           blockIdx.x, parts, tops);
   __syncthreads();
+  const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
   if constexpr (kTops == Tops::kRows) {
-    const int64_t own = int64_t{blockIdx.x} * kTileRows + threadIdx.x;
-    if (threadIdx.x < kTileRows && own < rows) tops[own] = max(found.part[0][threadIdx.x], found.part[1][threadIdx.x]);
-  }
-  const int probe = threadIdx.x / kTileRows, row = threadIdx.x % kTileRows;
-  y[probe * y_pitch + int64_t{blockIdx.x} * kTileRows + row] = tile_sum(part, threadIdx.x);
-}
-
-// Parts (splits, 16, y_pitch) of Y = X W for an X whose columns are contiguous: x is X^T (rows, columns) as it lies, and a
-// block has 32 kRun of its columns and every gridDim.y-th of the runs of rows that its warps take. `tops`: the bits of the
-// largest magnitudes of the rows or columns of X^T, zero before.
-template <class C>
-__global__ void __launch_bounds__(kProbeThreads)
-probe_columns(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-              int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops) {
-  constexpr Tops kTops = static_cast<Tops>(C::kTops);
-  constexpr int kWarps = kProbeThreads / 32, kColumns = 32 * kRun, kAtOnce = kProbeThreads / kColumns;
-  __shared__ float part[kWarps][kAtOnce * kColumns];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t corner = int64_t{blockIdx.x} * kColumns, own = corner + lane * kRun;
-  const int valid = own < columns ? int(min(columns - own, int64_t{kRun})) : 0;
-  float sums[kProbes * kRun] = {};
-  __shared__ uint32_t column_tops[kTops == Tops::kColumns ? kColumns : 1];  // (kRun, 32); registers have no room
-  if constexpr (kTops == Tops::kColumns) {
-    if (threadIdx.x < kColumns) column_tops[threadIdx.x] = 0;
-    __syncthreads();
-  }
-  for (int64_t row = (int64_t{blockIdx.y} * kWarps + warp) * kWarpRows; row < rows;
-       row += int64_t{gridDim.y} * kWarps * kWarpRows) {
-    ProbeRun<typename C::Source> run;
-    const int here = int(min(rows - row, int64_t{kWarpRows}));
-    run.load(x + row * pitch + (valid ? own : 0), pitch, here, valid, vector != 0);
-    if constexpr (kTops != Tops::kNone) {
-      uint32_t row_tops[kWarpRows] = {}, run_tops[kRun] = {};
-      CUTE_UNROLL
-      for (int i = 0; i < kWarpRows * kRun; ++i) {
-        const uint32_t bits = __float_as_uint(static_cast<float>(run.entries[i / kRun][i % kRun])) & 0x7fffffff;
-        uint32_t& top = kTops == Tops::kRows ? row_tops[i / kRun] : run_tops[i % kRun];
-        top = max(top, bits);
-      }
-      if constexpr (kTops == Tops::kColumns) {
-        CUTE_UNROLL
-        for (int c = 0; c < kRun; ++c) atomicMax(column_tops + c * 32 + lane, run_tops[c]);
-      } else {
-        CUTE_UNROLL
-        for (int r = 0; r < kWarpRows; ++r) {
-          const uint32_t top = __reduce_max_sync(~0u, row_tops[r]);
-          if (lane == 0 && r < here) atomicMax(tops + row + r, top);
-        }
-      }
-    }
-    CUTE_UNROLL
-    for (int p = 0; p < kProbes; ++p) {
-      const float4 by = __ldg(reinterpret_cast<const float4*>(w + p * w_pitch + row));
-      CUTE_UNROLL
-      for (int c = 0; c < kRun; ++c) {
-        float& sum = sums[p * kRun + c];
-        sum = fmaf(static_cast<float>(run.entries[0][c]), by.x, sum);
-        sum = fmaf(static_cast<float>(run.entries[1][c]), by.y, sum);
-        sum = fmaf(static_cast<float>(run.entries[2][c]), by.z, sum);
-        sum = fmaf(static_cast<float>(run.entries[3][c]), by.w, sum);
-      }
+    if (threadIdx.x < Tile::kRows && corner + threadIdx.x < rows) {
+      const uint32_t top = parts.top<C::kGroups>(threadIdx.x);
+      if (gridDim.y == 1) tops[corner + threadIdx.x] = top;
+      else atomicMax(tops + corner + threadIdx.x, top);
     }
   }
-  const int64_t column = corner + threadIdx.x % kColumns;
   CUTE_UNROLL
-  for (int first = 0; first < kProbes; first += kAtOnce) {
-    CUTE_UNROLL
-    for (int i = 0; i < kAtOnce * kRun; ++i) {
-      part[warp][i / kRun * kColumns + lane * kRun + i % kRun] = sums[first * kRun + i];
+  for (int i = threadIdx.x; i < Tile::kSums; i += kProbeThreads) {
+    const int probe = i / Tile::kRows, row = i % Tile::kRows;
+    if (corner + row < y_pitch) {
+      y[(int64_t{blockIdx.y} * kProbes + probe) * y_pitch + corner + row] = parts.sum<C::kGroups>(probe, row);
     }
-    __syncthreads();
-    float sum = 0.0f;
-    CUTE_UNROLL
-    for (int other = 0; other < kWarps; ++other) sum += part[other][threadIdx.x];
-    const int64_t probe = int64_t{blockIdx.y} * kProbes + first + threadIdx.x / kColumns;
-    if (column < y_pitch) y[probe * y_pitch + column] = sum;
-    __syncthreads();
-  }
-  if constexpr (kTops == Tops::kColumns) {
-    const int own_run = threadIdx.x % kRun * 32 + threadIdx.x / kRun;
-    if (threadIdx.x < kColumns && column < columns) atomicMax(tops + column, column_tops[own_run]);
   }
 }
 
@@ -290,33 +292,47 @@ __global__ void __launch_bounds__(kProbeThreads)
 compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
              int64_t w_pitch, const float* product, int64_t y_pitch, const float* left, int64_t left_count,
              const float* right, int64_t right_count, float least, float most, double* out) {
+  wait_for_predecessor();
   constexpr int kGram = kProbes * kProbes, kOthers = 4;
   static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
-  __shared__ float part[kSplits][kGroups][kSums];
-  __shared__ double difference[kProbes][kTileRows + 1];
-  __shared__ double others[kOthers][kProbeThreads / 32];
-  __shared__ double kept[kOthers][kProbeThreads];  // a thread's own sums, which registers have no room for
+  using Tile = ProbeTile<C::kGroups>;
+  __shared__ union {
+    ProbeParts parts;
+    double difference[kProbes][Tile::kRows + 1];
+  } shared;
+  __shared__ double others[kOthers][kWarps];
   const int i = threadIdx.x / kProbes % kProbes, j = threadIdx.x % kProbes;
-  double* const mine = &kept[0][threadIdx.x];
-  TopsFound<Tops::kNone> no_tops;
-  for (int s = 0; s < kOthers; ++s) mine[s * kProbeThreads] = 0.0;
-  for (int64_t tile = blockIdx.x; tile * kTileRows < rows; tile += gridDim.x) {
-    mine[2 * kProbeThreads] += probe_tile<typename C::Source, true, Tops::kNone>(
-        x, pitch, rows, int(columns), vector != 0, w, int(w_pitch), tile, part, no_tops, nullptr);
+  double sums[kOthers] = {}, gram = 0.0;
+  for (int64_t tile = blockIdx.x; tile * Tile::kRows < rows; tile += gridDim.x) {
+    sums[2] += probe_tile<typename C::Source, false, true, Tops::kNone, C::kGroups>(
+        x, pitch, rows, columns, vector != 0, w, w_pitch, tile, shared.parts, nullptr);
     __syncthreads();
-    static_assert(kProbes * kTileRows == kProbeThreads, "a thread has one sum of a tile");
-    const double claimed = tile_sum(part, threadIdx.x);
-    const double wanted = product[threadIdx.x / kTileRows * y_pitch + tile * kTileRows + threadIdx.x % kTileRows];
-    difference[threadIdx.x / kTileRows][threadIdx.x % kTileRows] = wanted - claimed;
-    mine[0] += wanted * wanted;
-    mine[kProbeThreads] += claimed * claimed;
-    __syncthreads();  // also: part may be written again
-    double gram = 0.0;
-    for (int row = 0; row < kTileRows; ++row) gram += difference[i][row] * difference[j][row];
-    mine[3 * kProbeThreads] += gram;
+    double differences[C::kGroups];
+    CUTE_UNROLL
+    for (int s = 0; s < C::kGroups; ++s) {
+      const int index = threadIdx.x + s * kProbeThreads, probe = index / Tile::kRows, row = index % Tile::kRows;
+      const int64_t place = tile * Tile::kRows + row;
+      const double claimed = shared.parts.template sum<C::kGroups>(probe, row);
+      const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
+      differences[s] = wanted - claimed;
+      sums[0] += wanted * wanted;
+      sums[1] += claimed * claimed;
+    }
+    __syncthreads();
+    CUTE_UNROLL
+    for (int s = 0; s < C::kGroups; ++s) {
+      const int index = threadIdx.x + s * kProbeThreads;
+      shared.difference[index / Tile::kRows][index % Tile::kRows] = differences[s];
+    }
+    __syncthreads();
+    double products[4] = {};  // one sum would wait for each addition
+    for (int row = 0; row < Tile::kRows; row += 4) {
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) products[r] += shared.difference[i][row + r] * shared.difference[j][row + r];
+    }
+    gram += (products[0] + products[1]) + (products[2] + products[3]);
+    __syncthreads();  // the parts may be written again
   }
-  double sums[kOthers];
-  for (int s = 0; s < kOthers - 1; ++s) sums[s] = mine[s * kProbeThreads];
   sums[3] = far_scales(left, left_count, least, most) + far_scales(right, right_count, least, most);
   for (int s = 0; s < kOthers; ++s) {
     const double sum = warp_sum(sums[s]);
@@ -324,10 +340,10 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
   }
   __syncthreads();
   double* to = out + int64_t{blockIdx.x} * (kGram + kOthers);
-  if (threadIdx.x < kGram) to[threadIdx.x] = mine[3 * kProbeThreads];
+  if (threadIdx.x < kGram) to[threadIdx.x] = gram;
   if (threadIdx.x < kOthers) {
     double sum = 0.0;
-    for (int warp = 0; warp < kProbeThreads / 32; ++warp) sum += others[threadIdx.x][warp];
+    for (int warp = 0; warp < kWarps; ++warp) sum += others[threadIdx.x][warp];
     to[kGram + threadIdx.x] = sum;
   }
 }

@@ -12,32 +12,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.gemm_cuda import multiprocessors_of
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
 PROBES = 16
-TILE = 32  # rows of a block; vectors are padded to a multiple of it
+TILE = 32  # rows of a group of warps; vectors are padded to a multiple of it
 TOPS = ("", "rows", "columns")
-KERNELS = [*((kernel, tops) for kernel in ("probe_rows", "probe_columns") for tops in TOPS), ("compare_rows", "")]
+KERNELS = [*((kernel, tops) for kernel in ("probe", "probe_transposed") for tops in TOPS), ("compare_rows", "")]
 SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SUMS = PROBES * PROBES + 4
 _RUN = 4  # entries that a lane loads at once
-_TILE_COLUMNS, _SPLIT_ROWS = 128, 256  # of a block of probe_columns: columns, and rows at least where blocks share them
-_MOST_COLUMNS = 2**30  # the kernels count columns in 32 bits
+_SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which takes another kernel for their sums
+_GAIN = 1.15  # of reading W half as often
+_FEW = 4  # they do where there are so many multiprocessors for each tile
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """What a kernel is compiled for: ``kernel`` is its name, ``x`` the matrix's dtype.
+    """What a kernel is compiled for: ``kernel`` and ``tops`` are of :data:`KERNELS`, ``x`` is the matrix's dtype.
 
-    ``tops``: what the other kernels than ``compare_rows`` find the largest magnitudes of, one of :data:`TOPS`.
+    ``probe_transposed`` reads X^T, row by row.  ``tops``: what the other kernels than ``compare_rows`` find the largest
+    magnitudes of, one of :data:`TOPS`.  A block has ``groups`` times 32 rows.
     """
 
     kernel: str
     x: str
     tops: str = ""
+    groups: int = 1
 
     @property
     def threads(self) -> int:
@@ -50,16 +54,19 @@ class ProbeConfig:
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        return f"{self.kernel}-{self.x}{'-' if self.tops else ''}{self.tops}"
+        return f"{self.kernel}-{self.x}-g{self.groups}{'-' if self.tops else ''}{self.tops}"
 
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
+        transposed = self.kernel == "probe_transposed"
+        members: dict[str, object] = {"kTops": TOPS.index(self.tops), "kTransposed": transposed, "kGroups": self.groups}
         source = (
             '#include "probes.cuh"\nnamespace magicube {\nstruct Config {\n'
-            f"{constants({'kTops': TOPS.index(self.tops)})}"
+            f"{constants(members)}"
             f"  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
         )
-        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
+        kernel = self.kernel.removesuffix("_transposed")
+        return Unit(source, f"magicube::{kernel}<magicube::Config>", arch, self.name)
 
 
 class Comparison(NamedTuple):
@@ -84,7 +91,7 @@ def padded(count: int) -> int:
 def readable(x: Tensor) -> bool:
     """Whether the kernels read ``x`` (M, N) as it lies: on a GPU, rows contiguous, of a dtype in :data:`SOURCES`."""
     rows = x.stride(1) == 1 or x.shape[1] == 1
-    return x.is_cuda and x.dtype in SOURCES and rows and 0 < x.shape[1] < _MOST_COLUMNS and x.shape[0] > 0
+    return x.is_cuda and x.dtype in SOURCES and rows and x.numel() > 0
 
 
 def probeable(x: Tensor) -> bool:
@@ -106,7 +113,7 @@ def probe(x: Tensor, w: Tensor) -> Tensor:
     ``w`` holds the vectors one after the other; beyond N its entries count for nothing but must be finite.  Beyond M
     the result is zero.  Does not wait for the GPU.
     """
-    return _probe(x, w, "", None)
+    return _probe(x, w, "")[0]
 
 
 def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
@@ -114,27 +121,40 @@ def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
 
     Where an entry is NaN so is that magnitude; with infinity and without NaN it is infinite.
     """
-    make = torch.empty if lines == "rows" and readable(x) else torch.zeros  # elsewhere blocks meet there
-    tops = make(x.shape[1 if lines == "columns" else 0], device=x.device)
-    return _probe(x, w, lines, tops), tops
+    return _probe(x, w, lines)
 
 
-def _probe(x: Tensor, w: Tensor, lines: str, tops: Tensor | None) -> Tensor:
-    place = 0 if tops is None else tops.data_ptr()
-    width = padded(x.shape[0])
+def _groups(x: Tensor) -> int:
+    """Groups of 32 rows a block: two, which read W half as often, where blocks fill the GPU about as well."""
+    if x.dtype != torch.float32:
+        return 1
+    at_once = multiprocessors_of(x.device.index)
+
+    def busy(tile: int) -> float:
+        tiles = -(-x.shape[0] // tile)
+        return tiles / (-(-tiles // at_once) * at_once)
+
+    return 2 if _GAIN * busy(2 * TILE) >= busy(TILE) else 1
+
+
+def _probe(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
+    transposed, width = not readable(x), padded(x.shape[0])
+    rows, columns = x.shape
     with device_of(x):
-        if readable(x):
-            y = torch.empty(PROBES, width, device=x.device)  # (16, padded M)
-            kernel = get_kernel(ProbeConfig("probe_rows", SOURCES[x.dtype], lines))
-            kernel.launch((width // TILE, 1, 1), (*_matrix(x), w.data_ptr(), w.shape[1], y.data_ptr(), width, place))
-            return y
-        flipped = {"rows": "columns", "columns": "rows"}.get(lines, "")  # of X^T
-        kernel = get_kernel(ProbeConfig("probe_columns", SOURCES[x.dtype], flipped))
-        tiles = -(-width // _TILE_COLUMNS)
-        splits = max(1, min(kernel.multiprocessors // tiles, x.shape[1] // _SPLIT_ROWS))
+        groups = _groups(x)
+        kernel = get_kernel(ProbeConfig("probe_transposed" if transposed else "probe", SOURCES[x.dtype], lines, groups))
+        tiles = -(-width // (groups * TILE))
+        idle = multiprocessors_of(x.device.index) // tiles
+        splits = max(1, min(idle, columns // _SPLIT)) if idle >= _FEW else 1
         parts = torch.empty(splits, PROBES, width, device=x.device)
-        kernel.launch((tiles, splits, 1), (*_matrix(x.mT), w.data_ptr(), w.shape[1], parts.data_ptr(), width, place))
-    return parts[0] if splits == 1 else parts.sum(0)
+        at, pitch, *_, vector = _matrix(x.mT if transposed else x)
+        alone = not lines or (lines == "rows" and splits == 1)  # else blocks meet at each largest magnitude
+        tops = (torch.empty if alone else torch.zeros)(
+            {"rows": rows, "columns": columns}.get(lines, 0), device=x.device
+        )
+        pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
+        kernel.launch((tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers), early=True)
+    return parts[0] if splits == 1 else parts.sum(0), tops
 
 
 def compare(
@@ -147,8 +167,9 @@ def compare(
     """
     pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
     with device_of(c):
-        kernel = get_kernel(ProbeConfig("compare_rows", SOURCES[c.dtype]))
-        blocks = min(product.shape[1] // TILE, kernel.multiprocessors)
+        groups = _groups(c)
+        kernel = get_kernel(ProbeConfig("compare_rows", SOURCES[c.dtype], groups=groups))
+        blocks = min(-(-product.shape[1] // (groups * TILE)), multiprocessors_of(c.device.index))
         parts = torch.empty(blocks, _SUMS, dtype=torch.float64, device=c.device)
         kernel.launch(
             (blocks, 1, 1),
@@ -156,12 +177,15 @@ def compare(
                 *_matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
                 *(np.float32(bound) for bound in bounds), parts.data_ptr(),
             ),
+            early=True,
         )  # fmt: skip
-    sums = parts.sum(0).cpu()
-    squares, far = sums[-4:-1].tolist(), int(sums[-1])
-    return Comparison(sums[:-4].view(PROBES, PROBES), squares[0], squares[1], squares[2], far)
+    sums = parts.sum(0).cpu().numpy()
+    product_squares, claimed, result, far = sums[-4:].tolist()
+    gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES))
+    return Comparison(gram, product_squares, claimed, result, int(far))
 
 
 def default_configs() -> list[ProbeConfig]:
     """The kernels of all input types."""
-    return [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in SOURCES.values()]
+    single = [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in SOURCES.values()]
+    return single + [ProbeConfig(kernel, "float32", tops, groups=2) for kernel, tops in KERNELS]

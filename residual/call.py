@@ -13,6 +13,7 @@ from torch import Tensor
 from residual.check import FAILURE, PROBES, Check, confidence, usual_factor
 from residual.costs import Sizes, cost, costs_of
 from residual.edges import fill
+from residual.habits import Kind, habit_of, learn
 from residual.planner import NOMINAL, Search, Wish, without_statistics, worth_predicting
 from residual.plans import COLUMN_SHARES, MODES, SPARSE_LEVELS, Plan, execute
 from residual.predict import Forecast, forecast, forecast_of, quick, start_look
@@ -21,8 +22,7 @@ from residual.prepare import FORMS, Operand, check_operand, operand, real_dtype
 _DEFAULT_SHARES = {"columns": COLUMN_SHARES[1], "sparse": SPARSE_LEVELS[1]}
 _WAITING = ("outlier", "columns", "sparse")  # modes whose work depends on the data, of all lines
 _ONE_PLAN = ("direct", "centred", "outlier", "full", "full4", "three_digit")
-# Form and count of the digits that calls of these sizes and arguments needed; only what is made ahead hangs on it.
-_FORMS_BEFORE: dict[tuple[Sizes, float | None, str], tuple[str, int] | None] = {}
+_BY_HABIT = ("direct", "centred", "full", "full4", "three_digit", "fp32")  # plans that need no statistics to run
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -229,10 +229,8 @@ class _Call:
         search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
         plans = worth_predicting(wish, sizes, prices)
         if without_statistics(wish, sizes, prices) is not None:
-            check.begin()
             search.predicted = dict(NOMINAL)
         elif request.mode in _ONE_PLAN and not measured:
-            check.begin()
             search.predicted = {**dict.fromkeys(plans, math.nan), **NOMINAL}
         else:
             norm = self._look_closely(check, plans) if self.left.seen else self._look_quickly(check, sizes)
@@ -263,7 +261,9 @@ class _Call:
         bits = self.request.bits or 8
         product = check.begin(tops=True)  # (16, M and room)
         found = start_look(self.left, self.right, product, bits, self.seed)
-        form = _FORMS_BEFORE.get((sizes, self.request.tol, self.request.mode))
+        habit = habit_of(self._kind())
+        # Which columns are outliers is not known ahead.
+        form = None if habit is None or habit.plan.mode == "outlier" else FORMS.get(habit.plan.mode)
         if form is not None:
             for side in (self.left, self.right):
                 side.digits(bits, form[1], form[0])
@@ -274,14 +274,37 @@ class _Call:
         self.forecast = forecast_of(found, tables, bits)
         return math.sqrt(tables.product / PROBES)
 
-    def _remember(self, plan: Plan) -> None:
-        """The digits of a plan that statistics led to, for :meth:`_look_quickly`."""
-        if self.forecast is None or not self.left.given.is_cuda:
+    def _kind(self) -> Kind:
+        """What calls like this one have in common."""
+        request = self.request
+        assert request.tol is not None
+        owner = id(self.right) if self.prepared else 0
+        return Kind(self._sizes(), request.tol, request.mode, request.bits or 8, request.out_dtype, self.device, owner)
+
+    def _at_once(self, measured: bool) -> Plan | None:
+        """The plan to run without a look at the operands: the only one of its mode, or what calls of this kind come to.
+
+        Not for a report, which predicts; and with a seed, calls must not depend on those before.
+        """
+        request = self.request
+        if measured:
+            return None
+        if request.mode in _ONE_PLAN:
+            return Plan(request.mode, request.bits or 8)
+        habit = None if request.seed is not None else habit_of(self._kind())
+        return None if habit is None or habit.plan.mode not in _BY_HABIT else habit.take()
+
+    def _learn(self, plan: Plan, search: Search | None, attempts: int) -> None:
+        """Note what a call came to whose plan met the tolerance; ``search``: None where it ran at once."""
+        if search is None:
             return
-        if len(_FORMS_BEFORE) >= 256:  # shapes may vary without end
-            _FORMS_BEFORE.clear()
-        form = None if plan.mode == "outlier" else FORMS.get(plan.mode)  # which columns are outliers is not known ahead
-        _FORMS_BEFORE[self._sizes(), self.request.tol, self.request.mode] = form
+        kind = self._kind()
+        if attempts > 1:
+            habit = habit_of(kind)
+            if habit is not None:
+                habit.missed()
+        elif self.forecast is not None:
+            learn(kind, plan)
 
     def _unseen_scales(self) -> tuple[Tensor, ...]:
         """Of the lines that nobody has looked at."""
@@ -295,24 +318,33 @@ class _Call:
         tol = self.request.tol
         assert tol is not None
         check = Check(self.left, self.right, self.generator, fresh=self.request.seed is not None)
-        search = self._search(check, measured)
-        if search is None:
-            return None
         attempts: list[Attempt] = []
-        seconds, plan = 0.0, search.next()
+        seconds, search, plan = 0.0, None, self._at_once(measured)
+        if plan is None:
+            search = self._search(check, measured)
+            if search is None:
+                return None
+            plan = search.next()
         while plan is not None:
             product = self._run(plan)
             found = check.judge(product, len(attempts), tol, self._unseen_scales())
-            if check.far:
+            if check.far or not (self.left.seen or math.isfinite(found.relative)):  # a float product has no scales
                 return None
-            attempts.append(Attempt(str(plan), search.expected(plan), found.relative, found.upper))
-            seconds += cost(plan, self._sizes(plan), search.prices)
-            report = Report(
-                str(plan), attempts[-1].predicted, found.relative, 1 - FAILURE, plan.products, seconds, tuple(attempts)
-            )
+            if found.upper <= tol and not measured:  # nobody asks how
+                self._learn(plan, search, len(attempts) + 1)
+                return fill(product, self.left, self.right), _empty_report()
+            expected = math.nan if search is None else search.expected(plan)
+            attempts.append(Attempt(str(plan), expected, found.relative, found.upper))
+            seconds += cost(plan, self._sizes(plan), costs_of(self.device))
+            report = Report(str(plan), expected, found.relative, 1 - FAILURE, plan.products, seconds, tuple(attempts))
             if found.upper <= tol:
-                self._remember(plan)
+                self._learn(plan, search, len(attempts))
                 return fill(product, self.left, self.right), report
+            if search is None:
+                search = self._search(check, measured)
+                if search is None:
+                    return None
+                search.expected(plan)  # so that it is known by how much it was wrong
             search.failed(plan, found.relative)
             plan = search.next()
         raise ToleranceError(_complaint(tol, self.request, attempts), report)

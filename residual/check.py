@@ -53,14 +53,21 @@ class Check:
         self.left, self.right, self.far, self._tops = left, right, False, False
         kept = right.kept.get("probes")
         if fresh or not isinstance(kept, dict):
-            n = right.given.shape[0]
-            room = -(-n // _ROOM) * _ROOM
-            kept = right.kept["probes"] = {
-                "w": torch.randn(PROBES, room, device=right.given.device, generator=generator)  # (16, N and room)
-            }
+            kept = right.kept["probes"] = {}
         self._of_right: dict[str, Tensor] = kept
+        self._generator = generator
         self._product: dict[bool, Tensor] = {}
         self._double = not (left.exact_in_single and right.exact_in_single)
+
+    def _vectors(self) -> Tensor:
+        """``W^T`` (16, N and room), drawn when it is first wanted: by then a GPU has the product to compute."""
+        w = self._of_right.get("w")
+        if w is None:
+            n = self.right.given.shape[0]
+            room = -(-n // _ROOM) * _ROOM
+            w = torch.randn(PROBES, room, device=self.right.given.device, generator=self._generator)
+            self._of_right["w"] = w
+        return w
 
     def begin(self, tops: bool = False) -> Tensor:
         """Start what needs no product to judge: ``(A (B W))^T`` (16, M and room).
@@ -74,7 +81,7 @@ class Check:
         """``(B W)^T`` (16, K and room)."""
         name = "double" if double else "single"
         if name not in self._of_right:
-            w = self._of_right["w"]
+            w = self._vectors()
             x = self.right.finite() if double else self.right.real
             tops = (self.right, "columns") if self._tops and not double else None
             self._of_right[name] = _probed(x.mT, w.double() if double else w, tops)
@@ -109,12 +116,12 @@ class Check:
                 return found
         m, n = C.shape
         c = C.double()
-        claimed = c @ self._of_right["w"][:, :n].mT.double()  # (M, 16)
+        claimed = c @ self._vectors()[:, :n].mT.double()  # (M, 16)
         return judge(self._outer(True)[:, :m].mT, claimed, c, sure)
 
     def _judge_single(self, C: Tensor, sure: float, tol: float, scales: tuple[Tensor, ...]) -> ErrorEstimate:
         m, n = C.shape
-        w, outer = self._of_right["w"], self._outer(False)
+        w, outer = self._vectors(), self._outer(False)
         if C.is_cuda:
             from cute_kernels import probes  # its kernels need the CUDA wheels
 
@@ -122,7 +129,7 @@ class Check:
                 found = probes.compare(C, w, outer, scales, _NEAR)
                 self.far = found.far > 0
                 spread = found.result / C.numel()  # of squares that float32 summed
-                if self.far or found.gram.trace() == 0 or 2.0**-90 < spread < 2.0**90:
+                if self.far or not found.gram.numpy().trace() or 2.0**-90 < spread < 2.0**90:
                     product, claimed, result = (math.sqrt(x) for x in (found.product, found.claimed, found.result))
                     return from_sums(found.gram, 1.0, product, claimed, result, sure, tol)
         c = C if C.dtype == torch.float32 else C.float()

@@ -67,6 +67,9 @@ class Sizes(NamedTuple):
     density: float = 0.0
 
 
+_CALLS = {"outlier": 4, "columns": 3, "sparse": 12}  # launches, as so many of a plain plan; these modes also wait
+
+
 def cost(plan: Plan, sizes: Sizes, prices: Costs) -> float:
     """Seconds of a plan, its quantization included; statistics and the check, alike for all, are not."""
     m, k, n = sizes.m, sizes.k, sizes.n
@@ -78,8 +81,8 @@ def cost(plan: Plan, sizes: Sizes, prices: Costs) -> float:
     entries = m * k if sizes.prepared else inputs
     planes = {"direct": 1, "centred": 1, "outlier": 1, "three_digit": 3}.get(plan.mode, 2)
     levels = {"direct": 1, "centred": 1, "outlier": 1, "full4": 3, "three_digit": 3}.get(plan.mode, 2)
-    seconds = prices.call + plan.products * macs * prices.int8 + levels * outputs * prices.out
-    seconds += entries * (prices.quantize + (planes - 1) * prices.digit)
+    seconds = _CALLS.get(plan.mode, 1) * prices.call + plan.products * macs * prices.int8
+    seconds += levels * outputs * prices.out + entries * (prices.quantize + (planes - 1) * prices.digit)
     if plan.mode == "centred":
         seconds += (2 * entries + outputs) * prices.copy
     elif plan.mode == "outlier":
@@ -96,9 +99,12 @@ def analysis(sizes: Sizes, prices: Costs) -> float:
     return (prices.analysis + sizes.k * prices.analysis_k) * (0.5 if sizes.prepared else 1)
 
 
+_gpu_name = lru_cache(torch.cuda.get_device_name)
+
+
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return _gpu_name(device)
     return f"cpu, {torch.get_num_threads()} threads"
 
 
@@ -124,6 +130,7 @@ def _known(name: str, gpu: bool, threads: int) -> Costs:
 
 
 _measured: dict[str, Costs] = {}
+_NAP = 2_000_000  # cycles of a GPU, a millisecond: longer than the host takes to enqueue a call
 
 
 def costs_of(device: torch.device) -> Costs:
@@ -132,8 +139,26 @@ def costs_of(device: torch.device) -> Costs:
     return _measured.get(name) or _known(name, device.type == "cuda", torch.get_num_threads())
 
 
+def _device_seconds(call: Callable[[], object], device: torch.device, repeats: int = 5, calls: int = 4) -> float:
+    """What a call's kernels take, best of several runs: they are enqueued while the GPU sleeps, so the host is out."""
+    if device.type != "cuda":
+        return _seconds(call, device)
+    call()
+    best = math.inf
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_NAP * calls)
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e-3 / calls)
+    return best
+
+
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """Of a call, best of several runs; on a GPU of some calls in a row, so that launches hide behind the work."""
+    """Of a call, best of several runs; on a GPU of some calls in a row."""
     best, calls = math.inf, 8 if device.type == "cuda" else 1
     for _ in range(repeats + 1):  # the first one warms up
         if device.type == "cuda":
@@ -196,7 +221,7 @@ def _look_seconds(a: Tensor, b: Tensor, device: torch.device, generator: torch.G
 def _measure(device: torch.device, n: int) -> Costs:
     from cute_kernels.gemm import gemm
     from residual.plans import execute
-    from residual.prepare import operand
+    from residual.prepare import Operand, operand
 
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(n, n, device=device, generator=generator)
@@ -204,24 +229,27 @@ def _measure(device: torch.device, n: int) -> Costs:
     small = x[:32, :32]
     order = torch.arange(n, device=device)
 
-    def run(plan: Plan, a: Tensor, b: Tensor) -> float:
-        return _seconds(lambda: execute(plan, operand(a), operand(b), order, torch.float32), device)
+    def fresh(lines: Tensor) -> Operand:
+        return operand(lines, waits=device.type == "cpu")  # as calls do
+
+    def run(plan: Plan, a: Tensor, b: Tensor) -> Tensor:
+        return execute(plan, fresh(a), fresh(b), order, torch.float32)
 
     left, right = operand(x), operand(y)
     byte = left.digits(8, 1).planes[0]
     macs, entries = n**3, n * n
-    call = run(Plan("direct", 8), small, small)
-    one = _seconds(lambda: gemm(byte, byte.mT), device)
-    scaled = _seconds(lambda: execute(Plan("direct", 8), left, right, order, torch.float32), device)
-    quantize = _seconds(lambda: operand(x).digits(8, 1), device)
-    two = _seconds(lambda: operand(x).digits(8, 2), device)
-    copy = _seconds(x.clone, device)
-    gather = _seconds(lambda: torch.cat([plane[:, order[::2]] for plane in (byte, byte)], 1), device)
+    call = _seconds(lambda: run(Plan("direct", 8), small, small), device)
+    one = _device_seconds(lambda: gemm(byte, byte.mT), device)
+    scaled = _device_seconds(lambda: execute(Plan("direct", 8), left, right, order, torch.float32), device)
+    quantize = _device_seconds(lambda: fresh(x).digits(8, 1), device)
+    two = _device_seconds(lambda: fresh(x).digits(8, 2), device)
+    copy = _device_seconds(x.clone, device)
+    gather = _device_seconds(lambda: torch.cat([plane[:, order[::2]] for plane in (byte, byte)], 1), device)
     low = _look_seconds(x[:, :64], y[:, :64], device, generator)
     slope = max(_look_seconds(x, y, device, generator) - low, 0.0) / (n - 64)
     light = Plan("sparse", 8, 1 / 2)
-    dense_part = _seconds(lambda: execute(Plan("full", 8), left, right, order, torch.float32), device)
-    cross = max(run(light, x, y) - dense_part, 0.0)
+    dense_part = _device_seconds(lambda: execute(Plan("full", 8), left, right, order, torch.float32), device)
+    cross = max(_device_seconds(lambda: run(light, x, y), device) - dense_part, 0.0)
     stored = sum(float((s.digits(8, 1).planes[0].abs() >= light.threshold).float().mean()) for s in (left, right))
     tiny = 1e-18
     sparse = cross / 2 / max(stored * macs, 1.0)  # half of it for the product, half for the compression
@@ -230,8 +258,8 @@ def _measure(device: torch.device, n: int) -> Costs:
         analysis=max(low - 64 * slope, tiny),
         analysis_k=max(slope, tiny),
         int8=max(one / macs, tiny),
-        fp32=_seconds(lambda: x @ y.mT, device) / macs,
-        fp64=_seconds(lambda: x.double() @ y.mT.double(), device) / macs,
+        fp32=_device_seconds(lambda: x @ y.mT, device) / macs,
+        fp64=_device_seconds(lambda: x.double() @ y.mT.double(), device) / macs,
         sparse=max(sparse, tiny),
         quantize=max(quantize / entries, tiny),
         digit=max((two - quantize) / entries, tiny),

@@ -64,6 +64,8 @@ def matmul(
     With ``tol`` the cheapest plan that is predicted to meet it runs, 16 Gaussian probes measure its error, and where
     that misses ``tol`` a better plan follows.  The probability of returning a product that misses ``tol`` is below 1%
     for any input and any error, over all attempts of the call; it is far smaller for the errors that rounding makes.
+    Where earlier calls of these sizes, dtypes and tolerance came to one plan, it runs without a prediction, but with
+    the same check; not with a ``seed`` or for a report.
     Without ``tol`` the ``mode`` runs as it is, unchecked.
 
     With digits ``A ~ sA (A1 + A0 / 2**bits)``, a scale for each row, and ``B ~ sB (B1 + B0 / 2**bits)``, one for each
@@ -106,5 +108,13 @@ def matmul(
         prepared.require(B)
     if return_report:
         return compute(A, B, request, None if prepared is None else prepared.serving(B), measured=True)
+    if _is_plain(A) and _is_plain(B):
+        return compute(A, B, request, None if prepared is None else prepared.serving(B))[0]
     slot = -1 if prepared is None else prepared.slot
     return product(A, B, slot, tol, mode, bits, request.out_dtype, on_failure, seed)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nobody has to see an operator: no compiler, no gradient, no tensor of another type."""
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    return type(x) is Tensor and not wanted and not torch.compiler.is_compiling()

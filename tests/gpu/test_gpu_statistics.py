@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_kernels import probes, statistics
 from cute_kernels.statistics import FACTS, FORMS, LINES, Look, Sampled, Side, Tables
-from residual import call
+from residual import call, habits
 from residual.matmul import matmul
 from residual.plans import COLUMN_SHARES, SPARSE_LEVELS
 from residual.predict import R1, Lines, X, _rule, _statistics
@@ -232,7 +232,7 @@ def test_auto_takes_the_kernels_and_chooses_as_torch_does(monkeypatch: pytest.Mo
 
 def test_digits_are_made_ahead_and_the_product_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "costs_of", lambda device: _CHEAP)
-    monkeypatch.setattr(call, "_FORMS_BEFORE", {})
+    habits.forget()
     A, B = normal(600, 512).cuda(), normal(512, 400, seed=1).cuda()
     made, make = [], Operand.digits
 

@@ -16,10 +16,12 @@ from tests.helpers import disassemble
 pytest.importorskip("cuda.core")
 
 
-_PLAIN = ("probe_rows-float32", "probe_columns-float32")  # less than what finds magnitudes too
+_PLAIN = tuple(
+    f"{kernel}-float32-g{groups}" for kernel in ("probe", "probe_transposed") for groups in (1, 2)
+)  # less than what finds magnitudes too
 CASES = [
     *((config, "sm_90a") for config in default_configs() if config.x == "float32" and config.name not in _PLAIN),
-    (ProbeConfig("probe_rows", "float16", "columns"), "sm_90a"),
+    (ProbeConfig("probe", "float16", "columns"), "sm_90a"),
     *((ProbeConfig(kernel, "float32", tops), "sm_80") for kernel, tops in KERNELS if tops == "columns"),
 ]
 # Beside a shuffle or a sum of a warp, compilers for 8.x keep the slow way for one that has come apart; a grid's stride
@@ -40,7 +42,9 @@ def test_kernels_keep_their_sums_in_registers(config: ProbeConfig, arch: str, mo
     # Blocks and warps meet by maxima alone, which have one result in any order.
     meetings = set(re.findall(r"\b(?:ATOMS|REDG?|ATOMG?)\.\S+", sass))
     assert all(".MAX" in name for name in meetings), meetings
-    assert bool(meetings) == (config.tops == "columns" or (config.kernel, config.tops) == ("probe_columns", "rows"))
+    assert bool(meetings) == bool(config.tops)
+    # Two products of tf32 parts where an entry is one, else three: 2 mmas for each of 4 tiles.
+    assert sass.count("HMMA.1688.F32.TF32") == (24 if config.x == "float32" else 16)
     assert re.search(r"LDG\.E\.128" if config.x == "float32" else r"LDG\.E\.64", sass)
 
 

@@ -114,7 +114,7 @@ class Recorded:
     def __init__(self, config: Any) -> None:
         self.name = config.kernel
 
-    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], early: bool = False) -> None:
         self.launches.append((self.name, grid, args))
 
 
@@ -139,6 +139,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
     monkeypatch.setattr(torch, "empty", pageable)
     monkeypatch.setattr(torch.cuda, "Event", Passed)
     monkeypatch.setattr(probes, "readable", lambda x: x.stride(1) == 1)
+    monkeypatch.setattr(probes, "multiprocessors_of", lambda device: 132)
     for module in (statistics, probes):
         monkeypatch.setattr(module, "get_kernel", Recorded)
         monkeypatch.setattr(module, "device_of", lambda x: nullcontext())
@@ -155,7 +156,7 @@ def test_statistics_are_two_passes_with_probes_three_launches_and_a_copy(
         found = statistics.look(Side(A, rows), Side(B.mT, columns), product, RULE, seed=2**64 - 1)
         again = statistics.look(Side(A.half(), rows.clone()), found.sides[1], product, RULE, seed=-5)
     names = [name for name, _, _ in recorded]
-    assert names[:5] == ["probe_rows", "probe_rows", "sample_lines", "measure_lines", "meet_lines"]
+    assert names[:5] == ["probe", "probe", "sample_lines", "measure_lines", "meet_lines"]
     assert names[5:] == names[2:5]
     assert [grid for _, grid, _ in recorded[2:]] == [(5, 2, 1), (16, 2, 1), (5, 1, 1), (5, 1, 1), (16, 1, 1), (5, 1, 1)]
     wanted = {"zeros": 2, "copy_": 2, "clone": 1, "_to_copy": 1}  # the last two are this test's own
@@ -168,15 +169,15 @@ def test_statistics_are_two_passes_with_probes_three_launches_and_a_copy(
     assert recorded[4][2][15:19] == (19, 38, 75, 150)  # of 300 columns of k
 
 
-def test_a_pass_over_a_transposed_operand_shares_its_rows_among_blocks(
+def test_a_pass_over_a_short_transposed_operand_is_shared_among_blocks(
     recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]],
 ) -> None:
     x = torch.rand(4096, 300).mT
     y, tops = probes.probe_with_tops(x, torch.zeros(16, 4096), "columns")
     assert y.shape == (16, 320) and tops.shape == (4096,)
     ((name, grid, arguments),) = recorded
-    assert (name, grid) == ("probe_columns", (3, 16, 1))  # 128 columns a block; 256 rows of X^T a block at least
-    assert arguments[:5] == (x.data_ptr(), 300, 4096, 300, 1)
+    assert (name, grid) == ("probe_transposed", (10, 8, 1))  # 32 columns of X^T a block, 512 rows at least
+    assert arguments[:5] == (x.data_ptr(), 300, 300, 4096, 1)
 
 
 def test_different_dtypes_are_drawn_by_a_kernel_each(
@@ -186,3 +187,13 @@ def test_different_dtypes_are_drawn_by_a_kernel_each(
     statistics.look(Side(A, A.amax(1)), Side(B.mT, B.float().amax(0)), torch.zeros(16, 32), RULE, seed=0)
     assert [name for name, _, _ in recorded] == ["sample_lines", "sample_lines", "measure_lines", "meet_lines"]
     assert recorded[0][2][0] == A.data_ptr() and recorded[1][2][0] == B.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups"), [(100, 1), (2048, 1), (4096, 1), (8192, 2), (8448, 2), (8449, 1), (50_000, 2)]
+)
+def test_two_groups_share_a_block_where_blocks_fill_the_gpu_as_well(
+    rows: int, groups: int, recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]]
+) -> None:
+    probes.probe(torch.zeros(rows, 4), torch.zeros(16, 32))
+    assert recorded[0][1] == (-(-rows // (32 * groups)), 1, 1)

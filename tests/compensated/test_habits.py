@@ -1,0 +1,96 @@
+"""Plans that calls come to by habit: statistics are left out, the check never is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from residual import call, habits
+from residual.habits import FIRST, MOST, REUSES, Habit
+from residual.matmul import matmul
+from residual.plans import Plan
+from tests.compensated.random_products import _CHEAP, true_error
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that statistics were taken; digits are cheap."""
+    found: list[int] = []
+    look = call.forecast
+
+    def counted(*arguments: Any) -> Any:
+        found.append(1)
+        return look(*arguments)
+
+    monkeypatch.setattr(call, "forecast", counted)
+    monkeypatch.setattr(call, "costs_of", lambda device: _CHEAP)
+    habits.forget()
+    return found
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_calls_that_come_to_one_plan_run_it_by_themselves(looks: list[int]) -> None:
+    A, B = normal(60, 128), normal(128, 50, seed=1)
+    for number in range(FIRST + REUSES + 3):
+        C = matmul(A, B, tol=1e-3)
+        assert true_error(A, B, C) <= 1e-3
+        by_habit = min(max(number + 1 - FIRST, 0), REUSES)
+        assert len(looks) == number + 1 - by_habit - max(number - FIRST - REUSES, 0)
+
+
+def test_a_plan_that_misses_costs_an_attempt_and_no_error(looks: list[int]) -> None:
+    A, B = normal(60, 128), normal(128, 50, seed=1)
+    B -= B.mean(0)
+    for _ in range(FIRST):
+        matmul(A, B, tol=3e-2)
+    assert matmul(A, B, tol=3e-2, return_report=True)[1].plan == "int8 direct"
+    A += 100  # cancels in the product, and leaves one digit little of the rest
+    before = len(looks)
+    C = matmul(A, B, tol=3e-2)
+    assert true_error(A, B, C) <= 3e-2 and len(looks) == before + 1
+    matmul(A, B, tol=3e-2)
+    assert len(looks) == before + 2  # the habit is broken
+
+
+@pytest.mark.parametrize("options", [{"seed": 3}, {"return_report": True}])
+def test_reports_and_seeds_know_no_habit(looks: list[int], options: dict[str, Any]) -> None:
+    A, B = normal(60, 128), normal(128, 50, seed=1)
+    for _ in range(FIRST + 2):
+        matmul(A, B, tol=1e-3)
+    before = len(looks)
+    matmul(A, B, tol=1e-3, **options)
+    assert len(looks) == before + 1
+
+
+def test_other_kinds_of_calls_have_habits_of_their_own(looks: list[int]) -> None:
+    A, B = normal(60, 128), normal(128, 50, seed=1)
+    for _ in range(FIRST + 1):
+        matmul(A, B, tol=1e-3)
+    before = len(looks)
+    matmul(A, B, tol=2e-3)
+    matmul(A[:59], B, tol=1e-3)
+    matmul(A, B, tol=1e-3, out_dtype=torch.float64)
+    assert len(looks) == before + 3
+
+
+def test_a_habit_takes_longer_to_form_after_each_miss() -> None:
+    direct, full = Plan("direct", 8), Plan("full", 8)
+    habit = Habit(direct)
+    for needed in (FIRST, 2 * FIRST, 4 * FIRST):
+        for _ in range(needed):
+            assert habit.take() is None
+            habit.chosen(direct)
+        assert habit.take() == direct and habit.left == REUSES - 1
+        habit.missed()
+    for _ in range(10):
+        habit.missed()
+    assert habit.needed == MOST and habit.take() is None
+    habit.chosen(direct)
+    habit.chosen(full)
+    assert habit.plan == full and habit.agreed == 1
