@@ -89,7 +89,7 @@ class PanelModel:
     narrow: float = 1.59  # how much longer a read takes in rows of 64 bytes
     # warps and vector rows a warp: a part of a chunk
     share: tuple[tuple[tuple[int, int], float], ...] = (
-        ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.579), ((13, 2), 0.616), ((11, 3), 0.633), ((11, 2), 0.673),
+        ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.579), ((13, 2), 0.616), ((11, 3), 0.59), ((11, 2), 0.673),
         ((8, 2), 0.706), ((11, 1), 0.692), ((8, 1), 0.761), ((7, 1), 0.838),
     )  # fmt: skip
 
