@@ -38,10 +38,16 @@ def _draw_case(area: Axes, case: dict[str, Any]) -> None:
         color = TOLERANCE if planned else OTHER if name.startswith(("torch", "cuBLAS")) else OURS
         error = max(row["error"], 1e-9)
         area.plot(row["ms"], error, "^" if planned else "o", color=color, markersize=5)
-        label = f"{name}: {row['plan']}" if planned else name
-        area.annotate(label, (row["ms"], error), fontsize=5.5, xytext=(3, 2), textcoords="offset points")
+        # slanted, and tolerances below the points: neighbours stay readable
+        side: dict[str, Any] = (
+            {"xytext": (2, -5), "va": "top", "rotation": -40} if planned else {"xytext": (2, 3), "rotation": 40}
+        )
+        area.annotate(
+            name, (row["ms"], error), fontsize=6.5, textcoords="offset points", rotation_mode="anchor", **side
+        )
     line = frontier([(row["ms"], max(row["error"], 1e-9)) for row in case["rows"] if "prepared" not in row["name"]])
     area.plot(*zip(*line, strict=True), color="black", linewidth=0.6, drawstyle="steps-post")
+    area.margins(0.1, 0.2)
     area.set(xscale="log", yscale="log", title=f"{case['kind']}, n = {case['n']}", xlabel="ms a call")
     area.set_ylabel("relative Frobenius error")
 

@@ -200,8 +200,8 @@ def main() -> None:
         left = args.seconds - (time.perf_counter() - start)
         if left <= 0:
             result["left out"].append(label)
-            continue
-        result["checks" if label.startswith("check") else "cases"].append(job(0.5 * left / (len(jobs) - done)))
+        else:
+            result["checks" if label.startswith("check") else "cases"].append(job(0.5 * left / (len(jobs) - done)))
         result["summary"], result["seconds"] = summary(result["cases"]), round(time.perf_counter() - start)
         path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{json.dumps(result.get('summary'))}\n{path}, {time.perf_counter() - start:.0f} s")

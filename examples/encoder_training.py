@@ -187,9 +187,9 @@ class Trainer:
         return int(right) / len(labels)
 
     def save(self, path: Path) -> None:
-        """Parameters, the optimizer's numbers and the state, in one file of safetensors, replaced in one step."""
+        """Parameters, the state and, until the stage is done, the optimizer's numbers: one file, replaced at once."""
         tensors = {f"model.{name}": each for name, each in self.net.state_dict().items()}
-        for name, parameter in self.net.named_parameters():
+        for name, parameter in self.net.named_parameters() if not self.state.result else ():
             for key, each in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = each
         state = {"state": asdict(self.state), "scaler": self.scaler.state_dict()}

@@ -33,7 +33,7 @@ def test_what_choosing_costs_is_told_for_every_case(tmp_path: Path) -> None:
     out = tmp_path / "auto.json"
     script("benchmarks/auto.py", "--device", "cpu", "--quick", "--seconds", 6, "--out", out)
     found = json.loads(out.read_text())
-    assert len(found["cases"]) + len(found["left out"]) >= 4 and found["cases"]
+    assert len(found["cases"]) + len(found["checks"]) + len(found["left out"]) == 5 and found["cases"]
     for case in found["cases"]:
         times, errors = case["ms"], case["errors"]
         assert case["plan"] and case["estimated"] <= case["tol"]
