@@ -279,7 +279,8 @@ class _Call:
         request = self.request
         assert request.tol is not None
         owner = id(self.right) if self.prepared else 0
-        return Kind(self._sizes(), request.tol, request.mode, request.bits or 8, request.out_dtype, self.device, owner)
+        dtypes = self.left.given.dtype, self.right.given.dtype, request.out_dtype
+        return Kind(self._sizes(), request.tol, request.mode, request.bits or 8, dtypes, self.device, owner)
 
     def _at_once(self, measured: bool) -> Plan | None:
         """The plan to run without a look at the operands: the only one of its mode, or what calls of this kind come to.
@@ -294,12 +295,12 @@ class _Call:
         habit = None if request.seed is not None else habit_of(self._kind())
         return None if habit is None or habit.plan.mode not in _BY_HABIT else habit.take()
 
-    def _learn(self, plan: Plan, search: Search | None, attempts: int) -> None:
+    def _learn(self, plan: Plan, search: Search | None, misses: int) -> None:
         """Note what a call came to whose plan met the tolerance; ``search``: None where it ran at once."""
         if search is None:
             return
         kind = self._kind()
-        if attempts > 1:
+        if misses:
             habit = habit_of(kind)
             if habit is not None:
                 habit.missed()
@@ -330,15 +331,15 @@ class _Call:
             found = check.judge(product, len(attempts), tol, self._unseen_scales())
             if check.far or not (self.left.seen or math.isfinite(found.relative)):  # a float product has no scales
                 return None
-            if found.upper <= tol and not measured:  # nobody asks how
-                self._learn(plan, search, len(attempts) + 1)
-                return fill(product, self.left, self.right), _empty_report()
+            if found.upper <= tol:
+                self._learn(plan, search, len(attempts))
+                if not measured:  # nobody asks how
+                    return fill(product, self.left, self.right), _empty_report()
             expected = math.nan if search is None else search.expected(plan)
             attempts.append(Attempt(str(plan), expected, found.relative, found.upper))
             seconds += cost(plan, self._sizes(plan), costs_of(self.device))
             report = Report(str(plan), expected, found.relative, 1 - FAILURE, plan.products, seconds, tuple(attempts))
             if found.upper <= tol:
-                self._learn(plan, search, len(attempts))
                 return fill(product, self.left, self.right), report
             if search is None:
                 search = self._search(check, measured)

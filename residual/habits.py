@@ -16,15 +16,19 @@ _KINDS = 256  # shapes may vary without end
 
 
 class Kind(NamedTuple):
-    """Calls that are likely to need the same plan; ``slot``: of the prepared operand, or -1."""
+    """Calls that are likely to need the same plan.
+
+    ``dtypes``: of A, B and the output.  ``owner``: ``id`` of the prepared operand, or 0; where one comes again for
+    another operand, its first plan may cost an attempt.
+    """
 
     sizes: Sizes
     tol: float
     mode: str
     bits: int
-    out_dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     device: torch.device
-    slot: int
+    owner: int
 
 
 @dataclass

@@ -76,7 +76,8 @@ def test_other_kinds_of_calls_have_habits_of_their_own(looks: list[int]) -> None
     matmul(A, B, tol=2e-3)
     matmul(A[:59], B, tol=1e-3)
     matmul(A, B, tol=1e-3, out_dtype=torch.float64)
-    assert len(looks) == before + 3
+    matmul(A.half(), B.half(), tol=1e-3, out_dtype=torch.float32)  # the same output of other operands
+    assert len(looks) == before + 4
 
 
 def test_a_habit_takes_longer_to_form_after_each_miss() -> None:
