@@ -5,7 +5,9 @@ Source: Gu, arXiv 2403.06924, equations 4 to 7 (residuals of quantization as a s
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +17,13 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.gemm_cuda import ALIGNMENT, aligned, pack
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import current_arch, get_kernel
+from cute_kernels.jit.kernel import Replays, current_arch, get_kernel
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
 SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LIFT, _TINY = 2.0**100, 2.0**-100
+_replays = Replays(256)
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 
@@ -103,6 +106,7 @@ class Rule(NamedTuple):
     power: bool
 
 
+@lru_cache
 def _rule(bits: int, count: int, power: bool) -> Rule:
     radix = 2.0**bits
     # Later digits reach from -(1/2 + half a step) to 1/2 - half a step, so with three the leading ones are rounded to
@@ -165,37 +169,57 @@ def _digits_cpu(x: Tensor, rule: Rule, count: int, axis: int | None) -> Digits:
 def _launch_rows(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Planes (rows, columns) whose rows are contiguous."""
     rows, columns = x.shape
-    config = DigitsConfig("digits_rows", SOURCES[x.dtype], count)
-    loads = -(-columns // (config.run * config.steps))
-    lanes = min(1 << (loads - 1).bit_length(), config.threads)
     planes = torch.empty((count, rows, aligned(columns)), dtype=torch.int8, device=x.device)
-    pitch, vector = _pitch(x, config)
-    get_kernel(config).launch(
-        (-(-rows * lanes // config.threads), 1, 1),
-        (
-            x.data_ptr(), pitch, rows, columns, lanes, scale.data_ptr(), int(given), planes.data_ptr(), planes.shape[2],
-            vector, *_numbers(rule),
-        ),
-    )  # fmt: skip
-    return [plane[:, :columns] for plane in planes]
+
+    def launch() -> None:
+        config = DigitsConfig("digits_rows", SOURCES[x.dtype], count)
+        loads = -(-columns // (config.run * config.steps))
+        lanes = min(1 << (loads - 1).bit_length(), config.threads)
+        pitch, vector = _pitch(x, config)
+        get_kernel(config).launch(
+            (-(-rows * lanes // config.threads), 1, 1),
+            (
+                x.data_ptr(), pitch, rows, columns, lanes, scale.data_ptr(), int(given), planes.data_ptr(),
+                planes.shape[2], vector, *_numbers(rule),
+            ),
+        )  # fmt: skip
+
+    _replays.run(("rows", *_places(x, scale, planes), rule, given), launch)
+    return _parts(planes, columns)
 
 
 def _launch_columns(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Planes (rows, columns) whose columns are contiguous."""
     rows, columns = x.shape
-    config = columns_config(SOURCES[x.dtype], count, current_arch(), rows)
-    cluster = config.cluster
     planes = torch.empty((count, columns, aligned(rows)), dtype=torch.int8, device=x.device)
-    pitch, vector = _pitch(x, config)
-    get_kernel(config).launch(
-        (-(-columns // config.columns) * cluster, 1, 1),
-        (
-            x.data_ptr(), pitch, rows, columns, scale.data_ptr(), int(given), planes.data_ptr(), planes.shape[2],
-            vector, *_numbers(rule),
-        ),
-        (cluster, 1, 1) if cluster > 1 else None,
-    )  # fmt: skip
-    return [plane[:, :rows].t() for plane in planes]
+
+    def launch() -> None:
+        config = columns_config(SOURCES[x.dtype], count, current_arch(), rows)
+        cluster = config.cluster
+        pitch, vector = _pitch(x, config)
+        get_kernel(config).launch(
+            (-(-columns // config.columns) * cluster, 1, 1),
+            (
+                x.data_ptr(), pitch, rows, columns, scale.data_ptr(), int(given), planes.data_ptr(), planes.shape[2],
+                vector, *_numbers(rule),
+            ),
+            (cluster, 1, 1) if cluster > 1 else None,
+        )  # fmt: skip
+
+    _replays.run(("columns", *_places(x, scale, planes), rule, given), launch)
+    return [plane.t() for plane in _parts(planes, rows)]
+
+
+def _places(x: Tensor, scale: Tensor, planes: Tensor) -> tuple[Hashable, ...]:
+    """All that a launch depends on besides the rule."""
+    where = x.data_ptr(), scale.data_ptr(), planes.data_ptr()
+    return where, x.shape, x.stride(), x.dtype, x.device.index, planes.shape[0]
+
+
+def _parts(planes: Tensor, length: int) -> list[Tensor]:
+    """The planes (count, lines, pitch), without what is beyond their lines' length."""
+    whole = planes if planes.shape[2] == length else planes[:, :, :length]
+    return list(whole.unbind())
 
 
 def _pitch(x: Tensor, config: DigitsConfig) -> tuple[int, int]:

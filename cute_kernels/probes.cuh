@@ -268,13 +268,13 @@ probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
   }
 }
 
-// How many of `scales` are NaN or belong to lines far from one, as seen by this thread.
+// How many of `scales` are NaN or belong to lines far from one, as seen by this thread; zeros do not.
 __device__ __forceinline__ double far_scales(const float* scales, int64_t count, float least, float most) {
   const int64_t step = int64_t{gridDim.x} * kProbeThreads;
   int far = 0;
   for (int64_t i = int64_t{blockIdx.x} * kProbeThreads + threadIdx.x; i < count; i += step) {
     const float scale = scales[i];
-    far += scale >= least && scale <= most ? 0 : 1;
+    far += scale == 0.0f || (scale >= least && scale <= most) ? 0 : 1;
   }
   return far;
 }

@@ -5,7 +5,9 @@ The pass over the matrix may find the largest magnitudes of its rows or columns 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels.gemm_cuda import multiprocessors_of
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.kernel import Replays, get_kernel
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
@@ -27,6 +29,7 @@ _SUMS = PROBES * PROBES + 4
 _RUN = 4  # entries that a lane loads at once
 _SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which takes another kernel for their sums
 _GAIN = 1.15  # of reading W half as often
+_replays = Replays(256)
 _FEW = 4  # they do where there are so many multiprocessors for each tile
 
 
@@ -124,14 +127,13 @@ def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
     return _probe(x, w, lines)
 
 
-def _groups(x: Tensor) -> int:
+def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
     """Groups of 32 rows a block: two, which read W half as often, where blocks fill the GPU about as well."""
-    if x.dtype != torch.float32:
+    if dtype != torch.float32:
         return 1
-    at_once = multiprocessors_of(x.device.index)
 
     def busy(tile: int) -> float:
-        tiles = -(-x.shape[0] // tile)
+        tiles = -(-rows // tile)
         return tiles / (-(-tiles // at_once) * at_once)
 
     return 2 if _GAIN * busy(2 * TILE) >= busy(TILE) else 1
@@ -141,20 +143,40 @@ def _probe(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
     transposed, width = not readable(x), padded(x.shape[0])
     rows, columns = x.shape
     with device_of(x):
-        groups = _groups(x)
-        kernel = get_kernel(ProbeConfig("probe_transposed" if transposed else "probe", SOURCES[x.dtype], lines, groups))
-        tiles = -(-width // (groups * TILE))
-        idle = multiprocessors_of(x.device.index) // tiles
-        splits = max(1, min(idle, columns // _SPLIT)) if idle >= _FEW else 1
+        groups, tiles, splits = _grid(x.shape, x.dtype, x.device.index)
         parts = torch.empty(splits, PROBES, width, device=x.device)
-        at, pitch, *_, vector = _matrix(x.mT if transposed else x)
         alone = not lines or (lines == "rows" and splits == 1)  # else blocks meet at each largest magnitude
         tops = (torch.empty if alone else torch.zeros)(
             {"rows": rows, "columns": columns}.get(lines, 0), device=x.device
         )
-        pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
-        kernel.launch((tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers), early=True)
+
+        def launch() -> None:
+            name = "probe_transposed" if transposed else "probe"
+            at, pitch, *_, vector = _matrix(x.mT if transposed else x)
+            pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
+            get_kernel(ProbeConfig(name, SOURCES[x.dtype], lines, groups)).launch(
+                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers), early=True
+            )
+
+        _replays.run((lines, *_places(x, w, parts, tops)), launch)
     return parts[0] if splits == 1 else parts.sum(0), tops
+
+
+@lru_cache(maxsize=256)
+def _grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, int]:
+    """For a pass over such a matrix: groups of 32 rows a block, tiles, blocks that share the columns of one."""
+    rows, columns = shape
+    at_once = multiprocessors_of(device)
+    groups = _groups(rows, dtype, at_once)
+    tiles = -(-padded(rows) // (groups * TILE))
+    idle = at_once // tiles
+    return groups, tiles, max(1, min(idle, columns // _SPLIT)) if idle >= _FEW else 1
+
+
+def _places(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
+    """All that a launch depends on: how x lies, and where the others are, which lie without gaps."""
+    where = (x.data_ptr(), *(each.data_ptr() for each in others))
+    return x.shape, x.stride(), x.dtype, x.device.index, where
 
 
 def compare(
@@ -162,23 +184,29 @@ def compare(
 ) -> Comparison:
     """Compare ``C W`` with ``P``: c (M, N) :func:`readable`, w (16, padded(N)), product ``P^T`` (16, padded(M)).
 
-    ``scales``: up to two contiguous float32 vectors, of whose entries those outside of ``bounds`` are counted.
+    ``scales``: up to two contiguous float32 vectors, of whose entries other than zero those outside of
+    ``bounds`` are counted.
     Waits for the GPU.
     """
-    pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
     with device_of(c):
-        groups = _groups(c)
-        kernel = get_kernel(ProbeConfig("compare_rows", SOURCES[c.dtype], groups=groups))
-        blocks = min(-(-product.shape[1] // (groups * TILE)), multiprocessors_of(c.device.index))
+        at_once = multiprocessors_of(c.device.index)
+        groups = _groups(c.shape[0], c.dtype, at_once)
+        blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
         parts = torch.empty(blocks, _SUMS, dtype=torch.float64, device=c.device)
-        kernel.launch(
-            (blocks, 1, 1),
-            (
-                *_matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
-                *(np.float32(bound) for bound in bounds), parts.data_ptr(),
-            ),
-            early=True,
-        )  # fmt: skip
+
+        def launch() -> None:
+            pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
+            get_kernel(ProbeConfig("compare_rows", SOURCES[c.dtype], groups=groups)).launch(
+                (blocks, 1, 1),
+                (
+                    *_matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
+                    *(np.float32(bound) for bound in bounds), parts.data_ptr(),
+                ),
+                early=True,
+            )  # fmt: skip
+
+        sizes = tuple(s.numel() for s in scales)
+        _replays.run(("compare", *_places(c, w, product, parts, *scales), sizes, bounds), launch)
     sums = parts.sum(0).cpu().numpy()
     product_squares, claimed, result, far = sums[-4:].tolist()
     gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES))

@@ -21,6 +21,7 @@ _TYPES = OUT_TYPES | {"float64": "double"}
 _LONG_ROW = 1 << 15  # entries from which several blocks share a row, where rows are few
 _SHORT_ROW = 256  # bytes up to which a thread takes fewer of a row, so that neighbours store whole sectors
 _ALIGNMENT = 16
+_HERE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class QuantizeConfig:
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:
     """The device of ``x`` as torch's current one; nothing to do, as nearly always, when it is."""
-    return nullcontext() if torch.cuda.current_device() == x.device.index else torch.cuda.device(x.device)
+    # torch.cuda.current_device() asks the same behind three calls
+    return _HERE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)
 
 
 @lru_cache

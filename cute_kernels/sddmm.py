@@ -15,7 +15,7 @@ from cute_kernels import atoms
 from cute_kernels.atoms import Atom
 from cute_kernels.banks import Access, swizzled
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import Launcher
+from cute_kernels.jit.kernel import Kernel
 from cute_kernels.numbers import Number, digits, element_bits
 from cute_kernels.operands import Factor, Place, Target
 from cute_kernels.source import OUT_TYPES, constants, types
@@ -195,7 +195,7 @@ class SddmmConfig(SampleConfig):
 
     def launch(
         self,
-        kernel: Launcher,
+        kernel: Kernel,
         pattern: Sequence[Tensor],
         x: Place,
         y: Place,

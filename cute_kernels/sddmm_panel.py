@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
-from cute_kernels.jit.kernel import Launcher, tensor_map
+from cute_kernels.jit.kernel import Kernel, tensor_map
 from cute_kernels.numbers import element_bits
 from cute_kernels.operands import Factor, Place, Target
 from cute_kernels.sddmm import SampleConfig
@@ -134,7 +134,7 @@ class SddmmPanelConfig(SampleConfig):
 
     def launch(
         self,
-        kernel: Launcher,
+        kernel: Kernel,
         pattern: Sequence[Tensor],
         x: Place,
         y: Place,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
-from cute_kernels.jit.kernel import Launcher
+from cute_kernels.jit.kernel import Kernel
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import SpmmConfig, group_offsets, pack_fragments
 
@@ -95,7 +95,7 @@ class GatherConfig(SpmmConfig):
 
     def launch(
         self,
-        kernel: Launcher,
+        kernel: Kernel,
         matrix: Sequence[Tensor],
         b: Place,
         out: Target,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
-from cute_kernels.jit.kernel import Launcher, tensor_map
+from cute_kernels.jit.kernel import Kernel, tensor_map
 from cute_kernels.numbers import element_bits
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.ordering import sequential_slots, spread_slots
@@ -110,7 +110,7 @@ class PanelConfig(SpmmConfig):
 
     def launch(
         self,
-        kernel: Launcher,
+        kernel: Kernel,
         matrix: Sequence[Tensor],
         b: Place,
         out: Target,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import Dense, batch_stride
 from cute_kernels.integers import fetch, store
-from cute_kernels.jit import Launcher, Preparation, Prepared, get_kernel
+from cute_kernels.jit import Kernel, Replays, get_kernel
 from cute_kernels.operands import Factor, Place, Target
 from magicube_cutlass import kernels
 from magicube_cutlass.calls import keepable
@@ -16,7 +16,7 @@ from magicube_cutlass.quantize import QuantTensor
 from magicube_cutlass.srbcrs import SRBCRS
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
-_KEPT_LAUNCHES = 32  # sets of addresses that a kept call remembers; an allocator gives the same ones again
+_KEPT_LAUNCHES = 32  # sets of addresses that a kept call remembers
 _NONE = Factor(0, 0, 0)
 
 
@@ -123,9 +123,9 @@ class _Call:
         self.like = out.new_empty(1).expand(out.shape)  # torch makes one like it in half the time of one by numbers
         with torch.cuda.device(self.device):
             self.kernel = get_kernel(config)
-        self.kept: dict[tuple[int, ...], list[Prepared]] = {}
+        self.replays = Replays(_KEPT_LAUNCHES)
 
-    def launch(self, kernel: Launcher, addresses: tuple[int, ...]) -> None:
+    def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         """Launch for operands at these addresses; a null one for what there is none of."""
         raise NotImplementedError
 
@@ -135,15 +135,7 @@ class _Call:
             with torch.cuda.device(self.device):
                 self.run(addresses)
             return
-        launches = self.kept.get(addresses)
-        if launches is None:
-            preparation = Preparation(self.kernel)
-            self.launch(preparation, addresses)
-            if len(self.kept) >= _KEPT_LAUNCHES:
-                self.kept.clear()
-            launches = self.kept[addresses] = preparation.launches
-        for each in launches:
-            self.kernel.enqueue(each)
+        self.replays.run(addresses, lambda: self.launch(self.kernel, addresses))
 
 
 class SpmmCall(_Call):
@@ -178,7 +170,7 @@ class SpmmCall(_Call):
         self.run((pointer, out.data_ptr(), factor, 0 if bias is None else bias.data_ptr()))
         return out
 
-    def launch(self, kernel: Launcher, addresses: tuple[int, ...]) -> None:
+    def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         b, out, right, bias = addresses
         place, target = Place(b, *self.place), Target(out, *self.size)
         factor = Factor(right, self.right_step, 0) if right else _NONE
@@ -280,7 +272,7 @@ class SddmmCall(_Call):
         self.run((at_x, at_y, out.data_ptr(), factor_x, factor_y))
         return self.result.with_values(out)
 
-    def launch(self, kernel: Launcher, addresses: tuple[int, ...]) -> None:
+    def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         x, y, out, *factors = addresses
         places = Place(x, *self.places[0]), Place(y, *self.places[1])
         left, right = (

@@ -13,16 +13,17 @@ from torch import Tensor
 from residual.check import FAILURE, PROBES, Check, confidence, usual_factor
 from residual.costs import Sizes, cost, costs_of
 from residual.edges import fill
+from residual.estimate import ErrorEstimate
 from residual.habits import Kind, habit_of, learn
-from residual.planner import NOMINAL, Search, Wish, without_statistics, worth_predicting
+from residual.planner import EXACT_HALF, HALF, NOMINAL, Search, Wish, short, without_statistics, worth_predicting
 from residual.plans import COLUMN_SHARES, MODES, SPARSE_LEVELS, Plan, execute
 from residual.predict import Forecast, forecast, forecast_of, quick, start_look
-from residual.prepare import FORMS, Operand, check_operand, operand, real_dtype
+from residual.prepare import FORMS, HALF_RANGE, Operand, check_operand, operand, real_dtype
 
 _DEFAULT_SHARES = {"columns": COLUMN_SHARES[1], "sparse": SPARSE_LEVELS[1]}
 _WAITING = ("outlier", "columns", "sparse")  # modes whose work depends on the data, of all lines
 _ONE_PLAN = ("direct", "centred", "outlier", "full", "full4", "three_digit")
-_BY_HABIT = ("direct", "centred", "full", "full4", "three_digit", "fp32")  # plans that need no statistics to run
+_BY_HABIT = ("direct", "centred", "full", "full4", "three_digit", "fp16", "fp32")  # run without statistics
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -120,14 +121,15 @@ def compute(
     A: Tensor, B: Tensor, request: Request, right: Operand | None, measured: bool = False
 ) -> tuple[Tensor, Report]:
     """The product and its report; ``right``: the columns of B where they are prepared."""
+    if torch.is_autocast_enabled(A.device.type):  # it would have float32 products made of halves
+        with torch.autocast(A.device.type, enabled=False):
+            return compute(A, B, request, right, measured)
     if A.shape[0] == 0 or B.shape[1] == 0 or A.shape[1] == 0:
         return A.new_zeros(A.shape[0], B.shape[1], dtype=request.out_dtype), _empty_report()
 
     def attempt(waits: bool) -> tuple[Tensor, Report] | None:
         left, columns = operand(A, waits=waits), right or operand(B.mT, waits=waits)
         call = _Call(request, left, columns, right is not None)
-        if not waits and request.tol is not None and request.mode not in _ONE_PLAN and not quick(left, columns):
-            return None
         return call.checked(measured) if request.tol is not None else call.plain(measured)
 
     found = None if _must_wait(A, B, request, measured) else attempt(False)
@@ -218,7 +220,12 @@ class _Call:
         assert request.tol is not None
         double = torch.float64 in (*dtypes, request.out_dtype)
         exact = self.left.given.dtype == self.right.given.dtype == torch.int8
-        return Wish(request.tol, request.mode, request.bits, double, request.on_failure == "fp32", exact)
+        half, last = self.device.type == "cuda" and not double, request.on_failure == "fp32"
+        return Wish(request.tol, request.mode, request.bits, double, last, exact, half, self._are_halves())
+
+    def _are_halves(self) -> bool:
+        """Whether both operands are of one half dtype, so that Tensor Cores multiply them as they are."""
+        return self.left.real.dtype == self.right.real.dtype != torch.float32
 
     def _search(self, check: Check, measured: bool) -> Search | None:
         """What may be tried, with predictions unless there is nothing to choose and nobody to tell them to.
@@ -228,8 +235,9 @@ class _Call:
         request, prices, wish, sizes = self.request, costs_of(self.device), self._wish(), self._sizes()
         search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
         plans = worth_predicting(wish, sizes, prices)
-        if without_statistics(wish, sizes, prices) is not None:
-            search.predicted = dict(NOMINAL)
+        plain = without_statistics(wish, sizes, prices)
+        if plain is not None:
+            search.predicted = {**NOMINAL, **({HALF: EXACT_HALF / 2} if plain == HALF else {})}
         elif request.mode in _ONE_PLAN and not measured:
             search.predicted = {**dict.fromkeys(plans, math.nan), **NOMINAL}
         else:
@@ -240,11 +248,13 @@ class _Call:
 
             def predict(plan: Plan) -> float:
                 assert self.forecast is not None
+                if plan == HALF and not (self._are_halves() or (self.left.fits_half() and self.right.fits_half())):
+                    return math.inf
                 error = self.forecast.error(plan)
                 relative = error / norm if norm else float(error > 0)
                 return math.hypot(relative, rounding)
 
-            search.predicted, search.predict = dict.fromkeys((*plans, *NOMINAL)), predict
+            search.predicted, search.predict = dict.fromkeys((*plans, *short(wish), *NOMINAL)), predict
         return search
 
     def _look_closely(self, check: Check, plans: tuple[Plan, ...]) -> float:
@@ -256,8 +266,11 @@ class _Call:
     def _look_quickly(self, check: Check, sizes: Sizes) -> float | None:
         """Statistics by kernels, on passes that the check makes anyway; as :meth:`_look_closely`.
 
-        While they are on their way, the digits are made that the last call of the kind needed.
+        While they are on their way, the digits are made that the last call of the kind needed.  None also where the
+        kernels do not take such operands.
         """
+        if not quick(self.left, self.right):
+            return None
         bits = self.request.bits or 8
         product = check.begin(tops=True)  # (16, M and room)
         found = start_look(self.left, self.right, product, bits, self.seed)
@@ -293,7 +306,11 @@ class _Call:
         if request.mode in _ONE_PLAN:
             return Plan(request.mode, request.bits or 8)
         habit = None if request.seed is not None else habit_of(self._kind())
-        return None if habit is None or habit.plan.mode not in _BY_HABIT else habit.take()
+        if habit is None or habit.plan.mode not in _BY_HABIT:
+            return None
+        # With lines that were brought to one the check runs in float64, which does not look at their range.
+        brought = self.left.seen or self.right.exponent is not None
+        return None if habit.plan == HALF and brought and not self._are_halves() else habit.take()
 
     def _learn(self, plan: Plan, search: Search | None, misses: int) -> None:
         """Note what a call came to whose plan met the tolerance; ``search``: None where it ran at once."""
@@ -307,9 +324,21 @@ class _Call:
         elif self.forecast is not None:
             learn(kind, plan)
 
-    def _unseen_scales(self) -> tuple[Tensor, ...]:
-        """Of the lines that nobody has looked at."""
-        return tuple(made.scale for side in (self.left, self.right) if not side.seen for made in side.made.values())
+    def _judge(self, check: Check, plan: Plan, product: Tensor, attempt: int, predicted: bool) -> ErrorEstimate | None:
+        """The error of a plan's product; None where a line that nobody looked at makes it meaningless.
+
+        ``predicted``: the plan was chosen by statistics.
+        """
+        tol, sides = self.request.tol, (self.left, self.right)
+        assert tol is not None
+        if plan == HALF and not (predicted or self._are_halves()):
+            check.begin(tops=True)
+            found = check.judge(product, attempt, tol, (self.left.top, self.right.top), HALF_RANGE)
+            return ErrorEstimate(math.inf, math.inf, found.confidence) if check.far else found
+        unseen = tuple(made.scale for side in sides if not side.seen for made in side.made.values())
+        found = check.judge(product, attempt, tol, unseen)
+        # a float product has no scales
+        return None if check.far or not (self.left.seen or math.isfinite(found.relative)) else found
 
     def checked(self, measured: bool) -> tuple[Tensor, Report] | None:
         """The product by the cheapest plan that meets the tolerance.
@@ -328,8 +357,8 @@ class _Call:
             plan = search.next()
         while plan is not None:
             product = self._run(plan)
-            found = check.judge(product, len(attempts), tol, self._unseen_scales())
-            if check.far or not (self.left.seen or math.isfinite(found.relative)):  # a float product has no scales
+            found = self._judge(check, plan, product, len(attempts), search is not None)
+            if found is None:
                 return None
             if found.upper <= tol:
                 self._learn(plan, search, len(attempts))

@@ -45,7 +45,7 @@ class Check:
     GPU's kernels want.
 
     Attributes:
-        far: whether a scale of ``judge`` belongs to a line with inf or NaN, or one far from one.
+        far: whether a scale of ``judge`` was out of its bounds.
     """
 
     def __init__(self, left: Operand, right: Operand, generator: torch.Generator, fresh: bool) -> None:
@@ -100,14 +100,17 @@ class Check:
         m = self.left.given.shape[0]
         return float(frobenius(self._outer(self._double)[:, :m].mT)) / math.sqrt(PROBES)
 
-    def judge(self, C: Tensor, attempt: int, tol: float, scales: tuple[Tensor, ...] = ()) -> ErrorEstimate:
+    def judge(
+        self, C: Tensor, attempt: int, tol: float, scales: tuple[Tensor, ...] = (), bounds: tuple[float, float] = _NEAR
+    ) -> ErrorEstimate:
         """The error of ``C`` (M, N); what fails in float32 by no more than its own noise is judged again in float64.
 
-        ``scales``: of lines that nobody has looked at; where ``far`` is set after the call, the error means nothing.
+        ``scales``: of lines that nobody has looked at; where one is out of ``bounds`` but no zero, ``far`` is set after
+        the call, and the error means nothing.
         """
         sure = confidence(attempt)
         if not self._double:
-            found = self._judge_single(C, sure, tol, scales)
+            found = self._judge_single(C, sure, tol, scales, bounds)
             if found.upper <= tol or self.far:
                 return found
             inner = self._inner(False)[:, : self.left.given.shape[1]]
@@ -119,14 +122,16 @@ class Check:
         claimed = c @ self._vectors()[:, :n].mT.double()  # (M, 16)
         return judge(self._outer(True)[:, :m].mT, claimed, c, sure)
 
-    def _judge_single(self, C: Tensor, sure: float, tol: float, scales: tuple[Tensor, ...]) -> ErrorEstimate:
+    def _judge_single(
+        self, C: Tensor, sure: float, tol: float, scales: tuple[Tensor, ...], bounds: tuple[float, float]
+    ) -> ErrorEstimate:
         m, n = C.shape
         w, outer = self._vectors(), self._outer(False)
         if C.is_cuda:
             from cute_kernels import probes  # its kernels need the CUDA wheels
 
             if probes.readable(C):
-                found = probes.compare(C, w, outer, scales, _NEAR)
+                found = probes.compare(C, w, outer, scales, bounds)
                 self.far = found.far > 0
                 spread = found.result / C.numel()  # of squares that float32 summed
                 if self.far or not found.gram.numpy().trace() or 2.0**-90 < spread < 2.0**90:
@@ -150,8 +155,7 @@ def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Te
         if probes.probeable(x):
             if tops is None or tops[0].knows_tops:
                 return probes.probe(x, w)
-            y, top = probes.probe_with_tops(x, w, tops[1])
-            tops[0].top = top
+            y, tops[0].top = probes.probe_with_tops(x, w, tops[1])
             return y
     with ieee():
         y = w[:, : x.shape[1]] @ x.mT.to(w.dtype)  # (16, M)

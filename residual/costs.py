@@ -21,16 +21,17 @@ class Costs:
     """Prices in seconds.
 
     ``call``: a plan's launches; ``analysis``: statistics of both operands besides what the check needs anyway, of which
-    ``analysis_k`` is for each column of k; ``int8``, ``fp32``, ``fp64``, ``sparse``: a multiplication and addition, the
-    last one for a stored entry of the sparse operand; ``quantize``, ``digit``: an entry's leading digit and each
-    further one; ``out``: an output for each level of digits; ``copy``: an entry read and written; ``compress``: an
-    entry of a matrix made sparse; ``gather``: a byte of a chosen column of k, copied beside others.
+    ``analysis_k`` is for each column of k; ``int8``, ``fp16``, ``fp32``, ``fp64``, ``sparse``: a multiplication and
+    addition, the last one for a stored entry of the sparse operand; ``quantize``, ``digit``: an entry's leading digit
+    and each further one; ``out``: an output for each level of digits; ``copy``: an entry read and written;
+    ``compress``: an entry of a matrix made sparse; ``gather``: a byte of a chosen column of k, copied beside others.
     """
 
     call: float
     analysis: float
     analysis_k: float
     int8: float
+    fp16: float
     fp32: float
     fp64: float
     sparse: float
@@ -42,15 +43,16 @@ class Costs:
     gather: float
 
 
+_NEVER = 1e-6  # price of products in halves where they are no plan
 # One thread of a Xeon with AVX512-VNNI, by measure_costs in a virtual machine.
 _CPU = Costs(
-    call=5.5e-4, analysis=2.3e-3, analysis_k=3.2e-6, int8=5.5e-12, fp32=1.7e-11, fp64=3.8e-11, sparse=1e-10,
-    quantize=1.4e-9, digit=2.4e-10, out=1.4e-9, copy=4.5e-10, compress=8e-9, gather=6.5e-9,
+    call=5.5e-4, analysis=2.3e-3, analysis_k=3.2e-6, int8=5.5e-12, fp16=_NEVER, fp32=1.7e-11, fp64=3.8e-11,
+    sparse=1e-10, quantize=1.4e-9, digit=2.4e-10, out=1.4e-9, copy=4.5e-10, compress=8e-9, gather=6.5e-9,
 )  # fmt: skip
-# Not by measure_costs, but from an H200's dense int8 products (1,283 TOPS), float32 (51 TFLOPS), copies (4.3 TB/s);
+# Not by measure_costs, but from an H200's dense products (int8 1,283 TOPS, float16 730, float32 51), copies (4.3 TB/s);
 # analysis (three short kernels, a copy, a wait) and gather are estimates.
 _H200 = Costs(
-    call=1.5e-5, analysis=9e-5, analysis_k=2e-9, int8=1.56e-15, fp32=3.9e-14, fp64=3.1e-14, sparse=1e-14,
+    call=1.5e-5, analysis=9e-5, analysis_k=2e-9, int8=1.56e-15, fp16=2.75e-15, fp32=3.9e-14, fp64=3.1e-14, sparse=1e-14,
     quantize=1.7e-12, digit=6e-13, out=1.5e-12, copy=1.9e-12, compress=2e-11, gather=4e-12,
 )  # fmt: skip
 
@@ -74,6 +76,9 @@ def cost(plan: Plan, sizes: Sizes, prices: Costs) -> float:
     """Seconds of a plan, its quantization included; statistics and the check, alike for all, are not."""
     m, k, n = sizes.m, sizes.k, sizes.n
     macs, outputs, inputs = m * n * k, m * n, m * k + k * n
+    if plan.mode == "fp16":
+        rounded = m * k if sizes.prepared else inputs
+        return prices.call / 4 + macs * prices.fp16 + 0.75 * rounded * prices.copy
     if plan.mode == "fp32":
         return prices.call / 20 + macs * prices.fp32 + (inputs + outputs) * prices.copy
     if plan.mode == "fp64":
@@ -236,6 +241,10 @@ def _measure(device: torch.device, n: int) -> Costs:
         return execute(plan, fresh(a), fresh(b), order, torch.float32)
 
     left, right = operand(x), operand(y)
+
+    def halves() -> Tensor:
+        return torch.mm(left.half, right.half.mT, out_dtype=torch.float32)
+
     byte = left.digits(8, 1).planes[0]
     macs, entries = n**3, n * n
     call = _seconds(lambda: run(Plan("direct", 8), small, small), device)
@@ -258,6 +267,7 @@ def _measure(device: torch.device, n: int) -> Costs:
         analysis=max(low - 64 * slope, tiny),
         analysis_k=max(slope, tiny),
         int8=max(one / macs, tiny),
+        fp16=_device_seconds(halves, device) / macs if device.type == "cuda" else _NEVER,
         fp32=_device_seconds(lambda: x @ y.mT, device) / macs,
         fp64=_device_seconds(lambda: x.double() @ y.mT.double(), device) / macs,
         sparse=max(sparse, tiny),

@@ -10,12 +10,14 @@ from typing import NamedTuple
 from residual.costs import Costs, Sizes, analysis, cost
 from residual.plans import Plan, plans_of
 
-SINGLE, DOUBLE = Plan("fp32"), Plan("fp64")
+HALF, SINGLE, DOUBLE = Plan("fp16"), Plan("fp32"), Plan("fp64")
 _MARGIN = 1.15  # of a prediction, on top of the check's factor
 # Errors of real data that 8-bit digits hardly ever undercut; below them, statistics are not worth their time.
 _BEST = {"full": 5e-7, "full4": 3e-7, "three_digit": 1e-9}
 _BEST_OF_ONE = 5e-6
 _BEST_SINGLE = 1.2e-7  # of float32
+_BEST_HALF = 2e-5  # of halves; sums on Tensor Cores are cut and not rounded
+EXACT_HALF = 1e-4  # what products of numbers that are halves already stay below, as far as sums go
 NOMINAL = {SINGLE: 4e-7, DOUBLE: 1e-15}  # predicted errors without statistics
 
 
@@ -24,7 +26,8 @@ class Wish(NamedTuple):
 
     ``mode``: ``auto`` or one of :data:`residual.plans.MODES`; ``bits``: 4, 8 or None; ``double``: float64 takes part in
     the input or the output, so that its product is a plan like others; ``last_resort``: whether float products may
-    follow when all else failed; ``exact``: both operands are bytes, which one digit holds.
+    follow when all else failed; ``exact``: both operands are bytes, which one digit holds;
+    ``half``: products of halves are a plan; ``halves``: both operands are of one half dtype.
     """
 
     tol: float
@@ -33,6 +36,8 @@ class Wish(NamedTuple):
     double: bool = False
     last_resort: bool = False
     exact: bool = False
+    half: bool = False
+    halves: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -54,13 +59,22 @@ def floats(wish: Wish) -> list[Plan]:
     return [SINGLE, DOUBLE] if wish.double or wish.last_resort else [SINGLE]
 
 
+def short(wish: Wish) -> tuple[Plan, ...]:
+    """The product in halves, where it is a plan that may meet the tolerance."""
+    return (HALF,) if wish.half and wish.mode == "auto" and wish.tol >= _BEST_HALF else ()
+
+
 @lru_cache(maxsize=256)
 def without_statistics(wish: Wish, sizes: Sizes, prices: Costs) -> Plan | None:
-    """The float plan where no digit plan can be cheaper by enough to pay for the statistics; a function of sizes."""
+    """The float plan where no other can be cheaper by enough to pay for the statistics; a function of sizes."""
     if wish.mode != "auto":
         return None
     plain = DOUBLE if wish.double and wish.tol < _BEST_SINGLE else SINGLE
-    cheapest = min((cost(plan, sizes, prices) for plan in possible(wish)), default=None)
+    others = set(short(wish))
+    if wish.halves and wish.tol >= EXACT_HALF and others:
+        plain = min(plain, HALF, key=lambda plan: cost(plan, sizes, prices))
+        others = set()
+    cheapest = min((cost(plan, sizes, prices) for plan in (*possible(wish), *others)), default=None)
     if cheapest is not None and cheapest + analysis(sizes, prices) < cost(plain, sizes, prices):
         return None
     return plain
@@ -126,7 +140,8 @@ class Search:
         digit = [plan for plan in untried if not failed or self.expected(plan) < min(failed)]
         single = [] if DOUBLE in self.tried else [plan for plan in floats(self.wish) if plan not in self.tried]
         asked = self.wish.mode != "auto" and digit
-        meeting = self._meeting(digit if asked else [*digit, *single])
+        halves = [plan for plan in short(self.wish) if plan not in self.tried]
+        meeting = self._meeting(digit if asked else [*digit, *single, *halves])
         if meeting is not None:
             return meeting
         if asked:

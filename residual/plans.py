@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from magicube_cutlass import SRBCRS, QuantTensor, spmm
 from residual.prepare import Digits, Operand
+
+if TYPE_CHECKING:
+    from cute_kernels.jit import Replays
 
 MODES = ("direct", "centred", "outlier", "columns", "sparse", "full", "full4", "three_digit")
 COLUMN_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
@@ -21,9 +25,9 @@ _LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums
 class Plan(NamedTuple):
     """One way to compute a product.
 
-    ``mode``: one of :data:`MODES`, ``fp32`` or ``fp64``; ``bits``: of a digit, 0 for a float product; ``share``: of the
-    columns of k in the cross products of ``columns``, or the level, as a share of the largest digit, from which an
-    entry takes part in those of ``sparse``; else 0.
+    ``mode``: one of :data:`MODES`, ``fp16``, ``fp32`` or ``fp64``; ``bits``: of a digit, 0 for a float product;
+    ``share``: of the columns of k in the cross products of ``columns``, or the level, as a share of the largest digit,
+    from which an entry takes part in those of ``sparse``; else 0.
     """
 
     mode: str
@@ -35,7 +39,7 @@ class Plan(NamedTuple):
         """Dense integer products of the whole size; the sparse ones of ``sparse`` are not counted."""
         if self.mode == "columns":
             return 1 + 2 * self.share
-        return {"fp32": 0, "fp64": 0, "full": 3, "full4": 4, "three_digit": 6}.get(self.mode, 1)
+        return {"fp16": 0, "fp32": 0, "fp64": 0, "full": 3, "full4": 4, "three_digit": 6}.get(self.mode, 1)
 
     @property
     def threshold(self) -> int:
@@ -74,6 +78,14 @@ def ieee() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
+def _fp16(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
+    """Entries rounded to halves, unless both operands are of one half dtype, and sums in float32; on a GPU."""
+    a, b = left.half, right.half
+    if a.dtype != b.dtype:
+        a, b = a.half(), b.half()
+    return torch.mm(a, b.mT, out_dtype=torch.float32)  # (M, N)
+
+
 def _fp32(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
     with ieee():
         return left.values @ right.values.mT  # (M, N)
@@ -92,11 +104,34 @@ def _digit_product(
     """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes."""
     from cute_kernels.gemm import gemm  # takes longer to import than this package
 
-    columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
-    return gemm(
-        a.planes, columns, terms=terms, shift=shift, scale_a=a.scale, scale_b=b.scale, alpha=alpha,
-        beta=0.0 if c is None else 1.0, c=c, out_dtype=torch.float32,
-    )  # fmt: skip
+    def product(out: Tensor | None) -> Tensor:
+        columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
+        return gemm(
+            a.planes, columns, terms=terms, shift=shift, scale_a=a.scale, scale_b=b.scale, alpha=alpha,
+            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32,
+        )  # fmt: skip
+
+    planes = (*a.planes, *b.planes)
+    if c is not None or not planes[0].is_cuda or not all(_reads_in_place(plane) for plane in planes):
+        return product(None)
+    out = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device)  # (M, N)
+    places = tuple((plane.data_ptr(), plane.stride(0)) for plane in planes)
+    kind = planes[0].shape, len(a.planes), out.shape, out.device, shift, terms, alpha
+    _replays().run((kind, places, a.scale.data_ptr(), b.scale.data_ptr(), out.data_ptr()), lambda: product(out))
+    return out
+
+
+@lru_cache
+def _replays() -> Replays:
+    from cute_kernels.jit import Replays  # needs the CUDA wheels
+
+    return Replays(256)
+
+
+def _reads_in_place(plane: Tensor) -> bool:
+    from cute_kernels.gemm_cuda import is_ready
+
+    return is_ready(plane)
 
 
 def _dense(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
@@ -155,8 +190,8 @@ def _sparse(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> 
 
 
 _RUNS: dict[str, Callable[[Plan, Operand, Operand, Tensor | None], Tensor]] = {
-    "fp32": _fp32, "fp64": _fp64, "centred": _centred, "outlier": _outlier, "columns": _columns, "sparse": _sparse,
-    **dict.fromkeys(_COUNTS, _dense),
+    "fp16": _fp16, "fp32": _fp32, "fp64": _fp64, "centred": _centred, "outlier": _outlier, "columns": _columns,
+    "sparse": _sparse,    **dict.fromkeys(_COUNTS, _dense),
 }  # fmt: skip
 
 

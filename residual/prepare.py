@@ -16,6 +16,8 @@ HOT = 16.0  # a column of k is an outlier where its mean square is this many tim
 MOST_HOT = 16  # at most one column in so many is an outlier
 SAMPLE = 16  # lines that statistics look at
 _HALVES = (torch.float16, torch.bfloat16)
+# Of a line's largest magnitude: float16 holds its square, and its entries down to a 16th with all of their digits.
+HALF_RANGE = (2.0**-10, 2.0**15)
 _DTYPES = (torch.float32, *_HALVES, torch.float64)
 _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.bool)
 
@@ -103,6 +105,17 @@ class Operand:
     def values(self) -> Tensor:
         """``real`` in float32 (L, K)."""
         return self.real.float()
+
+    @cached_property
+    def half(self) -> Tensor:
+        """``real`` in its own half dtype, or in float16 (L, K)."""
+        return self.real if self.real.dtype in _HALVES else self.real.half()
+
+    def fits_half(self) -> bool:
+        """Whether float16 holds the lines to half a last place of their largest entries; waits for a GPU."""
+        least, most = HALF_RANGE
+        near = (self.top >= least) & (self.top <= most)
+        return bool((near | (self.top == 0)).all())
 
     @cached_property
     def top(self) -> Tensor:
@@ -267,8 +280,10 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the digit planes and scales made so far."""
-        return sum(t.nbytes for made in self.operand.made.values() for t in (*made.planes, made.scale))
+        """Bytes of the digit planes, scales and halves made so far."""
+        side = self.operand
+        digits = sum(t.nbytes for made in side.made.values() for t in (*made.planes, made.scale))
+        return digits + (side.half.nbytes if "half" in side.__dict__ and side.half is not side.real else 0)
 
     def __repr__(self) -> str:
         found = {} if self._operand is None else self._operand.made

@@ -12,7 +12,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -215,8 +215,13 @@ class Kernel:
         if 0 in grid:
             return
         layout, frame = self._fill(args)
-        self.enqueue(Prepared(grid, frame, cluster, early))
-        layout.frames.append(frame)  # the driver has copied the arguments
+        prepared = Prepared(self, grid, frame, cluster, early)
+        self.enqueue(prepared)
+        seen: list[Prepared] | None = getattr(_recording, "launches", None)
+        if seen is None:
+            layout.frames.append(frame)  # the driver has copied the arguments
+        else:
+            seen.append(prepared)
 
     def _fill(self, args: tuple[Any, ...]) -> tuple[_Layout, _Frame]:
         if log.isEnabledFor(logging.DEBUG):
@@ -230,8 +235,8 @@ class Kernel:
             raise TypeError(f"arguments of {self.name}: {error}") from None
 
     def enqueue(self, prepared: Prepared) -> None:
-        """As :meth:`launch`, of what a :class:`Preparation` has put together."""
-        grid, frame, cluster, early = prepared
+        """As :meth:`launch`, of one that was recorded."""
+        _, grid, frame, cluster, early = prepared
         if log.isEnabledFor(logging.DEBUG):
             log.debug("launch %s grid %s block %d", self.name, grid, self.threads)
         driver, stream = self._driver, torch._C._cuda_getCurrentRawStream(self.device)
@@ -286,35 +291,49 @@ class Kernel:
         return f"Kernel({self.name!r}, {self.arch}, device {self.device}, {self.num_regs} registers)"
 
 
-class Launcher(Protocol):
-    """What launches: a :class:`Kernel`, or a :class:`Preparation` that does all of it but the launch."""
-
-    multiprocessors: int
-
-    def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, early: bool = False) -> None:
-        """See :meth:`Kernel.launch`."""
-
-
 class Prepared(NamedTuple):
     """A launch whose arguments lie in place: to be run any number of times, by any thread."""
 
+    kernel: Kernel
     grid: Grid
     frame: _Frame
     cluster: Grid | None
     early: bool
 
 
-class Preparation:
-    """In place of a kernel where its launches will be repeated with the same arguments: keeps them in ``launches``."""
+_recording = threading.local()
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel, self.multiprocessors = kernel, kernel.multiprocessors
-        self.launches: list[Prepared] = []
 
-    def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, early: bool = False) -> None:
-        """Takes what :meth:`Kernel.launch` takes, for later."""
-        if 0 not in grid:
-            self.launches.append(Prepared(grid, self._kernel._fill(args)[1], cluster, early))
+class Replays:
+    """Launches of functions that depend on nothing but their keys: what one launched is launched again without it.
+
+    A key holds the addresses of all that the kernels read and write, and whatever else they depend on, the device too.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: keys that are remembered; an allocator gives the same addresses again."""
+        self._most = most
+        self._known: dict[Hashable, tuple[Prepared, ...]] = {}
+
+    def run(self, key: Hashable, launch: Callable[[], object]) -> None:
+        """Do what ``launch`` does, which launches kernels and does nothing else, on torch's current stream."""
+        outer: list[Prepared] | None = getattr(_recording, "launches", None)
+        known = self._known.get(key)
+        if known is None:
+            _recording.launches = []
+            try:
+                launch()
+                known = tuple(_recording.launches)
+            finally:
+                _recording.launches = outer
+            if len(self._known) >= self._most:
+                self._known.clear()
+            self._known[key] = known
+        else:
+            for each in known:
+                each.kernel.enqueue(each)
+        if outer is not None:
+            outer.extend(known)
 
 
 def _bind_context(device: int) -> None:

@@ -223,6 +223,17 @@ def test_inputs_are_left_as_they_are() -> None:
     assert torch.equal(A.nan_to_num(7), before[0].nan_to_num(7)) and torch.equal(B, before[1])
 
 
+@pytest.mark.parametrize("options", [{"tol": 1e-5}, {"tol": 1e-3, "mode": "full"}, {"mode": "outlier"}], ids=str)
+def test_autocast_reaches_no_product_inside(options: dict[str, object]) -> None:
+    A, B = normal(60, 200), normal(200, 40, seed=1)
+    weight = B.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        C, learned = product(A, B, **options), product(A, weight, **options)
+    assert torch.equal(C, product(A, B, **options)) and torch.equal(learned, C)
+    learned.sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
 def test_a_program_s_random_numbers_stay_what_they_are() -> None:
     state = torch.get_rng_state()
     product(normal(300, 300), normal(300, 300, seed=1), tol=1e-2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from residual import costs
 from residual.costs import Costs, Sizes, cost, costs_of, measure_costs
-from residual.planner import DOUBLE, SINGLE, Search, Wish, possible, without_statistics, worth_predicting
+from residual.planner import DOUBLE, HALF, SINGLE, Search, Wish, possible, without_statistics, worth_predicting
 from residual.plans import MODES, Plan, execute, plans_of
 from residual.predict import R1, Forecast, X, forecast
 from residual.prepare import digits, hot_columns, operand
@@ -51,6 +51,48 @@ def test_predictions_are_near_the_truth(kind: str, bits: int) -> None:
         spread = max(SPREAD.get(kind, 1.6), coarse)
         predicted, true = predicted_and_true(A, B, plan)
         assert true / spread < predicted < true * spread, f"{plan}: {predicted} and {true}"
+
+
+@pytest.mark.parametrize("kind", ["standard normal", "outlier columns", "Student t2", "low rank"])
+def test_halves_are_predicted(kind: str) -> None:
+    torch.manual_seed(2)
+    random.seed(4)
+    A, B = KINDS[kind](200, 300, 250)
+    A, B = (x / x.abs().max() * 2**10 for x in (A, B))
+    true = true_error(A, B, A.half().double() @ B.half().double())
+    predicted = look(A, B).error(HALF) / float((A.double() @ B.double()).norm())
+    spread = SPREAD.get(kind, 1.4)
+    assert true / spread < predicted < true * spread
+
+
+def test_halves_that_take_part_are_those_in_range() -> None:
+    x = normal(20, 30)
+    x[3] = 0
+    assert operand(x).fits_half()
+    for row in (x[5] * 2.0**-12, x[5] * 2.0**16):
+        far = x.clone()
+        far[5] = row
+        assert not operand(far).fits_half()
+
+
+def test_halves_are_a_plan_of_gpus_only_and_need_statistics_unless_the_operands_are_halves() -> None:
+    sizes, prices = Sizes(4096, 4096, 4096), costs._H200
+    assert without_statistics(Wish(1e-3, half=True), sizes, prices) is None
+    assert without_statistics(Wish(1e-3, half=True, halves=True), sizes, prices) == HALF
+    assert without_statistics(Wish(1e-5, half=True, halves=True), sizes, prices) is None  # sums are cut
+    error = {HALF: 4e-4, Plan("full", 8): 1e-4, Plan("direct", 8): 1e-2, SINGLE: 1e-6}
+
+    def first(tol: float, half: bool, **changed: float) -> Plan | None:
+        wish = Wish(tol, half=half)
+        predicted = {plan: changed.get(plan.mode, value) for plan, value in error.items()}
+        return Search(wish, 1.3, lambda plan: sizes, prices, predicted=dict(predicted)).next()
+
+    assert first(1e-3, True) == HALF and first(1e-3, False) == Plan("full", 8)
+    assert first(1e-3, True, fp16=math.inf) == Plan("full", 8)  # out of range
+    assert first(3e-2, True) == Plan("direct", 8) and first(3e-4, True) == Plan("full", 8)
+    search = Search(Wish(1e-3, half=True), 1.3, lambda plan: sizes, prices, predicted=dict(error))
+    search.failed(HALF, math.inf)
+    assert search.next() == Plan("full", 8) and search.worse == 1
 
 
 def test_residuals_that_lean_one_way_are_predicted_by_their_coherent_term() -> None:

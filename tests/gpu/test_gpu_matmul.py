@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residual import call
+from residual import call, habits
 from residual.call import Report, ToleranceError
 from residual.conv import conv2d
 from residual.costs import measure_costs
@@ -156,6 +156,54 @@ def test_a_layer_learns_moves_and_compiles() -> None:
         nn.functional.conv2d(image.double(), filters.double(), padding=1),
     )
     assert float((got - exact).norm() / exact.norm()) <= 1e-3
+
+
+def test_halves_run_where_they_will_do() -> None:
+    A, B = normal(3000, 2048).cuda(), normal(2048, 2500, seed=1).cuda()
+    A[7], B[:, 9] = 0, 0
+    C, report = reported(A, B, tol=1e-3)
+    assert report.plan == "fp16" and report.products == 0 and true_error(A, B, C) <= 1e-3
+    assert report.predicted_error == pytest.approx(report.estimated_error, rel=0.2)
+    assert reported(A, B, tol=1e-5)[1].plan == "int8 three_digit"
+    held = prepare(B)
+    C, report = reported(A, B, tol=1e-3, prepared=held)
+    assert report.plan == "fp16" and held.nbytes >= 2 * B.numel() and true_error(A, B, C) <= 1e-3
+    for row, column in ((2.0**-12, 1.0), (1.0, 2.0**20)):
+        X, Y = A.clone(), B.clone()
+        X[5] *= row
+        Y[:, 5] *= column
+        C, report = reported(X, Y, tol=1e-3)
+        assert report.plan != "fp16" and true_error(X, Y, C) <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_that_are_given_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
+    A, B = normal(2100, 2048).to(dtype).cuda(), normal(2048, 2200, seed=1).to(dtype).cuda()
+    C, report = reported(A, B, tol=1e-3, out_dtype=torch.float32)
+    assert report.plan == "fp16" and C.dtype == torch.float32 and true_error(A, B, C) < 1e-5
+    mixed = A.to(torch.bfloat16), B.to(torch.float16)
+    C, report = reported(*mixed, tol=1e-3, out_dtype=torch.float32)
+    assert true_error(*mixed, C) <= 1e-3
+
+
+def test_a_habit_of_halves_sees_lines_out_of_their_range() -> None:
+    habits.forget()
+    A, B = normal(2048, 2048).cuda(), normal(2048, 2048, seed=1).cuda()
+    for _ in range(habits.FIRST + 2):
+        assert true_error(A, B, matmul(A, B, tol=1e-3)) <= 1e-3
+    (habit,) = habits._habits.values()
+    assert str(habit.plan) == "fp16" and habit.left == habits.REUSES - 2
+    X, Y = A.clone(), B.clone()
+    X[3], X[9], Y[:, 4] = X[3] * 2.0**-22, 0, Y[:, 4] * 2.0**-23
+    C = matmul(X, Y, tol=1e-3)
+    assert true_error(X[3:4], Y, C[3:4]) < 1e-3 and true_error(X, Y[:, 4:5], C[:, 4:5]) < 1e-3
+    assert habit.left == 0  # broken
+    for _ in range(2 * habits.FIRST + 1):
+        matmul(A, B, tol=1e-3)
+    assert 0 < habit.left < habits.REUSES
+    X[5, 5], X[6, 6] = math.nan, math.inf
+    C, wanted = matmul(X, B, tol=1e-3), X @ B
+    assert C[5].isnan().all() and torch.equal(C[6], wanted[6]) and true_error(X[:5], B, C[:5]) <= 1e-3
 
 
 def test_costs_are_measured() -> None:

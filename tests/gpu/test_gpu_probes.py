@@ -62,6 +62,7 @@ def test_scales_out_of_bounds_are_counted() -> None:
     c, w, product = torch.ones(64, 64).cuda(), vectors(64), vectors(64)
     left, right = torch.ones(3000).cuda(), torch.ones(7).cuda()
     left[2999], left[0], right[3], right[6] = math.nan, math.inf, 1e-20, 1e20
+    left[5] = 0  # of a line of zeros
     assert probes.compare(c, w, product, (left, right), (2.0**-30, 2.0**30)).far == 4
     assert probes.compare(c, w, product, (right,), (2.0**-30, 2.0**30)).far == 2
 
