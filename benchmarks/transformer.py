@@ -185,7 +185,7 @@ def render(results: dict[str, Any]) -> str:
                 cells.append(f"{row['ms']:.3f} ± {row['interval']:.3f}{rate}")
             body.append([name, *cells])
         headers = ["encoder", *(f"L = {case['length']}, {case['sparsity']:g}" for case in cases)]
-        parts.append(f"#### {heads} heads, batch {batch}\n\n{markdown(headers, body)}")
+        parts.append(f"### {heads} heads, batch {batch}\n\n{markdown(headers, body)}")
     return "\n\n".join(parts)
 
 

@@ -178,7 +178,10 @@ def render(results: dict[str, Any]) -> str:
         body.append([one["step"], f"{one['accuracy']:.2%}", f"{one['cpu ms']:.2f}", rate, gpu, size, seconds])
     headers = ["step", "accuracy", "CPU ms", "times float32's rate", "GPU ms", "kB of the hidden layers", "s to make"]
     epochs = "{} epochs of training and {} of fine-tuning".format(*results["epochs"])
-    head = f"ms for {IMAGES} test images, the fastest of {results['turns']} turns, on one thread of the CPU; {epochs}."
+    where = "on one thread of the CPU"
+    if results["device"] == "cuda":
+        where += f" ({results['machine']['cpu']}) and in eager calls on the GPU"
+    head = f"ms for {IMAGES} test images, the fastest of {results['turns']} turns, {where}; {epochs}."
     return f"Measured on {machine_line(results)}; {head}\n\n{markdown(headers, body)}"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -135,13 +136,16 @@ def keep_setting(run: Run) -> None:
     sizes = {"steps": run.size.steps, "tuning": run.size.tuning, "batch": run.size.batch, "rate": run.size.rate}
     setting = {"task": run.corpus.name, "train": len(run.corpus.train[1]), "linear": run.linear, **sizes}
     setting |= asdict(run.shape)
-    known = json.loads(path.read_text()) if path.is_file() else setting
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")  # another process may read or write the file
+        part.write_text(json.dumps(setting) + "\n")
+        os.replace(part, path)
+    known = json.loads(path.read_text())
     for name, value in setting.items():
         if known.get(name) != value:
             raise ValueError(f"{name} must be {known.get(name)} as for the checkpoints in {run.checkpoints}, got "
                              f"{value}; --checkpoints names another folder")  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(setting) + "\n")
 
 
 def trainer(stage: Stage, run: Run) -> Trainer | None:

@@ -217,6 +217,8 @@ def test_the_example_runs_whole_and_goes_on(
     for row in results["rows"]:
         assert f"| {row['stage']} |" in text and f"{row['accuracy']:.2%}" in text
     assert "sparse 0.9 8b-4b" in capsys.readouterr().out
+    kept = [path.name for path in (tmp_path / "stages").iterdir() if path.suffix != ".safetensors"]
+    assert kept == ["setting.json"]
     monkeypatch.setattr(sys, "argv", [*command[:-1], "3"])
     with pytest.raises(SystemExit, match=r"steps must be 2 as for the checkpoints in .* got 3"):
         example.main()

@@ -49,7 +49,7 @@ def test_tables_show_rates_failures_gaps_and_what_was_skipped() -> None:
     text = script.render(made_up(3))
     assert f"| {DENSE} | 3.000 ± 0.010 | 4.000 ± 0.010 | 5.000 ± 0.010 |" in text
     assert "| 8b-8b | 2.000 ± 0.250 (1.50x) | 2.000 ± 0.250 (2.00x) | 2.000 ± 0.250 (2.50x) |" in text
-    assert f"| {FLEX} | failed | failed | failed |" in text and "#### 4 heads, batch 8" in text
+    assert f"| {FLEX} | failed | failed | failed |" in text and "\n### 4 heads, batch 8" in text
     assert "| 16b-8b |  |  |  |" in text and "Broken off in the last run: 8b-4b, L = 1: not done in 9 s." in text
 
 
@@ -61,7 +61,7 @@ def test_bars_are_drawn_from_the_results_file(
     path.write_text(json.dumps(made_up(8)))
     monkeypatch.setattr(sys, "argv", ["x", "--plot", "--out", str(path)])
     script.main()
-    assert path.with_suffix(".png").stat().st_size > 1000 and "#### 8 heads, batch 8" in capsys.readouterr().out
+    assert path.with_suffix(".png").stat().st_size > 1000 and "\n### 8 heads, batch 8" in capsys.readouterr().out
     figures: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
     script.draw(made_up(8), path)
