@@ -11,6 +11,7 @@
 
 #include "copy.cuh"
 #include "epilogue.cuh"
+#include "exponential.cuh"
 
 namespace magicube {
 
@@ -19,11 +20,6 @@ constexpr float kUnit = 12582912.0f;  // 1.5 * 2^23
 constexpr uint32_t kUnitBits = 0x4B400000;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000); }
-__device__ __forceinline__ float power_of_two(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 // NaN where one of them is.
 __device__ __forceinline__ float larger(float x, float y) {
   float result;

@@ -3,7 +3,8 @@
 // to where the values lie, or in the order of an SpMM's operand.
 //
 // A warp has kRows rows of a vector row, kLanes lanes each, with kVec neighbouring values at a time of kBlocks strides.
-// It goes over them twice, for the maximum and for the integers; the second time they come from a cache.
+// It goes over them twice, for the maximum and for the integers; the second time they come from a cache. Integers come into
+// an SpMM's order by way of shared memory, or by two shuffles where those will do.
 #pragma once
 
 #include <cuda/std/limits>
@@ -11,6 +12,7 @@
 #include <cuda_fp16.h>
 
 #include "copy.cuh"
+#include "exponential.cuh"
 #include "words.cuh"
 
 namespace magicube {
@@ -28,6 +30,17 @@ struct SoftmaxShape {
   static constexpr int kHigh = (1 << C::kBits) - 1;
 };
 
+template <class Source>
+struct PairOf;
+template <>
+struct PairOf<__half> {
+  using Type = __half2;
+};
+template <>
+struct PairOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+
 // What the values of a row have in common.
 template <class C>
 struct SoftmaxRow {
@@ -37,14 +50,36 @@ struct SoftmaxRow {
   float scale;
   int length, slot, last;       // values of the row, 0 for none; this lane's first one; last column, where causal
 
-  // s of the values of stride b; -inf where there is none.
-  __device__ void logits(int b, float (&s)[8]) const {
-    using Source = typename C::Source;
+  using Source = typename C::Source;
+  static constexpr bool kPlain = !C::kCausal && !C::kBias;  // a key inside the row takes part
+
+  __device__ void load(int b, Source (&raw)[8]) const {
     constexpr int kLoads = 8 * int(sizeof(Source)) / 16;
-    alignas(16) Source raw[8];
     const int64_t at = int64_t{b} * C::kVector * C::kStride;
     CUTE_UNROLL
     for (int i = 0; i < kLoads; ++i) reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(x + at)[i];
+  }
+  // Rounded by itself, so that a value's integer is the same wherever it stands.
+  __device__ float scaled(Source value) const { return __fmul_rn(static_cast<float>(value), scale); }
+
+  // The largest values of a stride that is inside the row for all lanes, two by two.
+  template <class Pair>
+  __device__ Pair largest_pair(int b) const {
+    alignas(16) Source raw[8];
+    load(b, raw);
+    const Pair* pairs = reinterpret_cast<const Pair*>(raw);
+    return __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  }
+
+  // s of the values of stride b; -inf where there is none. `whole`: the stride is inside the row for all lanes.
+  __device__ void logits(int b, float (&s)[8], bool whole) const {
+    alignas(16) Source raw[8];
+    load(b, raw);
+    if (whole) {
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) s[i] = scaled(raw[i]);
+      return;
+    }
     const int inside = length - b * C::kStride - slot;
     [[maybe_unused]] int32_t column[8];
     if constexpr (C::kCausal || C::kBias) {
@@ -60,7 +95,7 @@ struct SoftmaxRow {
       if constexpr (C::kCausal) kept = kept && column[i] <= last;
       s[i] = kNone;
       if (kept) {
-        s[i] = static_cast<float>(raw[i]) * scale;
+        s[i] = scaled(raw[i]);
         if constexpr (C::kBias) s[i] += __ldg(bias + column[i]);
       }
     }
@@ -135,6 +170,41 @@ struct FragmentWriter {
   }
 };
 
+// The same where a lane's two words of a plane are one pair each of the neighbouring slots of its row's four lanes, so that the
+// four exchange pairs: (8 rows, 4 lanes, 4 pairs) becomes (8 rows, 4 pairs, 4 lanes).
+template <class C>
+struct ExchangingWriter {
+  using S = SoftmaxShape<C>;
+  static_assert(!C::kExchanged || (S::kRows == 8 && S::kLanes == 4 && C::kBits > 4), "a row is of four lanes");
+  static constexpr int kPlaneWords = 64;
+
+  uint32_t* out;  // at this lane's words of the vector row's first group
+  bool upper, odd;
+
+  __device__ ExchangingWriter(uint32_t* out_, int tile, int lane)
+      : out(out_ + tile * kPlaneWords + 2 * lane), upper(lane & 2), odd(lane & 1) {}
+
+  // codes: of this lane's row and slots of stride b.
+  __device__ void write(const int32_t (&codes)[8], int b) const {
+    CUTE_UNROLL
+    for (int p = 0; p < S::kPlanes; ++p) {
+      int32_t digits[8];
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) digits[i] = codes[i] >> (8 * p);
+      const auto run = PackedRun<8, 8>::lowest(digits);
+      // Lanes 0 and 1 keep pairs 0 and 1, lanes 2 and 3 the others; then even lanes keep the first of theirs.
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? run.word[0] : run.word[1], 2);
+      const uint32_t early = upper ? other : run.word[0], late = upper ? run.word[1] : other;  // of lanes l % 2, 2 + l % 2
+      const uint32_t mine = __byte_perm(early, late, odd ? 0x7632 : 0x5410);
+      const uint32_t given = __byte_perm(early, late, odd ? 0x5410 : 0x7632);
+      const uint32_t theirs = __shfl_xor_sync(~0u, given, 1);
+      const uint32_t low = odd ? theirs : mine, high = odd ? mine : theirs;  // of lanes 0 and 2, of lanes 1 and 3
+      const uint2 words{__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
+      *reinterpret_cast<uint2*>(out + (int64_t{b} * S::kPlanes + p) * (S::kTiles * kPlaneWords)) = words;
+    }
+  }
+};
+
 template <class C>
 __global__ void __launch_bounds__(32 * C::kWarps, 8)
 softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* row_end, const int32_t* columns,
@@ -142,7 +212,8 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
         float* scales, float* lse, int64_t tiles, int64_t rows, int64_t vector_rows, int64_t blocks, int64_t period_rows,
         int64_t period_columns, float scale, float empty) {
   using S = SoftmaxShape<C>;
-  __shared__ alignas(16) uint8_t staged[C::kFragments ? C::kWarps * S::kBlocks * S::kPlanes * S::kRows * 32 : 16];
+  constexpr int kStagedBytes = C::kWarps * S::kBlocks * S::kPlanes * S::kRows * 32;
+  __shared__ alignas(16) uint8_t staged[C::kFragments && !C::kExchanged ? kStagedBytes : 16];
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t work = blockIdx.x * C::kWarps + warp;
@@ -161,11 +232,24 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
                          i < rows ? length : 0, slot,
                          int(diagonal * period_columns + i - int64_t{diagonal} * period_rows * C::kVector)};
 
+  // Strides that all of a warp's rows have whole, of keys that all take part.
+  const bool plain = SoftmaxRow<C>::kPlain && i - row + S::kRows <= rows;
+  const int whole = plain ? length / C::kStride : 0;
   float top = kNone;
+  int from = block;
+  if constexpr (SoftmaxRow<C>::kPlain && sizeof(typename C::Source) == 2) {
+    if (scale > 0.0f && from < whole) {  // rounding keeps the order, so the largest may come before the product with the scale
+      using Pair = typename PairOf<typename C::Source>::Type;
+      Pair most = of.template largest_pair<Pair>(from);
+#pragma unroll 4
+      for (from += S::kBlocks; from < whole; from += S::kBlocks) most = __hmax2(most, of.template largest_pair<Pair>(from));
+      top = fmaxf(of.scaled(most.x), of.scaled(most.y));
+    }
+  }
 #pragma unroll 2
-  for (int b = block; b < count; b += S::kBlocks) {
+  for (; from < count; from += S::kBlocks) {
     float s[8];
-    of.logits(b, s);
+    of.logits(from, s, false);
     CUTE_UNROLL
     for (int k = 0; k < 8; ++k) top = fmaxf(top, s[k]);
   }
@@ -174,34 +258,53 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
 
   float sum = 0.0f;
   unsigned long long total = 0;
-  const auto encode = [&](int b, int32_t (&codes)[8]) {
-    constexpr float kRound = 0x1p23f;  // an integer that is added to it is found in the lower bits
+  const auto encode = [&](int b, int32_t (&codes)[8], bool inside) {
+    constexpr float kRound = 0x1p23f, kLog2e = 1.44269504f;  // an integer added to kRound is found in the lower bits
     float s[8];
-    of.logits(b, s);
+    of.logits(b, s, inside);
     uint32_t part = 0;
     CUTE_UNROLL
     for (int k = 0; k < 8; ++k) {
-      const float e = __expf(s[k] - shift);
+      const float e = power_of_two((s[k] - shift) * kLog2e);
       sum += e;
-      codes[k] = __float_as_int(__fmaf_rn(e, float(S::kHigh), kRound)) & S::kHigh;
-      part += codes[k];
+      codes[k] = __float_as_int(__fmaf_rn(e, float(S::kHigh), kRound));
+      if constexpr (C::kBits != 8) codes[k] &= S::kHigh, part += codes[k];
+    }
+    if constexpr (C::kBits == 8) {
+      const auto run = PackedRun<8, 8>::lowest(codes);
+      part = __dp4a(run.word[0], 0x01010101u, __dp4a(run.word[1], 0x01010101u, 0u));
     }
     total += part;
   };
-  if constexpr (C::kFragments) {
+  if constexpr (C::kExchanged) {
+    constexpr int kGroupWords = S::kPlanes * S::kTiles * ExchangingWriter<C>::kPlaneWords;
+    const ExchangingWriter<C> writer(reinterpret_cast<uint32_t*>(out) + first * kGroupWords, tile, lane);
+    int b = 0;  // kBlocks is 1: all lanes are at the same stride
+#pragma unroll 2
+    for (; b < whole; ++b) {
+      int32_t codes[8];
+      encode(b, codes, true);
+      writer.write(codes, b);
+    }
+    for (; b < count; ++b) {
+      int32_t codes[8];
+      encode(b, codes, false);
+      writer.write(codes, b);
+    }
+  } else if constexpr (C::kFragments) {
     constexpr int kGroupWords = S::kTiles * FragmentWriter<C>::kWords;
     const FragmentWriter<C> writer(staged + warp * (S::kBlocks * FragmentWriter<C>::kStaged),
                                    reinterpret_cast<uint32_t*>(out) + first * kGroupWords, places, tile, lane);
     for (int b = 0; b < count; b += S::kBlocks) {
       int32_t codes[8] = {};
-      if (b + block < count) encode(b + block, codes);
+      if (b + block < count) encode(b + block, codes, b + block < whole);
       writer.write(codes, block, row, slot, b, count);
     }
   } else {
     uint8_t* const to = out + at * C::kBits / 8;
     for (int b = block; b < count; b += S::kBlocks) {
       int32_t codes[8];
-      encode(b, codes);
+      encode(b, codes, b < whole);
       PackedRun<C::kBits, 8>(codes).store(to + int64_t{b} * (C::kVector * C::kStride * C::kBits / 8));
     }
   }

@@ -82,6 +82,14 @@ class SoftmaxConfig:
         return digit_count(self.bits)
 
     @property
+    def exchanged(self) -> bool:
+        """Whether the four lanes of a row only have to exchange pairs of bytes to write in fragment order."""
+        if not self.atom or self.bits == 4 or self.rows != 8 or self.sparse.stacked:
+            return False
+        places = np.arange(self.planes * 8 * 32, dtype=np.int16).reshape(-1, 8, 4, 4, 2)  # planes, rows, lanes, pairs
+        return bool(np.array_equal(self.places(), places.transpose(0, 1, 3, 2, 4).ravel()))
+
+    @property
     def name(self) -> str:
         """Short and unique among the configs."""
         tags = [tag for tag, on in (("causal", self.causal), ("bias", self.bias), (self.atom, self.atom)) if on]
@@ -96,6 +104,7 @@ class SoftmaxConfig:
             "kCausal": self.causal,
             "kBias": self.bias,
             "kFragments": bool(self.atom),
+            "kExchanged": self.exchanged,
             "kStacked": bool(self.atom) and self.sparse.stacked,
             "kWarps": self.warps,
         }

@@ -33,6 +33,9 @@ FRAGMENTS = [
     ("config", "arch"),
     [
         (SoftmaxConfig("float16", 8, 32, 8, causal=True, bias=True, atom="s8_m16n8k32"), "sm_90a"),
+        (SoftmaxConfig("float16", atom="s8_m16n8k32"), "sm_90a"),
+        (SoftmaxConfig("bfloat16", 16, 32, 16, causal=True, atom="s8_m16n8k32"), "sm_90a"),
+        (SoftmaxConfig("float16", 4, 32, 4, bias=True, atom="int4_as_int8_m16n8k32"), "sm_90a"),
         (SoftmaxConfig("float32", 32, 32, 16, atom="s8_m16n8k32"), "sm_80"),
         (SoftmaxConfig("bfloat16", 1, 16, 4), "sm_90a"),
     ],
@@ -126,6 +129,30 @@ def test_integers_are_written_in_the_order_that_the_product_reads(config: Softma
     assert torch.equal(emulate(config, codes), copy.values)
     assert torch.equal(copy.group_offsets * 32, torch.cat((padded.row_start, torch.tensor([len(codes) * 32]))))
     assert torch.equal(copy.columns, padded.col_indices)
+
+
+@pytest.mark.parametrize("config", FRAGMENTS, ids=lambda config: config.name)
+def test_two_exchanges_of_pairs_write_what_the_table_says(config: SoftmaxConfig) -> None:
+    """``ExchangingWriter`` lane by lane, where it takes the place of the table."""
+    assert config.exchanged == (config.vector_length >= 8 and config.bits > 4)
+    if not config.exchanged:
+        return
+    for plane in range(config.planes):
+        held = [[plane * 256 + lane * 8 + 2 * pair for pair in range(4)] for lane in range(32)]  # places of pairs
+        early, late = [], []
+        for lane in range(32):
+            first, there = (0, lane ^ 2) if lane & 2 == 0 else (2, lane ^ 2)
+            low, high = (lane, there) if lane & 2 == 0 else (there, lane)
+            early.append(held[low][first : first + 2])
+            late.append(held[high][first : first + 2])
+        words = []
+        for lane in range(32):
+            pair = lane & 1
+            mine, theirs = (early[lane][pair], late[lane][pair]), (early[lane ^ 1][pair], late[lane ^ 1][pair])
+            low_half, high_half = (theirs, mine) if pair else (mine, theirs)
+            words += [low_half[0], high_half[0], low_half[1], high_half[1]]
+        table = config.places()[plane * 256 : plane * 256 + 256].reshape(-1, 2)
+        assert table[:, 0].tolist() == words and (table[:, 1] == table[:, 0] + 1).all()
 
 
 def test_config_names_are_unique_and_other_groups_are_refused() -> None:
