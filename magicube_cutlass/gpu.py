@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import Dense, batch_stride
+from cute_kernels.gemm_cuda import pack
 from cute_kernels.integers import fetch, store
 from cute_kernels.jit import Kernel, Replays, get_kernel
 from cute_kernels.operands import Factor, Place, Target
+from cute_kernels.quantize import device_of
 from magicube_cutlass import kernels
 from magicube_cutlass.calls import keepable
 from magicube_cutlass.float_values import DenseFloats
@@ -53,6 +55,9 @@ def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
     rows = data if dim == -1 else data.mT
     if _is_ready(rows):
         return rows
+    if rows.ndim == 2 and rows.element_size() == 1 and rows.stride(0) == 1:  # torch takes bytes one by one
+        with device_of(rows):
+            return pack(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
     if rows.dtype == torch.uint16:
         rows = rows.view(torch.int16)  # torch has few operators on uint16
     step = ALIGNMENT // rows.element_size()

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
+from cute_kernels.cpu import Dense
 from cute_kernels.integers import BITS
 from cute_kernels.spmm_panel import PanelConfig
+from magicube_cutlass.gpu import aligned_rows
 from magicube_cutlass.kernels import Kind, SpmmKernel
 from tests.gpu.problems import (
     HERE,
@@ -80,6 +82,15 @@ def test_every_pair_sign_and_vector_length_is_exact(config: SpmmKernel) -> None:
     v = config.vector_length
     check_spmm(sparse(100, 700, v, left, sparsity=0.8, extreme=True), dense((700, 70), right, extreme=True), config)
     check_spmm(sparse(61, 331, v, left, empty=True, seed=1), dense((2, 331, 193), right, "column"), config)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(("k", "n"), [(331, 193), (48, 1), (2, 70), (1000, 1040), (256, 5000)])
+def test_bytes_column_by_column_are_turned(k: int, n: int, signed: bool) -> None:
+    b = dense((k, n), (8, signed), "column")
+    check_spmm(sparse(61, k, 8, (8, True)), b, gather(kind(8, (8, True), (8, signed))))
+    rows = aligned_rows(Dense(b.data.cuda(), 8, signed, -2, -1), -1, k)
+    assert rows.stride(1) == 1 and rows.stride(0) % 16 == 0 and torch.equal(rows.cpu(), b.data)
 
 
 def test_the_pairs_meet_every_vector_length() -> None:
