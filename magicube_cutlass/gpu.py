@@ -36,6 +36,17 @@ def _is_ready(rows: Tensor) -> bool:
     return True
 
 
+def _lies_turned(rows: Tensor) -> bool:
+    """Whether the operand is a matrix of bytes whose columns are contiguous, and :func:`_turned` makes rows of them."""
+    return rows.ndim == 2 and rows.element_size() == 1 and rows.stride(0) == 1 and not _is_ready(rows)
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """A copy of such an operand, ready; torch would take the bytes one by one."""
+    with device_of(rows):
+        return pack(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
+
+
 def copies(dense: Dense, dim: int) -> bool:
     """Whether :func:`aligned_rows` has to copy the operand."""
     if dense.bits == 4 and dense.packed_dim != dim:
@@ -55,9 +66,8 @@ def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
     rows = data if dim == -1 else data.mT
     if _is_ready(rows):
         return rows
-    if rows.ndim == 2 and rows.element_size() == 1 and rows.stride(0) == 1:  # torch takes bytes one by one
-        with device_of(rows):
-            return pack(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
+    if _lies_turned(rows):
+        return _turned(rows)
     if rows.dtype == torch.uint16:
         rows = rows.view(torch.int16)  # torch has few operators on uint16
     step = ALIGNMENT // rows.element_size()
@@ -158,14 +168,17 @@ class SpmmCall(_Call):
     ) -> None:
         self.config, self.copy, self.left = kernels.spmm_config(kernel), copy, left
         super().__init__(self.config, out)
+        self.turns = _lies_turned(b)
         rows, columns = out.shape[-2], out.shape[-1]
         self.size = (out.numel() // (rows * columns), rows, inner, columns)
-        self.place, self.left_factor = _place(b)[1:], _factor(left)
+        self.place, self.left_factor = _place(_turned(b) if self.turns else b)[1:], _factor(left)
         self.scaled, self.right_step = right is not None, 0 if right is None or right.ndim == 0 else 1
         self.scale: Tensor | None = None  # the matrix's own, of which `left` was made
 
     def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
         """The product, or None where B's address asks for a copy."""
+        if self.turns:
+            b = _turned(b)  # alive until the product was enqueued
         pointer = b.data_ptr()
         if pointer % ALIGNMENT:
             return None
@@ -194,11 +207,13 @@ def spmm_call(
     out: Tensor,
     inner: int,
 ) -> SpmmCall | None:
-    """The call for these operands, or None where B, its scale or the bias has to be copied every time.
+    """The call for these operands, or None where the scale or the bias of B has to be copied every time, or B by torch.
 
     ``scale`` is the matrix's own and ``left`` what was made of it; ``right`` is B's, or None for integer output.
     """
-    if out.numel() == 0 or inner == 0 or copies(Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), -1):
+    given = Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
+    packed = dense.bits == 4 and dense.packed_dim != -1
+    if out.numel() == 0 or inner == 0 or (copies(given, -1) and (packed or not _lies_turned(dense.data))):
         return None
     if not keepable(scale, left, right, bias):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import io
+import itertools
 import pstats
 import sys
 import time
@@ -300,8 +301,8 @@ def test_a_kept_call_sees_other_addresses_scales_and_values(room: int, monkeypat
     storage = ints((3, 70 * 64 + 64), *S8).to(torch.int8).cuda()
     bias = torch.randn(40, device="cuda")
 
-    def product(offset: int, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
-        data = storage[1, offset:].as_strided((70, 64), (64, 1))
+    def product(offset: int, scale: torch.Tensor, bias: torch.Tensor | None, strides: tuple[int, int]) -> None:
+        data = storage[1, offset:].as_strided((70, 64), strides)
         b = mc.QuantTensor(data, scale, 8, True, 0, data.shape)
         expected = torch.matmul(a.to_dense().double(), b.dequantize().double())
         expected = expected if bias is None else expected + bias.double()[:, None]
@@ -309,18 +310,22 @@ def test_a_kept_call_sees_other_addresses_scales_and_values(room: int, monkeypat
         assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4)
 
     addresses = range(0, 64, 16)  # 3 and 1 are not aligned, so B is copied
+    layouts = ((64, 1), (1, 70))
     for offset in (*addresses, 3, *addresses, 1):
-        for factor in (1.0, 3.0):
+        for factor, strides in itertools.product((1.0, 3.0), layouts):
             scale = torch.full((1, 64), factor, device="cuda")
-            product(offset, scale, bias)
-            product(offset, scale.double(), None)
+            product(offset, scale, bias, strides)
+            product(offset, scale.double(), None, strides)
+    assert sum(isinstance(call, gpu.SpmmCall) for call in a._execution.values()) >= len(layouts)
     a.scale = a.scale * 2 if a.scale is not None else None
-    product(0, torch.ones(1, 64, device="cuda"), bias)
+    for strides in layouts:
+        product(0, torch.ones(1, 64, device="cuda"), bias, strides)
     assert a.scale is not None
     a.scale.mul_(0.5)
-    product(0, torch.ones(1, 64, device="cuda"), bias)
+    for strides in layouts:
+        product(0, torch.ones(1, 64, device="cuda"), bias, strides)
     a.scale = a.scale.double()
-    product(0, torch.ones(1, 64, device="cuda"), bias)
+    product(0, torch.ones(1, 64, device="cuda"), bias, layouts[0])
 
 
 def test_a_kept_sddmm_sees_other_addresses_scales_and_values() -> None:
