@@ -7,7 +7,8 @@ FlexAttention has random 128 x 128 blocks of the same sparsity, dense attention 
 Writes ``benchmarks/results/transformer_h200.json`` (the name is the GPU's), again after each row; rows that are there
 are not measured again, so that runs of ``--seconds`` add up.  What takes too long, as a compiler may, is broken off,
 noted as skipped, and left to the next run.  Milliseconds; the interval is of the mean, 95%.
-Run: ``PYTHONPATH=. python benchmarks/transformer.py [--quick] [--seconds S] [--fresh] [--plot] [--out FILE]``
+Run: ``PYTHONPATH=. python benchmarks/transformer.py [--quick] [--seconds S] [--fresh] [--again PARTS] [--plot]
+[--out FILE]``
 """
 
 from __future__ import annotations
@@ -246,8 +247,13 @@ def in_time(case: Case, name: str, device: str, iterations: int, seconds: float)
         return None
 
 
-def measure_all(cases: list[Case], device: str, out: Path, limit: float, iterations: int, fresh: bool) -> int:
-    """Measures what is not in ``out`` until ``limit`` seconds are over; returns how many rows are left."""
+def measure_all(
+    cases: list[Case], device: str, out: Path, limit: float, iterations: int, fresh: bool, again: tuple[str, ...] = ()
+) -> int:
+    """Measures what is not in ``out`` until ``limit`` seconds are over; returns how many rows are left.
+
+    ``again``: parts of names whose rows are measured anew, in the place of those that are there.
+    """
     begin = time.perf_counter()
     torch._dynamo.config.recompile_limit = 64  # every kind of module counts, and every layer of integers
     results: dict[str, Any] = {"machine": {}, "device": device, "cases": [], "skipped": []}
@@ -257,7 +263,8 @@ def measure_all(cases: list[Case], device: str, out: Path, limit: float, iterati
     known: Known = {Case(*(one[key] for key in Case.__dataclass_fields__)): one for one in results["cases"]}
     slow, left = set(), 0
     for case, name in plan(cases):
-        row = find(known, case, name)
+        old = any(part in name for part in again)
+        row = None if old else find(known, case, name)
         if row is None:
             seconds = min(LONGEST, limit - (time.perf_counter() - begin))
             if seconds >= SHORTEST and name not in slow:
@@ -277,12 +284,13 @@ def measure_all(cases: list[Case], device: str, out: Path, limit: float, iterati
 
 
 def add(results: dict[str, Any], known: Known, case: Case, row: dict[str, Any], iterations: int) -> None:
-    """Put ``row`` where it is not yet."""
+    """Put ``row`` into its case, in the place of the one of its name."""
     if case not in known:
         known[case] = {**asdict(case), "iterations": iterations, "rows": []}
         results["cases"].append(known[case])
-    if all(row["name"] != each["name"] for each in known[case]["rows"]):
-        known[case]["rows"].append(row)
+    rows = known[case]["rows"]
+    known[case]["rows"] = rows = [each for each in rows if each["name"] != row["name"]]
+    rows.append(row)
 
 
 def main() -> None:
@@ -290,6 +298,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short sequence, also on a CPU; needs --out")
     parser.add_argument("--seconds", type=float, default=150.0, help="limit of the whole run")
     parser.add_argument("--fresh", action="store_true", help="forget the rows of the results file")
+    parser.add_argument("--again", default="", help="parts of names, between commas, to measure anew")
     parser.add_argument("--out", type=Path, help="the results file")
     parser.add_argument("--plot", action="store_true", help="measure nothing, draw and write the page")
     args = parser.parse_args()
@@ -302,7 +311,8 @@ def main() -> None:
     out = out or results_file("transformer")
     if not args.plot:
         iterations = 3 if device == "cpu" else ITERATIONS
-        left = measure_all(QUICK if args.quick else CASES, device, out, args.seconds, iterations, args.fresh)
+        again = tuple(part for part in args.again.split(",") if part)
+        left = measure_all(QUICK if args.quick else CASES, device, out, args.seconds, iterations, args.fresh, again)
         print(f"\nwrote {out}" + (f"; {left} rows are left, the same command goes on" if left else ""))
     if not out.is_file():
         raise SystemExit(f"there is no {out}; a run on a GPU writes it")

@@ -89,8 +89,8 @@ def test_the_interval_is_that_of_the_mean() -> None:
         script.interval([1.0])
 
 
-def run(out: Path, cases: int = 2, limit: float = 1e9, fresh: bool = False) -> int:
-    return script.measure_all(script.CASES[:cases], "cpu", out, limit, 3, fresh)
+def run(out: Path, cases: int = 2, limit: float = 1e9, fresh: bool = False, again: tuple[str, ...] = ()) -> int:
+    return script.measure_all(script.CASES[:cases], "cpu", out, limit, 3, fresh, again)
 
 
 @pytest.fixture
@@ -135,6 +135,22 @@ def test_runs_stop_in_time_and_add_up(
     assert dense == [1.0, 1.0], "dense attention is measured once for both sparsities"
     assert run(out, 1, fresh=True) == 0 and len(rows) == 15 + 8
     assert len(stored(out)["cases"]) == 1
+
+
+def test_rows_are_measured_again_in_the_place_of_those_that_are_there(
+    tmp_path: Path, rows: list[tuple[Case, str]]
+) -> None:
+    out = tmp_path / "cases.json"
+    assert run(out) == 0
+    before, asked = stored(out)["cases"], len(rows)
+    assert run(out, again=("16b", LINEARS)) == 0
+    anew = {name for name in names() if "16b" in name or LINEARS in name}
+    assert {name for _, name in rows[asked:]} == anew and len(rows) == asked + 2 * len(anew)
+    for old, new in zip(before, stored(out)["cases"], strict=True):
+        first, second = ({row["name"]: row["ms"] for row in case["rows"]} for case in (old, new))
+        assert first.keys() == second.keys() and {name for name in first if first[name] != second[name]} == anew
+    assert run(out, limit=script.SHORTEST - 1, again=("16b",)) > 0
+    assert all(len(case["rows"]) == len(names()) for case in stored(out)["cases"]), "what was there stays"
 
 
 def test_a_rival_that_takes_too_long_is_broken_off_noted_and_left(
