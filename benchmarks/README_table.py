@@ -260,7 +260,7 @@ def render_auto(results: dict[str, Any]) -> str:
         f"takes {regret['median']:.2f} times as long as the fastest checked mode or float32 (median; "
         f"{regret['worst']:.2f} at worst, above 1.25 in {regret['above 1.25']}), {free['median']:.2f} times as long as "
         "the fastest unchecked one.",
-        "", "What the check of a given mode takes, as a share of the call without it:", "",
+        "", "What the check of a given mode takes, as a share of the checked call:", "",
         *_grid(head, rows),
     ])  # fmt: skip
 

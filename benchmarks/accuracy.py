@@ -21,6 +21,7 @@ import torch
 from machine import gpu_machine, machine
 from torch import Tensor
 
+from residual import habits
 from residual.call import ToleranceError
 from residual.costs import costs_of
 from residual.matmul import matmul
@@ -182,6 +183,7 @@ def regrets(times: dict[str, float], errors: dict[str, float]) -> dict[str, floa
 def run(kind: str, n: int, device: torch.device, rounds: int, budget: float) -> dict[str, Any]:
     """All rivals on one kind of data of one size."""
     torch.manual_seed(n)
+    habits.forget()  # of other data
     a, b = KINDS[kind](n, device)
     truth = a.double() @ b.double()
     rivals = torch_rivals(a, b) | our_rivals(a, b)

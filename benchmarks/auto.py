@@ -27,6 +27,7 @@ from accuracy import RESULTS, Draw, once
 from machine import gpu_machine, machine
 from torch import Tensor
 
+from residual import habits
 from residual.call import Report, ToleranceError
 from residual.costs import Costs, Sizes, cost, costs_of, measure_costs
 from residual.matmul import matmul
@@ -118,6 +119,7 @@ def regrets(auto: float, times: dict[str, float], errors: dict[str, float], tol:
 def run_case(kind: str, n: int, tol: float, device: torch.device, budget: float) -> dict[str, Any]:
     """Auto and its rivals on one problem."""
     torch.manual_seed(n + 1)
+    habits.forget()  # of other data
     a, b = KINDS[kind](n, device)
     errors = errors_of(a, b)
     report: Report | None = None

@@ -1,5 +1,6 @@
-// The worker threads that one calling thread keeps between its calls, as OpenMP runtimes do: they look out for the next
-// call for a moment, since to wake a parked thread can take longer than a small product, and then park.
+// The worker threads that one calling thread keeps between its calls, as OpenMP runtimes do, where there is no such runtime
+// to ask: they look out for the next call for a moment, since to wake a parked thread can take longer than a small product,
+// and then park.
 //
 // Every caller has its own, so that calls from several threads at once never wait for each other's workers. A process
 // made by fork has none of its parent's threads: their owner is forgotten there and new ones are started.
@@ -25,6 +26,14 @@ void spin_until(const Done& done) {
   for (int spin = 0; !done(); ++spin) {
     if (spin > kSpins) std::this_thread::yield();
   }
+}
+
+// Forks between the process that loaded the engine and this one.
+inline int& forks() {
+  static int count = 0;
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks(); });
+  (void)registered;
+  return count;
 }
 
 class Pool {
@@ -131,14 +140,6 @@ class OwnPool {
   OwnPool() = default;
   ~OwnPool() {
     if (forks_ == forks()) delete pool_;
-  }
-
-  // Forks between the process that loaded the engine and this one.
-  static int& forks() {
-    static int count = 0;
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks(); });
-    (void)registered;
-    return count;
   }
 
   Pool* pool_ = nullptr;

@@ -1,4 +1,6 @@
 // Threads, barriers and workspace of one engine call.
+#include <dlfcn.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -23,8 +25,6 @@ struct Aligned {
 };
 
 struct Common {
-  explicit Common(int threads) : size(threads) {}
-  const int size;
   std::atomic<int64_t> tickets{0};
   std::atomic<int> arrived{0};
   std::atomic<int> generation{0};
@@ -32,17 +32,17 @@ struct Common {
 
 class Member final : public Team {
  public:
-  Member(Common& common, int rank, uint8_t* shared, uint8_t* local)
-      : common_(common), rank_(rank), shared_(shared), local_(local) {}
+  Member(Common& common, int rank, int size, uint8_t* shared, uint8_t* local)
+      : common_(common), rank_(rank), size_(size), shared_(shared), local_(local) {}
   int rank() const override { return rank_; }
-  int size() const override { return common_.size; }
+  int size() const override { return size_; }
   int64_t ticket() override { return common_.tickets.fetch_add(1, std::memory_order_relaxed); }
   uint8_t* shared() const override { return shared_; }
   uint8_t* local() const override { return local_; }
 
   void barrier() override {
     const int generation = common_.generation.load(std::memory_order_acquire);
-    if (common_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == common_.size) {
+    if (common_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       common_.arrived.store(0, std::memory_order_relaxed);
       common_.tickets.store(0, std::memory_order_relaxed);
       common_.generation.store(generation + 1, std::memory_order_release);
@@ -53,10 +53,28 @@ class Member final : public Team {
 
  private:
   Common& common_;
-  int rank_;
+  int rank_, size_;
   uint8_t* shared_;
   uint8_t* local_;
 };
+
+// The OpenMP threads that torch works with. With two pools each finds the cores taken on which the other's threads look out
+// for work. The runtime does not survive a fork, and may be another one than GNU's, without these names.
+struct OpenMp {
+  using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  using Number = int (*)();
+  Region parallel = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  Number rank = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
+  Number size = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
+
+  static const OpenMp& get() {
+    static const OpenMp found;
+    return found;
+  }
+  bool usable() const { return parallel && rank && size && !forks(); }
+};
+
+const int kForksBefore = forks();  // it counts from here on
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -104,17 +122,29 @@ int64_t slice_shared_bytes(int64_t lines, int64_t real_bytes, int threads) {
 
 void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&),
               const void* args) {
-  Pool* const pool = threads > 1 ? &OwnPool::get() : nullptr;
-  const int workers = pool ? pool->provide(threads - 1) : 0;
   const Aligned shared(shared_bytes);
-  const Aligned local(local_bytes * (workers + 1));
-  Common common(workers + 1);
-  auto run = [&](int rank) {
-    Member member(common, rank, shared.data, local.data ? local.data + local_bytes * rank : nullptr);
+  const Aligned local(local_bytes * threads);
+  Common common;
+  const auto run = [&](int rank, int size) {
+    Member member(common, rank, size, shared.data, local.data ? local.data + local_bytes * rank : nullptr);
     body(args, member);
   };
-  if (workers == 0) return run(0);
-  pool->run(workers, [](void* context, int rank) { (*static_cast<decltype(run)*>(context))(rank); }, &run);
+  if (threads == 1) return run(0, 1);
+  const OpenMp& openmp = OpenMp::get();
+  if (openmp.usable()) {
+    const auto region = [&] { run(openmp.rank(), openmp.size()); };  // may be fewer threads than asked for
+    using Call = decltype(region);
+    openmp.parallel([](void* call) { (*static_cast<Call*>(call))(); }, const_cast<void*>(static_cast<const void*>(&region)),
+                    static_cast<unsigned>(threads), 0);
+    return;
+  }
+  Pool& pool = OwnPool::get();
+  const int workers = pool.provide(threads - 1);
+  if (workers == 0) return run(0, 1);
+  const auto job = [&](int rank) { run(rank, workers + 1); };
+  using Job = decltype(job);
+  pool.run(workers, [](void* context, int rank) { (*static_cast<Job*>(context))(rank); },
+           const_cast<void*>(static_cast<const void*>(&job)));
 }
 
 }  // namespace magicube

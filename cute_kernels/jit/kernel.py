@@ -215,13 +215,9 @@ class Kernel:
         if 0 in grid:
             return
         layout, frame = self._fill(args)
-        prepared = Prepared(self, grid, frame, cluster, early)
-        self.enqueue(prepared)
-        seen: list[Prepared] | None = getattr(_recording, "launches", None)
-        if seen is None:
+        self.enqueue(Prepared(self, grid, frame, cluster, early))
+        if getattr(_recording, "launches", None) is None:
             layout.frames.append(frame)  # the driver has copied the arguments
-        else:
-            seen.append(prepared)
 
     def _fill(self, args: tuple[Any, ...]) -> tuple[_Layout, _Frame]:
         if log.isEnabledFor(logging.DEBUG):
@@ -251,9 +247,13 @@ class Kernel:
             (status,) = driver.cuLaunchKernelEx(config, self._function, frame.address, 0)
         if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and not self._bound_here():
             self.enqueue(prepared)
-        elif status:
+            return
+        if status:
             shape = f"grid {grid}, {self.threads} threads, {self.smem_bytes} bytes of shared memory"
             raise DeviceError(f"{self.name} ({self.arch}) with {shape}: {status.name}")
+        seen: list[Prepared] | None = getattr(_recording, "launches", None)
+        if seen is not None:
+            seen.append(prepared)
 
     def _bound_here(self) -> bool:
         """Whether this thread has the device's context; one that has not touched the GPU yet has none, and gets it."""
@@ -315,25 +315,33 @@ class Replays:
         self._most = most
         self._known: dict[Hashable, tuple[Prepared, ...]] = {}
 
-    def run(self, key: Hashable, launch: Callable[[], object]) -> None:
-        """Do what ``launch`` does, which launches kernels and does nothing else, on torch's current stream."""
+    def get(self, key: Hashable) -> tuple[Prepared, ...] | None:
+        """What was launched for this key, or None; each is for :meth:`Kernel.enqueue`."""
+        return self._known.get(key)
+
+    def record(self, key: Hashable, launch: Callable[[], object]) -> None:
+        """Run ``launch``, which launches kernels and does nothing else, on torch's current stream; keep what it did."""
         outer: list[Prepared] | None = getattr(_recording, "launches", None)
+        launches: list[Prepared] = []
+        _recording.launches = launches
+        try:
+            launch()
+        finally:
+            _recording.launches = outer
+        if outer is not None:
+            outer.extend(launches)
+        if len(self._known) >= self._most:
+            self._known.clear()
+        self._known[key] = tuple(launches)
+
+    def run(self, key: Hashable, launch: Callable[[], object]) -> None:
+        """:meth:`record`, or the same again."""
         known = self._known.get(key)
         if known is None:
-            _recording.launches = []
-            try:
-                launch()
-                known = tuple(_recording.launches)
-            finally:
-                _recording.launches = outer
-            if len(self._known) >= self._most:
-                self._known.clear()
-            self._known[key] = known
+            self.record(key, launch)
         else:
             for each in known:
                 each.kernel.enqueue(each)
-        if outer is not None:
-            outer.extend(known)
 
 
 def _bind_context(device: int) -> None:
