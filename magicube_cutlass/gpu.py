@@ -212,7 +212,7 @@ def spmm_call(
     out: Tensor,
     inner: int,
 ) -> SpmmCall | None:
-    """The call for these operands, or None where the scale or the bias of B has to be copied every time, or B by torch.
+    """The call for these operands, or None where B's scale or the bias has to be copied every time, or B by torch.
 
     ``scale`` is the matrix's own and ``left`` what was made of it; ``right`` is B's, or None for integer output.
     """
