@@ -17,7 +17,8 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.gemm_cuda import ALIGNMENT, aligned, pack
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import Replays, current_arch, get_kernel
+from cute_kernels.jit.kernel import current_arch, get_kernel
+from cute_kernels.jit.replay import Replays
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cute_kernels.gemm_cuda import multiprocessors_of
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import Replays, get_kernel
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.replay import Replays
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 

@@ -8,12 +8,12 @@ from cute_kernels.jit.compiler import ARCHES, Binary, CompileError, Unit, Usage,
 from cute_kernels.jit.kernel import (
     DeviceError,
     Kernel,
-    Replays,
     current_arch,
     get_kernel,
     occupancy,
     tensor_map,
 )
+from cute_kernels.jit.replay import Replays
 from cute_kernels.jit.toolchain import Toolchain, ToolchainError
 from cute_kernels.jit.warm import Warmed, warmup
 

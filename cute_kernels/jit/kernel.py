@@ -12,15 +12,16 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import Binary, Unit, Usage, check_arch
+from cute_kernels.jit.replay import Prepared, recording
 
 log = logging.getLogger("magicube")
 
@@ -216,7 +217,7 @@ class Kernel:
             return
         layout, frame = self._fill(args)
         self.enqueue(Prepared(self, grid, frame, cluster, early))
-        if getattr(_recording, "launches", None) is None:
+        if getattr(recording, "launches", None) is None:
             layout.frames.append(frame)  # the driver has copied the arguments
 
     def _fill(self, args: tuple[Any, ...]) -> tuple[_Layout, _Frame]:
@@ -251,7 +252,7 @@ class Kernel:
         if status:
             shape = f"grid {grid}, {self.threads} threads, {self.smem_bytes} bytes of shared memory"
             raise DeviceError(f"{self.name} ({self.arch}) with {shape}: {status.name}")
-        seen: list[Prepared] | None = getattr(_recording, "launches", None)
+        seen: list[Prepared] | None = getattr(recording, "launches", None)
         if seen is not None:
             seen.append(prepared)
 
@@ -289,59 +290,6 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"Kernel({self.name!r}, {self.arch}, device {self.device}, {self.num_regs} registers)"
-
-
-class Prepared(NamedTuple):
-    """A launch whose arguments lie in place: to be run any number of times, by any thread."""
-
-    kernel: Kernel
-    grid: Grid
-    frame: _Frame
-    cluster: Grid | None
-    early: bool
-
-
-_recording = threading.local()
-
-
-class Replays:
-    """Launches of functions that depend on nothing but their keys: what one launched is launched again without it.
-
-    A key holds the addresses of all that the kernels read and write, and whatever else they depend on, the device too.
-    """
-
-    def __init__(self, most: int) -> None:
-        """``most``: keys that are remembered; an allocator gives the same addresses again."""
-        self._most = most
-        self._known: dict[Hashable, tuple[Prepared, ...]] = {}
-
-    def get(self, key: Hashable) -> tuple[Prepared, ...] | None:
-        """What was launched for this key, or None; each is for :meth:`Kernel.enqueue`."""
-        return self._known.get(key)
-
-    def record(self, key: Hashable, launch: Callable[[], object]) -> None:
-        """Run ``launch``, which launches kernels and does nothing else, on torch's current stream; keep what it did."""
-        outer: list[Prepared] | None = getattr(_recording, "launches", None)
-        launches: list[Prepared] = []
-        _recording.launches = launches
-        try:
-            launch()
-        finally:
-            _recording.launches = outer
-        if outer is not None:
-            outer.extend(launches)
-        if len(self._known) >= self._most:
-            self._known.clear()
-        self._known[key] = tuple(launches)
-
-    def run(self, key: Hashable, launch: Callable[[], object]) -> None:
-        """:meth:`record`, or the same again."""
-        known = self._known.get(key)
-        if known is None:
-            self.record(key, launch)
-        else:
-            for each in known:
-                each.kernel.enqueue(each)
 
 
 def _bind_context(device: int) -> None:
