@@ -4,6 +4,7 @@
 // twice, with the maxima of each thread in between.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -78,7 +79,7 @@ void over_slices(Work& work, Team& team) {
   auto* const all = reinterpret_cast<Int*>(team.shared());
   const int64_t pitch = magicube::slice_maxima_bytes(lines, sizeof(Int)) / static_cast<int64_t>(sizeof(Int));
   Int* const mine = all + team.rank() * pitch;
-  std::memset(mine, 0, static_cast<size_t>(lines) * sizeof(Int));
+  std::fill_n(mine, lines, Int{0});
   each_row([&](int64_t i) {
     if (by_columns) work.see_columns(i, mine);
     else *mine = work.see_row(i, *mine);
