@@ -24,8 +24,8 @@ from cute_kernels.source import OUT_TYPES, constants
 
 SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LIFT, _TINY = 2.0**100, 2.0**-100
-_replays = Replays(256)
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+_replays = Replays(256)
 
 
 class Digits(NamedTuple):

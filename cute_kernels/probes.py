@@ -29,9 +29,9 @@ SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 _SUMS = PROBES * PROBES + 4
 _RUN = 4  # entries that a lane loads at once
 _SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which takes another kernel for their sums
+_FEW = 4  # they do where there are so many multiprocessors for each tile
 _GAIN = 1.15  # of reading W half as often
 _replays = Replays(256)
-_FEW = 4  # they do where there are so many multiprocessors for each tile
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def _sparse(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> 
 
 _RUNS: dict[str, Callable[[Plan, Operand, Operand, Tensor | None], Tensor]] = {
     "fp16": _fp16, "fp32": _fp32, "fp64": _fp64, "centred": _centred, "outlier": _outlier, "columns": _columns,
-    "sparse": _sparse,    **dict.fromkeys(_COUNTS, _dense),
+    "sparse": _sparse, **dict.fromkeys(_COUNTS, _dense),
 }  # fmt: skip
 
 

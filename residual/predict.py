@@ -35,7 +35,7 @@ X, R1, R2, XC, RC, XO, RO = range(7)  # entries and residuals; C: centred, O: wi
 _LEVELS = 7
 _SINGLE = 4e-7  # error of a float32 product against the size of its terms, at K = 1024 (measured 1.7e-7 to 3.5e-7)
 _ROUNDED = 2.5e-4  # of a number rounded to float16, where it is normal: half a last place, spread evenly
-_CUT = 3e-5  # of sums on Tensor Cores against the size of their terms, where these have one sign
+_CUT, _CUT_MOST = 6e-9, 8192  # lost by a sum on Tensor Cores for each of its terms of one sign, of so many at most
 _FLOOR = 6e-8  # of integer products that meet in float32
 _DOUBLE = 1e-15
 
@@ -195,7 +195,7 @@ class Forecast:
         if plan.mode == "fp64":
             squared = _DOUBLE**2 * plain
         elif plan.mode == "fp16":
-            squared = 2 * _ROUNDED**2 * self.raw[X][X] + _CUT**2 * plain
+            squared = 2 * _ROUNDED**2 * self.raw[X][X] + (_CUT * min(self.inner, _CUT_MOST)) ** 2 * plain
         elif plan.mode == "fp32":
             squared = _SINGLE**2 * plain * max(1.0, self.inner / 1024) ** 0.5
         else:

@@ -16,7 +16,7 @@ HOT = 16.0  # a column of k is an outlier where its mean square is this many tim
 MOST_HOT = 16  # at most one column in so many is an outlier
 SAMPLE = 16  # lines that statistics look at
 _HALVES = (torch.float16, torch.bfloat16)
-# Of a line's largest magnitude: float16 holds its square, and its entries down to a 16th with all of their digits.
+# Of a line's largest magnitude: float16 holds it, and entries down to a 16th of it, with all of their digits.
 HALF_RANGE = (2.0**-10, 2.0**15)
 _DTYPES = (torch.float32, *_HALVES, torch.float64)
 _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.bool)
@@ -112,7 +112,7 @@ class Operand:
         return self.real if self.real.dtype in _HALVES else self.real.half()
 
     def fits_half(self) -> bool:
-        """Whether float16 holds the lines to half a last place of their largest entries; waits for a GPU."""
+        """Whether the lines' largest magnitudes are zero or in :data:`HALF_RANGE`; waits for a GPU."""
         least, most = HALF_RANGE
         near = (self.top >= least) & (self.top <= most)
         return bool((near | (self.top == 0)).all())

@@ -132,19 +132,17 @@ void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*bod
   if (threads == 1) return run(0, 1);
   const OpenMp& openmp = OpenMp::get();
   if (openmp.usable()) {
-    const auto region = [&] { run(openmp.rank(), openmp.size()); };  // may be fewer threads than asked for
+    auto region = [&] { run(openmp.rank(), openmp.size()); };  // may be fewer threads than asked for
     using Call = decltype(region);
-    openmp.parallel([](void* call) { (*static_cast<Call*>(call))(); }, const_cast<void*>(static_cast<const void*>(&region)),
-                    static_cast<unsigned>(threads), 0);
+    openmp.parallel([](void* call) { (*static_cast<Call*>(call))(); }, &region, static_cast<unsigned>(threads), 0);
     return;
   }
   Pool& pool = OwnPool::get();
   const int workers = pool.provide(threads - 1);
   if (workers == 0) return run(0, 1);
-  const auto job = [&](int rank) { run(rank, workers + 1); };
+  auto job = [&](int rank) { run(rank, workers + 1); };
   using Job = decltype(job);
-  pool.run(workers, [](void* context, int rank) { (*static_cast<Job*>(context))(rank); },
-           const_cast<void*>(static_cast<const void*>(&job)));
+  pool.run(workers, [](void* context, int rank) { (*static_cast<Job*>(context))(rank); }, &job);
 }
 
 }  // namespace magicube
