@@ -6,9 +6,10 @@ compiled by torch, and one CUDA graph, alone in the memory.  ``16b-8b`` and the 
 FlexAttention has random 128 x 128 blocks of the same sparsity, dense attention all keys.
 Writes ``benchmarks/results/transformer_h200.json`` (the name is the GPU's), again after each row; rows that are there
 are not measured again, so that runs of ``--seconds`` add up.  What takes too long, as a compiler may, is broken off,
-noted as skipped, and left to the next run.  Milliseconds; the interval is of the mean, 95%.
-Run: ``PYTHONPATH=. python benchmarks/transformer.py [--quick] [--seconds S] [--fresh] [--again PARTS] [--plot]
-[--out FILE]``
+noted as skipped, and left to the next run.  Several GPUs share the work: a process each with ``--part 1/N`` to ``N/N``
+and an ``--out`` of its own, then a run that joins the files.  Milliseconds; the interval is of the mean, 95%.
+Run: ``PYTHONPATH=. python benchmarks/transformer.py [--quick] [--seconds S] [--fresh] [--again PARTS] [--part I/N]
+[--join FILE ...] [--plot] [--out FILE]``
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import gc
 import json
 import math
+import re
 import signal
 import sys
 import time
@@ -247,22 +249,39 @@ def in_time(case: Case, name: str, device: str, iterations: int, seconds: float)
         return None
 
 
-def measure_all(
-    cases: list[Case], device: str, out: Path, limit: float, iterations: int, fresh: bool, again: tuple[str, ...] = ()
-) -> int:
-    """Measures what is not in ``out`` until ``limit`` seconds are over; returns how many rows are left.
+def part_of(rows: list[tuple[Case, str]], part: int, parts: int) -> list[tuple[Case, str]]:
+    """The rows of one of ``parts`` processes, from 1; those of a name at several sparsities stay together."""
+    kinds = list(dict.fromkeys((replace(case, sparsity=0.0), name) for case, name in rows))
+    own = set(kinds[part - 1 :: parts])
+    return [(case, name) for case, name in rows if (replace(case, sparsity=0.0), name) in own]
 
-    ``again``: parts of names whose rows are measured anew, in the place of those that are there.
+
+def measure_all(
+    rows: list[tuple[Case, str]],
+    device: str,
+    out: Path,
+    limit: float,
+    iterations: int,
+    fresh: bool,
+    again: tuple[str, ...] = (),
+    join: tuple[Path, ...] = (),
+) -> int:
+    """Measures what is not in ``out`` until ``limit`` seconds are over; returns how many of ``rows`` are left.
+
+    ``again``: parts of names whose rows are measured anew, in the place of those that are there; ``join``: other files
+    of results, whose rows go into ``out``.
     """
     begin = time.perf_counter()
     torch._dynamo.config.recompile_limit = 64  # every kind of module counts, and every layer of integers
     results: dict[str, Any] = {"machine": {}, "device": device, "cases": [], "skipped": []}
-    if out.is_file() and not fresh:
-        results["cases"] = json.loads(out.read_text())["cases"]
     results["machine"] = gpu_machine() if device == "cuda" else machine()
-    known: Known = {Case(*(one[key] for key in Case.__dataclass_fields__)): one for one in results["cases"]}
+    known: Known = {}
+    for path in (*([out] if out.is_file() and not fresh else []), *join):
+        for one in json.loads(path.read_text())["cases"]:
+            for row in one["rows"]:
+                add(results, known, Case(*(one[key] for key in Case.__dataclass_fields__)), row, one["iterations"])
     slow, left = set(), 0
-    for case, name in plan(cases):
+    for case, name in rows:
         old = any(part in name for part in again)
         row = None if old else find(known, case, name)
         if row is None:
@@ -299,10 +318,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="limit of the whole run")
     parser.add_argument("--fresh", action="store_true", help="forget the rows of the results file")
     parser.add_argument("--again", default="", help="parts of names, between commas, to measure anew")
+    parser.add_argument("--part", default="1/1", help="which part of the rows, of how many; the others are left alone")
+    parser.add_argument("--join", type=Path, nargs="+", default=[], help="results files whose rows are put in")
     parser.add_argument("--out", type=Path, help="the results file")
     parser.add_argument("--plot", action="store_true", help="measure nothing, draw and write the page")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    part = tuple(int(x) for x in args.part.split("/")) if re.fullmatch(r"\d+/\d+", args.part) else (0, 0)
+    if not 1 <= part[0] <= part[1]:
+        parser.error(f"--part must be I/N with 1 <= I <= N, got {args.part}")
     if args.quick and args.out is None:
         parser.error("--quick needs --out: its figures do not belong in the project")
     if device == "cpu" and not (args.quick or args.plot):
@@ -312,7 +336,8 @@ def main() -> None:
     if not args.plot:
         iterations = 3 if device == "cpu" else ITERATIONS
         again = tuple(part for part in args.again.split(",") if part)
-        left = measure_all(QUICK if args.quick else CASES, device, out, args.seconds, iterations, args.fresh, again)
+        rows = part_of(plan(QUICK if args.quick else CASES), *part)
+        left = measure_all(rows, device, out, args.seconds, iterations, args.fresh, again, tuple(args.join))
         print(f"\nwrote {out}" + (f"; {left} rows are left, the same command goes on" if left else ""))
     if not out.is_file():
         raise SystemExit(f"there is no {out}; a run on a GPU writes it")

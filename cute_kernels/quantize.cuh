@@ -120,9 +120,6 @@ struct Range {
 };
 
 template <class Config>
-inline constexpr int stored_bits = Config::kBits == 12 ? 16 : Config::kBits;
-
-template <class Config>
 __device__ __forceinline__ int32_t encode_exact(double x, double inverse) {
   constexpr double kLow = Range<Config>::kLow, kHigh = Range<Config>::kHigh;
   double q = __dmul_rn(x, inverse);
@@ -203,7 +200,7 @@ struct Output {
 template <class Config, class Run>
 __device__ __forceinline__ void put(const Output& out, int64_t row, int64_t column, int64_t valid, const Run& run) {
   if (valid <= 0) return;
-  uint8_t* to = out.at + row * out.pitch + column * stored_bits<Config> / 8;
+  uint8_t* to = out.at + row * out.pitch + column * Config::kStored / 8;
   if (out.vector && valid >= Quantizer<Config>::kVec) run.store(to);
   else run.store_part(to, valid);
 }
@@ -215,12 +212,12 @@ __device__ __forceinline__ void encode_slowly(const Output& out, int64_t row, in
   using Real = typename Quantizer<Config>::Real;
   constexpr int kVec = Quantizer<Config>::kVec;
   const int count = valid < kVec ? int(valid) : kVec;
-  uint8_t* to = out.at + row * out.pitch + column * stored_bits<Config> / 8;
+  uint8_t* to = out.at + row * out.pitch + column * Config::kStored / 8;
 #pragma unroll 1
   for (int i = 0; i < count; i += 2) {
     int32_t pair[2] = {encode_exact<Config>(static_cast<double>(static_cast<Real>(from[i])), exact(i)), 0};
     if (i + 1 < count) pair[1] = encode_exact<Config>(static_cast<double>(static_cast<Real>(from[i + 1])), exact(i + 1));
-    PackedRun<stored_bits<Config>, 2>(pair).store_part(to + i * stored_bits<Config> / 8, count - i);
+    PackedRun<Config::kStored, 2>(pair).store_part(to + i * Config::kStored / 8, count - i);
   }
 }
 
@@ -232,7 +229,7 @@ __device__ __forceinline__ void encode_run(const Output& out, int64_t row, int64
                                            const typename Config::Source* from, bool inside, const Fast& fast,
                                            const Exact& exact) {
   constexpr int kVec = Quantizer<Config>::kVec;
-  using Run = PackedRun<stored_bits<Config>, kVec>;
+  using Run = PackedRun<Config::kStored, kVec>;
   int32_t codes[kVec];
   if constexpr (has_inside<Config>) {
     if (inside) {
@@ -246,7 +243,7 @@ __device__ __forceinline__ void encode_run(const Output& out, int64_t row, int64
   for (int i = 0; i < kVec; ++i) {
     if constexpr (cuda::std::is_same_v<typename Config::Source, double>) codes[i] = encode_exact<Config>(x[i], exact(i));
     else sure &= encode_fast<Config>(static_cast<float>(x[i]), fast(i), codes[i]);
-    if constexpr (Config::kBits == 12) codes[i] = max(Range<Config>::kLow, min(Range<Config>::kHigh, codes[i]));
+    if constexpr (Config::kBits != Config::kStored) codes[i] = max(Range<Config>::kLow, min(Range<Config>::kHigh, codes[i]));
   }
   if (sure) put<Config>(out, row, column, valid, Run::template nearest<Config::kSigned>(codes));
   else encode_slowly<Config>(out, row, column, valid, from, exact);

@@ -111,8 +111,9 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale Q K^T + bias) V`` over the keys that ``mask`` keeps, by products of quantized integers.
 
-    ``q``: float (..., Lq, d), ``k``: (..., Lk, d), ``v``: (..., Lk, dv), of one dtype.  ``mask``: a pattern of shape
-    (Lq, Lk), see :mod:`magicube_cutlass.masks`, or a list of one for each head, the dimension before the last two.
+    ``q``: float (..., Lq, d), ``k``: (..., Lk, d), ``v``: (..., Lk, dv), of one dtype; a GPU reads float64 as float32,
+    with its range.  ``mask``: a pattern of shape (Lq, Lk), see :mod:`magicube_cutlass.masks`, or a list of one for each
+    head, the dimension before the last two.
     ``softmax_bits``: 4, 8 or 16, unsigned; ``qkv_bits``: 4, 8 or 16, signed.  Q and K are quantized with a scale a row,
     V with a scale a matrix, the softmax as :func:`sparse_softmax` says.
     ``scale``: default ``1 / sqrt(d)``.  ``causal`` leaves out the elements of the mask with j > i, one by one.

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.integers import fetch
 from magicube_cutlass.attention import three
 from magicube_cutlass.attention.three import Options
 from magicube_cutlass.library import _operator
 from magicube_cutlass.pattern import Pattern
 
-_OUT = (torch.float16, torch.bfloat16, torch.float32)
+_OUT = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read and write
 _FUSED_DEPTHS = (32, 64, 128)
 
 
@@ -29,6 +28,11 @@ def _patterns(names: str) -> tuple[Pattern, ...]:
 def _depth(d: int) -> int | None:
     """The depth to which the fused kernel's operands are filled up."""
     return next((depth for depth in _FUSED_DEPTHS if depth >= d), None)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """``x`` as the GPU's kernels read it: float64 as float32."""
+    return x if x.dtype in _OUT or not x.is_cuda else x.float()
 
 
 def _obstacle(q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bits: int, qkv_bits: int) -> str:
@@ -54,6 +58,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None]:
     """As :func:`magicube_cutlass.attention.three.forward`, by the fused kernel."""
     from cute_kernels import attention
+    from cute_kernels.quantize import quantize, quantize_rows_of_two
 
     d, depth = v.shape[2], _depth(max(q.shape[2], v.shape[2]))
     assert depth is not None
@@ -67,18 +72,16 @@ def _fused(
         arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
         index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=depth, causal=options.causal)
         known = masks[0]._cache[key] = (masks[1:], index)  # holds the masks, so that no other one takes their ids
-    left, right = three.quantize_both(q, k, options.qkv_bits)
-    ints, v_scale = three.quantize_matrices(v, options.qkv_bits)
-    assert left.scale is not None and right.scale is not None
-    if options.qkv_bits == 4:
-        ints = fetch(ints, depth, 4, True)
+    bits = options.qkv_bits
+    (left, q_scale), (right, k_scale) = quantize_rows_of_two(q, k, bits=bits, unpacked=True)
+    values, v_scale = quantize(v.reshape(batch, -1), bits=bits, signed=True, axis=1, unpacked=True)
     out = torch.empty((batch, queries, depth), dtype=options.out_dtype, device=q.device)
     sums = torch.empty((batch, queries), dtype=torch.float32, device=q.device) if lse else None
     if bias is not None:
         bias = (bias[0] if bias.shape[0] == 1 else bias).contiguous()
     attention.attend(
-        left.ints(), right.ints(), ints.view(batch, keys, depth), known[1], scale=options.scale,
-        q_scale=left.scale.view(batch, queries), k_scale=right.scale.view(batch, keys), v_scale=v_scale, bias=bias,
+        left, right, values.view(batch, keys, depth), known[1], scale=options.scale,
+        q_scale=q_scale.view(batch, queries), k_scale=k_scale.view(batch, keys), v_scale=v_scale.view(batch), bias=bias,
         softmax_bits=options.softmax_bits, out=out, lse=sums, nan_for_empty=options.nan_for_empty,
     )  # fmt: skip
     return out[..., :d], sums
@@ -101,7 +104,8 @@ def _forward(
 
     ``bits``: of the softmax, of Q, K and V; ``bias``: float32 (1 or N, Lk); ``impl``: "fused", "three" or "".
     """
-    patterns = _patterns(masks)
+    patterns, dtype = _patterns(masks), q.dtype
+    q, k, v = map(_readable, (q, k, v))
     options = Options(bits[0], bits[1], scale, causal, nan_for_empty, q.dtype if q.dtype in _OUT else torch.float32)
     obstacle = "" if impl == "three" else _obstacle(q, v, patterns, *bits)
     if impl == "fused" and obstacle:
@@ -111,7 +115,7 @@ def _forward(
         out, lse = out[:, : q.shape[1]], None if lse is None else lse[:, : q.shape[1]]
     else:
         out, lse = _fused(q, k, v, bias, patterns, options, with_lse)
-    return out.to(q.dtype).contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
+    return out.to(dtype).contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
 
 
 def _fake_forward(
@@ -144,13 +148,14 @@ def _gradients(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of q, k and v, in their dtype, and of the bias, float32, (0,) without one; from the three products."""
-    heads = three.heads_of(_patterns(masks))
+    heads, dtype = three.heads_of(_patterns(masks)), q.dtype
     options = Options(bits[0], bits[1], scale, causal, False, torch.float32)
     if grad is None:
         grad = q.new_zeros(*q.shape[:2], v.shape[2])
+    q, k, v, grad = map(_readable, (q, k, v, grad))
     found = three.backward(q, k, v, bias, heads, options, grad, grad_lse)
     of_bias = q.new_empty(0, dtype=torch.float32) if bias is None else found.bias.sum_to_size(bias.shape).contiguous()
-    return found.q.to(q.dtype).contiguous(), found.k.to(q.dtype).contiguous(), found.v.to(q.dtype).contiguous(), of_bias
+    return found.q.to(dtype).contiguous(), found.k.to(dtype).contiguous(), found.v.to(dtype).contiguous(), of_bias
 
 
 def _fake_gradients(

@@ -6,7 +6,9 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,7 @@ def test_the_interval_is_that_of_the_mean() -> None:
 
 
 def run(out: Path, cases: int = 2, limit: float = 1e9, fresh: bool = False, again: tuple[str, ...] = ()) -> int:
-    return script.measure_all(script.CASES[:cases], "cpu", out, limit, 3, fresh, again)
+    return script.measure_all(script.plan(script.CASES[:cases]), "cpu", out, limit, 3, fresh, again)
 
 
 @pytest.fixture
@@ -135,6 +137,24 @@ def test_runs_stop_in_time_and_add_up(
     assert dense == [1.0, 1.0], "dense attention is measured once for both sparsities"
     assert run(out, 1, fresh=True) == 0 and len(rows) == 15 + 8
     assert len(stored(out)["cases"]) == 1
+
+
+def test_parts_come_together_again(tmp_path: Path, rows: list[tuple[Case, str]]) -> None:
+    planned = script.plan(script.CASES)
+    parts = [script.part_of(planned, i, 3) for i in (1, 2, 3)]
+    assert sorted((row for part in parts for row in part), key=str) == sorted(planned, key=str)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 2
+    for part in parts:
+        both = Counter((replace(case, sparsity=0.0), name) for case, name in part)
+        assert set(both.values()) == {2}, "a row's sparsities stay together"
+    files = tuple(tmp_path / f"{i}.json" for i in range(3))
+    for part, path in zip(parts, files, strict=True):
+        assert script.measure_all(part, "cpu", path, 1e9, 3, False) == 0
+    once = len(rows)
+    assert once == len(planned) - len(script.CASES) // 2, "dense attention is measured once for both sparsities"
+    assert script.measure_all(planned, "cpu", tmp_path / "all.json", 0.0, 3, False, join=files) == 0
+    assert len(rows) == once and len(stored(tmp_path / "all.json")["cases"]) == len(script.CASES)
+    assert all(len(case["rows"]) == len(names()) for case in stored(tmp_path / "all.json")["cases"])
 
 
 def test_rows_are_measured_again_in_the_place_of_those_that_are_there(
@@ -220,6 +240,9 @@ def test_what_cannot_run_here_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit, match="2"):
         script.main()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["x", "--part", "4/3"])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
     monkeypatch.setattr(sys, "argv", ["x"])
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         script.main()

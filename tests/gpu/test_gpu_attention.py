@@ -181,6 +181,20 @@ def test_other_depths_and_vector_lengths(v: int, depth: int) -> None:
         assert error(ours, plain) < 4e-3
 
 
+@pytest.mark.parametrize("impl", ["fused", "three"])
+def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
+    leaves = [x.requires_grad_() for x in inputs((4,), 90, 130, 64, torch.float64)]
+    there = [x.detach().cuda().requires_grad_() for x in leaves]
+    mask = masks.random(90, 0.6, keys=130)
+    plain, ours = sparse_attention(*leaves, mask), sparse_attention(*there, mask.to("cuda"), impl=impl)
+    assert ours.dtype == torch.float64 and error(ours, plain) < 4e-3 * (1 if impl == "three" else 2)
+    plain.sin().sum().backward()
+    ours.sin().sum().backward()
+    for mine, x in zip(there, leaves, strict=True):
+        assert mine.grad is not None and x.grad is not None and mine.grad.dtype == torch.float64
+        assert error(mine.grad, x.grad) < 2e-2
+
+
 def test_gradients_are_those_of_the_cpu() -> None:
     bias = torch.randn(64)
     q, k, v = inputs((2, 2), 96, 64, 32, torch.float32)

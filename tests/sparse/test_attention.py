@@ -246,7 +246,7 @@ def test_a_step_against_the_gradient_lowers_the_loss() -> None:
 
 
 def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The fused kernel's interface in torch operators; the calls that it got."""
+    """The fused kernel's interface, and that of its quantization, in torch operators; the calls that it got."""
     attention = pytest.importorskip("cute_kernels.attention", reason="needs the wheel nvidia-cutlass")
     calls: list[dict[str, Any]] = []
 
@@ -268,6 +268,18 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             options["lse"].copy_(lse)
         calls.append(options)
 
+    def encode(x: Tensor, *, bits: int, signed: bool = True, axis: int = 1, unpacked: bool) -> tuple[Tensor, Tensor]:
+        assert unpacked
+        found = mc.quantize(x, bits, axis=axis, signed=signed, nonfinite="propagate")
+        assert found.scale is not None
+        return found.ints(), found.scale
+
+    def encode_both(x: Tensor, y: Tensor, **options: Any) -> tuple[tuple[Tensor, Tensor], ...]:
+        return encode(x, **options), encode(y, **options)
+
+    kernels = pytest.importorskip("cute_kernels.quantize")
+    monkeypatch.setattr(kernels, "quantize", encode)
+    monkeypatch.setattr(kernels, "quantize_rows_of_two", encode_both)
     monkeypatch.setattr(attention, "make_index", make_index)
     monkeypatch.setattr(attention, "attend", attend)
     monkeypatch.setattr(operator, "_obstacle", lambda *_: "")
