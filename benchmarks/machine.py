@@ -36,6 +36,7 @@ def gpu_machine() -> dict[str, str]:
     """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     facts = {
+        "gpu": torch.cuda.get_device_name(),  # and no other one that is there
         "multiprocessors": str(properties.multi_processor_count),
         "L2 cache (MB)": f"{properties.L2_cache_size / 1e6:.0f}",
     }

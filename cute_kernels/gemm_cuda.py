@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels import workspace
 from cute_kernels.gemm_config import GemmConfig, choose
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import current_arch, get_kernel, occupancy, tensor_map
@@ -65,7 +66,7 @@ def is_ready(plane: Tensor) -> bool:
 def pack(plane: Tensor) -> Tensor:
     """A copy of ``plane`` (rows, k) as the kernels want it."""
     rows, k = plane.shape
-    out = torch.empty((rows, aligned(k)), dtype=torch.int8, device=plane.device)
+    out = workspace.empty((rows, aligned(k)), torch.int8, plane.device)
     transposed = plane.stride(0) == 1
     kernel = get_kernel(PackConfig("pack_transposed" if transposed else "pack_strided"))
     across, deep = (-(-rows // 128), 64) if transposed else (min(rows, 2**16), 128 * 16)

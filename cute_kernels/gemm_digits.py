@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels import cpu, workspace
 from cute_kernels.gemm_cuda import ALIGNMENT, aligned, pack
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import current_arch, get_kernel
@@ -170,7 +170,7 @@ def _digits_cpu(x: Tensor, rule: Rule, count: int, axis: int | None) -> Digits:
 def _launch_rows(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Planes (rows, columns) whose rows are contiguous."""
     rows, columns = x.shape
-    planes = torch.empty((count, rows, aligned(columns)), dtype=torch.int8, device=x.device)
+    planes = workspace.empty((count, rows, aligned(columns)), torch.int8, x.device)
 
     def launch() -> None:
         config = DigitsConfig("digits_rows", SOURCES[x.dtype], count)
@@ -192,7 +192,7 @@ def _launch_rows(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) 
 def _launch_columns(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Planes (rows, columns) whose columns are contiguous."""
     rows, columns = x.shape
-    planes = torch.empty((count, columns, aligned(rows)), dtype=torch.int8, device=x.device)
+    planes = workspace.empty((count, columns, aligned(rows)), torch.int8, x.device)
 
     def launch() -> None:
         config = columns_config(SOURCES[x.dtype], count, current_arch(), rows)
@@ -244,7 +244,7 @@ def _digits_cuda(x: Tensor, rule: Rule, count: int, axis: int | None, transpose:
     if axis is None:
         scale = _scales(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), rule)
     else:
-        scale = torch.empty(x.shape[1 - axis], dtype=torch.float32, device=x.device)
+        scale = workspace.empty((x.shape[1 - axis],), torch.float32, x.device)
     launch = _launch_columns if by_columns else _launch_rows
     planes = launch(x, rule, count, scale, axis is None)
     if by_columns != transpose:  # the other layout, by a copy

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels import workspace
 from cute_kernels.gemm_cuda import multiprocessors_of
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
@@ -145,11 +146,10 @@ def _probe(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     with device_of(x):
         groups, tiles, splits = _grid(x.shape, x.dtype, x.device.index)
-        parts = torch.empty(splits, PROBES, width, device=x.device)
+        parts = workspace.empty((splits, PROBES, width), torch.float32, x.device)
         alone = not lines or (lines == "rows" and splits == 1)  # else blocks meet at each largest magnitude
-        tops = (torch.empty if alone else torch.zeros)(
-            {"rows": rows, "columns": columns}.get(lines, 0), device=x.device
-        )
+        size = {"rows": rows, "columns": columns}.get(lines, 0)
+        tops = (workspace.empty if alone else workspace.zeros)((size,), torch.float32, x.device)
 
         def launch() -> None:
             name = "probe_transposed" if transposed else "probe"
@@ -174,6 +174,11 @@ def _grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int,
     return groups, tiles, max(1, min(idle, columns // _SPLIT)) if idle >= _FEW else 1
 
 
+def takes_one_launch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether :func:`probe` of such a matrix is one launch: no two blocks share the columns of a tile."""
+    return _grid(shape, dtype, device.index)[2] == 1
+
+
 def _places(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
     """All that a launch depends on: how x lies, and where the others are, which lie without gaps."""
     where = (x.data_ptr(), *(each.data_ptr() for each in others))
@@ -189,11 +194,18 @@ def compare(
     ``bounds`` are counted.
     Waits for the GPU.
     """
+    return comparison(start_comparison(c, w, product, scales, bounds))
+
+
+def start_comparison(
+    c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...], bounds: tuple[float, float]
+) -> Tensor:
+    """The sums of :func:`compare` by block, (blocks, 260) float64; does not wait."""
     with device_of(c):
         at_once = multiprocessors_of(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)
         blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
-        parts = torch.empty(blocks, _SUMS, dtype=torch.float64, device=c.device)
+        parts = workspace.empty((blocks, _SUMS), torch.float64, c.device)
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
@@ -208,6 +220,11 @@ def compare(
 
         sizes = tuple(s.numel() for s in scales)
         _replays.run(("compare", *_places(c, w, product, parts, *scales), sizes, bounds), launch)
+    return parts
+
+
+def comparison(parts: Tensor) -> Comparison:
+    """What :func:`compare` returns; waits for the GPU."""
     sums = parts.sum(0).cpu().numpy()
     product_squares, claimed, result, far = sums[-4:].tolist()
     gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES))

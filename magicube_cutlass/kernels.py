@@ -61,9 +61,12 @@ def _check_warp(atom: str) -> None:
                          "each warp gathers rows of its own")  # fmt: skip
 
 
-def choose_spmm(kind: Kind, machine: Machine, problem: Problem, atom: str | None = None) -> SpmmKernel:
-    """The config for C = A B; ``atom`` is a wish for an instruction."""
-    costs = {config: spmm_cost(config, machine, problem) for config in candidates(kind, machine, problem, atom)}
+def choose_spmm(
+    kind: Kind, machine: Machine, problem: Problem, atom: str | None = None, once: bool = False
+) -> SpmmKernel:
+    """The config for C = A B; ``atom`` is a wish for an instruction, ``once``: A is used once, and its copy counts."""
+    found = [each for each in candidates(kind, machine, problem, atom) if not (once and isinstance(each, PanelConfig))]
+    costs = {config: spmm_cost(config, machine, problem) for config in found}
     return registered(min(costs, key=lambda config: costs[config]))
 
 
@@ -127,7 +130,7 @@ def _gathers(base: GatherConfig) -> list[SpmmKernel]:
     return [config for config in found if config.fits]
 
 
-def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int) -> str:
+def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int, once: bool = False) -> str:
     """Why :func:`choose_spmm` takes this kernel, in a sentence."""
     mean = vectors / max(vector_rows, 1)
     if isinstance(config, PanelConfig):
@@ -138,6 +141,10 @@ def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int) -> 
     if config.wide:
         return f"gather, wide: a vector row of {longest} vectors can outgrow sums of 32 bits"
     split = f"; {config.row_warps} warps share a vector row, for few rows" if config.row_warps > 1 else ""
+    if once:
+        return (
+            f"gather: the matrix is used once, and its copy for panels of B would take longer than the product{split}"
+        )
     return (
         f"gather: {vector_rows} vector rows of {mean:.0f} vectors on average are too few to share a panel of B{split}"
     )

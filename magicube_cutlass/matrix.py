@@ -25,6 +25,8 @@ class CompressedMatrix(ABC):
     """A sparse ``M x K`` matrix of ``V x 1`` vectors.
 
     ``bits`` is None where the values are no quantized integers: floats, which a product takes as they are, or results.
+    ``used_once``, which may be set before the first product, says that there will be few: on a GPU they take a kernel
+    whose copy of the values is made in a millisecond, where that of a faster kernel takes tens of them.
     """
 
     _VALUE_NDIM: ClassVar[int]  # dimensions of the values after the batch
@@ -47,6 +49,7 @@ class CompressedMatrix(ABC):
         self.scale = scale
         self.bits = bits
         self.signed = signed
+        self.used_once = False
         self._cache: dict[str, Any] = {}
         self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
         self._edition = new_edition()

@@ -72,6 +72,7 @@ def _sparse(matrix: object) -> SRBCRS:
         found = matrix._execution.get("srbcrs")
         if found is None:
             found = matrix._execution["srbcrs"] = matrix.to_srbcrs()
+            found.used_once = matrix.used_once
         matrix = found
     if not isinstance(matrix, SRBCRS):
         raise TypeError(f"A must be an SRBCRS or BCRS, got {type(matrix).__name__}")

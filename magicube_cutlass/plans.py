@@ -127,7 +127,7 @@ def plan_spmm(
         return name, cpu_copy(matrix)
     from magicube_cutlass import kernels
 
-    key = (right, out, width, batch, atom, config)
+    key = (right, out, width, batch, atom, config, matrix.used_once)
     plan = matrix._execution.get(key)
     if plan is None:
         length = None
@@ -138,7 +138,7 @@ def plan_spmm(
             length = config.vector_length
         kind, sizes = described(matrix, right, out, width, batch, length)
         if config is None:
-            config = kernels.choose_spmm(kind, kernels.machine(matrix.device.index), sizes, atom)
+            config = kernels.choose_spmm(kind, kernels.machine(matrix.device.index), sizes, atom, matrix.used_once)
         kernels.check_spmm(config, kind, sizes.longest)
         stored = (config.vector_length, *config.sparse_key())
         copy = matrix._execution.get(stored)
@@ -201,7 +201,7 @@ def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dt
         + (", digits of A share an instruction" if config.stacked else ""),
         f"reads about {moved / 1e6:.1f} MB of operands, writes {written / 1e6:.1f} MB; "
         f"its copy of A has {kept / 1e6:.1f} MB",
-        kernels.reason(config, sizes.vector_rows, sizes.vectors, sizes.longest),
+        kernels.reason(config, sizes.vector_rows, sizes.vectors, sizes.longest, matrix.used_once),
     ]
     if config.vector_length != matrix.vector_length:
         lines.append(f"{config.vector_length // matrix.vector_length} vector rows are merged into one: {sizes.vectors} "

@@ -16,15 +16,15 @@ from residual.edges import fill
 from residual.estimate import ErrorEstimate
 from residual.habits import Kind, habit_of, learn
 from residual.planner import EXACT_HALF, HALF, NOMINAL, Search, Wish, short, without_statistics, worth_predicting
-from residual.plans import COLUMN_SHARES, MODES, SPARSE_LEVELS, Plan, execute
+from residual.plans import COLUMN_SHARES, SPARSE_LEVELS, Plan, execute
 from residual.predict import Forecast, forecast, forecast_of, quick, start_look
-from residual.prepare import FORMS, HALF_RANGE, Operand, check_operand, operand, real_dtype
+from residual.prepare import FORMS, HALF_RANGE, Operand, operand, real_dtype
+from residual.request import Request
 
 _DEFAULT_SHARES = {"columns": COLUMN_SHARES[1], "sparse": SPARSE_LEVELS[1]}
 _WAITING = ("outlier", "columns", "sparse")  # modes whose work depends on the data, of all lines
 _ONE_PLAN = ("direct", "centred", "outlier", "full", "full4", "three_digit")
 _BY_HABIT = ("direct", "centred", "full", "full4", "three_digit", "fp16", "fp32")  # run without statistics
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -70,53 +70,6 @@ class ToleranceError(ArithmeticError):
         self.report = report
 
 
-@dataclass(frozen=True)
-class Request:
-    """The checked arguments of a product besides its operands."""
-
-    tol: float | None
-    mode: str
-    bits: int | None
-    out_dtype: torch.dtype
-    on_failure: str
-    seed: int | None
-
-
-def _check_options(
-    tol: float | None, mode: str, bits: int | None, out_dtype: torch.dtype | None, on_failure: str, seed: int | None
-) -> None:
-    if mode != "auto" and mode not in MODES:
-        raise ValueError(f"mode must be 'auto' or one of {', '.join(MODES)}, got {mode!r}")
-    if tol is None and mode == "auto":
-        raise ValueError("tol must be given for mode='auto', got None")
-    if tol is not None and not 0 < tol < 1:
-        raise ValueError(f"tol must be a relative error in (0, 1), got {tol!r}")
-    if bits not in (None, 4, 8):
-        raise ValueError(f"bits must be None, 4 or 8, got {bits!r}")
-    if out_dtype is not None and out_dtype not in _FLOATS:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, _FLOATS))}, got {out_dtype}")
-    if on_failure not in ("raise", "fp32"):
-        raise ValueError(f"on_failure must be 'raise' or 'fp32', got {on_failure!r}")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed must be an integer or None, got {type(seed).__name__}")
-
-
-def check_request(
-    A: Tensor, B: Tensor, tol: float | None, mode: str, bits: int | None, out_dtype: torch.dtype | None,
-    on_failure: str, seed: int | None,
-) -> Request:  # fmt: skip
-    """The request that the arguments of ``residual.matmul`` make; raises as that says."""
-    check_operand("A", A)
-    check_operand("B", B)
-    if A.shape[1] != B.shape[0]:
-        raise ValueError(f"B must have as many rows as A has columns, got {B.shape[0]} and {A.shape[1]}")
-    if A.device != B.device:
-        raise ValueError(f"B must be on the device of A, got {B.device} and {A.device}")
-    _check_options(tol, mode, bits, out_dtype, on_failure, seed)
-    dtype = out_dtype or torch.promote_types(real_dtype(A), real_dtype(B))
-    return Request(tol, mode, bits, dtype, on_failure, seed)
-
-
 def compute(
     A: Tensor, B: Tensor, request: Request, right: Operand | None, measured: bool = False
 ) -> tuple[Tensor, Report]:
@@ -127,15 +80,37 @@ def compute(
     if A.shape[0] == 0 or B.shape[1] == 0 or A.shape[1] == 0:
         return A.new_zeros(A.shape[0], B.shape[1], dtype=request.out_dtype), _empty_report()
 
+    failed = 0
+    if A.is_cuda and not measured:
+        product, failed = _at_short(A, B, request, right)
+        if product is not None:
+            return product, _empty_report()
+
     def attempt(waits: bool) -> tuple[Tensor, Report] | None:
         left, columns = operand(A, waits=waits), right or operand(B.mT, waits=waits)
         call = _Call(request, left, columns, right is not None)
-        return call.checked(measured) if request.tol is not None else call.plain(measured)
+        return call.checked(measured, failed) if request.tol is not None else call.plain(measured)
 
     found = None if _must_wait(A, B, request, measured) else attempt(False)
     found = attempt(True) if found is None else found
     assert found is not None  # every line was looked at
     return found
+
+
+def _at_short(A: Tensor, B: Tensor, request: Request, right: Operand | None) -> tuple[Tensor | None, int]:
+    """The product of a call whose plan is known, or None, and how many attempts at it failed."""
+    from residual import kept  # needs the CUDA wheels
+
+    if request.tol is None:
+        return kept.plain(A, B, right, request), 0
+    if request.seed is not None:
+        return None, 0
+    kind = request.kind(A, B, 0 if right is None else id(right))
+    product, failed = kept.attempt(A, B, right, request, kind, _own_generator(A.device))
+    habit = habit_of(kind) if failed else None
+    if habit is not None:
+        habit.missed()
+    return product, failed
 
 
 def _must_wait(A: Tensor, B: Tensor, request: Request, measured: bool) -> bool:
@@ -288,12 +263,7 @@ class _Call:
         return math.sqrt(tables.product / PROBES)
 
     def _kind(self) -> Kind:
-        """What calls like this one have in common."""
-        request = self.request
-        assert request.tol is not None
-        owner = id(self.right) if self.prepared else 0
-        dtypes = self.left.given.dtype, self.right.given.dtype, request.out_dtype
-        return Kind(self._sizes(), request.tol, request.mode, request.bits or 8, dtypes, self.device, owner)
+        return self.request.kind(self.left.given, self.right.given.mT, id(self.right) if self.prepared else 0)
 
     def _at_once(self, measured: bool) -> Plan | None:
         """The plan to run without a look at the operands: the only one of its mode, or what calls of this kind come to.
@@ -340,8 +310,8 @@ class _Call:
         # a float product has no scales
         return None if check.far or not (self.left.seen or math.isfinite(found.relative)) else found
 
-    def checked(self, measured: bool) -> tuple[Tensor, Report] | None:
-        """The product by the cheapest plan that meets the tolerance.
+    def checked(self, measured: bool, failed: int = 0) -> tuple[Tensor, Report] | None:
+        """The product by the cheapest plan that meets the tolerance; ``failed``: attempts of the call so far.
 
         None where a line that was not looked at turns out to hold inf or NaN or to be far from one.
         """
@@ -357,11 +327,11 @@ class _Call:
             plan = search.next()
         while plan is not None:
             product = self._run(plan)
-            found = self._judge(check, plan, product, len(attempts), search is not None)
+            found = self._judge(check, plan, product, failed + len(attempts), search is not None)
             if found is None:
                 return None
             if found.upper <= tol:
-                self._learn(plan, search, len(attempts))
+                self._learn(plan, search, failed + len(attempts))
                 if not measured:  # nobody asks how
                     return fill(product, self.left, self.right), _empty_report()
             expected = math.nan if search is None else search.expected(plan)

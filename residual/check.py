@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,12 +13,18 @@ from residual.estimate import ErrorEstimate, frobenius, from_sums, judge, sharp_
 from residual.plans import ieee
 from residual.prepare import FAR, Operand
 
+if TYPE_CHECKING:
+    from cute_kernels.probes import Comparison
+
 PROBES = 16  # and no other number in cute_kernels.probes
 FAILURE = 0.01  # probability that a call returns a product that misses its tolerance, over all its attempts
 _FIRST_SHARE = 0.9  # of that probability for the first attempt; each later one has a tenth of the one before
 _NOISE = 2.0**-21  # of float32 probes against the product of the operands' norms; errors below it are judged in double
 _ROOM = 32  # a vector's length in memory is a multiple of it
-_NEAR = (2.0 ** -(FAR + 7), 2.0 ** (FAR - 7))  # scales of lines whose magnitudes are near one, a power of two to spare
+FAR_SCALES = (
+    2.0 ** -(FAR + 7),
+    2.0 ** (FAR - 7),
+)  # scales of lines whose magnitudes are near one, a power of two to spare
 
 
 def confidence(attempt: int) -> float:
@@ -101,7 +108,12 @@ class Check:
         return float(frobenius(self._outer(self._double)[:, :m].mT)) / math.sqrt(PROBES)
 
     def judge(
-        self, C: Tensor, attempt: int, tol: float, scales: tuple[Tensor, ...] = (), bounds: tuple[float, float] = _NEAR
+        self,
+        C: Tensor,
+        attempt: int,
+        tol: float,
+        scales: tuple[Tensor, ...] = (),
+        bounds: tuple[float, float] = FAR_SCALES,
     ) -> ErrorEstimate:
         """The error of ``C`` (M, N); what fails in float32 by no more than its own noise is judged again in float64.
 
@@ -131,16 +143,28 @@ class Check:
             from cute_kernels import probes  # its kernels need the CUDA wheels
 
             if probes.readable(C):
-                found = probes.compare(C, w, outer, scales, bounds)
-                self.far = found.far > 0
-                spread = found.result / C.numel()  # of squares that float32 summed
-                if self.far or not found.gram.numpy().trace() or 2.0**-90 < spread < 2.0**90:
-                    product, claimed, result = (math.sqrt(x) for x in (found.product, found.claimed, found.result))
-                    return from_sums(found.gram, 1.0, product, claimed, result, sure, tol)
+                sums = probes.compare(C, w, outer, scales, bounds)
+                self.far = sums.far > 0
+                found = estimate_of(sums, C.numel(), sure, tol)
+                if found is not None:
+                    return found
         c = C if C.dtype == torch.float32 else C.float()
         with ieee():
             probed = c @ w[:, :n].mT  # (M, 16)
         return judge(outer[:, :m].mT, probed, c, sure)
+
+
+def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> ErrorEstimate | None:
+    """The estimate by the sums that a kernel made, at the confidence ``sure``; ``entries``: of the product.
+
+    None where those sums, of float32 squares, may have left their range; not where a scale is ``far``: then it means
+    nothing anyway.
+    """
+    spread = sums.result / entries
+    if not (sums.far or not sums.gram.numpy().trace() or 2.0**-90 < spread < 2.0**90):
+        return None
+    product, claimed, result = (math.sqrt(x) for x in (sums.product, sums.claimed, sums.result))
+    return from_sums(sums.gram, 1.0, product, claimed, result, sure, tol)
 
 
 def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residual.call import check_request, compute
+from residual.call import compute
 from residual.prepare import in_slot
+from residual.request import check_request
 
 
 def _matmul(

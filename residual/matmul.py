@@ -7,9 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from residual.call import Report, check_request, compute
+from residual.call import Report, compute
 from residual.library import product
 from residual.prepare import Prepared
+from residual.request import check_request
 
 OnFailure = Literal["raise", "fp32"]
 

@@ -95,13 +95,22 @@ def _fp64(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Te
     return left.finite() @ right.finite().mT  # (M, N)
 
 
-_COUNTS = {"direct": (1, 1), "full": (2, 3), "full4": (2, 4), "three_digit": (3, 6)}  # planes, terms
+COUNTS = {"direct": (1, 1), "full": (2, 3), "full4": (2, 4), "three_digit": (3, 6)}  # planes, terms
 
 
 def _digit_product(
-    a: Digits, b: Digits, shift: int, terms: int = 1, alpha: float = 1.0, c: Tensor | None = None
+    a: Digits,
+    b: Digits,
+    shift: int,
+    terms: int = 1,
+    alpha: float = 1.0,
+    c: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes."""
+    """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes.
+
+    ``out``: where to, on a GPU and without ``c``.
+    """
     from cute_kernels.gemm import gemm  # takes longer to import than this package
 
     def product(out: Tensor | None) -> Tensor:
@@ -113,11 +122,12 @@ def _digit_product(
 
     planes = (*a.planes, *b.planes)
     if c is not None or not planes[0].is_cuda or not all(_reads_in_place(plane) for plane in planes):
-        return product(None)
-    out = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device)  # (M, N)
+        return product(out)
+    out = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device) if out is None else out  # (M, N)
     places = tuple((plane.data_ptr(), plane.stride(0)) for plane in planes)
     kind = planes[0].shape, len(a.planes), out.shape, out.device, shift, terms, alpha
-    _replays().run((kind, places, a.scale.data_ptr(), b.scale.data_ptr(), out.data_ptr()), lambda: product(out))
+    to = out
+    _replays().run((kind, places, a.scale.data_ptr(), b.scale.data_ptr(), to.data_ptr()), lambda: product(to))
     return out
 
 
@@ -134,9 +144,14 @@ def _reads_in_place(plane: Tensor) -> bool:
     return is_ready(plane)
 
 
+def of_digits(plan: Plan, left: Operand, right: Operand, out: Tensor | None = None) -> Tensor:
+    """The product (M, N) of a plan of :data:`COUNTS`; ``out``: where to, on a GPU."""
+    planes, terms = COUNTS[plan.mode]
+    return _digit_product(left.digits(plan.bits, planes), right.digits(plan.bits, planes), plan.bits, terms, out=out)
+
+
 def _dense(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
-    planes, terms = _COUNTS[plan.mode]
-    return _digit_product(left.digits(plan.bits, planes), right.digits(plan.bits, planes), plan.bits, terms)
+    return of_digits(plan, left, right)
 
 
 def _centred(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
@@ -175,6 +190,7 @@ def _sparse_product(large: Tensor, small: Tensor, threshold: int) -> Tensor:
     kept = large.abs() >= threshold  # (L, K)
     kept |= large == -128  # it has no magnitude among bytes; leading digits reach it in int8 input only
     matrix = SRBCRS.from_mask(large, kept, vector_length=length, bits=8)
+    matrix.used_once = True
     wide = torch.int32 if large.shape[1] <= _LONGEST else torch.int64
     return spmm(matrix, QuantTensor.from_ints(small.mT, bits=8), out_dtype=wide)  # (L, R)
 
@@ -191,7 +207,7 @@ def _sparse(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> 
 
 _RUNS: dict[str, Callable[[Plan, Operand, Operand, Tensor | None], Tensor]] = {
     "fp16": _fp16, "fp32": _fp32, "fp64": _fp64, "centred": _centred, "outlier": _outlier, "columns": _columns,
-    "sparse": _sparse, **dict.fromkeys(_COUNTS, _dense),
+    "sparse": _sparse, **dict.fromkeys(COUNTS, _dense),
 }  # fmt: skip
 
 

@@ -374,6 +374,16 @@ def test_explain_names_the_kernel_that_runs() -> None:
     assert "float16" in mc.explain(a, b, out_dtype=torch.float16)
 
 
+def test_a_matrix_that_is_used_once_takes_the_quick_copy() -> None:
+    often, once = (sparse(4096, 2048, 8, S8).to("cuda") for _ in range(2))
+    once.used_once = True
+    b = dense((2048, 512), S8).to("cuda")
+    assert "spmm_panel" in mc.explain(often, b)
+    text = mc.explain(once, b)
+    assert "spmm_gather" in text and "used once" in text
+    assert torch.equal(mc.spmm(often, b), mc.spmm(once, b))
+
+
 def test_kernels_are_loaded_once_a_device() -> None:
     before = len(jit_kernel._kernels)
     found = [get_kernel(BOTH[0]) for _ in range(3)]

@@ -30,6 +30,14 @@ def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
     assert "too few" in reason(small, 32, 32 * 230, 280)
 
 
+def test_a_matrix_that_is_used_once_gets_no_panel() -> None:
+    problem = Problem(512, 4096, 512 * 410, 460, 4096)
+    config = choose_spmm(L8R8, H200, problem, once=True)
+    assert isinstance(config, GatherConfig) and isinstance(choose_spmm(L8R8, H200, problem), PanelConfig)
+    text = reason(config, problem.vector_rows, problem.vectors, problem.longest, once=True)
+    assert "used once" in text and "too few" not in text
+
+
 def test_the_chosen_panel_wastes_no_wave() -> None:
     config = choose_spmm(L8R8, H200, Problem(512, 4096, 512 * 410, 460, 512))
     assert isinstance(config, PanelConfig)

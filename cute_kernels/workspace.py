@@ -1,0 +1,136 @@
+"""Memory of a run of kernels in one piece, so that its launches can be kept by few addresses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from math import prod
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.jit.replay import Replays
+
+_ALIGNMENT = 512  # as an allocator has it
+_open = threading.local()  # ``arena``: where this thread's tensors come from, if from one
+
+
+class Place(NamedTuple):
+    """Where a tensor without gaps lies in an arena."""
+
+    offset: int  # bytes
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The tensor in ``memory``, bytes."""
+        return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class Arena:
+    """A place for each tensor that :func:`empty` and :func:`zeros` make in this thread while it is open.
+
+    They lie in ``memory``, one after the other; without it each has memory of its own, and only the places are noted.
+    """
+
+    def __init__(self, memory: Tensor | None = None) -> None:
+        """``memory``: bytes, zero where :func:`zeros` is called."""
+        self.size = 0
+        self._memory, self._outer = memory, None
+        self._taken: list[tuple[Tensor, Place]] = []
+
+    def __enter__(self) -> Arena:
+        self._outer = getattr(_open, "arena", None)
+        _open.arena = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _open.arena = self._outer
+
+    def take(self, make: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
+        """The next tensor; ``make``: of torch, where there is no memory yet."""
+        place = Place(self.size, torch.Size(shape), dtype)
+        self.size += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._memory is not None:
+            return place.of(self._memory)
+        found = make(shape, dtype=dtype, device=device)
+        self._taken.append((found, place))
+        return found
+
+    def place_of(self, x: Tensor) -> Place:
+        """Where ``x`` lies, which was taken here, whole."""
+        for taken, place in self._taken:
+            if taken.data_ptr() == x.data_ptr() and taken.numel() == x.numel() and x.is_contiguous():
+                return place._replace(shape=x.shape)
+        raise ValueError(f"x must have been made in this arena, got a tensor {tuple(x.shape)} from elsewhere")
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.empty``, or a tensor of the arena that is open in this thread."""
+    arena: Arena | None = getattr(_open, "arena", None)
+    if arena is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return arena.take(torch.empty, shape, dtype, device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As :func:`empty`, of zeros."""
+    arena: Arena | None = getattr(_open, "arena", None)
+    if arena is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return arena.take(torch.zeros, shape, dtype, device)
+
+
+class Kept:
+    """Functions that only launch kernels and make tensors here: what one launched is launched again without it.
+
+    From the second call of a kind on its tensors are one allocation, and where that and all else lies as it did in a
+    call before, the launches of that call run again.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: kinds, and launches by their addresses, that are remembered."""
+        self._most = most
+        self._replays = Replays(most)
+        self._known: dict[Hashable, tuple[int, tuple[Place, ...]]] = {}
+
+    def run(
+        self,
+        kind: Hashable,
+        addresses: tuple[int, ...],
+        device: torch.device,
+        function: Callable[[], tuple[Tensor, ...]],
+        zeroed: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """What ``function`` returns: tensors that it made by :func:`empty` or :func:`zeros`, whole.
+
+        Args:
+            kind: all that the launches depend on but addresses, and what those lie on.
+            addresses: of all that the kernels read and write and that is not made here.
+            zeroed: whether the memory has to be zero, as it has where ``function`` calls :func:`zeros`.
+        """
+        known = self._known.get(kind)
+        if known is None:
+            with Arena() as arena:
+                found = function()
+            if len(self._known) >= self._most:
+                self._known.clear()
+            self._known[kind] = arena.size, tuple(arena.place_of(each) for each in found)
+            return found
+        size, places = known
+        memory = (torch.zeros if zeroed else torch.empty)(size, dtype=torch.uint8, device=device)
+
+        def launch() -> None:
+            with Arena(memory):
+                function()
+
+        self._replays.run((kind, addresses, memory.data_ptr()), launch)
+        return tuple(place.of(memory) for place in places)

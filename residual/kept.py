@@ -1,0 +1,180 @@
+"""Products whose plan is known before, on a GPU: their launches are kept, and little else is done.
+
+The numbers are those of any other call; what it saves is the host's time, which binds small products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from residual.check import FAR_SCALES, PROBES, confidence, estimate_of
+from residual.habits import Kind, habit_of
+from residual.plans import COUNTS, Plan, of_digits
+from residual.prepare import HALF_RANGE, Operand, operand
+
+if TYPE_CHECKING:
+    from cute_kernels.probes import Comparison
+    from cute_kernels.workspace import Kept
+    from residual.request import Request
+
+REST = 32  # calls of a kind that go the long way after one whose check did not pass
+_KINDS = 256
+_MODES = (*COUNTS, "fp16")
+_resting: dict[Kind, int] = {}
+
+
+@lru_cache
+def _steps() -> tuple[Kept, Kept]:
+    """Of the product, and of the check."""
+    from cute_kernels.workspace import Kept  # needs the CUDA wheels
+
+    return Kept(_KINDS), Kept(_KINDS)
+
+
+def plain(A: Tensor, B: Tensor, right: Operand | None, request: Request) -> Tensor | None:
+    """The product without a check, or None where the call is none of those that are kept; see :func:`attempt`."""
+    if request.mode not in COUNTS or not _fits(A, B, right, request) or not (_is_flat(A) and _is_flat(B)):
+        return None
+    from cute_kernels.quantize import device_of
+
+    with device_of(A):
+        return _multiplied(A, B, right, Plan(request.mode, request.bits or 8))[0]
+
+
+def attempt(
+    A: Tensor, B: Tensor, right: Operand | None, request: Request, kind: Kind, generator: torch.Generator
+) -> tuple[Tensor | None, int]:
+    """The product by the plan that calls like this one come to, if its check passes, and how many attempts failed.
+
+    None and 0 where no attempt was made, or none that says anything: another way has to be gone.
+    ``right``: the columns of B where they are prepared.
+    """
+    plan = _plan(A, B, right, request, kind)
+    if plan is None:
+        return None, 0
+    product, sums = _run(A, B, right, plan, generator)
+    tol, found = request.tol, estimate_of(sums, product.numel(), confidence(0), request.tol or 0.0)
+    assert tol is not None
+    if not sums.far and found is not None and found.upper <= tol:
+        return product, 0
+    if len(_resting) >= _KINDS:
+        _resting.clear()
+    _resting[kind] = REST
+    return None, int(found is not None and math.isfinite(found.relative))
+
+
+def _plan(A: Tensor, B: Tensor, right: Operand | None, request: Request, kind: Kind) -> Plan | None:
+    """The plan to run, or None where the call is none of those that are kept."""
+    if request.mode not in (*COUNTS, "auto") or not _fits(A, B, right, request):
+        return None
+    resting = _resting.get(kind, 0)
+    if resting:
+        _resting[kind] = resting - 1
+        return None
+    if not _is_probed_at_once(A) or not _is_probed_at_once(B) or (right is not None and _probes_of(right) is None):
+        return None
+    if request.mode != "auto":
+        return Plan(request.mode, request.bits or 8)
+    habit = habit_of(kind)
+    return habit.take() if habit is not None and habit.plan.mode in _MODES else None
+
+
+def _fits(A: Tensor, B: Tensor, right: Operand | None, request: Request) -> bool:
+    """Whether all is float32 and no line of a prepared B was changed."""
+    same = A.dtype == B.dtype == request.out_dtype == torch.float32
+    return same and (right is None or (right.exponent is None and right.broken is None))
+
+
+def _is_flat(x: Tensor) -> bool:
+    """Whether the kernels read a float32 matrix as it lies: rows or columns one after the other."""
+    return x.stride(1) == 1 or x.stride(0) == 1 or 1 in x.shape
+
+
+def _is_probed_at_once(x: Tensor) -> bool:
+    """Whether a pass of the check is one launch."""
+    from cute_kernels.probes import takes_one_launch
+
+    return _is_flat(x) and takes_one_launch(x.shape, x.dtype, x.device)
+
+
+def _probes_of(right: Operand) -> tuple[Tensor, Tensor] | None:
+    """``W^T`` and ``(B W)^T`` that a prepared B keeps, once a check has made them."""
+    made = right.kept.get("probes")
+    return (made["w"], made["single"]) if isinstance(made, dict) and "single" in made else None
+
+
+def _run(
+    A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
+) -> tuple[Tensor, Comparison]:
+    """The product (M, N) by a plan, and what its probes say of it."""
+    from cute_kernels.probes import comparison, padded
+    from cute_kernels.quantize import device_of
+
+    with device_of(A):
+        product, scales = _multiplied(A, B, right, plan)
+        made = None if right is None else _probes_of(right)
+        if made is None:
+            w = torch.randn(PROBES, padded(B.shape[1]), device=A.device, generator=generator)
+            return product, comparison(_compared(A, B, product, plan, w, None, scales))
+        if not plan.bits:
+            assert right is not None
+            scales = (right.top,)
+        return product, comparison(_compared(A, B, product, plan, *made, scales))
+
+
+def _kind(A: Tensor, B: Tensor, plan: Plan, prepared: bool) -> Hashable:
+    """All that launches depend on but addresses."""
+    return plan, A.shape, A.stride(), B.shape, B.stride(), A.device, prepared
+
+
+def _multiplied(A: Tensor, B: Tensor, right: Operand | None, plan: Plan) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The product, and the scales of digits that were made for it."""
+    if not plan.bits:  # by torch, which cannot be recorded
+        halves = B.half() if right is None else right.half.mT
+        return torch.mm(A.half(), halves, out_dtype=torch.float32), ()
+    product = torch.empty(A.shape[0], B.shape[1], device=A.device)
+    held: tuple[Tensor, ...] = ()
+    if right is not None:
+        digits = right.digits(plan.bits, COUNTS[plan.mode][0])
+        held = (*digits.planes, digits.scale)
+
+    def launch() -> tuple[Tensor, ...]:
+        sides = operand(A, waits=False), right or operand(B.mT, waits=False)
+        assert of_digits(plan, *sides, product) is product
+        return tuple(made.scale for side in sides if side is not right for made in side.made.values())
+
+    places = tuple(x.data_ptr() for x in (A, B, product, *held))
+    return product, _steps()[0].run(_kind(A, B, plan, right is not None), places, A.device, launch)
+
+
+def _compared(
+    A: Tensor, B: Tensor, product: Tensor, plan: Plan, w: Tensor, inner: Tensor | None, scales: tuple[Tensor, ...]
+) -> Tensor:
+    """The sums of the check by block; ``inner``: ``(B W)^T`` where it is known, ``scales``: to look at."""
+    from cute_kernels import probes
+
+    def launch() -> tuple[Tensor, ...]:
+        if plan.bits:
+            outer = probes.probe(A, probes.probe(B, w) if inner is None else inner)  # (16, M and room)
+            return (probes.start_comparison(product, w, outer, scales, FAR_SCALES),)
+        made, tops = (inner, scales) if inner is not None else _with_tops(B, w)
+        outer, rows = probes.probe_with_tops(A, made, "rows")
+        return (probes.start_comparison(product, w, outer, (rows, *tops), HALF_RANGE),)
+
+    places = tuple(x.data_ptr() for x in (A, B, product, w, *scales, *(() if inner is None else (inner,))))
+    kind = _kind(A, B, plan, inner is not None)
+    return _steps()[1].run(kind, places, A.device, launch, zeroed=not plan.bits)[0]
+
+
+def _with_tops(B: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """``(B W)^T``, and the largest magnitudes of B's columns."""
+    from cute_kernels import probes
+
+    inner, tops = probes.probe_with_tops(B, w, "columns")
+    return inner, (tops,)

@@ -1,0 +1,126 @@
+"""Which calls take the short way on a GPU, and what happens where their check does not pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cuda.core")
+
+from cute_kernels.probes import Comparison
+from residual import habits, kept
+from residual.habits import FIRST, REUSES
+from residual.plans import Plan
+from residual.prepare import Operand, operand
+from residual.request import Request, check_request
+
+A = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+B = torch.randn(64, 80, generator=torch.Generator().manual_seed(1))
+
+
+class Ran:
+    """In the place of the kernels: the product off by ``error``, with ``far`` scales; ``plans``: what was asked for."""
+
+    def __init__(self) -> None:
+        self.error, self.far, self.plans = 0.0, 0, list[str]()
+
+    def __call__(
+        self, a: Tensor, b: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
+    ) -> tuple[Tensor, Comparison]:
+        self.plans.append(str(plan))
+        product = a @ b
+        product += (
+            self.error * torch.randn(product.shape, generator=generator) * product.norm() / product.numel() ** 0.5
+        )
+        w = torch.randn(b.shape[1], 16, dtype=torch.float64, generator=generator)
+        wanted, claimed = a.double() @ (b.double() @ w), product.double() @ w
+        difference = wanted - claimed
+        squares = [float(x.double().square().sum()) for x in (wanted, claimed, product)]
+        return product, Comparison(difference.mT @ difference, squares[0], squares[1], squares[2], self.far)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
+    found = Ran()
+    monkeypatch.setattr(kept, "_run", found)
+    monkeypatch.setattr(kept, "_is_probed_at_once", lambda x: True)
+    habits.forget()
+    kept._resting.clear()
+    yield found
+    habits.forget()
+    kept._resting.clear()
+
+
+def attempt(request: Request, a: Tensor = A, b: Tensor = B) -> tuple[Tensor | None, int]:
+    return kept.attempt(a, b, None, request, request.kind(a, b), torch.Generator().manual_seed(3))
+
+
+def asked(tol: float = 1e-2, mode: str = "auto", bits: int | None = None, out: torch.dtype | None = None) -> Request:
+    return check_request(A, B, tol, mode, bits, out, "raise", None)
+
+
+@pytest.mark.parametrize("mode", ["direct", "full", "full4", "three_digit"])
+def test_the_one_plan_of_a_mode_is_run(ran: Ran, mode: str) -> None:
+    product, failed = attempt(asked(mode=mode, bits=4))
+    assert product is not None and failed == 0 and ran.plans == [f"int4 {mode}"]
+    assert torch.equal(product, A @ B)
+
+
+def test_a_habit_is_taken_and_no_other_plan(ran: Ran) -> None:
+    request = asked()
+    assert attempt(request) == (None, 0)
+    for plan in (Plan("fp16"), Plan("full", 8), Plan("centred", 8), Plan("fp32")):
+        habits.forget()
+        for _ in range(FIRST):
+            habits.learn(request.kind(A, B), plan)
+        ran.plans.clear()
+        results = [attempt(request)[0] for _ in range(REUSES + 2)]
+        habit = habits.habit_of(request.kind(A, B))
+        if plan.mode in ("fp16", "full"):
+            assert ran.plans == [str(plan)] * REUSES and habit is not None and habit.left == 0
+            assert all(x is not None for x in results[:REUSES]) and results[REUSES:] == [None, None]
+        else:
+            assert not ran.plans and habit is not None and habit.left == REUSES, "left to those who can run it"
+
+
+def test_other_modes_and_dtypes_go_the_long_way(ran: Ran) -> None:
+    for mode in ("centred", "outlier", "columns", "sparse"):
+        assert attempt(asked(mode=mode)) == (None, 0)
+    assert attempt(asked(mode="direct", out=torch.float16)) == (None, 0)
+    assert attempt(asked(mode="direct"), A.half(), B.half()) == (None, 0)
+    assert attempt(asked(mode="direct"), A, B.to(torch.int8)) == (None, 0)
+    assert not ran.plans
+
+
+def test_after_a_miss_calls_of_the_kind_rest(ran: Ran) -> None:
+    request, other = asked(mode="direct"), asked(7e-2, mode="direct")
+    ran.error = 2e-2
+    assert attempt(request) == (None, 1) and len(ran.plans) == 1
+    assert attempt(other)[0] is not None, "another tolerance is another kind"
+    ran.error = 0.0
+    ran.plans.clear()
+    assert [attempt(request) for _ in range(kept.REST)] == [(None, 0)] * kept.REST and not ran.plans
+    assert attempt(request)[0] is not None
+
+
+@pytest.mark.parametrize("what", ["far", "nan"])
+def test_lines_that_mean_nothing_are_left_to_others(ran: Ran, what: str) -> None:
+    ran.far, ran.error = (2, 0.0) if what == "far" else (0, float("nan"))
+    product, failed = attempt(asked(mode="full"))
+    assert product is None and failed == (what == "far") and len(ran.plans) == 1
+    assert attempt(asked(mode="full")) == (None, 0) and len(ran.plans) == 1
+
+
+def test_a_prepared_operand_needs_probes_and_lines_that_are_near_one(ran: Ran) -> None:
+    request, right = asked(mode="direct"), operand(B.mT)
+    kind = request.kind(A, B, id(right))
+    assert kept.attempt(A, B, right, request, kind, torch.Generator())[0] is None and not ran.plans
+    right.kept["probes"] = {"w": torch.ones(16, 96), "single": torch.ones(16, 64)}
+    assert kept.attempt(A, B, right, request, kind, torch.Generator())[0] is not None
+    far = operand(B.mT * torch.ones(80, 1).index_fill(0, torch.tensor(3), 2.0**-50))
+    far.kept["probes"] = right.kept["probes"]
+    assert far.exponent is not None and kept.attempt(A, B, far, request, kind, torch.Generator())[0] is None
+    assert len(ran.plans) == 1
