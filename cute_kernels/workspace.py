@@ -30,7 +30,8 @@ class Place(NamedTuple):
 
     def of(self, memory: Tensor) -> Tensor:
         """The tensor in ``memory``, bytes."""
-        return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+        flat = memory[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat if len(self.shape) == 1 else flat.view(self.shape)
 
 
 class Arena:

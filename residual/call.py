@@ -106,11 +106,7 @@ def _at_short(A: Tensor, B: Tensor, request: Request, right: Operand | None) -> 
     if request.seed is not None:
         return None, 0
     kind = request.kind(A, B, 0 if right is None else id(right))
-    product, failed = kept.attempt(A, B, right, request, kind, _own_generator(A.device))
-    habit = habit_of(kind) if failed else None
-    if habit is not None:
-        habit.missed()
-    return product, failed
+    return kept.attempt(A, B, right, request, kind, _own_generator(A.device))
 
 
 def _must_wait(A: Tensor, B: Tensor, request: Request, measured: bool) -> bool:
@@ -265,7 +261,7 @@ class _Call:
     def _kind(self) -> Kind:
         return self.request.kind(self.left.given, self.right.given.mT, id(self.right) if self.prepared else 0)
 
-    def _at_once(self, measured: bool) -> Plan | None:
+    def _at_once(self, measured: bool, failed: int) -> Plan | None:
         """The plan to run without a look at the operands: the only one of its mode, or what calls of this kind come to.
 
         Not for a report, which predicts; and with a seed, calls must not depend on those before.
@@ -275,7 +271,7 @@ class _Call:
             return None
         if request.mode in _ONE_PLAN:
             return Plan(request.mode, request.bits or 8)
-        habit = None if request.seed is not None else habit_of(self._kind())
+        habit = None if failed or request.seed is not None else habit_of(self._kind())
         if habit is None or habit.plan.mode not in _BY_HABIT:
             return None
         # With lines that were brought to one the check runs in float64, which does not look at their range.
@@ -319,7 +315,7 @@ class _Call:
         assert tol is not None
         check = Check(self.left, self.right, self.generator, fresh=self.request.seed is not None)
         attempts: list[Attempt] = []
-        seconds, search, plan = 0.0, None, self._at_once(measured)
+        seconds, search, plan = 0.0, None, self._at_once(measured, failed)
         if plan is None:
             search = self._search(check, measured)
             if search is None:

@@ -167,6 +167,19 @@ def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> Erro
     return from_sums(sums.gram, 1.0, product, claimed, result, sure, tol)
 
 
+def passes(sums: list[float], entries: int, sure: float, tol: float) -> bool:
+    """Whether the coarsest bound by ``cute_kernels.probes.sums_of`` is within ``tol``: a few operations of floats.
+
+    False says nothing: a sharper bound may be.
+    """
+    result, far = sums[-2:]
+    if far or not 2.0**-90 < result / entries < 2.0**90:
+        return False
+    bound = sharp_factor(1.0, PROBES, sure) * math.sqrt(sum(sums[: PROBES * PROBES : PROBES + 1]) / PROBES)
+    norm = math.sqrt(result)
+    return bound < norm and bound / (norm - bound) <= tol
+
+
 def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Tensor:
     """``Y^T`` (16, M and room) of ``Y = X W``: x (M, N), ``W^T`` (16, N and room) in float32 or float64.
 

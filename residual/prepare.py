@@ -24,7 +24,7 @@ _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.bool)
 
 def real_dtype(x: Tensor) -> torch.dtype:
     """The float dtype that holds ``x``: its own, or float32 for short and float64 for long integers."""
-    if x.is_floating_point():
+    if x.dtype in _DTYPES or x.is_floating_point():
         return x.dtype
     return torch.float32 if x.dtype in _SMALL_INTEGERS else torch.float64
 
@@ -33,7 +33,7 @@ def check_operand(name: str, x: object) -> Tensor:
     """``x`` as a 2-D real tensor; raises ``TypeError`` or ``ValueError``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.is_complex() or (x.is_floating_point() and x.dtype not in _DTYPES):
+    if x.dtype not in _DTYPES and (x.is_complex() or x.is_floating_point()):
         raise TypeError(f"{name} must be of an integer dtype or one of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     plans: list[str] = []
     run = kept._run
 
-    def counted(A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator) -> Any:
+    def counted(
+        A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
+    ) -> tuple[Tensor, list[float]]:
         plans.append(str(plan) + (", prepared" if right is not None else ""))
         return run(A, B, right, plan, generator)
 

@@ -375,7 +375,8 @@ def test_explain_names_the_kernel_that_runs() -> None:
 
 
 def test_a_matrix_that_is_used_once_takes_the_quick_copy() -> None:
-    often, once = (sparse(4096, 2048, 8, S8).to("cuda") for _ in range(2))
+    matrix = sparse(4096, 2048, 8, S8)
+    often, once = matrix.to("cuda"), matrix.to("cuda")
     once.used_once = True
     b = dense((2048, 512), S8).to("cuda")
     assert "spmm_panel" in mc.explain(often, b)
