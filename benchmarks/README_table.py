@@ -109,6 +109,34 @@ def _ratio_cell(ratios: list[float]) -> str:
     return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
 
 
+def _dlmc_floats(results: dict[str, Any]) -> list[str]:
+    """Products of floats, ours and others', against the dense one, by sparsity; nothing where none was measured."""
+    times: dict[int, dict[str, float]] = {}
+    for row in results["others"]:
+        if "us" in row:
+            times.setdefault(row["matrix"], {})[row["name"]] = row["us"]
+    base = "dense fp16"
+    kinds = list(dict.fromkeys(name for row in times.values() for name in row if name != base))
+    targets = sorted({results["matrices"][matrix]["target"] for matrix in times})
+    if not targets:
+        return []
+    n = ", ".join(str(x) for x in sorted({row["n"] for row in results["others"]}))
+    lines = [
+        f"SpMM of floats, V = 8, N = {n}, {len(times)} of the matrices, times as fast as dense fp16: geometric mean "
+        "and range; other libraries have the same elements, as CSR or in dense blocks:",
+        "",
+        "| sparsity of the folder | " + " | ".join(kinds) + " |",
+        "|---" * (len(kinds) + 1) + "|",
+    ]
+    for target in targets:
+        of_target = [row for matrix, row in times.items() if results["matrices"][matrix]["target"] == target]
+        cells = (
+            _ratio_cell([row[base] / row[kind] for row in of_target if kind in row and base in row]) for kind in kinds
+        )
+        lines.append(f"| {target:g} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
 def render_dlmc(results: dict[str, Any]) -> str:
     """Speed-ups by sparsity in Markdown, the figures, how many of the matrices lose, and skewed rows."""
     lines = [f"{_machine(results)}; {len(results['matrices'])} matrices, {results['setting']['us']}.", ""]
@@ -133,6 +161,7 @@ def render_dlmc(results: dict[str, Any]) -> str:
         lines += ["", f"{slower} of these {len(rows)} products take longer than the dense one."]
         failures = [row for row in results[kind] if "failure" in row]
         lines += [f"{len(failures)} more failed.", ""] if failures else [""]
+    lines += _dlmc_floats(results)
     lines += ["![sparsity from which on ours is faster](break_even.png)", ""]
     ratios = [row for row in results["skew"] if "ratio" in row]
     skewed = [row for row in ratios if row["name"].startswith("5:1")]

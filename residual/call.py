@@ -14,7 +14,7 @@ from residual.check import FAILURE, PROBES, Check, confidence, usual_factor
 from residual.costs import Sizes, cost, costs_of
 from residual.edges import fill
 from residual.estimate import ErrorEstimate
-from residual.habits import Kind, habit_of, learn
+from residual.habits import REUSES, Kind, comes_often, habit_of, learn
 from residual.planner import EXACT_HALF, HALF, NOMINAL, Search, Wish, short, without_statistics, worth_predicting
 from residual.plans import COLUMN_SHARES, SPARSE_LEVELS, Plan, execute
 from residual.predict import Forecast, forecast, forecast_of, quick, start_look
@@ -206,7 +206,8 @@ class _Call:
         request, prices, wish, sizes = self.request, costs_of(self.device), self._wish(), self._sizes()
         search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
         plans = worth_predicting(wish, sizes, prices)
-        plain = without_statistics(wish, sizes, prices)
+        often = request.seed is None and not measured and comes_often(self._kind())
+        plain = without_statistics(wish, sizes, prices.sharing(REUSES) if often else prices)
         if plain is not None:
             search.predicted = {**NOMINAL, **({HALF: EXACT_HALF / 2} if plain == HALF else {})}
         elif request.mode in _ONE_PLAN and not measured:

@@ -6,10 +6,11 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from residual.estimate import ErrorEstimate, frobenius, from_sums, judge, sharp_factor
+from residual.estimate import ErrorEstimate, frobenius, from_sums, judge, share_at_most, sharp_factor, upper_bound
 from residual.plans import ieee
 from residual.prepare import FAR, Operand
 
@@ -168,16 +169,19 @@ def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> Erro
 
 
 def passes(sums: list[float], entries: int, sure: float, tol: float) -> bool:
-    """Whether the coarsest bound by ``cute_kernels.probes.sums_of`` is within ``tol``: a few operations of floats.
+    """Whether the bound by ``cute_kernels.probes.sums_of`` is within ``tol``, in few operations.
 
-    False says nothing: a sharper bound may be.
+    As :func:`estimate_of` finds it; False also where that says nothing.
     """
     result, far = sums[-2:]
-    if far or not 2.0**-90 < result / entries < 2.0**90:
+    trace = sum(sums[: PROBES * PROBES : PROBES + 1])
+    if far or not 2.0**-90 < result / entries < 2.0**90 or not math.isfinite(trace):
         return False
-    bound = sharp_factor(1.0, PROBES, sure) * math.sqrt(sum(sums[: PROBES * PROBES : PROBES + 1]) / PROBES)
-    norm = math.sqrt(result)
-    return bound < norm and bound / (norm - bound) <= tol
+    error, norm = math.sqrt(trace / PROBES), math.sqrt(result)
+    if upper_bound(sharp_factor(1.0, PROBES, sure) * error, norm) <= tol:
+        return True
+    gram = np.array(sums[: PROBES * PROBES]).reshape(PROBES, PROBES) / trace
+    return upper_bound(sharp_factor(share_at_most(gram), PROBES, sure) * error, norm) <= tol
 
 
 def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,6 +41,10 @@ class Costs:
     copy: float
     compress: float
     gather: float
+
+    def sharing(self, calls: int) -> Costs:
+        """The same, with statistics that so many calls share."""
+        return replace(self, analysis=self.analysis / calls, analysis_k=self.analysis_k / calls)
 
 
 _NEVER = 1e-6  # price of products in halves where they are no plan

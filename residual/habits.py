@@ -12,6 +12,7 @@ from residual.plans import Plan
 
 FIRST, MOST = 2, 64  # calls that must come to one plan before it runs by itself; most, after it has failed
 REUSES = 15  # calls that run it until one takes statistics again
+OFTEN = 4  # calls of a kind after which statistics are priced as what they cost while a habit spares them
 _KINDS = 256  # shapes may vary without end
 
 
@@ -59,6 +60,7 @@ class Habit:
 
 
 _habits: dict[Kind, Habit] = {}
+_counts: dict[Kind, int] = {}
 
 
 def habit_of(kind: Kind) -> Habit | None:
@@ -73,6 +75,15 @@ def learn(kind: Kind, plan: Plan) -> None:
     _habits.setdefault(kind, Habit(plan)).chosen(plan)
 
 
+def comes_often(kind: Kind) -> bool:
+    """Whether this is call number :data:`OFTEN` of a kind, or a later one; counts the call."""
+    if kind not in _counts and len(_counts) >= _KINDS:
+        _counts.clear()
+    _counts[kind] = _counts.get(kind, 0) + 1
+    return _counts[kind] >= OFTEN
+
+
 def forget() -> None:
     """Forget all of them."""
     _habits.clear()
+    _counts.clear()

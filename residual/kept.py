@@ -66,7 +66,7 @@ def attempt(
 
 
 def _look_closer(product: Tensor, sums: list[float], plan: Plan, tol: float, kind: Kind) -> tuple[Tensor | None, int]:
-    """As :func:`attempt`, where the coarsest bound of the error is not within ``tol``."""
+    """As :func:`attempt`, where the sums are not those of a product that passes."""
     from cute_kernels.probes import comparison
 
     compared = comparison(sums)

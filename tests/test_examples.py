@@ -105,6 +105,9 @@ def test_the_readme_shows_the_results_files() -> None:
     text = (ROOT / "README.md").read_text()
     assert table.render(table.json.loads((table.RESULTS / "cpu_spmm.json").read_text())) in text
     assert table.render_gpu(table.json.loads((table.RESULTS / "spmm_h200.json").read_text())) in text
+    page = table.render_dlmc(table.json.loads((table.RESULTS / "dlmc_h200.json").read_text()))
+    assert page in (ROOT / "docs" / "performance.md").read_text()
+    assert "| magicube e4m3 x e4m3 |" in page and "BSR fp16 32 |" in page
 
 
 def test_new_mma_shape_compiles_into_every_kernel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from residual import call, habits
-from residual.habits import FIRST, MOST, REUSES, Habit
+from residual.costs import Sizes, cost
+from residual.habits import FIRST, MOST, OFTEN, REUSES, Habit
 from residual.matmul import matmul
+from residual.planner import SINGLE, Wish, without_statistics
 from residual.plans import Plan
 from tests.compensated.random_products import _CHEAP, true_error
 
@@ -95,3 +98,21 @@ def test_a_habit_takes_longer_to_form_after_each_miss() -> None:
     habit.chosen(direct)
     habit.chosen(full)
     assert habit.plan == full and habit.agreed == 1
+
+
+def test_calls_that_come_often_find_a_plan_that_statistics_alone_would_not_pay_for(
+    looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 by itself is cheaper than one digit product with statistics, and dearer than with a 15th of them."""
+    A, B = normal(60, 128), normal(128, 50, seed=1)
+    wish, sizes = Wish(3e-2), Sizes(60, 128, 50)
+    single, direct = (cost(plan, sizes, _CHEAP) for plan in (SINGLE, Plan("direct", 8)))
+    assert direct < single
+    prices = replace(_CHEAP, analysis=3 * (single - direct), analysis_k=0.0)
+    assert without_statistics(wish, sizes, prices) == SINGLE
+    assert without_statistics(wish, sizes, prices.sharing(REUSES)) is None
+    monkeypatch.setattr(call, "costs_of", lambda device: prices)
+    for number in range(1, OFTEN + FIRST + 4):
+        matmul(A, B, tol=3e-2, seed=5)  # is not counted
+        assert true_error(A, B, matmul(A, B, tol=3e-2)) <= 3e-2
+        assert len(looks) == min(max(number + 1 - OFTEN, 0), FIRST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("cuda.core")
 
+from cute_kernels.probes import comparison
 from residual import habits, kept
-from residual.check import confidence, passes
+from residual.check import confidence, estimate_of, passes
 from residual.habits import FIRST, REUSES
 from residual.plans import Plan
 from residual.prepare import Operand, operand
@@ -122,14 +124,21 @@ def test_halves_of_lines_out_of_range_are_a_miss(ran: Ran) -> None:
     assert attempt(request) == (None, 1)
 
 
-def test_a_bound_that_is_too_coarse_is_made_sharper(ran: Ran) -> None:
-    """The coarse factor is 1.78, that of an error without pattern 1.3."""
-    ran.error = 1e-2
-    assert attempt(asked(1.6e-2, mode="direct"))[0] is not None
-    product, sums = ran(A, B, None, Plan("direct", 8), torch.Generator().manual_seed(3))
-    assert not passes(sums, product.numel(), confidence(0), 1.6e-2) and passes(sums, product.numel(), 0.99, 2.2e-2)
+def test_what_passes_is_what_the_estimate_says(ran: Ran) -> None:
+    draw, seen = random.Random(0), set()
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        ran.error = 10 ** draw.uniform(-3, -1)
+        product, sums = ran(A, B, None, Plan("direct", 8), generator)
+        tol, sure = ran.error * draw.uniform(1, 2), confidence(seed % 3)
+        found = estimate_of(comparison(sums), product.numel(), sure, tol)
+        assert found is not None and passes(sums, product.numel(), sure, tol) == (found.upper <= tol)
+        seen.add(found.upper <= tol)
+    assert seen == {False, True}
     for far, size in ((1.0, 1.0), (0.0, 2.0**95), (0.0, math.nan)):
         assert not passes([*sums[:-2], sums[-2] * size, far], product.numel(), 0.99, 0.5)
+    assert not passes([math.nan] * 256 + sums[-4:], product.numel(), 0.99, 0.5)
+    assert passes([0.0] * 256 + sums[-4:], product.numel(), 0.99, 1e-9), "no error at all"
 
 
 def test_a_prepared_operand_needs_probes_and_lines_that_are_near_one(ran: Ran) -> None:
