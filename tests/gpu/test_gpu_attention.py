@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -193,6 +193,22 @@ def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
     for mine, x in zip(there, leaves, strict=True):
         assert mine.grad is not None and x.grad is not None and mine.grad.dtype == torch.float64
         assert error(mine.grad, x.grad) < 2e-2
+
+
+@pytest.mark.parametrize("impl", ["three", "fused"])
+def test_peak_memory_follows_the_mask(impl: Any) -> None:
+    """With as many keys a query, twice the length takes twice the memory, and scores of all pairs would not fit in it."""
+    peaks = []
+    for length in (4096, 8192, 16384):
+        q, k, v = (torch.randn(8, length, 64, device="cuda", dtype=torch.float16) for _ in "qkv")
+        mask = masks.local(length, 64).to("cuda")
+        sparse_attention(q, k, v, mask, impl=impl)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        sparse_attention(q, k, v, mask, impl=impl)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert all(b < 2.1 * a for a, b in pairwise(peaks)) and peaks[-1] < 8 * 16384**2 / 4, peaks
 
 
 def test_gradients_are_those_of_the_cpu() -> None:

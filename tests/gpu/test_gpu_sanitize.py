@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
+from cute_kernels import quantize as kernels
 from cute_kernels.attention_config import AttentionConfig
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from magicube_cutlass.kernels import Kind, SpmmKernel
@@ -86,6 +87,9 @@ def test_quantize(bits: int, axis: int | None) -> None:
     for x in (torch.randn(45, 333), torch.randn(2, 3, 2050, dtype=torch.float64), torch.randn(33, 64).half()):
         got, expected = mc.quantize(x.cuda(), bits, axis=axis), mc.quantize(x, bits, axis=axis)
         assert torch.equal(got.ints().cpu(), expected.ints())
+        if bits == 4:
+            unpacked = kernels.quantize(x.cuda(), bits=4, signed=True, axis=axis, unpacked=True)[0]
+            assert torch.equal(unpacked.cpu(), expected.ints())
 
 
 @pytest.mark.parametrize(("k", "bits", "stride"), [(333, 8, 32), (2100, 4, 16), (64, 16, 64)])
