@@ -22,10 +22,8 @@ FAILURE = 0.01  # probability that a call returns a product that misses its tole
 _FIRST_SHARE = 0.9  # of that probability for the first attempt; each later one has a tenth of the one before
 _NOISE = 2.0**-21  # of float32 probes against the product of the operands' norms; errors below it are judged in double
 _ROOM = 32  # a vector's length in memory is a multiple of it
-FAR_SCALES = (
-    2.0 ** -(FAR + 7),
-    2.0 ** (FAR - 7),
-)  # scales of lines whose magnitudes are near one, a power of two to spare
+# Scales of lines whose magnitudes are near one lie between these, a power of two to spare.
+FAR_SCALES = (2.0 ** -(FAR + 7), 2.0 ** (FAR - 7))
 
 
 def confidence(attempt: int) -> float:
