@@ -194,7 +194,7 @@ def compare(
     ``bounds`` are counted.
     Waits for the GPU.
     """
-    return comparison(sums_of(start_comparison(c, w, product, scales, bounds)))
+    return comparison(start_comparison(c, w, product, scales, bounds))
 
 
 def start_comparison(
@@ -223,17 +223,12 @@ def start_comparison(
     return parts
 
 
-def sums_of(parts: Tensor) -> list[float]:
-    """The 260 sums of all blocks: Gram matrix row by row, then the others of :class:`Comparison`; waits for the GPU."""
-    found: list[float] = parts.sum(0).tolist()
-    return found
-
-
-def comparison(sums: list[float]) -> Comparison:
-    """What :func:`compare` returns, by :func:`sums_of`."""
-    product, claimed, result, far = sums[-4:]
-    gram = torch.tensor(sums[:-4], dtype=torch.float64).view(PROBES, PROBES)
-    return Comparison(gram, product, claimed, result, int(far))
+def comparison(parts: Tensor) -> Comparison:
+    """What :func:`compare` returns, by the sums of blocks; waits for the GPU."""
+    sums = parts.sum(0).cpu().numpy()
+    product_squares, claimed, result, far = sums[-4:].tolist()
+    gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES))
+    return Comparison(gram, product_squares, claimed, result, int(far))
 
 
 def default_configs() -> list[ProbeConfig]:

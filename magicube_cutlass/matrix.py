@@ -25,8 +25,7 @@ class CompressedMatrix(ABC):
     """A sparse ``M x K`` matrix of ``V x 1`` vectors.
 
     ``bits`` is None where the values are no quantized integers: floats, which a product takes as they are, or results.
-    ``used_once``, which may be set before the first product, says that there will be few: on a GPU they take a kernel
-    whose copy of the values is made in a millisecond, where that of a faster kernel takes tens of them.
+    :attr:`used_once`, which may be set, says that there will be few products.
     """
 
     _VALUE_NDIM: ClassVar[int]  # dimensions of the values after the batch
@@ -49,7 +48,7 @@ class CompressedMatrix(ABC):
         self.scale = scale
         self.bits = bits
         self.signed = signed
-        self.used_once = False
+        self._used_once = False
         self._cache: dict[str, Any] = {}
         self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
         self._edition = new_edition()
@@ -180,7 +179,25 @@ class CompressedMatrix(ABC):
         moved: dict[str, Any] = {name: _moved(tensor, device) for name, tensor in self._tensors().items()}
         if all(moved[name] is tensor for name, tensor in self._tensors().items()):
             return self
-        return type(self)(**moved, **self._fields())
+        found = type(self)(**moved, **self._fields())
+        found.used_once = self.used_once
+        return found
+
+    @property
+    def used_once(self) -> bool:
+        """Whether few products will be made with this matrix, False unless it is set; goes along to another device.
+
+        On a GPU such products take a kernel whose copy of the values is made in a millisecond, where that of a faster
+        kernel takes tens of them.  Setting it forgets the copies that were made.
+        """
+        return self._used_once
+
+    @used_once.setter
+    def used_once(self, value: bool) -> None:
+        if value != self._used_once:
+            self._used_once = bool(value)
+            self._execution.clear()  # with the calls that are kept there
+            self._edition = new_edition()
 
     def check_format(self, full: bool = False) -> None:
         """Raise ``TypeError``/``ValueError`` for wrong dtypes, sizes, layouts or devices; with ``full`` scan all data.

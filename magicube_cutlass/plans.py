@@ -127,7 +127,7 @@ def plan_spmm(
         return name, cpu_copy(matrix)
     from magicube_cutlass import kernels
 
-    key = (right, out, width, batch, atom, config, matrix.used_once)
+    key = (right, out, width, batch, atom, config)
     plan = matrix._execution.get(key)
     if plan is None:
         length = None

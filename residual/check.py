@@ -6,11 +6,10 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from residual.estimate import ErrorEstimate, frobenius, from_sums, judge, share_at_most, sharp_factor, upper_bound
+from residual.estimate import ErrorEstimate, frobenius, from_sums, judge, sharp_factor
 from residual.plans import ieee
 from residual.prepare import FAR, Operand
 
@@ -164,22 +163,6 @@ def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> Erro
         return None
     product, claimed, result = (math.sqrt(x) for x in (sums.product, sums.claimed, sums.result))
     return from_sums(sums.gram, 1.0, product, claimed, result, sure, tol)
-
-
-def passes(sums: list[float], entries: int, sure: float, tol: float) -> bool:
-    """Whether the bound by ``cute_kernels.probes.sums_of`` is within ``tol``, in few operations.
-
-    As :func:`estimate_of` finds it; False also where that says nothing.
-    """
-    result, far = sums[-2:]
-    trace = sum(sums[: PROBES * PROBES : PROBES + 1])
-    if far or not 2.0**-90 < result / entries < 2.0**90 or not math.isfinite(trace):
-        return False
-    error, norm = math.sqrt(trace / PROBES), math.sqrt(result)
-    if upper_bound(sharp_factor(1.0, PROBES, sure) * error, norm) <= tol:
-        return True
-    gram = np.array(sums[: PROBES * PROBES]).reshape(PROBES, PROBES) / trace
-    return upper_bound(sharp_factor(share_at_most(gram), PROBES, sure) * error, norm) <= tol
 
 
 def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Tensor:

@@ -162,18 +162,18 @@ def from_sums(
         if squared > 0 and norm_product > 0:  # else the probes outweigh the exact norm: C is far off
             size = norm * math.sqrt(squared)
     relative = error / size if size > 0 else math.inf
-    upper = upper_bound(sharp_factor(1.0, probes, confidence) * error, norm)
+    upper = _upper(sharp_factor(1.0, probes, confidence) * error, norm)
     if upper > tol:
-        upper = upper_bound(sharp_factor(share_at_most(sums / trace), probes, confidence) * error, norm)
+        upper = _upper(sharp_factor(_share_at_most(sums / trace), probes, confidence) * error, norm)
     return ErrorEstimate(relative, upper, confidence)
 
 
-def upper_bound(bound: float, norm: float) -> float:
+def _upper(bound: float, norm: float) -> float:
     """Bound of an error relative to AB, from its own and the norm of C."""
     return bound / (norm - bound) if norm > bound else math.inf
 
 
-def share_at_most(gram: np.ndarray) -> float:
+def _share_at_most(gram: np.ndarray) -> float:
     """Bound of the largest eigenvalue of a Gram matrix of trace 1, above it by a tenth at most for 16 rows.
 
     ``lambda**32 <= trace(G**32)``, rounded up to a multiple of 1/1024 so that few bounds are ever computed.

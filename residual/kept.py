@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residual.check import FAR_SCALES, PROBES, confidence, estimate_of, passes
+from residual.check import FAR_SCALES, PROBES, confidence, estimate_of
 from residual.habits import Kind, habit_of
 from residual.plans import COUNTS, Plan, of_digits
 from residual.prepare import HALF_RANGE, Operand, operand
 
 if TYPE_CHECKING:
+    from cute_kernels.probes import Comparison
     from cute_kernels.workspace import Kept
     from residual.request import Request
 
@@ -58,26 +59,15 @@ def attempt(
     if plan is None:
         return None, 0
     product, sums = _run(A, B, right, plan, generator)
-    tol = request.tol
-    assert tol is not None
-    if passes(sums, product.numel(), confidence(0), tol):
-        return product, 0
-    return _look_closer(product, sums, plan, tol, kind)
-
-
-def _look_closer(product: Tensor, sums: list[float], plan: Plan, tol: float, kind: Kind) -> tuple[Tensor | None, int]:
-    """As :func:`attempt`, where the sums are not those of a product that passes."""
-    from cute_kernels.probes import comparison
-
-    compared = comparison(sums)
-    found = estimate_of(compared, product.numel(), confidence(0), tol)
-    if not compared.far and found is not None and found.upper <= tol:
+    assert request.tol is not None
+    found = estimate_of(sums, product.numel(), confidence(0), request.tol)
+    if not sums.far and found is not None and found.upper <= request.tol:
         return product, 0
     if len(_resting) >= _KINDS:
         _resting.clear()
     _resting[kind] = REST
     # Digits of lines that are far from one, or not finite, were no attempt; halves of such lines were a wrong one.
-    meant = found is not None and math.isfinite(found.relative) and not (compared.far and plan.bits)
+    meant = found is not None and math.isfinite(found.relative) and not (sums.far and plan.bits)
     return None, int(meant)
 
 
@@ -123,9 +113,9 @@ def _probes_of(right: Operand) -> tuple[Tensor, Tensor] | None:
 
 def _run(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
-) -> tuple[Tensor, list[float]]:
-    """The product (M, N) by a plan, and the sums by which its probes judge it."""
-    from cute_kernels.probes import padded, sums_of
+) -> tuple[Tensor, Comparison]:
+    """The product (M, N) by a plan, and what its probes say of it."""
+    from cute_kernels.probes import comparison, padded
     from cute_kernels.quantize import device_of
 
     with device_of(A):
@@ -133,11 +123,11 @@ def _run(
         made = None if right is None else _probes_of(right)
         if made is None:
             w = torch.randn(PROBES, padded(B.shape[1]), device=A.device, generator=generator)
-            return product, sums_of(_compared(A, B, product, plan, w, None, scales))
+            return product, comparison(_compared(A, B, product, plan, w, None, scales))
         if not plan.bits:
             assert right is not None
             scales = (right.top,)
-        return product, sums_of(_compared(A, B, product, plan, *made, scales))
+        return product, comparison(_compared(A, B, product, plan, *made, scales))
 
 
 def _kind(A: Tensor, B: Tensor, plan: Plan, prepared: bool) -> Hashable:

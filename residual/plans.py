@@ -123,12 +123,12 @@ def _digit_product(
     planes = (*a.planes, *b.planes)
     if c is not None or not planes[0].is_cuda or not all(_reads_in_place(plane) for plane in planes):
         return product(out)
-    out = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device) if out is None else out  # (M, N)
+    target = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device) if out is None else out  # (M, N)
     places = tuple((plane.data_ptr(), plane.stride(0)) for plane in planes)
-    kind = planes[0].shape, len(a.planes), out.shape, out.device, shift, terms, alpha
-    to = out
-    _replays().run((kind, places, a.scale.data_ptr(), b.scale.data_ptr(), to.data_ptr()), lambda: product(to))
-    return out
+    kind = planes[0].shape, len(a.planes), target.shape, target.device, shift, terms, alpha
+    where = places, a.scale.data_ptr(), b.scale.data_ptr(), target.data_ptr()
+    _replays().run((kind, where), lambda: product(target))
+    return target
 
 
 @lru_cache

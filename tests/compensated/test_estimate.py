@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual import bound_factor, decompose, estimate_error
-from residual.estimate import from_sums, share_at_most
+from residual.estimate import _share_at_most, from_sums
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -142,7 +142,7 @@ def test_the_largest_eigenvalues_bound_is_above_it_and_near(size: int, rank: int
         y = torch.randn(rank, size, dtype=torch.float64, generator=generator(seed))
         gram = (y.mT @ y) / y.square().sum()
         exact = float(torch.linalg.eigvalsh(gram)[-1])
-        found = share_at_most(gram.numpy())
+        found = _share_at_most(gram.numpy())
         assert exact * (1 - 1e-12) <= found <= 1 and found <= exact * size ** (1 / 32) + 1.01 / 1024
 
 
