@@ -1,8 +1,9 @@
 """How good the choice of a kernel is: every config that it weighs, timed on random shapes.
 
 Writes ``benchmarks/results/choose_h200.json``: microseconds of each config for each case.  The cost model may be fitted
-to the cases with ``held_out`` false; ``--judge`` judges it by the others, on any machine.
-Run: ``PYTHONPATH=. python benchmarks/choose.py [--cases N] [--out FILE] [--judge]``.
+to the cases with ``held_out`` false; ``--judge`` judges it by the others, on any machine.  Several GPUs share the work:
+a process each with ``--part 1/N`` to ``N/N`` and an ``--out`` of its own, then ``--join`` of those files.
+Run: ``PYTHONPATH=. python benchmarks/choose.py [--cases N] [--part I/N] [--join FILE ...] [--out FILE] [--judge]``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu_data import OUT_NAME, Shape, Widths, check, compile_ahead, make_product, one_line, uniform
@@ -26,12 +29,17 @@ from magicube_cutlass import kernels
 from magicube_cutlass.plans import rounded
 
 RESULTS = Path(__file__).resolve().parent / "results"
-WIDTHS = Widths(8, 8)
+WIDTHS = (Widths(8, 8), Widths(16, 8), Widths(16, 16), Widths(8, 4), Widths(4, 4))
 VECTOR_LENGTH = 8
-KIND = kernels.Kind(VECTOR_LENGTH, Integer(8, True), Integer(8, True), OUT_NAME)
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 11008, 14336)
 INNER = (512, 1024, 2048, 2304, 4096, 8192, 11008)
 COLUMNS = (16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+TABLE = (
+    Shape(4096, 4096, 512, 0.9), Shape(4096, 4096, 4096, 0.9), Shape(4096, 4096, 4096, 0.8),
+    Shape(4096, 4096, 512, 0.7), Shape(4096, 4096, 256, 0.9), Shape(2048, 2048, 256, 0.9),
+    Shape(256, 2304, 512, 0.9), Shape(256, 2304, 512, 0.7), Shape(4096, 4096, 512, 0.98),
+    Shape(14336, 4096, 512, 0.9),
+)  # fmt: skip
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 MOST_WORK = 2**37  # M K N of a case, so that the run stays short
 
@@ -47,19 +55,48 @@ def shapes(count: int, seed: int) -> list[Shape]:
     return list(found)
 
 
+class Trial(NamedTuple):
+    """A product to be timed; ``held_out``: the cost model may not be fitted to it."""
+
+    held_out: bool
+    widths: Widths
+    shape: Shape
+
+
+def plan(cases: int) -> list[Trial]:
+    """Random shapes: ``cases`` of L8-R8 to fit, as many held out, and a fifth of both for each of the other widths.
+
+    The shapes of the results' table are among those to fit.
+    """
+    known = [
+        Trial(False, widths, shape) for widths in WIDTHS for shape in (TABLE if widths == WIDTHS[0] else TABLE[:3])
+    ]
+    return known + [
+        Trial(held_out, widths, shape)
+        for place, widths in enumerate(WIDTHS)
+        for held_out in (False, True)
+        for shape in shapes(cases if place == 0 else -(-cases // 5), seed=2 * place + 1 + held_out)
+    ]
+
+
+def kind_of(widths: Widths) -> kernels.Kind:
+    return kernels.Kind(VECTOR_LENGTH, Integer(widths.left, True), Integer(widths.right, True), OUT_NAME)
+
+
 def problem(shape: Shape) -> kernels.Problem:
     pattern = uniform(shape, VECTOR_LENGTH)
     longest = int(pattern.row_lengths.max())
     return kernels.Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, rounded(shape.n))
 
 
-def run_case(shape: Shape, machine: kernels.Machine) -> dict[str, Any]:
+def run_case(trial: Trial, machine: kernels.Machine) -> dict[str, Any]:
     """Times of every candidate; each output was poisoned, and compared in every element."""
+    shape, widths = trial.shape, trial.widths
     here = problem(shape)
-    product = make_product(uniform(shape, VECTOR_LENGTH), shape.n, WIDTHS)
+    product = make_product(uniform(shape, VECTOR_LENGTH), shape.n, widths)
     calls: dict[str, Call] = {}
     failures: dict[str, str] = {}
-    for config in kernels.candidates(KIND, machine, here):
+    for config in kernels.candidates(kind_of(widths), machine, here):
         out = product.poisoned()
         try:
             mc.spmm(product.lhs, product.rhs, out=out, config=config)
@@ -69,16 +106,17 @@ def run_case(shape: Shape, machine: kernels.Machine) -> dict[str, Any]:
             continue
         calls[config.name] = partial(mc.spmm, product.lhs, product.rhs, out=out, config=config)
     times = {name: timing.median for name, timing in replays(calls, rounds=5).items()}
-    row = {"m": shape.m, "k": shape.k, "n": shape.n, "sparsity": shape.sparsity, "vectors": here.vectors}
-    return {**row, "longest": here.longest, "us": times, "failures": failures}
+    row = {"held_out": trial.held_out, "widths": [widths.left, widths.right], "m": shape.m, "k": shape.k, "n": shape.n}
+    row |= {"sparsity": shape.sparsity, "vectors": here.vectors, "longest": here.longest}
+    return {**row, "us": times, "failures": failures}
 
 
-def judge(report: dict[str, Any], arch: str = "sm_90a") -> str:
+def judge(report: dict[str, Any], widths: Widths, arch: str = "sm_90a") -> str:
     """How the picks of the present cost model compare with the best of the timed configs, on the cases held out."""
     machine = kernels.Machine(arch, report["multiprocessors"])
     ratios, untimed = [], 0
     for case in report["cases"]:
-        if not case["held_out"]:
+        if not case["held_out"] or case["widths"] != [widths.left, widths.right]:
             continue
         here = kernels.Problem(
             -(-case["m"] // VECTOR_LENGTH),
@@ -87,35 +125,51 @@ def judge(report: dict[str, Any], arch: str = "sm_90a") -> str:
             case["longest"],
             rounded(case["n"]),
         )
-        pick = case["us"].get(kernels.choose_spmm(KIND, machine, here).name)
+        pick = case["us"].get(kernels.choose_spmm(kind_of(widths), machine, here).name)
         if pick is None:
             untimed += 1
         else:
             ratios.append(pick / min(case["us"].values()))
     near = sum(ratio <= 1.1 for ratio in ratios)
     return (
-        f"{len(ratios)} cases: {near} picks within 10% of the best, the worst takes {max(ratios, default=1):.2f} "
-        f"times as long; {untimed} picks were not timed"
+        f"{widths}, {len(ratios)} cases: {near} picks within 10% of the best, the worst takes "
+        f"{max(ratios, default=1):.2f} times as long; {untimed} picks were not timed"
     )
+
+
+def joined(paths: Sequence[Path]) -> dict[str, Any]:
+    """One report of the parts that several processes made."""
+    reports = [json.loads(path.read_text()) for path in paths]
+    return {**reports[0], "cases": [case for report in reports for case in report["cases"]]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=60, help="cases to fit, and as many held out")
+    parser.add_argument("--cases", type=int, default=60, help="cases of L8-R8 to fit, and as many held out")
+    parser.add_argument("--part", default="1/1", help="which part of the cases, of how many")
+    parser.add_argument("--join", type=Path, nargs="+", default=[], help="time nothing, make one file of these")
     parser.add_argument("--out", type=Path, default=RESULTS / "choose_h200.json")
     parser.add_argument("--judge", action="store_true", help="time nothing, judge the choice by the file")
     arguments = parser.parse_args()
-    if arguments.judge:
-        print(judge(json.loads(arguments.out.read_text())))
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", arguments.part)
+    if found is None or int(found[1]) > int(found[2]):
+        parser.error(f"--part must be I/N with 1 <= I <= N, got {arguments.part}")
+    if arguments.join:
+        arguments.out.write_text(json.dumps(joined(arguments.join), indent=1) + "\n")
+    if arguments.judge or arguments.join:
+        report = json.loads(arguments.out.read_text())
+        print(*(judge(report, widths) for widths in WIDTHS), sep="\n")
         return
     machine = kernels.machine(torch.cuda.current_device())
-    sets = [(False, shapes(arguments.cases, seed=1)), (True, shapes(arguments.cases, seed=2))]
-    everything = [(held, shape) for held, chosen in sets for shape in chosen]
-    compile_ahead(config for _, shape in everything for config in kernels.candidates(KIND, machine, problem(shape)))
+    trials = plan(arguments.cases)[int(found[1]) - 1 :: int(found[2])]
+    configs = (
+        config for each in trials for config in kernels.candidates(kind_of(each.widths), machine, problem(each.shape))
+    )
+    compile_ahead(configs)
     cases: list[dict[str, Any]] = []
     facts = {"machine": gpu_machine(), "unit": "us", "multiprocessors": machine.multiprocessors}
-    for held, shape in track(everything, "timing"):
-        cases.append({"held_out": held, **run_case(shape, machine)})
+    for trial in track(trials, "timing"):
+        cases.append(run_case(trial, machine))
         torch.cuda.empty_cache()
         arguments.out.write_text(json.dumps(facts | {"cases": cases}, indent=1) + "\n")
     print(f"{len(cases)} cases in {arguments.out}")

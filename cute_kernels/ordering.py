@@ -7,10 +7,43 @@ once cost as many passes over the banks as the most frequent residue mod 8 among
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu import ordering as engine
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.quantize import device_of
+from cute_kernels.source import constants
+
 PHASE = 8  # rows that ldmatrix reads at once; their numbers mod 8 decide about banks
+
+
+@dataclass(frozen=True)
+class SpreadConfig:
+    """What the kernel of :func:`spread_slots` is compiled for."""
+
+    threads: int = 128
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        return f"spread_slots-{self.threads}"
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        members = constants({"kThreads": self.threads})
+        source = (
+            f'#include "spread_slots.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}}};\n'
+            "}  // namespace magicube\n"
+        )
+        return Unit(source, "magicube::spread_slots<magicube::Config>", arch, self.name)
 
 
 def sequential_slots(
@@ -40,63 +73,36 @@ def sequential_slots(
 
 
 def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2) -> Tensor:
-    """As :func:`sequential_slots`, in an order that spares bank conflicts.
+    """As :func:`sequential_slots`, in an order that spares bank conflicts, by the rules in ``column_order.cuh``.
 
-    Greedy, eight slots at a time: every residue that still has a column in the window gives one, the oldest; what is
-    then left to fill comes from the residues that have most.  On uniform patterns with some 50 columns a tile a read
-    takes 1.2 passes instead of 2.2.
+    On uniform patterns with some 50 columns a tile a read takes 1.2 passes instead of 2.2.
+    Raises ``RuntimeError`` for tensors on the CPU without the compiled engine.
     """
     device, rows, total = columns.device, row_offsets.numel() - 1, columns.numel()
+    slots = torch.empty(total, dtype=torch.int64, device=device)
     if not total:
-        return torch.zeros(0, dtype=torch.int64, device=device)
+        return slots
     row_of = torch.repeat_interleave(row_offsets.diff(), output_size=total)
-    kind = row_of * PHASE + columns % PHASE  # (vectors,) row and residue
-    kinds, order = torch.sort(kind, stable=True)
-    tile_of = columns[order].to(torch.int64) // tile
-    counts = torch.bincount(kinds, minlength=rows * PHASE)
-    first = torch.cumsum(counts, 0) - counts  # (R * 8,)
-    within = torch.bincount(kinds * tiles + tile_of, minlength=rows * PHASE * tiles).view(-1, tiles)
-    until = torch.cumsum(within, 1)  # (R * 8, tiles) columns up to a tile
-    taken = _fill(counts.view(rows, PHASE), first, tile_of, until, group, window)  # (steps, R, 8)
-    steps = taken.shape[0]
-    ends = (
-        taken.cumsum(0).permute(1, 2, 0).reshape(rows * PHASE, steps).contiguous()
-    )  # columns of each kind up to a step
-    # one search for all kinds: each has a range of its own
-    apart = int(counts.max()) + 1
-    number = torch.arange(total, device=device) - first[kinds]  # of its kind
-    ranges = (ends + torch.arange(rows * PHASE, device=device)[:, None] * apart).view(-1)
-    found = torch.searchsorted(ranges, number + kinds * apart, right=True)
-    step = found - kinds * steps
-    begun = torch.where(step > 0, ends.view(-1)[(found - 1).clamp(min=0)], 0)  # of its kind in earlier steps
-    before = (taken.cumsum(2) - taken).view(steps, -1)[step, kinds]  # slots of the step that other residues take
-    slots = torch.empty_like(step)
-    slots[order] = step * PHASE + before + number - begun
+    residue = columns % PHASE
+    order = torch.argsort(row_of * PHASE + residue, stable=True)  # (vectors,) by row and residue
+    place = (row_of * tiles + columns // tile) * PHASE + residue
+    counts = torch.bincount(place, minlength=rows * tiles * PHASE).view(rows, tiles, PHASE)
+    until = counts.cumsum(1)  # (R, tiles, 8) columns of a residue up to a tile
+    each = until[:, -1].reshape(-1)
+    first = torch.cumsum(each, 0) - each  # (R * 8,)
+    until = until.to(torch.int32)
+    if device.type == "cpu":
+        engine.spread_slots(until, first, order, group, window, slots)
+        return slots
+    config = SpreadConfig()
+    with device_of(slots):
+        get_kernel(config).launch(
+            (-(-rows * 32 // config.threads), 1, 1),
+            (until.data_ptr(), first.data_ptr(), order.data_ptr(), rows, tiles, group, window, slots.data_ptr()),
+        )
     return slots
 
 
-def _fill(counts: Tensor, first: Tensor, tile_of: Tensor, until: Tensor, group: int, width: int) -> Tensor:
-    """How many columns of each residue each step of eight slots takes, int64 (steps, R, 8).
-
-    ``counts``: (R, 8) columns of each kind; ``first``: (R * 8,) where they begin in ``tile_of``, the columns' tiles;
-    ``until``: (R * 8, tiles) columns of a kind up to and with each tile; ``width``: tiles of a window.
-    """
-    tiles = until.shape[1]
-    placed, steps = torch.zeros_like(counts), []
-    levels = torch.arange(1, PHASE + 1, device=counts.device)
-    while bool((placed < counts).any()):
-        upcoming = tile_of[(first + placed.view(-1)).clamp(max=tile_of.numel() - 1)].view_as(placed)
-        oldest = torch.where(placed < counts, upcoming, tiles - 1).amin(1, keepdim=True)  # (R, 1)
-        last = (oldest + width - 1).clamp(max=tiles - 1).repeat_interleave(PHASE, 0)  # (R * 8, 1) that may be used
-        allowed = until.gather(1, last).view_as(placed) - placed
-        for _ in range(group // PHASE):
-            filled = torch.minimum(allowed[:, :, None], levels).sum(1)  # (R, 8) slots if each gives at most so many
-            level = (filled <= PHASE).sum(1, keepdim=True)
-            take = torch.minimum(allowed, level)
-            rest = PHASE - take.sum(1, keepdim=True)
-            spare = allowed - take
-            rank = spare.argsort(dim=1, descending=True, stable=True).argsort(dim=1, stable=True)
-            take = take + ((rank < rest) & (spare > 0))
-            steps.append(take)
-            placed, allowed = placed + take, allowed - take
-    return torch.stack(steps)
+def default_configs() -> list[SpreadConfig]:
+    """The one kernel."""
+    return [SpreadConfig()]

@@ -78,19 +78,19 @@ class Forecast:
 class PanelModel:
     """Nanoseconds of the panel kernel's parts on one multiprocessor."""
 
-    launch: float = 1426.0
-    block: float = 390.0  # its start and end
-    byte: float = 0.00383  # of a tile, when all multiprocessors fetch
-    row: float = 0.32  # of B, whatever its width
-    chunk: float = 5.35  # 16 bytes of a group's rows multiplied without a conflict, for one warp of 16
-    flight: float = 213.0  # a tile's way from the second-level cache, shared by those that are on theirs
-    conflict: float = 9.35  # columns of a window that double the passes of a read, being so few
-    result: float = 0.549  # written, for each byte of a vector row's strip of B
-    narrow: float = 1.59  # how much longer a read takes in rows of 64 bytes
+    launch: float = 1316.0
+    block: float = 713.0  # its start and end
+    byte: float = 0.00405  # of a tile, when all multiprocessors fetch
+    row: float = 0.369  # of B, whatever its width
+    chunk: float = 5.53  # 16 bytes of a group's rows multiplied without a conflict, for one warp of 16
+    flight: float = 198.0  # a tile's way from the second-level cache, shared by those that are on theirs
+    conflict: float = 9.43  # columns of a window that double the passes of a read, being so few
+    result: float = 0.498  # written, for each byte of a vector row's strip of B
+    narrow: float = 1.43  # how much longer a chunk takes in rows of 64 bytes
     # warps and vector rows a warp: a part of a chunk
     share: tuple[tuple[tuple[int, int], float], ...] = (
-        ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.579), ((13, 2), 0.616), ((11, 3), 0.59), ((11, 2), 0.673),
-        ((8, 2), 0.706), ((11, 1), 0.692), ((8, 1), 0.761), ((7, 1), 0.838),
+        ((16, 1), 0.563), ((15, 2), 0.565), ((14, 2), 0.595), ((13, 2), 0.633), ((11, 3), 0.645), ((11, 2), 0.636),
+        ((8, 2), 0.785), ((11, 1), 0.649), ((8, 1), 0.735), ((7, 1), 0.805),
     )  # fmt: skip
 
 
@@ -98,12 +98,12 @@ class PanelModel:
 class GatherModel:
     """Nanoseconds of the gather kernel's parts."""
 
-    launch: float = 926.0
-    warp: float = 841.0  # its start and end
-    group: float = 335.0  # of a warp that waits for it alone
-    crowd: float = 818.0  # more for a group when 32 warps of a multiprocessor wait likewise
-    team: float = 348.0  # the meeting of warps that share a vector row
-    result: float = 0.000358
+    launch: float = 851.0
+    warp: float = 1129.0  # its start and end
+    group: float = 351.0  # of a warp that waits for it alone
+    crowd: float = 718.0  # more for a group when 32 warps of a multiprocessor wait likewise
+    team: float = 333.0  # the meeting of five warps that share a vector row of 64 columns
+    result: float = 0.000354
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,9 @@ def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float
     share = dict(model.share)[config.warps, config.rows]
     window = mean * config.tile * config.window / problem.inner  # columns
     passes = 1.0 + min(model.conflict / window, 1.4)  # of a read, by the columns to choose from
-    passes *= model.narrow if config.row_bytes == 64 else 1.0
-    work = rows * groups * config.row_bytes / 16 * model.chunk * share * max(passes, 0.5 * (passes + products))
+    chunks = config.row_bytes / 16 * max(passes, 0.5 * (passes + products))
+    chunks *= model.narrow if config.row_bytes == 64 else 1.0
+    work = rows * groups * chunks * model.chunk * share
     fill = problem.inner * (model.byte * config.row_bytes / config.cluster * items / (waves * clusters) + model.row)
     fill += tiles * model.flight / (config.stages - config.window)
     rest = model.block + model.result * rows * config.row_bytes
@@ -152,8 +153,9 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     longest = max(mean, problem.longest - 3 * mean**0.5) / (config.group * config.row_warps) + 0.5
     crowd = model.crowd * config.row_bytes / 64 * min(1.0, full) * resident / machine.multiprocessors / 32
     products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
+    products *= config.columns / config.row_bytes
     step = model.group + crowd * max(1.0, 0.5 + 0.5 * products)
-    team = model.team if config.row_warps > 1 else 0.0
+    team = model.team * (config.row_warps - 1) / 4 * config.columns / 64
     warps = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
     return model.launch + warps + model.result * problem.vector_rows * 8 * problem.n
 

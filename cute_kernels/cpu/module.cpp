@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine.hpp"
+#include "spread.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -135,6 +135,13 @@ void compress(const std::string& path, const CompressArgs& args, int threads) {
   }, &job);
 }
 
+void spread(const SpreadArgs& args, int threads) {
+  require(threads >= 1 && args.tiles >= 1 && args.window >= 1, "threads, tiles and window must be at least 1");
+  require(args.group >= 8 && args.group % 8 == 0, "group must be a multiple of 8");
+  nb::gil_scoped_release release;
+  run_team(threads, 0, 0, [](const void* p, Team& team) { spread_slots(*static_cast<const SpreadArgs*>(p), team); }, &args);
+}
+
 }  // namespace
 }  // namespace magicube
 
@@ -208,4 +215,9 @@ NB_MODULE(_engine, m) {
                                 pointer<uint8_t>(out_values)}, threads);
   }, "path"_a, "mask"_a, "values"_a, "rows"_a, "columns"_a, "mask_row"_a, "values_row_bytes"_a, "element_bytes"_a,
      "vector_length"_a, "stride"_a, "lengths"_a, "row_start"_a, "out_columns"_a, "out_values"_a, "threads"_a);
+  m.def("spread_slots", [](uintptr_t until, uintptr_t first, uintptr_t order, int64_t rows, int tiles, int group,
+                           int window, uintptr_t slots, int threads) {
+    spread(SpreadArgs{pointer<const int>(until), pointer<const int64_t>(first), pointer<const int64_t>(order), rows,
+                      tiles, group, window, pointer<int64_t>(slots)}, threads);
+  }, "until"_a, "first"_a, "order"_a, "rows"_a, "tiles"_a, "group"_a, "window"_a, "slots"_a, "threads"_a);
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cute_kernels.ordering import PHASE, sequential_slots, spread_slots
 from tests.helpers import random_mask
+from tests.kernels.column_order import expected_slots
 
 
 def structure(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +54,18 @@ def test_a_group_takes_columns_of_its_window_and_each_slot_once(
             assert all(bool((slots[(row_of == row)] == g * group).any()) for g in used)  # the first slot is taken
 
 
-@pytest.mark.parametrize(("density", "size", "most"), [(0.1, 4096, 1.4), (0.3, 4096, 1.15), (0.1, 2304, 1.45)])
+ORDERS = [(16, 32, 3), (64, 16, 1), (64, 32, 2), (64, 64, 4), (256, 32, 4)]  # tile, group, window
+
+
+@pytest.mark.parametrize(("tile", "group", "window"), ORDERS)
+@pytest.mark.parametrize("density", [0.03, 0.3])
+def test_the_engine_takes_the_cheapest_of_its_ways(density: float, tile: int, group: int, window: int) -> None:
+    columns, offsets = structure(random_mask(7, 600, density, seed=tile + window))
+    where = (columns, offsets, tile, -(-600 // tile), group, window)
+    assert spread_slots(*where).tolist() == expected_slots(*where)
+
+
+@pytest.mark.parametrize(("density", "size", "most"), [(0.1, 4096, 1.31), (0.3, 4096, 1.12), (0.1, 2304, 1.36)])
 def test_few_conflicts_on_a_uniform_pattern(density: float, size: int, most: float) -> None:
     mask = torch.rand(64, size, generator=torch.Generator().manual_seed(0)) < density
     columns, offsets = structure(mask)
