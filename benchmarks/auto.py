@@ -4,8 +4,10 @@ For each size, kind of data and tolerance: milliseconds of ``mode="auto"``, of e
 does not refuse, of the same modes without a check where their error by float64 meets it, and of torch's float32
 product.  ``regret`` is auto's time over that of the fastest rival that gives the same assurance, a checked mode or
 float32; ``regret, unchecked``: over that of the fastest one whose error is small enough, which nobody knows beforehand.
+``regret, first call``: of a call that knows nothing of those before, so that it takes statistics.
 For each size and mode also the time with and without a check.  Times are medians of whole calls from float32 inputs,
-host included, every rival in turn.  The data are none that any price or constant was fitted to.
+host included, in a loop: rivals take turns of two calls, of which the second counts.  The data are none that any price
+or constant was fitted to.
 
 Writes ``benchmarks/results/auto_<device>.json`` as it goes; kernels that no cache has yet are compiled on the way.
 Run: ``PYTHONPATH=. python benchmarks/auto.py [--device cpu] [--quick] [--seconds S] [--out FILE]``.
@@ -23,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from accuracy import RESULTS, Draw, once
+from accuracy import RESULTS, Draw, again, once, settle
 from machine import gpu_machine, machine
 from torch import Tensor
 
@@ -87,7 +89,7 @@ def medians(rivals: dict[str, Call], device: torch.device, budget: float) -> dic
         shift = turn % max(len(names), 1)
         for name in names[shift:] + names[:shift]:
             try:
-                seen[name].append(once(rivals[name], device))
+                seen[name].append(again(rivals[name], device))
             except ToleranceError:
                 del seen[name]
     return {name: median(times[1:]) for name, times in seen.items()}
@@ -116,6 +118,12 @@ def regrets(auto: float, times: dict[str, float], errors: dict[str, float], tol:
     return {"best": best, "regret": auto / ms, "best, unchecked": oracle, "regret, unchecked": auto / least}
 
 
+def first_call(call: Call, device: torch.device) -> float:
+    """Milliseconds of a call that knows nothing of those before."""
+    habits.forget()
+    return once(call, device)
+
+
 def run_case(kind: str, n: int, tol: float, device: torch.device, budget: float) -> dict[str, Any]:
     """Auto and its rivals on one problem."""
     torch.manual_seed(n + 1)
@@ -130,16 +138,23 @@ def run_case(kind: str, n: int, tol: float, device: torch.device, budget: float)
     rivals: dict[str, Call] = {"auto": partial(matmul, a, b, tol=tol), "torch fp32": partial(torch.matmul, a, b)}
     rivals |= {f"{mode}, checked": partial(matmul, a, b, mode=mode, tol=tol) for mode in MODES}
     rivals |= {mode: partial(matmul, a, b, mode=mode) for mode in MODES if errors[mode] <= tol}
+    first = median(first_call(rivals["auto"], device) for _ in range(_FEWEST))
+    try:
+        settle(rivals["auto"])
+    except ToleranceError:
+        return {"kind": kind, "n": n, "tol": tol, "refused": "at times"}
     times = medians(rivals, device, budget)
     if "auto" not in times:
         return {"kind": kind, "n": n, "tol": tol, "refused": "at times"}
     found = regrets(times["auto"], times, errors, tol)
+    found["regret, first call"] = regrets(first, times, errors, tol)["regret"]
+    settled = (habits.known() or ("fp32",))[0]  # by sizes alone, where statistics are not worth their time
     print(f"{n:6} {tol:7g} {kind:34} {report.plan:18} {times['auto']:8.3f} ms, {found['regret']:.2f} of "
           f"{found['best']}, {found['regret, unchecked']:.2f} of {found['best, unchecked']}", flush=True)  # fmt: skip
     return {
         "kind": kind, "n": n, "tol": tol, "plan": report.plan, "attempts": len(report.attempts),
-        "predicted": report.predicted_error, "estimated": report.estimated_error, **found, "ms": times,
-        "errors": errors,
+        "predicted": report.predicted_error, "estimated": report.estimated_error, "plan in the loop": settled, **found,
+        "first call": first, "ms": times, "errors": errors,
     }  # fmt: skip
 
 
@@ -166,7 +181,7 @@ def by_prices(n: int, prices: Costs) -> dict[str, float]:
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Worst and middle regret of all cases."""
     found = {}
-    for name in ("regret", "regret, unchecked"):
+    for name in ("regret", "regret, first call", "regret, unchecked"):
         values = [case[name] for case in cases if name in case]
         if values:
             found[name] = {"worst": max(values), "median": median(values), "above 1.25": sum(x > 1.25 for x in values)}

@@ -198,16 +198,21 @@ class _Call:
         """Whether both operands are of one half dtype, so that Tensor Cores multiply them as they are."""
         return self.left.real.dtype == self.right.real.dtype != torch.float32
 
-    def _search(self, check: Check, measured: bool) -> Search | None:
+    def _search(self, check: Check, measured: bool, missed: bool) -> Search | None:
         """What may be tried, with predictions unless there is nothing to choose and nobody to tell them to.
 
-        None where statistics met lines with inf or NaN or far from one, which nobody had looked for.
+        ``missed``: a plan of this call has.  None where statistics met lines with inf or NaN or far from one, which
+        nobody had looked for.
         """
         request, prices, wish, sizes = self.request, costs_of(self.device), self._wish(), self._sizes()
-        search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
-        plans = worth_predicting(wish, sizes, prices)
         often = request.seed is None and not measured and comes_often(self._kind())
-        plain = without_statistics(wish, sizes, prices.sharing(REUSES) if often else prices)
+        if often:
+            prices = prices.sharing(REUSES, kept=self.device.type == "cuda")
+        search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
+        habit = habit_of(self._kind())
+        search.daring = often and not missed and (habit is None or not habit.cautious)
+        plans = worth_predicting(wish, sizes, prices)
+        plain = without_statistics(wish, sizes, prices)
         if plain is not None:
             search.predicted = {**NOMINAL, **({HALF: EXACT_HALF / 2} if plain == HALF else {})}
         elif request.mode in _ONE_PLAN and not measured:
@@ -281,15 +286,8 @@ class _Call:
 
     def _learn(self, plan: Plan, search: Search | None, misses: int) -> None:
         """Note what a call came to whose plan met the tolerance; ``search``: None where it ran at once."""
-        if search is None:
-            return
-        kind = self._kind()
-        if misses:
-            habit = habit_of(kind)
-            if habit is not None:
-                habit.missed()
-        elif self.forecast is not None:
-            learn(kind, plan)
+        if search is not None and (misses or self.forecast is not None):
+            learn(self._kind(), plan, misses > 0)
 
     def _judge(self, check: Check, plan: Plan, product: Tensor, attempt: int, predicted: bool) -> ErrorEstimate | None:
         """The error of a plan's product; None where a line that nobody looked at makes it meaningless.
@@ -318,7 +316,7 @@ class _Call:
         attempts: list[Attempt] = []
         seconds, search, plan = 0.0, None, self._at_once(measured, failed)
         if plan is None:
-            search = self._search(check, measured)
+            search = self._search(check, measured, failed > 0)
             if search is None:
                 return None
             plan = search.next()
@@ -338,7 +336,7 @@ class _Call:
             if found.upper <= tol:
                 return fill(product, self.left, self.right), report
             if search is None:
-                search = self._search(check, measured)
+                search = self._search(check, measured, True)
                 if search is None:
                     return None
                 search.expected(plan)  # so that it is known by how much it was wrong

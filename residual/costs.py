@@ -42,11 +42,13 @@ class Costs:
     compress: float
     gather: float
 
-    def sharing(self, calls: int) -> Costs:
-        """The same, with statistics that so many calls share."""
-        return replace(self, analysis=self.analysis / calls, analysis_k=self.analysis_k / calls)
+    def sharing(self, calls: int, kept: bool = False) -> Costs:
+        """The same, with statistics that so many calls share, and launches that are ``kept`` from call to call."""
+        call = self.call * (_KEPT if kept else 1.0)
+        return replace(self, call=call, analysis=self.analysis / calls, analysis_k=self.analysis_k / calls)
 
 
+_KEPT = 1 / 3  # of a plan's launches, where they are kept by their addresses
 _NEVER = 1e-6  # price of products in halves where they are no plan
 # One thread of a Xeon with AVX512-VNNI, by measure_costs in a virtual machine.
 _CPU = Costs(

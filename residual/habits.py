@@ -12,6 +12,7 @@ from residual.plans import Plan
 
 FIRST, MOST = 2, 64  # calls that must come to one plan before it runs by itself; most, after it has failed
 REUSES = 15  # calls that run it until one takes statistics again
+SOON = 4  # the same for the first time: those next statistics then choose for calls that come often
 OFTEN = 4  # calls of a kind after which statistics are priced as what they cost while a habit spares them
 _KINDS = 256  # shapes may vary without end
 
@@ -34,28 +35,35 @@ class Kind(NamedTuple):
 
 @dataclass
 class Habit:
-    """What calls of a kind came to: ``plan``, ``agreed`` times in a row of ``needed``; ``left``: runs at most."""
+    """What calls of a kind came to: ``plan``, ``agreed`` times in a row of ``needed``; ``left``: runs at most.
+
+    ``ran``: it has run by itself.  ``cautious``: a plan of this kind missed the tolerance.
+    """
 
     plan: Plan
     agreed: int = 0
     needed: int = FIRST
     left: int = 0
+    ran: bool = False
+    cautious: bool = False
 
     def chosen(self, plan: Plan) -> None:
         """Statistics led to ``plan``, which met the tolerance at once."""
         self.agreed = self.agreed + 1 if plan == self.plan else 1
         self.plan = plan
-        self.left = REUSES if self.agreed >= self.needed else 0
+        reuses = REUSES if self.ran else SOON
+        self.left = reuses if self.agreed >= self.needed else 0
 
     def missed(self) -> None:
         """The plan, or the one that statistics chose, missed the tolerance."""
-        self.agreed, self.left, self.needed = 0, 0, min(2 * self.needed, MOST)
+        self.agreed, self.left, self.needed, self.cautious = 0, 0, min(2 * self.needed, MOST), True
 
     def take(self) -> Plan | None:
         """The plan to run without statistics, or None where they are to be taken."""
         if self.left <= 0:
             return None
         self.left -= 1
+        self.ran = True
         return self.plan
 
 
@@ -68,19 +76,32 @@ def habit_of(kind: Kind) -> Habit | None:
     return _habits.get(kind)
 
 
-def learn(kind: Kind, plan: Plan) -> None:
-    """Note that statistics led calls of this kind to ``plan``, which met the tolerance at once."""
+def known() -> tuple[str, ...]:
+    """The plans that calls came to, one for each kind."""
+    return tuple(str(habit.plan) for habit in _habits.values())
+
+
+def learn(kind: Kind, plan: Plan, missed: bool = False) -> None:
+    """Note that statistics led calls of this kind to ``plan``, which met the tolerance.
+
+    ``missed``: not at once, another plan had missed it.
+    """
     if kind not in _habits and len(_habits) >= _KINDS:
         _habits.clear()
-    _habits.setdefault(kind, Habit(plan)).chosen(plan)
+    habit = _habits.setdefault(kind, Habit(plan))
+    if missed:
+        habit.missed()
+    else:
+        habit.chosen(plan)
 
 
 def comes_often(kind: Kind) -> bool:
-    """Whether this is call number :data:`OFTEN` of a kind, or a later one; counts the call."""
+    """Whether calls of this kind come often: it is number :data:`OFTEN`, or they have had a habit; counts the call."""
     if kind not in _counts and len(_counts) >= _KINDS:
         _counts.clear()
     _counts[kind] = _counts.get(kind, 0) + 1
-    return _counts[kind] >= OFTEN
+    habit = _habits.get(kind)
+    return _counts[kind] >= OFTEN or (habit is not None and habit.ran)
 
 
 def forget() -> None:

@@ -104,6 +104,7 @@ class Search:
     predicted: dict[Plan, float | None] = field(default_factory=dict)
     predict: Callable[[Plan], float] = _predicts_nothing
     tried: list[Plan] = field(default_factory=list)
+    daring: bool = False  # whether a plan may be tried that is about as likely to miss as to meet the tolerance
     worse: float = 1.0  # how many times larger than predicted the errors of digits turned out
 
     def expected(self, plan: Plan) -> float:
@@ -120,7 +121,7 @@ class Search:
         """The cheapest of the candidates that is to meet the tolerance."""
         best: tuple[float, float, Plan] | None = None
         known = self.sizes(SINGLE)
-        most = self.wish.tol / (self.factor * _MARGIN)
+        most = self.wish.tol / (self.factor * (1.0 if self.daring else _MARGIN))
         for least, plan in priced(tuple(candidates), Sizes(known.m, known.k, known.n, known.prepared), self.prices):
             if best is not None and least > best[0]:
                 break

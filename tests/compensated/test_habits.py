@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual import call, habits
+from residual import call, habits, planner
+from residual.check import usual_factor
 from residual.costs import Sizes, cost
-from residual.habits import FIRST, MOST, OFTEN, REUSES, Habit
+from residual.habits import FIRST, MOST, OFTEN, REUSES, SOON, Habit
 from residual.matmul import matmul
 from residual.planner import SINGLE, Wish, without_statistics
 from residual.plans import Plan
@@ -40,11 +41,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def test_calls_that_come_to_one_plan_run_it_by_themselves(looks: list[int]) -> None:
     A, B = normal(60, 128), normal(128, 50, seed=1)
-    for number in range(FIRST + REUSES + 3):
-        C = matmul(A, B, tol=1e-3)
-        assert true_error(A, B, C) <= 1e-3
-        by_habit = min(max(number + 1 - FIRST, 0), REUSES)
-        assert len(looks) == number + 1 - by_habit - max(number - FIRST - REUSES, 0)
+    taken = [True] * FIRST + [False] * SOON + [True] + [False] * REUSES + [True] + [False]
+    for statistics in taken:
+        before = len(looks)
+        assert true_error(A, B, matmul(A, B, tol=1e-3)) <= 1e-3
+        assert len(looks) - before == statistics
 
 
 def test_a_plan_that_misses_costs_an_attempt_and_no_error(looks: list[int]) -> None:
@@ -86,11 +87,11 @@ def test_other_kinds_of_calls_have_habits_of_their_own(looks: list[int]) -> None
 def test_a_habit_takes_longer_to_form_after_each_miss() -> None:
     direct, full = Plan("direct", 8), Plan("full", 8)
     habit = Habit(direct)
-    for needed in (FIRST, 2 * FIRST, 4 * FIRST):
+    for needed, runs in ((FIRST, SOON), (2 * FIRST, REUSES), (4 * FIRST, REUSES)):
         for _ in range(needed):
             assert habit.take() is None
             habit.chosen(direct)
-        assert habit.take() == direct and habit.left == REUSES - 1
+        assert habit.take() == direct and habit.left == runs - 1
         habit.missed()
     for _ in range(10):
         habit.missed()
@@ -116,3 +117,33 @@ def test_calls_that_come_often_find_a_plan_that_statistics_alone_would_not_pay_f
         matmul(A, B, tol=3e-2, seed=5)  # is not counted
         assert true_error(A, B, matmul(A, B, tol=3e-2)) <= 3e-2
         assert len(looks) == min(max(number + 1 - OFTEN, 0), FIRST)
+
+
+def test_calls_that_come_often_dare_a_plan_near_the_tolerance_until_it_misses(
+    looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A, B = normal(60, 128), normal(128, 50, seed=1)
+    B -= B.mean(0)
+    predicted = matmul(A, B, mode="direct", return_report=True)[1].predicted_error
+    monkeypatch.setattr(planner, "_MARGIN", 4.0)
+    tol = 2 * usual_factor(60, 50) * predicted
+    assert matmul(A, B, tol=tol, return_report=True)[1].plan == "int8 full", "by itself a call is careful"
+    for _ in range(FIRST + SOON - 1):  # the report has agreed
+        matmul(A, B, tol=tol)
+    (habit,) = habits._habits.values()
+    assert str(habit.plan) == "int8 full"
+    for _ in range(FIRST + 2):
+        assert true_error(A, B, matmul(A, B, tol=tol)) <= tol
+    assert str(habit.plan) == "int8 direct" and habit.left == REUSES - 2
+    matmul(A + 100, B, tol=tol)  # cancels in the product, and leaves one digit little of the rest
+    assert habit.cautious
+    for _ in range(2 * FIRST + REUSES):
+        matmul(A, B, tol=tol)
+    assert str(habit.plan) == "int8 full"
+
+
+def test_kept_launches_cost_a_part() -> None:
+    plan, sizes = Plan("direct", 8), Sizes(60, 128, 50)
+    shared, kept = _CHEAP.sharing(REUSES), _CHEAP.sharing(REUSES, kept=True)
+    assert cost(plan, sizes, shared) == cost(plan, sizes, _CHEAP) > cost(plan, sizes, kept)
+    assert shared.analysis == kept.analysis == _CHEAP.analysis / REUSES

@@ -15,7 +15,7 @@ from cute_kernels.probes import Comparison
 from residual import habits, kept
 from residual.check import confidence
 from residual.estimate import ErrorEstimate, judge
-from residual.habits import FIRST, REUSES
+from residual.habits import FIRST, SOON
 from residual.plans import Plan
 from residual.prepare import Operand, operand
 from residual.request import Request, check_request
@@ -82,13 +82,13 @@ def test_a_habit_is_taken_and_no_other_plan(ran: Ran) -> None:
         for _ in range(FIRST):
             habits.learn(request.kind(A, B), plan)
         ran.plans.clear()
-        results = [attempt(request)[0] for _ in range(REUSES + 2)]
+        results = [attempt(request)[0] for _ in range(SOON + 2)]
         habit = habits.habit_of(request.kind(A, B))
         if plan.mode in ("fp16", "full"):
-            assert ran.plans == [str(plan)] * REUSES and habit is not None and habit.left == 0
-            assert all(x is not None for x in results[:REUSES]) and results[REUSES:] == [None, None]
+            assert ran.plans == [str(plan)] * SOON and habit is not None and habit.left == 0
+            assert all(x is not None for x in results[:SOON]) and results[SOON:] == [None, None]
         else:
-            assert not ran.plans and habit is not None and habit.left == REUSES, "left to those who can run it"
+            assert not ran.plans and habit is not None and habit.left == SOON, "left to those who can run it"
 
 
 def test_other_modes_and_dtypes_go_the_long_way(ran: Ran) -> None:

@@ -192,7 +192,7 @@ def test_a_habit_of_halves_sees_lines_out_of_their_range() -> None:
     for _ in range(habits.FIRST + 2):
         assert true_error(A, B, matmul(A, B, tol=1e-3)) <= 1e-3
     (habit,) = habits._habits.values()
-    assert str(habit.plan) == "fp16" and habit.left == habits.REUSES - 2
+    assert str(habit.plan) == "fp16" and habit.left == habits.SOON - 2
     X, Y = A.clone(), B.clone()
     X[3], X[9], Y[:, 4] = X[3] * 2.0**-22, 0, Y[:, 4] * 2.0**-23
     C = matmul(X, Y, tol=1e-3)
