@@ -16,13 +16,12 @@ from residual.edges import fill
 from residual.estimate import ErrorEstimate
 from residual.habits import REUSES, Kind, comes_often, habit_of, learn
 from residual.planner import EXACT_HALF, HALF, NOMINAL, Search, Wish, short, without_statistics, worth_predicting
-from residual.plans import COLUMN_SHARES, SPARSE_LEVELS, Plan, execute
+from residual.plans import COLUMN_SHARES, SPARSE_LEVELS, WAITING, Plan, execute
 from residual.predict import Forecast, forecast, forecast_of, quick, start_look
 from residual.prepare import FORMS, HALF_RANGE, Operand, operand, real_dtype
 from residual.request import Request
 
 _DEFAULT_SHARES = {"columns": COLUMN_SHARES[1], "sparse": SPARSE_LEVELS[1]}
-_WAITING = ("outlier", "columns", "sparse")  # modes whose work depends on the data, of all lines
 _ONE_PLAN = ("direct", "centred", "outlier", "full", "full4", "three_digit")
 _BY_HABIT = ("direct", "centred", "full", "full4", "three_digit", "fp16", "fp32")  # run without statistics
 
@@ -117,7 +116,7 @@ def _must_wait(A: Tensor, B: Tensor, request: Request, measured: bool) -> bool:
     if A.device.type == "cpu" or (measured and request.mode != "auto"):
         return True
     if request.tol is None or request.mode == "outlier":
-        return request.mode in _WAITING
+        return request.mode in WAITING
     return torch.float64 in (real_dtype(A), real_dtype(B), request.out_dtype)
 
 
@@ -198,19 +197,21 @@ class _Call:
         """Whether both operands are of one half dtype, so that Tensor Cores multiply them as they are."""
         return self.left.real.dtype == self.right.real.dtype != torch.float32
 
-    def _search(self, check: Check, measured: bool, missed: bool) -> Search | None:
+    def _search(self, check: Check, measured: bool, failed: int) -> Search | None:
         """What may be tried, with predictions unless there is nothing to choose and nobody to tell them to.
 
-        ``missed``: a plan of this call has.  None where statistics met lines with inf or NaN or far from one, which
-        nobody had looked for.
+        None where statistics met lines with inf or NaN or far from one, which nobody had looked for.
         """
         request, prices, wish, sizes = self.request, costs_of(self.device), self._wish(), self._sizes()
-        often = request.seed is None and not measured and comes_often(self._kind())
-        if often:
-            prices = prices.sharing(REUSES, kept=self.device.type == "cuda")
         search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
-        habit = habit_of(self._kind())
-        search.daring = often and not missed and (habit is None or not habit.cautious)
+        if request.mode == "auto" and request.seed is None and not measured:
+            habit = habit_of(self._kind())
+            if habit is not None:
+                search.avoided = {*habit.avoided, *((habit.plan,) if failed else ())}
+            if comes_often(self._kind()):
+                # A plan that misses costs one call of many, and is left out from then on.
+                search.daring, search.single = not failed, prices
+                search.prices = prices = prices.sharing(REUSES, kept=self.device.type == "cuda")
         plans = worth_predicting(wish, sizes, prices)
         plain = without_statistics(wish, sizes, prices)
         if plain is not None:
@@ -284,10 +285,11 @@ class _Call:
         brought = self.left.seen or self.right.exponent is not None
         return None if habit.plan == HALF and brought and not self._are_halves() else habit.take()
 
-    def _learn(self, plan: Plan, search: Search | None, misses: int) -> None:
+    def _learn(self, plan: Plan, search: Search | None, failed: int) -> None:
         """Note what a call came to whose plan met the tolerance; ``search``: None where it ran at once."""
-        if search is not None and (misses or self.forecast is not None):
-            learn(self._kind(), plan, misses > 0)
+        if search is not None and (search.tried or failed or self.forecast is not None):
+            habit = habit_of(self._kind()) if failed else None  # the attempt before was its plan's
+            learn(self._kind(), plan, {*search.tried, *(() if habit is None else (habit.plan,))} - {plan})
 
     def _judge(self, check: Check, plan: Plan, product: Tensor, attempt: int, predicted: bool) -> ErrorEstimate | None:
         """The error of a plan's product; None where a line that nobody looked at makes it meaningless.
@@ -316,7 +318,7 @@ class _Call:
         attempts: list[Attempt] = []
         seconds, search, plan = 0.0, None, self._at_once(measured, failed)
         if plan is None:
-            search = self._search(check, measured, failed > 0)
+            search = self._search(check, measured, failed)
             if search is None:
                 return None
             plan = search.next()
@@ -326,7 +328,7 @@ class _Call:
             if found is None:
                 return None
             if found.upper <= tol:
-                self._learn(plan, search, failed + len(attempts))
+                self._learn(plan, search, failed)
                 if not measured:  # nobody asks how
                     return fill(product, self.left, self.right), _empty_report()
             expected = math.nan if search is None else search.expected(plan)
@@ -336,7 +338,7 @@ class _Call:
             if found.upper <= tol:
                 return fill(product, self.left, self.right), report
             if search is None:
-                search = self._search(check, measured, True)
+                search = self._search(check, measured, failed)
                 if search is None:
                     return None
                 search.expected(plan)  # so that it is known by how much it was wrong

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -10,10 +11,11 @@ import torch
 from residual.costs import Sizes
 from residual.plans import Plan
 
-FIRST, MOST = 2, 64  # calls that must come to one plan before it runs by itself; most, after it has failed
+FIRST = 2  # calls that must come to one plan before it runs by itself
 REUSES = 15  # calls that run it until one takes statistics again
 SOON = 4  # the same for the first time: those next statistics then choose for calls that come often
 OFTEN = 4  # calls of a kind after which statistics are priced as what they cost while a habit spares them
+AVOIDED, MOST = 4, 64  # statistics that leave a plan out after its first miss, and at most, after many
 _KINDS = 256  # shapes may vary without end
 
 
@@ -35,28 +37,32 @@ class Kind(NamedTuple):
 
 @dataclass
 class Habit:
-    """What calls of a kind came to: ``plan``, ``agreed`` times in a row of ``needed``; ``left``: runs at most.
+    """What calls of a kind came to: ``plan``, ``agreed`` times in a row; ``left``: how often it may run by itself.
 
-    ``ran``: it has run by itself.  ``cautious``: a plan of this kind missed the tolerance.
+    ``ran``: it has.  ``missed``: for each plan that missed the tolerance, statistics that leave it out from now on, and
+    from its last miss on.
     """
 
     plan: Plan
     agreed: int = 0
-    needed: int = FIRST
     left: int = 0
     ran: bool = False
-    cautious: bool = False
+    missed: dict[Plan, tuple[int, int]] = field(default_factory=dict)
 
-    def chosen(self, plan: Plan) -> None:
-        """Statistics led to ``plan``, which met the tolerance at once."""
-        self.agreed = self.agreed + 1 if plan == self.plan else 1
+    def chosen(self, plan: Plan, wrong: Collection[Plan] = ()) -> None:
+        """Statistics led to ``plan``, which met the tolerance, once those in ``wrong`` had missed it."""
+        self.missed = {each: (max(left - 1, 0), whole) for each, (left, whole) in self.missed.items()}
+        for each in wrong:
+            whole = min(2 * self.missed[each][1], MOST) if each in self.missed else AVOIDED
+            self.missed[each] = whole, whole
+        self.agreed = self.agreed + 1 if plan == self.plan and not wrong else 1
         self.plan = plan
-        reuses = REUSES if self.ran else SOON
-        self.left = reuses if self.agreed >= self.needed else 0
+        self.left = 0 if self.agreed < FIRST else REUSES if self.ran else SOON
 
-    def missed(self) -> None:
-        """The plan, or the one that statistics chose, missed the tolerance."""
-        self.agreed, self.left, self.needed, self.cautious = 0, 0, min(2 * self.needed, MOST), True
+    @property
+    def avoided(self) -> frozenset[Plan]:
+        """Plans that are left out for now."""
+        return frozenset(plan for plan, (left, _) in self.missed.items() if left > 0)
 
     def take(self) -> Plan | None:
         """The plan to run without statistics, or None where they are to be taken."""
@@ -81,18 +87,11 @@ def known() -> tuple[str, ...]:
     return tuple(str(habit.plan) for habit in _habits.values())
 
 
-def learn(kind: Kind, plan: Plan, missed: bool = False) -> None:
-    """Note that statistics led calls of this kind to ``plan``, which met the tolerance.
-
-    ``missed``: not at once, another plan had missed it.
-    """
+def learn(kind: Kind, plan: Plan, wrong: Collection[Plan] = ()) -> None:
+    """Note that statistics led calls of this kind to ``plan``, which met the tolerance; those in ``wrong`` had not."""
     if kind not in _habits and len(_habits) >= _KINDS:
         _habits.clear()
-    habit = _habits.setdefault(kind, Habit(plan))
-    if missed:
-        habit.missed()
-    else:
-        habit.chosen(plan)
+    _habits.setdefault(kind, Habit(plan)).chosen(plan, wrong)
 
 
 def comes_often(kind: Kind) -> bool:

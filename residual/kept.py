@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from cute_kernels.workspace import Kept
     from residual.request import Request
 
-REST = 32  # calls of a kind that go the long way after one whose check did not pass
+REST = 32  # calls of a kind and plan that go the long way after one whose check did not pass
 _KINDS = 256
 _MODES = (*COUNTS, "fp16")
-_resting: dict[Kind, int] = {}
+_resting: dict[tuple[Kind, Plan], int] = {}
 
 
 @lru_cache
@@ -65,7 +65,7 @@ def attempt(
         return product, 0
     if len(_resting) >= _KINDS:
         _resting.clear()
-    _resting[kind] = REST
+    _resting[kind, plan] = REST
     # Digits of lines that are far from one, or not finite, were no attempt; halves of such lines were a wrong one.
     meant = found is not None and math.isfinite(found.relative) and not (sums.far and plan.bits)
     return None, int(meant)
@@ -75,16 +75,20 @@ def _plan(A: Tensor, B: Tensor, right: Operand | None, request: Request, kind: K
     """The plan to run, or None where the call is none of those that are kept."""
     if request.mode not in (*COUNTS, "auto") or not _fits(A, B, right, request):
         return None
-    resting = _resting.get(kind, 0)
-    if resting:
-        _resting[kind] = resting - 1
-        return None
     if not _is_probed_at_once(A) or not _is_probed_at_once(B) or (right is not None and _probes_of(right) is None):
         return None
+    habit = habit_of(kind) if request.mode == "auto" else None
     if request.mode != "auto":
-        return Plan(request.mode, request.bits or 8)
-    habit = habit_of(kind)
-    return habit.take() if habit is not None and habit.plan.mode in _MODES else None
+        plan = Plan(request.mode, request.bits or 8)
+    elif habit is None or habit.plan.mode not in _MODES:
+        return None
+    else:
+        plan = habit.plan
+    resting = _resting.get((kind, plan), 0)
+    if resting:
+        _resting[kind, plan] = resting - 1
+        return None
+    return plan if habit is None else habit.take()
 
 
 def _fits(A: Tensor, B: Tensor, right: Operand | None, request: Request) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from residual.costs import Costs, Sizes, analysis, cost
-from residual.plans import Plan, plans_of
+from residual.plans import WAITING, Plan, plans_of
 
 HALF, SINGLE, DOUBLE = Plan("fp16"), Plan("fp32"), Plan("fp64")
 _MARGIN = 1.15  # of a prediction, on top of the check's factor
@@ -104,6 +104,8 @@ class Search:
     predicted: dict[Plan, float | None] = field(default_factory=dict)
     predict: Callable[[Plan], float] = _predicts_nothing
     tried: list[Plan] = field(default_factory=list)
+    single: Costs | None = None  # prices of a call by itself, where ``prices`` are those of one of many
+    avoided: Collection[Plan] = ()  # plans that missed where others like this product were computed
     daring: bool = False  # whether a plan may be tried that is about as likely to miss as to meet the tolerance
     worse: float = 1.0  # how many times larger than predicted the errors of digits turned out
 
@@ -117,17 +119,24 @@ class Search:
                 found = NOMINAL.get(plan, 1.0)
         return found * self.worse if plan.bits else found
 
+    def _cost(self, plan: Plan) -> float:
+        """Seconds of a plan; modes that take statistics in each call share nothing with other calls."""
+        sizes = self.sizes(plan)
+        if self.single is not None and plan.mode in WAITING:
+            return cost(plan, sizes, self.single) + analysis(sizes, self.single)
+        return cost(plan, sizes, self.prices)
+
     def _meeting(self, candidates: list[Plan]) -> Plan | None:
         """The cheapest of the candidates that is to meet the tolerance."""
         best: tuple[float, float, Plan] | None = None
         known = self.sizes(SINGLE)
-        most = self.wish.tol / (self.factor * (1.0 if self.daring else _MARGIN))
+        most = self.wish.tol / self.factor
         for least, plan in priced(tuple(candidates), Sizes(known.m, known.k, known.n, known.prepared), self.prices):
             if best is not None and least > best[0]:
                 break
             error = self.expected(plan)
-            if error <= most:
-                found = (cost(plan, self.sizes(plan), self.prices), error, plan)
+            if error * (1.0 if self.daring and plan.mode not in WAITING else _MARGIN) <= most:
+                found = (self._cost(plan), error, plan)
                 best = found if best is None or found[:2] < best[:2] else best
         return None if best is None else best[2]
 
@@ -137,11 +146,12 @@ class Search:
         Nothing is tried that is predicted no better than half the error of what failed, floats apart.
         """
         failed = [0.5 * self.expected(plan) for plan in self.tried if plan.bits]
-        untried = [plan for plan in self.predicted if plan.bits and plan not in self.tried]
+        left_out = {*self.tried, *self.avoided}
+        untried = [plan for plan in self.predicted if plan.bits and plan not in left_out]
         digit = [plan for plan in untried if not failed or self.expected(plan) < min(failed)]
         single = [] if DOUBLE in self.tried else [plan for plan in floats(self.wish) if plan not in self.tried]
         asked = self.wish.mode != "auto" and digit
-        halves = [plan for plan in short(self.wish) if plan not in self.tried]
+        halves = [plan for plan in short(self.wish) if plan not in left_out]
         meeting = self._meeting(digit if asked else [*digit, *single, *halves])
         if meeting is not None:
             return meeting
@@ -152,6 +162,7 @@ class Search:
     def failed(self, plan: Plan, measured: float) -> None:
         """Note that ``plan`` missed the tolerance."""
         self.tried.append(plan)
+        self.daring = False
         predicted = self.predicted.get(plan)
         if plan.bits and predicted is not None and predicted > 0:  # not where it is NaN either
             self.worse = max(self.worse, measured / predicted)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cute_kernels.jit import Replays
 
 MODES = ("direct", "centred", "outlier", "columns", "sparse", "full", "full4", "three_digit")
+WAITING = ("outlier", "columns", "sparse")  # those whose work depends on the data, of all lines
 COLUMN_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 SPARSE_LEVELS = (1 / 16, 3 / 16, 1 / 2)  # of the largest digit
 _LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums

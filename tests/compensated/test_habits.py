@@ -11,10 +11,10 @@ from torch import Tensor
 
 from residual import call, habits, planner
 from residual.check import usual_factor
-from residual.costs import Sizes, cost
-from residual.habits import FIRST, MOST, OFTEN, REUSES, SOON, Habit
+from residual.costs import Sizes, analysis, cost
+from residual.habits import AVOIDED, FIRST, MOST, OFTEN, REUSES, SOON, Habit
 from residual.matmul import matmul
-from residual.planner import SINGLE, Wish, without_statistics
+from residual.planner import SINGLE, Search, Wish, without_statistics
 from residual.plans import Plan
 from tests.compensated.random_products import _CHEAP, true_error
 
@@ -84,21 +84,28 @@ def test_other_kinds_of_calls_have_habits_of_their_own(looks: list[int]) -> None
     assert len(looks) == before + 4
 
 
-def test_a_habit_takes_longer_to_form_after_each_miss() -> None:
+def test_a_plan_that_missed_is_left_out_for_longer_each_time() -> None:
     direct, full = Plan("direct", 8), Plan("full", 8)
     habit = Habit(direct)
-    for needed, runs in ((FIRST, SOON), (2 * FIRST, REUSES), (4 * FIRST, REUSES)):
-        for _ in range(needed):
+    for runs in (SOON, REUSES, REUSES):
+        for _ in range(FIRST):
             assert habit.take() is None
             habit.chosen(direct)
         assert habit.take() == direct and habit.left == runs - 1
-        habit.missed()
-    for _ in range(10):
-        habit.missed()
-    assert habit.needed == MOST and habit.take() is None
-    habit.chosen(direct)
-    habit.chosen(full)
-    assert habit.plan == full and habit.agreed == 1
+        habit.left = 0
+        habit.chosen(full)
+        assert habit.plan == full and habit.agreed == 1
+        habit = Habit(direct, ran=habit.ran)
+    for times in (AVOIDED, 2 * AVOIDED, 4 * AVOIDED, *[MOST] * 3):
+        habit.chosen(full, [direct])
+        assert habit.take() is None, "once is not enough"
+        for left in range(times, 0, -1):
+            assert habit.avoided == {direct}, left
+            habit.chosen(full)
+        assert not habit.avoided and habit.take() == full
+        if times >= 4 * AVOIDED:
+            habit.missed[direct] = 0, MOST
+    assert MOST > 4 * AVOIDED
 
 
 def test_calls_that_come_often_find_a_plan_that_statistics_alone_would_not_pay_for(
@@ -136,10 +143,21 @@ def test_calls_that_come_often_dare_a_plan_near_the_tolerance_until_it_misses(
         assert true_error(A, B, matmul(A, B, tol=tol)) <= tol
     assert str(habit.plan) == "int8 direct" and habit.left == REUSES - 2
     matmul(A + 100, B, tol=tol)  # cancels in the product, and leaves one digit little of the rest
-    assert habit.cautious
-    for _ in range(2 * FIRST + REUSES):
+    assert habit.avoided == {Plan("direct", 8)}
+    for _ in range(AVOIDED):
         matmul(A, B, tol=tol)
-    assert str(habit.plan) == "int8 full"
+        assert str(habit.plan) in ("int8 centred", "int8 full")
+    assert 0 < habit.left < REUSES
+
+
+def test_plans_that_take_statistics_in_each_call_pay_for_them() -> None:
+    sizes = Sizes(60, 128, 50, hot=1)
+    search = Search(Wish(1e-3), 1.3, lambda plan: sizes, _CHEAP.sharing(REUSES, kept=True))
+    waiting, direct = Plan("outlier", 8), Plan("direct", 8)
+    alone = {plan: cost(plan, sizes, _CHEAP) for plan in (waiting, direct)}
+    assert search._cost(waiting) < alone[waiting] and search._cost(direct) < alone[direct]
+    search.single = _CHEAP
+    assert search._cost(waiting) == alone[waiting] + analysis(sizes, _CHEAP) and search._cost(direct) < alone[direct]
 
 
 def test_kept_launches_cost_a_part() -> None:
