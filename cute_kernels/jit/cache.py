@@ -16,6 +16,7 @@ import struct
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,23 @@ def _prepare() -> Path:
 
 def headers_digest() -> str:
     """SHA-256 over names and contents of the project's headers."""
+    files = []
+    for folder, _, names in os.walk(toolchain.KERNEL_HEADERS):
+        for name in names:
+            if name.endswith(".cuh"):
+                path = os.path.join(folder, name)
+                status = os.stat(path)
+                files.append((path, status.st_mtime_ns, status.st_size))
+    return _digest(str(toolchain.KERNEL_HEADERS), tuple(sorted(files)))
+
+
+@lru_cache(maxsize=8)
+def _digest(root: str, files: tuple[tuple[str, int, int], ...]) -> str:
+    """Of ``files``: path, time of the last change in nanoseconds and size; read once while these stay."""
     digest = hashlib.sha256()
-    for path in sorted(toolchain.KERNEL_HEADERS.rglob("*.cuh")):
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(toolchain.KERNEL_HEADERS)} {len(text)}\n".encode() + text)
+    for path, _, _ in files:
+        text = Path(path).read_bytes()
+        digest.update(f"{os.path.relpath(path, root)} {len(text)}\n".encode() + text)
     return digest.hexdigest()
 
 

@@ -112,13 +112,13 @@ def test_lines_out_of_range_are_seen_at_addresses_that_came_before(what: str, ra
 
 def test_a_habit_of_halves_takes_the_short_way(ran: list[str]) -> None:
     A, B = matrices(2048, 2048, 2048)
-    for _ in range(habits.FIRST + 4):
+    for _ in range(habits.FIRST + habits.SOON - 1):
         assert true_error(A, B, matmul(A, B, tol=1e-3)) <= 1e-3
         A.normal_()
-    assert ran == ["fp16"] * 4
+    assert ran == ["fp16"] * (habits.SOON - 1)
     A[3] *= 2.0**-24  # no half has its digits
     C = matmul(A, B, tol=1e-3)
-    assert len(ran) == 5 and true_error(A[3:4], B, C[3:4]) <= 1e-3
+    assert len(ran) == habits.SOON and true_error(A[3:4], B, C[3:4]) <= 1e-3
 
 
 @pytest.mark.parametrize("mode", ["direct", "full4"])
