@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,13 +44,13 @@ SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 MOST_WORK = 2**37  # M K N of a case, so that the run stays short
 
 
-def shapes(count: int, seed: int) -> list[Shape]:
-    """Different random shapes."""
+def shapes(count: int, seed: int, known: Collection[Shape] = ()) -> list[Shape]:
+    """Different random shapes, none of them ``known``."""
     draw = random.Random(seed)
     found: dict[Shape, None] = {}
     while len(found) < count:
         shape = Shape(draw.choice(ROWS), draw.choice(INNER), draw.choice(COLUMNS), draw.choice(SPARSITIES))
-        if shape.m * shape.k * shape.n <= MOST_WORK:
+        if shape.m * shape.k * shape.n <= MOST_WORK and shape not in known:
             found[shape] = None
     return list(found)
 
@@ -64,19 +64,17 @@ class Trial(NamedTuple):
 
 
 def plan(cases: int) -> list[Trial]:
-    """Random shapes: ``cases`` of L8-R8 to fit, as many held out, and a fifth of both for each of the other widths.
+    """Random shapes: ``cases`` of L8-R8 to fit, as many others held out, and a fifth of both for each other widths.
 
     The shapes of the results' table are among those to fit.
     """
-    known = [
-        Trial(False, widths, shape) for widths in WIDTHS for shape in (TABLE if widths == WIDTHS[0] else TABLE[:3])
-    ]
-    return known + [
-        Trial(held_out, widths, shape)
-        for place, widths in enumerate(WIDTHS)
-        for held_out in (False, True)
-        for shape in shapes(cases if place == 0 else -(-cases // 5), seed=2 * place + 1 + held_out)
-    ]
+    found = []
+    for place, widths in enumerate(WIDTHS):
+        count, table = (cases, TABLE) if place == 0 else (-(-cases // 5), TABLE[:3])
+        fitted = [*table, *shapes(count, 2 * place + 1, table)]
+        held_out = shapes(count, 2 * place + 2, fitted)
+        found += [Trial(False, widths, shape) for shape in fitted] + [Trial(True, widths, shape) for shape in held_out]
+    return found
 
 
 def kind_of(widths: Widths) -> kernels.Kind:

@@ -145,6 +145,15 @@ struct CompressArgs {
   uint8_t* out_values;       // [block][row of the vector][position in the stride], zero in the padding
 };
 
+struct SpreadArgs {
+  const int* until;      // (rows, tiles, 8): columns of each residue up to and with a tile
+  const int64_t* first;  // (rows, 8): where the columns of a residue begin in `order`
+  const int64_t* order;  // (vectors,)
+  int64_t rows;
+  int tiles, group, window;
+  int64_t* slots;  // (vectors,)
+};
+
 constexpr int kScaleAll = 0, kScaleRows = 1, kScaleColumns = 2;  // one scale, one a row, one a column
 constexpr uint8_t kNegative = 1;
 constexpr uint8_t kNonFinite = 2;
@@ -181,6 +190,9 @@ extern const Engine kAvx512;
 
 // One for each thread where memory allows, else one that the threads share.
 int spmm_staged_panels(const SpmmArgs& args, int threads);
+
+// Orders the columns of vector rows for kernels with a window of tiles.
+void spread_slots(const SpreadArgs& args, Team& team);
 
 // Buffer sizes in bytes; all are multiples of 64.
 int64_t spmm_panel_bytes(const SpmmArgs& args);

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "spread.hpp"
+#include "engine.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

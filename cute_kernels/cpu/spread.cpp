@@ -1,5 +1,5 @@
 // The slots of a matrix' columns for kernels with a window of tiles, by the lines that the GPU runs.
-#include "spread.hpp"
+#include "engine.hpp"
 
 #include "../column_order.cuh"
 
