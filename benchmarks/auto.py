@@ -143,12 +143,12 @@ def run_case(kind: str, n: int, tol: float, device: torch.device, budget: float)
         settle(rivals["auto"])
     except ToleranceError:
         return {"kind": kind, "n": n, "tol": tol, "refused": "at times"}
+    settled = (habits.known() or ("fp32",))[0]  # by sizes alone, where statistics are not worth their time
     times = medians(rivals, device, budget)
     if "auto" not in times:
         return {"kind": kind, "n": n, "tol": tol, "refused": "at times"}
     found = regrets(times["auto"], times, errors, tol)
     found["regret, first call"] = regrets(first, times, errors, tol)["regret"]
-    settled = (habits.known() or ("fp32",))[0]  # by sizes alone, where statistics are not worth their time
     print(f"{n:6} {tol:7g} {kind:34} {report.plan:18} {times['auto']:8.3f} ms, {found['regret']:.2f} of "
           f"{found['best']}, {found['regret, unchecked']:.2f} of {found['best, unchecked']}", flush=True)  # fmt: skip
     return {

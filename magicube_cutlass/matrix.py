@@ -187,8 +187,8 @@ class CompressedMatrix(ABC):
     def used_once(self) -> bool:
         """Whether few products will be made with this matrix, False unless it is set; goes along to another device.
 
-        On a GPU such products take a kernel whose copy of the values is made in a millisecond, where that of a faster
-        kernel takes tens of them.  Setting it forgets the copies that were made.
+        On a GPU such products take a kernel whose copy of the values is made in a tenth of the time that the copy for a
+        faster kernel takes.  Setting it forgets the copies that were made.
         """
         return self._used_once
 

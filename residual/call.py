@@ -205,10 +205,11 @@ class _Call:
         request, prices, wish, sizes = self.request, costs_of(self.device), self._wish(), self._sizes()
         search = Search(wish, usual_factor(sizes.m, sizes.n), self._sizes, prices)
         if request.mode == "auto" and request.seed is None and not measured:
-            habit = habit_of(self._kind())
+            kind = self._kind()
+            habit = habit_of(kind)
             if habit is not None:
                 search.avoided = {*habit.avoided, *((habit.plan,) if failed else ())}
-            if comes_often(self._kind()):
+            if comes_often(kind):
                 # A plan that misses costs one call of many, and is left out from then on.
                 search.daring, search.single = not failed, prices
                 search.prices = prices = prices.sharing(REUSES, kept=self.device.type == "cuda")
@@ -288,8 +289,9 @@ class _Call:
     def _learn(self, plan: Plan, search: Search | None, failed: int) -> None:
         """Note what a call came to whose plan met the tolerance; ``search``: None where it ran at once."""
         if search is not None and (search.tried or failed or self.forecast is not None):
-            habit = habit_of(self._kind()) if failed else None  # the attempt before was its plan's
-            learn(self._kind(), plan, {*search.tried, *(() if habit is None else (habit.plan,))} - {plan})
+            kind = self._kind()
+            habit = habit_of(kind) if failed else None  # the attempt before was its plan's
+            learn(kind, plan, {*search.tried, *(() if habit is None else (habit.plan,))} - {plan})
 
     def _judge(self, check: Check, plan: Plan, product: Tensor, attempt: int, predicted: bool) -> ErrorEstimate | None:
         """The error of a plan's product; None where a line that nobody looked at makes it meaningless.

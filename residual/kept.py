@@ -78,12 +78,9 @@ def _plan(A: Tensor, B: Tensor, right: Operand | None, request: Request, kind: K
     if not _is_probed_at_once(A) or not _is_probed_at_once(B) or (right is not None and _probes_of(right) is None):
         return None
     habit = habit_of(kind) if request.mode == "auto" else None
-    if request.mode != "auto":
-        plan = Plan(request.mode, request.bits or 8)
-    elif habit is None or habit.plan.mode not in _MODES:
+    plan = Plan(request.mode, request.bits or 8) if habit is None else habit.plan
+    if plan.mode not in _MODES:
         return None
-    else:
-        plan = habit.plan
     resting = _resting.get((kind, plan), 0)
     if resting:
         _resting[kind, plan] = resting - 1

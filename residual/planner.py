@@ -155,6 +155,9 @@ class Search:
         meeting = self._meeting(digit if asked else [*digit, *single, *halves])
         if meeting is not None:
             return meeting
+        if self.avoided:  # rather once more than refused
+            self.avoided = ()
+            return self.next()
         if asked:
             return min(digit, key=self.expected)
         return single[0] if single else None

@@ -165,3 +165,16 @@ def test_kept_launches_cost_a_part() -> None:
     shared, kept = _CHEAP.sharing(REUSES), _CHEAP.sharing(REUSES, kept=True)
     assert cost(plan, sizes, shared) == cost(plan, sizes, _CHEAP) > cost(plan, sizes, kept)
     assert shared.analysis == kept.analysis == _CHEAP.analysis / REUSES
+
+
+def test_a_plan_that_missed_is_tried_again_before_a_product_is_refused() -> None:
+    sizes, three, full = Sizes(60, 128, 50), Plan("three_digit", 8), Plan("full", 8)
+    predicted: dict[Plan, float | None] = {full: 1e-4, three: 1e-8, SINGLE: 4e-7}
+    search = Search(Wish(1e-3), 1.3, lambda plan: sizes, _CHEAP, dict(predicted), avoided={full})
+    assert search.next() in (three, SINGLE), "there is another one"
+    search = Search(Wish(1e-7), 1.3, lambda plan: sizes, _CHEAP, dict(predicted), avoided={three})
+    assert search.next() == three
+    search.failed(three, 2e-7)
+    assert search.next() == SINGLE
+    search.failed(SINGLE, 4e-7)
+    assert search.next() is None
