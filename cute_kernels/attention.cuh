@@ -71,6 +71,17 @@ struct AttentionOperands {
   float empty;           // results of queries without keys
 };
 
+// As C, for matrices whose keys have one scale, that of the first.
+template <class C>
+struct Alike : C {
+  static constexpr bool kKeyScale = false;
+};
+// alike: (batch,), or null; not 0 where the keys of a matrix have one scale although C has one for each.
+template <class C>
+__device__ __forceinline__ bool are_alike(const int* alike, int64_t batch) {
+  return C::kKeyScale && alike && __ldg(alike + batch);
+}
+
 // One vector row as a warp holds it.
 template <class C>
 struct AttentionRow {

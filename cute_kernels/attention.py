@@ -223,8 +223,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out:
         _check("lse", lse, (batch, index.queries), (torch.float32,), device)
 
 
-def _movable(x: Tensor) -> Tensor:
-    """``x``, or a copy where the copy engine cannot begin."""
+def movable(x: Tensor) -> Tensor:
+    """``x``, or a copy where it does not start at a multiple of 16 bytes."""
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
@@ -238,6 +238,7 @@ def attend(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
+    keys_alike: Tensor | None = None,
     bias: Tensor | None = None,
     softmax_bits: int = 8,
     out: Tensor,
@@ -251,6 +252,8 @@ def attend(
         scale: factor of the logits, above 0.
         q_scale, k_scale, v_scale: float32, above 0: one, one a matrix (batch,), or one a query (batch, queries), a key
             (batch, keys), a column of V (batch, d).
+        keys_alike: int32 (batch,), not 0 where all keys of a matrix have the scale of its first one, which is quicker;
+            with a ``k_scale`` a key only.
         bias: float32 (keys,) or (batch, keys), added to the logits; -inf hides a key.
         softmax_bits: 8 or 4, width of the rounded weights.
         out: float16, bfloat16 or float32 (batch, queries, d), contiguous.
@@ -265,11 +268,15 @@ def attend(
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
     batch, head = index.batch, index.config.head
-    k_scale, bias = _movable(k_scale), None if bias is None else _movable(bias)
+    k_scale, bias = movable(k_scale), None if bias is None else movable(bias)
     q_at = _scale_of("q_scale", q_scale, batch, index.queries, q)
     k_at = _scale_of("k_scale", k_scale, batch, index.keys, q)
     v_at = _scale_of("v_scale", v_scale, batch, head, q)
     bias_at = _bias_of(bias, batch, index.keys, q)
+    if keys_alike is not None:
+        _check("keys_alike", keys_alike, (batch,), (torch.int32,), q.device)
+        if not k_at.step:
+            raise ValueError(f"keys_alike must come with a k_scale a key, got {tuple(k_scale.shape)}")
     if index.summing is not None and lse is not None:
         index = index.summing
     config = replace(
@@ -279,8 +286,9 @@ def attend(
         raise ValueError(f"keys must be a multiple of {_RUN} for {config.name}, got {index.keys}")
     if not out.numel():
         return
+    sums, alike = (0 if x is None else x.data_ptr() for x in (lse, keys_alike))
     shared = (
-        q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), *q_at, k_at.pointer, k_at.batch, *v_at,
+        q.data_ptr(), out.data_ptr(), sums, *q_at, k_at.pointer, k_at.batch, alike, *v_at,
         bias_at.pointer, bias_at.batch, np.float32(scale / math.log(2)), np.float32(math.log2(2**softmax_bits - 1)),
         np.float32(math.nan if nan_for_empty else 0.0), index.queries, index.keys, index.vector_rows,
     )  # fmt: skip
@@ -315,7 +323,7 @@ def _launch(
 
 
 def default_configs(arch: str = "sm_90a") -> Iterator[AttentionConfig]:
-    """The kernels for float16 output and one scale of all keys."""
-    yield from (GatherAttention(head) for head in HEADS)
+    """The kernels for float16 output and keys of :mod:`cute_kernels.attention_operands`."""
+    yield from (GatherAttention(head, key_scale=True) for head in HEADS)
     if arch in PANEL_ARCHES:
-        yield PanelAttention(PANEL_HEAD)
+        yield PanelAttention(PANEL_HEAD, key_scale=True)

@@ -60,8 +60,8 @@ def vectors_of(patterns: Sequence[tuple[Tensor, Tensor]], causal: bool) -> Vecto
 class AttentionConfig:
     """A kernel that attends ``groups * 32`` keys a step, for rows of ``head`` entries, and writes ``out``.
 
-    ``key_scale``: a scale for each key; ``bias``: something is added to the logits of each key; ``lse``: the logs of
-    the sums of exponentials are written.
+    ``key_scale``: keys may have a scale each; ``bias``: something is added to the logits of each key; ``lse``: the logs
+    of the sums of exponentials are written.
     """
 
     STEM: ClassVar[str]

@@ -58,16 +58,40 @@ struct GatherRing {
   }
 };
 
+// One vector row of the matrix to which the ring's pointers lead; its steps are those from steps[0] to steps[1].
+template <class C>
+__device__ __forceinline__ void gather_row(const GatherRing<C>& ring, const AttentionOperands& operands, const uint32_t* words,
+                                           const int32_t* steps, int64_t batch, int64_t vector_row) {
+  const int begin = __ldg(steps), end = __ldg(steps + 1);
+  CUTE_UNROLL
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    if (begin + i < end) ring.fetch(i, begin + i);
+    copy_async_commit();
+  }
+  AttentionRow<C> row;
+  row.open(operands, batch, vector_row, true, ring.lane);
+  int stage = 0;
+  for (int step = begin; step < end; ++step) {
+    StepKeys<C> step_keys;
+    step_keys.load(words, step, ring.lane);
+    copy_async_wait<C::kStages - 2>();
+    __syncwarp();
+    if (step + C::kStages - 1 < end) ring.fetch(stage == 0 ? C::kStages - 1 : stage - 1, step + C::kStages - 1);
+    copy_async_commit();
+    attend_step(row, step_keys, ring.places(stage), operands.top, ring.lane);
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+  }
+  write_row(operands, row, batch, vector_row, ring.lane);
+}
+
 // step_start: (patterns * vector rows + 1); words and keys_of: (steps, kStep).
 template <class C>
-__global__ void __launch_bounds__(C::kWarps * 32)
+__global__ void __launch_bounds__(C::kWarps * 32, 1)  // without the 1, registers spill for one block more
 attention_gather(const uint8_t* k, const uint8_t* v, const int32_t* step_start, const uint32_t* words,
                  const int32_t* keys_of, const uint8_t* q, void* out, float* lse, const float* q_scale, int64_t q_step,
-                 int64_t q_batch, const float* k_scale, int64_t k_batch, const float* v_scale, int64_t v_step,
-                 int64_t v_batch, const float* bias, int64_t bias_batch, float scale, float top, float empty,
+                 int64_t q_batch, const float* k_scale, int64_t k_batch, const int* alike, const float* v_scale,
+                 int64_t v_step, int64_t v_batch, const float* bias, int64_t bias_batch, float scale, float top, float empty,
                  int64_t queries, int64_t keys, int64_t vector_rows, int64_t row_blocks, int64_t patterns) {
-  using Ring = GatherRing<C>;
-  using S = AttentionShape<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   wait_for_predecessor();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -76,28 +100,17 @@ attention_gather(const uint8_t* k, const uint8_t* v, const int32_t* step_start, 
   if (vector_row >= vector_rows) return;
   const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step, v_batch,
                                    bias_batch, queries, scale, top, empty};
-  const int64_t matrix = batch * keys * C::kHead, number = int64_t{uint32_t(batch) % uint32_t(patterns)} * vector_rows + vector_row;
-  const Ring ring{shared_address(shared) + warp * C::kStages * Ring::kStageBytes, k + matrix, v + matrix, k_scale + batch * k_batch, bias + batch * bias_batch, keys_of, lane};
-  const int begin = __ldg(step_start + number), end = __ldg(step_start + number + 1);
-  CUTE_UNROLL
-  for (int i = 0; i < C::kStages - 1; ++i) {
-    if (begin + i < end) ring.fetch(i, begin + i);
-    copy_async_commit();
-  }
-  AttentionRow<C> row;
-  row.open(operands, batch, vector_row, true, lane);
-  int stage = 0;
-  for (int step = begin; step < end; ++step) {
-    StepKeys<C> step_keys;
-    step_keys.load(words, step, lane);
-    copy_async_wait<C::kStages - 2>();
-    __syncwarp();
-    if (step + C::kStages - 1 < end) ring.fetch(stage == 0 ? C::kStages - 1 : stage - 1, step + C::kStages - 1);
-    copy_async_commit();
-    attend_step(row, step_keys, ring.places(stage), top, lane);
-    stage = stage + 1 == C::kStages ? 0 : stage + 1;
-  }
-  write_row(operands, row, batch, vector_row, lane);
+  const int64_t matrix = batch * keys * C::kHead;
+  const int64_t number = int64_t{uint32_t(batch) % uint32_t(patterns)} * vector_rows + vector_row;
+  const auto attend = [&](auto config) {
+    using D = decltype(config);
+    using Ring = GatherRing<D>;
+    const Ring ring{shared_address(shared) + warp * D::kStages * Ring::kStageBytes, k + matrix, v + matrix,
+                    k_scale + batch * k_batch, bias + batch * bias_batch, keys_of, lane};
+    gather_row<D>(ring, operands, words, step_start + number, batch, vector_row);
+  };
+  if (are_alike<C>(alike, batch)) attend(Alike<C>{});
+  else attend(C{});
 }
 
 }  // namespace magicube

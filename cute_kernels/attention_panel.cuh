@@ -30,16 +30,17 @@ struct AttentionRing : TileRing<C, C::kStages * 2 * C::kTile * C::kHead> {
   // Behind the tiles: two barriers a stage, then scales and biases of the keys, in stages like the tiles.
   static constexpr int kFactorsAt = kRingBytes + 16 * C::kStages, kFactorBytes = 4 * C::kTile;
 
-  __device__ StepPlaces<C> places(const StepKeys<C>& step) const {
+  template <class D>  // C, or C for keys with one scale
+  __device__ StepPlaces<D> places(const StepKeys<D>& step) const {
     constexpr int kChunks = AttentionShape<C>::kChunks;
-    StepPlaces<C> at;
+    StepPlaces<D> at;
     at.values = kMatrixBytes;
     at.biases = kFactorBytes;
     CUTE_UNROLL
     for (int i = 0; i < C::kGroups; ++i) {
       const uint32_t place = step.words[i] & 0xFFFF;
       at.rows[i] = this->base + place * 16;
-      if constexpr (AttentionShape<C>::kKeyed) at.scales[i] = this->base + kFactorsAt + place / kChunks * 4;
+      if constexpr (AttentionShape<D>::kKeyed) at.scales[i] = this->base + kFactorsAt + place / kChunks * 4;
     }
     return at;
   }
@@ -75,6 +76,7 @@ struct TileSource {
   const TmaDescriptor* keys;
   const TmaDescriptor* values;
   const float* scales;
+  const int* alike;
   const float* biases;
   int64_t scale_batch, bias_batch;
   int rows;  // of K, of one matrix
@@ -87,17 +89,18 @@ __device__ void feed_tiles(const AttentionRing<C>& ring, AttentionItem item, con
   for (; item.exists(); item.advance<C>()) {
     const int2 tiles = item.tiles(ranges);
     const int first = int(item.batch) * source.rows;
+    const bool scaled = C::kKeyScale && !are_alike<C>(source.alike, item.batch);
     position.stage = tiles.x % C::kStages;  // tile t always lies in stage t % kStages
     for (int tile = tiles.x; tile < tiles.y; ++tile, position.advance()) {
       const int stage = position.stage;
       barrier_wait(ring.empty(stage), position.parity() ^ 1);
       const int left = source.rows - tile * C::kTile, exist = left < C::kTile ? left : C::kTile;
       const int boxes = (exist + Ring::kBoxRows - 1) / Ring::kBoxRows;
-      constexpr int kFactors = int(C::kKeyScale) + int(C::kBias);
-      barrier_expect(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + kFactors * 4 * exist);
+      const int of_factors = (int(scaled) + int(C::kBias)) * 4 * exist;
+      barrier_expect(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + of_factors);
       const uint32_t factors = ring.base + Ring::kFactorsAt + stage * 2 * Ring::kFactorBytes;
       const int64_t key = int64_t{tile} * C::kTile;
-      if constexpr (C::kKeyScale) {
+      if (scaled) {
         copy_run(factors, source.scales + item.batch * source.scale_batch + key, 4 * exist, ring.full(stage));
       }
       if constexpr (C::kBias) {
@@ -139,9 +142,9 @@ struct AttentionCursor {
   }
 };
 
-template <class C>
-__device__ void attend_item(const AttentionRing<C>& ring, RingPosition<C>& position, AttentionCursor<C> (&cursors)[C::kRows],
-                            AttentionRow<C> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float top,
+template <class D, class C>  // D: C, or C for keys with one scale
+__device__ void attend_item(const AttentionRing<C>& ring, RingPosition<C>& position, AttentionCursor<D> (&cursors)[C::kRows],
+                            AttentionRow<D> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float top,
                             int lane) {
   position.stage = tiles.x % C::kStages;
   for (int tile = tiles.x; tile < tiles.y; ++tile) {
@@ -149,7 +152,7 @@ __device__ void attend_item(const AttentionRing<C>& ring, RingPosition<C>& posit
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
       while (cursors[i].wants(tile)) {
-        const StepKeys<C> step = cursors[i].take(words, lane);
+        const StepKeys<D> step = cursors[i].take(words, lane);
         attend_step(rows[i], step, ring.places(step), top, lane);
       }
     }
@@ -170,10 +173,11 @@ __device__ void attend_item(const AttentionRing<C>& ring, RingPosition<C>& posit
 template <class C>
 __global__ void __launch_bounds__((C::kWarps + 1) * 32, 1)
 attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_constant__ TmaDescriptor values_map,
-                const int2* ranges, const int32_t* step_start, const uint32_t* words, const uint8_t* q, void* out, float* lse, const float* q_scale, int64_t q_step,
-                int64_t q_batch, const float* k_scale, int64_t k_batch, const float* v_scale, int64_t v_step,
-                int64_t v_batch, const float* bias, int64_t bias_batch, float scale, float top, float empty,
-                int64_t queries, int64_t keys, int64_t vector_rows, int64_t row_blocks, int64_t batches, int64_t patterns) {
+                const int2* ranges, const int32_t* step_start, const uint32_t* words, const uint8_t* q, void* out, float* lse,
+                const float* q_scale, int64_t q_step, int64_t q_batch, const float* k_scale, int64_t k_batch,
+                const int* alike, const float* v_scale, int64_t v_step, int64_t v_batch, const float* bias,
+                int64_t bias_batch, float scale, float top, float empty, int64_t queries, int64_t keys,
+                int64_t vector_rows, int64_t row_blocks, int64_t batches, int64_t patterns) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const AttentionRing<C> ring{{held(shared_address(shared))}};
@@ -181,31 +185,36 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
   wait_for_predecessor();
   AttentionItem item = AttentionItem::first<C>(row_blocks, batches, patterns);
   if (warp == C::kWarps) {
-    const TileSource source{&keys_map, &values_map, k_scale, bias, k_batch, bias_batch, int(keys)};
+    const TileSource source{&keys_map, &values_map, k_scale, alike, bias, k_batch, bias_batch, int(keys)};
     if (lane == 0) feed_tiles(ring, item, ranges, source);
     return;
   }
-  const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step, v_batch,
-                                   bias_batch, queries, scale, top, empty};
+  const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step,
+                                   v_batch, bias_batch, queries, scale, top, empty};
   constexpr int kBlockRows = C::kWarps * C::kRows;
   RingPosition<C> position;
   for (; item.exists(); item.advance<C>()) {
     const int64_t block = int64_t{item.row_block} * C::kCluster + (C::kCluster == 1 ? 0 : cluster::rank());
     const int64_t first = block * kBlockRows + warp * C::kRows, number = item.pattern() * vector_rows + first;
     const int present = first >= vector_rows ? 0 : vector_rows - first < C::kRows ? int(vector_rows - first) : C::kRows;
-    AttentionCursor<C> cursors[C::kRows];
-    AttentionRow<C> rows[C::kRows];
-    CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) {
-      // Behind the last row is one without keys.
-      cursors[i].open(words, __ldg(step_start + (i < present ? number + i : patterns * vector_rows)), lane);
-      rows[i].open(operands, item.batch, first + i, i < present, lane);
-    }
-    attend_item(ring, position, cursors, rows, words, item.tiles(ranges), top, lane);
-    CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) {
-      if (i < present) write_row(operands, rows[i], item.batch, first + i, lane);
-    }
+    const auto attend = [&](auto config) {
+      using D = decltype(config);
+      AttentionCursor<D> cursors[C::kRows];
+      AttentionRow<D> rows[C::kRows];
+      CUTE_UNROLL
+      for (int i = 0; i < C::kRows; ++i) {
+        // Behind the last row is one without keys.
+        cursors[i].open(words, __ldg(step_start + (i < present ? number + i : patterns * vector_rows)), lane);
+        rows[i].open(operands, item.batch, first + i, i < present, lane);
+      }
+      attend_item(ring, position, cursors, rows, words, item.tiles(ranges), top, lane);
+      CUTE_UNROLL
+      for (int i = 0; i < C::kRows; ++i) {
+        if (i < present) write_row(operands, rows[i], item.batch, first + i, lane);
+      }
+    };
+    if (are_alike<C>(alike, item.batch)) attend(Alike<C>{});
+    else attend(C{});
   }
 }
 

@@ -41,3 +41,11 @@ class Vectors(NamedTuple):
     columns: Tensor  # int32 (vectors,)
     values: Tensor  # (vectors, V), one an entry: integers, or the bits of floats as int16 or uint8
     number: Number
+
+
+class Probabilities(NamedTuple):
+    """A quantized softmax: integers ``u`` and the scales of rows, ``p ~ scale * u``."""
+
+    values: Tensor  # (batch * blocks, V, width), storage form; for an SpMM uint8 (batch * blocks, bytes a group)
+    scale: Tensor  # float32 (batch, R * V)
+    lse: Tensor | None  # float32 (batch, R * V)

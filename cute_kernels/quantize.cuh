@@ -109,9 +109,17 @@ __device__ Real scale_of(typename RealBits<Real>::type top) {
   return scale > Real(0) ? scale : RealBits<Real>::real(Bits(1));
 }
 
-// 1 / scale; 0 for NaN, so that the integers of such a slice are zeros. A call where floats nearly always do without.
+// 1 / scale; 0 for NaN, so that the integers of such a slice are zeros.
 __device__ inline double inverse_of(double scale) { return scale == scale ? 1.0 / scale : 0.0; }
-__device__ __noinline__ double inverse_of(float scale) { return inverse_of(static_cast<double>(scale)); }
+// The same number without the division's call: of a float, which has few bits, the last step rounds to the nearest.
+__device__ __forceinline__ double inverse_of(float scale) {
+  const double wide = scale;
+  double inverse;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(inverse) : "d"(wide));
+  CUTE_UNROLL
+  for (int i = 0; i < 3; ++i) inverse = __fma_rn(inverse, __fma_rn(-wide, inverse, 1.0), inverse);
+  return scale == scale ? inverse : 0.0;
+}
 
 template <class Config>
 struct Range {

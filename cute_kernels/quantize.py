@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.integers import storage_dtype, value_dtype
+from cute_kernels.integers import storage_dtype
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.source import OUT_TYPES, constants
@@ -28,20 +28,19 @@ _HERE = nullcontext()
 class QuantizeConfig:
     """What a quantization kernel is compiled for: ``kernel`` is its name in the source, ``x`` the name of the input's
     dtype, ``bits``, ``signed`` and ``truncate`` the integers and their rounding.  A thread has ``steps`` loads of 16
-    bytes in flight.  ``unpacked``: integers of 4 bits have a byte each."""
+    bytes in flight."""
 
     kernel: str
     x: str
     bits: int = 8  # the kernels for maxima write none
     signed: bool = True
     truncate: bool = False
-    unpacked: bool = False
     steps: int = 4
 
     @property
     def stored(self) -> int:
         """Bits of a stored integer."""
-        return 16 if self.bits == 12 else 8 if self.unpacked else self.bits
+        return 16 if self.bits == 12 else self.bits
 
     @property
     def threads(self) -> int:
@@ -59,7 +58,7 @@ class QuantizeConfig:
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        kind = f"{'s' if self.signed else 'u'}{self.bits}{'t' if self.truncate else ''}{'b' if self.unpacked else ''}"
+        kind = f"{'s' if self.signed else 'u'}{self.bits}{'t' if self.truncate else ''}"
         return f"quantize-{self.kernel}-{self.x}-{kind}-s{self.steps}"
 
     def lanes(self, columns: int) -> int:
@@ -111,7 +110,7 @@ class _Job(NamedTuple):
     data: Tensor  # the integers, contiguous
     scale: Tensor  # contiguous
     bits: int  # of a stored integer
-    kind: tuple[int, bool, bool, bool]  # width, sign and truncation of the integers, and whether 4 bits have a byte
+    kind: tuple[int, bool, bool]  # width, sign and truncation of the integers
     given: bool  # the scale is an input
     flags: int  # address, or 0
     pitch: int  # elements from one row of x to the next
@@ -251,15 +250,13 @@ def _job(
     truncate: bool = False,
     scale: Tensor | None = None,
     flags: int = 0,
-    unpacked: bool = False,
 ) -> _Job:
     """The call for the arguments of :func:`quantize`, with room for its results."""
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
     if columns > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    packed = bits == 4 and not unpacked
-    width, dtype = (columns + 1) // 2 if packed else columns, (storage_dtype if packed else value_dtype)(bits, signed)
+    width, dtype = (columns + 1) // 2 if bits == 4 else columns, storage_dtype(bits, signed)
     given = scale is not None
     if scale is None:
         shape = list(x.shape) if axis is not None else []
@@ -269,8 +266,8 @@ def _job(
         scale = torch.empty(shape, dtype=real, device=x.device)
     data = torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
     pitch = rows.stride(0) if rows.shape[0] > 1 else columns
-    stored = 4 if packed else 8 * data.element_size()
-    kind, out_pitch = (bits, signed, truncate, bits == 4 and unpacked), (columns * stored + 7) // 8
+    stored = 4 if bits == 4 else 8 * data.element_size()
+    kind, out_pitch = (bits, signed, truncate), (columns * stored + 7) // 8
     return _Job(rows, data, scale.contiguous(), stored, kind, given, flags, pitch, out_pitch)
 
 
@@ -283,7 +280,6 @@ def quantize(
     truncate: bool = False,
     scale: Tensor | None = None,
     flags: int = 0,
-    unpacked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Integers of ``x`` in storage form, packed along the last dimension, and their scale; waits for nothing.
 
@@ -295,12 +291,11 @@ def quantize(
         scale: given scales of the shape that is returned, in float64 for float64 input, else in float32.
         flags: address of an int32 on the device that gets the bits of :data:`cute_kernels.cpu.NEGATIVE` and
             :data:`cute_kernels.cpu.NONFINITE` where an entry is so, the former only for unsigned integers; 0 for none.
-        unpacked: integers of 4 bits come one a byte.
     Returns the integers (..., M, width) and the scale, (), (..., M, 1) or (..., 1, N).
     The workspace is at most 8 bytes a block, and for columns a word for each of some 64 parts of every column.
     Raises what :func:`cute_kernels.jit.get_kernel` raises.
     """
-    job = _job(x, bits, signed, axis, truncate, scale, flags, unpacked)
+    job = _job(x, bits, signed, axis, truncate, scale, flags)
     with device_of(x):
         if axis is None:
             _encode_slices(job, 1)
@@ -312,13 +307,13 @@ def quantize(
 
 
 def quantize_rows_of_two(
-    x: Tensor, y: Tensor, *, bits: int, factor: float = 1.0, unpacked: bool = False
+    x: Tensor, y: Tensor, *, bits: int, factor: float = 1.0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """As :func:`quantize` with a scale a row, signed, of two tensors; one launch where they lie alike.
 
     The scales of ``x`` come times ``factor``.
     """
-    jobs = [_job(each, bits, True, 1, unpacked=unpacked) for each in (x, y)]
+    jobs = [_job(each, bits, True, 1) for each in (x, y)]
     alike = [(job.x.shape, job.x.dtype, job.pitch, job.vectors(job.config("encode_rows"))) for job in jobs]
     together = alike[0] == alike[1] and x.device == y.device
     with device_of(x):
@@ -330,10 +325,7 @@ def quantize_rows_of_two(
 
 
 def default_configs() -> list[QuantizeConfig]:
-    """The kernels for signed integers of 4, 8 and 16 bits, to nearest, of float32, float16 and bfloat16.
-
-    Those of 4 bits in a byte each are for slices and rows, as the fused attention wants them.
-    """
+    """The kernels for signed integers of 4, 8 and 16 bits, to nearest, of float32, float16 and bfloat16."""
     kernels = ("encode_slices", "encode_rows", "encode_columns")
     return [
         config
@@ -342,7 +334,5 @@ def default_configs() -> list[QuantizeConfig]:
             *(QuantizeConfig(kernel, x) for kernel in ("absmax_slices", "absmax_columns")),
             *(QuantizeConfig(kernel, x, bits) for kernel in kernels for bits in (4, 8, 16)),
             *(QuantizeConfig("encode_short_rows", x, bits, steps=2) for bits in (4, 8, 16)),
-            *(QuantizeConfig(kernel, x, 4, unpacked=True) for kernel in ("encode_slices", "encode_rows")),
-            QuantizeConfig("encode_short_rows", x, 4, unpacked=True, steps=2),
         )
     ]

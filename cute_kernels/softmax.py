@@ -15,6 +15,7 @@ from cute_kernels.integers import digit_count, storage_dtype
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.numbers import Integer
+from cute_kernels.operands import Probabilities
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 from cute_kernels.spmm_gather import GatherConfig
@@ -142,14 +143,6 @@ class Rows(NamedTuple):
     period: tuple[int, int]  # vector rows and columns from one block of the diagonal to the next
 
 
-class Probabilities(NamedTuple):
-    """Integers ``u`` and the scales of rows, ``p ~ scale * u``."""
-
-    values: Tensor  # (batch, blocks, V, width), storage form; for an SpMM uint8 (batch * blocks, bytes a group)
-    scale: Tensor  # float32 (batch, R * V)
-    lse: Tensor | None  # float32 (batch, R * V)
-
-
 def softmax(
     x: Tensor,
     rows: Rows,
@@ -178,7 +171,7 @@ def softmax(
     if config.atom:
         values = torch.empty((batch * blocks, v * width * dtype.itemsize), dtype=torch.uint8, device=x.device)
     else:
-        values = torch.empty((batch, blocks, v, width), dtype=dtype, device=x.device)
+        values = torch.empty((batch * blocks, v, width), dtype=dtype, device=x.device)
     scales = torch.empty((batch, vector_rows * v), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(scales) if lse else None
     tiles = batch * vector_rows * (v // config.rows)

@@ -287,12 +287,11 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
 
 def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     """What ``magicube warmup`` compiles: the products' kernels and all that have a list of their own."""
-    from cute_kernels import attention, compress, ordering, probes, quantize, softmax, statistics
+    from cute_kernels import attention, attention_operands, compress, ordering, probes, quantize, softmax, statistics
 
     others = (quantize, compress, ordering, softmax, probes, statistics)
-    return chain(
-        default_configs(all, arch), attention.default_configs(arch), *(each.default_configs() for each in others)
-    )
+    attentions = (each.default_configs(arch) for each in (attention, attention_operands))
+    return chain(default_configs(all, arch), *attentions, *(each.default_configs() for each in others))
 
 
 def named_configs() -> dict[str, SpmmKernel | SddmmKernel]:

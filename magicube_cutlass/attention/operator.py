@@ -58,13 +58,12 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None]:
     """As :func:`magicube_cutlass.attention.three.forward`, by the fused kernel."""
     from cute_kernels import attention
-    from cute_kernels.quantize import quantize, quantize_rows_of_two
+    from cute_kernels.attention_operands import encode_operands
 
     d, depth = v.shape[2], _depth(max(q.shape[2], v.shape[2]))
     assert depth is not None
     q, k, v = (x if x.shape[2] == depth else torch.nn.functional.pad(x, (0, depth - x.shape[2])) for x in (q, k, v))
-    # the integers of a column-major matrix would be column-major too
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (attention.movable(x.contiguous()) for x in (q, k, v))
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     key = ("attention", batch, depth, options.causal, *map(id, masks[1:]))
     known = masks[0]._cache.get(key)
@@ -72,17 +71,15 @@ def _fused(
         arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
         index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=depth, causal=options.causal)
         known = masks[0]._cache[key] = (masks[1:], index)  # holds the masks, so that no other one takes their ids
-    bits = options.qkv_bits
-    (left, q_scale), (right, k_scale) = quantize_rows_of_two(q, k, bits=bits, unpacked=True)
-    values, v_scale = quantize(v.reshape(batch, -1), bits=bits, signed=True, axis=1, unpacked=True)
+    ints = encode_operands(q, k, v, bits=options.qkv_bits)
     out = torch.empty((batch, queries, depth), dtype=options.out_dtype, device=q.device)
     sums = torch.empty((batch, queries), dtype=torch.float32, device=q.device) if lse else None
     if bias is not None:
         bias = (bias[0] if bias.shape[0] == 1 else bias).contiguous()
     attention.attend(
-        left, right, values.view(batch, keys, depth), known[1], scale=options.scale,
-        q_scale=q_scale.view(batch, queries), k_scale=k_scale.view(batch, keys), v_scale=v_scale.view(batch), bias=bias,
-        softmax_bits=options.softmax_bits, out=out, lse=sums, nan_for_empty=options.nan_for_empty,
+        ints.q, ints.k, ints.v, known[1], scale=options.scale, q_scale=ints.q_scale, k_scale=ints.k_scale,
+        keys_alike=ints.keys_alike, v_scale=ints.v_scale, bias=bias, softmax_bits=options.softmax_bits, out=out,
+        lse=sums, nan_for_empty=options.nan_for_empty,
     )  # fmt: skip
     return out[..., :d], sums
 

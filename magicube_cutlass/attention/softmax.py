@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_kernels.integers import int_range, store
 from cute_kernels.numbers import Integer
+from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.stacking import Stack, stack, stacked_matrix
 from magicube_cutlass.costs import Kind
 from magicube_cutlass.pattern import Pattern
@@ -33,14 +34,6 @@ class Logits(NamedTuple):
     scale: float
     bias: Tensor | None  # float32 (K,) or (batch, K)
     causal: bool
-
-
-class Softmax(NamedTuple):
-    """Scales and log-sum-exp, float32 ``(copies, R V)``, and integers."""
-
-    values: Tensor  # storage form, (copies * blocks, V, width); for the gather kernel uint8 (copies * blocks, bytes)
-    scale: Tensor
-    lse: Tensor | None
 
 
 def check_softmax_bits(bits: int, name: str = "bits") -> None:
@@ -99,7 +92,7 @@ def _kept(of: Logits) -> Tensor:
     return kept
 
 
-def _softmax_torch(values: Tensor, of: Logits, bits: int, empty: float, lse: bool) -> Softmax:
+def _softmax_torch(values: Tensor, of: Logits, bits: int, empty: float, lse: bool) -> Probabilities:
     """The definition, in torch operators; ``values``: (copies, blocks, V, stride)."""
     pattern, v, high = of.pattern, of.pattern.vector_length, int_range(bits, False)[1]
     copies, rows = values.shape[0], block_rows(pattern, of.stride)
@@ -119,12 +112,12 @@ def _softmax_torch(values: Tensor, of: Logits, bits: int, empty: float, lse: boo
     scale = torch.where(totals > 0, 1.0 / totals.clamp(min=1).to(torch.float32), empty).masked_fill_(poisoned, math.nan)
     ints = store(u.to(torch.int32 if bits > 8 else torch.uint8), bits, False)
     logs = (shift + sums.log()).flatten(1) if lse else None
-    return Softmax(ints.flatten(0, 1), scale.flatten(1), logs)
+    return Probabilities(ints.flatten(0, 1), scale.flatten(1), logs)
 
 
 def _softmax_gpu(
     values: Tensor, of: Logits, bits: int, empty: float, lse: bool, atom: str = "", factors: Tensor | None = None
-) -> Softmax:
+) -> Probabilities:
     from cute_kernels import softmax as kernels
 
     pattern, v = of.pattern, of.pattern.vector_length
@@ -137,11 +130,10 @@ def _softmax_gpu(
     rows = kernels.Rows(padded.row_start, padded.row_end, columns, pattern.shape[0], period)
     if values.data_ptr() % 16:
         values = values.clone()
-    found = kernels.softmax(values, rows, config, scale=of.scale, bias=of.bias, empty=empty, lse=lse, factors=factors)
-    return Softmax(found.values if atom else found.values.flatten(0, 1), found.scale, found.lse)
+    return kernels.softmax(values, rows, config, scale=of.scale, bias=of.bias, empty=empty, lse=lse, factors=factors)
 
 
-def quantized_softmax(values: Tensor, of: Logits, bits: int, *, nan_for_empty: bool, lse: bool) -> Softmax:
+def quantized_softmax(values: Tensor, of: Logits, bits: int, *, nan_for_empty: bool, lse: bool) -> Probabilities:
     """:func:`sparse_softmax` on values (copies, blocks, V, stride), nothing checked."""
     empty = math.nan if nan_for_empty else 1.0
     if values.is_cuda and values.numel():
@@ -151,7 +143,7 @@ def quantized_softmax(values: Tensor, of: Logits, bits: int, *, nan_for_empty: b
 
 def softmax_for_product(
     values: Tensor, of: Logits, config: GatherConfig, factors: Tensor, *, nan_for_empty: bool, lse: bool
-) -> Softmax:
+) -> Probabilities:
     """As :func:`quantized_softmax` on a GPU, the integers as an operand of ``config`` and with its bits.
 
     ``factors``: float32, of the scales, one for each matrix on a diagonal of each copy.

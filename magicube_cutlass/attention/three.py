@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cute_kernels.cpu import Dense
 from cute_kernels.integers import fetch
+from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.softmax import (
     Logits,
-    Softmax,
     block_rows,
     by_column,
     product_config,
@@ -175,7 +175,7 @@ def forward(
 
 def _weigh(
     s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
-) -> tuple[Tensor, Softmax]:
+) -> tuple[Tensor, Probabilities]:
     """The softmax of ``s``, and its product with V, (rows, d)."""
     p = quantized_softmax(s, at, options.softmax_bits, nan_for_empty=options.nan_for_empty, lse=lse)
     factors = p.scale.view(len(operands.v_scale), heads.queries) * operands.v_scale[:, None]
@@ -187,7 +187,7 @@ def _weigh(
 
 def _weigh_on_gpu(
     s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
-) -> tuple[Tensor, Softmax]:
+) -> tuple[Tensor, Probabilities]:
     """As :func:`_weigh`, the softmax written in the order that the product reads."""
     from magicube_cutlass import gpu, kernels
 
@@ -254,7 +254,7 @@ def backward(
     )
 
 
-def _real(p: Softmax, shape: torch.Size, at: Logits, options: Options) -> Tensor:
+def _real(p: Probabilities, shape: torch.Size, at: Logits, options: Options) -> Tensor:
     """The probabilities as float32 (n, blocks, V, STRIDE)."""
     ints = fetch(p.values, STRIDE, options.softmax_bits, False)
     if ints.dtype == torch.uint16:  # of which torch knows little on a GPU

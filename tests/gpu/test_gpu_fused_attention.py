@@ -267,6 +267,26 @@ def test_the_chosen_kernels_attend_long_sequences() -> None:
         case.check(torch.float16, lse=False)
 
 
+@each
+@compiled
+def test_keys_that_are_alike_have_the_first_ones_scale(config: AttentionConfig) -> None:
+    case = Case(config, 3, 333, 556, masks=3, holes=True)
+    given = case.scales[1]
+    case.scales[1] = given.clone()
+    for i in (0, 2):  # of the middle one each key has its own
+        case.scales[1][i] = given[i, 0]
+    case.values[1] = case.ints[1].double() * case.scales[1].double()[..., None]
+    case.scales[1][0, 1:], case.scales[1][2, 1:] = torch.nan, torch.inf  # not looked at
+    alike = torch.tensor([1, 0, 7], dtype=torch.int32, device="cuda")
+    result, sums = case.run(lse=True, keys_alike=alike)
+    expected, exact = case.expected()
+    assert error(result, expected) <= BOUND[8]
+    assert sums is not None and float((sums.double() - exact)[exact.isfinite()].abs().max()) <= LSE_BOUND
+    case.scales[1] = given
+    for x, y in zip(case.run(lse=True, keys_alike=alike.new_zeros(3)), case.run(lse=True), strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)
+
+
 def test_devices_that_are_supported() -> None:
     here = torch.device("cuda")
     assert attention.supports(here, head_dim=64, vector_length=8, softmax_bits=8)

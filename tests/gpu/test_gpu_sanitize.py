@@ -8,11 +8,24 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from cute_kernels import quantize as kernels
 from cute_kernels.attention_config import AttentionConfig
+from cute_kernels.attention_operands import choose as choose_operands
+from cute_kernels.attention_operands import encode_operands
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from magicube_cutlass.kernels import Kind, SpmmKernel
-from tests.gpu.problems import PANELS, check_sddmm, check_spmm, dense, gather, kind, panel, sddmm, sddmm_panel, sparse
+from tests.gpu.problems import (
+    HERE,
+    PANELS,
+    check_sddmm,
+    check_spmm,
+    dense,
+    gather,
+    kind,
+    panel,
+    sddmm,
+    sddmm_panel,
+    sparse,
+)
 from tests.gpu.test_gpu_fused_attention import CONFIGS, Case, summing
 
 pytestmark = pytest.mark.gpu
@@ -87,9 +100,6 @@ def test_quantize(bits: int, axis: int | None) -> None:
     for x in (torch.randn(45, 333), torch.randn(2, 3, 2050, dtype=torch.float64), torch.randn(33, 64).half()):
         got, expected = mc.quantize(x.cuda(), bits, axis=axis), mc.quantize(x, bits, axis=axis)
         assert torch.equal(got.ints().cpu(), expected.ints())
-        if bits == 4:
-            unpacked = kernels.quantize(x.cuda(), bits=4, signed=True, axis=axis, unpacked=True)[0]
-            assert torch.equal(unpacked.cpu(), expected.ints())
 
 
 @pytest.mark.parametrize(("k", "bits", "stride"), [(333, 8, 32), (2100, 4, 16), (64, 16, 64)])
@@ -113,6 +123,17 @@ ATTENTION = [config for config in CONFIGS if config.head == 64]
 def test_fused_attention(config: AttentionConfig) -> None:
     Case(config, 2, 93, 116, masks=2, scales="one", holes=True).check()
     Case(config, 2, 93, 116, scales="one", causal=True).check(lse=False)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.configs([choose_operands("float16", 32, bits, HERE.arch) for bits in (4, 8)])
+def test_operands_of_attention(bits: int) -> None:
+    torch.manual_seed(bits)
+    q, k, v = (torch.randn(2, rows, 32, dtype=torch.float16, device="cuda") for rows in (45, 777, 777))
+    k[0, 5] *= 30
+    found = encode_operands(q, k, v, bits=bits)
+    assert torch.equal(found.k[0], mc.quantize(k[0], bits, axis=1).ints())
+    assert torch.equal(found.v[1].view(1, -1), mc.quantize(v[1].view(1, -1), bits, axis=1).ints())
 
 
 @pytest.mark.parametrize("softmax_bits", [8, 16])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.attention_config import AttentionConfig, GatherAttention, PanelAttention
+from cute_kernels.attention_operands import OperandsConfig
 from cute_kernels.jit import Binary, build
 from tests.helpers import disassemble
 
@@ -29,11 +30,20 @@ CASES: list[tuple[AttentionConfig, str]] = [
     (GatherAttention(128, out="bfloat16", **EVERYTHING), "sm_90a"),
     (GatherAttention(64, **EVERYTHING), "sm_80"),
     (GatherAttention(32), "sm_80"),
+    (GatherAttention(64, key_scale=True), "sm_90a"),
+]
+OPERANDS = [
+    (OperandsConfig(x, 64, bits, cluster=cluster), arch)
+    for x, bits, cluster, arch in (
+        ("float16", 8, 8, "sm_90a"),
+        ("bfloat16", 4, 8, "sm_100a"),
+        ("float16", 8, 1, "sm_80"),
+    )
 ]
 
 # Compilers for 8.x keep, beside an operation of a whole warp, the slow way for a warp that has come apart, and call it; it
 # is never taken here.
-_APART = re.compile(r"\$__internal_\d+_\$__cuda_sm70_(?:warpsync|shflsync|votesync)\w*|\.L_x_\d+")
+_APART = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warp|shfl|vote)|redux)sync\w*|\.L_x_\d+")
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +60,24 @@ def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[AttentionCon
             pool.shutdown(cancel_futures=True)
 
 
+def lean(binary: Binary) -> str:
+    """SASS of ``binary``, after checking that it calls nothing and keeps nothing in local memory."""
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL)\b", sass)
+    called = re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass)
+    strange = {name for name in called if not _APART.fullmatch(name) or binary.arch != "sm_80"}
+    assert not strange, strange
+    return sass
+
+
 @pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
 def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     config: AttentionConfig, arch: str, binaries: dict[tuple[AttentionConfig, str], Future[Binary]]
 ) -> None:
     binary = binaries[config, arch].result()
-    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
-    sass = disassemble(binary.code)
-    assert not re.search(r"\b(?:LDL|STL)\b", sass)
-    called = re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass)
-    strange = {name for name in called if not _APART.fullmatch(name) or arch != "sm_80"}
-    assert not strange, strange
+    assert binary.usage is not None
+    sass = lean(binary)
     assert set(re.findall(r"IMMA\.\w+\.\w+\.\w+", sass)) == {"IMMA.16832.S8.S8", "IMMA.16832.S8.U8"}
     panel = isinstance(config, PanelAttention)
     for wanted in ("LDSM.16.M88.4", "LDSM.16.MT88.4", "MOVM.16.MT88", "MUFU.EX2", "F2FP"):
@@ -73,3 +90,10 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     assert len(re.findall(r"\bI2FP?\.(?!U32\.RP)", sass)) <= 8
     warps = -(-config.threads // 128)  # of a quarter of the multiprocessor
     assert binary.usage.registers * 32 * warps <= 16384
+
+
+@pytest.mark.parametrize(("config", "arch"), OPERANDS, ids=[f"{arch}-{config.name}" for config, arch in OPERANDS])
+def test_keys_and_values_stay_in_registers(config: OperandsConfig, arch: str) -> None:
+    sass = lean(build(config.unit(arch)))
+    assert "LDG.E.128" in sass and "STG.E.64" in sass
+    assert ("UCGABAR_ARV" in sass) == ("UCGABAR_WAIT" in sass) == (config.cluster > 1)

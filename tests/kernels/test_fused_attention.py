@@ -234,6 +234,8 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"scale": 0.0}, ValueError, "scale must be above 0, got 0.0"),
         ({"q_scale": torch.ones(2, 8)}, ValueError, "q_scale must be contiguous of shape (), (2,) or (2, 16), got (2, 8)"),
         ({"k_scale": torch.ones((), dtype=torch.float64)}, TypeError, "k_scale must be float32"),
+        ({"keys_alike": torch.zeros(3, dtype=torch.int32)}, ValueError, "keys_alike must have shape (2,), got (3,)"),
+        ({"keys_alike": torch.zeros(2, dtype=torch.int32)}, ValueError, "keys_alike must come with a k_scale a key, got ()"),
         ({"bias": torch.ones(16)}, ValueError, "bias must be contiguous of shape (8,) or (2, 8), got (16,)"),
     ],
 )  # fmt: skip

@@ -260,7 +260,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             assert x.dtype == torch.int8 and x.is_contiguous() and x.ndim == 3
         for name, length in (("q_scale", q), ("k_scale", k)):
             assert options[name].shape == length.shape[:2] and options[name].dtype == torch.float32
-        assert options["v_scale"].shape == q.shape[:1]
+        assert options["v_scale"].shape == options["keys_alike"].shape == q.shape[:1]
         reals = [x.double() * options[f"{n}_scale"].view(len(x), -1, 1) for n, x in (("q", q), ("k", k), ("v", v))]
         out, lse = exact(*reals, index, options["bias"], options["scale"])
         options["out"].copy_(out)
@@ -268,18 +268,20 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             options["lse"].copy_(lse)
         calls.append(options)
 
-    def encode(x: Tensor, *, bits: int, signed: bool = True, axis: int = 1, unpacked: bool) -> tuple[Tensor, Tensor]:
-        assert unpacked
-        found = mc.quantize(x, bits, axis=axis, signed=signed, nonfinite="propagate")
+    def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+        found = mc.quantize(x, bits, axis=1, nonfinite="propagate")
         assert found.scale is not None
         return found.ints(), found.scale
 
-    def encode_both(x: Tensor, y: Tensor, **options: Any) -> tuple[tuple[Tensor, Tensor], ...]:
-        return encode(x, **options), encode(y, **options)
+    def encode_all(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Any:
+        assert all(x.is_contiguous() for x in (q, k, v))
+        rows = [(ints, scale[..., 0]) for ints, scale in (encode(x, bits) for x in (q, k))]
+        values, scale = encode(v.reshape(len(v), -1), bits)
+        each = torch.zeros(len(k), dtype=torch.int32)
+        return operands.Operands(*rows[0], *rows[1], each, values.view(v.shape), scale[:, 0])
 
-    kernels = pytest.importorskip("cute_kernels.quantize")
-    monkeypatch.setattr(kernels, "quantize", encode)
-    monkeypatch.setattr(kernels, "quantize_rows_of_two", encode_both)
+    operands = pytest.importorskip("cute_kernels.attention_operands")
+    monkeypatch.setattr(operands, "encode_operands", encode_all)
     monkeypatch.setattr(attention, "make_index", make_index)
     monkeypatch.setattr(attention, "attend", attend)
     monkeypatch.setattr(operator, "_obstacle", lambda *_: "")
