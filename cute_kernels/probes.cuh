@@ -24,6 +24,13 @@ constexpr int kProbes = 16, kRun = 4;
 constexpr int kWarps = 16, kProbeThreads = 32 * kWarps;
 constexpr int kWarpRows = 32, kTiles = kWarpRows / 8;  // rows of X a warp has, as columns of the mma
 constexpr int kDepth = 4 * kRun;                       // columns that a warp is at, at a time
+// Neighbours to shared memory, `valid` bytes of kBytes and zeros behind them.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_run(uint32_t to, const void* from, int valid) {
+  if constexpr (kBytes == 16) copy_async(to, from, valid);
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+}
+
 constexpr int kPartPitch = kWarpRows + 8;              // no two stores of a lane's sums meet in a bank
 
 // What is largest: nothing, entries of a row of X, of a column.
@@ -43,25 +50,31 @@ struct SplitFloat {
 template <class Source, bool kTransposed>
 struct ProbeRuns {
   static_assert(sizeof(Source) == 4 || sizeof(Source) == 2, "a load is of 16 or 8 bytes");
+  static constexpr int kBytes = kRun * int(sizeof(Source)), kStageBytes = kTiles * 32 * kBytes;  // of a run; of a warp's runs
   using Word = cuda::std::conditional_t<sizeof(Source) == 4, uint4, uint2>;
   alignas(16) Source entries[kTiles][kRun];
 
-  // `from`: the first run's first entry; `lines` of the four and `valid` entries of each are there. `whole`: the latter are
-  // all four, and aligned.
-  __device__ __forceinline__ void load(const Source* from, int64_t pitch, int lines, int valid, bool whole) {
-    if (whole) {
-      CUTE_UNROLL
-      for (int i = 0; i < kTiles; ++i) {
-        Word word{};
-        if (i < lines) word = __ldg(reinterpret_cast<const Word*>(from + i * pitch));
-        *reinterpret_cast<Word*>(entries[i]) = word;
-      }
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < kTiles; ++i) {
+  // Starts the way of a lane's runs to its own places of a stage, `at` the first one. `from`: the first run's first entry;
+  // `lines` of the four and `valid` entries of each are there. `whole`: the latter are all four, and aligned.
+  __device__ __forceinline__ static void fetch(uint8_t* at, const Source* from, int64_t pitch, int lines, int valid,
+                                               bool whole) {
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i, at += 32 * kBytes) {
+      const Source* run = from + (i < lines ? i * pitch : 0);
+      if (whole) {
+        copy_async_run<kBytes>(shared_address(at), run, i < lines ? kBytes : 0);
+      } else {
         CUTE_UNROLL
-        for (int c = 0; c < kRun; ++c) entries[i][c] = i < lines && c < valid ? from[i * pitch + c] : Source(0.0f);
+        for (int c = 0; c < kRun; ++c) {
+          reinterpret_cast<Source*>(at)[c] = i < lines && c < valid ? run[c] : Source(0.0f);
+        }
       }
+    }
+  }
+  __device__ __forceinline__ void read(const uint8_t* at) {
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i) {
+      *reinterpret_cast<Word*>(entries[i]) = *reinterpret_cast<const Word*>(at + i * 32 * kBytes);
     }
   }
   // Of row `tile` of the lane's four, at place `place` of the sum.
@@ -141,7 +154,7 @@ struct ProbeTile {
   static constexpr int kStep = kSplits * kDepth, kSums = kProbes * kRows;        // columns at a time; sums of the tile
 };
 
-// The sums of a tile by warp, and the bits of its rows' largest magnitudes.
+// The sums of a tile by warp, and the bits of its rows' largest magnitudes; where the runs came by before.
 struct ProbeParts {
   float sums[kWarps][kProbes * kPartPitch];
   uint32_t tops[kWarps][kWarpRows];
@@ -170,12 +183,14 @@ struct ProbeParts {
 // Sums of a tile of X (rows, columns) to shared memory, over every `gridDim.y`-th run of kStep columns; returns this lane's
 // part of the sum of squares. `pitch`: entries from one line to the next as they lie. `tops`: of all columns, where those
 // are asked for.
-template <class Source, bool kTransposed, bool kSquares, Tops kTops, int kGroups>
-__device__ __forceinline__ double probe_tile(const Source* x, int64_t pitch, int64_t rows, int64_t columns, bool vector,
-                                             const float* w, int64_t w_pitch, int64_t tile, ProbeParts& parts,
+template <class C, bool kTransposed, bool kSquares, Tops kTops>
+__device__ __forceinline__ double probe_tile(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
+                                             bool vector, const float* w, int64_t w_pitch, int64_t tile, uint8_t* shared,
                                              uint32_t* tops) {
+  using Source = typename C::Source;
+  using Runs = ProbeRuns<Source, kTransposed>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  using Tile = ProbeTile<kGroups>;
+  using Tile = ProbeTile<C::kGroups>;
   const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
   const int64_t own = corner + (kTransposed ? g * kRun : g);  // the lane's first row
   const int64_t stride = int64_t{gridDim.y} * Tile::kStep;
@@ -185,26 +200,39 @@ __device__ __forceinline__ double probe_tile(const Source* x, int64_t pitch, int
   const Source* from = x;
   if (rows_here) from += kTransposed ? own : own * pitch;
 
-  ProbeRuns<Source, kTransposed> next;
-  float4 next_w[2];
-  const auto load = [&](int64_t at) {
+  // A ring of stages of the lane's own, which so waits for nobody. Lanes whose runs lie beside each other, those of one g or
+  // of one t, and those that read together, of two g, meet no bank twice.
+  const int slot = kTransposed ? t * 8 + (g + 2 * t) % 8 : lane;
+  uint8_t* ring = shared + warp * C::kStages * Runs::kStageBytes + slot * Runs::kBytes;
+  const auto fetch = [&](int64_t at, int stage) {
     const int64_t place = at + t * kRun;
     const int left = place < columns ? int(min(columns - place, int64_t{kRun})) : 0;
     const Source* first = from + (left ? kTransposed ? place * pitch : place : 0);
     const int lines = kTransposed ? left : rows_here, valid = kTransposed ? rows_here : left;
-    next.load(first, apart, lines, valid, vector && valid == kRun);
-    const float* weights = w + g * w_pitch + (at < columns ? place : 0);  // beyond, entries of X are zero
+    if (at < columns) Runs::fetch(ring + stage * Runs::kStageBytes, first, apart, lines, valid, vector && valid == kRun);
+    copy_async_commit();
+  };
+  float4 next_w[2];
+  const auto load_weights = [&](int64_t at) {
+    const float* weights = w + g * w_pitch + (at < columns ? at + t * kRun : 0);  // beyond, they are not looked at
     next_w[0] = __ldg(reinterpret_cast<const float4*>(weights));
     next_w[1] = __ldg(reinterpret_cast<const float4*>(weights + 8 * w_pitch));
   };
   float sums[kTiles][4] = {};
   double squares = 0.0;
   uint32_t row_tops[kTiles] = {};
-  load(start);
+  CUTE_UNROLL
+  for (int stage = 0; stage < C::kStages - 1; ++stage) fetch(start + stage * stride, stage);
+  load_weights(start);
+  int stage = 0, ahead = C::kStages - 1;
   for (int64_t at = start; at < columns; at += stride) {  // the same for all lanes of a warp
-    const ProbeRuns<Source, kTransposed> here = next;
+    Runs here;
+    copy_async_wait<C::kStages - 2>();
+    here.read(ring + stage * Runs::kStageBytes);
     const float4 here_w[2] = {next_w[0], next_w[1]};
-    load(at + stride);
+    load_weights(at + stride);
+    fetch(at + (C::kStages - 1) * stride, ahead);
+    stage = stage + 1 == C::kStages ? 0 : stage + 1, ahead = ahead + 1 == C::kStages ? 0 : ahead + 1;
     probe_products(here, here_w, sums);
     if constexpr (kSquares) {
       float sum = 0.0f;
@@ -223,6 +251,8 @@ __device__ __forceinline__ double probe_tile(const Source* x, int64_t pitch, int
       }
     }
   }
+  __syncthreads();  // all warps are done with their rings
+  ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
   CUTE_UNROLL
   for (int i = 0; i < kTiles; ++i) {
     CUTE_UNROLL
@@ -247,10 +277,10 @@ probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
   wait_for_predecessor();
   constexpr Tops kTops = static_cast<Tops>(C::kTops);
   using Tile = ProbeTile<C::kGroups>;
-  __shared__ ProbeParts parts;
-  probe_tile<typename C::Source, C::kTransposed, false, kTops, C::kGroups>(x, pitch, rows, columns, vector != 0, w, w_pitch,
-                                                                           blockIdx.x, parts, tops);
+  extern __shared__ __align__(16) uint8_t shared[];
+  probe_tile<C, C::kTransposed, false, kTops>(x, pitch, rows, columns, vector != 0, w, w_pitch, blockIdx.x, shared, tops);
   __syncthreads();
+  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
   if constexpr (kTops == Tops::kRows) {
     if (threadIdx.x < Tile::kRows && corner + threadIdx.x < rows) {
@@ -296,23 +326,23 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
   constexpr int kGram = kProbes * kProbes, kOthers = 4;
   static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
   using Tile = ProbeTile<C::kGroups>;
-  __shared__ union {
-    ProbeParts parts;
-    double difference[kProbes][Tile::kRows + 1];
-  } shared;
+  extern __shared__ __align__(16) uint8_t shared[];
+  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  using Differences = double[kProbes][Tile::kRows + 1];
+  static_assert(sizeof(Differences) <= sizeof(ProbeParts), "they lie where the parts were");
+  Differences& difference = *reinterpret_cast<Differences*>(shared);
   __shared__ double others[kOthers][kWarps];
   const int i = threadIdx.x / kProbes % kProbes, j = threadIdx.x % kProbes;
   double sums[kOthers] = {}, gram = 0.0;
   for (int64_t tile = blockIdx.x; tile * Tile::kRows < rows; tile += gridDim.x) {
-    sums[2] += probe_tile<typename C::Source, false, true, Tops::kNone, C::kGroups>(
-        x, pitch, rows, columns, vector != 0, w, w_pitch, tile, shared.parts, nullptr);
+    sums[2] += probe_tile<C, false, true, Tops::kNone>(x, pitch, rows, columns, vector != 0, w, w_pitch, tile, shared, nullptr);
     __syncthreads();
     double differences[C::kGroups];
     CUTE_UNROLL
     for (int s = 0; s < C::kGroups; ++s) {
       const int index = threadIdx.x + s * kProbeThreads, probe = index / Tile::kRows, row = index % Tile::kRows;
       const int64_t place = tile * Tile::kRows + row;
-      const double claimed = shared.parts.template sum<C::kGroups>(probe, row);
+      const double claimed = parts.template sum<C::kGroups>(probe, row);
       const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
       differences[s] = wanted - claimed;
       sums[0] += wanted * wanted;
@@ -322,16 +352,16 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
     CUTE_UNROLL
     for (int s = 0; s < C::kGroups; ++s) {
       const int index = threadIdx.x + s * kProbeThreads;
-      shared.difference[index / Tile::kRows][index % Tile::kRows] = differences[s];
+      difference[index / Tile::kRows][index % Tile::kRows] = differences[s];
     }
     __syncthreads();
     double products[4] = {};  // one sum would wait for each addition
     for (int row = 0; row < Tile::kRows; row += 4) {
       CUTE_UNROLL
-      for (int r = 0; r < 4; ++r) products[r] += shared.difference[i][row + r] * shared.difference[j][row + r];
+      for (int r = 0; r < 4; ++r) products[r] += difference[i][row + r] * difference[j][row + r];
     }
     gram += (products[0] + products[1]) + (products[2] + products[3]);
-    __syncthreads();  // the parts may be written again
+    __syncthreads();  // the rings may be written again
   }
   sums[3] = far_scales(left, left_count, least, most) + far_scales(right, right_count, least, most);
   for (int s = 0; s < kOthers; ++s) {

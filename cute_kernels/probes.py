@@ -28,6 +28,7 @@ TOPS = ("", "rows", "columns")
 KERNELS = [*((kernel, tops) for kernel in ("probe", "probe_transposed") for tops in TOPS), ("compare_rows", "")]
 SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SUMS = PROBES * PROBES + 4
+_PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and maxima, which lie where the ring was
 _RUN = 4  # entries that a lane loads at once
 _SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which takes another kernel for their sums
 _FEW = 4  # they do where there are so many multiprocessors for each tile
@@ -40,13 +41,15 @@ class ProbeConfig:
     """What a kernel is compiled for: ``kernel`` and ``tops`` are of :data:`KERNELS`, ``x`` is the matrix's dtype.
 
     ``probe_transposed`` reads X^T, row by row.  ``tops``: what the other kernels than ``compare_rows`` find the largest
-    magnitudes of, one of :data:`TOPS`.  A block has ``groups`` times 32 rows.
+    magnitudes of, one of :data:`TOPS`.  A block has ``groups`` times 32 rows; ``stages`` of what its warps read are in
+    shared memory or on their way there.
     """
 
     kernel: str
     x: str
     tops: str = ""
     groups: int = 1
+    stages: int = 3
 
     @property
     def threads(self) -> int:
@@ -54,7 +57,8 @@ class ProbeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        return 0
+        ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # a thread has 16 entries at a time
+        return max(ring, _PARTS)
 
     @property
     def name(self) -> str:
@@ -64,7 +68,12 @@ class ProbeConfig:
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         transposed = self.kernel == "probe_transposed"
-        members: dict[str, object] = {"kTops": TOPS.index(self.tops), "kTransposed": transposed, "kGroups": self.groups}
+        members: dict[str, object] = {
+            "kTops": TOPS.index(self.tops),
+            "kTransposed": transposed,
+            "kGroups": self.groups,
+            "kStages": self.stages,
+        }
         source = (
             '#include "probes.cuh"\nnamespace magicube {\nstruct Config {\n'
             f"{constants(members)}"

@@ -85,6 +85,22 @@ struct SparseFragment {
     }
   }
 
+  // The same from shared memory.
+  __device__ void read(uint32_t at, int lane) {
+    CUTE_UNROLL
+    for (int p = 0; p < S::kPlanes; ++p) {
+      CUTE_UNROLL
+      for (int tile = 0; tile < S::kRowTiles; ++tile) {
+        if (S::kUsedRows == 8 || lane < 4 * S::kUsedRows) {
+          load_shared(at + ((p * S::kRowTiles + tile) * 4 * S::kUsedRows + lane) * S::kWords * 4, words[p][tile]);
+        } else {
+          CUTE_UNROLL
+          for (int w = 0; w < S::kWords; ++w) words[p][tile][w] = 0;
+        }
+      }
+    }
+  }
+
   __device__ void expand(int p, int tile, uint32_t (&out)[S::Shape::kDepth]) const {
     if constexpr (C::kFloat) {
       expand_words<typename C::FormatA, typename C::OperandA>(words[p][tile], out);
@@ -213,8 +229,8 @@ struct Sums {
 template <class Shape>
 constexpr int64_t kSafeGroups = 32768 / Shape::kK;
 
-// How rows of the output are written: all of the tile's rows and of the strip's columns exist, so neighbours are stored at
-// once, with one factor for all of them or one each; or what exists of them, column by column.
+// How rows of the output are written: a lane's columns of a chunk all exist or none does, so that they are stored at once,
+// with one factor for all of them or one each; or what exists of them, column by column.
 enum class RowForm { kOneFactor, kFactors, kRagged };
 
 // This lane's factors of chunk c, `right` being null or where those of chunk 0 begin.
@@ -237,8 +253,8 @@ __device__ __forceinline__ void load_factors(float (&factors)[SpmmShape<C>::Unit
   }
 }
 
-// The two rows of a row tile that a lane has.
-template <class C, RowForm kForm, class Total>
+// The two rows of a row tile that a lane has. kWhole: all of the strip's columns exist.
+template <class C, RowForm kForm, bool kWhole, class Total>
 __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], const bool (&exists)[2], int64_t inside,
                                            const Total (&total)[SpmmShape<C>::kUnits][2], const float (&left)[2],
                                            const float* right, int64_t right_step, const float (&bias)[2]) {
@@ -252,6 +268,7 @@ __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], cons
   }
   CUTE_UNROLL
   for (int c = 0; c < S::kChunks; ++c) {
+    if (C::kPartial && !kWhole && c * 8 * kSubs >= inside) break;
     load_factors<C, kForm>(factors, right, right_step, c, inside);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -274,7 +291,8 @@ __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector
   const int64_t first = n0 + lane / 4 * S::Units::kSubs;  // this lane's column of chunk 0
   const int64_t top = vector_row * C::kVector + tile * 8;
   const float* right = at.right ? at.right + batch * at.right_batch + first * at.right_step : nullptr;
-  const bool whole = at.vector_stores && n0 + S::kColumns <= at.n && top + S::kTileRows <= at.rows;
+  const bool whole =
+      (C::kPartial || at.vector_stores) && n0 + S::kColumns <= at.n && top + S::kTileRows <= at.rows;
   const int64_t inside = at.n - first < S::kColumns ? at.n - first : S::kColumns;
   Out* to[2];
   bool exists[2], fits[2];  // in this matrix; in any
@@ -288,12 +306,24 @@ __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector
     bias[j] = at.bias && exists[j] ? at.bias[top + v] : 0.0f;
     to[j] = static_cast<Out*>(at.out) + (batch * at.rows + top + v) * at.n + first;
   }
-  if (!whole) {
-    write_rows<C, RowForm::kRagged>(to, exists, inside, total, left, right, at.right_step, bias);
+  if constexpr (!C::kPartial) {  // where strips of few columns do not count, and their code would be in the way
+    if (!whole) {
+      write_rows<C, RowForm::kRagged, false>(to, exists, inside, total, left, right, at.right_step, bias);
+    } else if (at.right_step == 0) {
+      write_rows<C, RowForm::kOneFactor, true>(to, fits, inside, total, left, right, 0, bias);
+    } else {
+      write_rows<C, RowForm::kFactors, true>(to, fits, inside, total, left, right, 1, bias);
+    }
+  } else if (!at.vector_stores) {
+    write_rows<C, RowForm::kRagged, false>(to, exists, inside, total, left, right, at.right_step, bias);
+  } else if (whole && at.right_step == 0) {
+    write_rows<C, RowForm::kOneFactor, true>(to, fits, inside, total, left, right, 0, bias);
+  } else if (whole) {
+    write_rows<C, RowForm::kFactors, true>(to, fits, inside, total, left, right, 1, bias);
   } else if (at.right_step == 0) {
-    write_rows<C, RowForm::kOneFactor>(to, fits, inside, total, left, right, 0, bias);
+    write_rows<C, RowForm::kOneFactor, false>(to, exists, inside, total, left, right, 0, bias);
   } else {
-    write_rows<C, RowForm::kFactors>(to, fits, inside, total, left, right, 1, bias);
+    write_rows<C, RowForm::kFactors, false>(to, exists, inside, total, left, right, 1, bias);
   }
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_kernels.banks import Access, swizzled
 from cute_kernels.jit.kernel import Kernel
+from cute_kernels.numbers import element_bits
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import SpmmConfig, group_offsets, pack_fragments
 
@@ -47,6 +48,7 @@ class GatherConfig(SpmmConfig):
             "kWide": self.wide,
             "kFresh": self.fresh,
             "kStagedFactors": False,
+            "kPartial": self.row_bytes <= 64,  # strips that B's columns do not fill
         }
 
     def _tags(self) -> list[str]:
@@ -106,11 +108,11 @@ class GatherConfig(SpmmConfig):
     ) -> None:
         """One launch of this config's ``kernel`` on torch's current stream; ``matrix`` is a :class:`GatherCopy`."""
         offsets, columns, values = matrix
-        rows = offsets.shape[0] - 1
+        rows, row = offsets.shape[0] - 1, -(-out.columns * element_bits(self.b) // 8)
         kernel.launch(
             self.grid(rows, out.columns, out.batch),
             (
-                offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), b.pointer, b.pitch, b.batch, b.row,
+                offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), b.pointer, b.pitch, b.batch, row,
                 out.pointer, left.pointer, left.step, right.pointer, right.step, right.batch, bias, out.rows, rows,
                 out.columns, self.vector_stores(out, right),
             ),

@@ -21,8 +21,9 @@ struct PanelRing : TileRing<C, C::kStages * C::kTile * C::kRowBytes> {
   static_assert(C::kStages > C::kWindow, "a tile must be able to arrive while a group's window is in use");
   static_assert(C::kTile % kBoxRows == 0, "a tile is whole boxes");
 
-  // Behind the tiles: two barriers a stage, then the factors of each warp's strip.
+  // Behind the tiles: two barriers a stage, then the factors of each warp's strip, then its records of A on their way.
   static constexpr int kFactorsAt = kRingBytes + 16 * C::kStages;
+  static constexpr int kRecordsAt = kFactorsAt + 4 * SpmmShape<C>::kColumns * C::kWarps;
 
   int tiles;  // every item walks all of them from stage 0 on, so that a row of B always lies at the same place
 };
@@ -69,8 +70,10 @@ struct PanelItem {
   }
 };
 
+// `fold`: rows of B that are one of the map's lie behind each other without gaps, 2^fold of them.
 template <class C>
-__device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescriptor* map, int64_t inner, int64_t batch_rows) {
+__device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescriptor* map, int64_t inner, int64_t batch_rows,
+                     int fold) {
   using Ring = PanelRing<C>;
   RingPosition<C> position;
   for (; item.exists(); item.advance(), position.stage = 0) {
@@ -83,13 +86,19 @@ __device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescr
       barrier_expect(ring.full(stage), boxes * Ring::kBoxRows * C::kRowBytes);
       for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
         const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kRowBytes;
-        const int y = first + tile * C::kTile + box * Ring::kBoxRows;
+        const int row = first + tile * C::kTile + box * Ring::kBoxRows, y = C::kRecords > 0 ? row >> fold : row;
         if constexpr (C::kCluster == 1) copy_box(to, map, x, y, ring.full(stage));
         else cluster::copy_box_to((1 << C::kCluster) - 1, to, map, x, y, ring.full(stage));
       }
     }
   }
   ring.close(position.parities);
+}
+
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
+  uint16_t half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
+  return half;
 }
 
 // One group as a lane holds it: where its rows lie in the ring, and its values.
@@ -110,6 +119,12 @@ struct PanelGroup {
     for (int i = 0; i < kSlotLanes; ++i) place[i] = __ldg(places + 32 * i + lane % kSlots);
     values.load(record, lane);
   }
+  // The same from shared memory.
+  __device__ void read(uint32_t at, int lane) {
+    CUTE_UNROLL
+    for (int i = 0; i < kSlotLanes; ++i) place[i] = load_shared_half(at + S::kGroupWords * 4 + 2 * (32 * i + lane % kSlots));
+    values.read(at, lane);
+  }
 };
 
 // The execution copy of A, as the host makes it.
@@ -124,7 +139,7 @@ struct PanelMatrix {
 
 // What a warp goes through: the groups of its vector rows, tile after tile, in the order of their use. The next two are in
 // registers or on their way.
-template <class C>
+template <class C, bool kRing = (C::kRecords > 0)>
 struct GroupStream {
   using Group = PanelGroup<C>;
 
@@ -132,7 +147,7 @@ struct GroupStream {
   uint32_t after;  // words from there to the record after those
   Group current, next;
 
-  __device__ void open(const uint32_t* records, int lane) {
+  __device__ void open(const uint32_t* records, uint32_t, int lane) {
     // Two records beyond the last one exist, so that nothing need be asked before a load.
     first = records;
     current.load(first, lane);
@@ -140,10 +155,53 @@ struct GroupStream {
     after = 2 * Group::kRecordWords;
   }
 
-  __device__ void advance(int lane) {
+  __device__ void take(int) {}  // before a group is multiplied
+  __device__ void leave(int lane) {
     current = next;
     next.load(first + after, lane);
     after += Group::kRecordWords;
+  }
+};
+
+// The same with kRecords of them in shared memory or on their way there: where B's rows are short, a group is done with long
+// before the one after the next has come from memory.
+template <class C>
+struct GroupStream<C, true> {
+  using Group = PanelGroup<C>;
+  static constexpr int kRecordBytes = 4 * Group::kRecordWords, kPieces = kRecordBytes / 16;
+  static_assert(kRecordBytes % 16 == 0, "a record is copied in pieces of 16 bytes");
+  static_assert(kRecordBytes == C::kRecordBytes, "the host has made room for them");
+
+  const uint8_t* next;
+  uint32_t ring;
+  int slot;  // of the group that is taken next
+  Group current;
+
+  // As many records beyond the last one exist. What was on its way here before must have come.
+  __device__ void open(const uint32_t* records, uint32_t at, int lane) {
+    next = reinterpret_cast<const uint8_t*>(records);
+    ring = at;
+    slot = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < C::kRecords - 1; ++i) fetch(i, lane);
+  }
+  __device__ void take(int lane) {
+    copy_async_wait<C::kRecords - 2>();  // a strip's factors, behind the first records, only make it wait for one more
+    __syncwarp();
+    current.read(ring + slot * kRecordBytes, lane);
+    fetch(slot == 0 ? C::kRecords - 1 : slot - 1, lane);  // which was read the time before
+    slot = slot + 1 == C::kRecords ? 0 : slot + 1;
+  }
+  __device__ void leave(int) {}
+
+ private:
+  __device__ void fetch(int to, int lane) {
+    CUTE_UNROLL
+    for (int i = 0; i < kPieces; i += 32) {
+      if (i + lane < kPieces) copy_async(ring + to * kRecordBytes + (i + lane) * 16, next + (i + lane) * 16, 16);
+    }
+    copy_async_commit();
+    next += kRecordBytes;
   }
 };
 
@@ -201,11 +259,11 @@ struct PanelStream {
   TileCounts<C> counts;
   int rows[C::kRows];
 
-  // start: its first group.
-  __device__ void open(const PanelMatrix& matrix, int64_t unit, int64_t start, int tiles, int lane) {
+  // start: its first group; ring: where its records may lie in shared memory.
+  __device__ void open(const PanelMatrix& matrix, int64_t unit, int64_t start, int tiles, uint32_t ring, int lane) {
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) rows[i] = matrix.order[unit * C::kRows + i];
-    groups.open(matrix.records + uniform(start) * PanelGroup<C>::kRecordWords, lane);
+    groups.open(matrix.records + uniform(start) * PanelGroup<C>::kRecordWords, ring, lane);
     counts.load(matrix.counted(unit, tiles * TileCounts<C>::kWords), lane, tiles);
   }
 };
@@ -231,8 +289,9 @@ __device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& positio
       for (int i = 0; i < C::kRows; ++i) {
         CUTE_NO_UNROLL
         for (int left = i % 2 ? counts[i / 2] >> 16 : counts[i / 2] & 0xFFFF; left > 0; --left) {
+          stream.groups.take(lane);
           add_panel_group(sums[i], stream.groups.current, ring.base);
-          stream.groups.advance(lane);
+          stream.groups.leave(lane);
         }
       }
       // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
@@ -262,7 +321,7 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
            const uint32_t* records, const int32_t* order, void* out, const float* left, int64_t left_step,
            const float* right, int64_t right_step, int64_t right_batch, const float* bias, int64_t rows,
            int64_t vector_rows, int64_t n, int64_t inner, int64_t batches, int64_t batch_rows, int64_t row_step,
-           int64_t strip_step, int64_t vector_stores) {
+           int64_t strip_step, int64_t vector_stores, int64_t fold) {
   using S = SpmmShape<C>;
   using Total = TotalOf<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -280,7 +339,7 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   if (warp == C::kWarps) {
     if (lane == 0) {
       wait_for_predecessor();
-      feed(ring, item, &map, inner, batch_rows);
+      feed(ring, item, &map, inner, batch_rows, int(fold));
     }
     return;
   }
@@ -291,7 +350,9 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   Sums<C> sums[C::kRows];
   RingPosition<C> position;
   const PanelMatrix matrix{group_start, counts, records, order};
-  stream.open(matrix, unit(), start, ring.tiles, lane);
+  const uint32_t records_at =
+      shared_address(shared) + PanelRing<C>::kRecordsAt + warp * C::kRecords * PanelGroup<C>::kRecordWords * 4;
+  stream.open(matrix, unit(), start, ring.tiles, records_at, lane);
   wait_for_predecessor();
   while (item.exists()) {
     const int64_t n0 = int64_t{item.strip} * S::kColumns;
@@ -309,7 +370,7 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
     for (int i = 0; i < C::kRows; ++i) own[i] = stream.rows[i];
     item.advance();
     // What the next item begins with is on its way while this one is written.
-    if (item.exists()) stream.open(matrix, unit(), group_start[unit()], ring.tiles, lane);
+    if (item.exists()) stream.open(matrix, unit(), group_start[unit()], ring.tiles, records_at, lane);
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
       if (own[i] < vector_rows) write_sums<Total>(operands, sums[i], batch, own[i], n0, lane);

@@ -19,6 +19,7 @@ from cute_kernels.source import OUT_BYTES
 from cute_kernels.spmm import SpmmConfig, pack_fragments
 
 BOX_ROWS = 256  # the copy engine's limit
+_AHEAD = 8  # records that a kernel may read beyond the last one
 _MAX_COORDINATE = 2**31 - 1
 
 
@@ -29,6 +30,7 @@ class PanelConfig(SpmmConfig):
     A group takes rows of ``window`` neighbouring tiles at most; the other stages are for tiles on their way.  Each of
     ``warps`` warps keeps the sums of ``rows`` vector rows.  These are dealt out by their length, in equal shares: to
     blocks, or to warps where a warp has several.  ``ordered``: columns lie in the order that spares bank conflicts.
+    ``records`` groups of a warp's are in shared memory or on their way there; 0: two are in registers.
     """
 
     STEM: ClassVar[str] = "spmm_panel"
@@ -41,6 +43,7 @@ class PanelConfig(SpmmConfig):
     rows: int = 1
     cluster: int = 1
     ordered: bool = True
+    records: int = 0
 
     @property
     def threads(self) -> int:
@@ -53,11 +56,19 @@ class PanelConfig(SpmmConfig):
 
     @property
     def smem_bytes(self) -> int:
-        return self.ring * self.row_bytes + 16 * self.stages + 4 * self.columns * self.warps
+        own = 4 * self.columns + self.records * self.record_bytes  # of a warp
+        return self.ring * self.row_bytes + 16 * self.stages + own * self.warps
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a group: its values, and where its rows lie."""
+        whole = 4 if self.packed or self.entry.mma_bits == 4 else 8 * self.digits[0]
+        bits = self.stored.bits if self.entry.floating else whole
+        return self.group * (self.vector_length * bits // 8 + 2)
 
     def _tags(self) -> list[str]:
         shape = f"b{self.row_bytes}t{self.tile}s{self.stages}x{self.window}w{self.warps}r{self.rows}"
-        shape += f"c{self.cluster}" if self.cluster > 1 else ""
+        shape += (f"c{self.cluster}" if self.cluster > 1 else "") + (f"a{self.records}" if self.records else "")
         return [*super()._tags(), shape, *([] if self.ordered else ["unordered"])]
 
     def _constants(self) -> dict[str, object]:
@@ -68,6 +79,9 @@ class PanelConfig(SpmmConfig):
             "kWarps": self.warps,
             "kRows": self.rows,
             "kCluster": self.cluster,
+            "kRecords": self.records,
+            "kRecordBytes": self.record_bytes,
+            "kPartial": self.records > 0,  # strips that B's columns do not fill
             "kStagedFactors": True,
         }
 
@@ -135,15 +149,21 @@ class PanelConfig(SpmmConfig):
         rows = -(-out.rows // self.vector_length)
         shape = (b.row, step * (out.batch - 1) + out.inner)
         box = (self.row_bytes, min(self.tile // self.cluster, BOX_ROWS))
+        # The copy engine takes as long for short rows as for long ones: eight of 16 bytes without gaps are one of 128.
+        short = b.row == b.pitch == self.row_bytes == 16 and self.records > 0
+        fold = 3 if short and not (shape[1] % 8 or step % 8) else 0
+        pitch, swizzle = b.pitch << fold, self.row_bytes if self.swizzle and self.row_bytes > 16 else 0
         clusters = min(kernel.multiprocessors // self.cluster, self.items(rows, out.columns, out.batch))
         strip_step, row_step = divmod(clusters, self._row_blocks(rows))
         kernel.launch(
             (clusters * self.cluster, 1, 1),
             (
-                tensor_map(b.pointer, 1, shape, b.pitch, box, self.row_bytes if self.swizzle else 0),
+                tensor_map(
+                    b.pointer, 1, (shape[0] << fold, shape[1] >> fold), pitch, (box[0] << fold, box[1] >> fold), swizzle
+                ),
                 *(tensor.data_ptr() for tensor in matrix), out.pointer, left.pointer, left.step, right.pointer,
                 right.step, right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step,
-                row_step, strip_step, self.vector_stores(out, right),
+                row_step, strip_step, self.vector_stores(out, right), fold,
             ),
             (self.cluster, 1, 1) if self.cluster > 1 else None,
             early,
@@ -161,9 +181,9 @@ class PanelCopy(NamedTuple):
     # int16 (U + 2, tiles, rows to an even number): groups of each row that need tile t, and none beyond; zero for units
     # that do not exist.
     tile_counts: Tensor
-    # uint8 (groups + 2, bytes), in a unit tile after tile, in a tile row after row: values in fragment order, then for
-    # each slot, in 16 bits, where its row of B lies in the ring, in units of 16 bytes, swizzled. The last two are read
-    # ahead of need and never used.
+    # uint8 (groups + _AHEAD, bytes), in a unit tile after tile, in a tile row after row: values in fragment order, then
+    # for each slot, in 16 bits, where its row of B lies in the ring, in units of 16 bytes, swizzled. Those behind the
+    # last group are read ahead of need and never used.
     records: Tensor
     order: Tensor  # int32 ((U + 1) * rows,): the vector row that a unit has at each place, or one beyond the last
 
@@ -207,7 +227,7 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
     if config.rows > 1:
         records = records[torch.argsort(use, stable=True)]
-    return PanelCopy(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, 2)), order)
+    return PanelCopy(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _AHEAD)), order)
 
 
 def _dealt(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor]:

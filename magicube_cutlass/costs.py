@@ -78,19 +78,21 @@ class Forecast:
 class PanelModel:
     """Nanoseconds of the panel kernel's parts on one multiprocessor."""
 
-    launch: float = 1316.0
+    launch: float = 1500.0
     block: float = 713.0  # its start and end
-    byte: float = 0.00405  # of a tile, when all multiprocessors fetch
-    row: float = 0.369  # of B, whatever its width
+    byte: float = 0.00393  # of a tile, when all multiprocessors fetch
+    row: float = 0.335  # of B, whatever its width but 32 bytes
+    half: float = 1.1  # of B's rows of 32 bytes
     chunk: float = 5.53  # 16 bytes of a group's rows multiplied without a conflict, for one warp of 16
     flight: float = 198.0  # a tile's way from the second-level cache, shared by those that are on theirs
-    conflict: float = 9.43  # columns of a window that double the passes of a read, being so few
+    conflict: float = 10.2  # columns of a window that double the passes of a read, being so few
     result: float = 0.498  # written, for each byte of a vector row's strip of B
-    narrow: float = 1.43  # how much longer a chunk takes in rows of 64 bytes
+    narrow: float = 1.43  # how much longer a chunk takes in rows of 64 bytes and less
+    ahead: float = 0.883  # of a chunk, where more records than two are on their way
     # warps and vector rows a warp: a part of a chunk
     share: tuple[tuple[tuple[int, int], float], ...] = (
-        ((16, 1), 0.563), ((15, 2), 0.565), ((14, 2), 0.595), ((13, 2), 0.633), ((11, 3), 0.645), ((11, 2), 0.636),
-        ((8, 2), 0.785), ((11, 1), 0.649), ((8, 1), 0.735), ((7, 1), 0.805),
+        ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.595), ((13, 2), 0.633), ((11, 3), 0.617), ((11, 2), 0.599),
+        ((8, 2), 0.763), ((11, 1), 0.614), ((8, 1), 0.735), ((7, 1), 0.707),
     )  # fmt: skip
 
 
@@ -100,8 +102,8 @@ class GatherModel:
 
     launch: float = 851.0
     warp: float = 1129.0  # its start and end
-    group: float = 351.0  # of a warp that waits for it alone
-    crowd: float = 718.0  # more for a group when 32 warps of a multiprocessor wait likewise
+    group: float = 295.0  # of a warp that waits for it alone
+    crowd: float = 853.0  # more for a group when 32 warps of a multiprocessor wait likewise
     team: float = 333.0  # the meeting of five warps that share a vector row of 64 columns
     result: float = 0.000354
 
@@ -131,9 +133,10 @@ def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float
     window = mean * config.tile * config.window / problem.inner  # columns
     passes = 1.0 + min(model.conflict / window, 1.4)  # of a read, by the columns to choose from
     chunks = config.row_bytes / 16 * max(passes, 0.5 * (passes + products))
-    chunks *= model.narrow if config.row_bytes == 64 else 1.0
+    chunks *= (model.narrow if config.row_bytes <= 64 else 1.0) * (model.ahead if config.records else 1.0)
     work = rows * groups * chunks * model.chunk * share
-    fill = problem.inner * (model.byte * config.row_bytes / config.cluster * items / (waves * clusters) + model.row)
+    row = model.half if config.row_bytes == 32 else model.row
+    fill = problem.inner * (model.byte * config.row_bytes / config.cluster * items / (waves * clusters) + row)
     fill += tiles * model.flight / (config.stages - config.window)
     rest = model.block + model.result * rows * config.row_bytes
     return model.launch + waves * ((work**2 + fill**2) ** 0.5 + rest)
@@ -151,7 +154,7 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     groups = mean / (config.group * config.row_warps) + 0.5
     # A row far longer than the others, which a uniform pattern does not have: its warp is the last one to end.
     longest = max(mean, problem.longest - 3 * mean**0.5) / (config.group * config.row_warps) + 0.5
-    crowd = model.crowd * config.row_bytes / 64 * min(1.0, full) * resident / machine.multiprocessors / 32
+    crowd = model.crowd * max(config.row_bytes, 64) / 64 * min(1.0, full) * resident / machine.multiprocessors / 32
     products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
     products *= config.columns / config.row_bytes
     step = model.group + crowd * max(1.0, 0.5 + 0.5 * products)

@@ -76,11 +76,13 @@ def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
     return padded.copy_(rows)
 
 
-def _place(rows: Tensor) -> Place:
+def _place(rows: Tensor, padded: bool = False) -> Place:
+    """``padded``: rows go on to a multiple of 16 bytes, in memory that was made for it."""
     size, width = rows.element_size(), rows.shape[-1]
     # torch may give a single row any stride; the tensor copy wants a pitch of whole pieces all the same
-    pitch = rows.stride(-2) * size if rows.shape[-2] > 1 else -(-width * size // ALIGNMENT) * ALIGNMENT
-    return Place(rows.data_ptr(), pitch, batch_stride(rows) * size, width * size)
+    whole = -(-width * size // ALIGNMENT) * ALIGNMENT
+    pitch = rows.stride(-2) * size if rows.shape[-2] > 1 else whole
+    return Place(rows.data_ptr(), pitch, batch_stride(rows) * size, whole if padded else width * size)
 
 
 def _factor(factor: Tensor | None) -> Factor:
@@ -118,7 +120,7 @@ def spmm(
         config.launch(
             get_kernel(config),
             matrix,
-            _place(ready),
+            _place(ready, padded=copies(b, -1)),
             target,
             _factor(left),
             _factor(right),
@@ -176,7 +178,8 @@ class SpmmCall(_Call):
         self.turns = _lies_turned(b)
         rows, columns = out.shape[-2], out.shape[-1]
         self.size = (out.numel() // (rows * columns), rows, inner, columns)
-        self.place, self.left_factor = _place(_turned(b) if self.turns else b)[1:], _factor(left)
+        self.place = _place(_turned(b) if self.turns else b, padded=self.turns)[1:]
+        self.left_factor = _factor(left)
         self.scaled, self.right_step = right is not None, 0 if right is None or right.ndim == 0 else 1
         self.scale: Tensor | None = None  # the matrix's own, of which `left` was made
 

@@ -79,7 +79,33 @@ def candidates(kind: Kind, machine: Machine, problem: Problem, atom: str | None 
     found: list[SpmmKernel] = _gathers(replace(gather, wide=wide))
     if machine.arch in _PANEL_ARCHES and not wide and problem.vectors >= 16 * max(problem.vector_rows, 1):
         found += _panels(PanelConfig(*operands), machine.arch)
-    return found
+    row = problem.n * element_bits(kind.right) // 8
+    if row > _NARROW[-1] or wide:
+        return found
+    # Few columns: rows of B that are as long as these are, where a group's pieces of 16 bytes still fill a warp's loads
+    # and the instruction's rows.
+    least = 32 if kind.right.bits > 8 or gather.group < 32 else 16
+    size = next(size for size in _NARROW if size >= max(row, least))
+    return [
+        _ahead(replace(each, row_bytes=size)) if isinstance(each, PanelConfig) else replace(each, row_bytes=size)
+        for each in found
+        if each.row_bytes == 64
+    ]
+
+
+def _ahead(config: PanelConfig) -> PanelConfig:
+    """With as many records of A on their way as there is room for."""
+    tried = (replace(config, records=records) for records in _RECORDS)
+    return next((each for each in tried if each.smem_bytes <= SHARED_BYTES), config)
+
+
+def _waits(config: PanelConfig) -> bool:
+    """Whether two records ahead are too few, as measured: their way from memory is longer than what hides it.
+
+    It is where few warps multiply, and where a record is of two planes, which are many bytes.
+    """
+    few = config.warps <= 8 and config.b.bits >= 8
+    return few or config.digits[0] > 1 or (config.row_bytes == 64 and config.warps <= 11)
 
 
 def _outgrows(config: SpmmKernel | SddmmKernel, longest: int) -> bool:
@@ -87,6 +113,8 @@ def _outgrows(config: SpmmKernel | SddmmKernel, longest: int) -> bool:
     return longest > SAFE_RUN and not config.entry.floating and (config.out != "int32" or config.shifted)
 
 
+_NARROW = (16, 32, 64)  # bytes of a row of B, of few columns
+_RECORDS = (8, 6, 4, 3)  # of A, on their way to a warp
 # Warps and vector rows a warp; and the registers for sums that so many warps leave, without spills.
 _PANEL_SHAPES = ((16, 1), (15, 2), (14, 2), (13, 2), (11, 3), (11, 2), (8, 2), (11, 1), (8, 1), (7, 1))
 _MOST_SUMS = {16: 48, 15: 64, 14: 64, 13: 64, 11: 96, 8: 128, 7: 160}
@@ -111,7 +139,7 @@ def _panels(base: PanelConfig, arch: str) -> list[PanelConfig]:
         for config in shapes
         if config.sums <= most[config.warps] and not (floating and config.row_bytes == 128 and config.warps > 11)
     ]
-    return fitting or [replace(narrow, warps=7)]
+    return [_ahead(config) if _waits(config) else config for config in fitting or [replace(narrow, warps=7)]]
 
 
 def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:

@@ -20,14 +20,16 @@ from residual.plans import Plan
 class Costs:
     """Prices in seconds.
 
-    ``call``: a plan's launches; ``analysis``: statistics of both operands besides what the check needs anyway, of which
-    ``analysis_k`` is for each column of k; ``int8``, ``fp16``, ``fp32``, ``fp64``, ``sparse``: a multiplication and
-    addition, the last one for a stored entry of the sparse operand; ``quantize``, ``digit``: an entry's leading digit
-    and each further one; ``out``: an output for each level of digits; ``copy``: an entry read and written;
-    ``compress``: an entry of a matrix made sparse; ``gather``: a byte of a chosen column of k, copied beside others.
+    ``call``: a plan's launches; ``halves``: those of the plan in float16, torch's; ``analysis``: statistics of both
+    operands besides what the check needs anyway, of which ``analysis_k`` is for each column of k; ``int8``, ``fp16``,
+    ``fp32``, ``fp64``, ``sparse``: a multiplication and addition, the last for a stored entry of the sparse operand;
+    ``quantize``, ``digit``: an entry's leading digit and each further one; ``out``: an output for each level of digits;
+    ``copy``: an entry read and written; ``compress``: an entry of a matrix made sparse; ``gather``: a byte of a chosen
+    column of k, copied beside others.
     """
 
     call: float
+    halves: float
     analysis: float
     analysis_k: float
     int8: float
@@ -44,22 +46,24 @@ class Costs:
 
     def sharing(self, calls: int, kept: bool = False) -> Costs:
         """The same, with statistics that so many calls share, and launches that are ``kept`` from call to call."""
-        call = self.call * (_KEPT if kept else 1.0)
-        return replace(self, call=call, analysis=self.analysis / calls, analysis_k=self.analysis_k / calls)
+        shared = replace(self, analysis=self.analysis / calls, analysis_k=self.analysis_k / calls)
+        return replace(shared, call=self.call * _KEPT, halves=self.halves * _HALVES_KEPT) if kept else shared
 
 
-_KEPT = 1 / 3  # of a plan's launches, where they are kept by their addresses
+# Of a plan's launches, where they are kept by their addresses. Those of halves cannot be, and take turns with the
+# check's, which then are: the host no longer runs ahead while these are made.
+_KEPT, _HALVES_KEPT = 0.4, 2.8
 _NEVER = 1e-6  # price of products in halves where they are no plan
 # One thread of a Xeon with AVX512-VNNI, by measure_costs in a virtual machine.
 _CPU = Costs(
-    call=5.5e-4, analysis=2.3e-3, analysis_k=3.2e-6, int8=5.5e-12, fp16=_NEVER, fp32=1.7e-11, fp64=3.8e-11,
-    sparse=1e-10, quantize=1.4e-9, digit=2.4e-10, out=1.4e-9, copy=4.5e-10, compress=8e-9, gather=6.5e-9,
+    call=5.5e-4, halves=_NEVER, analysis=2.3e-3, analysis_k=3.2e-6, int8=5.5e-12, fp16=_NEVER, fp32=1.7e-11,
+    fp64=3.8e-11, sparse=1e-10, quantize=1.4e-9, digit=2.4e-10, out=1.4e-9, copy=4.5e-10, compress=8e-9, gather=6.5e-9,
 )  # fmt: skip
 # Not by measure_costs, but from an H200's dense products (int8 1,283 TOPS, float16 730, float32 51), copies (4.3 TB/s);
 # analysis (three short kernels, a copy, a wait) and gather are estimates.
 _H200 = Costs(
-    call=1.5e-5, analysis=9e-5, analysis_k=2e-9, int8=1.56e-15, fp16=2.75e-15, fp32=3.9e-14, fp64=3.1e-14, sparse=1e-14,
-    quantize=1.7e-12, digit=6e-13, out=1.5e-12, copy=1.9e-12, compress=2e-11, gather=4e-12,
+    call=1.5e-5, halves=3.75e-6, analysis=9e-5, analysis_k=2e-9, int8=1.56e-15, fp16=2.75e-15, fp32=3.9e-14,
+    fp64=3.1e-14, sparse=1e-14, quantize=1.7e-12, digit=6e-13, out=1.5e-12, copy=1.9e-12, compress=2e-11, gather=4e-12,
 )  # fmt: skip
 
 
@@ -84,7 +88,7 @@ def cost(plan: Plan, sizes: Sizes, prices: Costs) -> float:
     macs, outputs, inputs = m * n * k, m * n, m * k + k * n
     if plan.mode == "fp16":
         rounded = m * k if sizes.prepared else inputs
-        return prices.call / 4 + macs * prices.fp16 + 0.75 * rounded * prices.copy
+        return prices.halves + macs * prices.fp16 + 0.75 * rounded * prices.copy
     if plan.mode == "fp32":
         return prices.call / 20 + macs * prices.fp32 + (inputs + outputs) * prices.copy
     if plan.mode == "fp64":
@@ -136,7 +140,9 @@ def _known(name: str, gpu: bool, threads: int) -> Costs:
     found = _load(name)
     if found is not None or gpu:
         return found or _H200
-    shared = {key: value if key in ("call", "analysis") else value / threads for key, value in asdict(_CPU).items()}
+    shared = {
+        key: value if key in ("call", "halves", "analysis") else value / threads for key, value in asdict(_CPU).items()
+    }
     return Costs(**shared)
 
 
@@ -270,6 +276,7 @@ def _measure(device: torch.device, n: int) -> Costs:
     sparse = cross / 2 / max(stored * macs, 1.0)  # half of it for the product, half for the compression
     return Costs(
         call=call,
+        halves=_seconds(lambda: run(Plan("fp16"), small, small), device) if device.type == "cuda" else _NEVER,
         analysis=max(low - 64 * slope, tiny),
         analysis_k=max(slope, tiny),
         int8=max(one / macs, tiny),

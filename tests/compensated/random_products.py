@@ -30,7 +30,7 @@ from residual.predict import Forecast
 from residual.prepare import prepare
 
 LARGEST = 1500
-_CHEAP = Costs(1e-9, 1e-9, 1e-12, 1e-13, 1e-11, 1e-11, 4e-11, 1e-13, *[1e-12] * 6)  # digits for nothing
+_CHEAP = Costs(1e-9, 2.5e-10, 1e-9, 1e-12, 1e-13, 1e-11, 1e-11, 4e-11, 1e-13, *[1e-12] * 6)  # digits for nothing
 _STATED = 0.01  # of all calls may miss their tolerance
 
 

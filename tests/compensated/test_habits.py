@@ -165,6 +165,7 @@ def test_kept_launches_cost_a_part() -> None:
     shared, kept = _CHEAP.sharing(REUSES), _CHEAP.sharing(REUSES, kept=True)
     assert cost(plan, sizes, shared) == cost(plan, sizes, _CHEAP) > cost(plan, sizes, kept)
     assert shared.analysis == kept.analysis == _CHEAP.analysis / REUSES
+    assert shared.halves == _CHEAP.halves < kept.halves, "torch's launches beside kept ones"
 
 
 def test_a_plan_that_missed_is_tried_again_before_a_product_is_refused() -> None:

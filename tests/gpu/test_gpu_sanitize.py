@@ -11,6 +11,7 @@ import magicube_cutlass as mc
 from cute_kernels.attention_config import AttentionConfig
 from cute_kernels.attention_operands import choose as choose_operands
 from cute_kernels.attention_operands import encode_operands
+from cute_kernels.numbers import element_bits
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from magicube_cutlass.kernels import Kind, SpmmKernel
 from tests.gpu.problems import (
@@ -42,6 +43,7 @@ SPMM: list[SpmmKernel] = [
     gather(kind(32, (4, False), (4, True), "int32")),
     gather(kind(2, (8, False), (4, False), "bfloat16"), wide=True),
     gather(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16"),
+    gather(kind(8, (8, True), (8, True), "float16"), row_bytes=16, row_warps=8, warps=8, stages=2),
 ]
 if PANELS:
     SPMM += [
@@ -51,6 +53,8 @@ if PANELS:
         panel(kind(1, (12, True), (4, True)), rows=3, ordered=False),
         panel(kind(16, (4, False), (4, True), "int32"), warps=2),
         panel(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16", row_bytes=128),
+        panel(kind(8, (8, True), (8, True), "float16"), row_bytes=16, records=8, cluster=2),
+        panel(kind(4, (16, True), (8, True), "float32"), row_bytes=32, records=3, rows=2),
     ]
 SDDMM = [
     (kind(), 32),
@@ -67,6 +71,9 @@ def test_spmm(config: SpmmKernel) -> None:
     a = sparse(45, 333, config.vector_length, left, sparsity=0.7, empty=True)
     check_spmm(a, dense((2, 333, 96 if WHOLE else 77), right), config)
     check_spmm(a, dense((333, 64), right, "column"), config, offset=1)
+    few = sparse(45, 336, config.vector_length, left, sparsity=0.5)
+    columns = 128 // element_bits(right)  # rows of 16 bytes, eight of which are one of the tensor copy's
+    check_spmm(few, dense((336, columns), right), config)
 
 
 @pytest.mark.parametrize(("of", "stride"), SDDMM, ids=lambda value: str(getattr(value, "left", value)))

@@ -47,10 +47,23 @@ def few(arch: str) -> Iterator[Config]:
     yield choose_sddmm(Kind(8, Integer(4, True), Integer(4, True), "int32"), here, stride=32, inner=256)
 
 
+def of_few_columns(arch: str) -> Iterator[Config]:
+    """By many vector rows and by few."""
+    for left, right, n, rows in (
+        (8, 8, 16, 1792),
+        (8, 8, 64, 1792),
+        (16, 8, 16, 1792),
+        (4, 4, 32, 1792),
+        (8, 8, 16, 64),
+    ):
+        kind = Kind(8, Integer(left, True), Integer(right, True), "float16")
+        yield choose_spmm(kind, Machine(arch, 132), Problem(rows, 4096, 410 * rows, 512, n))
+
+
 CASES = [
     (config, arch)
     for arch, configs in (
-        ("sm_90a", default_configs()),
+        ("sm_90a", [*default_configs(), *of_few_columns("sm_90a")]),
         ("sm_80", default_configs(arch="sm_80")),
         *((arch, few(arch)) for arch in OTHERS),
     )
@@ -115,7 +128,9 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     assert set(re.findall(r"IMMA\.\w+\.\w+\.\w+", sass)) == expected_mmas(config)
     panel = isinstance(config, (PanelConfig, SddmmPanelConfig))
     assert ("UTMALDG.2D" in sass) == panel and ("SYNCS" in sass) == panel
-    assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) == (not isinstance(config, PanelConfig))
+    assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) == (
+        not isinstance(config, PanelConfig) or config.records > 0
+    )
     assert bool(re.search(r"LDSM\.16\.MT88\.[24]", sass)) == (not isinstance(config, SampleConfig))
     assert binary.usage is None or binary.usage.registers * config.threads <= 65536
     if isinstance(config, PanelConfig) and arch == "sm_90a":

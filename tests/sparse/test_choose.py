@@ -13,8 +13,18 @@ from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm import SAFE_RUN
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.costs import Forecast, copy_cost, dense_cost
-from magicube_cutlass.kernels import Kind, Machine, Problem, check_spmm, choose_sddmm, choose_spmm, reason, spmm_cost
+from magicube_cutlass.costs import SHARED_BYTES, Forecast, copy_cost, dense_cost
+from magicube_cutlass.kernels import (
+    Kind,
+    Machine,
+    Problem,
+    candidates,
+    check_spmm,
+    choose_sddmm,
+    choose_spmm,
+    reason,
+    spmm_cost,
+)
 
 H200, A100 = Machine("sm_90a", 132), Machine("sm_80", 108)
 L8R8 = Kind(8, Integer(8, True), Integer(8, True), "float16")
@@ -42,6 +52,32 @@ def test_the_chosen_panel_wastes_no_wave() -> None:
     config = choose_spmm(L8R8, H200, Problem(512, 4096, 512 * 410, 460, 512))
     assert isinstance(config, PanelConfig)
     assert 0.9 * 132 <= config.items(512, 512, 1) <= 132
+
+
+@pytest.mark.parametrize(
+    ("bits", "n", "row"), [(8, 16, 16), (8, 24, 32), (8, 64, 64), (4, 16, 16), (16, 16, 32), (8, 96, 0)]
+)
+def test_rows_of_few_columns_are_as_long_as_they_are(bits: int, n: int, row: int) -> None:
+    kind = replace(L8R8, right=Integer(bits, True))
+    found = candidates(kind, H200, Problem(1792, 4096, 1792 * 410, 460, n))
+    panels = [config for config in found if isinstance(config, PanelConfig)]
+    assert len({config.name for config in found}) == len(found) and len(panels) >= 10 and len(panels) < len(found)
+    assert {config.row_bytes for config in found} == ({row} if row else {64, 128})
+    assert not row or all(config.records >= 3 for config in panels)
+    assert all(config.smem_bytes <= SHARED_BYTES for config in panels)
+    assert {config.row_bytes for config in candidates(kind, A100, Problem(64, 4096, 64 * 410, 460, n))} == (
+        {row} if row else {64, 128}
+    )
+
+
+def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
+    for left, right, warps in ((8, 8, {7, 8}), (16, 8, {7, 8, 11, 13, 14, 15}), (8, 4, set())):
+        kind = replace(L8R8, left=Integer(left, True), right=Integer(right, True))
+        panels = [
+            c for c in candidates(kind, H200, Problem(512, 4096, 512 * 410, 460, 4096)) if isinstance(c, PanelConfig)
+        ]
+        assert {c.warps for c in panels if c.records and c.row_bytes == 128} <= warps | {16}
+        assert warps & {c.warps for c in panels if c.records and c.row_bytes == 128} or not warps
 
 
 def test_chips_without_tensor_copies_get_no_panel() -> None:

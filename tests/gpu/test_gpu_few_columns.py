@@ -1,0 +1,76 @@
+"""SpMM of few columns: rows of B of 16, 32 and 64 bytes, records of A on their way, results that fill no strip."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import magicube_cutlass as mc
+from cute_kernels.spmm_panel import PanelConfig
+from magicube_cutlass.kernels import Kind, Problem, SpmmKernel, candidates
+from tests.gpu.problems import HERE, PANELS, check_spmm, dense, gather, kind, panel, sparse, spmm
+
+pytestmark = pytest.mark.gpu
+
+COLUMNS = (1, 2, 7, 8, 15, 16, 17, 24, 31, 32, 33, 48, 60, 64, 65)
+PAIRS = [(8, 8), (8, 4), (4, 4), (16, 8), (16, 16), (12, 4)]
+SIZES = {8: (16, 32, 64), 4: (16, 32, 64), 16: (32, 64)}  # bytes of a row of B, by the width of its elements
+
+
+def knobs() -> list[SpmmKernel]:
+    """Every width of a row with every number of records, of each pair; few warps and short tiles."""
+    found: list[SpmmKernel] = []
+    for i, (left, right) in enumerate(PAIRS):
+        of = kind((8, 2, 4, 1, 8, 16)[i], (left, True), (right, i % 2 == 0))
+        for size in SIZES[right]:
+            found.append(gather(of, row_bytes=size, row_warps=2))
+            if PANELS:
+                found += [panel(of, row_bytes=size, records=records, rows=1 + records % 2) for records in (0, 3, 8)]
+                found.append(panel(of, row_bytes=size, records=4, cluster=2, tile=512))
+    return found
+
+
+@pytest.mark.parametrize("config", knobs(), ids=lambda config: config.name)
+def test_every_width_of_a_row_is_exact(config: SpmmKernel) -> None:
+    torch.manual_seed(1)
+    v, left, right = config.vector_length, config.a, config.b
+    for k, n in ((2112, 16), (1331, 16), (520, 9), (700, 33), (260, 100)):
+        check_spmm(sparse(150, k, v, left, sparsity=0.8, empty=True), dense((k, n), right), config)
+    check_spmm(sparse(90, 600, v, left, sparsity=0.1, extreme=True), dense((2, 600, 16), right, extreme=True), config)
+
+
+KINDS = [kind(8, (left, True), (right, True), "float32") for left, right in PAIRS]
+FITTING = [
+    each
+    for of, n in product(KINDS, (16, 32, 64))
+    for each in candidates(of, HERE, Problem(vector_rows=40, inner=4096, vectors=40 * 900, longest=1000, n=n))
+]
+
+
+def test_few_columns_are_read_as_what_they_are() -> None:
+    """Rows of B as long as they are, and records ahead in every panel kernel."""
+    assert {(each.b.bits, each.row_bytes) for each in FITTING} >= {(8, 16), (8, 32), (8, 64), (4, 16), (16, 32)}
+    assert all(each.records >= 3 for each in FITTING if isinstance(each, PanelConfig))
+
+
+@pytest.mark.parametrize("of", KINDS, ids=lambda of: f"{of.left.bits}x{of.right.bits}")
+@pytest.mark.configs(FITTING)
+def test_every_number_of_columns_with_scales_and_a_bias(of: Kind) -> None:
+    torch.manual_seed(2)
+    left, right = of.left, of.right
+    mask, bias = mc.random_pattern(264, 1024, 0.5, 8, seed=3).to_dense(), torch.randn(264)
+    A = mc.SRBCRS.from_mask(torch.randn(264, 1024), mask, vector_length=8, bits=left.bits, axis=1)
+    for n, axis in product(COLUMNS, (None, 0)):
+        b = dense((1024, n), right)
+        scale = torch.rand(1, n) + 0.5 if axis == 0 else torch.tensor(0.7)
+        B = mc.QuantTensor(b.data, scale, b.bits, b.signed, axis, b.shape)
+        for out in (torch.float16, torch.float32):
+            got = spmm(A, B, out, bias=bias)
+            here = mc.spmm(A, B, out_dtype=out, bias=bias)
+            assert torch.allclose(got.float(), here.float(), rtol=2e-3 if out == torch.float16 else 1e-5, atol=1e-2), n
+    whole = sparse(264, 1024, 8, left, sparsity=0.5)
+    for n in COLUMNS:
+        check_spmm(whole, dense((1024, n), right))
+        check_spmm(whole, dense((1024, n), right), offset=1)
