@@ -45,7 +45,7 @@ def test_kernels_keep_their_sums_in_registers(config: ProbeConfig, arch: str, mo
     assert bool(meetings) == bool(config.tops)
     # Two products of tf32 parts where an entry is one, else three: 2 mmas for each of 4 tiles.
     assert sass.count("HMMA.1688.F32.TF32") == (24 if config.x == "float32" else 16)
-    assert re.search(r"LDG\.E\.128" if config.x == "float32" else r"LDG\.E\.64", sass)
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128" if config.x == "float32" else r"LDGSTS\.E\.64", sass)
 
 
 def test_the_check_keeps_vectors_as_the_kernels_want_them() -> None:
