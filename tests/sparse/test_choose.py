@@ -55,7 +55,7 @@ def test_the_chosen_panel_wastes_no_wave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "n", "row"), [(8, 16, 16), (8, 24, 32), (8, 64, 64), (4, 16, 16), (16, 16, 32), (8, 96, 0)]
+    ("bits", "n", "row"), [(8, 16, 16), (8, 24, 32), (8, 64, 64), (4, 16, 16), (16, 16, 32), (16, 8, 32), (8, 96, 0)]
 )
 def test_rows_of_few_columns_are_as_long_as_they_are(bits: int, n: int, row: int) -> None:
     kind = replace(L8R8, right=Integer(bits, True))
@@ -68,6 +68,11 @@ def test_rows_of_few_columns_are_as_long_as_they_are(bits: int, n: int, row: int
     assert {config.row_bytes for config in candidates(kind, A100, Problem(64, 4096, 64 * 410, 460, n))} == (
         {row} if row else {64, 128}
     )
+
+
+def test_groups_of_sixteen_take_rows_of_two_pieces() -> None:
+    found = candidates(L8R8, H200, Problem(1792, 4096, 1792 * 410, 460, 16), "s8_m16n8k16")
+    assert {config.row_bytes for config in found} == {32} and {config.group for config in found} == {16}
 
 
 def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
