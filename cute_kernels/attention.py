@@ -323,7 +323,7 @@ def _launch(
 
 
 def default_configs(arch: str = "sm_90a") -> Iterator[AttentionConfig]:
-    """The kernels for float16 output and keys of :mod:`cute_kernels.attention_operands`."""
+    """The kernels for float16 output and keys as ``cute_kernels.attention_operands`` leaves them."""
     yield from (GatherAttention(head, key_scale=True) for head in HEADS)
     if arch in PANEL_ARCHES:
         yield PanelAttention(PANEL_HEAD, key_scale=True)
