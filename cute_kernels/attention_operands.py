@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.attention import PANEL_ARCHES
+from cute_kernels.attention_config import HEADS
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import current_arch, get_kernel
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
 SOURCES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-_CLUSTER_ARCHES = ("sm_90a", "sm_100a", "sm_103a")
 _ALIGNMENT = 16
 
 
@@ -80,7 +81,7 @@ class Operands(NamedTuple):
 
 def choose(x: str, head: int, bits: int, arch: str) -> OperandsConfig:
     """The config for ``arch``."""
-    return OperandsConfig(x, head, bits, cluster=8 if arch in _CLUSTER_ARCHES else 1)
+    return OperandsConfig(x, head, bits, cluster=8 if arch in PANEL_ARCHES else 1)
 
 
 def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
@@ -113,6 +114,8 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
         if not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
             raise ValueError(f"{name} must be contiguous and start at a multiple of {_ALIGNMENT} bytes")
     batch, queries, head = q.shape
+    if head not in HEADS:
+        raise ValueError(f"q must have a depth of {HEADS}, got {head}")
     keys, device = k.shape[1], q.device
     ints = torch.empty(batch * (queries + 2 * keys) * head, dtype=torch.int8, device=device)
     scales = torch.empty(batch * (queries + keys + 1), dtype=torch.float32, device=device)
