@@ -71,6 +71,23 @@ struct AttentionOperands {
   float empty;           // results of queries without keys
 };
 
+// A kernel that makes the operands may still run: a matrix is there when its `parts` words are 1. By a warp; returns `batch`,
+// on which the addresses of what was waited for then depend.
+__device__ __forceinline__ uint32_t wait_for_matrix(const uint32_t* ready, int64_t parts, uint32_t batch, int lane) {
+  if (ready) {
+    for (int64_t i = lane; i < parts; i += 32) wait_to_hear(ready + batch * parts + i, 1);
+    __syncwarp();
+  }
+  return held(batch);
+}
+__device__ __forceinline__ void wait_for_operands(const uint32_t* ready) {
+  if (!ready) wait_for_predecessor();
+}
+// At the end of a block, so that the next kernel does not start before that one ends.
+__device__ __forceinline__ void end_after_operands(const uint32_t* ready) {
+  if (ready) wait_for_end_of_predecessor();
+}
+
 // As C, for matrices whose keys have one scale, that of the first.
 template <class C>
 struct Alike : C {
@@ -79,7 +96,7 @@ struct Alike : C {
 // alike: (batch,), or null; not 0 where the keys of a matrix have one scale although C has one for each.
 template <class C>
 __device__ __forceinline__ bool are_alike(const int* alike, int64_t batch) {
-  return C::kKeyScale && alike && __ldg(alike + batch);
+  return C::kKeyScale && alike && load_told(alike + batch);
 }
 
 // One vector row as a warp holds it.
@@ -98,14 +115,14 @@ struct AttentionRow {
     const bool present = exists && query < at.queries;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(at.q + (batch * at.queries + query) * C::kHead) + lane % 4;
     CUTE_UNROLL
-    for (int i = 0; i < 2 * S::kSteps; ++i) q[i] = present ? __ldg(from + 4 * i) : 0;
-    const float of_keys = C::kKeyScale ? at.scale : at.scale * __ldg(at.k_scale + batch * at.k_batch);
+    for (int i = 0; i < 2 * S::kSteps; ++i) q[i] = present ? load_told(from + 4 * i) : 0;
+    const float of_keys = C::kKeyScale ? at.scale : at.scale * load_told(at.k_scale + batch * at.k_batch);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       const int64_t own = first + lane % 4 * 2 + j;
       const bool there = exists && own < at.queries;
       // above zero, so that -infinity stays what it is
-      factor[j] = larger(of_keys * (there ? __ldg(at.q_scale + batch * at.q_batch + own * at.q_step) : 1.0f), 1.17549435e-38f);
+      factor[j] = larger(of_keys * (there ? load_told(at.q_scale + batch * at.q_batch + own * at.q_step) : 1.0f), 1.17549435e-38f);
       most[j] = S::kKeyed ? -1e30f : kUnit - (1 << 22);
       total[j] = exact[j] = 0.0f;
     }
@@ -334,7 +351,7 @@ __device__ void write_row(const AttentionOperands& at, const AttentionRow<C>& ro
     CUTE_UNROLL
     for (int c = 0; c < S::kChunks; ++c) {
       const float* scale = scales + (c * 16 + lane / 4 * 2) * at.v_step;
-      const float first = row.sum[c][j] * inverse * __ldg(scale), second = row.sum[c][2 + j] * inverse * __ldg(scale + at.v_step);
+      const float first = row.sum[c][j] * inverse * load_told(scale), second = row.sum[c][2 + j] * inverse * load_told(scale + at.v_step);
       store_pair(to + c * 16, first + otherwise, second + otherwise);
     }
   }

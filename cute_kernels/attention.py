@@ -240,6 +240,7 @@ def attend(
     v_scale: Tensor,
     keys_alike: Tensor | None = None,
     bias: Tensor | None = None,
+    ready: Tensor | None = None,
     softmax_bits: int = 8,
     out: Tensor,
     lse: Tensor | None = None,
@@ -255,6 +256,9 @@ def attend(
         keys_alike: int32 (batch,), not 0 where all keys of a matrix have the scale of its first one, which is quicker;
             with a ``k_scale`` a key only.
         bias: float32 (keys,) or (batch, keys), added to the logits; -inf hides a key.
+        ready: int32 (batch, parts) that the kernel before this one on the stream, :func:`encode_operands`, fills with
+            ones as it makes ``q``, ``k``, ``v`` and their scales, with nothing launched between: this one then begins
+            beside it, and waits for each matrix by itself.
         softmax_bits: 8 or 4, width of the rounded weights.
         out: float16, bfloat16 or float32 (batch, queries, d), contiguous.
         lse: float32 (batch, queries), gets the log of the sum of the exponentials of the logits; -inf without keys.
@@ -268,6 +272,7 @@ def attend(
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
     batch, head = index.batch, index.config.head
+    given = k_scale, bias
     k_scale, bias = movable(k_scale), None if bias is None else movable(bias)
     q_at = _scale_of("q_scale", q_scale, batch, index.queries, q)
     k_at = _scale_of("k_scale", k_scale, batch, index.keys, q)
@@ -277,6 +282,10 @@ def attend(
         _check("keys_alike", keys_alike, (batch,), (torch.int32,), q.device)
         if not k_at.step:
             raise ValueError(f"keys_alike must come with a k_scale a key, got {tuple(k_scale.shape)}")
+    if ready is not None:
+        _check("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), q.device)
+        if k_scale is not given[0] or bias is not given[1]:  # a copy was launched between
+            ready = None
     if index.summing is not None and lse is not None:
         index = index.summing
     config = replace(
@@ -286,10 +295,11 @@ def attend(
         raise ValueError(f"keys must be a multiple of {_RUN} for {config.name}, got {index.keys}")
     if not out.numel():
         return
-    sums, alike = (0 if x is None else x.data_ptr() for x in (lse, keys_alike))
+    sums, alike, words = (0 if x is None else x.data_ptr() for x in (lse, keys_alike, ready))
     shared = (
         q.data_ptr(), out.data_ptr(), sums, *q_at, k_at.pointer, k_at.batch, alike, *v_at,
-        bias_at.pointer, bias_at.batch, np.float32(scale / math.log(2)), np.float32(math.log2(2**softmax_bits - 1)),
+        bias_at.pointer, bias_at.batch, words, 0 if ready is None else ready.shape[1],
+        np.float32(scale / math.log(2)), np.float32(math.log2(2**softmax_bits - 1)),
         np.float32(math.nan if nan_for_empty else 0.0), index.queries, index.keys, index.vector_rows,
     )  # fmt: skip
     with device_of(q):

@@ -241,7 +241,8 @@ class PanelAttention(AttentionConfig):
 
     @property
     def smem_bytes(self) -> int:
-        return self.ring * (2 * self.head + (8 if self.keyed else 0)) + 16 * self.stages
+        of_stages = 16 * self.stages + -(-4 * self.stages // 16) * 16  # barriers; whether keys are alike
+        return self.ring * (2 * self.head + (8 if self.keyed else 0)) + of_stages
 
     @property
     def block_rows(self) -> int:

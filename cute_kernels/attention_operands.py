@@ -24,20 +24,20 @@ _ALIGNMENT = 16
 class OperandsConfig:
     """What the kernel is compiled for: rows of ``head`` entries of dtype ``x``, integers of ``bits``.
 
-    ``cluster`` blocks share a matrix; a thread keeps ``steps`` pairs of vectors of 16 bytes, and loads what else it has
-    of K and V twice.
+    ``cluster`` blocks share a matrix; a thread keeps ``steps`` pairs of vectors of 16 bytes in shared memory, and loads
+    what else it has of K and V twice.
     """
 
     x: str
     head: int
     bits: int = 8
     cluster: int = 8
-    steps: int = 1
+    steps: int = 3
     threads: int = 512
 
     @property
     def smem_bytes(self) -> int:
-        return 0
+        return self.threads * self.steps * 32
 
     @property
     def name(self) -> str:
@@ -77,6 +77,7 @@ class Operands(NamedTuple):
     keys_alike: Tensor  # int32 (batch,), not 0 where the scales of a matrix are one
     v: Tensor  # int8 (batch, keys, d)
     v_scale: Tensor  # float32 (batch,)
+    ready: Tensor  # int32 (batch, parts), 1 where a part of a matrix is there, for the kernel that comes next
 
 
 def choose(x: str, head: int, bits: int, arch: str) -> OperandsConfig:
@@ -120,21 +121,24 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
     ints = torch.empty(batch * (queries + 2 * keys) * head, dtype=torch.int8, device=device)
     scales = torch.empty(batch * (queries + keys + 1), dtype=torch.float32, device=device)
     of_q, of_k, of_v = ints.split([batch * rows * head for rows in (queries, keys, keys)])
-    q_scale, k_scale, v_scale = scales.split([batch * rows for rows in (queries, keys, 1)])
+    k_scale, q_scale, v_scale = scales.split([batch * rows for rows in (keys, queries, 1)])  # K's is copied in runs
+    with device_of(q):
+        config = choose(SOURCES[q.dtype], head, bits, current_arch())
     alike = torch.empty(batch, dtype=torch.int32, device=device)
+    ready = torch.empty((batch, 3 * config.cluster), dtype=torch.int32, device=device)
     found = Operands(
         of_q.view(q.shape), q_scale.view(batch, queries), of_k.view(k.shape), k_scale.view(batch, keys), alike,
-        of_v.view(v.shape), v_scale,
+        of_v.view(v.shape), v_scale, ready,
     )  # fmt: skip
     if not batch * (queries + keys):
         return found
     with device_of(q):
-        config = choose(SOURCES[q.dtype], head, bits, current_arch())
         get_kernel(config).launch(
             (3 * batch * config.cluster, 1, 1),
             (
                 q.data_ptr(), k.data_ptr(), v.data_ptr(), of_q.data_ptr(), of_k.data_ptr(), of_v.data_ptr(),
-                q_scale.data_ptr(), k_scale.data_ptr(), v_scale.data_ptr(), alike.data_ptr(), queries, keys,
+                q_scale.data_ptr(), k_scale.data_ptr(), v_scale.data_ptr(), alike.data_ptr(), ready.data_ptr(),
+                queries, keys,
             ),
             (config.cluster, 1, 1) if config.cluster > 1 else None,
             early=True,

@@ -11,12 +11,6 @@
 
 namespace magicube {
 
-// Neighbouring bytes, whole pieces of 16, to shared memory; completes on the barrier.
-__device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier) : "memory");
-}
-
 template <class C>
 struct AttentionRing : TileRing<C, C::kStages * 2 * C::kTile * C::kHead> {
   static constexpr int kMatrixBytes = C::kTile * C::kHead;    // of a tile of K or V
@@ -27,8 +21,12 @@ struct AttentionRing : TileRing<C, C::kStages * 2 * C::kTile * C::kHead> {
   static_assert(C::kStages > C::kWindow, "a tile must be able to arrive while a step's window is in use");
   static_assert(C::kTile % kBoxRows == 0 && kRingBytes <= 16 << 16, "a tile is whole boxes; places have 16 bits");
 
-  // Behind the tiles: two barriers a stage, then scales and biases of the keys, in stages like the tiles.
-  static constexpr int kFactorsAt = kRingBytes + 16 * C::kStages, kFactorBytes = 4 * C::kTile;
+  // Behind the tiles: two barriers a stage, whether the keys of its matrix are alike, then scales and biases of the keys, in
+  // stages like the tiles.
+  static constexpr int kAlikeAt = kRingBytes + 16 * C::kStages, kFactorsAt = kAlikeAt + (4 * C::kStages + 15) / 16 * 16;
+  static constexpr int kFactorBytes = 4 * C::kTile;
+
+  __device__ uint32_t alike(int stage) const { return this->base + kAlikeAt + stage * 4; }
 
   template <class D>  // C, or C for keys with one scale
   __device__ StepPlaces<D> places(const StepKeys<D>& step) const {
@@ -80,45 +78,58 @@ struct TileSource {
   const float* biases;
   int64_t scale_batch, bias_batch;
   int rows;  // of K, of one matrix
+  const uint32_t* ready;
+  int64_t parts;
 };
 
 template <class C>
-__device__ void feed_tiles(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source) {
+__device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, RingPosition<C>& position, const AttentionItem& item,
+                                          int2 tiles, const TileSource& source) {
   using Ring = AttentionRing<C>;
-  RingPosition<C> position;
-  for (; item.exists(); item.advance<C>()) {
-    const int2 tiles = item.tiles(ranges);
-    const int first = int(item.batch) * source.rows;
-    const bool scaled = C::kKeyScale && !are_alike<C>(source.alike, item.batch);
-    position.stage = tiles.x % C::kStages;  // tile t always lies in stage t % kStages
-    for (int tile = tiles.x; tile < tiles.y; ++tile, position.advance()) {
-      const int stage = position.stage;
-      barrier_wait(ring.empty(stage), position.parity() ^ 1);
-      const int left = source.rows - tile * C::kTile, exist = left < C::kTile ? left : C::kTile;
-      const int boxes = (exist + Ring::kBoxRows - 1) / Ring::kBoxRows;
-      const int of_factors = (int(scaled) + int(C::kBias)) * 4 * exist;
-      barrier_expect(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + of_factors);
-      const uint32_t factors = ring.base + Ring::kFactorsAt + stage * 2 * Ring::kFactorBytes;
-      const int64_t key = int64_t{tile} * C::kTile;
-      if (scaled) {
-        copy_run(factors, source.scales + item.batch * source.scale_batch + key, 4 * exist, ring.full(stage));
-      }
-      if constexpr (C::kBias) {
-        copy_run(factors + Ring::kFactorBytes, source.biases + item.batch * source.bias_batch + key, 4 * exist, ring.full(stage));
-      }
-      for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
-        const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kHead;
-        const int y = first + tile * C::kTile + box * Ring::kBoxRows;
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          const TmaDescriptor* map = i ? source.values : source.keys;
-          if constexpr (C::kCluster == 1) copy_box(to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
-          else cluster::copy_box_to((1 << C::kCluster) - 1, to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
-        }
+  const int first = int(item.batch) * source.rows;
+  const bool alike = are_alike<C>(source.alike, item.batch), scaled = C::kKeyScale && !alike;
+  position.stage = tiles.x % C::kStages;  // tile t always lies in stage t % kStages
+  for (int tile = tiles.x; tile < tiles.y; ++tile, position.advance()) {
+    const int stage = position.stage;
+    barrier_wait(ring.empty(stage), position.parity() ^ 1);
+    store_shared(ring.alike(stage), alike);
+    const int left = source.rows - tile * C::kTile, exist = left < C::kTile ? left : C::kTile;
+    const int boxes = (exist + Ring::kBoxRows - 1) / Ring::kBoxRows;
+    const int of_factors = (int(scaled) + int(C::kBias)) * 4 * exist;
+    barrier_expect(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + of_factors);
+    const uint32_t factors = ring.base + Ring::kFactorsAt + stage * 2 * Ring::kFactorBytes;
+    const int64_t key = int64_t{tile} * C::kTile;
+    if (scaled) {
+      copy_run(factors, source.scales + item.batch * source.scale_batch + key, 4 * exist, ring.full(stage));
+    }
+    if constexpr (C::kBias) {
+      copy_run(factors + Ring::kFactorBytes, source.biases + item.batch * source.bias_batch + key, 4 * exist, ring.full(stage));
+    }
+    for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
+      const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kHead;
+      const int y = first + tile * C::kTile + box * Ring::kBoxRows;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const TmaDescriptor* map = i ? source.values : source.keys;
+        if constexpr (C::kCluster == 1) copy_box(to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
+        else cluster::copy_box_to((1 << C::kCluster) - 1, to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
       }
     }
   }
-  ring.close(position.parities);
+}
+
+// All items of the block, by one warp, of which one lane does the work.
+template <class C>
+__device__ void feed_items(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source, int lane) {
+  RingPosition<C> position;
+  for (; item.exists(); item.advance<C>()) {
+    AttentionItem next = item;
+    next.batch = wait_for_matrix(source.ready, source.parts, item.batch, lane);
+    if (lane != 0) continue;
+    hand_to_copy_engine();
+    feed_item(ring, position, next, next.tiles(ranges), source);
+  }
+  if (lane == 0) ring.close(position.parities);
 }
 
 // Where a warp is in one vector row; the next step's keys are in registers or on their way.
@@ -176,17 +187,17 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
                 const int2* ranges, const int32_t* step_start, const uint32_t* words, const uint8_t* q, void* out, float* lse,
                 const float* q_scale, int64_t q_step, int64_t q_batch, const float* k_scale, int64_t k_batch,
                 const int* alike, const float* v_scale, int64_t v_step, int64_t v_batch, const float* bias,
-                int64_t bias_batch, float scale, float top, float empty, int64_t queries, int64_t keys,
-                int64_t vector_rows, int64_t row_blocks, int64_t batches, int64_t patterns) {
+                int64_t bias_batch, const uint32_t* ready, int64_t parts, float scale, float top, float empty,
+                int64_t queries, int64_t keys, int64_t vector_rows, int64_t row_blocks, int64_t batches, int64_t patterns) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const AttentionRing<C> ring{{held(shared_address(shared))}};
   ring.open();
-  wait_for_predecessor();
+  wait_for_operands(ready);
   AttentionItem item = AttentionItem::first<C>(row_blocks, batches, patterns);
   if (warp == C::kWarps) {
-    const TileSource source{&keys_map, &values_map, k_scale, alike, bias, k_batch, bias_batch, int(keys)};
-    if (lane == 0) feed_tiles(ring, item, ranges, source);
+    const TileSource source{&keys_map, &values_map, k_scale, alike, bias, k_batch, bias_batch, int(keys), ready, parts};
+    feed_items(ring, item, ranges, source, lane);
     return;
   }
   const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step,
@@ -197,25 +208,43 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
     const int64_t block = int64_t{item.row_block} * C::kCluster + (C::kCluster == 1 ? 0 : cluster::rank());
     const int64_t first = block * kBlockRows + warp * C::kRows, number = item.pattern() * vector_rows + first;
     const int present = first >= vector_rows ? 0 : vector_rows - first < C::kRows ? int(vector_rows - first) : C::kRows;
+    int starts[C::kRows];
+    CUTE_UNROLL
+    for (int i = 0; i < C::kRows; ++i) {
+      // Behind the last row is one without keys.
+      starts[i] = __ldg(step_start + (i < present ? number + i : patterns * vector_rows));
+    }
+    const int2 tiles = item.tiles(ranges);
+    uint32_t batch = item.batch, same[1];
+    if (ready && tiles.x < tiles.y) {
+      // The matrix is there when its first tile has come: the warp that feeds has waited for it.
+      const int stage = tiles.x % C::kStages;
+      barrier_wait(ring.full(stage), position.parities >> stage & 1);
+      load_shared(ring.alike(stage), same);
+      batch = held(batch);
+    } else {
+      batch = wait_for_matrix(ready, parts, batch, lane);
+      same[0] = are_alike<C>(alike, batch);
+    }
     const auto attend = [&](auto config) {
       using D = decltype(config);
       AttentionCursor<D> cursors[C::kRows];
       AttentionRow<D> rows[C::kRows];
       CUTE_UNROLL
       for (int i = 0; i < C::kRows; ++i) {
-        // Behind the last row is one without keys.
-        cursors[i].open(words, __ldg(step_start + (i < present ? number + i : patterns * vector_rows)), lane);
-        rows[i].open(operands, item.batch, first + i, i < present, lane);
+        cursors[i].open(words, starts[i], lane);
+        rows[i].open(operands, batch, first + i, i < present, lane);
       }
-      attend_item(ring, position, cursors, rows, words, item.tiles(ranges), top, lane);
+      attend_item(ring, position, cursors, rows, words, tiles, top, lane);
       CUTE_UNROLL
       for (int i = 0; i < C::kRows; ++i) {
-        if (i < present) write_row(operands, rows[i], item.batch, first + i, lane);
+        if (i < present) write_row(operands, rows[i], batch, first + i, lane);
       }
     };
-    if (are_alike<C>(alike, item.batch)) attend(Alike<C>{});
+    if (C::kKeyScale && uniform(same[0])) attend(Alike<C>{});
     else attend(C{});
   }
+  end_after_operands(ready);
 }
 
 }  // namespace magicube

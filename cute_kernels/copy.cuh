@@ -46,6 +46,9 @@ __device__ __forceinline__ void load_transposed(uint32_t from, uint32_t* to) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
 template <int kWords>
 __device__ __forceinline__ void load_shared(uint32_t from, uint32_t (&to)[kWords]) {
   if constexpr (kWords == 4) {
@@ -84,12 +87,46 @@ __device__ __forceinline__ void load_words(uint32_t* to, const uint32_t* from) {
 }
 
 // A kernel may be launched while the one before it on the stream still runs (sm_90 on). Nothing that one may write is
-// read, and nothing that it may read is written, before this returns; only then may the next kernel start likewise, so
+// read, and nothing that it may read is written, before its end; only then may the next kernel start likewise, so
 // that what was written two kernels ago can be read without waiting.
-__device__ __forceinline__ void wait_for_predecessor() {
+__device__ __forceinline__ void wait_for_end_of_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// From when all blocks have come here.
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+  wait_for_end_of_predecessor();
+  let_successor_start();
+}
+
+// One kernel's word to another that runs beside it: what its block wrote before is there when the word is heard.
+__device__ __forceinline__ void tell(uint32_t* at, uint32_t word) {
+  asm volatile("fence.acq_rel.gpu;\n st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+}
+__device__ __forceinline__ void wait_to_hear(const uint32_t* at, uint32_t word) {
+  for (uint32_t now = ~word; now != word;) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+    if (now != word) __nanosleep(100);
+  }
+}
+// A word that such a kernel wrote. The compiler may move this: its address must depend on something that came after waiting.
+template <class T>
+__device__ __forceinline__ T load_told(const T* at) {
+  static_assert(sizeof(T) == 4, "a word");
+  uint32_t word;
+  asm("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(at));
+  return reinterpret_cast<const T&>(word);
+}
+// What was heard of is there for the copy engine too.
+__device__ __forceinline__ void hand_to_copy_engine() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
@@ -110,6 +147,12 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "{\n.reg .pred done;\n"
       "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra wait;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Neighbouring bytes, whole pieces of 16, to shared memory; completes on the barrier.
+__device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier) : "memory");
 }
 
 // A box of a two-dimensional tensor to shared memory; completes on the barrier.

@@ -71,15 +71,15 @@ def _fused(
         arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
         index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=depth, causal=options.causal)
         known = masks[0]._cache[key] = (masks[1:], index)  # holds the masks, so that no other one takes their ids
-    ints = encode_operands(q, k, v, bits=options.qkv_bits)
     out = torch.empty((batch, queries, depth), dtype=options.out_dtype, device=q.device)
     sums = torch.empty((batch, queries), dtype=torch.float32, device=q.device) if lse else None
     if bias is not None:
-        bias = (bias[0] if bias.shape[0] == 1 else bias).contiguous()
+        bias = attention.movable((bias[0] if bias.shape[0] == 1 else bias).contiguous())
+    ints = encode_operands(q, k, v, bits=options.qkv_bits)  # and nothing else between it and its reader
     attention.attend(
         ints.q, ints.k, ints.v, known[1], scale=options.scale, q_scale=ints.q_scale, k_scale=ints.k_scale,
-        keys_alike=ints.keys_alike, v_scale=ints.v_scale, bias=bias, softmax_bits=options.softmax_bits, out=out,
-        lse=sums, nan_for_empty=options.nan_for_empty,
+        keys_alike=ints.keys_alike, v_scale=ints.v_scale, bias=bias, ready=ints.ready,
+        softmax_bits=options.softmax_bits, out=out, lse=sums, nan_for_empty=options.nan_for_empty,
     )  # fmt: skip
     return out[..., :d], sums
 

@@ -49,6 +49,7 @@ def test_every_integer_is_the_one_of_the_cpu(dtype: torch.dtype, head: int, bits
         q, k, v = (x.to(dtype) for x in (q, k, v))
         found = encode_operands(q.cuda(), k.cuda(), v.cuda(), bits=bits)
         told = [bool(x) for x in found.keys_alike]
+        assert bool((found.ready == 1).all())
         for i in range(6):
             for name, x, alike in (("q", q, False), ("k", k, told[i]), ("v", v, True)):
                 ints, scale = expected(x[i], bits, alike)

@@ -13,7 +13,9 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import attention
 from cute_kernels.attention_config import AttentionConfig, GatherAttention, PanelAttention
-from tests.gpu.problems import PANELS, check_guards, guarded
+from cute_kernels.attention_operands import Operands, encode_operands
+from cute_kernels.attention_operands import choose as choose_operands
+from tests.gpu.problems import HERE, PANELS, check_guards, guarded
 
 pytestmark = pytest.mark.gpu
 
@@ -285,6 +287,55 @@ def test_keys_that_are_alike_have_the_first_ones_scale(config: AttentionConfig) 
     case.scales[1] = given
     for x, y in zip(case.run(lse=True, keys_alike=alike.new_zeros(3)), case.run(lse=True), strict=True):
         assert x is not None and y is not None and torch.equal(x, y)
+
+
+BESIDE = list(dict.fromkeys([*(config for config in CONFIGS if config.head == 64), *CHOSEN]))
+BESIDE_COMPILED = [replace(config, key_scale=True) for config in BESIDE]
+
+
+@pytest.mark.parametrize("config", BESIDE, ids=named)
+@pytest.mark.configs([*BESIDE_COMPILED, choose_operands("float16", 64, 8, HERE.arch)])
+def test_operands_may_be_made_beside_it(config: AttentionConfig) -> None:
+    """Operands of a new call in the memory of the last one, whose matrices all are there: a kernel that does not wait, or
+    waits for what the last call left, reads some of the old ones."""
+    batch, queries, keys = 96, 1032, 1504
+    q, k, v = (torch.empty(batch, rows, 64, device="cuda", dtype=torch.float16) for rows in (queries, keys, keys))
+    mask = mc.random_pattern(queries, keys, 0.9, 8, seed=1).to_dense()
+    mask[400:800] = False  # whole blocks of rows without keys
+    mask[128:256, :1000] = False
+    pattern = mc.Pattern.from_dense(mask, 8).to("cuda")
+    arrays = [(pattern.row_offsets, pattern.col_indices)]
+    index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=64, config=config)
+    out, expected = (torch.full_like(q, torch.nan) for _ in range(2))
+
+    def refill(seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        for x in (q, k, v):
+            x.normal_(generator=generator)
+        k[seed % 3 :: 3, 5] *= 20  # one that sticks out: each key has a scale of its own
+
+    def attend(ints: Operands, to: Tensor, ready: Tensor | None) -> None:
+        attention.attend(
+            ints.q, ints.k, ints.v, index, scale=0.125, q_scale=ints.q_scale, k_scale=ints.k_scale,
+            keys_alike=ints.keys_alike, v_scale=ints.v_scale, ready=ready, out=to,
+        )  # fmt: skip
+
+    def call() -> None:
+        ints = encode_operands(q, k, v, bits=8)
+        attend(ints, out, ints.ready)
+
+    refill(0)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for seed in range(1, 13):
+        refill(seed)
+        torch.cuda.synchronize()
+        graph.replay() if seed % 2 else call()
+        call() if seed % 4 == 0 else None  # two in a row
+        attend(encode_operands(q, k, v, bits=8), expected, None)
+        assert torch.equal(out, expected), seed
 
 
 def test_devices_that_are_supported() -> None:

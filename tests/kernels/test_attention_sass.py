@@ -93,7 +93,9 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 
 @pytest.mark.parametrize(("config", "arch"), OPERANDS, ids=[f"{arch}-{config.name}" for config, arch in OPERANDS])
-def test_keys_and_values_stay_in_registers(config: OperandsConfig, arch: str) -> None:
+def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(config: OperandsConfig, arch: str) -> None:
     sass = lean(build(config.unit(arch)))
-    assert "LDG.E.128" in sass and "STG.E.64" in sass
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass) and "LDS.128" in sass and "STG.E.64" in sass
+    assert ("PREEXIT" in sass) == ("ACQBULK" in sass) == (arch != "sm_80")
+    assert "MEMBAR.ALL.GPU" in sass and "STG.E.STRONG.GPU" in sass
     assert ("UCGABAR_ARV" in sass) == ("UCGABAR_WAIT" in sass) == (config.cluster > 1)

@@ -236,6 +236,8 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"k_scale": torch.ones((), dtype=torch.float64)}, TypeError, "k_scale must be float32"),
         ({"keys_alike": torch.zeros(3, dtype=torch.int32)}, ValueError, "keys_alike must have shape (2,), got (3,)"),
         ({"keys_alike": torch.zeros(2, dtype=torch.int32)}, ValueError, "keys_alike must come with a k_scale a key, got ()"),
+        ({"ready": torch.ones(2, 24)}, TypeError, "ready must be torch.int32"),
+        ({"ready": torch.ones(3, 24, dtype=torch.int32)}, ValueError, "ready must have shape (2, 24), got (3, 24)"),
         ({"bias": torch.ones(16)}, ValueError, "bias must be contiguous of shape (8,) or (2, 8), got (16,)"),
     ],
 )  # fmt: skip

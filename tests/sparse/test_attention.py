@@ -261,6 +261,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         for name, length in (("q_scale", q), ("k_scale", k)):
             assert options[name].shape == length.shape[:2] and options[name].dtype == torch.float32
         assert options["v_scale"].shape == options["keys_alike"].shape == q.shape[:1]
+        assert len(options["ready"]) == len(q)
         reals = [x.double() * options[f"{n}_scale"].view(len(x), -1, 1) for n, x in (("q", q), ("k", k), ("v", v))]
         out, lse = exact(*reals, index, options["bias"], options["scale"])
         options["out"].copy_(out)
@@ -278,7 +279,8 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         rows = [(ints, scale[..., 0]) for ints, scale in (encode(x, bits) for x in (q, k))]
         values, scale = encode(v.reshape(len(v), -1), bits)
         each = torch.zeros(len(k), dtype=torch.int32)
-        return operands.Operands(*rows[0], *rows[1], each, values.view(v.shape), scale[:, 0])
+        ready = torch.ones((len(q), 24), dtype=torch.int32)
+        return operands.Operands(*rows[0], *rows[1], each, values.view(v.shape), scale[:, 0], ready)
 
     operands = pytest.importorskip("cute_kernels.attention_operands")
     monkeypatch.setattr(operands, "encode_operands", encode_all)
