@@ -24,9 +24,10 @@ from torch import Tensor
 from cute_kernels.gemm import explain_gemm, gemm
 from cute_kernels.gemm_config import choose, products_of
 from cute_kernels.gemm_cuda import PackConfig
-from cute_kernels.gemm_digits import SOURCES, Digits, DigitsConfig, columns_config, digits
+from cute_kernels.gemm_digits import Digits, DigitsConfig, columns_config, digits
 from cute_kernels.jit import current_arch
 from cute_kernels.jit.warm import Source
+from cute_kernels.numbers import REALS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES = (
@@ -234,7 +235,7 @@ def run_digits(size: int) -> dict[str, Any]:
         x = source.to(dtype)
         for count in (1, 2, 3):
             for axis, transpose in ((1, False), (0, True)):
-                name = f"{SOURCES[dtype]}, {count} digit{'s' * (count > 1)}, {'columns' if transpose else 'rows'}"
+                name = f"{REALS[dtype]}, {count} digit{'s' * (count > 1)}, {'columns' if transpose else 'rows'}"
                 calls[name] = partial(digits, x, count=count, axis=axis, transpose=transpose)
                 check = check_digits(x, digits(x, count=count, axis=axis, transpose=transpose), axis)
                 facts[name] = {"bytes": x.nbytes + count * x.numel(), "check": check}

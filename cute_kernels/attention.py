@@ -30,10 +30,10 @@ from cute_kernels.attention_config import (
     vectors_of,
 )
 from cute_kernels.jit.kernel import CAPABILITIES, Kernel, current_arch, get_kernel, tensor_map
+from cute_kernels.numbers import REALS
 from cute_kernels.quantize import device_of
 
 SOFTMAX_BITS = (4, 8)
-OUTS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # tensor copies and 227 KiB of shared memory
 PANEL_HEAD = 64  # sums of several longer rows outgrow the registers; of shorter ones the gather kernel is as fast
 _BOX_ROWS = 256  # the copy engine's limit
@@ -218,7 +218,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out:
     batch, head, device = index.batch, index.config.head, index.steps.words.device
     for name, x, rows in (("q", q, index.queries), ("k", k, index.keys), ("v", v, index.keys)):
         _check(name, x, (batch, rows, head), (torch.int8,), device)
-    _check("out", out, (batch, index.queries, head), tuple(OUTS), device)
+    _check("out", out, (batch, index.queries, head), tuple(REALS), device)
     if lse is not None:
         _check("lse", lse, (batch, index.queries), (torch.float32,), device)
 
@@ -289,7 +289,7 @@ def attend(
     if index.summing is not None and lse is not None:
         index = index.summing
     config = replace(
-        index.config, out=OUTS[out.dtype], key_scale=k_at.step == 1, bias=bias is not None, lse=lse is not None
+        index.config, out=REALS[out.dtype], key_scale=k_at.step == 1, bias=bias is not None, lse=lse is not None
     )
     if config.keyed and index.ranges is not None and index.keys % _RUN:
         raise ValueError(f"keys must be a multiple of {_RUN} for {config.name}, got {index.keys}")

@@ -13,10 +13,10 @@ from cute_kernels.attention import PANEL_ARCHES
 from cute_kernels.attention_config import HEADS
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import current_arch, get_kernel
+from cute_kernels.numbers import REALS
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
-SOURCES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _ALIGNMENT = 16
 
 
@@ -102,7 +102,7 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
     Raises ``ValueError`` naming the argument, and what :func:`cute_kernels.jit.get_kernel` raises.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in SOURCES or x.dtype != q.dtype or x.device != q.device or not x.is_cuda:
+        if x.dtype not in REALS or x.dtype != q.dtype or x.device != q.device or not x.is_cuda:
             raise ValueError(
                 f"{name} must be float16, bfloat16 or float32, on a GPU, like q, got {x.dtype}, {x.device}"
             )
@@ -123,7 +123,7 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
     of_q, of_k, of_v = ints.split([batch * rows * head for rows in (queries, keys, keys)])
     k_scale, q_scale, v_scale = scales.split([batch * rows for rows in (keys, queries, 1)])  # K's is copied in runs
     with device_of(q):
-        config = choose(SOURCES[q.dtype], head, bits, current_arch())
+        config = choose(REALS[q.dtype], head, bits, current_arch())
     alike = torch.empty(batch, dtype=torch.int32, device=device)
     ready = torch.empty((batch, 3 * config.cluster), dtype=torch.int32, device=device)
     found = Operands(

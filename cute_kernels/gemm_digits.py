@@ -19,10 +19,10 @@ from cute_kernels.gemm_cuda import ALIGNMENT, aligned, pack
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import current_arch, get_kernel
 from cute_kernels.jit.replay import Replays
+from cute_kernels.numbers import REALS
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
-SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LIFT, _TINY = 2.0**100, 2.0**-100
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 _replays = Replays(256)
@@ -173,7 +173,7 @@ def _launch_rows(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) 
     planes = workspace.empty((count, rows, aligned(columns)), torch.int8, x.device)
 
     def launch() -> None:
-        config = DigitsConfig("digits_rows", SOURCES[x.dtype], count)
+        config = DigitsConfig("digits_rows", REALS[x.dtype], count)
         loads = -(-columns // (config.run * config.steps))
         lanes = min(1 << (loads - 1).bit_length(), config.threads)
         pitch, vector = _pitch(x, config)
@@ -195,7 +195,7 @@ def _launch_columns(x: Tensor, rule: Rule, count: int, scale: Tensor, given: boo
     planes = workspace.empty((count, columns, aligned(rows)), torch.int8, x.device)
 
     def launch() -> None:
-        config = columns_config(SOURCES[x.dtype], count, current_arch(), rows)
+        config = columns_config(REALS[x.dtype], count, current_arch(), rows)
         cluster = config.cluster
         pitch, vector = _pitch(x, config)
         get_kernel(config).launch(
@@ -283,7 +283,7 @@ def digits(
     Zeros get the scale 1.  Where a row, column or matrix has infinities or NaN, its scale is NaN and its digits are 0.
     Raises ``TypeError`` and ``ValueError`` that name the argument.
     """
-    kinds = (*SOURCES, torch.float64) if x.device.type == "cpu" else tuple(SOURCES)
+    kinds = (*REALS, torch.float64) if x.device.type == "cpu" else tuple(REALS)
     if x.dtype not in kinds:
         raise TypeError(f"x on {x.device} must be one of {', '.join(map(str, kinds))}, got {x.dtype}")
     if x.dim() != 2:

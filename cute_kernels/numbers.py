@@ -30,6 +30,9 @@ HALVES = {
 # What the sparse products multiply; six-bit formats would need words of their own.
 FLOATS = HALVES | {name: FORMATS[name] for name in ("e5m2", "e4m3", "e2m1")}
 
+# Floats that kernels read, quantize and write, as torch calls them.
+REALS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
 _DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",

@@ -19,6 +19,7 @@ from cute_kernels.gemm_cuda import multiprocessors_of
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.replay import Replays
+from cute_kernels.numbers import REALS
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
@@ -26,7 +27,6 @@ PROBES = 16
 TILE = 32  # rows of a group of warps; vectors are padded to a multiple of it
 TOPS = ("", "rows", "columns")
 KERNELS = [*((kernel, tops) for kernel in ("probe", "probe_transposed") for tops in TOPS), ("compare_rows", "")]
-SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SUMS = PROBES * PROBES + 4
 _PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and maxima, which lie where the ring was
 _RUN = 4  # entries that a lane loads at once
@@ -103,9 +103,9 @@ def padded(count: int) -> int:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the kernels read ``x`` (M, N) as it lies: on a GPU, rows contiguous, of a dtype in :data:`SOURCES`."""
+    """Whether the kernels read ``x`` (M, N) as it lies: on a GPU, rows contiguous, float32, float16 or bfloat16."""
     rows = x.stride(1) == 1 or x.shape[1] == 1
-    return x.is_cuda and x.dtype in SOURCES and rows and x.numel() > 0
+    return x.is_cuda and x.dtype in REALS and rows and x.numel() > 0
 
 
 def probeable(x: Tensor) -> bool:
@@ -164,7 +164,7 @@ def _probe(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
             name = "probe_transposed" if transposed else "probe"
             at, pitch, *_, vector = _matrix(x.mT if transposed else x)
             pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
-            get_kernel(ProbeConfig(name, SOURCES[x.dtype], lines, groups)).launch(
+            get_kernel(ProbeConfig(name, REALS[x.dtype], lines, groups)).launch(
                 (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers), early=True
             )
 
@@ -218,7 +218,7 @@ def start_comparison(
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
-            get_kernel(ProbeConfig("compare_rows", SOURCES[c.dtype], groups=groups)).launch(
+            get_kernel(ProbeConfig("compare_rows", REALS[c.dtype], groups=groups)).launch(
                 (blocks, 1, 1),
                 (
                     *_matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
@@ -242,5 +242,5 @@ def comparison(parts: Tensor) -> Comparison:
 
 def default_configs() -> list[ProbeConfig]:
     """The kernels of all input types."""
-    single = [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in SOURCES.values()]
+    single = [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in REALS.values()]
     return single + [ProbeConfig(kernel, "float32", tops, groups=2) for kernel, tops in KERNELS]

@@ -14,9 +14,10 @@ from torch import Tensor
 from cute_kernels.integers import storage_dtype
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.numbers import REALS
 from cute_kernels.source import OUT_TYPES, constants
 
-SOURCES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+SOURCES = REALS | {torch.float64: "float64"}
 _TYPES = OUT_TYPES | {"float64": "double"}
 _LONG_ROW = 1 << 15  # entries from which several blocks share a row, where rows are few
 _SHORT_ROW = 256  # bytes up to which a thread takes fewer of a row, so that neighbours store whole sectors

@@ -20,7 +20,6 @@ from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 from cute_kernels.spmm_gather import GatherConfig
 
-SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _VEC = 8  # neighbouring values that a lane takes
 _FRAGMENT_STRIDE = 32
 

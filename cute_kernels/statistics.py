@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.numbers import REALS
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
-SOURCES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LINES = 16  # that are drawn of each operand
 CHUNK = 64  # columns of k of a block
 FORMS, FACTS = 16, 2  # numbers of a line; of a side
@@ -93,7 +93,7 @@ class Rule(NamedTuple):
 
 
 class Side(NamedTuple):
-    """An operand: lines x (L, K) of any strides, of a dtype in :data:`SOURCES`, and their largest magnitudes, float32
+    """An operand: lines x (L, K) of any strides, float32, float16 or bfloat16, and their largest magnitudes, float32
     (L,), contiguous.  NaN and infinity there are what they are in a line."""
 
     x: Tensor
@@ -217,7 +217,7 @@ def _sample(
     chunks = pitch_of(inner) // CHUNK
     alike = len({side.x.dtype for side, _, _ in fresh}) == 1
     for group in [fresh] if alike else [[each] for each in fresh]:
-        kernel = get_kernel(_config("sample_lines", SOURCES[group[0][0].x.dtype], rule))
+        kernel = get_kernel(_config("sample_lines", REALS[group[0][0].x.dtype], rule))
         sources = [_source(side, seed, sampled) for side, sampled, seed in group]
         kernel.launch((chunks, len(group), 1), (*sources[0], *sources[-1], inner, arrived))
     kernel = get_kernel(_config("measure_lines", "float32", rule))
@@ -276,5 +276,5 @@ def look(left: Side, right: Side | Sampled, product: Tensor, rule: Rule, seed: i
 
 def default_configs() -> list[StatisticsConfig]:
     """The kernels of all input types."""
-    sampling = [StatisticsConfig("sample_lines", x) for x in SOURCES.values()]
+    sampling = [StatisticsConfig("sample_lines", x) for x in REALS.values()]
     return [*sampling, StatisticsConfig("measure_lines"), StatisticsConfig("meet_lines")]

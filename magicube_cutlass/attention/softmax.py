@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import int_range, store
-from cute_kernels.numbers import Integer
+from cute_kernels.numbers import REALS, Integer
 from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.stacking import Stack, stack, stacked_matrix
 from magicube_cutlass.costs import Kind
@@ -123,9 +123,7 @@ def _softmax_gpu(
     pattern, v = of.pattern, of.pattern.vector_length
     padded = pattern.padded(of.stride)
     columns = padded.col_indices
-    config = kernels.SoftmaxConfig(
-        kernels.SOURCES[values.dtype], v, of.stride, bits, of.causal, of.bias is not None, atom
-    )
+    config = kernels.SoftmaxConfig(REALS[values.dtype], v, of.stride, bits, of.causal, of.bias is not None, atom)
     period = (max(1, of.period[0] // v), of.period[1])
     rows = kernels.Rows(padded.row_start, padded.row_end, columns, pattern.shape[0], period)
     if values.data_ptr() % 16:

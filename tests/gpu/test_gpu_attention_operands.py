@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.attention_operands import SOURCES, choose, encode_operands
+from cute_kernels.attention_operands import choose, encode_operands
+from cute_kernels.numbers import REALS
 from magicube_cutlass import quantize
 from tests.gpu.problems import HERE
 
@@ -18,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEADS = (32, 64, 128)
 # One row, fewer rows than blocks, one more than whole rounds, more than threads keep.
 KEYS = (1, 5, 129, 2049, 9000)
-COMPILED = [choose(SOURCES[dtype], head, bits, HERE.arch) for dtype, head, bits in product(DTYPES, HEADS, (4, 8))]
+COMPILED = [choose(REALS[dtype], head, bits, HERE.arch) for dtype, head, bits in product(DTYPES, HEADS, (4, 8))]
 
 
 def expected(x: Tensor, bits: int, alike: bool) -> tuple[Tensor, Tensor]:

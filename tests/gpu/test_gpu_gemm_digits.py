@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cute_kernels.gemm import explain_gemm, gemm
 from cute_kernels.gemm_cuda import PackConfig, is_ready
-from cute_kernels.gemm_digits import SOURCES, Digits, DigitsConfig, columns_config, digits
+from cute_kernels.gemm_digits import Digits, DigitsConfig, columns_config, digits
+from cute_kernels.numbers import REALS
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,7 @@ ARCH = "sm_90a" if torch.cuda.is_available() and torch.cuda.get_device_capabilit
 SHAPES = [(1, 1), (3, 5), (70, 33), (64, 256), (5, 4100), (3, 20_000), (9001, 40), (3000, 7)]
 CONFIGS = [
     config
-    for name, count in product(SOURCES.values(), (1, 2, 3))
+    for name, count in product(REALS.values(), (1, 2, 3))
     for config in (
         DigitsConfig("digits_rows", name, count),
         columns_config(name, count, ARCH, 1),
@@ -45,7 +46,7 @@ def assert_same(got: Digits, expected: Digits) -> None:
     assert all(torch.equal(one.cpu(), other) for one, other in zip(got.planes, expected.planes, strict=True))
 
 
-@pytest.mark.parametrize("dtype", SOURCES, ids=str)
+@pytest.mark.parametrize("dtype", REALS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.configs([*CONFIGS, PackConfig("pack_transposed"), PackConfig("pack_strided")])
 def test_digits_are_those_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int]) -> None:

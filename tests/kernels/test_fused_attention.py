@@ -228,7 +228,7 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"q": torch.zeros(2, 16, 64)}, TypeError, "q must be torch.int8"),
         ({"k": torch.zeros(2, 9, 64, dtype=torch.int8)}, ValueError, "k must have shape (2, 8, 64), got (2, 9, 64)"),
         ({"v": torch.zeros(2, 64, 8, dtype=torch.int8).mT}, ValueError, "v must be contiguous"),
-        ({"out": torch.zeros(2, 16, 64, dtype=torch.float64)}, TypeError, "out must be torch.float16"),
+        ({"out": torch.zeros(2, 16, 64, dtype=torch.float64)}, TypeError, "out must be torch.float32 or torch.float16 or torch.bfloat16"),
         ({"lse": torch.zeros(2, 8)}, ValueError, "lse must have shape (2, 16), got (2, 8)"),
         ({"softmax_bits": 16}, ValueError, "softmax_bits must be one of (4, 8), got 16"),
         ({"scale": 0.0}, ValueError, "scale must be above 0, got 0.0"),
