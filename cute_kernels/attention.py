@@ -256,9 +256,9 @@ def attend(
         keys_alike: int32 (batch,), not 0 where all keys of a matrix have the scale of its first one, which is quicker;
             with a ``k_scale`` a key only.
         bias: float32 (keys,) or (batch, keys), added to the logits; -inf hides a key.
-        ready: int32 (batch, parts) that the kernel before this one on the stream, :func:`encode_operands`, fills with
-            ones as it makes ``q``, ``k``, ``v`` and their scales, with nothing launched between: this one then begins
-            beside it, and waits for each matrix by itself.
+        ready: int32 (batch, parts) that the kernel before this one on the stream, that of ``attention_operands``, fills
+            with ones as it makes ``q``, ``k``, ``v`` and their scales, with nothing launched between: this one then
+            begins beside it, and waits for each matrix by itself.
         softmax_bits: 8 or 4, width of the rounded weights.
         out: float16, bfloat16 or float32 (batch, queries, d), contiguous.
         lse: float32 (batch, queries), gets the log of the sum of the exponentials of the logits; -inf without keys.
