@@ -123,11 +123,10 @@ template <class C>
 __device__ void feed_items(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source, int lane) {
   RingPosition<C> position;
   for (; item.exists(); item.advance<C>()) {
-    AttentionItem next = item;
-    next.batch = wait_for_matrix(source.ready, source.parts, item.batch, lane);
+    item.batch = wait_for_matrix(source.ready, source.parts, item.batch, lane);
     if (lane != 0) continue;
     hand_to_copy_engine();
-    feed_item(ring, position, next, next.tiles(ranges), source);
+    feed_item(ring, position, item, item.tiles(ranges), source);
   }
   if (lane == 0) ring.close(position.parities);
 }
@@ -218,9 +217,9 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
     uint32_t batch = item.batch, same[1];
     if (ready && tiles.x < tiles.y) {
       // The matrix is there when its first tile has come: the warp that feeds has waited for it.
-      const int stage = tiles.x % C::kStages;
-      barrier_wait(ring.full(stage), position.parities >> stage & 1);
-      load_shared(ring.alike(stage), same);
+      position.stage = tiles.x % C::kStages;
+      barrier_wait(ring.full(position.stage), position.parity());
+      load_shared(ring.alike(position.stage), same);
       batch = held(batch);
     } else {
       batch = wait_for_matrix(ready, parts, batch, lane);

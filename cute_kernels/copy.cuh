@@ -27,6 +27,12 @@ __device__ __forceinline__ int warp_of_block() { return uniform(int(threadIdx.x)
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
+// The same of 16 bytes or 8.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_run(uint32_t to, const void* from, int valid) {
+  if constexpr (kBytes == 16) copy_async(to, from, valid);
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+}
 __device__ __forceinline__ void copy_async_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
@@ -48,6 +54,11 @@ __device__ __forceinline__ void load_transposed(uint32_t from, uint32_t* to) {
 
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
+  uint16_t half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
+  return half;
 }
 template <int kWords>
 __device__ __forceinline__ void load_shared(uint32_t from, uint32_t (&to)[kWords]) {

@@ -24,13 +24,6 @@ constexpr int kProbes = 16, kRun = 4;
 constexpr int kWarps = 16, kProbeThreads = 32 * kWarps;
 constexpr int kWarpRows = 32, kTiles = kWarpRows / 8;  // rows of X a warp has, as columns of the mma
 constexpr int kDepth = 4 * kRun;                       // columns that a warp is at, at a time
-// Neighbours to shared memory, `valid` bytes of kBytes and zeros behind them.
-template <int kBytes>
-__device__ __forceinline__ void copy_async_run(uint32_t to, const void* from, int valid) {
-  if constexpr (kBytes == 16) copy_async(to, from, valid);
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
-}
-
 constexpr int kPartPitch = kWarpRows + 8;              // no two stores of a lane's sums meet in a bank
 
 // What is largest: nothing, entries of a row of X, of a column.
@@ -251,6 +244,7 @@ __device__ __forceinline__ double probe_tile(const typename C::Source* x, int64_
       }
     }
   }
+  static_assert(sizeof(ProbeParts) == C::kPartsBytes, "the host has made room for them");
   __syncthreads();  // all warps are done with their rings
   ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
   CUTE_UNROLL

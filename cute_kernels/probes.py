@@ -73,6 +73,7 @@ class ProbeConfig:
             "kTransposed": transposed,
             "kGroups": self.groups,
             "kStages": self.stages,
+            "kPartsBytes": _PARTS,
         }
         source = (
             '#include "probes.cuh"\nnamespace magicube {\nstruct Config {\n'

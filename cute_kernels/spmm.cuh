@@ -306,24 +306,18 @@ __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector
     bias[j] = at.bias && exists[j] ? at.bias[top + v] : 0.0f;
     to[j] = static_cast<Out*>(at.out) + (batch * at.rows + top + v) * at.n + first;
   }
-  if constexpr (!C::kPartial) {  // where strips of few columns do not count, and their code would be in the way
-    if (!whole) {
-      write_rows<C, RowForm::kRagged, false>(to, exists, inside, total, left, right, at.right_step, bias);
-    } else if (at.right_step == 0) {
-      write_rows<C, RowForm::kOneFactor, true>(to, fits, inside, total, left, right, 0, bias);
-    } else {
-      write_rows<C, RowForm::kFactors, true>(to, fits, inside, total, left, right, 1, bias);
-    }
-  } else if (!at.vector_stores) {
+  if (C::kPartial ? !at.vector_stores : !whole) {
     write_rows<C, RowForm::kRagged, false>(to, exists, inside, total, left, right, at.right_step, bias);
-  } else if (whole && at.right_step == 0) {
+  } else if ((!C::kPartial || whole) && at.right_step == 0) {
     write_rows<C, RowForm::kOneFactor, true>(to, fits, inside, total, left, right, 0, bias);
-  } else if (whole) {
+  } else if (!C::kPartial || whole) {
     write_rows<C, RowForm::kFactors, true>(to, fits, inside, total, left, right, 1, bias);
-  } else if (at.right_step == 0) {
-    write_rows<C, RowForm::kOneFactor, false>(to, exists, inside, total, left, right, 0, bias);
-  } else {
-    write_rows<C, RowForm::kFactors, false>(to, exists, inside, total, left, right, 1, bias);
+  } else if constexpr (C::kPartial) {  // elsewhere strips of few columns do not count, and their code would be in the way
+    if (at.right_step == 0) {
+      write_rows<C, RowForm::kOneFactor, false>(to, exists, inside, total, left, right, 0, bias);
+    } else {
+      write_rows<C, RowForm::kFactors, false>(to, exists, inside, total, left, right, 1, bias);
+    }
   }
 }
 

@@ -95,12 +95,6 @@ __device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescr
   ring.close(position.parities);
 }
 
-__device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
-  uint16_t half;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
-  return half;
-}
-
 // One group as a lane holds it: where its rows lie in the ring, and its values.
 template <class C>
 struct PanelGroup {
