@@ -113,7 +113,7 @@ __device__ __forceinline__ void write_quad(const GemmOutput<C>& to, const typena
   }
 }
 
-// A warp's fragment of 16 rows and kRegisters / 2 columns, in the order of an mma's accumulators: rows g, g + 8 of the
+// A warp's fragment of 16 rows and 2 * kRegisters columns, in the order of an mma's accumulators: rows g, g + 8 of the
 // first eight columns, then of the next. (row, column) is its corner.
 template <class C, int kRegisters>
 __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&sums)[C::kLevels][kRegisters], int row,

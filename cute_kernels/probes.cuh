@@ -175,11 +175,11 @@ struct ProbeParts {
 
 // Sums of a tile of X (rows, columns) to shared memory, over every `gridDim.y`-th run of kStep columns; returns this lane's
 // part of the sum of squares. `pitch`: entries from one line to the next as they lie. `tops`: of all columns, where those
-// are asked for.
+// are asked for. `halves`: X in float16, row by row without gaps, where C::kHalves; then runs are whole.
 template <class C, bool kTransposed, bool kSquares, Tops kTops>
 __device__ __forceinline__ double probe_tile(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
                                              bool vector, const float* w, int64_t w_pitch, int64_t tile, uint8_t* shared,
-                                             uint32_t* tops) {
+                                             uint32_t* tops, __half* halves) {
   using Source = typename C::Source;
   using Runs = ProbeRuns<Source, kTransposed>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -226,6 +226,18 @@ __device__ __forceinline__ double probe_tile(const typename C::Source* x, int64_
     load_weights(at + stride);
     fetch(at + (C::kStages - 1) * stride, ahead);
     stage = stage + 1 == C::kStages ? 0 : stage + 1, ahead = ahead + 1 == C::kStages ? 0 : ahead + 1;
+    if constexpr (C::kHalves) {
+      static_assert(!kTransposed, "a run is of a row");
+      const int64_t place = at + t * kRun;
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
+        if (i < rows_here && place < columns) {
+          const __half2 run[2] = {__floats2half2_rn(here.at(i, 0), here.at(i, 1)),
+                                  __floats2half2_rn(here.at(i, 2), here.at(i, 3))};
+          *reinterpret_cast<uint2*>(halves + (own + 8 * i) * columns + place) = *reinterpret_cast<const uint2*>(run);
+        }
+      }
+    }
     probe_products(here, here_w, sums);
     if constexpr (kSquares) {
       float sum = 0.0f;
@@ -263,16 +275,17 @@ __device__ __forceinline__ double probe_tile(const typename C::Source* x, int64_
 }
 
 // Parts (gridDim.y, 16, y_pitch) of Y = X W; a block of a row of the grid is a tile. x is X (rows, columns), or X^T as it lies
-// where Config::kTransposed. `tops`: the bits of the rows' or columns' largest magnitudes, zero before where blocks meet.
+// where Config::kTransposed. `halves`: see probe_tile. `tops`: the bits of the rows' or columns' largest magnitudes, zero before where blocks meet.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops) {
+      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops, __half* halves) {
   wait_for_predecessor();
   constexpr Tops kTops = static_cast<Tops>(C::kTops);
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
-  probe_tile<C, C::kTransposed, false, kTops>(x, pitch, rows, columns, vector != 0, w, w_pitch, blockIdx.x, shared, tops);
+  probe_tile<C, C::kTransposed, false, kTops>(x, pitch, rows, columns, vector != 0, w, w_pitch, blockIdx.x, shared, tops,
+                                              halves);
   __syncthreads();
   const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
@@ -309,6 +322,8 @@ __device__ __forceinline__ double warp_sum(double value) {
   return value;
 }
 
+constexpr int kGram = kProbes * kProbes, kOthers = 4, kComparison = kGram + kOthers;
+
 // A block's part of: the Gram matrix of P - C W (16 x 16), ||P||^2, ||C W||^2, ||C||^2, and the number of far scales.
 // `product` is P (16, y_pitch); `out` (blocks, 260).
 template <class C>
@@ -317,7 +332,6 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
              int64_t w_pitch, const float* product, int64_t y_pitch, const float* left, int64_t left_count,
              const float* right, int64_t right_count, float least, float most, double* out) {
   wait_for_predecessor();
-  constexpr int kGram = kProbes * kProbes, kOthers = 4;
   static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
@@ -329,7 +343,8 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
   const int i = threadIdx.x / kProbes % kProbes, j = threadIdx.x % kProbes;
   double sums[kOthers] = {}, gram = 0.0;
   for (int64_t tile = blockIdx.x; tile * Tile::kRows < rows; tile += gridDim.x) {
-    sums[2] += probe_tile<C, false, true, Tops::kNone>(x, pitch, rows, columns, vector != 0, w, w_pitch, tile, shared, nullptr);
+    sums[2] += probe_tile<C, false, true, Tops::kNone>(x, pitch, rows, columns, vector != 0, w, w_pitch, tile, shared, nullptr,
+                                                       nullptr);
     __syncthreads();
     double differences[C::kGroups];
     CUTE_UNROLL
@@ -363,13 +378,42 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
     if (threadIdx.x % 32 == 0) others[s][threadIdx.x / 32] = sum;
   }
   __syncthreads();
-  double* to = out + int64_t{blockIdx.x} * (kGram + kOthers);
+  double* to = out + int64_t{blockIdx.x} * kComparison;
   if (threadIdx.x < kGram) to[threadIdx.x] = gram;
   if (threadIdx.x < kOthers) {
     double sum = 0.0;
     for (int warp = 0; warp < kWarps; ++warp) sum += others[threadIdx.x][warp];
     to[kGram + threadIdx.x] = sum;
   }
+}
+
+// The sums (260) of the parts of all blocks (blocks, 260), always in one order. A block has 32 of them, and a warp every
+// sixteenth part.
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+sum_comparison(const double* parts, int64_t blocks, double* out) {
+  wait_for_predecessor();
+  __shared__ double sums[kWarps][32];
+  constexpr int kAtOnce = 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.x * 32 + lane;
+  const double* from = parts + (own < kComparison ? own : 0);
+  double found = 0.0;
+  for (int64_t block = warp; block < blocks; block += kAtOnce * kWarps) {
+    double some[kAtOnce];
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = block + i * kWarps;
+      some[i] = at < blocks ? from[at * kComparison] : 0.0;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) found += some[i];
+  }
+  sums[warp][lane] = found;
+  __syncthreads();
+  if (warp > 0 || own >= kComparison) return;
+  double sum = 0.0;
+  for (int i = 0; i < kWarps; ++i) sum += sums[i][lane];
+  out[own] = sum;
 }
 
 }  // namespace magicube

@@ -5,6 +5,7 @@ The pass over the matrix may find the largest magnitudes of its rows or columns 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,9 +24,9 @@ from cute_kernels.numbers import REALS
 from cute_kernels.quantize import device_of
 from cute_kernels.source import OUT_TYPES, constants
 
+TOPS = ("", "rows", "columns")
 PROBES = 16
 TILE = 32  # rows of a group of warps; vectors are padded to a multiple of it
-TOPS = ("", "rows", "columns")
 KERNELS = [*((kernel, tops) for kernel in ("probe", "probe_transposed") for tops in TOPS), ("compare_rows", "")]
 _SUMS = PROBES * PROBES + 4
 _PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and maxima, which lie where the ring was
@@ -40,9 +41,11 @@ _replays = Replays(256)
 class ProbeConfig:
     """What a kernel is compiled for: ``kernel`` and ``tops`` are of :data:`KERNELS`, ``x`` is the matrix's dtype.
 
+    The kernel ``sum_comparison``, which reads sums in float64, has ``x`` float32 and no ``tops``.
+
     ``probe_transposed`` reads X^T, row by row.  ``tops``: what the other kernels than ``compare_rows`` find the largest
     magnitudes of, one of :data:`TOPS`.  A block has ``groups`` times 32 rows; ``stages`` of what its warps read are in
-    shared memory or on their way there.
+    shared memory or on their way there.  ``halves``: ``probe`` also writes the matrix, float32, in float16.
     """
 
     kernel: str
@@ -50,6 +53,7 @@ class ProbeConfig:
     tops: str = ""
     groups: int = 1
     stages: int = 3
+    halves: bool = False
 
     @property
     def threads(self) -> int:
@@ -57,13 +61,16 @@ class ProbeConfig:
 
     @property
     def smem_bytes(self) -> int:
+        if self.kernel == "sum_comparison":
+            return 0
         ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # a thread has 16 entries at a time
         return max(ring, _PARTS)
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        return f"{self.kernel}-{self.x}-g{self.groups}{'-' if self.tops else ''}{self.tops}"
+        marks = "".join(f"-{mark}" for mark in (self.tops, "halves" if self.halves else "") if mark)
+        return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
 
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
@@ -74,6 +81,7 @@ class ProbeConfig:
             "kGroups": self.groups,
             "kStages": self.stages,
             "kPartsBytes": _PARTS,
+            "kHalves": self.halves,
         }
         source = (
             '#include "probes.cuh"\nnamespace magicube {\nstruct Config {\n'
@@ -136,7 +144,19 @@ def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
 
     Where an entry is NaN so is that magnitude; with infinity and without NaN it is infinite.
     """
-    return _probe(x, w, lines)
+    return _probe(x, w, lines)[:2]
+
+
+def makes_halves(x: Tensor) -> bool:
+    """Whether :func:`probe_with_halves` takes ``x``: float32, rows of a multiple of 4 entries, aligned to 16 bytes."""
+    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and _matrix(x)[-1] == 1
+
+
+def probe_with_halves(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`probe_with_tops`, and x in float16 (M, N), for an x that :func:`makes_halves` allows."""
+    y, tops, halves = _probe(x, w, lines, halved=True)
+    assert halves is not None
+    return y, tops, halves
 
 
 def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
@@ -151,7 +171,7 @@ def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
     return 2 if _GAIN * busy(2 * TILE) >= busy(TILE) else 1
 
 
-def _probe(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
+def _probe(x: Tensor, w: Tensor, lines: str, halved: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     transposed, width = not readable(x), padded(x.shape[0])
     rows, columns = x.shape
     with device_of(x):
@@ -160,17 +180,20 @@ def _probe(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
         alone = not lines or (lines == "rows" and splits == 1)  # else blocks meet at each largest magnitude
         size = {"rows": rows, "columns": columns}.get(lines, 0)
         tops = (workspace.empty if alone else workspace.zeros)((size,), torch.float32, x.device)
+        halves = workspace.empty((rows, columns), torch.float16, x.device) if halved else None
 
         def launch() -> None:
             name = "probe_transposed" if transposed else "probe"
             at, pitch, *_, vector = _matrix(x.mT if transposed else x)
             pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
-            get_kernel(ProbeConfig(name, REALS[x.dtype], lines, groups)).launch(
-                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers), early=True
+            converted = 0 if halves is None else halves.data_ptr()
+            get_kernel(ProbeConfig(name, REALS[x.dtype], lines, groups, halves=halved)).launch(
+                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers, converted), early=True
             )
 
-        _replays.run((lines, *_places(x, w, parts, tops)), launch)
-    return parts[0] if splits == 1 else parts.sum(0), tops
+        written = () if halves is None else (halves,)
+        _replays.run((lines, halved, *_places(x, w, parts, tops, *written)), launch)
+    return parts[0] if splits == 1 else parts.sum(0), tops, halves
 
 
 @lru_cache(maxsize=256)
@@ -195,6 +218,23 @@ def _places(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
     return x.shape, x.stride(), x.dtype, x.device.index, where
 
 
+class _Answer(threading.local):
+    """Where a kernel leaves a thread's sums: memory of the host that a GPU writes to."""
+
+    def __init__(self) -> None:
+        self.sums = torch.empty(_SUMS, dtype=torch.float64, pin_memory=True)
+
+
+@lru_cache
+def _answers() -> _Answer:
+    return _Answer()
+
+
+def answer() -> Tensor:
+    """Where a comparison that this thread starts leaves its sums."""
+    return _answers().sums
+
+
 def compare(
     c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...] = (), bounds: tuple[float, float] = (0.0, 0.0)
 ) -> Comparison:
@@ -204,18 +244,19 @@ def compare(
     ``bounds`` are counted.
     Waits for the GPU.
     """
-    return comparison(start_comparison(c, w, product, scales, bounds))
+    start_comparison(c, w, product, scales, bounds)
+    return comparison(c.device)
 
 
 def start_comparison(
     c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...], bounds: tuple[float, float]
-) -> Tensor:
-    """The sums of :func:`compare` by block, (blocks, 260) float64; does not wait."""
+) -> None:
+    """Start :func:`compare` on torch's current stream; does not wait."""
     with device_of(c):
         at_once = multiprocessors_of(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)
         blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
-        parts = workspace.empty((blocks, _SUMS), torch.float64, c.device)
+        parts, there = workspace.empty((blocks, _SUMS), torch.float64, c.device), answer()
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
@@ -227,21 +268,26 @@ def start_comparison(
                 ),
                 early=True,
             )  # fmt: skip
+            get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
+                (-(-_SUMS // 32), 1, 1), (parts.data_ptr(), blocks, there.data_ptr()), early=True
+            )
 
         sizes = tuple(s.numel() for s in scales)
-        _replays.run(("compare", *_places(c, w, product, parts, *scales), sizes, bounds), launch)
-    return parts
+        _replays.run(("compare", *_places(c, w, product, parts, *scales, there), sizes, bounds), launch)
 
 
-def comparison(parts: Tensor) -> Comparison:
-    """What :func:`compare` returns, by the sums of blocks; waits for the GPU."""
-    sums = parts.sum(0).cpu().numpy()
+def comparison(device: torch.device) -> Comparison:
+    """What :func:`compare` returns, of the last one that this thread has started on torch's current stream; waits."""
+    torch.cuda.current_stream(device).synchronize()
+    sums = answer().numpy()
     product_squares, claimed, result, far = sums[-4:].tolist()
-    gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES))
+    gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES).copy())
     return Comparison(gram, product_squares, claimed, result, int(far))
 
 
 def default_configs() -> list[ProbeConfig]:
     """The kernels of all input types."""
     single = [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in REALS.values()]
-    return single + [ProbeConfig(kernel, "float32", tops, groups=2) for kernel, tops in KERNELS]
+    double = [ProbeConfig(kernel, "float32", tops, groups=2) for kernel, tops in KERNELS]
+    halves = [ProbeConfig("probe", "float32", tops, n, halves=True) for tops in TOPS[1:] for n in (1, 2)]
+    return [*single, *double, *halves, ProbeConfig("sum_comparison", "float32")]

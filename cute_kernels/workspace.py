@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from itertools import accumulate
 from math import prod
+from operator import mul
 from types import TracebackType
 from typing import NamedTuple
 
@@ -30,8 +32,16 @@ class Place(NamedTuple):
 
     def of(self, memory: Tensor) -> Tensor:
         """The tensor in ``memory``, bytes."""
-        flat = memory[self.offset : self.offset + self.nbytes].view(self.dtype)
-        return flat if len(self.shape) == 1 else flat.view(self.shape)
+        return self.view(memory.view(self.dtype), self.strides)
+
+    def view(self, memory: Tensor, strides: tuple[int, ...]) -> Tensor:
+        """The tensor in ``memory`` of its dtype."""
+        return memory.as_strided(self.shape, strides, self.offset // self.dtype.itemsize)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of a tensor without gaps."""
+        return tuple(accumulate(self.shape[:0:-1], mul, initial=1))[::-1] if self.shape else ()
 
 
 class Arena:
@@ -43,6 +53,7 @@ class Arena:
     def __init__(self, memory: Tensor | None = None) -> None:
         """``memory``: bytes, zero where :func:`zeros` is called."""
         self.size = 0
+        self.zeroed: list[slice] = []  # of the memory, that :func:`zeros` took
         self._memory, self._outer = memory, None
         self._taken: list[tuple[Tensor, Place]] = []
 
@@ -60,6 +71,8 @@ class Arena:
         """The next tensor; ``make``: of torch, where there is no memory yet."""
         place = Place(self.size, torch.Size(shape), dtype)
         self.size += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if make is torch.zeros:
+            self.zeroed.append(slice(place.offset, place.offset + place.nbytes))
         if self._memory is not None:
             return place.of(self._memory)
         found = make(shape, dtype=dtype, device=device)
@@ -101,7 +114,7 @@ class Kept:
         """``most``: kinds, and launches by their addresses, that are remembered."""
         self._most = most
         self._replays = Replays(most)
-        self._known: dict[Hashable, tuple[int, tuple[Place, ...]]] = {}
+        self._known: dict[Hashable, tuple[int, list[slice], list[tuple[Place, tuple[int, ...]]]]] = {}
 
     def run(
         self,
@@ -109,14 +122,12 @@ class Kept:
         addresses: tuple[int, ...],
         device: torch.device,
         function: Callable[[], tuple[Tensor, ...]],
-        zeroed: bool = False,
     ) -> tuple[Tensor, ...]:
         """What ``function`` returns: tensors that it made by :func:`empty` or :func:`zeros`, whole.
 
         Args:
             kind: all that the launches depend on but addresses, and what those lie on.
             addresses: of all that the kernels read and write and that is not made here.
-            zeroed: whether the memory has to be zero, as it has where ``function`` calls :func:`zeros`.
         """
         known = self._known.get(kind)
         if known is None:
@@ -124,14 +135,18 @@ class Kept:
                 found = function()
             if len(self._known) >= self._most:
                 self._known.clear()
-            self._known[kind] = arena.size, tuple(arena.place_of(each) for each in found)
+            places = [arena.place_of(each) for each in found]
+            self._known[kind] = arena.size, arena.zeroed, [(place, place.strides) for place in places]
             return found
-        size, places = known
-        memory = (torch.zeros if zeroed else torch.empty)(size, dtype=torch.uint8, device=device)
+        size, zeroed, wanted = known
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        for part in zeroed:
+            memory[part].zero_()
 
         def launch() -> None:
             with Arena(memory):
                 function()
 
         self._replays.run((kind, addresses, memory.data_ptr()), launch)
-        return tuple(place.of(memory) for place in places)
+        of = {dtype: memory.view(dtype) for dtype in {place.dtype for place, _ in wanted}}  # one for many
+        return tuple(place.view(of[place.dtype], strides) for place, strides in wanted)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from residual.check import FAR_SCALES, PROBES, confidence, estimate_of
 from residual.habits import Kind, habit_of
+from residual.planner import HALF
 from residual.plans import COUNTS, Plan, of_digits
 from residual.prepare import HALF_RANGE, Operand, operand
 
@@ -27,6 +28,7 @@ REST = 32  # calls of a kind and plan that go the long way after one whose check
 _KINDS = 256
 _MODES = (*COUNTS, "fp16")
 _resting: dict[tuple[Kind, Plan], int] = {}
+_spare: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 @lru_cache
@@ -116,19 +118,40 @@ def _run(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, Comparison]:
     """The product (M, N) by a plan, and what its probes say of it."""
-    from cute_kernels.probes import comparison, padded
+    from cute_kernels.probes import comparison
     from cute_kernels.quantize import device_of
 
     with device_of(A):
-        product, scales = _multiplied(A, B, right, plan)
         made = None if right is None else _probes_of(right)
+        w, inner = (_vectors(B.shape[1], A.device, generator), None) if made is None else made
+        if plan.bits:
+            product, scales = _multiplied(A, B, right, plan)
+            _compare(A, B, product, plan, w, inner, scales)
+        else:
+            product = _of_halves(A, B, right, w, inner)
         if made is None:
-            w = torch.randn(PROBES, padded(B.shape[1]), device=A.device, generator=generator)
-            return product, comparison(_compared(A, B, product, plan, w, None, scales))
-        if not plan.bits:
-            assert right is not None
-            scales = (right.top,)
-        return product, comparison(_compared(A, B, product, plan, *made, scales))
+            _draw_ahead(B.shape[1], A.device, generator)
+        return product, comparison(A.device)
+
+
+def _vectors(n: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """``W^T`` (16, N and room), drawn by now or before."""
+    from cute_kernels.probes import padded
+
+    spare = _spare.pop(_place(n, device), None)
+    return torch.randn(PROBES, padded(n), device=device, generator=generator) if spare is None else spare
+
+
+def _draw_ahead(n: int, device: torch.device, generator: torch.Generator) -> None:
+    """Draw the vectors of the next call of this size, while the GPU is busy with this one."""
+    if len(_spare) >= _KINDS:
+        _spare.clear()
+    _spare[_place(n, device)] = _vectors(n, device, generator)
+
+
+def _place(n: int, device: torch.device) -> tuple[int, torch.device, int]:
+    """Vectors are there for the stream alone that has drawn them."""
+    return n, device, torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _kind(A: Tensor, B: Tensor, plan: Plan, prepared: bool) -> Hashable:
@@ -137,10 +160,7 @@ def _kind(A: Tensor, B: Tensor, plan: Plan, prepared: bool) -> Hashable:
 
 
 def _multiplied(A: Tensor, B: Tensor, right: Operand | None, plan: Plan) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The product, and the scales of digits that were made for it."""
-    if not plan.bits:  # by torch, which cannot be recorded
-        halves = B.half() if right is None else right.half.mT
-        return torch.mm(A.half(), halves, out_dtype=torch.float32), ()
+    """The product by digits, and the scales that were made for it."""
     product = torch.empty(A.shape[0], B.shape[1], device=A.device)
     held: tuple[Tensor, ...] = ()
     if right is not None:
@@ -156,28 +176,48 @@ def _multiplied(A: Tensor, B: Tensor, right: Operand | None, plan: Plan) -> tupl
     return product, _steps()[0].run(_kind(A, B, plan, right is not None), places, A.device, launch)
 
 
-def _compared(
+def _compare(
     A: Tensor, B: Tensor, product: Tensor, plan: Plan, w: Tensor, inner: Tensor | None, scales: tuple[Tensor, ...]
-) -> Tensor:
-    """The sums of the check by block; ``inner``: ``(B W)^T`` where it is known, ``scales``: to look at."""
+) -> None:
+    """Start the check of a product of digits; ``inner``: ``(B W)^T`` where it is known, ``scales``: to look at."""
     from cute_kernels import probes
 
     def launch() -> tuple[Tensor, ...]:
-        if plan.bits:
-            outer = probes.probe(A, probes.probe(B, w) if inner is None else inner)  # (16, M and room)
-            return (probes.start_comparison(product, w, outer, scales, FAR_SCALES),)
-        made, tops = (inner, scales) if inner is not None else _with_tops(B, w)
-        outer, rows = probes.probe_with_tops(A, made, "rows")
-        return (probes.start_comparison(product, w, outer, (rows, *tops), HALF_RANGE),)
+        outer = probes.probe(A, probes.probe(B, w) if inner is None else inner)  # (16, M and room)
+        probes.start_comparison(product, w, outer, scales, FAR_SCALES)
+        return ()
 
-    places = tuple(x.data_ptr() for x in (A, B, product, w, *scales, *(() if inner is None else (inner,))))
-    kind = _kind(A, B, plan, inner is not None)
-    return _steps()[1].run(kind, places, A.device, launch, zeroed=not plan.bits)[0]
+    read = (A, B, product, w, probes.answer(), *scales, *(() if inner is None else (inner,)))
+    places = tuple(x.data_ptr() for x in read)
+    _steps()[1].run(_kind(A, B, plan, inner is not None), places, A.device, launch)
 
 
-def _with_tops(B: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """``(B W)^T``, and the largest magnitudes of B's columns."""
+def _of_halves(A: Tensor, B: Tensor, right: Operand | None, w: Tensor, inner: Tensor | None) -> Tensor:
+    """The product in float16 with sums in float32, by torch; and the start of its check, whose passes come first.
+
+    They leave A and B in float16 on their way, where they can.
+    """
     from cute_kernels import probes
 
-    inner, tops = probes.probe_with_tops(B, w, "columns")
-    return inner, (tops,)
+    by_passes = probes.makes_halves(A) and (inner is not None or probes.makes_halves(B))
+
+    def look(x: Tensor, by: Tensor, lines: str) -> tuple[Tensor, ...]:
+        """``(X by)^T``, the lines' largest magnitudes, and perhaps halves."""
+        return (probes.probe_with_halves if by_passes else probes.probe_with_tops)(x, by, lines)
+
+    def launch() -> tuple[Tensor, ...]:
+        made = () if inner is not None else look(B, w, "columns")
+        return (*look(A, made[0] if inner is None else inner, "rows"), *made)
+
+    places = tuple(x.data_ptr() for x in (A, B, w, *(() if inner is None else (inner,))))
+    found = _steps()[1].run((_kind(A, B, HALF, inner is not None), by_passes), places, A.device, launch)
+    outer, rows, *rest = found
+    left = rest.pop(0) if by_passes else A.half()
+    if right is None:
+        _, columns, *rest = rest
+        halves = rest[0] if by_passes else B.half()
+    else:
+        columns, halves = right.top, right.half.mT
+    product = torch.mm(left, halves, out_dtype=torch.float32)
+    probes.start_comparison(product, w, outer, (rows, columns), HALF_RANGE)
+    return product

@@ -72,3 +72,24 @@ def test_what_is_not_finite_is_not_lost() -> None:
     c[39, 63] = math.nan
     found = probes.compare(c, w, product)
     assert math.isnan(found.result) and bool(found.gram.isnan().all())
+
+
+@pytest.mark.parametrize("lines", ["rows", "columns"])
+@pytest.mark.parametrize("shape", [(1, 4), (33, 68), (256, 4096), (1000, 1004), (5000, 132), (4300, 516)])
+@pytest.mark.parametrize("gap", [0, 4])
+def test_halves_come_with_a_pass(shape: tuple[int, int], gap: int, lines: str) -> None:
+    m, n = shape
+    whole = torch.randn(m, n + gap, generator=torch.Generator().manual_seed(m)).cuda()
+    x, w = whole[:, :n], vectors(n)
+    x[m // 2, n // 3] = 1e5  # beyond float16
+    assert probes.makes_halves(x)
+    y, tops, halves = probes.probe_with_halves(x, w, lines)
+    assert torch.equal(halves, x.half()) and halves.isinf().any()
+    plain = probes.probe_with_tops(x, w, lines)
+    assert torch.equal(y, plain[0]) and torch.equal(tops, plain[1])
+
+
+def test_halves_come_of_what_is_read_four_at_a_time() -> None:
+    x = torch.randn(64, 68).cuda()
+    assert probes.makes_halves(x)
+    assert not any(probes.makes_halves(y) for y in (x[:, :66], x[:, 1:65], x.mT, x.half(), torch.randn(64, 66).cuda()))

@@ -82,11 +82,16 @@ def test_a_run_comes_again_by_its_addresses(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 5 and len(of.seen) == 2 * 8
 
 
-def test_memory_is_zero_where_that_is_asked_for() -> None:
-    kept = Kept(8)
+def test_memory_is_zero_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, torch_empty = Kept(8), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch_empty(*size, **options).fill_(7))
+
+    def function() -> tuple[Tensor, ...]:
+        return empty((5,), torch.int8, CPU), zeros((300,), torch.float32, CPU), empty((5,), torch.int8, CPU)
+
     for _ in range(3):
-        (x,) = kept.run("zero", (), CPU, lambda: (zeros((300,), torch.float32, CPU),), zeroed=True)
-        assert not x.any()
+        before, x, after = kept.run("zero", (), CPU, function)
+        assert not x.any() and before.eq(7).all() and after.eq(7).all()
         x.fill_(1)
 
 
