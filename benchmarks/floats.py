@@ -26,6 +26,8 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
 from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates, choose
 from cute_kernels.gemm_floats_cuda import gemm_floats_cuda
+from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, choose_few, serves
+from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.jit import current_arch
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -34,6 +36,7 @@ SHAPES = (
     (4096, 4096, 4096),
     (8192, 8192, 8192),
     (16, 8192, 28672),
+    (32, 8192, 28672),
     (64, 8192, 28672),
     (1, 4096, 14336),
     (64, 4096, 14336),
@@ -58,14 +61,15 @@ OURS: dict[str, tuple[Kind, Kind, bool]] = {
 }
 
 
-def tried(a: Kind, b: Kind) -> list[FloatGemmConfig]:
-    """The kernels that are chosen from, and others of the same template."""
+def tried(m: int, a: Kind, b: Kind) -> list[FloatGemmConfig | FewRowsConfig]:
+    """The kernels that are chosen from for m rows, and others of the same template."""
     first, small, *split = candidates(a, b, current_arch())
     if first.decoders:
         others = [replace(first, decoders=1), replace(small, decoders=2), replace(small, stages=3)]
     else:
         others = [replace(small, resident=2, stages=4), replace(first, promote=False)]
-    return [first, small, *split, *others]
+    few = few_candidates(next(rows for rows in ROWS if m <= rows), a, b) if serves(m, a, b, current_arch()) else []
+    return [first, small, *split, *others, *few]
 
 
 class Rival(NamedTuple):
@@ -123,7 +127,12 @@ def truth_of(a: FloatOperand, b: FloatOperand, alpha: float) -> Tensor:
 
 
 def ours(
-    a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float, fast: bool, config: FloatGemmConfig | None = None
+    a: FloatOperand,
+    b: FloatOperand,
+    truth: Tensor,
+    alpha: float,
+    fast: bool,
+    config: FloatGemmConfig | FewRowsConfig | None = None,
 ) -> Rival:
     """The product, compared with the exact one; raises ``ArithmeticError`` where it is off."""
     out = torch.full((a.rows, b.rows), torch.nan, dtype=OUT, device="cuda")
@@ -161,7 +170,7 @@ def rivals(shape: tuple[int, int, int], every: bool) -> Iterator[tuple[str, Call
         a, b, alpha = made[left][0], made[right][1], scaling(k, left, right)
         truth = truth_of(a, b, alpha)
         if every:
-            for config in tried(left, right):
+            for config in tried(m, left, right):
                 yield f"{name}, {config.name}", partial(ours, a, b, truth, alpha, fast, config)
             continue
         yield name, partial(ours, a, b, truth, alpha, fast)
@@ -226,12 +235,21 @@ def run_pairs(shape: tuple[int, int, int]) -> dict[str, Any]:
     return timed(made, shape, [])
 
 
-def configs(shapes: tuple[tuple[int, int, int], ...], quick: bool) -> list[FloatGemmConfig]:
+def configs(
+    shapes: tuple[tuple[int, int, int], ...], quick: bool
+) -> list[FloatGemmConfig | FewRowsConfig | OrderConfig]:
     """Every kernel that the run will use."""
     arch, out = current_arch(), str(OUT).removeprefix("torch.")
-    found = [choose(m, n, k, a, b, arch, fast=fast, out=out) for m, k, n in shapes for a, b, fast in OURS.values()]
-    for left, right in (OURS[name][:2] for name in TUNED_PAIRS):
-        found += [replace(config, out=out) for config in tried(left, right)]
+    found: list[FloatGemmConfig | FewRowsConfig | OrderConfig] = [
+        OrderConfig(a, bits) for a in FORMATS for bits in (4, 8)
+    ]
+    for a, b, fast in OURS.values():
+        for m, k, n in shapes:
+            few = serves(m, a, b, arch)
+            found.append(choose_few(m, n, k, a, b, out=out) if few else choose(m, n, k, a, b, arch, fast=fast, out=out))
+    for m, _, _ in QUICK if quick else TUNED:
+        for left, right in (OURS[name][:2] for name in TUNED_PAIRS):
+            found += [replace(config, out=out) for config in tried(m, left, right)]
     m, k, n = shapes[0] if quick else ALL_PAIRS
     found += [choose(m, n, k, Kind(a), Kind(b), arch, out=out) for a in FORMATS for b in FORMATS]
     return found

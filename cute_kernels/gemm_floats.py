@@ -15,6 +15,7 @@ from cute_kernels.floats import float_format, packed_bytes
 from cute_kernels.gemm_checks import check_output, floating, of_nothing
 from cute_kernels.gemm_floats_config import TILE, FloatGemmConfig, Kind
 from cute_kernels.gemm_floats_cuda import gemm_floats_cuda, plan_cuda
+from cute_kernels.gemm_floats_few import FewRowsConfig
 from cute_kernels.gemm_floats_sm100 import Tcgen05Config
 
 BLOCKS = (16, 32)
@@ -133,7 +134,7 @@ class FloatPlan:
 
     kernel: str
     copies: tuple[str, ...] = ()
-    config: FloatGemmConfig | Tcgen05Config | None = None
+    config: FloatGemmConfig | FewRowsConfig | Tcgen05Config | None = None
     refused: str = ""
 
 

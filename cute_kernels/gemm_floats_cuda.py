@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_kernels import gemm_floats_sm100
 from cute_kernels.gemm_cuda import Result, Rows, aligned, is_ready, multiprocessors_of, result_of
 from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, choose
+from cute_kernels.gemm_floats_few import FewRowsConfig, choose_few, launch_few, serves
 from cute_kernels.gemm_floats_sm100 import TILE_M, Codes, Tcgen05Config, check_alignment, map_parameters
 from cute_kernels.gemm_tmem import ARCHES, MmaKind
 from cute_kernels.jit.kernel import current_arch, get_kernel, tensor_map
@@ -44,7 +45,7 @@ def _scales(operand: FloatOperand) -> tuple[tuple[int, int, int], Tensor | None]
 class Choice(NamedTuple):
     """A kernel; ``refused``: why it is not that of the arch's own instructions, where there is one."""
 
-    config: FloatGemmConfig | Tcgen05Config
+    config: FloatGemmConfig | FewRowsConfig | Tcgen05Config
     refused: str = ""
 
 
@@ -81,6 +82,9 @@ def choose_for(call: FloatCall, arch: str, multiprocessors: int) -> Choice:
             return Choice(gemm_floats_sm100.choose(m, n, _tcgen05_kind(call).name, out, source, multiprocessors))
         except ValueError as error:
             refused = str(error)
+    if serves(m, call.a.kind, call.b.kind, arch):
+        few = choose_few(m, n, k, call.a.kind, call.b.kind, out=out, source=source, multiprocessors=multiprocessors)
+        return Choice(few)
     config = choose(
         m, n, k, call.a.kind, call.b.kind, arch,
         fast=call.fast_accum, out=out, source=source, multiprocessors=multiprocessors,
@@ -124,10 +128,13 @@ def _launch_tcgen05(call: FloatCall, config: Tcgen05Config, written: Result) -> 
     )  # fmt: skip
 
 
-def _launch(call: FloatCall, config: FloatGemmConfig, written: Result) -> None:
+def _launch(call: FloatCall, config: FloatGemmConfig | FewRowsConfig, written: Result) -> None:
     m, n, k = call.shape
-    kernel = get_kernel(config)
     a, b = _ready(call.a.codes), _ready(call.b.codes)
+    if isinstance(config, FewRowsConfig):
+        launch_few(config, a, b, call.shape, written, call.alpha, call.beta)
+        return
+    kernel = get_kernel(config)
     (scales_a, _owner_a), (scales_b, _owner_b) = _scales(call.a), _scales(call.b)
     result = (
         k, *scales_a, *scales_b, *written.arguments, np.float32(call.alpha * config.lift), np.float32(call.beta)
@@ -144,7 +151,9 @@ def _launch(call: FloatCall, config: FloatGemmConfig, written: Result) -> None:
         kernel.launch((min(kernel.multiprocessors * config.resident, tiles), 1, 1), (*maps, *result))
 
 
-def gemm_floats_cuda(call: FloatCall, out: Tensor, config: FloatGemmConfig | Tcgen05Config | None = None) -> Tensor:
+def gemm_floats_cuda(
+    call: FloatCall, out: Tensor, config: FloatGemmConfig | FewRowsConfig | Tcgen05Config | None = None
+) -> Tensor:
     """The product, written to ``out``; M, N and K are not 0.
 
     ``config``: the kernel to take instead of the chosen one; its ``out`` and ``source`` follow from the call.

@@ -14,6 +14,7 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
 from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates
 from cute_kernels.gemm_floats_cuda import gemm_floats_cuda
+from cute_kernels.gemm_floats_few import FewRowsConfig
 from cute_kernels.jit import get_kernel
 
 pytestmark = pytest.mark.gpu
@@ -74,7 +75,9 @@ def operand(kind: Kind, rows: int, k: int, seed: int, largest: float | None = 2.
     return FloatOperand(floats.pack(codes, kind.dtype), kind.dtype, k, **scales)
 
 
-def run(a: FloatOperand, b: FloatOperand, config: FloatGemmConfig, out: Tensor, **options: Any) -> Tensor:
+def run(
+    a: FloatOperand, b: FloatOperand, config: FloatGemmConfig | FewRowsConfig, out: Tensor, **options: Any
+) -> Tensor:
     """The product by one config, whatever would be chosen."""
     given = {"alpha": 1.0, "beta": 0.0, "c": None, "bias": None} | options
     call = check(a, b, **given, out=out, out_dtype=out.dtype, fast_accum=not config.promote)

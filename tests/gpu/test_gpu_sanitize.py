@@ -1,4 +1,4 @@
-"""Some forty small problems over all kernels, which ``make gpu-sanitize`` runs under compute-sanitizer."""
+"""Some fifty small problems over all kernels, which ``make gpu-sanitize`` runs under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
+from cute_kernels import probes
 from cute_kernels.attention_config import AttentionConfig
 from cute_kernels.attention_operands import choose as choose_operands
 from cute_kernels.attention_operands import encode_operands
+from cute_kernels.gemm_floats_config import Kind as FloatKind
+from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.numbers import element_bits
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from magicube_cutlass.kernels import Kind, SpmmKernel
@@ -27,6 +30,7 @@ from tests.gpu.problems import (
     sddmm_panel,
     sparse,
 )
+from tests.gpu.test_gpu_floats import exact, operand, run
 from tests.gpu.test_gpu_fused_attention import CONFIGS, Case, summing
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +38,7 @@ pytestmark = pytest.mark.gpu
 # initcheck takes all 16 bytes of a cp.async for read, those too that the instruction is told to leave out and fill with
 # zeros; so for it rows are whole pieces, and memcheck judges the tails.
 WHOLE = os.environ.get("SANITIZER_TOOL") == "initcheck"
+FEW = FloatKind("e4m3"), FloatKind("e2m1")
 
 SPMM: list[SpmmKernel] = [
     gather(kind()),
@@ -152,3 +157,24 @@ def test_attention_by_three_kernels(softmax_bits: int) -> None:
     here = mc.sparse_attention(q, k, v, mask, **options)
     there = mc.sparse_attention(q.cuda(), k.cuda(), v.cuda(), mask.to("cuda"), **options).cpu()
     assert float((there - here).norm() / here.norm()) < 0.01
+
+
+@pytest.mark.parametrize("size", [(5, 777, 200), (20, 2064, 333)], ids=str)  # M, K, N
+@pytest.mark.configs([c for rows in (8, 32) for c in few_candidates(rows, *FEW)])
+def test_float_product_of_few_rows(size: tuple[int, int, int]) -> None:
+    m, k, n = size
+    a, b = operand(FEW[0], m, k, 1), operand(FEW[1], n, k, 2)
+    for config in few_candidates(8 if m <= 8 else 32, *FEW):
+        assert torch.equal(run(a, b, config, torch.empty(m, n, device="cuda")).double(), exact(a, b))
+
+
+@pytest.mark.parametrize("shape", [(45, 68), (700, 256)])
+def test_probes_and_comparison(shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    x, (m, n) = torch.randn(shape, device="cuda"), shape
+    w, product = (torch.randn(probes.PROBES, probes.padded(count), device="cuda") for count in (n, m))
+    for lines in ("rows", "columns"):
+        y, tops, halves = probes.probe_with_halves(x, w, lines)
+        assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0)) and torch.equal(halves, x.half())
+    assert probes.compare(x, w, y).product == pytest.approx(float(y.double().square().sum()), rel=1e-5)
+    assert not probes.compare(x, w, product).gram.isnan().any()

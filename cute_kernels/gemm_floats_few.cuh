@@ -1,0 +1,305 @@
+// Dense product of small floats whose left operand has few rows (sm_90a): D = X W, X (M, K) with M <= 64, W^T (N, K) packed.
+//
+// The weights are what is read from memory, so they take the shortest way: the tensor copy engine brings slabs of 64 bytes of
+// their rows, a lane reads 16 of these, decodes them in registers, and multiplies them from there, as the operand of 64 rows.
+// A lane so has neighbours of k where an instruction has one run of four for each lane; the order of k in a product is free as
+// long as X has the same, and X is small: `order_few_rows` writes it decoded and in that order before.
+// kGroups warp groups have 64 rows of weights each; kSplit blocks of a cluster have a share of k each. Sums of a slab are added
+// in float32.
+#pragma once
+
+#include "gemm_floats_wgmma.cuh"
+
+namespace magicube {
+
+template <int kColumns, class W, class X>
+struct FewRowsOp;
+#define MAGICUBE_FEW_OP(N, W, X)                                    \
+  template <>                                                       \
+  struct FewRowsOp<N, W, X> {                                       \
+    using type = SM90::GMMA::MMA_64x##N##x32_F32##W##X##_RS_TN<>;   \
+  };
+#define MAGICUBE_FEW_OPS(N)      \
+  MAGICUBE_FEW_OP(N, E4M3, E4M3) \
+  MAGICUBE_FEW_OP(N, E4M3, E5M2) \
+  MAGICUBE_FEW_OP(N, E5M2, E4M3) \
+  MAGICUBE_FEW_OP(N, E5M2, E5M2)
+MAGICUBE_FEW_OPS(8)
+MAGICUBE_FEW_OPS(16)
+MAGICUBE_FEW_OPS(32)
+MAGICUBE_FEW_OPS(64)
+#undef MAGICUBE_FEW_OPS
+#undef MAGICUBE_FEW_OP
+
+// Where in its run of 128 bytes (kBits = 4) or 64 (8) of X the k go that a lane's slab has: byte 4 t + j and byte 16 + 4 t + j
+// of step s. A lane t has codes t kOwn to t kOwn + kOwn - 1, and eight of them at a time: of 4 bits, the even and the odd ones.
+template <int kBits>
+struct FewRowsOrder {
+  static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
+  static constexpr int kSlabK = 512 / kBits, kSteps = kSlabK / 32, kOwn = 128 / kBits;
+
+  // Place of the word of the first (half 0) or second (half 1) four of the eight codes from `k` on, inside their slab.
+  __device__ static int place(int k, int half) { return k % kOwn / 8 * 32 + half * 16 + k / kOwn % 4 * 4; }
+  // Those words, of eight codes as bytes.
+  __device__ static uint32_t word(uint32_t low, uint32_t high, int half) {
+    if constexpr (kBits == 8) return half ? high : low;
+    else return __byte_perm(low, high, half ? 0x7531 : 0x6420);
+  }
+};
+
+// X (rows, k) of codes as bytes of the format that is multiplied, (rows, pitch), in the order of FewRowsOrder; zero beyond k.
+template <class C>
+__global__ void __launch_bounds__(128)
+order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, uint8_t* ordered, int64_t pitch) {
+  using Format = typename C::Format;
+  using Order = FewRowsOrder<C::kBits>;
+  let_successor_start();
+  const int64_t runs = pitch / 16, index = int64_t{blockIdx.x} * 128 + threadIdx.x, row = index / runs, run = index % runs;
+  if (row >= rows) return;
+  constexpr int kRunBytes = 4 * Format::kWords;
+  const int64_t left = row_bytes - run * kRunBytes;
+  const uint8_t* from = x + row * x_pitch + run * kRunBytes;
+  uint32_t codes[Format::kWords] = {}, bytes[4];
+  if (left >= kRunBytes) {
+    load_run<Format>(from, codes);
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < kRunBytes; ++i) codes[i / 4] |= i < left ? uint32_t(from[i]) << (i % 4 * 8) : 0u;
+  }
+  decode_bytes<Format>(codes, bytes);
+  const int first = int(run * 16 % Order::kSlabK);
+  uint8_t* slab = ordered + row * pitch + run * 16 - first;
+  CUTE_UNROLL
+  for (int eight = 0; eight < 2; ++eight) {
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      *reinterpret_cast<uint32_t*>(slab + Order::place(first + 8 * eight, half)) =
+          Order::word(bytes[2 * eight], bytes[2 * eight + 1], half);
+    }
+  }
+}
+
+template <class C>
+struct FewRows {
+  using Format = typename C::FormatB;
+  using Order = FewRowsOrder<Format::kBits>;
+  using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>>::type;
+  static constexpr int kSlabs = C::kSlabs, kTileK = kSlabs * Order::kSlabK, kHeight = 64 * C::kGroups;
+  static constexpr int kWeightsPitch = kSlabs * 64, kBoxBytes = C::kRows * 128;  // a box has 128 k of X
+  static constexpr int kBoxes = kTileK / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
+  static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
+  // With many groups registers are few: sums of one slab at a time, and the feeder's warp group gives of its own.
+  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && C::kRows <= 32;
+  static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
+  // Of what the block starts with, which is all that there is.
+  static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kFeederRegisters = 24;
+  static constexpr int kGroupRegisters = (kPool - kFeederRegisters) / C::kGroups / 8 * 8;
+  using Sums = float[kRegisters];
+  using Slab = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction takes it
+
+  static_assert(kSlabs % 2 == 0, "slabs go in pairs");
+  static_assert(kRegisters % C::kSplit == 0, "blocks of a cluster share the columns");
+  static_assert(C::kSplit == 1 || kStages * kStageBytes >= kRegisters * 512 * C::kGroups, "sums meet where the ring was");
+
+  uint32_t base;
+
+  __device__ uint32_t weights(int stage) const { return base + stage * kStageBytes; }
+  __device__ uint32_t box(int stage, int i) const { return weights(stage) + kHeight * kWeightsPitch + i * kBoxBytes; }
+  __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
+};
+
+template <class C>
+__device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, const TmaDescriptor& weights, int begin, int last,
+                              int row) {
+  using G = FewRows<C>;
+  GemmPosition<G::kStages> at;
+  bool waited = false;
+  int ordered = begin;  // the first part whose X has not been asked for
+  GemmPosition<G::kStages> of_x;
+  const auto fetch_x = [&]() {
+    CUTE_UNROLL
+    for (int i = 0; i < G::kBoxes; ++i) copy_box(gemm.box(of_x.stage, i), &x, ordered * G::kTileK + 128 * i, 0, gemm.full(of_x.stage));
+    ++ordered, of_x.advance();
+  };
+  for (int part = begin; part < last; ++part, at.advance()) {
+    const uint32_t full = gemm.full(at.stage);
+    barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+    barrier_expect(full, G::kStageBytes);
+    copy_box(gemm.weights(at.stage), &weights, part * G::kWeightsPitch, row, full);
+    // The weights of a whole ring come while X is put in order.
+    if (!waited && (part - begin + 1 == G::kStages || part + 1 == last)) wait_for_end_of_predecessor(), waited = true;
+    while (waited && ordered <= part) fetch_x();
+  }
+}
+
+// A lane's part of a slab: 16 bytes of rows g and g + 8 of its warp's sixteen. Rows that are read together meet in their banks,
+// two and two; narrower boxes, in which they do not, take the copy engine three cycles for each 64 bytes.
+template <class C>
+__device__ __forceinline__ void load_slab(const uint8_t* slab, typename FewRows<C>::Slab& to) {
+  using Format = typename C::FormatB;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const uint4 x = *reinterpret_cast<const uint4*>(slab + (row + 8 * half) * FewRows<C>::kWeightsPitch + lane % 4 * 16);
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    CUTE_UNROLL
+    for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
+      if constexpr (Format::kBits == 8) {
+        to[s][half] = words[2 * s], to[s][2 + half] = words[2 * s + 1];
+      } else {
+        to[s][half] = to_bytes<Format>(words[s]), to[s][2 + half] = to_bytes<Format>(words[s] >> 4);
+      }
+    }
+  }
+}
+
+template <class Op, int kRegisters, int... I>
+__device__ __forceinline__ void multiply_from_registers(const uint32_t (&a)[4], uint64_t b, float (&sums)[kRegisters],
+                                                        SM90::GMMA::ScaleOut scale, int_sequence<I...>) {
+  Op::fma(a[0], a[1], a[2], a[3], b, sums[I]..., scale);
+}
+
+// Starts the products of a slab; `partial` begins with zero.
+template <class C>
+__device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewRows<C>::Slab& a, int stage, int i,
+                                           typename FewRows<C>::Sums& partial) {
+  using G = FewRows<C>;
+  hold_sums(partial);
+  CUTE_UNROLL
+  for (int s = 0; s < G::Order::kSteps; ++s) {
+    CUTE_UNROLL
+    for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
+  }
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int s = 0; s < G::Order::kSteps; ++s) {
+    const int k = i * G::Order::kSlabK + 32 * s;
+    const uint64_t b = describe<128>(gemm.box(stage, k / 128)) + (k % 128 >> 4);
+    multiply_from_registers<typename G::Op>(a[s], b, partial, s == 0 ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
+                                            make_int_sequence<G::kRegisters>{});
+  }
+  warpgroup_commit_batch();
+}
+
+// All of what the products have read stays until here.
+template <class C>
+__device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename FewRows<C>::Sums& partial,
+                                         typename FewRows<C>::Sums& sums) {
+  hold_sums(partial);
+  CUTE_UNROLL
+  for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
+    CUTE_UNROLL
+    for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
+  }
+  add_sums(sums, partial, 1.0f);
+}
+
+// Of D the lane's columns `column` and column + 8 (kFirst, ...: registers of the accumulators), rows 2t and 2t + 1 of eights.
+template <class C, int kOwn>
+__device__ __forceinline__ void write_few_rows(const GemmOutput<C>& to, const float (&sums)[kOwn], int first, int column) {
+  using Source = typename C::Source;
+  const int t = threadIdx.x % 4;
+  CUTE_UNROLL
+  for (int i = 0; i < kOwn; ++i) {
+    const int r = first + i, n = column + r / 2 % 2 * 8, m = r / 4 * 8 + 2 * t + r % 2;
+    if (m >= to.m || n >= to.n) continue;
+    Source prior{};
+    if constexpr (GemmOutput<C>::kHasSource) prior = to.c[int64_t{m} * to.c_pitch + n];
+    const float factor = to.columns ? __ldg(to.columns + n) : 1.0f, shift = to.bias ? __ldg(to.bias + n) : 0.0f;
+    to.out[int64_t{m} * to.pitch + n] = to.finish(__float_as_uint(sums[i]), prior, to.row_factor(m), factor, shift);
+  }
+}
+
+template <class C>
+__device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int begin, int last,
+                                  int column) {
+  using G = FewRows<C>;
+  const int lane = threadIdx.x % 32;
+  GemmPosition<G::kStages> at;
+  typename G::Sums sums = {}, partial = {};
+  for (int part = begin; part < last; ++part, at.advance()) {
+    barrier_wait(gemm.full(at.stage), at.parity);
+    const uint8_t* stage = shared + at.stage * G::kStageBytes;
+    CUTE_UNROLL
+    for (int i = 0; i < G::kSlabs; i += 2) {
+      typename G::Slab first, second;
+      load_slab<C>(stage + 64 * i, first);
+      start_slab(gemm, first, at.stage, i, partial);
+      load_slab<C>(stage + 64 * (i + 1), second);
+      if constexpr (G::kOverlap) {
+        typename G::Sums other = {};
+        start_slab(gemm, second, at.stage, i + 1, other);
+        warpgroup_wait<1>();
+        end_slab<C>(first, partial, sums);
+        warpgroup_wait<0>();
+        end_slab<C>(second, other, sums);
+      } else {
+        warpgroup_wait<0>();
+        end_slab<C>(first, partial, sums);
+        start_slab(gemm, second, at.stage, i + 1, partial);
+        warpgroup_wait<0>();
+        end_slab<C>(second, partial, sums);
+      }
+    }
+    if (lane == 0) barrier_arrive(gemm.empty(at.stage));
+  }
+  column += threadIdx.x / 32 * 16 + lane / 4;
+  if constexpr (C::kSplit == 1) {
+    write_few_rows(to, sums, 0, column);
+  } else {  // the blocks of a cluster add up their sums: each has a share of the registers in the end
+    constexpr int kOwn = G::kRegisters / C::kSplit, kAll = 128 * C::kGroups;
+    const int rank = int(cluster::rank());
+    warp_group::turn_wait(1, kAll);  // all have read what the ring held
+    float* own = reinterpret_cast<float*>(const_cast<uint8_t*>(shared));
+    CUTE_UNROLL
+    for (int r = 0; r < G::kRegisters; ++r) own[r * kAll + threadIdx.x] = sums[r];
+    cluster::meet();
+    float total[kOwn] = {};
+    CUTE_UNROLL
+    for (int r = 0; r < kOwn; ++r) {
+      CUTE_UNROLL
+      for (int other = 0; other < C::kSplit; ++other) {
+        total[r] += __uint_as_float(cluster::load_of(gemm.base + ((rank * kOwn + r) * kAll + threadIdx.x) * 4, other));
+      }
+    }
+    write_few_rows(to, total, rank * kOwn, column);
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(FewRows<C>::kThreads, C::kResident)
+gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
+                typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
+                const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
+                int64_t vector, float alpha, float beta) {
+  using G = FewRows<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const G gemm{shared_address(shared)};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < G::kStages; ++stage) {
+      barrier_init(gemm.full(stage), 1);
+      barrier_init(gemm.empty(stage), 4 * C::kGroups);
+    }
+    barrier_fence();
+  }
+  __syncthreads();
+  const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), column = int(blockIdx.x) / C::kSplit * G::kHeight;
+  const int parts = int((k + G::kTileK - 1) / G::kTileK), begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
+  if (threadIdx.x < 128 * C::kGroups) {
+    if constexpr (G::kShare) warp_group::take_registers<G::kGroupRegisters>();
+    if (rows && row_step == 0) alpha *= __ldg(rows);
+    if (columns && column_step == 0) alpha *= __ldg(columns);
+    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+                           int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+    multiply_few_rows(gemm, shared, to, begin, last, column);
+  } else {
+    if constexpr (G::kShare) warp_group::give_registers<G::kFeederRegisters>();
+    if (threadIdx.x == 128 * C::kGroups) feed_few_rows(gemm, x, weights, begin, last, column);
+    __syncwarp();
+    if constexpr (C::kSplit > 1) cluster::meet();
+  }
+  if constexpr (C::kSplit > 1) cluster::meet();  // a block's memory is read by the others
+}
+
+}  // namespace magicube

@@ -1,0 +1,97 @@
+"""The float product of few rows without a GPU: its configs, the choice, and its kernels' machine code."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.gemm_floats_config import Kind
+from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few, serves
+from cute_kernels.jit import build
+from tests.helpers import disassemble
+
+pytest.importorskip("cuda.core")
+
+E4M3, E2M1 = Kind("e4m3"), Kind("e2m1")
+
+
+def test_configs_fit_the_chip() -> None:
+    for b in (E4M3, E2M1):
+        for rows in ROWS:
+            configs = candidates(rows, E4M3, b)
+            assert len({config.name for config in configs}) == len(configs)
+            for config in configs:
+                assert config.stages >= 2 and config.smem_bytes <= 227 * 1024
+                assert config.resident * (config.smem_bytes + 1024) <= 228 * 1024
+                assert config.tile_n <= 256 and config.rows // 2 % config.split == 0
+                assert config.lift == (1.0 if b == E4M3 else 64.0)
+
+
+def test_what_is_served() -> None:
+    assert (
+        serves(64, E4M3, E2M1, "sm_90a")
+        and serves(32, E2M1, E4M3, "sm_90a")
+        and serves(1, Kind("e3m2"), E2M1, "sm_90a")
+    )
+    assert not serves(65, E4M3, E2M1, "sm_90a") and not serves(33, E4M3, Kind("e5m2"), "sm_90a")
+    assert not serves(8, E4M3, Kind("e2m3"), "sm_90a") and not serves(8, E4M3, E2M1, "sm_80")
+    assert not serves(8, E4M3, Kind("e2m1", 16, "e4m3"), "sm_90a") and not serves(
+        8, Kind("e4m3", tiles=True), E2M1, "sm_90a"
+    )
+
+
+def test_the_choice_keeps_the_chip_busy() -> None:
+    for m in (1, 8, 9, 33, 64):
+        for n, k in ((1, 1), (4096, 4096), (14336, 4096), (28672, 8192), (100, 100_000)):
+            config = choose_few(m, n, k, E4M3, E2M1)
+            assert config.rows >= m and config in candidates(config.rows, E4M3, E2M1)
+            assert config.split == 1 or k >= 1024 * config.split
+    assert choose_few(16, 28672, 8192, E4M3, E2M1).groups == 2 and choose_few(64, 28672, 8192, E4M3, E2M1).groups == 4
+    assert choose_few(64, 14336, 4096, E4M3, E2M1).groups == 2
+    small = choose_few(1, 4096, 4096, E4M3, E2M1)
+    assert (small.groups, small.split) == (1, 2)
+    assert choose_few(1, 512, 512, E4M3, E2M1).split == 1, "too few k to share"
+    assert choose_few(8, 8, 8, E4M3, E2M1, out="float16", source="float32").source == "float32"
+
+
+CASES = [replace(candidates(rows, E4M3, b)[0], out="float16") for rows in ROWS for b in (E2M1,)]
+CASES += [
+    replace(candidates(32, Kind("e5m2"), E4M3)[-1], out="float16"),
+    replace(candidates(64, E2M1, E2M1)[1], out="float32"),
+]
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled into a folder that outlives the run."""
+    if "MAGICUBE_CACHE" not in os.environ:
+        monkeypatch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
+
+
+@pytest.mark.parametrize("config", CASES, ids=lambda config: config.name)
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: FewRowsConfig) -> None:
+    binary = build(config.unit("sm_90a"))
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    assert config.resident * binary.usage.registers * config.threads <= 65536
+    products = re.findall(r"QGMMA\.\S+ R\d+, R\d+, gdesc", sass)
+    assert len(products) == config.tile_k // 32, "weights from registers, each step of a part once"
+    assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.slabs, "a slab starts from zero"
+    loop = sass[sass.index("QGMMA") : sass.rindex("QGMMA")]
+    overlap = config.groups <= 2 and config.rows <= 32
+    assert loop.count("WARPGROUP.DEPBAR") == config.slabs - (2 if overlap else 1), "the assembler made them wait"
+    assert "MEMBAR" not in loop and "LDS.128" in sass and "UTMALDG.2D" in sass
+    assert ("UCGABAR_ARV" in sass) == (config.split > 1) and ("USETMAXREG" in sass) == (config.groups > 2)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", ["e4m3", "e2m3", "e2m1"])
+def test_the_order_is_made_in_registers(dtype: str, bits: int) -> None:
+    binary = build(OrderConfig(dtype, bits).unit("sm_90a"))
+    assert binary.usage is not None and binary.usage.spill_bytes == 0
+    assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))
