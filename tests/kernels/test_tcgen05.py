@@ -20,7 +20,8 @@ import torch
 from cute_kernels import floats, gemm_floats_cuda
 from cute_kernels.floats import FORMATS
 from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats
-from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind
+from cute_kernels.gemm_floats_config import Kind
+from cute_kernels.gemm_floats_few import serves
 from cute_kernels.gemm_floats_sm100 import (
     Codes,
     MapParameters,
@@ -272,8 +273,8 @@ def test_the_choice_looks_at_the_chip_and_at_what_lies_where(arch: str) -> None:
         (unaligned_blocks(), operand(NV, 7, 256, 1), "a must have blocks that start at a multiple of 4 bytes for nvf4, got 0x"),
     ):  # fmt: skip
         choice = gemm_floats_cuda.choose_for(call_of(a, b, torch.zeros(a.rows, b.rows)), arch, 148)
-        assert isinstance(choice.config, FloatGemmConfig) and choice.config.kernel == (
-            "wgmma" if arch == "sm_90a" else "mma"
+        assert choice.config.kernel == (
+            "few" if serves(a.rows, a.kind, b.kind, arch) else "wgmma" if arch == "sm_90a" else "mma"
         )
         assert choice.refused.startswith(why) if own else choice.refused == "", choice.refused
 
