@@ -273,9 +273,8 @@ def test_the_choice_looks_at_the_chip_and_at_what_lies_where(arch: str) -> None:
         (unaligned_blocks(), operand(NV, 7, 256, 1), "a must have blocks that start at a multiple of 4 bytes for nvf4, got 0x"),
     ):  # fmt: skip
         choice = gemm_floats_cuda.choose_for(call_of(a, b, torch.zeros(a.rows, b.rows)), arch, 148)
-        assert choice.config.kernel == (
-            "few" if serves(a.rows, a.kind, b.kind, arch) else "wgmma" if arch == "sm_90a" else "mma"
-        )
+        few = serves(a.rows, a.kind, b.kind, arch)
+        assert choice.config.kernel == ("few" if few else "wgmma" if arch == "sm_90a" else "mma")
         assert choice.refused.startswith(why) if own else choice.refused == "", choice.refused
 
 
