@@ -24,9 +24,9 @@ from torch import Tensor
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
-from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates, choose
-from cute_kernels.gemm_floats_cuda import gemm_floats_cuda
-from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, choose_few, serves
+from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates
+from cute_kernels.gemm_floats_cuda import choose_config, gemm_floats_cuda
+from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, serves
 from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.jit import current_arch
 
@@ -244,14 +244,12 @@ def configs(
         OrderConfig(a, bits) for a in FORMATS for bits in (4, 8)
     ]
     for a, b, fast in OURS.values():
-        for m, k, n in shapes:
-            few = serves(m, a, b, arch)
-            found.append(choose_few(m, n, k, a, b, out=out) if few else choose(m, n, k, a, b, arch, fast=fast, out=out))
+        found += [choose_config(m, n, k, a, b, arch, fast=fast, out=out) for m, k, n in shapes]
     for m, _, _ in QUICK if quick else TUNED:
         for left, right in (OURS[name][:2] for name in TUNED_PAIRS):
             found += [replace(config, out=out) for config in tried(m, left, right)]
     m, k, n = shapes[0] if quick else ALL_PAIRS
-    found += [choose(m, n, k, Kind(a), Kind(b), arch, out=out) for a in FORMATS for b in FORMATS]
+    found += [choose_config(m, n, k, Kind(a), Kind(b), arch, out=out) for a in FORMATS for b in FORMATS]
     return found
 
 

@@ -188,8 +188,8 @@ def gemm_floats(
         bias: (N,).
         out: (M, N) of ``out_dtype`` to write to; its rows must not have gaps between elements.
         out_dtype: float32, float16, bfloat16, on the CPU float64.
-        fast_accum: on sm_90a without block scales, the Tensor Cores sum all of K, with about 14 bits; otherwise 128 of
-            K at a time, and float32 additions do the rest.
+        fast_accum: on sm_90a without block scales, the Tensor Cores sum all of K, with about 14 bits; otherwise, and by
+            the kernel of few rows, 128 of K at a time, and float32 additions do the rest.
     Codes are decoded exactly.  On sm_90a, operands without block scales are multiplied as e4m3 or e5m2; the partial
     sums are then kept to about 2^-13 of the largest of them or of the products (docs/floats.md has the bound).  With
     block scales, and on other chips, values and scales become bfloat16, exactly but for magnitudes outside of

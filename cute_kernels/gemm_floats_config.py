@@ -33,6 +33,11 @@ class Kind(NamedTuple):
         return f"{self.dtype}{block}{'t' if self.tiles else ''}"
 
 
+def lift_of(*kinds: Kind) -> float:
+    """The factor that decoding to bytes leaves out: shorter codes get the exponent's bias of e4m3."""
+    return 2.0 ** sum(FORMATS["e4m3"].bias - FORMATS[kind.dtype].bias for kind in kinds if kind.bits < 8)
+
+
 @dataclass(frozen=True)
 class FloatGemmConfig:
     """``kernel``: ``"wgmma"``, warp groups of sm_90a, or ``"mma"``, warps of any chip from 8.0 on; ``a``, ``b``: the
@@ -101,10 +106,7 @@ class FloatGemmConfig:
     @property
     def lift(self) -> float:
         """The factor that decoding leaves out."""
-        if self.halves:
-            return 1.0
-        biases = [FORMATS[kind.dtype].bias for kind in (self.a, self.b) if kind.bits < 8]
-        return 2.0 ** sum(FORMATS["e4m3"].bias - bias for bias in biases)
+        return 1.0 if self.halves else lift_of(self.a, self.b)
 
     @property
     def name(self) -> str:

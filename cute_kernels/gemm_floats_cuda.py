@@ -69,6 +69,25 @@ def _tcgen05_kind(call: FloatCall) -> MmaKind:
     return kind
 
 
+def choose_config(
+    m: int,
+    n: int,
+    k: int,
+    a: Kind,
+    b: Kind,
+    arch: str,
+    *,
+    fast: bool = False,
+    out: str = "float32",
+    source: str = "none",
+    multiprocessors: int = 132,
+) -> FloatGemmConfig | FewRowsConfig:
+    """The config for a product of (m, k) and (k, n) that no tcgen05.mma makes."""
+    if serves(m, a, b, arch):
+        return choose_few(m, n, k, a, b, out=out, source=source, multiprocessors=multiprocessors)
+    return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, multiprocessors=multiprocessors)
+
+
 def choose_for(call: FloatCall, arch: str, multiprocessors: int) -> Choice:
     """The config of a product; looks at addresses and strides, computes nothing."""
     m, n, k = call.shape
@@ -82,10 +101,7 @@ def choose_for(call: FloatCall, arch: str, multiprocessors: int) -> Choice:
             return Choice(gemm_floats_sm100.choose(m, n, _tcgen05_kind(call).name, out, source, multiprocessors))
         except ValueError as error:
             refused = str(error)
-    if serves(m, call.a.kind, call.b.kind, arch):
-        few = choose_few(m, n, k, call.a.kind, call.b.kind, out=out, source=source, multiprocessors=multiprocessors)
-        return Choice(few)
-    config = choose(
+    config = choose_config(
         m, n, k, call.a.kind, call.b.kind, arch,
         fast=call.fast_accum, out=out, source=source, multiprocessors=multiprocessors,
     )  # fmt: skip

@@ -134,7 +134,7 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
 }
 
 // A lane's part of a slab: 16 bytes of rows g and g + 8 of its warp's sixteen. Rows that are read together meet in their banks,
-// two and two; narrower boxes, in which they do not, take the copy engine three cycles for each 64 bytes.
+// two and two; with boxes of 64 bytes, in which they do not, the whole took 3 to 6% longer.
 template <class C>
 __device__ __forceinline__ void load_slab(const uint8_t* slab, typename FewRows<C>::Slab& to) {
   using Format = typename C::FormatB;
@@ -195,7 +195,8 @@ __device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename 
   add_sums(sums, partial, 1.0f);
 }
 
-// Of D the lane's columns `column` and column + 8 (kFirst, ...: registers of the accumulators), rows 2t and 2t + 1 of eights.
+// Of D what the lane has in registers `first` on of the accumulators: columns `column` and column + 8, rows 2t and 2t + 1 of
+// every eight.
 template <class C, int kOwn>
 __device__ __forceinline__ void write_few_rows(const GemmOutput<C>& to, const float (&sums)[kOwn], int first, int column) {
   using Source = typename C::Source;

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
 from cute_kernels import workspace
-from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats_config import Kind
+from cute_kernels.gemm_floats_config import Kind, lift_of
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel, tensor_map
 from cute_kernels.source import OUT_TYPES, constants
@@ -56,6 +55,9 @@ class FewRowsConfig:
     stage; ``split`` blocks share the k of a tile; ``resident``: blocks on a multiprocessor at a time.
     """
 
+    kernel: ClassVar[str] = "few"
+    promote: ClassVar[bool] = True  # sums of a slab are added in float32
+
     a: Kind
     b: Kind
     rows: int
@@ -65,8 +67,6 @@ class FewRowsConfig:
     split: int = 1
     resident: int = 2
     slabs: int = 2
-    kernel: str = "few"
-    promote: bool = True  # sums of a slab are added in float32
 
     @property
     def threads(self) -> int:
@@ -101,8 +101,7 @@ class FewRowsConfig:
     @property
     def lift(self) -> float:
         """The factor that decoding leaves out."""
-        biases = [FORMATS[kind.dtype].bias for kind in (self.a, self.b) if kind.bits < 8]
-        return 2.0 ** sum(FORMATS["e4m3"].bias - bias for bias in biases)
+        return lift_of(self.a, self.b)
 
     @property
     def name(self) -> str:

@@ -36,7 +36,8 @@ class Place(NamedTuple):
 
     def view(self, memory: Tensor, strides: tuple[int, ...]) -> Tensor:
         """The tensor in ``memory`` of its dtype."""
-        return memory.as_strided(self.shape, strides, self.offset // self.dtype.itemsize)
+        offset = memory.storage_offset() + self.offset // self.dtype.itemsize  # counted from the storage's beginning
+        return memory.as_strided(self.shape, strides, offset)
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 REST = 32  # calls of a kind and plan that go the long way after one whose check did not pass
 _KINDS = 256
+_SPARES = 8  # sizes of vectors that are drawn ahead, 64 bytes of a GPU's memory for each of their entries
 _MODES = (*COUNTS, "fp16")
 _resting: dict[tuple[Kind, Plan], int] = {}
 _spare: dict[tuple[int, torch.device, int], Tensor] = {}
@@ -144,7 +145,7 @@ def _vectors(n: int, device: torch.device, generator: torch.Generator) -> Tensor
 
 def _draw_ahead(n: int, device: torch.device, generator: torch.Generator) -> None:
     """Draw the vectors of the next call of this size, while the GPU is busy with this one."""
-    if len(_spare) >= _KINDS:
+    if len(_spare) >= _SPARES:
         _spare.clear()
     _spare[_place(n, device)] = _vectors(n, device, generator)
 

@@ -157,3 +157,19 @@ def test_a_prepared_operand_needs_probes_and_lines_that_are_near_one(ran: Ran) -
     far.kept["probes"] = right.kept["probes"]
     assert far.exponent is not None and kept.attempt(A, B, far, request, kind, torch.Generator())[0] is None
     assert len(ran.plans) == 1
+
+
+def test_vectors_drawn_ahead_are_taken_once_and_few_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_place", lambda n, device: (n, device, 0))
+    monkeypatch.setattr(kept, "_spare", {})
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    kept._draw_ahead(100, device, generator)
+    after = generator.get_state()
+    first = kept._vectors(100, device, generator)
+    assert torch.equal(generator.get_state(), after) and not torch.equal(before, after)
+    second = kept._vectors(100, device, generator)
+    assert first.shape == second.shape == (16, 128) and not torch.equal(first, second)
+    for n in range(1, 100):
+        kept._draw_ahead(n, device, generator)
+        assert n in [size for size, *_ in kept._spare] and len(kept._spare) <= kept._SPARES

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.gemm_floats_config import Kind
+from cute_kernels.gemm_floats_cuda import choose_config
 from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few, serves
 from cute_kernels.jit import build
 from tests.helpers import disassemble
@@ -32,16 +33,15 @@ def test_configs_fit_the_chip() -> None:
 
 
 def test_what_is_served() -> None:
-    assert (
-        serves(64, E4M3, E2M1, "sm_90a")
-        and serves(32, E2M1, E4M3, "sm_90a")
-        and serves(1, Kind("e3m2"), E2M1, "sm_90a")
-    )
-    assert not serves(65, E4M3, E2M1, "sm_90a") and not serves(33, E4M3, Kind("e5m2"), "sm_90a")
-    assert not serves(8, E4M3, Kind("e2m3"), "sm_90a") and not serves(8, E4M3, E2M1, "sm_80")
-    assert not serves(8, E4M3, Kind("e2m1", 16, "e4m3"), "sm_90a") and not serves(
-        8, Kind("e4m3", tiles=True), E2M1, "sm_90a"
-    )
+    for m, a, b in ((64, E4M3, E2M1), (32, E2M1, E4M3), (1, Kind("e3m2"), E2M1)):
+        assert serves(m, a, b, "sm_90a") and not serves(m, a, b, "sm_80")
+        assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), FewRowsConfig)
+    scaled, tiled = Kind("e2m1", 16, "e4m3"), Kind("e4m3", tiles=True)
+    for m, a, b in (
+        (65, E4M3, E2M1), (33, E4M3, Kind("e5m2")), (8, E4M3, Kind("e2m3")), (8, E4M3, scaled), (8, tiled, E2M1),
+    ):  # fmt: skip
+        assert not serves(m, a, b, "sm_90a")
+        assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
 
 
 def test_the_choice_keeps_the_chip_busy() -> None:
@@ -58,8 +58,8 @@ def test_the_choice_keeps_the_chip_busy() -> None:
     assert choose_few(8, 8, 8, E4M3, E2M1, out="float16", source="float32").source == "float32"
 
 
-CASES = [replace(candidates(rows, E4M3, b)[0], out="float16") for rows in ROWS for b in (E2M1,)]
-CASES += [
+CASES = [
+    *(replace(candidates(rows, E4M3, E2M1)[0], out="float16") for rows in ROWS),
     replace(candidates(32, Kind("e5m2"), E4M3)[-1], out="float16"),
     replace(candidates(64, E2M1, E2M1)[1], out="float32"),
 ]

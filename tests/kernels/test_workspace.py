@@ -37,6 +37,9 @@ def test_tensors_lie_one_after_the_other() -> None:
     for x, y in zip((first, second, nothing, last), again, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
         assert y.numel() == 0 or y.data_ptr() == memory.data_ptr() + counted.place_of(x).offset
+    room = torch.zeros(512 + counted.size, dtype=torch.uint8)
+    with Arena(room[512:]):
+        assert zeros((7,), torch.float32, CPU).data_ptr() == room.data_ptr() + 512
     assert empty((3,), torch.int8, CPU).data_ptr() not in range(memory.data_ptr(), memory.data_ptr() + counted.size)
 
 
