@@ -26,6 +26,7 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
 from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates
 from cute_kernels.gemm_floats_cuda import choose_config, gemm_floats_cuda
+from cute_kernels.gemm_floats_decode import DecodeConfig, ready
 from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, serves
 from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.jit import current_arch
@@ -63,13 +64,16 @@ OURS: dict[str, tuple[Kind, Kind, bool]] = {
 
 def tried(m: int, a: Kind, b: Kind) -> list[FloatGemmConfig | FewRowsConfig]:
     """The kernels that are chosen from for m rows, and others of the same template."""
-    first, small, *split = candidates(a, b, current_arch())
+    found = candidates(a, b, current_arch())
+    first, small = found[0], next(each for each in found if each.tile_m == 64)
     if first.decoders:
-        others = [replace(first, decoders=1), replace(small, decoders=2), replace(small, stages=3)]
+        left, right = (ready(kind, a.block > 0 or b.block > 0) for kind in (a, b))
+        before = candidates(left, right, current_arch())
+        others = [replace(first, decoders=1), replace(small, decoders=2), replace(small, stages=3), *before]
     else:
         others = [replace(small, resident=2, stages=4), replace(first, promote=False)]
     few = few_candidates(next(rows for rows in ROWS if m <= rows), a, b) if serves(m, a, b, current_arch()) else []
-    return [first, small, *split, *others, *few]
+    return [*found, *others, *few]
 
 
 class Rival(NamedTuple):
@@ -143,8 +147,14 @@ def ours(
     error = error_of(out, truth)
     if not error < 1e-2:
         raise ArithmeticError(f"relative error {error:.1e}")
-    name = explain_gemm_floats(a, b, out_dtype=OUT, fast_accum=fast).kernel if config is None else config.name
-    return Rival(call, error, operand_bytes(a) + operand_bytes(b), name)
+    name = decoded = ""
+    if config is not None:
+        name = config.name
+    else:
+        plan = explain_gemm_floats(a, b, out_dtype=OUT, fast_accum=fast)
+        name, decoded = plan.kernel, " and ".join(plan.decoded)
+    kernel = f"{name}, {decoded} decoded before" if decoded else name
+    return Rival(call, error, operand_bytes(a) + operand_bytes(b), kernel)
 
 
 def torch_fp8(a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float, fast: bool) -> Rival:
@@ -237,12 +247,15 @@ def run_pairs(shape: tuple[int, int, int]) -> dict[str, Any]:
 
 def configs(
     shapes: tuple[tuple[int, int, int], ...], quick: bool
-) -> list[FloatGemmConfig | FewRowsConfig | OrderConfig]:
+) -> list[FloatGemmConfig | FewRowsConfig | OrderConfig | DecodeConfig]:
     """Every kernel that the run will use."""
     arch, out = current_arch(), str(OUT).removeprefix("torch.")
-    found: list[FloatGemmConfig | FewRowsConfig | OrderConfig] = [
+    found: list[FloatGemmConfig | FewRowsConfig | OrderConfig | DecodeConfig] = [
         OrderConfig(a, bits) for a in FORMATS for bits in (4, 8)
     ]
+    small = [Kind(name) for name in FORMATS if FORMATS[name].bits < 8]
+    found += [DecodeConfig(kind, False) for kind in small]
+    found += [DecodeConfig(kind, True) for kind in (MX["e4m3"], MX["e2m1"], NV)]
     for a, b, fast in OURS.values():
         found += [choose_config(m, n, k, a, b, arch, fast=fast, out=out) for m, k, n in shapes]
     for m, _, _ in QUICK if quick else TUNED:

@@ -16,7 +16,7 @@ struct FloatPlane {
   using Scale = Scale_;
   static constexpr int kBlock = kBlock_, kRows = kRows_;
   static constexpr bool kHalves = kHalves_;
-  static constexpr bool kDecoded = kHalves || Format::kBits < 8;
+  static constexpr bool kDecoded = Format::kBits < (kHalves ? 16 : 8);
   static constexpr int kTileK = kHalves ? 64 : 128;  // a row of 128 bytes
   static constexpr int kPackedRow = kTileK * Format::kBits / 8;
   static constexpr int kPackedBytes = kDecoded ? kRows * kPackedRow : 0;
@@ -70,6 +70,19 @@ __device__ __forceinline__ void load_run(const uint8_t* from, uint32_t (&to)[For
   } else {
     CUTE_UNROLL
     for (int i = 0; i < Format::kWords; ++i) to[i] = reinterpret_cast<const uint32_t*>(from)[i];
+  }
+}
+
+// Of a run of codes what exists, `left` bytes; zeros for the rest.
+template <class Format>
+__device__ __forceinline__ void load_ragged_run(const uint8_t* from, int64_t left, uint32_t (&to)[Format::kWords]) {
+  if (left >= 4 * Format::kWords) {
+    load_run<Format>(from, to);
+  } else {
+    CUTE_UNROLL
+    for (int w = 0; w < Format::kWords; ++w) to[w] = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < 4 * Format::kWords; ++i) to[i / 4] |= i < left ? uint32_t(from[i]) << (i % 4 * 8) : 0u;
   }
 }
 

@@ -14,7 +14,7 @@ from cute_kernels import floats
 from cute_kernels.floats import float_format, packed_bytes
 from cute_kernels.gemm_checks import check_output, floating, of_nothing
 from cute_kernels.gemm_floats_config import TILE, FloatGemmConfig, Kind
-from cute_kernels.gemm_floats_cuda import gemm_floats_cuda, plan_cuda
+from cute_kernels.gemm_floats_cuda import decoded_of, gemm_floats_cuda, plan_cuda
 from cute_kernels.gemm_floats_few import FewRowsConfig
 from cute_kernels.gemm_floats_sm100 import Tcgen05Config
 
@@ -129,11 +129,13 @@ class FloatCall:
 @dataclass(frozen=True)
 class FloatPlan:
     """How a product would run: ``kernel`` is ``torch.matmul`` or the name of ``config``; ``copies``: operands whose
-    codes are copied first, so that their rows start at multiples of 16 bytes; ``refused``: on sm_100a and sm_103a, what
-    keeps the operands from ``tcgen05.mma``."""
+    codes are copied first, so that their rows start at multiples of 16 bytes; ``decoded``: operands that a
+    kernel of its own decodes first, because of many rows; ``refused``: on sm_100a and sm_103a, what keeps the operands
+    from ``tcgen05.mma``."""
 
     kernel: str
     copies: tuple[str, ...] = ()
+    decoded: tuple[str, ...] = ()
     config: FloatGemmConfig | FewRowsConfig | Tcgen05Config | None = None
     refused: str = ""
 
@@ -235,4 +237,4 @@ def explain_gemm_floats(
     if a.device.type == "cpu":
         return FloatPlan("torch.matmul")
     choice, copies = plan_cuda(call)
-    return FloatPlan(choice.config.name, copies, choice.config, choice.refused)
+    return FloatPlan(choice.config.name, copies, decoded_of(call, choice.config), choice.config, choice.refused)

@@ -11,12 +11,13 @@ from cute_kernels.jit.compiler import Unit
 from cute_kernels.source import OUT_TYPES, constants
 
 TILE = 128  # rows and k of a tile that has one factor
+_WIDE = 0.95  # time of a tile of 256 columns, for that of two of 128
 _SHARED = 232448  # bytes of shared memory that a block of sm_90a may have
 
 
 class Kind(NamedTuple):
     """One operand as a kernel sees it: its format, codes that share a factor (``block``, 0 for none), the format of
-    that factor, and whether tiles of 128 x 128 have factors."""
+    that factor, and whether tiles of 128 x 128 have factors.  ``"bfloat16"``: decoded before, with its block's factor."""
 
     dtype: str
     block: int = 0
@@ -25,7 +26,7 @@ class Kind(NamedTuple):
 
     @property
     def bits(self) -> int:
-        return FORMATS[self.dtype].bits
+        return 16 if self.dtype == "bfloat16" else FORMATS[self.dtype].bits
 
     @property
     def name(self) -> str:
@@ -68,7 +69,7 @@ class FloatGemmConfig:
     @property
     def halves(self) -> bool:
         """Whether bfloat16 is multiplied, and not bytes."""
-        return self.kernel == "mma" or self.a.block > 0 or self.b.block > 0
+        return self.kernel == "mma" or any(kind.block > 0 or kind.bits > 8 for kind in (self.a, self.b))
 
     @property
     def tile_k(self) -> int:
@@ -76,7 +77,7 @@ class FloatGemmConfig:
 
     def decoded(self, kind: Kind) -> bool:
         """Whether this operand's codes are not multiplied as they are."""
-        return self.halves or kind.bits < 8
+        return kind.bits < (16 if self.halves else 8)
 
     @property
     def threads(self) -> int:
@@ -103,10 +104,9 @@ class FloatGemmConfig:
         """Tiles of an (m, n) output."""
         return -(-m // self.tile_m) * -(-n // self.tile_n)
 
-    @property
-    def lift(self) -> float:
-        """The factor that decoding leaves out."""
-        return 1.0 if self.halves else lift_of(self.a, self.b)
+    def lift(self, a: Kind, b: Kind) -> float:
+        """The factor that decoding operands of these kinds, here or before, leaves out."""
+        return 1.0 if self.halves else lift_of(a, b)
 
     @property
     def name(self) -> str:
@@ -169,7 +169,10 @@ def _roomy(config: FloatGemmConfig) -> FloatGemmConfig:
 
 
 def candidates(a: Kind, b: Kind, arch: str, *, fast: bool = False) -> list[FloatGemmConfig]:
-    """The configs that :func:`choose` chooses from, with float32 output, largest tile first."""
+    """The configs that :func:`choose` chooses from, with float32 output, largest tile first.
+
+    Kinds that :func:`cute_kernels.gemm_floats_decode.ready` makes are operands that are decoded before.
+    """
     tiled = a.tiles or b.tiles
     if arch != "sm_90a":
         return [FloatGemmConfig("mma", a, b, "float32", promote=tiled)]
@@ -178,7 +181,8 @@ def candidates(a: Kind, b: Kind, arch: str, *, fast: bool = False) -> list[Float
     # bfloat16 products are summed in float32 anyway
     base = replace(base, promote=tiled or not (fast or base.halves), decoders=2 if decoded else 0)
     small = replace(base, tile_m=64, groups=1, decoders=3 if decoded else 0)
-    return [_roomy(each) for each in (base, *(replace(small, split=split) for split in (1, 2, 4)))]
+    wide = [] if decoded or tiled else [replace(base, tile_n=256)]
+    return [_roomy(each) for each in (*wide, base, *(replace(small, split=split) for split in (1, 2, 4)))]
 
 
 @lru_cache(maxsize=4096)
@@ -197,12 +201,17 @@ def choose(
 ) -> FloatGemmConfig:
     """The config for a product of (m, k) and (k, n).
 
-    64 rows a tile where 128 would leave multiprocessors idle, and then as many blocks a tile as there is room for at a
-    time, each with 2048 k at least.
+    256 columns a tile unless 128 take fewer turns of the multiprocessors; 64 rows a tile where 128 would leave
+    multiprocessors idle, and then as many blocks a tile as there is room for at a time, each with 2048 k at least.
     """
-    first, *small = candidates(a, b, arch, fast=fast)
-    chosen = first
-    if small and (m <= 64 or first.tiles(m, n) < multiprocessors // 2):
+    found = candidates(a, b, arch, fast=fast)
+    large, small = ([each for each in found if (each.tile_m == 64) == few] for few in (False, True))
+
+    def turns(each: FloatGemmConfig) -> float:
+        return -(-each.tiles(m, n) // multiprocessors) * each.tile_n * (_WIDE if each.tile_n > 128 else 1.0)
+
+    chosen = min(large, key=turns)
+    if small and (m <= 64 or large[-1].tiles(m, n) < multiprocessors // 2):
         fitting = [
             each for each in small if each.split == 1
             or (each.tiles(m, n) * each.split <= multiprocessors and k >= 2048 * each.split)

@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_kernels import gemm_floats_sm100
 from cute_kernels.gemm_cuda import Result, Rows, aligned, is_ready, multiprocessors_of, result_of
 from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, choose
+from cute_kernels.gemm_floats_decode import decode, decoded_first
 from cute_kernels.gemm_floats_few import FewRowsConfig, choose_few, launch_few, serves
 from cute_kernels.gemm_floats_sm100 import TILE_M, Codes, Tcgen05Config, check_alignment, map_parameters
 from cute_kernels.gemm_tmem import ARCHES, MmaKind
@@ -85,6 +86,8 @@ def choose_config(
     """The config for a product of (m, k) and (k, n) that no tcgen05.mma makes."""
     if serves(m, a, b, arch):
         return choose_few(m, n, k, a, b, out=out, source=source, multiprocessors=multiprocessors)
+    if arch == "sm_90a":
+        a, b = decoded_first(m, n, k, a, b)
     return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, multiprocessors=multiprocessors)
 
 
@@ -114,6 +117,14 @@ def plan_cuda(call: FloatCall) -> tuple[Choice, tuple[str, ...]]:
     if isinstance(choice.config, Tcgen05Config):
         return choice, ()
     return choice, tuple(name for name, each in (("a", call.a), ("b", call.b)) if not is_ready(each.codes))
+
+
+def decoded_of(call: FloatCall, config: FloatGemmConfig | FewRowsConfig | Tcgen05Config) -> tuple[str, ...]:
+    """The operands that are decoded before the product."""
+    if not isinstance(config, FloatGemmConfig):
+        return ()
+    pairs = (("a", config.a, call.a.kind), ("b", config.b, call.b.kind))
+    return tuple(name for name, taken, given in pairs if taken != given)
 
 
 def _map(rows: Rows, kind: Kind, count: int, tile: int, config: FloatGemmConfig) -> bytes:
@@ -152,9 +163,12 @@ def _launch(call: FloatCall, config: FloatGemmConfig | FewRowsConfig, written: R
         return
     kernel = get_kernel(config)
     (scales_a, _owner_a), (scales_b, _owner_b) = _scales(call.a), _scales(call.b)
-    result = (
-        k, *scales_a, *scales_b, *written.arguments, np.float32(call.alpha * config.lift), np.float32(call.beta)
-    )  # fmt: skip
+    if config.a != call.a.kind:
+        a, scales_a = decode(call.a, a, config.a), scales_a if config.a.tiles else (0, 0, 0)
+    if config.b != call.b.kind:
+        b, scales_b = decode(call.b, b, config.b), scales_b if config.b.tiles else (0, 0, 0)
+    alpha = np.float32(call.alpha * config.lift(call.a.kind, call.b.kind))
+    result = (k, *scales_a, *scales_b, *written.arguments, alpha, np.float32(call.beta))
     tiles = config.tiles(m, n)
     if config.kernel == "mma":
         operands = (a.pointer, a.pitch, a.owner.shape[1], b.pointer, b.pitch, b.owner.shape[1])

@@ -59,13 +59,8 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
   constexpr int kRunBytes = 4 * Format::kWords;
   const int64_t left = row_bytes - run * kRunBytes;
   const uint8_t* from = x + row * x_pitch + run * kRunBytes;
-  uint32_t codes[Format::kWords] = {}, bytes[4];
-  if (left >= kRunBytes) {
-    load_run<Format>(from, codes);
-  } else {
-    CUTE_UNROLL
-    for (int i = 0; i < kRunBytes; ++i) codes[i / 4] |= i < left ? uint32_t(from[i]) << (i % 4 * 8) : 0u;
-  }
+  uint32_t codes[Format::kWords], bytes[4];
+  load_ragged_run<Format>(from, left, codes);
   decode_bytes<Format>(codes, bytes);
   const int first = int(run * 16 % Order::kSlabK);
   uint8_t* slab = ordered + row * pitch + run * 16 - first;

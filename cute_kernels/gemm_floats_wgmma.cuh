@@ -3,7 +3,8 @@
 // A persistent block takes tiles of the output. One warp feeds two rings by the tensor copy engine: packed parts of the
 // operands that have to be decoded, and ready parts of those that have not. kDecoders warp groups take turns in decoding
 // packed parts into ready ones; kGroups warp groups multiply these, 64 rows of the tile each.
-// kPromote: the tensor cores sum one part of k at a time, and float32 additions do the rest; else all of k.
+// kPromote: the tensor cores sum one part of k at a time, and float32 additions do the rest; else all of k. A tile of 256
+// columns takes less from shared memory for a product: of one of 128 the operands' reads and their arrival take longer.
 // kSplit blocks of a cluster have a share of k each, and meet through their shared memory at the end.
 #pragma once
 
@@ -19,15 +20,19 @@ struct FloatGroupOp;
   struct FloatGroupOp<N, A, B, false> {                             \
     using type = SM90::GMMA::MMA_64x##N##x32_F32##A##B##_SS_TN<>;   \
   };
-MAGICUBE_BYTES_OP(128, E4M3, E4M3)
-MAGICUBE_BYTES_OP(128, E4M3, E5M2)
-MAGICUBE_BYTES_OP(128, E5M2, E4M3)
-MAGICUBE_BYTES_OP(128, E5M2, E5M2)
+#define MAGICUBE_GROUP_OPS(N)                                       \
+  MAGICUBE_BYTES_OP(N, E4M3, E4M3)                                  \
+  MAGICUBE_BYTES_OP(N, E4M3, E5M2)                                  \
+  MAGICUBE_BYTES_OP(N, E5M2, E4M3)                                  \
+  MAGICUBE_BYTES_OP(N, E5M2, E5M2)                                  \
+  template <class A, class B>                                       \
+  struct FloatGroupOp<N, A, B, true> {                              \
+    using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>; \
+  };
+MAGICUBE_GROUP_OPS(128)
+MAGICUBE_GROUP_OPS(256)
+#undef MAGICUBE_GROUP_OPS
 #undef MAGICUBE_BYTES_OP
-template <class A, class B>
-struct FloatGroupOp<128, A, B, true> {
-  using type = SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>;
-};
 
 // What the Tensor Cores take a format for.
 template <class Format>
@@ -37,12 +42,14 @@ template <class C>
 struct FloatGemm {
   using A = FloatPlane<typename C::FormatA, typename C::ScaleA, C::kBlockA, C::kHalves, C::kTileM>;
   using B = FloatPlane<typename C::FormatB, typename C::ScaleB, C::kBlockB, C::kHalves, C::kTileN>;
-  using Op = typename FloatGroupOp<C::kTileN, ReadyFormat<typename C::FormatA>, ReadyFormat<typename C::FormatB>,
+  // Of an instruction. Sums of a part beside those of 256 columns would fill the registers, so that these go in two spans.
+  static constexpr int kColumns = C::kPromote ? 128 : C::kTileN, kSpans = C::kTileN / kColumns;
+  using Op = typename FloatGroupOp<kColumns, ReadyFormat<typename C::FormatA>, ReadyFormat<typename C::FormatB>,
                                    C::kHalves>::type;
   static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = A::kTileK;
   static constexpr int kStages = C::kStages, kPackedStages = C::kPackedStages;
   static constexpr int kGroups = C::kGroups, kDecoders = C::kDecoders, kSplit = C::kSplit;
-  static constexpr int kRegisters = kTileN / 2;  // a thread's sums
+  static constexpr int kRegisters = kColumns / 2;  // a thread's sums of a span
   static constexpr int kStageBytes = A::kBytes + B::kBytes, kPackedBytes = A::kPackedBytes + B::kPackedBytes;
   static constexpr int kDirectBytes = (A::kDecoded ? 0 : A::kBytes) + (B::kDecoded ? 0 : B::kBytes);
   static constexpr int kRings = kStages * kStageBytes + kPackedStages * kPackedBytes;
@@ -59,13 +66,14 @@ struct FloatGemm {
   // Whether there is room for the sums of two parts beside those of the tile, so that one part is multiplied while the
   // sums of the other are added. Parts then go in pairs, the last of which may lie beyond the matrix. Between pairs no
   // product is under way: where one is at a loop's end, the assembler waits after each instruction.
-  static constexpr bool kOverlap = C::kPromote && kDecoders == 0;
+  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kSpans == 1;
   static constexpr int kPair = kOverlap ? 2 : 1;
   using Sums = float[kRegisters];
+  using Tile = float[kSpans][kRegisters];
 
   static_assert(kGroups * 64 == kTileM, "a group has 64 rows");
   static_assert((kDecoders > 0) == (A::kDecoded || B::kDecoded), "decoders where something is to be decoded");
-  static_assert(kSplit == 1 || (kGroups == 1 && kRegisters % (16 * kSplit) == 0), "blocks share a tile by 32 columns");
+  static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0), "blocks share a tile by 32 columns");
   static_assert(kSplit == 1 || kRings >= kRegisters * 512, "sums meet in the rings' memory");
 
   uint8_t* shared;
@@ -111,8 +119,8 @@ __device__ void feed_floats(const FloatGemm<C>& gemm, const TmaDescriptor& a, co
         const uint32_t full = gemm.full(at.stage);
         barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
         barrier_expect(full, G::kDirectBytes);
-        if (!G::A::kDecoded) copy_box(shared_address(gemm.ready_a(at.stage)), &a, part * G::kTileK, row, full);
-        if (!G::B::kDecoded) copy_box(shared_address(gemm.ready_b(at.stage)), &b, part * G::kTileK, column, full);
+        if (!G::A::kDecoded) copy_box(shared_address(gemm.ready_a(at.stage)), &a, part * 128, row, full);
+        if (!G::B::kDecoded) copy_box(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column, full);
       }
     }
   });
@@ -156,10 +164,10 @@ __device__ void decode_tiles(const FloatGemm<C>& gemm, const BlockScales& scales
 // The products of one part that concern a group's rows; kFresh: instead of what `sums` held, else added to it.
 template <class C, bool kFresh>
 __device__ __forceinline__ void multiply_ready(const FloatGemm<C>& gemm, typename FloatGemm<C>::Sums& sums, int stage,
-                                               int group) {
+                                               int group, int span = 0) {
   using G = FloatGemm<C>;
   const uint64_t a = describe<128>(shared_address(gemm.ready_a(stage))) + (group * 64 * 128 >> 4);
-  const uint64_t b = describe<128>(shared_address(gemm.ready_b(stage)));
+  const uint64_t b = describe<128>(shared_address(gemm.ready_b(stage))) + (span * G::kColumns * 128 >> 4);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int k = 0; k < 128; k += 32) {
@@ -182,7 +190,7 @@ __device__ __forceinline__ void add_sums(float (&sums)[kRegisters], const float 
 }
 
 template <class C>
-__device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Sums& sums,
+__device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Tile& sums,
                                          GemmPosition<C::kStages>& at, int group, const TileScales& scales_a,
                                          const TileScales& scales_b, int row, int column) {
   using G = FloatGemm<C>;
@@ -202,7 +210,7 @@ __device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename Floa
       hold_sums(partial);
       free_stage(stage);
       stage = stage + 1 == G::kStages ? 0 : stage + 1;
-      add_sums(sums, partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
+      add_sums(sums[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
     };
     for (int part = gemm.begin; part < gemm.last; part += 2) {
       start(even);
@@ -215,27 +223,31 @@ __device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename Floa
   } else if constexpr (C::kPromote) {
     typename G::Sums partial = {};
     for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
-      const float factor = scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK);
+      const float left = scales_a.at(row, part * G::kTileK);
       barrier_wait(gemm.full(at.stage), at.parity);
-      hold_sums(partial);
-      multiply_ready<C, true>(gemm, partial, at.stage, group);
-      warpgroup_wait<0>();
-      hold_sums(partial);
-      free_stage(at.stage);
-      add_sums(sums, partial, factor);
+      CUTE_UNROLL
+      for (int span = 0; span < G::kSpans; ++span) {
+        const float factor = left * scales_b.at(column + span * G::kColumns, part * G::kTileK);
+        hold_sums(partial);
+        multiply_ready<C, true>(gemm, partial, at.stage, group, span);
+        warpgroup_wait<0>();
+        hold_sums(partial);
+        if (span + 1 == G::kSpans) free_stage(at.stage);
+        add_sums(sums[span], partial, factor);
+      }
     }
   } else {
     int before = 0;
-    hold_sums(sums);
+    hold_sums(sums[0]);
     for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
       barrier_wait(gemm.full(at.stage), at.parity);
-      multiply_ready<C, false>(gemm, sums, at.stage, group);
+      multiply_ready<C, false>(gemm, sums[0], at.stage, group);
       warpgroup_wait<1>();
       if (part > gemm.begin) free_stage(before);
       before = at.stage;
     }
     warpgroup_wait<0>();
-    hold_sums(sums);
+    hold_sums(sums[0]);
     if (gemm.begin < gemm.last) free_stage(before);
   }
 }
@@ -271,14 +283,14 @@ __device__ void multiply_floats(const FloatGemm<C>& gemm, const GemmOutput<C>& t
   using G = FloatGemm<C>;
   GemmPosition<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
-    typename G::Sums sums = {};
+    typename G::Tile sums = {};
     sum_tile(gemm, sums, at, group, scales_a, scales_b, row, column);
     if constexpr (G::kSplit > 1) {
-      write_shared_tile(gemm, to, sums, row, column);
+      write_shared_tile(gemm, to, sums[0], row, column);
     } else {
-      uint32_t bits[1][G::kRegisters];
+      uint32_t bits[1][G::kSpans * G::kRegisters];
       CUTE_UNROLL
-      for (int r = 0; r < G::kRegisters; ++r) bits[0][r] = __float_as_uint(sums[r]);
+      for (int r = 0; r < G::kSpans * G::kRegisters; ++r) bits[0][r] = __float_as_uint(sums[r / G::kRegisters][r % G::kRegisters]);
       write_fragment(to, bits, row + group * 64 + threadIdx.x / 32 % 4 * 16, column, threadIdx.x % 32);
     }
   });

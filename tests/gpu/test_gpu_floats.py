@@ -14,6 +14,7 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
 from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates
 from cute_kernels.gemm_floats_cuda import gemm_floats_cuda
+from cute_kernels.gemm_floats_decode import DecodeConfig, ready
 from cute_kernels.gemm_floats_few import FewRowsConfig
 from cute_kernels.jit import get_kernel
 
@@ -45,8 +46,16 @@ UNIT = 2.0**-13  # of the largest addend, what the Tensor Cores keep of each add
 
 
 def every(a: Kind, b: Kind, fast: bool = False) -> list[FloatGemmConfig]:
-    """Every kernel for a pair, the warps' one too."""
-    return [config for arch in dict.fromkeys((ARCH, "sm_80")) for config in candidates(a, b, arch, fast=fast)]
+    """Every kernel for a pair, the warps' one too, and those that take operands that were decoded before."""
+    found = [config for arch in dict.fromkeys((ARCH, "sm_80")) for config in candidates(a, b, arch, fast=fast)]
+    before = tuple(ready(kind, a.block > 0 or b.block > 0) for kind in (a, b))
+    return found + (candidates(*before, ARCH, fast=fast) if HOPPER and before != (a, b) else [])
+
+
+def decoders(*pairs: tuple[Kind, Kind]) -> list[DecodeConfig]:
+    """The kernels that decode operands before a product."""
+    wide = [(kind, pair[0].block > 0 or pair[1].block > 0) for pair in pairs for kind in pair]
+    return [DecodeConfig(kind, halves) for kind, halves in dict.fromkeys(wide) if ready(kind, halves) != kind]
 
 
 def first(a: Kind, b: Kind) -> list[FloatGemmConfig]:
@@ -123,13 +132,13 @@ def test_all_25_pairs_multiply_small_integers_exactly() -> None:
 
 
 @pytest.mark.parametrize("pair", WAYS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-@pytest.mark.configs([config for pair in WAYS for config in every(*pair)])
+@pytest.mark.configs([*decoders(*WAYS), *(config for pair in WAYS for config in every(*pair))])
 def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[Kind, Kind]) -> None:
     assert_exact(*pair, every(*pair), SHAPES)
 
 
 @pytest.mark.parametrize("pair", SCALED, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-@pytest.mark.configs([config for pair in SCALED for config in every(*pair)])
+@pytest.mark.configs([*decoders(*SCALED), *(config for pair in SCALED for config in every(*pair))])
 def test_factors_of_blocks_and_tiles_reach_their_products(pair: tuple[Kind, Kind]) -> None:
     assert_exact(*pair, every(*pair), SHAPES)
 
@@ -259,7 +268,23 @@ def test_graphs_and_the_plan() -> None:
     assert torch.equal(out.double(), exact(a, b))
     plan = explain_gemm_floats(a, b)
     assert plan.config is not None and plan.kernel == plan.config.name and plan.copies == ()
-    assert get_kernel(plan.config).local_bytes == 0
+    assert get_kernel(plan.config).local_bytes == 0 and plan.decoded == ()
+
+
+@pytest.mark.skipif(not HOPPER, reason="other chips decode in the product")
+@pytest.mark.parametrize("pair", [(WAYS[1]), (WAYS[4]), (SCALED[0]), (SCALED[4]), (SCALED[5])], ids=str)
+def test_operands_of_many_rows_are_decoded_before(pair: tuple[Kind, Kind]) -> None:
+    for m, k, n in ((1024, 4100, 2056), (4096, 77, 4099), (20_000, 1000, 500)):  # whole runs of sixteen, and not
+        a, b = operand(pair[0], m, k, 1), operand(pair[1], n, k, 9)
+        plan = explain_gemm_floats(a, b)
+        assert k < 1000 or "a" in plan.decoded
+        assert torch.equal(gemm_floats(a, b).double(), exact(a, b)), plan
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros(m, n, device="cuda")
+    with torch.cuda.graph(graph):
+        gemm_floats(a, b, out=out)
+    a.codes.copy_(operand(pair[0], m, k, 7).codes)
+    graph.replay()
+    assert torch.equal(out.double(), exact(a, b)), "a replay reads the operands anew"
 
 
 def test_products_of_nothing() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.gemm_floats import FloatOperand, explain_gemm_floats, gemm_floats
 from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates, choose
+from cute_kernels.gemm_floats_cuda import choose_config
+from cute_kernels.gemm_floats_decode import decoded_first, ready
 
 KINDS = [
     *(Kind(name) for name in FORMATS), Kind("e2m1", 16, "e4m3"), Kind("e4m3", 32, "ue8m0"), Kind("e5m2", 32, "ue8m0"),
@@ -147,31 +150,34 @@ def test_bad_arguments_are_named(call: Any, error: type[Exception], match: str) 
 def test_configs_fit_the_chip(arch: str) -> None:
     shared = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_120a": 99}[arch] * 1024
     for a, b in PAIRS:
-        for fast in (False, True):
-            configs = candidates(a, b, arch, fast=fast)
+        for fast, decoded in product((False, True), repeat=2):
+            left, right = (ready(kind, a.block > 0 or b.block > 0) if decoded else kind for kind in (a, b))
+            configs = candidates(left, right, arch, fast=fast) if arch == "sm_90a" or not decoded else []
             assert len({config.name for config in configs}) == len(configs)
             for config in configs:
                 assert config.smem_bytes <= shared and config.stages >= 2
                 assert config.resident * (config.smem_bytes + 1024) <= 228 * 1024
-                check_config(config, a, b, arch)
+                check_config(config, left, right, arch)
 
 
 def check_config(config: FloatGemmConfig, a: Kind, b: Kind, arch: str) -> None:
     assert (config.kernel == "wgmma") == (arch == "sm_90a")
     assert config.promote or not (a.tiles or b.tiles), "factors of tiles need sums of tiles"
     if config.kernel == "wgmma":
-        assert config.halves == bool(a.block or b.block)
+        assert config.halves == bool(a.block or b.block or a.dtype == "bfloat16")
         assert (config.decoders > 0) == (config.decoded(a) or config.decoded(b))
         assert config.tile_m == 64 * config.groups and (config.packed_stages >= 2 or not config.decoders)
-        assert config.lift == 1.0 or not config.halves
+        assert config.tile_n == 128 or not (config.decoders or a.tiles or b.tiles)
 
 
 def test_the_lift_makes_good_what_decoding_leaves_out() -> None:
     # e2m1 and e2m3 have a bias of 1, e3m2 of 3, and e4m3, in whose bits they are, of 7.
     for dtype, lift in (("e2m1", 64.0), ("e2m3", 64.0), ("e3m2", 16.0), ("e4m3", 1.0), ("e5m2", 1.0)):
-        config = candidates(Kind(dtype), Kind("e2m1"), "sm_90a")[0]
-        assert config.lift == lift * 64
-        assert candidates(Kind(dtype), Kind("e2m1", 32, "ue8m0"), "sm_90a")[0].lift == 1.0
+        a, b, blocks = Kind(dtype), Kind("e2m1"), Kind("e2m1", 32, "ue8m0")
+        for found in ((a, b), (ready(a, False), ready(b, False))):
+            assert candidates(*found, "sm_90a")[0].lift(a, b) == lift * 64
+        for found in ((a, blocks), (ready(a, True), ready(blocks, True))):
+            assert candidates(*found, "sm_90a")[0].lift(a, blocks) == 1.0
 
 
 def test_the_choice_fits_the_shape() -> None:
@@ -187,6 +193,38 @@ def test_the_choice_fits_the_shape() -> None:
     assert choose(64, 4096, 4096, a, b, "sm_90a").split == 2 and choose(64, 4096, 8192, a, b, "sm_90a").split == 4
     assert choose(16, 28672, 8192, a, b, "sm_90a").tile_m == 64
     assert choose(8, 8, 8, a, b, "sm_90a", out="float16", source="float32").source == "float32"
+
+
+def test_a_tile_has_256_columns_unless_128_take_fewer_turns() -> None:
+    a = Kind("e4m3")
+    for m, n, columns in (
+        (4096, 4096, 256),
+        (8192, 8192, 256),
+        (1024, 4096, 256),
+        (512, 28672, 128),
+        (256, 14336, 256),
+    ):
+        assert choose(m, n, 4096, a, a, "sm_90a").tile_n == columns, (m, n)
+    assert choose(4096, 4096, 4096, Kind("bfloat16"), Kind("bfloat16"), "sm_90a").tile_n == 256
+    tiled = Kind("e4m3", tiles=True)
+    assert choose(4096, 4096, 4096, tiled, tiled, "sm_90a").tile_n == 128
+
+
+def test_operands_of_many_rows_are_decoded_before_the_product() -> None:
+    # As an H200 had it: the faster way in each case.
+    e4m3, e2m1, e2m3, mx = Kind("e4m3"), Kind("e2m1"), Kind("e2m3"), Kind("e4m3", 32, "ue8m0")
+    many, few = (4096, 4096, 4096), (256, 14336, 4096)
+    assert decoded_first(*many, e4m3, e4m3) == (e4m3, e4m3)
+    assert decoded_first(*many, e4m3, e2m1) == decoded_first(*many, e2m3, e2m1) == (e4m3, e4m3)
+    assert decoded_first(*few, e4m3, e2m1) == (e4m3, e2m1)
+    assert decoded_first(*few, e2m3, e2m3) == (e4m3, e4m3)
+    assert decoded_first(*many, mx, e2m1) == (Kind("bfloat16"), Kind("bfloat16"))
+    assert decoded_first(64, 28672, 8192, mx, mx) == (mx, mx)
+    tiled = Kind("e2m1", tiles=True)
+    assert decoded_first(*many, tiled, mx) == (Kind("bfloat16", tiles=True), Kind("bfloat16"))
+    taken = choose_config(*many, tiled, e2m1, "sm_90a")
+    assert isinstance(taken, FloatGemmConfig) and (taken.a, taken.b) == (Kind("e4m3", tiles=True), e4m3)
+    assert taken.decoders == 0 and choose_config(*many, tiled, e2m1, "sm_80").a == tiled
 
 
 def test_the_example_draws_all_pairs(tmp_path: Path) -> None:
