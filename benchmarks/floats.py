@@ -251,8 +251,9 @@ def configs(
     """Every kernel that the run will use."""
     arch, out = current_arch(), str(OUT).removeprefix("torch.")
     found: list[FloatGemmConfig | FewRowsConfig | OrderConfig | DecodeConfig] = [
-        OrderConfig(a, bits) for a in FORMATS for bits in (4, 8)
+        OrderConfig(Kind(a), bits) for a in FORMATS for bits in (4, 8)
     ]
+    found += [OrderConfig(MX["e4m3"], 4, True), OrderConfig(NV, 4, True)]
     small = [Kind(name) for name in FORMATS if FORMATS[name].bits < 8]
     found += [DecodeConfig(kind, False) for kind in small]
     found += [DecodeConfig(kind, True) for kind in (MX["e4m3"], MX["e2m1"], NV)]

@@ -93,6 +93,17 @@ __device__ __forceinline__ uint32_t to_halves(uint32_t codes) {
   }
 }
 
+// The same of narrow codes that begin at bit kAt of each half, in fewer steps than to shift them down before.
+template <class Format, int kAt, class Half = BFLOAT16>
+__device__ __forceinline__ uint32_t to_halves_from(uint32_t word) {
+  static_assert(Format::kBits < 8 && Half::kBias != Format::kBias, "a product lifts the exponent");
+  constexpr int kMagnitude = Format::kBits - 1, kUp = Half::kMantissa - Format::kMantissa - kAt;
+  constexpr uint32_t kOwn = ((1u << kMagnitude) - 1 << (Half::kMantissa - Format::kMantissa)) * kEachHalf;
+  constexpr uint32_t kLift = (Half::kBias - Format::kBias + Half::kBias) << Half::kMantissa;
+  const uint32_t own = (kUp >= 0 ? word << (kUp > 0 ? kUp : 0) : word >> (kUp < 0 ? -kUp : 0)) & kOwn;
+  return multiply_halves<Half>(word << (15 - kMagnitude - kAt) & 0x8000 * kEachHalf | own, kLift * kEachHalf);
+}
+
 // A scale's code as bfloat16, in both halves.
 template <class Format>
 __device__ __forceinline__ uint32_t scale_halves(uint32_t code) {

@@ -17,7 +17,7 @@ _SHARED = 232448  # bytes of shared memory that a block of sm_90a may have
 
 class Kind(NamedTuple):
     """One operand as a kernel sees it: its format, codes that share a factor (``block``, 0 for none), the format of
-    that factor, and whether tiles of 128 x 128 have factors.  ``"bfloat16"``: decoded before, with its block's factor."""
+    that factor, and whether tiles of 128 x 128 have factors.  ``"bfloat16"``: decoded before, its factors included."""
 
     dtype: str
     block: int = 0

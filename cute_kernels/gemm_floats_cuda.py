@@ -158,11 +158,11 @@ def _launch_tcgen05(call: FloatCall, config: Tcgen05Config, written: Result) -> 
 def _launch(call: FloatCall, config: FloatGemmConfig | FewRowsConfig, written: Result) -> None:
     m, n, k = call.shape
     a, b = _ready(call.a.codes), _ready(call.b.codes)
+    (scales_a, _owner_a), (scales_b, _owner_b) = _scales(call.a), _scales(call.b)
     if isinstance(config, FewRowsConfig):
-        launch_few(config, a, b, call.shape, written, call.alpha, call.beta)
+        launch_few(config, (a, scales_a), (b, scales_b), call.shape, written, call.alpha, call.beta)
         return
     kernel = get_kernel(config)
-    (scales_a, _owner_a), (scales_b, _owner_b) = _scales(call.a), _scales(call.b)
     if config.a != call.a.kind:
         a, scales_a = decode(call.a, a, config.a), scales_a if config.a.tiles else (0, 0, 0)
     if config.b != call.b.kind:

@@ -4,26 +4,30 @@
 // their rows, a lane reads 16 of these, decodes them in registers, and multiplies them from there, as the operand of 64 rows.
 // A lane so has neighbours of k where an instruction has one run of four for each lane; the order of k in a product is free as
 // long as X has the same, and X is small: `order_few_rows` writes it decoded and in that order before.
-// kGroups warp groups have 64 rows of weights each; kSplit blocks of a cluster have a share of k each. Sums of a slab are added
-// in float32.
+// kGroups warp groups have 64 rows of weights each; kSplit blocks of a cluster have a share of k each. Sums of a slab of bytes
+// are added in float32. Where blocks of k have factors, codes become bfloat16 times their factor (kHalves), as X does before.
 #pragma once
 
 #include "gemm_floats_wgmma.cuh"
 
 namespace magicube {
 
-template <int kColumns, class W, class X>
+template <int kColumns, class W, class X, bool kHalves>
 struct FewRowsOp;
 #define MAGICUBE_FEW_OP(N, W, X)                                    \
   template <>                                                       \
-  struct FewRowsOp<N, W, X> {                                       \
+  struct FewRowsOp<N, W, X, false> {                                \
     using type = SM90::GMMA::MMA_64x##N##x32_F32##W##X##_RS_TN<>;   \
   };
-#define MAGICUBE_FEW_OPS(N)      \
-  MAGICUBE_FEW_OP(N, E4M3, E4M3) \
-  MAGICUBE_FEW_OP(N, E4M3, E5M2) \
-  MAGICUBE_FEW_OP(N, E5M2, E4M3) \
-  MAGICUBE_FEW_OP(N, E5M2, E5M2)
+#define MAGICUBE_FEW_OPS(N)                                         \
+  MAGICUBE_FEW_OP(N, E4M3, E4M3)                                    \
+  MAGICUBE_FEW_OP(N, E4M3, E5M2)                                    \
+  MAGICUBE_FEW_OP(N, E5M2, E4M3)                                    \
+  MAGICUBE_FEW_OP(N, E5M2, E5M2)                                    \
+  template <class W, class X>                                       \
+  struct FewRowsOp<N, W, X, true> {                                 \
+    using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>; \
+  };
 MAGICUBE_FEW_OPS(8)
 MAGICUBE_FEW_OPS(16)
 MAGICUBE_FEW_OPS(32)
@@ -31,66 +35,82 @@ MAGICUBE_FEW_OPS(64)
 #undef MAGICUBE_FEW_OPS
 #undef MAGICUBE_FEW_OP
 
-// Where in its run of 128 bytes (kBits = 4) or 64 (8) of X the k go that a lane's slab has: byte 4 t + j and byte 16 + 4 t + j
-// of step s. A lane t has codes t kOwn to t kOwn + kOwn - 1, and eight of them at a time: of 4 bits, the even and the odd ones.
-template <int kBits>
+// Where in its slab of X the k go that a lane's slab of weights of kBits has. A lane t has codes t kOwn to t kOwn + kOwn - 1.
+template <int kBits, bool kHalves>
 struct FewRowsOrder {
   static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
-  static constexpr int kSlabK = 512 / kBits, kSteps = kSlabK / 32, kOwn = 128 / kBits;
+  static constexpr int kSlabK = 512 / kBits, kOwn = 128 / kBits, kStepK = kHalves ? 16 : 32, kSteps = kSlabK / kStepK;
+  static constexpr int kSize = kHalves ? 2 : 1;  // bytes of a number
 
-  // Place of the word of the first (half 0) or second (half 1) four of the eight codes from `k` on, inside their slab.
-  __device__ static int place(int k, int half) { return k % kOwn / 8 * 32 + half * 16 + k / kOwn % 4 * 4; }
-  // Those words, of eight codes as bytes.
-  __device__ static uint32_t word(uint32_t low, uint32_t high, int half) {
-    if constexpr (kBits == 8) return half ? high : low;
-    else return __byte_perm(low, high, half ? 0x7531 : 0x6420);
+  // Of sixteen numbers from `k` on, inside their slab, where the words lie, in bytes, and what they are. An instruction takes
+  // words 2 t and 2 t + 1 of a step, or, of bytes, t and t + 4. Of 4 bits the even and the odd codes of eight come together,
+  // or, of halves, codes i and i + 4.
+  __device__ static void put(uint8_t* slab, int k, const uint32_t (&numbers)[4 * kSize]) {
+    CUTE_UNROLL
+    for (int i = 0; i < 4 * kSize; ++i) {
+      const int eight = i / (2 * kSize), at = k % kOwn + 8 * eight, part = i % (2 * kSize), t = k / kOwn % 4;
+      uint32_t* const to = reinterpret_cast<uint32_t*>(slab);
+      if constexpr (!kHalves) {
+        const uint32_t low = numbers[2 * eight], high = numbers[2 * eight + 1];
+        to[at / 8 * 8 + part * 4 + t] = kBits == 8 ? (part ? high : low) : __byte_perm(low, high, part ? 0x7531 : 0x6420);
+      } else if constexpr (kBits == 8) {
+        to[(at / 4 + part / 2) * 8 + part % 2 * 4 + t] = numbers[i];
+      } else {
+        const uint32_t low = numbers[4 * eight + part / 2], high = numbers[4 * eight + 2 + part / 2];
+        to[(at / 4 + part / 2) * 8 + part % 2 * 4 + t] = __byte_perm(low, high, part % 2 ? 0x7632 : 0x5410);
+      }
+    }
   }
 };
 
-// X (rows, k) of codes as bytes of the format that is multiplied, (rows, pitch), in the order of FewRowsOrder; zero beyond k.
+// X (rows, k) of codes as numbers that are multiplied, (rows, pitch bytes), in the order of FewRowsOrder; zero beyond k.
 template <class C>
 __global__ void __launch_bounds__(128)
-order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, uint8_t* ordered, int64_t pitch) {
+order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* factors,
+               int64_t factors_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
   using Format = typename C::Format;
-  using Order = FewRowsOrder<C::kBits>;
+  using Order = FewRowsOrder<C::kBits, C::kHalves>;
   let_successor_start();
-  const int64_t runs = pitch / 16, index = int64_t{blockIdx.x} * 128 + threadIdx.x, row = index / runs, run = index % runs;
+  const int64_t runs = pitch / (16 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
+  const int64_t row = index / runs, run = index % runs;
   if (row >= rows) return;
   constexpr int kRunBytes = 4 * Format::kWords;
-  const int64_t left = row_bytes - run * kRunBytes;
-  const uint8_t* from = x + row * x_pitch + run * kRunBytes;
-  uint32_t codes[Format::kWords], bytes[4];
-  load_ragged_run<Format>(from, left, codes);
-  decode_bytes<Format>(codes, bytes);
-  const int first = int(run * 16 % Order::kSlabK);
-  uint8_t* slab = ordered + row * pitch + run * 16 - first;
-  CUTE_UNROLL
-  for (int eight = 0; eight < 2; ++eight) {
-    CUTE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<uint32_t*>(slab + Order::place(first + 8 * eight, half)) =
-          Order::word(bytes[2 * eight], bytes[2 * eight + 1], half);
+  uint32_t codes[Format::kWords], numbers[4 * Order::kSize];
+  load_ragged_run<Format>(x + row * x_pitch + run * kRunBytes, row_bytes - run * kRunBytes, codes);
+  if constexpr (C::kHalves) {
+    uint32_t factor = 0;
+    if constexpr (C::kBlock > 0) {
+      const int64_t block = run * 16 / C::kBlock;
+      factor = scale_halves<typename C::Scale>(block < blocks ? __ldg(factors + row * factors_pitch + block) : 0);
     }
+    decode_halves<Format, (C::kBlock > 0)>(codes, factor, numbers);
+  } else {
+    decode_bytes<Format>(codes, numbers);
   }
+  const int first = int(run * 16 % Order::kSlabK);
+  Order::put(ordered + row * pitch + (run * 16 - first) * Order::kSize, first, numbers);
 }
 
 template <class C>
 struct FewRows {
   using Format = typename C::FormatB;
-  using Order = FewRowsOrder<Format::kBits>;
-  using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>>::type;
+  using Order = FewRowsOrder<Format::kBits, C::kHalves>;
+  using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kHalves>::type;
   static constexpr int kSlabs = C::kSlabs, kTileK = kSlabs * Order::kSlabK, kHeight = 64 * C::kGroups;
-  static constexpr int kWeightsPitch = kSlabs * 64, kBoxBytes = C::kRows * 128;  // a box has 128 k of X
-  static constexpr int kBoxes = kTileK / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
+  static constexpr int kWeightsPitch = kSlabs * 64, kBoxBytes = C::kRows * 128;  // a box has 128 bytes of X's rows
+  static constexpr int kBoxes = kTileK * Order::kSize / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
   static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
-  // With many groups registers are few: sums of one slab at a time, and the feeder's warp group gives of its own.
-  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && C::kRows <= 32;
+  // With many groups registers are few: one slab at a time, and the feeder's warp group gives of its own.
+  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (C::kHalves ? C::kResident == 1 : C::kRows <= 32);
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
   // Of what the block starts with, which is all that there is.
   static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kFeederRegisters = 24;
   static constexpr int kGroupRegisters = (kPool - kFeederRegisters) / C::kGroups / 8 * 8;
   using Sums = float[kRegisters];
   using Slab = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction takes it
+  // Factors of what a lane has of a slab's row.
+  static constexpr int kOwnBlocks = C::kBlock == 0 ? 0 : Order::kOwn > C::kBlock ? Order::kOwn / C::kBlock : 1;
+  using Factors = uint32_t[kSlabs][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
 
   static_assert(kSlabs % 2 == 0, "slabs go in pairs");
   static_assert(kRegisters % C::kSplit == 0, "blocks of a cluster share the columns");
@@ -114,7 +134,7 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
   GemmPosition<G::kStages> of_x;
   const auto fetch_x = [&]() {
     CUTE_UNROLL
-    for (int i = 0; i < G::kBoxes; ++i) copy_box(gemm.box(of_x.stage, i), &x, ordered * G::kTileK + 128 * i, 0, gemm.full(of_x.stage));
+    for (int i = 0; i < G::kBoxes; ++i) copy_box(gemm.box(of_x.stage, i), &x, (ordered * G::kBoxes + i) * 128, 0, gemm.full(of_x.stage));
     ++ordered, of_x.advance();
   };
   for (int part = begin; part < last; ++part, at.advance()) {
@@ -128,16 +148,50 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
   }
 }
 
-// A lane's part of a slab: 16 bytes of rows g and g + 8 of its warp's sixteen. Rows that are read together meet in their banks,
-// two and two; with boxes of 64 bytes, in which they do not, the whole took 3 to 6% longer.
+// The codes of a lane's factors in one part of k. Beyond the last row and the last block are factors of others, of products
+// that are not written, or zero.
 template <class C>
-__device__ __forceinline__ void load_slab(const uint8_t* slab, typename FewRows<C>::Slab& to) {
+__device__ __forceinline__ void load_factors(const uint8_t* const (&rows)[2], int blocks, int part,
+                                             typename FewRows<C>::Factors& to) {
+  using G = FewRows<C>;
+  if constexpr (C::kBlock > 0) {
+    const int first = (part * G::kTileK + int(threadIdx.x) % 4 * G::Order::kOwn) / C::kBlock;
+    CUTE_UNROLL
+    for (int i = 0; i < G::kSlabs; ++i) {
+      CUTE_UNROLL
+      for (int b = 0; b < G::kOwnBlocks; ++b) {
+        const int block = first + i * (G::Order::kSlabK / C::kBlock) + b, there = block < blocks ? block : blocks - 1;
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) to[i][half][b] = __ldg(rows[half] + there);
+      }
+    }
+  }
+}
+
+// A lane's 16 bytes of one of its two rows of a slab, as the instruction takes them.
+template <class C>
+__device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
+                                           const uint32_t (&factors)[sizeof(typename FewRows<C>::Factors) / 8 / C::kSlabs],
+                                           typename FewRows<C>::Slab& to) {
   using Format = typename C::FormatB;
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-  CUTE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const uint4 x = *reinterpret_cast<const uint4*>(slab + (row + 8 * half) * FewRows<C>::kWeightsPitch + lane % 4 * 16);
-    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+  if constexpr (C::kHalves) {
+    constexpr int kPairs = 16 / Format::kBits, kOfFactor = 4 * kPairs / (C::kBlock > 0 ? FewRows<C>::kOwnBlocks : 1);
+    uint32_t factor = 0;
+    CUTE_UNROLL
+    for (int p = 0; p < 4 * kPairs; ++p) {  // of 4 bits, codes p % 4 and p % 4 + 4 of a word
+      const uint32_t word = words[p / kPairs];
+      uint32_t& pair = to[p / 2][half + 2 * (p % 2)];
+      if constexpr (Format::kBits == 8) pair = to_halves<Format>(__byte_perm(word, 0, p % 2 ? 0x4342 : 0x4140));
+      else if (p % 4 == 0) pair = to_halves_from<Format, 0>(word);
+      else if (p % 4 == 1) pair = to_halves_from<Format, 4>(word);
+      else if (p % 4 == 2) pair = to_halves_from<Format, 8>(word);
+      else pair = to_halves_from<Format, 12>(word);
+      if constexpr (C::kBlock > 0) {
+        if (p % kOfFactor == 0) factor = scale_halves<typename C::Scale>(factors[p / kOfFactor]);
+        pair = multiply_halves(pair, factor);
+      }
+    }
+  } else {
     CUTE_UNROLL
     for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
       if constexpr (Format::kBits == 8) {
@@ -149,13 +203,27 @@ __device__ __forceinline__ void load_slab(const uint8_t* slab, typename FewRows<
   }
 }
 
+// A lane's part of slab i of a stage: 16 bytes of rows g and g + 8 of its warp's sixteen. Rows that are read together meet in
+// their banks, two and two; with boxes of 64 bytes, in which they do not, the whole took 3 to 6% longer.
+template <class C>
+__device__ __forceinline__ void load_slab(const uint8_t* stage, int i, const typename FewRows<C>::Factors& factors,
+                                          typename FewRows<C>::Slab& to) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* const from = stage + 64 * i + (row + 8 * half) * FewRows<C>::kWeightsPitch + lane % 4 * 16;
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    decode_row<C>({x.x, x.y, x.z, x.w}, half, factors[i][half], to);
+  }
+}
+
 template <class Op, int kRegisters, int... I>
 __device__ __forceinline__ void multiply_from_registers(const uint32_t (&a)[4], uint64_t b, float (&sums)[kRegisters],
                                                         SM90::GMMA::ScaleOut scale, int_sequence<I...>) {
   Op::fma(a[0], a[1], a[2], a[3], b, sums[I]..., scale);
 }
 
-// Starts the products of a slab; `partial` begins with zero.
+// Starts the products of a slab. Of bytes, `partial` begins with zero.
 template <class C>
 __device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewRows<C>::Slab& a, int stage, int i,
                                            typename FewRows<C>::Sums& partial) {
@@ -169,25 +237,26 @@ __device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewR
   warpgroup_arrive();
   CUTE_UNROLL
   for (int s = 0; s < G::Order::kSteps; ++s) {
-    const int k = i * G::Order::kSlabK + 32 * s;
-    const uint64_t b = describe<128>(gemm.box(stage, k / 128)) + (k % 128 >> 4);
-    multiply_from_registers<typename G::Op>(a[s], b, partial, s == 0 ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
+    const int at = (i * G::Order::kSlabK + G::Order::kStepK * s) * G::Order::kSize;
+    const uint64_t b = describe<128>(gemm.box(stage, at / 128)) + (at % 128 >> 4);
+    const bool fresh = !C::kHalves && s == 0;
+    multiply_from_registers<typename G::Op>(a[s], b, partial, fresh ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
                                             make_int_sequence<G::kRegisters>{});
   }
   warpgroup_commit_batch();
 }
 
-// All of what the products have read stays until here.
+// All of what the products have read stays until here. Halves are summed in `sums` straight away.
 template <class C>
 __device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename FewRows<C>::Sums& partial,
                                          typename FewRows<C>::Sums& sums) {
-  hold_sums(partial);
+  hold_sums(C::kHalves ? sums : partial);
   CUTE_UNROLL
   for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
     CUTE_UNROLL
     for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
   }
-  add_sums(sums, partial, 1.0f);
+  if constexpr (!C::kHalves) add_sums(sums, partial, 1.0f);
 }
 
 // Of D what the lane has in registers `first` on of the accumulators: columns `column` and column + 8, rows 2t and 2t + 1 of
@@ -208,22 +277,43 @@ __device__ __forceinline__ void write_few_rows(const GemmOutput<C>& to, const fl
 }
 
 template <class C>
-__device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int begin, int last,
-                                  int column) {
+__device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared, const BlockScales& scales,
+                                  const GemmOutput<C>& to, int begin, int last, int column) {
   using G = FewRows<C>;
   const int lane = threadIdx.x % 32;
+  column += threadIdx.x / 32 * 16 + lane / 4;
   GemmPosition<G::kStages> at;
   typename G::Sums sums = {}, partial = {};
+  typename G::Factors factors, next;
+  const uint8_t* of_rows[2];  // the factors of the lane's rows
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int row = column + 8 * half;
+    of_rows[half] = scales.codes + (row < scales.rows ? row : scales.rows - 1) * scales.pitch;
+  }
+  load_factors<C>(of_rows, scales.blocks, begin, next);
   for (int part = begin; part < last; ++part, at.advance()) {
+    CUTE_UNROLL
+    for (int i = 0; i < int(sizeof(factors) / 4); ++i) (&factors[0][0][0])[i] = (&next[0][0][0])[i];
+    load_factors<C>(of_rows, scales.blocks, part + 1, next);  // they come while this part is multiplied
     barrier_wait(gemm.full(at.stage), at.parity);
     const uint8_t* stage = shared + at.stage * G::kStageBytes;
     CUTE_UNROLL
     for (int i = 0; i < G::kSlabs; i += 2) {
       typename G::Slab first, second;
-      load_slab<C>(stage + 64 * i, first);
-      start_slab(gemm, first, at.stage, i, partial);
-      load_slab<C>(stage + 64 * (i + 1), second);
-      if constexpr (G::kOverlap) {
+      load_slab<C>(stage, i, factors, first);
+      start_slab(gemm, first, at.stage, i, C::kHalves ? sums : partial);
+      if constexpr (!G::kOverlap) {
+        warpgroup_wait<0>();
+        end_slab<C>(first, partial, sums);
+      }
+      load_slab<C>(stage, i + 1, factors, second);
+      if constexpr (C::kHalves) {
+        start_slab(gemm, second, at.stage, i + 1, sums);
+        warpgroup_wait<0>();
+        if constexpr (G::kOverlap) end_slab<C>(first, partial, sums);
+        end_slab<C>(second, partial, sums);
+      } else if constexpr (G::kOverlap) {
         typename G::Sums other = {};
         start_slab(gemm, second, at.stage, i + 1, other);
         warpgroup_wait<1>();
@@ -231,8 +321,6 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared,
         warpgroup_wait<0>();
         end_slab<C>(second, other, sums);
       } else {
-        warpgroup_wait<0>();
-        end_slab<C>(first, partial, sums);
         start_slab(gemm, second, at.stage, i + 1, partial);
         warpgroup_wait<0>();
         end_slab<C>(second, partial, sums);
@@ -240,7 +328,6 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared,
     }
     if (lane == 0) barrier_arrive(gemm.empty(at.stage));
   }
-  column += threadIdx.x / 32 * 16 + lane / 4;
   if constexpr (C::kSplit == 1) {
     write_few_rows(to, sums, 0, column);
   } else {  // the blocks of a cluster add up their sums: each has a share of the registers in the end
@@ -266,7 +353,7 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared,
 template <class C>
 __global__ void __launch_bounds__(FewRows<C>::kThreads, C::kResident)
 gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
-                typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
+                const uint8_t* factors, int64_t factors_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
                 const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
                 int64_t vector, float alpha, float beta) {
   using G = FewRows<C>;
@@ -288,7 +375,7 @@ gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__
     if (columns && column_step == 0) alpha *= __ldg(columns);
     const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
-    multiply_few_rows(gemm, shared, to, begin, last, column);
+    multiply_few_rows(gemm, shared, {factors, factors_pitch, int(n), int(blocks)}, to, begin, last, column);
   } else {
     if constexpr (G::kShare) warp_group::give_registers<G::kFeederRegisters>();
     if (threadIdx.x == 128 * C::kGroups) feed_few_rows(gemm, x, weights, begin, last, column);

@@ -19,30 +19,34 @@ if TYPE_CHECKING:
     from cute_kernels.gemm_cuda import Result, Rows
 
 ROWS = (8, 16, 32, 64)  # of X that a kernel is compiled for
-_MOST_ROWS = {4: 64, 8: 32}  # by bits of the weights
 SLAB = 64  # bytes of a row of weights
+Factors = tuple[int, int, int]  # of blocks: address, pitch, blocks of a row
 _SHARED = 233472  # bytes of a multiprocessor's shared memory, of which each block takes 1 KiB more than it asks
 
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """The kernel that writes X as bytes in the order in which weights of ``bits`` a code are multiplied."""
+    """The kernel that writes X, codes of ``kind``, in the order in which weights of ``bits`` a code are multiplied: as
+    bytes, or ``halves``, as bfloat16 times the factors of its blocks."""
 
-    dtype: str
+    kind: Kind
     bits: int
+    halves: bool = False
     threads: int = 128
     smem_bytes: int = 0
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        return f"gemm-floats-order-{self.dtype}-{self.bits}"
+        return f"gemm-floats-order-{self.kind.name}-{self.bits}{'h' if self.halves else ''}"
 
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
+        members = constants({"kBits": self.bits, "kHalves": self.halves, "kBlock": self.kind.block})
+        types = f"  using Format = {self.kind.dtype.upper()};\n  using Scale = {self.kind.scale.upper() or 'void'};\n"
         source = (
-            '#include "gemm_floats_few.cuh"\nnamespace magicube {\nstruct Config {\n'
-            f"{constants({'kBits': self.bits})}  using Format = {self.dtype.upper()};\n}};\n}}  // namespace magicube\n"
+            f'#include "gemm_floats_few.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}{types}}};\n'
+            "}  // namespace magicube\n"
         )
         return Unit(source, "magicube::order_few_rows<magicube::Config>", arch)
 
@@ -56,7 +60,7 @@ class FewRowsConfig:
     """
 
     kernel: ClassVar[str] = "few"
-    promote: ClassVar[bool] = True  # sums of a slab are added in float32
+    promote: ClassVar[bool] = True  # sums of a slab of bytes are added in float32, of halves all are float32
 
     a: Kind
     b: Kind
@@ -81,9 +85,14 @@ class FewRowsConfig:
         return self.slabs * SLAB * 8 // self.b.bits
 
     @property
+    def halves(self) -> bool:
+        """Whether bfloat16 is multiplied, because blocks have factors, and not bytes."""
+        return self.a.block > 0 or self.b.block > 0
+
+    @property
     def stage_bytes(self) -> int:
         """Of slabs of weights, as much k of X, and two barriers."""
-        return self.slabs * SLAB * self.tile_n + self.rows * self.tile_k + 16
+        return self.slabs * SLAB * self.tile_n + self.rows * self.tile_k * (2 if self.halves else 1) + 16
 
     @property
     def stages(self) -> int:
@@ -101,7 +110,7 @@ class FewRowsConfig:
     @property
     def lift(self) -> float:
         """The factor that decoding leaves out."""
-        return lift_of(self.a, self.b)
+        return 1.0 if self.halves else lift_of(self.a, self.b)
 
     @property
     def name(self) -> str:
@@ -121,6 +130,8 @@ class FewRowsConfig:
                 "kStages": self.stages,
                 "kSplit": self.split,
                 "kResident": self.resident,
+                "kHalves": self.halves,
+                "kBlock": self.b.block,
             }
         )
         types = {
@@ -128,6 +139,7 @@ class FewRowsConfig:
             "Source": "Nothing" if self.source == "none" else OUT_TYPES[self.source],
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
+            "Scale": self.b.scale.upper() or "void",
         }
         using = "".join(f"  using {name} = {value};\n" for name, value in types.items())
         text = (
@@ -138,18 +150,23 @@ class FewRowsConfig:
 
 
 def serves(m: int, a: Kind, b: Kind, arch: str) -> bool:
-    """Whether these kernels multiply so many rows of these operands: without factors of blocks or tiles.
+    """Whether these kernels multiply so many rows of these operands: without factors of tiles.
 
-    Weights of 8 bits need no decoding, and more than 32 rows are read too often.
+    Weights of 8 bits without factors need no decoding, and more than 32 rows are read too often.
     """
-    plain = not any(kind.block or kind.tiles for kind in (a, b))
-    return arch == "sm_90a" and plain and m <= _MOST_ROWS.get(b.bits, 0)
+    most = 0 if b.bits == 6 else 32 if b.bits == 8 and not (a.block or b.block) else ROWS[-1]
+    return arch == "sm_90a" and not (a.tiles or b.tiles) and m <= most
 
 
 def candidates(rows: int, a: Kind, b: Kind) -> list[FewRowsConfig]:
     """The configs that :func:`choose_few` chooses from for ``rows`` of 8, 16, 32 or 64, largest tile first."""
-    base = FewRowsConfig(a, b, rows, resident=2 if rows <= 16 else 1, slabs=2 if rows <= 8 else 4)
-    wide = [] if rows <= 16 else [replace(base, groups=4)]  # X is read less often
+    base = FewRowsConfig(a, b, rows, resident=2 if rows <= 16 else 1)
+    if base.halves:  # decoding is most of it
+        base = replace(base, slabs=2)
+        wide = [replace(base, groups=4, resident=1, slabs=4 if rows <= 32 else 2)]
+    else:
+        base = replace(base, slabs=2 if rows <= 8 else 4)
+        wide = [] if rows <= 16 else [replace(base, groups=4)]  # X is read less often
     return [*wide, base, *(replace(base, groups=1, split=split) for split in (2, 4))]
 
 
@@ -165,22 +182,32 @@ def choose_few(
 
 
 def launch_few(
-    config: FewRowsConfig, a: Rows, b: Rows, shape: tuple[int, int, int], written: Result, alpha: float, beta: float
+    config: FewRowsConfig,
+    a: tuple[Rows, Factors],
+    b: tuple[Rows, Factors],
+    shape: tuple[int, int, int],
+    written: Result,
+    alpha: float,
+    beta: float,
 ) -> None:
-    """The product (M, N, K) of ready codes to where ``written`` says."""
-    m, n, k = shape
-    pitch = -(-k // 128) * 128
-    ordered = workspace.empty((m, pitch), torch.uint8, a.owner.device)
-    get_kernel(OrderConfig(config.a.dtype, config.b.bits)).launch(
-        (-(-m * pitch // 16 // 128), 1, 1), (a.pointer, a.pitch, a.owner.shape[1], m, ordered.data_ptr(), pitch)
+    """The product (M, N, K) of ready codes, with the factors of their blocks, to where ``written`` says."""
+    (m, n, k), (x, factors_x), (weights, factors) = shape, a, b
+    runs, size = -(-k // 128) * 8, 2 if config.halves else 1
+    pitch = runs * 16 * size
+    ordered = workspace.empty((m, pitch), torch.uint8, x.owner.device)
+    get_kernel(OrderConfig(config.a, config.b.bits, config.halves)).launch(
+        (-(-m * runs // 128), 1, 1),
+        (x.pointer, x.pitch, x.owner.shape[1], m, *factors_x, ordered.data_ptr(), pitch),
     )
     maps = (
         tensor_map(ordered.data_ptr(), 1, (pitch, m), pitch, (128, config.rows), 128),
-        tensor_map(b.pointer, 1, (b.owner.shape[1], n), b.pitch, (config.slabs * SLAB, config.tile_n)),
+        tensor_map(
+            weights.pointer, 1, (weights.owner.shape[1], n), weights.pitch, (config.slabs * SLAB, config.tile_n)
+        ),
     )
     get_kernel(config).launch(
         (config.tiles(n) * config.split, 1, 1),
-        (*maps, k, *written.arguments, np.float32(alpha * config.lift), np.float32(beta)),
+        (*maps, k, *factors, *written.arguments, np.float32(alpha * config.lift), np.float32(beta)),
         (config.split, 1, 1) if config.split > 1 else None,
         early=True,
     )

@@ -29,7 +29,19 @@ WAYS = [
     (Kind("e3m2"), Kind("e2m1")),
     (Kind("e5m2"), Kind("e4m3")),
 ]
-ORDERS = [OrderConfig(a, FORMATS[b].bits) for a in FORMATS for b in ("e4m3", "e2m1")]
+MX8, MX4, NV = Kind("e4m3", 32, "ue8m0"), Kind("e2m1", 32, "ue8m0"), Kind("e2m1", 16, "e4m3")
+SCALED = [
+    (MX8, MX4),
+    (NV, NV),
+    (Kind("e4m3"), MX4),
+    (MX4, Kind("e2m1")),
+    (MX8, MX8),
+    (Kind("e3m2", 32, "ue8m0"), NV),
+    (Kind("e2m3"), Kind("e5m2", 16, "e4m3")),
+    (Kind("e2m1", 16, "ue8m0"), Kind("e2m1", 32, "e4m3")),
+]
+ORDERS = [OrderConfig(Kind(a), FORMATS[b].bits) for a in FORMATS for b in ("e4m3", "e2m1")]
+ORDERS += dict.fromkeys(OrderConfig(a, b.bits, True) for a, b in SCALED)
 SHAPES = [(1, 1), (77, 130), (128, 128), (300, 264), (2100, 1200), (8200, 257)]  # (K, N)
 
 
@@ -37,8 +49,8 @@ def every(a: Kind, b: Kind) -> list[FewRowsConfig]:
     return [config for rows in ROWS for config in candidates(rows, a, b)]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-@pytest.mark.configs([*ORDERS, *(c for pair in PAIRS for c in every(*pair))])
+@pytest.mark.parametrize("pair", PAIRS + SCALED, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+@pytest.mark.configs([*ORDERS, *(c for pair in PAIRS + SCALED for c in every(*pair))])
 def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[Kind, Kind]) -> None:
     for k, n in SHAPES:
         b = operand(pair[1], n, k, 9)
@@ -51,11 +63,12 @@ def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[Kind, Kind])
                     assert torch.equal(got.double(), truth), f"{config.name} {m}x{k}x{n}"
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+@pytest.mark.parametrize("pair", PAIRS + SCALED, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 def test_all_codes_multiply_within_the_stated_bound(pair: tuple[Kind, Kind]) -> None:
     m, k, n = 60, 1000, 80
     a, b = operand(pair[0], m, k, 3, None), operand(pair[1], n, k, 4, None)
-    truth, bound = exact(a, b), lost(a.values(torch.float64), b.values(torch.float64), 128)
+    x, y, truth = a.values(torch.float64), b.values(torch.float64), exact(a, b)
+    bound = 2.0**-18 * (x.abs() @ y.abs().t()) if pair in SCALED else lost(x, y, 128)
     for config in candidates(64, *pair):
         got = run(a, b, config, torch.empty(m, n, device="cuda"))
         assert bool(((got.double() - truth).abs() <= bound).all()), config.name
@@ -106,8 +119,24 @@ def test_infinities_and_nan_reach_their_rows_and_columns_alone() -> None:
             assert bool(got[5].isnan().all()) and torch.equal(got[rest].double(), wanted[rest]), config.name
 
 
+def test_factors_that_are_no_numbers_reach_their_rows_and_columns_alone() -> None:
+    a, b = operand(MX8, 20, 300, 1), operand(MX4, 100, 300, 2)
+    assert a.blocks is not None and b.blocks is not None
+    clean = exact(a, b)
+    for left in (True, False):
+        for block in (3, 9):  # the last one is of fewer codes than the others
+            blocks = (a if left else b).blocks.clone()
+            blocks[5, block] = 0xFF  # NaN of ue8m0
+            x, y = (replace(a, blocks=blocks), b) if left else (a, replace(b, blocks=blocks))
+            for config in candidates(32, MX8, MX4):
+                got = run(x, y, config, torch.empty(20, 100, device="cuda"))
+                got, wanted = (got, clean) if left else (got.t(), clean.t())
+                rest = torch.arange(len(got)) != 5
+                assert bool(got[5].isnan().all()) and torch.equal(got[rest].double(), wanted[rest]), config.name
+
+
 def test_runs_of_one_product_agree_in_every_bit_and_follow_their_operands() -> None:
-    for pair in WAYS:
+    for pair in WAYS + SCALED[:2]:
         a, b = operand(pair[0], 33, 8192, 1, None), operand(pair[1], 1024, 8192, 2, None)
         for config in candidates(64, *pair):
             out = torch.empty(33, 1024, device="cuda")

@@ -12,7 +12,9 @@ from cute_kernels import probes
 from cute_kernels.attention_config import AttentionConfig
 from cute_kernels.attention_operands import choose as choose_operands
 from cute_kernels.attention_operands import encode_operands
+from cute_kernels.gemm_floats_config import FloatGemmConfig, candidates
 from cute_kernels.gemm_floats_config import Kind as FloatKind
+from cute_kernels.gemm_floats_decode import ready
 from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.numbers import element_bits
 from cute_kernels.sddmm_panel import SddmmPanelConfig
@@ -38,7 +40,14 @@ pytestmark = pytest.mark.gpu
 # initcheck takes all 16 bytes of a cp.async for read, those too that the instruction is told to leave out and fill with
 # zeros; so for it rows are whole pieces, and memcheck judges the tails.
 WHOLE = os.environ.get("SANITIZER_TOOL") == "initcheck"
-FEW = FloatKind("e4m3"), FloatKind("e2m1")
+FEW = (FloatKind("e4m3"), FloatKind("e2m1")), (FloatKind("e4m3", 32, "ue8m0"), FloatKind("e2m1", 16, "e4m3"))
+
+
+def before(a: FloatKind, b: FloatKind) -> list[FloatGemmConfig]:
+    """Kernels in tiles of 256 and of 128 columns, of operands that are decoded before."""
+    halves = a.block > 0 or b.block > 0
+    return candidates(ready(a, halves), ready(b, halves), "sm_90a")[:2] if PANELS else []
+
 
 SPMM: list[SpmmKernel] = [
     gather(kind()),
@@ -160,12 +169,21 @@ def test_attention_by_three_kernels(softmax_bits: int) -> None:
 
 
 @pytest.mark.parametrize("size", [(5, 777, 200), (20, 2064, 333)], ids=str)  # M, K, N
-@pytest.mark.configs([c for rows in (8, 32) for c in few_candidates(rows, *FEW)])
-def test_float_product_of_few_rows(size: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("pair", FEW, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+@pytest.mark.configs([c for pair in FEW for rows in (8, 32) for c in few_candidates(rows, *pair)])
+def test_float_product_of_few_rows(pair: tuple[FloatKind, FloatKind], size: tuple[int, int, int]) -> None:
     m, k, n = size
-    a, b = operand(FEW[0], m, k, 1), operand(FEW[1], n, k, 2)
-    for config in few_candidates(8 if m <= 8 else 32, *FEW):
+    a, b = operand(pair[0], m, k, 1), operand(pair[1], n, k, 2)
+    for config in few_candidates(8 if m <= 8 else 32, *pair):
         assert torch.equal(run(a, b, config, torch.empty(m, n, device="cuda")).double(), exact(a, b))
+
+
+@pytest.mark.parametrize("pair", FEW, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+@pytest.mark.configs([c for pair in FEW for c in before(*pair)])
+def test_float_product_of_operands_that_are_decoded_before(pair: tuple[FloatKind, FloatKind]) -> None:
+    a, b = operand(pair[0], 150, 777, 1), operand(pair[1], 300, 777, 2)
+    for config in before(*pair):
+        assert torch.equal(run(a, b, config, torch.empty(150, 300, device="cuda")).double(), exact(a, b)), config.name
 
 
 @pytest.mark.parametrize("shape", [(45, 68), (700, 256)])

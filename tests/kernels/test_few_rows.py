@@ -18,27 +18,31 @@ from tests.helpers import disassemble
 pytest.importorskip("cuda.core")
 
 E4M3, E2M1 = Kind("e4m3"), Kind("e2m1")
+MX8, MX4, NV = Kind("e4m3", 32, "ue8m0"), Kind("e2m1", 32, "ue8m0"), Kind("e2m1", 16, "e4m3")
 
 
 def test_configs_fit_the_chip() -> None:
-    for b in (E4M3, E2M1):
+    for a, b in ((E4M3, E4M3), (E4M3, E2M1), (MX8, MX4), (MX8, MX8), (NV, NV), (MX4, E4M3)):
         for rows in ROWS:
-            configs = candidates(rows, E4M3, b)
+            configs = candidates(rows, a, b)
             assert len({config.name for config in configs}) == len(configs)
             for config in configs:
                 assert config.stages >= 2 and config.smem_bytes <= 227 * 1024
                 assert config.resident * (config.smem_bytes + 1024) <= 228 * 1024
                 assert config.tile_n <= 256 and config.rows // 2 % config.split == 0
-                assert config.lift == (1.0 if b == E4M3 else 64.0)
+                assert config.lift == (64.0 if b == E2M1 else 1.0)
+                assert config.halves == bool(a.block or b.block)
 
 
 def test_what_is_served() -> None:
-    for m, a, b in ((64, E4M3, E2M1), (32, E2M1, E4M3), (1, Kind("e3m2"), E2M1)):
+    for m, a, b in (
+        (64, E4M3, E2M1), (32, E2M1, E4M3), (1, Kind("e3m2"), E2M1), (64, MX8, MX4), (64, NV, MX8), (8, E4M3, NV),
+    ):  # fmt: skip
         assert serves(m, a, b, "sm_90a") and not serves(m, a, b, "sm_80")
         assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), FewRowsConfig)
-    scaled, tiled = Kind("e2m1", 16, "e4m3"), Kind("e4m3", tiles=True)
+    mx6, tiled = Kind("e2m3", 32, "ue8m0"), Kind("e4m3", tiles=True)
     for m, a, b in (
-        (65, E4M3, E2M1), (33, E4M3, Kind("e5m2")), (8, E4M3, Kind("e2m3")), (8, E4M3, scaled), (8, tiled, E2M1),
+        (65, E4M3, E2M1), (33, E4M3, Kind("e5m2")), (8, E4M3, Kind("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
     ):  # fmt: skip
         assert not serves(m, a, b, "sm_90a")
         assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
@@ -52,6 +56,7 @@ def test_the_choice_keeps_the_chip_busy() -> None:
             assert config.split == 1 or k >= 1024 * config.split
     assert choose_few(16, 28672, 8192, E4M3, E2M1).groups == 2 and choose_few(64, 28672, 8192, E4M3, E2M1).groups == 4
     assert choose_few(64, 14336, 4096, E4M3, E2M1).groups == 2
+    assert choose_few(16, 28672, 8192, MX8, MX4).groups == 4 and choose_few(1, 14336, 4096, NV, NV).groups == 2
     small = choose_few(1, 4096, 4096, E4M3, E2M1)
     assert (small.groups, small.split) == (1, 2)
     assert choose_few(1, 512, 512, E4M3, E2M1).split == 1, "too few k to share"
@@ -62,6 +67,10 @@ CASES = [
     *(replace(candidates(rows, E4M3, E2M1)[0], out="float16") for rows in ROWS),
     replace(candidates(32, Kind("e5m2"), E4M3)[-1], out="float16"),
     replace(candidates(64, E2M1, E2M1)[1], out="float32"),
+    replace(candidates(16, MX8, MX4)[0], out="float16"),
+    *(replace(each, out="float16") for each in candidates(64, NV, NV)[:2]),
+    replace(candidates(8, MX8, MX8)[1], out="float16"),
+    replace(candidates(16, Kind("e3m2", 32, "ue8m0"), E2M1)[-1], out="float16"),
 ]
 
 
@@ -79,19 +88,22 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: FewRowsC
     assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert config.resident * binary.usage.registers * config.threads <= 65536
-    products = re.findall(r"QGMMA\.\S+ R\d+, R\d+, gdesc", sass)
-    assert len(products) == config.tile_k // 32, "weights from registers, each step of a part once"
-    assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.slabs, "a slab starts from zero"
-    loop = sass[sass.index("QGMMA") : sass.rindex("QGMMA")]
-    overlap = config.groups <= 2 and config.rows <= 32
-    assert loop.count("WARPGROUP.DEPBAR") == config.slabs - (2 if overlap else 1), "the assembler made them wait"
+    name, step = ("HGMMA", 16) if config.halves else ("QGMMA", 32)
+    products = re.findall(name + r"\.\S+ R\d+, R\d+, gdesc", sass)
+    assert len(products) == config.tile_k // step, "weights from registers, each step of a part once"
+    if not config.halves:
+        assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.slabs, "a slab starts from zero"
+    loop = sass[sass.index(name) : sass.rindex(name)]
+    overlap = config.groups <= 2 and (config.resident == 1 if config.halves else config.rows <= 32)
+    waits = config.slabs - (config.slabs // 2 if overlap and config.halves else 1) - int(overlap)
+    assert loop.count("WARPGROUP.DEPBAR") == waits, "the assembler made them wait"
     assert "MEMBAR" not in loop and "LDS.128" in sass and "UTMALDG.2D" in sass
     assert ("UCGABAR_ARV" in sass) == (config.split > 1) and ("USETMAXREG" in sass) == (config.groups > 2)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", ["e4m3", "e2m3", "e2m1"])
-def test_the_order_is_made_in_registers(dtype: str, bits: int) -> None:
-    binary = build(OrderConfig(dtype, bits).unit("sm_90a"))
+@pytest.mark.parametrize("kind", [E4M3, Kind("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
+def test_the_order_is_made_in_registers(kind: Kind, bits: int) -> None:
+    binary = build(OrderConfig(kind, bits, kind.block > 0).unit("sm_90a"))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))
