@@ -70,7 +70,7 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
                int64_t factors_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
   using Format = typename C::Format;
   using Order = FewRowsOrder<C::kBits, C::kHalves>;
-  let_successor_start();
+  wait_for_predecessor();
   const int64_t runs = pitch / (16 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
   const int64_t row = index / runs, run = index % runs;
   if (row >= rows) return;
@@ -143,7 +143,7 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
     barrier_expect(full, G::kStageBytes);
     copy_box(gemm.weights(at.stage), &weights, part * G::kWeightsPitch, row, full);
     // The weights of a whole ring come while X is put in order.
-    if (!waited && (part - begin + 1 == G::kStages || part + 1 == last)) wait_for_end_of_predecessor(), waited = true;
+    if (!waited && (part - begin + 1 == G::kStages || part + 1 == last)) wait_for_predecessor(), waited = true;
     while (waited && ordered <= part) fetch_x();
   }
 }

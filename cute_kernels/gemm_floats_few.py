@@ -198,6 +198,7 @@ def launch_few(
     get_kernel(OrderConfig(config.a, config.b.bits, config.halves)).launch(
         (-(-m * runs // 128), 1, 1),
         (x.pointer, x.pitch, x.owner.shape[1], m, *factors_x, ordered.data_ptr(), pitch),
+        early=True,
     )
     maps = (
         tensor_map(ordered.data_ptr(), 1, (pitch, m), pitch, (128, config.rows), 128),
