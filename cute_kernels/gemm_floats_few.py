@@ -195,6 +195,7 @@ def launch_few(
     runs, size = -(-k // 128) * 8, 2 if config.halves else 1
     pitch = runs * 16 * size
     ordered = workspace.empty((m, pitch), torch.uint8, x.owner.device)
+    # It waits for the end of all before it, and only then lets the product begin, which reads weights at once.
     get_kernel(OrderConfig(config.a, config.b.bits, config.halves)).launch(
         (-(-m * runs // 128), 1, 1),
         (x.pointer, x.pitch, x.owner.shape[1], m, *factors_x, ordered.data_ptr(), pitch),
