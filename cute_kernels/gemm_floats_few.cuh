@@ -134,7 +134,9 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
   GemmPosition<G::kStages> of_x;
   const auto fetch_x = [&]() {
     CUTE_UNROLL
-    for (int i = 0; i < G::kBoxes; ++i) copy_box(gemm.box(of_x.stage, i), &x, (ordered * G::kBoxes + i) * 128, 0, gemm.full(of_x.stage));
+    for (int i = 0; i < G::kBoxes; ++i) {
+      copy_box(gemm.box(of_x.stage, i), &x, (ordered * G::kBoxes + i) * 128, 0, gemm.full(of_x.stage));
+    }
     ++ordered, of_x.advance();
   };
   for (int part = begin; part < last; ++part, at.advance()) {
@@ -353,9 +355,9 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared,
 template <class C>
 __global__ void __launch_bounds__(FewRows<C>::kThreads, C::kResident)
 gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
-                const uint8_t* factors, int64_t factors_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
-                const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
-                int64_t vector, float alpha, float beta) {
+                const uint8_t* factors, int64_t factors_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m,
+                int64_t n, const float* rows, int64_t row_step, const float* columns, int64_t column_step, const float* bias,
+                const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
   using G = FewRows<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared_address(shared)};

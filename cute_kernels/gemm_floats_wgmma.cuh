@@ -4,7 +4,7 @@
 // operands that have to be decoded, and ready parts of those that have not. kDecoders warp groups take turns in decoding
 // packed parts into ready ones; kGroups warp groups multiply these, 64 rows of the tile each.
 // kPromote: the tensor cores sum one part of k at a time, and float32 additions do the rest; else all of k. A tile of 256
-// columns takes less from shared memory for a product: of one of 128 the operands' reads and their arrival take longer.
+// columns reads less of shared memory for a product than one of 128.
 // kSplit blocks of a cluster have a share of k each, and meet through their shared memory at the end.
 #pragma once
 
@@ -73,7 +73,8 @@ struct FloatGemm {
 
   static_assert(kGroups * 64 == kTileM, "a group has 64 rows");
   static_assert((kDecoders > 0) == (A::kDecoded || B::kDecoded), "decoders where something is to be decoded");
-  static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0), "blocks share a tile by 32 columns");
+  static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0),
+                "blocks share a tile by 32 columns");
   static_assert(kSplit == 1 || kRings >= kRegisters * 512, "sums meet in the rings' memory");
 
   uint8_t* shared;
@@ -290,7 +291,9 @@ __device__ void multiply_floats(const FloatGemm<C>& gemm, const GemmOutput<C>& t
     } else {
       uint32_t bits[1][G::kSpans * G::kRegisters];
       CUTE_UNROLL
-      for (int r = 0; r < G::kSpans * G::kRegisters; ++r) bits[0][r] = __float_as_uint(sums[r / G::kRegisters][r % G::kRegisters]);
+      for (int r = 0; r < G::kSpans * G::kRegisters; ++r) {
+        bits[0][r] = __float_as_uint(sums[r / G::kRegisters][r % G::kRegisters]);
+      }
       write_fragment(to, bits, row + group * 64 + threadIdx.x / 32 % 4 * 16, column, threadIdx.x % 32);
     }
   });

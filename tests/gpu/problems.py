@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ HERE = Machine("sm_90a", 132)
 if torch.cuda.is_available():
     HERE = Machine(current_arch(), torch.cuda.get_device_properties(0).multi_processor_count)
 PANELS = HERE.arch in kernels._PANEL_ARCHES
+needs_warp_groups = pytest.mark.skipif(HERE.arch != "sm_90a", reason="no warp groups multiply on this GPU")
 SIGNS = tuple(product((True, False), repeat=2))
 POISON = -0x21524111  # as an integer; outputs that are floats are poisoned with nan
 GUARD = 64

@@ -12,14 +12,10 @@ from cute_kernels.gemm_floats import explain_gemm_floats, gemm_floats
 from cute_kernels.gemm_floats_config import Kind
 from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few
 from cute_kernels.jit import get_kernel
+from tests.gpu.problems import needs_warp_groups
 from tests.gpu.test_gpu_floats import exact, generator, lost, operand, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="kernels of warp groups"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_warp_groups]
 
 WEIGHTS = ("e5m2", "e4m3", "e2m1")
 PAIRS = [(Kind(a), Kind(b)) for a in FORMATS for b in WEIGHTS]

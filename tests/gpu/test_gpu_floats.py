@@ -17,6 +17,7 @@ from cute_kernels.gemm_floats_cuda import gemm_floats_cuda
 from cute_kernels.gemm_floats_decode import DecodeConfig, ready
 from cute_kernels.gemm_floats_few import FewRowsConfig
 from cute_kernels.jit import get_kernel
+from tests.gpu.problems import needs_warp_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -271,7 +272,7 @@ def test_graphs_and_the_plan() -> None:
     assert get_kernel(plan.config).local_bytes == 0 and plan.decoded == ()
 
 
-@pytest.mark.skipif(not HOPPER, reason="other chips decode in the product")
+@needs_warp_groups
 @pytest.mark.parametrize("pair", [(WAYS[1]), (WAYS[4]), (SCALED[0]), (SCALED[4]), (SCALED[5])], ids=str)
 def test_operands_of_many_rows_are_decoded_before(pair: tuple[Kind, Kind]) -> None:
     for m, k, n in ((1024, 4100, 2056), (4096, 77, 4099), (20_000, 1000, 500)):  # whole runs of sixteen, and not

@@ -27,6 +27,7 @@ from tests.gpu.problems import (
     dense,
     gather,
     kind,
+    needs_warp_groups,
     panel,
     sddmm,
     sddmm_panel,
@@ -46,7 +47,7 @@ FEW = (FloatKind("e4m3"), FloatKind("e2m1")), (FloatKind("e4m3", 32, "ue8m0"), F
 def before(a: FloatKind, b: FloatKind) -> list[FloatGemmConfig]:
     """Kernels in tiles of 256 and of 128 columns, of operands that are decoded before."""
     halves = a.block > 0 or b.block > 0
-    return candidates(ready(a, halves), ready(b, halves), "sm_90a")[:2] if PANELS else []
+    return candidates(ready(a, halves), ready(b, halves), "sm_90a")[:2]
 
 
 SPMM: list[SpmmKernel] = [
@@ -168,6 +169,7 @@ def test_attention_by_three_kernels(softmax_bits: int) -> None:
     assert float((there - here).norm() / here.norm()) < 0.01
 
 
+@needs_warp_groups
 @pytest.mark.parametrize("size", [(5, 777, 200), (20, 2064, 333)], ids=str)  # M, K, N
 @pytest.mark.parametrize("pair", FEW, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([c for pair in FEW for rows in (8, 32) for c in few_candidates(rows, *pair)])
@@ -178,6 +180,7 @@ def test_float_product_of_few_rows(pair: tuple[FloatKind, FloatKind], size: tupl
         assert torch.equal(run(a, b, config, torch.empty(m, n, device="cuda")).double(), exact(a, b))
 
 
+@needs_warp_groups
 @pytest.mark.parametrize("pair", FEW, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([c for pair in FEW for c in before(*pair)])
 def test_float_product_of_operands_that_are_decoded_before(pair: tuple[FloatKind, FloatKind]) -> None:

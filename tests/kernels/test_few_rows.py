@@ -6,6 +6,8 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +15,7 @@ from cute_kernels.gemm_floats_config import Kind
 from cute_kernels.gemm_floats_cuda import choose_config
 from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few, serves
 from cute_kernels.jit import build
+from tests.gpu.conftest import _configs
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
@@ -46,6 +49,14 @@ def test_what_is_served() -> None:
     ):  # fmt: skip
         assert not serves(m, a, b, "sm_90a")
         assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_kernels_of_a_skipped_test_are_not_compiled_before_the_others(skipped: bool) -> None:
+    # They are no kernels of some GPUs, whose whole suite would end there.
+    marks = [SimpleNamespace(name="skipif", args=(skipped,)), SimpleNamespace(name="configs", args=([1, 2],))]
+    item = SimpleNamespace(iter_markers=lambda name: (mark for mark in marks if mark.name == name))
+    assert list(_configs(cast(Any, item))) == ([] if skipped else [1, 2])
 
 
 def test_the_choice_keeps_the_chip_busy() -> None:
