@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.gemm_checks import INTEGERS, check_output, floating, of_nothing
 from cute_kernels.gemm_config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, Products, products_of
 from cute_kernels.gemm_cpu import gemm_cpu, int_mm_is_exact
-from cute_kernels.gemm_cuda import gemm_cuda, plan_cuda
+from cute_kernels.gemm_cuda import gemm_cuda, leaves_squares, plan_cuda, squares_room
 
 Planes = Tensor | Sequence[Tensor]
 
@@ -35,6 +35,7 @@ class Call:
     bias: Tensor | None  # (N,)
     out: Tensor | None  # (M, N)
     out_dtype: torch.dtype
+    squares: Tensor | None = None  # float32, a place for each warp
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -112,6 +113,22 @@ def _check_integral(call: Call) -> None:
         raise ValueError(f"K must be at most {MAX_PRODUCTS} for out_dtype torch.int32, which may overflow, got K = {k}")
 
 
+def _check_squares(call: Call, squares: Tensor) -> None:
+    """Sums of squares are left by one kernel, of a plain product in float32."""
+    if call.out_dtype != torch.float32 or call.c is not None or call.bias is not None:
+        raise ValueError(
+            f"squares must be None unless out_dtype is torch.float32 without c and bias, got {call.out_dtype}"
+        )
+    if call.device.type != "cuda" or not leaves_squares(call.shape[2], call.products, call.device):
+        raise ValueError(f"squares must be None on {call.device} for K = {call.shape[2]}: leaves_squares tells")
+    room, pinned = squares_room(call.device), squares.device == call.device or squares.is_pinned()
+    if squares.dtype != torch.float32 or squares.numel() < room or not squares.is_contiguous() or not pinned:
+        raise ValueError(
+            f"squares must be contiguous float32 of at least {room} entries, on {call.device} or pinned, got "
+            f"{squares.dtype} of {squares.numel()} on {squares.device}"
+        )
+
+
 def _check(
     a: Planes,
     b: Planes,
@@ -125,6 +142,7 @@ def _check(
     bias: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype,
+    squares: Tensor | None = None,
 ) -> Call:
     """The product that the arguments of :func:`gemm` describe."""
     left, right = _planes(a, "a"), _planes(b, "b")
@@ -151,9 +169,13 @@ def _check(
     products = products_of(len(left), len(right), terms)
     left, right = left[: products.planes_a], right[: products.planes_b]
     scale = float(alpha) * number_a * number_b
-    call = Call(left, right, products, shift, factors_a, factors_b, scale, float(beta), c, bias, out, out_dtype)
+    call = Call(
+        left, right, products, shift, factors_a, factors_b, scale, float(beta), c, bias, out, out_dtype, squares
+    )
     if call.integral:
         _check_integral(call)
+    if squares is not None:
+        _check_squares(call, squares)
     return call
 
 
@@ -171,6 +193,7 @@ def gemm(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.int32,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """``D[m, n] = alpha s_a[m] s_b[n] sum_ij 2^(-shift (i + j)) sum_k a_i[m, k] b_j[k, n] + beta c[m, n] + bias[n]``.
 
@@ -189,6 +212,9 @@ def gemm(
         bias: (N,).
         out: (M, N) of ``out_dtype`` to write to; its rows must not have gaps between elements.
         out_dtype: int32 or int64 for the plain sum of one product; float16, bfloat16, float32, on the CPU float64.
+        squares: where :func:`~cute_kernels.gemm_cuda.leaves_squares`, float32 on the GPU or in pinned memory, zeros:
+            the kernel writes parts of ``||D||_F^2`` to some of its entries, of which there must be
+            :func:`~cute_kernels.gemm_cuda.squares_room`.
     Scales, ``c`` and ``bias`` are float32, float16 or bfloat16, with float64 output float64 too.
     4-bit integers are int8 tensors with values in [-8, 7].
 
@@ -197,7 +223,7 @@ def gemm(
     Raises ``TypeError`` and ``ValueError`` that name the argument; among them ``ValueError`` for int32 output where K
     is so large that it may overflow.
     """
-    call = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype)
+    call = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype, squares)
     m, n, k = call.shape
     if call.device.type == "cpu":
         result = gemm_cpu(call, MAX_PRODUCTS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import workspace
-from cute_kernels.gemm_config import GemmConfig, choose
+from cute_kernels.gemm_config import GemmConfig, Products, choose
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import current_arch, get_kernel, occupancy, tensor_map
 from cute_kernels.quantize import device_of
@@ -187,6 +187,16 @@ def result_of(
     return Result(arguments, (rows, columns, bias, c))
 
 
+def squares_room(device: torch.device) -> int:
+    """Warps that a product may have on this device, each of which leaves a sum of squares."""
+    return 8 * multiprocessors_of(device.index)
+
+
+def leaves_squares(k: int, products: Products, device: torch.device) -> bool:
+    """Whether kernels leave their results' squares for a product of float32 without c: warp groups, one launch."""
+    return current_arch() == "sm_90a" and k <= products.longest // 128 * 128
+
+
 def _launch(call: Call, part: Part, config: GemmConfig, a: list[Rows], b: list[Rows]) -> None:
     kernel = get_kernel(config)
     m, n, _ = call.shape
@@ -211,7 +221,7 @@ def _launch(call: Call, part: Part, config: GemmConfig, a: list[Rows], b: list[R
     ]
     clusters = min(_blocks(config, kernel.device) // config.cluster, config.tiles(m, n))
     cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
-    kernel.launch((clusters * config.cluster, 1, 1), (*maps, *result), cluster)
+    kernel.launch((clusters * config.cluster, 1, 1), (*maps, *result, _pointer(call.squares)), cluster)
 
 
 def plan_cuda(call: Call) -> tuple[GemmConfig, tuple[str, ...], int, int]:
@@ -240,5 +250,7 @@ def gemm_cuda(call: Call, out: Tensor, config: GemmConfig | None = None) -> Tens
             chosen = choose_for(call, part, arch, multiprocessors)
             if config is not None:
                 chosen = replace(config, out=chosen.out, source=chosen.source)
+            if call.squares is not None:
+                chosen = replace(chosen, squares=True)
             _launch(call, part, chosen, a, b)
     return out

@@ -47,30 +47,37 @@ __device__ __forceinline__ DigitScale factors_of(float scale) {
   return {lift, __frcp_rn(scale * lift), scale * lift};
 }
 
+// Calls take(plane, digit, rest) for the digits of x, one plane after the other: the digit is in a word's lowest byte, and the
+// rest is what the digits so far leave of x times its line's lift.
+template <int kPlanes, class Take>
+__device__ __forceinline__ void take_digits(float x, const DigitScale& by, const DigitRule& rule, const Take& take) {
+  constexpr float kRound = 0x1.8p23f;  // a sum with it has the other's integer, to nearest even, in its lower bits
+  const float low = -0.5f * rule.radix, high = 0.5f * rule.radix - 1.0f, part = inverse_power(rule.radix);
+  float rest = x * by.lift, inverse = by.inverse, unit = by.unit;
+  CUTE_UNROLL
+  for (int plane = 0; plane < kPlanes; ++plane) {
+    float q = __fmul_rn(rest, inverse);
+    if (kPlanes == 3 && plane < 2) q = __fadd_rn(q, rule.ahead[plane]);
+    // With two digits what is left reaches from -1/2 to 1/2, so that nothing lies below.
+    if (kPlanes == 3) q = plane > 0 ? fmaxf(q, low) : q;
+    if (plane > 0) q = fminf(q, high);
+    const float rounded = __fadd_rn(q, kRound);
+    rest = __fmaf_rn(-__fadd_rn(rounded, -kRound), unit, rest);
+    take(plane, __float_as_uint(rounded), rest);
+    inverse *= rule.radix;
+    unit *= part;
+  }
+}
+
 // Digits of kCount entries, one plane after the other, as bytes.
 template <int kPlanes, int kCount>
 __device__ __forceinline__ void split(const float (&x)[kCount], const DigitScale& by, const DigitRule& rule,
                                       uint32_t (&to)[kPlanes][kCount / 4]) {
-  constexpr float kRound = 0x1.8p23f;  // a sum with it has the other's integer, to nearest even, in its lower bits
-  const float low = -0.5f * rule.radix, high = 0.5f * rule.radix - 1.0f, part = inverse_power(rule.radix);
   const uint32_t finite = by.lift == 0.0f ? 0 : ~0u;
   uint32_t bytes[kPlanes][kCount];
   CUTE_UNROLL
   for (int i = 0; i < kCount; ++i) {
-    float rest = x[i] * by.lift, inverse = by.inverse, unit = by.unit;
-    CUTE_UNROLL
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      float q = __fmul_rn(rest, inverse);
-      if (kPlanes == 3 && plane < 2) q = __fadd_rn(q, rule.ahead[plane]);
-      // With two digits what is left reaches from -1/2 to 1/2, so that nothing lies below.
-      if (kPlanes == 3) q = plane > 0 ? fmaxf(q, low) : q;
-      if (plane > 0) q = fminf(q, high);
-      const float rounded = __fadd_rn(q, kRound);
-      bytes[plane][i] = __float_as_uint(rounded);
-      rest = __fmaf_rn(-__fadd_rn(rounded, -kRound), unit, rest);
-      inverse *= rule.radix;
-      unit *= part;
-    }
+    take_digits<kPlanes>(x[i], by, rule, [&](int plane, uint32_t digit, float) { bytes[plane][i] = digit; });
   }
   CUTE_UNROLL
   for (int plane = 0; plane < kPlanes; ++plane) {

@@ -113,11 +113,17 @@ __device__ __forceinline__ void write_quad(const GemmOutput<C>& to, const typena
   }
 }
 
+struct SeeNothing {
+  template <class Value>
+  __device__ __forceinline__ void operator()(Value) const {}
+};
+
 // A warp's fragment of 16 rows and 2 * kRegisters columns, in the order of an mma's accumulators: rows g, g + 8 of the
-// first eight columns, then of the next. (row, column) is its corner.
-template <class C, int kRegisters>
+// first eight columns, then of the next. (row, column) is its corner. `see` is called with each result, also those beyond the
+// output's edge, which are no sums of anything.
+template <class C, int kRegisters, class See = SeeNothing>
 __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&sums)[C::kLevels][kRegisters], int row,
-                                               int column, int lane) {
+                                               int column, int lane, const See& see = {}) {
   using Out = typename C::Out;
   using Source = typename C::Source;
   static_assert(kRegisters % 16 == 0, "four blocks of eight columns are written together");
@@ -141,6 +147,7 @@ __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t
       for (int i = 0; i < 8; ++i) {
         const int r = 4 * (first + i / 2) + 2 * half + i % 2;
         pair[i] = to.finish(sums[0][r], prior[i], left[half], factor[i], shift[i]);
+        see(pair[i]);
       }
       if (to.vector) {
         write_quad(to, pair, at, column + 8 * first, t);

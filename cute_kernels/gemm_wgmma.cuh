@@ -186,13 +186,15 @@ __device__ __forceinline__ void multiply_tile(const GroupGemm<C>& gemm, typename
   }
 }
 
+// `squares`: where C::kSquares, a place for each warp of each block.
 template <class C>
-__device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group) {
+__device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
   using G = GroupGemm<C>;
   const int step = int(gridDim.x) / G::kCluster, count = gemm.order.count();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   int index = int(blockIdx.x) / G::kCluster;
   GemmPosition<G::kStages> at;
+  float seen = 0.0f;  // squares of this thread's results
   const int block = C::kPingPong ? 0 : group * G::kBlocks;  // the group's first
   if (C::kPingPong && group == 1) {
     warp_group::turn_give(1, 256);  // group 0 begins
@@ -213,8 +215,17 @@ __device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to
     const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16;
     CUTE_UNROLL
     for (int own = 0; own < G::kBlocks; ++own) {
-      write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane);
+      if constexpr (C::kSquares) {
+        write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane, [&](float x) { seen = fmaf(x, x, seen); });
+      } else {
+        write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane);
+      }
     }
+  }
+  if constexpr (C::kSquares) {
+    CUTE_UNROLL
+    for (int other = 16; other > 0; other /= 2) seen += __shfl_xor_sync(~0u, seen, other);
+    if (lane == 0) squares[(int(blockIdx.x) * G::kGroups + group) * 4 + warp] = seen;
   }
 }
 
@@ -225,7 +236,7 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
            const __grid_constant__ TmaDescriptor b1, const __grid_constant__ TmaDescriptor b2, int64_t k,
            typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
            const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
-           int64_t vector, float alpha, float beta, float weight1, float weight2) {
+           int64_t vector, float alpha, float beta, float weight1, float weight2, float* squares) {
   using G = GroupGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int rank = G::kCluster == 1 ? 0 : int(cluster::rank());
@@ -255,7 +266,7 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
     if (columns && column_step == 0) alpha *= __ldg(columns);
     const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, weight1, weight2, vector != 0};
-    multiply_tiles(gemm, to, rank, group);
+    multiply_tiles(gemm, to, rank, group, squares);
   }
   if constexpr (G::kCluster > 1) cluster::meet();  // a block's memory is written by the other one
 }

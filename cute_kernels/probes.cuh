@@ -152,6 +152,18 @@ struct ProbeParts {
   float sums[kWarps][kProbes * kPartPitch];
   uint32_t tops[kWarps][kWarpRows];
 
+  // This warp's, of the mma's accumulators.
+  template <bool kTransposed>
+  __device__ __forceinline__ void put(const float (&of)[kTiles][4]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i) {
+      CUTE_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        sums[threadIdx.x / 32][(g + c / 2 * 8) * kPartPitch + probe_row<kTransposed>(i, 2 * t + c % 2)] = of[i][c];
+      }
+    }
+  }
   // Of row `row` of the tile.
   template <int kGroups>
   __device__ __forceinline__ float sum(int probe, int row) const {
@@ -173,72 +185,114 @@ struct ProbeParts {
   }
 };
 
-// Sums of a tile of X (rows, columns) to shared memory, over every `gridDim.y`-th run of kStep columns; returns this lane's
-// part of the sum of squares. `pitch`: entries from one line to the next as they lie. `tops`: of all columns, where those
-// are asked for. `halves`: X in float16, row by row without gaps, where C::kHalves; then runs are whole.
-template <class C, bool kTransposed, bool kSquares, Tops kTops>
-__device__ __forceinline__ double probe_tile(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
-                                             bool vector, const float* w, int64_t w_pitch, int64_t tile, uint8_t* shared,
-                                             uint32_t* tops, __half* halves) {
+// What a lane has of sixteen vectors at the columns that a warp is at.
+struct ProbeVectors {
+  const float *low, *high;  // eight vectors apart
+  int columns;              // of X
+
+  __device__ __forceinline__ ProbeVectors(const float* w, int64_t pitch, int columns)
+      : low(w + threadIdx.x % 32 / 4 * pitch + threadIdx.x % 4 * kRun), high(low + 8 * pitch), columns(columns) {}
+  __device__ __forceinline__ void load(int at, float4 (&to)[2]) const {
+    const int from = at < columns ? at : 0;  // beyond, they are not looked at
+    to[0] = __ldg(reinterpret_cast<const float4*>(low + from));
+    to[1] = __ldg(reinterpret_cast<const float4*>(high + from));
+  }
+};
+
+// A matrix X (rows, columns) as it lies, X^T where a kernel is told so. `pitch`: entries from one line to the next;
+// `vector`: runs can be loaded at once.
+template <class Source>
+struct ProbeMatrix {
+  const Source* x;
+  int64_t pitch, rows, columns;
+  bool vector;
+};
+
+// Calls body(runs, vectors, at, own, present) for every gridDim.y-th run of kStep columns of a tile: `at` is the warp's first
+// column, `own` the lane's first row, of which `present` runs are there.
+template <class C, bool kTransposed, class Body>
+__device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
+                                          int64_t tile, uint8_t* shared, const Body& body) {
   using Source = typename C::Source;
   using Runs = ProbeRuns<Source, kTransposed>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   using Tile = ProbeTile<C::kGroups>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
   const int64_t own = corner + (kTransposed ? g * kRun : g);  // the lane's first row
-  const int64_t stride = int64_t{gridDim.y} * Tile::kStep;
-  const int64_t start = int64_t{blockIdx.y} * Tile::kStep + warp % Tile::kSplits * kDepth;
-  const int64_t apart = kTransposed ? pitch : 8 * pitch;  // from one of the lane's runs to the next
-  const int rows_here = own >= rows ? 0 : kTransposed ? int(min(rows - own, int64_t{kRun})) : int((rows - own + 7) / 8);
-  const Source* from = x;
-  if (rows_here) from += kTransposed ? own : own * pitch;
+  const int columns = int(x.columns), stride = int(gridDim.y) * Tile::kStep;
+  const int start = int(blockIdx.y) * Tile::kStep + warp % Tile::kSplits * kDepth;
+  const int64_t apart = kTransposed ? x.pitch : 8 * x.pitch;  // from one of the lane's runs to the next
+  const int present = own >= x.rows ? 0 : kTransposed ? int(min(x.rows - own, int64_t{kRun})) : int((x.rows - own + 7) / 8);
+  static_assert(kTiles == kRun, "there are as many runs as they have entries");
+  const bool all = x.vector && present >= kRun;
+  const Source* from = x.x;
+  if (present) from += kTransposed ? own : own * x.pitch;
 
   // A ring of stages of the lane's own, which so waits for nobody. Lanes whose runs lie beside each other, those of one g or
   // of one t, and those that read together, of two g, meet no bank twice.
   const int slot = kTransposed ? t * 8 + (g + 2 * t) % 8 : lane;
   uint8_t* ring = shared + warp * C::kStages * Runs::kStageBytes + slot * Runs::kBytes;
-  const auto fetch = [&](int64_t at, int stage) {
-    const int64_t place = at + t * kRun;
-    const int left = place < columns ? int(min(columns - place, int64_t{kRun})) : 0;
-    const Source* first = from + (left ? kTransposed ? place * pitch : place : 0);
-    const int lines = kTransposed ? left : rows_here, valid = kTransposed ? rows_here : left;
-    if (at < columns) Runs::fetch(ring + stage * Runs::kStageBytes, first, apart, lines, valid, vector && valid == kRun);
+  const auto fetch = [&](int at, int stage) {
+    uint8_t* to = ring + stage * Runs::kStageBytes;
+    const int place = at + t * kRun;
+    if (all && at + kDepth <= columns) {
+      const Source* first = from + (kTransposed ? place * x.pitch : int64_t{place});
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
+        copy_async_run<Runs::kBytes>(shared_address(to + i * 32 * Runs::kBytes), first + i * apart, Runs::kBytes);
+      }
+    } else if (at < columns) {
+      const int left = max(0, min(columns - place, kRun));
+      const Source* first = from + (left ? kTransposed ? place * x.pitch : int64_t{place} : 0);
+      const int lines = kTransposed ? left : present, valid = kTransposed ? present : left;
+      Runs::fetch(to, first, apart, lines, valid, x.vector && valid >= kRun);
+    }
     copy_async_commit();
   };
-  float4 next_w[2];
-  const auto load_weights = [&](int64_t at) {
-    const float* weights = w + g * w_pitch + (at < columns ? at + t * kRun : 0);  // beyond, they are not looked at
-    next_w[0] = __ldg(reinterpret_cast<const float4*>(weights));
-    next_w[1] = __ldg(reinterpret_cast<const float4*>(weights + 8 * w_pitch));
-  };
-  float sums[kTiles][4] = {};
-  double squares = 0.0;
-  uint32_t row_tops[kTiles] = {};
+  const ProbeVectors vectors(w, w_pitch, columns);
+  float4 next[2];
   CUTE_UNROLL
   for (int stage = 0; stage < C::kStages - 1; ++stage) fetch(start + stage * stride, stage);
-  load_weights(start);
+  vectors.load(start, next);
   int stage = 0, ahead = C::kStages - 1;
-  for (int64_t at = start; at < columns; at += stride) {  // the same for all lanes of a warp
+  for (int at = start; at < columns; at += stride) {  // the same for all lanes of a warp
     Runs here;
     copy_async_wait<C::kStages - 2>();
     here.read(ring + stage * Runs::kStageBytes);
-    const float4 here_w[2] = {next_w[0], next_w[1]};
-    load_weights(at + stride);
+    const float4 held[2] = {next[0], next[1]};
+    vectors.load(at + stride, next);
     fetch(at + (C::kStages - 1) * stride, ahead);
     stage = stage + 1 == C::kStages ? 0 : stage + 1, ahead = ahead + 1 == C::kStages ? 0 : ahead + 1;
+    body(here, held, at, own, present);
+  }
+  __syncthreads();  // all warps are done with their rings
+}
+
+// Sums of a tile of X to shared memory; returns this lane's part of the sum of squares. `tops`: of all columns, where those
+// are asked for. `halves`: X in float16, row by row without gaps, where C::kHalves; then runs are whole.
+template <class C, bool kTransposed, bool kSquares, Tops kTops>
+__device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
+                                             int64_t tile, uint8_t* shared, uint32_t* tops, __half* halves) {
+  using Runs = ProbeRuns<typename C::Source, kTransposed>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  float sums[kTiles][4] = {};
+  double squares = 0.0;
+  uint32_t row_tops[kTiles] = {};
+  walk_tile<C, kTransposed>(x, w, w_pitch, tile, shared, [&](const Runs& here, const float4(&vectors)[2], int at, int64_t own,
+                                                           int present) {
     if constexpr (C::kHalves) {
       static_assert(!kTransposed, "a run is of a row");
       const int64_t place = at + t * kRun;
       CUTE_UNROLL
       for (int i = 0; i < kTiles; ++i) {
-        if (i < rows_here && place < columns) {
+        if (i < present && place < x.columns) {
           const __half2 run[2] = {__floats2half2_rn(here.at(i, 0), here.at(i, 1)),
                                   __floats2half2_rn(here.at(i, 2), here.at(i, 3))};
-          *reinterpret_cast<uint2*>(halves + (own + 8 * i) * columns + place) = *reinterpret_cast<const uint2*>(run);
+          *reinterpret_cast<uint2*>(halves + (own + 8 * i) * x.columns + place) = *reinterpret_cast<const uint2*>(run);
         }
       }
     }
-    probe_products(here, here_w, sums);
+    probe_products(here, vectors, sums);
     if constexpr (kSquares) {
       float sum = 0.0f;
       CUTE_UNROLL
@@ -248,24 +302,20 @@ __device__ __forceinline__ double probe_tile(const typename C::Source* x, int64_
       }
       squares += sum;
     }
-    if constexpr (kTops == Tops::kColumns) see_columns(here, tops + at, int(min(columns - at, int64_t{kDepth})));
+    if constexpr (kTops == Tops::kColumns) see_columns(here, tops + at, min(int(x.columns) - at, kDepth));
     if constexpr (kTops == Tops::kRows) {
       CUTE_UNROLL
       for (int i = 0; i < kTiles * kRun; ++i) {
         row_tops[i / kRun] = max(row_tops[i / kRun], magnitude_bits(here.at(i / kRun, i % kRun)));
       }
     }
-  }
+  });
   static_assert(sizeof(ProbeParts) == C::kPartsBytes, "the host has made room for them");
-  __syncthreads();  // all warps are done with their rings
   ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
-  CUTE_UNROLL
-  for (int i = 0; i < kTiles; ++i) {
+  parts.put<kTransposed>(sums);
+  if constexpr (kTops == Tops::kRows) {
     CUTE_UNROLL
-    for (int c = 0; c < 4; ++c) {
-      parts.sums[warp][(g + c / 2 * 8) * kPartPitch + probe_row<kTransposed>(i, 2 * t + c % 2)] = sums[i][c];
-    }
-    if constexpr (kTops == Tops::kRows) {
+    for (int i = 0; i < kTiles; ++i) {
       uint32_t top = max(row_tops[i], __shfl_xor_sync(~0u, row_tops[i], 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
       if (t == 0) parts.tops[warp][probe_row<kTransposed>(i, g)] = top;
@@ -284,8 +334,8 @@ probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
   constexpr Tops kTops = static_cast<Tops>(C::kTops);
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
-  probe_tile<C, C::kTransposed, false, kTops>(x, pitch, rows, columns, vector != 0, w, w_pitch, blockIdx.x, shared, tops,
-                                              halves);
+  const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
+  probe_tile<C, C::kTransposed, false, kTops>(matrix, w, w_pitch, blockIdx.x, shared, tops, halves);
   __syncthreads();
   const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
@@ -324,18 +374,20 @@ __device__ __forceinline__ double warp_sum(double value) {
 
 constexpr int kGram = kProbes * kProbes, kOthers = 4, kComparison = kGram + kOthers;
 
-// A block's part of: the Gram matrix of P - C W (16 x 16), ||P||^2, ||C W||^2, ||C||^2, and the number of far scales.
-// `product` is P (16, y_pitch); `out` (blocks, 260).
-template <class C>
-__global__ void __launch_bounds__(kProbeThreads)
-compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-             int64_t w_pitch, const float* product, int64_t y_pitch, const float* left, int64_t left_count,
-             const float* right, int64_t right_count, float least, float most, double* out) {
-  wait_for_predecessor();
+// What a check says of one probe and row: what the true product gives, what the product's does, and their difference.
+struct Judged {
+  double wanted, claimed, difference;
+};
+
+// A block's part of: the Gram matrix of the differences (16 x 16), the sums of squares of what is wanted and what is claimed,
+// the sum of what take(tile) returns, and the number of far scales. take(tile) makes the sums of a tile, and judged(probe,
+// row, place) says what they are, `place` the row in all. `out` (blocks, 260).
+template <class C, class Take, class Judge>
+__device__ __forceinline__ void judge_tiles(int64_t rows, uint8_t* shared, const float* left, int64_t left_count,
+                                            const float* right, int64_t right_count, float least, float most, double* out,
+                                            const Take& take, const Judge& judged) {
   static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
   using Tile = ProbeTile<C::kGroups>;
-  extern __shared__ __align__(16) uint8_t shared[];
-  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   using Differences = double[kProbes][Tile::kRows + 1];
   static_assert(sizeof(Differences) <= sizeof(ProbeParts), "they lie where the parts were");
   Differences& difference = *reinterpret_cast<Differences*>(shared);
@@ -343,19 +395,16 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
   const int i = threadIdx.x / kProbes % kProbes, j = threadIdx.x % kProbes;
   double sums[kOthers] = {}, gram = 0.0;
   for (int64_t tile = blockIdx.x; tile * Tile::kRows < rows; tile += gridDim.x) {
-    sums[2] += probe_tile<C, false, true, Tops::kNone>(x, pitch, rows, columns, vector != 0, w, w_pitch, tile, shared, nullptr,
-                                                       nullptr);
+    sums[2] += take(tile);
     __syncthreads();
     double differences[C::kGroups];
     CUTE_UNROLL
     for (int s = 0; s < C::kGroups; ++s) {
       const int index = threadIdx.x + s * kProbeThreads, probe = index / Tile::kRows, row = index % Tile::kRows;
-      const int64_t place = tile * Tile::kRows + row;
-      const double claimed = parts.template sum<C::kGroups>(probe, row);
-      const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
-      differences[s] = wanted - claimed;
-      sums[0] += wanted * wanted;
-      sums[1] += claimed * claimed;
+      const Judged found = judged(probe, row, tile * Tile::kRows + row);
+      differences[s] = found.difference;
+      sums[0] += found.wanted * found.wanted;
+      sums[1] += found.claimed * found.claimed;
     }
     __syncthreads();
     CUTE_UNROLL
@@ -385,6 +434,28 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
     for (int warp = 0; warp < kWarps; ++warp) sum += others[threadIdx.x][warp];
     to[kGram + threadIdx.x] = sum;
   }
+}
+
+// judge_tiles of P and C W, and ||C||^2. `product` is P (16, y_pitch).
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
+             int64_t w_pitch, const float* product, int64_t y_pitch, const float* left, int64_t left_count,
+             const float* right, int64_t right_count, float least, float most, double* out) {
+  wait_for_predecessor();
+  extern __shared__ __align__(16) uint8_t shared[];
+  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
+  judge_tiles<C>(
+      rows, shared, left, left_count, right, right_count, least, most, out,
+      [&](int64_t tile) {
+        return probe_tile<C, false, true, Tops::kNone>(matrix, w, w_pitch, tile, shared, nullptr, nullptr);
+      },
+      [&](int probe, int row, int64_t place) {
+        const double claimed = parts.template sum<C::kGroups>(probe, row);
+        const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
+        return Judged{wanted, claimed, wanted - claimed};
+      });
 }
 
 // The sums (260) of the parts of all blocks (blocks, 260), always in one order. A block has 32 of them, and a warp every

@@ -28,12 +28,13 @@ TOPS = ("", "rows", "columns")
 PROBES = 16
 TILE = 32  # rows of a group of warps; vectors are padded to a multiple of it
 KERNELS = [*((kernel, tops) for kernel in ("probe", "probe_transposed") for tops in TOPS), ("compare_rows", "")]
-_SUMS = PROBES * PROBES + 4
-_PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and maxima, which lie where the ring was
+SUMS = PROBES * PROBES + 4
+PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and maxima, which lie where the ring was
 _RUN = 4  # entries that a lane loads at once
 _SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which takes another kernel for their sums
 _FEW = 4  # they do where there are so many multiprocessors for each tile
 _GAIN = 1.15  # of reading W half as often
+_AWAITED = 0x7FF8_5EED_0000_0001  # no sum is this NaN
 _replays = Replays(256)
 
 
@@ -64,7 +65,7 @@ class ProbeConfig:
         if self.kernel == "sum_comparison":
             return 0
         ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # a thread has 16 entries at a time
-        return max(ring, _PARTS)
+        return max(ring, PARTS)
 
     @property
     def name(self) -> str:
@@ -80,7 +81,7 @@ class ProbeConfig:
             "kTransposed": transposed,
             "kGroups": self.groups,
             "kStages": self.stages,
-            "kPartsBytes": _PARTS,
+            "kPartsBytes": PARTS,
             "kHalves": self.halves,
         }
         source = (
@@ -122,7 +123,7 @@ def probeable(x: Tensor) -> bool:
     return readable(x) or (x.is_cuda and readable(x.mT))
 
 
-def _matrix(x: Tensor) -> tuple[int, ...]:
+def matrix(x: Tensor) -> tuple[int, ...]:
     """Address, elements from one row to the next, rows, columns, and whether runs of entries can be loaded at once."""
     rows, columns = x.shape
     pitch, run = x.stride(0) if rows > 1 else columns, _RUN * x.element_size()
@@ -149,7 +150,7 @@ def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
 
 def makes_halves(x: Tensor) -> bool:
     """Whether :func:`probe_with_halves` takes ``x``: float32, rows of a multiple of 4 entries, aligned to 16 bytes."""
-    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and _matrix(x)[-1] == 1
+    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix(x)[-1] == 1
 
 
 def probe_with_halves(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +176,7 @@ def _probe(x: Tensor, w: Tensor, lines: str, halved: bool = False) -> tuple[Tens
     transposed, width = not readable(x), padded(x.shape[0])
     rows, columns = x.shape
     with device_of(x):
-        groups, tiles, splits = _grid(x.shape, x.dtype, x.device.index)
+        groups, tiles, splits = grid(x.shape, x.dtype, x.device.index)
         parts = workspace.empty((splits, PROBES, width), torch.float32, x.device)
         alone = not lines or (lines == "rows" and splits == 1)  # else blocks meet at each largest magnitude
         size = {"rows": rows, "columns": columns}.get(lines, 0)
@@ -184,7 +185,7 @@ def _probe(x: Tensor, w: Tensor, lines: str, halved: bool = False) -> tuple[Tens
 
         def launch() -> None:
             name = "probe_transposed" if transposed else "probe"
-            at, pitch, *_, vector = _matrix(x.mT if transposed else x)
+            at, pitch, *_, vector = matrix(x.mT if transposed else x)
             pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
             converted = 0 if halves is None else halves.data_ptr()
             get_kernel(ProbeConfig(name, REALS[x.dtype], lines, groups, halves=halved)).launch(
@@ -197,7 +198,7 @@ def _probe(x: Tensor, w: Tensor, lines: str, halved: bool = False) -> tuple[Tens
 
 
 @lru_cache(maxsize=256)
-def _grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, int]:
+def grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, int]:
     """For a pass over such a matrix: groups of 32 rows a block, tiles, blocks that share the columns of one."""
     rows, columns = shape
     at_once = multiprocessors_of(device)
@@ -209,7 +210,7 @@ def _grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int,
 
 def takes_one_launch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether :func:`probe` of such a matrix is one launch: no two blocks share the columns of a tile."""
-    return _grid(shape, dtype, device.index)[2] == 1
+    return grid(shape, dtype, device.index)[2] == 1
 
 
 def _places(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
@@ -222,7 +223,8 @@ class _Answer(threading.local):
     """Where a kernel leaves a thread's sums: memory of the host that a GPU writes to."""
 
     def __init__(self) -> None:
-        self.sums = torch.empty(_SUMS, dtype=torch.float64, pin_memory=True)
+        self.sums = torch.empty(SUMS, dtype=torch.float64, pin_memory=True)
+        self.words = self.sums.numpy().view(np.int64)
 
 
 @lru_cache
@@ -233,6 +235,20 @@ def _answers() -> _Answer:
 def answer() -> Tensor:
     """Where a comparison that this thread starts leaves its sums."""
     return _answers().sums
+
+
+def expect_answer() -> None:
+    """From now on :func:`foreseen` knows by its words whether an answer is there; what this thread has started, is."""
+    _answers().words.fill(_AWAITED)
+
+
+def foreseen(device: torch.device) -> Comparison:
+    """The answer since :func:`expect_answer`, as soon as it is there, whatever torch's current stream does after it."""
+    words = _answers().words
+    while (words == _AWAITED).any():
+        if torch.cuda.current_stream(device).query():  # raises where a kernel failed
+            break
+    return _comparison_there()
 
 
 def compare(
@@ -256,29 +272,39 @@ def start_comparison(
         at_once = multiprocessors_of(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)
         blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
-        parts, there = workspace.empty((blocks, _SUMS), torch.float64, c.device), answer()
+        parts, there = workspace.empty((blocks, SUMS), torch.float64, c.device), answer()
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
             get_kernel(ProbeConfig("compare_rows", REALS[c.dtype], groups=groups)).launch(
                 (blocks, 1, 1),
                 (
-                    *_matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
+                    *matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
                     *(np.float32(bound) for bound in bounds), parts.data_ptr(),
                 ),
                 early=True,
             )  # fmt: skip
-            get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
-                (-(-_SUMS // 32), 1, 1), (parts.data_ptr(), blocks, there.data_ptr()), early=True
-            )
+            start_sum(parts)
 
         sizes = tuple(s.numel() for s in scales)
         _replays.run(("compare", *_places(c, w, product, parts, *scales, there), sizes, bounds), launch)
 
 
+def start_sum(parts: Tensor) -> None:
+    """Start to add the blocks' parts, float64 (blocks, 260), to :func:`answer`."""
+    get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
+        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), parts.shape[0], answer().data_ptr()), early=True
+    )
+
+
 def comparison(device: torch.device) -> Comparison:
     """What :func:`compare` returns, of the last one that this thread has started on torch's current stream; waits."""
     torch.cuda.current_stream(device).synchronize()
+    return _comparison_there()
+
+
+def _comparison_there() -> Comparison:
+    """As :func:`comparison`, once the sums are known to be there."""
     sums = answer().numpy()
     product_squares, claimed, result, far = sums[-4:].tolist()
     gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES).copy())

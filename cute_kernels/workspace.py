@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from cute_kernels.jit.kernel import set_to_zero
 from cute_kernels.jit.replay import Replays
 
 _ALIGNMENT = 512  # as an allocator has it
@@ -104,6 +105,33 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return arena.take(torch.zeros, shape, dtype, device)
 
 
+class Made(Sequence[Tensor]):
+    """Tensors in one piece of memory, each made when it is asked for."""
+
+    def __init__(self, memory: Tensor, places: list[tuple[Place, tuple[int, ...]]]) -> None:
+        """``places``: with the strides of each."""
+        self._memory, self._places = memory, places
+        self._as: dict[torch.dtype, Tensor] = {}  # one for many
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, at: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(at, slice):
+            return Made(self._memory, self._places[at])
+        place, strides = self._places[at]
+        memory = self._as.get(place.dtype)
+        if memory is None:
+            memory = self._as[place.dtype] = self._memory.view(place.dtype)
+        return place.view(memory, strides)
+
+
 class Kept:
     """Functions that only launch kernels and make tensors here: what one launched is launched again without it.
 
@@ -123,7 +151,7 @@ class Kept:
         addresses: tuple[int, ...],
         device: torch.device,
         function: Callable[[], tuple[Tensor, ...]],
-    ) -> tuple[Tensor, ...]:
+    ) -> Sequence[Tensor]:
         """What ``function`` returns: tensors that it made by :func:`empty` or :func:`zeros`, whole.
 
         Args:
@@ -142,12 +170,14 @@ class Kept:
         size, zeroed, wanted = known
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         for part in zeroed:
-            memory[part].zero_()
+            if memory.is_cuda:
+                set_to_zero(memory.data_ptr() + part.start, part.stop - part.start, memory.device.index)
+            else:
+                memory[part].zero_()
 
         def launch() -> None:
             with Arena(memory):
                 function()
 
         self._replays.run((kind, addresses, memory.data_ptr()), launch)
-        of = {dtype: memory.view(dtype) for dtype in {place.dtype for place, _ in wanted}}  # one for many
-        return tuple(place.view(of[place.dtype], strides) for place, strides in wanted)
+        return Made(memory, wanted)

@@ -70,20 +70,29 @@ class ToleranceError(ArithmeticError):
 
 
 def compute(
-    A: Tensor, B: Tensor, request: Request, right: Operand | None, measured: bool = False
+    A: Tensor,
+    B: Tensor,
+    request: Request,
+    right: Operand | None,
+    measured: bool = False,
+    failed: int | None = None,
 ) -> tuple[Tensor, Report]:
-    """The product and its report; ``right``: the columns of B where they are prepared."""
+    """The product and its report; ``right``: the columns of B where they are prepared.
+
+    ``failed``: attempts of the call at the short way, which is not gone again.
+    """
     if torch.is_autocast_enabled(A.device.type):  # it would have float32 products made of halves
         with torch.autocast(A.device.type, enabled=False):
-            return compute(A, B, request, right, measured)
+            return compute(A, B, request, right, measured, failed)
     if A.shape[0] == 0 or B.shape[1] == 0 or A.shape[1] == 0:
         return A.new_zeros(A.shape[0], B.shape[1], dtype=request.out_dtype), _empty_report()
 
-    failed = 0
-    if A.is_cuda and not measured:
-        product, failed = _at_short(A, B, request, right)
-        if product is not None:
-            return product, _empty_report()
+    if failed is None:
+        failed = 0
+        if A.is_cuda and not measured:
+            product, failed = _at_short(A, B, request, right)
+            if product is not None:
+                return product, _empty_report()
 
     def attempt(waits: bool) -> tuple[Tensor, Report] | None:
         left, columns = operand(A, waits=waits), right or operand(B.mT, waits=waits)
@@ -96,16 +105,31 @@ def compute(
     return found
 
 
+def short_kind(A: Tensor, B: Tensor, request: Request) -> Kind | None:
+    """The kind of a checked call that :func:`again` may take, or None."""
+    if request.tol is None or not A.is_cuda or 0 in (*A.shape, *B.shape):
+        return None
+    from residual import kept  # needs the CUDA wheels
+
+    return request.kind(A, B) if kept.takes(A, B, request) else None
+
+
+def again(A: Tensor, B: Tensor, request: Request, kind: Kind) -> Tensor:
+    """The product of a call of which :func:`short_kind` has told the kind; B is not prepared, and autocast is off."""
+    from residual import kept
+
+    product, failed = kept.attempt_known(A, B, None, request, kind, own_generator(A.device))
+    return compute(A, B, request, None, failed=failed)[0] if product is None else product
+
+
 def _at_short(A: Tensor, B: Tensor, request: Request, right: Operand | None) -> tuple[Tensor | None, int]:
     """The product of a call whose plan is known, or None, and how many attempts at it failed."""
     from residual import kept  # needs the CUDA wheels
 
     if request.tol is None:
         return kept.plain(A, B, right, request), 0
-    if request.seed is not None:
-        return None, 0
     kind = request.kind(A, B, 0 if right is None else id(right))
-    return kept.attempt(A, B, right, request, kind, _own_generator(A.device))
+    return kept.attempt(A, B, right, request, kind, own_generator(A.device))
 
 
 def _must_wait(A: Tensor, B: Tensor, request: Request, measured: bool) -> bool:
@@ -121,7 +145,7 @@ def _must_wait(A: Tensor, B: Tensor, request: Request, measured: bool) -> bool:
 
 
 @lru_cache
-def _own_generator(device: torch.device) -> torch.Generator:
+def own_generator(device: torch.device) -> torch.Generator:
     """Goes on from call to call; seeded anew in every process."""
     return torch.Generator(device).manual_seed(int.from_bytes(os.urandom(7), "little"))
 
@@ -147,7 +171,7 @@ class _Call:
     def generator(self) -> torch.Generator:
         """The call's own: a program's random numbers stay what they are."""
         if self.request.seed is None:
-            return _own_generator(self.device)
+            return own_generator(self.device)
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def _look(self, sparse: bool) -> Forecast:

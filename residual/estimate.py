@@ -162,13 +162,23 @@ def from_sums(
         if squared > 0 and norm_product > 0:  # else the probes outweigh the exact norm: C is far off
             size = norm * math.sqrt(squared)
     relative = error / size if size > 0 else math.inf
-    upper = _upper(sharp_factor(1.0, probes, confidence) * error, norm)
+    upper = relative_bound(sharp_factor(1.0, probes, confidence) * error, norm)
     if upper > tol:
-        upper = _upper(sharp_factor(_share_at_most(sums / trace), probes, confidence) * error, norm)
+        upper = relative_bound(bound_of(gram, unit, confidence)[1], norm)
     return ErrorEstimate(relative, upper, confidence)
 
 
-def _upper(bound: float, norm: float) -> float:
+def bound_of(gram: torch.Tensor, unit: float, confidence: float) -> tuple[float, float]:
+    """Estimate and bound of ``||E||_F`` from ``Y^T Y / unit**2`` (p, p) of ``Y = E W``; infinite where that is."""
+    probes, sums = gram.shape[0], gram.numpy()
+    trace = float(sums.trace())
+    if not math.isfinite(trace):
+        return math.inf, math.inf
+    error = unit * math.sqrt(trace / probes)
+    return error, sharp_factor(_share_at_most(sums / trace), probes, confidence) * error if error else 0.0
+
+
+def relative_bound(bound: float, norm: float) -> float:
     """Bound of an error relative to AB, from its own and the norm of C."""
     return bound / (norm - bound) if norm > bound else math.inf
 

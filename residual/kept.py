@@ -6,7 +6,7 @@ The numbers are those of any other call; what it saves is the host's time, which
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from residual.check import FAR_SCALES, PROBES, confidence, estimate_of
+from residual.estimate import ErrorEstimate
+from residual.foreseen import can_foresee, finish, rests_of, start
 from residual.habits import Kind, habit_of
 from residual.planner import HALF
 from residual.plans import COUNTS, Plan, of_digits
@@ -28,7 +30,9 @@ REST = 32  # calls of a kind and plan that go the long way after one whose check
 _KINDS = 256
 _SPARES = 8  # sizes of vectors that are drawn ahead, 64 bytes of a GPU's memory for each of their entries
 _MODES = (*COUNTS, "fp16")
+READS = 16  # of so many calls of a kind and plan whose errors can be foreseen one reads the product
 _resting: dict[tuple[Kind, Plan], int] = {}
+_calls: dict[tuple[Kind, Plan], int] = {}
 _spare: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
@@ -42,7 +46,10 @@ def _steps() -> tuple[Kept, Kept]:
 
 def plain(A: Tensor, B: Tensor, right: Operand | None, request: Request) -> Tensor | None:
     """The product without a check, or None where the call is none of those that are kept; see :func:`attempt`."""
-    if request.mode not in COUNTS or not _fits(A, B, right, request) or not (_is_flat(A) and _is_flat(B)):
+    all_single = A.dtype == B.dtype == request.out_dtype == torch.float32
+    if request.mode not in COUNTS or not all_single or not (_is_flat(A) and _is_flat(B)):
+        return None
+    if right is not None and _is_changed(right):
         return None
     from cute_kernels.quantize import device_of
 
@@ -58,27 +65,52 @@ def attempt(
     None and 0 where no attempt was made, or none that says anything: another way has to be gone.
     ``right``: the columns of B where they are prepared.
     """
-    plan = _plan(A, B, right, request, kind)
+    if not takes(A, B, request):
+        return None, 0
+    return attempt_known(A, B, right, request, kind, generator)
+
+
+def attempt_known(
+    A: Tensor, B: Tensor, right: Operand | None, request: Request, kind: Kind, generator: torch.Generator
+) -> tuple[Tensor | None, int]:
+    """:func:`attempt` of a call that is known to be one of those that :func:`takes`."""
+    plan = _plan(right, request, kind)
     if plan is None:
         return None, 0
-    product, sums = _run(A, B, right, plan, generator)
     assert request.tol is not None
-    found = estimate_of(sums, product.numel(), confidence(0), request.tol)
-    if not sums.far and found is not None and found.upper <= request.tol:
+    if _comes_to_read(kind, plan) or not _can_foresee(plan, A):
+        product, sums = _run(A, B, right, plan, generator)
+        found, far = estimate_of(sums, product.numel(), confidence(0), request.tol), sums.far > 0
+    else:
+        product, found, far = _run_foreseen(A, B, right, plan, generator)
+    if not far and found is not None and found.upper <= request.tol:
         return product, 0
     if len(_resting) >= _KINDS:
         _resting.clear()
     _resting[kind, plan] = REST
     # Digits of lines that are far from one, or not finite, were no attempt; halves of such lines were a wrong one.
-    meant = found is not None and math.isfinite(found.relative) and not (sums.far and plan.bits)
+    meant = found is not None and math.isfinite(found.relative) and not (far and plan.bits)
     return None, int(meant)
 
 
-def _plan(A: Tensor, B: Tensor, right: Operand | None, request: Request, kind: Kind) -> Plan | None:
-    """The plan to run, or None where the call is none of those that are kept."""
-    if request.mode not in (*COUNTS, "auto") or not _fits(A, B, right, request):
-        return None
-    if not _is_probed_at_once(A) or not _is_probed_at_once(B) or (right is not None and _probes_of(right) is None):
+def _comes_to_read(kind: Kind, plan: Plan) -> bool:
+    """Whether this call reads the product for its check, as the first one does and each sixteenth after it."""
+    if len(_calls) >= _KINDS:
+        _calls.clear()
+    count = _calls[kind, plan] = _calls.get((kind, plan), -1) + 1
+    return count % READS == 0
+
+
+def takes(A: Tensor, B: Tensor, request: Request) -> bool:
+    """Whether calls of these sizes, layouts and options may take the short way, whatever the tensors hold."""
+    if request.mode not in (*COUNTS, "auto") or not A.dtype == B.dtype == request.out_dtype == torch.float32:
+        return False
+    return request.seed is None and _is_probed_at_once(A) and _is_probed_at_once(B)
+
+
+def _plan(right: Operand | None, request: Request, kind: Kind) -> Plan | None:
+    """The plan to run, or None where none is known or it has to rest."""
+    if right is not None and (_is_changed(right) or _probes_of(right) is None):
         return None
     habit = habit_of(kind) if request.mode == "auto" else None
     plan = Plan(request.mode, request.bits or 8) if habit is None else habit.plan
@@ -91,10 +123,9 @@ def _plan(A: Tensor, B: Tensor, right: Operand | None, request: Request, kind: K
     return plan if habit is None else habit.take()
 
 
-def _fits(A: Tensor, B: Tensor, right: Operand | None, request: Request) -> bool:
-    """Whether all is float32 and no line of a prepared B was changed."""
-    same = A.dtype == B.dtype == request.out_dtype == torch.float32
-    return same and (right is None or (right.exponent is None and right.broken is None))
+def _is_changed(right: Operand) -> bool:
+    """Whether a line of a prepared B was: it is far from one, or holds inf or NaN."""
+    return right.exponent is not None or right.broken is not None
 
 
 def _is_flat(x: Tensor) -> bool:
@@ -135,6 +166,29 @@ def _run(
         return product, comparison(A.device)
 
 
+def _can_foresee(plan: Plan, A: Tensor) -> bool:
+    return can_foresee(plan, A.shape[1], A.device)
+
+
+def _run_foreseen(
+    A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
+) -> tuple[Tensor, ErrorEstimate | None, bool]:
+    """As :func:`_run`, with the error measured before the product; what it is, and whether a line is far from one."""
+    from cute_kernels.quantize import device_of
+
+    with device_of(A):
+        w, rests = None, None
+        if right is not None:
+            made = right.kept["probes"]
+            w, rests = made["w"], rests_of(right, B, plan, made["w"], made)
+        else:
+            w = _vectors(B.shape[1], A.device, generator)
+        product = start(A, B, right, plan, w, rests, _kind(A, B, plan, right is not None), _steps()[0])
+        if right is None:
+            _draw_ahead(B.shape[1], A.device, generator)
+        return product, *finish(product, confidence(0))
+
+
 def _vectors(n: int, device: torch.device, generator: torch.Generator) -> Tensor:
     """``W^T`` (16, N and room), drawn by now or before."""
     from cute_kernels.probes import padded
@@ -160,7 +214,7 @@ def _kind(A: Tensor, B: Tensor, plan: Plan, prepared: bool) -> Hashable:
     return plan, A.shape, A.stride(), B.shape, B.stride(), A.device, prepared
 
 
-def _multiplied(A: Tensor, B: Tensor, right: Operand | None, plan: Plan) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _multiplied(A: Tensor, B: Tensor, right: Operand | None, plan: Plan) -> tuple[Tensor, Sequence[Tensor]]:
     """The product by digits, and the scales that were made for it."""
     product = torch.empty(A.shape[0], B.shape[1], device=A.device)
     held: tuple[Tensor, ...] = ()
@@ -178,14 +232,14 @@ def _multiplied(A: Tensor, B: Tensor, right: Operand | None, plan: Plan) -> tupl
 
 
 def _compare(
-    A: Tensor, B: Tensor, product: Tensor, plan: Plan, w: Tensor, inner: Tensor | None, scales: tuple[Tensor, ...]
+    A: Tensor, B: Tensor, product: Tensor, plan: Plan, w: Tensor, inner: Tensor | None, scales: Sequence[Tensor]
 ) -> None:
     """Start the check of a product of digits; ``inner``: ``(B W)^T`` where it is known, ``scales``: to look at."""
     from cute_kernels import probes
 
     def launch() -> tuple[Tensor, ...]:
         outer = probes.probe(A, probes.probe(B, w) if inner is None else inner)  # (16, M and room)
-        probes.start_comparison(product, w, outer, scales, FAR_SCALES)
+        probes.start_comparison(product, w, outer, tuple(scales), FAR_SCALES)
         return ()
 
     read = (A, B, product, w, probes.answer(), *scales, *(() if inner is None else (inner,)))
@@ -212,13 +266,10 @@ def _of_halves(A: Tensor, B: Tensor, right: Operand | None, w: Tensor, inner: Te
 
     places = tuple(x.data_ptr() for x in (A, B, w, *(() if inner is None else (inner,))))
     found = _steps()[1].run((_kind(A, B, HALF, inner is not None), by_passes), places, A.device, launch)
-    outer, rows, *rest = found
-    left = rest.pop(0) if by_passes else A.half()
-    if right is None:
-        _, columns, *rest = rest
-        halves = rest[0] if by_passes else B.half()
-    else:
-        columns, halves = right.top, right.half.mT
-    product = torch.mm(left, halves, out_dtype=torch.float32)
-    probes.start_comparison(product, w, outer, (rows, columns), HALF_RANGE)
+    of_a, of_b = found[: 2 + by_passes], found[2 + by_passes :]  # products, magnitudes, perhaps halves
+    left = of_a[2] if by_passes else A.half()
+    halves = right.half.mT if right is not None else of_b[2] if by_passes else B.half()
+    product = torch.mm(left, halves, out_dtype=torch.float32)  # before anything else that can wait
+    columns = of_b[1] if right is None else right.top
+    probes.start_comparison(product, w, of_a[0], (of_a[1], columns), HALF_RANGE)
     return product

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from residual.call import Report, compute
+from residual.call import Report, again, compute, short_kind
+from residual.habits import Kind
 from residual.library import product
 from residual.prepare import Prepared
-from residual.request import check_request
+from residual.request import Request, check_request
 
 OnFailure = Literal["raise", "fp32"]
 
@@ -104,15 +106,48 @@ def matmul(
     """
     if prepared is not None and not isinstance(prepared, Prepared):
         raise TypeError(f"prepared must come from residual.prepare, got {type(prepared).__name__}")
-    request = check_request(A, B, tol, mode, bits, out_dtype, on_failure, seed)
+    request, kind = _looked_at(A, B, tol, mode, bits, out_dtype, on_failure, seed)
     if prepared is not None:
         prepared.require(B)
     if return_report:
         return compute(A, B, request, None if prepared is None else prepared.serving(B), measured=True)
     if _is_plain(A) and _is_plain(B):
+        if kind is not None and prepared is None and not torch.is_autocast_enabled("cuda"):
+            return again(A, B, request, kind)
         return compute(A, B, request, None if prepared is None else prepared.serving(B))[0]
     slot = -1 if prepared is None else prepared.slot
     return product(A, B, slot, tol, mode, bits, request.out_dtype, on_failure, seed)
+
+
+_MOST = 256  # shapes may vary without end
+_calls: dict[Hashable, tuple[Request, Kind | None]] = {}
+
+
+def _looked_at(
+    A: Tensor, B: Tensor, tol: float | None, mode: str, bits: int | None, out_dtype: torch.dtype | None,
+    on_failure: str, seed: int | None,
+) -> tuple[Request, Kind | None]:  # fmt: skip
+    """What the arguments ask for, and the kind of a call that may go the short way; looked at once for all calls alike.
+
+    Raises as :func:`matmul` says.
+    """
+    key: Hashable = None
+    if type(A) is type(B) is Tensor and A.layout == B.layout == torch.strided:
+        operands = A.shape, A.stride(), A.dtype, A.device, B.shape, B.stride(), B.dtype, B.device
+        key = *operands, tol, mode, bits, out_dtype, on_failure, seed
+        try:
+            found = _calls.get(key)
+        except TypeError:  # an argument of a type that no option has
+            found = key = None
+        if found is not None:
+            return found
+    request = check_request(A, B, tol, mode, bits, out_dtype, on_failure, seed)
+    known = request, short_kind(A, B, request)
+    if key is not None and seed is None:
+        if len(_calls) >= _MOST:
+            _calls.clear()
+        _calls[key] = known
+    return known
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -107,10 +107,11 @@ def _digit_product(
     alpha: float = 1.0,
     c: Tensor | None = None,
     out: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes.
 
-    ``out``: where to, on a GPU and without ``c``.
+    ``out``: where to, on a GPU and without ``c``; ``squares``: as of :func:`cute_kernels.gemm.gemm`.
     """
     from cute_kernels.gemm import gemm  # takes longer to import than this package
 
@@ -118,7 +119,7 @@ def _digit_product(
         columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
         return gemm(
             a.planes, columns, terms=terms, shift=shift, scale_a=a.scale, scale_b=b.scale, alpha=alpha,
-            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32,
+            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32, squares=squares,
         )  # fmt: skip
 
     planes = (*a.planes, *b.planes)
@@ -127,7 +128,7 @@ def _digit_product(
     target = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device) if out is None else out  # (M, N)
     places = tuple((plane.data_ptr(), plane.stride(0)) for plane in planes)
     kind = planes[0].shape, len(a.planes), target.shape, target.device, shift, terms, alpha
-    where = places, a.scale.data_ptr(), b.scale.data_ptr(), target.data_ptr()
+    where = places, *(0 if x is None else x.data_ptr() for x in (a.scale, b.scale, target, squares))
     _replays().run((kind, where), lambda: product(target))
     return target
 
@@ -145,10 +146,13 @@ def _reads_in_place(plane: Tensor) -> bool:
     return is_ready(plane)
 
 
-def of_digits(plan: Plan, left: Operand, right: Operand, out: Tensor | None = None) -> Tensor:
-    """The product (M, N) of a plan of :data:`COUNTS`; ``out``: where to, on a GPU."""
+def of_digits(
+    plan: Plan, left: Operand, right: Operand, out: Tensor | None = None, squares: Tensor | None = None
+) -> Tensor:
+    """The product (M, N) of a plan of :data:`COUNTS`; ``out``: where to, ``squares``: of its entries, on a GPU."""
     planes, terms = COUNTS[plan.mode]
-    return _digit_product(left.digits(plan.bits, planes), right.digits(plan.bits, planes), plan.bits, terms, out=out)
+    a, b = left.digits(plan.bits, planes), right.digits(plan.bits, planes)
+    return _digit_product(a, b, plan.bits, terms, out=out, squares=squares)
 
 
 def _dense(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:

@@ -320,6 +320,13 @@ def get_kernel(config: Config) -> Kernel:
     return kernel
 
 
+def set_to_zero(address: int, size: int, device: int) -> None:
+    """Set so many bytes of a GPU's memory to zero on torch's current stream, in less of the host's time than torch."""
+    (status,) = _driver().cuMemsetD8Async(address, 0, size, torch._C._cuda_getCurrentRawStream(device))
+    if status:
+        raise DeviceError(f"cuMemsetD8Async of {size} bytes: {status.name}")
+
+
 def occupancy(kernel: Kernel) -> int:
     """Blocks of ``kernel`` that one multiprocessor holds at a time."""
     result = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel._function, kernel.threads, kernel.smem_bytes)

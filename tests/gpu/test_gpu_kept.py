@@ -28,18 +28,26 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from residual import kept
 
     plans: list[str] = []
-    run = kept._run
 
-    def counted(A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator) -> Any:
-        plans.append(str(plan) + (", prepared" if right is not None else ""))
-        return run(A, B, right, plan, generator)
+    def count(name: str) -> None:
+        run = getattr(kept, name)
 
-    monkeypatch.setattr(kept, "_run", counted)
-    habits.forget()
-    kept._resting.clear()
+        def counted(A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator) -> Any:
+            plans.append(str(plan) + (", prepared" if right is not None else ""))
+            return run(A, B, right, plan, generator)
+
+        monkeypatch.setattr(kept, name, counted)
+
+    def forget() -> None:
+        habits.forget()
+        kept._resting.clear()
+        kept._calls.clear()
+
+    count("_run")
+    count("_run_foreseen")
+    forget()
     yield plans
-    habits.forget()
-    kept._resting.clear()
+    forget()
 
 
 def long_way(A: Tensor, B: Tensor, mode: str) -> Tensor:
