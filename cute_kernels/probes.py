@@ -100,7 +100,7 @@ class Comparison(NamedTuple):
     and ``||C||^2``; ``far``: how many scales are NaN or out of bounds.
     """
 
-    gram: Tensor
+    gram: np.ndarray
     product: float
     claimed: float
     result: float
@@ -238,12 +238,15 @@ def answer() -> Tensor:
 
 
 def expect_answer() -> None:
-    """From now on :func:`foreseen` knows by its words whether an answer is there; what this thread has started, is."""
+    """From now on :func:`awaited` knows by its words whether an answer is there; all that this thread started, is."""
     _answers().words.fill(_AWAITED)
 
 
-def foreseen(device: torch.device) -> Comparison:
-    """The answer since :func:`expect_answer`, as soon as it is there, whatever torch's current stream does after it."""
+def awaited(device: torch.device) -> Comparison:
+    """The answer since :func:`expect_answer`, as soon as it is there, whatever torch's current stream does after it.
+
+    A caller that has started one and cannot take it must wait for the stream, or the next one is taken for it.
+    """
     words = _answers().words
     while (words == _AWAITED).any():
         if torch.cuda.current_stream(device).query():  # raises where a kernel failed
@@ -261,7 +264,8 @@ def compare(
     Waits for the GPU.
     """
     start_comparison(c, w, product, scales, bounds)
-    return comparison(c.device)
+    torch.cuda.current_stream(c.device).synchronize()
+    return _comparison_there()
 
 
 def start_comparison(
@@ -297,18 +301,11 @@ def start_sum(parts: Tensor) -> None:
     )
 
 
-def comparison(device: torch.device) -> Comparison:
-    """What :func:`compare` returns, of the last one that this thread has started on torch's current stream; waits."""
-    torch.cuda.current_stream(device).synchronize()
-    return _comparison_there()
-
-
 def _comparison_there() -> Comparison:
-    """As :func:`comparison`, once the sums are known to be there."""
+    """The answer, once it is known to be there."""
     sums = answer().numpy()
     product_squares, claimed, result, far = sums[-4:].tolist()
-    gram = torch.from_numpy(sums[:-4].reshape(PROBES, PROBES).copy())
-    return Comparison(gram, product_squares, claimed, result, int(far))
+    return Comparison(sums[:-4].reshape(PROBES, PROBES).copy(), product_squares, claimed, result, int(far))
 
 
 def default_configs() -> list[ProbeConfig]:

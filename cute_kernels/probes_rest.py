@@ -107,7 +107,7 @@ def probe_rest(b: Tensor, w: Tensor, scale: Tensor, rule: Rule) -> Tensor:
 def start_judging(
     a: Tensor, vectors: Tensor, scale: Tensor, other: Tensor, rule: Rule, bounds: tuple[float, float]
 ) -> None:
-    """Start the pass over A: :func:`~cute_kernels.probes.comparison` then tells, as ``gram``, of what the product of
+    """Start the pass over A: :func:`~cute_kernels.probes.awaited` then tells, as ``gram``, of what the product of
     digits leaves out of A B, ``product`` of ``A B W``, and ``far``; ``claimed`` and ``result`` are 0.
 
     ``a`` (M, K) float32 as in :func:`probe_rest`, which has made ``vectors``; ``scale`` (M,) of its rows, ``other``

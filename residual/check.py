@@ -159,7 +159,7 @@ def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> Erro
     nothing anyway.
     """
     spread = sums.result / entries
-    if not (sums.far or not sums.gram.numpy().trace() or 2.0**-90 < spread < 2.0**90):
+    if not (sums.far or not sums.gram.trace() or 2.0**-90 < spread < 2.0**90):
         return None
     product, claimed, result = (math.sqrt(x) for x in (sums.product, sums.claimed, sums.result))
     return from_sums(sums.gram, 1.0, product, claimed, result, sure, tol)

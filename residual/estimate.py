@@ -135,11 +135,11 @@ def judge(product: torch.Tensor, claimed: torch.Tensor, C: torch.Tensor, confide
     sizes = torch.stack([peak, frobenius(product), frobenius(claimed), frobenius(C)])
     numbers = torch.cat([gram.flatten(), sizes]).cpu()
     largest, *norms = numbers[-4:].tolist()
-    return from_sums(numbers[:-4].view(gram.shape), largest, norms[0], norms[1], norms[2], confidence)
+    return from_sums(numbers[:-4].view(gram.shape).numpy(), largest, norms[0], norms[1], norms[2], confidence)
 
 
 def from_sums(
-    gram: torch.Tensor,
+    gram: np.ndarray,
     unit: float,
     norm_product: float,
     norm_claimed: float,
@@ -149,8 +149,7 @@ def from_sums(
 ) -> ErrorEstimate:
     """The estimate from ``Y^T Y / unit**2`` (p, p) of ``Y = A (B W) - C W``, float64 on the CPU, and the norms of
     ``A (B W)``, ``C W`` and C.  Where a coarse ``upper`` is within ``tol`` no sharper one is computed."""
-    probes, sums = gram.shape[0], gram.numpy()
-    trace = float(sums.trace())
+    probes, trace = gram.shape[0], float(gram.trace())
     if unit == 0 or trace == 0:
         return ErrorEstimate(0.0, 0.0, confidence)
     if not math.isfinite(unit) or not math.isfinite(trace) or not math.isfinite(norm):
@@ -168,14 +167,13 @@ def from_sums(
     return ErrorEstimate(relative, upper, confidence)
 
 
-def bound_of(gram: torch.Tensor, unit: float, confidence: float) -> tuple[float, float]:
+def bound_of(gram: np.ndarray, unit: float, confidence: float) -> tuple[float, float]:
     """Estimate and bound of ``||E||_F`` from ``Y^T Y / unit**2`` (p, p) of ``Y = E W``; infinite where that is."""
-    probes, sums = gram.shape[0], gram.numpy()
-    trace = float(sums.trace())
+    probes, trace = gram.shape[0], float(gram.trace())
     if not math.isfinite(trace):
         return math.inf, math.inf
     error = unit * math.sqrt(trace / probes)
-    return error, sharp_factor(_share_at_most(sums / trace), probes, confidence) * error if error else 0.0
+    return error, sharp_factor(_share_at_most(gram / trace), probes, confidence) * error if error else 0.0
 
 
 def relative_bound(bound: float, norm: float) -> float:

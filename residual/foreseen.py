@@ -119,7 +119,7 @@ def finish(product: Tensor, sure: float) -> tuple[ErrorEstimate | None, bool]:
     from cute_kernels.probes_rest import CUT
 
     device = product.device
-    sums = probes.foreseen(device)
+    sums = probes.awaited(device)
     error, bound = bound_of(sums.gram, CUT, sure)
     torch.cuda.current_stream(device).synchronize()
     result = float(_squares(device.index).sums.numpy().sum(dtype="float64"))

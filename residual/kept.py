@@ -6,7 +6,8 @@ The numbers are those of any other call; what it saves is the host's time, which
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -150,20 +151,22 @@ def _run(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, Comparison]:
     """The product (M, N) by a plan, and what its probes say of it."""
-    from cute_kernels.probes import comparison
+    from cute_kernels.probes import awaited, expect_answer
     from cute_kernels.quantize import device_of
 
     with device_of(A):
         made = None if right is None else _probes_of(right)
         w, inner = (_vectors(B.shape[1], A.device, generator), None) if made is None else made
-        if plan.bits:
-            product, scales = _multiplied(A, B, right, plan)
-            _compare(A, B, product, plan, w, inner, scales)
-        else:
-            product = _of_halves(A, B, right, w, inner)
-        if made is None:
-            _draw_ahead(B.shape[1], A.device, generator)
-        return product, comparison(A.device)
+        with _nothing_left_behind(A.device):
+            expect_answer()
+            if plan.bits:
+                product, scales = _multiplied(A, B, right, plan)
+                _compare(A, B, product, plan, w, inner, scales)
+            else:
+                product = _of_halves(A, B, right, w, inner)
+            if made is None:
+                _draw_ahead(B.shape[1], A.device, generator)
+            return product, awaited(A.device)
 
 
 def _can_foresee(plan: Plan, A: Tensor) -> bool:
@@ -183,10 +186,21 @@ def _run_foreseen(
             w, rests = made["w"], rests_of(right, B, plan, made["w"], made)
         else:
             w = _vectors(B.shape[1], A.device, generator)
-        product = start(A, B, right, plan, w, rests, _kind(A, B, plan, right is not None), _steps()[0])
-        if right is None:
-            _draw_ahead(B.shape[1], A.device, generator)
-        return product, *finish(product, confidence(0))
+        with _nothing_left_behind(A.device):
+            product = start(A, B, right, plan, w, rests, _kind(A, B, plan, right is not None), _steps()[0])
+            if right is None:
+                _draw_ahead(B.shape[1], A.device, generator)
+            return product, *finish(product, confidence(0))
+
+
+@contextmanager
+def _nothing_left_behind(device: torch.device) -> Iterator[None]:
+    """Wait for the GPU where an answer is not taken, so that nobody takes it for his."""
+    try:
+        yield
+    except BaseException:
+        torch.cuda.current_stream(device).synchronize()
+        raise
 
 
 def _vectors(n: int, device: torch.device, generator: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual import bound_factor, decompose, estimate_error
-from residual.estimate import _share_at_most, from_sums
+from residual.estimate import _share_at_most, bound_of, from_sums, relative_bound
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -148,8 +148,18 @@ def test_the_largest_eigenvalues_bound_is_above_it_and_near(size: int, rank: int
 
 def test_a_coarse_bound_is_taken_where_it_does() -> None:
     y = torch.randn(400, 16, dtype=torch.float64, generator=generator())
-    gram, norm = y.mT @ y, 1e3 * float(y.norm())
+    gram, norm = (y.mT @ y).numpy(), 1e3 * float(y.norm())
     sharp = from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99)
     coarse = from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99, tol=0.1)
     assert coarse.relative == sharp.relative and sharp.upper < coarse.upper <= 0.1
     assert from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99, tol=sharp.upper) == sharp
+
+
+def test_a_bound_before_the_norm_is_known_is_the_one_after() -> None:
+    y = torch.randn(400, 16, dtype=torch.float64, generator=generator(1))
+    gram = (y.mT @ y).numpy()
+    whole = from_sums(gram, 2.0, 4e3, 4e3, 1e3, 0.99)
+    error, bound = bound_of(gram, 2.0, 0.99)
+    assert error / 1e3 == pytest.approx(whole.relative) and relative_bound(bound, 1e3) == whole.upper
+    assert bound_of(0 * gram, 1.0, 0.99) == (0.0, 0.0)
+    assert bound_of(gram * math.nan, 1.0, 0.99) == bound_of(gram * math.inf, 1.0, 0.99) == (math.inf, math.inf)

@@ -44,7 +44,7 @@ class Ran:
         difference = wanted - claimed
         squares = [float(x.double().square().sum()) for x in (wanted, claimed, product)]
         self.judged = judge(wanted, claimed, product, confidence(0))
-        return product, Comparison(difference.mT @ difference, squares[0], squares[1], squares[2], self.far)
+        return product, Comparison((difference.mT @ difference).numpy(), squares[0], squares[1], squares[2], self.far)
 
 
 @pytest.fixture
@@ -52,11 +52,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
     found = Ran()
     monkeypatch.setattr(kept, "_run", found)
     monkeypatch.setattr(kept, "_is_probed_at_once", lambda x: True)
-    habits.forget()
-    kept._resting.clear()
+
+    def forget() -> None:
+        habits.forget()
+        kept._resting.clear()
+        kept._calls.clear()
+
+    forget()
     yield found
-    habits.forget()
-    kept._resting.clear()
+    forget()
 
 
 def attempt(request: Request, a: Tensor = A, b: Tensor = B) -> tuple[Tensor | None, int]:
@@ -89,6 +93,36 @@ def test_a_habit_is_taken_and_no_other_plan(ran: Ran) -> None:
             assert all(x is not None for x in results[:SOON]) and results[SOON:] == [None, None]
         else:
             assert not ran.plans and habit is not None and habit.left == SOON, "left to those who can run it"
+
+
+def test_one_call_of_sixteen_reads_the_product(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[ErrorEstimate | None, bool]] = []
+    count = 0
+
+    def run_foreseen(
+        a: Tensor, b: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
+    ) -> tuple[Tensor, ErrorEstimate | None, bool]:
+        nonlocal count
+        count += 1
+        return a @ b, *told[-1]
+
+    monkeypatch.setattr(kept, "_can_foresee", lambda plan, A: True)
+    monkeypatch.setattr(kept, "_run_foreseen", run_foreseen)
+    told.append((ErrorEstimate(1e-3, 9e-3, 0.99), False))
+    request = asked(mode="direct")
+    for number in range(2 * kept.READS + 1):
+        product, failed = attempt(request)
+        assert product is not None and failed == 0
+        assert len(ran.plans) == number // kept.READS + 1 and count == number + 1 - len(ran.plans)
+    for found, far, failed in (
+        (ErrorEstimate(1e-3, 2e-2, 0.99), False, 1),  # no bound within the tolerance
+        (ErrorEstimate(1e-3, 9e-3, 0.99), True, 0),
+        (None, False, 0),  # the product's norm is not believed
+    ):
+        kept._resting.clear()
+        told.append((found, far))
+        assert attempt(request) == (None, failed)
+        assert attempt(request) == (None, 0) and len(ran.plans) == 3, "a kind that missed rests"
 
 
 def test_other_modes_and_dtypes_go_the_long_way(ran: Ran) -> None:

@@ -333,3 +333,18 @@ def test_nothing_is_predicted_where_a_mode_leaves_no_choice(monkeypatch: pytest.
     with pytest.raises(ToleranceError) as refusal:
         matmul(A, B, mode="direct", tol=1e-4)
     assert math.isnan(refusal.value.report.attempts[0].predicted) and refusal.value.report.estimated_error > 1e-4
+
+
+def test_arguments_that_were_right_before_are_looked_at_where_they_differ() -> None:
+    a, b = normal(20, 30), normal(30, 10, seed=1)
+    for _ in range(2):
+        assert torch.equal(matmul(a, b, mode="direct"), matmul(a, b, mode="direct", bits=8))
+        for wrong in ({"tol": 2.0}, {"bits": [8]}, {"bits": 3}, {"mode": "fast"}, {"on_failure": "fp64"}):
+            with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+                matmul(a, b, **{"tol": 0.1, "mode": "direct", **wrong})  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match="B must have as many rows as A has columns, got 10 and 30"):
+            matmul(a, b.mT, mode="direct")
+        with pytest.raises(TypeError, match="must be a dense"):
+            matmul(a, b.to_sparse(), mode="direct")
+        with pytest.raises(TypeError, match="seed must be"):
+            matmul(a, b, mode="direct", seed=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,10 @@ from cute_kernels.gemm_floats_decode import ready
 from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.numbers import element_bits
 from cute_kernels.sddmm_panel import SddmmPanelConfig
+from cute_kernels.workspace import Kept
 from magicube_cutlass.kernels import Kind, SpmmKernel
+from residual import foreseen
+from residual.plans import Plan
 from tests.gpu.problems import (
     HERE,
     PANELS,
@@ -198,4 +202,21 @@ def test_probes_and_comparison(shape: tuple[int, int]) -> None:
         y, tops, halves = probes.probe_with_halves(x, w, lines)
         assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0)) and torch.equal(halves, x.half())
     assert probes.compare(x, w, y).product == pytest.approx(float(y.double().square().sum()), rel=1e-5)
-    assert not probes.compare(x, w, product).gram.isnan().any()
+    assert not np.isnan(probes.compare(x, w, product).gram).any()
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("mode", ["direct", "full"])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_an_error_that_is_foreseen(layout: str, mode: str) -> None:
+    torch.manual_seed(2)
+    m, k, n = (48, 64, 80) if WHOLE else (45, 68, 77)
+    a, b, w = (torch.randn(s, device="cuda") for s in ((m, k), (k, n), (probes.PROBES, probes.padded(n))))
+    if layout == "columns":
+        a, b = a.mT.contiguous().mT, b.mT.contiguous().mT
+    plan = Plan(mode, 8)
+    C = foreseen.start(a, b, None, plan, w, None, (layout, mode), Kept(1))
+    found, far = foreseen.finish(C, 0.99)
+    exact = a.double() @ b.double()
+    assert found is not None and not far
+    assert found.relative == pytest.approx(float((C - exact).norm() / exact.norm()), rel=0.5)
