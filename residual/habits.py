@@ -12,7 +12,7 @@ from residual.costs import Sizes
 from residual.plans import Plan
 
 FIRST = 2  # calls that must come to one plan before it runs by itself
-REUSES = 15  # calls that run it until one takes statistics again
+REUSES = 31  # calls that run it until one takes statistics again
 SOON = 4  # the same for the first time: those next statistics then choose for calls that come often
 OFTEN = 4  # calls of a kind after which statistics are priced as what they cost while a habit spares them
 AVOIDED, MOST = 4, 64  # statistics that leave a plan out after its first miss, and at most, after many
