@@ -165,7 +165,7 @@ def _run(
             else:
                 product = _of_halves(A, B, right, w, inner)
             if made is None:
-                _draw_ahead(B.shape[1], A.device, generator)
+                _draw_ahead(w, B.shape[1], generator)
             return product, awaited(A.device)
 
 
@@ -189,7 +189,7 @@ def _run_foreseen(
         with _nothing_left_behind(A.device):
             product = start(A, B, right, plan, w, rests, _kind(A, B, plan, right is not None), _steps()[0])
             if right is None:
-                _draw_ahead(B.shape[1], A.device, generator)
+                _draw_ahead(w, B.shape[1], generator)
             return product, *finish(product, confidence(0))
 
 
@@ -211,11 +211,14 @@ def _vectors(n: int, device: torch.device, generator: torch.Generator) -> Tensor
     return torch.randn(PROBES, padded(n), device=device, generator=generator) if spare is None else spare
 
 
-def _draw_ahead(n: int, device: torch.device, generator: torch.Generator) -> None:
-    """Draw the vectors of the next call of this size, while the GPU is busy with this one."""
+def _draw_ahead(w: Tensor, n: int, generator: torch.Generator) -> None:
+    """Draw the vectors of the next call of this size where this one's were, once the GPU is done with them.
+
+    They so lie where launches that are kept expect them, whatever is allocated between two calls.
+    """
     if len(_spare) >= _SPARES:
         _spare.clear()
-    _spare[_place(n, device)] = _vectors(n, device, generator)
+    _spare[_place(n, w.device)] = w.normal_(generator=generator)
 
 
 def _place(n: int, device: torch.device) -> tuple[int, torch.device, int]:

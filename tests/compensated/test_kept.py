@@ -197,13 +197,15 @@ def test_vectors_drawn_ahead_are_taken_once_and_few_are_held(monkeypatch: pytest
     monkeypatch.setattr(kept, "_place", lambda n, device: (n, device, 0))
     monkeypatch.setattr(kept, "_spare", {})
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    kept._draw_ahead(100, device, generator)
-    after = generator.get_state()
     first = kept._vectors(100, device, generator)
-    assert torch.equal(generator.get_state(), after) and not torch.equal(before, after)
+    values, place = first.clone(), first.data_ptr()
+    kept._draw_ahead(first, 100, generator)
+    after = generator.get_state()
     second = kept._vectors(100, device, generator)
-    assert first.shape == second.shape == (16, 128) and not torch.equal(first, second)
+    assert torch.equal(generator.get_state(), after) and second.data_ptr() == place
+    third = kept._vectors(100, device, generator)
+    assert first.shape == third.shape == (16, 128) and third.data_ptr() != place
+    assert not torch.equal(values, second) and not torch.equal(second, third)
     for n in range(1, 100):
-        kept._draw_ahead(n, device, generator)
+        kept._draw_ahead(third, n, generator)
         assert n in [size for size, *_ in kept._spare] and len(kept._spare) <= kept._SPARES
