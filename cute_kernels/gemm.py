@@ -212,9 +212,9 @@ def gemm(
         bias: (N,).
         out: (M, N) of ``out_dtype`` to write to; its rows must not have gaps between elements.
         out_dtype: int32 or int64 for the plain sum of one product; float16, bfloat16, float32, on the CPU float64.
-        squares: where :func:`~cute_kernels.gemm_cuda.leaves_squares`, float32 on the GPU or in pinned memory, zeros:
+        squares: where ``cute_kernels.gemm_cuda.leaves_squares``, float32 on the GPU or in pinned memory, zeros:
             the kernel writes parts of ``||D||_F^2`` to some of its entries, of which there must be
-            :func:`~cute_kernels.gemm_cuda.squares_room`.
+            ``cute_kernels.gemm_cuda.squares_room``.
     Scales, ``c`` and ``bias`` are float32, float16 or bfloat16, with float64 output float64 too.
     4-bit integers are int8 tensors with values in [-8, 7].
 
