@@ -30,6 +30,7 @@ TILE = 32  # rows of a group of warps; vectors are padded to a multiple of it
 KERNELS = [*((kernel, tops) for kernel in ("probe", "probe_transposed") for tops in TOPS), ("compare_rows", "")]
 SUMS = PROBES * PROBES + 4
 PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and maxima, which lie where the ring was
+_LONGEST = 2**30  # entries of a line, whose places are int32
 _RUN = 4  # entries that a lane loads at once
 _SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which takes another kernel for their sums
 _FEW = 4  # they do where there are so many multiprocessors for each tile
@@ -113,9 +114,10 @@ def padded(count: int) -> int:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the kernels read ``x`` (M, N) as it lies: on a GPU, rows contiguous, float32, float16 or bfloat16."""
+    """Whether the kernels read ``x`` (M, N) as it lies: on a GPU, rows contiguous, float32, float16 or bfloat16;
+    M and N are 2^30 at most."""
     rows = x.stride(1) == 1 or x.shape[1] == 1
-    return x.is_cuda and x.dtype in REALS and rows and x.numel() > 0
+    return x.is_cuda and x.dtype in REALS and rows and x.numel() > 0 and max(x.shape) <= _LONGEST
 
 
 def probeable(x: Tensor) -> bool:

@@ -133,7 +133,8 @@ def _looked_at(
     Raises as :func:`matmul` says.
     """
     key: Hashable = None
-    if type(A) is type(B) is Tensor and A.layout == B.layout == torch.strided:
+    same = type(A) is type(B) is Tensor and A.layout == B.layout == torch.strided
+    if same and not torch.compiler.is_compiling():  # sizes may be symbols there
         operands = A.shape, A.stride(), A.dtype, A.device, B.shape, B.stride(), B.dtype, B.device
         key = *operands, tol, mode, bits, out_dtype, on_failure, seed
         try:

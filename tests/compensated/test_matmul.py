@@ -348,3 +348,14 @@ def test_arguments_that_were_right_before_are_looked_at_where_they_differ() -> N
             matmul(a, b.to_sparse(), mode="direct")
         with pytest.raises(TypeError, match="seed must be"):
             matmul(a, b, mode="direct", seed=True)
+
+
+def test_sizes_may_be_a_compiler_s_symbols() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    double = torch.compile(lambda a, b: 2 * matmul(a, b, mode="full"), fullgraph=True, dynamic=True, backend=counter)
+    for m in (5, 9, 17):
+        a, b = normal(m, 30), normal(30, m + 3, seed=1)
+        assert torch.equal(double(a, b), 2 * matmul(a, b, mode="full"))
+    assert counter.frame_count == 1
