@@ -108,3 +108,19 @@ def test_only_so_many_kinds_are_kept() -> None:
     for kind in (1, 2, 3):
         kept.run(kind, (), CPU, lambda kind=kind: function(kind))
     assert calls == [1, 2, 3] and list(kept._known) == [3]
+
+
+def test_tensors_of_a_run_that_came_again_are_made_when_they_are_wanted() -> None:
+    kept = Kept(2)
+
+    def function() -> tuple[Tensor, ...]:
+        return empty((2, 3), torch.float32, CPU), empty((4,), torch.float64, CPU), zeros((5,), torch.int8, CPU)
+
+    first, found = kept.run("kind", (), CPU, function), kept.run("kind", (), CPU, function)
+    assert len(found) == 3 and [x.shape for x in found] == [x.shape for x in first]
+    assert [x.dtype for x in found[1:]] == [torch.float64, torch.int8] and not found[2].any()
+    assert found[1:][0].data_ptr() == found[1].data_ptr() == found[0].data_ptr() + 512
+    found[0].fill_(3.0)
+    assert bool((found[:1][0] == 3.0).all())
+    with pytest.raises(IndexError):
+        found[3]
