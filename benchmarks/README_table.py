@@ -12,7 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CPU, GPU = "cpu-table", "gpu-table"
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS = "dlmc", "llm", "one-time-costs"
-FLOATS, ATTENTION, AUTO, CHOOSE = "floats", "attention", "auto", "choose"
+FLOATS, ATTENTION, AUTO, CHOOSE, GEMM = "floats", "attention", "auto", "choose", "gemm"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_RIVALS = ("dense fp16", "dense int8", "dense fp8", "2:4 int8", "BSR fp16 32", "Blocked-ELL int8 16")
@@ -267,6 +267,27 @@ def render_floats(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def render_gemm(results: dict[str, Any]) -> str:
+    """A row a product, a column a shape; then what making the digits takes."""
+    cases, sizes = results["products"], results["digits"]
+    known = [{row["name"]: row for row in case["products"]} for case in cases]
+    rows = [
+        [name, *(_microseconds(case.get(name)) for case in known), f"{row['error']:.1e}"]
+        for name, row in known[0].items()
+    ]
+    made = [{kernel["name"]: kernel for kernel in size["kernels"]} for size in sizes]
+    digits = [
+        [name, *(cell for size in made for cell in (_microseconds(size[name]), f"{size[name]['TB/s']:.2f}"))]
+        for name in made[0]
+    ]
+    shapes = [" x ".join(map(str, case["shape"])) for case in cases]
+    return "\n".join([
+        f"{_machine(results)}; microseconds, {results['setting']['us']}; the error is that at {shapes[0]}.", "",
+        *_grid(["M x N x K", *shapes, "error"], rows), "", "Digits of a square matrix:", "",
+        *_grid(["", *(head for size in sizes for head in (f"n = {size['size']}, us", "TB/s"))], digits),
+    ])  # fmt: skip
+
+
 def render_attention(results: dict[str, Any]) -> str:
     """A row a form or rival, a column a length and sparsity."""
     known = [{row["name"]: row for row in case["rows"]} for case in results["cases"]]
@@ -304,6 +325,18 @@ def render_choose(results: dict[str, Any]) -> str:
     return f"{_machine(results)}; products that the constants were not fitted to:\n\n{judged}"
 
 
+SECTIONS = (  # of the guides: name, results file, table, guide
+    (DLMC, "dlmc", render_dlmc, "performance"),
+    (LLM, "llm", render_llm, "performance"),
+    (COSTS, "costs", render_costs, "performance"),
+    (CHOOSE, "choose", render_choose, "performance"),
+    (GEMM, "gemm", render_gemm, "gemm"),
+    (FLOATS, "floats", render_floats, "floats"),
+    (ATTENTION, "attention", render_attention, "attention-performance"),
+    (AUTO, "auto", render_auto, "residual-matmul"),
+)
+
+
 def update_readme(name: str, text: str, readme: Path = ROOT / "README.md") -> None:
     """Put ``text`` between the markers called ``name`` of ``readme``."""
     start, end = f"<!-- {name}: benchmarks/README_table.py writes this -->", f"<!-- end {name} -->"
@@ -317,15 +350,7 @@ def update_readme(name: str, text: str, readme: Path = ROOT / "README.md") -> No
 if __name__ == "__main__":
     update_readme(CPU, render(json.loads((RESULTS / "cpu_spmm.json").read_text())))
     update_readme(GPU, render_gpu(json.loads((RESULTS / "spmm_h200.json").read_text())))
-    for section, stem, table, guide in (
-        (DLMC, "dlmc", render_dlmc, "performance"),
-        (LLM, "llm", render_llm, "performance"),
-        (COSTS, "costs", render_costs, "performance"),
-        (CHOOSE, "choose", render_choose, "performance"),
-        (FLOATS, "floats", render_floats, "floats"),
-        (ATTENTION, "attention", render_attention, "attention-performance"),
-        (AUTO, "auto", render_auto, "residual-matmul"),
-    ):
+    for section, stem, table, guide in SECTIONS:
         if (source := RESULTS / f"{stem}_h200.json").is_file():
             update_readme(section, table(json.loads(source.read_text())), ROOT / "docs" / f"{guide}.md")
         else:

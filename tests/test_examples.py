@@ -106,8 +106,16 @@ def test_the_readme_shows_the_results_files() -> None:
     assert table.render(table.json.loads((table.RESULTS / "cpu_spmm.json").read_text())) in text
     assert table.render_gpu(table.json.loads((table.RESULTS / "spmm_h200.json").read_text())) in text
     page = table.render_dlmc(table.json.loads((table.RESULTS / "dlmc_h200.json").read_text()))
-    assert page in (ROOT / "docs" / "performance.md").read_text()
     assert "| magicube e4m3 x e4m3 |" in page and "BSR fp16 32 |" in page
+
+
+def test_the_guides_show_the_results_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # a table asks another of its scripts
+    table = load(ROOT / "benchmarks" / "README_table.py")
+    for section, stem, render, guide in table.SECTIONS:
+        text = (ROOT / "docs" / f"{guide}.md").read_text()
+        assert render(table.json.loads((table.RESULTS / f"{stem}_h200.json").read_text())) in text, section
 
 
 def test_new_mma_shape_compiles_into_every_kernel() -> None:
