@@ -1,10 +1,8 @@
-// What a product of digits leaves out, by sixteen vectors W and before it is computed. Two passes tell: one over B, one over A.
-// The digits' sums are exact, so what is not seen is the product's rounding to float32 alone.
+// What a product of digits leaves out, one digit of each entry, by sixteen vectors W and before it is computed. Two passes tell:
+// one over B, one over A. The digits' sums are exact, so what is not seen is the product's rounding to float32 alone.
 //
-// With a and b what the first digits leave of A and B, and dA and dB what all leave, the product of all digits is
-// (A - dA) (B - dB), and leaves out A dB + dA (B - dB). Without the last digits' product, C::kCross, it is
-// (A - a) (B - b) + (A - a) (b - dB) + (a - dA) (B - b), and leaves out A dB + dA (B - b) + a (b - dB). The pass over B makes u = B W,
-// v = dB W and, for the latter, z = b W.
+// With dA and dB what the digits leave of A and B, A B - (A - dA) (B - dB) = A dB + dA (B - dB). The pass over B makes u = B W
+// and v = dB W, the one over A makes A u and A v + dA (u - v).
 //
 // All products are of tf32, entries cut and not rounded: each factor loses 2^-10 of itself at most, and what is left out is
 // told to within 1%. A u serves the norm of A B alone, to be compared with that of the product.
@@ -16,22 +14,18 @@
 namespace magicube {
 
 // The parts of X W, and of sums with what digits leave.
-template <class C>
 struct RestParts {
-  static constexpr int kRests = C::kCross && !C::kLeft ? 2 : 1;
-  ProbeParts whole, rest[kRests];
+  ProbeParts whole, rest;
 };
 
-// Sums of a tile to shared memory. For B, with scales of its columns: u; v, z. For A, C::kLeft, with scales of its rows and
-// `vectors` u, v, z: A u; what the product leaves out.
+// Sums of a tile to shared memory. For B, with scales of its columns: u; v. For A, C::kLeft, with scales of its rows and
+// `vectors` u, v: A u; what the product leaves out.
 template <class C>
 __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const float* vectors, int64_t pitch,
                                           const float* scales, const DigitRule& rule, int64_t tile, uint8_t* shared) {
   using Runs = ProbeRuns<float, C::kTransposed>;
   using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
   using Tile = ProbeTile<C::kGroups>;
-  constexpr int kRests = RestParts<C>::kRests;
-  static_assert(!C::kCross || C::kPlanes == 2, "a last digit's product is left out of two digits'");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   DigitScale by[4];  // of a lane's four rows, or of the four columns that it is at
   const auto factors_at = [&](int64_t at, int64_t end) { return at < end ? factors_of(__ldg(scales + at)) : DigitScale{}; };
@@ -41,17 +35,15 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
     for (int i = 0; i < 4; ++i) by[i] = factors_at(corner + (C::kTransposed ? g * kRun + i : g + 8 * i), x.rows);
   }
   const ProbeVectors of_v(vectors + kProbes * pitch, pitch, int(x.columns));
-  const ProbeVectors of_z(vectors + 2 * kProbes * pitch, pitch, int(x.columns));
-  float sums[kTiles][4] = {}, rests[kRests][kTiles][4] = {};
+  float sums[kTiles][4] = {}, rests[kTiles][4] = {};
   const auto add = [](float(&sum)[4], const float(&w)[4], float left, float right) {
     Atom::fma(sum[0], sum[1], sum[2], sum[3], __float_as_uint(w[0]), __float_as_uint(w[1]), __float_as_uint(w[2]),
               __float_as_uint(w[3]), __float_as_uint(left), __float_as_uint(right), sum[0], sum[1], sum[2], sum[3]);
   };
   walk_tile<C, C::kTransposed>(x, vectors, pitch, tile, shared, [&](const Runs& here, const float4(&u_here)[2], int at,
                                                                   int64_t, int) {
-    float4 v_here[2], z_here[2];
+    float4 v_here[2];
     if constexpr (C::kLeft) of_v.load(at, v_here);
-    if constexpr (C::kLeft && C::kCross) of_z.load(at, z_here);
     if constexpr (!C::kLeft) {
       const DigitScale own = factors_at(at + lane % kDepth, x.columns);
       CUTE_UNROLL
@@ -63,7 +55,7 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
     for (int i = 0; i < 4; ++i) by[i].lift = 1.0f;  // lines with another one are far from one: nothing here means anything
     CUTE_UNROLL
     for (int i = 0; i < kRun; i += 2) {
-      float u[4], less[4], v[4], z[4];  // of both halves of the vectors at places i and i + 1
+      float u[4], less[4], v[4];  // of both halves of the vectors at places i and i + 1
       CUTE_UNROLL
       for (int c = 0; c < 4; ++c) {
         const auto entry = [&](const float4(&of)[2]) {
@@ -71,39 +63,29 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
           return i == 0 ? (c / 2 == 0 ? four.x : four.y) : c / 2 == 0 ? four.z : four.w;
         };
         u[c] = entry(u_here), less[c] = u[c];
-        if constexpr (C::kLeft) {
-          v[c] = entry(v_here), z[c] = C::kCross ? entry(z_here) : v[c];
-          less[c] -= z[c], z[c] -= v[c];
-        }
+        if constexpr (C::kLeft) v[c] = entry(v_here), less[c] -= v[c];
       }
       CUTE_UNROLL
       for (int tile = 0; tile < kTiles; ++tile) {
-        float left[C::kPlanes][2];  // by the digits of the entries at both places
+        float left[2];  // by the digits of the entries at both places
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
-          take_digits<C::kPlanes>(here.at(tile, i + c), by[C::kLeft ? tile : i + c], rule,
-                                  [&](int plane, uint32_t, float rest) { left[plane][c] = rest; });
+          take_digits<1>(here.at(tile, i + c), by[C::kLeft ? tile : i + c], rule,
+                         [&](int, uint32_t, float rest) { left[c] = rest; });
         }
-        constexpr int kLast = C::kPlanes - 1;
         add(sums[tile], u, here.at(tile, i), here.at(tile, i + 1));
-        add(rests[0][tile], less, left[kLast][0], left[kLast][1]);
-        if constexpr (C::kLeft) {
-          add(rests[0][tile], v, here.at(tile, i), here.at(tile, i + 1));
-          if constexpr (C::kCross) add(rests[0][tile], z, left[0][0], left[0][1]);
-        } else if constexpr (C::kCross) {
-          add(rests[1][tile], u, left[0][0], left[0][1]);
-        }
+        add(rests[tile], less, left[0], left[1]);
+        if constexpr (C::kLeft) add(rests[tile], v, here.at(tile, i), here.at(tile, i + 1));
       }
     }
   });
-  static_assert(sizeof(RestParts<C>) == C::kPartsBytes, "the host has made room for them");
-  RestParts<C>& parts = *reinterpret_cast<RestParts<C>*>(shared);
+  static_assert(sizeof(RestParts) == C::kPartsBytes, "the host has made room for them");
+  RestParts& parts = *reinterpret_cast<RestParts*>(shared);
   parts.whole.template put<C::kTransposed>(sums);
-  CUTE_UNROLL
-  for (int i = 0; i < kRests; ++i) parts.rest[i].template put<C::kTransposed>(rests[i]);
+  parts.rest.template put<C::kTransposed>(rests);
 }
 
-// u, v and z (2 or 3, 16, y_pitch); a block is a tile.
+// u and v (2, 16, y_pitch); a block is a tile.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, int64_t w_pitch,
@@ -114,23 +96,24 @@ probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
   const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};
   rest_tile<C>(matrix, w, w_pitch, scales, {0.0f, radix, {}, false}, blockIdx.x, shared);
   __syncthreads();
-  const RestParts<C>& parts = *reinterpret_cast<const RestParts<C>*>(shared);
+  const RestParts& parts = *reinterpret_cast<const RestParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
-  for (int i = threadIdx.x; i < (1 + RestParts<C>::kRests) * Tile::kSums; i += kProbeThreads) {
-    const int probe = i / Tile::kRows, row = i % Tile::kRows, set = probe / kProbes;
-    const ProbeParts& of = set == 0 ? parts.whole : parts.rest[set - 1];
+  for (int i = threadIdx.x; i < 2 * Tile::kSums; i += kProbeThreads) {
+    const int probe = i / Tile::kRows, row = i % Tile::kRows;
+    const int set = probe / kProbes;  // of the parts, one behind the other
+    const ProbeParts& of = set == 0 ? parts.whole : (&parts.rest)[set - 1];
     if (corner + row < y_pitch) y[probe * y_pitch + corner + row] = of.sum<C::kGroups>(probe % kProbes, row);
   }
 }
 
-// judge_tiles of A u and of what the product leaves out; `vectors`: u, v and z, `left`: the scales of A's rows.
+// judge_tiles of A u and of what the product leaves out; `vectors`: u and v, `left`: the scales of A's rows.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 judge_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* vectors, int64_t w_pitch,
            const float* left, const float* right, int64_t right_count, float radix, float least, float most, double* out) {
   wait_for_predecessor();
   extern __shared__ __align__(16) uint8_t shared[];
-  const RestParts<C>& parts = *reinterpret_cast<const RestParts<C>*>(shared);
+  const RestParts& parts = *reinterpret_cast<const RestParts*>(shared);
   const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};
   judge_tiles<C>(
       rows, shared, left, rows, right, right_count, least, most, out,
@@ -139,7 +122,7 @@ judge_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
         return 0.0;
       },
       [&](int probe, int row, int64_t) {
-        return Judged{parts.whole.template sum<C::kGroups>(probe, row), 0.0, parts.rest[0].template sum<C::kGroups>(probe, row)};
+        return Judged{parts.whole.template sum<C::kGroups>(probe, row), 0.0, parts.rest.template sum<C::kGroups>(probe, row)};
       });
 }
 

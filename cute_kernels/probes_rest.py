@@ -1,9 +1,12 @@
-"""What a product of digits will leave out, by sixteen vectors, before it is computed: two passes on a GPU."""
+"""What a product of digits will leave out, by sixteen vectors, before it is computed: two passes on a GPU.
+
+Of one digit an entry.  A product of more adds sums that may cancel, and what float32 then loses no pass over the
+operands sees.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +19,6 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.quantize import device_of
 from cute_kernels.source import constants
 
-MOST_PLANES = 2  # what three digits leave is no more than what the product is rounded by
 # Of an estimate by these kernels, whose factors are cut to tf32: four of them in a chain, each by 2^-10 at most.
 CUT = 1 + 2.0**-7
 
@@ -24,15 +26,12 @@ CUT = 1 + 2.0**-7
 @dataclass(frozen=True)
 class RestConfig:
     """What a kernel is compiled for: ``probe_rest``, over B with a scale a column, or ``judge_rest``, over A with a
-    scale a row, both of float32 with ``planes`` digits.
+    scale a row, both of float32.
 
-    ``cross``: the product of the second digits is left out.  ``transposed``: the matrix lies column by column.  A block
-    has ``groups`` times 32 rows.
+    ``transposed``: the matrix lies column by column.  A block has ``groups`` times 32 rows.
     """
 
     kernel: str
-    planes: int
-    cross: bool
     transposed: bool
     groups: int = 1
     stages: int = 3
@@ -43,29 +42,21 @@ class RestConfig:
 
     @property
     def smem_bytes(self) -> int:
-        return max(self.stages * 64 * self.threads, self._parts)  # a thread has 16 entries at a time
-
-    @property
-    def _parts(self) -> int:
-        """Bytes of the warps' sums, which lie where the ring was."""
-        return probes.PARTS * (3 if self.cross and self.kernel == "probe_rest" else 2)
+        return max(self.stages * 64 * self.threads, 2 * probes.PARTS)  # a thread has 16 entries at a time
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        marks = f"{'x' if self.cross else ''}{'t' if self.transposed else ''}"
-        return f"{self.kernel}-p{self.planes}g{self.groups}{marks}"
+        return f"{self.kernel}-g{self.groups}{'t' if self.transposed else ''}"
 
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members: dict[str, object] = {
             "kLeft": self.kernel == "judge_rest",
-            "kPlanes": self.planes,
-            "kCross": self.cross,
             "kTransposed": self.transposed,
             "kGroups": self.groups,
             "kStages": self.stages,
-            "kPartsBytes": self._parts,
+            "kPartsBytes": 2 * probes.PARTS,
         }
         source = (
             '#include "probes_rest.cuh"\nnamespace magicube {\nstruct Config {\n'
@@ -74,29 +65,20 @@ class RestConfig:
         return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
 
 
-class Rule(NamedTuple):
-    """Of which digits a product is made: ``planes`` of ``bits`` each; ``cross``: without that of the second ones."""
-
-    planes: int
-    bits: int
-    cross: bool
-
-
-def probe_rest(b: Tensor, w: Tensor, scale: Tensor, rule: Rule) -> Tensor:
-    """``(B W)^T``, ``(dB W)^T`` and, for ``cross``, ``(b W)^T``, (2 or 3, 16, padded(K)) float32: dB is what the digits
-    of B leave, b what the first ones leave.
+def probe_rest(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """``(B W)^T`` and ``(dB W)^T``, (2, 16, padded(K)) float32: dB is what the digits of B leave.
 
     ``b`` (K, N) float32, :func:`~cute_kernels.probes.probeable` in one launch; ``w`` (16, padded(N)); ``scale`` (N,) of
-    the digits.
+    the digits, of ``bits`` each.
     """
     width = probes.padded(b.shape[0])
     transposed, x, groups, tiles = _pass(b)
-    found = workspace.empty((2 + rule.cross, probes.PROBES, width), torch.float32, b.device)
+    found = workspace.empty((2, probes.PROBES, width), torch.float32, b.device)
     with device_of(b):
-        get_kernel(RestConfig("probe_rest", rule.planes, rule.cross, transposed, groups)).launch(
+        get_kernel(RestConfig("probe_rest", transposed, groups)).launch(
             (tiles, 1, 1),
             (
-                *_matrix(x, b.shape), w.data_ptr(), w.shape[1], scale.data_ptr(), np.float32(2.0**rule.bits),
+                *_matrix(x, b.shape), w.data_ptr(), w.shape[1], scale.data_ptr(), np.float32(2.0**bits),
                 found.data_ptr(), width,
             ),
             early=True,
@@ -105,7 +87,7 @@ def probe_rest(b: Tensor, w: Tensor, scale: Tensor, rule: Rule) -> Tensor:
 
 
 def start_judging(
-    a: Tensor, vectors: Tensor, scale: Tensor, other: Tensor, rule: Rule, bounds: tuple[float, float]
+    a: Tensor, vectors: Tensor, scale: Tensor, other: Tensor, bits: int, bounds: tuple[float, float]
 ) -> None:
     """Start the pass over A: :func:`~cute_kernels.probes.awaited` then tells, as ``gram``, of what the product of
     digits leaves out of A B, ``product`` of ``A B W``, and ``far``; ``claimed`` and ``result`` are 0.
@@ -117,11 +99,11 @@ def start_judging(
     blocks = min(tiles, multiprocessors_of(a.device.index))
     parts = workspace.empty((blocks, probes.SUMS), torch.float64, a.device)
     with device_of(a):
-        get_kernel(RestConfig("judge_rest", rule.planes, rule.cross, transposed, groups)).launch(
+        get_kernel(RestConfig("judge_rest", transposed, groups)).launch(
             (blocks, 1, 1),
             (
                 *_matrix(x, a.shape), vectors.data_ptr(), vectors.shape[2], scale.data_ptr(), other.data_ptr(),
-                other.numel(), np.float32(2.0**rule.bits), *(np.float32(bound) for bound in bounds), parts.data_ptr(),
+                other.numel(), np.float32(2.0**bits), *(np.float32(bound) for bound in bounds), parts.data_ptr(),
             ),
             early=True,
         )  # fmt: skip
@@ -146,5 +128,4 @@ def _matrix(x: Tensor, shape: torch.Size) -> tuple[int, ...]:
 def default_configs() -> list[RestConfig]:
     """All of the kernels."""
     kernels = ("probe_rest", "judge_rest")
-    rules = ((1, False), (2, False), (2, True))
-    return [RestConfig(k, *rule, t, g) for k in kernels for rule in rules for t in (False, True) for g in (1, 2)]
+    return [RestConfig(kernel, turned, groups) for kernel in kernels for turned in (False, True) for groups in (1, 2)]

@@ -1,8 +1,9 @@
-"""The error of a product of digits, measured on a GPU before the product is there.
+"""The error of a product of one digit an entry, measured on a GPU before the product is there.
 
-Its sums are exact, so ``A B - C`` follows from the digits, all but the rounding of C to float32: two passes, over B and
-over A, measure it by the check's vectors (``cute_kernels.probes_rest``).  The host looks at what they say while the
-product is computed.  The norm of C, which the error is relative to, is summed by the product's own kernel.
+Its sums are exact, so ``A B - C`` follows from the digits, all but the rounding of C to float32, an entry by a few last
+places of its own; products of more digits add sums that may cancel, and are not foreseen.  Two passes, over B and over
+A, measure it by the check's vectors (``cute_kernels.probes_rest``).  The host looks at what they say while the product
+is computed.  The norm of C, which the error is relative to, is summed by the product's own kernel.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ from torch import Tensor
 
 from residual.check import FAR_SCALES, PROBES
 from residual.estimate import ErrorEstimate, bound_of, relative_bound
-from residual.plans import COUNTS, Plan, of_digits
+from residual.plans import Plan, of_digits
 from residual.prepare import Operand, operand
 
 if TYPE_CHECKING:
-    from cute_kernels.probes_rest import Rule
     from cute_kernels.workspace import Kept
 
-# Of C, relative to it: an entry's levels, their sum and both scales are rounded; levels that cancel are as large as
-# what the digits leave, which is more than their rounding.
+# Of C, relative to it: an entry is rounded as a sum, times one scale, and times the other.
 ROUNDING = 2.0**-20
 # Of the squared norm of AB as the vectors see it, over that of C: beyond, for any product, once in 10**9 draws at most.
 _PLAUSIBLE = (1 / 40, 6.0)
@@ -47,36 +46,26 @@ def _squares(device: int) -> _Squares:
     return _Squares(squares_room(torch.device("cuda", device)))
 
 
-def rule_of(plan: Plan) -> Rule | None:
-    """Which digits the kernels are told of, or None where they do not know a plan's product."""
-    from cute_kernels.probes_rest import MOST_PLANES, Rule  # needs the CUDA wheels
-
-    planes, terms = COUNTS.get(plan.mode, (0, 0))
-    return Rule(planes, plan.bits, terms == 3) if 0 < planes <= MOST_PLANES else None
-
-
 @lru_cache(maxsize=256)
 def can_foresee(plan: Plan, k: int, device: torch.device) -> bool:
     """Whether this device's kernels tell the error of a plan's product of float32 over k, and its norm."""
+    if plan.mode != "direct" or device.type != "cuda":
+        return False
     from cute_kernels.gemm_config import products_of
     from cute_kernels.gemm_cuda import leaves_squares
 
-    rule = rule_of(plan)
-    if rule is None or device.type != "cuda":
-        return False
     with torch.cuda.device(device):
-        return leaves_squares(k, products_of(rule.planes, rule.planes, COUNTS[plan.mode][1]), device)
+        return leaves_squares(k, products_of(1, 1, 1), device)
 
 
 def rests_of(right: Operand, B: Tensor, plan: Plan, w: Tensor, kept: dict[object, Tensor]) -> Tensor:
     """What the pass over a prepared B leaves, kept in ``kept`` beside the vectors ``w`` that it is of."""
     from cute_kernels.probes_rest import probe_rest
 
-    rule = rule_of(plan)
-    assert rule is not None
-    if rule not in kept:
-        kept[rule] = probe_rest(B, w, right.digits(plan.bits, rule.planes).scale, rule)
-    return kept[rule]
+    key = "rest", plan.bits
+    if key not in kept:
+        kept[key] = probe_rest(B, w, right.digits(plan.bits, 1).scale, plan.bits)
+    return kept[key]
 
 
 def start(
@@ -85,22 +74,20 @@ def start(
     """Start digits, both passes, and the product (M, N), which is returned; ``rests``: of a prepared B."""
     from cute_kernels import probes, probes_rest
 
-    rule = rule_of(plan)
-    assert rule is not None
     product = torch.empty(A.shape[0], B.shape[1], device=A.device)
     squares = _squares(A.device.index).sums
     squares.numpy().fill(0.0)
     probes.expect_answer()
     held: tuple[Tensor, ...] = ()
     if right is not None:
-        digits = right.digits(plan.bits, rule.planes)
+        digits = right.digits(plan.bits, 1)
         held = (*digits.planes, digits.scale)
 
     def launch() -> tuple[Tensor, ...]:
         left, columns = operand(A, waits=False), right or operand(B.mT, waits=False)
-        a, b = left.digits(plan.bits, rule.planes), columns.digits(plan.bits, rule.planes)
-        vectors = probes_rest.probe_rest(B, w, b.scale, rule) if rests is None else rests
-        probes_rest.start_judging(A, vectors, a.scale, b.scale, rule, FAR_SCALES)
+        a, b = left.digits(plan.bits, 1), columns.digits(plan.bits, 1)
+        vectors = probes_rest.probe_rest(B, w, b.scale, plan.bits) if rests is None else rests
+        probes_rest.start_judging(A, vectors, a.scale, b.scale, plan.bits, FAR_SCALES)
         of_digits(plan, left, columns, product, squares)
         return ()
 

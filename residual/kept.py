@@ -79,7 +79,7 @@ def attempt_known(
     if plan is None:
         return None, 0
     assert request.tol is not None
-    if _comes_to_read(kind, plan) or not _can_foresee(plan, A):
+    if not _can_foresee(plan, A) or _comes_to_read(kind, plan):
         product, sums = _run(A, B, right, plan, generator)
         found, far = estimate_of(sums, product.numel(), confidence(0), request.tol), sums.far > 0
     else:

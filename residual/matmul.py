@@ -68,8 +68,8 @@ def matmul(
     that misses ``tol`` a better plan follows.  The probability of returning a product that misses ``tol`` is below 1%
     for any input and any error, over all attempts of the call; it is far smaller for the errors that rounding makes.
     Where earlier calls of these sizes, dtypes and tolerance came to one plan, it runs without a prediction, but with
-    the same check; not with a ``seed`` or for a report.  On GPUs of sm_90a such calls of ``direct``, ``full`` and
-    ``full4`` measure the error from the digits, whose sums are exact, and read the product in one of 16.
+    the same check; not with a ``seed`` or for a report.  On GPUs of sm_90a such calls of ``direct`` measure the error
+    from the digits, whose sums are exact, and read the product in one of 16.
     Without ``tol`` the ``mode`` runs as it is, unchecked.
 
     With digits ``A ~ sA (A1 + A0 / 2**bits)``, a scale for each row, and ``B ~ sB (B1 + B0 / 2**bits)``, one for each

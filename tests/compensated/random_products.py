@@ -1,7 +1,7 @@
 """Random products of every kind, computed with a tolerance and compared with float64.
 
 Run: ``python -m tests.compensated.random_products FILE [COUNT]`` writes a summary of COUNT (2,000) products to FILE; with
-``cuda`` behind it, of products on a GPU, each called three times, whose errors are foreseen from the second call on.
+``cuda`` behind it, of products on a GPU, each called three times; those of ``direct`` are foreseen from the second on.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def outcomes(count: int, first: int = 0) -> Iterator[Outcome]:
 
 
 def foreseen(seed: int) -> Iterator[Outcome]:
-    """The product of this number on a GPU, in sizes and modes whose errors are foreseen in all calls but the first."""
+    """The product of this number on a GPU, in sizes whose launches are kept; ``direct`` is foreseen but in the first."""
     from residual import kept
 
     random.seed(seed)
