@@ -118,16 +118,12 @@ struct SeeNothing {
   __device__ __forceinline__ void operator()(Value) const {}
 };
 
-// A warp's fragment of 16 rows and 2 * kRegisters columns, in the order of an mma's accumulators: rows g, g + 8 of the
-// first eight columns, then of the next. (row, column) is its corner. `see` is called with each result, also those beyond the
-// output's edge, which are no sums of anything.
-template <class C, int kRegisters, class See = SeeNothing>
-__device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&sums)[C::kLevels][kRegisters], int row,
-                                               int column, int lane, const See& see = {}) {
+// kVector: by write_quad. kFactors: columns have factors, or there is a bias. The rest as for write_fragment.
+template <bool kVector, bool kFactors, class C, int kRegisters, class See>
+__device__ __forceinline__ void write_quads(const GemmOutput<C>& to, const uint32_t (&sums)[C::kLevels][kRegisters], int row,
+                                            int column, int lane, const See& see) {
   using Out = typename C::Out;
   using Source = typename C::Source;
-  static_assert(kRegisters % 16 == 0, "four blocks of eight columns are written together");
-  to.fold(sums);
   const int g = lane / 4, t = lane % 4;
   const float left[2] = {to.row_factor(row + g), to.row_factor(row + g + 8)};
   CUTE_UNROLL
@@ -135,8 +131,8 @@ __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t
     __syncwarp();  // keeps the loads for later columns from being moved up here, where registers are few
     const int own = column + 8 * first + 2 * t, present = to.n - own;
     float factor[8], shift[8];
-    load_quad(to.columns + own, to.columns, present, 1.0f, factor);
-    load_quad(to.bias + own, to.bias, present, 0.0f, shift);
+    load_quad(to.columns + own, kFactors && to.columns, present, 1.0f, factor);
+    load_quad(to.bias + own, kFactors && to.bias, present, 0.0f, shift);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int at = row + g + 8 * half;
@@ -149,7 +145,7 @@ __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t
         pair[i] = to.finish(sums[0][r], prior[i], left[half], factor[i], shift[i]);
         see(pair[i]);
       }
-      if (to.vector) {
+      if constexpr (kVector) {
         write_quad(to, pair, at, column + 8 * first, t);
       } else if (at < to.m) {
         CUTE_UNROLL
@@ -159,6 +155,19 @@ __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t
       }
     }
   }
+}
+
+// A warp's fragment of 16 rows and 2 * kRegisters columns, in the order of an mma's accumulators: rows g, g + 8 of the
+// first eight columns, then of the next. (row, column) is its corner. `see` is called with each result, also those beyond the
+// output's edge, which are no sums of anything.
+template <class C, int kRegisters, class See = SeeNothing>
+__device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&sums)[C::kLevels][kRegisters], int row,
+                                               int column, int lane, const See& see = {}) {
+  static_assert(kRegisters % 16 == 0, "four blocks of eight columns are written together");
+  to.fold(sums);
+  if (!to.vector) write_quads<false, true>(to, sums, row, column, lane, see);
+  else if (to.columns || to.bias) write_quads<true, true>(to, sums, row, column, lane, see);
+  else write_quads<true, false>(to, sums, row, column, lane, see);
 }
 
 }  // namespace magicube

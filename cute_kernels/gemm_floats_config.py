@@ -11,7 +11,7 @@ from cute_kernels.jit.compiler import Unit
 from cute_kernels.source import OUT_TYPES, constants
 
 TILE = 128  # rows and k of a tile that has one factor
-_WIDE = 0.95  # time of a tile of 256 columns, for that of two of 128
+_WIDTHS = {128: 1.0, 192: 0.96, 256: 0.97}  # time of a column of a tile of so many
 _SHARED = 232448  # bytes of shared memory that a block of sm_90a may have
 
 
@@ -134,6 +134,7 @@ class FloatGemmConfig:
                 "kGroups": self.groups,
                 "kDecoders": self.decoders,
                 "kPromote": self.promote,
+                "kTiled": self.a.tiles or self.b.tiles,
                 "kSplit": self.split,
                 "kResident": self.resident,
                 "kBand": self.band,
@@ -181,7 +182,8 @@ def candidates(a: Kind, b: Kind, arch: str, *, fast: bool = False) -> list[Float
     # bfloat16 products are summed in float32 anyway
     base = replace(base, promote=tiled or not (fast or base.halves), decoders=2 if decoded else 0)
     small = replace(base, tile_m=64, groups=1, decoders=3 if decoded else 0)
-    wide = [] if decoded or tiled else [replace(base, tile_n=256)]
+    # Sums of 128 k beside others fit the registers up to 192 columns; all of k has sums alone.
+    wide = [] if decoded or tiled else [replace(base, tile_n=tile) for tile in ((256, 192) if base.promote else (256,))]
     return [_roomy(each) for each in (*wide, base, *(replace(small, split=split) for split in (1, 2, 4)))]
 
 
@@ -201,14 +203,14 @@ def choose(
 ) -> FloatGemmConfig:
     """The config for a product of (m, k) and (k, n).
 
-    256 columns a tile unless 128 take fewer turns of the multiprocessors; 64 rows a tile where 128 would leave
+    As many columns a tile as take the least time in turns of the multiprocessors; 64 rows a tile where 128 would leave
     multiprocessors idle, and then as many blocks a tile as there is room for at a time, each with 2048 k at least.
     """
     found = candidates(a, b, arch, fast=fast)
     large, small = ([each for each in found if (each.tile_m == 64) == few] for few in (False, True))
 
     def turns(each: FloatGemmConfig) -> float:
-        return -(-each.tiles(m, n) // multiprocessors) * each.tile_n * (_WIDE if each.tile_n > 128 else 1.0)
+        return -(-each.tiles(m, n) // multiprocessors) * each.tile_n * _WIDTHS[each.tile_n]
 
     chosen = min(large, key=turns)
     if small and (m <= 64 or large[-1].tiles(m, n) < multiprocessors // 2):

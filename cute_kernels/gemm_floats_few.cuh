@@ -258,7 +258,7 @@ __device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename 
     CUTE_UNROLL
     for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
   }
-  if constexpr (!C::kHalves) add_sums(sums, partial, 1.0f);
+  if constexpr (!C::kHalves) add_sums(sums, partial);
 }
 
 // Of D what the lane has in registers `first` on of the accumulators: columns `column` and column + 8, rows 2t and 2t + 1 of

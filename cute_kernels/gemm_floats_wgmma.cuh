@@ -4,7 +4,7 @@
 // operands that have to be decoded, and ready parts of those that have not. kDecoders warp groups take turns in decoding
 // packed parts into ready ones; kGroups warp groups multiply these, 64 rows of the tile each.
 // kPromote: the tensor cores sum one part of k at a time, and float32 additions do the rest; else all of k. A tile of 256
-// columns reads less of shared memory for a product than one of 128.
+// columns reads less of shared memory for a product than one of 128, and one of 192 multiplies more at a time.
 // kSplit blocks of a cluster have a share of k each, and meet through their shared memory at the end.
 #pragma once
 
@@ -30,6 +30,7 @@ struct FloatGroupOp;
     using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>; \
   };
 MAGICUBE_GROUP_OPS(128)
+MAGICUBE_GROUP_OPS(192)
 MAGICUBE_GROUP_OPS(256)
 #undef MAGICUBE_GROUP_OPS
 #undef MAGICUBE_BYTES_OP
@@ -43,7 +44,7 @@ struct FloatGemm {
   using A = FloatPlane<typename C::FormatA, typename C::ScaleA, C::kBlockA, C::kHalves, C::kTileM>;
   using B = FloatPlane<typename C::FormatB, typename C::ScaleB, C::kBlockB, C::kHalves, C::kTileN>;
   // Of an instruction. Sums of a part beside those of 256 columns would fill the registers, so that these go in two spans.
-  static constexpr int kColumns = C::kPromote ? 128 : C::kTileN, kSpans = C::kTileN / kColumns;
+  static constexpr int kColumns = C::kPromote && C::kTileN == 256 ? 128 : C::kTileN, kSpans = C::kTileN / kColumns;
   using Op = typename FloatGroupOp<kColumns, ReadyFormat<typename C::FormatA>, ReadyFormat<typename C::FormatB>,
                                    C::kHalves>::type;
   static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = A::kTileK;
@@ -66,7 +67,7 @@ struct FloatGemm {
   // Whether there is room for the sums of two parts beside those of the tile, so that one part is multiplied while the
   // sums of the other are added. Parts then go in pairs, the last of which may lie beyond the matrix. Between pairs no
   // product is under way: where one is at a loop's end, the assembler waits after each instruction.
-  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kSpans == 1;
+  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN == 128;
   static constexpr int kPair = kOverlap ? 2 : 1;
   using Sums = float[kRegisters];
   using Tile = float[kSpans][kRegisters];
@@ -184,10 +185,14 @@ __device__ __forceinline__ void hold_sums(float (&sums)[kRegisters]) {
   for (int r = 0; r < kRegisters; ++r) warpgroup_fence_operand(sums[r]);
 }
 
-template <int kRegisters>
-__device__ __forceinline__ void add_sums(float (&sums)[kRegisters], const float (&partial)[kRegisters], float factor) {
+// kScaled: a multiplication by `factor`, which is one otherwise, would read one more register each.
+template <bool kScaled = false, int kRegisters>
+__device__ __forceinline__ void add_sums(float (&sums)[kRegisters], const float (&partial)[kRegisters], float factor = 1.0f) {
   CUTE_UNROLL
-  for (int r = 0; r < kRegisters; ++r) sums[r] = __fmaf_rn(partial[r], factor, sums[r]);
+  for (int r = 0; r < kRegisters; ++r) {
+    if constexpr (kScaled) sums[r] = __fmaf_rn(partial[r], factor, sums[r]);
+    else sums[r] += partial[r];
+  }
 }
 
 template <class C>
@@ -211,7 +216,7 @@ __device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename Floa
       hold_sums(partial);
       free_stage(stage);
       stage = stage + 1 == G::kStages ? 0 : stage + 1;
-      add_sums(sums[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
+      add_sums<C::kTiled>(sums[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
     };
     for (int part = gemm.begin; part < gemm.last; part += 2) {
       start(even);
@@ -234,7 +239,7 @@ __device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename Floa
         warpgroup_wait<0>();
         hold_sums(partial);
         if (span + 1 == G::kSpans) free_stage(at.stage);
-        add_sums(sums[span], partial, factor);
+        add_sums<C::kTiled>(sums[span], partial, factor);
       }
     }
   } else {

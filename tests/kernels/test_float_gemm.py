@@ -195,17 +195,19 @@ def test_the_choice_fits_the_shape() -> None:
     assert choose(8, 8, 8, a, b, "sm_90a", out="float16", source="float32").source == "float32"
 
 
-def test_a_tile_has_256_columns_unless_128_take_fewer_turns() -> None:
+def test_a_tile_has_as_many_columns_as_take_the_least_time() -> None:
     a = Kind("e4m3")
     for m, n, columns in (
         (4096, 4096, 256),
-        (8192, 8192, 256),
+        (8192, 8192, 192),
         (1024, 4096, 256),
         (512, 28672, 128),
         (256, 14336, 256),
     ):
         assert choose(m, n, 4096, a, a, "sm_90a").tile_n == columns, (m, n)
-    assert choose(4096, 4096, 4096, Kind("bfloat16"), Kind("bfloat16"), "sm_90a").tile_n == 256
+    for m in (4096, 8192):
+        assert choose(m, m, 4096, Kind("bfloat16"), Kind("bfloat16"), "sm_90a").tile_n == 256
+        assert choose(m, m, 4096, a, a, "sm_90a", fast=True).tile_n == 256
     tiled = Kind("e4m3", tiles=True)
     assert choose(4096, 4096, 4096, tiled, tiled, "sm_90a").tile_n == 128
 

@@ -20,10 +20,10 @@ pytest.importorskip("cuda.core")
 
 E5M2, E2M1 = Kind("e5m2"), Kind("e2m1")
 NV, MX = Kind("e2m1", 16, "e4m3"), Kind("e4m3", 32, "ue8m0")
-# Both operands as they lie, in tiles of 256 and of 128 columns; one decoded; bfloat16 by blocks of a cluster, and decoded
+# Both operands as they lie, in tiles of 256, of 192 and of 128 columns; one decoded; bfloat16 by blocks of a cluster, and decoded
 # before; on warps.
 CASES = [
-    *((replace(each, out="float16"), "sm_90a") for each in candidates(Kind("e4m3"), Kind("e4m3"), "sm_90a")[:2]),
+    *((replace(each, out="float16"), "sm_90a") for each in candidates(Kind("e4m3"), Kind("e4m3"), "sm_90a")[:3]),
     (replace(candidates(Kind("bfloat16"), Kind("bfloat16"), "sm_90a")[0], out="float16"), "sm_90a"),
     (replace(candidates(E2M1, E5M2, "sm_90a")[0], out="float16"), "sm_90a"),
     (replace(candidates(MX, NV, "sm_90a")[-1], out="float16"), "sm_90a"),
@@ -63,7 +63,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
         assert "LDGSTS.E.BYPASS" in sass and "LDSM.16.M88.4" in sass
         return
     ready = {kind: "E5M2" if kind.dtype == "e5m2" else "E4M3" for kind in (config.a, config.b)}
-    columns = 128 if config.promote else config.tile_n
+    columns = 128 if config.promote and config.tile_n == 256 else config.tile_n
     bytes_ = f"QGMMA.64x{columns}x32.F32.{ready[config.a]}.{ready[config.b]}"
     assert set(re.findall(r"\b[A-Z]GMMA\.\S+", sass)) == {
         f"HGMMA.64x{columns}x16.F32.BF16" if config.halves else bytes_
@@ -71,12 +71,13 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     assert "UTMALDG.2D" in sass and ("UCGABAR_ARV" in sass) == (config.split > 1)
     loop = sass[sass.index(f"GMMA.64x{columns}") : sass.rindex(f"GMMA.64x{columns}")]
     if config.promote:  # four products of a part, one behind the other; of two parts where there is room for their sums
-        parts = 1 if config.decoders else 2
-        fresh = re.findall(r"GMMA\.64x128\S+ R\d+, gdesc\[UR\d+\], RZ", sass)
-        assert len(fresh) == parts and len(re.findall(r"GMMA\.64x128", sass)) == 4 * parts, "a part starts from zero"
-        if config.tile_n == 128:
-            assert "DEPBAR" not in loop and "FFMA" not in loop, "the assembler made them wait for each other"
-        else:  # of two spans of columns, one after the other
+        parts = 1 if config.decoders or config.tile_n == 192 else 2
+        fresh = re.findall(rf"GMMA\.64x{columns}\S+ R\d+, gdesc\[UR\d+\], RZ", sass)
+        assert len(fresh) == parts and len(re.findall(rf"GMMA\.64x{columns}", sass)) == 4 * parts, "a part starts from zero"
+        if config.tile_n == 256:  # of two spans of columns, one after the other
             assert loop.count("DEPBAR") == 1, "the assembler made them wait for each other"
+        else:
+            assert "DEPBAR" not in loop and "FADD" not in loop, "the assembler made them wait for each other"
+        assert sass.count("FADD") >= config.tile_n // 2, "sums are added without a factor"
     assert "MEMBAR" not in loop, "a stage is given back without a fence of all memory"
     assert ("USETMAXREG" in sass) == (config.groups + config.decoders > 1)
