@@ -51,4 +51,15 @@ __device__ __forceinline__ uint32_t load_of(uint32_t from, uint32_t rank) {
   return word;
 }
 
+// Four neighbouring words of floats of it.
+__device__ __forceinline__ float4 load_four_of(uint32_t from, uint32_t rank) {
+  float4 x;
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from), "r"(rank) : "memory");
+  return x;
+}
+
 }  // namespace magicube::cluster

@@ -4,8 +4,9 @@
 // their rows, a lane reads 16 of these, decodes them in registers, and multiplies them from there, as the operand of 64 rows.
 // A lane so has neighbours of k where an instruction has one run of four for each lane; the order of k in a product is free as
 // long as X has the same, and X is small: `order_few_rows` writes it decoded and in that order before.
-// kGroups warp groups have 64 rows of weights each; kSplit blocks of a cluster have a share of k each. Sums of a slab of bytes
-// are added in float32. Where blocks of k have factors, codes become bfloat16 times their factor (kHalves), as X does before.
+// kGroups warp groups have 64 rows of weights each, kDepth of them the same rows and every kDepth-th part of k; kSplit blocks of
+// a cluster have a share of k each. Sums of a slab of bytes are added in float32. Where blocks of k have factors, codes become
+// bfloat16 times their factor (kHalves), as X does before.
 #pragma once
 
 #include "gemm_floats_wgmma.cuh"
@@ -41,29 +42,29 @@ struct FewRowsOrder {
   static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
   static constexpr int kSlabK = 512 / kBits, kOwn = 128 / kBits, kStepK = kHalves ? 16 : 32, kSteps = kSlabK / kStepK;
   static constexpr int kSize = kHalves ? 2 : 1;  // bytes of a number
+  static constexpr int kWords = 4 * kSize;       // of sixteen numbers
+  static constexpr int kUnits = kOwn / 16;       // of a slab: sixteen numbers of each lane
 
-  // Of sixteen numbers from `k` on, inside their slab, where the words lie, in bytes, and what they are. An instruction takes
-  // words 2 t and 2 t + 1 of a step, or, of bytes, t and t + 4. Of 4 bits the even and the odd codes of eight come together,
-  // or, of halves, codes i and i + 4.
-  __device__ static void put(uint8_t* slab, int k, const uint32_t (&numbers)[4 * kSize]) {
+  // Of the numbers of eight codes, word `part` of those that an instruction takes: as they follow each other, or, of 4 bits, the
+  // even and the odd codes apart, or, of halves, codes i and i + 4 together.
+  __device__ static uint32_t pick(const uint32_t* eight, int part) {
+    if constexpr (kBits == 8) return eight[part];
+    else if constexpr (kHalves) return __byte_perm(eight[part / 2], eight[2 + part / 2], part % 2 ? 0x7632 : 0x5410);
+    else return __byte_perm(eight[0], eight[1], part ? 0x7531 : 0x6420);
+  }
+  // A unit, 64 kSize neighbouring bytes: of its eights, of their words, those of four lanes.
+  __device__ static void put(uint8_t* to, const uint32_t (&numbers)[4][kWords]) {
     CUTE_UNROLL
-    for (int i = 0; i < 4 * kSize; ++i) {
-      const int eight = i / (2 * kSize), at = k % kOwn + 8 * eight, part = i % (2 * kSize), t = k / kOwn % 4;
-      uint32_t* const to = reinterpret_cast<uint32_t*>(slab);
-      if constexpr (!kHalves) {
-        const uint32_t low = numbers[2 * eight], high = numbers[2 * eight + 1];
-        to[at / 8 * 8 + part * 4 + t] = kBits == 8 ? (part ? high : low) : __byte_perm(low, high, part ? 0x7531 : 0x6420);
-      } else if constexpr (kBits == 8) {
-        to[(at / 4 + part / 2) * 8 + part % 2 * 4 + t] = numbers[i];
-      } else {
-        const uint32_t low = numbers[4 * eight + part / 2], high = numbers[4 * eight + 2 + part / 2];
-        to[(at / 4 + part / 2) * 8 + part % 2 * 4 + t] = __byte_perm(low, high, part % 2 ? 0x7632 : 0x5410);
-      }
+    for (int i = 0; i < kWords; ++i) {
+      const int first = i / (kWords / 2) * (kWords / 2), part = i % (kWords / 2);
+      reinterpret_cast<uint4*>(to)[i] = make_uint4(pick(numbers[0] + first, part), pick(numbers[1] + first, part),
+                                                   pick(numbers[2] + first, part), pick(numbers[3] + first, part));
     }
   }
 };
 
-// X (rows, k) of codes as numbers that are multiplied, (rows, pitch bytes), in the order of FewRowsOrder; zero beyond k.
+// X (rows, k) of codes as numbers that are multiplied, (rows, pitch bytes), in the order of FewRowsOrder; zero beyond k. A thread
+// makes a unit: what is written in less than 32 bytes at a time costs the product microseconds, which waits for it.
 template <class C>
 __global__ void __launch_bounds__(128)
 order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* factors,
@@ -71,24 +72,31 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
   using Format = typename C::Format;
   using Order = FewRowsOrder<C::kBits, C::kHalves>;
   wait_for_predecessor();
-  const int64_t runs = pitch / (16 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
-  const int64_t row = index / runs, run = index % runs;
+  const int64_t units = pitch / (64 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
+  const int64_t row = index / units, unit = index % units;
   if (row >= rows) return;
-  constexpr int kRunBytes = 4 * Format::kWords;
-  uint32_t codes[Format::kWords], numbers[4 * Order::kSize];
-  load_ragged_run<Format>(x + row * x_pitch + run * kRunBytes, row_bytes - run * kRunBytes, codes);
-  if constexpr (C::kHalves) {
-    uint32_t factor = 0;
-    if constexpr (C::kBlock > 0) {
-      const int64_t block = run * 16 / C::kBlock;
-      factor = scale_halves<typename C::Scale>(block < blocks ? __ldg(factors + row * factors_pitch + block) : 0);
-    }
-    decode_halves<Format, (C::kBlock > 0)>(codes, factor, numbers);
-  } else {
-    decode_bytes<Format>(codes, numbers);
+  constexpr int kRunBytes = 4 * Format::kWords;  // of sixteen codes
+  uint32_t codes[4][Format::kWords], numbers[4][Order::kWords];
+  const auto run_of = [&](int t) { return (unit / Order::kUnits * 4 + t) * Order::kUnits + unit % Order::kUnits; };
+  CUTE_UNROLL
+  for (int t = 0; t < 4; ++t) {
+    const int64_t at = run_of(t) * kRunBytes;
+    load_ragged_run<Format>(x + row * x_pitch + at, row_bytes - at, codes[t]);
   }
-  const int first = int(run * 16 % Order::kSlabK);
-  Order::put(ordered + row * pitch + (run * 16 - first) * Order::kSize, first, numbers);
+  CUTE_UNROLL
+  for (int t = 0; t < 4; ++t) {
+    if constexpr (C::kHalves) {
+      uint32_t factor = 0;
+      if constexpr (C::kBlock > 0) {
+        const int64_t block = run_of(t) * 16 / C::kBlock;
+        factor = scale_halves<typename C::Scale>(block < blocks ? __ldg(factors + row * factors_pitch + block) : 0);
+      }
+      decode_halves<Format, (C::kBlock > 0)>(codes[t], factor, numbers[t]);
+    } else {
+      decode_bytes<Format>(codes[t], numbers[t]);
+    }
+  }
+  Order::put(ordered + row * pitch + unit * 64 * Order::kSize, numbers);
 }
 
 template <class C>
@@ -96,12 +104,13 @@ struct FewRows {
   using Format = typename C::FormatB;
   using Order = FewRowsOrder<Format::kBits, C::kHalves>;
   using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kHalves>::type;
-  static constexpr int kSlabs = C::kSlabs, kTileK = kSlabs * Order::kSlabK, kHeight = 64 * C::kGroups;
+  static constexpr int kSlabs = C::kSlabs, kTileK = kSlabs * Order::kSlabK, kDepth = C::kDepth;
+  static constexpr int kHeight = 64 * C::kGroups / kDepth;
   static constexpr int kWeightsPitch = kSlabs * 64, kBoxBytes = C::kRows * 128;  // a box has 128 bytes of X's rows
   static constexpr int kBoxes = kTileK * Order::kSize / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
   static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
   // With many groups registers are few: one slab at a time, and the feeder's warp group gives of its own.
-  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (C::kHalves ? C::kResident == 1 : C::kRows <= 32);
+  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kHalves || C::kResident == 1);
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
   // Of what the block starts with, which is all that there is.
   static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kFeederRegisters = 24;
@@ -111,10 +120,14 @@ struct FewRows {
   // Factors of what a lane has of a slab's row.
   static constexpr int kOwnBlocks = C::kBlock == 0 ? 0 : Order::kOwn > C::kBlock ? Order::kOwn / C::kBlock : 1;
   using Factors = uint32_t[kSlabs][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
+  // Sums in shared memory, where the ring was: rows of the output. By its pitch a warp's writes meet in no bank.
+  static constexpr int kPitch = kHeight + 4;
 
   static_assert(kSlabs % 2 == 0, "slabs go in pairs");
-  static_assert(kRegisters % C::kSplit == 0, "blocks of a cluster share the columns");
-  static_assert(C::kSplit == 1 || kStages * kStageBytes >= kRegisters * 512 * C::kGroups, "sums meet where the ring was");
+  static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
+  static_assert(!kShare || C::kResident == 1, "a block takes the registers of all");
+  static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "parts are read side by side, and one is fetched");
+  static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "sums meet where the ring was");
 
   uint32_t base;
 
@@ -129,24 +142,15 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
                               int row) {
   using G = FewRows<C>;
   GemmPosition<G::kStages> at;
-  bool waited = false;
-  int ordered = begin;  // the first part whose X has not been asked for
-  GemmPosition<G::kStages> of_x;
-  const auto fetch_x = [&]() {
-    CUTE_UNROLL
-    for (int i = 0; i < G::kBoxes; ++i) {
-      copy_box(gemm.box(of_x.stage, i), &x, (ordered * G::kBoxes + i) * 128, 0, gemm.full(of_x.stage));
-    }
-    ++ordered, of_x.advance();
-  };
   for (int part = begin; part < last; ++part, at.advance()) {
     const uint32_t full = gemm.full(at.stage);
     barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
     barrier_expect(full, G::kStageBytes);
     copy_box(gemm.weights(at.stage), &weights, part * G::kWeightsPitch, row, full);
-    // The weights of a whole ring come while X is put in order.
-    if (!waited && (part - begin + 1 == G::kStages || part + 1 == last)) wait_for_predecessor(), waited = true;
-    while (waited && ordered <= part) fetch_x();
+    // One part of the weights comes while X is put in order: more would be in its way to the memory and back.
+    if (part == begin) wait_for_predecessor();
+    CUTE_UNROLL
+    for (int i = 0; i < G::kBoxes; ++i) copy_box(gemm.box(at.stage, i), &x, (part * G::kBoxes + i) * 128, 0, full);
   }
 }
 
@@ -210,7 +214,7 @@ __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
 template <class C>
 __device__ __forceinline__ void load_slab(const uint8_t* stage, int i, const typename FewRows<C>::Factors& factors,
                                           typename FewRows<C>::Slab& to) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % (FewRows<C>::kHeight / 16) * 16 + lane / 4;
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
     const uint8_t* const from = stage + 64 * i + (row + 8 * half) * FewRows<C>::kWeightsPitch + lane % 4 * 16;
@@ -261,43 +265,81 @@ __device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename 
   if constexpr (!C::kHalves) add_sums(sums, partial);
 }
 
-// Of D what the lane has in registers `first` on of the accumulators: columns `column` and column + 8, rows 2t and 2t + 1 of
-// every eight.
-template <class C, int kOwn>
-__device__ __forceinline__ void write_few_rows(const GemmOutput<C>& to, const float (&sums)[kOwn], int first, int column) {
+// Rows `first` on of the output, sums of all groups and blocks, by eight columns a thread; the tile begins at `column`. The body
+// of a loop, and small: all blocks are here at the same time, and code that runs once has to be fetched first.
+template <class C>
+__device__ __forceinline__ void write_few_rows(const FewRows<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first,
+                                               int column) {
+  using G = FewRows<C>;
   using Source = typename C::Source;
-  const int t = threadIdx.x % 4;
-  CUTE_UNROLL
-  for (int i = 0; i < kOwn; ++i) {
-    const int r = first + i, n = column + r / 2 % 2 * 8, m = r / 4 * 8 + 2 * t + r % 2;
-    if (m >= to.m || n >= to.n) continue;
-    Source prior{};
-    if constexpr (GemmOutput<C>::kHasSource) prior = to.c[int64_t{m} * to.c_pitch + n];
-    const float factor = to.columns ? __ldg(to.columns + n) : 1.0f, shift = to.bias ? __ldg(to.bias + n) : 0.0f;
-    to.out[int64_t{m} * to.pitch + n] = to.finish(__float_as_uint(sums[i]), prior, to.row_factor(m), factor, shift);
+  constexpr int kRuns = G::kHeight / 8, kOwn = C::kRows / C::kSplit;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kOwn * kRuns; i += 128 * C::kGroups) {
+    const int m = first + i / kRuns, at = i % kRuns * 8, n = column + at, present = m < to.m ? to.n - n : 0;
+    if (present <= 0) continue;
+    float total[8] = {};
+    CUTE_UNROLL
+    for (int part = 0; part < C::kSplit * G::kDepth; ++part) {  // always in the same order
+      const uint32_t place = ((part % G::kDepth * C::kRows + m) * G::kPitch + at) * 4;
+      CUTE_UNROLL
+      for (int j = 0; j < 8; j += 4) {
+        float4 x;
+        if constexpr (C::kSplit == 1) x = *reinterpret_cast<const float4*>(shared + place + 4 * j);
+        else x = cluster::load_four_of(gemm.base + place + 4 * j, part / G::kDepth);
+        total[j] += x.x, total[j + 1] += x.y, total[j + 2] += x.z, total[j + 3] += x.w;
+      }
+    }
+    float factor[8], shift[8];
+    Source prior[8] = {};
+    CUTE_UNROLL
+    for (int j = 0; j < 8; ++j) factor[j] = 1.0f, shift[j] = 0.0f;
+    const auto load = [&](const auto* from, auto& values) {
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        if (j < present) values[j] = from[j];
+      }
+    };
+    if (to.columns) load(to.columns + n, factor);
+    if (to.bias) load(to.bias + n, shift);
+    if constexpr (GemmOutput<C>::kHasSource) load(to.c + int64_t{m} * to.c_pitch + n, prior);
+    const float left = to.row_factor(m);
+    alignas(16) typename C::Out out[8];
+    CUTE_UNROLL
+    for (int j = 0; j < 8; ++j) out[j] = to.finish(__float_as_uint(total[j]), prior[j], left, factor[j], shift[j]);
+    typename C::Out* const row = to.out + int64_t{m} * to.pitch + n;
+    if (to.vector) {
+      CUTE_UNROLL
+      for (int j = 0; j < int(sizeof(out) / 16); ++j) reinterpret_cast<uint4*>(row)[j] = reinterpret_cast<const uint4*>(out)[j];
+    } else {
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        if (j < present) row[j] = out[j];
+      }
+    }
   }
 }
 
 template <class C>
-__device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared, const BlockScales& scales,
-                                  const GemmOutput<C>& to, int begin, int last, int column) {
+__device__ void multiply_few_rows(const FewRows<C>& gemm, uint8_t* shared, const BlockScales& scales, const GemmOutput<C>& to,
+                                  int begin, int last, int column) {
   using G = FewRows<C>;
-  const int lane = threadIdx.x % 32;
-  column += threadIdx.x / 32 * 16 + lane / 4;
+  const int lane = threadIdx.x % 32, depth = threadIdx.x / (128 * C::kGroups / G::kDepth);
+  const int own = threadIdx.x / 32 % (G::kHeight / 16) * 16 + lane / 4;  // of the tile's columns, with own + 8
   GemmPosition<G::kStages> at;
   typename G::Sums sums = {}, partial = {};
   typename G::Factors factors, next;
   const uint8_t* of_rows[2];  // the factors of the lane's rows
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = column + 8 * half;
+    const int row = column + own + 8 * half;
     of_rows[half] = scales.codes + (row < scales.rows ? row : scales.rows - 1) * scales.pitch;
   }
-  load_factors<C>(of_rows, scales.blocks, begin, next);
-  for (int part = begin; part < last; ++part, at.advance()) {
+  load_factors<C>(of_rows, scales.blocks, begin + depth, next);
+  at.skip(depth);
+  for (int part = begin + depth; part < last; part += G::kDepth, at.skip(G::kDepth)) {
     CUTE_UNROLL
     for (int i = 0; i < int(sizeof(factors) / 4); ++i) (&factors[0][0][0])[i] = (&next[0][0][0])[i];
-    load_factors<C>(of_rows, scales.blocks, part + 1, next);  // they come while this part is multiplied
+    load_factors<C>(of_rows, scales.blocks, part + G::kDepth, next);  // they come while this part is multiplied
     barrier_wait(gemm.full(at.stage), at.parity);
     const uint8_t* stage = shared + at.stage * G::kStageBytes;
     CUTE_UNROLL
@@ -330,25 +372,19 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, const uint8_t* shared,
     }
     if (lane == 0) barrier_arrive(gemm.empty(at.stage));
   }
+  constexpr int kAll = 128 * C::kGroups;
+  warp_group::turn_wait(1, kAll);  // all have read what the ring held
+  CUTE_UNROLL
+  for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
+    const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
+    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = sums[r];
+  }
   if constexpr (C::kSplit == 1) {
-    write_few_rows(to, sums, 0, column);
-  } else {  // the blocks of a cluster add up their sums: each has a share of the registers in the end
-    constexpr int kOwn = G::kRegisters / C::kSplit, kAll = 128 * C::kGroups;
-    const int rank = int(cluster::rank());
-    warp_group::turn_wait(1, kAll);  // all have read what the ring held
-    float* own = reinterpret_cast<float*>(const_cast<uint8_t*>(shared));
-    CUTE_UNROLL
-    for (int r = 0; r < G::kRegisters; ++r) own[r * kAll + threadIdx.x] = sums[r];
+    warp_group::turn_wait(1, kAll);
+    write_few_rows(gemm, shared, to, 0, column);
+  } else {  // the blocks of a cluster add up their sums: each has a share of the rows in the end
     cluster::meet();
-    float total[kOwn] = {};
-    CUTE_UNROLL
-    for (int r = 0; r < kOwn; ++r) {
-      CUTE_UNROLL
-      for (int other = 0; other < C::kSplit; ++other) {
-        total[r] += __uint_as_float(cluster::load_of(gemm.base + ((rank * kOwn + r) * kAll + threadIdx.x) * 4, other));
-      }
-    }
-    write_few_rows(to, total, rank * kOwn, column);
+    write_few_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
   }
 }
 
@@ -364,7 +400,7 @@ gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < G::kStages; ++stage) {
       barrier_init(gemm.full(stage), 1);
-      barrier_init(gemm.empty(stage), 4 * C::kGroups);
+      barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth);
     }
     barrier_fence();
   }

@@ -55,8 +55,9 @@ class OrderConfig:
 class FewRowsConfig:
     """``a``, ``b``: the operands, X and the weights; ``out``, ``source``: as in ``FloatGemmConfig``.
 
-    ``rows``: of X at most; ``groups`` warp groups have 64 rows of weights each, and ``slabs`` times 64 bytes of them a
-    stage; ``split`` blocks share the k of a tile; ``resident``: blocks on a multiprocessor at a time.
+    ``rows``: of X at most; ``groups`` warp groups have 64 rows of weights each, ``depth`` of them the same rows, whose
+    stages of ``slabs`` times 64 bytes they take by turns; ``split`` blocks share the k of a tile; ``resident``: blocks
+    on a multiprocessor at a time.
     """
 
     kernel: ClassVar[str] = "few"
@@ -68,6 +69,7 @@ class FewRowsConfig:
     out: str = "float32"
     source: str = "none"
     groups: int = 2
+    depth: int = 1
     split: int = 1
     resident: int = 2
     slabs: int = 2
@@ -78,7 +80,7 @@ class FewRowsConfig:
 
     @property
     def tile_n(self) -> int:
-        return 64 * self.groups
+        return 64 * self.groups // self.depth
 
     @property
     def tile_k(self) -> int:
@@ -115,7 +117,7 @@ class FewRowsConfig:
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        shape = f"r{self.rows}s{self.stages}g{self.groups}k{self.split}x{self.resident}w{self.slabs}"
+        shape = f"r{self.rows}s{self.stages}g{self.groups}d{self.depth}k{self.split}x{self.resident}w{self.slabs}"
         return f"gemm-floats-few-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}"
 
     def unit(self, arch: str) -> Unit:
@@ -126,6 +128,7 @@ class FewRowsConfig:
                 "kLevels": 1,
                 "kRows": self.rows,
                 "kGroups": self.groups,
+                "kDepth": self.depth,
                 "kSlabs": self.slabs,
                 "kStages": self.stages,
                 "kSplit": self.split,
@@ -162,22 +165,25 @@ def candidates(rows: int, a: Kind, b: Kind) -> list[FewRowsConfig]:
     """The configs that :func:`choose_few` chooses from for ``rows`` of 8, 16, 32 or 64, largest tile first."""
     base = FewRowsConfig(a, b, rows, resident=2 if rows <= 16 else 1)
     if base.halves:  # decoding is most of it
-        base = replace(base, slabs=2)
         wide = [replace(base, groups=4, resident=1, slabs=4 if rows <= 32 else 2)]
     else:
         base = replace(base, slabs=2 if rows <= 8 else 4)
-        wide = [] if rows <= 16 else [replace(base, groups=4)]  # X is read less often
-    return [*wide, base, *(replace(base, groups=1, split=split) for split in (2, 4))]
+        wide = [] if rows <= 16 else [replace(base, groups=4, slabs=4 if rows <= 32 else 2)]  # X is read less often
+    # Fewer rows of weights a tile, but as many warp groups.
+    deep = replace(base, depth=2, resident=1, slabs=2 if rows > 32 else base.slabs)
+    return [*wide, base, *(replace(deep, split=split) for split in (1, 2, 4))]
 
 
 @lru_cache(maxsize=4096)
 def choose_few(
     m: int, n: int, k: int, a: Kind, b: Kind, *, out: str = "float32", source: str = "none", multiprocessors: int = 132
 ) -> FewRowsConfig:
-    """The config for so many rows: the largest tile that keeps three of four multiprocessors busy, 1024 k a block."""
+    """The config for so many rows: the largest tile that keeps two of three multiprocessors busy, with k enough a
+    block that adding up the sums does not take longer."""
     rows = next(each for each in ROWS if m <= each)
-    fitting = [each for each in candidates(rows, a, b) if each.split == 1 or k >= 1024 * each.split]
-    busy = (each for each in fitting if 4 * each.tiles(n) * each.split >= 3 * multiprocessors)
+    least = 4096 if rows > 32 else 1024
+    fitting = [each for each in candidates(rows, a, b) if each.split == 1 or k >= least * each.split]
+    busy = (each for each in fitting if 3 * each.tiles(n) * each.split >= 2 * multiprocessors)
     return replace(next(busy, fitting[-1]), out=out, source=source)
 
 
@@ -192,12 +198,12 @@ def launch_few(
 ) -> None:
     """The product (M, N, K) of ready codes, with the factors of their blocks, to where ``written`` says."""
     (m, n, k), (x, factors_x), (weights, factors) = shape, a, b
-    runs, size = -(-k // 128) * 8, 2 if config.halves else 1
-    pitch = runs * 16 * size
+    units, size = -(-k // 128) * 2, 2 if config.halves else 1  # of 64 numbers
+    pitch = units * 64 * size
     ordered = workspace.empty((m, pitch), torch.uint8, x.owner.device)
     # It waits for the end of all before it, and only then lets the product begin, which reads weights at once.
     get_kernel(OrderConfig(config.a, config.b.bits, config.halves)).launch(
-        (-(-m * runs // 128), 1, 1),
+        (-(-m * units // 128), 1, 1),
         (x.pointer, x.pitch, x.owner.shape[1], m, *factors_x, ordered.data_ptr(), pitch),
         early=True,
     )

@@ -100,8 +100,7 @@ probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
   for (int i = threadIdx.x; i < 2 * Tile::kSums; i += kProbeThreads) {
     const int probe = i / Tile::kRows, row = i % Tile::kRows;
-    const int set = probe / kProbes;  // of the parts, one behind the other
-    const ProbeParts& of = set == 0 ? parts.whole : (&parts.rest)[set - 1];
+    const ProbeParts& of = probe < kProbes ? parts.whole : parts.rest;
     if (corner + row < y_pitch) y[probe * y_pitch + corner + row] = of.sum<C::kGroups>(probe % kProbes, row);
   }
 }

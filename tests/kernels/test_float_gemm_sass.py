@@ -73,7 +73,9 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     if config.promote:  # four products of a part, one behind the other; of two parts where there is room for their sums
         parts = 1 if config.decoders or config.tile_n == 192 else 2
         fresh = re.findall(rf"GMMA\.64x{columns}\S+ R\d+, gdesc\[UR\d+\], RZ", sass)
-        assert len(fresh) == parts and len(re.findall(rf"GMMA\.64x{columns}", sass)) == 4 * parts, "a part starts from zero"
+        assert len(fresh) == parts and len(re.findall(rf"GMMA\.64x{columns}", sass)) == 4 * parts, (
+            "a part starts from zero"
+        )
         if config.tile_n == 256:  # of two spans of columns, one after the other
             assert loop.count("DEPBAR") == 1, "the assembler made them wait for each other"
         else:
