@@ -136,7 +136,7 @@ def _looked_at(
     same = type(A) is type(B) is Tensor and A.layout == B.layout == torch.strided
     if same and not torch.compiler.is_compiling():  # sizes may be symbols there
         operands = A.shape, A.stride(), A.dtype, A.device, B.shape, B.stride(), B.dtype, B.device
-        key = *operands, tol, mode, bits, out_dtype, on_failure, seed
+        key = *operands, tol, mode, bits, type(bits), out_dtype, on_failure, seed  # 8.0 equals 8 and is wrong
         try:
             found = _calls.get(key)
         except TypeError:  # an argument of a type that no option has

@@ -29,6 +29,12 @@ def real_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in _SMALL_INTEGERS else torch.float64
 
 
+def check_bits(bits: object) -> None:
+    """Raises ``ValueError`` unless ``bits`` is None, or 4 or 8 as an integer: 8.0 equals 8 and is no width."""
+    if bits is not None and not (isinstance(bits, int) and bits in (4, 8)):
+        raise ValueError(f"bits must be None, 4 or 8, got {bits!r}")
+
+
 def check_operand(name: str, x: object) -> Tensor:
     """``x`` as a 2-D real tensor; raises ``TypeError`` or ``ValueError``."""
     if not isinstance(x, Tensor):
@@ -323,8 +329,7 @@ def prepare(W: Tensor, *, mode: str = "auto", bits: int | None = None) -> Prepar
     """
     if mode != "auto" and mode not in FORMS:
         raise ValueError(f"mode must be 'auto' or one of {', '.join(FORMS)}, got {mode!r}")
-    if bits not in (None, 4, 8):
-        raise ValueError(f"bits must be None, 4 or 8, got {bits!r}")
+    check_bits(bits)
     prepared = Prepared(W)
     side = prepared.operand
     if mode != "auto":

@@ -10,7 +10,7 @@ from torch import Tensor
 from residual.costs import Sizes
 from residual.habits import Kind
 from residual.plans import MODES
-from residual.prepare import check_operand, real_dtype
+from residual.prepare import check_bits, check_operand, real_dtype
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -42,8 +42,7 @@ def _check_options(
         raise ValueError("tol must be given for mode='auto', got None")
     if tol is not None and not 0 < tol < 1:
         raise ValueError(f"tol must be a relative error in (0, 1), got {tol!r}")
-    if bits not in (None, 4, 8):
-        raise ValueError(f"bits must be None, 4 or 8, got {bits!r}")
+    check_bits(bits)
     if out_dtype is not None and out_dtype not in _FLOATS:
         raise TypeError(f"out_dtype must be one of {', '.join(map(str, _FLOATS))}, got {out_dtype}")
     if on_failure not in ("raise", "fp32"):

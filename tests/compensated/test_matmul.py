@@ -311,6 +311,8 @@ def test_bad_preparations_are_named() -> None:
         prepare(ONES, mode="fp32")
     with pytest.raises(ValueError, match="bits must be None, 4 or 8, got 3"):
         prepare(ONES, bits=3)
+    with pytest.raises(ValueError, match=r"bits must be None, 4 or 8, got 8\.0"):
+        prepare(ONES, bits=8.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"W must be 2-D, got 1 dimensions"):
         prepare(torch.ones(3))
 
@@ -348,6 +350,15 @@ def test_arguments_that_were_right_before_are_looked_at_where_they_differ() -> N
             matmul(a, b.to_sparse(), mode="direct")
         with pytest.raises(TypeError, match="seed must be"):
             matmul(a, b, mode="direct", seed=True)
+
+
+def test_wrong_arguments_are_not_taken_for_right_ones_that_equal_them() -> None:
+    a, b = normal(21, 31), normal(31, 11, seed=1)
+    with pytest.raises(ValueError, match=r"bits must be None, 4 or 8, got 8\.0"):
+        matmul(a, b, mode="full", bits=8.0)  # type: ignore[call-overload]
+    assert torch.equal(matmul(a, b, mode="full", bits=8), matmul(a, b, mode="full"))
+    with pytest.raises(ValueError, match=r"bits must be None, 4 or 8, got 8\.0"):
+        matmul(a, b, mode="full", bits=8.0)  # type: ignore[call-overload]
 
 
 def test_sizes_may_be_a_compiler_s_symbols() -> None:
