@@ -85,8 +85,9 @@ class ProbeConfig:
             "kPartsBytes": PARTS,
             "kHalves": self.halves,
         }
+        header = "probes_judge" if self.kernel in ("compare_rows", "sum_comparison") else "probes"
         source = (
-            '#include "probes.cuh"\nnamespace magicube {\nstruct Config {\n'
+            f'#include "{header}.cuh"\nnamespace magicube {{\nstruct Config {{\n'
             f"{constants(members)}"
             f"  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
         )

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "gemm_digits.cuh"
-#include "probes.cuh"
+#include "probes_judge.cuh"
 
 namespace magicube {
 

@@ -20,8 +20,8 @@ pytest.importorskip("cuda.core")
 
 E5M2, E2M1 = Kind("e5m2"), Kind("e2m1")
 NV, MX = Kind("e2m1", 16, "e4m3"), Kind("e4m3", 32, "ue8m0")
-# Both operands as they lie, in tiles of 256, of 192 and of 128 columns; one decoded; bfloat16 by blocks of a cluster, and decoded
-# before; on warps.
+# Both operands as they lie, in tiles of 256, of 192 and of 128 columns; one decoded; bfloat16 by blocks of a cluster, and
+# decoded before; on warps.
 CASES = [
     *((replace(each, out="float16"), "sm_90a") for each in candidates(Kind("e4m3"), Kind("e4m3"), "sm_90a")[:3]),
     (replace(candidates(Kind("bfloat16"), Kind("bfloat16"), "sm_90a")[0], out="float16"), "sm_90a"),
