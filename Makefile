@@ -17,7 +17,7 @@ GPU_BENCHES := benchmarks/spmm.py benchmarks/ablation.py benchmarks/gemm.py benc
   benchmarks/costs.py benchmarks/accuracy.py benchmarks/auto.py benchmarks/choose.py benchmarks/attention.py \
   benchmarks/floats.py benchmarks/transformer.py
 
-.PHONY: help demo test lint docs gpu-test gpu-sanitize bench plots sanitize clean
+.PHONY: help demo test lint docs digests gpu-test gpu-sanitize bench plots sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test      the test suite"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      guides and reference as HTML, in build/docs"
+	@echo "make digests   compare the kernels' machine code with the committed digests; ARGS=--update writes them"
 	@echo "make sanitize  the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make gpu-test  tests that need a CUDA device, with the python3 of the machine"
 	@echo "make gpu-sanitize  the kernels under compute-sanitizer's tools, likewise"
@@ -46,6 +47,9 @@ lint: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
+
+digests: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.code_digests --jobs $(WORKERS) $(ARGS)
 
 # Those below make no environment: a machine with a GPU brings its own torch.
 # The tests spread over processes where pytest-xdist is there; most of their time is the host's.

@@ -1,0 +1,287 @@
+"""Catalog of kernel configs whose machine code is guarded, by keys that name the problem and no identifier.
+
+A key survives renames of Python and C++ names. Where kernel selection makes the config, the key is the problem that
+selection gets, so that a change of the selection is a change of the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Protocol
+
+from cute_kernels import attention, attention_operands, gemm_floats_sm100, statistics
+from cute_kernels.attention_config import GatherAttention, PanelAttention
+from cute_kernels.compress import CompressConfig
+from cute_kernels.gemm_config import candidates as gemm_candidates
+from cute_kernels.gemm_config import choose as choose_gemm
+from cute_kernels.gemm_config import products_of
+from cute_kernels.gemm_cuda import PackConfig
+from cute_kernels.gemm_digits import DigitsConfig, columns_config
+from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind
+from cute_kernels.gemm_floats_config import choose as choose_float_gemm
+from cute_kernels.gemm_floats_cuda import choose_config
+from cute_kernels.gemm_floats_decode import DecodeConfig
+from cute_kernels.gemm_floats_few import OrderConfig
+from cute_kernels.gemm_tmem import MMA_KINDS
+from cute_kernels.gemm_tmem_probe import BoxProbeConfig
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.ordering import SpreadConfig
+from cute_kernels.probes import ProbeConfig
+from cute_kernels.probes_rest import RestConfig
+from cute_kernels.quantize import QuantizeConfig
+from cute_kernels.softmax import SoftmaxConfig
+from tests.kernels.code_digest_sparse import sddmm_entries, spmm_entries
+
+ARCHES = ("sm_80", "sm_90a", "sm_100a")
+_TMA_ARCHES = ("sm_90a", "sm_100a")
+
+
+class Config(Protocol):
+    """The part of a kernel config that an entry needs."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit for `arch`."""
+
+
+Entry = tuple[str, Config]
+
+
+def catalog(arch: str) -> dict[str, Config]:
+    """Return every guarded config of `arch` by its key.
+
+    Raises
+    ------
+    ValueError
+        If two entries have one key.
+    """
+    found: dict[str, Config] = {}
+    families = (
+        spmm_entries, sddmm_entries, _gemm, _gemm_floats, _gemm_floats_helpers, _digits, _quantize, _sparse_helpers,
+        _softmax, _statistics, _probes, _attention, _attention_operands,
+    )  # fmt: skip
+    for key, config in chain.from_iterable(family(arch) for family in families):
+        if key in found:
+            raise ValueError(f"key must be unique, got {key!r} twice")
+        found[key] = config
+    return found
+
+
+def _gemm(arch: str) -> Iterator[Entry]:
+    """Dense integer GEMM: tiles, digit products, outputs and sources of C."""
+    for planes_a, planes_b, terms, m, out, source in (
+        (1, 1, None, 8192, "int32", "none"),
+        (1, 1, None, 512, "float16", "float16"),
+        (1, 1, None, 64, "float32", "float32"),
+        (1, 1, None, 4096, "int64", "int64"),
+        (2, 1, None, 2048, "bfloat16", "none"),
+        (2, 2, 3, 4096, "float32", "none"),
+        (2, 2, 4, 2048, "float32", "float32"),
+        (3, 3, None, 4096, "float32", "none"),
+        (3, 3, None, 64, "float32", "none"),
+    ):
+        terms_of = products_of(planes_a, planes_b, terms)
+        config = choose_gemm(m, 4096, 4096, terms_of, arch, out=out, source=source)
+        yield f"gemm/planes={planes_a}x{planes_b} terms={terms or 'all'} m={m} out={out} c={source}", config
+    yield "gemm/transposed plane", PackConfig("pack_transposed")
+    yield "gemm/strided plane", PackConfig("pack_strided")
+    if arch == "sm_90a":
+        for planes in (1, 2):
+            config = choose_gemm(4096, 4096, 4096, products_of(planes, planes, None), arch, out="float32")
+            yield f"gemm/planes={planes}x{planes} sums of squares", replace(config, squares=True)
+            portable = gemm_candidates(products_of(planes, planes, None), "sm_80")[0]
+            yield f"gemm/planes={planes}x{planes} warps", replace(portable, out="float16")
+
+
+_KINDS = {
+    "e4m3": Kind("e4m3"),
+    "e5m2": Kind("e5m2"),
+    "e3m2": Kind("e3m2"),
+    "e2m3": Kind("e2m3"),
+    "e2m1": Kind("e2m1"),
+    "bf16": Kind("bfloat16"),
+    "mxe4m3": Kind("e4m3", 32, "ue8m0"),
+    "mxe2m1": Kind("e2m1", 32, "ue8m0"),
+    "nvfp4": Kind("e2m1", 16, "e4m3"),
+    "tiled e4m3": Kind("e4m3", tiles=True),
+    "tiled e2m1": Kind("e2m1", tiles=True),
+}
+
+
+def _gemm_floats(arch: str) -> Iterator[Entry]:
+    """Dense float GEMM: formats, block scales, tile scales, small M."""
+    for a, b, m, out, source, fast in (
+        ("e4m3", "e4m3", 4096, "float16", "none", False),
+        ("e4m3", "e5m2", 256, "float32", "float32", False),
+        ("e5m2", "e2m1", 512, "float16", "none", False),
+        ("e3m2", "e2m3", 256, "float16", "none", False),
+        ("mxe4m3", "mxe4m3", 128, "bfloat16", "none", False),
+        ("mxe4m3", "nvfp4", 128, "float16", "none", False),
+        ("nvfp4", "nvfp4", 8192, "bfloat16", "none", False),
+        ("tiled e4m3", "tiled e4m3", 4096, "bfloat16", "none", False),
+        ("tiled e4m3", "tiled e2m1", 128, "float32", "none", False),
+        ("e4m3", "e4m3", 8192, "bfloat16", "none", True),
+        ("e4m3", "e4m3", 8, "bfloat16", "none", False),
+        ("e4m3", "e2m1", 16, "float16", "none", False),
+        ("e5m2", "e2m1", 64, "float16", "float16", False),
+        ("mxe4m3", "nvfp4", 16, "bfloat16", "none", False),
+        ("mxe4m3", "mxe2m1", 64, "float32", "none", False),
+    ):
+        if arch != "sm_90a" and (fast or m <= 64):
+            continue  # one kernel for every size
+        config = choose_config(m, 4096, 8192, _KINDS[a], _KINDS[b], arch, fast=fast, out=out, source=source)
+        yield f"gemm floats/{a} x {b} m={m} out={out} c={source}{' fast' if fast else ''}", config
+    if arch == "sm_90a":
+        narrow = choose_float_gemm(64, 512, 16384, _KINDS["bf16"], _KINDS["bf16"], arch)
+        yield "gemm floats/bf16 x bf16 m=64 n=512 k=16384 out=float32 c=none", narrow
+        portable = FloatGemmConfig("mma", _KINDS["mxe4m3"], _KINDS["nvfp4"], "float16", promote=False)
+        yield "gemm floats/mxe4m3 x nvfp4 warps", portable
+    if arch == "sm_100a":
+        for kind, m, out, source in (
+            *((kind, 4096, "float16", "none") for kind in MMA_KINDS),
+            ("f8f6f4", 1024, "bfloat16", "none"),
+            ("f8f6f4", 128, "float32", "bfloat16"),
+        ):
+            native = gemm_floats_sm100.choose(m, 4096, kind, out, source, 132)
+            yield f"gemm floats/tensor memory {kind} m={m} out={out} c={source}", native
+
+
+def _gemm_floats_helpers(arch: str) -> Iterator[Entry]:
+    """Passes over the operands of the dense float GEMM, and the probe of a TMA box."""
+    for kind, bits in (
+        ("nvfp4", 16),
+        ("mxe4m3", 16),
+        ("e2m1", 8),
+    ):
+        yield f"decode/{kind} to {bits} bits", DecodeConfig(_KINDS[kind], bits == 16)
+    if arch == "sm_90a":
+        for kind, bits, wide in (("e4m3", 4, False), ("e5m2", 8, False), ("nvfp4", 4, True)):
+            yield (
+                f"small M order/{kind} for {bits} bits{' wide' if wide else ''}",
+                OrderConfig(_KINDS[kind], bits, wide),
+            )
+    if arch in _TMA_ARCHES:
+        yield "tensor memory/box of 128x128 bytes", BoxProbeConfig(128 * 128)
+
+
+def _digits(arch: str) -> Iterator[Entry]:
+    """Digit planes of real matrices, scales per row and per column."""
+    for x, planes in (("float32", 2), ("float32", 3), ("bfloat16", 1)):
+        yield f"digits/rows {x} planes={planes}", DigitsConfig("digits_rows", x, planes)
+    for x, planes, rows in (("float32", 2, 4096), ("float32", 3, 8192), ("bfloat16", 2, 8192)):
+        yield f"digits/columns {x} planes={planes} length={rows}", columns_config(x, planes, arch, rows)
+
+
+def _quantize(arch: str) -> Iterator[Entry]:
+    """Quantization: every kernel, all input types, widths, signs and roundings."""
+    for lines, x in (("slices", "float32"), ("slices", "float16"), ("columns", "bfloat16"), ("columns", "float64")):
+        yield f"quantize/amax of {lines} {x}", QuantizeConfig(f"absmax_{lines}", x)
+    for lines, x, bits in (
+        ("slices", "float16", 4), ("slices", "bfloat16", 16),
+        ("rows", "float32", 4), ("rows", "float16", 8), ("rows", "bfloat16", 8),
+        ("columns", "float32", 16), ("columns", "bfloat16", 4),
+    ):  # fmt: skip
+        yield f"quantize/{lines} {x} s{bits}", QuantizeConfig(f"encode_{lines}", x, bits)
+    for x, bits in (("float32", 8), ("float16", 4), ("bfloat16", 16)):
+        yield f"quantize/short rows {x} s{bits}", QuantizeConfig("encode_short_rows", x, bits, steps=2)
+    yield "quantize/rows float32 u8", QuantizeConfig("encode_rows", "float32", 8, False)
+    yield "quantize/rows float16 s12 truncated", QuantizeConfig("encode_rows", "float16", 12, truncate=True)
+    yield "quantize/columns float64 u4 truncated", QuantizeConfig("encode_columns", "float64", 4, False, True)
+
+
+def _sparse_helpers(arch: str) -> Iterator[Entry]:
+    """Dense to SR-BCRS, and the order of a vector row's columns."""
+    yield "compress/offsets", CompressConfig("layout_rows")
+    for value, warps, real, checked, masked in (
+        ("int8_t", 8, False, True, True), ("uint16_t", 1, True, False, False),
+        ("uint32_t", 8, True, False, True), ("int64_t", 8, False, True, False),
+    ):  # fmt: skip
+        tags = f"{' float' if real else ''}{' checked' if checked else ''}{' masked' if masked else ''}"
+        config = CompressConfig("mark", value, warps, real=real, checked=checked, masked=masked)
+        yield f"compress/mark {value} warps={warps}{tags}", config
+    for value, warps, bits, masked, nibbles in (
+        ("int8_t", 8, 8, True, False), ("int16_t", 8, 16, False, False),
+        ("int8_t", 8, 4, False, False), ("uint8_t", 1, 4, False, True),
+    ):  # fmt: skip
+        tags = f"{' masked' if masked else ''}{' packed' if nibbles else ''}"
+        config = CompressConfig("fill", value, warps, masked=masked, bits=bits, nibbles=nibbles)
+        yield f"compress/fill {value} bits={bits} warps={warps}{tags}", config
+    yield "column order/default", SpreadConfig()
+
+
+def _softmax(arch: str) -> Iterator[Entry]:
+    """Sparse softmax: widths, causality, bias, fragment order, vector lengths."""
+    for x, v, stride, bits, causal, bias, atom in (
+        ("float16", 8, 32, 8, True, False, "s8_m16n8k32"),
+        ("float16", 8, 32, 16, True, False, "s8_m16n8k32"),
+        ("float16", 8, 32, 4, False, False, "int4_as_int8_m16n8k32"),
+        ("float32", 4, 32, 16, False, True, "s8_m16n8k32"),
+        ("float32", 32, 64, 8, False, True, ""),
+        ("bfloat16", 2, 16, 4, True, True, ""),
+    ):
+        tags = f"{' causal' if causal else ''}{' bias' if bias else ''}{' fragments' if atom else ''}"
+        config = SoftmaxConfig(x, v, stride, bits, causal, bias, atom)
+        yield f"softmax/{x} V={v} stride={stride} u{bits}{tags}", config
+
+
+def _statistics(arch: str) -> Iterator[Entry]:
+    """Statistics of operands for the planner."""
+    kernels = {"sample_lines": "sample", "measure_lines": "measure", "meet_lines": "combine"}
+    for config in statistics.default_configs():
+        yield f"statistics/{kernels[config.kernel]} {config.x}", config
+
+
+def _probes(arch: str) -> Iterator[Entry]:
+    """Random probes, their comparison, and probes of what digits leave out."""
+    for transposed, x, amax, groups, narrowed in (
+        (False, "float32", "", 1, False), (False, "float16", "rows", 1, False),
+        (False, "float32", "rows", 2, True), (False, "float32", "columns", 1, True),
+        (True, "float32", "rows", 2, False), (True, "bfloat16", "", 1, False),
+    ):  # fmt: skip
+        tags = f"{f' amax of {amax}' if amax else ''}{' to float16' if narrowed else ''}"
+        config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups, halves=narrowed)
+        yield f"probe/{'transposed ' if transposed else ''}{x} groups={groups}{tags}", config
+    for x, groups in (("float32", 1), ("float16", 2)):
+        yield f"probe/compare {x} groups={groups}", ProbeConfig("compare_rows", x, groups=groups)
+    yield "probe/sum of comparisons", ProbeConfig("sum_comparison", "float32")
+    for side, kernel in (("B", "probe_rest"), ("A", "judge_rest")):
+        for transposed, groups in ((False, 1), (True, 2)):
+            tags = f"{' transposed' if transposed else ''} groups={groups}"
+            yield f"probe/remainder of {side}{tags}", RestConfig(kernel, transposed, groups)
+
+
+def _attention(arch: str) -> Iterator[Entry]:
+    """Fused sparse attention: head sizes, key scales, bias, logs of sums, outputs."""
+    for head, out, scale, bias, lse in (
+        (32, "float16", True, False, False), (64, "float16", True, False, False),
+        (64, "float16", False, False, False), (128, "bfloat16", True, True, True), (64, "float32", False, True, True),
+    ):  # fmt: skip
+        tags = f"{' key scales' if scale else ''}{' bias' if bias else ''}{' lse' if lse else ''}"
+        yield f"attention/gather head={head} out={out}{tags}", GatherAttention(head, out, scale, bias, lse)
+    problem = attention.Problem(batch=8, vector_rows=512, keys=4096, vectors=512 * 400, reach=4096.0)
+    yield "attention/head=64 batch=8 rows=512 keys=4096", attention.choose(64, arch, 132, problem)
+    if arch not in _TMA_ARCHES:
+        return
+    for out, scale, bias, lse in (
+        ("float16", True, False, False), ("float32", True, True, False),
+        ("bfloat16", True, True, True),
+    ):  # fmt: skip
+        tags = f"{' key scales' if scale else ''}{' bias' if bias else ''}{' lse' if lse else ''}"
+        config = PanelAttention(64, out, scale, bias, lse, rows=2 if lse else 3)
+        yield f"attention/panel head=64 out={out}{tags}", config
+    yield "attention/panel head=64 cluster=2", PanelAttention(64, cluster=2)
+
+
+def _attention_operands(arch: str) -> Iterator[Entry]:
+    """Q, K and V as integers."""
+    for x, head, bits in (("float16", 64, 8), ("float32", 128, 8), ("bfloat16", 64, 4)):
+        yield f"attention operands/{x} head={head} s{bits}", attention_operands.choose(x, head, bits, arch)
