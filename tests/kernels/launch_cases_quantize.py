@@ -1,0 +1,207 @@
+"""Real matrices that become integers, and the checks of products, for :mod:`launch_cases`."""
+
+# ruff: noqa: B023 - a function of a loop's variables runs before the loop continues
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import magicube_cutlass as mc
+import residual
+from cute_kernels import gemm_digits, probes, probes_rest, quantize, statistics
+from magicube_cutlass import library
+from tests.kernels.launch_cases_sparse import reals
+from tests.kernels.launch_fakes import array
+from tests.kernels.launch_recorder import Recorder
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+REALS = DTYPES[:3]
+BOUNDS = (2.0**-30, 2.0**30)
+RULE = statistics.Rule(8, (64, 32, 16), (0.01, 0.03, 0.1, 0.3), 30, 16, 16)
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same numbers, column by column."""
+    return x.mT.contiguous().mT
+
+
+def integers(recorder: Recorder) -> None:
+    """Widths, scales, dtypes, layouts and sizes: short rows, long ones, few and many."""
+    shapes = [(64, 100), (3, 40, 256), (4, 70_000), (5000, 24), (1, 1), (2, 3, 17, 96), (700, 1024)]
+    for i, (bits, axis, dtype) in enumerate(product((4, 8, 12, 16), (None, 0, 1), DTYPES)):
+        for shape in (shapes[i % 7], shapes[(i + 3) % 7]):
+            signed, x = i % 5 != 2, reals(*shape).abs().to(dtype)
+            x = turned(x) if i % 6 == 5 else x
+            options: dict[str, Any] = {
+                "rounding": ("nearest", "trunc")[i % 7 == 1],
+                "nonfinite": ("raise", "propagate")[i % 2],
+            }
+            key = f"quantize {list(shape)} of {dtype} to {bits} bits, axis {axis}"
+            recorder.call(key, lambda: mc.quantize(x, bits, axis, signed, **options), x=x)
+    gaps = reals(64, 130)[:, 1:100]
+    for axis in (None, 0, 1):
+        recorder.call(f"quantize rows with gaps, axis {axis}", lambda: mc.quantize(gaps, 8, axis), x=gaps)
+        for clip in ("mse", 99.0):
+            x = reals(48, 96)
+            recorder.call(
+                f"quantize clipped by {clip}, axis {axis}",
+                lambda: mc.quantize(x, 8, axis, clip=clip),
+                x=x,
+            )
+        for dtype in DTYPES:
+            x = reals(40, 64).to(dtype)
+            recorder.call(f"the operator of {dtype}, axis {axis}", lambda: library.quantize(x, 4, axis), x=x)
+    x, scale = reals(40, 64), torch.tensor(0.5)
+    recorder.call("quantize by a scale", lambda: library.quantize_by(x, scale, 8), x=x, scale=scale)
+    recorder.call("quantize nothing", lambda: mc.quantize(reals(0, 8), 8, 1))
+    for columns, factor in product((64, 70_000), (1.0, 0.125)):
+        both = reals(6, columns), reals(6, columns, seed=1)
+        recorder.call(f"quantize two of {columns} columns, {factor}",
+                      lambda: quantize.quantize_rows_of_two(*both, bits=8, factor=factor), x=both[0], y=both[1])  # fmt: skip
+    uneven = reals(6, 64), reals(9, 64)
+    recorder.call(
+        "quantize two unlike", lambda: quantize.quantize_rows_of_two(*uneven, bits=4), x=uneven[0], y=uneven[1]
+    )
+
+
+def digits(recorder: Recorder) -> None:
+    """Digit planes by rows, columns and of one scale, in both layouts."""
+    shapes = [(64, 100), (300, 4100), (5000, 40), (1, 16)]
+    for i, (count, axis, transpose, dtype) in enumerate(product((1, 2, 3), (None, 0, 1), (False, True), REALS)):
+        shape = shapes[i % 4]
+        x = reals(*shape).to(dtype)
+        x = turned(x) if i % 5 == 4 else x
+        options = {"axis": axis, "transpose": transpose, "exponent_scale": i % 3 == 1}
+        bits = (8, 4, 5)[i % 3]
+        key = f"digits {count} of {bits} bits, {list(shape)}, {dtype}, axis {axis}{', transposed' if transpose else ''}"
+        for again in ("", ", again"):
+            recorder.call(key + again, lambda: gemm_digits.digits(x, bits, count, **options), x=x)
+
+
+def vectors(count: int) -> Tensor:
+    """(16, padded) float32."""
+    return reals(probes.PROBES, probes.padded(count))
+
+
+def checks(recorder: Recorder) -> None:
+    """Passes with sixteen vectors, and what compares them."""
+    shapes = [(1, 1), (33, 71), (256, 4096), (1000, 1004), (5000, 132)]
+    for (m, n), dtype, flip in product(shapes, REALS, (False, True)):
+        x, w = reals(m, n).to(dtype), vectors(n)
+        x = turned(x) if flip else x
+        key = f"probe {m}x{n} of {dtype}{', turned' if flip else ''}"
+        for again in ("", ", again"):
+            recorder.call(key + again, lambda: probes.probe(x, w), x=x, w=w)
+        for lines in ("rows", "columns"):
+            recorder.call(f"{key}, {lines}", lambda: probes.probe_with_tops(x, w, lines), x=x, w=w)
+        if dtype == torch.float32 and n % 4 == 0 and not flip:
+            recorder.call(f"{key}, halves", lambda: probes.probe_with_halves(x, w, "rows"), x=x, w=w)
+        if flip:
+            continue
+        p, scales = vectors(m), tuple(reals(size) for size in (m, n))
+        for some in ((), scales[:1], scales):
+            recorder.call(f"compare {m}x{n} of {dtype}, {len(some)} scales",
+                          lambda: probes.compare(x, w, p, some, BOUNDS).far, c=x, w=w, product=p)  # fmt: skip
+    for (m, k, n), flip in product(((40, 71, 33), (5000, 96, 300), (9000, 5000, 40)), (False, True)):
+        a, b, w = reals(m, k), reals(k, n), vectors(n)
+        a, b = (turned(a), turned(b)) if flip else (a, b)
+        scale_a, scale_b, middle = reals(m), reals(n), torch.zeros(2, 16, probes.padded(k))
+        if not all(_in_one(recorder, x) for x in (a, b)):
+            continue
+        key = f"{m}x{k}x{n}{', turned' if flip else ''}"
+        recorder.call(f"probe_rest {key}", lambda: probes_rest.probe_rest(b, w, scale_b, 8), b=b, w=w, scale=scale_b)
+        recorder.call(f"judge_rest {key}",
+                      lambda: probes_rest.start_judging(a, middle, scale_a, scale_b, 8, BOUNDS),
+                      a=a, vectors=middle, scale_a=scale_a, scale_b=scale_b)  # fmt: skip
+
+
+def _in_one(recorder: Recorder, x: Tensor) -> bool:
+    return recorder.run(lambda: probes.takes_one_launch(x.shape, x.dtype, x.device))
+
+
+def samples(recorder: Recorder) -> None:
+    """Statistics of two operands."""
+    for i, (m, k, n) in enumerate(((1, 1, 1), (33, 71, 20), (256, 4096, 130), (70, 9001, 16))):
+        for left, right in ((torch.float32, torch.float32), (torch.float16, torch.float32)):
+            a, b = reals(m, k).to(left), reals(n, k, seed=1).to(right)
+            product_of = reals(16, 96)
+            sides: list[Any] = [
+                statistics.Side(x.mT.contiguous().mT if i % 2 else x, x.float().abs().amax(1)) for x in (a, b)
+            ]
+
+            def look() -> Any:
+                first = statistics.look(sides[0], sides[1], product_of, RULE, 17)
+                first.tables()
+                return statistics.look(sides[0], first.sides[1], product_of, RULE, -1)
+
+            recorder.call(f"look at {m}x{k}x{n}, {left}, {right}", look, A=sides[0].x, B=sides[1].x, tops_a=sides[0].tops,
+                          tops_b=sides[1].tops, product=product_of)  # fmt: skip
+
+
+def compensated(recorder: Recorder) -> None:
+    """Products of residuals, by each mode, checked ones too."""
+    a, b = reals(96, 160), reals(160, 80, seed=1)
+    modes = ("direct", "centred", "full", "full4", "three_digit")
+    for mode, bits in product(modes, (8, 4)):
+        for again in ("", ", again", ", once more"):
+            recorder.call(
+                f"matmul {mode}, {bits} bits{again}",
+                lambda: residual.matmul(a, b, mode=mode, bits=bits),
+                A=a,
+                B=b,
+            )
+    for mode, dtype in product(("direct", "full"), REALS):
+        x, y = a.to(dtype), turned(b).to(dtype)
+        recorder.call(f"matmul {mode} of {dtype}, turned", lambda: residual.matmul(x, y, mode=mode), A=x, B=y)
+    for threshold, scaling, eta in product((0.0, 0.5, torch.inf), ("tensor", "vector"), (0.1, 1.0)):
+        options: dict[str, Any] = {"threshold": threshold, "scaling": scaling, "eta": eta, "bits": 8 if eta < 1 else 4}
+        recorder.call(f"residual.gemm {options}", lambda: residual.gemm(a, b, **options), A=a, B=b)
+
+
+def checked(recorder: Recorder) -> None:
+    """Products with a tolerance that the GPU finds met, call after call, and one that it finds missed."""
+
+    def meet(arguments: list[Any], error: float = 0.0) -> None:
+        sums = array(arguments[2], np.float64, probes.SUMS)  # of errors, and of AB and C by vectors, of C, far ones
+        sums[:] = *error * np.eye(probes.PROBES).ravel(), 16.0, 16.0, 1.0, 0.0
+
+    def miss(arguments: list[Any]) -> None:
+        meet(arguments, 16.0)
+
+    def leave_squares(arguments: list[Any]) -> None:
+        if arguments[-1]:
+            array(arguments[-1], np.float32, 1)[0] = 1.0
+
+    met = {"sum_comparison": meet, "gemm-wgmma": leave_squares}
+    for m, k, n in ((320, 256, 272), (1000, 71, 130), (2048, 64, 2048)):
+        a, b = reals(m, k), reals(k, n, seed=1)
+        for mode, call in product(("direct", "full", "auto"), range(4)):
+            options: dict[str, Any] = {"tol": 0.1, "mode": mode, "on_failure": "fp32"}
+            key = f"matmul {mode} {m}x{k}x{n} with tol, call {call}"
+            recorder.call(key, lambda: residual.matmul(a, b, **options), answers=met, A=a, B=b)
+        prepared = recorder.call(f"prepare {k}x{n}", lambda: residual.prepare(b, mode="direct"), B=b)
+        for call in range(3):
+            key = f"matmul of prepared {m}x{k}x{n} with tol, call {call}"
+            options = {"tol": 0.1, "mode": "direct", "prepared": prepared}
+            recorder.call(key, lambda: residual.matmul(a, b, **options), answers=met, A=a, B=b)
+    a, b = reals(320, 256), reals(256, 280, seed=1)
+    for mode in ("direct", "auto"):
+        key = f"matmul {mode} with tol missed"
+        recorder.call(
+            key,
+            lambda: residual.matmul(a, b, tol=0.1, mode=mode, on_failure="fp32"),
+            answers={"sum_comparison": miss},
+            A=a,
+            B=b,
+        )
+
+
+def record(recorder: Recorder) -> None:
+    """All of them."""
+    for family in (integers, digits, checks, samples, compensated, checked):
+        family(recorder)
