@@ -22,12 +22,12 @@ import torch
 from machine import gpu_machine, machine
 from torch import Tensor
 
-from residual import habits
-from residual.call import ToleranceError
-from residual.costs import costs_of
+from residual.execute.checked import ToleranceError
 from residual.matmul import matmul
-from residual.plans import MODES
-from residual.prepare import prepare
+from residual.operand.operand import prepare
+from residual.planning import history as habits
+from residual.planning.cost_model import costs_of
+from residual.planning.plan import MODES
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _FEWEST_ROUNDS = 3

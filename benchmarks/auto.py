@@ -29,12 +29,13 @@ from accuracy import RESULTS, Draw, again, once, settle
 from machine import gpu_machine, machine
 from torch import Tensor
 
-from residual import habits
-from residual.call import Report, ToleranceError
-from residual.costs import Costs, Sizes, cost, costs_of, measure_costs
+from residual.execute.checked import Report, ToleranceError
+from residual.execute.measure_costs import measure_costs
 from residual.matmul import matmul
-from residual.plans import MODES, plans_of
-from residual.prepare import prepare
+from residual.operand.operand import prepare
+from residual.planning import history as habits
+from residual.planning.cost_model import Costs, Sizes, cost, costs_of
+from residual.planning.plan import MODES, plans_of
 
 TOLERANCES = (3e-2, 3e-3, 3e-4, 1e-5)
 _ROUNDS, _FEWEST = 15, 3

@@ -26,7 +26,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import cpu
 from cute_kernels.gemm_digits import digits
-from residual.decompose import decompose
+from residual.operand.decompose import decompose
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_quantize.json"
 SIZES = (512, 1024, 2048)

@@ -29,9 +29,9 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from residual.conv import conv2d
-from residual.modules import ResidualLinear
-from residual.paper import PaperReport, gemm
+from residual.nn.conv import conv2d
+from residual.nn.modules import ResidualLinear
+from residual.paper.gemm import PaperReport, gemm
 
 THRESHOLDS = (math.inf, 1.0, 0.1, 0.01, 0.0)
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4)

@@ -26,8 +26,8 @@ import magicube_cutlass as mc
 from cute_kernels import gemm as dense
 from magicube_cutlass.cli.timing import measure
 from residual import decompose
-from residual.paper import PaperReport, gemm
-from residual.thresholds import crossover_density, kept_entries, synchronize
+from residual.paper.gemm import PaperReport, gemm
+from residual.paper.thresholds import crossover_density, kept_entries, synchronize
 
 THRESHOLDS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, math.inf)
 LITERAL = (0.0, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3, 1e-2, math.inf)  # equation 14 compares with sums of n products

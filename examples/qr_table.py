@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from report import RESULTS, ROOT, machine, machine_line, markdown, replace_section, write_results
+from residual.qr import qr
+from residual.solve import solve
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 from torch import Tensor
 
 from residual.matmul import matmul
-from residual.qr import qr
-from residual.solve import solve
 
 SIZES = (128, 200, 256)
 PAPER = {"scaling": "tensor", "rounding": "trunc", "rule": "mean"}

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.integers import (
-    check_bits,
-    check_range,
-    fetch,
-    int_range,
-    storage_dtype,
-    store,
-    widen,
-)
+from cute_kernels.integers import check_bits, check_range, fetch, int_range, storage_dtype, store, widen
 from cute_kernels.numbers import Integer
 from magicube_cutlass.block_scales import Block, FloatTensor, quantize_floats
 

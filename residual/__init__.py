@@ -1,18 +1,19 @@
 """Quantized dense products that pay back their rounding: as published, or with an error the caller chooses."""
 
-from residual.call import Attempt, Report, ToleranceError
-from residual.conv import conv2d
-from residual.costs import Costs, measure_costs
-from residual.decompose import Decomposition, decompose
-from residual.estimate import ErrorEstimate, bound_factor, estimate_error
-from residual.linear import linear
+from residual.error.estimate import ErrorEstimate, bound_factor, estimate_error
+from residual.execute.checked import Attempt, Report, ToleranceError
+from residual.execute.measure_costs import measure_costs
+from residual.linalg.qr import qr
+from residual.linalg.solve import SolveReport, solve
 from residual.matmul import matmul
-from residual.modules import ResidualLinear
-from residual.paper import PaperReport, gemm
-from residual.prepare import Prepared, prepare
-from residual.qr import qr
-from residual.solve import SolveReport, solve
-from residual.thresholds import crossover_density
+from residual.nn.conv import conv2d
+from residual.nn.linear import linear
+from residual.nn.modules import ResidualLinear
+from residual.operand.decompose import Decomposition, decompose
+from residual.operand.operand import Prepared, prepare
+from residual.paper.gemm import PaperReport, gemm
+from residual.paper.thresholds import crossover_density
+from residual.planning.cost_model import Costs
 
 __all__ = [
     "Attempt",

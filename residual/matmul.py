@@ -8,11 +8,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from residual.call import Report, again, compute, short_kind
-from residual.habits import Kind
-from residual.library import product
-from residual.prepare import Prepared
-from residual.request import Request, check_request
+from residual.execute.checked import Report, again, compute, short_kind
+from residual.operand.operand import Prepared
+from residual.options import Request, check_request
+from residual.planning.history import Kind
+from residual.torch_op import product
 
 OnFailure = Literal["raise", "fp32"]
 
@@ -103,7 +103,7 @@ def matmul(
         TypeError, ValueError: an argument is wrong; the message names it and both numbers.
         ToleranceError: no plan met ``tol``.
 
-    Source: Gu, arXiv 2403.06924 (residual compensation); the probes' bound is ``residual.estimate.sharp_factor``.
+    Source: Gu, arXiv 2403.06924 (residual compensation); the probes' bound is ``residual.error.estimate.sharp_factor``.
     """
     if prepared is not None and not isinstance(prepared, Prepared):
         raise TypeError(f"prepared must come from residual.prepare, got {type(prepared).__name__}")

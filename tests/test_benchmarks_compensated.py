@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import cpu
-from residual.plans import MODES
+from residual.planning.plan import MODES
 from tests.test_examples import script
 
 

@@ -294,8 +294,8 @@ def digits(
 
     ``axis``: 1 for a scale a row, 0 a column, None one.  ``high``: what the largest magnitude becomes; ``radix``: steps
     of a digit in one of the digit before it.  The operations are those of ``_split`` in ``gemm_digits.py`` (``ahead``
-    and ``power`` as there), or with ``exact`` those of :func:`residual.decompose.decompose` (two digits, ``truncate``
-    or to nearest, cut to ``limit``), where scales are float64.
+    and ``power`` as there), or with ``exact`` those of :func:`residual.decompose` (two digits, ``truncate`` or to
+    nearest, cut to ``limit``), where scales are float64.
     Returns int8 planes that lie as ``x`` does where one of its dimensions is contiguous, the scale (rows,), (columns,)
     or (), and :data:`NONFINITE` or 0.
     """

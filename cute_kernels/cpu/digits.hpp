@@ -2,7 +2,7 @@
 //
 // Single: x = scale (q0 + q1 / radix + q2 / radix^2), all in float32, the operations of gemm_digits.py in their order.
 // Exact: the quotient x / scale in double, as correctly rounded as a division gives it, then its two digits; those of
-// residual/decompose.py.
+// residual/operand/decompose.py.
 #pragma once
 
 #include <cmath>

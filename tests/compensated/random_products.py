@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.cli.environment import environment
-from residual import call
-from residual.call import ToleranceError
-from residual.costs import Costs, costs_of
+from residual.error.predict import Forecast
+from residual.execute import checked as call
+from residual.execute.checked import ToleranceError
 from residual.matmul import matmul
-from residual.plans import MODES
-from residual.predict import Forecast
-from residual.prepare import prepare
+from residual.operand.operand import prepare
+from residual.planning.cost_model import Costs, costs_of
+from residual.planning.plan import MODES
 
 LARGEST = 1500
 _CHEAP = Costs(1e-9, 2.5e-10, 1e-9, 1e-12, 1e-13, 1e-11, 1e-11, 4e-11, 1e-13, *[1e-12] * 6)  # digits for nothing
@@ -174,7 +174,7 @@ def outcomes(count: int, first: int = 0) -> Iterator[Outcome]:
 
 def foreseen(seed: int) -> Iterator[Outcome]:
     """The product of this number on a GPU, in sizes whose launches are kept; ``direct`` is foreseen but in the first."""
-    from residual import kept
+    from residual.execute import fast_path as kept
 
     random.seed(seed)
     torch.manual_seed(seed)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual.call import ToleranceError
+from residual.execute.checked import ToleranceError
 from residual.matmul import matmul
-from residual.plans import MODES
-from residual.prepare import prepare
+from residual.operand.operand import prepare
+from residual.planning.plan import MODES
 from tests.compensated.random_products import true_error
 from tests.compensated.test_matmul import normal, reported
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual import bound_factor, decompose, estimate_error
-from residual.estimate import _share_at_most, bound_of, from_sums, relative_bound
+from residual.error.estimate import _share_at_most, bound_of, from_sums, relative_bound
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -13,11 +13,12 @@ pytest.importorskip("cuda.core")
 from cute_kernels import probes
 from cute_kernels.probes import Comparison
 from cute_kernels.probes_rest import CUT
-from residual import foreseen
-from residual.check import confidence
-from residual.estimate import bound_of, relative_bound
-from residual.plans import Plan, of_digits
-from residual.prepare import operand
+from residual.error.estimate import bound_of, relative_bound
+from residual.error.probes import confidence
+from residual.execute import fast_check as foreseen
+from residual.execute.products import of_digits
+from residual.operand.operand import operand
+from residual.planning.plan import Plan
 
 M, N = 300, 200
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual import call, habits, planner
-from residual.check import usual_factor
-from residual.costs import Sizes, analysis, cost
-from residual.habits import AVOIDED, FIRST, MOST, OFTEN, REUSES, SOON, Habit
+from residual.error.probes import usual_factor
+from residual.execute import checked as call
 from residual.matmul import matmul
-from residual.planner import SINGLE, Search, Wish, without_statistics
-from residual.plans import Plan
+from residual.planning import history as habits
+from residual.planning import search as planner
+from residual.planning.cost_model import Sizes, analysis, cost
+from residual.planning.history import AVOIDED, FIRST, MOST, OFTEN, REUSES, SOON, Habit
+from residual.planning.plan import Plan
+from residual.planning.search import SINGLE, Search, Wish, without_statistics
 from tests.compensated.random_products import _CHEAP, true_error
 
 

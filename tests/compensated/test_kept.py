@@ -12,13 +12,14 @@ from torch import Tensor
 pytest.importorskip("cuda.core")
 
 from cute_kernels.probes import Comparison
-from residual import habits, kept
-from residual.check import confidence
-from residual.estimate import ErrorEstimate, judge
-from residual.habits import FIRST, SOON
-from residual.plans import Plan
-from residual.prepare import Operand, operand
-from residual.request import Request, check_request
+from residual.error.estimate import ErrorEstimate, judge
+from residual.error.probes import confidence
+from residual.execute import fast_path as kept
+from residual.operand.operand import Operand, operand
+from residual.options import Request, check_request
+from residual.planning import history as habits
+from residual.planning.history import FIRST, SOON
+from residual.planning.plan import Plan
 
 A = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
 B = torch.randn(64, 80, generator=torch.Generator().manual_seed(1))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual import call
-from residual.call import Report, ToleranceError
-from residual.check import FAILURE, PROBES, Check, confidence, usual_factor
-from residual.estimate import sharp_factor
+from residual.error.estimate import sharp_factor
+from residual.error.predict import Forecast
+from residual.error.probes import FAILURE, PROBES, Check, confidence, usual_factor
+from residual.execute import checked as call
+from residual.execute.checked import Report, ToleranceError
 from residual.matmul import matmul
-from residual.plans import MODES
-from residual.predict import Forecast
-from residual.prepare import operand, prepare
+from residual.operand.operand import operand, prepare
+from residual.planning.plan import MODES
 from tests.compensated.random_products import outcomes, true_error
 
 COUNT = int(os.environ.get("MAGICUBE_PRODUCTS", "120"))  # 2000 for the whole run

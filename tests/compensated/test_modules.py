@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residual.call import ToleranceError
-from residual.conv import conv2d
-from residual.linear import linear
-from residual.modules import ResidualLinear
-from residual.prepare import prepare
+from residual.execute.checked import ToleranceError
+from residual.nn.conv import conv2d
+from residual.nn.linear import linear
+from residual.nn.modules import ResidualLinear
+from residual.operand.operand import prepare
 from tests.compensated.test_matmul import normal
 
 OPTIONS = [{"tol": 1e-3}, {"mode": "direct"}, {"mode": "full", "tol": 1e-3}, {"mode": "full", "bits": 4}]

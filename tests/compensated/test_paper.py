@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from residual import decompose
-from residual.paper import STEPS, PaperReport, gemm
-from residual.thresholds import crossover_density, kept_entries
+from residual.paper.gemm import STEPS, PaperReport, gemm
+from residual.paper.thresholds import crossover_density, kept_entries
 
 
 def matrix(rows: int, columns: int, seed: int, positive: bool = False, dtype: torch.dtype = torch.float64) -> Tensor:

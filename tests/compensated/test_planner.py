@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual import costs
-from residual.costs import Costs, Sizes, cost, costs_of, measure_costs
-from residual.planner import DOUBLE, HALF, SINGLE, Search, Wish, possible, without_statistics, worth_predicting
-from residual.plans import MODES, Plan, execute, plans_of
-from residual.predict import R1, Forecast, X, forecast
-from residual.prepare import digits, hot_columns, operand
+from residual.error.predict import R1, Forecast, X, forecast
+from residual.execute.measure_costs import measure_costs
+from residual.execute.products import execute
+from residual.operand.operand import digits, hot_columns, operand
+from residual.planning import cost_model as costs
+from residual.planning.cost_model import Costs, Sizes, cost, costs_of
+from residual.planning.plan import MODES, Plan, plans_of
+from residual.planning.search import DOUBLE, HALF, SINGLE, Search, Wish, possible, without_statistics, worth_predicting
 from tests.compensated.random_products import _CHEAP, KINDS, true_error
 from tests.compensated.test_matmul import normal
 

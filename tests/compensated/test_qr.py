@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from residual.qr import qr
+from residual.linalg.qr import qr
 
 
 def matrix(m: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual.solve import solve
+from residual.linalg.solve import solve
 
 
 def system(n: int, condition: float, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from cute_kernels.gemm import gemm
 from cute_kernels.gemm_cuda import squares_room
 from cute_kernels.gemm_digits import digits
 from cute_kernels.probes_rest import CUT, default_configs, probe_rest, start_judging
-from residual import foreseen
-from residual.plans import COUNTS, Plan
+from residual.execute import fast_check as foreseen
+from residual.planning.plan import COUNTS, Plan
 from tests.gpu.problems import needs_warp_groups
 from tests.gpu.test_gpu_probes import vectors
 
@@ -105,7 +105,7 @@ def test_a_product_leaves_the_squares_of_its_entries(shape: tuple[int, int, int]
 @needs_warp_groups
 def test_a_product_that_is_off_is_not_believed() -> None:
     """Its norm must agree with what the vectors say of the true one."""
-    from residual.check import confidence
+    from residual.error.probes import confidence
 
     a, b, w = torch.randn(2048, 1280).cuda(), torch.randn(1280, 2048).cuda(), vectors(2048)
     for factor, believed in ((1.0, True), (7.0, False), (0.1, False)):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual import habits
-from residual.call import ToleranceError
+from residual.execute.checked import ToleranceError
 from residual.matmul import matmul
-from residual.plans import COUNTS, Plan
-from residual.prepare import Operand, prepare
+from residual.operand.operand import Operand, prepare
+from residual.planning import history as habits
+from residual.planning.plan import COUNTS, Plan
 from tests.compensated.random_products import true_error
 from tests.compensated.test_matmul import normal
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The plans of calls that went the short way."""
-    from residual import kept
+    from residual.execute import fast_path as kept
 
     plans: list[str] = []
 

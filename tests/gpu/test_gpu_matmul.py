@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residual import call, habits
-from residual.call import Report, ToleranceError
-from residual.conv import conv2d
-from residual.costs import measure_costs
+from residual.error.predict import Forecast
+from residual.execute import checked as call
+from residual.execute.checked import Report, ToleranceError
+from residual.execute.measure_costs import measure_costs
 from residual.matmul import matmul
-from residual.modules import ResidualLinear
-from residual.plans import MODES
-from residual.predict import Forecast
-from residual.prepare import Operand, prepare
+from residual.nn.conv import conv2d
+from residual.nn.modules import ResidualLinear
+from residual.operand.operand import Operand, prepare
+from residual.planning import history as habits
+from residual.planning.plan import MODES
 from tests.compensated.random_products import _CHEAP, KINDS, true_error
 from tests.compensated.test_matmul import normal
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual.paper import PaperReport, gemm
-from residual.thresholds import crossover_density
+from residual.paper.gemm import PaperReport, gemm
+from residual.paper.thresholds import crossover_density
 
 pytestmark = pytest.mark.gpu
 

@@ -21,8 +21,8 @@ from cute_kernels.numbers import element_bits
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.workspace import Kept
 from magicube_cutlass.kernels import Kind, SpmmKernel
-from residual import foreseen
-from residual.plans import Plan
+from residual.execute import fast_check as foreseen
+from residual.planning.plan import Plan
 from tests.gpu.problems import (
     HERE,
     PANELS,

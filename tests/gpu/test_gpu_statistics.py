@@ -13,11 +13,12 @@ from torch import Tensor
 
 from cute_kernels import probes, statistics
 from cute_kernels.statistics import FACTS, FORMS, LINES, Look, Sampled, Side, Tables
-from residual import call, habits
+from residual.error.predict import R1, Lines, X, _rule, _statistics
+from residual.execute import checked as call
 from residual.matmul import matmul
-from residual.plans import COLUMN_SHARES, SPARSE_LEVELS
-from residual.predict import R1, Lines, X, _rule, _statistics
-from residual.prepare import FAR, Operand, hot_columns, prepare
+from residual.operand.operand import FAR, Operand, hot_columns, prepare
+from residual.planning import history as habits
+from residual.planning.plan import COLUMN_SHARES, SPARSE_LEVELS
 from tests.compensated.random_products import _CHEAP, KINDS, true_error
 
 pytestmark = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu, gemm_digits
-from residual.decompose import decompose
+from residual.operand.decompose import decompose
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the engine is not compiled")
 

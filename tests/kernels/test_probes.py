@@ -10,7 +10,7 @@ import pytest
 
 from cute_kernels.jit import build
 from cute_kernels.probes import KERNELS, PROBES, TILE, ProbeConfig, default_configs, padded
-from residual import check
+from residual.error import probes as check
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")

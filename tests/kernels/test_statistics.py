@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_kernels import probes, statistics
 from cute_kernels.jit import Binary, build
 from cute_kernels.statistics import Rule, Side, StatisticsConfig
-from residual.prepare import FAR, HOT, MOST_HOT, SAMPLE
+from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from residual.linear import linear
 from residual.matmul import OnFailure
-from residual.prepare import Prepared
+from residual.nn.linear import linear
+from residual.operand.operand import Prepared
 
 _OPTIONS = ("tol", "mode", "bits", "on_failure")
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residual.check import FAR_SCALES, PROBES
-from residual.estimate import ErrorEstimate, bound_of, relative_bound
-from residual.plans import Plan, of_digits
-from residual.prepare import Operand, operand
+from residual.error.estimate import ErrorEstimate, bound_of, relative_bound
+from residual.error.probes import FAR_SCALES, PROBES
+from residual.execute.products import of_digits
+from residual.operand.operand import Operand, operand
+from residual.planning.plan import Plan
 
 if TYPE_CHECKING:
     from cute_kernels.workspace import Kept

@@ -91,7 +91,7 @@ def estimate_error(
     With ``W`` an ``N x p`` standard normal matrix, ``P = A (B W)`` and ``Q = C W``, all in float64:
 
     * ``e = ||P - Q||_F / sqrt(p)`` estimates ``||AB - C||_F`` and ``u = f e`` bounds it at 99%, with ``f``
-      of ``residual.estimate.sharp_factor``: 1.78 for an error of rank one, about 1.3 for one of full rank (p = 16);
+      of ``sharp_factor``: 1.78 for an error of rank one, about 1.3 for one of full rank (p = 16);
     * ``relative = e / sqrt(||C||_F^2 + (||P||_F^2 - ||Q||_F^2) / p)``: the norm of ``C`` is exact, and only its small
       difference from that of ``AB`` is left to the probes;
     * ``upper = u / (||C||_F - u)``, a bound at the same 99% because ``||AB||_F >= ||C||_F - ||AB - C||_F``; it is
@@ -113,7 +113,7 @@ def estimate_error(
         TypeError: an operand is no real tensor.
         ValueError: a shape or device does not fit, an operand holds inf or nan, or ``probes < 1``.
 
-    Source: Gu, arXiv 2403.06924 (the error measured); bound by ``residual.estimate.sharp_factor``.
+    Source: Gu, arXiv 2403.06924 (the error measured); bound by ``residual.error.estimate.sharp_factor``.
     """
     if probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}")

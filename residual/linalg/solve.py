@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residual.qr import Product, chosen_product, qr
+from residual.linalg.qr import Product, chosen_product, qr
 
 FACTORIZATIONS = ("qr", "lu")
 Solver = Callable[[Tensor], Tensor]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from residual.linear import linear
 from residual.matmul import OnFailure
-from residual.prepare import Prepared
+from residual.nn.linear import linear
+from residual.operand.operand import Prepared
 
 Pair = int | tuple[int, int]
 

@@ -2,81 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from magicube_cutlass import SRBCRS, QuantTensor, spmm
-from residual.prepare import Digits, Operand
+from residual.operand.ieee import ieee
+from residual.operand.operand import Digits, Operand
+from residual.planning.plan import COUNTS, Plan
 
 if TYPE_CHECKING:
     from cute_kernels.jit import Replays
 
-MODES = ("direct", "centred", "outlier", "columns", "sparse", "full", "full4", "three_digit")
-WAITING = ("outlier", "columns", "sparse")  # those whose work depends on the data, of all lines
-COLUMN_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-SPARSE_LEVELS = (1 / 16, 3 / 16, 1 / 2)  # of the largest digit
 _LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums
-
-
-class Plan(NamedTuple):
-    """One way to compute a product.
-
-    ``mode``: one of :data:`MODES`, ``fp16``, ``fp32`` or ``fp64``; ``bits``: of a digit, 0 for a float product;
-    ``share``: of the columns of k in the cross products of ``columns``, or the level, as a share of the largest digit,
-    from which an entry takes part in those of ``sparse``; else 0.
-    """
-
-    mode: str
-    bits: int = 0
-    share: float = 0.0
-
-    @property
-    def products(self) -> float:
-        """Dense integer products of the whole size; the sparse ones of ``sparse`` are not counted."""
-        if self.mode == "columns":
-            return 1 + 2 * self.share
-        return {"fp16": 0, "fp32": 0, "fp64": 0, "full": 3, "full4": 4, "three_digit": 6}.get(self.mode, 1)
-
-    @property
-    def threshold(self) -> int:
-        """Smallest leading digit that takes part in the cross products of ``sparse``."""
-        return max(1, round(self.share * (2 ** (self.bits - 1) - 1)))
-
-    def __str__(self) -> str:
-        kind = f"int{self.bits} {self.mode}" if self.bits else self.mode
-        if self.mode == "columns":
-            return f"{kind} {self.share:g}"
-        return f"{kind} {self.threshold}" if self.mode == "sparse" else kind
-
-
-def plans_of(mode: str, widths: tuple[int, ...]) -> list[Plan]:
-    """Every plan of a mode, or of all modes for ``auto``, with digits of these widths."""
-    shares = {"columns": COLUMN_SHARES, "sparse": SPARSE_LEVELS}
-    modes = MODES if mode == "auto" else (mode,)
-    plans = [Plan(m, bits, share) for bits in widths for m in modes for share in shares.get(m, (0.0,))]
-    return list({str(plan): plan for plan in plans}.values())  # few levels of 4 bits make different thresholds
-
-
-@contextmanager
-def ieee() -> Iterator[None]:
-    """float32 products without tf32 or bfloat16 inside, whatever the program has allowed."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    if all(each in ("none", "ieee") for each in before):
-        yield
-        return
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
 
 
 def _fp16(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
@@ -94,9 +35,6 @@ def _fp32(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Te
 
 def _fp64(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
     return left.finite() @ right.finite().mT  # (M, N)
-
-
-COUNTS = {"direct": (1, 1), "full": (2, 3), "full4": (2, 4), "three_digit": (3, 6)}  # planes, terms
 
 
 def _digit_product(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from residual.costs import Sizes
-from residual.habits import Kind
-from residual.plans import MODES
-from residual.prepare import check_bits, check_operand, real_dtype
+from residual.operand.operand import check_bits, check_operand, real_dtype
+from residual.planning.cost_model import Sizes
+from residual.planning.history import Kind
+from residual.planning.plan import MODES
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residual.estimate import ErrorEstimate, frobenius, from_sums, judge, sharp_factor
-from residual.plans import ieee
-from residual.prepare import FAR, Operand
+from residual.error.estimate import ErrorEstimate, frobenius, from_sums, judge, sharp_factor
+from residual.operand.ieee import ieee
+from residual.operand.operand import FAR, Operand
 
 if TYPE_CHECKING:
     from cute_kernels.probes import Comparison

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residual.paper import gemm
+from residual.paper.gemm import gemm
 
 Product = Callable[[Tensor, Tensor], Tensor]
 METHODS = ("wy", "explicit")

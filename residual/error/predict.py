@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residual.plans import COLUMN_SHARES, SPARSE_LEVELS, Plan
-from residual.prepare import FAR, HOT, MOST_HOT, SAMPLE, Operand, real_dtype
+from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE, Operand, real_dtype
+from residual.planning.plan import COLUMN_SHARES, SPARSE_LEVELS, Plan
 
 if TYPE_CHECKING:
     from cute_kernels.statistics import Look, Rule, Tables

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from residual.plans import ieee
-from residual.prepare import Operand
+from residual.operand.ieee import ieee
+from residual.operand.operand import Operand
 
 
 def _real(x: Tensor) -> Tensor:

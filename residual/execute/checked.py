@@ -10,16 +10,26 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from residual.check import FAILURE, PROBES, Check, confidence, usual_factor
-from residual.costs import Sizes, cost, costs_of
-from residual.edges import fill
-from residual.estimate import ErrorEstimate
-from residual.habits import REUSES, Kind, comes_often, habit_of, learn
-from residual.planner import EXACT_HALF, HALF, NOMINAL, Search, Wish, short, without_statistics, worth_predicting
-from residual.plans import COLUMN_SHARES, SPARSE_LEVELS, WAITING, Plan, execute
-from residual.predict import Forecast, forecast, forecast_of, quick, start_look
-from residual.prepare import FORMS, HALF_RANGE, Operand, operand, real_dtype
-from residual.request import Request
+from residual.error.estimate import ErrorEstimate
+from residual.error.predict import Forecast, forecast, forecast_of, quick, start_look
+from residual.error.probes import FAILURE, PROBES, Check, confidence, usual_factor
+from residual.execute.products import execute
+from residual.operand.nonfinite import fill
+from residual.operand.operand import FORMS, HALF_RANGE, Operand, operand, real_dtype
+from residual.options import Request
+from residual.planning.cost_model import Sizes, cost, costs_of
+from residual.planning.history import REUSES, Kind, comes_often, habit_of, learn
+from residual.planning.plan import COLUMN_SHARES, SPARSE_LEVELS, WAITING, Plan
+from residual.planning.search import (
+    EXACT_HALF,
+    HALF,
+    NOMINAL,
+    Search,
+    Wish,
+    short,
+    without_statistics,
+    worth_predicting,
+)
 
 _DEFAULT_SHARES = {"columns": COLUMN_SHARES[1], "sparse": SPARSE_LEVELS[1]}
 _ONE_PLAN = ("direct", "centred", "outlier", "full", "full4", "three_digit")
@@ -109,14 +119,14 @@ def short_kind(A: Tensor, B: Tensor, request: Request) -> Kind | None:
     """The kind of a checked call that :func:`again` may take, or None."""
     if request.tol is None or not A.is_cuda or 0 in (*A.shape, *B.shape):
         return None
-    from residual import kept  # needs the CUDA wheels
+    from residual.execute import fast_path as kept  # needs the CUDA wheels
 
     return request.kind(A, B) if kept.takes(A, B, request) else None
 
 
 def again(A: Tensor, B: Tensor, request: Request, kind: Kind) -> Tensor:
     """The product of a call of which :func:`short_kind` has told the kind; B is not prepared, and autocast is off."""
-    from residual import kept
+    from residual.execute import fast_path as kept
 
     product, failed = kept.attempt_known(A, B, None, request, kind, own_generator(A.device))
     return compute(A, B, request, None, failed=failed)[0] if product is None else product
@@ -124,7 +134,7 @@ def again(A: Tensor, B: Tensor, request: Request, kind: Kind) -> Tensor:
 
 def _at_short(A: Tensor, B: Tensor, request: Request, right: Operand | None) -> tuple[Tensor | None, int]:
     """The product of a call whose plan is known, or None, and how many attempts at it failed."""
-    from residual import kept  # needs the CUDA wheels
+    from residual.execute import fast_path as kept  # needs the CUDA wheels
 
     if request.tol is None:
         return kept.plain(A, B, right, request), 0

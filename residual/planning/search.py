@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from residual.costs import Costs, Sizes, analysis, cost
-from residual.plans import WAITING, Plan, plans_of
+from residual.planning.cost_model import Costs, Sizes, analysis, cost
+from residual.planning.plan import WAITING, Plan, plans_of
 
 HALF, SINGLE, DOUBLE = Plan("fp16"), Plan("fp32"), Plan("fp64")
 _MARGIN = 1.15  # of a prediction, on top of the check's factor
@@ -24,8 +24,8 @@ NOMINAL = {SINGLE: 4e-7, DOUBLE: 1e-15}  # predicted errors without statistics
 class Wish(NamedTuple):
     """What the caller asked for.
 
-    ``mode``: ``auto`` or one of :data:`residual.plans.MODES`; ``bits``: 4, 8 or None; ``double``: float64 takes part in
-    the input or the output, so that its product is a plan like others; ``last_resort``: whether float products may
+    ``mode``: ``auto`` or one of :data:`residual.planning.plan.MODES`; ``bits``: 4, 8 or None; ``double``: float64 takes
+    part in the input or the output, so that its product is a plan like others; ``last_resort``: whether float products may
     follow when all else failed; ``exact``: both operands are bytes, which one digit holds;
     ``half``: products of halves are a plan; ``halves``: both operands are of one half dtype.
     """

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from residual.costs import Sizes
-from residual.plans import Plan
+from residual.planning.cost_model import Sizes
+from residual.planning.plan import Plan
 
 FIRST = 2  # calls that must come to one plan before it runs by itself
 REUSES = 31  # calls that run it until one takes statistics again

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from residual.library import product
 from residual.matmul import OnFailure
-from residual.prepare import Prepared
+from residual.operand.operand import Prepared
+from residual.torch_op import product
 
 
 def linear(

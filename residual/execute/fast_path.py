@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residual.check import FAR_SCALES, PROBES, confidence, estimate_of
-from residual.estimate import ErrorEstimate
-from residual.foreseen import can_foresee, finish, rests_of, start
-from residual.habits import Kind, habit_of
-from residual.planner import HALF
-from residual.plans import COUNTS, Plan, of_digits
-from residual.prepare import HALF_RANGE, Operand, operand
+from residual.error.estimate import ErrorEstimate
+from residual.error.probes import FAR_SCALES, PROBES, confidence, estimate_of
+from residual.execute.fast_check import can_foresee, finish, rests_of, start
+from residual.execute.products import of_digits
+from residual.operand.operand import HALF_RANGE, Operand, operand
+from residual.planning.history import Kind, habit_of
+from residual.planning.plan import COUNTS, Plan
+from residual.planning.search import HALF
 
 if TYPE_CHECKING:
     from cute_kernels.probes import Comparison
     from cute_kernels.workspace import Kept
-    from residual.request import Request
+    from residual.options import Request
 
 REST = 32  # calls of a kind and plan that go the long way after one whose check did not pass
 _KINDS = 256

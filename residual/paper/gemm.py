@@ -15,8 +15,8 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import gemm as dense
 from magicube_cutlass.checks import check_vector_length
-from residual.decompose import Decomposition, decompose
-from residual.thresholds import RULES, crossover_density, kept_entries, synchronize
+from residual.operand.decompose import Decomposition, decompose
+from residual.paper.thresholds import RULES, crossover_density, kept_entries, synchronize
 
 SCALINGS = ("tensor", "vector")
 LEVELS = ("2^(N-1)-1", "2^(N-2)")
@@ -96,7 +96,7 @@ def gemm(
     2. residuals: ``A0 / 2^s ~ lambda_A A - A1``, likewise ``B0``, integers of N bits;
     3. product: ``P = A1 B1``, exact;
     4. select: ``A1'`` and ``B1'`` keep the entries that the threshold rule does not drop (equation 14,
-       ``residual.thresholds.kept_entries``);
+       ``residual.paper.gemm.gemm.thresholds.kept_entries``);
     5. correct: ``P' = A1' B0 + A0 B1'``, each as a sparse product up to the density ``eta`` and as a dense one above;
     6. combine: ``D = alpha / (lambda_A lambda_B) (P + P' / 2^s) + beta C``.
 

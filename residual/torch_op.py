@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residual.call import compute
-from residual.prepare import in_slot
-from residual.request import check_request
+from residual.execute.checked import compute
+from residual.operand.operand import in_slot
+from residual.options import check_request
 
 
 def _matmul(

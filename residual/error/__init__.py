@@ -1,0 +1,1 @@
+"""Error of a product: estimated by probes, measured, predicted."""

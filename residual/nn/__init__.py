@@ -1,0 +1,1 @@
+"""Layers over ``residual.matmul``."""

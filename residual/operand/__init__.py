@@ -1,0 +1,1 @@
+"""Operands: digits, scales, non-finite slices."""

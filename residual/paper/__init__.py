@@ -1,0 +1,1 @@
+"""The algorithm of arXiv 2403.06924 as published."""

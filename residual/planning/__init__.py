@@ -1,0 +1,1 @@
+"""Plans and their costs: names and sizes, no tensors."""
