@@ -27,8 +27,8 @@ import magicube_cutlass as mc
 from cute_kernels.numbers import Integer
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass import kernels
-from magicube_cutlass.kernels import SpmmKernel
+from magicube_cutlass.dispatch import kernels
+from magicube_cutlass.dispatch.kernels import SpmmKernel
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = Path(__file__).resolve().parents[1]
@@ -255,7 +255,7 @@ def workloads() -> dict[str, dict[int, mc.Pattern]]:
     if (path := data_file()) is None:
         print(f"no {FILE} in the folder MAGICUBE_DATA: get it from the Deep Learning Matrix Collection")
         return found
-    from magicube_cutlass.smtx import read_smtx
+    from magicube_cutlass.formats.smtx import read_smtx
 
     whole = {length: read_smtx(path, vector_length=length) for length in (8, 4, 2)}
     k, rows = whole[8].shape[1], whole[8].vector_rows

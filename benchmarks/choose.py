@@ -25,8 +25,8 @@ from rich.progress import track
 
 import magicube_cutlass as mc
 from cute_kernels.numbers import Integer
-from magicube_cutlass import kernels
-from magicube_cutlass.plans import rounded
+from magicube_cutlass.dispatch import kernels
+from magicube_cutlass.dispatch.plan import rounded
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTHS = (Widths(8, 8), Widths(16, 8), Widths(16, 16), Widths(8, 4), Widths(4, 4))

@@ -21,7 +21,7 @@ from machine import machine
 from timing import measure
 
 import magicube_cutlass as mc
-from magicube_cutlass.cli.products import dense_rivals, random_matrix, random_operand
+from magicube_cutlass.bench.problems import dense_rivals, random_matrix, random_operand
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_profile.json"
 DENSITIES = (0.1, 0.3, 0.5)

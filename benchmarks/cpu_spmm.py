@@ -23,7 +23,7 @@ from timing import measure
 
 import magicube_cutlass as mc
 from cute_kernels.integers import product_bound
-from magicube_cutlass.cli.products import dense_rivals, exact_spmm, random_matrix, random_operand
+from magicube_cutlass.bench.problems import dense_rivals, exact_spmm, random_matrix, random_operand
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_spmm.json"
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)

@@ -40,7 +40,7 @@ from machine import gpu_machine
 import magicube_cutlass as mc
 from cute_kernels.jit.warm import Source
 from cute_kernels.numbers import FLOATS
-from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
+from magicube_cutlass.quantization.precision import SDDMM_PAIRS, SPMM_PAIRS
 
 VECTORS = (8, 4, 2)
 COLUMNS = (128, 256, 512)

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 import magicube_cutlass as mc
-from magicube_cutlass.block_scales import RECIPES, FloatTensor
+from magicube_cutlass.quantization.float_tensor import RECIPES, FloatTensor
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # name -> arguments of quantize; rows of a and columns of b have a scale each unless blocks do

@@ -19,9 +19,9 @@ from cute_kernels.integers import int_range
 from cute_kernels.jit import Unit
 from cute_kernels.jit.warm import Source
 from cute_kernels.numbers import Integer, Number
-from magicube_cutlass import kernels
-from magicube_cutlass.costs import MMA_COLUMNS
-from magicube_cutlass.plans import problem, rounded
+from magicube_cutlass.dispatch import kernels
+from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS
+from magicube_cutlass.dispatch.plan import problem, rounded
 
 OUT = torch.float16
 OUT_NAME = "float16"

@@ -15,7 +15,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import jit
 from cute_kernels.jit.warm import Source
-from magicube_cutlass.dense import DenseCall
+from magicube_cutlass.dispatch.dense_fallback import DenseCall
 
 SAME = "the same matrix, zeros filled in"
 

@@ -15,9 +15,9 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.jit.warm import Source
 from cute_kernels.numbers import Integer
-from magicube_cutlass import kernels
-from magicube_cutlass.kernels import SddmmKernel
-from magicube_cutlass.plans import plan_sddmm, rounded
+from magicube_cutlass.dispatch import kernels
+from magicube_cutlass.dispatch.kernels import SddmmKernel
+from magicube_cutlass.dispatch.plan import plan_sddmm, rounded
 from magicube_cutlass.reference import at_vectors
 
 PAIRS = (Widths(8, 8), Widths(16, 16), Widths(4, 4))

@@ -25,7 +25,7 @@ from machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.jit.warm import Source
-from magicube_cutlass.dense import DenseCall, forecast
+from magicube_cutlass.dispatch.dense_fallback import DenseCall, forecast
 
 LAYERS = ((4096, 4096), (11008, 4096), (4096, 11008), (14336, 4096))  # rows and columns of the weight
 COLUMNS = (1, 4, 8, 16, 64, 256, 2048, 8192)  # tokens

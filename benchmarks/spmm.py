@@ -24,7 +24,7 @@ from machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.jit.warm import Source
-from magicube_cutlass.precision import SPMM_PAIRS
+from magicube_cutlass.quantization.precision import SPMM_PAIRS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 VECTOR_LENGTH = 8

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from magicube_cutlass.cli.timing import Timing, measure
+from magicube_cutlass.bench.timing import Timing, measure
 
 __all__ = ["Timing", "measure"]

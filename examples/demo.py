@@ -18,9 +18,9 @@ from rich.table import Table
 
 import magicube_cutlass as mc
 from cute_kernels.integers import widen
+from magicube_cutlass.bench.problems import check_spmm, dense_rivals, exact_dtype, random_matrix, random_operand
+from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.cli.console import bytes_text
-from magicube_cutlass.cli.products import check_spmm, dense_rivals, exact_dtype, random_matrix, random_operand
-from magicube_cutlass.cli.timing import measure
 
 N = 256  # columns of SpMM's dense operand
 INNER = 64  # inner size of SDDMM, a head of attention

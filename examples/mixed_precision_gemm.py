@@ -18,7 +18,7 @@ from rich.table import Table
 
 import magicube_cutlass as mc
 from cute_kernels.floats import FORMATS
-from magicube_cutlass.block_scales import FloatTensor, matmul
+from magicube_cutlass.quantization.float_tensor import FloatTensor, matmul
 
 Grid = dict[tuple[str, str], float]
 LAUNCHES = 20

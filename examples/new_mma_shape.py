@@ -12,7 +12,7 @@ from cute_kernels import fragments
 from cute_kernels.atoms import Atom, register_atom
 from cute_kernels.jit import compile_unit
 from cute_kernels.numbers import Integer
-from magicube_cutlass.kernels import Kind, Machine, Problem, choose_sddmm, choose_spmm
+from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, choose_sddmm, choose_spmm
 
 SOURCE = """
 namespace example {

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import gemm as dense
-from magicube_cutlass.cli.timing import measure
+from magicube_cutlass.bench.timing import measure
 from residual import decompose
 from residual.paper.gemm import PaperReport, gemm
 from residual.paper.thresholds import crossover_density, kept_entries, synchronize

@@ -2,15 +2,15 @@
 
 from magicube_cutlass import autograd, masks, nn, reference
 from magicube_cutlass.attention import sparse_attention, sparse_softmax
-from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.generate import prune, random_pattern
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.generate import prune, random_pattern
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.smtx import read_smtx, write_smtx
+from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.nn import convert
-from magicube_cutlass.ops import explain, sddmm, spmm
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
-from magicube_cutlass.quantize import QuantTensor, quantize
-from magicube_cutlass.smtx import read_smtx, write_smtx
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.ops.products import explain, sddmm, spmm
+from magicube_cutlass.quantization.precision import SDDMM_PAIRS, SPMM_PAIRS
+from magicube_cutlass.quantization.quantize import QuantTensor, quantize
 
 __version__ = "0.1.0"
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, vector_rows
-from magicube_cutlass.generate import _kept, random_pattern
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.generate import _kept, random_pattern
+from magicube_cutlass.formats.pattern import Pattern
 
 _CHUNK = 1 << 24  # elements of a block mask that are evaluated at once
 

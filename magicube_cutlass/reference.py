@@ -10,9 +10,9 @@ from torch import Tensor
 from cute_kernels.integers import widen
 
 if TYPE_CHECKING:
-    from magicube_cutlass.matrix import CompressedMatrix
-    from magicube_cutlass.pattern import Pattern
-    from magicube_cutlass.quantize import QuantTensor
+    from magicube_cutlass.formats.base import CompressedMatrix
+    from magicube_cutlass.formats.pattern import Pattern
+    from magicube_cutlass.quantization.quantize import QuantTensor
 
 
 def spmm(a: CompressedMatrix, b: QuantTensor) -> Tensor:

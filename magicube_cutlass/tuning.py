@@ -1,8 +1,7 @@
 """The constants of the cost models by measurement on this GPU: ``magicube tune``.
 
 Products of random shapes are timed with every config that the choice weighs; the constants of
-:class:`~magicube_cutlass.costs.PanelModel` and :class:`~magicube_cutlass.costs.GatherModel` are fitted to one half of
-the shapes and judged by the other.
+``PanelModel`` and ``GatherModel`` are fitted to one half of the shapes and judged by the other.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 
 from cute_kernels.numbers import Integer
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass import measured
-from magicube_cutlass.costs import GatherModel, Kind, Machine, PanelModel, Problem
-from magicube_cutlass.kernels import SpmmKernel, candidates, spmm_cost
+from magicube_cutlass.dispatch import measured
+from magicube_cutlass.dispatch.cost_model import GatherModel, Kind, Machine, PanelModel, Problem
+from magicube_cutlass.dispatch.kernels import SpmmKernel, candidates, spmm_cost
 
 KIND = Kind(8, Integer(8, True), Integer(8, True), "float16")
 _ROOM = "models"
@@ -148,8 +147,8 @@ def _nanoseconds(call: Callable[[], object]) -> float:
 
 
 def _problem(shape: tuple[int, int, int, float]) -> tuple[Any, Problem]:
-    from magicube_cutlass.generate import random_pattern
-    from magicube_cutlass.plans import problem, rounded
+    from magicube_cutlass.dispatch.plan import problem, rounded
+    from magicube_cutlass.formats.generate import random_pattern
 
     m, k, n, sparsity = shape
     pattern = random_pattern(m, k, sparsity, KIND.vector_length, seed=m + k)

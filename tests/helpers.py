@@ -20,8 +20,8 @@ from torch import Tensor
 from cute_kernels.integers import BITS, int_range, value_dtype
 from cute_kernels.jit import Binary
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.formats import narrow
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.construct import narrow
+from magicube_cutlass.formats.pattern import Pattern
 
 DENSITIES = (0.0, 0.05, 0.3, 1.0)
 

@@ -9,9 +9,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from magicube_cutlass.attention import operator
-from magicube_cutlass.attention.softmax import check_key_bias, check_scale, check_softmax_bits
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.attention import torch_op as operator
+from magicube_cutlass.attention.sparse_softmax import check_key_bias, check_scale, check_softmax_bits
+from magicube_cutlass.formats.pattern import Pattern
 
 QKV_BITS = (4, 8, 16)
 Impl = Literal["fused", "three"]

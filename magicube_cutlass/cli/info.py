@@ -11,8 +11,8 @@ from rich.table import Table
 
 from magicube_cutlass.checks import check_stride
 from magicube_cutlass.cli.console import bytes_text, facts, output, working
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.smtx import read_smtx
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.smtx import read_smtx
 
 BINS = 10
 BAR = 40

@@ -10,9 +10,9 @@ import typer
 
 import magicube_cutlass as mc
 from cute_kernels.integers import check_bits
+from magicube_cutlass.bench.problems import check_spmm, dense_rivals, exact_dtype, random_matrix, random_operand
+from magicube_cutlass.bench.timing import Timing, measure
 from magicube_cutlass.cli.console import bytes_text, facts, output, working
-from magicube_cutlass.cli.products import check_spmm, dense_rivals, exact_dtype, random_matrix, random_operand
-from magicube_cutlass.cli.timing import Timing, measure
 
 
 def _check_device(device: str) -> None:

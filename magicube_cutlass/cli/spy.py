@@ -12,8 +12,8 @@ import typer
 from magicube_cutlass import masks
 from magicube_cutlass.checks import check_stride
 from magicube_cutlass.cli.console import output, working
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.smtx import read_smtx
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.smtx import read_smtx
 
 PIXELS = 1024  # most cells drawn a side; larger patterns are drawn in tiles
 LINES = 64  # vector rows beyond which lines between them would cover the picture

@@ -27,7 +27,8 @@ def tune(
     if not torch.cuda.is_available():
         raise typer.BadParameter("tune needs a CUDA device, and torch finds none")
     from cute_kernels import jit
-    from magicube_cutlass import kernels, tuning
+    from magicube_cutlass import tuning
+    from magicube_cutlass.dispatch import kernels
 
     device, console = torch.cuda.get_device_name(), Console(stderr=True)
     if reset:

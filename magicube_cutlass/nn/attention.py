@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from magicube_cutlass.attention import sparse_attention
 from magicube_cutlass.attention.api import Impl
 from magicube_cutlass.checks import check_tensor
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.pattern import Pattern
 
 
 def _moved(mask: Pattern, place: torch.device) -> Pattern:

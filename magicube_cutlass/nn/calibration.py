@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magicube_cutlass.nn.linear import SparseQuantLinear
-from magicube_cutlass.quantize import quantize
+from magicube_cutlass.quantization.quantize import quantize
 
 
 def _run(model: nn.Module, batch: Any) -> None:

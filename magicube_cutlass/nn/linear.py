@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler, a second of waiting
 
-from magicube_cutlass import autograd, generate
+from magicube_cutlass import autograd
 from magicube_cutlass.checks import check_tensor
+from magicube_cutlass.formats import generate
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.nn.config import SparseQuantConfig
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.srbcrs import SRBCRS
 
 _STRUCTURE = ("row_offsets", "col_indices")
 _PACKED = ("values", "scale")  # of a frozen layer

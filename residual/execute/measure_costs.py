@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from magicube_cutlass import measured
+from magicube_cutlass.dispatch import measured
 from residual.planning.cost_model import _NEVER, Costs, _device_name, _measured
 from residual.planning.plan import Plan
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from magicube_cutlass import measured
+from magicube_cutlass.dispatch import measured
 from residual.planning.plan import Plan
 
 

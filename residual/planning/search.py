@@ -25,8 +25,8 @@ class Wish(NamedTuple):
     """What the caller asked for.
 
     ``mode``: ``auto`` or one of :data:`residual.planning.plan.MODES`; ``bits``: 4, 8 or None; ``double``: float64 takes
-    part in the input or the output, so that its product is a plan like others; ``last_resort``: whether float products may
-    follow when all else failed; ``exact``: both operands are bytes, which one digit holds;
+    part in the input or the output, so that its product is a plan like others; ``last_resort``: whether float products
+    may follow when all else failed; ``exact``: both operands are bytes, which one digit holds;
     ``half``: products of halves are a plan; ``halves``: both operands are of one half dtype.
     """
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import magicube_cutlass as mc
 from cute_kernels.integers import int_range
+from magicube_cutlass.bench.problems import check_spmm, exact_spmm, random_matrix, random_operand
+from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.cli import app, main
 from magicube_cutlass.cli.console import bytes_text
 from magicube_cutlass.cli.info import format_bytes, histogram
-from magicube_cutlass.cli.products import check_spmm, exact_spmm, random_matrix, random_operand
-from magicube_cutlass.cli.timing import measure
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms
 from cute_kernels.jit import current_arch, warmup
-from magicube_cutlass.kernels import Machine, Problem, choose_sddmm, choose_spmm
+from magicube_cutlass.dispatch.kernels import Machine, Problem, choose_sddmm, choose_spmm
 from tests.gpu.problems import check_sddmm, dense, kind, sparse, spmm
 
 Widths = tuple[int, bool]

@@ -23,11 +23,11 @@ from cute_kernels.numbers import Integer
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass import kernels
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.costs import MMA_COLUMNS
-from magicube_cutlass.kernels import Kind, Machine, SddmmKernel, SpmmKernel, choose_sddmm, default_atom
-from magicube_cutlass.plans import rounded
+from magicube_cutlass.dispatch import kernels
+from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS
+from magicube_cutlass.dispatch.kernels import Kind, Machine, SddmmKernel, SpmmKernel, choose_sddmm, default_atom
+from magicube_cutlass.dispatch.plan import rounded
 
 HERE = Machine("sm_90a", 132)
 if torch.cuda.is_available():

@@ -19,8 +19,9 @@ from cute_kernels.operands import Vectors
 from cute_kernels.softmax import SoftmaxConfig
 from cute_kernels.spmm_gather import gather_copy
 from magicube_cutlass import masks
-from magicube_cutlass.attention import softmax, sparse_attention, sparse_softmax
-from magicube_cutlass.attention.stacking import stack
+from magicube_cutlass.attention import sparse_attention, sparse_softmax
+from magicube_cutlass.attention import sparse_softmax as softmax
+from magicube_cutlass.attention.block_diagonal import stack
 from tests.gpu.problems import HERE, gather, kind, sddmm
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from magicube_cutlass import masks
-from magicube_cutlass.attention import operator, sparse_attention
+from magicube_cutlass.attention import sparse_attention
+from magicube_cutlass.attention import torch_op as operator
 from magicube_cutlass.nn import SparseQuantAttention
 from tests.gpu.test_gpu_attention import error, inputs, pipelines
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from magicube_cutlass import dense as dense_product
-from magicube_cutlass.costs import Forecast
-from magicube_cutlass.dense import DenseCall, forecast
+from magicube_cutlass.dispatch import dense_fallback as dense_product
+from magicube_cutlass.dispatch.cost_model import Forecast
+from magicube_cutlass.dispatch.dense_fallback import DenseCall, forecast
 from tests.gpu.problems import dense, guarded, sparse
 
 pytestmark = pytest.mark.gpu

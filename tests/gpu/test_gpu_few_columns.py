@@ -9,7 +9,7 @@ import torch
 
 import magicube_cutlass as mc
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.kernels import Kind, Problem, SpmmKernel, candidates
+from magicube_cutlass.dispatch.kernels import Kind, Problem, SpmmKernel, candidates
 from tests.gpu.problems import HERE, PANELS, check_spmm, dense, gather, kind, panel, sparse, spmm
 
 pytestmark = pytest.mark.gpu

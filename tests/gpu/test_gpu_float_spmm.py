@@ -20,9 +20,9 @@ from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, HALVES
 from cute_kernels.sddmm import SddmmConfig
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.kernels import Kind, SpmmKernel
+from magicube_cutlass.dispatch.kernels import Kind, SpmmKernel
+from magicube_cutlass.quantization.float_tensor import FloatTensor
 from tests.gpu.problems import HERE, PANELS, check_guards, choices, chosen, gather, guarded, panel, sampling_with, sddmm
 
 pytestmark = pytest.mark.gpu

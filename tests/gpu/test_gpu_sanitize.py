@@ -20,7 +20,7 @@ from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.numbers import element_bits
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.workspace import Kept
-from magicube_cutlass.kernels import Kind, SpmmKernel
+from magicube_cutlass.dispatch.kernels import Kind, SpmmKernel
 from residual.execute import fast_check as foreseen
 from residual.planning.plan import Plan
 from tests.gpu.problems import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
 from cute_kernels.sddmm_panel import SddmmPanelConfig
-from magicube_cutlass.kernels import Kind
+from magicube_cutlass.dispatch.kernels import Kind
 from tests.gpu.problems import (
     HERE,
     PANELS,

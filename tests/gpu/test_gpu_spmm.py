@@ -14,8 +14,8 @@ from cute_kernels.atoms import atoms, runs_on
 from cute_kernels.cpu import Dense
 from cute_kernels.integers import BITS
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.gpu import aligned_rows
-from magicube_cutlass.kernels import Kind, SpmmKernel
+from magicube_cutlass.dispatch.cuda import aligned_rows
+from magicube_cutlass.dispatch.kernels import Kind, SpmmKernel
 from tests.gpu.problems import (
     HERE,
     PANELS,

@@ -18,9 +18,9 @@ import magicube_cutlass as mc
 from cute_kernels.jit import get_kernel
 from cute_kernels.jit import kernel as jit_kernel
 from cute_kernels.numbers import Integer
-from magicube_cutlass import gpu
-from magicube_cutlass.kernels import SpmmKernel
-from magicube_cutlass.plans import plan_sddmm, plan_spmm
+from magicube_cutlass.dispatch import cuda as gpu
+from magicube_cutlass.dispatch.kernels import SpmmKernel
+from magicube_cutlass.dispatch.plan import plan_sddmm, plan_spmm
 from tests.gpu.problems import PANELS, check_spmm, choices, dense, gather, ints, kind, panel, sparse
 
 pytestmark = pytest.mark.gpu

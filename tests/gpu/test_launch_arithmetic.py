@@ -15,7 +15,7 @@ from cute_kernels.numbers import Integer
 from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import group_offsets
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.kernels import SpmmKernel
+from magicube_cutlass.dispatch.kernels import SpmmKernel
 from tests.gpu.problems import gather, kind, panel, sparse
 from tests.gpu.problems import sddmm as sddmm_config
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from magicube_cutlass.block_scales import RECIPES, FloatTensor, matmul
+from magicube_cutlass.quantization.float_tensor import RECIPES, FloatTensor, matmul
 
 KINDS: list[dict[str, Any]] = [
     {"dtype": "e4m3"}, {"dtype": "e5m2", "axis": 1}, {"dtype": "e2m3", "axis": 0}, {"dtype": "e2m1", "block": (128, 128)},

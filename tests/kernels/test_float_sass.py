@@ -16,7 +16,7 @@ from cute_kernels.numbers import FLOATS
 from cute_kernels.sddmm import SddmmConfig
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.kernels import Kind, Machine, Problem, SddmmKernel, SpmmKernel, choose_sddmm, choose_spmm
+from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, SddmmKernel, SpmmKernel, choose_sddmm, choose_spmm
 from tests.kernels.test_sass import clean_sass
 
 pytest.importorskip("cuda.core")

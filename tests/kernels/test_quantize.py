@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cute_kernels import cpu
 from cute_kernels.integers import BITS, int_range, widen
 from magicube_cutlass import QuantTensor, quantize
-from magicube_cutlass.quantize import _encode_torch
+from magicube_cutlass.quantization.quantize import _encode_torch
 
 AXES = (None, 0, 1)
 

@@ -17,7 +17,7 @@ from cute_kernels.sddmm import SampleConfig, SddmmConfig
 from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.kernels import (
+from magicube_cutlass.dispatch.kernels import (
     Kind,
     Machine,
     Problem,

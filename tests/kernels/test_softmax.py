@@ -18,7 +18,7 @@ from cute_kernels.operands import Vectors
 from cute_kernels.softmax import SoftmaxConfig, default_configs
 from cute_kernels.spmm_gather import gather_copy
 from magicube_cutlass import random_pattern
-from magicube_cutlass.formats import narrow
+from magicube_cutlass.formats.construct import narrow
 from tests.helpers import disassemble
 
 ATOMS = {4: ("int4_as_int8_m16n8k32", "s8_m16n8k32"), 8: ("s8_m16n8k32",), 16: ("s8_m16n8k32",)}

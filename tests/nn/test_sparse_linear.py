@@ -14,6 +14,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
+from magicube_cutlass.autograd import integer
 from magicube_cutlass.nn import SparseQuantConfig, SparseQuantLinear
 
 
@@ -73,13 +74,13 @@ def test_layers_in_a_row_copy_no_activations(monkeypatch: pytest.MonkeyPatch) ->
     """What a layer returns is, transposed, the row-major operand of the next one's product."""
     first, second = sparse().eval(), SparseQuantLinear.from_linear(plain(40, 16), 0.5).eval()
     seen = []
-    product = mc.autograd.ops.spmm
+    product = integer.ops.spmm
 
     def watched(a: mc.SRBCRS, b: mc.QuantTensor, **options: Any) -> Tensor:
         seen.append(b.data)
         return product(a, b, **options)
 
-    monkeypatch.setattr(mc.autograd.ops, "spmm", watched)
+    monkeypatch.setattr(integer.ops, "spmm", watched)
     with torch.no_grad():
         y = second(first(normal(2, 3, 48)).relu())
     assert y.shape == (2, 3, 16)

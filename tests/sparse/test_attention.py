@@ -12,7 +12,8 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from magicube_cutlass import masks
-from magicube_cutlass.attention import operator, sparse_attention, sparse_softmax
+from magicube_cutlass.attention import sparse_attention, sparse_softmax
+from magicube_cutlass.attention import torch_op as operator
 
 PAIRS = [(16, 8), (8, 8), (8, 4), (4, 4)]
 LENGTH, DEPTH = 256, 64

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.library import opcheck
 
 from magicube_cutlass import masks
-from magicube_cutlass.attention import operator, sparse_attention
+from magicube_cutlass.attention import sparse_attention
+from magicube_cutlass.attention import torch_op as operator
 from magicube_cutlass.nn import SparseQuantAttention
 
 

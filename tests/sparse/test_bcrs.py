@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.pattern import Pattern
 from tests.helpers import Case, cases, pattern_of, random_mask
 
 SETTINGS = settings(max_examples=60)

@@ -13,8 +13,8 @@ from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm import SAFE_RUN
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.costs import SHARED_BYTES, Forecast, copy_cost, dense_cost
-from magicube_cutlass.kernels import (
+from magicube_cutlass.dispatch.cost_model import SHARED_BYTES, Forecast, copy_cost, dense_cost
+from magicube_cutlass.dispatch.kernels import (
     Kind,
     Machine,
     Problem,

@@ -13,8 +13,8 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, HALVES
-from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
+from magicube_cutlass.quantization.float_tensor import FloatTensor
 from tests.helpers import random_mask
 
 SMALL = ("e5m2", "e4m3", "e2m1")
@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 def test_configs_for_floats_are_checked() -> None:
     pytest.importorskip("pycute")
-    from magicube_cutlass.kernels import Kind, Machine, Problem, check_spmm, choose_spmm, default_atom
+    from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, check_spmm, choose_spmm, default_atom
 
     half, byte = FLOATS["float16"], FLOATS["e4m3"]
     kind, machine = Kind(8, half, byte, "float16"), Machine("sm_90a", 132)

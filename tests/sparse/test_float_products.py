@@ -11,8 +11,8 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, HALVES
-from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
+from magicube_cutlass.quantization.float_tensor import FloatTensor
 
 PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALVES)]
 OUTS = (torch.float32, torch.float16, torch.bfloat16)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicube_cutlass.checks import VECTOR_LENGTHS
-from magicube_cutlass.generate import prune, random_pattern
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.generate import prune, random_pattern
+from magicube_cutlass.formats.pattern import Pattern
 
 SIZES = st.integers(0, 40)
 SPARSITIES = st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.98, 1.0])

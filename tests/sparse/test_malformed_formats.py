@@ -11,11 +11,11 @@ import pytest
 import scipy.sparse
 import torch
 
-from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.generate import prune, random_pattern
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.smtx import read_smtx
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.generate import prune, random_pattern
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.smtx import read_smtx
+from magicube_cutlass.formats.srbcrs import SRBCRS
 from tests.helpers import pattern_of
 
 INTS = torch.ones(8, 4, dtype=torch.int8)

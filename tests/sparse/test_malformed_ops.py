@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from magicube_cutlass import ops
+from magicube_cutlass.ops import products as ops
 
 A = mc.SRBCRS.from_mask(
     torch.ones(8, 16, dtype=torch.int8), torch.ones(8, 16, dtype=torch.bool), vector_length=8, bits=8

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import magicube_cutlass as mc
 from cute_kernels import cpu
 from cute_kernels.integers import BITS, int_range
-from magicube_cutlass.plans import cpu_copy
+from magicube_cutlass.dispatch.plan import cpu_copy
 
 VECTORS = (1, 2, 4, 8, 16, 32)
 LAYOUTS = ("row", "column")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from magicube_cutlass import random_pattern
 from magicube_cutlass.checks import STRIDES
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.pattern import Pattern
 from tests.helpers import Case, cases, pattern_of
 
 SETTINGS = settings(max_examples=60)

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("pycute")
 
 import magicube_cutlass as mc
-from magicube_cutlass.plans import _vectors, described, problem
+from magicube_cutlass.dispatch.plan import _vectors, described, problem
 from tests.helpers import random_ints
 
 

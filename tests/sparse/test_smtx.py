@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicube_cutlass.generate import random_pattern
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.smtx import read_smtx, write_smtx
+from magicube_cutlass.formats.generate import random_pattern
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.smtx import read_smtx, write_smtx
 from tests.helpers import Case, cases, data_folder, pattern_of
 
 GOOD = b"2, 9, 3\n0 2 3 \n1 8 0 \n"

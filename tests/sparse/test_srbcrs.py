@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from cute_kernels.integers import widen
-from magicube_cutlass.bcrs import BCRS
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.generate import random_pattern
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.quantize import quantize
-from magicube_cutlass.smtx import write_smtx
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.generate import random_pattern
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.smtx import write_smtx
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.quantization.quantize import quantize
 from tests.helpers import Case, cases, pattern_of, random_ints, random_mask
 
 SETTINGS = settings(max_examples=60)

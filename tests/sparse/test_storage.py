@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.generate import random_pattern
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.generate import random_pattern
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
 from tests.helpers import Case, cases
 
 Stored = type[Pattern] | type[SRBCRS] | type[BCRS]
@@ -95,7 +95,7 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("magicube_cutlass.storage.os.replace", fail)
+    monkeypatch.setattr("magicube_cutlass.formats.storage.os.replace", fail)
     with pytest.raises(KeyboardInterrupt):
         example(SRBCRS).save(tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == before and len(list(tmp_path.iterdir())) == 1

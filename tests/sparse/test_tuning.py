@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("pycute")
 
-from magicube_cutlass import measured, tuning
-from magicube_cutlass.costs import GatherModel, Machine, PanelModel, Problem
-from magicube_cutlass.kernels import candidates
-from magicube_cutlass.plans import rounded
+from magicube_cutlass import tuning
+from magicube_cutlass.dispatch import measured
+from magicube_cutlass.dispatch.cost_model import GatherModel, Machine, PanelModel, Problem
+from magicube_cutlass.dispatch.kernels import candidates
+from magicube_cutlass.dispatch.plan import rounded
 from magicube_cutlass.tuning import KIND, Case, fit, judge
 
 H200 = Machine("sm_90a", 132)

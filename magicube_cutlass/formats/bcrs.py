@@ -9,12 +9,12 @@ from torch import Tensor
 
 from cute_kernels.integers import value_dtype
 from magicube_cutlass.checks import check_tensor, vector_rows
-from magicube_cutlass.formats import Clip, Parts, Rounding, dense_parts, mask_parts, pattern_parts
-from magicube_cutlass.matrix import CompressedMatrix
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.base import CompressedMatrix
+from magicube_cutlass.formats.construct import Clip, Parts, Rounding, dense_parts, mask_parts, pattern_parts
+from magicube_cutlass.formats.pattern import Pattern
 
 if TYPE_CHECKING:
-    from magicube_cutlass.srbcrs import SRBCRS
+    from magicube_cutlass.formats.srbcrs import SRBCRS
 
 
 class BCRS(CompressedMatrix):
@@ -113,7 +113,7 @@ class BCRS(CompressedMatrix):
 
     def to_srbcrs(self, stride: int = 32) -> SRBCRS:
         """The same matrix in SR-BCRS with ``stride`` 16, 32 or 64."""
-        from magicube_cutlass.srbcrs import SRBCRS
+        from magicube_cutlass.formats.srbcrs import SRBCRS
 
         return SRBCRS.from_bcrs(self, stride)
 

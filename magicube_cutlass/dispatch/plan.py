@@ -11,17 +11,17 @@ from cute_kernels import cpu
 from cute_kernels.integers import split_digits
 from cute_kernels.numbers import Integer, Number, float_of
 from cute_kernels.operands import Vectors
-from magicube_cutlass import float_products
-from magicube_cutlass.costs import MMA_COLUMNS, Kind, Problem
-from magicube_cutlass.dense import forecast
-from magicube_cutlass.float_values import DenseFloats, decoded, raw_bits
-from magicube_cutlass.formats import as_movable, transpose_parts
+from magicube_cutlass.dispatch import cpu_float as float_products
+from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS, Kind, Problem
+from magicube_cutlass.dispatch.dense_fallback import forecast
+from magicube_cutlass.formats.construct import as_movable, transpose_parts
+from magicube_cutlass.quantization.float_operands import DenseFloats, decoded, raw_bits
 
 if TYPE_CHECKING:
-    from magicube_cutlass.kernels import SpmmKernel
-    from magicube_cutlass.pattern import Pattern
-    from magicube_cutlass.quantize import QuantTensor
-    from magicube_cutlass.srbcrs import SRBCRS
+    from magicube_cutlass.dispatch.kernels import SpmmKernel
+    from magicube_cutlass.formats.pattern import Pattern
+    from magicube_cutlass.formats.srbcrs import SRBCRS
+    from magicube_cutlass.quantization.quantize import QuantTensor
 
 
 def operand_number(matrix: SRBCRS) -> Number:
@@ -125,7 +125,7 @@ def plan_spmm(
     if matrix.device.type == "cpu":
         name = "cpu" if isinstance(right, Integer) else float_products.PREFIX + right.name
         return name, cpu_copy(matrix)
-    from magicube_cutlass import kernels
+    from magicube_cutlass.dispatch import kernels
 
     key = (right, out, width, batch, atom, config)
     plan = matrix._execution.get(key)
@@ -163,7 +163,7 @@ def plan_sddmm(
         whole = all(isinstance(each, Integer) for each in kinds)
         name = "cpu" if whole else float_products.PREFIX + ":".join(each.name for each in kinds)
         return name, [padded.row_start, padded.row_end, padded.col_indices]
-    from magicube_cutlass import kernels
+    from magicube_cutlass.dispatch import kernels
 
     kind = kernels.Kind(pattern.vector_length, *kinds, _name(out))
     config = kernels.choose_sddmm(
@@ -185,7 +185,8 @@ def plan_sddmm(
 
 def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> str:
     """The text of :func:`magicube_cutlass.explain` for operands on a GPU."""
-    from magicube_cutlass import gpu, kernels
+    from magicube_cutlass.dispatch import cuda as gpu
+    from magicube_cutlass.dispatch import kernels
 
     n, batch = dense.shape[-1], dense.shape[:-2].numel()
     right = dense.number

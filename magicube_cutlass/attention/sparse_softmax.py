@@ -12,11 +12,11 @@ from torch import Tensor
 from cute_kernels.integers import int_range, store
 from cute_kernels.numbers import REALS, Integer
 from cute_kernels.operands import Probabilities
-from magicube_cutlass.attention.stacking import Stack, stack, stacked_matrix
-from magicube_cutlass.costs import Kind
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.plans import problem, rounded
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.attention.block_diagonal import Stack, stack, stacked_matrix
+from magicube_cutlass.dispatch.cost_model import Kind
+from magicube_cutlass.dispatch.plan import problem, rounded
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
 
 if TYPE_CHECKING:
     from cute_kernels.spmm_gather import GatherConfig
@@ -166,7 +166,7 @@ def _choose_product(
     pattern: Pattern, bits: int, right: tuple[int, bool], columns: int, out: torch.dtype
 ) -> GatherConfig:
     from cute_kernels.spmm_gather import GatherConfig
-    from magicube_cutlass import kernels
+    from magicube_cutlass.dispatch import kernels
 
     kind = Kind(pattern.vector_length, Integer(bits, False), Integer(*right), str(out).removeprefix("torch."))
     sizes = problem(pattern, pattern.vector_length, rounded(columns), 1)

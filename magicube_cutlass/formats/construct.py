@@ -14,12 +14,12 @@ from torch import Tensor
 
 from cute_kernels.integers import check_bits, check_range, int_range, is_integer, value_dtype, widen
 from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, float_of
-from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length
-from magicube_cutlass.float_values import float_values
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.quantize import encode_on_gpu, quantize, refuse
-from magicube_cutlass.smtx import read_smtx
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.smtx import read_smtx
+from magicube_cutlass.quantization.float_operands import float_values
+from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.quantize import encode_on_gpu, quantize, refuse
 
 if TYPE_CHECKING:
     from cute_kernels.compress import Compressed

@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import check_bits, int_range, value_dtype
-from magicube_cutlass import float_autograd, library, ops
-from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.float_autograd import check_halves
-from magicube_cutlass.formats import Parts, beyond, gather_vectors, transpose_parts
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.plans import transposed
-from magicube_cutlass.quantize import QuantTensor, _scale_of
+from magicube_cutlass.autograd import floating as float_autograd
+from magicube_cutlass.autograd.floating import check_halves
+from magicube_cutlass.dispatch.plan import transposed
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors, transpose_parts
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.ops import products as ops
+from magicube_cutlass.ops import torch_ops as library
+from magicube_cutlass.quantization.quantize import QuantTensor, _scale_of
 from magicube_cutlass.reference import at_vectors
-from magicube_cutlass.srbcrs import SRBCRS
 
 STRIDE = 32
 GRAD_BITS = 16  # an error of 2**-16 of a column's largest gradient: float32 training does not see it

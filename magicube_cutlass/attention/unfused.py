@@ -16,7 +16,8 @@ from torch import Tensor
 from cute_kernels.cpu import Dense
 from cute_kernels.integers import fetch
 from cute_kernels.operands import Probabilities
-from magicube_cutlass.attention.softmax import (
+from magicube_cutlass.attention.block_diagonal import Stack, block_diagonal, stack, stacked_matrix, whole_rows
+from magicube_cutlass.attention.sparse_softmax import (
     Logits,
     block_rows,
     by_column,
@@ -26,11 +27,10 @@ from magicube_cutlass.attention.softmax import (
     row_max,
     softmax_for_product,
 )
-from magicube_cutlass.attention.stacking import Stack, block_diagonal, stack, stacked_matrix, whole_rows
-from magicube_cutlass.ops import sddmm, spmm
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.quantize import QuantTensor, quantize
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.ops.products import sddmm, spmm
+from magicube_cutlass.quantization.quantize import QuantTensor, quantize
 
 STRIDE = 32
 _GRAD_BITS = 16
@@ -189,7 +189,8 @@ def _weigh_on_gpu(
     s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
 ) -> tuple[Tensor, Probabilities]:
     """As :func:`_weigh`, the softmax written in the order that the product reads."""
-    from magicube_cutlass import gpu, kernels
+    from magicube_cutlass.dispatch import cuda as gpu
+    from magicube_cutlass.dispatch import kernels
 
     config = product_config(found, options.softmax_bits, (options.qkv_bits, True), d, options.out_dtype)
     p = softmax_for_product(s, at, config, operands.v_scale, nan_for_empty=options.nan_for_empty, lse=lse)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cute_kernels import cpu
 from cute_kernels.integers import combine_digits, fetch, storage_dtype, widen
-from magicube_cutlass import float_products
-from magicube_cutlass.quantize import _encode, encode_on_gpu
+from magicube_cutlass.dispatch import cpu_float as float_products
+from magicube_cutlass.quantization.quantize import _encode, encode_on_gpu
 from magicube_cutlass.reference import scale_out
 
 
@@ -105,7 +105,7 @@ def _spmm_out_cuda(
     kernel: str,
     out: Tensor,
 ) -> None:
-    from magicube_cutlass import gpu  # its kernels need the CUDA wheels
+    from magicube_cutlass.dispatch import cuda as gpu  # its kernels need the CUDA wheels
 
     gpu.spmm(kernel, matrix, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), inner, out, left, right, bias)
 
@@ -210,7 +210,7 @@ def _sddmm_cuda(
     kernel: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    from magicube_cutlass import gpu
+    from magicube_cutlass.dispatch import cuda as gpu
 
     out = x.new_empty((*x.shape[:-2], pattern[1].numel() // stride, vector_length, stride), dtype=out_dtype)
     dense_x = cpu.Dense(x, bits[0], signed[0], -1, packed[0])

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from magicube_cutlass.checks import MAX_DIM, check_vector_length
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.pattern import Pattern
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _HEADER_ROOM = 256  # characters that the first line may take

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.integers import check_bits, check_range, fetch, int_range, storage_dtype, store, widen
 from cute_kernels.numbers import Integer
-from magicube_cutlass.block_scales import Block, FloatTensor, quantize_floats
+from magicube_cutlass.quantization.float_tensor import Block, FloatTensor, quantize_floats
 
 _MSE_STEPS = 60  # clip thresholds tried, from max|x| / 60 to max|x|
 _CHUNK_MODE = {None: 0, 1: 1, 0: 2}
@@ -209,7 +209,8 @@ def quantize(
     percentile of the magnitudes, or the threshold of least squared error.  ``rounding``: to nearest even, or toward
     zero.  The scale is float32, or float64 for float64 input.
 
-    ``dtype``: small floats, a :class:`~magicube_cutlass.block_scales.FloatTensor`: ``"e5m2"``, ``"e4m3"``, ``"e3m2"``,
+    ``dtype``: small floats, a
+    :class:`~magicube_cutlass.quantization.float_tensor.FloatTensor`: ``"e5m2"``, ``"e4m3"``, ``"e3m2"``,
     ``"e2m3"`` or ``"e2m1"``, ``T`` the largest magnitude, rounded to the nearest value, ties to even.  ``block``: 16 or
     32 gives a scale to so many neighbours along ``axis`` (None: the last dimension), (128, 128) to each tile, with
     ``axis`` 0 laid out for the right side of a product.  ``scale_dtype``: of blocks, ``"ue8m0"`` (the default of 32),

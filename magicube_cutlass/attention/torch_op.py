@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicube_cutlass.attention import three
-from magicube_cutlass.attention.three import Options
-from magicube_cutlass.library import _operator
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.attention import unfused as three
+from magicube_cutlass.attention.unfused import Options
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.ops.torch_ops import _operator
 
 _OUT = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read and write
 _FUSED_DEPTHS = (32, 64, 128)
@@ -56,7 +56,7 @@ def _obstacle(q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bits: in
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, masks: tuple[Pattern, ...], options: Options, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`magicube_cutlass.attention.three.forward`, by the fused kernel."""
+    """As :func:`magicube_cutlass.attention.unfused.forward`, by the fused kernel."""
     from cute_kernels import attention
     from cute_kernels.attention_operands import encode_operands
 

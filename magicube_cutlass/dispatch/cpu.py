@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from magicube_cutlass.quantize import QuantTensor
+from magicube_cutlass.quantization.quantize import QuantTensor
 
 
 def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> bool:

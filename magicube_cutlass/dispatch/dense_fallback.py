@@ -10,13 +10,13 @@ from torch import Tensor
 
 from cute_kernels import cpu
 from cute_kernels.integers import digit_count, fetch
-from magicube_cutlass.costs import Forecast, copy_cost, dense_cost, engine_forecast
-from magicube_cutlass.float_values import DenseFloats
-from magicube_cutlass.precision import INTEGER_OUT
+from magicube_cutlass.dispatch.cost_model import Forecast, copy_cost, dense_cost, engine_forecast
+from magicube_cutlass.quantization.float_operands import DenseFloats
+from magicube_cutlass.quantization.precision import INTEGER_OUT
 
 if TYPE_CHECKING:
-    from magicube_cutlass.quantize import QuantTensor
-    from magicube_cutlass.srbcrs import SRBCRS
+    from magicube_cutlass.formats.srbcrs import SRBCRS
+    from magicube_cutlass.quantization.quantize import QuantTensor
 
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 _ALIGNMENT = 16  # bytes; where the dense kernel wants rows to start
@@ -35,13 +35,14 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     fitting = _are_bytes(matrix.bits, matrix.signed) and _are_bytes(dense.bits, dense.signed)
     if not fitting or inner > _LONGEST or min(m, n, inner, batch) == 0:
         return None
-    from magicube_cutlass import plans
+    from magicube_cutlass.dispatch import plan as plans
 
     kind, problem = plans.described(matrix, dense.number, out, n, batch)
     if matrix.device.type == "cpu":
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
         return engine_forecast(kind, m, digits, problem)
-    from magicube_cutlass import gpu, kernels
+    from magicube_cutlass.dispatch import cuda as gpu
+    from magicube_cutlass.dispatch import kernels
 
     machine = kernels.machine(matrix.device.index)
     chosen = kernels.choose_spmm(kind, machine, replace(problem, n=plans.rounded(n), batch=min(batch, 2)))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cute_kernels.integers import check_bits, check_range, value_dtype
 from cute_kernels.numbers import Integer, Number, float_of
-from magicube_cutlass import storage
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, new_edition
-from magicube_cutlass.float_values import PACKED
-from magicube_cutlass.formats import as_movable, beyond, check_result_dtype
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats import storage
+from magicube_cutlass.formats.construct import as_movable, beyond, check_result_dtype
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.quantization.float_operands import PACKED
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.checks import check_shape
-from magicube_cutlass.pattern import Padded, Pattern
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.formats.pattern import Padded, Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
 
 
 class Stack(NamedTuple):

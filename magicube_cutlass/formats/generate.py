@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.integers import is_integer
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, vector_rows
-from magicube_cutlass.pattern import Pattern
+from magicube_cutlass.formats.pattern import Pattern
 
 SKEW = 5  # longest over shortest vector row of a skewed pattern
 

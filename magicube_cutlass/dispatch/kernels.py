@@ -15,8 +15,16 @@ from cute_kernels.sddmm_panel import SddmmPanelConfig
 from cute_kernels.spmm import SAFE_RUN
 from cute_kernels.spmm_gather import GatherConfig
 from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.costs import MMA_COLUMNS, SHARED_BYTES, Kind, Machine, Problem, gather_cost, panel_cost
-from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS, check_pair
+from magicube_cutlass.dispatch.cost_model import (
+    MMA_COLUMNS,
+    SHARED_BYTES,
+    Kind,
+    Machine,
+    Problem,
+    gather_cost,
+    panel_cost,
+)
+from magicube_cutlass.quantization.precision import SDDMM_PAIRS, SPMM_PAIRS, check_pair
 
 SpmmKernel = GatherConfig | PanelConfig
 SddmmKernel = SddmmConfig | SddmmPanelConfig

@@ -11,11 +11,11 @@ from cute_kernels.integers import fetch, store
 from cute_kernels.jit import Kernel, Replays, get_kernel
 from cute_kernels.operands import Factor, Place, Target
 from cute_kernels.quantize import device_of
-from magicube_cutlass import kernels
-from magicube_cutlass.calls import keepable
-from magicube_cutlass.float_values import DenseFloats
-from magicube_cutlass.quantize import QuantTensor
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.dispatch import kernels
+from magicube_cutlass.dispatch.cpu import keepable
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.quantization.float_operands import DenseFloats
+from magicube_cutlass.quantization.quantize import QuantTensor
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
 _KEPT_LAUNCHES = 32  # sets of addresses that a kept call remembers

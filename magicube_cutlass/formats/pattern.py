@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from magicube_cutlass import storage
 from magicube_cutlass.checks import (
     check_shape,
     check_stride,
@@ -26,6 +25,7 @@ from magicube_cutlass.checks import (
     new_edition,
     vector_rows,
 )
+from magicube_cutlass.formats import storage
 
 
 class Padded(NamedTuple):
@@ -200,8 +200,8 @@ class Pattern:
         return self.padded(stride)
 
     def _plan_sddmm(self, edition: str, *arguments: Any) -> tuple[str, list[Tensor]]:
-        """As :func:`magicube_cutlass.plans.plan_sddmm`; a compiler takes the result as a constant of this edition."""
-        from magicube_cutlass.plans import plan_sddmm
+        """As :func:`plan_sddmm`; a compiler takes the result as a constant of this edition."""
+        from magicube_cutlass.dispatch.plan import plan_sddmm
 
         return plan_sddmm(self, *arguments)
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.numbers import FLOAT_DTYPES, HALVES
-from magicube_cutlass import ops
-from magicube_cutlass.formats import transpose_parts
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.plans import transposed
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.dispatch.plan import transposed
+from magicube_cutlass.formats.construct import transpose_parts
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.ops import products as ops
 
 
 def check_halves(**tensors: Tensor) -> None:

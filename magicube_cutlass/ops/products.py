@@ -9,20 +9,20 @@ from torch import Tensor
 
 from cute_kernels import cpu
 from cute_kernels.numbers import FLOATS, Integer, Number, digits
-from magicube_cutlass import dense as dense_product
-from magicube_cutlass import library
-from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.block_scales import FloatTensor
-from magicube_cutlass.calls import engine_call
-from magicube_cutlass.float_values import DenseFloats, dense_operand
-from magicube_cutlass.pattern import Pattern
-from magicube_cutlass.plans import operand_number, rounded
-from magicube_cutlass.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype, check_pair
-from magicube_cutlass.quantize import QuantTensor
-from magicube_cutlass.srbcrs import SRBCRS
+from magicube_cutlass.dispatch import dense_fallback as dense_product
+from magicube_cutlass.dispatch.cpu import engine_call
+from magicube_cutlass.dispatch.plan import operand_number, rounded
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.ops import torch_ops as library
+from magicube_cutlass.quantization.float_operands import DenseFloats, dense_operand
+from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype, check_pair
+from magicube_cutlass.quantization.quantize import QuantTensor
 
 if TYPE_CHECKING:
-    from magicube_cutlass.kernels import SpmmKernel
+    from magicube_cutlass.dispatch.kernels import SpmmKernel
 
 _DEFAULT_STRIDE = 32
 
@@ -162,7 +162,7 @@ def spmm(
                 kind = (inner, left_kind.bits, left_kind.signed)
                 A._execution[key] = engine_call(copy, A.scale, left, dense, right, bias, result, kind)
         else:
-            from magicube_cutlass.gpu import spmm_call
+            from magicube_cutlass.dispatch.cuda import spmm_call
 
             A._execution[key] = spmm_call(kernel, copy, A.scale, left, dense, right, bias, result, inner)
     return result
@@ -325,7 +325,7 @@ def sddmm(
     )  # fmt: skip
     result._cache["pattern"] = pattern
     if key is not None:
-        from magicube_cutlass.gpu import sddmm_call
+        from magicube_cutlass.dispatch.cuda import sddmm_call
 
         pattern._cache[key] = sddmm_call(kernel, copy, left_op, right_op, inner_y, (m, n, inner), result)
     return result if out_format == "srbcrs" else result.to_bcrs()
@@ -354,7 +354,7 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     matrix = _sparse(A)
     dense = _check_dense("B", B, matrix.device)
     if matrix.device.type == "cuda":
-        from magicube_cutlass.plans import explain_spmm
+        from magicube_cutlass.dispatch.plan import explain_spmm
 
         scaled = matrix.scale is not None or dense.scale is not None
         kinds = operand_number(matrix), dense.number

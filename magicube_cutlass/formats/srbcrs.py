@@ -15,8 +15,6 @@ from torch import Tensor
 
 from cute_kernels import cpu
 from cute_kernels.integers import fetch, storage_dtype, store
-from magicube_cutlass.bcrs import BCRS
-from magicube_cutlass.block_scales import FloatTensor
 from magicube_cutlass.checks import (
     check_pointers,
     check_stride,
@@ -26,8 +24,9 @@ from magicube_cutlass.checks import (
     new_edition,
     vector_rows,
 )
-from magicube_cutlass.float_values import packed, unpacked
-from magicube_cutlass.formats import (
+from magicube_cutlass.formats.base import CompressedMatrix
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.construct import (
     Clip,
     Parts,
     Rounding,
@@ -46,8 +45,9 @@ from magicube_cutlass.formats import (
     torch_sparse_parts,
     transpose_parts,
 )
-from magicube_cutlass.matrix import CompressedMatrix
-from magicube_cutlass.pattern import Padded, Pattern
+from magicube_cutlass.formats.pattern import Padded, Pattern
+from magicube_cutlass.quantization.float_operands import packed, unpacked
+from magicube_cutlass.quantization.float_tensor import FloatTensor
 
 
 def _engine_takes(dense: Tensor) -> bool:
@@ -327,8 +327,8 @@ class SRBCRS(CompressedMatrix):
         return other
 
     def _plan_spmm(self, edition: str, *arguments: Any) -> tuple[str, list[Tensor]]:
-        """As :func:`magicube_cutlass.plans.plan_spmm`; a compiler takes the result as a constant of this edition."""
-        from magicube_cutlass.plans import plan_spmm
+        """As :func:`plan_spmm`; a compiler takes the result as a constant of this edition."""
+        from magicube_cutlass.dispatch.plan import plan_spmm
 
         return plan_spmm(self, *arguments)
 

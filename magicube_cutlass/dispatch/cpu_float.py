@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.numbers import FLOATS
-from magicube_cutlass.float_values import dense_values
+from magicube_cutlass.quantization.float_operands import dense_values
 
 if TYPE_CHECKING:
-    from magicube_cutlass.pattern import Pattern
+    from magicube_cutlass.formats.pattern import Pattern
 
 PREFIX = "cpu:"  # of the names of kernels: behind it the formats of the dense operands
 

@@ -1,0 +1,1 @@
+"""Timing of products for the command line."""

@@ -1,0 +1,1 @@
+"""Execution paths of a product: kernel plans, cached calls, dense fallback, measured machine."""

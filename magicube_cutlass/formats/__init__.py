@@ -1,0 +1,1 @@
+"""Sparse formats: pattern, SR-BCRS, BCRS, their construction, files and generators."""

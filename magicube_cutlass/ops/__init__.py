@@ -1,0 +1,1 @@
+"""The sparse products and what is reported of them."""

@@ -1,0 +1,1 @@
+"""Quantized operands: integers with a scale, low-precision floats with block scales."""
