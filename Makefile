@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-ENGINE_SOURCES := CMakeLists.txt cute_kernels/column_order.cuh $(wildcard cute_kernels/cpu/*.cpp cute_kernels/cpu/*.hpp)
+ENGINE_SOURCES := CMakeLists.txt cute_kernels/layout/column_order_search.cuh $(wildcard cute_kernels/cpu/csrc/*)
 SANITIZED := build/sanitize
 SANITIZE_TESTS ?= tests/kernels/test_integers.py tests/kernels/test_ordering.py tests/kernels/test_quantize.py tests/sparse tests/compensated tests/cli/test_cli.py
 SANITIZER_RESULTS ?= benchmarks/results/sanitizer.json

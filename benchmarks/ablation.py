@@ -24,9 +24,9 @@ from gpu_timing import Call, measure, ratio
 from machine import gpu_machine
 
 import magicube_cutlass as mc
-from cute_kernels.numbers import Integer
-from cute_kernels.spmm_gather import GatherConfig
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.dtypes import Integer
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch import kernels
 from magicube_cutlass.dispatch.kernels import SpmmKernel
 

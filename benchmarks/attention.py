@@ -23,7 +23,7 @@ from machine import gpu_machine
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import attention
+from cute_kernels.attention import fused as attention
 from magicube_cutlass.attention import sparse_attention
 
 BATCH, HEADS, DEPTH = 8, 4, 64

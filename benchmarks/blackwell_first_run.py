@@ -26,12 +26,12 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
-from cute_kernels.gemm_floats_config import Kind
-from cute_kernels.gemm_floats_cuda import gemm_floats_cuda
-from cute_kernels.gemm_floats_sm100 import Codes, Tcgen05Config, candidates, map_parameters, mma_kind
-from cute_kernels.gemm_tmem import MMA_KINDS
-from cute_kernels.gemm_tmem_probe import FILL, probe_box
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats, gemm_floats
+from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.cuda import gemm_floats_cuda
+from cute_kernels.scaled_gemm.sm100 import Codes, Tcgen05Config, candidates, map_parameters, mma_kind
+from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS
+from cute_kernels.scaled_gemm.tma_box_probe import FILL, probe_box
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SECONDS = 180  # of a step, its compiles included

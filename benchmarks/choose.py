@@ -24,7 +24,7 @@ from machine import gpu_machine
 from rich.progress import track
 
 import magicube_cutlass as mc
-from cute_kernels.numbers import Integer
+from cute_kernels.dtypes import Integer
 from magicube_cutlass.dispatch import kernels
 from magicube_cutlass.dispatch.plan import rounded
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import jit
-from cute_kernels.numbers import Integer
+from cute_kernels.dtypes import Integer
 from cute_kernels.operands import Vectors
-from cute_kernels.spmm_gather import GatherConfig
+from cute_kernels.spmm.gather import GatherConfig
 from magicube_cutlass.dispatch.dense_fallback import dense_copy
 from magicube_cutlass.dispatch.kernels import SpmmKernel
 

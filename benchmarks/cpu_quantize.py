@@ -25,7 +25,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import cpu
-from cute_kernels.gemm_digits import digits
+from cute_kernels.convert.digits import digits
 from residual.operand.decompose import decompose
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_quantize.json"

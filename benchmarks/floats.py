@@ -23,13 +23,13 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
-from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates
-from cute_kernels.gemm_floats_cuda import choose_config, gemm_floats_cuda
-from cute_kernels.gemm_floats_decode import DecodeConfig, ready
-from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, serves
-from cute_kernels.gemm_floats_few import candidates as few_candidates
 from cute_kernels.jit import current_arch
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats, gemm_floats
+from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
+from cute_kernels.scaled_gemm.cuda import choose_config, gemm_floats_cuda
+from cute_kernels.scaled_gemm.dequantize import DecodeConfig, ready
+from cute_kernels.scaled_gemm.small_m import ROWS, FewRowsConfig, OrderConfig, serves
+from cute_kernels.scaled_gemm.small_m import candidates as few_candidates
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OUT = torch.float16

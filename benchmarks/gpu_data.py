@@ -15,10 +15,10 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import jit
+from cute_kernels.dtypes import Integer, Number
 from cute_kernels.integers import int_range
 from cute_kernels.jit import Unit
-from cute_kernels.jit.warm import Source
-from cute_kernels.numbers import Integer, Number
+from cute_kernels.jit.warmup import Source
 from magicube_cutlass.dispatch import kernels
 from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS
 from magicube_cutlass.dispatch.plan import problem, rounded

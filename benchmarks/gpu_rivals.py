@@ -14,7 +14,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import jit
-from cute_kernels.jit.warm import Source
+from cute_kernels.jit.warmup import Source
 from magicube_cutlass.dispatch.dense_fallback import DenseCall
 
 SAME = "the same matrix, zeros filled in"
@@ -95,8 +95,8 @@ def own_floats(product: Product, left: str, right: str) -> Rival:
 
 def gemm_configs() -> list[Source]:
     """Every kernel that :func:`own_dense` and ``allow_dense`` may use."""
-    from cute_kernels.gemm_config import Products, candidates
-    from cute_kernels.gemm_cuda import PackConfig
+    from cute_kernels.gemm.config import Products, candidates
+    from cute_kernels.gemm.cuda import PackConfig
 
     tiles = [replace(config, out=OUT_NAME) for config in candidates(Products(1, 1, 1), jit.current_arch())]
     return [*tiles, PackConfig("pack_transposed"), PackConfig("pack_strided")]

@@ -13,8 +13,8 @@ from gpu_timing import Call, GpuTiming, measure
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels.jit.warm import Source
-from cute_kernels.numbers import Integer
+from cute_kernels.dtypes import Integer
+from cute_kernels.jit.warmup import Source
 from magicube_cutlass.dispatch import kernels
 from magicube_cutlass.dispatch.kernels import SddmmKernel
 from magicube_cutlass.dispatch.plan import plan_sddmm, rounded

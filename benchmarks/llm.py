@@ -24,7 +24,7 @@ from gpu_timing import Call, replays
 from machine import gpu_machine
 
 import magicube_cutlass as mc
-from cute_kernels.jit.warm import Source
+from cute_kernels.jit.warmup import Source
 from magicube_cutlass.dispatch.dense_fallback import DenseCall, forecast
 
 LAYERS = ((4096, 4096), (11008, 4096), (4096, 11008), (14336, 4096))  # rows and columns of the weight

@@ -2,7 +2,8 @@
 
 An entry names the CuTe structs of an instruction, one for each mix of operand types, and its three thread-value
 layouts, exactly as CuTe's ``MMA_Traits`` give them: ``(thread, value) -> m + M * k`` for operand A, ``n + N * k`` for B
-and ``m + M * n`` for C.  What kernels and formats do with an entry follows from it (:mod:`cute_kernels.fragments`).
+and ``m + M * n`` for C.  What kernels and formats do with an entry follows from it
+(:mod:`cute_kernels.layout.fragments`).
 A shape that the table lacks is added by :func:`register_atom`; ``docs/adding-an-mma-shape.md`` shows how.
 Source: PTX ISA, "Matrix Fragments for mma"; CUTLASS, ``cute/atom/mma_traits_sm80.hpp``, ``mma_traits_sm90_gmma.hpp``.
 """
@@ -17,7 +18,7 @@ from itertools import product
 
 from pycute import Layout, flatten
 
-from cute_kernels.numbers import FLOATS, Integer, Number, holds
+from cute_kernels.dtypes import FLOATS, Integer, Number, holds
 
 REGISTER_BITS = 32
 OPERANDS = ("A", "B", "C")
@@ -189,8 +190,8 @@ def declaration(entry: Atom) -> str:
     """C++ text that makes ``entry`` the atom of a translation unit.
 
     The headers, the entry's own source, ``magicube::AtomFor<Left, Right>::type`` for each mix of operand types that the
-    entry has, ``Integer<signed>`` or a format of ``floats.cuh``, and ``magicube::AtomInfo`` with kM, kN, kK, kBits (of
-    the instruction's operands) and kThreads.
+    entry has, ``Integer<signed>`` or a format of ``device/float_formats.cuh``, and ``magicube::AtomInfo`` with kM, kN,
+    kK, kBits (of the instruction's operands) and kThreads.
     """
     m, n, k = entry.shape
     lines = [f"#include <{header}>" for header in entry.headers]
@@ -274,7 +275,7 @@ def _halves(name: str, of: str, letters: str, times: int) -> Atom:
     """A warp's m16n8k16 for 16-bit floats with sums in float32, once or twice along k."""
     struct, headers = f"SM80_16x8x16_F32{letters}{letters}F32_TN", ("cute/atom/mma_traits_sm80.hpp",)
     if times == 2:
-        struct, headers = f"magicube::Twice<cute::{struct}>", ("twice.cuh",)
+        struct, headers = f"magicube::Twice<cute::{struct}>", ("device/mma_k_pair.cuh",)
     shape = (16, 8, 16 * times)
     return Atom(name, shape, 16, 16, {(of, of): struct}, 32, *_warp_layouts(shape, 16), _FROM_SM80, headers)
 

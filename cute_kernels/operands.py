@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cute_kernels.numbers import Number
+from cute_kernels.dtypes import Number
 
 
 class Place(NamedTuple):

@@ -8,10 +8,10 @@ import torch
 from pycute import Layout
 
 import magicube_cutlass as mc
-from cute_kernels import fragments
 from cute_kernels.atoms import Atom, register_atom
+from cute_kernels.dtypes import Integer
 from cute_kernels.jit import compile_unit
-from cute_kernels.numbers import Integer
+from cute_kernels.layout import fragments
 from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, choose_sddmm, choose_spmm
 
 SOURCE = """

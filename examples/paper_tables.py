@@ -23,7 +23,7 @@ from rich.progress import track
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import gemm as dense
+from cute_kernels.gemm import api as dense
 from magicube_cutlass.bench.timing import measure
 from residual import decompose
 from residual.paper.gemm import PaperReport, gemm

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.numbers import Integer
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.dtypes import Integer
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch import measured
 from magicube_cutlass.dispatch.cost_model import GatherModel, Kind, Machine, PanelModel, Problem
 from magicube_cutlass.dispatch.kernels import SpmmKernel, candidates, spmm_cost

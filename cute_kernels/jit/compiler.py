@@ -31,7 +31,7 @@ _FILE = "unit.cu"  # how the compiler's messages call the source
 class Unit:
     """One translation unit.
 
-    ``source`` is C++ that includes the project's headers by bare name (``"spmm.cuh"``) and CuTe's as ``<cute/...>``;
+    ``source`` is C++ that includes the project's headers by path (``"spmm/panel.cuh"``) and CuTe's as ``<cute/...>``;
     ``kernel`` is the name expression of one ``__global__`` function, such as ``magicube::copy<int, 4>``; ``arch`` is
     one of :data:`ARCHES`; ``label`` is what people read in lists and messages, by default the name expression.
     """

@@ -21,7 +21,7 @@ import torch
 
 from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import Binary, Unit, Usage, check_arch
-from cute_kernels.jit.replay import Prepared, recording
+from cute_kernels.jit.launch_cache import Prepared, recording
 
 log = logging.getLogger("magicube")
 
@@ -210,7 +210,7 @@ class Kernel:
         Args: blocks of the grid in x, y, z (with a 0 there is nothing to do); the kernel's arguments, plain ints for
         64-bit ones and pointers, numpy scalars for other widths, ``bytes`` of 128 for a tensor map; blocks of a
         cluster in x, y, z; ``early``: blocks may start while the kernel before this one ends, which the kernel must
-        know of (``wait_for_predecessor`` in ``copy.cuh``; from 9.0 on, elsewhere without effect).
+        know of (``wait_for_predecessor`` in ``device/copy.cuh``; from 9.0 on, elsewhere without effect).
         Raises ``TypeError`` for arguments that the kernel does not take and :class:`DeviceError` for a refused launch.
         """
         if 0 in grid:

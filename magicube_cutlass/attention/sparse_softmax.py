@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import REALS, Integer
 from cute_kernels.integers import int_range, store
-from cute_kernels.numbers import REALS, Integer
 from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.block_diagonal import Stack, stack, stacked_matrix
 from magicube_cutlass.dispatch.cost_model import Kind
@@ -19,7 +19,7 @@ from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 
 if TYPE_CHECKING:
-    from cute_kernels.spmm_gather import GatherConfig
+    from cute_kernels.spmm.gather import GatherConfig
 
 SOFTMAX_BITS = (4, 8, 16)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -118,7 +118,7 @@ def _softmax_torch(values: Tensor, of: Logits, bits: int, empty: float, lse: boo
 def _softmax_gpu(
     values: Tensor, of: Logits, bits: int, empty: float, lse: bool, atom: str = "", factors: Tensor | None = None
 ) -> Probabilities:
-    from cute_kernels import softmax as kernels
+    from cute_kernels.attention import sparse_softmax as kernels
 
     pattern, v = of.pattern, of.pattern.vector_length
     padded = pattern.padded(of.stride)
@@ -165,7 +165,7 @@ def product_config(found: Stack, bits: int, right: tuple[int, bool], columns: in
 def _choose_product(
     pattern: Pattern, bits: int, right: tuple[int, bool], columns: int, out: torch.dtype
 ) -> GatherConfig:
-    from cute_kernels.spmm_gather import GatherConfig
+    from cute_kernels.spmm.gather import GatherConfig
     from magicube_cutlass.dispatch import kernels
 
     kind = Kind(pattern.vector_length, Integer(bits, False), Integer(*right), str(out).removeprefix("torch."))

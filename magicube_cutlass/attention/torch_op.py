@@ -39,7 +39,7 @@ def _obstacle(q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bits: in
     """Why the fused kernel cannot take the call; nothing where it can."""
     if not q.is_cuda:
         return f"it runs on a GPU, and q is on {q.device}"
-    from cute_kernels import attention
+    from cute_kernels.attention import fused as attention
 
     if qkv_bits > 8:
         return f"it takes operands of 4 and 8 bits, got qkv_bits={qkv_bits}"
@@ -57,8 +57,8 @@ def _fused(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, masks: tuple[Pattern, ...], options: Options, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As :func:`magicube_cutlass.attention.unfused.forward`, by the fused kernel."""
-    from cute_kernels import attention
-    from cute_kernels.attention_operands import encode_operands
+    from cute_kernels.attention import fused as attention
+    from cute_kernels.attention.quantize_qkv import encode_operands
 
     d, depth = v.shape[2], _depth(max(q.shape[2], v.shape[2]))
     assert depth is not None

@@ -96,7 +96,7 @@ def quantize_both(q: Tensor, k: Tensor, bits: int, factor: float = 1.0) -> tuple
     plain = all(x.is_cuda and x.dtype in _GPU_SOURCES and x.numel() and x.stride(-1) == 1 for x in (q, k))
     if not plain:
         return _scaled(quantize_rows(q, bits), factor), quantize_rows(k, bits)
-    from cute_kernels.quantize import quantize_rows_of_two
+    from cute_kernels.convert.quantize import quantize_rows_of_two
 
     found = quantize_rows_of_two(q.detach(), k.detach(), bits=bits, factor=factor)
     left, right = (

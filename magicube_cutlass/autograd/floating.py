@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.numbers import FLOAT_DTYPES, HALVES
+from cute_kernels.dtypes import FLOAT_DTYPES, HALVES
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.construct import transpose_parts
 from magicube_cutlass.formats.pattern import Pattern

@@ -78,7 +78,7 @@ def draw(entry: Atom, operand: str, out: Path) -> None:
 
 def describe(entry: Atom) -> dict[str, str]:
     """What the atom is and what follows from it, by name."""
-    from cute_kernels.fragments import column_order, fragment_order, gather_order, k_run
+    from cute_kernels.layout.fragments import column_order, fragment_order, gather_order, k_run
 
     m, n, k = entry.shape
     what = "floats" if entry.floating else "integers"
@@ -98,7 +98,7 @@ def describe(entry: Atom) -> dict[str, str]:
 def conflict_table(name: str) -> Table:
     """One row for each access to shared memory of the kernel config called ``name``."""
     try:
-        from cute_kernels.banks import report
+        from cute_kernels.layout.bank_conflicts import report
         from magicube_cutlass.dispatch.kernels import named_configs
     except ImportError as error:
         raise ValueError(f"layout --smem needs {error.name}: pip install 'magicube-cutlass[cuda]'") from None

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cute_kernels.numbers import Number
+from cute_kernels.dtypes import Number
 
 if TYPE_CHECKING:
-    from cute_kernels.spmm_gather import GatherConfig
-    from cute_kernels.spmm_panel import PanelConfig
+    from cute_kernels.spmm.gather import GatherConfig
+    from cute_kernels.spmm.panel import PanelConfig
 
 _LAUNCH = 2000.0  # of a dense kernel or a copy, between kernels of a CUDA graph
 _MOVED = 3500.0  # bytes that a copy reads or writes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cute_kernels.numbers import FLOATS
+from cute_kernels.dtypes import FLOATS
 from magicube_cutlass.quantization.float_operands import dense_values
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ class DenseCall:
         self.batch = dense.shape[:-2]
 
     def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        from cute_kernels.gemm import gemm
+        from cute_kernels.gemm.api import gemm
 
         m, k, n = self.sizes
         if out is None:

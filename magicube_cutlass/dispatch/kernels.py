@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import chain, product
 
 from cute_kernels import atoms
-from cute_kernels.jit.warm import Source
-from cute_kernels.numbers import Integer, element_bits
-from cute_kernels.sddmm import SddmmConfig
-from cute_kernels.sddmm_panel import SddmmPanelConfig
-from cute_kernels.spmm import SAFE_RUN
-from cute_kernels.spmm_gather import GatherConfig
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.dtypes import Integer, element_bits
+from cute_kernels.jit.warmup import Source
+from cute_kernels.sddmm.gather import SddmmConfig
+from cute_kernels.sddmm.panel import SddmmPanelConfig
+from cute_kernels.spmm.config import SAFE_RUN
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.cost_model import (
     MMA_COLUMNS,
     SHARED_BYTES,
@@ -323,7 +323,13 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
 
 def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     """What ``magicube warmup`` compiles: the products' kernels and all that have a list of their own."""
-    from cute_kernels import attention, attention_operands, compress, ordering, probes, quantize, softmax, statistics
+    from cute_kernels.attention import fused as attention
+    from cute_kernels.attention import quantize_qkv as attention_operands
+    from cute_kernels.attention import sparse_softmax as softmax
+    from cute_kernels.convert import dense_to_sparse as compress
+    from cute_kernels.convert import quantize
+    from cute_kernels.estimate import probes, statistics
+    from cute_kernels.layout import column_order as ordering
 
     others = (quantize, compress, ordering, softmax, probes, statistics)
     attentions = (each.default_configs(arch) for each in (attention, attention_operands))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
+from cute_kernels.dtypes import Integer, Number, float_of
 from cute_kernels.integers import split_digits
-from cute_kernels.numbers import Integer, Number, float_of
 from cute_kernels.operands import Vectors
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS, Kind, Problem

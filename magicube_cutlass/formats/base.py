@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import Integer, Number, float_of
 from cute_kernels.integers import check_bits, check_range, value_dtype
-from cute_kernels.numbers import Integer, Number, float_of
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, new_edition
 from magicube_cutlass.formats import storage
 from magicube_cutlass.formats.construct import as_movable, beyond, check_result_dtype

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, float_of
 from cute_kernels.integers import check_bits, check_range, int_range, is_integer, value_dtype, widen
-from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, float_of
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.smtx import read_smtx
@@ -22,9 +22,9 @@ from magicube_cutlass.quantization.float_tensor import FloatTensor
 from magicube_cutlass.quantization.quantize import encode_on_gpu, quantize, refuse
 
 if TYPE_CHECKING:
-    from cute_kernels.compress import Compressed
+    from cute_kernels.convert.dense_to_sparse import Compressed
 
-# of values without bits; those of the formats of cute_kernels.numbers are operands too
+# of values without bits; those of the formats of cute_kernels.dtypes are operands too
 RESULT_DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Clip = float | Literal["max", "mse"]
@@ -144,7 +144,7 @@ def compress_on_gpu(
     ``dense``: CUDA tensor (M, K), not empty.  Waits once for the device, for the size of the result and every error.
     Columns past contiguous rows, other float types and masked floats are copied.
     """
-    from cute_kernels import compress as kernels
+    from cute_kernels.convert import dense_to_sparse as kernels
 
     check_vector_length(vector_length)
     check_bits(bits)

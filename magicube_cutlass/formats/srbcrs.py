@@ -211,7 +211,7 @@ class SRBCRS(CompressedMatrix):
         scale: Tensor | None,
     ) -> SRBCRS:
         """The vectors of ``ints`` with a true element in ``mask``; the pattern is derived when it is asked for."""
-        from cute_kernels.cpu.compress import compress
+        from cute_kernels.cpu.dense_to_sparse import compress
 
         check_vector_length(vector_length)
         start, end, columns, values = compress(ints, mask, vector_length, stride)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.numbers import FLOATS, Integer, Number, digits
+from cute_kernels.dtypes import FLOATS, Integer, Number, digits
 from magicube_cutlass.dispatch import dense_fallback as dense_product
 from magicube_cutlass.dispatch.cpu import engine_call
 from magicube_cutlass.dispatch.plan import operand_number, rounded

@@ -277,7 +277,7 @@ def _quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
 def _quantize_by_cuda(x: Tensor, scale: Tensor, bits: int) -> Tensor:
     if not x.numel():
         return _quantize_by(x, scale, bits)
-    from cute_kernels import quantize as kernels
+    from cute_kernels.convert import quantize as kernels
 
     given = scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     return kernels.quantize(x, bits=bits, signed=True, axis=None, scale=given)[0]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import floats
+from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALVES, float_of
 from cute_kernels.floats import FloatFormat
 from cute_kernels.integers import unpack4
-from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, HALVES, float_of
 from magicube_cutlass.checks import check_tensor
 from magicube_cutlass.quantization.float_tensor import FloatTensor, quantize_floats
 from magicube_cutlass.quantization.quantize import QuantTensor

@@ -16,7 +16,7 @@ from cute_kernels import floats
 from cute_kernels.floats import FloatFormat, float_format
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm_floats import FloatOperand
+    from cute_kernels.scaled_gemm.api import FloatOperand
 
 TILE = 128
 Block = int | tuple[int, int] | None
@@ -97,8 +97,8 @@ class FloatTensor:
         return values.mT if self.transposed else values
 
     def operand(self) -> FloatOperand:
-        """As :func:`cute_kernels.gemm_floats.gemm_floats` takes it, rows of k; two-dimensional tensors alone."""
-        from cute_kernels.gemm_floats import FloatOperand
+        """As :func:`cute_kernels.scaled_gemm.api.gemm_floats` takes it, rows of k; two-dimensional tensors alone."""
+        from cute_kernels.scaled_gemm.api import FloatOperand
 
         if self.data.ndim != 2:
             raise ValueError(f"a product takes tensors of 2 dimensions, got {self.data.ndim}")
@@ -258,13 +258,13 @@ def matmul(
     fast_accum: bool = False,
 ) -> Tensor:
     """``a @ b + bias`` of (M, K) and (K, N), any two formats and kinds of scales; see
-    :func:`cute_kernels.gemm_floats.gemm_floats` for the sums' accuracy.
+    :func:`cute_kernels.scaled_gemm.api.gemm_floats` for the sums' accuracy.
 
     Requires scales of rows and blocks to run along K: ``a`` quantized with ``axis=1``, ``b`` with ``axis=0``.  A ``b``
     of one scale or of tiles that was row-major when it was quantized is laid out anew at each call.
     Returns (M, N) of ``out_dtype``: float32, float16, bfloat16.  Raises ``ValueError`` for other shapes and axes.
     """
-    from cute_kernels.gemm_floats import gemm_floats
+    from cute_kernels.scaled_gemm.api import gemm_floats
 
     for name, each in (("a", a), ("b", b)):
         if not isinstance(each, FloatTensor):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.dtypes import Integer, Number
 from cute_kernels.integers import check_bits, fits, product_bound
-from cute_kernels.numbers import Integer, Number
 
 # (left bits, right bits): the pairs of Li, Osawa, Hoefler, SC'22, Table IV. Every other pair works as well.
 SPMM_PAIRS = ((16, 16), (16, 8), (16, 4), (12, 4), (8, 4), (8, 8), (4, 4))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
+from cute_kernels.dtypes import Integer
 from cute_kernels.integers import check_bits, check_range, fetch, int_range, storage_dtype, store, widen
-from cute_kernels.numbers import Integer
 from magicube_cutlass.quantization.float_tensor import Block, FloatTensor, quantize_floats
 
 _MSE_STEPS = 60  # clip thresholds tried, from max|x| / 60 to max|x|
@@ -282,8 +282,8 @@ def encode_on_gpu(
     flags: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Storage form of the integers, packed along the last dimension, and the scale; see
-    :func:`cute_kernels.quantize.quantize` for ``x``, which is not empty, and for ``flags``."""
-    from cute_kernels import quantize as kernels
+    :func:`cute_kernels.convert.quantize.quantize` for ``x``, which is not empty, and for ``flags``."""
+    from cute_kernels.convert import quantize as kernels
 
     given = None
     if clip != "max":

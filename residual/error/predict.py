@@ -10,8 +10,8 @@ probability proportional to their squared magnitude, so lines of zeros take no p
 two count as much as they weigh in the product.  What is predicted is checked afterwards, so that a wrong guess costs
 time and nothing else.
 
-On a GPU the same numbers come from kernels (:mod:`cute_kernels.statistics`), where lines are of float32 or a half dtype
-and near one; else, and on a CPU, from torch.
+On a GPU the same numbers come from kernels (:mod:`cute_kernels.estimate.statistics`), where lines are of float32 or a
+half dtype and near one; else, and on a CPU, from torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE, Operand, real_d
 from residual.planning.plan import COLUMN_SHARES, SPARSE_LEVELS, Plan
 
 if TYPE_CHECKING:
-    from cute_kernels.statistics import Look, Rule, Tables
+    from cute_kernels.estimate.statistics import Look, Rule, Tables
 
 X, R1, R2, XC, RC, XO, RO = range(7)  # entries and residuals; C: centred, O: without outlier columns
 _LEVELS = 7
@@ -244,7 +244,7 @@ def forecast(left: Operand, right: Operand, bits: int, sparse: bool, generator: 
 
 @lru_cache
 def _rule(bits: int) -> Rule:
-    from cute_kernels.statistics import Rule  # takes longer to import than this package
+    from cute_kernels.estimate.statistics import Rule  # takes longer to import than this package
 
     first, second, third = (Plan("sparse", bits, share).threshold for share in SPARSE_LEVELS)
     return Rule(bits, (first, second, third), COLUMN_SHARES, FAR, int(HOT), MOST_HOT)
@@ -254,7 +254,7 @@ def quick(left: Operand, right: Operand) -> bool:
     """Whether the statistics' kernels take these operands: on a GPU, no float64, lines near one as far as known."""
     if not left.given.is_cuda:
         return False
-    from cute_kernels.statistics import fits
+    from cute_kernels.estimate.statistics import fits
 
     sides = (left, right)
     known = all(side.exponent is None and side.broken is None for side in sides)
@@ -265,10 +265,10 @@ def quick(left: Operand, right: Operand) -> bool:
 def start_look(left: Operand, right: Operand, product: Tensor, bits: int, seed: int) -> Look:
     """Start the statistics of operands that are :func:`quick`; waits for nothing.
 
-    ``product``: as in :class:`cute_kernels.statistics.Tables`.  What is found of the right operand, and which columns
+    ``product``: as in :class:`Tables`.  What is found of the right operand, and which columns
     are outliers, is kept on the operands.
     """
-    from cute_kernels import statistics
+    from cute_kernels.estimate import statistics
 
     key = ("sampled", bits)
     kept = right.kept.get(key)

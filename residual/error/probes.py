@@ -14,9 +14,9 @@ from residual.operand.ieee import ieee
 from residual.operand.operand import FAR, Operand
 
 if TYPE_CHECKING:
-    from cute_kernels.probes import Comparison
+    from cute_kernels.estimate.probes import Comparison
 
-PROBES = 16  # and no other number in cute_kernels.probes
+PROBES = 16  # and no other number in cute_kernels.estimate.probes
 FAILURE = 0.01  # probability that a call returns a product that misses its tolerance, over all its attempts
 _FIRST_SHARE = 0.9  # of that probability for the first attempt; each later one has a tenth of the one before
 _NOISE = 2.0**-21  # of float32 probes against the product of the operands' norms; errors below it are judged in double
@@ -138,7 +138,7 @@ class Check:
         m, n = C.shape
         w, outer = self._vectors(), self._outer(False)
         if C.is_cuda:
-            from cute_kernels import probes  # its kernels need the CUDA wheels
+            from cute_kernels.estimate import probes  # its kernels need the CUDA wheels
 
             if probes.readable(C):
                 sums = probes.compare(C, w, outer, scales, bounds)
@@ -172,7 +172,7 @@ def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Te
     they come for nothing.
     """
     if x.is_cuda and w.dtype == torch.float32:
-        from cute_kernels import probes  # its kernels need the CUDA wheels
+        from cute_kernels.estimate import probes  # its kernels need the CUDA wheels
 
         if probes.probeable(x):
             if tops is None or tops[0].knows_tops:

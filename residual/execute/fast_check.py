@@ -2,7 +2,7 @@
 
 Its sums are exact, so ``A B - C`` follows from the digits, all but the rounding of C to float32, an entry by a few last
 places of its own; products of more digits add sums that may cancel, and are not foreseen.  Two passes, over B and over
-A, measure it by the check's vectors (``cute_kernels.probes_rest``).  The host looks at what they say while the product
+A, measure it by the check's vectors (``estimate/remainder_probes``).  The host looks at what they say while the product
 is computed.  The norm of C, which the error is relative to, is summed by the product's own kernel.
 """
 
@@ -24,7 +24,7 @@ from residual.operand.operand import Operand, operand
 from residual.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from cute_kernels.workspace import Kept
+    from cute_kernels.jit.workspace import Kept
 
 # Of C, relative to it: an entry is rounded as a sum, times one scale, and times the other.
 ROUNDING = 2.0**-20
@@ -42,7 +42,7 @@ class _Squares(threading.local):
 
 @lru_cache
 def _squares(device: int) -> _Squares:
-    from cute_kernels.gemm_cuda import squares_room
+    from cute_kernels.gemm.cuda import squares_room
 
     return _Squares(squares_room(torch.device("cuda", device)))
 
@@ -52,8 +52,8 @@ def can_foresee(plan: Plan, k: int, device: torch.device) -> bool:
     """Whether this device's kernels tell the error of a plan's product of float32 over k, and its norm."""
     if plan.mode != "direct" or device.type != "cuda":
         return False
-    from cute_kernels.gemm_config import products_of
-    from cute_kernels.gemm_cuda import leaves_squares
+    from cute_kernels.gemm.config import products_of
+    from cute_kernels.gemm.cuda import leaves_squares
 
     with torch.cuda.device(device):
         return leaves_squares(k, products_of(1, 1, 1), device)
@@ -61,7 +61,7 @@ def can_foresee(plan: Plan, k: int, device: torch.device) -> bool:
 
 def rests_of(right: Operand, B: Tensor, plan: Plan, w: Tensor, kept: dict[object, Tensor]) -> Tensor:
     """What the pass over a prepared B leaves, kept in ``kept`` beside the vectors ``w`` that it is of."""
-    from cute_kernels.probes_rest import probe_rest
+    from cute_kernels.estimate.remainder_probes import probe_rest
 
     key = "rest", plan.bits
     if key not in kept:
@@ -73,7 +73,8 @@ def start(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, w: Tensor, rests: Tensor | None, kind: Hashable, kept: Kept
 ) -> Tensor:
     """Start digits, both passes, and the product (M, N), which is returned; ``rests``: of a prepared B."""
-    from cute_kernels import probes, probes_rest
+    from cute_kernels.estimate import probes
+    from cute_kernels.estimate import remainder_probes as probes_rest
 
     product = torch.empty(A.shape[0], B.shape[1], device=A.device)
     squares = _squares(A.device.index).sums
@@ -103,8 +104,8 @@ def finish(product: Tensor, sure: float) -> tuple[ErrorEstimate | None, bool]:
 
     None where they say nothing.  Waits for the GPU, for the product last.
     """
-    from cute_kernels import probes
-    from cute_kernels.probes_rest import CUT
+    from cute_kernels.estimate import probes
+    from cute_kernels.estimate.remainder_probes import CUT
 
     device = product.device
     sums = probes.awaited(device)

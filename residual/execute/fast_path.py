@@ -24,8 +24,8 @@ from residual.planning.plan import COUNTS, Plan
 from residual.planning.search import HALF
 
 if TYPE_CHECKING:
-    from cute_kernels.probes import Comparison
-    from cute_kernels.workspace import Kept
+    from cute_kernels.estimate.probes import Comparison
+    from cute_kernels.jit.workspace import Kept
     from residual.options import Request
 
 REST = 32  # calls of a kind and plan that go the long way after one whose check did not pass
@@ -41,7 +41,7 @@ _spare: dict[tuple[int, torch.device, int], Tensor] = {}
 @lru_cache
 def _steps() -> tuple[Kept, Kept]:
     """Of the product, and of the check."""
-    from cute_kernels.workspace import Kept  # needs the CUDA wheels
+    from cute_kernels.jit.workspace import Kept  # needs the CUDA wheels
 
     return Kept(_KINDS), Kept(_KINDS)
 
@@ -53,7 +53,7 @@ def plain(A: Tensor, B: Tensor, right: Operand | None, request: Request) -> Tens
         return None
     if right is not None and _is_changed(right):
         return None
-    from cute_kernels.quantize import device_of
+    from cute_kernels.convert.quantize import device_of
 
     with device_of(A):
         return _multiplied(A, B, right, Plan(request.mode, request.bits or 8))[0]
@@ -137,7 +137,7 @@ def _is_flat(x: Tensor) -> bool:
 
 def _is_probed_at_once(x: Tensor) -> bool:
     """Whether a pass of the check is one launch."""
-    from cute_kernels.probes import takes_one_launch
+    from cute_kernels.estimate.probes import takes_one_launch
 
     return _is_flat(x) and takes_one_launch(x.shape, x.dtype, x.device)
 
@@ -152,8 +152,8 @@ def _run(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, Comparison]:
     """The product (M, N) by a plan, and what its probes say of it."""
-    from cute_kernels.probes import awaited, expect_answer
-    from cute_kernels.quantize import device_of
+    from cute_kernels.convert.quantize import device_of
+    from cute_kernels.estimate.probes import awaited, expect_answer
 
     with device_of(A):
         made = None if right is None else _probes_of(right)
@@ -178,7 +178,7 @@ def _run_foreseen(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, ErrorEstimate | None, bool]:
     """As :func:`_run`, with the error measured before the product; what it is, and whether a line is far from one."""
-    from cute_kernels.quantize import device_of
+    from cute_kernels.convert.quantize import device_of
 
     with device_of(A):
         w, rests = None, None
@@ -206,7 +206,7 @@ def _nothing_left_behind(device: torch.device) -> Iterator[None]:
 
 def _vectors(n: int, device: torch.device, generator: torch.Generator) -> Tensor:
     """``W^T`` (16, N and room), drawn by now or before."""
-    from cute_kernels.probes import padded
+    from cute_kernels.estimate.probes import padded
 
     spare = _spare.pop(_place(n, device), None)
     return torch.randn(PROBES, padded(n), device=device, generator=generator) if spare is None else spare
@@ -253,7 +253,7 @@ def _compare(
     A: Tensor, B: Tensor, product: Tensor, plan: Plan, w: Tensor, inner: Tensor | None, scales: Sequence[Tensor]
 ) -> None:
     """Start the check of a product of digits; ``inner``: ``(B W)^T`` where it is known, ``scales``: to look at."""
-    from cute_kernels import probes
+    from cute_kernels.estimate import probes
 
     def launch() -> tuple[Tensor, ...]:
         outer = probes.probe(A, probes.probe(B, w) if inner is None else inner)  # (16, M and room)
@@ -270,7 +270,7 @@ def _of_halves(A: Tensor, B: Tensor, right: Operand | None, w: Tensor, inner: Te
 
     They leave A and B in float16 on their way, where they can.
     """
-    from cute_kernels import probes
+    from cute_kernels.estimate import probes
 
     by_passes = probes.makes_halves(A) and (inner is not None or probes.makes_halves(B))
 

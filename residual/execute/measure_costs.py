@@ -97,7 +97,7 @@ def _look_seconds(a: Tensor, b: Tensor, device: torch.device, generator: torch.G
 
 
 def _measure(device: torch.device, n: int) -> Costs:
-    from cute_kernels.gemm import gemm
+    from cute_kernels.gemm.api import gemm
     from residual.execute.products import execute
     from residual.operand.operand import Operand, operand
 

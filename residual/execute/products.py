@@ -49,9 +49,9 @@ def _digit_product(
 ) -> Tensor:
     """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes.
 
-    ``out``: where to, on a GPU and without ``c``; ``squares``: as of :func:`cute_kernels.gemm.gemm`.
+    ``out``: where to, on a GPU and without ``c``; ``squares``: as of :func:`cute_kernels.gemm.api.gemm`.
     """
-    from cute_kernels.gemm import gemm  # takes longer to import than this package
+    from cute_kernels.gemm.api import gemm  # takes longer to import than this package
 
     def product(out: Tensor | None) -> Tensor:
         columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
@@ -79,7 +79,7 @@ def _replays() -> Replays:
 
 
 def _reads_in_place(plane: Tensor) -> bool:
-    from cute_kernels.gemm_cuda import is_ready
+    from cute_kernels.gemm.cuda import is_ready
 
     return is_ready(plane)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import gemm as dense
+from cute_kernels.gemm import api as dense
 from magicube_cutlass.checks import check_vector_length
 from residual.operand.decompose import Decomposition, decompose
 from residual.paper.thresholds import RULES, crossover_density, kept_entries, synchronize

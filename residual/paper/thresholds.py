@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels.gemm import gemm
+from cute_kernels.gemm.api import gemm
 
 RULES = ("eq14", "eq14_signed", "mean")
 _PROBED = (0.05, 0.25)  # densities of the two sparse products that are timed

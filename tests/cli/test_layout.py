@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
 from cute_kernels.atoms import OPERANDS, Atom, atom, atoms
-from cute_kernels.banks import Access
+from cute_kernels.layout.bank_conflicts import Access
 from magicube_cutlass.cli import app, main
 from magicube_cutlass.cli.layout import cells
 

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("cuda.core")
 
-from cute_kernels import probes
-from cute_kernels.probes import Comparison
-from cute_kernels.probes_rest import CUT
+from cute_kernels.estimate import probes
+from cute_kernels.estimate.probes import Comparison
+from cute_kernels.estimate.remainder_probes import CUT
 from residual.error.estimate import bound_of, relative_bound
 from residual.error.probes import confidence
 from residual.execute import fast_check as foreseen

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("cuda.core")
 
-from cute_kernels.probes import Comparison
+from cute_kernels.estimate.probes import Comparison
 from residual.error.estimate import ErrorEstimate, judge
 from residual.error.probes import confidence
 from residual.execute import fast_path as kept

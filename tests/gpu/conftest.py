@@ -17,8 +17,8 @@ import torch
 from filelock import FileLock
 
 from cute_kernels.jit import current_arch, warmup
-from cute_kernels.sddmm import SampleConfig
-from cute_kernels.spmm import SpmmConfig
+from cute_kernels.sddmm.gather import SampleConfig
+from cute_kernels.spmm.config import SpmmConfig
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
+from cute_kernels.dtypes import Integer
 from cute_kernels.integers import BITS, int_range
 from cute_kernels.jit import current_arch, get_kernel
-from cute_kernels.numbers import Integer
-from cute_kernels.sddmm_panel import SddmmPanelConfig
-from cute_kernels.spmm_gather import GatherConfig
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.sddmm.panel import SddmmPanelConfig
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.dispatch import kernels
 from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS

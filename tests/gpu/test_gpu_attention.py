@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels.attention_config import GatherAttention
-from cute_kernels.attention_operands import choose as choose_operands
+from cute_kernels.attention.config import GatherAttention
+from cute_kernels.attention.quantize_qkv import choose as choose_operands
+from cute_kernels.attention.sparse_softmax import SoftmaxConfig
+from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range, widen
-from cute_kernels.numbers import Integer
 from cute_kernels.operands import Vectors
-from cute_kernels.softmax import SoftmaxConfig
-from cute_kernels.spmm_gather import gather_copy
+from cute_kernels.spmm.gather import gather_copy
 from magicube_cutlass import masks
 from magicube_cutlass.attention import sparse_attention, sparse_softmax
 from magicube_cutlass.attention import sparse_softmax as softmax

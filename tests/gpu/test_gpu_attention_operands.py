@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.attention_operands import choose, encode_operands
-from cute_kernels.numbers import REALS
+from cute_kernels.attention.quantize_qkv import choose, encode_operands
+from cute_kernels.dtypes import REALS
 from magicube_cutlass import quantize
 from tests.gpu.problems import HERE
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.kernels import Kind, Problem, SpmmKernel, candidates
 from tests.gpu.problems import HERE, PANELS, check_spmm, dense, gather, kind, panel, sparse, spmm
 

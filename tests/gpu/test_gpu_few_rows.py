@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats import explain_gemm_floats, gemm_floats
-from cute_kernels.gemm_floats_config import Kind
-from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few
 from cute_kernels.jit import get_kernel
+from cute_kernels.scaled_gemm.api import explain_gemm_floats, gemm_floats
+from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.small_m import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few
 from tests.gpu.problems import needs_warp_groups
 from tests.gpu.test_gpu_floats import exact, generator, lost, operand, run
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats, gemm_floats
-from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates
-from cute_kernels.gemm_floats_cuda import gemm_floats_cuda
-from cute_kernels.gemm_floats_decode import DecodeConfig, ready
-from cute_kernels.gemm_floats_few import FewRowsConfig
 from cute_kernels.jit import get_kernel
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats, gemm_floats
+from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
+from cute_kernels.scaled_gemm.cuda import gemm_floats_cuda
+from cute_kernels.scaled_gemm.dequantize import DecodeConfig, ready
+from cute_kernels.scaled_gemm.small_m import FewRowsConfig
 from tests.gpu.problems import needs_warp_groups
 
 pytestmark = pytest.mark.gpu

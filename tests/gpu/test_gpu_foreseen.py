@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import probes
-from cute_kernels.gemm import gemm
-from cute_kernels.gemm_cuda import squares_room
-from cute_kernels.gemm_digits import digits
-from cute_kernels.probes_rest import CUT, default_configs, probe_rest, start_judging
+from cute_kernels.convert.digits import digits
+from cute_kernels.estimate import probes
+from cute_kernels.estimate.remainder_probes import CUT, default_configs, probe_rest, start_judging
+from cute_kernels.gemm.api import gemm
+from cute_kernels.gemm.cuda import squares_room
 from residual.execute import fast_check as foreseen
 from residual.planning.plan import COUNTS, Plan
 from tests.gpu.problems import needs_warp_groups
@@ -109,7 +109,7 @@ def test_a_product_that_is_off_is_not_believed() -> None:
 
     a, b, w = torch.randn(2048, 1280).cuda(), torch.randn(1280, 2048).cuda(), vectors(2048)
     for factor, believed in ((1.0, True), (7.0, False), (0.1, False)):
-        from cute_kernels.workspace import Kept
+        from cute_kernels.jit.workspace import Kept
 
         C = foreseen.start(a, b, None, Plan("direct", 8), w, None, "test", Kept(1))
         torch.cuda.synchronize()

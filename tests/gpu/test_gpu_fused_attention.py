@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import attention
-from cute_kernels.attention_config import AttentionConfig, GatherAttention, PanelAttention
-from cute_kernels.attention_operands import Operands, encode_operands
-from cute_kernels.attention_operands import choose as choose_operands
+from cute_kernels.attention import fused as attention
+from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
+from cute_kernels.attention.quantize_qkv import Operands, encode_operands
+from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from tests.gpu.problems import HERE, PANELS, check_guards, guarded
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm import explain_gemm, gemm
-from cute_kernels.gemm_cuda import PackConfig, is_ready
-from cute_kernels.gemm_digits import Digits, DigitsConfig, columns_config, digits
-from cute_kernels.numbers import REALS
+from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, digits
+from cute_kernels.dtypes import REALS
+from cute_kernels.gemm.api import explain_gemm, gemm
+from cute_kernels.gemm.cuda import PackConfig, is_ready
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("pycute")
 
-from cute_kernels.ordering import SpreadConfig, spread_slots
+from cute_kernels.layout.column_order import SpreadConfig, spread_slots
 from tests.helpers import random_mask
 from tests.kernels.column_order import expected_slots
 from tests.kernels.test_ordering import ORDERS, structure

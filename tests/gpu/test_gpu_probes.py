@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import probes
+from cute_kernels.estimate import probes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.configs(probes.default_configs())]
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from cute_kernels import probes
-from cute_kernels.attention_config import AttentionConfig
-from cute_kernels.attention_operands import choose as choose_operands
-from cute_kernels.attention_operands import encode_operands
-from cute_kernels.gemm_floats_config import FloatGemmConfig, candidates
-from cute_kernels.gemm_floats_config import Kind as FloatKind
-from cute_kernels.gemm_floats_decode import ready
-from cute_kernels.gemm_floats_few import candidates as few_candidates
-from cute_kernels.numbers import element_bits
-from cute_kernels.sddmm_panel import SddmmPanelConfig
-from cute_kernels.workspace import Kept
+from cute_kernels.attention.config import AttentionConfig
+from cute_kernels.attention.quantize_qkv import choose as choose_operands
+from cute_kernels.attention.quantize_qkv import encode_operands
+from cute_kernels.dtypes import element_bits
+from cute_kernels.estimate import probes
+from cute_kernels.jit.workspace import Kept
+from cute_kernels.scaled_gemm.config import FloatGemmConfig, candidates
+from cute_kernels.scaled_gemm.config import Kind as FloatKind
+from cute_kernels.scaled_gemm.dequantize import ready
+from cute_kernels.scaled_gemm.small_m import candidates as few_candidates
+from cute_kernels.sddmm.panel import SddmmPanelConfig
 from magicube_cutlass.dispatch.kernels import Kind, SpmmKernel
 from residual.execute import fast_check as foreseen
 from residual.planning.plan import Plan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
-from cute_kernels.sddmm_panel import SddmmPanelConfig
+from cute_kernels.sddmm.panel import SddmmPanelConfig
 from magicube_cutlass.dispatch.kernels import Kind
 from tests.gpu.problems import (
     HERE,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import probes, statistics
-from cute_kernels.statistics import FACTS, FORMS, LINES, Look, Sampled, Side, Tables
+from cute_kernels.estimate import probes, statistics
+from cute_kernels.estimate.statistics import FACTS, FORMS, LINES, Look, Sampled, Side, Tables
 from residual.error.predict import R1, Lines, X, _rule, _statistics
 from residual.execute import checked as call
 from residual.matmul import matmul

@@ -8,23 +8,26 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cute_kernels import spmm_gather, spmm_panel
+from cute_kernels.dtypes import Integer
 from cute_kernels.jit import Kernel
 from cute_kernels.jit.toolchain import KERNEL_HEADERS
-from cute_kernels.numbers import Integer
 from cute_kernels.operands import Factor, Place, Target, Vectors
-from cute_kernels.spmm import group_offsets
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.spmm import gather as spmm_gather
+from cute_kernels.spmm import panel as spmm_panel
+from cute_kernels.spmm.config import group_offsets
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.kernels import SpmmKernel
 from tests.gpu.problems import gather, kind, panel, sparse
 from tests.gpu.problems import sddmm as sddmm_config
 
 HUGE = 2**33
 
+HEADERS = {"spmm_panel": "spmm/panel.cuh", "spmm_gather": "spmm/gather.cuh", "sddmm": "sddmm/gather.cuh"}
+
 
 def parameters(stem: str) -> list[str]:
     """Names of a kernel's parameters, in order."""
-    text = (KERNEL_HEADERS / f"{stem}.cuh").read_text()
+    text = (KERNEL_HEADERS / HEADERS[stem]).read_text()
     found = re.search(rf"\n{stem}\((.*?)\) {{", text, re.S)
     assert found, stem
     return [parameter.split()[-1].lstrip("*") for parameter in found[1].split(",")]

@@ -1,4 +1,4 @@
-"""The rules of ``column_order.cuh`` again, in Python, for the tests of the engine and of the kernel."""
+"""The rules of ``layout/column_order_search.cuh`` again, in Python, for the tests of the engine and of the kernel."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-// A multiprocessor of sm_100a as threads of the CPU, for the source of gemm_floats_sm100.cuh as it stands.
+// A multiprocessor of sm_100a as threads of the CPU, for the source of scaled_gemm/sm100.cuh as it stands.
 //
 // Every thread of a block is one here. The copy engine and the Tensor Cores are threads too, which work through queues
 // behind random delays, as the hardware does things later than it is told to. Who waits for what never comes is told.

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from cute_kernels import floats
-from cute_kernels.gemm_floats_sm100 import TILE_M, MapParameters, Tcgen05Config
-from cute_kernels.gemm_tmem import COLUMNS, matrix_descriptor
+from cute_kernels.scaled_gemm.sm100 import TILE_M, MapParameters, Tcgen05Config
+from cute_kernels.scaled_gemm.tcgen05 import COLUMNS, matrix_descriptor
 
 # Of the instruction descriptor, PTX ISA 9.0, tables "Instruction descriptor format": types of .kind::f8f6f4 and mxf8f6f4.
 FORMATS = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.attention_config import AttentionConfig, GatherAttention, PanelAttention
-from cute_kernels.attention_operands import OperandsConfig
+from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
+from cute_kernels.attention.quantize_qkv import OperandsConfig
 from cute_kernels.jit import Binary, build
 from tests.helpers import disassemble
 

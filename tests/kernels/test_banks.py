@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.banks import Access, ldmatrix_wavefronts, report, wavefronts
+from cute_kernels.layout.bank_conflicts import Access, ldmatrix_wavefronts, report, wavefronts
 
 LANES = np.arange(32)
 
@@ -56,7 +56,7 @@ def swizzled(rows: np.ndarray, row_bytes: int, unit: int) -> np.ndarray:
 @pytest.mark.parametrize("row_bytes", [64, 128])
 def test_ldmatrix_of_swizzled_rows(row_bytes: int) -> None:
     pytest.importorskip("pycute")
-    from cute_kernels.fragments import swizzle
+    from cute_kernels.layout.fragments import swizzle
 
     move = swizzle(row_bytes)
     rng = np.random.default_rng(0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu, gemm_digits
+from cute_kernels import cpu
+from cute_kernels.convert import digits as gemm_digits
 from residual.operand.decompose import decompose
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the engine is not compiled")

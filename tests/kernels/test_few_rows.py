@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from cute_kernels.gemm_floats_config import Kind
-from cute_kernels.gemm_floats_cuda import choose_config
-from cute_kernels.gemm_floats_few import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few, serves
 from cute_kernels.jit import build
+from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.cuda import choose_config
+from cute_kernels.scaled_gemm.small_m import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few, serves
 from tests.gpu.conftest import _configs
 from tests.helpers import disassemble
 

@@ -1,4 +1,4 @@
-"""Floats on their way to the mma: the moves of ``decode.cuh``, simulated bit by bit on the host, and whole groups."""
+"""Floats on their way to the mma: the moves of ``device/dequantize_fragment.cuh``, simulated bit by bit on the host, and whole groups."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
 from cute_kernels import floats
 from cute_kernels.atoms import Atom, atom, atoms, operand_of
-from cute_kernels.banks import report
+from cute_kernels.dtypes import FLOATS, Integer, float_of, holds
 from cute_kernels.floats import FloatFormat
-from cute_kernels.fragments import gather_order
-from cute_kernels.numbers import FLOATS, Integer, float_of, holds
+from cute_kernels.layout.bank_conflicts import report
+from cute_kernels.layout.fragments import gather_order
 from cute_kernels.operands import Vectors
-from cute_kernels.sddmm import SddmmConfig
-from cute_kernels.spmm import pack_fragments
-from cute_kernels.spmm_gather import GatherConfig
+from cute_kernels.sddmm.gather import SddmmConfig
+from cute_kernels.spmm.config import pack_fragments
+from cute_kernels.spmm.gather import GatherConfig
 from magicube_cutlass.checks import VECTOR_LENGTHS
 from tests.kernels.test_fragments import G, T, ldmatrix_trans, prmt
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats import FloatOperand, explain_gemm_floats, gemm_floats
-from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates, choose
-from cute_kernels.gemm_floats_cuda import choose_config
-from cute_kernels.gemm_floats_decode import decoded_first, ready
+from cute_kernels.scaled_gemm.api import FloatOperand, explain_gemm_floats, gemm_floats
+from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates, choose
+from cute_kernels.scaled_gemm.cuda import choose_config
+from cute_kernels.scaled_gemm.dequantize import decoded_first, ready
 
 KINDS = [
     *(Kind(name) for name in FORMATS), Kind("e2m1", 16, "e4m3"), Kind("e4m3", 32, "ue8m0"), Kind("e5m2", 32, "ue8m0"),

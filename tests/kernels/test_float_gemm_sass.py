@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind, candidates
 from cute_kernels.jit import Binary, build
+from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.dtypes import FLOATS
 from cute_kernels.jit import Binary, build
-from cute_kernels.numbers import FLOATS
-from cute_kernels.sddmm import SddmmConfig
-from cute_kernels.spmm_gather import GatherConfig
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.sddmm.gather import SddmmConfig
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, SddmmKernel, SpmmKernel, choose_sddmm, choose_spmm
 from tests.kernels.test_sass import clean_sass
 

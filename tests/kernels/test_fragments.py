@@ -15,7 +15,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 from pycute import Layout
 
 from cute_kernels.atoms import Atom, atom, atoms
-from cute_kernels.fragments import column_order, fragment_order, gather_order, k_run, pack_index, stride, swizzle
+from cute_kernels.layout.fragments import column_order, fragment_order, gather_order, k_run, pack_index, stride, swizzle
 
 Array = np.ndarray[Any, Any]
 LANES = np.arange(32)

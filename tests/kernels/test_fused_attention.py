@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pycute")
 
-from cute_kernels import attention
 from cute_kernels.atoms import atom
-from cute_kernels.attention import AttentionIndex, Problem, choose, make_index
-from cute_kernels.attention_config import (
+from cute_kernels.attention import fused as attention
+from cute_kernels.attention.config import (
     ATOM,
     GROUP,
     NO_TILE,
@@ -28,7 +27,8 @@ from cute_kernels.attention_config import (
     GatherAttention,
     PanelAttention,
 )
-from cute_kernels.banks import ldmatrix_wavefronts, report
+from cute_kernels.attention.fused import AttentionIndex, Problem, choose, make_index
+from cute_kernels.layout.bank_conflicts import ldmatrix_wavefronts, report
 from magicube_cutlass import Pattern, random_pattern
 from tests.helpers import random_mask
 

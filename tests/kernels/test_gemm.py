@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import gemm_cpu
-from cute_kernels.gemm import explain_gemm, gemm
-from cute_kernels.gemm_config import MAX_PRODUCTS, Products, products_of
+from cute_kernels.gemm import cpu as gemm_cpu
+from cute_kernels.gemm.api import explain_gemm, gemm
+from cute_kernels.gemm.config import MAX_PRODUCTS, Products, products_of
 
 SHAPES = [
     (1, 1, 1),

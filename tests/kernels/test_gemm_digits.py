@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm import gemm
-from cute_kernels.gemm_digits import Digits, digits
+from cute_kernels.convert.digits import Digits, digits
+from cute_kernels.gemm.api import gemm
 
 AXES = (None, 0, 1)
 

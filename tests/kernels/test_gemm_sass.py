@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.gemm_config import GemmConfig, Products, candidates
-from cute_kernels.gemm_cuda import PackConfig
-from cute_kernels.gemm_digits import DigitsConfig, columns_config
+from cute_kernels.convert.digits import DigitsConfig, columns_config
+from cute_kernels.gemm.config import GemmConfig, Products, candidates
+from cute_kernels.gemm.cuda import PackConfig
 from cute_kernels.jit import Binary, build
 from tests.helpers import disassemble
 

@@ -60,8 +60,8 @@ def test_name_expressions_pick_the_instance() -> None:
     assert len(symbols) == 2
 
 
-def test_project_headers_are_found_by_bare_name() -> None:
-    header = sorted(toolchain.KERNEL_HEADERS.glob("*.cuh"))[0].name
+def test_project_headers_are_found_by_path() -> None:
+    header = sorted(toolchain.KERNEL_HEADERS.rglob("*.cuh"))[0].relative_to(toolchain.KERNEL_HEADERS)
     source = f'#if !__has_include("{header}")\n#error not found\n#endif\n{PLAIN}'
     assert compile_unit(Unit(source, "probe::twice<int>", "sm_80")).code
 

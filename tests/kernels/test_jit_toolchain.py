@@ -38,7 +38,7 @@ def test_found_on_this_machine() -> None:
     found = toolchain.find()
     assert set(found.versions) == {"nvrtc", "nvjitlink", "cutlass", "cccl", "runtime"}
     assert found.versions["cutlass"] == "4.2.0"
-    for header in ("mma.cuh", "cute/tensor.hpp", "cuda_runtime_api.h", "cuda/std/cstdint", "nv/target"):
+    for header in ("device/mma.cuh", "cute/tensor.hpp", "cuda_runtime_api.h", "cuda/std/cstdint", "nv/target"):
         assert any(os.path.isfile(os.path.join(folder, header)) for folder in found.include_dirs), header
     assert toolchain.find() is found
     assert found.versions.items() <= toolchain.report().items()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cute_kernels.ordering import PHASE, sequential_slots, spread_slots
+from cute_kernels.layout.column_order import PHASE, sequential_slots, spread_slots
 from tests.helpers import random_mask
 from tests.kernels.column_order import expected_slots
 

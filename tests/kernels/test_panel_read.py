@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
-from cute_kernels.banks import Access, report, swizzled
-from cute_kernels.numbers import Integer
+from cute_kernels.dtypes import Integer
+from cute_kernels.layout.bank_conflicts import Access, report, swizzled
 from cute_kernels.operands import Vectors
-from cute_kernels.spmm_panel import PanelConfig, panel_copy
+from cute_kernels.spmm.panel import PanelConfig, panel_copy
 from tests.helpers import random_mask
 from tests.kernels.test_fragments import blocks_of, operand_a, operand_b, values_of
 

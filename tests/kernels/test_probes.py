@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.estimate.probes import KERNELS, PROBES, TILE, ProbeConfig, default_configs, padded
 from cute_kernels.jit import build
-from cute_kernels.probes import KERNELS, PROBES, TILE, ProbeConfig, default_configs, padded
 from residual.error import probes as check
 from tests.helpers import disassemble
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
+from cute_kernels.convert.quantize import QuantizeConfig, default_configs, quantize_rows_of_two
 from cute_kernels.integers import BITS, widen
 from cute_kernels.jit import compile_unit
-from cute_kernels.quantize import QuantizeConfig, default_configs, quantize_rows_of_two
 from magicube_cutlass import QuantTensor, quantize
 from tests.helpers import disassemble, lean_sass
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.dtypes import Integer, Number
 from cute_kernels.jit import Binary, build
-from cute_kernels.numbers import Integer, Number
-from cute_kernels.sddmm import SampleConfig, SddmmConfig
-from cute_kernels.sddmm_panel import SddmmPanelConfig
-from cute_kernels.spmm_gather import GatherConfig
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.sddmm.gather import SampleConfig, SddmmConfig
+from cute_kernels.sddmm.panel import SddmmPanelConfig
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.kernels import (
     Kind,
     Machine,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pycute")
 
-from cute_kernels import sddmm_panel
-from cute_kernels.banks import report, swizzled, wavefronts
+from cute_kernels.dtypes import Integer
 from cute_kernels.jit import Kernel
-from cute_kernels.numbers import Integer
+from cute_kernels.layout.bank_conflicts import report, swizzled, wavefronts
 from cute_kernels.operands import Factor, Place, Target
-from cute_kernels.sddmm_panel import SddmmPanelConfig
+from cute_kernels.sddmm import panel as sddmm_panel
+from cute_kernels.sddmm.panel import SddmmPanelConfig
 from magicube_cutlass import Pattern
 from tests.helpers import random_mask
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
+from cute_kernels.attention.sparse_softmax import SoftmaxConfig, default_configs
+from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
 from cute_kernels.jit import compile_unit
-from cute_kernels.numbers import Integer
 from cute_kernels.operands import Vectors
-from cute_kernels.softmax import SoftmaxConfig, default_configs
-from cute_kernels.spmm_gather import gather_copy
+from cute_kernels.spmm.gather import gather_copy
 from magicube_cutlass import random_pattern
 from magicube_cutlass.formats.construct import narrow
 from tests.helpers import disassemble
@@ -52,7 +52,7 @@ def test_machine_code_keeps_everything_in_registers(config: SoftmaxConfig, arch:
 
 
 def lanes_of(config: SoftmaxConfig) -> list[tuple[int, int, int]]:
-    """Stride, row and first slot of each lane, as in ``softmax.cuh``."""
+    """Stride, row and first slot of each lane, as in ``attention/sparse_softmax.cuh``."""
     return [
         (lane // (config.lanes * config.rows), lane // config.lanes % config.rows, lane % config.lanes * 8)
         for lane in range(32)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels import probes, statistics
+from cute_kernels.estimate import probes, statistics
+from cute_kernels.estimate.statistics import Rule, Side, StatisticsConfig
 from cute_kernels.jit import Binary, build
-from cute_kernels.statistics import Rule, Side, StatisticsConfig
 from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE
 from tests.helpers import disassemble
 

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import floats, gemm_floats_cuda
+from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats import FloatOperand, check, explain_gemm_floats
-from cute_kernels.gemm_floats_config import Kind
-from cute_kernels.gemm_floats_few import serves
-from cute_kernels.gemm_floats_sm100 import (
+from cute_kernels.jit import kernel, tensor_map
+from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats
+from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.sm100 import (
     Codes,
     MapParameters,
     Tcgen05Config,
@@ -32,8 +33,8 @@ from cute_kernels.gemm_floats_sm100 import (
     map_parameters,
     mma_kind,
 )
-from cute_kernels.gemm_tmem import ARCHES, COLUMNS, MMA_KINDS, MmaKind, matrix_descriptor
-from cute_kernels.jit import kernel, tensor_map
+from cute_kernels.scaled_gemm.small_m import serves
+from cute_kernels.scaled_gemm.tcgen05 import ARCHES, COLUMNS, MMA_KINDS, MmaKind, matrix_descriptor
 from tests.kernels.tcgen05_model import Launch, run
 from tests.test_examples import load
 

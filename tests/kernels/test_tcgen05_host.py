@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from cute_kernels import floats
-from cute_kernels.gemm_floats import FloatOperand
-from cute_kernels.gemm_floats_config import Kind
-from cute_kernels.gemm_floats_sm100 import MapParameters, Tcgen05Config, candidates
+from cute_kernels.scaled_gemm.api import FloatOperand
+from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.sm100 import MapParameters, Tcgen05Config, candidates
 from tests.kernels.tcgen05_model import Launch
 from tests.kernels.test_tcgen05 import MX, NV, launched, operand
 
 KERNELS = Path(__file__).resolve().parents[2] / "cute_kernels"
-REAL = ("gemm_floats_sm100.cuh", "gemm_tiles.cuh", "gemm_epilogue.cuh")  # the rest is tcgen05_host.hpp
-EMPTY = ("gemm_tmem.cuh", "gemm_wgmma.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint", "cuda/std/type_traits",
+REAL = ("scaled_gemm/sm100.cuh", "gemm/tile_scheduler.cuh", "gemm/epilogue.cuh")  # the rest is tcgen05_host.hpp
+EMPTY = ("scaled_gemm/tcgen05.cuh", "gemm/wgmma.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint", "cuda/std/type_traits",
          "cute/config.hpp", "cute/numeric/numeric_types.hpp")  # fmt: skip
 CALL = """
 using namespace magicube;
@@ -66,7 +66,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compile:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     for name in REAL:
-        shutil.copy(KERNELS / name, folder)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(KERNELS / name, folder / name)
     known: dict[Tcgen05Config, ctypes.CDLL] = {}
 
     def get(config: Tcgen05Config) -> ctypes.CDLL:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.floats import FORMATS
-from cute_kernels.gemm_floats_sm100 import Tcgen05Config, candidates
-from cute_kernels.gemm_tmem import MMA_KINDS, MmaKind, matrix_descriptor
-from cute_kernels.gemm_tmem_probe import BoxProbeConfig
 from cute_kernels.jit import Binary, Unit, build
+from cute_kernels.scaled_gemm.sm100 import Tcgen05Config, candidates
+from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS, MmaKind, matrix_descriptor
+from cute_kernels.scaled_gemm.tma_box_probe import BoxProbeConfig
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
@@ -61,7 +61,7 @@ def comparison() -> Unit:
     text = f"""
 #include <cute/tensor.hpp>
 #include <cute/atom/copy_traits_sm100.hpp>
-#include "gemm_tmem.cuh"
+#include "scaled_gemm/tcgen05.cuh"
 namespace magicube {{
 using Load = Copy_Traits<SM100::TMEM::LOAD::SM100_TMEM_LOAD_16dp256b8x>;
 // Bits: lane (t, g) has 64 of row g at column 2 t, the same of row g + 8, and that for eight times 256.

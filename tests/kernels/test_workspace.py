@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("cuda.core")
 
-from cute_kernels import workspace
-from cute_kernels.workspace import Arena, Kept, empty, zeros
+from cute_kernels.jit import workspace
+from cute_kernels.jit.workspace import Arena, Kept, empty, zeros
 from tests.kernels.test_jit_replays import Counted, no_gpu
 
 __all__ = ["no_gpu"]  # a fixture

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
+from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
-from cute_kernels.numbers import Integer
 from magicube_cutlass.dispatch.cost_model import Forecast, Kind, Problem, engine_forecast
 from magicube_cutlass.dispatch.dense_fallback import DenseCall, dense_copy, forecast
 

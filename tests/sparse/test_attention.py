@@ -283,7 +283,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ready = torch.ones((len(q), 24), dtype=torch.int32)
         return operands.Operands(*rows[0], *rows[1], each, values.view(v.shape), scale[:, 0], ready)
 
-    operands = pytest.importorskip("cute_kernels.attention_operands")
+    operands = pytest.importorskip("cute_kernels.attention.quantize_qkv")
     monkeypatch.setattr(operands, "encode_operands", encode_all)
     monkeypatch.setattr(attention, "make_index", make_index)
     monkeypatch.setattr(attention, "attend", attend)

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("pycute")
 
-from cute_kernels.numbers import Integer
-from cute_kernels.sddmm import SddmmConfig
-from cute_kernels.sddmm_panel import SddmmPanelConfig
-from cute_kernels.spmm import SAFE_RUN
-from cute_kernels.spmm_gather import GatherConfig
-from cute_kernels.spmm_panel import PanelConfig
+from cute_kernels.dtypes import Integer
+from cute_kernels.sddmm.gather import SddmmConfig
+from cute_kernels.sddmm.panel import SddmmPanelConfig
+from cute_kernels.spmm.config import SAFE_RUN
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.cost_model import SHARED_BYTES, Forecast, copy_cost, dense_cost
 from magicube_cutlass.dispatch.kernels import (
     Kind,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.cpu import compress
+from cute_kernels.cpu import dense_to_sparse as compress
 from cute_kernels.integers import int_range, value_dtype
 from magicube_cutlass import SRBCRS
 

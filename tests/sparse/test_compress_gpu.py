@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
-from cute_kernels.compress import CompressConfig, needs_check
+from cute_kernels.convert.dense_to_sparse import CompressConfig, needs_check
 from cute_kernels.integers import BITS, int_range, widen
 from cute_kernels.jit import compile_unit
 from magicube_cutlass import SRBCRS

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import floats
-from cute_kernels.numbers import FLOAT_DTYPES, FLOATS, HALVES
+from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALVES
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.quantization.float_tensor import FloatTensor
 from tests.helpers import random_mask

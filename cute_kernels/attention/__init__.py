@@ -1,0 +1,1 @@
+"""Sparse attention kernels: fused, softmax, quantized operands."""

@@ -1,0 +1,1 @@
+"""Real matrices to operands: quantization, digits, compression, packing."""

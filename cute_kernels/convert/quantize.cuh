@@ -1,0 +1,359 @@
+// Quantization: q = clamp(round(x / scale)) in storage form, scale = max|x| / q_max of a slice.
+//
+// A slice is a row, a column, or all of a matrix. The quotient is x * (1 / scale) in double, as in the CPU engine, so
+// that a row of magnitude 1e-36 keeps its relative accuracy. Threads of a block are (groups, lanes): the lanes share a
+// row, each with kVec neighbouring entries of it at a time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "device/copy.cuh"
+#include "device/packed_int.cuh"
+
+namespace magicube {
+
+constexpr int kNegative = 1, kNonFinite = 2;  // flags
+
+template <class Real>
+struct RealBits;
+template <>
+struct RealBits<float> {
+  using type = uint32_t;
+  static constexpr type kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+  __device__ static type of(float x) { return __float_as_uint(x); }
+  __device__ static float real(type bits) { return __uint_as_float(bits); }
+};
+template <>
+struct RealBits<double> {
+  using type = unsigned long long;
+  static constexpr type kMagnitude = 0x7fffffffffffffff, kInfinity = 0x7ff0000000000000;
+  __device__ static type of(double x) { return static_cast<type>(__double_as_longlong(x)); }
+  __device__ static double real(type bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+};
+
+template <class Config>
+struct Quantizer {
+  using Source = typename Config::Source;
+  using Real = cuda::std::conditional_t<cuda::std::is_same_v<Source, double>, double, float>;
+  using Bits = typename RealBits<Real>::type;
+  static constexpr bool kSigned = Config::kSigned;
+  static constexpr int kVec = 16 / int(sizeof(Source));
+  static constexpr int kSteps = Config::kSteps;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kTileColumns = 32 * kVec;  // of the kernels for columns, at most
+};
+
+// kVec entries at an address of which `valid` exist; the others are zeros. They are converted when they are used, so
+// that a thread has several loads in flight.
+template <class Q>
+__device__ __forceinline__ void load(const typename Q::Source* from, int64_t valid, bool vector,
+                                     typename Q::Source (&to)[Q::kVec]) {
+  if (vector && valid >= Q::kVec) {
+    *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < Q::kVec; ++i) to[i] = i < valid ? from[i] : typename Q::Source(0.0f);
+  }
+}
+
+// Largest magnitude of what a thread has seen, and where integers are unsigned whether one was negative. As integers, the
+// bits of magnitudes have the order of the magnitudes, with infinity and NaN on top.
+template <class Q>
+struct Extremes {
+  using Real = typename Q::Real;
+  using Bits = typename Q::Bits;
+  Bits top = 0;
+  bool negative = false;
+
+  __device__ void see(typename Q::Source entry, Bits& largest) {
+    const Real x = static_cast<Real>(entry);
+    const Bits bits = RealBits<Real>::of(x) & RealBits<Real>::kMagnitude;
+    largest = bits > largest ? bits : largest;
+    if constexpr (!Q::kSigned) negative |= x < Real(0);
+  }
+  __device__ void see(const typename Q::Source (&x)[Q::kVec]) {
+    if constexpr (sizeof(x[0]) == 2 && Q::kSigned) {  // halves, two at a time
+      uint32_t pair = 0;
+      CUTE_UNROLL
+      for (int i = 0; i < Q::kVec; i += 2) pair = __vmaxu2(pair, *reinterpret_cast<const uint32_t*>(x + i) & 0x7fff7fff);
+      const typename Q::Source* both = reinterpret_cast<const typename Q::Source*>(&pair);
+      see(both[0], top);
+      see(both[1], top);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < Q::kVec; ++i) see(x[i], top);
+    }
+  }
+  __device__ void see(const Extremes& other) {
+    top = other.top > top ? other.top : top;
+    negative |= other.negative;
+  }
+  __device__ void report_to(int* flags) const {
+    report((negative ? kNegative : 0) | (top >= RealBits<Real>::kInfinity ? kNonFinite : 0), flags);
+  }
+};
+
+// Zero slices get 1, those with infinity or NaN get NaN; never rounded down to zero.
+template <class Real, int kHigh>
+__device__ Real scale_of(typename RealBits<Real>::type top) {
+  using Bits = typename RealBits<Real>::type;
+  constexpr Bits kInfinity = RealBits<Real>::kInfinity;
+  if (top >= kInfinity) return RealBits<Real>::real(kInfinity | kInfinity >> 1);
+  if (top == 0) return Real(1);
+  const double largest = RealBits<Real>::real(top);
+  // A float's quotient by so small an integer is no nearer than 2^-42 to where its rounding changes: a product will do.
+  constexpr double kInverse = 1.0 / kHigh;
+  const Real scale = static_cast<Real>(cuda::std::is_same_v<Real, float> ? largest * kInverse : largest / kHigh);
+  return scale > Real(0) ? scale : RealBits<Real>::real(Bits(1));
+}
+
+// 1 / scale; 0 for NaN, so that the integers of such a slice are zeros.
+__device__ inline double inverse_of(double scale) { return scale == scale ? 1.0 / scale : 0.0; }
+// The same number without the division's call: of a float, which has few bits, the last step rounds to the nearest.
+__device__ __forceinline__ double inverse_of(float scale) {
+  const double wide = scale;
+  double inverse;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(inverse) : "d"(wide));
+  CUTE_UNROLL
+  for (int i = 0; i < 3; ++i) inverse = __fma_rn(inverse, __fma_rn(-wide, inverse, 1.0), inverse);
+  return scale == scale ? inverse : 0.0;
+}
+
+template <class Config>
+struct Range {
+  static constexpr int kLow = Config::kSigned ? -(1 << (Config::kBits - 1)) : 0;
+  static constexpr int kHigh = (1 << (Config::kSigned ? Config::kBits - 1 : Config::kBits)) - 1;
+};
+
+template <class Config>
+__device__ __forceinline__ int32_t encode_exact(double x, double inverse) {
+  constexpr double kLow = Range<Config>::kLow, kHigh = Range<Config>::kHigh;
+  double q = __dmul_rn(x, inverse);
+  q = Config::kTruncate ? trunc(q) : rint(q);
+  if (q != q) return 0;
+  q = q > kLow ? q : kLow;
+  return static_cast<int32_t>(q < kHigh ? q : kHigh);
+}
+
+// 1 / scale as a sum of two floats; NaN where one of them would lose bits.
+struct FloatInverse {
+  float high, low;
+
+  __device__ FloatInverse() = default;
+  __device__ explicit FloatInverse(float scale)
+      : high(scale < 0x1p90f && scale > 0x1p-120f ? __fdividef(1.0f, scale) : __int_as_float(0x7fffffff)),
+        low(__fmul_rn(high, __fmaf_rn(-high, scale, 1.0f))) {}
+  __device__ explicit FloatInverse(double) : high(0.0f), low(0.0f) {}  // double entries have no use for it
+};
+
+// The integer of x, or one beyond the range, where floats decide it: for quotients of up to 8 bits one is off by less than
+// 2^-15, and up to 2^21 a sum of two by less than 2^-24; larger ones are out of range all the same. False for the few
+// entries that are nearer to where the integer changes, infinities and NaN.
+template <class Config>
+__device__ __forceinline__ bool encode_fast(float x, const FloatInverse& inverse, int32_t& code) {
+  constexpr bool kSmall = Config::kBits <= 8;
+  constexpr float kRound = 0x1.8p23f, kNear = kSmall ? 0x1p-14f : 0x1p-22f;
+  float q = x * (kSmall ? inverse.high + inverse.low : inverse.high);
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(q) : "f"(-0x1p21f));  // below, the difference of bits would wrap
+  const float rest = kSmall ? 0.0f : __fmaf_rn(x, inverse.low, __fmaf_rn(x, inverse.high, -q));
+  const float shifted = __fadd_rn(q, kRound);  // the integer, to nearest even, in the lower bits
+  const float off = __fadd_rn(q, -__fadd_rn(shifted, -kRound)), apart = kSmall ? off : __fadd_rn(off, rest);
+  code = __float_as_int(shifted) - __float_as_int(kRound);
+  if constexpr (Config::kTruncate) {
+    if (code > 0 && apart < 0.0f) --code;
+    if (code < 0 && apart > 0.0f) ++code;
+    return fabsf(apart) > kNear || fabsf(q) < 0.5f;
+  }
+  return fabsf(apart) < 0.5f - kNear;
+}
+
+// Whether entries may be known to lie inside the range, so that half the instructions find their integers.
+template <class Config>
+inline constexpr bool has_inside =
+    Config::kBits <= 8 && !Config::kTruncate && !cuda::std::is_same_v<typename Config::Source, double>;
+
+// As encode_fast, of entries inside the range: the lowest bits of `codes` are the integers.
+template <class Config, class Fast>
+__device__ __forceinline__ bool encode_inside(const typename Config::Source (&x)[Quantizer<Config>::kVec], const Fast& fast,
+                                              int32_t (&codes)[Quantizer<Config>::kVec]) {
+  constexpr float kRound = 0x1.8p23f;
+  float farthest = 0.0f;
+  CUTE_UNROLL
+  for (int i = 0; i < Quantizer<Config>::kVec; ++i) {
+    const float value = static_cast<float>(x[i]), inverse = fast(i).high + fast(i).low;
+    const float shifted = __fmaf_rn(value, inverse, kRound);
+    farthest = fmaxf(farthest, fabsf(__fmaf_rn(value, inverse, -__fadd_rn(shifted, -kRound))));
+    codes[i] = __float_as_int(shifted);
+  }
+  return farthest < 0.5f - 0x1p-14f;
+}
+
+// Whether entries that `extremes` has seen lie inside the range; false where floats do not tell.
+template <class Config>
+__device__ __forceinline__ bool is_inside(const Extremes<Quantizer<Config>>& extremes, const FloatInverse& inverse) {
+  using Real = typename Quantizer<Config>::Real;
+  const float top = static_cast<float>(RealBits<Real>::real(extremes.top));
+  return !extremes.negative && top * inverse.high < Range<Config>::kHigh + 0.25f;
+}
+
+struct Output {
+  uint8_t* at;
+  int64_t pitch;  // bytes
+  bool vector;
+};
+
+// Integers of one row from `column` on, of which `valid` exist.
+template <class Config, class Run>
+__device__ __forceinline__ void put(const Output& out, int64_t row, int64_t column, int64_t valid, const Run& run) {
+  if (valid <= 0) return;
+  uint8_t* to = out.at + row * out.pitch + column * Config::kStored / 8;
+  if (out.vector && valid >= Quantizer<Config>::kVec) run.store(to);
+  else run.store_part(to, valid);
+}
+
+// Entries at an address, two at a time: small code for the few vectors that floats do not decide.
+template <class Config, class Exact>
+__device__ __forceinline__ void encode_slowly(const Output& out, int64_t row, int64_t column, int64_t valid,
+                                              const typename Config::Source* from, const Exact& exact) {
+  using Real = typename Quantizer<Config>::Real;
+  constexpr int kVec = Quantizer<Config>::kVec;
+  const int count = valid < kVec ? int(valid) : kVec;
+  uint8_t* to = out.at + row * out.pitch + column * Config::kStored / 8;
+#pragma unroll 1
+  for (int i = 0; i < count; i += 2) {
+    int32_t pair[2] = {encode_exact<Config>(static_cast<double>(static_cast<Real>(from[i])), exact(i)), 0};
+    if (i + 1 < count) pair[1] = encode_exact<Config>(static_cast<double>(static_cast<Real>(from[i + 1])), exact(i + 1));
+    PackedRun<Config::kStored, 2>(pair).store_part(to + i * Config::kStored / 8, count - i);
+  }
+}
+
+// kVec entries of one row, x, which lie at `from`; `fast(i)` and `exact(i)` are the inverse of entry i's scale. `inside`:
+// whether they are known to lie inside the range; the integers of others become its ends.
+template <class Config, class Fast, class Exact>
+__device__ __forceinline__ void encode_run(const Output& out, int64_t row, int64_t column, int64_t valid,
+                                           const typename Config::Source (&x)[Quantizer<Config>::kVec],
+                                           const typename Config::Source* from, bool inside, const Fast& fast,
+                                           const Exact& exact) {
+  constexpr int kVec = Quantizer<Config>::kVec;
+  using Run = PackedRun<Config::kStored, kVec>;
+  int32_t codes[kVec];
+  if constexpr (has_inside<Config>) {
+    if (inside) {
+      if (encode_inside<Config>(x, fast, codes)) put<Config>(out, row, column, valid, Run::lowest(codes));
+      else encode_slowly<Config>(out, row, column, valid, from, exact);
+      return;
+    }
+  }
+  bool sure = true;
+  CUTE_UNROLL
+  for (int i = 0; i < kVec; ++i) {
+    if constexpr (cuda::std::is_same_v<typename Config::Source, double>) codes[i] = encode_exact<Config>(x[i], exact(i));
+    else sure &= encode_fast<Config>(static_cast<float>(x[i]), fast(i), codes[i]);
+    if constexpr (Config::kBits != Config::kStored) codes[i] = max(Range<Config>::kLow, min(Range<Config>::kHigh, codes[i]));
+  }
+  if (sure) put<Config>(out, row, column, valid, Run::template nearest<Config::kSigned>(codes));
+  else encode_slowly<Config>(out, row, column, valid, from, exact);
+}
+
+// Tiles of (groups, kSteps * lanes * kVec) entries over (rows, columns).
+template <class Q>
+struct Tiles {
+  int64_t rows, columns;
+  uint32_t across, count;  // tiles of a row of tiles, and of all
+  int lanes, lane, group;
+
+  __device__ Tiles(int64_t rows_, int64_t columns_, int64_t lanes_)
+      : rows(rows_), columns(columns_), lanes(int(lanes_)), lane(int(threadIdx.x) & (int(lanes_) - 1)),
+        group(int(threadIdx.x) / int(lanes_)) {
+    const int width = lanes * Q::kVec * Q::kSteps;
+    // Powers of two: shifts, since a division of 64 bits is a call.
+    across = uint32_t((columns + width - 1) >> (31 - __clz(int(width))));
+    const int groups = Q::kThreads / lanes;
+    count = across * uint32_t((rows + groups - 1) >> (31 - __clz(groups)));
+  }
+  __device__ int64_t row(uint32_t tile) const { return int64_t{tile / across} * (Q::kThreads / lanes) + group; }
+  __device__ int64_t column(uint32_t tile, int step) const {
+    return (int64_t{tile % across} * Q::kSteps + step) * lanes * Q::kVec + lane * Q::kVec;
+  }
+  __device__ int64_t valid(uint32_t tile, int step) const { return row(tile) < rows ? columns - column(tile, step) : 0; }
+
+  __device__ void load_tile(const typename Q::Source* slice, int64_t pitch, uint32_t tile, bool vector,
+                            typename Q::Source (&to)[Q::kSteps][Q::kVec]) const {
+    CUTE_UNROLL
+    for (int s = 0; s < Q::kSteps; ++s) {
+      load<Q>(slice + row(tile) * pitch + column(tile, s), valid(tile, s), vector, to[s]);
+    }
+  }
+};
+
+// Largest magnitudes of slices (slices, rows, columns), a part of each slice by each of its `splits` blocks.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+absmax_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
+              typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
+  wait_for_predecessor();
+  using Q = Quantizer<Config>;
+  __shared__ typename Q::Bits scratch[Q::kWarps];
+  const uint32_t slice_blocks = uint32_t(splits), split = blockIdx.x % slice_blocks;
+  const int64_t slice = blockIdx.x / slice_blocks;
+  const Tiles<Q> tiles(rows, columns, lanes);
+  Extremes<Q> extremes;
+  for (uint32_t tile = split; tile < tiles.count; tile += slice_blocks) {
+    alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
+    tiles.load_tile(x + slice * rows * pitch, pitch, tile, vector_loads != 0, part);
+    CUTE_UNROLL
+    for (int s = 0; s < Q::kSteps; ++s) extremes.see(part[s]);
+  }
+  extremes.report_to(flags);
+  const auto top = team_max(extremes.top, Q::kThreads, scratch);
+  if (threadIdx.x == 0) partials[blockIdx.x] = top;  // (slices, splits)
+}
+
+// Integers of slices (slices, rows, columns) whose scales are given, or follow from `parts` partial maxima a slice.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
+              const typename Quantizer<Config>::Bits* partials, int64_t parts, typename Quantizer<Config>::Real* scales,
+              uint8_t* out, int64_t out_pitch, int* flags, int64_t vector_loads, int64_t vector_stores) {
+  wait_for_predecessor();
+  using Q = Quantizer<Config>;
+  using Real = typename Q::Real;
+  __shared__ typename Q::Bits scratch[Q::kWarps];
+  const uint32_t slice_blocks = uint32_t(splits), split = blockIdx.x % slice_blocks;
+  const int64_t slice = blockIdx.x / slice_blocks;
+  Real scale;
+  if (parts) {
+    typename Q::Bits top = 0;
+    for (int64_t i = threadIdx.x; i < parts; i += Q::kThreads) {
+      const auto other = partials[slice * parts + i];
+      top = other > top ? other : top;
+    }
+    scale = scale_of<Real, Range<Config>::kHigh>(team_max(top, Q::kThreads, scratch));
+    if (split == 0 && threadIdx.x == 0) scales[slice] = scale;
+  } else {
+    scale = scales[slice];
+  }
+  const double inverse = inverse_of(scale);
+  const FloatInverse near(scale);
+  const Output output{out + slice * rows * out_pitch, out_pitch, vector_stores != 0};
+  const Tiles<Q> tiles(rows, columns, lanes);
+  Extremes<Q> extremes;
+  // Backwards: the pass for the maxima left the last tiles in the second-level cache.
+  for (uint32_t i = split; i < tiles.count; i += slice_blocks) {
+    const uint32_t tile = tiles.count - 1 - i;
+    alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
+    tiles.load_tile(x + slice * rows * pitch, pitch, tile, vector_loads != 0, part);
+    CUTE_UNROLL
+    for (int s = 0; s < Q::kSteps; ++s) {
+      if (!parts) extremes.see(part[s]);
+      encode_run<Config>(output, tiles.row(tile), tiles.column(tile, s), tiles.valid(tile, s), part[s],
+                         x + slice * rows * pitch + tiles.row(tile) * pitch + tiles.column(tile, s), false,
+                         [&](int) { return near; }, [&](int) { return inverse; });
+    }
+  }
+  extremes.report_to(flags);
+}
+
+}  // namespace magicube

@@ -1,0 +1,134 @@
+// Quantization with a scale a column: a block has a few columns and a part of the rows.
+#pragma once
+
+#include "convert/quantize.cuh"
+
+namespace magicube {
+
+// What a block of the two kernels below has of (slices, rows, columns): lanes * kVec columns and every splits-th of the
+// groups of rows.
+template <class Q>
+struct ColumnTile {
+  int lanes, groups, lane, group;
+  int64_t tile, split, slice, column, valid;
+
+  __device__ ColumnTile(int64_t columns, int64_t tiles, int64_t splits, int64_t lanes_)
+      : lanes(int(lanes_)), groups(Q::kThreads / int(lanes_)), lane(int(threadIdx.x) & (int(lanes_) - 1)),
+        group(int(threadIdx.x) / int(lanes_)), tile(blockIdx.x % uint32_t(tiles)),
+        split(blockIdx.x / uint32_t(tiles) % uint32_t(splits)), slice(blockIdx.x / uint32_t(tiles) / uint32_t(splits)),
+        column((tile * lanes + lane) * Q::kVec), valid(columns - column) {}
+
+  __device__ int columns() const { return lanes * Q::kVec; }
+
+  // Rows of this thread, kSteps at a time: body(row, its entries), row < rows. Backwards in the second pass: the first
+  // one left the last rows in the second-level cache.
+  template <class Body>
+  __device__ void each_row(const typename Q::Source* slice_at, int64_t pitch, int64_t rows, int64_t splits, int64_t passes,
+                           bool vector, bool backwards, Body&& body) const {
+    const int64_t step = splits * groups, first = split * groups + group;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t row = first + (backwards ? passes - 1 - pass : pass) * step * Q::kSteps;
+      alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
+      CUTE_UNROLL
+      for (int s = 0; s < Q::kSteps; ++s) {
+        const int64_t at = row + s * step;
+        load<Q>(slice_at + at * pitch + column, at < rows ? valid : 0, vector, part[s]);
+      }
+      CUTE_UNROLL
+      for (int s = 0; s < Q::kSteps; ++s) {
+        if (row + s * step < rows) body(row + s * step, part[s]);
+      }
+    }
+  }
+
+  // The groups' maxima of each column; the thread of index c < columns() gets that of the tile's column c.
+  __device__ typename Q::Bits meet(const typename Q::Bits (&top)[Q::kVec], typename Q::Bits* shared) const {
+    CUTE_UNROLL
+    for (int i = 0; i < Q::kVec; ++i) shared[threadIdx.x * Q::kVec + i] = top[i];  // (groups, columns)
+    __syncthreads();
+    typename Q::Bits most = 0;
+    if (int(threadIdx.x) < columns()) {
+      for (int g = 0; g < groups; ++g) {
+        const auto other = shared[g * columns() + threadIdx.x];
+        most = other > most ? other : most;
+      }
+    }
+    return most;
+  }
+};
+
+// Largest magnitudes of columns, one of `splits` parts of the rows by each block.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+absmax_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
+               int64_t passes, int64_t lanes, typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
+  wait_for_predecessor();
+  using Q = Quantizer<Config>;
+  static_assert(Q::kTileColumns <= Q::kThreads, "a thread for each column of a tile");
+  __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
+  const ColumnTile<Q> own(columns, tiles, splits, lanes);
+  Extremes<Q> extremes;
+  typename Q::Bits top[Q::kVec] = {};
+  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, false,
+               [&](int64_t, const typename Q::Source (&part)[Q::kVec]) {
+                 CUTE_UNROLL
+                 for (int i = 0; i < Q::kVec; ++i) extremes.see(part[i], top[i]);
+               });
+  CUTE_UNROLL
+  for (int i = 0; i < Q::kVec; ++i) extremes.top = top[i] > extremes.top ? top[i] : extremes.top;
+  extremes.report_to(flags);
+  const auto most = own.meet(top, shared);
+  const int64_t column = own.tile * own.columns() + threadIdx.x;
+  if (int(threadIdx.x) < own.columns() && column < columns) {
+    partials[(own.slice * splits + own.split) * columns + column] = most;  // (slices, splits, columns)
+  }
+}
+
+// Integers of columns whose scales are given, or follow from `parts` partial maxima a column.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
+               int64_t passes, int64_t lanes, const typename Quantizer<Config>::Bits* partials, int64_t parts,
+               typename Quantizer<Config>::Real* scales, uint8_t* out, int64_t out_pitch, int* flags,
+               int64_t vector_loads, int64_t vector_stores) {
+  wait_for_predecessor();
+  using Q = Quantizer<Config>;
+  using Real = typename Q::Real;
+  __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
+  __shared__ Real shared_scales[Q::kTileColumns];
+  const ColumnTile<Q> own(columns, tiles, splits, lanes);
+  typename Q::Bits top[Q::kVec] = {};
+#pragma unroll 4
+  for (int p = own.group; p < int(parts); p += own.groups) {
+    CUTE_UNROLL
+    for (int i = 0; i < Q::kVec; ++i) {
+      const auto other = i < own.valid ? partials[(own.slice * parts + p) * columns + own.column + i] : 0;
+      top[i] = other > top[i] ? other : top[i];
+    }
+  }
+  const auto most = own.meet(top, shared);
+  const int64_t column = own.tile * own.columns() + threadIdx.x;
+  if (int(threadIdx.x) < own.columns() && column < columns) {
+    Real* at = scales + own.slice * columns + column;  // (slices, columns)
+    const Real scale = parts ? scale_of<Real, Range<Config>::kHigh>(most) : *at;
+    if (parts && own.split == 0) *at = scale;
+    shared_scales[threadIdx.x] = scale;
+  }
+  __syncthreads();
+  const Real* own_scales = shared_scales + own.lane * Q::kVec;
+  FloatInverse near[Q::kVec];
+  CUTE_UNROLL
+  for (int i = 0; i < Q::kVec; ++i) near[i] = FloatInverse(i < own.valid ? own_scales[i] : Real(1));
+  const Output output{out + own.slice * rows * out_pitch, out_pitch, vector_stores != 0};
+  Extremes<Q> extremes;
+  own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, true,
+               [&](int64_t row, const typename Q::Source (&part)[Q::kVec]) {
+                 if (!parts) extremes.see(part);
+                 encode_run<Config>(output, row, own.column, own.valid, part, x + (own.slice * rows + row) * pitch + own.column,
+                                    false, [&](int i) { return near[i]; },
+                                    [&](int i) { return i < own.valid ? inverse_of(own_scales[i]) : 0.0; });
+               });
+  extremes.report_to(flags);
+}
+
+}  // namespace magicube

@@ -1,0 +1,138 @@
+// The engine on AVX2: bytes widen to 16 bits, and vpmaddwd adds pairs of products exactly.
+#include <immintrin.h>
+
+#include "dense_to_sparse.hpp"
+#include "digits.hpp"
+#include "quantize.hpp"
+#include "sddmm.hpp"
+#include "spmm.hpp"
+
+namespace {
+
+inline __m256i widen(__m128i bytes, bool is_signed) {
+  return is_signed ? _mm256_cvtepi8_epi16(bytes) : _mm256_cvtepu8_epi16(bytes);
+}
+
+struct Avx2 {
+  static constexpr bool kOffset = false;
+  static constexpr int kChunkGroups = 32;  // their quads fill half of a first-level cache
+  static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16: [pair of k][chunk of 8 columns][column][k]
+  static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
+
+  // unpacklo/hi work inside 128-bit lanes: of 16 columns, vector 0 holds 0-3 and 8-11, vector 1 holds 4-7 and 12-15.
+  static int column_of(int chunk) {
+    constexpr int kOrder[4] = {0, 8, 4, 12};
+    return chunk / 4 * 16 + kOrder[chunk % 4];
+  }
+
+  static constexpr bool kStreams = true;
+
+  static void store(void* to, __m256i value, bool streams) {
+    if (streams) _mm256_stream_si256(static_cast<__m256i*>(to), value);
+    else _mm256_storeu_si256(static_cast<__m256i*>(to), value);
+  }
+
+  // One row of sums, less the offset, in column order; streamed lines are whole ones.
+  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool streams) {
+    const __m256i less = _mm256_set1_epi32(offset);
+    const auto* from = reinterpret_cast<const __m256i*>(sums);
+    for (int n = 0; n < 8; n += 2) {
+      const __m256i a = _mm256_sub_epi32(_mm256_load_si256(from + n), less);
+      const __m256i b = _mm256_sub_epi32(_mm256_load_si256(from + n + 1), less);
+      store(out + n * 8, _mm256_permute2x128_si256(a, b, 0x20), streams);
+      store(out + n * 8 + 8, _mm256_permute2x128_si256(a, b, 0x31), streams);
+    }
+  }
+
+  static void stream(const uint8_t* from, uint8_t* to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 32) {
+      store(to + i, _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i)), true);
+    }
+  }
+
+  static void finish_streams() { _mm_sfence(); }  // streamed results are in place before another thread reads them
+
+  static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
+    auto* to = reinterpret_cast<__m256i*>(quads);
+    for (int pair = 0; pair < groups * 2; ++pair, to += 8) {
+      const int32_t c0 = columns[pair * 2], c1 = columns[pair * 2 + 1];
+      const uint8_t* row0 = panel + int64_t{c0} * kPanel;
+      const uint8_t* row1 = panel + int64_t{c1} * kPanel;
+      for (int n = 0; n < 4; ++n) {
+        const __m256i k0 = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(row0) + n), b_signed);  // (16)
+        const __m256i k1 = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(row1) + n), b_signed);  // (16)
+        _mm256_store_si256(to + 2 * n, _mm256_unpacklo_epi16(k0, k1));                                   // (8, 2)
+        _mm256_store_si256(to + 2 * n + 1, _mm256_unpackhi_epi16(k0, k1));                               // (8, 2)
+      }
+    }
+  }
+
+  template <int Rows>
+  static void strip_rows(const Strip& s, int first) {
+    const int groups = s.groups, stride = s.stride;
+    alignas(8) int16_t a[kChunkGroups][Rows][kQuad];
+    for (int g = 0; g < groups; ++g) {
+      const uint8_t* at = s.values + first * stride + int64_t{g * kQuad / stride} * stride * s.vector_length + g * kQuad % stride;
+      for (int r = 0; r < Rows; ++r) {
+        for (int i = 0; i < kQuad; ++i) {
+          const uint8_t byte = at[r * stride + i];
+          a[g][r][i] = s.a_signed ? static_cast<int8_t>(byte) : static_cast<int16_t>(byte);
+        }
+      }
+    }
+    for (int n = 0; n < 8; n += 2) {
+      __m256i sum[Rows][2];
+      for (int r = 0; r < Rows; ++r) {
+        auto* from = reinterpret_cast<const __m256i*>(s.sums + (first + r) * kPanel) + n;
+        sum[r][0] = s.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
+        sum[r][1] = s.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from + 1);
+      }
+      const auto* b = reinterpret_cast<const __m256i*>(s.scratch) + n;
+      for (int pair = 0; pair < groups * 2; ++pair, b += 8) {
+        const __m256i b0 = _mm256_load_si256(b), b1 = _mm256_load_si256(b + 1);
+        for (int r = 0; r < Rows; ++r) {
+          int32_t both;
+          std::memcpy(&both, &a[pair / 2][r][pair % 2 * 2], 4);
+          const __m256i left = _mm256_set1_epi32(both);
+          sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(left, b0));
+          sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(left, b1));
+        }
+      }
+      for (int r = 0; r < Rows; ++r) {
+        auto* to = reinterpret_cast<__m256i*>(s.sums + (first + r) * kPanel) + n;
+        _mm256_store_si256(to, sum[r][0]);
+        _mm256_store_si256(to + 1, sum[r][1]);
+      }
+    }
+  }
+
+  static void strip(const Strip& at) {
+    gather(at.panel, at.columns, at.groups, at.b_signed, at.scratch);
+    for (int first = 0; first + 4 <= at.rows; first += 4) strip_rows<4>(at, first);
+    if (at.rows == 2) strip_rows<2>(at, 0);
+    if (at.rows == 1) strip_rows<1>(at, 0);
+  }
+
+  static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
+                   bool x_signed, bool y_signed, int32_t part[4][4]) {
+    for (int i = 0; i < rows; ++i) {
+      __m256i sum[4] = {};
+      for (int64_t k = 0; k < count; k += 16) {
+        const __m256i left = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(x + i * pitch + k)), x_signed);
+        for (int j = 0; j < 4; ++j) {
+          const __m256i right = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(y[j] + k0 + k)), y_signed);
+          sum[j] = _mm256_add_epi32(sum[j], _mm256_madd_epi16(left, right));
+        }
+      }
+      const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]), _mm256_hadd_epi32(sum[2], sum[3]));
+      const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(part[i]), four);
+    }
+  }
+};
+
+}  // namespace
+
+namespace magicube {
+const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress, Avx2::kScratchBytes};
+}

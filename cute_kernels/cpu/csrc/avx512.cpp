@@ -1,0 +1,188 @@
+// The engine on AVX512-VNNI: vpdpbusd multiplies unsigned by signed bytes, four k a 32-bit lane.
+//
+// The dense operand is staged in offset form (unsigned). A signed digit of the sparse operand is the signed side; for an
+// unsigned digit the dense bytes become signed again (x ^ 0x80) and the sparse digit is the unsigned side.
+#include <immintrin.h>
+
+#include "dense_to_sparse.hpp"
+#include "digits.hpp"
+#include "quantize.hpp"
+#include "sddmm.hpp"
+#include "spmm.hpp"
+
+namespace {
+
+struct Avx512 {
+  static constexpr bool kOffset = true;
+  static constexpr bool kStreams = true;
+  static constexpr int kChunkGroups = 64;  // their panel rows fill half of a first-level cache
+  static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
+
+  // Lane l of vector q holds columns 16 l + 4 q and the three after it: what the unpacks below leave.
+  static int column_of(int chunk) { return chunk % 4 * 16 + chunk / 4 * 4; }
+
+  static void store(void* to, __m512i value, bool streams) {
+    if (streams) _mm512_stream_si512(static_cast<__m512i*>(to), value);
+    else _mm512_storeu_si512(to, value);
+  }
+
+  // One row of sums, less the offset, in column order: a transpose of four by four 128-bit lanes.
+  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool streams) {
+    __m512i s[4];
+    for (int q = 0; q < 4; ++q) s[q] = _mm512_sub_epi32(_mm512_load_si512(sums + q * 16), _mm512_set1_epi32(offset));
+    const __m512i low01 = _mm512_shuffle_i32x4(s[0], s[1], 0x44), low23 = _mm512_shuffle_i32x4(s[2], s[3], 0x44);
+    const __m512i high01 = _mm512_shuffle_i32x4(s[0], s[1], 0xee), high23 = _mm512_shuffle_i32x4(s[2], s[3], 0xee);
+    store(out, _mm512_shuffle_i32x4(low01, low23, 0x88), streams);
+    store(out + 16, _mm512_shuffle_i32x4(low01, low23, 0xdd), streams);
+    store(out + 32, _mm512_shuffle_i32x4(high01, high23, 0x88), streams);
+    store(out + 48, _mm512_shuffle_i32x4(high01, high23, 0xdd), streams);
+  }
+
+  static void stream(const uint8_t* from, uint8_t* to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) store(to + i, _mm512_load_si512(from + i), true);
+  }
+
+  static void finish_streams() { _mm_sfence(); }  // streamed results are in place before another thread reads them
+
+  // `eighth` is eight times the column; the addressing mode multiplies by the other eight.
+  static __m512i row(const uint8_t* panel, int32_t eighth) {
+    static_assert(kPanel == 64, "8 x 8");
+    return _mm512_load_si512(panel + int64_t{eighth} * 8);
+  }
+
+  template <bool Signed>
+  static __m512i multiply_add(__m512i sum, __m512i sparse, __m512i dense) {
+    return Signed ? _mm512_dpbusd_epi32(sum, dense, sparse) : _mm512_dpbusd_epi32(sum, sparse, dense);
+  }
+
+  template <bool Signed>
+  static __m512i dense_side(__m512i bytes) {
+    return Signed ? bytes : _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80)));
+  }
+
+  // Vectors First, ... of the quads that four panel rows give: two unpacks of bytes and two of pairs for every two.
+  template <bool Signed, int First, int Vectors>
+  static void interleave(const __m512i k[4], __m512i b[Vectors]) {
+    for (int q = 0; q < Vectors; q += 2) {
+      const bool high = First + q == 2;
+      const __m512i k01 = high ? _mm512_unpackhi_epi8(k[0], k[1]) : _mm512_unpacklo_epi8(k[0], k[1]);  // (4, 8, 2)
+      const __m512i k23 = high ? _mm512_unpackhi_epi8(k[2], k[3]) : _mm512_unpacklo_epi8(k[2], k[3]);  // (4, 8, 2)
+      b[q] = dense_side<Signed>(_mm512_unpacklo_epi16(k01, k23));                                      // (4, 4, 4)
+      b[q + 1] = dense_side<Signed>(_mm512_unpackhi_epi16(k01, k23));                                  // (4, 4, 4)
+    }
+  }
+
+  // Rows x Vectors accumulators fill half of the registers; the quads live in registers only. Writing them out for a
+  // second use costs more than making them again: the loads that follow stall behind stores 4 KiB away.
+  // The accumulators are an array only in name: every loop over them must unroll, or the compiler keeps it in memory.
+  template <int Rows, bool Signed, int First, int Vectors>
+  static void pass(const Strip& at) {
+    __m512i sum[Rows][Vectors];
+    int32_t* const sums = at.sums + First * 16;
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+      for (int q = 0; q < Vectors; ++q) {
+        sum[r][q] = at.fresh ? _mm512_setzero_si512() : _mm512_load_si512(sums + r * kPanel + q * 16);
+      }
+    }
+    const auto* columns = reinterpret_cast<const int32_t*>(at.scratch);
+    const uint8_t* const panel = at.panel;
+    const int64_t stride = at.stride, skip = stride * (at.vector_length - 1);
+    const uint8_t *values = at.values, *values3 = values + 3 * stride;  // x86 adds 0, 1 or 2 strides in a load
+    int in_block = at.stride / kQuad;
+    for (int groups = at.groups; groups > 0; --groups, columns += kQuad) {
+      const __m512i k[4] = {row(panel, columns[0]), row(panel, columns[1]), row(panel, columns[2]),
+                            row(panel, columns[3])};  // (4, 64)
+      __m512i b[Vectors];
+      interleave<Signed, First, Vectors>(k, b);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        int32_t four;
+        std::memcpy(&four, r < 3 ? values + r * stride : values3 + (r - 3) * stride, 4);
+        const __m512i a = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+        for (int q = 0; q < Vectors; ++q) sum[r][q] = multiply_add<Signed>(sum[r][q], a, b[q]);
+      }
+      values += kQuad;
+      values3 += kQuad;
+      if (__builtin_expect(--in_block == 0, 0)) {  // off the straight path: a second jump a group costs 5%
+        values += skip;
+        values3 += skip;
+        in_block = at.stride / kQuad;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+      for (int q = 0; q < Vectors; ++q) _mm512_store_si512(sums + r * kPanel + q * 16, sum[r][q]);
+    }
+  }
+
+  template <bool Signed>
+  static void strip_as(const Strip& at) {
+    if (at.rows == 8) {
+      pass<8, Signed, 0, 2>(at);
+      pass<8, Signed, 2, 2>(at);
+    } else if (at.rows == 4) {
+      pass<4, Signed, 0, 4>(at);
+    } else if (at.rows == 2) {
+      pass<2, Signed, 0, 4>(at);
+    } else {
+      pass<1, Signed, 0, 4>(at);
+    }
+  }
+
+  static void strip(const Strip& at) {
+    for (int g = 0; g < at.groups; g += 4) {  // a block holds at least sixteen columns
+      const __m512i columns = _mm512_loadu_si512(at.columns + g * kQuad);
+      _mm512_store_si512(at.scratch + g * kQuad * 4, _mm512_slli_epi32(columns, 3));
+    }
+    at.a_signed ? strip_as<true>(at) : strip_as<false>(at);
+  }
+
+  // Sixteen lanes of each of four vectors to four totals.
+  static __m128i totals(const __m512i* sum) {
+    const __m512i low = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0], sum[1]), _mm512_unpackhi_epi32(sum[0], sum[1]));
+    const __m512i high = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[2], sum[3]), _mm512_unpackhi_epi32(sum[2], sum[3]));
+    const __m512i both = _mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  }
+
+  template <int Rows, bool Signed>
+  static void dot_rows(const uint8_t* x, int64_t pitch, const uint8_t* const* y, int64_t k0, int64_t count,
+                       int32_t part[4][4]) {
+    __m512i sum[Rows][4];
+    for (int i = 0; i < Rows; ++i) {
+      for (int j = 0; j < 4; ++j) sum[i][j] = _mm512_setzero_si512();
+    }
+    for (int64_t k = 0; k < count; k += 64) {
+      __m512i right[4];
+      for (int j = 0; j < 4; ++j) right[j] = dense_side<Signed>(_mm512_load_si512(y[j] + k0 + k));
+      for (int i = 0; i < Rows; ++i) {
+        const __m512i left = _mm512_load_si512(x + i * pitch + k);
+        for (int j = 0; j < 4; ++j) sum[i][j] = multiply_add<Signed>(sum[i][j], left, right[j]);
+      }
+    }
+    for (int i = 0; i < Rows; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(part[i]), totals(sum[i]));
+  }
+
+  static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
+                   bool x_signed, bool, int32_t part[4][4]) {
+    for (int i = 0; i < rows;) {  // a last vector row may be cut to three rows
+      const int here = rows - i == 4 ? 4 : rows - i >= 2 ? 2 : 1;
+      const uint8_t* at = x + i * pitch;
+      if (here == 4) x_signed ? dot_rows<4, true>(at, pitch, y, k0, count, part + i) : dot_rows<4, false>(at, pitch, y, k0, count, part + i);
+      else if (here == 2) x_signed ? dot_rows<2, true>(at, pitch, y, k0, count, part + i) : dot_rows<2, false>(at, pitch, y, k0, count, part + i);
+      else x_signed ? dot_rows<1, true>(at, pitch, y, k0, count, part + i) : dot_rows<1, false>(at, pitch, y, k0, count, part + i);
+      i += here;
+    }
+  }
+};
+
+}  // namespace
+
+namespace magicube {
+const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress, Avx512::kScratchBytes};
+}

@@ -1,0 +1,237 @@
+// Digit planes of a float32 matrix and their scales, by one of two rules.
+//
+// Single: x = scale (q0 + q1 / radix + q2 / radix^2), all in float32, the operations of gemm_digits.py in their order.
+// Exact: the quotient x / scale in double, as correctly rounded as a division gives it, then its two digits; those of
+// residual/operand/decompose.py.
+#pragma once
+
+#include <cmath>
+
+#include "scaled_rows.hpp"
+
+namespace {  // compiled once per instruction set
+
+using magicube::DigitsArgs;
+
+// Nearest integer, ties to even, of numbers far smaller than the constant.
+inline float nearest(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+inline double nearest(double x) { return (x + 0x1.8p52) - 0x1.8p52; }
+inline double truncated(double x) { return static_cast<double>(static_cast<int32_t>(x)); }
+
+inline float masked(float x, float mask) { return from_bits<float>(bits_of(x) & bits_of(mask)); }
+
+template <class T>
+inline int8_t byte(T integer) {
+  return static_cast<int8_t>(static_cast<int32_t>(integer));
+}
+
+template <class T>
+inline T between(T low, T x, T high) {
+  x = x > low ? x : low;
+  return x < high ? x : high;
+}
+
+template <bool Fused>
+struct Quotient;
+template <>
+struct Quotient<false> {
+  static double of(double x, double y, double) { return x / y; }
+  static float less(float x, float q, float unit) {  // exact in double, then rounded once
+    return static_cast<float>(static_cast<double>(x) - static_cast<double>(q) * static_cast<double>(unit));
+  }
+};
+// Markstein: with the correctly rounded inverse of y and a quotient within one unit of the last place, one correction
+// by a fused remainder gives the correctly rounded quotient; the correction before it brings it that near.
+template <>
+struct Quotient<true> {
+  static double of(double x, double y, double inverse) {
+    double q = x * inverse;
+    q = __builtin_fma(__builtin_fma(-q, y, x), inverse, q);
+    return __builtin_fma(__builtin_fma(-q, y, x), inverse, q);
+  }
+  static float less(float x, float q, float unit) { return __builtin_fmaf(-q, unit, x); }
+};
+#ifdef __FMA__
+using Divide = Quotient<true>;
+#else
+using Divide = Quotient<false>;
+#endif
+
+// What both rules share: the matrix, its maxima, and where factors of lines lie, kFactors arrays one after the other.
+template <class Factor, int kFactors>
+class DigitWork {
+ public:
+  using Int = Bits<float>::Int;
+
+  DigitWork(const DigitsArgs& arguments, Team& team)
+      : args(arguments), lines_(mode() == magicube::kScaleColumns ? columns() : 1) {
+    const bool own = mode() == magicube::kScaleRows;
+    auto* at = own ? own_ : reinterpret_cast<Factor*>(slice_factors(team, lines_, sizeof(Int)));
+    for (int f = 0; f < kFactors; ++f) factors[f] = at + f * (own ? 1 : lines_);
+  }
+
+  int64_t rows() const { return args.rows; }
+  int64_t columns() const { return args.columns; }
+  int mode() const { return args.scale_mode; }
+
+  Int see_row(int64_t i, Int top) const {
+    const float* x = row(i);
+    for (int64_t j = 0; j < args.columns; ++j) {
+      const Int bits = magnitude(x[j]);
+      top = bits > top ? bits : top;
+    }
+    return top;
+  }
+
+  void see_columns(int64_t i, Int* __restrict tops) const {
+    const float* __restrict x = row(i);
+    for (int64_t j = 0; j < args.columns; ++j) {
+      const Int bits = magnitude(x[j]);
+      tops[j] = bits > tops[j] ? bits : tops[j];
+    }
+  }
+
+ protected:
+  const float* row(int64_t i) const { return args.x + i * args.row_elements; }
+  int8_t* plane(int index, int64_t i) const { return args.planes + index * args.plane_bytes + i * args.out_row_bytes; }
+  int64_t slot(int64_t line) const { return mode() == magicube::kScaleRows ? 0 : line; }
+
+  const DigitsArgs& args;
+  Factor* factors[kFactors];
+
+ private:
+  const int64_t lines_;
+  Factor own_[kFactors];  // of the row in work
+};
+
+class SingleDigits : public DigitWork<float, 4> {
+ public:
+  using DigitWork::DigitWork;
+
+  // Factors: lift, inverse of the lifted scale, lifted scale, and as a mask all bits, or none where an entry is not
+  // finite. Lines of tiny numbers are lifted by 2^100, so that nothing below but the scale is denormal.
+  void set(int64_t line, Int top) {
+    const float scale = scale_of(top);
+    static_cast<float*>(args.scale)[line] = scale;
+    const float lift = scale * 128.0f < 0x1p-100f ? 0x1p100f : 1.0f;
+    const bool finite = scale == scale;
+    raise(args.flags, !finite, magicube::kNonFinite);
+    const int64_t at = slot(line);
+    factors[0][at] = finite ? lift : 1.0f;
+    factors[2][at] = finite ? scale * lift : 1.0f;
+    factors[1][at] = 1.0f / factors[2][at];
+    factors[3][at] = from_bits<float>(finite ? ~0 : 0);
+  }
+
+  void encode(int64_t i) const {
+    const bool by_columns = mode() == magicube::kScaleColumns;
+    if (args.count == 1) by_columns ? encode_as<1, true>(i) : encode_as<1, false>(i);
+    else if (args.count == 2) by_columns ? encode_as<2, true>(i) : encode_as<2, false>(i);
+    else by_columns ? encode_as<3, true>(i) : encode_as<3, false>(i);
+  }
+
+ private:
+  // Rounded up, so that the leading digit stays in range; 1 for zeros, NaN where an entry is not finite.
+  float scale_of(Int largest) const {
+    if (largest >= Bits<float>::kInfinity) return NAN;
+    const double top = from_bits<float>(largest);
+    if (top == 0.0) return 1.0f;
+    auto scale = static_cast<float>(top / args.high);
+    if (args.power) {
+      int exponent;
+      const double mantissa = frexp(top / args.high, &exponent);
+      scale = static_cast<float>(ldexp(1.0, exponent - (mantissa == 0.5)));
+    } else if (static_cast<double>(scale) * args.high < top) {
+      scale = nextafterf(scale, HUGE_VALF);
+    }
+    return scale > Bits<float>::kSmallest ? scale : Bits<float>::kSmallest;
+  }
+
+  template <int Count, bool ByColumns>
+  void encode_as(int64_t i) const {
+    split<Count, ByColumns>(row(i), factors[0], factors[1], factors[2], factors[3], args, args.columns, plane(0, i),
+                            plane(Count > 1 ? 1 : 0, i), plane(Count > 2 ? 2 : 0, i));
+  }
+
+  // A function of its own: compilers believe in `restrict` where it is a parameter's.
+  template <int Count, bool ByColumns>
+  static void split(const float* __restrict x, const float* __restrict lifts, const float* __restrict inverses,
+                    const float* __restrict units, const float* __restrict masks, const DigitsArgs& rule, int64_t count,
+                    int8_t* __restrict first, int8_t* __restrict second, int8_t* __restrict third) {
+    const float radix = rule.radix, part = 1.0f / radix, low = -0.5f * radix, high = 0.5f * radix - 1.0f;
+    const float ahead0 = rule.ahead[0], ahead1 = rule.ahead[1];
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t line = ByColumns ? j : 0;
+      float unit = units[line], inverse = inverses[line];
+      float rest = masked(x[j] * lifts[line], masks[line]);
+      float q = nearest(Count == 3 ? rest * inverse + ahead0 : rest * inverse);
+      first[j] = byte(q);
+      if constexpr (Count > 1) {
+        rest = Divide::less(rest, q, unit);
+        inverse *= radix;
+        unit *= part;
+        q = between(low, nearest(Count == 3 ? rest * inverse + ahead1 : rest * inverse), high);
+        second[j] = byte(q);
+      }
+      if constexpr (Count > 2) {
+        rest = Divide::less(rest, q, unit);
+        third[j] = byte(between(low, nearest(rest * (inverse * radix)), high));
+      }
+    }
+  }
+};
+
+class ExactDigits : public DigitWork<double, 2> {
+ public:
+  using DigitWork::DigitWork;
+
+  // Factors: scale and its inverse.
+  void set(int64_t line, Int top) {
+    raise(args.flags, top >= Bits<float>::kInfinity, magicube::kNonFinite);
+    const double scale = static_cast<double>(from_bits<float>(top)) / args.high;
+    static_cast<double*>(args.scale)[line] = factors[0][slot(line)] = scale > 0.0 ? scale : 1.0;
+    factors[1][slot(line)] = 1.0 / factors[0][slot(line)];
+  }
+
+  void encode(int64_t i) const {
+    if (mode() == magicube::kScaleColumns) args.truncate ? encode_as<true, true>(i) : encode_as<false, true>(i);
+    else args.truncate ? encode_as<true, false>(i) : encode_as<false, false>(i);
+  }
+
+ private:
+  template <bool Truncate, bool ByColumns>
+  void encode_as(int64_t i) const {
+    split<Truncate, ByColumns>(row(i), factors[0], factors[1], args.limit, args.radix, args.columns, plane(0, i), plane(1, i));
+  }
+
+  template <bool Truncate, bool ByColumns>
+  static void split(const float* __restrict x, const double* __restrict scales, const double* __restrict inverses,
+                    double limit, double steps, int64_t count, int8_t* __restrict first, int8_t* __restrict second) {
+    constexpr double kHair = 1 + 0x1p-49;  // the division may end a hair below an integer, the maximum's own, say
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t line = ByColumns ? j : 0;
+      const double ratio = Divide::of(x[j], scales[line], inverses[line]);
+      const double digit = Truncate ? truncated(ratio * kHair) : nearest(ratio);
+      const double rest = (ratio - digit) * steps;  // within one step, or half of one, either way
+      first[j] = byte(digit);
+      if constexpr (Truncate) {
+        second[j] = byte(rest);
+      } else {
+        const double low = nearest(rest);
+        second[j] = byte(low < limit ? low : limit);
+      }
+    }
+  }
+};
+
+void digits(const DigitsArgs& args, Team& team) {
+  if (args.exact) {
+    ExactDigits work(args, team);
+    over_slices(work, team);
+  } else {
+    SingleDigits work(args, team);
+    over_slices(work, team);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,77 @@
+// The engine in plain C++: every machine, and the yardstick for the other two.
+#include "dense_to_sparse.hpp"
+#include "digits.hpp"
+#include "quantize.hpp"
+#include "sddmm.hpp"
+#include "spmm.hpp"
+
+namespace {
+
+struct Portable {
+  static constexpr bool kOffset = false;
+  static constexpr int kChunkGroups = 32;
+  static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16 quads, [column][k]
+  static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
+
+  static constexpr bool kStreams = false;
+
+  static int column_of(int chunk) { return 4 * chunk; }
+
+  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool) {
+    for (int n = 0; n < kPanel; ++n) {  // sums may have wrapped on the way to a result that fits
+      out[n] = static_cast<int32_t>(static_cast<uint32_t>(sums[n]) - static_cast<uint32_t>(offset));
+    }
+  }
+
+  static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
+    auto* to = reinterpret_cast<int16_t*>(quads);
+    for (int g = 0; g < groups; ++g, to += kPanel * kQuad) {
+      for (int i = 0; i < kQuad; ++i) {
+        const uint8_t* from = panel + int64_t{columns[g * kQuad + i]} * kPanel;
+        for (int n = 0; n < kPanel; ++n) {
+          to[n * kQuad + i] = b_signed ? static_cast<int8_t>(from[n]) : static_cast<int16_t>(from[n]);
+        }
+      }
+    }
+  }
+
+  static void strip(const Strip& s) {
+    if (s.fresh) std::memset(s.sums, 0, static_cast<size_t>(s.rows) * kPanel * sizeof(int32_t));
+    gather(s.panel, s.columns, s.groups, s.b_signed, s.scratch);
+    for (int g = 0; g < s.groups; ++g) {
+      const auto* b = reinterpret_cast<const int16_t*>(s.scratch) + int64_t{g} * kPanel * kQuad;
+      const int64_t at = int64_t{g * kQuad / s.stride} * s.stride * s.vector_length + g * kQuad % s.stride;
+      for (int r = 0; r < s.rows; ++r) {
+        const uint8_t* bytes = s.values + at + r * s.stride;
+        int32_t a[kQuad];
+        for (int i = 0; i < kQuad; ++i) a[i] = s.a_signed ? static_cast<int8_t>(bytes[i]) : int32_t{bytes[i]};
+        int32_t* sum = s.sums + r * kPanel;
+        for (int n = 0; n < kPanel; ++n) {
+          const int32_t product = a[0] * b[n * 4] + a[1] * b[n * 4 + 1] + a[2] * b[n * 4 + 2] + a[3] * b[n * 4 + 3];
+          sum[n] = static_cast<int32_t>(static_cast<uint32_t>(sum[n]) + static_cast<uint32_t>(product));
+        }
+      }
+    }
+  }
+
+  static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
+                   bool x_signed, bool y_signed, int32_t part[4][4]) {
+    for (int i = 0; i < rows; ++i) {
+      for (int j = 0; j < 4; ++j) {
+        const uint8_t *a = x + i * pitch, *b = y[j] + k0;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < count; ++k) {
+          const int left = x_signed ? static_cast<int8_t>(a[k]) : int{a[k]};
+          sum += left * (y_signed ? static_cast<int8_t>(b[k]) : int{b[k]});
+        }
+        part[i][j] = sum;
+      }
+    }
+  }
+};
+
+}  // namespace
+
+namespace magicube {
+const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress, Portable::kScratchBytes};
+}

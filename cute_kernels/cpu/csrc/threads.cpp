@@ -1,0 +1,148 @@
+// Threads, barriers and workspace of one engine call.
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "engine.hpp"
+#include "thread_pool.hpp"
+
+namespace magicube {
+namespace {
+
+constexpr int64_t kWorkspaceShare = 8;  // panels for the threads' own use take at most one part in eight of B
+
+struct Aligned {
+  explicit Aligned(int64_t bytes)
+      : data(bytes ? static_cast<uint8_t*>(std::aligned_alloc(64, static_cast<size_t>(bytes))) : nullptr) {
+    if (bytes && !data) throw std::bad_alloc();
+  }
+  Aligned(const Aligned&) = delete;
+  Aligned& operator=(const Aligned&) = delete;
+  ~Aligned() { std::free(data); }
+  uint8_t* data;
+};
+
+struct Common {
+  std::atomic<int64_t> tickets{0};
+  std::atomic<int> arrived{0};
+  std::atomic<int> generation{0};
+};
+
+class Member final : public Team {
+ public:
+  Member(Common& common, int rank, int size, uint8_t* shared, uint8_t* local)
+      : common_(common), rank_(rank), size_(size), shared_(shared), local_(local) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  int64_t ticket() override { return common_.tickets.fetch_add(1, std::memory_order_relaxed); }
+  uint8_t* shared() const override { return shared_; }
+  uint8_t* local() const override { return local_; }
+
+  void barrier() override {
+    const int generation = common_.generation.load(std::memory_order_acquire);
+    if (common_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      common_.arrived.store(0, std::memory_order_relaxed);
+      common_.tickets.store(0, std::memory_order_relaxed);
+      common_.generation.store(generation + 1, std::memory_order_release);
+      return;
+    }
+    spin_until([&] { return common_.generation.load(std::memory_order_acquire) != generation; });
+  }
+
+ private:
+  Common& common_;
+  int rank_, size_;
+  uint8_t* shared_;
+  uint8_t* local_;
+};
+
+// The OpenMP threads that torch works with. With two pools each finds the cores taken on which the other's threads look out
+// for work. The runtime does not survive a fork, and may be another one than GNU's, without these names.
+struct OpenMp {
+  using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  using Number = int (*)();
+  Region parallel = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  Number rank = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
+  Number size = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
+
+  static const OpenMp& get() {
+    static const OpenMp found;
+    return found;
+  }
+  bool usable() const { return parallel && rank && size && !forks(); }
+};
+
+const int kForksBefore = forks();  // it counts from here on
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+int spmm_staged_panels(const SpmmArgs& args, int threads) {
+  return threads * kPanel * kWorkspaceShare <= args.n * args.batch ? threads : 1;
+}
+
+int64_t spmm_panel_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.b.digits(); }
+
+int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes) {
+  const int64_t sums = int64_t{args.a.digits()} * args.b.digits() * args.a.vector_length * kPanel * 4;
+  const int64_t totals = int64_t{args.a.vector_length} * kPanel * 8;
+  return scratch_bytes + sums + totals;
+}
+
+int64_t sddmm_staged_rows(const SddmmArgs& args) {
+  const int64_t row_bytes = round_up(args.inner, 64) * args.y.digits();
+  int64_t rows = row_bytes ? kStagedBytes / row_bytes : args.n;
+  if (rows < 16) rows = 16;
+  return rows < args.n ? rows : args.n;
+}
+
+int64_t sddmm_shared_bytes(const SddmmArgs& args) {
+  return sddmm_staged_rows(args) * round_up(args.inner, 64) * args.y.digits();
+}
+
+int64_t sddmm_local_bytes(const SddmmArgs& args) {
+  return round_up(args.inner, 64) * args.vector_length * args.x.digits();
+}
+
+int64_t compress_mask_bytes(int64_t columns) { return round_up(columns, 64); }
+
+int64_t compress_local_bytes(const CompressArgs& args) {  // a mask and, with one to spare, its columns
+  return compress_mask_bytes(args.columns) + (args.lengths ? 0 : round_up((args.columns + 1) * 4, 64));
+}
+
+int64_t slice_maxima_bytes(int64_t lines, int64_t real_bytes) { return round_up(lines * real_bytes, 64); }
+
+int64_t slice_shared_bytes(int64_t lines, int64_t real_bytes, int threads) {
+  constexpr int64_t kFactorBytes = 16;  // four floats or two doubles a line
+  return slice_maxima_bytes(lines, real_bytes) * threads + round_up(lines * kFactorBytes, 64);
+}
+
+void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&),
+              const void* args) {
+  const Aligned shared(shared_bytes);
+  const Aligned local(local_bytes * threads);
+  Common common;
+  const auto run = [&](int rank, int size) {
+    Member member(common, rank, size, shared.data, local.data ? local.data + local_bytes * rank : nullptr);
+    body(args, member);
+  };
+  if (threads == 1) return run(0, 1);
+  const OpenMp& openmp = OpenMp::get();
+  if (openmp.usable()) {
+    auto region = [&] { run(openmp.rank(), openmp.size()); };  // may be fewer threads than asked for
+    using Call = decltype(region);
+    openmp.parallel([](void* call) { (*static_cast<Call*>(call))(); }, &region, static_cast<unsigned>(threads), 0);
+    return;
+  }
+  Pool& pool = OwnPool::get();
+  const int workers = pool.provide(threads - 1);
+  if (workers == 0) return run(0, 1);
+  auto job = [&](int rank) { run(rank, workers + 1); };
+  using Job = decltype(job);
+  pool.run(workers, [](void* context, int rank) { (*static_cast<Job*>(context))(rank); }, &job);
+}
+
+}  // namespace magicube

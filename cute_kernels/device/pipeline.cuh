@@ -1,0 +1,60 @@
+// A ring of tiles that the tensor copy engine fills and a block's warps empty (sm_90 on), the same for all blocks of a
+// cluster: kStages tiles, then a barrier for each full one and for each empty one.
+#pragma once
+
+#include "device/cluster.cuh"
+
+namespace magicube {
+
+template <class C, int kBytes>
+struct TileRing {
+  uint32_t base;
+
+  __device__ uint32_t full(int stage) const { return base + kBytes + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return base + kBytes + 8 * (C::kStages + stage); }
+
+  // Before any use, by all threads of the cluster: one thread fills a stage, kWarps warps of each block empty it.
+  __device__ void open() const {
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < C::kStages; ++stage) {
+        barrier_init(full(stage), 1);
+        barrier_init(empty(stage), C::kWarps * C::kCluster);
+      }
+      barrier_fence();
+    }
+    if constexpr (C::kCluster == 1) __syncthreads();
+    else cluster::meet_with_barriers();
+  }
+
+  // The stages' last uses are over, in all blocks, whose warps arrive at this block's barriers: it may end only then.
+  // parities: of each stage's fills.
+  __device__ void close(uint32_t parities) const {
+    if constexpr (C::kCluster == 1) return;
+    for (int stage = 0; stage < C::kStages; ++stage) barrier_wait(empty(stage), (parities >> stage & 1) ^ 1);
+  }
+
+  // A warp is done with a stage, and tells all blocks that fetch into it.
+  __device__ void release(int stage, int lane) const {
+    if constexpr (C::kCluster == 1) {
+      if (lane == 0) barrier_arrive(empty(stage));
+    } else {
+      if (lane < C::kCluster) cluster::arrive_at(empty(stage), lane);
+    }
+  }
+};
+
+// The stage of a tile, and the parity of each stage's uses so far.
+template <class C>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parities = 0;
+
+  __device__ uint32_t parity() const { return parities >> stage & 1; }
+  __device__ void advance() {
+    parities ^= 1u << stage;
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+  }
+  __device__ int before(int tiles) const { return stage >= tiles ? stage - tiles : stage + C::kStages - tiles; }
+};
+
+}  // namespace magicube

@@ -1,0 +1,1 @@
+"""Error estimates by probes, and statistics of operands."""

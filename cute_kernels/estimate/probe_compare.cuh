@@ -1,0 +1,140 @@
+// What a check says of a product: the Gram matrix of the differences of probes, and norms, from passes that estimate/probes.cuh makes.
+#pragma once
+
+#include "estimate/probes.cuh"
+
+namespace magicube {
+
+// How many of `scales` are NaN or belong to lines far from one, as seen by this thread; zeros do not.
+__device__ __forceinline__ double far_scales(const float* scales, int64_t count, float least, float most) {
+  const int64_t step = int64_t{gridDim.x} * kProbeThreads;
+  int far = 0;
+  for (int64_t i = int64_t{blockIdx.x} * kProbeThreads + threadIdx.x; i < count; i += step) {
+    const float scale = scales[i];
+    far += scale == 0.0f || (scale >= least && scale <= most) ? 0 : 1;
+  }
+  return far;
+}
+
+__device__ __forceinline__ double warp_sum(double value) {
+  CUTE_UNROLL
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+  return value;
+}
+
+constexpr int kGram = kProbes * kProbes, kOthers = 4, kComparison = kGram + kOthers;
+
+// What a check says of one probe and row: what the true product gives, what the product's does, and their difference.
+struct Judged {
+  double wanted, claimed, difference;
+};
+
+// A block's part of: the Gram matrix of the differences (16 x 16), the sums of squares of what is wanted and what is claimed,
+// the sum of what take(tile) returns, and the number of far scales. take(tile) makes the sums of a tile, and judged(probe,
+// row, place) says what they are, `place` the row in all. `out` (blocks, 260).
+template <class C, class Take, class Judge>
+__device__ __forceinline__ void judge_tiles(int64_t rows, uint8_t* shared, const float* left, int64_t left_count,
+                                            const float* right, int64_t right_count, float least, float most, double* out,
+                                            const Take& take, const Judge& judged) {
+  static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
+  using Tile = ProbeTile<C::kGroups>;
+  using Differences = double[kProbes][Tile::kRows + 1];
+  static_assert(sizeof(Differences) <= sizeof(ProbeParts), "they lie where the parts were");
+  Differences& difference = *reinterpret_cast<Differences*>(shared);
+  __shared__ double others[kOthers][kWarps];
+  const int i = threadIdx.x / kProbes % kProbes, j = threadIdx.x % kProbes;
+  double sums[kOthers] = {}, gram = 0.0;
+  for (int64_t tile = blockIdx.x; tile * Tile::kRows < rows; tile += gridDim.x) {
+    sums[2] += take(tile);
+    __syncthreads();
+    double differences[C::kGroups];
+    CUTE_UNROLL
+    for (int s = 0; s < C::kGroups; ++s) {
+      const int index = threadIdx.x + s * kProbeThreads, probe = index / Tile::kRows, row = index % Tile::kRows;
+      const Judged found = judged(probe, row, tile * Tile::kRows + row);
+      differences[s] = found.difference;
+      sums[0] += found.wanted * found.wanted;
+      sums[1] += found.claimed * found.claimed;
+    }
+    __syncthreads();
+    CUTE_UNROLL
+    for (int s = 0; s < C::kGroups; ++s) {
+      const int index = threadIdx.x + s * kProbeThreads;
+      difference[index / Tile::kRows][index % Tile::kRows] = differences[s];
+    }
+    __syncthreads();
+    double products[4] = {};  // one sum would wait for each addition
+    for (int row = 0; row < Tile::kRows; row += 4) {
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) products[r] += difference[i][row + r] * difference[j][row + r];
+    }
+    gram += (products[0] + products[1]) + (products[2] + products[3]);
+    __syncthreads();  // the rings may be written again
+  }
+  sums[3] = far_scales(left, left_count, least, most) + far_scales(right, right_count, least, most);
+  for (int s = 0; s < kOthers; ++s) {
+    const double sum = warp_sum(sums[s]);
+    if (threadIdx.x % 32 == 0) others[s][threadIdx.x / 32] = sum;
+  }
+  __syncthreads();
+  double* to = out + int64_t{blockIdx.x} * kComparison;
+  if (threadIdx.x < kGram) to[threadIdx.x] = gram;
+  if (threadIdx.x < kOthers) {
+    double sum = 0.0;
+    for (int warp = 0; warp < kWarps; ++warp) sum += others[threadIdx.x][warp];
+    to[kGram + threadIdx.x] = sum;
+  }
+}
+
+// judge_tiles of P and C W, and ||C||^2. `product` is P (16, y_pitch).
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
+             int64_t w_pitch, const float* product, int64_t y_pitch, const float* left, int64_t left_count,
+             const float* right, int64_t right_count, float least, float most, double* out) {
+  wait_for_predecessor();
+  extern __shared__ __align__(16) uint8_t shared[];
+  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
+  judge_tiles<C>(
+      rows, shared, left, left_count, right, right_count, least, most, out,
+      [&](int64_t tile) {
+        return probe_tile<C, false, true, Tops::kNone>(matrix, w, w_pitch, tile, shared, nullptr, nullptr);
+      },
+      [&](int probe, int row, int64_t place) {
+        const double claimed = parts.template sum<C::kGroups>(probe, row);
+        const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
+        return Judged{wanted, claimed, wanted - claimed};
+      });
+}
+
+// The sums (260) of the parts of all blocks (blocks, 260), always in one order. A block has 32 of them, and a warp every
+// sixteenth part.
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+sum_comparison(const double* parts, int64_t blocks, double* out) {
+  wait_for_predecessor();
+  __shared__ double sums[kWarps][32];
+  constexpr int kAtOnce = 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.x * 32 + lane;
+  const double* from = parts + (own < kComparison ? own : 0);
+  double found = 0.0;
+  for (int64_t block = warp; block < blocks; block += kAtOnce * kWarps) {
+    double some[kAtOnce];
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = block + i * kWarps;
+      some[i] = at < blocks ? from[at * kComparison] : 0.0;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) found += some[i];
+  }
+  sums[warp][lane] = found;
+  __syncthreads();
+  if (warp > 0 || own >= kComparison) return;
+  double sum = 0.0;
+  for (int i = 0; i < kWarps; ++i) sum += sums[i][lane];
+  out[own] = sum;
+}
+
+}  // namespace magicube

@@ -1,0 +1,358 @@
+// Y = X W for sixteen vectors W: one pass over a matrix, which may find the largest magnitudes of its rows or columns too.
+//
+// W lies vector by vector, (16, pitch), and so does Y, so that it can be the next W; both are zero-padded in rows to
+// a multiple of 32. A warp takes 16 columns of 32 rows of X at a time, as Y^T = W^T X^T on Tensor Cores: an entry is the sum
+// of two tf32 numbers, and of the four products of such pairs all but the smallest are made. Sums on Tensor Cores are cut
+// and not rounded, so each of them is short and the long ones are sums of float32.
+//
+// A lane (g, t) = (lane / 4, lane % 4) loads four runs of four neighbours. The order of the columns of X in an mma is free
+// as long as W has the same, so a lane's place 4 t + i of the sum is column i of its run, and a load is as wide as can be.
+// Where X^T is what lies row by row, its runs are of four rows of X, and the four runs are the four places.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cute/arch/mma_sm80.hpp>
+
+#include "device/warpgroup.cuh"
+
+namespace magicube {
+
+constexpr int kProbes = 16, kRun = 4;
+constexpr int kWarps = 16, kProbeThreads = 32 * kWarps;
+constexpr int kWarpRows = 32, kTiles = kWarpRows / 8;  // rows of X a warp has, as columns of the mma
+constexpr int kDepth = 4 * kRun;                       // columns that a warp is at, at a time
+constexpr int kPartPitch = kWarpRows + 8;              // no two stores of a lane's sums meet in a bank
+
+// What is largest: nothing, entries of a row of X, of a column.
+enum class Tops { kNone, kRows, kColumns };
+
+// Two tf32 numbers whose sum is a float32 to 23 bits. Rounding to nearest leaves a rest of either sign: nothing adds up.
+struct SplitFloat {
+  uint32_t high, low;
+
+  __device__ __forceinline__ explicit SplitFloat(float x) {
+    high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(x - __uint_as_float(high));  // its last 13 bits are not looked at
+  }
+};
+
+// Four runs of neighbours as they lie, zero where there are none.
+template <class Source, bool kTransposed>
+struct ProbeRuns {
+  static_assert(sizeof(Source) == 4 || sizeof(Source) == 2, "a load is of 16 or 8 bytes");
+  static constexpr int kBytes = kRun * int(sizeof(Source)), kStageBytes = kTiles * 32 * kBytes;  // of a run; of a warp's runs
+  using Word = cuda::std::conditional_t<sizeof(Source) == 4, uint4, uint2>;
+  alignas(16) Source entries[kTiles][kRun];
+
+  // Starts the way of a lane's runs to its own places of a stage, `at` the first one. `from`: the first run's first entry;
+  // `lines` of the four and `valid` entries of each are there. `whole`: the latter are all four, and aligned.
+  __device__ __forceinline__ static void fetch(uint8_t* at, const Source* from, int64_t pitch, int lines, int valid,
+                                               bool whole) {
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i, at += 32 * kBytes) {
+      const Source* run = from + (i < lines ? i * pitch : 0);
+      if (whole) {
+        copy_async_run<kBytes>(shared_address(at), run, i < lines ? kBytes : 0);
+      } else {
+        CUTE_UNROLL
+        for (int c = 0; c < kRun; ++c) {
+          reinterpret_cast<Source*>(at)[c] = i < lines && c < valid ? run[c] : Source(0.0f);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void read(const uint8_t* at) {
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i) {
+      *reinterpret_cast<Word*>(entries[i]) = *reinterpret_cast<const Word*>(at + i * 32 * kBytes);
+    }
+  }
+  // Of row `tile` of the lane's four, at place `place` of the sum.
+  __device__ __forceinline__ float at(int tile, int place) const {
+    return static_cast<float>(kTransposed ? entries[place][tile] : entries[tile][place]);
+  }
+};
+
+// Row of the tile that column `column` of mma `tile` stands for.
+template <bool kTransposed>
+__device__ __forceinline__ int probe_row(int tile, int column) {
+  return kTransposed ? column * kTiles + tile : tile * 8 + column;
+}
+
+// sums += W^T X^T of 16 columns of X: (kTiles, 4), the mma's accumulators.
+template <class Source, bool kTransposed>
+__device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTransposed>& x, const float4 (&w)[2],
+                                               float (&sums)[kTiles][4]) {
+  using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
+  const float weights[2][kRun] = {{w[0].x, w[0].y, w[0].z, w[0].w}, {w[1].x, w[1].y, w[1].z, w[1].w}};
+  float part[kTiles][4] = {};
+  uint32_t high[kTiles][kRun];
+  uint32_t w_high[2][kRun];
+  CUTE_UNROLL
+  for (int i = 0; i < kRun; i += 2) {
+    const SplitFloat a(weights[0][i]), b(weights[1][i]), c(weights[0][i + 1]), d(weights[1][i + 1]);
+    CUTE_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float(&sum)[4] = part[tile];
+      const SplitFloat p(x.at(tile, i)), q(x.at(tile, i + 1));
+      high[tile][i] = p.high, high[tile][i + 1] = q.high;
+      Atom::fma(sum[0], sum[1], sum[2], sum[3], a.low, b.low, c.low, d.low, p.high, q.high, sum[0], sum[1], sum[2], sum[3]);
+      if constexpr (sizeof(Source) == 4) {  // shorter entries are tf32 numbers
+        Atom::fma(sum[0], sum[1], sum[2], sum[3], a.high, b.high, c.high, d.high, p.low, q.low, sum[0], sum[1], sum[2],
+                  sum[3]);
+      }
+    }
+    w_high[0][i] = a.high, w_high[1][i] = b.high, w_high[0][i + 1] = c.high, w_high[1][i + 1] = d.high;
+  }
+  CUTE_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {  // the large products last: what is cut is a part of the sum so far
+    float(&sum)[4] = part[tile];
+    CUTE_UNROLL
+    for (int i = 0; i < kRun; i += 2) {
+      Atom::fma(sum[0], sum[1], sum[2], sum[3], w_high[0][i], w_high[1][i], w_high[0][i + 1], w_high[1][i + 1],
+                high[tile][i], high[tile][i + 1], sum[0], sum[1], sum[2], sum[3]);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) sums[tile][i] += sum[i];
+  }
+}
+
+__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Bits have the order of magnitudes, with infinity and NaN on top. Of the 16 columns that a warp is at: lanes that differ in
+// g meet, and those with an even g have one column each.
+template <class Source, bool kTransposed>
+__device__ __forceinline__ void see_columns(const ProbeRuns<Source, kTransposed>& x, uint32_t* tops, int valid) {
+  const int lane = threadIdx.x % 32;
+  uint32_t top[kRun] = {};
+  CUTE_UNROLL
+  for (int i = 0; i < kTiles * kRun; ++i) top[i % kRun] = max(top[i % kRun], magnitude_bits(x.at(i / kRun, i % kRun)));
+  const bool second = lane & 16, odd = lane & 8;
+  const uint32_t even_sent = __shfl_xor_sync(~0u, second ? top[0] : top[2], 16);
+  const uint32_t odd_sent = __shfl_xor_sync(~0u, second ? top[1] : top[3], 16);
+  const uint32_t low = max(second ? top[2] : top[0], even_sent), high = max(second ? top[3] : top[1], odd_sent);
+  uint32_t own = max(odd ? high : low, __shfl_xor_sync(~0u, odd ? low : high, 8));
+  own = max(own, __shfl_xor_sync(~0u, own, 4));
+  const int column = lane % 4 * kRun + (second ? 2 : 0) + (odd ? 1 : 0);
+  if ((lane & 4) == 0 && column < valid) atomicMax(tops + column, own);
+}
+
+// What a block has: the rows of kGroups groups of warps, which read the same of W at about the same time.
+template <int kGroups>
+struct ProbeTile {
+  static constexpr int kRows = kGroups * kWarpRows, kSplits = kWarps / kGroups;  // warps that share a group's columns
+  static constexpr int kStep = kSplits * kDepth, kSums = kProbes * kRows;        // columns at a time; sums of the tile
+};
+
+// The sums of a tile by warp, and the bits of its rows' largest magnitudes; where the runs came by before.
+struct ProbeParts {
+  float sums[kWarps][kProbes * kPartPitch];
+  uint32_t tops[kWarps][kWarpRows];
+
+  // This warp's, of the mma's accumulators.
+  template <bool kTransposed>
+  __device__ __forceinline__ void put(const float (&of)[kTiles][4]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i) {
+      CUTE_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        sums[threadIdx.x / 32][(g + c / 2 * 8) * kPartPitch + probe_row<kTransposed>(i, 2 * t + c % 2)] = of[i][c];
+      }
+    }
+  }
+  // Of row `row` of the tile.
+  template <int kGroups>
+  __device__ __forceinline__ float sum(int probe, int row) const {
+    using Tile = ProbeTile<kGroups>;
+    float found = 0.0f;
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kSplits; ++i) {
+      found += sums[row / kWarpRows * Tile::kSplits + i][probe * kPartPitch + row % kWarpRows];
+    }
+    return found;
+  }
+  template <int kGroups>
+  __device__ __forceinline__ uint32_t top(int row) const {
+    using Tile = ProbeTile<kGroups>;
+    uint32_t found = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kSplits; ++i) found = max(found, tops[row / kWarpRows * Tile::kSplits + i][row % kWarpRows]);
+    return found;
+  }
+};
+
+// What a lane has of sixteen vectors at the columns that a warp is at.
+struct ProbeVectors {
+  const float *low, *high;  // eight vectors apart
+  int columns;              // of X
+
+  __device__ __forceinline__ ProbeVectors(const float* w, int64_t pitch, int columns)
+      : low(w + threadIdx.x % 32 / 4 * pitch + threadIdx.x % 4 * kRun), high(low + 8 * pitch), columns(columns) {}
+  __device__ __forceinline__ void load(int at, float4 (&to)[2]) const {
+    const int from = at < columns ? at : 0;  // beyond, they are not looked at
+    to[0] = __ldg(reinterpret_cast<const float4*>(low + from));
+    to[1] = __ldg(reinterpret_cast<const float4*>(high + from));
+  }
+};
+
+// A matrix X (rows, columns) as it lies, X^T where a kernel is told so. `pitch`: entries from one line to the next;
+// `vector`: runs can be loaded at once.
+template <class Source>
+struct ProbeMatrix {
+  const Source* x;
+  int64_t pitch, rows, columns;
+  bool vector;
+};
+
+// Calls body(runs, vectors, at, own, present) for every gridDim.y-th run of kStep columns of a tile: `at` is the warp's first
+// column, `own` the lane's first row, of which `present` runs are there.
+template <class C, bool kTransposed, class Body>
+__device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
+                                          int64_t tile, uint8_t* shared, const Body& body) {
+  using Source = typename C::Source;
+  using Runs = ProbeRuns<Source, kTransposed>;
+  using Tile = ProbeTile<C::kGroups>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
+  const int64_t own = corner + (kTransposed ? g * kRun : g);  // the lane's first row
+  const int columns = int(x.columns), stride = int(gridDim.y) * Tile::kStep;
+  const int start = int(blockIdx.y) * Tile::kStep + warp % Tile::kSplits * kDepth;
+  const int64_t apart = kTransposed ? x.pitch : 8 * x.pitch;  // from one of the lane's runs to the next
+  const int present = own >= x.rows ? 0 : kTransposed ? int(min(x.rows - own, int64_t{kRun})) : int((x.rows - own + 7) / 8);
+  static_assert(kTiles == kRun, "there are as many runs as they have entries");
+  const bool all = x.vector && present >= kRun;
+  const Source* from = x.x;
+  if (present) from += kTransposed ? own : own * x.pitch;
+
+  // A ring of stages of the lane's own, which so waits for nobody. Lanes whose runs lie beside each other, those of one g or
+  // of one t, and those that read together, of two g, meet no bank twice.
+  const int slot = kTransposed ? t * 8 + (g + 2 * t) % 8 : lane;
+  uint8_t* ring = shared + warp * C::kStages * Runs::kStageBytes + slot * Runs::kBytes;
+  const auto fetch = [&](int at, int stage) {
+    uint8_t* to = ring + stage * Runs::kStageBytes;
+    const int place = at + t * kRun;
+    if (all && at + kDepth <= columns) {
+      const Source* first = from + (kTransposed ? place * x.pitch : int64_t{place});
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
+        copy_async_run<Runs::kBytes>(shared_address(to + i * 32 * Runs::kBytes), first + i * apart, Runs::kBytes);
+      }
+    } else if (at < columns) {
+      const int left = max(0, min(columns - place, kRun));
+      const Source* first = from + (left ? kTransposed ? place * x.pitch : int64_t{place} : 0);
+      const int lines = kTransposed ? left : present, valid = kTransposed ? present : left;
+      Runs::fetch(to, first, apart, lines, valid, x.vector && valid >= kRun);
+    }
+    copy_async_commit();
+  };
+  const ProbeVectors vectors(w, w_pitch, columns);
+  float4 next[2];
+  CUTE_UNROLL
+  for (int stage = 0; stage < C::kStages - 1; ++stage) fetch(start + stage * stride, stage);
+  vectors.load(start, next);
+  int stage = 0, ahead = C::kStages - 1;
+  for (int at = start; at < columns; at += stride) {  // the same for all lanes of a warp
+    Runs here;
+    copy_async_wait<C::kStages - 2>();
+    here.read(ring + stage * Runs::kStageBytes);
+    const float4 held[2] = {next[0], next[1]};
+    vectors.load(at + stride, next);
+    fetch(at + (C::kStages - 1) * stride, ahead);
+    stage = stage + 1 == C::kStages ? 0 : stage + 1, ahead = ahead + 1 == C::kStages ? 0 : ahead + 1;
+    body(here, held, at, own, present);
+  }
+  __syncthreads();  // all warps are done with their rings
+}
+
+// Sums of a tile of X to shared memory; returns this lane's part of the sum of squares. `tops`: of all columns, where those
+// are asked for. `halves`: X in float16, row by row without gaps, where C::kHalves; then runs are whole.
+template <class C, bool kTransposed, bool kSquares, Tops kTops>
+__device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
+                                             int64_t tile, uint8_t* shared, uint32_t* tops, __half* halves) {
+  using Runs = ProbeRuns<typename C::Source, kTransposed>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  float sums[kTiles][4] = {};
+  double squares = 0.0;
+  uint32_t row_tops[kTiles] = {};
+  walk_tile<C, kTransposed>(x, w, w_pitch, tile, shared, [&](const Runs& here, const float4(&vectors)[2], int at, int64_t own,
+                                                           int present) {
+    if constexpr (C::kHalves) {
+      static_assert(!kTransposed, "a run is of a row");
+      const int64_t place = at + t * kRun;
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
+        if (i < present && place < x.columns) {
+          const __half2 run[2] = {__floats2half2_rn(here.at(i, 0), here.at(i, 1)),
+                                  __floats2half2_rn(here.at(i, 2), here.at(i, 3))};
+          *reinterpret_cast<uint2*>(halves + (own + 8 * i) * x.columns + place) = *reinterpret_cast<const uint2*>(run);
+        }
+      }
+    }
+    probe_products(here, vectors, sums);
+    if constexpr (kSquares) {
+      float sum = 0.0f;
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles * kRun; ++i) {
+        const float value = here.at(i / kRun, i % kRun);
+        sum = fmaf(value, value, sum);
+      }
+      squares += sum;
+    }
+    if constexpr (kTops == Tops::kColumns) see_columns(here, tops + at, min(int(x.columns) - at, kDepth));
+    if constexpr (kTops == Tops::kRows) {
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles * kRun; ++i) {
+        row_tops[i / kRun] = max(row_tops[i / kRun], magnitude_bits(here.at(i / kRun, i % kRun)));
+      }
+    }
+  });
+  static_assert(sizeof(ProbeParts) == C::kPartsBytes, "the host has made room for them");
+  ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
+  parts.put<kTransposed>(sums);
+  if constexpr (kTops == Tops::kRows) {
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i) {
+      uint32_t top = max(row_tops[i], __shfl_xor_sync(~0u, row_tops[i], 1));
+      top = max(top, __shfl_xor_sync(~0u, top, 2));
+      if (t == 0) parts.tops[warp][probe_row<kTransposed>(i, g)] = top;
+    }
+  }
+  return squares;
+}
+
+// Parts (gridDim.y, 16, y_pitch) of Y = X W; a block of a row of the grid is a tile. x is X (rows, columns), or X^T as it lies
+// where Config::kTransposed. `halves`: see probe_tile. `tops`: the bits of the rows' or columns' largest magnitudes, zero before
+// where blocks meet.
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
+      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops, __half* halves) {
+  wait_for_predecessor();
+  constexpr Tops kTops = static_cast<Tops>(C::kTops);
+  using Tile = ProbeTile<C::kGroups>;
+  extern __shared__ __align__(16) uint8_t shared[];
+  const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
+  probe_tile<C, C::kTransposed, false, kTops>(matrix, w, w_pitch, blockIdx.x, shared, tops, halves);
+  __syncthreads();
+  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
+  if constexpr (kTops == Tops::kRows) {
+    if (threadIdx.x < Tile::kRows && corner + threadIdx.x < rows) {
+      const uint32_t top = parts.top<C::kGroups>(threadIdx.x);
+      if (gridDim.y == 1) tops[corner + threadIdx.x] = top;
+      else atomicMax(tops + corner + threadIdx.x, top);
+    }
+  }
+  CUTE_UNROLL
+  for (int i = threadIdx.x; i < Tile::kSums; i += kProbeThreads) {
+    const int probe = i / Tile::kRows, row = i % Tile::kRows;
+    if (corner + row < y_pitch) {
+      y[(int64_t{blockIdx.y} * kProbes + probe) * y_pitch + corner + row] = parts.sum<C::kGroups>(probe, row);
+    }
+  }
+}
+
+}  // namespace magicube

@@ -1,0 +1,128 @@
+// What a product of digits leaves out, one digit of each entry, by sixteen vectors W and before it is computed. Two passes tell:
+// one over B, one over A. The digits' sums are exact, so what is not seen is the product's rounding to float32 alone.
+//
+// With dA and dB what the digits leave of A and B, A B - (A - dA) (B - dB) = A dB + dA (B - dB). The pass over B makes u = B W
+// and v = dB W, the one over A makes A u and A v + dA (u - v).
+//
+// All products are of tf32, entries cut and not rounded: each factor loses 2^-10 of itself at most, and what is left out is
+// told to within 1%. A u serves the norm of A B alone, to be compared with that of the product.
+#pragma once
+
+#include "convert/digits.cuh"
+#include "estimate/probe_compare.cuh"
+
+namespace magicube {
+
+// The parts of X W, and of sums with what digits leave.
+struct RestParts {
+  ProbeParts whole, rest;
+};
+
+// Sums of a tile to shared memory. For B, with scales of its columns: u; v. For A, C::kLeft, with scales of its rows and
+// `vectors` u, v: A u; what the product leaves out.
+template <class C>
+__device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const float* vectors, int64_t pitch,
+                                          const float* scales, const DigitRule& rule, int64_t tile, uint8_t* shared) {
+  using Runs = ProbeRuns<float, C::kTransposed>;
+  using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
+  using Tile = ProbeTile<C::kGroups>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  DigitScale by[4];  // of a lane's four rows, or of the four columns that it is at
+  const auto factors_at = [&](int64_t at, int64_t end) { return at < end ? factors_of(__ldg(scales + at)) : DigitScale{}; };
+  if constexpr (C::kLeft) {
+    const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) by[i] = factors_at(corner + (C::kTransposed ? g * kRun + i : g + 8 * i), x.rows);
+  }
+  const ProbeVectors of_v(vectors + kProbes * pitch, pitch, int(x.columns));
+  float sums[kTiles][4] = {}, rests[kTiles][4] = {};
+  const auto add = [](float(&sum)[4], const float(&w)[4], float left, float right) {
+    Atom::fma(sum[0], sum[1], sum[2], sum[3], __float_as_uint(w[0]), __float_as_uint(w[1]), __float_as_uint(w[2]),
+              __float_as_uint(w[3]), __float_as_uint(left), __float_as_uint(right), sum[0], sum[1], sum[2], sum[3]);
+  };
+  walk_tile<C, C::kTransposed>(x, vectors, pitch, tile, shared, [&](const Runs& here, const float4(&u_here)[2], int at,
+                                                                  int64_t, int) {
+    float4 v_here[2];
+    if constexpr (C::kLeft) of_v.load(at, v_here);
+    if constexpr (!C::kLeft) {
+      const DigitScale own = factors_at(at + lane % kDepth, x.columns);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        by[i].inverse = __shfl_sync(~0u, own.inverse, t * kRun + i), by[i].unit = __shfl_sync(~0u, own.unit, t * kRun + i);
+      }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) by[i].lift = 1.0f;  // lines with another one are far from one: nothing here means anything
+    CUTE_UNROLL
+    for (int i = 0; i < kRun; i += 2) {
+      float u[4], less[4], v[4];  // of both halves of the vectors at places i and i + 1
+      CUTE_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const auto entry = [&](const float4(&of)[2]) {
+          const float4& four = of[c % 2];
+          return i == 0 ? (c / 2 == 0 ? four.x : four.y) : c / 2 == 0 ? four.z : four.w;
+        };
+        u[c] = entry(u_here), less[c] = u[c];
+        if constexpr (C::kLeft) v[c] = entry(v_here), less[c] -= v[c];
+      }
+      CUTE_UNROLL
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float left[2];  // by the digits of the entries at both places
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          take_digits<1>(here.at(tile, i + c), by[C::kLeft ? tile : i + c], rule,
+                         [&](int, uint32_t, float rest) { left[c] = rest; });
+        }
+        add(sums[tile], u, here.at(tile, i), here.at(tile, i + 1));
+        add(rests[tile], less, left[0], left[1]);
+        if constexpr (C::kLeft) add(rests[tile], v, here.at(tile, i), here.at(tile, i + 1));
+      }
+    }
+  });
+  static_assert(sizeof(RestParts) == C::kPartsBytes, "the host has made room for them");
+  RestParts& parts = *reinterpret_cast<RestParts*>(shared);
+  parts.whole.template put<C::kTransposed>(sums);
+  parts.rest.template put<C::kTransposed>(rests);
+}
+
+// u and v (2, 16, y_pitch); a block is a tile.
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, int64_t w_pitch,
+           const float* scales, float radix, float* y, int64_t y_pitch) {
+  wait_for_predecessor();
+  using Tile = ProbeTile<C::kGroups>;
+  extern __shared__ __align__(16) uint8_t shared[];
+  const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};
+  rest_tile<C>(matrix, w, w_pitch, scales, {0.0f, radix, {}, false}, blockIdx.x, shared);
+  __syncthreads();
+  const RestParts& parts = *reinterpret_cast<const RestParts*>(shared);
+  const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
+  for (int i = threadIdx.x; i < 2 * Tile::kSums; i += kProbeThreads) {
+    const int probe = i / Tile::kRows, row = i % Tile::kRows;
+    const ProbeParts& of = probe < kProbes ? parts.whole : parts.rest;
+    if (corner + row < y_pitch) y[probe * y_pitch + corner + row] = of.sum<C::kGroups>(probe % kProbes, row);
+  }
+}
+
+// judge_tiles of A u and of what the product leaves out; `vectors`: u and v, `left`: the scales of A's rows.
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+judge_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* vectors, int64_t w_pitch,
+           const float* left, const float* right, int64_t right_count, float radix, float least, float most, double* out) {
+  wait_for_predecessor();
+  extern __shared__ __align__(16) uint8_t shared[];
+  const RestParts& parts = *reinterpret_cast<const RestParts*>(shared);
+  const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};
+  judge_tiles<C>(
+      rows, shared, left, rows, right, right_count, least, most, out,
+      [&](int64_t tile) {
+        rest_tile<C>(matrix, vectors, w_pitch, left, {0.0f, radix, {}, false}, tile, shared);
+        return 0.0;
+      },
+      [&](int probe, int row, int64_t) {
+        return Judged{parts.whole.template sum<C::kGroups>(probe, row), 0.0, parts.rest.template sum<C::kGroups>(probe, row)};
+      });
+}
+
+}  // namespace magicube

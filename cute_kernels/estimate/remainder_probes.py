@@ -1,0 +1,132 @@
+"""What a product of digits will leave out, by sixteen vectors, before it is computed: two passes on a GPU.
+
+Of one digit an entry.  A product of more adds sums that may cancel, and what float32 then loses no pass over the
+operands sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cute_kernels.convert.quantize import device_of
+from cute_kernels.estimate import probes
+from cute_kernels.gemm.cuda import multiprocessors_of
+from cute_kernels.jit import workspace
+from cute_kernels.jit.codegen import constants
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.kernel import get_kernel
+
+# Of an estimate by these kernels, whose factors are cut to tf32: four of them in a chain, each by 2^-10 at most.
+CUT = 1 + 2.0**-7
+
+
+@dataclass(frozen=True)
+class RestConfig:
+    """What a kernel is compiled for: ``probe_rest``, over B with a scale a column, or ``judge_rest``, over A with a
+    scale a row, both of float32.
+
+    ``transposed``: the matrix lies column by column.  A block has ``groups`` times 32 rows.
+    """
+
+    kernel: str
+    transposed: bool
+    groups: int = 1
+    stages: int = 3
+
+    @property
+    def threads(self) -> int:
+        return 512
+
+    @property
+    def smem_bytes(self) -> int:
+        return max(self.stages * 64 * self.threads, 2 * probes.PARTS)  # a thread has 16 entries at a time
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        return f"{self.kernel}-g{self.groups}{'t' if self.transposed else ''}"
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        members: dict[str, object] = {
+            "kLeft": self.kernel == "judge_rest",
+            "kTransposed": self.transposed,
+            "kGroups": self.groups,
+            "kStages": self.stages,
+            "kPartsBytes": 2 * probes.PARTS,
+        }
+        source = (
+            '#include "estimate/remainder_probes.cuh"\nnamespace magicube {\nstruct Config {\n'
+            f"{constants(members)}  using Source = float;\n}};\n}}  // namespace magicube\n"
+        )
+        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
+
+
+def probe_rest(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """``(B W)^T`` and ``(dB W)^T``, (2, 16, padded(K)) float32: dB is what the digits of B leave.
+
+    ``b`` (K, N) float32, :func:`probeable` in one launch; ``w`` (16, padded(N)); ``scale`` (N,) of
+    the digits, of ``bits`` each.
+    """
+    width = probes.padded(b.shape[0])
+    transposed, x, groups, tiles = _pass(b)
+    found = workspace.empty((2, probes.PROBES, width), torch.float32, b.device)
+    with device_of(b):
+        get_kernel(RestConfig("probe_rest", transposed, groups)).launch(
+            (tiles, 1, 1),
+            (
+                *_matrix(x, b.shape), w.data_ptr(), w.shape[1], scale.data_ptr(), np.float32(2.0**bits),
+                found.data_ptr(), width,
+            ),
+            early=True,
+        )  # fmt: skip
+    return found
+
+
+def start_judging(
+    a: Tensor, vectors: Tensor, scale: Tensor, other: Tensor, bits: int, bounds: tuple[float, float]
+) -> None:
+    """Start the pass over A: :func:`awaited` then tells, as ``gram``, of what the product of
+    digits leaves out of A B, ``product`` of ``A B W``, and ``far``; ``claimed`` and ``result`` are 0.
+
+    ``a`` (M, K) float32 as in :func:`probe_rest`, which has made ``vectors``; ``scale`` (M,) of its rows, ``other``
+    (N,) of B's columns: entries of both that are not within ``bounds`` are counted.  Does not wait.
+    """
+    transposed, x, groups, tiles = _pass(a)
+    blocks = min(tiles, multiprocessors_of(a.device.index))
+    parts = workspace.empty((blocks, probes.SUMS), torch.float64, a.device)
+    with device_of(a):
+        get_kernel(RestConfig("judge_rest", transposed, groups)).launch(
+            (blocks, 1, 1),
+            (
+                *_matrix(x, a.shape), vectors.data_ptr(), vectors.shape[2], scale.data_ptr(), other.data_ptr(),
+                other.numel(), np.float32(2.0**bits), *(np.float32(bound) for bound in bounds), parts.data_ptr(),
+            ),
+            early=True,
+        )  # fmt: skip
+        probes.start_sum(parts)
+
+
+def _pass(x: Tensor) -> tuple[bool, Tensor, int, int]:
+    """Whether a matrix lies column by column, it or its transpose as it lies, groups of 32 rows a block, tiles."""
+    transposed = not probes.readable(x)
+    groups, tiles, splits = probes.grid(x.shape, x.dtype, x.device.index)
+    if splits > 1:
+        raise ValueError(f"x must be of a size whose pass is one launch, got {tuple(x.shape)}")
+    return transposed, x.mT if transposed else x, groups, tiles
+
+
+def _matrix(x: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    """Address, pitch, rows and columns of the matrix itself, and whether runs can be loaded at once."""
+    at, pitch, *_, vector = probes.matrix(x)
+    return at, pitch, *shape, vector
+
+
+def default_configs() -> list[RestConfig]:
+    """All of the kernels."""
+    kernels = ("probe_rest", "judge_rest")
+    return [RestConfig(kernel, turned, groups) for kernel in kernels for turned in (False, True) for groups in (1, 2)]

@@ -1,0 +1,224 @@
+"""Which digit products a dense product is made of, what its kernels are compiled for, and which kernel fits a shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from cute_kernels.jit.codegen import OUT_TYPES, constants
+from cute_kernels.jit.compiler import Unit
+
+MAX_PRODUCTS = (2**31 - 1) // (128 * 128)  # products of two bytes, -128 among them, that int32 sums without overflow
+MAX_PLANES = 3
+
+
+class Products(NamedTuple):
+    """The digit products a_i b_j with ``i < planes_a``, ``j < planes_b`` and ``i + j < levels``; i + j is the level."""
+
+    planes_a: int
+    planes_b: int
+    levels: int
+
+    @property
+    def number(self) -> int:
+        return sum(len(self.pairs(level)) for level in range(self.levels))
+
+    def pairs(self, level: int) -> list[tuple[int, int]]:
+        """Planes (i, j) of the products of one level."""
+        return [(i, level - i) for i in range(self.planes_a) if 0 <= level - i < self.planes_b]
+
+    @property
+    def longest(self) -> int:
+        """The largest K whose sums surely fit int32."""
+        return MAX_PRODUCTS // max(len(self.pairs(level)) for level in range(self.levels))
+
+    @property
+    def used(self) -> Products:
+        """The same products, planes that none of them reads left out."""
+        return Products(min(self.planes_a, self.levels), min(self.planes_b, self.levels), self.levels)
+
+
+def products_of(planes_a: int, planes_b: int, terms: int | None) -> Products:
+    """The products that ``terms`` of them mean for these numbers of planes; None is as many levels as planes.
+
+    Raises ``ValueError`` that names the legal numbers.
+    """
+    deepest = min(MAX_PLANES, planes_a + planes_b - 1)
+    legal = {p.number: p for p in (Products(planes_a, planes_b, n) for n in range(1, deepest + 1))}
+    if terms is None:
+        return Products(planes_a, planes_b, max(planes_a, planes_b)).used
+    if terms not in legal:
+        raise ValueError(
+            f"terms must be one of {', '.join(map(str, legal))} for {planes_a} planes of a and {planes_b} of b, "
+            f"got {terms!r}"
+        )
+    return legal[terms].used
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """What a kernel of the dense product is compiled for; M, N and K stay run-time values.
+
+    ``kernel``: ``"wgmma"``, warp groups of sm_90a, or ``"mma"``, warps of any chip from 8.0 on.  ``out`` names the
+    output's dtype, ``source`` that of c (int64 with int64 output), or is ``"none"``.  A block has a tile of
+    ``tile_m`` x ``tile_n`` results at a time and ``stages`` parts of ``tile_k`` of k in shared memory.
+
+    ``groups``: warp groups that multiply (wgmma); with ``ping_pong`` each on its own tile, else all on one.
+    ``cluster``: blocks that share what they read of b.  ``resident``: blocks on a multiprocessor at a time.
+    ``band``: rows of tiles, of a cluster's height, that are worked through column by column.
+    ``squares``: each warp also leaves the sum of its results' squares (wgmma, float32 without c).
+    """
+
+    kernel: str
+    products: Products
+    out: str
+    source: str = "none"
+    tile_m: int = 128
+    tile_n: int = 128
+    tile_k: int = 128
+    stages: int = 4
+    groups: int = 2
+    ping_pong: bool = False
+    cluster: int = 1
+    resident: int = 1
+    band: int = 8
+    squares: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1) if self.kernel == "wgmma" else 256
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = self.products.planes_a * self.tile_m + self.products.planes_b * self.tile_n
+        return rows * self.tile_k
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + (16 if self.kernel == "wgmma" else 0))
+
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of an (m, n) output, a cluster's counted as one."""
+        return -(-m // (self.tile_m * self.cluster)) * -(-n // self.tile_n)
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        p = self.products
+        shape = f"{self.tile_m}x{self.tile_n}x{self.tile_k}s{self.stages}"
+        how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}r{self.resident}b{self.band}"
+        how += "-squares" if self.squares else ""
+        kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
+        return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        members = constants(
+            {
+                "kPlanesA": self.products.planes_a,
+                "kPlanesB": self.products.planes_b,
+                "kLevels": self.products.levels,
+                "kFloatSums": False,
+                "kTileM": self.tile_m,
+                "kTileN": self.tile_n,
+                "kTileK": self.tile_k,
+                "kStages": self.stages,
+                "kGroups": self.groups,
+                "kPingPong": self.ping_pong,
+                "kCluster": self.cluster,
+                "kResident": self.resident,
+                "kBand": self.band,
+                "kSquares": self.squares,
+            }
+        )
+        source = "Nothing" if self.source == "none" else OUT_TYPES[self.source]
+        text = (
+            f'#include "gemm/{self.kernel}.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}'
+            f"  using Out = {OUT_TYPES[self.out]};\n  using Source = {source};\n}};\n}}  // namespace magicube\n"
+        )
+        return Unit(text, f"magicube::gemm_{self.kernel}<magicube::Config>", arch)
+
+
+class Cost(NamedTuple):
+    """Microseconds on an H200: of a launch, of each turn of a multiprocessor, of 2^20 products of bytes in one."""
+
+    launch: float
+    turn: float
+    products: float
+
+
+_SHARED = (
+    233472  # bytes of shared memory of an sm_90a multiprocessor, of which each block takes 1 KiB more than it asks
+)
+# Tiles of warp groups, and what they were measured to cost (docs/gemm.md); by levels.
+_TILES = {
+    1: [
+        (GemmConfig("wgmma", Products(1, 1, 1), "int32", ping_pong=True, cluster=2), Cost(4.8, 1.6, 0.134)),
+        (GemmConfig("wgmma", Products(1, 1, 1), "int32"), Cost(2.4, 2.6, 0.135)),
+        (GemmConfig("wgmma", Products(1, 1, 1), "int32", tile_m=64, groups=1, resident=2), Cost(2.0, 2.4, 0.166)),
+        (
+            GemmConfig("wgmma", Products(1, 1, 1), "int32", tile_m=64, tile_n=64, groups=1, resident=2),
+            Cost(2.0, 1.3, 0.245),
+        ),
+    ],
+    2: [
+        (GemmConfig("wgmma", Products(2, 2, 2), "int32", cluster=2), Cost(4.7, 0.5, 0.16)),
+        (
+            GemmConfig("wgmma", Products(2, 2, 2), "int32", tile_m=64, tile_n=64, groups=1, resident=2),
+            Cost(2.9, 0.7, 0.209),
+        ),
+    ],
+    3: [
+        (GemmConfig("wgmma", Products(3, 3, 3), "int32", tile_k=64, cluster=2), Cost(3.5, 1.1, 0.148)),
+        (
+            GemmConfig("wgmma", Products(3, 3, 3), "int32", tile_m=64, tile_n=64, tile_k=64, groups=1, resident=2),
+            Cost(0.3, 3.5, 0.17),
+        ),
+    ],
+}
+
+
+def _wgmma(products: Products) -> list[tuple[GemmConfig, Cost]]:
+    """The tiles for ``products``, with as many stages as there is room for."""
+    found = []
+    for tile, cost in _TILES[products.levels]:
+        config = replace(tile, products=products)
+        room = _SHARED // config.resident - 1024 - 16 * 8
+        found.append((replace(config, stages=min(6, room // config.stage_bytes)), cost))
+    return found
+
+
+def candidates(products: Products, arch: str) -> list[GemmConfig]:
+    """The configs that :func:`choose` chooses from, with int32 output."""
+    if arch == "sm_90a":
+        return [config for config, _ in _wgmma(products)]
+    # 4 stages of 64 bytes of k, or what 100 KB hold; narrow tiles where three levels take the registers.
+    tile_n = 128 if products.levels < 3 else 64
+    config = GemmConfig("mma", products, "int32", tile_n=tile_n, tile_k=64)
+    return [replace(config, stages=max(2, min(4, 98304 // config.stage_bytes)))]
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    terms: Products,
+    arch: str,
+    *,
+    out: str = "int32",
+    source: str = "none",
+    multiprocessors: int = 132,
+) -> GemmConfig:
+    """The config for a product of (m, k) and (k, n): the least cost by a model of whole turns."""
+    if arch != "sm_90a":
+        return replace(candidates(terms, arch)[0], out=out, source=source)
+
+    def cost(choice: tuple[GemmConfig, Cost]) -> float:
+        config, unit = choice
+        each = -(-config.tiles(m, n) // (multiprocessors // config.cluster))  # tiles of a multiprocessor
+        work = config.tile_m * config.tile_n * terms.number * -(-k // config.tile_k) * config.tile_k / 1e6
+        return unit.launch + unit.turn * -(-each // config.resident) + unit.products * each * work
+
+    return replace(min(_wgmma(terms), key=cost)[0], out=out, source=source)

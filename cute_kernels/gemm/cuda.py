@@ -1,0 +1,256 @@
+"""Dense integer product on a GPU: operands made ready, long sums in parts, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cute_kernels.convert.quantize import device_of
+from cute_kernels.gemm.config import GemmConfig, Products, choose
+from cute_kernels.jit import workspace
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.kernel import current_arch, get_kernel, occupancy, tensor_map
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.api import Call
+
+ALIGNMENT = 16
+_GRID_Y = 65535
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """A kernel that copies a plane into rows of k: ``pack_transposed`` or ``pack_strided``."""
+
+    kernel: str
+    threads: int = 128
+    smem_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        return f"gemm-{self.kernel}"
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        source = '#include "convert/pack.cuh"\nnamespace magicube {\nstruct Config {};\n}  // namespace magicube\n'
+        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)
+
+
+class Rows(NamedTuple):
+    """A plane whose rows are contiguous in k and start at multiples of 16 bytes; ``owner`` keeps it alive."""
+
+    pointer: int
+    pitch: int
+    owner: Tensor
+
+
+def aligned(size: int) -> int:
+    """``size`` rounded up to where a row may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def is_ready(plane: Tensor) -> bool:
+    """Whether the kernels read ``plane`` (rows, k) as it lies."""
+    rows, k = plane.shape
+    pitched = rows == 1 or (plane.stride(0) % ALIGNMENT == 0 and plane.stride(0) >= k)
+    return plane.data_ptr() % ALIGNMENT == 0 and pitched and (k == 1 or plane.stride(1) == 1)
+
+
+def pack(plane: Tensor) -> Tensor:
+    """A copy of ``plane`` (rows, k) as the kernels want it."""
+    rows, k = plane.shape
+    out = workspace.empty((rows, aligned(k)), torch.int8, plane.device)
+    transposed = plane.stride(0) == 1
+    kernel = get_kernel(PackConfig("pack_transposed" if transposed else "pack_strided"))
+    across, deep = (-(-rows // 128), 64) if transposed else (min(rows, 2**16), 128 * 16)
+    # A grid is not as deep as k may be.
+    for first in range(0, k, deep * _GRID_Y):
+        part = plane[:, first : first + deep * _GRID_Y]
+        kernel.launch(
+            (across, -(-part.shape[1] // deep), 1),
+            (
+                part.data_ptr(),
+                plane.stride(1),
+                plane.stride(0),
+                rows,
+                part.shape[1],
+                out.data_ptr() + first,
+                out.shape[1],
+            ),
+        )
+    return out
+
+
+def _ready(plane: Tensor) -> Rows:
+    if not is_ready(plane):
+        plane = pack(plane)
+    pitch = plane.stride(0) if plane.shape[0] > 1 else aligned(plane.shape[1])
+    return Rows(plane.data_ptr(), pitch, plane)
+
+
+def _factors(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """float32 factors, and the step from one to the next."""
+    if x is None:
+        return None, 0
+    return x.to(torch.float32).contiguous(), int(x.dim() > 0)
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _row_major(c: Tensor) -> Tensor:
+    """``c`` in rows without gaps between elements, float32 unless it is a half."""
+    return c if c.shape[1] == 1 or c.stride(1) == 1 else c.contiguous()
+
+
+@lru_cache
+def multiprocessors_of(device: int) -> int:
+    """Of this device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=256)
+def _blocks(config: GemmConfig, device: int) -> int:
+    """Blocks of a persistent grid that run at a time."""
+    kernel = get_kernel(config)
+    return occupancy(kernel) * kernel.multiprocessors
+
+
+class Part(NamedTuple):
+    """One launch: k from ``first`` on, ``size`` of it; what is read as c, and written."""
+
+    first: int
+    size: int
+    c: Tensor | None
+    beta: float
+    bias: Tensor | None
+    out: Tensor
+
+
+def parts(call: Call, out: Tensor) -> Iterator[Part]:
+    """The launches for sums that int32 may not hold: each adds its part of k to what those before it have written.
+
+    Float sums meet in float32, in a workspace where the output is narrower; integers in int64.
+    """
+    k = call.shape[2]
+    longest = call.products.longest // 128 * 128
+    starts = range(0, k, longest)
+    work = (
+        out
+        if len(starts) == 1 or out.dtype in (torch.float32, torch.int64)
+        else out.new_empty(out.shape, dtype=torch.float32)
+    )
+    for first in starts:
+        last = first == starts[-1]
+        c, beta = (call.c, call.beta) if first == 0 else (work, 1.0)
+        yield Part(first, min(longest, k - first), c, beta, call.bias if first == 0 else None, out if last else work)
+
+
+def choose_for(call: Call, part: Part, arch: str, multiprocessors: int) -> GemmConfig:
+    """The config of one launch."""
+    m, n, _ = call.shape
+    source = "none" if part.c is None else str(part.c.dtype).removeprefix("torch.")
+    out = str(part.out.dtype).removeprefix("torch.")
+    return choose(m, n, part.size, call.products, arch, out=out, source=source, multiprocessors=multiprocessors)
+
+
+class Result(NamedTuple):
+    """Where a kernel writes, and by which factors and terms; ``owners`` keep them alive."""
+
+    arguments: tuple[int, ...]
+    owners: tuple[Tensor | None, ...]
+
+
+def result_of(
+    out: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, c: Tensor | None
+) -> Result:
+    """The arguments of ``GemmOutput`` that are no numbers."""
+    m, n = out.shape
+    rows, row_step = _factors(scale_a)
+    columns, column_step = _factors(scale_b)
+    bias, _ = _factors(bias)
+    c = None if c is None else _row_major(c)
+    pitch = out.stride(0) if m > 1 else n
+    vector = n % 8 == 0 and out.data_ptr() % ALIGNMENT == 0 and (m == 1 or pitch * out.element_size() % ALIGNMENT == 0)
+    arguments = (
+        out.data_ptr(), pitch, m, n, _pointer(rows), row_step, _pointer(columns), column_step, _pointer(bias),
+        _pointer(c), 0 if c is None else c.stride(0) if m > 1 else n, int(vector),
+    )  # fmt: skip
+    return Result(arguments, (rows, columns, bias, c))
+
+
+def squares_room(device: torch.device) -> int:
+    """Warps that a product may have on this device, each of which leaves a sum of squares."""
+    return 8 * multiprocessors_of(device.index)
+
+
+def leaves_squares(k: int, products: Products, device: torch.device) -> bool:
+    """Whether kernels leave their results' squares for a product of float32 without c: warp groups, one launch."""
+    return current_arch() == "sm_90a" and k <= products.longest // 128 * 128
+
+
+def _launch(call: Call, part: Part, config: GemmConfig, a: list[Rows], b: list[Rows]) -> None:
+    kernel = get_kernel(config)
+    m, n, _ = call.shape
+    written = result_of(part.out, call.scale_a, call.scale_b, part.bias, part.c)
+    result = (
+        part.size, *written.arguments, np.float32(call.alpha), np.float32(part.beta), np.float32(2.0**-call.shift),
+        np.float32(4.0**-call.shift),
+    )  # fmt: skip
+    padded_a, padded_b = [*a, a[0], a[0]][:3], [*b, b[0], b[0]][:3]
+    if config.kernel == "mma":
+        operands = (
+            *(rows.pointer + part.first for rows in padded_a), *(rows.pitch for rows in padded_a),
+            *(rows.pointer + part.first for rows in padded_b), *(rows.pitch for rows in padded_b),
+        )  # fmt: skip
+        kernel.launch((config.tiles(m, n), 1, 1), (*operands, *result))
+        return
+    box_a, box_b = (config.tile_k, config.tile_m), (config.tile_k, config.tile_n // config.cluster)
+    maps = [
+        tensor_map(rows.pointer + part.first, 1, (part.size, count), rows.pitch, box, config.tile_k)
+        for planes, count, box in ((padded_a, m, box_a), (padded_b, n, box_b))
+        for rows in planes
+    ]
+    clusters = min(_blocks(config, kernel.device) // config.cluster, config.tiles(m, n))
+    cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
+    kernel.launch((clusters * config.cluster, 1, 1), (*maps, *result, _pointer(call.squares)), cluster)
+
+
+def plan_cuda(call: Call) -> tuple[GemmConfig, tuple[str, ...], int, int]:
+    """The config of the first launch, the planes that are copied, the bytes of the workspace, and launches."""
+    m, n, _ = call.shape
+    planes = {f"a{i}": plane for i, plane in enumerate(call.a)} | {f"b{j}": plane.t() for j, plane in enumerate(call.b)}
+    copies = tuple(name for name, plane in planes.items() if not is_ready(plane))
+    workspace = sum(planes[name].shape[0] * aligned(planes[name].shape[1]) for name in copies)
+    launches = list(parts(call, torch.empty(m, n, dtype=call.out_dtype, device="meta")))
+    if len(launches) > 1 and launches[0].out is not launches[-1].out:
+        workspace += launches[0].out.nbytes
+    config = choose_for(call, launches[0], current_arch(), multiprocessors_of(call.device.index))
+    return config, copies, workspace, len(launches)
+
+
+def gemm_cuda(call: Call, out: Tensor, config: GemmConfig | None = None) -> Tensor:
+    """The product, written to ``out``; M, N and K are not 0.
+
+    ``config``: the kernel to take instead of the chosen one; its ``out`` and ``source`` follow from the call.
+    """
+    with device_of(out):
+        a, b = [_ready(plane) for plane in call.a], [_ready(plane.t()) for plane in call.b]
+        arch = current_arch()
+        multiprocessors = multiprocessors_of(out.device.index)
+        for part in parts(call, out):
+            chosen = choose_for(call, part, arch, multiprocessors)
+            if config is not None:
+                chosen = replace(config, out=chosen.out, source=chosen.source)
+            if call.squares is not None:
+                chosen = replace(chosen, squares=True)
+            _launch(call, part, chosen, a, b)
+    return out

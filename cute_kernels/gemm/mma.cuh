@@ -1,0 +1,157 @@
+// Dense integer product on warps (sm_80 on): D = sum over digit products of A_i B_j, A (M, K) and B^T (N, K) k-major.
+//
+// A block has one tile of the output. Parts of k pass through a ring of kStages in shared memory, which cp.async fills;
+// each of eight warps has 32 columns and a share of the rows, the sums of all levels in registers.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/mma_sm80.hpp>
+
+#include "device/copy.cuh"
+#include "gemm/epilogue.cuh"
+#include "gemm/tile_scheduler.cuh"
+
+namespace magicube {
+
+template <class C>
+struct WarpGemm {
+  static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;
+  static constexpr int kRowBytes = C::kFloatSums ? 2 * kTileK : kTileK;  // of bfloat16, or of integers of a byte
+  static constexpr int kThreads = 256, kChunks = kRowBytes / 16;
+  static constexpr int kWarpColumns = 32, kWarpsN = kTileN / kWarpColumns, kWarpsM = 8 / kWarpsN;
+  static constexpr int kWarpRows = kTileM / kWarpsM, kBlocks = kWarpRows / 16;
+  static constexpr int kRegisters = kWarpColumns / 2;  // of a lane, a level's sums of 16 rows
+  static constexpr int kPlaneA = kTileM * kRowBytes, kPlaneB = kTileN * kRowBytes;
+  static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
+  static_assert(kWarpsM * kWarpsN == 8 && kBlocks * 16 * kWarpsM == kTileM, "eight warps share a tile");
+  static_assert(kTileK == 64, "a row in shared memory is of 64 elements");
+};
+
+struct GemmOperand {
+  const uint8_t* planes[3];
+  int64_t pitches[3];
+  int64_t rows, k;
+};
+
+// Rows `first` on, k `at` on of all planes to shared memory, zeros beyond the matrix.
+template <class G, int kPlanes, int kRows>
+__device__ __forceinline__ void load_part(const GemmOperand& from, uint32_t to, int64_t first, int64_t at) {
+  CUTE_UNROLL
+  for (int plane = 0; plane < kPlanes; ++plane) {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows * G::kChunks / G::kThreads; ++i) {
+      const int unit = i * G::kThreads + threadIdx.x, row = unit / G::kChunks, chunk = unit % G::kChunks;
+      const int64_t k = at + 16 * chunk, left = first + row < from.rows ? from.k - k : 0;
+      const int valid = left >= 16 ? 16 : left > 0 ? int(left) : 0;
+      const uint8_t* source = from.planes[plane] + (valid ? (first + row) * from.pitches[plane] + k : 0);
+      copy_async(to + plane * kRows * G::kTileK + swizzled<G::kTileK>(row, chunk), source, valid);
+    }
+  }
+}
+
+__device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t (&to)[4]) {
+  SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(from), to[0], to[1], to[2], to[3]);
+}
+
+// d += a b for 16 rows and 8 columns; sums are integers, or the bits of floats.
+template <bool kFloats>
+__device__ __forceinline__ void multiply_warp(uint32_t* d, const uint32_t (&a)[4], const uint32_t* b) {
+  if constexpr (kFloats) {
+    float sum[4];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) sum[i] = __uint_as_float(d[i]);
+    SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b[0], b[1], sum[0], sum[1],
+                                        sum[2], sum[3]);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) d[i] = __float_as_uint(sum[i]);
+  } else {
+    SM80_16x8x32_S32S8S8S32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
+  }
+}
+
+template <class C>
+using WarpSums = uint32_t[WarpGemm<C>::kBlocks][C::kLevels][WarpGemm<C>::kRegisters];
+
+// All products of one part of k that concern a warp's rows and columns.
+template <class C>
+__device__ __forceinline__ void multiply_stage(WarpSums<C>& sums, const uint8_t* stage, int row, int column, int lane) {
+  using G = WarpGemm<C>;
+  CUTE_UNROLL
+  for (int k = 0; k < G::kChunks; k += 2) {
+    uint32_t b[C::kPlanesB][2][4];  // (planes, pairs of eight columns, two registers each)
+    CUTE_UNROLL
+    for (int j = 0; j < C::kPlanesB; ++j) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < 2; ++pair) {
+        const int from = column + 16 * pair + lane / 16 * 8 + lane % 8;
+        load_matrices(stage + C::kPlanesA * G::kPlaneA + j * G::kPlaneB + swizzled<G::kRowBytes>(from, k + lane / 8 % 2),
+                      b[j][pair]);
+      }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < C::kPlanesA; ++i) {
+      CUTE_UNROLL
+      for (int block = 0; block < G::kBlocks; ++block) {
+        uint32_t a[4];
+        load_matrices(stage + i * G::kPlaneA + swizzled<G::kRowBytes>(row + 16 * block + lane % 16, k + lane / 16), a);
+        CUTE_UNROLL
+        for (int j = 0; j < C::kPlanesB; ++j) {
+          if (i + j >= C::kLevels) continue;
+          CUTE_UNROLL
+          for (int n = 0; n < 4; ++n) {
+            uint32_t* d = sums[block][i + j < C::kLevels ? i + j : 0] + 4 * n;
+            multiply_warp<C::kFloatSums>(d, a, b[j][n / 2] + n % 2 * 2);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(WarpGemm<C>::kThreads, C::kResident)
+gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_a0, int64_t pitch_a1, int64_t pitch_a2,
+         const uint8_t* b0, const uint8_t* b1, const uint8_t* b2, int64_t pitch_b0, int64_t pitch_b1, int64_t pitch_b2,
+         int64_t k, typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
+         const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
+         int64_t vector, float alpha, float beta, float weight1, float weight2) {
+  using G = WarpGemm<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const TileOrder<C::kBand> order{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
+  int tile_row, tile_column;
+  order.place(blockIdx.x, tile_row, tile_column);
+  const GemmOperand a{{a0, a1, a2}, {pitch_a0, pitch_a1, pitch_a2}, m, k};
+  const GemmOperand b{{b0, b1, b2}, {pitch_b0, pitch_b1, pitch_b2}, n, k};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = warp / G::kWarpsN * G::kWarpRows, column = warp % G::kWarpsN * G::kWarpColumns;
+  const int parts = int((k + G::kTileK - 1) / G::kTileK);
+  const uint32_t base = shared_address(shared);
+  const auto load = [&](int part, int stage) {
+    const uint32_t to = base + stage * G::kStageBytes;
+    if (part < parts) {
+      load_part<G, C::kPlanesA, G::kTileM>(a, to, int64_t{tile_row} * G::kTileM, int64_t{part} * G::kTileK);
+      load_part<G, C::kPlanesB, G::kTileN>(b, to + C::kPlanesA * G::kPlaneA, int64_t{tile_column} * G::kTileN,
+                                           int64_t{part} * G::kTileK);
+    }
+    copy_async_commit();
+  };
+  for (int stage = 0; stage < C::kStages - 1; ++stage) load(stage, stage);
+  WarpSums<C> sums = {};
+  for (int part = 0, stage = 0; part < parts; ++part) {
+    copy_async_wait<C::kStages - 2>();
+    __syncthreads();  // the part is there for all, and the stage before it is out of use
+    load(part + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
+    multiply_stage<C>(sums, shared + stage * G::kStageBytes, row, column, lane);
+    if (++stage == C::kStages) stage = 0;
+  }
+  if (rows && row_step == 0) alpha *= __ldg(rows);
+  if (columns && column_step == 0) alpha *= __ldg(columns);
+  const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+                         int(n), alpha, beta, weight1, weight2, vector != 0};
+  CUTE_UNROLL
+  for (int block = 0; block < G::kBlocks; ++block) {
+    write_fragment(to, sums[block], tile_row * G::kTileM + row + 16 * block, tile_column * G::kTileN + column, lane);
+  }
+}
+
+}  // namespace magicube

@@ -1,0 +1,274 @@
+// Dense integer product on warp groups (sm_90a): D = sum over digit products of A_i B_j, A (M, K) and B^T (N, K) k-major.
+//
+// A persistent block takes tiles of the output. One warp feeds a ring of kStages parts of k by the tensor copy engine, the
+// planes of both operands side by side; kGroups warp groups multiply out of it, the sums of all levels in registers.
+// kPingPong: each group has tiles of its own, and writes one while the other multiplies; else both share a tile.
+// Two blocks of a cluster have tiles below each other: each loads half of B's part, to both.
+#pragma once
+
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "device/warpgroup.cuh"
+#include "gemm/epilogue.cuh"
+#include "gemm/tile_scheduler.cuh"
+
+namespace magicube {
+
+// Rows of kRowBytes, k along them, in shared memory as the tensor copy swizzles them.
+template <int kRowBytes>
+__device__ __forceinline__ uint64_t describe(uint32_t address) {
+  static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is as wide as a swizzle");
+  GmmaDescriptor descriptor;
+  descriptor.bitfield.start_address_ = address >> 4;
+  descriptor.bitfield.leading_byte_offset_ = 1;
+  descriptor.bitfield.stride_byte_offset_ = 8 * kRowBytes >> 4;
+  descriptor.bitfield.layout_type_ = uint8_t(kRowBytes == 128 ? SM90::GMMA::LayoutType::B128 : SM90::GMMA::LayoutType::B64);
+  return descriptor;
+}
+
+template <int kColumns>
+struct WarpGroupOp;
+template <>
+struct WarpGroupOp<64> { using type = SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN; };
+template <>
+struct WarpGroupOp<128> { using type = SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN; };
+template <>
+struct WarpGroupOp<192> { using type = SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN; };
+template <>
+struct WarpGroupOp<256> { using type = SM90::GMMA::MMA_64x256x32_S32S8S8_SS_TN; };
+
+template <class Op, class Sum, int kRegisters, int... I, class... Options>
+__device__ __forceinline__ void multiply_group(Sum (&sums)[kRegisters], uint64_t a, uint64_t b, int_sequence<I...>,
+                                               Options... options) {
+  Op::fma(a, b, sums[I]..., options...);
+}
+
+template <class C>
+struct GroupGemm {
+  static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;  // bytes are integers
+  static constexpr int kStages = C::kStages, kGroups = C::kGroups, kCluster = C::kCluster;
+  static constexpr int kBlocks = kTileM / 64 / (C::kPingPong ? 1 : kGroups);  // of 64 rows, a group's own
+  static constexpr int kRegisters = kTileN / 2;                               // of a thread, a level's sums of a block
+  static constexpr int kPlaneA = kTileM * kTileK, kPlaneB = kTileN * kTileK;
+  static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kReaders = C::kPingPong ? 1 : kGroups;  // groups that read a stage
+  static constexpr int kFeederRegisters = 40, kGroupRegisters = 232;
+  using Op = typename WarpGroupOp<kTileN>::type;
+  using Sums = uint32_t[kBlocks][C::kLevels][kRegisters];
+
+  static_assert(kBlocks * 64 * (C::kPingPong ? 1 : kGroups) == kTileM, "a group has whole blocks of 64 rows");
+  static_assert(!C::kPingPong || kGroups == 2, "two groups take turns");
+  static_assert(kCluster <= 2 && kTileN / kCluster <= 256, "boxes are of 256 rows at most");
+  static_assert(kPlaneA % 1024 == 0 && kPlaneB / kCluster % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
+
+  uint32_t base;
+  TileOrder<C::kBand> order;  // of clusters
+  int parts;                  // of k
+
+  __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
+  __device__ uint32_t plane_a(int stage, int i) const { return base + stage * kStageBytes + i * kPlaneA; }
+  __device__ uint32_t plane_b(int stage, int j) const { return plane_a(stage, C::kPlanesA) + j * kPlaneB; }
+};
+
+// The stage of a part, and the parity of the ring's turn.
+template <int kStages>
+struct GemmPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  __device__ void skip(int parts) {
+    const int to = stage + parts;
+    parity ^= uint32_t(to / kStages) & 1;
+    stage = to % kStages;
+  }
+};
+
+template <class C>
+__device__ void feed_tiles(const GroupGemm<C>& gemm, const TmaDescriptor* const (&a)[3], const TmaDescriptor* const (&b)[3],
+                           int rank) {
+  using G = GroupGemm<C>;
+  GemmPosition<G::kStages> at;
+  for (int index = blockIdx.x / G::kCluster; index < gemm.order.count(); index += gridDim.x / G::kCluster) {
+    int row, column;
+    gemm.order.place(index, row, column);
+    const int m = (row * G::kCluster + rank) * G::kTileM, n = column * G::kTileN;
+    for (int part = 0; part < gemm.parts; ++part, at.advance()) {
+      const uint32_t full = gemm.full(at.stage);
+      const int k = part * G::kTileK;
+      barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+      barrier_expect(full, G::kStageBytes);
+      CUTE_UNROLL
+      for (int i = 0; i < C::kPlanesA; ++i) copy_box(gemm.plane_a(at.stage, i), a[i], k, m, full);
+      CUTE_UNROLL
+      for (int j = 0; j < C::kPlanesB; ++j) {
+        if constexpr (G::kCluster == 1) {
+          copy_box(gemm.plane_b(at.stage, j), b[j], k, n, full);
+        } else {
+          constexpr int kRows = G::kTileN / G::kCluster;
+          cluster::copy_box_to((1 << G::kCluster) - 1, gemm.plane_b(at.stage, j) + rank * kRows * G::kTileK, b[j], k,
+                      n + rank * kRows, full);
+        }
+      }
+    }
+  }
+}
+
+// Tells the feeders of all blocks that wrote the stage that this warp has done with it.
+template <class C>
+__device__ __forceinline__ void release(const GroupGemm<C>& gemm, int stage) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (C::kCluster == 1) {
+    if (lane == 0) barrier_arrive(gemm.empty(stage));
+  } else {
+    if (lane < C::kCluster) cluster::arrive_at(gemm.empty(stage), lane);
+  }
+}
+
+// All products of one part of k that concern a group's rows.
+template <class C>
+__device__ __forceinline__ void multiply_part(const GroupGemm<C>& gemm, typename GroupGemm<C>::Sums& sums, int stage,
+                                              int block) {
+  using G = GroupGemm<C>;
+  const uint64_t a = describe<G::kTileK>(gemm.plane_a(stage, 0)) + (block * 64 * G::kTileK >> 4);
+  const uint64_t b = describe<G::kTileK>(gemm.plane_b(stage, 0));
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int k = 0; k < G::kTileK; k += 32) {
+    CUTE_UNROLL
+    for (int level = 0; level < C::kLevels; ++level) {
+      CUTE_UNROLL
+      for (int i = 0; i < C::kPlanesA; ++i) {
+        const int j = level - i;
+        if (j < 0 || j >= C::kPlanesB) continue;
+        CUTE_UNROLL
+        for (int own = 0; own < G::kBlocks; ++own) {
+          const uint64_t from_a = a + ((i * G::kPlaneA + own * 64 * G::kTileK + k) >> 4);
+          const uint64_t from_b = b + ((j * G::kPlaneB + k) >> 4);
+          multiply_group<typename G::Op>(sums[own][level], from_a, from_b, make_int_sequence<G::kRegisters>{});
+        }
+      }
+    }
+  }
+  warpgroup_commit_batch();
+}
+
+template <class C>
+__device__ __forceinline__ void hold(typename GroupGemm<C>::Sums& sums) {
+  using G = GroupGemm<C>;
+  CUTE_UNROLL
+  for (int block = 0; block < G::kBlocks; ++block) {
+    CUTE_UNROLL
+    for (int level = 0; level < C::kLevels; ++level) {
+      CUTE_UNROLL
+      for (int r = 0; r < G::kRegisters; ++r) warpgroup_fence_operand(sums[block][level][r]);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void multiply_tile(const GroupGemm<C>& gemm, typename GroupGemm<C>::Sums& sums,
+                                              GemmPosition<C::kStages>& at, int block) {
+  int before = 0;
+  hold<C>(sums);
+  for (int part = 0; part < gemm.parts; ++part) {
+    barrier_wait(gemm.full(at.stage), at.parity);
+    multiply_part(gemm, sums, at.stage, block);
+    warpgroup_wait<1>();
+    if (part > 0) release(gemm, before);
+    before = at.stage;
+    at.advance();
+  }
+}
+
+// `squares`: where C::kSquares, a place for each warp of each block.
+template <class C>
+__device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
+  using G = GroupGemm<C>;
+  const int step = int(gridDim.x) / G::kCluster, count = gemm.order.count();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  int index = int(blockIdx.x) / G::kCluster;
+  GemmPosition<G::kStages> at;
+  float seen = 0.0f;  // squares of this thread's results
+  const int block = C::kPingPong ? 0 : group * G::kBlocks;  // the group's first
+  if (C::kPingPong && group == 1) {
+    warp_group::turn_give(1, 256);  // group 0 begins
+    index += step;
+    at.skip(gemm.parts);
+  }
+  for (; index < count; index += C::kPingPong ? 2 * step : step) {
+    int row, column;
+    gemm.order.place(index, row, column);
+    typename G::Sums sums = {};  // not by the first product: what it overwrites would be alive until then
+    if (C::kPingPong) warp_group::turn_wait(1 + group, 256);
+    multiply_tile(gemm, sums, at, block);
+    if (C::kPingPong && index + step < count) warp_group::turn_give(2 - group, 256);
+    warpgroup_wait<0>();
+    hold<C>(sums);
+    release(gemm, at.stage == 0 ? G::kStages - 1 : at.stage - 1);
+    if (C::kPingPong) at.skip(gemm.parts);
+    const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16;
+    CUTE_UNROLL
+    for (int own = 0; own < G::kBlocks; ++own) {
+      if constexpr (C::kSquares) {
+        write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane, [&](float x) { seen = fmaf(x, x, seen); });
+      } else {
+        write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane);
+      }
+    }
+  }
+  if constexpr (C::kSquares) {
+    CUTE_UNROLL
+    for (int other = 16; other > 0; other /= 2) seen += __shfl_xor_sync(~0u, seen, other);
+    if (lane == 0) squares[(int(blockIdx.x) * G::kGroups + group) * 4 + warp] = seen;
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(GroupGemm<C>::kThreads, C::kResident)
+gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ TmaDescriptor a1,
+           const __grid_constant__ TmaDescriptor a2, const __grid_constant__ TmaDescriptor b0,
+           const __grid_constant__ TmaDescriptor b1, const __grid_constant__ TmaDescriptor b2, int64_t k,
+           typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
+           const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
+           int64_t vector, float alpha, float beta, float weight1, float weight2, float* squares) {
+  using G = GroupGemm<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const int rank = G::kCluster == 1 ? 0 : int(cluster::rank());
+  constexpr int kHeight = G::kTileM * G::kCluster;
+  const G gemm{shared_address(shared), {int((m + kHeight - 1) / kHeight), int((n + G::kTileN - 1) / G::kTileN)},
+               int((k + G::kTileK - 1) / G::kTileK)};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < G::kStages; ++stage) {
+      barrier_init(gemm.full(stage), 1);
+      barrier_init(gemm.empty(stage), 4 * G::kReaders * G::kCluster);
+    }
+    barrier_fence();
+  }
+  if constexpr (G::kCluster == 1) __syncthreads();
+  else cluster::meet();
+  const int group = threadIdx.x / 128;
+  if (group == G::kGroups) {
+    if constexpr (G::kGroups == 2) warp_group::give_registers<G::kFeederRegisters>();
+    if (threadIdx.x == 128 * G::kGroups) {
+      const TmaDescriptor* const a[3] = {&a0, &a1, &a2};
+      const TmaDescriptor* const b[3] = {&b0, &b1, &b2};
+      feed_tiles(gemm, a, b, rank);
+    }
+  } else {
+    if constexpr (G::kGroups == 2) warp_group::take_registers<G::kGroupRegisters>();
+    if (rows && row_step == 0) alpha *= __ldg(rows);
+    if (columns && column_step == 0) alpha *= __ldg(columns);
+    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+                           int(n), alpha, beta, weight1, weight2, vector != 0};
+    multiply_tiles(gemm, to, rank, group, squares);
+  }
+  if constexpr (G::kCluster > 1) cluster::meet();  // a block's memory is written by the other one
+}
+
+}  // namespace magicube

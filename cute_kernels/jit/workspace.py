@@ -1,0 +1,183 @@
+"""Memory of a run of kernels in one piece, so that its launches can be kept by few addresses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
+from math import prod
+from operator import mul
+from types import TracebackType
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from cute_kernels.jit.kernel import set_to_zero
+from cute_kernels.jit.launch_cache import Replays
+
+_ALIGNMENT = 512  # as an allocator has it
+_open = threading.local()  # ``arena``: where this thread's tensors come from, if from one
+
+
+class Place(NamedTuple):
+    """Where a tensor without gaps lies in an arena."""
+
+    offset: int  # bytes
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The tensor in ``memory``, bytes."""
+        return self.view(memory.view(self.dtype), self.strides)
+
+    def view(self, memory: Tensor, strides: tuple[int, ...]) -> Tensor:
+        """The tensor in ``memory`` of its dtype."""
+        offset = memory.storage_offset() + self.offset // self.dtype.itemsize  # counted from the storage's beginning
+        return memory.as_strided(self.shape, strides, offset)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of a tensor without gaps."""
+        return tuple(accumulate(self.shape[:0:-1], mul, initial=1))[::-1] if self.shape else ()
+
+
+class Arena:
+    """A place for each tensor that :func:`empty` and :func:`zeros` make in this thread while it is open.
+
+    They lie in ``memory``, one after the other; without it each has memory of its own, and only the places are noted.
+    """
+
+    def __init__(self, memory: Tensor | None = None) -> None:
+        """``memory``: bytes, zero where :func:`zeros` is called."""
+        self.size = 0
+        self.zeroed: list[slice] = []  # of the memory, that :func:`zeros` took
+        self._memory, self._outer = memory, None
+        self._taken: list[tuple[Tensor, Place]] = []
+
+    def __enter__(self) -> Arena:
+        self._outer = getattr(_open, "arena", None)
+        _open.arena = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _open.arena = self._outer
+
+    def take(self, make: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
+        """The next tensor; ``make``: of torch, where there is no memory yet."""
+        place = Place(self.size, torch.Size(shape), dtype)
+        self.size += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if make is torch.zeros:
+            self.zeroed.append(slice(place.offset, place.offset + place.nbytes))
+        if self._memory is not None:
+            return place.of(self._memory)
+        found = make(shape, dtype=dtype, device=device)
+        self._taken.append((found, place))
+        return found
+
+    def place_of(self, x: Tensor) -> Place:
+        """Where ``x`` lies, which was taken here, whole."""
+        for taken, place in self._taken:
+            if taken.data_ptr() == x.data_ptr() and taken.numel() == x.numel() and x.is_contiguous():
+                return place._replace(shape=x.shape)
+        raise ValueError(f"x must have been made in this arena, got a tensor {tuple(x.shape)} from elsewhere")
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.empty``, or a tensor of the arena that is open in this thread."""
+    arena: Arena | None = getattr(_open, "arena", None)
+    if arena is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return arena.take(torch.empty, shape, dtype, device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As :func:`empty`, of zeros."""
+    arena: Arena | None = getattr(_open, "arena", None)
+    if arena is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return arena.take(torch.zeros, shape, dtype, device)
+
+
+class Made(Sequence[Tensor]):
+    """Tensors in one piece of memory, each made when it is asked for."""
+
+    def __init__(self, memory: Tensor, places: list[tuple[Place, tuple[int, ...]]]) -> None:
+        """``places``: with the strides of each."""
+        self._memory, self._places = memory, places
+        self._as: dict[torch.dtype, Tensor] = {}  # one for many
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, at: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(at, slice):
+            return Made(self._memory, self._places[at])
+        place, strides = self._places[at]
+        memory = self._as.get(place.dtype)
+        if memory is None:
+            memory = self._as[place.dtype] = self._memory.view(place.dtype)
+        return place.view(memory, strides)
+
+
+class Kept:
+    """Functions that only launch kernels and make tensors here: what one launched is launched again without it.
+
+    From the second call of a kind on its tensors are one allocation, and where that and all else lies as it did in a
+    call before, the launches of that call run again.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: kinds, and launches by their addresses, that are remembered."""
+        self._most = most
+        self._replays = Replays(most)
+        self._known: dict[Hashable, tuple[int, list[slice], list[tuple[Place, tuple[int, ...]]]]] = {}
+
+    def run(
+        self,
+        kind: Hashable,
+        addresses: tuple[int, ...],
+        device: torch.device,
+        function: Callable[[], tuple[Tensor, ...]],
+    ) -> Sequence[Tensor]:
+        """What ``function`` returns: tensors that it made by :func:`empty` or :func:`zeros`, whole.
+
+        Args:
+            kind: all that the launches depend on but addresses, and what those lie on.
+            addresses: of all that the kernels read and write and that is not made here.
+        """
+        known = self._known.get(kind)
+        if known is None:
+            with Arena() as arena:
+                found = function()
+            if len(self._known) >= self._most:
+                self._known.clear()
+            places = [arena.place_of(each) for each in found]
+            self._known[kind] = arena.size, arena.zeroed, [(place, place.strides) for place in places]
+            return found
+        size, zeroed, wanted = known
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        for part in zeroed:
+            if memory.is_cuda:
+                set_to_zero(memory.data_ptr() + part.start, part.stop - part.start, memory.device.index)
+            else:
+                memory[part].zero_()
+
+        def launch() -> None:
+            with Arena(memory):
+                function()
+
+        self._replays.run((kind, addresses, memory.data_ptr()), launch)
+        return Made(memory, wanted)

@@ -1,0 +1,1 @@
+"""What follows from an MMA atom: fragments, bank conflicts, column order."""

@@ -1,0 +1,1 @@
+"""Dense products of low-precision floats with block scales."""

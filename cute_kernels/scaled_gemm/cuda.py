@@ -1,0 +1,200 @@
+"""Dense float product on a GPU: operands made ready, the kernel chosen and launched."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cute_kernels.convert.quantize import device_of
+from cute_kernels.gemm.cuda import Result, Rows, aligned, is_ready, multiprocessors_of, result_of
+from cute_kernels.jit.kernel import current_arch, get_kernel, tensor_map
+from cute_kernels.scaled_gemm import sm100 as gemm_floats_sm100
+from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, choose
+from cute_kernels.scaled_gemm.dequantize import decode, decoded_first
+from cute_kernels.scaled_gemm.sm100 import TILE_M, Codes, Tcgen05Config, check_alignment, map_parameters
+from cute_kernels.scaled_gemm.small_m import FewRowsConfig, choose_few, launch_few, serves
+from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
+
+if TYPE_CHECKING:
+    from cute_kernels.scaled_gemm.api import FloatCall, FloatOperand
+
+_WISH = "MAGICUBE_TCGEN05"
+
+
+def _ready(codes: Tensor) -> Rows:
+    rows, size = codes.shape
+    if not is_ready(codes):
+        fresh = torch.empty((rows, aligned(size)), dtype=torch.uint8, device=codes.device)
+        codes = fresh[:, :size].copy_(codes)
+    return Rows(codes.data_ptr(), codes.stride(0) if rows > 1 else aligned(size), codes)
+
+
+def _scales(operand: FloatOperand) -> tuple[tuple[int, int, int], Tensor | None]:
+    """Address, pitch in elements and number of a row's factors of blocks, or of tiles; the tensor that they lie in."""
+    found = operand.blocks if operand.blocks is not None else operand.tiles
+    if found is None:
+        return (0, 0, 0), None
+    found = found.contiguous()
+    return (found.data_ptr(), found.shape[1], found.shape[1]), found
+
+
+class Choice(NamedTuple):
+    """A kernel; ``refused``: why it is not that of the arch's own instructions, where there is one."""
+
+    config: FloatGemmConfig | FewRowsConfig | Tcgen05Config
+    refused: str = ""
+
+
+def _codes(name: str, operand: FloatOperand) -> Codes:
+    """An operand's codes as they lie; raises ``ValueError`` unless the bytes of a row are neighbours."""
+    codes = operand.codes
+    if codes.shape[1] > 1 and codes.stride(1) != 1:
+        raise ValueError(f"{name} must have bytes at stride 1 for tcgen05.mma, got {codes.stride(1)}")
+    return Codes(operand.dtype, operand.k, operand.rows, codes.data_ptr(), codes.stride(0))
+
+
+def _tcgen05_kind(call: FloatCall) -> MmaKind:
+    """The kind of ``tcgen05.mma`` that multiplies these operands; raises ``ValueError`` where none does."""
+    kind = gemm_floats_sm100.mma_kind(call.a.kind, call.b.kind)
+    for name, operand in (("a", call.a), ("b", call.b)):
+        check_alignment(name, _codes(name, operand), kind)
+        blocks = operand.blocks
+        if blocks is not None and blocks.is_contiguous() and blocks.data_ptr() % 4:
+            raise ValueError(f"{name} must have blocks that start at a multiple of 4 bytes for {kind.name}, "
+                             f"got {blocks.data_ptr():#x}")  # fmt: skip
+    return kind
+
+
+def choose_config(
+    m: int,
+    n: int,
+    k: int,
+    a: Kind,
+    b: Kind,
+    arch: str,
+    *,
+    fast: bool = False,
+    out: str = "float32",
+    source: str = "none",
+    multiprocessors: int = 132,
+) -> FloatGemmConfig | FewRowsConfig:
+    """The config for a product of (m, k) and (k, n) that no tcgen05.mma makes."""
+    if serves(m, a, b, arch):
+        return choose_few(m, n, k, a, b, out=out, source=source, multiprocessors=multiprocessors)
+    if arch == "sm_90a":
+        a, b = decoded_first(m, n, k, a, b)
+    return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, multiprocessors=multiprocessors)
+
+
+def choose_for(call: FloatCall, arch: str, multiprocessors: int) -> Choice:
+    """The config of a product; looks at addresses and strides, computes nothing."""
+    m, n, k = call.shape
+    out = str(call.out_dtype).removeprefix("torch.")
+    source = "none" if call.c is None else str(call.c.dtype).removeprefix("torch.")
+    refused = ""
+    if arch in ARCHES and os.environ.get(_WISH) != "1":
+        refused = f"the kernel of tcgen05.mma has not been run on any chip; {_WISH}=1 takes it"
+    elif arch in ARCHES:
+        try:
+            return Choice(gemm_floats_sm100.choose(m, n, _tcgen05_kind(call).name, out, source, multiprocessors))
+        except ValueError as error:
+            refused = str(error)
+    config = choose_config(
+        m, n, k, call.a.kind, call.b.kind, arch,
+        fast=call.fast_accum, out=out, source=source, multiprocessors=multiprocessors,
+    )  # fmt: skip
+    return Choice(config, refused)
+
+
+def plan_cuda(call: FloatCall) -> tuple[Choice, tuple[str, ...]]:
+    """The choice, and the operands whose codes are copied."""
+    choice = choose_for(call, current_arch(), multiprocessors_of(call.a.device.index))
+    if isinstance(choice.config, Tcgen05Config):
+        return choice, ()
+    return choice, tuple(name for name, each in (("a", call.a), ("b", call.b)) if not is_ready(each.codes))
+
+
+def decoded_of(call: FloatCall, config: FloatGemmConfig | FewRowsConfig | Tcgen05Config) -> tuple[str, ...]:
+    """The operands that are decoded before the product."""
+    if not isinstance(config, FloatGemmConfig):
+        return ()
+    pairs = (("a", config.a, call.a.kind), ("b", config.b, call.b.kind))
+    return tuple(name for name, taken, given in pairs if taken != given)
+
+
+def _map(rows: Rows, kind: Kind, count: int, tile: int, config: FloatGemmConfig) -> bytes:
+    """Boxes of a part of k of ``tile`` rows; packed ones lie row by row, ready ones swizzled."""
+    decoded = config.decoded(kind)
+    width = config.tile_k * kind.bits // 8
+    return tensor_map(rows.pointer, 1, (rows.owner.shape[1], count), rows.pitch, (width, tile), 0 if decoded else width)
+
+
+def _launch_tcgen05(call: FloatCall, config: Tcgen05Config, written: Result) -> None:
+    m, n, k = call.shape
+    kind = _tcgen05_kind(call)
+    if config.mma != kind:
+        raise ValueError(f"config must be of the kind {kind.name} for these operands, got {config.kind}")
+    maps = [
+        tensor_map(*map_parameters(name, _codes(name, operand), kind, tile))
+        for name, operand, tile in (("a", call.a, TILE_M), ("b", call.b, config.tile_n))
+    ]
+    pair = (call.a.dtype, call.b.dtype)
+    ((factors_a, _, count), _owner_a), ((factors_b, _, _), _owner_b) = _scales(call.a), _scales(call.b)
+    kernel = get_kernel(config)
+    kernel.launch(
+        (min(kernel.multiprocessors, config.tiles(m, n)), 1, 1),
+        (
+            *maps, k, config.counted_bytes(*pair), kind.instruction(*pair, TILE_M, config.tile_n),
+            factors_a, factors_b, count // 4, *written.arguments, np.float32(call.alpha), np.float32(call.beta),
+        ),
+    )  # fmt: skip
+
+
+def _launch(call: FloatCall, config: FloatGemmConfig | FewRowsConfig, written: Result) -> None:
+    m, n, k = call.shape
+    a, b = _ready(call.a.codes), _ready(call.b.codes)
+    (scales_a, _owner_a), (scales_b, _owner_b) = _scales(call.a), _scales(call.b)
+    if isinstance(config, FewRowsConfig):
+        launch_few(config, (a, scales_a), (b, scales_b), call.shape, written, call.alpha, call.beta)
+        return
+    kernel = get_kernel(config)
+    if config.a != call.a.kind:
+        a, scales_a = decode(call.a, a, config.a), scales_a if config.a.tiles else (0, 0, 0)
+    if config.b != call.b.kind:
+        b, scales_b = decode(call.b, b, config.b), scales_b if config.b.tiles else (0, 0, 0)
+    alpha = np.float32(call.alpha * config.lift(call.a.kind, call.b.kind))
+    result = (k, *scales_a, *scales_b, *written.arguments, alpha, np.float32(call.beta))
+    tiles = config.tiles(m, n)
+    if config.kernel == "mma":
+        operands = (a.pointer, a.pitch, a.owner.shape[1], b.pointer, b.pitch, b.owner.shape[1])
+        kernel.launch((tiles, 1, 1), (*operands, *result))
+        return
+    maps = (_map(a, config.a, m, config.tile_m, config), _map(b, config.b, n, config.tile_n, config))
+    if config.split > 1:
+        kernel.launch((tiles * config.split, 1, 1), (*maps, *result), (config.split, 1, 1))
+    else:
+        kernel.launch((min(kernel.multiprocessors * config.resident, tiles), 1, 1), (*maps, *result))
+
+
+def gemm_floats_cuda(
+    call: FloatCall, out: Tensor, config: FloatGemmConfig | FewRowsConfig | Tcgen05Config | None = None
+) -> Tensor:
+    """The product, written to ``out``; M, N and K are not 0.
+
+    ``config``: the kernel to take instead of the chosen one; its ``out`` and ``source`` follow from the call.
+    """
+    with device_of(out):
+        chosen = choose_for(call, current_arch(), multiprocessors_of(out.device.index)).config
+        if config is not None:
+            chosen = replace(config, out=chosen.out, source=chosen.source)
+        written = result_of(out, call.a.scale, call.b.scale, call.bias, call.c)
+        if isinstance(chosen, Tcgen05Config):
+            _launch_tcgen05(call, chosen, written)
+        else:
+            _launch(call, chosen, written)
+    return out

@@ -1,0 +1,44 @@
+// Codes of small floats as what the Tensor Cores multiply: bytes of e4m3 or e5m2, or bfloat16 with the factors of blocks of k
+// multiplied in. For products with so many rows that to decode in them takes longer.
+#pragma once
+
+#include "scaled_gemm/common.cuh"
+
+namespace magicube {
+
+// codes (rows, row_bytes) -> out (rows, out_pitch bytes), whole runs of sixteen. A block of threads has 1 << shift runs of each
+// of its rows, a thread kEach rows.
+template <class C>
+__global__ void __launch_bounds__(128)
+decode_floats(const uint8_t* codes, int64_t pitch, int64_t row_bytes, int64_t rows, int64_t runs, int64_t shift,
+              const uint8_t* scales, int64_t scales_pitch, uint8_t* out, int64_t out_pitch) {
+  using Format = typename C::Format;
+  constexpr int kEach = 4, kRunBytes = 4 * Format::kWords;
+  const int64_t run = (int64_t{blockIdx.y} << shift) + (threadIdx.x & ((1 << shift) - 1));
+  const int64_t step = 128 >> shift, first = int64_t{blockIdx.x} * step * kEach + (threadIdx.x >> shift);
+  if (run >= runs) return;
+  uint32_t packed[kEach][Format::kWords], factors[kEach] = {};  // all is read before anything is written
+  CUTE_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t row = first + i * step;
+    if (row >= rows) continue;
+    load_ragged_run<Format>(codes + row * pitch + run * kRunBytes, row_bytes - run * kRunBytes, packed[i]);
+    if constexpr (C::kBlock > 0) {
+      factors[i] = scale_halves<typename C::Scale>(__ldg(scales + row * scales_pitch + run * 16 / C::kBlock));
+    }
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t row = first + i * step;
+    if (row >= rows) continue;
+    constexpr int kWords = C::kHalves ? 8 : 4;
+    uint32_t numbers[kWords];
+    if constexpr (C::kHalves) decode_halves<Format, (C::kBlock > 0)>(packed[i], factors[i], numbers);
+    else decode_bytes<Format>(packed[i], numbers);
+    uint4* const to = reinterpret_cast<uint4*>(out + row * out_pitch + run * 4 * kWords);
+    CUTE_UNROLL
+    for (int w = 0; w < kWords; w += 4) to[w / 4] = make_uint4(numbers[w], numbers[w + 1], numbers[w + 2], numbers[w + 3]);
+  }
+}
+
+}  // namespace magicube

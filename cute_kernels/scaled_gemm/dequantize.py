@@ -1,0 +1,90 @@
+"""Operands of the dense float product that are decoded once, before it, where decoding in it would take longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cute_kernels.gemm.cuda import Rows, aligned
+from cute_kernels.jit import workspace
+from cute_kernels.jit.codegen import constants
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.scaled_gemm.config import Kind
+
+if TYPE_CHECKING:
+    from cute_kernels.scaled_gemm.api import FloatOperand
+
+_RUN = 16  # codes of a thread's row
+_ROWS = 4  # of a thread
+_MOST_RUNS = 128  # of a block's row
+# Seconds, measured on an H200.
+_LAUNCH = 2.5e-6
+_MOVED = 1 / 7e12  # for a byte, of the pass and of what the product reads more
+_BYTES = {4: 0.65e-15, 6: 1e-15}  # that decoding an operand of these bits adds to a product, for each of its M N K
+_HALVES = 4e-15  # that decoding to bfloat16 adds
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """The kernel that writes codes of ``kind`` as bytes of e4m3 or e5m2; ``halves``: as bfloat16, times its blocks'
+    factors."""
+
+    kind: Kind
+    halves: bool
+    threads: int = 128
+    smem_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        return f"gemm-floats-decode-{self.kind.name}-{16 if self.halves else 8}"
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        types = f"  using Format = {self.kind.dtype.upper()};\n  using Scale = {self.kind.scale.upper() or 'void'};\n"
+        source = (
+            '#include "scaled_gemm/dequantize.cuh"\nnamespace magicube {\nstruct Config {\n'
+            f"{constants({'kBlock': self.kind.block, 'kHalves': self.halves})}{types}}};\n}}  // namespace magicube\n"
+        )
+        return Unit(source, "magicube::decode_floats<magicube::Config>", arch)
+
+
+def ready(kind: Kind, halves: bool) -> Kind:
+    """What an operand is once it is decoded."""
+    if halves:
+        return Kind("bfloat16", tiles=kind.tiles)
+    return kind._replace(dtype="e4m3") if kind.bits < 8 else kind
+
+
+def decoded_first(m: int, n: int, k: int, a: Kind, b: Kind) -> tuple[Kind, Kind]:
+    """What the product takes: operands that are decoded before it, if that is faster, or these."""
+    halves = a.block > 0 or b.block > 0
+    wanted = ready(a, halves), ready(b, halves)
+    before, during = 0.0, _HALVES if halves else 0.0
+    for kind, found, rows in ((a, wanted[0], m), (b, wanted[1], n)):
+        if kind != found:
+            before += _LAUNCH + rows * k * (kind.bits + 2 * found.bits) / 8 * _MOVED
+            during += 0.0 if halves else _BYTES[kind.bits]
+    return wanted if before < m * n * k * during else (a, b)
+
+
+def decode(operand: FloatOperand, codes: Rows, wanted: Kind) -> Rows:
+    """``operand``, whose codes lie as ``codes`` says, as ``wanted``: one launch."""
+    config = DecodeConfig(operand.kind, wanted.bits > 8)
+    size = wanted.bits // 8
+    rows, runs = operand.rows, -(-operand.k // _RUN)
+    out = workspace.empty((rows, aligned(operand.k) * size), torch.uint8, operand.device)
+    shift = (min(runs, _MOST_RUNS) - 1).bit_length()
+    across = _ROWS * (_MOST_RUNS >> shift)
+    blocks = None if operand.blocks is None else operand.blocks.contiguous()
+    scales = (0, 0) if blocks is None else (blocks.data_ptr(), blocks.shape[1])
+    get_kernel(config).launch(
+        (-(-rows // across), -(-runs >> shift), 1),
+        (
+            codes.pointer, codes.pitch, codes.owner.shape[1], rows, runs, shift, *scales, out.data_ptr(), out.shape[1]
+        ),
+    )  # fmt: skip
+    return Rows(out.data_ptr(), out.shape[1], out[:, : operand.k * size])

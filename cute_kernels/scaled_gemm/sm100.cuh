@@ -1,0 +1,258 @@
+// Dense product of small floats on sm_100a and sm_103a: D = A B, A (M, K) and B^T (N, K) packed k-major.
+//
+// One binary for all pairs of formats: the tensor maps unpack codes on their way into shared memory, sixteen in sixteen
+// bytes, and the instruction's descriptor says what they are. A persistent block takes tiles of the output; one warp feeds
+// a ring of parts of k, one has them multiplied into tensor memory, and four write the sums of a tile while those of the
+// next are made beside them. kBlock: neighbours along k that have one factor (0: none); four more warps feed factors.
+// kPacked: both operands are e2m1, and stay two in a byte.
+#pragma once
+
+#include <cute/numeric/numeric_types.hpp>
+
+#include "gemm/epilogue.cuh"
+#include "gemm/tile_scheduler.cuh"
+#include "scaled_gemm/tcgen05.cuh"
+#include "gemm/wgmma.cuh"
+
+namespace magicube {
+
+template <int kBlock, bool kPacked, int kColumns>
+struct Tcgen05Op;
+template <int kColumns>
+struct Tcgen05Op<0, false, kColumns> { using type = SM100_MMA_F8F6F4_SS; };
+template <int kColumns>
+struct Tcgen05Op<32, false, kColumns> {
+  using type = SM100_MMA_MXF8F6F4_SS<float_e4m3_t, float_e4m3_t, float, float_ue8m0_t, 128, kColumns, UMMA::Major::K,
+                                     UMMA::Major::K>;
+};
+template <int kColumns>
+struct Tcgen05Op<32, true, kColumns> {
+  using type = SM100_MMA_MXF4_SS<float_e2m1_t, float_e2m1_t, float, float_ue8m0_t, 128, kColumns, 32, UMMA::Major::K,
+                                 UMMA::Major::K>;
+};
+template <int kColumns>
+struct Tcgen05Op<16, true, kColumns> {
+  using type = SM100_MMA_MXF4_SS<float_e2m1_t, float_e2m1_t, float, float_ue4m3_t, 128, kColumns, 16, UMMA::Major::K,
+                                 UMMA::Major::K>;
+};
+
+template <class C>
+struct FloatTcgen05 {
+  using Op = typename Tcgen05Op<C::kBlock, C::kPacked, C::kTileN>::type;  // of 32 bytes of k
+  static constexpr int kTileM = 128, kTileN = C::kTileN, kTileK = C::kPacked ? 256 : 128, kStages = C::kStages;
+  static constexpr bool kScaled = C::kBlock > 0;
+  static constexpr int kFactors = kScaled ? kTileK / 4 / C::kBlock : 0;  // of a row, for one instruction
+  static constexpr int kWords = kFactors;                                // of four factors of a row, for a part's four
+  static constexpr int kPlaneA = kTileM * 128, kPlaneB = kTileN * 128, kFactorBytes = 2 * kWords * 512;
+  static constexpr int kStageBytes = kPlaneA + kPlaneB + kFactorBytes;
+  static constexpr int kTurns = 2;                                             // tiles with sums in tensor memory
+  static constexpr int kFactorColumns = kTurns * kTileN;                       // in front of those of factors
+  static constexpr int kColumns = kScaled ? 512 : kFactorColumns;              // all
+  static constexpr int kWriters = 4, kFeeder = 4, kMultiplier = 5, kScaler = 6;  // warps, and the first of four
+  static constexpr int kThreads = 32 * (kScaled ? 10 : 6);
+
+  static_assert(kTileN % 64 == 0 && kTileN <= 256, "the Tensor Cores take 256 columns, and a fragment has 64");
+  static_assert(kStageBytes % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
+  static_assert(!kScaled || kTileN == 128, "a thread feeds the factors of one row of each operand");
+  static_assert(kFactorColumns + 8 * kWords <= kColumns || !kScaled, "there is room for factors");
+
+  uint8_t* shared;
+  TileOrder<C::kBand> order;
+  int parts;  // of k
+
+  __device__ uint32_t base() const { return shared_address(shared); }
+  __device__ uint32_t part_a(int stage) const { return base() + stage * kStageBytes; }
+  __device__ uint32_t part_b(int stage) const { return part_a(stage) + kPlaneA; }
+  __device__ uint32_t factors(int stage) const { return part_b(stage) + kPlaneB; }
+  __device__ uint32_t full(int stage) const { return base() + kStages * kStageBytes + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
+  __device__ uint32_t summed(int turn) const { return full(2 * kStages) + 8 * turn; }
+  __device__ uint32_t written(int turn) const { return summed(turn) + 8 * kTurns; }
+  __device__ uint32_t* sums() const {
+    return reinterpret_cast<uint32_t*>(shared + kStages * kStageBytes + 8 * (2 * kStages + 2 * kTurns));
+  }
+
+  // Calls f(row, column) for the tiles of this block, the corner of each.
+  template <class F>
+  __device__ __forceinline__ void for_tiles(F f) const {
+    for (int index = blockIdx.x; index < order.count(); index += gridDim.x) {
+      int row, column;
+      order.place(index, row, column);
+      f(row * kTileM, column * kTileN);
+    }
+  }
+};
+
+// A part is 128 of what the maps count: codes, or bytes of kPacked ones. bytes: of both packed parts, which is what the
+// copy engine counts, whatever lies beyond the matrix and between codes.
+template <class C>
+__device__ void feed_parts(const FloatTcgen05<C>& gemm, const TmaDescriptor& a, const TmaDescriptor& b, uint32_t bytes) {
+  using G = FloatTcgen05<C>;
+  GemmPosition<G::kStages> at;
+  gemm.for_tiles([&](int row, int column) {
+    for (int part = 0; part < gemm.parts; ++part, at.advance()) {
+      const uint32_t full = gemm.full(at.stage);
+      barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+      barrier_expect(full, bytes);
+      copy_box(gemm.part_a(at.stage), &a, part * 128, row, full);
+      copy_box(gemm.part_b(at.stage), &b, part * 128, column, full);
+    }
+  });
+}
+
+// Words of four factors, as they lie row by row.
+struct FactorWords {
+  const uint32_t* words;
+  int rows, count;  // count: of a row
+  __device__ uint32_t at(int row, int word) const {
+    return row < rows && word < count ? __ldg(words + int64_t{row} * count + word) : 0;
+  }
+};
+
+template <class C>
+__device__ void feed_factors(const FloatTcgen05<C>& gemm, const FactorWords& a, const FactorWords& b, int thread) {
+  using G = FloatTcgen05<C>;
+  const int own = thread % 4 * 32 + thread / 4;  // row, whose words lie at 4 * thread of each 512 bytes
+  GemmPosition<G::kStages> at;
+  gemm.for_tiles([&](int row, int column) {
+    for (int part = 0; part < gemm.parts; ++part, at.advance()) {
+      uint32_t words[2 * G::kWords];
+      CUTE_UNROLL
+      for (int w = 0; w < G::kWords; ++w) {
+        words[w] = a.at(row + own, part * G::kWords + w);
+        words[G::kWords + w] = b.at(column + own, part * G::kWords + w);
+      }
+      barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+      uint32_t* to = reinterpret_cast<uint32_t*>(gemm.shared + at.stage * G::kStageBytes + G::kPlaneA + G::kPlaneB) + thread;
+      CUTE_UNROLL
+      for (int w = 0; w < 2 * G::kWords; ++w) to[w * 128] = words[w];
+      warp_group::publish();
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(gemm.full(at.stage));
+    }
+  });
+}
+
+// One part; fresh: instead of what the sums are, else added to it.
+template <class C>
+__device__ __forceinline__ void multiply_part(const FloatTcgen05<C>& gemm, uint32_t sums, uint32_t to, int stage,
+                                              uint64_t instruction, bool fresh) {
+  using G = FloatTcgen05<C>;
+  const uint64_t a = tensor_memory::describe(gemm.part_a(stage)), b = tensor_memory::describe(gemm.part_b(stage));
+  const uint32_t factors = sums + G::kFactorColumns;
+  CUTE_UNROLL
+  for (int w = 0; w < 2 * G::kWords; ++w) tensor_memory::copy_factors(factors + 4 * w, gemm.factors(stage) + 512 * w);
+  CUTE_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    const uint32_t add = !fresh || step > 0;
+    if constexpr (G::kScaled) {
+      const int word = step * G::kFactors / 4;
+      const uint32_t first = step * G::kFactors % 4;  // factor in the word
+      G::Op::fma(a + 2 * step, b + 2 * step, to, add, instruction | uint64_t(first << 4 | first << 29) << 32,
+                 factors + 4 * word, factors + 4 * (G::kWords + word));
+    } else {
+      G::Op::fma(a + 2 * step, b + 2 * step, to, add, instruction);
+    }
+  }
+}
+
+// By a whole warp, of which the instructions take one thread. instruction: the descriptor, in the upper half.
+template <class C>
+__device__ void multiply_parts(const FloatTcgen05<C>& gemm, uint32_t sums, uint64_t instruction) {
+  using G = FloatTcgen05<C>;
+  GemmPosition<G::kStages> at;
+  GemmPosition<G::kTurns> turn;
+  gemm.for_tiles([&](int, int) {
+    const uint32_t to = sums + turn.stage * G::kTileN;
+    barrier_wait(gemm.written(turn.stage), turn.parity ^ 1);
+    tensor_memory::after_barrier();
+    for (int part = 0; part < gemm.parts; ++part, at.advance()) {
+      barrier_wait(gemm.full(at.stage), at.parity);
+      tensor_memory::after_barrier();
+      multiply_part(gemm, sums, to, at.stage, instruction, part == 0);
+      tensor_memory::arrive_when_done(gemm.empty(at.stage));
+    }
+    tensor_memory::arrive_when_done(gemm.summed(turn.stage));
+    turn.advance();
+  });
+}
+
+template <class C>
+__device__ void write_tiles(const FloatTcgen05<C>& gemm, const GemmOutput<C>& to, uint32_t sums, int warp) {
+  using G = FloatTcgen05<C>;
+  const int lane = threadIdx.x % 32;
+  GemmPosition<G::kTurns> turn;
+  gemm.for_tiles([&](int row, int column) {
+    barrier_wait(gemm.summed(turn.stage), turn.parity);
+    tensor_memory::after_barrier();
+    for (int half = 0; half < 2; ++half) {
+      const int first = 32 * warp + 16 * half;
+      for (int part = 0; part < G::kTileN; part += 64) {
+        uint32_t words[1][32];
+        tensor_memory::load_fragment(sums + (first << 16) + turn.stage * G::kTileN + part, words[0]);
+        write_fragment(to, words, row + first, column + part, lane);
+      }
+    }
+    tensor_memory::before_barrier();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(gemm.written(turn.stage));
+    turn.advance();
+  });
+}
+
+template <class C>
+__device__ __forceinline__ void start_barriers(const FloatTcgen05<C>& gemm) {
+  using G = FloatTcgen05<C>;
+  for (int stage = 0; stage < G::kStages; ++stage) {
+    barrier_init(gemm.full(stage), G::kScaled ? 5 : 1);
+    barrier_init(gemm.empty(stage), 1);
+  }
+  for (int turn = 0; turn < G::kTurns; ++turn) {
+    barrier_init(gemm.summed(turn), 1);
+    barrier_init(gemm.written(turn), G::kWriters);
+  }
+  barrier_fence();
+}
+
+template <class C>
+__global__ void __launch_bounds__(FloatTcgen05<C>::kThreads, 1)
+gemm_floats_sm100(const __grid_constant__ TmaDescriptor a, const __grid_constant__ TmaDescriptor b, int64_t k,
+                  int64_t part_bytes, int64_t instruction, const uint32_t* factors_a, const uint32_t* factors_b,
+                  int64_t factor_words, typename C::Out* out, int64_t pitch, int64_t m, int64_t n,
+                  const float* rows, int64_t row_step, const float* columns, int64_t column_step, const float* bias,
+                  const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
+  using G = FloatTcgen05<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const G gemm{shared, {int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)},
+               int((k + G::kTileK - 1) / G::kTileK)};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) start_barriers(gemm);
+  if (warp == G::kMultiplier) tensor_memory::take<G::kColumns>(gemm.sums());
+  tensor_memory::before_barrier();
+  __syncthreads();
+  tensor_memory::after_barrier();
+  const uint32_t sums = *gemm.sums();
+  if (warp == G::kFeeder) {
+    if (threadIdx.x % 32 == 0) feed_parts(gemm, a, b, uint32_t(part_bytes));
+    __syncwarp();
+  } else if (warp == G::kMultiplier) {
+    multiply_parts(gemm, sums, uint64_t(instruction) << 32);
+  } else if (G::kScaled && warp >= G::kScaler) {
+    if constexpr (G::kScaled) {
+      feed_factors(gemm, {factors_a, int(m), int(factor_words)}, {factors_b, int(n), int(factor_words)},
+                   threadIdx.x - 32 * G::kScaler);
+    }
+  } else {
+    if (rows && row_step == 0) alpha *= __ldg(rows);
+    if (columns && column_step == 0) alpha *= __ldg(columns);
+    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+                           int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+    write_tiles(gemm, to, sums, warp);
+  }
+  tensor_memory::before_barrier();
+  __syncthreads();
+  tensor_memory::after_barrier();
+  if (warp == G::kMultiplier) tensor_memory::give<G::kColumns>(sums);
+}
+
+}  // namespace magicube

@@ -1,0 +1,426 @@
+// Dense product of small floats whose left operand has few rows (sm_90a): D = X W, X (M, K) with M <= 64, W^T (N, K) packed.
+//
+// The weights are what is read from memory, so they take the shortest way: the tensor copy engine brings slabs of 64 bytes of
+// their rows, a lane reads 16 of these, decodes them in registers, and multiplies them from there, as the operand of 64 rows.
+// A lane so has neighbours of k where an instruction has one run of four for each lane; the order of k in a product is free as
+// long as X has the same, and X is small: `order_few_rows` writes it decoded and in that order before.
+// kGroups warp groups have 64 rows of weights each, kDepth of them the same rows and every kDepth-th part of k; kSplit blocks of
+// a cluster have a share of k each. Sums of a slab of bytes are added in float32. Where blocks of k have factors, codes become
+// bfloat16 times their factor (kHalves), as X does before.
+#pragma once
+
+#include "scaled_gemm/wgmma.cuh"
+
+namespace magicube {
+
+template <int kColumns, class W, class X, bool kHalves>
+struct FewRowsOp;
+#define MAGICUBE_FEW_OP(N, W, X)                                    \
+  template <>                                                       \
+  struct FewRowsOp<N, W, X, false> {                                \
+    using type = SM90::GMMA::MMA_64x##N##x32_F32##W##X##_RS_TN<>;   \
+  };
+#define MAGICUBE_FEW_OPS(N)                                         \
+  MAGICUBE_FEW_OP(N, E4M3, E4M3)                                    \
+  MAGICUBE_FEW_OP(N, E4M3, E5M2)                                    \
+  MAGICUBE_FEW_OP(N, E5M2, E4M3)                                    \
+  MAGICUBE_FEW_OP(N, E5M2, E5M2)                                    \
+  template <class W, class X>                                       \
+  struct FewRowsOp<N, W, X, true> {                                 \
+    using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>; \
+  };
+MAGICUBE_FEW_OPS(8)
+MAGICUBE_FEW_OPS(16)
+MAGICUBE_FEW_OPS(32)
+MAGICUBE_FEW_OPS(64)
+#undef MAGICUBE_FEW_OPS
+#undef MAGICUBE_FEW_OP
+
+// Where in its slab of X the k go that a lane's slab of weights of kBits has. A lane t has codes t kOwn to t kOwn + kOwn - 1.
+template <int kBits, bool kHalves>
+struct FewRowsOrder {
+  static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
+  static constexpr int kSlabK = 512 / kBits, kOwn = 128 / kBits, kStepK = kHalves ? 16 : 32, kSteps = kSlabK / kStepK;
+  static constexpr int kSize = kHalves ? 2 : 1;  // bytes of a number
+  static constexpr int kWords = 4 * kSize;       // of sixteen numbers
+  static constexpr int kUnits = kOwn / 16;       // of a slab: sixteen numbers of each lane
+
+  // Of the numbers of eight codes, word `part` of those that an instruction takes: as they follow each other, or, of 4 bits, the
+  // even and the odd codes apart, or, of halves, codes i and i + 4 together.
+  __device__ static uint32_t pick(const uint32_t* eight, int part) {
+    if constexpr (kBits == 8) return eight[part];
+    else if constexpr (kHalves) return __byte_perm(eight[part / 2], eight[2 + part / 2], part % 2 ? 0x7632 : 0x5410);
+    else return __byte_perm(eight[0], eight[1], part ? 0x7531 : 0x6420);
+  }
+  // A unit, 64 kSize neighbouring bytes: of its eights, of their words, those of four lanes.
+  __device__ static void put(uint8_t* to, const uint32_t (&numbers)[4][kWords]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      const int first = i / (kWords / 2) * (kWords / 2), part = i % (kWords / 2);
+      reinterpret_cast<uint4*>(to)[i] = make_uint4(pick(numbers[0] + first, part), pick(numbers[1] + first, part),
+                                                   pick(numbers[2] + first, part), pick(numbers[3] + first, part));
+    }
+  }
+};
+
+// X (rows, k) of codes as numbers that are multiplied, (rows, pitch bytes), in the order of FewRowsOrder; zero beyond k. A thread
+// makes a unit: what is written in less than 32 bytes at a time costs the product microseconds, which waits for it.
+template <class C>
+__global__ void __launch_bounds__(128)
+order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* factors,
+               int64_t factors_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
+  using Format = typename C::Format;
+  using Order = FewRowsOrder<C::kBits, C::kHalves>;
+  wait_for_predecessor();
+  const int64_t units = pitch / (64 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
+  const int64_t row = index / units, unit = index % units;
+  if (row >= rows) return;
+  constexpr int kRunBytes = 4 * Format::kWords;  // of sixteen codes
+  uint32_t codes[4][Format::kWords], numbers[4][Order::kWords];
+  const auto run_of = [&](int t) { return (unit / Order::kUnits * 4 + t) * Order::kUnits + unit % Order::kUnits; };
+  CUTE_UNROLL
+  for (int t = 0; t < 4; ++t) {
+    const int64_t at = run_of(t) * kRunBytes;
+    load_ragged_run<Format>(x + row * x_pitch + at, row_bytes - at, codes[t]);
+  }
+  CUTE_UNROLL
+  for (int t = 0; t < 4; ++t) {
+    if constexpr (C::kHalves) {
+      uint32_t factor = 0;
+      if constexpr (C::kBlock > 0) {
+        const int64_t block = run_of(t) * 16 / C::kBlock;
+        factor = scale_halves<typename C::Scale>(block < blocks ? __ldg(factors + row * factors_pitch + block) : 0);
+      }
+      decode_halves<Format, (C::kBlock > 0)>(codes[t], factor, numbers[t]);
+    } else {
+      decode_bytes<Format>(codes[t], numbers[t]);
+    }
+  }
+  Order::put(ordered + row * pitch + unit * 64 * Order::kSize, numbers);
+}
+
+template <class C>
+struct FewRows {
+  using Format = typename C::FormatB;
+  using Order = FewRowsOrder<Format::kBits, C::kHalves>;
+  using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kHalves>::type;
+  static constexpr int kSlabs = C::kSlabs, kTileK = kSlabs * Order::kSlabK, kDepth = C::kDepth;
+  static constexpr int kHeight = 64 * C::kGroups / kDepth;
+  static constexpr int kWeightsPitch = kSlabs * 64, kBoxBytes = C::kRows * 128;  // a box has 128 bytes of X's rows
+  static constexpr int kBoxes = kTileK * Order::kSize / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
+  static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
+  // With many groups registers are few: one slab at a time, and the feeder's warp group gives of its own.
+  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kHalves || C::kResident == 1);
+  static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
+  // Of what the block starts with, which is all that there is.
+  static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kFeederRegisters = 24;
+  static constexpr int kGroupRegisters = (kPool - kFeederRegisters) / C::kGroups / 8 * 8;
+  using Sums = float[kRegisters];
+  using Slab = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction takes it
+  // Factors of what a lane has of a slab's row.
+  static constexpr int kOwnBlocks = C::kBlock == 0 ? 0 : Order::kOwn > C::kBlock ? Order::kOwn / C::kBlock : 1;
+  using Factors = uint32_t[kSlabs][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
+  // Sums in shared memory, where the ring was: rows of the output. By its pitch a warp's writes meet in no bank.
+  static constexpr int kPitch = kHeight + 4;
+
+  static_assert(kSlabs % 2 == 0, "slabs go in pairs");
+  static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
+  static_assert(!kShare || C::kResident == 1, "a block takes the registers of all");
+  static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "parts are read side by side, and one is fetched");
+  static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "sums meet where the ring was");
+
+  uint32_t base;
+
+  __device__ uint32_t weights(int stage) const { return base + stage * kStageBytes; }
+  __device__ uint32_t box(int stage, int i) const { return weights(stage) + kHeight * kWeightsPitch + i * kBoxBytes; }
+  __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
+};
+
+template <class C>
+__device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, const TmaDescriptor& weights, int begin, int last,
+                              int row) {
+  using G = FewRows<C>;
+  GemmPosition<G::kStages> at;
+  for (int part = begin; part < last; ++part, at.advance()) {
+    const uint32_t full = gemm.full(at.stage);
+    barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+    barrier_expect(full, G::kStageBytes);
+    copy_box(gemm.weights(at.stage), &weights, part * G::kWeightsPitch, row, full);
+    // One part of the weights comes while X is put in order: more would be in its way to the memory and back.
+    if (part == begin) wait_for_predecessor();
+    CUTE_UNROLL
+    for (int i = 0; i < G::kBoxes; ++i) copy_box(gemm.box(at.stage, i), &x, (part * G::kBoxes + i) * 128, 0, full);
+  }
+}
+
+// The codes of a lane's factors in one part of k. Beyond the last row and the last block are factors of others, of products
+// that are not written, or zero.
+template <class C>
+__device__ __forceinline__ void load_factors(const uint8_t* const (&rows)[2], int blocks, int part,
+                                             typename FewRows<C>::Factors& to) {
+  using G = FewRows<C>;
+  if constexpr (C::kBlock > 0) {
+    const int first = (part * G::kTileK + int(threadIdx.x) % 4 * G::Order::kOwn) / C::kBlock;
+    CUTE_UNROLL
+    for (int i = 0; i < G::kSlabs; ++i) {
+      CUTE_UNROLL
+      for (int b = 0; b < G::kOwnBlocks; ++b) {
+        const int block = first + i * (G::Order::kSlabK / C::kBlock) + b, there = block < blocks ? block : blocks - 1;
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) to[i][half][b] = __ldg(rows[half] + there);
+      }
+    }
+  }
+}
+
+// A lane's 16 bytes of one of its two rows of a slab, as the instruction takes them.
+template <class C>
+__device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
+                                           const uint32_t (&factors)[sizeof(typename FewRows<C>::Factors) / 8 / C::kSlabs],
+                                           typename FewRows<C>::Slab& to) {
+  using Format = typename C::FormatB;
+  if constexpr (C::kHalves) {
+    constexpr int kPairs = 16 / Format::kBits, kOfFactor = 4 * kPairs / (C::kBlock > 0 ? FewRows<C>::kOwnBlocks : 1);
+    uint32_t factor = 0;
+    CUTE_UNROLL
+    for (int p = 0; p < 4 * kPairs; ++p) {  // of 4 bits, codes p % 4 and p % 4 + 4 of a word
+      const uint32_t word = words[p / kPairs];
+      uint32_t& pair = to[p / 2][half + 2 * (p % 2)];
+      if constexpr (Format::kBits == 8) pair = to_halves<Format>(__byte_perm(word, 0, p % 2 ? 0x4342 : 0x4140));
+      else if (p % 4 == 0) pair = to_halves_from<Format, 0>(word);
+      else if (p % 4 == 1) pair = to_halves_from<Format, 4>(word);
+      else if (p % 4 == 2) pair = to_halves_from<Format, 8>(word);
+      else pair = to_halves_from<Format, 12>(word);
+      if constexpr (C::kBlock > 0) {
+        if (p % kOfFactor == 0) factor = scale_halves<typename C::Scale>(factors[p / kOfFactor]);
+        pair = multiply_halves(pair, factor);
+      }
+    }
+  } else {
+    CUTE_UNROLL
+    for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
+      if constexpr (Format::kBits == 8) {
+        to[s][half] = words[2 * s], to[s][2 + half] = words[2 * s + 1];
+      } else {
+        to[s][half] = to_bytes<Format>(words[s]), to[s][2 + half] = to_bytes<Format>(words[s] >> 4);
+      }
+    }
+  }
+}
+
+// A lane's part of slab i of a stage: 16 bytes of rows g and g + 8 of its warp's sixteen. Rows that are read together meet in
+// their banks, two and two; with boxes of 64 bytes, in which they do not, the whole took 3 to 6% longer.
+template <class C>
+__device__ __forceinline__ void load_slab(const uint8_t* stage, int i, const typename FewRows<C>::Factors& factors,
+                                          typename FewRows<C>::Slab& to) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % (FewRows<C>::kHeight / 16) * 16 + lane / 4;
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* const from = stage + 64 * i + (row + 8 * half) * FewRows<C>::kWeightsPitch + lane % 4 * 16;
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    decode_row<C>({x.x, x.y, x.z, x.w}, half, factors[i][half], to);
+  }
+}
+
+template <class Op, int kRegisters, int... I>
+__device__ __forceinline__ void multiply_from_registers(const uint32_t (&a)[4], uint64_t b, float (&sums)[kRegisters],
+                                                        SM90::GMMA::ScaleOut scale, int_sequence<I...>) {
+  Op::fma(a[0], a[1], a[2], a[3], b, sums[I]..., scale);
+}
+
+// Starts the products of a slab. Of bytes, `partial` begins with zero.
+template <class C>
+__device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewRows<C>::Slab& a, int stage, int i,
+                                           typename FewRows<C>::Sums& partial) {
+  using G = FewRows<C>;
+  hold_sums(partial);
+  CUTE_UNROLL
+  for (int s = 0; s < G::Order::kSteps; ++s) {
+    CUTE_UNROLL
+    for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
+  }
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int s = 0; s < G::Order::kSteps; ++s) {
+    const int at = (i * G::Order::kSlabK + G::Order::kStepK * s) * G::Order::kSize;
+    const uint64_t b = describe<128>(gemm.box(stage, at / 128)) + (at % 128 >> 4);
+    const bool fresh = !C::kHalves && s == 0;
+    multiply_from_registers<typename G::Op>(a[s], b, partial, fresh ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
+                                            make_int_sequence<G::kRegisters>{});
+  }
+  warpgroup_commit_batch();
+}
+
+// All of what the products have read stays until here. Halves are summed in `sums` straight away.
+template <class C>
+__device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename FewRows<C>::Sums& partial,
+                                         typename FewRows<C>::Sums& sums) {
+  hold_sums(C::kHalves ? sums : partial);
+  CUTE_UNROLL
+  for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
+    CUTE_UNROLL
+    for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
+  }
+  if constexpr (!C::kHalves) add_sums(sums, partial);
+}
+
+// Rows `first` on of the output, sums of all groups and blocks, by eight columns a thread; the tile begins at `column`. The body
+// of a loop, and small: all blocks are here at the same time, and code that runs once has to be fetched first.
+template <class C>
+__device__ __forceinline__ void write_few_rows(const FewRows<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first,
+                                               int column) {
+  using G = FewRows<C>;
+  using Source = typename C::Source;
+  constexpr int kRuns = G::kHeight / 8, kOwn = C::kRows / C::kSplit;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kOwn * kRuns; i += 128 * C::kGroups) {
+    const int m = first + i / kRuns, at = i % kRuns * 8, n = column + at, present = m < to.m ? to.n - n : 0;
+    if (present <= 0) continue;
+    float total[8] = {};
+    CUTE_UNROLL
+    for (int part = 0; part < C::kSplit * G::kDepth; ++part) {  // always in the same order
+      const uint32_t place = ((part % G::kDepth * C::kRows + m) * G::kPitch + at) * 4;
+      CUTE_UNROLL
+      for (int j = 0; j < 8; j += 4) {
+        float4 x;
+        if constexpr (C::kSplit == 1) x = *reinterpret_cast<const float4*>(shared + place + 4 * j);
+        else x = cluster::load_four_of(gemm.base + place + 4 * j, part / G::kDepth);
+        total[j] += x.x, total[j + 1] += x.y, total[j + 2] += x.z, total[j + 3] += x.w;
+      }
+    }
+    float factor[8], shift[8];
+    Source prior[8] = {};
+    CUTE_UNROLL
+    for (int j = 0; j < 8; ++j) factor[j] = 1.0f, shift[j] = 0.0f;
+    const auto load = [&](const auto* from, auto& values) {
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        if (j < present) values[j] = from[j];
+      }
+    };
+    if (to.columns) load(to.columns + n, factor);
+    if (to.bias) load(to.bias + n, shift);
+    if constexpr (GemmOutput<C>::kHasSource) load(to.c + int64_t{m} * to.c_pitch + n, prior);
+    const float left = to.row_factor(m);
+    alignas(16) typename C::Out out[8];
+    CUTE_UNROLL
+    for (int j = 0; j < 8; ++j) out[j] = to.finish(__float_as_uint(total[j]), prior[j], left, factor[j], shift[j]);
+    typename C::Out* const row = to.out + int64_t{m} * to.pitch + n;
+    if (to.vector) {
+      CUTE_UNROLL
+      for (int j = 0; j < int(sizeof(out) / 16); ++j) reinterpret_cast<uint4*>(row)[j] = reinterpret_cast<const uint4*>(out)[j];
+    } else {
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        if (j < present) row[j] = out[j];
+      }
+    }
+  }
+}
+
+template <class C>
+__device__ void multiply_few_rows(const FewRows<C>& gemm, uint8_t* shared, const BlockScales& scales, const GemmOutput<C>& to,
+                                  int begin, int last, int column) {
+  using G = FewRows<C>;
+  const int lane = threadIdx.x % 32, depth = threadIdx.x / (128 * C::kGroups / G::kDepth);
+  const int own = threadIdx.x / 32 % (G::kHeight / 16) * 16 + lane / 4;  // of the tile's columns, with own + 8
+  GemmPosition<G::kStages> at;
+  typename G::Sums sums = {}, partial = {};
+  typename G::Factors factors, next;
+  const uint8_t* of_rows[2];  // the factors of the lane's rows
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int row = column + own + 8 * half;
+    of_rows[half] = scales.codes + (row < scales.rows ? row : scales.rows - 1) * scales.pitch;
+  }
+  load_factors<C>(of_rows, scales.blocks, begin + depth, next);
+  at.skip(depth);
+  for (int part = begin + depth; part < last; part += G::kDepth, at.skip(G::kDepth)) {
+    CUTE_UNROLL
+    for (int i = 0; i < int(sizeof(factors) / 4); ++i) (&factors[0][0][0])[i] = (&next[0][0][0])[i];
+    load_factors<C>(of_rows, scales.blocks, part + G::kDepth, next);  // they come while this part is multiplied
+    barrier_wait(gemm.full(at.stage), at.parity);
+    const uint8_t* stage = shared + at.stage * G::kStageBytes;
+    CUTE_UNROLL
+    for (int i = 0; i < G::kSlabs; i += 2) {
+      typename G::Slab first, second;
+      load_slab<C>(stage, i, factors, first);
+      start_slab(gemm, first, at.stage, i, C::kHalves ? sums : partial);
+      if constexpr (!G::kOverlap) {
+        warpgroup_wait<0>();
+        end_slab<C>(first, partial, sums);
+      }
+      load_slab<C>(stage, i + 1, factors, second);
+      if constexpr (C::kHalves) {
+        start_slab(gemm, second, at.stage, i + 1, sums);
+        warpgroup_wait<0>();
+        if constexpr (G::kOverlap) end_slab<C>(first, partial, sums);
+        end_slab<C>(second, partial, sums);
+      } else if constexpr (G::kOverlap) {
+        typename G::Sums other = {};
+        start_slab(gemm, second, at.stage, i + 1, other);
+        warpgroup_wait<1>();
+        end_slab<C>(first, partial, sums);
+        warpgroup_wait<0>();
+        end_slab<C>(second, other, sums);
+      } else {
+        start_slab(gemm, second, at.stage, i + 1, partial);
+        warpgroup_wait<0>();
+        end_slab<C>(second, partial, sums);
+      }
+    }
+    if (lane == 0) barrier_arrive(gemm.empty(at.stage));
+  }
+  constexpr int kAll = 128 * C::kGroups;
+  warp_group::turn_wait(1, kAll);  // all have read what the ring held
+  CUTE_UNROLL
+  for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
+    const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
+    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = sums[r];
+  }
+  if constexpr (C::kSplit == 1) {
+    warp_group::turn_wait(1, kAll);
+    write_few_rows(gemm, shared, to, 0, column);
+  } else {  // the blocks of a cluster add up their sums: each has a share of the rows in the end
+    cluster::meet();
+    write_few_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(FewRows<C>::kThreads, C::kResident)
+gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
+                const uint8_t* factors, int64_t factors_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m,
+                int64_t n, const float* rows, int64_t row_step, const float* columns, int64_t column_step, const float* bias,
+                const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
+  using G = FewRows<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const G gemm{shared_address(shared)};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < G::kStages; ++stage) {
+      barrier_init(gemm.full(stage), 1);
+      barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth);
+    }
+    barrier_fence();
+  }
+  __syncthreads();
+  const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), column = int(blockIdx.x) / C::kSplit * G::kHeight;
+  const int parts = int((k + G::kTileK - 1) / G::kTileK), begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
+  if (threadIdx.x < 128 * C::kGroups) {
+    if constexpr (G::kShare) warp_group::take_registers<G::kGroupRegisters>();
+    if (rows && row_step == 0) alpha *= __ldg(rows);
+    if (columns && column_step == 0) alpha *= __ldg(columns);
+    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+                           int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+    multiply_few_rows(gemm, shared, {factors, factors_pitch, int(n), int(blocks)}, to, begin, last, column);
+  } else {
+    if constexpr (G::kShare) warp_group::give_registers<G::kFeederRegisters>();
+    if (threadIdx.x == 128 * C::kGroups) feed_few_rows(gemm, x, weights, begin, last, column);
+    __syncwarp();
+    if constexpr (C::kSplit > 1) cluster::meet();
+  }
+  if constexpr (C::kSplit > 1) cluster::meet();  // a block's memory is read by the others
+}
+
+}  // namespace magicube

@@ -1,0 +1,363 @@
+// Dense product of small floats on warp groups (sm_90a): D = A B, A (M, K) and B^T (N, K) packed k-major.
+//
+// A persistent block takes tiles of the output. One warp feeds two rings by the tensor copy engine: packed parts of the
+// operands that have to be decoded, and ready parts of those that have not. kDecoders warp groups take turns in decoding
+// packed parts into ready ones; kGroups warp groups multiply these, 64 rows of the tile each.
+// kPromote: the tensor cores sum one part of k at a time, and float32 additions do the rest; else all of k. A tile of 256
+// columns reads less of shared memory for a product than one of 128, and one of 192 multiplies more at a time.
+// kSplit blocks of a cluster have a share of k each, and meet through their shared memory at the end.
+#pragma once
+
+#include "scaled_gemm/common.cuh"
+#include "gemm/wgmma.cuh"
+
+namespace magicube {
+
+template <int kColumns, class A, class B, bool kHalves>
+struct FloatGroupOp;
+#define MAGICUBE_BYTES_OP(N, A, B)                                  \
+  template <>                                                       \
+  struct FloatGroupOp<N, A, B, false> {                             \
+    using type = SM90::GMMA::MMA_64x##N##x32_F32##A##B##_SS_TN<>;   \
+  };
+#define MAGICUBE_GROUP_OPS(N)                                       \
+  MAGICUBE_BYTES_OP(N, E4M3, E4M3)                                  \
+  MAGICUBE_BYTES_OP(N, E4M3, E5M2)                                  \
+  MAGICUBE_BYTES_OP(N, E5M2, E4M3)                                  \
+  MAGICUBE_BYTES_OP(N, E5M2, E5M2)                                  \
+  template <class A, class B>                                       \
+  struct FloatGroupOp<N, A, B, true> {                              \
+    using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>; \
+  };
+MAGICUBE_GROUP_OPS(128)
+MAGICUBE_GROUP_OPS(192)
+MAGICUBE_GROUP_OPS(256)
+#undef MAGICUBE_GROUP_OPS
+#undef MAGICUBE_BYTES_OP
+
+// What the Tensor Cores take a format for.
+template <class Format>
+using ReadyFormat = cuda::std::conditional_t<cuda::std::is_same_v<Format, E5M2>, E5M2, E4M3>;
+
+template <class C>
+struct FloatGemm {
+  using A = FloatPlane<typename C::FormatA, typename C::ScaleA, C::kBlockA, C::kHalves, C::kTileM>;
+  using B = FloatPlane<typename C::FormatB, typename C::ScaleB, C::kBlockB, C::kHalves, C::kTileN>;
+  // Of an instruction. Sums of a part beside those of 256 columns would fill the registers, so that these go in two spans.
+  static constexpr int kColumns = C::kPromote && C::kTileN == 256 ? 128 : C::kTileN, kSpans = C::kTileN / kColumns;
+  using Op = typename FloatGroupOp<kColumns, ReadyFormat<typename C::FormatA>, ReadyFormat<typename C::FormatB>,
+                                   C::kHalves>::type;
+  static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = A::kTileK;
+  static constexpr int kStages = C::kStages, kPackedStages = C::kPackedStages;
+  static constexpr int kGroups = C::kGroups, kDecoders = C::kDecoders, kSplit = C::kSplit;
+  static constexpr int kRegisters = kColumns / 2;  // a thread's sums of a span
+  static constexpr int kStageBytes = A::kBytes + B::kBytes, kPackedBytes = A::kPackedBytes + B::kPackedBytes;
+  static constexpr int kDirectBytes = (A::kDecoded ? 0 : A::kBytes) + (B::kDecoded ? 0 : B::kBytes);
+  static constexpr int kRings = kStages * kStageBytes + kPackedStages * kPackedBytes;
+  static constexpr int kThreads = 128 * (kGroups + kDecoders + 1);
+  static constexpr int kMany = kGroups + kDecoders;
+  // Registers of a thread of the three kinds of groups, out of what the block has; with one group there are enough.
+  static constexpr bool kShare = kMany > 1 || C::kResident > 1;
+  static constexpr int kPool = 65536 / C::kResident / kThreads / 8 * 8 * (kMany + 1);
+  static constexpr int kFeederRegisters = kSplit > 1 ? 56 : kMany == 4 ? 32 : 40;
+  static constexpr int kDecoderRegisters =
+      kDecoders == 0 ? 0 : kGroups == 1 ? 80 : !C::kPromote ? 88 : C::kHalves ? 80 : 72;
+  static constexpr int kMost = (kPool - kDecoders * kDecoderRegisters - kFeederRegisters) / kGroups / 8 * 8;
+  static constexpr int kGroupRegisters = kMost < 240 ? kMost : 240;
+  // Whether there is room for the sums of two parts beside those of the tile, so that one part is multiplied while the
+  // sums of the other are added. Parts then go in pairs, the last of which may lie beyond the matrix. Between pairs no
+  // product is under way: where one is at a loop's end, the assembler waits after each instruction.
+  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN == 128;
+  static constexpr int kPair = kOverlap ? 2 : 1;
+  using Sums = float[kRegisters];
+  using Tile = float[kSpans][kRegisters];
+
+  static_assert(kGroups * 64 == kTileM, "a group has 64 rows");
+  static_assert((kDecoders > 0) == (A::kDecoded || B::kDecoded), "decoders where something is to be decoded");
+  static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0),
+                "blocks share a tile by 32 columns");
+  static_assert(kSplit == 1 || kRings >= kRegisters * 512, "sums meet in the rings' memory");
+
+  uint8_t* shared;
+  TileOrder<C::kBand> order;
+  int begin, last;  // parts of k, this block's
+
+  __device__ uint32_t base() const { return shared_address(shared); }
+  __device__ uint32_t full(int stage) const { return base() + kRings + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
+  __device__ uint32_t packed_full(int stage) const { return full(2 * kStages) + 8 * stage; }
+  __device__ uint32_t packed_empty(int stage) const { return packed_full(stage) + 8 * kPackedStages; }
+  __device__ uint8_t* ready_a(int stage) const { return shared + stage * kStageBytes; }
+  __device__ uint8_t* ready_b(int stage) const { return ready_a(stage) + A::kBytes; }
+  __device__ uint8_t* packed_a(int stage) const { return shared + kStages * kStageBytes + stage * kPackedBytes; }
+  __device__ uint8_t* packed_b(int stage) const { return packed_a(stage) + A::kPackedBytes; }
+
+  // Calls f(row, column) for the tiles of this block, the corner of each.
+  template <class F>
+  __device__ __forceinline__ void for_tiles(F f) const {
+    for (int index = blockIdx.x / kSplit; index < order.count(); index += gridDim.x / kSplit) {
+      int row, column;
+      order.place(index, row, column);
+      f(row * kTileM, column * kTileN);
+    }
+  }
+};
+
+template <class C>
+__device__ void feed_floats(const FloatGemm<C>& gemm, const TmaDescriptor& a, const TmaDescriptor& b) {
+  using G = FloatGemm<C>;
+  GemmPosition<G::kStages> at;
+  GemmPosition<G::kPackedStages> packed;
+  gemm.for_tiles([&](int row, int column) {
+    for (int part = gemm.begin; part < gemm.last; ++part, at.advance(), packed.advance()) {
+      if constexpr (G::kPackedBytes > 0) {
+        const uint32_t full = gemm.packed_full(packed.stage);
+        barrier_wait(gemm.packed_empty(packed.stage), packed.parity ^ 1);
+        barrier_expect(full, G::kPackedBytes);
+        if (G::A::kDecoded) copy_box(shared_address(gemm.packed_a(packed.stage)), &a, part * G::A::kPackedRow, row, full);
+        if (G::B::kDecoded) copy_box(shared_address(gemm.packed_b(packed.stage)), &b, part * G::B::kPackedRow, column, full);
+      }
+      if constexpr (G::kDirectBytes > 0) {
+        const uint32_t full = gemm.full(at.stage);
+        barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+        barrier_expect(full, G::kDirectBytes);
+        if (!G::A::kDecoded) copy_box(shared_address(gemm.ready_a(at.stage)), &a, part * 128, row, full);
+        if (!G::B::kDecoded) copy_box(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column, full);
+      }
+    }
+  });
+}
+
+template <class C>
+__device__ void decode_tiles(const FloatGemm<C>& gemm, const BlockScales& scales_a, const BlockScales& scales_b, int own,
+                             int thread) {
+  using G = FloatGemm<C>;
+  using A = typename G::A;
+  using B = typename G::B;
+  GemmPosition<G::kStages> at;
+  GemmPosition<G::kPackedStages> packed;
+  int turn = 0;
+  gemm.for_tiles([&](int row, int column) {
+    uint32_t a[FloatRun<A, 128>::kCount], b[FloatRun<B, 128>::kCount];
+    const auto load_scales = [&](int part) {
+      load_block_scales<A, 128>(scales_a, row, part * G::kTileK, thread, a);
+      load_block_scales<B, 128>(scales_b, column, part * G::kTileK, thread, b);
+    };
+    load_scales(gemm.begin + (own + G::kDecoders - turn) % G::kDecoders);
+    for (int part = gemm.begin; part < gemm.last; ++part, at.advance(), packed.advance()) {
+      const bool mine = turn == own;
+      turn = turn + 1 == G::kDecoders ? 0 : turn + 1;
+      if (!mine) continue;
+      barrier_wait(gemm.packed_full(packed.stage), packed.parity);
+      barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+      if constexpr (A::kDecoded) decode_plane<A, 128>(gemm.packed_a(packed.stage), gemm.ready_a(at.stage), thread, a);
+      if constexpr (B::kDecoded) decode_plane<B, 128>(gemm.packed_b(packed.stage), gemm.ready_b(at.stage), thread, b);
+      warp_group::publish();
+      __syncwarp();
+      if (thread % 32 == 0) {
+        barrier_arrive(gemm.full(at.stage));
+        barrier_arrive(gemm.packed_empty(packed.stage));
+      }
+      load_scales(part + G::kDecoders);  // they come while the others decode
+    }
+  });
+}
+
+// The products of one part that concern a group's rows; kFresh: instead of what `sums` held, else added to it.
+template <class C, bool kFresh>
+__device__ __forceinline__ void multiply_ready(const FloatGemm<C>& gemm, typename FloatGemm<C>::Sums& sums, int stage,
+                                               int group, int span = 0) {
+  using G = FloatGemm<C>;
+  const uint64_t a = describe<128>(shared_address(gemm.ready_a(stage))) + (group * 64 * 128 >> 4);
+  const uint64_t b = describe<128>(shared_address(gemm.ready_b(stage))) + (span * G::kColumns * 128 >> 4);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int k = 0; k < 128; k += 32) {
+    multiply_group<typename G::Op>(sums, a + (k >> 4), b + (k >> 4), make_int_sequence<G::kRegisters>{},
+                                   kFresh && k == 0 ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One);
+  }
+  warpgroup_commit_batch();
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void hold_sums(float (&sums)[kRegisters]) {
+  CUTE_UNROLL
+  for (int r = 0; r < kRegisters; ++r) warpgroup_fence_operand(sums[r]);
+}
+
+// kScaled: a multiplication by `factor`, which is one otherwise, would read one more register each.
+template <bool kScaled = false, int kRegisters>
+__device__ __forceinline__ void add_sums(float (&sums)[kRegisters], const float (&partial)[kRegisters], float factor = 1.0f) {
+  CUTE_UNROLL
+  for (int r = 0; r < kRegisters; ++r) {
+    if constexpr (kScaled) sums[r] = __fmaf_rn(partial[r], factor, sums[r]);
+    else sums[r] += partial[r];
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Tile& sums,
+                                         GemmPosition<C::kStages>& at, int group, const TileScales& scales_a,
+                                         const TileScales& scales_b, int row, int column) {
+  using G = FloatGemm<C>;
+  const auto free_stage = [&](int stage) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(gemm.empty(stage));
+  };
+  if constexpr (G::kOverlap) {
+    typename G::Sums even = {}, odd = {};
+    int stage = at.stage;  // of the part that is added next
+    const auto start = [&](typename G::Sums& partial) {
+      barrier_wait(gemm.full(at.stage), at.parity);
+      hold_sums(partial);
+      multiply_ready<C, true>(gemm, partial, at.stage, group);
+      at.advance();
+    };
+    const auto add = [&](typename G::Sums& partial, int part) {
+      hold_sums(partial);
+      free_stage(stage);
+      stage = stage + 1 == G::kStages ? 0 : stage + 1;
+      add_sums<C::kTiled>(sums[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
+    };
+    for (int part = gemm.begin; part < gemm.last; part += 2) {
+      start(even);
+      start(odd);
+      warpgroup_wait<1>();
+      add(even, part);
+      warpgroup_wait<0>();
+      add(odd, part + 1);
+    }
+  } else if constexpr (C::kPromote) {
+    typename G::Sums partial = {};
+    for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
+      const float left = scales_a.at(row, part * G::kTileK);
+      barrier_wait(gemm.full(at.stage), at.parity);
+      CUTE_UNROLL
+      for (int span = 0; span < G::kSpans; ++span) {
+        const float factor = left * scales_b.at(column + span * G::kColumns, part * G::kTileK);
+        hold_sums(partial);
+        multiply_ready<C, true>(gemm, partial, at.stage, group, span);
+        warpgroup_wait<0>();
+        hold_sums(partial);
+        if (span + 1 == G::kSpans) free_stage(at.stage);
+        add_sums<C::kTiled>(sums[span], partial, factor);
+      }
+    }
+  } else {
+    int before = 0;
+    hold_sums(sums[0]);
+    for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
+      barrier_wait(gemm.full(at.stage), at.parity);
+      multiply_ready<C, false>(gemm, sums[0], at.stage, group);
+      warpgroup_wait<1>();
+      if (part > gemm.begin) free_stage(before);
+      before = at.stage;
+    }
+    warpgroup_wait<0>();
+    hold_sums(sums[0]);
+    if (gemm.begin < gemm.last) free_stage(before);
+  }
+}
+
+// The blocks of a cluster add up their sums: each has a share of the columns in the end.
+template <class C>
+__device__ __forceinline__ void write_shared_tile(const FloatGemm<C>& gemm, const GemmOutput<C>& to,
+                                                  const typename FloatGemm<C>::Sums& sums, int row, int column) {
+  using G = FloatGemm<C>;
+  constexpr int kOwn = G::kRegisters / G::kSplit;
+  const int thread = threadIdx.x, rank = int(cluster::rank());
+  warp_group::turn_wait(1, 128);  // all have read what the rings held
+  float* own = reinterpret_cast<float*>(gemm.shared);
+  CUTE_UNROLL
+  for (int r = 0; r < G::kRegisters; ++r) own[r * 128 + thread] = sums[r];
+  cluster::meet();
+  uint32_t total[1][kOwn];
+  CUTE_UNROLL
+  for (int r = 0; r < kOwn; ++r) {
+    float sum = 0;
+    CUTE_UNROLL
+    for (int other = 0; other < G::kSplit; ++other) {
+      sum += __uint_as_float(cluster::load_of(gemm.base() + ((rank * kOwn + r) * 128 + thread) * 4, other));
+    }
+    total[0][r] = __float_as_uint(sum);
+  }
+  write_fragment(to, total, row + thread / 32 * 16, column + 2 * kOwn * rank, thread % 32);
+}
+
+template <class C>
+__device__ void multiply_floats(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const TileScales& scales_a,
+                                const TileScales& scales_b) {
+  using G = FloatGemm<C>;
+  GemmPosition<G::kStages> at;
+  gemm.for_tiles([&](int row, int column) {
+    typename G::Tile sums = {};
+    sum_tile(gemm, sums, at, group, scales_a, scales_b, row, column);
+    if constexpr (G::kSplit > 1) {
+      write_shared_tile(gemm, to, sums[0], row, column);
+    } else {
+      uint32_t bits[1][G::kSpans * G::kRegisters];
+      CUTE_UNROLL
+      for (int r = 0; r < G::kSpans * G::kRegisters; ++r) {
+        bits[0][r] = __float_as_uint(sums[r / G::kRegisters][r % G::kRegisters]);
+      }
+      write_fragment(to, bits, row + group * 64 + threadIdx.x / 32 % 4 * 16, column, threadIdx.x % 32);
+    }
+  });
+}
+
+template <class C>
+__device__ __forceinline__ void start_barriers(const FloatGemm<C>& gemm) {
+  using G = FloatGemm<C>;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < G::kStages; ++stage) {
+      barrier_init(gemm.full(stage), (G::kDirectBytes > 0) + (G::kDecoders > 0 ? 4 : 0));
+      barrier_init(gemm.empty(stage), 4 * G::kGroups);
+    }
+    for (int stage = 0; G::kPackedBytes > 0 && stage < G::kPackedStages; ++stage) {
+      barrier_init(gemm.packed_full(stage), 1);
+      barrier_init(gemm.packed_empty(stage), 4);
+    }
+    barrier_fence();
+  }
+  __syncthreads();
+}
+
+template <class C>
+__global__ void __launch_bounds__(FloatGemm<C>::kThreads, C::kResident)
+gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant__ TmaDescriptor b, int64_t k,
+                  const void* scales_a, int64_t scales_a_pitch, int64_t blocks_a, const void* scales_b,
+                  int64_t scales_b_pitch, int64_t blocks_b, typename C::Out* out, int64_t pitch, int64_t m, int64_t n,
+                  const float* rows, int64_t row_step, const float* columns, int64_t column_step, const float* bias,
+                  const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
+  using G = FloatGemm<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  constexpr int kDepth = G::kPair * G::kTileK;
+  const int pairs = int((k + kDepth - 1) / kDepth), rank = G::kSplit == 1 ? 0 : int(cluster::rank());
+  const G gemm{shared, {int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)},
+               pairs * rank / G::kSplit * G::kPair, pairs * (rank + 1) / G::kSplit * G::kPair};
+  const FloatScales factors_a{scales_a, scales_a_pitch, blocks_a}, factors_b{scales_b, scales_b_pitch, blocks_b};
+  start_barriers(gemm);
+  const int group = threadIdx.x / 128;
+  if (group < G::kGroups) {
+    if constexpr (G::kShare) warp_group::take_registers<G::kGroupRegisters>();
+    if (rows && row_step == 0) alpha *= __ldg(rows);
+    if (columns && column_step == 0) alpha *= __ldg(columns);
+    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+                           int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+    multiply_floats(gemm, to, group, factors_a.of_tiles<typename G::A>(), factors_b.of_tiles<typename G::B>());
+  } else if (G::kDecoders > 0 && group < G::kMany) {
+    if constexpr (G::kShare) warp_group::give_registers<G::kDecoderRegisters>();
+    if constexpr (G::kDecoders > 0) {
+      decode_tiles(gemm, factors_a.of_blocks<typename G::A>(m), factors_b.of_blocks<typename G::B>(n), group - G::kGroups,
+                   threadIdx.x % 128);
+    }
+    if constexpr (G::kSplit > 1) cluster::meet();
+  } else {
+    if constexpr (G::kShare) warp_group::give_registers<G::kFeederRegisters>();
+    if (threadIdx.x == 128 * G::kMany) feed_floats(gemm, a, b);
+    __syncwarp();
+    if constexpr (G::kSplit > 1) cluster::meet();
+  }
+  if constexpr (G::kSplit > 1) cluster::meet();  // a block's memory is read by the others
+}
+
+}  // namespace magicube

@@ -1,0 +1,1 @@
+"""SDDMM kernels, their configs and their selection."""

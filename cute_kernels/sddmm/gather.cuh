@@ -1,0 +1,368 @@
+// SDDMM: S = (X Y^T) at the vectors of a pattern. X (rows, K) and Y (columns, K) are both contiguous along k.
+//
+// One warp computes a piece of up to 32 neighbouring vectors of one vector row: it gathers the rows of Y that they name,
+// and the V rows of X, a run of k at a time into a ring. The gathered rows are the mma's operand A, X's are operand B.
+#pragma once
+
+#include "device/copy.cuh"
+#include "device/dequantize_fragment.cuh"
+#include "device/epilogue.cuh"
+
+namespace magicube {
+
+// 32 k of a row of kBits-bit elements lie in kChunks pieces of 16 bytes; lane t of a group reads kWords words of them.
+// Format and Operand are those of floats.
+template <int kBits_, bool kSigned_, bool kFloat_, class Format_, class Operand_>
+struct RunOf {
+  using Format = Format_;
+  using Operand = Operand_;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kSigned = kSigned_, kFloat = kFloat_;
+  static constexpr int kElement = kBits > 8 ? 16 : kBits;
+  static constexpr int kDigits = kElement == 16 && !kFloat ? 2 : 1;
+  static constexpr int kChunks = kElement / 4;
+  static constexpr int kWords = kElement / 4;
+};
+
+// Row that a lane group reads, so that the lanes served at once hit different banks: with kChunks pieces a row, rows that
+// differ in the right bits share no bank. Which row an mma row is does not matter.
+template <int kRowBytes, int kChunks>
+__device__ __forceinline__ int spread_row(int g) {
+  constexpr int kFirst = kChunks == 1 ? 0 : kRowBytes == 128 ? (kChunks == 2 ? 1 : 2) : 0;
+  if constexpr (kChunks == 1 || (kRowBytes == 32 && kChunks == 2) || (kRowBytes == 64 && kChunks == 4)) {
+    return g;
+  } else if constexpr (kRowBytes == 64) {  // two bits of g become row bits 0 and 2
+    return (g & 1) | (g & 2) << 1 | (g & 4) >> 1;
+  } else {  // g's lower bits become the row's upper ones
+    return (g << kFirst | g >> (3 - kFirst)) & 7;
+  }
+}
+
+// words: eight k of one row -> (digits, registers). kSplit: in the order in which nibbles unpack.
+template <class Run, bool kSplit, int kMmaBits>
+__device__ __forceinline__ void split_run(uint32_t (&words)[Run::kWords], uint32_t (&out)[Run::kDigits][kMmaBits / 4]) {
+  if constexpr (Run::kFloat) {
+    if constexpr (kSplit) split_order<typename Run::Format, typename Run::Operand>(words);
+    expand_words<typename Run::Format, typename Run::Operand>(words, out[0]);
+  } else if constexpr (kMmaBits == 4) {
+    out[0][0] = words[0];
+  } else if constexpr (Run::kElement == 4) {
+    out[0][0] = low_nibbles<Run::kSigned>(words[0]);
+    out[0][1] = high_nibbles<Run::kSigned>(words[0]);
+  } else {
+    CUTE_UNROLL
+    for (int d = 0; d < Run::kDigits; ++d) {
+      uint32_t first = words[0], second = words[1];
+      if constexpr (Run::kElement == 16) {
+        first = pick_bytes(words[0], words[1], d ? kOdd : kEven);
+        second = pick_bytes(words[2], words[3], d ? kOdd : kEven);
+      }
+      out[d][0] = kSplit ? pick_bytes(first, second, kEven) : first;
+      out[d][1] = kSplit ? pick_bytes(first, second, kOdd) : second;
+    }
+  }
+}
+
+// words: kRuns runs of eight k of one row -> (digits, registers along k)
+template <class S, class Run, int kWords>
+__device__ __forceinline__ void split_runs(const uint32_t (&words)[kWords],
+                                           uint32_t (&out)[Run::kDigits][kWords / Run::kWords * S::kRegisters]) {
+  CUTE_UNROLL
+  for (int r = 0; r < kWords / Run::kWords; ++r) {
+    uint32_t run[Run::kWords], part[Run::kDigits][S::kRegisters];
+    CUTE_UNROLL
+    for (int i = 0; i < Run::kWords; ++i) run[i] = words[r * Run::kWords + i];
+    split_run<Run, S::kSplit, S::Shape::kBits>(run, part);
+    CUTE_UNROLL
+    for (int d = 0; d < Run::kDigits; ++d) {
+      CUTE_UNROLL
+      for (int i = 0; i < S::kRegisters; ++i) out[d][r * S::kRegisters + i] = part[d][i];
+    }
+  }
+}
+
+// What the kernels derive from a config; a piece is kPiece vectors.
+template <class C, int kPiece>
+struct SampleShape {
+  using Shape = AtomShape<typename AtomFor<typename C::OperandY, typename C::OperandX>::type>;
+  using RunX = RunOf<C::kBitsX, C::kSignedX, C::kFloat, typename C::FormatX, typename C::OperandX>;
+  using RunY = RunOf<C::kBitsY, C::kSignedY, C::kFloat, typename C::FormatY, typename C::OperandY>;
+  using Total = TotalOf<C>;
+  static constexpr int kSlots = kPiece;
+  static constexpr int kBlocks = kSlots / 8;                                  // row blocks of gathered rows
+  static constexpr int kRowTiles = C::kVector <= 8 ? 1 : C::kVector / 8;
+  static constexpr int kRowsX = 8 * kRowTiles;
+  static constexpr bool kSplit = Shape::kBits >= 8 && (C::kBitsX == 4) != (C::kBitsY == 4);
+  static constexpr int kRegisters = Shape::kBits / 4;                         // registers that 32 k give a digit
+  static_assert(kBlocks % Shape::kRowBlocks == 0, "the mma must fit the piece");
+  static constexpr int kShift = Shape::kBits == 4 || C::kFloat ? 0
+                                : (C::kBitsX == 4 && C::kSignedX ? 4 : 0) + (C::kBitsY == 4 && C::kSignedY ? 4 : 0);
+  // The mma's operands: a float's format, or the sign of a digit.
+  template <int kDigit>
+  using OperandX = cuda::std::conditional_t<C::kFloat, typename C::OperandX, Integer<C::kSignedX && kDigit == RunX::kDigits - 1>>;
+  template <int kDigit>
+  using OperandY = cuda::std::conditional_t<C::kFloat, typename C::OperandY, Integer<C::kSignedY && kDigit == RunY::kDigits - 1>>;
+};
+
+template <class C>
+struct SddmmShape : SampleShape<C, (C::kStride < 32 ? C::kStride : 32)> {
+  using Base = SampleShape<C, (C::kStride < 32 ? C::kStride : 32)>;
+  using typename Base::Shape, typename Base::RunX, typename Base::RunY;
+  static constexpr int kWidest = RunX::kElement > RunY::kElement ? RunX::kElement : RunY::kElement;
+  static constexpr int kDepthK = C::kRowBytes * 8 / kWidest;                  // k a stage
+  static constexpr int kBytesX = kDepthK * RunX::kElement / 8, kBytesY = kDepthK * RunY::kElement / 8;
+  static_assert(kBytesX >= 32 && kBytesY >= 32, "the narrower operand needs rows of 32 bytes");
+  static constexpr int kStageBytes = Base::kSlots * kBytesY + Base::kRowsX * kBytesX;
+  static constexpr int kRuns = Shape::kDepth > Base::kRegisters ? Shape::kDepth / Base::kRegisters : 1;  // of 32 k an mma needs
+  static_assert(kRuns * Base::kRegisters % Shape::kDepth == 0, "the mma must fit runs of 32 k");
+};
+
+// (digits, registers along k) of one row from shared memory; k in runs of 32.
+template <class S, class Run, int kRowBytes>
+struct RowReader {
+  uint32_t base;
+
+  __device__ void read(int row, int run, int lane, uint32_t (&out)[Run::kDigits][S::kRuns * S::kRegisters]) const {
+    const int t = lane % 4;
+    const int spread = (row & ~7) | spread_row<kRowBytes, Run::kChunks>(row & 7);
+    CUTE_UNROLL
+    for (int r = 0; r < S::kRuns; ++r) {
+      const int byte = t * 4 * Run::kWords;
+      const uint32_t at = base + swizzled<kRowBytes>(spread, (run + r) * Run::kChunks + byte / 16) + byte % 16;
+      uint32_t words[Run::kWords];
+      load_shared(at, words);
+      uint32_t part[Run::kDigits][S::kRegisters];
+      split_run<Run, S::kSplit, S::Shape::kBits>(words, part);
+      CUTE_UNROLL
+      for (int d = 0; d < Run::kDigits; ++d) {
+        CUTE_UNROLL
+        for (int i = 0; i < S::kRegisters; ++i) out[d][r * S::kRegisters + i] = part[d][i];
+      }
+    }
+  }
+};
+
+// Sums of one piece: (row tiles of X, digits of X, digits of Y, blocks of gathered rows, 2 rows of X).
+template <class S>
+struct PieceSums {
+  uint32_t sum[S::kRowTiles][S::RunX::kDigits][S::RunY::kDigits][S::kBlocks][2];
+
+  __device__ void clear() {
+    CUTE_UNROLL
+    for (int i = 0; i < int(sizeof(sum) / 4); ++i) (&sum[0][0][0][0][0])[i] = 0;
+  }
+
+  // x: (digits, registers along k); y: (blocks, digits, registers along k).
+  template <int kX, int kY, int kCount>
+  __device__ void add(int tile, const uint32_t (&x)[S::RunX::kDigits][kCount],
+                      const uint32_t (&y)[S::kBlocks][S::RunY::kDigits][kCount]) {
+    using Shape = typename S::Shape;
+    static_assert(kCount % Shape::kDepth == 0, "the registers must be those of whole mmas");
+    if constexpr (kX < S::RunX::kDigits) {
+      if constexpr (kY < S::RunY::kDigits) {
+        using Op = typename AtomFor<typename S::template OperandY<kY>, typename S::template OperandX<kX>>::type;
+        CUTE_UNROLL
+        for (int b = 0; b < S::kBlocks; b += Shape::kRowBlocks) {
+          CUTE_UNROLL
+          for (int r = 0; r < kCount; r += Shape::kDepth) {
+            uint32_t dense[Shape::kRowBlocks * Shape::kDepth];
+            CUTE_UNROLL
+            for (int i = 0; i < Shape::kRowBlocks * Shape::kDepth; ++i) {
+              dense[i] = y[b + i / Shape::kDepth][kY][r + i % Shape::kDepth];
+            }
+            multiply<Op>(sum[tile][kX][kY][b], dense, &x[kX][r]);
+          }
+        }
+        add<kX, kY + 1>(tile, x, y);
+      } else {
+        add<kX + 1, 0>(tile, x, y);
+      }
+    }
+  }
+
+  template <class Total>
+  __device__ Total total(int tile, int block, int j) const {
+    if constexpr (S::RunX::kFloat) {
+      constexpr float kX = kLift<typename S::RunX::Format, typename S::RunX::Operand>;
+      constexpr float kY = kLift<typename S::RunY::Format, typename S::RunY::Operand>;
+      return __uint_as_float(sum[tile][0][0][block][j]) * (kX * kY);
+    } else {
+      Total out = 0;
+      CUTE_UNROLL
+      for (int dx = 0; dx < S::RunX::kDigits; ++dx) {
+        CUTE_UNROLL
+        for (int dy = 0; dy < S::RunY::kDigits; ++dy) {
+          out += weighted<Total>(static_cast<int32_t>(sum[tile][dx][dy][block][j]) >> S::kShift, 8 * (dx + dy));
+        }
+      }
+      return out;
+    }
+  }
+};
+
+// The operands' rows in global memory.
+struct RowSource {
+  const uint8_t* data;
+  int64_t pitch;  // bytes from one row to the next
+  int64_t bytes;  // of a row that exist
+};
+
+template <class C>
+struct PieceRing {
+  using S = SddmmShape<C>;
+  uint32_t base;
+  RowSource x, y;
+  int64_t first_row, rows;
+  int32_t column;  // of the slot that is this lane's
+  int lane;
+
+  template <int kRowBytes>
+  __device__ void copy_piece(uint32_t to, const RowSource& from, int64_t source_row, bool exists, int row, int chunk,
+                             int64_t byte) const {
+    const int64_t left = from.bytes - byte;
+    const int valid = !exists || left <= 0 ? 0 : left < 16 ? int(left) : 16;
+    const uint8_t* at = valid ? from.data + source_row * from.pitch + byte : from.data;
+    copy_async(to + swizzled<kRowBytes>(row, chunk), at, valid);
+  }
+
+  __device__ void fetch(int stage, int64_t step) const {
+    const uint32_t at_y = base + stage * S::kStageBytes, at_x = at_y + S::kSlots * S::kBytesY;
+    constexpr int kChunksY = S::kBytesY / 16, kChunksX = S::kBytesX / 16;
+    CUTE_UNROLL
+    for (int i = 0; i < S::kSlots * kChunksY / 32; ++i) {
+      const int piece = lane + 32 * i, row = piece / kChunksY, chunk = piece % kChunksY;
+      const int32_t source = __shfl_sync(~0u, column, row);
+      copy_piece<S::kBytesY>(at_y, y, source, source >= 0, row, chunk, step * S::kBytesY + chunk * 16);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < (C::kVector * kChunksX + 31) / 32; ++i) {
+      const int piece = lane + 32 * i, row = piece / kChunksX, chunk = piece % kChunksX;
+      if (piece >= C::kVector * kChunksX) break;
+      copy_piece<S::kBytesX>(at_x, x, first_row + row, first_row + row < rows, row, chunk, step * S::kBytesX + chunk * 16);
+    }
+  }
+};
+
+template <class C>
+__device__ void add_stage(PieceSums<SddmmShape<C>>& sums, uint32_t at, int runs, int lane) {
+  using S = SddmmShape<C>;
+  const RowReader<S, typename S::RunY, S::kBytesY> read_y{at};
+  const RowReader<S, typename S::RunX, S::kBytesX> read_x{at + S::kSlots * S::kBytesY};
+  for (int run = 0; run < runs; run += S::kRuns) {
+    uint32_t y[S::kBlocks][S::RunY::kDigits][S::kRuns * S::kRegisters];
+    CUTE_UNROLL
+    for (int b = 0; b < S::kBlocks; ++b) read_y.read(8 * b + lane / 4, run, lane, y[b]);
+    CUTE_UNROLL
+    for (int tile = 0; tile < S::kRowTiles; ++tile) {
+      uint32_t x[S::RunX::kDigits][S::kRuns * S::kRegisters];
+      read_x.read(8 * tile + lane / 4, run, lane, x);
+      sums.template add<0, 0>(tile, x, y);
+    }
+  }
+}
+
+struct SddmmOutput {
+  void* out;  // (batch, blocks, V, stride)
+  const float* left;
+  const float* right;
+  int64_t left_step, right_step;
+};
+
+template <class C, class TotalAt>
+__device__ void write_piece(const SddmmOutput& at, int64_t block, int piece, const PieceRing<C>& ring, TotalAt&& total) {
+  using S = SddmmShape<C>;
+  const int g = ring.lane / 4, t = ring.lane % 4;
+  CUTE_UNROLL
+  for (int b = 0; b < S::kBlocks; ++b) {
+    const int slot = 8 * b + spread_row<S::kBytesY, S::RunY::kChunks>(g);
+    const int32_t column = __shfl_sync(~0u, ring.column, slot);
+    const float right = at.right && column >= 0 ? at.right[column * at.right_step] : 1.0f;
+    CUTE_UNROLL
+    for (int tile = 0; tile < S::kRowTiles; ++tile) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        const int v = 8 * tile + spread_row<S::kBytesX, S::RunX::kChunks>(2 * t + j);
+        if (v >= C::kVector) continue;
+        const int64_t row = ring.first_row + v;
+        const bool exists = column >= 0 && row < ring.rows;
+        const float left = at.left && exists ? at.left[row * at.left_step] : 1.0f;
+        using Out = typename C::Out;
+        static_cast<Out*>(at.out)[(block * C::kVector + v) * C::kStride + piece * S::kSlots + slot] =
+            exists ? convert<Out>(total(tile, b, j), left, right, 0.0f) : Out(0);
+      }
+    }
+  }
+}
+
+// Blocks of a multiprocessor that registers are shared out for; left alone, the compiler wants more of them than the sums
+// of many rows of floats leave.
+template <class C>
+constexpr int kSddmmBlocks = C::kFloat && C::kVector == 32 ? 16 / C::kWarps : 0;
+
+template <class C>
+__global__ void __launch_bounds__(C::kWarps * 32, kSddmmBlocks<C>)
+sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64_t x_pitch, int64_t x_batch, int64_t x_bytes,
+      const uint8_t* y, int64_t y_pitch, int64_t y_batch, int64_t y_bytes, void* out, const float* left, int64_t left_step,
+      int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows, int64_t inner,
+      int64_t blocks) {
+  using S = SddmmShape<C>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  constexpr int kPieces = C::kStride / S::kSlots;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const int64_t tasks = blocks * kPieces;
+  const uint32_t task_blocks = uint32_t((tasks + C::kWarps - 1) / C::kWarps);  // a division of 64 bits is a call
+  const int64_t batch = blockIdx.x / task_blocks, task = int64_t{blockIdx.x % task_blocks} * C::kWarps + warp;
+  if (task >= tasks) return;
+  const int64_t block = task / kPieces;
+  const int piece = int(task % kPieces);
+  const int32_t column = lane < S::kSlots ? columns[block * C::kStride + piece * S::kSlots + lane] : -1;
+  const PieceRing<C> ring{shared_address(shared) + warp * (C::kStages * S::kStageBytes),
+                          {x + batch * x_batch, x_pitch, x_bytes},
+                          {y + batch * y_batch, y_pitch, y_bytes},
+                          int64_t{block_rows[block]} * C::kVector,
+                          rows,
+                          column,
+                          lane};
+  wait_for_predecessor();
+  const int64_t steps = (inner + S::kDepthK - 1) / S::kDepthK;
+  CUTE_UNROLL
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    if (i < steps) ring.fetch(i, i);
+    copy_async_commit();
+  }
+  PieceSums<SddmmShape<C>> sums;
+  sums.clear();
+  using Total = cuda::std::conditional_t<C::kWide, int64_t, typename S::Total>;
+  constexpr int kSafeSteps = 32768 / S::kDepthK;
+  Total wide[S::kRowTiles][S::kBlocks][2] = {};
+  const auto fold = [&] {
+    CUTE_UNROLL
+    for (int i = 0; i < S::kRowTiles * S::kBlocks * 2; ++i) {
+      (&wide[0][0][0])[i] += sums.template total<Total>(i / 2 / S::kBlocks, i / 2 % S::kBlocks, i % 2);
+    }
+    sums.clear();
+  };
+  int stage = 0;
+  for (int64_t i = 0; i < steps; ++i) {
+    copy_async_wait<C::kStages - 2>();
+    __syncwarp();
+    const int refill = stage == 0 ? C::kStages - 1 : stage - 1;
+    if (i + C::kStages - 1 < steps) ring.fetch(refill, i + C::kStages - 1);
+    copy_async_commit();
+    const int64_t remaining = (inner - i * S::kDepthK + 31) / 32;
+    constexpr int kAll = S::kDepthK / 32;
+    add_stage<C>(sums, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    if constexpr (C::kWide) {
+      if (i % kSafeSteps == kSafeSteps - 1) fold();
+    }
+  }
+  fold();
+  copy_async_wait<0>();
+  const SddmmOutput output{out, left ? left + batch * left_batch : nullptr, right ? right + batch * right_batch : nullptr,
+                           left_step, right_step};
+  write_piece<C>(output, batch * blocks + block, piece, ring,
+                 [&](int tile, int b, int j) { return wide[tile][b][j]; });
+}
+
+}  // namespace magicube

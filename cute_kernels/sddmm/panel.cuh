@@ -1,0 +1,408 @@
+// SDDMM, panel kernel (sm_90 on): a block keeps a tile of Y's rows in shared memory and samples many vector rows from it.
+//
+// The tensor copy engine brings kTile rows of Y, all of k, in boxes of kBoxBytes; barriers count the boxes of every kSub
+// rows. Columns rise in a vector row, so those of a tile are neighbours in the output: each of kWarps warps takes vector
+// rows in turn, keeps the rows of X in registers and walks the row's vectors that name rows of the tile, kSlots at a time.
+// Each lane group has a unit of neighbouring vectors, which it stores at once where all are of the tile.
+#pragma once
+
+#include "sddmm/gather.cuh"
+
+namespace magicube {
+
+template <class C>
+struct SddmmPanelShape : SampleShape<C, C::kSlots> {
+  using Base = SampleShape<C, C::kSlots>;
+  using typename Base::RunX, typename Base::RunY;
+  static_assert(Base::Shape::kBits == 8 && C::kStride % Base::kBlocks == 0, "an 8-bit mma and whole units a block are needed");
+  static constexpr int kBoxBytes = C::kBoxBytes;                             // of a row
+  static constexpr int kHalves = kBoxBytes / 64;                             // what a lane group reads at once
+  static_assert(kHalves == 2 || (kHalves == 1 && C::kBoxes == 1), "one narrow box, or wide ones");
+  static constexpr int kRuns = kBoxBytes / 4 / RunY::kElement;               // runs of eight k that a lane has of a box
+  static constexpr int kCount = kRuns * Base::kRegisters;                    // registers that a box gives a digit
+  static constexpr int kSub = C::kTile < 128 ? C::kTile : 128, kSubs = C::kTile / kSub;
+  static constexpr int kBoxesBytes = C::kTile * kBoxBytes;                   // of the tile, one box wide
+  static constexpr int kTileBytes = C::kBoxes * kBoxesBytes;
+  // Rows of X are an odd multiple of what a lane group loads apart, so that rows next to each other meet in no bank.
+  static constexpr int kLaneWordsX = 4 * RunX::kElement / RunY::kElement;    // that go with 16 bytes of Y
+  static constexpr int kLoadX = kLaneWordsX < 4 ? kLaneWordsX : 4;
+  static constexpr int kRowBytesX = C::kBoxes * kBoxBytes * RunX::kElement / RunY::kElement;
+  static constexpr int kPitchX = kRowBytesX + (kRowBytesX / (16 * kLoadX) % 2 ? 0 : 16 * kLoadX);
+  static constexpr int kWarpBytesX = C::kVector * kPitchX;
+};
+
+// A lane's part in bringing V rows of X to its warp's shared memory.
+template <class C>
+struct FetchOfX {
+  using S = SddmmPanelShape<C>;
+  static constexpr int kChunks = S::kRowBytesX / 16;                         // 16 bytes each, of a row
+  static constexpr int kAcross = kChunks < 32 ? kChunks : 32, kGroups = kChunks / kAcross, kDown = 32 / kAcross;
+  const uint8_t* from;  // this lane's piece of the matrix' first rows
+  int64_t pitch, bytes;
+  uint32_t to;
+  int lane;
+
+  __device__ FetchOfX(uint32_t shared, const uint8_t* x, int64_t pitch, int64_t bytes, int lane)
+      : from(x + lane / kAcross * pitch + lane % kAcross * 16),
+        pitch(pitch),
+        bytes(bytes),
+        to(shared + lane / kAcross * S::kPitchX + lane % kAcross * 16),
+        lane(lane) {}
+
+  // (V, k) of X to shared memory; `count` of the rows exist, the others become zeros, and so does what k lacks.
+  __device__ void start(int vector_row, int count) const {
+    const uint8_t* at = from + int64_t{vector_row} * (C::kVector * pitch);
+    if (bytes >= S::kRowBytesX && count == C::kVector && C::kVector >= kDown) {
+      each([&](int r, int i) { copy_async(place(r, i), at + r * pitch + i * kAcross * 16, 16); });
+    } else {
+      each([&](int r, int i) {
+        const int v = r + lane / kAcross;
+        const int64_t left = v < count ? bytes - (i * kAcross + lane % kAcross) * 16 : 0;
+        const int valid = left <= 0 ? 0 : left < 16 ? int(left) : 16;
+        if (v < C::kVector) copy_async(place(r, i), valid ? at + r * pitch + i * kAcross * 16 : from, valid);
+      });
+    }
+  }
+
+ private:
+  template <class Each>
+  __device__ static void each(Each&& act) {
+    CUTE_UNROLL
+    for (int r = 0; r < C::kVector; r += kDown) {
+      CUTE_UNROLL
+      for (int i = 0; i < kGroups; ++i) act(r, i);
+    }
+  }
+  __device__ uint32_t place(int r, int i) const { return to + r * S::kPitchX + i * kAcross * 16; }
+};
+
+// Rows of X as operand B: (boxes, row tiles, digits, registers along k).
+template <class C>
+struct RowsOfX {
+  using S = SddmmPanelShape<C>;
+  using Run = typename S::RunX;
+  uint32_t word[C::kBoxes][S::kRowTiles][Run::kDigits][S::kCount];
+
+  __device__ void read(uint32_t from, int lane) {
+    CUTE_UNROLL
+    for (int tile = 0; tile < S::kRowTiles; ++tile) {
+      const uint32_t row = from + (8 * tile + lane / 4 % C::kVector) * S::kPitchX + lane % 4 * S::kLaneWordsX * 4;
+      CUTE_UNROLL
+      for (int box = 0; box < C::kBoxes; ++box) {
+        uint32_t raw[S::kHalves * S::kLaneWordsX];
+        CUTE_UNROLL
+        for (int i = 0; i < S::kHalves * S::kLaneWordsX; i += S::kLoadX) {
+          const int half = S::kHalves * box + i / S::kLaneWordsX;
+          uint32_t part[S::kLoadX];
+          load_shared(row + (4 * half * S::kLaneWordsX + i % S::kLaneWordsX) * 4, part);
+          CUTE_UNROLL
+          for (int j = 0; j < S::kLoadX; ++j) raw[i + j] = part[j];
+        }
+        split_runs<S, Run>(raw, word[box][tile]);
+      }
+    }
+  }
+};
+
+// One row of Y as operand A. The two lane groups that are served at once read different halves of their rows' boxes of 128
+// bytes, so that no two rows meet in a bank, whichever they are; of 64 bytes, rows of one parity meet.
+template <class C>
+struct RowOfY {
+  using S = SddmmPanelShape<C>;
+  uint32_t at;
+  bool crossed;  // the swizzle put the row's second half where this lane reads first
+
+  // `lane_base` is what base_of gave.
+  __device__ RowOfY(uint32_t lane_base, uint32_t row)
+      : at((S::kHalves == 2 ? lane_base ^ (row & 3) << 4 : lane_base) + row * S::kBoxBytes),
+        crossed(((row >> 2 ^ lane_base >> 6) & 1) != 0) {}
+  __device__ static uint32_t base_of(uint32_t tile, int lane) {
+    return tile + (lane % 4 + (S::kHalves == 2 ? lane / 4 % 2 * 4 : 0)) * 16;
+  }
+
+  // -> (digits, registers along k)
+  __device__ void read(int box, uint32_t (&out)[S::RunY::kDigits][S::kCount]) const {
+    uint32_t raw[4 * S::kHalves];
+    if constexpr (S::kHalves == 1) {
+      load_shared(at, raw);
+    } else {
+      uint32_t one[4], other[4];
+      load_shared(at + box * S::kBoxesBytes, one);
+      load_shared((at ^ 64) + box * S::kBoxesBytes, other);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        raw[i] = crossed ? other[i] : one[i];
+        raw[4 + i] = crossed ? one[i] : other[i];
+      }
+    }
+    split_runs<S, typename S::RunY>(raw, out);
+  }
+};
+
+// The columns of a lane group's unit, -1 where it is not below `end`.
+template <class C>
+struct UnitColumns {
+  static constexpr int kBlocks = SddmmPanelShape<C>::kBlocks;
+  int32_t column[kBlocks];
+
+  __device__ void load(const int32_t* columns, int unit, int end) {
+    CUTE_UNROLL
+    for (int b = 0; b < kBlocks; ++b) column[b] = -1;
+    if (unit < end) {
+      load_words<kBlocks>(reinterpret_cast<uint32_t*>(column),
+                          reinterpret_cast<const uint32_t*>(columns + int64_t{unit} * kBlocks));
+    }
+  }
+};
+
+// The factors of the rows of X and of the tile's columns, and those of them that are the same for all.
+template <class C>
+struct SampleFactors {
+  const float* left;  // one a row, or null
+  uint32_t right;     // in shared memory, one a column of the tile, or 0
+  float one_left, one_right;
+
+  // Steps of 0 and 1. `count`: columns of the tile that exist; what is fetched has arrived after copy_async_wait and a
+  // barrier of the block.
+  __device__ SampleFactors(const float* left, int64_t left_step, const float* right, int64_t right_step, int count,
+                           uint32_t shared)
+      : left(left_step ? left : nullptr), right(right && right_step ? shared : 0), one_left(left ? *left : 1.0f),
+        one_right(right ? *right : 1.0f) {
+    if (this->right == 0) return;
+    for (int i = threadIdx.x; i < C::kTile && i < count; i += 32 * C::kWarps) copy_async_word(shared + 4 * i, right + i);
+  }
+  __device__ float of_row(int64_t row) const { return left ? left[row] : one_left; }
+  __device__ float of_column(unsigned place) const {
+    if (!right) return one_right;
+    uint32_t word[1];
+    load_shared(right + 4 * place, word);
+    return __uint_as_float(word[0]);
+  }
+};
+
+// Which of a lane group's vectors the tile has.
+template <class C>
+struct UnitPlaces {
+  static constexpr int kBlocks = SddmmPanelShape<C>::kBlocks;
+  unsigned place[kBlocks];  // row of the tile; 0 where the tile does not have it
+  unsigned present;         // a bit each
+
+  __device__ UnitPlaces(const UnitColumns<C>& columns, int first) : present(0) {
+    CUTE_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      const unsigned row = unsigned(columns.column[b]) - unsigned(first);
+      present |= unsigned(row < C::kTile) << b;
+      place[b] = row < C::kTile ? row : 0;
+    }
+  }
+};
+
+// Where a unit's first vector lies in the output.
+template <class C>
+__device__ __forceinline__ typename C::Out* unit_of(typename C::Out* out, int unit) {
+  constexpr unsigned kUnits = C::kStride / SddmmPanelShape<C>::kBlocks;  // of a block of the output
+  const unsigned number = unit;
+  return out + (uint64_t{number / kUnits} * (C::kVector * kUnits) + number % kUnits) * SddmmPanelShape<C>::kBlocks;
+}
+
+// Neighbouring results of one row of X, those whose bits are set in `mask`.
+template <class Out, int kCount>
+__device__ __forceinline__ void store_some(Out* to, const Out (&result)[kCount], unsigned mask) {
+  if (mask == (1u << kCount) - 1) {
+    constexpr int kBytes = kCount * int(sizeof(Out)), kPart = kBytes < 16 ? kBytes : 16;
+    using Word = typename Store<kPart>::type;
+    CUTE_UNROLL
+    for (int i = 0; i < kBytes / kPart; ++i) reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(result)[i];
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (mask >> i & 1) to[i] = result[i];
+    }
+  }
+}
+
+// A lane's factors of the rows of X of one vector row.
+template <class C>
+struct RowFactors {
+  using S = SddmmPanelShape<C>;
+  float left[S::kRowTiles][2];
+  int count;  // of the V rows that exist
+
+  __device__ void load(const SampleFactors<C>& factors, int vector_row, int64_t rows, int lane) {
+    const int64_t first = int64_t{vector_row} * C::kVector;
+    count = rows - first < C::kVector ? int(rows - first) : C::kVector;
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * S::kRowTiles; ++i) {
+      const int v = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      left[i / 2][i % 2] = v < count ? factors.of_row(first + v) : 1.0f;
+    }
+  }
+};
+
+// What a warp has of one vector row.
+template <class C>
+struct SampleRow : RowFactors<C> {
+  RowsOfX<C> x;
+};
+
+// The tile of Y's rows in shared memory.
+template <class C>
+struct TileOfY {
+  using S = SddmmPanelShape<C>;
+  uint32_t base, full;
+  int first;      // row of Y
+  int ready = 0;  // parts that this thread has seen arrive
+
+  __device__ void feed(const TmaDescriptor* map, int y) const {
+    CUTE_UNROLL
+    for (int i = 0; i < S::kSubs; ++i) {
+      barrier_expect(full + 8 * i, C::kBoxes * S::kSub * S::kBoxBytes);
+      CUTE_UNROLL
+      for (int box = 0; box < C::kBoxes; ++box) {
+        const uint32_t to = base + box * S::kBoxesBytes + i * S::kSub * S::kBoxBytes;
+        copy_box(to, map, box * S::kBoxBytes, y + i * S::kSub, full + 8 * i);
+      }
+    }
+  }
+  __device__ void wait_for(int part) {
+    CUTE_NO_UNROLL
+    for (; ready <= part; ++ready) barrier_wait(full + 8 * ready, 0);
+  }
+};
+
+template <class C>
+__device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, int unit, const SampleFactors<C>& factors,
+                             typename C::Out* out, TileOfY<C>& tile, int lane) {
+  using S = SddmmPanelShape<C>;
+  using Out = typename C::Out;
+  if (tile.ready < S::kSubs) {
+    unsigned last = 0;
+    CUTE_UNROLL
+    for (int b = 0; b < S::kBlocks; ++b) last = at.place[b] > last ? at.place[b] : last;
+    tile.wait_for(int(__reduce_max_sync(~0u, last)) / S::kSub);
+  }
+  const uint32_t lane_base = RowOfY<C>::base_of(tile.base, lane);
+  PieceSums<S> sums;
+  sums.clear();
+  CUTE_UNROLL
+  for (int box = 0; box < C::kBoxes; ++box) {
+    uint32_t y[S::kBlocks][S::RunY::kDigits][S::kCount];  // (row blocks, digits, registers along k)
+    CUTE_UNROLL
+    for (int b = 0; b < S::kBlocks; ++b) RowOfY<C>(lane_base, at.place[b]).read(box, y[b]);
+    CUTE_UNROLL
+    for (int i = 0; i < S::kRowTiles; ++i) sums.template add<0, 0>(i, row.x.word[box][i], y);
+  }
+  float right[S::kBlocks];
+  CUTE_UNROLL
+  for (int b = 0; b < S::kBlocks; ++b) right[b] = factors.of_column(at.place[b]);
+  Out* to = unit_of<C>(out, unit) + lane % 4 * (2 * C::kStride);
+  const auto write = [&](auto whole) {  // whether all of the V rows exist
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * S::kRowTiles; ++i) {
+      const int v = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (C::kVector < 8 && v >= C::kVector) continue;
+      typename S::Total total[S::kBlocks];
+      CUTE_UNROLL
+      for (int b = 0; b < S::kBlocks; ++b) total[b] = sums.template total<typename S::Total>(i / 2, b, i % 2);
+      alignas(16) Out result[S::kBlocks];  // (vectors of the unit)
+      convert_run(total, row.left[i / 2][i % 2], right, 0.0f, result);
+      if (!decltype(whole)::value && v >= row.count) {
+        CUTE_UNROLL
+        for (int b = 0; b < S::kBlocks; ++b) result[b] = Out(0);
+      }
+      store_some(to + (i / 2 * 8 + i % 2) * C::kStride, result, at.present);
+    }
+  };
+  if (row.count == C::kVector) write(cuda::std::true_type{});
+  else write(cuda::std::false_type{});
+}
+
+// Zeros in the output's slots from range.x to range.y.
+template <class C>
+__device__ void clear_padding(typename C::Out* out, int2 range, int lane) {
+  for (int slot = range.x + lane; slot < range.y; slot += 32) {
+    typename C::Out* to = out + int64_t{slot / C::kStride} * (C::kVector * C::kStride) + slot % C::kStride;
+    CUTE_UNROLL
+    for (int v = 0; v < C::kVector; ++v) to[v * C::kStride] = typename C::Out(0);
+  }
+}
+
+// ranges: (tiles + 1, vector rows, 2), the first unit of a vector row that has to do with a tile and the one after the last;
+// after the tiles the slots of the row's padding. slots: of one matrix of the output.
+template <class C>
+__global__ void __launch_bounds__(C::kWarps * 32, 1)
+sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const int32_t* columns, const uint8_t* x,
+            int64_t x_pitch, int64_t x_batch, int64_t x_bytes, void* out, const float* left, int64_t left_step,
+            int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows,
+            int64_t vector_rows, int64_t n, int64_t slots, int64_t tiles, int64_t row_blocks, int64_t block_rows,
+            int64_t y_step) {
+  using S = SddmmPanelShape<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const uint32_t base = shared_address(shared), at_x = base + S::kTileBytes + warp * S::kWarpBytesX;
+  // 32 bits: a division of 64 is a call
+  const int tile_number = int(blockIdx.x % uint32_t(tiles));
+  const int row_block = int(blockIdx.x / uint32_t(tiles) % uint32_t(row_blocks));
+  const int64_t batch = blockIdx.x / uint32_t(tiles) / uint32_t(row_blocks);
+  const uint32_t at_factors = base + S::kTileBytes + C::kWarps * S::kWarpBytesX;
+  TileOfY<C> tile{base, at_factors + 4 * C::kTile, tile_number * C::kTile};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kSubs; ++i) barrier_init(tile.full + 8 * i, 1);
+    barrier_fence();
+  }
+  const int begin = row_block * int(block_rows), count = int(vector_rows);
+  const int end = count - begin < int(block_rows) ? count : begin + int(block_rows);
+  const auto range_of = [&](int r) {
+    return r < end ? __ldg(ranges + (tile_number * count + r)) : make_int2(0, 0);
+  };
+  int vector_row = begin + warp;
+  int2 range = range_of(vector_row), next = range_of(vector_row + C::kWarps);
+  UnitColumns<C> upcoming;
+  upcoming.load(columns, range.x + lane / 4, range.y);
+  __syncthreads();
+  wait_for_predecessor();
+  if (threadIdx.x == 0) tile.feed(&map, int(batch * y_step) + tile.first);
+  __syncwarp();
+  const FetchOfX<C> fetch(at_x, x + batch * x_batch, x_pitch, x_bytes, lane);
+  const SampleFactors<C> factors(left ? left + batch * left_batch : nullptr, left_step,
+                                 right ? right + batch * right_batch + tile.first * right_step : nullptr, right_step,
+                                 int(n - tile.first), at_factors);
+  typename C::Out* to = static_cast<typename C::Out*>(out) + batch * slots * C::kVector;
+  const auto start = [&](int r) {
+    const int64_t left_rows = rows - int64_t{r} * C::kVector;
+    if (r < end) fetch.start(r, left_rows < C::kVector ? int(left_rows) : C::kVector);
+    copy_async_commit();
+  };
+  start(vector_row);
+  RowFactors<C> ahead;
+  if (vector_row < end) ahead.load(factors, vector_row, rows, lane);
+  // Blocks of the same vector rows share their padding.
+  for (int r = begin + warp * int(tiles) + tile_number; r < end; r += C::kWarps * int(tiles)) {
+    clear_padding<C>(to, __ldg(ranges + (int(tiles) * count + r)), lane);
+  }
+  if (factors.right) {  // the same for the block
+    copy_async_wait<0>();
+    __syncthreads();
+  }
+  for (; vector_row < end; vector_row += C::kWarps) {
+    SampleRow<C> row{ahead};
+    if (vector_row + C::kWarps < end) ahead.load(factors, vector_row + C::kWarps, rows, lane);
+    copy_async_wait<0>();
+    __syncwarp();
+    row.x.read(at_x, lane);
+    __syncwarp();
+    start(vector_row + C::kWarps);
+    if (range.x == range.y) upcoming.load(columns, next.x + lane / 4, next.y);
+    for (int unit = range.x + lane / 4; unit - lane / 4 < range.y; unit += 8) {
+      const UnitPlaces<C> places(upcoming, tile.first);
+      const bool more = unit - lane / 4 + 8 < range.y;
+      upcoming.load(columns, more ? unit + 8 : next.x + lane / 4, more ? range.y : next.y);
+      sample_units(row, places, unit, factors, to, tile, lane);
+    }
+    range = next;
+    next = range_of(vector_row + 2 * C::kWarps);
+  }
+  tile.wait_for(S::kSubs - 1);  // the copy engine must be done with a block's memory before the block is
+}
+
+}  // namespace magicube

@@ -1,0 +1,1 @@
+"""SpMM kernels, their configs and their selection."""
