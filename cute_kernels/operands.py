@@ -49,3 +49,26 @@ class Probabilities(NamedTuple):
     values: Tensor  # (batch * blocks, V, width), storage form; for an SpMM uint8 (batch * blocks, bytes a group)
     scale: Tensor  # float32 (batch, R * V)
     lse: Tensor | None  # float32 (batch, R * V)
+
+
+ALIGNMENT = 16
+
+
+class Rows(NamedTuple):
+    """A plane whose rows are contiguous in k and start at multiples of 16 bytes; ``owner`` keeps it alive."""
+
+    pointer: int
+    pitch: int
+    owner: Tensor
+
+
+def aligned(size: int) -> int:
+    """``size`` rounded up to where a row may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def is_ready(plane: Tensor) -> bool:
+    """Whether the kernels read ``plane`` (rows, k) as it lies."""
+    rows, k = plane.shape
+    pitched = rows == 1 or (plane.stride(0) % ALIGNMENT == 0 and plane.stride(0) >= k)
+    return plane.data_ptr() % ALIGNMENT == 0 and pitched and (k == 1 or plane.stride(1) == 1)

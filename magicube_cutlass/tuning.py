@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,12 +17,11 @@ import torch
 
 from cute_kernels.dtypes import Integer
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch import measured
-from magicube_cutlass.dispatch.cost_model import GatherModel, Kind, Machine, PanelModel, Problem
+from magicube_cutlass.dispatch.cost_model import Kind, Machine, Problem
 from magicube_cutlass.dispatch.kernels import SpmmKernel, candidates, spmm_cost
+from magicube_cutlass.dispatch.machine import _numbers, _with_numbers, forget, load, save  # noqa: F401
 
 KIND = Kind(8, Integer(8, True), Integer(8, True), "float16")
-_ROOM = "models"
 _ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 14336)
 _INNER = (512, 1024, 2048, 4096, 8192)
 _COLUMNS = (16, 64, 128, 256, 512, 1024, 2048)
@@ -60,20 +59,6 @@ def judge(cases: Sequence[Case], machine: Machine) -> Verdict:
         pick = min(case.times, key=lambda config: spmm_cost(config, machine, case.problem))
         ratios.append(case.times[pick] / min(case.times.values()))
     return Verdict(len(ratios), sum(ratio <= _NEAR for ratio in ratios), max(ratios, default=1.0))
-
-
-def _numbers(model: PanelModel | GatherModel) -> list[float]:
-    return [each for value in asdict(model).values() for each in
-            ([factor for _, factor in value] if isinstance(value, tuple) else [value])]  # fmt: skip
-
-
-def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
-    """``model`` with other constants, in the order of :func:`_numbers`."""
-    left = iter(numbers)
-    found: dict[str, Any] = {}
-    for name, value in asdict(model).items():
-        found[name] = tuple((key, next(left)) for key, _ in value) if isinstance(value, tuple) else next(left)
-    return replace(model, **found)
 
 
 def _fitted(machine: Machine, name: str, samples: list[tuple[SpmmKernel, Problem, float, float]]) -> Machine:
@@ -163,45 +148,19 @@ def wanted(count: int, machine: Machine) -> dict[SpmmKernel, None]:
 
 def measure(count: int, seed: int, machine: Machine) -> Iterator[Case]:
     """``count`` cases of random shapes, timed on the current GPU."""
-    import magicube_cutlass as mc
+    from magicube_cutlass.formats.srbcrs import SRBCRS
+    from magicube_cutlass.ops.products import spmm
+    from magicube_cutlass.quantization.quantize import QuantTensor
 
     for shape in shapes(count, seed):
         pattern, sizes = _problem(shape)
         on_gpu = pattern.to("cuda")
         values = torch.randint(-128, 128, (pattern.vectors, KIND.vector_length), device="cuda", dtype=torch.int32)
         scale = torch.tensor(0.01, device="cuda")
-        a = mc.SRBCRS.from_pattern(on_gpu, values, bits=8, scale=scale)
+        a = SRBCRS.from_pattern(on_gpu, values, bits=8, scale=scale)
         dense = torch.randint(-128, 128, (shape[1], shape[2]), device="cuda", dtype=torch.int32)
-        b = mc.QuantTensor.from_ints(dense, bits=8, scale=scale)
+        b = QuantTensor.from_ints(dense, bits=8, scale=scale)
         out = torch.empty(shape[0], shape[2], dtype=torch.float16, device="cuda")
-        product = partial(mc.spmm, a, b, out=out)
+        product = partial(spmm, a, b, out=out)
         times = {each: _nanoseconds(partial(product, config=each)) for each in candidates(KIND, machine, sizes)}
         yield Case(sizes, times)
-
-
-def save(device: str, machine: Machine) -> None:
-    """Keep the machine's models for the GPU of this name."""
-    measured.save(_ROOM, device, {"panel": _numbers(machine.panel), "gather": _numbers(machine.gather)})
-
-
-def load(device: str, machine: Machine) -> Machine:
-    """``machine`` with the models that were kept for this GPU; itself where there are none."""
-    found = measured.load(_ROOM, device)
-    models: dict[str, Any] = {}
-    for name in ("panel", "gather"):
-        model = getattr(machine, name)
-        numbers = found.get(name) if isinstance(found, dict) else None
-        if not isinstance(numbers, list) or len(numbers) != len(_numbers(model)):
-            return machine
-        if not all(isinstance(each, float) and 0 < each < 1e9 for each in numbers):
-            return machine
-        models[name] = _with_numbers(model, numbers)
-    return replace(machine, **models)
-
-
-def forget(device: str) -> bool:
-    """Remove the models kept for this GPU; whether there were any."""
-    path = measured.path_of(_ROOM, device)
-    there = path.is_file()
-    path.unlink(missing_ok=True)
-    return there

@@ -29,9 +29,10 @@ from cute_kernels.attention.config import (
     Vectors,
     vectors_of,
 )
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.dtypes import REALS
-from cute_kernels.jit.kernel import CAPABILITIES, Kernel, current_arch, get_kernel, tensor_map
+from cute_kernels.jit.device import CAPABILITIES, current_arch, device_of
+from cute_kernels.jit.kernel import Kernel, get_kernel
+from cute_kernels.jit.tma import tensor_map
 
 SOFTMAX_BITS = (4, 8)
 PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # tensor copies and 227 KiB of shared memory

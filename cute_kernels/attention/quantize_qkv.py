@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cute_kernels.attention.config import HEADS
 from cute_kernels.attention.fused import PANEL_ARCHES
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.dtypes import REALS
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import current_arch, get_kernel
+from cute_kernels.jit.device import current_arch, device_of
+from cute_kernels.jit.kernel import get_kernel
 
 _ALIGNMENT = 16
 

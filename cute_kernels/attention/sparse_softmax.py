@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import digit_count, storage_dtype
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.layout.fragments import pack_index
 from cute_kernels.operands import Probabilities

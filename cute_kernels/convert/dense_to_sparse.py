@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.integers import int_range, storage_dtype
 from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
 # dtype -> C++ type of the entries; floats, of which only zero or not matters, as their bits.

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.dtypes import REALS
-from cute_kernels.gemm.cuda import ALIGNMENT, aligned, pack
+from cute_kernels.gemm.cuda import pack
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import current_arch, get_kernel
+from cute_kernels.jit.device import current_arch, device_of
+from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import Replays
+from cute_kernels.operands import ALIGNMENT, aligned
 
 _LIFT, _TINY = 2.0**100, 2.0**-100
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")

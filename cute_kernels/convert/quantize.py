@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from cute_kernels.dtypes import REALS
 from cute_kernels.integers import storage_dtype
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
 SOURCES = REALS | {torch.float64: "float64"}
@@ -22,7 +22,6 @@ _TYPES = OUT_TYPES | {"float64": "double"}
 _LONG_ROW = 1 << 15  # entries from which several blocks share a row, where rows are few
 _SHORT_ROW = 256  # bytes up to which a thread takes fewer of a row, so that neighbours store whole sectors
 _ALIGNMENT = 16
-_HERE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,6 @@ class QuantizeConfig:
             f"{members}  using Source = {_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
         )
         return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
-
-
-def device_of(x: Tensor) -> AbstractContextManager[object]:
-    """The device of ``x`` as torch's current one; nothing to do, as nearly always, when it is."""
-    # torch.cuda.current_device() asks the same behind three calls
-    return _HERE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)
 
 
 @lru_cache

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.dtypes import REALS
-from cute_kernels.gemm.cuda import multiprocessors_of
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.device import device_of, multiprocessors_of
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import Replays
 

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.estimate import probes
-from cute_kernels.gemm.cuda import multiprocessors_of
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.device import device_of, multiprocessors_of
 from cute_kernels.jit.kernel import get_kernel
 
 # Of an estimate by these kernels, whose factors are cut to tf32: four of them in a chain, each by 2^-10 at most.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cute_kernels.gemm.api import Call
+from cute_kernels.gemm.problem import Call
 
 _CHUNK = 2**53 // 2**14  # products of two bytes that float64 sums exactly
 

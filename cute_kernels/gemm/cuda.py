@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.gemm.config import GemmConfig, Products, choose
+from cute_kernels.gemm.epilogue import _pointer, result_of
+from cute_kernels.gemm.problem import Call
 from cute_kernels.jit import workspace
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import current_arch, get_kernel, occupancy, tensor_map
+from cute_kernels.jit.device import current_arch, device_of, multiprocessors_of
+from cute_kernels.jit.kernel import get_kernel, occupancy
+from cute_kernels.jit.tma import tensor_map
+from cute_kernels.operands import Rows, aligned, is_ready
 
-if TYPE_CHECKING:
-    from cute_kernels.gemm.api import Call
-
-ALIGNMENT = 16
 _GRID_Y = 65535
 
 
@@ -41,26 +41,6 @@ class PackConfig:
         """The translation unit of this config for ``arch``."""
         source = '#include "convert/pack.cuh"\nnamespace magicube {\nstruct Config {};\n}  // namespace magicube\n'
         return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)
-
-
-class Rows(NamedTuple):
-    """A plane whose rows are contiguous in k and start at multiples of 16 bytes; ``owner`` keeps it alive."""
-
-    pointer: int
-    pitch: int
-    owner: Tensor
-
-
-def aligned(size: int) -> int:
-    """``size`` rounded up to where a row may start."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def is_ready(plane: Tensor) -> bool:
-    """Whether the kernels read ``plane`` (rows, k) as it lies."""
-    rows, k = plane.shape
-    pitched = rows == 1 or (plane.stride(0) % ALIGNMENT == 0 and plane.stride(0) >= k)
-    return plane.data_ptr() % ALIGNMENT == 0 and pitched and (k == 1 or plane.stride(1) == 1)
 
 
 def pack(plane: Tensor) -> Tensor:
@@ -93,28 +73,6 @@ def _ready(plane: Tensor) -> Rows:
         plane = pack(plane)
     pitch = plane.stride(0) if plane.shape[0] > 1 else aligned(plane.shape[1])
     return Rows(plane.data_ptr(), pitch, plane)
-
-
-def _factors(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """float32 factors, and the step from one to the next."""
-    if x is None:
-        return None, 0
-    return x.to(torch.float32).contiguous(), int(x.dim() > 0)
-
-
-def _pointer(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _row_major(c: Tensor) -> Tensor:
-    """``c`` in rows without gaps between elements, float32 unless it is a half."""
-    return c if c.shape[1] == 1 or c.stride(1) == 1 else c.contiguous()
-
-
-@lru_cache
-def multiprocessors_of(device: int) -> int:
-    """Of this device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @lru_cache(maxsize=256)
@@ -160,31 +118,6 @@ def choose_for(call: Call, part: Part, arch: str, multiprocessors: int) -> GemmC
     source = "none" if part.c is None else str(part.c.dtype).removeprefix("torch.")
     out = str(part.out.dtype).removeprefix("torch.")
     return choose(m, n, part.size, call.products, arch, out=out, source=source, multiprocessors=multiprocessors)
-
-
-class Result(NamedTuple):
-    """Where a kernel writes, and by which factors and terms; ``owners`` keep them alive."""
-
-    arguments: tuple[int, ...]
-    owners: tuple[Tensor | None, ...]
-
-
-def result_of(
-    out: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, c: Tensor | None
-) -> Result:
-    """The arguments of ``GemmOutput`` that are no numbers."""
-    m, n = out.shape
-    rows, row_step = _factors(scale_a)
-    columns, column_step = _factors(scale_b)
-    bias, _ = _factors(bias)
-    c = None if c is None else _row_major(c)
-    pitch = out.stride(0) if m > 1 else n
-    vector = n % 8 == 0 and out.data_ptr() % ALIGNMENT == 0 and (m == 1 or pitch * out.element_size() % ALIGNMENT == 0)
-    arguments = (
-        out.data_ptr(), pitch, m, n, _pointer(rows), row_step, _pointer(columns), column_step, _pointer(bias),
-        _pointer(c), 0 if c is None else c.stride(0) if m > 1 else n, int(vector),
-    )  # fmt: skip
-    return Result(arguments, (rows, columns, bias, c))
 
 
 def squares_room(device: torch.device) -> int:

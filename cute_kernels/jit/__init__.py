@@ -5,8 +5,10 @@ Compiling (``compiler``, ``cache``, ``toolchain``, :func:`warmup`) needs no GPU.
 
 from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import ARCHES, Binary, CompileError, Unit, Usage, compile_unit
-from cute_kernels.jit.kernel import DeviceError, Kernel, current_arch, get_kernel, occupancy, tensor_map
+from cute_kernels.jit.device import DeviceError, current_arch
+from cute_kernels.jit.kernel import Kernel, get_kernel, occupancy
 from cute_kernels.jit.launch_cache import Replays
+from cute_kernels.jit.tma import tensor_map
 from cute_kernels.jit.toolchain import Toolchain, ToolchainError
 from cute_kernels.jit.warmup import Warmed, warmup
 

@@ -8,33 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import re
 import struct
 import threading
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from cute_kernels.jit.cache import build
-from cute_kernels.jit.compiler import Binary, Unit, Usage, check_arch
-from cute_kernels.jit.launch_cache import Prepared, recording
+from cute_kernels.jit.compiler import Binary, Unit, Usage
+from cute_kernels.jit.device import DeviceError, _device, current_arch
 
 log = logging.getLogger("magicube")
 
-# Compute capability -> arch.  A cubin runs on chips of its major version from its minor one on, except the "a" ones.
-CAPABILITIES = {
-    (8, 0): "sm_80",
-    (8, 6): "sm_86",
-    (8, 9): "sm_89",
-    (9, 0): "sm_90a",
-    (10, 0): "sm_100a",
-    (10, 3): "sm_103a",
-    (12, 0): "sm_120a",
-}
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 _CODES = {  # numpy type -> format of struct
@@ -45,10 +33,6 @@ _CODES = {  # numpy type -> format of struct
 }
 
 Grid = tuple[int, int, int]
-
-
-class DeviceError(RuntimeError):
-    """No usable GPU, or the driver refused a call: which call, for which kernel, and the driver's own error name."""
 
 
 class Config(Hashable, Protocol):
@@ -77,33 +61,6 @@ def _check(what: str, result: Sequence[Any]) -> Any:
     if int(result[0]):
         raise DeviceError(f"{what}: {getattr(result[0], 'name', result[0])}")
     return result[1] if len(result) == 2 else result[1:]
-
-
-def _device() -> int:
-    """Torch's current device; raises :class:`DeviceError` where there is none."""
-    try:
-        return torch.cuda.current_device()
-    except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts
-        # Asked of torch and not of cuda.core, whose objects deadlock once they have missed the driver.
-        raise DeviceError(f"kernels need a CUDA device, and torch has none: {error}") from None
-
-
-def current_arch() -> str:
-    """The arch to compile for: ``MAGICUBE_ARCH``, else that of torch's current device.
-
-    Raises ``ValueError`` for an unknown ``MAGICUBE_ARCH`` and :class:`DeviceError` for a device without an arch.
-    """
-    if arch := os.environ.get("MAGICUBE_ARCH"):
-        check_arch(arch)
-        return arch
-    capability = torch.cuda.get_device_capability(_device())
-    if capability not in CAPABILITIES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        raise DeviceError(
-            f"compute capability must be one of {known}, got {capability[0]}.{capability[1]}; "
-            "MAGICUBE_ARCH=compute_80 runs the kernels of 8.0 on newer devices"
-        )
-    return CAPABILITIES[capability]
 
 
 class _Frame:
@@ -333,48 +290,14 @@ def occupancy(kernel: Kernel) -> int:
     return _check(f"occupancy of {kernel.name}", result)
 
 
-@lru_cache(maxsize=256)
-def tensor_map(
-    pointer: int,
-    element_bytes: int,
-    shape: tuple[int, int],
-    pitch_bytes: int,
-    box: tuple[int, int],
-    swizzle: int = 0,
-    unpack: int = 0,
-) -> bytes:
-    """The 128 bytes by which TMA copies boxes of a matrix: ``const __grid_constant__ cute::TmaDescriptor`` in a kernel.
+class Prepared(NamedTuple):
+    """A launch whose arguments lie in place: to be run any number of times, by any thread."""
 
-    Args: address of the matrix, a multiple of 16; bytes of an unsigned element, 1, 2, 4 or 8; elements of the matrix
-    as (inner, outer); bytes from one row to the next, a multiple of 16; elements of a box as (inner, outer), each at
-    most 256; bytes of the shared-memory swizzle, 0, 32, 64 or 128, which the box's inner bytes may not exceed.
-    ``unpack``, on sm_100a and sm_103a: 4 or 6, the bits of a packed element, sixteen of which become sixteen bytes, one
-    byte of room each; the sizes then count them, and addresses and pitches are multiples of 32.
-    What a box has beyond the matrix is filled with zeros.
-    Raises ``ValueError`` for other element sizes, swizzles and bits and :class:`DeviceError` where the driver refuses.
-    """
-    if element_bytes not in (1, 2, 4, 8):
-        raise ValueError(f"element_bytes must be one of (1, 2, 4, 8), got {element_bytes!r}")
-    if swizzle not in (0, 32, 64, 128):
-        raise ValueError(f"swizzle must be one of (0, 32, 64, 128), got {swizzle!r}")
-    if unpack not in (0, 4, 6) or (unpack and element_bytes != 1):
-        raise ValueError(f"unpack must be one of (0, 4, 6), not 0 for 1 byte only, got {unpack!r} for {element_bytes}")
-    driver = _driver()
-    element = f"16U{unpack}_ALIGN16B" if unpack else f"UINT{8 * element_bytes}"
-    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{element}")
-    pattern = f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
-    result = driver.cuTensorMapEncodeTiled(
-        kind,
-        2,
-        pointer,
-        [driver.cuuint64_t(size) for size in shape],
-        [driver.cuuint64_t(pitch_bytes)],
-        [driver.cuuint32_t(size) for size in box],
-        [driver.cuuint32_t(1)] * 2,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, pattern),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    asked = f"shape {shape} of {element}, pitch {pitch_bytes}, box {box}, swizzle {swizzle}"
-    return ctypes.string_at(int(_check(f"tensor map with {asked} at {pointer:#x}", result).getPtr()), TENSOR_MAP_BYTES)
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    frame: _Frame
+    cluster: tuple[int, int, int] | None
+    early: bool
+
+
+recording = threading.local()  # ``launches``: of the function that is being recorded in this thread, if any

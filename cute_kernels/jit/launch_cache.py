@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from cute_kernels.jit.kernel import Kernel, _Frame
-
-
-class Prepared(NamedTuple):
-    """A launch whose arguments lie in place: to be run any number of times, by any thread."""
-
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    frame: _Frame
-    cluster: tuple[int, int, int] | None
-    early: bool
-
-
-recording = threading.local()  # ``launches``: of the function that is being recorded in this thread, if any
+from cute_kernels.jit.kernel import Prepared, recording
 
 
 class Replays:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.cpu import column_order as engine
 from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
 PHASE = 8  # rows that ldmatrix reads at once; their numbers mod 8 decide about banks

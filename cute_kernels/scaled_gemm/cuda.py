@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
-from cute_kernels.gemm.cuda import Result, Rows, aligned, is_ready, multiprocessors_of, result_of
-from cute_kernels.jit.kernel import current_arch, get_kernel, tensor_map
+from cute_kernels.gemm.epilogue import Result, result_of
+from cute_kernels.jit.device import current_arch, device_of, multiprocessors_of
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.tma import tensor_map
+from cute_kernels.operands import Rows, aligned, is_ready
 from cute_kernels.scaled_gemm import sm100 as gemm_floats_sm100
 from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, choose
 from cute_kernels.scaled_gemm.dequantize import decode, decoded_first
+from cute_kernels.scaled_gemm.operand import FloatCall, FloatOperand
 from cute_kernels.scaled_gemm.sm100 import TILE_M, Codes, Tcgen05Config, check_alignment, map_parameters
 from cute_kernels.scaled_gemm.small_m import FewRowsConfig, choose_few, launch_few, serves
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
-
-if TYPE_CHECKING:
-    from cute_kernels.scaled_gemm.api import FloatCall, FloatOperand
 
 _WISH = "MAGICUBE_TCGEN05"
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.gemm.cuda import Rows, aligned
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.operands import Rows, aligned
 from cute_kernels.scaled_gemm.config import Kind
-
-if TYPE_CHECKING:
-    from cute_kernels.scaled_gemm.api import FloatOperand
+from cute_kernels.scaled_gemm.operand import FloatOperand
 
 _RUN = 16  # codes of a thread's row
 _ROWS = 4  # of a thread

@@ -179,7 +179,7 @@ def check_alignment(name: str, codes: Codes, kind: MmaKind, swizzle: int = ROW_B
 
 
 class MapParameters(NamedTuple):
-    """The arguments of :func:`cute_kernels.jit.tensor_map`."""
+    """The arguments of :func:`cute_kernels.jit.tma`."""
 
     pointer: int
     element_bytes: int

@@ -12,11 +12,13 @@ import torch
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import get_kernel, tensor_map
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.tma import tensor_map
 from cute_kernels.scaled_gemm.config import Kind, lift_of
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.cuda import Result, Rows
+    from cute_kernels.gemm.epilogue import Result
+    from cute_kernels.operands import Rows
 
 ROWS = (8, 16, 32, 64)  # of X that a kernel is compiled for
 SLAB = 64  # bytes of a row of weights

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.quantize import device_of
 from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.kernel import get_kernel, tensor_map
+from cute_kernels.jit.device import device_of
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.tma import tensor_map
 from cute_kernels.scaled_gemm.sm100 import MapParameters
 
 FILL = 0xA5  # of shared memory before the copy

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cute_kernels.dtypes import element_bits
 from cute_kernels.jit.codegen import OUT_BYTES
-from cute_kernels.jit.kernel import Kernel, tensor_map
+from cute_kernels.jit.kernel import Kernel
+from cute_kernels.jit.tma import tensor_map
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import sequential_slots, spread_slots
 from cute_kernels.operands import Factor, Place, Target, Vectors

@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.integers import digit_count, fetch
 from magicube_cutlass.dispatch.cost_model import Forecast, copy_cost, dense_cost, engine_forecast
+from magicube_cutlass.dispatch.machine import machine
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.precision import INTEGER_OUT
 
@@ -44,13 +45,13 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     from magicube_cutlass.dispatch import cuda as gpu
     from magicube_cutlass.dispatch import kernels
 
-    machine = kernels.machine(matrix.device.index)
-    chosen = kernels.choose_spmm(kind, machine, replace(problem, n=plans.rounded(n), batch=min(batch, 2)))
+    here = machine(matrix.device.index)
+    chosen = kernels.choose_spmm(kind, here, replace(problem, n=plans.rounded(n), batch=min(batch, 2)))
     operand, size = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), dense.shape.numel()
-    sparse = kernels.spmm_cost(chosen, machine, problem)
+    sparse = kernels.spmm_cost(chosen, here, problem)
     if gpu.copies(operand, -1):
         sparse += copy_cost(dense.data.nbytes)
-    product = dense_cost(machine, m, problem)
+    product = dense_cost(here, m, problem)
     if dense.bits == 4:  # unpacked in several steps
         product += 4 * copy_cost(size)
     elif gpu.copies(operand, -2):

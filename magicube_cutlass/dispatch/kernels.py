@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain, product
 
 from cute_kernels import atoms
@@ -289,19 +288,6 @@ def spmm_config(name: str) -> SpmmKernel:
 def sddmm_config(name: str) -> SddmmKernel:
     """The SDDMM config of this name, once chosen."""
     return _sddmm[name]
-
-
-@lru_cache
-def machine(device: int) -> Machine:
-    """The GPU of this index, with what ``magicube tune`` measured there."""
-    import torch
-
-    from cute_kernels.jit.kernel import current_arch
-    from magicube_cutlass import tuning
-
-    with torch.cuda.device(device):
-        plain = Machine(current_arch(), torch.cuda.get_device_properties(device).multi_processor_count)
-    return tuning.load(torch.cuda.get_device_name(device), plain)
 
 
 def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKernel | SddmmKernel]:

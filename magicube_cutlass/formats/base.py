@@ -33,6 +33,11 @@ class CompressedMatrix(ABC):
     _INTEGERS: ClassVar[tuple[str, ...]]  # integer fields that files store
     _PACKS: ClassVar[bool] = False  # whether the format has 4-bit values two a byte
 
+    _formats: ClassVar[dict[str, Any]] = {}  # by name, so that one format makes another without importing it
+
+    def __init_subclass__(cls) -> None:
+        cls._formats[cls.__name__] = cls
+
     def __init__(
         self,
         shape: tuple[int, int],

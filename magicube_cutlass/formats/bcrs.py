@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from magicube_cutlass.checks import check_tensor, vector_rows
 from magicube_cutlass.formats.base import CompressedMatrix
 from magicube_cutlass.formats.construct import Clip, Parts, Rounding, dense_parts, mask_parts, pattern_parts
 from magicube_cutlass.formats.pattern import Pattern
-
-if TYPE_CHECKING:
-    from magicube_cutlass.formats.srbcrs import SRBCRS
 
 
 class BCRS(CompressedMatrix):
@@ -111,11 +108,9 @@ class BCRS(CompressedMatrix):
     def vectors(self) -> Tensor:
         return self.values
 
-    def to_srbcrs(self, stride: int = 32) -> SRBCRS:
+    def to_srbcrs(self, stride: int = 32) -> Any:
         """The same matrix in SR-BCRS with ``stride`` 16, 32 or 64."""
-        from magicube_cutlass.formats.srbcrs import SRBCRS
-
-        return SRBCRS.from_bcrs(self, stride)
+        return self._formats["SRBCRS"].from_bcrs(self, stride)
 
     def _derive_pattern(self) -> Pattern:
         return Pattern(self.shape, self.vector_length, self.row_offsets, self.col_indices)

@@ -7,7 +7,7 @@ Source: Li, Osawa, Hoefler, SC'22, section IV-A (SR-BCRS).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, NamedTuple
@@ -199,11 +199,9 @@ class Pattern:
         """:meth:`padded`, whose sizes depend on the data, so a compiler takes them as constants of this edition."""
         return self.padded(stride)
 
-    def _plan_sddmm(self, edition: str, *arguments: Any) -> tuple[str, list[Tensor]]:
-        """As :func:`plan_sddmm`; a compiler takes the result as a constant of this edition."""
-        from magicube_cutlass.dispatch.plan import plan_sddmm
-
-        return plan_sddmm(self, *arguments)
+    def _constant(self, edition: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(self, *arguments)``, which a compiler takes as a constant of this edition."""
+        return function(self, *arguments)
 
     def _named(self, edition: str) -> str:
         """``edition``, by which an operator finds this pattern as long as it lives; a constant of this edition."""
@@ -212,7 +210,7 @@ class Pattern:
 
     # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
     _constant_layout.__dict__["_dynamo_marked_constant"] = True
-    _plan_sddmm.__dict__["_dynamo_marked_constant"] = True
+    _constant.__dict__["_dynamo_marked_constant"] = True
     _named.__dict__["_dynamo_marked_constant"] = True
 
     @staticmethod

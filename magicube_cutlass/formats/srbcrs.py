@@ -7,6 +7,7 @@ Source: Li, Osawa, Hoefler, SC'22, section IV-A.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -326,14 +327,12 @@ class SRBCRS(CompressedMatrix):
             other._edition = new_edition()
         return other
 
-    def _plan_spmm(self, edition: str, *arguments: Any) -> tuple[str, list[Tensor]]:
-        """As :func:`plan_spmm`; a compiler takes the result as a constant of this edition."""
-        from magicube_cutlass.dispatch.plan import plan_spmm
-
-        return plan_spmm(self, *arguments)
+    def _constant(self, edition: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(self, *arguments)``, which a compiler takes as a constant of this edition."""
+        return function(self, *arguments)
 
     # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
-    _plan_spmm.__dict__["_dynamo_marked_constant"] = True
+    _constant.__dict__["_dynamo_marked_constant"] = True
 
     def ints(self) -> Tensor:
         """The values one an entry, ``(*batch, blocks, V, stride)`` of :attr:`dtype`."""

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from magicube_cutlass.nn.linear import SparseQuantLinear
+from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.quantization.quantize import quantize
+
+
+class Calibrated(nn.Module):
+    """A layer whose activations take one scale each after :func:`calibrate`."""
+
+    config: SparseQuantConfig
+    act_scale: Tensor | None
 
 
 def _run(model: nn.Module, batch: Any) -> None:
@@ -29,10 +36,10 @@ def _watch(
     inputs: tuple[Tensor, ...],
     named: dict[str, Tensor],
     *,
-    seen: dict[SparseQuantLinear, list[Tensor]],
+    seen: dict[Calibrated, list[Tensor]],
     clip: float | str,
 ) -> None:
-    assert isinstance(layer, SparseQuantLinear)
+    assert isinstance(layer, Calibrated)
     x = inputs[0] if inputs else named["x"]
     if x.numel():
         scale = quantize(x.reshape(1, -1), layer.config.act_bits, clip=clip).scale  # type: ignore[arg-type]
@@ -61,10 +68,10 @@ def calibrate(
     Returns the scale of each layer by name, None for layers that no batch reached, which keep a scale a token.
     Raises ``ValueError`` for a model without such layers, no batches, or inputs with inf or nan.
     """
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, SparseQuantLinear)}
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, Calibrated)}
     if not layers:
         raise ValueError("model must have SparseQuantLinear layers, got none: see convert")
-    seen: dict[SparseQuantLinear, list[Tensor]] = {}
+    seen: dict[Calibrated, list[Tensor]] = {}
     count = 0
     with ExitStack() as stack:
         for layer in layers.values():

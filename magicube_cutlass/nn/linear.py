@@ -16,6 +16,8 @@ from magicube_cutlass.checks import check_tensor
 from magicube_cutlass.formats import generate
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.nn.calibration import Calibrated
+from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import SparseQuantConfig
 
 _STRUCTURE = ("row_offsets", "col_indices")
@@ -24,7 +26,7 @@ _OPTIONAL = ("act_scale", *_PACKED)
 _EDITIONS = count(1)  # no two layers share one: a compiler may take one's graph for the other
 
 
-class SparseQuantLinear(nn.Module):
+class SparseQuantLinear(Calibrated):
     """``y = q(x) A^T + b`` with a sparse quantized A, (out, in), made of ``weight`` where a pattern keeps it.
 
     ``weight`` (out, in) is the dense float master: it may be trained, and the layer computes with ``q(weight)`` at the
@@ -96,9 +98,7 @@ class SparseQuantLinear(nn.Module):
         config = SparseQuantConfig(sparsity, vector_length, bits, act_bits, grad_bits)
         layer._begin(linear.weight, linear.bias, config, mask)
         if calibrate is not None:
-            from magicube_cutlass.nn.calibration import calibrate as run
-
-            run(layer, calibrate, clip=clip, progress=False)
+            run_calibration(layer, calibrate, clip=clip, progress=False)
         return layer.train(linear.training)
 
     def _begin(

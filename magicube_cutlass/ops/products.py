@@ -11,7 +11,7 @@ from cute_kernels import cpu
 from cute_kernels.dtypes import FLOATS, Integer, Number, digits
 from magicube_cutlass.dispatch import dense_fallback as dense_product
 from magicube_cutlass.dispatch.cpu import engine_call
-from magicube_cutlass.dispatch.plan import operand_number, rounded
+from magicube_cutlass.dispatch.plan import operand_number, plan_sddmm, plan_spmm, rounded
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -146,7 +146,7 @@ def spmm(
             A._execution[key] = product
         return product(dense.data, dense.scale, bias, out)
     several = 1 if batch.numel() == 1 else 2
-    kernel, copy = matrix._plan_spmm(matrix._edition, right_kind, dtype, rounded(n), several, atom, config)
+    kernel, copy = matrix._constant(matrix._edition, plan_spmm, right_kind, dtype, rounded(n), several, atom, config)
     left = _factor(matrix.scale, batch, dtype)
     operands = (copy, dense.data, left, _factor(dense.scale, batch, dtype), offset)
     bits, signed = [left_kind.bits, dense.bits], [left_kind.signed, dense.signed]
@@ -302,7 +302,7 @@ def sddmm(
     dtype = _out_dtype(out_dtype, scaled, inner, *kinds)
     padded = pattern._constant_layout(pattern._edition, stride)
     batch = left_op.shape[:-2]
-    kernel, copy = pattern._plan_sddmm(pattern._edition, stride, kinds, dtype, rounded(inner), atom)
+    kernel, copy = pattern._constant(pattern._edition, plan_sddmm, stride, kinds, dtype, rounded(inner), atom)
     values = library.sddmm(
         copy,
         left_op.data,
@@ -354,7 +354,7 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     matrix = _sparse(A)
     dense = _check_dense("B", B, matrix.device)
     if matrix.device.type == "cuda":
-        from magicube_cutlass.dispatch.plan import explain_spmm
+        from magicube_cutlass.ops.explain import explain_spmm
 
         scaled = matrix.scale is not None or dense.scale is not None
         kinds = operand_number(matrix), dense.number

@@ -53,7 +53,7 @@ def plain(A: Tensor, B: Tensor, right: Operand | None, request: Request) -> Tens
         return None
     if right is not None and _is_changed(right):
         return None
-    from cute_kernels.convert.quantize import device_of
+    from cute_kernels.jit.device import device_of
 
     with device_of(A):
         return _multiplied(A, B, right, Plan(request.mode, request.bits or 8))[0]
@@ -152,8 +152,8 @@ def _run(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, Comparison]:
     """The product (M, N) by a plan, and what its probes say of it."""
-    from cute_kernels.convert.quantize import device_of
     from cute_kernels.estimate.probes import awaited, expect_answer
+    from cute_kernels.jit.device import device_of
 
     with device_of(A):
         made = None if right is None else _probes_of(right)
@@ -178,7 +178,7 @@ def _run_foreseen(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, ErrorEstimate | None, bool]:
     """As :func:`_run`, with the error measured before the product; what it is, and whether a line is far from one."""
-    from cute_kernels.convert.quantize import device_of
+    from cute_kernels.jit.device import device_of
 
     with device_of(A):
         w, rests = None, None

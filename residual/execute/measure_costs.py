@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.dispatch import measured
-from residual.planning.cost_model import _NEVER, Costs, _device_name, _measured
+from residual.planning import cost_model
+from residual.planning.cost_model import _NEVER, Costs, _device_name
 from residual.planning.plan import Plan
 
 _NAP = 2_000_000  # cycles of a GPU, a millisecond: longer than the host takes to enqueue a call
@@ -70,7 +71,7 @@ def measure_costs(device: torch.device | str = "cpu", *, size: int | None = None
         raise ValueError(f"size must be at least 128, got {n}")
     prices = _measure(where, n)
     name = _device_name(where)
-    _measured[name] = prices
+    cost_model._measured[name] = prices
     if save:
         measured.save("costs", name, asdict(prices))
     return prices

@@ -79,7 +79,7 @@ def _replays() -> Replays:
 
 
 def _reads_in_place(plane: Tensor) -> bool:
-    from cute_kernels.gemm.cuda import is_ready
+    from cute_kernels.operands import is_ready
 
     return is_ready(plane)
 

@@ -19,20 +19,13 @@ import torch
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.jit import kernel, tensor_map
+from cute_kernels.jit import tensor_map, tma
 from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
 from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats
 from cute_kernels.scaled_gemm.config import Kind
-from cute_kernels.scaled_gemm.sm100 import (
-    Codes,
-    MapParameters,
-    Tcgen05Config,
-    candidates,
-    check_alignment,
-    choose,
-    map_parameters,
-    mma_kind,
-)
+from cute_kernels.scaled_gemm.sm100 import Codes, MapParameters, Tcgen05Config, candidates, check_alignment
+
+from cute_kernels.scaled_gemm.sm100 import choose, map_parameters, mma_kind  # isort: skip
 from cute_kernels.scaled_gemm.small_m import serves
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, COLUMNS, MMA_KINDS, MmaKind, matrix_descriptor
 from tests.kernels.tcgen05_model import Launch, run
@@ -71,7 +64,7 @@ def call_of(a: FloatOperand, b: FloatOperand, out: torch.Tensor, **options: Any)
 
 def parameters() -> list[str]:
     """What the kernel takes, read from its source: maps, 64-bit integers or addresses, and floats."""
-    source = (Path(gemm_floats_cuda.__file__).parent / "gemm_floats_sm100.cuh").read_text()
+    source = (Path(gemm_floats_cuda.__file__).parent / "sm100.cuh").read_text()
     found = re.search(r"\ngemm_floats_sm100\((.*?)\) \{", source, re.DOTALL)
     assert found is not None
     kinds = {"const __grid_constant__ TmaDescriptor": "map", "int64_t": "integer", "float": "float"}
@@ -380,7 +373,7 @@ def test_the_driver_is_asked_for_unpacking_types(monkeypatch: pytest.MonkeyPatch
             asked.append(arguments)
             return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(answer))
 
-    monkeypatch.setattr(kernel, "_driver", Driver)
+    monkeypatch.setattr(tma, "_driver", Driver)
     for dtype, wanted in (
         ("e2m1", "16U4_ALIGN16B"),
         ("e2m3", "16U6_ALIGN16B"),

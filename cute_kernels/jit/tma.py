@@ -1,0 +1,55 @@
+"""Tensor maps: how TMA copies boxes of a matrix."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+from cute_kernels.jit.kernel import TENSOR_MAP_BYTES, _check, _driver
+
+
+@lru_cache(maxsize=256)
+def tensor_map(
+    pointer: int,
+    element_bytes: int,
+    shape: tuple[int, int],
+    pitch_bytes: int,
+    box: tuple[int, int],
+    swizzle: int = 0,
+    unpack: int = 0,
+) -> bytes:
+    """The 128 bytes by which TMA copies boxes of a matrix: ``const __grid_constant__ cute::TmaDescriptor`` in a kernel.
+
+    Args: address of the matrix, a multiple of 16; bytes of an unsigned element, 1, 2, 4 or 8; elements of the matrix
+    as (inner, outer); bytes from one row to the next, a multiple of 16; elements of a box as (inner, outer), each at
+    most 256; bytes of the shared-memory swizzle, 0, 32, 64 or 128, which the box's inner bytes may not exceed.
+    ``unpack``, on sm_100a and sm_103a: 4 or 6, the bits of a packed element, sixteen of which become sixteen bytes, one
+    byte of room each; the sizes then count them, and addresses and pitches are multiples of 32.
+    What a box has beyond the matrix is filled with zeros.
+    Raises ``ValueError`` for other element sizes, swizzles and bits and :class:`DeviceError` where the driver refuses.
+    """
+    if element_bytes not in (1, 2, 4, 8):
+        raise ValueError(f"element_bytes must be one of (1, 2, 4, 8), got {element_bytes!r}")
+    if swizzle not in (0, 32, 64, 128):
+        raise ValueError(f"swizzle must be one of (0, 32, 64, 128), got {swizzle!r}")
+    if unpack not in (0, 4, 6) or (unpack and element_bytes != 1):
+        raise ValueError(f"unpack must be one of (0, 4, 6), not 0 for 1 byte only, got {unpack!r} for {element_bytes}")
+    driver = _driver()
+    element = f"16U{unpack}_ALIGN16B" if unpack else f"UINT{8 * element_bytes}"
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{element}")
+    pattern = f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
+    result = driver.cuTensorMapEncodeTiled(
+        kind,
+        2,
+        pointer,
+        [driver.cuuint64_t(size) for size in shape],
+        [driver.cuuint64_t(pitch_bytes)],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, pattern),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    asked = f"shape {shape} of {element}, pitch {pitch_bytes}, box {box}, swizzle {swizzle}"
+    return ctypes.string_at(int(_check(f"tensor map with {asked} at {pointer:#x}", result).getPtr()), TENSOR_MAP_BYTES)

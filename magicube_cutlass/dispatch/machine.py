@@ -1,0 +1,67 @@
+"""The GPU as the choice of a kernel sees it, with what was measured there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import Any
+
+from magicube_cutlass.dispatch import measured
+from magicube_cutlass.dispatch.cost_model import GatherModel, Machine, PanelModel
+
+_ROOM = "models"
+
+
+def _numbers(model: PanelModel | GatherModel) -> list[float]:
+    return [each for value in asdict(model).values() for each in
+            ([factor for _, factor in value] if isinstance(value, tuple) else [value])]  # fmt: skip
+
+
+def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
+    """``model`` with other constants, in the order of :func:`_numbers`."""
+    left = iter(numbers)
+    found: dict[str, Any] = {}
+    for name, value in asdict(model).items():
+        found[name] = tuple((key, next(left)) for key, _ in value) if isinstance(value, tuple) else next(left)
+    return replace(model, **found)
+
+
+def save(device: str, machine: Machine) -> None:
+    """Keep the machine's models for the GPU of this name."""
+    measured.save(_ROOM, device, {"panel": _numbers(machine.panel), "gather": _numbers(machine.gather)})
+
+
+def load(device: str, machine: Machine) -> Machine:
+    """``machine`` with the models that were kept for this GPU; itself where there are none."""
+    found = measured.load(_ROOM, device)
+    models: dict[str, Any] = {}
+    for name in ("panel", "gather"):
+        model = getattr(machine, name)
+        numbers = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(numbers, list) or len(numbers) != len(_numbers(model)):
+            return machine
+        if not all(isinstance(each, float) and 0 < each < 1e9 for each in numbers):
+            return machine
+        models[name] = _with_numbers(model, numbers)
+    return replace(machine, **models)
+
+
+def forget(device: str) -> bool:
+    """Remove the models kept for this GPU; whether there were any."""
+    path = measured.path_of(_ROOM, device)
+    there = path.is_file()
+    path.unlink(missing_ok=True)
+    return there
+
+
+@lru_cache
+def machine(device: int) -> Machine:
+    """The GPU of this index, with what ``magicube tune`` measured there."""
+    import torch
+
+    from cute_kernels.jit.device import current_arch
+
+    with torch.cuda.device(device):
+        plain = Machine(current_arch(), torch.cuda.get_device_properties(device).multi_processor_count)
+    return load(torch.cuda.get_device_name(device), plain)
