@@ -25,10 +25,12 @@ from machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
+from cute_kernels.layout.choice import default_atom
+from cute_kernels.machine import Kind
 from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import SpmmKernel
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch import kernels
-from magicube_cutlass.dispatch.kernels import SpmmKernel
+from magicube_cutlass.dispatch.machine import get_machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,11 +80,9 @@ def gather_of(pattern: mc.Pattern, widths: Widths) -> GatherConfig:
     config = chosen(pattern, N, widths)
     if isinstance(config, GatherConfig):
         return config
-    atom = kernels.default_atom(
-        kernels.Kind(
-            pattern.vector_length, Integer(widths.left, widths.left_signed), Integer(widths.right, True), OUT_NAME
-        ),
-        kernels.machine(torch.cuda.current_device()).arch,
+    atom = default_atom(
+        Kind(pattern.vector_length, Integer(widths.left, widths.left_signed), Integer(widths.right, True), OUT_NAME),
+        get_machine(torch.cuda.current_device()).arch,
     )
     left, right = Integer(widths.left, widths.left_signed), Integer(widths.right, True)
     return GatherConfig(atom, pattern.vector_length, left, right, OUT_NAME, row_bytes=64)

@@ -25,7 +25,9 @@ from rich.progress import track
 
 import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
-from magicube_cutlass.dispatch import kernels
+from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.spmm.heuristics import candidates, choose_spmm
+from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import rounded
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -77,24 +79,24 @@ def plan(cases: int) -> list[Trial]:
     return found
 
 
-def kind_of(widths: Widths) -> kernels.Kind:
-    return kernels.Kind(VECTOR_LENGTH, Integer(widths.left, True), Integer(widths.right, True), OUT_NAME)
+def kind_of(widths: Widths) -> Kind:
+    return Kind(VECTOR_LENGTH, Integer(widths.left, True), Integer(widths.right, True), OUT_NAME)
 
 
-def problem(shape: Shape) -> kernels.Problem:
+def problem(shape: Shape) -> Problem:
     pattern = uniform(shape, VECTOR_LENGTH)
     longest = int(pattern.row_lengths.max())
-    return kernels.Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, rounded(shape.n))
+    return Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, rounded(shape.n))
 
 
-def run_case(trial: Trial, machine: kernels.Machine) -> dict[str, Any]:
+def run_case(trial: Trial, machine: Machine) -> dict[str, Any]:
     """Times of every candidate; each output was poisoned, and compared in every element."""
     shape, widths = trial.shape, trial.widths
     here = problem(shape)
     product = make_product(uniform(shape, VECTOR_LENGTH), shape.n, widths)
     calls: dict[str, Call] = {}
     failures: dict[str, str] = {}
-    for config in kernels.candidates(kind_of(widths), machine, here):
+    for config in candidates(kind_of(widths), machine, here):
         out = product.poisoned()
         try:
             mc.spmm(product.lhs, product.rhs, out=out, config=config)
@@ -111,19 +113,19 @@ def run_case(trial: Trial, machine: kernels.Machine) -> dict[str, Any]:
 
 def judge(report: dict[str, Any], widths: Widths, arch: str = "sm_90a") -> str:
     """How the picks of the present cost model compare with the best of the timed configs, on the cases held out."""
-    machine = kernels.Machine(arch, report["multiprocessors"])
+    machine = Machine(arch, report["multiprocessors"])
     ratios, untimed = [], 0
     for case in report["cases"]:
         if not case["held_out"] or case["widths"] != [widths.left, widths.right]:
             continue
-        here = kernels.Problem(
+        here = Problem(
             -(-case["m"] // VECTOR_LENGTH),
             case["k"],
             case["vectors"],
             case["longest"],
             rounded(case["n"]),
         )
-        pick = case["us"].get(kernels.choose_spmm(kind_of(widths), machine, here).name)
+        pick = case["us"].get(choose_spmm(kind_of(widths), machine, here).name)
         if pick is None:
             untimed += 1
         else:
@@ -158,11 +160,9 @@ def main() -> None:
         report = json.loads(arguments.out.read_text())
         print(*(judge(report, widths) for widths in WIDTHS), sep="\n")
         return
-    machine = kernels.machine(torch.cuda.current_device())
+    machine = get_machine(torch.cuda.current_device())
     trials = plan(arguments.cases)[int(found[1]) - 1 :: int(found[2])]
-    configs = (
-        config for each in trials for config in kernels.candidates(kind_of(each.widths), machine, problem(each.shape))
-    )
+    configs = (config for each in trials for config in candidates(kind_of(each.widths), machine, problem(each.shape)))
     compile_ahead(configs)
     cases: list[dict[str, Any]] = []
     facts = {"machine": gpu_machine(), "unit": "us", "multiprocessors": machine.multiprocessors}

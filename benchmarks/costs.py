@@ -28,8 +28,8 @@ from cute_kernels import jit
 from cute_kernels.dtypes import Integer
 from cute_kernels.operands import Vectors
 from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import SpmmKernel
 from magicube_cutlass.dispatch.dense_fallback import dense_copy
-from magicube_cutlass.dispatch.kernels import SpmmKernel
 
 SHAPES = (Shape(4096, 4096, 512, 0.9), Shape(4096, 4096, 512, 0.7), Shape(256, 2304, 512, 0.9))
 QUICK = (Shape(256, 512, 128, 0.9),)

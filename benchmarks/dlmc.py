@@ -38,9 +38,8 @@ from gpu_timing import replays
 from machine import gpu_machine
 
 import magicube_cutlass as mc
-from cute_kernels.dtypes import FLOATS
+from cute_kernels.dtypes import FLOATS, SDDMM_PAIRS, SPMM_PAIRS
 from cute_kernels.jit.warmup import Source
-from magicube_cutlass.quantization.precision import SDDMM_PAIRS, SPMM_PAIRS
 
 VECTORS = (8, 4, 2)
 COLUMNS = (128, 256, 512)

@@ -19,8 +19,9 @@ from cute_kernels.dtypes import Integer, Number
 from cute_kernels.integers import int_range
 from cute_kernels.jit import Unit
 from cute_kernels.jit.warmup import Source
-from magicube_cutlass.dispatch import kernels
-from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS
+from cute_kernels.machine import MMA_COLUMNS, Kind
+from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
+from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import problem, rounded
 
 OUT = torch.float16
@@ -135,19 +136,19 @@ def ran(lhs: mc.SRBCRS) -> str:
     return ", ".join(plans)
 
 
-def chosen(pattern: mc.Pattern, n: int, widths: Widths, vector_length: int | None = None) -> kernels.SpmmKernel:
+def chosen(pattern: mc.Pattern, n: int, widths: Widths, vector_length: int | None = None) -> SpmmKernel:
     """The config that ``mc.spmm`` takes for float16 output, or the best one for vectors of this length."""
     return chosen_for(pattern, n, Integer(widths.left, widths.left_signed), Integer(widths.right, True), vector_length)
 
 
 def chosen_for(
     pattern: mc.Pattern, n: int, left: Number, right: Number, vector_length: int | None = None
-) -> kernels.SpmmKernel:
+) -> SpmmKernel:
     """As :func:`chosen`, for operands of any kind."""
     length = vector_length or max(pattern.vector_length, MMA_COLUMNS)
     sizes = problem(pattern, length, rounded(n), 1)
-    here = kernels.machine(torch.cuda.current_device())
-    return kernels.choose_spmm(kernels.Kind(length, left, right, OUT_NAME), here, sizes)
+    here = get_machine(torch.cuda.current_device())
+    return choose_spmm(Kind(length, left, right, OUT_NAME), here, sizes)
 
 
 def one_line(error: BaseException) -> str:

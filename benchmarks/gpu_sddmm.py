@@ -15,8 +15,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit.warmup import Source
-from magicube_cutlass.dispatch import kernels
-from magicube_cutlass.dispatch.kernels import SddmmKernel
+from cute_kernels.sddmm.heuristics import SddmmKernel, sddmm_config
 from magicube_cutlass.dispatch.plan import plan_sddmm, rounded
 from magicube_cutlass.reference import at_vectors
 
@@ -28,7 +27,7 @@ def chosen_sddmm(pattern: mc.Pattern, widths: Widths, inner: int) -> SddmmKernel
     """The config that ``mc.sddmm`` takes for float16 output; ``pattern`` on the GPU."""
     kinds = Integer(widths.left, True), Integer(widths.right, True)
     name, _ = plan_sddmm(pattern, STRIDE, kinds, OUT, rounded(inner), None)
-    return kernels.sddmm_config(name)
+    return sddmm_config(name)
 
 
 def _pattern(size: int) -> mc.Pattern:

@@ -23,8 +23,8 @@ from gpu_timing import Call, GpuTiming, measure, ratio
 from machine import gpu_machine
 
 import magicube_cutlass as mc
+from cute_kernels.dtypes import SPMM_PAIRS
 from cute_kernels.jit.warmup import Source
-from magicube_cutlass.quantization.precision import SPMM_PAIRS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 VECTOR_LENGTH = 8

@@ -61,3 +61,20 @@ def float_of(dtype: torch.dtype) -> FloatFormat | None:
 def holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
     """Whether every value of ``narrow`` is one of ``wide``, but for a power of two."""
     return wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa
+
+
+# (left bits, right bits): the pairs of Li, Osawa, Hoefler, SC'22, Table IV. Every other pair works as well.
+SPMM_PAIRS = ((16, 16), (16, 8), (16, 4), (12, 4), (8, 4), (8, 8), (4, 4))
+
+
+SDDMM_PAIRS = ((16, 16), (8, 8), (4, 4))
+
+
+def check_pair(left: Number, right: Number) -> None:
+    """Raise ``TypeError`` unless elements of these kinds multiply: integers, or floats but float16 with bfloat16."""
+    if isinstance(left, Integer) and isinstance(right, Integer):
+        return  # names would break a compiler's graph
+    if isinstance(left, Integer) or isinstance(right, Integer):
+        raise TypeError(f"operands must be both integers or both floats, got {left.name} and {right.name}")
+    if {left.name, right.name} == {"float16", "bfloat16"}:
+        raise TypeError("operands must not be float16 and bfloat16, which no instruction takes together: convert one")

@@ -12,7 +12,9 @@ from cute_kernels.atoms import Atom, register_atom
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit import compile_unit
 from cute_kernels.layout import fragments
-from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, choose_sddmm, choose_spmm
+from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.sddmm.heuristics import choose_sddmm
+from cute_kernels.spmm.heuristics import choose_spmm
 
 SOURCE = """
 namespace example {

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from report import RESULTS, ROOT, machine, machine_line, markdown, replace_section, write_results
-from residual.qr import qr
-from residual.solve import solve
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 from torch import Tensor
 
+from residual.linalg.qr import qr
+from residual.linalg.solve import solve
 from residual.matmul import matmul
 
 SIZES = (128, 200, 256)

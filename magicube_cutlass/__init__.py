@@ -1,5 +1,6 @@
 """Quantized sparse matrix products: SR-BCRS matrices, SpMM and SDDMM with exact integers of 4 to 16 bits."""
 
+from cute_kernels.dtypes import SDDMM_PAIRS, SPMM_PAIRS
 from magicube_cutlass import autograd, masks, nn, reference
 from magicube_cutlass.attention import sparse_attention, sparse_softmax
 from magicube_cutlass.formats.bcrs import BCRS
@@ -9,7 +10,6 @@ from magicube_cutlass.formats.smtx import read_smtx, write_smtx
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.nn import convert
 from magicube_cutlass.ops.products import explain, sddmm, spmm
-from magicube_cutlass.quantization.precision import SDDMM_PAIRS, SPMM_PAIRS
 from magicube_cutlass.quantization.quantize import QuantTensor, quantize
 
 __version__ = "0.1.0"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from cute_kernels.dtypes import Integer
+from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.spmm.heuristics import SpmmKernel, candidates, spmm_cost
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch.cost_model import Kind, Machine, Problem
-from magicube_cutlass.dispatch.kernels import SpmmKernel, candidates, spmm_cost
 from magicube_cutlass.dispatch.machine import _numbers, _with_numbers, forget, load, save  # noqa: F401
 
 KIND = Kind(8, Integer(8, True), Integer(8, True), "float16")

@@ -19,8 +19,6 @@ from cute_kernels.jit.compiler import Unit
 from cute_kernels.layout.fragments import pack_index, stride
 from cute_kernels.operands import Factor, Target, Vectors
 
-SAFE_RUN = 32768  # products of two bytes that int32 can sum without overflow, in any of the kernels' forms
-
 
 @dataclass(frozen=True)
 class SpmmConfig:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cute_kernels.dtypes import REALS, Integer
 from cute_kernels.integers import int_range, store
+from cute_kernels.machine import Kind
 from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.block_diagonal import Stack, stack, stacked_matrix
-from magicube_cutlass.dispatch.cost_model import Kind
+from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import problem, rounded
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -166,15 +167,15 @@ def _choose_product(
     pattern: Pattern, bits: int, right: tuple[int, bool], columns: int, out: torch.dtype
 ) -> GatherConfig:
     from cute_kernels.spmm.gather import GatherConfig
-    from magicube_cutlass.dispatch import kernels
+    from cute_kernels.spmm.heuristics import candidates, spmm_cost
 
     kind = Kind(pattern.vector_length, Integer(bits, False), Integer(*right), str(out).removeprefix("torch."))
     sizes = problem(pattern, pattern.vector_length, rounded(columns), 1)
-    machine = kernels.machine(pattern.device.index)
+    here = get_machine(pattern.device.index)
     # Of 32 vectors a group, as many as a stride has: the 4-bit instructions of older chips take 64.
     atom = "int4_as_int8_m16n8k32" if (bits, right[0]) == (4, 4) else "s8_m16n8k32"
-    choices = [c for c in kernels.candidates(kind, machine, sizes, atom) if isinstance(c, GatherConfig)]
-    return replace(min(choices, key=lambda config: kernels.spmm_cost(config, machine, sizes)), fresh=True)
+    choices = [c for c in candidates(kind, here, sizes, atom) if isinstance(c, GatherConfig)]
+    return replace(min(choices, key=lambda config: spmm_cost(config, here, sizes)), fresh=True)
 
 
 def product_copy(found: Stack, stride: int, fragments: Tensor) -> list[Tensor]:

@@ -189,14 +189,14 @@ def _weigh_on_gpu(
     s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
 ) -> tuple[Tensor, Probabilities]:
     """As :func:`_weigh`, the softmax written in the order that the product reads."""
+    from cute_kernels.spmm.heuristics import registered
     from magicube_cutlass.dispatch import cuda as gpu
-    from magicube_cutlass.dispatch import kernels
 
     config = product_config(found, options.softmax_bits, (options.qkv_bits, True), d, options.out_dtype)
     p = softmax_for_product(s, at, config, operands.v_scale, nan_for_empty=options.nan_for_empty, lse=lse)
     out = torch.empty(found.pattern.shape[0], d, dtype=options.out_dtype, device=s.device)
     dense = Dense(operands.v, options.qkv_bits, True, -2, -1)
-    copy, name = product_copy(found, STRIDE, p.values), kernels.registered(config).name
+    copy, name = product_copy(found, STRIDE, p.values), registered(config).name
     gpu.spmm(name, copy, dense, operands.v.shape[0], out, p.scale.view(-1), None, None, early=True)
     return out, p
 

@@ -53,7 +53,7 @@ def warmup(
 ) -> None:
     """Compile the GPU kernels ahead of their first use; needs no GPU."""
     from cute_kernels import jit
-    from magicube_cutlass.dispatch.kernels import warm_configs
+    from cute_kernels.catalog import warm_configs
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -98,8 +98,8 @@ def describe(entry: Atom) -> dict[str, str]:
 def conflict_table(name: str) -> Table:
     """One row for each access to shared memory of the kernel config called ``name``."""
     try:
+        from cute_kernels.catalog import named_configs
         from cute_kernels.layout.bank_conflicts import report
-        from magicube_cutlass.dispatch.kernels import named_configs
     except ImportError as error:
         raise ValueError(f"layout --smem needs {error.name}: pip install 'magicube-cutlass[cuda]'") from None
     configs = named_configs()

@@ -28,15 +28,15 @@ def tune(
         raise typer.BadParameter("tune needs a CUDA device, and torch finds none")
     from cute_kernels import jit
     from magicube_cutlass import tuning
-    from magicube_cutlass.dispatch import kernels
+    from magicube_cutlass.dispatch.machine import get_machine
 
     device, console = torch.cuda.get_device_name(), Console(stderr=True)
     if reset:
         there = tuning.forget(device)
-        kernels.machine.cache_clear()
+        get_machine.cache_clear()
         output().print(f"forgot what was measured on {device}" if there else f"nothing was measured on {device}")
         return
-    machine = kernels.machine(torch.cuda.current_device())
+    machine = get_machine(torch.cuda.current_device())
     configs = tuning.wanted(cases, machine)
     for _ in track(
         jit.warmup(configs, machine.arch, min(os.cpu_count() or 1, 16)), "compiling", len(configs), console=console
@@ -51,7 +51,7 @@ def tune(
     output().print(f"present constants: {before}\nnew constants: {after}")
     if (after.near, -after.worst) > (before.near, -before.worst):
         tuning.save(device, found)
-        kernels.machine.cache_clear()
+        get_machine.cache_clear()
         output().print(f"the new constants are used on {device} from now on")
     else:
         output().print("the present constants stay")

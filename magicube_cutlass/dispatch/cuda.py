@@ -11,7 +11,8 @@ from cute_kernels.integers import fetch, store
 from cute_kernels.jit import Kernel, Replays, get_kernel
 from cute_kernels.jit.device import device_of
 from cute_kernels.operands import Factor, Place, Target
-from magicube_cutlass.dispatch import kernels
+from cute_kernels.sddmm.heuristics import SddmmKernel, sddmm_config
+from cute_kernels.spmm.heuristics import SpmmKernel, spmm_config
 from magicube_cutlass.dispatch.cpu import keepable
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.float_operands import DenseFloats
@@ -115,7 +116,7 @@ def spmm(
     ready = aligned_rows(b, -1, inner)
     batch = out.numel() // (out.shape[-1] * out.shape[-2])
     target = Target(out.data_ptr(), batch, out.shape[-2], inner, out.shape[-1])
-    config = kernels.spmm_config(kernel)
+    config = spmm_config(kernel)
     with torch.cuda.device(out.device):
         config.launch(
             get_kernel(config),
@@ -135,7 +136,7 @@ class _Call:
     For addresses that it had before, its launches lie ready.
     """
 
-    def __init__(self, config: kernels.SpmmKernel | kernels.SddmmKernel, out: Tensor) -> None:
+    def __init__(self, config: SpmmKernel | SddmmKernel, out: Tensor) -> None:
         self.device = out.device
         self.like = out.new_empty(1).expand(out.shape)  # torch makes one like it in half the time of one by numbers
         with torch.cuda.device(self.device):
@@ -173,7 +174,7 @@ class SpmmCall(_Call):
         out: Tensor,
         inner: int,
     ) -> None:
-        self.config, self.copy, self.left = kernels.spmm_config(kernel), copy, left
+        self.config, self.copy, self.left = spmm_config(kernel), copy, left
         super().__init__(self.config, out)
         self.turns = _lies_turned(b)
         rows, columns = out.shape[-2], out.shape[-1]
@@ -258,7 +259,7 @@ def sddmm(
     ready_x, ready_y = aligned_rows(x, -1, m), aligned_rows(y, y.inner_dim, n)
     batch = out.numel() // (out.shape[-1] * out.shape[-2] * out.shape[-3])
     target = Target(out.data_ptr(), batch, m, k, n)
-    config = kernels.sddmm_config(kernel)
+    config = sddmm_config(kernel)
     with torch.cuda.device(out.device):
         config.launch(
             get_kernel(config), pattern, _place(ready_x), _place(ready_y), target, _factor(left), _factor(right)
@@ -281,7 +282,7 @@ class SddmmCall(_Call):
         result: SRBCRS,
     ) -> None:
         values = result.values
-        self.config, self.pattern, self.steps = kernels.sddmm_config(kernel), pattern, steps
+        self.config, self.pattern, self.steps = sddmm_config(kernel), pattern, steps
         super().__init__(self.config, values)
         self.result = result.with_values(self.like)  # the caller's own is not held
         m, n, k = sizes

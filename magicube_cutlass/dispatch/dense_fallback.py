@@ -1,8 +1,12 @@
-"""The dense product in place of the sparse one, where it is expected to be faster: ``spmm(..., allow_dense=True)``."""
+"""The dense product in place of the sparse one if it is predicted to be faster: ``spmm(..., allow_dense=True)``.
+
+The constants of the cost models were measured on one H200 and, for the CPU engine, on one Xeon with AVX-512. They rank
+kernels; ``benchmarks/llm.py`` records predicted and measured times.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +14,8 @@ from torch import Tensor
 
 from cute_kernels import cpu
 from cute_kernels.integers import digit_count, fetch
-from magicube_cutlass.dispatch.cost_model import Forecast, copy_cost, dense_cost, engine_forecast
-from magicube_cutlass.dispatch.machine import machine
+from cute_kernels.machine import Kind, Machine, Problem
+from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.precision import INTEGER_OUT
 
@@ -21,6 +25,56 @@ if TYPE_CHECKING:
 
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 _ALIGNMENT = 16  # bytes; where the dense kernel wants rows to start
+_LAUNCH = 2000.0  # of a dense kernel or a copy, between kernels of a CUDA graph
+_MOVED = 3500.0  # bytes that a copy reads or writes
+# Tiles of the dense kernel (rows and columns), a turn of a multiprocessor with one, a product of two bytes in it.
+_DENSE_TILES = ((128, 2600.0, 0.135e-3), (64, 1300.0, 0.245e-3))
+# One thread of the CPU engine: a group of 4 vectors of 8 rows and 64 columns, a result.
+_ENGINE_GROUP, _ENGINE_RESULT = 13.3, 0.95
+# The dense product there: a product of two bytes, an integer result, a float one, which several passes make.
+_CPU_PRODUCT, _CPU_INTEGER, _CPU_FLOAT = 4e-3, 1.5, 3.0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted nanoseconds of the sparse and of the dense product."""
+
+    sparse: float
+    dense: float
+
+    @property
+    def dense_wins(self) -> bool:
+        return self.dense < self.sparse
+
+    def __str__(self) -> str:
+        dense, sparse = self.dense / 1e3, self.sparse / 1e3
+        if self.dense_wins:
+            return f"dense would be faster: about {dense:.1f} us against {sparse:.1f} us; allow_dense=True takes it"
+        return f"dense would not be faster: about {dense:.1f} us against {sparse:.1f} us"
+
+
+def dense_cost(machine: Machine, m: int, problem: Problem) -> float:
+    """The int8 product of a dense (``m``, K) matrix, K neighbours in both operands: whole turns of tiles."""
+    each = []
+    for tile, turn, product in _DENSE_TILES:
+        tiles = -(-m // tile) * -(-problem.n // tile)
+        turns = -(-tiles // machine.multiprocessors)
+        each.append(turns * (turn + product * tile * tile * problem.inner))
+    return problem.batch * (_LAUNCH + max(min(each), m * problem.inner / _MOVED))
+
+
+def copy_cost(size: int) -> float:
+    """``size`` bytes brought into another order before a product."""
+    return _LAUNCH + 2 * size / _MOVED
+
+
+def engine_forecast(kind: Kind, m: int, digits: int, problem: Problem) -> Forecast:
+    """The CPU engine and the dense product on one thread; ``digits``: of A times those of B."""
+    panels, results = -(-problem.n // 64) * problem.batch, m * problem.n * problem.batch
+    group = _ENGINE_GROUP * max(kind.vector_length, 4) / 8 * digits
+    sparse = results * _ENGINE_RESULT + panels * problem.vectors / 4 * group
+    result = _CPU_INTEGER if kind.out.startswith("int") else _CPU_FLOAT
+    return Forecast(sparse, results * (result + _CPU_PRODUCT * problem.inner))
 
 
 def _are_bytes(bits: int, signed: bool) -> bool:
@@ -42,13 +96,13 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     if matrix.device.type == "cpu":
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
         return engine_forecast(kind, m, digits, problem)
+    from cute_kernels.spmm.heuristics import choose_spmm, spmm_cost
     from magicube_cutlass.dispatch import cuda as gpu
-    from magicube_cutlass.dispatch import kernels
 
-    here = machine(matrix.device.index)
-    chosen = kernels.choose_spmm(kind, here, replace(problem, n=plans.rounded(n), batch=min(batch, 2)))
+    here = get_machine(matrix.device.index)
+    chosen = choose_spmm(kind, here, replace(problem, n=plans.rounded(n), batch=min(batch, 2)))
     operand, size = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), dense.shape.numel()
-    sparse = kernels.spmm_cost(chosen, here, problem)
+    sparse = spmm_cost(chosen, here, problem)
     if gpu.copies(operand, -1):
         sparse += copy_cost(dense.data.nbytes)
     product = dense_cost(here, m, problem)

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
+from cute_kernels.machine import GatherModel, Machine, PanelModel
 from magicube_cutlass.dispatch import measured
-from magicube_cutlass.dispatch.cost_model import GatherModel, Machine, PanelModel
 
 _ROOM = "models"
 
@@ -56,7 +56,7 @@ def forget(device: str) -> bool:
 
 
 @lru_cache
-def machine(device: int) -> Machine:
+def get_machine(device: int) -> Machine:
     """The GPU of this index, with what ``magicube tune`` measured there."""
     import torch
 

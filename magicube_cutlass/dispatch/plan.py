@@ -10,15 +10,15 @@ from torch import Tensor
 from cute_kernels import cpu
 from cute_kernels.dtypes import Integer, Number, float_of
 from cute_kernels.integers import split_digits
+from cute_kernels.machine import MMA_COLUMNS, Kind, Problem
 from cute_kernels.operands import Vectors
 from magicube_cutlass.dispatch import cpu_float as float_products
-from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS, Kind, Problem
-from magicube_cutlass.dispatch.machine import machine
+from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.formats.construct import as_movable, transpose_parts
 from magicube_cutlass.quantization.float_operands import decoded, raw_bits
 
 if TYPE_CHECKING:
-    from magicube_cutlass.dispatch.kernels import SpmmKernel
+    from cute_kernels.spmm.heuristics import SpmmKernel
     from magicube_cutlass.formats.pattern import Pattern
     from magicube_cutlass.formats.srbcrs import SRBCRS
 
@@ -124,7 +124,7 @@ def plan_spmm(
     if matrix.device.type == "cpu":
         name = "cpu" if isinstance(right, Integer) else float_products.PREFIX + right.name
         return name, cpu_copy(matrix)
-    from magicube_cutlass.dispatch import kernels
+    from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
     key = (right, out, width, batch, atom, config)
     plan = matrix._execution.get(key)
@@ -137,8 +137,8 @@ def plan_spmm(
             length = config.vector_length
         kind, sizes = described(matrix, right, out, width, batch, length)
         if config is None:
-            config = kernels.choose_spmm(kind, machine(matrix.device.index), sizes, atom, matrix.used_once)
-        kernels.check_spmm(config, kind, sizes.longest)
+            config = choose_spmm(kind, get_machine(matrix.device.index), sizes, atom, matrix.used_once)
+        check_spmm(config, kind, sizes.longest)
         stored = (config.vector_length, *config.sparse_key())
         copy = matrix._execution.get(stored)
         if copy is None:
@@ -162,12 +162,13 @@ def plan_sddmm(
         whole = all(isinstance(each, Integer) for each in kinds)
         name = "cpu" if whole else float_products.PREFIX + ":".join(each.name for each in kinds)
         return name, [padded.row_start, padded.row_end, padded.col_indices]
-    from magicube_cutlass.dispatch import kernels
+    from cute_kernels.machine import Kind
+    from cute_kernels.sddmm.heuristics import choose_sddmm
 
-    kind = kernels.Kind(pattern.vector_length, *kinds, _name(out))
-    config = kernels.choose_sddmm(
+    kind = Kind(pattern.vector_length, *kinds, _name(out))
+    config = choose_sddmm(
         kind,
-        machine(pattern.device.index),
+        get_machine(pattern.device.index),
         stride=stride,
         inner=inner,
         atom=atom,

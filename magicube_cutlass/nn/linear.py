@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler, a second of waiting
 
 from magicube_cutlass import autograd
+from magicube_cutlass.autograd.integer import STRIDE
 from magicube_cutlass.checks import check_tensor
 from magicube_cutlass.formats import generate
 from magicube_cutlass.formats.pattern import Pattern
@@ -171,10 +172,10 @@ class SparseQuantLinear(Calibrated):
 
     def _frozen_matrix(self) -> SRBCRS:
         assert self.values is not None
-        padded, config = self.pattern.padded(autograd.STRIDE), self.config
+        padded, config = self.pattern.padded(STRIDE), self.config
         matrix = SRBCRS(
             padded.row_start, padded.row_end, padded.col_indices, self.values, shape=self.pattern.shape,
-            vector_length=config.vector_length, bits=config.bits, stride=autograd.STRIDE, scale=self.scale,
+            vector_length=config.vector_length, bits=config.bits, stride=STRIDE, scale=self.scale,
         )  # fmt: skip
         matrix._cache["pattern"] = self.pattern
         return matrix

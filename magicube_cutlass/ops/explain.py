@@ -14,13 +14,13 @@ from magicube_cutlass.quantization.quantize import QuantTensor
 
 def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> str:
     """The text of :func:`magicube_cutlass.explain` for operands on a GPU."""
+    from cute_kernels.spmm.heuristics import reason, spmm_config
     from magicube_cutlass.dispatch import cuda as gpu
-    from magicube_cutlass.dispatch import kernels
 
     n, batch = dense.shape[-1], dense.shape[:-2].numel()
     right = dense.number
     name, copy = plan_spmm(matrix, right, out, rounded(n), min(batch, 2), None, None)
-    config = kernels.spmm_config(name)
+    config = spmm_config(name)
     sizes = problem(matrix.pattern, config.vector_length, n, batch)
     moved = config.traffic(sizes.vector_rows, matrix.shape[1], copy, n, batch)
     operand = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
@@ -31,7 +31,7 @@ def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dt
         + (", digits of A share an instruction" if config.stacked else ""),
         f"reads about {moved / 1e6:.1f} MB of operands, writes {written / 1e6:.1f} MB; "
         f"its copy of A has {kept / 1e6:.1f} MB",
-        kernels.reason(config, sizes.vector_rows, sizes.vectors, sizes.longest, matrix.used_once),
+        reason(config, sizes.vector_rows, sizes.vectors, sizes.longest, matrix.used_once),
     ]
     if config.vector_length != matrix.vector_length:
         lines.append(f"{config.vector_length // matrix.vector_length} vector rows are merged into one: {sizes.vectors} "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import cpu
-from cute_kernels.dtypes import FLOATS, Integer, Number, digits
+from cute_kernels.dtypes import FLOATS, Integer, Number, check_pair, digits
 from magicube_cutlass.dispatch import dense_fallback as dense_product
 from magicube_cutlass.dispatch.cpu import engine_call
 from magicube_cutlass.dispatch.plan import operand_number, plan_sddmm, plan_spmm, rounded
@@ -18,11 +18,11 @@ from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.ops import torch_ops as library
 from magicube_cutlass.quantization.float_operands import DenseFloats, dense_operand
 from magicube_cutlass.quantization.float_tensor import FloatTensor
-from magicube_cutlass.quantization.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype, check_pair
+from magicube_cutlass.quantization.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
 from magicube_cutlass.quantization.quantize import QuantTensor
 
 if TYPE_CHECKING:
-    from magicube_cutlass.dispatch.kernels import SpmmKernel
+    from cute_kernels.spmm.heuristics import SpmmKernel
 
 _DEFAULT_STRIDE = 32
 

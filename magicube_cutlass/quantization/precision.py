@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.dtypes import Integer, Number
 from cute_kernels.integers import check_bits, fits, product_bound
-
-# (left bits, right bits): the pairs of Li, Osawa, Hoefler, SC'22, Table IV. Every other pair works as well.
-SPMM_PAIRS = ((16, 16), (16, 8), (16, 4), (12, 4), (8, 4), (8, 8), (4, 4))
-SDDMM_PAIRS = ((16, 16), (8, 8), (4, 4))
 
 INTEGER_OUT = (torch.int32, torch.int64)
 FLOAT_OUT = (torch.float32, torch.float16, torch.bfloat16)
@@ -19,16 +14,6 @@ def check_out_dtype(dtype: torch.dtype) -> None:
     """Raise ``TypeError`` unless ``dtype`` is an output type of the products."""
     if dtype not in INTEGER_OUT + FLOAT_OUT:
         raise TypeError(f"out_dtype must be one of {INTEGER_OUT + FLOAT_OUT}, got {dtype}")
-
-
-def check_pair(left: Number, right: Number) -> None:
-    """Raise ``TypeError`` unless elements of these kinds multiply: integers, or floats but float16 with bfloat16."""
-    if isinstance(left, Integer) and isinstance(right, Integer):
-        return  # names would break a compiler's graph
-    if isinstance(left, Integer) or isinstance(right, Integer):
-        raise TypeError(f"operands must be both integers or both floats, got {left.name} and {right.name}")
-    if {left.name, right.name} == {"float16", "bfloat16"}:
-        raise TypeError("operands must not be float16 and bfloat16, which no instruction takes together: convert one")
 
 
 def check_fits(dtype: torch.dtype, inner: int, left: tuple[int, bool], right: tuple[int, bool]) -> None:

@@ -26,13 +26,13 @@ class Probe:
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path))
-    module = ModuleType("magicube_cutlass.kernels")
+    module = ModuleType("cute_kernels.catalog")
 
     def warm_configs(every: bool, arch: str) -> Iterable[Probe]:
         return [Probe("1"), Probe("2")] if every else [Probe("1")]
 
     module.warm_configs = warm_configs  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "magicube_cutlass.kernels", module)
+    monkeypatch.setitem(sys.modules, "cute_kernels.catalog", module)
     return module
 
 

@@ -79,9 +79,9 @@ class Config:
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("magicube_cutlass.kernels")
+    module = ModuleType("cute_kernels.catalog")
     module.named_configs = lambda: {"one": Config(), "two": Config()}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "magicube_cutlass.kernels", module)
+    monkeypatch.setitem(sys.modules, "cute_kernels.catalog", module)
 
 
 @pytest.mark.usefixtures("configs")
@@ -107,7 +107,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     ("missing", "args", "message"),
     [
         ("cute_kernels.atoms", ("s8_m16n8k32",), "layout needs pycute: pip install 'magicube-cutlass[cuda]'"),
-        ("magicube_cutlass.kernels", ("--smem", "x"), "pip install 'magicube-cutlass[cuda]'"),
+        ("cute_kernels.catalog", ("--smem", "x"), "pip install 'magicube-cutlass[cuda]'"),
         ("matplotlib.figure", ("s8_m16n8k32", "-o", "a.svg"), "pip install 'magicube-cutlass[plots]'"),
     ],
 )

@@ -41,10 +41,10 @@ def test_parts_come_together(tmp_path: Path) -> None:
 def test_a_wrong_pick_counts() -> None:
     shape = Shape(4096, 4096, 512, 0.9)
     here = script.problem(shape)
-    machine = script.kernels.Machine("sm_90a", 132)
+    machine = script.Machine("sm_90a", 132)
     widths = script.WIDTHS[0]
-    configs = script.kernels.candidates(script.kind_of(widths), machine, here)
-    pick = script.kernels.choose_spmm(script.kind_of(widths), machine, here)
+    configs = script.candidates(script.kind_of(widths), machine, here)
+    pick = script.choose_spmm(script.kind_of(widths), machine, here)
     case = {"held_out": True, "widths": [8, 8], "m": 4096, "k": 4096, "n": 512, "vectors": here.vectors}
     case |= {"longest": here.longest, "us": {each.name: 10.0 for each in configs} | {pick.name: 15.0}}
     report = {"multiprocessors": 132, "cases": [case, {**case, "held_out": False}]}

@@ -12,7 +12,9 @@ import torch
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms
 from cute_kernels.jit import current_arch, warmup
-from magicube_cutlass.dispatch.kernels import Machine, Problem, choose_sddmm, choose_spmm
+from cute_kernels.machine import Machine, Problem
+from cute_kernels.sddmm.heuristics import choose_sddmm
+from cute_kernels.spmm.heuristics import choose_spmm
 from tests.gpu.problems import check_sddmm, dense, kind, sparse, spmm
 
 Widths = tuple[int, bool]

@@ -20,19 +20,21 @@ import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import BITS, int_range
 from cute_kernels.jit import current_arch, get_kernel
+from cute_kernels.layout.choice import default_atom
+from cute_kernels.machine import MMA_COLUMNS, PANEL_ARCHES, Kind, Machine, Problem
+from cute_kernels.sddmm import heuristics
+from cute_kernels.sddmm.heuristics import SddmmKernel, _sddmm, choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.dispatch import kernels
-from magicube_cutlass.dispatch.cost_model import MMA_COLUMNS
-from magicube_cutlass.dispatch.kernels import Kind, Machine, SddmmKernel, SpmmKernel, choose_sddmm, default_atom
 from magicube_cutlass.dispatch.plan import rounded
 
 HERE = Machine("sm_90a", 132)
 if torch.cuda.is_available():
     HERE = Machine(current_arch(), torch.cuda.get_device_properties(0).multi_processor_count)
-PANELS = HERE.arch in kernels._PANEL_ARCHES
+PANELS = HERE.arch in PANEL_ARCHES
 needs_warp_groups = pytest.mark.skipif(HERE.arch != "sm_90a", reason="no warp groups multiply on this GPU")
 SIGNS = tuple(product((True, False), repeat=2))
 POISON = -0x21524111  # as an integer; outputs that are floats are poisoned with nan
@@ -69,9 +71,9 @@ def sddmm_panel(of: Kind, stride: int = 32, atom: str = "", **options: Any) -> S
 @contextmanager
 def sampling_with(config: SddmmKernel) -> Iterator[None]:
     """``sddmm`` takes this kernel, on a GPU that seems to have five multiprocessors."""
-    kernels._sddmm[config.name] = config
+    _sddmm[config.name] = config
     few = patch.object(get_kernel(config), "multiprocessors", 5)
-    with few, patch.object(kernels, "choose_sddmm", lambda *_, **__: config):
+    with few, patch.object(heuristics, "choose_sddmm", lambda *_, **__: config):
         yield
 
 
@@ -84,7 +86,7 @@ def choices(of: Kind) -> list[SpmmKernel]:
     """Every config that ``choose_spmm`` gives for this kind on this GPU."""
     sizes = product((1, 40, 300, 4096), (8, 64, 512, 4096), (16, 128, 1024), (1, 2))
     found = [
-        kernels.choose_spmm(of, HERE, kernels.Problem(rows, 4096, rows * longest, longest, n, batch))
+        choose_spmm(of, HERE, Problem(rows, 4096, rows * longest, longest, n, batch))
         for rows, longest, n, batch in sizes
     ]
     return list(dict.fromkeys(found))
@@ -93,8 +95,8 @@ def choices(of: Kind) -> list[SpmmKernel]:
 def chosen(of: Kind, rows: int, longest: int, n: int, batch: int = 1, atom: str | None = None) -> SpmmKernel:
     """What ``spmm`` chooses for a matrix of ``rows`` vector rows, the longest of ``longest`` vectors."""
     width = rounded(n)
-    problem = kernels.Problem(rows, 4096, rows * longest, longest, width, batch)
-    return kernels.choose_spmm(of, HERE, problem, atom)
+    problem = Problem(rows, 4096, rows * longest, longest, width, batch)
+    return choose_spmm(of, HERE, problem, atom)
 
 
 def every_pair(shift: int = 0) -> Iterator[tuple[Kind, int]]:

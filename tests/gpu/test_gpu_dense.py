@@ -11,8 +11,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from magicube_cutlass.dispatch import dense_fallback as dense_product
-from magicube_cutlass.dispatch.cost_model import Forecast
-from magicube_cutlass.dispatch.dense_fallback import DenseCall, forecast
+from magicube_cutlass.dispatch.dense_fallback import DenseCall, Forecast, forecast
 from tests.gpu.problems import dense, guarded, sparse
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
+from cute_kernels.machine import Kind, Problem
+from cute_kernels.spmm.heuristics import SpmmKernel, candidates
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch.kernels import Kind, Problem, SpmmKernel, candidates
 from tests.gpu.problems import HERE, PANELS, check_spmm, dense, gather, kind, panel, sparse, spmm
 
 pytestmark = pytest.mark.gpu

@@ -17,11 +17,12 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALVES
+from cute_kernels.machine import Kind
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import SpmmKernel
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.dispatch.kernels import Kind, SpmmKernel
 from magicube_cutlass.quantization.float_tensor import FloatTensor
 from tests.gpu.problems import HERE, PANELS, check_guards, choices, chosen, gather, guarded, panel, sampling_with, sddmm
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from magicube_cutlass.dispatch.kernels import SpmmKernel
+from cute_kernels.spmm.heuristics import SpmmKernel
 from tests.gpu.problems import PANELS, POISON, check_spmm, chosen, dense, gather, ints, kind, panel, sparse, spmm
 
 pytestmark = pytest.mark.gpu

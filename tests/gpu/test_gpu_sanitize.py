@@ -15,12 +15,13 @@ from cute_kernels.attention.quantize_qkv import encode_operands
 from cute_kernels.dtypes import element_bits
 from cute_kernels.estimate import probes
 from cute_kernels.jit.workspace import Kept
+from cute_kernels.machine import Kind
 from cute_kernels.scaled_gemm.config import FloatGemmConfig, candidates
 from cute_kernels.scaled_gemm.config import Kind as FloatKind
 from cute_kernels.scaled_gemm.dequantize import ready
 from cute_kernels.scaled_gemm.small_m import candidates as few_candidates
 from cute_kernels.sddmm.panel import SddmmPanelConfig
-from magicube_cutlass.dispatch.kernels import Kind, SpmmKernel
+from cute_kernels.spmm.heuristics import SpmmKernel
 from residual.execute import fast_check as foreseen
 from residual.planning.plan import Plan
 from tests.gpu.problems import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
+from cute_kernels.machine import Kind
 from cute_kernels.sddmm.panel import SddmmPanelConfig
-from magicube_cutlass.dispatch.kernels import Kind
 from tests.gpu.problems import (
     HERE,
     PANELS,

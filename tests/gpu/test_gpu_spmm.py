@@ -13,9 +13,10 @@ import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
 from cute_kernels.cpu import Dense
 from cute_kernels.integers import BITS
+from cute_kernels.machine import Kind
+from cute_kernels.spmm.heuristics import SpmmKernel
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.cuda import aligned_rows
-from magicube_cutlass.dispatch.kernels import Kind, SpmmKernel
 from tests.gpu.problems import (
     HERE,
     PANELS,

@@ -18,8 +18,8 @@ import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit import get_kernel
 from cute_kernels.jit import kernel as jit_kernel
+from cute_kernels.spmm.heuristics import SpmmKernel
 from magicube_cutlass.dispatch import cuda as gpu
-from magicube_cutlass.dispatch.kernels import SpmmKernel
 from magicube_cutlass.dispatch.plan import plan_sddmm, plan_spmm
 from tests.gpu.problems import PANELS, check_spmm, choices, dense, gather, ints, kind, panel, sparse
 

@@ -15,8 +15,8 @@ from cute_kernels.operands import Factor, Place, Target, Vectors
 from cute_kernels.spmm import gather as spmm_gather
 from cute_kernels.spmm import panel as spmm_panel
 from cute_kernels.spmm.config import group_offsets
+from cute_kernels.spmm.heuristics import SpmmKernel
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch.kernels import SpmmKernel
 from tests.gpu.problems import gather, kind, panel, sparse
 from tests.gpu.problems import sddmm as sddmm_config
 

@@ -13,10 +13,12 @@ import pytest
 
 from cute_kernels.dtypes import FLOATS
 from cute_kernels.jit import Binary, build
+from cute_kernels.machine import Kind, Machine, Problem
 from cute_kernels.sddmm.gather import SddmmConfig
+from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, SddmmKernel, SpmmKernel, choose_sddmm, choose_spmm
 from tests.kernels.test_sass import clean_sass
 
 pytest.importorskip("cuda.core")

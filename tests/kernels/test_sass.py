@@ -11,22 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.catalog import default_configs
 from cute_kernels.dtypes import Integer, Number
 from cute_kernels.jit import Binary, build
+from cute_kernels.machine import Kind, Machine, Problem
 from cute_kernels.sddmm.gather import SampleConfig, SddmmConfig
+from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch.kernels import (
-    Kind,
-    Machine,
-    Problem,
-    SddmmKernel,
-    SpmmKernel,
-    choose_sddmm,
-    choose_spmm,
-    default_configs,
-)
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")

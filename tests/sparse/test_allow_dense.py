@@ -11,8 +11,8 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
-from magicube_cutlass.dispatch.cost_model import Forecast, Kind, Problem, engine_forecast
-from magicube_cutlass.dispatch.dense_fallback import DenseCall, dense_copy, forecast
+from cute_kernels.machine import Kind, Problem
+from magicube_cutlass.dispatch.dense_fallback import DenseCall, Forecast, dense_copy, engine_forecast, forecast
 
 BYTES = ((8, True), (4, True), (4, False))  # bits and sign of what an int8 holds
 EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

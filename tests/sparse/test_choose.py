@@ -8,23 +8,14 @@ import pytest
 pytest.importorskip("pycute")
 
 from cute_kernels.dtypes import Integer
+from cute_kernels.machine import SAFE_RUN, SHARED_BYTES, Kind, Machine, Problem
 from cute_kernels.sddmm.gather import SddmmConfig
+from cute_kernels.sddmm.heuristics import choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
-from cute_kernels.spmm.config import SAFE_RUN
 from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import candidates, check_spmm, choose_spmm, reason, spmm_cost
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch.cost_model import SHARED_BYTES, Forecast, copy_cost, dense_cost
-from magicube_cutlass.dispatch.kernels import (
-    Kind,
-    Machine,
-    Problem,
-    candidates,
-    check_spmm,
-    choose_sddmm,
-    choose_spmm,
-    reason,
-    spmm_cost,
-)
+from magicube_cutlass.dispatch.dense_fallback import Forecast, copy_cost, dense_cost
 
 H200, A100 = Machine("sm_90a", 132), Machine("sm_80", 108)
 L8R8 = Kind(8, Integer(8, True), Integer(8, True), "float16")

@@ -141,7 +141,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 def test_configs_for_floats_are_checked() -> None:
     pytest.importorskip("pycute")
-    from magicube_cutlass.dispatch.kernels import Kind, Machine, Problem, check_spmm, choose_spmm, default_atom
+    from cute_kernels.layout.choice import default_atom
+    from cute_kernels.machine import Kind, Machine, Problem
+    from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
     half, byte = FLOATS["float16"], FLOATS["e4m3"]
     kind, machine = Kind(8, half, byte, "float16"), Machine("sm_90a", 132)

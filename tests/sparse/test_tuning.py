@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("pycute")
 
+from cute_kernels.machine import GatherModel, Machine, PanelModel, Problem
+from cute_kernels.spmm.heuristics import candidates
 from magicube_cutlass import tuning
 from magicube_cutlass.dispatch import measured
-from magicube_cutlass.dispatch.cost_model import GatherModel, Machine, PanelModel, Problem
-from magicube_cutlass.dispatch.kernels import candidates
 from magicube_cutlass.dispatch.plan import rounded
 from magicube_cutlass.tuning import KIND, Case, fit, judge
 

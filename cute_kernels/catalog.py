@@ -1,0 +1,49 @@
+"""Every kernel that ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, product
+
+from cute_kernels.dtypes import SDDMM_PAIRS, SPMM_PAIRS, Integer
+from cute_kernels.jit.warmup import Source
+from cute_kernels.machine import MMA_COLUMNS, Kind, Machine, Problem
+from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
+from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
+
+
+def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKernel | SddmmKernel]:
+    """Kernels of the products: V = 8 with float16 and int32 output; with ``all`` every V, sign and output."""
+    here = Machine(arch, 132)
+    lengths = (1, 2, 4, 8, 16, 32) if all else (8,)
+    outs = ("float16", "int32", "bfloat16", "float32", "int64") if all else ("float16", "int32")
+    signs = tuple(product((True, False), repeat=2)) if all else ((True, True),)
+    for v, out, (left, right) in product(lengths, outs, signs):
+        for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged
+            for rows in (32, 512):
+                kind = Kind(v, Integer(a, left), Integer(b, right), out)
+                yield choose_spmm(kind, here, Problem(rows, 4096, 410 * rows, 512, 512))
+        for x, y in SDDMM_PAIRS:
+            for rows in (0, 512):
+                kind, vectors = Kind(v, Integer(x, left), Integer(y, right), out), 410 * rows
+                yield choose_sddmm(kind, here, stride=32, inner=256, vector_rows=rows, vectors=vectors, columns=4096)
+
+
+def warm_configs(all: bool, arch: str) -> Iterator[Source]:
+    """What ``magicube warmup`` compiles: the products' kernels and all that have a list of their own."""
+    from cute_kernels.attention import fused as attention
+    from cute_kernels.attention import quantize_qkv as attention_operands
+    from cute_kernels.attention import sparse_softmax as softmax
+    from cute_kernels.convert import dense_to_sparse as compress
+    from cute_kernels.convert import quantize
+    from cute_kernels.estimate import probes, statistics
+    from cute_kernels.layout import column_order as ordering
+
+    others = (quantize, compress, ordering, softmax, probes, statistics)
+    attentions = (each.default_configs(arch) for each in (attention, attention_operands))
+    return chain(default_configs(all, arch), *attentions, *(each.default_configs() for each in others))
+
+
+def named_configs() -> dict[str, SpmmKernel | SddmmKernel]:
+    """The default configs by name."""
+    return {config.name: config for config in default_configs()}
