@@ -6,7 +6,8 @@
 // Each lane group has a unit of neighbouring vectors, which it stores at once where all are of the tile.
 #pragma once
 
-#include "sddmm/gather.cuh"
+#include "device/copy.cuh"
+#include "sddmm/common.cuh"
 
 namespace magicube {
 

@@ -16,7 +16,7 @@ from cute_kernels.jit.kernel import Kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import Factor, Place, Target
-from cute_kernels.sddmm.gather import SampleConfig
+from cute_kernels.sddmm.config import SampleConfig
 
 BOX_ROWS = 128  # that one barrier counts
 _MAX_COORDINATE = 2**31 - 1

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 
 from cute_kernels.jit import current_arch, warmup
-from cute_kernels.sddmm.gather import SampleConfig
+from cute_kernels.sddmm.config import SampleConfig
 from cute_kernels.spmm.config import SpmmConfig
 
 

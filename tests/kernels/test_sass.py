@@ -15,7 +15,8 @@ from cute_kernels.catalog import default_configs
 from cute_kernels.dtypes import Integer, Number
 from cute_kernels.jit import Binary, build
 from cute_kernels.machine import Kind, Machine, Problem
-from cute_kernels.sddmm.gather import SampleConfig, SddmmConfig
+from cute_kernels.sddmm.config import SampleConfig
+from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.gather import GatherConfig

@@ -1,0 +1,97 @@
+"""What the SDDMM kernels are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from torch import Tensor
+
+from cute_kernels import atoms
+from cute_kernels.atoms import Atom
+from cute_kernels.dtypes import Number, digits
+from cute_kernels.jit.codegen import OUT_TYPES, constants, types
+from cute_kernels.jit.compiler import Unit
+
+HEADER = {"sddmm": "sddmm/gather", "sddmm_panel": "sddmm/panel"}
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """What the SDDMM kernels are compiled for; M, N and K stay run-time values.
+
+    ``x`` and ``y`` are the operands, ``out`` the name of a torch dtype, ``stride`` the one of the SR-BCRS output.
+    """
+
+    STEM: ClassVar[str]
+
+    atom: str
+    vector_length: int
+    x: Number
+    y: Number
+    out: str
+    stride: int = 32
+
+    @cached_property
+    def entry(self) -> Atom:
+        return atoms.atom(self.atom)
+
+    @property
+    def digits(self) -> tuple[int, int]:
+        return digits(self.x), digits(self.y)
+
+    @property
+    def shifted(self) -> bool:
+        """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
+        signed4 = (self.x.bits == 4 and self.x.signed) or (self.y.bits == 4 and self.y.signed)
+        return signed4 and self.entry.mma_bits == 8 and not self.entry.floating
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        pair = f"{self.x.name}x{self.y.name}"
+        return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
+
+    def _tags(self) -> list[str]:
+        return [f"k{self.stride}"]
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kVector": self.vector_length,
+            "kBitsX": self.x.bits,
+            "kBitsY": self.y.bits,
+            "kSignedX": self.x.signed,
+            "kSignedY": self.y.signed,
+            "kFloat": self.entry.floating,
+            "kStride": self.stride,
+            "kLongTotal": self.out != "int32" and self.digits != (1, 1),
+        }
+
+    def index_key(self) -> tuple[object, ...]:
+        """What :meth:`index` depends on, besides the pattern."""
+        raise NotImplementedError
+
+    def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
+        """What the kernel has to know of a pattern besides the columns.
+
+        ``row_offsets``: int64 (R + 1,) and ``columns``: int32 (vectors,), rising in each row, of the pattern;
+        ``row_start``: int64 (R,), the place of each row's first vector in the output; ``n``: columns of the pattern.
+        """
+        raise NotImplementedError
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        names = {
+            "FormatX": atoms.format_type(self.x),
+            "FormatY": atoms.format_type(self.y),
+            "OperandX": atoms.operand_type(atoms.operand_of(self.entry, self.x)),
+            "OperandY": atoms.operand_type(atoms.operand_of(self.entry, self.y)),
+            "Out": OUT_TYPES[self.out],
+        }
+        source = (
+            f'{atoms.declaration(self.entry)}#include "{HEADER[self.STEM]}.cuh"\n'
+            f"namespace magicube {{\nstruct Config {{\n"
+            f"{constants(self._constants())}{types(names)}}};\n}}  // namespace magicube\n"
+        )
+        return Unit(source, f"magicube::{self.STEM}<magicube::Config>", arch, self.name)
