@@ -24,8 +24,8 @@ from timing import measure
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import cpu
 from cute_kernels.convert.digits import digits
+from cute_kernels.cpu import engine
 from residual.operand.decompose import decompose
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_quantize.json"
@@ -37,12 +37,12 @@ Call = Callable[[], Any]
 @contextmanager
 def without_engine() -> Iterator[None]:
     """As where the extension was not compiled."""
-    available = cpu.available
-    cpu.available = lambda: False
+    available = engine.available
+    engine.available = lambda: False
     try:
         yield
     finally:
-        cpu.available = available
+        engine.available = available
 
 
 def in_torch(call: Call) -> Any:
@@ -118,7 +118,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Results file.")] = RESULTS,
     budget: Annotated[float, typer.Option(help="Seconds a rival.")] = 0.5,
 ) -> None:
-    if not cpu.available():
+    if not engine.available():
         raise typer.BadParameter("the compiled CPU engine is missing: pip install .")
     most = torch.get_num_threads()
     results = []

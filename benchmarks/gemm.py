@@ -22,10 +22,10 @@ from machine import gpu_machine
 from torch import Tensor
 
 from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, digits
+from cute_kernels.convert.pack import PackConfig
 from cute_kernels.dtypes import REALS
 from cute_kernels.gemm.api import explain_gemm, gemm
 from cute_kernels.gemm.config import choose, products_of
-from cute_kernels.gemm.cuda import PackConfig
 from cute_kernels.jit import current_arch
 from cute_kernels.jit.warmup import Source
 

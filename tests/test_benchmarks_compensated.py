@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from residual.planning.plan import MODES
 from tests.test_examples import script
 
@@ -48,7 +48,7 @@ def test_what_choosing_costs_is_told_for_every_case(tmp_path: Path) -> None:
     assert found["summary"]["regret"]["worst"] == max(case["regret"] for case in found["cases"])
 
 
-@pytest.mark.skipif(not cpu.available(), reason="the engine is not compiled")
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 def test_quantization_is_compared_with_the_product_it_feeds(tmp_path: Path) -> None:
     out = tmp_path / "quantize.json"
     script("benchmarks/cpu_quantize.py", "--quick", "--out", out)

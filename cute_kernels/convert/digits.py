@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels.convert.pack import pack
+from cute_kernels.cpu import engine
 from cute_kernels.dtypes import REALS
-from cute_kernels.gemm.cuda import pack
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
@@ -156,8 +156,8 @@ def _split(x: Tensor, scale: Tensor, rule: Rule, count: int) -> list[Tensor]:
 
 def _digits_cpu(x: Tensor, rule: Rule, count: int, axis: int | None) -> Digits:
     work = x if x.dtype == torch.float64 else x.to(torch.float32)
-    if work.dtype == torch.float32 and cpu.available():
-        planes, scale, _ = cpu.digits(
+    if work.dtype == torch.float32 and engine.available():
+        planes, scale, _ = engine.digits(
             work, count, axis, high=rule.high, radix=rule.radix, ahead=rule.ahead, power=rule.power
         )
         return Digits(planes, scale)

@@ -283,8 +283,8 @@ def quantize(
         bits, signed, truncate: width and kind of the integers, and rounding toward zero instead of to nearest even.
         axis: None for one scale, 1 for one a row, 0 for one a column, of every matrix of the batch.
         scale: given scales of the shape that is returned, in float64 for float64 input, else in float32.
-        flags: address of an int32 on the device that gets the bits of :data:`cute_kernels.cpu.NEGATIVE` and
-            :data:`cute_kernels.cpu.NONFINITE` where an entry is so, the former only for unsigned integers; 0 for none.
+        flags: address of an int32 on the device that gets the bits ``NEGATIVE`` and ``NONFINITE`` of
+            :mod:`cute_kernels.cpu.engine` where an entry is so, the former only for unsigned integers; 0 for none.
     Returns the integers (..., M, width) and the scale, (), (..., M, 1) or (..., 1, N).
     The workspace is at most 8 bytes a block, and for columns a word for each of some 64 parts of every column.
     Raises what :func:`cute_kernels.jit.get_kernel` raises.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import column_order as engine
+from cute_kernels.cpu import engine
 from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.device import device_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import Dense
+from cute_kernels.cpu.engine import Dense
 from cute_kernels.integers import fetch
 from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.block_diagonal import Stack, block_diagonal, stack, stacked_matrix, whole_rows

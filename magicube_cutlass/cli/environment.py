@@ -44,9 +44,9 @@ def cpu_model() -> str:
 
 def _engine() -> dict[str, str]:
     try:
-        from cute_kernels import cpu
+        from cute_kernels.cpu import engine
 
-        return {"engine path": cpu.path(), "engine paths usable": ", ".join(cpu.paths())}
+        return {"engine path": engine.path(), "engine paths usable": ", ".join(engine.paths())}
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # a report must come out of a broken install too
         return {"engine path": f"unavailable: {error}"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine as cpu_engine
 from magicube_cutlass.quantization.quantize import QuantTensor
 
 
@@ -25,14 +25,14 @@ class EngineCall:
     """SpMM by the CPU engine for one matrix and one set of shapes, strides and dtypes of the other arguments."""
 
     def __init__(
-        self, engine: cpu.SpmmCall, scale: Tensor | None, left: Tensor | None, scaled: bool, out: Tensor
+        self, engine: cpu_engine.SpmmCall, scale: Tensor | None, left: Tensor | None, scaled: bool, out: Tensor
     ) -> None:
         self.engine, self.scale, self.left, self.scaled = engine, scale, left, scaled
         self.shape, self.dtype = out.shape, out.dtype
 
     def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
         """The product, or None where the engine has gone."""
-        if not cpu.available():
+        if not cpu_engine.available():
             return None
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype)
@@ -56,9 +56,9 @@ def engine_call(
     ``kind``: A's columns, bits and sign.  The engine wants one factor for each row and column.
     """
     single = any(factor is not None and factor.ndim == 0 for factor in (left, right))
-    if not cpu.available() or out.numel() == 0 or single or not keepable(scale, left, right, bias):
+    if not cpu_engine.available() or out.numel() == 0 or single or not keepable(scale, left, right, bias):
         return None
     row_start, row_end, col_indices, planes, row_sums = copy
-    blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], *kind)
-    operand = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
-    return EngineCall(cpu.SpmmCall(blocks, operand, out), scale, left, right is not None, out)
+    blocks = cpu_engine.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], *kind)
+    operand = cpu_engine.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
+    return EngineCall(cpu_engine.SpmmCall(blocks, operand, out), scale, left, right is not None, out)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import Dense, batch_stride
-from cute_kernels.gemm.cuda import pack
+from cute_kernels.convert.pack import pack
+from cute_kernels.cpu.engine import Dense, batch_stride
 from cute_kernels.integers import fetch, store
 from cute_kernels.jit import Kernel, Replays, get_kernel
 from cute_kernels.jit.device import device_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from cute_kernels.dtypes import Integer, Number, float_of
 from cute_kernels.integers import split_digits
 from cute_kernels.machine import MMA_COLUMNS, Kind, Problem
@@ -40,7 +40,7 @@ def cpu_copy(matrix: SRBCRS) -> list[Tensor]:
     elif found is None:
         assert matrix.bits is not None
         planes = split_digits(matrix.ints(), matrix.bits, matrix.signed)
-        sums = cpu.row_sums(planes, matrix.row_start, matrix.bits, matrix.signed)
+        sums = engine.row_sums(planes, matrix.row_start, matrix.bits, matrix.signed)
         found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
         matrix._execution["cpu"] = found
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from cute_kernels.integers import fetch, storage_dtype, store
 from magicube_cutlass.checks import (
     check_pointers,
@@ -53,7 +53,7 @@ from magicube_cutlass.quantization.float_tensor import FloatTensor
 
 def _engine_takes(dense: Tensor) -> bool:
     """Whether the CPU engine compresses this matrix."""
-    return dense.device.type == "cpu" and dense.numel() > 0 and cpu.available()
+    return dense.device.type == "cpu" and dense.numel() > 0 and engine.available()
 
 
 class SRBCRS(CompressedMatrix):
@@ -212,7 +212,7 @@ class SRBCRS(CompressedMatrix):
         scale: Tensor | None,
     ) -> SRBCRS:
         """The vectors of ``ints`` with a true element in ``mask``; the pattern is derived when it is asked for."""
-        from cute_kernels.cpu.dense_to_sparse import compress
+        from cute_kernels.cpu.engine import compress
 
         check_vector_length(vector_length)
         start, end, columns, values = compress(ints, mask, vector_length, stride)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from magicube_cutlass.dispatch.dense_fallback import forecast
 from magicube_cutlass.dispatch.plan import _name, plan_spmm, problem, rounded
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -23,7 +23,7 @@ def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dt
     config = spmm_config(name)
     sizes = problem(matrix.pattern, config.vector_length, n, batch)
     moved = config.traffic(sizes.vector_rows, matrix.shape[1], copy, n, batch)
-    operand = cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
+    operand = engine.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
     written, kept = out.itemsize * matrix.shape[0] * n * batch, sum(tensor.nbytes for tensor in copy)
     lines = [
         f"{name}: {matrix.shape[0]} x {matrix.shape[1]} times {tuple(dense.shape)} to {_name(out)}",

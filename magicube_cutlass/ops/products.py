@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from cute_kernels.dtypes import FLOATS, Integer, Number, check_pair, digits
 from magicube_cutlass.dispatch import dense_fallback as dense_product
 from magicube_cutlass.dispatch.cpu import engine_call
@@ -367,10 +367,12 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     counts = digits(kinds[0]), digits(kinds[1])
     predicted = dense_product.forecast(matrix, dense, out_dtype or torch.int32)
     order = (
-        "row" if cpu.run_dim(cpu.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)) == -1 else "column"
+        "row"
+        if engine.run_dim(engine.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)) == -1
+        else "column"
     )
     return (
-        f"CPU engine, {cpu.path()} path, {torch.get_num_threads()} threads: {matrix.shape[0]} x {matrix.shape[1]} "
+        f"CPU engine, {engine.path()} path, {torch.get_num_threads()} threads: {matrix.shape[0]} x {matrix.shape[1]} "
         f"times {tuple(dense.shape)}, {counts[0]} x {counts[1]} digits of 8 bits, B {order}-major, "
         "panels of 64 columns" + ("" if predicted is None else f"\n{predicted}")
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from cute_kernels.integers import combine_digits, fetch, storage_dtype, widen
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.quantization.quantize import _encode, encode_on_gpu
@@ -29,12 +29,12 @@ def _operator(name: str, mutates: tuple[str, ...] = (), **implementations: Calla
     return getattr(torch.ops.magicube, name)
 
 
-def _dense_ints(b: cpu.Dense, shape: tuple[int, int]) -> Tensor:
+def _dense_ints(b: engine.Dense, shape: tuple[int, int]) -> Tensor:
     length = shape[b.packed_dim] if b.bits == 4 else 0
     return widen(fetch(b.data, length, b.bits, b.signed, b.packed_dim))
 
 
-def _matrix_ints(a: cpu.Blocks) -> Tensor:
+def _matrix_ints(a: engine.Blocks) -> Tensor:
     """The sparse operand as a dense int64 matrix (M, K), for the path without a compiled engine."""
     ints = combine_digits(a.planes, a.bits, a.signed)  # (blocks, V, stride)
     blocks, v, stride = ints.shape
@@ -53,14 +53,14 @@ def _spread(factor: Tensor | None, length: int) -> Tensor | None:
 
 
 def _spmm_into(
-    out: Tensor, a: cpu.Blocks, b: cpu.Dense, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+    out: Tensor, a: engine.Blocks, b: engine.Dense, left: Tensor | None, right: Tensor | None, bias: Tensor | None
 ) -> None:
     if out.numel() == 0:
         return
     left, right = _spread(left, out.shape[-2]), _spread(right, out.shape[-1])
-    if cpu.available():
+    if engine.available():
         flat_right = None if right is None else right.reshape(-1, out.shape[-1]).squeeze(0)
-        cpu.spmm(a, b, out.view(-1, *out.shape[-2:]), left, flat_right, bias)
+        engine.spmm(a, b, out.view(-1, *out.shape[-2:]), left, flat_right, bias)
         return
     total = torch.matmul(_matrix_ints(a), _dense_ints(b, (a.columns, out.shape[-1])))
     dtype = torch.float32 if out.is_floating_point() else out.dtype
@@ -88,8 +88,8 @@ def _spmm_out(
         float_products.spmm(matrix, b, number, packed_dim, inner, out, left, right, bias)
         return
     row_start, row_end, col_indices, planes, row_sums = matrix
-    blocks = cpu.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], inner, bits[0], signed[0])
-    _spmm_into(out, blocks, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
+    blocks = engine.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], inner, bits[0], signed[0])
+    _spmm_into(out, blocks, engine.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
 
 
 def _spmm_out_cuda(
@@ -107,7 +107,7 @@ def _spmm_out_cuda(
 ) -> None:
     from magicube_cutlass.dispatch import cuda as gpu  # its kernels need the CUDA wheels
 
-    gpu.spmm(kernel, matrix, cpu.Dense(b, bits[1], signed[1], -2, packed_dim), inner, out, left, right, bias)
+    gpu.spmm(kernel, matrix, engine.Dense(b, bits[1], signed[1], -2, packed_dim), inner, out, left, right, bias)
 
 
 def _returning(into: Callable[..., None]) -> Callable[..., Tensor]:
@@ -171,16 +171,16 @@ def _sddmm(
         )
         float_products.sddmm(col_indices.view(blocks, stride), owner, *sides, out, left, right)
         return out
-    dense_x = cpu.Dense(x, bits[0], signed[0], -1, packed[0])
-    dense_y = cpu.Dense(y, bits[1], signed[1], inner_y, packed[1])
+    dense_x = engine.Dense(x, bits[0], signed[0], -1, packed[0])
+    dense_y = engine.Dense(y, bits[1], signed[1], inner_y, packed[1])
     if out.numel() == 0:
         return out
     left, right = _spread(left, m), _spread(right, n)
-    if cpu.available():
+    if engine.available():
         left = None if left is None else left.reshape(-1, m).squeeze(0)
         right = None if right is None else right.reshape(-1, n).squeeze(0)
         batch = out.view(-1, *out.shape[-3:])
-        cpu.sddmm(dense_x, dense_y, row_start, row_end, col_indices, batch, (m, n, k), left, right)
+        engine.sddmm(dense_x, dense_y, row_start, row_end, col_indices, batch, (m, n, k), left, right)
         return out
     ints_y = _dense_ints(dense_y, (n, k) if inner_y == -1 else (k, n))
     total = torch.matmul(_dense_ints(dense_x, (m, k)), ints_y.mT if inner_y == -1 else ints_y)  # (*batch, M, N)
@@ -213,8 +213,8 @@ def _sddmm_cuda(
     from magicube_cutlass.dispatch import cuda as gpu
 
     out = x.new_empty((*x.shape[:-2], pattern[1].numel() // stride, vector_length, stride), dtype=out_dtype)
-    dense_x = cpu.Dense(x, bits[0], signed[0], -1, packed[0])
-    dense_y = cpu.Dense(y, bits[1], signed[1], inner_y, packed[1])
+    dense_x = engine.Dense(x, bits[0], signed[0], -1, packed[0])
+    dense_y = engine.Dense(y, bits[1], signed[1], inner_y, packed[1])
     gpu.sddmm(kernel, pattern, dense_x, dense_y, (shape[0], shape[1], shape[2]), out, left, right)
     return out
 

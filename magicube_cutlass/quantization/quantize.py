@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import check_bits, check_range, fetch, int_range, storage_dtype, store, widen
 from magicube_cutlass.quantization.float_tensor import Block, FloatTensor, quantize_floats
@@ -265,10 +265,10 @@ def quantize(
 
 def refuse(x: Tensor, flags: int, signed: bool, nonfinite: str = "raise") -> None:
     """Raise the ``ValueError`` that the flags of ``x`` call for."""
-    if flags & cpu.NONFINITE and nonfinite == "raise":
+    if flags & engine.NONFINITE and nonfinite == "raise":
         raise ValueError(f"x must be finite, got {int((~torch.isfinite(x)).sum())} inf or nan of {x.numel()} "
                          "entries; pass nonfinite='propagate' to let them through")  # fmt: skip
-    if flags & cpu.NEGATIVE and not signed:
+    if flags & engine.NEGATIVE and not signed:
         raise ValueError(f"x must not be negative for unsigned integers, got {float(x.min())}")
 
 
@@ -294,8 +294,8 @@ def encode_on_gpu(
 def _encode(
     x: Tensor, bits: int, axis: int | None, signed: bool, truncate: bool, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Storage form of the integers, the scale, and the flags of :func:`cute_kernels.cpu.quantize`."""
-    if x.device.type != "cpu" or not cpu.available():
+    """Storage form of the integers, the scale, and the flags of :func:`cute_kernels.cpu.engine.quantize`."""
+    if x.device.type != "cpu" or not engine.available():
         return _encode_torch(x, bits, axis, signed, truncate, scale)
     rows, columns = x.shape[-2] if x.ndim >= 2 else 1, x.shape[-1]
     matrices = (
@@ -309,7 +309,7 @@ def _encode(
     for i in range(matrices.shape[0]):
         out = data.view(*matrices.shape[:2], width)[i]
         part = scale.reshape(matrices.shape[0], -1)[i] if axis is not None else scale
-        flags |= cpu.quantize(
+        flags |= engine.quantize(
             matrices[i], out, part, bits=bits, signed=signed, truncate=truncate, given=given, mode=_CHUNK_MODE[axis]
         )
     return data, scale, flags
@@ -328,8 +328,8 @@ def _encode_torch(
     low, high = int_range(bits, signed)
     flags = 0
     if x.numel():
-        flags |= cpu.NONFINITE if not bool(torch.isfinite(x).all()) else 0
-        flags |= cpu.NEGATIVE if bool((x < 0).any()) else 0
+        flags |= engine.NONFINITE if not bool(torch.isfinite(x).all()) else 0
+        flags |= engine.NEGATIVE if bool((x < 0).any()) else 0
     if scale is None:
         scale = _scale_of(_largest(x, axis), high)
     quotient = x.double() * (1.0 / scale.double())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 
 _ROUNDINGS = ("nearest", "trunc")
 _HAIR = 1 + 2.0**-49  # far below the last place of 16 + 16 bits, above the rounding of two divisions
@@ -95,7 +95,7 @@ def decompose(
         and bits <= 8
         and x.dtype != torch.float64
         and x.numel()
-        and cpu.available()
+        and engine.available()
     ):
         return _by_engine(source, bits, axis, rounding, levels or limit, name)
     scale = _scales(source, levels or limit, axis, name)
@@ -116,11 +116,11 @@ def _by_engine(x: torch.Tensor, bits: int, axis: int | None, rounding: str, leve
     """The same of a matrix by the CPU engine, which divides as exactly."""
     truncate = rounding == "trunc"
     shift = bits - 1 if truncate else bits
-    planes, scale, flags = cpu.digits(
+    planes, scale, flags = engine.digits(
         x.float(), 2, None if axis is None else 1 - axis, high=float(levels), radix=2.0**shift, exact=True,
         truncate=truncate, limit=2.0 ** (bits - 1) - 1,
     )  # fmt: skip
-    if flags & cpu.NONFINITE:
+    if flags & engine.NONFINITE:
         _refuse(x, name)
     shape = [] if axis is None else [x.shape[d] if d == axis else 1 for d in range(2)]
     return Decomposition(planes[0], planes[1], scale.view(shape), bits, shift)

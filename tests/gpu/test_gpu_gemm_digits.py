@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, digits
+from cute_kernels.convert.pack import PackConfig
 from cute_kernels.dtypes import REALS
 from cute_kernels.gemm.api import explain_gemm, gemm
-from cute_kernels.gemm.cuda import PackConfig
 from cute_kernels.operands import is_ready
 
 pytestmark = pytest.mark.gpu

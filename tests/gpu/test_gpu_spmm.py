@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
-from cute_kernels.cpu import Dense
+from cute_kernels.cpu.engine import Dense
 from cute_kernels.integers import BITS
 from cute_kernels.machine import Kind
 from cute_kernels.spmm.heuristics import SpmmKernel

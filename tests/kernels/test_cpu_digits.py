@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
 from cute_kernels.convert import digits as gemm_digits
+from cute_kernels.cpu import engine
 from residual.operand.decompose import decompose
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="the engine is not compiled")
+pytestmark = pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 
 SHAPES = [(1, 1), (7, 3), (90, 501), (33, 1003), (700, 257)]
 AXES = (None, 0, 1)
@@ -30,7 +30,7 @@ def kinds(rows: int, columns: int) -> Iterator[Tensor]:
     yield torch.randint(-127, 128, (rows, columns), generator=generator).float()
 
 
-@pytest.fixture(params=cpu.paths())
+@pytest.fixture(params=engine.paths())
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MAGICUBE_CPU", request.param)
     return str(request.param)
@@ -38,14 +38,14 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(cpu, "_threads", lambda work: request.param)
+    monkeypatch.setattr(engine, "_threads", lambda work: request.param)
     return int(request.param)
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch, call: Any, *args: Any, **options: Any) -> Any:
     """The call as it is where the engine is not compiled."""
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "available", lambda: False)
+        patch.setattr(engine, "available", lambda: False)
         return call(*args, **options)
 
 
@@ -113,12 +113,12 @@ def test_plain_quantization_does_not_depend_on_the_number_of_threads(
     x = torch.randn(301, 203, generator=torch.Generator().manual_seed(2))
     results = []
     for count in (1, 2, 5):
-        monkeypatch.setattr(cpu, "_threads", lambda work, count=count: count)
+        monkeypatch.setattr(engine, "_threads", lambda work, count=count: count)
         out = torch.empty(301, 203, dtype=torch.int8)
         scale = torch.empty({None: 1, 1: 301, 0: 203}[axis])
         mode = {None: 0, 1: 1, 0: 2}[axis]
-        flags = cpu.quantize(x, out, scale, bits=8, signed=True, truncate=False, given=False, mode=mode)
-        assert flags == cpu.NEGATIVE
+        flags = engine.quantize(x, out, scale, bits=8, signed=True, truncate=False, given=False, mode=mode)
+        assert flags == engine.NEGATIVE
         top = x.abs().amax() if axis is None else x.abs().amax(axis, keepdim=True)
         wanted = (top.double() / 127).float()
         assert torch.equal(scale, wanted.reshape(-1))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels import cpu
+from cute_kernels.cpu import engine
 from cute_kernels.integers import BITS, int_range, widen
 from magicube_cutlass import QuantTensor, quantize
 from magicube_cutlass.quantization.quantize import _encode_torch
@@ -21,7 +21,7 @@ def inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
     return x * torch.pow(10.0, torch.randint(-12, 12, (rows, 1), generator=generator).float())
 
 
-@pytest.mark.parametrize("path", cpu.paths())
+@pytest.mark.parametrize("path", engine.paths())
 @settings(max_examples=60)
 @given(
     st.integers(0, 9), st.integers(0, 40), st.sampled_from(BITS), st.booleans(), st.sampled_from(AXES),

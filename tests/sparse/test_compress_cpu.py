@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import cpu
-from cute_kernels.cpu import dense_to_sparse as compress
+from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine as compress
 from cute_kernels.integers import int_range, value_dtype
 from magicube_cutlass import SRBCRS
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="the engine is not compiled")
+pytestmark = pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 
 FIELDS = ("row_start", "row_end", "col_indices", "values", "scale")
 SHAPES = [(1, 1), (7, 33), (70, 129), (65, 64), (256, 500)]
@@ -35,7 +35,7 @@ def both(monkeypatch: pytest.MonkeyPatch, call: Any) -> tuple[SRBCRS, SRBCRS]:
     """What the engine makes, and what torch makes where it is not compiled."""
     mine = call()
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "available", lambda: False)
+        patch.setattr(engine, "available", lambda: False)
         return mine, call()
 
 
@@ -49,7 +49,7 @@ def assert_same(mine: SRBCRS, theirs: SRBCRS) -> None:
     mine.check_format(full=True)
 
 
-@pytest.mark.parametrize("path", cpu.paths())
+@pytest.mark.parametrize("path", engine.paths())
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("bits", "signed"), [(4, True), (4, False), (8, True), (8, False), (12, True), (16, True)])
 def test_integers_are_those_of_torch(

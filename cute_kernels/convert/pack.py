@@ -1,0 +1,59 @@
+"""Host half of ``convert/pack.cuh``: copy a matrix of bytes into rows that the kernels can read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.jit import workspace
+from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.operands import aligned
+
+_GRID_Y = 65535
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """A kernel that copies a plane into rows of k: ``pack_transposed`` or ``pack_strided``."""
+
+    kernel: str
+    threads: int = 128
+    smem_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        return f"gemm-{self.kernel}"
+
+    def unit(self, arch: str) -> Unit:
+        """The translation unit of this config for ``arch``."""
+        source = '#include "convert/pack.cuh"\nnamespace magicube {\nstruct Config {};\n}  // namespace magicube\n'
+        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)
+
+
+def pack(plane: Tensor) -> Tensor:
+    """A copy of ``plane`` (rows, k) as the kernels want it."""
+    rows, k = plane.shape
+    out = workspace.empty((rows, aligned(k)), torch.int8, plane.device)
+    transposed = plane.stride(0) == 1
+    kernel = get_kernel(PackConfig("pack_transposed" if transposed else "pack_strided"))
+    across, deep = (-(-rows // 128), 64) if transposed else (min(rows, 2**16), 128 * 16)
+    # A grid is not as deep as k may be.
+    for first in range(0, k, deep * _GRID_Y):
+        part = plane[:, first : first + deep * _GRID_Y]
+        kernel.launch(
+            (across, -(-part.shape[1] // deep), 1),
+            (
+                part.data_ptr(),
+                plane.stride(1),
+                plane.stride(0),
+                rows,
+                part.shape[1],
+                out.data_ptr() + first,
+                out.shape[1],
+            ),
+        )
+    return out
