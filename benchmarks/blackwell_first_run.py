@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from gpu_timing import Call, measure
 from machine import gpu_machine, machine
+from tma_box_probe import FILL, probe_box
 from torch import Tensor
 
 from cute_kernels import floats
@@ -31,7 +32,6 @@ from cute_kernels.scaled_gemm.config import Kind
 from cute_kernels.scaled_gemm.cuda import gemm_floats_cuda
 from cute_kernels.scaled_gemm.sm100 import Codes, Tcgen05Config, candidates, map_parameters, mma_kind
 from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS
-from cute_kernels.scaled_gemm.tma_box_probe import FILL, probe_box
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SECONDS = 180  # of a step, its compiles included

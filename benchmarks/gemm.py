@@ -25,7 +25,8 @@ from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, di
 from cute_kernels.convert.pack import PackConfig
 from cute_kernels.dtypes import REALS
 from cute_kernels.gemm.api import explain_gemm, gemm
-from cute_kernels.gemm.config import choose, products_of
+from cute_kernels.gemm.config import products_of
+from cute_kernels.gemm.heuristics import choose
 from cute_kernels.jit import current_arch
 from cute_kernels.jit.warmup import Source
 

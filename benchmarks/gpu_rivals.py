@@ -96,7 +96,8 @@ def own_floats(product: Product, left: str, right: str) -> Rival:
 def gemm_configs() -> list[Source]:
     """Every kernel that :func:`own_dense` and ``allow_dense`` may use."""
     from cute_kernels.convert.pack import PackConfig
-    from cute_kernels.gemm.config import Products, candidates
+    from cute_kernels.gemm.config import Products
+    from cute_kernels.gemm.heuristics import candidates
 
     tiles = [replace(config, out=OUT_NAME) for config in candidates(Products(1, 1, 1), jit.current_arch())]
     return [*tiles, PackConfig("pack_transposed"), PackConfig("pack_strided")]

@@ -10,7 +10,8 @@ from magicube_cutlass.formats.smtx import read_smtx, write_smtx
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.nn import convert
 from magicube_cutlass.ops.products import explain, sddmm, spmm
-from magicube_cutlass.quantization.quantize import QuantTensor, quantize
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
+from magicube_cutlass.quantization.quantize import quantize
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ from cute_kernels.integers import widen
 if TYPE_CHECKING:
     from magicube_cutlass.formats.base import CompressedMatrix
     from magicube_cutlass.formats.pattern import Pattern
-    from magicube_cutlass.quantization.quantize import QuantTensor
+    from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
 def spmm(a: CompressedMatrix, b: QuantTensor) -> Tensor:

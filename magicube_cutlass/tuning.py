@@ -150,7 +150,7 @@ def measure(count: int, seed: int, machine: Machine) -> Iterator[Case]:
     """``count`` cases of random shapes, timed on the current GPU."""
     from magicube_cutlass.formats.srbcrs import SRBCRS
     from magicube_cutlass.ops.products import spmm
-    from magicube_cutlass.quantization.quantize import QuantTensor
+    from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
     for shape in shapes(count, seed):
         pattern, sizes = _problem(shape)

@@ -29,18 +29,15 @@ from cute_kernels.attention.config import (
     Vectors,
     vectors_of,
 )
+from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS, Problem, choose
 from cute_kernels.dtypes import REALS
 from cute_kernels.jit.device import CAPABILITIES, current_arch, device_of
 from cute_kernels.jit.kernel import Kernel, get_kernel
 from cute_kernels.jit.tma import tensor_map
 
 SOFTMAX_BITS = (4, 8)
-PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # tensor copies and 227 KiB of shared memory
-PANEL_HEAD = 64  # sums of several longer rows outgrow the registers; of shorter ones the gather kernel is as fast
 _BOX_ROWS = 256  # the copy engine's limit
-_MAX_COORDINATE = 2**31 - 1
 _ALIGNMENT = 16
-_RUN = 4  # floats that the copy engine takes
 _LSE_ROWS = 2  # vector rows of a warp that the exact sums leave registers for
 
 
@@ -69,47 +66,6 @@ def supports(device: torch.device, *, head_dim: int, vector_length: int, softmax
         return False
     known = torch.cuda.get_device_capability(device) in CAPABILITIES
     return known and head_dim in HEADS and vector_length == QUERIES and softmax_bits in SOFTMAX_BITS
-
-
-class Problem(NamedTuple):
-    """The numbers that :func:`choose` knows."""
-
-    batch: int
-    vector_rows: int
-    keys: int
-    vectors: int  # of one mask
-    reach: float  # keys from the first to the last that a block of vector rows has, on average
-
-
-def panel_cost(config: PanelAttention, multiprocessors: int, problem: Problem) -> float:
-    """Predicted microseconds: waves of blocks, each of which opens, fetches tiles and does the steps of its rows.
-
-    The constants were measured on an H200.
-    """
-    mean = problem.vectors / max(problem.vector_rows, 1)
-    inside = mean / max(problem.reach, 1.0) * config.window * config.tile  # keys that a step may take
-    # a step is cut off where its window has no more keys, and the last of a row is half full
-    steps = mean / min(config.step, 0.8 * inside) + 0.5 if mean else 0.0
-    waves = -(-problem.batch * -(-problem.vector_rows // config.block_rows) // multiprocessors)
-    return waves * (5.1 + 0.0012 * problem.reach + 0.057 * config.warps * config.rows * steps)
-
-
-def gather_cost(config: GatherAttention, multiprocessors: int, problem: Problem) -> float:
-    """Predicted microseconds: launch and tail, and rows of K and V from the second-level cache; likewise."""
-    moved = 2 * config.head * problem.batch * problem.vectors
-    return 14 + moved / (65_000 * multiprocessors)
-
-
-def choose(head: int, arch: str, multiprocessors: int, problem: Problem) -> AttentionConfig:
-    """The config of least predicted time."""
-    gather, panel = GatherAttention(head), PanelAttention(head)
-    possible = arch in PANEL_ARCHES and head == PANEL_HEAD and problem.vectors > 0 and problem.keys % _RUN == 0
-    small = problem.keys <= NO_TILE * panel.tile and problem.batch * problem.keys <= _MAX_COORDINATE
-    many = 2 * problem.batch * -(-problem.vector_rows // panel.block_rows) >= multiprocessors
-    if not (possible and small and many):
-        return gather
-    costs = panel_cost(panel, multiprocessors, problem), gather_cost(gather, multiprocessors, problem)
-    return panel if costs[0] < costs[1] else gather
 
 
 def _check_patterns(patterns: Sequence[tuple[Tensor, Tensor]], queries: int, batch: int) -> None:
@@ -292,8 +248,8 @@ def attend(
     config = replace(
         index.config, out=REALS[out.dtype], key_scale=k_at.step == 1, bias=bias is not None, lse=lse is not None
     )
-    if config.keyed and index.ranges is not None and index.keys % _RUN:
-        raise ValueError(f"keys must be a multiple of {_RUN} for {config.name}, got {index.keys}")
+    if config.keyed and index.ranges is not None and index.keys % TMA_FLOATS:
+        raise ValueError(f"keys must be a multiple of {TMA_FLOATS} for {config.name}, got {index.keys}")
     if not out.numel():
         return
     sums, alike, words = (0 if x is None else x.data_ptr() for x in (lse, keys_alike, ready))

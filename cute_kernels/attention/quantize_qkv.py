@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.config import HEADS
-from cute_kernels.attention.fused import PANEL_ARCHES
+from cute_kernels.attention.heuristics import PANEL_ARCHES
 from cute_kernels.dtypes import REALS
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit

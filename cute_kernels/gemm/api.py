@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.checks import check_output, floating, of_nothing
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, products_of
 from cute_kernels.gemm.cpu import gemm_cpu, int_mm_is_exact
 from cute_kernels.gemm.cuda import gemm_cuda, leaves_squares, plan_cuda, squares_room
-from cute_kernels.gemm.problem import Call
+from cute_kernels.gemm.problem import Call, check_output, floating, of_nothing
 
 Planes = Tensor | Sequence[Tensor]
 

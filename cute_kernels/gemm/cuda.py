@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert.pack import pack
-from cute_kernels.gemm.config import GemmConfig, Products, choose
+from cute_kernels.gemm.config import GemmConfig, Products
 from cute_kernels.gemm.epilogue import _pointer, result_of
+from cute_kernels.gemm.heuristics import choose
 from cute_kernels.gemm.problem import Call
 from cute_kernels.jit.device import current_arch, device_of, multiprocessors_of
 from cute_kernels.jit.kernel import get_kernel, occupancy

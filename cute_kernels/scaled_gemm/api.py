@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.checks import check_output, floating, of_nothing
+from cute_kernels.gemm.problem import check_output, floating, of_nothing
 from cute_kernels.scaled_gemm.config import FloatGemmConfig
 from cute_kernels.scaled_gemm.cuda import decoded_of, gemm_floats_cuda, plan_cuda
 from cute_kernels.scaled_gemm.operand import FloatCall, FloatOperand

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import float_format, packed_bytes
-from cute_kernels.gemm.checks import floating
+from cute_kernels.gemm.problem import floating
 from cute_kernels.scaled_gemm.config import TILE, Kind
 
 BLOCKS = (16, 32)

@@ -30,7 +30,8 @@ from magicube_cutlass.attention.sparse_softmax import (
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.ops.products import sddmm, spmm
-from magicube_cutlass.quantization.quantize import QuantTensor, quantize
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
+from magicube_cutlass.quantization.quantize import quantize
 
 STRIDE = 32
 _GRAD_BITS = 16

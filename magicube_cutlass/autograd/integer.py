@@ -28,7 +28,8 @@ from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.ops import products as ops
 from magicube_cutlass.ops import torch_ops as library
-from magicube_cutlass.quantization.quantize import QuantTensor, _scale_of
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
+from magicube_cutlass.quantization.quantize import _scale_of
 from magicube_cutlass.reference import at_vectors
 
 STRIDE = 32

@@ -11,7 +11,7 @@ from cute_kernels.integers import fits, int_range, product_bound
 from magicube_cutlass import reference
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.quantization.quantize import QuantTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 FLOAT64_EXACT = 2**53  # float64 holds every integer up to here
 

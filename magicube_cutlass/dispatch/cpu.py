@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine as cpu_engine
-from magicube_cutlass.quantization.quantize import QuantTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
 def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> bool:

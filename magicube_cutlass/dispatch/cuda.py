@@ -16,7 +16,7 @@ from cute_kernels.spmm.heuristics import SpmmKernel, spmm_config
 from magicube_cutlass.dispatch.cpu import keepable
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.float_operands import DenseFloats
-from magicube_cutlass.quantization.quantize import QuantTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
 _KEPT_LAUNCHES = 32  # sets of addresses that a kept call remembers

@@ -21,7 +21,7 @@ from magicube_cutlass.quantization.precision import INTEGER_OUT
 
 if TYPE_CHECKING:
     from magicube_cutlass.formats.srbcrs import SRBCRS
-    from magicube_cutlass.quantization.quantize import QuantTensor
+    from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 _ALIGNMENT = 16  # bytes; where the dense kernel wants rows to start

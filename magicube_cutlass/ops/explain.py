@@ -9,7 +9,7 @@ from magicube_cutlass.dispatch.dense_fallback import forecast
 from magicube_cutlass.dispatch.plan import _name, plan_spmm, problem, rounded
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.float_operands import DenseFloats
-from magicube_cutlass.quantization.quantize import QuantTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
 def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> str:

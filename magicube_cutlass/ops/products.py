@@ -19,7 +19,7 @@ from magicube_cutlass.ops import torch_ops as library
 from magicube_cutlass.quantization.float_operands import DenseFloats, dense_operand
 from magicube_cutlass.quantization.float_tensor import FloatTensor
 from magicube_cutlass.quantization.precision import FLOAT_OUT, INTEGER_OUT, check_fits, check_out_dtype
-from magicube_cutlass.quantization.quantize import QuantTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
     from cute_kernels.spmm.heuristics import SpmmKernel

@@ -18,7 +18,7 @@ from cute_kernels.floats import FloatFormat
 from cute_kernels.integers import unpack4
 from magicube_cutlass.checks import check_tensor
 from magicube_cutlass.quantization.float_tensor import FloatTensor, quantize_floats
-from magicube_cutlass.quantization.quantize import QuantTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 PACKED = FLOAT_DTYPES["e2m1"]  # two values a byte
 _NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES.values())

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.api import _check, explain_gemm, gemm
-from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, candidates, products_of
+from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, products_of
 from cute_kernels.gemm.cuda import gemm_cuda
+from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit import get_kernel
 
 pytestmark = pytest.mark.gpu

@@ -27,7 +27,8 @@ from cute_kernels.attention.config import (
     GatherAttention,
     PanelAttention,
 )
-from cute_kernels.attention.fused import AttentionIndex, Problem, choose, make_index
+from cute_kernels.attention.fused import AttentionIndex, make_index
+from cute_kernels.attention.heuristics import Problem, choose
 from cute_kernels.layout.bank_conflicts import ldmatrix_wavefronts, report
 from magicube_cutlass import Pattern, random_pattern
 from tests.helpers import random_mask

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cute_kernels.gemm.config import MAX_PRODUCTS, Products, candidates, choose, products_of
+from cute_kernels.gemm.config import MAX_PRODUCTS, Products, products_of
+from cute_kernels.gemm.heuristics import candidates, choose
 from cute_kernels.jit import ARCHES
 
 COUNTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 2, 1), (2, 2, 3), (2, 2, 4), (3, 3, 6), (3, 2, 5), (3, 1, 3)]

@@ -14,7 +14,8 @@ import pytest
 
 from cute_kernels.convert.digits import DigitsConfig, columns_config
 from cute_kernels.convert.pack import PackConfig
-from cute_kernels.gemm.config import GemmConfig, Products, candidates
+from cute_kernels.gemm.config import GemmConfig, Products
+from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit import Binary, build
 from tests.helpers import disassemble
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -15,10 +16,12 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.jit import Binary, Unit, build
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config, candidates
 from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS, MmaKind, matrix_descriptor
-from cute_kernels.scaled_gemm.tma_box_probe import BoxProbeConfig
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from tma_box_probe import BoxProbeConfig
 
 CASES = [
     *((candidates(kind, "float16")[0], "sm_100a") for kind in MMA_KINDS),

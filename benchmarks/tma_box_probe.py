@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,9 +36,8 @@ class BoxProbeConfig:
     def unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants({"kFill": FILL, "kTries": self.tries})
-        source = (
-            f'#include "scaled_gemm/tma_box_probe.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}}};\n}}\n'
-        )
+        kernel = Path(__file__).with_suffix(".cuh").read_text().replace("#pragma once\n", "")
+        source = f"{kernel}namespace magicube {{\nstruct Config {{\n{members}}};\n}}\n"
         return Unit(source, "magicube::probe_box<magicube::Config>", arch)
 
 
