@@ -168,9 +168,9 @@ def gather_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
         "warps that share one vector row",
         workload,
         (
-            Variant(f"chosen: {base.row_warps} of {base.warps}", base, key),
+            Variant(f"chosen: {base.split_k_warps} of {base.warps}", base, key),
             *(
-                changed(f"{share} of {warps}", base, key, row_warps=share, warps=warps)
+                changed(f"{share} of {warps}", base, key, split_k_warps=share, warps=warps)
                 for share, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (8, 8))
             ),
         ),

@@ -28,7 +28,7 @@ from cute_kernels.dtypes import Integer
 from cute_kernels.machine import Kind, Machine, Problem
 from cute_kernels.spmm.heuristics import candidates, choose_spmm
 from magicube_cutlass.dispatch.machine import get_machine
-from magicube_cutlass.dispatch.plan import rounded
+from magicube_cutlass.dispatch.plan import size_bucket
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTHS = (Widths(8, 8), Widths(16, 8), Widths(16, 16), Widths(8, 4), Widths(4, 4))
@@ -86,7 +86,7 @@ def kind_of(widths: Widths) -> Kind:
 def problem(shape: Shape) -> Problem:
     pattern = uniform(shape, VECTOR_LENGTH)
     longest = int(pattern.row_lengths.max())
-    return Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, rounded(shape.n))
+    return Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, size_bucket(shape.n))
 
 
 def run_case(trial: Trial, machine: Machine) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def judge(report: dict[str, Any], widths: Widths, arch: str = "sm_90a") -> str:
             case["k"],
             case["vectors"],
             case["longest"],
-            rounded(case["n"]),
+            size_bucket(case["n"]),
         )
         pick = case["us"].get(choose_spmm(kind_of(widths), machine, here).name)
         if pick is None:

@@ -67,7 +67,7 @@ def compressing(lhs: mc.SRBCRS) -> dict[str, Any]:
 
 def compiling(config: SpmmKernel) -> dict[str, float]:
     """Seconds for a kernel that no cache has, and for one that the disk has; neither is launched."""
-    unit, before = config.unit(jit.current_arch()), os.environ.get("MAGICUBE_CACHE")
+    unit, before = config.translation_unit(jit.current_arch()), os.environ.get("MAGICUBE_CACHE")
     times = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MAGICUBE_CACHE"] = folder

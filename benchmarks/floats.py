@@ -28,7 +28,7 @@ from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_float
 from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
 from cute_kernels.scaled_gemm.cuda import choose_config, gemm_floats_cuda
 from cute_kernels.scaled_gemm.dequantize import DecodeConfig, ready
-from cute_kernels.scaled_gemm.small_m import ROWS, FewRowsConfig, OrderConfig, serves
+from cute_kernels.scaled_gemm.small_m import ROWS, OrderConfig, SmallMConfig, supports
 from cute_kernels.scaled_gemm.small_m import candidates as few_candidates
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -64,7 +64,7 @@ OURS: dict[str, tuple[Kind, Kind, bool]] = {
 }
 
 
-def tried(m: int, a: Kind, b: Kind) -> list[FloatGemmConfig | FewRowsConfig]:
+def tried(m: int, a: Kind, b: Kind) -> list[FloatGemmConfig | SmallMConfig]:
     """The kernels that are chosen from for m rows, and others of the same template."""
     found = candidates(a, b, current_arch())
     first, small = found[0], next(each for each in found if each.tile_m == 64)
@@ -74,7 +74,7 @@ def tried(m: int, a: Kind, b: Kind) -> list[FloatGemmConfig | FewRowsConfig]:
         others = [replace(first, decoders=1), replace(small, decoders=2), replace(small, stages=3), *before]
     else:
         others = [replace(small, resident=2, stages=4), replace(first, promote=False)]
-    few = few_candidates(next(rows for rows in ROWS if m <= rows), a, b) if serves(m, a, b, current_arch()) else []
+    few = few_candidates(next(rows for rows in ROWS if m <= rows), a, b) if supports(m, a, b, current_arch()) else []
     return [*found, *others, *few]
 
 
@@ -138,7 +138,7 @@ def ours(
     truth: Tensor,
     alpha: float,
     fast: bool,
-    config: FloatGemmConfig | FewRowsConfig | None = None,
+    config: FloatGemmConfig | SmallMConfig | None = None,
 ) -> Rival:
     """The product, compared with the exact one; raises ``ArithmeticError`` where it is off."""
     out = torch.full((a.rows, b.rows), torch.nan, dtype=OUT, device="cuda")
@@ -249,10 +249,10 @@ def run_pairs(shape: tuple[int, int, int]) -> dict[str, Any]:
 
 def configs(
     shapes: tuple[tuple[int, int, int], ...], quick: bool
-) -> list[FloatGemmConfig | FewRowsConfig | OrderConfig | DecodeConfig]:
+) -> list[FloatGemmConfig | SmallMConfig | OrderConfig | DecodeConfig]:
     """Every kernel that the run will use."""
     arch, out = current_arch(), str(OUT).removeprefix("torch.")
-    found: list[FloatGemmConfig | FewRowsConfig | OrderConfig | DecodeConfig] = [
+    found: list[FloatGemmConfig | SmallMConfig | OrderConfig | DecodeConfig] = [
         OrderConfig(Kind(a), bits) for a in FORMATS for bits in (4, 8)
     ]
     found += [OrderConfig(MX["e4m3"], 4, True), OrderConfig(NV, 4, True)]

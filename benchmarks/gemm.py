@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, digits
 from cute_kernels.convert.pack import PackConfig
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.gemm.api import explain_gemm, gemm
 from cute_kernels.gemm.config import products_of
 from cute_kernels.gemm.heuristics import choose
@@ -236,7 +236,7 @@ def run_digits(size: int) -> dict[str, Any]:
         x = source.to(dtype)
         for count in (1, 2, 3):
             for axis, transpose in ((1, False), (0, True)):
-                name = f"{REALS[dtype]}, {count} digit{'s' * (count > 1)}, {'columns' if transpose else 'rows'}"
+                name = f"{REAL_DTYPES[dtype]}, {count} digit{'s' * (count > 1)}, {'columns' if transpose else 'rows'}"
                 calls[name] = partial(digits, x, count=count, axis=axis, transpose=transpose)
                 check = check_digits(x, digits(x, count=count, axis=axis, transpose=transpose), axis)
                 facts[name] = {"bytes": x.nbytes + count * x.numel(), "check": check}

@@ -22,7 +22,7 @@ from cute_kernels.jit.warmup import Source
 from cute_kernels.machine import MMA_COLUMNS, Kind
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from magicube_cutlass.dispatch.machine import get_machine
-from magicube_cutlass.dispatch.plan import problem, rounded
+from magicube_cutlass.dispatch.plan import problem, size_bucket
 
 OUT = torch.float16
 OUT_NAME = "float16"
@@ -146,7 +146,7 @@ def chosen_for(
 ) -> SpmmKernel:
     """As :func:`chosen`, for operands of any kind."""
     length = vector_length or max(pattern.vector_length, MMA_COLUMNS)
-    sizes = problem(pattern, length, rounded(n), 1)
+    sizes = problem(pattern, length, size_bucket(n), 1)
     here = get_machine(torch.cuda.current_device())
     return choose_spmm(Kind(length, left, right, OUT_NAME), here, sizes)
 
@@ -173,5 +173,5 @@ def compile_ahead(configs: Iterable[Source]) -> dict[Source, str]:
     unique = list(dict.fromkeys(configs))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(unique), os.cpu_count() or 1), mp_context=context) as pool:
-        errors = list(pool.map(_build, [config.unit(arch) for config in unique]))
+        errors = list(pool.map(_build, [config.translation_unit(arch) for config in unique]))
     return {config: error for config, error in zip(unique, errors, strict=True) if error}

@@ -18,7 +18,7 @@ from gpu_data import OUT, Product, Widths, check, make_product, narrowed, one_li
 from gpu_results import rounded
 from gpu_rivals import Rival, dense_half, dense_int8
 from gpu_sddmm import checked_sddmm, chosen_sddmm
-from gpu_timing import Call, Replays, replays
+from gpu_timing import Call, LaunchCache, replays
 
 import magicube_cutlass as mc
 
@@ -127,7 +127,7 @@ def sddmm_as_product(x: mc.QuantTensor, y: mc.QuantTensor, exact: torch.Tensor) 
     return Product(lhs, y.mT, (exact.float() * x.scale * y.scale).to(OUT))
 
 
-def spmm_row(product: Product, timing: Replays, dense: dict[str, Any]) -> dict[str, Any]:
+def spmm_row(product: Product, timing: LaunchCache, dense: dict[str, Any]) -> dict[str, Any]:
     """``speed_up``: the dense float16 product's time over ours."""
     us, lhs = timing.median, product.lhs
     row: dict[str, Any] = {"v": lhs.vector_length, "n": product.rhs.shape[-1], "us": rounded(us),
@@ -137,7 +137,7 @@ def spmm_row(product: Product, timing: Replays, dense: dict[str, Any]) -> dict[s
 
 
 def sddmm_row(
-    pattern: mc.Pattern, inner: int, widths: Widths, timing: Replays, dense: dict[str, Any]
+    pattern: mc.Pattern, inner: int, widths: Widths, timing: LaunchCache, dense: dict[str, Any]
 ) -> dict[str, Any]:
     us = timing.median
     row: dict[str, Any] = {"v": pattern.vector_length, "inner": inner, "us": rounded(us),

@@ -16,7 +16,7 @@ import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit.warmup import Source
 from cute_kernels.sddmm.heuristics import SddmmKernel, sddmm_config
-from magicube_cutlass.dispatch.plan import plan_sddmm, rounded
+from magicube_cutlass.dispatch.plan import plan_sddmm, size_bucket
 from magicube_cutlass.reference import at_vectors
 
 PAIRS = (Widths(8, 8), Widths(16, 16), Widths(4, 4))
@@ -26,7 +26,7 @@ VECTOR_LENGTH, STRIDE, SPARSITY = 8, 32, 0.9
 def chosen_sddmm(pattern: mc.Pattern, widths: Widths, inner: int) -> SddmmKernel:
     """The config that ``mc.sddmm`` takes for float16 output; ``pattern`` on the GPU."""
     kinds = Integer(widths.left, True), Integer(widths.right, True)
-    name, _ = plan_sddmm(pattern, STRIDE, kinds, OUT, rounded(inner), None)
+    name, _ = plan_sddmm(pattern, STRIDE, kinds, OUT, size_bucket(inner), None)
     return sddmm_config(name)
 
 

@@ -15,7 +15,7 @@ HIDE_CYCLES = 400_000  # of a spinning kernel, while the host enqueues what is m
 
 
 @dataclass(frozen=True)
-class Replays:
+class LaunchCache:
     """Microseconds a launch of one rival.
 
     ``rounds``: one figure a round, each the mean over a CUDA graph of ``launches`` launches on the same buffers, so
@@ -38,7 +38,7 @@ class Replays:
 
 
 @dataclass(frozen=True)
-class GpuTiming(Replays):
+class GpuTiming(LaunchCache):
     """Microseconds of single launches too.
 
     ``cold``: median behind a sweep that empties the cache, launch latency included.  ``launch``: median between events
@@ -50,7 +50,7 @@ class GpuTiming(Replays):
     enqueue: float
 
 
-def ratio(above: Replays, below: Replays) -> float:
+def ratio(above: LaunchCache, below: LaunchCache) -> float:
     """Median of the quotients of the two rivals' times, round by round; above 1 where ``above`` is slower."""
     return median(x / y for x, y in zip(above.rounds, below.rounds, strict=True))
 
@@ -113,7 +113,7 @@ def _single(call: Call, sweep: torch.Tensor, samples: int) -> tuple[float, float
 
 def replays(
     rivals: Mapping[str, Call], *, rounds: int = 7, replay: float = 100.0, warm: float = 0.005
-) -> dict[str, Replays]:
+) -> dict[str, LaunchCache]:
     """Time every rival in turn, round after round, the order rotated by one each round.
 
     ``replay``: microseconds that one graph is to take; it holds 1 to 100 launches.  Every rival is called before, which
@@ -142,7 +142,7 @@ def replays(
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             seen[name].append(_elapsed(graphs[name]) / launches[name])
-    return {name: Replays(tuple(seen[name]), launches[name], modes[name]) for name in rivals}
+    return {name: LaunchCache(tuple(seen[name]), launches[name], modes[name]) for name in rivals}
 
 
 def measure(

@@ -27,11 +27,11 @@ __global__ void probe_box(const __grid_constant__ TmaDescriptor map, int64_t x, 
     barrier_init(barrier, 1);
     barrier_fence();
   }
-  warp_group::publish();
+  warp_group::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) {
-    barrier_expect(barrier, uint32_t(bytes));
-    copy_box(shared_address(shared), &map, int(x), int(y), barrier);
+    mbarrier_arrive_expect_tx(barrier, uint32_t(bytes));
+    tma_load_2d(shared_address(shared), &map, int(x), int(y), barrier);
     int tries = 0;
     while (tries < C::kTries && !barrier_is_over(barrier, 0)) ++tries;
     *over = tries < C::kTries;

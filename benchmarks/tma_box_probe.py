@@ -33,7 +33,7 @@ class BoxProbeConfig:
     def smem_bytes(self) -> int:
         return self.size + 16
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants({"kFill": FILL, "kTries": self.tries})
         kernel = Path(__file__).with_suffix(".cuh").read_text().replace("#pragma once\n", "")

@@ -275,7 +275,7 @@ def _halves(name: str, of: str, letters: str, times: int) -> Atom:
     """A warp's m16n8k16 for 16-bit floats with sums in float32, once or twice along k."""
     struct, headers = f"SM80_16x8x16_F32{letters}{letters}F32_TN", ("cute/atom/mma_traits_sm80.hpp",)
     if times == 2:
-        struct, headers = f"magicube::Twice<cute::{struct}>", ("device/mma_k_pair.cuh",)
+        struct, headers = f"magicube::MmaKPair<cute::{struct}>", ("device/mma_k_pair.cuh",)
     shape = (16, 8, 16 * times)
     return Atom(name, shape, 16, 16, {(of, of): struct}, 32, *_warp_layouts(shape, 16), _FROM_SM80, headers)
 

@@ -24,14 +24,14 @@ class Integer(NamedTuple):
 
 Number = Integer | FloatFormat
 
-HALVES = {
+HALF_DTYPES = {
     each.name: each for each in (FloatFormat("float16", 5, 10, 15, "ieee"), FloatFormat("bfloat16", 8, 7, 127, "ieee"))
 }
 # What the sparse products multiply; six-bit formats would need words of their own.
-FLOATS = HALVES | {name: FORMATS[name] for name in ("e5m2", "e4m3", "e2m1")}
+FLOATS = HALF_DTYPES | {name: FORMATS[name] for name in ("e5m2", "e4m3", "e2m1")}
 
 # Floats that kernels read, quantize and write, as torch calls them.
-REALS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+REAL_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 _DTYPES = {
     torch.float16: "float16",

@@ -7,7 +7,7 @@ from torch import Tensor
 from cute_kernels.dtypes import Number
 
 
-class Place(NamedTuple):
+class DenseArg(NamedTuple):
     """A dense operand whose rows are contiguous and start at multiples of 16 bytes; all in bytes."""
 
     pointer: int
@@ -16,7 +16,7 @@ class Place(NamedTuple):
     row: int  # of a row
 
 
-class Factor(NamedTuple):
+class ScaleArg(NamedTuple):
     """float32 factors of rows or columns; a step of 0 is one factor for all, a null pointer is none."""
 
     pointer: int
@@ -24,7 +24,7 @@ class Factor(NamedTuple):
     batch: int
 
 
-class Target(NamedTuple):
+class OutputArg(NamedTuple):
     """The output (batch, rows, columns), contiguous, and the size of the sum behind each element."""
 
     pointer: int

@@ -84,7 +84,7 @@ def compile_kernels(arch: str = "sm_90a") -> None:
     kind, gpu = Kind(8, Integer(8, True), Integer(8, True), "int32"), Machine(arch, 132)
     few, many = (choose_spmm(kind, gpu, Problem(rows, 4096, 410 * rows, 512, 512), ATOM.name) for rows in (32, 4096))
     for config in (few, many, choose_sddmm(kind, gpu, stride=64, inner=256, atom=ATOM.name)):
-        binary = compile_unit(config.unit(arch))
+        binary = compile_unit(config.translation_unit(arch))
         print(f"{config.name} for {arch}: {len(binary.code)} bytes, {binary.usage}")
 
 

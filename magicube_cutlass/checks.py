@@ -14,7 +14,7 @@ _EDITIONS = count(1)
 MAX_DIM = 2**31 - 1  # column indices are int32, and row * K + column must fit in int64
 
 
-def new_edition() -> str:
+def new_version_id() -> str:
     """A name that no other object has: a compiler that saw it takes another object's graph for none of its own."""
     return "" if torch.compiler.is_compiling() else str(next(_EDITIONS))
 

@@ -132,12 +132,12 @@ def _nanoseconds(call: Callable[[], object]) -> float:
 
 
 def _problem(shape: tuple[int, int, int, float]) -> tuple[Any, Problem]:
-    from magicube_cutlass.dispatch.plan import problem, rounded
+    from magicube_cutlass.dispatch.plan import problem, size_bucket
     from magicube_cutlass.formats.generate import random_pattern
 
     m, k, n, sparsity = shape
     pattern = random_pattern(m, k, sparsity, KIND.vector_length, seed=m + k)
-    return pattern, problem(pattern, KIND.vector_length, rounded(n), 1)
+    return pattern, problem(pattern, KIND.vector_length, size_bucket(n), 1)
 
 
 def wanted(count: int, machine: Machine) -> dict[SpmmKernel, None]:

@@ -75,17 +75,17 @@ struct AttentionOperands {
 // on which the addresses of what was waited for then depend.
 __device__ __forceinline__ uint32_t wait_for_matrix(const uint32_t* ready, int64_t parts, uint32_t batch, int lane) {
   if (ready) {
-    for (int64_t i = lane; i < parts; i += 32) wait_to_hear(ready + batch * parts + i, 1);
+    for (int64_t i = lane; i < parts; i += 32) flag_wait_acquire(ready + batch * parts + i, 1);
     __syncwarp();
   }
   return held(batch);
 }
 __device__ __forceinline__ void wait_for_operands(const uint32_t* ready) {
-  if (!ready) wait_for_predecessor();
+  if (!ready) pdl_wait();
 }
 // At the end of a block, so that the next kernel does not start before that one ends.
 __device__ __forceinline__ void end_after_operands(const uint32_t* ready) {
-  if (ready) wait_for_end_of_predecessor();
+  if (ready) griddepcontrol_wait();
 }
 
 // As C, for matrices whose keys have one scale, that of the first.
@@ -96,7 +96,7 @@ struct Alike : C {
 // alike: (batch,), or null; not 0 where the keys of a matrix have one scale although C has one for each.
 template <class C>
 __device__ __forceinline__ bool are_alike(const int* alike, int64_t batch) {
-  return C::kKeyScale && alike && load_told(alike + batch);
+  return C::kKeyScale && alike && load_after_flag(alike + batch);
 }
 
 // One vector row as a warp holds it.
@@ -115,14 +115,14 @@ struct AttentionRow {
     const bool present = exists && query < at.queries;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(at.q + (batch * at.queries + query) * C::kHead) + lane % 4;
     CUTE_UNROLL
-    for (int i = 0; i < 2 * S::kSteps; ++i) q[i] = present ? load_told(from + 4 * i) : 0;
-    const float of_keys = C::kKeyScale ? at.scale : at.scale * load_told(at.k_scale + batch * at.k_batch);
+    for (int i = 0; i < 2 * S::kSteps; ++i) q[i] = present ? load_after_flag(from + 4 * i) : 0;
+    const float of_keys = C::kKeyScale ? at.scale : at.scale * load_after_flag(at.k_scale + batch * at.k_batch);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       const int64_t own = first + lane % 4 * 2 + j;
       const bool there = exists && own < at.queries;
       // above zero, so that -infinity stays what it is
-      factor[j] = larger(of_keys * (there ? load_told(at.q_scale + batch * at.q_batch + own * at.q_step) : 1.0f), 1.17549435e-38f);
+      factor[j] = larger(of_keys * (there ? load_after_flag(at.q_scale + batch * at.q_batch + own * at.q_step) : 1.0f), 1.17549435e-38f);
       most[j] = S::kKeyed ? -1e30f : kUnit - (1 << 22);
       total[j] = exact[j] = 0.0f;
     }
@@ -172,7 +172,7 @@ __device__ __forceinline__ void score_group(const AttentionRow<C>& row, uint32_t
     CUTE_UNROLL
     for (int b = 0; b < 2; ++b) {
       const uint32_t keys[4] = {raw[0][2 * b], raw[1][2 * b], raw[0][2 * b + 1], raw[1][2 * b + 1]};
-      multiply<typename S::ScoreOp>(sums[b], keys, row.q + 2 * step);
+      mma<typename S::ScoreOp>(sums[b], keys, row.q + 2 * step);
     }
   }
   CUTE_UNROLL
@@ -255,7 +255,7 @@ __device__ __forceinline__ void weigh(AttentionRow<C>& row, const float (&score)
     const __half2 unit = __float2half2_rn(1024.0f);
     const __half2 first = __hadd2(__floats2half2_rn(weight[0], weight[1]), unit);    // key g
     const __half2 second = __hadd2(__floats2half2_rn(weight[2], weight[3]), unit);   // key g + 8
-    weights[b / 2][b % 2] = transpose_units(pick_bytes(
+    weights[b / 2][b % 2] = transpose_units(prmt(
         reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second), S::kFirsts));
   }
   if constexpr (C::kLse) {
@@ -272,7 +272,7 @@ __device__ __forceinline__ void add_values(AttentionRow<C>& row, const StepPlace
   const uint32_t ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
   uint32_t total[4] = {kUnitBits, kUnitBits, kUnitBits, kUnitBits};
   CUTE_UNROLL
-  for (int i = 0; i < C::kGroups; ++i) multiply<typename S::ValueOp>(total, ones, weights[i]);
+  for (int i = 0; i < C::kGroups; ++i) mma<typename S::ValueOp>(total, ones, weights[i]);
   CUTE_UNROLL
   for (int j = 0; j < 2; ++j) row.total[j] = fmaf(row.total[j], shrink[j], __uint_as_float(total[j]) - kUnit);
   CUTE_UNROLL
@@ -282,9 +282,9 @@ __device__ __forceinline__ void add_values(AttentionRow<C>& row, const StepPlace
     for (int i = 0; i < C::kGroups; ++i) {
       uint32_t raw[4];  // (eight keys)
       load_transposed((at.rows[i] ^ (c * 16)) + at.values, raw);
-      const uint32_t columns[4] = {pick_bytes(raw[0], raw[1], S::kFirsts), pick_bytes(raw[2], raw[3], S::kFirsts),
-                                   pick_bytes(raw[0], raw[1], S::kSeconds), pick_bytes(raw[2], raw[3], S::kSeconds)};
-      multiply<typename S::ValueOp>(sums, columns, weights[i]);
+      const uint32_t columns[4] = {prmt(raw[0], raw[1], S::kFirsts), prmt(raw[2], raw[3], S::kFirsts),
+                                   prmt(raw[0], raw[1], S::kSeconds), prmt(raw[2], raw[3], S::kSeconds)};
+      mma<typename S::ValueOp>(sums, columns, weights[i]);
     }
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -351,7 +351,7 @@ __device__ void write_row(const AttentionOperands& at, const AttentionRow<C>& ro
     CUTE_UNROLL
     for (int c = 0; c < S::kChunks; ++c) {
       const float* scale = scales + (c * 16 + lane / 4 * 2) * at.v_step;
-      const float first = row.sum[c][j] * inverse * load_told(scale), second = row.sum[c][2 + j] * inverse * load_told(scale + at.v_step);
+      const float first = row.sum[c][j] * inverse * load_after_flag(scale), second = row.sum[c][2 + j] * inverse * load_after_flag(scale + at.v_step);
       store_pair(to + c * 16, first + otherwise, second + otherwise);
     }
   }

@@ -114,7 +114,7 @@ class AttentionConfig:
             "kStages": self.stages,
         }
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         declared = atoms.declaration(atoms.atom(ATOM))
         source = (
@@ -199,7 +199,7 @@ class GatherAttention(AttentionConfig):
     def last_tiles(self, keys: Tensor, row_of: Tensor) -> Tensor:
         return torch.zeros_like(keys[:, 0])
 
-    def accesses(self) -> list[Access]:
+    def smem_accesses(self) -> list[Access]:
         """Every access of a warp to shared memory."""
         lane, chunks = np.arange(32), self.head // 16
         piece = np.arange(self.step * chunks).reshape(-1, 32)

@@ -30,7 +30,7 @@ from cute_kernels.attention.config import (
     vectors_of,
 )
 from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS, Problem, choose
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.device import CAPABILITIES, current_arch, device_of
 from cute_kernels.jit.kernel import Kernel, get_kernel
 from cute_kernels.jit.tma import tensor_map
@@ -175,7 +175,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out:
     batch, head, device = index.batch, index.config.head, index.steps.words.device
     for name, x, rows in (("q", q, index.queries), ("k", k, index.keys), ("v", v, index.keys)):
         _check(name, x, (batch, rows, head), (torch.int8,), device)
-    _check("out", out, (batch, index.queries, head), tuple(REALS), device)
+    _check("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
     if lse is not None:
         _check("lse", lse, (batch, index.queries), (torch.float32,), device)
 
@@ -246,7 +246,7 @@ def attend(
     if index.summing is not None and lse is not None:
         index = index.summing
     config = replace(
-        index.config, out=REALS[out.dtype], key_scale=k_at.step == 1, bias=bias is not None, lse=lse is not None
+        index.config, out=REAL_DTYPES[out.dtype], key_scale=k_at.step == 1, bias=bias is not None, lse=lse is not None
     )
     if config.keyed and index.ranges is not None and index.keys % TMA_FLOATS:
         raise ValueError(f"keys must be a multiple of {TMA_FLOATS} for {config.name}, got {index.keys}")
@@ -270,7 +270,7 @@ def _launch(
     if index.ranges is None or not isinstance(config, PanelAttention):
         blocks = -(-index.vector_rows // config.warps)
         arguments = (k.data_ptr(), v.data_ptr(), *steps, *shared, blocks, index.masks)
-        kernel.launch((blocks * index.batch, 1, 1), arguments, early=True)
+        kernel.launch((blocks * index.batch, 1, 1), arguments, pdl=True)
         return
     blocks = index.ranges.shape[1]
     box = (config.head, min(config.tile // config.cluster, _BOX_ROWS))
@@ -285,7 +285,7 @@ def _launch(
             *maps, index.ranges.data_ptr(), *steps[:2], *shared, blocks, index.batch, index.masks,
         ),
         (config.cluster, 1, 1) if config.cluster > 1 else None,
-        early=True,
+        pdl=True,
     )  # fmt: skip
 
 

@@ -37,8 +37,8 @@ struct GatherRing {
       const int slot = i * kDown + lane / S::kChunks, chunk = lane % S::kChunks;
       const int64_t source = int64_t{of.of[i]} * C::kHead + chunk * 16;
       const uint32_t at = to + swizzled<C::kHead>(slot, chunk);
-      copy_async(at, keys + source, 16);
-      copy_async(at + kMatrixBytes, values + source, 16);
+      cp_async(at, keys + source, 16);
+      cp_async(at + kMatrixBytes, values + source, 16);
     }
     if constexpr (S::kKeyed) {
       CUTE_UNROLL
@@ -79,7 +79,7 @@ __device__ __forceinline__ void gather_row(const GatherRing<C>& ring, const Atte
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) {
     if (begin + i < end) ring.fetch(i, begin + i, keys);
-    copy_async_commit();
+    cp_async_commit();
     if (begin + i + 1 < end) keys = ring.keys_at(begin + i + 1);
   }
   AttentionRow<C> row;
@@ -87,11 +87,11 @@ __device__ __forceinline__ void gather_row(const GatherRing<C>& ring, const Atte
   int stage = 0;
   for (int step = begin; step < end; ++step) {
     const StepKeys<C> step_keys = upcoming;
-    copy_async_wait<C::kStages - 2>();
+    cp_async_wait<C::kStages - 2>();
     __syncwarp();
     const int far = step + C::kStages - 1;
     if (far < end) ring.fetch(stage == 0 ? C::kStages - 1 : stage - 1, far, keys);
-    copy_async_commit();
+    cp_async_commit();
     if (far + 1 < end) keys = ring.keys_at(far + 1);
     if (step + 1 < end) upcoming.load(words, step + 1, ring.lane);
     attend_step(row, step_keys, ring.places(stage), operands.top, ring.lane);

@@ -12,7 +12,7 @@
 namespace magicube {
 
 template <class C>
-struct AttentionRing : TileRing<C, C::kStages * 2 * C::kTile * C::kHead> {
+struct AttentionRing : TmaPipeline<C, C::kStages * 2 * C::kTile * C::kHead> {
   static constexpr int kMatrixBytes = C::kTile * C::kHead;    // of a tile of K or V
   static constexpr int kTileBytes = 2 * kMatrixBytes;
   static constexpr int kPart = C::kTile / C::kCluster;        // rows that one block fetches
@@ -83,7 +83,7 @@ struct TileSource {
 };
 
 template <class C>
-__device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, RingPosition<C>& position, const AttentionItem& item,
+__device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, PipelineState<C>& position, const AttentionItem& item,
                                           int2 tiles, const TileSource& source) {
   using Ring = AttentionRing<C>;
   const int first = int(item.batch) * source.rows;
@@ -96,14 +96,14 @@ __device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, RingPosi
     const int left = source.rows - tile * C::kTile, exist = left < C::kTile ? left : C::kTile;
     const int boxes = (exist + Ring::kBoxRows - 1) / Ring::kBoxRows;
     const int of_factors = (int(scaled) + int(C::kBias)) * 4 * exist;
-    barrier_expect(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + of_factors);
+    mbarrier_arrive_expect_tx(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + of_factors);
     const uint32_t factors = ring.base + Ring::kFactorsAt + stage * 2 * Ring::kFactorBytes;
     const int64_t key = int64_t{tile} * C::kTile;
     if (scaled) {
-      copy_run(factors, source.scales + item.batch * source.scale_batch + key, 4 * exist, ring.full(stage));
+      bulk_copy(factors, source.scales + item.batch * source.scale_batch + key, 4 * exist, ring.full(stage));
     }
     if constexpr (C::kBias) {
-      copy_run(factors + Ring::kFactorBytes, source.biases + item.batch * source.bias_batch + key, 4 * exist, ring.full(stage));
+      bulk_copy(factors + Ring::kFactorBytes, source.biases + item.batch * source.bias_batch + key, 4 * exist, ring.full(stage));
     }
     for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
       const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kHead;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, RingPosi
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         const TmaDescriptor* map = i ? source.values : source.keys;
-        if constexpr (C::kCluster == 1) copy_box(to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
-        else cluster::copy_box_to((1 << C::kCluster) - 1, to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
+        if constexpr (C::kCluster == 1) tma_load_2d(to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
+        else cluster::tma_load_2d_multicast((1 << C::kCluster) - 1, to + i * Ring::kMatrixBytes, map, 0, y, ring.full(stage));
       }
     }
   }
@@ -121,11 +121,11 @@ __device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, RingPosi
 // All items of the block, by one warp, of which one lane does the work.
 template <class C>
 __device__ void feed_items(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source, int lane) {
-  RingPosition<C> position;
+  PipelineState<C> position;
   for (; item.exists(); item.advance<C>()) {
     item.batch = wait_for_matrix(source.ready, source.parts, item.batch, lane);
     if (lane != 0) continue;
-    hand_to_copy_engine();
+    fence_proxy_async_global();
     feed_item(ring, position, item, item.tiles(ranges), source);
   }
   if (lane == 0) ring.close(position.parities);
@@ -153,7 +153,7 @@ struct AttentionCursor {
 };
 
 template <class D, class C>  // D: C, or C for keys with one scale
-__device__ void attend_item(const AttentionRing<C>& ring, RingPosition<C>& position, AttentionCursor<D> (&cursors)[C::kRows],
+__device__ void attend_item(const AttentionRing<C>& ring, PipelineState<C>& position, AttentionCursor<D> (&cursors)[C::kRows],
                             AttentionRow<D> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float top,
                             int lane) {
   position.stage = tiles.x % C::kStages;
@@ -202,7 +202,7 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
   const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step,
                                    v_batch, bias_batch, queries, scale, top, empty};
   constexpr int kBlockRows = C::kWarps * C::kRows;
-  RingPosition<C> position;
+  PipelineState<C> position;
   for (; item.exists(); item.advance<C>()) {
     const int64_t block = int64_t{item.row_block} * C::kCluster + (C::kCluster == 1 ? 0 : cluster::rank());
     const int64_t first = block * kBlockRows + warp * C::kRows, number = item.pattern() * vector_rows + first;

@@ -42,7 +42,7 @@ __device__ RowMaxima meet_in_cluster(RowMaxima maxima, RowMaxima (&shared)[kWarp
     __syncthreads();
     return shared[kWarps];
   }
-  cluster::meet();
+  cluster::sync();
   if (warp == 0) {
     const uint32_t at = shared_address(shared + kWarps);
     maxima = RowMaxima{};
@@ -133,9 +133,9 @@ struct MatrixOfRows {
     for (int round = 0; round < Q::kSteps; ++round) {
       CUTE_UNROLL
       for (int i = 0; i < kParts; ++i) {
-        if (has(round)) copy_async(kept(round, i), from + entry(round, i), 16);
+        if (has(round)) cp_async(kept(round, i), from + entry(round, i), 16);
       }
-      copy_async_commit();
+      cp_async_commit();
     }
   }
   __device__ Part load_kept(int round) const {
@@ -157,7 +157,7 @@ struct MatrixOfRows {
   template <class Act>
   __device__ void walk(const Act& act) const {
     for_each(make_int_sequence<Q::kSteps>{}, [&](auto round) {
-      copy_async_wait<Q::kSteps - 1 - round.value>();
+      cp_async_wait<Q::kSteps - 1 - round.value>();
       act(round.value, load_kept(round.value));
     });
 #pragma unroll 2
@@ -166,7 +166,7 @@ struct MatrixOfRows {
   // The same by little code.
   template <class Act>
   __device__ void walk_slowly(const Act& act) const {
-    copy_async_wait<0>();
+    cp_async_wait<0>();
 #pragma unroll 1
     for (int round = 0; round < rounds(); ++round) act(round, round < Q::kSteps ? load_kept(round) : load_far(round));
   }
@@ -294,14 +294,14 @@ attention_operands(const typename Config::Source* q, const typename Config::Sour
   const M own((which == 0 ? q : which == 1 ? k : v) + place, (which == 0 ? q_out : which == 1 ? k_out : v_out) + place,
               which == 0 ? q_scales + matrix * queries : which == 1 ? k_scales + matrix * keys : nullptr,
               shared_address(vectors), int(rows), rank);
-  wait_for_end_of_predecessor();
+  griddepcontrol_wait();
   own.fetch();
   if (threadIdx.x == 0) {
     ready[blockIdx.x] = 0;
     __threadfence();
   }
   __syncthreads();
-  let_successor_start();
+  pdl_launch_dependents();
   if (which == 0) {
     own.encode_rows();
   } else {
@@ -317,7 +317,7 @@ attention_operands(const typename Config::Source* q, const typename Config::Sour
     else own.encode_rows();
   }
   __syncthreads();
-  if (threadIdx.x == 0) tell(ready + blockIdx.x, 1);
+  if (threadIdx.x == 0) flag_store_release(ready + blockIdx.x, 1);
   if (Config::kCluster > 1 && which != 0) cluster::wait();
 }
 

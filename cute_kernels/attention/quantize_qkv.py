@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.attention.config import HEADS
 from cute_kernels.attention.heuristics import PANEL_ARCHES
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.device import current_arch, device_of
@@ -46,7 +46,7 @@ class OperandsConfig:
             f"attention_operands-{self.x}-d{self.head}-s{self.bits}-c{self.cluster}s{self.steps}w{self.threads // 32}"
         )
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -102,7 +102,7 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
     Raises ``ValueError`` naming the argument, and what :func:`cute_kernels.jit.get_kernel` raises.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in REALS or x.dtype != q.dtype or x.device != q.device or not x.is_cuda:
+        if x.dtype not in REAL_DTYPES or x.dtype != q.dtype or x.device != q.device or not x.is_cuda:
             raise ValueError(
                 f"{name} must be float16, bfloat16 or float32, on a GPU, like q, got {x.dtype}, {x.device}"
             )
@@ -123,7 +123,7 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
     of_q, of_k, of_v = ints.split([batch * rows * head for rows in (queries, keys, keys)])
     k_scale, q_scale, v_scale = scales.split([batch * rows for rows in (keys, queries, 1)])  # K's is copied in runs
     with device_of(q):
-        config = choose(REALS[q.dtype], head, bits, current_arch())
+        config = choose(REAL_DTYPES[q.dtype], head, bits, current_arch())
     alike = torch.empty(batch, dtype=torch.int32, device=device)
     ready = torch.empty((batch, 3 * config.cluster), dtype=torch.int32, device=device)
     found = Operands(
@@ -141,7 +141,7 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
                 queries, keys,
             ),
             (config.cluster, 1, 1) if config.cluster > 1 else None,
-            early=True,
+            pdl=True,
         )  # fmt: skip
     return found
 

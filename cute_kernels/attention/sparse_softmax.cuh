@@ -121,7 +121,7 @@ struct FragmentWriter {
   static constexpr int kStaged = S::kPlanes * S::kRows * 32;  // of a stride
   static constexpr int kPerWord = C::kBits == 4 ? 8 : 4;
   static constexpr int kWords = kStaged / kPerWord;           // of a stride's row tile
-  static constexpr int kOperands = C::kStacked ? 1 : S::kPlanes;
+  static constexpr int kOperands = C::kFuseDigits ? 1 : S::kPlanes;
   static constexpr int kOperandWords = kWords / kOperands;
   static constexpr int kLaneWords = S::kBlocks * kWords / 32;
   static_assert(S::kBlocks * kWords % 32 == 0, "each lane writes as many words");
@@ -214,7 +214,7 @@ softmax(const typename C::Source* x, const int64_t* row_start, const int64_t* ro
   using S = SoftmaxShape<C>;
   constexpr int kStagedBytes = C::kWarps * S::kBlocks * S::kPlanes * S::kRows * 32;
   __shared__ alignas(16) uint8_t staged[C::kFragments && !C::kExchanged ? kStagedBytes : 16];
-  wait_for_predecessor();
+  pdl_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t work = blockIdx.x * C::kWarps + warp;
   if (work >= tiles) return;  // whole warps; no barrier of the block follows

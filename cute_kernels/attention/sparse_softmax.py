@@ -95,7 +95,7 @@ class SoftmaxConfig:
         tags = [tag for tag, on in (("causal", self.causal), ("bias", self.bias), (self.atom, self.atom)) if on]
         return "-".join(["softmax", self.x, f"v{self.vector_length}", f"k{self.stride}", f"u{self.bits}", *tags])
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members: dict[str, object] = {
             "kVector": self.vector_length,
@@ -105,7 +105,7 @@ class SoftmaxConfig:
             "kBias": self.bias,
             "kFragments": bool(self.atom),
             "kExchanged": self.exchanged,
-            "kStacked": bool(self.atom) and self.sparse.stacked,
+            "kFuseDigits": bool(self.atom) and self.sparse.stacked,
             "kWarps": self.warps,
         }
         source = (
@@ -186,7 +186,7 @@ def softmax(
                 0 if sums is None else sums.data_ptr(), tiles, rows.total, vector_rows, blocks, *rows.period,
                 np.float32(scale), np.float32(empty),
             ),
-            early=True,
+            pdl=True,
         )  # fmt: skip
     return Probabilities(values, scales, sums)
 

@@ -99,7 +99,7 @@ mark(const typename C::Value* x, int64_t pitch, const uint8_t* mask, int64_t mas
   }
   report(outside ? kOutOfRange : 0, flags);
   int32_t total;
-  team_sum_before<C::kWarps>(count, total, scratch);
+  group_exclusive_sum<C::kWarps>(count, total, scratch);
   if (team.lane == 0 && first < rows) counts[team.row] = total;
 }
 
@@ -118,7 +118,7 @@ layout_rows(const int32_t* counts, int64_t vector_rows, int64_t stride, int64_t*
       count[i] = row < vector_rows ? counts[row] : 0;
       padded += (count[i] + stride - 1) & -stride;
     }
-    int64_t at = start + team_sum_before<C::kWarps>(padded, all, scratch);
+    int64_t at = start + group_exclusive_sum<C::kWarps>(padded, all, scratch);
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
       const int64_t row = base + int64_t{threadIdx.x} * C::kRows + i;
@@ -172,7 +172,7 @@ fill(const uint16_t* marks, int64_t pieces, const int64_t* row_start, const type
     const int64_t piece = base + team.lane;
     uint32_t word = piece < pieces ? marks[team.row * pieces + piece] : 0;
     int32_t found;
-    int32_t at = listed + team_sum_before<C::kWarps>(int32_t(__popc(word)), found, scratch);
+    int32_t at = listed + group_exclusive_sum<C::kWarps>(int32_t(__popc(word)), found, scratch);
     for (; word; word &= word - 1) list[at++] = int32_t(piece * kPiece) + __ffs(word) - 1;
     listed += found;
     const bool last = base + T::kTeam >= pieces;

@@ -62,7 +62,7 @@ class CompressConfig:
     def grid(self, vector_rows: int) -> tuple[int, int, int]:
         return (-(-vector_rows * self.warps * 32 // self.threads), 1, 1)
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {

@@ -27,7 +27,7 @@ struct DigitScale {
   float lift, inverse, unit;  // 1 or 2^100; 1 / (scale lift); scale lift. All 0 where an entry is not finite.
 };
 
-__device__ __forceinline__ float lift_of(float x) { return x < 0x1p-100f ? 0x1p100f : 1.0f; }
+__device__ __forceinline__ float exponent_bias_factor(float x) { return x < 0x1p-100f ? 0x1p100f : 1.0f; }
 // 1 / x for powers of two.
 __device__ __forceinline__ float inverse_power(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ float inverse_power(float x) { return __uint_as_float
 __device__ __forceinline__ float digit_scale(uint32_t top, const DigitRule& rule) {
   if (top >= kInfinity) return __uint_as_float(kNoNumber);
   if (top == 0) return 1.0f;
-  const float most = __uint_as_float(top), lift = lift_of(most);
+  const float most = __uint_as_float(top), lift = exponent_bias_factor(most);
   float unit = __fdiv_ru(most * lift, rule.high);
   if (rule.power) unit = __uint_as_float((__float_as_uint(unit) + 0x007fffff) & kInfinity);
   return __fmul_ru(unit, inverse_power(lift));
@@ -43,7 +43,7 @@ __device__ __forceinline__ float digit_scale(uint32_t top, const DigitRule& rule
 
 __device__ __forceinline__ DigitScale factors_of(float scale) {
   if (!(scale == scale)) return {0.0f, 0.0f, 0.0f};
-  const float lift = lift_of(scale * 128.0f);
+  const float lift = exponent_bias_factor(scale * 128.0f);
   return {lift, __frcp_rn(scale * lift), scale * lift};
 }
 
@@ -137,7 +137,7 @@ digits_rows(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64_t 
     load_run(from + at, length - at, vector != 0, run);
     see(run);
   }
-  top = team_max(top, int(lanes), scratch);
+  top = group_reduce_max(top, int(lanes), scratch);
   if (first == 0 && length) {
     const float scale = given ? scales[0] : digit_scale(top, rule);
     if (!given) scales[row] = scale;
@@ -256,7 +256,7 @@ digits_columns(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64
     for (int warp = 0; warp < kWarps; ++warp) most = max(most, tops[warp][threadIdx.x]);
     tops[kWarps][threadIdx.x] = most;
   }
-  if constexpr (C::kCluster > 1) cluster::meet();
+  if constexpr (C::kCluster > 1) cluster::sync();
   if (threadIdx.x < kColumns) {
     uint32_t most = tops[kWarps][threadIdx.x];
     if constexpr (C::kCluster > 1) {

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from cute_kernels.convert.pack import pack
 from cute_kernels.cpu import engine
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.device import current_arch, device_of
 from cute_kernels.jit.kernel import get_kernel
-from cute_kernels.jit.launch_cache import Replays
+from cute_kernels.jit.launch_cache import LaunchCache
 from cute_kernels.operands import ALIGNMENT, aligned
 
 _LIFT, _TINY = 2.0**100, 2.0**-100
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
-_replays = Replays(256)
+_replays = LaunchCache(256)
 
 
 class Digits(NamedTuple):
@@ -72,7 +72,7 @@ class DigitsConfig:
         strip = f"{self.columns}x{self.rows}t{self.threads}"
         return f"{self.kernel}-{self.x}-p{self.planes}s{self.steps}c{self.cluster}r{self.resident}-{strip}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -175,7 +175,7 @@ def _launch_rows(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) 
     planes = workspace.empty((count, rows, aligned(columns)), torch.int8, x.device)
 
     def launch() -> None:
-        config = DigitsConfig("digits_rows", REALS[x.dtype], count)
+        config = DigitsConfig("digits_rows", REAL_DTYPES[x.dtype], count)
         loads = -(-columns // (config.run * config.steps))
         lanes = min(1 << (loads - 1).bit_length(), config.threads)
         pitch, vector = _pitch(x, config)
@@ -197,7 +197,7 @@ def _launch_columns(x: Tensor, rule: Rule, count: int, scale: Tensor, given: boo
     planes = workspace.empty((count, columns, aligned(rows)), torch.int8, x.device)
 
     def launch() -> None:
-        config = columns_config(REALS[x.dtype], count, current_arch(), rows)
+        config = columns_config(REAL_DTYPES[x.dtype], count, current_arch(), rows)
         cluster = config.cluster
         pitch, vector = _pitch(x, config)
         get_kernel(config).launch(
@@ -285,7 +285,7 @@ def digits(
     Zeros get the scale 1.  Where a row, column or matrix has infinities or NaN, its scale is NaN and its digits are 0.
     Raises ``TypeError`` and ``ValueError`` that name the argument.
     """
-    kinds = (*REALS, torch.float64) if x.device.type == "cpu" else tuple(REALS)
+    kinds = (*REAL_DTYPES, torch.float64) if x.device.type == "cpu" else tuple(REAL_DTYPES)
     if x.dtype not in kinds:
         raise TypeError(f"x on {x.device} must be one of {', '.join(map(str, kinds))}, got {x.dtype}")
     if x.dim() != 2:

@@ -28,7 +28,7 @@ class PackConfig:
         """Short and unique among the configs."""
         return f"gemm-{self.kernel}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         source = '#include "convert/pack.cuh"\nnamespace magicube {\nstruct Config {};\n}  // namespace magicube\n'
         return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)

@@ -293,7 +293,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 absmax_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
               typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
-  wait_for_predecessor();
+  pdl_wait();
   using Q = Quantizer<Config>;
   __shared__ typename Q::Bits scratch[Q::kWarps];
   const uint32_t slice_blocks = uint32_t(splits), split = blockIdx.x % slice_blocks;
@@ -307,7 +307,7 @@ absmax_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
     for (int s = 0; s < Q::kSteps; ++s) extremes.see(part[s]);
   }
   extremes.report_to(flags);
-  const auto top = team_max(extremes.top, Q::kThreads, scratch);
+  const auto top = group_reduce_max(extremes.top, Q::kThreads, scratch);
   if (threadIdx.x == 0) partials[blockIdx.x] = top;  // (slices, splits)
 }
 
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
               const typename Quantizer<Config>::Bits* partials, int64_t parts, typename Quantizer<Config>::Real* scales,
               uint8_t* out, int64_t out_pitch, int* flags, int64_t vector_loads, int64_t vector_stores) {
-  wait_for_predecessor();
+  pdl_wait();
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits scratch[Q::kWarps];
@@ -330,7 +330,7 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
       const auto other = partials[slice * parts + i];
       top = other > top ? other : top;
     }
-    scale = scale_of<Real, Range<Config>::kHigh>(team_max(top, Q::kThreads, scratch));
+    scale = scale_of<Real, Range<Config>::kHigh>(group_reduce_max(top, Q::kThreads, scratch));
     if (split == 0 && threadIdx.x == 0) scales[slice] = scale;
   } else {
     scale = scales[slice];

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.integers import storage_dtype
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
-SOURCES = REALS | {torch.float64: "float64"}
+SOURCES = REAL_DTYPES | {torch.float64: "float64"}
 _TYPES = OUT_TYPES | {"float64": "double"}
 _LONG_ROW = 1 << 15  # entries from which several blocks share a row, where rows are few
 _SHORT_ROW = 256  # bytes up to which a thread takes fewer of a row, so that neighbours store whole sectors
@@ -71,7 +71,7 @@ class QuantizeConfig:
         lanes = self.lanes(columns)
         return -(-rows // (self.threads // lanes)) * -(-columns // (lanes * self.vector * self.steps))
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -160,7 +160,7 @@ def _encode_slices(job: _Job, slices: int) -> None:
                 job.x.data_ptr(), job.pitch, rows, columns, parts, config.lanes(columns), partials.data_ptr(),
                 job.flags, job.vectors(config)[0],
             ),
-            early=True,
+            pdl=True,
         )  # fmt: skip
     config = job.config("encode_slices")
     splits = min(each, config.tiles(rows, columns))
@@ -171,7 +171,7 @@ def _encode_slices(job: _Job, slices: int) -> None:
             0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
             job.out_pitch, job.flags, *job.vectors(config),
         ),
-        early=True,
+        pdl=True,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _encode_rows(job: _Job, other: _Job | None = None, factor: float = 1.0) -> N
             job.x.data_ptr(), job.pitch, rows, columns, lanes, job.scale.data_ptr(), int(job.given),
             job.data.data_ptr(), job.out_pitch, job.flags, *job.vectors(config), *places, np.float32(factor),
         ),
-        early=True,
+        pdl=True,
     )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _encode_columns(job: _Job, slices: int) -> None:
         parts, grid, shape = share(job.blocks)
         partials = job.partials(slices, parts, columns)
         places = (partials.data_ptr(), job.flags, job.vectors(maxima)[0])
-        get_kernel(maxima).launch(grid, (*shape, *places), early=True)
+        get_kernel(maxima).launch(grid, (*shape, *places), pdl=True)
     _, grid, shape = share(job.blocks // 2)  # whole waves: each block begins with all partial maxima of its columns
     get_kernel(config).launch(
         grid,
@@ -232,7 +232,7 @@ def _encode_columns(job: _Job, slices: int) -> None:
             *shape, 0 if partials is None else partials.data_ptr(), parts, job.scale.data_ptr(), job.data.data_ptr(),
             job.out_pitch, job.flags, *job.vectors(config),
         ),
-        early=True,
+        pdl=True,
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 absmax_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
                int64_t passes, int64_t lanes, typename Quantizer<Config>::Bits* partials, int* flags, int64_t vector_loads) {
-  wait_for_predecessor();
+  pdl_wait();
   using Q = Quantizer<Config>;
   static_assert(Q::kTileColumns <= Q::kThreads, "a thread for each column of a tile");
   __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
@@ -91,7 +91,7 @@ encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
                int64_t passes, int64_t lanes, const typename Quantizer<Config>::Bits* partials, int64_t parts,
                typename Quantizer<Config>::Real* scales, uint8_t* out, int64_t out_pitch, int* flags,
                int64_t vector_loads, int64_t vector_stores) {
-  wait_for_predecessor();
+  pdl_wait();
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];

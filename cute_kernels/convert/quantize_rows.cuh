@@ -14,7 +14,7 @@ encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64
             typename Quantizer<Config>::Real* scales, int64_t given, uint8_t* out, int64_t out_pitch, int* flags,
             int64_t vector_loads, int64_t vector_stores, const typename Config::Source* other_x,
             typename Quantizer<Config>::Real* other_scales, uint8_t* other_out, float factor) {
-  wait_for_predecessor();
+  pdl_wait();
   using Q = Quantizer<Config>;
   using Real = typename Q::Real;
   __shared__ typename Q::Bits scratch[Q::kWarps];
@@ -41,7 +41,7 @@ encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64
     extremes.see(part);
   }
   extremes.report_to(flags);
-  const auto top = team_max(extremes.top, int(lanes), scratch);
+  const auto top = group_reduce_max(extremes.top, int(lanes), scratch);
   if (first == 0 && length) {  // the division, once a row
     const Real scale = given ? scales[row] : scale_of<Real, Range<Config>::kHigh>(top);
     if (!given) scales[row] = scale * static_cast<Real>(factor);
@@ -134,7 +134,7 @@ encode_short_rows(const typename Config::Source* x, int64_t pitch, int64_t rows,
                   typename Quantizer<Config>::Real* scales, int64_t given, uint8_t* out, int64_t out_pitch, int* flags,
                   int64_t vector_loads, int64_t vector_stores, const typename Config::Source* other_x,
                   typename Quantizer<Config>::Real* other_scales, uint8_t* other_out, float factor) {
-  wait_for_predecessor();
+  pdl_wait();
   using Q = Quantizer<Config>;
   if (blockIdx.y == 1) x = other_x, scales = other_scales, out = other_out, factor = 1.0f;
   const int width = int(lanes) * Q::kVec, first = int(threadIdx.x & (lanes - 1)) * Q::kVec;

@@ -8,12 +8,12 @@ namespace magicube::cluster {
 // They meet, in two steps; shared memory of all of them is ready before, or out of use after.
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void sync() {
   arrive();
   wait();
 }
 // The same after barrier_fence, which orders the barriers; ordering the rest takes a fence of all memory.
-__device__ __forceinline__ void meet_with_barriers() {
+__device__ __forceinline__ void sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   wait();
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
 }
 
 // A box to the same address in all blocks of `mask`; completes on the barrier at the same address in each.
-__device__ __forceinline__ void copy_box_to(uint16_t mask, uint32_t to, const TmaDescriptor* map, int x, int y,
+__device__ __forceinline__ void tma_load_2d_multicast(uint16_t mask, uint32_t to, const TmaDescriptor* map, int x, int y,
                                             uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "

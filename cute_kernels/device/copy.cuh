@@ -24,21 +24,21 @@ __device__ __forceinline__ T uniform(T x) { return __shfl_sync(~0u, x, 0); }
 __device__ __forceinline__ int warp_of_block() { return uniform(int(threadIdx.x) / 32); }
 
 // 16 bytes from global to shared memory; bytes from `valid` on become zero.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int valid) {
+__device__ __forceinline__ void cp_async(uint32_t to, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 // The same of 16 bytes or 8.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_run(uint32_t to, const void* from, int valid) {
-  if constexpr (kBytes == 16) copy_async(to, from, valid);
+  if constexpr (kBytes == 16) cp_async(to, from, valid);
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 __device__ __forceinline__ void copy_async_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
+__device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
@@ -100,27 +100,27 @@ __device__ __forceinline__ void load_words(uint32_t* to, const uint32_t* from) {
 // A kernel may be launched while the one before it on the stream still runs (sm_90 on). Nothing that one may write is
 // read, and nothing that it may read is written, before its end; only then may the next kernel start likewise, so
 // that what was written two kernels ago can be read without waiting.
-__device__ __forceinline__ void wait_for_end_of_predecessor() {
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 // From when all blocks have come here.
-__device__ __forceinline__ void let_successor_start() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_for_predecessor() {
-  wait_for_end_of_predecessor();
-  let_successor_start();
+__device__ __forceinline__ void pdl_wait() {
+  griddepcontrol_wait();
+  pdl_launch_dependents();
 }
 
 // One kernel's word to another that runs beside it: what its block wrote before is there when the word is heard.
-__device__ __forceinline__ void tell(uint32_t* at, uint32_t word) {
+__device__ __forceinline__ void flag_store_release(uint32_t* at, uint32_t word) {
   asm volatile("fence.acq_rel.gpu;\n st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
 }
-__device__ __forceinline__ void wait_to_hear(const uint32_t* at, uint32_t word) {
+__device__ __forceinline__ void flag_wait_acquire(const uint32_t* at, uint32_t word) {
   for (uint32_t now = ~word; now != word;) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
     if (now != word) __nanosleep(100);
@@ -128,14 +128,14 @@ __device__ __forceinline__ void wait_to_hear(const uint32_t* at, uint32_t word) 
 }
 // A word that such a kernel wrote. The compiler may move this: its address must depend on something that came after waiting.
 template <class T>
-__device__ __forceinline__ T load_told(const T* at) {
+__device__ __forceinline__ T load_after_flag(const T* at) {
   static_assert(sizeof(T) == 4, "a word");
   uint32_t word;
   asm("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(at));
   return reinterpret_cast<const T&>(word);
 }
 // What was heard of is there for the copy engine too.
-__device__ __forceinline__ void hand_to_copy_engine() {
+__device__ __forceinline__ void fence_proxy_async_global() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
@@ -150,7 +150,7 @@ __device__ __forceinline__ void barrier_fence() { asm volatile("fence.mbarrier_i
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -161,13 +161,13 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 }
 
 // Neighbouring bytes, whole pieces of 16, to shared memory; completes on the barrier.
-__device__ __forceinline__ void copy_run(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                "r"(bytes), "r"(barrier) : "memory");
 }
 
 // A box of a two-dimensional tensor to shared memory; completes on the barrier.
-__device__ __forceinline__ void copy_box(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
+__device__ __forceinline__ void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");

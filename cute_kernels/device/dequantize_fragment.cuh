@@ -2,7 +2,7 @@
 //
 // `Format` is what an element is, `Operand` what the mma takes: float16 or bfloat16, in pairs, or bytes of e4m3 or e5m2.
 // Every value comes out exact; 4-bit codes as bytes are 2^(bias of the operand - bias of the format) too small, which
-// kLift makes good in the sums.
+// kExponentBiasFactor makes good in the sums.
 #pragma once
 
 #include "device/float_formats.cuh"
@@ -16,23 +16,23 @@ constexpr float power_of_two(int exponent) {
 }
 
 template <class Format, class Operand>
-constexpr float kLift = Operand::kBits == 8 && Format::kBits < 8 ? power_of_two(Operand::kBias - Format::kBias) : 1.0f;
+constexpr float kExponentBiasFactor = Operand::kBits == 8 && Format::kBits < 8 ? power_of_two(Operand::kBias - Format::kBias) : 1.0f;
 
 // Bytes kFirst and kSecond of a word, 8-bit codes, as a pair of halves.
 template <class Format, class Half, int kFirst, int kSecond>
 __device__ __forceinline__ uint32_t byte_halves(uint32_t word) {
   if constexpr (Half::kBias == Format::kBias) {  // e5m2 is the upper byte of float16
-    return pick_bytes(word, 0, 0x0404 | kFirst << 4 | kSecond << 12);
+    return prmt(word, 0, 0x0404 | kFirst << 4 | kSecond << 12);
   } else {
 #if __CUDA_ARCH__ >= 890
     if constexpr (cuda::std::is_same_v<Format, E4M3> && cuda::std::is_same_v<Half, FLOAT16>) {
       uint32_t pair;
-      const uint32_t codes = kFirst == 0 && kSecond == 1 ? word : pick_bytes(word, 0, kFirst | kSecond << 4);
+      const uint32_t codes = kFirst == 0 && kSecond == 1 ? word : prmt(word, 0, kFirst | kSecond << 4);
       asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
       return pair;
     }
 #endif
-    return to_halves<Format, Half>(pick_bytes(word, 0, 0x4040 | kFirst | kSecond << 8));
+    return to_halves<Format, Half>(prmt(word, 0, 0x4040 | kFirst | kSecond << 8));
   }
 }
 
@@ -63,8 +63,8 @@ struct FloatUnits {
           for (int s = 0; s < kSubs; ++s) out[0][s][d] = to_halves<Format, Operand>(raw[d] >> 4 * s);
         }
       } else {
-        const uint32_t even = pick_bytes(raw[2 * d], raw[2 * d + 1], kEven);  // (4 k)
-        const uint32_t odd = pick_bytes(raw[2 * d], raw[2 * d + 1], kOdd);    // (4 k)
+        const uint32_t even = prmt(raw[2 * d], raw[2 * d + 1], kEven);  // (4 k)
+        const uint32_t odd = prmt(raw[2 * d], raw[2 * d + 1], kOdd);    // (4 k)
         if constexpr (kElement == 8) {
           out[0][0][d] = even;
           out[0][1][d] = odd;
@@ -105,13 +105,13 @@ __device__ __forceinline__ void expand_words(const uint32_t (&words)[kWords], ui
 template <class Format, class Operand, int kWords>
 __device__ __forceinline__ void split_order(uint32_t (&words)[kWords]) {
   if constexpr (Format::kBits == 16) {
-    const uint32_t k04 = pick_bytes(words[0], words[2], 0x5410), k15 = pick_bytes(words[0], words[2], 0x7632);
-    const uint32_t k26 = pick_bytes(words[1], words[3], 0x5410), k37 = pick_bytes(words[1], words[3], 0x7632);
+    const uint32_t k04 = prmt(words[0], words[2], 0x5410), k15 = prmt(words[0], words[2], 0x7632);
+    const uint32_t k26 = prmt(words[1], words[3], 0x5410), k37 = prmt(words[1], words[3], 0x7632);
     words[0] = k04, words[1] = k15, words[2] = k26, words[3] = k37;
   } else if constexpr (Format::kBits == 8) {
     constexpr bool kBytes = Operand::kBits == 8;
-    const uint32_t first = pick_bytes(words[0], words[1], kBytes ? kEven : 0x5140);
-    words[1] = pick_bytes(words[0], words[1], kBytes ? kOdd : 0x7362);
+    const uint32_t first = prmt(words[0], words[1], kBytes ? kEven : 0x5140);
+    words[1] = prmt(words[0], words[1], kBytes ? kOdd : 0x7362);
     words[0] = first;
   }
 }

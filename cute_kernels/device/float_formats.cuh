@@ -88,8 +88,8 @@ __device__ __forceinline__ uint32_t to_halves(uint32_t codes) {
       const uint32_t special = own + (0x80 - Format::kSpecial) * kEachHalf & 0x80 * kEachHalf;
       moved |= (special << 8) - (special << (Half::kMantissa - 7));  // an exponent of ones
     }
-    constexpr uint32_t kLift = (Half::kBias - Format::kBias + Half::kBias) << Half::kMantissa;
-    return multiply_halves<Half>(moved, kLift * kEachHalf);
+    constexpr uint32_t kExponentBiasFactor = (Half::kBias - Format::kBias + Half::kBias) << Half::kMantissa;
+    return multiply_halves<Half>(moved, kExponentBiasFactor * kEachHalf);
   }
 }
 
@@ -99,9 +99,9 @@ __device__ __forceinline__ uint32_t to_halves_from(uint32_t word) {
   static_assert(Format::kBits < 8 && Half::kBias != Format::kBias, "a product lifts the exponent");
   constexpr int kMagnitude = Format::kBits - 1, kUp = Half::kMantissa - Format::kMantissa - kAt;
   constexpr uint32_t kOwn = ((1u << kMagnitude) - 1 << (Half::kMantissa - Format::kMantissa)) * kEachHalf;
-  constexpr uint32_t kLift = (Half::kBias - Format::kBias + Half::kBias) << Half::kMantissa;
+  constexpr uint32_t kExponentBiasFactor = (Half::kBias - Format::kBias + Half::kBias) << Half::kMantissa;
   const uint32_t own = (kUp >= 0 ? word << (kUp > 0 ? kUp : 0) : word >> (kUp < 0 ? -kUp : 0)) & kOwn;
-  return multiply_halves<Half>(word << (15 - kMagnitude - kAt) & 0x8000 * kEachHalf | own, kLift * kEachHalf);
+  return multiply_halves<Half>(word << (15 - kMagnitude - kAt) & 0x8000 * kEachHalf | own, kExponentBiasFactor * kEachHalf);
 }
 
 // A scale's code as bfloat16, in both halves.

@@ -12,7 +12,7 @@ namespace magicube {
 using namespace cute;
 
 // Bytes of a and b picked by the four nibbles of the selector.
-__device__ __forceinline__ uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
 
@@ -95,8 +95,8 @@ struct DenseUnits {
     if constexpr (Shape::kBits == 8) {
       CUTE_UNROLL
       for (int d = 0; d < Shape::kDepth; ++d) {
-        const uint32_t even = pick_bytes(raw[2 * d], raw[2 * d + 1], kEven);  // (4 k)
-        const uint32_t odd = pick_bytes(raw[2 * d], raw[2 * d + 1], kOdd);    // (4 k)
+        const uint32_t even = prmt(raw[2 * d], raw[2 * d + 1], kEven);  // (4 k)
+        const uint32_t odd = prmt(raw[2 * d], raw[2 * d + 1], kOdd);    // (4 k)
         if constexpr (kElement == 16) {
           out[0][0][d] = even;
           out[1][0][d] = odd;
@@ -116,8 +116,8 @@ struct DenseUnits {
       for (int d = 0; d < Shape::kDepth; ++d) {
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
-          const uint32_t a = pick_bytes(raw[4 * d], raw[4 * d + 1], half ? kOdd : kEven);
-          const uint32_t b = pick_bytes(raw[4 * d + 2], raw[4 * d + 3], half ? kOdd : kEven);
+          const uint32_t a = prmt(raw[4 * d], raw[4 * d + 1], half ? kOdd : kEven);
+          const uint32_t b = prmt(raw[4 * d + 2], raw[4 * d + 3], half ? kOdd : kEven);
           out[0][2 * half][d] = (a & kLow) | ((b & kLow) << 4);            // (8 k)
           out[0][2 * half + 1][d] = ((a >> 4) & kLow) | (b & kHigh);       // (8 k)
         }
@@ -128,7 +128,7 @@ struct DenseUnits {
 
 // sum += dense * sparse for kRowBlocks units of eight columns each.
 template <class Op>
-__device__ __forceinline__ void multiply(uint32_t* sum, const uint32_t* dense, const uint32_t* sparse) {
+__device__ __forceinline__ void mma(uint32_t* sum, const uint32_t* dense, const uint32_t* sparse) {
   using Shape = AtomShape<Op>;
   Tensor tCrC = make_tensor<uint32_t>(Int<2 * Shape::kRowBlocks>{});              // (2 columns, row blocks)
   Tensor tCrA = make_tensor<uint32_t>(Int<Shape::kRowBlocks * Shape::kDepth>{});  // (row blocks, depth) in atom order

@@ -7,7 +7,7 @@
 namespace magicube {
 
 template <class Half>
-struct Twice {
+struct MmaKPair {
   using DRegisters = float[4];
   using ARegisters = uint32_t[8];
   using BRegisters = uint32_t[4];
@@ -28,7 +28,7 @@ struct Twice {
 namespace cute {
 
 template <class Half>
-struct MMA_Traits<magicube::Twice<Half>> : MMA_Traits<Half> {
+struct MMA_Traits<magicube::MmaKPair<Half>> : MMA_Traits<Half> {
   using Shape_MNK = Shape<_16, _8, _32>;
   using ALayout = Layout<Shape<Shape<_4, _8>, Shape<_2, _2, _2, _2>>, Stride<Stride<_32, _1>, Stride<_16, _8, _128, _256>>>;
   using BLayout = Layout<Shape<Shape<_4, _8>, Shape<_2, _2, _2>>, Stride<Stride<_16, _1>, Stride<_8, _64, _128>>>;

@@ -95,7 +95,7 @@ struct PackedRun {
 // Largest value of each team of `lanes` neighbouring threads, a power of two; `scratch` has a word for each warp.
 // Every thread of the block takes part.
 template <class Value>
-__device__ Value team_max(Value value, int lanes, Value* scratch) {
+__device__ Value group_reduce_max(Value value, int lanes, Value* scratch) {
   for (int step = 1; step < lanes && step < 32; step *= 2) {
     const Value other = __shfl_xor_sync(~0u, value, step);
     value = other > value ? other : value;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void team_sync() {
 
 // Sum of the values of the threads before this one, and of all of them, in a team of kWarps: one warp or the block.
 template <int kWarps, class Value>
-__device__ Value team_sum_before(Value value, Value& total, Value* scratch) {
+__device__ Value group_exclusive_sum(Value value, Value& total, Value* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
   Value sum = value;
   CUTE_UNROLL

@@ -7,7 +7,7 @@
 namespace magicube {
 
 template <class C, int kBytes>
-struct TileRing {
+struct TmaPipeline {
   uint32_t base;
 
   __device__ uint32_t full(int stage) const { return base + kBytes + 8 * stage; }
@@ -23,7 +23,7 @@ struct TileRing {
       barrier_fence();
     }
     if constexpr (C::kCluster == 1) __syncthreads();
-    else cluster::meet_with_barriers();
+    else cluster::sync_relaxed();
   }
 
   // The stages' last uses are over, in all blocks, whose warps arrive at this block's barriers: it may end only then.
@@ -45,7 +45,7 @@ struct TileRing {
 
 // The stage of a tile, and the parity of each stage's uses so far.
 template <class C>
-struct RingPosition {
+struct PipelineState {
   int stage = 0;
   uint32_t parities = 0;
 

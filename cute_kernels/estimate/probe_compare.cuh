@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kProbeThreads)
 compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
              int64_t w_pitch, const float* product, int64_t y_pitch, const float* left, int64_t left_count,
              const float* right, int64_t right_count, float least, float most, double* out) {
-  wait_for_predecessor();
+  pdl_wait();
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
@@ -113,7 +113,7 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 sum_comparison(const double* parts, int64_t blocks, double* out) {
-  wait_for_predecessor();
+  pdl_wait();
   __shared__ double sums[kWarps][32];
   constexpr int kAtOnce = 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.x * 32 + lane;

@@ -246,7 +246,7 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
       const int lines = kTransposed ? left : present, valid = kTransposed ? present : left;
       Runs::fetch(to, first, apart, lines, valid, x.vector && valid >= kRun);
     }
-    copy_async_commit();
+    cp_async_commit();
   };
   const ProbeVectors vectors(w, w_pitch, columns);
   float4 next[2];
@@ -256,7 +256,7 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
   int stage = 0, ahead = C::kStages - 1;
   for (int at = start; at < columns; at += stride) {  // the same for all lanes of a warp
     Runs here;
-    copy_async_wait<C::kStages - 2>();
+    cp_async_wait<C::kStages - 2>();
     here.read(ring + stage * Runs::kStageBytes);
     const float4 held[2] = {next[0], next[1]};
     vectors.load(at + stride, next);
@@ -269,7 +269,7 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
 
 // Sums of a tile of X to shared memory; returns this lane's part of the sum of squares. `tops`: of all columns, where those
 // are asked for. `halves`: X in float16, row by row without gaps, where C::kHalves; then runs are whole.
-template <class C, bool kTransposed, bool kSquares, Tops kTops>
+template <class C, bool kTransposed, bool kSquares, Tops kAbsmax>
 __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
                                              int64_t tile, uint8_t* shared, uint32_t* tops, __half* halves) {
   using Runs = ProbeRuns<typename C::Source, kTransposed>;
@@ -301,8 +301,8 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
       }
       squares += sum;
     }
-    if constexpr (kTops == Tops::kColumns) see_columns(here, tops + at, min(int(x.columns) - at, kDepth));
-    if constexpr (kTops == Tops::kRows) {
+    if constexpr (kAbsmax == Tops::kColumns) see_columns(here, tops + at, min(int(x.columns) - at, kDepth));
+    if constexpr (kAbsmax == Tops::kRows) {
       CUTE_UNROLL
       for (int i = 0; i < kTiles * kRun; ++i) {
         row_tops[i / kRun] = max(row_tops[i / kRun], magnitude_bits(here.at(i / kRun, i % kRun)));
@@ -312,7 +312,7 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
   static_assert(sizeof(ProbeParts) == C::kPartsBytes, "the host has made room for them");
   ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
   parts.put<kTransposed>(sums);
-  if constexpr (kTops == Tops::kRows) {
+  if constexpr (kAbsmax == Tops::kRows) {
     CUTE_UNROLL
     for (int i = 0; i < kTiles; ++i) {
       uint32_t top = max(row_tops[i], __shfl_xor_sync(~0u, row_tops[i], 1));
@@ -330,16 +330,16 @@ template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
       int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops, __half* halves) {
-  wait_for_predecessor();
-  constexpr Tops kTops = static_cast<Tops>(C::kTops);
+  pdl_wait();
+  constexpr Tops kAbsmax = static_cast<Tops>(C::kAbsmax);
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
-  probe_tile<C, C::kTransposed, false, kTops>(matrix, w, w_pitch, blockIdx.x, shared, tops, halves);
+  probe_tile<C, C::kTransposed, false, kAbsmax>(matrix, w, w_pitch, blockIdx.x, shared, tops, halves);
   __syncthreads();
   const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
-  if constexpr (kTops == Tops::kRows) {
+  if constexpr (kAbsmax == Tops::kRows) {
     if (threadIdx.x < Tile::kRows && corner + threadIdx.x < rows) {
       const uint32_t top = parts.top<C::kGroups>(threadIdx.x);
       if (gridDim.y == 1) tops[corner + threadIdx.x] = top;

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.device import device_of, multiprocessors_of
+from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
-from cute_kernels.jit.launch_cache import Replays
+from cute_kernels.jit.launch_cache import LaunchCache
 
 TOPS = ("", "rows", "columns")
 PROBES = 16
@@ -35,7 +35,7 @@ _SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which
 _FEW = 4  # they do where there are so many multiprocessors for each tile
 _GAIN = 1.15  # of reading W half as often
 _AWAITED = 0x7FF8_5EED_0000_0001  # no sum is this NaN
-_replays = Replays(256)
+_replays = LaunchCache(256)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class ProbeConfig:
         marks = "".join(f"-{mark}" for mark in (self.tops, "halves" if self.halves else "") if mark)
         return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         transposed = self.kernel == "probe_transposed"
         members: dict[str, object] = {
-            "kTops": TOPS.index(self.tops),
+            "kAbsmax": TOPS.index(self.tops),
             "kTransposed": transposed,
             "kGroups": self.groups,
             "kStages": self.stages,
@@ -117,7 +117,7 @@ def readable(x: Tensor) -> bool:
     """Whether the kernels read ``x`` (M, N) as it lies: on a GPU, rows contiguous, float32, float16 or bfloat16;
     M and N are 2^30 at most."""
     rows = x.stride(1) == 1 or x.shape[1] == 1
-    return x.is_cuda and x.dtype in REALS and rows and x.numel() > 0 and max(x.shape) <= _LONGEST
+    return x.is_cuda and x.dtype in REAL_DTYPES and rows and x.numel() > 0 and max(x.shape) <= _LONGEST
 
 
 def probeable(x: Tensor) -> bool:
@@ -150,13 +150,13 @@ def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
     return _probe(x, w, lines)[:2]
 
 
-def makes_halves(x: Tensor) -> bool:
+def can_emit_float16(x: Tensor) -> bool:
     """Whether :func:`probe_with_halves` takes ``x``: float32, rows of a multiple of 4 entries, aligned to 16 bytes."""
     return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix(x)[-1] == 1
 
 
 def probe_with_halves(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`probe_with_tops`, and x in float16 (M, N), for an x that :func:`makes_halves` allows."""
+    """As :func:`probe_with_tops`, and x in float16 (M, N), for an x that :func:`can_emit_float16` allows."""
     y, tops, halves = _probe(x, w, lines, halved=True)
     assert halves is not None
     return y, tops, halves
@@ -190,8 +190,8 @@ def _probe(x: Tensor, w: Tensor, lines: str, halved: bool = False) -> tuple[Tens
             at, pitch, *_, vector = matrix(x.mT if transposed else x)
             pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
             converted = 0 if halves is None else halves.data_ptr()
-            get_kernel(ProbeConfig(name, REALS[x.dtype], lines, groups, halves=halved)).launch(
-                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers, converted), early=True
+            get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], lines, groups, halves=halved)).launch(
+                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers, converted), pdl=True
             )
 
         written = () if halves is None else (halves,)
@@ -203,7 +203,7 @@ def _probe(x: Tensor, w: Tensor, lines: str, halved: bool = False) -> tuple[Tens
 def grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, int]:
     """For a pass over such a matrix: groups of 32 rows a block, tiles, blocks that share the columns of one."""
     rows, columns = shape
-    at_once = multiprocessors_of(device)
+    at_once = num_sms(device)
     groups = _groups(rows, dtype, at_once)
     tiles = -(-padded(rows) // (groups * TILE))
     idle = at_once // tiles
@@ -275,20 +275,20 @@ def start_comparison(
 ) -> None:
     """Start :func:`compare` on torch's current stream; does not wait."""
     with device_of(c):
-        at_once = multiprocessors_of(c.device.index)
+        at_once = num_sms(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)
         blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
         parts, there = workspace.empty((blocks, SUMS), torch.float64, c.device), answer()
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
-            get_kernel(ProbeConfig("compare_rows", REALS[c.dtype], groups=groups)).launch(
+            get_kernel(ProbeConfig("compare_rows", REAL_DTYPES[c.dtype], groups=groups)).launch(
                 (blocks, 1, 1),
                 (
                     *matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
                     *(np.float32(bound) for bound in bounds), parts.data_ptr(),
                 ),
-                early=True,
+                pdl=True,
             )  # fmt: skip
             start_sum(parts)
 
@@ -299,7 +299,7 @@ def start_comparison(
 def start_sum(parts: Tensor) -> None:
     """Start to add the blocks' parts, float64 (blocks, 260), to :func:`answer`."""
     get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
-        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), parts.shape[0], answer().data_ptr()), early=True
+        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), parts.shape[0], answer().data_ptr()), pdl=True
     )
 
 
@@ -312,7 +312,7 @@ def _comparison_there() -> Comparison:
 
 def default_configs() -> list[ProbeConfig]:
     """The kernels of all input types."""
-    single = [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in REALS.values()]
+    single = [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in REAL_DTYPES.values()]
     double = [ProbeConfig(kernel, "float32", tops, groups=2) for kernel, tops in KERNELS]
     halves = [ProbeConfig("probe", "float32", tops, n, halves=True) for tops in TOPS[1:] for n in (1, 2)]
     return [*single, *double, *halves, ProbeConfig("sum_comparison", "float32")]

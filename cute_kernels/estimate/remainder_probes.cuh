@@ -90,7 +90,7 @@ template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, int64_t w_pitch,
            const float* scales, float radix, float* y, int64_t y_pitch) {
-  wait_for_predecessor();
+  pdl_wait();
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};
@@ -110,7 +110,7 @@ template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 judge_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* vectors, int64_t w_pitch,
            const float* left, const float* right, int64_t right_count, float radix, float least, float most, double* out) {
-  wait_for_predecessor();
+  pdl_wait();
   extern __shared__ __align__(16) uint8_t shared[];
   const RestParts& parts = *reinterpret_cast<const RestParts*>(shared);
   const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};

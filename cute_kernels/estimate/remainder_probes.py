@@ -16,7 +16,7 @@ from cute_kernels.estimate import probes
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.device import device_of, multiprocessors_of
+from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
 # Of an estimate by these kernels, whose factors are cut to tf32: four of them in a chain, each by 2^-10 at most.
@@ -49,7 +49,7 @@ class RestConfig:
         """Short and unique among the configs."""
         return f"{self.kernel}-g{self.groups}{'t' if self.transposed else ''}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members: dict[str, object] = {
             "kLeft": self.kernel == "judge_rest",
@@ -81,7 +81,7 @@ def probe_rest(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
                 *_matrix(x, b.shape), w.data_ptr(), w.shape[1], scale.data_ptr(), np.float32(2.0**bits),
                 found.data_ptr(), width,
             ),
-            early=True,
+            pdl=True,
         )  # fmt: skip
     return found
 
@@ -96,7 +96,7 @@ def start_judging(
     (N,) of B's columns: entries of both that are not within ``bounds`` are counted.  Does not wait.
     """
     transposed, x, groups, tiles = _pass(a)
-    blocks = min(tiles, multiprocessors_of(a.device.index))
+    blocks = min(tiles, num_sms(a.device.index))
     parts = workspace.empty((blocks, probes.SUMS), torch.float64, a.device)
     with device_of(a):
         get_kernel(RestConfig("judge_rest", transposed, groups)).launch(
@@ -105,7 +105,7 @@ def start_judging(
                 *_matrix(x, a.shape), vectors.data_ptr(), vectors.shape[2], scale.data_ptr(), other.data_ptr(),
                 other.numel(), np.float32(2.0**bits), *(np.float32(bound) for bound in bounds), parts.data_ptr(),
             ),
-            early=True,
+            pdl=True,
         )  # fmt: skip
         probes.start_sum(parts)
 

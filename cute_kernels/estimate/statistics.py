@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.device import device_of
@@ -53,7 +53,7 @@ class StatisticsConfig:
         """Short and unique among the configs."""
         return f"{self.kernel}-{self.x}-f{self.far}h{self.hot}m{self.most_hot}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -217,7 +217,7 @@ def _sample(
     chunks = pitch_of(inner) // CHUNK
     alike = len({side.x.dtype for side, _, _ in fresh}) == 1
     for group in [fresh] if alike else [[each] for each in fresh]:
-        kernel = get_kernel(_config("sample_lines", REALS[group[0][0].x.dtype], rule))
+        kernel = get_kernel(_config("sample_lines", REAL_DTYPES[group[0][0].x.dtype], rule))
         sources = [_source(side, seed, sampled) for side, sampled, seed in group]
         kernel.launch((chunks, len(group), 1), (*sources[0], *sources[-1], inner, arrived))
     kernel = get_kernel(_config("measure_lines", "float32", rule))
@@ -276,5 +276,5 @@ def look(left: Side, right: Side | Sampled, product: Tensor, rule: Rule, seed: i
 
 def default_configs() -> list[StatisticsConfig]:
     """The kernels of all input types."""
-    sampling = [StatisticsConfig("sample_lines", x) for x in REALS.values()]
+    sampling = [StatisticsConfig("sample_lines", x) for x in REAL_DTYPES.values()]
     return [*sampling, StatisticsConfig("measure_lines"), StatisticsConfig("meet_lines")]

@@ -111,7 +111,7 @@ class GemmConfig:
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -131,7 +131,7 @@ class GemmConfig:
                 "kSquares": self.squares,
             }
         )
-        source = "Nothing" if self.source == "none" else OUT_TYPES[self.source]
+        source = "NoSource" if self.source == "none" else OUT_TYPES[self.source]
         text = (
             f'#include "gemm/{self.kernel}.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}'
             f"  using Out = {OUT_TYPES[self.out]};\n  using Source = {source};\n}};\n}}  // namespace magicube\n"

@@ -16,7 +16,7 @@ from cute_kernels.gemm.config import GemmConfig, Products
 from cute_kernels.gemm.epilogue import _pointer, result_of
 from cute_kernels.gemm.heuristics import choose
 from cute_kernels.gemm.problem import Call
-from cute_kernels.jit.device import current_arch, device_of, multiprocessors_of
+from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel, occupancy
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.operands import Rows, aligned, is_ready
@@ -76,7 +76,7 @@ def choose_for(call: Call, part: Part, arch: str, multiprocessors: int) -> GemmC
 
 def squares_room(device: torch.device) -> int:
     """Warps that a product may have on this device, each of which leaves a sum of squares."""
-    return 8 * multiprocessors_of(device.index)
+    return 8 * num_sms(device.index)
 
 
 def leaves_squares(k: int, products: Products, device: torch.device) -> bool:
@@ -120,7 +120,7 @@ def plan_cuda(call: Call) -> tuple[GemmConfig, tuple[str, ...], int, int]:
     launches = list(parts(call, torch.empty(m, n, dtype=call.out_dtype, device="meta")))
     if len(launches) > 1 and launches[0].out is not launches[-1].out:
         workspace += launches[0].out.nbytes
-    config = choose_for(call, launches[0], current_arch(), multiprocessors_of(call.device.index))
+    config = choose_for(call, launches[0], current_arch(), num_sms(call.device.index))
     return config, copies, workspace, len(launches)
 
 
@@ -132,7 +132,7 @@ def gemm_cuda(call: Call, out: Tensor, config: GemmConfig | None = None) -> Tens
     with device_of(out):
         a, b = [_ready(plane) for plane in call.a], [_ready(plane.t()) for plane in call.b]
         arch = current_arch()
-        multiprocessors = multiprocessors_of(out.device.index)
+        multiprocessors = num_sms(out.device.index)
         for part in parts(call, out):
             chosen = choose_for(call, part, arch, multiprocessors)
             if config is not None:

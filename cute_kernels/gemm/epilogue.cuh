@@ -10,7 +10,7 @@
 
 namespace magicube {
 
-struct Nothing {};  // the type of a c that is not there
+struct NoSource {};  // the type of a c that is not there
 
 template <class C>
 struct GemmOutput {
@@ -18,7 +18,7 @@ struct GemmOutput {
   using Source = typename C::Source;
   static constexpr bool kIntegral = cuda::std::is_integral_v<Out>;
   static constexpr bool kFloatSums = C::kFloatSums;  // else exact integers
-  static constexpr bool kHasSource = !cuda::std::is_same_v<Source, Nothing>;
+  static constexpr bool kHasSource = !cuda::std::is_same_v<Source, NoSource>;
 
   Out* out;
   const Source* c;
@@ -113,14 +113,14 @@ __device__ __forceinline__ void write_quad(const GemmOutput<C>& to, const typena
   }
 }
 
-struct SeeNothing {
+struct NoVisitor {
   template <class Value>
   __device__ __forceinline__ void operator()(Value) const {}
 };
 
 // kVector: by write_quad. kFactors: columns have factors, or there is a bias. The rest as for write_fragment.
 template <bool kVector, bool kFactors, class C, int kRegisters, class See>
-__device__ __forceinline__ void write_quads(const GemmOutput<C>& to, const uint32_t (&sums)[C::kLevels][kRegisters], int row,
+__device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, const uint32_t (&sums)[C::kLevels][kRegisters], int row,
                                             int column, int lane, const See& see) {
   using Out = typename C::Out;
   using Source = typename C::Source;
@@ -160,14 +160,14 @@ __device__ __forceinline__ void write_quads(const GemmOutput<C>& to, const uint3
 // A warp's fragment of 16 rows and 2 * kRegisters columns, in the order of an mma's accumulators: rows g, g + 8 of the
 // first eight columns, then of the next. (row, column) is its corner. `see` is called with each result, also those beyond the
 // output's edge, which are no sums of anything.
-template <class C, int kRegisters, class See = SeeNothing>
+template <class C, int kRegisters, class See = NoVisitor>
 __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&sums)[C::kLevels][kRegisters], int row,
                                                int column, int lane, const See& see = {}) {
   static_assert(kRegisters % 16 == 0, "four blocks of eight columns are written together");
   to.fold(sums);
-  if (!to.vector) write_quads<false, true>(to, sums, row, column, lane, see);
-  else if (to.columns || to.bias) write_quads<true, true>(to, sums, row, column, lane, see);
-  else write_quads<true, false>(to, sums, row, column, lane, see);
+  if (!to.vector) store_accumulators<false, true>(to, sums, row, column, lane, see);
+  else if (to.columns || to.bias) store_accumulators<true, true>(to, sums, row, column, lane, see);
+  else store_accumulators<true, false>(to, sums, row, column, lane, see);
 }
 
 }  // namespace magicube

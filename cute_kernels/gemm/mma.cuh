@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_part(const GemmOperand& from, uint32_t to, 
       const int64_t k = at + 16 * chunk, left = first + row < from.rows ? from.k - k : 0;
       const int valid = left >= 16 ? 16 : left > 0 ? int(left) : 0;
       const uint8_t* source = from.planes[plane] + (valid ? (first + row) * from.pitches[plane] + k : 0);
-      copy_async(to + plane * kRows * G::kTileK + swizzled<G::kTileK>(row, chunk), source, valid);
+      cp_async(to + plane * kRows * G::kTileK + swizzled<G::kTileK>(row, chunk), source, valid);
     }
   }
 }
@@ -117,7 +117,7 @@ gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_
          int64_t vector, float alpha, float beta, float weight1, float weight2) {
   using G = WarpGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const TileOrder<C::kBand> order{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
+  const TileScheduler<C::kBand> order{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
   int tile_row, tile_column;
   order.place(blockIdx.x, tile_row, tile_column);
   const GemmOperand a{{a0, a1, a2}, {pitch_a0, pitch_a1, pitch_a2}, m, k};
@@ -133,12 +133,12 @@ gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_
       load_part<G, C::kPlanesB, G::kTileN>(b, to + C::kPlanesA * G::kPlaneA, int64_t{tile_column} * G::kTileN,
                                            int64_t{part} * G::kTileK);
     }
-    copy_async_commit();
+    cp_async_commit();
   };
   for (int stage = 0; stage < C::kStages - 1; ++stage) load(stage, stage);
   WarpSums<C> sums = {};
   for (int part = 0, stage = 0; part < parts; ++part) {
-    copy_async_wait<C::kStages - 2>();
+    cp_async_wait<C::kStages - 2>();
     __syncthreads();  // the part is there for all, and the stage before it is out of use
     load(part + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
     multiply_stage<C>(sums, shared + stage * G::kStageBytes, row, column, lane);

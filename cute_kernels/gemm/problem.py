@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels.gemm.config import Products
 
 INTEGERS = (torch.int32, torch.int64)
-HALVES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Call:
 
 def floating(x: Tensor, name: str, sizes: tuple[tuple[int, ...], ...], device: torch.device, wide: bool) -> Tensor:
     """``x``, a tensor of factors or terms of one of these shapes; ``wide`` allows float64."""
-    kinds = (torch.float32, *HALVES, *((torch.float64,) if wide else ()))
+    kinds = (torch.float32, *HALF_DTYPES, *((torch.float64,) if wide else ()))
     if x.dtype not in kinds:
         raise TypeError(f"{name} must be one of {', '.join(map(str, kinds))}, got {x.dtype}")
     if tuple(x.shape) not in sizes:
@@ -61,7 +61,7 @@ def check_output(
     out: Tensor | None, dtype: torch.dtype, shape: tuple[int, int], device: torch.device, *, integers: bool
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless results of ``dtype`` can be written to ``out``."""
-    floats = (*HALVES, torch.float32, *((torch.float64,) if device.type == "cpu" else ()))
+    floats = (*HALF_DTYPES, torch.float32, *((torch.float64,) if device.type == "cpu" else ()))
     known = (*INTEGERS, *floats) if integers else floats
     if dtype not in known:
         raise TypeError(f"out_dtype on {device} must be one of {', '.join(map(str, known))}, got {dtype}")

@@ -7,7 +7,7 @@ namespace magicube {
 
 // Tile (row, column) number `index` of a grid of rows x columns: bands of kBand rows, column by column inside a band.
 template <int kBand>
-struct TileOrder {
+struct TileScheduler {
   int rows, columns;
 
   __device__ int count() const { return rows * columns; }

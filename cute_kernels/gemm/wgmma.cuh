@@ -64,7 +64,7 @@ struct GroupGemm {
   static_assert(kPlaneA % 1024 == 0 && kPlaneB / kCluster % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
 
   uint32_t base;
-  TileOrder<C::kBand> order;  // of clusters
+  TileScheduler<C::kBand> order;  // of clusters
   int parts;                  // of k
 
   __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
@@ -102,16 +102,16 @@ __device__ void feed_tiles(const GroupGemm<C>& gemm, const TmaDescriptor* const 
       const uint32_t full = gemm.full(at.stage);
       const int k = part * G::kTileK;
       barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-      barrier_expect(full, G::kStageBytes);
+      mbarrier_arrive_expect_tx(full, G::kStageBytes);
       CUTE_UNROLL
-      for (int i = 0; i < C::kPlanesA; ++i) copy_box(gemm.plane_a(at.stage, i), a[i], k, m, full);
+      for (int i = 0; i < C::kPlanesA; ++i) tma_load_2d(gemm.plane_a(at.stage, i), a[i], k, m, full);
       CUTE_UNROLL
       for (int j = 0; j < C::kPlanesB; ++j) {
         if constexpr (G::kCluster == 1) {
-          copy_box(gemm.plane_b(at.stage, j), b[j], k, n, full);
+          tma_load_2d(gemm.plane_b(at.stage, j), b[j], k, n, full);
         } else {
           constexpr int kRows = G::kTileN / G::kCluster;
-          cluster::copy_box_to((1 << G::kCluster) - 1, gemm.plane_b(at.stage, j) + rank * kRows * G::kTileK, b[j], k,
+          cluster::tma_load_2d_multicast((1 << G::kCluster) - 1, gemm.plane_b(at.stage, j) + rank * kRows * G::kTileK, b[j], k,
                       n + rank * kRows, full);
         }
       }
@@ -197,7 +197,7 @@ __device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to
   float seen = 0.0f;  // squares of this thread's results
   const int block = C::kPingPong ? 0 : group * G::kBlocks;  // the group's first
   if (C::kPingPong && group == 1) {
-    warp_group::turn_give(1, 256);  // group 0 begins
+    warp_group::named_barrier_arrive(1, 256);  // group 0 begins
     index += step;
     at.skip(gemm.parts);
   }
@@ -205,9 +205,9 @@ __device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to
     int row, column;
     gemm.order.place(index, row, column);
     typename G::Sums sums = {};  // not by the first product: what it overwrites would be alive until then
-    if (C::kPingPong) warp_group::turn_wait(1 + group, 256);
+    if (C::kPingPong) warp_group::named_barrier_sync(1 + group, 256);
     multiply_tile(gemm, sums, at, block);
-    if (C::kPingPong && index + step < count) warp_group::turn_give(2 - group, 256);
+    if (C::kPingPong && index + step < count) warp_group::named_barrier_arrive(2 - group, 256);
     warpgroup_wait<0>();
     hold<C>(sums);
     release(gemm, at.stage == 0 ? G::kStages - 1 : at.stage - 1);
@@ -251,24 +251,24 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
     barrier_fence();
   }
   if constexpr (G::kCluster == 1) __syncthreads();
-  else cluster::meet();
+  else cluster::sync();
   const int group = threadIdx.x / 128;
   if (group == G::kGroups) {
-    if constexpr (G::kGroups == 2) warp_group::give_registers<G::kFeederRegisters>();
+    if constexpr (G::kGroups == 2) warp_group::setmaxnreg_dec<G::kFeederRegisters>();
     if (threadIdx.x == 128 * G::kGroups) {
       const TmaDescriptor* const a[3] = {&a0, &a1, &a2};
       const TmaDescriptor* const b[3] = {&b0, &b1, &b2};
       feed_tiles(gemm, a, b, rank);
     }
   } else {
-    if constexpr (G::kGroups == 2) warp_group::take_registers<G::kGroupRegisters>();
+    if constexpr (G::kGroups == 2) warp_group::setmaxnreg_inc<G::kGroupRegisters>();
     if (rows && row_step == 0) alpha *= __ldg(rows);
     if (columns && column_step == 0) alpha *= __ldg(columns);
     const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, weight1, weight2, vector != 0};
     multiply_tiles(gemm, to, rank, group, squares);
   }
-  if constexpr (G::kCluster > 1) cluster::meet();  // a block's memory is written by the other one
+  if constexpr (G::kCluster > 1) cluster::sync();  // a block's memory is written by the other one
 }
 
 }  // namespace magicube

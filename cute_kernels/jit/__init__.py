@@ -7,10 +7,10 @@ from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import ARCHES, Binary, CompileError, Unit, Usage, compile_unit
 from cute_kernels.jit.device import DeviceError, current_arch
 from cute_kernels.jit.kernel import Kernel, get_kernel, occupancy
-from cute_kernels.jit.launch_cache import Replays
+from cute_kernels.jit.launch_cache import LaunchCache
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.jit.toolchain import Toolchain, ToolchainError
-from cute_kernels.jit.warmup import Warmed, warmup
+from cute_kernels.jit.warmup import WarmupResult, warmup
 
 __all__ = [
     "ARCHES",
@@ -18,12 +18,12 @@ __all__ = [
     "CompileError",
     "DeviceError",
     "Kernel",
-    "Replays",
+    "LaunchCache",
     "Toolchain",
     "ToolchainError",
     "Unit",
     "Usage",
-    "Warmed",
+    "WarmupResult",
     "build",
     "compile_unit",
     "current_arch",

@@ -21,7 +21,7 @@ def device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 @lru_cache
-def multiprocessors_of(device: int) -> int:
+def num_sms(device: int) -> int:
     """Of this device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 

@@ -38,7 +38,7 @@ Grid = tuple[int, int, int]
 class Config(Hashable, Protocol):
     """What :func:`get_kernel` wants of a kernel's configuration; a frozen dataclass does."""
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit for ``arch``."""
 
     @property
@@ -63,7 +63,7 @@ def _check(what: str, result: Sequence[Any]) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-class _Frame:
+class ArgBuffer:
     """Memory of one launch's arguments, and the addresses of each as the driver wants them."""
 
     def __init__(self, size: int, offsets: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class _Frame:
         self.address = ctypes.addressof(self.pointers)
 
 
-class _Layout:
+class ArgLayout:
     """Widths and places of a kernel's arguments, taken from its first launch, and frames in which to put them."""
 
     def __init__(self, args: Sequence[object], sizes: Sequence[int] | None) -> None:
@@ -89,10 +89,10 @@ class _Layout:
             self.offsets.append(offset + pad)
             offset += pad + width
         self.format = struct.Struct(text)
-        self.frames: list[_Frame] = []  # pop and append are atomic, so that threads never share one
+        self.frames: list[ArgBuffer] = []  # pop and append are atomic, so that threads never share one
 
-    def fill(self, args: Sequence[object]) -> _Frame:
-        frame = self.frames.pop() if self.frames else _Frame(self.format.size, self.offsets)
+    def fill(self, args: Sequence[object]) -> ArgBuffer:
+        frame = self.frames.pop() if self.frames else ArgBuffer(self.format.size, self.offsets)
         self.format.pack_into(frame.values, frame.start, *args)
         return frame
 
@@ -140,7 +140,7 @@ class Kernel:
         self.local_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
         self.shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
         self.max_dynamic_shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
-        self._layout: _Layout | None = None
+        self._layout: ArgLayout | None = None
         self._threads = threading.local()
         self._configs: dict[tuple[Grid, Grid | None, bool, int], Any] = {}
         self._waits = int(re.sub(r"\D", "", binary.arch)) >= 90  # older code has no instruction for it
@@ -161,47 +161,47 @@ class Kernel:
         except NotImplementedError:
             return None
 
-    def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, early: bool = False) -> None:
+    def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, pdl: bool = False) -> None:
         """Launch on torch's current stream of the kernel's device, which must be the current one.
 
         Args: blocks of the grid in x, y, z (with a 0 there is nothing to do); the kernel's arguments, plain ints for
         64-bit ones and pointers, numpy scalars for other widths, ``bytes`` of 128 for a tensor map; blocks of a
-        cluster in x, y, z; ``early``: blocks may start while the kernel before this one ends, which the kernel must
-        know of (``wait_for_predecessor`` in ``device/copy.cuh``; from 9.0 on, elsewhere without effect).
+        cluster in x, y, z; ``pdl``: blocks may start while the kernel before this one ends, which the kernel must
+        know of (``pdl_wait`` in ``device/copy.cuh``; from 9.0 on, elsewhere without effect).
         Raises ``TypeError`` for arguments that the kernel does not take and :class:`DeviceError` for a refused launch.
         """
         if 0 in grid:
             return
         layout, frame = self._fill(args)
-        self.enqueue(Prepared(self, grid, frame, cluster, early))
+        self.enqueue(LaunchRecord(self, grid, frame, cluster, pdl))
         if getattr(recording, "launches", None) is None:
             layout.frames.append(frame)  # the driver has copied the arguments
 
-    def _fill(self, args: tuple[Any, ...]) -> tuple[_Layout, _Frame]:
+    def _fill(self, args: tuple[Any, ...]) -> tuple[ArgLayout, ArgBuffer]:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("arguments of %s: %s", self.name, args)
         layout = self._layout
         if layout is None:
-            layout = self._layout = _Layout(args, self._parameter_sizes())
+            layout = self._layout = ArgLayout(args, self._parameter_sizes())
         try:
             return layout, layout.fill(args)
         except struct.error as error:
             raise TypeError(f"arguments of {self.name}: {error}") from None
 
-    def enqueue(self, prepared: Prepared) -> None:
+    def enqueue(self, prepared: LaunchRecord) -> None:
         """As :meth:`launch`, of one that was recorded."""
-        _, grid, frame, cluster, early = prepared
+        _, grid, frame, cluster, pdl = prepared
         if log.isEnabledFor(logging.DEBUG):
             log.debug("launch %s grid %s block %d", self.name, grid, self.threads)
         driver, stream = self._driver, torch._C._cuda_getCurrentRawStream(self.device)
-        if cluster is None and not (early and self._waits):
+        if cluster is None and not (pdl and self._waits):
             (status,) = driver.cuLaunchKernel(
                 self._function, *grid, self.threads, 1, 1, self.smem_bytes, stream, frame.address, 0
             )
         else:
-            config = self._configs.get((grid, cluster, early, stream))
+            config = self._configs.get((grid, cluster, pdl, stream))
             if config is None:
-                config = self._configure(grid, cluster, early, stream)
+                config = self._configure(grid, cluster, pdl, stream)
             (status,) = driver.cuLaunchKernelEx(config, self._function, frame.address, 0)
         if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and not self._bound_here():
             self.enqueue(prepared)
@@ -209,7 +209,7 @@ class Kernel:
         if status:
             shape = f"grid {grid}, {self.threads} threads, {self.smem_bytes} bytes of shared memory"
             raise DeviceError(f"{self.name} ({self.arch}) with {shape}: {status.name}")
-        seen: list[Prepared] | None = getattr(recording, "launches", None)
+        seen: list[LaunchRecord] | None = getattr(recording, "launches", None)
         if seen is not None:
             seen.append(prepared)
 
@@ -221,7 +221,7 @@ class Kernel:
         self._threads.bound = True
         return False
 
-    def _configure(self, grid: Grid, cluster: Grid | None, early: bool, stream: int) -> Any:
+    def _configure(self, grid: Grid, cluster: Grid | None, pdl: bool, stream: int) -> Any:
         driver, attributes = self._driver, []
         names = driver.CUlaunchAttributeID
         if cluster is not None:
@@ -230,7 +230,7 @@ class Kernel:
             dimension = attribute.value.clusterDim
             dimension.x, dimension.y, dimension.z = cluster
             attributes.append(attribute)
-        if early and self._waits:
+        if pdl and self._waits:
             attribute = driver.CUlaunchAttribute()
             attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
@@ -242,7 +242,7 @@ class Kernel:
         config.attrs, config.numAttrs = attributes, len(attributes)
         if len(self._configs) >= 64:  # shapes may vary without end
             self._configs.clear()
-        self._configs[grid, cluster, early, stream] = config
+        self._configs[grid, cluster, pdl, stream] = config
         return config
 
     def __repr__(self) -> str:
@@ -272,7 +272,7 @@ def get_kernel(config: Config) -> Kernel:
         with _loading:
             kernel = _kernels.get((config, device))
             if kernel is None:
-                binary = build(config.unit(current_arch()))
+                binary = build(config.translation_unit(current_arch()))
                 kernel = _kernels[config, device] = Kernel(binary, config.threads, config.smem_bytes, device)
     return kernel
 
@@ -290,14 +290,14 @@ def occupancy(kernel: Kernel) -> int:
     return _check(f"occupancy of {kernel.name}", result)
 
 
-class Prepared(NamedTuple):
+class LaunchRecord(NamedTuple):
     """A launch whose arguments lie in place: to be run any number of times, by any thread."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    frame: _Frame
+    frame: ArgBuffer
     cluster: tuple[int, int, int] | None
-    early: bool
+    pdl: bool
 
 
 recording = threading.local()  # ``launches``: of the function that is being recorded in this thread, if any

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from cute_kernels.jit.kernel import Prepared, recording
+from cute_kernels.jit.kernel import LaunchRecord, recording
 
 
-class Replays:
+class LaunchCache:
     """Launches of functions that depend on nothing but their keys: what one launched is launched again without it.
 
     A key holds the addresses of all that the kernels read and write, and whatever else they depend on, the device too.
@@ -16,16 +16,16 @@ class Replays:
     def __init__(self, most: int) -> None:
         """``most``: keys that are remembered; an allocator gives the same addresses again."""
         self._most = most
-        self._known: dict[Hashable, tuple[Prepared, ...]] = {}
+        self._known: dict[Hashable, tuple[LaunchRecord, ...]] = {}
 
-    def get(self, key: Hashable) -> tuple[Prepared, ...] | None:
+    def get(self, key: Hashable) -> tuple[LaunchRecord, ...] | None:
         """What was launched for this key, or None; each is for :meth:`Kernel.enqueue`."""
         return self._known.get(key)
 
     def record(self, key: Hashable, launch: Callable[[], object]) -> None:
         """Run ``launch``, which launches kernels and does nothing else, on torch's current stream; keep what it did."""
-        outer: list[Prepared] | None = getattr(recording, "launches", None)
-        launches: list[Prepared] = []
+        outer: list[LaunchRecord] | None = getattr(recording, "launches", None)
+        launches: list[LaunchRecord] = []
         recording.launches = launches
         try:
             launch()

@@ -15,12 +15,12 @@ from cute_kernels.jit.compiler import Binary, Unit, check_arch, compile_unit
 class Source(Protocol):
     """The part of a kernel's configuration that a compile needs."""
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit for ``arch``."""
 
 
 @dataclass(frozen=True)
-class Warmed:
+class WarmupResult:
     """One kernel that is in the cache now: ``cached`` if it was there before, ``done`` of ``total`` with it."""
 
     binary: Binary
@@ -29,7 +29,7 @@ class Warmed:
     total: int
 
 
-def warmup(configs: Iterable[Source], arch: str, jobs: int = 1) -> Iterator[Warmed]:
+def warmup(configs: Iterable[Source], arch: str, jobs: int = 1) -> Iterator[WarmupResult]:
     """Compile the kernels of ``configs`` for ``arch`` into the cache; yields each when it is there.
 
     ``jobs`` processes compile at a time, because NVRTC lets threads of one process wait for each other.  A script that
@@ -40,11 +40,11 @@ def warmup(configs: Iterable[Source], arch: str, jobs: int = 1) -> Iterator[Warm
     check_arch(arch)
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
-    units = {cache.key(unit): unit for unit in (config.unit(arch) for config in configs)}
+    units = {cache.key(unit): unit for unit in (config.translation_unit(arch) for config in configs)}
     return _run(units, jobs)
 
 
-def _run(units: dict[str, Unit], jobs: int) -> Iterator[Warmed]:
+def _run(units: dict[str, Unit], jobs: int) -> Iterator[WarmupResult]:
     done, absent = 0, {}
     for key, unit in units.items():
         binary = cache.load(key)
@@ -52,11 +52,11 @@ def _run(units: dict[str, Unit], jobs: int) -> Iterator[Warmed]:
             absent[key] = unit
         else:
             done += 1
-            yield Warmed(binary, True, done, len(units))
+            yield WarmupResult(binary, True, done, len(units))
     for key, binary in _compile(absent, jobs):
         cache.save(key, binary)
         done += 1
-        yield Warmed(binary, False, done, len(units))
+        yield WarmupResult(binary, False, done, len(units))
 
 
 def _compile(units: dict[str, Unit], jobs: int) -> Iterator[tuple[str, Binary]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit.kernel import set_to_zero
-from cute_kernels.jit.launch_cache import Replays
+from cute_kernels.jit.launch_cache import LaunchCache
 
 _ALIGNMENT = 512  # as an allocator has it
 _open = threading.local()  # ``arena``: where this thread's tensors come from, if from one
@@ -142,7 +142,7 @@ class Kept:
     def __init__(self, most: int) -> None:
         """``most``: kinds, and launches by their addresses, that are remembered."""
         self._most = most
-        self._replays = Replays(most)
+        self._replays = LaunchCache(most)
         self._known: dict[Hashable, tuple[int, list[slice], list[tuple[Place, tuple[int, ...]]]]] = {}
 
     def run(

@@ -36,7 +36,7 @@ class SpreadConfig:
         """Short and unique among the configs."""
         return f"spread_slots-{self.threads}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants({"kThreads": self.threads})
         source = (

@@ -15,7 +15,7 @@ from cute_kernels.scaled_gemm.config import FloatGemmConfig
 from cute_kernels.scaled_gemm.cuda import decoded_of, gemm_floats_cuda, plan_cuda
 from cute_kernels.scaled_gemm.operand import FloatCall, FloatOperand
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
-from cute_kernels.scaled_gemm.small_m import FewRowsConfig
+from cute_kernels.scaled_gemm.small_m import SmallMConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FloatPlan:
     kernel: str
     copies: tuple[str, ...] = ()
     decoded: tuple[str, ...] = ()
-    config: FloatGemmConfig | FewRowsConfig | Tcgen05Config | None = None
+    config: FloatGemmConfig | SmallMConfig | Tcgen05Config | None = None
     refused: str = ""
 
 

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
         return f"{self.dtype}{block}{'t' if self.tiles else ''}"
 
 
-def lift_of(*kinds: Kind) -> float:
+def exponent_bias_factor(*kinds: Kind) -> float:
     """The factor that decoding to bytes leaves out: shorter codes get the exponent's bias of e4m3."""
     return 2.0 ** sum(FORMATS["e4m3"].bias - FORMATS[kind.dtype].bias for kind in kinds if kind.bits < 8)
 
@@ -106,7 +106,7 @@ class FloatGemmConfig:
 
     def lift(self, a: Kind, b: Kind) -> float:
         """The factor that decoding operands of these kinds, here or before, leaves out."""
-        return 1.0 if self.halves else lift_of(a, b)
+        return 1.0 if self.halves else exponent_bias_factor(a, b)
 
     @property
     def name(self) -> str:
@@ -115,7 +115,7 @@ class FloatGemmConfig:
         how = f"g{self.groups}d{self.decoders}{'a' if self.promote else ''}k{self.split}r{self.resident}b{self.band}"
         return f"gemm-floats-{self.kernel}-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}-{how}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -142,7 +142,7 @@ class FloatGemmConfig:
         )
         types = {
             "Out": OUT_TYPES[self.out],
-            "Source": "Nothing" if self.source == "none" else OUT_TYPES[self.source],
+            "Source": "NoSource" if self.source == "none" else OUT_TYPES[self.source],
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
             "ScaleA": self.a.scale.upper() or "void",

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.epilogue import Result, result_of
-from cute_kernels.jit.device import current_arch, device_of, multiprocessors_of
+from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.operands import Rows, aligned, is_ready
 from cute_kernels.scaled_gemm import sm100 as gemm_floats_sm100
 from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, choose
-from cute_kernels.scaled_gemm.dequantize import decode, decoded_first
+from cute_kernels.scaled_gemm.dequantize import decode, dequantize_first
 from cute_kernels.scaled_gemm.operand import FloatCall, FloatOperand
 from cute_kernels.scaled_gemm.sm100 import TILE_M, Codes, Tcgen05Config, check_alignment, map_parameters
-from cute_kernels.scaled_gemm.small_m import FewRowsConfig, choose_few, launch_few, serves
+from cute_kernels.scaled_gemm.small_m import SmallMConfig, choose_small_m, launch_small_m, supports
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
 
 _WISH = "MAGICUBE_TCGEN05"
@@ -46,7 +46,7 @@ def _scales(operand: FloatOperand) -> tuple[tuple[int, int, int], Tensor | None]
 class Choice(NamedTuple):
     """A kernel; ``refused``: why it is not that of the arch's own instructions, where there is one."""
 
-    config: FloatGemmConfig | FewRowsConfig | Tcgen05Config
+    config: FloatGemmConfig | SmallMConfig | Tcgen05Config
     refused: str = ""
 
 
@@ -82,12 +82,12 @@ def choose_config(
     out: str = "float32",
     source: str = "none",
     multiprocessors: int = 132,
-) -> FloatGemmConfig | FewRowsConfig:
+) -> FloatGemmConfig | SmallMConfig:
     """The config for a product of (m, k) and (k, n) that no tcgen05.mma makes."""
-    if serves(m, a, b, arch):
-        return choose_few(m, n, k, a, b, out=out, source=source, multiprocessors=multiprocessors)
+    if supports(m, a, b, arch):
+        return choose_small_m(m, n, k, a, b, out=out, source=source, multiprocessors=multiprocessors)
     if arch == "sm_90a":
-        a, b = decoded_first(m, n, k, a, b)
+        a, b = dequantize_first(m, n, k, a, b)
     return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, multiprocessors=multiprocessors)
 
 
@@ -113,13 +113,13 @@ def choose_for(call: FloatCall, arch: str, multiprocessors: int) -> Choice:
 
 def plan_cuda(call: FloatCall) -> tuple[Choice, tuple[str, ...]]:
     """The choice, and the operands whose codes are copied."""
-    choice = choose_for(call, current_arch(), multiprocessors_of(call.a.device.index))
+    choice = choose_for(call, current_arch(), num_sms(call.a.device.index))
     if isinstance(choice.config, Tcgen05Config):
         return choice, ()
     return choice, tuple(name for name, each in (("a", call.a), ("b", call.b)) if not is_ready(each.codes))
 
 
-def decoded_of(call: FloatCall, config: FloatGemmConfig | FewRowsConfig | Tcgen05Config) -> tuple[str, ...]:
+def decoded_of(call: FloatCall, config: FloatGemmConfig | SmallMConfig | Tcgen05Config) -> tuple[str, ...]:
     """The operands that are decoded before the product."""
     if not isinstance(config, FloatGemmConfig):
         return ()
@@ -155,12 +155,12 @@ def _launch_tcgen05(call: FloatCall, config: Tcgen05Config, written: Result) -> 
     )  # fmt: skip
 
 
-def _launch(call: FloatCall, config: FloatGemmConfig | FewRowsConfig, written: Result) -> None:
+def _launch(call: FloatCall, config: FloatGemmConfig | SmallMConfig, written: Result) -> None:
     m, n, k = call.shape
     a, b = _ready(call.a.codes), _ready(call.b.codes)
     (scales_a, _owner_a), (scales_b, _owner_b) = _scales(call.a), _scales(call.b)
-    if isinstance(config, FewRowsConfig):
-        launch_few(config, (a, scales_a), (b, scales_b), call.shape, written, call.alpha, call.beta)
+    if isinstance(config, SmallMConfig):
+        launch_small_m(config, (a, scales_a), (b, scales_b), call.shape, written, call.alpha, call.beta)
         return
     kernel = get_kernel(config)
     if config.a != call.a.kind:
@@ -182,14 +182,14 @@ def _launch(call: FloatCall, config: FloatGemmConfig | FewRowsConfig, written: R
 
 
 def gemm_floats_cuda(
-    call: FloatCall, out: Tensor, config: FloatGemmConfig | FewRowsConfig | Tcgen05Config | None = None
+    call: FloatCall, out: Tensor, config: FloatGemmConfig | SmallMConfig | Tcgen05Config | None = None
 ) -> Tensor:
     """The product, written to ``out``; M, N and K are not 0.
 
     ``config``: the kernel to take instead of the chosen one; its ``out`` and ``source`` follow from the call.
     """
     with device_of(out):
-        chosen = choose_for(call, current_arch(), multiprocessors_of(out.device.index)).config
+        chosen = choose_for(call, current_arch(), num_sms(out.device.index)).config
         if config is not None:
             chosen = replace(config, out=chosen.out, source=chosen.source)
         written = result_of(out, call.a.scale, call.b.scale, call.bias, call.c)

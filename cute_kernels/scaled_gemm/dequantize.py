@@ -39,7 +39,7 @@ class DecodeConfig:
         """Short and unique among the configs."""
         return f"gemm-floats-decode-{self.kind.name}-{16 if self.halves else 8}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         types = f"  using Format = {self.kind.dtype.upper()};\n  using Scale = {self.kind.scale.upper() or 'void'};\n"
         source = (
@@ -56,7 +56,7 @@ def ready(kind: Kind, halves: bool) -> Kind:
     return kind._replace(dtype="e4m3") if kind.bits < 8 else kind
 
 
-def decoded_first(m: int, n: int, k: int, a: Kind, b: Kind) -> tuple[Kind, Kind]:
+def dequantize_first(m: int, n: int, k: int, a: Kind, b: Kind) -> tuple[Kind, Kind]:
     """What the product takes: operands that are decoded before it, if that is faster, or these."""
     halves = a.block > 0 or b.block > 0
     wanted = ready(a, halves), ready(b, halves)

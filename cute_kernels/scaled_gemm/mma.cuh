@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_packed(const PackedOperand& from, uint32_t 
     if (kAll % kThreads != 0 && unit >= kAll) break;
     const int64_t byte = at + unit % kChunks * 16, left = first + row < from.rows ? from.bytes - byte : 0;
     const int valid = left >= 16 ? 16 : left > 0 ? int(left) : 0;
-    copy_async(to + unit * 16, from.codes + (valid ? (first + row) * from.pitch + byte : 0), valid);
+    cp_async(to + unit * 16, from.codes + (valid ? (first + row) * from.pitch + byte : 0), valid);
   }
 }
 
@@ -50,7 +50,7 @@ gemm_floats_mma(const uint8_t* codes_a, int64_t pitch_a, int64_t bytes_a, const 
   using B = typename W::B;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint8_t* const ready = shared + C::kStages * W::kPackedBytes;
-  const TileOrder<C::kBand> order{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
+  const TileScheduler<C::kBand> order{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
   int tile_row, tile_column;
   order.place(blockIdx.x, tile_row, tile_column);
   tile_row *= G::kTileM, tile_column *= G::kTileN;
@@ -67,7 +67,7 @@ gemm_floats_mma(const uint8_t* codes_a, int64_t pitch_a, int64_t bytes_a, const 
       load_packed<A, W::kThreads>(a, to, tile_row, int64_t{part} * A::kPackedRow);
       load_packed<B, W::kThreads>(b, to + A::kPackedBytes, tile_column, int64_t{part} * B::kPackedRow);
     }
-    copy_async_commit();
+    cp_async_commit();
   };
   for (int stage = 0; stage < C::kStages - 1; ++stage) load(stage, stage);
   WarpSums<C> sums = {};
@@ -75,7 +75,7 @@ gemm_floats_mma(const uint8_t* codes_a, int64_t pitch_a, int64_t bytes_a, const 
     uint32_t scales_of_a[FloatRun<A, W::kThreads>::kCount], scales_of_b[FloatRun<B, W::kThreads>::kCount];
     load_block_scales<A, W::kThreads>(block_a, tile_row, part * G::kTileK, threadIdx.x, scales_of_a);
     load_block_scales<B, W::kThreads>(block_b, tile_column, part * G::kTileK, threadIdx.x, scales_of_b);
-    copy_async_wait<C::kStages - 2>();
+    cp_async_wait<C::kStages - 2>();
     __syncthreads();  // the part is there for all, and what was ready before it is out of use
     load(part + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
     const uint8_t* packed = shared + stage * W::kPackedBytes;

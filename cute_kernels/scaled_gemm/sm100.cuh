@@ -57,7 +57,7 @@ struct FloatTcgen05 {
   static_assert(kFactorColumns + 8 * kWords <= kColumns || !kScaled, "there is room for factors");
 
   uint8_t* shared;
-  TileOrder<C::kBand> order;
+  TileScheduler<C::kBand> order;
   int parts;  // of k
 
   __device__ uint32_t base() const { return shared_address(shared); }
@@ -93,9 +93,9 @@ __device__ void feed_parts(const FloatTcgen05<C>& gemm, const TmaDescriptor& a, 
     for (int part = 0; part < gemm.parts; ++part, at.advance()) {
       const uint32_t full = gemm.full(at.stage);
       barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-      barrier_expect(full, bytes);
-      copy_box(gemm.part_a(at.stage), &a, part * 128, row, full);
-      copy_box(gemm.part_b(at.stage), &b, part * 128, column, full);
+      mbarrier_arrive_expect_tx(full, bytes);
+      tma_load_2d(gemm.part_a(at.stage), &a, part * 128, row, full);
+      tma_load_2d(gemm.part_b(at.stage), &b, part * 128, column, full);
     }
   });
 }
@@ -126,7 +126,7 @@ __device__ void feed_factors(const FloatTcgen05<C>& gemm, const FactorWords& a, 
       uint32_t* to = reinterpret_cast<uint32_t*>(gemm.shared + at.stage * G::kStageBytes + G::kPlaneA + G::kPlaneB) + thread;
       CUTE_UNROLL
       for (int w = 0; w < 2 * G::kWords; ++w) to[w * 128] = words[w];
-      warp_group::publish();
+      warp_group::fence_proxy_async_shared();
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(gemm.full(at.stage));
     }

@@ -85,7 +85,7 @@ class Tcgen05Config:
         shape = f"{TILE_M}x{self.tile_n}s{self.stages}b{self.band}"
         return f"gemm-floats-tcgen05-{self.kind}-{self.out}-{self.source}-{shape}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -98,7 +98,7 @@ class Tcgen05Config:
                 "kBand": self.band,
             }
         )
-        source = "Nothing" if self.source == "none" else OUT_TYPES[self.source]
+        source = "NoSource" if self.source == "none" else OUT_TYPES[self.source]
         using = f"  using Out = {OUT_TYPES[self.out]};\n  using Source = {source};\n"
         text = (
             f'#include "scaled_gemm/sm100.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}{using}}};\n'

@@ -71,7 +71,7 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
                int64_t factors_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
   using Format = typename C::Format;
   using Order = FewRowsOrder<C::kBits, C::kHalves>;
-  wait_for_predecessor();
+  pdl_wait();
   const int64_t units = pitch / (64 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
   const int64_t row = index / units, unit = index % units;
   if (row >= rows) return;
@@ -145,12 +145,12 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
   for (int part = begin; part < last; ++part, at.advance()) {
     const uint32_t full = gemm.full(at.stage);
     barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-    barrier_expect(full, G::kStageBytes);
-    copy_box(gemm.weights(at.stage), &weights, part * G::kWeightsPitch, row, full);
+    mbarrier_arrive_expect_tx(full, G::kStageBytes);
+    tma_load_2d(gemm.weights(at.stage), &weights, part * G::kWeightsPitch, row, full);
     // One part of the weights comes while X is put in order: more would be in its way to the memory and back.
-    if (part == begin) wait_for_predecessor();
+    if (part == begin) pdl_wait();
     CUTE_UNROLL
-    for (int i = 0; i < G::kBoxes; ++i) copy_box(gemm.box(at.stage, i), &x, (part * G::kBoxes + i) * 128, 0, full);
+    for (int i = 0; i < G::kBoxes; ++i) tma_load_2d(gemm.box(at.stage, i), &x, (part * G::kBoxes + i) * 128, 0, full);
   }
 }
 
@@ -373,17 +373,17 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, uint8_t* shared, const
     if (lane == 0) barrier_arrive(gemm.empty(at.stage));
   }
   constexpr int kAll = 128 * C::kGroups;
-  warp_group::turn_wait(1, kAll);  // all have read what the ring held
+  warp_group::named_barrier_sync(1, kAll);  // all have read what the ring held
   CUTE_UNROLL
   for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
     const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
     reinterpret_cast<float*>(shared)[m * G::kPitch + n] = sums[r];
   }
   if constexpr (C::kSplit == 1) {
-    warp_group::turn_wait(1, kAll);
+    warp_group::named_barrier_sync(1, kAll);
     write_few_rows(gemm, shared, to, 0, column);
   } else {  // the blocks of a cluster add up their sums: each has a share of the rows in the end
-    cluster::meet();
+    cluster::sync();
     write_few_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
   }
 }
@@ -408,19 +408,19 @@ gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__
   const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), column = int(blockIdx.x) / C::kSplit * G::kHeight;
   const int parts = int((k + G::kTileK - 1) / G::kTileK), begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
   if (threadIdx.x < 128 * C::kGroups) {
-    if constexpr (G::kShare) warp_group::take_registers<G::kGroupRegisters>();
+    if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kGroupRegisters>();
     if (rows && row_step == 0) alpha *= __ldg(rows);
     if (columns && column_step == 0) alpha *= __ldg(columns);
     const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
     multiply_few_rows(gemm, shared, {factors, factors_pitch, int(n), int(blocks)}, to, begin, last, column);
   } else {
-    if constexpr (G::kShare) warp_group::give_registers<G::kFeederRegisters>();
+    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kFeederRegisters>();
     if (threadIdx.x == 128 * C::kGroups) feed_few_rows(gemm, x, weights, begin, last, column);
     __syncwarp();
-    if constexpr (C::kSplit > 1) cluster::meet();
+    if constexpr (C::kSplit > 1) cluster::sync();
   }
-  if constexpr (C::kSplit > 1) cluster::meet();  // a block's memory is read by the others
+  if constexpr (C::kSplit > 1) cluster::sync();  // a block's memory is read by the others
 }
 
 }  // namespace magicube

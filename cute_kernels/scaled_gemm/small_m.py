@@ -14,7 +14,7 @@ from cute_kernels.jit.codegen import OUT_TYPES, constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
-from cute_kernels.scaled_gemm.config import Kind, lift_of
+from cute_kernels.scaled_gemm.config import Kind, exponent_bias_factor
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.epilogue import Result
@@ -42,7 +42,7 @@ class OrderConfig:
         """Short and unique among the configs."""
         return f"gemm-floats-order-{self.kind.name}-{self.bits}{'h' if self.halves else ''}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants({"kBits": self.bits, "kHalves": self.halves, "kBlock": self.kind.block})
         types = f"  using Format = {self.kind.dtype.upper()};\n  using Scale = {self.kind.scale.upper() or 'void'};\n"
@@ -54,7 +54,7 @@ class OrderConfig:
 
 
 @dataclass(frozen=True)
-class FewRowsConfig:
+class SmallMConfig:
     """``a``, ``b``: the operands, X and the weights; ``out``, ``source``: as in ``FloatGemmConfig``.
 
     ``rows``: of X at most; ``groups`` warp groups have 64 rows of weights each, ``depth`` of them the same rows, whose
@@ -114,7 +114,7 @@ class FewRowsConfig:
     @property
     def lift(self) -> float:
         """The factor that decoding leaves out."""
-        return 1.0 if self.halves else lift_of(self.a, self.b)
+        return 1.0 if self.halves else exponent_bias_factor(self.a, self.b)
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ class FewRowsConfig:
         shape = f"r{self.rows}s{self.stages}g{self.groups}d{self.depth}k{self.split}x{self.resident}w{self.slabs}"
         return f"gemm-floats-few-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}"
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = constants(
             {
@@ -141,7 +141,7 @@ class FewRowsConfig:
         )
         types = {
             "Out": OUT_TYPES[self.out],
-            "Source": "Nothing" if self.source == "none" else OUT_TYPES[self.source],
+            "Source": "NoSource" if self.source == "none" else OUT_TYPES[self.source],
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
             "Scale": self.b.scale.upper() or "void",
@@ -154,7 +154,7 @@ class FewRowsConfig:
         return Unit(text, "magicube::gemm_floats_few<magicube::Config>", arch)
 
 
-def serves(m: int, a: Kind, b: Kind, arch: str) -> bool:
+def supports(m: int, a: Kind, b: Kind, arch: str) -> bool:
     """Whether these kernels multiply so many rows of these operands: without factors of tiles.
 
     Weights of 8 bits without factors need no decoding, and more than 32 rows are read too often.
@@ -163,9 +163,9 @@ def serves(m: int, a: Kind, b: Kind, arch: str) -> bool:
     return arch == "sm_90a" and not (a.tiles or b.tiles) and m <= most
 
 
-def candidates(rows: int, a: Kind, b: Kind) -> list[FewRowsConfig]:
-    """The configs that :func:`choose_few` chooses from for ``rows`` of 8, 16, 32 or 64, largest tile first."""
-    base = FewRowsConfig(a, b, rows, resident=2 if rows <= 16 else 1)
+def candidates(rows: int, a: Kind, b: Kind) -> list[SmallMConfig]:
+    """The configs that :func:`choose_small_m` chooses from for ``rows`` of 8, 16, 32 or 64, largest tile first."""
+    base = SmallMConfig(a, b, rows, resident=2 if rows <= 16 else 1)
     if base.halves:  # decoding is most of it
         wide = [replace(base, groups=4, resident=1, slabs=4 if rows <= 32 else 2)]
     else:
@@ -177,9 +177,9 @@ def candidates(rows: int, a: Kind, b: Kind) -> list[FewRowsConfig]:
 
 
 @lru_cache(maxsize=4096)
-def choose_few(
+def choose_small_m(
     m: int, n: int, k: int, a: Kind, b: Kind, *, out: str = "float32", source: str = "none", multiprocessors: int = 132
-) -> FewRowsConfig:
+) -> SmallMConfig:
     """The config for so many rows: the largest tile that keeps two of three multiprocessors busy, with k enough a
     block that adding up the sums does not take longer."""
     rows = next(each for each in ROWS if m <= each)
@@ -189,8 +189,8 @@ def choose_few(
     return replace(next(busy, fitting[-1]), out=out, source=source)
 
 
-def launch_few(
-    config: FewRowsConfig,
+def launch_small_m(
+    config: SmallMConfig,
     a: tuple[Rows, Factors],
     b: tuple[Rows, Factors],
     shape: tuple[int, int, int],
@@ -207,7 +207,7 @@ def launch_few(
     get_kernel(OrderConfig(config.a, config.b.bits, config.halves)).launch(
         (-(-m * units // 128), 1, 1),
         (x.pointer, x.pitch, x.owner.shape[1], m, *factors_x, ordered.data_ptr(), pitch),
-        early=True,
+        pdl=True,
     )
     maps = (
         tensor_map(ordered.data_ptr(), 1, (pitch, m), pitch, (128, config.rows), 128),
@@ -219,5 +219,5 @@ def launch_few(
         (config.tiles(n) * config.split, 1, 1),
         (*maps, k, *factors, *written.arguments, np.float32(alpha * config.lift), np.float32(beta)),
         (config.split, 1, 1) if config.split > 1 else None,
-        early=True,
+        pdl=True,
     )

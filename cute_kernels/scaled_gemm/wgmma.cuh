@@ -79,7 +79,7 @@ struct FloatGemm {
   static_assert(kSplit == 1 || kRings >= kRegisters * 512, "sums meet in the rings' memory");
 
   uint8_t* shared;
-  TileOrder<C::kBand> order;
+  TileScheduler<C::kBand> order;
   int begin, last;  // parts of k, this block's
 
   __device__ uint32_t base() const { return shared_address(shared); }
@@ -113,16 +113,16 @@ __device__ void feed_floats(const FloatGemm<C>& gemm, const TmaDescriptor& a, co
       if constexpr (G::kPackedBytes > 0) {
         const uint32_t full = gemm.packed_full(packed.stage);
         barrier_wait(gemm.packed_empty(packed.stage), packed.parity ^ 1);
-        barrier_expect(full, G::kPackedBytes);
-        if (G::A::kDecoded) copy_box(shared_address(gemm.packed_a(packed.stage)), &a, part * G::A::kPackedRow, row, full);
-        if (G::B::kDecoded) copy_box(shared_address(gemm.packed_b(packed.stage)), &b, part * G::B::kPackedRow, column, full);
+        mbarrier_arrive_expect_tx(full, G::kPackedBytes);
+        if (G::A::kDecoded) tma_load_2d(shared_address(gemm.packed_a(packed.stage)), &a, part * G::A::kPackedRow, row, full);
+        if (G::B::kDecoded) tma_load_2d(shared_address(gemm.packed_b(packed.stage)), &b, part * G::B::kPackedRow, column, full);
       }
       if constexpr (G::kDirectBytes > 0) {
         const uint32_t full = gemm.full(at.stage);
         barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-        barrier_expect(full, G::kDirectBytes);
-        if (!G::A::kDecoded) copy_box(shared_address(gemm.ready_a(at.stage)), &a, part * 128, row, full);
-        if (!G::B::kDecoded) copy_box(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column, full);
+        mbarrier_arrive_expect_tx(full, G::kDirectBytes);
+        if (!G::A::kDecoded) tma_load_2d(shared_address(gemm.ready_a(at.stage)), &a, part * 128, row, full);
+        if (!G::B::kDecoded) tma_load_2d(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column, full);
       }
     }
   });
@@ -152,7 +152,7 @@ __device__ void decode_tiles(const FloatGemm<C>& gemm, const BlockScales& scales
       barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
       if constexpr (A::kDecoded) decode_plane<A, 128>(gemm.packed_a(packed.stage), gemm.ready_a(at.stage), thread, a);
       if constexpr (B::kDecoded) decode_plane<B, 128>(gemm.packed_b(packed.stage), gemm.ready_b(at.stage), thread, b);
-      warp_group::publish();
+      warp_group::fence_proxy_async_shared();
       __syncwarp();
       if (thread % 32 == 0) {
         barrier_arrive(gemm.full(at.stage));
@@ -163,8 +163,8 @@ __device__ void decode_tiles(const FloatGemm<C>& gemm, const BlockScales& scales
   });
 }
 
-// The products of one part that concern a group's rows; kFresh: instead of what `sums` held, else added to it.
-template <class C, bool kFresh>
+// The products of one part that concern a group's rows; kAJustWritten: instead of what `sums` held, else added to it.
+template <class C, bool kAJustWritten>
 __device__ __forceinline__ void multiply_ready(const FloatGemm<C>& gemm, typename FloatGemm<C>::Sums& sums, int stage,
                                                int group, int span = 0) {
   using G = FloatGemm<C>;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_ready(const FloatGemm<C>& gemm, typenam
   CUTE_UNROLL
   for (int k = 0; k < 128; k += 32) {
     multiply_group<typename G::Op>(sums, a + (k >> 4), b + (k >> 4), make_int_sequence<G::kRegisters>{},
-                                   kFresh && k == 0 ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One);
+                                   kAJustWritten && k == 0 ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One);
   }
   warpgroup_commit_batch();
 }
@@ -265,11 +265,11 @@ __device__ __forceinline__ void write_shared_tile(const FloatGemm<C>& gemm, cons
   using G = FloatGemm<C>;
   constexpr int kOwn = G::kRegisters / G::kSplit;
   const int thread = threadIdx.x, rank = int(cluster::rank());
-  warp_group::turn_wait(1, 128);  // all have read what the rings held
+  warp_group::named_barrier_sync(1, 128);  // all have read what the rings held
   float* own = reinterpret_cast<float*>(gemm.shared);
   CUTE_UNROLL
   for (int r = 0; r < G::kRegisters; ++r) own[r * 128 + thread] = sums[r];
-  cluster::meet();
+  cluster::sync();
   uint32_t total[1][kOwn];
   CUTE_UNROLL
   for (int r = 0; r < kOwn; ++r) {
@@ -338,26 +338,26 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
   start_barriers(gemm);
   const int group = threadIdx.x / 128;
   if (group < G::kGroups) {
-    if constexpr (G::kShare) warp_group::take_registers<G::kGroupRegisters>();
+    if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kGroupRegisters>();
     if (rows && row_step == 0) alpha *= __ldg(rows);
     if (columns && column_step == 0) alpha *= __ldg(columns);
     const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
     multiply_floats(gemm, to, group, factors_a.of_tiles<typename G::A>(), factors_b.of_tiles<typename G::B>());
   } else if (G::kDecoders > 0 && group < G::kMany) {
-    if constexpr (G::kShare) warp_group::give_registers<G::kDecoderRegisters>();
+    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kDecoderRegisters>();
     if constexpr (G::kDecoders > 0) {
       decode_tiles(gemm, factors_a.of_blocks<typename G::A>(m), factors_b.of_blocks<typename G::B>(n), group - G::kGroups,
                    threadIdx.x % 128);
     }
-    if constexpr (G::kSplit > 1) cluster::meet();
+    if constexpr (G::kSplit > 1) cluster::sync();
   } else {
-    if constexpr (G::kShare) warp_group::give_registers<G::kFeederRegisters>();
+    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kFeederRegisters>();
     if (threadIdx.x == 128 * G::kMany) feed_floats(gemm, a, b);
     __syncwarp();
-    if constexpr (G::kSplit > 1) cluster::meet();
+    if constexpr (G::kSplit > 1) cluster::sync();
   }
-  if constexpr (G::kSplit > 1) cluster::meet();  // a block's memory is read by the others
+  if constexpr (G::kSplit > 1) cluster::sync();  // a block's memory is read by the others
 }
 
 }  // namespace magicube

@@ -36,11 +36,11 @@ __device__ __forceinline__ void split_run(uint32_t (&words)[Run::kWords], uint32
     for (int d = 0; d < Run::kDigits; ++d) {
       uint32_t first = words[0], second = words[1];
       if constexpr (Run::kElement == 16) {
-        first = pick_bytes(words[0], words[1], d ? kOdd : kEven);
-        second = pick_bytes(words[2], words[3], d ? kOdd : kEven);
+        first = prmt(words[0], words[1], d ? kOdd : kEven);
+        second = prmt(words[2], words[3], d ? kOdd : kEven);
       }
-      out[d][0] = kSplit ? pick_bytes(first, second, kEven) : first;
-      out[d][1] = kSplit ? pick_bytes(first, second, kOdd) : second;
+      out[d][0] = kSplit ? prmt(first, second, kEven) : first;
+      out[d][1] = kSplit ? prmt(first, second, kOdd) : second;
     }
   }
 }
@@ -114,7 +114,7 @@ struct PieceSums {
             for (int i = 0; i < Shape::kRowBlocks * Shape::kDepth; ++i) {
               dense[i] = y[b + i / Shape::kDepth][kY][r + i % Shape::kDepth];
             }
-            multiply<Op>(sum[tile][kX][kY][b], dense, &x[kX][r]);
+            mma<Op>(sum[tile][kX][kY][b], dense, &x[kX][r]);
           }
         }
         add<kX, kY + 1>(tile, x, y);
@@ -127,8 +127,8 @@ struct PieceSums {
   template <class Total>
   __device__ Total total(int tile, int block, int j) const {
     if constexpr (S::RunX::kFloat) {
-      constexpr float kX = kLift<typename S::RunX::Format, typename S::RunX::Operand>;
-      constexpr float kY = kLift<typename S::RunY::Format, typename S::RunY::Operand>;
+      constexpr float kX = kExponentBiasFactor<typename S::RunX::Format, typename S::RunX::Operand>;
+      constexpr float kY = kExponentBiasFactor<typename S::RunY::Format, typename S::RunY::Operand>;
       return __uint_as_float(sum[tile][0][0][block][j]) * (kX * kY);
     } else {
       Total out = 0;

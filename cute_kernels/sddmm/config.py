@@ -80,7 +80,7 @@ class SampleConfig:
         """
         raise NotImplementedError
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         names = {
             "FormatX": atoms.format_type(self.x),

@@ -83,7 +83,7 @@ struct PieceRing {
     const int64_t left = from.bytes - byte;
     const int valid = !exists || left <= 0 ? 0 : left < 16 ? int(left) : 16;
     const uint8_t* at = valid ? from.data + source_row * from.pitch + byte : from.data;
-    copy_async(to + swizzled<kRowBytes>(row, chunk), at, valid);
+    cp_async(to + swizzled<kRowBytes>(row, chunk), at, valid);
   }
 
   __device__ void fetch(int stage, int64_t step) const {
@@ -184,12 +184,12 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
                           rows,
                           column,
                           lane};
-  wait_for_predecessor();
+  pdl_wait();
   const int64_t steps = (inner + S::kDepthK - 1) / S::kDepthK;
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) {
     if (i < steps) ring.fetch(i, i);
-    copy_async_commit();
+    cp_async_commit();
   }
   PieceSums<SddmmShape<C>> sums;
   sums.clear();
@@ -205,11 +205,11 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
   };
   int stage = 0;
   for (int64_t i = 0; i < steps; ++i) {
-    copy_async_wait<C::kStages - 2>();
+    cp_async_wait<C::kStages - 2>();
     __syncwarp();
     const int refill = stage == 0 ? C::kStages - 1 : stage - 1;
     if (i + C::kStages - 1 < steps) ring.fetch(refill, i + C::kStages - 1);
-    copy_async_commit();
+    cp_async_commit();
     const int64_t remaining = (inner - i * S::kDepthK + 31) / 32;
     constexpr int kAll = S::kDepthK / 32;
     add_stage<C>(sums, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);
@@ -219,7 +219,7 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
     }
   }
   fold();
-  copy_async_wait<0>();
+  cp_async_wait<0>();
   const SddmmOutput output{out, left ? left + batch * left_batch : nullptr, right ? right + batch * right_batch : nullptr,
                            left_step, right_step};
   write_piece<C>(output, batch * blocks + block, piece, ring,

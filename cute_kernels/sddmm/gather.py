@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_kernels.dtypes import Number, element_bits
 from cute_kernels.jit.kernel import Kernel
 from cute_kernels.layout.bank_conflicts import Access, swizzled
-from cute_kernels.operands import Factor, Place, Target
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.config import SampleConfig
 
 
@@ -105,7 +105,7 @@ class SddmmConfig(SampleConfig):
             Access(f"read: rows of {name}", f"load{32 * words}", np.stack(reads)),
         ]
 
-    def accesses(self) -> list[Access]:
+    def smem_accesses(self) -> list[Access]:
         """Every access of a warp to shared memory."""
         y = self._tile("Y", self.y, self.slots, self.slots)
         return y + self._tile("X", self.x, max(8, self.vector_length), self.vector_length)
@@ -114,12 +114,12 @@ class SddmmConfig(SampleConfig):
         self,
         kernel: Kernel,
         pattern: Sequence[Tensor],
-        x: Place,
-        y: Place,
-        out: Target,
-        left: Factor,
-        right: Factor,
-        early: bool = False,
+        x: DenseArg,
+        y: DenseArg,
+        out: OutputArg,
+        left: ScaleArg,
+        right: ScaleArg,
+        pdl: bool = False,
     ) -> None:
         """One launch on torch's current stream; ``pattern``: what :meth:`index` made, and the columns, -1 in the
         padding."""
@@ -132,5 +132,5 @@ class SddmmConfig(SampleConfig):
                 blocks,
             ),
             None,
-            early,
+            pdl,
         )  # fmt: skip

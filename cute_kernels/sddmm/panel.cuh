@@ -54,13 +54,13 @@ struct FetchOfX {
   __device__ void start(int vector_row, int count) const {
     const uint8_t* at = from + int64_t{vector_row} * (C::kVector * pitch);
     if (bytes >= S::kRowBytesX && count == C::kVector && C::kVector >= kDown) {
-      each([&](int r, int i) { copy_async(place(r, i), at + r * pitch + i * kAcross * 16, 16); });
+      each([&](int r, int i) { cp_async(place(r, i), at + r * pitch + i * kAcross * 16, 16); });
     } else {
       each([&](int r, int i) {
         const int v = r + lane / kAcross;
         const int64_t left = v < count ? bytes - (i * kAcross + lane % kAcross) * 16 : 0;
         const int valid = left <= 0 ? 0 : left < 16 ? int(left) : 16;
-        if (v < C::kVector) copy_async(place(r, i), valid ? at + r * pitch + i * kAcross * 16 : from, valid);
+        if (v < C::kVector) cp_async(place(r, i), valid ? at + r * pitch + i * kAcross * 16 : from, valid);
       });
     }
   }
@@ -163,7 +163,7 @@ struct SampleFactors {
   uint32_t right;     // in shared memory, one a column of the tile, or 0
   float one_left, one_right;
 
-  // Steps of 0 and 1. `count`: columns of the tile that exist; what is fetched has arrived after copy_async_wait and a
+  // Steps of 0 and 1. `count`: columns of the tile that exist; what is fetched has arrived after cp_async_wait and a
   // barrier of the block.
   __device__ SampleFactors(const float* left, int64_t left_step, const float* right, int64_t right_step, int count,
                            uint32_t shared)
@@ -254,14 +254,14 @@ struct TileOfY {
   int first;      // row of Y
   int ready = 0;  // parts that this thread has seen arrive
 
-  __device__ void feed(const TmaDescriptor* map, int y) const {
+  __device__ void producer_loop(const TmaDescriptor* map, int y) const {
     CUTE_UNROLL
     for (int i = 0; i < S::kSubs; ++i) {
-      barrier_expect(full + 8 * i, C::kBoxes * S::kSub * S::kBoxBytes);
+      mbarrier_arrive_expect_tx(full + 8 * i, C::kBoxes * S::kSub * S::kBoxBytes);
       CUTE_UNROLL
       for (int box = 0; box < C::kBoxes; ++box) {
         const uint32_t to = base + box * S::kBoxesBytes + i * S::kSub * S::kBoxBytes;
-        copy_box(to, map, box * S::kBoxBytes, y + i * S::kSub, full + 8 * i);
+        tma_load_2d(to, map, box * S::kBoxBytes, y + i * S::kSub, full + 8 * i);
       }
     }
   }
@@ -361,8 +361,8 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   UnitColumns<C> upcoming;
   upcoming.load(columns, range.x + lane / 4, range.y);
   __syncthreads();
-  wait_for_predecessor();
-  if (threadIdx.x == 0) tile.feed(&map, int(batch * y_step) + tile.first);
+  pdl_wait();
+  if (threadIdx.x == 0) tile.producer_loop(&map, int(batch * y_step) + tile.first);
   __syncwarp();
   const FetchOfX<C> fetch(at_x, x + batch * x_batch, x_pitch, x_bytes, lane);
   const SampleFactors<C> factors(left ? left + batch * left_batch : nullptr, left_step,
@@ -372,7 +372,7 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   const auto start = [&](int r) {
     const int64_t left_rows = rows - int64_t{r} * C::kVector;
     if (r < end) fetch.start(r, left_rows < C::kVector ? int(left_rows) : C::kVector);
-    copy_async_commit();
+    cp_async_commit();
   };
   start(vector_row);
   RowFactors<C> ahead;
@@ -382,13 +382,13 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
     clear_padding<C>(to, __ldg(ranges + (int(tiles) * count + r)), lane);
   }
   if (factors.right) {  // the same for the block
-    copy_async_wait<0>();
+    cp_async_wait<0>();
     __syncthreads();
   }
   for (; vector_row < end; vector_row += C::kWarps) {
     SampleRow<C> row{ahead};
     if (vector_row + C::kWarps < end) ahead.load(factors, vector_row + C::kWarps, rows, lane);
-    copy_async_wait<0>();
+    cp_async_wait<0>();
     __syncwarp();
     row.x.read(at_x, lane);
     __syncwarp();

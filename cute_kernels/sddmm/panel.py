@@ -15,7 +15,7 @@ from cute_kernels.jit.codegen import OUT_BYTES
 from cute_kernels.jit.kernel import Kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.layout.bank_conflicts import Access, swizzled
-from cute_kernels.operands import Factor, Place, Target
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.config import SampleConfig
 
 BOX_ROWS = 128  # that one barrier counts
@@ -102,7 +102,7 @@ class SddmmPanelConfig(SampleConfig):
         padding = torch.stack((row_end, -(-row_end // self.stride) * self.stride), 1)
         return torch.cat((ranges, padding[:, None]), 1).transpose(0, 1).to(torch.int32).contiguous()
 
-    def accesses(self) -> list[Access]:
+    def smem_accesses(self) -> list[Access]:
         """Every access of a warp to shared memory, for columns 0, 1, ...; no others conflict more.
 
         In boxes of 64 bytes two rows of Y of one parity meet: half of all pairs do.
@@ -137,31 +137,31 @@ class SddmmPanelConfig(SampleConfig):
         self,
         kernel: Kernel,
         pattern: Sequence[Tensor],
-        x: Place,
-        y: Place,
-        out: Target,
-        left: Factor,
-        right: Factor,
-        early: bool = False,
+        x: DenseArg,
+        y: DenseArg,
+        out: OutputArg,
+        left: ScaleArg,
+        right: ScaleArg,
+        pdl: bool = False,
     ) -> None:
         """One launch on torch's current stream, or one a matrix of a batch that no single step separates.
 
         ``pattern``: what :meth:`index` made, and the columns, -1 in the padding.
         """
         if out.inner == 0:  # X is filled with zeros, so any row will do for Y
-            x, y = Place(out.pointer, 16, 0, 0), Place(out.pointer, 16, 0, 16)
+            x, y = DenseArg(out.pointer, 16, 0, 0), DenseArg(out.pointer, 16, 0, 16)
         ranges, columns = pattern
         slots, tiles, rows = columns.shape[0], ranges.shape[0] - 1, ranges.shape[1]
         step, rest = divmod(y.batch, y.pitch) if out.batch > 1 else (0, 0)
         if rest or step * (out.batch - 1) + tiles * self.tile > _MAX_COORDINATE:
             size = slots * self.vector_length * OUT_BYTES[self.out]
             for i in range(out.batch):
-                at_x, at_y = (Place(place.pointer + i * place.batch, place.pitch, 0, place.row) for place in (x, y))
+                at_x, at_y = (DenseArg(place.pointer + i * place.batch, place.pitch, 0, place.row) for place in (x, y))
                 rows_of, columns_of = (
-                    Factor(factor.pointer + 4 * i * factor.batch, factor.step, 0) for factor in (left, right)
+                    ScaleArg(factor.pointer + 4 * i * factor.batch, factor.step, 0) for factor in (left, right)
                 )
-                one = Target(out.pointer + i * size, 1, *out[2:])
-                self.launch(kernel, pattern, at_x, at_y, one, rows_of, columns_of, early)
+                one = OutputArg(out.pointer + i * size, 1, *out[2:])
+                self.launch(kernel, pattern, at_x, at_y, one, rows_of, columns_of, pdl)
             return
         shape = (y.row, step * (out.batch - 1) + out.columns if out.inner else 1)
         box, swizzle = (self.box_bytes, min(self.tile, BOX_ROWS)), 128 if self.box_bytes == 128 else 0
@@ -175,5 +175,5 @@ class SddmmPanelConfig(SampleConfig):
                 out.pointer, *left, *right, out.rows, rows, out.columns, slots, tiles, row_blocks, block_rows, step,
             ),
             None,
-            early,
+            pdl,
         )  # fmt: skip

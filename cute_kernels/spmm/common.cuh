@@ -28,11 +28,11 @@ struct SpmmShape {
                                          DenseUnits<Shape, kElement, C::kSignedB>>;
 
   static constexpr int kDigitsA = C::kBitsA > 8 && !C::kFloat ? 2 : 1;
-  static constexpr int kPlanes = C::kStacked ? 1 : kDigitsA;             // mma operands of A's digits
+  static constexpr int kPlanes = C::kFuseDigits ? 1 : kDigitsA;             // mma operands of A's digits
   static constexpr int kTileRows = C::kVector < 8 ? C::kVector : 8;      // rows of a vector in one mma
   static constexpr int kRowTiles = C::kVector / kTileRows;
-  static constexpr int kUsedRows = C::kStacked ? 2 * kTileRows : kTileRows;  // columns of the mma that hold values
-  static_assert(!C::kStacked || (kDigitsA == 2 && C::kVector <= 4), "two digits of at most four rows stack");
+  static constexpr int kUsedRows = C::kFuseDigits ? 2 * kTileRows : kTileRows;  // columns of the mma that hold values
+  static_assert(!C::kFuseDigits || (kDigitsA == 2 && C::kVector <= 4), "two digits of at most four rows stack");
   // Packed 4-bit values become two registers of an 8-bit mma each; floats as many as they are narrower.
   static constexpr bool kPackedA = !C::kFloat && C::kBitsA == 4 && Shape::kBits == 8 && Shape::kDepth % 2 == 0;
   static constexpr int kWords = C::kFloat ? Shape::kDepth * C::kBitsA / Shape::kBits : Shape::kDepth / (kPackedA ? 2 : 1);
@@ -54,12 +54,12 @@ struct SpmmShape {
   // The mma's operands: a float's format, or the sign of a digit.
   template <int kPlane>
   using SparseOperand = cuda::std::conditional_t<
-      C::kFloat, typename C::OperandA, Integer<C::kSignedA && (C::kStacked || kPlane == kDigitsA - 1)>>;
+      C::kFloat, typename C::OperandA, Integer<C::kSignedA && (C::kFuseDigits || kPlane == kDigitsA - 1)>>;
   template <int kDigit>
   using DenseOperand = cuda::std::conditional_t<C::kFloat, typename C::OperandB,
                                                 Integer<C::kSignedB && kDigit == Units::kDigits - 1>>;
   static constexpr float lift() {
-    return kLift<typename C::FormatA, typename C::OperandA> * kLift<typename C::FormatB, typename C::OperandB>;
+    return kExponentBiasFactor<typename C::FormatA, typename C::OperandA> * kExponentBiasFactor<typename C::FormatB, typename C::OperandB>;
   }
   static constexpr int64_t kGroupWords = int64_t{kPlanes} * kRowTiles * 4 * kUsedRows * kWords;
 };
@@ -174,7 +174,7 @@ struct Sums {
                                   typename S::template SparseOperand<kPlane>>::type;
       CUTE_UNROLL
       for (int u = 0; u < S::kStep * Units::kSubs; u += Shape::kRowBlocks) {
-        multiply<Op>(sum[tile][S::sum_of(kPlane, kDigit)][chunk * Units::kSubs + u],
+        mma<Op>(sum[tile][S::sum_of(kPlane, kDigit)][chunk * Units::kSubs + u],
                      &dense[kDigit][0][0][0] + u * Shape::kDepth, sparse);
       }
       for_digits<kPlane, kDigit + 1>(sparse, tile, chunk, dense);
@@ -190,7 +190,7 @@ struct Sums {
     uint32_t dense[Shape::kRowBlocks * Shape::kDepth];
     CUTE_UNROLL
     for (int i = 0; i < Shape::kRowBlocks * Shape::kDepth; ++i) dense[i] = Units::kOffset;
-    if constexpr (kOffsets > 0) multiply<Op>(offset[tile * S::kPlanes + kPlane], dense, sparse);
+    if constexpr (kOffsets > 0) mma<Op>(offset[tile * S::kPlanes + kPlane], dense, sparse);
   }
 
   // The digits' totals of one row tile: (units, 2 columns of the mma). Stacked digits meet across lanes.
@@ -213,7 +213,7 @@ struct Sums {
           }
         }
       }
-      if constexpr (C::kStacked) {
+      if constexpr (C::kFuseDigits) {
         if constexpr (C::kVector == 1) {
           out[u][0] += weighted(out[u][1], 8);
         } else {

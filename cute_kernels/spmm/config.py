@@ -17,7 +17,7 @@ from cute_kernels.integers import split_digits, widen
 from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES, constants, types
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.layout.fragments import pack_index, stride
-from cute_kernels.operands import Factor, Target, Vectors
+from cute_kernels.operands import OutputArg, ScaleArg, Vectors
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class SpmmConfig:
             "kSignedA": self.a.signed,
             "kSignedB": self.b.signed,
             "kFloat": self.entry.floating,
-            "kStacked": self.stacked,
+            "kFuseDigits": self.stacked,
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
             "kRowBytes": self.row_bytes,
             "kSwizzle": self.swizzle,
         }
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         names = {
             "FormatA": atoms.format_type(self.stored),
@@ -127,13 +127,13 @@ class SpmmConfig:
     def _tags(self) -> list[str]:
         return [name for name, on in (("unstacked", self.stack), ("unswizzled", self.swizzle)) if not on]
 
-    def vector_stores(self, out: Target, right: Factor) -> int:
+    def vector_stores(self, out: OutputArg, right: ScaleArg) -> int:
         """Whether neighbouring results can be stored, and their factors read, at once: 1 or 0."""
         run = 16 // element_bits(self.b)
         width = min(16, run * OUT_BYTES[self.out])
         return int(out.columns % run == 0 and out.pointer % width == 0 and right.pointer % (4 * run) == 0)
 
-    def sparse_key(self) -> tuple[object, ...]:
+    def packing_key(self) -> tuple[object, ...]:
         """What the execution copy depends on."""
         return (self.atom, self.stacked, self.packed)
 

@@ -1,5 +1,5 @@
 // SpMM, gather kernel: every warp fetches the rows of B that its groups name into a ring of its own, with no barrier
-// between warps. kRowWarps warps share the groups of one vector row and add their sums up in the end.
+// between warps. kSplitKWarps warps share the groups of one vector row and add their sums up in the end.
 #pragma once
 
 #include "spmm/common.cuh"
@@ -31,8 +31,8 @@ struct GatherRing {
       const uint32_t to = base + stage * kStageBytes + swizzled<C::kRowBytes, C::kSwizzle>(slot, chunk);
       // Padding is not fetched: all warps at one row of B would wait for each other, and its values are 0 anyway. Floats
       // get zeros there, because 0 times what an earlier row left may be NaN.
-      if constexpr (C::kFloat) copy_async(to, strip + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
-      else if (column >= 0) copy_async(to, strip + column * pitch + chunk * 16, valid);
+      if constexpr (C::kFloat) cp_async(to, strip + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
+      else if (column >= 0) cp_async(to, strip + column * pitch + chunk * 16, valid);
     }
   }
 
@@ -76,7 +76,7 @@ __device__ void reduce_team(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t* sc
   static_assert(kValues * 32 * sizeof(Total) <= C::kStages * GatherRing<C>::kStageBytes, "totals go where the ring was");
   Total* flat = &total[0][0];
   Total* mine = reinterpret_cast<Total*>(scratch + warp * (C::kStages * GatherRing<C>::kStageBytes)) + lane;
-  const bool first = warp % C::kRowWarps == 0;
+  const bool first = warp % C::kSplitKWarps == 0;
   __syncthreads();
   if (!first) {
     CUTE_UNROLL
@@ -84,7 +84,7 @@ __device__ void reduce_team(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t* sc
   }
   __syncthreads();
   if (first) {
-    for (int other = 1; other < C::kRowWarps; ++other) {
+    for (int other = 1; other < C::kSplitKWarps; ++other) {
       const Total* theirs = mine + other * (C::kStages * GatherRing<C>::kStageBytes / sizeof(Total));
       CUTE_UNROLL
       for (int i = 0; i < kValues; ++i) flat[i] += theirs[32 * i];
@@ -102,8 +102,8 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   using Ring = GatherRing<C>;
   using Total = cuda::std::conditional_t<C::kWide, int64_t, TotalOf<C>>;
   extern __shared__ __align__(128) uint8_t shared[];
-  if constexpr (C::kFresh) wait_for_predecessor();
-  constexpr int kTeams = C::kWarps / C::kRowWarps;
+  if constexpr (C::kAJustWritten) pdl_wait();
+  constexpr int kTeams = C::kWarps / C::kSplitKWarps;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   // 32 bits, because a division of 64 is a call; the grid's size has no more.
   const uint32_t strips = uint32_t((n + S::kColumns - 1) / S::kColumns);
@@ -111,26 +111,26 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   // Blocks in flight share a strip of B, which the second-level cache then holds.
   const int64_t row_block = blockIdx.x % row_blocks;
   const int64_t strip = blockIdx.x / row_blocks % strips, batch = blockIdx.x / row_blocks / strips;
-  const int64_t vector_row = row_block * kTeams + warp / C::kRowWarps;
+  const int64_t vector_row = row_block * kTeams + warp / C::kSplitKWarps;
   const bool present = vector_row < vector_rows;
   const int64_t strip_byte = strip * C::kRowBytes + lane % S::kChunks * 16;
   const int64_t valid = b_bytes - strip_byte;
   const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + strip * C::kRowBytes,
                   b_pitch, valid < 0 ? 0 : valid < 16 ? int(valid) : 16, lane};
-  const int64_t begin = uniform(present ? group_start[vector_row] : 0) + warp % C::kRowWarps;
+  const int64_t begin = uniform(present ? group_start[vector_row] : 0) + warp % C::kSplitKWarps;
   const int64_t end = uniform(present ? group_start[vector_row + 1] : 0);
-  const int count = end > begin ? int((end - begin + C::kRowWarps - 1) / C::kRowWarps) : 0;
+  const int count = end > begin ? int((end - begin + C::kSplitKWarps - 1) / C::kSplitKWarps) : 0;
 
   const auto load_columns = [&](int i, int32_t (&to)[Ring::kSlotLanes]) {
     if (i >= count) return;
     CUTE_UNROLL
     for (int s = 0; s < Ring::kSlotLanes; ++s) {
       const int slot = 32 * s + lane;
-      to[s] = slot < Ring::kSlots ? __ldg(columns + (begin + int64_t{i} * C::kRowWarps) * Ring::kSlots + slot) : 0;
+      to[s] = slot < Ring::kSlots ? __ldg(columns + (begin + int64_t{i} * C::kSplitKWarps) * Ring::kSlots + slot) : 0;
     }
   };
   const auto load_values = [&](int i, SparseFragment<C>& to) {
-    if (i < count) to.load(values + (begin + int64_t{i} * C::kRowWarps) * S::kGroupWords, lane);
+    if (i < count) to.load(values + (begin + int64_t{i} * C::kSplitKWarps) * S::kGroupWords, lane);
   };
 
   int32_t first[C::kStages - 1][Ring::kSlotLanes];
@@ -138,11 +138,11 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   for (int i = 0; i < C::kStages - 1; ++i) load_columns(i, first[i]);
   SparseFragment<C> fragment, next;
   load_values(0, fragment);
-  if constexpr (!C::kFresh) wait_for_predecessor();
+  if constexpr (!C::kAJustWritten) pdl_wait();
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) {
     if (i < count) ring.fetch(i, first[i]);
-    copy_async_commit();
+    cp_async_commit();
   }
   int32_t ahead[Ring::kSlotLanes];
   load_columns(C::kStages - 1, ahead);
@@ -166,11 +166,11 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
 
   for (int i = 0, stage = 0; i < count; ++i) {
     load_values(i + 1, next);
-    copy_async_wait<C::kStages - 2>();
+    cp_async_wait<C::kStages - 2>();
     __syncwarp();
     const int refill = stage == 0 ? C::kStages - 1 : stage - 1;  // the stage that the step before this one has read
     if (i + C::kStages - 1 < count) ring.fetch(refill, ahead);
-    copy_async_commit();
+    cp_async_commit();
     load_columns(i + C::kStages, ahead);
     add_group(sums, fragment, ring, stage);
     fragment = next;
@@ -180,7 +180,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     }
   }
   if constexpr (C::kWide) fold();
-  copy_async_wait<0>();
+  cp_async_wait<0>();
 
   const SpmmOperands operands{left, right, bias, out, rows, n, left_step, right_step, right_batch, vector_stores != 0};
   CUTE_UNROLL
@@ -192,8 +192,8 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     } else {
       sums.totals(tile, total);
     }
-    if constexpr (C::kRowWarps > 1) reduce_team<C>(total, shared, warp, lane);
-    if (present && warp % C::kRowWarps == 0) {
+    if constexpr (C::kSplitKWarps > 1) reduce_team<C>(total, shared, warp, lane);
+    if (present && warp % C::kSplitKWarps == 0) {
       write_tile<C>(operands, batch, vector_row, tile, strip * S::kColumns, lane, total);
     }
   }

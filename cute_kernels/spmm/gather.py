@@ -13,14 +13,14 @@ from torch import Tensor
 from cute_kernels.dtypes import element_bits
 from cute_kernels.jit.kernel import Kernel
 from cute_kernels.layout.bank_conflicts import Access, swizzled
-from cute_kernels.operands import Factor, Place, Target, Vectors
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, group_offsets, pack_fragments
 
 
 @dataclass(frozen=True)
 class GatherConfig(SpmmConfig):
     """``row_bytes`` of B's rows are a strip; ``stages`` groups are in flight; of a block's ``warps`` each
-    ``row_warps`` share a vector row.  ``wide``: totals that outgrow int32 move to int64 on the way.  ``fresh``: the
+    ``split_k_warps`` share a vector row.  ``wide``: totals that outgrow int32 move to int64 on the way.  ``fresh``: the
     kernel before an early launch may have written A, of which nothing is read ahead then."""
 
     STEM: ClassVar[str] = "spmm_gather"
@@ -28,7 +28,7 @@ class GatherConfig(SpmmConfig):
     row_bytes: int = 64  # type: ignore[misc]
     stages: int = 4
     warps: int = 4
-    row_warps: int = 1
+    split_k_warps: int = 1
     wide: bool = False
     fresh: bool = False
 
@@ -44,15 +44,15 @@ class GatherConfig(SpmmConfig):
         return super()._constants() | {
             "kStages": self.stages,
             "kWarps": self.warps,
-            "kRowWarps": self.row_warps,
+            "kSplitKWarps": self.split_k_warps,
             "kWide": self.wide,
-            "kFresh": self.fresh,
+            "kAJustWritten": self.fresh,
             "kStagedFactors": False,
             "kPartial": self.row_bytes <= 64,  # strips that B's columns do not fill
         }
 
     def _tags(self) -> list[str]:
-        shape = f"b{self.row_bytes}s{self.stages}w{self.warps}r{self.row_warps}"
+        shape = f"b{self.row_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
         return [*super()._tags(), shape, *(tag for tag in ("wide", "fresh") if getattr(self, tag))]
 
     @property
@@ -62,10 +62,12 @@ class GatherConfig(SpmmConfig):
     @property
     def fits(self) -> bool:
         """Whether the totals of warps that share a vector row find room where their rings were."""
-        return self.row_warps == 1 or self.columns * 8 * self.total_bytes <= self.stages * self.group * self.row_bytes
+        return (
+            self.split_k_warps == 1 or self.columns * 8 * self.total_bytes <= self.stages * self.group * self.row_bytes
+        )
 
     def grid(self, vector_rows: int, n: int, batch: int) -> tuple[int, int, int]:
-        teams = self.warps // self.row_warps
+        teams = self.warps // self.split_k_warps
         return (-(-vector_rows // teams) * -(-n // self.columns) * batch, 1, 1)
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
@@ -73,7 +75,7 @@ class GatherConfig(SpmmConfig):
         strips = -(-n // self.columns) * batch
         return strips * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.row_bytes)
 
-    def accesses(self) -> list[Access]:
+    def smem_accesses(self) -> list[Access]:
         """Every access of a warp to shared memory."""
         chunks, lanes = self.row_bytes // 16, np.arange(32)
         pieces = np.arange(self.group * chunks).reshape(-1, 32)
@@ -89,7 +91,7 @@ class GatherConfig(SpmmConfig):
             ),
             Access("read: ldmatrix.trans", f"ldmatrix.x{rows.shape[1] // 8}", reads),
         ]
-        if self.row_warps > 1:
+        if self.split_k_warps > 1:
             size = self.total_bytes
             total = (np.arange(self.columns // 4)[:, None] * 32 + lanes) * size
             found += [Access(f"reduce: {verb} totals", f"{verb}{8 * size}", total) for verb in ("store", "load")]
@@ -99,14 +101,14 @@ class GatherConfig(SpmmConfig):
         self,
         kernel: Kernel,
         matrix: Sequence[Tensor],
-        b: Place,
-        out: Target,
-        left: Factor,
-        right: Factor,
+        b: DenseArg,
+        out: OutputArg,
+        left: ScaleArg,
+        right: ScaleArg,
         bias: int,
-        early: bool = False,
+        pdl: bool = False,
     ) -> None:
-        """One launch of this config's ``kernel`` on torch's current stream; ``matrix`` is a :class:`GatherCopy`."""
+        """One launch of this config's ``kernel`` on torch's current stream; ``matrix`` is a :class:`PackedGather`."""
         offsets, columns, values = matrix
         rows, row = offsets.shape[0] - 1, -(-out.columns * element_bits(self.b) // 8)
         kernel.launch(
@@ -117,15 +119,15 @@ class GatherConfig(SpmmConfig):
                 out.columns, self.vector_stores(out, right),
             ),
             None,
-            early,
+            pdl,
         )  # fmt: skip
 
-    def copy(self, vectors: Vectors, inner: int) -> GatherCopy:
+    def copy(self, vectors: Vectors, inner: int) -> PackedGather:
         """The execution copy of ``vectors``, a matrix of ``inner`` columns."""
-        return gather_copy(self, vectors)
+        return pack_gather(self, vectors)
 
 
-class GatherCopy(NamedTuple):
+class PackedGather(NamedTuple):
     """The sparse operand for the gather kernel."""
 
     group_offsets: Tensor  # int64 (R + 1,)
@@ -133,10 +135,10 @@ class GatherCopy(NamedTuple):
     values: Tensor  # uint8 (groups, bytes a group), fragment order
 
 
-def gather_copy(config: GatherConfig, vectors: Vectors) -> GatherCopy:
+def pack_gather(config: GatherConfig, vectors: Vectors) -> PackedGather:
     """The execution copy of ``vectors``; torch operators on their own device."""
     offsets, positions = group_offsets(vectors.row_offsets, config.group)
     groups = int(offsets[-1])
     columns = torch.full((groups * config.group,), -1, dtype=torch.int32, device=offsets.device)
     columns[positions] = vectors.columns
-    return GatherCopy(offsets, columns, pack_fragments(config, vectors, positions, groups))
+    return PackedGather(offsets, columns, pack_fragments(config, vectors, positions, groups))

@@ -42,16 +42,16 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     registers = 80 if config.row_bytes == 128 else 64
     blocks = min(SHARED_BYTES // (config.smem_bytes + 1024), 65536 // (registers * config.threads))
     resident = min(blocks * config.warps, 64) * machine.multiprocessors
-    full = problem.vector_rows * strips * config.row_warps / resident
+    full = problem.vector_rows * strips * config.split_k_warps / resident
     mean = problem.vectors / max(problem.vector_rows, 1)
-    groups = mean / (config.group * config.row_warps) + 0.5
+    groups = mean / (config.group * config.split_k_warps) + 0.5
     # A row far longer than the others, which a uniform pattern does not have: its warp is the last one to end.
-    longest = max(mean, problem.longest - 3 * mean**0.5) / (config.group * config.row_warps) + 0.5
+    longest = max(mean, problem.longest - 3 * mean**0.5) / (config.group * config.split_k_warps) + 0.5
     crowd = model.crowd * max(config.row_bytes, 64) / 64 * min(1.0, full) * resident / machine.multiprocessors / 32
     products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
     products *= config.columns / config.row_bytes
     step = model.group + crowd * max(1.0, 0.5 + 0.5 * products)
-    team = model.team * (config.row_warps - 1) / 4 * config.columns / 64
+    team = model.team * (config.split_k_warps - 1) / 4 * config.columns / 64
     warps = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
     return model.launch + warps + model.result * problem.vector_rows * 8 * problem.n
 
@@ -68,7 +68,7 @@ def choose_spmm(
     """The config for C = A B; ``atom`` is a wish for an instruction, ``once``: A is used once, and its copy counts."""
     found = [each for each in candidates(kind, machine, problem, atom) if not (once and isinstance(each, PanelConfig))]
     costs = {config: spmm_cost(config, machine, problem) for config in found}
-    return registered(min(costs, key=lambda config: costs[config]))
+    return register_config(min(costs, key=lambda config: costs[config]))
 
 
 def candidates(kind: Kind, machine: Machine, problem: Problem, atom: str | None = None) -> list[SpmmKernel]:
@@ -153,10 +153,10 @@ def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:
 
 def _gathers(base: GatherConfig) -> list[SpmmKernel]:
     """Narrow and wide strips, by one warp a vector row or several; narrow ones alone where sums fill the registers."""
-    found = [base, replace(base, row_warps=4), replace(base, row_warps=8, warps=8, stages=2)]
+    found = [base, replace(base, split_k_warps=4), replace(base, split_k_warps=8, warps=8, stages=2)]
     if not base.wide and base.vector_length * base.digits[0] * base.digits[1] <= 16:
         broad = replace(base, row_bytes=128, stages=3)
-        found += [broad, replace(broad, row_warps=2), replace(broad, row_warps=4, stages=2)]
+        found += [broad, replace(broad, split_k_warps=2), replace(broad, split_k_warps=4, stages=2)]
     return [config for config in found if config.fits]
 
 
@@ -170,7 +170,7 @@ def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int, onc
         )
     if config.wide:
         return f"gather, wide: a vector row of {longest} vectors can outgrow sums of 32 bits"
-    split = f"; {config.row_warps} warps share a vector row, for few rows" if config.row_warps > 1 else ""
+    split = f"; {config.split_k_warps} warps share a vector row, for few rows" if config.split_k_warps > 1 else ""
     if once:
         return (
             f"gather: the matrix is used once, and its copy for panels of B would take longer than the product{split}"
@@ -180,7 +180,7 @@ def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int, onc
     )
 
 
-def registered(config: SpmmKernel) -> SpmmKernel:
+def register_config(config: SpmmKernel) -> SpmmKernel:
     """``config``, from now on found by its name."""
     return _spmm.setdefault(config.name, config)
 
@@ -193,7 +193,7 @@ def check_spmm(config: SpmmKernel, kind: Kind, longest: int) -> None:
     _check_warp(config.atom)
     if outgrows(config, longest) and not getattr(config, "wide", False):
         raise ValueError(f"config must be wide for a vector row of {longest} > {SAFE_RUN} vectors, got {config.name}")
-    registered(config)
+    register_config(config)
 
 
 def spmm_config(name: str) -> SpmmKernel:

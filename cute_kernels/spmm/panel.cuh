@@ -13,7 +13,7 @@
 namespace magicube {
 
 template <class C>
-struct PanelRing : TileRing<C, C::kStages * C::kTile * C::kRowBytes> {
+struct PanelRing : TmaPipeline<C, C::kStages * C::kTile * C::kRowBytes> {
   static constexpr int kTileBytes = C::kTile * C::kRowBytes;
   static constexpr int kPart = C::kTile / C::kCluster;        // rows that one block fetches
   static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // the copy engine's limit
@@ -72,10 +72,10 @@ struct PanelItem {
 
 // `fold`: rows of B that are one of the map's lie behind each other without gaps, 2^fold of them.
 template <class C>
-__device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescriptor* map, int64_t inner, int64_t batch_rows,
+__device__ void producer_loop(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescriptor* map, int64_t inner, int64_t batch_rows,
                      int fold) {
   using Ring = PanelRing<C>;
-  RingPosition<C> position;
+  PipelineState<C> position;
   for (; item.exists(); item.advance(), position.stage = 0) {
     const int x = int(item.strip * C::kRowBytes), first = int(item.batch * batch_rows);
     for (int tile = 0; tile < ring.tiles; ++tile, position.advance()) {
@@ -83,12 +83,12 @@ __device__ void feed(const PanelRing<C>& ring, PanelItem<C> item, const TmaDescr
       barrier_wait(ring.empty(stage), position.parity() ^ 1);
       const int64_t left = inner - int64_t{tile} * C::kTile;
       const int boxes = left >= C::kTile ? C::kTile / Ring::kBoxRows : int((left + Ring::kBoxRows - 1) / Ring::kBoxRows);
-      barrier_expect(ring.full(stage), boxes * Ring::kBoxRows * C::kRowBytes);
+      mbarrier_arrive_expect_tx(ring.full(stage), boxes * Ring::kBoxRows * C::kRowBytes);
       for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
         const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kRowBytes;
         const int row = first + tile * C::kTile + box * Ring::kBoxRows, y = C::kRecords > 0 ? row >> fold : row;
-        if constexpr (C::kCluster == 1) copy_box(to, map, x, y, ring.full(stage));
-        else cluster::copy_box_to((1 << C::kCluster) - 1, to, map, x, y, ring.full(stage));
+        if constexpr (C::kCluster == 1) tma_load_2d(to, map, x, y, ring.full(stage));
+        else cluster::tma_load_2d_multicast((1 << C::kCluster) - 1, to, map, x, y, ring.full(stage));
       }
     }
   }
@@ -180,7 +180,7 @@ struct GroupStream<C, true> {
     for (int i = 0; i < C::kRecords - 1; ++i) fetch(i, lane);
   }
   __device__ void take(int lane) {
-    copy_async_wait<C::kRecords - 2>();  // a strip's factors, behind the first records, only make it wait for one more
+    cp_async_wait<C::kRecords - 2>();  // a strip's factors, behind the first records, only make it wait for one more
     __syncwarp();
     current.read(ring + slot * kRecordBytes, lane);
     fetch(slot == 0 ? C::kRecords - 1 : slot - 1, lane);  // which was read the time before
@@ -192,9 +192,9 @@ struct GroupStream<C, true> {
   __device__ void fetch(int to, int lane) {
     CUTE_UNROLL
     for (int i = 0; i < kPieces; i += 32) {
-      if (i + lane < kPieces) copy_async(ring + to * kRecordBytes + (i + lane) * 16, next + (i + lane) * 16, 16);
+      if (i + lane < kPieces) cp_async(ring + to * kRecordBytes + (i + lane) * 16, next + (i + lane) * 16, 16);
     }
-    copy_async_commit();
+    cp_async_commit();
     next += kRecordBytes;
   }
 };
@@ -263,7 +263,7 @@ struct PanelStream {
 };
 
 template <class C, class UnitOf>
-__device__ void multiply_item(const PanelRing<C>& ring, RingPosition<C>& position, const PanelMatrix& matrix,
+__device__ void multiply_item(const PanelRing<C>& ring, PipelineState<C>& position, const PanelMatrix& matrix,
                               PanelStream<C>& stream, const UnitOf& unit, Sums<C> (&sums)[C::kRows], int lane) {
   // Two loops, because at a branch the compiler waits for what is on its way.
   for (int first = 0; first < ring.tiles; first += 32) {
@@ -306,7 +306,7 @@ template <class C>
 __device__ void stage_factors(float* to, const float* from, int64_t count, int lane) {
   __syncwarp();  // those of the item before have been read
   for (int i = lane; i < SpmmShape<C>::kColumns && i < count; i += 32) copy_async_word(shared_address(to + i), from + i);
-  copy_async_commit();
+  cp_async_commit();
 }
 
 template <class C>
@@ -332,8 +332,8 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   ring.open();
   if (warp == C::kWarps) {
     if (lane == 0) {
-      wait_for_predecessor();
-      feed(ring, item, &map, inner, batch_rows, int(fold));
+      pdl_wait();
+      producer_loop(ring, item, &map, inner, batch_rows, int(fold));
     }
     return;
   }
@@ -342,19 +342,19 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   const bool staged = right && right_step == 1;
   PanelStream<C> stream;
   Sums<C> sums[C::kRows];
-  RingPosition<C> position;
+  PipelineState<C> position;
   const PanelMatrix matrix{group_start, counts, records, order};
   const uint32_t records_at =
       shared_address(shared) + PanelRing<C>::kRecordsAt + warp * C::kRecords * PanelGroup<C>::kRecordWords * 4;
   stream.open(matrix, unit(), start, ring.tiles, records_at, lane);
-  wait_for_predecessor();
+  pdl_wait();
   while (item.exists()) {
     const int64_t n0 = int64_t{item.strip} * S::kColumns;
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) sums[i].clear();
     if (staged) stage_factors<C>(factors, right + item.batch * right_batch + n0, n - n0, lane);
     multiply_item(ring, position, matrix, stream, unit, sums, lane);
-    copy_async_wait<0>();
+    cp_async_wait<0>();
     __syncwarp();
     const SpmmOperands operands{left, staged ? factors - n0 : right, bias, out, rows, n, left_step, right_step,
                                 staged ? 0 : right_batch, vector_stores != 0};

@@ -16,7 +16,7 @@ from cute_kernels.jit.kernel import Kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import sequential_slots, spread_slots
-from cute_kernels.operands import Factor, Place, Target, Vectors
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, pack_fragments
 
 BOX_ROWS = 256  # the copy engine's limit
@@ -86,9 +86,9 @@ class PanelConfig(SpmmConfig):
             "kStagedFactors": True,
         }
 
-    def sparse_key(self) -> tuple[object, ...]:
+    def packing_key(self) -> tuple[object, ...]:
         shape = (self.row_bytes, self.tile, self.stages, self.window, self.warps, self.rows)
-        return (*super().sparse_key(), *shape, self.ordered, self.swizzle)
+        return (*super().packing_key(), *shape, self.ordered, self.swizzle)
 
     @property
     def sums(self) -> int:
@@ -110,7 +110,7 @@ class PanelConfig(SpmmConfig):
         read = sum(tensor.nbytes for tensor in matrix)
         return strips * read + self.items(vector_rows, n, batch) * inner * self.row_bytes
 
-    def accesses(self) -> list[Access]:
+    def smem_accesses(self) -> list[Access]:
         """Every access of a warp to shared memory, for columns 0, 1, ...; others conflict as their order says."""
         units = self.row_bytes // 16
         rows = np.arange(self.group).reshape(-1, min(self.group, 32))
@@ -127,25 +127,25 @@ class PanelConfig(SpmmConfig):
         self,
         kernel: Kernel,
         matrix: Sequence[Tensor],
-        b: Place,
-        out: Target,
-        left: Factor,
-        right: Factor,
+        b: DenseArg,
+        out: OutputArg,
+        left: ScaleArg,
+        right: ScaleArg,
         bias: int,
-        early: bool = False,
+        pdl: bool = False,
     ) -> None:
         """One launch on torch's current stream, or one a matrix of a batch that no single step separates.
 
-        ``matrix`` is a :class:`PanelCopy` of this config.
+        ``matrix`` is a :class:`PackedPanel` of this config.
         """
         step, rest = divmod(b.batch, b.pitch) if out.batch > 1 else (0, 0)
         if rest or step * (out.batch - 1) + out.inner > _MAX_COORDINATE:
             size = out.rows * out.columns * OUT_BYTES[self.out]
             for i in range(out.batch):
-                one = Target(out.pointer + i * size, 1, out.rows, out.inner, out.columns)
-                scales = Factor(right.pointer + 4 * i * right.batch, right.step, 0)
-                place = Place(b.pointer + i * b.batch, b.pitch, 0, b.row)
-                self.launch(kernel, matrix, place, one, left, scales, bias, early)
+                one = OutputArg(out.pointer + i * size, 1, out.rows, out.inner, out.columns)
+                scales = ScaleArg(right.pointer + 4 * i * right.batch, right.step, 0)
+                place = DenseArg(b.pointer + i * b.batch, b.pitch, 0, b.row)
+                self.launch(kernel, matrix, place, one, left, scales, bias, pdl)
             return
         rows = -(-out.rows // self.vector_length)
         shape = (b.row, step * (out.batch - 1) + out.inner)
@@ -167,15 +167,15 @@ class PanelConfig(SpmmConfig):
                 row_step, strip_step, self.vector_stores(out, right), fold,
             ),
             (self.cluster, 1, 1) if self.cluster > 1 else None,
-            early,
+            pdl,
         )  # fmt: skip
 
-    def copy(self, vectors: Vectors, inner: int) -> PanelCopy:
+    def copy(self, vectors: Vectors, inner: int) -> PackedPanel:
         """The execution copy of ``vectors``, a matrix of ``inner`` columns."""
-        return panel_copy(self, vectors, inner)
+        return pack_panel(self, vectors, inner)
 
 
-class PanelCopy(NamedTuple):
+class PackedPanel(NamedTuple):
     """The sparse operand for the panel kernel."""
 
     group_offsets: Tensor  # int64 (U + 1,), of units of `rows` vector rows, each one warp's; whole blocks of them
@@ -189,9 +189,9 @@ class PanelCopy(NamedTuple):
     order: Tensor  # int32 ((U + 1) * rows,): the vector row that a unit has at each place, or one beyond the last
 
 
-def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
+def pack_panel(config: PanelConfig, vectors: Vectors, inner: int) -> PackedPanel:
     """The execution copy of ``vectors``; torch operators on their own device."""
-    vectors, order = _dealt(vectors, config)
+    vectors, order = balance_rows(vectors, config)
     group, device = config.group, vectors.columns.device
     tiles = -(-inner // config.tile)
     rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
@@ -228,10 +228,10 @@ def panel_copy(config: PanelConfig, vectors: Vectors, inner: int) -> PanelCopy:
     records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
     if config.rows > 1:
         records = records[torch.argsort(use, stable=True)]
-    return PanelCopy(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _AHEAD)), order)
+    return PackedPanel(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _AHEAD)), order)
 
 
-def _dealt(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor]:
+def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor]:
     """Vectors with their rows dealt out in equal shares, and the row at each place, one beyond the last for none.
 
     The longest rows go to one share each, the next ones to those that have least, and so on.

@@ -144,7 +144,7 @@ def sparse_attention(
         out, lse = _without_keys(q, v, nan_for_empty)
     else:
         rows = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
-        names, bits = " ".join([one._named(one._edition) for one in masks]), [softmax_bits, qkv_bits]
+        names, bits = " ".join([one._named(one._version_id) for one in masks]), [softmax_bits, qkv_bits]
         out, lse = operator.attend(*rows, bias, names, bits, factor, causal, nan_for_empty, return_lse, impl or "")
     out = out.reshape(*batch, q.shape[-2], v.shape[-1])
     return (out, lse.reshape(*batch, q.shape[-2])) if return_lse else out

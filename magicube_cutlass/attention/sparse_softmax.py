@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import REALS, Integer
+from cute_kernels.dtypes import REAL_DTYPES, Integer
 from cute_kernels.integers import int_range, store
 from cute_kernels.machine import Kind
 from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.block_diagonal import Stack, stack, stacked_matrix
 from magicube_cutlass.dispatch.machine import get_machine
-from magicube_cutlass.dispatch.plan import problem, rounded
+from magicube_cutlass.dispatch.plan import problem, size_bucket
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 
@@ -124,7 +124,7 @@ def _softmax_gpu(
     pattern, v = of.pattern, of.pattern.vector_length
     padded = pattern.padded(of.stride)
     columns = padded.col_indices
-    config = kernels.SoftmaxConfig(REALS[values.dtype], v, of.stride, bits, of.causal, of.bias is not None, atom)
+    config = kernels.SoftmaxConfig(REAL_DTYPES[values.dtype], v, of.stride, bits, of.causal, of.bias is not None, atom)
     period = (max(1, of.period[0] // v), of.period[1])
     rows = kernels.Rows(padded.row_start, padded.row_end, columns, pattern.shape[0], period)
     if values.data_ptr() % 16:
@@ -170,7 +170,7 @@ def _choose_product(
     from cute_kernels.spmm.heuristics import candidates, spmm_cost
 
     kind = Kind(pattern.vector_length, Integer(bits, False), Integer(*right), str(out).removeprefix("torch."))
-    sizes = problem(pattern, pattern.vector_length, rounded(columns), 1)
+    sizes = problem(pattern, pattern.vector_length, size_bucket(columns), 1)
     here = get_machine(pattern.device.index)
     # Of 32 vectors a group, as many as a stride has: the 4-bit instructions of older chips take 64.
     atom = "int4_as_int8_m16n8k32" if (bits, right[0]) == (4, 4) else "s8_m16n8k32"

@@ -168,13 +168,13 @@ def forward(
     at = _logits_at(heads, options, bias)
     found = stack(heads.pattern, STRIDE, s.shape[0])
     d = _width(v.shape[2], options.qkv_bits)
-    weigh = _weigh_on_gpu if s.is_cuda and s.numel() else _weigh
+    weigh = _weigh_on_gpu if s.is_cuda and s.numel() else softmax_and_spmm
     out, p = weigh(s, at, found, operands, heads, options, d, lse)
     out = out.view(-1, heads.queries, d)[..., : v.shape[2]]
     return out, None if p.lse is None else p.lse.view(-1, heads.queries)
 
 
-def _weigh(
+def softmax_and_spmm(
     s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
 ) -> tuple[Tensor, Probabilities]:
     """The softmax of ``s``, and its product with V, (rows, d)."""
@@ -189,16 +189,16 @@ def _weigh(
 def _weigh_on_gpu(
     s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
 ) -> tuple[Tensor, Probabilities]:
-    """As :func:`_weigh`, the softmax written in the order that the product reads."""
-    from cute_kernels.spmm.heuristics import registered
+    """As :func:`softmax_and_spmm`, the softmax written in the order that the product reads."""
+    from cute_kernels.spmm.heuristics import register_config
     from magicube_cutlass.dispatch import cuda as gpu
 
     config = product_config(found, options.softmax_bits, (options.qkv_bits, True), d, options.out_dtype)
     p = softmax_for_product(s, at, config, operands.v_scale, nan_for_empty=options.nan_for_empty, lse=lse)
     out = torch.empty(found.pattern.shape[0], d, dtype=options.out_dtype, device=s.device)
     dense = Dense(operands.v, options.qkv_bits, True, -2, -1)
-    copy, name = product_copy(found, STRIDE, p.values), registered(config).name
-    gpu.spmm(name, copy, dense, operands.v.shape[0], out, p.scale.view(-1), None, None, early=True)
+    copy, name = product_copy(found, STRIDE, p.values), register_config(config).name
+    gpu.spmm(name, copy, dense, operands.v.shape[0], out, p.scale.view(-1), None, None, pdl=True)
     return out, p
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import FLOAT_DTYPES, HALVES
+from cute_kernels.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.construct import transpose_parts
 from magicube_cutlass.formats.pattern import Pattern
@@ -20,7 +20,7 @@ from magicube_cutlass.ops import products as ops
 
 def check_halves(**tensors: Tensor) -> None:
     """Raise ``TypeError`` unless the operands are float16 or bfloat16, one of them."""
-    known = [FLOAT_DTYPES[name] for name in HALVES]
+    known = [FLOAT_DTYPES[name] for name in HALF_DTYPES]
     for name, x in tensors.items():
         if x.dtype not in known:
             raise TypeError(f"{name} must be float16 or bfloat16 for a product of floats, got {x.dtype}")

@@ -110,7 +110,7 @@ def conflict_table(name: str) -> Table:
         table.add_column(heading)
     for heading in ("instructions", "wavefronts", "ideal", "conflicts"):
         table.add_column(heading, justify="right")
-    for found in report(configs[name].accesses()):
+    for found in report(configs[name].smem_accesses()):
         figures = (found.instructions, found.wavefronts, found.ideal, found.conflicts)
         table.add_row(found.name, found.kind, *map(str, figures))
     return table

@@ -8,9 +8,9 @@ from torch import Tensor
 from cute_kernels.convert.pack import pack
 from cute_kernels.cpu.engine import Dense, batch_stride
 from cute_kernels.integers import fetch, store
-from cute_kernels.jit import Kernel, Replays, get_kernel
+from cute_kernels.jit import Kernel, LaunchCache, get_kernel
 from cute_kernels.jit.device import device_of
-from cute_kernels.operands import Factor, Place, Target
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.heuristics import SddmmKernel, sddmm_config
 from cute_kernels.spmm.heuristics import SpmmKernel, spmm_config
 from magicube_cutlass.dispatch.cpu import keepable
@@ -20,7 +20,7 @@ from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
 _KEPT_LAUNCHES = 32  # sets of addresses that a kept call remembers
-_NONE = Factor(0, 0, 0)
+_NONE = ScaleArg(0, 0, 0)
 
 
 def _is_ready(rows: Tensor) -> bool:
@@ -37,12 +37,12 @@ def _is_ready(rows: Tensor) -> bool:
     return True
 
 
-def _lies_turned(rows: Tensor) -> bool:
-    """Whether the operand is a matrix of bytes whose columns are contiguous, and :func:`_turned` makes rows of them."""
+def is_column_major_bytes(rows: Tensor) -> bool:
+    """Return whether the operand is a column-major matrix of bytes, which :func:`to_row_major` copies."""
     return rows.ndim == 2 and rows.element_size() == 1 and rows.stride(0) == 1 and not _is_ready(rows)
 
 
-def _turned(rows: Tensor) -> Tensor:
+def to_row_major(rows: Tensor) -> Tensor:
     """A copy of such an operand, ready; torch would take the bytes one by one."""
     with device_of(rows):
         return pack(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
@@ -67,8 +67,8 @@ def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
     rows = data if dim == -1 else data.mT
     if _is_ready(rows):
         return rows
-    if _lies_turned(rows):
-        return _turned(rows)
+    if is_column_major_bytes(rows):
+        return to_row_major(rows)
     if rows.dtype == torch.uint16:
         rows = rows.view(torch.int16)  # torch has few operators on uint16
     step = ALIGNMENT // rows.element_size()
@@ -77,19 +77,19 @@ def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
     return padded.copy_(rows)
 
 
-def _place(rows: Tensor, padded: bool = False) -> Place:
+def _place(rows: Tensor, padded: bool = False) -> DenseArg:
     """``padded``: rows go on to a multiple of 16 bytes, in memory that was made for it."""
     size, width = rows.element_size(), rows.shape[-1]
     # torch may give a single row any stride; the tensor copy wants a pitch of whole pieces all the same
     whole = -(-width * size // ALIGNMENT) * ALIGNMENT
     pitch = rows.stride(-2) * size if rows.shape[-2] > 1 else whole
-    return Place(rows.data_ptr(), pitch, batch_stride(rows) * size, whole if padded else width * size)
+    return DenseArg(rows.data_ptr(), pitch, batch_stride(rows) * size, whole if padded else width * size)
 
 
-def _factor(factor: Tensor | None) -> Factor:
+def _factor(factor: Tensor | None) -> ScaleArg:
     if factor is None:
         return _NONE
-    return Factor(factor.data_ptr(), min(factor.ndim, 1), factor.shape[-1] if factor.ndim > 1 else 0)
+    return ScaleArg(factor.data_ptr(), min(factor.ndim, 1), factor.shape[-1] if factor.ndim > 1 else 0)
 
 
 def spmm(
@@ -101,11 +101,11 @@ def spmm(
     left: Tensor | None,
     right: Tensor | None,
     bias: Tensor | None,
-    early: bool = False,
+    pdl: bool = False,
 ) -> None:
     """``out = (A B) * left * right + bias`` with the kernel of this name, on the current stream of A's device.
 
-    ``early``: it may start while the kernel before it ends; then that one wrote nothing of ``matrix``, or the kernel is
+    ``pdl``: it may start while the kernel before it ends; then that one wrote nothing of ``matrix``, or the kernel is
     one for a fresh matrix.
     """
     if out.numel() == 0:
@@ -115,7 +115,7 @@ def spmm(
         return
     ready = aligned_rows(b, -1, inner)
     batch = out.numel() // (out.shape[-1] * out.shape[-2])
-    target = Target(out.data_ptr(), batch, out.shape[-2], inner, out.shape[-1])
+    target = OutputArg(out.data_ptr(), batch, out.shape[-2], inner, out.shape[-1])
     config = spmm_config(kernel)
     with torch.cuda.device(out.device):
         config.launch(
@@ -126,7 +126,7 @@ def spmm(
             _factor(left),
             _factor(right),
             bias.data_ptr() if bias is not None else 0,
-            early,
+            pdl,
         )
 
 
@@ -141,7 +141,7 @@ class _Call:
         self.like = out.new_empty(1).expand(out.shape)  # torch makes one like it in half the time of one by numbers
         with torch.cuda.device(self.device):
             self.kernel = get_kernel(config)
-        self.replays = Replays(_KEPT_LAUNCHES)
+        self.replays = LaunchCache(_KEPT_LAUNCHES)
 
     def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         """Launch for operands at these addresses; a null one for what there is none of."""
@@ -176,10 +176,10 @@ class SpmmCall(_Call):
     ) -> None:
         self.config, self.copy, self.left = spmm_config(kernel), copy, left
         super().__init__(self.config, out)
-        self.turns = _lies_turned(b)
+        self.turns = is_column_major_bytes(b)
         rows, columns = out.shape[-2], out.shape[-1]
         self.size = (out.numel() // (rows * columns), rows, inner, columns)
-        self.place = _place(_turned(b) if self.turns else b, padded=self.turns)[1:]
+        self.place = _place(to_row_major(b) if self.turns else b, padded=self.turns)[1:]
         self.left_factor = _factor(left)
         self.scaled, self.right_step = right is not None, 0 if right is None or right.ndim == 0 else 1
         self.scale: Tensor | None = None  # the matrix's own, of which `left` was made
@@ -187,7 +187,7 @@ class SpmmCall(_Call):
     def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
         """The product, or None where B's address asks for a copy."""
         if self.turns:
-            b = _turned(b)  # alive until the product was enqueued
+            b = to_row_major(b)  # alive until the product was enqueued
         pointer = b.data_ptr()
         if pointer % ALIGNMENT:
             return None
@@ -199,10 +199,10 @@ class SpmmCall(_Call):
 
     def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         b, out, right, bias = addresses
-        place, target = Place(b, *self.place), Target(out, *self.size)
-        factor = Factor(right, self.right_step, 0) if right else _NONE
+        place, target = DenseArg(b, *self.place), OutputArg(out, *self.size)
+        factor = ScaleArg(right, self.right_step, 0) if right else _NONE
         # the copy of A was made before an earlier call, so nothing is read too soon
-        self.config.launch(kernel, self.copy, place, target, self.left_factor, factor, bias, early=True)
+        self.config.launch(kernel, self.copy, place, target, self.left_factor, factor, bias, pdl=True)
 
 
 def spmm_call(
@@ -222,7 +222,7 @@ def spmm_call(
     """
     given = Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
     packed = dense.bits == 4 and dense.packed_dim != -1
-    if out.numel() == 0 or inner == 0 or (copies(given, -1) and (packed or not _lies_turned(dense.data))):
+    if out.numel() == 0 or inner == 0 or (copies(given, -1) and (packed or not is_column_major_bytes(dense.data))):
         return None
     if not keepable(scale, left, right, bias):
         return None
@@ -258,7 +258,7 @@ def sddmm(
     m, n, k = shape
     ready_x, ready_y = aligned_rows(x, -1, m), aligned_rows(y, y.inner_dim, n)
     batch = out.numel() // (out.shape[-1] * out.shape[-2] * out.shape[-3])
-    target = Target(out.data_ptr(), batch, m, k, n)
+    target = OutputArg(out.data_ptr(), batch, m, k, n)
     config = sddmm_config(kernel)
     with torch.cuda.device(out.device):
         config.launch(
@@ -303,13 +303,13 @@ class SddmmCall(_Call):
 
     def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         x, y, out, *factors = addresses
-        places = Place(x, *self.places[0]), Place(y, *self.places[1])
+        places = DenseArg(x, *self.places[0]), DenseArg(y, *self.places[1])
         left, right = (
-            Factor(each, step, 0) if each and step is not None else _NONE
+            ScaleArg(each, step, 0) if each and step is not None else _NONE
             for each, step in zip(factors, self.steps, strict=True)
         )
         # the pattern's arrays were made before an earlier call
-        self.config.launch(kernel, self.pattern, *places, Target(out, *self.size), left, right, early=True)
+        self.config.launch(kernel, self.pattern, *places, OutputArg(out, *self.size), left, right, pdl=True)
 
 
 def sddmm_call(

@@ -92,7 +92,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
         return None
     from magicube_cutlass.dispatch import plan as plans
 
-    kind, problem = plans.described(matrix, dense.number, out, n, batch)
+    kind, problem = plans.spmm_problem(matrix, dense.number, out, n, batch)
     if matrix.device.type == "cpu":
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
         return engine_forecast(kind, m, digits, problem)
@@ -100,7 +100,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     from magicube_cutlass.dispatch import cuda as gpu
 
     here = get_machine(matrix.device.index)
-    chosen = choose_spmm(kind, here, replace(problem, n=plans.rounded(n), batch=min(batch, 2)))
+    chosen = choose_spmm(kind, here, replace(problem, n=plans.size_bucket(n), batch=min(batch, 2)))
     operand, size = engine.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), dense.shape.numel()
     sparse = spmm_cost(chosen, here, problem)
     if gpu.copies(operand, -1):

@@ -14,7 +14,7 @@ from cute_kernels.machine import MMA_COLUMNS, Kind, Problem
 from cute_kernels.operands import Vectors
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.dispatch.machine import get_machine
-from magicube_cutlass.formats.construct import as_movable, transpose_parts
+from magicube_cutlass.formats.construct import indexable_view, transpose_parts
 from magicube_cutlass.quantization.float_operands import decoded, raw_bits
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def rounded(n: int) -> int:
+def size_bucket(n: int) -> int:
     """The smallest of 16, 24, 32, 48, 64, 96, ... not below n, by comparisons only: a compiler keeps n symbolic."""
     power = 16
     while power < n:
@@ -68,7 +68,7 @@ def rounded(n: int) -> int:
     return power * 3 // 4 if 16 < n <= power * 3 // 4 else power
 
 
-def described(
+def spmm_problem(
     matrix: SRBCRS, right: Number, out: torch.dtype, n: int, batch: int, vector_length: int | None = None
 ) -> tuple[Kind, Problem]:
     """What the choice of a kernel for ``matrix`` times ``batch`` matrices of ``n`` columns depends on.
@@ -102,7 +102,7 @@ def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
         pattern, positions, parts = pattern.merge_map(vector_length)
         times = vector_length // matrix.vector_length
         longer = values.new_zeros(pattern.vectors, times, matrix.vector_length)
-        as_movable(longer)[positions, parts] = as_movable(values)
+        indexable_view(longer)[positions, parts] = indexable_view(values)
         values = longer.flatten(1)
     return Vectors(pattern.row_offsets, pattern.col_indices, values, number)
 
@@ -135,11 +135,11 @@ def plan_spmm(
                              f"got one for {config.vector_length}")  # fmt: skip
         if config is not None:
             length = config.vector_length
-        kind, sizes = described(matrix, right, out, width, batch, length)
+        kind, sizes = spmm_problem(matrix, right, out, width, batch, length)
         if config is None:
             config = choose_spmm(kind, get_machine(matrix.device.index), sizes, atom, matrix.used_once)
         check_spmm(config, kind, sizes.longest)
-        stored = (config.vector_length, *config.sparse_key())
+        stored = (config.vector_length, *config.packing_key())
         copy = matrix._execution.get(stored)
         if copy is None:
             vectors = _vectors(matrix, config.vector_length)

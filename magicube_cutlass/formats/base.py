@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cute_kernels.dtypes import Integer, Number, float_of
 from cute_kernels.integers import check_bits, check_range, value_dtype
-from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, new_edition
+from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, new_version_id
 from magicube_cutlass.formats import storage
-from magicube_cutlass.formats.construct import as_movable, beyond, check_result_dtype
+from magicube_cutlass.formats.construct import beyond, check_result_dtype, indexable_view
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.quantization.float_operands import PACKED
 
@@ -56,12 +56,12 @@ class CompressedMatrix(ABC):
         self._used_once = False
         self._cache: dict[str, Any] = {}
         self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
-        self._edition = new_edition()
+        self._version_id = new_version_id()
         self.check_format()
 
     def __getstate__(self) -> dict[str, Any]:
         # what was derived holds kernels, which no copy can have
-        return {**self.__dict__, "_cache": {}, "_execution": {}, "_edition": new_edition()}
+        return {**self.__dict__, "_cache": {}, "_execution": {}, "_version_id": new_version_id()}
 
     @abstractmethod
     def vectors(self) -> Tensor:
@@ -155,8 +155,8 @@ class CompressedMatrix(ABC):
         vectors, pattern, v = self._scaled_vectors(dequantize), self.pattern, self.vector_length
         batch, (m, k) = self.batch_shape, self.shape
         dense = torch.zeros(*batch, pattern.vector_rows, v, k, dtype=vectors.dtype, device=self.device)
-        movable = as_movable(dense).transpose(-1, -2)  # (*batch, R, K, V)
-        movable[..., pattern.row_indices, pattern.col_indices, :] = as_movable(vectors)
+        movable = indexable_view(dense).transpose(-1, -2)  # (*batch, R, K, V)
+        movable[..., pattern.row_indices, pattern.col_indices, :] = indexable_view(vectors)
         return dense.view(*batch, pattern.vector_rows * v, k)[..., :m, :]
 
     def to_scipy(self, dequantize: bool = True) -> csr_array:
@@ -173,7 +173,7 @@ class CompressedMatrix(ABC):
         values = self._scaled_vectors(dequantize)
         if float_of(values.dtype) is not None:
             values = values.float()
-        values = as_movable(values)[inside].view(values.dtype)
+        values = indexable_view(values)[inside].view(values.dtype)
         rows = pattern.row_indices[:, None] * self.vector_length + torch.arange(self.vector_length, device=self.device)
         cols = pattern.col_indices[:, None].expand_as(rows)
         data, row, col = (tensor.detach().cpu().numpy() for tensor in (values, rows[inside], cols[inside]))
@@ -202,7 +202,7 @@ class CompressedMatrix(ABC):
         if value != self._used_once:
             self._used_once = bool(value)
             self._execution.clear()  # with the calls that are kept there
-            self._edition = new_edition()
+            self._version_id = new_version_id()
 
     def check_format(self, full: bool = False) -> None:
         """Raise ``TypeError``/``ValueError`` for wrong dtypes, sizes, layouts or devices; with ``full`` scan all data.
@@ -258,7 +258,7 @@ class CompressedMatrix(ABC):
         if self.bits == 12:  # the other widths fill their dtype
             check_range(vectors, self.bits, self.signed, "values")
         if self.shape[0] % self.vector_length:
-            outside = as_movable(vectors)[..., beyond(pattern)]
+            outside = indexable_view(vectors)[..., beyond(pattern)]
             if bool((outside != 0).any()):
                 raise ValueError(f"values must be zero in rows beyond M = {self.shape[0]}, got a nonzero one")
 

@@ -44,7 +44,7 @@ _MOVABLE = {torch.uint16: torch.int16} | {
 }
 
 
-def as_movable(tensor: Tensor) -> Tensor:
+def indexable_view(tensor: Tensor) -> Tensor:
     """``tensor``, uint16 seen as int16 and small floats as uint8: torch cannot select from or compare these."""
     return tensor.view(_MOVABLE[tensor.dtype]) if tensor.dtype in _MOVABLE else tensor
 
@@ -88,7 +88,7 @@ def _integers(
 def gather_vectors(dense: Tensor, pattern: Pattern) -> Tensor:
     """The vectors of ``dense``, ``(M, K)``, at ``pattern``: ``(vectors, V)`` of the same dtype, zero beyond M."""
     v, rows = pattern.vector_length, pattern.vector_rows
-    movable = as_movable(dense)
+    movable = indexable_view(dense)
     if dense.shape[0] % v:
         movable = torch.nn.functional.pad(movable, (0, 0, 0, rows * v - dense.shape[0]))
     grouped = movable.reshape(rows, v, dense.shape[1]).transpose(1, 2)  # (R, K, V)
@@ -101,7 +101,7 @@ def dense_integers(
     """The integers of ``dense``, their scale, and where it is not zero, bool (M, K), decided before any rounding."""
     check_tensor("dense", dense, ndim=2)
     ints, scale = _integers(dense, bits, signed, axis, clip, rounding, "dense")
-    return ints, scale, as_movable(dense) != 0
+    return ints, scale, indexable_view(dense) != 0
 
 
 def dense_parts(
@@ -180,7 +180,7 @@ def masked_integers(
     _check_axis(axis)
     if bits in (8, 16) and values.dtype == value_dtype(bits, signed):  # any value is in range
         return values, None
-    kept = as_movable(values)
+    kept = indexable_view(values)
     return _integers(torch.where(mask, kept, kept.new_zeros(())).view(values.dtype), bits, signed, axis)
 
 
@@ -224,7 +224,7 @@ def mask_parts(values: Tensor, mask: Tensor, vector_length: int, bits: int, sign
     check_masked(values, mask)
     pattern = Pattern.from_dense(mask, vector_length)
     ints, scale = masked_integers(values, mask, bits, signed, axis)
-    kept = as_movable(ints).masked_fill(~mask, 0).view(ints.dtype)
+    kept = indexable_view(ints).masked_fill(~mask, 0).view(ints.dtype)
     return Parts(pattern, gather_vectors(kept, pattern), scale)
 
 
@@ -254,14 +254,14 @@ def coordinate_parts(
         grid = summed.new_zeros(m, int(lengths.max()) if m else 0)
         grid[rows, column] = summed
         ints, scale = _integers(grid, bits, signed, axis)
-        ints = as_movable(ints)[rows, column].view(ints.dtype)
+        ints = indexable_view(ints)[rows, column].view(ints.dtype)
     else:
         ints, scale = _integers(summed.unsqueeze(0), bits, signed, axis)
         ints = ints.squeeze(0)
     keys = pattern.row_indices * k + pattern.col_indices
     vector = torch.searchsorted(keys, rows // vector_length * k + cols)
     vectors = torch.zeros(pattern.vectors, vector_length, dtype=ints.dtype, device=ints.device)
-    as_movable(vectors)[vector, rows % vector_length] = as_movable(ints)
+    indexable_view(vectors)[vector, rows % vector_length] = indexable_view(ints)
     return Parts(pattern, vectors, scale)
 
 
@@ -334,7 +334,7 @@ def pattern_parts(pattern: Pattern, vectors: Tensor, bits: int | None, signed: b
         check_range(vectors, bits, signed, "vectors")
         vectors = narrow(vectors, bits, signed)
     if pattern.shape[0] % pattern.vector_length:
-        vectors = as_movable(vectors).masked_fill(beyond(pattern), 0).view(vectors.dtype)
+        vectors = indexable_view(vectors).masked_fill(beyond(pattern), 0).view(vectors.dtype)
     return Parts(pattern, vectors, scale)
 
 
@@ -349,7 +349,9 @@ def transpose_parts(pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> 
     target, positions = pattern.transpose_map()
     batch, size = vectors.shape[:-2], target.vectors * pattern.vector_length
     moved = torch.zeros(*batch, size + 1, dtype=vectors.dtype, device=vectors.device)
-    as_movable(moved)[..., positions] = as_movable(vectors)  # position -1, beyond M, is the place that is dropped
+    indexable_view(moved)[..., positions] = indexable_view(
+        vectors
+    )  # position -1, beyond M, is the place that is dropped
     return Parts(target, moved[..., :size].reshape(*batch, target.vectors, pattern.vector_length), scale)
 
 

@@ -22,7 +22,7 @@ from magicube_cutlass.checks import (
     check_tensor,
     check_vector_length,
     first_true,
-    new_edition,
+    new_version_id,
     vector_rows,
 )
 from magicube_cutlass.formats import storage
@@ -70,15 +70,15 @@ class Pattern:
     row_offsets: Tensor
     col_indices: Tensor
     _cache: dict[Any, Any] = field(default_factory=dict, init=False)
-    _edition: str = field(default="", init=False)
+    _version_id: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", check_shape(self.shape))
-        object.__setattr__(self, "_edition", new_edition())
+        object.__setattr__(self, "_version_id", new_version_id())
         self.check_format()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": {}, "_edition": new_edition()}  # what was derived holds kernels
+        return {**self.__dict__, "_cache": {}, "_version_id": new_version_id()}  # what was derived holds kernels
 
     @classmethod
     def from_dense(cls, mask: Tensor, vector_length: int = 8) -> Pattern:

@@ -22,7 +22,7 @@ from magicube_cutlass.checks import (
     check_tensor,
     check_vector_length,
     first_true,
-    new_edition,
+    new_version_id,
     vector_rows,
 )
 from magicube_cutlass.formats.base import CompressedMatrix
@@ -31,12 +31,12 @@ from magicube_cutlass.formats.construct import (
     Clip,
     Parts,
     Rounding,
-    as_movable,
     check_masked,
     compress_on_gpu,
     dense_integers,
     dense_parts,
     float_parts,
+    indexable_view,
     mask_parts,
     masked_integers,
     pattern_parts,
@@ -299,7 +299,7 @@ class SRBCRS(CompressedMatrix):
         padded = pattern.padded(stride)
         total, v, batch = padded.col_indices.shape[0], pattern.vector_length, vectors.shape[:-2]
         spread = torch.zeros(*batch, total, v, dtype=vectors.dtype, device=vectors.device)
-        as_movable(spread)[..., padded.slots, :] = as_movable(vectors)
+        indexable_view(spread)[..., padded.slots, :] = indexable_view(vectors)
         values = spread.view(*batch, total // stride, stride, v).transpose(-1, -2)  # (*batch, blocks, V, stride)
         values = packed(values) if packs else values if bits is None else store(values, bits, signed)
         matrix = cls(
@@ -324,7 +324,7 @@ class SRBCRS(CompressedMatrix):
         other.values = values
         other._execution = {}
         if self.number is not None:  # what is a result only is no operand
-            other._edition = new_edition()
+            other._version_id = new_version_id()
         return other
 
     def _constant(self, edition: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -342,7 +342,7 @@ class SRBCRS(CompressedMatrix):
 
     def _padded_vectors(self) -> Tensor:
         """The values ``(*batch, padded vectors, V)``, uint16 seen as int16."""
-        moved = as_movable(self.ints()).transpose(-1, -2)
+        moved = indexable_view(self.ints()).transpose(-1, -2)
         return moved.reshape(*self.batch_shape, self.col_indices.shape[0], self.vector_length)
 
     def vectors(self) -> Tensor:

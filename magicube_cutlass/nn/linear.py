@@ -53,7 +53,7 @@ class SparseQuantLinear(Calibrated):
     _pattern: Pattern | None
     _matrix: SRBCRS | None  # the integers
     _made_of: tuple[Tensor, int] | None  # the weight and its version
-    _edition: str  # number of the integers; empty without any
+    _version_id: str  # number of the integers; empty without any
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class SparseQuantLinear(Calibrated):
         self._pattern = None
         self._matrix = None
         self._made_of = None
-        self._edition = ""
+        self._version_id = ""
 
     @property
     def pattern(self) -> Pattern:
@@ -167,7 +167,7 @@ class SparseQuantLinear(Calibrated):
             matrix = autograd.compress(values, self.pattern, bits=self.config.bits)
             self._made_of = (weight, version)
         self._matrix = matrix
-        self._edition = str(next(_EDITIONS))
+        self._version_id = str(next(_EDITIONS))
         return matrix
 
     def _frozen_matrix(self) -> SRBCRS:
@@ -188,7 +188,7 @@ class SparseQuantLinear(Calibrated):
         tensors = (x, self.weight, self.bias)
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
             return _outside(self, x)
-        if self._edition == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
+        if self._version_id == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
             raise RuntimeError("a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it")
         return self._product(x, self._matrix)
 
@@ -278,7 +278,7 @@ class SparseQuantLinear(Calibrated):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pattern": None, "_matrix": None, "_made_of": None, "_edition": ""}
+        return {**self.__dict__, "_pattern": None, "_matrix": None, "_made_of": None, "_version_id": ""}
 
     def extra_repr(self) -> str:
         config, acts = self.config, "dynamic" if self.act_scale is None else "static"

@@ -13,7 +13,7 @@ class PruningSchedule:
     """Raises the sparsity of a model's layers from ``initial`` to ``final`` as it trains.
 
     At step t of ``begin`` to ``end`` the sparsity is ``final + (initial - final) (1 - (t - begin) / (end - begin))^3``:
-    most vectors go early, when many are of no use.  Every ``every`` steps and at ``end`` each layer is pruned anew by
+    most vectors go pdl, when many are of no use.  Every ``every`` steps and at ``end`` each layer is pruned anew by
     the magnitude of its master weight.
 
     Arguments:

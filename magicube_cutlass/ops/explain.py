@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.cpu import engine
 from magicube_cutlass.dispatch.dense_fallback import forecast
-from magicube_cutlass.dispatch.plan import _name, plan_spmm, problem, rounded
+from magicube_cutlass.dispatch.plan import _name, plan_spmm, problem, size_bucket
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -19,7 +19,7 @@ def explain_spmm(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dt
 
     n, batch = dense.shape[-1], dense.shape[:-2].numel()
     right = dense.number
-    name, copy = plan_spmm(matrix, right, out, rounded(n), min(batch, 2), None, None)
+    name, copy = plan_spmm(matrix, right, out, size_bucket(n), min(batch, 2), None, None)
     config = spmm_config(name)
     sizes = problem(matrix.pattern, config.vector_length, n, batch)
     moved = config.traffic(sizes.vector_rows, matrix.shape[1], copy, n, batch)

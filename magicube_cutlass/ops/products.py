@@ -11,7 +11,7 @@ from cute_kernels.cpu import engine
 from cute_kernels.dtypes import FLOATS, Integer, Number, check_pair, digits
 from magicube_cutlass.dispatch import dense_fallback as dense_product
 from magicube_cutlass.dispatch.cpu import engine_call
-from magicube_cutlass.dispatch.plan import operand_number, plan_sddmm, plan_spmm, rounded
+from magicube_cutlass.dispatch.plan import operand_number, plan_sddmm, plan_spmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -146,7 +146,9 @@ def spmm(
             A._execution[key] = product
         return product(dense.data, dense.scale, bias, out)
     several = 1 if batch.numel() == 1 else 2
-    kernel, copy = matrix._constant(matrix._edition, plan_spmm, right_kind, dtype, rounded(n), several, atom, config)
+    kernel, copy = matrix._constant(
+        matrix._version_id, plan_spmm, right_kind, dtype, size_bucket(n), several, atom, config
+    )
     left = _factor(matrix.scale, batch, dtype)
     operands = (copy, dense.data, left, _factor(dense.scale, batch, dtype), offset)
     bits, signed = [left_kind.bits, dense.bits], [left_kind.signed, dense.signed]
@@ -300,9 +302,9 @@ def sddmm(
     scaled = left_op.scale is not None or right_op.scale is not None
     kinds = left_op.number, right_op.number
     dtype = _out_dtype(out_dtype, scaled, inner, *kinds)
-    padded = pattern._constant_layout(pattern._edition, stride)
+    padded = pattern._constant_layout(pattern._version_id, stride)
     batch = left_op.shape[:-2]
-    kernel, copy = pattern._constant(pattern._edition, plan_sddmm, stride, kinds, dtype, rounded(inner), atom)
+    kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, kinds, dtype, size_bucket(inner), atom)
     values = library.sddmm(
         copy,
         left_op.data,

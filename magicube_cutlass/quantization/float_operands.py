@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import floats
-from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALVES, float_of
+from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES, float_of
 from cute_kernels.floats import FloatFormat
 from cute_kernels.integers import unpack4
 from magicube_cutlass.checks import check_tensor
@@ -86,7 +86,7 @@ def float_values(x: Tensor | FloatTensor, dtype: str | None, axis: int | None, m
         raise TypeError("values must be a FloatTensor or of float16, bfloat16, float32 or float64 for dtype "
                         f"{dtype!r}, got {x.dtype}")  # fmt: skip
     x = x.detach() if mask is None else x.detach().masked_fill(~mask, 0)
-    if dtype in HALVES:
+    if dtype in HALF_DTYPES:
         if axis is not None:
             raise ValueError(f"axis must be None for dtype {dtype!r}, which has no scale, got {axis!r}")
         return Values(x.to(FLOAT_DTYPES[dtype]), None, False, x != 0)

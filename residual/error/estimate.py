@@ -23,7 +23,7 @@ class ErrorEstimate:
 
 @lru_cache(maxsize=64)
 def bound_factor(probes: int, confidence: float = CONFIDENCE) -> float:
-    """Factor from the root-mean-square probe to an upper bound of the Frobenius norm.
+    """ScaleArg from the root-mean-square probe to an upper bound of the Frobenius norm.
 
     ``P(||E||_F <= factor * sqrt(mean_i ||E w_i||^2)) >= confidence`` with ``factor = sqrt(p / chi2.ppf(1 - c, p))``
     for ``p`` Gaussian probes. ``mean_i ||E w_i||^2 / ||E||_F^2`` is a convex mixture of chi-square(p)/p variables,

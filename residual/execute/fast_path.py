@@ -272,7 +272,7 @@ def _of_halves(A: Tensor, B: Tensor, right: Operand | None, w: Tensor, inner: Te
     """
     from cute_kernels.estimate import probes
 
-    by_passes = probes.makes_halves(A) and (inner is not None or probes.makes_halves(B))
+    by_passes = probes.can_emit_float16(A) and (inner is not None or probes.can_emit_float16(B))
 
     def look(x: Tensor, by: Tensor, lines: str) -> tuple[Tensor, ...]:
         """``(X by)^T``, the lines' largest magnitudes, and perhaps halves."""

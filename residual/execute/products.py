@@ -15,7 +15,7 @@ from residual.operand.operand import Digits, Operand
 from residual.planning.plan import COUNTS, Plan
 
 if TYPE_CHECKING:
-    from cute_kernels.jit import Replays
+    from cute_kernels.jit import LaunchCache
 
 _LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums
 
@@ -72,10 +72,10 @@ def _digit_product(
 
 
 @lru_cache
-def _replays() -> Replays:
-    from cute_kernels.jit import Replays  # needs the CUDA wheels
+def _replays() -> LaunchCache:
+    from cute_kernels.jit import LaunchCache  # needs the CUDA wheels
 
-    return Replays(256)
+    return LaunchCache(256)
 
 
 def _reads_in_place(plane: Tensor) -> bool:

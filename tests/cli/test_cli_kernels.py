@@ -19,7 +19,7 @@ from magicube_cutlass.cli import app, main
 class Probe:
     value: str
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         return Unit(f"__global__ void probe(int* x) {{ x[0] = {self.value}; }}", "probe", arch)
 
 

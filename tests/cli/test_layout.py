@@ -72,7 +72,7 @@ def test_cells_are_the_layout() -> None:
 
 
 class Config:
-    def accesses(self) -> list[Access]:
+    def smem_accesses(self) -> list[Access]:
         lanes = np.arange(32)
         return [Access("rows of B", "store128", lanes * 16), Access("fragments", "ldmatrix.x4", lanes * 128)]
 

@@ -29,7 +29,7 @@ from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.dispatch.plan import rounded
+from magicube_cutlass.dispatch.plan import size_bucket
 
 HERE = Machine("sm_90a", 132)
 if torch.cuda.is_available():
@@ -94,7 +94,7 @@ def choices(of: Kind) -> list[SpmmKernel]:
 
 def chosen(of: Kind, rows: int, longest: int, n: int, batch: int = 1, atom: str | None = None) -> SpmmKernel:
     """What ``spmm`` chooses for a matrix of ``rows`` vector rows, the longest of ``longest`` vectors."""
-    width = rounded(n)
+    width = size_bucket(n)
     problem = Problem(rows, 4096, rows * longest, longest, width, batch)
     return choose_spmm(of, HERE, problem, atom)
 

@@ -54,7 +54,7 @@ def test_gradients_of_a_graph_are_those_of_the_call() -> None:
 def test_opcheck_passes() -> None:
     mask = masks.random(64, 0.7).to("cuda")
     q, k, v = (x.cuda().requires_grad_() for x in inputs((4,), 64, 64, 64, torch.float16))
-    same = (mask._named(mask._edition), [8, 8], 0.125, False)
+    same = (mask._named(mask._version_id), [8, 8], 0.125, False)
     opcheck(
         operator.attend.default,
         (q, k, v, None, *same, False, True, "fused"),

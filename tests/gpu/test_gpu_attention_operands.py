@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.attention.quantize_qkv import choose, encode_operands
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from magicube_cutlass import quantize
 from tests.gpu.problems import HERE
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEADS = (32, 64, 128)
 # One row, fewer rows than blocks, one more than whole rounds, more than threads keep.
 KEYS = (1, 5, 129, 2049, 9000)
-COMPILED = [choose(REALS[dtype], head, bits, HERE.arch) for dtype, head, bits in product(DTYPES, HEADS, (4, 8))]
+COMPILED = [choose(REAL_DTYPES[dtype], head, bits, HERE.arch) for dtype, head, bits in product(DTYPES, HEADS, (4, 8))]
 
 
 def expected(x: Tensor, bits: int, alike: bool) -> tuple[Tensor, Tensor]:

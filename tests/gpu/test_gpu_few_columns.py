@@ -26,7 +26,7 @@ def knobs() -> list[SpmmKernel]:
     for i, (left, right) in enumerate(PAIRS):
         of = kind((8, 2, 4, 1, 8, 16)[i], (left, True), (right, i % 2 == 0))
         for size in SIZES[right]:
-            found.append(gather(of, row_bytes=size, row_warps=2))
+            found.append(gather(of, row_bytes=size, split_k_warps=2))
             if PANELS:
                 found += [panel(of, row_bytes=size, records=records, rows=1 + records % 2) for records in (0, 3, 8)]
                 found.append(panel(of, row_bytes=size, records=4, cluster=2, tile=512))

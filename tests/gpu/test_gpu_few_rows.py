@@ -11,7 +11,7 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.jit import get_kernel
 from cute_kernels.scaled_gemm.api import explain_gemm_floats, gemm_floats
 from cute_kernels.scaled_gemm.config import Kind
-from cute_kernels.scaled_gemm.small_m import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few
+from cute_kernels.scaled_gemm.small_m import ROWS, OrderConfig, SmallMConfig, candidates, choose_small_m
 from tests.gpu.problems import needs_warp_groups
 from tests.gpu.test_gpu_floats import exact, generator, lost, operand, run
 
@@ -41,7 +41,7 @@ ORDERS += dict.fromkeys(OrderConfig(a, b.bits, True) for a, b in SCALED)
 SHAPES = [(1, 1), (77, 130), (128, 128), (300, 264), (2100, 1200), (8200, 257)]  # (K, N)
 
 
-def every(a: Kind, b: Kind) -> list[FewRowsConfig]:
+def every(a: Kind, b: Kind) -> list[SmallMConfig]:
     return [config for rows in ROWS for config in candidates(rows, a, b)]
 
 
@@ -155,9 +155,9 @@ def test_few_rows_take_these_kernels_and_graphs_hold_them() -> None:
     graph.replay()
     assert torch.equal(out.double(), exact(a, b))
     plan = explain_gemm_floats(a, b)
-    assert isinstance(plan.config, FewRowsConfig) and plan.kernel == plan.config.name
+    assert isinstance(plan.config, SmallMConfig) and plan.kernel == plan.config.name
     assert get_kernel(plan.config).local_bytes == 0
-    assert plan.config == choose_few(16, 256, 512, a.kind, b.kind)
-    assert not isinstance(explain_gemm_floats(operand(Kind("e4m3"), 65, 512, 1), b).config, FewRowsConfig)
+    assert plan.config == choose_small_m(16, 256, 512, a.kind, b.kind)
+    assert not isinstance(explain_gemm_floats(operand(Kind("e4m3"), 65, 512, 1), b).config, SmallMConfig)
     moved = torch.zeros(300, 300, dtype=torch.uint8, device="cuda")[3:259, 5:261].copy_(b.codes)
     assert torch.equal(gemm_floats(a, replace(b, codes=moved)).double(), exact(a, b))

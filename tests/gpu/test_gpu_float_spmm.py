@@ -16,7 +16,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import floats
-from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALVES
+from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES
 from cute_kernels.machine import Kind
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.spmm.gather import GatherConfig
@@ -28,7 +28,7 @@ from tests.gpu.problems import HERE, PANELS, check_guards, choices, chosen, gath
 
 pytestmark = pytest.mark.gpu
 
-PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALVES)]
+PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALF_DTYPES)]
 OUTS = ("float32", "float16", "bfloat16")
 Dense = Tensor | FloatTensor
 
@@ -38,7 +38,7 @@ def kind(v: int = 8, a: str = "float16", b: str = "float16", out: str = "float32
 
 
 def as_dense(x: Tensor, name: str, axis: int | None = None) -> Dense:
-    return x.to(FLOAT_DTYPES[name]) if name in HALVES else mc.quantize(x, dtype=name, axis=axis)
+    return x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else mc.quantize(x, dtype=name, axis=axis)
 
 
 def dense(shape: tuple[int, ...], name: str, axis: int | None = None, layout: str = "row") -> Dense:
@@ -59,7 +59,7 @@ def sparse(
     mask = mc.random_pattern(m, k, sparsity, v, distribution="uniform").to_dense()
     if empty:
         mask[(torch.arange(m) // v) % 3 == 1] = False
-    scaled = None if name in HALVES else axis
+    scaled = None if name in HALF_DTYPES else axis
     return mc.SRBCRS.from_mask(torch.randn(m, k), mask, vector_length=v, stride=stride, dtype=name, axis=scaled)
 
 
@@ -69,7 +69,7 @@ def real(x: Dense) -> Tensor:
 
 def exactly(x: Tensor, name: str) -> Dense:
     """Values of the format as they are."""
-    if name in HALVES:
+    if name in HALF_DTYPES:
         return x.to(FLOAT_DTYPES[name])
     return FloatTensor(floats.pack(floats.encode(x, name), name), x.shape[-1], name, torch.tensor(1.0))
 
@@ -117,7 +117,7 @@ def covering() -> list[SpmmKernel]:
     found: list[SpmmKernel] = []
     for i, (a, b) in enumerate(PAIRS):
         of = kind(VECTOR_LENGTHS[i % 6], a, b, OUTS[i % 3])
-        found.append(gather(of, row_bytes=(64, 128)[i % 2], row_warps=(1, 2, 4)[i % 3]))
+        found.append(gather(of, row_bytes=(64, 128)[i % 2], split_k_warps=(1, 2, 4)[i % 3]))
         if PANELS:
             of = kind(VECTOR_LENGTHS[(i + 3) % 6], a, b, OUTS[(i + 1) % 3])
             found.append(panel(of, rows=1 + (i % 2 if of.vector_length <= 8 else 0), ordered=i % 3 > 0))
@@ -134,11 +134,13 @@ def variants() -> list[SpmmKernel]:
         kind(8, "float16", "e2m1"),
     ):
         found += [
-            gather(of, row_bytes=size, row_warps=team, warps=max(4, team)) for size in (64, 128) for team in (1, 4, 8)
+            gather(of, row_bytes=size, split_k_warps=team, warps=max(4, team))
+            for size in (64, 128)
+            for team in (1, 4, 8)
         ]
         found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
         atom = "bf16_m16n8k16" if "bfloat16" in (of.left.name, of.right.name) else "f16_m16n8k16"
-        found += [gather(of, atom=atom), gather(of, atom=atom, row_bytes=128, row_warps=2)]
+        found += [gather(of, atom=atom), gather(of, atom=atom, row_bytes=128, split_k_warps=2)]
         if PANELS:
             found += [panel(of, row_bytes=size, rows=rows) for size in (64, 128) for rows in (1, 2)]
             found += [panel(of, tile=64, stages=5, warps=15, ordered=False), panel(of, cluster=2), panel(of, atom=atom)]
@@ -179,7 +181,7 @@ def test_the_kernels_meet_every_pair_and_vector_length() -> None:
     )
 
 
-EDGES = [gather(kind(8, "float16", "float16"), row_warps=2), gather(kind(4, "e2m1", "e2m1", "float16")),
+EDGES = [gather(kind(8, "float16", "float16"), split_k_warps=2), gather(kind(4, "e2m1", "e2m1", "float16")),
          gather(kind(1, "bfloat16", "e4m3", "bfloat16")),
          *([panel(kind()), panel(kind(8, "e4m3", "e2m1"), rows=2)] if PANELS else [])]  # fmt: skip
 
@@ -339,7 +341,7 @@ def test_sddmm_of_every_pair(config: SddmmConfig, stride: int) -> None:
         (3, 5, 65, (2, 3)),
         (40, 40, 0, ()),
     ):
-        left, right = dense((*batch, m, k), x, None if x in HALVES else 1), dense((*batch, n, k), y)
+        left, right = dense((*batch, m, k), x, None if x in HALF_DTYPES else 1), dense((*batch, n, k), y)
         pattern = mc.random_pattern(m, n, 0.6, v)
         blank = mc.SRBCRS.from_pattern(
             pattern, torch.zeros(pattern.vectors, v, dtype=torch.int8), bits=8, stride=stride
@@ -367,7 +369,7 @@ def test_sddmm_of_small_integers_is_exact() -> None:
 @pytest.mark.parametrize("name", FLOATS)
 def test_matrices_made_on_the_gpu_are_those_of_the_cpu(name: str) -> None:
     x = torch.randn(45, 70) * mc.random_pattern(45, 70, 0.7, 4).to_dense()
-    for axis in (None,) if name in HALVES else (None, 1):
+    for axis in (None,) if name in HALF_DTYPES else (None, 1):
         here = mc.SRBCRS.from_dense(x, vector_length=4, dtype=name, axis=axis)
         there = mc.SRBCRS.from_dense(x.to("cuda"), vector_length=4, dtype=name, axis=axis)
         there.check_format(full=True)

@@ -16,7 +16,7 @@ from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_float
 from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
 from cute_kernels.scaled_gemm.cuda import gemm_floats_cuda
 from cute_kernels.scaled_gemm.dequantize import DecodeConfig, ready
-from cute_kernels.scaled_gemm.small_m import FewRowsConfig
+from cute_kernels.scaled_gemm.small_m import SmallMConfig
 from tests.gpu.problems import needs_warp_groups
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ SCALED = [
 ]
 # (M, K, N); the last two have several tiles for each block of a persistent grid, and a K for four blocks a tile.
 SHAPES = [(1, 1, 1), (64, 128, 128), (130, 77, 257), (300, 520, 144), (2600, 136, 1200), (37, 2100, 264)]
-HALVES = ("float16", "bfloat16")
+HALF_DTYPES = ("float16", "bfloat16")
 UNIT = 2.0**-13  # of the largest addend, what the Tensor Cores keep of each addend of a sum of e4m3 or e5m2 products
 
 
@@ -86,7 +86,7 @@ def operand(kind: Kind, rows: int, k: int, seed: int, largest: float | None = 2.
 
 
 def run(
-    a: FloatOperand, b: FloatOperand, config: FloatGemmConfig | FewRowsConfig, out: Tensor, **options: Any
+    a: FloatOperand, b: FloatOperand, config: FloatGemmConfig | SmallMConfig, out: Tensor, **options: Any
 ) -> Tensor:
     """The product by one config, whatever would be chosen."""
     given = {"alpha": 1.0, "beta": 0.0, "c": None, "bias": None} | options
@@ -177,7 +177,7 @@ def test_all_codes_multiply_within_the_stated_bound(pair: tuple[Kind, Kind], fas
         assert bool(((got.double() - truth).abs() <= within).all()), config.name
 
 
-@pytest.mark.configs([replace(c, out=o) for p in (SCALED[0], WAYS[1]) for c in every(*p)[::2] for o in HALVES])
+@pytest.mark.configs([replace(c, out=o) for p in (SCALED[0], WAYS[1]) for c in every(*p)[::2] for o in HALF_DTYPES])
 def test_each_output_type_is_written_whole_and_nothing_else() -> None:
     for pair in (SCALED[0], WAYS[1]):
         for m, k, n in ((130, 77, 257), (70, 2048, 264)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, digits
 from cute_kernels.convert.pack import PackConfig
-from cute_kernels.dtypes import REALS
+from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.gemm.api import explain_gemm, gemm
 from cute_kernels.operands import is_ready
 
@@ -21,7 +21,7 @@ ARCH = "sm_90a" if torch.cuda.is_available() and torch.cuda.get_device_capabilit
 SHAPES = [(1, 1), (3, 5), (70, 33), (64, 256), (5, 4100), (3, 20_000), (9001, 40), (3000, 7)]
 CONFIGS = [
     config
-    for name, count in product(REALS.values(), (1, 2, 3))
+    for name, count in product(REAL_DTYPES.values(), (1, 2, 3))
     for config in (
         DigitsConfig("digits_rows", name, count),
         columns_config(name, count, ARCH, 1),
@@ -47,7 +47,7 @@ def assert_same(got: Digits, expected: Digits) -> None:
     assert all(torch.equal(one.cpu(), other) for one, other in zip(got.planes, expected.planes, strict=True))
 
 
-@pytest.mark.parametrize("dtype", REALS, ids=str)
+@pytest.mark.parametrize("dtype", REAL_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.configs([*CONFIGS, PackConfig("pack_transposed"), PackConfig("pack_strided")])
 def test_digits_are_those_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int]) -> None:

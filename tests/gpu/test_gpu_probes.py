@@ -83,7 +83,7 @@ def test_halves_come_with_a_pass(shape: tuple[int, int], gap: int, lines: str) -
     whole = torch.randn(m, n + gap, generator=torch.Generator().manual_seed(m)).cuda()
     x, w = whole[:, :n], vectors(n)
     x[m // 2, n // 3] = 1e5  # beyond float16
-    assert probes.makes_halves(x)
+    assert probes.can_emit_float16(x)
     y, tops, halves = probes.probe_with_halves(x, w, lines)
     assert torch.equal(halves, x.half()) and halves.isinf().any()
     plain = probes.probe_with_tops(x, w, lines)
@@ -92,5 +92,7 @@ def test_halves_come_with_a_pass(shape: tuple[int, int], gap: int, lines: str) -
 
 def test_halves_come_of_what_is_read_four_at_a_time() -> None:
     x = torch.randn(64, 68).cuda()
-    assert probes.makes_halves(x)
-    assert not any(probes.makes_halves(y) for y in (x[:, :66], x[:, 1:65], x.mT, x.half(), torch.randn(64, 66).cuda()))
+    assert probes.can_emit_float16(x)
+    assert not any(
+        probes.can_emit_float16(y) for y in (x[:, :66], x[:, 1:65], x.mT, x.half(), torch.randn(64, 66).cuda())
+    )

@@ -57,13 +57,13 @@ def before(a: FloatKind, b: FloatKind) -> list[FloatGemmConfig]:
 
 SPMM: list[SpmmKernel] = [
     gather(kind()),
-    gather(kind(8, (8, True), (8, False), "float16"), row_bytes=128, row_warps=4),
-    gather(kind(4, (16, True), (16, True)), row_warps=2, stages=3),
-    gather(kind(1, (12, True), (4, True)), row_warps=8, warps=8),
+    gather(kind(8, (8, True), (8, False), "float16"), row_bytes=128, split_k_warps=4),
+    gather(kind(4, (16, True), (16, True)), split_k_warps=2, stages=3),
+    gather(kind(1, (12, True), (4, True)), split_k_warps=8, warps=8),
     gather(kind(32, (4, False), (4, True), "int32")),
     gather(kind(2, (8, False), (4, False), "bfloat16"), wide=True),
     gather(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16"),
-    gather(kind(8, (8, True), (8, True), "float16"), row_bytes=16, row_warps=8, warps=8, stages=2),
+    gather(kind(8, (8, True), (8, True), "float16"), row_bytes=16, split_k_warps=8, warps=8, stages=2),
 ]
 if PANELS:
     SPMM += [

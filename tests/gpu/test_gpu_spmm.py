@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpu
 
 def covering() -> list[SpmmKernel]:
     """Gather and panel configs of every pair and sign; both together have every vector length with every pair."""
-    gathers = [gather(of, row_bytes=(64, 128)[i % 2], row_warps=(1, 2, 4)[i % 3])
+    gathers = [gather(of, row_bytes=(64, 128)[i % 2], split_k_warps=(1, 2, 4)[i % 3])
                for i, (of, _) in enumerate(every_pair())]  # fmt: skip
     light = [i % 2 if of.vector_length <= 8 else 0 for i, (of, _) in enumerate(every_pair(4))]
     panels = [panel(of, rows=1 + light[i], ordered=i % 3 > 0) for i, (of, _) in enumerate(every_pair(4))]
@@ -52,10 +52,10 @@ def variants() -> list[SpmmKernel]:
         8, (4, True), (4, False))  # fmt: skip
     found: list[SpmmKernel] = [gather(of, stack=False) for of in (wide16, short)]
     for of in (bytes8, wide16, nibbles):
-        found += [gather(of, row_bytes=size, row_warps=team, warps=max(4, team)) for size in (64, 128)
+        found += [gather(of, row_bytes=size, split_k_warps=team, warps=max(4, team)) for size in (64, 128)
                   for team in (1, 2, 4, 8)]  # fmt: skip
         found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
-        found += [gather(of, wide=True, row_warps=team) for team in (1, 4)]
+        found += [gather(of, wide=True, split_k_warps=team) for team in (1, 4)]
     found += [gather(bytes8, atom="s8_m16n8k16"), gather(nibbles, atom="s8_m16n8k32")]
     if PANELS:
         for of in (bytes8, wide16, short):
@@ -132,7 +132,7 @@ def test_the_chosen_kernel_is_exact_in_every_regime(of: Kind) -> None:
     assert len(used) > 1, used
 
 
-EDGES = [gather(kind(), row_warps=2), gather(kind(4, (16, True), (16, True))),
+EDGES = [gather(kind(), split_k_warps=2), gather(kind(4, (16, True), (16, True))),
          *([panel(kind()), panel(kind(4, (12, True), (4, False)), rows=2)] if PANELS else [])]  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def test_rows_may_be_empty_single_or_full(config: SpmmKernel) -> None:
 
 
 RANDOM = [*EDGES, gather(kind(1, (8, False), (8, True)), row_bytes=128), gather(kind(32, (4, True), (8, True))),
-          gather(kind(2, (8, True), (4, False)), stages=3, row_warps=4),
+          gather(kind(2, (8, True), (4, False)), stages=3, split_k_warps=4),
           *([panel(kind(16, (8, True), (8, False)), row_bytes=128), panel(kind(1, (8, False), (16, True)))] if PANELS else [])]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 SHAPES = [(1, 1), (33, 71), (256, 4096), (1000, 1003), (70, 9001)]
-HALVES = [torch.float32, torch.float16, torch.bfloat16]
+HALF_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -40,7 +40,7 @@ def poison() -> None:
         torch.full((size,), math.nan, device="cuda")
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("gap", [0, 1, 8])
 @pytest.mark.parametrize("lines", ["rows", "columns"])
@@ -153,7 +153,7 @@ def test_tables_are_those_of_torch_on_the_lines_that_were_drawn(
     assert len(SPARSE_LEVELS) == statistics.LEVELS and len(COLUMN_SHARES) == statistics.SHARES
 
 
-@pytest.mark.parametrize("dtypes", [(a, b) for a in HALVES for b in HALVES], ids=str)
+@pytest.mark.parametrize("dtypes", [(a, b) for a in HALF_DTYPES for b in HALF_DTYPES], ids=str)
 def test_any_dtypes_and_strides_are_read(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     A = normal(200, 900).to(dtypes[0]).cuda()[:, ::3]
     B = normal(70, 300, seed=1).to(dtypes[1]).cuda().mT

@@ -11,7 +11,7 @@ import torch
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit import Kernel
 from cute_kernels.jit.toolchain import KERNEL_HEADERS
-from cute_kernels.operands import Factor, Place, Target, Vectors
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm import gather as spmm_gather
 from cute_kernels.spmm import panel as spmm_panel
 from cute_kernels.spmm.config import group_offsets
@@ -47,7 +47,7 @@ class Recorder(Kernel):
         self.maps: list[tuple[Any, ...]] = []
 
     def launch(
-        self, grid: tuple[int, int, int], args: tuple[Any, ...], cluster: object = None, early: bool = False
+        self, grid: tuple[int, int, int], args: tuple[Any, ...], cluster: object = None, pdl: bool = False
     ) -> None:
         assert all(type(arg) in (int, bytes) for arg in args), "a plain int is passed as 64 bits"
         self.launches.append(Launch(grid, dict(zip(self.names, args, strict=True))))
@@ -69,15 +69,15 @@ def structure(rows: int, kind_of_copy: type[tuple[Any, ...]]) -> list[torch.Tens
     return [torch.empty(1).expand(rows + 1), *[torch.empty(0)] * (len(kind_of_copy._fields) - 1)]  # type: ignore[attr-defined]
 
 
-NONE = Factor(0, 0, 0)
+NONE = ScaleArg(0, 0, 0)
 
 
 def test_gather_takes_64_bit_sizes() -> None:
     gathers = Recorder("spmm_gather")
     config = gather(kind(1, out="float16"), row_bytes=128)
     rows, n, pitch = 2**20 + 3, 2**17, HUGE + 16
-    b, out = Place(1 << 46, pitch, 3 * HUGE, n), Target(1 << 45, 2, rows, 2**31 - 1, n)
-    config.launch(gathers, structure(rows, spmm_gather.GatherCopy), b, out, NONE, Factor(1 << 44, 1, n), 0)
+    b, out = DenseArg(1 << 46, pitch, 3 * HUGE, n), OutputArg(1 << 45, 2, rows, 2**31 - 1, n)
+    config.launch(gathers, structure(rows, spmm_gather.PackedGather), b, out, NONE, ScaleArg(1 << 44, 1, n), 0)
     ((grid, args),) = gathers.launches
     assert grid == ((2**18 + 1) * 1024 * 2, 1, 1) and grid[0] < 2**31
     assert (args["b"], args["b_pitch"], args["b_batch"], args["b_bytes"]) == (1 << 46, pitch, 3 * HUGE, n)
@@ -88,8 +88,8 @@ def test_panel_grid_stays_the_gpu_while_items_outgrow_32_bits(panels: Recorder) 
     config = panel(kind(8, out="float16"), row_bytes=128, warps=15)
     rows, n = 2**24, 2**31
     assert config.items(rows, n, 1) == -(-rows // 15) * 2**24 > 2**32
-    place, out = Place(0, n, 0, n), Target(0, 1, 8 * rows, 4096, n)
-    config.launch(panels, structure(rows, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
+    place, out = DenseArg(0, n, 0, n), OutputArg(0, 1, 8 * rows, 4096, n)
+    config.launch(panels, structure(rows, spmm_panel.PackedPanel), place, out, NONE, NONE, 0)
     ((grid, args),) = panels.launches
     assert grid == (132, 1, 1) and (args["rows"], args["vector_rows"], args["n"]) == (8 * rows, rows, n)
     assert panels.maps == [(0, 1, (n, 4096), n, (128, 256), 128)]
@@ -98,22 +98,22 @@ def test_panel_grid_stays_the_gpu_while_items_outgrow_32_bits(panels: Recorder) 
 def test_panel_splits_a_batch_whose_rows_outgrow_the_copy_engines_coordinates(panels: Recorder) -> None:
     config = panel(kind(out="float32"))
     m, k, n, batch = 64, 2**29, 256, 5
-    copy, b, right = structure(8, spmm_panel.PanelCopy), Place(1 << 40, n, k * n, n), Factor(1 << 30, 1, n)
-    config.launch(panels, copy, b, Target(1 << 50, batch, m, k, n), NONE, right, 0)
+    copy, b, right = structure(8, spmm_panel.PackedPanel), DenseArg(1 << 40, n, k * n, n), ScaleArg(1 << 30, 1, n)
+    config.launch(panels, copy, b, OutputArg(1 << 50, batch, m, k, n), NONE, right, 0)
     assert len(panels.launches) == batch
     for i, ((grid, args), made) in enumerate(zip(panels.launches, panels.maps, strict=True)):
         assert made == ((1 << 40) + i * k * n, 1, (n, k), n, (64, 256), 64)
         assert args["out"] == (1 << 50) + i * m * n * 4 and args["right"] == (1 << 30) + 4 * i * n
         assert args["batches"] == 1 and grid[0] <= 132
     panels.launches.clear()
-    config.launch(panels, copy, b, Target(1 << 50, 3, m, k, n), NONE, right, 0)
+    config.launch(panels, copy, b, OutputArg(1 << 50, 3, m, k, n), NONE, right, 0)
     assert len(panels.launches) == 1 and panels.maps[-1][2] == (n, 3 * k)  # 1.5 * 2**30 rows can be named
 
 
 def test_panel_splits_a_batch_that_is_no_whole_rows_apart(panels: Recorder) -> None:
     config = panel(kind(out="int64"))
-    place, out = Place(4096, 96, 80, 64), Target(0, 4, 60, 70, 64)
-    config.launch(panels, structure(8, spmm_panel.PanelCopy), place, out, NONE, NONE, 0)
+    place, out = DenseArg(4096, 96, 80, 64), OutputArg(0, 4, 60, 70, 64)
+    config.launch(panels, structure(8, spmm_panel.PackedPanel), place, out, NONE, NONE, 0)
     assert [made[0] for made in panels.maps] == [4096, 4176, 4256, 4336]
     assert [args["out"] for _, args in panels.launches] == [i * 60 * 64 * 8 for i in range(4)]
 
@@ -123,8 +123,8 @@ def test_sddmm_takes_64_bit_sizes() -> None:
     config = sddmm_config(kind(8), stride=64)
     blocks = 2**27
     pattern = [torch.empty(1).expand(blocks), torch.empty(0)]
-    place = Place(1 << 45, HUGE, 5 * HUGE, 64)
-    config.launch(samples, pattern, place, place, Target(1 << 46, 7, 2**30, 64, 2**30), NONE, NONE)
+    place = DenseArg(1 << 45, HUGE, 5 * HUGE, 64)
+    config.launch(samples, pattern, place, place, OutputArg(1 << 46, 7, 2**30, 64, 2**30), NONE, NONE)
     ((grid, args),) = samples.launches
     assert grid == (2**28 // 4 * 7, 1, 1) and args["blocks"] == blocks and blocks * 64 * 8 > 2**35
     assert (args["y"], args["y_pitch"], args["y_batch"], args["y_bytes"]) == tuple(place)

@@ -153,7 +153,7 @@ class Engine {
       }
     }
   }) {}
-  void tell(std::function<void()> task) {
+  void flag_store_release(std::function<void()> task) {
     std::unique_lock lock(own_);
     tasks_.push_back(std::move(task));
     told_.notify_one();
@@ -237,7 +237,7 @@ inline void barrier_init(uint32_t barrier, int arrivals) {
 }
 inline void barrier_fence() {}
 inline void barrier_arrive(uint32_t barrier) { host::arrive(barrier); }
-inline void barrier_expect(uint32_t barrier, uint32_t bytes) { host::arrive(barrier, bytes); }
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) { host::arrive(barrier, bytes); }
 inline void barrier_wait(uint32_t at, uint32_t parity) {
   std::unique_lock lock(host::mutex);
   const host::Barrier& barrier = host::barriers.at(at);
@@ -247,7 +247,7 @@ inline void barrier_wait(uint32_t at, uint32_t parity) {
   if (threadIdx.x % 32 == 7) host::dawdle(host::mood, 500);  // a warp does not stay together by itself
 }
 
-inline void copy_box(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t at) {
+inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t at) {
   host::copies->tell([=, map = *map] {
     const int64_t group = 2 * map.bits;  // bytes of sixteen elements
     for (int64_t row = 0; row < map.box; ++row) {
@@ -275,7 +275,7 @@ struct GemmPosition {
 };
 
 namespace warp_group {
-inline void publish() {}
+inline void fence_proxy_async_shared() {}
 }  // namespace warp_group
 
 namespace tensor_memory {
@@ -335,7 +335,7 @@ struct HostMma {
       }
     }
   }
-  static void multiply(uint64_t a, uint64_t b, uint32_t to, bool add, uint32_t i, uint32_t of_a, uint32_t of_b) {
+  static void mma(uint64_t a, uint64_t b, uint32_t to, bool add, uint32_t i, uint32_t of_a, uint32_t of_b) {
     const int m = (i >> 24 & 31) << 4, n = (i >> 17 & 63) << 3;
     std::vector<double> left, right;
     operand(a, m, i >> 7 & 7, left);

@@ -40,7 +40,7 @@ class Machine:
         default_factory=lambda: np.zeros((32, COLUMNS, 4), dtype=np.uint8)
     )  # lane, column, byte
 
-    def copy_box(self, to: int, map: MapParameters, x: int, y: int) -> int:
+    def tma_load_2d(self, to: int, map: MapParameters, x: int, y: int) -> int:
         """A box at element x of row y; returns the bytes that the barrier counts."""
         bits = map.unpack or 8 * map.element_bytes
         inner, rows = map.shape
@@ -160,8 +160,8 @@ def run(launch: Launch) -> torch.Tensor:
             machine, sums = Machine(), np.zeros((TILE_M, config.tile_n))
             for part in range(parts):
                 base = part % config.stages * config.part_bytes
-                counted = machine.copy_box(base, launch.a, part * 128, row)
-                counted += machine.copy_box(base + TILE_M * 128, launch.b, part * 128, column)
+                counted = machine.tma_load_2d(base, launch.a, part * 128, row)
+                counted += machine.tma_load_2d(base + TILE_M * 128, launch.b, part * 128, column)
                 assert counted == launch.part_bytes, "a barrier would wait for ever, or not at all"
                 if kind.block:
                     start = base + (TILE_M + config.tile_n) * 128

@@ -22,7 +22,7 @@ from tests.helpers import disassemble
 NAMES = [entry.name for entry in atoms()]
 WRONG_IN_CUTE = ("s4_m16n8k32", "B")  # CUTLASS 4.2: a stride of 32 where PTX has 64
 
-Place = Callable[[int, int, int], tuple[int, int]]
+DenseArg = Callable[[int, int, int], tuple[int, int]]
 
 
 def tall(i: int, run: int) -> int:
@@ -35,7 +35,7 @@ def accumulator(g: int, t: int, i: int) -> tuple[int, int]:
 
 
 # (g, t, i) -> (row, column), copied from the PTX ISA; g = groupID, t = threadID_in_group
-PTX: dict[str, dict[str, Place]] = {
+PTX: dict[str, dict[str, DenseArg]] = {
     "s8_m16n8k32": {
         "A": lambda g, t, i: (g if i < 4 or 8 <= i < 12 else g + 8, 4 * t + (i & 3) + (16 if i >= 8 else 0)),
         "B": lambda g, t, i: (g, 4 * t + (i & 3) + (16 if i >= 4 else 0)),
@@ -150,7 +150,7 @@ def test_structs_are_in_the_headers_with_these_signs(name: str) -> None:
     m, n, k = entry.shape
     assert len(entry.structs) == (1 if entry.mma_bits == 16 else 4)
     for key, named in entry.structs.items():
-        struct = named.removeprefix("magicube::Twice<cute::").removesuffix(">")
+        struct = named.removeprefix("magicube::MmaKPair<cute::").removesuffix(">")
         k = entry.shape[2] // (1 if struct == named else 2)
         body = text.split(f"struct {struct.replace('SM90_', 'MMA_')}\n", 1)[1].split("\n};", 1)[0]
         kinds = [

@@ -56,7 +56,7 @@ def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[AttentionCon
             patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
         # spawned, not forked: torch has threads
         with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.unit(arch)) for config, arch in wanted}
+            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in wanted}
             pool.shutdown(cancel_futures=True)
 
 
@@ -94,7 +94,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 @pytest.mark.parametrize(("config", "arch"), OPERANDS, ids=[f"{arch}-{config.name}" for config, arch in OPERANDS])
 def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(config: OperandsConfig, arch: str) -> None:
-    sass = lean(build(config.unit(arch)))
+    sass = lean(build(config.translation_unit(arch)))
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass) and "LDS.128" in sass and "STG.E.64" in sass
     assert ("PREEXIT" in sass) == ("ACQBULK" in sass) == (arch != "sm_80")
     assert "MEMBAR.ALL.GPU" in sass and "STG.E.STRONG.GPU" in sass

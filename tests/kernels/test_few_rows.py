@@ -14,7 +14,7 @@ import pytest
 from cute_kernels.jit import build
 from cute_kernels.scaled_gemm.config import Kind
 from cute_kernels.scaled_gemm.cuda import choose_config
-from cute_kernels.scaled_gemm.small_m import ROWS, FewRowsConfig, OrderConfig, candidates, choose_few, serves
+from cute_kernels.scaled_gemm.small_m import ROWS, OrderConfig, SmallMConfig, candidates, choose_small_m, supports
 from tests.gpu.conftest import _configs
 from tests.helpers import disassemble
 
@@ -44,13 +44,13 @@ def test_what_is_served() -> None:
     for m, a, b in (
         (64, E4M3, E2M1), (32, E2M1, E4M3), (1, Kind("e3m2"), E2M1), (64, MX8, MX4), (64, NV, MX8), (8, E4M3, NV),
     ):  # fmt: skip
-        assert serves(m, a, b, "sm_90a") and not serves(m, a, b, "sm_80")
-        assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), FewRowsConfig)
+        assert supports(m, a, b, "sm_90a") and not supports(m, a, b, "sm_80")
+        assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), SmallMConfig)
     mx6, tiled = Kind("e2m3", 32, "ue8m0"), Kind("e4m3", tiles=True)
     for m, a, b in (
         (65, E4M3, E2M1), (33, E4M3, Kind("e5m2")), (8, E4M3, Kind("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
     ):  # fmt: skip
-        assert not serves(m, a, b, "sm_90a")
+        assert not supports(m, a, b, "sm_90a")
         assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
 
 
@@ -65,18 +65,21 @@ def test_kernels_of_a_skipped_test_are_not_compiled_before_the_others(skipped: b
 def test_the_choice_keeps_the_chip_busy() -> None:
     for m in (1, 8, 9, 33, 64):
         for n, k in ((1, 1), (4096, 4096), (14336, 4096), (28672, 8192), (100, 100_000)):
-            config = choose_few(m, n, k, E4M3, E2M1)
+            config = choose_small_m(m, n, k, E4M3, E2M1)
             assert config.rows >= m and config in candidates(config.rows, E4M3, E2M1)
             assert config.split == 1 or k >= 1024 * config.split
-    assert choose_few(16, 28672, 8192, E4M3, E2M1).groups == 2 and choose_few(64, 28672, 8192, E4M3, E2M1).groups == 4
-    assert choose_few(64, 14336, 4096, E4M3, E2M1).groups == 2
-    assert choose_few(16, 28672, 8192, MX8, MX4).groups == 4 and choose_few(1, 14336, 4096, NV, NV).groups == 2
-    small = choose_few(1, 4096, 4096, E4M3, E2M1)
+    assert (
+        choose_small_m(16, 28672, 8192, E4M3, E2M1).groups == 2
+        and choose_small_m(64, 28672, 8192, E4M3, E2M1).groups == 4
+    )
+    assert choose_small_m(64, 14336, 4096, E4M3, E2M1).groups == 2
+    assert choose_small_m(16, 28672, 8192, MX8, MX4).groups == 4 and choose_small_m(1, 14336, 4096, NV, NV).groups == 2
+    small = choose_small_m(1, 4096, 4096, E4M3, E2M1)
     assert (small.tile_n, small.depth, small.split) == (64, 2, 2)
-    assert [choose_few(64, 4096, k, E4M3, E2M1).split for k in (4096, 14336)] == [1, 2]
-    assert [choose_few(1, n, 8192, E4M3, E2M1).split for n in (1024, 4096, 6144, 8192)] == [4, 2, 1, 1]
-    assert choose_few(1, 512, 512, E4M3, E2M1).split == 1, "too few k to share"
-    assert choose_few(8, 8, 8, E4M3, E2M1, out="float16", source="float32").source == "float32"
+    assert [choose_small_m(64, 4096, k, E4M3, E2M1).split for k in (4096, 14336)] == [1, 2]
+    assert [choose_small_m(1, n, 8192, E4M3, E2M1).split for n in (1024, 4096, 6144, 8192)] == [4, 2, 1, 1]
+    assert choose_small_m(1, 512, 512, E4M3, E2M1).split == 1, "too few k to share"
+    assert choose_small_m(8, 8, 8, E4M3, E2M1, out="float16", source="float32").source == "float32"
 
 
 CASES = [
@@ -98,8 +101,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("config", CASES, ids=lambda config: config.name)
-def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: FewRowsConfig) -> None:
-    binary = build(config.unit("sm_90a"))
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: SmallMConfig) -> None:
+    binary = build(config.translation_unit("sm_90a"))
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
@@ -120,6 +123,6 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: FewRowsC
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", [E4M3, Kind("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
 def test_the_order_is_made_in_registers(kind: Kind, bits: int) -> None:
-    binary = build(OrderConfig(kind, bits, kind.block > 0).unit("sm_90a"))
+    binary = build(OrderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))

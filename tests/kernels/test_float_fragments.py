@@ -270,7 +270,7 @@ def test_formats_have_torchs_dtypes_and_the_constants_of_the_kernels() -> None:
         )
     assert torch.tensor(FLOATS["bfloat16"].largest) == torch.finfo(torch.bfloat16).max
     assert atom("f16_m16n8k32").structs == {
-        ("float16", "float16"): "magicube::Twice<cute::SM80_16x8x16_F32F16F16F32_TN>"
+        ("float16", "float16"): "magicube::MmaKPair<cute::SM80_16x8x16_F32F16F16F32_TN>"
     }
 
 
@@ -313,8 +313,8 @@ def test_no_access_has_bank_conflicts(a: str, b: str) -> None:
         return
     name = "bf16_m16n8k32" if "bfloat16" in (a, b) else "f16_m16n8k32"
     operands = (name, 8, FLOATS[a], FLOATS[b], "float16")
-    configs = [GatherConfig(*operands), GatherConfig(*operands, row_bytes=128, row_warps=2), SddmmConfig(*operands)]
+    configs = [GatherConfig(*operands), GatherConfig(*operands, row_bytes=128, split_k_warps=2), SddmmConfig(*operands)]
     for config in configs:
-        assert all(line.conflicts == 0 for line in report(config.accesses())), config.name
+        assert all(line.conflicts == 0 for line in report(config.smem_accesses())), config.name
     unswizzled = GatherConfig(*operands, swizzle=False)
-    assert any(line.conflicts for line in report(unswizzled.accesses()))
+    assert any(line.conflicts for line in report(unswizzled.smem_accesses()))

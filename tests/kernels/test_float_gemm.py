@@ -20,7 +20,7 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.scaled_gemm.api import FloatOperand, explain_gemm_floats, gemm_floats
 from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates, choose
 from cute_kernels.scaled_gemm.cuda import choose_config
-from cute_kernels.scaled_gemm.dequantize import decoded_first, ready
+from cute_kernels.scaled_gemm.dequantize import dequantize_first, ready
 
 KINDS = [
     *(Kind(name) for name in FORMATS), Kind("e2m1", 16, "e4m3"), Kind("e4m3", 32, "ue8m0"), Kind("e5m2", 32, "ue8m0"),
@@ -216,14 +216,14 @@ def test_operands_of_many_rows_are_decoded_before_the_product() -> None:
     # As an H200 had it: the faster way in each case.
     e4m3, e2m1, e2m3, mx = Kind("e4m3"), Kind("e2m1"), Kind("e2m3"), Kind("e4m3", 32, "ue8m0")
     many, few = (4096, 4096, 4096), (256, 14336, 4096)
-    assert decoded_first(*many, e4m3, e4m3) == (e4m3, e4m3)
-    assert decoded_first(*many, e4m3, e2m1) == decoded_first(*many, e2m3, e2m1) == (e4m3, e4m3)
-    assert decoded_first(*few, e4m3, e2m1) == (e4m3, e2m1)
-    assert decoded_first(*few, e2m3, e2m3) == (e4m3, e4m3)
-    assert decoded_first(*many, mx, e2m1) == (Kind("bfloat16"), Kind("bfloat16"))
-    assert decoded_first(64, 28672, 8192, mx, mx) == (mx, mx)
+    assert dequantize_first(*many, e4m3, e4m3) == (e4m3, e4m3)
+    assert dequantize_first(*many, e4m3, e2m1) == dequantize_first(*many, e2m3, e2m1) == (e4m3, e4m3)
+    assert dequantize_first(*few, e4m3, e2m1) == (e4m3, e2m1)
+    assert dequantize_first(*few, e2m3, e2m3) == (e4m3, e4m3)
+    assert dequantize_first(*many, mx, e2m1) == (Kind("bfloat16"), Kind("bfloat16"))
+    assert dequantize_first(64, 28672, 8192, mx, mx) == (mx, mx)
     tiled = Kind("e2m1", tiles=True)
-    assert decoded_first(*many, tiled, mx) == (Kind("bfloat16", tiles=True), Kind("bfloat16"))
+    assert dequantize_first(*many, tiled, mx) == (Kind("bfloat16", tiles=True), Kind("bfloat16"))
     taken = choose_config(*many, tiled, e2m1, "sm_90a")
     assert isinstance(taken, FloatGemmConfig) and (taken.a, taken.b) == (Kind("e4m3", tiles=True), e4m3)
     assert taken.decoders == 0 and choose_config(*many, tiled, e2m1, "sm_80").a == tiled

@@ -41,7 +41,7 @@ def binaries() -> Iterator[dict[FloatGemmConfig, Future[Binary]]]:
             patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
         # spawned, not forked: torch has threads
         with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {config: pool.submit(build, config.unit(arch)) for config, arch in CASES}
+            yield {config: pool.submit(build, config.translation_unit(arch)) for config, arch in CASES}
             pool.shutdown(cancel_futures=True)
 
 

@@ -61,7 +61,7 @@ def binaries() -> Iterator[dict[tuple[Config, str], Future[Binary]]]:
             patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
         # spawned, not forked: torch has threads
         with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.unit(arch)) for (config, arch), _, _ in CASES}
+            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for (config, arch), _, _ in CASES}
             pool.shutdown(cancel_futures=True)
 
 

@@ -134,7 +134,7 @@ def test_steps_of_uniform_masks_are_nearly_full_and_meet_few_banks() -> None:
 
 @pytest.mark.parametrize("head", attention.HEADS)
 def test_the_gather_kernel_meets_no_bank_twice(head: int) -> None:
-    assert all(conflicts.conflicts == 0 for conflicts in report(GatherAttention(head, groups=2).accesses()))
+    assert all(conflicts.conflicts == 0 for conflicts in report(GatherAttention(head, groups=2).smem_accesses()))
 
 
 def test_lanes_pass_weights_and_columns_of_v_with_keys_in_the_same_order() -> None:

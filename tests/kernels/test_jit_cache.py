@@ -214,7 +214,7 @@ def test_two_processes_at_one_key_never_fail(folder: Path) -> None:
 class Probe:
     value: int
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         return Unit(f"__global__ void probe(int* x) {{ x[0] = {self.value}; }}", "probe", arch)
 
 
@@ -225,13 +225,13 @@ def test_warmup_compiles_what_is_not_there(jobs: int) -> None:
     second = list(warmup([Probe(2), Probe(1), Probe(3), Probe(1)], "sm_80", jobs))
     assert [(w.cached, w.done, w.total) for w in second] == [(True, 1, 3), (False, 2, 3), (False, 3, 3)]
     for value in (1, 2, 3):
-        assert cache.build(Probe(value).unit("sm_80")) in [w.binary for w in second]
+        assert cache.build(Probe(value).translation_unit("sm_80")) in [w.binary for w in second]
     assert len(cache.entries()) == 3
 
 
 def test_warmup_stops_at_a_kernel_that_does_not_compile() -> None:
     class Broken(Probe):
-        def unit(self, arch: str) -> Unit:
+        def translation_unit(self, arch: str) -> Unit:
             return Unit("nonsense", "probe", arch)
 
     with pytest.raises(CompileError, match="nonsense"):

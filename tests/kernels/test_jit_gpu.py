@@ -68,7 +68,7 @@ class Probe:
     threads: int = 128
     smem_bytes: int = 0
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         source = SOURCE if arch == "sm_90a" else SOURCE.partition("// One box")[0].replace("#include", "//") + "}"
         if arch == "compute_80":
             source = source.replace("%%cluster_ctarank", "%%ctaid.x")
@@ -105,7 +105,9 @@ def test_launch_and_attributes() -> None:
     found = get_kernel(Probe("add"))
     assert found is get_kernel(Probe("add"))
     assert found.usage is not None and found.num_regs == found.usage.registers
-    assert compile_unit(Probe("add").unit(kernel.current_arch())).usage == found.usage  # another time it tells as much
+    assert (
+        compile_unit(Probe("add").translation_unit(kernel.current_arch())).usage == found.usage
+    )  # another time it tells as much
     assert found.local_bytes == 0 and found.shared_bytes == 0
     assert occupancy(found) >= 8
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_kernels.jit import Kernel, Replays, kernel
+from cute_kernels.jit import Kernel, LaunchCache, kernel
 
 
 class Driver:
@@ -55,7 +55,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_key_that_came_before_is_launched_without_its_function() -> None:
-    of, replays, calls = Counted(), Replays(8), []
+    of, replays, calls = Counted(), LaunchCache(8), []
 
     def launch(value: int) -> None:
         calls.append(value)
@@ -74,7 +74,7 @@ def test_a_key_that_came_before_is_launched_without_its_function() -> None:
 
 
 def test_what_failed_is_not_kept_and_later_launches_are_no_part_of_it() -> None:
-    of, replays = Counted(), Replays(8)
+    of, replays = Counted(), LaunchCache(8)
 
     def fails() -> None:
         of.launch((1, 1, 1), (1,))
@@ -90,7 +90,7 @@ def test_what_failed_is_not_kept_and_later_launches_are_no_part_of_it() -> None:
 
 
 def test_one_inside_another_is_a_part_of_it_also_where_it_is_replayed() -> None:
-    of, outer, inner = Counted(), Replays(8), Replays(8)
+    of, outer, inner = Counted(), LaunchCache(8), LaunchCache(8)
 
     def both(value: int) -> None:
         inner.run("inner", lambda: of.launch((1, 1, 1), (0,)))
@@ -102,7 +102,7 @@ def test_one_inside_another_is_a_part_of_it_also_where_it_is_replayed() -> None:
 
 
 def test_only_so_many_keys_are_kept() -> None:
-    of, replays, calls = Counted(), Replays(2), []
+    of, replays, calls = Counted(), LaunchCache(2), []
     for key in (1, 2, 1, 3, 1):
         replays.run(key, lambda key=key: calls.append(key))
     assert calls == [1, 2, 3, 1] and len(replays._known) == 2
@@ -110,7 +110,7 @@ def test_only_so_many_keys_are_kept() -> None:
 
 
 def test_a_thread_without_the_context_launches_and_records_once() -> None:
-    of, replays = Counted(), Replays(8)
+    of, replays = Counted(), LaunchCache(8)
     of.driver.refuses = 1
     replays.run("key", lambda: of.launch((1, 1, 1), (4,)))
     replays.run("key", lambda: None)

@@ -33,7 +33,7 @@ _SELDOM = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warpsync|shflsync)|r
 def test_kernels_keep_their_sums_in_registers(config: ProbeConfig, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "MAGICUBE_CACHE" not in os.environ:
         monkeypatch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
-    binary = build(config.unit(arch))
+    binary = build(config.translation_unit(arch))
     assert binary.usage is None or (binary.usage.stack_bytes, binary.usage.spill_bytes) == (0, 0)
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL)\b", sass), "local memory"

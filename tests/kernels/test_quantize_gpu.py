@@ -39,7 +39,7 @@ SHAPES = [(1, 1), (3, 5), (1, 1000), (70, 33), (64, 256), (5, 4100), (3, 20_000)
     ids=lambda config: config.name,
 )
 def test_machine_code_keeps_everything_in_registers(config: QuantizeConfig, arch: str) -> None:
-    binary = compile_unit(config.unit(arch))
+    binary = compile_unit(config.translation_unit(arch))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert not re.search(r"\b(?:LDL|STL)\b", sass)

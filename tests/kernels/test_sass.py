@@ -76,7 +76,7 @@ def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Config, str]
             patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
         # spawned, not forked: torch has threads
         with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.unit(arch)) for config, arch in wanted}
+            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in wanted}
             pool.shutdown(cancel_futures=True)
 
 

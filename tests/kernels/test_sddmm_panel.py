@@ -16,13 +16,13 @@ pytest.importorskip("pycute")
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit import Kernel
 from cute_kernels.layout.bank_conflicts import report, swizzled, wavefronts
-from cute_kernels.operands import Factor, Place, Target
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm import panel as sddmm_panel
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from magicube_cutlass import Pattern
 from tests.helpers import random_mask
 
-NONE = Factor(0, 0, 0)
+NONE = ScaleArg(0, 0, 0)
 
 
 def panel(v: int = 8, x: int = 8, y: int = 8, out: str = "float16", **options: Any) -> SddmmPanelConfig:
@@ -68,10 +68,10 @@ class Recorder(Kernel):
         self.launches: list[tuple[tuple[int, int, int], tuple[Any, ...], bool]] = []
 
     def launch(
-        self, grid: tuple[int, int, int], args: tuple[Any, ...], cluster: object = None, early: bool = False
+        self, grid: tuple[int, int, int], args: tuple[Any, ...], cluster: object = None, pdl: bool = False
     ) -> None:
         assert all(type(arg) in (int, bytes) for arg in args), "a plain int is passed as 64 bits"
-        self.launches.append((grid, args, early))
+        self.launches.append((grid, args, pdl))
 
 
 @pytest.fixture
@@ -94,33 +94,33 @@ def test_blocks_fill_the_gpu_once_where_there_are_no_more_tiles(
     maps: list[tuple[Any, ...]], rows: int, n: int, batch: int, blocks: int, block_rows: int
 ) -> None:
     config, kernel = panel(), Recorder()
-    x, y = Place(4096, 256, 8 * rows * 256, 256), Place(8192, 256, n * 256, 256)
+    x, y = DenseArg(4096, 256, 8 * rows * 256, 256), DenseArg(8192, 256, n * 256, 256)
     pattern = structure(-(-n // 512), rows, 6400)
-    config.launch(kernel, pattern, x, y, Target(64, batch, 8 * rows, 256, n), NONE, NONE, True)
-    (((grid, _, _), args, early),) = kernel.launches
+    config.launch(kernel, pattern, x, y, OutputArg(64, batch, 8 * rows, 256, n), NONE, NONE, True)
+    (((grid, _, _), args, pdl),) = kernel.launches
     step = n if batch > 1 else 0
-    assert grid == blocks and args[-2] == block_rows and args[-1] == step and early
+    assert grid == blocks and args[-2] == block_rows and args[-1] == step and pdl
     assert args[3:7] == tuple(x)
     assert maps == [(8192, 1, (256, step * (batch - 1) + n), 256, (128, 128), 128)]
 
 
 def test_a_batch_that_no_single_step_separates_is_launched_one_by_one(maps: list[tuple[Any, ...]]) -> None:
     config, kernel = panel(out="int64"), Recorder()
-    x, y, right = Place(1 << 40, 96, 640, 80), Place(4096, 96, 4816, 80), Factor(1 << 30, 1, 50)
-    config.launch(kernel, structure(1, 1, 32), x, y, Target(1 << 50, 3, 8, 80, 50), NONE, right)
+    x, y, right = DenseArg(1 << 40, 96, 640, 80), DenseArg(4096, 96, 4816, 80), ScaleArg(1 << 30, 1, 50)
+    config.launch(kernel, structure(1, 1, 32), x, y, OutputArg(1 << 50, 3, 8, 80, 50), NONE, right)
     assert [made[0] for made in maps] == [4096, 8912, 13728]
     assert [args[3] - (1 << 40) for _, args, _ in kernel.launches] == [0, 640, 1280]
     assert [args[7] - (1 << 50) for _, args, _ in kernel.launches] == [i * 32 * 8 * 8 for i in range(3)]
     assert [args[11] - (1 << 30) for _, args, _ in kernel.launches] == [0, 200, 400]
     kernel.launches.clear()
-    far = Place(0, 128, 2**37, 128)  # 2**30 rows apart
-    config.launch(kernel, structure(1, 1, 32), x, far, Target(0, 3, 8, 128, 50), NONE, NONE)
+    far = DenseArg(0, 128, 2**37, 128)  # 2**30 rows apart
+    config.launch(kernel, structure(1, 1, 32), x, far, OutputArg(0, 3, 8, 128, 50), NONE, NONE)
     assert len(kernel.launches) == 3
 
 
 def test_sums_of_nothing_read_no_row(maps: list[tuple[Any, ...]]) -> None:
     kernel = Recorder()
-    panel().launch(kernel, structure(2, 3, 32), Place(0, 16, 0, 0), Place(0, 16, 0, 0), Target(256, 2, 24, 0, 600), NONE, NONE)  # fmt: skip
+    panel().launch(kernel, structure(2, 3, 32), DenseArg(0, 16, 0, 0), DenseArg(0, 16, 0, 0), OutputArg(256, 2, 24, 0, 600), NONE, NONE)  # fmt: skip
     ((_, args, _),) = kernel.launches
     assert maps[0][:3] == (256, 1, (16, 1)) and args[3] == 256 and args[6] == 0
 
@@ -140,9 +140,9 @@ def test_lane_groups_read_any_rows_without_conflict_and_find_both_halves(rows: l
 @pytest.mark.parametrize(("x", "y"), list(product((4, 8, 16), repeat=2)))
 def test_configs_have_no_conflicts_but_those_of_long_parts_of_x(v: int, x: int, y: int) -> None:
     for options in ({"boxes": 1}, {"boxes": 2, "slots": 16, "tile": 128}):
-        rows_of_y, _, rows_of_x = report(panel(v, x, y, **options).accesses())  # type: ignore[arg-type]
+        rows_of_y, _, rows_of_x = report(panel(v, x, y, **options).smem_accesses())  # type: ignore[arg-type]
         assert rows_of_y.conflicts == 0
         assert rows_of_x.conflicts == 0 or x > y  # a lane's part is then longer than one load
-    rows_of_y, _, rows_of_x = report(panel(v, x, y, boxes=1, box_bytes=64).accesses())
+    rows_of_y, _, rows_of_x = report(panel(v, x, y, boxes=1, box_bytes=64).smem_accesses())
     assert rows_of_y.wavefronts == 2 * rows_of_y.ideal  # units of four: all rows of one parity, the worst case
     assert rows_of_x.conflicts == 0 or x > y

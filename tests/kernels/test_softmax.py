@@ -16,7 +16,7 @@ from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
 from cute_kernels.jit import compile_unit
 from cute_kernels.operands import Vectors
-from cute_kernels.spmm.gather import gather_copy
+from cute_kernels.spmm.gather import pack_gather
 from magicube_cutlass import random_pattern
 from magicube_cutlass.formats.construct import narrow
 from tests.helpers import disassemble
@@ -42,7 +42,7 @@ FRAGMENTS = [
     ids=str,
 )
 def test_machine_code_keeps_everything_in_registers(config: SoftmaxConfig, arch: str) -> None:
-    binary = compile_unit(config.unit(arch))
+    binary = compile_unit(config.translation_unit(arch))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert not re.search(r"\b(?:LDL|STL)\b", sass)
@@ -121,7 +121,7 @@ def test_integers_are_written_in_the_order_that_the_product_reads(config: Softma
     vectors = Vectors(
         pattern.row_offsets, pattern.col_indices, narrow(values, config.bits, False), Integer(config.bits, False)
     )
-    copy = gather_copy(config.sparse, vectors)
+    copy = pack_gather(config.sparse, vectors)
     padded = pattern.padded(32)
     codes = torch.zeros(padded.col_indices.shape[0], v, dtype=torch.int64)
     codes[padded.slots] = values

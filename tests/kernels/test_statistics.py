@@ -41,7 +41,7 @@ def binaries() -> Iterator[dict[tuple[StatisticsConfig, str], Future[Binary]]]:
             patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))
         # spawned, not forked: torch has threads
         with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.unit(arch)) for config, arch in CASES}
+            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in CASES}
             pool.shutdown(cancel_futures=True)
 
 
@@ -114,7 +114,7 @@ class Recorded:
     def __init__(self, config: Any) -> None:
         self.name = config.kernel
 
-    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], early: bool = False) -> None:
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], pdl: bool = False) -> None:
         self.launches.append((self.name, grid, args))
 
 
@@ -139,7 +139,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
     monkeypatch.setattr(torch, "empty", pageable)
     monkeypatch.setattr(torch.cuda, "Event", Passed)
     monkeypatch.setattr(probes, "readable", lambda x: x.stride(1) == 1)
-    monkeypatch.setattr(probes, "multiprocessors_of", lambda device: 132)
+    monkeypatch.setattr(probes, "num_sms", lambda device: 132)
     for module in (statistics, probes):
         monkeypatch.setattr(module, "get_kernel", Recorded)
         monkeypatch.setattr(module, "device_of", lambda x: nullcontext())

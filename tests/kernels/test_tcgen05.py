@@ -26,7 +26,7 @@ from cute_kernels.scaled_gemm.config import Kind
 from cute_kernels.scaled_gemm.sm100 import Codes, MapParameters, Tcgen05Config, candidates, check_alignment
 
 from cute_kernels.scaled_gemm.sm100 import choose, map_parameters, mma_kind  # isort: skip
-from cute_kernels.scaled_gemm.small_m import serves
+from cute_kernels.scaled_gemm.small_m import supports
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, COLUMNS, MMA_KINDS, MmaKind, matrix_descriptor
 from tests.kernels.tcgen05_model import Launch, run
 from tests.test_examples import load
@@ -100,7 +100,7 @@ def launched(
     monkeypatch.setattr(gemm_floats_cuda, "get_kernel", get_kernel)
     monkeypatch.setattr(gemm_floats_cuda, "tensor_map", MapParameters)
     monkeypatch.setattr(gemm_floats_cuda, "current_arch", lambda: "sm_100a")
-    monkeypatch.setattr(gemm_floats_cuda, "multiprocessors_of", lambda device: 3)
+    monkeypatch.setattr(gemm_floats_cuda, "num_sms", lambda device: 3)
     monkeypatch.setattr(gemm_floats_cuda, "device_of", lambda out: nullcontext())
     gemm_floats_cuda.gemm_floats_cuda(call_of(a, b, out, **options), out, config)
     assert len(caught) == 1
@@ -144,7 +144,9 @@ def test_factors_of_blocks_reach_their_products(pair: tuple[Kind, Kind], monkeyp
 
 
 def test_a_pair_does_not_change_the_binary() -> None:
-    sources = {Tcgen05Config("float32", kind=kind).unit(arch).source for kind in MMA_KINDS for arch in ARCHES}
+    sources = {
+        Tcgen05Config("float32", kind=kind).translation_unit(arch).source for kind in MMA_KINDS for arch in ARCHES
+    }
     assert len(sources) == len(MMA_KINDS)
     assert not any(name.upper() in source for name in FORMATS for source in sources)
 
@@ -267,7 +269,7 @@ def test_the_choice_looks_at_the_chip_and_at_what_lies_where(arch: str) -> None:
         (unaligned_blocks(), operand(NV, 7, 256, 1), "a must have blocks that start at a multiple of 4 bytes for nvf4, got 0x"),
     ):  # fmt: skip
         choice = gemm_floats_cuda.choose_for(call_of(a, b, torch.zeros(a.rows, b.rows)), arch, 148)
-        few = serves(a.rows, a.kind, b.kind, arch)
+        few = supports(a.rows, a.kind, b.kind, arch)
         assert choice.config.kernel == ("few" if few else "wgmma" if arch == "sm_90a" else "mma")
         assert choice.refused.startswith(why) if own else choice.refused == "", choice.refused
 
@@ -301,7 +303,7 @@ def test_the_choice_of_a_tile_fills_the_chip() -> None:
 
 def test_the_plan_says_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_floats_cuda, "current_arch", lambda: "sm_103a")
-    monkeypatch.setattr(gemm_floats_cuda, "multiprocessors_of", lambda device: 148)
+    monkeypatch.setattr(gemm_floats_cuda, "num_sms", lambda device: 148)
     for k, copies, chosen in ((256, (), "tcgen05"), (200, ("a", "b"), "mma")):
         a, b = operand(Kind("e2m1"), 5, k, 1), operand(Kind("e4m3"), 7, k, 2)
         choice, copied = gemm_floats_cuda.plan_cuda(call_of(a, b, torch.zeros(5, 7)))

@@ -90,8 +90,8 @@ __global__ void compare(volatile uint64_t* out) {{
 @pytest.fixture(scope="module")
 def binaries() -> Iterator[dict[object, Future[Binary]]]:
     """All of them, compiled side by side into a folder that outlives the run."""
-    units: dict[object, Unit] = {(config, arch): config.unit(arch) for config, arch in CASES}
-    units |= {"probe": BoxProbeConfig(128 * 128).unit("sm_100a"), "comparison": comparison()}
+    units: dict[object, Unit] = {(config, arch): config.translation_unit(arch) for config, arch in CASES}
+    units |= {"probe": BoxProbeConfig(128 * 128).translation_unit("sm_100a"), "comparison": comparison()}
     with pytest.MonkeyPatch.context() as patch:
         if "MAGICUBE_CACHE" not in os.environ:
             patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[2] / "build" / "test-kernels"))

@@ -39,7 +39,7 @@ def tensors(*sizes: int, depth: int = 16, grad: bool = False) -> list[Tensor]:
 )
 def test_opcheck_passes(bits: tuple[int, int], lse: bool, bias: tuple[int, int] | None, depth: int) -> None:
     heads = [masks.random(40, 0.4, keys=24, seed=seed) for seed in range(3)]
-    names = " ".join(mask._named(mask._edition) for mask in heads)
+    names = " ".join(mask._named(mask._version_id) for mask in heads)
     q, k, v = (x.flatten(0, 1) for x in tensors(40, 24, 24, depth=depth))
     added = None if bias is None else torch.randn(bias)
     same = (names, list(bits), 0.25, True)
@@ -118,7 +118,7 @@ def test_a_mask_that_nobody_holds_serves_its_backward_pass() -> None:
 
 def test_an_operator_whose_mask_has_gone_says_so() -> None:
     mask = masks.random(40, 0.5)
-    name = mask._named(mask._edition)
+    name = mask._named(mask._version_id)
     del mask
     gc.collect()
     q, k, v = (x.flatten(0, 1) for x in tensors(40, 40, 40))

@@ -26,7 +26,7 @@ def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
     small = choose_spmm(L8R8, H200, Problem(32, 2304, 32 * 230, 280, 512))
     assert isinstance(large, PanelConfig)
     assert isinstance(small, GatherConfig)
-    assert small.row_warps > 1
+    assert small.split_k_warps > 1
     assert "share tiles" in reason(large, 512, 512 * 410, 460)
     assert "too few" in reason(small, 32, 32 * 230, 280)
 

@@ -36,7 +36,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     ids=lambda config: config.name,
 )
 def test_machine_code_keeps_everything_in_registers(config: CompressConfig, arch: str) -> None:
-    binary = compile_unit(config.unit(arch))
+    binary = compile_unit(config.translation_unit(arch))
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))
 

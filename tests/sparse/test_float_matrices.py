@@ -12,7 +12,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import floats
-from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALVES
+from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.quantization.float_tensor import FloatTensor
 from tests.helpers import random_mask
@@ -23,7 +23,7 @@ SMALL = ("e5m2", "e4m3", "e2m1")
 def values_of(shape: tuple[int, int], name: str, seed: int) -> Tensor:
     """float64 values of the format, all codes of a small one among them."""
     generator = torch.Generator().manual_seed(seed)
-    if name in HALVES:
+    if name in HALF_DTYPES:
         return torch.randn(shape, generator=generator).to(FLOAT_DTYPES[name]).double()
     codes = torch.randint(0, 1 << FLOATS[name].bits, shape, generator=generator, dtype=torch.uint8)
     found = floats.decode(codes, name, out_dtype=torch.float64)
@@ -42,10 +42,10 @@ def test_values_go_in_and_come_out(name: str, seed: int, tmp_path: Path) -> None
     m, k = (37, 61) if seed else (8 * v, 64)
     x = values_of((m, k), name, seed) * random_mask(m, k, 0.3, seed)
     scale = torch.linspace(0.25, 2, m)[:, None] if name in SMALL and seed % 2 else torch.tensor(0.5)
-    given = x.to(FLOAT_DTYPES[name]) if name in HALVES else float_tensor(x, name, scale)
+    given = x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else float_tensor(x, name, scale)
     a = mc.SRBCRS.from_dense(given, vector_length=v, stride=stride, dtype=name)
     a.check_format(full=True)
-    expected = x if name in HALVES else (x.float() * scale).double()
+    expected = x if name in HALF_DTYPES else (x.float() * scale).double()
     assert torch.equal(a.to_dense().double(), expected) and torch.equal(a.to_dense(False).double(), x)
     assert a.values.dtype == FLOAT_DTYPES[name] and a.bits is None and a.number == FLOATS[name]
     assert a.values[0].numel() * a.values.element_size() == v * stride * FLOATS[name].bits // 8
@@ -83,7 +83,7 @@ def test_a_mask_decides_what_is_kept(name: str) -> None:
     a = mc.SRBCRS.from_mask(x, mask, vector_length=4, dtype=name)
     a.check_format(full=True)
     kept = (x * mask).float()
-    expected = kept if name in HALVES else mc.quantize(kept, dtype=name).dequantize()
+    expected = kept if name in HALF_DTYPES else mc.quantize(kept, dtype=name).dequantize()
     assert torch.equal(a.to_dense().float(), expected)
     assert a.pattern.vectors == int(mask.view(6, 4, 40).any(1).sum())
     if name in SMALL:

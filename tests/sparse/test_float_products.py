@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALVES
+from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.quantization.float_tensor import FloatTensor
 
-PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALVES)]
+PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALF_DTYPES)]
 OUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -22,13 +22,15 @@ def sparse(
     m: int, k: int, name: str, v: int, density: float = 0.4, stride: int = 32, axis: int | None = 1
 ) -> mc.SRBCRS:
     x = torch.randn(m, k) * mc.random_pattern(m, k, 1 - density, v, distribution="uniform").to_dense()
-    return mc.SRBCRS.from_dense(x, vector_length=v, stride=stride, dtype=name, axis=None if name in HALVES else axis)
+    return mc.SRBCRS.from_dense(
+        x, vector_length=v, stride=stride, dtype=name, axis=None if name in HALF_DTYPES else axis
+    )
 
 
 def dense(shape: tuple[int, ...], name: str, axis: int | None, column_major: bool = False) -> Tensor | FloatTensor:
     x = torch.randn(shape)
     x = x.mT.contiguous().mT if column_major else x
-    return x.to(FLOAT_DTYPES[name]) if name in HALVES else mc.quantize(x, dtype=name, axis=axis)
+    return x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else mc.quantize(x, dtype=name, axis=axis)
 
 
 def real(x: Tensor | FloatTensor) -> Tensor:

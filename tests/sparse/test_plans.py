@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("pycute")
 
 import magicube_cutlass as mc
-from magicube_cutlass.dispatch.plan import _vectors, described, problem
+from magicube_cutlass.dispatch.plan import _vectors, problem, spmm_problem
 from tests.helpers import random_ints
 
 
@@ -33,5 +33,5 @@ def test_the_choice_sees_merged_vectors_on_a_gpu_alone() -> None:
     assert sizes.longest == int(merged.row_lengths.max())
     assert sizes.vectors < 0.9 * pattern.vectors
     matrix = mc.SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 2, dtype=torch.int64), bits=8)
-    kind, here = described(matrix, (8, True), torch.int32, 512, 1)
+    kind, here = spmm_problem(matrix, (8, True), torch.int32, 512, 1)
     assert kind.vector_length == 2 and here.vectors == pattern.vectors

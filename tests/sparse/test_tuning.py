@@ -12,7 +12,7 @@ from cute_kernels.machine import GatherModel, Machine, PanelModel, Problem
 from cute_kernels.spmm.heuristics import candidates
 from magicube_cutlass import tuning
 from magicube_cutlass.dispatch import measured
-from magicube_cutlass.dispatch.plan import rounded
+from magicube_cutlass.dispatch.plan import size_bucket
 from magicube_cutlass.tuning import KIND, Case, fit, judge
 
 H200 = Machine("sm_90a", 132)
@@ -29,7 +29,7 @@ def timed(held_out: bool) -> list[Case]:
     found = []
     for case in json.loads(RESULTS.read_text())["cases"]:
         if case["held_out"] == held_out and case["widths"] == [8, 8]:
-            width = rounded(case["n"])
+            width = size_bucket(case["n"])
             sizes = Problem(-(-case["m"] // 8), case["k"], case["vectors"], case["longest"], width)
             times = {c: case["us"][c.name] * 1e3 for c in candidates(KIND, H200, sizes) if c.name in case["us"]}
             found.append(Case(sizes, times))
