@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_SOURCES := CMakeLists.txt cute_kernels/layout/column_order_search.cuh $(wildcard cute_kernels/cpu/csrc/*)
 SANITIZED := build/sanitize
-SANITIZE_TESTS ?= tests/kernels/test_integers.py tests/kernels/test_ordering.py tests/kernels/test_quantize.py tests/sparse tests/compensated tests/cli/test_cli.py
+SANITIZE_TESTS ?= tests/kernels/test_integers.py tests/kernels/layout/test_column_order.py tests/kernels/convert/test_quantize.py tests/sparse tests/compensated tests/cli/test_cli.py
 SANITIZER_RESULTS ?= benchmarks/results/sanitizer.json
 ROOTED = .$${PYTHONPATH:+:$$PYTHONPATH}
 WORKERS ?= 2
@@ -65,7 +65,7 @@ bench:
 	for file in $(BENCHES); do PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) "$$file" $(ARGS); done
 
 plots: $(VENV)/.installed
-	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python benchmarks/plots/gpu_plots.py
 
 # A finding ends the process, so its report must not be captured; the compiler's own processes stay out.
 # python itself is not built with the sanitizers, so their run-time library and the C++ one that it hooks go first.

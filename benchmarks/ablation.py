@@ -3,7 +3,7 @@
 Writes ``benchmarks/results/ablation_h200.json``, or the file that the GPU's name gives.  Times are microseconds a
 launch.  The pruned matrix is read from the folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds
 ``dlmc/matrices/<FILE>``; without it only the random matrix is measured.
-Run: ``PYTHONPATH=. python benchmarks/ablation.py [--out FILE]``; ``benchmarks/plots.py`` draws the result.
+Run: ``PYTHONPATH=. python benchmarks/ablation.py [--out FILE]``; ``benchmarks/plots/gpu_plots.py`` draws the result.
 """
 
 from __future__ import annotations
@@ -19,9 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_data import OUT_NAME, Product, Shape, Widths, check, chosen, compile_ahead, make_product, one_line, uniform
-from gpu_timing import Call, measure, ratio
-from machine import gpu_machine
+from harness.gpu_data import (
+    OUT_NAME,
+    Product,
+    Shape,
+    Widths,
+    check,
+    chosen,
+    compile_ahead,
+    make_product,
+    one_line,
+    uniform,
+)
+from harness.gpu_timing import Call, measure, ratio
+from harness.machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer

@@ -2,7 +2,7 @@
 
 Six kinds of data, square matrices; errors are by float64, times are of whole calls from float inputs, host included,
 in a loop: rivals take turns of two calls, of which the second counts.
-Writes ``benchmarks/results/accuracy_<device>.json``; ``benchmarks/accuracy_plot.py`` draws it.
+Writes ``benchmarks/results/accuracy_<device>.json``; ``benchmarks/plots/accuracy_plot.py`` draws it.
 Run: ``PYTHONPATH=. python benchmarks/accuracy.py [--device cpu] [--quick] [--seconds S] [--out FILE]``.
 """
 
@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import gpu_machine, machine
+from harness.machine import gpu_machine, machine
 from torch import Tensor
 
 from residual.execute.checked import ToleranceError

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from gpu_data import compile_ahead, one_line
-from gpu_results import results_file, rounded, save
-from gpu_timing import Call, GpuTiming, measure, ratio
-from machine import gpu_machine
+from harness.gpu_data import compile_ahead, one_line
+from harness.gpu_results import results_file, rounded, save
+from harness.gpu_timing import Call, GpuTiming, measure, ratio
+from harness.machine import gpu_machine
 from torch import Tensor
 
 import magicube_cutlass as mc

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 
 import torch
-from machine import machine
+from harness.machine import machine
 from torch import Tensor
 
 import magicube_cutlass as mc

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from accuracy import RESULTS, Draw, again, once, settle
-from machine import gpu_machine, machine
+from harness.machine import gpu_machine, machine
 from torch import Tensor
 
 from residual.execute.checked import Report, ToleranceError

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_timing import Call, measure
-from machine import gpu_machine, machine
-from tma_box_probe import FILL, probe_box
+from harness.gpu_timing import Call, measure
+from harness.machine import gpu_machine, machine
+from harness.tma_box_probe import FILL, probe_box
 from torch import Tensor
 
 from cute_kernels import floats

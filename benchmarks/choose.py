@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_data import OUT_NAME, Shape, Widths, check, compile_ahead, make_product, one_line, uniform
-from gpu_timing import Call, replays
-from machine import gpu_machine
+from harness.gpu_data import OUT_NAME, Shape, Widths, check, compile_ahead, make_product, one_line, uniform
+from harness.gpu_timing import Call, replays
+from harness.machine import gpu_machine
 from rich.progress import track
 
 import magicube_cutlass as mc

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_data import OUT, Shape, Widths, check, chosen, make_product, one_line, uniform
-from gpu_results import results_file, rounded, save
-from gpu_timing import replays
-from machine import gpu_machine
+from harness.gpu_data import OUT, Shape, Widths, check, chosen, make_product, one_line, uniform
+from harness.gpu_results import results_file, rounded, save
+from harness.gpu_timing import replays
+from harness.machine import gpu_machine
 from torch import Tensor
 
 import magicube_cutlass as mc

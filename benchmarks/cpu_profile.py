@@ -17,8 +17,8 @@ from statistics import linear_regression
 from typing import Any
 
 import torch
-from machine import machine
-from timing import measure
+from harness.machine import machine
+from harness.timing import measure
 
 import magicube_cutlass as mc
 from magicube_cutlass.bench.problems import dense_rivals, random_matrix, random_operand

@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from machine import machine
+from harness.machine import machine
+from harness.timing import measure
 from rich.console import Console
 from rich.table import Table
-from timing import measure
 from torch import Tensor
 
 import magicube_cutlass as mc

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine
+from harness.machine import machine
+from harness.timing import measure
 from README_table import CPU, render, update_readme
-from timing import measure
 
 import magicube_cutlass as mc
 from cute_kernels.integers import product_bound

@@ -5,7 +5,7 @@ are microseconds a launch in a CUDA graph, operands in the L2 cache where they f
 compared with the exact result in the same run.  Dense products are timed once for a shape.  Matrices are read from the
 folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds ``dlmc/matrices``.
 Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--per-group 2] [--seconds 150] [--out FILE]``;
-``benchmarks/plots.py`` draws the result.
+``benchmarks/plots/gpu_plots.py`` draws the result.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_data import Shape, Widths, chosen, chosen_for, compile_ahead, make_product, one_line, uniform
-from gpu_dlmc import (
+from harness.gpu_baselines import Rival, calls_of, csr_half, dense_half, own_floats, prepare, torch_bsr
+from harness.gpu_data import Shape, Widths, chosen, chosen_for, compile_ahead, make_product, one_line, uniform
+from harness.gpu_dlmc import (
     DENSE,
     DenseTimes,
     Matrix,
@@ -31,11 +32,10 @@ from gpu_dlmc import (
     spmm_products,
     spmm_row,
 )
-from gpu_results import results_file, rounded, save
-from gpu_rivals import Rival, calls_of, csr_half, dense_half, own_floats, prepare, torch_bsr
-from gpu_sddmm import chosen_sddmm
-from gpu_timing import replays
-from machine import gpu_machine
+from harness.gpu_results import results_file, rounded, save
+from harness.gpu_sddmm import chosen_sddmm
+from harness.gpu_timing import replays
+from harness.machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.dtypes import FLOATS, SDDMM_PAIRS, SPMM_PAIRS

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accuracy import KINDS
-from machine import machine
+from harness.machine import machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_data import compile_ahead, one_line
-from gpu_timing import Call, GpuTiming, measure
-from machine import gpu_machine
+from harness.gpu_data import compile_ahead, one_line
+from harness.gpu_timing import Call, GpuTiming, measure
+from harness.machine import gpu_machine
 from torch import Tensor
 
 from cute_kernels import floats

@@ -16,12 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_data import OUT, Product, Shape, Widths, check, chosen, compile_ahead, make_product, narrowed, one_line, ran
-from gpu_data import uniform as pattern_of
-from gpu_results import results_file, rounded, save
-from gpu_rivals import RIVALS, Rival, calls_of, gemm_configs, prepare
-from gpu_timing import Call, replays
-from machine import gpu_machine
+from harness.gpu_baselines import RIVALS, Rival, calls_of, gemm_configs, prepare
+from harness.gpu_data import (
+    OUT,
+    Product,
+    Shape,
+    Widths,
+    check,
+    chosen,
+    compile_ahead,
+    make_product,
+    narrowed,
+    one_line,
+    ran,
+)
+from harness.gpu_data import uniform as pattern_of
+from harness.gpu_results import results_file, rounded, save
+from harness.gpu_timing import Call, replays
+from harness.machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.jit.warmup import Source

@@ -1,7 +1,7 @@
 """SpMM and SDDMM on a GPU against other libraries, all in one run.
 
 Writes ``benchmarks/results/spmm_h200.json``, or the file that the GPU's name gives.  Times are microseconds a launch.
-Run: ``PYTHONPATH=. python benchmarks/spmm.py [--quick] [--out FILE]``; ``benchmarks/plots.py`` draws the result.
+Run: ``PYTHONPATH=. python benchmarks/spmm.py [--quick] [--out FILE]``; ``plots/gpu_plots.py`` draws the result.
 """
 
 from __future__ import annotations
@@ -14,13 +14,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import blocked_ell
 import torch
-from gpu_data import OUT, Product, Shape, Widths, check, chosen, compile_ahead, make_product, one_line, ran, uniform
-from gpu_rivals import RIVALS, Rival, calls_of, prepare
-from gpu_sddmm import run_sddmm, sddmm_configs
-from gpu_timing import Call, GpuTiming, measure, ratio
-from machine import gpu_machine
+from harness import blocked_ell
+from harness.gpu_baselines import RIVALS, Rival, calls_of, prepare
+from harness.gpu_data import (
+    OUT,
+    Product,
+    Shape,
+    Widths,
+    check,
+    chosen,
+    compile_ahead,
+    make_product,
+    one_line,
+    ran,
+    uniform,
+)
+from harness.gpu_sddmm import run_sddmm, sddmm_configs
+from harness.gpu_timing import Call, GpuTiming, measure, ratio
+from harness.machine import gpu_machine
 
 import magicube_cutlass as mc
 from cute_kernels.dtypes import SPMM_PAIRS

@@ -31,11 +31,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from gpu_data import one_line
-from gpu_results import results_file, save
-from machine import gpu_machine, machine
+from harness.gpu_data import one_line
+from harness.gpu_results import results_file, save
+from harness.machine import gpu_machine, machine
+from harness.transformer_baselines import DENSE, FLEX, LINEARS, VOCABULARY, Case, Rival, names, relative_error, rivals
 from torch import Tensor
-from transformer_rivals import DENSE, FLEX, LINEARS, VOCABULARY, Case, Rival, names, relative_error, rivals
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -25,7 +25,7 @@ def test_accuracy_covers_every_mode_and_kind_and_draws_them(tmp_path: Path) -> N
         planned = {name: float(name.removesuffix(", prepared").split()[1]) for name in errors if name.startswith("tol")}
         assert planned and all(errors[name] <= tol for name, tol in planned.items())
     if importlib.util.find_spec("matplotlib"):
-        script("benchmarks/accuracy_plot.py", out, picture)
+        script("benchmarks/plots/accuracy_plot.py", out, picture)
         assert picture.stat().st_size > 0
 
 

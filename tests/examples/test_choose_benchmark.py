@@ -12,7 +12,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import choose as script
-from gpu_data import Shape
+from harness.gpu_data import Shape
 
 
 def test_what_the_choice_is_judged_by_was_not_fitted_to() -> None:

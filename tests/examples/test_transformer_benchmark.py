@@ -19,8 +19,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import transformer as script
+from harness.transformer_baselines import DENSE, FLEX, LINEARS, Case, Rival, names, rivals
 from sparse_encoder import Shape
-from transformer_rivals import DENSE, FLEX, LINEARS, Case, Rival, names, rivals
 
 
 @pytest.fixture(autouse=True)

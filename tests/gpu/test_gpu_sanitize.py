@@ -24,6 +24,7 @@ from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
 from residual.execute import fast_check as foreseen
 from residual.planning.plan import Plan
+from tests.gpu.kernels.test_gpu_floats import exact, operand, run
 from tests.gpu.problems import (
     HERE,
     PANELS,
@@ -38,8 +39,7 @@ from tests.gpu.problems import (
     sddmm_panel,
     sparse,
 )
-from tests.gpu.test_gpu_floats import exact, operand, run
-from tests.gpu.test_gpu_fused_attention import CONFIGS, Case, summing
+from tests.gpu.sparse.test_gpu_fused_attention import CONFIGS, Case, summing
 
 pytestmark = pytest.mark.gpu
 

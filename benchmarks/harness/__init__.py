@@ -1,0 +1,1 @@
+"""What benchmarks share: data, baselines, timing, results files."""

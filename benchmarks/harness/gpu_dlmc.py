@@ -1,0 +1,168 @@
+"""Sampled matrices of the Deep Learning Matrix Collection, and their products with float16 output.
+
+The protocol of the SpMM literature: each row of a file is a vector row, so M = rows * V; random values.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import magicube_cutlass as mc
+from harness.gpu_baselines import Rival, dense_half, dense_int8
+from harness.gpu_data import OUT, Product, Widths, check, make_product, narrowed, one_line, ran
+from harness.gpu_results import rounded
+from harness.gpu_sddmm import checked_sddmm, chosen_sddmm
+from harness.gpu_timing import Call, GraphReplays, replays
+
+ROOT = Path(__file__).resolve().parents[2]
+DENSE: dict[str, Callable[[Product], Rival]] = {
+    "dense fp16": partial(dense_half, dtype=torch.float16),
+    "dense int8": dense_int8,
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A file; ``target``: the sparsity that its folder names."""
+
+    path: Path
+    model: str
+    method: str
+    target: float
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path.parts[-4:]).removesuffix(".gz").removesuffix(".smtx")
+
+
+def folder() -> Path:
+    """Where the matrices are; ``SystemExit`` in one line where they are not."""
+    found = Path(os.environ.get("MAGICUBE_DATA", ROOT.parent / "shared" / "data")) / "dlmc" / "matrices"
+    if not found.is_dir():
+        raise SystemExit(
+            f"no DLMC matrices at {found}: unpack https://storage.googleapis.com/sgk-sc2020/dlmc.tar.gz, gzip its "
+            ".smtx files under dlmc/matrices, and set MAGICUBE_DATA to the folder that holds dlmc"
+        )
+    return found
+
+
+def sample(per_group: int, seed: int = 0) -> list[Matrix]:
+    """``per_group`` matrices of each model, method and sparsity, the first of every group before the second."""
+    groups: dict[tuple[str, ...], list[Path]] = {}
+    for path in sorted(folder().glob("*/*/*/*.smtx*")):
+        groups.setdefault(path.parts[-4:-1], []).append(path)
+    picked = []
+    for (model, method, target), paths in groups.items():
+        random.Random(f"{seed} {model} {method} {target}").shuffle(paths)
+        picked.append([Matrix(path, model, method, float(target)) for path in paths[:per_group]])
+    return [found[turn] for turn in range(per_group) for found in picked if turn < len(found)]
+
+
+def of_length(pattern: mc.Pattern, vector_length: int) -> mc.Pattern:
+    """The same vectors, longer or shorter ones."""
+    shape = (pattern.vector_rows * vector_length, pattern.shape[1])
+    return mc.Pattern(shape, vector_length, pattern.row_offsets, pattern.col_indices)
+
+
+def facts(matrix: Matrix, pattern: mc.Pattern) -> dict[str, Any]:
+    """What a results file says about a matrix; ``skew``: its longest vector row over the mean one."""
+    lengths = pattern.row_lengths.double()
+    mean = max(float(lengths.mean()), 1e-9)
+    return {"name": matrix.name, "model": matrix.model, "method": matrix.method, "target": matrix.target,
+            "rows": pattern.vector_rows, "columns": pattern.shape[1], "vectors": pattern.vectors,
+            "skew": rounded(float(lengths.max()) / mean), "empty_rows": int((lengths == 0).sum())}  # fmt: skip
+
+
+def checked_spmm(product: Product) -> Call:
+    """The call of ours, after checking that it gives the exact result in every element of a poisoned output."""
+    out = product.poisoned()
+    mc.spmm(product.lhs, product.rhs, out=out)
+    check(product, out)
+    return partial(mc.spmm, product.lhs, product.rhs, out=out)
+
+
+def spmm_products(pattern: mc.Pattern, columns: tuple[int, ...], widths: Widths) -> Iterator[Product]:
+    """Products of one random matrix with B of each number of ``columns``."""
+    widest = make_product(pattern, max(columns), widths)
+    yield from (narrowed(widest, n) for n in columns)
+
+
+class DenseTimes:
+    """Times of dense products, each measured once for a shape; their errors and failures."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int, int], dict[str, Any]] = {}
+
+    def of(self, shape: tuple[int, int, int], product: Product) -> dict[str, Any]:
+        """The row of a shape (M, K, N); ``product``: operands of that shape."""
+        if shape not in self.rows:
+            row: dict[str, Any] = {"shape": list(shape)}
+            rivals: dict[str, Rival] = {}
+            for name, make in DENSE.items():
+                try:
+                    rivals[name] = make(product)
+                    row[f"{name} error"] = rounded(rivals[name].error())
+                except Exception as error:  # a rival that cannot is a result
+                    rivals.pop(name, None)
+                    row[f"{name} failure"] = one_line(error)
+            for name, timing in replays({name: rival.call for name, rival in rivals.items()}).items():
+                row[name] = rounded(timing.median)
+            self.rows[shape] = row
+        return self.rows[shape]
+
+
+def sddmm_as_product(x: mc.QuantTensor, y: mc.QuantTensor, exact: torch.Tensor) -> Product:
+    """X Y^T, all of it, as the product of dense operands that rivals take; ``exact``: the integers in float64."""
+    assert x.scale is not None and y.scale is not None
+    lhs = mc.SRBCRS.from_dense(x.ints(), vector_length=8, bits=x.bits)
+    lhs.scale = x.scale
+    return Product(lhs, y.mT, (exact.float() * x.scale * y.scale).to(OUT))
+
+
+def spmm_row(product: Product, timing: GraphReplays, dense: dict[str, Any]) -> dict[str, Any]:
+    """``speed_up``: the dense float16 product's time over ours."""
+    us, lhs = timing.median, product.lhs
+    row: dict[str, Any] = {"v": lhs.vector_length, "n": product.rhs.shape[-1], "us": rounded(us),
+                           "tops": rounded(product.operations / us / 1e6), "kernel": ran(lhs).split(", ")[-1],
+                           "mode": timing.mode}  # fmt: skip
+    return row | compared(us, dense)
+
+
+def sddmm_row(
+    pattern: mc.Pattern, inner: int, widths: Widths, timing: GraphReplays, dense: dict[str, Any]
+) -> dict[str, Any]:
+    us = timing.median
+    row: dict[str, Any] = {"v": pattern.vector_length, "inner": inner, "us": rounded(us),
+                           "tops": rounded(2 * pattern.nnz * inner / us / 1e6),
+                           "kernel": chosen_sddmm(pattern, widths, inner).name, "mode": timing.mode}  # fmt: skip
+    return row | compared(us, dense)
+
+
+def compared(us: float, dense: dict[str, Any]) -> dict[str, Any]:
+    """Times of the dense products, and how many times as fast ours is."""
+    return {f"times {name}": rounded(dense[name] / us) for name in DENSE if name in dense}
+
+
+def run_sddmm(
+    pattern: mc.Pattern, inner: int, pairs: tuple[Widths, ...], dense: DenseTimes
+) -> Iterator[dict[str, Any]]:
+    """Rows of the pairs, the first of which is L8-R8; ``pattern`` on the GPU."""
+    m, n = pattern.shape
+    for widths in pairs:
+        try:
+            call, x, y, exact = checked_sddmm(widths, inner, pattern)
+            if (m, inner, n) not in dense.rows:
+                dense.of((m, inner, n), sddmm_as_product(x, y, exact))
+            timing = replays({"ours": call})["ours"]
+            row = sddmm_row(pattern, inner, widths, timing, dense.rows[m, inner, n])
+        except Exception as error:  # a failure of ours is a result too
+            row = {"v": pattern.vector_length, "inner": inner, "failure": one_line(error)}
+        yield {"pair": str(widths), **row}

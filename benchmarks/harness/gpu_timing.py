@@ -1,0 +1,157 @@
+"""The one timing function for GPU rivals; times are in microseconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+
+Call = Callable[[], object]
+SWEEP_BYTES = 256 * 2**20  # read before a cold launch: several times any L2 cache
+HIDE_CYCLES = 400_000  # of a spinning kernel, while the host enqueues what is measured behind it
+
+
+@dataclass(frozen=True)
+class GraphReplays:
+    """Microseconds a launch of one rival.
+
+    ``rounds``: one figure a round, each the mean over a CUDA graph of ``launches`` launches on the same buffers, so
+    what fits the L2 cache is found there.  ``mode``: "graph", or why there is no graph; then ``rounds`` are of launches
+    straight on the stream.
+    """
+
+    rounds: tuple[float, ...]
+    launches: int
+    mode: str
+
+    @property
+    def median(self) -> float:
+        return median(self.rounds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = quantiles(self.rounds, n=4)
+        return low, high
+
+
+@dataclass(frozen=True)
+class GpuTiming(GraphReplays):
+    """Microseconds of single launches too.
+
+    ``cold``: median behind a sweep that empties the cache, launch latency included.  ``launch``: median between events
+    around a launch on an idle GPU, the host's work included.  ``enqueue``: median of the host's time for the call.
+    """
+
+    cold: float
+    launch: float
+    enqueue: float
+
+
+def ratio(above: GraphReplays, below: GraphReplays) -> float:
+    """Median of the quotients of the two rivals' times, round by round; above 1 where ``above`` is slower."""
+    return median(x / y for x, y in zip(above.rounds, below.rounds, strict=True))
+
+
+def _elapsed(call: Call) -> float:
+    """Microseconds between events around ``call``."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def _several(call: Call, count: int) -> Call:
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run
+
+
+def _captured(call: Call, launches: int) -> tuple[Call, str]:
+    """What runs ``launches`` launches, and the mode."""
+    run = _several(call, launches)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        call()
+        torch.cuda.synchronize()
+        return run, f"stream, no graph: {str(error).splitlines()[0][:160]}"
+    return graph.replay, "graph"
+
+
+def _single(call: Call, sweep: torch.Tensor, samples: int) -> tuple[float, float, float]:
+    """``(cold, launch, enqueue)``."""
+    cold, launch, enqueue = [], [], []
+    for _ in range(samples):
+        sweep.sum()
+        torch.cuda._sleep(HIDE_CYCLES)
+        cold.append(_elapsed(call))
+        torch.cuda.synchronize()
+        launch.append(_elapsed(call))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        enqueue.append((time.perf_counter() - start) * 1e6)
+        torch.cuda.synchronize()
+    return median(cold), median(launch), median(enqueue)
+
+
+def replays(
+    rivals: Mapping[str, Call], *, rounds: int = 7, replay: float = 100.0, warm: float = 0.005
+) -> dict[str, GraphReplays]:
+    """Time every rival in turn, round after round, the order rotated by one each round.
+
+    ``replay``: microseconds that one graph is to take; it holds 1 to 100 launches.  Every rival is called before, which
+    compiles, tunes and fills caches, and ``warm`` seconds of replays bring the clocks up.
+    """
+    graphs: dict[str, Call] = {}
+    launches: dict[str, int] = {}
+    modes: dict[str, str] = {}
+    for name, call in rivals.items():
+        _several(call, 3)()
+        torch.cuda.synchronize()
+        # the host may be slower than the GPU: a short graph tells how many launches the long one is to have
+        probe = 8 if _elapsed(call) < 2000 else 1
+        run, _ = _captured(call, probe)
+        one = min(_elapsed(run) for _ in range(3)) / probe
+        launches[name] = max(1, min(100, round(replay / max(one, 1.0))))
+        graphs[name], modes[name] = _captured(call, launches[name])
+    start = time.perf_counter()
+    while rivals and time.perf_counter() - start < warm:
+        for run in graphs.values():
+            run()
+        torch.cuda.synchronize()
+    seen: dict[str, list[float]] = {name: [] for name in rivals}
+    names = list(rivals)
+    for turn in range(rounds if names else 0):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seen[name].append(_elapsed(graphs[name]) / launches[name])
+    return {name: GraphReplays(tuple(seen[name]), launches[name], modes[name]) for name in rivals}
+
+
+def measure(
+    rivals: Mapping[str, Call], *, rounds: int = 25, replay: float = 400.0, samples: int = 15
+) -> dict[str, GpuTiming]:
+    """As :func:`replays`, with longer graphs and more rounds, and ``samples`` single launches of each rival."""
+    found = replays(rivals, rounds=rounds, replay=replay, warm=0.05)
+    sweep = torch.randn(SWEEP_BYTES // 4, device="cuda")
+    return {
+        name: GpuTiming(one.rounds, one.launches, one.mode, *_single(rivals[name], sweep, samples))
+        for name, one in found.items()
+    }

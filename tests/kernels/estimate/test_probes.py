@@ -1,0 +1,56 @@
+"""The kernels of the check's probes, compiled without a GPU: nothing spilled."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.estimate.probes import KERNELS, PROBES, TILE, ProbeConfig, default_configs, padded
+from cute_kernels.jit import build
+from residual.error import probes as check
+from tests.helpers import disassemble
+
+pytest.importorskip("cuda.core")
+
+
+_PLAIN = tuple(
+    f"{kernel}-float32-g{groups}" for kernel in ("probe", "probe_transposed") for groups in (1, 2)
+)  # less than what finds magnitudes too
+CASES = [
+    *((config, "sm_90a") for config in default_configs() if config.x == "float32" and config.name not in _PLAIN),
+    (ProbeConfig("probe", "float16", "columns"), "sm_90a"),
+    *((ProbeConfig(kernel, "float32", tops), "sm_80") for kernel, tops in KERNELS if tops == "columns"),
+]
+# Beside a shuffle or a sum of a warp, compilers for 8.x keep the slow way for one that has come apart; a grid's stride
+# takes a division, once.
+_SELDOM = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warpsync|shflsync)|redux|sm20_div_u64)\w*|\.L_x_\d+")
+
+
+@pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
+def test_kernels_keep_their_sums_in_registers(config: ProbeConfig, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "MAGICUBE_CACHE" not in os.environ:
+        monkeypatch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
+    binary = build(config.translation_unit(arch))
+    assert binary.usage is None or (binary.usage.stack_bytes, binary.usage.spill_bytes) == (0, 0)
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL)\b", sass), "local memory"
+    called = set(re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass))
+    assert all(_SELDOM.fullmatch(name) for name in called), called
+    # Blocks and warps meet by maxima alone, which have one result in any order.
+    meetings = set(re.findall(r"\b(?:ATOMS|REDG?|ATOMG?)\.\S+", sass))
+    assert all(".MAX" in name for name in meetings), meetings
+    assert bool(meetings) == bool(config.tops)
+    if config.kernel == "sum_comparison":
+        assert "HMMA" not in sass and "DADD" in sass
+        return
+    # Two products of tf32 parts where an entry is one, else three: 2 mmas for each of 4 tiles.
+    assert sass.count("HMMA.1688.F32.TF32") == (24 if config.x == "float32" else 16)
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128" if config.x == "float32" else r"LDGSTS\.E\.64", sass)
+
+
+def test_the_check_keeps_vectors_as_the_kernels_want_them() -> None:
+    assert (check.PROBES, check._ROOM) == (PROBES, TILE)
+    assert [padded(n) for n in (0, 1, 32, 33)] == [0, 32, 32, 64]

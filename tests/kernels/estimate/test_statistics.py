@@ -1,0 +1,199 @@
+"""Statistics of operands for a GPU, looked at without one: machine code, layout of the numbers, and what is launched."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_kernels.estimate import probes, statistics
+from cute_kernels.estimate.statistics import Rule, Side, StatisticsConfig
+from cute_kernels.jit import Binary, build
+from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE
+from tests.helpers import disassemble
+
+pytest.importorskip("cuda.core")
+
+RULE = Rule(8, (8, 24, 64), (1 / 16, 1 / 8, 1 / 4, 1 / 2), 30, 16, 16)
+KERNELS = [StatisticsConfig("sample_lines"), StatisticsConfig("measure_lines"), StatisticsConfig("meet_lines")]
+CASES = [*((config, arch) for config in KERNELS for arch in ("sm_80", "sm_90a"))]
+CASES.append((StatisticsConfig("sample_lines", "bfloat16"), "sm_90a"))
+# The rare halves of divisions, roots and reciprocals, and of shuffles and sums for a warp that has come apart.
+_SELDOM = re.compile(
+    r"\$__internal_\d+_\$__cuda_(?:sm\d\w*_(?:div|rcp|dsqrt|dblrcp|warpsync|shflsync)|redux)\w*|\.L_x_\d+"
+)
+
+
+@pytest.fixture(scope="module")
+def binaries() -> Iterator[dict[tuple[StatisticsConfig, str], Future[Binary]]]:
+    """All of them, compiled side by side into a folder that outlives the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "MAGICUBE_CACHE" not in os.environ:
+            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
+        # spawned, not forked: torch has threads
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in CASES}
+            pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
+def test_kernels_spill_nothing_and_call_nothing_often(
+    config: StatisticsConfig, arch: str, binaries: dict[tuple[StatisticsConfig, str], Future[Binary]]
+) -> None:
+    binary = binaries[config, arch].result()
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL)\b", sass), "local memory"
+    assert binary.usage is None or binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    called = set(re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass))
+    assert all(_SELDOM.fullmatch(name) for name in called), called
+    assert "REDUX" in sass and "ATOMS" not in sass  # no sum hangs on the order in which threads arrive
+    counters = re.findall(r"\b(?:RED|ATOM)G?\.E\S*", sass)
+    assert bool(counters) == (config.kernel == "meet_lines"), counters
+    assert all(".ADD" in counter and "F32" not in counter and "F64" not in counter for counter in counters), counters
+
+
+def test_the_rules_are_those_of_the_operands() -> None:
+    defaults = StatisticsConfig("meet_lines")
+    assert (defaults.far, defaults.hot, defaults.most_hot) == (FAR, HOT, MOST_HOT)
+    assert statistics.LINES == SAMPLE
+
+
+def test_numbers_are_taken_apart_in_the_order_of_the_kernel() -> None:
+    numbers = [float(i) for i in range(statistics._NUMBERS)]
+    found = statistics.tables_of(numbers)
+    assert (found.squares[0], found.squares[48], found.raw[0], found.raw[24]) == (0, 48, 49, 73)
+    assert (found.hot, found.product, found.taken) == (74, 75, [76, 77, 78, 79])
+    assert (found.left[0], found.left[99], found.right[0], found.right[99]) == (80, 179, 180, 279)
+    assert found.density == ([280, 281, 282], [283, 284, 285])
+    assert found.size == (286, 288) and found.far == 287 + 289
+
+
+@pytest.mark.parametrize("inner", [1, 63, 64, 65, 4096, 2**15])
+def test_a_workspace_holds_facts_forms_energies_and_lines(inner: int) -> None:
+    pitch = statistics.pitch_of(inner)
+    assert pitch >= inner and pitch % statistics.CHUNK == 0 and pitch - inner < statistics.CHUNK
+    floats = 2 * statistics.FACTS + statistics.LINES * statistics.FORMS + pitch + statistics.LINES * pitch
+    size = statistics.workspace_size(inner)
+    assert 8 * size == 4 * floats + pitch
+    side = statistics.Sampled(torch.zeros(size, dtype=torch.float64), inner)
+    start, hot = side.places()
+    assert hot - start == 4 * floats and side.hot.data_ptr() == hot and side.hot.shape == (inner,)
+    assert statistics.fits(1, inner) and not statistics.fits(1, 2**15 + 1) and not statistics.fits(0, inner)
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of torch's operators that would launch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith("empty") and name != "detach":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Recorded:
+    """A kernel that only notes its launches."""
+
+    launches: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]]
+
+    multiprocessors = 132
+
+    def __init__(self, config: Any) -> None:
+        self.name = config.kernel
+
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], pdl: bool = False) -> None:
+        self.launches.append((self.name, grid, args))
+
+
+class Passed:
+    """An event that nothing waits for."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int], tuple[Any, ...]]]:
+    make = torch.empty
+    Recorded.launches = []
+
+    def pageable(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return make(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", pageable)
+    monkeypatch.setattr(torch.cuda, "Event", Passed)
+    monkeypatch.setattr(probes, "readable", lambda x: x.stride(1) == 1)
+    monkeypatch.setattr(probes, "num_sms", lambda device: 132)
+    for module in (statistics, probes):
+        monkeypatch.setattr(module, "get_kernel", Recorded)
+        monkeypatch.setattr(module, "device_of", lambda x: nullcontext())
+    return Recorded.launches
+
+
+def test_statistics_are_two_passes_with_probes_three_launches_and_a_copy(
+    recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]],
+) -> None:
+    A, B = torch.rand(100, 300), torch.rand(300, 200)
+    with Dispatched() as torchs:
+        inner, columns = probes.probe_with_tops(B, torch.zeros(16, 224), "columns")
+        product, rows = probes.probe_with_tops(A, inner, "rows")
+        found = statistics.look(Side(A, rows), Side(B.mT, columns), product, RULE, seed=2**64 - 1)
+        again = statistics.look(Side(A.half(), rows.clone()), found.sides[1], product, RULE, seed=-5)
+    names = [name for name, _, _ in recorded]
+    assert names[:5] == ["probe", "probe", "sample_lines", "measure_lines", "meet_lines"]
+    assert names[5:] == names[2:5]
+    assert [grid for _, grid, _ in recorded[2:]] == [(5, 2, 1), (16, 2, 1), (5, 1, 1), (5, 1, 1), (16, 1, 1), (5, 1, 1)]
+    wanted = {"zeros": 2, "copy_": 2, "clone": 1, "_to_copy": 1}  # the last two are this test's own
+    assert {name: torchs.names.count(name) for name in set(torchs.names)} == wanted
+    assert again.sides[1] is found.sides[1] and found.crossed.shape == (300,)
+    sample = recorded[2][2]
+    assert sample[1:3] == (300, 1) and sample[8:10] == (1, 200)  # steps from line to line and along k, of A and of B
+    assert sample[4] == 100 and sample[11] == 200 and sample[5] != sample[12]
+    assert all(-(2**63) <= value < 2**63 for _, _, args in recorded for value in args)
+    assert recorded[4][2][15:19] == (19, 38, 75, 150)  # of 300 columns of k
+
+
+def test_a_pass_over_a_short_transposed_operand_is_shared_among_blocks(
+    recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]],
+) -> None:
+    x = torch.rand(4096, 300).mT
+    y, tops = probes.probe_with_tops(x, torch.zeros(16, 4096), "columns")
+    assert y.shape == (16, 320) and tops.shape == (4096,)
+    ((name, grid, arguments),) = recorded
+    assert (name, grid) == ("probe_transposed", (10, 8, 1))  # 32 columns of X^T a block, 512 rows at least
+    assert arguments[:5] == (x.data_ptr(), 300, 300, 4096, 1)
+
+
+def test_different_dtypes_are_drawn_by_a_kernel_each(
+    recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]],
+) -> None:
+    A, B = torch.rand(20, 64), torch.rand(64, 30).half()
+    statistics.look(Side(A, A.amax(1)), Side(B.mT, B.float().amax(0)), torch.zeros(16, 32), RULE, seed=0)
+    assert [name for name, _, _ in recorded] == ["sample_lines", "sample_lines", "measure_lines", "meet_lines"]
+    assert recorded[0][2][0] == A.data_ptr() and recorded[1][2][0] == B.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups"), [(100, 1), (2048, 1), (4096, 1), (8192, 2), (8448, 2), (8449, 1), (50_000, 2)]
+)
+def test_two_groups_share_a_block_where_blocks_fill_the_gpu_as_well(
+    rows: int, groups: int, recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]]
+) -> None:
+    probes.probe(torch.zeros(rows, 4), torch.zeros(16, 32))
+    assert recorded[0][1] == (-(-rows // (32 * groups)), 1, 1)

@@ -1,0 +1,128 @@
+"""The float product of few rows without a GPU: its configs, the choice, and its kernels' machine code."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cute_kernels.jit import build
+from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.cuda import choose_config
+from cute_kernels.scaled_gemm.small_m import ROWS, OrderConfig, SmallMConfig, candidates, choose_small_m, supports
+from tests.gpu.conftest import _configs
+from tests.helpers import disassemble
+
+pytest.importorskip("cuda.core")
+
+E4M3, E2M1 = Kind("e4m3"), Kind("e2m1")
+MX8, MX4, NV = Kind("e4m3", 32, "ue8m0"), Kind("e2m1", 32, "ue8m0"), Kind("e2m1", 16, "e4m3")
+
+
+def test_configs_fit_the_chip() -> None:
+    for a, b in ((E4M3, E4M3), (E4M3, E2M1), (MX8, MX4), (MX8, MX8), (NV, NV), (MX4, E4M3)):
+        for rows in ROWS:
+            configs = candidates(rows, a, b)
+            assert len({config.name for config in configs}) == len(configs)
+            for config in configs:
+                assert config.stages > config.depth and config.smem_bytes <= 227 * 1024
+                assert config.stages * config.stage_bytes >= 4 * config.depth * rows * (config.tile_n + 4), (
+                    "room for sums"
+                )
+                assert config.resident * (config.smem_bytes + 1024) <= 228 * 1024
+                assert config.tile_n <= 256 and config.rows % config.split == 0
+                assert config.lift == (64.0 if b == E2M1 else 1.0)
+                assert config.halves == bool(a.block or b.block)
+
+
+def test_what_is_served() -> None:
+    for m, a, b in (
+        (64, E4M3, E2M1), (32, E2M1, E4M3), (1, Kind("e3m2"), E2M1), (64, MX8, MX4), (64, NV, MX8), (8, E4M3, NV),
+    ):  # fmt: skip
+        assert supports(m, a, b, "sm_90a") and not supports(m, a, b, "sm_80")
+        assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), SmallMConfig)
+    mx6, tiled = Kind("e2m3", 32, "ue8m0"), Kind("e4m3", tiles=True)
+    for m, a, b in (
+        (65, E4M3, E2M1), (33, E4M3, Kind("e5m2")), (8, E4M3, Kind("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
+    ):  # fmt: skip
+        assert not supports(m, a, b, "sm_90a")
+        assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_kernels_of_a_skipped_test_are_not_compiled_before_the_others(skipped: bool) -> None:
+    # They are no kernels of some GPUs, whose whole suite would end there.
+    marks = [SimpleNamespace(name="skipif", args=(skipped,)), SimpleNamespace(name="configs", args=([1, 2],))]
+    item = SimpleNamespace(iter_markers=lambda name: (mark for mark in marks if mark.name == name))
+    assert list(_configs(cast(Any, item))) == ([] if skipped else [1, 2])
+
+
+def test_the_choice_keeps_the_chip_busy() -> None:
+    for m in (1, 8, 9, 33, 64):
+        for n, k in ((1, 1), (4096, 4096), (14336, 4096), (28672, 8192), (100, 100_000)):
+            config = choose_small_m(m, n, k, E4M3, E2M1)
+            assert config.rows >= m and config in candidates(config.rows, E4M3, E2M1)
+            assert config.split == 1 or k >= 1024 * config.split
+    assert (
+        choose_small_m(16, 28672, 8192, E4M3, E2M1).groups == 2
+        and choose_small_m(64, 28672, 8192, E4M3, E2M1).groups == 4
+    )
+    assert choose_small_m(64, 14336, 4096, E4M3, E2M1).groups == 2
+    assert choose_small_m(16, 28672, 8192, MX8, MX4).groups == 4 and choose_small_m(1, 14336, 4096, NV, NV).groups == 2
+    small = choose_small_m(1, 4096, 4096, E4M3, E2M1)
+    assert (small.tile_n, small.depth, small.split) == (64, 2, 2)
+    assert [choose_small_m(64, 4096, k, E4M3, E2M1).split for k in (4096, 14336)] == [1, 2]
+    assert [choose_small_m(1, n, 8192, E4M3, E2M1).split for n in (1024, 4096, 6144, 8192)] == [4, 2, 1, 1]
+    assert choose_small_m(1, 512, 512, E4M3, E2M1).split == 1, "too few k to share"
+    assert choose_small_m(8, 8, 8, E4M3, E2M1, out="float16", source="float32").source == "float32"
+
+
+CASES = [
+    *(replace(each, out="float16") for rows in ROWS for each in candidates(rows, E4M3, E2M1)[:-2]),
+    replace(candidates(32, Kind("e5m2"), E4M3)[-1], out="float16"),
+    replace(candidates(64, E2M1, E2M1)[1], out="float32"),
+    replace(candidates(16, MX8, MX4)[0], out="float16"),
+    *(replace(each, out="float16") for each in candidates(64, NV, NV)[:2]),
+    replace(candidates(8, MX8, MX8)[1], out="float16"),
+    replace(candidates(16, Kind("e3m2", 32, "ue8m0"), E2M1)[-1], out="float16"),
+]
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled into a folder that outlives the run."""
+    if "MAGICUBE_CACHE" not in os.environ:
+        monkeypatch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
+
+
+@pytest.mark.parametrize("config", CASES, ids=lambda config: config.name)
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: SmallMConfig) -> None:
+    binary = build(config.translation_unit("sm_90a"))
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    assert config.resident * binary.usage.registers * config.threads <= 65536
+    name, step = ("HGMMA", 16) if config.halves else ("QGMMA", 32)
+    products = re.findall(name + r"\.\S+ R\d+, R\d+, gdesc", sass)
+    assert len(products) == config.tile_k // step, "weights from registers, each step of a part once"
+    if not config.halves:
+        assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.slabs, "a slab starts from zero"
+    loop = sass[sass.index(name) : sass.rindex(name)]
+    overlap = config.groups <= 2 and (config.resident == 1 or not config.halves)
+    waits = config.slabs - (config.slabs // 2 if overlap and config.halves else 1) - int(overlap)
+    assert loop.count("WARPGROUP.DEPBAR") == waits, "the assembler made them wait"
+    assert "MEMBAR" not in loop and "LDS.128" in sass and "UTMALDG.2D" in sass
+    assert ("UCGABAR_ARV" in sass) == (config.split > 1) and ("USETMAXREG" in sass) == (config.groups > 2)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", [E4M3, Kind("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
+def test_the_order_is_made_in_registers(kind: Kind, bits: int) -> None:
+    binary = build(OrderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
+    assert binary.usage is not None and binary.usage.spill_bytes == 0
+    assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))

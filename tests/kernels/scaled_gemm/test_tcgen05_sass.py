@@ -1,0 +1,137 @@
+"""Machine code of the float product for sm_100a and sm_103a, compiled without such a chip, and CuTe's own descriptors."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.floats import FORMATS
+from cute_kernels.jit import Binary, Unit, build
+from cute_kernels.scaled_gemm.sm100 import Tcgen05Config, candidates
+from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS, MmaKind, matrix_descriptor
+from tests.helpers import disassemble
+
+pytest.importorskip("cuda.core")
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from harness.tma_box_probe import BoxProbeConfig
+
+CASES = [
+    *((candidates(kind, "float16")[0], "sm_100a") for kind in MMA_KINDS),
+    (candidates("f8f6f4", "float32", "bfloat16")[-1], "sm_103a"),
+    (candidates("nvf4", "bfloat16")[-1], "sm_103a"),
+]
+# Four factors a row and instruction have another name on either chip.
+MMAS = {"f8f6f4": {"UTCQMMA"}, "mxf8f6f4": {"UTCQMMA"}, "mxf4": {"UTCOMMA"}}
+FOUR = {"sm_100a": {"UTCOMMA.4X"}, "sm_103a": {"UTCOMMA.BLOCK16"}}
+# The assembler guards tensor memory: misuse of it is a call of a trap.
+_GUARD = re.compile(r"\$__internal_\d+_\$__cuda_sm10x_tcgen05_guardrail_trap_\w+")
+_CUTE = {
+    **{name: f"float_{name}_t" for name in ("e4m3", "e5m2")},
+    **{name: f"detail::float_{name}_unpacksmem_t" for name in ("e3m2", "e2m3", "e2m1")},
+}
+
+
+def cute_descriptor(kind: MmaKind, a: str, b: str, n: int) -> str:
+    """CuTe's expression for an instruction's descriptor."""
+    types = ("float_e2m1_t", "float_e2m1_t") if kind.packed else (_CUTE[a], _CUTE[b])
+    shape = f"128, {n}, UMMA::Major::K, UMMA::Major::K"
+    if not kind.block:
+        return f"UMMA::make_instr_desc<{types[0]}, {types[1]}, float, {shape}>()"
+    scale = "float_ue8m0_t" if kind.scale == "ue8m0" else "float_ue4m3_t"
+    return f"UMMA::make_instr_desc_block_scaled<{types[0]}, {types[1]}, float, {scale}, {shape}>()"
+
+
+def comparison() -> Unit:
+    """A kernel that writes unless CuTe's descriptors are the host's, and unless two are the host's with a bit turned
+    over.  The compiler knows: its machine code has the stores that will be done."""
+    pairs = [
+        (kind.instruction(a, b, 128, n), f"uint32_t({cute_descriptor(kind, a, b, n)})")
+        for kind in MMA_KINDS.values()
+        for a in FORMATS
+        for b in FORMATS
+        for n in (64, 128, 256)
+        if not kind.packed or (a, b) == ("e2m1", "e2m1")
+    ]
+    lines = [f"  if ({theirs} != {ours}u) *out = 1;" for ours, theirs in pairs]
+    text = f"""
+#include <cute/tensor.hpp>
+#include <cute/atom/copy_traits_sm100.hpp>
+#include "scaled_gemm/tcgen05.cuh"
+namespace magicube {{
+using Load = Copy_Traits<SM100::TMEM::LOAD::SM100_TMEM_LOAD_16dp256b8x>;
+// Bits: lane (t, g) has 64 of row g at column 2 t, the same of row g + 8, and that for eight times 256.
+static_assert(is_same_v<Load::DstLayout, Layout<Shape<Shape<_4, _8>, Shape<_64, _2, _8>>,
+                                                Stride<Stride<_64, _2048>, Stride<_1, _16384, _256>>>>);
+__global__ void compare(volatile uint64_t* out) {{
+  extern __shared__ __align__(1024) uint8_t shared[];
+{chr(10).join(lines)}
+  if ({pairs[0][1]} != {pairs[0][0] ^ 1 << 26}u) *out = 2;
+  const auto layout = tile_to_shape(UMMA::Layout_K_SW128_Atom<float_e4m3_t>{{}}, Shape<_128, _128>{{}});
+  const auto tensor = make_tensor(make_smem_ptr(reinterpret_cast<float_e4m3_t*>(shared)), layout);
+  const uint64_t theirs = UMMA::make_umma_desc<UMMA::Major::K>(tensor);
+  const uint64_t start = uint64_t(shared_address(shared)) >> 4 & 0x3FFF;
+  if (theirs != ({matrix_descriptor(0)}ull | start)) *out = 1;
+  if (theirs != tensor_memory::describe(shared_address(shared))) *out = 1;
+  if (theirs != ({matrix_descriptor(0) ^ 1 << 40}ull | start)) *out = 3;
+}}
+}}  // namespace magicube
+"""
+    return Unit(text, "magicube::compare", "sm_100a")
+
+
+@pytest.fixture(scope="module")
+def binaries() -> Iterator[dict[object, Future[Binary]]]:
+    """All of them, compiled side by side into a folder that outlives the run."""
+    units: dict[object, Unit] = {(config, arch): config.translation_unit(arch) for config, arch in CASES}
+    units |= {"probe": BoxProbeConfig(128 * 128).translation_unit("sm_100a"), "comparison": comparison()}
+    with pytest.MonkeyPatch.context() as patch:
+        if "MAGICUBE_CACHE" not in os.environ:
+            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
+        # spawned, not forked: torch has threads
+        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield {name: pool.submit(build, unit) for name, unit in units.items()}
+            pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(
+    config: Tcgen05Config, arch: str, binaries: dict[object, Future[Binary]]
+) -> None:
+    binary = binaries[config, arch].result()
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL)\b", sass), "local memory"
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    assert binary.usage.registers * config.threads <= 65536
+    called = set(re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass))
+    assert all(_GUARD.fullmatch(name) for name in called), called
+    meant = MMAS.get(config.kind, FOUR[arch])
+    assert set(re.findall(r"\b(?:UTC|[A-Z])[QOIH]?MMA\S*", sass)) == meant
+    assert "UTMALDG.2D" in sass and "LDTM.16dp256bit.x8" in sass and "UTCBAR" in sass and "UTCATOMSWS" in sass
+    assert ("UTCCP.T.S.4x32dp128bit" in sass) == (config.mma.block > 0)
+    # Where the ring's barriers start, and where the address of tensor memory lies, as the host has them.
+    assert f"+{config.stages * config.part_bytes:#x}]" in sass and f"+{config.smem_bytes - 16:#x}]" in sass
+    # Operands' descriptors: 128-byte swizzle, 1024 bytes from eight rows to the next.
+    assert f"{matrix_descriptor(0) >> 32:#x}" in sass
+    loop = re.findall(r"UTC(?:[QO]MMA|CP|BAR)", sass)
+    period = [*["UTCCP"] * 2 * config.mma.words, *[min(meant)[:7]] * 4, "UTCBAR"]
+    assert loop[: len(period)] == period, "factors, four products of a part, and the stage is given back"
+    ends = [index for index, name in enumerate(loop) if name == "UTCBAR"]
+    assert len(ends) >= 2 and ends[-1] == len(loop) - 1 == ends[-2] + 1, "a tile's sums are announced behind the parts"
+
+
+def test_the_probe_copies_a_box(binaries: dict[object, Future[Binary]]) -> None:
+    sass = disassemble(binaries["probe"].result().code)
+    assert "UTMALDG.2D" in sass and "SYNCS.PHASECHK.TRANS64" in sass and "CALL" not in sass
+
+
+def test_descriptors_are_those_of_cute(binaries: dict[object, Future[Binary]]) -> None:
+    sass = disassemble(binaries["comparison"].result().code)
+    assert len(re.findall(r"\bSTG\.E\.64", sass)) == 2, "those of the turned bits, and no other"

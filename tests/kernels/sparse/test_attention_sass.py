@@ -1,0 +1,101 @@
+"""Machine code of sparse attention, compiled without a GPU: the instructions that were meant, nothing spilled or called."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
+from cute_kernels.attention.quantize_qkv import OperandsConfig
+from cute_kernels.jit import Binary, build
+from tests.helpers import disassemble
+
+pytest.importorskip("cuda.core")
+
+EVERYTHING = {"key_scale": True, "bias": True, "lse": True}
+CASES: list[tuple[AttentionConfig, str]] = [
+    (PanelAttention(64), "sm_90a"),
+    (PanelAttention(64, key_scale=True), "sm_90a"),
+    (PanelAttention(64, key_scale=True, bias=True, out="float32"), "sm_90a"),
+    (PanelAttention(64, rows=2, lse=True), "sm_90a"),
+    (PanelAttention(64, rows=2, **EVERYTHING), "sm_90a"),
+    (PanelAttention(64), "sm_100a"),
+    (GatherAttention(64), "sm_90a"),
+    (GatherAttention(128, out="bfloat16", **EVERYTHING), "sm_90a"),
+    (GatherAttention(64, **EVERYTHING), "sm_80"),
+    (GatherAttention(32), "sm_80"),
+    (GatherAttention(64, key_scale=True), "sm_90a"),
+]
+OPERANDS = [
+    (OperandsConfig(x, 64, bits, cluster=cluster), arch)
+    for x, bits, cluster, arch in (
+        ("float16", 8, 8, "sm_90a"),
+        ("bfloat16", 4, 8, "sm_100a"),
+        ("float16", 8, 1, "sm_80"),
+    )
+]
+
+# Compilers for 8.x keep, beside an operation of a whole warp, the slow way for a warp that has come apart, and call it; it
+# is never taken here.
+_APART = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warp|shfl|vote)|redux)sync\w*|\.L_x_\d+")
+
+
+@pytest.fixture(scope="module")
+def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[AttentionConfig, str], Future[Binary]]]:
+    """What the selected tests need, compiled side by side into a folder that outlives the run."""
+    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = dict.fromkeys((p["config"], p["arch"]) for p in selected if (p.get("config"), p.get("arch")) in CASES)
+    with pytest.MonkeyPatch.context() as patch:
+        if "MAGICUBE_CACHE" not in os.environ:
+            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
+        # spawned, not forked: torch has threads
+        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in wanted}
+            pool.shutdown(cancel_futures=True)
+
+
+def lean(binary: Binary) -> str:
+    """SASS of ``binary``, after checking that it calls nothing and keeps nothing in local memory."""
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL)\b", sass)
+    called = re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass)
+    strange = {name for name in called if not _APART.fullmatch(name) or binary.arch != "sm_80"}
+    assert not strange, strange
+    return sass
+
+
+@pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(
+    config: AttentionConfig, arch: str, binaries: dict[tuple[AttentionConfig, str], Future[Binary]]
+) -> None:
+    binary = binaries[config, arch].result()
+    assert binary.usage is not None
+    sass = lean(binary)
+    assert set(re.findall(r"IMMA\.\w+\.\w+\.\w+", sass)) == {"IMMA.16832.S8.S8", "IMMA.16832.S8.U8"}
+    panel = isinstance(config, PanelAttention)
+    for wanted in ("LDSM.16.M88.4", "LDSM.16.MT88.4", "MOVM.16.MT88", "MUFU.EX2", "F2FP"):
+        assert wanted in sass, wanted
+    assert ("UTMALDG.2D" in sass) == panel and ("SYNCS" in sass) == panel
+    assert ("UBLKCP" in sass) == (panel and config.keyed)
+    assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) != panel
+    assert bool(re.search(r"LDGSTS\.E(?!\.BYPASS)", sass)) == (config.keyed and not panel)
+    # Sums become floats by their first bits; divisions of numbers of blocks convert, and logarithms.
+    assert len(re.findall(r"\bI2FP?\.(?!U32\.RP)", sass)) <= 8
+    warps = -(-config.threads // 128)  # of a quarter of the multiprocessor
+    assert binary.usage.registers * 32 * warps <= 16384
+
+
+@pytest.mark.parametrize(("config", "arch"), OPERANDS, ids=[f"{arch}-{config.name}" for config, arch in OPERANDS])
+def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(config: OperandsConfig, arch: str) -> None:
+    sass = lean(build(config.translation_unit(arch)))
+    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass) and "LDS.128" in sass and "STG.E.64" in sass
+    assert ("PREEXIT" in sass) == ("ACQBULK" in sass) == (arch != "sm_80")
+    assert "MEMBAR.ALL.GPU" in sass and "STG.E.STRONG.GPU" in sass
+    assert ("UCGABAR_ARV" in sass) == ("UCGABAR_WAIT" in sass) == (config.cluster > 1)

@@ -1,0 +1,90 @@
+"""The constants of the cost models: fitted to measured times, kept on disk, and never the worse for what lies there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pycute")
+
+from cute_kernels.machine import GatherModel, Machine, PanelModel, Problem
+from cute_kernels.spmm.heuristics import candidates
+from magicube_cutlass import tuning
+from magicube_cutlass.dispatch import measured
+from magicube_cutlass.dispatch.plan import size_bucket
+from magicube_cutlass.tuning import KIND, Case, fit, judge
+
+H200 = Machine("sm_90a", 132)
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "choose_h200.json"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path))
+
+
+def timed(held_out: bool) -> list[Case]:
+    """Cases that were timed on an H200."""
+    found = []
+    for case in json.loads(RESULTS.read_text())["cases"]:
+        if case["held_out"] == held_out and case["widths"] == [8, 8]:
+            width = size_bucket(case["n"])
+            sizes = Problem(-(-case["m"] // 8), case["k"], case["vectors"], case["longest"], width)
+            times = {c: case["us"][c.name] * 1e3 for c in candidates(KIND, H200, sizes) if c.name in case["us"]}
+            found.append(Case(sizes, times))
+    return found
+
+
+def test_constants_that_were_wrong_are_mended_by_measured_times() -> None:
+    panel, gather = PanelModel(), GatherModel()
+    wrong = replace(H200, panel=replace(panel, chunk=0.3 * panel.chunk, byte=5 * panel.byte, block=0.1 * panel.block),
+                    gather=replace(gather, group=4 * gather.group, crowd=0.2 * gather.crowd))  # fmt: skip
+    fitted_to, held_out = timed(False)[:25], timed(True)
+    before, after = judge(held_out, wrong), judge(held_out, fit(fitted_to, wrong))
+    assert before.cases == after.cases == len(held_out) >= 50
+    assert before.near < 0.6 * before.cases
+    assert after.near >= 0.85 * after.cases and after.worst < 1.5
+    assert f"{after.near} of {after.cases} picks" in str(after)
+
+
+def test_what_is_kept_for_a_gpu_comes_back_and_can_be_forgotten() -> None:
+    other = replace(H200, panel=replace(PanelModel(), chunk=9.0), gather=replace(GatherModel(), team=7.5))
+    assert tuning.load("Some GPU", H200) == H200
+    tuning.save("Some GPU", other)
+    assert tuning.load("Some GPU", H200) == other
+    assert tuning.load("Another GPU", H200) == H200
+    assert measured.path_of("models", "Some GPU").stat().st_mode & 0o777 == 0o600
+    assert tuning.forget("Some GPU") and not tuning.forget("Some GPU")
+    assert tuning.load("Some GPU", H200) == H200
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"panel": [1.0], "gather": [1.0]}', '{"panel": 3}'])
+def test_a_damaged_file_changes_nothing(damage: str) -> None:
+    tuning.save("Some GPU", H200)
+    measured.path_of("models", "Some GPU").write_text(damage)
+    assert tuning.load("Some GPU", H200) == H200
+
+
+def test_impossible_constants_change_nothing() -> None:
+    tuning.save("Some GPU", H200)
+    path = measured.path_of("models", "Some GPU")
+    for value in (-1.0, 0.0, float("inf"), "1"):
+        kept = json.loads(path.read_text())
+        kept["gather"][0] = value
+        path.write_text(json.dumps(kept))
+        assert tuning.load("Some GPU", H200) == H200
+
+
+def test_a_link_in_the_files_place_is_not_followed(tmp_path: Path) -> None:
+    tuning.save("Some GPU", replace(H200, gather=replace(GatherModel(), team=7.5)))
+    path = measured.path_of("models", "Some GPU")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert tuning.load("Some GPU", H200) == H200
+
+
+def test_shapes_differ_and_stay_small() -> None:
+    one, two = tuning.shapes(40, 1), tuning.shapes(40, 2)
+    assert len(set(one)) == 40 and one == tuning.shapes(40, 1) and one != two
+    assert all(m * k * n <= 2**36 for m, k, n, _ in one)
