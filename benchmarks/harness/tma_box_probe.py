@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cute_kernels.jit.codegen import constants
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
@@ -35,7 +34,7 @@ class BoxProbeConfig:
 
     def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
-        members = constants({"kFill": FILL, "kTries": self.tries})
+        members = f"static constexpr int kFill = {FILL}, kTries = {self.tries};"
         kernel = Path(__file__).with_suffix(".cuh").read_text().replace("#pragma once\n", "")
         source = f"{kernel}namespace magicube {{\nstruct Config {{\n{members}}};\n}}\n"
         return Unit(source, "magicube::probe_box<magicube::Config>", arch)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import atoms
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import spread_slots
 
@@ -57,7 +56,7 @@ def vectors_of(patterns: Sequence[tuple[Tensor, Tensor]], causal: bool) -> Vecto
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(KernelConfig):
     """A kernel that attends ``groups * 32`` keys a step, for rows of ``head`` entries, and writes ``out``.
 
     ``key_scale``: keys may have a scale each; ``bias``: something is added to the logits of each key; ``lse``: the logs
@@ -114,14 +113,19 @@ class AttentionConfig:
             "kStages": self.stages,
         }
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        declared = atoms.declaration(atoms.atom(ATOM))
-        source = (
-            f'{declared}#include "{self.STEM.replace("_", "/")}.cuh"\nnamespace magicube {{\nstruct Config {{\n'
-            f"{constants(self._constants())}  using Out = {OUT_TYPES[self.out]};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.STEM}<magicube::Config>", arch, self.name)
+    @property
+    def kernel_header(self) -> str:
+        return self.STEM.replace("_", "/") + ".cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.STEM
+
+    def _preamble(self) -> str:
+        return atoms.declaration(atoms.atom(ATOM))
+
+    def _types(self) -> dict[str, str]:
+        return {"Out": OUT_TYPES[self.out]}
 
     def slots(self, vectors: Vectors, keys: int) -> Tensor:
         """Where each vector goes in its row, int64 (vectors,): slots of steps, one after the other."""

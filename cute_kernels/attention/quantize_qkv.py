@@ -12,8 +12,7 @@ from torch import Tensor
 from cute_kernels.attention.config import HEADS
 from cute_kernels.attention.heuristics import PANEL_ARCHES
 from cute_kernels.dtypes import REAL_DTYPES
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import current_arch, device_of
 from cute_kernels.jit.kernel import get_kernel
 
@@ -21,7 +20,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class OperandsConfig:
+class OperandsConfig(KernelConfig):
     """What the kernel is compiled for: rows of ``head`` entries of dtype ``x``, integers of ``bits``.
 
     ``cluster`` blocks share a matrix; a thread keeps ``steps`` pairs of vectors of 16 bytes in shared memory, and loads
@@ -46,25 +45,23 @@ class OperandsConfig:
             f"attention_operands-{self.x}-d{self.head}-s{self.bits}-c{self.cluster}s{self.steps}w{self.threads // 32}"
         )
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kHead": self.head,
-                "kBits": self.bits,
-                "kStored": 8,
-                "kSigned": True,
-                "kTruncate": False,
-                "kSteps": self.steps,
-                "kThreads": self.threads,
-                "kCluster": self.cluster,
-            }
-        )
-        source = (
-            '#include "attention/quantize_qkv.cuh"\nnamespace magicube {\nstruct Config {\n'
-            f"{members}  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, "magicube::attention_operands<magicube::Config>", arch, self.name)
+    kernel_header = "attention/quantize_qkv.cuh"
+    kernel_entry = "attention_operands"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kHead": self.head,
+            "kBits": self.bits,
+            "kStored": 8,
+            "kSigned": True,
+            "kTruncate": False,
+            "kSteps": self.steps,
+            "kThreads": self.threads,
+            "kCluster": self.cluster,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
 
 
 class Operands(NamedTuple):

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import digit_count, storage_dtype
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.layout.fragments import pack_index
@@ -25,7 +24,7 @@ _FRAGMENT_STRIDE = 32
 
 
 @dataclass(frozen=True)
-class SoftmaxConfig:
+class SoftmaxConfig(KernelConfig):
     """What the sparse softmax is compiled for: ``x`` names the input's dtype, ``bits`` are those of the results.
 
     ``atom``: where it is named, the results are written in the fragment order of an SpMM by this instruction,
@@ -95,9 +94,11 @@ class SoftmaxConfig:
         tags = [tag for tag, on in (("causal", self.causal), ("bias", self.bias), (self.atom, self.atom)) if on]
         return "-".join(["softmax", self.x, f"v{self.vector_length}", f"k{self.stride}", f"u{self.bits}", *tags])
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members: dict[str, object] = {
+    kernel_header = "attention/sparse_softmax.cuh"
+    kernel_entry = "softmax"
+
+    def _constants(self) -> dict[str, object]:
+        return {
             "kVector": self.vector_length,
             "kStride": self.stride,
             "kBits": self.bits,
@@ -108,11 +109,9 @@ class SoftmaxConfig:
             "kFuseDigits": bool(self.atom) and self.sparse.stacked,
             "kWarps": self.warps,
         }
-        source = (
-            '#include "attention/sparse_softmax.cuh"\nnamespace magicube {\nstruct Config {\n'
-            f"{constants(members)}  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, "magicube::softmax<magicube::Config>", arch, self.name)
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
 
     def places(self) -> np.ndarray[Any, np.dtype[np.int16]]:
         """int16 (planes * rows * 32,): for each value of a group's copy in fragment order, its place among the planes.

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import int_range, storage_dtype
-from cute_kernels.jit.codegen import constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
@@ -27,7 +26,7 @@ _NARROW = 2048  # columns up to which one warp has a vector row
 
 
 @dataclass(frozen=True)
-class CompressConfig:
+class CompressConfig(KernelConfig):
     """What a kernel is compiled for: ``kernel`` is its name in the source, ``value`` the C++ type of an entry.
 
     ``warps`` share a vector row.  For ``mark``: ``real``, whether the entries are the bits of floats, and ``checked``,
@@ -62,25 +61,26 @@ class CompressConfig:
     def grid(self, vector_rows: int) -> tuple[int, int, int]:
         return (-(-vector_rows * self.warps * 32 // self.threads), 1, 1)
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kThreads": self.threads,
-                "kWarps": self.warps,
-                "kRows": 4,
-                "kFloat": self.real,
-                "kChecked": self.checked,
-                "kMasked": self.masked,
-                "kBits": self.bits,
-                "kNibbles": self.nibbles,
-            }
-        )
-        source = (
-            '#include "convert/dense_to_sparse.cuh"\nnamespace magicube {\nstruct Config {\n'
-            f"{members}  using Value = {self.value};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
+    kernel_header = "convert/dense_to_sparse.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kThreads": self.threads,
+            "kWarps": self.warps,
+            "kRows": 4,
+            "kFloat": self.real,
+            "kChecked": self.checked,
+            "kMasked": self.masked,
+            "kBits": self.bits,
+            "kNibbles": self.nibbles,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Value": self.value}
 
 
 def default_configs() -> list[CompressConfig]:

@@ -18,8 +18,7 @@ from cute_kernels.convert.pack import pack
 from cute_kernels.cpu import engine
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit import workspace
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import current_arch, device_of
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
@@ -38,7 +37,7 @@ class Digits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DigitsConfig:
+class DigitsConfig(KernelConfig):
     """What a digit kernel is compiled for: ``kernel`` is its name, ``x`` the input's dtype.
 
     A thread of ``digits_rows`` keeps ``steps`` loads of 16 bytes.  ``cluster`` blocks of ``digits_columns`` share a
@@ -72,24 +71,25 @@ class DigitsConfig:
         strip = f"{self.columns}x{self.rows}t{self.threads}"
         return f"{self.kernel}-{self.x}-p{self.planes}s{self.steps}c{self.cluster}r{self.resident}-{strip}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kPlanes": self.planes,
-                "kSteps": self.steps,
-                "kThreads": self.threads,
-                "kCluster": self.cluster,
-                "kResident": self.resident,
-                "kColumns": self.columns,
-                "kRows": self.rows,
-            }
-        )
-        source = (
-            f'#include "convert/digits.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}'
-            f"  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)
+    kernel_header = "convert/digits.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kPlanes": self.planes,
+            "kSteps": self.steps,
+            "kThreads": self.threads,
+            "kCluster": self.cluster,
+            "kResident": self.resident,
+            "kColumns": self.columns,
+            "kRows": self.rows,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
 
 
 def columns_config(x: str, planes: int, arch: str, rows: int) -> DigitsConfig:

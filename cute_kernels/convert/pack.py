@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import workspace
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import aligned
 
@@ -16,22 +16,22 @@ _GRID_Y = 65535
 
 
 @dataclass(frozen=True)
-class PackConfig:
+class PackConfig(KernelConfig):
     """A kernel that copies a plane into rows of k: ``pack_transposed`` or ``pack_strided``."""
 
     kernel: str
     threads: int = 128
-    smem_bytes: int = 0
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
         return f"gemm-{self.kernel}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        source = '#include "convert/pack.cuh"\nnamespace magicube {\nstruct Config {};\n}  // namespace magicube\n'
-        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch)
+    kernel_header = "convert/pack.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel
 
 
 def pack(plane: Tensor) -> Tensor:

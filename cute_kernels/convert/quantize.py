@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.integers import storage_dtype
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
@@ -25,7 +24,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class QuantizeConfig:
+class QuantizeConfig(KernelConfig):
     """What a quantization kernel is compiled for: ``kernel`` is its name in the source, ``x`` the name of the input's
     dtype, ``bits``, ``signed`` and ``truncate`` the integers and their rounding.  A thread has ``steps`` loads of 16
     bytes in flight."""
@@ -71,25 +70,27 @@ class QuantizeConfig:
         lanes = self.lanes(columns)
         return -(-rows // (self.threads // lanes)) * -(-columns // (lanes * self.vector * self.steps))
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kBits": self.bits,
-                "kStored": self.stored,
-                "kSigned": self.signed,
-                "kTruncate": self.truncate,
-                "kSteps": self.steps,
-                "kThreads": self.threads,
-            }
-        )
-        lines = self.kernel.rsplit("_", 1)[1]
-        header = "convert/quantize.cuh" if lines == "slices" else f"convert/quantize_{lines}.cuh"
-        source = (
-            f'#include "{header}"\nnamespace magicube {{\nstruct Config {{\n'
-            f"{members}  using Source = {_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
+    @property
+    def kernel_header(self) -> str:
+        slices = self.kernel.rsplit("_", 1)[1]
+        return "convert/quantize.cuh" if slices == "slices" else f"convert/quantize_{slices}.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kBits": self.bits,
+            "kStored": self.stored,
+            "kSigned": self.signed,
+            "kTruncate": self.truncate,
+            "kSteps": self.steps,
+            "kThreads": self.threads,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": _TYPES[self.x]}
 
 
 @lru_cache

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit import workspace
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
@@ -39,7 +38,7 @@ _replays = LaunchCache(256)
 
 
 @dataclass(frozen=True)
-class ProbeConfig:
+class ProbeConfig(KernelConfig):
     """What a kernel is compiled for: ``kernel`` and ``tops`` are of :data:`KERNELS`, ``x`` is the matrix's dtype.
 
     The kernel ``sum_comparison``, which reads sums in float64, has ``x`` float32 and no ``tops``.
@@ -73,25 +72,27 @@ class ProbeConfig:
         marks = "".join(f"-{mark}" for mark in (self.tops, "halves" if self.halves else "") if mark)
         return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        transposed = self.kernel == "probe_transposed"
-        members: dict[str, object] = {
+    @property
+    def kernel_header(self) -> str:
+        compares = self.kernel in ("compare_rows", "sum_comparison")
+        return "estimate/probe_compare.cuh" if compares else "estimate/probes.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel.removesuffix("_transposed")
+
+    def _constants(self) -> dict[str, object]:
+        return {
             "kAbsmax": TOPS.index(self.tops),
-            "kTransposed": transposed,
+            "kTransposed": self.kernel == "probe_transposed",
             "kGroups": self.groups,
             "kStages": self.stages,
             "kPartsBytes": PARTS,
             "kHalves": self.halves,
         }
-        header = "probe_compare" if self.kernel in ("compare_rows", "sum_comparison") else "probes"
-        source = (
-            f'#include "estimate/{header}.cuh"\nnamespace magicube {{\nstruct Config {{\n'
-            f"{constants(members)}"
-            f"  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
-        )
-        kernel = self.kernel.removesuffix("_transposed")
-        return Unit(source, f"magicube::{kernel}<magicube::Config>", arch, self.name)
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
 
 
 class Comparison(NamedTuple):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from cute_kernels.estimate import probes
 from cute_kernels.jit import workspace
-from cute_kernels.jit.codegen import constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
@@ -24,7 +23,7 @@ CUT = 1 + 2.0**-7
 
 
 @dataclass(frozen=True)
-class RestConfig:
+class RestConfig(KernelConfig):
     """What a kernel is compiled for: ``probe_rest``, over B with a scale a column, or ``judge_rest``, over A with a
     scale a row, both of float32.
 
@@ -49,20 +48,23 @@ class RestConfig:
         """Short and unique among the configs."""
         return f"{self.kernel}-g{self.groups}{'t' if self.transposed else ''}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members: dict[str, object] = {
+    kernel_header = "estimate/remainder_probes.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel
+
+    def _constants(self) -> dict[str, object]:
+        return {
             "kLeft": self.kernel == "judge_rest",
             "kTransposed": self.transposed,
             "kGroups": self.groups,
             "kStages": self.stages,
             "kPartsBytes": 2 * probes.PARTS,
         }
-        source = (
-            '#include "estimate/remainder_probes.cuh"\nnamespace magicube {\nstruct Config {\n'
-            f"{constants(members)}  using Source = float;\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": "float"}
 
 
 def probe_rest(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
@@ -27,7 +26,7 @@ _OTHER_SEED = 0x5851F42D4C957F2D  # what the draws of B are apart from those of 
 
 
 @dataclass(frozen=True)
-class StatisticsConfig:
+class StatisticsConfig(KernelConfig):
     """What a kernel is compiled for: ``kernel`` is its name, ``x`` the operand's dtype.
 
     Magnitudes within ``2**-far`` and ``2**far`` are near one; a column of k with more than ``hot`` times the median
@@ -53,26 +52,28 @@ class StatisticsConfig:
         """Short and unique among the configs."""
         return f"{self.kernel}-{self.x}-f{self.far}h{self.hot}m{self.most_hot}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kThreads": self.threads,
-                "kLines": LINES,
-                "kChunk": CHUNK,
-                "kForms": FORMS,
-                "kFacts": FACTS,
-                "kFar": self.far,
-                "kHot": self.hot,
-                "kMostHot": self.most_hot,
-            }
-        )
-        header = "estimate/statistics_pair.cuh" if self.kernel == "meet_lines" else "estimate/statistics.cuh"
-        source = (
-            f'#include "{header}"\nnamespace magicube {{\nstruct Config {{\n{members}'
-            f"  using Source = {OUT_TYPES[self.x]};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.kernel}<magicube::Config>", arch, self.name)
+    @property
+    def kernel_header(self) -> str:
+        return "estimate/statistics_pair.cuh" if self.kernel == "meet_lines" else "estimate/statistics.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kThreads": self.threads,
+            "kLines": LINES,
+            "kChunk": CHUNK,
+            "kForms": FORMS,
+            "kFacts": FACTS,
+            "kFar": self.far,
+            "kHot": self.hot,
+            "kMostHot": self.most_hot,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
 
 
 @lru_cache

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 
 MAX_PRODUCTS = (2**31 - 1) // (128 * 128)  # products of two bytes, -128 among them, that int32 sums without overflow
 MAX_PLANES = 3
@@ -56,7 +55,7 @@ def products_of(planes_a: int, planes_b: int, terms: int | None) -> Products:
 
 
 @dataclass(frozen=True)
-class GemmConfig:
+class GemmConfig(KernelConfig):
     """What a kernel of the dense product is compiled for; M, N and K stay run-time values.
 
     ``kernel``: ``"wgmma"``, warp groups of sm_90a, or ``"mma"``, warps of any chip from 8.0 on.  ``out`` names the
@@ -111,29 +110,31 @@ class GemmConfig:
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kPlanesA": self.products.planes_a,
-                "kPlanesB": self.products.planes_b,
-                "kLevels": self.products.levels,
-                "kFloatSums": False,
-                "kTileM": self.tile_m,
-                "kTileN": self.tile_n,
-                "kTileK": self.tile_k,
-                "kStages": self.stages,
-                "kGroups": self.groups,
-                "kPingPong": self.ping_pong,
-                "kCluster": self.cluster,
-                "kResident": self.resident,
-                "kBand": self.band,
-                "kSquares": self.squares,
-            }
-        )
-        source = "NoSource" if self.source == "none" else OUT_TYPES[self.source]
-        text = (
-            f'#include "gemm/{self.kernel}.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}'
-            f"  using Out = {OUT_TYPES[self.out]};\n  using Source = {source};\n}};\n}}  // namespace magicube\n"
-        )
-        return Unit(text, f"magicube::gemm_{self.kernel}<magicube::Config>", arch)
+    @property
+    def kernel_header(self) -> str:
+        return f"gemm/{self.kernel}.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return f"gemm_{self.kernel}"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kPlanesA": self.products.planes_a,
+            "kPlanesB": self.products.planes_b,
+            "kLevels": self.products.levels,
+            "kFloatSums": False,
+            "kTileM": self.tile_m,
+            "kTileN": self.tile_n,
+            "kTileK": self.tile_k,
+            "kStages": self.stages,
+            "kGroups": self.groups,
+            "kPingPong": self.ping_pong,
+            "kCluster": self.cluster,
+            "kResident": self.resident,
+            "kBand": self.band,
+            "kSquares": self.squares,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Out": OUT_TYPES[self.out], "Source": source_type(self.source)}

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine
-from cute_kernels.jit.codegen import constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
@@ -22,7 +21,7 @@ PHASE = 8  # rows that ldmatrix reads at once; their numbers mod 8 decide about 
 
 
 @dataclass(frozen=True)
-class SpreadConfig:
+class SpreadConfig(KernelConfig):
     """What the kernel of :func:`spread_slots` is compiled for."""
 
     threads: int = 128
@@ -36,14 +35,13 @@ class SpreadConfig:
         """Short and unique among the configs."""
         return f"spread_slots-{self.threads}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants({"kThreads": self.threads})
-        source = (
-            f'#include "layout/column_order.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}}};\n'
-            "}  // namespace magicube\n"
-        )
-        return Unit(source, "magicube::spread_slots<magicube::Config>", arch, self.name)
+    kernel_header = "layout/column_order.cuh"
+    kernel_entry = "spread_slots"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kThreads": self.threads,
+        }
 
 
 def sequential_slots(

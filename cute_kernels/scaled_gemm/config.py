@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.floats import FORMATS
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 
 TILE = 128  # rows and k of a tile that has one factor
 _WIDTHS = {128: 1.0, 192: 0.96, 256: 0.97}  # time of a column of a tile of so many
@@ -40,7 +39,7 @@ def exponent_bias_factor(*kinds: Kind) -> float:
 
 
 @dataclass(frozen=True)
-class FloatGemmConfig:
+class FloatGemmConfig(KernelConfig):
     """``kernel``: ``"wgmma"``, warp groups of sm_90a, or ``"mma"``, warps of any chip from 8.0 on; ``a``, ``b``: the
     operands.  ``out`` names the output's dtype, ``source`` that of c, or is ``"none"``.
 
@@ -115,45 +114,46 @@ class FloatGemmConfig:
         how = f"g{self.groups}d{self.decoders}{'a' if self.promote else ''}k{self.split}r{self.resident}b{self.band}"
         return f"gemm-floats-{self.kernel}-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}-{how}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kFloatSums": True,
-                "kPlanesA": 1,
-                "kPlanesB": 1,
-                "kLevels": 1,
-                "kBlockA": self.a.block,
-                "kBlockB": self.b.block,
-                "kHalves": self.halves,
-                "kTileM": self.tile_m,
-                "kTileN": self.tile_n,
-                "kTileK": self.tile_k,
-                "kStages": self.stages,
-                "kPackedStages": self.packed_stages,
-                "kGroups": self.groups,
-                "kDecoders": self.decoders,
-                "kPromote": self.promote,
-                "kTiled": self.a.tiles or self.b.tiles,
-                "kSplit": self.split,
-                "kResident": self.resident,
-                "kBand": self.band,
-            }
-        )
-        types = {
+    @property
+    def kernel_header(self) -> str:
+        return f"scaled_gemm/{self.kernel}.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return f"gemm_floats_{self.kernel}"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kFloatSums": True,
+            "kPlanesA": 1,
+            "kPlanesB": 1,
+            "kLevels": 1,
+            "kBlockA": self.a.block,
+            "kBlockB": self.b.block,
+            "kHalves": self.halves,
+            "kTileM": self.tile_m,
+            "kTileN": self.tile_n,
+            "kTileK": self.tile_k,
+            "kStages": self.stages,
+            "kPackedStages": self.packed_stages,
+            "kGroups": self.groups,
+            "kDecoders": self.decoders,
+            "kPromote": self.promote,
+            "kTiled": self.a.tiles or self.b.tiles,
+            "kSplit": self.split,
+            "kResident": self.resident,
+            "kBand": self.band,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {
             "Out": OUT_TYPES[self.out],
-            "Source": "NoSource" if self.source == "none" else OUT_TYPES[self.source],
+            "Source": source_type(self.source),
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
             "ScaleA": self.a.scale.upper() or "void",
             "ScaleB": self.b.scale.upper() or "void",
         }
-        using = "".join(f"  using {name} = {value};\n" for name, value in types.items())
-        text = (
-            f'#include "scaled_gemm/{self.kernel}.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}{using}}};\n'
-            "}  // namespace magicube\n"
-        )
-        return Unit(text, f"magicube::gemm_floats_{self.kernel}<magicube::Config>", arch)
 
 
 def _roomy(config: FloatGemmConfig) -> FloatGemmConfig:

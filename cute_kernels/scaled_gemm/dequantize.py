@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels.jit import workspace
-from cute_kernels.jit.codegen import constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import Rows, aligned
 from cute_kernels.scaled_gemm.config import Kind
@@ -25,28 +24,30 @@ _HALVES = 4e-15  # that decoding to bfloat16 adds
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(KernelConfig):
     """The kernel that writes codes of ``kind`` as bytes of e4m3 or e5m2; ``halves``: as bfloat16, times its blocks'
     factors."""
 
     kind: Kind
     halves: bool
     threads: int = 128
-    smem_bytes: int = 0
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
         return f"gemm-floats-decode-{self.kind.name}-{16 if self.halves else 8}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        types = f"  using Format = {self.kind.dtype.upper()};\n  using Scale = {self.kind.scale.upper() or 'void'};\n"
-        source = (
-            '#include "scaled_gemm/dequantize.cuh"\nnamespace magicube {\nstruct Config {\n'
-            f"{constants({'kBlock': self.kind.block, 'kHalves': self.halves})}{types}}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, "magicube::decode_floats<magicube::Config>", arch)
+    kernel_header = "scaled_gemm/dequantize.cuh"
+    kernel_entry = "decode_floats"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kBlock": self.kind.block,
+            "kHalves": self.halves,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Format": self.kind.dtype.upper(), "Scale": self.kind.scale.upper() or "void"}
 
 
 def ready(kind: Kind, halves: bool) -> Kind:

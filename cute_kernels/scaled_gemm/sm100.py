@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.floats import float_format
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 from cute_kernels.scaled_gemm.config import Kind
 from cute_kernels.scaled_gemm.tcgen05 import COLUMNS, MMA_KINDS, ROW_BYTES, MmaKind
 
@@ -21,7 +20,7 @@ _TURNS = 2  # tiles with sums in tensor memory
 
 
 @dataclass(frozen=True)
-class Tcgen05Config:
+class Tcgen05Config(KernelConfig):
     """``out`` names the output's dtype, ``source`` that of c, or is ``"none"``; ``kind``: of :data:`MMA_KINDS`.  The
     formats are not part of it: one binary multiplies all pairs of them.
 
@@ -85,26 +84,22 @@ class Tcgen05Config:
         shape = f"{TILE_M}x{self.tile_n}s{self.stages}b{self.band}"
         return f"gemm-floats-tcgen05-{self.kind}-{self.out}-{self.source}-{shape}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kFloatSums": True,
-                "kLevels": 1,
-                "kBlock": self.mma.block,
-                "kPacked": self.mma.packed,
-                "kTileN": self.tile_n,
-                "kStages": self.stages,
-                "kBand": self.band,
-            }
-        )
-        source = "NoSource" if self.source == "none" else OUT_TYPES[self.source]
-        using = f"  using Out = {OUT_TYPES[self.out]};\n  using Source = {source};\n"
-        text = (
-            f'#include "scaled_gemm/sm100.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}{using}}};\n'
-            "}  // namespace magicube\n"
-        )
-        return Unit(text, "magicube::gemm_floats_sm100<magicube::Config>", arch)
+    kernel_header = "scaled_gemm/sm100.cuh"
+    kernel_entry = "gemm_floats_sm100"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kFloatSums": True,
+            "kLevels": 1,
+            "kBlock": self.mma.block,
+            "kPacked": self.mma.packed,
+            "kTileN": self.tile_n,
+            "kStages": self.stages,
+            "kBand": self.band,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Out": OUT_TYPES[self.out], "Source": source_type(self.source)}
 
 
 def candidates(kind: str, out: str = "float32", source: str = "none") -> list[Tcgen05Config]:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from cute_kernels.jit import workspace
-from cute_kernels.jit.codegen import OUT_TYPES, constants
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.scaled_gemm.config import Kind, exponent_bias_factor
@@ -27,7 +26,7 @@ _SHARED = 233472  # bytes of a multiprocessor's shared memory, of which each blo
 
 
 @dataclass(frozen=True)
-class OrderConfig:
+class OrderConfig(KernelConfig):
     """The kernel that writes X, codes of ``kind``, in the order in which weights of ``bits`` a code are multiplied: as
     bytes, or ``halves``, as bfloat16 times the factors of its blocks."""
 
@@ -35,26 +34,28 @@ class OrderConfig:
     bits: int
     halves: bool = False
     threads: int = 128
-    smem_bytes: int = 0
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
         return f"gemm-floats-order-{self.kind.name}-{self.bits}{'h' if self.halves else ''}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants({"kBits": self.bits, "kHalves": self.halves, "kBlock": self.kind.block})
-        types = f"  using Format = {self.kind.dtype.upper()};\n  using Scale = {self.kind.scale.upper() or 'void'};\n"
-        source = (
-            f'#include "scaled_gemm/small_m.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}{types}}};\n'
-            "}  // namespace magicube\n"
-        )
-        return Unit(source, "magicube::order_few_rows<magicube::Config>", arch)
+    kernel_header = "scaled_gemm/small_m.cuh"
+    kernel_entry = "order_few_rows"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kBits": self.bits,
+            "kHalves": self.halves,
+            "kBlock": self.kind.block,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Format": self.kind.dtype.upper(), "Scale": self.kind.scale.upper() or "void"}
 
 
 @dataclass(frozen=True)
-class SmallMConfig:
+class SmallMConfig(KernelConfig):
     """``a``, ``b``: the operands, X and the weights; ``out``, ``source``: as in ``FloatGemmConfig``.
 
     ``rows``: of X at most; ``groups`` warp groups have 64 rows of weights each, ``depth`` of them the same rows, whose
@@ -122,36 +123,32 @@ class SmallMConfig:
         shape = f"r{self.rows}s{self.stages}g{self.groups}d{self.depth}k{self.split}x{self.resident}w{self.slabs}"
         return f"gemm-floats-few-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}"
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        members = constants(
-            {
-                "kFloatSums": True,
-                "kLevels": 1,
-                "kRows": self.rows,
-                "kGroups": self.groups,
-                "kDepth": self.depth,
-                "kSlabs": self.slabs,
-                "kStages": self.stages,
-                "kSplit": self.split,
-                "kResident": self.resident,
-                "kHalves": self.halves,
-                "kBlock": self.b.block,
-            }
-        )
-        types = {
+    kernel_header = "scaled_gemm/small_m.cuh"
+    kernel_entry = "gemm_floats_few"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kFloatSums": True,
+            "kLevels": 1,
+            "kRows": self.rows,
+            "kGroups": self.groups,
+            "kDepth": self.depth,
+            "kSlabs": self.slabs,
+            "kStages": self.stages,
+            "kSplit": self.split,
+            "kResident": self.resident,
+            "kHalves": self.halves,
+            "kBlock": self.b.block,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {
             "Out": OUT_TYPES[self.out],
-            "Source": "NoSource" if self.source == "none" else OUT_TYPES[self.source],
+            "Source": source_type(self.source),
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
             "Scale": self.b.scale.upper() or "void",
         }
-        using = "".join(f"  using {name} = {value};\n" for name, value in types.items())
-        text = (
-            f'#include "scaled_gemm/small_m.cuh"\nnamespace magicube {{\nstruct Config {{\n{members}{using}}};\n'
-            "}  // namespace magicube\n"
-        )
-        return Unit(text, "magicube::gemm_floats_few<magicube::Config>", arch)
 
 
 def supports(m: int, a: Kind, b: Kind, arch: str) -> bool:

@@ -11,14 +11,11 @@ from torch import Tensor
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
 from cute_kernels.dtypes import Number, digits
-from cute_kernels.jit.codegen import OUT_TYPES, constants, types
-from cute_kernels.jit.compiler import Unit
-
-HEADER = {"sddmm": "sddmm/gather", "sddmm_panel": "sddmm/panel"}
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(KernelConfig):
     """What the SDDMM kernels are compiled for; M, N and K stay run-time values.
 
     ``x`` and ``y`` are the operands, ``out`` the name of a torch dtype, ``stride`` the one of the SR-BCRS output.
@@ -80,18 +77,22 @@ class SampleConfig:
         """
         raise NotImplementedError
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        names = {
+    @property
+    def kernel_header(self) -> str:
+        return "sddmm/panel.cuh" if self.STEM == "sddmm_panel" else "sddmm/gather.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.STEM
+
+    def _preamble(self) -> str:
+        return atoms.declaration(self.entry)
+
+    def _types(self) -> dict[str, str]:
+        return {
             "FormatX": atoms.format_type(self.x),
             "FormatY": atoms.format_type(self.y),
             "OperandX": atoms.operand_type(atoms.operand_of(self.entry, self.x)),
             "OperandY": atoms.operand_type(atoms.operand_of(self.entry, self.y)),
             "Out": OUT_TYPES[self.out],
         }
-        source = (
-            f'{atoms.declaration(self.entry)}#include "{HEADER[self.STEM]}.cuh"\n'
-            f"namespace magicube {{\nstruct Config {{\n"
-            f"{constants(self._constants())}{types(names)}}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.STEM}<magicube::Config>", arch, self.name)

@@ -14,14 +14,13 @@ from cute_kernels.atoms import Atom
 from cute_kernels.dtypes import Integer, Number, digits, element_bits
 from cute_kernels.floats import FORMATS, decode, encode
 from cute_kernels.integers import split_digits, widen
-from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES, constants, types
-from cute_kernels.jit.compiler import Unit
+from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES, KernelConfig
 from cute_kernels.layout.fragments import pack_index, stride
 from cute_kernels.operands import OutputArg, ScaleArg, Vectors
 
 
 @dataclass(frozen=True)
-class SpmmConfig:
+class SpmmConfig(KernelConfig):
     """What the SpMM kernels are compiled for; M, N and K stay run-time values.
 
     ``atom`` names an entry of the atom table; ``a`` is the sparse operand, ``b`` the dense one, ``out`` the name of a
@@ -102,21 +101,25 @@ class SpmmConfig:
             "kSwizzle": self.swizzle,
         }
 
-    def translation_unit(self, arch: str) -> Unit:
-        """The translation unit of this config for ``arch``."""
-        names = {
+    @property
+    def kernel_header(self) -> str:
+        return self.STEM.replace("_", "/") + ".cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.STEM
+
+    def _preamble(self) -> str:
+        return atoms.declaration(self.entry)
+
+    def _types(self) -> dict[str, str]:
+        return {
             "FormatA": atoms.format_type(self.stored),
             "FormatB": atoms.format_type(self.b),
             "OperandA": atoms.operand_type(atoms.operand_of(self.entry, self.a)),
             "OperandB": atoms.operand_type(atoms.operand_of(self.entry, self.b)),
             "Out": OUT_TYPES[self.out],
         }
-        source = (
-            f'{atoms.declaration(self.entry)}#include "{self.STEM.replace("_", "/")}.cuh"\n'
-            f"namespace magicube {{\nstruct Config {{\n"
-            f"{constants(self._constants())}{types(names)}}};\n}}  // namespace magicube\n"
-        )
-        return Unit(source, f"magicube::{self.STEM}<magicube::Config>", arch, self.name)
 
     @property
     def name(self) -> str:
