@@ -78,3 +78,56 @@ def check_pair(left: Number, right: Number) -> None:
         raise TypeError(f"operands must be both integers or both floats, got {left.name} and {right.name}")
     if {left.name, right.name} == {"float16", "bfloat16"}:
         raise TypeError("operands must not be float16 and bfloat16, which no instruction takes together: convert one")
+
+
+INTEGER_OUT = (torch.int32, torch.int64)
+FLOAT_OUT = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _max_magnitude(integer: Integer) -> int:
+    """Largest absolute value of such integers."""
+    return 1 << (integer.bits - 1) if integer.signed else (1 << integer.bits) - 1
+
+
+def result_dtype(out_dtype: torch.dtype | None, scaled: bool, inner: int, lhs: Number, rhs: Number) -> torch.dtype:
+    """Return the output dtype of a product that sums `inner` products of elements `lhs` and `rhs`.
+
+    The bound on integer sums is ``inner * max|lhs| * max|rhs|`` over all values of these types, so it never depends on
+    the data. Float output of integers is made from int64 totals.
+
+    Parameters
+    ----------
+    out_dtype : torch.dtype or None
+        The caller's choice. None: int32 for unscaled integers, else float32.
+    scaled : bool
+        Whether an operand has a scale.
+    inner : int
+        Products per sum (K).
+    lhs, rhs : Integer or FloatFormat
+        Element types of the operands.
+
+    Raises
+    ------
+    TypeError
+        If the types do not multiply or `out_dtype` is not an output type for them.
+    ValueError
+        If a sum may overflow `out_dtype`.
+    """
+    check_pair(lhs, rhs)
+    whole = isinstance(lhs, Integer) and isinstance(rhs, Integer)
+    dtype = out_dtype or (torch.int32 if whole and not scaled else torch.float32)
+    if dtype not in INTEGER_OUT + FLOAT_OUT:
+        raise TypeError(f"out_dtype must be one of {INTEGER_OUT + FLOAT_OUT}, got {dtype}")
+    if not isinstance(lhs, Integer) or not isinstance(rhs, Integer):
+        if dtype in INTEGER_OUT:
+            raise TypeError(f"out_dtype must be one of {FLOAT_OUT} for a product of floats, got {dtype}")
+        return dtype
+    bound = inner * _max_magnitude(lhs) * _max_magnitude(rhs)
+    total = dtype if dtype in INTEGER_OUT else torch.int64
+    if bound > torch.iinfo(total).max:
+        wider = "torch.int64, torch.float32" if total == torch.int32 else "torch.float32"
+        raise ValueError(
+            f"out_dtype {total} holds magnitudes up to {torch.iinfo(total).max}, but a sum of {inner} products of "
+            f"{lhs.bits}-bit by {rhs.bits}-bit integers can reach {bound}; choose {wider} or a scaled 16-bit float"
+        )
+    return dtype

@@ -9,7 +9,9 @@ from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.smtx import read_smtx, write_smtx
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.nn import convert
-from magicube_cutlass.ops.products import explain, sddmm, spmm
+from magicube_cutlass.ops.explain import explain
+from magicube_cutlass.ops.sddmm import sddmm
+from magicube_cutlass.ops.spmm import spmm
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 from magicube_cutlass.quantization.quantize import quantize
 

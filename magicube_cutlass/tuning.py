@@ -149,7 +149,7 @@ def wanted(count: int, machine: Machine) -> dict[SpmmKernel, None]:
 def measure(count: int, seed: int, machine: Machine) -> Iterator[Case]:
     """``count`` cases of random shapes, timed on the current GPU."""
     from magicube_cutlass.formats.srbcrs import SRBCRS
-    from magicube_cutlass.ops.products import spmm
+    from magicube_cutlass.ops.spmm import spmm
     from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
     for shape in shapes(count, seed):

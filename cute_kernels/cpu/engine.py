@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cute_kernels.integers import digit_count, digit_signs
+from cute_kernels.integers import digit_count
 
 OUT_TYPES = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 _SERIAL_WORK = 1 << 21  # multiply-adds below which starting a thread costs more than it saves
@@ -53,14 +53,14 @@ def _loaded() -> ModuleType:
     return module
 
 
-def paths() -> list[str]:
+def isas() -> list[str]:
     """Names of the engine paths that this machine can run, fastest first; empty without the extension."""
     return list(_loaded().paths()) if available() else []
 
 
-def path() -> str:
+def isa() -> str:
     """The engine path in use.  Raises ``ValueError`` when ``MAGICUBE_CPU`` names one that cannot run here."""
-    usable, forced = paths(), os.environ.get("MAGICUBE_CPU")
+    usable, forced = isas(), os.environ.get("MAGICUBE_CPU")
     if forced is None:
         return usable[0] if usable else "reference"
     if forced not in usable:
@@ -69,7 +69,7 @@ def path() -> str:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SparseOperand:
     """The sparse operand as the engine reads it.
 
     ``planes``: (digits, blocks, V, stride) bytes; ``row_sums``: (digits, R, V) int64, the sums of each row's digits.
@@ -87,7 +87,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseOperand:
     """A dense integer operand ``(*batch, outer, inner)`` or its transpose, in storage form.
 
     ``inner_dim`` (-1 or -2) is the dimension that is summed over; ``packed_dim`` the one along which 4-bit integers
@@ -101,22 +101,19 @@ class Dense:
     packed_dim: int
 
 
-def row_sums(planes: Tensor, row_start: Tensor, bits: int, signed: bool) -> Tensor:
+def row_sums(planes: Tensor, row_start: Tensor, signed: bool) -> Tensor:
     """Sums of each row's digits: ``planes`` (digits, blocks, V, stride) uint8 -> (digits, R, V) int64."""
     digits, blocks, v, stride = planes.shape
-    sums = torch.stack(
-        [
-            (planes[d].view(torch.int8) if is_signed else planes[d]).sum(-1, dtype=torch.int64)
-            for d, is_signed in enumerate(digit_signs(bits, signed))
-        ]
-    )  # (digits, blocks, V)
+    sums = planes.sum(-1, dtype=torch.int64)  # (digits, blocks, V)
+    if signed:  # the top digit alone has a sign
+        sums[-1] = planes[-1].view(torch.int8).sum(-1, dtype=torch.int64)
     first = row_start // stride  # (R,)
     owner = torch.searchsorted(first, torch.arange(blocks, device=planes.device), right=True) - 1  # (blocks,)
     out = torch.zeros(digits, row_start.numel(), v, dtype=torch.int64, device=planes.device)
     return out.index_add_(1, owner, sums)
 
 
-def run_dim(dense: Dense) -> int:
+def run_dim(dense: DenseOperand) -> int:
     """The dimension (-1 or -2) along which the operand is contiguous.  Raises ``ValueError`` when there is none."""
     stride = dense.data.stride()
     if dense.bits == 4:
@@ -139,7 +136,7 @@ def batch_stride(data: Tensor) -> int:
     return steps[-1][1] if steps else 0
 
 
-def _form(dense: Dense) -> tuple[int, int, bool, int, bool]:
+def _form(dense: DenseOperand) -> tuple[int, int, bool, int, bool]:
     """What the engine is told of an operand besides its address."""
     run, size = run_dim(dense), dense.data.element_size()
     across = -3 - run  # the other one of -1 and -2
@@ -147,7 +144,7 @@ def _form(dense: Dense) -> tuple[int, int, bool, int, bool]:
     return (*steps, run == dense.inner_dim, dense.bits, dense.signed)
 
 
-def _operand(dense: Dense) -> object:
+def _operand(dense: DenseOperand) -> object:
     return _loaded().Operand(dense.data.data_ptr(), *_form(dense))
 
 
@@ -167,7 +164,7 @@ class SpmmCall:
     The other tensors of a call must have the shapes, strides and dtypes of those given here.
     """
 
-    def __init__(self, a: Blocks, b: Dense, out: Tensor) -> None:
+    def __init__(self, a: SparseOperand, b: DenseOperand, out: Tensor) -> None:
         _, blocks, v, stride = a.planes.shape
         self._kept = a  # its tensors are pointed to
         self._sparse = _loaded().Sparse(
@@ -187,16 +184,18 @@ class SpmmCall:
         )
         n, batch = out.shape[-1], out.shape[:-2].numel()
         self._b, self._out = _form(b), (OUT_TYPES[out.dtype], n, batch)
-        self._work = blocks * v * stride * n * batch * digit_count(a.bits) * digit_count(b.bits)
+        self._work = blocks * v * stride * n * batch * a.planes.shape[0] * -(-b.bits // 8)  # products of digits
 
     def __call__(self, b: Tensor, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
         """As :func:`spmm`."""
         engine = _loaded()
         operand, scales = engine.Operand(b.data_ptr(), *self._b), _scales(left, right, bias)
-        engine.spmm(path(), self._sparse, operand, scales, out.data_ptr(), *self._out, _threads(self._work))
+        engine.spmm(isa(), self._sparse, operand, scales, out.data_ptr(), *self._out, _threads(self._work))
 
 
-def spmm(a: Blocks, b: Dense, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
+def spmm(
+    a: SparseOperand, b: DenseOperand, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+) -> None:
     """``out = (A B) * left * right + bias``; ``out`` (*batch, M, N) contiguous, of a dtype in :data:`OUT_TYPES`.
 
     ``left``: (M,) float32, ``right``: (N,) or (batch, N) float32, ``bias``: (M,) float32, each contiguous or None.
@@ -205,8 +204,8 @@ def spmm(a: Blocks, b: Dense, out: Tensor, left: Tensor | None, right: Tensor | 
 
 
 def sddmm(
-    x: Dense,
-    y: Dense,
+    x: DenseOperand,
+    y: DenseOperand,
     row_start: Tensor,
     row_end: Tensor,
     col_indices: Tensor,
@@ -223,7 +222,7 @@ def sddmm(
     m, n, k = shape
     threads = _threads(blocks * v * stride * k * batch * digit_count(x.bits) * digit_count(y.bits))
     _loaded().sddmm(
-        path=path(),
+        path=isa(),
         x=_operand(x),
         y=_operand(y),
         row_start=row_start.data_ptr(),
@@ -258,7 +257,7 @@ def quantize(
     rows, columns = x.shape
     return int(
         _loaded().quantize(
-            path=path(),
+            path=isa(),
             x=x.data_ptr(),
             out=out.data_ptr(),
             scale=scale.data_ptr(),
@@ -313,7 +312,7 @@ def digits(
     size = () if axis is None else (x.shape[1 - axis],)
     scale = torch.empty(size, dtype=torch.float64 if exact else torch.float32)
     flags = _loaded().digits(
-        path=path(),
+        path=isa(),
         x=x.data_ptr(),
         planes=out.data_ptr(),
         scale=scale.data_ptr(),
@@ -368,7 +367,7 @@ def compress(ints: Tensor, mask: Tensor, vector_length: int, stride: int) -> tup
     def run(lengths: Tensor | None, starts: Tensor | None, columns: Tensor | None, values: Tensor | None) -> None:
         addresses = [0 if t is None else t.data_ptr() for t in (lengths, starts, columns, values)]
         _loaded().compress(
-            path(), mask.data_ptr(), ints.data_ptr(), m, k, mask.stride(0), ints.stride(0) * ints.element_size(),
+            isa(), mask.data_ptr(), ints.data_ptr(), m, k, mask.stride(0), ints.stride(0) * ints.element_size(),
             ints.element_size(), vector_length, stride, *addresses, _threads(4 * m * k),
         )  # fmt: skip
 

@@ -13,10 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu.engine import Dense
+from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.integers import fetch
 from cute_kernels.operands import Probabilities
-from magicube_cutlass.attention.block_diagonal import Stack, block_diagonal, stack, stacked_matrix, whole_rows
+from magicube_cutlass.attention.block_diagonal import (
+    BlockDiagonal,
+    block_diagonal_matrix,
+    concat_on_diagonal,
+    repeat_on_diagonal,
+    whole_rows,
+)
 from magicube_cutlass.attention.sparse_softmax import (
     Logits,
     block_rows,
@@ -29,7 +35,8 @@ from magicube_cutlass.attention.sparse_softmax import (
 )
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.ops.products import sddmm, spmm
+from magicube_cutlass.ops.sddmm import sddmm
+from magicube_cutlass.ops.spmm import spmm
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 from magicube_cutlass.quantization.quantize import quantize
 
@@ -81,7 +88,7 @@ def heads_of(masks: Sequence[Pattern]) -> Heads:
     key = ("heads", *map(id, masks[1:]))
     if key not in first._cache:
         rows = first.vector_rows * first.vector_length
-        heads = Heads(block_diagonal(masks), len(masks), rows, first.shape[1])
+        heads = Heads(concat_on_diagonal(masks), len(masks), rows, first.shape[1])
         first._cache[key] = (masks[1:], heads)  # holds the masks, so that no other one takes their ids
     found: Heads = first._cache[key][1]
     return found
@@ -166,28 +173,28 @@ def forward(
     operands = _operands(q, k, v, heads, options.qkv_bits, options.scale)
     s = _scores(operands.q, operands.k, heads, torch.float16)
     at = _logits_at(heads, options, bias)
-    found = stack(heads.pattern, STRIDE, s.shape[0])
+    found = repeat_on_diagonal(heads.pattern, STRIDE, s.shape[0])
     d = _width(v.shape[2], options.qkv_bits)
-    weigh = _weigh_on_gpu if s.is_cuda and s.numel() else softmax_and_spmm
+    weigh = softmax_and_spmm_gpu if s.is_cuda and s.numel() else softmax_and_spmm
     out, p = weigh(s, at, found, operands, heads, options, d, lse)
     out = out.view(-1, heads.queries, d)[..., : v.shape[2]]
     return out, None if p.lse is None else p.lse.view(-1, heads.queries)
 
 
 def softmax_and_spmm(
-    s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
+    s: Tensor, at: Logits, found: BlockDiagonal, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
 ) -> tuple[Tensor, Probabilities]:
     """The softmax of ``s``, and its product with V, (rows, d)."""
     p = quantized_softmax(s, at, options.softmax_bits, nan_for_empty=options.nan_for_empty, lse=lse)
     factors = p.scale.view(len(operands.v_scale), heads.queries) * operands.v_scale[:, None]
-    matrix = stacked_matrix(found, STRIDE, p.values, factors.view(-1, 1), options.softmax_bits, False)
+    matrix = block_diagonal_matrix(found, STRIDE, p.values, factors.view(-1, 1), options.softmax_bits, False)
     shape = torch.Size((operands.v.shape[0], d))
     dense = QuantTensor(operands.v, None, options.qkv_bits, True, None, shape)
     return spmm(matrix, dense, out_dtype=options.out_dtype), p
 
 
-def _weigh_on_gpu(
-    s: Tensor, at: Logits, found: Stack, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
+def softmax_and_spmm_gpu(
+    s: Tensor, at: Logits, found: BlockDiagonal, operands: Operands, heads: Heads, options: Options, d: int, lse: bool
 ) -> tuple[Tensor, Probabilities]:
     """As :func:`softmax_and_spmm`, the softmax written in the order that the product reads."""
     from cute_kernels.spmm.heuristics import register_config
@@ -196,7 +203,7 @@ def _weigh_on_gpu(
     config = product_config(found, options.softmax_bits, (options.qkv_bits, True), d, options.out_dtype)
     p = softmax_for_product(s, at, config, operands.v_scale, nan_for_empty=options.nan_for_empty, lse=lse)
     out = torch.empty(found.pattern.shape[0], d, dtype=options.out_dtype, device=s.device)
-    dense = Dense(operands.v, options.qkv_bits, True, -2, -1)
+    dense = DenseOperand(operands.v, options.qkv_bits, True, -2, -1)
     copy, name = product_copy(found, STRIDE, p.values), register_config(config).name
     gpu.spmm(name, copy, dense, operands.v.shape[0], out, p.scale.view(-1), None, None, pdl=True)
     return out, p
@@ -296,9 +303,9 @@ def _product(values: Tensor, pattern: Pattern, dense: QuantTensor) -> Tensor:
     high = (1 << (_GRAD_BITS - 1)) - 1
     scale = torch.where(top == 0, 1.0, top / high)
     ints = torch.round(torch.nan_to_num(folded / scale[:, rows, :, None], nan=0.0)).to(torch.int16)
-    found = stack(pattern, STRIDE, copies)
+    found = repeat_on_diagonal(pattern, STRIDE, copies)
     scales = scale.view(-1, 1)[: found.pattern.shape[0]]
-    matrix = stacked_matrix(found, STRIDE, ints.flatten(0, 1), scales, _GRAD_BITS, True)
+    matrix = block_diagonal_matrix(found, STRIDE, ints.flatten(0, 1), scales, _GRAD_BITS, True)
     shape = torch.Size((copies * dense.shape[1], dense.shape[2]))
     stacked = QuantTensor(dense.data.reshape(shape[0], -1), None, dense.bits, dense.signed, None, shape)
     out = spmm(matrix, stacked, out_dtype=torch.float32)

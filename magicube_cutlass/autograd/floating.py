@@ -15,7 +15,8 @@ from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.construct import transpose_parts
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.ops import products as ops
+from magicube_cutlass.ops import sddmm as sddmm_op
+from magicube_cutlass.ops import spmm as spmm_op
 
 
 def check_halves(**tensors: Tensor) -> None:
@@ -33,7 +34,7 @@ class Spmm(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor | None, x: Tensor, bias: Tensor | None, matrix: SRBCRS) -> Tensor:
         ctx.save_for_backward(x, matrix.scale)
         ctx.matrix, ctx.dtypes = matrix, [None if each is None else each.dtype for each in (values, bias)]
-        return ops.spmm(matrix, x, out_dtype=x.dtype, bias=None if bias is None else bias.detach())
+        return spmm_op.spmm(matrix, x, out_dtype=x.dtype, bias=None if bias is None else bias.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,11 +42,11 @@ class Spmm(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         of_values, of_x, of_bias = None, None, None
         if ctx.needs_input_grad[0]:
-            found = ops.sddmm(g, x, ctx.matrix.pattern, out_dtype=torch.float32).vectors()  # (*batch, vectors, V)
+            found = sddmm_op.sddmm(g, x, ctx.matrix.pattern, out_dtype=torch.float32).vectors()  # (*batch, vectors, V)
             of_values = found.reshape(-1, *found.shape[-2:]).sum(0).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             folded = g if scale is None else (g * scale).to(g.dtype)
-            of_x = ops.spmm(transposed(ctx.matrix), folded, out_dtype=x.dtype)  # (*batch, K, N)
+            of_x = spmm_op.spmm(transposed(ctx.matrix), folded, out_dtype=x.dtype)  # (*batch, K, N)
         if ctx.needs_input_grad[2]:
             of_bias = g.float().sum(-1).reshape(-1, g.shape[-2]).sum(0).to(ctx.dtypes[1])
         return of_values, of_x, of_bias, None
@@ -58,7 +59,7 @@ class Sddmm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
         ctx.save_for_backward(x, y)
         ctx.pattern = pattern
-        return ops.sddmm(x, y, pattern, out_dtype=x.dtype).vectors()
+        return sddmm_op.sddmm(x, y, pattern, out_dtype=x.dtype).vectors()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,7 +79,7 @@ def _each(values: Tensor, pattern: Pattern, dense: Tensor) -> Tensor:
     batch = dense.shape[:-2]
     many, data = values.reshape(-1, *values.shape[-2:]), dense.reshape(-1, *dense.shape[-2:])
     found = [
-        ops.spmm(SRBCRS.from_pattern(pattern, each, bits=None), part, out_dtype=dense.dtype)
+        spmm_op.spmm(SRBCRS.from_pattern(pattern, each, bits=None), part, out_dtype=dense.dtype)
         for each, part in zip(many, data, strict=True)
     ]
     size = (*batch, pattern.shape[0], dense.shape[-1])

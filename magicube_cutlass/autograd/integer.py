@@ -26,7 +26,8 @@ from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors, transpose_parts
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.ops import products as ops
+from magicube_cutlass.ops import sddmm as sddmm_op
+from magicube_cutlass.ops import spmm as spmm_op
 from magicube_cutlass.ops import torch_ops as library
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 from magicube_cutlass.quantization.quantize import _scale_of
@@ -131,8 +132,8 @@ def _dense(values: Tensor, pattern: Pattern) -> Tensor:
 def _product(matrix: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """``spmm``, also to float64: exact integers, scaled in float64."""
     if dtype != torch.float64:
-        return ops.spmm(matrix, dense, out_dtype=dtype, bias=bias)
-    total = ops.spmm(matrix, dense, out_dtype=torch.int64).double()  # (*batch, M, N)
+        return spmm_op.spmm(matrix, dense, out_dtype=dtype, bias=bias)
+    total = spmm_op.spmm(matrix, dense, out_dtype=torch.int64).double()  # (*batch, M, N)
     for scale in (matrix.scale, dense.scale):
         total = total if scale is None else total * scale.double()
     return total if bias is None else total + bias.double()[:, None]
@@ -141,8 +142,8 @@ def _product(matrix: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tenso
 def _sampled(x: QuantTensor, y: QuantTensor, pattern: Pattern, dtype: torch.dtype) -> Tensor:
     """``sddmm`` as values (*batch, vectors, V), also to float64; scales of y are one or one a row."""
     if dtype != torch.float64:
-        return ops.sddmm(x, y, pattern, out_dtype=dtype).vectors()
-    total = ops.sddmm(x, y, pattern, out_dtype=torch.int64).vectors().double()  # (*batch, vectors, V)
+        return sddmm_op.sddmm(x, y, pattern, out_dtype=dtype).vectors()
+    total = sddmm_op.sddmm(x, y, pattern, out_dtype=torch.int64).vectors().double()  # (*batch, vectors, V)
     total = total if x.scale is None else total * _of_rows(x.scale, pattern).double()
     return total if y.scale is None else total * _of_columns(y.scale, pattern).double()
 

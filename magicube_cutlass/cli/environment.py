@@ -46,7 +46,7 @@ def _engine() -> dict[str, str]:
     try:
         from cute_kernels.cpu import engine
 
-        return {"engine path": engine.path(), "engine paths usable": ", ".join(engine.paths())}
+        return {"engine path": engine.isa(), "engine paths usable": ", ".join(engine.isas())}
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # a report must come out of a broken install too
         return {"engine path": f"unavailable: {error}"}
 

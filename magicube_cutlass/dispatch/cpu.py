@@ -1,12 +1,43 @@
-"""Calls that are kept: a product whose arguments were checked before, on a CPU."""
+"""Products on a CPU: packed operands of the engine, and cached calls whose arguments were checked before."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine as cpu_engine
+from cute_kernels.dtypes import Integer, Number, float_of
+from cute_kernels.integers import fetch, split_digits
+from magicube_cutlass.dispatch import cpu_float
+from magicube_cutlass.dispatch.plan import SpmmProblem
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.quantization.float_operands import decoded
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
+
+
+def plan_spmm(matrix: SRBCRS, rhs: Number) -> tuple[str, list[Tensor]]:
+    """Name of the kernel for B's elements, and the packed sparse operand."""
+    return "cpu" if isinstance(rhs, Integer) else cpu_float.PREFIX + rhs.name, pack_operand(matrix)
+
+
+def pack_operand(matrix: SRBCRS) -> list[Tensor]:
+    """Structure, digit planes and row sums for the engine; of floats a CSR matrix. Packed once, cached on `matrix`."""
+    found: list[Tensor] | None = matrix._execution.get("cpu")
+    if found is None and matrix.bits is None:
+        vectors = matrix.vectors()
+        number = float_of(vectors.dtype)  # e2m1 comes as e4m3
+        assert number is not None
+        found = matrix._execution["cpu"] = cpu_float.csr_copy(matrix.pattern, decoded(vectors, number))
+    elif found is None:
+        assert matrix.bits is not None
+        bits, signed = matrix.bits, matrix.signed
+        planes = split_digits(fetch(matrix.values, matrix.stride, bits, signed), bits, signed)
+        sums = cpu_engine.row_sums(planes, matrix.row_start, signed)
+        found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
+        matrix._execution["cpu"] = found
+    return found
 
 
 def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> bool:
@@ -21,44 +52,48 @@ def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bi
     return left is None or scale is None or left.data_ptr() == scale.data_ptr()
 
 
+@dataclass(frozen=True)
 class EngineCall:
     """SpMM by the CPU engine for one matrix and one set of shapes, strides and dtypes of the other arguments."""
 
-    def __init__(
-        self, engine: cpu_engine.SpmmCall, scale: Tensor | None, left: Tensor | None, scaled: bool, out: Tensor
-    ) -> None:
-        self.engine, self.scale, self.left, self.scaled = engine, scale, left, scaled
-        self.shape, self.dtype = out.shape, out.dtype
+    engine: cpu_engine.SpmmCall
+    scale: Tensor | None  # A's own
+    row_scale: Tensor | None  # float32, the same memory
+    scaled: bool  # by B's scale
+    shape: torch.Size  # of C
+    dtype: torch.dtype
 
-    def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
+    def __call__(self, b: Tensor, scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
         """The product, or None where the engine has gone."""
         if not cpu_engine.available():
             return None
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype)
-        flat = right.view(-1) if self.scaled and right is not None else None
-        self.engine(b, out, self.left, flat, bias)
+        rows, columns = self.row_scale, scale if self.scaled else None
+        # the engine reads one scale per row and per column; a per-tensor scale may have been written since
+        if rows is not None and rows.ndim == 0:
+            rows = rows.expand(self.shape[-2]).contiguous()
+        if columns is not None:
+            columns = columns.view(-1) if columns.ndim else columns.expand(self.shape[-1]).contiguous()
+        self.engine(b, out, rows, columns, bias)
         return out
 
 
-def engine_call(
-    copy: list[Tensor],
-    scale: Tensor | None,
-    left: Tensor | None,
-    dense: QuantTensor,
-    right: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    kind: tuple[int, int, bool],
+def cached_spmm(
+    problem: SpmmProblem, packed: list[Tensor], scale: Tensor | None, bias: Tensor | None, out: Tensor
 ) -> EngineCall | None:
-    """The call for these operands, or None where something is expanded or copied every time.
-
-    ``kind``: A's columns, bits and sign.  The engine wants one factor for each row and column.
-    """
-    single = any(factor is not None and factor.ndim == 0 for factor in (left, right))
-    if not cpu_engine.available() or out.numel() == 0 or single or not keepable(scale, left, right, bias):
+    """The call for these operands, or None if an argument is copied at every call; ``scale``: A's own."""
+    dense = problem.dense
+    col_scale = None if problem.col_scale is None else dense.scale
+    if not isinstance(dense, QuantTensor) or not keepable(scale, problem.row_scale, col_scale, bias):
         return None
-    row_start, row_end, col_indices, planes, row_sums = copy
-    blocks = cpu_engine.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], *kind)
-    operand = cpu_engine.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
-    return EngineCall(cpu_engine.SpmmCall(blocks, operand, out), scale, left, right is not None, out)
+    if not cpu_engine.available() or out.numel() == 0:
+        return None
+    row_start, row_end, col_indices, planes, sums = packed
+    sparse = cpu_engine.SparseOperand(
+        row_start, row_end, col_indices, planes, sums, out.shape[-2], problem.matrix.shape[1], problem.lhs.bits,
+        problem.lhs.signed,
+    )  # fmt: skip
+    operand = cpu_engine.DenseOperand(dense.data, dense.bits, dense.signed, -2, problem.packed_dim)
+    call = cpu_engine.SpmmCall(sparse, operand, out)
+    return EngineCall(call, scale, problem.row_scale, col_scale is not None, out.shape, out.dtype)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert.pack import pack
-from cute_kernels.cpu.engine import Dense, batch_stride
+from cute_kernels.cpu.engine import DenseOperand, batch_stride
+from cute_kernels.dtypes import INTEGER_OUT
 from cute_kernels.integers import fetch, store
 from cute_kernels.jit import Kernel, LaunchCache, get_kernel
 from cute_kernels.jit.device import device_of
@@ -14,6 +15,7 @@ from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.heuristics import SddmmKernel, sddmm_config
 from cute_kernels.spmm.heuristics import SpmmKernel, spmm_config
 from magicube_cutlass.dispatch.cpu import keepable
+from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -48,14 +50,14 @@ def to_row_major(rows: Tensor) -> Tensor:
         return pack(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
 
 
-def copies(dense: Dense, dim: int) -> bool:
+def copies(dense: DenseOperand, dim: int) -> bool:
     """Whether :func:`aligned_rows` has to copy the operand."""
     if dense.bits == 4 and dense.packed_dim != dim:
         return True
     return not _is_ready(dense.data if dim == -1 else dense.data.mT)
 
 
-def aligned_rows(dense: Dense, dim: int, length: int) -> Tensor:
+def aligned_rows(dense: DenseOperand, dim: int, length: int) -> Tensor:
     """The operand with ``dim`` (-1 or -2) as contiguous last dimension and rows that start at multiples of 16 bytes.
 
     ``length``: integers along the packed dimension.  A view where the operand is so already, else a copy: the only
@@ -95,7 +97,7 @@ def _factor(factor: Tensor | None) -> ScaleArg:
 def spmm(
     kernel: str,
     matrix: list[Tensor],
-    b: Dense,
+    b: DenseOperand,
     inner: int,
     out: Tensor,
     left: Tensor | None,
@@ -166,7 +168,7 @@ class SpmmCall(_Call):
 
     def __init__(
         self,
-        kernel: str,
+        config: SpmmKernel,
         copy: list[Tensor],
         left: Tensor | None,
         b: Tensor,
@@ -174,8 +176,8 @@ class SpmmCall(_Call):
         out: Tensor,
         inner: int,
     ) -> None:
-        self.config, self.copy, self.left = spmm_config(kernel), copy, left
-        super().__init__(self.config, out)
+        self.config, self.copy, self.left = config, copy, left
+        super().__init__(config, out)
         self.turns = is_column_major_bytes(b)
         rows, columns = out.shape[-2], out.shape[-1]
         self.size = (out.numel() // (rows * columns), rows, inner, columns)
@@ -205,28 +207,24 @@ class SpmmCall(_Call):
         self.config.launch(kernel, self.copy, place, target, self.left_factor, factor, bias, pdl=True)
 
 
-def spmm_call(
+def cached_spmm(
+    problem: SpmmProblem,
     kernel: str,
-    copy: list[Tensor],
+    packed: list[Tensor],
     scale: Tensor | None,
-    left: Tensor | None,
-    dense: QuantTensor | DenseFloats,
-    right: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
-    inner: int,
 ) -> SpmmCall | None:
-    """The call for these operands, or None where B's scale or the bias has to be copied every time, or B by torch.
-
-    ``scale`` is the matrix's own and ``left`` what was made of it; ``right`` is B's, or None for integer output.
-    """
-    given = Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
-    packed = dense.bits == 4 and dense.packed_dim != -1
-    if out.numel() == 0 or inner == 0 or (copies(given, -1) and (packed or not is_column_major_bytes(dense.data))):
+    """The call for these operands, or None if B, its scale or the bias is copied at every call; ``scale``: A's own."""
+    dense, inner = problem.dense, problem.matrix.shape[1]
+    given = DenseOperand(dense.data, dense.bits, dense.signed, -2, problem.packed_dim)
+    packed_rows = dense.bits == 4 and problem.packed_dim != -1
+    if out.numel() == 0 or inner == 0 or (copies(given, -1) and (packed_rows or not is_column_major_bytes(dense.data))):
         return None
-    if not keepable(scale, left, right, bias):
+    col_scale = None if problem.out_dtype in INTEGER_OUT else dense.scale
+    if not keepable(scale, problem.row_scale, col_scale, bias):
         return None
-    call = SpmmCall(kernel, copy, left, dense.data, right, out, inner)
+    call = SpmmCall(spmm_config(kernel), packed, problem.row_scale, dense.data, col_scale, out, inner)
     call.scale = scale
     return call
 
@@ -245,8 +243,8 @@ def _write_empty_sums(out: Tensor, left: Tensor | None, right: Tensor | None, bi
 def sddmm(
     kernel: str,
     pattern: list[Tensor],
-    x: Dense,
-    y: Dense,
+    x: DenseOperand,
+    y: DenseOperand,
     shape: tuple[int, int, int],
     out: Tensor,
     left: Tensor | None,
@@ -325,7 +323,7 @@ def sddmm_call(
     if result.values.numel() == 0:
         return None
     for each, dim in ((x, -1), (y, inner_y)):
-        if copies(Dense(each.data, each.bits, each.signed, dim, each.packed_dim), dim):
+        if copies(DenseOperand(each.data, each.bits, each.signed, dim, each.packed_dim), dim):
             return None
     scaled = result.values.dtype.is_floating_point
     left, right = (each.scale if scaled else None for each in (x, y))

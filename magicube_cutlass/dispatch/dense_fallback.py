@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine
+from cute_kernels.dtypes import INTEGER_OUT
 from cute_kernels.integers import digit_count, fetch
 from cute_kernels.machine import Kind, Machine, Problem
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.quantization.float_operands import DenseFloats
-from magicube_cutlass.quantization.precision import INTEGER_OUT
 
 if TYPE_CHECKING:
     from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -101,7 +101,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
 
     here = get_machine(matrix.device.index)
     chosen = choose_spmm(kind, here, replace(problem, n=plans.size_bucket(n), batch=min(batch, 2)))
-    operand, size = engine.Dense(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), dense.shape.numel()
+    operand, size = engine.DenseOperand(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), dense.shape.numel()
     sparse = spmm_cost(chosen, here, problem)
     if gpu.copies(operand, -1):
         sparse += copy_cost(dense.data.nbytes)

@@ -1,49 +1,53 @@
-"""Which kernel runs a product, and the execution copies it reads: derived once, kept on the matrix or the pattern."""
+"""Checked products, the kernels that run them, and the packed operands that these read.
+
+An operand is packed once and cached on the matrix or the pattern.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import engine
-from cute_kernels.dtypes import Integer, Number, float_of
-from cute_kernels.integers import split_digits
+from cute_kernels.dtypes import Integer, Number
 from cute_kernels.machine import MMA_COLUMNS, Kind, Problem
 from cute_kernels.operands import Vectors
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.formats.construct import indexable_view, transpose_parts
-from magicube_cutlass.quantization.float_operands import decoded, raw_bits
+from magicube_cutlass.quantization.float_operands import raw_bits
 
 if TYPE_CHECKING:
     from cute_kernels.spmm.heuristics import SpmmKernel
     from magicube_cutlass.formats.pattern import Pattern
     from magicube_cutlass.formats.srbcrs import SRBCRS
+    from magicube_cutlass.quantization.float_operands import DenseFloats
+    from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
-def operand_number(matrix: SRBCRS) -> Number:
-    """What an element of A is; its callers have refused results."""
-    assert matrix.number is not None
-    return matrix.number
+class SpmmProblem(NamedTuple):
+    """One checked product ``C = A B``; scales are float32 and contiguous, None for integer output."""
 
+    matrix: SRBCRS  # (M, K)
+    dense: QuantTensor | DenseFloats  # (*batch, K, N)
+    lhs: Number
+    rhs: Number
+    packed_dim: int  # of B's storage, if 4 bits
+    out_dtype: torch.dtype
+    row_scale: Tensor | None  # () or (M,)
+    col_scale: Tensor | None  # (), (N,) or (*batch, N)
+    bias: Tensor | None  # (M,) float32
 
-def cpu_copy(matrix: SRBCRS) -> list[Tensor]:
-    """What the engine reads: structure, digit planes and row sums; of floats a CSR matrix.  Derived once and kept."""
-    found = matrix._execution.get("cpu")
-    if found is None and matrix.bits is None:
-        vectors = matrix.vectors()
-        number = float_of(vectors.dtype)  # e2m1 comes as e4m3
-        assert number is not None
-        found = matrix._execution["cpu"] = float_products.csr_copy(matrix.pattern, decoded(vectors, number))
-    elif found is None:
-        assert matrix.bits is not None
-        planes = split_digits(matrix.ints(), matrix.bits, matrix.signed)
-        sums = engine.row_sums(planes, matrix.row_start, matrix.bits, matrix.signed)
-        found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
-        matrix._execution["cpu"] = found
-    return found
+    @property
+    def batch(self) -> torch.Size:
+        """Leading dimensions of B and C."""
+        return self.dense.shape[:-2]
+
+    @property
+    def n(self) -> int:
+        """Columns of B and C."""
+        return int(self.dense.shape[-1])
 
 
 def transposed(matrix: SRBCRS) -> SRBCRS:
@@ -77,7 +81,8 @@ def spmm_problem(
     """
     if vector_length is None:
         vector_length = matrix.vector_length if matrix.device.type == "cpu" else max(matrix.vector_length, MMA_COLUMNS)
-    kind = Kind(vector_length, operand_number(matrix), right, _name(out))
+    assert matrix.number is not None  # the caller has refused results
+    kind = Kind(vector_length, matrix.number, right, _name(out))
     return kind, problem(matrix.pattern, vector_length, n, batch)
 
 
@@ -95,7 +100,8 @@ def problem(pattern: Pattern, vector_length: int, n: int, batch: int) -> Problem
 
 def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
     """The sparse operand in vectors of this length, merged where the matrix has shorter ones."""
-    pattern, values, number = matrix.pattern, matrix.vectors(), operand_number(matrix)
+    pattern, values, number = matrix.pattern, matrix.vectors(), matrix.number
+    assert number is not None  # the caller has refused results
     if not isinstance(number, Integer):
         values = raw_bits(values, number)
     if vector_length != matrix.vector_length:
@@ -121,9 +127,6 @@ def plan_spmm(
     ``right``: an element of B; ``width``: a power of two not below B's columns; ``batch``: 1 for a single matrix, 2
     for several; ``atom`` and ``config`` as in :func:`magicube_cutlass.spmm`.
     """
-    if matrix.device.type == "cpu":
-        name = "cpu" if isinstance(right, Integer) else float_products.PREFIX + right.name
-        return name, cpu_copy(matrix)
     from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
     key = (right, out, width, batch, atom, config)

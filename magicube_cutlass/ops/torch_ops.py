@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_kernels.cpu import engine
 from cute_kernels.integers import combine_digits, fetch, storage_dtype, widen
 from magicube_cutlass.dispatch import cpu_float as float_products
+from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.quantization.quantize import _encode, encode_on_gpu
 from magicube_cutlass.reference import scale_out
 
@@ -29,12 +30,12 @@ def _operator(name: str, mutates: tuple[str, ...] = (), **implementations: Calla
     return getattr(torch.ops.magicube, name)
 
 
-def _dense_ints(b: engine.Dense, shape: tuple[int, int]) -> Tensor:
+def _dense_ints(b: engine.DenseOperand, shape: tuple[int, int]) -> Tensor:
     length = shape[b.packed_dim] if b.bits == 4 else 0
     return widen(fetch(b.data, length, b.bits, b.signed, b.packed_dim))
 
 
-def _matrix_ints(a: engine.Blocks) -> Tensor:
+def _matrix_ints(a: engine.SparseOperand) -> Tensor:
     """The sparse operand as a dense int64 matrix (M, K), for the path without a compiled engine."""
     ints = combine_digits(a.planes, a.bits, a.signed)  # (blocks, V, stride)
     blocks, v, stride = ints.shape
@@ -53,7 +54,12 @@ def _spread(factor: Tensor | None, length: int) -> Tensor | None:
 
 
 def _spmm_into(
-    out: Tensor, a: engine.Blocks, b: engine.Dense, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+    out: Tensor,
+    a: engine.SparseOperand,
+    b: engine.DenseOperand,
+    left: Tensor | None,
+    right: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     if out.numel() == 0:
         return
@@ -88,8 +94,10 @@ def _spmm_out(
         float_products.spmm(matrix, b, number, packed_dim, inner, out, left, right, bias)
         return
     row_start, row_end, col_indices, planes, row_sums = matrix
-    blocks = engine.Blocks(row_start, row_end, col_indices, planes, row_sums, out.shape[-2], inner, bits[0], signed[0])
-    _spmm_into(out, blocks, engine.Dense(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
+    blocks = engine.SparseOperand(
+        row_start, row_end, col_indices, planes, row_sums, out.shape[-2], inner, bits[0], signed[0]
+    )
+    _spmm_into(out, blocks, engine.DenseOperand(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
 
 
 def _spmm_out_cuda(
@@ -107,7 +115,7 @@ def _spmm_out_cuda(
 ) -> None:
     from magicube_cutlass.dispatch import cuda as gpu  # its kernels need the CUDA wheels
 
-    gpu.spmm(kernel, matrix, engine.Dense(b, bits[1], signed[1], -2, packed_dim), inner, out, left, right, bias)
+    gpu.spmm(kernel, matrix, engine.DenseOperand(b, bits[1], signed[1], -2, packed_dim), inner, out, left, right, bias)
 
 
 def _returning(into: Callable[..., None]) -> Callable[..., Tensor]:
@@ -171,8 +179,8 @@ def _sddmm(
         )
         float_products.sddmm(col_indices.view(blocks, stride), owner, *sides, out, left, right)
         return out
-    dense_x = engine.Dense(x, bits[0], signed[0], -1, packed[0])
-    dense_y = engine.Dense(y, bits[1], signed[1], inner_y, packed[1])
+    dense_x = engine.DenseOperand(x, bits[0], signed[0], -1, packed[0])
+    dense_y = engine.DenseOperand(y, bits[1], signed[1], inner_y, packed[1])
     if out.numel() == 0:
         return out
     left, right = _spread(left, m), _spread(right, n)
@@ -213,8 +221,8 @@ def _sddmm_cuda(
     from magicube_cutlass.dispatch import cuda as gpu
 
     out = x.new_empty((*x.shape[:-2], pattern[1].numel() // stride, vector_length, stride), dtype=out_dtype)
-    dense_x = engine.Dense(x, bits[0], signed[0], -1, packed[0])
-    dense_y = engine.Dense(y, bits[1], signed[1], inner_y, packed[1])
+    dense_x = engine.DenseOperand(x, bits[0], signed[0], -1, packed[0])
+    dense_y = engine.DenseOperand(y, bits[1], signed[1], inner_y, packed[1])
     gpu.sddmm(kernel, pattern, dense_x, dense_y, (shape[0], shape[1], shape[2]), out, left, right)
     return out
 
@@ -289,3 +297,16 @@ quantize_by = _operator("quantize_by", cpu=_quantize_by, cuda=_quantize_by_cuda)
 @torch.library.register_fake("magicube::quantize_by")
 def _fake_quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], _width(x, bits)), dtype=storage_dtype(bits, True))
+
+
+def run_spmm(problem: SpmmProblem, kernel: str, packed: list[Tensor], out: Tensor | None) -> Tensor:
+    """Run the operator of a checked SpMM; ``kernel``: name of the config, ``packed``: what it reads of A."""
+    rows, inner = problem.matrix.shape
+    lhs, rhs = problem.lhs, problem.rhs
+    operands = (packed, problem.dense.data, problem.row_scale, problem.col_scale, problem.bias)
+    kinds = ([lhs.bits, rhs.bits], [lhs.signed, rhs.signed], problem.packed_dim, kernel)
+    if out is None:
+        result: Tensor = spmm(*operands, rows, inner, problem.dense.shape[-1], *kinds, problem.out_dtype)
+        return result
+    spmm_out(*operands, inner, *kinds, out)
+    return out

@@ -30,7 +30,7 @@ def kinds(rows: int, columns: int) -> Iterator[Tensor]:
     yield torch.randint(-127, 128, (rows, columns), generator=generator).float()
 
 
-@pytest.fixture(params=engine.paths())
+@pytest.fixture(params=engine.isas())
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MAGICUBE_CPU", request.param)
     return str(request.param)

@@ -21,7 +21,7 @@ def inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
     return x * torch.pow(10.0, torch.randint(-12, 12, (rows, 1), generator=generator).float())
 
 
-@pytest.mark.parametrize("path", engine.paths())
+@pytest.mark.parametrize("path", engine.isas())
 @settings(max_examples=60)
 @given(
     st.integers(0, 9), st.integers(0, 40), st.sampled_from(BITS), st.booleans(), st.sampled_from(AXES),

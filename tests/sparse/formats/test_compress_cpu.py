@@ -49,7 +49,7 @@ def assert_same(mine: SRBCRS, theirs: SRBCRS) -> None:
     mine.check_format(full=True)
 
 
-@pytest.mark.parametrize("path", engine.paths())
+@pytest.mark.parametrize("path", engine.isas())
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("bits", "signed"), [(4, True), (4, False), (8, True), (8, False), (12, True), (16, True)])
 def test_integers_are_those_of_torch(

@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "both halves": (lambda: mc.spmm(mc.SRBCRS.from_dense(ONES, dtype="float16"), torch.ones(16, 4).bfloat16()), TypeError, "must not be float16 and bfloat16"),
     "both halves sampled": (lambda: mc.sddmm(X.half(), X.bfloat16(), mc.random_pattern(8, 8, 0, 8)), TypeError, "must not be float16 and bfloat16"),
     "an integer output": (lambda: mc.spmm(A, torch.ones(16, 4).half(), out_dtype=torch.int32), TypeError, "out_dtype must be one of .* for a product of floats, got torch.int32"),
-    "scales along the sum": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 4), dtype="e4m3", axis=1)), ValueError, "B must have one scale or one a column"),
+    "scales along the sum": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 4), dtype="e4m3", axis=1)), ValueError, "B must have a per-tensor or per-column scale"),
     "B of another size": (lambda: mc.spmm(A, torch.ones(15, 4).half()), ValueError, "B must have 16 rows .* got 15"),
     "B of blocks": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 32), dtype="mxfp4", axis=0)), ValueError, "B must have one scale .* got scales of blocks 32"),
     "X of one dimension": (lambda: mc.sddmm(torch.ones(8).half(), X.half(), A), ValueError, "X must have at least 2 dimensions"),

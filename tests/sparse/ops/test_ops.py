@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import magicube_cutlass as mc
 from cute_kernels.cpu import engine as cpu_engine
 from cute_kernels.integers import BITS, int_range
-from magicube_cutlass.dispatch.plan import cpu_copy
+from magicube_cutlass.dispatch.cpu import pack_operand
 
 VECTORS = (1, 2, 4, 8, 16, 32)
 LAYOUTS = ("row", "column")
@@ -43,7 +43,7 @@ def sparse(m: int, k: int, v: int, bits: int, signed: bool, *, sparsity: float =
                                stride=stride)  # fmt: skip
 
 
-@pytest.fixture(params=cpu_engine.paths())
+@pytest.fixture(params=cpu_engine.isas())
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MAGICUBE_CPU", request.param)
     return str(request.param)
@@ -66,7 +66,7 @@ def test_every_pair_and_sign_is_exact(path: str, left: int, right: int, signs: t
     m=st.integers(1, 40), k=st.integers(1, 80), n=st.integers(0, 70), v=st.sampled_from(VECTORS),
     stride=st.sampled_from([16, 32, 64]), bits=st.tuples(st.sampled_from(BITS), st.sampled_from(BITS)),
     signs=st.tuples(st.booleans(), st.booleans()), sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    layout=st.sampled_from(LAYOUTS), batch=st.sampled_from([(), (2,), (2, 1, 3)]), engine=st.sampled_from(cpu_engine.paths()),
+    layout=st.sampled_from(LAYOUTS), batch=st.sampled_from([(), (2,), (2, 1, 3)]), engine=st.sampled_from(cpu_engine.isas()),
     seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_random_products_are_exact(m, k, n, v, stride, bits, signs, sparsity, layout, batch, engine, seed) -> None:  # type: ignore[no-untyped-def]
@@ -224,7 +224,7 @@ def test_outputs_too_large_for_a_cache_hold_the_same_results(path: str, n: int, 
 
 def test_row_sums_beyond_int32_are_exact() -> None:
     planes = torch.full((1, 140_000, 1, 64), 255, dtype=torch.uint8)
-    assert cpu_engine.row_sums(planes, torch.zeros(1, dtype=torch.int64), 8, False).tolist() == [[[140_000 * 64 * 255]]]
+    assert cpu_engine.row_sums(planes, torch.zeros(1, dtype=torch.int64), False).tolist() == [[[140_000 * 64 * 255]]]
 
 
 def test_a_kept_call_sees_other_data_scales_and_bias(path: str) -> None:
@@ -273,7 +273,7 @@ def test_the_fallback_without_the_extension_is_exact(monkeypatch: pytest.MonkeyP
 
 def test_opcheck_passes() -> None:
     a, b = sparse(16, 48, 8, 8, True), dense((2, 48, 20), 8, True)
-    operands = (cpu_copy(a), b.data, None, None, None)
+    operands = (pack_operand(a), b.data, None, None, None)
     torch.library.opcheck(torch.ops.magicube.spmm.default,
                           (*operands, 16, 48, 20, [8, 8], [True, True], -1, "cpu", torch.int32))  # fmt: skip
     torch.library.opcheck(torch.ops.magicube.spmm_out.default,
@@ -344,7 +344,7 @@ def test_a_forced_path_that_cannot_run_is_refused() -> None:
 def test_explain_names_the_path_and_the_digits() -> None:
     random.seed(0)
     text = mc.explain(sparse(16, 48, 8, 16, True), dense((48, 20), 8, True, "column"))
-    assert cpu_engine.path() in text
+    assert cpu_engine.isa() in text
     assert "2 x 1 digits" in text
     assert "column-major" in text
 

@@ -1,0 +1,139 @@
+"""Checked arguments of the sparse products, and the keys of calls that were checked before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.dtypes import FLOATS, INTEGER_OUT, Number, result_dtype
+from magicube_cutlass.dispatch.plan import SpmmProblem
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.quantization.float_operands import DenseFloats, dense_operand
+from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
+
+Operand = QuantTensor | FloatTensor | Tensor
+
+
+def check_dense(name: str, given: object, device: torch.device) -> QuantTensor | DenseFloats:
+    """Return `given` as a dense operand on `device`; raise an error that names it otherwise."""
+    # type() first: asking every operand by isinstance costs more
+    operand = given if type(given) is QuantTensor else dense_operand(name, given)
+    if len(operand.shape) < 2:
+        raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(operand.shape)}")
+    if operand.data.device != device:
+        raise ValueError(f"{name} must be on {device}, got {operand.data.device}")
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name} must be on a CPU or CUDA device, got {device}; use {name}.to('cpu')")
+    return operand
+
+
+def as_srbcrs(matrix: object) -> SRBCRS:
+    """Return `matrix` as SR-BCRS; a BCRS is converted once."""
+    if isinstance(matrix, BCRS):
+        found = matrix._execution.get("srbcrs")
+        if found is None:
+            found = matrix._execution["srbcrs"] = matrix.to_srbcrs()
+            found.used_once = matrix.used_once
+        matrix = found
+    if not isinstance(matrix, SRBCRS):
+        raise TypeError(f"A must be an SRBCRS or BCRS, got {type(matrix).__name__}")
+    return matrix
+
+
+def sparse_number(matrix: SRBCRS) -> Number:
+    """Return the type of the elements of a single matrix that a product can read."""
+    number = matrix.number
+    if number is None:
+        raise TypeError(f"A must hold quantized integers, got results of dtype {matrix.values.dtype}; floats must be "
+                        f"{', '.join(FLOATS)}")  # fmt: skip
+    if matrix.batch_shape:
+        raise ValueError(f"A must be a single matrix, got a batch of shape {matrix.batch_shape}")
+    return number
+
+
+def check_spmm(
+    A: object, B: object, out_dtype: torch.dtype | None, bias: Tensor | None, out: Tensor | None
+) -> SpmmProblem:
+    """Check the arguments of :func:`magicube_cutlass.spmm`; raise an error that names the wrong one."""
+    matrix = as_srbcrs(A)
+    device = matrix.values.device
+    dense = check_dense("B", B, device)
+    rows, inner = matrix.shape
+    if dense.shape[-2] != inner:
+        raise ValueError(f"B must have {inner} rows to match A of shape {matrix.shape}, got {dense.shape[-2]}")
+    if dense.axis == 1:
+        raise ValueError("B must have a per-tensor or per-column scale, got per-row; use quantize(x, bits=8, axis=0)")
+    lhs, rhs, packed_dim = sparse_number(matrix), dense.number, dense.packed_dim
+    if out is not None and out_dtype is None:
+        out_dtype = out.dtype
+    dtype = result_dtype(out_dtype, matrix.scale is not None or dense.scale is not None, inner, lhs, rhs)
+    batch = dense.shape[:-2]
+    if out is not None:
+        _check_out(out, (*batch, rows, dense.shape[-1]), dtype, device)
+    return SpmmProblem(
+        matrix, dense, lhs, rhs, packed_dim, dtype, float32_scale(matrix.scale, batch, dtype),
+        float32_scale(dense.scale, batch, dtype), None if bias is None else _check_bias(bias, rows, dtype, device),
+    )  # fmt: skip
+
+
+def float32_scale(scale: Tensor | None, batch: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """A scale as float32: (), (length,) or (*batch, length); None for integer output."""
+    if scale is None or dtype in INTEGER_OUT:
+        return None
+    flat = scale.to(torch.float32)
+    if flat.ndim == 0:
+        return flat
+    flat = flat.flatten(-2)  # one of the two has size 1
+    return flat.contiguous() if flat.ndim == 1 else flat.expand(*batch, flat.shape[-1]).contiguous()
+
+
+def _check_bias(bias: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype in INTEGER_OUT:
+        raise TypeError(f"bias must be None for integer output, got out_dtype {dtype}; use out_dtype=torch.float32")
+    if tuple(bias.shape) != (rows,):
+        raise ValueError(f"bias must have shape ({rows},), got {tuple(bias.shape)}")
+    if bias.device != device:
+        raise ValueError(f"bias must be on {device}, got {bias.device}")
+    return bias.to(torch.float32).contiguous()
+
+
+def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if out.dtype != dtype:
+        raise TypeError(f"out must have dtype {dtype}, got {out.dtype}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    if out.device != device:
+        raise ValueError(f"out must be on {device}, got {out.device}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+
+
+def operand_tensors(B: Operand) -> tuple[Tensor, Tensor | None]:
+    """The data of an operand as a product reads it, and its scale."""
+    if isinstance(B, QuantTensor):  # first: to ask whether something is a Tensor takes longer
+        return B.data, B.scale
+    if isinstance(B, Tensor):
+        return B, None
+    if B.transposed:
+        return B.data.mT, B.scale.mT if B.scale.ndim else B.scale
+    return B.data, B.scale
+
+
+def operand_key(B: object) -> tuple[object, ...] | None:
+    """Everything that the checks read of an operand; None for a subclass, which may hide more."""
+    kind: tuple[object, ...]
+    if type(B) is QuantTensor:
+        data, kind = B.data, (B.shape, B.bits, B.signed, B.axis)
+    elif type(B) is Tensor:
+        wanted = B.requires_grad and torch.is_grad_enabled()
+        return "tensor", B.shape, B.stride(), B.device, B.dtype, wanted
+    elif type(B) is FloatTensor:
+        data, kind = B.data, (B.k, B.dtype, B.block, B.transposed)
+    else:
+        return None
+    if type(data) is not Tensor:
+        return None
+    scale = None if B.scale is None else (B.scale.shape, B.scale.stride(), B.scale.dtype, B.scale.device)
+    return data.shape, data.stride(), data.device, kind, scale

@@ -1,0 +1,120 @@
+"""SDDMM: arguments are checked, a kernel is selected, a torch operator runs it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from cute_kernels.dtypes import result_dtype
+from magicube_cutlass.dispatch.plan import plan_sddmm, size_bucket
+from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.ops import torch_ops
+from magicube_cutlass.ops.problem import Operand, check_dense, float32_scale, operand_key, operand_tensors
+
+_DEFAULT_STRIDE = 32
+
+
+def sddmm(
+    X: Operand,
+    Y: Operand,
+    mask: Pattern | SRBCRS | BCRS,
+    *,
+    out_format: Literal["srbcrs", "bcrs"] = "srbcrs",
+    out_dtype: torch.dtype | None = None,
+    transposed_y: bool = False,
+    atom: str | None = None,
+) -> SRBCRS | BCRS:
+    """``S[i, j] = scale_X[i] * scale_Y[j] * sum_k X[i, k] Y[j, k]`` at the vectors of ``mask``, of integers exact.
+
+    ``X``: (..., M, K), ``Y``: (..., N, K), or (..., K, N) with ``transposed_y``; each row- or column-major, any widths
+    and signs.  Scales are one number or one a row of X, of Y (a column of Y when it is transposed).  ``mask``: (M, N).
+    ``out_dtype``, and floats as operands, as in :func:`spmm`.  Returns a matrix on the mask's pattern with
+    ``bits=None``; leading dimensions of X and Y, which must agree, lead its values.
+    :func:`magicube_cutlass.autograd.sddmm` is differentiable.
+    Raises as :func:`spmm` does.  Source: Li, Osawa, Hoefler, SC'22, section IV-E.
+    """
+    if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
+        pattern, stride = mask, _DEFAULT_STRIDE
+    elif isinstance(mask, (SRBCRS, BCRS)):
+        pattern, stride = mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
+    else:
+        raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
+    key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom)
+    call = pattern._cache.get(key) if key is not None else None
+    if call is not None:
+        (x_data, x_scale), (y_data, y_scale) = operand_tensors(X), operand_tensors(Y)
+        kept: SRBCRS | None = call(x_data, y_data, x_scale, y_scale)
+        if kept is not None:
+            return kept
+    if out_format not in ("srbcrs", "bcrs"):
+        raise ValueError(f"out_format must be 'srbcrs' or 'bcrs', got {out_format!r}")
+    left_op, right_op = check_dense("X", X, pattern.device), check_dense("Y", Y, pattern.device)
+    inner_y = -2 if transposed_y else -1
+    m, n = pattern.shape
+    inner = left_op.shape[-1]
+    if left_op.shape[-2] != m:
+        raise ValueError(f"X must have {m} rows for a mask of shape {pattern.shape}, got {left_op.shape[-2]}")
+    if right_op.shape[-3 - inner_y] != n:
+        raise ValueError(f"Y must have {n} {'columns' if transposed_y else 'rows'} for a mask of shape "
+                         f"{pattern.shape}, got {right_op.shape[-3 - inner_y]}")  # fmt: skip
+    if right_op.shape[inner_y] != inner:
+        raise ValueError(f"X and Y must have the same inner size, got {inner} and {right_op.shape[inner_y]}")
+    if left_op.shape[:-2] != right_op.shape[:-2]:
+        raise ValueError(f"X and Y must have the same leading dimensions, got {tuple(left_op.shape[:-2])} and "
+                         f"{tuple(right_op.shape[:-2])}")  # fmt: skip
+    for name, operand, along in (("X", left_op, 0), ("Y", right_op, 1 if transposed_y else 0)):
+        if operand.axis is not None and operand.axis == along:
+            raise ValueError(f"{name} must have one scale or one outside the sum, got one along the inner dimension")
+    scaled = left_op.scale is not None or right_op.scale is not None
+    kinds = left_op.number, right_op.number
+    dtype = result_dtype(out_dtype, scaled, inner, *kinds)
+    padded = pattern._constant_layout(pattern._version_id, stride)
+    batch = left_op.shape[:-2]
+    kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, kinds, dtype, size_bucket(inner), atom)
+    values = torch_ops.sddmm(
+        copy,
+        left_op.data,
+        right_op.data,
+        float32_scale(left_op.scale, batch, dtype),
+        float32_scale(right_op.scale, batch, dtype),
+        [m, n, inner],
+        pattern.vector_length,
+        stride,
+        [left_op.bits, right_op.bits],
+        [left_op.signed, right_op.signed],
+        inner_y,
+        [left_op.packed_dim, right_op.packed_dim],
+        kernel,
+        dtype,
+    )
+    result = SRBCRS(
+        padded.row_start, padded.row_end, padded.col_indices, values,
+        shape=pattern.shape, vector_length=pattern.vector_length, bits=None, stride=stride,
+    )  # fmt: skip
+    result._cache["pattern"] = pattern
+    if key is not None:
+        from magicube_cutlass.dispatch.cuda import sddmm_call
+
+        pattern._cache[key] = sddmm_call(kernel, copy, left_op, right_op, inner_y, (m, n, inner), result)
+    return result if out_format == "srbcrs" else result.to_bcrs()
+
+
+def _sddmm_key(
+    X: Operand,
+    Y: Operand,
+    stride: int,
+    out_format: str,
+    out_dtype: torch.dtype | None,
+    transposed_y: bool,
+    atom: str | None,
+) -> tuple[object, ...] | None:
+    """As the key of :func:`magicube_cutlass.spmm`, for :func:`sddmm` on a GPU; a CPU takes longer than the checks."""
+    if out_format != "srbcrs" or torch.compiler.is_compiling():
+        return None
+    x, y = operand_key(X), operand_key(Y)
+    if x is None or y is None or X.device.type != "cuda":
+        return None
+    return ("call", stride, out_dtype, transposed_y, atom, x, y)
