@@ -14,7 +14,7 @@ from torch import Tensor
 BITS = (4, 8, 12, 16)
 DIGIT_BITS = 8
 
-_STORAGE = {
+STORAGE_DTYPES = {
     (4, True): torch.uint8,  # packed, two a byte
     (4, False): torch.uint8,
     (8, True): torch.int8,
@@ -48,7 +48,7 @@ def int_range(bits: int, signed: bool) -> tuple[int, int]:
 def storage_dtype(bits: int, signed: bool) -> torch.dtype:
     """The dtype in which ``bits``-bit integers are kept; ``uint8`` with two a byte for 4 bits."""
     check_bits(bits)
-    return _STORAGE[bits, signed]
+    return STORAGE_DTYPES[bits, signed]
 
 
 def value_dtype(bits: int, signed: bool) -> torch.dtype:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.integers import check_bits, int_range, value_dtype
+from cute_kernels.integers import BITS, check_bits, int_range, value_dtype
 from magicube_cutlass.autograd import floating as float_autograd
 from magicube_cutlass.autograd.floating import check_halves
 from magicube_cutlass.dispatch.plan import transposed
@@ -34,6 +34,7 @@ from magicube_cutlass.quantization.quantize import _scale_of
 from magicube_cutlass.reference import at_vectors
 
 STRIDE = 32
+_GRAD_BITS = (None, *BITS)
 GRAD_BITS = 16  # an error of 2**-16 of a column's largest gradient: float32 training does not see it
 
 
@@ -253,7 +254,8 @@ def spmm(
     matrix = _signed(A)
     if values is not None:
         _check_values(values, matrix.pattern)
-    _check_grad_bits(grad_bits)
+    if grad_bits not in _GRAD_BITS:
+        check_bits(grad_bits, "grad_bits")
     axis = None if act_scale is not None else act_axis
     if axis not in (None, 0):
         raise ValueError(f"act_axis must be None (one scale) or 0 (one a column), got {act_axis!r}")
@@ -270,11 +272,6 @@ def _check_float(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a float tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if x.ndim < 2:
         raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(x.shape)}")
-
-
-def _check_grad_bits(bits: int | None) -> None:
-    if bits is not None:
-        check_bits(bits, "grad_bits")
 
 
 def _signed(A: object) -> SRBCRS:
@@ -358,7 +355,8 @@ def sddmm(
         check_halves(x=x, y=y)
         of_floats: Tensor = float_autograd.Sddmm.apply(x, y, pattern)
         return of_floats
-    _check_grad_bits(grad_bits)
+    if grad_bits not in _GRAD_BITS:
+        check_bits(grad_bits, "grad_bits")
     left, right = quantized(x, bits, 1), quantized(y, bits if y_bits is None else y_bits, 1)
     if not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
         return _sampled(left, right, pattern, torch.promote_types(x.dtype, y.dtype))

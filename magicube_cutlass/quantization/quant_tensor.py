@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import Integer
-from cute_kernels.integers import check_bits, check_range, fetch, storage_dtype, store, widen
+from cute_kernels.integers import STORAGE_DTYPES, check_bits, check_range, fetch, store, widen
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,9 @@ class QuantTensor:
     shape: torch.Size
 
     def __post_init__(self) -> None:
-        check_bits(self.bits)
-        dtype = storage_dtype(self.bits, self.signed)
+        dtype = STORAGE_DTYPES.get((self.bits, self.signed))
+        if dtype is None:
+            check_bits(self.bits)
         if self.data.dtype != dtype:
             raise TypeError(f"data must have dtype {dtype} for {self.bits}-bit integers, got {self.data.dtype}")
         expected = list(self.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine
-from cute_kernels.integers import check_bits, int_range, storage_dtype, store
+from cute_kernels.integers import STORAGE_DTYPES, check_bits, int_range, store
 from magicube_cutlass.quantization.float_tensor import Block, FloatTensor, quantize_floats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor, _column_major
 
@@ -175,7 +175,7 @@ def _encode(
         x.reshape(math.prod(x.shape[:-2]), rows, columns) if axis is not None else x.reshape(1, -1, max(columns, 1))
     )
     width = (x.shape[-1] + 1) // 2 if bits == 4 else x.shape[-1]
-    data = torch.empty((*x.shape[:-1], width), dtype=storage_dtype(bits, signed))
+    data = torch.empty((*x.shape[:-1], width), dtype=STORAGE_DTYPES[bits, signed])
     given = scale is not None
     scale = _empty_scale(x, axis) if scale is None else scale.contiguous()
     flags = 0
