@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magicube_cutlass.dispatch.register import register_op
 from residual.execute.checked import compute
 from residual.operand.operand import in_slot
 from residual.options import check_request
@@ -29,17 +30,7 @@ def _matmul(
     return compute(a, b, request, right)[0]
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    slot: int,
-    tol: float | None,
-    mode: str,
-    bits: int | None,
-    out_dtype: torch.dtype,
-    on_failure: str,
-    seed: int | None,
-) -> Tensor:
+def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -57,9 +48,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return left, right, None, None, None, None, None, None, None
 
 
-# Not torch.library.custom_op: that one imports the compiler stack at its first call, a second of waiting.
-torch.library.define("residual::matmul", torch.library.infer_schema(_matmul, mutates_args=()))
-torch.library.impl("residual::matmul", ("cpu", "cuda"))(_matmul)
-torch.library.register_fake("residual::matmul")(_fake)
+product = register_op("residual::matmul", _matmul, _fake)
 torch.library.register_autograd("residual::matmul", _backward, setup_context=_save)
-product = torch.ops.residual.matmul

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from magicube_cutlass.attention import unfused as three
 from magicube_cutlass.attention.unfused import Options
+from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.formats.pattern import Pattern
-from magicube_cutlass.ops.torch_ops import _operator
 
 _OUT = (torch.float16, torch.bfloat16, torch.float32)  # what kernels read and write
 _FUSED_DEPTHS = (32, 64, 128)
@@ -63,7 +63,7 @@ def _fused(
     d, depth = v.shape[2], _depth(max(q.shape[2], v.shape[2]))
     assert depth is not None
     q, k, v = (x if x.shape[2] == depth else torch.nn.functional.pad(x, (0, depth - x.shape[2])) for x in (q, k, v))
-    q, k, v = (attention.movable(x.contiguous()) for x in (q, k, v))
+    q, k, v = (attention.align_to_16_bytes(x.contiguous()) for x in (q, k, v))
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     key = ("attention", batch, depth, options.causal, *map(id, masks[1:]))
     known = masks[0]._cache.get(key)
@@ -74,9 +74,9 @@ def _fused(
     out = torch.empty((batch, queries, depth), dtype=options.out_dtype, device=q.device)
     sums = torch.empty((batch, queries), dtype=torch.float32, device=q.device) if lse else None
     if bias is not None:
-        bias = attention.movable((bias[0] if bias.shape[0] == 1 else bias).contiguous())
+        bias = attention.align_to_16_bytes((bias[0] if bias.shape[0] == 1 else bias).contiguous())
     ints = encode_operands(q, k, v, bits=options.qkv_bits)  # and nothing else between it and its reader
-    attention.attend(
+    attention.fused_attention(
         ints.q, ints.k, ints.v, known[1], scale=options.scale, q_scale=ints.q_scale, k_scale=ints.k_scale,
         keys_alike=ints.keys_alike, v_scale=ints.v_scale, bias=bias, ready=ints.ready,
         softmax_bits=options.softmax_bits, out=out, lse=sums, nan_for_empty=options.nan_for_empty,
@@ -104,10 +104,10 @@ def _forward(
     patterns, dtype = _patterns(masks), q.dtype
     q, k, v = map(_readable, (q, k, v))
     options = Options(bits[0], bits[1], scale, causal, nan_for_empty, q.dtype if q.dtype in _OUT else torch.float32)
-    obstacle = "" if impl == "three" else _obstacle(q, v, patterns, *bits)
+    obstacle = "" if impl == "unfused" else _obstacle(q, v, patterns, *bits)
     if impl == "fused" and obstacle:
-        raise NotImplementedError(f"impl='fused' cannot take this call: {obstacle}; impl='three' can")
-    if impl == "three" or obstacle:
+        raise NotImplementedError(f"impl='fused' cannot take this call: {obstacle}; impl='unfused' can")
+    if impl == "unfused" or obstacle:
         out, lse = three.forward(q, k, v, bias, three.heads_of(patterns), options, with_lse)
         out, lse = out[:, : q.shape[1]], None if lse is None else lse[:, : q.shape[1]]
     else:
@@ -115,19 +115,7 @@ def _forward(
     return out.to(dtype).contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
 
 
-def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    masks: str,
-    bits: list[int],
-    scale: float,
-    causal: bool,
-    nan_for_empty: bool,
-    with_lse: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
     sums = q.new_empty(q.shape[:2] if with_lse else (0,), dtype=torch.float32)
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), sums
 
@@ -155,26 +143,13 @@ def _gradients(
     return found.q.to(dtype).contiguous(), found.k.to(dtype).contiguous(), found.v.to(dtype).contiguous(), of_bias
 
 
-def _fake_gradients(
-    grad: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    masks: str,
-    bits: list[int],
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_bias = q.new_empty((0,) if bias is None else bias.shape, dtype=torch.float32)
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape), of_bias
 
 
-attend = _operator("sparse_attention", cpu=_forward, cuda=_forward)
-attend_backward = _operator("sparse_attention_backward", cpu=_gradients, cuda=_gradients)
-torch.library.register_fake("magicube::sparse_attention")(_fake_forward)
-torch.library.register_fake("magicube::sparse_attention_backward")(_fake_gradients)
+attend = register_op("magicube::sparse_attention", _forward, _fake_forward)
+sparse_attention_backward = register_op("magicube::sparse_attention_backward", _gradients, _fake_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -185,7 +160,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = attend_backward(grad, grad_lse if ctx.with_lse else None, *ctx.saved_tensors, *ctx.options)
+    found = sparse_attention_backward(grad, grad_lse if ctx.with_lse else None, *ctx.saved_tensors, *ctx.options)
     wanted = [g if needed else None for g, needed in zip(found, ctx.needs_input_grad[:4], strict=True)]
     return (*wanted, *[None] * 7)
 

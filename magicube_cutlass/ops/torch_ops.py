@@ -1,11 +1,8 @@
-"""The products as torch operators, ``torch.ops.magicube.*``, with fakes; tensors only, already checked by ``ops``.
+"""The products as torch operators, ``torch.ops.magicube.*``, with fakes; arguments are checked by ``ops``.
 
-``matrix`` and ``pattern`` are the execution copies that ``kernel`` wants: the engine's on a CPU, those of the config
+``matrix`` and ``pattern`` are the packed operands that ``kernel`` reads: the engine's on a CPU, those of the config
 that ``kernel`` names on a GPU.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +11,9 @@ from cute_kernels.cpu import engine
 from cute_kernels.integers import combine_digits, fetch, storage_dtype, widen
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.dispatch.plan import SpmmProblem
+from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.quantization.quantize import _encode, encode_on_gpu
 from magicube_cutlass.reference import scale_out
-
-
-def _operator(name: str, mutates: tuple[str, ...] = (), **implementations: Callable[..., Any]) -> Any:
-    """``torch.ops.magicube.<name>`` with an implementation for each kind of device.
-
-    Not ``torch.library.custom_op``: that one imports the compiler stack at its first call, a second of waiting.
-    """
-    schema = torch.library.infer_schema(implementations["cpu"], mutates_args=mutates)
-    torch.library.define(f"magicube::{name}", schema)
-    for device, function in implementations.items():
-        torch.library.impl(f"magicube::{name}", device)(function)
-    return getattr(torch.ops.magicube, name)
 
 
 def _dense_ints(b: engine.DenseOperand, shape: tuple[int, int]) -> Tensor:
@@ -48,29 +34,33 @@ def _matrix_ints(a: engine.SparseOperand) -> Tensor:
     return dense[: a.rows]
 
 
-def _spread(factor: Tensor | None, length: int) -> Tensor | None:
-    """One factor for all as one each."""
-    return factor if factor is None or factor.ndim else factor.expand(length).contiguous()
+def _spread(scale: Tensor | None, length: int) -> Tensor | None:
+    """A per-tensor scale as one per row or column."""
+    return scale if scale is None or scale.ndim else scale.expand(length).contiguous()
 
 
-def _spmm_into(
+def _spmm_cpu(
     out: Tensor,
     a: engine.SparseOperand,
     b: engine.DenseOperand,
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
     bias: Tensor | None,
 ) -> None:
+    """Integers on a CPU, by the engine or, without it, by an int64 product."""
     if out.numel() == 0:
         return
-    left, right = _spread(left, out.shape[-2]), _spread(right, out.shape[-1])
+    row_scale, col_scale = _spread(row_scale, out.shape[-2]), _spread(col_scale, out.shape[-1])
     if engine.available():
-        flat_right = None if right is None else right.reshape(-1, out.shape[-1]).squeeze(0)
-        engine.spmm(a, b, out.view(-1, *out.shape[-2:]), left, flat_right, bias)
+        flat = None if col_scale is None else col_scale.reshape(-1, out.shape[-1]).squeeze(0)
+        engine.spmm(a, b, out.view(-1, *out.shape[-2:]), row_scale, flat, bias)
         return
-    total = torch.matmul(_matrix_ints(a), _dense_ints(b, (a.columns, out.shape[-1])))
+    total = torch.matmul(_matrix_ints(a), _dense_ints(b, (a.columns, out.shape[-1])))  # (*batch, M, N)
     dtype = torch.float32 if out.is_floating_point() else out.dtype
-    rows, columns = None if left is None else left[:, None], None if right is None else right.unsqueeze(-2)
+    rows, columns = (
+        None if row_scale is None else row_scale[:, None],
+        None if col_scale is None else col_scale.unsqueeze(-2),
+    )
     scaled = scale_out(total, dtype, rows, columns)
     out.copy_(scaled if bias is None else scaled + bias[:, None])
 
@@ -78,8 +68,8 @@ def _spmm_into(
 def _spmm_out(
     matrix: list[Tensor],
     b: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
     bias: Tensor | None,
     inner: int,
     bits: list[int],
@@ -88,73 +78,88 @@ def _spmm_out(
     kernel: str,
     out: Tensor,
 ) -> None:
-    """As ``spmm``, into ``out``."""
-    if kernel != "cpu":
+    """``out = (A B) * row_scale * col_scale + bias``; ``bits`` and ``signed`` name A, then B."""
+    if b.device.type == "cuda":
+        from magicube_cutlass.dispatch import cuda as gpu  # its kernels need the CUDA wheels
+
+        dense = engine.DenseOperand(b, bits[1], signed[1], -2, packed_dim)
+        gpu.spmm(kernel, matrix, dense, inner, out, row_scale, col_scale, bias)
+    elif kernel != "cpu":
         number = kernel.removeprefix(float_products.PREFIX)
-        float_products.spmm(matrix, b, number, packed_dim, inner, out, left, right, bias)
-        return
-    row_start, row_end, col_indices, planes, row_sums = matrix
-    blocks = engine.SparseOperand(
-        row_start, row_end, col_indices, planes, row_sums, out.shape[-2], inner, bits[0], signed[0]
-    )
-    _spmm_into(out, blocks, engine.DenseOperand(b, bits[1], signed[1], -2, packed_dim), left, right, bias)
+        float_products.spmm(matrix, b, number, packed_dim, inner, out, row_scale, col_scale, bias)
+    else:
+        row_start, row_end, col_indices, planes, sums = matrix
+        sparse = engine.SparseOperand(
+            row_start, row_end, col_indices, planes, sums, out.shape[-2], inner, bits[0], signed[0]
+        )
+        dense = engine.DenseOperand(b, bits[1], signed[1], -2, packed_dim)
+        _spmm_cpu(out, sparse, dense, row_scale, col_scale, bias)
 
 
-def _spmm_out_cuda(
+def _spmm(
     matrix: list[Tensor],
     b: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
     bias: Tensor | None,
+    rows: int,
     inner: int,
+    n: int,
     bits: list[int],
     signed: list[bool],
     packed_dim: int,
     kernel: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """As :func:`_spmm_out`, into a new tensor."""
+    out = _empty_product(b, rows, n, out_dtype)
+    _spmm_out(matrix, b, row_scale, col_scale, bias, inner, bits, signed, packed_dim, kernel, out)
+    return out
+
+
+def _empty_product(b: Tensor, rows: int, n: int, out_dtype: torch.dtype) -> Tensor:
+    return b.new_empty((*b.shape[:-2], rows, n), dtype=out_dtype)
+
+
+spmm = register_op("magicube::spmm", _spmm, _empty_product)
+spmm_out = register_op("magicube::spmm_out", _spmm_out, None, mutates=("out",))
+
+
+def _sddmm_cpu(
+    x: engine.DenseOperand,
+    y: engine.DenseOperand,
+    pattern: list[Tensor],
     out: Tensor,
+    shape: tuple[int, int, int],
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
 ) -> None:
-    from magicube_cutlass.dispatch import cuda as gpu  # its kernels need the CUDA wheels
-
-    gpu.spmm(kernel, matrix, engine.DenseOperand(b, bits[1], signed[1], -2, packed_dim), inner, out, left, right, bias)
-
-
-def _returning(into: Callable[..., None]) -> Callable[..., Tensor]:
-    """The form of ``spmm`` that makes its output."""
-
-    def spmm(
-        matrix: list[Tensor],
-        b: Tensor,
-        left: Tensor | None,
-        right: Tensor | None,
-        bias: Tensor | None,
-        rows: int,
-        inner: int,
-        n: int,
-        bits: list[int],
-        signed: list[bool],
-        packed_dim: int,
-        kernel: str,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """``C = (A B) * left * right + bias``; ``bits`` and ``signed`` name A, then B."""
-        out = b.new_empty((*b.shape[:-2], rows, n), dtype=out_dtype)
-        into(matrix, b, left, right, bias, inner, bits, signed, packed_dim, kernel, out)
-        return out
-
-    return spmm
-
-
-spmm = _operator("spmm", cpu=_returning(_spmm_out), cuda=_returning(_spmm_out_cuda))
-spmm_out = _operator("spmm_out", ("out",), cpu=_spmm_out, cuda=_spmm_out_cuda)
-torch.library.register_fake("magicube::spmm")(_returning(lambda *_: None))
+    """Integers on a CPU, into ``out`` (*batch, blocks, V, stride), zero on entry."""
+    (m, n, k), (row_start, row_end, col_indices) = shape, pattern
+    blocks, vector_length, stride = out.shape[-3:]
+    row_scale, col_scale = _spread(row_scale, m), _spread(col_scale, n)
+    if engine.available():
+        row_scale = None if row_scale is None else row_scale.reshape(-1, m).squeeze(0)
+        col_scale = None if col_scale is None else col_scale.reshape(-1, n).squeeze(0)
+        engine.sddmm(x, y, row_start, row_end, col_indices, out.view(-1, *out.shape[-3:]), shape, row_scale, col_scale)
+        return
+    ints_y = _dense_ints(y, (n, k) if y.inner_dim == -1 else (k, n))
+    total = torch.matmul(_dense_ints(x, (m, k)), ints_y.mT if y.inner_dim == -1 else ints_y)  # (*batch, M, N)
+    full = scale_out(total, out.dtype, None if row_scale is None else row_scale.unsqueeze(-1),
+                     None if col_scale is None else col_scale.unsqueeze(-2))  # fmt: skip
+    full = torch.nn.functional.pad(full, (0, 0, 0, row_start.numel() * vector_length - m))
+    owner = torch.searchsorted(row_start // stride, torch.arange(blocks), right=True) - 1
+    rows = (owner[:, None] * vector_length + torch.arange(vector_length))[:, :, None].expand(out.shape[-3:])
+    cols = col_indices.view(blocks, 1, stride).expand(out.shape[-3:]).long()
+    out.copy_(full[..., rows, cols.clamp(min=0)].masked_fill_(cols < 0, 0))
 
 
 def _sddmm(
     pattern: list[Tensor],
     x: Tensor,
     y: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
     shape: list[int],
     vector_length: int,
     stride: int,
@@ -165,138 +170,75 @@ def _sddmm(
     kernel: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``(X Y^T) * left * right`` at the pattern, as SR-BCRS values; ``shape`` is (M, N, K)."""
+    """``(X Y^T) * row_scale * col_scale`` at the pattern, as SR-BCRS values; ``shape`` is (M, N, K)."""
     m, n, k = shape
-    row_start, row_end, col_indices = pattern
-    blocks = col_indices.numel() // stride
-    out = torch.zeros((*x.shape[:-2], blocks, vector_length, stride), dtype=out_dtype)
+    dense_x = engine.DenseOperand(x, bits[0], signed[0], -1, packed[0])
+    dense_y = engine.DenseOperand(y, bits[1], signed[1], inner_y, packed[1])
+    out = _empty_samples(pattern, x, vector_length, stride, out_dtype)
+    if x.device.type == "cuda":
+        from magicube_cutlass.dispatch import cuda as gpu
+
+        gpu.sddmm(kernel, pattern, dense_x, dense_y, (m, n, k), out, row_scale, col_scale)
+        return out
+    out.zero_()
     if kernel != "cpu":
+        row_start, _, col_indices = pattern
+        blocks = col_indices.numel() // stride
         owner = torch.searchsorted(row_start // stride, torch.arange(blocks), right=True) - 1
         names = kernel.removeprefix(float_products.PREFIX).split(":")
         sides = (
             float_products.rows(x, names[0], packed[0], -1, (m, k)),
             float_products.rows(y, names[1], packed[1], inner_y, (n, k)),
         )
-        float_products.sddmm(col_indices.view(blocks, stride), owner, *sides, out, left, right)
-        return out
-    dense_x = engine.DenseOperand(x, bits[0], signed[0], -1, packed[0])
-    dense_y = engine.DenseOperand(y, bits[1], signed[1], inner_y, packed[1])
-    if out.numel() == 0:
-        return out
-    left, right = _spread(left, m), _spread(right, n)
-    if engine.available():
-        left = None if left is None else left.reshape(-1, m).squeeze(0)
-        right = None if right is None else right.reshape(-1, n).squeeze(0)
-        batch = out.view(-1, *out.shape[-3:])
-        engine.sddmm(dense_x, dense_y, row_start, row_end, col_indices, batch, (m, n, k), left, right)
-        return out
-    ints_y = _dense_ints(dense_y, (n, k) if inner_y == -1 else (k, n))
-    total = torch.matmul(_dense_ints(dense_x, (m, k)), ints_y.mT if inner_y == -1 else ints_y)  # (*batch, M, N)
-    full = scale_out(total, out_dtype, None if left is None else left.unsqueeze(-1),
-                     None if right is None else right.unsqueeze(-2))  # fmt: skip
-    full = torch.nn.functional.pad(full, (0, 0, 0, row_start.numel() * vector_length - m))
-    owner = torch.searchsorted(row_start // stride, torch.arange(blocks), right=True) - 1
-    rows = (owner[:, None] * vector_length + torch.arange(vector_length))[:, :, None].expand(out.shape[-3:])
-    cols = col_indices.view(blocks, 1, stride).expand(out.shape[-3:]).long()
-    picked = full[..., rows, cols.clamp(min=0)]
-    return picked.masked_fill_(cols < 0, 0)
-
-
-def _sddmm_cuda(
-    pattern: list[Tensor],
-    x: Tensor,
-    y: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    shape: list[int],
-    vector_length: int,
-    stride: int,
-    bits: list[int],
-    signed: list[bool],
-    inner_y: int,
-    packed: list[int],
-    kernel: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    from magicube_cutlass.dispatch import cuda as gpu
-
-    out = x.new_empty((*x.shape[:-2], pattern[1].numel() // stride, vector_length, stride), dtype=out_dtype)
-    dense_x = engine.DenseOperand(x, bits[0], signed[0], -1, packed[0])
-    dense_y = engine.DenseOperand(y, bits[1], signed[1], inner_y, packed[1])
-    gpu.sddmm(kernel, pattern, dense_x, dense_y, (shape[0], shape[1], shape[2]), out, left, right)
+        float_products.sddmm(col_indices.view(blocks, stride), owner, *sides, out, row_scale, col_scale)
+    elif out.numel():
+        _sddmm_cpu(dense_x, dense_y, pattern, out, (m, n, k), row_scale, col_scale)
     return out
 
 
-sddmm = _operator("sddmm", cpu=_sddmm, cuda=_sddmm_cuda)
-
-
-@torch.library.register_fake("magicube::sddmm")
-def _fake_sddmm(
-    pattern: list[Tensor],
-    x: Tensor,
-    y: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    shape: list[int],
-    vector_length: int,
-    stride: int,
-    bits: list[int],
-    signed: list[bool],
-    inner_y: int,
-    packed: list[int],
-    kernel: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _empty_samples(pattern: list[Tensor], x: Tensor, vector_length: int, stride: int, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-2], pattern[-1].shape[0] // stride, vector_length, stride), dtype=out_dtype)
+
+
+sddmm = register_op("magicube::sddmm", _sddmm, _empty_samples)
 
 
 def _quantize(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
     """Signed integers of ``x``, packed along its last dimension, and their scale; a slice with inf or nan gets NaN."""
+    if x.device.type == "cuda" and x.numel():
+        return encode_on_gpu(x, bits, axis, True, False)
     real = x if x.dtype == torch.float64 else x.float()
     return _encode(real.contiguous(), bits, axis, True, False, None)[:2]
 
 
-def _quantize_cuda(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
-    return encode_on_gpu(x, bits, axis, True, False) if x.numel() else _quantize(x, bits, axis)
-
-
-quantize = _operator("quantize", cpu=_quantize, cuda=_quantize_cuda)
-
-
-def _width(x: Tensor, bits: int) -> int:
-    return (x.shape[-1] + 1) // 2 if bits == 4 else x.shape[-1]
-
-
-@torch.library.register_fake("magicube::quantize")
-def _fake_quantize(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
+def _empty_quantized(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
     shape = list(x.shape) if axis is not None else []
     if axis is not None:
         shape[-2 if axis == 0 else -1] = 1
     scale = x.new_empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return _fake_quantize_by(x, scale, bits), scale
+    return _empty_ints(x, bits), scale
+
+
+def _empty_ints(x: Tensor, bits: int) -> Tensor:
+    width = (x.shape[-1] + 1) // 2 if bits == 4 else x.shape[-1]
+    return x.new_empty((*x.shape[:-1], width), dtype=storage_dtype(bits, True))
+
+
+quantize = register_op("magicube::quantize", _quantize, _empty_quantized)
 
 
 def _quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """As ``quantize`` with one given scale: what lies beyond its range saturates, and nan becomes zero."""
+    """As ``quantize`` with one given scale: values beyond its range saturate, and nan becomes zero."""
+    if x.device.type == "cuda" and x.numel():
+        from cute_kernels.convert import quantize as kernels
+
+        given = scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        return kernels.quantize(x, bits=bits, signed=True, axis=None, scale=given)[0]
     real = x if x.dtype == torch.float64 else x.float()
     return _encode(real.contiguous(), bits, None, True, False, scale.to(real.dtype))[0]
 
 
-def _quantize_by_cuda(x: Tensor, scale: Tensor, bits: int) -> Tensor:
-    if not x.numel():
-        return _quantize_by(x, scale, bits)
-    from cute_kernels.convert import quantize as kernels
-
-    given = scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return kernels.quantize(x, bits=bits, signed=True, axis=None, scale=given)[0]
-
-
-quantize_by = _operator("quantize_by", cpu=_quantize_by, cuda=_quantize_by_cuda)
-
-
-@torch.library.register_fake("magicube::quantize_by")
-def _fake_quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _width(x, bits)), dtype=storage_dtype(bits, True))
+quantize_by = register_op("magicube::quantize_by", _quantize_by, _empty_ints)
 
 
 def run_spmm(problem: SpmmProblem, kernel: str, packed: list[Tensor], out: Tensor | None) -> Tensor:
