@@ -1,7 +1,7 @@
-"""Compiled kernels on disk: per user, written atomically, keyed by everything that can change the bytes.
+"""Disk cache of compiled kernels: per user, written atomically, keyed by everything that can change the code.
 
-Nothing here raises for what it finds on disk.  An entry that is truncated, changed, of another key or owned by another
-user is a miss; where the folder cannot be used, kernels are kept for the life of the process.
+Nothing here raises for what it finds on disk. An entry that is truncated, changed, of another key or of another user
+is a miss. If the folder cannot be used, kernels stay in memory for the life of the process.
 File: magic, SHA-256 of the rest, length of the header, header as JSON, code.
 """
 
@@ -30,12 +30,12 @@ _MAGIC = b"magicube-kernel\n"
 _SUFFIX = ".kernel"
 _DIGEST = 32
 _LENGTH = struct.Struct("<I")
-_kept: dict[str, Binary] = {}  # what could not be written
+_in_memory: dict[str, Binary] = {}  # what could not be written
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of the cache; ``size`` is that of the file in bytes."""
+    """One file of the cache; ``size`` is the file's in bytes."""
 
     key: str
     title: str
@@ -45,7 +45,7 @@ class Entry:
 
 
 def directory() -> Path:
-    """The folder of the kernels below ``MAGICUBE_CACHE``, ``XDG_CACHE_HOME/magicube`` or ``~/.cache/magicube``."""
+    """Return the cache folder: below ``MAGICUBE_CACHE``, ``XDG_CACHE_HOME/magicube`` or ``~/.cache/magicube``."""
     if root := os.environ.get("MAGICUBE_CACHE"):
         return Path(root) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -57,7 +57,7 @@ def _own(status: os.stat_result) -> bool:
 
 
 def _prepare() -> Path:
-    """The folder, made where it was absent; raises ``OSError`` unless it is this user's and closed to others."""
+    """The folder, made if absent; raises ``OSError`` unless it is this user's and closed to others."""
     folder = directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = os.lstat(folder)
@@ -69,7 +69,7 @@ def _prepare() -> Path:
 
 
 def headers_digest() -> str:
-    """SHA-256 over names and contents of the project's headers."""
+    """Return the SHA-256 over names and contents of the project's headers."""
     files = []
     for folder, _, names in os.walk(toolchain.KERNEL_HEADERS):
         for name in names:
@@ -82,7 +82,7 @@ def headers_digest() -> str:
 
 @lru_cache(maxsize=8)
 def _digest(root: str, files: tuple[tuple[str, int, int], ...]) -> str:
-    """Of ``files``: path, time of the last change in nanoseconds and size; read once while these stay."""
+    """SHA-256 of ``files`` (path, change time in nanoseconds, size); read again only if one changed."""
     digest = hashlib.sha256()
     for path, _, _ in files:
         text = Path(path).read_bytes()
@@ -91,9 +91,12 @@ def _digest(root: str, files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def key(unit: Unit) -> str:
-    """The name of ``unit``'s entry: a digest of all that can change the compiled bytes.
+    """Return the key of `unit`: a digest of everything that can change the compiled code.
 
-    Raises :class:`~cute_kernels.jit.toolchain.ToolchainError`, because the compilers' versions are part of it.
+    Raises
+    ------
+    ToolchainError
+        If the compiler is missing, because its version is part of the key.
     """
     ingredients = {
         "schema": SCHEMA,
@@ -139,16 +142,16 @@ def _read(path: Path) -> tuple[str, Binary, os.stat_result]:
 
 
 def load(key: str) -> Binary | None:
-    """The binary of ``key``, or None where there is no sound entry."""
+    """Return the binary of `key`, or None if there is no sound entry."""
     try:
         found, binary, _ = _read(directory() / (key + _SUFFIX))
     except (OSError, ValueError):
-        return _kept.get(key)
+        return _in_memory.get(key)
     return binary if found == key else None
 
 
 def save(key: str, binary: Binary) -> None:
-    """Keep ``binary`` under ``key``: on disk, or in this process where the disk cannot be written."""
+    """Store `binary` under `key`: on disk, or in this process if the disk cannot be written."""
     name = ""
     try:
         folder = _prepare()
@@ -157,9 +160,9 @@ def save(key: str, binary: Binary) -> None:
             file.write(_pack(key, binary))
         os.replace(name, folder / (key + _SUFFIX))
     except OSError as error:
-        if not _kept:
+        if not _in_memory:
             log.warning("compiled kernels are kept in memory only: %s", error)
-        _kept[key] = binary
+        _in_memory[key] = binary
         if name:
             _remove(Path(name))
 
@@ -180,7 +183,7 @@ def _files(pattern: str) -> list[Path]:
 
 
 def entries() -> list[Entry]:
-    """The sound entries on disk, newest first."""
+    """Return the sound entries on disk, newest first."""
     found = []
     for path in _files("*" + _SUFFIX):
         try:
@@ -193,15 +196,23 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Remove every entry, sound or not, and what broken-off writes left; returns the number of entries removed."""
-    _kept.clear()
+    """Remove all entries and partial files; return the number of entries removed."""
+    _in_memory.clear()
     for path in _files(".*.tmp"):
         _remove(path)
     return sum(_remove(path) for path in _files("*" + _SUFFIX))
 
 
 def build(unit: Unit) -> Binary:
-    """The binary of ``unit``, from the cache or compiled into it; raises what ``key`` and ``compile_unit`` raise."""
+    """Return the binary of `unit`, from the cache or compiled into it.
+
+    Raises
+    ------
+    ToolchainError
+        If the compiler or a header is missing.
+    CompileError
+        If the compiler refuses the unit.
+    """
     name = key(unit)
     binary = load(name)
     if binary is None:

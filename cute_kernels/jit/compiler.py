@@ -1,8 +1,8 @@
-"""C++ text in, machine code out: NVRTC to LTO-IR, then nvJitLink.
+"""Compile C++ source to machine code: NVRTC to LTO-IR, then nvJitLink.
 
 A compile takes no tensors, launches nothing and needs no driver, so every kernel compiles on a machine without a GPU.
-CuTe wants ``-default-device``, which makes every constant of its headers a variable of the GPU: 1 MB a kernel.  The
-link drops those that nothing reads, and 8 KB are left.
+CuTe needs ``-default-device``, which makes every constant of its headers a device variable: 1 MB per kernel. The link
+drops those that are not read; 8 KB remain.
 """
 
 from __future__ import annotations
@@ -31,9 +31,16 @@ _FILE = "unit.cu"  # how the compiler's messages call the source
 class Unit:
     """One translation unit.
 
-    ``source`` is C++ that includes the project's headers by path (``"spmm/panel.cuh"``) and CuTe's as ``<cute/...>``;
-    ``kernel`` is the name expression of one ``__global__`` function, such as ``magicube::copy<int, 4>``; ``arch`` is
-    one of :data:`ARCHES`; ``label`` is what people read in lists and messages, by default the name expression.
+    Parameters
+    ----------
+    source : str
+        C++ source. It includes the project's headers by path (``"spmm/panel.cuh"``) and CuTe's as ``<cute/...>``.
+    kernel : str
+        Name expression of one ``__global__`` function, such as ``magicube::copy<int, 4>``.
+    arch : str
+        One of :data:`ARCHES`.
+    label : str, default ""
+        Name in lists and messages; default: the name expression.
     """
 
     source: str
@@ -43,12 +50,13 @@ class Unit:
 
     @property
     def title(self) -> str:
+        """Label, or the name expression."""
         return self.label or self.kernel
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the assembler tells: registers a thread, and bytes of stack, spills and static shared memory."""
+    """Registers per thread, and bytes of stack, spills and static shared memory, from ``ptxas``."""
 
     registers: int
     stack_bytes: int
@@ -58,9 +66,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel: cubin, or PTX for ``compute_*``; ``symbol`` is its name inside ``code``, ``title`` its unit's.
+    """A compiled kernel: cubin, or PTX for ``compute_*``.
 
-    ``usage`` is None for PTX, which is assembled on load.
+    ``symbol`` is the kernel's name in ``code``, ``title`` its unit's. ``usage`` is None for PTX, which the driver
+    assembles.
     """
 
     code: bytes
@@ -71,7 +80,7 @@ class Binary:
 
 
 class CompileError(RuntimeError):
-    """NVRTC or nvJitLink refused a unit; ``unit`` is what was compiled and ``log`` what the compiler said."""
+    """NVRTC or nvJitLink refused a unit; ``unit`` is the unit and ``log`` the compiler's log."""
 
     def __init__(self, unit: Unit, log: str) -> None:
         super().__init__(unit, log)  # both, so that the error can come back from another process
@@ -83,7 +92,7 @@ class CompileError(RuntimeError):
 
 
 def check_arch(arch: str) -> None:
-    """Raise ``ValueError`` unless ``arch`` is one of :data:`ARCHES`."""
+    """Raise ``ValueError`` unless `arch` is one of :data:`ARCHES`."""
     if arch not in ARCHES:
         raise ValueError(f"arch must be one of {', '.join(ARCHES)}, got {arch!r}")
 
@@ -93,7 +102,7 @@ def _text(log_of_compiler: str) -> str:
 
 
 def _usage(info: str) -> Usage | None:
-    """The figures of ``ptxas -v``, the largest of each where it tells of several functions."""
+    """The figures of ``ptxas -v``; the largest of each if it reports several functions."""
 
     def largest(pattern: str) -> int:
         return max((int(number) for number in re.findall(pattern, info)), default=0)
@@ -128,11 +137,24 @@ def _compile(unit: Unit, include_dirs: tuple[str, ...]) -> tuple[bytes, str, str
 
 
 def compile_unit(unit: Unit) -> Binary:
-    """Compile one kernel; touches neither the cache nor a GPU.
+    """Compile one kernel without the cache and without a GPU; log one line to the logger ``magicube``.
 
-    Logs one line to the logger ``magicube``.  Raises ``ValueError`` for an unknown arch,
-    :class:`~cute_kernels.jit.toolchain.ToolchainError` where the compiler or a header is missing, and
-    :class:`CompileError` with the compiler's log.
+    Parameters
+    ----------
+    unit : Unit
+
+    Returns
+    -------
+    Binary
+
+    Raises
+    ------
+    ValueError
+        If the arch is unknown.
+    ToolchainError
+        If the compiler or a header is missing.
+    CompileError
+        With the compiler's log.
     """
     check_arch(unit.arch)
     found = toolchain.find()

@@ -1,4 +1,4 @@
-"""The GPU that a call runs on."""
+"""The GPU of a call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HERE = nullcontext()
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:
-    """The device of ``x`` as torch's current one; nothing to do, as nearly always, when it is."""
+    """Return a context in which the device of `x` is torch's current one; free if it is already."""
     # torch.cuda.current_device() asks the same behind three calls
     return _HERE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)
 
 
 @lru_cache
 def num_sms(device: int) -> int:
-    """Of this device."""
+    """Return the number of SMs of `device`."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -39,11 +39,11 @@ CAPABILITIES = {
 
 
 class DeviceError(RuntimeError):
-    """No usable GPU, or the driver refused a call: which call, for which kernel, and the driver's own error name."""
+    """There is no usable GPU, or the driver refused a call."""
 
 
 def _device() -> int:
-    """Torch's current device; raises :class:`DeviceError` where there is none."""
+    """Torch's current device; raises :class:`DeviceError` if there is none."""
     try:
         return torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts
@@ -52,9 +52,19 @@ def _device() -> int:
 
 
 def current_arch() -> str:
-    """The arch to compile for: ``MAGICUBE_ARCH``, else that of torch's current device.
+    """Return the arch to compile for: ``MAGICUBE_ARCH``, else that of torch's current device.
 
-    Raises ``ValueError`` for an unknown ``MAGICUBE_ARCH`` and :class:`DeviceError` for a device without an arch.
+    Returns
+    -------
+    str
+        One of :data:`~cute_kernels.jit.compiler.ARCHES`.
+
+    Raises
+    ------
+    ValueError
+        If ``MAGICUBE_ARCH`` is unknown.
+    DeviceError
+        If the device has no arch here.
     """
     if arch := os.environ.get("MAGICUBE_ARCH"):
         check_arch(arch)

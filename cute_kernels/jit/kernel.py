@@ -1,7 +1,7 @@
-"""Kernels on a GPU: load, launch, attributes, tensor maps.  The only file that calls the driver.
+"""Load and launch kernels on a GPU. Only this file and ``tma`` call the driver.
 
-A launch goes to torch's current stream.  It copies its arguments into a frame made once, so that it costs a few
-microseconds of Python; nothing is allocated on the GPU and nothing waits for it.
+A launch goes to torch's current stream. It packs its arguments into a buffer that is reused, so that it costs a few
+microseconds of Python. It allocates nothing on the GPU and waits for nothing.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ Grid = tuple[int, int, int]
 
 
 class Config(Hashable, Protocol):
-    """What :func:`get_kernel` wants of a kernel's configuration; a frozen dataclass does."""
+    """What :func:`get_kernel` needs of a kernel config; :class:`~cute_kernels.jit.codegen.KernelConfig` has it."""
 
     def translation_unit(self, arch: str) -> Unit:
-        """The translation unit for ``arch``."""
+        """Return the C++ source for `arch`."""
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per CTA."""
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of dynamic shared memory a block."""
+        """Bytes of dynamic shared memory per CTA."""
 
 
 def _driver() -> Any:
@@ -64,7 +64,7 @@ def _check(what: str, result: Sequence[Any]) -> Any:
 
 
 class ArgBuffer:
-    """Memory of one launch's arguments, and the addresses of each as the driver wants them."""
+    """Memory of one launch's arguments, and the address of each as the driver reads them."""
 
     def __init__(self, size: int, offsets: Sequence[int]) -> None:
         self.values = ctypes.create_string_buffer(size + _TENSOR_MAP_ALIGNMENT)
@@ -75,7 +75,7 @@ class ArgBuffer:
 
 
 class ArgLayout:
-    """Widths and places of a kernel's arguments, taken from its first launch, and frames in which to put them."""
+    """Widths and offsets of a kernel's arguments, taken from its first launch, and reusable buffers."""
 
     def __init__(self, args: Sequence[object], sizes: Sequence[int] | None) -> None:
         codes = [_code(index, arg) for index, arg in enumerate(args)]
@@ -112,8 +112,18 @@ def _code(index: int, arg: object) -> str:
 class Kernel:
     """A kernel loaded on one device.
 
-    ``usage`` is what the assembler told (None for PTX); ``num_regs``, ``local_bytes`` (stack and spills a thread),
-    ``shared_bytes`` (static) and ``max_dynamic_shared_bytes`` are what the driver tells.
+    Attributes
+    ----------
+    usage : Usage or None
+        Registers, stack and spills from the assembler; None for PTX.
+    num_regs : int
+        Registers per thread, from the driver.
+    local_bytes : int
+        Bytes of stack and spills per thread.
+    shared_bytes : int
+        Bytes of static shared memory per CTA.
+    max_dynamic_shared_bytes : int
+        Bytes of dynamic shared memory per CTA that a launch may ask for.
     """
 
     def __init__(self, binary: Binary, threads: int, smem_bytes: int, device: int) -> None:
@@ -162,13 +172,26 @@ class Kernel:
             return None
 
     def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, pdl: bool = False) -> None:
-        """Launch on torch's current stream of the kernel's device, which must be the current one.
+        """Launch on torch's current stream of the kernel's device, which must be the current device.
 
-        Args: blocks of the grid in x, y, z (with a 0 there is nothing to do); the kernel's arguments, plain ints for
-        64-bit ones and pointers, numpy scalars for other widths, ``bytes`` of 128 for a tensor map; blocks of a
-        cluster in x, y, z; ``pdl``: blocks may start while the kernel before this one ends, which the kernel must
-        know of (``pdl_wait`` in ``device/copy.cuh``; from 9.0 on, elsewhere without effect).
-        Raises ``TypeError`` for arguments that the kernel does not take and :class:`DeviceError` for a refused launch.
+        Parameters
+        ----------
+        grid : tuple of int
+            CTAs in x, y, z. With a 0 nothing is launched.
+        args : tuple
+            Kernel arguments: int (64 bits, also pointers), numpy scalars (other widths), the 128 bytes of a tensor map.
+        cluster : tuple of int, optional
+            CTAs per cluster in x, y, z.
+        pdl : bool, default False
+            Programmatic dependent launch: CTAs may start before the previous kernel ends. The kernel must call
+            ``pdl_wait`` (``device/copy.cuh``). No effect before sm_90.
+
+        Raises
+        ------
+        TypeError
+            If the kernel does not take these arguments.
+        DeviceError
+            If the driver refuses the launch.
         """
         if 0 in grid:
             return
@@ -189,7 +212,7 @@ class Kernel:
             raise TypeError(f"arguments of {self.name}: {error}") from None
 
     def enqueue(self, prepared: LaunchRecord) -> None:
-        """As :meth:`launch`, of one that was recorded."""
+        """Launch `prepared` again: same arguments, same attributes."""
         _, grid, frame, cluster, pdl = prepared
         if log.isEnabledFor(logging.DEBUG):
             log.debug("launch %s grid %s block %d", self.name, grid, self.threads)
@@ -261,10 +284,25 @@ _loading = threading.Lock()
 
 
 def get_kernel(config: Config) -> Kernel:
-    """The kernel of ``config`` on torch's current device; compiled and loaded once, found in a dictionary after that.
+    """Return the kernel of `config` on torch's current device.
 
-    ``MAGICUBE_ARCH`` is read when a kernel is first loaded.  Raises :class:`DeviceError` where there is no device or
-    it is not supported, and what :func:`cute_kernels.jit.build` raises.
+    It is compiled and loaded once per process and device. ``MAGICUBE_ARCH`` is read when it is loaded.
+
+    Parameters
+    ----------
+    config : Config
+        Hashable kernel config.
+
+    Returns
+    -------
+    Kernel
+
+    Raises
+    ------
+    DeviceError
+        If there is no CUDA device or its compute capability is not supported.
+    ToolchainError, CompileError
+        As :func:`cute_kernels.jit.build`.
     """
     device = _device()
     kernel = _kernels.get((config, device))
@@ -278,20 +316,20 @@ def get_kernel(config: Config) -> Kernel:
 
 
 def set_to_zero(address: int, size: int, device: int) -> None:
-    """Set so many bytes of a GPU's memory to zero on torch's current stream, in less of the host's time than torch."""
+    """Set `size` bytes at `address` to zero on torch's current stream; cheaper on the host than ``zero_``."""
     (status,) = _driver().cuMemsetD8Async(address, 0, size, torch._C._cuda_getCurrentRawStream(device))
     if status:
         raise DeviceError(f"cuMemsetD8Async of {size} bytes: {status.name}")
 
 
 def occupancy(kernel: Kernel) -> int:
-    """Blocks of ``kernel`` that one multiprocessor holds at a time."""
+    """Return how many CTAs of `kernel` one SM holds at a time."""
     result = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel._function, kernel.threads, kernel.smem_bytes)
     return _check(f"occupancy of {kernel.name}", result)
 
 
 class LaunchRecord(NamedTuple):
-    """A launch whose arguments lie in place: to be run any number of times, by any thread."""
+    """A launch with packed arguments: any thread may run it any number of times."""
 
     kernel: Kernel
     grid: tuple[int, int, int]

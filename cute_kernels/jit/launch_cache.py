@@ -1,4 +1,4 @@
-"""Launches that are kept: what a function launched for a key is launched again without the function."""
+"""Launch replay: launches that one call made are run again without the function that made them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from cute_kernels.jit.kernel import LaunchRecord, recording
 
 
 class LaunchCache:
-    """Launches of functions that depend on nothing but their keys: what one launched is launched again without it.
+    """Launches by key, for functions that depend on nothing but the key.
 
-    A key holds the addresses of all that the kernels read and write, and whatever else they depend on, the device too.
+    A key holds the addresses of everything that the kernels read and write, the device, and all else they depend on.
+
+    Parameters
+    ----------
+    most : int
+        Keys to remember; when full, all are forgotten.
     """
 
     def __init__(self, most: int) -> None:
@@ -19,11 +24,11 @@ class LaunchCache:
         self._known: dict[Hashable, tuple[LaunchRecord, ...]] = {}
 
     def get(self, key: Hashable) -> tuple[LaunchRecord, ...] | None:
-        """What was launched for this key, or None; each is for :meth:`Kernel.enqueue`."""
+        """Return the launches of `key`, or None; run each by :meth:`Kernel.enqueue`."""
         return self._known.get(key)
 
     def record(self, key: Hashable, launch: Callable[[], object]) -> None:
-        """Run ``launch``, which launches kernels and does nothing else, on torch's current stream; keep what it did."""
+        """Run `launch`, which only launches kernels on torch's current stream, and remember its launches."""
         outer: list[LaunchRecord] | None = getattr(recording, "launches", None)
         launches: list[LaunchRecord] = []
         recording.launches = launches
@@ -38,7 +43,7 @@ class LaunchCache:
         self._known[key] = tuple(launches)
 
     def run(self, key: Hashable, launch: Callable[[], object]) -> None:
-        """:meth:`record`, or the same again."""
+        """Replay the launches of `key`, or :meth:`record` them."""
         known = self._known.get(key)
         if known is None:
             self.record(key, launch)

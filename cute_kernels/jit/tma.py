@@ -1,4 +1,4 @@
-"""Tensor maps: how TMA copies boxes of a matrix."""
+"""Tensor maps for TMA."""
 
 from __future__ import annotations
 
@@ -18,15 +18,41 @@ def tensor_map(
     swizzle: int = 0,
     unpack: int = 0,
 ) -> bytes:
-    """The 128 bytes by which TMA copies boxes of a matrix: ``const __grid_constant__ cute::TmaDescriptor`` in a kernel.
+    """Encode a tensor map: the 128 bytes of a ``const __grid_constant__ cute::TmaDescriptor``.
 
-    Args: address of the matrix, a multiple of 16; bytes of an unsigned element, 1, 2, 4 or 8; elements of the matrix
-    as (inner, outer); bytes from one row to the next, a multiple of 16; elements of a box as (inner, outer), each at
-    most 256; bytes of the shared-memory swizzle, 0, 32, 64 or 128, which the box's inner bytes may not exceed.
-    ``unpack``, on sm_100a and sm_103a: 4 or 6, the bits of a packed element, sixteen of which become sixteen bytes, one
-    byte of room each; the sizes then count them, and addresses and pitches are multiples of 32.
-    What a box has beyond the matrix is filled with zeros.
-    Raises ``ValueError`` for other element sizes, swizzles and bits and :class:`DeviceError` where the driver refuses.
+    TMA fills with zeros what a box has outside of the matrix.
+
+    Parameters
+    ----------
+    pointer : int
+        Address of the matrix, a multiple of 16 (32 if `unpack`).
+    element_bytes : int
+        Bytes per unsigned element: 1, 2, 4 or 8.
+    shape : tuple of int
+        Elements of the matrix, (inner, outer).
+    pitch_bytes : int
+        Bytes from one row to the next, a multiple of 16 (32 if `unpack`).
+    box : tuple of int
+        Elements of a box, (inner, outer), each at most 256.
+    swizzle : int, default 0
+        Bytes of the shared-memory swizzle: 0, 32, 64 or 128; not below the box's inner bytes.
+    unpack : int, default 0
+        4 or 6 on sm_100a and sm_103a: bits of a packed element. TMA spreads 16 elements over 16 bytes.
+
+    Returns
+    -------
+    bytes
+
+    Raises
+    ------
+    ValueError
+        If `element_bytes`, `swizzle` or `unpack` is not one of these.
+    DeviceError
+        If the driver refuses the map.
+
+    References
+    ----------
+    CUDA driver API, ``cuTensorMapEncodeTiled``.
     """
     if element_bytes not in (1, 2, 4, 8):
         raise ValueError(f"element_bytes must be one of (1, 2, 4, 8), got {element_bytes!r}")

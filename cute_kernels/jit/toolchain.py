@@ -27,15 +27,15 @@ _SETUP = ("cuda-core>=1.2,<2", "cuda-bindings>=13.0,<14")
 
 
 class ToolchainError(RuntimeError):
-    """A part of the JIT's toolchain is missing: which, where it was looked for, and the pip line that mends it."""
+    """A part of the toolchain is missing; names it, where it was looked for, and the pip line that installs it."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
     """What a compile needs.
 
-    ``include_dirs`` are in the order of the search, the kernels' own folder first; ``versions`` has one entry each
-    for nvrtc, nvjitlink, cutlass, cccl and runtime.
+    ``include_dirs`` are in search order, the kernels' own folder first. ``versions`` has one entry each for nvrtc,
+    nvjitlink, cutlass, cccl and runtime.
     """
 
     include_dirs: tuple[str, ...]
@@ -74,7 +74,7 @@ def _toolkits() -> Iterator[Path]:
 
 
 def header_folders() -> list[Path]:
-    """Folders that may hold the runtime's headers and CCCL: those of wheels, then those of toolkits."""
+    """Return folders that may hold the CUDA runtime headers and CCCL: of wheels, then of toolkits."""
     folders = [folder for root in _package_folders("nvidia") for folder in sorted(root.glob("*/include"))]
     for toolkit in _toolkits():
         folders += [toolkit / "include", toolkit / "targets" / f"{platform.machine()}-linux" / "include"]
@@ -82,7 +82,7 @@ def header_folders() -> list[Path]:
 
 
 def cutlass_folders() -> list[Path]:
-    """Folders that may hold CUTLASS and CuTe: inside the wheel nvidia-cutlass."""
+    """Return folders that may hold CUTLASS and CuTe, inside the wheel nvidia-cutlass."""
     return [folder / "source" / "include" for folder in _package_folders("cutlass_library")]
 
 
@@ -188,9 +188,12 @@ def _compilers(missing: list[_Missing]) -> tuple[int, dict[str, str]]:
 
 @cache
 def find() -> Toolchain:
-    """The toolchain of this process; looked for once.
+    """Find the toolchain; cached for the process.
 
-    Raises :class:`ToolchainError`, one for all missing parts, if any part is missing or too old or too new.
+    Raises
+    ------
+    ToolchainError
+        One error for all parts that are missing, too old or too new.
     """
     missing: list[_Missing] = []
     major, versions = _compilers(missing)
@@ -199,13 +202,13 @@ def find() -> Toolchain:
     if missing or cutlass_folder is None:
         wheels = " ".join(f"'{wheel}'" for wheel in dict.fromkeys(item.wheel for item in missing))
         absent = "; ".join(item.what for item in missing)
-        raise ToolchainError(f"kernels cannot be compiled, missing: {absent}.  Mend it with: pip install {wheels}")
+        raise ToolchainError(f"kernels cannot be compiled, missing: {absent}; install with: pip install {wheels}")
     places = (KERNEL_HEADERS, cutlass_folder, *folders)
     return Toolchain(tuple(map(str, places)), {**versions, "cutlass": cutlass, **headers})
 
 
 def report() -> dict[str, str]:
-    """The toolchain for a bug ticket, by name; a missing one is told instead of raised."""
+    """Return the toolchain by name for a bug report; a missing one as its error text."""
     try:
         toolchain = find()
     except ToolchainError as error:

@@ -1,4 +1,4 @@
-"""Compiling ahead of the first use, on any machine, a GPU or not."""
+"""Compile kernels ahead of their first use; needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cute_kernels.jit.compiler import Binary, Unit, check_arch, compile_unit
 
 
 class Source(Protocol):
-    """The part of a kernel's configuration that a compile needs."""
+    """The part of a kernel config that a compile needs."""
 
     def translation_unit(self, arch: str) -> Unit:
-        """The translation unit for ``arch``."""
+        """Return the C++ source for `arch`."""
 
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """One kernel that is in the cache now: ``cached`` if it was there before, ``done`` of ``total`` with it."""
+    """One kernel in the cache: ``cached`` if it was there before, number ``done`` of ``total``."""
 
     binary: Binary
     cached: bool
@@ -30,12 +30,28 @@ class WarmupResult:
 
 
 def warmup(configs: Iterable[Source], arch: str, jobs: int = 1) -> Iterator[WarmupResult]:
-    """Compile the kernels of ``configs`` for ``arch`` into the cache; yields each when it is there.
+    """Compile the kernels of `configs` for `arch` into the cache.
 
-    ``jobs`` processes compile at a time, because NVRTC lets threads of one process wait for each other.  A script that
-    asks for more than one needs ``if __name__ == "__main__":``.
-    Raises ``ValueError`` for an unknown arch or ``jobs`` below 1 at once, and while it runs what
-    :func:`cute_kernels.jit.compile_unit` raises, at the first kernel that fails.
+    Parameters
+    ----------
+    configs : iterable of KernelConfig
+    arch : str
+        One of :data:`~cute_kernels.jit.compiler.ARCHES`.
+    jobs : int, default 1
+        Processes; NVRTC serializes the threads of one process. A script with more than one needs
+        ``if __name__ == "__main__":``.
+
+    Yields
+    ------
+    WarmupResult
+        Each kernel when it is in the cache.
+
+    Raises
+    ------
+    ValueError
+        At once, if `arch` is unknown or `jobs` below 1.
+    ToolchainError, CompileError
+        At the first kernel that fails.
     """
     check_arch(arch)
     if jobs < 1:

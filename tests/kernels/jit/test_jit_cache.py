@@ -21,7 +21,7 @@ BINARY = Binary(bytes(range(256)) * 8, "_Z5probePi", "sm_80", "probe", Usage(8, 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_kept", {})
+    monkeypatch.setattr(cache, "_in_memory", {})
     return cache.directory()
 
 
@@ -37,7 +37,7 @@ def test_what_was_saved_is_loaded(binary: Binary) -> None:
     stored(binary=binary)
     assert cache.load("k") == binary
     assert cache.load("another") is None
-    assert not cache._kept
+    assert not cache._in_memory
 
 
 def test_folder_and_files_are_private(folder: Path) -> None:
@@ -198,7 +198,7 @@ def hammer(start: object, seed: int) -> int:
         cache.save("k", replace(BINARY, code=bytes([seed]) * (1 + 997 * turn)))
         found = cache.load("k")
         wrong += found is None or len(set(found.code)) != 1
-    return wrong + len(cache._kept)
+    return wrong + len(cache._in_memory)
 
 
 def test_two_processes_at_one_key_never_fail(folder: Path) -> None:
