@@ -207,6 +207,8 @@ def undocumented(root: Path = ROOT) -> list[str]:
     def visit(node: ast.Module | ast.ClassDef, prefix: str) -> None:
         for each in node.body:
             if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and not each.name.startswith("_"):
+                if any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in each.decorator_list):
+                    continue
                 if ast.get_docstring(each) is None:
                     found.append(f"{prefix}.{each.name}")
                 elif isinstance(node, ast.ClassDef):

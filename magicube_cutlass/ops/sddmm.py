@@ -13,6 +13,8 @@ from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.ops import torch_ops
 from magicube_cutlass.ops.problem import Operand, check_dense, float32_scale, operand_key, operand_tensors
+from magicube_cutlass.quantization.float_operands import DenseFloats
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _DEFAULT_STRIDE = 32
 
@@ -27,14 +29,58 @@ def sddmm(
     transposed_y: bool = False,
     atom: str | None = None,
 ) -> SRBCRS | BCRS:
-    """``S[i, j] = scale_X[i] * scale_Y[j] * sum_k X[i, k] Y[j, k]`` at the vectors of ``mask``, of integers exact.
+    """Multiply two dense matrices at the nonzeros of a pattern.
 
-    ``X``: (..., M, K), ``Y``: (..., N, K), or (..., K, N) with ``transposed_y``; each row- or column-major, any widths
-    and signs.  Scales are one number or one a row of X, of Y (a column of Y when it is transposed).  ``mask``: (M, N).
-    ``out_dtype``, and floats as operands, as in :func:`spmm`.  Returns a matrix on the mask's pattern with
-    ``bits=None``; leading dimensions of X and Y, which must agree, lead its values.
-    :func:`magicube_cutlass.autograd.sddmm` is differentiable.
-    Raises as :func:`spmm` does.  Source: Li, Osawa, Hoefler, SC'22, section IV-E.
+    ``S[i, j] = scale_X[i] * scale_Y[j] * sum_k X[i, k] Y[j, k]`` at the vectors of `mask`. Integer sums are exact;
+    float products accumulate in float32. Implements the SDDMM of [1]_. A differentiable form is
+    :func:`magicube_cutlass.autograd.sddmm`.
+
+    Parameters
+    ----------
+    X : QuantTensor, FloatTensor or Tensor, shape (..., M, K)
+        Left operand, row- or column-major, with a per-tensor or per-row scale.
+    Y : QuantTensor, FloatTensor or Tensor, shape (..., N, K)
+        Right operand with a per-tensor or per-row scale; shape (..., K, N) and a per-column scale with `transposed_y`.
+    mask : Pattern, SRBCRS or BCRS, shape (M, N)
+        Pattern of the result.
+    out_format : {"srbcrs", "bcrs"}, default "srbcrs"
+        Format of the result.
+    out_dtype : torch.dtype, optional
+        As in :func:`magicube_cutlass.spmm`.
+    transposed_y : bool, default False
+        Y is (..., K, N).
+    atom : str, optional
+        MMA atom. Default: selected by dtypes and device.
+
+    Returns
+    -------
+    SRBCRS or BCRS, shape (M, N)
+        Results on the mask's pattern, ``bits=None``; leading dimensions of X and Y lead its values.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not supported.
+    ValueError
+        If shapes, devices or scales do not match, or int32 could overflow.
+
+    See Also
+    --------
+    spmm : The product of a sparse and a dense matrix.
+
+    References
+    ----------
+    .. [1] Li, Osawa, Hoefler, SC'22, section IV-E.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> X = mc.QuantTensor.from_ints(torch.arange(8 * 4).reshape(8, 4), bits=8)
+    >>> Y = mc.QuantTensor.from_ints(torch.ones(16, 4, dtype=torch.int8), bits=8)
+    >>> mask = mc.Pattern.from_dense(torch.eye(8, 16, dtype=torch.bool), vector_length=8)
+    >>> S = mc.sddmm(X, Y, mask)
+    >>> S.to_dense()[0, :3]
+    tensor([6, 6, 6], dtype=torch.int32)
     """
     if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
         pattern, stride = mask, _DEFAULT_STRIDE
@@ -53,21 +99,9 @@ def sddmm(
         raise ValueError(f"out_format must be 'srbcrs' or 'bcrs', got {out_format!r}")
     left_op, right_op = check_dense("X", X, pattern.device), check_dense("Y", Y, pattern.device)
     inner_y = -2 if transposed_y else -1
+    _check_operands(left_op, right_op, pattern, transposed_y)
     m, n = pattern.shape
     inner = left_op.shape[-1]
-    if left_op.shape[-2] != m:
-        raise ValueError(f"X must have {m} rows for a mask of shape {pattern.shape}, got {left_op.shape[-2]}")
-    if right_op.shape[-3 - inner_y] != n:
-        raise ValueError(f"Y must have {n} {'columns' if transposed_y else 'rows'} for a mask of shape "
-                         f"{pattern.shape}, got {right_op.shape[-3 - inner_y]}")  # fmt: skip
-    if right_op.shape[inner_y] != inner:
-        raise ValueError(f"X and Y must have the same inner size, got {inner} and {right_op.shape[inner_y]}")
-    if left_op.shape[:-2] != right_op.shape[:-2]:
-        raise ValueError(f"X and Y must have the same leading dimensions, got {tuple(left_op.shape[:-2])} and "
-                         f"{tuple(right_op.shape[:-2])}")  # fmt: skip
-    for name, operand, along in (("X", left_op, 0), ("Y", right_op, 1 if transposed_y else 0)):
-        if operand.axis is not None and operand.axis == along:
-            raise ValueError(f"{name} must have one scale or one outside the sum, got one along the inner dimension")
     scaled = left_op.scale is not None or right_op.scale is not None
     kinds = left_op.number, right_op.number
     dtype = result_dtype(out_dtype, scaled, inner, *kinds)
@@ -100,6 +134,27 @@ def sddmm(
 
         pattern._cache[key] = sddmm_call(kernel, copy, left_op, right_op, inner_y, (m, n, inner), result)
     return result if out_format == "srbcrs" else result.to_bcrs()
+
+
+def _check_operands(
+    left_op: QuantTensor | DenseFloats, right_op: QuantTensor | DenseFloats, pattern: Pattern, transposed_y: bool
+) -> None:
+    """Raise ``ValueError`` unless shapes and scales match."""
+    m, n = pattern.shape
+    inner, inner_y = left_op.shape[-1], -2 if transposed_y else -1
+    if left_op.shape[-2] != m:
+        raise ValueError(f"X must have {m} rows for a mask of shape {pattern.shape}, got {left_op.shape[-2]}")
+    if right_op.shape[-3 - inner_y] != n:
+        raise ValueError(f"Y must have {n} {'columns' if transposed_y else 'rows'} for a mask of shape "
+                         f"{pattern.shape}, got {right_op.shape[-3 - inner_y]}")  # fmt: skip
+    if right_op.shape[inner_y] != inner:
+        raise ValueError(f"X and Y must have the same inner size, got {inner} and {right_op.shape[inner_y]}")
+    if left_op.shape[:-2] != right_op.shape[:-2]:
+        raise ValueError(f"X and Y must have the same leading dimensions, got {tuple(left_op.shape[:-2])} and "
+                         f"{tuple(right_op.shape[:-2])}")  # fmt: skip
+    for name, operand, along in (("X", left_op, 0), ("Y", right_op, 1 if transposed_y else 0)):
+        if operand.axis is not None and operand.axis == along:
+            raise ValueError(f"{name} must have one scale or one outside the sum, got one along the inner dimension")
 
 
 def _sddmm_key(

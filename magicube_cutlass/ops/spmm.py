@@ -31,24 +31,64 @@ def spmm(
     config: SpmmKernel | None = None,
     allow_dense: bool = False,
 ) -> Tensor:
-    """``C = scale_A * scale_B * (A B) + bias[:, None]``, of integers exact, of floats with sums in float32.
+    """Multiply a sparse matrix by a dense one.
 
-    ``A``: (M, K) of 4, 8, 12 or 16 bits.  ``B``: (..., K, N), any of these widths, row- or column-major, signed or not
-    independently of A; its scale is one number or one a column (``quantize(x, bits, axis=0)``).  ``bias``: (M,),
-    float output only.  ``out``: contiguous, (..., M, N), written in place.
-    ``out_dtype``: int32 or int64 give the integer product without scales; float32, float16 and bfloat16 apply them.
-    Default: int32 when neither operand has a scale, else float32.  ``atom``: the mma instruction to use on a GPU, a
-    name in :mod:`cute_kernels.atoms`; default: by widths and device.  ``config``: exactly this kernel, for experiments.
-    ``allow_dense``: A is also kept as a dense int8 matrix and multiplied as such where that is expected to be faster,
-    the sums as exact as before (see :func:`explain`): for operands of 4 bits and of 8 bits with a sign.  Such a call is
-    no part of a compiled graph: ``torch.compile`` goes around it, or refuses it with ``fullgraph=True``.
-    Floats: A and B each of float16, bfloat16, e5m2, e4m3 or e2m1, but for float16 beside bfloat16; B a FloatTensor of
-    one scale or one a column, or a tensor of such a dtype.  Output float32 (the default), float16 or bfloat16.  What
-    they add up to is in ``docs/floats.md``.
-    Integers have no gradient; :func:`magicube_cutlass.autograd.spmm` takes floats and is differentiable.
-    Returns (..., M, N).  Raises ``TypeError`` for wrong types, ``ValueError`` for shapes, devices and scales that do
-    not go together, and where the bound ``K max|A| max|B|`` does not promise that the integer output fits.
-    Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
+    ``C = scale_A * scale_B * (A @ B) + bias[:, None]``. Integer sums are exact; float products accumulate in float32.
+    Implements the SpMM of [1]_. :func:`magicube_cutlass.autograd.spmm` takes floats and is differentiable.
+
+    Parameters
+    ----------
+    A : SRBCRS or BCRS, shape (M, K)
+        Sparse operand: 4-, 8-, 12- or 16-bit integers, or floats (float16, bfloat16, e5m2, e4m3, e2m1).
+    B : QuantTensor, FloatTensor or Tensor, shape (..., K, N)
+        Dense operand, row- or column-major, with a per-tensor or per-column scale. Width and sign are independent of
+        A's; integers multiply integers and floats floats (float16 with bfloat16 excepted).
+    out_dtype : torch.dtype, optional
+        int32 or int64 (unscaled), or float32, float16 or bfloat16 (scaled).
+        Default: int32 for unscaled integers, else float32.
+    bias : Tensor, shape (M,), optional
+        Added in the epilogue; needs a float `out_dtype`.
+    out : Tensor, shape (..., M, N), optional
+        Contiguous output, written in place.
+    atom : str, optional
+        MMA atom, a name in :mod:`cute_kernels.atoms`. Default: selected by dtypes and device.
+    config : SpmmKernel, optional
+        Kernel config; overrides kernel selection.
+    allow_dense : bool, default False
+        Run the dense int8 GEMM on a dense copy of A if it is predicted to be faster. For operands of 4 bits and signed
+        8 bits; not inside a compiled graph.
+
+    Returns
+    -------
+    Tensor, shape (..., M, N)
+        The product, on the device of `A`.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not supported.
+    ValueError
+        If shapes, devices or scales do not match, or the bound ``K max|A| max|B|`` exceeds the integer output.
+    NotImplementedError
+        If `allow_dense` is used in a compiled graph, or the device is neither CPU nor CUDA.
+
+    See Also
+    --------
+    explain : Report which kernel a call uses.
+    sddmm : The product of two dense matrices at a pattern.
+
+    References
+    ----------
+    .. [1] Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> A = mc.SRBCRS.from_dense(torch.eye(8, 16, dtype=torch.int8), vector_length=8)
+    >>> B = mc.QuantTensor.from_ints(torch.arange(32).reshape(16, 2), bits=8)
+    >>> mc.spmm(A, B)[:2]
+    tensor([[0, 1],
+            [2, 3]], dtype=torch.int32)
     """
     if allow_dense:
         _check_allow_dense(atom, config)
