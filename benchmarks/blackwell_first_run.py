@@ -27,19 +27,20 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats, gemm_floats
-from cute_kernels.scaled_gemm.config import Kind
-from cute_kernels.scaled_gemm.cuda import gemm_floats_cuda
-from cute_kernels.scaled_gemm.sm100 import Codes, Tcgen05Config, candidates, map_parameters, mma_kind
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gemm, scaled_gemm
+from cute_kernels.scaled_gemm.config import OperandFormat
+from cute_kernels.scaled_gemm.cuda import scaled_gemm_cuda
+from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, candidates, map_parameters, mma_kind
 from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SECONDS = 180  # of a step, its compiles included
-PAIRS = [(Kind(a), Kind(b)) for a in FORMATS for b in FORMATS]
-MX = {name: Kind(name, 32, "ue8m0") for name in FORMATS}
-NV = Kind("e2m1", 16, "e4m3")
+PAIRS = [(OperandFormat(a), OperandFormat(b)) for a in FORMATS for b in FORMATS]
+MX = {name: OperandFormat(name, 32, "ue8m0") for name in FORMATS}
+NV = OperandFormat("e2m1", 16, "e4m3")
 SCALED = [(MX["e4m3"], MX["e4m3"]), (MX["e3m2"], MX["e2m1"]), (MX["e2m1"], MX["e2m1"]), (NV, NV)]
-TIMED = [*((Kind(a), Kind(b)) for a, b in (("e4m3", "e4m3"), ("e4m3", "e2m1"), ("e2m1", "e2m1"))), *SCALED]
+UNSCALED = (("e4m3", "e4m3"), ("e4m3", "e2m1"), ("e2m1", "e2m1"))
+TIMED = [*((OperandFormat(a), OperandFormat(b)) for a, b in UNSCALED), *SCALED]
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16, 8192, 28672))  # (M, K, N)
 
 
@@ -51,7 +52,7 @@ class Finding(NamedTuple):
     told: str = ""
 
 
-def matrix(kind: Kind, values: Tensor, blocks: Tensor | None = None) -> FloatOperand:
+def matrix(kind: OperandFormat, values: Tensor, blocks: Tensor | None = None) -> FloatOperand:
     """The operand with these values, which the format has, and these factors of blocks, all ones by default."""
     codes = floats.pack(floats.encode(values.float(), kind.dtype), kind.dtype)
     scales: dict[str, Any] = {}
@@ -62,7 +63,7 @@ def matrix(kind: Kind, values: Tensor, blocks: Tensor | None = None) -> FloatOpe
     return FloatOperand(codes, kind.dtype, values.shape[1], **scales)
 
 
-def integers(kind: Kind, rows: int, k: int, seed: int, device: str) -> FloatOperand:
+def integers(kind: OperandFormat, rows: int, k: int, seed: int, device: str) -> FloatOperand:
     """Integers of -2 to 2, and factors 1/2, 1 or 2."""
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.randint(-2, 3, (rows, k), generator=generator, device=device)
@@ -74,13 +75,13 @@ def integers(kind: Kind, rows: int, k: int, seed: int, device: str) -> FloatOper
 
 def product(a: FloatOperand, b: FloatOperand, config: Tcgen05Config | None = None, **options: Any) -> Tensor:
     """By the kernel in question; raises ``RuntimeError`` where another one would do it."""
-    plan = explain_gemm_floats(a, b)
+    plan = explain_scaled_gemm(a, b)
     if a.device.type == "cuda" and not isinstance(plan.config, Tcgen05Config):
         raise RuntimeError(f"{plan.kernel} was chosen: {plan.refused or 'not a chip of sm_100a or sm_103a'}")
     if config is None or a.device.type == "cpu":
-        return gemm_floats(a, b, **options)
+        return scaled_gemm(a, b, **options)
     out = torch.full((a.rows, b.rows), torch.nan, device=a.device)
-    return gemm_floats_cuda(check(a, b, 1.0, 0.0, None, None, out, out.dtype, False), out, config)
+    return scaled_gemm_cuda(check(a, b, 1.0, 0.0, None, None, out, out.dtype, False), out, config)
 
 
 def exact(a: FloatOperand, b: FloatOperand) -> Tensor:
@@ -107,7 +108,7 @@ def try_boxes(device: str) -> Iterator[Finding]:
         bits = FORMATS[dtype].bits
         known = torch.randint(1 << bits, (200, 256), device=device).to(torch.uint8)
         packed = floats.pack(known, dtype)
-        parameters = map_parameters("a", Codes(dtype, 256, 200, packed.data_ptr(), packed.stride(0)), plain, 128)
+        parameters = map_parameters("a", PackedMatrix(dtype, 256, 200, packed.data_ptr(), packed.stride(0)), plain, 128)
         counts = {"packed": 128 * 16 * bits, "unpacked": 128 * 128, "packed and a chunk more": 128 * 16 * bits + 16}
         got: dict[str, bool] = {}
         for name, count in counts.items():
@@ -125,7 +126,7 @@ def try_boxes(device: str) -> Iterator[Finding]:
                       f"{told}waiters go at: {', '.join(lets_go) or 'none'}")  # fmt: skip
 
 
-def places(a: Kind, b: Kind, device: str, swapped: bool) -> tuple[Tensor, Tensor]:
+def places(a: OperandFormat, b: OperandFormat, device: str, swapped: bool) -> tuple[Tensor, Tensor]:
     """Which (row, k) of one operand each result reads, the other being the identity: int (128, 128) both."""
     index, eye = torch.arange(128, device=device), torch.eye(128, device=device)
     read = []
@@ -144,7 +145,8 @@ def try_identities(device: str) -> Iterator[Finding]:
     index = torch.arange(128, device=device)
     for dtype in FORMATS:
         for swapped in (False, True):
-            pair = (Kind(dtype), Kind("e4m3")) if swapped else (Kind("e4m3"), Kind(dtype))
+            varied, fixed = OperandFormat(dtype), OperandFormat("e4m3")
+            pair = (varied, fixed) if swapped else (fixed, varied)
             row, k = places(*pair, device, swapped)
             # D = I B^T: D[m, n] is B[n, m]; D = A I: D[m, n] is A[m, n].
             rows, ks = (index[:, None], index[None]) if swapped else (index[None], index[:, None])
@@ -188,7 +190,7 @@ def try_shapes(device: str) -> Iterator[Finding]:
     for m, k, n in ((1, 128, 1), (3, 16, 5), (130, 208, 257), (129, 8192, 65), (*large[:1], 384, large[1])):
         for a, b in (("e4m3", "e5m2"), ("e2m1", "e3m2")):
             depth = k if a == "e4m3" else -(-k // 128) * 128
-            x, y = integers(Kind(a), m, depth, 1, device), integers(Kind(b), n, depth, 2, device)
+            x, y = integers(OperandFormat(a), m, depth, 1, device), integers(OperandFormat(b), n, depth, 2, device)
             for config in candidates("f8f6f4"):
                 got = product(x, y, config)
                 yield compared(f"{a} x {b}, {m} x {depth} x {n}, {config.tile_n} columns", got, exact(x, y))
@@ -198,7 +200,7 @@ def try_outputs(device: str) -> Iterator[Finding]:
     """Output types, scales of rows and columns, c and bias; rows that start at multiples of 16 bytes, and not."""
     generator = torch.Generator(device).manual_seed(3)
     for n in (256, 251):
-        x, y = integers(Kind("e2m1"), 140, 256, 1, device), integers(Kind("e4m3"), n, 256, 2, device)
+        x, y = integers(OperandFormat("e2m1"), 140, 256, 1, device), integers(OperandFormat("e4m3"), n, 256, 2, device)
         rows, bias = (torch.randn(size, generator=generator, device=device) for size in (140, n))
         c = torch.randn(140, n, generator=generator, device=device).half()
         truth = 0.5 * exact(x, y) * rows.double()[:, None] - 2 * c.double() + bias.double()
@@ -209,7 +211,7 @@ def try_outputs(device: str) -> Iterator[Finding]:
             yield Finding(f"{dtype}, {n} columns", error < 2 * torch.finfo(dtype).eps + 2.0**-18, f"error {error:.1e}")
 
 
-def normal(kind: Kind, rows: int, k: int, seed: int, device: str) -> FloatOperand:
+def normal(kind: OperandFormat, rows: int, k: int, seed: int, device: str) -> FloatOperand:
     """The format's nearest to normal numbers."""
     real = torch.randn(rows, k, generator=torch.Generator(device).manual_seed(seed), device=device)
     return matrix(kind, floats.decode(floats.encode(real, kind.dtype), kind.dtype))
@@ -235,7 +237,8 @@ def try_speed(device: str) -> Iterator[Finding]:
         if device == "cpu":
             yield from (Finding(name, call() is not None, "not timed in a rehearsal") for name, call in calls.items())
             continue
-        e4m3 = [floats.to_torch(integers(Kind("e4m3"), size, k, 1, device).codes, "e4m3") for size in (m, n)]
+        operands = [integers(OperandFormat("e4m3"), size, k, 1, device) for size in (m, n)]
+        e4m3 = [floats.to_torch(each.packed_data, "e4m3") for each in operands]
         one = torch.ones((), device=device)
         calls["torch fp8"] = partial(torch._scaled_mm, e4m3[0], e4m3[1].t(), one, one, out_dtype=torch.float32)
         for name, timing in measure(calls, rounds=7, samples=5).items():

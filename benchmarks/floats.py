@@ -24,12 +24,12 @@ from torch import Tensor
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.jit import current_arch
-from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats, gemm_floats
-from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
-from cute_kernels.scaled_gemm.cuda import choose_config, gemm_floats_cuda
-from cute_kernels.scaled_gemm.dequantize import DecodeConfig, ready
-from cute_kernels.scaled_gemm.small_m import ROWS, OrderConfig, SmallMConfig, supports
-from cute_kernels.scaled_gemm.small_m import candidates as few_candidates
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gemm, scaled_gemm
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
+from cute_kernels.scaled_gemm.cuda import choose_config, scaled_gemm_cuda
+from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, dequantized_format
+from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, supports
+from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OUT = torch.float16
@@ -48,34 +48,35 @@ TUNED = ((64, 8192, 28672), (16, 8192, 28672), (64, 4096, 4096), (1024, 1024, 10
 TUNED_PAIRS = ("e4m3 x e4m3", "e4m3 x e2m1")
 ALL_PAIRS = (4096, 4096, 4096)
 QUICK = ((128, 512, 384),)
-MX = {name: Kind(name, 32, "ue8m0") for name in FORMATS}
-NV = Kind("e2m1", 16, "e4m3")
-TILED = Kind("e4m3", tiles=True)
-OURS: dict[str, tuple[Kind, Kind, bool]] = {
-    "e4m3 x e4m3": (Kind("e4m3"), Kind("e4m3"), False),
-    "e4m3 x e4m3, fast sums": (Kind("e4m3"), Kind("e4m3"), True),
-    "e4m3 x e2m1": (Kind("e4m3"), Kind("e2m1"), False),
-    "e4m3 x e2m1, fast sums": (Kind("e4m3"), Kind("e2m1"), True),
-    "e4m3 x e2m3": (Kind("e4m3"), Kind("e2m3"), False),
-    "e2m1 x e2m1": (Kind("e2m1"), Kind("e2m1"), False),
+MX = {name: OperandFormat(name, 32, "ue8m0") for name in FORMATS}
+NV = OperandFormat("e2m1", 16, "e4m3")
+TILED = OperandFormat("e4m3", tiles=True)
+OURS: dict[str, tuple[OperandFormat, OperandFormat, bool]] = {
+    "e4m3 x e4m3": (OperandFormat("e4m3"), OperandFormat("e4m3"), False),
+    "e4m3 x e4m3, fast sums": (OperandFormat("e4m3"), OperandFormat("e4m3"), True),
+    "e4m3 x e2m1": (OperandFormat("e4m3"), OperandFormat("e2m1"), False),
+    "e4m3 x e2m1, fast sums": (OperandFormat("e4m3"), OperandFormat("e2m1"), True),
+    "e4m3 x e2m3": (OperandFormat("e4m3"), OperandFormat("e2m3"), False),
+    "e2m1 x e2m1": (OperandFormat("e2m1"), OperandFormat("e2m1"), False),
     "e4m3 x e4m3, factors of 128 x 128": (TILED, TILED, False),
     "mxfp8 x mxfp4": (MX["e4m3"], MX["e2m1"], False),
     "nvfp4 x nvfp4": (NV, NV, False),
 }
 
 
-def tried(m: int, a: Kind, b: Kind) -> list[FloatGemmConfig | SmallMConfig]:
+def tried(m: int, a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig | SmallMConfig]:
     """The kernels that are chosen from for m rows, and others of the same template."""
     found = candidates(a, b, current_arch())
     first, small = found[0], next(each for each in found if each.tile_m == 64)
     if first.decoders:
-        left, right = (ready(kind, a.block > 0 or b.block > 0) for kind in (a, b))
+        left, right = (dequantized_format(kind, a.block > 0 or b.block > 0) for kind in (a, b))
         before = candidates(left, right, current_arch())
         others = [replace(first, decoders=1), replace(small, decoders=2), replace(small, stages=3), *before]
     else:
         others = [replace(small, resident=2, stages=4), replace(first, promote=False)]
-    few = few_candidates(next(rows for rows in ROWS if m <= rows), a, b) if supports(m, a, b, current_arch()) else []
-    return [*found, *others, *few]
+    if not supports(m, a, b, current_arch()):
+        return [*found, *others]
+    return [*found, *others, *small_m_candidates(next(rows for rows in ROWS if m <= rows), a, b)]
 
 
 class Rival(NamedTuple):
@@ -87,8 +88,8 @@ class Rival(NamedTuple):
     kernel: str
 
 
-def operand(kind: Kind, rows: int, k: int, seed: int) -> FloatOperand:
-    """Codes of normal numbers, and scales near 1."""
+def operand(kind: OperandFormat, rows: int, k: int, seed: int) -> FloatOperand:
+    """Packed values of normal numbers, and scales near 1."""
     generator = torch.Generator("cuda").manual_seed(seed)
     spread = FORMATS[kind.dtype].largest / 4 if kind.bits < 8 else 1.0
     codes = []
@@ -105,14 +106,14 @@ def operand(kind: Kind, rows: int, k: int, seed: int) -> FloatOperand:
 
 
 def operand_bytes(x: FloatOperand) -> int:
-    return x.codes.nbytes + sum(each.nbytes for each in (x.blocks, x.tiles) if each is not None)
+    return x.packed_data.nbytes + sum(each.nbytes for each in (x.blocks, x.tiles) if each is not None)
 
 
 def error_of(got: Tensor, truth: Tensor) -> float:
     return float((got.double() - truth).norm() / truth.norm())
 
 
-def scaling(k: int, *kinds: Kind) -> float:
+def scaling(k: int, *kinds: OperandFormat) -> float:
     """What keeps results near 1."""
     spread = [FORMATS[kind.dtype].largest / 4 if kind.bits < 8 else 1.0 for kind in kinds]
     return 1 / (spread[0] * spread[1] * k**0.5)
@@ -125,7 +126,7 @@ def truth_of(a: FloatOperand, b: FloatOperand, alpha: float) -> Tensor:
     for first in range(0, b.rows, 4096):
         last = min(first + 4096, b.rows)
         part = FloatOperand(
-            b.codes[first:last], b.dtype, b.k, None, None if b.blocks is None else b.blocks[first:last], b.block,
+            b.packed_data[first:last], b.dtype, b.k, None, None if b.blocks is None else b.blocks[first:last], b.block,
             b.scale_dtype, None if b.tiles is None else b.tiles[first // 128 : -(-last // 128)],
         )  # fmt: skip
         parts.append(left @ part.values(torch.float64).t())
@@ -138,13 +139,13 @@ def ours(
     truth: Tensor,
     alpha: float,
     fast: bool,
-    config: FloatGemmConfig | SmallMConfig | None = None,
+    config: ScaledGemmConfig | SmallMConfig | None = None,
 ) -> Rival:
     """The product, compared with the exact one; raises ``ArithmeticError`` where it is off."""
     out = torch.full((a.rows, b.rows), torch.nan, dtype=OUT, device="cuda")
-    call: Callable[[], Tensor] = partial(gemm_floats, a, b, alpha=alpha, out=out, out_dtype=OUT, fast_accum=fast)
+    call: Callable[[], Tensor] = partial(scaled_gemm, a, b, alpha=alpha, out=out, out_dtype=OUT, fast_accum=fast)
     if config is not None:
-        call = partial(gemm_floats_cuda, check(a, b, alpha, 0.0, None, None, out, OUT, fast), out, config)
+        call = partial(scaled_gemm_cuda, check(a, b, alpha, 0.0, None, None, out, OUT, fast), out, config)
     call()
     error = error_of(out, truth)
     if not error < 1e-2:
@@ -153,17 +154,17 @@ def ours(
     if config is not None:
         name = config.name
     else:
-        plan = explain_gemm_floats(a, b, out_dtype=OUT, fast_accum=fast)
+        plan = explain_scaled_gemm(a, b, out_dtype=OUT, fast_accum=fast)
         name, decoded = plan.kernel, " and ".join(plan.decoded)
     kernel = f"{name}, {decoded} decoded before" if decoded else name
     return Rival(call, error, operand_bytes(a) + operand_bytes(b), kernel)
 
 
 def torch_fp8(a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float, fast: bool) -> Rival:
-    x, y = floats.to_torch(a.codes, "e4m3"), floats.to_torch(b.codes, "e4m3").t()
+    x, y = floats.to_torch(a.packed_data, "e4m3"), floats.to_torch(b.packed_data, "e4m3").t()
     scale, one = torch.tensor(alpha, device="cuda"), torch.ones((), device="cuda")
     call = partial(torch._scaled_mm, x, y, scale_a=scale, scale_b=one, out_dtype=OUT, use_fast_accum=fast)
-    return Rival(call, error_of(call(), truth), a.codes.nbytes + b.codes.nbytes, "torch._scaled_mm")
+    return Rival(call, error_of(call(), truth), a.packed_data.nbytes + b.packed_data.nbytes, "torch._scaled_mm")
 
 
 def torch_bf16(a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float) -> Rival:
@@ -175,7 +176,7 @@ def rivals(shape: tuple[int, int, int], every: bool) -> Iterator[tuple[str, Call
     """Names and makers of the products of one shape; ``every``: all kernels of two pairs instead."""
     m, k, n = shape
     pairs = {name: each for name, each in OURS.items() if not every or name in TUNED_PAIRS}
-    made: dict[Kind, tuple[FloatOperand, FloatOperand]] = {}
+    made: dict[OperandFormat, tuple[FloatOperand, FloatOperand]] = {}
     for name, (left, right, fast) in pairs.items():
         for kind in (left, right):
             made.setdefault(kind, (operand(kind, m, k, 1), operand(kind, n, k, 2)))
@@ -237,35 +238,36 @@ def run_shape(shape: tuple[int, int, int], every: bool = False) -> dict[str, Any
 def run_pairs(shape: tuple[int, int, int]) -> dict[str, Any]:
     """All 25 pairs of formats."""
     m, k, n = shape
-    lefts = {name: operand(Kind(name), m, k, 1) for name in FORMATS}
-    rights = {name: operand(Kind(name), n, k, 2) for name in FORMATS}
+    lefts = {name: operand(OperandFormat(name), m, k, 1) for name in FORMATS}
+    rights = {name: operand(OperandFormat(name), n, k, 2) for name in FORMATS}
     made = {}
     for left, a in lefts.items():
         for right, b in rights.items():
-            alpha = scaling(k, Kind(left), Kind(right))
+            alpha = scaling(k, OperandFormat(left), OperandFormat(right))
             made[f"{left} x {right}"] = ours(a, b, truth_of(a, b, alpha), alpha, False)
     return timed(made, shape, [])
 
 
 def configs(
     shapes: tuple[tuple[int, int, int], ...], quick: bool
-) -> list[FloatGemmConfig | SmallMConfig | OrderConfig | DecodeConfig]:
+) -> list[ScaledGemmConfig | SmallMConfig | ReorderConfig | DequantizeConfig]:
     """Every kernel that the run will use."""
     arch, out = current_arch(), str(OUT).removeprefix("torch.")
-    found: list[FloatGemmConfig | SmallMConfig | OrderConfig | DecodeConfig] = [
-        OrderConfig(Kind(a), bits) for a in FORMATS for bits in (4, 8)
+    found: list[ScaledGemmConfig | SmallMConfig | ReorderConfig | DequantizeConfig] = [
+        ReorderConfig(OperandFormat(a), bits) for a in FORMATS for bits in (4, 8)
     ]
-    found += [OrderConfig(MX["e4m3"], 4, True), OrderConfig(NV, 4, True)]
-    small = [Kind(name) for name in FORMATS if FORMATS[name].bits < 8]
-    found += [DecodeConfig(kind, False) for kind in small]
-    found += [DecodeConfig(kind, True) for kind in (MX["e4m3"], MX["e2m1"], NV)]
+    found += [ReorderConfig(MX["e4m3"], 4, True), ReorderConfig(NV, 4, True)]
+    small = [OperandFormat(name) for name in FORMATS if FORMATS[name].bits < 8]
+    found += [DequantizeConfig(kind, False) for kind in small]
+    found += [DequantizeConfig(kind, True) for kind in (MX["e4m3"], MX["e2m1"], NV)]
     for a, b, fast in OURS.values():
         found += [choose_config(m, n, k, a, b, arch, fast=fast, out=out) for m, k, n in shapes]
     for m, _, _ in QUICK if quick else TUNED:
         for left, right in (OURS[name][:2] for name in TUNED_PAIRS):
             found += [replace(config, out=out) for config in tried(m, left, right)]
     m, k, n = shapes[0] if quick else ALL_PAIRS
-    found += [choose_config(m, n, k, Kind(a), Kind(b), arch, out=out) for a in FORMATS for b in FORMATS]
+    formats = [OperandFormat(name) for name in FORMATS]
+    found += [choose_config(m, n, k, a, b, arch, out=out) for a in formats for b in formats]
     return found
 
 

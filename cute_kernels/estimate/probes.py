@@ -106,7 +106,7 @@ class Comparison(NamedTuple):
     product: float
     claimed: float
     result: float
-    far: int
+    out_of_range: int
 
 
 def padded(count: int) -> int:
@@ -143,7 +143,7 @@ def probe(x: Tensor, w: Tensor) -> Tensor:
     return _probe(x, w, "")[0]
 
 
-def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
+def probe_with_absmax(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
     """As :func:`probe`, and the largest magnitudes of the ``lines``, ``rows`` or ``columns``, float32 (M,) or (N,).
 
     Where an entry is NaN so is that magnitude; with infinity and without NaN it is infinite.
@@ -152,12 +152,12 @@ def probe_with_tops(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
 
 
 def can_emit_float16(x: Tensor) -> bool:
-    """Whether :func:`probe_with_halves` takes ``x``: float32, rows of a multiple of 4 entries, aligned to 16 bytes."""
+    """Whether :func:`probe_with_float16` takes ``x``: float32, rows of a multiple of 4 entries, aligned to 16 bytes."""
     return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix(x)[-1] == 1
 
 
-def probe_with_halves(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`probe_with_tops`, and x in float16 (M, N), for an x that :func:`can_emit_float16` allows."""
+def probe_with_float16(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`probe_with_absmax`, and x in float16 (M, N), for an x that :func:`can_emit_float16` allows."""
     y, tops, halves = _probe(x, w, lines, halved=True)
     assert halves is not None
     return y, tops, halves
@@ -222,7 +222,7 @@ def _places(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
     return x.shape, x.stride(), x.dtype, x.device.index, where
 
 
-class _Answer(threading.local):
+class _ResultBuffer(threading.local):
     """Where a kernel leaves a thread's sums: memory of the host that a GPU writes to."""
 
     def __init__(self) -> None:
@@ -231,26 +231,26 @@ class _Answer(threading.local):
 
 
 @lru_cache
-def _answers() -> _Answer:
-    return _Answer()
+def _result_buffers() -> _ResultBuffer:
+    return _ResultBuffer()
 
 
-def answer() -> Tensor:
+def result_buffer() -> Tensor:
     """Where a comparison that this thread starts leaves its sums."""
-    return _answers().sums
+    return _result_buffers().sums
 
 
-def expect_answer() -> None:
-    """From now on :func:`awaited` knows by its words whether an answer is there; all that this thread started, is."""
-    _answers().words.fill(_AWAITED)
+def arm_result() -> None:
+    """From now on :func:`wait_result` knows by its words whether an answer is there; all that this thread started, is."""
+    _result_buffers().words.fill(_AWAITED)
 
 
-def awaited(device: torch.device) -> Comparison:
-    """The answer since :func:`expect_answer`, as soon as it is there, whatever torch's current stream does after it.
+def wait_result(device: torch.device) -> Comparison:
+    """The answer since :func:`arm_result`, as soon as it is there, whatever torch's current stream does after it.
 
     A caller that has started one and cannot take it must wait for the stream, or the next one is taken for it.
     """
-    words = _answers().words
+    words = _result_buffers().words
     while (words == _AWAITED).any():
         if torch.cuda.current_stream(device).query():  # raises where a kernel failed
             break
@@ -279,7 +279,7 @@ def start_comparison(
         at_once = num_sms(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)
         blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
-        parts, there = workspace.empty((blocks, SUMS), torch.float64, c.device), answer()
+        parts, there = workspace.empty((blocks, SUMS), torch.float64, c.device), result_buffer()
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
@@ -298,15 +298,15 @@ def start_comparison(
 
 
 def start_sum(parts: Tensor) -> None:
-    """Start to add the blocks' parts, float64 (blocks, 260), to :func:`answer`."""
+    """Start to add the blocks' parts, float64 (blocks, 260), to :func:`result_buffer`."""
     get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
-        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), parts.shape[0], answer().data_ptr()), pdl=True
+        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), parts.shape[0], result_buffer().data_ptr()), pdl=True
     )
 
 
 def _comparison_there() -> Comparison:
     """The answer, once it is known to be there."""
-    sums = answer().numpy()
+    sums = result_buffer().numpy()
     product_squares, claimed, result, far = sums[-4:].tolist()
     return Comparison(sums[:-4].reshape(PROBES, PROBES).copy(), product_squares, claimed, result, int(far))
 

@@ -19,11 +19,11 @@ from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
 # Of an estimate by these kernels, whose factors are cut to tf32: four of them in a chain, each by 2^-10 at most.
-CUT = 1 + 2.0**-7
+TF32_MARGIN = 1 + 2.0**-7
 
 
 @dataclass(frozen=True)
-class RestConfig(KernelConfig):
+class RemainderConfig(KernelConfig):
     """What a kernel is compiled for: ``probe_rest``, over B with a scale a column, or ``judge_rest``, over A with a
     scale a row, both of float32.
 
@@ -67,7 +67,7 @@ class RestConfig(KernelConfig):
         return {"Source": "float"}
 
 
-def probe_rest(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
+def probe_remainder(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
     """``(B W)^T`` and ``(dB W)^T``, (2, 16, padded(K)) float32: dB is what the digits of B leave.
 
     ``b`` (K, N) float32, :func:`probeable` in one launch; ``w`` (16, padded(N)); ``scale`` (N,) of
@@ -77,7 +77,7 @@ def probe_rest(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
     transposed, x, groups, tiles = _pass(b)
     found = workspace.empty((2, probes.PROBES, width), torch.float32, b.device)
     with device_of(b):
-        get_kernel(RestConfig("probe_rest", transposed, groups)).launch(
+        get_kernel(RemainderConfig("probe_rest", transposed, groups)).launch(
             (tiles, 1, 1),
             (
                 *_matrix(x, b.shape), w.data_ptr(), w.shape[1], scale.data_ptr(), np.float32(2.0**bits),
@@ -88,20 +88,20 @@ def probe_rest(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
     return found
 
 
-def start_judging(
+def start_remainder_estimate(
     a: Tensor, vectors: Tensor, scale: Tensor, other: Tensor, bits: int, bounds: tuple[float, float]
 ) -> None:
-    """Start the pass over A: :func:`awaited` then tells, as ``gram``, of what the product of
+    """Start the pass over A: :func:`cute_kernels.estimate.probes.wait_result` then tells, as ``gram``, of what the product of
     digits leaves out of A B, ``product`` of ``A B W``, and ``far``; ``claimed`` and ``result`` are 0.
 
-    ``a`` (M, K) float32 as in :func:`probe_rest`, which has made ``vectors``; ``scale`` (M,) of its rows, ``other``
+    ``a`` (M, K) float32 as in :func:`probe_remainder`, which has made ``vectors``; ``scale`` (M,) of its rows, ``other``
     (N,) of B's columns: entries of both that are not within ``bounds`` are counted.  Does not wait.
     """
     transposed, x, groups, tiles = _pass(a)
     blocks = min(tiles, num_sms(a.device.index))
     parts = workspace.empty((blocks, probes.SUMS), torch.float64, a.device)
     with device_of(a):
-        get_kernel(RestConfig("judge_rest", transposed, groups)).launch(
+        get_kernel(RemainderConfig("judge_rest", transposed, groups)).launch(
             (blocks, 1, 1),
             (
                 *_matrix(x, a.shape), vectors.data_ptr(), vectors.shape[2], scale.data_ptr(), other.data_ptr(),
@@ -127,7 +127,9 @@ def _matrix(x: Tensor, shape: torch.Size) -> tuple[int, ...]:
     return at, pitch, *shape, vector
 
 
-def default_configs() -> list[RestConfig]:
+def default_configs() -> list[RemainderConfig]:
     """All of the kernels."""
     kernels = ("probe_rest", "judge_rest")
-    return [RestConfig(kernel, turned, groups) for kernel in kernels for turned in (False, True) for groups in (1, 2)]
+    return [
+        RemainderConfig(kernel, turned, groups) for kernel in kernels for turned in (False, True) for groups in (1, 2)
+    ]

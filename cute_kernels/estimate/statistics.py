@@ -15,13 +15,13 @@ from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
-LINES = 16  # that are drawn of each operand
+NUM_SLICES = 16  # that are drawn of each operand
 CHUNK = 64  # columns of k of a block
 FORMS, FACTS = 16, 2  # numbers of a line; of a side
 TABLE, RAW, MEANS, SHARES, LEVELS = 7, 5, 10, 4, 3
 _SUMS = TABLE**2 + RAW**2 + 2
 _NUMBERS = _SUMS + SHARES + 2 * MEANS**2 + 2 * LEVELS + 2 * FACTS
-_LONGEST, _MOST_LINES = 2**15, 2**17  # single blocks go over a line, and over the largest magnitudes of all lines
+_LONGEST, _MAX_SLICES = 2**15, 2**17  # single blocks go over a line, and over the largest magnitudes of all lines
 _OTHER_SEED = 0x5851F42D4C957F2D  # what the draws of B are apart from those of A
 
 
@@ -35,9 +35,9 @@ class StatisticsConfig(KernelConfig):
 
     kernel: str
     x: str = "float32"
-    far: int = 30
-    hot: int = 16
-    most_hot: int = 16
+    range_log2: int = 30
+    outlier_ratio: int = 16
+    outlier_divisor: int = 16
 
     @property
     def threads(self) -> int:
@@ -50,7 +50,7 @@ class StatisticsConfig(KernelConfig):
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
-        return f"{self.kernel}-{self.x}-f{self.far}h{self.hot}m{self.most_hot}"
+        return f"{self.kernel}-{self.x}-f{self.range_log2}h{self.outlier_ratio}m{self.outlier_divisor}"
 
     @property
     def kernel_header(self) -> str:
@@ -63,13 +63,13 @@ class StatisticsConfig(KernelConfig):
     def _constants(self) -> dict[str, object]:
         return {
             "kThreads": self.threads,
-            "kLines": LINES,
+            "kLines": NUM_SLICES,
             "kChunk": CHUNK,
             "kForms": FORMS,
             "kFacts": FACTS,
-            "kFar": self.far,
-            "kHot": self.hot,
-            "kMostHot": self.most_hot,
+            "kFar": self.range_log2,
+            "kHot": self.outlier_ratio,
+            "kMostHot": self.outlier_divisor,
         }
 
     def _types(self) -> dict[str, str]:
@@ -77,23 +77,23 @@ class StatisticsConfig(KernelConfig):
 
 
 @lru_cache
-def _config(kernel: str, x: str, rule: Rule) -> StatisticsConfig:
-    return StatisticsConfig(kernel, x, rule.far, rule.hot, rule.most_hot)
+def _config(kernel: str, x: str, rule: StatisticsRule) -> StatisticsConfig:
+    return StatisticsConfig(kernel, x, rule.range_log2, rule.outlier_ratio, rule.outlier_divisor)
 
 
-class Rule(NamedTuple):
+class StatisticsRule(NamedTuple):
     """What is asked: digits of ``bits`` bits, leading digits from which an entry is above each sparse level, shares of
     the columns of k, and the config's ``far``, ``hot`` and ``most_hot``."""
 
     bits: int
     levels: tuple[int, int, int]
     shares: tuple[float, float, float, float]
-    far: int
-    hot: int
-    most_hot: int
+    range_log2: int
+    outlier_ratio: int
+    outlier_divisor: int
 
 
-class Side(NamedTuple):
+class SlicedOperand(NamedTuple):
     """An operand: lines x (L, K) of any strides, float32, float16 or bfloat16, and their largest magnitudes, float32
     (L,), contiguous.  NaN and infinity there are what they are in a line."""
 
@@ -101,24 +101,24 @@ class Side(NamedTuple):
     tops: Tensor
 
 
-class Sampled(NamedTuple):
+class OperandSample(NamedTuple):
     """What was found of one operand, for pairs with others: ``workspace`` float64, behind all else a byte a column."""
 
     workspace: Tensor
     inner: int
 
     @property
-    def hot(self) -> Tensor:
+    def outliers(self) -> Tensor:
         """bool (K,): which columns of k are outliers."""
         return self.workspace.view(torch.bool)[8 * _hot_start(self.inner) :][: self.inner]
 
-    def places(self) -> tuple[int, int]:
+    def addresses(self) -> tuple[int, int]:
         """Addresses of the workspace and of its bytes."""
         start = self.workspace.data_ptr()
         return start, start + 8 * _hot_start(self.inner)
 
 
-class Tables(NamedTuple):
+class PairStatistics(NamedTuple):
     """Numbers of a pair of operands; lines are brought to a largest magnitude of one, tables are row by row.
 
     Attributes:
@@ -134,77 +134,77 @@ class Tables(NamedTuple):
         far: lines of A and of B that are not near one, or not finite; where there are any, the others mean nothing.
     """
 
-    squares: list[float]
+    sum_of_squares: list[float]
     raw: list[float]
-    hot: int
+    num_outliers: int
     product: float
-    taken: list[float]
-    left: list[float]
-    right: list[float]
+    cross_energy_by_share: list[float]
+    lhs_means: list[float]
+    rhs_means: list[float]
     density: tuple[list[float], list[float]]
-    size: tuple[float, float]
-    far: int
+    norms: tuple[float, float]
+    out_of_range: int
 
 
-class Look:
+class StatisticsFuture:
     """Numbers on their way to the host.
 
     Attributes:
         sides: of A and of B.
     """
 
-    def __init__(self, sides: tuple[Sampled, Sampled], pair: Tensor, out: Tensor) -> None:
-        self.sides, self._pair = sides, pair
+    def __init__(self, sides: tuple[OperandSample, OperandSample], pair: Tensor, out: Tensor) -> None:
+        self.samples, self._pair = sides, pair
         self._host = torch.empty(_NUMBERS, dtype=torch.float64, pin_memory=True)
         self._host.copy_(out, non_blocking=True)
         self._there = torch.cuda.Event()
         self._there.record()
 
     @property
-    def crossed(self) -> Tensor:
+    def cross_weight(self) -> Tensor:
         """float32 (K,): how much the cross products of a column of k weigh, by every other line."""
-        return self._pair.view(torch.float32)[: self.sides[0].inner]
+        return self._pair.view(torch.float32)[: self.samples[0].inner]
 
-    def tables(self) -> Tables:
-        """Waits for the numbers, and for nothing that was launched after :func:`look`."""
+    def result(self) -> PairStatistics:
+        """Waits for the numbers, and for nothing that was launched after :func:`start_statistics`."""
         self._there.synchronize()
-        return tables_of(self._host.tolist())
+        return parse_statistics(self._host.tolist())
 
 
-def tables_of(numbers: list[float]) -> Tables:
+def parse_statistics(numbers: list[float]) -> PairStatistics:
     """The tables in the order in which ``meet_lines`` writes them."""
     table, raw = TABLE**2, TABLE**2 + RAW**2
     left = _SUMS + SHARES
     right = left + MEANS**2
     ends = right + MEANS**2
     density, facts = numbers[ends : ends + 2 * LEVELS], numbers[ends + 2 * LEVELS :]
-    return Tables(
+    return PairStatistics(
         numbers[:table], numbers[table:raw], int(numbers[raw]), numbers[raw + 1], numbers[_SUMS:left],
         numbers[left:right], numbers[right:ends], (density[:LEVELS], density[LEVELS:]), (facts[0], facts[2]),
         int(facts[1] + facts[3]),
     )  # fmt: skip
 
 
-def fits(lines: int, inner: int) -> bool:
+def supports(lines: int, inner: int) -> bool:
     """Whether the kernels take an operand of so many lines and entries a line."""
-    return 0 < lines <= _MOST_LINES and 0 < inner <= _LONGEST
+    return 0 < lines <= _MAX_SLICES and 0 < inner <= _LONGEST
 
 
-def pitch_of(inner: int) -> int:
+def row_pitch(inner: int) -> int:
     """Entries from one line to the next in a workspace."""
     return -(-inner // CHUNK) * CHUNK
 
 
 def _hot_start(inner: int) -> int:
-    return FACTS + (LINES * FORMS + (LINES + 1) * pitch_of(inner)) // 2
+    return FACTS + (NUM_SLICES * FORMS + (NUM_SLICES + 1) * row_pitch(inner)) // 2
 
 
 def workspace_size(inner: int) -> int:
     """Doubles of a side's workspace."""
-    return _hot_start(inner) + pitch_of(inner) // 8
+    return _hot_start(inner) + row_pitch(inner) // 8
 
 
-def _source(side: Side, seed: int, sampled: Sampled) -> tuple[int, ...]:
+def _source(side: SlicedOperand, seed: int, sampled: OperandSample) -> tuple[int, ...]:
     x = side.x
     return (
         x.data_ptr(), x.stride(0), x.stride(1), side.tops.data_ptr(), x.shape[0], seed, sampled.workspace.data_ptr(),
@@ -212,10 +212,14 @@ def _source(side: Side, seed: int, sampled: Sampled) -> tuple[int, ...]:
 
 
 def _sample(
-    fresh: list[tuple[Side, Sampled, int]], inner: int, rule: Rule, kind: tuple[np.float32, ...], arrived: int
+    fresh: list[tuple[SlicedOperand, OperandSample, int]],
+    inner: int,
+    rule: StatisticsRule,
+    kind: tuple[np.float32, ...],
+    arrived: int,
 ) -> None:
     """Draw and measure the lines of one or two sides; two launches, one more for different dtypes."""
-    chunks = pitch_of(inner) // CHUNK
+    chunks = row_pitch(inner) // CHUNK
     alike = len({side.x.dtype for side, _, _ in fresh}) == 1
     for group in [fresh] if alike else [[each] for each in fresh]:
         kernel = get_kernel(_config("sample_lines", REAL_DTYPES[group[0][0].x.dtype], rule))
@@ -223,7 +227,7 @@ def _sample(
         kernel.launch((chunks, len(group), 1), (*sources[0], *sources[-1], inner, arrived))
     kernel = get_kernel(_config("measure_lines", "float32", rule))
     (_, first, _), (_, second, _) = fresh[0], fresh[-1]
-    kernel.launch((LINES, len(fresh), 1), (*first.places(), *second.places(), inner, *kind))
+    kernel.launch((NUM_SLICES, len(fresh), 1), (*first.addresses(), *second.addresses(), inner, *kind))
 
 
 @lru_cache
@@ -236,22 +240,24 @@ def _counts(shares: tuple[float, ...], inner: int) -> tuple[int, ...]:
     return tuple(max(1, round(share * inner)) for share in shares)
 
 
-def look(left: Side, right: Side | Sampled, product: Tensor, rule: Rule, seed: int) -> Look:
-    """Draw sixteen lines of A and of B by their squared largest magnitudes; start what :class:`Tables` tells of them.
+def start_statistics(
+    left: SlicedOperand, right: SlicedOperand | OperandSample, product: Tensor, rule: StatisticsRule, seed: int
+) -> StatisticsFuture:
+    """Draw sixteen lines of A and of B by their squared largest magnitudes; start what :class:`PairStatistics` tells of them.
 
     left: rows of A (M, K), right: columns of B (N, K), or what an earlier look at them with the same ``rule`` found.
-    product: contiguous float32.  Both operands :func:`fits`.  Line i is the one behind the (i + u)-th sixteenth of the
+    product: contiguous float32.  Both operands :func:`supports`.  Line i is the one behind the (i + u)-th sixteenth of the
     sum of squared magnitudes, u in [0, 1) by ``seed``, so that a line counts as much as it weighs, zeros not at all.
     Does not wait for the GPU.
     """
     inner, device = left.x.shape[1], left.x.device
-    pitch, size = pitch_of(inner), workspace_size(inner)
+    pitch, size = row_pitch(inner), workspace_size(inner)
     blocks = pitch // CHUNK
 
-    def empty() -> Sampled:
-        return Sampled(torch.empty(size, dtype=torch.float64, device=device), inner)
+    def empty() -> OperandSample:
+        return OperandSample(torch.empty(size, dtype=torch.float64, device=device), inner)
 
-    a, b = empty(), right if isinstance(right, Sampled) else empty()
+    a, b = empty(), right if isinstance(right, OperandSample) else empty()
     # weights of columns (2, pitch) in float32, blocks' sums, a counter, and the numbers
     pair = torch.empty(pitch + blocks * _SUMS + 1 + _NUMBERS, dtype=torch.float64, device=device)
     crossed = pair.data_ptr()
@@ -259,7 +265,7 @@ def look(left: Side, right: Side | Sampled, product: Tensor, rule: Rule, seed: i
     arrived = partials + 8 * blocks * _SUMS
     seed = (seed + 2**63) % 2**64 - 2**63
     fresh = [(left, a, seed)]
-    if isinstance(right, Side):
+    if isinstance(right, SlicedOperand):
         fresh.append((right, b, seed ^ _OTHER_SEED))
     with device_of(product):
         kind = _kind(rule.bits, rule.levels)
@@ -268,11 +274,11 @@ def look(left: Side, right: Side | Sampled, product: Tensor, rule: Rule, seed: i
         kernel.launch(
             (blocks, 1, 1),
             (
-                *a.places(), *b.places(), inner, *kind, product.data_ptr(), product.numel(), crossed, partials, arrived,
+                *a.addresses(), *b.addresses(), inner, *kind, product.data_ptr(), product.numel(), crossed, partials, arrived,
                 *_counts(rule.shares, inner), arrived + 8,
             ),
         )  # fmt: skip
-        return Look((a, b), pair, pair[-_NUMBERS:])
+        return StatisticsFuture((a, b), pair, pair[-_NUMBERS:])
 
 
 def default_configs() -> list[StatisticsConfig]:

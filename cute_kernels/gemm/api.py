@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, products_of
 from cute_kernels.gemm.cpu import gemm_cpu, int_mm_is_exact
-from cute_kernels.gemm.cuda import gemm_cuda, leaves_squares, plan_cuda, squares_room
-from cute_kernels.gemm.problem import Call, check_output, floating, of_nothing
+from cute_kernels.gemm.cuda import can_emit_sum_of_squares, gemm_cuda, plan_cuda, sum_of_squares_size
+from cute_kernels.gemm.problem import GemmProblem, check_float_tensor, check_output, empty_product
 
 Planes = Tensor | Sequence[Tensor]
 
@@ -62,38 +62,48 @@ def _scale(
     if x is None:
         return None, 1.0
     if isinstance(x, Tensor):
-        return floating(x, name, ((size,), ()), device, wide), 1.0
+        return check_float_tensor(x, name, ((size,), ()), device, wide), 1.0
     return None, float(x)
 
 
-def _check_integral(call: Call) -> None:
+def _check_integral(problem: GemmProblem) -> None:
     """Integer outputs hold the plain sum."""
-    dtype, k = call.out_dtype, call.shape[2]
-    if call.products.number != 1:
-        raise ValueError(f"terms must be 1 for out_dtype {dtype}, got {call.products.number}")
-    given = {"scale_a": call.scale_a, "scale_b": call.scale_b, "c": call.c, "bias": call.bias}
+    dtype, k = problem.out_dtype, problem.shape[2]
+    if problem.products.number != 1:
+        raise ValueError(f"terms must be 1 for out_dtype {dtype}, got {problem.products.number}")
+    given = {"scale_a": problem.scale_a, "scale_b": problem.scale_b, "c": problem.c, "bias": problem.bias}
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name} must be None for out_dtype {dtype}: a scaled sum is no integer")
-    if call.alpha != 1.0:
-        raise ValueError(f"alpha times scales must be 1 for out_dtype {dtype}, got {call.alpha}")
+    if problem.alpha != 1.0:
+        raise ValueError(f"alpha times scales must be 1 for out_dtype {dtype}, got {problem.alpha}")
     if dtype == torch.int32 and k > MAX_PRODUCTS:
         raise ValueError(f"K must be at most {MAX_PRODUCTS} for out_dtype torch.int32, which may overflow, got K = {k}")
 
 
-def _check_squares(call: Call, squares: Tensor) -> None:
-    """Sums of squares are left by one kernel, of a plain product in float32."""
-    if call.out_dtype != torch.float32 or call.c is not None or call.bias is not None:
+def _check_squares(problem: GemmProblem, sum_of_squares: Tensor) -> None:
+    """Sums of sum_of_squares are left by one kernel, of a plain product in float32."""
+    if problem.out_dtype != torch.float32 or problem.c is not None or problem.bias is not None:
         raise ValueError(
-            f"squares must be None unless out_dtype is torch.float32 without c and bias, got {call.out_dtype}"
+            f"sum_of_squares must be None unless out_dtype is torch.float32 without c and bias, got {problem.out_dtype}"
         )
-    if call.device.type != "cuda" or not leaves_squares(call.shape[2], call.products, call.device):
-        raise ValueError(f"squares must be None on {call.device} for K = {call.shape[2]}: leaves_squares tells")
-    room, pinned = squares_room(call.device), squares.device == call.device or squares.is_pinned()
-    if squares.dtype != torch.float32 or squares.numel() < room or not squares.is_contiguous() or not pinned:
+    if problem.device.type != "cuda" or not can_emit_sum_of_squares(problem.shape[2], problem.products, problem.device):
         raise ValueError(
-            f"squares must be contiguous float32 of at least {room} entries, on {call.device} or pinned, got "
-            f"{squares.dtype} of {squares.numel()} on {squares.device}"
+            f"sum_of_squares must be None on {problem.device} for K = {problem.shape[2]}: can_emit_sum_of_squares tells"
+        )
+    room, pinned = (
+        sum_of_squares_size(problem.device),
+        sum_of_squares.device == problem.device or sum_of_squares.is_pinned(),
+    )
+    if (
+        sum_of_squares.dtype != torch.float32
+        or sum_of_squares.numel() < room
+        or not sum_of_squares.is_contiguous()
+        or not pinned
+    ):
+        raise ValueError(
+            f"sum_of_squares must be contiguous float32 of at least {room} entries, on {problem.device} or pinned, got "
+            f"{sum_of_squares.dtype} of {sum_of_squares.numel()} on {sum_of_squares.device}"
         )
 
 
@@ -110,8 +120,8 @@ def _check(
     bias: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype,
-    squares: Tensor | None = None,
-) -> Call:
+    sum_of_squares: Tensor | None = None,
+) -> GemmProblem:
     """The product that the arguments of :func:`gemm` describe."""
     left, right = _planes(a, "a"), _planes(b, "b")
     device = left[0].device
@@ -131,20 +141,20 @@ def _check(
     if beta != 0.0 and c is None:
         raise ValueError(f"c must be given for beta {beta}")
     if c is not None:
-        c = floating(c, "c", ((m, n),), device, wide) if beta != 0.0 else None
+        c = check_float_tensor(c, "c", ((m, n),), device, wide) if beta != 0.0 else None
     if bias is not None:
-        bias = floating(bias, "bias", ((n,),), device, wide)
+        bias = check_float_tensor(bias, "bias", ((n,),), device, wide)
     products = products_of(len(left), len(right), terms)
     left, right = left[: products.planes_a], right[: products.planes_b]
     scale = float(alpha) * number_a * number_b
-    call = Call(
-        left, right, products, shift, factors_a, factors_b, scale, float(beta), c, bias, out, out_dtype, squares
+    problem = GemmProblem(
+        left, right, products, shift, factors_a, factors_b, scale, float(beta), c, bias, out, out_dtype, sum_of_squares
     )
-    if call.integral:
-        _check_integral(call)
-    if squares is not None:
-        _check_squares(call, squares)
-    return call
+    if problem.is_integer:
+        _check_integral(problem)
+    if sum_of_squares is not None:
+        _check_squares(problem, sum_of_squares)
+    return problem
 
 
 def gemm(
@@ -161,7 +171,7 @@ def gemm(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.int32,
-    squares: Tensor | None = None,
+    sum_of_squares: Tensor | None = None,
 ) -> Tensor:
     """``D[m, n] = alpha s_a[m] s_b[n] sum_ij 2^(-shift (i + j)) sum_k a_i[m, k] b_j[k, n] + beta c[m, n] + bias[n]``.
 
@@ -180,9 +190,9 @@ def gemm(
         bias: (N,).
         out: (M, N) of ``out_dtype`` to write to; its rows must not have gaps between elements.
         out_dtype: int32 or int64 for the plain sum of one product; float16, bfloat16, float32, on the CPU float64.
-        squares: where ``cute_kernels.gemm.cuda.leaves_squares``, float32 on the GPU or in pinned memory, zeros:
+        sum_of_squares: where ``cute_kernels.gemm.cuda.can_emit_sum_of_squares``, float32 on the GPU or in pinned memory, zeros:
             the kernel writes parts of ``||D||_F^2`` to some of its entries, of which there must be
-            ``cute_kernels.gemm.cuda.squares_room``.
+            ``cute_kernels.gemm.cuda.sum_of_squares_size``.
     Scales, ``c`` and ``bias`` are float32, float16 or bfloat16, with float64 output float64 too.
     4-bit integers are int8 tensors with values in [-8, 7].
 
@@ -191,24 +201,24 @@ def gemm(
     Raises ``TypeError`` and ``ValueError`` that name the argument; among them ``ValueError`` for int32 output where K
     is so large that it may overflow.
     """
-    call = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype, squares)
-    m, n, k = call.shape
-    if call.device.type == "cpu":
-        result = gemm_cpu(call, MAX_PRODUCTS)
+    problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype, sum_of_squares)
+    m, n, k = problem.shape
+    if problem.device.type == "cpu":
+        result = gemm_cpu(problem, MAX_PRODUCTS)
         return result if out is None else out.copy_(result)
-    if call.device.type != "cuda":
-        raise NotImplementedError(f"a must be on a CPU or a CUDA device, got {call.device}")
-    target = torch.empty((m, n), dtype=out_dtype, device=call.device) if out is None else out
+    if problem.device.type != "cuda":
+        raise NotImplementedError(f"a must be on a CPU or a CUDA device, got {problem.device}")
+    target = torch.empty((m, n), dtype=out_dtype, device=problem.device) if out is None else out
     if min(m, n, k) == 0:
-        return of_nothing(call.c, call.beta, call.bias, target)
-    return gemm_cuda(call, target)
+        return empty_product(problem.c, problem.beta, problem.bias, target)
+    return gemm_cuda(problem, target)
 
 
 def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: torch.dtype = torch.int32) -> GemmPlan:
     """How :func:`gemm` would run these arguments; nothing is computed or compiled."""
-    call = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_dtype)
-    if call.device.type == "cpu":
-        chunks = max(1, -(-call.shape[2] // MAX_PRODUCTS))
-        return GemmPlan("torch._int_mm" if int_mm_is_exact() else "float64", call.products.number, chunks=chunks)
-    config, copies, workspace, chunks = plan_cuda(call)
-    return GemmPlan(config.name, call.products.number, copies, chunks, workspace, config)
+    problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_dtype)
+    if problem.device.type == "cpu":
+        chunks = max(1, -(-problem.shape[2] // MAX_PRODUCTS))
+        return GemmPlan("torch._int_mm" if int_mm_is_exact() else "float64", problem.products.number, chunks=chunks)
+    config, copies, workspace, chunks = plan_cuda(problem)
+    return GemmPlan(config.name, problem.products.number, copies, chunks, workspace, config)

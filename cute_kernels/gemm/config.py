@@ -65,7 +65,7 @@ class GemmConfig(KernelConfig):
     ``groups``: warp groups that multiply (wgmma); with ``ping_pong`` each on its own tile, else all on one.
     ``cluster``: blocks that share what they read of b.  ``resident``: blocks on a multiprocessor at a time.
     ``band``: rows of tiles, of a cluster's height, that are worked through column by column.
-    ``squares``: each warp also leaves the sum of its results' squares (wgmma, float32 without c).
+    ``sum_of_squares``: each warp also leaves the sum of its results' sum_of_squares (wgmma, float32 without c).
     """
 
     kernel: str
@@ -81,7 +81,7 @@ class GemmConfig(KernelConfig):
     cluster: int = 1
     resident: int = 1
     band: int = 8
-    squares: bool = False
+    sum_of_squares: bool = False
 
     @property
     def threads(self) -> int:
@@ -106,7 +106,7 @@ class GemmConfig(KernelConfig):
         p = self.products
         shape = f"{self.tile_m}x{self.tile_n}x{self.tile_k}s{self.stages}"
         how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}r{self.resident}b{self.band}"
-        how += "-squares" if self.squares else ""
+        how += "-squares" if self.sum_of_squares else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
 
@@ -133,7 +133,7 @@ class GemmConfig(KernelConfig):
             "kCluster": self.cluster,
             "kResident": self.resident,
             "kBand": self.band,
-            "kSquares": self.squares,
+            "kSquares": self.sum_of_squares,
         }
 
     def _types(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.problem import Call
+from cute_kernels.gemm.problem import GemmProblem
 
 _CHUNK = 2**53 // 2**14  # products of two bytes that float64 sums exactly
 
@@ -47,33 +47,33 @@ def _below(planes: list[Tensor]) -> Tensor:
     return torch.cat(planes, dim=0)
 
 
-def level_sum(call: Call, level: int, longest: int) -> Tensor:
+def level_sum(problem: GemmProblem, level: int, longest: int) -> Tensor:
     """Sum of the products of one level, exact: its planes lie side by side along k, so that one product gives it."""
-    pairs = call.products.pairs(level)
+    pairs = problem.products.pairs(level)
     if len(pairs) == 1:
-        return _sum(call.a[pairs[0][0]], call.b[pairs[0][1]], longest)
-    a = torch.cat([call.a[i] for i, _ in pairs], dim=1)  # (M, pairs K)
-    return _sum(a, _below([call.b[j] for _, j in pairs]), longest)
+        return _sum(problem.a[pairs[0][0]], problem.b[pairs[0][1]], longest)
+    a = torch.cat([problem.a[i] for i, _ in pairs], dim=1)  # (M, pairs K)
+    return _sum(a, _below([problem.b[j] for _, j in pairs]), longest)
 
 
-def gemm_cpu(call: Call, longest: int) -> Tensor:
+def gemm_cpu(problem: GemmProblem, longest: int) -> Tensor:
     """The product, in the dtype that is asked for; ``longest``: products that int32 sums without overflow."""
-    total = level_sum(call, 0, longest)  # (M, N)
-    if call.integral:
-        return total.to(call.out_dtype)
-    wide = call.out_dtype == torch.float64 or total.dtype == torch.int64
+    total = level_sum(problem, 0, longest)  # (M, N)
+    if problem.is_integer:
+        return total.to(problem.out_dtype)
+    wide = problem.out_dtype == torch.float64 or total.dtype == torch.int64
     work = torch.float64 if wide else torch.float32
     result = total.to(work)  # (M, N)
-    for level in range(1, call.products.levels):
-        result += level_sum(call, level, longest).to(work).mul_(2.0 ** (-call.shift * level))  # (M, N)
-    if call.scale_a is not None:
-        result *= call.scale_a.to(work)[:, None] if call.scale_a.dim() else call.scale_a  # (M, 1)
-    if call.scale_b is not None:
-        result *= call.scale_b.to(work)  # (N,)
-    if call.alpha != 1.0:
-        result *= call.alpha
-    if call.c is not None:
-        result.add_(call.c.to(work), alpha=call.beta)  # (M, N)
-    if call.bias is not None:
-        result += call.bias.to(work)  # (N,)
-    return result.to(call.out_dtype)
+    for level in range(1, problem.products.levels):
+        result += level_sum(problem, level, longest).to(work).mul_(2.0 ** (-problem.shift * level))  # (M, N)
+    if problem.scale_a is not None:
+        result *= problem.scale_a.to(work)[:, None] if problem.scale_a.dim() else problem.scale_a  # (M, 1)
+    if problem.scale_b is not None:
+        result *= problem.scale_b.to(work)  # (N,)
+    if problem.alpha != 1.0:
+        result *= problem.alpha
+    if problem.c is not None:
+        result.add_(problem.c.to(work), alpha=problem.beta)  # (M, N)
+    if problem.bias is not None:
+        result += problem.bias.to(work)  # (N,)
+    return result.to(problem.out_dtype)

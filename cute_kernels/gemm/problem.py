@@ -9,12 +9,12 @@ from torch import Tensor
 
 from cute_kernels.gemm.config import Products
 
-INTEGERS = (torch.int32, torch.int64)
+INTEGER_DTYPES = (torch.int32, torch.int64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Call:
+class GemmProblem:
     """A checked product. ``alpha`` holds scales given as numbers; ``c`` is None where ``beta`` is 0."""
 
     a: tuple[Tensor, ...]  # int8 (M, K) each
@@ -29,7 +29,7 @@ class Call:
     bias: Tensor | None  # (N,)
     out: Tensor | None  # (M, N)
     out_dtype: torch.dtype
-    squares: Tensor | None = None  # float32, a place for each warp
+    sum_of_squares: Tensor | None = None  # float32, a place for each warp
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,11 +41,13 @@ class Call:
         return self.a[0].device
 
     @property
-    def integral(self) -> bool:
-        return self.out_dtype in INTEGERS
+    def is_integer(self) -> bool:
+        return self.out_dtype in INTEGER_DTYPES
 
 
-def floating(x: Tensor, name: str, sizes: tuple[tuple[int, ...], ...], device: torch.device, wide: bool) -> Tensor:
+def check_float_tensor(
+    x: Tensor, name: str, sizes: tuple[tuple[int, ...], ...], device: torch.device, wide: bool
+) -> Tensor:
     """``x``, a tensor of factors or terms of one of these shapes; ``wide`` allows float64."""
     kinds = (torch.float32, *HALF_DTYPES, *((torch.float64,) if wide else ()))
     if x.dtype not in kinds:
@@ -62,7 +64,7 @@ def check_output(
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless results of ``dtype`` can be written to ``out``."""
     floats = (*HALF_DTYPES, torch.float32, *((torch.float64,) if device.type == "cpu" else ()))
-    known = (*INTEGERS, *floats) if integers else floats
+    known = (*INTEGER_DTYPES, *floats) if integers else floats
     if dtype not in known:
         raise TypeError(f"out_dtype on {device} must be one of {', '.join(map(str, known))}, got {dtype}")
     if out is None:
@@ -81,7 +83,7 @@ def check_output(
         )
 
 
-def of_nothing(c: Tensor | None, beta: float, bias: Tensor | None, out: Tensor) -> Tensor:
+def empty_product(c: Tensor | None, beta: float, bias: Tensor | None, out: Tensor) -> Tensor:
     """``beta c + bias``, the product of an (M, 0) and a (0, N) matrix, written to ``out``."""
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     if c is not None:

@@ -14,7 +14,7 @@ _WIDTHS = {128: 1.0, 192: 0.96, 256: 0.97}  # time of a column of a tile of so m
 _SHARED = 232448  # bytes of shared memory that a block of sm_90a may have
 
 
-class Kind(NamedTuple):
+class OperandFormat(NamedTuple):
     """One operand as a kernel sees it: its format, codes that share a factor (``block``, 0 for none), the format of
     that factor, and whether tiles of 128 x 128 have factors.  ``"bfloat16"``: decoded before, its factors included."""
 
@@ -33,13 +33,13 @@ class Kind(NamedTuple):
         return f"{self.dtype}{block}{'t' if self.tiles else ''}"
 
 
-def exponent_bias_factor(*kinds: Kind) -> float:
+def exponent_bias_factor(*kinds: OperandFormat) -> float:
     """The factor that decoding to bytes leaves out: shorter codes get the exponent's bias of e4m3."""
     return 2.0 ** sum(FORMATS["e4m3"].bias - FORMATS[kind.dtype].bias for kind in kinds if kind.bits < 8)
 
 
 @dataclass(frozen=True)
-class FloatGemmConfig(KernelConfig):
+class ScaledGemmConfig(KernelConfig):
     """``kernel``: ``"wgmma"``, warp groups of sm_90a, or ``"mma"``, warps of any chip from 8.0 on; ``a``, ``b``: the
     operands.  ``out`` names the output's dtype, ``source`` that of c, or is ``"none"``.
 
@@ -50,8 +50,8 @@ class FloatGemmConfig(KernelConfig):
     """
 
     kernel: str
-    a: Kind
-    b: Kind
+    a: OperandFormat
+    b: OperandFormat
     out: str
     source: str = "none"
     tile_m: int = 128
@@ -66,17 +66,17 @@ class FloatGemmConfig(KernelConfig):
     band: int = 8
 
     @property
-    def halves(self) -> bool:
+    def uses_bfloat16(self) -> bool:
         """Whether bfloat16 is multiplied, and not bytes."""
         return self.kernel == "mma" or any(kind.block > 0 or kind.bits > 8 for kind in (self.a, self.b))
 
     @property
     def tile_k(self) -> int:
-        return 64 if self.halves else 128
+        return 64 if self.uses_bfloat16 else 128
 
-    def decoded(self, kind: Kind) -> bool:
+    def decoded(self, kind: OperandFormat) -> bool:
         """Whether this operand's codes are not multiplied as they are."""
-        return kind.bits < (16 if self.halves else 8)
+        return kind.bits < (16 if self.uses_bfloat16 else 8)
 
     @property
     def threads(self) -> int:
@@ -103,9 +103,9 @@ class FloatGemmConfig(KernelConfig):
         """Tiles of an (m, n) output."""
         return -(-m // self.tile_m) * -(-n // self.tile_n)
 
-    def lift(self, a: Kind, b: Kind) -> float:
+    def exponent_bias_factor(self, a: OperandFormat, b: OperandFormat) -> float:
         """The factor that decoding operands of these kinds, here or before, leaves out."""
-        return 1.0 if self.halves else exponent_bias_factor(a, b)
+        return 1.0 if self.uses_bfloat16 else exponent_bias_factor(a, b)
 
     @property
     def name(self) -> str:
@@ -130,7 +130,7 @@ class FloatGemmConfig(KernelConfig):
             "kLevels": 1,
             "kBlockA": self.a.block,
             "kBlockB": self.b.block,
-            "kHalves": self.halves,
+            "kHalves": self.uses_bfloat16,
             "kTileM": self.tile_m,
             "kTileN": self.tile_n,
             "kTileK": self.tile_k,
@@ -156,7 +156,7 @@ class FloatGemmConfig(KernelConfig):
         }
 
 
-def _roomy(config: FloatGemmConfig) -> FloatGemmConfig:
+def _roomy(config: ScaledGemmConfig) -> ScaledGemmConfig:
     """With as many stages as there is room for."""
     stages = 6 if not config.decoders else 4
     room = _SHARED - 64
@@ -169,18 +169,18 @@ def _roomy(config: FloatGemmConfig) -> FloatGemmConfig:
         stages -= 1
 
 
-def candidates(a: Kind, b: Kind, arch: str, *, fast: bool = False) -> list[FloatGemmConfig]:
+def candidates(a: OperandFormat, b: OperandFormat, arch: str, *, fast: bool = False) -> list[ScaledGemmConfig]:
     """The configs that :func:`choose` chooses from, with float32 output, largest tile first.
 
     Kinds that :func:`cute_kernels.scaled_gemm.dequantize.ready` makes are operands that are decoded before.
     """
     tiled = a.tiles or b.tiles
     if arch != "sm_90a":
-        return [FloatGemmConfig("mma", a, b, "float32", promote=tiled)]
-    base = FloatGemmConfig("wgmma", a, b, "float32")
+        return [ScaledGemmConfig("mma", a, b, "float32", promote=tiled)]
+    base = ScaledGemmConfig("wgmma", a, b, "float32")
     decoded = any(base.decoded(kind) for kind in (a, b))
     # bfloat16 products are summed in float32 anyway
-    base = replace(base, promote=tiled or not (fast or base.halves), decoders=2 if decoded else 0)
+    base = replace(base, promote=tiled or not (fast or base.uses_bfloat16), decoders=2 if decoded else 0)
     small = replace(base, tile_m=64, groups=1, decoders=3 if decoded else 0)
     # Sums of 128 k beside others fit the registers up to 192 columns; all of k has sums alone.
     wide = [] if decoded or tiled else [replace(base, tile_n=tile) for tile in ((256, 192) if base.promote else (256,))]
@@ -192,15 +192,15 @@ def choose(
     m: int,
     n: int,
     k: int,
-    a: Kind,
-    b: Kind,
+    a: OperandFormat,
+    b: OperandFormat,
     arch: str,
     *,
     fast: bool = False,
     out: str = "float32",
     source: str = "none",
     multiprocessors: int = 132,
-) -> FloatGemmConfig:
+) -> ScaledGemmConfig:
     """The config for a product of (m, k) and (k, n).
 
     As many columns a tile as take the least time in turns of the multiprocessors; 64 rows a tile where 128 would leave
@@ -209,7 +209,7 @@ def choose(
     found = candidates(a, b, arch, fast=fast)
     large, small = ([each for each in found if (each.tile_m == 64) == few] for few in (False, True))
 
-    def turns(each: FloatGemmConfig) -> float:
+    def turns(each: ScaledGemmConfig) -> float:
         return -(-each.tiles(m, n) // multiprocessors) * each.tile_n * _WIDTHS[each.tile_n]
 
     chosen = min(large, key=turns)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import float_format, packed_bytes
-from cute_kernels.gemm.problem import floating
-from cute_kernels.scaled_gemm.config import TILE, Kind
+from cute_kernels.gemm.problem import check_float_tensor
+from cute_kernels.scaled_gemm.config import TILE, OperandFormat
 
 BLOCKS = (16, 32)
 
@@ -34,7 +34,7 @@ class FloatOperand:
     Raises ``TypeError`` and ``ValueError`` that name the argument.
     """
 
-    codes: Tensor
+    packed_data: Tensor
     dtype: str
     k: int
     scale: Tensor | None = None
@@ -45,14 +45,14 @@ class FloatOperand:
 
     def __post_init__(self) -> None:
         float_format(self.dtype)
-        if self.codes.dtype != torch.uint8:
-            raise TypeError(f"codes must be uint8, got {self.codes.dtype}")
+        if self.packed_data.dtype != torch.uint8:
+            raise TypeError(f"codes must be uint8, got {self.packed_data.dtype}")
         expected = packed_bytes(self.k, self.dtype)
-        if self.codes.dim() != 2 or self.codes.shape[1] != expected:
+        if self.packed_data.dim() != 2 or self.packed_data.shape[1] != expected:
             raise ValueError(f"codes must have the shape (R, {expected}) for {self.k} codes of {self.dtype}, "
-                             f"got {tuple(self.codes.shape)}")  # fmt: skip
+                             f"got {tuple(self.packed_data.shape)}")  # fmt: skip
         if self.scale is not None:
-            floating(self.scale, "scale", ((self.rows,), ()), self.device, False)
+            check_float_tensor(self.scale, "scale", ((self.rows,), ()), self.device, False)
         if (self.blocks is None) != (self.block == 0) or (self.blocks is None) != (self.scale_dtype == ""):
             raise ValueError(f"blocks, block and scale_dtype must be given together, got block {self.block} and "
                              f"scale_dtype {self.scale_dtype!r}")  # fmt: skip
@@ -63,7 +63,7 @@ class FloatOperand:
                 raise ValueError(f"tiles must be None with blocks, got tiles of shape {tuple(self.tiles.shape)}")
             if self.tiles.dtype != torch.float32:
                 raise TypeError(f"tiles must be float32, got {self.tiles.dtype}")
-            floating(self.tiles, "tiles", ((-(-self.rows // TILE), -(-self.k // TILE)),), self.device, False)
+            check_float_tensor(self.tiles, "tiles", ((-(-self.rows // TILE), -(-self.k // TILE)),), self.device, False)
 
     def _check_blocks(self, blocks: Tensor) -> None:
         if self.block not in BLOCKS:
@@ -80,20 +80,22 @@ class FloatOperand:
 
     @property
     def rows(self) -> int:
-        return self.codes.shape[0]
+        return self.packed_data.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.codes.device
+        return self.packed_data.device
 
     @property
-    def kind(self) -> Kind:
+    def format(self) -> OperandFormat:
         """What kernels are compiled for."""
-        return Kind(self.dtype, self.block, self.scale_dtype, self.tiles is not None)
+        return OperandFormat(self.dtype, self.block, self.scale_dtype, self.tiles is not None)
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The real numbers (R, K), without ``scale``."""
-        found = floats.decode(floats.unpack(self.codes, self.k, self.dtype), self.dtype, out_dtype=dtype)  # (R, K)
+        found = floats.decode(
+            floats.unpack(self.packed_data, self.k, self.dtype), self.dtype, out_dtype=dtype
+        )  # (R, K)
         if self.blocks is not None:
             factors = floats.decode(self.blocks, self.scale_dtype, out_dtype=dtype)  # (R, blocks)
             found *= factors.repeat_interleave(self.block, 1)[:, : self.k]  # (R, K)
@@ -104,7 +106,7 @@ class FloatOperand:
 
 
 @dataclass(frozen=True)
-class FloatCall:
+class ScaledGemmProblem:
     """A checked product; ``c`` is None where ``beta`` is 0."""
 
     a: FloatOperand  # M rows

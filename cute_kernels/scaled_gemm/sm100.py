@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cute_kernels.floats import float_format
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
-from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.tcgen05 import COLUMNS, MMA_KINDS, ROW_BYTES, MmaKind
 
 TILE_M = 128
@@ -116,7 +116,7 @@ def choose(m: int, n: int, kind: str, out: str, source: str, multiprocessors: in
     return next((config for config in known if config.tiles(m, n) >= multiprocessors), known[-1])
 
 
-def mma_kind(a: Kind, b: Kind) -> MmaKind:
+def mma_kind(a: OperandFormat, b: OperandFormat) -> MmaKind:
     """The kind of instruction that multiplies these operands.
 
     Raises ``ValueError`` for factors of tiles, for factors of blocks that only one has or that differ, and for those of
@@ -135,7 +135,7 @@ def mma_kind(a: Kind, b: Kind) -> MmaKind:
                      f"got {a.name} and {b.name}")  # fmt: skip
 
 
-class Codes(NamedTuple):
+class PackedMatrix(NamedTuple):
     """Packed codes as they lie: ``rows`` of ``k`` from ``address`` on, ``pitch`` bytes from one to the next."""
 
     dtype: str
@@ -145,10 +145,10 @@ class Codes(NamedTuple):
     pitch: int
 
 
-def check_alignment(name: str, codes: Codes, kind: MmaKind, swizzle: int = ROW_BYTES) -> None:
+def check_alignment(name: str, codes: PackedMatrix, kind: MmaKind, swizzle: int = ROW_BYTES) -> None:
     """Raise ``ValueError`` unless the copy engine can bring these codes into shared memory as ``kind`` wants them.
 
-    Codes of 4 and 6 bits that it unpacks must start at a multiple of 32 bytes, their rows must be multiples of 128
+    PackedMatrix of 4 and 6 bits that it unpacks must start at a multiple of 32 bytes, their rows must be multiples of 128
     codes long and apart, and the swizzle must be 128 bytes or none.  What it copies as it lies must start at a multiple
     of 16 bytes, with rows multiples of 16 bytes apart, and any swizzle will do.  With factors of blocks, rows must be
     multiples of 128 codes in any case, so that a row has whole words of factors.
@@ -185,7 +185,7 @@ class MapParameters(NamedTuple):
     unpack: int
 
 
-def map_parameters(name: str, codes: Codes, kind: MmaKind, tile: int) -> MapParameters:
+def map_parameters(name: str, codes: PackedMatrix, kind: MmaKind, tile: int) -> MapParameters:
     """How boxes of a part of k by ``tile`` rows are copied.  Raises what :func:`check_alignment` raises."""
     check_alignment(name, codes, kind)
     bits = float_format(codes.dtype).bits

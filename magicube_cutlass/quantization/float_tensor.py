@@ -97,7 +97,7 @@ class FloatTensor:
         return values.mT if self.transposed else values
 
     def operand(self) -> FloatOperand:
-        """As :func:`cute_kernels.scaled_gemm.api.gemm_floats` takes it, rows of k; two-dimensional tensors alone."""
+        """As :func:`cute_kernels.scaled_gemm.api.scaled_gemm` takes it, rows of k; two-dimensional tensors alone."""
         from cute_kernels.scaled_gemm.api import FloatOperand
 
         if self.data.ndim != 2:
@@ -258,13 +258,13 @@ def matmul(
     fast_accum: bool = False,
 ) -> Tensor:
     """``a @ b + bias`` of (M, K) and (K, N), any two formats and kinds of scales; see
-    :func:`cute_kernels.scaled_gemm.api.gemm_floats` for the sums' accuracy.
+    :func:`cute_kernels.scaled_gemm.api.scaled_gemm` for the sums' accuracy.
 
     Requires scales of rows and blocks to run along K: ``a`` quantized with ``axis=1``, ``b`` with ``axis=0``.  A ``b``
     of one scale or of tiles that was row-major when it was quantized is laid out anew at each call.
     Returns (M, N) of ``out_dtype``: float32, float16, bfloat16.  Raises ``ValueError`` for other shapes and axes.
     """
-    from cute_kernels.scaled_gemm.api import gemm_floats
+    from cute_kernels.scaled_gemm.api import scaled_gemm
 
     for name, each in (("a", a), ("b", b)):
         if not isinstance(each, FloatTensor):
@@ -274,4 +274,4 @@ def matmul(
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"columns of a must be rows of b, got {a.shape[1]} and {b.shape[0]}")
     left, right = _along(a, False, "a"), _along(b, True, "b")
-    return gemm_floats(left.operand(), right.operand(), bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    return scaled_gemm(left.operand(), right.operand(), bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)

@@ -121,10 +121,12 @@ def estimate_error(
     _check_shapes(a, b, c)
     device = generator.device if generator is not None else torch.device("cpu")
     w = torch.randn(c.shape[1], probes, dtype=torch.float64, device=device, generator=generator).to(a.device)
-    return judge(a @ (b @ w), c @ w, c, CONFIDENCE)
+    return estimate_from_probes(a @ (b @ w), c @ w, c, CONFIDENCE)
 
 
-def judge(product: torch.Tensor, claimed: torch.Tensor, C: torch.Tensor, confidence: float) -> ErrorEstimate:
+def estimate_from_probes(
+    product: torch.Tensor, claimed: torch.Tensor, C: torch.Tensor, confidence: float
+) -> ErrorEstimate:
     """The estimate from the probes' products ``A (B W)`` and ``C W``, (M, p) each; waits for a GPU once.
 
     What is not finite has infinite error.

@@ -29,7 +29,7 @@ from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE, Operand, real_d
 from residual.planning.plan import COLUMN_SHARES, SPARSE_LEVELS, Plan
 
 if TYPE_CHECKING:
-    from cute_kernels.estimate.statistics import Look, Rule, Tables
+    from cute_kernels.estimate.statistics import PairStatistics, StatisticsFuture, StatisticsRule
 
 X, R1, R2, XC, RC, XO, RO = range(7)  # entries and residuals; C: centred, O: without outlier columns
 _LEVELS = 7
@@ -243,44 +243,44 @@ def forecast(left: Operand, right: Operand, bits: int, sparse: bool, generator: 
 
 
 @lru_cache
-def _rule(bits: int) -> Rule:
-    from cute_kernels.estimate.statistics import Rule  # takes longer to import than this package
+def _rule(bits: int) -> StatisticsRule:
+    from cute_kernels.estimate.statistics import StatisticsRule  # takes longer to import than this package
 
     first, second, third = (Plan("sparse", bits, share).threshold for share in SPARSE_LEVELS)
-    return Rule(bits, (first, second, third), COLUMN_SHARES, FAR, int(HOT), MOST_HOT)
+    return StatisticsRule(bits, (first, second, third), COLUMN_SHARES, FAR, int(HOT), MOST_HOT)
 
 
 def quick(left: Operand, right: Operand) -> bool:
     """Whether the statistics' kernels take these operands: on a GPU, no float64, lines near one as far as known."""
     if not left.given.is_cuda:
         return False
-    from cute_kernels.estimate.statistics import fits
+    from cute_kernels.estimate.statistics import supports
 
     sides = (left, right)
     known = all(side.exponent is None and side.broken is None for side in sides)
     single = all(real_dtype(side.given) != torch.float64 for side in sides)
-    return known and single and all(fits(*side.given.shape) for side in sides)
+    return known and single and all(supports(*side.given.shape) for side in sides)
 
 
-def start_look(left: Operand, right: Operand, product: Tensor, bits: int, seed: int) -> Look:
+def start_look(left: Operand, right: Operand, product: Tensor, bits: int, seed: int) -> StatisticsFuture:
     """Start the statistics of operands that are :func:`quick`; waits for nothing.
 
-    ``product``: as in :class:`Tables`.  What is found of the right operand, and which columns
+    ``product``: as in :class:`PairStatistics`.  What is found of the right operand, and which columns
     are outliers, is kept on the operands.
     """
     from cute_kernels.estimate import statistics
 
     key = ("sampled", bits)
     kept = right.kept.get(key)
-    side = kept if isinstance(kept, statistics.Sampled) else statistics.Side(right.real, right.top)
-    look = statistics.look(statistics.Side(left.real, left.top), side, product, _rule(bits), seed)
-    right.kept[key] = look.sides[1]
-    for operand, sampled in zip((left, right), look.sides, strict=True):
+    side = kept if isinstance(kept, statistics.OperandSample) else statistics.SlicedOperand(right.real, right.top)
+    look = statistics.start_statistics(statistics.SlicedOperand(left.real, left.top), side, product, _rule(bits), seed)
+    right.kept[key] = look.samples[1]
+    for operand, sampled in zip((left, right), look.samples, strict=True):
         operand.kept["hot"] = sampled
     return look
 
 
-def forecast_of(look: Look, tables: Tables, bits: int) -> Forecast:
+def forecast_of(look: StatisticsFuture, tables: PairStatistics, bits: int) -> Forecast:
     """Predictions from the kernels' numbers."""
 
     def square(flat: list[float], width: int) -> list[list[float]]:
@@ -289,8 +289,10 @@ def forecast_of(look: Look, tables: Tables, bits: int) -> Forecast:
     raw = square(tables.raw, 5)
     total = raw[R1][X] + raw[X][R1]
     return Forecast(
-        bits=bits, inner=look.sides[0].inner, crossed=lambda: look.crossed, hot=tables.hot, density=tables.density,
-        squares=square(tables.squares, _LEVELS), raw=raw, left_means=square(tables.left, _LEVELS + len(SPARSE_LEVELS)),
-        right_means=square(tables.right, _LEVELS + len(SPARSE_LEVELS)),
-        remaining=[total * max(1.0 - part, 0.0) for part in tables.taken], size=tables.size[0] * tables.size[1],
+        bits=bits, inner=look.samples[0].inner, crossed=lambda: look.cross_weight, hot=tables.num_outliers,
+        density=tables.density, squares=square(tables.sum_of_squares, _LEVELS), raw=raw,
+        left_means=square(tables.lhs_means, _LEVELS + len(SPARSE_LEVELS)),
+        right_means=square(tables.rhs_means, _LEVELS + len(SPARSE_LEVELS)),
+        remaining=[total * max(1.0 - part, 0.0) for part in tables.cross_energy_by_share],
+        size=tables.norms[0] * tables.norms[1],
     )  # fmt: skip

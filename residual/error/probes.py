@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residual.error.estimate import ErrorEstimate, frobenius, from_sums, judge, sharp_factor
+from residual.error.estimate import ErrorEstimate, estimate_from_probes, frobenius, from_sums, sharp_factor
 from residual.operand.ieee import ieee
 from residual.operand.operand import FAR, Operand
 
@@ -50,7 +50,7 @@ class Check:
     GPU's kernels want.
 
     Attributes:
-        far: whether a scale of ``judge`` was out of its bounds.
+        far: whether a scale of ``estimate_from_probes`` was out of its bounds.
     """
 
     def __init__(self, left: Operand, right: Operand, generator: torch.Generator, fresh: bool) -> None:
@@ -75,7 +75,7 @@ class Check:
         return w
 
     def begin(self, tops: bool = False) -> Tensor:
-        """Start what needs no product to judge: ``(A (B W))^T`` (16, M and room).
+        """Start what needs no product: ``(A (B W))^T`` (16, M and room).
 
         ``tops``: the passes over A and B find their lines' largest magnitudes too, where a GPU's kernels do them.
         """
@@ -105,7 +105,7 @@ class Check:
         m = self.left.given.shape[0]
         return float(frobenius(self._outer(self._double)[:, :m].mT)) / math.sqrt(PROBES)
 
-    def judge(
+    def estimate_from_probes(
         self,
         C: Tensor,
         attempt: int,
@@ -130,7 +130,7 @@ class Check:
         m, n = C.shape
         c = C.double()
         claimed = c @ self._vectors()[:, :n].mT.double()  # (M, 16)
-        return judge(self._outer(True)[:, :m].mT, claimed, c, sure)
+        return estimate_from_probes(self._outer(True)[:, :m].mT, claimed, c, sure)
 
     def _judge_single(
         self, C: Tensor, sure: float, tol: float, scales: tuple[Tensor, ...], bounds: tuple[float, float]
@@ -142,14 +142,14 @@ class Check:
 
             if probes.readable(C):
                 sums = probes.compare(C, w, outer, scales, bounds)
-                self.far = sums.far > 0
+                self.far = sums.out_of_range > 0
                 found = estimate_of(sums, C.numel(), sure, tol)
                 if found is not None:
                     return found
         c = C if C.dtype == torch.float32 else C.float()
         with ieee():
             probed = c @ w[:, :n].mT  # (M, 16)
-        return judge(outer[:, :m].mT, probed, c, sure)
+        return estimate_from_probes(outer[:, :m].mT, probed, c, sure)
 
 
 def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> ErrorEstimate | None:
@@ -159,7 +159,7 @@ def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> Erro
     nothing anyway.
     """
     spread = sums.result / entries
-    if not (sums.far or not sums.gram.trace() or 2.0**-90 < spread < 2.0**90):
+    if not (sums.out_of_range or not sums.gram.trace() or 2.0**-90 < spread < 2.0**90):
         return None
     product, claimed, result = (math.sqrt(x) for x in (sums.product, sums.claimed, sums.result))
     return from_sums(sums.gram, 1.0, product, claimed, result, sure, tol)
@@ -177,7 +177,7 @@ def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Te
         if probes.probeable(x):
             if tops is None or tops[0].knows_tops:
                 return probes.probe(x, w)
-            y, tops[0].top = probes.probe_with_tops(x, w, tops[1])
+            y, tops[0].top = probes.probe_with_absmax(x, w, tops[1])
             return y
     with ieee():
         y = w[:, : x.shape[1]] @ x.mT.to(w.dtype)  # (16, M)

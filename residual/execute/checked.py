@@ -213,7 +213,7 @@ class _Call:
         check = Check(self.left, self.right, self.generator, fresh=self.request.seed is not None)
         norm = check.norm()
         predicted = self.forecast.error(plan) / norm if norm else 0.0
-        found = check.judge(product, 0, 0.0)
+        found = check.estimate_from_probes(product, 0, 0.0)
         attempt = Attempt(str(plan), predicted, found.relative, found.upper)
         seconds = cost(plan, self._sizes(plan), costs_of(self.device))
         report = Report(str(plan), predicted, found.relative, confidence(0), plan.products, seconds, (attempt,))
@@ -293,8 +293,8 @@ class _Call:
         if form is not None:
             for side in (self.left, self.right):
                 side.digits(bits, form[1], form[0])
-        tables = found.tables()
-        if tables.far:
+        tables = found.result()
+        if tables.out_of_range:
             return None
         self.left.seen = self.right.seen = True
         self.forecast = forecast_of(found, tables, bits)
@@ -336,10 +336,10 @@ class _Call:
         assert tol is not None
         if plan == HALF and not (predicted or self._are_halves()):
             check.begin(tops=True)
-            found = check.judge(product, attempt, tol, (self.left.top, self.right.top), HALF_RANGE)
+            found = check.estimate_from_probes(product, attempt, tol, (self.left.top, self.right.top), HALF_RANGE)
             return ErrorEstimate(math.inf, math.inf, found.confidence) if check.far else found
         unseen = tuple(made.scale for side in sides if not side.seen for made in side.made.values())
-        found = check.judge(product, attempt, tol, unseen)
+        found = check.estimate_from_probes(product, attempt, tol, unseen)
         # a float product has no scales
         return None if check.far or not (self.left.seen or math.isfinite(found.relative)) else found
 

@@ -42,9 +42,9 @@ class _Squares(threading.local):
 
 @lru_cache
 def _squares(device: int) -> _Squares:
-    from cute_kernels.gemm.cuda import squares_room
+    from cute_kernels.gemm.cuda import sum_of_squares_size
 
-    return _Squares(squares_room(torch.device("cuda", device)))
+    return _Squares(sum_of_squares_size(torch.device("cuda", device)))
 
 
 @lru_cache(maxsize=256)
@@ -53,19 +53,19 @@ def can_foresee(plan: Plan, k: int, device: torch.device) -> bool:
     if plan.mode != "direct" or device.type != "cuda":
         return False
     from cute_kernels.gemm.config import products_of
-    from cute_kernels.gemm.cuda import leaves_squares
+    from cute_kernels.gemm.cuda import can_emit_sum_of_squares
 
     with torch.cuda.device(device):
-        return leaves_squares(k, products_of(1, 1, 1), device)
+        return can_emit_sum_of_squares(k, products_of(1, 1, 1), device)
 
 
 def rests_of(right: Operand, B: Tensor, plan: Plan, w: Tensor, kept: dict[object, Tensor]) -> Tensor:
     """What the pass over a prepared B leaves, kept in ``kept`` beside the vectors ``w`` that it is of."""
-    from cute_kernels.estimate.remainder_probes import probe_rest
+    from cute_kernels.estimate.remainder_probes import probe_remainder
 
     key = "rest", plan.bits
     if key not in kept:
-        kept[key] = probe_rest(B, w, right.digits(plan.bits, 1).scale, plan.bits)
+        kept[key] = probe_remainder(B, w, right.digits(plan.bits, 1).scale, plan.bits)
     return kept[key]
 
 
@@ -73,13 +73,12 @@ def start(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, w: Tensor, rests: Tensor | None, kind: Hashable, kept: Kept
 ) -> Tensor:
     """Start digits, both passes, and the product (M, N), which is returned; ``rests``: of a prepared B."""
-    from cute_kernels.estimate import probes
-    from cute_kernels.estimate import remainder_probes as probes_rest
+    from cute_kernels.estimate import probes, remainder_probes
 
     product = torch.empty(A.shape[0], B.shape[1], device=A.device)
     squares = _squares(A.device.index).sums
     squares.numpy().fill(0.0)
-    probes.expect_answer()
+    probes.arm_result()
     held: tuple[Tensor, ...] = ()
     if right is not None:
         digits = right.digits(plan.bits, 1)
@@ -88,12 +87,12 @@ def start(
     def launch() -> tuple[Tensor, ...]:
         left, columns = operand(A, waits=False), right or operand(B.mT, waits=False)
         a, b = left.digits(plan.bits, 1), columns.digits(plan.bits, 1)
-        vectors = probes_rest.probe_rest(B, w, b.scale, plan.bits) if rests is None else rests
-        probes_rest.start_judging(A, vectors, a.scale, b.scale, plan.bits, FAR_SCALES)
+        vectors = remainder_probes.probe_remainder(B, w, b.scale, plan.bits) if rests is None else rests
+        remainder_probes.start_remainder_estimate(A, vectors, a.scale, b.scale, plan.bits, FAR_SCALES)
         of_digits(plan, left, columns, product, squares)
         return ()
 
-    written = (product, probes.answer(), squares, *(() if rests is None else (rests,)))
+    written = (product, probes.result_buffer(), squares, *(() if rests is None else (rests,)))
     places = tuple(x.data_ptr() for x in (A, B, w, *written, *held))
     kept.run(("foreseen", kind), places, A.device, launch)
     return product
@@ -105,16 +104,16 @@ def finish(product: Tensor, sure: float) -> tuple[ErrorEstimate | None, bool]:
     None where they say nothing.  Waits for the GPU, for the product last.
     """
     from cute_kernels.estimate import probes
-    from cute_kernels.estimate.remainder_probes import CUT
+    from cute_kernels.estimate.remainder_probes import TF32_MARGIN
 
     device = product.device
-    sums = probes.awaited(device)
-    error, bound = bound_of(sums.gram, CUT, sure)
+    sums = probes.wait_result(device)
+    error, bound = bound_of(sums.gram, TF32_MARGIN, sure)
     torch.cuda.current_stream(device).synchronize()
     result = float(_squares(device.index).sums.numpy().sum(dtype="float64"))
     spread = result / product.numel()
-    if sums.far or not 1 / _RANGE < spread < _RANGE:
-        return None, sums.far > 0
+    if sums.out_of_range or not 1 / _RANGE < spread < _RANGE:
+        return None, sums.out_of_range > 0
     least, most = _PLAUSIBLE
     if not least < sums.product / PROBES / result < most:
         return None, False

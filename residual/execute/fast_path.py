@@ -82,7 +82,7 @@ def attempt_known(
     assert request.tol is not None
     if not _can_foresee(plan, A) or _comes_to_read(kind, plan):
         product, sums = _run(A, B, right, plan, generator)
-        found, far = estimate_of(sums, product.numel(), confidence(0), request.tol), sums.far > 0
+        found, far = estimate_of(sums, product.numel(), confidence(0), request.tol), sums.out_of_range > 0
     else:
         product, found, far = _run_foreseen(A, B, right, plan, generator)
     if not far and found is not None and found.upper <= request.tol:
@@ -152,14 +152,14 @@ def _run(
     A: Tensor, B: Tensor, right: Operand | None, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, Comparison]:
     """The product (M, N) by a plan, and what its probes say of it."""
-    from cute_kernels.estimate.probes import awaited, expect_answer
+    from cute_kernels.estimate.probes import arm_result, wait_result
     from cute_kernels.jit.device import device_of
 
     with device_of(A):
         made = None if right is None else _probes_of(right)
         w, inner = (_vectors(B.shape[1], A.device, generator), None) if made is None else made
         with _nothing_left_behind(A.device):
-            expect_answer()
+            arm_result()
             if plan.bits:
                 product, scales = _multiplied(A, B, right, plan)
                 _compare(A, B, product, plan, w, inner, scales)
@@ -167,7 +167,7 @@ def _run(
                 product = _of_halves(A, B, right, w, inner)
             if made is None:
                 _draw_ahead(w, B.shape[1], generator)
-            return product, awaited(A.device)
+            return product, wait_result(A.device)
 
 
 def _can_foresee(plan: Plan, A: Tensor) -> bool:
@@ -260,7 +260,7 @@ def _compare(
         probes.start_comparison(product, w, outer, tuple(scales), FAR_SCALES)
         return ()
 
-    read = (A, B, product, w, probes.answer(), *scales, *(() if inner is None else (inner,)))
+    read = (A, B, product, w, probes.result_buffer(), *scales, *(() if inner is None else (inner,)))
     places = tuple(x.data_ptr() for x in read)
     _steps()[1].run(_kind(A, B, plan, inner is not None), places, A.device, launch)
 
@@ -276,7 +276,7 @@ def _of_halves(A: Tensor, B: Tensor, right: Operand | None, w: Tensor, inner: Te
 
     def look(x: Tensor, by: Tensor, lines: str) -> tuple[Tensor, ...]:
         """``(X by)^T``, the lines' largest magnitudes, and perhaps halves."""
-        return (probes.probe_with_halves if by_passes else probes.probe_with_tops)(x, by, lines)
+        return (probes.probe_with_float16 if by_passes else probes.probe_with_absmax)(x, by, lines)
 
     def launch() -> tuple[Tensor, ...]:
         made = () if inner is not None else look(B, w, "columns")

@@ -91,7 +91,7 @@ def _look_seconds(a: Tensor, b: Tensor, device: torch.device, generator: torch.G
         product = Check(left, right, generator, fresh=True).begin(tops)
         if tops:
             look = start_look(left, right, product, 8, 0)
-            forecast_of(look, look.tables(), 8)
+            forecast_of(look, look.result(), 8)
         torch.cuda.synchronize(device)
 
     return max(_seconds(lambda: passes(True), device) - _seconds(lambda: passes(False), device), 0.0)

@@ -57,7 +57,7 @@ def _digit_product(
         columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
         return gemm(
             a.planes, columns, terms=terms, shift=shift, scale_a=a.scale, scale_b=b.scale, alpha=alpha,
-            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32, squares=squares,
+            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32, sum_of_squares=squares,
         )  # fmt: skip
 
     planes = (*a.planes, *b.planes)

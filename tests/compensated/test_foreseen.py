@@ -12,7 +12,7 @@ pytest.importorskip("cuda.core")
 
 from cute_kernels.estimate import probes
 from cute_kernels.estimate.probes import Comparison
-from cute_kernels.estimate.remainder_probes import CUT
+from cute_kernels.estimate.remainder_probes import TF32_MARGIN
 from residual.error.estimate import bound_of, relative_bound
 from residual.error.probes import confidence
 from residual.execute import fast_check as foreseen
@@ -66,7 +66,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the GPU has left: sums of the passes, and squares of the product."""
     y = np.random.default_rng(0).standard_normal((M, 16))
     found = SimpleNamespace(gram=y.T @ y, product=16e6, far=0, squares=torch.full((10,), 1e5))
-    monkeypatch.setattr(probes, "awaited", lambda device: Comparison(found.gram, found.product, 0.0, 0.0, found.far))
+    monkeypatch.setattr(
+        probes, "wait_result", lambda device: Comparison(found.gram, found.product, 0.0, 0.0, found.far)
+    )
     monkeypatch.setattr(foreseen, "_squares", lambda device: SimpleNamespace(sums=found.squares))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     return found
@@ -74,7 +76,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_the_bound_is_that_of_the_check_and_a_rounding(told: SimpleNamespace) -> None:
     found, far = foreseen.finish(torch.zeros(M, N), confidence(0))
-    error, bound = bound_of(told.gram, CUT, confidence(0))
+    error, bound = bound_of(told.gram, TF32_MARGIN, confidence(0))
     assert found is not None and not far
     assert found.relative == pytest.approx(error / 1e3)
     assert found.upper == pytest.approx(relative_bound(bound, 1e3) + foreseen.ROUNDING)

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("cuda.core")
 
 from cute_kernels.estimate.probes import Comparison
-from residual.error.estimate import ErrorEstimate, judge
+from residual.error.estimate import ErrorEstimate, estimate_from_probes
 from residual.error.probes import confidence
 from residual.execute import fast_path as kept
 from residual.operand.operand import Operand, operand
@@ -44,7 +44,7 @@ class Ran:
         wanted, claimed = a.double() @ (b.double() @ w), product.double() @ w
         difference = wanted - claimed
         squares = [float(x.double().square().sum()) for x in (wanted, claimed, product)]
-        self.judged = judge(wanted, claimed, product, confidence(0))
+        self.judged = estimate_from_probes(wanted, claimed, product, confidence(0))
         return product, Comparison((difference.mT @ difference).numpy(), squares[0], squares[1], squares[2], self.far)
 
 

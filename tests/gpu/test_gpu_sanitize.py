@@ -16,10 +16,9 @@ from cute_kernels.dtypes import element_bits
 from cute_kernels.estimate import probes
 from cute_kernels.jit.workspace import Kept
 from cute_kernels.machine import Kind
-from cute_kernels.scaled_gemm.config import FloatGemmConfig, candidates
-from cute_kernels.scaled_gemm.config import Kind as FloatKind
-from cute_kernels.scaled_gemm.dequantize import ready
-from cute_kernels.scaled_gemm.small_m import candidates as few_candidates
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
+from cute_kernels.scaled_gemm.dequantize import dequantized_format
+from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
 from residual.execute import fast_check as foreseen
@@ -46,13 +45,16 @@ pytestmark = pytest.mark.gpu
 # initcheck takes all 16 bytes of a cp.async for read, those too that the instruction is told to leave out and fill with
 # zeros; so for it rows are whole pieces, and memcheck judges the tails.
 WHOLE = os.environ.get("SANITIZER_TOOL") == "initcheck"
-FEW = (FloatKind("e4m3"), FloatKind("e2m1")), (FloatKind("e4m3", 32, "ue8m0"), FloatKind("e2m1", 16, "e4m3"))
+FEW = (
+    (OperandFormat("e4m3"), OperandFormat("e2m1")),
+    (OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e2m1", 16, "e4m3")),
+)
 
 
-def before(a: FloatKind, b: FloatKind) -> list[FloatGemmConfig]:
+def before(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
     """Kernels in tiles of 256 and of 128 columns, of operands that are decoded before."""
     halves = a.block > 0 or b.block > 0
-    return candidates(ready(a, halves), ready(b, halves), "sm_90a")[:2]
+    return candidates(dequantized_format(a, halves), dequantized_format(b, halves), "sm_90a")[:2]
 
 
 SPMM: list[SpmmKernel] = [
@@ -168,7 +170,7 @@ def test_attention_by_three_kernels(softmax_bits: int) -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, rows, 48) for rows in (45, 77, 77))
     mask = mc.random_pattern(45, 77, 0.6, 8, seed=1)
-    options = {"impl": "three", "softmax_bits": softmax_bits}
+    options = {"impl": "unfused", "softmax_bits": softmax_bits}
     here = mc.sparse_attention(q, k, v, mask, **options)
     there = mc.sparse_attention(q.cuda(), k.cuda(), v.cuda(), mask.to("cuda"), **options).cpu()
     assert float((there - here).norm() / here.norm()) < 0.01
@@ -177,18 +179,18 @@ def test_attention_by_three_kernels(softmax_bits: int) -> None:
 @needs_warp_groups
 @pytest.mark.parametrize("size", [(5, 777, 200), (20, 2064, 333)], ids=str)  # M, K, N
 @pytest.mark.parametrize("pair", FEW, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-@pytest.mark.configs([c for pair in FEW for rows in (8, 32) for c in few_candidates(rows, *pair)])
-def test_float_product_of_few_rows(pair: tuple[FloatKind, FloatKind], size: tuple[int, int, int]) -> None:
+@pytest.mark.configs([c for pair in FEW for rows in (8, 32) for c in small_m_candidates(rows, *pair)])
+def test_float_product_of_few_rows(pair: tuple[OperandFormat, OperandFormat], size: tuple[int, int, int]) -> None:
     m, k, n = size
     a, b = operand(pair[0], m, k, 1), operand(pair[1], n, k, 2)
-    for config in few_candidates(8 if m <= 8 else 32, *pair):
+    for config in small_m_candidates(8 if m <= 8 else 32, *pair):
         assert torch.equal(run(a, b, config, torch.empty(m, n, device="cuda")).double(), exact(a, b))
 
 
 @needs_warp_groups
 @pytest.mark.parametrize("pair", FEW, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([c for pair in FEW for c in before(*pair)])
-def test_float_product_of_operands_that_are_decoded_before(pair: tuple[FloatKind, FloatKind]) -> None:
+def test_float_product_of_operands_that_are_decoded_before(pair: tuple[OperandFormat, OperandFormat]) -> None:
     a, b = operand(pair[0], 150, 777, 1), operand(pair[1], 300, 777, 2)
     for config in before(*pair):
         assert torch.equal(run(a, b, config, torch.empty(150, 300, device="cuda")).double(), exact(a, b)), config.name
@@ -200,7 +202,7 @@ def test_probes_and_comparison(shape: tuple[int, int]) -> None:
     x, (m, n) = torch.randn(shape, device="cuda"), shape
     w, product = (torch.randn(probes.PROBES, probes.padded(count), device="cuda") for count in (n, m))
     for lines in ("rows", "columns"):
-        y, tops, halves = probes.probe_with_halves(x, w, lines)
+        y, tops, halves = probes.probe_with_float16(x, w, lines)
         assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0)) and torch.equal(halves, x.half())
     assert probes.compare(x, w, y).product == pytest.approx(float(y.double().square().sum()), rel=1e-5)
     assert not np.isnan(probes.compare(x, w, product).gram).any()

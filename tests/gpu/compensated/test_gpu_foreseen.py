@@ -11,9 +11,14 @@ from torch import Tensor
 
 from cute_kernels.convert.digits import digits
 from cute_kernels.estimate import probes
-from cute_kernels.estimate.remainder_probes import CUT, default_configs, probe_rest, start_judging
+from cute_kernels.estimate.remainder_probes import (
+    TF32_MARGIN,
+    default_configs,
+    probe_remainder,
+    start_remainder_estimate,
+)
 from cute_kernels.gemm.api import gemm
-from cute_kernels.gemm.cuda import squares_room
+from cute_kernels.gemm.cuda import sum_of_squares_size
 from residual.execute import fast_check as foreseen
 from residual.planning.plan import COUNTS, Plan
 from tests.gpu.kernels.test_gpu_probes import vectors
@@ -44,7 +49,7 @@ def test_what_is_left_out_is_that_of_float64(shape: tuple[int, int, int], layout
     w = vectors(n)
     left, right = (digits(x, bits, 1, axis=axis, transpose=axis == 0) for x, axis in ((a, 1), (b, 0)))
 
-    made = probe_rest(b, w, right.scale, bits)
+    made = probe_remainder(b, w, right.scale, bits)
     exact = b.double(), b.double() - right.scale.double() * right.planes[0].double()  # (K, N) each
     for found, of in zip(made, exact, strict=True):
         wanted = w[:, :n].double() @ of.mT  # (16, K)
@@ -60,12 +65,12 @@ def test_what_is_left_out_is_that_of_float64(shape: tuple[int, int, int], layout
         float((a.double() @ (b.double() @ w[:, :n].mT.double())).square().sum()),
     )
 
-    probes.expect_answer()
-    start_judging(a, made, left.scale, right.scale, bits, BOUNDS)
-    found = probes.awaited(a.device)
-    assert np.linalg.norm(found.gram - gram) < 2 * (CUT - 1) * np.linalg.norm(gram)
+    probes.arm_result()
+    start_remainder_estimate(a, made, left.scale, right.scale, bits, BOUNDS)
+    found = probes.wait_result(a.device)
+    assert np.linalg.norm(found.gram - gram) < 2 * (TF32_MARGIN - 1) * np.linalg.norm(gram)
     assert found.product == pytest.approx(norm, rel=1e-2)
-    assert found.far == 0 and found.claimed == found.result == 0
+    assert found.out_of_range == 0 and found.claimed == found.result == 0
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -76,9 +81,9 @@ def test_scales_out_of_bounds_are_counted(side: str) -> None:
     else:
         b[:, 3], b[2, 7] = b[:, 3] * 2.0**60, torch.inf
     left, right = digits(a, 8, 1, axis=1), digits(b, 8, 1, axis=0, transpose=True)
-    probes.expect_answer()
-    start_judging(a, probe_rest(b, w, right.scale, 8), left.scale, right.scale, 8, BOUNDS)
-    assert probes.awaited(a.device).far == 2
+    probes.arm_result()
+    start_remainder_estimate(a, probe_remainder(b, w, right.scale, 8), left.scale, right.scale, 8, BOUNDS)
+    assert probes.wait_result(a.device).out_of_range == 2
 
 
 @needs_warp_groups
@@ -88,12 +93,12 @@ def test_a_product_leaves_the_squares_of_its_entries(shape: tuple[int, int, int]
     (m, k, n), (planes, terms) = shape, COUNTS[mode]
     left = digits(torch.randn(m, k).cuda(), 8, planes, axis=1)
     right = digits(torch.randn(k, n).cuda(), 8, planes, axis=0, transpose=True)
-    squares = torch.zeros(squares_room(torch.device("cuda", 0)), pin_memory=True)
+    squares = torch.zeros(sum_of_squares_size(torch.device("cuda", 0)), pin_memory=True)
 
     def product(squares: Tensor | None) -> Tensor:
         return gemm(
             left.planes, right.planes, terms=terms, scale_a=left.scale, scale_b=right.scale, out_dtype=torch.float32,
-            squares=squares,
+            sum_of_squares=squares,
         )  # fmt: skip
 
     found = product(squares)

@@ -12,10 +12,10 @@ from torch import Tensor
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.jit import get_kernel
-from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats, gemm_floats
-from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
-from cute_kernels.scaled_gemm.cuda import gemm_floats_cuda
-from cute_kernels.scaled_gemm.dequantize import DecodeConfig, ready
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gemm, scaled_gemm
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
+from cute_kernels.scaled_gemm.cuda import scaled_gemm_cuda
+from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, dequantized_format
 from cute_kernels.scaled_gemm.small_m import SmallMConfig
 from tests.gpu.problems import needs_warp_groups
 
@@ -23,22 +23,22 @@ pytestmark = pytest.mark.gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ARCH = "sm_90a" if HOPPER else "sm_80"
-PAIRS = [(Kind(a), Kind(b)) for a in FORMATS for b in FORMATS]
+PAIRS = [(OperandFormat(a), OperandFormat(b)) for a in FORMATS for b in FORMATS]
 # One of each way to the Tensor Cores: neither decoded, either, both, with 4, 6 and 8 bits; factors of blocks and tiles.
 WAYS = [
-    (Kind("e4m3"), Kind("e5m2")),
-    (Kind("e2m1"), Kind("e4m3")),
-    (Kind("e5m2"), Kind("e2m1")),
-    (Kind("e3m2"), Kind("e2m3")),
-    (Kind("e2m1"), Kind("e2m1")),
+    (OperandFormat("e4m3"), OperandFormat("e5m2")),
+    (OperandFormat("e2m1"), OperandFormat("e4m3")),
+    (OperandFormat("e5m2"), OperandFormat("e2m1")),
+    (OperandFormat("e3m2"), OperandFormat("e2m3")),
+    (OperandFormat("e2m1"), OperandFormat("e2m1")),
 ]
 SCALED = [
-    (Kind("e2m1", 16, "e4m3"), Kind("e2m1", 16, "e4m3")),
-    (Kind("e4m3", 32, "ue8m0"), Kind("e2m1", 32, "ue8m0")),
-    (Kind("e5m2"), Kind("e3m2", 32, "ue8m0")),
-    (Kind("e4m3", tiles=True), Kind("e4m3", tiles=True)),
-    (Kind("e2m1", tiles=True), Kind("e5m2")),
-    (Kind("e2m3", tiles=True), Kind("e2m1", 16, "e4m3")),
+    (OperandFormat("e2m1", 16, "e4m3"), OperandFormat("e2m1", 16, "e4m3")),
+    (OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e2m1", 32, "ue8m0")),
+    (OperandFormat("e5m2"), OperandFormat("e3m2", 32, "ue8m0")),
+    (OperandFormat("e4m3", tiles=True), OperandFormat("e4m3", tiles=True)),
+    (OperandFormat("e2m1", tiles=True), OperandFormat("e5m2")),
+    (OperandFormat("e2m3", tiles=True), OperandFormat("e2m1", 16, "e4m3")),
 ]
 # (M, K, N); the last two have several tiles for each block of a persistent grid, and a K for four blocks a tile.
 SHAPES = [(1, 1, 1), (64, 128, 128), (130, 77, 257), (300, 520, 144), (2600, 136, 1200), (37, 2100, 264)]
@@ -46,20 +46,24 @@ HALF_DTYPES = ("float16", "bfloat16")
 UNIT = 2.0**-13  # of the largest addend, what the Tensor Cores keep of each addend of a sum of e4m3 or e5m2 products
 
 
-def every(a: Kind, b: Kind, fast: bool = False) -> list[FloatGemmConfig]:
+def every(a: OperandFormat, b: OperandFormat, fast: bool = False) -> list[ScaledGemmConfig]:
     """Every kernel for a pair, the warps' one too, and those that take operands that were decoded before."""
     found = [config for arch in dict.fromkeys((ARCH, "sm_80")) for config in candidates(a, b, arch, fast=fast)]
-    before = tuple(ready(kind, a.block > 0 or b.block > 0) for kind in (a, b))
+    before = tuple(dequantized_format(kind, a.block > 0 or b.block > 0) for kind in (a, b))
     return found + (candidates(*before, ARCH, fast=fast) if HOPPER and before != (a, b) else [])
 
 
-def decoders(*pairs: tuple[Kind, Kind]) -> list[DecodeConfig]:
+def decoders(*pairs: tuple[OperandFormat, OperandFormat]) -> list[DequantizeConfig]:
     """The kernels that decode operands before a product."""
     wide = [(kind, pair[0].block > 0 or pair[1].block > 0) for pair in pairs for kind in pair]
-    return [DecodeConfig(kind, halves) for kind, halves in dict.fromkeys(wide) if ready(kind, halves) != kind]
+    return [
+        DequantizeConfig(kind, halves)
+        for kind, halves in dict.fromkeys(wide)
+        if dequantized_format(kind, halves) != kind
+    ]
 
 
-def first(a: Kind, b: Kind) -> list[FloatGemmConfig]:
+def first(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
     return candidates(a, b, ARCH)[:1]
 
 
@@ -67,7 +71,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator("cuda").manual_seed(seed)
 
 
-def operand(kind: Kind, rows: int, k: int, seed: int, largest: float | None = 2.0) -> FloatOperand:
+def operand(kind: OperandFormat, rows: int, k: int, seed: int, largest: float | None = 2.0) -> FloatOperand:
     """Random codes: integers of at most ``largest``, or any finite numbers; scales 1/2, 1 or 2, of tiles 1/4 to 4."""
     values = floats.decode(torch.arange(1 << kind.bits).to(torch.uint8), kind.dtype)
     wanted = values.isfinite() if largest is None else (values.abs() <= largest) & (values == values.round())
@@ -86,19 +90,21 @@ def operand(kind: Kind, rows: int, k: int, seed: int, largest: float | None = 2.
 
 
 def run(
-    a: FloatOperand, b: FloatOperand, config: FloatGemmConfig | SmallMConfig, out: Tensor, **options: Any
+    a: FloatOperand, b: FloatOperand, config: ScaledGemmConfig | SmallMConfig, out: Tensor, **options: Any
 ) -> Tensor:
     """The product by one config, whatever would be chosen."""
     given = {"alpha": 1.0, "beta": 0.0, "c": None, "bias": None} | options
     call = check(a, b, **given, out=out, out_dtype=out.dtype, fast_accum=not config.promote)
-    return gemm_floats_cuda(call, out, config)
+    return scaled_gemm_cuda(call, out, config)
 
 
 def exact(a: FloatOperand, b: FloatOperand) -> Tensor:
     return a.values(torch.float64) @ b.values(torch.float64).t()
 
 
-def assert_exact(a: Kind, b: Kind, configs: list[FloatGemmConfig], shapes: list[tuple[int, int, int]]) -> None:
+def assert_exact(
+    a: OperandFormat, b: OperandFormat, configs: list[ScaledGemmConfig], shapes: list[tuple[int, int, int]]
+) -> None:
     for m, k, n in shapes:
         x, y = operand(a, m, k, 1), operand(b, n, k, 9)
         truth = exact(x, y)
@@ -134,13 +140,13 @@ def test_all_25_pairs_multiply_small_integers_exactly() -> None:
 
 @pytest.mark.parametrize("pair", WAYS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([*decoders(*WAYS), *(config for pair in WAYS for config in every(*pair))])
-def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[Kind, Kind]) -> None:
+def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[OperandFormat, OperandFormat]) -> None:
     assert_exact(*pair, every(*pair), SHAPES)
 
 
 @pytest.mark.parametrize("pair", SCALED, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([*decoders(*SCALED), *(config for pair in SCALED for config in every(*pair))])
-def test_factors_of_blocks_and_tiles_reach_their_products(pair: tuple[Kind, Kind]) -> None:
+def test_factors_of_blocks_and_tiles_reach_their_products(pair: tuple[OperandFormat, OperandFormat]) -> None:
     assert_exact(*pair, every(*pair), SHAPES)
 
 
@@ -164,7 +170,7 @@ def lost(a: Tensor, b: Tensor, part: int) -> Tensor:
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 @pytest.mark.parametrize("pair", WAYS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([config for pair in WAYS for config in candidates(*pair, ARCH, fast=True)[:1]])
-def test_all_codes_multiply_within_the_stated_bound(pair: tuple[Kind, Kind], fast: bool) -> None:
+def test_all_codes_multiply_within_the_stated_bound(pair: tuple[OperandFormat, OperandFormat], fast: bool) -> None:
     m, k, n = 96, 1000, 80
     a, b = operand(pair[0], m, k, 3, None), operand(pair[1], n, k, 4, None)
     x, y = a.values(torch.float64), b.values(torch.float64)
@@ -172,7 +178,7 @@ def test_all_codes_multiply_within_the_stated_bound(pair: tuple[Kind, Kind], fas
     bound = lost(x, y, k if fast else 128)
     for config in candidates(*pair, ARCH, fast=True)[:1] if fast else every(*pair):
         got = run(a, b, config, torch.empty(m, n, device="cuda"))
-        precise = config.halves
+        precise = config.uses_bfloat16
         within = 2.0**-18 * (x.abs() @ y.abs().t()) if precise else bound
         assert bool(((got.double() - truth).abs() <= within).all()), config.name
 
@@ -221,9 +227,9 @@ def test_infinities_and_nan_reach_their_rows_and_columns_alone() -> None:
     for pair in (WAYS[0], SCALED[1]):
         a, b = operand(pair[0], 90, 300, 1), operand(pair[1], 100, 300, 2)
         clean = exact(a, b)
-        codes = a.codes.clone()
+        codes = a.packed_data.clone()
         codes[5, 130] = 0x7F  # NaN of e4m3 and of e5m2
-        spoiled = replace(a, codes=codes)
+        spoiled = replace(a, packed_data=codes)
         for config in every(*pair):
             got = run(spoiled, b, config, torch.empty(90, 100, device="cuda"))
             assert bool(got[5].isnan().all()), config.name
@@ -237,12 +243,12 @@ def test_codes_of_any_layout_are_the_same_matrix() -> None:
         a, b = operand(pair[0], 200, 520, 1), operand(pair[1], 150, 520, 2)
         truth = exact(a, b)
         wide = torch.zeros(640, 640, dtype=torch.uint8, device="cuda")
-        size = a.codes.shape[1]
+        size = a.packed_data.shape[1]
         for view in (wide[3:203, 16 : 16 + size], wide[3:203, 5 : 5 + size], wide.t()[:200, :size]):
-            moved = replace(a, codes=view.copy_(a.codes))
-            assert torch.equal(gemm_floats(moved, b).double(), truth)
-        assert torch.equal(gemm_floats(b, a).double(), truth.t())
-    assert explain_gemm_floats(a, b).copies == ("a", "b")  # rows of 260 and of 520 bytes
+            moved = replace(a, packed_data=view.copy_(a.packed_data))
+            assert torch.equal(scaled_gemm(moved, b).double(), truth)
+        assert torch.equal(scaled_gemm(b, a).double(), truth.t())
+    assert explain_scaled_gemm(a, b).copies == ("a", "b")  # rows of 260 and of 520 bytes
 
 
 @pytest.mark.configs([c for p in (WAYS[1], SCALED[0]) for c in every(*p)])
@@ -257,33 +263,33 @@ def test_runs_of_one_product_agree_in_every_bit() -> None:
 
 
 def test_graphs_and_the_plan() -> None:
-    a, b = operand(Kind("e2m1"), 300, 512, 1), operand(Kind("e4m3"), 256, 512, 2)
+    a, b = operand(OperandFormat("e2m1"), 300, 512, 1), operand(OperandFormat("e4m3"), 256, 512, 2)
     out = torch.zeros(300, 256, device="cuda")
-    gemm_floats(a, b, out=out)
+    scaled_gemm(a, b, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gemm_floats(a, b, out=out)
-    a.codes.copy_(operand(Kind("e2m1"), 300, 512, 7).codes)
+        scaled_gemm(a, b, out=out)
+    a.packed_data.copy_(operand(OperandFormat("e2m1"), 300, 512, 7).packed_data)
     out.zero_()
     graph.replay()
     assert torch.equal(out.double(), exact(a, b))
-    plan = explain_gemm_floats(a, b)
+    plan = explain_scaled_gemm(a, b)
     assert plan.config is not None and plan.kernel == plan.config.name and plan.copies == ()
     assert get_kernel(plan.config).local_bytes == 0 and plan.decoded == ()
 
 
 @needs_warp_groups
 @pytest.mark.parametrize("pair", [(WAYS[1]), (WAYS[4]), (SCALED[0]), (SCALED[4]), (SCALED[5])], ids=str)
-def test_operands_of_many_rows_are_decoded_before(pair: tuple[Kind, Kind]) -> None:
+def test_operands_of_many_rows_are_decoded_before(pair: tuple[OperandFormat, OperandFormat]) -> None:
     for m, k, n in ((1024, 4100, 2056), (4096, 77, 4099), (20_000, 1000, 500)):  # whole runs of sixteen, and not
         a, b = operand(pair[0], m, k, 1), operand(pair[1], n, k, 9)
-        plan = explain_gemm_floats(a, b)
+        plan = explain_scaled_gemm(a, b)
         assert k != 4100 or "a" in plan.decoded
-        assert torch.equal(gemm_floats(a, b).double(), exact(a, b)), plan
+        assert torch.equal(scaled_gemm(a, b).double(), exact(a, b)), plan
     graph, out = torch.cuda.CUDAGraph(), torch.zeros(m, n, device="cuda")
     with torch.cuda.graph(graph):
-        gemm_floats(a, b, out=out)
-    a.codes.copy_(operand(pair[0], m, k, 7).codes)
+        scaled_gemm(a, b, out=out)
+    a.packed_data.copy_(operand(pair[0], m, k, 7).packed_data)
     graph.replay()
     assert torch.equal(out.double(), exact(a, b)), "a replay reads the operands anew"
 
@@ -291,4 +297,4 @@ def test_operands_of_many_rows_are_decoded_before(pair: tuple[Kind, Kind]) -> No
 def test_products_of_nothing() -> None:
     empty = FloatOperand(torch.zeros(5, 0, dtype=torch.uint8, device="cuda"), "e2m1", 0)
     bias = torch.randn(5, device="cuda")
-    assert torch.equal(gemm_floats(empty, empty, bias=bias), bias.expand(5, 5))
+    assert torch.equal(scaled_gemm(empty, empty, bias=bias), bias.expand(5, 5))

@@ -56,7 +56,7 @@ def test_a_comparison_gives_the_sums_of_float64(shape: tuple[int, int], dtype: t
     exact = [float(t.double().square().sum()) for t in (product, claimed, c)]
     for mine, theirs in zip((found.product, found.claimed, found.result), exact, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-    assert found.far == 0
+    assert found.out_of_range == 0
 
 
 def test_scales_out_of_bounds_are_counted() -> None:
@@ -64,8 +64,8 @@ def test_scales_out_of_bounds_are_counted() -> None:
     left, right = torch.ones(3000).cuda(), torch.ones(7).cuda()
     left[2999], left[0], right[3], right[6] = math.nan, math.inf, 1e-20, 1e20
     left[5] = 0  # of a line of zeros
-    assert probes.compare(c, w, product, (left, right), (2.0**-30, 2.0**30)).far == 4
-    assert probes.compare(c, w, product, (right,), (2.0**-30, 2.0**30)).far == 2
+    assert probes.compare(c, w, product, (left, right), (2.0**-30, 2.0**30)).out_of_range == 4
+    assert probes.compare(c, w, product, (right,), (2.0**-30, 2.0**30)).out_of_range == 2
 
 
 def test_what_is_not_finite_is_not_lost() -> None:
@@ -84,9 +84,9 @@ def test_halves_come_with_a_pass(shape: tuple[int, int], gap: int, lines: str) -
     x, w = whole[:, :n], vectors(n)
     x[m // 2, n // 3] = 1e5  # beyond float16
     assert probes.can_emit_float16(x)
-    y, tops, halves = probes.probe_with_halves(x, w, lines)
+    y, tops, halves = probes.probe_with_float16(x, w, lines)
     assert torch.equal(halves, x.half()) and halves.isinf().any()
-    plain = probes.probe_with_tops(x, w, lines)
+    plain = probes.probe_with_absmax(x, w, lines)
     assert torch.equal(y, plain[0]) and torch.equal(tops, plain[1])
 
 

@@ -9,45 +9,45 @@ import torch
 
 from cute_kernels.floats import FORMATS
 from cute_kernels.jit import get_kernel
-from cute_kernels.scaled_gemm.api import explain_gemm_floats, gemm_floats
-from cute_kernels.scaled_gemm.config import Kind
-from cute_kernels.scaled_gemm.small_m import ROWS, OrderConfig, SmallMConfig, candidates, choose_small_m
+from cute_kernels.scaled_gemm.api import explain_scaled_gemm, scaled_gemm
+from cute_kernels.scaled_gemm.config import OperandFormat
+from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, candidates, choose_small_m
 from tests.gpu.kernels.test_gpu_floats import exact, generator, lost, operand, run
 from tests.gpu.problems import needs_warp_groups
 
 pytestmark = [pytest.mark.gpu, needs_warp_groups]
 
 WEIGHTS = ("e5m2", "e4m3", "e2m1")
-PAIRS = [(Kind(a), Kind(b)) for a in FORMATS for b in WEIGHTS]
+PAIRS = [(OperandFormat(a), OperandFormat(b)) for a in FORMATS for b in WEIGHTS]
 WAYS = [
-    (Kind("e4m3"), Kind("e2m1")),
-    (Kind("e2m1"), Kind("e5m2")),
-    (Kind("e3m2"), Kind("e2m1")),
-    (Kind("e5m2"), Kind("e4m3")),
+    (OperandFormat("e4m3"), OperandFormat("e2m1")),
+    (OperandFormat("e2m1"), OperandFormat("e5m2")),
+    (OperandFormat("e3m2"), OperandFormat("e2m1")),
+    (OperandFormat("e5m2"), OperandFormat("e4m3")),
 ]
-MX8, MX4, NV = Kind("e4m3", 32, "ue8m0"), Kind("e2m1", 32, "ue8m0"), Kind("e2m1", 16, "e4m3")
+MX8, MX4, NV = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e2m1", 32, "ue8m0"), OperandFormat("e2m1", 16, "e4m3")
 SCALED = [
     (MX8, MX4),
     (NV, NV),
-    (Kind("e4m3"), MX4),
-    (MX4, Kind("e2m1")),
+    (OperandFormat("e4m3"), MX4),
+    (MX4, OperandFormat("e2m1")),
     (MX8, MX8),
-    (Kind("e3m2", 32, "ue8m0"), NV),
-    (Kind("e2m3"), Kind("e5m2", 16, "e4m3")),
-    (Kind("e2m1", 16, "ue8m0"), Kind("e2m1", 32, "e4m3")),
+    (OperandFormat("e3m2", 32, "ue8m0"), NV),
+    (OperandFormat("e2m3"), OperandFormat("e5m2", 16, "e4m3")),
+    (OperandFormat("e2m1", 16, "ue8m0"), OperandFormat("e2m1", 32, "e4m3")),
 ]
-ORDERS = [OrderConfig(Kind(a), FORMATS[b].bits) for a in FORMATS for b in ("e4m3", "e2m1")]
-ORDERS += dict.fromkeys(OrderConfig(a, b.bits, True) for a, b in SCALED)
+ORDERS = [ReorderConfig(OperandFormat(a), FORMATS[b].bits) for a in FORMATS for b in ("e4m3", "e2m1")]
+ORDERS += dict.fromkeys(ReorderConfig(a, b.bits, True) for a, b in SCALED)
 SHAPES = [(1, 1), (77, 130), (128, 128), (300, 264), (2100, 1200), (8200, 257)]  # (K, N)
 
 
-def every(a: Kind, b: Kind) -> list[SmallMConfig]:
+def every(a: OperandFormat, b: OperandFormat) -> list[SmallMConfig]:
     return [config for rows in ROWS for config in candidates(rows, a, b)]
 
 
 @pytest.mark.parametrize("pair", PAIRS + SCALED, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([*ORDERS, *(c for pair in PAIRS + SCALED for c in every(*pair))])
-def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[Kind, Kind]) -> None:
+def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[OperandFormat, OperandFormat]) -> None:
     for k, n in SHAPES:
         b = operand(pair[1], n, k, 9)
         for m in (1, 7, 8, 9, 16, 20, 32, 33, 64):
@@ -60,7 +60,7 @@ def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[Kind, Kind])
 
 
 @pytest.mark.parametrize("pair", PAIRS + SCALED, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-def test_all_codes_multiply_within_the_stated_bound(pair: tuple[Kind, Kind]) -> None:
+def test_all_codes_multiply_within_the_stated_bound(pair: tuple[OperandFormat, OperandFormat]) -> None:
     m, k, n = 60, 1000, 80
     a, b = operand(pair[0], m, k, 3, None), operand(pair[1], n, k, 4, None)
     x, y, truth = a.values(torch.float64), b.values(torch.float64), exact(a, b)
@@ -102,13 +102,13 @@ def test_scales_c_and_bias_enter_once_and_nothing_else_is_written() -> None:
 
 
 def test_infinities_and_nan_reach_their_rows_and_columns_alone() -> None:
-    a, b = operand(Kind("e4m3"), 20, 300, 1), operand(Kind("e5m2"), 100, 300, 2)
+    a, b = operand(OperandFormat("e4m3"), 20, 300, 1), operand(OperandFormat("e5m2"), 100, 300, 2)
     clean = exact(a, b)
     for left in (True, False):
-        codes = (a if left else b).codes.clone()
+        codes = (a if left else b).packed_data.clone()
         codes[5, 130] = 0x7F  # NaN of e4m3 and of e5m2
-        x, y = (replace(a, codes=codes), b) if left else (a, replace(b, codes=codes))
-        for config in candidates(32, Kind("e4m3"), Kind("e5m2")):
+        x, y = (replace(a, packed_data=codes), b) if left else (a, replace(b, packed_data=codes))
+        for config in candidates(32, OperandFormat("e4m3"), OperandFormat("e5m2")):
             got = run(x, y, config, torch.empty(20, 100, device="cuda"))
             got, wanted = (got, clean) if left else (got.t(), clean.t())
             rest = torch.arange(len(got)) != 5
@@ -144,20 +144,20 @@ def test_runs_of_one_product_agree_in_every_bit_and_follow_their_operands() -> N
 
 
 def test_few_rows_take_these_kernels_and_graphs_hold_them() -> None:
-    a, b = operand(Kind("e4m3"), 16, 512, 1), operand(Kind("e2m1"), 256, 512, 2)
+    a, b = operand(OperandFormat("e4m3"), 16, 512, 1), operand(OperandFormat("e2m1"), 256, 512, 2)
     out = torch.zeros(16, 256, device="cuda")
-    gemm_floats(a, b, out=out)
+    scaled_gemm(a, b, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gemm_floats(a, b, out=out)
-    a.codes.copy_(operand(Kind("e4m3"), 16, 512, 7).codes)
+        scaled_gemm(a, b, out=out)
+    a.packed_data.copy_(operand(OperandFormat("e4m3"), 16, 512, 7).packed_data)
     out.zero_()
     graph.replay()
     assert torch.equal(out.double(), exact(a, b))
-    plan = explain_gemm_floats(a, b)
+    plan = explain_scaled_gemm(a, b)
     assert isinstance(plan.config, SmallMConfig) and plan.kernel == plan.config.name
     assert get_kernel(plan.config).local_bytes == 0
-    assert plan.config == choose_small_m(16, 256, 512, a.kind, b.kind)
-    assert not isinstance(explain_gemm_floats(operand(Kind("e4m3"), 65, 512, 1), b).config, SmallMConfig)
-    moved = torch.zeros(300, 300, dtype=torch.uint8, device="cuda")[3:259, 5:261].copy_(b.codes)
-    assert torch.equal(gemm_floats(a, replace(b, codes=moved)).double(), exact(a, b))
+    assert plan.config == choose_small_m(16, 256, 512, a.format, b.format)
+    assert not isinstance(explain_scaled_gemm(operand(OperandFormat("e4m3"), 65, 512, 1), b).config, SmallMConfig)
+    moved = torch.zeros(300, 300, dtype=torch.uint8, device="cuda")[3:259, 5:261].copy_(b.packed_data)
+    assert torch.equal(scaled_gemm(a, replace(b, packed_data=moved)).double(), exact(a, b))

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from cute_kernels.estimate import probes, statistics
-from cute_kernels.estimate.statistics import FACTS, FORMS, LINES, Look, Sampled, Side, Tables
+from cute_kernels.estimate.statistics import (
+    FACTS,
+    FORMS,
+    NUM_SLICES,
+    OperandSample,
+    PairStatistics,
+    SlicedOperand,
+    StatisticsFuture,
+)
 from residual.error.predict import R1, Lines, X, _rule, _statistics
 from residual.execute import checked as call
 from residual.matmul import matmul
@@ -56,44 +64,44 @@ def test_a_pass_with_probes_finds_the_largest_magnitudes(
     w = normal(probes.PROBES, probes.padded(n), seed=1).cuda()
     x[m // 2] = 0
     poison()
-    y, tops = probes.probe_with_tops(x, w, lines)
+    y, tops = probes.probe_with_absmax(x, w, lines)
     assert torch.equal(tops, x.float().abs().amax(1 if lines == "rows" else 0))
     assert torch.equal(y, probes.probe(x, w))
     x[m - 1, n - 1], x[0, n // 3] = math.inf, -math.inf
     exact = x.float().abs().amax(1 if lines == "rows" else 0)
-    assert torch.equal(probes.probe_with_tops(x, w, lines)[1], exact)
+    assert torch.equal(probes.probe_with_absmax(x, w, lines)[1], exact)
     x[m - 1, n - 1] = math.nan
-    tops = probes.probe_with_tops(x, w, lines)[1]
+    tops = probes.probe_with_absmax(x, w, lines)[1]
     assert tops.isnan().sum() == 1 and bool(tops[m - 1 if lines == "rows" else n - 1].isnan())
 
 
-def look(A: Tensor, B: Tensor, bits: int = 8, seed: int = 0) -> tuple[Look, Tables, Tensor]:
+def look(A: Tensor, B: Tensor, bits: int = 8, seed: int = 0) -> tuple[StatisticsFuture, PairStatistics, Tensor]:
     """Of rows of A and columns of B, and vectors whose squares are summed beside."""
     product = normal(16, 96, seed=9).cuda()
-    left, right = (Side(x, x.float().abs().amax(1).contiguous()) for x in (A, B.mT))
+    left, right = (SlicedOperand(x, x.float().abs().amax(1).contiguous()) for x in (A, B.mT))
     poison()
-    found = statistics.look(left, right, product, _rule(bits), seed)
-    return found, found.tables(), product
+    found = statistics.start_statistics(left, right, product, _rule(bits), seed)
+    return found, found.result(), product
 
 
-def drawn(side: Sampled, inner: int) -> tuple[Tensor, Tensor]:
+def drawn(side: OperandSample, inner: int) -> tuple[Tensor, Tensor]:
     """Lines (16, K) and energies (K,) in a workspace."""
-    entries, pitch = side.workspace[FACTS:].view(torch.float32)[LINES * FORMS :], statistics.pitch_of(inner)
-    return entries[pitch:][: LINES * pitch].view(LINES, pitch)[:, :inner], entries[:inner]
+    entries, pitch = side.workspace[FACTS:].view(torch.float32)[NUM_SLICES * FORMS :], statistics.row_pitch(inner)
+    return entries[pitch:][: NUM_SLICES * pitch].view(NUM_SLICES, pitch)[:, :inner], entries[:inner]
 
 
-def by_torch(side: Sampled, x: Tensor, bits: int) -> Lines:
+def by_torch(side: OperandSample, x: Tensor, bits: int) -> Lines:
     """Statistics of the lines that were drawn; checks that they are lines of x, and which columns are outliers."""
     lines, energy = drawn(side, x.shape[1])
     top = x.float().abs().amax(1)  # (L,)
     unit = x.float() / top.clamp(min=2.0**-126)[:, None]
     assert all(bool((unit == line).all(1).any()) for line in lines)
-    step = max(1, x.shape[0] // LINES)
-    sample = x.float()[::step][:LINES] / top[::step][:LINES, None].clamp(min=2.0**-FAR)
+    step = max(1, x.shape[0] // NUM_SLICES)
+    sample = x.float()[::step][:NUM_SLICES] / top[::step][:NUM_SLICES, None].clamp(min=2.0**-FAR)
     assert torch.allclose(energy, sample.square().sum(0), rtol=1e-5)
-    assert torch.equal(side.hot, hot_columns(energy.contiguous()))
-    weight = torch.full((LINES, 1), LINES**-0.5)
-    return _statistics(lines.cpu(), weight, side.hot.cpu(), bits, True, torch.zeros(()))
+    assert torch.equal(side.outliers, hot_columns(energy.contiguous()))
+    weight = torch.full((NUM_SLICES, 1), NUM_SLICES**-0.5)
+    return _statistics(lines.cpu(), weight, side.outliers.cpu(), bits, True, torch.zeros(()))
 
 
 def close(found: list[float], exact: Tensor, tolerance: float) -> bool:
@@ -132,24 +140,27 @@ def test_tables_are_those_of_torch_on_the_lines_that_were_drawn(
     torch.manual_seed(m)
     A, B = DATA[kind](m, k).cuda() if k > 8 else normal(m, k).cuda(), normal(k, n, seed=3).cuda()
     found, tables, product = look(A, B, bits, seed=-7)
-    a, b = by_torch(found.sides[0], A, bits), by_torch(found.sides[1], B.mT, bits)
-    assert close(tables.squares, a.squares.double() @ b.squares.double().mT, 1e-3)
+    a, b = by_torch(found.samples[0], A, bits), by_torch(found.samples[1], B.mT, bits)
+    assert close(tables.sum_of_squares, a.squares.double() @ b.squares.double().mT, 1e-3)
     assert close(tables.raw, a.raw.double() @ b.raw.double().mT, 1e-3)
-    assert close(tables.left, a.means, 2e-3) and close(tables.right, b.means, 2e-3)
+    assert close(tables.lhs_means, a.means, 2e-3) and close(tables.rhs_means, b.means, 2e-3)
     for share, lines in zip(tables.density, (a, b), strict=True):  # numbers of entries: every line weighs alike
-        counted, expected = ([round(x * LINES * k) for x in each] for each in (share, lines.density.tolist()))
+        counted, expected = ([round(x * NUM_SLICES * k) for x in each] for each in (share, lines.density.tolist()))
         assert counted == expected
-    assert tables.hot == int((found.sides[0].hot | found.sides[1].hot).sum()) and tables.far == 0
+    assert (
+        tables.num_outliers == int((found.samples[0].outliers | found.samples[1].outliers).sum())
+        and tables.out_of_range == 0
+    )
     assert tables.product == pytest.approx(float(product.double().square().sum()), rel=1e-9)
-    for size, x in zip(tables.size, (A, B.mT), strict=True):
+    for size, x in zip(tables.norms, (A, B.mT), strict=True):
         assert size == pytest.approx(float(x.double().abs().amax(1).norm()), rel=1e-5)
     crossed = a.halves[:, R1] * b.halves[:, X] + a.halves[:, X] * b.halves[:, R1]  # (2, K)
-    assert close(found.crossed.tolist(), crossed[0] * LINES**2, 1e-3)
+    assert close(found.cross_weight.tolist(), crossed[0] * NUM_SLICES**2, 1e-3)
     if kind in ("normal", "Student t2") and k > 64:  # else many are alike
-        order = found.crossed.argsort(descending=True).cpu()
+        order = found.cross_weight.argsort(descending=True).cpu()
         taken = crossed[1, order].double().cumsum(0)
         counts = [max(1, round(share * k)) - 1 for share in COLUMN_SHARES]
-        assert close(tables.taken, taken[counts] / taken[-1], 5e-3)
+        assert close(tables.cross_energy_by_share, taken[counts] / taken[-1], 5e-3)
     assert len(SPARSE_LEVELS) == statistics.LEVELS and len(COLUMN_SHARES) == statistics.SHARES
 
 
@@ -158,8 +169,8 @@ def test_any_dtypes_and_strides_are_read(dtypes: tuple[torch.dtype, torch.dtype]
     A = normal(200, 900).to(dtypes[0]).cuda()[:, ::3]
     B = normal(70, 300, seed=1).to(dtypes[1]).cuda().mT
     found, tables, _ = look(A, B)
-    a, b = by_torch(found.sides[0], A, 8), by_torch(found.sides[1], B.mT, 8)
-    assert close(tables.squares, a.squares.double() @ b.squares.double().mT, 1e-3)
+    a, b = by_torch(found.samples[0], A, 8), by_torch(found.samples[1], B.mT, 8)
+    assert close(tables.sum_of_squares, a.squares.double() @ b.squares.double().mT, 1e-3)
 
 
 def test_lines_are_drawn_as_they_weigh_and_by_the_seed_alone() -> None:
@@ -170,7 +181,7 @@ def test_lines_are_drawn_as_they_weigh_and_by_the_seed_alone() -> None:
     B, unit, counts = normal(4, 3).cuda(), A / A.abs().amax(1, keepdim=True), torch.zeros(500)
     for seed in range(200):
         found, tables, _ = look(A, B, seed=seed * 7919 - 50)
-        lines, _ = drawn(found.sides[0], 4)
+        lines, _ = drawn(found.samples[0], 4)
         for line in lines:
             counts[int((unit - line).abs().sum(1).nan_to_num(9).argmin())] += 1
     share = (weights.square() / weights.square().sum()).double()
@@ -185,26 +196,26 @@ def test_lines_are_drawn_as_they_weigh_and_by_the_seed_alone() -> None:
 
 def test_lines_far_from_one_or_not_finite_are_counted() -> None:
     A, B = normal(50, 60).cuda(), normal(60, 70, seed=1).cuda()
-    assert look(A, B)[1].far == 0
+    assert look(A, B)[1].out_of_range == 0
     A[3] *= 2.0**-40
     A[7, 3], A[9, 1], A[11] = math.nan, -math.inf, 0
     B[:, 5] *= 2.0**40
-    assert look(A, B)[1].far == 4
+    assert look(A, B)[1].out_of_range == 4
     A[:] = math.nan
-    assert look(A, B)[1].far == 51
+    assert look(A, B)[1].out_of_range == 51
 
 
 def test_a_look_does_not_wait() -> None:
     A, B = normal(300, 400).cuda(), normal(400, 200, seed=1).cuda()
-    left, right = Side(A, A.abs().amax(1)), Side(B.mT, B.abs().amax(0))
+    left, right = SlicedOperand(A, A.abs().amax(1)), SlicedOperand(B.mT, B.abs().amax(0))
     product = torch.zeros(16, 320, device="cuda")
-    statistics.look(left, right, product, _rule(8), 0).tables()  # compiled
+    statistics.start_statistics(left, right, product, _rule(8), 0).result()  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = statistics.look(left, right, product, _rule(8), 0)
+        found = statistics.start_statistics(left, right, product, _rule(8), 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert found.tables().product == 0
+    assert found.result().product == 0
 
 
 def test_auto_takes_the_kernels_and_chooses_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +267,7 @@ def test_statistics_take_little_beside_the_passes(capsys: pytest.CaptureFixture[
     """Events around the three kernels at n = 4096, and around passes with and without largest magnitudes."""
     n = 4096
     A, B, w = (torch.randn(n, n, device="cuda") for _ in range(3))
-    left, right = Side(A, A.abs().amax(1)), Side(B.mT, B.abs().amax(0))
+    left, right = SlicedOperand(A, A.abs().amax(1)), SlicedOperand(B.mT, B.abs().amax(0))
 
     def microseconds(run: Callable[[], object], repeats: int = 20) -> float:
         for _ in range(3):
@@ -270,10 +281,10 @@ def test_statistics_take_little_beside_the_passes(capsys: pytest.CaptureFixture[
         end.synchronize()
         return begin.elapsed_time(end) / repeats * 1e3
 
-    looking = microseconds(lambda: statistics.look(left, right, w[:16], _rule(8), 0))
+    looking = microseconds(lambda: statistics.start_statistics(left, right, w[:16], _rule(8), 0))
     copy = microseconds(lambda: B.copy_(A))
     plain = microseconds(lambda: probes.probe(A, w[:16]))
-    rows, columns = (microseconds(lambda by=by: probes.probe_with_tops(A, w[:16], by)) for by in ("rows", "columns"))  # type: ignore[misc]
+    rows, columns = (microseconds(lambda by=by: probes.probe_with_absmax(A, w[:16], by)) for by in ("rows", "columns"))  # type: ignore[misc]
     with capsys.disabled():
         print(
             f"\nn = {n}: look {looking:.0f} us, copy {copy:.0f}; a pass {plain:.0f}, rows {rows:.0f}, columns {columns:.0f}"

@@ -16,14 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.estimate import probes, statistics
-from cute_kernels.estimate.statistics import Rule, Side, StatisticsConfig
+from cute_kernels.estimate.statistics import SlicedOperand, StatisticsConfig, StatisticsRule
 from cute_kernels.jit import Binary, build
 from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
 
-RULE = Rule(8, (8, 24, 64), (1 / 16, 1 / 8, 1 / 4, 1 / 2), 30, 16, 16)
+RULE = StatisticsRule(8, (8, 24, 64), (1 / 16, 1 / 8, 1 / 4, 1 / 2), 30, 16, 16)
 KERNELS = [StatisticsConfig("sample_lines"), StatisticsConfig("measure_lines"), StatisticsConfig("meet_lines")]
 CASES = [*((config, arch) for config in KERNELS for arch in ("sm_80", "sm_90a"))]
 CASES.append((StatisticsConfig("sample_lines", "bfloat16"), "sm_90a"))
@@ -63,31 +63,31 @@ def test_kernels_spill_nothing_and_call_nothing_often(
 
 def test_the_rules_are_those_of_the_operands() -> None:
     defaults = StatisticsConfig("meet_lines")
-    assert (defaults.far, defaults.hot, defaults.most_hot) == (FAR, HOT, MOST_HOT)
-    assert statistics.LINES == SAMPLE
+    assert (defaults.range_log2, defaults.outlier_ratio, defaults.outlier_divisor) == (FAR, HOT, MOST_HOT)
+    assert statistics.NUM_SLICES == SAMPLE
 
 
 def test_numbers_are_taken_apart_in_the_order_of_the_kernel() -> None:
     numbers = [float(i) for i in range(statistics._NUMBERS)]
-    found = statistics.tables_of(numbers)
-    assert (found.squares[0], found.squares[48], found.raw[0], found.raw[24]) == (0, 48, 49, 73)
-    assert (found.hot, found.product, found.taken) == (74, 75, [76, 77, 78, 79])
-    assert (found.left[0], found.left[99], found.right[0], found.right[99]) == (80, 179, 180, 279)
+    found = statistics.parse_statistics(numbers)
+    assert (found.sum_of_squares[0], found.sum_of_squares[48], found.raw[0], found.raw[24]) == (0, 48, 49, 73)
+    assert (found.num_outliers, found.product, found.cross_energy_by_share) == (74, 75, [76, 77, 78, 79])
+    assert (found.lhs_means[0], found.lhs_means[99], found.rhs_means[0], found.rhs_means[99]) == (80, 179, 180, 279)
     assert found.density == ([280, 281, 282], [283, 284, 285])
-    assert found.size == (286, 288) and found.far == 287 + 289
+    assert found.norms == (286, 288) and found.out_of_range == 287 + 289
 
 
 @pytest.mark.parametrize("inner", [1, 63, 64, 65, 4096, 2**15])
 def test_a_workspace_holds_facts_forms_energies_and_lines(inner: int) -> None:
-    pitch = statistics.pitch_of(inner)
+    pitch = statistics.row_pitch(inner)
     assert pitch >= inner and pitch % statistics.CHUNK == 0 and pitch - inner < statistics.CHUNK
-    floats = 2 * statistics.FACTS + statistics.LINES * statistics.FORMS + pitch + statistics.LINES * pitch
+    floats = 2 * statistics.FACTS + statistics.NUM_SLICES * statistics.FORMS + pitch + statistics.NUM_SLICES * pitch
     size = statistics.workspace_size(inner)
     assert 8 * size == 4 * floats + pitch
-    side = statistics.Sampled(torch.zeros(size, dtype=torch.float64), inner)
-    start, hot = side.places()
-    assert hot - start == 4 * floats and side.hot.data_ptr() == hot and side.hot.shape == (inner,)
-    assert statistics.fits(1, inner) and not statistics.fits(1, 2**15 + 1) and not statistics.fits(0, inner)
+    side = statistics.OperandSample(torch.zeros(size, dtype=torch.float64), inner)
+    start, hot = side.addresses()
+    assert hot - start == 4 * floats and side.outliers.data_ptr() == hot and side.outliers.shape == (inner,)
+    assert statistics.supports(1, inner) and not statistics.supports(1, 2**15 + 1) and not statistics.supports(0, inner)
 
 
 class Dispatched(TorchDispatchMode):
@@ -151,17 +151,21 @@ def test_statistics_are_two_passes_with_probes_three_launches_and_a_copy(
 ) -> None:
     A, B = torch.rand(100, 300), torch.rand(300, 200)
     with Dispatched() as torchs:
-        inner, columns = probes.probe_with_tops(B, torch.zeros(16, 224), "columns")
-        product, rows = probes.probe_with_tops(A, inner, "rows")
-        found = statistics.look(Side(A, rows), Side(B.mT, columns), product, RULE, seed=2**64 - 1)
-        again = statistics.look(Side(A.half(), rows.clone()), found.sides[1], product, RULE, seed=-5)
+        inner, columns = probes.probe_with_absmax(B, torch.zeros(16, 224), "columns")
+        product, rows = probes.probe_with_absmax(A, inner, "rows")
+        found = statistics.start_statistics(
+            SlicedOperand(A, rows), SlicedOperand(B.mT, columns), product, RULE, seed=2**64 - 1
+        )
+        again = statistics.start_statistics(
+            SlicedOperand(A.half(), rows.clone()), found.samples[1], product, RULE, seed=-5
+        )
     names = [name for name, _, _ in recorded]
     assert names[:5] == ["probe", "probe", "sample_lines", "measure_lines", "meet_lines"]
     assert names[5:] == names[2:5]
     assert [grid for _, grid, _ in recorded[2:]] == [(5, 2, 1), (16, 2, 1), (5, 1, 1), (5, 1, 1), (16, 1, 1), (5, 1, 1)]
     wanted = {"zeros": 2, "copy_": 2, "clone": 1, "_to_copy": 1}  # the last two are this test's own
     assert {name: torchs.names.count(name) for name in set(torchs.names)} == wanted
-    assert again.sides[1] is found.sides[1] and found.crossed.shape == (300,)
+    assert again.samples[1] is found.samples[1] and found.cross_weight.shape == (300,)
     sample = recorded[2][2]
     assert sample[1:3] == (300, 1) and sample[8:10] == (1, 200)  # steps from line to line and along k, of A and of B
     assert sample[4] == 100 and sample[11] == 200 and sample[5] != sample[12]
@@ -173,7 +177,7 @@ def test_a_pass_over_a_short_transposed_operand_is_shared_among_blocks(
     recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]],
 ) -> None:
     x = torch.rand(4096, 300).mT
-    y, tops = probes.probe_with_tops(x, torch.zeros(16, 4096), "columns")
+    y, tops = probes.probe_with_absmax(x, torch.zeros(16, 4096), "columns")
     assert y.shape == (16, 320) and tops.shape == (4096,)
     ((name, grid, arguments),) = recorded
     assert (name, grid) == ("probe_transposed", (10, 8, 1))  # 32 columns of X^T a block, 512 rows at least
@@ -184,7 +188,9 @@ def test_different_dtypes_are_drawn_by_a_kernel_each(
     recorded: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]],
 ) -> None:
     A, B = torch.rand(20, 64), torch.rand(64, 30).half()
-    statistics.look(Side(A, A.amax(1)), Side(B.mT, B.float().amax(0)), torch.zeros(16, 32), RULE, seed=0)
+    statistics.start_statistics(
+        SlicedOperand(A, A.amax(1)), SlicedOperand(B.mT, B.float().amax(0)), torch.zeros(16, 32), RULE, seed=0
+    )
     assert [name for name, _, _ in recorded] == ["sample_lines", "sample_lines", "measure_lines", "meet_lines"]
     assert recorded[0][2][0] == A.data_ptr() and recorded[1][2][0] == B.data_ptr()
 

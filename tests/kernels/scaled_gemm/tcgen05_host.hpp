@@ -153,7 +153,7 @@ class Engine {
       }
     }
   }) {}
-  void flag_store_release(std::function<void()> task) {
+  void enqueue(std::function<void()> task) {
     std::unique_lock lock(own_);
     tasks_.push_back(std::move(task));
     told_.notify_one();
@@ -248,7 +248,7 @@ inline void barrier_wait(uint32_t at, uint32_t parity) {
 }
 
 inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t at) {
-  host::copies->tell([=, map = *map] {
+  host::copies->enqueue([=, map = *map] {
     const int64_t group = 2 * map.bits;  // bytes of sixteen elements
     for (int64_t row = 0; row < map.box; ++row) {
       for (int64_t byte = 0; byte < 8 * group; ++byte) {
@@ -288,11 +288,11 @@ template <int kColumns> void give(uint32_t) {}
 inline void before_barrier() {}
 inline void after_barrier() {}
 inline void arrive_when_done(uint32_t barrier) {
-  if (elect_one()) host::products->tell([=] { host::arrive(barrier); });
+  if (elect_one()) host::products->enqueue([=] { host::arrive(barrier); });
 }
 inline void copy_factors(uint32_t to, uint32_t from) {
   if (!elect_one()) return;
-  host::products->tell([=] {
+  host::products->enqueue([=] {
     for (int lane = 0; lane < 32; ++lane) std::memcpy(&host::factors[lane][to], shared + from + 16 * lane, 16);
   });
 }
@@ -356,7 +356,7 @@ struct HostMma {
   static void fma(uint64_t a, uint64_t b, uint32_t to, uint32_t add, uint64_t instruction, uint32_t of_a = 0,
                   uint32_t of_b = 0) {
     if (!elect_one()) return;
-    host::products->tell([=] { multiply(a, b, to, add, uint32_t(instruction >> 32), of_a, of_b); });
+    host::products->enqueue([=] { mma(a, b, to, add, uint32_t(instruction >> 32), of_a, of_b); });
   }
 };
 }  // namespace magicube

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from cute_kernels.scaled_gemm.api import FloatOperand, explain_gemm_floats, gemm_floats
-from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates, choose
+from cute_kernels.scaled_gemm.api import FloatOperand, explain_scaled_gemm, scaled_gemm
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, choose
 from cute_kernels.scaled_gemm.cuda import choose_config
-from cute_kernels.scaled_gemm.dequantize import dequantize_first, ready
+from cute_kernels.scaled_gemm.dequantize import dequantize_first, dequantized_format
 
 KINDS = [
-    *(Kind(name) for name in FORMATS), Kind("e2m1", 16, "e4m3"), Kind("e4m3", 32, "ue8m0"), Kind("e5m2", 32, "ue8m0"),
-    Kind("e4m3", tiles=True), Kind("e2m1", tiles=True),
+    *(OperandFormat(name) for name in FORMATS), OperandFormat("e2m1", 16, "e4m3"), OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e5m2", 32, "ue8m0"),
+    OperandFormat("e4m3", tiles=True), OperandFormat("e2m1", tiles=True),
 ]  # fmt: skip
 PAIRS = [(a, b) for a in KINDS for b in KINDS]
 
 
-def operand(kind: Kind, rows: int, k: int, seed: int = 0) -> FloatOperand:
+def operand(kind: OperandFormat, rows: int, k: int, seed: int = 0) -> FloatOperand:
     """Finite codes of all values, and scales."""
     generator = torch.Generator().manual_seed(seed)
     known = floats.decode(torch.arange(1 << kind.bits).to(torch.uint8), kind.dtype).isfinite().nonzero().flatten()
@@ -46,7 +46,7 @@ def operand(kind: Kind, rows: int, k: int, seed: int = 0) -> FloatOperand:
 
 def real(x: FloatOperand) -> Tensor:
     """The operand by its definition, element by element."""
-    codes = floats.unpack(x.codes, x.k, x.dtype).tolist()
+    codes = floats.unpack(x.packed_data, x.k, x.dtype).tolist()
     values = floats.float_format(x.dtype).values
     factors = floats.float_format(x.scale_dtype or "e4m3", scale=True).values
     found = torch.zeros(x.rows, x.k, dtype=torch.float64)
@@ -61,27 +61,27 @@ def real(x: FloatOperand) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_values_are_those_of_the_definition(kind: Kind) -> None:
+def test_values_are_those_of_the_definition(kind: OperandFormat) -> None:
     x = operand(kind, 130, 37)
-    assert x.kind == kind
+    assert x.format == kind
     assert torch.equal(x.values(torch.float64), real(x))
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=lambda kind: kind.name)
-def test_every_pair_is_multiplied(a: Kind, b: Kind) -> None:
+def test_every_pair_is_multiplied(a: OperandFormat, b: OperandFormat) -> None:
     m, k, n = 17, 150, 23
     x, y = operand(a, m, k, 1), operand(b, n, k, 2)
     left, right = x.values(torch.float64), y.values(torch.float64)
     truth, size = left @ right.t(), left.abs() @ right.abs().t()
-    assert torch.equal(gemm_floats(x, y, out_dtype=torch.float64), truth)
-    assert bool(((gemm_floats(x, y).double() - truth).abs() <= 2.0**-19 * size).all())
+    assert torch.equal(scaled_gemm(x, y, out_dtype=torch.float64), truth)
+    assert bool(((scaled_gemm(x, y).double() - truth).abs() <= 2.0**-19 * size).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_scales_bias_and_c_enter_once(dtype: torch.dtype) -> None:
     m, k, n = 19, 70, 33
     generator = torch.Generator().manual_seed(1)
-    a, b = operand(Kind("e2m1"), m, k, 1), operand(Kind("e2m3"), n, k, 2)
+    a, b = operand(OperandFormat("e2m1"), m, k, 1), operand(OperandFormat("e2m3"), n, k, 2)
     left, right, bias = (torch.randn(size, generator=generator) for size in (m, n, n))
     c = torch.randn(m, n, generator=generator).half()
     sums = a.values(torch.float64) @ b.values(torch.float64).t()
@@ -95,7 +95,7 @@ def test_scales_bias_and_c_enter_once(dtype: torch.dtype) -> None:
         frame = torch.full((m + 2, n + 4), 7.0, dtype=dtype)
         out = frame[1:-1, 2:-2]
         x, y = replace(a, scale=rows), replace(b, scale=columns)
-        got = gemm_floats(x, y, alpha=0.25, beta=-2.0, c=c, bias=bias, out=out, out_dtype=dtype)
+        got = scaled_gemm(x, y, alpha=0.25, beta=-2.0, c=c, bias=bias, out=out, out_dtype=dtype)
         assert got is out
         bound = torch.finfo(dtype).eps * whole.abs() + 2.0**-19 * (truth.abs() + 4 * c.double().abs() + bias.abs())
         assert bool(((out.double() - whole).abs() <= bound + 1e-4).all())
@@ -104,10 +104,10 @@ def test_scales_bias_and_c_enter_once(dtype: torch.dtype) -> None:
 
 def test_products_of_nothing() -> None:
     empty, bias = FloatOperand(torch.zeros(4, 0, dtype=torch.uint8), "e2m1", 0), torch.arange(4.0)
-    assert torch.equal(gemm_floats(empty, empty, bias=bias), bias.expand(4, 4))
+    assert torch.equal(scaled_gemm(empty, empty, bias=bias), bias.expand(4, 4))
     none = FloatOperand(torch.zeros(0, 3, dtype=torch.uint8), "e2m1", 6)
-    assert gemm_floats(none, none).shape == (0, 0)
-    assert explain_gemm_floats(none, none).kernel == "torch.matmul"
+    assert scaled_gemm(none, none).shape == (0, 0)
+    assert explain_scaled_gemm(none, none).kernel == "torch.matmul"
 
 
 CODES = torch.zeros(4, 6, dtype=torch.uint8)
@@ -130,15 +130,15 @@ BLOCKS = torch.zeros(4, 1, dtype=torch.uint8)
         (lambda: replace(X, tiles=torch.ones(2, 1)), ValueError, "tiles must have the shape (1, 1), got (2, 1)"),
         (lambda: replace(X, tiles=torch.ones(1, 1).half()), TypeError, "tiles must be float32, got torch.float16"),
         (lambda: replace(X, tiles=torch.ones(1, 1), blocks=BLOCKS, block=16, scale_dtype="e4m3"), ValueError, "tiles must be None with blocks"),
-        (lambda: gemm_floats(X, CODES), TypeError, "b must be a FloatOperand, got Tensor"),
-        (lambda: gemm_floats(X, FloatOperand(CODES, "e2m1", 12)), ValueError, "k of a must be k of b, got 6 and 12"),
-        (lambda: gemm_floats(X, Y, beta=1.0), ValueError, "c must be given for beta 1.0"),
-        (lambda: gemm_floats(X, Y, beta=1.0, c=torch.ones(4, 5)), ValueError, "c must have the shape (4, 4), got (4, 5)"),
-        (lambda: gemm_floats(X, Y, bias=torch.ones(3)), ValueError, "bias must have the shape (4,), got (3,)"),
-        (lambda: gemm_floats(X, Y, out_dtype=torch.int32), TypeError, "out_dtype on cpu must be one of torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int32"),
-        (lambda: gemm_floats(X, Y, out=torch.ones(4, 5)), ValueError, "out must have the shape (4, 4), got (4, 5)"),
-        (lambda: gemm_floats(FloatOperand(CODES.to("meta"), "e4m3", 6), Y), ValueError, "b must be on meta as a is, got cpu"),
-        (lambda: gemm_floats(*[FloatOperand(CODES.to("meta"), "e4m3", 6)] * 2), NotImplementedError, "a must be on a CPU or a CUDA device, got meta"),
+        (lambda: scaled_gemm(X, CODES), TypeError, "b must be a FloatOperand, got Tensor"),
+        (lambda: scaled_gemm(X, FloatOperand(CODES, "e2m1", 12)), ValueError, "k of a must be k of b, got 6 and 12"),
+        (lambda: scaled_gemm(X, Y, beta=1.0), ValueError, "c must be given for beta 1.0"),
+        (lambda: scaled_gemm(X, Y, beta=1.0, c=torch.ones(4, 5)), ValueError, "c must have the shape (4, 4), got (4, 5)"),
+        (lambda: scaled_gemm(X, Y, bias=torch.ones(3)), ValueError, "bias must have the shape (4,), got (3,)"),
+        (lambda: scaled_gemm(X, Y, out_dtype=torch.int32), TypeError, "out_dtype on cpu must be one of torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int32"),
+        (lambda: scaled_gemm(X, Y, out=torch.ones(4, 5)), ValueError, "out must have the shape (4, 4), got (4, 5)"),
+        (lambda: scaled_gemm(FloatOperand(CODES.to("meta"), "e4m3", 6), Y), ValueError, "b must be on meta as a is, got cpu"),
+        (lambda: scaled_gemm(*[FloatOperand(CODES.to("meta"), "e4m3", 6)] * 2), NotImplementedError, "a must be on a CPU or a CUDA device, got meta"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(call: Any, error: type[Exception], match: str) -> None:
@@ -151,7 +151,7 @@ def test_configs_fit_the_chip(arch: str) -> None:
     shared = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_120a": 99}[arch] * 1024
     for a, b in PAIRS:
         for fast, decoded in product((False, True), repeat=2):
-            left, right = (ready(kind, a.block > 0 or b.block > 0) if decoded else kind for kind in (a, b))
+            left, right = (dequantized_format(kind, a.block > 0 or b.block > 0) if decoded else kind for kind in (a, b))
             configs = candidates(left, right, arch, fast=fast) if arch == "sm_90a" or not decoded else []
             assert len({config.name for config in configs}) == len(configs)
             for config in configs:
@@ -160,11 +160,11 @@ def test_configs_fit_the_chip(arch: str) -> None:
                 check_config(config, left, right, arch)
 
 
-def check_config(config: FloatGemmConfig, a: Kind, b: Kind, arch: str) -> None:
+def check_config(config: ScaledGemmConfig, a: OperandFormat, b: OperandFormat, arch: str) -> None:
     assert (config.kernel == "wgmma") == (arch == "sm_90a")
     assert config.promote or not (a.tiles or b.tiles), "factors of tiles need sums of tiles"
     if config.kernel == "wgmma":
-        assert config.halves == bool(a.block or b.block or a.dtype == "bfloat16")
+        assert config.uses_bfloat16 == bool(a.block or b.block or a.dtype == "bfloat16")
         assert (config.decoders > 0) == (config.decoded(a) or config.decoded(b))
         assert config.tile_m == 64 * config.groups and (config.packed_stages >= 2 or not config.decoders)
         assert config.tile_n == 128 or not (config.decoders or a.tiles or b.tiles)
@@ -172,16 +172,16 @@ def check_config(config: FloatGemmConfig, a: Kind, b: Kind, arch: str) -> None:
 
 def test_the_lift_makes_good_what_decoding_leaves_out() -> None:
     # e2m1 and e2m3 have a bias of 1, e3m2 of 3, and e4m3, in whose bits they are, of 7.
-    for dtype, lift in (("e2m1", 64.0), ("e2m3", 64.0), ("e3m2", 16.0), ("e4m3", 1.0), ("e5m2", 1.0)):
-        a, b, blocks = Kind(dtype), Kind("e2m1"), Kind("e2m1", 32, "ue8m0")
-        for found in ((a, b), (ready(a, False), ready(b, False))):
-            assert candidates(*found, "sm_90a")[0].lift(a, b) == lift * 64
-        for found in ((a, blocks), (ready(a, True), ready(blocks, True))):
-            assert candidates(*found, "sm_90a")[0].lift(a, blocks) == 1.0
+    for dtype, factor in (("e2m1", 64.0), ("e2m3", 64.0), ("e3m2", 16.0), ("e4m3", 1.0), ("e5m2", 1.0)):
+        a, b, blocks = OperandFormat(dtype), OperandFormat("e2m1"), OperandFormat("e2m1", 32, "ue8m0")
+        for found in ((a, b), (dequantized_format(a, False), dequantized_format(b, False))):
+            assert candidates(*found, "sm_90a")[0].exponent_bias_factor(a, b) == factor * 64
+        for found in ((a, blocks), (dequantized_format(a, True), dequantized_format(blocks, True))):
+            assert candidates(*found, "sm_90a")[0].exponent_bias_factor(a, blocks) == 1.0
 
 
 def test_the_choice_fits_the_shape() -> None:
-    a, b = Kind("e4m3"), Kind("e2m1")
+    a, b = OperandFormat("e4m3"), OperandFormat("e2m1")
     known = {config.name for config in candidates(a, b, "sm_90a")}
     for m, n, k in ((1, 1, 1), (1, 100_000, 64), (100_000, 1, 64), (4096, 4096, 4096), (129, 257, 100_000)):
         for multiprocessors in (132, 78, 2):
@@ -196,7 +196,7 @@ def test_the_choice_fits_the_shape() -> None:
 
 
 def test_a_tile_has_as_many_columns_as_take_the_least_time() -> None:
-    a = Kind("e4m3")
+    a = OperandFormat("e4m3")
     for m, n, columns in (
         (4096, 4096, 256),
         (8192, 8192, 192),
@@ -206,26 +206,31 @@ def test_a_tile_has_as_many_columns_as_take_the_least_time() -> None:
     ):
         assert choose(m, n, 4096, a, a, "sm_90a").tile_n == columns, (m, n)
     for m in (4096, 8192):
-        assert choose(m, m, 4096, Kind("bfloat16"), Kind("bfloat16"), "sm_90a").tile_n == 256
+        assert choose(m, m, 4096, OperandFormat("bfloat16"), OperandFormat("bfloat16"), "sm_90a").tile_n == 256
         assert choose(m, m, 4096, a, a, "sm_90a", fast=True).tile_n == 256
-    tiled = Kind("e4m3", tiles=True)
+    tiled = OperandFormat("e4m3", tiles=True)
     assert choose(4096, 4096, 4096, tiled, tiled, "sm_90a").tile_n == 128
 
 
 def test_operands_of_many_rows_are_decoded_before_the_product() -> None:
     # As an H200 had it: the faster way in each case.
-    e4m3, e2m1, e2m3, mx = Kind("e4m3"), Kind("e2m1"), Kind("e2m3"), Kind("e4m3", 32, "ue8m0")
+    e4m3, e2m1, e2m3, mx = (
+        OperandFormat("e4m3"),
+        OperandFormat("e2m1"),
+        OperandFormat("e2m3"),
+        OperandFormat("e4m3", 32, "ue8m0"),
+    )
     many, few = (4096, 4096, 4096), (256, 14336, 4096)
     assert dequantize_first(*many, e4m3, e4m3) == (e4m3, e4m3)
     assert dequantize_first(*many, e4m3, e2m1) == dequantize_first(*many, e2m3, e2m1) == (e4m3, e4m3)
     assert dequantize_first(*few, e4m3, e2m1) == (e4m3, e2m1)
     assert dequantize_first(*few, e2m3, e2m3) == (e4m3, e4m3)
-    assert dequantize_first(*many, mx, e2m1) == (Kind("bfloat16"), Kind("bfloat16"))
+    assert dequantize_first(*many, mx, e2m1) == (OperandFormat("bfloat16"), OperandFormat("bfloat16"))
     assert dequantize_first(64, 28672, 8192, mx, mx) == (mx, mx)
-    tiled = Kind("e2m1", tiles=True)
-    assert dequantize_first(*many, tiled, mx) == (Kind("bfloat16", tiles=True), Kind("bfloat16"))
+    tiled = OperandFormat("e2m1", tiles=True)
+    assert dequantize_first(*many, tiled, mx) == (OperandFormat("bfloat16", tiles=True), OperandFormat("bfloat16"))
     taken = choose_config(*many, tiled, e2m1, "sm_90a")
-    assert isinstance(taken, FloatGemmConfig) and (taken.a, taken.b) == (Kind("e4m3", tiles=True), e4m3)
+    assert isinstance(taken, ScaledGemmConfig) and (taken.a, taken.b) == (OperandFormat("e4m3", tiles=True), e4m3)
     assert taken.decoders == 0 and choose_config(*many, tiled, e2m1, "sm_80").a == tiled
 
 

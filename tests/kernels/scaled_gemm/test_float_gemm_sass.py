@@ -13,28 +13,31 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.jit import Binary, build
-from cute_kernels.scaled_gemm.config import FloatGemmConfig, Kind, candidates
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
 
-E5M2, E2M1 = Kind("e5m2"), Kind("e2m1")
-NV, MX = Kind("e2m1", 16, "e4m3"), Kind("e4m3", 32, "ue8m0")
+E5M2, E2M1 = OperandFormat("e5m2"), OperandFormat("e2m1")
+NV, MX = OperandFormat("e2m1", 16, "e4m3"), OperandFormat("e4m3", 32, "ue8m0")
 # Both operands as they lie, in tiles of 256, of 192 and of 128 columns; one decoded; bfloat16 by blocks of a cluster, and
 # decoded before; on warps.
 CASES = [
-    *((replace(each, out="float16"), "sm_90a") for each in candidates(Kind("e4m3"), Kind("e4m3"), "sm_90a")[:3]),
-    (replace(candidates(Kind("bfloat16"), Kind("bfloat16"), "sm_90a")[0], out="float16"), "sm_90a"),
+    *(
+        (replace(each, out="float16"), "sm_90a")
+        for each in candidates(OperandFormat("e4m3"), OperandFormat("e4m3"), "sm_90a")[:3]
+    ),
+    (replace(candidates(OperandFormat("bfloat16"), OperandFormat("bfloat16"), "sm_90a")[0], out="float16"), "sm_90a"),
     (replace(candidates(E2M1, E5M2, "sm_90a")[0], out="float16"), "sm_90a"),
     (replace(candidates(MX, NV, "sm_90a")[-1], out="float16"), "sm_90a"),
-    (replace(candidates(Kind("e3m2"), Kind("e2m1", tiles=True), "sm_80")[0], out="float16"), "sm_80"),
+    (replace(candidates(OperandFormat("e3m2"), OperandFormat("e2m1", tiles=True), "sm_80")[0], out="float16"), "sm_80"),
 ]
 # Beside a shuffle of a warp, compilers for 8.x keep the slow way for a warp that has come apart, and call it.
 _APART = re.compile(r"\$__internal_\d+_\$__cuda_sm70_(?:warpsync|shflsync)\w*|\.L_x_\d+")
 
 
 @pytest.fixture(scope="module")
-def binaries() -> Iterator[dict[FloatGemmConfig, Future[Binary]]]:
+def binaries() -> Iterator[dict[ScaledGemmConfig, Future[Binary]]]:
     """All of them, compiled side by side into a folder that outlives the run."""
     with pytest.MonkeyPatch.context() as patch:
         if "MAGICUBE_CACHE" not in os.environ:
@@ -47,7 +50,7 @@ def binaries() -> Iterator[dict[FloatGemmConfig, Future[Binary]]]:
 
 @pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
 def test_the_kernel_is_made_of_the_instructions_that_were_meant(
-    config: FloatGemmConfig, arch: str, binaries: dict[FloatGemmConfig, Future[Binary]]
+    config: ScaledGemmConfig, arch: str, binaries: dict[ScaledGemmConfig, Future[Binary]]
 ) -> None:
     binary = binaries[config].result()
     sass = disassemble(binary.code)
@@ -57,16 +60,16 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     called = set(re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass))
     assert all(arch == "sm_80" and _APART.fullmatch(name) for name in called), called
     decoding = config.decoders > 0 or config.kernel == "mma"
-    assert ("HMUL2.BF16_V2" in sass or "HFMA2.BF16_V2" in sass) == (config.halves and decoding)
+    assert ("HMUL2.BF16_V2" in sass or "HFMA2.BF16_V2" in sass) == (config.uses_bfloat16 and decoding)
     if config.kernel == "mma":
         assert set(re.findall(r"\bHMMA\.\S+", sass)) == {"HMMA.16816.F32.BF16"}
         assert "LDGSTS.E.BYPASS" in sass and "LDSM.16.M88.4" in sass
         return
-    ready = {kind: "E5M2" if kind.dtype == "e5m2" else "E4M3" for kind in (config.a, config.b)}
+    types = {kind: "E5M2" if kind.dtype == "e5m2" else "E4M3" for kind in (config.a, config.b)}
     columns = 128 if config.promote and config.tile_n == 256 else config.tile_n
-    bytes_ = f"QGMMA.64x{columns}x32.F32.{ready[config.a]}.{ready[config.b]}"
+    bytes_ = f"QGMMA.64x{columns}x32.F32.{types[config.a]}.{types[config.b]}"
     assert set(re.findall(r"\b[A-Z]GMMA\.\S+", sass)) == {
-        f"HGMMA.64x{columns}x16.F32.BF16" if config.halves else bytes_
+        f"HGMMA.64x{columns}x16.F32.BF16" if config.uses_bfloat16 else bytes_
     }
     assert "UTMALDG.2D" in sass and ("UCGABAR_ARV" in sass) == (config.split > 1)
     loop = sass[sass.index(f"GMMA.64x{columns}") : sass.rindex(f"GMMA.64x{columns}")]

@@ -12,16 +12,16 @@ from typing import Any, cast
 import pytest
 
 from cute_kernels.jit import build
-from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.cuda import choose_config
-from cute_kernels.scaled_gemm.small_m import ROWS, OrderConfig, SmallMConfig, candidates, choose_small_m, supports
+from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, candidates, choose_small_m, supports
 from tests.gpu.conftest import _configs
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
 
-E4M3, E2M1 = Kind("e4m3"), Kind("e2m1")
-MX8, MX4, NV = Kind("e4m3", 32, "ue8m0"), Kind("e2m1", 32, "ue8m0"), Kind("e2m1", 16, "e4m3")
+E4M3, E2M1 = OperandFormat("e4m3"), OperandFormat("e2m1")
+MX8, MX4, NV = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e2m1", 32, "ue8m0"), OperandFormat("e2m1", 16, "e4m3")
 
 
 def test_configs_fit_the_chip() -> None:
@@ -36,19 +36,19 @@ def test_configs_fit_the_chip() -> None:
                 )
                 assert config.resident * (config.smem_bytes + 1024) <= 228 * 1024
                 assert config.tile_n <= 256 and config.rows % config.split == 0
-                assert config.lift == (64.0 if b == E2M1 else 1.0)
-                assert config.halves == bool(a.block or b.block)
+                assert config.exponent_bias_factor == (64.0 if b == E2M1 else 1.0)
+                assert config.uses_bfloat16 == bool(a.block or b.block)
 
 
 def test_what_is_served() -> None:
     for m, a, b in (
-        (64, E4M3, E2M1), (32, E2M1, E4M3), (1, Kind("e3m2"), E2M1), (64, MX8, MX4), (64, NV, MX8), (8, E4M3, NV),
+        (64, E4M3, E2M1), (32, E2M1, E4M3), (1, OperandFormat("e3m2"), E2M1), (64, MX8, MX4), (64, NV, MX8), (8, E4M3, NV),
     ):  # fmt: skip
         assert supports(m, a, b, "sm_90a") and not supports(m, a, b, "sm_80")
         assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), SmallMConfig)
-    mx6, tiled = Kind("e2m3", 32, "ue8m0"), Kind("e4m3", tiles=True)
+    mx6, tiled = OperandFormat("e2m3", 32, "ue8m0"), OperandFormat("e4m3", tiles=True)
     for m, a, b in (
-        (65, E4M3, E2M1), (33, E4M3, Kind("e5m2")), (8, E4M3, Kind("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
+        (65, E4M3, E2M1), (33, E4M3, OperandFormat("e5m2")), (8, E4M3, OperandFormat("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
     ):  # fmt: skip
         assert not supports(m, a, b, "sm_90a")
         assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
@@ -84,12 +84,12 @@ def test_the_choice_keeps_the_chip_busy() -> None:
 
 CASES = [
     *(replace(each, out="float16") for rows in ROWS for each in candidates(rows, E4M3, E2M1)[:-2]),
-    replace(candidates(32, Kind("e5m2"), E4M3)[-1], out="float16"),
+    replace(candidates(32, OperandFormat("e5m2"), E4M3)[-1], out="float16"),
     replace(candidates(64, E2M1, E2M1)[1], out="float32"),
     replace(candidates(16, MX8, MX4)[0], out="float16"),
     *(replace(each, out="float16") for each in candidates(64, NV, NV)[:2]),
     replace(candidates(8, MX8, MX8)[1], out="float16"),
-    replace(candidates(16, Kind("e3m2", 32, "ue8m0"), E2M1)[-1], out="float16"),
+    replace(candidates(16, OperandFormat("e3m2", 32, "ue8m0"), E2M1)[-1], out="float16"),
 ]
 
 
@@ -107,22 +107,22 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: SmallMCo
     assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert config.resident * binary.usage.registers * config.threads <= 65536
-    name, step = ("HGMMA", 16) if config.halves else ("QGMMA", 32)
+    name, step = ("HGMMA", 16) if config.uses_bfloat16 else ("QGMMA", 32)
     products = re.findall(name + r"\.\S+ R\d+, R\d+, gdesc", sass)
     assert len(products) == config.tile_k // step, "weights from registers, each step of a part once"
-    if not config.halves:
-        assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.slabs, "a slab starts from zero"
+    if not config.uses_bfloat16:
+        assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.k_slices, "a slab starts from zero"
     loop = sass[sass.index(name) : sass.rindex(name)]
-    overlap = config.groups <= 2 and (config.resident == 1 or not config.halves)
-    waits = config.slabs - (config.slabs // 2 if overlap and config.halves else 1) - int(overlap)
+    overlap = config.groups <= 2 and (config.resident == 1 or not config.uses_bfloat16)
+    waits = config.k_slices - (config.k_slices // 2 if overlap and config.uses_bfloat16 else 1) - int(overlap)
     assert loop.count("WARPGROUP.DEPBAR") == waits, "the assembler made them wait"
     assert "MEMBAR" not in loop and "LDS.128" in sass and "UTMALDG.2D" in sass
     assert ("UCGABAR_ARV" in sass) == (config.split > 1) and ("USETMAXREG" in sass) == (config.groups > 2)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("kind", [E4M3, Kind("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
-def test_the_order_is_made_in_registers(kind: Kind, bits: int) -> None:
-    binary = build(OrderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
+@pytest.mark.parametrize("kind", [E4M3, OperandFormat("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
+def test_the_order_is_made_in_registers(kind: OperandFormat, bits: int) -> None:
+    binary = build(ReorderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))

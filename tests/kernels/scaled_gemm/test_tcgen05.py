@@ -20,10 +20,10 @@ import torch
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.jit import tensor_map, tma
-from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
-from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_gemm_floats
-from cute_kernels.scaled_gemm.config import Kind
-from cute_kernels.scaled_gemm.sm100 import Codes, MapParameters, Tcgen05Config, candidates, check_alignment
+from cute_kernels.scaled_gemm import cuda as scaled_gemm_cuda
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gemm
+from cute_kernels.scaled_gemm.config import OperandFormat
+from cute_kernels.scaled_gemm.sm100 import MapParameters, PackedMatrix, Tcgen05Config, candidates, check_alignment
 
 from cute_kernels.scaled_gemm.sm100 import choose, map_parameters, mma_kind  # isort: skip
 from cute_kernels.scaled_gemm.small_m import supports
@@ -32,9 +32,9 @@ from tests.kernels.scaled_gemm.tcgen05_model import Launch, run
 from tests.test_examples import load
 
 PLAIN, MXF8, MXF4, NVF4 = (MMA_KINDS[name] for name in ("f8f6f4", "mxf8f6f4", "mxf4", "nvf4"))
-PAIRS = [(Kind(a), Kind(b)) for a in FORMATS for b in FORMATS]
-MX = {name: Kind(name, 32, "ue8m0") for name in FORMATS}
-NV = Kind("e2m1", 16, "e4m3")
+PAIRS = [(OperandFormat(a), OperandFormat(b)) for a in FORMATS for b in FORMATS]
+MX = {name: OperandFormat(name, 32, "ue8m0") for name in FORMATS}
+NV = OperandFormat("e2m1", 16, "e4m3")
 SCALED = [(MX["e4m3"], MX["e2m1"]), (MX["e2m3"], MX["e5m2"]), (MX["e2m1"], MX["e2m1"]), (NV, NV)]
 
 
@@ -43,7 +43,7 @@ def wished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAGICUBE_TCGEN05", "1")
 
 
-def operand(kind: Kind, rows: int, k: int, seed: int) -> FloatOperand:
+def operand(kind: OperandFormat, rows: int, k: int, seed: int) -> FloatOperand:
     """All finite codes, with factors of blocks between 1/4 and 4."""
     generator = torch.Generator().manual_seed(seed)
     known = floats.decode(torch.arange(1 << kind.bits).to(torch.uint8), kind.dtype).isfinite().nonzero().flatten()
@@ -64,7 +64,7 @@ def call_of(a: FloatOperand, b: FloatOperand, out: torch.Tensor, **options: Any)
 
 def parameters() -> list[str]:
     """What the kernel takes, read from its source: maps, 64-bit integers or addresses, and floats."""
-    source = (Path(gemm_floats_cuda.__file__).parent / "sm100.cuh").read_text()
+    source = (Path(scaled_gemm_cuda.__file__).parent / "sm100.cuh").read_text()
     found = re.search(r"\ngemm_floats_sm100\((.*?)\) \{", source, re.DOTALL)
     assert found is not None
     kinds = {"const __grid_constant__ TmaDescriptor": "map", "int64_t": "integer", "float": "float"}
@@ -97,12 +97,12 @@ def launched(
 
         return SimpleNamespace(launch=launch, multiprocessors=3)
 
-    monkeypatch.setattr(gemm_floats_cuda, "get_kernel", get_kernel)
-    monkeypatch.setattr(gemm_floats_cuda, "tensor_map", MapParameters)
-    monkeypatch.setattr(gemm_floats_cuda, "current_arch", lambda: "sm_100a")
-    monkeypatch.setattr(gemm_floats_cuda, "num_sms", lambda device: 3)
-    monkeypatch.setattr(gemm_floats_cuda, "device_of", lambda out: nullcontext())
-    gemm_floats_cuda.gemm_floats_cuda(call_of(a, b, out, **options), out, config)
+    monkeypatch.setattr(scaled_gemm_cuda, "get_kernel", get_kernel)
+    monkeypatch.setattr(scaled_gemm_cuda, "tensor_map", MapParameters)
+    monkeypatch.setattr(scaled_gemm_cuda, "current_arch", lambda: "sm_100a")
+    monkeypatch.setattr(scaled_gemm_cuda, "num_sms", lambda device: 3)
+    monkeypatch.setattr(scaled_gemm_cuda, "device_of", lambda out: nullcontext())
+    scaled_gemm_cuda.scaled_gemm_cuda(call_of(a, b, out, **options), out, config)
     assert len(caught) == 1
     return caught[0]
 
@@ -115,7 +115,7 @@ def assert_product(launch: Launch, a: FloatOperand, b: FloatOperand) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 def test_the_launch_of_every_pair_multiplies_what_lies_in_memory(
-    pair: tuple[Kind, Kind], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[OperandFormat, OperandFormat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, n, k = 130, 70, 256
     a, b = operand(pair[0], m, k, 1), operand(pair[1], n, k, 2)
@@ -127,15 +127,17 @@ def test_the_launch_of_every_pair_multiplies_what_lies_in_memory(
 @pytest.mark.parametrize("width", [256, 128, 64])
 def test_tiles_of_every_width_and_rows_with_gaps(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     m, n, k = 140, 270, 336  # 8-bit codes need no whole parts of k
-    a, b = operand(Kind("e4m3"), m, k, 1), operand(Kind("e5m2"), n, k, 2)
+    a, b = operand(OperandFormat("e4m3"), m, k, 1), operand(OperandFormat("e5m2"), n, k, 2)
     wide = torch.full((m + 1, 400), 0x7F, dtype=torch.uint8)  # NaN all around
-    a = replace(a, codes=wide[1:, 16 : 16 + k].copy_(a.codes))
+    a = replace(a, packed_data=wide[1:, 16 : 16 + k].copy_(a.packed_data))
     config = replace(candidates("f8f6f4")[0], tile_n=width)
     assert_product(launched(monkeypatch, a, b, config), a, b)
 
 
 @pytest.mark.parametrize("pair", SCALED, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-def test_factors_of_blocks_reach_their_products(pair: tuple[Kind, Kind], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_of_blocks_reach_their_products(
+    pair: tuple[OperandFormat, OperandFormat], monkeypatch: pytest.MonkeyPatch
+) -> None:
     m, n, k = 133, 140, 640  # two and a half parts of packed codes
     a, b = operand(pair[0], m, k, 1), operand(pair[1], n, k, 2)
     launch = launched(monkeypatch, a, b)
@@ -180,53 +182,79 @@ def test_bytes_of_a_part_are_those_of_packed_codes() -> None:
 @pytest.mark.parametrize(
     ("codes", "kind", "swizzle", "match"),
     [
-        (Codes("e2m1", 256, 4, 0x1010, 128), PLAIN, 128, "a must start at a multiple of 32 bytes for e2m1 and f8f6f4, got 0x1010"),
-        (Codes("e3m2", 200, 4, 0, 192), PLAIN, 128, "a must have rows of a multiple of 128 codes for e3m2 and f8f6f4, got 200"),
-        (Codes("e2m1", 256, 4, 0, 160), PLAIN, 128, "a must have rows of 128 bytes a multiple of 64 bytes apart for e2m1 and f8f6f4, got 160"),
-        (Codes("e2m3", 256, 4, 0, 224), PLAIN, 128, "a must have rows of 192 bytes a multiple of 96 bytes apart for e2m3 and f8f6f4, got 224"),
-        (Codes("e2m3", 256, 4, 0, 96), PLAIN, 128, "a must have rows of 192 bytes a multiple of 96 bytes apart for e2m3 and f8f6f4, got 96"),
-        (Codes("e2m1", 256, 4, 0, 128), PLAIN, 64, "a must have a swizzle of one of 0, 128 bytes for e2m1 and f8f6f4, got 64"),
-        (Codes("e4m3", 77, 4, 8, 80), PLAIN, 128, "a must start at a multiple of 16 bytes for e4m3 and f8f6f4, got 0x8"),
-        (Codes("e4m3", 77, 4, 0, 88), PLAIN, 128, "a must have rows of 77 bytes a multiple of 16 bytes apart for e4m3 and f8f6f4, got 88"),
-        (Codes("e4m3", 96, 4, 0, 96), MXF8, 128, "a must have rows of a multiple of 128 codes for e4m3 and mxf8f6f4, got 96"),
-        (Codes("e2m1", 64, 4, 0, 32), NVF4, 128, "a must have rows of a multiple of 128 codes for e2m1 and nvf4, got 64"),
-        (Codes("e4m4", 64, 4, 0, 32), PLAIN, 128, "a must be one of e5m2, e4m3, e3m2, e2m3, e2m1, got 'e4m4'"),
+        (PackedMatrix("e2m1", 256, 4, 0x1010, 128), PLAIN, 128, "a must start at a multiple of 32 bytes for e2m1 and f8f6f4, got 0x1010"),
+        (PackedMatrix("e3m2", 200, 4, 0, 192), PLAIN, 128, "a must have rows of a multiple of 128 codes for e3m2 and f8f6f4, got 200"),
+        (PackedMatrix("e2m1", 256, 4, 0, 160), PLAIN, 128, "a must have rows of 128 bytes a multiple of 64 bytes apart for e2m1 and f8f6f4, got 160"),
+        (PackedMatrix("e2m3", 256, 4, 0, 224), PLAIN, 128, "a must have rows of 192 bytes a multiple of 96 bytes apart for e2m3 and f8f6f4, got 224"),
+        (PackedMatrix("e2m3", 256, 4, 0, 96), PLAIN, 128, "a must have rows of 192 bytes a multiple of 96 bytes apart for e2m3 and f8f6f4, got 96"),
+        (PackedMatrix("e2m1", 256, 4, 0, 128), PLAIN, 64, "a must have a swizzle of one of 0, 128 bytes for e2m1 and f8f6f4, got 64"),
+        (PackedMatrix("e4m3", 77, 4, 8, 80), PLAIN, 128, "a must start at a multiple of 16 bytes for e4m3 and f8f6f4, got 0x8"),
+        (PackedMatrix("e4m3", 77, 4, 0, 88), PLAIN, 128, "a must have rows of 77 bytes a multiple of 16 bytes apart for e4m3 and f8f6f4, got 88"),
+        (PackedMatrix("e4m3", 96, 4, 0, 96), MXF8, 128, "a must have rows of a multiple of 128 codes for e4m3 and mxf8f6f4, got 96"),
+        (PackedMatrix("e2m1", 64, 4, 0, 32), NVF4, 128, "a must have rows of a multiple of 128 codes for e2m1 and nvf4, got 64"),
+        (PackedMatrix("e4m4", 64, 4, 0, 32), PLAIN, 128, "a must be one of e5m2, e4m3, e3m2, e2m3, e2m1, got 'e4m4'"),
     ],
 )  # fmt: skip
-def test_what_the_copy_engine_cannot_read_is_named(codes: Codes, kind: MmaKind, swizzle: int, match: str) -> None:
+def test_what_the_copy_engine_cannot_read_is_named(
+    codes: PackedMatrix, kind: MmaKind, swizzle: int, match: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(match)):
         check_alignment("a", codes, kind, swizzle)
 
 
 def test_what_the_copy_engine_can_read_passes() -> None:
     for swizzle in (0, 128):
-        check_alignment("a", Codes("e2m1", 128, 9, 32, 64), PLAIN, swizzle)
-        check_alignment("a", Codes("e2m3", 384, 9, 96, 288), PLAIN, swizzle)
-    check_alignment("a", Codes("e5m2", 77, 9, 16, 80), PLAIN, 32)
-    check_alignment("a", Codes("e2m1", 384, 9, 16, 208), MXF4, 64)
-    check_alignment("a", Codes("e2m1", 128, 1, 0, 1), PLAIN)  # the pitch of one row does not matter
+        check_alignment("a", PackedMatrix("e2m1", 128, 9, 32, 64), PLAIN, swizzle)
+        check_alignment("a", PackedMatrix("e2m3", 384, 9, 96, 288), PLAIN, swizzle)
+    check_alignment("a", PackedMatrix("e5m2", 77, 9, 16, 80), PLAIN, 32)
+    check_alignment("a", PackedMatrix("e2m1", 384, 9, 16, 208), MXF4, 64)
+    check_alignment("a", PackedMatrix("e2m1", 128, 1, 0, 1), PLAIN)  # the pitch of one row does not matter
 
 
 def test_maps_count_codes_that_are_unpacked_and_bytes_that_are_not() -> None:
-    assert map_parameters("a", Codes("e2m1", 384, 9, 64, 256), PLAIN, 128) == (64, 1, (384, 9), 256, (128, 128), 128, 4)
-    assert map_parameters("a", Codes("e3m2", 384, 9, 64, 288), MXF8, 128) == (64, 1, (384, 9), 288, (128, 128), 128, 6)
-    assert map_parameters("a", Codes("e2m1", 384, 9, 16, 208), NVF4, 128) == (16, 1, (192, 9), 208, (128, 128), 128, 0)
-    assert map_parameters("b", Codes("e4m3", 77, 1, 16, 1), PLAIN, 64) == (16, 1, (77, 1), 96, (128, 64), 128, 0)
+    assert map_parameters("a", PackedMatrix("e2m1", 384, 9, 64, 256), PLAIN, 128) == (
+        64,
+        1,
+        (384, 9),
+        256,
+        (128, 128),
+        128,
+        4,
+    )
+    assert map_parameters("a", PackedMatrix("e3m2", 384, 9, 64, 288), MXF8, 128) == (
+        64,
+        1,
+        (384, 9),
+        288,
+        (128, 128),
+        128,
+        6,
+    )
+    assert map_parameters("a", PackedMatrix("e2m1", 384, 9, 16, 208), NVF4, 128) == (
+        16,
+        1,
+        (192, 9),
+        208,
+        (128, 128),
+        128,
+        0,
+    )
+    assert map_parameters("b", PackedMatrix("e4m3", 77, 1, 16, 1), PLAIN, 64) == (16, 1, (77, 1), 96, (128, 64), 128, 0)
     with pytest.raises(ValueError, match="b must start at a multiple of 32 bytes"):
-        map_parameters("b", Codes("e2m1", 384, 9, 16, 192), PLAIN, 64)
+        map_parameters("b", PackedMatrix("e2m1", 384, 9, 16, 192), PLAIN, 64)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "match"),
     [
-        (Kind("e4m3", tiles=True), Kind("e4m3"), "a must have no factors of tiles for tcgen05.mma, got e4m3t"),
-        (Kind("e4m3"), MX["e4m3"], "b must have the same blocks as a for tcgen05.mma, got e4m3 and e4m3x32ue8m0"),
+        (OperandFormat("e4m3", tiles=True), OperandFormat("e4m3"), "a must have no factors of tiles for tcgen05.mma, got e4m3t"),
+        (OperandFormat("e4m3"), MX["e4m3"], "b must have the same blocks as a for tcgen05.mma, got e4m3 and e4m3x32ue8m0"),
         (MX["e2m1"], NV, "b must have the same blocks as a for tcgen05.mma, got e2m1x32ue8m0 and e2m1x16e4m3"),
-        (Kind("e4m3", 16, "e4m3"), NV, "a and b must have blocks of 32 ue8m0, or of 16 e4m3 and be e2m1"),
-        (Kind("e2m1", 32, "e4m3"), Kind("e2m1", 32, "e4m3"), "a and b must have blocks of 32 ue8m0, or of 16 e4m3"),
+        (OperandFormat("e4m3", 16, "e4m3"), NV, "a and b must have blocks of 32 ue8m0, or of 16 e4m3 and be e2m1"),
+        (OperandFormat("e2m1", 32, "e4m3"), OperandFormat("e2m1", 32, "e4m3"), "a and b must have blocks of 32 ue8m0, or of 16 e4m3"),
     ],
 )  # fmt: skip
-def test_scales_that_no_instruction_takes_are_named(a: Kind, b: Kind, match: str) -> None:
+def test_scales_that_no_instruction_takes_are_named(a: OperandFormat, b: OperandFormat, match: str) -> None:
     with pytest.raises(ValueError, match=re.escape(match)):
         mma_kind(a, b)
 
@@ -252,24 +280,24 @@ def test_each_kind_has_its_instruction() -> None:
 def test_the_choice_looks_at_the_chip_and_at_what_lies_where(arch: str) -> None:
     own = arch in ARCHES
     for a, b in (*PAIRS, *SCALED):
-        choice = gemm_floats_cuda.choose_for(
+        choice = scaled_gemm_cuda.choose_for(
             call_of(operand(a, 5, 256, 1), operand(b, 7, 256, 2), torch.zeros(5, 7)), arch, 148
         )
         assert isinstance(choice.config, Tcgen05Config) == own and choice.refused == ""
-    bytes_, packed = operand(Kind("e4m3"), 5, 200, 1), operand(Kind("e2m1"), 7, 200, 2)
-    shifted = replace(bytes_, codes=torch.zeros(5, 221, dtype=torch.uint8)[:, 21:])
+    bytes_, packed = operand(OperandFormat("e4m3"), 5, 200, 1), operand(OperandFormat("e2m1"), 7, 200, 2)
+    shifted = replace(bytes_, packed_data=torch.zeros(5, 221, dtype=torch.uint8)[:, 21:])
     for a, b, why in (
-        (operand(Kind("e4m3"), 1, 200, 1), packed, "b must have rows of a multiple of 128 codes for e2m1 and f8f6f4, got 200"),
+        (operand(OperandFormat("e4m3"), 1, 200, 1), packed, "b must have rows of a multiple of 128 codes for e2m1 and f8f6f4, got 200"),
         (packed, packed, "a must have rows of a multiple of 128 codes"),
         (bytes_, bytes_, "a must have rows of 200 bytes a multiple of 16 bytes apart for e4m3 and f8f6f4, got 200"),
         (shifted, bytes_, "a must start at a multiple of 16 bytes"),
-        (replace(bytes_, codes=torch.zeros(200, 5, dtype=torch.uint8).t()), bytes_, "a must have bytes at stride 1"),
-        (operand(Kind("e4m3", tiles=True), 5, 256, 1), operand(Kind("e4m3"), 7, 256, 1), "a must have no factors of tiles"),
+        (replace(bytes_, packed_data=torch.zeros(200, 5, dtype=torch.uint8).t()), bytes_, "a must have bytes at stride 1"),
+        (operand(OperandFormat("e4m3", tiles=True), 5, 256, 1), operand(OperandFormat("e4m3"), 7, 256, 1), "a must have no factors of tiles"),
         (operand(NV, 5, 256, 1), operand(MX["e2m1"], 7, 256, 1), "b must have the same blocks as a"),
         (unaligned_blocks(), operand(NV, 7, 256, 1), "a must have blocks that start at a multiple of 4 bytes for nvf4, got 0x"),
     ):  # fmt: skip
-        choice = gemm_floats_cuda.choose_for(call_of(a, b, torch.zeros(a.rows, b.rows)), arch, 148)
-        few = supports(a.rows, a.kind, b.kind, arch)
+        choice = scaled_gemm_cuda.choose_for(call_of(a, b, torch.zeros(a.rows, b.rows)), arch, 148)
+        few = supports(a.rows, a.format, b.format, arch)
         assert choice.config.kernel == ("few" if few else "wgmma" if arch == "sm_90a" else "mma")
         assert choice.refused.startswith(why) if own else choice.refused == "", choice.refused
 
@@ -281,8 +309,8 @@ def test_a_kernel_that_no_chip_has_run_is_taken_only_where_it_is_wished(
     monkeypatch.delenv("MAGICUBE_TCGEN05")
     if wish is not None:
         monkeypatch.setenv("MAGICUBE_TCGEN05", wish)
-    a, b = operand(Kind("e4m3"), 5, 256, 1), operand(Kind("e4m3"), 7, 256, 2)
-    choice = gemm_floats_cuda.choose_for(call_of(a, b, torch.zeros(5, 7)), "sm_100a", 148)
+    a, b = operand(OperandFormat("e4m3"), 5, 256, 1), operand(OperandFormat("e4m3"), 7, 256, 2)
+    choice = scaled_gemm_cuda.choose_for(call_of(a, b, torch.zeros(5, 7)), "sm_100a", 148)
     assert choice.config.kernel == "mma"
     assert choice.refused == "the kernel of tcgen05.mma has not been run on any chip; MAGICUBE_TCGEN05=1 takes it"
 
@@ -302,22 +330,22 @@ def test_the_choice_of_a_tile_fills_the_chip() -> None:
 
 
 def test_the_plan_says_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_floats_cuda, "current_arch", lambda: "sm_103a")
-    monkeypatch.setattr(gemm_floats_cuda, "num_sms", lambda device: 148)
+    monkeypatch.setattr(scaled_gemm_cuda, "current_arch", lambda: "sm_103a")
+    monkeypatch.setattr(scaled_gemm_cuda, "num_sms", lambda device: 148)
     for k, copies, chosen in ((256, (), "tcgen05"), (200, ("a", "b"), "mma")):
-        a, b = operand(Kind("e2m1"), 5, k, 1), operand(Kind("e4m3"), 7, k, 2)
-        choice, copied = gemm_floats_cuda.plan_cuda(call_of(a, b, torch.zeros(5, 7)))
+        a, b = operand(OperandFormat("e2m1"), 5, k, 1), operand(OperandFormat("e4m3"), 7, k, 2)
+        choice, copied = scaled_gemm_cuda.plan_cuda(call_of(a, b, torch.zeros(5, 7)))
         assert (choice.config.kernel, copied, bool(choice.refused)) == (chosen, copies, chosen == "mma")
-    assert explain_gemm_floats(a, b).refused == "", "the CPU has no such instruction"
+    assert explain_scaled_gemm(a, b).refused == "", "the CPU has no such instruction"
 
 
 def test_a_config_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = operand(Kind("e2m1"), 5, 256, 1), operand(Kind("e4m3"), 7, 256, 2)
+    a, b = operand(OperandFormat("e2m1"), 5, 256, 1), operand(OperandFormat("e4m3"), 7, 256, 2)
     with pytest.raises(ValueError, match="config must be of the kind f8f6f4 for these operands, got mxf8f6f4"):
         launched(monkeypatch, a, b, candidates("mxf8f6f4")[0])
-    short = operand(Kind("e2m1"), 5, 200, 1)
+    short = operand(OperandFormat("e2m1"), 5, 200, 1)
     with pytest.raises(ValueError, match="a must have rows of a multiple of 128 codes"):
-        launched(monkeypatch, short, operand(Kind("e4m3"), 7, 200, 2), candidates("f8f6f4")[0])
+        launched(monkeypatch, short, operand(OperandFormat("e4m3"), 7, 200, 2), candidates("f8f6f4")[0])
 
 
 @pytest.fixture
@@ -339,8 +367,8 @@ def test_the_first_run_tells_what_is_wrong(first_run: ModuleType, monkeypatch: p
 
     def shifted(a: FloatOperand, b: FloatOperand, *rest: Any, **options: Any) -> torch.Tensor:
         """Sixteen neighbours along k of b trade places, as a wrong swizzle would have them."""
-        codes = floats.unpack(b.codes, b.k, b.dtype).unflatten(1, (-1, 2, 16)).flip(2).flatten(1)
-        return right(a, replace(b, codes=floats.pack(codes, b.dtype)), *rest, **options)
+        codes = floats.unpack(b.packed_data, b.k, b.dtype).unflatten(1, (-1, 2, 16)).flip(2).flatten(1)
+        return right(a, replace(b, packed_data=floats.pack(codes, b.dtype)), *rest, **options)
 
     monkeypatch.setattr(first_run, "product", shifted)
     told = {finding.name: finding for finding in first_run.STEPS["identities"]("cpu")}
@@ -383,7 +411,7 @@ def test_the_driver_is_asked_for_unpacking_types(monkeypatch: pytest.MonkeyPatch
         ("e5m2", "UINT8"),
     ):
         pitch = 3 * FORMATS[dtype].bits * 16
-        assert tensor_map(*map_parameters("a", Codes(dtype, 384, 9, 4096, pitch), PLAIN, 64)) == b"m" * 128
+        assert tensor_map(*map_parameters("a", PackedMatrix(dtype, 384, 9, 4096, pitch), PLAIN, 64)) == b"m" * 128
         kind, rank, address, shape, pitches, box, strides, interleave, swizzle, *_ = asked[-1]
         assert kind == getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{wanted}")
         assert (rank, address, [int(x) for x in shape], [int(x) for x in pitches]) == (2, 4096, [384, 9], [pitch])

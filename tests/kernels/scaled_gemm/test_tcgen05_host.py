@@ -19,7 +19,7 @@ import torch
 
 from cute_kernels import floats
 from cute_kernels.scaled_gemm.api import FloatOperand
-from cute_kernels.scaled_gemm.config import Kind
+from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.sm100 import MapParameters, Tcgen05Config, candidates
 from tests.kernels.scaled_gemm.tcgen05_model import Launch
 from tests.kernels.scaled_gemm.test_tcgen05 import MX, NV, launched, operand
@@ -97,18 +97,18 @@ def run(compiled: Compile, launch: Launch, blocks: int, seed: int = 1, slices: i
         raise RuntimeError(wrong.decode())
 
 
-def small(kind: Kind, rows: int, k: int, seed: int) -> FloatOperand:
+def small(kind: OperandFormat, rows: int, k: int, seed: int) -> FloatOperand:
     """Integers of -2 to 2, factors of 1/4 to 4: float32 has their sums exactly."""
     found = operand(kind, rows, k, seed)
     values = torch.randint(-2, 3, (rows, k), generator=torch.Generator().manual_seed(seed)).float()
-    return replace(found, codes=floats.pack(floats.encode(values, kind.dtype), kind.dtype))
+    return replace(found, packed_data=floats.pack(floats.encode(values, kind.dtype), kind.dtype))
 
 
 CASES = [
     # (a, b, M, N, K, columns of a tile, blocks): rings that go round, several tiles a block, odd sizes
-    (Kind("e4m3"), Kind("e5m2"), 130, 150, 128 * 12, 64, 2),
-    (Kind("e2m1"), Kind("e3m2"), 257, 300, 128, 64, 1),
-    (Kind("e2m3"), Kind("e2m1"), 100, 300, 384, 256, 1),
+    (OperandFormat("e4m3"), OperandFormat("e5m2"), 130, 150, 128 * 12, 64, 2),
+    (OperandFormat("e2m1"), OperandFormat("e3m2"), 257, 300, 128, 64, 1),
+    (OperandFormat("e2m3"), OperandFormat("e2m1"), 100, 300, 384, 256, 1),
     (MX["e4m3"], MX["e2m1"], 140, 130, 128 * 8, 128, 1),
     (MX["e2m1"], MX["e2m1"], 130, 140, 640, 128, 2),
     (NV, NV, 130, 140, 256 * 6 + 128, 128, 1),
@@ -136,7 +136,10 @@ def test_scales_c_and_bias_enter_once(compiled: Compile, monkeypatch: pytest.Mon
     m, n, k = 70, 75, 128
     rows, columns, bias = 2.0 ** (torch.arange(m) % 7), 2.0 ** -(torch.arange(n) % 5), torch.arange(n).float()
     c = torch.arange(m * n).view(m, n).float()
-    x, y = replace(small(Kind("e2m1"), m, k, 1), scale=rows), replace(small(Kind("e4m3"), n, k, 2), scale=columns)
+    x, y = (
+        replace(small(OperandFormat("e2m1"), m, k, 1), scale=rows),
+        replace(small(OperandFormat("e4m3"), n, k, 2), scale=columns),
+    )
     sums = x.values(torch.float64) @ y.values(torch.float64).t()
     truth = 0.5 * sums * rows.double()[:, None] * columns.double() - 2 * c.double() + bias.double()
     out = torch.full((m, n), torch.nan)
@@ -146,7 +149,7 @@ def test_scales_c_and_bias_enter_once(compiled: Compile, monkeypatch: pytest.Mon
 
 
 def test_a_wrong_count_of_bytes_would_hang(compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = small(Kind("e2m1"), 128, 256, 1), small(Kind("e3m2"), 64, 256, 2)
+    x, y = small(OperandFormat("e2m1"), 128, 256, 1), small(OperandFormat("e3m2"), 64, 256, 2)
     out = torch.zeros(128, 64)
     launch = launched(monkeypatch, x, y, None, out)
     with pytest.raises(RuntimeError, match="waits for ever"):
