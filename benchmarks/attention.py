@@ -89,7 +89,7 @@ def fused(data: Data, keyed: bool) -> tuple[Callable[[], Tensor], str]:
     out = torch.full_like(data.q, torch.nan)
 
     def call() -> Tensor:
-        attention.attend(
+        attention.fused_attention(
             q, k, v, index, scale=1 / math.sqrt(DEPTH), q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out
         )
         return out
@@ -97,7 +97,7 @@ def fused(data: Data, keyed: bool) -> tuple[Callable[[], Tensor], str]:
     return call, replace(index.config, key_scale=keyed).name
 
 
-def of_floats(data: Data, impl: Literal["fused", "three"]) -> Callable[[], Tensor]:
+def of_floats(data: Data, impl: Literal["fused", "unfused"]) -> Callable[[], Tensor]:
     """Everything from float operands on: quantization of Q, K and V, then one kernel or three."""
     q, k, v = data.heads()
     return lambda: sparse_attention(q, k, v, data.pattern, impl=impl).reshape(data.q.shape)
@@ -159,7 +159,7 @@ def rivals(data: Data, sparsity: float) -> dict[str, Callable[[], Rival]]:
         FIRST: lambda: ours(False),
         "fused 8b-8b, scales of keys": lambda: ours(True),
         "fused 8b-8b from float16": lambda: Rival(of_floats(data, "fused"), data.expected, "quantization included"),
-        "three kernels 8b-8b from float16": lambda: Rival(of_floats(data, "three"), data.expected, "likewise"),
+        "three kernels 8b-8b from float16": lambda: Rival(of_floats(data, "unfused"), data.expected, "likewise"),
         "SDPA fp16": lambda: Rival(dense(data), exact(data.q, data.k, data.v, None), "dense"),
         "FlexAttention fp16": blocks,
     }

@@ -1,10 +1,14 @@
-// Sparse attention: O = softmax(scale Q K^T + bias) V at the vectors of a mask, over int8 Q, K and V; what the kernels share.
+// Fused sparse attention: what the gather and the panel kernel share.
 //
-// A warp has one vector row, eight queries, and takes its keys 32 at a time. Scores: gathered rows of K are the mma's
-// operand A, the queries operand B. A lane (g, t) = (lane / 4, lane % 4) so has keys g and g + 8 of sixteen for queries 2t
-// and 2t + 1. The maximum runs: sums so far shrink when a larger score comes. Weights are rounded to 8 bits; a 16-bit unit
-// of keys g and g + 8 passes `movmatrix`, and what comes out is operand B of the second mma, whose operand A is V^T: columns
-// of V by two as ldmatrix.trans gives them, with keys in the same order.
+// Formula: O = softmax(scale Q K^T + bias) V at the vectors of a mask (8 queries x 1 key), over int8 Q, K and V.
+// Architectures: sm_80 and later (mma.m16n8k32 of int8, movmatrix).
+// Work: a warp computes one vector row, 8 queries, against steps of 32 * kGroups keys.
+// Scores: S^T = K Q^T. Gathered rows of K are operand A, the queries operand B. Lane (g, t) = (lane / 4, lane % 4) holds the
+// keys g and g + 8 of sixteen for the queries 2t and 2t + 1.
+// Softmax: online; the accumulators are rescaled if the running maximum grows. Weights are rounded to 8 bits.
+// Output: O^T = V^T P. `movmatrix` transposes the 16-bit units of keys g and g + 8 into operand B. Operand A is V^T, pairs of
+// columns of V from ldmatrix.trans, with the keys in the same order.
+// Source: Li, Osawa, Hoefler, SC'22, section V-C; Milakov, Gimelshein, 2018 (online softmax).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -15,24 +19,25 @@
 
 namespace magicube {
 
-// Sums of integer mmas start here: as long as they stay below 2^22 their bits are those of the float kUnit + sum.
-constexpr float kUnit = 12582912.0f;  // 1.5 * 2^23
-constexpr uint32_t kUnitBits = 0x4B400000;
+// Integer accumulators start at these bits: while a sum is below 2^22 in magnitude, they are the bits of the float
+// kAccumulatorBias + sum, and no conversion is needed.
+constexpr float kAccumulatorBias = 12582912.0f;  // 1.5 * 2^23
+constexpr uint32_t kAccumulatorBiasBits = 0x4B400000;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000); }
-// NaN where one of them is.
-__device__ __forceinline__ float larger(float x, float y) {
+// NaN if either is.
+__device__ __forceinline__ float max_nan(float x, float y) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
   return result;
 }
-// 8x8 matrices of 16-bit units as rows: lane (g, t) gets units (g, 2t) and (g, 2t + 1) of each matrix.
-__device__ __forceinline__ void load_rows(uint32_t from, uint32_t* to) {
+// Four 8x8 matrices of 16-bit units: lane (g, t) gets the units (g, 2t) and (g, 2t + 1) of each.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t from, uint32_t* to) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
-// An 8x8 matrix of 16-bit units, of which each lane has (g, 2t) and (g, 2t + 1), transposed.
-__device__ __forceinline__ uint32_t transpose_units(uint32_t units) {
+// Transpose an 8x8 matrix of 16-bit units; lane (g, t) holds (g, 2t) and (g, 2t + 1).
+__device__ __forceinline__ uint32_t movmatrix_transpose(uint32_t units) {
   uint32_t result;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(units));
   return result;
@@ -41,38 +46,37 @@ __device__ __forceinline__ uint32_t transpose_units(uint32_t units) {
 template <class C>
 struct AttentionShape {
   using ScoreOp = typename AtomFor<Integer<true>, Integer<true>>::type;
-  using ValueOp = typename AtomFor<Integer<true>, Integer<false>>::type;  // weights have no sign
+  using ValueOp = typename AtomFor<Integer<true>, Integer<false>>::type;  // weights are unsigned
   static_assert(AtomShape<ScoreOp>::kM == 16 && AtomShape<ScoreOp>::kK == 32, "written for m16n8k32");
   static constexpr int kQueries = 8;
   static constexpr int kGroup = 32;                        // keys
-  static constexpr int kStep = C::kGroups * kGroup;        // keys between two looks at the maximum
+  static constexpr int kStep = C::kGroups * kGroup;        // keys per update of the maximum
   static_assert(kStep * 255 * 128 < 1 << 22 && C::kHead * 128 * 128 < 1 << 22, "sums must be exact as floats");
-  static constexpr int kChunks = C::kHead / 16;            // pieces of 16 bytes of a row of K or V
-  static constexpr int kSteps = C::kHead / 32;             // mmas along a row
-  static constexpr bool kKeyed = C::kKeyScale || C::kBias; // scores differ by key in more than the product
-  // Selectors: bytes 0, 2 of both registers in turn; bytes 1, 3.
+  static constexpr int kChunks = C::kHead / 16;            // 16-byte chunks per row of K or V
+  static constexpr int kSteps = C::kHead / 32;             // MMAs along a row
+  static constexpr bool kKeyed = C::kKeyScale || C::kBias; // scores have a term per key
+  // prmt selectors: bytes 0 and 2 of both registers, alternating; bytes 1 and 3.
   static constexpr uint32_t kFirsts = 0x6240, kSeconds = 0x7351;
 };
 
-// What the kernels read besides K and V, and write. Scales and the bias have a step between neighbours (0: one for all) and
-// one between matrices.
+// Operands besides K and V, and outputs. Scales have a stride per row (0: one for all) and one per matrix, in elements.
 struct AttentionOperands {
-  const uint8_t* q;      // (batch, queries, head)
-  void* out;             // (batch, queries, head)
-  float* lse;            // (batch, queries)
+  const uint8_t* q;      // (batch, queries, kHead) int8
+  void* out;             // (batch, queries, kHead) Out
+  float* lse;            // (batch, queries) float32
   const float* q_scale;
   const float* k_scale;
   const float* v_scale;
   const float* bias;
-  int64_t q_step, q_batch, k_batch, v_step, v_batch, bias_batch;
+  int64_t q_stride, q_batch, k_batch, v_stride, v_batch, bias_batch;
   int64_t queries;
-  float scale;           // of the logits, times log2(e)
-  float top;             // log2 of the largest weight
-  float empty;           // results of queries without keys
+  float scale;           // scale of the logits times log2(e)
+  float log2_max;             // log2 of the largest integer weight
+  float empty;           // result of queries without keys
 };
 
-// A kernel that makes the operands may still run: a matrix is there when its `parts` words are 1. By a warp; returns `batch`,
-// on which the addresses of what was waited for then depend.
+// Wait, by a warp, until the `parts` flags of a matrix are 1: the kernel that quantizes the operands may still run (PDL).
+// Returns `batch`; addresses derived from it depend on the wait, so that no load moves before it.
 __device__ __forceinline__ uint32_t wait_for_matrix(const uint32_t* ready, int64_t parts, uint32_t batch, int lane) {
   if (ready) {
     for (int64_t i = lane; i < parts; i += 32) flag_wait_acquire(ready + batch * parts + i, 1);
@@ -83,32 +87,32 @@ __device__ __forceinline__ uint32_t wait_for_matrix(const uint32_t* ready, int64
 __device__ __forceinline__ void wait_for_operands(const uint32_t* ready) {
   if (!ready) pdl_wait();
 }
-// At the end of a block, so that the next kernel does not start before that one ends.
+// At the end of a CTA: the kernel after this one must not start before the quantizing kernel has ended.
 __device__ __forceinline__ void end_after_operands(const uint32_t* ready) {
   if (ready) griddepcontrol_wait();
 }
 
-// As C, for matrices whose keys have one scale, that of the first.
+// C for matrices whose keys share the scale of the first key.
 template <class C>
-struct Alike : C {
+struct SharedKeyScale : C {
   static constexpr bool kKeyScale = false;
 };
-// alike: (batch,), or null; not 0 where the keys of a matrix have one scale although C has one for each.
+// shared_scale: (batch,) int32 or null; nonzero if the keys of a matrix share one scale although C has one per key.
 template <class C>
-__device__ __forceinline__ bool are_alike(const int* alike, int64_t batch) {
-  return C::kKeyScale && alike && load_after_flag(alike + batch);
+__device__ __forceinline__ bool keys_share_scale(const int* shared_scale, int64_t batch) {
+  return C::kKeyScale && shared_scale && load_after_flag(shared_scale + batch);
 }
 
-// One vector row as a warp holds it.
+// State of one vector row in a warp.
 template <class C>
 struct AttentionRow {
   using S = AttentionShape<C>;
-  uint32_t q[2 * S::kSteps];      // query g: bytes 4t.. of every 16
-  float factor[2];                // of scores, queries 2t and 2t + 1; results are logits times log2(e)
-  float most[2];                  // largest score: logit times log2(e) if keyed, else kUnit + the integer
-  float total[2];                 // of the rounded weights
-  float exact[2];                 // of the weights, those of this lane's keys
-  float sum[S::kChunks][4];       // columns 2g, 2g + 1 of each 16 of V, for both queries
+  uint32_t q[2 * S::kSteps];      // query g: bytes 4t to 4t + 3 of every 16
+  float logit_scale[2];                // scale of the scores of queries 2t and 2t + 1; gives logits times log2(e)
+  float row_max[2];                  // largest score: logit times log2(e) if kKeyed, else kAccumulatorBias + integer
+  float total[2];                 // sum of the rounded weights
+  float exact_sum[2];                 // sum of the unrounded weights of this lane's keys
+  float acc[S::kChunks][4];       // accumulators: columns 2g and 2g + 1 of each 16 of V, both queries
 
   __device__ void open(const AttentionOperands& at, int64_t batch, int64_t vector_row, bool exists, int lane) {
     const int64_t first = vector_row * S::kQueries, query = first + lane / 4;
@@ -116,25 +120,26 @@ struct AttentionRow {
     const uint32_t* from = reinterpret_cast<const uint32_t*>(at.q + (batch * at.queries + query) * C::kHead) + lane % 4;
     CUTE_UNROLL
     for (int i = 0; i < 2 * S::kSteps; ++i) q[i] = present ? load_after_flag(from + 4 * i) : 0;
-    const float of_keys = C::kKeyScale ? at.scale : at.scale * load_after_flag(at.k_scale + batch * at.k_batch);
+    const float key_scale = C::kKeyScale ? at.scale : at.scale * load_after_flag(at.k_scale + batch * at.k_batch);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       const int64_t own = first + lane % 4 * 2 + j;
       const bool there = exists && own < at.queries;
-      // above zero, so that -infinity stays what it is
-      factor[j] = larger(of_keys * (there ? load_after_flag(at.q_scale + batch * at.q_batch + own * at.q_step) : 1.0f), 1.17549435e-38f);
-      most[j] = S::kKeyed ? -1e30f : kUnit - (1 << 22);
-      total[j] = exact[j] = 0.0f;
+      // Positive, so that -inf times the scale stays -inf.
+      const float q_scale = there ? load_after_flag(at.q_scale + batch * at.q_batch + own * at.q_stride) : 1.0f;
+      logit_scale[j] = max_nan(key_scale * q_scale, 1.17549435e-38f);
+      row_max[j] = S::kKeyed ? -1e30f : kAccumulatorBias - (1 << 22);
+      total[j] = exact_sum[j] = 0.0f;
     }
     CUTE_UNROLL
     for (int c = 0; c < S::kChunks; ++c) {
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) sum[c][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) acc[c][i] = 0.0f;
     }
   }
 };
 
-// The keys of one step: a word each, which has a bit for each query that sees the key from bit 24 on.
+// The keys of one step, one word each: bits 0 to 15 locate the row, 16 to 23 name a tile, 24 to 31 are the visible bits.
 template <class C>
 struct StepKeys {
   using S = AttentionShape<C>;
@@ -148,27 +153,27 @@ struct StepKeys {
   }
 };
 
-// Where in shared memory a lane finds its key of each group: the row of K, and V's `values` bytes behind it; the scale, and
-// the bias `biases` bytes behind it.
+// Shared-memory addresses of a lane's key in each group: the row of K, V's row `values` bytes after it, the scale, and the
+// bias `biases` bytes after that.
 template <class C>
-struct StepPlaces {
+struct StepAddresses {
   uint32_t rows[C::kGroups];
   uint32_t scales[AttentionShape<C>::kKeyed ? C::kGroups : 1];
   uint32_t values, biases;
 };
 
-// kUnit + products of sixteen keys and eight queries, two times: (16 keys, 4).
+// Scores of one group, kAccumulatorBias + integer: (2 x 16 keys, 4).
 template <class C>
 __device__ __forceinline__ void score_group(const AttentionRow<C>& row, uint32_t at, float (&out)[2][4]) {
   using S = AttentionShape<C>;
   uint32_t sums[2][4];
   CUTE_UNROLL
-  for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = kUnitBits;
+  for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = kAccumulatorBiasBits;
   CUTE_UNROLL
   for (int step = 0; step < S::kSteps; ++step) {
     uint32_t raw[2][4];  // (16 bytes, eight keys)
-    load_rows(at ^ (2 * step * 16), raw[0]);
-    load_rows(at ^ ((2 * step + 1) * 16), raw[1]);
+    ldmatrix_x4(at ^ (2 * step * 16), raw[0]);
+    ldmatrix_x4(at ^ ((2 * step + 1) * 16), raw[1]);
     CUTE_UNROLL
     for (int b = 0; b < 2; ++b) {
       const uint32_t keys[4] = {raw[0][2 * b], raw[1][2 * b], raw[0][2 * b + 1], raw[1][2 * b + 1]};
@@ -179,7 +184,7 @@ __device__ __forceinline__ void score_group(const AttentionRow<C>& row, uint32_t
   for (int i = 0; i < 8; ++i) out[i / 4][i % 4] = __uint_as_float(sums[i / 4][i % 4]);
 }
 
-// Scores of one group to logits times log2(e); at: where the scale of this lane's key lies, and the bias `biases` behind it.
+// Scores of one group to logits times log2(e). at: address of the scale of this lane's key; its bias is `biases` bytes on.
 template <class C>
 __device__ __forceinline__ void scale_group(const AttentionRow<C>& row, uint32_t at, uint32_t biases, float (&score)[2][4],
                                             int lane) {
@@ -195,12 +200,12 @@ __device__ __forceinline__ void scale_group(const AttentionRow<C>& row, uint32_t
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       float& x = score[i / 2][2 * (i % 2) + j];
-      x = fmaf(x - kUnit, row.factor[j] * by, plus);
+      x = fmaf(x - kAccumulatorBias, row.logit_scale[j] * by, plus);
     }
   }
 }
 
-// Scores of keys that a query does not see become -infinity.
+// Set the scores of keys that are not visible to a query to -inf.
 template <class C>
 __device__ __forceinline__ void mask_scores(const StepKeys<C>& step, float (&score)[C::kGroups][2][4], int lane) {
   uint32_t all = step.words[0];
@@ -209,75 +214,77 @@ __device__ __forceinline__ void mask_scores(const StepKeys<C>& step, float (&sco
   if (!__any_sync(~0u, all < 0xFF000000)) return;
   CUTE_UNROLL
   for (int i = 0; i < 4 * C::kGroups; ++i) {
-    const uint32_t seen = __shfl_sync(~0u, step.words[i / 4], i % 4 * 8 + lane / 4) >> (24 + lane % 4 * 2);
+    const uint32_t visible_bits = __shfl_sync(~0u, step.words[i / 4], i % 4 * 8 + lane / 4) >> (24 + lane % 4 * 2);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       float& x = score[i / 4][i / 2 % 2][2 * (i % 2) + j];
-      x = seen >> j & 1 ? x : minus_infinity();
+      x = visible_bits >> j & 1 ? x : minus_infinity();
     }
   }
 }
 
-// The largest score of each query so far; returns by what the sums so far shrink.
+// Update the running maximum of each query; rescale: the scale of the previous sums.
 template <class C>
-__device__ __forceinline__ void raise(AttentionRow<C>& row, const float (&score)[C::kGroups][2][4], float (&shrink)[2]) {
+__device__ __forceinline__ void update_max(AttentionRow<C>& row, const float (&score)[C::kGroups][2][4], float (&rescale)[2]) {
   using S = AttentionShape<C>;
   CUTE_UNROLL
   for (int j = 0; j < 2; ++j) {
-    float most = row.most[j];
+    float row_max = row.row_max[j];
     CUTE_UNROLL
-    for (int i = 0; i < 4 * C::kGroups; ++i) most = larger(most, score[i / 4][i / 2 % 2][2 * (i % 2) + j]);
+    for (int i = 0; i < 4 * C::kGroups; ++i) row_max = max_nan(row_max, score[i / 4][i / 2 % 2][2 * (i % 2) + j]);
     CUTE_UNROLL
-    for (int apart = 4; apart < 32; apart *= 2) most = larger(most, __shfl_xor_sync(~0u, most, apart));
-    const float by = row.most[j] - most;
-    shrink[j] = power_of_two(S::kKeyed ? by : by * row.factor[j]);
-    row.most[j] = most;
+    for (int lane_mask = 4; lane_mask < 32; lane_mask *= 2) {
+      row_max = max_nan(row_max, __shfl_xor_sync(~0u, row_max, lane_mask));
+    }
+    const float by = row.row_max[j] - row_max;
+    rescale[j] = power_of_two(S::kKeyed ? by : by * row.logit_scale[j]);
+    row.row_max[j] = row_max;
   }
 }
 
-// Weights, rounded: operand B of the second mma, a register for each sixteen keys.
+// Rounded weights as operand B of the second MMA, one register per 16 keys.
 template <class C>
-__device__ __forceinline__ void weigh(AttentionRow<C>& row, const float (&score)[C::kGroups][2][4], float top,
-                                      const float (&shrink)[2], uint32_t (&weights)[C::kGroups][2]) {
+__device__ __forceinline__ void compute_weights(AttentionRow<C>& row, const float (&score)[C::kGroups][2][4], float log2_max,
+                                      const float (&rescale)[2], uint32_t (&weights)[C::kGroups][2]) {
   using S = AttentionShape<C>;
-  float exact[2] = {};
-  const float base[2] = {row.most[0] - top, row.most[1] - top};
+  float exact_sum[2] = {};
+  const float base[2] = {row.row_max[0] - log2_max, row.row_max[1] - log2_max};
   CUTE_UNROLL
   for (int b = 0; b < 2 * C::kGroups; ++b) {
     float weight[4];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float x = score[b / 2][b % 2][i];
-      weight[i] = power_of_two(S::kKeyed ? x - base[i % 2] : fmaf(x - row.most[i % 2], row.factor[i % 2], top));
-      if constexpr (C::kLse) exact[i % 2] += weight[i];
+      weight[i] = power_of_two(S::kKeyed ? x - base[i % 2] : fmaf(x - row.row_max[i % 2], row.logit_scale[i % 2], log2_max));
+      if constexpr (C::kLse) exact_sum[i % 2] += weight[i];
     }
-    // From 1024 on, the last bit of a half is 1.
+    // From 1024 on, the last bit of a float16 has the value 1: the addition rounds to an integer.
     const __half2 unit = __float2half2_rn(1024.0f);
     const __half2 first = __hadd2(__floats2half2_rn(weight[0], weight[1]), unit);    // key g
     const __half2 second = __hadd2(__floats2half2_rn(weight[2], weight[3]), unit);   // key g + 8
-    weights[b / 2][b % 2] = transpose_units(prmt(
+    weights[b / 2][b % 2] = movmatrix_transpose(prmt(
         reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second), S::kFirsts));
   }
   if constexpr (C::kLse) {
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) row.exact[j] = fmaf(row.exact[j], shrink[j], exact[j]);
+    for (int j = 0; j < 2; ++j) row.exact_sum[j] = fmaf(row.exact_sum[j], rescale[j], exact_sum[j]);
   }
 }
 
-// Adds weights times rows of V to the sums.
+// Accumulate weights times rows of V.
 template <class C>
-__device__ __forceinline__ void add_values(AttentionRow<C>& row, const StepPlaces<C>& at,
-                                           const uint32_t (&weights)[C::kGroups][2], const float (&shrink)[2]) {
+__device__ __forceinline__ void accumulate_values(AttentionRow<C>& row, const StepAddresses<C>& at,
+                                           const uint32_t (&weights)[C::kGroups][2], const float (&rescale)[2]) {
   using S = AttentionShape<C>;
   const uint32_t ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
-  uint32_t total[4] = {kUnitBits, kUnitBits, kUnitBits, kUnitBits};
+  uint32_t total[4] = {kAccumulatorBiasBits, kAccumulatorBiasBits, kAccumulatorBiasBits, kAccumulatorBiasBits};
   CUTE_UNROLL
   for (int i = 0; i < C::kGroups; ++i) mma<typename S::ValueOp>(total, ones, weights[i]);
   CUTE_UNROLL
-  for (int j = 0; j < 2; ++j) row.total[j] = fmaf(row.total[j], shrink[j], __uint_as_float(total[j]) - kUnit);
+  for (int j = 0; j < 2; ++j) row.total[j] = fmaf(row.total[j], rescale[j], __uint_as_float(total[j]) - kAccumulatorBias);
   CUTE_UNROLL
   for (int c = 0; c < S::kChunks; ++c) {
-    uint32_t sums[4] = {kUnitBits, kUnitBits, kUnitBits, kUnitBits};
+    uint32_t sums[4] = {kAccumulatorBiasBits, kAccumulatorBiasBits, kAccumulatorBiasBits, kAccumulatorBiasBits};
     CUTE_UNROLL
     for (int i = 0; i < C::kGroups; ++i) {
       uint32_t raw[4];  // (eight keys)
@@ -288,15 +295,15 @@ __device__ __forceinline__ void add_values(AttentionRow<C>& row, const StepPlace
     }
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      row.sum[c][i] = fmaf(row.sum[c][i], shrink[i % 2], __uint_as_float(sums[i]) - kUnit);
+      row.acc[c][i] = fmaf(row.acc[c][i], rescale[i % 2], __uint_as_float(sums[i]) - kAccumulatorBias);
     }
   }
 }
 
 template <class C>
-__device__ __forceinline__ void attend_step(AttentionRow<C>& row, const StepKeys<C>& step, const StepPlaces<C>& at, float top,
-                                            int lane) {
-  float score[C::kGroups][2][4], shrink[2];
+__device__ __forceinline__ void process_step(AttentionRow<C>& row, const StepKeys<C>& step, const StepAddresses<C>& at,
+                                             float log2_max, int lane) {
+  float score[C::kGroups][2][4], rescale[2];
   uint32_t weights[C::kGroups][2];
   CUTE_UNROLL
   for (int i = 0; i < C::kGroups; ++i) {
@@ -304,9 +311,9 @@ __device__ __forceinline__ void attend_step(AttentionRow<C>& row, const StepKeys
     if constexpr (AttentionShape<C>::kKeyed) scale_group(row, at.scales[i], at.biases, score[i], lane);
   }
   mask_scores(step, score, lane);
-  raise(row, score, shrink);
-  weigh(row, score, top, shrink, weights);
-  add_values(row, at, weights, shrink);
+  update_max(row, score, rescale);
+  compute_weights(row, score, log2_max, rescale, weights);
+  accumulate_values(row, at, weights, rescale);
 }
 
 template <class Out>
@@ -319,18 +326,18 @@ __device__ __forceinline__ void store_pair(Out* to, float first, float second) {
   }
 }
 
-// The log of the sum of exponentials of one query.
+// Log-sum-exp of one query.
 template <class C>
-__device__ float log_sum(const AttentionRow<C>& row, int j, float top) {
+__device__ float log_sum(const AttentionRow<C>& row, int j, float log2_max) {
   constexpr float kLn2 = 0.6931471805599453f;
-  float exact = row.exact[j];
+  float exact_sum = row.exact_sum[j];
   CUTE_UNROLL
-  for (int apart = 4; apart < 32; apart *= 2) exact += __shfl_xor_sync(~0u, exact, apart);
-  const float most = AttentionShape<C>::kKeyed ? row.most[j] : (row.most[j] - kUnit) * row.factor[j];
-  return exact > 0.0f ? kLn2 * (most - top) + logf(exact) : minus_infinity();
+  for (int lane_mask = 4; lane_mask < 32; lane_mask *= 2) exact_sum += __shfl_xor_sync(~0u, exact_sum, lane_mask);
+  const float row_max = AttentionShape<C>::kKeyed ? row.row_max[j] : (row.row_max[j] - kAccumulatorBias) * row.logit_scale[j];
+  return exact_sum > 0.0f ? kLn2 * (row_max - log2_max) + logf(exact_sum) : minus_infinity();
 }
 
-// Results of one vector row.
+// Epilogue: write the output and the log-sum-exp of one vector row.
 template <class C>
 __device__ void write_row(const AttentionOperands& at, const AttentionRow<C>& row, int64_t batch, int64_t vector_row,
                           int lane) {
@@ -341,7 +348,7 @@ __device__ void write_row(const AttentionOperands& at, const AttentionRow<C>& ro
   for (int j = 0; j < 2; ++j) {
     const int64_t query = vector_row * S::kQueries + lane % 4 * 2 + j;
     if constexpr (C::kLse) {
-      const float lse = log_sum(row, j, at.top);
+      const float lse = log_sum(row, j, at.log2_max);
       if (lane < 4 && query < at.queries) at.lse[batch * at.queries + query] = lse;
     }
     if (query >= at.queries) continue;
@@ -350,8 +357,9 @@ __device__ void write_row(const AttentionOperands& at, const AttentionRow<C>& ro
     Out* to = static_cast<Out*>(at.out) + (batch * at.queries + query) * C::kHead + lane / 4 * 2;
     CUTE_UNROLL
     for (int c = 0; c < S::kChunks; ++c) {
-      const float* scale = scales + (c * 16 + lane / 4 * 2) * at.v_step;
-      const float first = row.sum[c][j] * inverse * load_after_flag(scale), second = row.sum[c][2 + j] * inverse * load_after_flag(scale + at.v_step);
+      const float* scale = scales + (c * 16 + lane / 4 * 2) * at.v_stride;
+      const float first = row.acc[c][j] * inverse * load_after_flag(scale);
+      const float second = row.acc[c][2 + j] * inverse * load_after_flag(scale + at.v_stride);
       store_pair(to + c * 16, first + otherwise, second + otherwise);
     }
   }

@@ -1,4 +1,4 @@
-"""What the kernels of sparse attention are compiled for, and what they want to know of a mask."""
+"""Kernel configs of fused sparse attention, and the form in which a kernel reads a mask."""
 
 from __future__ import annotations
 
@@ -15,56 +15,89 @@ from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import spread_slots
 
-QUERIES = 8  # of a vector
-GROUP = 32  # keys that a warp takes at once
-HEADS = (32, 64, 128)
+QUERIES = 8  # per vector
+GROUP = 32  # keys per MMA of a warp, one per lane
+HEADS = (32, 64, 128)  # supported head dimensions
 ATOM = "s8_m16n8k32"
-ALL_SEE = 0xFF  # queries of a vector that see a key, a bit each
-TILE_BIT, SEEN_BIT = 16, 24  # first bits of a word's parts
-NO_TILE = 255  # that no step waits for
+ALL_VISIBLE = 0xFF  # one bit per query of a vector
+TILE_BIT, VISIBLE_BIT = 16, 24  # first bits of the tile number and of the visible bits in a word of `Steps`
+NO_TILE = 255  # tile number of a sentinel step, which no tile reaches
 
 
-class Vectors(NamedTuple):
-    """The vectors of one or several masks, one after the other."""
+class QueryVectors(NamedTuple):
+    """Vectors of one or several masks, concatenated: 8 queries x 1 key each."""
 
-    row_offsets: Tensor  # int64 (masks * R + 1,)
-    columns: Tensor  # int32 (vectors,), rising in each row
-    seen: Tensor  # int32 (vectors,), which of the eight queries see the key, a bit each
-    rows: int  # R, of one mask
+    row_offsets: Tensor  # (masks * R + 1,) int64
+    columns: Tensor  # (vectors,) int32, key of each vector, increasing in each vector row
+    visible_bits: Tensor  # (vectors,) int32, bit i is set if query i of the vector attends to the key
+    rows: int  # R, vector rows of one mask
 
 
-def vectors_of(patterns: Sequence[tuple[Tensor, Tensor]], causal: bool) -> Vectors:
-    """The vectors of ``patterns``, pairs of ``row_offsets`` and ``col_indices``.
+def query_vectors(patterns: Sequence[tuple[Tensor, Tensor]], causal: bool) -> QueryVectors:
+    """Concatenate the vectors of `patterns`, with causality applied.
 
-    ``causal``: a query sees the keys up to its own number, and vectors that none of the eight sees are left out.
+    Parameters
+    ----------
+    patterns : sequence of (Tensor, Tensor)
+        ``row_offsets``, int64 (R + 1,), and ``col_indices``, int32 (vectors,), of each mask.
+    causal : bool
+        Query ``i`` attends to the keys ``j <= i`` only. Vectors that are visible to none of their queries are dropped.
+
+    Returns
+    -------
+    QueryVectors
+
+    Examples
+    --------
+    >>> import torch
+    >>> mask = torch.tensor([0, 3]), torch.tensor([0, 5, 9], dtype=torch.int32)  # one vector row, keys 0, 5 and 9
+    >>> vectors = query_vectors([mask], causal=True)
+    >>> vectors.columns.tolist(), [f"{bits:08b}" for bits in vectors.visible_bits.tolist()]
+    ([0, 5], ['11111111', '11100000'])
     """
     rows = patterns[0][0].numel() - 1
     lengths = torch.cat([offsets.diff() for offsets, _ in patterns])  # (masks * R,)
-    columns = torch.cat([columns for _, columns in patterns])
-    seen = torch.full_like(columns, ALL_SEE)
+    columns = torch.cat([columns for _, columns in patterns])  # (vectors,)
+    visible_bits = torch.full_like(columns, ALL_VISIBLE)  # (vectors,)
     if causal:
-        row = torch.repeat_interleave(lengths, output_size=columns.numel()) % max(rows, 1)
-        hidden = (columns - row * QUERIES).clamp(0, QUERIES)  # queries of the vector ahead of the key
-        seen = (ALL_SEE << hidden & ALL_SEE).to(torch.int32)
-        kept = seen != 0
-        owner = torch.repeat_interleave(lengths, output_size=columns.numel())[kept]
-        columns, seen = columns[kept], seen[kept]
-        lengths = torch.bincount(owner, minlength=lengths.numel())
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=columns.device)
+        row = torch.repeat_interleave(lengths, output_size=columns.numel()) % max(rows, 1)  # (vectors,)
+        before = (columns - row * QUERIES).clamp(0, QUERIES)  # (vectors,) queries of the vector before the key
+        visible_bits = (ALL_VISIBLE << before & ALL_VISIBLE).to(torch.int32)  # (vectors,)
+        used = visible_bits != 0  # (vectors,)
+        owner = torch.repeat_interleave(lengths, output_size=columns.numel())[used]  # (used vectors,)
+        columns, visible_bits = columns[used], visible_bits[used]
+        lengths = torch.bincount(owner, minlength=lengths.numel())  # (masks * R,)
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=columns.device)  # (masks * R + 1,)
     torch.cumsum(lengths, 0, out=offsets[1:])
-    return Vectors(offsets, columns, seen, rows)
+    return QueryVectors(offsets, columns, visible_bits, rows)
 
 
 @dataclass(frozen=True)
 class AttentionConfig(KernelConfig):
-    """A kernel that attends ``groups * 32`` keys a step, for rows of ``head`` entries, and writes ``out``.
+    """Config of a fused attention kernel: base of :class:`GatherAttention` and :class:`PanelAttention`.
 
-    ``key_scale``: keys may have a scale each; ``bias``: something is added to the logits of each key; ``lse``: the logs
-    of the sums of exponentials are written.
+    Parameters
+    ----------
+    head : int
+        Head dimension: entries per row of Q, K and V, one of `HEADS`.
+    out : str
+        Dtype of the output.
+    key_scale : bool
+        K may have one scale per key.
+    bias : bool
+        A bias per key is added to the logits.
+    lse : bool
+        The log-sum-exp of the logits is written.
+    groups : int
+        A step processes ``32 * groups`` keys.
+    warps : int
+        Warps per CTA that compute.
+    stages : int
+        Pipeline stages.
     """
 
     STEM: ClassVar[str]
-    SENTINELS: ClassVar[int] = 0  # steps behind each row's last one
+    SENTINELS: ClassVar[int] = 0  # extra steps after the last one of each vector row
 
     head: int
     out: str = "float16"
@@ -77,12 +110,12 @@ class AttentionConfig(KernelConfig):
 
     @property
     def step(self) -> int:
-        """Keys of a step."""
+        """Keys per step."""
         return self.groups * GROUP
 
     @property
     def keyed(self) -> bool:
-        """Whether scales or biases of keys lie in shared memory."""
+        """Whether scales or biases of keys are in shared memory."""
         return self.key_scale or self.bias
 
     @property
@@ -127,39 +160,47 @@ class AttentionConfig(KernelConfig):
     def _types(self) -> dict[str, str]:
         return {"Out": OUT_TYPES[self.out]}
 
-    def slots(self, vectors: Vectors, keys: int) -> Tensor:
-        """Where each vector goes in its row, int64 (vectors,): slots of steps, one after the other."""
+    def slots(self, vectors: QueryVectors, keys: int) -> Tensor:
+        """Assign the vectors of each row to slots of its steps, in order of the steps: int64 (vectors,)."""
         raise NotImplementedError
 
-    def places(self, columns: Tensor) -> Tensor:
-        """Where the key's row lies in shared memory, in units of 16 bytes; below 2^16."""
+    def smem_rows(self, columns: Tensor) -> Tensor:
+        """Return the offset in shared memory of the rows of keys `columns`, in units of 16 bytes, below 2^16."""
         raise NotImplementedError
 
     def last_tiles(self, keys: Tensor, row_of: Tensor) -> Tensor:
-        """Which tile each step waits for, int32 (steps,), below 255; ``keys`` (steps, step), ``row_of`` (steps,)."""
+        """Return the tile that each step waits for, int32 (steps,), below `NO_TILE`.
+
+        Parameters
+        ----------
+        keys : Tensor, shape (steps, step)
+            Keys of each step.
+        row_of : Tensor, shape (steps,)
+            Vector row of each step.
+        """
         raise NotImplementedError
 
-    def steps(self, vectors: Vectors, keys: int) -> Steps:
-        """The vectors as the kernel takes them; torch operators on their own device."""
+    def steps(self, vectors: QueryVectors, keys: int) -> Steps:
+        """Return the words that the kernel reads for `vectors`, computed on their device."""
         device, offsets = vectors.columns.device, vectors.row_offsets
         rows, total = offsets.numel() - 1, vectors.columns.numel()
         slots = self.slots(vectors, keys)
         row_of = torch.repeat_interleave(offsets.diff(), output_size=total)
         used = torch.zeros(rows + 1, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
-        counts = (used + self.step - 1) // self.step + self.SENTINELS  # (rows + 1,), of the last one no keys
+        counts = (used + self.step - 1) // self.step + self.SENTINELS  # (rows + 1,); the last row has no keys
         ends = torch.cumsum(counts, 0)
         start = ends - counts
         count = int(ends[-1])
         positions = start[row_of] * self.step + slots  # (vectors,)
-        columns, words = vectors.columns, self.places(vectors.columns).to(torch.int32)
-        # Padding names its step's first key, whose row is there, for no query.
+        columns, words = vectors.columns, self.smem_rows(vectors.columns).to(torch.int32)
+        # Padding repeats the first key of its step, whose row has arrived, with no visible bit.
         firsts = positions % self.step == 0
         keys_of = torch.zeros(count, self.step, dtype=torch.int32, device=device)
         padded = torch.zeros_like(keys_of)
         keys_of[positions[firsts] // self.step] = columns[firsts][:, None]
         padded[positions[firsts] // self.step] = words[firsts][:, None]
         keys_of.view(-1)[positions] = columns
-        padded.view(-1)[positions] = words | vectors.seen << SEEN_BIT
+        padded.view(-1)[positions] = words | vectors.visible_bits << VISIBLE_BIT
         owner = torch.repeat_interleave(counts, output_size=count)
         waits = self.last_tiles(keys_of, owner)
         if self.SENTINELS:
@@ -168,18 +209,24 @@ class AttentionConfig(KernelConfig):
 
 
 class Steps(NamedTuple):
-    """A mask as the kernels take it."""
+    """Masks in the form that the kernels read."""
 
-    start: Tensor  # int32 (rows + 1,), the first step of each vector row and of one more, without keys
-    # int32 (steps, step): place of the key's row, from bit 16 on the tile that the step waits for, from bit 24 on
-    # the queries that see the key
-    words: Tensor
-    keys: Tensor  # int32 (steps, step)
+    start: Tensor  # (rows + 1,) int32, first step of each vector row; the last row has no keys
+    # Bits 0 to 15: offset of the key's row in shared memory; 16 to 23: tile that the step waits for; 24 to 31: visible
+    # bits.
+    words: Tensor  # (steps, step) int32
+    keys: Tensor  # (steps, step) int32
 
 
 @dataclass(frozen=True)
 class GatherAttention(AttentionConfig):
-    """Each warp gathers the rows that its vector row names, ``stages`` steps in flight."""
+    """Gather kernel: each warp copies the rows of K and V that its vector row needs, `stages` steps in flight.
+
+    Examples
+    --------
+    >>> GatherAttention(128, key_scale=True).name
+    'attention_gather-d128-float16-ks-g1s2w4'
+    """
 
     STEM: ClassVar[str] = "attention_gather"
 
@@ -189,22 +236,22 @@ class GatherAttention(AttentionConfig):
 
     @property
     def smem_bytes(self) -> int:
-        factors = 8 if self.keyed else 0
-        return self.warps * self.stages * self.step * (2 * self.head + factors)
+        scale_and_bias = 8 if self.keyed else 0  # bytes per key
+        return self.warps * self.stages * self.step * (2 * self.head + scale_and_bias)
 
-    def slots(self, vectors: Vectors, keys: int) -> Tensor:
+    def slots(self, vectors: QueryVectors, keys: int) -> Tensor:
         lengths = vectors.row_offsets.diff()
         first = torch.repeat_interleave(vectors.row_offsets[:-1], lengths, output_size=vectors.columns.numel())
         return torch.arange(vectors.columns.numel(), device=first.device) - first
 
-    def places(self, columns: Tensor) -> Tensor:
+    def smem_rows(self, columns: Tensor) -> Tensor:
         return torch.zeros_like(columns)
 
     def last_tiles(self, keys: Tensor, row_of: Tensor) -> Tensor:
         return torch.zeros_like(keys[:, 0])
 
     def smem_accesses(self) -> list[Access]:
-        """Every access of a warp to shared memory."""
+        """Return every shared-memory access of a warp."""
         lane, chunks = np.arange(32), self.head // 16
         piece = np.arange(self.step * chunks).reshape(-1, 32)
         rows = [
@@ -218,14 +265,28 @@ class GatherAttention(AttentionConfig):
 
 @dataclass(frozen=True)
 class PanelAttention(AttentionConfig):
-    """Tiles of ``tile`` rows of K and V pass through a ring of ``stages``.
+    """Panel kernel: a TMA producer warp streams tiles of K and V through shared memory for many vector rows.
 
-    A step takes keys of ``window`` neighbouring tiles at most.  Each of ``warps`` warps keeps the sums of ``rows``
-    vector rows; ``cluster`` blocks share their fetches.
+    Parameters
+    ----------
+    tile : int
+        Keys per tile; the ring has `stages` tiles.
+    window : int
+        A step takes its keys from at most `window` consecutive tiles.
+    rows : int
+        Vector rows whose accumulators each of the `warps` consumer warps holds.
+    cluster : int
+        CTAs that share their tiles by multicast.
+
+    Examples
+    --------
+    >>> config = PanelAttention(64)
+    >>> config.threads, config.ring, config.smem_bytes, config.block_rows
+    (384, 1536, 196736, 33)
     """
 
     STEM: ClassVar[str] = "attention_panel"
-    SENTINELS: ClassVar[int] = 1  # they wait for a tile that there is not
+    SENTINELS: ClassVar[int] = 1  # waits for `NO_TILE`, which ends the loop of a row
 
     warps: int = 11
     stages: int = 6
@@ -240,17 +301,17 @@ class PanelAttention(AttentionConfig):
 
     @property
     def ring(self) -> int:
-        """Rows of K, and of V, that the ring holds."""
+        """Rows of K, and of V, in the ring."""
         return self.tile * self.stages
 
     @property
     def smem_bytes(self) -> int:
-        of_stages = 16 * self.stages + -(-4 * self.stages // 16) * 16  # barriers; whether keys are alike
-        return self.ring * (2 * self.head + (8 if self.keyed else 0)) + of_stages
+        per_stage = 16 * self.stages + -(-4 * self.stages // 16) * 16  # mbarriers; whether the keys share one scale
+        return self.ring * (2 * self.head + (8 if self.keyed else 0)) + per_stage
 
     @property
     def block_rows(self) -> int:
-        """Vector rows of a cluster."""
+        """Vector rows per cluster."""
         return self.warps * self.rows * self.cluster
 
     def _shape(self) -> str:
@@ -265,22 +326,23 @@ class PanelAttention(AttentionConfig):
             "kCluster": self.cluster,
         }
 
-    def slots(self, vectors: Vectors, keys: int) -> Tensor:
+    def slots(self, vectors: QueryVectors, keys: int) -> Tensor:
         tiles = -(-keys // self.tile)
         return spread_slots(vectors.columns, vectors.row_offsets, self.tile, tiles, self.step, self.window)
 
-    def places(self, columns: Tensor) -> Tensor:
+    def smem_rows(self, columns: Tensor) -> Tensor:
         slot, chunks = columns % self.ring, self.head // 16
-        at = slot // self.tile * (2 * self.tile) + slot % self.tile  # V's tile lies behind K's
+        at = slot // self.tile * (2 * self.tile) + slot % self.tile  # a stage is K's tile, then V's
         return at * chunks + slot // (128 // self.head) % chunks
 
     def last_tiles(self, keys: Tensor, row_of: Tensor) -> Tensor:
         last = keys.amax(1) // self.tile
-        apart = row_of * NO_TILE
-        return (torch.cummax(last + apart, 0).values - apart).to(torch.int32)  # a step waits for those before it
+        # A step runs after those before it: the maximum runs along each row, which the offset separates from the next.
+        offset = row_of * NO_TILE
+        return (torch.cummax(last + offset, 0).values - offset).to(torch.int32)
 
-    def ranges(self, vectors: Vectors) -> Tensor:
-        """The first tile that each block of rows needs and the one after its last, int32 (masks, row blocks, 2)."""
+    def tile_ranges(self, vectors: QueryVectors) -> Tensor:
+        """Return the first tile of each block of rows and the one after its last, int32 (masks, row blocks, 2)."""
         offsets, columns, rows = vectors.row_offsets, vectors.columns, vectors.rows
         masks = (offsets.numel() - 1) // max(rows, 1)
         blocks = -(-rows // self.block_rows)

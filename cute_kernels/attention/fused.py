@@ -1,10 +1,13 @@
-"""Sparse attention on a GPU in one kernel: scores, running softmax, weights rounded to 8 bits, output.
+"""Fused sparse attention on a GPU: scores, online softmax, weights rounded to 8 bits and output in one kernel.
 
-``O = softmax(scale Q K^T + bias) V``, where a query sees the keys of its vector row in the mask alone.  Q, K and V are
-int8 with scales; weights are integers from 0 to 255 (15) relative to the largest score so far, and the output is
-divided by their sum.  No (queries, keys) array exists.
-Source: Li, Osawa, Hoefler, SC'22, section V-C, with the three kernels made one; running softmax: Milakov, Gimelshein,
-"Online normalizer calculation for softmax", 2018.
+``O = softmax(scale Q K^T + bias) V`` at the vectors of a mask. Q, K and V are int8 with scales. Weights are integers
+from 0 to 255 (15 for 4 bits) relative to the running maximum, and the output is divided by their sum. No
+(queries, keys) array exists.
+
+References
+----------
+.. [1] Li, Osawa, Hoefler, SC'22, section V-C. The three kernels of the paper are fused into one.
+.. [2] Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
 
 from __future__ import annotations
@@ -25,25 +28,25 @@ from cute_kernels.attention.config import (
     AttentionConfig,
     GatherAttention,
     PanelAttention,
+    QueryVectors,
     Steps,
-    Vectors,
-    vectors_of,
+    query_vectors,
 )
-from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS, Problem, choose
+from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS, AttentionProblem, choose
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.device import CAPABILITIES, current_arch, device_of
 from cute_kernels.jit.kernel import Kernel, get_kernel
 from cute_kernels.jit.tma import tensor_map
 
 SOFTMAX_BITS = (4, 8)
-_BOX_ROWS = 256  # the copy engine's limit
-_ALIGNMENT = 16
-_LSE_ROWS = 2  # vector rows of a warp that the exact sums leave registers for
+_BOX_ROWS = 256  # limit of a TMA box
+_ALIGNMENT = 16  # bytes
+_LSE_ROWS = 2  # vector rows per warp whose accumulators and unrounded sums fit the registers
 
 
 @dataclass(frozen=True)
 class AttentionIndex:
-    """Masks made ready for a kernel: what :func:`make_index` returns."""
+    """Masks of a batch in the form that a kernel reads; made by :func:`make_index`."""
 
     config: AttentionConfig
     queries: int
@@ -51,17 +54,34 @@ class AttentionIndex:
     batch: int
     masks: int
     steps: Steps
-    ranges: Tensor | None = None  # int32 (masks, row blocks, 2), of the panel kernel
-    summing: AttentionIndex | None = None  # where sums of exponentials are wanted
+    tile_ranges: Tensor | None = None  # (masks, row blocks, 2) int32, panel kernel only
+    lse_index: AttentionIndex | None = None  # for calls that write the log-sum-exp
 
     @property
     def vector_rows(self) -> int:
+        """Vector rows per mask."""
         return -(-self.queries // QUERIES)
 
 
 def supports(device: torch.device, *, head_dim: int, vector_length: int, softmax_bits: int) -> bool:
-    """Whether :func:`attend` runs there with rows of ``head_dim`` entries, masks of ``vector_length`` x 1 vectors and
-    weights of ``softmax_bits``."""
+    """Whether :func:`fused_attention` runs on `device` with these parameters.
+
+    Parameters
+    ----------
+    device : torch.device
+        Device of the operands.
+    head_dim : int
+        Entries per row of Q, K and V: 32, 64 or 128.
+    vector_length : int
+        Rows of a vector of the mask: 8.
+    softmax_bits : int
+        Width of the rounded weights: 4 or 8.
+
+    Examples
+    --------
+    >>> supports(torch.device("cpu"), head_dim=64, vector_length=8, softmax_bits=8)
+    False
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     known = torch.cuda.get_device_capability(device) in CAPABILITIES
@@ -91,23 +111,49 @@ def make_index(
     causal: bool = False,
     config: AttentionConfig | None = None,
 ) -> AttentionIndex:
-    """What :func:`attend` has to know of masks; waits for the GPU, so it is made once for each mask.
+    """Prepare masks for :func:`fused_attention`.
 
-    Arguments:
-        patterns: ``(row_offsets, col_indices)`` of each mask, int64 (R + 1,) and int32 (vectors,) on one GPU, of 8 x 1
-            vectors, R = ceil(queries / 8), columns strictly increasing in a row; matrix b of the batch has number
-            ``b % len(patterns)``.
-        queries, keys: rows of Q, and of K and V.
-        batch: matrices, heads counted.
-        head_dim: entries of a row, 32, 64 or 128.
-        causal: queries i see keys j <= i only.
-        config: instead of the one that :func:`choose` takes.
-    Raises ``TypeError``/``ValueError`` for patterns that do not fit.
+    Waits for the GPU, so make it once per mask.
+
+    Parameters
+    ----------
+    patterns : sequence of (Tensor, Tensor)
+        ``row_offsets``, int64 (R + 1,), and ``col_indices``, int32 (vectors,), of each mask: 8 x 1 vectors,
+        ``R = ceil(queries / 8)``, columns strictly increasing per row. Matrix ``b`` of the batch uses mask
+        ``b % len(patterns)``.
+    queries, keys : int
+        Rows of Q; rows of K and V.
+    batch : int
+        Matrices, heads included.
+    head_dim : int
+        Entries per row: 32, 64 or 128.
+    causal : bool, default False
+        Query ``i`` attends to the keys ``j <= i`` only.
+    config : AttentionConfig, optional
+        Kernel config. Default: the one of :func:`~cute_kernels.attention.heuristics.choose`.
+
+    Returns
+    -------
+    AttentionIndex
+
+    Raises
+    ------
+    TypeError
+        If the dtypes of a pattern are wrong.
+    ValueError
+        If `patterns`, `head_dim` or `keys` do not fit.
+
+    Examples
+    --------
+    >>> mask = torch.tensor([0, 2, 3]), torch.tensor([0, 9, 4], dtype=torch.int32)
+    >>> index = make_index([mask], 16, 10, batch=1, head_dim=64, config=GatherAttention(64))
+    >>> index.vector_rows, index.steps.words.shape
+    (2, torch.Size([2, 32]))
     """
     if head_dim not in HEADS:
         raise ValueError(f"head_dim must be one of {HEADS}, got {head_dim}")
     _check_patterns(patterns, queries, batch)
-    vectors = vectors_of(patterns, causal)
+    vectors = query_vectors(patterns, causal)
     sizes = (queries, keys, batch, len(patterns))
     if config is None:
         device = vectors.columns.device
@@ -120,45 +166,46 @@ def make_index(
     if keys > NO_TILE * config.tile:
         raise ValueError(f"keys must be at most {NO_TILE * config.tile} for {config.name}, got {keys}")
     fewer = replace(config, rows=min(config.rows, _LSE_ROWS))
-    summing = AttentionIndex(fewer, *sizes, steps, fewer.ranges(vectors))
-    return AttentionIndex(config, *sizes, steps, config.ranges(vectors), summing)
+    lse_index = AttentionIndex(fewer, *sizes, steps, fewer.tile_ranges(vectors))
+    return AttentionIndex(config, *sizes, steps, config.tile_ranges(vectors), lse_index)
 
 
-def _problem(vectors: Vectors, sizes: tuple[int, int, int, int]) -> Problem:
+def _problem(vectors: QueryVectors, sizes: tuple[int, int, int, int]) -> AttentionProblem:
+    """Sizes of a call for kernel selection; `sizes` are queries, keys, batch and masks."""
     _, keys, batch, masks = sizes
     panel = PanelAttention(PANEL_HEAD)
-    ranges = panel.ranges(vectors)  # (masks, row blocks, 2)
+    ranges = panel.tile_ranges(vectors)  # (masks, row blocks, 2)
     reach = panel.tile * float(ranges.diff(dim=2).double().mean()) if ranges.numel() else 0.0
-    return Problem(batch, vectors.rows, keys, vectors.columns.numel() // masks, min(reach, keys))
+    return AttentionProblem(batch, vectors.rows, keys, vectors.columns.numel() // masks, min(reach, keys))
 
 
-class _Scale(NamedTuple):
-    """Address of float32 factors, and the steps between neighbours and between matrices; 0: the same."""
+class _ScaleArg(NamedTuple):
+    """Address of float32 scales and their memory strides, in elements: per row and per matrix; 0 for a shared scale."""
 
     pointer: int
-    step: int
+    stride: int
     batch: int
 
 
-def _scale_of(name: str, x: Tensor, batch: int, length: int, like: Tensor) -> _Scale:
-    steps = {(): (0, 0), (batch,): (0, 1), (batch, length): (1, length)}
+def _scale_of(name: str, x: Tensor, batch: int, length: int, like: Tensor) -> _ScaleArg:
+    strides = {(): (0, 0), (batch,): (0, 1), (batch, length): (1, length)}
     if x.dtype != torch.float32 or x.device != like.device:
         raise TypeError(f"{name} must be float32 on {like.device}, got {x.dtype} on {x.device}")
-    if tuple(x.shape) not in steps or not x.is_contiguous():
+    if tuple(x.shape) not in strides or not x.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous of shape (), ({batch},) or ({batch}, {length}), got {tuple(x.shape)}"
         )
-    return _Scale(x.data_ptr(), *steps[tuple(x.shape)])
+    return _ScaleArg(x.data_ptr(), *strides[tuple(x.shape)])
 
 
-def _bias_of(bias: Tensor | None, batch: int, keys: int, like: Tensor) -> _Scale:
+def _bias_of(bias: Tensor | None, batch: int, keys: int, like: Tensor) -> _ScaleArg:
     if bias is None:
-        return _Scale(0, 0, 0)
+        return _ScaleArg(0, 0, 0)
     if bias.dtype != torch.float32 or bias.device != like.device:
         raise TypeError(f"bias must be float32 on {like.device}, got {bias.dtype} on {bias.device}")
     if tuple(bias.shape) not in ((keys,), (batch, keys)) or not bias.is_contiguous():
         raise ValueError(f"bias must be contiguous of shape ({keys},) or ({batch}, {keys}), got {tuple(bias.shape)}")
-    return _Scale(bias.data_ptr(), 1, keys if bias.ndim == 2 else 0)
+    return _ScaleArg(bias.data_ptr(), 1, keys if bias.ndim == 2 else 0)
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
@@ -180,12 +227,32 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out:
         _check("lse", lse, (batch, index.queries), (torch.float32,), device)
 
 
-def movable(x: Tensor) -> Tensor:
-    """``x``, or a copy where it does not start at a multiple of 16 bytes."""
+def _check_flags(
+    keys_alike: Tensor | None, ready: Tensor | None, key_scale: bool, batch: int, device: torch.device, copied: bool
+) -> Tensor | None:
+    """Check the flags of a previous kernel; return `ready`, or None if a copy was launched since that kernel."""
+    if keys_alike is not None:
+        _check("keys_alike", keys_alike, (batch,), (torch.int32,), device)
+        if not key_scale:
+            raise ValueError("k_scale must be per key if keys_alike is given, got one per matrix or one for all")
+    if ready is not None:
+        _check("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), device)
+    return None if copied else ready
+
+
+def align_to_16_bytes(x: Tensor) -> Tensor:
+    """Return `x`, or a copy of it if it does not start at a multiple of 16 bytes.
+
+    Examples
+    --------
+    >>> x = torch.zeros(8)
+    >>> align_to_16_bytes(x) is x, align_to_16_bytes(x[1:]).data_ptr() % 16
+    (True, 0)
+    """
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
-def attend(
+def fused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -203,25 +270,48 @@ def attend(
     lse: Tensor | None = None,
     nan_for_empty: bool = False,
 ) -> None:
-    """``out = softmax(scale (q_scale Q) (k_scale K)^T + bias) (v_scale V)`` at the masks of ``index``; one launch.
+    """Run sparse attention on quantized operands in one kernel launch.
 
-    Arguments:
-        q: int8 (batch, queries, d); k, v: int8 (batch, keys, d); contiguous.
-        scale: factor of the logits, above 0.
-        q_scale, k_scale, v_scale: float32, above 0: one, one a matrix (batch,), or one a query (batch, queries), a key
-            (batch, keys), a column of V (batch, d).
-        keys_alike: int32 (batch,), not 0 where all keys of a matrix have the scale of its first one, which is quicker;
-            with a ``k_scale`` a key only.
-        bias: float32 (keys,) or (batch, keys), added to the logits; -inf hides a key.
-        ready: int32 (batch, parts) that the kernel before this one on the stream, that of ``attention_operands``, fills
-            with ones as it makes ``q``, ``k``, ``v`` and their scales, with nothing launched between: this one then
-            begins beside it, and waits for each matrix by itself.
-        softmax_bits: 8 or 4, width of the rounded weights.
-        out: float16, bfloat16 or float32 (batch, queries, d), contiguous.
-        lse: float32 (batch, queries), gets the log of the sum of the exponentials of the logits; -inf without keys.
-        nan_for_empty: results of queries that see no key are NaN and not zero.
-    Nothing waits for the GPU; nothing is allocated, unless ``k_scale`` or ``bias`` starts at no multiple of 16 bytes.
-    Raises ``TypeError``/``ValueError`` naming the argument, and what :func:`cute_kernels.jit.get_kernel` raises.
+    ``out = softmax(scale (q_scale Q) (k_scale K)^T + bias) (v_scale V)`` at the masks of `index`. Nothing waits for the
+    GPU. Nothing is allocated, unless `k_scale` or `bias` does not start at a multiple of 16 bytes.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, queries, d)
+        int8, contiguous.
+    k, v : Tensor, shape (batch, keys, d)
+        int8, contiguous.
+    index : AttentionIndex
+        Masks, from :func:`make_index`.
+    scale : float
+        Positive scale of the logits.
+    q_scale, k_scale, v_scale : Tensor
+        Positive float32 scales: per tensor (), per matrix (batch,), or per query (batch, queries), per key (batch,
+        keys) and per column of V (batch, d).
+    keys_alike : Tensor, shape (batch,), optional
+        int32, nonzero if all keys of a matrix have the scale of its first key, which is faster. Needs a `k_scale` per
+        key.
+    bias : Tensor, shape (keys,) or (batch, keys), optional
+        float32, added to the logits; -inf excludes a key.
+    ready : Tensor, shape (batch, parts), optional
+        int32 flags that the previous kernel on the stream, ``attention_operands``, sets to 1 when it has written the
+        parts of a matrix. With them this kernel starts beside that one (PDL) and waits per matrix. Nothing may be
+        launched between the two.
+    softmax_bits : int, default 8
+        Width of the rounded weights, 4 or 8.
+    out : Tensor, shape (batch, queries, d)
+        float16, bfloat16 or float32, contiguous; written in place.
+    lse : Tensor, shape (batch, queries), optional
+        float32; gets the log-sum-exp of the logits, -inf for a query without keys.
+    nan_for_empty : bool, default False
+        Queries without keys give NaN instead of zeros.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not supported.
+    ValueError
+        If a shape, device, memory layout or option is wrong.
     """
     _check_operands(q, k, v, index, out, lse)
     if softmax_bits not in SOFTMAX_BITS:
@@ -229,26 +319,20 @@ def attend(
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
     batch, head = index.batch, index.config.head
-    given = k_scale, bias
-    k_scale, bias = movable(k_scale), None if bias is None else movable(bias)
+    originals = k_scale, bias
+    k_scale, bias = align_to_16_bytes(k_scale), None if bias is None else align_to_16_bytes(bias)
     q_at = _scale_of("q_scale", q_scale, batch, index.queries, q)
     k_at = _scale_of("k_scale", k_scale, batch, index.keys, q)
     v_at = _scale_of("v_scale", v_scale, batch, head, q)
     bias_at = _bias_of(bias, batch, index.keys, q)
-    if keys_alike is not None:
-        _check("keys_alike", keys_alike, (batch,), (torch.int32,), q.device)
-        if not k_at.step:
-            raise ValueError(f"keys_alike must come with a k_scale a key, got {tuple(k_scale.shape)}")
-    if ready is not None:
-        _check("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), q.device)
-        if k_scale is not given[0] or bias is not given[1]:  # a copy was launched between
-            ready = None
-    if index.summing is not None and lse is not None:
-        index = index.summing
+    copied = k_scale is not originals[0] or bias is not originals[1]
+    ready = _check_flags(keys_alike, ready, k_at.stride == 1, batch, q.device, copied)
+    if index.lse_index is not None and lse is not None:
+        index = index.lse_index
     config = replace(
-        index.config, out=REAL_DTYPES[out.dtype], key_scale=k_at.step == 1, bias=bias is not None, lse=lse is not None
+        index.config, out=REAL_DTYPES[out.dtype], key_scale=k_at.stride == 1, bias=bias is not None, lse=lse is not None
     )
-    if config.keyed and index.ranges is not None and index.keys % TMA_FLOATS:
+    if config.keyed and index.tile_ranges is not None and index.keys % TMA_FLOATS:
         raise ValueError(f"keys must be a multiple of {TMA_FLOATS} for {config.name}, got {index.keys}")
     if not out.numel():
         return
@@ -266,13 +350,14 @@ def attend(
 def _launch(
     kernel: Kernel, config: AttentionConfig, index: AttentionIndex, k: Tensor, v: Tensor, shared: tuple[object, ...]
 ) -> None:
+    """Launch `kernel` with the arguments that both kernels share."""
     steps = tuple(tensor.data_ptr() for tensor in index.steps)
-    if index.ranges is None or not isinstance(config, PanelAttention):
+    if index.tile_ranges is None or not isinstance(config, PanelAttention):
         blocks = -(-index.vector_rows // config.warps)
         arguments = (k.data_ptr(), v.data_ptr(), *steps, *shared, blocks, index.masks)
         kernel.launch((blocks * index.batch, 1, 1), arguments, pdl=True)
         return
-    blocks = index.ranges.shape[1]
+    blocks = index.tile_ranges.shape[1]
     box = (config.head, min(config.tile // config.cluster, _BOX_ROWS))
     maps = [
         tensor_map(x.data_ptr(), 1, (config.head, index.batch * index.keys), config.head, box, config.head)
@@ -282,7 +367,7 @@ def _launch(
     kernel.launch(
         (clusters * config.cluster, 1, 1),
         (
-            *maps, index.ranges.data_ptr(), *steps[:2], *shared, blocks, index.batch, index.masks,
+            *maps, index.tile_ranges.data_ptr(), *steps[:2], *shared, blocks, index.batch, index.masks,
         ),
         (config.cluster, 1, 1) if config.cluster > 1 else None,
         pdl=True,
@@ -290,7 +375,13 @@ def _launch(
 
 
 def default_configs(arch: str = "sm_90a") -> Iterator[AttentionConfig]:
-    """The kernels for float16 output and keys as ``cute_kernels.attention.quantize_qkv`` leaves them."""
+    """Yield the configs for float16 output and scales per key, which ``quantize_qkv`` writes.
+
+    Examples
+    --------
+    >>> [config.name for config in default_configs("sm_80")][0]
+    'attention_gather-d32-float16-ks-g1s2w4'
+    """
     yield from (GatherAttention(head, key_scale=True) for head in HEADS)
     if arch in PANEL_ARCHES:
         yield PanelAttention(PANEL_HEAD, key_scale=True)

@@ -1,4 +1,4 @@
-"""Which fused attention kernel runs a call: a pure choice from its numbers."""
+"""Selection between the fused attention kernels by predicted time."""
 
 from __future__ import annotations
 
@@ -6,45 +6,78 @@ from typing import NamedTuple
 
 from cute_kernels.attention.config import NO_TILE, AttentionConfig, GatherAttention, PanelAttention
 
-TMA_FLOATS = 4  # of 16 bytes, what a bulk copy moves
+TMA_FLOATS = 4  # a bulk copy moves multiples of 16 bytes (PTX ISA, cp.async.bulk)
 _MAX_COORDINATE = 2**31 - 1  # of a tensor map
-PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # tensor copies and 227 KiB of shared memory
+PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # TMA and 227 KiB of shared memory
+# The accumulators of several longer rows exceed the registers; for shorter rows the gather kernel is as fast.
+PANEL_HEAD = 64
 
 
-PANEL_HEAD = 64  # sums of several longer rows outgrow the registers; of shorter ones the gather kernel is as fast
-
-
-class Problem(NamedTuple):
-    """The numbers that :func:`choose` knows."""
+class AttentionProblem(NamedTuple):
+    """Sizes of an attention call that determine its time."""
 
     batch: int
     vector_rows: int
     keys: int
-    vectors: int  # of one mask
-    reach: float  # keys from the first to the last that a block of vector rows has, on average
+    vectors: int  # per mask
+    reach: float  # mean distance in keys from the first to the last key of a block of vector rows
 
 
-def panel_cost(config: PanelAttention, multiprocessors: int, problem: Problem) -> float:
-    """Predicted microseconds: waves of blocks, each of which opens, fetches tiles and does the steps of its rows.
+def panel_cost(config: PanelAttention, multiprocessors: int, problem: AttentionProblem) -> float:
+    """Predict the time of the panel kernel in microseconds.
 
-    The constants were measured on an H200.
+    ``waves * (5.1 + 0.0012 reach + 0.057 warps * rows * steps)``: prologue, tile loads and steps of each CTA. The
+    constants are measured on an H200.
+
+    Examples
+    --------
+    >>> problem = AttentionProblem(batch=32, vector_rows=512, keys=4096, vectors=209715, reach=4096.0)
+    >>> round(panel_cost(PanelAttention(64), 132, problem))
+    92
     """
-    mean = problem.vectors / max(problem.vector_rows, 1)
-    inside = mean / max(problem.reach, 1.0) * config.window * config.tile  # keys that a step may take
-    # a step is cut off where its window has no more keys, and the last of a row is half full
+    mean = problem.vectors / max(problem.vector_rows, 1)  # keys per vector row
+    inside = mean / max(problem.reach, 1.0) * config.window * config.tile  # keys per window, the limit of a step
+    # A step ends where its window has no more keys, and the last step of a row is half full on average.
     steps = mean / min(config.step, 0.8 * inside) + 0.5 if mean else 0.0
     waves = -(-problem.batch * -(-problem.vector_rows // config.block_rows) // multiprocessors)
     return waves * (5.1 + 0.0012 * problem.reach + 0.057 * config.warps * config.rows * steps)
 
 
-def gather_cost(config: GatherAttention, multiprocessors: int, problem: Problem) -> float:
-    """Predicted microseconds: launch and tail, and rows of K and V from the second-level cache; likewise."""
-    moved = 2 * config.head * problem.batch * problem.vectors
+def gather_cost(config: GatherAttention, multiprocessors: int, problem: AttentionProblem) -> float:
+    """Predict the time of the gather kernel in microseconds.
+
+    ``14 + bytes / (65,000 SMs)``: launch and tail, then rows of K and V at the L2 bandwidth measured on an H200.
+
+    Examples
+    --------
+    >>> problem = AttentionProblem(batch=32, vector_rows=512, keys=4096, vectors=209715, reach=4096.0)
+    >>> round(gather_cost(GatherAttention(64), 132, problem))
+    114
+    """
+    moved = 2 * config.head * problem.batch * problem.vectors  # bytes
     return 14 + moved / (65_000 * multiprocessors)
 
 
-def choose(head: int, arch: str, multiprocessors: int, problem: Problem) -> AttentionConfig:
-    """The config of least predicted time."""
+def choose(head: int, arch: str, multiprocessors: int, problem: AttentionProblem) -> AttentionConfig:
+    """Return the kernel config with the least predicted time.
+
+    Parameters
+    ----------
+    head : int
+        Head dimension, one of `HEADS`.
+    arch : str
+        Target architecture, such as ``"sm_90a"``.
+    multiprocessors : int
+        SMs of the device.
+    problem : AttentionProblem
+        Sizes of the call.
+
+    Examples
+    --------
+    >>> problem = AttentionProblem(batch=32, vector_rows=512, keys=4096, vectors=209715, reach=4096.0)
+    >>> type(choose(64, "sm_90a", 132, problem)).__name__, type(choose(64, "sm_80", 108, problem)).__name__
+    ('PanelAttention', 'GatherAttention')
+    """
     gather, panel = GatherAttention(head), PanelAttention(head)
     possible = arch in PANEL_ARCHES and head == PANEL_HEAD and problem.vectors > 0 and problem.keys % TMA_FLOATS == 0
     small = problem.keys <= NO_TILE * panel.tile and problem.batch * problem.keys <= _MAX_COORDINATE

@@ -1,9 +1,12 @@
-// Sparse attention, panel kernel (sm_90 on): tiles of K and V pass through shared memory while many vector rows use them.
+// Fused sparse attention, panel kernel: O = softmax(scale Q K^T + bias) V at the vectors of a mask.
 //
-// One warp feeds a ring of kStages tiles by the tensor copy engine, K's kTile rows and V's behind them; kWarps warps attend,
-// each for kRows vector rows whose sums stay in registers. Barriers count full and empty tiles; the block never meets at
-// one. A step takes its keys from kWindow neighbouring tiles at most and names them by where they lie in the ring. The
-// kCluster blocks of a cluster work on the same matrix, and fetch a part of every tile each, for all of them.
+// Architectures: sm_90a and later (TMA, clusters).
+// Work: a persistent CTA computes blocks of kWarps * kRows vector rows (8 queries each); each of kWarps consumer warps holds
+// the accumulators of kRows vector rows in registers.
+// Pipeline: one producer warp loads tiles of kTile rows of K, then of V, by TMA into a ring of kStages stages; full and empty
+// mbarriers per stage, no CTA barrier. A step takes its keys from at most kWindow consecutive tiles and addresses them by
+// their offset in the ring. The kCluster CTAs of a cluster share a matrix; each loads a part of every tile by multicast.
+// Source: Li, Osawa, Hoefler, SC'22, section V-C.
 #pragma once
 
 #include "attention/common.cuh"
@@ -13,39 +16,40 @@ namespace magicube {
 
 template <class C>
 struct AttentionRing : TmaPipeline<C, C::kStages * 2 * C::kTile * C::kHead> {
-  static constexpr int kMatrixBytes = C::kTile * C::kHead;    // of a tile of K or V
+  static constexpr int kMatrixBytes = C::kTile * C::kHead;    // bytes of a tile of K or V
   static constexpr int kTileBytes = 2 * kMatrixBytes;
-  static constexpr int kPart = C::kTile / C::kCluster;        // rows that one block fetches
-  static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // the copy engine's limit
+  static constexpr int kPart = C::kTile / C::kCluster;        // rows that one CTA loads
+  static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // limit of a TMA box
   static constexpr int kRingBytes = C::kStages * kTileBytes;
   static_assert(C::kStages > C::kWindow, "a tile must be able to arrive while a step's window is in use");
-  static_assert(C::kTile % kBoxRows == 0 && kRingBytes <= 16 << 16, "a tile is whole boxes; places have 16 bits");
+  static_assert(C::kTile % kBoxRows == 0 && kRingBytes <= 16 << 16, "a tile is whole boxes; offsets have 16 bits");
 
-  // Behind the tiles: two barriers a stage, whether the keys of its matrix are alike, then scales and biases of the keys, in
-  // stages like the tiles.
-  static constexpr int kAlikeAt = kRingBytes + 16 * C::kStages, kFactorsAt = kAlikeAt + (4 * C::kStages + 15) / 16 * 16;
-  static constexpr int kFactorBytes = 4 * C::kTile;
+  // After the tiles: two mbarriers per stage; per stage whether the keys of its matrix share one scale; per stage the scales
+  // and the biases of the keys.
+  static constexpr int kSharedScaleAt = kRingBytes + 16 * C::kStages;
+  static constexpr int kScalesAt = kSharedScaleAt + (4 * C::kStages + 15) / 16 * 16;
+  static constexpr int kScaleBytes = 4 * C::kTile;
 
-  __device__ uint32_t alike(int stage) const { return this->base + kAlikeAt + stage * 4; }
+  __device__ uint32_t shared_scale(int stage) const { return this->base + kSharedScaleAt + stage * 4; }
 
-  template <class D>  // C, or C for keys with one scale
-  __device__ StepPlaces<D> places(const StepKeys<D>& step) const {
+  template <class D>  // D: C or SharedKeyScale<C>
+  __device__ StepAddresses<D> addresses(const StepKeys<D>& step) const {
     constexpr int kChunks = AttentionShape<C>::kChunks;
-    StepPlaces<D> at;
+    StepAddresses<D> at;
     at.values = kMatrixBytes;
-    at.biases = kFactorBytes;
+    at.biases = kScaleBytes;
     CUTE_UNROLL
     for (int i = 0; i < C::kGroups; ++i) {
       const uint32_t place = step.words[i] & 0xFFFF;
       at.rows[i] = this->base + place * 16;
-      if constexpr (AttentionShape<D>::kKeyed) at.scales[i] = this->base + kFactorsAt + place / kChunks * 4;
+      if constexpr (AttentionShape<D>::kKeyed) at.scales[i] = this->base + kScalesAt + place / kChunks * 4;
     }
     return at;
   }
 };
 
-// What a cluster works on: a block of vector rows of one matrix. Blocks that run at the same time share a matrix, which the
-// second-level cache then holds. 32 bits, because a division of 64 is a call; the host sees to it that they suffice.
+// Work item of a cluster: a block of vector rows of one matrix. Concurrent CTAs share a matrix, which L2 then holds. 32 bits
+// because a 64-bit division is a call; the host checks that they suffice.
 struct AttentionItem {
   uint32_t row_blocks, batches, patterns;
   uint32_t row_block, batch;
@@ -64,46 +68,46 @@ struct AttentionItem {
     batch += row_block / row_blocks;
     row_block %= row_blocks;
   }
-  // Of the item's vector rows in the patterns, and of its tiles.
+  // Pattern of the item, and the range of its tiles.
   __device__ int64_t pattern() const { return batch % patterns; }
   __device__ int2 tiles(const int2* ranges) const { return __ldg(ranges + pattern() * row_blocks + row_block); }
 };
 
-// What a ring is fed with.
+// Source of the producer.
 struct TileSource {
   const TmaDescriptor* keys;
   const TmaDescriptor* values;
   const float* scales;
-  const int* alike;
+  const int* shared_scale;
   const float* biases;
   int64_t scale_batch, bias_batch;
-  int rows;  // of K, of one matrix
+  int rows;  // rows of K per matrix
   const uint32_t* ready;
   int64_t parts;
 };
 
 template <class C>
-__device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, PipelineState<C>& position, const AttentionItem& item,
+__device__ __forceinline__ void load_item(const AttentionRing<C>& ring, PipelineState<C>& position, const AttentionItem& item,
                                           int2 tiles, const TileSource& source) {
   using Ring = AttentionRing<C>;
   const int first = int(item.batch) * source.rows;
-  const bool alike = are_alike<C>(source.alike, item.batch), scaled = C::kKeyScale && !alike;
-  position.stage = tiles.x % C::kStages;  // tile t always lies in stage t % kStages
+  const bool shared_scale = keys_share_scale<C>(source.shared_scale, item.batch), scaled = C::kKeyScale && !shared_scale;
+  position.stage = tiles.x % C::kStages;  // tile t is always in stage t % kStages
   for (int tile = tiles.x; tile < tiles.y; ++tile, position.advance()) {
     const int stage = position.stage;
     barrier_wait(ring.empty(stage), position.parity() ^ 1);
-    store_shared(ring.alike(stage), alike);
+    store_shared(ring.shared_scale(stage), shared_scale);
     const int left = source.rows - tile * C::kTile, exist = left < C::kTile ? left : C::kTile;
     const int boxes = (exist + Ring::kBoxRows - 1) / Ring::kBoxRows;
-    const int of_factors = (int(scaled) + int(C::kBias)) * 4 * exist;
-    mbarrier_arrive_expect_tx(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + of_factors);
-    const uint32_t factors = ring.base + Ring::kFactorsAt + stage * 2 * Ring::kFactorBytes;
+    const int scale_bytes = (int(scaled) + int(C::kBias)) * 4 * exist;
+    mbarrier_arrive_expect_tx(ring.full(stage), 2 * boxes * Ring::kBoxRows * C::kHead + scale_bytes);
+    const uint32_t factors = ring.base + Ring::kScalesAt + stage * 2 * Ring::kScaleBytes;
     const int64_t key = int64_t{tile} * C::kTile;
     if (scaled) {
       bulk_copy(factors, source.scales + item.batch * source.scale_batch + key, 4 * exist, ring.full(stage));
     }
     if constexpr (C::kBias) {
-      bulk_copy(factors + Ring::kFactorBytes, source.biases + item.batch * source.bias_batch + key, 4 * exist, ring.full(stage));
+      bulk_copy(factors + Ring::kScaleBytes, source.biases + item.batch * source.bias_batch + key, 4 * exist, ring.full(stage));
     }
     for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
       const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kHead;
@@ -118,32 +122,33 @@ __device__ __forceinline__ void feed_item(const AttentionRing<C>& ring, Pipeline
   }
 }
 
-// All items of the block, by one warp, of which one lane does the work.
+// Producer warp: load the tiles of all items of the CTA; one lane issues.
 template <class C>
-__device__ void feed_items(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source, int lane) {
+__device__ void producer_loop(const AttentionRing<C>& ring, AttentionItem item, const int2* ranges, const TileSource& source,
+                              int lane) {
   PipelineState<C> position;
   for (; item.exists(); item.advance<C>()) {
     item.batch = wait_for_matrix(source.ready, source.parts, item.batch, lane);
     if (lane != 0) continue;
     fence_proxy_async_global();
-    feed_item(ring, position, item, item.tiles(ranges), source);
+    load_item(ring, position, item, item.tiles(ranges), source);
   }
   if (lane == 0) ring.close(position.parities);
 }
 
-// Where a warp is in one vector row; the next step's keys are in registers or on their way.
+// Position of a warp in one vector row. The words of the next step are in registers or in flight.
 template <class C>
 struct AttentionCursor {
-  int ahead;  // number of the step after that
+  int ahead;  // index of the step after the next
   StepKeys<C> upcoming;
 
   __device__ void open(const uint32_t* words, int first, int lane) {
     ahead = first + 1;
     upcoming.load(words, first, lane);
   }
-  // Whether the next step's last tile is this one. Every tile is looked at; there are no more than 255, and behind the last
-  // step of a row is one that waits for tile 255.
-  __device__ bool wants(int tile) const { return (upcoming.words[0] >> 16 & 0xFF) == uint32_t(tile); }
+  // Whether the next step can run once `tile` has arrived. Tile numbers are below 255; the sentinel after the last step of a
+  // row waits for tile 255.
+  __device__ bool is_due(int tile) const { return (upcoming.words[0] >> 16 & 0xFF) == uint32_t(tile); }
   __device__ StepKeys<C> take(const uint32_t* words, int lane) {
     const StepKeys<C> step = upcoming;
     upcoming.load(words, ahead, lane);
@@ -152,21 +157,21 @@ struct AttentionCursor {
   }
 };
 
-template <class D, class C>  // D: C, or C for keys with one scale
-__device__ void attend_item(const AttentionRing<C>& ring, PipelineState<C>& position, AttentionCursor<D> (&cursors)[C::kRows],
-                            AttentionRow<D> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float top,
+template <class D, class C>  // D: C or SharedKeyScale<C>
+__device__ void consume_item(const AttentionRing<C>& ring, PipelineState<C>& position, AttentionCursor<D> (&cursors)[C::kRows],
+                            AttentionRow<D> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float log2_max,
                             int lane) {
   position.stage = tiles.x % C::kStages;
   for (int tile = tiles.x; tile < tiles.y; ++tile) {
     barrier_wait(ring.full(position.stage), position.parity());
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      while (cursors[i].wants(tile)) {
+      while (cursors[i].is_due(tile)) {
         const StepKeys<D> step = cursors[i].take(words, lane);
-        attend_step(rows[i], step, ring.places(step), top, lane);
+        process_step(rows[i], step, ring.addresses(step), log2_max, lane);
       }
     }
-    // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
+    // No later step needs the oldest tile of the window.
     __syncwarp();
     if (tile - tiles.x >= C::kWindow - 1) ring.release(position.before(C::kWindow - 1), lane);
     position.advance();
@@ -177,16 +182,15 @@ __device__ void attend_item(const AttentionRing<C>& ring, PipelineState<C>& posi
   }
 }
 
-// ranges: (patterns, row blocks of a cluster), the first tile that is needed and the one after the last; step_start:
-// (patterns * vector rows + 1);
-// words: (steps, kStep).
+// ranges: (patterns, row blocks of a cluster), first tile and the one after the last;
+// step_start: (patterns * vector rows + 1,); words: (steps, kStep).
 template <class C>
 __global__ void __launch_bounds__((C::kWarps + 1) * 32, 1)
 attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_constant__ TmaDescriptor values_map,
                 const int2* ranges, const int32_t* step_start, const uint32_t* words, const uint8_t* q, void* out, float* lse,
-                const float* q_scale, int64_t q_step, int64_t q_batch, const float* k_scale, int64_t k_batch,
-                const int* alike, const float* v_scale, int64_t v_step, int64_t v_batch, const float* bias,
-                int64_t bias_batch, const uint32_t* ready, int64_t parts, float scale, float top, float empty,
+                const float* q_scale, int64_t q_stride, int64_t q_batch, const float* k_scale, int64_t k_batch,
+                const int* shared_scale, const float* v_scale, int64_t v_stride, int64_t v_batch, const float* bias,
+                int64_t bias_batch, const uint32_t* ready, int64_t parts, float scale, float log2_max, float empty,
                 int64_t queries, int64_t keys, int64_t vector_rows, int64_t row_blocks, int64_t batches, int64_t patterns) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
@@ -195,12 +199,12 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
   wait_for_operands(ready);
   AttentionItem item = AttentionItem::first<C>(row_blocks, batches, patterns);
   if (warp == C::kWarps) {
-    const TileSource source{&keys_map, &values_map, k_scale, alike, bias, k_batch, bias_batch, int(keys), ready, parts};
-    feed_items(ring, item, ranges, source, lane);
+    const TileSource source{&keys_map, &values_map, k_scale, shared_scale, bias, k_batch, bias_batch, int(keys), ready, parts};
+    producer_loop(ring, item, ranges, source, lane);
     return;
   }
-  const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_step, q_batch, k_batch, v_step,
-                                   v_batch, bias_batch, queries, scale, top, empty};
+  const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_stride, q_batch, k_batch, v_stride,
+                                   v_batch, bias_batch, queries, scale, log2_max, empty};
   constexpr int kBlockRows = C::kWarps * C::kRows;
   PipelineState<C> position;
   for (; item.exists(); item.advance<C>()) {
@@ -210,22 +214,22 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
     int starts[C::kRows];
     CUTE_UNROLL
     for (int i = 0; i < C::kRows; ++i) {
-      // Behind the last row is one without keys.
+      // The row after the last one has no keys.
       starts[i] = __ldg(step_start + (i < present ? number + i : patterns * vector_rows));
     }
     const int2 tiles = item.tiles(ranges);
     uint32_t batch = item.batch, same[1];
     if (ready && tiles.x < tiles.y) {
-      // The matrix is there when its first tile has come: the warp that feeds has waited for it.
+      // The producer has waited for the matrix: it is written once its first tile has arrived.
       position.stage = tiles.x % C::kStages;
       barrier_wait(ring.full(position.stage), position.parity());
-      load_shared(ring.alike(position.stage), same);
+      load_shared(ring.shared_scale(position.stage), same);
       batch = held(batch);
     } else {
       batch = wait_for_matrix(ready, parts, batch, lane);
-      same[0] = are_alike<C>(alike, batch);
+      same[0] = keys_share_scale<C>(shared_scale, batch);
     }
-    const auto attend = [&](auto config) {
+    const auto run = [&](auto config) {
       using D = decltype(config);
       AttentionCursor<D> cursors[C::kRows];
       AttentionRow<D> rows[C::kRows];
@@ -234,14 +238,14 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
         cursors[i].open(words, starts[i], lane);
         rows[i].open(operands, batch, first + i, i < present, lane);
       }
-      attend_item(ring, position, cursors, rows, words, tiles, top, lane);
+      consume_item(ring, position, cursors, rows, words, tiles, log2_max, lane);
       CUTE_UNROLL
       for (int i = 0; i < C::kRows; ++i) {
         if (i < present) write_row(operands, rows[i], batch, first + i, lane);
       }
     };
-    if (C::kKeyScale && uniform(same[0])) attend(Alike<C>{});
-    else attend(C{});
+    if (C::kKeyScale && uniform(same[0])) run(SharedKeyScale<C>{});
+    else run(C{});
   }
   end_after_operands(ready);
 }

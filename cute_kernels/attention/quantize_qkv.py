@@ -1,4 +1,4 @@
-"""Operands of attention as integers on a GPU: Q, K and V in one launch."""
+"""Quantization of Q, K and V for the fused attention kernel: one launch on a GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,27 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class OperandsConfig(KernelConfig):
-    """What the kernel is compiled for: rows of ``head`` entries of dtype ``x``, integers of ``bits``.
+    """Config of the kernel ``attention_operands``.
 
-    ``cluster`` blocks share a matrix; a thread keeps ``steps`` pairs of vectors of 16 bytes in shared memory, and loads
-    what else it has of K and V twice.
+    Parameters
+    ----------
+    x : str
+        Dtype of Q, K and V.
+    head : int
+        Head dimension.
+    bits : int
+        Width of the integers, 8 or 4; stored as one byte each.
+    cluster : int
+        CTAs per matrix.
+    steps : int
+        Pairs of 16-byte vectors that a thread holds in shared memory. It loads the rest of K and V twice.
+    threads : int
+        Threads per CTA.
+
+    Examples
+    --------
+    >>> OperandsConfig("float16", 64).name
+    'attention_operands-float16-d64-s8-c8s3w16'
     """
 
     x: str
@@ -65,39 +82,31 @@ class OperandsConfig(KernelConfig):
 
 
 class Operands(NamedTuple):
-    """Q, K and V as :func:`cute_kernels.attention.fused.attend` takes them: what :func:`encode_operands` returns."""
+    """Quantized Q, K and V for :func:`~cute_kernels.attention.fused.fused_attention`."""
 
-    q: Tensor  # int8 (batch, queries, d)
-    q_scale: Tensor  # float32 (batch, queries)
-    k: Tensor  # int8 (batch, keys, d)
-    k_scale: Tensor  # float32 (batch, keys)
-    keys_alike: Tensor  # int32 (batch,), not 0 where the scales of a matrix are one
-    v: Tensor  # int8 (batch, keys, d)
-    v_scale: Tensor  # float32 (batch,)
-    ready: Tensor  # int32 (batch, parts), 1 where a part of a matrix is there, for the kernel that comes next
+    q: Tensor  # (batch, queries, d) int8
+    q_scale: Tensor  # (batch, queries) float32
+    k: Tensor  # (batch, keys, d) int8
+    k_scale: Tensor  # (batch, keys) float32
+    keys_alike: Tensor  # (batch,) int32, nonzero if the keys of a matrix share one scale
+    v: Tensor  # (batch, keys, d) int8
+    v_scale: Tensor  # (batch,) float32
+    ready: Tensor  # (batch, parts) int32, 1 if the part of a matrix is written; the next kernel waits for it
 
 
 def choose(x: str, head: int, bits: int, arch: str) -> OperandsConfig:
-    """The config for ``arch``."""
+    """Return the config for inputs of dtype `x`, head dimension `head` and `bits` on `arch`.
+
+    Examples
+    --------
+    >>> choose("bfloat16", 128, 8, "sm_80").cluster
+    1
+    """
     return OperandsConfig(x, head, bits, cluster=8 if arch in PANEL_ARCHES else 1)
 
 
-def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
-    """``round(x / scale)``, one byte each, ``scale = max|x| / (2^(bits - 1) - 1)``; one launch, waits for nothing.
-
-    Q has a scale a row.  V has a scale a matrix, since it may not vary along the sum over keys.  So has K of 8 bits
-    where the largest magnitude of the matrix is at most 2.5 times the mean of those of its rows: integers are then up
-    to 2.5 times as coarse as an average row's own, and no coarser than those of the largest row.  Elsewhere each row of
-    K has its scale.
-
-    Arguments:
-        q: float16, bfloat16 or float32 (batch, queries, d) on a GPU, contiguous, at a multiple of 16 bytes; d is 32, 64
-            or 128.
-        k, v: (batch, keys, d), otherwise like q.
-        bits: 8 or 4.
-    Scales are those of :func:`cute_kernels.convert.quantize.quantize`: 1 for zeros, NaN with infinities and NaN.
-    Raises ``ValueError`` naming the argument, and what :func:`cute_kernels.jit.get_kernel` raises.
-    """
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless Q, K and V are contiguous, aligned real matrices on one GPU with matching shapes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in REAL_DTYPES or x.dtype != q.dtype or x.device != q.device or not x.is_cuda:
             raise ValueError(
@@ -111,21 +120,54 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
             )
         if not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
             raise ValueError(f"{name} must be contiguous and start at a multiple of {_ALIGNMENT} bytes")
+    if q.shape[2] not in HEADS:
+        raise ValueError(f"q must have a head dimension of {HEADS}, got {q.shape[2]}")
+
+
+def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
+    """Quantize Q, K and V in one launch, without waiting for the GPU.
+
+    ``round(x / scale)``, one byte each, ``scale = max|x| / (2^(bits - 1) - 1)``.
+
+    - Q has per-row scales.
+    - V has one scale per matrix, since the scale must be constant along the sum over keys.
+    - 8-bit K has one scale per matrix if the amax of the matrix is at most 2.5 times the mean row amax. Its integers
+      are then at most 2.5 times as coarse as with the average row's own scale. Else K has per-row scales.
+
+    Scales are those of :func:`cute_kernels.convert.quantize.quantize`: 1 for zeros, NaN for non-finite entries.
+
+    Parameters
+    ----------
+    q : Tensor, shape (batch, queries, d)
+        float16, bfloat16 or float32 on a GPU, contiguous, aligned to 16 bytes; d is 32, 64 or 128.
+    k, v : Tensor, shape (batch, keys, d)
+        Like `q`.
+    bits : int
+        8 or 4.
+
+    Returns
+    -------
+    Operands
+
+    Raises
+    ------
+    ValueError
+        If a dtype, shape, device or memory layout is not supported.
+    """
+    _check_inputs(q, k, v)
     batch, queries, head = q.shape
-    if head not in HEADS:
-        raise ValueError(f"q must have a depth of {HEADS}, got {head}")
     keys, device = k.shape[1], q.device
     ints = torch.empty(batch * (queries + 2 * keys) * head, dtype=torch.int8, device=device)
     scales = torch.empty(batch * (queries + keys + 1), dtype=torch.float32, device=device)
-    of_q, of_k, of_v = ints.split([batch * rows * head for rows in (queries, keys, keys)])
-    k_scale, q_scale, v_scale = scales.split([batch * rows for rows in (keys, queries, 1)])  # K's is copied in runs
+    q_ints, k_ints, v_ints = ints.split([batch * rows * head for rows in (queries, keys, keys)])
+    k_scale, q_scale, v_scale = scales.split([batch * rows for rows in (keys, queries, 1)])  # K's first: TMA
     with device_of(q):
         config = choose(REAL_DTYPES[q.dtype], head, bits, current_arch())
     alike = torch.empty(batch, dtype=torch.int32, device=device)
     ready = torch.empty((batch, 3 * config.cluster), dtype=torch.int32, device=device)
     found = Operands(
-        of_q.view(q.shape), q_scale.view(batch, queries), of_k.view(k.shape), k_scale.view(batch, keys), alike,
-        of_v.view(v.shape), v_scale, ready,
+        q_ints.view(q.shape), q_scale.view(batch, queries), k_ints.view(k.shape), k_scale.view(batch, keys), alike,
+        v_ints.view(v.shape), v_scale, ready,
     )  # fmt: skip
     if not batch * (queries + keys):
         return found
@@ -133,7 +175,7 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
         get_kernel(config).launch(
             (3 * batch * config.cluster, 1, 1),
             (
-                q.data_ptr(), k.data_ptr(), v.data_ptr(), of_q.data_ptr(), of_k.data_ptr(), of_v.data_ptr(),
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), q_ints.data_ptr(), k_ints.data_ptr(), v_ints.data_ptr(),
                 q_scale.data_ptr(), k_scale.data_ptr(), v_scale.data_ptr(), alike.data_ptr(), ready.data_ptr(),
                 queries, keys,
             ),
@@ -144,5 +186,11 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
 
 
 def default_configs(arch: str = "sm_90a") -> list[OperandsConfig]:
-    """The kernels for 8-bit integers of halves."""
+    """Return the configs for 8-bit integers of 16-bit floats.
+
+    Examples
+    --------
+    >>> len(default_configs())
+    6
+    """
     return [choose(x, head, 8, arch) for x, head in product(("float16", "bfloat16"), (32, 64, 128))]

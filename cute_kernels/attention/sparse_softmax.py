@@ -1,4 +1,4 @@
-"""Host half of the sparse softmax: probabilities of a sparse matrix's rows as unsigned integers, in one launch."""
+"""Sparse softmax with fused quantization on a GPU: host side of ``attention/sparse_softmax.cuh``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,36 @@ from cute_kernels.layout.fragments import pack_index
 from cute_kernels.operands import Probabilities
 from cute_kernels.spmm.gather import GatherConfig
 
-_VEC = 8  # neighbouring values that a lane takes
+_VEC = 8  # consecutive values per lane
 _FRAGMENT_STRIDE = 32
 
 
 @dataclass(frozen=True)
 class SoftmaxConfig(KernelConfig):
-    """What the sparse softmax is compiled for: ``x`` names the input's dtype, ``bits`` are those of the results.
+    """Config of the kernel ``softmax``.
 
-    ``atom``: where it is named, the results are written in the fragment order of an SpMM by this instruction,
-    whose group must be the stride, 32.
+    Parameters
+    ----------
+    x : str
+        Dtype of the input.
+    vector_length : int
+        V, rows of a vector.
+    stride : int
+        SR-BCRS stride, in vectors.
+    bits : int
+        Width of the unsigned results: 4, 8 or 16.
+    causal : bool
+        Elements with ``j > i`` are excluded.
+    bias : bool
+        A bias per key is added.
+    atom : str
+        MMA atom of an SpMM in whose fragment order the results are written; its K must be the stride, 32. Empty: the
+        results are written in SR-BCRS order.
+
+    Examples
+    --------
+    >>> SoftmaxConfig("float16", causal=True, atom="s8_m16n8k32").name
+    'softmax-float16-v8-k32-u8-causal-s8_m16n8k32'
     """
 
     x: str
@@ -46,7 +66,7 @@ class SoftmaxConfig(KernelConfig):
 
     @property
     def sparse(self) -> GatherConfig:
-        """A product that takes the results as its sparse operand; says their fragment order."""
+        """Config of an SpMM that reads the results; defines their fragment order."""
         return GatherConfig(self.atom, self.vector_length, Integer(self.bits, False), Integer(8, True), "float16")
 
     @property
@@ -63,30 +83,31 @@ class SoftmaxConfig(KernelConfig):
 
     @property
     def lanes(self) -> int:
-        """Lanes that share a row of a stride."""
+        """Lanes per row of a stride."""
         return self.stride // _VEC
 
     @property
     def rows(self) -> int:
-        """Rows of a vector row that a warp takes."""
+        """Rows of a vector row per warp."""
         return min(self.vector_length, 32 // self.lanes)
 
     @property
     def blocks(self) -> int:
-        """Strides of a vector row that a warp takes at once."""
+        """Strides of a vector row that a warp processes at once."""
         return 32 // (self.lanes * self.rows)
 
     @property
     def planes(self) -> int:
+        """Digit planes of the results."""
         return digit_count(self.bits)
 
     @property
-    def exchanged(self) -> bool:
-        """Whether the four lanes of a row only have to exchange pairs of bytes to write in fragment order."""
+    def uses_shuffles(self) -> bool:
+        """Whether the four lanes of a row reach fragment order by exchanging pairs of bytes with two shuffles."""
         if not self.atom or self.bits == 4 or self.rows != 8 or self.sparse.stacked:
             return False
-        places = np.arange(self.planes * 8 * 32, dtype=np.int16).reshape(-1, 8, 4, 4, 2)  # planes, rows, lanes, pairs
-        return bool(np.array_equal(self.places(), places.transpose(0, 1, 3, 2, 4).ravel()))
+        order = np.arange(self.planes * 8 * 32, dtype=np.int16).reshape(-1, 8, 4, 4, 2)  # planes, rows, lanes, pairs
+        return bool(np.array_equal(self.fragment_order(), order.transpose(0, 1, 3, 2, 4).ravel()))
 
     @property
     def name(self) -> str:
@@ -105,7 +126,7 @@ class SoftmaxConfig(KernelConfig):
             "kCausal": self.causal,
             "kBias": self.bias,
             "kFragments": bool(self.atom),
-            "kExchanged": self.exchanged,
+            "kUsesShuffles": self.uses_shuffles,
             "kFuseDigits": bool(self.atom) and self.sparse.stacked,
             "kWarps": self.warps,
         }
@@ -113,11 +134,11 @@ class SoftmaxConfig(KernelConfig):
     def _types(self) -> dict[str, str]:
         return {"Source": OUT_TYPES[self.x]}
 
-    def places(self) -> np.ndarray[Any, np.dtype[np.int16]]:
-        """int16 (planes * rows * 32,): for each value of a group's copy in fragment order, its place among the planes.
+    def fragment_order(self) -> np.ndarray[Any, np.dtype[np.int16]]:
+        """Return the source of each value of a row tile in fragment order, int16 (planes * rows * 32,).
 
-        Of a row tile: (planes, rows, 32 slots).  Operands follow one another: a plane each, or all of them where digits
-        are stacked.  Values are bytes, or nibbles of 4-bit integers, low ones first.
+        A source is an index into the digit planes (planes, rows, 32 slots). Operands are concatenated: one plane each,
+        or all planes if digits are fused. Values are bytes, or nibbles of 4-bit integers, low nibble first.
         """
         sparse, plane = self.sparse, self.rows * self.stride
         used = plane * (self.planes if sparse.stacked else 1)
@@ -127,40 +148,60 @@ class SoftmaxConfig(KernelConfig):
 
 
 @lru_cache
-def _places(config: SoftmaxConfig, device: int) -> Tensor:
-    return torch.from_numpy(config.places()).to(f"cuda:{device}")
+def _fragment_order(config: SoftmaxConfig, device: int) -> Tensor:
+    """`SoftmaxConfig.fragment_order` on a GPU."""
+    return torch.from_numpy(config.fragment_order()).to(f"cuda:{device}")
 
 
-class Rows(NamedTuple):
-    """The structure of S: a padded pattern, and what of it repeats along a diagonal."""
+class SoftmaxRows(NamedTuple):
+    """Structure of the sparse matrix S: a padded pattern, possibly block-diagonal."""
 
-    row_start: Tensor  # int64 (R,)
-    row_end: Tensor
-    col_indices: Tensor  # int32 (padded vectors,)
-    total: int  # M; rows beyond become zeros
-    period: tuple[int, int]  # vector rows and columns from one block of the diagonal to the next
+    row_start: Tensor  # (R,) int64
+    row_end: Tensor  # (R,) int64
+    col_indices: Tensor  # (padded vectors,) int32
+    total: int  # M; further rows of the last vector row give zeros
+    period: tuple[int, int]  # vector rows and columns per diagonal block
 
 
 def softmax(
     x: Tensor,
-    rows: Rows,
+    rows: SoftmaxRows,
     config: SoftmaxConfig,
     *,
     scale: float,
     bias: Tensor | None,
     empty: float,
     lse: bool,
-    factors: Tensor | None = None,
+    matrix_scale: Tensor | None = None,
 ) -> Probabilities:
-    """``u = round(u_max exp(s - max s))``, ``s = scale x + bias``, over each row's stored values; one launch, no wait.
+    """Compute the quantized softmax of each row's stored values in one launch, without waiting for the GPU.
 
-    Arguments:
-        x: CUDA tensor (batch, blocks, V, stride), contiguous, of the config's dtype.
-        bias: float32 (N,) or (batch, N), contiguous; -inf leaves a key out.
-        empty: the scale of a row without keys.
-        lse: whether to return ``log sum exp(s)``, -inf for a row without keys.
-        factors: float32 (batch * periods,), contiguous, of the scales: one for each block of a diagonal.
-    The scale is ``1 / sum(u)``, so that a row sums to one as it is stored; NaN for a row with NaN or +inf.
+    ``u = round(u_max exp(s - max s))`` with ``s = scale x + bias``; the row's scale is ``1 / sum(u)``, so that the
+    stored row sums to one.
+
+    Parameters
+    ----------
+    x : Tensor, shape (batch, blocks, V, stride)
+        CUDA tensor of the config's dtype, contiguous.
+    rows : SoftmaxRows
+        Structure of the matrix.
+    config : SoftmaxConfig
+        Kernel config.
+    scale : float
+        Scale of the logits.
+    bias : Tensor, shape (N,) or (batch, N), optional
+        float32, contiguous; -inf excludes a key.
+    empty : float
+        Scale of a row without keys.
+    lse : bool
+        Return the log-sum-exp of ``s``, -inf for a row without keys.
+    matrix_scale : Tensor, shape (batch * diagonal blocks,), optional
+        float32, contiguous. Multiplies the scales of the rows of each diagonal block.
+
+    Returns
+    -------
+    Probabilities
+        The scale is NaN for a row with NaN or +inf.
     """
     batch, blocks, v, stride = x.shape
     vector_rows = rows.row_start.shape[0]
@@ -179,8 +220,8 @@ def softmax(
             (
                 x.data_ptr(), rows.row_start.data_ptr(), rows.row_end.data_ptr(), rows.col_indices.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if bias is None or bias.ndim == 1 else bias.shape[-1],
-                _places(config, x.device.index).data_ptr() if config.atom else 0, values.data_ptr(),
-                0 if factors is None else factors.data_ptr(), -(-vector_rows // rows.period[0]),
+                _fragment_order(config, x.device.index).data_ptr() if config.atom else 0, values.data_ptr(),
+                0 if matrix_scale is None else matrix_scale.data_ptr(), -(-vector_rows // rows.period[0]),
                 scales.data_ptr(),
                 0 if sums is None else sums.data_ptr(), tiles, rows.total, vector_rows, blocks, *rows.period,
                 np.float32(scale), np.float32(empty),
@@ -191,7 +232,13 @@ def softmax(
 
 
 def default_configs() -> list[SoftmaxConfig]:
-    """The kernels of sparse attention on float16 products, with and without causality."""
+    """Return the configs of sparse attention on float16 scores, with and without causality.
+
+    Examples
+    --------
+    >>> len(default_configs())
+    6
+    """
     return [
         SoftmaxConfig("float16", bits=bits, causal=causal, atom=atom)
         for bits, atom in ((16, "s8_m16n8k32"), (8, "s8_m16n8k32"), (4, "int4_as_int8_m16n8k32"))

@@ -1,8 +1,12 @@
-// Digit planes of a real matrix in one pass: a scale a row or a column, then x = scale (q0 + q1 / radix + q2 / radix^2).
+// Digit planes of a real matrix with per-row or per-column scales, in one kernel.
 //
-// scale = max|x| / high, rounded up, so that |x| <= high * scale; or the next power of two. Rows and columns of tiny
-// numbers are multiplied by 2^100 first, so that nothing below is denormal but the scale itself. Every operation rounds
-// once, in the order of the CPU's version, which therefore gives the same integers.
+// Formula: x = scale (q0 + q1 / radix + q2 / radix^2), scale = amax / high rounded up, so that |x| <= high * scale; or the next
+// power of two. Rows and columns of tiny numbers are multiplied by 2^100 first, so that only the scale is subnormal. Every
+// operation rounds once, in the order of the CPU engine, so that both give the same integers.
+// Architectures: sm_80 and later; clusters from sm_90a on.
+// Work: digits_rows: `lanes` threads per row. digits_columns: a cluster of kCluster CTAs per tile of kColumns columns.
+// Pipeline: amax over registers, then digits; entries beyond the registers are loaded twice.
+// Source: Gu, arXiv 2403.06924, equations 4 to 7.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,65 +19,66 @@ namespace magicube {
 
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000, kNoNumber = 0x7fc00000;
 
-// How a scale and its digits are made.
+// Rule of scales and digits.
 struct DigitRule {
   float high, radix;  // largest leading digit; 2^bits
-  float ahead[2];     // added before the first and the second rounding, so that what is left is in the later digits' reach
+  float ahead[2];     // added before the first and second rounding, so that the residual is in range of the later digits
   bool power;         // the scale is a power of two
 };
 
-// Factors of one row or column.
+// Scale of one row or column, prepared for encoding.
 struct DigitScale {
-  float lift, inverse, unit;  // 1 or 2^100; 1 / (scale lift); scale lift. All 0 where an entry is not finite.
+  // 1 or 2^100; 1 / (scale * bias_factor); scale * bias_factor. All 0 for non-finite rows and columns.
+  float bias_factor, inverse, unit;
 };
 
 __device__ __forceinline__ float exponent_bias_factor(float x) { return x < 0x1p-100f ? 0x1p100f : 1.0f; }
-// 1 / x for powers of two.
+// 1 / x for a power of two.
 __device__ __forceinline__ float inverse_power(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
 
-// From the bits of the largest magnitude; 1 for zeros, NaN where an entry is not finite.
-__device__ __forceinline__ float digit_scale(uint32_t top, const DigitRule& rule) {
-  if (top >= kInfinity) return __uint_as_float(kNoNumber);
-  if (top == 0) return 1.0f;
-  const float most = __uint_as_float(top), lift = exponent_bias_factor(most);
-  float unit = __fdiv_ru(most * lift, rule.high);
+// Scale from the amax, as bits; 1 for zeros, NaN for non-finite entries.
+__device__ __forceinline__ float digit_scale(uint32_t absmax, const DigitRule& rule) {
+  if (absmax >= kInfinity) return __uint_as_float(kNoNumber);
+  if (absmax == 0) return 1.0f;
+  const float largest = __uint_as_float(absmax), bias_factor = exponent_bias_factor(largest);
+  float unit = __fdiv_ru(largest * bias_factor, rule.high);
   if (rule.power) unit = __uint_as_float((__float_as_uint(unit) + 0x007fffff) & kInfinity);
-  return __fmul_ru(unit, inverse_power(lift));
+  return __fmul_ru(unit, inverse_power(bias_factor));
 }
 
-__device__ __forceinline__ DigitScale factors_of(float scale) {
+__device__ __forceinline__ DigitScale prepare_scale(float scale) {
   if (!(scale == scale)) return {0.0f, 0.0f, 0.0f};
-  const float lift = exponent_bias_factor(scale * 128.0f);
-  return {lift, __frcp_rn(scale * lift), scale * lift};
+  const float bias_factor = exponent_bias_factor(scale * 128.0f);
+  return {bias_factor, __frcp_rn(scale * bias_factor), scale * bias_factor};
 }
 
-// Calls take(plane, digit, rest) for the digits of x, one plane after the other: the digit is in a word's lowest byte, and the
-// rest is what the digits so far leave of x times its line's lift.
+// Call take(plane, digit, residual) for the digits of x in order. The digit is in the lowest byte of a word; the residual is x
+// times its exponent bias factor, minus the digits so far.
 template <int kPlanes, class Take>
 __device__ __forceinline__ void take_digits(float x, const DigitScale& by, const DigitRule& rule, const Take& take) {
-  constexpr float kRound = 0x1.8p23f;  // a sum with it has the other's integer, to nearest even, in its lower bits
+  constexpr float kRound = 0x1.8p23f;  // adding it leaves the integer, rounded to nearest even, in the low bits
   const float low = -0.5f * rule.radix, high = 0.5f * rule.radix - 1.0f, part = inverse_power(rule.radix);
-  float rest = x * by.lift, inverse = by.inverse, unit = by.unit;
+  float residual = x * by.bias_factor, inverse = by.inverse, unit = by.unit;
   CUTE_UNROLL
   for (int plane = 0; plane < kPlanes; ++plane) {
-    float q = __fmul_rn(rest, inverse);
+    float q = __fmul_rn(residual, inverse);
     if (kPlanes == 3 && plane < 2) q = __fadd_rn(q, rule.ahead[plane]);
-    // With two digits what is left reaches from -1/2 to 1/2, so that nothing lies below.
+    // With two digits the residual is in [-1/2, 1/2]: no lower clamp is needed.
     if (kPlanes == 3) q = plane > 0 ? fmaxf(q, low) : q;
     if (plane > 0) q = fminf(q, high);
     const float rounded = __fadd_rn(q, kRound);
-    rest = __fmaf_rn(-__fadd_rn(rounded, -kRound), unit, rest);
-    take(plane, __float_as_uint(rounded), rest);
+    residual = __fmaf_rn(-__fadd_rn(rounded, -kRound), unit, residual);
+    take(plane, __float_as_uint(rounded), residual);
     inverse *= rule.radix;
     unit *= part;
   }
 }
 
-// Digits of kCount entries, one plane after the other, as bytes.
+// Digits of kCount entries as bytes, plane by plane.
 template <int kPlanes, int kCount>
 __device__ __forceinline__ void split(const float (&x)[kCount], const DigitScale& by, const DigitRule& rule,
                                       uint32_t (&to)[kPlanes][kCount / 4]) {
-  const uint32_t finite = by.lift == 0.0f ? 0 : ~0u;
+  const uint32_t finite = by.bias_factor == 0.0f ? 0 : ~0u;
   uint32_t bytes[kPlanes][kCount];
   CUTE_UNROLL
   for (int i = 0; i < kCount; ++i) {
@@ -104,7 +109,7 @@ __device__ __forceinline__ void load_run(const Source* from, int64_t valid, bool
 
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & kMagnitude; }
 
-// Rows (rows, columns), each by `lanes` threads that keep its first kSteps runs; scale and planes (kPlanes, rows, pitch).
+// x: (rows, columns); scales: (rows,); out: (kPlanes, rows, pitch). `lanes` threads per row keep its first kSteps runs.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
 digits_rows(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64_t columns, int64_t lanes, float* scales,
@@ -120,10 +125,10 @@ digits_rows(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64_t 
   const int64_t length = row < rows ? columns : 0;
   const Source* from = x + row * x_pitch;
   alignas(16) Source held[C::kSteps][kRun];
-  uint32_t top = 0;
-  const auto see = [&](const Source(&run)[kRun]) {
+  uint32_t absmax = 0;
+  const auto update = [&](const Source(&run)[kRun]) {
     CUTE_UNROLL
-    for (int i = 0; i < kRun; ++i) top = max(top, magnitude(static_cast<float>(run[i])));
+    for (int i = 0; i < kRun; ++i) absmax = max(absmax, magnitude(static_cast<float>(run[i])));
   };
   CUTE_UNROLL
   for (int s = 0; s < C::kSteps; ++s) {
@@ -131,21 +136,21 @@ digits_rows(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64_t 
     load_run(from + at, length - at, vector != 0, held[s]);
   }
   CUTE_UNROLL
-  for (int s = 0; s < C::kSteps; ++s) see(held[s]);
+  for (int s = 0; s < C::kSteps; ++s) update(held[s]);
   for (int64_t at = int64_t{C::kSteps} * width + first; at < length; at += width) {
     alignas(16) Source run[kRun];
     load_run(from + at, length - at, vector != 0, run);
-    see(run);
+    update(run);
   }
-  top = group_reduce_max(top, int(lanes), scratch);
+  absmax = group_reduce_max(absmax, int(lanes), scratch);
   if (first == 0 && length) {
-    const float scale = given ? scales[0] : digit_scale(top, rule);
+    const float scale = given ? scales[0] : digit_scale(absmax, rule);
     if (!given) scales[row] = scale;
-    shared[threadIdx.x / int(lanes)] = factors_of(scale);
+    shared[threadIdx.x / int(lanes)] = prepare_scale(scale);
   }
   __syncthreads();
   const DigitScale by = shared[threadIdx.x / int(lanes)];
-  const auto put = [&](const Source(&run)[kRun], int64_t at) {
+  const auto store = [&](const Source(&run)[kRun], int64_t at) {
     float values[kRun];
     uint32_t codes[C::kPlanes][kRun / 4];
     CUTE_UNROLL
@@ -153,7 +158,7 @@ digits_rows(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64_t 
     split(values, by, rule, codes);
     CUTE_UNROLL
     for (int plane = 0; plane < C::kPlanes; ++plane) {
-      // The last run of a row ends with the padding to 16 bytes.
+      // The last run of a row may extend into the padding to 16 bytes.
       auto* to = reinterpret_cast<uint32_t*>(out + (plane * rows + row) * pitch + at);
       if (at >= length) continue;
       if constexpr (kRun == 4) *to = codes[plane][0];
@@ -161,20 +166,20 @@ digits_rows(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64_t 
     }
   };
   CUTE_UNROLL
-  for (int s = 0; s < C::kSteps; ++s) put(held[s], int64_t{s} * width + first);
+  for (int s = 0; s < C::kSteps; ++s) store(held[s], int64_t{s} * width + first);
   for (int64_t at = int64_t{C::kSteps} * width + first; at < length; at += width) {
     alignas(16) Source run[kRun];
     load_run(from + at, length - at, vector != 0, run);
-    put(run, at);
+    store(run, at);
   }
 }
 
-// A block's part of a strip of kColumns columns: a thread has four columns of kRows neighbouring rows.
+// Part of a CTA in a tile of kColumns columns: a thread has four columns of kRows consecutive rows.
 template <class C>
-struct DigitStrip {
+struct DigitTile {
   using Source = typename C::Source;
   static constexpr int kColumns = C::kColumns, kRows = C::kRows, kRun = 4;
-  static constexpr int kGroups = C::kThreads / (kColumns / kRun), kDepth = kGroups * kRows;  // of k, at a time
+  static constexpr int kGroups = C::kThreads / (kColumns / kRun), kDepth = kGroups * kRows;  // rows at a time
   using Held = Source[kRows][kRun];
 
   const Source* x;
@@ -189,15 +194,15 @@ struct DigitStrip {
       load_run(x + row * pitch + column, row < rows ? columns - column : 0, vector, to[i]);
     }
   }
-  __device__ static void see(const Held& held, uint32_t (&top)[kRun]) {
+  __device__ static void update(const Held& held, uint32_t (&absmax)[kRun]) {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       CUTE_UNROLL
-      for (int c = 0; c < kRun; ++c) top[c] = max(top[c], magnitude(static_cast<float>(held[i][c])));
+      for (int c = 0; c < kRun; ++c) absmax[c] = max(absmax[c], magnitude(static_cast<float>(held[i][c])));
     }
   }
-  // Digits of the columns of `held`, whose rows begin with `first`, to planes (kPlanes, columns, out_pitch).
-  __device__ void put(const Held& held, int64_t first, const DigitScale* by, const DigitRule& rule, int8_t* out,
+  // Digits of `held`, whose rows start at `first`, to planes (kPlanes, columns, out_pitch).
+  __device__ void store(const Held& held, int64_t first, const DigitScale* by, const DigitRule& rule, int8_t* out,
                       int64_t out_pitch) const {
     const int64_t at = first + group * kRows;
     CUTE_UNROLL
@@ -219,65 +224,65 @@ struct DigitStrip {
   }
 };
 
-// Columns (rows, columns), each strip by the blocks of a cluster, which share its rows; planes (kPlanes, columns, pitch).
+// x: (rows, columns); scales: (columns,); out: (kPlanes, columns, pitch). The CTAs of a cluster split the rows of a tile.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident)
 digits_columns(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64_t columns, float* scales, int64_t given,
                int8_t* out, int64_t pitch, int64_t vector, float high, float radix, float ahead0, float ahead1,
                int64_t power) {
-  using Strip = DigitStrip<C>;
-  constexpr int kWarps = C::kThreads / 32, kColumns = Strip::kColumns, kRun = Strip::kRun;
-  __shared__ uint32_t tops[kWarps + 1][kColumns];  // of the warps, and of the block
+  using Tile = DigitTile<C>;
+  constexpr int kWarps = C::kThreads / 32, kColumns = Tile::kColumns, kRun = Tile::kRun;
+  __shared__ uint32_t block_absmax[kWarps + 1][kColumns];  // per warp, and of the CTA
   __shared__ DigitScale shared[kColumns];
   const DigitRule rule{high, radix, {ahead0, ahead1}, power != 0};
   const int rank = C::kCluster == 1 ? 0 : int(cluster::rank()), own = threadIdx.x % (kColumns / kRun) * kRun;
   const int64_t corner = int64_t{blockIdx.x / C::kCluster} * kColumns;
-  const Strip strip{x, x_pitch, rows, columns, corner + own, int(threadIdx.x) / (kColumns / kRun), vector != 0};
-  constexpr int64_t kStep = int64_t{C::kCluster} * Strip::kDepth;
-  const int64_t start = int64_t{rank} * Strip::kDepth;
-  alignas(16) typename Strip::Held held;
-  uint32_t top[kRun] = {};
-  int64_t last = start;  // what is held
+  const Tile tile{x, x_pitch, rows, columns, corner + own, int(threadIdx.x) / (kColumns / kRun), vector != 0};
+  constexpr int64_t kStep = int64_t{C::kCluster} * Tile::kDepth;
+  const int64_t start = int64_t{rank} * Tile::kDepth;
+  alignas(16) typename Tile::Held held;
+  uint32_t absmax[kRun] = {};
+  int64_t last = start;  // first row in registers
   for (int64_t first = start; first < rows || first == start; first += kStep) {
-    strip.load(first, held);
-    Strip::see(held, top);
+    tile.load(first, held);
+    Tile::update(held, absmax);
     last = first;
   }
   CUTE_UNROLL
   for (int c = 0; c < kRun; ++c) {
     CUTE_UNROLL
-    for (int step = kColumns / kRun; step < 32; step *= 2) top[c] = max(top[c], __shfl_xor_sync(~0u, top[c], step));
-    if (threadIdx.x % 32 < kColumns / kRun) tops[threadIdx.x / 32][own + c] = top[c];
+    for (int step = kColumns / kRun; step < 32; step *= 2) absmax[c] = max(absmax[c], __shfl_xor_sync(~0u, absmax[c], step));
+    if (threadIdx.x % 32 < kColumns / kRun) block_absmax[threadIdx.x / 32][own + c] = absmax[c];
   }
   __syncthreads();
   if (threadIdx.x < kColumns) {
-    uint32_t most = 0;
+    uint32_t column_absmax = 0;
     CUTE_UNROLL
-    for (int warp = 0; warp < kWarps; ++warp) most = max(most, tops[warp][threadIdx.x]);
-    tops[kWarps][threadIdx.x] = most;
+    for (int warp = 0; warp < kWarps; ++warp) column_absmax = max(column_absmax, block_absmax[warp][threadIdx.x]);
+    block_absmax[kWarps][threadIdx.x] = column_absmax;
   }
   if constexpr (C::kCluster > 1) cluster::sync();
   if (threadIdx.x < kColumns) {
-    uint32_t most = tops[kWarps][threadIdx.x];
+    uint32_t column_absmax = block_absmax[kWarps][threadIdx.x];
     if constexpr (C::kCluster > 1) {
       CUTE_UNROLL
       for (int other = 0; other < C::kCluster; ++other) {
-        most = max(most, cluster::load_of(shared_address(&tops[kWarps][threadIdx.x]), other));
+        column_absmax = max(column_absmax, cluster::load_of(shared_address(&block_absmax[kWarps][threadIdx.x]), other));
       }
     }
     const int64_t column = corner + threadIdx.x;
-    const float scale = given ? scales[0] : digit_scale(most, rule);
+    const float scale = given ? scales[0] : digit_scale(column_absmax, rule);
     if (!given && rank == 0 && column < columns) scales[column] = scale;
-    shared[threadIdx.x] = factors_of(scale);
+    shared[threadIdx.x] = prepare_scale(scale);
   }
   __syncthreads();
   if constexpr (C::kCluster > 1) cluster::arrive();
-  // Backwards: the last part is still in registers, the ones before it perhaps in the second-level cache.
+  // Backwards: the last rows are still in registers, the ones before may be in L2.
   for (int64_t first = last; first >= start; first -= kStep) {
-    if (first != last) strip.load(first, held);
-    strip.put(held, first, shared + own, rule, out, pitch);
+    if (first != last) tile.load(first, held);
+    tile.store(held, first, shared + own, rule, out, pitch);
   }
-  if constexpr (C::kCluster > 1) cluster::wait();  // others may still read this block's maxima
+  if constexpr (C::kCluster > 1) cluster::wait();  // other CTAs may still read this one's amaxes
 }
 
 }  // namespace magicube

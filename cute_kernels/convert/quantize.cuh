@@ -1,8 +1,10 @@
-// Quantization: q = clamp(round(x / scale)) in storage form, scale = max|x| / q_max of a slice.
+// Quantization kernels: q = clamp(round(x / scale)) in storage form, scale = amax / q_max of a slice.
 //
-// A slice is a row, a column, or all of a matrix. The quotient is x * (1 / scale) in double, as in the CPU engine, so
-// that a row of magnitude 1e-36 keeps its relative accuracy. Threads of a block are (groups, lanes): the lanes share a
-// row, each with kVec neighbouring entries of it at a time.
+// A slice is a row, a column, or a whole matrix. The quotient is x * (1 / scale) in double, as in the CPU engine, so that a
+// row of magnitude 1e-36 keeps its relative accuracy; float32 arithmetic is used if it provably gives the same integer.
+// Architectures: sm_80 and later.
+// Work: threads of a CTA are (groups, lanes); the lanes of a group share a row, each with kVec consecutive entries at a time.
+// Pipeline: kSteps loads of 16 bytes in flight per thread. absmax_slices, then encode_slices; one launch for given scales.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,11 +44,11 @@ struct Quantizer {
   static constexpr int kSteps = Config::kSteps;
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kTileColumns = 32 * kVec;  // of the kernels for columns, at most
+  static constexpr int kTileColumns = 32 * kVec;  // most columns of a CTA in the kernels for columns
 };
 
-// kVec entries at an address of which `valid` exist; the others are zeros. They are converted when they are used, so
-// that a thread has several loads in flight.
+// Load kVec entries, of which `valid` exist; the others are zeros. Entries are converted at their use, so that a thread has
+// several loads in flight.
 template <class Q>
 __device__ __forceinline__ void load(const typename Q::Source* from, int64_t valid, bool vector,
                                      typename Q::Source (&to)[Q::kVec]) {
@@ -58,52 +60,52 @@ __device__ __forceinline__ void load(const typename Q::Source* from, int64_t val
   }
 }
 
-// Largest magnitude of what a thread has seen, and where integers are unsigned whether one was negative. As integers, the
-// bits of magnitudes have the order of the magnitudes, with infinity and NaN on top.
+// Amax over the entries of a thread, as bits; for unsigned integers also whether an entry is negative. As integers, the bits
+// of magnitudes have the order of the magnitudes, with infinity and NaN above.
 template <class Q>
-struct Extremes {
+struct AbsmaxState {
   using Real = typename Q::Real;
   using Bits = typename Q::Bits;
-  Bits top = 0;
+  Bits absmax = 0;
   bool negative = false;
 
-  __device__ void see(typename Q::Source entry, Bits& largest) {
+  __device__ void update(typename Q::Source entry, Bits& largest) {
     const Real x = static_cast<Real>(entry);
     const Bits bits = RealBits<Real>::of(x) & RealBits<Real>::kMagnitude;
     largest = bits > largest ? bits : largest;
     if constexpr (!Q::kSigned) negative |= x < Real(0);
   }
-  __device__ void see(const typename Q::Source (&x)[Q::kVec]) {
-    if constexpr (sizeof(x[0]) == 2 && Q::kSigned) {  // halves, two at a time
+  __device__ void update(const typename Q::Source (&x)[Q::kVec]) {
+    if constexpr (sizeof(x[0]) == 2 && Q::kSigned) {  // 16-bit floats, two at a time
       uint32_t pair = 0;
       CUTE_UNROLL
       for (int i = 0; i < Q::kVec; i += 2) pair = __vmaxu2(pair, *reinterpret_cast<const uint32_t*>(x + i) & 0x7fff7fff);
       const typename Q::Source* both = reinterpret_cast<const typename Q::Source*>(&pair);
-      see(both[0], top);
-      see(both[1], top);
+      update(both[0], absmax);
+      update(both[1], absmax);
     } else {
       CUTE_UNROLL
-      for (int i = 0; i < Q::kVec; ++i) see(x[i], top);
+      for (int i = 0; i < Q::kVec; ++i) update(x[i], absmax);
     }
   }
-  __device__ void see(const Extremes& other) {
-    top = other.top > top ? other.top : top;
+  __device__ void update(const AbsmaxState& other) {
+    absmax = other.absmax > absmax ? other.absmax : absmax;
     negative |= other.negative;
   }
-  __device__ void report_to(int* flags) const {
-    report((negative ? kNegative : 0) | (top >= RealBits<Real>::kInfinity ? kNonFinite : 0), flags);
+  __device__ void write_flags(int* flags) const {
+    report((negative ? kNegative : 0) | (absmax >= RealBits<Real>::kInfinity ? kNonFinite : 0), flags);
   }
 };
 
-// Zero slices get 1, those with infinity or NaN get NaN; never rounded down to zero.
+// Scale of a slice from its amax: 1 for zeros, NaN for non-finite entries, never rounded down to zero.
 template <class Real, int kHigh>
-__device__ Real scale_of(typename RealBits<Real>::type top) {
+__device__ Real scale_of(typename RealBits<Real>::type absmax) {
   using Bits = typename RealBits<Real>::type;
   constexpr Bits kInfinity = RealBits<Real>::kInfinity;
-  if (top >= kInfinity) return RealBits<Real>::real(kInfinity | kInfinity >> 1);
-  if (top == 0) return Real(1);
-  const double largest = RealBits<Real>::real(top);
-  // A float's quotient by so small an integer is no nearer than 2^-42 to where its rounding changes: a product will do.
+  if (absmax >= kInfinity) return RealBits<Real>::real(kInfinity | kInfinity >> 1);
+  if (absmax == 0) return Real(1);
+  const double largest = RealBits<Real>::real(absmax);
+  // The quotient of a float32 by so small an integer is at least 2^-42 away from a rounding boundary: a product suffices.
   constexpr double kInverse = 1.0 / kHigh;
   const Real scale = static_cast<Real>(cuda::std::is_same_v<Real, float> ? largest * kInverse : largest / kHigh);
   return scale > Real(0) ? scale : RealBits<Real>::real(Bits(1));
@@ -111,7 +113,7 @@ __device__ Real scale_of(typename RealBits<Real>::type top) {
 
 // 1 / scale; 0 for NaN, so that the integers of such a slice are zeros.
 __device__ inline double inverse_of(double scale) { return scale == scale ? 1.0 / scale : 0.0; }
-// The same number without the division's call: of a float, which has few bits, the last step rounds to the nearest.
+// The same without a division call: for float32, which has few bits, the last Newton step rounds to nearest.
 __device__ __forceinline__ double inverse_of(float scale) {
   const double wide = scale;
   double inverse;
@@ -137,7 +139,7 @@ __device__ __forceinline__ int32_t encode_exact(double x, double inverse) {
   return static_cast<int32_t>(q < kHigh ? q : kHigh);
 }
 
-// 1 / scale as a sum of two floats; NaN where one of them would lose bits.
+// 1 / scale as a sum of two float32; NaN if one of them would lose bits.
 struct FloatInverse {
   float high, low;
 
@@ -145,38 +147,38 @@ struct FloatInverse {
   __device__ explicit FloatInverse(float scale)
       : high(scale < 0x1p90f && scale > 0x1p-120f ? __fdividef(1.0f, scale) : __int_as_float(0x7fffffff)),
         low(__fmul_rn(high, __fmaf_rn(-high, scale, 1.0f))) {}
-  __device__ explicit FloatInverse(double) : high(0.0f), low(0.0f) {}  // double entries have no use for it
+  __device__ explicit FloatInverse(double) : high(0.0f), low(0.0f) {}  // unused for double entries
 };
 
-// The integer of x, or one beyond the range, where floats decide it: for quotients of up to 8 bits one is off by less than
-// 2^-15, and up to 2^21 a sum of two by less than 2^-24; larger ones are out of range all the same. False for the few
-// entries that are nearer to where the integer changes, infinities and NaN.
+// Round x / scale in float32. The error of the quotient is below 2^-15 for up to 8 bits (one float) and below 2^-24 up to 2^21
+// (a sum of two); larger quotients are out of range anyway. False if the quotient is too close to a rounding boundary, or for
+// non-finite entries.
 template <class Config>
 __device__ __forceinline__ bool encode_fast(float x, const FloatInverse& inverse, int32_t& code) {
   constexpr bool kSmall = Config::kBits <= 8;
   constexpr float kRound = 0x1.8p23f, kNear = kSmall ? 0x1p-14f : 0x1p-22f;
   float q = x * (kSmall ? inverse.high + inverse.low : inverse.high);
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(q) : "f"(-0x1p21f));  // below, the difference of bits would wrap
-  const float rest = kSmall ? 0.0f : __fmaf_rn(x, inverse.low, __fmaf_rn(x, inverse.high, -q));
-  const float shifted = __fadd_rn(q, kRound);  // the integer, to nearest even, in the lower bits
-  const float off = __fadd_rn(q, -__fadd_rn(shifted, -kRound)), apart = kSmall ? off : __fadd_rn(off, rest);
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(q) : "f"(-0x1p21f));  // below -2^21 the difference of bits would wrap
+  const float residual = kSmall ? 0.0f : __fmaf_rn(x, inverse.low, __fmaf_rn(x, inverse.high, -q));
+  const float shifted = __fadd_rn(q, kRound);  // the integer, rounded to nearest even, in the low bits
+  const float off = __fadd_rn(q, -__fadd_rn(shifted, -kRound)), distance = kSmall ? off : __fadd_rn(off, residual);
   code = __float_as_int(shifted) - __float_as_int(kRound);
   if constexpr (Config::kTruncate) {
-    if (code > 0 && apart < 0.0f) --code;
-    if (code < 0 && apart > 0.0f) ++code;
-    return fabsf(apart) > kNear || fabsf(q) < 0.5f;
+    if (code > 0 && distance < 0.0f) --code;
+    if (code < 0 && distance > 0.0f) ++code;
+    return fabsf(distance) > kNear || fabsf(q) < 0.5f;
   }
-  return fabsf(apart) < 0.5f - kNear;
+  return fabsf(distance) < 0.5f - kNear;
 }
 
-// Whether entries may be known to lie inside the range, so that half the instructions find their integers.
+// Whether a range check is possible; entries in range need half the instructions.
 template <class Config>
-inline constexpr bool has_inside =
+inline constexpr bool has_range_check =
     Config::kBits <= 8 && !Config::kTruncate && !cuda::std::is_same_v<typename Config::Source, double>;
 
-// As encode_fast, of entries inside the range: the lowest bits of `codes` are the integers.
+// As encode_fast, for entries in range: the low bits of `codes` are the integers.
 template <class Config, class Fast>
-__device__ __forceinline__ bool encode_inside(const typename Config::Source (&x)[Quantizer<Config>::kVec], const Fast& fast,
+__device__ __forceinline__ bool encode_in_range(const typename Config::Source (&x)[Quantizer<Config>::kVec], const Fast& fast,
                                               int32_t (&codes)[Quantizer<Config>::kVec]) {
   constexpr float kRound = 0x1.8p23f;
   float farthest = 0.0f;
@@ -190,12 +192,12 @@ __device__ __forceinline__ bool encode_inside(const typename Config::Source (&x)
   return farthest < 0.5f - 0x1p-14f;
 }
 
-// Whether entries that `extremes` has seen lie inside the range; false where floats do not tell.
+// Whether all entries of `state` are in range; false if float32 cannot decide.
 template <class Config>
-__device__ __forceinline__ bool is_inside(const Extremes<Quantizer<Config>>& extremes, const FloatInverse& inverse) {
+__device__ __forceinline__ bool is_in_range(const AbsmaxState<Quantizer<Config>>& state, const FloatInverse& inverse) {
   using Real = typename Quantizer<Config>::Real;
-  const float top = static_cast<float>(RealBits<Real>::real(extremes.top));
-  return !extremes.negative && top * inverse.high < Range<Config>::kHigh + 0.25f;
+  const float absmax = static_cast<float>(RealBits<Real>::real(state.absmax));
+  return !state.negative && absmax * inverse.high < Range<Config>::kHigh + 0.25f;
 }
 
 struct Output {
@@ -204,18 +206,18 @@ struct Output {
   bool vector;
 };
 
-// Integers of one row from `column` on, of which `valid` exist.
+// Store a run of integers of one row from `column` on, of which `valid` exist.
 template <class Config, class Run>
-__device__ __forceinline__ void put(const Output& out, int64_t row, int64_t column, int64_t valid, const Run& run) {
+__device__ __forceinline__ void store_run(const Output& out, int64_t row, int64_t column, int64_t valid, const Run& run) {
   if (valid <= 0) return;
   uint8_t* to = out.at + row * out.pitch + column * Config::kStored / 8;
   if (out.vector && valid >= Quantizer<Config>::kVec) run.store(to);
   else run.store_part(to, valid);
 }
 
-// Entries at an address, two at a time: small code for the few vectors that floats do not decide.
+// Encode entries in double, two at a time: small code for the few vectors that float32 cannot decide.
 template <class Config, class Exact>
-__device__ __forceinline__ void encode_slowly(const Output& out, int64_t row, int64_t column, int64_t valid,
+__device__ __forceinline__ void encode_exact_run(const Output& out, int64_t row, int64_t column, int64_t valid,
                                               const typename Config::Source* from, const Exact& exact) {
   using Real = typename Quantizer<Config>::Real;
   constexpr int kVec = Quantizer<Config>::kVec;
@@ -229,46 +231,46 @@ __device__ __forceinline__ void encode_slowly(const Output& out, int64_t row, in
   }
 }
 
-// kVec entries of one row, x, which lie at `from`; `fast(i)` and `exact(i)` are the inverse of entry i's scale. `inside`:
-// whether they are known to lie inside the range; the integers of others become its ends.
+// Encode and store kVec entries x of one row, loaded from `from`. fast(i) and exact(i): inverse of the scale of entry i.
+// in_range: the entries are known to be in range; otherwise integers are clamped.
 template <class Config, class Fast, class Exact>
 __device__ __forceinline__ void encode_run(const Output& out, int64_t row, int64_t column, int64_t valid,
                                            const typename Config::Source (&x)[Quantizer<Config>::kVec],
-                                           const typename Config::Source* from, bool inside, const Fast& fast,
+                                           const typename Config::Source* from, bool in_range, const Fast& fast,
                                            const Exact& exact) {
   constexpr int kVec = Quantizer<Config>::kVec;
   using Run = PackedRun<Config::kStored, kVec>;
   int32_t codes[kVec];
-  if constexpr (has_inside<Config>) {
-    if (inside) {
-      if (encode_inside<Config>(x, fast, codes)) put<Config>(out, row, column, valid, Run::lowest(codes));
-      else encode_slowly<Config>(out, row, column, valid, from, exact);
+  if constexpr (has_range_check<Config>) {
+    if (in_range) {
+      if (encode_in_range<Config>(x, fast, codes)) store_run<Config>(out, row, column, valid, Run::lowest(codes));
+      else encode_exact_run<Config>(out, row, column, valid, from, exact);
       return;
     }
   }
-  bool sure = true;
+  bool decided = true;
   CUTE_UNROLL
   for (int i = 0; i < kVec; ++i) {
     if constexpr (cuda::std::is_same_v<typename Config::Source, double>) codes[i] = encode_exact<Config>(x[i], exact(i));
-    else sure &= encode_fast<Config>(static_cast<float>(x[i]), fast(i), codes[i]);
+    else decided &= encode_fast<Config>(static_cast<float>(x[i]), fast(i), codes[i]);
     if constexpr (Config::kBits != Config::kStored) codes[i] = max(Range<Config>::kLow, min(Range<Config>::kHigh, codes[i]));
   }
-  if (sure) put<Config>(out, row, column, valid, Run::template nearest<Config::kSigned>(codes));
-  else encode_slowly<Config>(out, row, column, valid, from, exact);
+  if (decided) store_run<Config>(out, row, column, valid, Run::template nearest<Config::kSigned>(codes));
+  else encode_exact_run<Config>(out, row, column, valid, from, exact);
 }
 
-// Tiles of (groups, kSteps * lanes * kVec) entries over (rows, columns).
+// Tiles of (groups, kSteps * lanes * kVec) entries of a slice (rows, columns).
 template <class Q>
 struct Tiles {
   int64_t rows, columns;
-  uint32_t across, count;  // tiles of a row of tiles, and of all
+  uint32_t across, count;  // tiles per row of tiles; all tiles
   int lanes, lane, group;
 
   __device__ Tiles(int64_t rows_, int64_t columns_, int64_t lanes_)
       : rows(rows_), columns(columns_), lanes(int(lanes_)), lane(int(threadIdx.x) & (int(lanes_) - 1)),
         group(int(threadIdx.x) / int(lanes_)) {
     const int width = lanes * Q::kVec * Q::kSteps;
-    // Powers of two: shifts, since a division of 64 bits is a call.
+    // Powers of two: shifts, since a 64-bit division is a call.
     across = uint32_t((columns + width - 1) >> (31 - __clz(int(width))));
     const int groups = Q::kThreads / lanes;
     count = across * uint32_t((rows + groups - 1) >> (31 - __clz(groups)));
@@ -288,7 +290,7 @@ struct Tiles {
   }
 };
 
-// Largest magnitudes of slices (slices, rows, columns), a part of each slice by each of its `splits` blocks.
+// Partial amaxes of slices (slices, rows, columns); a slice is split over `splits` CTAs.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 absmax_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
@@ -299,19 +301,19 @@ absmax_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
   const uint32_t slice_blocks = uint32_t(splits), split = blockIdx.x % slice_blocks;
   const int64_t slice = blockIdx.x / slice_blocks;
   const Tiles<Q> tiles(rows, columns, lanes);
-  Extremes<Q> extremes;
+  AbsmaxState<Q> state;
   for (uint32_t tile = split; tile < tiles.count; tile += slice_blocks) {
     alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
     tiles.load_tile(x + slice * rows * pitch, pitch, tile, vector_loads != 0, part);
     CUTE_UNROLL
-    for (int s = 0; s < Q::kSteps; ++s) extremes.see(part[s]);
+    for (int s = 0; s < Q::kSteps; ++s) state.update(part[s]);
   }
-  extremes.report_to(flags);
-  const auto top = group_reduce_max(extremes.top, Q::kThreads, scratch);
-  if (threadIdx.x == 0) partials[blockIdx.x] = top;  // (slices, splits)
+  state.write_flags(flags);
+  const auto absmax = group_reduce_max(state.absmax, Q::kThreads, scratch);
+  if (threadIdx.x == 0) partials[blockIdx.x] = absmax;  // (slices, splits)
 }
 
-// Integers of slices (slices, rows, columns) whose scales are given, or follow from `parts` partial maxima a slice.
+// Integers of slices (slices, rows, columns). Scales are given (parts == 0), or follow from `parts` partial amaxes per slice.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t splits, int64_t lanes,
@@ -325,35 +327,35 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
   const int64_t slice = blockIdx.x / slice_blocks;
   Real scale;
   if (parts) {
-    typename Q::Bits top = 0;
+    typename Q::Bits absmax = 0;
     for (int64_t i = threadIdx.x; i < parts; i += Q::kThreads) {
       const auto other = partials[slice * parts + i];
-      top = other > top ? other : top;
+      absmax = other > absmax ? other : absmax;
     }
-    scale = scale_of<Real, Range<Config>::kHigh>(group_reduce_max(top, Q::kThreads, scratch));
+    scale = scale_of<Real, Range<Config>::kHigh>(group_reduce_max(absmax, Q::kThreads, scratch));
     if (split == 0 && threadIdx.x == 0) scales[slice] = scale;
   } else {
     scale = scales[slice];
   }
   const double inverse = inverse_of(scale);
-  const FloatInverse near(scale);
+  const FloatInverse fast_inverse(scale);
   const Output output{out + slice * rows * out_pitch, out_pitch, vector_stores != 0};
   const Tiles<Q> tiles(rows, columns, lanes);
-  Extremes<Q> extremes;
-  // Backwards: the pass for the maxima left the last tiles in the second-level cache.
+  AbsmaxState<Q> state;
+  // Backwards: the amax kernel left the last tiles in L2.
   for (uint32_t i = split; i < tiles.count; i += slice_blocks) {
     const uint32_t tile = tiles.count - 1 - i;
     alignas(16) typename Q::Source part[Q::kSteps][Q::kVec];
     tiles.load_tile(x + slice * rows * pitch, pitch, tile, vector_loads != 0, part);
     CUTE_UNROLL
     for (int s = 0; s < Q::kSteps; ++s) {
-      if (!parts) extremes.see(part[s]);
+      if (!parts) state.update(part[s]);
       encode_run<Config>(output, tiles.row(tile), tiles.column(tile, s), tiles.valid(tile, s), part[s],
                          x + slice * rows * pitch + tiles.row(tile) * pitch + tiles.column(tile, s), false,
-                         [&](int) { return near; }, [&](int) { return inverse; });
+                         [&](int) { return fast_inverse; }, [&](int) { return inverse; });
     }
   }
-  extremes.report_to(flags);
+  state.write_flags(flags);
 }
 
 }  // namespace magicube

@@ -1,12 +1,15 @@
-// Quantization with a scale a column: a block has a few columns and a part of the rows.
+// Quantization with per-column scales: q = clamp(round(x / scale)), scale = amax / q_max of a column.
+//
+// Architectures: sm_80 and later.
+// Work: a CTA has lanes * kVec columns and a part of the rows; a thread has kVec columns of kSteps rows at a time.
+// Pipeline: absmax_columns, then encode_columns in reverse order of the rows; one launch for given scales.
 #pragma once
 
 #include "convert/quantize.cuh"
 
 namespace magicube {
 
-// What a block of the two kernels below has of (slices, rows, columns): lanes * kVec columns and every splits-th of the
-// groups of rows.
+// Part of a CTA in (slices, rows, columns): lanes * kVec columns, and every splits-th group of rows.
 template <class Q>
 struct ColumnTile {
   int lanes, groups, lane, group;
@@ -20,8 +23,8 @@ struct ColumnTile {
 
   __device__ int columns() const { return lanes * Q::kVec; }
 
-  // Rows of this thread, kSteps at a time: body(row, its entries), row < rows. Backwards in the second pass: the first
-  // one left the last rows in the second-level cache.
+  // Call body(row, entries) for the rows of this thread, kSteps at a time. Backwards in the second pass: the first one left
+  // the last rows in L2.
   template <class Body>
   __device__ void each_row(const typename Q::Source* slice_at, int64_t pitch, int64_t rows, int64_t splits, int64_t passes,
                            bool vector, bool backwards, Body&& body) const {
@@ -41,23 +44,23 @@ struct ColumnTile {
     }
   }
 
-  // The groups' maxima of each column; the thread of index c < columns() gets that of the tile's column c.
-  __device__ typename Q::Bits meet(const typename Q::Bits (&top)[Q::kVec], typename Q::Bits* shared) const {
+  // Amax of each column over the groups; thread c < columns() gets that of column c of the tile.
+  __device__ typename Q::Bits reduce_groups(const typename Q::Bits (&absmax)[Q::kVec], typename Q::Bits* shared) const {
     CUTE_UNROLL
-    for (int i = 0; i < Q::kVec; ++i) shared[threadIdx.x * Q::kVec + i] = top[i];  // (groups, columns)
+    for (int i = 0; i < Q::kVec; ++i) shared[threadIdx.x * Q::kVec + i] = absmax[i];  // (groups, columns)
     __syncthreads();
-    typename Q::Bits most = 0;
+    typename Q::Bits column_absmax = 0;
     if (int(threadIdx.x) < columns()) {
       for (int g = 0; g < groups; ++g) {
         const auto other = shared[g * columns() + threadIdx.x];
-        most = other > most ? other : most;
+        column_absmax = other > column_absmax ? other : column_absmax;
       }
     }
-    return most;
+    return column_absmax;
   }
 };
 
-// Largest magnitudes of columns, one of `splits` parts of the rows by each block.
+// Partial amaxes of columns; the rows are split over `splits` CTAs.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 absmax_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
@@ -67,24 +70,24 @@ absmax_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
   static_assert(Q::kTileColumns <= Q::kThreads, "a thread for each column of a tile");
   __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
   const ColumnTile<Q> own(columns, tiles, splits, lanes);
-  Extremes<Q> extremes;
-  typename Q::Bits top[Q::kVec] = {};
+  AbsmaxState<Q> state;
+  typename Q::Bits absmax[Q::kVec] = {};
   own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, false,
                [&](int64_t, const typename Q::Source (&part)[Q::kVec]) {
                  CUTE_UNROLL
-                 for (int i = 0; i < Q::kVec; ++i) extremes.see(part[i], top[i]);
+                 for (int i = 0; i < Q::kVec; ++i) state.update(part[i], absmax[i]);
                });
   CUTE_UNROLL
-  for (int i = 0; i < Q::kVec; ++i) extremes.top = top[i] > extremes.top ? top[i] : extremes.top;
-  extremes.report_to(flags);
-  const auto most = own.meet(top, shared);
+  for (int i = 0; i < Q::kVec; ++i) state.absmax = absmax[i] > state.absmax ? absmax[i] : state.absmax;
+  state.write_flags(flags);
+  const auto column_absmax = own.reduce_groups(absmax, shared);
   const int64_t column = own.tile * own.columns() + threadIdx.x;
   if (int(threadIdx.x) < own.columns() && column < columns) {
-    partials[(own.slice * splits + own.split) * columns + column] = most;  // (slices, splits, columns)
+    partials[(own.slice * splits + own.split) * columns + column] = column_absmax;  // (slices, splits, columns)
   }
 }
 
-// Integers of columns whose scales are given, or follow from `parts` partial maxima a column.
+// Integers of columns. Scales are given (parts == 0), or follow from `parts` partial amaxes per column.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t tiles, int64_t splits,
@@ -97,38 +100,38 @@ encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
   __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
   __shared__ Real shared_scales[Q::kTileColumns];
   const ColumnTile<Q> own(columns, tiles, splits, lanes);
-  typename Q::Bits top[Q::kVec] = {};
+  typename Q::Bits absmax[Q::kVec] = {};
 #pragma unroll 4
   for (int p = own.group; p < int(parts); p += own.groups) {
     CUTE_UNROLL
     for (int i = 0; i < Q::kVec; ++i) {
       const auto other = i < own.valid ? partials[(own.slice * parts + p) * columns + own.column + i] : 0;
-      top[i] = other > top[i] ? other : top[i];
+      absmax[i] = other > absmax[i] ? other : absmax[i];
     }
   }
-  const auto most = own.meet(top, shared);
+  const auto column_absmax = own.reduce_groups(absmax, shared);
   const int64_t column = own.tile * own.columns() + threadIdx.x;
   if (int(threadIdx.x) < own.columns() && column < columns) {
     Real* at = scales + own.slice * columns + column;  // (slices, columns)
-    const Real scale = parts ? scale_of<Real, Range<Config>::kHigh>(most) : *at;
+    const Real scale = parts ? scale_of<Real, Range<Config>::kHigh>(column_absmax) : *at;
     if (parts && own.split == 0) *at = scale;
     shared_scales[threadIdx.x] = scale;
   }
   __syncthreads();
   const Real* own_scales = shared_scales + own.lane * Q::kVec;
-  FloatInverse near[Q::kVec];
+  FloatInverse fast_inverse[Q::kVec];
   CUTE_UNROLL
-  for (int i = 0; i < Q::kVec; ++i) near[i] = FloatInverse(i < own.valid ? own_scales[i] : Real(1));
+  for (int i = 0; i < Q::kVec; ++i) fast_inverse[i] = FloatInverse(i < own.valid ? own_scales[i] : Real(1));
   const Output output{out + own.slice * rows * out_pitch, out_pitch, vector_stores != 0};
-  Extremes<Q> extremes;
+  AbsmaxState<Q> state;
   own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, true,
                [&](int64_t row, const typename Q::Source (&part)[Q::kVec]) {
-                 if (!parts) extremes.see(part);
+                 if (!parts) state.update(part);
                  encode_run<Config>(output, row, own.column, own.valid, part, x + (own.slice * rows + row) * pitch + own.column,
-                                    false, [&](int i) { return near[i]; },
+                                    false, [&](int i) { return fast_inverse[i]; },
                                     [&](int i) { return i < own.valid ? inverse_of(own_scales[i]) : 0.0; });
                });
-  extremes.report_to(flags);
+  state.write_flags(flags);
 }
 
 }  // namespace magicube

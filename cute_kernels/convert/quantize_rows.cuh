@@ -1,13 +1,18 @@
-// Quantization with a scale a row: threads of a team keep a row while they look for its largest magnitude.
+// Quantization with per-row scales: q = clamp(round(x / scale)), scale = amax / q_max of a row; one launch.
+//
+// Architectures: sm_80 and later.
+// Work: `lanes` threads share a row. encode_rows keeps the row in registers between amax and encoding and loads longer rows
+// again; encode_short_rows loops over many short rows per warp.
+// Pipeline: kSteps loads of 16 bytes in flight per thread; encode_short_rows prefetches the next row.
 #pragma once
 
 #include "convert/quantize.cuh"
 
 namespace magicube {
 
-// Scales and integers of rows (rows, columns), each by `lanes` threads that keep its first kSteps * kVec entries a lane. The
-// blocks of a second line of the grid do so for another matrix of this shape and these pitches. The first one's scales are
-// stored times `factor`.
+// Scales and integers of rows (rows, columns). `lanes` threads share a row and keep kSteps * kVec entries each in registers.
+// CTAs with blockIdx.y == 1 process another matrix of the same shape and pitches. The scales of the first matrix are stored
+// times `factor`.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t lanes,
@@ -27,58 +32,58 @@ encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64
   const auto* from = x + row * pitch;
   const bool vector = vector_loads != 0;
   alignas(16) typename Q::Source held[Q::kSteps][Q::kVec];
-  Extremes<Q> extremes;
+  AbsmaxState<Q> state;
   CUTE_UNROLL
   for (int s = 0; s < Q::kSteps; ++s) {
     const int64_t column = int64_t{s} * width + first;
     load<Q>(from + column, length - column, vector, held[s]);
   }
   CUTE_UNROLL
-  for (int s = 0; s < Q::kSteps; ++s) extremes.see(held[s]);
+  for (int s = 0; s < Q::kSteps; ++s) state.update(held[s]);
   for (int64_t column = int64_t{Q::kSteps} * width + first; column < length; column += width) {
     alignas(16) typename Q::Source part[Q::kVec];
     load<Q>(from + column, length - column, vector, part);
-    extremes.see(part);
+    state.update(part);
   }
-  extremes.report_to(flags);
-  const auto top = group_reduce_max(extremes.top, int(lanes), scratch);
-  if (first == 0 && length) {  // the division, once a row
-    const Real scale = given ? scales[row] : scale_of<Real, Range<Config>::kHigh>(top);
+  state.write_flags(flags);
+  const auto absmax = group_reduce_max(state.absmax, int(lanes), scratch);
+  if (first == 0 && length) {  // one division per row
+    const Real scale = given ? scales[row] : scale_of<Real, Range<Config>::kHigh>(absmax);
     if (!given) scales[row] = scale * static_cast<Real>(factor);
     shared_scales[threadIdx.x / int(lanes)] = scale;
   }
   __syncthreads();
   const Real scale = shared_scales[threadIdx.x / int(lanes)];
-  const FloatInverse near(scale);
-  const bool inside = is_inside<Config>(extremes, near);
-  const auto fast = [&](int) { return near; };
+  const FloatInverse fast_inverse(scale);
+  const bool in_range = is_in_range<Config>(state, fast_inverse);
+  const auto fast = [&](int) { return fast_inverse; };
   const auto exact = [&](int) { return inverse_of(scale); };
   const Output output{out, out_pitch, vector_stores != 0};
   CUTE_UNROLL
   for (int s = 0; s < Q::kSteps; ++s) {
     const int64_t column = int64_t{s} * width + first;
-    encode_run<Config>(output, row, column, length - column, held[s], from + column, inside, fast, exact);
+    encode_run<Config>(output, row, column, length - column, held[s], from + column, in_range, fast, exact);
   }
   for (int64_t column = int64_t{Q::kSteps} * width + first; column < length; column += width) {
     alignas(16) typename Q::Source part[Q::kVec];
     load<Q>(from + column, length - column, vector, part);
-    encode_run<Config>(output, row, column, length - column, part, from + column, inside, fast, exact);
+    encode_run<Config>(output, row, column, length - column, part, from + column, in_range, fast, exact);
   }
 }
 
-// What the threads of a team do for one short row after the other; `kWhole`: rows are as long as the team's loads, which are
-// aligned, and so are its stores. Then running pointers are all that a row needs besides its entries.
+// Loop of a thread group over its short rows. kWhole: a row is exactly the loads of the group, and loads and stores are
+// aligned; then a row needs only running pointers besides its entries.
 template <class Config, bool kWhole>
 struct ShortRows {
   using Q = Quantizer<Config>;
   using Source = typename Q::Source;
   using Real = typename Q::Real;
 
-  const Source* next_from;  // the thread's first entry of the row that is fetched next
+  const Source* next_from;  // the thread's first entry of the row that is loaded next
   const Source* from;
   uint8_t* to;
   Real* scale_at;
-  int64_t apart, out_apart, scale_apart;  // from one row of the thread to its next, in entries, bytes and scales
+  int64_t row_step, out_step, scale_step;  // from one row of the thread to its next, in entries, bytes and scales
   int64_t columns;
   int width, first, lanes;
   bool vector_loads, vector_stores, given;
@@ -90,44 +95,44 @@ struct ShortRows {
     for (int s = 0; s < Q::kSteps; ++s) {
       load<Q>(next_from + s * width, exists ? valid(s) : 0, kWhole || vector_loads, next[s]);
     }
-    if (exists) next_from += apart;
+    if (exists) next_from += row_step;
   }
-  // One row, the next one on its way; `exists` and `more`: whether there are these.
-  __device__ void encode(bool exists, bool more, float factor, Extremes<Q>& all) {
+  // Encode one row while the next one is loaded. exists, more: whether this row and the next one exist.
+  __device__ void encode(bool exists, bool more, float factor, AbsmaxState<Q>& all) {
     alignas(16) Source held[Q::kSteps][Q::kVec];
-    Extremes<Q> extremes;
+    AbsmaxState<Q> state;
     CUTE_UNROLL
     for (int s = 0; s < Q::kSteps; ++s) {
       CUTE_UNROLL
       for (int i = 0; i < Q::kVec; ++i) held[s][i] = next[s][i];
-      extremes.see(held[s]);
+      state.update(held[s]);
     }
     fetch(more);
-    all.see(extremes);
-    auto top = extremes.top;
+    all.update(state);
+    auto absmax = state.absmax;
     for (int lane = 1; lane < lanes; lane *= 2) {
-      const auto other = __shfl_xor_sync(~0u, top, lane);
-      top = other > top ? other : top;
+      const auto other = __shfl_xor_sync(~0u, absmax, lane);
+      absmax = other > absmax ? other : absmax;
     }
     if (!exists) return;
-    const Real scale = given ? *scale_at : scale_of<Real, Range<Config>::kHigh>(top);
+    const Real scale = given ? *scale_at : scale_of<Real, Range<Config>::kHigh>(absmax);
     if (first == 0 && !given) *scale_at = scale * static_cast<Real>(factor);
-    const FloatInverse near(scale);
-    const bool inside = is_inside<Config>(extremes, near);
+    const FloatInverse fast_inverse(scale);
+    const bool in_range = is_in_range<Config>(state, fast_inverse);
     const Output output{to, 0, kWhole || vector_stores};
     CUTE_UNROLL
     for (int s = 0; s < Q::kSteps; ++s) {
-      encode_run<Config>(output, 0, s * width + first, valid(s), held[s], from + s * width, inside,
-                         [&](int) { return near; }, [&](int) { return inverse_of(scale); });
+      encode_run<Config>(output, 0, s * width + first, valid(s), held[s], from + s * width, in_range,
+                         [&](int) { return fast_inverse; }, [&](int) { return inverse_of(scale); });
     }
-    from += apart;
-    to += out_apart;
-    scale_at += scale_apart;
+    from += row_step;
+    to += out_step;
+    scale_at += scale_step;
   }
 };
 
-// As encode_rows, of rows that up to 32 lanes load at once. A warp goes through many of them, the next ones on their way: of
-// short rows a block of its own for each few would spend most of its time on what surrounds them.
+// As encode_rows, for rows that up to 32 lanes load at once. A warp loops over many rows and prefetches the next ones: with a
+// CTA per few short rows, prologue and epilogue would dominate.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
 encode_short_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t lanes,
@@ -138,25 +143,25 @@ encode_short_rows(const typename Config::Source* x, int64_t pitch, int64_t rows,
   using Q = Quantizer<Config>;
   if (blockIdx.y == 1) x = other_x, scales = other_scales, out = other_out, factor = 1.0f;
   const int width = int(lanes) * Q::kVec, first = int(threadIdx.x & (lanes - 1)) * Q::kVec;
-  const int shift = 31 - __clz(int(lanes)), teams = Q::kThreads >> shift;
-  const int64_t step = int64_t{gridDim.x} * teams, own = int64_t{blockIdx.x} * teams + (threadIdx.x >> shift);
-  const int64_t ahead = (threadIdx.x % 32) >> shift;  // of the warp's first row: its lanes go on together
-  Extremes<Q> all;
-  const auto walk = [&](auto whole) {
-    ShortRows<Config, decltype(whole)::value> team{};
-    team.next_from = team.from = x + (own < rows ? own * pitch : 0) + first;
-    team.to = out + own * out_pitch, team.scale_at = scales + own;
-    team.apart = step * pitch, team.out_apart = step * out_pitch, team.scale_apart = step;
-    team.columns = columns, team.width = width, team.first = first, team.lanes = int(lanes);
-    team.vector_loads = vector_loads != 0, team.vector_stores = vector_stores != 0, team.given = given != 0;
-    team.fetch(own < rows);
+  const int shift = 31 - __clz(int(lanes)), row_groups = Q::kThreads >> shift;
+  const int64_t step = int64_t{gridDim.x} * row_groups, own = int64_t{blockIdx.x} * row_groups + (threadIdx.x >> shift);
+  const int64_t ahead = (threadIdx.x % 32) >> shift;  // offset from the warp's first row: all its lanes run as long
+  AbsmaxState<Q> all;
+  const auto loop = [&](auto whole) {
+    ShortRows<Config, decltype(whole)::value> group{};
+    group.next_from = group.from = x + (own < rows ? own * pitch : 0) + first;
+    group.to = out + own * out_pitch, group.scale_at = scales + own;
+    group.row_step = step * pitch, group.out_step = step * out_pitch, group.scale_step = step;
+    group.columns = columns, group.width = width, group.first = first, group.lanes = int(lanes);
+    group.vector_loads = vector_loads != 0, group.vector_stores = vector_stores != 0, group.given = given != 0;
+    group.fetch(own < rows);
     for (int64_t row = own; row - ahead < rows; row += step) {
-      team.encode(row < rows, row + step < rows, factor, all);
+      group.encode(row < rows, row + step < rows, factor, all);
     }
   };
-  if (vector_loads && vector_stores && columns == int64_t{width} * Q::kSteps) walk(cuda::std::true_type{});
-  else walk(cuda::std::false_type{});
-  all.report_to(flags);
+  if (vector_loads && vector_stores && columns == int64_t{width} * Q::kSteps) loop(cuda::std::true_type{});
+  else loop(cuda::std::false_type{});
+  all.write_flags(flags);
 }
 
 }  // namespace magicube

@@ -28,7 +28,7 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
   using Tile = ProbeTile<C::kGroups>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   DigitScale by[4];  // of a lane's four rows, or of the four columns that it is at
-  const auto factors_at = [&](int64_t at, int64_t end) { return at < end ? factors_of(__ldg(scales + at)) : DigitScale{}; };
+  const auto factors_at = [&](int64_t at, int64_t end) { return at < end ? prepare_scale(__ldg(scales + at)) : DigitScale{}; };
   if constexpr (C::kLeft) {
     const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
     CUTE_UNROLL
@@ -52,7 +52,7 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
       }
     }
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) by[i].lift = 1.0f;  // lines with another one are far from one: nothing here means anything
+    for (int i = 0; i < 4; ++i) by[i].bias_factor = 1.0f;  // lines with another one are far from one: nothing here means anything
     CUTE_UNROLL
     for (int i = 0; i < kRun; i += 2) {
       float u[4], less[4], v[4];  // of both halves of the vectors at places i and i + 1

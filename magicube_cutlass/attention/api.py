@@ -1,26 +1,40 @@
-"""``sparse_attention``: arguments are checked here, then handed to the torch operator."""
+"""Public call of sparse attention: checks the arguments and calls the torch operator."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from magicube_cutlass.attention import torch_op as operator
+from magicube_cutlass.attention import torch_op
 from magicube_cutlass.attention.sparse_softmax import check_key_bias, check_scale, check_softmax_bits
 from magicube_cutlass.formats.pattern import Pattern
 
 QKV_BITS = (4, 8, 16)
-Impl = Literal["fused", "three"]
+Impl = Literal["fused", "unfused", "three"]  # "three": deprecated name of "unfused"
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options of :func:`sparse_attention`, documented there."""
+
+    softmax_bits: int
+    qkv_bits: int
+    scale: float | None
+    causal: bool
+    bias: Tensor | None
+    impl: Impl | None
+    nan_for_empty: bool
 
 
 def _masks(mask: Pattern | Sequence[Pattern], q: Tensor, keys: int) -> tuple[Pattern, ...]:
+    """The masks as a tuple; raise unless they fit `q` and the number of keys."""
     masks = (mask,) if isinstance(mask, Pattern) else tuple(mask) if isinstance(mask, (list, tuple)) else ()
     if not masks or not all(isinstance(one, Pattern) for one in masks):
-        raise TypeError(f"mask must be a Pattern or a list of one for each head, got {type(mask).__name__}")
+        raise TypeError(f"mask must be a Pattern or a list of one per head, got {type(mask).__name__}")
     if not isinstance(mask, Pattern):
         heads = q.shape[-3] if q.ndim > 2 else None
         if len(masks) != heads:
@@ -40,6 +54,7 @@ def _masks(mask: Pattern | Sequence[Pattern], q: Tensor, keys: int) -> tuple[Pat
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless Q, K and V have matching dtypes, devices and shapes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"{name} must be a float tensor, got {getattr(x, 'dtype', type(x).__name__)}")
@@ -69,14 +84,8 @@ def sparse_attention(
     v: Tensor,
     mask: Pattern | Sequence[Pattern],
     *,
-    softmax_bits: int = 8,
-    qkv_bits: int = 8,
-    scale: float | None = None,
-    causal: bool = False,
-    bias: Tensor | None = None,
-    impl: Impl | None = None,
-    nan_for_empty: bool = False,
     return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 @overload
 def sparse_attention(
@@ -85,14 +94,8 @@ def sparse_attention(
     v: Tensor,
     mask: Pattern | Sequence[Pattern],
     *,
-    softmax_bits: int = 8,
-    qkv_bits: int = 8,
-    scale: float | None = None,
-    causal: bool = False,
-    bias: Tensor | None = None,
-    impl: Impl | None = None,
-    nan_for_empty: bool = False,
     return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 def sparse_attention(
     q: Tensor,
@@ -109,33 +112,89 @@ def sparse_attention(
     nan_for_empty: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``softmax(scale Q K^T + bias) V`` over the keys that ``mask`` keeps, by products of quantized integers.
+    """Compute quantized attention over the keys that a sparse mask keeps.
 
-    ``q``: float (..., Lq, d), ``k``: (..., Lk, d), ``v``: (..., Lk, dv), of one dtype; a GPU reads float64 as float32,
-    with its range.  ``mask``: a pattern of shape (Lq, Lk), see :mod:`magicube_cutlass.masks`, or a list of one for each
-    head, the dimension before the last two.
-    ``softmax_bits``: 4, 8 or 16, unsigned; ``qkv_bits``: 4, 8 or 16, signed.  Q and K are quantized with a scale a row,
-    V with a scale a matrix, the softmax as :func:`sparse_softmax` says.
-    ``scale``: default ``1 / sqrt(d)``.  ``causal`` leaves out the elements of the mask with j > i, one by one.
-    ``bias``: float (..., Lk), added to the logits of a key, -inf leaves it out; its leading dimensions go with q's.
-    ``impl``: ``"fused"``, one kernel on a GPU; ``"three"``, the three products of the paper; default: fused where there
-    is a kernel for the call.  ``nan_for_empty``: NaN rather than zeros where a query has no key.
-    Inf or nan in a row of q or k gives NaN for the queries that meet it, in v for its whole matrix.
-    Returns (..., Lq, dv) of q's dtype; with ``return_lse`` also ``log sum exp`` of the logits, float32 (..., Lq).
-    Gradients, of all four tensors and once, come from the three products at the quantized values, each rounding taken
-    for the identity.
-    The call is one operator of a compiled graph (``fullgraph=True``), which finds its masks as long as they are alive.
-    Raises ``TypeError``/``ValueError`` that name the argument, ``NotImplementedError`` for what ``impl="fused"`` cannot
-    take.  Source: Li, Osawa, Hoefler, SC'22, section V-C and figure 16.
+    ``softmax(scale Q K^T + bias) V`` by products of quantized integers. Q and K have per-row scales, V has one scale
+    per matrix; the softmax is quantized as in :func:`sparse_softmax`. Implements section V-C of [1]_.
+
+    Gradients of all four tensors, of first order, come from the unfused products at the quantized values; each rounding
+    counts as the identity (straight-through). The call is one operator of a compiled graph (``fullgraph=True``), which
+    needs its masks alive.
+
+    Parameters
+    ----------
+    q : Tensor, shape (..., Lq, d)
+        Floats. A GPU reads float64 as float32, with its range.
+    k : Tensor, shape (..., Lk, d)
+        Like `q`.
+    v : Tensor, shape (..., Lk, dv)
+        Like `q`.
+    mask : Pattern or sequence of Pattern, shape (Lq, Lk)
+        Pattern of all matrices, see :mod:`magicube_cutlass.masks`, or one per head (dimension -3 of `q`).
+    softmax_bits : int, default 8
+        Width of the softmax: 4, 8 or 16, unsigned.
+    qkv_bits : int, default 8
+        Width of Q, K and V: 4, 8 or 16, signed.
+    scale : float, optional
+        Positive scale of the logits. Default: ``1 / sqrt(d)``.
+    causal : bool, default False
+        Exclude the elements of the mask with ``j > i``.
+    bias : Tensor, shape (..., Lk), optional
+        Floats added to the logits per key; -inf excludes a key. Leading dimensions broadcast to those of `q`.
+    impl : {"fused", "unfused"}, optional
+        One kernel on a GPU, or the three products of the paper. Default: fused if a kernel supports the call.
+    nan_for_empty : bool, default False
+        Queries without keys give NaN instead of zeros.
+    return_lse : bool, default False
+        Return the log-sum-exp of the logits too.
+
+    Returns
+    -------
+    out : Tensor, shape (..., Lq, dv)
+        Dtype of `q`. Non-finite rows of `q` or `k` give NaN for the queries they meet; a non-finite `v` gives NaN for
+        its matrix.
+    lse : Tensor, shape (..., Lq)
+        float32, -inf for a query without keys; only with `return_lse`.
+
+    Raises
+    ------
+    TypeError
+        If a dtype or type is not supported.
+    ValueError
+        If a shape, device or option is wrong.
+    NotImplementedError
+        If ``impl="fused"`` does not support the call, or the device has no kernel.
+
+    See Also
+    --------
+    sparse_softmax : Quantized softmax of a sparse matrix.
+
+    References
+    ----------
+    .. [1] Li, Osawa, Hoefler, SC'22, section V-C and figure 16.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> q, k, v = torch.randn(3, 2, 64, 32, generator=torch.Generator().manual_seed(0))
+    >>> mask = mc.masks.local(64, 16)
+    >>> mc.sparse_attention(q, k, v, mask).shape
+    torch.Size([2, 64, 32])
+    >>> dense = (q @ k.mT / 32**0.5).masked_fill(~mask.to_dense(), -torch.inf).softmax(-1) @ v
+    >>> bool((mc.sparse_attention(q, k, v, mask) - dense).abs().max() < 0.05)
+    True
     """
     _check_tensors(q, k, v)
     check_softmax_bits(softmax_bits, "softmax_bits")
     if qkv_bits not in QKV_BITS:
         raise ValueError(f"qkv_bits must be one of {QKV_BITS}, got {qkv_bits!r}")
-    if impl not in (None, "fused", "three"):
-        raise ValueError(f"impl must be None, 'fused' or 'three', got {impl!r}")
+    if impl not in (None, "fused", "unfused", "three"):
+        raise ValueError(f"impl must be None, 'fused' or 'unfused', got {impl!r}")
+    if impl == "three":
+        warnings.warn("impl='three' is deprecated; use impl='unfused'", DeprecationWarning, stacklevel=2)
+        impl = "unfused"
     masks = _masks(mask, q, k.shape[-2])
-    factor = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else check_scale(scale)
+    logit_scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else check_scale(scale)
     batch = q.shape[:-2]
     if bias is not None:
         check_key_bias(bias, k.shape[-2], q.device)
@@ -143,26 +202,28 @@ def sparse_attention(
     if 0 in (*q.shape, *v.shape):
         out, lse = _without_keys(q, v, nan_for_empty)
     else:
-        rows = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+        matrices = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]  # (N, L, d)
         names, bits = " ".join([one._named(one._version_id) for one in masks]), [softmax_bits, qkv_bits]
-        out, lse = operator.attend(*rows, bias, names, bits, factor, causal, nan_for_empty, return_lse, impl or "")
+        out, lse = torch_op.sparse_attention(
+            *matrices, bias, names, bits, logit_scale, causal, nan_for_empty, return_lse, impl or ""
+        )
     out = out.reshape(*batch, q.shape[-2], v.shape[-1])
     return (out, lse.reshape(*batch, q.shape[-2])) if return_lse else out
 
 
 def _without_keys(q: Tensor, v: Tensor, nan_for_empty: bool) -> tuple[Tensor, Tensor]:
-    """The result where nothing comes out, or where there are no keys."""
+    """Result and log-sum-exp of a call without queries, keys or columns."""
     empty = math.nan if nan_for_empty else 0.0
     return q.new_full((*q.shape[:-1], v.shape[-1]), empty), torch.full(q.shape[:-1], -math.inf, device=q.device)
 
 
 def _flat_bias(bias: Tensor, batch: torch.Size) -> Tensor:
-    """float32 (1, Lk), or (N, Lk) where it differs along the leading dimensions."""
+    """The bias as float32 (1, Lk), or (N, Lk) if it varies along the leading dimensions."""
     if bias.shape[:-1].numel() == 1:
         return bias.to(torch.float32).reshape(1, -1)
     try:
-        wide = bias.expand(*batch, bias.shape[-1])
+        expanded = bias.expand(*batch, bias.shape[-1])
     except RuntimeError:
-        raise ValueError(f"bias must go with the leading dimensions {tuple(batch)} of q, got shape "
+        raise ValueError(f"bias must broadcast to the leading dimensions {tuple(batch)} of q, got shape "
                          f"{tuple(bias.shape)}") from None  # fmt: skip
-    return wide.to(torch.float32).reshape(-1, bias.shape[-1])
+    return expanded.to(torch.float32).reshape(-1, bias.shape[-1])

@@ -1,7 +1,7 @@
-"""Several sparse matrices as one: blocks on a diagonal, so that one launch multiplies them all.
+"""Block-diagonal matrices: several sparse matrices as one, so that one launch multiplies them all.
 
-``diag(P_1, ..., P_n) [V_1; ...; V_n] = [P_1 V_1; ...; P_n V_n]``.  The dense operands are stacked by a view, and so are
-SR-BCRS values on one pattern, since vector rows follow one another; only column indices are repeated.
+``diag(P_1, ..., P_n) [V_1; ...; V_n] = [P_1 V_1; ...; P_n V_n]``. Dense operands are concatenated by a view. So are
+SR-BCRS values on one pattern, since its vector rows are consecutive; only column indices are repeated.
 """
 
 from __future__ import annotations
@@ -17,78 +17,124 @@ from magicube_cutlass.formats.pattern import Padded, Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 
 
-class Stack(NamedTuple):
-    """``copies`` of a padded pattern on a diagonal, and what kernels want to know of it."""
+class BlockDiagonal(NamedTuple):
+    """Copies of a padded pattern on a diagonal, as kernels read them."""
 
     pattern: Pattern  # (copies * R * V, copies * K)
-    row_start: Tensor  # int64 (copies * R,)
-    row_end: Tensor
-    col_indices: Tensor  # int32 (copies * padded vectors,), -1 in the padding
+    row_start: Tensor  # (copies * R,) int64
+    row_end: Tensor  # (copies * R,) int64
+    col_indices: Tensor  # (copies * padded vectors,) int32, -1 in the padding
 
 
-def whole_rows(pattern: Pattern) -> Pattern:
-    """``pattern`` with as many rows as its vector rows have, the new ones of the same vectors; cached."""
+def pad_to_vector_rows(pattern: Pattern) -> Pattern:
+    """Return `pattern` with its rows padded to whole vector rows, of the same vectors; cached on it.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> pad_to_vector_rows(mc.random_pattern(13, 20, 0.5, 8)).shape
+    (16, 20)
+    """
     v = pattern.vector_length
     if pattern.shape[0] % v == 0:
         return pattern
-    if "whole" not in pattern._cache:
+    if "padded rows" not in pattern._cache:
         shape = (pattern.vector_rows * v, pattern.shape[1])
-        pattern._cache["whole"] = Pattern(shape, v, pattern.row_offsets, pattern.col_indices)
-    whole: Pattern = pattern._cache["whole"]
-    return whole
+        pattern._cache["padded rows"] = Pattern(shape, v, pattern.row_offsets, pattern.col_indices)
+    padded: Pattern = pattern._cache["padded rows"]
+    return padded
 
 
-def block_diagonal(patterns: Sequence[Pattern]) -> Pattern:
-    """The pattern with ``patterns`` on its diagonal, each filled up to whole vector rows.
+def concat_on_diagonal(patterns: Sequence[Pattern]) -> Pattern:
+    """Return the pattern with `patterns` on its diagonal, each padded to whole vector rows.
 
-    Requires at least one pattern, and one vector length and device.  Raises ``ValueError`` beyond 2**31 - 1 columns.
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        At least one, of one vector length and device.
+
+    Raises
+    ------
+    ValueError
+        If the result has 2**31 columns or more.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> concat_on_diagonal([mc.random_pattern(13, 20, 0.5, 8), mc.random_pattern(8, 5, 0.5, 8)]).shape
+    (24, 25)
     """
-    offsets, columns, rows, wide, vectors = [], [], 0, 0, 0
+    offsets, columns, rows, total_columns, vectors = [], [], 0, 0, 0
     for pattern in patterns:
         offsets.append(pattern.row_offsets[:-1] + vectors)
-        columns.append(pattern.col_indices + wide)
-        rows, wide = rows + pattern.vector_rows, wide + pattern.shape[1]
+        columns.append(pattern.col_indices + total_columns)
+        rows, total_columns = rows + pattern.vector_rows, total_columns + pattern.shape[1]
         vectors += pattern.vectors
     first = patterns[0]
     offsets.append(first.row_offsets.new_tensor([vectors]))
-    return Pattern((rows * first.vector_length, wide), first.vector_length, torch.cat(offsets), torch.cat(columns))
+    shape = (rows * first.vector_length, total_columns)
+    return Pattern(shape, first.vector_length, torch.cat(offsets), torch.cat(columns))
 
 
-def stack(pattern: Pattern, stride: int, copies: int) -> Stack:
-    """``copies`` of ``pattern`` on a diagonal, padded to ``stride``; cached on it.
+def repeat_on_diagonal(pattern: Pattern, stride: int, copies: int) -> BlockDiagonal:
+    """Return `copies` of `pattern` on a diagonal, padded to `stride`; cached on it.
 
-    The copies are not padded anew: their rows and slots repeat the pattern's own.  A single one is the pattern itself.
+    The copies are not padded again: rows and slots repeat those of the pattern.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> repeat_on_diagonal(mc.random_pattern(16, 20, 0.5, 8), 32, 3).pattern.shape
+    (48, 60)
     """
-    key = ("stack", stride, copies)
+    key = ("block diagonal", stride, copies)
     if key not in pattern._cache:
         padded = pattern.padded(stride)
         if copies == 1:
-            found = Stack(pattern, padded.row_start, padded.row_end, padded.col_indices)
+            diagonal = BlockDiagonal(pattern, padded.row_start, padded.row_end, padded.col_indices)
         else:
-            found = _copied(pattern, padded, copies)
-        pattern._cache[key] = found
-    result: Stack = pattern._cache[key]
-    return result
+            diagonal = _repeat(pattern, padded, copies)
+        pattern._cache[key] = diagonal
+    cached: BlockDiagonal = pattern._cache[key]
+    return cached
 
 
-def _copied(pattern: Pattern, padded: Padded, copies: int) -> Stack:
+def _repeat(pattern: Pattern, padded: Padded, copies: int) -> BlockDiagonal:
+    """Build the structure of `repeat_on_diagonal` for several copies."""
     shape = check_shape((copies * pattern.vector_rows * pattern.vector_length, copies * pattern.shape[1]))
     number = torch.arange(copies, device=pattern.device)[:, None]  # (copies, 1)
-    right = (number * pattern.shape[1]).to(torch.int32)
-    down, vectors = number * padded.col_indices.shape[0], pattern.vectors
+    column_shift = (number * pattern.shape[1]).to(torch.int32)  # (copies, 1)
+    slot_shift, vectors = number * padded.col_indices.shape[0], pattern.vectors
     offsets = torch.cat(
         ((pattern.row_offsets[:-1] + number * vectors).flatten(), number.new_tensor([copies * vectors]))
-    )
-    wide = Pattern(shape, pattern.vector_length, offsets, (pattern.col_indices + right).flatten())
-    columns = torch.where(padded.col_indices < 0, -1, padded.col_indices + right).flatten()
-    return Stack(wide, (padded.row_start + down).flatten(), (padded.row_end + down).flatten(), columns)
+    )  # (copies * R + 1,)
+    repeated = Pattern(shape, pattern.vector_length, offsets, (pattern.col_indices + column_shift).flatten())
+    columns = torch.where(padded.col_indices < 0, -1, padded.col_indices + column_shift).flatten()
+    row_start, row_end = padded.row_start + slot_shift, padded.row_end + slot_shift  # (copies, R)
+    return BlockDiagonal(repeated, row_start.flatten(), row_end.flatten(), columns)
 
 
-def stacked_matrix(found: Stack, stride: int, values: Tensor, scale: Tensor, bits: int, signed: bool) -> SRBCRS:
-    """Quantized values ``(copies * blocks, V, width)`` on ``found``; ``scale``: ``(rows, 1)``."""
-    pattern = found.pattern
+def block_diagonal_matrix(
+    diagonal: BlockDiagonal, stride: int, values: Tensor, scale: Tensor, bits: int, signed: bool
+) -> SRBCRS:
+    """Return quantized values on a block-diagonal pattern as a matrix.
+
+    Parameters
+    ----------
+    diagonal : BlockDiagonal
+        Structure.
+    stride : int
+        Padding unit of the values, in vectors.
+    values : Tensor, shape (copies * blocks, V, width)
+        Integers in storage form.
+    scale : Tensor, shape (rows, 1)
+        Row scales.
+    bits, signed : int, bool
+        Integers of `values`.
+    """
+    pattern = diagonal.pattern
     matrix = SRBCRS(
-        found.row_start, found.row_end, found.col_indices, values, shape=pattern.shape,
+        diagonal.row_start, diagonal.row_end, diagonal.col_indices, values, shape=pattern.shape,
         vector_length=pattern.vector_length, bits=bits, signed=signed, stride=stride, scale=scale,
     )  # fmt: skip
     matrix._cache["pattern"] = pattern

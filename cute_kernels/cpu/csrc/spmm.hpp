@@ -51,7 +51,7 @@ struct SpmmRow {
   bool digit_signed(int d) const { return args.a.is_signed && d == args.a.digits() - 1; }
 
   // Adds the chunk of nonzeros [begin, begin + count) to the sums, or starts them; begin is a multiple of the stride.
-  void mma(int64_t begin, int64_t count, bool fresh) const {
+  void multiply(int64_t begin, int64_t count, bool fresh) const {
     const auto& a = args.a;
     const int groups = static_cast<int>((count + kQuad - 1) / kQuad);
     for (int db = 0; db < args.b.digits(); ++db) {

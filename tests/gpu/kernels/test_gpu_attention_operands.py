@@ -82,7 +82,7 @@ def test_wrong_operands_are_told_and_no_queries_or_keys_are_none() -> None:
         encode_operands(q, q, q.new_zeros(2, 9, 64), bits=8)
     with pytest.raises(ValueError, match=r"k must have 3 dimensions, .* got \(2, 8, 32\)"):
         encode_operands(q, q[..., :32], q[..., :32], bits=8)
-    with pytest.raises(ValueError, match=r"q must have a depth of \(32, 64, 128\), got 48"):
+    with pytest.raises(ValueError, match=r"q must have a head dimension of \(32, 64, 128\), got 48"):
         encode_operands(*(q[..., :48].contiguous() for _ in "qkv"), bits=8)
     with pytest.raises(ValueError, match=r"v must be float16, .* like q, got torch\.float32"):
         encode_operands(q, q, q.float(), bits=8)

@@ -21,7 +21,7 @@ from cute_kernels.spmm.gather import pack_gather
 from magicube_cutlass import masks
 from magicube_cutlass.attention import sparse_attention, sparse_softmax
 from magicube_cutlass.attention import sparse_softmax as softmax
-from magicube_cutlass.attention.block_diagonal import stack
+from magicube_cutlass.attention.block_diagonal import repeat_on_diagonal
 from tests.gpu.problems import HERE, gather, kind, sddmm
 
 pytestmark = pytest.mark.gpu
@@ -115,7 +115,7 @@ def copies() -> list[Any]:
 @pytest.mark.configs(copies())
 def test_the_copy_in_fragment_order_is_the_one_that_the_product_would_make(v: int) -> None:
     S = logits(mc.random_pattern(100, 300, 0.7, v), (3,), torch.float16, 32).to("cuda")
-    on = stack(S.pattern, 32, 3)
+    on = repeat_on_diagonal(S.pattern, 32, 3)
     for bits, qkv in PAIRS if v == 8 else PAIRS[:3]:
         config = softmax.product_config(on, bits, (qkv, True), 64, torch.float16)
         of = softmax.Logits(S.pattern, 32, (10**6, 10**6), 0.37, None, False)
@@ -129,7 +129,7 @@ def test_the_copy_in_fragment_order_is_the_one_that_the_product_would_make(v: in
         copy = pack_gather(
             config, Vectors(pattern.row_offsets, pattern.col_indices, matrix.vectors(), Integer(bits, False))
         )
-        given = softmax.product_copy(on, 32, found.values)
+        given = softmax.packed_probabilities(on, 32, found.values)
         assert all(torch.equal(a, b) for a, b in zip(given, copy, strict=True))
 
 
@@ -171,7 +171,7 @@ def test_both_forms_are_as_near_to_float64_as_the_cpu(softmax_bits: int, qkv_bit
             tensors = [x.cuda() for x in (q, k, v)]
             expected, true = exact(q, k, v, dense & tril, bias)
             plain, sums = sparse_attention(q, k, v, mask, causal=causal, bias=bias, **bits)
-            ours, lse = sparse_attention(*tensors, there, impl="three", **on_gpu)
+            ours, lse = sparse_attention(*tensors, there, impl="unfused", **on_gpu)
             assert ours.dtype == torch.float16
             assert error(ours, plain) < 4e-3 * (20 if softmax_bits == 4 else 1)  # where a rounding went the other way
             assert torch.allclose(lse.cpu(), sums, rtol=1e-4, atol=5e-3)
@@ -198,7 +198,7 @@ def test_other_depths_and_vector_lengths(v: int, depth: int) -> None:
         assert error(ours, plain) < 4e-3
 
 
-@pytest.mark.parametrize("impl", ["fused", "three"])
+@pytest.mark.parametrize("impl", ["fused", "unfused"])
 def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
     leaves = list(inputs((4,), 90, 130, 64, torch.float64))
     leaves[1][:, 5] *= 6  # sticks out, so that each key has a scale of its own on a GPU too
@@ -206,7 +206,7 @@ def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
     there = [x.detach().cuda().requires_grad_() for x in leaves]
     mask = masks.random(90, 0.6, keys=130)
     plain, ours = sparse_attention(*leaves, mask), sparse_attention(*there, mask.to("cuda"), impl=impl)
-    assert ours.dtype == torch.float64 and error(ours, plain) < 4e-3 * (1 if impl == "three" else 2)
+    assert ours.dtype == torch.float64 and error(ours, plain) < 4e-3 * (1 if impl == "unfused" else 2)
     plain.sin().sum().backward()
     ours.sin().sum().backward()
     for mine, x in zip(there, leaves, strict=True):
@@ -214,7 +214,7 @@ def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
         assert error(mine.grad, x.grad) < 2e-2
 
 
-@pytest.mark.parametrize("impl", ["three", "fused"])
+@pytest.mark.parametrize("impl", ["unfused", "fused"])
 def test_peak_memory_follows_the_mask(impl: Any) -> None:
     """With as many keys a query, twice the length takes twice the memory, and scores of all pairs would not fit in it."""
     peaks = []
@@ -237,13 +237,13 @@ def test_gradients_are_those_of_the_cpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
         leaves = [x.to(device).requires_grad_() for x in (q, k, v, bias)]
-        out = sparse_attention(*leaves[:3], mask.to(device), bias=leaves[3], impl="three")
+        out = sparse_attention(*leaves[:3], mask.to(device), bias=leaves[3], impl="unfused")
         found.append(torch.autograd.grad(out.sin().sum(), leaves))
     for plain, ours in zip(*found, strict=True):
         assert error(ours, plain) < 5e-3
 
 
-@pytest.mark.parametrize("impl", ["three", None])
+@pytest.mark.parametrize("impl", ["unfused", None])
 @pytest.mark.configs(pipelines())
 def test_a_warm_call_waits_for_nothing_and_a_graph_holds_it(impl: Any) -> None:
     tensors = [x.cuda() for x in inputs((2, 4), 256, 256, 64, torch.float16)]

@@ -25,7 +25,7 @@ def forget_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("kinds", [{}, {"return_lse": True, "causal": True}, {"impl": "three"}, {"softmax_bits": 16}])
+@pytest.mark.parametrize("kinds", [{}, {"return_lse": True, "causal": True}, {"impl": "unfused"}, {"softmax_bits": 16}])
 @pytest.mark.configs(pipelines())
 def test_the_call_is_one_graph_with_the_same_numbers(kinds: dict[str, Any]) -> None:
     mask = masks.random(256, 0.8).to("cuda")
@@ -56,7 +56,7 @@ def test_opcheck_passes() -> None:
     q, k, v = (x.cuda().requires_grad_() for x in inputs((4,), 64, 64, 64, torch.float16))
     same = (mask._named(mask._version_id), [8, 8], 0.125, False)
     opcheck(
-        operator.attend.default,
+        operator.sparse_attention.default,
         (q, k, v, None, *same, False, True, "fused"),
         test_utils=("test_schema", "test_faketensor"),
     )
@@ -83,7 +83,7 @@ def test_operands_may_lie_column_after_column(qkv_bits: int) -> None:
     rows = [x.cuda() for x in inputs((1, 4), 256, 256, 64, torch.float16)]
     columns = [x.mT.contiguous().mT for x in rows]
     heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows]
-    for impl in ("fused", "three"):
+    for impl in ("fused", "unfused"):
         expected = sparse_attention(*rows, mask, impl=impl, qkv_bits=qkv_bits)  # type: ignore[arg-type]
         for x in (columns, heads_inside):
             assert torch.equal(sparse_attention(*x, mask, impl=impl, qkv_bits=qkv_bits), expected)  # type: ignore[arg-type]

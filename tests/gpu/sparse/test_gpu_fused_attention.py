@@ -111,7 +111,7 @@ class Case:
         result, memory = guarded((batch, queries, self.config.head), out)
         sums, around = guarded((batch, queries), torch.float32)
         names = ("q_scale", "k_scale", "v_scale")
-        attention.attend(
+        attention.fused_attention(
             *self.ints, self.index, scale=self.scale, bias=self.bias, out=result, lse=sums if lse else None,
             **dict(zip(names, self.scales, strict=True)), **options,
         )  # fmt: skip
@@ -243,7 +243,7 @@ def test_a_graph_replays_with_new_data_to_the_bit(config: AttentionConfig) -> No
 
     def call() -> None:
         q, k, v = case.scales
-        attention.attend(*case.ints, case.index, scale=case.scale, q_scale=q, k_scale=k, v_scale=v, out=out)
+        attention.fused_attention(*case.ints, case.index, scale=case.scale, q_scale=q, k_scale=k, v_scale=v, out=out)
 
     call()
     torch.cuda.synchronize()
@@ -317,7 +317,7 @@ def test_operands_may_be_made_beside_it(config: AttentionConfig, queries: int, k
         k[seed % 3 :: 3, 5] *= 20  # one that sticks out: each key has a scale of its own
 
     def attend(ints: Operands, to: Tensor, ready: Tensor | None) -> None:
-        attention.attend(
+        attention.fused_attention(
             ints.q, ints.k, ints.v, index, scale=0.125, q_scale=ints.q_scale, k_scale=ints.k_scale,
             keys_alike=ints.keys_alike, v_scale=ints.v_scale, ready=ready, out=to,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
-from cute_kernels.cpu.engine import Dense
+from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.integers import BITS
 from cute_kernels.machine import Kind
 from cute_kernels.spmm.heuristics import SpmmKernel
@@ -90,7 +90,7 @@ def test_every_pair_sign_and_vector_length_is_exact(config: SpmmKernel) -> None:
 def test_bytes_column_by_column_are_turned(k: int, n: int, signed: bool) -> None:
     b = dense((k, n), (8, signed), "column")
     check_spmm(sparse(61, k, 8, (8, True)), b, gather(kind(8, (8, True), (8, signed))))
-    rows = aligned_rows(Dense(b.data.cuda(), 8, signed, -2, -1), -1, k)
+    rows = aligned_rows(DenseOperand(b.data.cuda(), 8, signed, -2, -1), -1, k)
     assert rows.stride(1) == 1 and rows.stride(0) % 16 == 0 and torch.equal(rows.cpu(), b.data)
 
 

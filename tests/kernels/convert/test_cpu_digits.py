@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert import digits as gemm_digits
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine, extension
 from residual.operand.decompose import decompose
 
 pytestmark = pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
@@ -38,7 +38,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(engine, "_threads", lambda work: request.param)
+    monkeypatch.setattr(extension, "num_threads", lambda work: request.param)
     return int(request.param)
 
 
@@ -113,7 +113,7 @@ def test_plain_quantization_does_not_depend_on_the_number_of_threads(
     x = torch.randn(301, 203, generator=torch.Generator().manual_seed(2))
     results = []
     for count in (1, 2, 5):
-        monkeypatch.setattr(engine, "_threads", lambda work, count=count: count)
+        monkeypatch.setattr(extension, "num_threads", lambda work, count=count: count)
         out = torch.empty(301, 203, dtype=torch.int8)
         scale = torch.empty({None: 1, 1: 301, 0: 203}[axis])
         mode = {None: 0, 1: 1, 0: 2}[axis]

@@ -21,14 +21,14 @@ from cute_kernels.attention.config import (
     GROUP,
     NO_TILE,
     QUERIES,
-    SEEN_BIT,
     TILE_BIT,
+    VISIBLE_BIT,
     AttentionConfig,
     GatherAttention,
     PanelAttention,
 )
 from cute_kernels.attention.fused import AttentionIndex, make_index
-from cute_kernels.attention.heuristics import Problem, choose
+from cute_kernels.attention.heuristics import AttentionProblem, choose
 from cute_kernels.layout.bank_conflicts import ldmatrix_wavefronts, report
 from magicube_cutlass import Pattern, random_pattern
 from tests.helpers import random_mask
@@ -54,15 +54,15 @@ def walked(config: PanelAttention, index: AttentionIndex, row: int, keys: int) -
 
     The ring is modelled: every place holds the key whose row was fetched there last.
     """
-    assert index.ranges is not None
+    assert index.tile_ranges is not None
     rows_of_mask = index.vector_rows
     block = row % rows_of_mask // config.block_rows
-    first, end = index.ranges[row // rows_of_mask, block].tolist()
+    first, end = index.tile_ranges[row // rows_of_mask, block].tolist()
     words, step, found = index.steps.words.long() & 0xFFFFFFFF, int(index.steps.start[row]), []
     ring: dict[int, int] = {}
     for tile in range(first, end):
         arrived = range(tile * config.tile, min((tile + 1) * config.tile, keys))
-        ring |= {int(config.places(torch.tensor([key]))[0]): key for key in arrived}
+        ring |= {int(config.smem_rows(torch.tensor([key]))[0]): key for key in arrived}
         gone = tile - config.window
         if gone >= first:  # others may have been fetched there
             stale = range(gone * config.tile, (gone + 1) * config.tile)
@@ -72,8 +72,8 @@ def walked(config: PanelAttention, index: AttentionIndex, row: int, keys: int) -
                 place = word & 0xFFFF
                 key = ring[place]  # a key error: the row was not there
                 assert place * 16 // (config.tile * config.head) % 2 == 0  # every other tile is V's
-                if word >> SEEN_BIT:
-                    found.append((key, word >> SEEN_BIT))
+                if word >> VISIBLE_BIT:
+                    found.append((key, word >> VISIBLE_BIT))
             step += 1
     assert int(words[step, 0]) >> TILE_BIT & 0xFF == NO_TILE
     return sorted(found)
@@ -101,7 +101,9 @@ def test_each_vector_is_read_once_for_the_queries_that_see_it(
             begin, end = index.steps.start[number : number + 2].tolist()
             words = index.steps.words[begin:end].reshape(-1).long() & 0xFFFFFFFF
             keys_of = index.steps.keys[begin:end].reshape(-1)
-            found = [(int(k), int(w) >> SEEN_BIT) for k, w in zip(keys_of, words, strict=True) if int(w) >> SEEN_BIT]
+            found = [
+                (int(k), int(w) >> VISIBLE_BIT) for k, w in zip(keys_of, words, strict=True) if int(w) >> VISIBLE_BIT
+            ]
             assert found == expected
             assert end - begin == -(-len(expected) // config.step)
 
@@ -177,8 +179,8 @@ def test_the_weights_of_two_keys_leave_their_lane_in_the_order_that_is_transpose
         ]
 
 
-def problem(length: int, density: float, batch: int = 32) -> Problem:
-    return Problem(batch, length // QUERIES, length, int(length * density) * length // QUERIES, length)
+def problem(length: int, density: float, batch: int = 32) -> AttentionProblem:
+    return AttentionProblem(batch, length // QUERIES, length, int(length * density) * length // QUERIES, length)
 
 
 def test_choice_follows_the_measured_times() -> None:
@@ -236,7 +238,7 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"q_scale": torch.ones(2, 8)}, ValueError, "q_scale must be contiguous of shape (), (2,) or (2, 16), got (2, 8)"),
         ({"k_scale": torch.ones((), dtype=torch.float64)}, TypeError, "k_scale must be float32"),
         ({"keys_alike": torch.zeros(3, dtype=torch.int32)}, ValueError, "keys_alike must have shape (2,), got (3,)"),
-        ({"keys_alike": torch.zeros(2, dtype=torch.int32)}, ValueError, "keys_alike must come with a k_scale a key, got ()"),
+        ({"keys_alike": torch.zeros(2, dtype=torch.int32)}, ValueError, "k_scale must be per key if keys_alike is given, got one per matrix"),
         ({"ready": torch.ones(2, 24)}, TypeError, "ready must be torch.int32"),
         ({"ready": torch.ones(3, 24, dtype=torch.int32)}, ValueError, "ready must have shape (2, 24), got (3, 24)"),
         ({"bias": torch.ones(16)}, ValueError, "bias must be contiguous of shape (8,) or (2, 8), got (16,)"),
@@ -244,7 +246,7 @@ def operands(**changes: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_wrong_operands_are_told(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        attention.attend(**operands(**changes))
+        attention.fused_attention(**operands(**changes))
 
 
 def test_names_are_unique_and_no_cpu_is_supported() -> None:

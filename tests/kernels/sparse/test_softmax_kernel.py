@@ -85,7 +85,7 @@ def emulate(config: SoftmaxConfig, codes: Tensor) -> Tensor:
     """``FragmentWriter`` lane by lane: the copy, uint8 (blocks, bytes), of one vector row's codes (blocks, V, 32)."""
     planes, rows, v = config.planes, config.rows, config.vector_length
     tiles, count = v // rows, codes.shape[0]
-    table = config.places().tolist()
+    table = config.fragment_order().tolist()
     staged_bytes, per_word = planes * rows * 32, 8 if config.bits == 4 else 4
     words = staged_bytes // per_word
     operand_words = words // (1 if config.sparse.stacked else planes)
@@ -133,9 +133,9 @@ def test_integers_are_written_in_the_order_that_the_product_reads(config: Softma
 
 @pytest.mark.parametrize("config", FRAGMENTS, ids=lambda config: config.name)
 def test_two_exchanges_of_pairs_write_what_the_table_says(config: SoftmaxConfig) -> None:
-    """``ExchangingWriter`` lane by lane, where it takes the place of the table."""
-    assert config.exchanged == (config.vector_length >= 8 and config.bits > 4)
-    if not config.exchanged:
+    """``ShuffleWriter`` lane by lane, where it takes the place of the table."""
+    assert config.uses_shuffles == (config.vector_length >= 8 and config.bits > 4)
+    if not config.uses_shuffles:
         return
     for plane in range(config.planes):
         held = [[plane * 256 + lane * 8 + 2 * pair for pair in range(4)] for lane in range(32)]  # places of pairs
@@ -151,7 +151,7 @@ def test_two_exchanges_of_pairs_write_what_the_table_says(config: SoftmaxConfig)
             mine, theirs = (early[lane][pair], late[lane][pair]), (early[lane ^ 1][pair], late[lane ^ 1][pair])
             low_half, high_half = (theirs, mine) if pair else (mine, theirs)
             words += [low_half[0], high_half[0], low_half[1], high_half[1]]
-        table = config.places()[plane * 256 : plane * 256 + 256].reshape(-1, 2)
+        table = config.fragment_order()[plane * 256 : plane * 256 + 256].reshape(-1, 2)
         assert table[:, 0].tolist() == words and (table[:, 1] == table[:, 0] + 1).all()
 
 

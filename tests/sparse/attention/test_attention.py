@@ -248,7 +248,7 @@ def test_a_step_against_the_gradient_lowers_the_loss() -> None:
 
 def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The fused kernel's interface, and that of its quantization, in torch operators; the calls that it got."""
-    attention = pytest.importorskip("cute_kernels.attention", reason="needs the wheel nvidia-cutlass")
+    attention = pytest.importorskip("cute_kernels.attention.fused", reason="needs the wheel nvidia-cutlass")
     calls: list[dict[str, Any]] = []
 
     def make_index(patterns: Any, queries: int, keys: int, *, batch: int, head_dim: int, causal: bool) -> Tensor:
@@ -286,8 +286,8 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     operands = pytest.importorskip("cute_kernels.attention.quantize_qkv")
     monkeypatch.setattr(operands, "encode_operands", encode_all)
     monkeypatch.setattr(attention, "make_index", make_index)
-    monkeypatch.setattr(attention, "attend", attend)
-    monkeypatch.setattr(operator, "_obstacle", lambda *_: "")
+    monkeypatch.setattr(attention, "fused_attention", attend)
+    monkeypatch.setattr(operator, "_fused_obstacle", lambda *_: "")
     return calls
 
 
@@ -302,7 +302,7 @@ def test_the_fused_kernel_gets_what_its_interface_says(
     for number, (mask, bias) in enumerate([(heads[0], None), (heads, torch.randn(44)), (heads, torch.randn(2, 3, 44))]):
         options: dict[str, Any] = {"bias": bias, "causal": number == 2, "qkv_bits": qkv_bits, "return_lse": True}
         fused, lse = sparse_attention(q, k, v, mask, impl="fused", **options)
-        other, sums = sparse_attention(q, k, v, mask, impl="three", softmax_bits=16, **options)
+        other, sums = sparse_attention(q, k, v, mask, impl="unfused", softmax_bits=16, **options)
         assert len(calls) == number + 1
         assert error(fused, other.double()) < 3e-3
         assert torch.allclose(lse, sums, atol=6e-3)
@@ -318,7 +318,7 @@ def test_the_fused_form_has_the_gradients_of_the_three_products(monkeypatch: pyt
     fake_kernel(monkeypatch)
     q, k, v = (x.requires_grad_() for x in inputs("random", 40, 40))
     mask, grads = masks.random(40, 0.5), []
-    for impl in ("fused", "three"):
+    for impl in ("fused", "unfused"):
         out = sparse_attention(q, k, v, mask, impl=impl)  # type: ignore[arg-type]
         grads.append(torch.autograd.grad(out.sin().sum(), (q, k, v)))
     assert all(error(a, b.double()) < 0.02 for a, b in zip(*grads, strict=True))
@@ -341,10 +341,10 @@ def bad_calls() -> list[tuple[type[Exception], str, dict[str, Any]]]:
         (ValueError, r"qkv_bits must be one of \(4, 8, 16\), got 5", {"qkv_bits": 5}),
         (ValueError, r"scale must be positive and finite, got -1", {"scale": -1}),
         (ValueError, "bias must have one number for each of the 8 keys", {"bias": torch.randn(7)}),
-        (ValueError, r"bias must go with the leading dimensions \(2,\)", {"bias": torch.randn(3, 8)}),
+        (ValueError, r"bias must broadcast to the leading dimensions \(2,\)", {"bias": torch.randn(3, 8)}),
         (TypeError, "bias must be a float tensor, got torch.bool", {"bias": torch.ones(8, dtype=torch.bool)}),
-        (ValueError, "impl must be None, 'fused' or 'three', got 'four'", {"impl": "four"}),
-        (NotImplementedError, "impl='fused' cannot take this call: it runs on a GPU", {"impl": "fused"}),
+        (ValueError, "impl must be None, 'fused' or 'unfused', got 'four'", {"impl": "four"}),
+        (NotImplementedError, "impl='fused' does not support tensors on cpu; use impl='unfused'", {"impl": "fused"}),
     ]
 
 
@@ -366,3 +366,10 @@ def test_structures_are_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse_attention(q, k, v, heads).sum().backward()
     with pytest.raises(BaseException, match="a pattern was derived again"):
         sparse_attention(q[:1], k[:1], v[:1], [*heads[:2], mask]).sum().backward()
+
+
+def test_the_former_name_of_the_unfused_form_is_deprecated() -> None:
+    q, mask = torch.randn(2, 8, 4), masks.local(8, 1)
+    with pytest.warns(DeprecationWarning, match="impl='three' is deprecated; use impl='unfused'"):
+        former = sparse_attention(q, q, q, mask, impl="three")
+    assert torch.equal(former, sparse_attention(q, q, q, mask, impl="unfused"))

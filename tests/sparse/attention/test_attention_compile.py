@@ -43,18 +43,21 @@ def test_opcheck_passes(bits: tuple[int, int], lse: bool, bias: tuple[int, int] 
     q, k, v = (x.flatten(0, 1) for x in tensors(40, 24, 24, depth=depth))
     added = None if bias is None else torch.randn(bias)
     same = (names, list(bits), 0.25, True)
-    opcheck(operator.attend.default, (q, k, v, added, *same, False, lse, ""))
+    opcheck(operator.sparse_attention.default, (q, k, v, added, *same, False, lse, ""))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    opcheck(operator.attend.default, (*leaves, None if added is None else added.requires_grad_(), *same, True, lse, ""))
+    opcheck(
+        operator.sparse_attention.default,
+        (*leaves, None if added is None else added.requires_grad_(), *same, True, lse, ""),
+    )
     grad, sums = torch.randn(6, 40, depth), torch.randn(6, 40) if lse else None
     given = None if added is None else added.detach()
-    opcheck(operator.attend_backward.default, (grad, sums, q, k, v, given, *same))
+    opcheck(operator.sparse_attention_backward.default, (grad, sums, q, k, v, given, *same))
 
 
 def options() -> list[dict[str, Any]]:
     return [
         {}, {"return_lse": True, "causal": True}, {"softmax_bits": 16, "scale": 0.3}, {"qkv_bits": 4, "softmax_bits": 4},
-        {"bias": torch.randn(24)}, {"bias": torch.randn(2, 1, 24), "nan_for_empty": True}, {"impl": "three"},
+        {"bias": torch.randn(24)}, {"bias": torch.randn(2, 1, 24), "nan_for_empty": True}, {"impl": "unfused"},
     ]  # fmt: skip
 
 
@@ -123,7 +126,7 @@ def test_an_operator_whose_mask_has_gone_says_so() -> None:
     gc.collect()
     q, k, v = (x.flatten(0, 1) for x in tensors(40, 40, 40))
     with pytest.raises(RuntimeError, match=f"pattern {name} must be alive"):
-        operator.attend(q, k, v, None, name, [8, 8], 0.25, False, False, False, "")
+        operator.sparse_attention(q, k, v, None, name, [8, 8], 0.25, False, False, False, "")
 
 
 def test_layers_that_share_a_mask_share_a_graph() -> None:

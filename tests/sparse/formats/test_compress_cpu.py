@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import engine
-from cute_kernels.cpu import engine as compress
+from cute_kernels.cpu import engine, extension
 from cute_kernels.integers import int_range, value_dtype
 from magicube_cutlass import SRBCRS
 
@@ -56,7 +55,7 @@ def test_integers_are_those_of_torch(
     bits: int, signed: bool, threads: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAGICUBE_CPU", path)
-    monkeypatch.setattr(compress, "_threads", lambda work: threads)
+    monkeypatch.setattr(extension, "num_threads", lambda work: threads)
     for shape in SHAPES:
         wide, mask = problem(*shape, bits, signed)
         for values in (wide, wide.to(value_dtype(bits, signed))):
