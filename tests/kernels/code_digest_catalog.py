@@ -6,33 +6,41 @@ selection gets, so that a change of the selection is a change of the entry.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Protocol
 
-from cute_kernels import attention, attention_operands, gemm_floats_sm100, statistics
-from cute_kernels.attention_config import GatherAttention, PanelAttention
-from cute_kernels.compress import CompressConfig
-from cute_kernels.gemm_config import candidates as gemm_candidates
-from cute_kernels.gemm_config import choose as choose_gemm
-from cute_kernels.gemm_config import products_of
-from cute_kernels.gemm_cuda import PackConfig
-from cute_kernels.gemm_digits import DigitsConfig, columns_config
-from cute_kernels.gemm_floats_config import FloatGemmConfig, Kind
-from cute_kernels.gemm_floats_config import choose as choose_float_gemm
-from cute_kernels.gemm_floats_cuda import choose_config
-from cute_kernels.gemm_floats_decode import DecodeConfig
-from cute_kernels.gemm_floats_few import OrderConfig
-from cute_kernels.gemm_tmem import MMA_KINDS
-from cute_kernels.gemm_tmem_probe import BoxProbeConfig
+from cute_kernels.attention import heuristics as attention_heuristics
+from cute_kernels.attention import quantize_qkv as attention_operands
+from cute_kernels.attention.config import GatherAttention, PanelAttention
+from cute_kernels.attention.sparse_softmax import SoftmaxConfig
+from cute_kernels.convert.dense_to_sparse import CompressConfig
+from cute_kernels.convert.digits import DigitsConfig, columns_config
+from cute_kernels.convert.pack import PackConfig
+from cute_kernels.convert.quantize import QuantizeConfig
+from cute_kernels.estimate import statistics
+from cute_kernels.estimate.probes import ProbeConfig
+from cute_kernels.estimate.remainder_probes import RemainderConfig
+from cute_kernels.gemm.config import products_of
+from cute_kernels.gemm.heuristics import candidates as gemm_candidates
+from cute_kernels.gemm.heuristics import choose as choose_gemm
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.ordering import SpreadConfig
-from cute_kernels.probes import ProbeConfig
-from cute_kernels.probes_rest import RestConfig
-from cute_kernels.quantize import QuantizeConfig
-from cute_kernels.softmax import SoftmaxConfig
+from cute_kernels.layout.column_order import SpreadConfig
+from cute_kernels.scaled_gemm import sm100 as gemm_floats_sm100
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig
+from cute_kernels.scaled_gemm.config import choose as choose_float_gemm
+from cute_kernels.scaled_gemm.cuda import choose_config
+from cute_kernels.scaled_gemm.dequantize import DequantizeConfig
+from cute_kernels.scaled_gemm.small_m import ReorderConfig
+from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS
 from tests.kernels.code_digest_sparse import sddmm_entries, spmm_entries
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from harness.tma_box_probe import BoxProbeConfig
 
 ARCHES = ("sm_80", "sm_90a", "sm_100a")
 _TMA_ARCHES = ("sm_90a", "sm_100a")
@@ -49,7 +57,7 @@ class Config(Protocol):
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
 
-    def unit(self, arch: str) -> Unit:
+    def translation_unit(self, arch: str) -> Unit:
         """The translation unit for `arch`."""
 
 
@@ -97,23 +105,23 @@ def _gemm(arch: str) -> Iterator[Entry]:
     if arch == "sm_90a":
         for planes in (1, 2):
             config = choose_gemm(4096, 4096, 4096, products_of(planes, planes, None), arch, out="float32")
-            yield f"gemm/planes={planes}x{planes} sums of squares", replace(config, squares=True)
+            yield f"gemm/planes={planes}x{planes} sums of squares", replace(config, sum_of_squares=True)
             portable = gemm_candidates(products_of(planes, planes, None), "sm_80")[0]
             yield f"gemm/planes={planes}x{planes} warps", replace(portable, out="float16")
 
 
 _KINDS = {
-    "e4m3": Kind("e4m3"),
-    "e5m2": Kind("e5m2"),
-    "e3m2": Kind("e3m2"),
-    "e2m3": Kind("e2m3"),
-    "e2m1": Kind("e2m1"),
-    "bf16": Kind("bfloat16"),
-    "mxe4m3": Kind("e4m3", 32, "ue8m0"),
-    "mxe2m1": Kind("e2m1", 32, "ue8m0"),
-    "nvfp4": Kind("e2m1", 16, "e4m3"),
-    "tiled e4m3": Kind("e4m3", tiles=True),
-    "tiled e2m1": Kind("e2m1", tiles=True),
+    "e4m3": OperandFormat("e4m3"),
+    "e5m2": OperandFormat("e5m2"),
+    "e3m2": OperandFormat("e3m2"),
+    "e2m3": OperandFormat("e2m3"),
+    "e2m1": OperandFormat("e2m1"),
+    "bf16": OperandFormat("bfloat16"),
+    "mxe4m3": OperandFormat("e4m3", 32, "ue8m0"),
+    "mxe2m1": OperandFormat("e2m1", 32, "ue8m0"),
+    "nvfp4": OperandFormat("e2m1", 16, "e4m3"),
+    "tiled e4m3": OperandFormat("e4m3", tiles=True),
+    "tiled e2m1": OperandFormat("e2m1", tiles=True),
 }
 
 
@@ -143,7 +151,7 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
     if arch == "sm_90a":
         narrow = choose_float_gemm(64, 512, 16384, _KINDS["bf16"], _KINDS["bf16"], arch)
         yield "gemm floats/bf16 x bf16 m=64 n=512 k=16384 out=float32 c=none", narrow
-        portable = FloatGemmConfig("mma", _KINDS["mxe4m3"], _KINDS["nvfp4"], "float16", promote=False)
+        portable = ScaledGemmConfig("mma", _KINDS["mxe4m3"], _KINDS["nvfp4"], "float16", promote=False)
         yield "gemm floats/mxe4m3 x nvfp4 warps", portable
     if arch == "sm_100a":
         for kind, m, out, source in (
@@ -162,12 +170,12 @@ def _gemm_floats_helpers(arch: str) -> Iterator[Entry]:
         ("mxe4m3", 16),
         ("e2m1", 8),
     ):
-        yield f"decode/{kind} to {bits} bits", DecodeConfig(_KINDS[kind], bits == 16)
+        yield f"decode/{kind} to {bits} bits", DequantizeConfig(_KINDS[kind], bits == 16)
     if arch == "sm_90a":
         for kind, bits, wide in (("e4m3", 4, False), ("e5m2", 8, False), ("nvfp4", 4, True)):
             yield (
                 f"small M order/{kind} for {bits} bits{' wide' if wide else ''}",
-                OrderConfig(_KINDS[kind], bits, wide),
+                ReorderConfig(_KINDS[kind], bits, wide),
             )
     if arch in _TMA_ARCHES:
         yield "tensor memory/box of 128x128 bytes", BoxProbeConfig(128 * 128)
@@ -256,7 +264,7 @@ def _probes(arch: str) -> Iterator[Entry]:
     for side, kernel in (("B", "probe_rest"), ("A", "judge_rest")):
         for transposed, groups in ((False, 1), (True, 2)):
             tags = f"{' transposed' if transposed else ''} groups={groups}"
-            yield f"probe/remainder of {side}{tags}", RestConfig(kernel, transposed, groups)
+            yield f"probe/remainder of {side}{tags}", RemainderConfig(kernel, transposed, groups)
 
 
 def _attention(arch: str) -> Iterator[Entry]:
@@ -267,8 +275,10 @@ def _attention(arch: str) -> Iterator[Entry]:
     ):  # fmt: skip
         tags = f"{' key scales' if scale else ''}{' bias' if bias else ''}{' lse' if lse else ''}"
         yield f"attention/gather head={head} out={out}{tags}", GatherAttention(head, out, scale, bias, lse)
-    problem = attention.Problem(batch=8, vector_rows=512, keys=4096, vectors=512 * 400, reach=4096.0)
-    yield "attention/head=64 batch=8 rows=512 keys=4096", attention.choose(64, arch, 132, problem)
+    problem = attention_heuristics.AttentionProblem(
+        batch=8, vector_rows=512, keys=4096, vectors=512 * 400, reach=4096.0
+    )
+    yield "attention/head=64 batch=8 rows=512 keys=4096", attention_heuristics.choose(64, arch, 132, problem)
     if arch not in _TMA_ARCHES:
         return
     for out, scale, bias, lse in (

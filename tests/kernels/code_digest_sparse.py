@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cute_kernels.numbers import FLOATS, Integer, Number
-from cute_kernels.spmm_gather import GatherConfig
-from cute_kernels.spmm_panel import PanelConfig
-from magicube_cutlass.kernels import (
-    Kind,
-    Machine,
-    Problem,
-    SddmmKernel,
-    SpmmKernel,
-    candidates,
-    choose_sddmm,
-    choose_spmm,
-    spmm_cost,
-)
-from magicube_cutlass.precision import SDDMM_PAIRS, SPMM_PAIRS
+from cute_kernels.dtypes import FLOATS, SDDMM_PAIRS, SPMM_PAIRS, Integer, Number
+from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import SpmmKernel, candidates, choose_spmm, spmm_cost
+from cute_kernels.spmm.panel import PanelConfig
 
 SpmmEntry = tuple[str, SpmmKernel]
 SddmmEntry = tuple[str, SddmmKernel]

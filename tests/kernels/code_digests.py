@@ -111,7 +111,7 @@ def entry(config: Config, fact: Fact) -> Fact:
 
 def digest(configs: Mapping[str, Config], arch: str, jobs: int = 1) -> dict[str, Fact]:
     """Return the entries of `configs` by key, compiled in `jobs` processes; equal units are compiled once."""
-    units = {key: config.unit(arch) for key, config in configs.items()}
+    units = {key: config.translation_unit(arch) for key, config in configs.items()}
     single = list(dict.fromkeys(units.values()))
     if jobs == 1:
         facts = list(map(measure, single))

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import attention, attention_config, attention_operands
+from cute_kernels.attention import config as attention_config
+from cute_kernels.attention import fused as attention
+from cute_kernels.attention import quantize_qkv as attention_operands
 from magicube_cutlass import masks
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_recorder import Recorder
@@ -98,7 +100,7 @@ def fused(recorder: Recorder) -> None:
                 [(mask.row_offsets, mask.col_indices)] * 2, q.shape[1], k.shape[1], batch=4, head_dim=config.head,
                 causal=alike is not None, config=config,
             )  # fmt: skip
-            attention.attend(q, k, v, index, scale=0.125, q_scale=scales[0], k_scale=scales[1], v_scale=column,
+            attention.fused_attention(q, k, v, index, scale=0.125, q_scale=scales[0], k_scale=scales[1], v_scale=column,
                              keys_alike=alike, bias=bias, out=out, lse=sums, softmax_bits=8 if sums is None else 4)  # fmt: skip
 
         recorder.call(f"attend with {config.name}, {i}", run, q=q, k=k, v=v, q_scale=scales[0], k_scale=scales[1],

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import (
-    floats,
-    gemm,
-    gemm_config,
-    gemm_cuda,
-    gemm_floats,
-    gemm_floats_config,
-    gemm_floats_cuda,
-    gemm_floats_few,
-)
-from magicube_cutlass import block_scales
+from cute_kernels import floats
+from cute_kernels.gemm import api as gemm
+from cute_kernels.gemm import config as gemm_config
+from cute_kernels.gemm import cuda as gemm_cuda
+from cute_kernels.gemm import heuristics as gemm_heuristics
+from cute_kernels.scaled_gemm import api as gemm_floats
+from cute_kernels.scaled_gemm import config as gemm_floats_config
+from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
+from cute_kernels.scaled_gemm import small_m as gemm_floats_few
+from magicube_cutlass.quantization import float_tensor as block_scales
 from tests import helpers
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_fakes import MACHINES
@@ -104,7 +103,7 @@ def integers(recorder: Recorder, arch: str) -> None:
     a, b = planes(1, 300, 512), planes(1, 512, 520, "column")
     if arch == "sm_90a":
         squares = torch.zeros(8 * MACHINES[arch].sms)
-        _multiply(recorder, "with squares", a, b, out_dtype=torch.float32, scale_a=reals(300), squares=squares)
+        _multiply(recorder, "with squares", a, b, out_dtype=torch.float32, scale_a=reals(300), sum_of_squares=squares)
 
 
 def integers_by_config(recorder: Recorder, arch: str) -> None:
@@ -112,7 +111,7 @@ def integers_by_config(recorder: Recorder, arch: str) -> None:
     for count, terms in ((1, 1), (2, 3), (3, 6)):
         a, b = planes(count, 300, 512), planes(count, 512, 520, "column")
         out = torch.zeros(300, 520)
-        for config in gemm_config.candidates(gemm_config.products_of(count, count, terms), arch):
+        for config in gemm_heuristics.candidates(gemm_config.products_of(count, count, terms), arch):
 
             def run() -> Tensor:
                 call = gemm._check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, out, torch.float32)
@@ -139,8 +138,8 @@ def operand(dtype: str, rows: int, k: int, kind: str = "", gaps: int = 0) -> gem
 
 def _multiply_floats(recorder: Recorder, key: str, a: Any, b: Any, **options: Any) -> None:
     named = {
-        "a": a.codes,
-        "b": b.codes,
+        "a": a.packed_data,
+        "b": b.packed_data,
         "scale_a": a.scale,
         "scale_b": b.scale,
         "blocks_a": a.blocks,
@@ -148,7 +147,7 @@ def _multiply_floats(recorder: Recorder, key: str, a: Any, b: Any, **options: An
     }
     named |= {"tiles_a": a.tiles, "tiles_b": b.tiles}
     named |= {name: each for name, each in options.items() if isinstance(each, Tensor)}
-    recorder.call(f"gemm_floats {key}", lambda: gemm_floats.gemm_floats(a, b, **options), **named)
+    recorder.call(f"gemm_floats {key}", lambda: gemm_floats.scaled_gemm(a, b, **options), **named)
 
 
 def small_floats(recorder: Recorder) -> None:
@@ -179,7 +178,7 @@ def small_floats(recorder: Recorder) -> None:
     for kind, name in (("", "e2m1"), ("tiles", "e4m3"), ("mxfp4", "e2m1")):  # large enough to be decoded first
         a, b = (operand(name, 2048, 2048, kind) for _ in range(2))
         _multiply_floats(recorder, f"large {name} {kind}", a, b, out_dtype=torch.float16)
-    column = replace(operand("e4m3", 64, 128), codes=helpers.random_ints((128, 64), 8, False).mT)
+    column = replace(operand("e4m3", 64, 128), packed_data=helpers.random_ints((128, 64), 8, False).mT)
     _multiply_floats(recorder, "column by column", column, operand("e5m2", 40, 128))
 
 
@@ -187,21 +186,21 @@ def floats_by_config(recorder: Recorder, arch: str) -> None:
     """Each config of the kernel selection."""
     a, b, out = operand("e4m3", 200, 512), operand("e2m1", 384, 512), torch.zeros(200, 384)
     few, few_out = operand("e4m3", 30, 512), torch.zeros(30, 384)
-    configs = gemm_floats_config.candidates(a.kind, b.kind, arch)
+    configs = gemm_floats_config.candidates(a.format, b.format, arch)
     for config in configs:
         _with(recorder, config, a, b, out)
     if arch == "sm_90a":
         for rows in (8, 16, 32):
-            for small in gemm_floats_few.candidates(rows, few.kind, b.kind):
-                _with(recorder, small, replace(few, codes=few.codes[:rows]), b, few_out[:rows])
+            for small in gemm_floats_few.candidates(rows, few.format, b.format):
+                _with(recorder, small, replace(few, packed_data=few.packed_data[:rows]), b, few_out[:rows])
 
 
 def _with(recorder: Recorder, config: Any, a: Any, b: Any, out: Tensor) -> None:
     def run() -> Tensor:
         call = gemm_floats.check(a, b, 1.0, 0.0, None, None, out, torch.float32, False)
-        return gemm_floats_cuda.gemm_floats_cuda(call, out, config)
+        return gemm_floats_cuda.scaled_gemm_cuda(call, out, config)
 
-    recorder.call(f"gemm_floats with {config.name} for {a.rows} rows", run, a=a.codes, b=b.codes, out=out)
+    recorder.call(f"gemm_floats with {config.name} for {a.rows} rows", run, a=a.packed_data, b=b.packed_data, out=out)
 
 
 def tcgen05(recorder: Recorder) -> None:
@@ -222,7 +221,7 @@ def quantized(recorder: Recorder) -> None:
     for recipe in block_scales.RECIPES:
         a = mc.quantize(reals(64, 256), dtype=recipe)
         b = mc.quantize(reals(256, 96), dtype=recipe, axis=0)
-        recorder.call(f"gemm_floats of {recipe} tensors", lambda: gemm_floats.gemm_floats(a.operand(), b.operand()),
+        recorder.call(f"gemm_floats of {recipe} tensors", lambda: gemm_floats.scaled_gemm(a.operand(), b.operand()),
                       a=a.data, b=b.data, blocks_a=a.scale, blocks_b=b.scale)  # fmt: skip
 
 

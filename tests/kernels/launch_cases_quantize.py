@@ -13,8 +13,11 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 import residual
-from cute_kernels import gemm_digits, probes, probes_rest, quantize, statistics
-from magicube_cutlass import library
+from cute_kernels.convert import digits as gemm_digits
+from cute_kernels.convert import quantize
+from cute_kernels.estimate import probes, statistics
+from cute_kernels.estimate import remainder_probes as probes_rest
+from magicube_cutlass.ops import torch_ops as library
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_fakes import array
 from tests.kernels.launch_recorder import Recorder
@@ -22,7 +25,7 @@ from tests.kernels.launch_recorder import Recorder
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REALS = DTYPES[:3]
 BOUNDS = (2.0**-30, 2.0**30)
-RULE = statistics.Rule(8, (64, 32, 16), (0.01, 0.03, 0.1, 0.3), 30, 16, 16)
+RULE = statistics.StatisticsRule(8, (64, 32, 16), (0.01, 0.03, 0.1, 0.3), 30, 16, 16)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -98,15 +101,15 @@ def checks(recorder: Recorder) -> None:
         for again in ("", ", again"):
             recorder.call(key + again, lambda: probes.probe(x, w), x=x, w=w)
         for lines in ("rows", "columns"):
-            recorder.call(f"{key}, {lines}", lambda: probes.probe_with_tops(x, w, lines), x=x, w=w)
+            recorder.call(f"{key}, {lines}", lambda: probes.probe_with_absmax(x, w, lines), x=x, w=w)
         if dtype == torch.float32 and n % 4 == 0 and not flip:
-            recorder.call(f"{key}, halves", lambda: probes.probe_with_halves(x, w, "rows"), x=x, w=w)
+            recorder.call(f"{key}, halves", lambda: probes.probe_with_float16(x, w, "rows"), x=x, w=w)
         if flip:
             continue
         p, scales = vectors(m), tuple(reals(size) for size in (m, n))
         for some in ((), scales[:1], scales):
             recorder.call(f"compare {m}x{n} of {dtype}, {len(some)} scales",
-                          lambda: probes.compare(x, w, p, some, BOUNDS).far, c=x, w=w, product=p)  # fmt: skip
+                          lambda: probes.compare(x, w, p, some, BOUNDS).out_of_range, c=x, w=w, product=p)  # fmt: skip
     for (m, k, n), flip in product(((40, 71, 33), (5000, 96, 300), (9000, 5000, 40)), (False, True)):
         a, b, w = reals(m, k), reals(k, n), vectors(n)
         a, b = (turned(a), turned(b)) if flip else (a, b)
@@ -114,9 +117,11 @@ def checks(recorder: Recorder) -> None:
         if not all(_in_one(recorder, x) for x in (a, b)):
             continue
         key = f"{m}x{k}x{n}{', turned' if flip else ''}"
-        recorder.call(f"probe_rest {key}", lambda: probes_rest.probe_rest(b, w, scale_b, 8), b=b, w=w, scale=scale_b)
+        recorder.call(
+            f"probe_rest {key}", lambda: probes_rest.probe_remainder(b, w, scale_b, 8), b=b, w=w, scale=scale_b
+        )
         recorder.call(f"judge_rest {key}",
-                      lambda: probes_rest.start_judging(a, middle, scale_a, scale_b, 8, BOUNDS),
+                      lambda: probes_rest.start_remainder_estimate(a, middle, scale_a, scale_b, 8, BOUNDS),
                       a=a, vectors=middle, scale_a=scale_a, scale_b=scale_b)  # fmt: skip
 
 
@@ -131,13 +136,13 @@ def samples(recorder: Recorder) -> None:
             a, b = reals(m, k).to(left), reals(n, k, seed=1).to(right)
             product_of = reals(16, 96)
             sides: list[Any] = [
-                statistics.Side(x.mT.contiguous().mT if i % 2 else x, x.float().abs().amax(1)) for x in (a, b)
+                statistics.SlicedOperand(x.mT.contiguous().mT if i % 2 else x, x.float().abs().amax(1)) for x in (a, b)
             ]
 
             def look() -> Any:
-                first = statistics.look(sides[0], sides[1], product_of, RULE, 17)
-                first.tables()
-                return statistics.look(sides[0], first.sides[1], product_of, RULE, -1)
+                first = statistics.start_statistics(sides[0], sides[1], product_of, RULE, 17)
+                first.result()
+                return statistics.start_statistics(sides[0], first.samples[1], product_of, RULE, -1)
 
             recorder.call(f"look at {m}x{k}x{n}, {left}, {right}", look, A=sides[0].x, B=sides[1].x, tops_a=sides[0].tops,
                           tops_b=sides[1].tops, product=product_of)  # fmt: skip

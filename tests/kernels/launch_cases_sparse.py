@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels import numbers
+from cute_kernels import dtypes as numbers
 from magicube_cutlass import autograd, checks
 from tests import helpers
 from tests.kernels.launch_fakes import array
@@ -23,7 +23,7 @@ BITS = (4, 8, 12, 16)
 SIGNS = tuple(product((True, False), repeat=2))
 INTEGER_OUTS = (torch.int32, torch.int64)
 FLOAT_OUTS = (torch.float32, torch.float16, torch.bfloat16)
-FLOAT_PAIRS = [pair for pair in product(numbers.FLOATS, numbers.FLOATS) if set(pair) != set(numbers.HALVES)]
+FLOAT_PAIRS = [pair for pair in product(numbers.FLOATS, numbers.FLOATS) if set(pair) != set(numbers.HALF_DTYPES)]
 #         rows, inner, columns of B, batch, density
 SHAPES = [(130, 200, 64, (), 0.3), (100, 96, 33, (2,), 0.2), (512, 520, 128, (), 0.4), (77, 130, 8, (), 0.3),
           (256, 300, 1, (), 0.2), (1024, 1024, 256, (), 0.3), (48, 640, 16, (3, 2), 0.3)]  # fmt: skip
@@ -131,7 +131,8 @@ def spmm_kernels(recorder: Recorder) -> None:
 
 
 def _configs(out: str, left: Any, right: Any) -> list[Any]:
-    from cute_kernels import spmm_gather, spmm_panel
+    from cute_kernels.spmm import gather as spmm_gather
+    from cute_kernels.spmm import panel as spmm_panel
 
     name = "int4_as_int8_m16n8k32" if (left.bits, right.bits) == (4, 4) else "s8_m16n8k32"
     operands = (name, 8, left, right, out)
@@ -139,7 +140,7 @@ def _configs(out: str, left: Any, right: Any) -> list[Any]:
     small = replace(panel, tile=256, warps=3, row_bytes=64)
     return [
         gather,
-        replace(gather, row_warps=4),
+        replace(gather, split_k_warps=4),
         replace(gather, row_bytes=128, stages=3),
         replace(gather, fresh=True),
         small,
@@ -157,11 +158,11 @@ def spmm_floats(recorder: Recorder) -> None:
         v = checks.VECTOR_LENGTHS[(i + i // 6) % 6]
         x = reals(m, k) * mc.random_pattern(m, k, 1 - density, v).to_dense()
         a = mc.SRBCRS.from_dense(
-            x, vector_length=v, dtype=left, axis=None if left in numbers.HALVES else (None, 1)[i % 2]
+            x, vector_length=v, dtype=left, axis=None if left in numbers.HALF_DTYPES else (None, 1)[i % 2]
         )
         y = reals(*batch, k, n, seed=1)
         y = y.mT.contiguous().mT if i % 4 == 3 else y
-        half = right in numbers.HALVES
+        half = right in numbers.HALF_DTYPES
         b = y.to(numbers.FLOAT_DTYPES[right]) if half else mc.quantize(y, dtype=right, axis=(None, 0)[i // 2 % 2])
         bias, out = (reals(m) if i % 2 else None), FLOAT_OUTS[i % 3]
         twice(recorder, f"{left} x {right}, v{v}, {m}x{k}x{n}, batch {list(batch)}", a, b, out_dtype=out, bias=bias)
@@ -207,7 +208,7 @@ def sddmm_floats(recorder: Recorder) -> None:
         m, n, k, batch, density = shapes[i % 3]
         x, y = (
             z.to(numbers.FLOAT_DTYPES[name])
-            if name in numbers.HALVES
+            if name in numbers.HALF_DTYPES
             else mc.quantize(z, dtype=name, axis=(None, 1)[i % 2])
             for z, name in ((reals(*batch, m, k), left), (reals(*batch, n, k), right))
         )

@@ -91,7 +91,7 @@ def test_every_kernel_has_an_entry(arch: str) -> None:
     assert len(kernels) == sum(len(re.findall(r"\b__global__\b", text)) for text in headers)
     assert set(ONLY_ON) <= set(kernels)
     wanted = {name for name in kernels if arch in ONLY_ON.get(name, ARCHES)}
-    units = [config.unit(arch) for config in catalog(arch).values()]
+    units = [config.translation_unit(arch) for config in catalog(arch).values()]
     covered = {found[1] for unit in units if (found := re.search(r"(\w+)(?:<|$)", unit.kernel))}
     assert covered == wanted
 
