@@ -63,7 +63,7 @@ class AttentionIndex:
         return -(-self.queries // QUERIES)
 
 
-def supports(device: torch.device, *, head_dim: int, vector_length: int, softmax_bits: int) -> bool:
+def supports_attention(device: torch.device, *, head_dim: int, vector_length: int, softmax_bits: int) -> bool:
     """Whether :func:`fused_attention` runs on `device` with these parameters.
 
     Parameters
@@ -79,7 +79,7 @@ def supports(device: torch.device, *, head_dim: int, vector_length: int, softmax
 
     Examples
     --------
-    >>> supports(torch.device("cpu"), head_dim=64, vector_length=8, softmax_bits=8)
+    >>> supports_attention(torch.device("cpu"), head_dim=64, vector_length=8, softmax_bits=8)
     False
     """
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -23,7 +23,7 @@ class AttentionProblem(NamedTuple):
     reach: float  # mean distance in keys from the first to the last key of a block of vector rows
 
 
-def panel_cost(config: PanelAttention, multiprocessors: int, problem: AttentionProblem) -> float:
+def attention_panel_cost(config: PanelAttention, multiprocessors: int, problem: AttentionProblem) -> float:
     """Predict the time of the panel kernel in microseconds.
 
     ``waves * (5.1 + 0.0012 reach + 0.057 warps * rows * steps)``: prologue, tile loads and steps of each CTA. The
@@ -32,7 +32,7 @@ def panel_cost(config: PanelAttention, multiprocessors: int, problem: AttentionP
     Examples
     --------
     >>> problem = AttentionProblem(batch=32, vector_rows=512, keys=4096, vectors=209715, reach=4096.0)
-    >>> round(panel_cost(PanelAttention(64), 132, problem))
+    >>> round(attention_panel_cost(PanelAttention(64), 132, problem))
     92
     """
     mean = problem.vectors / max(problem.vector_rows, 1)  # keys per vector row
@@ -43,7 +43,7 @@ def panel_cost(config: PanelAttention, multiprocessors: int, problem: AttentionP
     return waves * (5.1 + 0.0012 * problem.reach + 0.057 * config.warps * config.rows * steps)
 
 
-def gather_cost(config: GatherAttention, multiprocessors: int, problem: AttentionProblem) -> float:
+def attention_gather_cost(config: GatherAttention, multiprocessors: int, problem: AttentionProblem) -> float:
     """Predict the time of the gather kernel in microseconds.
 
     ``14 + bytes / (65,000 SMs)``: launch and tail, then rows of K and V at the L2 bandwidth measured on an H200.
@@ -51,7 +51,7 @@ def gather_cost(config: GatherAttention, multiprocessors: int, problem: Attentio
     Examples
     --------
     >>> problem = AttentionProblem(batch=32, vector_rows=512, keys=4096, vectors=209715, reach=4096.0)
-    >>> round(gather_cost(GatherAttention(64), 132, problem))
+    >>> round(attention_gather_cost(GatherAttention(64), 132, problem))
     114
     """
     moved = 2 * config.head * problem.batch * problem.vectors  # bytes
@@ -84,5 +84,8 @@ def choose(head: int, arch: str, multiprocessors: int, problem: AttentionProblem
     many = 2 * problem.batch * -(-problem.vector_rows // panel.block_rows) >= multiprocessors
     if not (possible and small and many):
         return gather
-    costs = panel_cost(panel, multiprocessors, problem), gather_cost(gather, multiprocessors, problem)
+    costs = (
+        attention_panel_cost(panel, multiprocessors, problem),
+        attention_gather_cost(gather, multiprocessors, problem),
+    )
     return panel if costs[0] < costs[1] else gather

@@ -71,6 +71,7 @@ class SoftmaxConfig(KernelConfig):
 
     @property
     def warps(self) -> int:
+        """Warps per CTA."""
         return 4
 
     @property

@@ -1,4 +1,4 @@
-"""Dense to SR-BCRS on a GPU: three launches, and one wait for the size of the result."""
+"""Dense to SR-BCRS on a GPU: three kernels, and one wait for the size of the result."""
 
 from __future__ import annotations
 
@@ -14,24 +14,44 @@ from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
-# dtype -> C++ type of the entries; floats, of which only zero or not matters, as their bits.
+# dtype -> C++ type of the entries. Floats are read as their bits: only zero or not matters.
 _TYPES = {
     torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t", torch.uint16: "uint16_t",
     torch.int32: "int32_t", torch.uint32: "uint32_t", torch.int64: "int64_t", torch.uint64: "uint64_t",
     torch.float16: "uint16_t", torch.bfloat16: "uint16_t", torch.float32: "uint32_t", torch.float64: "uint64_t",
 }  # fmt: skip
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PIECE = 16  # columns of one word of marks
-_NARROW = 2048  # columns up to which one warp has a vector row
+PIECE = 16  # columns per word of marks
+_NARROW = 2048  # most columns for one warp per vector row
 
 
 @dataclass(frozen=True)
 class CompressConfig(KernelConfig):
-    """What a kernel is compiled for: ``kernel`` is its name in the source, ``value`` the C++ type of an entry.
+    """Config of a conversion kernel.
 
-    ``warps`` share a vector row.  For ``mark``: ``real``, whether the entries are the bits of floats, and ``checked``,
-    whether their range is.  For ``fill``: ``bits`` of a stored integer, 4, 8 or 16, and ``nibbles``, whether the
-    entries are packed.  ``masked``: a mask says which entries count.
+    Parameters
+    ----------
+    kernel : {"mark", "layout_rows", "fill"}
+        Kernel entry.
+    value : str
+        C++ type of an entry.
+    warps : int
+        Warps per vector row.
+    real : bool
+        ``mark``: entries are the bits of floats.
+    checked : bool
+        ``mark``: the range of the integers is checked.
+    masked : bool
+        A mask selects the entries.
+    bits : int
+        ``fill``: width of a stored integer, 4, 8 or 16.
+    nibbles : bool
+        ``fill``: entries are packed 4-bit integers.
+
+    Examples
+    --------
+    >>> CompressConfig("mark", "uint16_t", real=True).name
+    'compress-mark-uint16_t-8w8-real'
     """
 
     kernel: str
@@ -59,6 +79,7 @@ class CompressConfig(KernelConfig):
         return "-".join(["compress", self.kernel, self.value, f"{self.bits}w{self.warps}", *tags])
 
     def grid(self, vector_rows: int) -> tuple[int, int, int]:
+        """Return the CTAs for `vector_rows`."""
         return (-(-vector_rows * self.warps * 32 // self.threads), 1, 1)
 
     kernel_header = "convert/dense_to_sparse.cuh"
@@ -84,35 +105,48 @@ class CompressConfig(KernelConfig):
 
 
 def default_configs() -> list[CompressConfig]:
-    """The kernels for matrices of int8, float32, float16 and bfloat16, stored with 8 bits, narrow ones and others."""
-    found = [CompressConfig("layout_rows")]
+    """Return the configs for int8, float32, float16 and bfloat16 matrices stored with 8 bits, narrow and wide.
+
+    Examples
+    --------
+    >>> len(default_configs())
+    9
+    """
+    configs = [CompressConfig("layout_rows")]
     for warps in (1, 8):
-        found += [CompressConfig("mark", value, warps, real=value != "int8_t")
-                  for value in ("int8_t", "uint16_t", "uint32_t")]  # fmt: skip
-        found.append(CompressConfig("fill", warps=warps))
-    return found
+        configs += [CompressConfig("mark", value, warps, real=value != "int8_t")
+                    for value in ("int8_t", "uint16_t", "uint32_t")]  # fmt: skip
+        configs.append(CompressConfig("fill", warps=warps))
+    return configs
 
 
 class Compressed(NamedTuple):
-    """The tensors of an SR-BCRS matrix."""
+    """Tensors of an SR-BCRS matrix."""
 
-    row_start: Tensor  # int64 (R,)
-    row_end: Tensor  # int64 (R,)
-    col_indices: Tensor  # int32 (padded vectors,), -1 in the padding
-    values: Tensor  # storage form (padded vectors / stride, V, stride), or half as many bytes for 4 bits
+    row_start: Tensor  # (R,) int64
+    row_end: Tensor  # (R,) int64
+    col_indices: Tensor  # (padded vectors,) int32, -1 in the padding
+    values: Tensor  # (padded vectors / stride, V, stride), storage form; half as many bytes for 4 bits
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """``x`` (M, K) with contiguous rows; a copy unless it is so."""
+    """Return `x` (M, K) with contiguous rows, copied if necessary."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _pitch(rows: Tensor) -> int:
+    """Entries from one row to the next."""
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 def needs_check(dtype: torch.dtype, bits: int, signed: bool) -> bool:
-    """Whether an integer of ``dtype`` may lie outside the range of ``bits``."""
+    """Whether an integer of `dtype` may be outside the range of `bits`.
+
+    Examples
+    --------
+    >>> needs_check(torch.int16, 8, True), needs_check(torch.int8, 8, True)
+    (True, False)
+    """
     low, high = int_range(bits, signed)
     return torch.iinfo(dtype).min < low or torch.iinfo(dtype).max > high
 
@@ -129,17 +163,31 @@ def compress(
     report: Tensor | None = None,
     refuse: Callable[[int], None],
 ) -> Compressed:
-    """The vectors of ``entries`` with an entry that is not zero, or that ``mask`` keeps.
+    """Convert a dense matrix to SR-BCRS: store the vectors with a nonzero entry, or with an entry in `mask`.
 
-    Arguments:
-        entries: CUDA tensor (M, K), not empty, of any integer dtype, checked for the range of ``bits``, or of a dtype
-            in :data:`FLOATS`; a copy is made unless its rows are contiguous.
-        mask: bool (M, K): exactly the vectors with a true entry are stored; where it is false integers count as zero.
-        ints: storage form of the integers (M, K), packed along the rows for 4 bits; ``entries`` themselves by default.
-        report: int64 (2,) of zeros, where kernels launched before may have put flags into the second; new by default.
-        refuse: called with the flags, when there are any, before anything is stored; 4 is an integer out of range.
-    Waits once for the device.  The workspace is K / 8 bytes and 4 more for each vector row.
-    Raises what ``refuse`` and :func:`cute_kernels.jit.get_kernel` raise.
+    Waits once for the GPU. The workspace is K / 8 bytes plus 4 bytes per vector row.
+
+    Parameters
+    ----------
+    entries : Tensor, shape (M, K)
+        CUDA tensor, not empty: any integer dtype, checked for the range of `bits`, or a dtype of :data:`FLOATS`. Copied
+        unless its rows are contiguous.
+    bits, signed : int, bool
+        Width and signedness of the stored integers.
+    vector_length, stride : int
+        V; padding unit of a row, in vectors.
+    mask : Tensor, shape (M, K), optional
+        bool. Stores exactly the vectors with a true element; integers outside it are stored as zero.
+    ints : Tensor, optional
+        Integers (M, K) in storage form, packed along the rows for 4 bits. Default: `entries`.
+    report : Tensor, shape (2,), optional
+        int64 zeros; earlier kernels may have set flags in its second element.
+    refuse : callable
+        Called with the flags, if any, before anything is stored. 4: an integer is out of range.
+
+    Returns
+    -------
+    Compressed
     """
     m, k = entries.shape
     device, rows = entries.device, -(-m // vector_length)
@@ -150,7 +198,7 @@ def compress(
     bounds = torch.empty(2, rows, dtype=torch.int64, device=device)
     entries = rows_of(entries)
     mask = None if mask is None else rows_of(mask)
-    masked = mask is not None and ints is None  # given integers are zero where the mask is false
+    masked = mask is not None and ints is None  # `ints` are zero outside the mask already
     with device_of(entries):
         _mark(entries, mask, marks, counts, report, (bits, signed), vector_length, warps)
         get_kernel(CompressConfig("layout_rows")).launch(
@@ -174,19 +222,20 @@ def compress(
                 fill.grid(rows),
                 (
                     marks.data_ptr(), pieces, bounds.data_ptr(), source.data_ptr(), _pitch(source),
-                    *_mask_place(mask if masked else None), m, rows, vector_length.bit_length() - 1,
+                    *_mask_address(mask if masked else None), m, rows, vector_length.bit_length() - 1,
                     stride.bit_length() - 1, columns.data_ptr(), values.data_ptr(),
                 ),
             )  # fmt: skip
     return Compressed(bounds[0], bounds[1], columns, values)
 
 
-def _mask_place(mask: Tensor | None) -> tuple[int, int]:
+def _mask_address(mask: Tensor | None) -> tuple[int, int]:
+    """Address and pitch of a mask, 0 for none."""
     return (0, 0) if mask is None else (mask.data_ptr(), _pitch(mask))
 
 
 def _aligned(rows: Tensor, size: int) -> int:
-    """Whether every row starts at a multiple of ``size`` bytes: 1 or 0."""
+    """1 if every row starts at a multiple of `size` bytes, else 0."""
     single = rows.shape[0] == 1
     return int(rows.data_ptr() % size == 0 and (single or _pitch(rows) * rows.element_size() % size == 0))
 
@@ -201,10 +250,10 @@ def _mark(
     vector_length: int,
     warps: int,
 ) -> None:
-    """Marks and counts of the vectors, and the flag of an integer out of range."""
+    """Launch ``mark``: marks and counts of the vectors, and the flag for integers out of range."""
     checked = entries.dtype not in FLOATS and needs_check(entries.dtype, *kind)
     if mask is not None and not checked:
-        entries, mask = mask.view(torch.uint8), None  # the mask alone says what is stored
+        entries, mask = mask.view(torch.uint8), None  # the mask alone selects the vectors
     config = CompressConfig(
         "mark",
         _TYPES[entries.dtype],
@@ -216,7 +265,7 @@ def _mark(
     get_kernel(config).launch(
         config.grid(marks.shape[0]),
         (
-            entries.data_ptr(), _pitch(entries), *_mask_place(mask), *entries.shape, vector_length, marks.data_ptr(),
+            entries.data_ptr(), _pitch(entries), *_mask_address(mask), *entries.shape, vector_length, marks.data_ptr(),
             marks.shape[1], counts.data_ptr(), *int_range(*kind), report.data_ptr() + 8,
             _aligned(entries, 16), 0 if mask is None else _aligned(mask, 16 // entries.element_size()),
         ),

@@ -1,6 +1,8 @@
 """Digit planes of a real matrix, ready for :func:`cute_kernels.gemm.api.gemm`: scale and planes in one pass on a GPU.
 
-Source: Gu, arXiv 2403.06924, equations 4 to 7 (residuals of quantization as a second digit).
+References
+----------
+.. [1] Gu, arXiv 2403.06924, equations 4 to 7 (residuals of quantization as a second digit).
 """
 
 from __future__ import annotations
@@ -24,24 +26,43 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
 from cute_kernels.operands import ALIGNMENT, aligned
 
-_LIFT, _TINY = 2.0**100, 2.0**-100
+_BIAS_FACTOR, _TINY = 2.0**100, 2.0**-100  # exponent bias factor of slices with tiny scales
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
-_replays = LaunchCache(256)
+_launches = LaunchCache(256)
 
 
 class Digits(NamedTuple):
-    """``x ~ scale * sum_i planes[i] / 2**(bits i)``; ``scale`` is (M,), (N,) or () by axis 1, 0 or None."""
+    """Digit planes and their scale: ``x ~ scale * sum_i planes[i] / 2**(bits i)``."""
 
-    planes: tuple[Tensor, ...]  # int8, of the shape of x
-    scale: Tensor
+    planes: tuple[Tensor, ...]  # (M, N) int8 each
+    scale: Tensor  # (M,), (N,) or () for axis 1, 0 or None
 
 
 @dataclass(frozen=True)
 class DigitsConfig(KernelConfig):
-    """What a digit kernel is compiled for: ``kernel`` is its name, ``x`` the input's dtype.
+    """Config of a digit kernel.
 
-    A thread of ``digits_rows`` keeps ``steps`` loads of 16 bytes.  ``cluster`` blocks of ``digits_columns`` share a
-    strip of ``columns``, of which a thread has four in ``rows`` neighbouring rows.
+    Parameters
+    ----------
+    kernel : {"digits_rows", "digits_columns"}
+        Kernel entry.
+    x : str
+        Dtype of the input.
+    planes : int
+        Digits.
+    steps : int
+        ``digits_rows``: loads of 16 bytes that a thread holds.
+    cluster, resident : int
+        ``digits_columns``: CTAs per tile of columns; CTAs per SM.
+    columns, rows : int
+        ``digits_columns``: columns per tile; rows per thread, which has four columns.
+    threads : int
+        Threads per CTA.
+
+    Examples
+    --------
+    >>> DigitsConfig("digits_rows", "float32", 2).name
+    'digits_rows-float32-p2s4c1r1-32x8t256'
     """
 
     kernel: str
@@ -60,7 +81,7 @@ class DigitsConfig(KernelConfig):
 
     @property
     def run(self) -> int:
-        """Entries that a thread loads at once."""
+        """Entries per load of a thread."""
         if self.kernel == "digits_columns":
             return 4
         return ALIGNMENT // (4 if self.x == "float32" else 2)
@@ -93,71 +114,79 @@ class DigitsConfig(KernelConfig):
 
 
 def columns_config(x: str, planes: int, arch: str, rows: int) -> DigitsConfig:
-    """The kernel for scales of columns of ``rows`` entries; blocks of a cluster share a strip where there are any."""
+    """Return the config for per-column scales of `rows` entries; uses clusters if `arch` has them.
+
+    Examples
+    --------
+    >>> columns_config("float16", 2, "sm_90a", 1024).cluster, columns_config("float16", 2, "sm_80", 1024).cluster
+    (8, 1)
+    """
     cluster = 8 if arch in _CLUSTERED else 1
-    if rows <= 4096:  # what eight blocks keep in registers
+    if rows <= 4096:  # the registers of eight CTAs hold them
         return DigitsConfig("digits_columns", x, planes, cluster=cluster, resident=4, columns=16)
     return DigitsConfig("digits_columns", x, planes, cluster=cluster, resident=2, threads=512)
 
 
-class Rule(NamedTuple):
-    """How digits are made: largest leading digit, radix, what is added before the first roundings, kind of scale."""
+class DigitRule(NamedTuple):
+    """DigitRule of scales and digits."""
 
-    high: float
-    radix: float
-    ahead: tuple[float, float]
-    power: bool
+    high: float  # largest leading digit
+    radix: float  # 2**bits
+    ahead: tuple[float, float]  # added before the first two roundings, for three digits
+    power: bool  # scales are powers of two
 
 
 @lru_cache
-def _rule(bits: int, count: int, power: bool) -> Rule:
+def _rule(bits: int, count: int, power: bool) -> DigitRule:
+    """The rule for `count` digits of `bits`."""
     radix = 2.0**bits
-    # Later digits reach from -(1/2 + half a step) to 1/2 - half a step, so with three the leading ones are rounded to
-    # leave that. With two a digit that is cut off costs no more than a step.
+    # Later digits cover -(1/2 + half a step) to 1/2 - half a step: with three, the leading digits are rounded so that
+    # the residual is in that range. With two, a clamped digit costs at most one step.
     ahead = (0.5 * (1 / radix + 1 / radix**2), 0.5 / radix) if count == 3 else (0.0, 0.0)
-    return Rule(radix / 2 - 1, radix, ahead, power)
+    return DigitRule(radix / 2 - 1, radix, ahead, power)
 
 
-def _scales(top: Tensor, rule: Rule) -> Tensor:
-    """Scales from largest magnitudes, in their dtype: rounded up, 1 for zeros, NaN where an entry is not finite."""
-    double = top.double()
-    scale = (double / rule.high).to(top.dtype)
+def _scales(absmax: Tensor, rule: DigitRule) -> Tensor:
+    """Scales from amaxes, in their dtype: rounded up, 1 for zeros, NaN for non-finite slices."""
+    double = absmax.double()
+    scale = (double / rule.high).to(absmax.dtype)
     if rule.power:
         mantissa, exponent = torch.frexp(torch.where(double > 0, double / rule.high, 1.0))
-        scale = torch.ldexp(torch.ones_like(double), exponent - (mantissa == 0.5).int()).to(top.dtype)
-    elif top.dtype == torch.float32:
+        scale = torch.ldexp(torch.ones_like(double), exponent - (mantissa == 0.5).int()).to(absmax.dtype)
+    elif absmax.dtype == torch.float32:
         scale = torch.where(
             scale.double() * rule.high < double, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale
         )
     scale = torch.maximum(scale, torch.nextafter(torch.zeros_like(scale), torch.ones_like(scale)))
-    scale = torch.where(top > 0, scale, 1.0)
-    return torch.where(top.isfinite(), scale, torch.nan)
+    scale = torch.where(absmax > 0, scale, 1.0)
+    return torch.where(absmax.isfinite(), scale, torch.nan)
 
 
-def _split(x: Tensor, scale: Tensor, rule: Rule, count: int) -> list[Tensor]:
-    """Planes of ``x`` in its shape; ``scale`` broadcasts against it."""
-    lift = torch.where(scale * 128 < _TINY, _LIFT, 1.0).to(x.dtype)
-    unit = torch.where(scale.isnan(), 1.0, scale * lift)
-    rest = torch.where(scale.isnan(), 0.0, x * lift)
+def _split(x: Tensor, scale: Tensor, rule: DigitRule, count: int) -> list[Tensor]:
+    """Digit planes of `x`; `scale` broadcasts against it."""
+    bias_factor = torch.where(scale * 128 < _TINY, _BIAS_FACTOR, 1.0).to(x.dtype)
+    unit = torch.where(scale.isnan(), 1.0, scale * bias_factor)
+    residual = torch.where(scale.isnan(), 0.0, x * bias_factor)
     inverse = 1 / unit
     planes = []
     for i in range(count):
-        q = rest * inverse
+        q = residual * inverse
         if i < count - 1:
             q += rule.ahead[i]
         q = q.round_() if i == 0 else q.round_().clamp_(-rule.radix / 2, rule.radix / 2 - 1)
         planes.append(q.to(torch.int8))
         if i < count - 1:
-            # exact in float64, then rounded once: a fused multiplication and subtraction
-            rest = (rest.double() - q.double() * unit.double()).to(x.dtype)
+            # Exact in float64, then rounded once: equal to an FMA.
+            residual = (residual.double() - q.double() * unit.double()).to(x.dtype)
             inverse, unit = inverse * rule.radix, unit / rule.radix
     return planes
 
 
-def _digits_cpu(x: Tensor, rule: Rule, count: int, axis: int | None) -> Digits:
+def _digits_cpu(x: Tensor, rule: DigitRule, count: int, axis: int | None) -> Digits:
+    """Digits on a CPU, by the engine or by torch operators."""
     work = x if x.dtype == torch.float64 else x.to(torch.float32)
     if work.dtype == torch.float32 and engine.available():
-        planes, scale, _ = engine.digits(
+        planes, scale, _ = engine.decompose_cpu(
             work, count, axis, high=rule.high, radix=rule.radix, ahead=rule.ahead, power=rule.power
         )
         return Digits(planes, scale)
@@ -169,8 +198,8 @@ def _digits_cpu(x: Tensor, rule: Rule, count: int, axis: int | None) -> Digits:
     return Digits(tuple(_split(work, scale.unsqueeze(axis), rule, count)), scale)
 
 
-def _launch_rows(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
-    """Planes (rows, columns) whose rows are contiguous."""
+def _launch_rows(x: Tensor, rule: DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
+    """Launch ``digits_rows``; return planes (rows, columns) with contiguous rows."""
     rows, columns = x.shape
     planes = workspace.empty((count, rows, aligned(columns)), torch.int8, x.device)
 
@@ -183,16 +212,16 @@ def _launch_rows(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) 
             (-(-rows * lanes // config.threads), 1, 1),
             (
                 x.data_ptr(), pitch, rows, columns, lanes, scale.data_ptr(), int(given), planes.data_ptr(),
-                planes.shape[2], vector, *_numbers(rule),
+                planes.shape[2], vector, *_rule_arguments(rule),
             ),
         )  # fmt: skip
 
-    _replays.run(("rows", *_places(x, scale, planes), rule, given), launch)
-    return _parts(planes, columns)
+    _launches.run(("rows", *_launch_key(x, scale, planes), rule, given), launch)
+    return _unpadded(planes, columns)
 
 
-def _launch_columns(x: Tensor, rule: Rule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
-    """Planes (rows, columns) whose columns are contiguous."""
+def _launch_columns(x: Tensor, rule: DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
+    """Launch ``digits_columns``; return planes (rows, columns) with contiguous columns."""
     rows, columns = x.shape
     planes = workspace.empty((count, columns, aligned(rows)), torch.int8, x.device)
 
@@ -204,38 +233,40 @@ def _launch_columns(x: Tensor, rule: Rule, count: int, scale: Tensor, given: boo
             (-(-columns // config.columns) * cluster, 1, 1),
             (
                 x.data_ptr(), pitch, rows, columns, scale.data_ptr(), int(given), planes.data_ptr(), planes.shape[2],
-                vector, *_numbers(rule),
+                vector, *_rule_arguments(rule),
             ),
             (cluster, 1, 1) if cluster > 1 else None,
         )  # fmt: skip
 
-    _replays.run(("columns", *_places(x, scale, planes), rule, given), launch)
-    return [plane.t() for plane in _parts(planes, rows)]
+    _launches.run(("columns", *_launch_key(x, scale, planes), rule, given), launch)
+    return [plane.t() for plane in _unpadded(planes, rows)]
 
 
-def _places(x: Tensor, scale: Tensor, planes: Tensor) -> tuple[Hashable, ...]:
-    """All that a launch depends on besides the rule."""
-    where = x.data_ptr(), scale.data_ptr(), planes.data_ptr()
-    return where, x.shape, x.stride(), x.dtype, x.device.index, planes.shape[0]
+def _launch_key(x: Tensor, scale: Tensor, planes: Tensor) -> tuple[Hashable, ...]:
+    """Everything a launch depends on besides the rule."""
+    addresses = x.data_ptr(), scale.data_ptr(), planes.data_ptr()
+    return addresses, x.shape, x.stride(), x.dtype, x.device.index, planes.shape[0]
 
 
-def _parts(planes: Tensor, length: int) -> list[Tensor]:
-    """The planes (count, lines, pitch), without what is beyond their lines' length."""
-    whole = planes if planes.shape[2] == length else planes[:, :, :length]
-    return list(whole.unbind())
+def _unpadded(planes: Tensor, length: int) -> list[Tensor]:
+    """The planes (count, rows, pitch) without the padding beyond `length`."""
+    trimmed = planes if planes.shape[2] == length else planes[:, :, :length]
+    return list(trimmed.unbind())
 
 
 def _pitch(x: Tensor, config: DigitsConfig) -> tuple[int, int]:
-    """Entries from one row to the next, and whether runs of entries can be loaded at once: 1 or 0."""
+    """Entries from one row to the next, and 1 if vector loads are aligned, else 0."""
     pitch, size = x.stride(0) if x.shape[0] > 1 else x.shape[1], config.run * x.element_size()
     return pitch, int(x.data_ptr() % size == 0 and pitch * x.element_size() % size == 0)
 
 
-def _numbers(rule: Rule) -> tuple[object, ...]:
+def _rule_arguments(rule: DigitRule) -> tuple[object, ...]:
+    """Kernel arguments of a rule."""
     return (*(np.float32(each) for each in (rule.high, rule.radix, *rule.ahead)), int(rule.power))
 
 
-def _digits_cuda(x: Tensor, rule: Rule, count: int, axis: int | None, transpose: bool) -> Digits:
+def _digits_cuda(x: Tensor, rule: DigitRule, count: int, axis: int | None, transpose: bool) -> Digits:
+    """Digits on a GPU; `transpose`: the planes have contiguous columns."""
     if x.shape[1] > 1 and x.stride(1) != 1:
         if x.shape[0] > 1 and x.stride(0) != 1:
             x = x.contiguous()
@@ -249,7 +280,7 @@ def _digits_cuda(x: Tensor, rule: Rule, count: int, axis: int | None, transpose:
         scale = workspace.empty((x.shape[1 - axis],), torch.float32, x.device)
     launch = _launch_columns if by_columns else _launch_rows
     planes = launch(x, rule, count, scale, axis is None)
-    if by_columns != transpose:  # the other layout, by a copy
+    if by_columns != transpose:  # the other memory order, by a copy
         rows = x.shape[0]
         planes = [pack(p)[:, : x.shape[1]] if by_columns else pack(p.t())[:, :rows].t() for p in planes]
     return Digits(tuple(planes), scale)
@@ -264,26 +295,54 @@ def digits(
     transpose: bool = False,
     exponent_scale: bool = False,
 ) -> Digits:
-    """``x = scale (q0 + q1 / 2^bits + q2 / 2^(2 bits))``, cut after ``count`` digits.
+    """Split a real matrix into digit planes and a scale.
 
+    ``x = scale (q0 + q1 / 2^bits + q2 / 2^(2 bits))``, cut after `count` digits, to nearest even, as in [1]_:
     ``scale = max|x| / (2^(bits-1) - 1)``, rounded up, ``q0 = round(x / scale)``,
-    ``q1 = round(2^bits (x / scale - q0))`` cut to ``[-2^(bits-1), 2^(bits-1) - 1]``, to nearest even.  With ``count``
-    3, q0 and q1 round up from half a step of the next digit below one half on, so that what is left is in the later
-    digits' reach.
+    ``q1 = round(2^bits (x / scale - q0))`` clamped to ``[-2^(bits-1), 2^(bits-1) - 1]``. With three digits, q0 and q1
+    round up from half a step of the next digit below one half on, so that the residual is in range of the later digits.
 
-    Arguments:
-        x: float32, float16 or bfloat16 (M, N), on the CPU float64 too.
-        bits: of a digit, 2 to 8.
-        count: digits, 1 to 3.
-        axis: 1 for a scale a row, 0 for a scale a column, None for one scale.
-        transpose: planes lie column by column in memory; their shape is that of ``x`` all the same.
-        exponent_scale: the scale is a power of two, the smallest that will do, so that ``x / scale`` is exact.
-    Returns planes of int8 (M, N) and the scale (M,), (N,) or (), float32, or float64 for float64.  On a GPU the rows of
-    the planes, or their columns, start at multiples of 16 bytes: with ``axis=1`` they are ready as ``a`` of
-    :func:`~cute_kernels.gemm.api.gemm`, with ``axis=0, transpose=True`` as ``b``, in one launch; the other combinations
-    take a copy.  ``axis=None`` takes a pass more, for the scale.
-    Zeros get the scale 1.  Where a row, column or matrix has infinities or NaN, its scale is NaN and its digits are 0.
-    Raises ``TypeError`` and ``ValueError`` that name the argument.
+    Parameters
+    ----------
+    x : Tensor, shape (M, N)
+        float32, float16 or bfloat16; on a CPU float64 too.
+    bits : int, default 8
+        Bits per digit, 2 to 8.
+    count : int, default 2
+        Digits, 1 to 3.
+    axis : int or None, default 1
+        1 for per-row, 0 for per-column, None for per-tensor scales.
+    transpose : bool, default False
+        Planes are column-major; their shape is that of `x` anyway.
+    exponent_scale : bool, default False
+        Scales are powers of two, the smallest sufficient ones, so that ``x / scale`` is exact.
+
+    Returns
+    -------
+    Digits
+        int8 planes (M, N), and the scale (M,), (N,) or () in float32, float64 for float64. Zeros get the scale 1;
+        non-finite slices get the scale NaN and zero digits. On a GPU, rows (or columns) start at multiples of 16 bytes:
+        ``axis=1`` gives operand ``a`` of :func:`~cute_kernels.gemm.api.gemm`, ``axis=0, transpose=True`` operand ``b``,
+        in one launch. Other combinations need a copy; ``axis=None`` reads `x` once more.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is not supported.
+    ValueError
+        If an argument is out of range.
+    NotImplementedError
+        If the device has no kernel.
+
+    References
+    ----------
+    .. [1] Gu, arXiv 2403.06924, equations 4 to 7.
+
+    Examples
+    --------
+    >>> planes, scale = digits(torch.tensor([[127.0, -3.25]]))
+    >>> [plane.tolist() for plane in planes], scale.tolist()
+    ([[[127, -3]], [[0, -64]]], [1.0])
     """
     kinds = (*REAL_DTYPES, torch.float64) if x.device.type == "cpu" else tuple(REAL_DTYPES)
     if x.dtype not in kinds:

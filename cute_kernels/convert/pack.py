@@ -1,4 +1,4 @@
-"""Host half of ``convert/pack.cuh``: copy a matrix of bytes into rows that the kernels can read."""
+"""Packing of byte matrices into K-major rows that start at multiples of 16 bytes: host side of ``convert/pack.cuh``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import aligned
 
-_GRID_Y = 65535
+_GRID_Y = 65535  # limit of gridDim.y
 
 
 @dataclass(frozen=True)
 class PackConfig(KernelConfig):
-    """A kernel that copies a plane into rows of k: ``pack_transposed`` or ``pack_strided``."""
+    """Config of a packing kernel, ``pack_transposed`` or ``pack_strided``.
+
+    Examples
+    --------
+    >>> PackConfig("pack_strided").name
+    'gemm-pack_strided'
+    """
 
     kernel: str
     threads: int = 128
@@ -35,13 +41,24 @@ class PackConfig(KernelConfig):
 
 
 def pack(plane: Tensor) -> Tensor:
-    """A copy of ``plane`` (rows, k) as the kernels want it."""
+    """Copy a plane into K-major rows that start at multiples of 16 bytes.
+
+    Parameters
+    ----------
+    plane : Tensor, shape (rows, k)
+        int8 on a GPU, of any memory strides.
+
+    Returns
+    -------
+    Tensor, shape (rows, k rounded up to 16)
+        Contiguous; the padding is zero.
+    """
     rows, k = plane.shape
     out = workspace.empty((rows, aligned(k)), torch.int8, plane.device)
     transposed = plane.stride(0) == 1
     kernel = get_kernel(PackConfig("pack_transposed" if transposed else "pack_strided"))
     across, deep = (-(-rows // 128), 64) if transposed else (min(rows, 2**16), 128 * 16)
-    # A grid is not as deep as k may be.
+    # k may exceed the depth of a grid.
     for first in range(0, k, deep * _GRID_Y):
         part = plane[:, first : first + deep * _GRID_Y]
         kernel.launch(

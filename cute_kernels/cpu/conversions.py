@@ -7,12 +7,12 @@ from torch import Tensor
 
 from cute_kernels.cpu import extension
 
-NEGATIVE, NONFINITE = 1, 2  # flags of `quantize`: an entry is below zero; an entry is inf or NaN
+NEGATIVE, NONFINITE = 1, 2  # flags of `quantize_cpu`: an entry is below zero; an entry is inf or NaN
 _WORK_PER_ENTRY = 16  # multiply-adds with the cost of quantizing an entry
 _WORK_PER_COLUMN = 1 << 14  # multiply-adds with the cost of ordering a column
 
 
-def quantize(
+def quantize_cpu(
     x: Tensor, out: Tensor, scale: Tensor, *, bits: int, signed: bool, truncate: bool, given: bool, mode: int
 ) -> int:
     """Quantize `x` into `out` and its scales into `scale`.
@@ -44,14 +44,14 @@ def quantize(
     Examples
     --------
     >>> x, out, scale = torch.tensor([[1.0, -0.5]]), torch.empty(1, 2, dtype=torch.int8), torch.empty(1)
-    >>> quantize(x, out, scale, bits=8, signed=True, truncate=False, given=False, mode=0)
+    >>> quantize_cpu(x, out, scale, bits=8, signed=True, truncate=False, given=False, mode=0)
     1
     >>> out.tolist(), round(1 / float(scale), 3)
     ([[127, -64]], 127.0)
     """
     rows, columns = x.shape
     return int(
-        extension.load().quantize(
+        extension.load_extension().quantize(
             path=extension.isa(),
             x=x.data_ptr(),
             out=out.data_ptr(),
@@ -71,7 +71,7 @@ def quantize(
     )
 
 
-def digits(
+def decompose_cpu(
     x: Tensor,
     count: int,
     axis: int | None,
@@ -124,14 +124,14 @@ def digits(
 
     Examples
     --------
-    >>> planes, scale, flags = digits(torch.tensor([[127.0, -3.25]]), 2, 1, high=127.0, radix=256.0)
+    >>> planes, scale, flags = decompose_cpu(torch.tensor([[127.0, -3.25]]), 2, 1, high=127.0, radix=256.0)
     >>> [plane.tolist() for plane in planes], scale.tolist(), flags
     ([[[127, -3]], [[0, -64]]], [1.0], 0)
     """
     if x.stride(1) != 1 and x.shape[1] > 1:
         if x.stride(0) == 1 or x.shape[0] == 1:
             other_axis = None if axis is None else 1 - axis
-            planes, scale, flags = digits(
+            planes, scale, flags = decompose_cpu(
                 x.t(), count, other_axis, high=high, radix=radix, ahead=ahead, power=power, exact=exact,
                 truncate=truncate, limit=limit,
             )  # fmt: skip
@@ -141,7 +141,7 @@ def digits(
     out = torch.empty(count, rows, columns, dtype=torch.int8)
     size = () if axis is None else (x.shape[1 - axis],)
     scale = torch.empty(size, dtype=torch.float64 if exact else torch.float32)
-    flags = extension.load().digits(
+    flags = extension.load_extension().digits(
         path=extension.isa(),
         x=x.data_ptr(),
         planes=out.data_ptr(),
@@ -166,11 +166,11 @@ def digits(
     return tuple(out.unbind(0)), scale, int(flags)
 
 
-def spread_slots(until: Tensor, first: Tensor, order: Tensor, group: int, window: int, slots: Tensor) -> None:
+def order_columns(until: Tensor, first: Tensor, order: Tensor, group: int, window: int, slots: Tensor) -> None:
     """Fill `slots` with the order of columns that avoids bank conflicts; shapes as in ``layout/column_order.cuh``."""
     rows, tiles = until.shape[:2]
     threads = extension.num_threads(_WORK_PER_COLUMN * order.numel())
-    extension.load().spread_slots(
+    extension.load_extension().spread_slots(
         until.data_ptr(), first.data_ptr(), order.data_ptr(), rows, tiles, group, window, slots.data_ptr(), threads
     )
 
@@ -180,7 +180,7 @@ def _rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
-def compress(ints: Tensor, mask: Tensor, vector_length: int, stride: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def compress_cpu(ints: Tensor, mask: Tensor, vector_length: int, stride: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Convert a dense matrix to SR-BCRS: the vectors with an element in `mask`.
 
     Parameters
@@ -204,7 +204,7 @@ def compress(ints: Tensor, mask: Tensor, vector_length: int, stride: int) -> tup
     Examples
     --------
     >>> ints = torch.tensor([[0, 5, 0], [7, 6, 0]], dtype=torch.int8)
-    >>> start, end, columns, values = compress(ints, ints != 0, 2, 16)
+    >>> start, end, columns, values = compress_cpu(ints, ints != 0, 2, 16)
     >>> start.tolist(), end.tolist(), columns[:3].tolist(), values[0, :, :3].tolist()
     ([0], [2], [0, 1, -1], [[0, 5, 0], [7, 6, 0]])
     """
@@ -215,7 +215,7 @@ def compress(ints: Tensor, mask: Tensor, vector_length: int, stride: int) -> tup
 
     def run(lengths: Tensor | None, starts: Tensor | None, columns: Tensor | None, values: Tensor | None) -> None:
         addresses = [0 if t is None else t.data_ptr() for t in (lengths, starts, columns, values)]
-        extension.load().compress(
+        extension.load_extension().compress(
             extension.isa(), mask.data_ptr(), ints.data_ptr(), m, k, mask.stride(0), ints.stride(0) *
             ints.element_size(), ints.element_size(), vector_length, stride, *addresses, extension.num_threads(4 * m *
             k),

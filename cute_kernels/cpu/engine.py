@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress, digits, quantize, spread_slots
-from cute_kernels.cpu.extension import available, isa, isas, load, num_threads
+from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
+from cute_kernels.cpu.extension import available, isa, isas, load_extension, num_threads
 from cute_kernels.integers import digit_count
 
 __all__ = [
@@ -26,16 +26,16 @@ __all__ = [
     "SpmmCall",
     "available",
     "batch_stride",
-    "compress",
-    "digits",
+    "compress_cpu",
+    "decompose_cpu",
     "isa",
     "isas",
-    "quantize",
+    "order_columns",
+    "quantize_cpu",
     "row_sums",
     "run_dim",
     "sddmm",
     "spmm",
-    "spread_slots",
 ]
 
 OUT_TYPES = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
@@ -155,14 +155,14 @@ def _form(dense: DenseOperand) -> tuple[int, int, bool, int, bool]:
 
 def _operand(dense: DenseOperand) -> object:
     """Operand of the extension."""
-    return load().Operand(dense.data.data_ptr(), *_form(dense))
+    return load_extension().Operand(dense.data.data_ptr(), *_form(dense))
 
 
 def _scales(left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> object:
     """Scales of the extension; null pointers for None."""
     pointers = [0 if t is None else t.data_ptr() for t in (left, right, bias)]
     steps = [t.shape[-1] if t is not None and t.ndim > 1 else 0 for t in (left, right)]
-    return load().Scales(*pointers, *steps)
+    return load_extension().Scales(*pointers, *steps)
 
 
 class SpmmCall:
@@ -179,7 +179,7 @@ class SpmmCall:
     def __init__(self, a: SparseOperand, b: DenseOperand, out: Tensor) -> None:
         _, blocks, v, stride = a.planes.shape
         self._owner = a  # keeps the tensors alive
-        self._sparse = load().Sparse(
+        self._sparse = load_extension().Sparse(
             row_start=a.row_start.data_ptr(),
             row_end=a.row_end.data_ptr(),
             columns=a.col_indices.data_ptr(),
@@ -200,7 +200,7 @@ class SpmmCall:
 
     def __call__(self, b: Tensor, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
         """Run :func:`spmm` on tensors with the layout given at construction."""
-        engine = load()
+        engine = load_extension()
         operand, scales = engine.Operand(b.data_ptr(), *self._b), _scales(left, right, bias)
         engine.spmm(isa(), self._sparse, operand, scales, out.data_ptr(), *self._out, num_threads(self._work))
 
@@ -232,7 +232,7 @@ def spmm(
     Examples
     --------
     >>> ints = torch.eye(8, 16, dtype=torch.int8)
-    >>> start, end, columns, values = compress(ints, ints != 0, 8, 16)
+    >>> start, end, columns, values = compress_cpu(ints, ints != 0, 8, 16)
     >>> planes = values.view(torch.uint8)[None]
     >>> a = SparseOperand(start, end, columns, planes, row_sums(planes, start, True), 8, 16, 8, True)
     >>> b = DenseOperand(torch.arange(32, dtype=torch.int8).view(16, 2), 8, True, -2, -1)
@@ -279,7 +279,7 @@ def sddmm(
     batch, blocks, v, stride = out.shape
     m, n, k = shape
     threads = num_threads(blocks * v * stride * k * batch * digit_count(x.bits) * digit_count(y.bits))
-    load().sddmm(
+    load_extension().sddmm(
         path=isa(),
         x=_operand(x),
         y=_operand(y),

@@ -36,7 +36,7 @@ def available() -> bool:
     return _extension() is not None
 
 
-def load() -> ModuleType:
+def load_extension() -> ModuleType:
     """Return the compiled module.
 
     Raises
@@ -58,7 +58,7 @@ def isas() -> list[str]:
     >>> set(isas()) <= {"avx512", "avx2", "portable"}
     True
     """
-    return list(load().paths()) if available() else []
+    return list(load_extension().paths()) if available() else []
 
 
 def isa() -> str:

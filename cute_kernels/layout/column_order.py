@@ -90,7 +90,7 @@ def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, gr
     first = torch.cumsum(each, 0) - each  # (R * 8,)
     until = until.to(torch.int32)
     if device.type == "cpu":
-        engine.spread_slots(until, first, order, group, window, slots)
+        engine.order_columns(until, first, order, group, window, slots)
         return slots
     config = SpreadConfig()
     with device_of(slots):

@@ -47,7 +47,7 @@ def _fused_obstacle(q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bi
         return f"qkv_bits={qkv_bits}, only 4 and 8"
     widest = max(q.shape[-1], v.shape[-1])
     head_dim, length = _padded_head_dim(widest), masks[0].vector_length
-    if head_dim is None or not attention.supports(
+    if head_dim is None or not attention.supports_attention(
         q.device, head_dim=head_dim, vector_length=length, softmax_bits=softmax_bits
     ):
         return (f"head_dim={widest}, vector_length={length}, softmax_bits={softmax_bits}: it needs head_dim <= "

@@ -212,10 +212,10 @@ class SRBCRS(CompressedMatrix):
         scale: Tensor | None,
     ) -> SRBCRS:
         """The vectors of ``ints`` with a true element in ``mask``; the pattern is derived when it is asked for."""
-        from cute_kernels.cpu.engine import compress
+        from cute_kernels.cpu.engine import compress_cpu
 
         check_vector_length(vector_length)
-        start, end, columns, values = compress(ints, mask, vector_length, stride)
+        start, end, columns, values = compress_cpu(ints, mask, vector_length, stride)
         shape = (ints.shape[0], ints.shape[1])
         return cls(
             start, end, columns, store(values, bits, signed), shape=shape, vector_length=vector_length, stride=stride,

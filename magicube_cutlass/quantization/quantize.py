@@ -167,7 +167,7 @@ def encode_on_gpu(
 def _encode(
     x: Tensor, bits: int, axis: int | None, signed: bool, truncate: bool, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Storage form of the integers, the scale, and the flags of :func:`cute_kernels.cpu.engine.quantize`."""
+    """Storage form of the integers, the scale, and the flags of :func:`cute_kernels.cpu.engine.quantize_cpu`."""
     if x.device.type != "cpu" or not engine.available():
         return _encode_torch(x, bits, axis, signed, truncate, scale)
     rows, columns = x.shape[-2] if x.ndim >= 2 else 1, x.shape[-1]
@@ -182,7 +182,7 @@ def _encode(
     for i in range(matrices.shape[0]):
         out = data.view(*matrices.shape[:2], width)[i]
         part = scale.reshape(matrices.shape[0], -1)[i] if axis is not None else scale
-        flags |= engine.quantize(
+        flags |= engine.quantize_cpu(
             matrices[i], out, part, bits=bits, signed=signed, truncate=truncate, given=given, mode=_CHUNK_MODE[axis]
         )
     return data, scale, flags

@@ -116,7 +116,7 @@ def _by_engine(x: torch.Tensor, bits: int, axis: int | None, rounding: str, leve
     """The same of a matrix by the CPU engine, which divides as exactly."""
     truncate = rounding == "trunc"
     shift = bits - 1 if truncate else bits
-    planes, scale, flags = engine.digits(
+    planes, scale, flags = engine.decompose_cpu(
         x.float(), 2, None if axis is None else 1 - axis, high=float(levels), radix=2.0**shift, exact=True,
         truncate=truncate, limit=2.0 ** (bits - 1) - 1,
     )  # fmt: skip

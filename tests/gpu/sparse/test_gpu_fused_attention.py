@@ -342,7 +342,7 @@ def test_operands_may_be_made_beside_it(config: AttentionConfig, queries: int, k
 
 def test_devices_that_are_supported() -> None:
     here = torch.device("cuda")
-    assert attention.supports(here, head_dim=64, vector_length=8, softmax_bits=8)
-    assert not attention.supports(here, head_dim=48, vector_length=8, softmax_bits=8)
-    assert not attention.supports(here, head_dim=64, vector_length=4, softmax_bits=8)
-    assert not attention.supports(here, head_dim=64, vector_length=8, softmax_bits=16)
+    assert attention.supports_attention(here, head_dim=64, vector_length=8, softmax_bits=8)
+    assert not attention.supports_attention(here, head_dim=48, vector_length=8, softmax_bits=8)
+    assert not attention.supports_attention(here, head_dim=64, vector_length=4, softmax_bits=8)
+    assert not attention.supports_attention(here, head_dim=64, vector_length=8, softmax_bits=16)

@@ -117,7 +117,7 @@ def test_plain_quantization_does_not_depend_on_the_number_of_threads(
         out = torch.empty(301, 203, dtype=torch.int8)
         scale = torch.empty({None: 1, 1: 301, 0: 203}[axis])
         mode = {None: 0, 1: 1, 0: 2}[axis]
-        flags = engine.quantize(x, out, scale, bits=8, signed=True, truncate=False, given=False, mode=mode)
+        flags = engine.quantize_cpu(x, out, scale, bits=8, signed=True, truncate=False, given=False, mode=mode)
         assert flags == engine.NEGATIVE
         top = x.abs().amax() if axis is None else x.abs().amax(axis, keepdim=True)
         wanted = (top.double() / 127).float()

@@ -252,4 +252,4 @@ def test_wrong_operands_are_told(changes: dict[str, Any], error: type[Exception]
 def test_names_are_unique_and_no_cpu_is_supported() -> None:
     configs = [*attention.default_configs(), *attention.default_configs("sm_80")]
     assert len({config.name for config in configs}) == len(set(configs)) == 4
-    assert not attention.supports(torch.device("cpu"), head_dim=64, vector_length=8, softmax_bits=8)
+    assert not attention.supports_attention(torch.device("cpu"), head_dim=64, vector_length=8, softmax_bits=8)
