@@ -15,7 +15,7 @@ inline __m256i widen(__m128i bytes, bool is_signed) {
 
 struct Avx2 {
   static constexpr bool kOffset = false;
-  static constexpr int kChunkGroups = 32;  // their quads fill half of a first-level cache
+  static constexpr int kChunkGroups = 32;  // their quads fill half of L1
   static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16: [pair of k][chunk of 8 columns][column][k]
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
 
@@ -32,7 +32,7 @@ struct Avx2 {
     else _mm256_storeu_si256(static_cast<__m256i*>(to), value);
   }
 
-  // One row of sums, less the offset, in column order; streamed lines are whole ones.
+  // One row of accumulators minus the offset, in column order; streamed cache lines are whole.
   static void order(const int32_t* sums, int32_t offset, int32_t* out, bool streams) {
     const __m256i less = _mm256_set1_epi32(offset);
     const auto* from = reinterpret_cast<const __m256i*>(sums);
@@ -50,7 +50,7 @@ struct Avx2 {
     }
   }
 
-  static void finish_streams() { _mm_sfence(); }  // streamed results are in place before another thread reads them
+  static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
 
   static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
     auto* to = reinterpret_cast<__m256i*>(quads);
@@ -68,7 +68,7 @@ struct Avx2 {
   }
 
   template <int Rows>
-  static void strip_rows(const Strip& s, int first) {
+  static void tile_rows(const RowTile& s, int first) {
     const int groups = s.groups, stride = s.stride;
     alignas(8) int16_t a[kChunkGroups][Rows][kQuad];
     for (int g = 0; g < groups; ++g) {
@@ -106,11 +106,11 @@ struct Avx2 {
     }
   }
 
-  static void strip(const Strip& at) {
+  static void row_tile(const RowTile& at) {
     gather(at.panel, at.columns, at.groups, at.b_signed, at.scratch);
-    for (int first = 0; first + 4 <= at.rows; first += 4) strip_rows<4>(at, first);
-    if (at.rows == 2) strip_rows<2>(at, 0);
-    if (at.rows == 1) strip_rows<1>(at, 0);
+    for (int first = 0; first + 4 <= at.rows; first += 4) tile_rows<4>(at, first);
+    if (at.rows == 2) tile_rows<2>(at, 0);
+    if (at.rows == 1) tile_rows<1>(at, 0);
   }
 
   static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,

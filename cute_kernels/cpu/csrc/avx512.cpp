@@ -1,4 +1,4 @@
-// The engine on AVX512-VNNI: vpdpbusd multiplies unsigned by signed bytes, four k a 32-bit lane.
+// The engine on AVX512-VNNI: vpdpbusd multiplies unsigned by signed bytes, four k per 32-bit lane.
 //
 // The dense operand is staged in offset form (unsigned). A signed digit of the sparse operand is the signed side; for an
 // unsigned digit the dense bytes become signed again (x ^ 0x80) and the sparse digit is the unsigned side.
@@ -15,7 +15,7 @@ namespace {
 struct Avx512 {
   static constexpr bool kOffset = true;
   static constexpr bool kStreams = true;
-  static constexpr int kChunkGroups = 64;  // their panel rows fill half of a first-level cache
+  static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
 
   // Lane l of vector q holds columns 16 l + 4 q and the three after it: what the unpacks below leave.
@@ -26,7 +26,7 @@ struct Avx512 {
     else _mm512_storeu_si512(to, value);
   }
 
-  // One row of sums, less the offset, in column order: a transpose of four by four 128-bit lanes.
+  // One row of accumulators minus the offset, in column order: a transpose of four by four 128-bit lanes.
   static void order(const int32_t* sums, int32_t offset, int32_t* out, bool streams) {
     __m512i s[4];
     for (int q = 0; q < 4; ++q) s[q] = _mm512_sub_epi32(_mm512_load_si512(sums + q * 16), _mm512_set1_epi32(offset));
@@ -42,7 +42,7 @@ struct Avx512 {
     for (int64_t i = 0; i < bytes; i += 64) store(to + i, _mm512_load_si512(from + i), true);
   }
 
-  static void finish_streams() { _mm_sfence(); }  // streamed results are in place before another thread reads them
+  static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
 
   // `eighth` is eight times the column; the addressing mode multiplies by the other eight.
   static __m512i row(const uint8_t* panel, int32_t eighth) {
@@ -72,11 +72,11 @@ struct Avx512 {
     }
   }
 
-  // Rows x Vectors accumulators fill half of the registers; the quads live in registers only. Writing them out for a
-  // second use costs more than making them again: the loads that follow stall behind stores 4 KiB away.
-  // The accumulators are an array only in name: every loop over them must unroll, or the compiler keeps it in memory.
+  // Rows x Vectors accumulators fill half of the registers; quads stay in registers. Storing them for a second use costs more
+  // than recomputing them: later loads stall behind stores 4 KiB away (aliasing).
+  // Every loop over the accumulator array must unroll, or the compiler keeps it in memory.
   template <int Rows, bool Signed, int First, int Vectors>
-  static void pass(const Strip& at) {
+  static void pass(const RowTile& at) {
     __m512i sum[Rows][Vectors];
     int32_t* const sums = at.sums + First * 16;
 #pragma GCC unroll 8
@@ -106,7 +106,7 @@ struct Avx512 {
       }
       values += kQuad;
       values3 += kQuad;
-      if (__builtin_expect(--in_block == 0, 0)) {  // off the straight path: a second jump a group costs 5%
+      if (__builtin_expect(--in_block == 0, 0)) {  // unlikely branch: a second jump per group costs 5%
         values += skip;
         values3 += skip;
         in_block = at.stride / kQuad;
@@ -120,7 +120,7 @@ struct Avx512 {
   }
 
   template <bool Signed>
-  static void strip_as(const Strip& at) {
+  static void tile_as(const RowTile& at) {
     if (at.rows == 8) {
       pass<8, Signed, 0, 2>(at);
       pass<8, Signed, 2, 2>(at);
@@ -133,12 +133,12 @@ struct Avx512 {
     }
   }
 
-  static void strip(const Strip& at) {
+  static void row_tile(const RowTile& at) {
     for (int g = 0; g < at.groups; g += 4) {  // a block holds at least sixteen columns
       const __m512i columns = _mm512_loadu_si512(at.columns + g * kQuad);
       _mm512_store_si512(at.scratch + g * kQuad * 4, _mm512_slli_epi32(columns, 3));
     }
-    at.a_signed ? strip_as<true>(at) : strip_as<false>(at);
+    at.a_signed ? tile_as<true>(at) : tile_as<false>(at);
   }
 
   // Sixteen lanes of each of four vectors to four totals.

@@ -1,4 +1,4 @@
-// Bindings. The Python side checks what a user passes; sizes that would make the engine read astray are checked here.
+// Python bindings. Python checks user arguments; sizes that would cause out-of-bounds reads are checked here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -43,7 +43,7 @@ const Engine& find(const std::string& name) {
   for (const Engine* engine : usable()) {
     if (name == engine->name) return *engine;
   }
-  throw std::invalid_argument("engine path " + name + " does not run on this machine");
+  throw std::invalid_argument("instruction set " + name + " does not run on this machine");
 }
 
 template <class T>
@@ -70,9 +70,10 @@ void spmm(const std::string& path, SpmmArgs args, int threads) {
   nb::gil_scoped_release release;
   args.staged_panels = spmm_staged_panels(args, threads);
   const int64_t shared_bytes = spmm_panel_bytes(args) * args.staged_panels;
-  run_team(threads, shared_bytes, spmm_local_bytes(args, job.engine->spmm_scratch_bytes), [](const void* p, Team& team) {
+  run_thread_group(threads, shared_bytes, spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
+                   [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
-    j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), team);
+    j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), group);
   }, &job);
 }
 
@@ -82,9 +83,9 @@ void sddmm(const std::string& path, const SddmmArgs& args, int threads) {
   require(args.stride == 16 || args.stride == 32 || args.stride == 64, "stride must be 16, 32 or 64");
   const Job job{&find(path), &args};
   nb::gil_scoped_release release;
-  run_team(threads, sddmm_shared_bytes(args), sddmm_local_bytes(args), [](const void* p, Team& team) {
+  run_thread_group(threads, sddmm_shared_bytes(args), sddmm_local_bytes(args), [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
-    j.engine->sddmm(*static_cast<const SddmmArgs*>(j.args), team);
+    j.engine->sddmm(*static_cast<const SddmmArgs*>(j.args), group);
   }, &job);
 }
 
@@ -101,9 +102,9 @@ int quantize(const std::string& path, QuantizeArgs args, int threads) {
   const Job job{&find(path), &args};
   const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, args.is_double ? 8 : 4, threads);
   nb::gil_scoped_release release;
-  run_team(threads, shared_bytes, 0, [](const void* p, Team& team) {
+  run_thread_group(threads, shared_bytes, 0, [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
-    j.engine->quantize(*static_cast<const QuantizeArgs*>(j.args), team);
+    j.engine->quantize(*static_cast<const QuantizeArgs*>(j.args), group);
   }, &job);
   return flags;
 }
@@ -115,9 +116,9 @@ int digits(const std::string& path, DigitsArgs args, int threads) {
   const Job job{&find(path), &args};
   const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, 4, threads);
   nb::gil_scoped_release release;
-  run_team(threads, shared_bytes, 0, [](const void* p, Team& team) {
+  run_thread_group(threads, shared_bytes, 0, [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
-    j.engine->digits(*static_cast<const DigitsArgs*>(j.args), team);
+    j.engine->digits(*static_cast<const DigitsArgs*>(j.args), group);
   }, &job);
   return flags;
 }
@@ -129,17 +130,19 @@ void compress(const std::string& path, const CompressArgs& args, int threads) {
   require(args.element_bytes == 1 || args.element_bytes == 2, "an element must have 1 or 2 bytes");
   const Job job{&find(path), &args};
   nb::gil_scoped_release release;
-  run_team(threads, 0, compress_local_bytes(args), [](const void* p, Team& team) {
+  run_thread_group(threads, 0, compress_local_bytes(args), [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
-    j.engine->compress(*static_cast<const CompressArgs*>(j.args), team);
+    j.engine->compress(*static_cast<const CompressArgs*>(j.args), group);
   }, &job);
 }
 
-void spread(const SpreadArgs& args, int threads) {
+void order_columns_checked(const ReorderArgs& args, int threads) {
   require(threads >= 1 && args.tiles >= 1 && args.window >= 1, "threads, tiles and window must be at least 1");
   require(args.group >= 8 && args.group % 8 == 0, "group must be a multiple of 8");
   nb::gil_scoped_release release;
-  run_team(threads, 0, 0, [](const void* p, Team& team) { spread_slots(*static_cast<const SpreadArgs*>(p), team); }, &args);
+  run_thread_group(threads, 0, 0, [](const void* p, ThreadGroup& group) {
+    order_columns(*static_cast<const ReorderArgs*>(p), group);
+  }, &args);
 }
 
 }  // namespace
@@ -217,7 +220,7 @@ NB_MODULE(_engine, m) {
      "vector_length"_a, "stride"_a, "lengths"_a, "row_start"_a, "out_columns"_a, "out_values"_a, "threads"_a);
   m.def("spread_slots", [](uintptr_t until, uintptr_t first, uintptr_t order, int64_t rows, int tiles, int group,
                            int window, uintptr_t slots, int threads) {
-    spread(SpreadArgs{pointer<const int>(until), pointer<const int64_t>(first), pointer<const int64_t>(order), rows,
-                      tiles, group, window, pointer<int64_t>(slots)}, threads);
+    order_columns_checked(ReorderArgs{pointer<const int>(until), pointer<const int64_t>(first),
+                                      pointer<const int64_t>(order), rows, tiles, group, window, pointer<int64_t>(slots)}, threads);
   }, "until"_a, "first"_a, "order"_a, "rows"_a, "tiles"_a, "group"_a, "window"_a, "slots"_a, "threads"_a);
 }

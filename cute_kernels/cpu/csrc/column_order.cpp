@@ -1,12 +1,12 @@
-// The slots of a matrix' columns for kernels with a window of tiles, by the lines that the GPU runs.
+// Order of the columns of a matrix for kernels with a window of tiles, by the code of the GPU.
 #include "engine.hpp"
 
 #include "../../layout/column_order_search.cuh"
 
 namespace magicube {
 
-void spread_slots(const SpreadArgs& args, Team& team) {
-  for (int64_t r = team.ticket(); r < args.rows; r = team.ticket()) {
+void order_columns(const ReorderArgs& args, ThreadGroup& group) {
+  for (int64_t r = group.ticket(); r < args.rows; r = group.ticket()) {
     const RowColumns row{args.until + r * args.tiles * kPhase, args.tiles, args.group, args.window};
     int trial = 0, best = 0;
     for (int i = 0; i < kTrials; ++i) {

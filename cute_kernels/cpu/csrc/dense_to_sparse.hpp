@@ -1,4 +1,4 @@
-// A matrix and the mask of its kept elements to SR-BCRS: columns of the kept vectors, then their values block by block.
+// Dense matrix and mask to SR-BCRS: columns of the stored vectors, then their values block by block.
 #pragma once
 
 #include "integers.hpp"
@@ -6,9 +6,9 @@
 namespace {  // compiled once per instruction set
 
 using magicube::CompressArgs;
-using magicube::Team;
+using magicube::ThreadGroup;
 
-// Bytes of `any` (columns): whether the mask has an element of vector row r in a column.
+// any: (columns,) bytes, whether the mask has an element of vector row r in the column.
 inline void any_of_rows(const CompressArgs& args, int64_t r, uint8_t* __restrict any) {
   const int64_t first = r * args.vector_length, last = lesser(args.rows, first + args.vector_length);
   std::memcpy(any, args.mask + first * args.mask_row, static_cast<size_t>(args.columns));
@@ -36,7 +36,7 @@ template <class Element>
 void fill_row(const CompressArgs& args, int64_t r, uint8_t* any, int32_t* columns) {
   any_of_rows(args, r, any);
   int64_t kept = 0;
-  for (int64_t j = 0; j < args.columns; ++j) {  // no branch: every column is written, and counts if it is kept
+  for (int64_t j = 0; j < args.columns; ++j) {  // branch-free: every column is written, and counted if it is stored
     columns[kept] = static_cast<int32_t>(j);
     kept += any[j];
   }
@@ -48,13 +48,13 @@ void fill_row(const CompressArgs& args, int64_t r, uint8_t* any, int32_t* column
   }
 }
 
-void compress(const CompressArgs& args, Team& team) {
-  constexpr int64_t kAtOnce = 1 << 14;  // elements of the vector rows that a ticket is for
+void compress(const CompressArgs& args, ThreadGroup& group) {
+  constexpr int64_t kAtOnce = 1 << 14;  // elements per ticket
   const int64_t vector_rows = (args.rows + args.vector_length - 1) / args.vector_length;
   const int64_t step = greater(1, kAtOnce / greater(1, args.columns * args.vector_length));
-  uint8_t* const any = team.local();
+  uint8_t* const any = group.local();
   auto* const columns = reinterpret_cast<int32_t*>(any + magicube::compress_mask_bytes(args.columns));
-  for (int64_t at = team.ticket() * step; at < vector_rows; at = team.ticket() * step) {
+  for (int64_t at = group.ticket() * step; at < vector_rows; at = group.ticket() * step) {
     for (int64_t r = at; r < lesser(vector_rows, at + step); ++r) {
       if (args.lengths) {
         any_of_rows(args, r, any);

@@ -1,8 +1,7 @@
 // Digit planes of a float32 matrix and their scales, by one of two rules.
 //
-// Single: x = scale (q0 + q1 / radix + q2 / radix^2), all in float32, the operations of gemm_digits.py in their order.
-// Exact: the quotient x / scale in double, as correctly rounded as a division gives it, then its two digits; those of
-// residual/operand/decompose.py.
+// Single: x = scale (q0 + q1 / radix + q2 / radix^2), all in float32, the operations of convert/digits.py in their order.
+// Exact: the correctly rounded quotient x / scale in double, then its two digits, as in residual/operand/decompose.py.
 #pragma once
 
 #include <cmath>
@@ -13,7 +12,7 @@ namespace {  // compiled once per instruction set
 
 using magicube::DigitsArgs;
 
-// Nearest integer, ties to even, of numbers far smaller than the constant.
+// Round to nearest even, for numbers far smaller than the constant.
 inline float nearest(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 inline double nearest(double x) { return (x + 0x1.8p52) - 0x1.8p52; }
 inline double truncated(double x) { return static_cast<double>(static_cast<int32_t>(x)); }
@@ -57,68 +56,68 @@ using Divide = Quotient<true>;
 using Divide = Quotient<false>;
 #endif
 
-// What both rules share: the matrix, its maxima, and where factors of lines lie, kFactors arrays one after the other.
+// Shared by both rules: the matrix, its amaxes, and the prepared scales of its slices in kFactors arrays.
 template <class Factor, int kFactors>
 class DigitWork {
  public:
   using Int = Bits<float>::Int;
 
-  DigitWork(const DigitsArgs& arguments, Team& team)
-      : args(arguments), lines_(mode() == magicube::kScaleColumns ? columns() : 1) {
+  DigitWork(const DigitsArgs& arguments, ThreadGroup& group)
+      : args(arguments), slices_(mode() == magicube::kScaleColumns ? columns() : 1) {
     const bool own = mode() == magicube::kScaleRows;
-    auto* at = own ? own_ : reinterpret_cast<Factor*>(slice_factors(team, lines_, sizeof(Int)));
-    for (int f = 0; f < kFactors; ++f) factors[f] = at + f * (own ? 1 : lines_);
+    auto* at = own ? own_ : reinterpret_cast<Factor*>(slice_factors(group, slices_, sizeof(Int)));
+    for (int f = 0; f < kFactors; ++f) factors[f] = at + f * (own ? 1 : slices_);
   }
 
   int64_t rows() const { return args.rows; }
   int64_t columns() const { return args.columns; }
   int mode() const { return args.scale_mode; }
 
-  Int see_row(int64_t i, Int top) const {
+  Int row_absmax(int64_t i, Int absmax_bits) const {
     const float* x = row(i);
     for (int64_t j = 0; j < args.columns; ++j) {
       const Int bits = magnitude(x[j]);
-      top = bits > top ? bits : top;
+      absmax_bits = bits > absmax_bits ? bits : absmax_bits;
     }
-    return top;
+    return absmax_bits;
   }
 
-  void see_columns(int64_t i, Int* __restrict tops) const {
+  void update_column_absmax(int64_t i, Int* __restrict absmax) const {
     const float* __restrict x = row(i);
     for (int64_t j = 0; j < args.columns; ++j) {
       const Int bits = magnitude(x[j]);
-      tops[j] = bits > tops[j] ? bits : tops[j];
+      absmax[j] = bits > absmax[j] ? bits : absmax[j];
     }
   }
 
  protected:
   const float* row(int64_t i) const { return args.x + i * args.row_elements; }
   int8_t* plane(int index, int64_t i) const { return args.planes + index * args.plane_bytes + i * args.out_row_bytes; }
-  int64_t slot(int64_t line) const { return mode() == magicube::kScaleRows ? 0 : line; }
+  int64_t slot(int64_t slice) const { return mode() == magicube::kScaleRows ? 0 : slice; }
 
   const DigitsArgs& args;
   Factor* factors[kFactors];
 
  private:
-  const int64_t lines_;
-  Factor own_[kFactors];  // of the row in work
+  const int64_t slices_;
+  Factor own_[kFactors];  // of the current row
 };
 
 class SingleDigits : public DigitWork<float, 4> {
  public:
   using DigitWork::DigitWork;
 
-  // Factors: lift, inverse of the lifted scale, lifted scale, and as a mask all bits, or none where an entry is not
-  // finite. Lines of tiny numbers are lifted by 2^100, so that nothing below but the scale is denormal.
-  void set(int64_t line, Int top) {
-    const float scale = scale_of(top);
-    static_cast<float*>(args.scale)[line] = scale;
-    const float lift = scale * 128.0f < 0x1p-100f ? 0x1p100f : 1.0f;
+  // Prepared scale: exponent bias factor, inverse of scale * factor, scale * factor, and a mask of all bits, or none for a
+  // non-finite slice. The factor is 2^100 for slices of tiny numbers, so that only the scale is subnormal.
+  void set(int64_t slice, Int absmax_bits) {
+    const float scale = scale_of(absmax_bits);
+    static_cast<float*>(args.scale)[slice] = scale;
+    const float bias_factor = scale * 128.0f < 0x1p-100f ? 0x1p100f : 1.0f;
     const bool finite = scale == scale;
-    raise(args.flags, !finite, magicube::kNonFinite);
-    const int64_t at = slot(line);
-    factors[0][at] = finite ? lift : 1.0f;
-    factors[2][at] = finite ? scale * lift : 1.0f;
+    set_flag(args.flags, !finite, magicube::kNonFinite);
+    const int64_t at = slot(slice);
+    factors[0][at] = finite ? bias_factor : 1.0f;
+    factors[2][at] = finite ? scale * bias_factor : 1.0f;
     factors[1][at] = 1.0f / factors[2][at];
     factors[3][at] = from_bits<float>(finite ? ~0 : 0);
   }
@@ -131,17 +130,17 @@ class SingleDigits : public DigitWork<float, 4> {
   }
 
  private:
-  // Rounded up, so that the leading digit stays in range; 1 for zeros, NaN where an entry is not finite.
+  // Rounded up, so that the leading digit is in range; 1 for zeros, NaN for non-finite slices.
   float scale_of(Int largest) const {
     if (largest >= Bits<float>::kInfinity) return NAN;
-    const double top = from_bits<float>(largest);
-    if (top == 0.0) return 1.0f;
-    auto scale = static_cast<float>(top / args.high);
+    const double absmax_bits = from_bits<float>(largest);
+    if (absmax_bits == 0.0) return 1.0f;
+    auto scale = static_cast<float>(absmax_bits / args.high);
     if (args.power) {
       int exponent;
-      const double mantissa = frexp(top / args.high, &exponent);
+      const double mantissa = frexp(absmax_bits / args.high, &exponent);
       scale = static_cast<float>(ldexp(1.0, exponent - (mantissa == 0.5)));
-    } else if (static_cast<double>(scale) * args.high < top) {
+    } else if (static_cast<double>(scale) * args.high < absmax_bits) {
       scale = nextafterf(scale, HUGE_VALF);
     }
     return scale > Bits<float>::kSmallest ? scale : Bits<float>::kSmallest;
@@ -153,29 +152,29 @@ class SingleDigits : public DigitWork<float, 4> {
                             plane(Count > 1 ? 1 : 0, i), plane(Count > 2 ? 2 : 0, i));
   }
 
-  // A function of its own: compilers believe in `restrict` where it is a parameter's.
+  // Separate function: compilers honor `restrict` on parameters.
   template <int Count, bool ByColumns>
-  static void split(const float* __restrict x, const float* __restrict lifts, const float* __restrict inverses,
+  static void split(const float* __restrict x, const float* __restrict bias_factors, const float* __restrict inverses,
                     const float* __restrict units, const float* __restrict masks, const DigitsArgs& rule, int64_t count,
                     int8_t* __restrict first, int8_t* __restrict second, int8_t* __restrict third) {
     const float radix = rule.radix, part = 1.0f / radix, low = -0.5f * radix, high = 0.5f * radix - 1.0f;
     const float ahead0 = rule.ahead[0], ahead1 = rule.ahead[1];
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t line = ByColumns ? j : 0;
-      float unit = units[line], inverse = inverses[line];
-      float rest = masked(x[j] * lifts[line], masks[line]);
-      float q = nearest(Count == 3 ? rest * inverse + ahead0 : rest * inverse);
+      const int64_t slice = ByColumns ? j : 0;
+      float unit = units[slice], inverse = inverses[slice];
+      float residual = masked(x[j] * bias_factors[slice], masks[slice]);
+      float q = nearest(Count == 3 ? residual * inverse + ahead0 : residual * inverse);
       first[j] = byte(q);
       if constexpr (Count > 1) {
-        rest = Divide::less(rest, q, unit);
+        residual = Divide::less(residual, q, unit);
         inverse *= radix;
         unit *= part;
-        q = between(low, nearest(Count == 3 ? rest * inverse + ahead1 : rest * inverse), high);
+        q = between(low, nearest(Count == 3 ? residual * inverse + ahead1 : residual * inverse), high);
         second[j] = byte(q);
       }
       if constexpr (Count > 2) {
-        rest = Divide::less(rest, q, unit);
-        third[j] = byte(between(low, nearest(rest * (inverse * radix)), high));
+        residual = Divide::less(residual, q, unit);
+        third[j] = byte(between(low, nearest(residual * (inverse * radix)), high));
       }
     }
   }
@@ -185,12 +184,12 @@ class ExactDigits : public DigitWork<double, 2> {
  public:
   using DigitWork::DigitWork;
 
-  // Factors: scale and its inverse.
-  void set(int64_t line, Int top) {
-    raise(args.flags, top >= Bits<float>::kInfinity, magicube::kNonFinite);
-    const double scale = static_cast<double>(from_bits<float>(top)) / args.high;
-    static_cast<double*>(args.scale)[line] = factors[0][slot(line)] = scale > 0.0 ? scale : 1.0;
-    factors[1][slot(line)] = 1.0 / factors[0][slot(line)];
+  // Prepared scale: scale and its inverse.
+  void set(int64_t slice, Int absmax_bits) {
+    set_flag(args.flags, absmax_bits >= Bits<float>::kInfinity, magicube::kNonFinite);
+    const double scale = static_cast<double>(from_bits<float>(absmax_bits)) / args.high;
+    static_cast<double*>(args.scale)[slice] = factors[0][slot(slice)] = scale > 0.0 ? scale : 1.0;
+    factors[1][slot(slice)] = 1.0 / factors[0][slot(slice)];
   }
 
   void encode(int64_t i) const {
@@ -207,30 +206,30 @@ class ExactDigits : public DigitWork<double, 2> {
   template <bool Truncate, bool ByColumns>
   static void split(const float* __restrict x, const double* __restrict scales, const double* __restrict inverses,
                     double limit, double steps, int64_t count, int8_t* __restrict first, int8_t* __restrict second) {
-    constexpr double kHair = 1 + 0x1p-49;  // the division may end a hair below an integer, the maximum's own, say
+    constexpr double kHair = 1 + 0x1p-49;  // the quotient may be slightly below an integer, such as that of the amax
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t line = ByColumns ? j : 0;
-      const double ratio = Divide::of(x[j], scales[line], inverses[line]);
+      const int64_t slice = ByColumns ? j : 0;
+      const double ratio = Divide::of(x[j], scales[slice], inverses[slice]);
       const double digit = Truncate ? truncated(ratio * kHair) : nearest(ratio);
-      const double rest = (ratio - digit) * steps;  // within one step, or half of one, either way
+      const double residual = (ratio - digit) * steps;  // in one step (truncate) or half a step (nearest)
       first[j] = byte(digit);
       if constexpr (Truncate) {
-        second[j] = byte(rest);
+        second[j] = byte(residual);
       } else {
-        const double low = nearest(rest);
+        const double low = nearest(residual);
         second[j] = byte(low < limit ? low : limit);
       }
     }
   }
 };
 
-void digits(const DigitsArgs& args, Team& team) {
+void digits(const DigitsArgs& args, ThreadGroup& group) {
   if (args.exact) {
-    ExactDigits work(args, team);
-    over_slices(work, team);
+    ExactDigits work(args, group);
+    over_slices(work, group);
   } else {
-    SingleDigits work(args, team);
-    over_slices(work, team);
+    SingleDigits work(args, group);
+    over_slices(work, group);
   }
 }
 

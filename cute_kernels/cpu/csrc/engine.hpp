@@ -1,4 +1,4 @@
-// What the instruction-set builds of the CPU engine share: arguments, team of threads, table of entry points.
+// Shared by the instruction-set builds of the CPU engine: arguments, thread group, table of entry points.
 //
 // Each of portable.cpp, avx2.cpp and avx512.cpp compiles the same drivers with its own flags inside an anonymous
 // namespace. Those files use no standard-library templates: the linker could otherwise keep the AVX-512 copy of a
@@ -9,23 +9,23 @@
 
 namespace magicube {
 
-constexpr int kPanel = 64;          // columns of the dense operand that are worked on at a time
-constexpr int kQuad = 4;            // nonzeros that one 32-bit multiply-accumulate lane takes
-constexpr int64_t kMaxColumns = int64_t{1} << 28;  // of the sparse operand: eight times a column fits 32 bits
-constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not stay in a second-level cache
+constexpr int kPanel = 64;          // columns of the dense operand per panel
+constexpr int kQuad = 4;            // nonzeros per 32-bit multiply-accumulate lane
+constexpr int64_t kMaxColumns = int64_t{1} << 28;  // of the sparse operand: 8 * column must fit 32 bits
+constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not fit L2
 constexpr int kMaxDigits = 2;
 constexpr int kMaxVector = 32;
-constexpr int64_t kExactRun = 32768;  // products of two bytes that int32 can sum without overflow
-constexpr int64_t kStagedBytes = 256 * 1024;  // staged rows of the SDDMM's right operand
+constexpr int64_t kExactRun = 32768;  // products of two bytes that int32 sums without overflow
+constexpr int64_t kStagedBytes = 256 * 1024;  // staged rows of the right operand of an SDDMM
 
 enum class Out : int { kInt32, kInt64, kFloat32, kFloat16, kBFloat16 };
 
-// A dense integer operand. A run is a stretch of elements that are contiguous in memory.
+// Dense integer operand. A run is a sequence of contiguous elements.
 struct Operand {
   const uint8_t* data;
   int64_t batch_bytes;    // from one matrix of the batch to the next
   int64_t run_bytes;      // from one run to the next
-  bool runs_along_inner;  // runs go along the inner (reduction) dimension
+  bool runs_along_inner;  // runs are along the inner (reduction) dimension
   int bits;
   bool is_signed;
 
@@ -52,9 +52,9 @@ struct Sparse {
 };
 
 struct Scales {
-  const float* left;   // one a row of the output, or null
-  const float* right;  // one a column of the output, or null
-  const float* bias;   // one a row of the output, or null
+  const float* left;   // (rows,) or null
+  const float* right;  // (n,) or null
+  const float* bias;   // (rows,) or null
   int64_t left_batch;
   int64_t right_batch;
 };
@@ -67,7 +67,7 @@ struct SpmmArgs {
   Out out_type;
   int64_t n;
   int64_t batch;
-  int staged_panels;  // panels that the shared buffer has room for: one, or one for each thread
+  int staged_panels;  // panels in the shared buffer: one, or one per thread
 };
 
 struct SddmmArgs {
@@ -118,9 +118,9 @@ struct DigitsArgs {
   int64_t out_row_bytes;
   int64_t plane_bytes;
   int count;       // of digits, 1 to 3; 2 where exact
-  bool exact;      // the rule of double quotients
-  double high;     // the integer that the largest magnitude becomes
-  float radix;     // steps of the second digit in one of the first
+  bool exact;      // quotients in double
+  double high;     // integer of the amax
+  float radix;     // steps of a digit per step of the digit before
   float ahead[2];  // added before the roundings to the first two of three digits
   bool power;      // scales are powers of two
   bool truncate;   // where exact: digits round toward zero
@@ -128,7 +128,7 @@ struct DigitsArgs {
   int scale_mode;
 };
 
-// Two calls: with `lengths` the kept vectors of each vector row are counted, without they are written.
+// Two calls: with `lengths` the stored vectors of each vector row are counted, without it they are written.
 struct CompressArgs {
   const uint8_t* mask;    // (rows, columns) of 0 and 1
   const uint8_t* values;  // (rows, columns) integers of element_bytes, 1 or 2
@@ -145,7 +145,7 @@ struct CompressArgs {
   uint8_t* out_values;       // [block][row of the vector][position in the stride], zero in the padding
 };
 
-struct SpreadArgs {
+struct ReorderArgs {
   const int* until;      // (rows, tiles, 8): columns of each residue up to and with a tile
   const int64_t* first;  // (rows, 8): where the columns of a residue begin in `order`
   const int64_t* order;  // (vectors,)
@@ -154,32 +154,32 @@ struct SpreadArgs {
   int64_t* slots;  // (vectors,)
 };
 
-constexpr int kScaleAll = 0, kScaleRows = 1, kScaleColumns = 2;  // one scale, one a row, one a column
+constexpr int kScaleAll = 0, kScaleRows = 1, kScaleColumns = 2;  // per tensor, per row, per column
 constexpr uint8_t kNegative = 1;
 constexpr uint8_t kNonFinite = 2;
 
-// The threads of one call. Tickets hand out work in order; a barrier returns them to zero.
-class Team {
+// Threads of one call. Tickets distribute work in order; a barrier resets them to zero.
+class ThreadGroup {
  public:
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual int64_t ticket() = 0;
   virtual void barrier() = 0;
-  virtual uint8_t* shared() const = 0;  // one buffer for all threads
-  virtual uint8_t* local() const = 0;   // one buffer a thread
+  virtual uint8_t* shared() const = 0;  // shared by all threads
+  virtual uint8_t* local() const = 0;   // per thread
 
  protected:
-  ~Team() = default;
+  ~ThreadGroup() = default;
 };
 
 struct Engine {
   const char* name;
-  void (*spmm)(const SpmmArgs&, Team&);
-  void (*sddmm)(const SddmmArgs&, Team&);
-  void (*quantize)(const QuantizeArgs&, Team&);
-  void (*digits)(const DigitsArgs&, Team&);
-  void (*compress)(const CompressArgs&, Team&);
-  int64_t spmm_scratch_bytes;  // one a thread, a multiple of 64
+  void (*spmm)(const SpmmArgs&, ThreadGroup&);
+  void (*sddmm)(const SddmmArgs&, ThreadGroup&);
+  void (*quantize)(const QuantizeArgs&, ThreadGroup&);
+  void (*digits)(const DigitsArgs&, ThreadGroup&);
+  void (*compress)(const CompressArgs&, ThreadGroup&);
+  int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
 };
 
 extern const Engine kPortable;
@@ -188,11 +188,11 @@ extern const Engine kAvx2;
 extern const Engine kAvx512;
 #endif
 
-// One for each thread where memory allows, else one that the threads share.
+// Staged panels of an SpMM: one per thread if memory allows, else one for all.
 int spmm_staged_panels(const SpmmArgs& args, int threads);
 
-// Orders the columns of vector rows for kernels with a window of tiles.
-void spread_slots(const SpreadArgs& args, Team& team);
+// Order the columns of vector rows for kernels with a window of tiles.
+void order_columns(const ReorderArgs& args, ThreadGroup& group);
 
 // Buffer sizes in bytes; all are multiples of 64.
 int64_t spmm_panel_bytes(const SpmmArgs& args);
@@ -202,11 +202,12 @@ int64_t sddmm_shared_bytes(const SddmmArgs& args);
 int64_t sddmm_local_bytes(const SddmmArgs& args);
 int64_t compress_mask_bytes(int64_t columns);
 int64_t compress_local_bytes(const CompressArgs& args);
-int64_t slice_maxima_bytes(int64_t lines, int64_t real_bytes);  // of one thread
-int64_t slice_shared_bytes(int64_t lines, int64_t real_bytes, int threads);
+int64_t slice_maxima_bytes(int64_t slices, int64_t real_bytes);  // per thread
+int64_t slice_shared_bytes(int64_t slices, int64_t real_bytes, int threads);
 
-// Calls body on `threads` threads, the caller's among them, with zeroed tickets and 64-byte aligned buffers; on fewer
-// where the system has no more threads to give.
-void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&), const void* args);
+// Call body on `threads` threads, the caller included, with zeroed tickets and 64-byte aligned buffers; on fewer threads if the
+// system has no more.
+void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
+                      const void* args);
 
 }  // namespace magicube

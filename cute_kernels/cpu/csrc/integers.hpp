@@ -1,7 +1,7 @@
-// Stored integers to digit planes of bytes: the C++ twin of integers.py.
+// Stored integers to digit planes of bytes: the C++ counterpart of integers.py.
 //
-// A staged byte is in offset form, value + 128, when its digit is signed and the engine multiplies unsigned by signed
-// bytes; the driver takes the offset out again with the row sums of the other operand.
+// A staged byte is in offset form, value + 128, if its digit is signed and the engine multiplies unsigned by signed bytes. The
+// driver subtracts the offset with the row sums of the other operand.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ using magicube::Operand;
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Reads `count` integers of one run from position `start` (even for 4 bits); digit i goes to out + i * digit_bytes.
+// Load `count` integers of one run from position `start` (even for 4 bits); digit i goes to out + i * digit_bytes.
 inline void load_digits(const uint8_t* run, int bits, bool is_signed, int64_t start, int64_t count, uint8_t flip,
                         uint8_t* __restrict out, int64_t digit_bytes) {
   if (bits == 8) {
@@ -37,7 +37,7 @@ inline void load_digits(const uint8_t* run, int bits, bool is_signed, int64_t st
     };
     for (int64_t i = 0; i < count / 2; ++i) {
       const uint16_t both = pair(source[i]);
-      std::memcpy(out + 2 * i, &both, 2);  // little-endian, as every machine this is built for
+      std::memcpy(out + 2 * i, &both, 2);  // little-endian
     }
     if (count % 2) out[count - 1] = static_cast<uint8_t>(pair(source[count / 2]));
     return;
@@ -50,31 +50,31 @@ inline void load_digits(const uint8_t* run, int bits, bool is_signed, int64_t st
   }
 }
 
-// Stages `lines` x `width` integers so that line i, digit d starts at out + d * digit_bytes + i * line_bytes.
-// Lines are runs of the operand when `along_runs`, else they cross its runs.
-inline void stage(const Operand& op, const uint8_t* data, bool along_runs, int64_t line0, int64_t lines, int64_t at0,
-                  int64_t width, uint8_t flip, uint8_t* out, int64_t line_bytes, int64_t digit_bytes) {
+// Stage `slices` x `width` integers so that slice i, digit d starts at out + d * digit_bytes + i * slice_bytes. Slices are runs
+// of the operand if `along_runs`, else they cross its runs.
+inline void stage(const Operand& op, const uint8_t* data, bool along_runs, int64_t slice0, int64_t slices, int64_t at0,
+                  int64_t width, uint8_t flip, uint8_t* out, int64_t slice_bytes, int64_t digit_bytes) {
   if (along_runs) {
-    constexpr int64_t kAhead = 16;  // runs are far apart, which no hardware prefetcher follows
-    for (int64_t i = 0; i < lines; ++i) {
-      if (i + kAhead < lines) __builtin_prefetch(data + (line0 + i + kAhead) * op.run_bytes + at0 * op.bits / 8);
-      load_digits(data + (line0 + i) * op.run_bytes, op.bits, op.is_signed, at0, width, flip, out + i * line_bytes,
+    constexpr int64_t kAhead = 16;  // runs are far apart: hardware prefetchers do not follow them
+    for (int64_t i = 0; i < slices; ++i) {
+      if (i + kAhead < slices) __builtin_prefetch(data + (slice0 + i + kAhead) * op.run_bytes + at0 * op.bits / 8);
+      load_digits(data + (slice0 + i) * op.run_bytes, op.bits, op.is_signed, at0, width, flip, out + i * slice_bytes,
                   digit_bytes);
     }
     return;
   }
-  constexpr int64_t kTile = 64;  // lines are crossed in tiles, so that the scattered bytes stay in cache
+  constexpr int64_t kTile = 64;  // slices are transposed in tiles, so that scattered bytes stay in cache
   constexpr int64_t kPiece = kTile + 1;
   uint8_t piece[magicube::kMaxDigits * kPiece];
-  for (int64_t i0 = 0; i0 < lines; i0 += kTile) {
-    const int64_t count = lesser(kTile, lines - i0);
-    const int64_t skip = op.bits == 4 ? (line0 + i0) & 1 : 0;  // a packed run is read from an even position
+  for (int64_t i0 = 0; i0 < slices; i0 += kTile) {
+    const int64_t count = lesser(kTile, slices - i0);
+    const int64_t skip = op.bits == 4 ? (slice0 + i0) & 1 : 0;  // a packed run is read from an even position
     for (int64_t j = 0; j < width; ++j) {
-      load_digits(data + (at0 + j) * op.run_bytes, op.bits, op.is_signed, line0 + i0 - skip, count + skip, flip, piece,
+      load_digits(data + (at0 + j) * op.run_bytes, op.bits, op.is_signed, slice0 + i0 - skip, count + skip, flip, piece,
                   kPiece);
       for (int d = 0; d < op.digits(); ++d) {
-        uint8_t* to = out + d * digit_bytes + i0 * line_bytes + j;
-        for (int64_t i = 0; i < count; ++i) to[i * line_bytes] = piece[d * kPiece + skip + i];
+        uint8_t* to = out + d * digit_bytes + i0 * slice_bytes + j;
+        for (int64_t i = 0; i < count; ++i) to[i * slice_bytes] = piece[d * kPiece + skip + i];
       }
     }
   }

@@ -1,4 +1,4 @@
-// The engine in plain C++: every machine, and the yardstick for the other two.
+// The engine in portable C++: runs on every machine, and is the reference for the other two.
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
 #include "quantize.hpp"
@@ -18,7 +18,7 @@ struct Portable {
   static int column_of(int chunk) { return 4 * chunk; }
 
   static void order(const int32_t* sums, int32_t offset, int32_t* out, bool) {
-    for (int n = 0; n < kPanel; ++n) {  // sums may have wrapped on the way to a result that fits
+    for (int n = 0; n < kPanel; ++n) {  // accumulators may wrap; the result fits
       out[n] = static_cast<int32_t>(static_cast<uint32_t>(sums[n]) - static_cast<uint32_t>(offset));
     }
   }
@@ -35,7 +35,7 @@ struct Portable {
     }
   }
 
-  static void strip(const Strip& s) {
+  static void row_tile(const RowTile& s) {
     if (s.fresh) std::memset(s.sums, 0, static_cast<size_t>(s.rows) * kPanel * sizeof(int32_t));
     gather(s.panel, s.columns, s.groups, s.b_signed, s.scratch);
     for (int g = 0; g < s.groups; ++g) {

@@ -1,7 +1,7 @@
-// q = round(x / scale), scale = max|x| / q_max, written in its storage form, with the slice's flags.
+// q = round(x / scale), scale = max|x| / q_max, written in storage form, with flags.
 //
-// The quotient is taken in double as x * (1 / scale): then a row of magnitude 1e-36 keeps its relative accuracy, and
-// the same rule in torch's double gives the same integers.
+// The quotient is x * (1 / scale) in double: a row of magnitude 1e-36 keeps its relative accuracy, and the same rule in
+// torch float64 gives the same integers.
 #pragma once
 
 #include <cmath>
@@ -17,47 +17,47 @@ class Quantizer {
  public:
   using Int = typename Bits<Real>::Int;
 
-  Quantizer(const QuantizeArgs& arguments, Team& team)
+  Quantizer(const QuantizeArgs& arguments, ThreadGroup& group)
       : args_(arguments),
         low_(arguments.is_signed ? -static_cast<double>(1 << (arguments.bits - 1)) : 0.0),
         high_(static_cast<double>((1 << (arguments.is_signed ? arguments.bits - 1 : arguments.bits)) - 1)),
         inverses_(mode() == magicube::kScaleRows
                       ? &inverse_
-                      : reinterpret_cast<double*>(slice_factors(team, mode() == magicube::kScaleColumns ? columns() : 1, sizeof(Int)))) {}
+                      : reinterpret_cast<double*>(slice_factors(group, mode() == magicube::kScaleColumns ? columns() : 1, sizeof(Int)))) {}
 
   int64_t rows() const { return args_.rows; }
   int64_t columns() const { return args_.columns; }
   int mode() const { return args_.scale_mode; }
 
-  Int see_row(int64_t i, Int top) const {
+  Int row_absmax(int64_t i, Int absmax_bits) const {
     const Real* x = row(i);
     int below = 0;
     for (int64_t j = 0; j < args_.columns; ++j) {
       const Int bits = magnitude(x[j]);
-      top = bits > top ? bits : top;
+      absmax_bits = bits > absmax_bits ? bits : absmax_bits;
       below |= x[j] < Real{0};
     }
-    raise(args_.flags, below, magicube::kNegative);
-    return top;
+    set_flag(args_.flags, below, magicube::kNegative);
+    return absmax_bits;
   }
 
-  void see_columns(int64_t i, Int* __restrict tops) const {
+  void update_column_absmax(int64_t i, Int* __restrict absmax) const {
     const Real* __restrict x = row(i);
     int below = 0;
     for (int64_t j = 0; j < args_.columns; ++j) {
       const Int bits = magnitude(x[j]);
-      tops[j] = bits > tops[j] ? bits : tops[j];
+      absmax[j] = bits > absmax[j] ? bits : absmax[j];
       below |= x[j] < Real{0};
     }
-    raise(args_.flags, below, magicube::kNegative);
+    set_flag(args_.flags, below, magicube::kNegative);
   }
 
-  void set(int64_t line, Int top) {
-    raise(args_.flags, top >= Bits<Real>::kInfinity, magicube::kNonFinite);
-    Real& scale = static_cast<Real*>(args_.scale)[line];
-    if (!args_.given_scale) scale = scale_of(top);
+  void set(int64_t slice, Int absmax_bits) {
+    set_flag(args_.flags, absmax_bits >= Bits<Real>::kInfinity, magicube::kNonFinite);
+    Real& scale = static_cast<Real*>(args_.scale)[slice];
+    if (!args_.given_scale) scale = scale_of(absmax_bits);
     // A slice with inf or NaN has scale NaN; its integers are zero, so that they do not depend on the machine.
-    inverses_[mode() == magicube::kScaleRows ? 0 : line] = scale == scale ? 1.0 / static_cast<double>(scale) : 0.0;
+    inverses_[mode() == magicube::kScaleRows ? 0 : slice] = scale == scale ? 1.0 / static_cast<double>(scale) : 0.0;
   }
 
   void encode(int64_t i) const {
@@ -66,15 +66,15 @@ class Quantizer {
   }
 
  private:
-  static constexpr int64_t kTile = 512;  // entries encoded at a time
+  static constexpr int64_t kTile = 512;  // entries per tile
 
   const Real* row(int64_t i) const { return static_cast<const Real*>(args_.x) + i * args_.row_elements; }
 
   Real scale_of(Int largest) const {
-    const Real top = from_bits<Real>(largest);
+    const Real absmax_bits = from_bits<Real>(largest);
     if (largest >= Bits<Real>::kInfinity) return static_cast<Real>(NAN);
-    if (top == Real{0}) return Real{1};
-    const auto scale = static_cast<Real>(static_cast<double>(top) / high_);
+    if (absmax_bits == Real{0}) return Real{1};
+    const auto scale = static_cast<Real>(static_cast<double>(absmax_bits) / high_);
     return scale > Real{0} ? scale : Bits<Real>::kSmallest;
   }
 
@@ -118,17 +118,17 @@ class Quantizer {
 
   const QuantizeArgs& args_;
   const double low_, high_;
-  double inverse_ = 0.0;  // of the row in work
+  double inverse_ = 0.0;  // of the current row
   double* const inverses_;
 };
 
-void quantize(const QuantizeArgs& args, Team& team) {
+void quantize(const QuantizeArgs& args, ThreadGroup& group) {
   if (args.is_double) {
-    Quantizer<double> work(args, team);
-    over_slices(work, team);
+    Quantizer<double> work(args, group);
+    over_slices(work, group);
   } else {
-    Quantizer<float> work(args, team);
-    over_slices(work, team);
+    Quantizer<float> work(args, group);
+    over_slices(work, group);
   }
 }
 

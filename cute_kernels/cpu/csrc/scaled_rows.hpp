@@ -1,7 +1,7 @@
-// Passes over the rows of a real matrix that has one scale, one a row or one a column: largest magnitudes, then integers.
+// Passes over the rows of a real matrix with a per-tensor, per-row or per-column scale: amax, then integers.
 //
-// With a scale a row, a row is read again while a first-level cache still holds it. Otherwise threads share the rows
-// twice, with the maxima of each thread in between.
+// With per-row scales, a row is read again while it is in L1. Otherwise the threads split the rows twice, with a reduction of
+// their amaxes in between.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace {  // compiled once per instruction set
 
-using magicube::Team;
+using magicube::ThreadGroup;
 
 template <class Real>
 struct Bits;
@@ -31,7 +31,7 @@ struct Bits<double> {
   static constexpr double kSmallest = 5e-324;
 };
 
-// As integers, the bits of non-negative floats have the floats' order, with infinity and NaN on top.
+// As integers, the bits of non-negative floats have the order of the floats, with infinity and NaN above.
 template <class Real>
 typename Bits<Real>::Int bits_of(Real value) {
   typename Bits<Real>::Int bits;
@@ -53,53 +53,53 @@ Real from_bits(typename Bits<Real>::Int bits) {
   return value;
 }
 
-constexpr int64_t kAtOnce = 1 << 14;  // entries of the rows that a ticket is for
+constexpr int64_t kAtOnce = 1 << 14;  // entries per ticket
 
-// `work` says what the matrix is (kMode, rows, columns, row), takes what it has seen (see_row, see_columns), makes the
-// factors of a line from the bits of its largest magnitude (set) and writes integers (encode).
+// `work` describes the matrix (mode, rows, columns), updates amaxes (row_absmax, update_column_absmax), prepares the
+// scale of a slice from the bits of its amax (set) and writes integers (encode).
 template <class Work>
-void over_slices(Work& work, Team& team) {
+void over_slices(Work& work, ThreadGroup& group) {
   using Int = typename Work::Int;
   const int64_t rows = work.rows(), columns = work.columns();
   const int64_t step = greater(1, kAtOnce / greater(1, columns)), chunks = (rows + step - 1) / step;
   const auto each_row = [&](auto body) {
-    for (int64_t chunk = team.ticket(); chunk < chunks; chunk = team.ticket()) {
+    for (int64_t chunk = group.ticket(); chunk < chunks; chunk = group.ticket()) {
       for (int64_t i = chunk * step; i < lesser(rows, (chunk + 1) * step); ++i) body(i);
     }
   };
   if (work.mode() == magicube::kScaleRows) {
     each_row([&](int64_t i) {
-      work.set(i, work.see_row(i, 0));
+      work.set(i, work.row_absmax(i, 0));
       work.encode(i);
     });
     return;
   }
   const bool by_columns = work.mode() == magicube::kScaleColumns;
-  const int64_t lines = by_columns ? columns : 1;
-  auto* const all = reinterpret_cast<Int*>(team.shared());
-  const int64_t pitch = magicube::slice_maxima_bytes(lines, sizeof(Int)) / static_cast<int64_t>(sizeof(Int));
-  Int* const mine = all + team.rank() * pitch;
-  std::fill_n(mine, lines, Int{0});
+  const int64_t slices = by_columns ? columns : 1;
+  auto* const all = reinterpret_cast<Int*>(group.shared());
+  const int64_t pitch = magicube::slice_maxima_bytes(slices, sizeof(Int)) / static_cast<int64_t>(sizeof(Int));
+  Int* const mine = all + group.rank() * pitch;
+  std::fill_n(mine, slices, Int{0});
   each_row([&](int64_t i) {
-    if (by_columns) work.see_columns(i, mine);
-    else *mine = work.see_row(i, *mine);
+    if (by_columns) work.update_column_absmax(i, mine);
+    else *mine = work.row_absmax(i, *mine);
   });
-  team.barrier();
-  for (int64_t j = lines * team.rank() / team.size(); j < lines * (team.rank() + 1) / team.size(); ++j) {
-    Int top = 0;
-    for (int r = 0; r < team.size(); ++r) top = all[r * pitch + j] > top ? all[r * pitch + j] : top;
-    work.set(j, top);
+  group.barrier();
+  for (int64_t j = slices * group.rank() / group.size(); j < slices * (group.rank() + 1) / group.size(); ++j) {
+    Int absmax_bits = 0;
+    for (int r = 0; r < group.size(); ++r) absmax_bits = all[r * pitch + j] > absmax_bits ? all[r * pitch + j] : absmax_bits;
+    work.set(j, absmax_bits);
   }
-  team.barrier();
+  group.barrier();
   each_row([&](int64_t i) { work.encode(i); });
 }
 
-// Where factors of lines lie, behind the maxima of all threads.
-inline uint8_t* slice_factors(Team& team, int64_t lines, int64_t real_bytes) {
-  return team.shared() + magicube::slice_maxima_bytes(lines, real_bytes) * team.size();
+// Prepared scales of the slices, after the amaxes of all threads.
+inline uint8_t* slice_factors(ThreadGroup& group, int64_t slices, int64_t real_bytes) {
+  return group.shared() + magicube::slice_maxima_bytes(slices, real_bytes) * group.size();
 }
 
-inline void raise(uint8_t* flags, bool holds, uint8_t flag) {
+inline void set_flag(uint8_t* flags, bool holds, uint8_t flag) {
   if (holds) __atomic_fetch_or(flags, flag, __ATOMIC_RELAXED);
 }
 

@@ -1,7 +1,8 @@
 // SDDMM: S[i, j] = sum_k X[i, k] * Y[j, k] at the vectors of a pattern, exact in integers.
 //
-// A block of rows of Y is staged as digit planes of bytes; every vector row stages its V rows of X and takes the dot
-// products with those staged rows that its columns name, four columns at a time.
+// A block of rows of Y is staged as digit planes of bytes. Every vector row stages its V rows of X and computes the dot products
+// with the staged rows of its columns, four columns at a time.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
 #pragma once
 
 #include "engine.hpp"
@@ -13,7 +14,7 @@ namespace {  // compiled once per instruction set
 using magicube::kExactRun;
 using magicube::kMaxVector;
 using magicube::SddmmArgs;
-using magicube::Team;
+using magicube::ThreadGroup;
 
 inline int64_t first_not_below(const int32_t* columns, int64_t begin, int64_t end, int64_t bound) {
   while (begin < end) {
@@ -43,7 +44,7 @@ struct SddmmRow {
     return rows;
   }
 
-  // What the offset form of Y's digits adds to each row of X's products.
+  // Contribution of the offset form of Y's digits to the products of each row of X.
   void offsets(int64_t rows, int64_t* out) const {
     for (int64_t v = 0; v < rows; ++v) {
       out[v] = 0;
@@ -119,22 +120,22 @@ struct SddmmRow {
 };
 
 template <class Micro>
-void sddmm(const SddmmArgs& args, Team& team) {
+void sddmm(const SddmmArgs& args, ThreadGroup& group) {
   if (args.inner == 0) return;  // an empty sum is zero, as out is
   const int64_t padded = (args.inner + 63) / 64 * 64;
   const int64_t block = magicube::sddmm_staged_rows(args);
   const int64_t digit_bytes = block * padded;
   const uint8_t flip = Micro::kOffset && args.y.is_signed ? 0x80 : 0;
-  uint8_t* staged = team.shared();
-  const SddmmRow<Micro> row{args, staged, team.local(), padded, digit_bytes};
-  constexpr int64_t kLines = 16, kRows = 4;  // what one ticket stages, and multiplies
+  uint8_t* staged = group.shared();
+  const SddmmRow<Micro> row{args, staged, group.local(), padded, digit_bytes};
+  constexpr int64_t kStagedRows = 16, kRows = 4;  // rows per ticket: staged, and multiplied
   for (int64_t batch = 0; batch < args.batch; ++batch) {
     const uint8_t* x = args.x.data + batch * args.x.batch_bytes;
     const uint8_t* y = args.y.data + batch * args.y.batch_bytes;
     for (int64_t j0 = 0; j0 < args.n; j0 += block) {
-      const int64_t lines = lesser(block, args.n - j0);
-      for (int64_t i = team.ticket() * kLines; i < lines; i = team.ticket() * kLines) {
-        const int64_t count = lesser(kLines, lines - i);
+      const int64_t rows_here = lesser(block, args.n - j0);
+      for (int64_t i = group.ticket() * kStagedRows; i < rows_here; i = group.ticket() * kStagedRows) {
+        const int64_t count = lesser(kStagedRows, rows_here - i);
         stage(args.y, y, args.y.runs_along_inner, j0 + i, count, 0, args.inner, flip, staged + i * padded, padded,
               digit_bytes);
         for (int d = 0; d < args.y.digits(); ++d) {
@@ -143,12 +144,12 @@ void sddmm(const SddmmArgs& args, Team& team) {
           }
         }
       }
-      team.barrier();
-      for (int64_t r0 = team.ticket() * kRows; r0 < args.vector_rows; r0 = team.ticket() * kRows) {
+      group.barrier();
+      for (int64_t r0 = group.ticket() * kRows; r0 < args.vector_rows; r0 = group.ticket() * kRows) {
         const int64_t r1 = lesser(r0 + kRows, args.vector_rows);
-        for (int64_t r = r0; r < r1; ++r) row.run(r, batch, x, j0, j0 + lines);
+        for (int64_t r = r0; r < r1; ++r) row.run(r, batch, x, j0, j0 + rows_here);
       }
-      team.barrier();
+      group.barrier();
     }
   }
 }

@@ -1,8 +1,9 @@
 // SpMM on SR-BCRS: C (rows x n) = A (rows x k, vectors) * B (k x n, dense), exact in integers.
 //
-// A panel of 64 columns of B is staged as digit planes of bytes; every vector row then gathers the panel rows its
-// columns name, four at a time, interleaves them so that a 32-bit lane holds four k of one column (a quad), and
-// multiplies them by four values of each of up to eight of its rows.
+// A panel of 64 columns of B is staged as digit planes of bytes. Every vector row gathers the panel rows of its columns, four at
+// a time, interleaves them so that a 32-bit lane holds four k of one column (a quad), and multiplies them by four values of
+// each of up to eight of its rows.
+// Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
 #include "engine.hpp"
@@ -15,14 +16,14 @@ using magicube::kExactRun;
 using magicube::kPanel;
 using magicube::kQuad;
 using magicube::SpmmArgs;
-using magicube::Team;
+using magicube::ThreadGroup;
 
-constexpr int64_t kStageLines = 64;  // rows of B one ticket stages
+constexpr int64_t kStagedRows = 64;  // rows of B per ticket
 constexpr int64_t kLargeTicket = 8, kSmallTicket = 2;  // vector rows
-constexpr int kStripRows = 8;
+constexpr int kTileRows = 8;
 
-// Up to eight rows of one vector row times the panel rows that its columns name, added to 64 sums a row.
-struct Strip {
+// Up to eight rows of one vector row times the panel rows of its columns, added to 64 accumulators per row.
+struct RowTile {
   const uint8_t* panel;  // one digit of B
   const int32_t* columns;
   int groups;
@@ -32,7 +33,7 @@ struct Strip {
   int rows;  // 1, 2, 4 or 8
   bool a_signed;
   bool b_signed;
-  bool fresh;  // the sums start from zero, whatever they hold
+  bool fresh;  // accumulators start from zero
   int32_t* sums;
   uint8_t* scratch;
 };
@@ -41,16 +42,16 @@ template <class Micro>
 struct SpmmRow {
   const SpmmArgs& args;
   const uint8_t* panel;  // (digits of B, k + 1, 64), from row 0 on; row -1 is what padding columns name
-  uint8_t* scratch;      // the micro-kernel's own
-  bool streams;          // results bypass the caches
-  int32_t* sums;         // (digits of A, digits of B, V, 64), columns in the micro-kernel's order
+  uint8_t* scratch;      // scratch of the micro-kernel
+  bool streams;          // results are stored past the caches
+  int32_t* sums;         // (digits of A, digits of B, V, 64) accumulators, columns in the order of the micro-kernel
   int64_t* totals;       // (V, 64)
 
   int64_t row_values() const { return int64_t{args.a.vector_length} * kPanel; }
   int32_t* plane(int da, int db) const { return sums + (da * args.b.digits() + db) * row_values(); }
   bool digit_signed(int d) const { return args.a.is_signed && d == args.a.digits() - 1; }
 
-  // Adds the chunk of nonzeros [begin, begin + count) to the sums, or starts them; begin is a multiple of the stride.
+  // Accumulate the nonzeros [begin, begin + count); begin is a multiple of the stride.
   void multiply(int64_t begin, int64_t count, bool fresh) const {
     const auto& a = args.a;
     const int groups = static_cast<int>((count + kQuad - 1) / kQuad);
@@ -58,9 +59,9 @@ struct SpmmRow {
       const bool b_signed = args.b.is_signed && db == args.b.digits() - 1;
       for (int da = 0; da < a.digits(); ++da) {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
-        for (int v = 0; v < a.vector_length; v += kStripRows) {
-          const int rows = a.vector_length < kStripRows ? a.vector_length : kStripRows;
-          Micro::strip({panel + db * (a.columns_total + 1) * kPanel, a.columns + begin, groups, values + v * a.stride,
+        for (int v = 0; v < a.vector_length; v += kTileRows) {
+          const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
+          Micro::row_tile({panel + db * (a.columns_total + 1) * kPanel, a.columns + begin, groups, values + v * a.stride,
                         a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
                         plane(da, db) + v * kPanel, scratch});
         }
@@ -68,7 +69,7 @@ struct SpmmRow {
     }
   }
 
-  // Adds the sums to the totals, digit weights applied.
+  // Add the accumulators to the totals with their digit weights.
   void fold() const {
     for (int da = 0; da < args.a.digits(); ++da) {
       for (int db = 0; db < args.b.digits(); ++db) {
@@ -79,7 +80,7 @@ struct SpmmRow {
     }
   }
 
-  // What the offset form of B's digits has added to one row of the product.
+  // Contribution of the offset form of B's digits to one row of the product.
   int64_t offset_of(int64_t vector_row, int v) const {
     if (!Micro::kOffset) return 0;
     int64_t offset = 0;
@@ -94,7 +95,7 @@ struct SpmmRow {
     return offset;
   }
 
-  // The results of one row, in column order.
+  // Results of one row, in column order.
   static void order(const int32_t* from, int64_t offset, int32_t* to) {
     Micro::order(from, static_cast<int32_t>(offset), to, false);
   }
@@ -117,25 +118,25 @@ struct SpmmRow {
                      static_cast<int32_t*>(args.out) + at, streams);
         continue;
       }
-      alignas(64) Total line[kPanel];
-      order(from + v * kPanel, offset, line);
+      alignas(64) Total row_totals[kPanel];
+      order(from + v * kPanel, offset, row_totals);
       const float left = scales.left ? scales.left[batch * scales.left_batch + row] : 1.0f;
       const float* right = scales.right ? scales.right + batch * scales.right_batch + n0 : nullptr;
       const float bias = scales.bias ? scales.bias[row] : 0.0f;
       if constexpr (Micro::kStreams) {
         if (streams && width == kPanel) {
           alignas(64) uint8_t results[kPanel * sizeof(int64_t)];
-          write_run(line, width, left, right, bias, args.out_type, results, 0);
+          write_run(row_totals, width, left, right, bias, args.out_type, results, 0);
           const int64_t element = element_bytes(args.out_type);
           Micro::stream(results, static_cast<uint8_t*>(args.out) + at * element, kPanel * element);
           continue;
         }
       }
-      write_run(line, width, left, right, bias, args.out_type, args.out, at);
+      write_run(row_totals, width, left, right, bias, args.out_type, args.out, at);
     }
   }
 
-  // The output rows of a panel are far apart, which no hardware prefetcher follows.
+  // The output rows of a panel are far apart: hardware prefetchers do not follow them.
   void prefetch_out(int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
     const int64_t element = element_bytes(args.out_type);
     for (int v = 0; v < args.a.vector_length; ++v) {
@@ -146,7 +147,7 @@ struct SpmmRow {
     }
   }
 
-  // Nonzeros of a chunk: a row is cut into equal chunks of whole blocks.
+  // Nonzeros per chunk: a row is split into equal chunks of whole blocks.
   int64_t chunk_of(int64_t count) const {
     constexpr int64_t kMost = int64_t{Micro::kChunkGroups} * kQuad;
     static_assert(kMost % 64 == 0, "a chunk is rounded up to whole blocks");
@@ -187,7 +188,7 @@ struct SpmmRow {
   }
 };
 
-// Rows [*r0, *r1) of a ticket: few rows each towards the end, so that the threads finish together.
+// Rows [*r0, *r1) of a ticket; smaller tickets at the end balance the threads.
 inline bool rows_of(int64_t ticket, int64_t rows, int threads, int64_t* r0, int64_t* r1) {
   const int64_t last = lesser(rows, int64_t{threads} * 2 * kLargeTicket), large = (rows - last) / kLargeTicket;
   const int64_t size = ticket < large ? kLargeTicket : kSmallTicket;
@@ -196,7 +197,7 @@ inline bool rows_of(int64_t ticket, int64_t rows, int threads, int64_t* r0, int6
   return *r0 < rows;
 }
 
-// Whether whole results go to memory past the caches: then no line is read before it is written.
+// Whether results are stored past the caches, so that no cache line is read before it is written.
 template <class Micro>
 bool streams_out(const SpmmArgs& args) {
   const int64_t row_bytes = args.n * element_bytes(args.out_type);
@@ -204,12 +205,12 @@ bool streams_out(const SpmmArgs& args) {
          row_bytes * args.a.rows * args.batch >= magicube::kStreamBytes;
 }
 
-// The panels of one call, numbered through the batch.
+// Panels of one call, numbered through the batch.
 template <class Micro>
 struct SpmmPanels {
   const SpmmArgs& args;
-  Team& team;
-  uint8_t* panel;  // from row 0 on
+  ThreadGroup& group;
+  uint8_t* panel;  // starts at row 0
   SpmmRow<Micro> row;
 
   int64_t across() const { return (args.n + kPanel - 1) / kPanel; }
@@ -232,46 +233,46 @@ struct SpmmPanels {
     row.run_rows(r0, r1, index / across(), n0, lesser(kPanel, args.n - n0));
   }
 
-  // A panel of one thread's own.
+  // One thread computes a panel.
   void alone(int64_t index) const {
     stage_rows(index, 0, args.a.columns_total);
     multiply_rows(index, 0, args.a.vector_rows);
   }
 
-  // A panel that all threads work on.
+  // All threads compute a panel.
   void together(int64_t index) const {
     const int64_t k = args.a.columns_total;
-    for (int64_t k0 = team.ticket() * kStageLines; k0 < k; k0 = team.ticket() * kStageLines) {
-      stage_rows(index, k0, lesser(k0 + kStageLines, k));
+    for (int64_t k0 = group.ticket() * kStagedRows; k0 < k; k0 = group.ticket() * kStagedRows) {
+      stage_rows(index, k0, lesser(k0 + kStagedRows, k));
     }
-    team.barrier();
+    group.barrier();
     int64_t r0, r1;
-    while (rows_of(team.ticket(), args.a.vector_rows, team.size(), &r0, &r1)) multiply_rows(index, r0, r1);
-    team.barrier();
+    while (rows_of(group.ticket(), args.a.vector_rows, group.size(), &r0, &r1)) multiply_rows(index, r0, r1);
+    group.barrier();
   }
 };
 
 template <class Micro>
-void spmm(const SpmmArgs& args, Team& team) {
+void spmm(const SpmmArgs& args, ThreadGroup& group) {
   static_assert(Micro::kScratchBytes % 64 == 0, "what follows is aligned");
-  const bool own = args.staged_panels >= team.size();
+  const bool own = args.staged_panels >= group.size();
   const int64_t panel_bytes = magicube::spmm_panel_bytes(args);
-  uint8_t* const first = team.shared() + kPanel;
-  uint8_t* const mine = first + (own ? team.rank() * panel_bytes : 0);
-  uint8_t* const local = team.local();
+  uint8_t* const first = group.shared() + kPanel;
+  uint8_t* const mine = first + (own ? group.rank() * panel_bytes : 0);
+  uint8_t* const local = group.local();
   auto* totals = reinterpret_cast<int64_t*>(local + Micro::kScratchBytes);
   auto* sums = reinterpret_cast<int32_t*>(totals + int64_t{args.a.vector_length} * kPanel);
   const bool streams = streams_out<Micro>(args);
   const auto panels_in = [&](uint8_t* panel) {
-    return SpmmPanels<Micro>{args, team, panel, SpmmRow<Micro>{args, panel, local, streams, sums, totals}};
+    return SpmmPanels<Micro>{args, group, panel, SpmmRow<Micro>{args, panel, local, streams, sums, totals}};
   };
   const auto separate = panels_in(mine), shared = panels_in(first);
-  if (own || team.rank() == 0) separate.clear_padding();
+  if (own || group.rank() == 0) separate.clear_padding();
   const int64_t panels = separate.across() * args.batch;
-  const int64_t alone = own ? panels - panels % team.size() : 0;
+  const int64_t alone = own ? panels - panels % group.size() : 0;
   if (alone > 0) {
-    for (int64_t index = team.ticket(); index < alone; index = team.ticket()) separate.alone(index);
-    if (alone < panels) team.barrier();
+    for (int64_t index = group.ticket(); index < alone; index = group.ticket()) separate.alone(index);
+    if (alone < panels) group.barrier();
   }
   for (int64_t index = alone; index < panels; ++index) shared.together(index);
   if constexpr (Micro::kStreams) Micro::finish_streams();

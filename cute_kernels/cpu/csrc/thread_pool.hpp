@@ -1,9 +1,8 @@
-// The worker threads that one calling thread keeps between its calls, as OpenMP runtimes do, where there is no such runtime
-// to ask: they look out for the next call for a moment, since to wake a parked thread can take longer than a small product,
-// and then park.
+// Worker threads that a calling thread keeps between its calls, used without an OpenMP runtime. Workers spin briefly for the
+// next call, since waking a parked thread can take longer than a small product, and then park.
 //
-// Every caller has its own, so that calls from several threads at once never wait for each other's workers. A process
-// made by fork has none of its parent's threads: their owner is forgotten there and new ones are started.
+// Every calling thread has its own pool, so that concurrent calls never wait for each other's workers. A forked process has
+// none of its parent's threads: the old pool is leaked there and a new one is started.
 #pragma once
 
 #include <pthread.h>
@@ -19,7 +18,7 @@
 
 namespace magicube {
 
-// Waits for a moment, which is what a barrier mostly takes, then gives the core away between looks.
+// Spin, long enough for most barriers, then yield the core between polls.
 template <class Done>
 void spin_until(const Done& done) {
   constexpr int kSpins = 2000;
@@ -28,7 +27,7 @@ void spin_until(const Done& done) {
   }
 }
 
-// Forks between the process that loaded the engine and this one.
+// Number of forks since the engine was loaded.
 inline int& forks() {
   static int count = 0;
   static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks(); });
@@ -36,15 +35,15 @@ inline int& forks() {
   return count;
 }
 
-class Pool {
+class ThreadPool {
  public:
   using Job = void (*)(void* context, int rank);
 
-  Pool() = default;
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
+  ThreadPool() = default;
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
 
-  ~Pool() {
+  ~ThreadPool() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
@@ -53,7 +52,7 @@ class Pool {
     for (std::thread& worker : workers_) worker.join();
   }
 
-  // Workers there are, at most `wanted`: fewer when the system has no more threads to give.
+  // Start workers up to `wanted`; returns how many exist, fewer if the system has no more threads.
   int provide(int wanted) {
     workers_.reserve(static_cast<size_t>(wanted));
     try {
@@ -67,7 +66,7 @@ class Pool {
     return wanted;
   }
 
-  // Runs job(context, rank) for rank 0 on this thread and for ranks 1..workers on the workers; returns when all have.
+  // Run job(context, rank) for rank 0 on this thread and for ranks 1..workers on the workers; returns when all have.
   void run(int workers, Job job, void* context) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -83,10 +82,10 @@ class Pool {
   }
 
  private:
-  static constexpr std::chrono::microseconds kLookout{500};
+  static constexpr std::chrono::microseconds kSpinTime{500};
 
-  void look_out(uint64_t seen) const {
-    const auto until = std::chrono::steady_clock::now() + kLookout;
+  void spin_for_call(uint64_t seen) const {
+    const auto until = std::chrono::steady_clock::now() + kSpinTime;
     do {
       for (int spin = 0; spin < 64; ++spin) {
         if (calls_.load(std::memory_order_acquire) != seen) return;
@@ -99,7 +98,7 @@ class Pool {
 
   void work(int rank, uint64_t seen) {
     for (;;) {
-      look_out(seen);
+      spin_for_call(seen);
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait(lock, [&] { return stopping_ || calls_.load(std::memory_order_relaxed) != seen; });
       if (stopping_) return;
@@ -115,7 +114,7 @@ class Pool {
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> calls_{0};  // changed by the owner, under the mutex, which guards the next four
+  std::atomic<uint64_t> calls_{0};  // changed by the owner under the mutex, which guards the next four members
   bool stopping_ = false;
   Job job_ = nullptr;
   void* context_ = nullptr;
@@ -124,25 +123,25 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
-// The pool of the calling thread, which ends with it.
-class OwnPool {
+// ThreadPool of the calling thread; destroyed with the thread.
+class ThreadLocalPool {
  public:
-  static Pool& get() {
-    thread_local OwnPool own;
+  static ThreadPool& get() {
+    thread_local ThreadLocalPool own;
     if (!own.pool_ || own.forks_ != forks()) {
-      own.pool_ = new Pool;  // one from before a fork is left as it is: its threads cannot be joined here
+      own.pool_ = new ThreadPool;  // a pool from before a fork is leaked: its threads cannot be joined
       own.forks_ = forks();
     }
     return *own.pool_;
   }
 
  private:
-  OwnPool() = default;
-  ~OwnPool() {
+  ThreadLocalPool() = default;
+  ~ThreadLocalPool() {
     if (forks_ == forks()) delete pool_;
   }
 
-  Pool* pool_ = nullptr;
+  ThreadPool* pool_ = nullptr;
   int forks_ = 0;
 };
 

@@ -11,7 +11,7 @@
 namespace magicube {
 namespace {
 
-constexpr int64_t kWorkspaceShare = 8;  // panels for the threads' own use take at most one part in eight of B
+constexpr int64_t kWorkspaceShare = 8;  // per-thread panels take at most 1/8 of the size of B
 
 struct Aligned {
   explicit Aligned(int64_t bytes)
@@ -30,7 +30,7 @@ struct Common {
   std::atomic<int> generation{0};
 };
 
-class Member final : public Team {
+class Member final : public ThreadGroup {
  public:
   Member(Common& common, int rank, int size, uint8_t* shared, uint8_t* local)
       : common_(common), rank_(rank), size_(size), shared_(shared), local_(local) {}
@@ -58,8 +58,8 @@ class Member final : public Team {
   uint8_t* local_;
 };
 
-// The OpenMP threads that torch works with. With two pools each finds the cores taken on which the other's threads look out
-// for work. The runtime does not survive a fork, and may be another one than GNU's, without these names.
+// OpenMP threads of torch: with two pools, spinning threads of one would occupy the cores of the other. The runtime does not
+// survive a fork, and a runtime other than GNU's may lack these symbols.
 struct OpenMp {
   using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
   using Number = int (*)();
@@ -74,7 +74,7 @@ struct OpenMp {
   bool usable() const { return parallel && rank && size && !forks(); }
 };
 
-const int kForksBefore = forks();  // it counts from here on
+const int kForksBefore = forks();  // starts the counter
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -109,18 +109,18 @@ int64_t sddmm_local_bytes(const SddmmArgs& args) {
 
 int64_t compress_mask_bytes(int64_t columns) { return round_up(columns, 64); }
 
-int64_t compress_local_bytes(const CompressArgs& args) {  // a mask and, with one to spare, its columns
+int64_t compress_local_bytes(const CompressArgs& args) {  // a mask, and its columns plus one
   return compress_mask_bytes(args.columns) + (args.lengths ? 0 : round_up((args.columns + 1) * 4, 64));
 }
 
-int64_t slice_maxima_bytes(int64_t lines, int64_t real_bytes) { return round_up(lines * real_bytes, 64); }
+int64_t slice_maxima_bytes(int64_t slices, int64_t real_bytes) { return round_up(slices * real_bytes, 64); }
 
-int64_t slice_shared_bytes(int64_t lines, int64_t real_bytes, int threads) {
-  constexpr int64_t kFactorBytes = 16;  // four floats or two doubles a line
-  return slice_maxima_bytes(lines, real_bytes) * threads + round_up(lines * kFactorBytes, 64);
+int64_t slice_shared_bytes(int64_t slices, int64_t real_bytes, int threads) {
+  constexpr int64_t kFactorBytes = 16;  // four floats or two doubles per slice
+  return slice_maxima_bytes(slices, real_bytes) * threads + round_up(slices * kFactorBytes, 64);
 }
 
-void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, Team&),
+void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
               const void* args) {
   const Aligned shared(shared_bytes);
   const Aligned local(local_bytes * threads);
@@ -132,12 +132,12 @@ void run_team(int threads, int64_t shared_bytes, int64_t local_bytes, void (*bod
   if (threads == 1) return run(0, 1);
   const OpenMp& openmp = OpenMp::get();
   if (openmp.usable()) {
-    auto region = [&] { run(openmp.rank(), openmp.size()); };  // may be fewer threads than asked for
+    auto region = [&] { run(openmp.rank(), openmp.size()); };  // may be fewer threads than requested
     using Call = decltype(region);
     openmp.parallel([](void* call) { (*static_cast<Call*>(call))(); }, &region, static_cast<unsigned>(threads), 0);
     return;
   }
-  Pool& pool = OwnPool::get();
+  ThreadPool& pool = ThreadLocalPool::get();
   const int workers = pool.provide(threads - 1);
   if (workers == 0) return run(0, 1);
   auto job = [&](int rank) { run(rank, workers + 1); };
