@@ -28,7 +28,7 @@ from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gem
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.cuda import choose_config, scaled_gemm_cuda
 from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, dequantized_format
-from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, supports
+from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, supports_small_m
 from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -74,7 +74,7 @@ def tried(m: int, a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig |
         others = [replace(first, decoders=1), replace(small, decoders=2), replace(small, stages=3), *before]
     else:
         others = [replace(small, resident=2, stages=4), replace(first, promote=False)]
-    if not supports(m, a, b, current_arch()):
+    if not supports_small_m(m, a, b, current_arch()):
         return [*found, *others]
     return [*found, *others, *small_m_candidates(next(rows for rows in ROWS if m <= rows), a, b)]
 

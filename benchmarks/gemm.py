@@ -25,7 +25,7 @@ from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, di
 from cute_kernels.convert.pack import PackConfig
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.gemm.api import explain_gemm, gemm
-from cute_kernels.gemm.config import products_of
+from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.heuristics import choose
 from cute_kernels.jit import current_arch
 from cute_kernels.jit.warmup import Source
@@ -79,7 +79,7 @@ def error_of(got: Tensor, problem: Problem) -> float:
 def check_sums(got: Tensor, problem: Problem, terms: int) -> str:
     """Raise ``ArithmeticError`` unless ``got`` is the weighted sum of the digits' products, to a rounding."""
     a, b = problem.a, problem.b
-    products = products_of(PLANES[terms], PLANES[terms], terms)
+    products = select_products(PLANES[terms], PLANES[terms], terms)
     exact = torch.zeros_like(problem.truth)
     for level in range(products.levels):
         for i, j in products.pairs(level):
@@ -261,8 +261,8 @@ def configs(shapes: tuple[tuple[int, int, int], ...]) -> list[Source]:
     for m, k, n in shapes:
         for terms, planes in PLANES.items():
             out = str(OUTS[terms]).removeprefix("torch.")
-            found.append(choose(m, n, k, products_of(planes, planes, terms), arch, out=out))
-        found.append(choose(m, n, k, products_of(1, 1, 1), arch))
+            found.append(choose(m, n, k, select_products(planes, planes, terms), arch, out=out))
+        found.append(choose(m, n, k, select_products(1, 1, 1), arch))
     return found
 
 

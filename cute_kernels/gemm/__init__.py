@@ -1,4 +1,4 @@
-"""Dense int8 products with fused scales: one to six products of digit planes."""
+"""Dense products of int8 digit planes with a fused epilogue."""
 
 from cute_kernels.gemm.api import explain_gemm, gemm
 

@@ -1,7 +1,4 @@
-"""Dense integer product with fused scales: int8 digit planes in, integers or floats out, on CPU and GPU.
-
-Source: Li, Osawa, Hoefler, SC'22, section IV-D (products of digits); Gu, arXiv 2403.06924 (residuals as digits).
-"""
+"""Dense integer product with a fused epilogue: int8 digit planes in, integers or floats out, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -11,21 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, products_of
+from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, select_products
 from cute_kernels.gemm.cpu import gemm_cpu, int_mm_is_exact
-from cute_kernels.gemm.cuda import can_emit_sum_of_squares, gemm_cuda, plan_cuda, sum_of_squares_size
-from cute_kernels.gemm.problem import GemmProblem, check_float_tensor, check_output, empty_product
+from cute_kernels.gemm.cuda import can_emit_sum_of_squares, gemm_cuda, plan_gemm, sum_of_squares_size
+from cute_kernels.gemm.epilogue import run_problem
+from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
 
 Planes = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """How a product would run.
+    """How a product runs.
 
-    ``kernel``: ``torch._int_mm``, ``float64`` or the name of ``config``; ``products``: of digits; ``copies``: planes
-    that are first copied into rows of k (``a0``, ``b1``, ...); ``chunks``: parts of K that are multiplied one after
-    the other; ``workspace``: bytes.
+    Attributes
+    ----------
+    kernel : str
+        ``"torch._int_mm"``, ``"float64"`` or the name of `config`.
+    products : int
+        Digit products.
+    copies : tuple of str
+        Planes that are copied to K-major order first: ``"a0"``, ``"b1"``, ...
+    chunks : int
+        Ranges of K that are multiplied one after the other.
+    workspace : int
+        Bytes of temporary GPU memory.
+    config : GemmConfig, optional
+        Kernel config of the first launch.
     """
 
     kernel: str
@@ -36,7 +45,8 @@ class GemmPlan:
     config: GemmConfig | None = None
 
 
-def _planes(x: Planes, name: str) -> tuple[Tensor, ...]:
+def _check_planes(x: Planes, name: str) -> tuple[Tensor, ...]:
+    """Return the digit planes of one operand as a tuple, after checking types, dtypes and shapes."""
     planes = (x,) if isinstance(x, Tensor) else tuple(x)
     if not 1 <= len(planes) <= MAX_PLANES:
         raise ValueError(f"{name} must have 1 to {MAX_PLANES} digit planes, got {len(planes)}")
@@ -55,55 +65,46 @@ def _planes(x: Planes, name: str) -> tuple[Tensor, ...]:
     return planes
 
 
-def _scale(
-    x: Tensor | float | None, name: str, size: int, device: torch.device, wide: bool
+def _check_scale(
+    x: Tensor | float | None, name: str, size: int, device: torch.device, allow_float64: bool
 ) -> tuple[Tensor | None, float]:
-    """A tensor of factors, and the factor that goes into alpha."""
+    """Return the scale as a tensor, and as a number that goes into alpha."""
     if x is None:
         return None, 1.0
     if isinstance(x, Tensor):
-        return check_float_tensor(x, name, ((size,), ()), device, wide), 1.0
+        return check_float_tensor(x, name, ((size,), ()), device, allow_float64), 1.0
     return None, float(x)
 
 
-def _check_integral(problem: GemmProblem) -> None:
-    """Integer outputs hold the plain sum."""
+def _check_integer_output(problem: GemmProblem) -> None:
+    """Check that an integer output is a single unscaled product that cannot overflow."""
     dtype, k = problem.out_dtype, problem.shape[2]
     if problem.products.number != 1:
         raise ValueError(f"terms must be 1 for out_dtype {dtype}, got {problem.products.number}")
-    given = {"scale_a": problem.scale_a, "scale_b": problem.scale_b, "c": problem.c, "bias": problem.bias}
+    given = {"scale_a": problem.row_scale, "scale_b": problem.col_scale, "c": problem.c, "bias": problem.bias}
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name} must be None for out_dtype {dtype}: a scaled sum is no integer")
+            raise ValueError(f"{name} must be None for out_dtype {dtype}, got a tensor; use a float out_dtype")
     if problem.alpha != 1.0:
         raise ValueError(f"alpha times scales must be 1 for out_dtype {dtype}, got {problem.alpha}")
     if dtype == torch.int32 and k > MAX_PRODUCTS:
-        raise ValueError(f"K must be at most {MAX_PRODUCTS} for out_dtype torch.int32, which may overflow, got K = {k}")
+        raise ValueError(f"K must be at most {MAX_PRODUCTS} for out_dtype torch.int32, got K = {k}; use torch.int64")
 
 
-def _check_squares(problem: GemmProblem, sum_of_squares: Tensor) -> None:
-    """Sums of sum_of_squares are left by one kernel, of a plain product in float32."""
+def _check_sum_of_squares(problem: GemmProblem, squares: Tensor) -> None:
+    """Check that the kernel of a product emits its sum of squares, and that it fits `squares`."""
     if problem.out_dtype != torch.float32 or problem.c is not None or problem.bias is not None:
         raise ValueError(
             f"sum_of_squares must be None unless out_dtype is torch.float32 without c and bias, got {problem.out_dtype}"
         )
-    if problem.device.type != "cuda" or not can_emit_sum_of_squares(problem.shape[2], problem.products, problem.device):
+    device, k = problem.device, problem.shape[2]
+    if device.type != "cuda" or not can_emit_sum_of_squares(k, problem.products, device):
+        raise ValueError(f"sum_of_squares must be None on {device} for K = {k}; use can_emit_sum_of_squares")
+    size, visible = sum_of_squares_size(device), squares.device == device or squares.is_pinned()
+    if squares.dtype != torch.float32 or squares.numel() < size or not squares.is_contiguous() or not visible:
         raise ValueError(
-            f"sum_of_squares must be None on {problem.device} for K = {problem.shape[2]}: can_emit_sum_of_squares tells"
-        )
-    room, pinned = (
-        sum_of_squares_size(problem.device),
-        sum_of_squares.device == problem.device or sum_of_squares.is_pinned(),
-    )
-    if (
-        sum_of_squares.dtype != torch.float32
-        or sum_of_squares.numel() < room
-        or not sum_of_squares.is_contiguous()
-        or not pinned
-    ):
-        raise ValueError(
-            f"sum_of_squares must be contiguous float32 of at least {room} entries, on {problem.device} or pinned, got "
-            f"{sum_of_squares.dtype} of {sum_of_squares.numel()} on {sum_of_squares.device}"
+            f"sum_of_squares must be contiguous float32 of at least {size} elements, on {device} or pinned, got "
+            f"{squares.dtype} of {squares.numel()} on {squares.device}"
         )
 
 
@@ -122,38 +123,33 @@ def _check(
     out_dtype: torch.dtype,
     sum_of_squares: Tensor | None = None,
 ) -> GemmProblem:
-    """The product that the arguments of :func:`gemm` describe."""
-    left, right = _planes(a, "a"), _planes(b, "b")
-    device = left[0].device
-    for name, planes in (("a", left), ("b", right)):
+    """Return the checked product that the arguments of :func:`gemm` describe."""
+    lhs, rhs = _check_planes(a, "a"), _check_planes(b, "b")
+    device = lhs[0].device
+    for name, planes in (("a", lhs), ("b", rhs)):
         for plane in planes:
             if plane.device != device:
-                raise ValueError(f"all planes must be on {device} as a is, got one of {name} on {plane.device}")
-    (m, k), (rows, n) = left[0].shape, right[0].shape
+                raise ValueError(f"{name} must be on {device} as a is, got {plane.device}")
+    (m, k), (rows, n) = lhs[0].shape, rhs[0].shape
     if k != rows:
-        raise ValueError(f"columns of a must be rows of b, got {k} and {rows}")
+        raise ValueError(f"b must have {k} rows to match a of shape {(m, k)}, got {rows}")
     if not isinstance(shift, int) or not 0 <= shift <= 16:
         raise ValueError(f"shift must be an integer from 0 to 16, got {shift!r}")
     check_output(out, out_dtype, (m, n), device, integers=True)
-    wide = out_dtype == torch.float64
-    factors_a, number_a = _scale(scale_a, "scale_a", m, device, wide)
-    factors_b, number_b = _scale(scale_b, "scale_b", n, device, wide)
-    if beta != 0.0 and c is None:
-        raise ValueError(f"c must be given for beta {beta}")
-    if c is not None:
-        c = check_float_tensor(c, "c", ((m, n),), device, wide) if beta != 0.0 else None
-    if bias is not None:
-        bias = check_float_tensor(bias, "bias", ((n,),), device, wide)
-    products = products_of(len(left), len(right), terms)
-    left, right = left[: products.planes_a], right[: products.planes_b]
+    float64 = out_dtype == torch.float64
+    row_scale, number_a = _check_scale(scale_a, "scale_a", m, device, float64)
+    col_scale, number_b = _check_scale(scale_b, "scale_b", n, device, float64)
+    c, bias = check_epilogue(c, beta, bias, (m, n), device, float64)
+    products = select_products(len(lhs), len(rhs), terms)
+    lhs, rhs = lhs[: products.planes_a], rhs[: products.planes_b]
     scale = float(alpha) * number_a * number_b
     problem = GemmProblem(
-        left, right, products, shift, factors_a, factors_b, scale, float(beta), c, bias, out, out_dtype, sum_of_squares
+        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, sum_of_squares
     )
     if problem.is_integer:
-        _check_integral(problem)
+        _check_integer_output(problem)
     if sum_of_squares is not None:
-        _check_squares(problem, sum_of_squares)
+        _check_sum_of_squares(problem, sum_of_squares)
     return problem
 
 
@@ -173,52 +169,129 @@ def gemm(
     out_dtype: torch.dtype = torch.int32,
     sum_of_squares: Tensor | None = None,
 ) -> Tensor:
-    """``D[m, n] = alpha s_a[m] s_b[n] sum_ij 2^(-shift (i + j)) sum_k a_i[m, k] b_j[k, n] + beta c[m, n] + bias[n]``.
+    """Multiply two integer matrices, given as digit planes.
 
-    Every sum over k is exact, whatever K is.  The levels ``i + j`` meet as float32, or as float64 on the CPU where the
-    output is float64 or K is long; one GPU kernel computes all of them.
+    ``D[m, n] = alpha s_a[m] s_b[n] sum_ij 2^(-shift (i + j)) sum_k a_i[m, k] b_j[k, n] + beta c[m, n] + bias[n]``.
+    Each sum over k is exact, whatever K is. The sums of the levels ``i + j`` are added in float32, on a CPU in float64
+    if the output is float64 or K is long. On a GPU, one kernel computes all levels. Implements the digit products of
+    [1]_ (section IV-D) and [2]_.
 
-    Arguments:
-        a: int8 (M, K), or a tuple of up to three digit planes of this shape, the leading one first; any strides.
-        b: likewise (K, N).
-        terms: digit products: 1: a0 b0; 3: those with i + j <= 1; 4: all of two planes each; 6: those with i + j <= 2
-            of three planes each.  None: 1, 3, 6 for 1, 2, 3 planes.  With unequal numbers of planes, such as 2 and 1,
-            the number of products with i + j below 1, 2 or 3: here 1 or 2.
-        shift: bits of a digit, 0 to 16.
-        scale_a, scale_b: factors of rows (M,) and of columns (N,), one factor as a tensor (), or a number.
-        alpha, beta, c: as in BLAS; ``c`` (M, N) of a float dtype is not read where ``beta`` is 0, and may be ``out``.
-        bias: (N,).
-        out: (M, N) of ``out_dtype`` to write to; its rows must not have gaps between elements.
-        out_dtype: int32 or int64 for the plain sum of one product; float16, bfloat16, float32, on the CPU float64.
-        sum_of_squares: where ``cute_kernels.gemm.cuda.can_emit_sum_of_squares``, float32 on the GPU or in pinned memory, zeros:
-            the kernel writes parts of ``||D||_F^2`` to some of its entries, of which there must be
-            ``cute_kernels.gemm.cuda.sum_of_squares_size``.
-    Scales, ``c`` and ``bias`` are float32, float16 or bfloat16, with float64 output float64 too.
-    4-bit integers are int8 tensors with values in [-8, 7].
+    Parameters
+    ----------
+    a : Tensor or sequence of Tensor, shape (M, K)
+        One to three int8 digit planes, the leading one first; any memory strides. 4-bit integers are int8 too.
+    b : Tensor or sequence of Tensor, shape (K, N)
+        One to three int8 digit planes, the leading one first; any memory strides.
+    terms : int, optional
+        Number of digit products ``a_i b_j``. 1: a0 b0; 3: those with i + j <= 1; 4: all of two planes each; 6: those
+        with i + j <= 2 of three planes each. For unequal numbers of planes: the number of products with i + j below
+        1, 2 or 3. Default: 1, 3 or 6 for 1, 2 or 3 planes.
+    shift : int, default 8
+        Bits per digit, 0 to 16.
+    scale_a : Tensor, shape (M,) or (), or float, optional
+        Per-row or per-tensor scale of `a`.
+    scale_b : Tensor, shape (N,) or (), or float, optional
+        Per-column or per-tensor scale of `b`.
+    alpha : float, default 1.0
+        Factor of the product.
+    beta : float, default 0.0
+        Factor of `c`; `c` is not read if it is 0.
+    c : Tensor, shape (M, N), optional
+        Source of a float dtype; may be `out`.
+    bias : Tensor, shape (N,), optional
+        Added to each row; of a float dtype.
+    out : Tensor, shape (M, N), optional
+        Output with contiguous rows, written in place.
+    out_dtype : torch.dtype, default torch.int32
+        int32 or int64 (one unscaled product), float16, bfloat16, float32, or float64 on a CPU.
+    sum_of_squares : Tensor, shape (sum_of_squares_size,), optional
+        Zeros in float32, on the GPU or pinned, for a float32 output without `c` and `bias`: the kernel writes partial
+        sums of ``||D||_F^2`` to it, one per warp. See ``can_emit_sum_of_squares`` in ``cute_kernels.gemm.cuda``.
 
-    On a GPU, planes of ``a`` whose rows, and of ``b`` whose columns, are not contiguous in k, or do not start at
-    multiples of 16 bytes, are first copied (the workspace is as large as the plane); :func:`explain_gemm` tells.
-    Raises ``TypeError`` and ``ValueError`` that name the argument; among them ``ValueError`` for int32 output where K
-    is so large that it may overflow.
+    Returns
+    -------
+    Tensor, shape (M, N)
+        The product, on the device of `a`.
+
+    Raises
+    ------
+    TypeError
+        If a type or a dtype is not supported.
+    ValueError
+        If shapes, devices or options do not match, or int32 could overflow.
+    NotImplementedError
+        If the operands are on another device than a CPU or a CUDA device.
+
+    See Also
+    --------
+    explain_gemm : Report which kernel a call uses.
+
+    Notes
+    -----
+    Scales, `c` and `bias` are float32, float16 or bfloat16, and float64 too if the output is float64. On a GPU, planes
+    that are not K-major and 16-byte aligned are copied first; :func:`explain_gemm` reports them.
+
+    References
+    ----------
+    .. [1] Li, Osawa, Hoefler, SC'22.
+    .. [2] Gu, arXiv 2403.06924.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cute_kernels.gemm import gemm
+    >>> a = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8)
+    >>> gemm(a, a)
+    tensor([[ 7, 10],
+            [15, 22]], dtype=torch.int32)
+    >>> gemm(a, a, scale_a=0.5, bias=torch.ones(2), out_dtype=torch.float32)
+    tensor([[ 4.5000,  6.0000],
+            [ 8.5000, 12.0000]])
     """
     problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype, sum_of_squares)
-    m, n, k = problem.shape
-    if problem.device.type == "cpu":
-        result = gemm_cpu(problem, MAX_PRODUCTS)
-        return result if out is None else out.copy_(result)
-    if problem.device.type != "cuda":
-        raise NotImplementedError(f"a must be on a CPU or a CUDA device, got {problem.device}")
-    target = torch.empty((m, n), dtype=out_dtype, device=problem.device) if out is None else out
-    if min(m, n, k) == 0:
-        return empty_product(problem.c, problem.beta, problem.bias, target)
-    return gemm_cuda(problem, target)
+    return run_problem(problem, out, lambda checked: gemm_cpu(checked, MAX_PRODUCTS), gemm_cuda)
 
 
 def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: torch.dtype = torch.int32) -> GemmPlan:
-    """How :func:`gemm` would run these arguments; nothing is computed or compiled."""
+    """Report which kernel :func:`gemm` uses; nothing is computed or compiled.
+
+    Parameters
+    ----------
+    a : Tensor or sequence of Tensor, shape (M, K)
+        int8 digit planes.
+    b : Tensor or sequence of Tensor, shape (K, N)
+        int8 digit planes.
+    terms : int, optional
+        Number of digit products, as for :func:`gemm`.
+    out_dtype : torch.dtype, default torch.int32
+        Dtype of the output.
+
+    Returns
+    -------
+    GemmPlan
+        Kernel, copies, chunks of K and workspace.
+
+    Raises
+    ------
+    TypeError
+        If a type or a dtype is not supported.
+    ValueError
+        If shapes or devices do not match, or int32 could overflow.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cute_kernels.gemm import explain_gemm
+    >>> a = torch.zeros(4, 8, dtype=torch.int8)
+    >>> explain_gemm((a, a), (a.T, a.T), out_dtype=torch.float32).products
+    3
+    """
     problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_dtype)
     if problem.device.type == "cpu":
         chunks = max(1, -(-problem.shape[2] // MAX_PRODUCTS))
-        return GemmPlan("torch._int_mm" if int_mm_is_exact() else "float64", problem.products.number, chunks=chunks)
-    config, copies, workspace, chunks = plan_cuda(problem)
-    return GemmPlan(config.name, problem.products.number, copies, chunks, workspace, config)
+        kernel = "torch._int_mm" if int_mm_is_exact() else "float64"
+        return GemmPlan(kernel, problem.products.number, chunks=chunks)
+    plan = plan_gemm(problem)
+    return GemmPlan(
+        plan.config.name, problem.products.number, plan.copies, plan.launches, plan.workspace_bytes, plan.config
+    )

@@ -1,4 +1,4 @@
-"""Which digit products a dense product is made of, what its kernels are compiled for, and which kernel fits a shape."""
+"""Digit products of a dense integer product, and the configs of its kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from typing import NamedTuple
 
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 
-MAX_PRODUCTS = (2**31 - 1) // (128 * 128)  # products of two bytes, -128 among them, that int32 sums without overflow
+MAX_PRODUCTS = (2**31 - 1) // (128 * 128)  # K up to which int32 holds sums of products of two int8
 MAX_PLANES = 3
 
 
 class Products(NamedTuple):
-    """The digit products a_i b_j with ``i < planes_a``, ``j < planes_b`` and ``i + j < levels``; i + j is the level."""
+    """The digit products ``a_i b_j`` with ``i < planes_a``, ``j < planes_b`` and ``i + j < levels``.
+
+    ``i + j`` is the level of a product: products of one level have the same weight and share an accumulator.
+
+    Attributes
+    ----------
+    planes_a : int
+        Digit planes of A.
+    planes_b : int
+        Digit planes of B.
+    levels : int
+        Number of levels.
+
+    Examples
+    --------
+    >>> Products(2, 2, 2).pairs(1)
+    [(0, 1), (1, 0)]
+    >>> Products(2, 2, 2).number
+    3
+    """
 
     planes_a: int
     planes_b: int
@@ -20,27 +39,45 @@ class Products(NamedTuple):
 
     @property
     def number(self) -> int:
+        """Number of products."""
         return sum(len(self.pairs(level)) for level in range(self.levels))
 
     def pairs(self, level: int) -> list[tuple[int, int]]:
-        """Planes (i, j) of the products of one level."""
+        """Return the planes (i, j) of the products of one level."""
         return [(i, level - i) for i in range(self.planes_a) if 0 <= level - i < self.planes_b]
 
     @property
-    def longest(self) -> int:
-        """The largest K whose sums surely fit int32."""
+    def max_k(self) -> int:
+        """Largest K for which no int32 accumulator can overflow."""
         return MAX_PRODUCTS // max(len(self.pairs(level)) for level in range(self.levels))
 
     @property
     def used(self) -> Products:
-        """The same products, planes that none of them reads left out."""
+        """The same products, without planes that none of them reads."""
         return Products(min(self.planes_a, self.levels), min(self.planes_b, self.levels), self.levels)
 
 
-def products_of(planes_a: int, planes_b: int, terms: int | None) -> Products:
-    """The products that ``terms`` of them mean for these numbers of planes; None is as many levels as planes.
+def select_products(planes_a: int, planes_b: int, terms: int | None) -> Products:
+    """Return the digit products of the lowest levels.
 
-    Raises ``ValueError`` that names the legal numbers.
+    Parameters
+    ----------
+    planes_a : int
+        Digit planes of A.
+    planes_b : int
+        Digit planes of B.
+    terms : int, optional
+        Number of products. Default: as many levels as the operand with more planes has planes.
+
+    Returns
+    -------
+    Products
+        Without planes that no product reads.
+
+    Raises
+    ------
+    ValueError
+        If no number of levels has `terms` products; the message lists the valid numbers.
     """
     deepest = min(MAX_PLANES, planes_a + planes_b - 1)
     legal = {p.number: p for p in (Products(planes_a, planes_b, n) for n in range(1, deepest + 1))}
@@ -56,16 +93,34 @@ def products_of(planes_a: int, planes_b: int, terms: int | None) -> Products:
 
 @dataclass(frozen=True)
 class GemmConfig(KernelConfig):
-    """What a kernel of the dense product is compiled for; M, N and K stay run-time values.
+    """Config of a kernel of the dense integer product; M, N and K are run-time values.
 
-    ``kernel``: ``"wgmma"``, warp groups of sm_90a, or ``"mma"``, warps of any chip from 8.0 on.  ``out`` names the
-    output's dtype, ``source`` that of c (int64 with int64 output), or is ``"none"``.  A block has a tile of
-    ``tile_m`` x ``tile_n`` results at a time and ``stages`` parts of ``tile_k`` of k in shared memory.
-
-    ``groups``: warp groups that multiply (wgmma); with ``ping_pong`` each on its own tile, else all on one.
-    ``cluster``: blocks that share what they read of b.  ``resident``: blocks on a multiprocessor at a time.
-    ``band``: rows of tiles, of a cluster's height, that are worked through column by column.
-    ``sum_of_squares``: each warp also leaves the sum of its results' sum_of_squares (wgmma, float32 without c).
+    Attributes
+    ----------
+    kernel : str
+        ``"wgmma"`` (warp groups, sm_90a) or ``"mma"`` (warps, sm_80 and later).
+    products : Products
+        Digit products that are summed.
+    out : str
+        Dtype of the output.
+    source : str
+        Dtype of c, int64 with an int64 output; ``"none"`` without c.
+    tile_m, tile_n, tile_k : int
+        CTA tile.
+    stages : int
+        Stages of the pipeline in shared memory.
+    groups : int
+        Consumer warp groups (WGMMA).
+    ping_pong : bool
+        Each consumer warp group has its own tile; else they share one.
+    cluster : int
+        CTAs of a cluster; they share the tiles of B by TMA multicast.
+    resident : int
+        CTAs per SM.
+    band : int
+        Rows of tiles, in units of the cluster's height, that are traversed column by column.
+    sum_of_squares : bool
+        Each warp also emits the sum of squares of its results (WGMMA, float32 without c).
     """
 
     kernel: str
@@ -85,10 +140,12 @@ class GemmConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
+        """Threads per CTA."""
         return 128 * (self.groups + 1) if self.kernel == "wgmma" else 256
 
     @property
     def stage_bytes(self) -> int:
+        """Bytes of a pipeline stage: tiles of all planes of both operands."""
         rows = self.products.planes_a * self.tile_m + self.products.planes_b * self.tile_n
         return rows * self.tile_k
 
@@ -97,12 +154,12 @@ class GemmConfig(KernelConfig):
         return self.stages * (self.stage_bytes + (16 if self.kernel == "wgmma" else 0))
 
     def tiles(self, m: int, n: int) -> int:
-        """Tiles of an (m, n) output, a cluster's counted as one."""
+        """Return the tiles of an (m, n) output; the tiles of a cluster count as one."""
         return -(-m // (self.tile_m * self.cluster)) * -(-n // self.tile_n)
 
     @property
     def name(self) -> str:
-        """Short and unique among the configs."""
+        """Short name, unique among the configs."""
         p = self.products
         shape = f"{self.tile_m}x{self.tile_n}x{self.tile_k}s{self.stages}"
         how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}r{self.resident}b{self.band}"
@@ -123,7 +180,7 @@ class GemmConfig(KernelConfig):
             "kPlanesA": self.products.planes_a,
             "kPlanesB": self.products.planes_b,
             "kLevels": self.products.levels,
-            "kFloatSums": False,
+            "kFloatAccum": False,
             "kTileM": self.tile_m,
             "kTileN": self.tile_n,
             "kTileK": self.tile_k,
@@ -133,7 +190,7 @@ class GemmConfig(KernelConfig):
             "kCluster": self.cluster,
             "kResident": self.resident,
             "kBand": self.band,
-            "kSquares": self.sum_of_squares,
+            "kSumOfSquares": self.sum_of_squares,
         }
 
     def _types(self) -> dict[str, str]:

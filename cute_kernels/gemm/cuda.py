@@ -1,4 +1,4 @@
-"""Dense integer product on a GPU: operands made ready, long sums in parts, launches."""
+"""Dense integer product on a GPU: pack operands, split long sums, launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_kernels.convert.pack import pack
 from cute_kernels.gemm.config import GemmConfig, Products
-from cute_kernels.gemm.epilogue import _pointer, result_of
+from cute_kernels.gemm.epilogue import epilogue_arguments, pointer_of
 from cute_kernels.gemm.heuristics import choose
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.jit.device import current_arch, device_of, num_sms
@@ -22,7 +22,8 @@ from cute_kernels.jit.tma import tensor_map
 from cute_kernels.operands import Rows, aligned, is_ready
 
 
-def _ready(plane: Tensor) -> Rows:
+def _packed(plane: Tensor) -> Rows:
+    """Return `plane`, (rows, K), as the kernels read it: copied unless it is K-major and aligned."""
     if not is_ready(plane):
         plane = pack(plane)
     pitch = plane.stride(0) if plane.shape[0] > 1 else aligned(plane.shape[1])
@@ -30,44 +31,58 @@ def _ready(plane: Tensor) -> Rows:
 
 
 @lru_cache(maxsize=256)
-def _blocks(config: GemmConfig, device: int) -> int:
-    """Blocks of a persistent grid that run at a time."""
+def _resident_ctas(config: GemmConfig, device: int) -> int:
+    """Return the CTAs of a persistent grid that run at the same time."""
     kernel = get_kernel(config)
     return occupancy(kernel) * kernel.multiprocessors
 
 
 class Part(NamedTuple):
-    """One launch: k from ``first`` on, ``size`` of it; what is read as c, and written."""
+    """One launch of a product: `size` of K from `first` on, and its epilogue."""
 
     first: int
     size: int
-    c: Tensor | None
+    c: Tensor | None  # (M, N)
     beta: float
-    bias: Tensor | None
-    out: Tensor
+    bias: Tensor | None  # (N,)
+    out: Tensor  # (M, N)
 
 
 def parts(problem: GemmProblem, out: Tensor) -> Iterator[Part]:
-    """The launches for sums that int32 may not hold: each adds its part of k to what those before it have written.
+    """Yield the launches of a product, several if int32 could overflow.
 
-    Float sums meet in float32, in a workspace where the output is narrower; integers in int64.
+    Each launch adds its range of K to the result of those before it: in a float32 workspace if the output is
+    narrower, in int64 for integers.
+
+    Parameters
+    ----------
+    problem : GemmProblem
+        A product on a GPU.
+    out : Tensor, shape (M, N)
+        Output of the last launch.
+
+    Yields
+    ------
+    Part
+        In the order of the launches.
     """
     k = problem.shape[2]
-    longest = problem.products.longest // 128 * 128
-    starts = range(0, k, longest)
+    max_k = problem.products.max_k // 128 * 128
+    starts = range(0, k, max_k)
     work = (
         out
         if len(starts) == 1 or out.dtype in (torch.float32, torch.int64)
         else out.new_empty(out.shape, dtype=torch.float32)
-    )
+    )  # (M, N)
     for first in starts:
         last = first == starts[-1]
         c, beta = (problem.c, problem.beta) if first == 0 else (work, 1.0)
-        yield Part(first, min(longest, k - first), c, beta, problem.bias if first == 0 else None, out if last else work)
+        bias = problem.bias if first == 0 else None
+        yield Part(first, min(max_k, k - first), c, beta, bias, out if last else work)
 
 
-def choose_for(problem: GemmProblem, part: Part, arch: str, multiprocessors: int) -> GemmConfig:
-    """The config of one launch."""
+def select_config(problem: GemmProblem, part: Part, arch: str, multiprocessors: int) -> GemmConfig:
+    """Return the config of one launch."""
     m, n, _ = problem.shape
     source = "none" if part.c is None else str(part.c.dtype).removeprefix("torch.")
     out = str(part.out.dtype).removeprefix("torch.")
@@ -75,22 +90,23 @@ def choose_for(problem: GemmProblem, part: Part, arch: str, multiprocessors: int
 
 
 def sum_of_squares_size(device: torch.device) -> int:
-    """Warps that a product may have on this device, each of which leaves a sum of sum_of_squares."""
+    """Return the elements that ``gemm(sum_of_squares=...)`` needs: one per warp of a persistent grid."""
     return 8 * num_sms(device.index)
 
 
 def can_emit_sum_of_squares(k: int, products: Products, device: torch.device) -> bool:
-    """Whether kernels leave their results' sum_of_squares for a product of float32 without c: warp groups, one launch."""
-    return current_arch() == "sm_90a" and k <= products.longest // 128 * 128
+    """Return whether a float32 product without `c` can emit its sum of squares: WGMMA kernels, a single launch."""
+    return current_arch() == "sm_90a" and k <= products.max_k // 128 * 128
 
 
 def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows], b: list[Rows]) -> None:
+    """Launch one part with packed operands."""
     kernel = get_kernel(config)
     m, n, _ = problem.shape
-    written = result_of(part.out, problem.scale_a, problem.scale_b, part.bias, part.c)
+    epilogue = epilogue_arguments(part.out, problem.row_scale, problem.col_scale, part.bias, part.c)
     result = (
-        part.size, *written.arguments, np.float32(problem.alpha), np.float32(part.beta), np.float32(2.0**-problem.shift),
-        np.float32(4.0**-problem.shift),
+        part.size, *epilogue.arguments, np.float32(problem.alpha), np.float32(part.beta),
+        np.float32(2.0**-problem.shift), np.float32(4.0**-problem.shift),
     )  # fmt: skip
     padded_a, padded_b = [*a, a[0], a[0]][:3], [*b, b[0], b[0]][:3]
     if config.kernel == "mma":
@@ -106,37 +122,58 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
         for planes, count, box in ((padded_a, m, box_a), (padded_b, n, box_b))
         for rows in planes
     ]
-    clusters = min(_blocks(config, kernel.device) // config.cluster, config.tiles(m, n))
+    clusters = min(_resident_ctas(config, kernel.device) // config.cluster, config.tiles(m, n))
     cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
-    kernel.launch((clusters * config.cluster, 1, 1), (*maps, *result, _pointer(problem.sum_of_squares)), cluster)
+    kernel.launch((clusters * config.cluster, 1, 1), (*maps, *result, pointer_of(problem.sum_of_squares)), cluster)
 
 
-def plan_cuda(problem: GemmProblem) -> tuple[GemmConfig, tuple[str, ...], int, int]:
-    """The config of the first launch, the planes that are copied, the bytes of the workspace, and launches."""
+class LaunchPlan(NamedTuple):
+    """How a product runs on a GPU: first config, planes that are copied, workspace, launches."""
+
+    config: GemmConfig
+    copies: tuple[str, ...]
+    workspace_bytes: int
+    launches: int
+
+
+def plan_gemm(problem: GemmProblem) -> LaunchPlan:
+    """Return how :func:`gemm_cuda` runs a product; nothing is launched."""
     m, n, _ = problem.shape
-    planes = {f"a{i}": plane for i, plane in enumerate(problem.a)} | {
-        f"b{j}": plane.t() for j, plane in enumerate(problem.b)
-    }
+    planes = {f"a{i}": plane for i, plane in enumerate(problem.a)}  # (M, K) each
+    planes |= {f"b{j}": plane.t() for j, plane in enumerate(problem.b)}  # (N, K) each
     copies = tuple(name for name, plane in planes.items() if not is_ready(plane))
     workspace = sum(planes[name].shape[0] * aligned(planes[name].shape[1]) for name in copies)
     launches = list(parts(problem, torch.empty(m, n, dtype=problem.out_dtype, device="meta")))
     if len(launches) > 1 and launches[0].out is not launches[-1].out:
         workspace += launches[0].out.nbytes
-    config = choose_for(problem, launches[0], current_arch(), num_sms(problem.device.index))
-    return config, copies, workspace, len(launches)
+    config = select_config(problem, launches[0], current_arch(), num_sms(problem.device.index))
+    return LaunchPlan(config, copies, workspace, len(launches))
 
 
 def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = None) -> Tensor:
-    """The product, written to ``out``; M, N and K are not 0.
+    """Write a product to `out` and return it.
 
-    ``config``: the kernel to take instead of the chosen one; its ``out`` and ``source`` follow from the problem.
+    Parameters
+    ----------
+    problem : GemmProblem
+        A product on a GPU; M, N and K are not 0.
+    out : Tensor, shape (M, N)
+        Output.
+    config : GemmConfig, optional
+        Kernel config; overrides kernel selection. Its `out` and `source` are set from `problem`.
+
+    Returns
+    -------
+    Tensor, shape (M, N)
+        `out`.
     """
     with device_of(out):
-        a, b = [_ready(plane) for plane in problem.a], [_ready(plane.t()) for plane in problem.b]
+        a = [_packed(plane) for plane in problem.a]  # (M, K) each
+        b = [_packed(plane.t()) for plane in problem.b]  # (N, K) each
         arch = current_arch()
         multiprocessors = num_sms(out.device.index)
         for part in parts(problem, out):
-            chosen = choose_for(problem, part, arch, multiprocessors)
+            chosen = select_config(problem, part, arch, multiprocessors)
             if config is not None:
                 chosen = replace(config, out=chosen.out, source=chosen.source)
             if problem.sum_of_squares is not None:

@@ -17,7 +17,7 @@ struct GemmOutput {
   using Out = typename C::Out;
   using Source = typename C::Source;
   static constexpr bool kIntegral = cuda::std::is_integral_v<Out>;
-  static constexpr bool kFloatSums = C::kFloatSums;  // else exact integers
+  static constexpr bool kFloatAccum = C::kFloatAccum;  // else exact integers
   static constexpr bool kHasSource = !cuda::std::is_same_v<Source, NoSource>;
 
   Out* out;
@@ -35,7 +35,7 @@ struct GemmOutput {
   // The levels' sums, register by register, become totals in the place of the first: integers, or the bits of floats.
   template <int kRegisters>
   __device__ void fold(uint32_t (&sums)[C::kLevels][kRegisters]) const {
-    if constexpr (kIntegral || kFloatSums) return;
+    if constexpr (kIntegral || kFloatAccum) return;
     const float weight[] = {weight1, weight2};
     CUTE_UNROLL
     for (int r = 0; r < kRegisters; ++r) {

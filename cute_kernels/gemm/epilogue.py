@@ -1,8 +1,9 @@
-"""Host half of ``gemm/epilogue.cuh``."""
+"""Host half of ``gemm/epilogue.cuh``: scales, source and bias of a dense product, and where it is written."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,42 +11,179 @@ from torch import Tensor
 from cute_kernels.operands import ALIGNMENT
 
 
-def _factors(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """float32 factors, and the step from one to the next."""
+class DenseProblem(Protocol):
+    """What checked dense products have in common."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, N, K)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the operands."""
+
+    @property
+    def beta(self) -> float:
+        """Factor of `c`."""
+
+    @property
+    def c(self) -> Tensor | None:
+        """Source, shape (M, N)."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias, shape (N,)."""
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Dtype of the output."""
+
+
+Problem = TypeVar("Problem", bound=DenseProblem)
+
+
+def run_problem(
+    problem: Problem,
+    out: Tensor | None,
+    run_cpu: Callable[[Problem], Tensor],
+    run_cuda: Callable[[Problem, Tensor], Tensor],
+) -> Tensor:
+    """Run a checked product on its device, with an output tensor where none is given.
+
+    Parameters
+    ----------
+    problem : DenseProblem
+        A checked product.
+    out : Tensor, shape (M, N), optional
+        Written in place.
+    run_cpu : callable
+        Returns the product on a CPU.
+    run_cuda : callable
+        Writes a nonempty product to its second argument and returns it.
+
+    Returns
+    -------
+    Tensor, shape (M, N)
+        `out` if given.
+
+    Raises
+    ------
+    NotImplementedError
+        If the operands are on another device than a CPU or a CUDA device.
+    """
+    if problem.device.type == "cpu":
+        result = run_cpu(problem)  # (M, N)
+        return result if out is None else out.copy_(result)
+    if problem.device.type != "cuda":
+        raise NotImplementedError(f"a must be on a CPU or a CUDA device, got {problem.device}")
+    m, n, k = problem.shape
+    target = torch.empty((m, n), dtype=problem.out_dtype, device=problem.device) if out is None else out  # (M, N)
+    return empty_product(problem, target) if min(m, n, k) == 0 else run_cuda(problem, target)
+
+
+def empty_product(problem: DenseProblem, out: Tensor) -> Tensor:
+    """Write ``beta c + bias``, the product of (M, 0) and (0, N) matrices, to `out`, shape (M, N)."""
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)  # (M, N)
+    if problem.c is not None:
+        total.add_(problem.c, alpha=problem.beta)  # (M, N)
+    if problem.bias is not None:
+        total += problem.bias  # (N,)
+    return out.copy_(total)
+
+
+def apply_epilogue(
+    problem: DenseProblem, total: Tensor, alpha: float, row_scale: Tensor | None, col_scale: Tensor | None
+) -> Tensor:
+    """Return ``alpha row_scale total col_scale + beta c + bias`` in the output dtype, on a CPU.
+
+    Parameters
+    ----------
+    problem : DenseProblem
+        Gives `c`, `beta`, `bias` and the output dtype.
+    total : Tensor, shape (M, N)
+        float32 or float64, the dtype of the arithmetic; overwritten.
+    alpha : float
+        Factor of the product.
+    row_scale : Tensor, shape (M,) or (), optional
+        Scale of the left operand.
+    col_scale : Tensor, shape (N,) or (), optional
+        Scale of the right operand.
+
+    Returns
+    -------
+    Tensor, shape (M, N)
+        In the output dtype of `problem`.
+    """
+    dtype = total.dtype
+    if row_scale is not None:
+        total *= row_scale.to(dtype)[:, None] if row_scale.dim() else row_scale.to(dtype)  # (M, 1) or ()
+    if col_scale is not None:
+        total *= col_scale.to(dtype)  # (N,) or ()
+    if alpha != 1.0:
+        total *= alpha  # (M, N)
+    if problem.c is not None:
+        total.add_(problem.c.to(dtype), alpha=problem.beta)  # (M, N)
+    if problem.bias is not None:
+        total += problem.bias.to(dtype)  # (N,)
+    return total.to(problem.out_dtype)
+
+
+def _scale_argument(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return float32 scales and the step from one to the next: 0 if all rows share one."""
     if x is None:
         return None, 0
     return x.to(torch.float32).contiguous(), int(x.dim() > 0)
 
 
-def _pointer(x: Tensor | None) -> int:
+def pointer_of(x: Tensor | None) -> int:
+    """Return the address of `x`, 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
-def _row_major(c: Tensor) -> Tensor:
-    """``c`` in rows without gaps between elements, float32 unless it is a half."""
+def _with_contiguous_rows(c: Tensor) -> Tensor:
+    """Return `c`, shape (M, N), copied if its rows have gaps between elements."""
     return c if c.shape[1] == 1 or c.stride(1) == 1 else c.contiguous()
 
 
-class Result(NamedTuple):
-    """Where a kernel writes, and by which factors and terms; ``owners`` keep them alive."""
+class EpilogueArguments(NamedTuple):
+    """Kernel arguments of an epilogue; `owners` keep their memory alive."""
 
     arguments: tuple[int, ...]
     owners: tuple[Tensor | None, ...]
 
 
-def result_of(
-    out: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, c: Tensor | None
-) -> Result:
-    """The arguments of ``GemmOutput`` that are no numbers."""
+def epilogue_arguments(
+    out: Tensor, row_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None, c: Tensor | None
+) -> EpilogueArguments:
+    """Return the integer arguments of ``GemmOutput``: addresses, memory strides, sizes.
+
+    Parameters
+    ----------
+    out : Tensor, shape (M, N)
+        Output with contiguous rows.
+    row_scale : Tensor, shape (M,) or (), optional
+        Scale of the left operand.
+    col_scale : Tensor, shape (N,) or (), optional
+        Scale of the right operand.
+    bias : Tensor, shape (N,), optional
+        Added to each row.
+    c : Tensor, shape (M, N), optional
+        Source.
+
+    Returns
+    -------
+    EpilogueArguments
+        In the order of the kernels' parameters, from the output's address on.
+    """
     m, n = out.shape
-    rows, row_step = _factors(scale_a)
-    columns, column_step = _factors(scale_b)
-    bias, _ = _factors(bias)
-    c = None if c is None else _row_major(c)
+    rows, row_step = _scale_argument(row_scale)  # (M,) or ()
+    columns, column_step = _scale_argument(col_scale)  # (N,) or ()
+    bias, _ = _scale_argument(bias)  # (N,)
+    c = None if c is None else _with_contiguous_rows(c)  # (M, N)
     pitch = out.stride(0) if m > 1 else n
     vector = n % 8 == 0 and out.data_ptr() % ALIGNMENT == 0 and (m == 1 or pitch * out.element_size() % ALIGNMENT == 0)
     arguments = (
-        out.data_ptr(), pitch, m, n, _pointer(rows), row_step, _pointer(columns), column_step, _pointer(bias),
-        _pointer(c), 0 if c is None else c.stride(0) if m > 1 else n, int(vector),
+        out.data_ptr(), pitch, m, n, pointer_of(rows), row_step, pointer_of(columns), column_step, pointer_of(bias),
+        pointer_of(c), 0 if c is None else c.stride(0) if m > 1 else n, int(vector),
     )  # fmt: skip
-    return Result(arguments, (rows, columns, bias, c))
+    return EpilogueArguments(arguments, (rows, columns, bias, c))

@@ -1,4 +1,4 @@
-"""Which dense int8 kernel runs a product: a pure choice from its numbers."""
+"""Kernel selection for the dense integer product: a cost model of its shape."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from cute_kernels.gemm.config import GemmConfig, Products
 
 
 class Cost(NamedTuple):
-    """Microseconds on an H200: of a launch, of each turn of a multiprocessor, of 2^20 products of bytes in one."""
+    """Predicted microseconds on an H200: per launch, per wave of tiles, and per 10^6 int8 products on an SM."""
 
     launch: float
-    turn: float
+    wave: float
     products: float
 
 
-_SHARED = (
-    233472  # bytes of shared memory of an sm_90a multiprocessor, of which each block takes 1 KiB more than it asks
-)
+_SMEM_BYTES = 233472  # shared memory of an sm_90a SM; each CTA takes 1 KiB more than it requests
 
 
-# Tiles of warp groups, and what they were measured to cost (docs/gemm.md); by levels.
+# WGMMA configs per number of levels, and their measured costs (docs/gemm.md).
 _TILES = {
     1: [
         (GemmConfig("wgmma", Products(1, 1, 1), "int32", ping_pong=True, cluster=2), Cost(4.8, 1.6, 0.134)),
@@ -51,20 +49,20 @@ _TILES = {
 
 
 def _wgmma(products: Products) -> list[tuple[GemmConfig, Cost]]:
-    """The tiles for ``products``, with as many stages as there is room for."""
+    """Return the WGMMA configs for `products`, with as many stages as fit shared memory."""
     found = []
     for tile, cost in _TILES[products.levels]:
         config = replace(tile, products=products)
-        room = _SHARED // config.resident - 1024 - 16 * 8
+        room = _SMEM_BYTES // config.resident - 1024 - 16 * 8
         found.append((replace(config, stages=min(6, room // config.stage_bytes)), cost))
     return found
 
 
 def candidates(products: Products, arch: str) -> list[GemmConfig]:
-    """The configs that :func:`choose` chooses from, with int32 output."""
+    """Return the configs that :func:`choose` selects from, with int32 output."""
     if arch == "sm_90a":
         return [config for config, _ in _wgmma(products)]
-    # 4 stages of 64 bytes of k, or what 100 KB hold; narrow tiles where three levels take the registers.
+    # Up to 4 stages of 64 bytes of K in 96 KiB; three levels of accumulators leave registers for narrow tiles alone.
     tile_n = 128 if products.levels < 3 else 64
     config = GemmConfig("mma", products, "int32", tile_n=tile_n, tile_k=64)
     return [replace(config, stages=max(2, min(4, 98304 // config.stage_bytes)))]
@@ -82,14 +80,37 @@ def choose(
     source: str = "none",
     multiprocessors: int = 132,
 ) -> GemmConfig:
-    """The config for a product of (m, k) and (k, n): the least cost by a model of whole turns."""
+    """Return the config with the least predicted time for a product of (m, k) and (k, n).
+
+    The cost model counts whole waves of tiles.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Sizes of the product.
+    terms : Products
+        Digit products that are summed.
+    arch : str
+        Architecture, such as ``"sm_90a"``.
+    out : str, default "int32"
+        Dtype of the output.
+    source : str, default "none"
+        Dtype of c, or ``"none"``.
+    multiprocessors : int, default 132
+        SMs of the GPU.
+
+    Returns
+    -------
+    GemmConfig
+        One of :func:`candidates`, with `out` and `source` set.
+    """
     if arch != "sm_90a":
         return replace(candidates(terms, arch)[0], out=out, source=source)
 
     def cost(choice: tuple[GemmConfig, Cost]) -> float:
         config, unit = choice
-        each = -(-config.tiles(m, n) // (multiprocessors // config.cluster))  # tiles of a multiprocessor
+        each = -(-config.tiles(m, n) // (multiprocessors // config.cluster))  # tiles per SM
         work = config.tile_m * config.tile_n * terms.number * -(-k // config.tile_k) * config.tile_k / 1e6
-        return unit.launch + unit.turn * -(-each // config.resident) + unit.products * each * work
+        return unit.launch + unit.wave * -(-each // config.resident) + unit.products * each * work
 
     return replace(min(_wgmma(terms), key=cost)[0], out=out, source=source)

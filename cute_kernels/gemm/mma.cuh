@@ -16,7 +16,7 @@ namespace magicube {
 template <class C>
 struct WarpGemm {
   static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;
-  static constexpr int kRowBytes = C::kFloatSums ? 2 * kTileK : kTileK;  // of bfloat16, or of integers of a byte
+  static constexpr int kRowBytes = C::kFloatAccum ? 2 * kTileK : kTileK;  // of bfloat16, or of integers of a byte
   static constexpr int kThreads = 256, kChunks = kRowBytes / 16;
   static constexpr int kWarpColumns = 32, kWarpsN = kTileN / kWarpColumns, kWarpsM = 8 / kWarpsN;
   static constexpr int kWarpRows = kTileM / kWarpsM, kBlocks = kWarpRows / 16;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void multiply_stage(WarpSums<C>& sums, const uint8_t*
           CUTE_UNROLL
           for (int n = 0; n < 4; ++n) {
             uint32_t* d = sums[block][i + j < C::kLevels ? i + j : 0] + 4 * n;
-            multiply_warp<C::kFloatSums>(d, a, b[j][n / 2] + n % 2 * 2);
+            multiply_warp<C::kFloatAccum>(d, a, b[j][n / 2] + n % 2 * 2);
           }
         }
       }

@@ -1,4 +1,4 @@
-"""A checked dense product, and the checks that the dense products share."""
+"""A checked dense integer product, and the checks that all dense products share."""
 
 from __future__ import annotations
 
@@ -15,21 +15,48 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """A checked product. ``alpha`` holds scales given as numbers; ``c`` is None where ``beta`` is 0."""
+    """A checked product of digit planes.
 
-    a: tuple[Tensor, ...]  # int8 (M, K) each
-    b: tuple[Tensor, ...]  # int8 (K, N) each
+    Attributes
+    ----------
+    a : tuple of Tensor, shape (M, K)
+        int8 digit planes, the leading one first.
+    b : tuple of Tensor, shape (K, N)
+        int8 digit planes, the leading one first.
+    products : Products
+        The digit products that are summed.
+    shift : int
+        Bits of a digit.
+    row_scale : Tensor, shape (M,) or (), optional
+        Scale of `a`.
+    col_scale : Tensor, shape (N,) or (), optional
+        Scale of `b`.
+    alpha : float
+        Factor of the product, times the scales that were given as numbers.
+    beta : float
+        Factor of `c`.
+    c : Tensor, shape (M, N), optional
+        Source; None if `beta` is 0.
+    bias : Tensor, shape (N,), optional
+        Added to each row.
+    out_dtype : torch.dtype
+        Dtype of the output.
+    sum_of_squares : Tensor, optional
+        float32, one element per warp: partial sums of ``||D||_F^2``.
+    """
+
+    a: tuple[Tensor, ...]
+    b: tuple[Tensor, ...]
     products: Products
     shift: int
-    scale_a: Tensor | None  # (M,) or ()
-    scale_b: Tensor | None  # (N,) or ()
+    row_scale: Tensor | None
+    col_scale: Tensor | None
     alpha: float
     beta: float
-    c: Tensor | None  # (M, N)
-    bias: Tensor | None  # (N,)
-    out: Tensor | None  # (M, N)
+    c: Tensor | None
+    bias: Tensor | None
     out_dtype: torch.dtype
-    sum_of_squares: Tensor | None = None  # float32, a place for each warp
+    sum_of_squares: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -38,31 +65,69 @@ class GemmProblem:
 
     @property
     def device(self) -> torch.device:
+        """Device of the operands."""
         return self.a[0].device
 
     @property
     def is_integer(self) -> bool:
+        """Whether the output holds the unscaled integer sum."""
         return self.out_dtype in INTEGER_DTYPES
 
 
 def check_float_tensor(
-    x: Tensor, name: str, sizes: tuple[tuple[int, ...], ...], device: torch.device, wide: bool
+    x: Tensor, name: str, shapes: tuple[tuple[int, ...], ...], device: torch.device, allow_float64: bool
 ) -> Tensor:
-    """``x``, a tensor of factors or terms of one of these shapes; ``wide`` allows float64."""
-    kinds = (torch.float32, *HALF_DTYPES, *((torch.float64,) if wide else ()))
-    if x.dtype not in kinds:
-        raise TypeError(f"{name} must be one of {', '.join(map(str, kinds))}, got {x.dtype}")
-    if tuple(x.shape) not in sizes:
-        raise ValueError(f"{name} must have the shape {' or '.join(map(str, sizes))}, got {tuple(x.shape)}")
+    """Return `x` if it is a float tensor of one of `shapes` on `device`.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is not float32, float16, bfloat16 or, with `allow_float64`, float64.
+    ValueError
+        If the shape or the device does not match.
+    """
+    dtypes = (torch.float32, *HALF_DTYPES, *((torch.float64,) if allow_float64 else ()))
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {x.dtype}")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name} must have the shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device} as a is, got {x.device}")
     return x
 
 
+def check_epilogue(
+    c: Tensor | None, beta: float, bias: Tensor | None, shape: tuple[int, int], device: torch.device, float64: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `c`, None if `beta` is 0, and `bias`.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not supported.
+    ValueError
+        If `c` is missing, or a shape or a device does not match.
+    """
+    if beta != 0.0 and c is None:
+        raise ValueError(f"c must be given for beta {beta}")
+    c = check_float_tensor(c, "c", (shape,), device, float64) if c is not None and beta != 0.0 else None
+    if bias is not None:
+        bias = check_float_tensor(bias, "bias", ((shape[1],),), device, float64)
+    return c, bias
+
+
 def check_output(
     out: Tensor | None, dtype: torch.dtype, shape: tuple[int, int], device: torch.device, *, integers: bool
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless results of ``dtype`` can be written to ``out``."""
+    """Check that results of `dtype` can be written to `out`.
+
+    Raises
+    ------
+    TypeError
+        If `dtype` is not supported on `device`, or `out` has another one.
+    ValueError
+        If the shape, the device or the memory strides of `out` do not fit.
+    """
     floats = (*HALF_DTYPES, torch.float32, *((torch.float64,) if device.type == "cpu" else ()))
     known = (*INTEGER_DTYPES, *floats) if integers else floats
     if dtype not in known:
@@ -76,18 +141,8 @@ def check_output(
     if out.device != device:
         raise ValueError(f"out must be on {device} as a is, got {out.device}")
     if out.shape[1] > 1 and out.stride(1) != 1:
-        raise ValueError(f"out must have rows of neighbouring elements, got strides {out.stride()}")
+        raise ValueError(f"out must have contiguous rows, got strides {out.stride()}")
     if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
         raise ValueError(
             f"out must have rows that do not overlap, got strides {out.stride()} for {out.shape[1]} columns"
         )
-
-
-def empty_product(c: Tensor | None, beta: float, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``beta c + bias``, the product of an (M, 0) and a (0, N) matrix, written to ``out``."""
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    if c is not None:
-        total.add_(c, alpha=beta)
-    if bias is not None:
-        total += bias
-    return out.copy_(total)

@@ -186,7 +186,7 @@ __device__ __forceinline__ void multiply_tile(const GroupGemm<C>& gemm, typename
   }
 }
 
-// `squares`: where C::kSquares, a place for each warp of each block.
+// `squares`: where C::kSumOfSquares, a place for each warp of each block.
 template <class C>
 __device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
   using G = GroupGemm<C>;
@@ -215,14 +215,14 @@ __device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to
     const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16;
     CUTE_UNROLL
     for (int own = 0; own < G::kBlocks; ++own) {
-      if constexpr (C::kSquares) {
+      if constexpr (C::kSumOfSquares) {
         write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane, [&](float x) { seen = fmaf(x, x, seen); });
       } else {
         write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane);
       }
     }
   }
-  if constexpr (C::kSquares) {
+  if constexpr (C::kSumOfSquares) {
     CUTE_UNROLL
     for (int other = 16; other > 0; other /= 2) seen += __shfl_xor_sync(~0u, seen, other);
     if (lane == 0) squares[(int(blockIdx.x) * G::kGroups + group) * 4 + warp] = seen;

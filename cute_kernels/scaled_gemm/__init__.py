@@ -1,1 +1,1 @@
-"""Dense products of low-precision floats with block scales."""
+"""Dense products of low-precision floats with per-row, block and tile scales."""

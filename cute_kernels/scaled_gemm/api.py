@@ -1,29 +1,42 @@
-"""Dense product of small floats: any two of e5m2, e4m3, e3m2, e2m3 and e2m1, with scales of many kinds.
-
-Source: OCP Microscaling Formats (MX) v1.0, section 6 (block scales).
-"""
+"""Dense product of low-precision floats: any two of e5m2, e4m3, e3m2, e2m3 and e2m1, with scales of several kinds."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.problem import check_float_tensor, check_output, empty_product
+from cute_kernels.gemm.epilogue import apply_epilogue, run_problem
+from cute_kernels.gemm.problem import check_epilogue, check_output
 from cute_kernels.scaled_gemm.config import ScaledGemmConfig
-from cute_kernels.scaled_gemm.cuda import dequantized_operands, plan_cuda, scaled_gemm_cuda
+from cute_kernels.scaled_gemm.cuda import dequantized_operands, plan_scaled_gemm, scaled_gemm_cuda
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
 from cute_kernels.scaled_gemm.small_m import SmallMConfig
 
+_RENAMED = {"gemm_floats": "scaled_gemm", "explain_gemm_floats": "explain_scaled_gemm"}
+
 
 @dataclass(frozen=True)
 class ScaledGemmPlan:
-    """How a product would run: ``kernel`` is ``torch.matmul`` or the name of ``config``; ``copies``: operands whose
-    codes are copied first, so that their rows start at multiples of 16 bytes; ``decoded``: operands that a
-    kernel of its own decodes first, because of many rows; ``refused``: on sm_100a and sm_103a, what keeps the operands
-    from ``tcgen05.mma``."""
+    """How a product runs.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"torch.matmul"`` or the name of `config`.
+    copies : tuple of str
+        Operands whose packed data is copied to 16-byte aligned rows first: ``"a"``, ``"b"``.
+    decoded : tuple of str
+        Operands that a kernel of its own dequantizes first, because they are read by many tiles.
+    config : ScaledGemmConfig, SmallMConfig or Tcgen05Config, optional
+        Kernel config.
+    refused : str
+        On sm_100a and sm_103a: why ``tcgen05.mma`` does not run; else empty.
+    """
 
     kernel: str
     copies: tuple[str, ...] = ()
@@ -43,21 +56,25 @@ def check(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> ScaledGemmProblem:
-    """The product that the arguments of :func:`scaled_gemm` describe."""
+    """Return the checked product that the arguments of :func:`scaled_gemm` describe.
+
+    Raises
+    ------
+    TypeError
+        If a type or a dtype is not supported.
+    ValueError
+        If shapes or devices do not match.
+    """
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, FloatOperand):
             raise TypeError(f"{name} must be a FloatOperand, got {type(operand).__name__}")
     if a.k != b.k:
-        raise ValueError(f"k of a must be k of b, got {a.k} and {b.k}")
+        raise ValueError(f"b must have k={a.k} to match a, got k={b.k}")
     if a.device != b.device:
         raise ValueError(f"b must be on {a.device} as a is, got {b.device}")
-    shape, wide = (a.rows, b.rows), out_dtype == torch.float64
+    shape = (a.rows, b.rows)
     check_output(out, out_dtype, shape, a.device, integers=False)
-    if beta != 0.0 and c is None:
-        raise ValueError(f"c must be given for beta {beta}")
-    c = check_float_tensor(c, "c", (shape,), a.device, wide) if c is not None and beta != 0.0 else None
-    if bias is not None:
-        bias = check_float_tensor(bias, "bias", ((b.rows,),), a.device, wide)
+    c, bias = check_epilogue(c, beta, bias, shape, a.device, out_dtype == torch.float64)
     return ScaledGemmProblem(a, b, float(alpha), float(beta), c, bias, out_dtype, fast_accum)
 
 
@@ -73,64 +90,138 @@ def scaled_gemm(
     out_dtype: torch.dtype = torch.float32,
     fast_accum: bool = False,
 ) -> Tensor:
-    """``D[m, n] = alpha sum_k a[m, k] b[n, k] + beta c[m, n] + bias[n]`` with a and b as :class:`FloatOperand` says.
+    """Multiply two matrices of low-precision floats.
 
-    Arguments:
-        a: operand of M rows.
-        b: operand of N rows: the columns of the right matrix, each contiguous in k.
-        alpha, beta, c: as in BLAS; ``c`` (M, N) of a float dtype is not read where ``beta`` is 0, and may be ``out``.
-        bias: (N,).
-        out: (M, N) of ``out_dtype`` to write to; its rows must not have gaps between elements.
-        out_dtype: float32, float16, bfloat16, on the CPU float64.
-        fast_accum: on sm_90a without block scales, the Tensor Cores sum all of K, with about 14 bits; otherwise, and by
-            the kernel of few rows, 128 of K at a time, and float32 additions do the rest.
-    PackedMatrix are decoded exactly.  On sm_90a, operands without block scales are multiplied as e4m3 or e5m2; the partial
-    sums are then kept to about 2^-13 of the largest of them or of the products (docs/floats.md has the bound).  With
-    block scales, and on other chips, values and scales become bfloat16, exactly but for magnitudes outside of
-    2^-126..2^128, and sums are those of float32.  On sm_100a and sm_103a, operands that ``tcgen05.mma`` can read are
-    multiplied as they are, scales of blocks, which have to be positive, included, where ``MAGICUBE_TCGEN05=1``: that
-    kernel has never been run, and docs/blackwell.md has its rules.  On the CPU: ``torch.matmul`` of float32, or of
-    float64 for that output.
-    Raises ``TypeError`` and ``ValueError`` that name the argument.
+    ``D[m, n] = alpha sum_k a[m, k] b[n, k] + beta c[m, n] + bias[n]``, with the values of `a` and `b` that
+    :class:`FloatOperand` defines. Block scales are those of [1]_.
+
+    Parameters
+    ----------
+    a : FloatOperand, shape (M, K)
+        Left operand.
+    b : FloatOperand, shape (N, K)
+        Transpose of the right operand, packed along K.
+    alpha : float, default 1.0
+        Factor of the product.
+    beta : float, default 0.0
+        Factor of `c`; `c` is not read if it is 0.
+    c : Tensor, shape (M, N), optional
+        Source of a float dtype; may be `out`.
+    bias : Tensor, shape (N,), optional
+        Added to each row; of a float dtype.
+    out : Tensor, shape (M, N), optional
+        Output with contiguous rows, written in place.
+    out_dtype : torch.dtype, default torch.float32
+        float32, float16, bfloat16, or float64 on a CPU.
+    fast_accum : bool, default False
+        On sm_90a without block scales: accumulate all of K on Tensor Cores, with about 14 bits. Otherwise, and always
+        in the small-M kernel, Tensor Cores accumulate 128 elements of K at a time, and float32 additions do the rest.
+
+    Returns
+    -------
+    Tensor, shape (M, N)
+        The product, on the device of `a`.
+
+    Raises
+    ------
+    TypeError
+        If a type or a dtype is not supported.
+    ValueError
+        If shapes or devices do not match.
+    NotImplementedError
+        If the operands are on another device than a CPU or a CUDA device.
+
+    See Also
+    --------
+    explain_scaled_gemm : Report which kernel a call uses.
+
+    Notes
+    -----
+    Dequantization is exact. The arithmetic depends on the device:
+
+    - sm_90a without block scales: products of e4m3 or e5m2. Partial accumulators keep about 2^-13 of the largest of
+      them or of the products (docs/floats.md has the bound).
+    - Block scales, or another architecture: values times scales are bfloat16, exact for magnitudes within
+      2^-126..2^128; accumulators are float32.
+    - sm_100a and sm_103a with ``MAGICUBE_TCGEN05=1``: ``tcgen05.mma``, including positive block scales, if it can
+      read the operands. This kernel has never run; docs/blackwell.md has its rules.
+    - CPU: ``torch.matmul`` in float32, or in float64 for that output.
+
+    References
+    ----------
+    .. [1] OCP Microscaling Formats (MX) v1.0, section 6.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cute_kernels import floats
+    >>> from cute_kernels.scaled_gemm.api import FloatOperand, scaled_gemm
+    >>> values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> packed = floats.pack(floats.encode(values, "e2m1"), "e2m1")
+    >>> a = FloatOperand(packed, "e2m1", k=2)
+    >>> b = FloatOperand(packed, "e2m1", k=2, scale=torch.tensor([1.0, 0.5]))
+    >>> scaled_gemm(a, b)
+    tensor([[ 5.0000,  5.5000],
+            [11.0000, 12.5000]])
     """
     problem = check(a, b, alpha, beta, c, bias, out, out_dtype, fast_accum)
-    m, n, k = problem.shape
-    if a.device.type == "cpu":
-        result = _gemm_cpu(problem)
-        return result if out is None else out.copy_(result)
-    if a.device.type != "cuda":
-        raise NotImplementedError(f"a must be on a CPU or a CUDA device, got {a.device}")
-    target = torch.empty((m, n), dtype=out_dtype, device=a.device) if out is None else out
-    if min(m, n, k) == 0:
-        return empty_product(problem.c, problem.beta, problem.bias, target)
-    return scaled_gemm_cuda(problem, target)
+    return run_problem(problem, out, _scaled_gemm_cpu, scaled_gemm_cuda)
 
 
-def _gemm_cpu(problem: ScaledGemmProblem) -> Tensor:
+def _scaled_gemm_cpu(problem: ScaledGemmProblem) -> Tensor:
+    """Return the product on a CPU, shape (M, N)."""
     work = torch.float64 if problem.out_dtype == torch.float64 else torch.float32
-    result = problem.a.values(work) @ problem.b.values(work).t()  # (M, N)
-    if problem.a.scale is not None:
-        result *= (
-            problem.a.scale.to(work).unsqueeze(-1) if problem.a.scale.dim() else problem.a.scale.to(work)
-        )  # (M, 1)
-    if problem.b.scale is not None:
-        result *= problem.b.scale.to(work)  # (N,)
-    result *= problem.alpha
-    if problem.c is not None:
-        result.add_(problem.c.to(work), alpha=problem.beta)  # (M, N)
-    if problem.bias is not None:
-        result += problem.bias.to(work)  # (N,)
-    return result.to(problem.out_dtype)
+    total = problem.a.values(work) @ problem.b.values(work).t()  # (M, N)
+    return apply_epilogue(problem, total, problem.alpha, problem.a.scale, problem.b.scale)
 
 
 def explain_scaled_gemm(
     a: FloatOperand, b: FloatOperand, *, out_dtype: torch.dtype = torch.float32, fast_accum: bool = False
 ) -> ScaledGemmPlan:
-    """How :func:`scaled_gemm` would run these arguments; nothing is computed or compiled."""
+    """Report which kernel :func:`scaled_gemm` uses; nothing is computed or compiled.
+
+    Parameters
+    ----------
+    a : FloatOperand, shape (M, K)
+        Left operand.
+    b : FloatOperand, shape (N, K)
+        Transpose of the right operand.
+    out_dtype : torch.dtype, default torch.float32
+        Dtype of the output.
+    fast_accum : bool, default False
+        As for :func:`scaled_gemm`.
+
+    Returns
+    -------
+    ScaledGemmPlan
+        Kernel, copies and operands that are dequantized first.
+
+    Raises
+    ------
+    TypeError
+        If a type or a dtype is not supported.
+    ValueError
+        If shapes or devices do not match.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cute_kernels.scaled_gemm.api import FloatOperand, explain_scaled_gemm
+    >>> a = FloatOperand(torch.zeros(4, 8, dtype=torch.uint8), "e4m3", k=8)
+    >>> explain_scaled_gemm(a, a).kernel
+    'torch.matmul'
+    """
     problem = check(a, b, 1.0, 0.0, None, None, None, out_dtype, fast_accum)
     if a.device.type == "cpu":
         return ScaledGemmPlan("torch.matmul")
-    choice, copies = plan_cuda(problem)
-    return ScaledGemmPlan(
-        choice.config.name, copies, dequantized_operands(problem, choice.config), choice.config, choice.refused
-    )
+    selection, copies = plan_scaled_gemm(problem)
+    config = selection.config
+    return ScaledGemmPlan(config.name, copies, dequantized_operands(problem, config), config, selection.refused)
+
+
+def __getattr__(name: str) -> Any:
+    """Return what a deprecated name stands for."""
+    if name in _RENAMED:
+        warnings.warn(f"{name} is deprecated, use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,20 +10,20 @@
 namespace magicube {
 
 // kBlock: neighbours along k that have one factor, of the format Scale; 0: none.
-template <class Format_, class Scale_, int kBlock_, bool kHalves_, int kRows_>
+template <class Format_, class Scale_, int kBlock_, bool kBfloat16_, int kRows_>
 struct FloatPlane {
   using Format = Format_;
   using Scale = Scale_;
   static constexpr int kBlock = kBlock_, kRows = kRows_;
-  static constexpr bool kHalves = kHalves_;
-  static constexpr bool kDecoded = Format::kBits < (kHalves ? 16 : 8);
-  static constexpr int kTileK = kHalves ? 64 : 128;  // a row of 128 bytes
+  static constexpr bool kBfloat16 = kBfloat16_;
+  static constexpr bool kDecoded = Format::kBits < (kBfloat16 ? 16 : 8);
+  static constexpr int kTileK = kBfloat16 ? 64 : 128;  // a row of 128 bytes
   static constexpr int kPackedRow = kTileK * Format::kBits / 8;
   static constexpr int kPackedBytes = kDecoded ? kRows * kPackedRow : 0;
   static constexpr int kBytes = kRows * 128;
   static constexpr int kRuns = kTileK / 16;  // of sixteen codes, a row's
   static_assert(kBlock == 0 || kBlock == 16 || kBlock == 32, "a run has one factor");
-  static_assert(kBlock == 0 || kHalves, "factors of blocks are multiplied into halves");
+  static_assert(kBlock == 0 || kBfloat16, "factors of blocks are multiplied into halves");
   static_assert(kPackedBytes % 128 == 0, "the tensor copy writes to multiples of 128 bytes");
 };
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void decode_plane(const uint8_t* packed, uint8_t* rea
   CUTE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     const FloatRun<Plane, kThreads> at(i, thread);
-    if constexpr (Plane::kHalves) {
+    if constexpr (Plane::kBfloat16) {
       uint32_t out[8], factor = 0;
       if constexpr (Plane::kBlock > 0) factor = scale_halves<typename Plane::Scale>(scales[i]);
       decode_halves<Format, (Plane::kBlock > 0)>(codes[i], factor, out);

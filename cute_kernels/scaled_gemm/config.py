@@ -1,4 +1,4 @@
-"""What the kernels of the dense float product are compiled for, and which of them fits a shape."""
+"""Configs of the kernels for dense products of low-precision floats, and their selection."""
 
 from __future__ import annotations
 
@@ -9,14 +9,34 @@ from typing import NamedTuple
 from cute_kernels.floats import FORMATS
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 
-TILE = 128  # rows and k of a tile that has one factor
-_WIDTHS = {128: 1.0, 192: 0.96, 256: 0.97}  # time of a column of a tile of so many
-_SHARED = 232448  # bytes of shared memory that a block of sm_90a may have
+TILE = 128  # rows and K of a tile with one scale
+_WIDTHS = {
+    128: 1.0,
+    192: 0.96,
+    256: 0.97,
+}  # tile_n -> measured time per column, relative to tile_n = 128 (docs/floats.md)
+_SMEM_BYTES = 232448  # shared memory that a CTA of sm_90a can have
 
 
 class OperandFormat(NamedTuple):
-    """One operand as a kernel sees it: its format, codes that share a factor (``block``, 0 for none), the format of
-    that factor, and whether tiles of 128 x 128 have factors.  ``"bfloat16"``: decoded before, its factors included."""
+    """Format of one operand, as kernels are compiled for it.
+
+    Attributes
+    ----------
+    dtype : str
+        Float format such as ``"e4m3"``; ``"bfloat16"`` for an operand that was dequantized before the product.
+    block : int
+        Values per block scale along K; 0 without block scales.
+    scale : str
+        Format of the block scales, or empty.
+    tiles : bool
+        Whether 128 x 128 tiles have scales.
+
+    Examples
+    --------
+    >>> OperandFormat("e2m1", 16, "e4m3").name
+    'e2m1x16e4m3'
+    """
 
     dtype: str
     block: int = 0
@@ -25,28 +45,61 @@ class OperandFormat(NamedTuple):
 
     @property
     def bits(self) -> int:
+        """Bits per value."""
         return 16 if self.dtype == "bfloat16" else FORMATS[self.dtype].bits
 
     @property
     def name(self) -> str:
+        """Short name, unique among the formats."""
         block = f"x{self.block}{self.scale}" if self.block else ""
         return f"{self.dtype}{block}{'t' if self.tiles else ''}"
 
 
-def exponent_bias_factor(*kinds: OperandFormat) -> float:
-    """The factor that decoding to bytes leaves out: shorter codes get the exponent's bias of e4m3."""
-    return 2.0 ** sum(FORMATS["e4m3"].bias - FORMATS[kind.dtype].bias for kind in kinds if kind.bits < 8)
+def exponent_bias_factor(*formats: OperandFormat) -> float:
+    """Return the factor by which decoding to e4m3 makes a product too small.
+
+    Decoding moves the bits of a sub-byte float to those of e4m3, whose exponent bias is larger.
+
+    Examples
+    --------
+    >>> exponent_bias_factor(OperandFormat("e2m1"), OperandFormat("e4m3"))
+    64.0
+    """
+    return 2.0 ** sum(FORMATS["e4m3"].bias - FORMATS[fmt.dtype].bias for fmt in formats if fmt.bits < 8)
 
 
 @dataclass(frozen=True)
 class ScaledGemmConfig(KernelConfig):
-    """``kernel``: ``"wgmma"``, warp groups of sm_90a, or ``"mma"``, warps of any chip from 8.0 on; ``a``, ``b``: the
-    operands.  ``out`` names the output's dtype, ``source`` that of c, or is ``"none"``.
+    """Config of a tiled kernel; M, N and K are run-time values.
 
-    A block has a tile of ``tile_m`` x ``tile_n`` results at a time.  ``stages`` ready parts of k and ``packed_stages``
-    packed ones are in shared memory (wgmma; mma has one ready part and ``stages`` packed ones).  ``groups`` warp groups
-    multiply and ``decoders`` decode.  ``promote``: sums of 128 k (of 64 in bfloat16) are added in float32.  ``split``
-    blocks share the k of one tile.  ``band``: rows of tiles that are worked through column by column.
+    Attributes
+    ----------
+    kernel : str
+        ``"wgmma"`` (warp groups, sm_90a) or ``"mma"`` (warps, sm_80 and later).
+    a, b : OperandFormat
+        Formats of the operands.
+    out : str
+        Dtype of the output.
+    source : str
+        Dtype of c, or ``"none"``.
+    tile_m, tile_n : int
+        CTA tile.
+    stages : int
+        Pipeline stages: of decoded tiles (WGMMA) or of packed tiles (MMA, which has one decoded tile).
+    packed_stages : int
+        Pipeline stages of packed tiles (WGMMA).
+    groups : int
+        Consumer warp groups (WGMMA).
+    decoders : int
+        Warp groups that decode packed tiles (WGMMA).
+    promote : bool
+        Tensor Cores accumulate one K tile; float32 additions do the rest.
+    split : int
+        CTAs of a cluster that share the K range of a tile (split-K).
+    resident : int
+        CTAs per SM.
+    band : int
+        Rows of tiles that are traversed column by column.
     """
 
     kernel: str
@@ -67,30 +120,32 @@ class ScaledGemmConfig(KernelConfig):
 
     @property
     def uses_bfloat16(self) -> bool:
-        """Whether bfloat16 is multiplied, and not bytes."""
-        return self.kernel == "mma" or any(kind.block > 0 or kind.bits > 8 for kind in (self.a, self.b))
+        """Whether Tensor Cores multiply bfloat16, not bytes."""
+        return self.kernel == "mma" or any(fmt.block > 0 or fmt.bits > 8 for fmt in (self.a, self.b))
 
     @property
     def tile_k(self) -> int:
+        """K per tile: rows of 128 bytes once decoded."""
         return 64 if self.uses_bfloat16 else 128
 
-    def decoded(self, kind: OperandFormat) -> bool:
-        """Whether this operand's codes are not multiplied as they are."""
-        return kind.bits < (16 if self.uses_bfloat16 else 8)
+    def is_decoded(self, fmt: OperandFormat) -> bool:
+        """Return whether the kernel decodes an operand of this format."""
+        return fmt.bits < (16 if self.uses_bfloat16 else 8)
 
     @property
     def threads(self) -> int:
+        """Threads per CTA."""
         return 128 * (self.groups + self.decoders + 1) if self.kernel == "wgmma" else 256
 
     @property
     def packed_bytes(self) -> int:
-        """Of a packed part of both operands."""
+        """Bytes of the packed tiles of both operands."""
         sizes = ((self.a, self.tile_m), (self.b, self.tile_n))
-        return sum(rows * self.tile_k * kind.bits // 8 for kind, rows in sizes if self.decoded(kind))
+        return sum(rows * self.tile_k * fmt.bits // 8 for fmt, rows in sizes if self.is_decoded(fmt))
 
     @property
     def ready_bytes(self) -> int:
-        """Of a ready part of both operands."""
+        """Bytes of the decoded tiles of both operands."""
         return (self.tile_m + self.tile_n) * 128
 
     @property
@@ -100,16 +155,16 @@ class ScaledGemmConfig(KernelConfig):
         return self.stages * (self.ready_bytes + 16) + self.packed_stages * (self.packed_bytes + 16)
 
     def tiles(self, m: int, n: int) -> int:
-        """Tiles of an (m, n) output."""
+        """Return the tiles of an (m, n) output."""
         return -(-m // self.tile_m) * -(-n // self.tile_n)
 
     def exponent_bias_factor(self, a: OperandFormat, b: OperandFormat) -> float:
-        """The factor that decoding operands of these kinds, here or before, leaves out."""
+        """Return the factor by which decoding these formats, in this kernel or before, reduces the product."""
         return 1.0 if self.uses_bfloat16 else exponent_bias_factor(a, b)
 
     @property
     def name(self) -> str:
-        """Short and unique among the configs."""
+        """Short name, unique among the configs."""
         shape = f"{self.tile_m}x{self.tile_n}s{self.stages}p{self.packed_stages}"
         how = f"g{self.groups}d{self.decoders}{'a' if self.promote else ''}k{self.split}r{self.resident}b{self.band}"
         return f"gemm-floats-{self.kernel}-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}-{how}"
@@ -124,13 +179,13 @@ class ScaledGemmConfig(KernelConfig):
 
     def _constants(self) -> dict[str, object]:
         return {
-            "kFloatSums": True,
+            "kFloatAccum": True,
             "kPlanesA": 1,
             "kPlanesB": 1,
             "kLevels": 1,
             "kBlockA": self.a.block,
             "kBlockB": self.b.block,
-            "kHalves": self.uses_bfloat16,
+            "kBfloat16": self.uses_bfloat16,
             "kTileM": self.tile_m,
             "kTileN": self.tile_n,
             "kTileK": self.tile_k,
@@ -156,35 +211,47 @@ class ScaledGemmConfig(KernelConfig):
         }
 
 
-def _roomy(config: ScaledGemmConfig) -> ScaledGemmConfig:
-    """With as many stages as there is room for."""
+def _with_stages(config: ScaledGemmConfig) -> ScaledGemmConfig:
+    """Return the config with as many stages as fit shared memory."""
     stages = 6 if not config.decoders else 4
-    room = _SHARED - 64
+    room = _SMEM_BYTES - 64
     while True:
-        left = room - stages * (config.ready_bytes + 16)
-        packed = min(8, left // (config.packed_bytes + 16)) if config.decoders else 1
+        remaining = room - stages * (config.ready_bytes + 16)
+        packed = min(8, remaining // (config.packed_bytes + 16)) if config.decoders else 1
         found = replace(config, stages=stages, packed_stages=packed)
-        if packed >= 2 or (not config.decoders and found.smem_bytes <= _SHARED):
+        if packed >= 2 or (not config.decoders and found.smem_bytes <= _SMEM_BYTES):
             return found
         stages -= 1
 
 
 def candidates(a: OperandFormat, b: OperandFormat, arch: str, *, fast: bool = False) -> list[ScaledGemmConfig]:
-    """The configs that :func:`choose` chooses from, with float32 output, largest tile first.
+    """Return the configs that :func:`choose` selects from, with float32 output, largest tile first.
 
-    Kinds that :func:`cute_kernels.scaled_gemm.dequantize.ready` makes are operands that are decoded before.
+    Parameters
+    ----------
+    a, b : OperandFormat
+        Formats of the operands, after those that :mod:`cute_kernels.scaled_gemm.dequantize` dequantizes first.
+    arch : str
+        Architecture, such as ``"sm_90a"``.
+    fast : bool, default False
+        Whether Tensor Cores may accumulate all of K.
+
+    Returns
+    -------
+    list of ScaledGemmConfig
+        Configs for all shapes.
     """
     tiled = a.tiles or b.tiles
     if arch != "sm_90a":
         return [ScaledGemmConfig("mma", a, b, "float32", promote=tiled)]
     base = ScaledGemmConfig("wgmma", a, b, "float32")
-    decoded = any(base.decoded(kind) for kind in (a, b))
-    # bfloat16 products are summed in float32 anyway
+    decoded = any(base.is_decoded(fmt) for fmt in (a, b))
+    # Tensor Cores accumulate products of bfloat16 in float32 in any case.
     base = replace(base, promote=tiled or not (fast or base.uses_bfloat16), decoders=2 if decoded else 0)
     small = replace(base, tile_m=64, groups=1, decoders=3 if decoded else 0)
-    # Sums of 128 k beside others fit the registers up to 192 columns; all of k has sums alone.
+    # Registers hold two accumulators, of a K tile and of the tile, up to 192 columns; without promotion one of 256.
     wide = [] if decoded or tiled else [replace(base, tile_n=tile) for tile in ((256, 192) if base.promote else (256,))]
-    return [_roomy(each) for each in (*wide, base, *(replace(small, split=split) for split in (1, 2, 4)))]
+    return [_with_stages(each) for each in (*wide, base, *(replace(small, split=split) for split in (1, 2, 4)))]
 
 
 @lru_cache(maxsize=4096)
@@ -201,18 +268,40 @@ def choose(
     source: str = "none",
     multiprocessors: int = 132,
 ) -> ScaledGemmConfig:
-    """The config for a product of (m, k) and (k, n).
+    """Return the config for a product of (m, k) and (k, n).
 
-    As many columns a tile as take the least time in turns of the multiprocessors; 64 rows a tile where 128 would leave
-    multiprocessors idle, and then as many blocks a tile as there is room for at a time, each with 2048 k at least.
+    `tile_n` takes the least predicted time in waves of CTAs. If 128-row tiles leave SMs idle, tiles have 64 rows, and
+    split-K uses as many CTAs per tile as run at the same time, each with K of at least 2048.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Sizes of the product.
+    a, b : OperandFormat
+        Formats of the operands.
+    arch : str
+        Architecture, such as ``"sm_90a"``.
+    fast : bool, default False
+        Whether Tensor Cores may accumulate all of K.
+    out : str, default "float32"
+        Dtype of the output.
+    source : str, default "none"
+        Dtype of c, or ``"none"``.
+    multiprocessors : int, default 132
+        SMs of the GPU.
+
+    Returns
+    -------
+    ScaledGemmConfig
+        One of :func:`candidates`, with `out` and `source` set.
     """
     found = candidates(a, b, arch, fast=fast)
-    large, small = ([each for each in found if (each.tile_m == 64) == few] for few in (False, True))
+    large, small = ([each for each in found if (each.tile_m == 64) == is_small] for is_small in (False, True))
 
-    def turns(each: ScaledGemmConfig) -> float:
+    def predicted_time(each: ScaledGemmConfig) -> float:
         return -(-each.tiles(m, n) // multiprocessors) * each.tile_n * _WIDTHS[each.tile_n]
 
-    chosen = min(large, key=turns)
+    chosen = min(large, key=predicted_time)
     if small and (m <= 64 or large[-1].tiles(m, n) < multiprocessors // 2):
         fitting = [
             each for each in small if each.split == 1

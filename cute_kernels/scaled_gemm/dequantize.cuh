@@ -31,9 +31,9 @@ decode_floats(const uint8_t* codes, int64_t pitch, int64_t row_bytes, int64_t ro
   for (int i = 0; i < kEach; ++i) {
     const int64_t row = first + i * step;
     if (row >= rows) continue;
-    constexpr int kWords = C::kHalves ? 8 : 4;
+    constexpr int kWords = C::kBfloat16 ? 8 : 4;
     uint32_t numbers[kWords];
-    if constexpr (C::kHalves) decode_halves<Format, (C::kBlock > 0)>(packed[i], factors[i], numbers);
+    if constexpr (C::kBfloat16) decode_halves<Format, (C::kBlock > 0)>(packed[i], factors[i], numbers);
     else decode_bytes<Format>(packed[i], numbers);
     uint4* const to = reinterpret_cast<uint4*>(out + row * out_pitch + run * 4 * kWords);
     CUTE_UNROLL

@@ -1,7 +1,8 @@
-"""Operands of a product of small floats, and a checked product."""
+"""Operands of a product of low-precision floats, and a checked product."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -13,25 +14,48 @@ from cute_kernels.gemm.problem import check_float_tensor
 from cute_kernels.scaled_gemm.config import TILE, OperandFormat
 
 BLOCKS = (16, 32)
-
-
 BLOCK_SCALES = ("ue8m0", "e4m3")
 
 
 @dataclass(frozen=True, eq=False)
 class FloatOperand:
-    """``x[r, k] = scale[r] blocks[r, k // block] tiles[r // 128, k // 128] decode(codes)[r, k]``.
+    """A matrix of low-precision floats with its scales.
 
-    Arguments:
-        codes: uint8 (R, ceil(K bits / 8)), packed along k as by :func:`cute_kernels.floats.pack`.
-        dtype: the codes' format.
-        k: K.
-        scale: float32, float16 or bfloat16 (R,) or (), or None.
-        blocks: codes of ``scale_dtype``, uint8 (R, ceil(K / block)), or None.
-        block: 16 or 32, with ``blocks``.
-        scale_dtype: ``"ue8m0"`` or ``"e4m3"``, with ``blocks``.
-        tiles: float32 (ceil(R / 128), ceil(K / 128)), or None; not with ``blocks``.
-    Raises ``TypeError`` and ``ValueError`` that name the argument.
+    ``x[r, k] = scale[r] blocks[r, k // block] tiles[r // 128, k // 128] decode(packed_data)[r, k]``.
+
+    Parameters
+    ----------
+    packed_data : Tensor, shape (R, ceil(K bits / 8))
+        uint8, packed along K by :func:`cute_kernels.floats.pack`.
+    dtype : str
+        Format of the values: ``"e5m2"``, ``"e4m3"``, ``"e3m2"``, ``"e2m3"`` or ``"e2m1"``.
+    k : int
+        K.
+    scale : Tensor, shape (R,) or (), optional
+        Per-row or per-tensor scale: float32, float16 or bfloat16.
+    blocks : Tensor, shape (R, ceil(K / block)), optional
+        Block scales, uint8 bits of `scale_dtype`.
+    block : int, default 0
+        Values per block scale along K: 16 or 32; 0 without `blocks`.
+    scale_dtype : str, default ""
+        Format of the block scales: ``"ue8m0"`` or ``"e4m3"``; empty without `blocks`.
+    tiles : Tensor, shape (ceil(R / 128), ceil(K / 128)), optional
+        float32 scales of 128 x 128 tiles; not together with `blocks`.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not supported.
+    ValueError
+        If shapes, devices or formats do not match.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cute_kernels import floats
+    >>> values = floats.encode(torch.tensor([[0.5, -6.0]]), "e2m1")
+    >>> FloatOperand(floats.pack(values, "e2m1"), "e2m1", k=2).values()
+    tensor([[ 0.5000, -6.0000]])
     """
 
     packed_data: Tensor
@@ -46,10 +70,10 @@ class FloatOperand:
     def __post_init__(self) -> None:
         float_format(self.dtype)
         if self.packed_data.dtype != torch.uint8:
-            raise TypeError(f"codes must be uint8, got {self.packed_data.dtype}")
+            raise TypeError(f"packed_data must be uint8, got {self.packed_data.dtype}")
         expected = packed_bytes(self.k, self.dtype)
         if self.packed_data.dim() != 2 or self.packed_data.shape[1] != expected:
-            raise ValueError(f"codes must have the shape (R, {expected}) for {self.k} codes of {self.dtype}, "
+            raise ValueError(f"packed_data must have the shape (R, {expected}) for k={self.k} of {self.dtype}, "
                              f"got {tuple(self.packed_data.shape)}")  # fmt: skip
         if self.scale is not None:
             check_float_tensor(self.scale, "scale", ((self.rows,), ()), self.device, False)
@@ -59,13 +83,10 @@ class FloatOperand:
         if self.blocks is not None:
             self._check_blocks(self.blocks)
         if self.tiles is not None:
-            if self.blocks is not None:
-                raise ValueError(f"tiles must be None with blocks, got tiles of shape {tuple(self.tiles.shape)}")
-            if self.tiles.dtype != torch.float32:
-                raise TypeError(f"tiles must be float32, got {self.tiles.dtype}")
-            check_float_tensor(self.tiles, "tiles", ((-(-self.rows // TILE), -(-self.k // TILE)),), self.device, False)
+            self._check_tiles(self.tiles)
 
     def _check_blocks(self, blocks: Tensor) -> None:
+        """Check the format, dtype, shape and device of the block scales."""
         if self.block not in BLOCKS:
             raise ValueError(f"block must be one of {BLOCKS}, got {self.block}")
         if self.scale_dtype not in BLOCK_SCALES:
@@ -76,45 +97,91 @@ class FloatOperand:
         if tuple(blocks.shape) != expected:
             raise ValueError(f"blocks must have the shape {expected}, got {tuple(blocks.shape)}")
         if blocks.device != self.device:
-            raise ValueError(f"blocks must be on {self.device} as codes is, got {blocks.device}")
+            raise ValueError(f"blocks must be on {self.device} as packed_data is, got {blocks.device}")
+
+    def _check_tiles(self, tiles: Tensor) -> None:
+        """Check the dtype, shape and device of the tile scales."""
+        if self.blocks is not None:
+            raise ValueError(f"tiles must be None with blocks, got tiles of shape {tuple(tiles.shape)}")
+        if tiles.dtype != torch.float32:
+            raise TypeError(f"tiles must be float32, got {tiles.dtype}")
+        check_float_tensor(tiles, "tiles", ((-(-self.rows // TILE), -(-self.k // TILE)),), self.device, False)
+
+    @property
+    def codes(self) -> Tensor:
+        """Deprecated name of `packed_data`."""
+        warnings.warn("FloatOperand.codes is deprecated, use packed_data", DeprecationWarning, stacklevel=2)
+        return self.packed_data
 
     @property
     def rows(self) -> int:
+        """Number of rows, R."""
         return self.packed_data.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """Device of the packed data and the scales."""
         return self.packed_data.device
 
     @property
     def format(self) -> OperandFormat:
-        """What kernels are compiled for."""
+        """Format that kernels are compiled for."""
         return OperandFormat(self.dtype, self.block, self.scale_dtype, self.tiles is not None)
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The real numbers (R, K), without ``scale``."""
-        found = floats.decode(
-            floats.unpack(self.packed_data, self.k, self.dtype), self.dtype, out_dtype=dtype
-        )  # (R, K)
+        """Return the dequantized values without the per-row scale.
+
+        Parameters
+        ----------
+        dtype : torch.dtype, default torch.float32
+            Dtype of the result and of the arithmetic.
+
+        Returns
+        -------
+        Tensor, shape (R, K)
+            ``blocks * tiles * decode(packed_data)``.
+        """
+        unpacked = floats.unpack(self.packed_data, self.k, self.dtype)  # (R, K) uint8
+        found = floats.decode(unpacked, self.dtype, out_dtype=dtype)  # (R, K)
         if self.blocks is not None:
-            factors = floats.decode(self.blocks, self.scale_dtype, out_dtype=dtype)  # (R, blocks)
-            found *= factors.repeat_interleave(self.block, 1)[:, : self.k]  # (R, K)
+            scales = floats.decode(self.blocks, self.scale_dtype, out_dtype=dtype)  # (R, ceil(K / block))
+            found *= scales.repeat_interleave(self.block, 1)[:, : self.k]  # (R, K)
         if self.tiles is not None:
-            rows = self.tiles.to(dtype).repeat_interleave(TILE, 0)[: self.rows]  # (R, tiles)
+            rows = self.tiles.to(dtype).repeat_interleave(TILE, 0)[: self.rows]  # (R, ceil(K / 128))
             found *= rows.repeat_interleave(TILE, 1)[:, : self.k]  # (R, K)
         return found
 
 
 @dataclass(frozen=True)
 class ScaledGemmProblem:
-    """A checked product; ``c`` is None where ``beta`` is 0."""
+    """A checked product of low-precision floats.
 
-    a: FloatOperand  # M rows
-    b: FloatOperand  # N rows
+    Attributes
+    ----------
+    a : FloatOperand, shape (M, K)
+        Left operand.
+    b : FloatOperand, shape (N, K)
+        Transpose of the right operand.
+    alpha : float
+        Factor of the product.
+    beta : float
+        Factor of `c`.
+    c : Tensor, shape (M, N), optional
+        Source; None if `beta` is 0.
+    bias : Tensor, shape (N,), optional
+        Added to each row.
+    out_dtype : torch.dtype
+        Dtype of the output.
+    fast_accum : bool
+        Whether Tensor Cores accumulate all of K.
+    """
+
+    a: FloatOperand
+    b: FloatOperand
     alpha: float
     beta: float
-    c: Tensor | None  # (M, N)
-    bias: Tensor | None  # (N,)
+    c: Tensor | None
+    bias: Tensor | None
     out_dtype: torch.dtype
     fast_accum: bool
 
@@ -122,3 +189,8 @@ class ScaledGemmProblem:
     def shape(self) -> tuple[int, int, int]:
         """(M, N, K)."""
         return self.a.rows, self.b.rows, self.a.k
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the operands."""
+        return self.a.device

@@ -1,6 +1,6 @@
-"""The kernel of the dense float product for sm_100a and sm_103a: what it is compiled for, and what it can read.
+"""Dense product of low-precision floats on sm_100a and sm_103a: config, selection, and rules for its operands.
 
-It has been compiled and looked into, and never run: docs/blackwell.md says what has been checked and what has not.
+The kernel compiles and has never run; docs/blackwell.md lists what has been checked.
 """
 
 from __future__ import annotations
@@ -15,17 +15,26 @@ from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.tcgen05 import COLUMNS, MMA_KINDS, ROW_BYTES, MmaKind
 
 TILE_M = 128
-_SHARED = 232448  # bytes of shared memory that a block may have
-_TURNS = 2  # tiles with sums in tensor memory
+_SMEM_BYTES = 232448  # shared memory that a CTA can have
+_ACCUMULATORS = 2  # tiles in tensor memory
 
 
 @dataclass(frozen=True)
 class Tcgen05Config(KernelConfig):
-    """``out`` names the output's dtype, ``source`` that of c, or is ``"none"``; ``kind``: of :data:`MMA_KINDS`.  The
-    formats are not part of it: one binary multiplies all pairs of them.
+    """Config of the ``tcgen05.mma`` kernel; one binary multiplies all pairs of formats.
 
-    A block has a tile of 128 x ``tile_n`` results at a time, and ``stages`` parts of k in shared memory.  ``band``:
-    rows of tiles that are worked through column by column.
+    Attributes
+    ----------
+    out : str
+        Dtype of the output.
+    source : str
+        Dtype of c, or ``"none"``.
+    kind : str
+        Name in :data:`MMA_KINDS`.
+    tile_n : int
+        Columns of a CTA tile; it has 128 rows.
+    band : int
+        Rows of tiles that are traversed column by column.
     """
 
     out: str
@@ -36,51 +45,67 @@ class Tcgen05Config(KernelConfig):
 
     @property
     def kernel(self) -> str:
+        """Name of the instruction."""
         return "tcgen05"
 
     @property
     def mma(self) -> MmaKind:
+        """Instruction of `kind`."""
         return MMA_KINDS[self.kind]
 
     @property
     def threads(self) -> int:
-        """Four warps that write, one that feeds, one that multiplies, and four that feed factors."""
+        """Threads per CTA: four epilogue warps, TMA and MMA warps, and with block scales four producers of these."""
         return 320 if self.mma.block else 192
 
     @property
     def columns(self) -> int:
-        """Of tensor memory: the sums of two tiles, and four for 128 words of factors of each operand."""
-        return _TURNS * self.tile_n + 2 * 4 * self.mma.words
+        """Columns of tensor memory: accumulators of two tiles, and four per 128 words of block scales."""
+        return _ACCUMULATORS * self.tile_n + 2 * 4 * self.mma.words
 
     @property
     def part_bytes(self) -> int:
-        """Of shared memory, for a part of k of both operands: rows of 128 bytes, and 128 words of factors."""
+        """Bytes per stage: rows of 128 bytes of both operands, and 128 words of block scales of each."""
         return (TILE_M + self.tile_n) * ROW_BYTES + 2 * self.mma.words * 512
 
     @property
     def stages(self) -> int:
-        return (_SHARED - 16 * _TURNS - 16) // (self.part_bytes + 16)
+        """Pipeline stages: as many as fit shared memory."""
+        return (_SMEM_BYTES - 16 * _ACCUMULATORS - 16) // (self.part_bytes + 16)
 
     @property
     def smem_bytes(self) -> int:
-        """Parts, two barriers for each and for each tile in tensor memory, and the address of the latter."""
-        return self.stages * (self.part_bytes + 16) + 16 * _TURNS + 16
+        """Bytes per CTA: stages, two barriers per stage and per accumulator, and the address of tensor memory."""
+        return self.stages * (self.part_bytes + 16) + 16 * _ACCUMULATORS + 16
 
     def counted_bytes(self, a: str, b: str) -> int:
-        """What the copy engine counts for a part of k of operands of these formats: the bytes of their packed codes.
+        """Return the bytes that the barrier of a stage expects from TMA: those of the packed data.
 
-        The gaps that it leaves between unpacked codes do not count, and codes beyond the matrix do.
-        Source: CUTLASS 4.2, ``TmaTransactionBytes`` of ``sm100_mma_warpspecialized.hpp``, in bits of the packed type.
+        Gaps between unpacked values do not count, values beyond the matrix do [1]_.
+
+        Parameters
+        ----------
+        a, b : str
+            Formats of the operands.
+
+        Returns
+        -------
+        int
+            Bytes of both tiles.
+
+        References
+        ----------
+        .. [1] CUTLASS 4.2, ``TmaTransactionBytes`` of ``sm100_mma_warpspecialized.hpp``.
         """
         return sum(rows * self.mma.tile_k * float_format(x).bits // 8 for x, rows in ((a, TILE_M), (b, self.tile_n)))
 
     def tiles(self, m: int, n: int) -> int:
-        """Tiles of an (m, n) output."""
+        """Return the tiles of an (m, n) output."""
         return -(-m // TILE_M) * -(-n // self.tile_n)
 
     @property
     def name(self) -> str:
-        """Short and unique among the configs."""
+        """Short name, unique among the configs."""
         shape = f"{TILE_M}x{self.tile_n}s{self.stages}b{self.band}"
         return f"gemm-floats-tcgen05-{self.kind}-{self.out}-{self.source}-{shape}"
 
@@ -89,7 +114,7 @@ class Tcgen05Config(KernelConfig):
 
     def _constants(self) -> dict[str, object]:
         return {
-            "kFloatSums": True,
+            "kFloatAccum": True,
             "kLevels": 1,
             "kBlock": self.mma.block,
             "kPacked": self.mma.packed,
@@ -103,7 +128,7 @@ class Tcgen05Config(KernelConfig):
 
 
 def candidates(kind: str, out: str = "float32", source: str = "none") -> list[Tcgen05Config]:
-    """The configs that :func:`choose` chooses from, largest tile first."""
+    """Return the configs that :func:`choose` selects from, largest tile first."""
     widths = (128,) if MMA_KINDS[kind].block else (256, 128, 64)
     found = [Tcgen05Config(out, source, kind, width) for width in widths]
     return [config for config in found if config.columns <= COLUMNS]
@@ -111,20 +136,28 @@ def candidates(kind: str, out: str = "float32", source: str = "none") -> list[Tc
 
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, kind: str, out: str, source: str, multiprocessors: int) -> Tcgen05Config:
-    """The largest tile that leaves no multiprocessor idle, else the smallest.  A guess: nothing has been measured."""
+    """Return the config with the largest tile that leaves no SM idle, else the smallest; not measured."""
     known = candidates(kind, out, source)
     return next((config for config in known if config.tiles(m, n) >= multiprocessors), known[-1])
 
 
 def mma_kind(a: OperandFormat, b: OperandFormat) -> MmaKind:
-    """The kind of instruction that multiplies these operands.
+    """Return the ``tcgen05.mma`` kind that multiplies these operands.
 
-    Raises ``ValueError`` for factors of tiles, for factors of blocks that only one has or that differ, and for those of
-    16 that are not e4m3 for e2m1, or of 32 that are not ue8m0.
+    Raises
+    ------
+    ValueError
+        For tile scales, for block scales of a single operand or of different formats, and for other block scales
+        than 32 ue8m0, or 16 e4m3 of e2m1.
+
+    Examples
+    --------
+    >>> mma_kind(OperandFormat("e2m1", 16, "e4m3"), OperandFormat("e2m1", 16, "e4m3")).name
+    'nvf4'
     """
     for name, operand in (("a", a), ("b", b)):
         if operand.tiles:
-            raise ValueError(f"{name} must have no factors of tiles for tcgen05.mma, got {operand.name}")
+            raise ValueError(f"{name} must have no tile scales for tcgen05.mma, got {operand.name}")
     if (a.block, a.scale) != (b.block, b.scale):
         raise ValueError(f"b must have the same blocks as a for tcgen05.mma, got {a.name} and {b.name}")
     packed = a.dtype == b.dtype == "e2m1"
@@ -136,7 +169,21 @@ def mma_kind(a: OperandFormat, b: OperandFormat) -> MmaKind:
 
 
 class PackedMatrix(NamedTuple):
-    """Packed codes as they lie: ``rows`` of ``k`` from ``address`` on, ``pitch`` bytes from one to the next."""
+    """A packed operand in memory.
+
+    Attributes
+    ----------
+    dtype : str
+        Format of the values.
+    k : int
+        Values per row.
+    rows : int
+        Number of rows.
+    address : int
+        Device address.
+    pitch : int
+        Bytes from one row to the next.
+    """
 
     dtype: str
     k: int
@@ -145,36 +192,57 @@ class PackedMatrix(NamedTuple):
     pitch: int
 
 
-def check_alignment(name: str, codes: PackedMatrix, kind: MmaKind, swizzle: int = ROW_BYTES) -> None:
-    """Raise ``ValueError`` unless the copy engine can bring these codes into shared memory as ``kind`` wants them.
+def check_alignment(name: str, operand: PackedMatrix, kind: MmaKind, swizzle: int = ROW_BYTES) -> None:
+    """Check that TMA can load an operand into shared memory in the layout that `kind` reads.
 
-    PackedMatrix of 4 and 6 bits that it unpacks must start at a multiple of 32 bytes, their rows must be multiples of 128
-    codes long and apart, and the swizzle must be 128 bytes or none.  What it copies as it lies must start at a multiple
-    of 16 bytes, with rows multiples of 16 bytes apart, and any swizzle will do.  With factors of blocks, rows must be
-    multiples of 128 codes in any case, so that a row has whole words of factors.
-    Arguments: what to call them in the error; the codes; the instruction; bytes of the swizzle, 0 for none.
-    Source: CUDA driver API 13.0, ``cuTensorMapEncodeTiled``; CUTLASS 4.2, "Blackwell functionality", tables 2 and 3.
+    - TMA unpacks 4- and 6-bit values: they start at a multiple of 32 bytes, rows are multiples of 128 values long and
+      apart, and the swizzle is 128 bytes or none.
+    - It copies other data as it is: from a multiple of 16 bytes, rows multiples of 16 bytes apart, any swizzle.
+    - With block scales, rows are multiples of 128 values, so that a row has whole words of scales.
+
+    Sources: [1]_ and [2]_ (tables 2 and 3).
+
+    Parameters
+    ----------
+    name : str
+        Name of the operand in errors.
+    operand : PackedMatrix
+        Operand in memory.
+    kind : MmaKind
+        Instruction.
+    swizzle : int, default 128
+        Bytes of the swizzle, 0 for none.
+
+    Raises
+    ------
+    ValueError
+        If a rule is broken; the message names it.
+
+    References
+    ----------
+    .. [1] CUDA driver API 13.0, ``cuTensorMapEncodeTiled``.
+    .. [2] CUTLASS 4.2, "Blackwell functionality".
     """
-    bits = float_format(codes.dtype, name).bits
+    bits = float_format(operand.dtype, name).bits
     unpacked = bits < 8 and not kind.packed
     start, apart = (32, 128 * bits // 8) if unpacked else (16, 16)
     swizzles = (0, 128) if unpacked else (0, 32, 64, 128)
-    what = f"{codes.dtype} and {kind.name}"
-    if codes.address % start:
-        raise ValueError(f"{name} must start at a multiple of {start} bytes for {what}, got {codes.address:#x}")
-    if (unpacked or kind.block) and codes.k % 128:
-        raise ValueError(f"{name} must have rows of a multiple of 128 codes for {what}, got {codes.k}")
-    if codes.rows > 1 and (codes.pitch % apart or codes.pitch * 8 < codes.k * bits):
-        size = -(-codes.k * bits // 8)
+    what = f"{operand.dtype} and {kind.name}"
+    if operand.address % start:
+        raise ValueError(f"{name} must start at a multiple of {start} bytes for {what}, got {operand.address:#x}")
+    if (unpacked or kind.block) and operand.k % 128:
+        raise ValueError(f"{name} must have rows of a multiple of 128 values for {what}, got {operand.k}")
+    if operand.rows > 1 and (operand.pitch % apart or operand.pitch * 8 < operand.k * bits):
+        size = -(-operand.k * bits // 8)
         raise ValueError(f"{name} must have rows of {size} bytes a multiple of {apart} bytes apart for {what}, "
-                         f"got {codes.pitch}")  # fmt: skip
+                         f"got {operand.pitch}")  # fmt: skip
     if swizzle not in swizzles:
         known = ", ".join(map(str, swizzles))
         raise ValueError(f"{name} must have a swizzle of one of {known} bytes for {what}, got {swizzle}")
 
 
 class MapParameters(NamedTuple):
-    """The arguments of :func:`cute_kernels.jit.tma`."""
+    """Arguments of :func:`cute_kernels.jit.tma.tensor_map`."""
 
     pointer: int
     element_bytes: int
@@ -185,13 +253,19 @@ class MapParameters(NamedTuple):
     unpack: int
 
 
-def map_parameters(name: str, codes: PackedMatrix, kind: MmaKind, tile: int) -> MapParameters:
-    """How boxes of a part of k by ``tile`` rows are copied.  Raises what :func:`check_alignment` raises."""
-    check_alignment(name, codes, kind)
-    bits = float_format(codes.dtype).bits
-    size = -(-codes.k * bits // 8)
+def map_parameters(name: str, operand: PackedMatrix, kind: MmaKind, tile: int) -> MapParameters:
+    """Return the tensor map of K tiles of `tile` rows.
+
+    Raises
+    ------
+    ValueError
+        As :func:`check_alignment`.
+    """
+    check_alignment(name, operand, kind)
+    bits = float_format(operand.dtype).bits
+    size = -(-operand.k * bits // 8)
     unpack = bits if bits < 8 and not kind.packed else 0
-    # The pitch of a single row is never used, but the driver looks at it.
-    pitch = codes.pitch if codes.rows > 1 else -(-size // 32) * 32
-    shape = (codes.k if unpack else size, codes.rows)
-    return MapParameters(codes.address, 1, shape, pitch, (ROW_BYTES, tile), ROW_BYTES, unpack)
+    # The driver checks the memory stride of a single row, which is never used.
+    pitch = operand.pitch if operand.rows > 1 else -(-size // 32) * 32
+    shape = (operand.k if unpack else size, operand.rows)
+    return MapParameters(operand.address, 1, shape, pitch, (ROW_BYTES, tile), ROW_BYTES, unpack)

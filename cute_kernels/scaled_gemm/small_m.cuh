@@ -6,14 +6,14 @@
 // long as X has the same, and X is small: `order_few_rows` writes it decoded and in that order before.
 // kGroups warp groups have 64 rows of weights each, kDepth of them the same rows and every kDepth-th part of k; kSplit blocks of
 // a cluster have a share of k each. Sums of a slab of bytes are added in float32. Where blocks of k have factors, codes become
-// bfloat16 times their factor (kHalves), as X does before.
+// bfloat16 times their factor (kBfloat16), as X does before.
 #pragma once
 
 #include "scaled_gemm/wgmma.cuh"
 
 namespace magicube {
 
-template <int kColumns, class W, class X, bool kHalves>
+template <int kColumns, class W, class X, bool kBfloat16>
 struct FewRowsOp;
 #define MAGICUBE_FEW_OP(N, W, X)                                    \
   template <>                                                       \
@@ -37,11 +37,11 @@ MAGICUBE_FEW_OPS(64)
 #undef MAGICUBE_FEW_OP
 
 // Where in its slab of X the k go that a lane's slab of weights of kBits has. A lane t has codes t kOwn to t kOwn + kOwn - 1.
-template <int kBits, bool kHalves>
+template <int kBits, bool kBfloat16>
 struct FewRowsOrder {
   static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
-  static constexpr int kSlabK = 512 / kBits, kOwn = 128 / kBits, kStepK = kHalves ? 16 : 32, kSteps = kSlabK / kStepK;
-  static constexpr int kSize = kHalves ? 2 : 1;  // bytes of a number
+  static constexpr int kSlabK = 512 / kBits, kOwn = 128 / kBits, kStepK = kBfloat16 ? 16 : 32, kSteps = kSlabK / kStepK;
+  static constexpr int kSize = kBfloat16 ? 2 : 1;  // bytes of a number
   static constexpr int kWords = 4 * kSize;       // of sixteen numbers
   static constexpr int kUnits = kOwn / 16;       // of a slab: sixteen numbers of each lane
 
@@ -49,7 +49,7 @@ struct FewRowsOrder {
   // even and the odd codes apart, or, of halves, codes i and i + 4 together.
   __device__ static uint32_t pick(const uint32_t* eight, int part) {
     if constexpr (kBits == 8) return eight[part];
-    else if constexpr (kHalves) return __byte_perm(eight[part / 2], eight[2 + part / 2], part % 2 ? 0x7632 : 0x5410);
+    else if constexpr (kBfloat16) return __byte_perm(eight[part / 2], eight[2 + part / 2], part % 2 ? 0x7632 : 0x5410);
     else return __byte_perm(eight[0], eight[1], part ? 0x7531 : 0x6420);
   }
   // A unit, 64 kSize neighbouring bytes: of its eights, of their words, those of four lanes.
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(128)
 order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* factors,
                int64_t factors_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
   using Format = typename C::Format;
-  using Order = FewRowsOrder<C::kBits, C::kHalves>;
+  using Order = FewRowsOrder<C::kBits, C::kBfloat16>;
   pdl_wait();
   const int64_t units = pitch / (64 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
   const int64_t row = index / units, unit = index % units;
@@ -85,7 +85,7 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
   }
   CUTE_UNROLL
   for (int t = 0; t < 4; ++t) {
-    if constexpr (C::kHalves) {
+    if constexpr (C::kBfloat16) {
       uint32_t factor = 0;
       if constexpr (C::kBlock > 0) {
         const int64_t block = run_of(t) * 16 / C::kBlock;
@@ -102,15 +102,15 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
 template <class C>
 struct FewRows {
   using Format = typename C::FormatB;
-  using Order = FewRowsOrder<Format::kBits, C::kHalves>;
-  using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kHalves>::type;
-  static constexpr int kSlabs = C::kSlabs, kTileK = kSlabs * Order::kSlabK, kDepth = C::kDepth;
+  using Order = FewRowsOrder<Format::kBits, C::kBfloat16>;
+  using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kBfloat16>::type;
+  static constexpr int kKSlices = C::kKSlices, kTileK = kKSlices * Order::kSlabK, kDepth = C::kDepth;
   static constexpr int kHeight = 64 * C::kGroups / kDepth;
-  static constexpr int kWeightsPitch = kSlabs * 64, kBoxBytes = C::kRows * 128;  // a box has 128 bytes of X's rows
+  static constexpr int kWeightsPitch = kKSlices * 64, kBoxBytes = C::kRows * 128;  // a box has 128 bytes of X's rows
   static constexpr int kBoxes = kTileK * Order::kSize / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
   static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
   // With many groups registers are few: one slab at a time, and the feeder's warp group gives of its own.
-  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kHalves || C::kResident == 1);
+  static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kBfloat16 || C::kResident == 1);
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
   // Of what the block starts with, which is all that there is.
   static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kFeederRegisters = 24;
@@ -119,11 +119,11 @@ struct FewRows {
   using Slab = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction takes it
   // Factors of what a lane has of a slab's row.
   static constexpr int kOwnBlocks = C::kBlock == 0 ? 0 : Order::kOwn > C::kBlock ? Order::kOwn / C::kBlock : 1;
-  using Factors = uint32_t[kSlabs][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
+  using Factors = uint32_t[kKSlices][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
   // Sums in shared memory, where the ring was: rows of the output. By its pitch a warp's writes meet in no bank.
   static constexpr int kPitch = kHeight + 4;
 
-  static_assert(kSlabs % 2 == 0, "slabs go in pairs");
+  static_assert(kKSlices % 2 == 0, "slabs go in pairs");
   static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
   static_assert(!kShare || C::kResident == 1, "a block takes the registers of all");
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "parts are read side by side, and one is fetched");
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_factors(const uint8_t* const (&rows)[2], in
   if constexpr (C::kBlock > 0) {
     const int first = (part * G::kTileK + int(threadIdx.x) % 4 * G::Order::kOwn) / C::kBlock;
     CUTE_UNROLL
-    for (int i = 0; i < G::kSlabs; ++i) {
+    for (int i = 0; i < G::kKSlices; ++i) {
       CUTE_UNROLL
       for (int b = 0; b < G::kOwnBlocks; ++b) {
         const int block = first + i * (G::Order::kSlabK / C::kBlock) + b, there = block < blocks ? block : blocks - 1;
@@ -177,10 +177,10 @@ __device__ __forceinline__ void load_factors(const uint8_t* const (&rows)[2], in
 // A lane's 16 bytes of one of its two rows of a slab, as the instruction takes them.
 template <class C>
 __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
-                                           const uint32_t (&factors)[sizeof(typename FewRows<C>::Factors) / 8 / C::kSlabs],
+                                           const uint32_t (&factors)[sizeof(typename FewRows<C>::Factors) / 8 / C::kKSlices],
                                            typename FewRows<C>::Slab& to) {
   using Format = typename C::FormatB;
-  if constexpr (C::kHalves) {
+  if constexpr (C::kBfloat16) {
     constexpr int kPairs = 16 / Format::kBits, kOfFactor = 4 * kPairs / (C::kBlock > 0 ? FewRows<C>::kOwnBlocks : 1);
     uint32_t factor = 0;
     CUTE_UNROLL
@@ -245,7 +245,7 @@ __device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewR
   for (int s = 0; s < G::Order::kSteps; ++s) {
     const int at = (i * G::Order::kSlabK + G::Order::kStepK * s) * G::Order::kSize;
     const uint64_t b = describe<128>(gemm.box(stage, at / 128)) + (at % 128 >> 4);
-    const bool fresh = !C::kHalves && s == 0;
+    const bool fresh = !C::kBfloat16 && s == 0;
     multiply_from_registers<typename G::Op>(a[s], b, partial, fresh ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
                                             make_int_sequence<G::kRegisters>{});
   }
@@ -256,13 +256,13 @@ __device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewR
 template <class C>
 __device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename FewRows<C>::Sums& partial,
                                          typename FewRows<C>::Sums& sums) {
-  hold_sums(C::kHalves ? sums : partial);
+  hold_sums(C::kBfloat16 ? sums : partial);
   CUTE_UNROLL
   for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
     CUTE_UNROLL
     for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
   }
-  if constexpr (!C::kHalves) add_sums(sums, partial);
+  if constexpr (!C::kBfloat16) add_sums(sums, partial);
 }
 
 // Rows `first` on of the output, sums of all groups and blocks, by eight columns a thread; the tile begins at `column`. The body
@@ -343,16 +343,16 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, uint8_t* shared, const
     barrier_wait(gemm.full(at.stage), at.parity);
     const uint8_t* stage = shared + at.stage * G::kStageBytes;
     CUTE_UNROLL
-    for (int i = 0; i < G::kSlabs; i += 2) {
+    for (int i = 0; i < G::kKSlices; i += 2) {
       typename G::Slab first, second;
       load_slab<C>(stage, i, factors, first);
-      start_slab(gemm, first, at.stage, i, C::kHalves ? sums : partial);
+      start_slab(gemm, first, at.stage, i, C::kBfloat16 ? sums : partial);
       if constexpr (!G::kOverlap) {
         warpgroup_wait<0>();
         end_slab<C>(first, partial, sums);
       }
       load_slab<C>(stage, i + 1, factors, second);
-      if constexpr (C::kHalves) {
+      if constexpr (C::kBfloat16) {
         start_slab(gemm, second, at.stage, i + 1, sums);
         warpgroup_wait<0>();
         if constexpr (G::kOverlap) end_slab<C>(first, partial, sums);

@@ -1,4 +1,4 @@
-"""The dense float product of few rows and many weights, on sm_90a: its kernels' configs, the choice, the launch."""
+"""Small-M product of low-precision floats on sm_90a: configs, selection and launch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,40 @@ from cute_kernels.jit.tma import tensor_map
 from cute_kernels.scaled_gemm.config import OperandFormat, exponent_bias_factor
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.epilogue import Result
+    from cute_kernels.gemm.epilogue import EpilogueArguments
     from cute_kernels.operands import Rows
 
-ROWS = (8, 16, 32, 64)  # of X that a kernel is compiled for
-K_SLICE_BYTES = 64  # bytes of a row of weights
-Factors = tuple[int, int, int]  # of blocks: address, pitch, blocks of a row
-_SHARED = 233472  # bytes of a multiprocessor's shared memory, of which each block takes 1 KiB more than it asks
+ROWS = (8, 16, 32, 64)  # rows of X that a kernel is compiled for
+K_SLICE_BYTES = 64  # bytes of a K slice of a row of weights
+ScaleArguments = tuple[int, int, int]  # block scales: address, memory stride, blocks per row
+_SMEM_BYTES = 233472  # shared memory of an SM; each CTA takes 1 KiB more than it requests
 
 
 @dataclass(frozen=True)
 class ReorderConfig(KernelConfig):
-    """The kernel that writes X, codes of ``kind``, in the order in which weights of ``bits`` a code are multiplied: as
-    bytes, or ``uses_bfloat16``, as bfloat16 times the factors of its blocks."""
+    """Config of the kernel that decodes X and writes it in fragment order.
 
-    kind: OperandFormat
+    Attributes
+    ----------
+    format : OperandFormat
+        Format of X.
+    bits : int
+        Bits per weight, which determine the order along K.
+    uses_bfloat16 : bool
+        Write bfloat16 times the block scales of X; else bytes.
+    threads : int
+        Threads per CTA.
+    """
+
+    format: OperandFormat
     bits: int
     uses_bfloat16: bool = False
     threads: int = 128
 
     @property
     def name(self) -> str:
-        """Short and unique among the configs."""
-        return f"gemm-floats-order-{self.kind.name}-{self.bits}{'h' if self.uses_bfloat16 else ''}"
+        """Short name, unique among the configs."""
+        return f"gemm-floats-order-{self.format.name}-{self.bits}{'h' if self.uses_bfloat16 else ''}"
 
     kernel_header = "scaled_gemm/small_m.cuh"
     kernel_entry = "order_few_rows"
@@ -46,25 +57,44 @@ class ReorderConfig(KernelConfig):
     def _constants(self) -> dict[str, object]:
         return {
             "kBits": self.bits,
-            "kHalves": self.uses_bfloat16,
-            "kBlock": self.kind.block,
+            "kBfloat16": self.uses_bfloat16,
+            "kBlock": self.format.block,
         }
 
     def _types(self) -> dict[str, str]:
-        return {"Format": self.kind.dtype.upper(), "Scale": self.kind.scale.upper() or "void"}
+        return {"Format": self.format.dtype.upper(), "Scale": self.format.scale.upper() or "void"}
 
 
 @dataclass(frozen=True)
 class SmallMConfig(KernelConfig):
-    """``a``, ``b``: the operands, X and the weights; ``out``, ``source``: as in ``ScaledGemmConfig``.
+    """Config of the small-M kernel: ``D = X W^T`` with few rows of X and packed weights W.
 
-    ``rows``: of X at most; ``groups`` warp groups have 64 rows of weights each, ``depth`` of them the same rows, whose
-    stages of ``k_slices`` times 64 bytes they take by turns; ``split`` blocks share the k of a tile; ``resident``: blocks
-    on a multiprocessor at a time.
+    Attributes
+    ----------
+    a : OperandFormat
+        Format of X, shape (M, K).
+    b : OperandFormat
+        Format of the weights, shape (N, K).
+    rows : int
+        Rows of X that the kernel is compiled for, at least M.
+    out : str
+        Dtype of the output.
+    source : str
+        Dtype of c, or ``"none"``.
+    groups : int
+        Consumer warp groups; each multiplies 64 rows of weights.
+    depth : int
+        Warp groups that share 64 rows of weights; they take turns in the pipeline's stages.
+    split : int
+        CTAs of a cluster that share the K range of a tile (split-K).
+    resident : int
+        CTAs per SM.
+    k_slices : int
+        K slices of 64 bytes of weights per stage.
     """
 
     kernel: ClassVar[str] = "few"
-    promote: ClassVar[bool] = True  # sums of a slab of bytes are added in float32, of uses_bfloat16 all are float32
+    promote: ClassVar[bool] = True  # partial accumulators of a K slice are added in float32
 
     a: OperandFormat
     b: OperandFormat
@@ -79,24 +109,27 @@ class SmallMConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
+        """Threads per CTA."""
         return 128 * self.groups + (128 if self.groups > 2 else 32)
 
     @property
     def tile_n(self) -> int:
+        """Rows of weights per tile."""
         return 64 * self.groups // self.depth
 
     @property
     def tile_k(self) -> int:
+        """K per stage."""
         return self.k_slices * K_SLICE_BYTES * 8 // self.b.bits
 
     @property
     def uses_bfloat16(self) -> bool:
-        """Whether bfloat16 is multiplied, because blocks have factors, and not bytes."""
+        """Whether Tensor Cores multiply bfloat16, which holds values times block scales, not bytes."""
         return self.a.block > 0 or self.b.block > 0
 
     @property
     def stage_bytes(self) -> int:
-        """Of k_slices of weights, as much k of X, and two barriers."""
+        """Bytes per stage: K slices of weights, the same K range of X, and two barriers."""
         return (
             self.k_slices * K_SLICE_BYTES * self.tile_n
             + self.rows * self.tile_k * (2 if self.uses_bfloat16 else 1)
@@ -105,25 +138,25 @@ class SmallMConfig(KernelConfig):
 
     @property
     def stages(self) -> int:
-        """As many as there is room for."""
-        return min(8, (_SHARED // self.resident - 1024) // self.stage_bytes)
+        """Pipeline stages: as many as fit shared memory."""
+        return min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
 
     @property
     def smem_bytes(self) -> int:
         return self.stages * self.stage_bytes
 
     def tiles(self, n: int) -> int:
-        """Tiles of the output."""
+        """Return the tiles of an (M, n) output."""
         return -(-n // self.tile_n)
 
     @property
     def exponent_bias_factor(self) -> float:
-        """The factor that decoding leaves out."""
+        """Factor by which decoding reduces the product."""
         return 1.0 if self.uses_bfloat16 else exponent_bias_factor(self.a, self.b)
 
     @property
     def name(self) -> str:
-        """Short and unique among the configs."""
+        """Short name, unique among the configs."""
         shape = f"r{self.rows}s{self.stages}g{self.groups}d{self.depth}k{self.split}x{self.resident}w{self.k_slices}"
         return f"gemm-floats-few-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}"
 
@@ -132,16 +165,16 @@ class SmallMConfig(KernelConfig):
 
     def _constants(self) -> dict[str, object]:
         return {
-            "kFloatSums": True,
+            "kFloatAccum": True,
             "kLevels": 1,
             "kRows": self.rows,
             "kGroups": self.groups,
             "kDepth": self.depth,
-            "kSlabs": self.k_slices,
+            "kKSlices": self.k_slices,
             "kStages": self.stages,
             "kSplit": self.split,
             "kResident": self.resident,
-            "kHalves": self.uses_bfloat16,
+            "kBfloat16": self.uses_bfloat16,
             "kBlock": self.b.block,
         }
 
@@ -155,24 +188,42 @@ class SmallMConfig(KernelConfig):
         }
 
 
-def supports(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> bool:
-    """Whether these kernels multiply so many rows of these operands: without factors of tiles.
+def supports_small_m(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> bool:
+    """Return whether the small-M kernels multiply `m` rows of these operands.
 
-    Weights of 8 bits without factors need no decoding, and more than 32 rows are read too often.
+    They do not read tile scales. Unscaled 8-bit weights need no decoding: above 32 rows, X would be read too often.
+
+    Parameters
+    ----------
+    m : int
+        Rows of X.
+    a : OperandFormat
+        Format of X.
+    b : OperandFormat
+        Format of the weights.
+    arch : str
+        Architecture, such as ``"sm_90a"``.
+
+    Returns
+    -------
+    bool
+        Whether :func:`choose_small_m` has a config.
     """
     most = 0 if b.bits == 6 else 32 if b.bits == 8 and not (a.block or b.block) else ROWS[-1]
     return arch == "sm_90a" and not (a.tiles or b.tiles) and m <= most
 
 
 def candidates(rows: int, a: OperandFormat, b: OperandFormat) -> list[SmallMConfig]:
-    """The configs that :func:`choose_small_m` chooses from for ``rows`` of 8, 16, 32 or 64, largest tile first."""
+    """Return the configs of :func:`choose_small_m` for `rows` of 8, 16, 32 or 64, largest tile first."""
     base = SmallMConfig(a, b, rows, resident=2 if rows <= 16 else 1)
-    if base.uses_bfloat16:  # decoding is most of it
+    if base.uses_bfloat16:  # bottleneck: decoding
         wide = [replace(base, groups=4, resident=1, k_slices=4 if rows <= 32 else 2)]
     else:
         base = replace(base, k_slices=2 if rows <= 8 else 4)
-        wide = [] if rows <= 16 else [replace(base, groups=4, k_slices=4 if rows <= 32 else 2)]  # X is read less often
-    # Fewer rows of weights a tile, but as many warp groups.
+        wide = (
+            [] if rows <= 16 else [replace(base, groups=4, k_slices=4 if rows <= 32 else 2)]
+        )  # larger tiles read X less often
+    # Smaller tiles with the same number of warp groups.
     deep = replace(base, depth=2, resident=1, k_slices=2 if rows > 32 else base.k_slices)
     return [*wide, base, *(replace(deep, split=split) for split in (1, 2, 4))]
 
@@ -189,8 +240,30 @@ def choose_small_m(
     source: str = "none",
     multiprocessors: int = 132,
 ) -> SmallMConfig:
-    """The config for so many rows: the largest tile that keeps two of three multiprocessors busy, with k enough a
-    block that adding up the sums does not take longer."""
+    """Return the config of a small-M product.
+
+    The largest tile that keeps two of three SMs busy; split-K leaves each CTA enough K to pay for the reduction.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Sizes of the product.
+    a : OperandFormat
+        Format of X.
+    b : OperandFormat
+        Format of the weights.
+    out : str, default "float32"
+        Dtype of the output.
+    source : str, default "none"
+        Dtype of c, or ``"none"``.
+    multiprocessors : int, default 132
+        SMs of the GPU.
+
+    Returns
+    -------
+    SmallMConfig
+        One of :func:`candidates`, with `out` and `source` set.
+    """
     rows = next(each for each in ROWS if m <= each)
     least = 4096 if rows > 32 else 1024
     fitting = [each for each in candidates(rows, a, b) if each.split == 1 or k >= least * each.split]
@@ -200,37 +273,51 @@ def choose_small_m(
 
 def launch_small_m(
     config: SmallMConfig,
-    a: tuple[Rows, Factors],
-    b: tuple[Rows, Factors],
+    a: tuple[Rows, ScaleArguments],
+    b: tuple[Rows, ScaleArguments],
     shape: tuple[int, int, int],
-    written: Result,
+    epilogue: EpilogueArguments,
     alpha: float,
     beta: float,
 ) -> None:
-    """The product (M, N, K) of ready codes, with the factors of their blocks, to where ``written`` says."""
-    (m, n, k), (x, factors_x), (weights, factors) = shape, a, b
-    units, size = -(-k // 128) * 2, 2 if config.uses_bfloat16 else 1  # of 64 numbers
+    """Launch a small-M product: reorder X, then multiply.
+
+    Parameters
+    ----------
+    config : SmallMConfig
+        Kernel config.
+    a : tuple of Rows and ScaleArguments, shape (M, K)
+        X and its block scales.
+    b : tuple of Rows and ScaleArguments, shape (N, K)
+        Weights and their block scales.
+    shape : tuple of int
+        (M, N, K).
+    epilogue : EpilogueArguments
+        Output, scales, bias and source.
+    alpha : float
+        Factor of the product.
+    beta : float
+        Factor of the source.
+    """
+    (m, n, k), (x, x_scales), (weights, scales) = shape, a, b
+    units, size = -(-k // 128) * 2, 2 if config.uses_bfloat16 else 1  # a unit: 64 values
     pitch = units * 64 * size
-    ordered = workspace.empty((m, pitch), torch.uint8, x.owner.device)
-    # It waits for the end of all before it, and only then lets the product begin, which reads weights at once.
+    ordered = workspace.empty((m, pitch), torch.uint8, x.owner.device)  # (M, bytes)
+    # This kernel waits for its predecessor before it launches its dependents: the product then reads weights at once.
     get_kernel(ReorderConfig(config.a, config.b.bits, config.uses_bfloat16)).launch(
         (-(-m * units // 128), 1, 1),
-        (x.pointer, x.pitch, x.owner.shape[1], m, *factors_x, ordered.data_ptr(), pitch),
+        (x.pointer, x.pitch, x.owner.shape[1], m, *x_scales, ordered.data_ptr(), pitch),
         pdl=True,
     )
+    box = (config.k_slices * K_SLICE_BYTES, config.tile_n)
     maps = (
         tensor_map(ordered.data_ptr(), 1, (pitch, m), pitch, (128, config.rows), 128),
-        tensor_map(
-            weights.pointer,
-            1,
-            (weights.owner.shape[1], n),
-            weights.pitch,
-            (config.k_slices * K_SLICE_BYTES, config.tile_n),
-        ),
+        tensor_map(weights.pointer, 1, (weights.owner.shape[1], n), weights.pitch, box),
     )
+    factor = np.float32(alpha * config.exponent_bias_factor)
     get_kernel(config).launch(
         (config.tiles(n) * config.split, 1, 1),
-        (*maps, k, *factors, *written.arguments, np.float32(alpha * config.exponent_bias_factor), np.float32(beta)),
+        (*maps, k, *scales, *epilogue.arguments, factor, np.float32(beta)),
         (config.split, 1, 1) if config.split > 1 else None,
         pdl=True,
     )

@@ -1,4 +1,4 @@
-"""What the host tells the Tensor Cores of sm_100a and sm_103a: the descriptors of ``tcgen05.mma``, and tensor memory.
+"""Descriptors of ``tcgen05.mma`` on sm_100a and sm_103a, and the size of tensor memory.
 
 Source: PTX ISA 9.0, section 9.7.16 (tcgen05): instruction descriptor, shared memory descriptor, alternate formats.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from cute_kernels.floats import float_format
 
 ARCHES = ("sm_100a", "sm_103a")
-COLUMNS = 512  # of tensor memory, 32 bits wide in each of its lanes
-ROW_BYTES = 128  # of a part of k in shared memory; rows are swizzled by as much
+COLUMNS = 512  # of tensor memory, 32 bits per lane
+ROW_BYTES = 128  # bytes of a row of a K tile in shared memory, and of its swizzle
 _FORMATS = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 _FLOAT32_SUMS = 1
 _SWIZZLE_128B = 2
@@ -19,8 +19,19 @@ _SWIZZLE_128B = 2
 
 @dataclass(frozen=True)
 class MmaKind:
-    """One ``.kind`` of ``tcgen05.mma``: ``block`` neighbours along k have one factor of the format ``scale`` (0: none);
-    ``packed``: operands are e2m1, two in a byte, else any of five formats with room for a byte each."""
+    """One ``.kind`` of ``tcgen05.mma``.
+
+    Attributes
+    ----------
+    name : str
+        Name of the kind.
+    block : int
+        Values per block scale along K; 0 without block scales.
+    scale : str
+        Format of the block scales, or empty.
+    packed : bool
+        Operands are e2m1, two per byte; else any of five formats, one per byte of shared memory.
+    """
 
     name: str
     block: int = 0
@@ -29,19 +40,35 @@ class MmaKind:
 
     @property
     def tile_k(self) -> int:
-        """Codes in a row of 128 bytes."""
+        """Values in a row of 128 bytes."""
         return 2 * ROW_BYTES if self.packed else ROW_BYTES
 
     @property
     def words(self) -> int:
-        """Words of four factors that go with such a row."""
+        """Words of four block scales per such row."""
         return self.tile_k // (4 * self.block) if self.block else 0
 
     def instruction(self, a: str, b: str, m: int, n: int) -> int:
-        """The descriptor, 32 bits: (m, 32 bytes) of ``a`` times (n, 32 bytes) of ``b``, both k-major, float32 sums.
+        """Return the 32-bit instruction descriptor of an (m, 32 bytes) by (n, 32 bytes) product, both K-major.
 
-        Raises ``ValueError`` for formats that the kind does not multiply, m other than 128, and n that is no multiple
-        of 16 up to 256.
+        Parameters
+        ----------
+        a, b : str
+            Formats of the operands.
+        m : int
+            128.
+        n : int
+            A multiple of 16 up to 256.
+
+        Returns
+        -------
+        int
+            Descriptor with float32 accumulators.
+
+        Raises
+        ------
+        ValueError
+            If the kind does not multiply these formats, or a size is not supported.
         """
         for name, dtype in (("a", a), ("b", b)):
             float_format(dtype, name)
@@ -51,9 +78,9 @@ class MmaKind:
             raise ValueError(f"m must be 128, got {m}")
         if n % 16 or not 0 < n <= 256:
             raise ValueError(f"n must be a multiple of 16 up to 256, got {n}")
-        left, right = (1, 1) if self.packed else (_FORMATS[a], _FORMATS[b])
-        how = (self.scale == "ue8m0") << 23 if self.block else _FLOAT32_SUMS << 4
-        return how | left << 7 | right << 10 | n >> 3 << 17 | m >> 4 << 24
+        type_a, type_b = (1, 1) if self.packed else (_FORMATS[a], _FORMATS[b])
+        common = (self.scale == "ue8m0") << 23 if self.block else _FLOAT32_SUMS << 4
+        return common | type_a << 7 | type_b << 10 | n >> 3 << 17 | m >> 4 << 24
 
 
 MMA_KINDS = {
@@ -68,9 +95,22 @@ MMA_KINDS = {
 
 
 def matrix_descriptor(address: int) -> int:
-    """The 64 bits that say where rows of 128 swizzled bytes start in shared memory, k along them.
+    """Return the 64-bit shared memory descriptor of K-major rows of 128 bytes with the 128-byte swizzle.
 
-    Raises ``ValueError`` unless ``address`` is a multiple of 16 below 2^18.
+    Parameters
+    ----------
+    address : int
+        Shared memory address.
+
+    Returns
+    -------
+    int
+        Descriptor.
+
+    Raises
+    ------
+    ValueError
+        If `address` is not a multiple of 16 below 2^18.
     """
     if address % 16 or not 0 <= address < 1 << 18:
         raise ValueError(f"address must be a multiple of 16 below {1 << 18}, got {address}")

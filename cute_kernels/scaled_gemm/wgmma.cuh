@@ -13,7 +13,7 @@
 
 namespace magicube {
 
-template <int kColumns, class A, class B, bool kHalves>
+template <int kColumns, class A, class B, bool kBfloat16>
 struct FloatGroupOp;
 #define MAGICUBE_BYTES_OP(N, A, B)                                  \
   template <>                                                       \
@@ -41,12 +41,12 @@ using ReadyFormat = cuda::std::conditional_t<cuda::std::is_same_v<Format, E5M2>,
 
 template <class C>
 struct FloatGemm {
-  using A = FloatPlane<typename C::FormatA, typename C::ScaleA, C::kBlockA, C::kHalves, C::kTileM>;
-  using B = FloatPlane<typename C::FormatB, typename C::ScaleB, C::kBlockB, C::kHalves, C::kTileN>;
+  using A = FloatPlane<typename C::FormatA, typename C::ScaleA, C::kBlockA, C::kBfloat16, C::kTileM>;
+  using B = FloatPlane<typename C::FormatB, typename C::ScaleB, C::kBlockB, C::kBfloat16, C::kTileN>;
   // Of an instruction. Sums of a part beside those of 256 columns would fill the registers, so that these go in two spans.
   static constexpr int kColumns = C::kPromote && C::kTileN == 256 ? 128 : C::kTileN, kSpans = C::kTileN / kColumns;
   using Op = typename FloatGroupOp<kColumns, ReadyFormat<typename C::FormatA>, ReadyFormat<typename C::FormatB>,
-                                   C::kHalves>::type;
+                                   C::kBfloat16>::type;
   static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = A::kTileK;
   static constexpr int kStages = C::kStages, kPackedStages = C::kPackedStages;
   static constexpr int kGroups = C::kGroups, kDecoders = C::kDecoders, kSplit = C::kSplit;
@@ -61,7 +61,7 @@ struct FloatGemm {
   static constexpr int kPool = 65536 / C::kResident / kThreads / 8 * 8 * (kMany + 1);
   static constexpr int kFeederRegisters = kSplit > 1 ? 56 : kMany == 4 ? 32 : 40;
   static constexpr int kDecoderRegisters =
-      kDecoders == 0 ? 0 : kGroups == 1 ? 80 : !C::kPromote ? 88 : C::kHalves ? 80 : 72;
+      kDecoders == 0 ? 0 : kGroups == 1 ? 80 : !C::kPromote ? 88 : C::kBfloat16 ? 80 : 72;
   static constexpr int kMost = (kPool - kDecoders * kDecoderRegisters - kFeederRegisters) / kGroups / 8 * 8;
   static constexpr int kGroupRegisters = kMost < 240 ? kMost : 240;
   // Whether there is room for the sums of two parts beside those of the tile, so that one part is multiplied while the

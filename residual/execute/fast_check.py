@@ -52,11 +52,11 @@ def can_foresee(plan: Plan, k: int, device: torch.device) -> bool:
     """Whether this device's kernels tell the error of a plan's product of float32 over k, and its norm."""
     if plan.mode != "direct" or device.type != "cuda":
         return False
-    from cute_kernels.gemm.config import products_of
+    from cute_kernels.gemm.config import select_products
     from cute_kernels.gemm.cuda import can_emit_sum_of_squares
 
     with torch.cuda.device(device):
-        return can_emit_sum_of_squares(k, products_of(1, 1, 1), device)
+        return can_emit_sum_of_squares(k, select_products(1, 1, 1), device)
 
 
 def rests_of(right: Operand, B: Tensor, plan: Plan, w: Tensor, kept: dict[object, Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.api import _check, explain_gemm, gemm
-from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, products_of
+from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, select_products
 from cute_kernels.gemm.cuda import gemm_cuda
 from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit import get_kernel
@@ -87,9 +87,9 @@ def test_each_kernel_writes_each_output_type_whole_and_nothing_else(config: Gemm
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.configs([c for t in TERMS for out in ("float16", "float32") for c in every(products_of(*t), out)])
+@pytest.mark.configs([c for t in TERMS for out in ("float16", "float32") for c in every(select_products(*t), out)])
 def test_each_number_of_terms_with_factors_and_bias(terms: tuple[int, int, int]) -> None:
-    products = products_of(*terms)
+    products = select_products(*terms)
     for m, k, n in SHAPES:
         a, b = [ints(m, k, i) for i in range(terms[0])], [ints(k, n, 9 + i) for i in range(terms[1])]
         generator = torch.Generator("cuda").manual_seed(m)
@@ -178,7 +178,7 @@ def test_runs_of_one_product_agree_in_every_bit() -> None:
     for terms, (m, k, n) in ((1, (4096, 2048, 4096)), (3, (2048, 1024, 2176)), (6, (1024, 1024, 1152))):
         count = {1: 1, 3: 2, 6: 3}[terms]
         a, b = tuple(ints(m, k, i) for i in range(count)), tuple(ints(n, k, 9 + i).t() for i in range(count))
-        truth = total(list(a), list(b), products_of(count, count, terms))
+        truth = total(list(a), list(b), select_products(count, count, terms))
         first = gemm(a, b, out_dtype=torch.float32)
         assert_near(first, truth, truth.abs().max())
         assert all(torch.equal(gemm(a, b, out_dtype=torch.float32), first) for _ in range(20))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_kernels.gemm import cpu as gemm_cpu
 from cute_kernels.gemm.api import explain_gemm, gemm
-from cute_kernels.gemm.config import MAX_PRODUCTS, Products, products_of
+from cute_kernels.gemm.config import MAX_PRODUCTS, Products, select_products
 
 SHAPES = [
     (1, 1, 1),
@@ -75,7 +75,7 @@ def test_integer_sums_are_exact_for_every_layout(m: int, k: int, n: int, dtype: 
 )  # fmt: skip
 def test_each_number_of_terms_means_its_products(counts: tuple[int, int], terms: int | None, pairs: int) -> None:
     a, b = planes(counts[0], 19, 77, 1), planes(counts[1], 77, 23, 9)
-    products = products_of(*counts, terms)
+    products = select_products(*counts, terms)
     assert products.number == pairs
     for shift in (8, 4, 0):
         got = gemm(a, b, terms=terms, shift=shift, out_dtype=torch.float64)
@@ -158,7 +158,7 @@ F = {"out_dtype": torch.float32}
     [
         (X.int(), Y, {}, TypeError, "a must be int8, got torch.int32"),
         (X, Y[0], {}, ValueError, "b must have 2 dimensions, got 1"),
-        (X, ints(7, 5, 2), {}, ValueError, "columns of a must be rows of b, got 6 and 7"),
+        (X, ints(7, 5, 2), {}, ValueError, "b must have 6 rows to match a of shape (4, 6), got 7"),
         ((X, X[:2]), Y, F, ValueError, r"a[1] must have the shape (4, 6) of a[0], got (2, 6)"),
         ((X, 3), Y, F, TypeError, "a[1] must be a tensor, got int"),
         ((), Y, F, ValueError, "a must have 1 to 3 digit planes, got 0"),
@@ -176,9 +176,9 @@ F = {"out_dtype": torch.float32}
         (X, Y, {"out_dtype": torch.int16}, TypeError, "out_dtype on cpu must be one of torch.int32, "),
         (X, Y, {"out": torch.ones(4, 5)}, TypeError, "out must have out_dtype torch.int32, got torch.float32"),
         (X, Y, {"out": torch.ones(4, 4, dtype=torch.int32)}, ValueError, "out must have the shape (4, 5), got (4, 4)"),
-        (X, Y, {"out": torch.ones(5, 4, dtype=torch.int32).t()}, ValueError, "out must have rows of neighbouring elements"),
+        (X, Y, {"out": torch.ones(5, 4, dtype=torch.int32).t()}, ValueError, "out must have contiguous rows"),
         (X, Y, {"out": torch.ones(5, dtype=torch.int32).expand(4, 5)}, ValueError, "out must have rows that do not overlap"),
-        (X.to("meta"), Y, {}, ValueError, "all planes must be on meta as a is, got one of b on cpu"),
+        (X.to("meta"), Y, {}, ValueError, "b must be on meta as a is, got cpu"),
         (X.to("meta"), Y.to("meta"), {}, NotImplementedError, "a must be on a CPU or a CUDA device, got meta"),
     ],
 )  # fmt: skip

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cute_kernels.gemm.config import MAX_PRODUCTS, Products, products_of
+from cute_kernels.gemm.config import MAX_PRODUCTS, Products, select_products
 from cute_kernels.gemm.heuristics import candidates, choose
 from cute_kernels.jit import ARCHES
 
 COUNTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 2, 1), (2, 2, 3), (2, 2, 4), (3, 3, 6), (3, 2, 5), (3, 1, 3)]
-PRODUCTS = [products_of(a, b, terms) for a, b, terms in COUNTS]
+PRODUCTS = [select_products(a, b, terms) for a, b, terms in COUNTS]
 SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_120a": 99, "compute_80": 99}  # fmt: skip
 
 
@@ -60,7 +60,5 @@ def test_products_count_their_pairs_and_bound_their_sums() -> None:
             range(products.planes_b)
         )
         most = max(len(products.pairs(level)) for level in range(products.levels))
-        assert (
-            products.longest * most * 128 * 128 < 2**31 <= (products.longest + 1) * most * 128 * 128 + 128 * 128 * most
-        )
-    assert Products(1, 1, 1).longest == MAX_PRODUCTS and MAX_PRODUCTS * 2**14 < 2**31 <= (MAX_PRODUCTS + 1) * 2**14
+        assert products.max_k * most * 128 * 128 < 2**31 <= (products.max_k + 1) * most * 128 * 128 + 128 * 128 * most
+    assert Products(1, 1, 1).max_k == MAX_PRODUCTS and MAX_PRODUCTS * 2**14 < 2**31 <= (MAX_PRODUCTS + 1) * 2**14

@@ -119,8 +119,8 @@ BLOCKS = torch.zeros(4, 1, dtype=torch.uint8)
     ("call", "error", "match"),
     [
         (lambda: FloatOperand(CODES, "e4m4", 6), ValueError, "dtype must be one of e5m2, e4m3, e3m2, e2m3, e2m1, got 'e4m4'"),
-        (lambda: FloatOperand(CODES.int(), "e4m3", 6), TypeError, "codes must be uint8, got torch.int32"),
-        (lambda: FloatOperand(CODES, "e2m1", 6), ValueError, "codes must have the shape (R, 3) for 6 codes of e2m1, got (4, 6)"),
+        (lambda: FloatOperand(CODES.int(), "e4m3", 6), TypeError, "packed_data must be uint8, got torch.int32"),
+        (lambda: FloatOperand(CODES, "e2m1", 6), ValueError, "packed_data must have the shape (R, 3) for k=6 of e2m1, got (4, 6)"),
         (lambda: replace(X, scale=torch.ones(5)), ValueError, "scale must have the shape (4,) or (), got (5,)"),
         (lambda: replace(X, scale=torch.ones(4).double()), TypeError, "scale must be one of torch.float32, "),
         (lambda: replace(X, blocks=BLOCKS), ValueError, "blocks, block and scale_dtype must be given together, got block 0 and scale_dtype ''"),
@@ -131,7 +131,7 @@ BLOCKS = torch.zeros(4, 1, dtype=torch.uint8)
         (lambda: replace(X, tiles=torch.ones(1, 1).half()), TypeError, "tiles must be float32, got torch.float16"),
         (lambda: replace(X, tiles=torch.ones(1, 1), blocks=BLOCKS, block=16, scale_dtype="e4m3"), ValueError, "tiles must be None with blocks"),
         (lambda: scaled_gemm(X, CODES), TypeError, "b must be a FloatOperand, got Tensor"),
-        (lambda: scaled_gemm(X, FloatOperand(CODES, "e2m1", 12)), ValueError, "k of a must be k of b, got 6 and 12"),
+        (lambda: scaled_gemm(X, FloatOperand(CODES, "e2m1", 12)), ValueError, "b must have k=6 to match a, got k=12"),
         (lambda: scaled_gemm(X, Y, beta=1.0), ValueError, "c must be given for beta 1.0"),
         (lambda: scaled_gemm(X, Y, beta=1.0, c=torch.ones(4, 5)), ValueError, "c must have the shape (4, 4), got (4, 5)"),
         (lambda: scaled_gemm(X, Y, bias=torch.ones(3)), ValueError, "bias must have the shape (4,), got (3,)"),
@@ -165,7 +165,7 @@ def check_config(config: ScaledGemmConfig, a: OperandFormat, b: OperandFormat, a
     assert config.promote or not (a.tiles or b.tiles), "factors of tiles need sums of tiles"
     if config.kernel == "wgmma":
         assert config.uses_bfloat16 == bool(a.block or b.block or a.dtype == "bfloat16")
-        assert (config.decoders > 0) == (config.decoded(a) or config.decoded(b))
+        assert (config.decoders > 0) == (config.is_decoded(a) or config.is_decoded(b))
         assert config.tile_m == 64 * config.groups and (config.packed_stages >= 2 or not config.decoders)
         assert config.tile_n == 128 or not (config.decoders or a.tiles or b.tiles)
 

@@ -14,7 +14,14 @@ import pytest
 from cute_kernels.jit import build
 from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.cuda import choose_config
-from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, candidates, choose_small_m, supports
+from cute_kernels.scaled_gemm.small_m import (
+    ROWS,
+    ReorderConfig,
+    SmallMConfig,
+    candidates,
+    choose_small_m,
+    supports_small_m,
+)
 from tests.gpu.conftest import _configs
 from tests.helpers import disassemble
 
@@ -44,13 +51,13 @@ def test_what_is_served() -> None:
     for m, a, b in (
         (64, E4M3, E2M1), (32, E2M1, E4M3), (1, OperandFormat("e3m2"), E2M1), (64, MX8, MX4), (64, NV, MX8), (8, E4M3, NV),
     ):  # fmt: skip
-        assert supports(m, a, b, "sm_90a") and not supports(m, a, b, "sm_80")
+        assert supports_small_m(m, a, b, "sm_90a") and not supports_small_m(m, a, b, "sm_80")
         assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), SmallMConfig)
     mx6, tiled = OperandFormat("e2m3", 32, "ue8m0"), OperandFormat("e4m3", tiles=True)
     for m, a, b in (
         (65, E4M3, E2M1), (33, E4M3, OperandFormat("e5m2")), (8, E4M3, OperandFormat("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
     ):  # fmt: skip
-        assert not supports(m, a, b, "sm_90a")
+        assert not supports_small_m(m, a, b, "sm_90a")
         assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
 
 

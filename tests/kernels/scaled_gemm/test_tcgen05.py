@@ -26,7 +26,7 @@ from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.sm100 import MapParameters, PackedMatrix, Tcgen05Config, candidates, check_alignment
 
 from cute_kernels.scaled_gemm.sm100 import choose, map_parameters, mma_kind  # isort: skip
-from cute_kernels.scaled_gemm.small_m import supports
+from cute_kernels.scaled_gemm.small_m import supports_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, COLUMNS, MMA_KINDS, MmaKind, matrix_descriptor
 from tests.kernels.scaled_gemm.tcgen05_model import Launch, run
 from tests.test_examples import load
@@ -183,15 +183,15 @@ def test_bytes_of_a_part_are_those_of_packed_codes() -> None:
     ("codes", "kind", "swizzle", "match"),
     [
         (PackedMatrix("e2m1", 256, 4, 0x1010, 128), PLAIN, 128, "a must start at a multiple of 32 bytes for e2m1 and f8f6f4, got 0x1010"),
-        (PackedMatrix("e3m2", 200, 4, 0, 192), PLAIN, 128, "a must have rows of a multiple of 128 codes for e3m2 and f8f6f4, got 200"),
+        (PackedMatrix("e3m2", 200, 4, 0, 192), PLAIN, 128, "a must have rows of a multiple of 128 values for e3m2 and f8f6f4, got 200"),
         (PackedMatrix("e2m1", 256, 4, 0, 160), PLAIN, 128, "a must have rows of 128 bytes a multiple of 64 bytes apart for e2m1 and f8f6f4, got 160"),
         (PackedMatrix("e2m3", 256, 4, 0, 224), PLAIN, 128, "a must have rows of 192 bytes a multiple of 96 bytes apart for e2m3 and f8f6f4, got 224"),
         (PackedMatrix("e2m3", 256, 4, 0, 96), PLAIN, 128, "a must have rows of 192 bytes a multiple of 96 bytes apart for e2m3 and f8f6f4, got 96"),
         (PackedMatrix("e2m1", 256, 4, 0, 128), PLAIN, 64, "a must have a swizzle of one of 0, 128 bytes for e2m1 and f8f6f4, got 64"),
         (PackedMatrix("e4m3", 77, 4, 8, 80), PLAIN, 128, "a must start at a multiple of 16 bytes for e4m3 and f8f6f4, got 0x8"),
         (PackedMatrix("e4m3", 77, 4, 0, 88), PLAIN, 128, "a must have rows of 77 bytes a multiple of 16 bytes apart for e4m3 and f8f6f4, got 88"),
-        (PackedMatrix("e4m3", 96, 4, 0, 96), MXF8, 128, "a must have rows of a multiple of 128 codes for e4m3 and mxf8f6f4, got 96"),
-        (PackedMatrix("e2m1", 64, 4, 0, 32), NVF4, 128, "a must have rows of a multiple of 128 codes for e2m1 and nvf4, got 64"),
+        (PackedMatrix("e4m3", 96, 4, 0, 96), MXF8, 128, "a must have rows of a multiple of 128 values for e4m3 and mxf8f6f4, got 96"),
+        (PackedMatrix("e2m1", 64, 4, 0, 32), NVF4, 128, "a must have rows of a multiple of 128 values for e2m1 and nvf4, got 64"),
         (PackedMatrix("e4m4", 64, 4, 0, 32), PLAIN, 128, "a must be one of e5m2, e4m3, e3m2, e2m3, e2m1, got 'e4m4'"),
     ],
 )  # fmt: skip
@@ -247,7 +247,7 @@ def test_maps_count_codes_that_are_unpacked_and_bytes_that_are_not() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "match"),
     [
-        (OperandFormat("e4m3", tiles=True), OperandFormat("e4m3"), "a must have no factors of tiles for tcgen05.mma, got e4m3t"),
+        (OperandFormat("e4m3", tiles=True), OperandFormat("e4m3"), "a must have no tile scales for tcgen05.mma, got e4m3t"),
         (OperandFormat("e4m3"), MX["e4m3"], "b must have the same blocks as a for tcgen05.mma, got e4m3 and e4m3x32ue8m0"),
         (MX["e2m1"], NV, "b must have the same blocks as a for tcgen05.mma, got e2m1x32ue8m0 and e2m1x16e4m3"),
         (OperandFormat("e4m3", 16, "e4m3"), NV, "a and b must have blocks of 32 ue8m0, or of 16 e4m3 and be e2m1"),
@@ -280,24 +280,24 @@ def test_each_kind_has_its_instruction() -> None:
 def test_the_choice_looks_at_the_chip_and_at_what_lies_where(arch: str) -> None:
     own = arch in ARCHES
     for a, b in (*PAIRS, *SCALED):
-        choice = scaled_gemm_cuda.choose_for(
+        choice = scaled_gemm_cuda.select_scaled_config(
             call_of(operand(a, 5, 256, 1), operand(b, 7, 256, 2), torch.zeros(5, 7)), arch, 148
         )
         assert isinstance(choice.config, Tcgen05Config) == own and choice.refused == ""
     bytes_, packed = operand(OperandFormat("e4m3"), 5, 200, 1), operand(OperandFormat("e2m1"), 7, 200, 2)
     shifted = replace(bytes_, packed_data=torch.zeros(5, 221, dtype=torch.uint8)[:, 21:])
     for a, b, why in (
-        (operand(OperandFormat("e4m3"), 1, 200, 1), packed, "b must have rows of a multiple of 128 codes for e2m1 and f8f6f4, got 200"),
-        (packed, packed, "a must have rows of a multiple of 128 codes"),
+        (operand(OperandFormat("e4m3"), 1, 200, 1), packed, "b must have rows of a multiple of 128 values for e2m1 and f8f6f4, got 200"),
+        (packed, packed, "a must have rows of a multiple of 128 values"),
         (bytes_, bytes_, "a must have rows of 200 bytes a multiple of 16 bytes apart for e4m3 and f8f6f4, got 200"),
         (shifted, bytes_, "a must start at a multiple of 16 bytes"),
         (replace(bytes_, packed_data=torch.zeros(200, 5, dtype=torch.uint8).t()), bytes_, "a must have bytes at stride 1"),
-        (operand(OperandFormat("e4m3", tiles=True), 5, 256, 1), operand(OperandFormat("e4m3"), 7, 256, 1), "a must have no factors of tiles"),
+        (operand(OperandFormat("e4m3", tiles=True), 5, 256, 1), operand(OperandFormat("e4m3"), 7, 256, 1), "a must have no tile scales"),
         (operand(NV, 5, 256, 1), operand(MX["e2m1"], 7, 256, 1), "b must have the same blocks as a"),
         (unaligned_blocks(), operand(NV, 7, 256, 1), "a must have blocks that start at a multiple of 4 bytes for nvf4, got 0x"),
     ):  # fmt: skip
-        choice = scaled_gemm_cuda.choose_for(call_of(a, b, torch.zeros(a.rows, b.rows)), arch, 148)
-        few = supports(a.rows, a.format, b.format, arch)
+        choice = scaled_gemm_cuda.select_scaled_config(call_of(a, b, torch.zeros(a.rows, b.rows)), arch, 148)
+        few = supports_small_m(a.rows, a.format, b.format, arch)
         assert choice.config.kernel == ("few" if few else "wgmma" if arch == "sm_90a" else "mma")
         assert choice.refused.startswith(why) if own else choice.refused == "", choice.refused
 
@@ -310,7 +310,7 @@ def test_a_kernel_that_no_chip_has_run_is_taken_only_where_it_is_wished(
     if wish is not None:
         monkeypatch.setenv("MAGICUBE_TCGEN05", wish)
     a, b = operand(OperandFormat("e4m3"), 5, 256, 1), operand(OperandFormat("e4m3"), 7, 256, 2)
-    choice = scaled_gemm_cuda.choose_for(call_of(a, b, torch.zeros(5, 7)), "sm_100a", 148)
+    choice = scaled_gemm_cuda.select_scaled_config(call_of(a, b, torch.zeros(5, 7)), "sm_100a", 148)
     assert choice.config.kernel == "mma"
     assert choice.refused == "the kernel of tcgen05.mma has not been run on any chip; MAGICUBE_TCGEN05=1 takes it"
 
@@ -334,7 +334,7 @@ def test_the_plan_says_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(scaled_gemm_cuda, "num_sms", lambda device: 148)
     for k, copies, chosen in ((256, (), "tcgen05"), (200, ("a", "b"), "mma")):
         a, b = operand(OperandFormat("e2m1"), 5, k, 1), operand(OperandFormat("e4m3"), 7, k, 2)
-        choice, copied = scaled_gemm_cuda.plan_cuda(call_of(a, b, torch.zeros(5, 7)))
+        choice, copied = scaled_gemm_cuda.plan_scaled_gemm(call_of(a, b, torch.zeros(5, 7)))
         assert (choice.config.kernel, copied, bool(choice.refused)) == (chosen, copies, chosen == "mma")
     assert explain_scaled_gemm(a, b).refused == "", "the CPU has no such instruction"
 
@@ -344,7 +344,7 @@ def test_a_config_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="config must be of the kind f8f6f4 for these operands, got mxf8f6f4"):
         launched(monkeypatch, a, b, candidates("mxf8f6f4")[0])
     short = operand(OperandFormat("e2m1"), 5, 200, 1)
-    with pytest.raises(ValueError, match="a must have rows of a multiple of 128 codes"):
+    with pytest.raises(ValueError, match="a must have rows of a multiple of 128 values"):
         launched(monkeypatch, short, operand(OperandFormat("e4m3"), 7, 200, 2), candidates("f8f6f4")[0])
 
 
