@@ -1,1 +1,1 @@
-"""Error estimates by probes, and statistics of operands."""
+"""Error estimates by probes, and statistics of operands, on a GPU."""

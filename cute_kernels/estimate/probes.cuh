@@ -268,7 +268,7 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
 }
 
 // Sums of a tile of X to shared memory; returns this lane's part of the sum of squares. `tops`: of all columns, where those
-// are asked for. `halves`: X in float16, row by row without gaps, where C::kHalves; then runs are whole.
+// are asked for. `halves`: X in float16, row by row without gaps, where C::kEmitFloat16; then runs are whole.
 template <class C, bool kTransposed, bool kSquares, Tops kAbsmax>
 __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
                                              int64_t tile, uint8_t* shared, uint32_t* tops, __half* halves) {
@@ -279,7 +279,7 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
   uint32_t row_tops[kTiles] = {};
   walk_tile<C, kTransposed>(x, w, w_pitch, tile, shared, [&](const Runs& here, const float4(&vectors)[2], int at, int64_t own,
                                                            int present) {
-    if constexpr (C::kHalves) {
+    if constexpr (C::kEmitFloat16) {
       static_assert(!kTransposed, "a run is of a row");
       const int64_t place = at + t * kRun;
       CUTE_UNROLL

@@ -1,6 +1,6 @@
-"""Products of a matrix with sixteen vectors on a GPU, and the sums by which such products judge ``C = A B``.
+"""Products of a matrix with 16 probe vectors on a GPU, and the sums that estimate the error of ``C = A B``.
 
-The pass over the matrix may find the largest magnitudes of its rows or columns on the way.
+A pass over the matrix can also emit the absmax of its rows or columns.
 """
 
 from __future__ import annotations
@@ -22,54 +22,66 @@ from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
 
-TOPS = ("", "rows", "columns")
+ABSMAX_AXES = ("", "rows", "columns")
 PROBES = 16
-TILE = 32  # rows of a group of warps; vectors are padded to a multiple of it
-KERNELS = [*((kernel, tops) for kernel in ("probe", "probe_transposed") for tops in TOPS), ("compare_rows", "")]
+TILE = 32  # rows per group of warps; vectors are padded to a multiple of it
+KERNELS = [*((kernel, axis) for kernel in ("probe", "probe_transposed") for axis in ABSMAX_AXES), ("compare_rows", "")]
 SUMS = PROBES * PROBES + 4
-PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and maxima, which lie where the ring was
-_LONGEST = 2**30  # entries of a line, whose places are int32
-_RUN = 4  # entries that a lane loads at once
-_SPLIT = 512  # columns of a block, at least, where blocks share a tile's, which takes another kernel for their sums
-_FEW = 4  # they do where there are so many multiprocessors for each tile
-_GAIN = 1.15  # of reading W half as often
-_AWAITED = 0x7FF8_5EED_0000_0001  # no sum is this NaN
+PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and absmax; they reuse the pipeline's memory
+_MAX_LENGTH = 2**30  # elements per row or column; indices are int32
+_RUN = 4  # elements per load of a lane
+_MIN_SPLIT = 512  # columns per CTA if CTAs share a tile; their sums take another kernel
+_SMS_PER_TILE = 4  # SMs per tile from which CTAs share one
+_GAIN = 1.15  # speedup of reading W half as often, measured
+_PENDING = 0x7FF8_5EED_0000_0001  # bits of a NaN that no sum has
 _replays = LaunchCache(256)
 
 
 @dataclass(frozen=True)
 class ProbeConfig(KernelConfig):
-    """What a kernel is compiled for: ``kernel`` and ``tops`` are of :data:`KERNELS`, ``x`` is the matrix's dtype.
+    """Config of a probe kernel.
 
-    The kernel ``sum_comparison``, which reads sums in float64, has ``x`` float32 and no ``tops``.
-
-    ``probe_transposed`` reads X^T, row by row.  ``tops``: what the other kernels than ``compare_rows`` find the largest
-    magnitudes of, one of :data:`TOPS`.  A block has ``groups`` times 32 rows; ``stages`` of what its warps read are in
-    shared memory or on their way there.  ``halves``: ``probe`` also writes the matrix, float32, in float16.
+    Attributes
+    ----------
+    kernel : str
+        ``"probe"``, ``"probe_transposed"`` (reads X^T row by row), ``"compare_rows"`` or ``"sum_comparison"`` (reads
+        float64 sums; `x` is ``"float32"``).
+    x : str
+        Dtype of the matrix.
+    absmax : str
+        Slices whose absmax is emitted, one of :data:`ABSMAX_AXES`; empty for ``"compare_rows"``.
+    groups : int
+        Groups of 32 rows per CTA.
+    stages : int
+        Pipeline stages per warp.
+    emit_float16 : bool
+        ``"probe"`` also writes the float32 matrix in float16.
     """
 
     kernel: str
     x: str
-    tops: str = ""
+    absmax: str = ""
     groups: int = 1
     stages: int = 3
-    halves: bool = False
+    emit_float16: bool = False
 
     @property
     def threads(self) -> int:
+        """Threads per CTA."""
         return 512
 
     @property
     def smem_bytes(self) -> int:
+        """Bytes of dynamic shared memory per CTA."""
         if self.kernel == "sum_comparison":
             return 0
-        ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # a thread has 16 entries at a time
+        ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # 16 elements per thread and stage
         return max(ring, PARTS)
 
     @property
     def name(self) -> str:
-        """Short and unique among the configs."""
-        marks = "".join(f"-{mark}" for mark in (self.tops, "halves" if self.halves else "") if mark)
+        """Short name, unique among the configs."""
+        marks = "".join(f"-{mark}" for mark in (self.absmax, "halves" if self.emit_float16 else "") if mark)
         return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
 
     @property
@@ -83,12 +95,12 @@ class ProbeConfig(KernelConfig):
 
     def _constants(self) -> dict[str, object]:
         return {
-            "kAbsmax": TOPS.index(self.tops),
+            "kAbsmax": ABSMAX_AXES.index(self.absmax),
             "kTransposed": self.kernel == "probe_transposed",
             "kGroups": self.groups,
             "kStages": self.stages,
             "kPartsBytes": PARTS,
-            "kHalves": self.halves,
+            "kEmitFloat16": self.emit_float16,
         }
 
     def _types(self) -> dict[str, str]:
@@ -96,10 +108,20 @@ class ProbeConfig(KernelConfig):
 
 
 class Comparison(NamedTuple):
-    """Sums over the sixteen vectors W, in float64 on the CPU.
+    """Sums over the 16 probes W, in float64 on the CPU.
 
-    ``gram`` (16, 16): of ``Y = P - C W``, ``Y^T Y``; ``product``, ``claimed``, ``result``: ``||P||^2``, ``||C W||^2``
-    and ``||C||^2``; ``far``: how many scales are NaN or out of bounds.
+    Attributes
+    ----------
+    gram : numpy.ndarray, shape (16, 16)
+        ``Y^T Y`` of ``Y = P - C W``, with ``P = A B W``.
+    product : float
+        ``||P||_F^2``.
+    claimed : float
+        ``||C W||_F^2``.
+    result : float
+        ``||C||_F^2``.
+    out_of_range : int
+        Number of scales that are NaN or out of bounds.
     """
 
     gram: np.ndarray
@@ -110,24 +132,26 @@ class Comparison(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """Length of a vector in memory."""
+    """Return the length of a vector in memory: `count` rounded up to a multiple of 32."""
     return -(-count // TILE) * TILE
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the kernels read ``x`` (M, N) as it lies: on a GPU, rows contiguous, float32, float16 or bfloat16;
-    M and N are 2^30 at most."""
+    """Return whether the kernels read `x`, shape (M, N), without a copy.
+
+    On a GPU, float32, float16 or bfloat16, with contiguous rows; M and N are at most 2^30.
+    """
     rows = x.stride(1) == 1 or x.shape[1] == 1
-    return x.is_cuda and x.dtype in REAL_DTYPES and rows and x.numel() > 0 and max(x.shape) <= _LONGEST
+    return x.is_cuda and x.dtype in REAL_DTYPES and rows and x.numel() > 0 and max(x.shape) <= _MAX_LENGTH
 
 
 def probeable(x: Tensor) -> bool:
-    """Whether :func:`probe` reads ``x`` as it lies: it or its transpose is :func:`readable`."""
+    """Return whether :func:`probe` reads `x` without a copy: it or its transpose is :func:`readable`."""
     return readable(x) or (x.is_cuda and readable(x.mT))
 
 
-def matrix(x: Tensor) -> tuple[int, ...]:
-    """Address, elements from one row to the next, rows, columns, and whether runs of entries can be loaded at once."""
+def matrix_arguments(x: Tensor) -> tuple[int, ...]:
+    """Return address, memory stride, rows, columns, and whether rows allow vector loads."""
     rows, columns = x.shape
     pitch, run = x.stride(0) if rows > 1 else columns, _RUN * x.element_size()
     vector = x.data_ptr() % run == 0 and pitch * x.element_size() % run == 0
@@ -135,36 +159,62 @@ def matrix(x: Tensor) -> tuple[int, ...]:
 
 
 def probe(x: Tensor, w: Tensor) -> Tensor:
-    """``Y^T`` for ``Y = X W``: x (M, N) :func:`probeable`, w (16, padded(N)) float32, to (16, padded(M)) float32.
+    """Return ``(X W)^T``; does not wait for the GPU.
 
-    ``w`` holds the vectors one after the other; beyond N its entries count for nothing but must be finite.  Beyond M
-    the result is zero.  Does not wait for the GPU.
+    Parameters
+    ----------
+    x : Tensor, shape (M, N)
+        Matrix that is :func:`probeable`.
+    w : Tensor, shape (16, padded(N))
+        float32 probes, one per row; elements beyond N must be finite and do not count.
+
+    Returns
+    -------
+    Tensor, shape (16, padded(M))
+        float32; zero beyond M.
     """
     return _probe(x, w, "")[0]
 
 
-def probe_with_absmax(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor]:
-    """As :func:`probe`, and the largest magnitudes of the ``lines``, ``rows`` or ``columns``, float32 (M,) or (N,).
+def probe_with_absmax(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+    """Return ``(X W)^T`` and the absmax of each row or column of `x`; does not wait for the GPU.
 
-    Where an entry is NaN so is that magnitude; with infinity and without NaN it is infinite.
+    Parameters
+    ----------
+    x : Tensor, shape (M, N)
+        Matrix that is :func:`probeable`.
+    w : Tensor, shape (16, padded(N))
+        float32 probes.
+    axis : str
+        ``"rows"`` or ``"columns"``.
+
+    Returns
+    -------
+    product : Tensor, shape (16, padded(M))
+        float32.
+    absmax : Tensor, shape (M,) or (N,)
+        float32; NaN if a slice has a NaN, else infinite if it has an infinity.
     """
-    return _probe(x, w, lines)[:2]
+    return _probe(x, w, axis)[:2]
 
 
 def can_emit_float16(x: Tensor) -> bool:
-    """Whether :func:`probe_with_float16` takes ``x``: float32, rows of a multiple of 4 entries, aligned to 16 bytes."""
-    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix(x)[-1] == 1
+    """Return whether :func:`probe_with_float16` takes `x`: float32, N a multiple of 4, 16-byte aligned rows."""
+    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix_arguments(x)[-1] == 1
 
 
-def probe_with_float16(x: Tensor, w: Tensor, lines: str) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`probe_with_absmax`, and x in float16 (M, N), for an x that :func:`can_emit_float16` allows."""
-    y, tops, halves = _probe(x, w, lines, halved=True)
-    assert halves is not None
-    return y, tops, halves
+def probe_with_float16(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`probe_with_absmax` returns, and `x` in float16, shape (M, N).
+
+    `x` must be a matrix that :func:`can_emit_float16` allows.
+    """
+    y, absmax, converted = _probe(x, w, axis, emit_float16=True)
+    assert converted is not None
+    return y, absmax, converted
 
 
 def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
-    """Groups of 32 rows a block: two, which read W half as often, where blocks fill the GPU about as well."""
+    """Return the groups of 32 rows per CTA: two, which read W half as often, if CTAs fill the GPU about as well."""
     if dtype != torch.float32:
         return 1
 
@@ -175,55 +225,56 @@ def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
     return 2 if _GAIN * busy(2 * TILE) >= busy(TILE) else 1
 
 
-def _probe(x: Tensor, w: Tensor, lines: str, halved: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+def _probe(x: Tensor, w: Tensor, axis: str, emit_float16: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch a probe kernel; return ``(X W)^T``, the absmax of the slices, and `x` in float16 if asked for."""
     transposed, width = not readable(x), padded(x.shape[0])
     rows, columns = x.shape
     with device_of(x):
         groups, tiles, splits = grid(x.shape, x.dtype, x.device.index)
-        parts = workspace.empty((splits, PROBES, width), torch.float32, x.device)
-        alone = not lines or (lines == "rows" and splits == 1)  # else blocks meet at each largest magnitude
-        size = {"rows": rows, "columns": columns}.get(lines, 0)
-        tops = (workspace.empty if alone else workspace.zeros)((size,), torch.float32, x.device)
-        halves = workspace.empty((rows, columns), torch.float16, x.device) if halved else None
+        parts = workspace.empty((splits, PROBES, width), torch.float32, x.device)  # (splits, 16, padded(M))
+        no_atomics = not axis or (axis == "rows" and splits == 1)  # else CTAs share the absmax of a slice
+        size = {"rows": rows, "columns": columns}.get(axis, 0)
+        absmax = (workspace.empty if no_atomics else workspace.zeros)((size,), torch.float32, x.device)  # (M,) or (N,)
+        half = workspace.empty((rows, columns), torch.float16, x.device) if emit_float16 else None  # (M, N)
 
         def launch() -> None:
             name = "probe_transposed" if transposed else "probe"
-            at, pitch, *_, vector = matrix(x.mT if transposed else x)
-            pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, tops.data_ptr()
-            converted = 0 if halves is None else halves.data_ptr()
-            get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], lines, groups, halves=halved)).launch(
+            at, pitch, *_, vector = matrix_arguments(x.mT if transposed else x)
+            pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, absmax.data_ptr()
+            converted = 0 if half is None else half.data_ptr()
+            get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], axis, groups, emit_float16=emit_float16)).launch(
                 (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers, converted), pdl=True
             )
 
-        written = () if halves is None else (halves,)
-        _replays.run((lines, halved, *_places(x, w, parts, tops, *written)), launch)
-    return parts[0] if splits == 1 else parts.sum(0), tops, halves
+        written = () if half is None else (half,)
+        _replays.run((axis, emit_float16, *_launch_key(x, w, parts, absmax, *written)), launch)
+    return parts[0] if splits == 1 else parts.sum(0), absmax, half
 
 
 @lru_cache(maxsize=256)
 def grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, int]:
-    """For a pass over such a matrix: groups of 32 rows a block, tiles, blocks that share the columns of one."""
+    """Return the grid of a pass: groups of 32 rows per CTA, tiles, CTAs that share the columns of a tile."""
     rows, columns = shape
     at_once = num_sms(device)
     groups = _groups(rows, dtype, at_once)
     tiles = -(-padded(rows) // (groups * TILE))
     idle = at_once // tiles
-    return groups, tiles, max(1, min(idle, columns // _SPLIT)) if idle >= _FEW else 1
+    return groups, tiles, max(1, min(idle, columns // _MIN_SPLIT)) if idle >= _SMS_PER_TILE else 1
 
 
-def takes_one_launch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether :func:`probe` of such a matrix is one launch: no two blocks share the columns of a tile."""
+def is_single_launch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether :func:`probe` of such a matrix is one launch: no two CTAs share the columns of a tile."""
     return grid(shape, dtype, device.index)[2] == 1
 
 
-def _places(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
-    """All that a launch depends on: how x lies, and where the others are, which lie without gaps."""
+def _launch_key(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
+    """Return the key of a launch: layout and address of `x`, addresses of the contiguous others."""
     where = (x.data_ptr(), *(each.data_ptr() for each in others))
     return x.shape, x.stride(), x.dtype, x.device.index, where
 
 
 class _ResultBuffer(threading.local):
-    """Where a kernel leaves a thread's sums: memory of the host that a GPU writes to."""
+    """Pinned host memory to which a kernel writes the sums of one thread's comparison."""
 
     def __init__(self) -> None:
         self.sums = torch.empty(SUMS, dtype=torch.float64, pin_memory=True)
@@ -232,61 +283,90 @@ class _ResultBuffer(threading.local):
 
 @lru_cache
 def _result_buffers() -> _ResultBuffer:
+    """Return the buffer of the calling thread."""
     return _ResultBuffer()
 
 
 def result_buffer() -> Tensor:
-    """Where a comparison that this thread starts leaves its sums."""
+    """Return the pinned buffer, float64 (260,), of the comparisons that this thread starts."""
     return _result_buffers().sums
 
 
 def arm_result() -> None:
-    """From now on :func:`wait_result` knows by its words whether an answer is there; all that this thread started, is."""
-    _result_buffers().words.fill(_AWAITED)
+    """Fill the result buffer with a marker, so that :func:`wait_result` sees when a kernel has written all of it.
+
+    Comparisons that this thread started before must be complete.
+    """
+    _result_buffers().words.fill(_PENDING)
 
 
 def wait_result(device: torch.device) -> Comparison:
-    """The answer since :func:`arm_result`, as soon as it is there, whatever torch's current stream does after it.
+    """Return the comparison started since :func:`arm_result` as soon as it is written.
 
-    A caller that has started one and cannot take it must wait for the stream, or the next one is taken for it.
+    Later work on the current stream is not waited for. A caller that starts a comparison and does not take its result
+    must synchronize the stream, or the next call takes it.
+
+    Parameters
+    ----------
+    device : torch.device
+        GPU of the comparison.
+
+    Returns
+    -------
+    Comparison
+        The sums.
     """
     words = _result_buffers().words
-    while (words == _AWAITED).any():
-        if torch.cuda.current_stream(device).query():  # raises where a kernel failed
+    while (words == _PENDING).any():
+        if torch.cuda.current_stream(device).query():  # raises if a kernel failed
             break
-    return _comparison_there()
+    return _read_result()
 
 
 def compare(
     c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...] = (), bounds: tuple[float, float] = (0.0, 0.0)
 ) -> Comparison:
-    """Compare ``C W`` with ``P``: c (M, N) :func:`readable`, w (16, padded(N)), product ``P^T`` (16, padded(M)).
+    """Compare ``C W`` with ``P = A B W``; waits for the GPU.
 
-    ``scales``: up to two contiguous float32 vectors, of whose entries other than zero those outside of
-    ``bounds`` are counted.
-    Waits for the GPU.
+    Parameters
+    ----------
+    c : Tensor, shape (M, N)
+        Computed product, :func:`readable`.
+    w : Tensor, shape (16, padded(N))
+        float32 probes.
+    product : Tensor, shape (16, padded(M))
+        ``P^T``, float32.
+    scales : tuple of Tensor, optional
+        Up to two contiguous float32 vectors.
+    bounds : tuple of float, optional
+        Nonzero scales outside of these bounds are counted.
+
+    Returns
+    -------
+    Comparison
+        The sums.
     """
     start_comparison(c, w, product, scales, bounds)
     torch.cuda.current_stream(c.device).synchronize()
-    return _comparison_there()
+    return _read_result()
 
 
 def start_comparison(
     c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...], bounds: tuple[float, float]
 ) -> None:
-    """Start :func:`compare` on torch's current stream; does not wait."""
+    """Start :func:`compare` on the current stream; :func:`wait_result` returns its sums."""
     with device_of(c):
         at_once = num_sms(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)
         blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
-        parts, there = workspace.empty((blocks, SUMS), torch.float64, c.device), result_buffer()
+        parts, result = workspace.empty((blocks, SUMS), torch.float64, c.device), result_buffer()
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
             get_kernel(ProbeConfig("compare_rows", REAL_DTYPES[c.dtype], groups=groups)).launch(
                 (blocks, 1, 1),
                 (
-                    *matrix(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
+                    *matrix_arguments(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
                     *(np.float32(bound) for bound in bounds), parts.data_ptr(),
                 ),
                 pdl=True,
@@ -294,26 +374,26 @@ def start_comparison(
             start_sum(parts)
 
         sizes = tuple(s.numel() for s in scales)
-        _replays.run(("compare", *_places(c, w, product, parts, *scales, there), sizes, bounds), launch)
+        _replays.run(("compare", *_launch_key(c, w, product, parts, *scales, result), sizes, bounds), launch)
 
 
 def start_sum(parts: Tensor) -> None:
-    """Start to add the blocks' parts, float64 (blocks, 260), to :func:`result_buffer`."""
+    """Start the sum of partial sums, float64 (CTAs, 260), into :func:`result_buffer`."""
     get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
         (-(-SUMS // 32), 1, 1), (parts.data_ptr(), parts.shape[0], result_buffer().data_ptr()), pdl=True
     )
 
 
-def _comparison_there() -> Comparison:
-    """The answer, once it is known to be there."""
+def _read_result() -> Comparison:
+    """Return the comparison in the result buffer."""
     sums = result_buffer().numpy()
-    product_squares, claimed, result, far = sums[-4:].tolist()
-    return Comparison(sums[:-4].reshape(PROBES, PROBES).copy(), product_squares, claimed, result, int(far))
+    product_squares, claimed, result, out_of_range = sums[-4:].tolist()
+    return Comparison(sums[:-4].reshape(PROBES, PROBES).copy(), product_squares, claimed, result, int(out_of_range))
 
 
 def default_configs() -> list[ProbeConfig]:
-    """The kernels of all input types."""
-    single = [ProbeConfig(kernel, x, tops) for kernel, tops in KERNELS for x in REAL_DTYPES.values()]
-    double = [ProbeConfig(kernel, "float32", tops, groups=2) for kernel, tops in KERNELS]
-    halves = [ProbeConfig("probe", "float32", tops, n, halves=True) for tops in TOPS[1:] for n in (1, 2)]
-    return [*single, *double, *halves, ProbeConfig("sum_comparison", "float32")]
+    """Return the configs of all kernels and input dtypes."""
+    single = [ProbeConfig(kernel, x, axis) for kernel, axis in KERNELS for x in REAL_DTYPES.values()]
+    double = [ProbeConfig(kernel, "float32", axis, groups=2) for kernel, axis in KERNELS]
+    emitting = [ProbeConfig("probe", "float32", axis, n, emit_float16=True) for axis in ABSMAX_AXES[1:] for n in (1, 2)]
+    return [*single, *double, *emitting, ProbeConfig("sum_comparison", "float32")]

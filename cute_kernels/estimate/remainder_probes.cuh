@@ -18,7 +18,7 @@ struct RestParts {
   ProbeParts whole, rest;
 };
 
-// Sums of a tile to shared memory. For B, with scales of its columns: u; v. For A, C::kLeft, with scales of its rows and
+// Sums of a tile to shared memory. For B, with scales of its columns: u; v. For A, C::kLhs, with scales of its rows and
 // `vectors` u, v: A u; what the product leaves out.
 template <class C>
 __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const float* vectors, int64_t pitch,
@@ -29,7 +29,7 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   DigitScale by[4];  // of a lane's four rows, or of the four columns that it is at
   const auto factors_at = [&](int64_t at, int64_t end) { return at < end ? prepare_scale(__ldg(scales + at)) : DigitScale{}; };
-  if constexpr (C::kLeft) {
+  if constexpr (C::kLhs) {
     const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) by[i] = factors_at(corner + (C::kTransposed ? g * kRun + i : g + 8 * i), x.rows);
@@ -43,8 +43,8 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
   walk_tile<C, C::kTransposed>(x, vectors, pitch, tile, shared, [&](const Runs& here, const float4(&u_here)[2], int at,
                                                                   int64_t, int) {
     float4 v_here[2];
-    if constexpr (C::kLeft) of_v.load(at, v_here);
-    if constexpr (!C::kLeft) {
+    if constexpr (C::kLhs) of_v.load(at, v_here);
+    if constexpr (!C::kLhs) {
       const DigitScale own = factors_at(at + lane % kDepth, x.columns);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -63,19 +63,19 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
           return i == 0 ? (c / 2 == 0 ? four.x : four.y) : c / 2 == 0 ? four.z : four.w;
         };
         u[c] = entry(u_here), less[c] = u[c];
-        if constexpr (C::kLeft) v[c] = entry(v_here), less[c] -= v[c];
+        if constexpr (C::kLhs) v[c] = entry(v_here), less[c] -= v[c];
       }
       CUTE_UNROLL
       for (int tile = 0; tile < kTiles; ++tile) {
         float left[2];  // by the digits of the entries at both places
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
-          take_digits<1>(here.at(tile, i + c), by[C::kLeft ? tile : i + c], rule,
+          take_digits<1>(here.at(tile, i + c), by[C::kLhs ? tile : i + c], rule,
                          [&](int, uint32_t, float rest) { left[c] = rest; });
         }
         add(sums[tile], u, here.at(tile, i), here.at(tile, i + 1));
         add(rests[tile], less, left[0], left[1]);
-        if constexpr (C::kLeft) add(rests[tile], v, here.at(tile, i), here.at(tile, i + 1));
+        if constexpr (C::kLhs) add(rests[tile], v, here.at(tile, i), here.at(tile, i + 1));
       }
     }
   });

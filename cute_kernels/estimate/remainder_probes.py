@@ -1,7 +1,7 @@
-"""What a product of digits will leave out, by sixteen vectors, before it is computed: two passes on a GPU.
+"""Error of a product of digits, estimated by 16 probes before the product is computed: two passes on a GPU.
 
-Of one digit an entry.  A product of more adds sums that may cancel, and what float32 then loses no pass over the
-operands sees.
+For one digit per element. With more digits, terms can cancel, and a pass over the operands does not see what float32
+then loses.
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
-# Of an estimate by these kernels, whose factors are cut to tf32: four of them in a chain, each by 2^-10 at most.
+# Relative error of these kernels: four factors in a chain are truncated to tf32, each by at most 2^-10.
 TF32_MARGIN = 1 + 2.0**-7
 
 
 @dataclass(frozen=True)
 class RemainderConfig(KernelConfig):
-    """What a kernel is compiled for: ``probe_rest``, over B with a scale a column, or ``judge_rest``, over A with a
-    scale a row, both of float32.
+    """Config of a remainder kernel.
 
-    ``transposed``: the matrix lies column by column.  A block has ``groups`` times 32 rows.
+    Attributes
+    ----------
+    kernel : str
+        ``"probe_rest"``, over B with per-column scales, or ``"judge_rest"``, over A with per-row scales; both float32.
+    transposed : bool
+        Whether the matrix is column-major.
+    groups : int
+        Groups of 32 rows per CTA.
+    stages : int
+        Pipeline stages per warp.
     """
 
     kernel: str
@@ -37,15 +45,16 @@ class RemainderConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
+        """Threads per CTA."""
         return 512
 
     @property
     def smem_bytes(self) -> int:
-        return max(self.stages * 64 * self.threads, 2 * probes.PARTS)  # a thread has 16 entries at a time
+        return max(self.stages * 64 * self.threads, 2 * probes.PARTS)  # 16 elements per thread and stage
 
     @property
     def name(self) -> str:
-        """Short and unique among the configs."""
+        """Short name, unique among the configs."""
         return f"{self.kernel}-g{self.groups}{'t' if self.transposed else ''}"
 
     kernel_header = "estimate/remainder_probes.cuh"
@@ -56,7 +65,7 @@ class RemainderConfig(KernelConfig):
 
     def _constants(self) -> dict[str, object]:
         return {
-            "kLeft": self.kernel == "judge_rest",
+            "kLhs": self.kernel == "judge_rest",
             "kTransposed": self.transposed,
             "kGroups": self.groups,
             "kStages": self.stages,
@@ -68,10 +77,28 @@ class RemainderConfig(KernelConfig):
 
 
 def probe_remainder(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """``(B W)^T`` and ``(dB W)^T``, (2, 16, padded(K)) float32: dB is what the digits of B leave.
+    """Return ``(B W)^T`` and ``(dB W)^T``, with ``dB`` the remainder of B after quantization to one digit.
 
-    ``b`` (K, N) float32, :func:`probeable` in one launch; ``w`` (16, padded(N)); ``scale`` (N,) of
-    the digits, of ``bits`` each.
+    Parameters
+    ----------
+    b : Tensor, shape (K, N)
+        float32, probeable in one launch.
+    w : Tensor, shape (16, padded(N))
+        float32 probes.
+    scale : Tensor, shape (N,)
+        Per-column scales of the digits.
+    bits : int
+        Bits per digit.
+
+    Returns
+    -------
+    Tensor, shape (2, 16, padded(K))
+        float32.
+
+    Raises
+    ------
+    ValueError
+        If the pass over `b` takes more than one launch.
     """
     width = probes.padded(b.shape[0])
     transposed, x, groups, tiles = _pass(b)
@@ -80,7 +107,7 @@ def probe_remainder(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
         get_kernel(RemainderConfig("probe_rest", transposed, groups)).launch(
             (tiles, 1, 1),
             (
-                *_matrix(x, b.shape), w.data_ptr(), w.shape[1], scale.data_ptr(), np.float32(2.0**bits),
+                *_matrix_arguments(x, b.shape), w.data_ptr(), w.shape[1], scale.data_ptr(), np.float32(2.0**bits),
                 found.data_ptr(), width,
             ),
             pdl=True,
@@ -91,11 +118,30 @@ def probe_remainder(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
 def start_remainder_estimate(
     a: Tensor, vectors: Tensor, scale: Tensor, other: Tensor, bits: int, bounds: tuple[float, float]
 ) -> None:
-    """Start the pass over A: :func:`cute_kernels.estimate.probes.wait_result` then tells, as ``gram``, of what the product of
-    digits leaves out of A B, ``product`` of ``A B W``, and ``far``; ``claimed`` and ``result`` are 0.
+    """Start the pass over A; :func:`cute_kernels.estimate.probes.wait_result` returns its sums.
 
-    ``a`` (M, K) float32 as in :func:`probe_remainder`, which has made ``vectors``; ``scale`` (M,) of its rows, ``other``
-    (N,) of B's columns: entries of both that are not within ``bounds`` are counted.  Does not wait.
+    There, `gram` is of ``(A B - D) W`` with the exact product D of the digits, `product` is ``||A B W||_F^2``;
+    `claimed` and `result` are 0.
+
+    Parameters
+    ----------
+    a : Tensor, shape (M, K)
+        float32, probeable in one launch.
+    vectors : Tensor, shape (2, 16, padded(K))
+        Result of :func:`probe_remainder`.
+    scale : Tensor, shape (M,)
+        Per-row scales of the digits of A.
+    other : Tensor, shape (N,)
+        Per-column scales of the digits of B.
+    bits : int
+        Bits per digit.
+    bounds : tuple of float
+        Scales outside of these bounds are counted as `out_of_range`.
+
+    Raises
+    ------
+    ValueError
+        If the pass over `a` takes more than one launch.
     """
     transposed, x, groups, tiles = _pass(a)
     blocks = min(tiles, num_sms(a.device.index))
@@ -104,8 +150,9 @@ def start_remainder_estimate(
         get_kernel(RemainderConfig("judge_rest", transposed, groups)).launch(
             (blocks, 1, 1),
             (
-                *_matrix(x, a.shape), vectors.data_ptr(), vectors.shape[2], scale.data_ptr(), other.data_ptr(),
-                other.numel(), np.float32(2.0**bits), *(np.float32(bound) for bound in bounds), parts.data_ptr(),
+                *_matrix_arguments(x, a.shape), vectors.data_ptr(), vectors.shape[2], scale.data_ptr(),
+                other.data_ptr(), other.numel(), np.float32(2.0**bits), *(np.float32(bound) for bound in bounds),
+                parts.data_ptr(),
             ),
             pdl=True,
         )  # fmt: skip
@@ -113,23 +160,26 @@ def start_remainder_estimate(
 
 
 def _pass(x: Tensor) -> tuple[bool, Tensor, int, int]:
-    """Whether a matrix lies column by column, it or its transpose as it lies, groups of 32 rows a block, tiles."""
+    """Return whether a matrix is column-major, its row-major view, groups of 32 rows per CTA, and tiles."""
     transposed = not probes.readable(x)
     groups, tiles, splits = probes.grid(x.shape, x.dtype, x.device.index)
     if splits > 1:
-        raise ValueError(f"x must be of a size whose pass is one launch, got {tuple(x.shape)}")
+        raise ValueError(f"x must have a shape whose pass is one launch, got {tuple(x.shape)}")
     return transposed, x.mT if transposed else x, groups, tiles
 
 
-def _matrix(x: Tensor, shape: torch.Size) -> tuple[int, ...]:
-    """Address, pitch, rows and columns of the matrix itself, and whether runs can be loaded at once."""
-    at, pitch, *_, vector = probes.matrix(x)
+def _matrix_arguments(x: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    """Return address and memory stride of `x`, rows and columns of the matrix, and whether rows allow vector loads."""
+    at, pitch, *_, vector = probes.matrix_arguments(x)
     return at, pitch, *shape, vector
 
 
 def default_configs() -> list[RemainderConfig]:
-    """All of the kernels."""
+    """Return the configs of all kernels."""
     kernels = ("probe_rest", "judge_rest")
     return [
-        RemainderConfig(kernel, turned, groups) for kernel in kernels for turned in (False, True) for groups in (1, 2)
+        RemainderConfig(kernel, transposed, groups)
+        for kernel in kernels
+        for transposed in (False, True)
+        for groups in (1, 2)
     ]

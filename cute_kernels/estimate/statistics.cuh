@@ -16,13 +16,13 @@ namespace magicube {
 template <class C>
 struct SampledSide {
   double* facts;  // root of the lines' summed squared magnitudes; number of lines that are not near one, or not finite
-  float* forms;   // (kLines, kForms)
+  float* forms;   // (kSlices, kForms)
   float* energy;  // (pitch,)
-  float* lines;   // (kLines, pitch), of magnitude one
+  float* lines;   // (kSlices, pitch), of magnitude one
   int64_t pitch;  // K rounded up to whole chunks
 
   __device__ SampledSide(double* base, int64_t inner)
-      : facts(base), forms(reinterpret_cast<float*>(base + C::kFacts)), energy(forms + C::kLines * C::kForms),
+      : facts(base), forms(reinterpret_cast<float*>(base + C::kFacts)), energy(forms + C::kSlices * C::kForms),
         pitch((inner + C::kChunk - 1) / C::kChunk * C::kChunk) {
     lines = energy + pitch;
   }
@@ -46,7 +46,7 @@ __device__ __forceinline__ double drawn(uint64_t seed, uint64_t index) {
 
 // A line is near one whose largest magnitude is from here to its inverse.
 template <class C>
-inline constexpr float least = 1.0f / float(1 << C::kFar);
+inline constexpr float least = 1.0f / float(1 << C::kRangeLog2);
 
 // What a block knows of all lines of its side, and the lines that it draws.
 template <class C>
@@ -56,7 +56,7 @@ struct LineDraw {
   double sums[2][kWarps + 1];
   double offsets[kWarps + 1];
   float peak, per_peak;
-  int line[C::kLines];
+  int line[C::kSlices];
 
   __device__ static bool is_near(float top) { return top == 0.0f || (top >= least<C> && top <= 1.0f / least<C>); }
   // Of a line, in squares of the largest; lines that are not near have none, lines of zeros count alike if all are so.
@@ -79,7 +79,7 @@ struct LineDraw {
     }
     block_maxima<C::kThreads>(most, maxima);
     if (threadIdx.x == 0) peak = most[0], per_peak = 1.0f / most[0];
-    if (threadIdx.x < C::kLines) line[threadIdx.x] = 0;
+    if (threadIdx.x < C::kSlices) line[threadIdx.x] = 0;
     __syncthreads();
     for (int i = begin; i < end; ++i) numbers[1] += share(tops[i]);
     // What lies before a thread's lines is what its neighbour has behind its own, so that no target falls between them.
@@ -101,8 +101,8 @@ struct LineDraw {
     before = lane == 0 ? offsets[warp] : offsets[warp] + before;
     behind = lane == 31 ? offsets[warp + 1] : offsets[warp] + behind;
     const double total = offsets[kWarps];
-    for (int target = 0; target < C::kLines; ++target) {
-      const double at = (target + drawn(seed, target)) / C::kLines * total;
+    for (int target = 0; target < C::kSlices; ++target) {
+      const double at = (target + drawn(seed, target)) / C::kSlices * total;
       if (at >= before && at < behind) {
         double sum = before;
         int found = begin;
@@ -142,8 +142,8 @@ sample_lines(const typename C::Source* x0, int64_t line_step0, int64_t inner_ste
              int64_t seed0, double* workspace0, const typename C::Source* x1, int64_t line_step1, int64_t inner_step1,
              const float* tops1, int64_t count1, int64_t seed1, double* workspace1, int64_t inner, uint32_t* arrived) {
   using Source = typename C::Source;
-  constexpr int kParts = C::kThreads / C::kChunk, kEach = C::kLines / kParts;
-  static_assert(kParts * C::kChunk == C::kThreads && kEach * kParts == C::kLines, "a thread has some lines of one k");
+  constexpr int kParts = C::kThreads / C::kChunk, kEach = C::kSlices / kParts;
+  static_assert(kParts * C::kChunk == C::kThreads && kEach * kParts == C::kSlices, "a thread has some lines of one k");
   __shared__ LineDraw<C> draw;
   __shared__ float energies[kParts][C::kChunk];
   const LineSource<Source> own =
@@ -155,7 +155,7 @@ sample_lines(const typename C::Source* x0, int64_t line_step0, int64_t inner_ste
   draw.draw(own.tops, int(own.count), own.seed, blockIdx.x == 0 ? side.facts : nullptr);
   const int part = threadIdx.x / C::kChunk;
   const int64_t k = int64_t{blockIdx.x} * C::kChunk + threadIdx.x % C::kChunk;
-  const int64_t apart = own.count / C::kLines > 0 ? own.count / C::kLines : 1;
+  const int64_t apart = own.count / C::kSlices > 0 ? own.count / C::kSlices : 1;
   float entries[2][kEach];
   CUTE_UNROLL
   for (int e = 0; e < kEach; ++e) {
@@ -213,7 +213,7 @@ struct DigitStep {
 };
 
 // Where a column of k has outliers, (K,) bytes, and the forms of each line; a block has one line of a side, blockIdx.y.
-// An outlier has more than kHot times the median energy, and at most K / kMostHot columns are outliers.
+// An outlier has more than kOutlierRatio times the median energy, and at most K / kOutlierDivisor columns are outliers.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
 measure_lines(double* workspace0, uint8_t* hot0, double* workspace1, uint8_t* hot1, int64_t inner, float limit, float radix,
@@ -225,13 +225,13 @@ measure_lines(double* workspace0, uint8_t* hot0, double* workspace1, uint8_t* ho
   const SampledSide<C> side(blockIdx.y == 0 ? workspace0 : workspace1, inner);
   uint8_t* const hot = blockIdx.y == 0 ? hot0 : hot1;
   const DigitKind kind(limit, radix, level0, level1, level2);
-  const int k_count = int(inner), most = k_count / C::kMostHot;
+  const int k_count = int(inner), most = k_count / C::kOutlierDivisor;
   float bound = __uint_as_float(0x7f800000);
   if (most > 0) {
     const int ranks[2] = {(k_count - 1) / 2, k_count - 1 - most};
     uint32_t found[2];
     select_ranks<kThreads, 0>(side.energy, k_count, ranks, found, counts);
-    bound = fmaxf(float(C::kHot) * __uint_as_float(found[0]), __uint_as_float(found[1]));
+    bound = fmaxf(float(C::kOutlierRatio) * __uint_as_float(found[0]), __uint_as_float(found[1]));
   }
   const float* line = side.lines + blockIdx.x * side.pitch;
   double means[2] = {0.0, 0.0};  // of all entries, of those outside of outlier columns

@@ -1,4 +1,4 @@
-"""What predictions of ``A B`` ask of its operands, on a GPU: three launches, one copy of some numbers to the host."""
+"""Statistics of the operands of ``A B`` for a-priori error bounds, on a GPU: three launches, one copy to the host."""
 
 from __future__ import annotations
 
@@ -15,22 +15,32 @@ from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
-NUM_SLICES = 16  # that are drawn of each operand
-CHUNK = 64  # columns of k of a block
-FORMS, FACTS = 16, 2  # numbers of a line; of a side
+NUM_SLICES = 16  # slices that are sampled per operand
+CHUNK = 64  # columns of K per CTA
+FORMS, FACTS = 16, 2  # numbers per slice; numbers per operand
 TABLE, RAW, MEANS, SHARES, LEVELS = 7, 5, 10, 4, 3
 _SUMS = TABLE**2 + RAW**2 + 2
 _NUMBERS = _SUMS + SHARES + 2 * MEANS**2 + 2 * LEVELS + 2 * FACTS
-_LONGEST, _MAX_SLICES = 2**15, 2**17  # single blocks go over a line, and over the largest magnitudes of all lines
-_OTHER_SEED = 0x5851F42D4C957F2D  # what the draws of B are apart from those of A
+_MAX_K, _MAX_SLICES = 2**15, 2**17  # one CTA reads a slice, and the absmax of all slices
+_RHS_SEED = 0x5851F42D4C957F2D  # decorrelates the samples of A and B
 
 
 @dataclass(frozen=True)
 class StatisticsConfig(KernelConfig):
-    """What a kernel is compiled for: ``kernel`` is its name, ``x`` the operand's dtype.
+    """Config of a statistics kernel.
 
-    Magnitudes within ``2**-far`` and ``2**far`` are near one; a column of k with more than ``hot`` times the median
-    energy is an outlier, at most one in ``most_hot``.
+    Attributes
+    ----------
+    kernel : str
+        ``"sample_lines"``, ``"measure_lines"`` or ``"meet_lines"``.
+    x : str
+        Dtype of the operand.
+    range_log2 : int
+        Slices with absmax within ``2**-range_log2 .. 2**range_log2`` are in range.
+    outlier_ratio : int
+        A column of K with more than this times the median energy is an outlier.
+    outlier_divisor : int
+        At most one column in this many is an outlier.
     """
 
     kernel: str
@@ -41,35 +51,34 @@ class StatisticsConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
+        """Threads per CTA."""
         return 1024 if self.kernel == "measure_lines" else 256
 
     @property
-    def smem_bytes(self) -> int:
-        return 0
-
-    @property
     def name(self) -> str:
-        """Short and unique among the configs."""
+        """Short name, unique among the configs."""
         return f"{self.kernel}-{self.x}-f{self.range_log2}h{self.outlier_ratio}m{self.outlier_divisor}"
 
     @property
     def kernel_header(self) -> str:
+        """Header of the kernel."""
         return "estimate/statistics_pair.cuh" if self.kernel == "meet_lines" else "estimate/statistics.cuh"
 
     @property
     def kernel_entry(self) -> str:
+        """Name of the kernel."""
         return self.kernel
 
     def _constants(self) -> dict[str, object]:
         return {
             "kThreads": self.threads,
-            "kLines": NUM_SLICES,
+            "kSlices": NUM_SLICES,
             "kChunk": CHUNK,
             "kForms": FORMS,
             "kFacts": FACTS,
-            "kFar": self.range_log2,
-            "kHot": self.outlier_ratio,
-            "kMostHot": self.outlier_divisor,
+            "kRangeLog2": self.range_log2,
+            "kOutlierRatio": self.outlier_ratio,
+            "kOutlierDivisor": self.outlier_divisor,
         }
 
     def _types(self) -> dict[str, str]:
@@ -78,12 +87,24 @@ class StatisticsConfig(KernelConfig):
 
 @lru_cache
 def _config(kernel: str, x: str, rule: StatisticsRule) -> StatisticsConfig:
+    """Return the config of one kernel for `rule`."""
     return StatisticsConfig(kernel, x, rule.range_log2, rule.outlier_ratio, rule.outlier_divisor)
 
 
 class StatisticsRule(NamedTuple):
-    """What is asked: digits of ``bits`` bits, leading digits from which an entry is above each sparse level, shares of
-    the columns of k, and the config's ``far``, ``hot`` and ``most_hot``."""
+    """What the statistics are for.
+
+    Attributes
+    ----------
+    bits : int
+        Bits per digit.
+    levels : tuple of int
+        Leading digits from which an element is above each of three sparse levels.
+    shares : tuple of float
+        Four shares of the columns of K.
+    range_log2, outlier_ratio, outlier_divisor : int
+        As for :class:`StatisticsConfig`.
+    """
 
     bits: int
     levels: tuple[int, int, int]
@@ -94,44 +115,69 @@ class StatisticsRule(NamedTuple):
 
 
 class SlicedOperand(NamedTuple):
-    """An operand: lines x (L, K) of any strides, float32, float16 or bfloat16, and their largest magnitudes, float32
-    (L,), contiguous.  NaN and infinity there are what they are in a line."""
+    """An operand by slices: rows of A, or columns of B.
+
+    Attributes
+    ----------
+    x : Tensor, shape (L, K)
+        float32, float16 or bfloat16 of any memory strides.
+    absmax : Tensor, shape (L,)
+        float32, contiguous; NaN and infinity as they are in a slice.
+    """
 
     x: Tensor
-    tops: Tensor
+    absmax: Tensor
 
 
 class OperandSample(NamedTuple):
-    """What was found of one operand, for pairs with others: ``workspace`` float64, behind all else a byte a column."""
+    """Statistics of one operand on the GPU, which pairs with other operands can reuse.
+
+    Attributes
+    ----------
+    workspace : Tensor, shape (workspace_size(K),)
+        float64 memory of the kernels; its end has a byte per column of K.
+    inner : int
+        K.
+    """
 
     workspace: Tensor
     inner: int
 
     @property
     def outliers(self) -> Tensor:
-        """bool (K,): which columns of k are outliers."""
-        return self.workspace.view(torch.bool)[8 * _hot_start(self.inner) :][: self.inner]
+        """Outlier columns of K, bool (K,)."""
+        return self.workspace.view(torch.bool)[8 * _outlier_start(self.inner) :][: self.inner]
 
     def addresses(self) -> tuple[int, int]:
-        """Addresses of the workspace and of its bytes."""
+        """Return the addresses of the workspace and of its bytes."""
         start = self.workspace.data_ptr()
-        return start, start + 8 * _hot_start(self.inner)
+        return start, start + 8 * _outlier_start(self.inner)
 
 
 class PairStatistics(NamedTuple):
-    """Numbers of a pair of operands; lines are brought to a largest magnitude of one, tables are row by row.
+    """Statistics of a pair of operands, slices scaled to an absmax of one; tables are row-major lists.
 
-    Attributes:
-        squares: (7, 7): sums over k of products of mean squares of A's and B's quantities without their lines' means:
-            x, R1, R2, XC, RC, XO, RO (:mod:`residual.predict`).
-        raw: (5, 5): the same with means, of x, R1 and the entries of x below each sparse level.
-        hot: number of columns of k that are outliers in A or B.
-        product: sum of squares of ``product``.
-        taken: for each share of the columns of k, the part of the cross products' squares in as many columns.
-        left, right: (10, 10) each: mean products of a line's means of the seven quantities and of x below each level.
-        density: shares of entries at or above each level, of A and of B.
-        size: of A and of B: root of the lines' summed squared magnitudes.
-        far: lines of A and of B that are not near one, or not finite; where there are any, the others mean nothing.
+    Attributes
+    ----------
+    sum_of_squares : list of float, length 49
+        (7, 7) sums over K of products of mean squares of the quantities of A and of B, without their means per slice:
+        x, R1, R2, XC, RC, XO, RO (:mod:`residual.error.predict`).
+    raw : list of float, length 25
+        (5, 5) the same with means: x, R1 and x below each sparse level.
+    num_outliers : int
+        Columns of K that are outliers in A or B.
+    product : float
+        Sum of squares of the probe product.
+    cross_energy_by_share : list of float, length 4
+        Part of the squares of the cross terms that is in each share of the columns of K.
+    lhs_means, rhs_means : list of float, length 100
+        (10, 10) mean products of the means per slice of the seven quantities and of x below each sparse level.
+    density : tuple of list of float
+        Shares of elements at or above each sparse level, of A and of B.
+    norms : tuple of float
+        Root of the summed squared absmax of the slices, of A and of B.
+    out_of_range : int
+        Slices of A and of B that are out of range or non-finite; if there are any, the other numbers are invalid.
     """
 
     sum_of_squares: list[float]
@@ -147,141 +193,172 @@ class PairStatistics(NamedTuple):
 
 
 class StatisticsFuture:
-    """Numbers on their way to the host.
+    """Statistics of a pair of operands that a GPU computes.
 
-    Attributes:
-        sides: of A and of B.
+    Parameters
+    ----------
+    samples : tuple of OperandSample
+        Statistics of A and of B, on the GPU.
+    pair : Tensor
+        float64 memory of the pair.
+    numbers : Tensor, shape (_NUMBERS,)
+        The part of `pair` that the host reads.
+
+    Attributes
+    ----------
+    samples : tuple of OperandSample
+        Statistics of A and of B, on the GPU.
     """
 
-    def __init__(self, sides: tuple[OperandSample, OperandSample], pair: Tensor, out: Tensor) -> None:
-        self.samples, self._pair = sides, pair
+    def __init__(self, samples: tuple[OperandSample, OperandSample], pair: Tensor, numbers: Tensor) -> None:
+        self.samples, self._pair = samples, pair
         self._host = torch.empty(_NUMBERS, dtype=torch.float64, pin_memory=True)
-        self._host.copy_(out, non_blocking=True)
-        self._there = torch.cuda.Event()
-        self._there.record()
+        self._host.copy_(numbers, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
 
     @property
     def cross_weight(self) -> Tensor:
-        """float32 (K,): how much the cross products of a column of k weigh, by every other line."""
+        """Energy of the cross terms per column of K, from every other slice: float32 (K,)."""
         return self._pair.view(torch.float32)[: self.samples[0].inner]
 
     def result(self) -> PairStatistics:
-        """Waits for the numbers, and for nothing that was launched after :func:`start_statistics`."""
-        self._there.synchronize()
+        """Wait for the statistics and return them; work launched after :func:`start_statistics` is not waited for."""
+        self._copied.synchronize()
         return parse_statistics(self._host.tolist())
 
 
 def parse_statistics(numbers: list[float]) -> PairStatistics:
-    """The tables in the order in which ``meet_lines`` writes them."""
+    """Return the statistics from the numbers in the order in which ``meet_lines`` writes them."""
     table, raw = TABLE**2, TABLE**2 + RAW**2
-    left = _SUMS + SHARES
-    right = left + MEANS**2
-    ends = right + MEANS**2
+    lhs = _SUMS + SHARES
+    rhs = lhs + MEANS**2
+    ends = rhs + MEANS**2
     density, facts = numbers[ends : ends + 2 * LEVELS], numbers[ends + 2 * LEVELS :]
     return PairStatistics(
-        numbers[:table], numbers[table:raw], int(numbers[raw]), numbers[raw + 1], numbers[_SUMS:left],
-        numbers[left:right], numbers[right:ends], (density[:LEVELS], density[LEVELS:]), (facts[0], facts[2]),
+        numbers[:table], numbers[table:raw], int(numbers[raw]), numbers[raw + 1], numbers[_SUMS:lhs],
+        numbers[lhs:rhs], numbers[rhs:ends], (density[:LEVELS], density[LEVELS:]), (facts[0], facts[2]),
         int(facts[1] + facts[3]),
     )  # fmt: skip
 
 
-def supports(lines: int, inner: int) -> bool:
-    """Whether the kernels take an operand of so many lines and entries a line."""
-    return 0 < lines <= _MAX_SLICES and 0 < inner <= _LONGEST
+def supports_statistics(slices: int, inner: int) -> bool:
+    """Return whether the kernels take an operand of `slices` slices of length `inner`."""
+    return 0 < slices <= _MAX_SLICES and 0 < inner <= _MAX_K
 
 
 def row_pitch(inner: int) -> int:
-    """Entries from one line to the next in a workspace."""
+    """Return the elements from one slice to the next in a workspace."""
     return -(-inner // CHUNK) * CHUNK
 
 
-def _hot_start(inner: int) -> int:
+def _outlier_start(inner: int) -> int:
+    """Return where the outlier bytes start in a workspace, in doubles."""
     return FACTS + (NUM_SLICES * FORMS + (NUM_SLICES + 1) * row_pitch(inner)) // 2
 
 
 def workspace_size(inner: int) -> int:
-    """Doubles of a side's workspace."""
-    return _hot_start(inner) + row_pitch(inner) // 8
+    """Return the doubles in the workspace of an operand."""
+    return _outlier_start(inner) + row_pitch(inner) // 8
 
 
-def _source(side: SlicedOperand, seed: int, sampled: OperandSample) -> tuple[int, ...]:
-    x = side.x
+def _source_arguments(operand: SlicedOperand, seed: int, sample: OperandSample) -> tuple[int, ...]:
+    """Return the arguments of ``sample_lines`` for one operand."""
+    x, absmax = operand
     return (
-        x.data_ptr(), x.stride(0), x.stride(1), side.tops.data_ptr(), x.shape[0], seed, sampled.workspace.data_ptr(),
+        x.data_ptr(), x.stride(0), x.stride(1), absmax.data_ptr(), x.shape[0], seed, sample.workspace.data_ptr(),
     )  # fmt: skip
 
 
 def _sample(
-    fresh: list[tuple[SlicedOperand, OperandSample, int]],
+    operands: list[tuple[SlicedOperand, OperandSample, int]],
     inner: int,
     rule: StatisticsRule,
-    kind: tuple[np.float32, ...],
+    digits: tuple[np.float32, ...],
     arrived: int,
 ) -> None:
-    """Draw and measure the lines of one or two sides; two launches, one more for different dtypes."""
+    """Sample and measure slices of one or two operands: two launches, three for two dtypes."""
     chunks = row_pitch(inner) // CHUNK
-    alike = len({side.x.dtype for side, _, _ in fresh}) == 1
-    for group in [fresh] if alike else [[each] for each in fresh]:
+    alike = len({operand.x.dtype for operand, _, _ in operands}) == 1
+    for group in [operands] if alike else [[each] for each in operands]:
         kernel = get_kernel(_config("sample_lines", REAL_DTYPES[group[0][0].x.dtype], rule))
-        sources = [_source(side, seed, sampled) for side, sampled, seed in group]
+        sources = [_source_arguments(operand, seed, sample) for operand, sample, seed in group]
         kernel.launch((chunks, len(group), 1), (*sources[0], *sources[-1], inner, arrived))
     kernel = get_kernel(_config("measure_lines", "float32", rule))
-    (_, first, _), (_, second, _) = fresh[0], fresh[-1]
-    kernel.launch((NUM_SLICES, len(fresh), 1), (*first.addresses(), *second.addresses(), inner, *kind))
+    (_, first, _), (_, second, _) = operands[0], operands[-1]
+    kernel.launch((NUM_SLICES, len(operands), 1), (*first.addresses(), *second.addresses(), inner, *digits))
 
 
 @lru_cache
-def _kind(bits: int, levels: tuple[int, int, int]) -> tuple[np.float32, ...]:
+def _digit_arguments(bits: int, levels: tuple[int, int, int]) -> tuple[np.float32, ...]:
+    """Return the largest digit, the radix and the sparse levels as kernel arguments."""
     return tuple(np.float32(each) for each in (2 ** (bits - 1) - 1, 2**bits, *levels))
 
 
 @lru_cache
 def _counts(shares: tuple[float, ...], inner: int) -> tuple[int, ...]:
+    """Return the number of columns of K in each share."""
     return tuple(max(1, round(share * inner)) for share in shares)
 
 
 def start_statistics(
-    left: SlicedOperand, right: SlicedOperand | OperandSample, product: Tensor, rule: StatisticsRule, seed: int
+    lhs: SlicedOperand, rhs: SlicedOperand | OperandSample, product: Tensor, rule: StatisticsRule, seed: int
 ) -> StatisticsFuture:
-    """Draw sixteen lines of A and of B by their squared largest magnitudes; start what :class:`PairStatistics` tells of them.
+    """Start the statistics of a pair of operands from 16 slices of each; does not wait for the GPU.
 
-    left: rows of A (M, K), right: columns of B (N, K), or what an earlier look at them with the same ``rule`` found.
-    product: contiguous float32.  Both operands :func:`supports`.  Line i is the one behind the (i + u)-th sixteenth of the
-    sum of squared magnitudes, u in [0, 1) by ``seed``, so that a line counts as much as it weighs, zeros not at all.
-    Does not wait for the GPU.
+    Slice i is the one at the (i + u)-th sixteenth of the cumulative squared absmax, with u in [0, 1) from `seed`: the
+    probability of a slice is proportional to its squared absmax.
+
+    Parameters
+    ----------
+    lhs : SlicedOperand, shape (M, K)
+        Rows of A, which :func:`supports_statistics`.
+    rhs : SlicedOperand or OperandSample, shape (N, K)
+        Columns of B, or their sample by an earlier call with the same `rule`.
+    product : Tensor
+        Probe product, contiguous float32; its squares are summed.
+    rule : StatisticsRule
+        Digits, levels and thresholds.
+    seed : int
+        Seed of the samples.
+
+    Returns
+    -------
+    StatisticsFuture
+        The statistics, once they are computed.
     """
-    inner, device = left.x.shape[1], left.x.device
+    inner, device = lhs.x.shape[1], lhs.x.device
     pitch, size = row_pitch(inner), workspace_size(inner)
-    blocks = pitch // CHUNK
+    ctas = pitch // CHUNK
 
     def empty() -> OperandSample:
         return OperandSample(torch.empty(size, dtype=torch.float64, device=device), inner)
 
-    a, b = empty(), right if isinstance(right, OperandSample) else empty()
-    # weights of columns (2, pitch) in float32, blocks' sums, a counter, and the numbers
-    pair = torch.empty(pitch + blocks * _SUMS + 1 + _NUMBERS, dtype=torch.float64, device=device)
-    crossed = pair.data_ptr()
-    partials = crossed + 8 * pitch
-    arrived = partials + 8 * blocks * _SUMS
+    a, b = empty(), rhs if isinstance(rhs, OperandSample) else empty()
+    # float32 (2, pitch) cross weights, partial sums of the CTAs, a counter, and the numbers for the host
+    pair = torch.empty(pitch + ctas * _SUMS + 1 + _NUMBERS, dtype=torch.float64, device=device)
+    cross_weight = pair.data_ptr()
+    partials = cross_weight + 8 * pitch
+    arrived = partials + 8 * ctas * _SUMS
     seed = (seed + 2**63) % 2**64 - 2**63
-    fresh = [(left, a, seed)]
-    if isinstance(right, SlicedOperand):
-        fresh.append((right, b, seed ^ _OTHER_SEED))
+    operands = [(lhs, a, seed)]
+    if isinstance(rhs, SlicedOperand):
+        operands.append((rhs, b, seed ^ _RHS_SEED))
     with device_of(product):
-        kind = _kind(rule.bits, rule.levels)
-        _sample(fresh, inner, rule, kind, arrived)
+        digits = _digit_arguments(rule.bits, rule.levels)
+        _sample(operands, inner, rule, digits, arrived)
         kernel = get_kernel(_config("meet_lines", "float32", rule))
         kernel.launch(
-            (blocks, 1, 1),
+            (ctas, 1, 1),
             (
-                *a.addresses(), *b.addresses(), inner, *kind, product.data_ptr(), product.numel(), crossed, partials, arrived,
-                *_counts(rule.shares, inner), arrived + 8,
+                *a.addresses(), *b.addresses(), inner, *digits, product.data_ptr(), product.numel(), cross_weight,
+                partials, arrived, *_counts(rule.shares, inner), arrived + 8,
             ),
         )  # fmt: skip
         return StatisticsFuture((a, b), pair, pair[-_NUMBERS:])
 
 
 def default_configs() -> list[StatisticsConfig]:
-    """The kernels of all input types."""
+    """Return the configs of all kernels and input dtypes."""
     sampling = [StatisticsConfig("sample_lines", x) for x in REAL_DTYPES.values()]
     return [*sampling, StatisticsConfig("measure_lines"), StatisticsConfig("meet_lines")]

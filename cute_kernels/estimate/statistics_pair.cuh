@@ -35,7 +35,7 @@ __device__ __forceinline__ void square_entries(const SampledSide<C>& side, const
 // A block's sums, and what is made of all of them: products of squares, level by level of one operand and of the other.
 template <class C>
 struct Meeting {
-  static constexpr int kThreads = C::kThreads, kChunk = C::kChunk, kParts = kThreads / kChunk, kEach = C::kLines / kParts;
+  static constexpr int kThreads = C::kThreads, kChunk = C::kChunk, kParts = kThreads / kChunk, kEach = C::kSlices / kParts;
   static constexpr int kTables = kLevels * kLevels + kRaw * kRaw, kSums = kTables + 2;  // hot columns, and squares of P
   static constexpr int kShares = 4;                                                     // of the columns of k
   static constexpr int kMeans = kLevels + 3;  // levels whose means' products are wanted: below each sparse level too
@@ -146,7 +146,7 @@ meet_lines(double* left, const uint8_t* left_hot, double* right, const uint8_t* 
   __syncthreads();
   if (!shared.last) return;
   __threadfence();
-  constexpr double kPerLine = 1.0 / C::kLines;
+  constexpr double kPerLine = 1.0 / C::kSlices;
   for (int i = threadIdx.x; i < M::kSums; i += C::kThreads) {
     double sum = 0.0;
     for (uint32_t block = 0; block < gridDim.x; ++block) sum += __ldcg(partials + int64_t{block} * M::kSums + i);
@@ -159,7 +159,7 @@ meet_lines(double* left, const uint8_t* left_hot, double* right, const uint8_t* 
     const float* forms = i < M::kMeans * M::kMeans ? a.forms : b.forms;
     const int x = i / M::kMeans % M::kMeans, y = i % M::kMeans;
     double sum = 0.0;
-    for (int line = 0; line < C::kLines; ++line) {
+    for (int line = 0; line < C::kSlices; ++line) {
       sum += static_cast<double>(forms[line * C::kForms + x]) * forms[line * C::kForms + y];
     }
     behind[M::kShares + i] = sum * kPerLine;
@@ -168,7 +168,7 @@ meet_lines(double* left, const uint8_t* left_hot, double* right, const uint8_t* 
   if (threadIdx.x < 6) {
     const float* forms = threadIdx.x < 3 ? a.forms : b.forms;
     double sum = 0.0;
-    for (int line = 0; line < C::kLines; ++line) sum += forms[line * C::kForms + kAbove + threadIdx.x % 3];
+    for (int line = 0; line < C::kSlices; ++line) sum += forms[line * C::kForms + kAbove + threadIdx.x % 3];
     ends[threadIdx.x] = sum * kPerLine;
   } else if (threadIdx.x < 10) {
     const int i = threadIdx.x - 6;

@@ -254,12 +254,12 @@ def quick(left: Operand, right: Operand) -> bool:
     """Whether the statistics' kernels take these operands: on a GPU, no float64, lines near one as far as known."""
     if not left.given.is_cuda:
         return False
-    from cute_kernels.estimate.statistics import supports
+    from cute_kernels.estimate.statistics import supports_statistics
 
     sides = (left, right)
     known = all(side.exponent is None and side.broken is None for side in sides)
     single = all(real_dtype(side.given) != torch.float64 for side in sides)
-    return known and single and all(supports(*side.given.shape) for side in sides)
+    return known and single and all(supports_statistics(*side.given.shape) for side in sides)
 
 
 def start_look(left: Operand, right: Operand, product: Tensor, bits: int, seed: int) -> StatisticsFuture:

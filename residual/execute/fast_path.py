@@ -137,9 +137,9 @@ def _is_flat(x: Tensor) -> bool:
 
 def _is_probed_at_once(x: Tensor) -> bool:
     """Whether a pass of the check is one launch."""
-    from cute_kernels.estimate.probes import takes_one_launch
+    from cute_kernels.estimate.probes import is_single_launch
 
-    return _is_flat(x) and takes_one_launch(x.shape, x.dtype, x.device)
+    return _is_flat(x) and is_single_launch(x.shape, x.dtype, x.device)
 
 
 def _probes_of(right: Operand) -> tuple[Tensor, Tensor] | None:

@@ -22,7 +22,7 @@ _PLAIN = tuple(
 CASES = [
     *((config, "sm_90a") for config in default_configs() if config.x == "float32" and config.name not in _PLAIN),
     (ProbeConfig("probe", "float16", "columns"), "sm_90a"),
-    *((ProbeConfig(kernel, "float32", tops), "sm_80") for kernel, tops in KERNELS if tops == "columns"),
+    *((ProbeConfig(kernel, "float32", axis), "sm_80") for kernel, axis in KERNELS if axis == "columns"),
 ]
 # Beside a shuffle or a sum of a warp, compilers for 8.x keep the slow way for one that has come apart; a grid's stride
 # takes a division, once.
@@ -42,7 +42,7 @@ def test_kernels_keep_their_sums_in_registers(config: ProbeConfig, arch: str, mo
     # Blocks and warps meet by maxima alone, which have one result in any order.
     meetings = set(re.findall(r"\b(?:ATOMS|REDG?|ATOMG?)\.\S+", sass))
     assert all(".MAX" in name for name in meetings), meetings
-    assert bool(meetings) == bool(config.tops)
+    assert bool(meetings) == bool(config.absmax)
     if config.kernel == "sum_comparison":
         assert "HMMA" not in sass and "DADD" in sass
         return

@@ -87,7 +87,11 @@ def test_a_workspace_holds_facts_forms_energies_and_lines(inner: int) -> None:
     side = statistics.OperandSample(torch.zeros(size, dtype=torch.float64), inner)
     start, hot = side.addresses()
     assert hot - start == 4 * floats and side.outliers.data_ptr() == hot and side.outliers.shape == (inner,)
-    assert statistics.supports(1, inner) and not statistics.supports(1, 2**15 + 1) and not statistics.supports(0, inner)
+    assert (
+        statistics.supports_statistics(1, inner)
+        and not statistics.supports_statistics(1, 2**15 + 1)
+        and not statistics.supports_statistics(0, inner)
+    )
 
 
 class Dispatched(TorchDispatchMode):
