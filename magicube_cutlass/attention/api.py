@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.attention import torch_op
-from magicube_cutlass.attention.sparse_softmax import check_key_bias, check_scale, check_softmax_bits
+from magicube_cutlass.attention.softmax import check_key_bias, check_scale, check_softmax_bits
 from magicube_cutlass.formats.pattern import Pattern
 
 QKV_BITS = (4, 8, 16)

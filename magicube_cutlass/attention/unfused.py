@@ -26,7 +26,7 @@ from magicube_cutlass.attention.block_diagonal import (
     pad_to_vector_rows,
     repeat_on_diagonal,
 )
-from magicube_cutlass.attention.sparse_softmax import (
+from magicube_cutlass.attention.softmax import (
     Logits,
     block_rows,
     by_column,

@@ -19,8 +19,7 @@ from cute_kernels.integers import int_range, widen
 from cute_kernels.operands import Vectors
 from cute_kernels.spmm.gather import pack_gather
 from magicube_cutlass import masks
-from magicube_cutlass.attention import sparse_attention, sparse_softmax
-from magicube_cutlass.attention import sparse_softmax as softmax
+from magicube_cutlass.attention import softmax, sparse_attention, sparse_softmax
 from magicube_cutlass.attention.block_diagonal import repeat_on_diagonal
 from tests.gpu.problems import HERE, gather, kind, sddmm
 

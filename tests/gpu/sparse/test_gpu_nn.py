@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import magicube_cutlass as mc
 from magicube_cutlass import autograd as ag
+from magicube_cutlass.autograd import integer
 from magicube_cutlass.nn import PruningSchedule, SparseQuantConfig, SparseQuantLinear, calibrate
 
 pytestmark = pytest.mark.gpu
@@ -96,7 +97,7 @@ def test_the_quantizers_are_the_cpu_s_and_wait_for_nothing() -> None:
     def run() -> list[Any]:
         return [
             ag.compress(there, on_gpu),
-            ag.quantized(x, 8, 1), ag.quantized(x.mT, 4, 0), ag.quantized(x, 16, None), ag.quantized(x, 8, None, scale),
+            integer.quantized(x, 8, 1), integer.quantized(x.mT, 4, 0), integer.quantized(x, 16, None), integer.quantized(x, 8, None, scale),
         ]  # fmt: skip
 
     run()
@@ -111,9 +112,9 @@ def test_the_quantizers_are_the_cpu_s_and_wait_for_nothing() -> None:
     for got, (bits, axis) in zip(dense[:3], ((8, 1), (4, 0), (16, None)), strict=True):
         expected = mc.quantize(x.cpu() if axis != 0 else x.cpu().mT, bits, axis=axis)
         assert torch.equal(got.ints().cpu(), expected.ints()) and torch.equal(got.scale.cpu(), expected.scale)
-    assert torch.equal(dense[3].ints().cpu(), ag.quantized(x.cpu(), 8, None, scale.cpu()).ints())
+    assert torch.equal(dense[3].ints().cpu(), integer.quantized(x.cpu(), 8, None, scale.cpu()).ints())
     odd = torch.tensor([[0.0, 1.0, -3.0, torch.inf, torch.nan]], device="cuda")
-    assert ag.quantized(odd, 8, None, torch.tensor(0.02, device="cuda")).ints().tolist() == [[0, 50, -128, 127, 0]]
+    assert integer.quantized(odd, 8, None, torch.tensor(0.02, device="cuda")).ints().tolist() == [[0, 50, -128, 127, 0]]
 
 
 def linear(**options: Any) -> SparseQuantLinear:
