@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
+from concurrent.futures import Future
 
 import pytest
 
 from cute_kernels.estimate.probes import KERNELS, PROBES, TILE, ProbeConfig, default_configs, padded
-from cute_kernels.jit import build
+from cute_kernels.jit import Binary
 from residual.error import probes as check
 from tests.helpers import disassemble
 
@@ -30,10 +29,10 @@ _SELDOM = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warpsync|shflsync)|r
 
 
 @pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
-def test_kernels_keep_their_sums_in_registers(config: ProbeConfig, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "MAGICUBE_CACHE" not in os.environ:
-        monkeypatch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-    binary = build(config.translation_unit(arch))
+def test_kernels_keep_their_sums_in_registers(
+    config: ProbeConfig, arch: str, binaries: dict[tuple[ProbeConfig, str], Future[Binary]]
+) -> None:
+    binary = binaries[config, arch].result()
     assert binary.usage is None or (binary.usage.stack_bytes, binary.usage.spill_bytes) == (0, 0)
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL)\b", sass), "local memory"

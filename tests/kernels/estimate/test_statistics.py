@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.estimate import probes, statistics
 from cute_kernels.estimate.statistics import SlicedOperand, StatisticsConfig, StatisticsRule
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary
 from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE
 from tests.helpers import disassemble
 
@@ -31,18 +27,6 @@ CASES.append((StatisticsConfig("sample_lines", "bfloat16"), "sm_90a"))
 _SELDOM = re.compile(
     r"\$__internal_\d+_\$__cuda_(?:sm\d\w*_(?:div|rcp|dsqrt|dblrcp|warpsync|shflsync)|redux)\w*|\.L_x_\d+"
 )
-
-
-@pytest.fixture(scope="module")
-def binaries() -> Iterator[dict[tuple[StatisticsConfig, str], Future[Binary]]]:
-    """All of them, compiled side by side into a folder that outlives the run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "MAGICUBE_CACHE" not in os.environ:
-            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-        # spawned, not forked: torch has threads
-        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in CASES}
-            pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from cute_kernels.convert.digits import DigitsConfig, columns_config
 from cute_kernels.convert.pack import PackConfig
 from cute_kernels.gemm.config import GemmConfig, Products
 from cute_kernels.gemm.heuristics import candidates
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
@@ -45,18 +42,6 @@ def cases() -> Iterator[tuple[Config, str]]:
 
 
 CASES = list(cases())
-
-
-@pytest.fixture(scope="module")
-def binaries() -> Iterator[dict[tuple[Config, str], Future[Binary]]]:
-    """All of them, compiled side by side into a folder that outlives the run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "MAGICUBE_CACHE" not in os.environ:
-            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-        # spawned, not forked: torch has threads
-        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in CASES}
-            pool.shutdown(cancel_futures=True)
 
 
 # Beside a shuffle of a warp, compilers for 8.x keep the slow way for a warp that has come apart, and call it.

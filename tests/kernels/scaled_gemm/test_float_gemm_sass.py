@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from tests.helpers import disassemble
 
@@ -36,23 +32,11 @@ CASES = [
 _APART = re.compile(r"\$__internal_\d+_\$__cuda_sm70_(?:warpsync|shflsync)\w*|\.L_x_\d+")
 
 
-@pytest.fixture(scope="module")
-def binaries() -> Iterator[dict[ScaledGemmConfig, Future[Binary]]]:
-    """All of them, compiled side by side into a folder that outlives the run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "MAGICUBE_CACHE" not in os.environ:
-            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-        # spawned, not forked: torch has threads
-        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {config: pool.submit(build, config.translation_unit(arch)) for config, arch in CASES}
-            pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
 def test_the_kernel_is_made_of_the_instructions_that_were_meant(
-    config: ScaledGemmConfig, arch: str, binaries: dict[ScaledGemmConfig, Future[Binary]]
+    config: ScaledGemmConfig, arch: str, binaries: dict[tuple[ScaledGemmConfig, str], Future[Binary]]
 ) -> None:
-    binary = binaries[config].result()
+    binary = binaries[config, arch].result()
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL)\b", sass), "local memory"
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage

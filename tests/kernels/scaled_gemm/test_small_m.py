@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
+from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from cute_kernels.jit import build
+from cute_kernels.jit import Binary, build
 from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.cuda import choose_config
 from cute_kernels.scaled_gemm.small_m import (
@@ -100,16 +99,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled into a folder that outlives the run."""
-    if "MAGICUBE_CACHE" not in os.environ:
-        monkeypatch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-
-
+@pytest.mark.parametrize("arch", ["sm_90a"])
 @pytest.mark.parametrize("config", CASES, ids=lambda config: config.name)
-def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: SmallMConfig) -> None:
-    binary = build(config.translation_unit("sm_90a"))
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(
+    config: SmallMConfig, arch: str, binaries: dict[tuple[SmallMConfig, str], Future[Binary]]
+) -> None:
+    binary = binaries[config, arch].result()
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
@@ -129,7 +124,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(config: SmallMCo
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", [E4M3, OperandFormat("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
-def test_the_order_is_made_in_registers(kind: OperandFormat, bits: int) -> None:
+def test_the_order_is_made_in_registers(kind: OperandFormat, bits: int, kernel_cache: None) -> None:
     binary = build(ReorderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))

@@ -1,4 +1,4 @@
-"""The source of the kernel for sm_100a and sm_103a, compiled for the CPU and run there by as many threads as a block has.
+"""The source of the kernel for sm_100a and sm_103a, host_library for the CPU and run there by as many threads as a block has.
 
 Copy engine, Tensor Cores and barriers are those of ``tcgen05_host.hpp``: what waits for what, where things lie, and what
 is written are the kernel's own.
@@ -59,7 +59,7 @@ Compile = Callable[[Tcgen05Config], ctypes.CDLL]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compile:
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     """The kernel of a config as a library of this machine."""
     folder = tmp_path_factory.mktemp("tcgen05")
     for name in EMPTY:
@@ -84,7 +84,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     return get
 
 
-def run(compiled: Compile, launch: Launch, blocks: int, seed: int = 1, slices: int = 100) -> None:
+def run(host_library: Compile, launch: Launch, blocks: int, seed: int = 1, slices: int = 100) -> None:
     """The launch, by so many blocks; raises ``RuntimeError`` where nothing moves on for so many tenths of a second or
     a barrier is miscounted."""
     *addresses, alpha, beta = launch.output
@@ -92,7 +92,7 @@ def run(compiled: Compile, launch: Launch, blocks: int, seed: int = 1, slices: i
     numbers = (ctypes.c_int64 * 18)(*first, *addresses)
     maps = [ctypes.byref(HostMap.of(map)) for map in (launch.a, launch.b)]
     scales = (ctypes.c_float(alpha), ctypes.c_float(beta))
-    wrong = compiled(launch.config).run(blocks, seed, slices, *maps, numbers, *scales)
+    wrong = host_library(launch.config).run(blocks, seed, slices, *maps, numbers, *scales)
     if wrong:
         raise RuntimeError(wrong.decode())
 
@@ -120,19 +120,19 @@ def config_of(launch: Launch, width: int) -> Tcgen05Config:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1].name}-{case[5]}")
-def test_the_source_computes_the_product(case: Any, compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_computes_the_product(case: Any, host_library: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, m, n, k, width, blocks = case
     x, y = small(a, m, k, 1), small(b, n, k, 2)
     config = config_of(launched(monkeypatch, x, y), width)
     truth = x.values(torch.float64) @ y.values(torch.float64).t()
     for seed, columns in enumerate((n, n + 4 + -n % 8)):  # rows of the output at multiples of 16 bytes, and not
         frame = torch.full((m, columns), torch.nan)
-        run(compiled, launched(monkeypatch, x, y, config, frame[:, :n]), blocks, seed)
+        run(host_library, launched(monkeypatch, x, y, config, frame[:, :n]), blocks, seed)
         assert torch.equal(frame[:, :n].double(), truth)
         assert bool(frame[:, n:].isnan().all()), "written outside"
 
 
-def test_scales_c_and_bias_enter_once(compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_c_and_bias_enter_once(host_library: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     m, n, k = 70, 75, 128
     rows, columns, bias = 2.0 ** (torch.arange(m) % 7), 2.0 ** -(torch.arange(n) % 5), torch.arange(n).float()
     c = torch.arange(m * n).view(m, n).float()
@@ -144,15 +144,15 @@ def test_scales_c_and_bias_enter_once(compiled: Compile, monkeypatch: pytest.Mon
     truth = 0.5 * sums * rows.double()[:, None] * columns.double() - 2 * c.double() + bias.double()
     out = torch.full((m, n), torch.nan)
     launch = launched(monkeypatch, x, y, None, out, alpha=0.5, beta=-2.0, c=c, bias=bias)
-    run(compiled, launch, 1)
+    run(host_library, launch, 1)
     assert torch.equal(out.double(), truth)
 
 
-def test_a_wrong_count_of_bytes_would_hang(compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_count_of_bytes_would_hang(host_library: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = small(OperandFormat("e2m1"), 128, 256, 1), small(OperandFormat("e3m2"), 64, 256, 2)
     out = torch.zeros(128, 64)
     launch = launched(monkeypatch, x, y, None, out)
     with pytest.raises(RuntimeError, match="waits for ever"):
-        run(compiled, replace(launch, part_bytes=launch.config.part_bytes), 1, slices=20)
-    run(compiled, launch, 1)
+        run(host_library, replace(launch, part_bytes=launch.config.part_bytes), 1, slices=20)
+    run(host_library, launch, 1)
     assert torch.equal(out.double(), x.values(torch.float64) @ y.values(torch.float64).t())

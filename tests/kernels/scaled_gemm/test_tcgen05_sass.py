@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -87,23 +84,9 @@ __global__ void compare(volatile uint64_t* out) {{
     return Unit(text, "magicube::compare", "sm_100a")
 
 
-@pytest.fixture(scope="module")
-def binaries() -> Iterator[dict[object, Future[Binary]]]:
-    """All of them, compiled side by side into a folder that outlives the run."""
-    units: dict[object, Unit] = {(config, arch): config.translation_unit(arch) for config, arch in CASES}
-    units |= {"probe": BoxProbeConfig(128 * 128).translation_unit("sm_100a"), "comparison": comparison()}
-    with pytest.MonkeyPatch.context() as patch:
-        if "MAGICUBE_CACHE" not in os.environ:
-            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-        # spawned, not forked: torch has threads
-        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {name: pool.submit(build, unit) for name, unit in units.items()}
-            pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
 def test_the_kernel_is_made_of_the_instructions_that_were_meant(
-    config: Tcgen05Config, arch: str, binaries: dict[object, Future[Binary]]
+    config: Tcgen05Config, arch: str, binaries: dict[tuple[Tcgen05Config, str], Future[Binary]]
 ) -> None:
     binary = binaries[config, arch].result()
     sass = disassemble(binary.code)
@@ -127,11 +110,11 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     assert len(ends) >= 2 and ends[-1] == len(loop) - 1 == ends[-2] + 1, "a tile's sums are announced behind the parts"
 
 
-def test_the_probe_copies_a_box(binaries: dict[object, Future[Binary]]) -> None:
-    sass = disassemble(binaries["probe"].result().code)
+def test_the_probe_copies_a_box(kernel_cache: None) -> None:
+    sass = disassemble(build(BoxProbeConfig(128 * 128).translation_unit("sm_100a")).code)
     assert "UTMALDG.2D" in sass and "SYNCS.PHASECHK.TRANS64" in sass and "CALL" not in sass
 
 
-def test_descriptors_are_those_of_cute(binaries: dict[object, Future[Binary]]) -> None:
-    sass = disassemble(binaries["comparison"].result().code)
+def test_descriptors_are_those_of_cute(kernel_cache: None) -> None:
+    sass = disassemble(build(comparison()).code)
     assert len(re.findall(r"\bSTG\.E\.64", sass)) == 2, "those of the turned bits, and no other"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
 
 import pytest
 
@@ -46,20 +42,6 @@ OPERANDS = [
 _APART = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warp|shfl|vote)|redux)sync\w*|\.L_x_\d+")
 
 
-@pytest.fixture(scope="module")
-def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[AttentionConfig, str], Future[Binary]]]:
-    """What the selected tests need, compiled side by side into a folder that outlives the run."""
-    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = dict.fromkeys((p["config"], p["arch"]) for p in selected if (p.get("config"), p.get("arch")) in CASES)
-    with pytest.MonkeyPatch.context() as patch:
-        if "MAGICUBE_CACHE" not in os.environ:
-            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-        # spawned, not forked: torch has threads
-        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in wanted}
-            pool.shutdown(cancel_futures=True)
-
-
 def lean(binary: Binary) -> str:
     """SASS of ``binary``, after checking that it calls nothing and keeps nothing in local memory."""
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
@@ -93,7 +75,9 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 
 @pytest.mark.parametrize(("config", "arch"), OPERANDS, ids=[f"{arch}-{config.name}" for config, arch in OPERANDS])
-def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(config: OperandsConfig, arch: str) -> None:
+def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(
+    config: OperandsConfig, arch: str, kernel_cache: None
+) -> None:
     sass = lean(build(config.translation_unit(arch)))
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass) and "LDS.128" in sass and "STG.E.64" in sass
     assert ("PREEXIT" in sass) == ("ACQBULK" in sass) == (arch != "sm_80")

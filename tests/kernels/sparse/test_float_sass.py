@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
 
 import pytest
 
 from cute_kernels.dtypes import FLOATS
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary
 from cute_kernels.machine import Kind, Machine, Problem
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
@@ -53,24 +49,15 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def binaries() -> Iterator[dict[tuple[Config, str], Future[Binary]]]:
-    """All of them, compiled side by side into a folder that outlives the run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "MAGICUBE_CACHE" not in os.environ:
-            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-        # spawned, not forked: torch has threads
-        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for (config, arch), _, _ in CASES}
-            pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize(("case", "mma", "decoding"), CASES, ids=[f"{arch}-{c.name}" for (c, arch), _, _ in CASES])
+@pytest.mark.parametrize(
+    ("config", "arch", "mma", "decoding"),
+    [(*case, mma, decoding) for case, mma, decoding in CASES],
+    ids=[f"{arch}-{config.name}" for (config, arch), _, _ in CASES],
+)
 def test_the_kernel_is_made_of_the_instructions_that_were_meant(
-    case: tuple[Config, str], mma: str, decoding: str, binaries: dict[tuple[Config, str], Future[Binary]]
+    config: Config, arch: str, mma: str, decoding: str, binaries: dict[tuple[Config, str], Future[Binary]]
 ) -> None:
-    config, _ = case
-    binary = binaries[case].result()
+    binary = binaries[config, arch].result()
     sass = clean_sass(binary)
     assert set(re.findall(r"\b[A-Z]MMA\.\S+", sass)) == {mma}
     for each in (UNPACK, TIMES):

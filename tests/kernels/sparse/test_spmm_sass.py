@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
 
 import pytest
 
 from cute_kernels.catalog import default_configs
 from cute_kernels.dtypes import Integer, Number
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary
 from cute_kernels.machine import Kind, Machine, Problem
 from cute_kernels.sddmm.config import SampleConfig
 from cute_kernels.sddmm.gather import SddmmConfig
@@ -64,20 +61,6 @@ CASES = [
     )
     for config in dict.fromkeys(configs)
 ]
-
-
-@pytest.fixture(scope="module")
-def binaries(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Config, str], Future[Binary]]]:
-    """What the selected tests need, compiled side by side into a folder that outlives the run."""
-    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = dict.fromkeys((p["config"], p["arch"]) for p in selected if (p.get("config"), p.get("arch")) in CASES)
-    with pytest.MonkeyPatch.context() as patch:
-        if "MAGICUBE_CACHE" not in os.environ:
-            patch.setenv("MAGICUBE_CACHE", str(Path(__file__).resolve().parents[3] / "build" / "test-kernels"))
-        # spawned, not forked: torch has threads
-        with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-            yield {(config, arch): pool.submit(build, config.translation_unit(arch)) for config, arch in wanted}
-            pool.shutdown(cancel_futures=True)
 
 
 # Compilers for 8.x keep, beside a shuffle or a barrier of a warp, the slow way for a warp that has come apart, and call

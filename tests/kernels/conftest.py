@@ -1,0 +1,48 @@
+"""Kernels that tests compile without a GPU: one cache folder that outlives the run, one pool of processes per module."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.jit import Binary, Unit, build
+
+CACHE = Path(__file__).resolve().parents[2] / "build" / "test-kernels"
+
+Compiled = Callable[[Mapping[Any, Unit]], dict[Any, Future[Binary]]]
+
+
+@pytest.fixture(scope="module")
+def kernel_cache() -> Iterator[None]:
+    """Keep compiled kernels in ``build/test-kernels``, unless ``MAGICUBE_CACHE`` names another folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "MAGICUBE_CACHE" not in os.environ:
+            patch.setenv("MAGICUBE_CACHE", str(CACHE))
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled(kernel_cache: None) -> Iterator[Compiled]:
+    """Return a function that compiles units in parallel: key -> unit to key -> future of the binary."""
+    # spawn: torch has threads, which a fork does not copy
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=context) as pool:
+        yield lambda units: {key: pool.submit(build, unit) for key, unit in units.items()}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def binaries(request: pytest.FixtureRequest, compiled: Compiled) -> dict[Hashable, Future[Binary]]:
+    """Compile the kernels of the selected tests of this module: (config, arch), their parameters, to a future."""
+    wanted: dict[Hashable, Unit] = {}
+    for item in request.session.items:
+        if getattr(item, "module", None) is request.module and "binaries" in getattr(item, "fixturenames", ()):
+            params = item.callspec.params
+            wanted[params["config"], params["arch"]] = params["config"].translation_unit(params["arch"])
+    return compiled(wanted)
