@@ -180,7 +180,9 @@ def public_definitions(package: str, root: Path = ROOT) -> dict[str, list[str]]:
         if module.split(".")[0] == package:
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                    found.setdefault(node.name, []).append(module)
+                    where = found.setdefault(node.name, [])
+                    if module not in where:  # overloads
+                        where.append(module)
     return found
 
 

@@ -6,14 +6,14 @@
 namespace magicube {
 
 // How many of `scales` are NaN or belong to lines far from one, as seen by this thread; zeros do not.
-__device__ __forceinline__ double far_scales(const float* scales, int64_t count, float least, float most) {
+__device__ __forceinline__ double count_out_of_range(const float* scales, int64_t count, float least, float most) {
   const int64_t step = int64_t{gridDim.x} * kProbeThreads;
-  int far = 0;
+  int out_of_range = 0;
   for (int64_t i = int64_t{blockIdx.x} * kProbeThreads + threadIdx.x; i < count; i += step) {
     const float scale = scales[i];
-    far += scale == 0.0f || (scale >= least && scale <= most) ? 0 : 1;
+    out_of_range += scale == 0.0f || (scale >= least && scale <= most) ? 0 : 1;
   }
-  return far;
+  return out_of_range;
 }
 
 __device__ __forceinline__ double warp_sum(double value) {
@@ -25,17 +25,17 @@ __device__ __forceinline__ double warp_sum(double value) {
 constexpr int kGram = kProbes * kProbes, kOthers = 4, kComparison = kGram + kOthers;
 
 // What a check says of one probe and row: what the true product gives, what the product's does, and their difference.
-struct Judged {
+struct ProbeValues {
   double wanted, claimed, difference;
 };
 
 // A block's part of: the Gram matrix of the differences (16 x 16), the sums of squares of what is wanted and what is claimed,
 // the sum of what take(tile) returns, and the number of far scales. take(tile) makes the sums of a tile, and judged(probe,
 // row, place) says what they are, `place` the row in all. `out` (blocks, 260).
-template <class C, class Take, class Judge>
-__device__ __forceinline__ void judge_tiles(int64_t rows, uint8_t* shared, const float* left, int64_t left_count,
-                                            const float* right, int64_t right_count, float least, float most, double* out,
-                                            const Take& take, const Judge& judged) {
+template <class C, class Take, class Values>
+__device__ __forceinline__ void estimate_tiles(int64_t rows, uint8_t* shared, const float* row_scales, int64_t row_count,
+                                            const float* col_scales, int64_t col_count, float least, float most, double* out,
+                                            const Take& take, const Values& values_of) {
   static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
   using Tile = ProbeTile<C::kGroups>;
   using Differences = double[kProbes][Tile::kRows + 1];
@@ -51,7 +51,7 @@ __device__ __forceinline__ void judge_tiles(int64_t rows, uint8_t* shared, const
     CUTE_UNROLL
     for (int s = 0; s < C::kGroups; ++s) {
       const int index = threadIdx.x + s * kProbeThreads, probe = index / Tile::kRows, row = index % Tile::kRows;
-      const Judged found = judged(probe, row, tile * Tile::kRows + row);
+      const ProbeValues found = values_of(probe, row, tile * Tile::kRows + row);
       differences[s] = found.difference;
       sums[0] += found.wanted * found.wanted;
       sums[1] += found.claimed * found.claimed;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void judge_tiles(int64_t rows, uint8_t* shared, const
     gram += (products[0] + products[1]) + (products[2] + products[3]);
     __syncthreads();  // the rings may be written again
   }
-  sums[3] = far_scales(left, left_count, least, most) + far_scales(right, right_count, least, most);
+  sums[3] = count_out_of_range(row_scales, row_count, least, most) + count_out_of_range(col_scales, col_count, least, most);
   for (int s = 0; s < kOthers; ++s) {
     const double sum = warp_sum(sums[s]);
     if (threadIdx.x % 32 == 0) others[s][threadIdx.x / 32] = sum;
@@ -90,21 +90,21 @@ __device__ __forceinline__ void judge_tiles(int64_t rows, uint8_t* shared, const
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-             int64_t w_pitch, const float* product, int64_t y_pitch, const float* left, int64_t left_count,
-             const float* right, int64_t right_count, float least, float most, double* out) {
+             int64_t w_pitch, const float* product, int64_t y_pitch, const float* row_scales, int64_t row_count,
+             const float* col_scales, int64_t col_count, float least, float most, double* out) {
   pdl_wait();
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
-  judge_tiles<C>(
-      rows, shared, left, left_count, right, right_count, least, most, out,
+  estimate_tiles<C>(
+      rows, shared, row_scales, row_count, col_scales, col_count, least, most, out,
       [&](int64_t tile) {
-        return probe_tile<C, false, true, Tops::kNone>(matrix, w, w_pitch, tile, shared, nullptr, nullptr);
+        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, nullptr);
       },
       [&](int probe, int row, int64_t place) {
         const double claimed = parts.template sum<C::kGroups>(probe, row);
         const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
-        return Judged{wanted, claimed, wanted - claimed};
+        return ProbeValues{wanted, claimed, wanted - claimed};
       });
 }
 

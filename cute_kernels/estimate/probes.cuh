@@ -26,7 +26,7 @@ constexpr int kDepth = 4 * kRun;                       // columns that a warp is
 constexpr int kPartPitch = kWarpRows + 8;              // no two stores of a lane's sums meet in a bank
 
 // What is largest: nothing, entries of a row of X, of a column.
-enum class Tops { kNone, kRows, kColumns };
+enum class Absmax { kNone, kRows, kColumns };
 
 // Two tf32 numbers whose sum is a float32 to 23 bits. Rounding to nearest leaves a rest of either sign: nothing adds up.
 struct SplitFloat {
@@ -47,18 +47,18 @@ struct ProbeRuns {
   alignas(16) Source entries[kTiles][kRun];
 
   // Starts the way of a lane's runs to its own places of a stage, `at` the first one. `from`: the first run's first entry;
-  // `lines` of the four and `valid` entries of each are there. `whole`: the latter are all four, and aligned.
-  __device__ __forceinline__ static void fetch(uint8_t* at, const Source* from, int64_t pitch, int lines, int valid,
+  // `slices` of the four and `valid` entries of each are there. `whole`: the latter are all four, and aligned.
+  __device__ __forceinline__ static void fetch(uint8_t* at, const Source* from, int64_t pitch, int slices, int valid,
                                                bool whole) {
     CUTE_UNROLL
     for (int i = 0; i < kTiles; ++i, at += 32 * kBytes) {
-      const Source* run = from + (i < lines ? i * pitch : 0);
+      const Source* run = from + (i < slices ? i * pitch : 0);
       if (whole) {
-        copy_async_run<kBytes>(shared_address(at), run, i < lines ? kBytes : 0);
+        copy_async_run<kBytes>(shared_address(at), run, i < slices ? kBytes : 0);
       } else {
         CUTE_UNROLL
         for (int c = 0; c < kRun; ++c) {
-          reinterpret_cast<Source*>(at)[c] = i < lines && c < valid ? run[c] : Source(0.0f);
+          reinterpret_cast<Source*>(at)[c] = i < slices && c < valid ? run[c] : Source(0.0f);
         }
       }
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_
 // Bits have the order of magnitudes, with infinity and NaN on top. Of the 16 columns that a warp is at: lanes that differ in
 // g meet, and those with an even g have one column each.
 template <class Source, bool kTransposed>
-__device__ __forceinline__ void see_columns(const ProbeRuns<Source, kTransposed>& x, uint32_t* tops, int valid) {
+__device__ __forceinline__ void reduce_column_absmax(const ProbeRuns<Source, kTransposed>& x, uint32_t* absmax, int valid) {
   const int lane = threadIdx.x % 32;
   uint32_t top[kRun] = {};
   CUTE_UNROLL
@@ -136,7 +136,7 @@ __device__ __forceinline__ void see_columns(const ProbeRuns<Source, kTransposed>
   uint32_t own = max(odd ? high : low, __shfl_xor_sync(~0u, odd ? low : high, 8));
   own = max(own, __shfl_xor_sync(~0u, own, 4));
   const int column = lane % 4 * kRun + (second ? 2 : 0) + (odd ? 1 : 0);
-  if ((lane & 4) == 0 && column < valid) atomicMax(tops + column, own);
+  if ((lane & 4) == 0 && column < valid) atomicMax(absmax + column, own);
 }
 
 // What a block has: the rows of kGroups groups of warps, which read the same of W at about the same time.
@@ -149,7 +149,7 @@ struct ProbeTile {
 // The sums of a tile by warp, and the bits of its rows' largest magnitudes; where the runs came by before.
 struct ProbeParts {
   float sums[kWarps][kProbes * kPartPitch];
-  uint32_t tops[kWarps][kWarpRows];
+  uint32_t absmax[kWarps][kWarpRows];
 
   // This warp's, of the mma's accumulators.
   template <bool kTransposed>
@@ -179,7 +179,7 @@ struct ProbeParts {
     using Tile = ProbeTile<kGroups>;
     uint32_t found = 0;
     CUTE_UNROLL
-    for (int i = 0; i < Tile::kSplits; ++i) found = max(found, tops[row / kWarpRows * Tile::kSplits + i][row % kWarpRows]);
+    for (int i = 0; i < Tile::kSplits; ++i) found = max(found, absmax[row / kWarpRows * Tile::kSplits + i][row % kWarpRows]);
     return found;
   }
 };
@@ -241,10 +241,10 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
         copy_async_run<Runs::kBytes>(shared_address(to + i * 32 * Runs::kBytes), first + i * apart, Runs::kBytes);
       }
     } else if (at < columns) {
-      const int left = max(0, min(columns - place, kRun));
-      const Source* first = from + (left ? kTransposed ? place * x.pitch : int64_t{place} : 0);
-      const int lines = kTransposed ? left : present, valid = kTransposed ? present : left;
-      Runs::fetch(to, first, apart, lines, valid, x.vector && valid >= kRun);
+      const int remaining = max(0, min(columns - place, kRun));
+      const Source* first = from + (remaining ? kTransposed ? place * x.pitch : int64_t{place} : 0);
+      const int slices = kTransposed ? remaining : present, valid = kTransposed ? present : remaining;
+      Runs::fetch(to, first, apart, slices, valid, x.vector && valid >= kRun);
     }
     cp_async_commit();
   };
@@ -267,16 +267,16 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
   __syncthreads();  // all warps are done with their rings
 }
 
-// Sums of a tile of X to shared memory; returns this lane's part of the sum of squares. `tops`: of all columns, where those
-// are asked for. `halves`: X in float16, row by row without gaps, where C::kEmitFloat16; then runs are whole.
-template <class C, bool kTransposed, bool kSquares, Tops kAbsmax>
+// Sums of a tile of X to shared memory; returns this lane's part of the sum of squares. `absmax`: of all columns, where those
+// are asked for. `half_out`: X in float16, row by row without gaps, where C::kEmitFloat16; then runs are whole.
+template <class C, bool kTransposed, bool kSumOfSquares, Absmax kAbsmax>
 __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
-                                             int64_t tile, uint8_t* shared, uint32_t* tops, __half* halves) {
+                                             int64_t tile, uint8_t* shared, uint32_t* absmax, __half* half_out) {
   using Runs = ProbeRuns<typename C::Source, kTransposed>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   float sums[kTiles][4] = {};
-  double squares = 0.0;
-  uint32_t row_tops[kTiles] = {};
+  double sum_of_squares = 0.0;
+  uint32_t row_absmax[kTiles] = {};
   walk_tile<C, kTransposed>(x, w, w_pitch, tile, shared, [&](const Runs& here, const float4(&vectors)[2], int at, int64_t own,
                                                            int present) {
     if constexpr (C::kEmitFloat16) {
@@ -287,63 +287,63 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
         if (i < present && place < x.columns) {
           const __half2 run[2] = {__floats2half2_rn(here.at(i, 0), here.at(i, 1)),
                                   __floats2half2_rn(here.at(i, 2), here.at(i, 3))};
-          *reinterpret_cast<uint2*>(halves + (own + 8 * i) * x.columns + place) = *reinterpret_cast<const uint2*>(run);
+          *reinterpret_cast<uint2*>(half_out + (own + 8 * i) * x.columns + place) = *reinterpret_cast<const uint2*>(run);
         }
       }
     }
     probe_products(here, vectors, sums);
-    if constexpr (kSquares) {
+    if constexpr (kSumOfSquares) {
       float sum = 0.0f;
       CUTE_UNROLL
       for (int i = 0; i < kTiles * kRun; ++i) {
         const float value = here.at(i / kRun, i % kRun);
         sum = fmaf(value, value, sum);
       }
-      squares += sum;
+      sum_of_squares += sum;
     }
-    if constexpr (kAbsmax == Tops::kColumns) see_columns(here, tops + at, min(int(x.columns) - at, kDepth));
-    if constexpr (kAbsmax == Tops::kRows) {
+    if constexpr (kAbsmax == Absmax::kColumns) reduce_column_absmax(here, absmax + at, min(int(x.columns) - at, kDepth));
+    if constexpr (kAbsmax == Absmax::kRows) {
       CUTE_UNROLL
       for (int i = 0; i < kTiles * kRun; ++i) {
-        row_tops[i / kRun] = max(row_tops[i / kRun], magnitude_bits(here.at(i / kRun, i % kRun)));
+        row_absmax[i / kRun] = max(row_absmax[i / kRun], magnitude_bits(here.at(i / kRun, i % kRun)));
       }
     }
   });
   static_assert(sizeof(ProbeParts) == C::kPartsBytes, "the host has made room for them");
   ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
   parts.put<kTransposed>(sums);
-  if constexpr (kAbsmax == Tops::kRows) {
+  if constexpr (kAbsmax == Absmax::kRows) {
     CUTE_UNROLL
     for (int i = 0; i < kTiles; ++i) {
-      uint32_t top = max(row_tops[i], __shfl_xor_sync(~0u, row_tops[i], 1));
+      uint32_t top = max(row_absmax[i], __shfl_xor_sync(~0u, row_absmax[i], 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
-      if (t == 0) parts.tops[warp][probe_row<kTransposed>(i, g)] = top;
+      if (t == 0) parts.absmax[warp][probe_row<kTransposed>(i, g)] = top;
     }
   }
-  return squares;
+  return sum_of_squares;
 }
 
 // Parts (gridDim.y, 16, y_pitch) of Y = X W; a block of a row of the grid is a tile. x is X (rows, columns), or X^T as it lies
-// where Config::kTransposed. `halves`: see probe_tile. `tops`: the bits of the rows' or columns' largest magnitudes, zero before
+// where Config::kTransposed. `half_out`: see probe_tile. `absmax`: the bits of the rows' or columns' largest magnitudes, zero before
 // where blocks meet.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* tops, __half* halves) {
+      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* absmax, __half* half_out) {
   pdl_wait();
-  constexpr Tops kAbsmax = static_cast<Tops>(C::kAbsmax);
+  constexpr Absmax kAbsmax = static_cast<Absmax>(C::kAbsmax);
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
-  probe_tile<C, C::kTransposed, false, kAbsmax>(matrix, w, w_pitch, blockIdx.x, shared, tops, halves);
+  probe_tile<C, C::kTransposed, false, kAbsmax>(matrix, w, w_pitch, blockIdx.x, shared, absmax, half_out);
   __syncthreads();
   const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
-  if constexpr (kAbsmax == Tops::kRows) {
+  if constexpr (kAbsmax == Absmax::kRows) {
     if (threadIdx.x < Tile::kRows && corner + threadIdx.x < rows) {
       const uint32_t top = parts.top<C::kGroups>(threadIdx.x);
-      if (gridDim.y == 1) tops[corner + threadIdx.x] = top;
-      else atomicMax(tops + corner + threadIdx.x, top);
+      if (gridDim.y == 1) absmax[corner + threadIdx.x] = top;
+      else atomicMax(absmax + corner + threadIdx.x, top);
     }
   }
   CUTE_UNROLL

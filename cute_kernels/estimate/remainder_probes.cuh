@@ -14,14 +14,14 @@
 namespace magicube {
 
 // The parts of X W, and of sums with what digits leave.
-struct RestParts {
-  ProbeParts whole, rest;
+struct RemainderParts {
+  ProbeParts whole, remainder;
 };
 
 // Sums of a tile to shared memory. For B, with scales of its columns: u; v. For A, C::kLhs, with scales of its rows and
 // `vectors` u, v: A u; what the product leaves out.
 template <class C>
-__device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const float* vectors, int64_t pitch,
+__device__ __forceinline__ void remainder_tile(const ProbeMatrix<float>& x, const float* vectors, int64_t pitch,
                                           const float* scales, const DigitRule& rule, int64_t tile, uint8_t* shared) {
   using Runs = ProbeRuns<float, C::kTransposed>;
   using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
@@ -35,10 +35,10 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
     for (int i = 0; i < 4; ++i) by[i] = factors_at(corner + (C::kTransposed ? g * kRun + i : g + 8 * i), x.rows);
   }
   const ProbeVectors of_v(vectors + kProbes * pitch, pitch, int(x.columns));
-  float sums[kTiles][4] = {}, rests[kTiles][4] = {};
-  const auto add = [](float(&sum)[4], const float(&w)[4], float left, float right) {
+  float sums[kTiles][4] = {}, remainder[kTiles][4] = {};
+  const auto add = [](float(&sum)[4], const float(&w)[4], float first, float second) {
     Atom::fma(sum[0], sum[1], sum[2], sum[3], __float_as_uint(w[0]), __float_as_uint(w[1]), __float_as_uint(w[2]),
-              __float_as_uint(w[3]), __float_as_uint(left), __float_as_uint(right), sum[0], sum[1], sum[2], sum[3]);
+              __float_as_uint(w[3]), __float_as_uint(first), __float_as_uint(second), sum[0], sum[1], sum[2], sum[3]);
   };
   walk_tile<C, C::kTransposed>(x, vectors, pitch, tile, shared, [&](const Runs& here, const float4(&u_here)[2], int at,
                                                                   int64_t, int) {
@@ -67,22 +67,22 @@ __device__ __forceinline__ void rest_tile(const ProbeMatrix<float>& x, const flo
       }
       CUTE_UNROLL
       for (int tile = 0; tile < kTiles; ++tile) {
-        float left[2];  // by the digits of the entries at both places
+        float digit_remainder[2];  // by the digits of the entries at both places
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           take_digits<1>(here.at(tile, i + c), by[C::kLhs ? tile : i + c], rule,
-                         [&](int, uint32_t, float rest) { left[c] = rest; });
+                         [&](int, uint32_t, float remainder) { digit_remainder[c] = remainder; });
         }
         add(sums[tile], u, here.at(tile, i), here.at(tile, i + 1));
-        add(rests[tile], less, left[0], left[1]);
-        if constexpr (C::kLhs) add(rests[tile], v, here.at(tile, i), here.at(tile, i + 1));
+        add(remainder[tile], less, digit_remainder[0], digit_remainder[1]);
+        if constexpr (C::kLhs) add(remainder[tile], v, here.at(tile, i), here.at(tile, i + 1));
       }
     }
   });
-  static_assert(sizeof(RestParts) == C::kPartsBytes, "the host has made room for them");
-  RestParts& parts = *reinterpret_cast<RestParts*>(shared);
+  static_assert(sizeof(RemainderParts) == C::kPartsBytes, "the host has made room for them");
+  RemainderParts& parts = *reinterpret_cast<RemainderParts*>(shared);
   parts.whole.template put<C::kTransposed>(sums);
-  parts.rest.template put<C::kTransposed>(rests);
+  parts.remainder.template put<C::kTransposed>(remainder);
 }
 
 // u and v (2, 16, y_pitch); a block is a tile.
@@ -94,34 +94,34 @@ probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};
-  rest_tile<C>(matrix, w, w_pitch, scales, {0.0f, radix, {}, false}, blockIdx.x, shared);
+  remainder_tile<C>(matrix, w, w_pitch, scales, {0.0f, radix, {}, false}, blockIdx.x, shared);
   __syncthreads();
-  const RestParts& parts = *reinterpret_cast<const RestParts*>(shared);
+  const RemainderParts& parts = *reinterpret_cast<const RemainderParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
   for (int i = threadIdx.x; i < 2 * Tile::kSums; i += kProbeThreads) {
     const int probe = i / Tile::kRows, row = i % Tile::kRows;
-    const ProbeParts& of = probe < kProbes ? parts.whole : parts.rest;
+    const ProbeParts& of = probe < kProbes ? parts.whole : parts.remainder;
     if (corner + row < y_pitch) y[probe * y_pitch + corner + row] = of.sum<C::kGroups>(probe % kProbes, row);
   }
 }
 
-// judge_tiles of A u and of what the product leaves out; `vectors`: u and v, `left`: the scales of A's rows.
+// judge_tiles of A u and of what the product leaves out; `vectors`: u and v, `row_scales`: the scales of A's rows.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 judge_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* vectors, int64_t w_pitch,
-           const float* left, const float* right, int64_t right_count, float radix, float least, float most, double* out) {
+           const float* row_scales, const float* col_scales, int64_t col_count, float radix, float least, float most, double* out) {
   pdl_wait();
   extern __shared__ __align__(16) uint8_t shared[];
-  const RestParts& parts = *reinterpret_cast<const RestParts*>(shared);
+  const RemainderParts& parts = *reinterpret_cast<const RemainderParts*>(shared);
   const ProbeMatrix<float> matrix{x, pitch, rows, columns, vector != 0};
-  judge_tiles<C>(
-      rows, shared, left, rows, right, right_count, least, most, out,
+  estimate_tiles<C>(
+      rows, shared, row_scales, rows, col_scales, col_count, least, most, out,
       [&](int64_t tile) {
-        rest_tile<C>(matrix, vectors, w_pitch, left, {0.0f, radix, {}, false}, tile, shared);
+        remainder_tile<C>(matrix, vectors, w_pitch, row_scales, {0.0f, radix, {}, false}, tile, shared);
         return 0.0;
       },
       [&](int probe, int row, int64_t) {
-        return Judged{parts.whole.template sum<C::kGroups>(probe, row), 0.0, parts.rest.template sum<C::kGroups>(probe, row)};
+        return ProbeValues{parts.whole.template sum<C::kGroups>(probe, row), 0.0, parts.remainder.template sum<C::kGroups>(probe, row)};
       });
 }
 

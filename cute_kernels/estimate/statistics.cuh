@@ -18,13 +18,13 @@ struct SampledSide {
   double* facts;  // root of the lines' summed squared magnitudes; number of lines that are not near one, or not finite
   float* forms;   // (kSlices, kForms)
   float* energy;  // (pitch,)
-  float* lines;   // (kSlices, pitch), of magnitude one
+  float* slices;   // (kSlices, pitch), of magnitude one
   int64_t pitch;  // K rounded up to whole chunks
 
   __device__ SampledSide(double* base, int64_t inner)
       : facts(base), forms(reinterpret_cast<float*>(base + C::kFacts)), energy(forms + C::kSlices * C::kForms),
         pitch((inner + C::kChunk - 1) / C::kChunk * C::kChunk) {
-    lines = energy + pitch;
+    slices = energy + pitch;
   }
 };
 
@@ -34,10 +34,10 @@ enum Level { kX, kR1, kR2, kXC, kRC, kXO, kRO, kLevels };
 
 // Places in a line's forms: means of the quantities, and of what is below each of three sparse levels; shares of entries at
 // or above those; the step of a digit of XC and of XO.
-enum Form { kLight = kLevels, kAbove = kLight + 3, kTopC = kAbove + 3, kTopO };
+enum Form { kLight = kLevels, kAbove = kLight + 3, kAbsmaxC = kAbove + 3, kAbsmaxO };
 
 // A number in [0, 1) that follows from the seed and an index.
-__device__ __forceinline__ double drawn(uint64_t seed, uint64_t index) {
+__device__ __forceinline__ double random_uniform(uint64_t seed, uint64_t index) {
   uint64_t bits = seed + (index + 1) * 0x9e3779b97f4a7c15u;
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
@@ -50,38 +50,38 @@ inline constexpr float least = 1.0f / float(1 << C::kRangeLog2);
 
 // What a block knows of all lines of its side, and the lines that it draws.
 template <class C>
-struct LineDraw {
+struct SliceSampler {
   static constexpr int kWarps = C::kThreads / 32;
   uint32_t maxima[1][kWarps];
   double sums[2][kWarps + 1];
   double offsets[kWarps + 1];
   float peak, per_peak;
-  int line[C::kSlices];
+  int slice[C::kSlices];
 
-  __device__ static bool is_near(float top) { return top == 0.0f || (top >= least<C> && top <= 1.0f / least<C>); }
+  __device__ static bool is_in_range(float top) { return top == 0.0f || (top >= least<C> && top <= 1.0f / least<C>); }
   // Of a line, in squares of the largest; lines that are not near have none, lines of zeros count alike if all are so.
   __device__ float share(float top) const {
-    if (!is_near(top)) return 0.0f;
+    if (!is_in_range(top)) return 0.0f;
     const float part = peak > 0.0f ? top * per_peak : 1.0f;
     return part * part;
   }
 
   // Line i is the one that holds the (i + u)-th sixteenth of all shares, u random.
-  __device__ void draw(const float* tops, int count, uint64_t seed, double* facts) {
+  __device__ void draw(const float* absmax, int count, uint64_t seed, double* facts) {
     const int each = (count + C::kThreads - 1) / C::kThreads;
     const int begin = min(int(threadIdx.x) * each, count), end = min(begin + each, count);
     float most[1] = {0.0f};
     double numbers[2] = {0.0, 0.0};  // of far lines; of shares
     for (int i = begin; i < end; ++i) {
-      const float top = tops[i];
-      if (is_near(top)) most[0] = fmaxf(most[0], top);
+      const float top = absmax[i];
+      if (is_in_range(top)) most[0] = fmaxf(most[0], top);
       else numbers[0] += 1.0;
     }
     block_maxima<C::kThreads>(most, maxima);
     if (threadIdx.x == 0) peak = most[0], per_peak = 1.0f / most[0];
-    if (threadIdx.x < C::kSlices) line[threadIdx.x] = 0;
+    if (threadIdx.x < C::kSlices) slice[threadIdx.x] = 0;
     __syncthreads();
-    for (int i = begin; i < end; ++i) numbers[1] += share(tops[i]);
+    for (int i = begin; i < end; ++i) numbers[1] += share(absmax[i]);
     // What lies before a thread's lines is what its neighbour has behind its own, so that no target falls between them.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     double behind = numbers[1];
@@ -102,17 +102,17 @@ struct LineDraw {
     behind = lane == 31 ? offsets[warp + 1] : offsets[warp] + behind;
     const double total = offsets[kWarps];
     for (int target = 0; target < C::kSlices; ++target) {
-      const double at = (target + drawn(seed, target)) / C::kSlices * total;
+      const double at = (target + random_uniform(seed, target)) / C::kSlices * total;
       if (at >= before && at < behind) {
         double sum = before;
         int found = begin;
         for (int i = begin; i < end; ++i) {
-          const float part = share(tops[i]);
+          const float part = share(absmax[i]);
           if (part > 0.0f) found = i;
           sum += part;
           if (sum > at) break;
         }
-        line[target] = found;
+        slice[target] = found;
       }
     }
     block_sums<C::kThreads>(numbers, sums);  // its barriers publish the lines too
@@ -125,10 +125,10 @@ struct LineDraw {
 
 // One operand: entry k of line i is x[i * line_step + k * inner_step]; tops (count,) are the largest magnitudes.
 template <class Source>
-struct LineSource {
+struct SliceSource {
   const Source* x;
-  int64_t line_step, inner_step;
-  const float* tops;
+  int64_t slice_step, inner_step;
+  const float* absmax;
   int64_t count;
   uint64_t seed;
   double* workspace;
@@ -138,32 +138,32 @@ struct LineSource {
 // of up to two sides, blockIdx.y.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
-sample_lines(const typename C::Source* x0, int64_t line_step0, int64_t inner_step0, const float* tops0, int64_t count0,
-             int64_t seed0, double* workspace0, const typename C::Source* x1, int64_t line_step1, int64_t inner_step1,
-             const float* tops1, int64_t count1, int64_t seed1, double* workspace1, int64_t inner, uint32_t* arrived) {
+sample_lines(const typename C::Source* x0, int64_t slice_step0, int64_t inner_step0, const float* absmax0, int64_t count0,
+             int64_t seed0, double* workspace0, const typename C::Source* x1, int64_t slice_step1, int64_t inner_step1,
+             const float* absmax1, int64_t count1, int64_t seed1, double* workspace1, int64_t inner, uint32_t* arrived) {
   using Source = typename C::Source;
   constexpr int kParts = C::kThreads / C::kChunk, kEach = C::kSlices / kParts;
-  static_assert(kParts * C::kChunk == C::kThreads && kEach * kParts == C::kSlices, "a thread has some lines of one k");
-  __shared__ LineDraw<C> draw;
+  static_assert(kParts * C::kChunk == C::kThreads && kEach * kParts == C::kSlices, "a thread has some slices of one k");
+  __shared__ SliceSampler<C> draw;
   __shared__ float energies[kParts][C::kChunk];
-  const LineSource<Source> own =
+  const SliceSource<Source> own =
       blockIdx.y == 0
-          ? LineSource<Source>{x0, line_step0, inner_step0, tops0, count0, uint64_t(seed0), workspace0}
-          : LineSource<Source>{x1, line_step1, inner_step1, tops1, count1, uint64_t(seed1), workspace1};
+          ? SliceSource<Source>{x0, slice_step0, inner_step0, absmax0, count0, uint64_t(seed0), workspace0}
+          : SliceSource<Source>{x1, slice_step1, inner_step1, absmax1, count1, uint64_t(seed1), workspace1};
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *arrived = 0;  // for a later kernel
   const SampledSide<C> side(own.workspace, inner);
-  draw.draw(own.tops, int(own.count), own.seed, blockIdx.x == 0 ? side.facts : nullptr);
+  draw.draw(own.absmax, int(own.count), own.seed, blockIdx.x == 0 ? side.facts : nullptr);
   const int part = threadIdx.x / C::kChunk;
   const int64_t k = int64_t{blockIdx.x} * C::kChunk + threadIdx.x % C::kChunk;
   const int64_t apart = own.count / C::kSlices > 0 ? own.count / C::kSlices : 1;
   float entries[2][kEach];
   CUTE_UNROLL
   for (int e = 0; e < kEach; ++e) {
-    const int64_t line[2] = {draw.line[part + e * kParts], (part + e * kParts) * apart};
+    const int64_t slice[2] = {draw.slice[part + e * kParts], (part + e * kParts) * apart};
     CUTE_UNROLL
     for (int set = 0; set < 2; ++set) {
-      const bool there = k < inner && line[set] < own.count;
-      entries[set][e] = there ? static_cast<float>(own.x[line[set] * own.line_step + k * own.inner_step]) : 0.0f;
+      const bool in_bounds = k < inner && slice[set] < own.count;
+      entries[set][e] = in_bounds ? static_cast<float>(own.x[slice[set] * own.slice_step + k * own.inner_step]) : 0.0f;
     }
   }
   float energy = 0.0f;
@@ -171,8 +171,8 @@ sample_lines(const typename C::Source* x0, int64_t line_step0, int64_t inner_ste
   for (int e = 0; e < kEach; ++e) {
     const int row = part + e * kParts;
     const int64_t other = row * apart;
-    const float top = own.tops[draw.line[row]], other_top = other < own.count ? own.tops[other] : 1.0f;
-    side.lines[row * side.pitch + k] = __fdiv_rn(entries[0][e], fmaxf(top, 0x1p-126f));
+    const float top = own.absmax[draw.slice[row]], other_top = other < own.count ? own.absmax[other] : 1.0f;
+    side.slices[row * side.pitch + k] = __fdiv_rn(entries[0][e], fmaxf(top, 0x1p-126f));
     const float value = __fdiv_rn(entries[1][e], fmaxf(other_top, least<C>));
     energy = fmaf(value, value, energy);
   }
@@ -187,20 +187,20 @@ sample_lines(const typename C::Source* x0, int64_t line_step0, int64_t inner_ste
 }
 
 // Largest leading digit, radix, and the leading digits from which an entry is above a sparse level.
-struct DigitKind {
+struct DigitFormat {
   float limit, per_limit, radix, per_radix, levels[3];
 
-  __device__ DigitKind(float limit_, float radix_, float level0, float level1, float level2)
+  __device__ DigitFormat(float limit_, float radix_, float level0, float level1, float level2)
       : limit(limit_), per_limit(1.0f / limit_), radix(radix_), per_radix(1.0f / radix_), levels{level0, level1, level2} {}
 };
 
 // What one and two digits leave of an entry of a line of magnitude one; `digit` is the leading one.
-__device__ __forceinline__ void residuals(float x, const DigitKind& kind, float& digit, float& first, float& second) {
+__device__ __forceinline__ void residuals(float x, const DigitFormat& kind, float& digit, float& first, float& second) {
   const float scaled = __fmul_rn(x, kind.limit);
   digit = rintf(scaled);
-  const float rest = __fadd_rn(scaled, -digit), fine = __fmul_rn(rest, kind.radix);
+  const float remainder = __fadd_rn(scaled, -digit), fine = __fmul_rn(remainder, kind.radix);
   const float low = fminf(fmaxf(rintf(fine), -kind.limit - 1.0f), kind.limit);
-  first = rest * kind.per_limit;
+  first = remainder * kind.per_limit;
   second = (fine - low) * kind.per_limit * kind.per_radix;
 }
 
@@ -209,22 +209,22 @@ struct DigitStep {
   float step, per;
 
   __device__ DigitStep(float top, float limit) : step(fmaxf(top, 0x1p-100f) / limit), per(limit / fmaxf(top, 0x1p-100f)) {}
-  __device__ float left_of(float x) const { return __fmaf_rn(-rintf(x * per), step, x); }
+  __device__ float remainder_of(float x) const { return __fmaf_rn(-rintf(x * per), step, x); }
 };
 
 // Where a column of k has outliers, (K,) bytes, and the forms of each line; a block has one line of a side, blockIdx.y.
 // An outlier has more than kOutlierRatio times the median energy, and at most K / kOutlierDivisor columns are outliers.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
-measure_lines(double* workspace0, uint8_t* hot0, double* workspace1, uint8_t* hot1, int64_t inner, float limit, float radix,
+measure_lines(double* workspace0, uint8_t* outliers0, double* workspace1, uint8_t* outliers1, int64_t inner, float limit, float radix,
               float level0, float level1, float level2) {
   constexpr int kThreads = C::kThreads, kSums = 10;
   __shared__ int counts[2][2][kThreads / 32];
   __shared__ uint32_t maxima[1][kThreads / 32];
   __shared__ double sums[kSums][kThreads / 32 + 1];
   const SampledSide<C> side(blockIdx.y == 0 ? workspace0 : workspace1, inner);
-  uint8_t* const hot = blockIdx.y == 0 ? hot0 : hot1;
-  const DigitKind kind(limit, radix, level0, level1, level2);
+  uint8_t* const outliers = blockIdx.y == 0 ? outliers0 : outliers1;
+  const DigitFormat kind(limit, radix, level0, level1, level2);
   const int k_count = int(inner), most = k_count / C::kOutlierDivisor;
   float bound = __uint_as_float(0x7f800000);
   if (most > 0) {
@@ -233,34 +233,34 @@ measure_lines(double* workspace0, uint8_t* hot0, double* workspace1, uint8_t* ho
     select_ranks<kThreads, 0>(side.energy, k_count, ranks, found, counts);
     bound = fmaxf(float(C::kOutlierRatio) * __uint_as_float(found[0]), __uint_as_float(found[1]));
   }
-  const float* line = side.lines + blockIdx.x * side.pitch;
+  const float* slice = side.slices + blockIdx.x * side.pitch;
   double means[2] = {0.0, 0.0};  // of all entries, of those outside of outlier columns
-  float tops[1] = {0.0f};        // outside of outlier columns
+  float absmax[1] = {0.0f};        // outside of outlier columns
   for (int k = threadIdx.x; k < k_count; k += kThreads) {
-    const float x = line[k];
+    const float x = slice[k];
     const bool outlier = side.energy[k] > bound;
-    if (blockIdx.x == 0) hot[k] = outlier;
+    if (blockIdx.x == 0) outliers[k] = outlier;
     means[0] += x;
     means[1] += outlier ? 0.0f : x;
-    tops[0] = fmaxf(tops[0], outlier ? 0.0f : fabsf(x));
+    absmax[0] = fmaxf(absmax[0], outlier ? 0.0f : fabsf(x));
   }
   block_sums<kThreads>(means, sums);
-  block_maxima<kThreads>(tops, maxima);
+  block_maxima<kThreads>(absmax, maxima);
   const double per_count = 1.0 / k_count;
   const float mean = static_cast<float>(means[0] * per_count);
   float apart[1] = {0.0f};
-  for (int k = threadIdx.x; k < k_count; k += kThreads) apart[0] = fmaxf(apart[0], fabsf(line[k] - mean));
+  for (int k = threadIdx.x; k < k_count; k += kThreads) apart[0] = fmaxf(apart[0], fabsf(slice[k] - mean));
   block_maxima<kThreads>(apart, maxima);
-  const DigitStep centred(apart[0], limit), kept(tops[0], limit);
+  const DigitStep centered(apart[0], limit), masked(absmax[0], limit);
   double values[kSums] = {};  // sums of R1, R2, RC, RO; below each level; at or above each level
   for (int k = threadIdx.x; k < k_count; k += kThreads) {
-    const float x = line[k];
+    const float x = slice[k];
     float digit, first, second;
     residuals(x, kind, digit, first, second);
     values[0] += first;
     values[1] += second;
-    values[2] += centred.left_of(x - mean);
-    values[3] += side.energy[k] > bound ? 0.0f : kept.left_of(x);
+    values[2] += centered.remainder_of(x - mean);
+    values[3] += side.energy[k] > bound ? 0.0f : masked.remainder_of(x);
     CUTE_UNROLL
     for (int level = 0; level < 3; ++level) {
       const bool light = fabsf(digit) < kind.levels[level];
@@ -276,8 +276,8 @@ measure_lines(double* workspace0, uint8_t* hot0, double* workspace1, uint8_t* ho
     for (int i = 0; i < kLevels; ++i) to[i] = static_cast<float>(all[i] * per_count);
     CUTE_UNROLL
     for (int i = 0; i < 6; ++i) to[kLight + i] = static_cast<float>(values[4 + i] * per_count);
-    to[kTopC] = apart[0];
-    to[kTopO] = tops[0];
+    to[kAbsmaxC] = apart[0];
+    to[kAbsmaxO] = absmax[0];
   }
 }
 

@@ -10,21 +10,21 @@ constexpr int kRaw = 5, kSquares = kLevels + kRaw;
 
 // Sums over a thread's lines of squares of entry k, by level.
 template <class C, int kEach, int kParts>
-__device__ __forceinline__ void square_entries(const SampledSide<C>& side, const DigitKind& kind, int64_t k, bool hot,
+__device__ __forceinline__ void column_squares(const SampledSide<C>& side, const DigitFormat& kind, int64_t k, bool is_outlier,
                                                int part, float (&squares)[kSquares]) {
   CUTE_UNROLL
   for (int s = 0; s < kSquares; ++s) squares[s] = 0.0f;
   CUTE_UNROLL
   for (int e = 0; e < kEach; ++e) {
-    const int line = part + e * kParts;
-    const float* form = side.forms + line * C::kForms;
-    const float x = side.lines[line * side.pitch + k], centred = x - form[kX];
+    const int slice = part + e * kParts;
+    const float* form = side.forms + slice * C::kForms;
+    const float x = side.slices[slice * side.pitch + k], centered = x - form[kX];
     float digit, first, second;
     residuals(x, kind, digit, first, second);
-    const float rest = DigitStep(form[kTopC], kind.limit).left_of(centred);
-    const float kept = hot ? 0.0f : x, rest_kept = DigitStep(form[kTopO], kind.limit).left_of(kept);
+    const float remainder = DigitStep(form[kAbsmaxC], kind.limit).remainder_of(centered);
+    const float masked = is_outlier ? 0.0f : x, remainder_masked = DigitStep(form[kAbsmaxO], kind.limit).remainder_of(masked);
     const float values[kSquares] = {
-        centred, first - form[kR1], second - form[kR2], centred, rest - form[kRC], kept - form[kXO], rest_kept - form[kRO],
+        centered, first - form[kR1], second - form[kR2], centered, remainder - form[kRC], masked - form[kXO], remainder_masked - form[kRO],
         x, first, fabsf(digit) < kind.levels[0] ? x : 0.0f, fabsf(digit) < kind.levels[1] ? x : 0.0f,
         fabsf(digit) < kind.levels[2] ? x : 0.0f};
     CUTE_UNROLL
@@ -34,7 +34,7 @@ __device__ __forceinline__ void square_entries(const SampledSide<C>& side, const
 
 // A block's sums, and what is made of all of them: products of squares, level by level of one operand and of the other.
 template <class C>
-struct Meeting {
+struct PairReduction {
   static constexpr int kThreads = C::kThreads, kChunk = C::kChunk, kParts = kThreads / kChunk, kEach = C::kSlices / kParts;
   static constexpr int kTables = kLevels * kLevels + kRaw * kRaw, kSums = kTables + 2;  // hot columns, and squares of P
   static constexpr int kShares = 4;                                                     // of the columns of k
@@ -48,30 +48,30 @@ struct Meeting {
 
 // Shares of the crossed squares' sum that the columns of k have whose other half has most, for a share of the columns.
 template <class C>
-__device__ void share_columns(const float* crossed, int64_t pitch, int count, const int (&taken)[4], double* out,
-                              Meeting<C>& shared) {
+__device__ void share_columns(const float* cross_weight, int64_t pitch, int count, const int (&share_counts)[4], double* out,
+                              PairReduction<C>& shared) {
   constexpr int kLowest = 12;  // values that differ behind that bit count as equal
   int ranks[4];
   CUTE_UNROLL
-  for (int r = 0; r < 4; ++r) ranks[r] = count - taken[r];
+  for (int r = 0; r < 4; ++r) ranks[r] = count - share_counts[r];
   uint32_t found[4];
-  select_ranks<C::kThreads, kLowest>(crossed, count, ranks, found, shared.counts);
+  select_ranks<C::kThreads, kLowest>(cross_weight, count, ranks, found, shared.counts);
   double all[1] = {0.0};
-  for (int k = threadIdx.x; k < count; k += C::kThreads) all[0] += crossed[pitch + k];
+  for (int k = threadIdx.x; k < count; k += C::kThreads) all[0] += cross_weight[pitch + k];
   block_sums<C::kThreads>(all, shared.sums);
   CUTE_UNROLL
   for (int r = 0; r < 4; ++r) {
     double sums[2] = {0.0, 0.0}, counts[2] = {0.0, 0.0};  // above the value of that rank, and equal to it
     for (int k = threadIdx.x; k < count; k += C::kThreads) {
-      const uint32_t value = __float_as_uint(crossed[k]) >> kLowest, level = found[r] >> kLowest;
-      const double part = crossed[pitch + k];
+      const uint32_t value = __float_as_uint(cross_weight[k]) >> kLowest, level = found[r] >> kLowest;
+      const double part = cross_weight[pitch + k];
       sums[0] += value > level ? part : 0.0, counts[0] += value > level ? 1.0 : 0.0;
       sums[1] += value == level ? part : 0.0, counts[1] += value == level ? 1.0 : 0.0;
     }
     block_sums<C::kThreads>(sums, shared.sums);
     block_sums<C::kThreads>(counts, shared.sums);
     if (threadIdx.x == 0) {
-      const double part = sums[0] + sums[1] * (taken[r] - counts[0]) / counts[1];
+      const double part = sums[0] + sums[1] * (share_counts[r] - counts[0]) / counts[1];
       out[r] = all[0] > 0.0 ? part / all[0] : 0.0;
     }
   }
@@ -79,32 +79,32 @@ __device__ void share_columns(const float* crossed, int64_t pitch, int count, co
 
 // All that predictions ask of a pair of operands, to `out`: kSums sums (two tables of products over k, the number of outlier
 // columns, the squares of `product`), kShares shares, for each operand kMeans x kMeans products of means, then 3 densities,
-// then its facts. `partials` (blocks, kSums); `crossed` (2, pitch) gets what the cross products of each column weigh, by
+// then its facts. `partials` (blocks, kSums); `cross_weight` (2, pitch) gets what the cross products of each column weigh, by
 // every other line and by the rest; `arrived` is zero before.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
-meet_lines(double* left, const uint8_t* left_hot, double* right, const uint8_t* right_hot, int64_t inner, float limit,
+meet_lines(double* lhs, const uint8_t* lhs_outliers, double* rhs, const uint8_t* rhs_outliers, int64_t inner, float limit,
            float radix, float level0, float level1, float level2, const float* product, int64_t product_count,
-           float* crossed, double* partials, uint32_t* arrived, int64_t taken0, int64_t taken1, int64_t taken2,
+           float* cross_weight, double* partials, uint32_t* arrived, int64_t taken0, int64_t taken1, int64_t taken2,
            int64_t taken3, double* out) {
-  using M = Meeting<C>;
-  static_assert(M::kParts % 2 == 0, "a thread's lines are all even or all odd ones");
+  using M = PairReduction<C>;
+  static_assert(M::kParts % 2 == 0, "a thread's slices are all even or all odd ones");
   __shared__ M shared;
-  const SampledSide<C> a(left, inner), b(right, inner);
-  const DigitKind kind(limit, radix, level0, level1, level2);
+  const SampledSide<C> a(lhs, inner), b(rhs, inner);
+  const DigitFormat kind(limit, radix, level0, level1, level2);
   const int column = threadIdx.x % M::kChunk, part = threadIdx.x / M::kChunk;
   const int64_t k = int64_t{blockIdx.x} * M::kChunk + column;
-  const bool there = k < inner, hot_a = there && left_hot[k], hot_b = there && right_hot[k];
+  const bool in_bounds = k < inner, outlier_a = in_bounds && lhs_outliers[k], outlier_b = in_bounds && rhs_outliers[k];
   {
     float squares[kSquares];
-    square_entries<C, M::kEach, M::kParts>(a, kind, k, hot_a, part, squares);
+    column_squares<C, M::kEach, M::kParts>(a, kind, k, outlier_a, part, squares);
     CUTE_UNROLL
-    for (int s = 0; s < kSquares; ++s) shared.squares[part][s][column] = there ? squares[s] : 0.0f;
-    square_entries<C, M::kEach, M::kParts>(b, kind, k, hot_b, part, squares);
+    for (int s = 0; s < kSquares; ++s) shared.squares[part][s][column] = in_bounds ? squares[s] : 0.0f;
+    column_squares<C, M::kEach, M::kParts>(b, kind, k, outlier_b, part, squares);
     CUTE_UNROLL
-    for (int s = 0; s < kSquares; ++s) shared.squares[part][kSquares + s][column] = there ? squares[s] : 0.0f;
+    for (int s = 0; s < kSquares; ++s) shared.squares[part][kSquares + s][column] = in_bounds ? squares[s] : 0.0f;
   }
-  double others[2] = {part == 0 && (hot_a || hot_b) ? 1.0 : 0.0, 0.0};
+  double others[2] = {part == 0 && (outlier_a || outlier_b) ? 1.0 : 0.0, 0.0};
   for (int i = int(blockIdx.x) * C::kThreads + int(threadIdx.x); i < int(product_count); i += int(gridDim.x) * C::kThreads) {
     const double value = product[i];
     others[1] += value * value;
@@ -120,7 +120,7 @@ meet_lines(double* left, const uint8_t* left_hot, double* right, const uint8_t* 
       half[2] += shared.squares[part + p][kSquares + kRawX][column];
       half[3] += shared.squares[part + p][kSquares + kRawFirst][column];
     }
-    crossed[part * a.pitch + k] = half[1] * half[2] + half[0] * half[3];  // (2, pitch)
+    cross_weight[part * a.pitch + k] = half[1] * half[2] + half[0] * half[3];  // (2, pitch)
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 2 * kSquares * M::kChunk; i += C::kThreads) {
@@ -146,30 +146,30 @@ meet_lines(double* left, const uint8_t* left_hot, double* right, const uint8_t* 
   __syncthreads();
   if (!shared.last) return;
   __threadfence();
-  constexpr double kPerLine = 1.0 / C::kSlices;
+  constexpr double kPerSlice = 1.0 / C::kSlices;
   for (int i = threadIdx.x; i < M::kSums; i += C::kThreads) {
     double sum = 0.0;
     for (uint32_t block = 0; block < gridDim.x; ++block) sum += __ldcg(partials + int64_t{block} * M::kSums + i);
-    out[i] = i < M::kTables ? sum * kPerLine * kPerLine : sum;
+    out[i] = i < M::kTables ? sum * kPerSlice * kPerSlice : sum;
   }
   double* const behind = out + M::kSums;
-  const int taken[4] = {int(taken0), int(taken1), int(taken2), int(taken3)};
-  share_columns(crossed, a.pitch, int(inner), taken, behind, shared);
+  const int share_counts[4] = {int(taken0), int(taken1), int(taken2), int(taken3)};
+  share_columns(cross_weight, a.pitch, int(inner), share_counts, behind, shared);
   for (int i = threadIdx.x; i < 2 * M::kMeans * M::kMeans; i += C::kThreads) {
     const float* forms = i < M::kMeans * M::kMeans ? a.forms : b.forms;
     const int x = i / M::kMeans % M::kMeans, y = i % M::kMeans;
     double sum = 0.0;
-    for (int line = 0; line < C::kSlices; ++line) {
-      sum += static_cast<double>(forms[line * C::kForms + x]) * forms[line * C::kForms + y];
+    for (int slice = 0; slice < C::kSlices; ++slice) {
+      sum += static_cast<double>(forms[slice * C::kForms + x]) * forms[slice * C::kForms + y];
     }
-    behind[M::kShares + i] = sum * kPerLine;
+    behind[M::kShares + i] = sum * kPerSlice;
   }
   double* const ends = behind + M::kShares + 2 * M::kMeans * M::kMeans;
   if (threadIdx.x < 6) {
     const float* forms = threadIdx.x < 3 ? a.forms : b.forms;
     double sum = 0.0;
-    for (int line = 0; line < C::kSlices; ++line) sum += forms[line * C::kForms + kAbove + threadIdx.x % 3];
-    ends[threadIdx.x] = sum * kPerLine;
+    for (int slice = 0; slice < C::kSlices; ++slice) sum += forms[slice * C::kForms + kAbove + threadIdx.x % 3];
+    ends[threadIdx.x] = sum * kPerSlice;
   } else if (threadIdx.x < 10) {
     const int i = threadIdx.x - 6;
     ends[threadIdx.x] = (i < 2 ? a.facts : b.facts)[i % 2];

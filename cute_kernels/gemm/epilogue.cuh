@@ -22,42 +22,42 @@ struct GemmOutput {
 
   Out* out;
   const Source* c;
-  const float* rows;     // a factor each, or null
-  const float* columns;  // a factor each, or null
+  const float* row_scales;     // a factor each, or null
+  const float* col_scales;  // a factor each, or null
   const float* bias;     // or null
   int64_t pitch, c_pitch;
   int m, n;
   float alpha, beta, weight1, weight2;  // alpha holds factors that all rows or all columns have in common
   bool vector;                          // n is a multiple of 8, and rows start at multiples of 16 bytes
 
-  __device__ float row_factor(int row) const { return rows && row < m ? alpha * __ldg(rows + row) : alpha; }
+  __device__ float row_scale(int row) const { return row_scales && row < m ? alpha * __ldg(row_scales + row) : alpha; }
 
   // The levels' sums, register by register, become totals in the place of the first: integers, or the bits of floats.
   template <int kRegisters>
-  __device__ void fold(uint32_t (&sums)[C::kLevels][kRegisters]) const {
+  __device__ void fold(uint32_t (&accum)[C::kLevels][kRegisters]) const {
     if constexpr (kIntegral || kFloatAccum) return;
     const float weight[] = {weight1, weight2};
     CUTE_UNROLL
     for (int r = 0; r < kRegisters; ++r) {
-      float total = static_cast<float>(static_cast<int32_t>(sums[0][r]));
+      float total = static_cast<float>(static_cast<int32_t>(accum[0][r]));
       CUTE_UNROLL
       for (int level = 1; level < C::kLevels; ++level) {
-        total = __fmaf_rn(static_cast<float>(static_cast<int32_t>(sums[level][r])), weight[level - 1], total);
+        total = __fmaf_rn(static_cast<float>(static_cast<int32_t>(accum[level][r])), weight[level - 1], total);
       }
-      sums[0][r] = __float_as_uint(total);
+      accum[0][r] = __float_as_uint(total);
       // Here and now, not where it is read: the registers of the other levels are wanted.
-      if constexpr (C::kLevels > 1) asm volatile("" : "+r"(sums[0][r]));
+      if constexpr (C::kLevels > 1) asm volatile("" : "+r"(accum[0][r]));
     }
   }
 
-  __device__ Out finish(uint32_t total, Source prior, float left, float right, float shift) const {
+  __device__ Out finish(uint32_t total, Source source, float row_scale, float col_scale, float bias) const {
     if constexpr (kIntegral) {
       Out result = static_cast<int32_t>(total);
-      if constexpr (kHasSource) result += prior;
+      if constexpr (kHasSource) result += source;
       return result;
     } else {
-      float result = __fmaf_rn(__uint_as_float(total) * left, right, shift);
-      if constexpr (kHasSource) result = __fmaf_rn(beta, static_cast<float>(prior), result);
+      float result = __fmaf_rn(__uint_as_float(total) * row_scale, col_scale, bias);
+      if constexpr (kHasSource) result = __fmaf_rn(beta, static_cast<float>(source), result);
       if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(result);
       else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(result);
       else return result;
@@ -70,9 +70,9 @@ constexpr int kQuadColumns[8] = {0, 1, 8, 9, 16, 17, 24, 25};
 
 // The entries of `from` at those columns that exist; `otherwise` elsewhere.
 template <class Value>
-__device__ __forceinline__ void load_quad(const Value* from, bool present, int left, Value otherwise, Value (&to)[8]) {
+__device__ __forceinline__ void load_quad(const Value* from, bool present, int remaining, Value otherwise, Value (&to)[8]) {
   CUTE_UNROLL
-  for (int i = 0; i < 8; ++i) to[i] = present && kQuadColumns[i] < left ? from[kQuadColumns[i]] : otherwise;
+  for (int i = 0; i < 8; ++i) to[i] = present && kQuadColumns[i] < remaining ? from[kQuadColumns[i]] : otherwise;
 }
 
 // Lane t of a quad has word t of the rows x[0..3] of a matrix, and gets row t.
@@ -119,31 +119,31 @@ struct NoVisitor {
 };
 
 // kVector: by write_quad. kFactors: columns have factors, or there is a bias. The rest as for write_fragment.
-template <bool kVector, bool kFactors, class C, int kRegisters, class See>
-__device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, const uint32_t (&sums)[C::kLevels][kRegisters], int row,
-                                            int column, int lane, const See& see) {
+template <bool kVector, bool kHasScales, class C, int kRegisters, class Visitor>
+__device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, const uint32_t (&accum)[C::kLevels][kRegisters], int row,
+                                            int column, int lane, const Visitor& visitor) {
   using Out = typename C::Out;
   using Source = typename C::Source;
   const int g = lane / 4, t = lane % 4;
-  const float left[2] = {to.row_factor(row + g), to.row_factor(row + g + 8)};
+  const float row_scale[2] = {to.row_scale(row + g), to.row_scale(row + g + 8)};
   CUTE_UNROLL
   for (int first = 0; first < kRegisters / 4; first += 4) {
     __syncwarp();  // keeps the loads for later columns from being moved up here, where registers are few
     const int own = column + 8 * first + 2 * t, present = to.n - own;
-    float factor[8], shift[8];
-    load_quad(to.columns + own, kFactors && to.columns, present, 1.0f, factor);
-    load_quad(to.bias + own, kFactors && to.bias, present, 0.0f, shift);
+    float col_scale[8], bias[8];
+    load_quad(to.col_scales + own, kHasScales && to.col_scales, present, 1.0f, col_scale);
+    load_quad(to.bias + own, kHasScales && to.bias, present, 0.0f, bias);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int at = row + g + 8 * half;
-      Source prior[8];
-      if constexpr (GemmOutput<C>::kHasSource) load_quad(to.c + int64_t{at} * to.c_pitch + own, at < to.m, present, Source(0), prior);
+      Source source[8];
+      if constexpr (GemmOutput<C>::kHasSource) load_quad(to.c + int64_t{at} * to.c_pitch + own, at < to.m, present, Source(0), source);
       alignas(16) Out pair[8];
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
         const int r = 4 * (first + i / 2) + 2 * half + i % 2;
-        pair[i] = to.finish(sums[0][r], prior[i], left[half], factor[i], shift[i]);
-        see(pair[i]);
+        pair[i] = to.finish(accum[0][r], source[i], row_scale[half], col_scale[i], bias[i]);
+        visitor(pair[i]);
       }
       if constexpr (kVector) {
         write_quad(to, pair, at, column + 8 * first, t);
@@ -158,16 +158,16 @@ __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, cons
 }
 
 // A warp's fragment of 16 rows and 2 * kRegisters columns, in the order of an mma's accumulators: rows g, g + 8 of the
-// first eight columns, then of the next. (row, column) is its corner. `see` is called with each result, also those beyond the
+// first eight columns, then of the next. (row, column) is its corner. `visitor` is called with each result, also those beyond the
 // output's edge, which are no sums of anything.
-template <class C, int kRegisters, class See = NoVisitor>
-__device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&sums)[C::kLevels][kRegisters], int row,
-                                               int column, int lane, const See& see = {}) {
+template <class C, int kRegisters, class Visitor = NoVisitor>
+__device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&accum)[C::kLevels][kRegisters], int row,
+                                               int column, int lane, const Visitor& visitor = {}) {
   static_assert(kRegisters % 16 == 0, "four blocks of eight columns are written together");
-  to.fold(sums);
-  if (!to.vector) store_accumulators<false, true>(to, sums, row, column, lane, see);
-  else if (to.columns || to.bias) store_accumulators<true, true>(to, sums, row, column, lane, see);
-  else store_accumulators<true, false>(to, sums, row, column, lane, see);
+  to.fold(accum);
+  if (!to.vector) store_accumulators<false, true>(to, accum, row, column, lane, visitor);
+  else if (to.col_scales || to.bias) store_accumulators<true, true>(to, accum, row, column, lane, visitor);
+  else store_accumulators<true, false>(to, accum, row, column, lane, visitor);
 }
 
 }  // namespace magicube

@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_part(const GemmOperand& from, uint32_t to, 
     CUTE_UNROLL
     for (int i = 0; i < kRows * G::kChunks / G::kThreads; ++i) {
       const int unit = i * G::kThreads + threadIdx.x, row = unit / G::kChunks, chunk = unit % G::kChunks;
-      const int64_t k = at + 16 * chunk, left = first + row < from.rows ? from.k - k : 0;
-      const int valid = left >= 16 ? 16 : left > 0 ? int(left) : 0;
+      const int64_t k = at + 16 * chunk, remaining = first + row < from.rows ? from.k - k : 0;
+      const int valid = remaining >= 16 ? 16 : remaining > 0 ? int(remaining) : 0;
       const uint8_t* source = from.planes[plane] + (valid ? (first + row) * from.pitches[plane] + k : 0);
       cp_async(to + plane * kRows * G::kTileK + swizzled<G::kTileK>(row, chunk), source, valid);
     }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t (&to
 
 // d += a b for 16 rows and 8 columns; sums are integers, or the bits of floats.
 template <bool kFloats>
-__device__ __forceinline__ void multiply_warp(uint32_t* d, const uint32_t (&a)[4], const uint32_t* b) {
+__device__ __forceinline__ void mma_warp(uint32_t* d, const uint32_t (&a)[4], const uint32_t* b) {
   if constexpr (kFloats) {
     float sum[4];
     CUTE_UNROLL
@@ -70,11 +70,11 @@ __device__ __forceinline__ void multiply_warp(uint32_t* d, const uint32_t (&a)[4
 }
 
 template <class C>
-using WarpSums = uint32_t[WarpGemm<C>::kBlocks][C::kLevels][WarpGemm<C>::kRegisters];
+using WarpAccumulators = uint32_t[WarpGemm<C>::kBlocks][C::kLevels][WarpGemm<C>::kRegisters];
 
 // All products of one part of k that concern a warp's rows and columns.
 template <class C>
-__device__ __forceinline__ void multiply_stage(WarpSums<C>& sums, const uint8_t* stage, int row, int column, int lane) {
+__device__ __forceinline__ void mma_stage(WarpAccumulators<C>& accum, const uint8_t* stage, int row, int column, int lane) {
   using G = WarpGemm<C>;
   CUTE_UNROLL
   for (int k = 0; k < G::kChunks; k += 2) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void multiply_stage(WarpSums<C>& sums, const uint8_t*
           if (i + j >= C::kLevels) continue;
           CUTE_UNROLL
           for (int n = 0; n < 4; ++n) {
-            uint32_t* d = sums[block][i + j < C::kLevels ? i + j : 0] + 4 * n;
-            multiply_warp<C::kFloatAccum>(d, a, b[j][n / 2] + n % 2 * 2);
+            uint32_t* d = accum[block][i + j < C::kLevels ? i + j : 0] + 4 * n;
+            mma_warp<C::kFloatAccum>(d, a, b[j][n / 2] + n % 2 * 2);
           }
         }
       }
@@ -112,14 +112,14 @@ template <class C>
 __global__ void __launch_bounds__(WarpGemm<C>::kThreads, C::kResident)
 gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_a0, int64_t pitch_a1, int64_t pitch_a2,
          const uint8_t* b0, const uint8_t* b1, const uint8_t* b2, int64_t pitch_b0, int64_t pitch_b1, int64_t pitch_b2,
-         int64_t k, typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
-         const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
+         int64_t k, typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* row_scales, int64_t row_step,
+         const float* col_scales, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
          int64_t vector, float alpha, float beta, float weight1, float weight2) {
   using G = WarpGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const TileScheduler<C::kBand> order{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
+  const TileScheduler<C::kBand> scheduler{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
   int tile_row, tile_column;
-  order.place(blockIdx.x, tile_row, tile_column);
+  scheduler.place(blockIdx.x, tile_row, tile_column);
   const GemmOperand a{{a0, a1, a2}, {pitch_a0, pitch_a1, pitch_a2}, m, k};
   const GemmOperand b{{b0, b1, b2}, {pitch_b0, pitch_b1, pitch_b2}, n, k};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -136,21 +136,21 @@ gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_
     cp_async_commit();
   };
   for (int stage = 0; stage < C::kStages - 1; ++stage) load(stage, stage);
-  WarpSums<C> sums = {};
+  WarpAccumulators<C> accum = {};
   for (int part = 0, stage = 0; part < parts; ++part) {
     cp_async_wait<C::kStages - 2>();
     __syncthreads();  // the part is there for all, and the stage before it is out of use
     load(part + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
-    multiply_stage<C>(sums, shared + stage * G::kStageBytes, row, column, lane);
+    mma_stage<C>(accum, shared + stage * G::kStageBytes, row, column, lane);
     if (++stage == C::kStages) stage = 0;
   }
-  if (rows && row_step == 0) alpha *= __ldg(rows);
-  if (columns && column_step == 0) alpha *= __ldg(columns);
-  const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+  if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
+  if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
+  const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
                          int(n), alpha, beta, weight1, weight2, vector != 0};
   CUTE_UNROLL
   for (int block = 0; block < G::kBlocks; ++block) {
-    write_fragment(to, sums[block], tile_row * G::kTileM + row + 16 * block, tile_column * G::kTileN + column, lane);
+    write_fragment(to, accum[block], tile_row * G::kTileM + row + 16 * block, tile_column * G::kTileN + column, lane);
   }
 }
 

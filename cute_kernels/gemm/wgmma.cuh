@@ -17,7 +17,7 @@ namespace magicube {
 
 // Rows of kRowBytes, k along them, in shared memory as the tensor copy swizzles them.
 template <int kRowBytes>
-__device__ __forceinline__ uint64_t describe(uint32_t address) {
+__device__ __forceinline__ uint64_t smem_descriptor(uint32_t address) {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is as wide as a swizzle");
   GmmaDescriptor descriptor;
   descriptor.bitfield.start_address_ = address >> 4;
@@ -39,9 +39,9 @@ template <>
 struct WarpGroupOp<256> { using type = SM90::GMMA::MMA_64x256x32_S32S8S8_SS_TN; };
 
 template <class Op, class Sum, int kRegisters, int... I, class... Options>
-__device__ __forceinline__ void multiply_group(Sum (&sums)[kRegisters], uint64_t a, uint64_t b, int_sequence<I...>,
+__device__ __forceinline__ void wgmma(Sum (&accum)[kRegisters], uint64_t a, uint64_t b, int_sequence<I...>,
                                                Options... options) {
-  Op::fma(a, b, sums[I]..., options...);
+  Op::fma(a, b, accum[I]..., options...);
 }
 
 template <class C>
@@ -53,10 +53,10 @@ struct GroupGemm {
   static constexpr int kPlaneA = kTileM * kTileK, kPlaneB = kTileN * kTileK;
   static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kReaders = C::kPingPong ? 1 : kGroups;  // groups that read a stage
-  static constexpr int kFeederRegisters = 40, kGroupRegisters = 232;
+  static constexpr int kConsumersPerStage = C::kPingPong ? 1 : kGroups;  // groups that read a stage
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   using Op = typename WarpGroupOp<kTileN>::type;
-  using Sums = uint32_t[kBlocks][C::kLevels][kRegisters];
+  using Accumulators = uint32_t[kBlocks][C::kLevels][kRegisters];
 
   static_assert(kBlocks * 64 * (C::kPingPong ? 1 : kGroups) == kTileM, "a group has whole blocks of 64 rows");
   static_assert(!C::kPingPong || kGroups == 2, "two groups take turns");
@@ -64,7 +64,7 @@ struct GroupGemm {
   static_assert(kPlaneA % 1024 == 0 && kPlaneB / kCluster % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
 
   uint32_t base;
-  TileScheduler<C::kBand> order;  // of clusters
+  TileScheduler<C::kBand> scheduler;  // of clusters
   int parts;                  // of k
 
   __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
@@ -75,7 +75,7 @@ struct GroupGemm {
 
 // The stage of a part, and the parity of the ring's turn.
 template <int kStages>
-struct GemmPosition {
+struct GemmPipelineState {
   int stage = 0;
   uint32_t parity = 0;
 
@@ -90,13 +90,13 @@ struct GemmPosition {
 };
 
 template <class C>
-__device__ void feed_tiles(const GroupGemm<C>& gemm, const TmaDescriptor* const (&a)[3], const TmaDescriptor* const (&b)[3],
+__device__ void producer_loop(const GroupGemm<C>& gemm, const TmaDescriptor* const (&a)[3], const TmaDescriptor* const (&b)[3],
                            int rank) {
   using G = GroupGemm<C>;
-  GemmPosition<G::kStages> at;
-  for (int index = blockIdx.x / G::kCluster; index < gemm.order.count(); index += gridDim.x / G::kCluster) {
+  GemmPipelineState<G::kStages> at;
+  for (int index = blockIdx.x / G::kCluster; index < gemm.scheduler.count(); index += gridDim.x / G::kCluster) {
     int row, column;
-    gemm.order.place(index, row, column);
+    gemm.scheduler.place(index, row, column);
     const int m = (row * G::kCluster + rank) * G::kTileM, n = column * G::kTileN;
     for (int part = 0; part < gemm.parts; ++part, at.advance()) {
       const uint32_t full = gemm.full(at.stage);
@@ -121,7 +121,7 @@ __device__ void feed_tiles(const GroupGemm<C>& gemm, const TmaDescriptor* const 
 
 // Tells the feeders of all blocks that wrote the stage that this warp has done with it.
 template <class C>
-__device__ __forceinline__ void release(const GroupGemm<C>& gemm, int stage) {
+__device__ __forceinline__ void consumer_release(const GroupGemm<C>& gemm, int stage) {
   const int lane = threadIdx.x % 32;
   if constexpr (C::kCluster == 1) {
     if (lane == 0) barrier_arrive(gemm.empty(stage));
@@ -132,11 +132,11 @@ __device__ __forceinline__ void release(const GroupGemm<C>& gemm, int stage) {
 
 // All products of one part of k that concern a group's rows.
 template <class C>
-__device__ __forceinline__ void multiply_part(const GroupGemm<C>& gemm, typename GroupGemm<C>::Sums& sums, int stage,
+__device__ __forceinline__ void mma_stage(const GroupGemm<C>& gemm, typename GroupGemm<C>::Accumulators& accum, int stage,
                                               int block) {
   using G = GroupGemm<C>;
-  const uint64_t a = describe<G::kTileK>(gemm.plane_a(stage, 0)) + (block * 64 * G::kTileK >> 4);
-  const uint64_t b = describe<G::kTileK>(gemm.plane_b(stage, 0));
+  const uint64_t a = smem_descriptor<G::kTileK>(gemm.plane_a(stage, 0)) + (block * 64 * G::kTileK >> 4);
+  const uint64_t b = smem_descriptor<G::kTileK>(gemm.plane_b(stage, 0));
   warpgroup_arrive();
   CUTE_UNROLL
   for (int k = 0; k < G::kTileK; k += 32) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_part(const GroupGemm<C>& gemm, typename
         for (int own = 0; own < G::kBlocks; ++own) {
           const uint64_t from_a = a + ((i * G::kPlaneA + own * 64 * G::kTileK + k) >> 4);
           const uint64_t from_b = b + ((j * G::kPlaneB + k) >> 4);
-          multiply_group<typename G::Op>(sums[own][level], from_a, from_b, make_int_sequence<G::kRegisters>{});
+          wgmma<typename G::Op>(accum[own][level], from_a, from_b, make_int_sequence<G::kRegisters>{});
         }
       }
     }
@@ -159,28 +159,28 @@ __device__ __forceinline__ void multiply_part(const GroupGemm<C>& gemm, typename
 }
 
 template <class C>
-__device__ __forceinline__ void hold(typename GroupGemm<C>::Sums& sums) {
+__device__ __forceinline__ void fence_tile_accumulators(typename GroupGemm<C>::Accumulators& accum) {
   using G = GroupGemm<C>;
   CUTE_UNROLL
   for (int block = 0; block < G::kBlocks; ++block) {
     CUTE_UNROLL
     for (int level = 0; level < C::kLevels; ++level) {
       CUTE_UNROLL
-      for (int r = 0; r < G::kRegisters; ++r) warpgroup_fence_operand(sums[block][level][r]);
+      for (int r = 0; r < G::kRegisters; ++r) warpgroup_fence_operand(accum[block][level][r]);
     }
   }
 }
 
 template <class C>
-__device__ __forceinline__ void multiply_tile(const GroupGemm<C>& gemm, typename GroupGemm<C>::Sums& sums,
-                                              GemmPosition<C::kStages>& at, int block) {
+__device__ __forceinline__ void mma_tile(const GroupGemm<C>& gemm, typename GroupGemm<C>::Accumulators& accum,
+                                              GemmPipelineState<C::kStages>& at, int block) {
   int before = 0;
-  hold<C>(sums);
+  fence_tile_accumulators<C>(accum);
   for (int part = 0; part < gemm.parts; ++part) {
     barrier_wait(gemm.full(at.stage), at.parity);
-    multiply_part(gemm, sums, at.stage, block);
+    mma_stage(gemm, accum, at.stage, block);
     warpgroup_wait<1>();
-    if (part > 0) release(gemm, before);
+    if (part > 0) consumer_release(gemm, before);
     before = at.stage;
     at.advance();
   }
@@ -188,12 +188,12 @@ __device__ __forceinline__ void multiply_tile(const GroupGemm<C>& gemm, typename
 
 // `squares`: where C::kSumOfSquares, a place for each warp of each block.
 template <class C>
-__device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
+__device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
   using G = GroupGemm<C>;
-  const int step = int(gridDim.x) / G::kCluster, count = gemm.order.count();
+  const int step = int(gridDim.x) / G::kCluster, count = gemm.scheduler.count();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   int index = int(blockIdx.x) / G::kCluster;
-  GemmPosition<G::kStages> at;
+  GemmPipelineState<G::kStages> at;
   float seen = 0.0f;  // squares of this thread's results
   const int block = C::kPingPong ? 0 : group * G::kBlocks;  // the group's first
   if (C::kPingPong && group == 1) {
@@ -203,22 +203,22 @@ __device__ void multiply_tiles(const GroupGemm<C>& gemm, const GemmOutput<C>& to
   }
   for (; index < count; index += C::kPingPong ? 2 * step : step) {
     int row, column;
-    gemm.order.place(index, row, column);
-    typename G::Sums sums = {};  // not by the first product: what it overwrites would be alive until then
+    gemm.scheduler.place(index, row, column);
+    typename G::Accumulators accum = {};  // not by the first product: what it overwrites would be alive until then
     if (C::kPingPong) warp_group::named_barrier_sync(1 + group, 256);
-    multiply_tile(gemm, sums, at, block);
+    mma_tile(gemm, accum, at, block);
     if (C::kPingPong && index + step < count) warp_group::named_barrier_arrive(2 - group, 256);
     warpgroup_wait<0>();
-    hold<C>(sums);
-    release(gemm, at.stage == 0 ? G::kStages - 1 : at.stage - 1);
+    fence_tile_accumulators<C>(accum);
+    consumer_release(gemm, at.stage == 0 ? G::kStages - 1 : at.stage - 1);
     if (C::kPingPong) at.skip(gemm.parts);
     const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16;
     CUTE_UNROLL
     for (int own = 0; own < G::kBlocks; ++own) {
       if constexpr (C::kSumOfSquares) {
-        write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane, [&](float x) { seen = fmaf(x, x, seen); });
+        write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane, [&](float x) { seen = fmaf(x, x, seen); });
       } else {
-        write_fragment(to, sums[own], m + own * 64, column * G::kTileN, lane);
+        write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane);
       }
     }
   }
@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(GroupGemm<C>::kThreads, C::kResident)
 gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ TmaDescriptor a1,
            const __grid_constant__ TmaDescriptor a2, const __grid_constant__ TmaDescriptor b0,
            const __grid_constant__ TmaDescriptor b1, const __grid_constant__ TmaDescriptor b2, int64_t k,
-           typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* rows, int64_t row_step,
-           const float* columns, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
+           typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* row_scales, int64_t row_step,
+           const float* col_scales, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
            int64_t vector, float alpha, float beta, float weight1, float weight2, float* squares) {
   using G = GroupGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -246,7 +246,7 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < G::kStages; ++stage) {
       barrier_init(gemm.full(stage), 1);
-      barrier_init(gemm.empty(stage), 4 * G::kReaders * G::kCluster);
+      barrier_init(gemm.empty(stage), 4 * G::kConsumersPerStage * G::kCluster);
     }
     barrier_fence();
   }
@@ -254,19 +254,19 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
   else cluster::sync();
   const int group = threadIdx.x / 128;
   if (group == G::kGroups) {
-    if constexpr (G::kGroups == 2) warp_group::setmaxnreg_dec<G::kFeederRegisters>();
+    if constexpr (G::kGroups == 2) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
     if (threadIdx.x == 128 * G::kGroups) {
       const TmaDescriptor* const a[3] = {&a0, &a1, &a2};
       const TmaDescriptor* const b[3] = {&b0, &b1, &b2};
-      feed_tiles(gemm, a, b, rank);
+      producer_loop(gemm, a, b, rank);
     }
   } else {
-    if constexpr (G::kGroups == 2) warp_group::setmaxnreg_inc<G::kGroupRegisters>();
-    if (rows && row_step == 0) alpha *= __ldg(rows);
-    if (columns && column_step == 0) alpha *= __ldg(columns);
-    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+    if constexpr (G::kGroups == 2) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
+    if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
+    if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, weight1, weight2, vector != 0};
-    multiply_tiles(gemm, to, rank, group, squares);
+    consumer_loop(gemm, to, rank, group, squares);
   }
   if constexpr (G::kCluster > 1) cluster::sync();  // a block's memory is written by the other one
 }

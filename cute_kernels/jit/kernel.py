@@ -92,6 +92,7 @@ class ArgLayout:
         self.frames: list[ArgBuffer] = []  # pop and append are atomic, so that threads never share one
 
     def fill(self, args: Sequence[object]) -> ArgBuffer:
+        """Pack `args` into a buffer and return it."""
         frame = self.frames.pop() if self.frames else ArgBuffer(self.format.size, self.offsets)
         self.format.pack_into(frame.values, frame.start, *args)
         return frame

@@ -120,12 +120,12 @@ __device__ __forceinline__ void decode_plane(const uint8_t* packed, uint8_t* rea
 
 // Factors of tiles of 128 x 128; null where there are none.
 struct TileScales {
-  const float* factors;  // (tiles of rows, tiles of k)
+  const float* scales;  // (tiles of rows, tiles of k)
   int64_t pitch;
   int tiles;  // of k
   __device__ float at(int row, int k) const {
-    if (factors == nullptr) return 1.0f;
-    return k / 128 < tiles ? __ldg(factors + row / 128 * pitch + k / 128) : 0.0f;
+    if (scales == nullptr) return 1.0f;
+    return k / 128 < tiles ? __ldg(scales + row / 128 * pitch + k / 128) : 0.0f;
   }
 };
 

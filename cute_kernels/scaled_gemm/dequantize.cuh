@@ -17,14 +17,14 @@ decode_floats(const uint8_t* codes, int64_t pitch, int64_t row_bytes, int64_t ro
   const int64_t run = (int64_t{blockIdx.y} << shift) + (threadIdx.x & ((1 << shift) - 1));
   const int64_t step = 128 >> shift, first = int64_t{blockIdx.x} * step * kEach + (threadIdx.x >> shift);
   if (run >= runs) return;
-  uint32_t packed[kEach][Format::kWords], factors[kEach] = {};  // all is read before anything is written
+  uint32_t packed[kEach][Format::kWords], block_scales[kEach] = {};  // all is read before anything is written
   CUTE_UNROLL
   for (int i = 0; i < kEach; ++i) {
     const int64_t row = first + i * step;
     if (row >= rows) continue;
     load_ragged_run<Format>(codes + row * pitch + run * kRunBytes, row_bytes - run * kRunBytes, packed[i]);
     if constexpr (C::kBlock > 0) {
-      factors[i] = scale_halves<typename C::Scale>(__ldg(scales + row * scales_pitch + run * 16 / C::kBlock));
+      block_scales[i] = scale_halves<typename C::Scale>(__ldg(scales + row * scales_pitch + run * 16 / C::kBlock));
     }
   }
   CUTE_UNROLL
@@ -33,7 +33,7 @@ decode_floats(const uint8_t* codes, int64_t pitch, int64_t row_bytes, int64_t ro
     if (row >= rows) continue;
     constexpr int kWords = C::kBfloat16 ? 8 : 4;
     uint32_t numbers[kWords];
-    if constexpr (C::kBfloat16) decode_halves<Format, (C::kBlock > 0)>(packed[i], factors[i], numbers);
+    if constexpr (C::kBfloat16) decode_halves<Format, (C::kBlock > 0)>(packed[i], block_scales[i], numbers);
     else decode_bytes<Format>(packed[i], numbers);
     uint4* const to = reinterpret_cast<uint4*>(out + row * out_pitch + run * 4 * kWords);
     CUTE_UNROLL

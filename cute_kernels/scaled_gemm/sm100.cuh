@@ -41,43 +41,43 @@ struct FloatTcgen05 {
   using Op = typename Tcgen05Op<C::kBlock, C::kPacked, C::kTileN>::type;  // of 32 bytes of k
   static constexpr int kTileM = 128, kTileN = C::kTileN, kTileK = C::kPacked ? 256 : 128, kStages = C::kStages;
   static constexpr bool kScaled = C::kBlock > 0;
-  static constexpr int kFactors = kScaled ? kTileK / 4 / C::kBlock : 0;  // of a row, for one instruction
-  static constexpr int kWords = kFactors;                                // of four factors of a row, for a part's four
-  static constexpr int kPlaneA = kTileM * 128, kPlaneB = kTileN * 128, kFactorBytes = 2 * kWords * 512;
-  static constexpr int kStageBytes = kPlaneA + kPlaneB + kFactorBytes;
-  static constexpr int kTurns = 2;                                             // tiles with sums in tensor memory
-  static constexpr int kFactorColumns = kTurns * kTileN;                       // in front of those of factors
-  static constexpr int kColumns = kScaled ? 512 : kFactorColumns;              // all
-  static constexpr int kWriters = 4, kFeeder = 4, kMultiplier = 5, kScaler = 6;  // warps, and the first of four
+  static constexpr int kScalesPerRow = kScaled ? kTileK / 4 / C::kBlock : 0;  // of a row, for one instruction
+  static constexpr int kWords = kScalesPerRow;                                // of four factors of a row, for a part's four
+  static constexpr int kPlaneA = kTileM * 128, kPlaneB = kTileN * 128, kScaleBytes = 2 * kWords * 512;
+  static constexpr int kStageBytes = kPlaneA + kPlaneB + kScaleBytes;
+  static constexpr int kAccumulators = 2;                                             // tiles with sums in tensor memory
+  static constexpr int kScaleColumns = kAccumulators * kTileN;                       // in front of those of factors
+  static constexpr int kColumns = kScaled ? 512 : kScaleColumns;              // all
+  static constexpr int kEpilogueWarps = 4, kProducer = 4, kMma = 5, kScaleProducer = 6;  // warps, and the first of four
   static constexpr int kThreads = 32 * (kScaled ? 10 : 6);
 
-  static_assert(kTileN % 64 == 0 && kTileN <= 256, "the Tensor Cores take 256 columns, and a fragment has 64");
+  static_assert(kTileN % 64 == 0 && kTileN <= 256, "the Tensor Cores allocate 256 columns, and a fragment has 64");
   static_assert(kStageBytes % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
-  static_assert(!kScaled || kTileN == 128, "a thread feeds the factors of one row of each operand");
-  static_assert(kFactorColumns + 8 * kWords <= kColumns || !kScaled, "there is room for factors");
+  static_assert(!kScaled || kTileN == 128, "a thread feeds the scales of one row of each operand");
+  static_assert(kScaleColumns + 8 * kWords <= kColumns || !kScaled, "there is room for scales");
 
   uint8_t* shared;
-  TileScheduler<C::kBand> order;
+  TileScheduler<C::kBand> scheduler;
   int parts;  // of k
 
   __device__ uint32_t base() const { return shared_address(shared); }
-  __device__ uint32_t part_a(int stage) const { return base() + stage * kStageBytes; }
-  __device__ uint32_t part_b(int stage) const { return part_a(stage) + kPlaneA; }
-  __device__ uint32_t factors(int stage) const { return part_b(stage) + kPlaneB; }
+  __device__ uint32_t tile_a(int stage) const { return base() + stage * kStageBytes; }
+  __device__ uint32_t tile_b(int stage) const { return tile_a(stage) + kPlaneA; }
+  __device__ uint32_t scales(int stage) const { return tile_b(stage) + kPlaneB; }
   __device__ uint32_t full(int stage) const { return base() + kStages * kStageBytes + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
-  __device__ uint32_t summed(int turn) const { return full(2 * kStages) + 8 * turn; }
-  __device__ uint32_t written(int turn) const { return summed(turn) + 8 * kTurns; }
-  __device__ uint32_t* sums() const {
-    return reinterpret_cast<uint32_t*>(shared + kStages * kStageBytes + 8 * (2 * kStages + 2 * kTurns));
+  __device__ uint32_t accumulated(int buffer) const { return full(2 * kStages) + 8 * buffer; }
+  __device__ uint32_t written(int buffer) const { return accumulated(buffer) + 8 * kAccumulators; }
+  __device__ uint32_t* tmem_address() const {
+    return reinterpret_cast<uint32_t*>(shared + kStages * kStageBytes + 8 * (2 * kStages + 2 * kAccumulators));
   }
 
   // Calls f(row, column) for the tiles of this block, the corner of each.
   template <class F>
   __device__ __forceinline__ void for_tiles(F f) const {
-    for (int index = blockIdx.x; index < order.count(); index += gridDim.x) {
+    for (int index = blockIdx.x; index < scheduler.count(); index += gridDim.x) {
       int row, column;
-      order.place(index, row, column);
+      scheduler.place(index, row, column);
       f(row * kTileM, column * kTileN);
     }
   }
@@ -86,22 +86,22 @@ struct FloatTcgen05 {
 // A part is 128 of what the maps count: codes, or bytes of kPacked ones. bytes: of both packed parts, which is what the
 // copy engine counts, whatever lies beyond the matrix and between codes.
 template <class C>
-__device__ void feed_parts(const FloatTcgen05<C>& gemm, const TmaDescriptor& a, const TmaDescriptor& b, uint32_t bytes) {
+__device__ void producer_loop(const FloatTcgen05<C>& gemm, const TmaDescriptor& a, const TmaDescriptor& b, uint32_t bytes) {
   using G = FloatTcgen05<C>;
-  GemmPosition<G::kStages> at;
+  GemmPipelineState<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
     for (int part = 0; part < gemm.parts; ++part, at.advance()) {
       const uint32_t full = gemm.full(at.stage);
       barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect_tx(full, bytes);
-      tma_load_2d(gemm.part_a(at.stage), &a, part * 128, row, full);
-      tma_load_2d(gemm.part_b(at.stage), &b, part * 128, column, full);
+      tma_load_2d(gemm.tile_a(at.stage), &a, part * 128, row, full);
+      tma_load_2d(gemm.tile_b(at.stage), &b, part * 128, column, full);
     }
   });
 }
 
 // Words of four factors, as they lie row by row.
-struct FactorWords {
+struct ScaleWords {
   const uint32_t* words;
   int rows, count;  // count: of a row
   __device__ uint32_t at(int row, int word) const {
@@ -110,10 +110,10 @@ struct FactorWords {
 };
 
 template <class C>
-__device__ void feed_factors(const FloatTcgen05<C>& gemm, const FactorWords& a, const FactorWords& b, int thread) {
+__device__ void scale_producer_loop(const FloatTcgen05<C>& gemm, const ScaleWords& a, const ScaleWords& b, int thread) {
   using G = FloatTcgen05<C>;
   const int own = thread % 4 * 32 + thread / 4;  // row, whose words lie at 4 * thread of each 512 bytes
-  GemmPosition<G::kStages> at;
+  GemmPipelineState<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
     for (int part = 0; part < gemm.parts; ++part, at.advance()) {
       uint32_t words[2 * G::kWords];
@@ -135,21 +135,21 @@ __device__ void feed_factors(const FloatTcgen05<C>& gemm, const FactorWords& a, 
 
 // One part; fresh: instead of what the sums are, else added to it.
 template <class C>
-__device__ __forceinline__ void multiply_part(const FloatTcgen05<C>& gemm, uint32_t sums, uint32_t to, int stage,
+__device__ __forceinline__ void mma_stage(const FloatTcgen05<C>& gemm, uint32_t tmem, uint32_t to, int stage,
                                               uint64_t instruction, bool fresh) {
   using G = FloatTcgen05<C>;
-  const uint64_t a = tensor_memory::describe(gemm.part_a(stage)), b = tensor_memory::describe(gemm.part_b(stage));
-  const uint32_t factors = sums + G::kFactorColumns;
+  const uint64_t a = tensor_memory::smem_descriptor(gemm.tile_a(stage)), b = tensor_memory::smem_descriptor(gemm.tile_b(stage));
+  const uint32_t scales = tmem + G::kScaleColumns;
   CUTE_UNROLL
-  for (int w = 0; w < 2 * G::kWords; ++w) tensor_memory::copy_factors(factors + 4 * w, gemm.factors(stage) + 512 * w);
+  for (int w = 0; w < 2 * G::kWords; ++w) tensor_memory::copy_scales(scales + 4 * w, gemm.scales(stage) + 512 * w);
   CUTE_UNROLL
   for (int step = 0; step < 4; ++step) {
     const uint32_t add = !fresh || step > 0;
     if constexpr (G::kScaled) {
-      const int word = step * G::kFactors / 4;
-      const uint32_t first = step * G::kFactors % 4;  // factor in the word
+      const int word = step * G::kScalesPerRow / 4;
+      const uint32_t first = step * G::kScalesPerRow % 4;  // factor in the word
       G::Op::fma(a + 2 * step, b + 2 * step, to, add, instruction | uint64_t(first << 4 | first << 29) << 32,
-                 factors + 4 * word, factors + 4 * (G::kWords + word));
+                 scales + 4 * word, scales + 4 * (G::kWords + word));
     } else {
       G::Op::fma(a + 2 * step, b + 2 * step, to, add, instruction);
     }
@@ -158,58 +158,58 @@ __device__ __forceinline__ void multiply_part(const FloatTcgen05<C>& gemm, uint3
 
 // By a whole warp, of which the instructions take one thread. instruction: the descriptor, in the upper half.
 template <class C>
-__device__ void multiply_parts(const FloatTcgen05<C>& gemm, uint32_t sums, uint64_t instruction) {
+__device__ void mma_loop(const FloatTcgen05<C>& gemm, uint32_t tmem, uint64_t instruction) {
   using G = FloatTcgen05<C>;
-  GemmPosition<G::kStages> at;
-  GemmPosition<G::kTurns> turn;
+  GemmPipelineState<G::kStages> at;
+  GemmPipelineState<G::kAccumulators> buffer;
   gemm.for_tiles([&](int, int) {
-    const uint32_t to = sums + turn.stage * G::kTileN;
-    barrier_wait(gemm.written(turn.stage), turn.parity ^ 1);
-    tensor_memory::after_barrier();
+    const uint32_t to = tmem + buffer.stage * G::kTileN;
+    barrier_wait(gemm.written(buffer.stage), buffer.parity ^ 1);
+    tensor_memory::fence_after_sync();
     for (int part = 0; part < gemm.parts; ++part, at.advance()) {
       barrier_wait(gemm.full(at.stage), at.parity);
-      tensor_memory::after_barrier();
-      multiply_part(gemm, sums, to, at.stage, instruction, part == 0);
-      tensor_memory::arrive_when_done(gemm.empty(at.stage));
+      tensor_memory::fence_after_sync();
+      mma_stage(gemm, tmem, to, at.stage, instruction, part == 0);
+      tensor_memory::commit_arrive(gemm.empty(at.stage));
     }
-    tensor_memory::arrive_when_done(gemm.summed(turn.stage));
-    turn.advance();
+    tensor_memory::commit_arrive(gemm.accumulated(buffer.stage));
+    buffer.advance();
   });
 }
 
 template <class C>
-__device__ void write_tiles(const FloatTcgen05<C>& gemm, const GemmOutput<C>& to, uint32_t sums, int warp) {
+__device__ void epilogue_loop(const FloatTcgen05<C>& gemm, const GemmOutput<C>& to, uint32_t tmem, int warp) {
   using G = FloatTcgen05<C>;
   const int lane = threadIdx.x % 32;
-  GemmPosition<G::kTurns> turn;
+  GemmPipelineState<G::kAccumulators> buffer;
   gemm.for_tiles([&](int row, int column) {
-    barrier_wait(gemm.summed(turn.stage), turn.parity);
-    tensor_memory::after_barrier();
+    barrier_wait(gemm.accumulated(buffer.stage), buffer.parity);
+    tensor_memory::fence_after_sync();
     for (int half = 0; half < 2; ++half) {
       const int first = 32 * warp + 16 * half;
       for (int part = 0; part < G::kTileN; part += 64) {
         uint32_t words[1][32];
-        tensor_memory::load_fragment(sums + (first << 16) + turn.stage * G::kTileN + part, words[0]);
+        tensor_memory::load_fragment(tmem + (first << 16) + buffer.stage * G::kTileN + part, words[0]);
         write_fragment(to, words, row + first, column + part, lane);
       }
     }
-    tensor_memory::before_barrier();
+    tensor_memory::fence_before_sync();
     __syncwarp();
-    if (lane == 0) barrier_arrive(gemm.written(turn.stage));
-    turn.advance();
+    if (lane == 0) barrier_arrive(gemm.written(buffer.stage));
+    buffer.advance();
   });
 }
 
 template <class C>
-__device__ __forceinline__ void start_barriers(const FloatTcgen05<C>& gemm) {
+__device__ __forceinline__ void init_barriers(const FloatTcgen05<C>& gemm) {
   using G = FloatTcgen05<C>;
   for (int stage = 0; stage < G::kStages; ++stage) {
     barrier_init(gemm.full(stage), G::kScaled ? 5 : 1);
     barrier_init(gemm.empty(stage), 1);
   }
-  for (int turn = 0; turn < G::kTurns; ++turn) {
-    barrier_init(gemm.summed(turn), 1);
-    barrier_init(gemm.written(turn), G::kWriters);
+  for (int buffer = 0; buffer < G::kAccumulators; ++buffer) {
+    barrier_init(gemm.accumulated(buffer), 1);
+    barrier_init(gemm.written(buffer), G::kEpilogueWarps);
   }
   barrier_fence();
 }
@@ -217,42 +217,42 @@ __device__ __forceinline__ void start_barriers(const FloatTcgen05<C>& gemm) {
 template <class C>
 __global__ void __launch_bounds__(FloatTcgen05<C>::kThreads, 1)
 gemm_floats_sm100(const __grid_constant__ TmaDescriptor a, const __grid_constant__ TmaDescriptor b, int64_t k,
-                  int64_t part_bytes, int64_t instruction, const uint32_t* factors_a, const uint32_t* factors_b,
-                  int64_t factor_words, typename C::Out* out, int64_t pitch, int64_t m, int64_t n,
-                  const float* rows, int64_t row_step, const float* columns, int64_t column_step, const float* bias,
+                  int64_t part_bytes, int64_t instruction, const uint32_t* scales_a, const uint32_t* scales_b,
+                  int64_t scale_words, typename C::Out* out, int64_t pitch, int64_t m, int64_t n,
+                  const float* row_scales, int64_t row_step, const float* col_scales, int64_t column_step, const float* bias,
                   const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
   using G = FloatTcgen05<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared, {int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)},
                int((k + G::kTileK - 1) / G::kTileK)};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (threadIdx.x == 0) start_barriers(gemm);
-  if (warp == G::kMultiplier) tensor_memory::take<G::kColumns>(gemm.sums());
-  tensor_memory::before_barrier();
+  if (threadIdx.x == 0) init_barriers(gemm);
+  if (warp == G::kMma) tensor_memory::allocate<G::kColumns>(gemm.tmem_address());
+  tensor_memory::fence_before_sync();
   __syncthreads();
-  tensor_memory::after_barrier();
-  const uint32_t sums = *gemm.sums();
-  if (warp == G::kFeeder) {
-    if (threadIdx.x % 32 == 0) feed_parts(gemm, a, b, uint32_t(part_bytes));
+  tensor_memory::fence_after_sync();
+  const uint32_t tmem = *gemm.tmem_address();
+  if (warp == G::kProducer) {
+    if (threadIdx.x % 32 == 0) producer_loop(gemm, a, b, uint32_t(part_bytes));
     __syncwarp();
-  } else if (warp == G::kMultiplier) {
-    multiply_parts(gemm, sums, uint64_t(instruction) << 32);
-  } else if (G::kScaled && warp >= G::kScaler) {
+  } else if (warp == G::kMma) {
+    mma_loop(gemm, tmem, uint64_t(instruction) << 32);
+  } else if (G::kScaled && warp >= G::kScaleProducer) {
     if constexpr (G::kScaled) {
-      feed_factors(gemm, {factors_a, int(m), int(factor_words)}, {factors_b, int(n), int(factor_words)},
-                   threadIdx.x - 32 * G::kScaler);
+      scale_producer_loop(gemm, {scales_a, int(m), int(scale_words)}, {scales_b, int(n), int(scale_words)},
+                   threadIdx.x - 32 * G::kScaleProducer);
     }
   } else {
-    if (rows && row_step == 0) alpha *= __ldg(rows);
-    if (columns && column_step == 0) alpha *= __ldg(columns);
-    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+    if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
+    if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
-    write_tiles(gemm, to, sums, warp);
+    epilogue_loop(gemm, to, tmem, warp);
   }
-  tensor_memory::before_barrier();
+  tensor_memory::fence_before_sync();
   __syncthreads();
-  tensor_memory::after_barrier();
-  if (warp == G::kMultiplier) tensor_memory::give<G::kColumns>(sums);
+  tensor_memory::fence_after_sync();
+  if (warp == G::kMma) tensor_memory::deallocate<G::kColumns>(tmem);
 }
 
 }  // namespace magicube

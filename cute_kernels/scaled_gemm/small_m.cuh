@@ -14,33 +14,33 @@
 namespace magicube {
 
 template <int kColumns, class W, class X, bool kBfloat16>
-struct FewRowsOp;
-#define MAGICUBE_FEW_OP(N, W, X)                                    \
+struct SmallMOp;
+#define MAGICUBE_SMALL_M_OP(N, W, X)                                    \
   template <>                                                       \
-  struct FewRowsOp<N, W, X, false> {                                \
+  struct SmallMOp<N, W, X, false> {                                \
     using type = SM90::GMMA::MMA_64x##N##x32_F32##W##X##_RS_TN<>;   \
   };
-#define MAGICUBE_FEW_OPS(N)                                         \
-  MAGICUBE_FEW_OP(N, E4M3, E4M3)                                    \
-  MAGICUBE_FEW_OP(N, E4M3, E5M2)                                    \
-  MAGICUBE_FEW_OP(N, E5M2, E4M3)                                    \
-  MAGICUBE_FEW_OP(N, E5M2, E5M2)                                    \
+#define MAGICUBE_SMALL_M_OPS(N)                                         \
+  MAGICUBE_SMALL_M_OP(N, E4M3, E4M3)                                    \
+  MAGICUBE_SMALL_M_OP(N, E4M3, E5M2)                                    \
+  MAGICUBE_SMALL_M_OP(N, E5M2, E4M3)                                    \
+  MAGICUBE_SMALL_M_OP(N, E5M2, E5M2)                                    \
   template <class W, class X>                                       \
-  struct FewRowsOp<N, W, X, true> {                                 \
+  struct SmallMOp<N, W, X, true> {                                 \
     using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>; \
   };
-MAGICUBE_FEW_OPS(8)
-MAGICUBE_FEW_OPS(16)
-MAGICUBE_FEW_OPS(32)
-MAGICUBE_FEW_OPS(64)
-#undef MAGICUBE_FEW_OPS
-#undef MAGICUBE_FEW_OP
+MAGICUBE_SMALL_M_OPS(8)
+MAGICUBE_SMALL_M_OPS(16)
+MAGICUBE_SMALL_M_OPS(32)
+MAGICUBE_SMALL_M_OPS(64)
+#undef MAGICUBE_SMALL_M_OPS
+#undef MAGICUBE_SMALL_M_OP
 
 // Where in its slab of X the k go that a lane's slab of weights of kBits has. A lane t has codes t kOwn to t kOwn + kOwn - 1.
 template <int kBits, bool kBfloat16>
-struct FewRowsOrder {
+struct SmallMOrder {
   static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
-  static constexpr int kSlabK = 512 / kBits, kOwn = 128 / kBits, kStepK = kBfloat16 ? 16 : 32, kSteps = kSlabK / kStepK;
+  static constexpr int kSliceK = 512 / kBits, kOwn = 128 / kBits, kStepK = kBfloat16 ? 16 : 32, kSteps = kSliceK / kStepK;
   static constexpr int kSize = kBfloat16 ? 2 : 1;  // bytes of a number
   static constexpr int kWords = 4 * kSize;       // of sixteen numbers
   static constexpr int kUnits = kOwn / 16;       // of a slab: sixteen numbers of each lane
@@ -67,10 +67,10 @@ struct FewRowsOrder {
 // makes a unit: what is written in less than 32 bytes at a time costs the product microseconds, which waits for it.
 template <class C>
 __global__ void __launch_bounds__(128)
-order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* factors,
-               int64_t factors_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
+order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* scales,
+               int64_t scales_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
   using Format = typename C::Format;
-  using Order = FewRowsOrder<C::kBits, C::kBfloat16>;
+  using Order = SmallMOrder<C::kBits, C::kBfloat16>;
   pdl_wait();
   const int64_t units = pitch / (64 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
   const int64_t row = index / units, unit = index % units;
@@ -89,7 +89,7 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
       uint32_t factor = 0;
       if constexpr (C::kBlock > 0) {
         const int64_t block = run_of(t) * 16 / C::kBlock;
-        factor = scale_halves<typename C::Scale>(block < blocks ? __ldg(factors + row * factors_pitch + block) : 0);
+        factor = scale_halves<typename C::Scale>(block < blocks ? __ldg(scales + row * scales_pitch + block) : 0);
       }
       decode_halves<Format, (C::kBlock > 0)>(codes[t], factor, numbers[t]);
     } else {
@@ -100,11 +100,11 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
 }
 
 template <class C>
-struct FewRows {
+struct SmallMGemm {
   using Format = typename C::FormatB;
-  using Order = FewRowsOrder<Format::kBits, C::kBfloat16>;
-  using Op = typename FewRowsOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kBfloat16>::type;
-  static constexpr int kKSlices = C::kKSlices, kTileK = kKSlices * Order::kSlabK, kDepth = C::kDepth;
+  using Order = SmallMOrder<Format::kBits, C::kBfloat16>;
+  using Op = typename SmallMOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kBfloat16>::type;
+  static constexpr int kKSlices = C::kKSlices, kTileK = kKSlices * Order::kSliceK, kDepth = C::kDepth;
   static constexpr int kHeight = 64 * C::kGroups / kDepth;
   static constexpr int kWeightsPitch = kKSlices * 64, kBoxBytes = C::kRows * 128;  // a box has 128 bytes of X's rows
   static constexpr int kBoxes = kTileK * Order::kSize / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
@@ -113,13 +113,13 @@ struct FewRows {
   static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kBfloat16 || C::kResident == 1);
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
   // Of what the block starts with, which is all that there is.
-  static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kFeederRegisters = 24;
-  static constexpr int kGroupRegisters = (kPool - kFeederRegisters) / C::kGroups / 8 * 8;
-  using Sums = float[kRegisters];
-  using Slab = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction takes it
+  static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = (kPool - kProducerRegisters) / C::kGroups / 8 * 8;
+  using Accumulators = float[kRegisters];
+  using KSlice = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction takes it
   // Factors of what a lane has of a slab's row.
   static constexpr int kOwnBlocks = C::kBlock == 0 ? 0 : Order::kOwn > C::kBlock ? Order::kOwn / C::kBlock : 1;
-  using Factors = uint32_t[kKSlices][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
+  using Scales = uint32_t[kKSlices][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
   // Sums in shared memory, where the ring was: rows of the output. By its pitch a warp's writes meet in no bank.
   static constexpr int kPitch = kHeight + 4;
 
@@ -138,10 +138,10 @@ struct FewRows {
 };
 
 template <class C>
-__device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, const TmaDescriptor& weights, int begin, int last,
+__device__ void producer_loop(const SmallMGemm<C>& gemm, const TmaDescriptor& x, const TmaDescriptor& weights, int begin, int last,
                               int row) {
-  using G = FewRows<C>;
-  GemmPosition<G::kStages> at;
+  using G = SmallMGemm<C>;
+  GemmPipelineState<G::kStages> at;
   for (int part = begin; part < last; ++part, at.advance()) {
     const uint32_t full = gemm.full(at.stage);
     barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
@@ -157,16 +157,16 @@ __device__ void feed_few_rows(const FewRows<C>& gemm, const TmaDescriptor& x, co
 // The codes of a lane's factors in one part of k. Beyond the last row and the last block are factors of others, of products
 // that are not written, or zero.
 template <class C>
-__device__ __forceinline__ void load_factors(const uint8_t* const (&rows)[2], int blocks, int part,
-                                             typename FewRows<C>::Factors& to) {
-  using G = FewRows<C>;
+__device__ __forceinline__ void load_scales(const uint8_t* const (&rows)[2], int blocks, int part,
+                                             typename SmallMGemm<C>::Scales& to) {
+  using G = SmallMGemm<C>;
   if constexpr (C::kBlock > 0) {
     const int first = (part * G::kTileK + int(threadIdx.x) % 4 * G::Order::kOwn) / C::kBlock;
     CUTE_UNROLL
     for (int i = 0; i < G::kKSlices; ++i) {
       CUTE_UNROLL
       for (int b = 0; b < G::kOwnBlocks; ++b) {
-        const int block = first + i * (G::Order::kSlabK / C::kBlock) + b, there = block < blocks ? block : blocks - 1;
+        const int block = first + i * (G::Order::kSliceK / C::kBlock) + b, there = block < blocks ? block : blocks - 1;
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) to[i][half][b] = __ldg(rows[half] + there);
       }
@@ -177,11 +177,11 @@ __device__ __forceinline__ void load_factors(const uint8_t* const (&rows)[2], in
 // A lane's 16 bytes of one of its two rows of a slab, as the instruction takes them.
 template <class C>
 __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
-                                           const uint32_t (&factors)[sizeof(typename FewRows<C>::Factors) / 8 / C::kKSlices],
-                                           typename FewRows<C>::Slab& to) {
+                                           const uint32_t (&lane_scales)[sizeof(typename SmallMGemm<C>::Scales) / 8 / C::kKSlices],
+                                           typename SmallMGemm<C>::KSlice& to) {
   using Format = typename C::FormatB;
   if constexpr (C::kBfloat16) {
-    constexpr int kPairs = 16 / Format::kBits, kOfFactor = 4 * kPairs / (C::kBlock > 0 ? FewRows<C>::kOwnBlocks : 1);
+    constexpr int kPairs = 16 / Format::kBits, kOfFactor = 4 * kPairs / (C::kBlock > 0 ? SmallMGemm<C>::kOwnBlocks : 1);
     uint32_t factor = 0;
     CUTE_UNROLL
     for (int p = 0; p < 4 * kPairs; ++p) {  // of 4 bits, codes p % 4 and p % 4 + 4 of a word
@@ -193,13 +193,13 @@ __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
       else if (p % 4 == 2) pair = to_halves_from<Format, 8>(word);
       else pair = to_halves_from<Format, 12>(word);
       if constexpr (C::kBlock > 0) {
-        if (p % kOfFactor == 0) factor = scale_halves<typename C::Scale>(factors[p / kOfFactor]);
+        if (p % kOfFactor == 0) factor = scale_halves<typename C::Scale>(lane_scales[p / kOfFactor]);
         pair = multiply_halves(pair, factor);
       }
     }
   } else {
     CUTE_UNROLL
-    for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
+    for (int s = 0; s < SmallMGemm<C>::Order::kSteps; ++s) {
       if constexpr (Format::kBits == 8) {
         to[s][half] = words[2 * s], to[s][2 + half] = words[2 * s + 1];
       } else {
@@ -212,29 +212,29 @@ __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
 // A lane's part of slab i of a stage: 16 bytes of rows g and g + 8 of its warp's sixteen. Rows that are read together meet in
 // their banks, two and two; with boxes of 64 bytes, in which they do not, the whole took 3 to 6% longer.
 template <class C>
-__device__ __forceinline__ void load_slab(const uint8_t* stage, int i, const typename FewRows<C>::Factors& factors,
-                                          typename FewRows<C>::Slab& to) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % (FewRows<C>::kHeight / 16) * 16 + lane / 4;
+__device__ __forceinline__ void load_k_slice(const uint8_t* stage, int i, const typename SmallMGemm<C>::Scales& lane_scales,
+                                          typename SmallMGemm<C>::KSlice& to) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % (SmallMGemm<C>::kHeight / 16) * 16 + lane / 4;
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const uint8_t* const from = stage + 64 * i + (row + 8 * half) * FewRows<C>::kWeightsPitch + lane % 4 * 16;
+    const uint8_t* const from = stage + 64 * i + (row + 8 * half) * SmallMGemm<C>::kWeightsPitch + lane % 4 * 16;
     const uint4 x = *reinterpret_cast<const uint4*>(from);
-    decode_row<C>({x.x, x.y, x.z, x.w}, half, factors[i][half], to);
+    decode_row<C>({x.x, x.y, x.z, x.w}, half, lane_scales[i][half], to);
   }
 }
 
 template <class Op, int kRegisters, int... I>
-__device__ __forceinline__ void multiply_from_registers(const uint32_t (&a)[4], uint64_t b, float (&sums)[kRegisters],
+__device__ __forceinline__ void wgmma_rs(const uint32_t (&a)[4], uint64_t b, float (&accum)[kRegisters],
                                                         SM90::GMMA::ScaleOut scale, int_sequence<I...>) {
-  Op::fma(a[0], a[1], a[2], a[3], b, sums[I]..., scale);
+  Op::fma(a[0], a[1], a[2], a[3], b, accum[I]..., scale);
 }
 
 // Starts the products of a slab. Of bytes, `partial` begins with zero.
 template <class C>
-__device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewRows<C>::Slab& a, int stage, int i,
-                                           typename FewRows<C>::Sums& partial) {
-  using G = FewRows<C>;
-  hold_sums(partial);
+__device__ __forceinline__ void start_k_slice(const SmallMGemm<C>& gemm, typename SmallMGemm<C>::KSlice& a, int stage, int i,
+                                           typename SmallMGemm<C>::Accumulators& partial) {
+  using G = SmallMGemm<C>;
+  fence_accumulators(partial);
   CUTE_UNROLL
   for (int s = 0; s < G::Order::kSteps; ++s) {
     CUTE_UNROLL
@@ -243,34 +243,34 @@ __device__ __forceinline__ void start_slab(const FewRows<C>& gemm, typename FewR
   warpgroup_arrive();
   CUTE_UNROLL
   for (int s = 0; s < G::Order::kSteps; ++s) {
-    const int at = (i * G::Order::kSlabK + G::Order::kStepK * s) * G::Order::kSize;
-    const uint64_t b = describe<128>(gemm.box(stage, at / 128)) + (at % 128 >> 4);
+    const int at = (i * G::Order::kSliceK + G::Order::kStepK * s) * G::Order::kSize;
+    const uint64_t b = smem_descriptor<128>(gemm.box(stage, at / 128)) + (at % 128 >> 4);
     const bool fresh = !C::kBfloat16 && s == 0;
-    multiply_from_registers<typename G::Op>(a[s], b, partial, fresh ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
+    wgmma_rs<typename G::Op>(a[s], b, partial, fresh ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
                                             make_int_sequence<G::kRegisters>{});
   }
   warpgroup_commit_batch();
 }
 
-// All of what the products have read stays until here. Halves are summed in `sums` straight away.
+// All of what the products have read stays until here. Halves are summed in `accum` straight away.
 template <class C>
-__device__ __forceinline__ void end_slab(typename FewRows<C>::Slab& a, typename FewRows<C>::Sums& partial,
-                                         typename FewRows<C>::Sums& sums) {
-  hold_sums(C::kBfloat16 ? sums : partial);
+__device__ __forceinline__ void finish_k_slice(typename SmallMGemm<C>::KSlice& a, typename SmallMGemm<C>::Accumulators& partial,
+                                         typename SmallMGemm<C>::Accumulators& accum) {
+  fence_accumulators(C::kBfloat16 ? accum : partial);
   CUTE_UNROLL
-  for (int s = 0; s < FewRows<C>::Order::kSteps; ++s) {
+  for (int s = 0; s < SmallMGemm<C>::Order::kSteps; ++s) {
     CUTE_UNROLL
     for (int r = 0; r < 4; ++r) warpgroup_fence_operand(a[s][r]);
   }
-  if constexpr (!C::kBfloat16) add_sums(sums, partial);
+  if constexpr (!C::kBfloat16) add_accumulators(accum, partial);
 }
 
 // Rows `first` on of the output, sums of all groups and blocks, by eight columns a thread; the tile begins at `column`. The body
 // of a loop, and small: all blocks are here at the same time, and code that runs once has to be fetched first.
 template <class C>
-__device__ __forceinline__ void write_few_rows(const FewRows<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first,
+__device__ __forceinline__ void write_rows(const SmallMGemm<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first,
                                                int column) {
-  using G = FewRows<C>;
+  using G = SmallMGemm<C>;
   using Source = typename C::Source;
   constexpr int kRuns = G::kHeight / 8, kOwn = C::kRows / C::kSplit;
 #pragma unroll 1
@@ -289,23 +289,23 @@ __device__ __forceinline__ void write_few_rows(const FewRows<C>& gemm, const uin
         total[j] += x.x, total[j + 1] += x.y, total[j + 2] += x.z, total[j + 3] += x.w;
       }
     }
-    float factor[8], shift[8];
-    Source prior[8] = {};
+    float col_scale[8], bias[8];
+    Source source[8] = {};
     CUTE_UNROLL
-    for (int j = 0; j < 8; ++j) factor[j] = 1.0f, shift[j] = 0.0f;
+    for (int j = 0; j < 8; ++j) col_scale[j] = 1.0f, bias[j] = 0.0f;
     const auto load = [&](const auto* from, auto& values) {
       CUTE_UNROLL
       for (int j = 0; j < 8; ++j) {
         if (j < present) values[j] = from[j];
       }
     };
-    if (to.columns) load(to.columns + n, factor);
-    if (to.bias) load(to.bias + n, shift);
-    if constexpr (GemmOutput<C>::kHasSource) load(to.c + int64_t{m} * to.c_pitch + n, prior);
-    const float left = to.row_factor(m);
+    if (to.col_scales) load(to.col_scales + n, col_scale);
+    if (to.bias) load(to.bias + n, bias);
+    if constexpr (GemmOutput<C>::kHasSource) load(to.c + int64_t{m} * to.c_pitch + n, source);
+    const float row_scale = to.row_scale(m);
     alignas(16) typename C::Out out[8];
     CUTE_UNROLL
-    for (int j = 0; j < 8; ++j) out[j] = to.finish(__float_as_uint(total[j]), prior[j], left, factor[j], shift[j]);
+    for (int j = 0; j < 8; ++j) out[j] = to.finish(__float_as_uint(total[j]), source[j], row_scale, col_scale[j], bias[j]);
     typename C::Out* const row = to.out + int64_t{m} * to.pitch + n;
     if (to.vector) {
       CUTE_UNROLL
@@ -320,54 +320,54 @@ __device__ __forceinline__ void write_few_rows(const FewRows<C>& gemm, const uin
 }
 
 template <class C>
-__device__ void multiply_few_rows(const FewRows<C>& gemm, uint8_t* shared, const BlockScales& scales, const GemmOutput<C>& to,
+__device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const BlockScales& scales, const GemmOutput<C>& to,
                                   int begin, int last, int column) {
-  using G = FewRows<C>;
+  using G = SmallMGemm<C>;
   const int lane = threadIdx.x % 32, depth = threadIdx.x / (128 * C::kGroups / G::kDepth);
   const int own = threadIdx.x / 32 % (G::kHeight / 16) * 16 + lane / 4;  // of the tile's columns, with own + 8
-  GemmPosition<G::kStages> at;
-  typename G::Sums sums = {}, partial = {};
-  typename G::Factors factors, next;
+  GemmPipelineState<G::kStages> at;
+  typename G::Accumulators accum = {}, partial = {};
+  typename G::Scales lane_scales, next;
   const uint8_t* of_rows[2];  // the factors of the lane's rows
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int row = column + own + 8 * half;
     of_rows[half] = scales.codes + (row < scales.rows ? row : scales.rows - 1) * scales.pitch;
   }
-  load_factors<C>(of_rows, scales.blocks, begin + depth, next);
+  load_scales<C>(of_rows, scales.blocks, begin + depth, next);
   at.skip(depth);
   for (int part = begin + depth; part < last; part += G::kDepth, at.skip(G::kDepth)) {
     CUTE_UNROLL
-    for (int i = 0; i < int(sizeof(factors) / 4); ++i) (&factors[0][0][0])[i] = (&next[0][0][0])[i];
-    load_factors<C>(of_rows, scales.blocks, part + G::kDepth, next);  // they come while this part is multiplied
+    for (int i = 0; i < int(sizeof(lane_scales) / 4); ++i) (&lane_scales[0][0][0])[i] = (&next[0][0][0])[i];
+    load_scales<C>(of_rows, scales.blocks, part + G::kDepth, next);  // they come while this part is multiplied
     barrier_wait(gemm.full(at.stage), at.parity);
     const uint8_t* stage = shared + at.stage * G::kStageBytes;
     CUTE_UNROLL
     for (int i = 0; i < G::kKSlices; i += 2) {
-      typename G::Slab first, second;
-      load_slab<C>(stage, i, factors, first);
-      start_slab(gemm, first, at.stage, i, C::kBfloat16 ? sums : partial);
+      typename G::KSlice first, second;
+      load_k_slice<C>(stage, i, lane_scales, first);
+      start_k_slice(gemm, first, at.stage, i, C::kBfloat16 ? accum : partial);
       if constexpr (!G::kOverlap) {
         warpgroup_wait<0>();
-        end_slab<C>(first, partial, sums);
+        finish_k_slice<C>(first, partial, accum);
       }
-      load_slab<C>(stage, i + 1, factors, second);
+      load_k_slice<C>(stage, i + 1, lane_scales, second);
       if constexpr (C::kBfloat16) {
-        start_slab(gemm, second, at.stage, i + 1, sums);
+        start_k_slice(gemm, second, at.stage, i + 1, accum);
         warpgroup_wait<0>();
-        if constexpr (G::kOverlap) end_slab<C>(first, partial, sums);
-        end_slab<C>(second, partial, sums);
+        if constexpr (G::kOverlap) finish_k_slice<C>(first, partial, accum);
+        finish_k_slice<C>(second, partial, accum);
       } else if constexpr (G::kOverlap) {
-        typename G::Sums other = {};
-        start_slab(gemm, second, at.stage, i + 1, other);
+        typename G::Accumulators other = {};
+        start_k_slice(gemm, second, at.stage, i + 1, other);
         warpgroup_wait<1>();
-        end_slab<C>(first, partial, sums);
+        finish_k_slice<C>(first, partial, accum);
         warpgroup_wait<0>();
-        end_slab<C>(second, other, sums);
+        finish_k_slice<C>(second, other, accum);
       } else {
-        start_slab(gemm, second, at.stage, i + 1, partial);
+        start_k_slice(gemm, second, at.stage, i + 1, partial);
         warpgroup_wait<0>();
-        end_slab<C>(second, partial, sums);
+        finish_k_slice<C>(second, partial, accum);
       }
     }
     if (lane == 0) barrier_arrive(gemm.empty(at.stage));
@@ -377,24 +377,24 @@ __device__ void multiply_few_rows(const FewRows<C>& gemm, uint8_t* shared, const
   CUTE_UNROLL
   for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
     const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
-    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = sums[r];
+    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = accum[r];
   }
   if constexpr (C::kSplit == 1) {
     warp_group::named_barrier_sync(1, kAll);
-    write_few_rows(gemm, shared, to, 0, column);
+    write_rows(gemm, shared, to, 0, column);
   } else {  // the blocks of a cluster add up their sums: each has a share of the rows in the end
     cluster::sync();
-    write_few_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
+    write_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
   }
 }
 
 template <class C>
-__global__ void __launch_bounds__(FewRows<C>::kThreads, C::kResident)
+__global__ void __launch_bounds__(SmallMGemm<C>::kThreads, C::kResident)
 gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
-                const uint8_t* factors, int64_t factors_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m,
-                int64_t n, const float* rows, int64_t row_step, const float* columns, int64_t column_step, const float* bias,
+                const uint8_t* scales, int64_t scales_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m,
+                int64_t n, const float* row_scales, int64_t row_step, const float* col_scales, int64_t column_step, const float* bias,
                 const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
-  using G = FewRows<C>;
+  using G = SmallMGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared_address(shared)};
   if (threadIdx.x == 0) {
@@ -408,15 +408,15 @@ gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__
   const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), column = int(blockIdx.x) / C::kSplit * G::kHeight;
   const int parts = int((k + G::kTileK - 1) / G::kTileK), begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
   if (threadIdx.x < 128 * C::kGroups) {
-    if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kGroupRegisters>();
-    if (rows && row_step == 0) alpha *= __ldg(rows);
-    if (columns && column_step == 0) alpha *= __ldg(columns);
-    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+    if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
+    if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
+    if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
-    multiply_few_rows(gemm, shared, {factors, factors_pitch, int(n), int(blocks)}, to, begin, last, column);
+    consumer_loop(gemm, shared, {scales, scales_pitch, int(n), int(blocks)}, to, begin, last, column);
   } else {
-    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kFeederRegisters>();
-    if (threadIdx.x == 128 * C::kGroups) feed_few_rows(gemm, x, weights, begin, last, column);
+    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
+    if (threadIdx.x == 128 * C::kGroups) producer_loop(gemm, x, weights, begin, last, column);
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster::sync();
   }

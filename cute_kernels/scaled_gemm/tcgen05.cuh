@@ -15,7 +15,7 @@
 namespace magicube::tensor_memory {
 
 // Rows of 128 bytes, k along them, in shared memory as the tensor copy swizzles them: 8 rows are 1024 bytes.
-__device__ __forceinline__ uint64_t describe(uint32_t address) {
+__device__ __forceinline__ uint64_t smem_descriptor(uint32_t address) {
   UMMA::SmemDescriptor descriptor;
   descriptor.start_address_ = address >> 4;
   descriptor.leading_byte_offset_ = 1;
@@ -27,23 +27,23 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 
 // A whole warp takes kColumns columns, whose address goes to shared memory, and gives them back in the end.
 template <int kColumns>
-__device__ __forceinline__ void take(uint32_t* address) {
+__device__ __forceinline__ void allocate(uint32_t* address) {
   static_assert(kColumns >= 32 && kColumns <= 512 && (kColumns & (kColumns - 1)) == 0, "32, 64, 128, 256 or 512 columns");
   TMEM::Allocator1Sm allocator;
   allocator.allocate(kColumns, address);
   allocator.release_allocation_lock();
 }
 template <int kColumns>
-__device__ __forceinline__ void give(uint32_t address) {
+__device__ __forceinline__ void deallocate(uint32_t address) {
   TMEM::Allocator1Sm().free(address, kColumns);
 }
 
 // Between accesses to tensor memory and a barrier of threads that orders them, on either side.
-__device__ __forceinline__ void before_barrier() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
-__device__ __forceinline__ void after_barrier() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
+__device__ __forceinline__ void fence_before_sync() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
+__device__ __forceinline__ void fence_after_sync() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
 
 // Arrives on the barrier when all that this warp has had multiplied is done.
-__device__ __forceinline__ void arrive_when_done(uint32_t barrier) {
+__device__ __forceinline__ void commit_arrive(uint32_t barrier) {
   if (elect_one_sync()) {
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier) : "memory");
   }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void arrive_when_done(uint32_t barrier) {
 
 // Factors of 128 rows, a word of four for each: 512 bytes of shared memory, rows 32 i + j at 16 j + 4 i. They become four
 // columns: a word of row 32 i + j is in column i and lane j, and in that lane of the other three quarters.
-__device__ __forceinline__ void copy_factors(uint32_t to, uint32_t from) {
+__device__ __forceinline__ void copy_scales(uint32_t to, uint32_t from) {
   UMMA::SmemDescriptor descriptor;  // eight rows of 16 bytes after eight rows
   descriptor.start_address_ = from >> 4;
   descriptor.stride_byte_offset_ = 8 * 16 >> 4;

@@ -59,17 +59,17 @@ struct FloatGemm {
   // Registers of a thread of the three kinds of groups, out of what the block has; with one group there are enough.
   static constexpr bool kShare = kMany > 1 || C::kResident > 1;
   static constexpr int kPool = 65536 / C::kResident / kThreads / 8 * 8 * (kMany + 1);
-  static constexpr int kFeederRegisters = kSplit > 1 ? 56 : kMany == 4 ? 32 : 40;
+  static constexpr int kProducerRegisters = kSplit > 1 ? 56 : kMany == 4 ? 32 : 40;
   static constexpr int kDecoderRegisters =
       kDecoders == 0 ? 0 : kGroups == 1 ? 80 : !C::kPromote ? 88 : C::kBfloat16 ? 80 : 72;
-  static constexpr int kMost = (kPool - kDecoders * kDecoderRegisters - kFeederRegisters) / kGroups / 8 * 8;
-  static constexpr int kGroupRegisters = kMost < 240 ? kMost : 240;
+  static constexpr int kMost = (kPool - kDecoders * kDecoderRegisters - kProducerRegisters) / kGroups / 8 * 8;
+  static constexpr int kConsumerRegisters = kMost < 240 ? kMost : 240;
   // Whether there is room for the sums of two parts beside those of the tile, so that one part is multiplied while the
   // sums of the other are added. Parts then go in pairs, the last of which may lie beyond the matrix. Between pairs no
   // product is under way: where one is at a loop's end, the assembler waits after each instruction.
   static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN == 128;
   static constexpr int kPair = kOverlap ? 2 : 1;
-  using Sums = float[kRegisters];
+  using Accumulators = float[kRegisters];
   using Tile = float[kSpans][kRegisters];
 
   static_assert(kGroups * 64 == kTileM, "a group has 64 rows");
@@ -79,7 +79,7 @@ struct FloatGemm {
   static_assert(kSplit == 1 || kRings >= kRegisters * 512, "sums meet in the rings' memory");
 
   uint8_t* shared;
-  TileScheduler<C::kBand> order;
+  TileScheduler<C::kBand> scheduler;
   int begin, last;  // parts of k, this block's
 
   __device__ uint32_t base() const { return shared_address(shared); }
@@ -95,19 +95,19 @@ struct FloatGemm {
   // Calls f(row, column) for the tiles of this block, the corner of each.
   template <class F>
   __device__ __forceinline__ void for_tiles(F f) const {
-    for (int index = blockIdx.x / kSplit; index < order.count(); index += gridDim.x / kSplit) {
+    for (int index = blockIdx.x / kSplit; index < scheduler.count(); index += gridDim.x / kSplit) {
       int row, column;
-      order.place(index, row, column);
+      scheduler.place(index, row, column);
       f(row * kTileM, column * kTileN);
     }
   }
 };
 
 template <class C>
-__device__ void feed_floats(const FloatGemm<C>& gemm, const TmaDescriptor& a, const TmaDescriptor& b) {
+__device__ void producer_loop(const FloatGemm<C>& gemm, const TmaDescriptor& a, const TmaDescriptor& b) {
   using G = FloatGemm<C>;
-  GemmPosition<G::kStages> at;
-  GemmPosition<G::kPackedStages> packed;
+  GemmPipelineState<G::kStages> at;
+  GemmPipelineState<G::kPackedStages> packed;
   gemm.for_tiles([&](int row, int column) {
     for (int part = gemm.begin; part < gemm.last; ++part, at.advance(), packed.advance()) {
       if constexpr (G::kPackedBytes > 0) {
@@ -129,13 +129,13 @@ __device__ void feed_floats(const FloatGemm<C>& gemm, const TmaDescriptor& a, co
 }
 
 template <class C>
-__device__ void decode_tiles(const FloatGemm<C>& gemm, const BlockScales& scales_a, const BlockScales& scales_b, int own,
+__device__ void decoder_loop(const FloatGemm<C>& gemm, const BlockScales& scales_a, const BlockScales& scales_b, int own,
                              int thread) {
   using G = FloatGemm<C>;
   using A = typename G::A;
   using B = typename G::B;
-  GemmPosition<G::kStages> at;
-  GemmPosition<G::kPackedStages> packed;
+  GemmPipelineState<G::kStages> at;
+  GemmPipelineState<G::kPackedStages> packed;
   int turn = 0;
   gemm.for_tiles([&](int row, int column) {
     uint32_t a[FloatRun<A, 128>::kCount], b[FloatRun<B, 128>::kCount];
@@ -163,60 +163,60 @@ __device__ void decode_tiles(const FloatGemm<C>& gemm, const BlockScales& scales
   });
 }
 
-// The products of one part that concern a group's rows; kAJustWritten: instead of what `sums` held, else added to it.
+// The products of one part that concern a group's rows; kAJustWritten: instead of what `accum` held, else added to it.
 template <class C, bool kAJustWritten>
-__device__ __forceinline__ void multiply_ready(const FloatGemm<C>& gemm, typename FloatGemm<C>::Sums& sums, int stage,
+__device__ __forceinline__ void mma_k_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum, int stage,
                                                int group, int span = 0) {
   using G = FloatGemm<C>;
-  const uint64_t a = describe<128>(shared_address(gemm.ready_a(stage))) + (group * 64 * 128 >> 4);
-  const uint64_t b = describe<128>(shared_address(gemm.ready_b(stage))) + (span * G::kColumns * 128 >> 4);
+  const uint64_t a = smem_descriptor<128>(shared_address(gemm.ready_a(stage))) + (group * 64 * 128 >> 4);
+  const uint64_t b = smem_descriptor<128>(shared_address(gemm.ready_b(stage))) + (span * G::kColumns * 128 >> 4);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int k = 0; k < 128; k += 32) {
-    multiply_group<typename G::Op>(sums, a + (k >> 4), b + (k >> 4), make_int_sequence<G::kRegisters>{},
+    wgmma<typename G::Op>(accum, a + (k >> 4), b + (k >> 4), make_int_sequence<G::kRegisters>{},
                                    kAJustWritten && k == 0 ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One);
   }
   warpgroup_commit_batch();
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void hold_sums(float (&sums)[kRegisters]) {
+__device__ __forceinline__ void fence_accumulators(float (&accum)[kRegisters]) {
   CUTE_UNROLL
-  for (int r = 0; r < kRegisters; ++r) warpgroup_fence_operand(sums[r]);
+  for (int r = 0; r < kRegisters; ++r) warpgroup_fence_operand(accum[r]);
 }
 
 // kScaled: a multiplication by `factor`, which is one otherwise, would read one more register each.
 template <bool kScaled = false, int kRegisters>
-__device__ __forceinline__ void add_sums(float (&sums)[kRegisters], const float (&partial)[kRegisters], float factor = 1.0f) {
+__device__ __forceinline__ void add_accumulators(float (&accum)[kRegisters], const float (&partial)[kRegisters], float factor = 1.0f) {
   CUTE_UNROLL
   for (int r = 0; r < kRegisters; ++r) {
-    if constexpr (kScaled) sums[r] = __fmaf_rn(partial[r], factor, sums[r]);
-    else sums[r] += partial[r];
+    if constexpr (kScaled) accum[r] = __fmaf_rn(partial[r], factor, accum[r]);
+    else accum[r] += partial[r];
   }
 }
 
 template <class C>
-__device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Tile& sums,
-                                         GemmPosition<C::kStages>& at, int group, const TileScales& scales_a,
+__device__ __forceinline__ void mma_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Tile& accum,
+                                         GemmPipelineState<C::kStages>& at, int group, const TileScales& scales_a,
                                          const TileScales& scales_b, int row, int column) {
   using G = FloatGemm<C>;
   const auto free_stage = [&](int stage) {
     if (threadIdx.x % 32 == 0) barrier_arrive(gemm.empty(stage));
   };
   if constexpr (G::kOverlap) {
-    typename G::Sums even = {}, odd = {};
+    typename G::Accumulators even = {}, odd = {};
     int stage = at.stage;  // of the part that is added next
-    const auto start = [&](typename G::Sums& partial) {
+    const auto start = [&](typename G::Accumulators& partial) {
       barrier_wait(gemm.full(at.stage), at.parity);
-      hold_sums(partial);
-      multiply_ready<C, true>(gemm, partial, at.stage, group);
+      fence_accumulators(partial);
+      mma_k_tile<C, true>(gemm, partial, at.stage, group);
       at.advance();
     };
-    const auto add = [&](typename G::Sums& partial, int part) {
-      hold_sums(partial);
+    const auto add = [&](typename G::Accumulators& partial, int part) {
+      fence_accumulators(partial);
       free_stage(stage);
       stage = stage + 1 == G::kStages ? 0 : stage + 1;
-      add_sums<C::kTiled>(sums[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
+      add_accumulators<C::kTiled>(accum[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
     };
     for (int part = gemm.begin; part < gemm.last; part += 2) {
       start(even);
@@ -227,48 +227,48 @@ __device__ __forceinline__ void sum_tile(const FloatGemm<C>& gemm, typename Floa
       add(odd, part + 1);
     }
   } else if constexpr (C::kPromote) {
-    typename G::Sums partial = {};
+    typename G::Accumulators partial = {};
     for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
-      const float left = scales_a.at(row, part * G::kTileK);
+      const float row_scale = scales_a.at(row, part * G::kTileK);
       barrier_wait(gemm.full(at.stage), at.parity);
       CUTE_UNROLL
       for (int span = 0; span < G::kSpans; ++span) {
-        const float factor = left * scales_b.at(column + span * G::kColumns, part * G::kTileK);
-        hold_sums(partial);
-        multiply_ready<C, true>(gemm, partial, at.stage, group, span);
+        const float factor = row_scale * scales_b.at(column + span * G::kColumns, part * G::kTileK);
+        fence_accumulators(partial);
+        mma_k_tile<C, true>(gemm, partial, at.stage, group, span);
         warpgroup_wait<0>();
-        hold_sums(partial);
+        fence_accumulators(partial);
         if (span + 1 == G::kSpans) free_stage(at.stage);
-        add_sums<C::kTiled>(sums[span], partial, factor);
+        add_accumulators<C::kTiled>(accum[span], partial, factor);
       }
     }
   } else {
     int before = 0;
-    hold_sums(sums[0]);
+    fence_accumulators(accum[0]);
     for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
       barrier_wait(gemm.full(at.stage), at.parity);
-      multiply_ready<C, false>(gemm, sums[0], at.stage, group);
+      mma_k_tile<C, false>(gemm, accum[0], at.stage, group);
       warpgroup_wait<1>();
       if (part > gemm.begin) free_stage(before);
       before = at.stage;
     }
     warpgroup_wait<0>();
-    hold_sums(sums[0]);
+    fence_accumulators(accum[0]);
     if (gemm.begin < gemm.last) free_stage(before);
   }
 }
 
 // The blocks of a cluster add up their sums: each has a share of the columns in the end.
 template <class C>
-__device__ __forceinline__ void write_shared_tile(const FloatGemm<C>& gemm, const GemmOutput<C>& to,
-                                                  const typename FloatGemm<C>::Sums& sums, int row, int column) {
+__device__ __forceinline__ void reduce_and_write_tile(const FloatGemm<C>& gemm, const GemmOutput<C>& to,
+                                                  const typename FloatGemm<C>::Accumulators& accum, int row, int column) {
   using G = FloatGemm<C>;
   constexpr int kOwn = G::kRegisters / G::kSplit;
   const int thread = threadIdx.x, rank = int(cluster::rank());
   warp_group::named_barrier_sync(1, 128);  // all have read what the rings held
   float* own = reinterpret_cast<float*>(gemm.shared);
   CUTE_UNROLL
-  for (int r = 0; r < G::kRegisters; ++r) own[r * 128 + thread] = sums[r];
+  for (int r = 0; r < G::kRegisters; ++r) own[r * 128 + thread] = accum[r];
   cluster::sync();
   uint32_t total[1][kOwn];
   CUTE_UNROLL
@@ -284,20 +284,20 @@ __device__ __forceinline__ void write_shared_tile(const FloatGemm<C>& gemm, cons
 }
 
 template <class C>
-__device__ void multiply_floats(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const TileScales& scales_a,
+__device__ void consumer_loop(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const TileScales& scales_a,
                                 const TileScales& scales_b) {
   using G = FloatGemm<C>;
-  GemmPosition<G::kStages> at;
+  GemmPipelineState<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
-    typename G::Tile sums = {};
-    sum_tile(gemm, sums, at, group, scales_a, scales_b, row, column);
+    typename G::Tile accum = {};
+    mma_tile(gemm, accum, at, group, scales_a, scales_b, row, column);
     if constexpr (G::kSplit > 1) {
-      write_shared_tile(gemm, to, sums[0], row, column);
+      reduce_and_write_tile(gemm, to, accum[0], row, column);
     } else {
       uint32_t bits[1][G::kSpans * G::kRegisters];
       CUTE_UNROLL
       for (int r = 0; r < G::kSpans * G::kRegisters; ++r) {
-        bits[0][r] = __float_as_uint(sums[r / G::kRegisters][r % G::kRegisters]);
+        bits[0][r] = __float_as_uint(accum[r / G::kRegisters][r % G::kRegisters]);
       }
       write_fragment(to, bits, row + group * 64 + threadIdx.x / 32 % 4 * 16, column, threadIdx.x % 32);
     }
@@ -305,7 +305,7 @@ __device__ void multiply_floats(const FloatGemm<C>& gemm, const GemmOutput<C>& t
 }
 
 template <class C>
-__device__ __forceinline__ void start_barriers(const FloatGemm<C>& gemm) {
+__device__ __forceinline__ void init_barriers(const FloatGemm<C>& gemm) {
   using G = FloatGemm<C>;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < G::kStages; ++stage) {
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(FloatGemm<C>::kThreads, C::kResident)
 gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant__ TmaDescriptor b, int64_t k,
                   const void* scales_a, int64_t scales_a_pitch, int64_t blocks_a, const void* scales_b,
                   int64_t scales_b_pitch, int64_t blocks_b, typename C::Out* out, int64_t pitch, int64_t m, int64_t n,
-                  const float* rows, int64_t row_step, const float* columns, int64_t column_step, const float* bias,
+                  const float* row_scales, int64_t row_step, const float* col_scales, int64_t column_step, const float* bias,
                   const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
   using G = FloatGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -334,26 +334,26 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
   const int pairs = int((k + kDepth - 1) / kDepth), rank = G::kSplit == 1 ? 0 : int(cluster::rank());
   const G gemm{shared, {int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)},
                pairs * rank / G::kSplit * G::kPair, pairs * (rank + 1) / G::kSplit * G::kPair};
-  const FloatScales factors_a{scales_a, scales_a_pitch, blocks_a}, factors_b{scales_b, scales_b_pitch, blocks_b};
-  start_barriers(gemm);
+  const FloatScales scale_args_a{scales_a, scales_a_pitch, blocks_a}, scale_args_b{scales_b, scales_b_pitch, blocks_b};
+  init_barriers(gemm);
   const int group = threadIdx.x / 128;
   if (group < G::kGroups) {
-    if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kGroupRegisters>();
-    if (rows && row_step == 0) alpha *= __ldg(rows);
-    if (columns && column_step == 0) alpha *= __ldg(columns);
-    const GemmOutput<C> to{out, c, row_step ? rows : nullptr, column_step ? columns : nullptr, bias, pitch, c_pitch, int(m),
+    if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
+    if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
+    if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
                            int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
-    multiply_floats(gemm, to, group, factors_a.of_tiles<typename G::A>(), factors_b.of_tiles<typename G::B>());
+    consumer_loop(gemm, to, group, scale_args_a.of_tiles<typename G::A>(), scale_args_b.of_tiles<typename G::B>());
   } else if (G::kDecoders > 0 && group < G::kMany) {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kDecoderRegisters>();
     if constexpr (G::kDecoders > 0) {
-      decode_tiles(gemm, factors_a.of_blocks<typename G::A>(m), factors_b.of_blocks<typename G::B>(n), group - G::kGroups,
+      decoder_loop(gemm, scale_args_a.of_blocks<typename G::A>(m), scale_args_b.of_blocks<typename G::B>(n), group - G::kGroups,
                    threadIdx.x % 128);
     }
     if constexpr (G::kSplit > 1) cluster::sync();
   } else {
-    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kFeederRegisters>();
-    if (threadIdx.x == 128 * G::kMany) feed_floats(gemm, a, b);
+    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
+    if (threadIdx.x == 128 * G::kMany) producer_loop(gemm, a, b);
     __syncwarp();
     if constexpr (G::kSplit > 1) cluster::sync();
   }

@@ -32,6 +32,7 @@ class SampleConfig(KernelConfig):
 
     @cached_property
     def entry(self) -> Atom:
+        """The MMA atom."""
         return atoms.atom(self.atom)
 
     @property

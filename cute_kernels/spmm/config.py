@@ -40,6 +40,7 @@ class SpmmConfig(KernelConfig):
 
     @cached_property
     def entry(self) -> Atom:
+        """The MMA atom."""
         return atoms.atom(self.atom)
 
     @property

@@ -57,6 +57,7 @@ class GatherConfig(SpmmConfig):
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of one total: 8 if it may exceed 32 bits."""
         return 8 if self.wide or self._constants()["kLongTotal"] else 4
 
     @property

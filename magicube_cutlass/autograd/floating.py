@@ -38,6 +38,7 @@ class Spmm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of values, x and bias."""
         g = grads[0].contiguous()  # (*batch, M, N)
         x, scale = ctx.saved_tensors
         of_values, of_x, of_bias = None, None, None
@@ -63,6 +64,7 @@ class Sddmm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and y."""
         g, pattern = grads[0], ctx.pattern  # (*batch, vectors, V)
         x, y = ctx.saved_tensors
         of_x, of_y = None, None

@@ -44,6 +44,7 @@ class Forecast:
 
     @property
     def dense_wins(self) -> bool:
+        """Whether the dense product is predicted to be faster."""
         return self.dense < self.sparse
 
     def __str__(self) -> str:

@@ -81,14 +81,17 @@ class Reader:
             raise ValueError(f"field {key!r} is not JSON: {self._metadata[key][:40]!r}") from error
 
     def integer(self, key: str) -> int:
+        """Return an integer of the header."""
         value = self._field(key)
         _require(isinstance(value, int) and not isinstance(value, bool), key, "an integer", value)
         return int(value)
 
     def optional_integer(self, key: str) -> int | None:
+        """Return an integer of the header, or None."""
         return None if self._field(key) is None else self.integer(key)
 
     def boolean(self, key: str) -> bool:
+        """Return a boolean of the header."""
         value = self._field(key)
         _require(isinstance(value, bool), key, "true or false", value)
         return bool(value)
@@ -108,8 +111,10 @@ class Reader:
             raise ValueError(f"has unknown fields {sorted(unknown)}")
 
     def tensor(self, key: str) -> Tensor:
+        """Return a tensor of the file."""
         tensor: Tensor = self._file.get_tensor(key)
         return tensor
 
     def optional_tensor(self, key: str) -> Tensor | None:
+        """Return a tensor of the file, or None."""
         return self.tensor(key) if key in self._names else None

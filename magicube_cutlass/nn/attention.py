@@ -158,6 +158,7 @@ class SparseQuantAttention(nn.Module):
         return y.transpose(0, 1) if swap else y
 
     def extra_repr(self) -> str:
+        """Return the options for ``repr``."""
         density = sum(mask.density for mask in self.masks) / len(self.masks)
         return (
             f"{self.embed_dim}, {self.num_heads}, mask={self.masks[0].shape} of density {density:.4g}, "

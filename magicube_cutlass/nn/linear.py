@@ -229,15 +229,18 @@ class SparseQuantLinear(Calibrated):
         return sum(each.nbytes for each in tensors if each is not None) + matrix.values.nbytes + scale
 
     def train(self, mode: bool = True) -> SparseQuantLinear:
+        """Set the mode; evaluation makes the integers at once."""
         super().train(mode)
         if not mode:
             self.matrix()
         return self
 
     def get_extra_state(self) -> Tensor:
+        """Return the pattern's kind and the options as a tensor, for the state dict."""
         return self.config.to_tensor()
 
     def set_extra_state(self, state: Tensor) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
         self.config = SparseQuantConfig.from_tensor(state)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
@@ -281,6 +284,7 @@ class SparseQuantLinear(Calibrated):
         return {**self.__dict__, "_pattern": None, "_matrix": None, "_made_of": None, "_version_id": ""}
 
     def extra_repr(self) -> str:
+        """Return the options for ``repr``."""
         config, acts = self.config, "dynamic" if self.act_scale is None else "static"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "

@@ -82,12 +82,7 @@ def sddmm(
     >>> S.to_dense()[0, :3]
     tensor([6, 6, 6], dtype=torch.int32)
     """
-    if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
-        pattern, stride = mask, _DEFAULT_STRIDE
-    elif isinstance(mask, (SRBCRS, BCRS)):
-        pattern, stride = mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
-    else:
-        raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
+    pattern, stride = _as_pattern(mask)
     key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom)
     call = pattern._cache.get(key) if key is not None else None
     if call is not None:
@@ -134,6 +129,15 @@ def sddmm(
 
         pattern._cache[key] = sddmm_call(kernel, copy, left_op, right_op, inner_y, (m, n, inner), result)
     return result if out_format == "srbcrs" else result.to_bcrs()
+
+
+def _as_pattern(mask: object) -> tuple[Pattern, int]:
+    """The pattern of ``mask`` and the stride of a result on it."""
+    if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
+        return mask, _DEFAULT_STRIDE
+    if isinstance(mask, (SRBCRS, BCRS)):
+        return mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
+    raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
 
 
 def _check_operands(

@@ -147,6 +147,7 @@ class DenseFloats:
 
     @property
     def signed(self) -> bool:
+        """Floats have a sign."""
         return True
 
 

@@ -75,9 +75,11 @@ class ResidualLinear(nn.Module):
         )  # fmt: skip
 
     def get_extra_state(self) -> dict[str, Any]:
+        """Return the options for the state dict."""
         return {name: getattr(self, name) for name in _OPTIONS}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
         for name in _OPTIONS:
             setattr(self, name, state[name])
 
@@ -94,6 +96,7 @@ class ResidualLinear(nn.Module):
         self._renew()  # a copy has its own
 
     def extra_repr(self) -> str:
+        """Return the options for ``repr``."""
         n, k = self.weight.shape
         wish = f"tol={self.tol:g}" if self.tol is not None else f"mode={self.mode}"
         return f"in_features={k}, out_features={n}, bias={self.bias is not None}, {wish}"
