@@ -266,7 +266,7 @@ inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uin
 }
 
 template <int kStages>
-struct GemmPosition {
+struct GemmPipelineState {
   int stage = 0;
   uint32_t parity = 0;
   void advance() {
@@ -279,18 +279,18 @@ inline void fence_proxy_async_shared() {}
 }  // namespace warp_group
 
 namespace tensor_memory {
-inline uint64_t describe(uint32_t address) { return address >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 46 | 2ull << 61; }
-template <int kColumns> void take(uint32_t* address) {
+inline uint64_t smem_descriptor(uint32_t address) { return address >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 46 | 2ull << 61; }
+template <int kColumns> void allocate(uint32_t* address) {
   static_assert(kColumns <= 512);
   *address = 0;
 }
-template <int kColumns> void give(uint32_t) {}
-inline void before_barrier() {}
-inline void after_barrier() {}
-inline void arrive_when_done(uint32_t barrier) {
+template <int kColumns> void deallocate(uint32_t) {}
+inline void fence_before_sync() {}
+inline void fence_after_sync() {}
+inline void commit_arrive(uint32_t barrier) {
   if (elect_one()) host::products->enqueue([=] { host::arrive(barrier); });
 }
-inline void copy_factors(uint32_t to, uint32_t from) {
+inline void copy_scales(uint32_t to, uint32_t from) {
   if (!elect_one()) return;
   host::products->enqueue([=] {
     for (int lane = 0; lane < 32; ++lane) std::memcpy(&host::factors[lane][to], shared + from + 16 * lane, 16);

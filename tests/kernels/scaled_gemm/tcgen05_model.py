@@ -102,7 +102,7 @@ class Launch:
 
 
 def write_factors(machine: Machine, launch: Launch, start: int, address: int, rows: int, first: int, part: int) -> None:
-    """The words that 128 threads write for an operand's rows from ``first`` on, as ``feed_factors`` has it."""
+    """The words that 128 threads write for an operand's rows from ``first`` on, as ``scale_producer_loop`` has it."""
     words = launch.config.mma.words
     whole = np.zeros((rows, launch.factor_words, 4), dtype=np.uint8)
     if rows:

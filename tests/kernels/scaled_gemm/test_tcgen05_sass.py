@@ -76,7 +76,7 @@ __global__ void compare(volatile uint64_t* out) {{
   const uint64_t theirs = UMMA::make_umma_desc<UMMA::Major::K>(tensor);
   const uint64_t start = uint64_t(shared_address(shared)) >> 4 & 0x3FFF;
   if (theirs != ({matrix_descriptor(0)}ull | start)) *out = 1;
-  if (theirs != tensor_memory::describe(shared_address(shared))) *out = 1;
+  if (theirs != tensor_memory::smem_descriptor(shared_address(shared))) *out = 1;
   if (theirs != ({matrix_descriptor(0) ^ 1 << 40}ull | start)) *out = 3;
 }}
 }}  // namespace magicube
