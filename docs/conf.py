@@ -1,6 +1,8 @@
 """Sphinx builds the guides and, from the docstrings, the reference: ``make docs``."""
 
+import re
 from importlib import metadata
+from typing import Any
 
 project = "magicube_cutlass"
 release = metadata.version("magicube-cutlass")
@@ -23,3 +25,15 @@ html_theme_options = {
     "description": "Quantized sparse products, and dense ones with a chosen error",
     "page_width": "70em",
 }
+napoleon_use_ivar = True  # fields of a named tuple are described once
+
+
+def _plain_references(*arguments: Any) -> None:
+    """References are numbered per docstring; reST wants their labels unique per page."""
+    lines = arguments[-1]
+    lines[:] = [re.sub(r"\[(\d+)\]_", r"[\1]", re.sub(r"^(\s*)\.\. \[(\d+)\] ", r"\1[\2] ", line)) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Connect before napoleon does."""
+    app.connect("autodoc-process-docstring", _plain_references, priority=400)

@@ -130,7 +130,7 @@ def make_index(
     causal : bool, default False
         Query ``i`` attends to the keys ``j <= i`` only.
     config : AttentionConfig, optional
-        Kernel config. Default: the one of :func:`~cute_kernels.attention.heuristics.choose`.
+        Kernel config. Default: the one of ``cute_kernels.attention.heuristics.choose``.
 
     Returns
     -------

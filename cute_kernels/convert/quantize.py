@@ -317,7 +317,7 @@ def quantize(
         Given scales, of the returned shape; float64 for float64 input, else float32.
     flags : int, default 0
         Address of an int32 on the device that gets the bits ``NEGATIVE`` (unsigned integers only) and ``NONFINITE`` of
-        :mod:`cute_kernels.cpu.engine`; 0 for none.
+        ``cute_kernels.cpu.engine``; 0 for none.
 
     Returns
     -------
