@@ -24,7 +24,7 @@ from cute_kernels.convert.quantize import QuantizeConfig
 from cute_kernels.estimate import statistics
 from cute_kernels.estimate.probes import ProbeConfig
 from cute_kernels.estimate.remainder_probes import RemainderConfig
-from cute_kernels.gemm.config import products_of
+from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.gemm.heuristics import choose as choose_gemm
 from cute_kernels.jit.compiler import Unit
@@ -97,16 +97,16 @@ def _gemm(arch: str) -> Iterator[Entry]:
         (3, 3, None, 4096, "float32", "none"),
         (3, 3, None, 64, "float32", "none"),
     ):
-        terms_of = products_of(planes_a, planes_b, terms)
+        terms_of = select_products(planes_a, planes_b, terms)
         config = choose_gemm(m, 4096, 4096, terms_of, arch, out=out, source=source)
         yield f"gemm/planes={planes_a}x{planes_b} terms={terms or 'all'} m={m} out={out} c={source}", config
     yield "gemm/transposed plane", PackConfig("pack_transposed")
     yield "gemm/strided plane", PackConfig("pack_strided")
     if arch == "sm_90a":
         for planes in (1, 2):
-            config = choose_gemm(4096, 4096, 4096, products_of(planes, planes, None), arch, out="float32")
+            config = choose_gemm(4096, 4096, 4096, select_products(planes, planes, None), arch, out="float32")
             yield f"gemm/planes={planes}x{planes} sums of squares", replace(config, sum_of_squares=True)
-            portable = gemm_candidates(products_of(planes, planes, None), "sm_80")[0]
+            portable = gemm_candidates(select_products(planes, planes, None), "sm_80")[0]
             yield f"gemm/planes={planes}x{planes} warps", replace(portable, out="float16")
 
 
@@ -256,7 +256,7 @@ def _probes(arch: str) -> Iterator[Entry]:
         (True, "float32", "rows", 2, False), (True, "bfloat16", "", 1, False),
     ):  # fmt: skip
         tags = f"{f' amax of {amax}' if amax else ''}{' to float16' if narrowed else ''}"
-        config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups, halves=narrowed)
+        config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups, emit_float16=narrowed)
         yield f"probe/{'transposed ' if transposed else ''}{x} groups={groups}{tags}", config
     for x, groups in (("float32", 1), ("float16", 2)):
         yield f"probe/compare {x} groups={groups}", ProbeConfig("compare_rows", x, groups=groups)

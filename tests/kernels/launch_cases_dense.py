@@ -111,7 +111,7 @@ def integers_by_config(recorder: Recorder, arch: str) -> None:
     for count, terms in ((1, 1), (2, 3), (3, 6)):
         a, b = planes(count, 300, 512), planes(count, 512, 520, "column")
         out = torch.zeros(300, 520)
-        for config in gemm_heuristics.candidates(gemm_config.products_of(count, count, terms), arch):
+        for config in gemm_heuristics.candidates(gemm_config.select_products(count, count, terms), arch):
 
             def run() -> Tensor:
                 call = gemm._check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, out, torch.float32)

@@ -126,7 +126,7 @@ def checks(recorder: Recorder) -> None:
 
 
 def _in_one(recorder: Recorder, x: Tensor) -> bool:
-    return recorder.run(lambda: probes.takes_one_launch(x.shape, x.dtype, x.device))
+    return recorder.run(lambda: probes.is_single_launch(x.shape, x.dtype, x.device))
 
 
 def samples(recorder: Recorder) -> None:
@@ -144,8 +144,8 @@ def samples(recorder: Recorder) -> None:
                 first.result()
                 return statistics.start_statistics(sides[0], first.samples[1], product_of, RULE, -1)
 
-            recorder.call(f"look at {m}x{k}x{n}, {left}, {right}", look, A=sides[0].x, B=sides[1].x, tops_a=sides[0].tops,
-                          tops_b=sides[1].tops, product=product_of)  # fmt: skip
+            recorder.call(f"look at {m}x{k}x{n}, {left}, {right}", look, A=sides[0].x, B=sides[1].x, tops_a=sides[0].absmax,
+                          tops_b=sides[1].absmax, product=product_of)  # fmt: skip
 
 
 def compensated(recorder: Recorder) -> None:
