@@ -1,11 +1,14 @@
-// What a check says of a product: the Gram matrix of the differences of probes, and norms, from passes that estimate/probes.cuh makes.
+// Error estimate of C = A B from probes W: the Gram matrix of the differences P - C W, P = A B W, and norms.
+//
+// sm_80 and later. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the partial sums of all CTAs in a
+// fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/residual.md.
 #pragma once
 
 #include "estimate/probes.cuh"
 
 namespace magicube {
 
-// How many of `scales` are NaN or belong to lines far from one, as seen by this thread; zeros do not.
+// Number of `scales` that this thread sees to be NaN or out of bounds; zeros are in range.
 __device__ __forceinline__ double count_out_of_range(const float* scales, int64_t count, float least, float most) {
   const int64_t step = int64_t{gridDim.x} * kProbeThreads;
   int out_of_range = 0;
@@ -24,14 +27,14 @@ __device__ __forceinline__ double warp_sum(double value) {
 
 constexpr int kGram = kProbes * kProbes, kOthers = 4, kComparison = kGram + kOthers;
 
-// What a check says of one probe and row: what the true product gives, what the product's does, and their difference.
+// One probe and row: the value of the true product, that of the computed product, and their difference.
 struct ProbeValues {
   double wanted, claimed, difference;
 };
 
-// A block's part of: the Gram matrix of the differences (16 x 16), the sums of squares of what is wanted and what is claimed,
-// the sum of what take(tile) returns, and the number of far scales. take(tile) makes the sums of a tile, and judged(probe,
-// row, place) says what they are, `place` the row in all. `out` (blocks, 260).
+// Partial sums of a CTA: the Gram matrix of the differences (16 x 16), the sums of squares of wanted and claimed values, the
+// sum of what take(tile) returns, and the number of scales out of range. take(tile) computes the sums of a tile;
+// values_of(probe, row, place) returns its values, with `place` the row of the matrix. `out` (CTAs, 260).
 template <class C, class Take, class Values>
 __device__ __forceinline__ void estimate_tiles(int64_t rows, uint8_t* shared, const float* row_scales, int64_t row_count,
                                             const float* col_scales, int64_t col_count, float least, float most, double* out,
@@ -63,13 +66,13 @@ __device__ __forceinline__ void estimate_tiles(int64_t rows, uint8_t* shared, co
       difference[index / Tile::kRows][index % Tile::kRows] = differences[s];
     }
     __syncthreads();
-    double products[4] = {};  // one sum would wait for each addition
+    double products[4] = {};  // independent sums hide the latency of additions
     for (int row = 0; row < Tile::kRows; row += 4) {
       CUTE_UNROLL
       for (int r = 0; r < 4; ++r) products[r] += difference[i][row + r] * difference[j][row + r];
     }
     gram += (products[0] + products[1]) + (products[2] + products[3]);
-    __syncthreads();  // the rings may be written again
+    __syncthreads();  // the pipelines can be written again
   }
   sums[3] = count_out_of_range(row_scales, row_count, least, most) + count_out_of_range(col_scales, col_count, least, most);
   for (int s = 0; s < kOthers; ++s) {
@@ -86,7 +89,7 @@ __device__ __forceinline__ void estimate_tiles(int64_t rows, uint8_t* shared, co
   }
 }
 
-// judge_tiles of P and C W, and ||C||^2. `product` is P (16, y_pitch).
+// estimate_tiles of P and C W, and ||C||^2. `product` is P (16, y_pitch).
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
@@ -108,8 +111,7 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
       });
 }
 
-// The sums (260) of the parts of all blocks (blocks, 260), always in one order. A block has 32 of them, and a warp every
-// sixteenth part.
+// Add the partial sums of all CTAs (CTAs, 260) in a fixed order. A CTA has 32 columns, and a warp every 16th row.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 sum_comparison(const double* parts, int64_t blocks, double* out) {

@@ -1,13 +1,14 @@
-// Y = X W for sixteen vectors W: one pass over a matrix, which may find the largest magnitudes of its rows or columns too.
+// Y = X W for 16 probe vectors W, in one pass over a matrix that can also emit the absmax of its rows or columns.
 //
-// W lies vector by vector, (16, pitch), and so does Y, so that it can be the next W; both are zero-padded in rows to
-// a multiple of 32. A warp takes 16 columns of 32 rows of X at a time, as Y^T = W^T X^T on Tensor Cores: an entry is the sum
-// of two tf32 numbers, and of the four products of such pairs all but the smallest are made. Sums on Tensor Cores are cut
-// and not rounded, so each of them is short and the long ones are sums of float32.
+// sm_80 and later; memory-bound. W is stored probe by probe, (16, pitch), and so is Y: it can be the next W. Both are padded with
+// zeros to a multiple of 32 rows. Work: a warp takes 16 columns of 32 rows of X at a time, as Y^T = W^T X^T on Tensor Cores.
+// A float32 is the sum of two tf32 numbers; of the four products of such pairs the smallest is dropped. Tensor Cores truncate
+// sums, so each accumulator is short, and long sums are float32 additions. Pipeline: kStages stages per lane, filled by cp.async.
 //
-// A lane (g, t) = (lane / 4, lane % 4) loads four runs of four neighbours. The order of the columns of X in an mma is free
-// as long as W has the same, so a lane's place 4 t + i of the sum is column i of its run, and a load is as wide as can be.
-// Where X^T is what lies row by row, its runs are of four rows of X, and the four runs are the four places.
+// Lane (g, t) = (lane / 4, lane % 4) loads four runs of four neighbors. The order of the columns of X in an mma is free if W
+// has the same, so index 4 t + i of the sum is column i of a lane's run, and loads are as wide as possible. For a row-major
+// X^T, runs are of four rows of X, and the four runs are the four indices. Source: Ootomo, Yokota, IJHPCA 36(4), 2022 (tf32
+// splitting).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,33 +22,33 @@ namespace magicube {
 
 constexpr int kProbes = 16, kRun = 4;
 constexpr int kWarps = 16, kProbeThreads = 32 * kWarps;
-constexpr int kWarpRows = 32, kTiles = kWarpRows / 8;  // rows of X a warp has, as columns of the mma
-constexpr int kDepth = 4 * kRun;                       // columns that a warp is at, at a time
-constexpr int kPartPitch = kWarpRows + 8;              // no two stores of a lane's sums meet in a bank
+constexpr int kWarpRows = 32, kTiles = kWarpRows / 8;  // rows of X per warp, as columns of the mma
+constexpr int kDepth = 4 * kRun;  // columns of X per step of a warp
+constexpr int kPartPitch = kWarpRows + 8;  // no bank conflicts between the stores of a lane's sums
 
-// What is largest: nothing, entries of a row of X, of a column.
+// Slices whose absmax is emitted.
 enum class Absmax { kNone, kRows, kColumns };
 
-// Two tf32 numbers whose sum is a float32 to 23 bits. Rounding to nearest leaves a rest of either sign: nothing adds up.
+// Two tf32 numbers whose sum is a float32 to 23 bits. Rounding to nearest makes remainders of either sign: no bias adds up.
 struct SplitFloat {
   uint32_t high, low;
 
   __device__ __forceinline__ explicit SplitFloat(float x) {
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-    low = __float_as_uint(x - __uint_as_float(high));  // its last 13 bits are not looked at
+    low = __float_as_uint(x - __uint_as_float(high));  // Tensor Cores ignore its last 13 bits
   }
 };
 
-// Four runs of neighbours as they lie, zero where there are none.
+// Four runs of neighbors as they are in memory, zero beyond the matrix.
 template <class Source, bool kTransposed>
 struct ProbeRuns {
   static_assert(sizeof(Source) == 4 || sizeof(Source) == 2, "a load is of 16 or 8 bytes");
-  static constexpr int kBytes = kRun * int(sizeof(Source)), kStageBytes = kTiles * 32 * kBytes;  // of a run; of a warp's runs
+  static constexpr int kBytes = kRun * int(sizeof(Source)), kStageBytes = kTiles * 32 * kBytes;  // bytes of a run; of a warp's runs
   using Word = cuda::std::conditional_t<sizeof(Source) == 4, uint4, uint2>;
   alignas(16) Source entries[kTiles][kRun];
 
-  // Starts the way of a lane's runs to its own places of a stage, `at` the first one. `from`: the first run's first entry;
-  // `slices` of the four and `valid` entries of each are there. `whole`: the latter are all four, and aligned.
+  // Start the copy of a lane's runs to its own part of a stage, `at` the first one. `from`: first element of the first run;
+  // `slices` of the four runs and `valid` elements of each exist. `whole`: all four elements exist and are aligned.
   __device__ __forceinline__ static void fetch(uint8_t* at, const Source* from, int64_t pitch, int slices, int valid,
                                                bool whole) {
     CUTE_UNROLL
@@ -69,7 +70,7 @@ struct ProbeRuns {
       *reinterpret_cast<Word*>(entries[i]) = *reinterpret_cast<const Word*>(at + i * 32 * kBytes);
     }
   }
-  // Of row `tile` of the lane's four, at place `place` of the sum.
+  // Element of row `tile` of the lane's four at index `place` of the sum.
   __device__ __forceinline__ float at(int tile, int place) const {
     return static_cast<float>(kTransposed ? entries[place][tile] : entries[tile][place]);
   }
@@ -81,7 +82,7 @@ __device__ __forceinline__ int probe_row(int tile, int column) {
   return kTransposed ? column * kTiles + tile : tile * 8 + column;
 }
 
-// sums += W^T X^T of 16 columns of X: (kTiles, 4), the mma's accumulators.
+// sums += W^T X^T of 16 columns of X: (kTiles, 4) accumulators.
 template <class Source, bool kTransposed>
 __device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTransposed>& x, const float4 (&w)[2],
                                                float (&sums)[kTiles][4]) {
@@ -99,7 +100,7 @@ __device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTranspos
       const SplitFloat p(x.at(tile, i)), q(x.at(tile, i + 1));
       high[tile][i] = p.high, high[tile][i + 1] = q.high;
       Atom::fma(sum[0], sum[1], sum[2], sum[3], a.low, b.low, c.low, d.low, p.high, q.high, sum[0], sum[1], sum[2], sum[3]);
-      if constexpr (sizeof(Source) == 4) {  // shorter entries are tf32 numbers
+      if constexpr (sizeof(Source) == 4) {  // 16-bit floats are tf32 numbers
         Atom::fma(sum[0], sum[1], sum[2], sum[3], a.high, b.high, c.high, d.high, p.low, q.low, sum[0], sum[1], sum[2],
                   sum[3]);
       }
@@ -107,7 +108,7 @@ __device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTranspos
     w_high[0][i] = a.high, w_high[1][i] = b.high, w_high[0][i + 1] = c.high, w_high[1][i + 1] = d.high;
   }
   CUTE_UNROLL
-  for (int tile = 0; tile < kTiles; ++tile) {  // the large products last: what is cut is a part of the sum so far
+  for (int tile = 0; tile < kTiles; ++tile) {  // large products last: truncation is relative to the sum so far
     float(&sum)[4] = part[tile];
     CUTE_UNROLL
     for (int i = 0; i < kRun; i += 2) {
@@ -121,8 +122,8 @@ __device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTranspos
 
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// Bits have the order of magnitudes, with infinity and NaN on top. Of the 16 columns that a warp is at: lanes that differ in
-// g meet, and those with an even g have one column each.
+// Bits order like magnitudes, with infinity and NaN above all. Reduce the 16 columns of a warp over g; lanes with an even g then
+// have one column each.
 template <class Source, bool kTransposed>
 __device__ __forceinline__ void reduce_column_absmax(const ProbeRuns<Source, kTransposed>& x, uint32_t* absmax, int valid) {
   const int lane = threadIdx.x % 32;
@@ -139,19 +140,19 @@ __device__ __forceinline__ void reduce_column_absmax(const ProbeRuns<Source, kTr
   if ((lane & 4) == 0 && column < valid) atomicMax(absmax + column, own);
 }
 
-// What a block has: the rows of kGroups groups of warps, which read the same of W at about the same time.
+// Tile of a CTA: the rows of kGroups groups of warps, which read the same W at about the same time.
 template <int kGroups>
 struct ProbeTile {
   static constexpr int kRows = kGroups * kWarpRows, kSplits = kWarps / kGroups;  // warps that share a group's columns
-  static constexpr int kStep = kSplits * kDepth, kSums = kProbes * kRows;        // columns at a time; sums of the tile
+  static constexpr int kStep = kSplits * kDepth, kSums = kProbes * kRows;  // columns per step; sums of the tile
 };
 
-// The sums of a tile by warp, and the bits of its rows' largest magnitudes; where the runs came by before.
+// Sums of a tile per warp and bits of its rows' absmax, in place of the pipeline.
 struct ProbeParts {
   float sums[kWarps][kProbes * kPartPitch];
   uint32_t absmax[kWarps][kWarpRows];
 
-  // This warp's, of the mma's accumulators.
+  // Store this warp's accumulators.
   template <bool kTransposed>
   __device__ __forceinline__ void put(const float (&of)[kTiles][4]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -163,7 +164,7 @@ struct ProbeParts {
       }
     }
   }
-  // Of row `row` of the tile.
+  // Sum of row `row` of the tile.
   template <int kGroups>
   __device__ __forceinline__ float sum(int probe, int row) const {
     using Tile = ProbeTile<kGroups>;
@@ -184,22 +185,22 @@ struct ProbeParts {
   }
 };
 
-// What a lane has of sixteen vectors at the columns that a warp is at.
+// A lane's elements of the 16 probes at the warp's columns.
 struct ProbeVectors {
-  const float *low, *high;  // eight vectors apart
-  int columns;              // of X
+  const float *low, *high;  // eight probes apart
+  int columns;  // of X
 
   __device__ __forceinline__ ProbeVectors(const float* w, int64_t pitch, int columns)
       : low(w + threadIdx.x % 32 / 4 * pitch + threadIdx.x % 4 * kRun), high(low + 8 * pitch), columns(columns) {}
   __device__ __forceinline__ void load(int at, float4 (&to)[2]) const {
-    const int from = at < columns ? at : 0;  // beyond, they are not looked at
+    const int from = at < columns ? at : 0;  // values beyond X do not count
     to[0] = __ldg(reinterpret_cast<const float4*>(low + from));
     to[1] = __ldg(reinterpret_cast<const float4*>(high + from));
   }
 };
 
-// A matrix X (rows, columns) as it lies, X^T where a kernel is told so. `pitch`: entries from one line to the next;
-// `vector`: runs can be loaded at once.
+// Matrix X (rows, columns), or X^T if the kernel is transposed. `pitch`: elements from one row in memory to the next;
+// `vector`: vector loads are aligned.
 template <class Source>
 struct ProbeMatrix {
   const Source* x;
@@ -207,8 +208,8 @@ struct ProbeMatrix {
   bool vector;
 };
 
-// Calls body(runs, vectors, at, own, present) for every gridDim.y-th run of kStep columns of a tile: `at` is the warp's first
-// column, `own` the lane's first row, of which `present` runs are there.
+// Call body(runs, vectors, at, own, present) for every gridDim.y-th step of kStep columns of a tile: `at` is the warp's first
+// column, `own` the lane's first row, of which `present` runs exist.
 template <class C, bool kTransposed, class Body>
 __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
                                           int64_t tile, uint8_t* shared, const Body& body) {
@@ -227,8 +228,8 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
   const Source* from = x.x;
   if (present) from += kTransposed ? own : own * x.pitch;
 
-  // A ring of stages of the lane's own, which so waits for nobody. Lanes whose runs lie beside each other, those of one g or
-  // of one t, and those that read together, of two g, meet no bank twice.
+  // Each lane has a pipeline of its own and waits for no other lane. Neighboring runs (of one g or t) and lanes that read
+  // together (of two g) have no bank conflicts.
   const int slot = kTransposed ? t * 8 + (g + 2 * t) % 8 : lane;
   uint8_t* ring = shared + warp * C::kStages * Runs::kStageBytes + slot * Runs::kBytes;
   const auto fetch = [&](int at, int stage) {
@@ -254,7 +255,7 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
   for (int stage = 0; stage < C::kStages - 1; ++stage) fetch(start + stage * stride, stage);
   vectors.load(start, next);
   int stage = 0, ahead = C::kStages - 1;
-  for (int at = start; at < columns; at += stride) {  // the same for all lanes of a warp
+  for (int at = start; at < columns; at += stride) {  // uniform over a warp
     Runs here;
     cp_async_wait<C::kStages - 2>();
     here.read(ring + stage * Runs::kStageBytes);
@@ -264,11 +265,11 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
     stage = stage + 1 == C::kStages ? 0 : stage + 1, ahead = ahead + 1 == C::kStages ? 0 : ahead + 1;
     body(here, held, at, own, present);
   }
-  __syncthreads();  // all warps are done with their rings
+  __syncthreads();  // all warps have read their pipelines
 }
 
-// Sums of a tile of X to shared memory; returns this lane's part of the sum of squares. `absmax`: of all columns, where those
-// are asked for. `half_out`: X in float16, row by row without gaps, where C::kEmitFloat16; then runs are whole.
+// Compute the sums of a tile of X into shared memory; return this lane's part of the sum of squares. `absmax`: of all
+// columns, if asked for. `half_out`: X in float16, contiguous, with C::kEmitFloat16; runs are whole then.
 template <class C, bool kTransposed, bool kSumOfSquares, Absmax kAbsmax>
 __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
                                              int64_t tile, uint8_t* shared, uint32_t* absmax, __half* half_out) {
@@ -323,9 +324,8 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
   return sum_of_squares;
 }
 
-// Parts (gridDim.y, 16, y_pitch) of Y = X W; a block of a row of the grid is a tile. x is X (rows, columns), or X^T as it lies
-// where Config::kTransposed. `half_out`: see probe_tile. `absmax`: the bits of the rows' or columns' largest magnitudes, zero before
-// where blocks meet.
+// Partial sums (gridDim.y, 16, y_pitch) of Y = X W; blockIdx.x is the tile. x is X (rows, columns), or row-major X^T with
+// Config::kTransposed. `half_out`: see probe_tile. `absmax`: bits of the absmax of rows or columns, zero before if CTAs share it.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,

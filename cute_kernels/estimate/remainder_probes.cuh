@@ -1,11 +1,12 @@
-// What a product of digits leaves out, one digit of each entry, by sixteen vectors W and before it is computed. Two passes tell:
-// one over B, one over A. The digits' sums are exact, so what is not seen is the product's rounding to float32 alone.
+// Error of a product of digits, one per element, estimated by 16 probes W before the product is computed.
 //
-// With dA and dB what the digits leave of A and B, A B - (A - dA) (B - dB) = A dB + dA (B - dB). The pass over B makes u = B W
-// and v = dB W, the one over A makes A u and A v + dA (u - v).
+// With dA and dB the remainders of A and B: A B - (A - dA) (B - dB) = A dB + dA (B - dB). The pass over B computes u = B W
+// and v = dB W; the pass over A computes A u and A v + dA (u - v). Sums of digits are exact, so the rounding of the product
+// to float32 alone is not seen.
 //
-// All products are of tf32, entries cut and not rounded: each factor loses 2^-10 of itself at most, and what is left out is
-// told to within 1%. A u serves the norm of A B alone, to be compared with that of the product.
+// sm_80 and later; memory-bound. Work and pipeline: those of estimate/probes.cuh. All products are tf32 with truncated
+// elements: each factor loses at most 2^-10 of itself, and the estimate is within 1%. A u gives the norm of A B. Source: Gu,
+// arXiv 2403.06924.
 #pragma once
 
 #include "convert/digits.cuh"
@@ -13,13 +14,13 @@
 
 namespace magicube {
 
-// The parts of X W, and of sums with what digits leave.
+// Sums of X W, and of products with remainders.
 struct RemainderParts {
   ProbeParts whole, remainder;
 };
 
-// Sums of a tile to shared memory. For B, with scales of its columns: u; v. For A, C::kLhs, with scales of its rows and
-// `vectors` u, v: A u; what the product leaves out.
+// Compute the sums of a tile into shared memory. For B, with per-column scales: u and v. For A (C::kLhs), with per-row scales and
+// `vectors` u and v: A u, and what the product of digits leaves out.
 template <class C>
 __device__ __forceinline__ void remainder_tile(const ProbeMatrix<float>& x, const float* vectors, int64_t pitch,
                                           const float* scales, const DigitRule& rule, int64_t tile, uint8_t* shared) {
@@ -27,7 +28,7 @@ __device__ __forceinline__ void remainder_tile(const ProbeMatrix<float>& x, cons
   using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
   using Tile = ProbeTile<C::kGroups>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  DigitScale by[4];  // of a lane's four rows, or of the four columns that it is at
+  DigitScale by[4];  // of a lane's four rows, or of its four columns
   const auto factors_at = [&](int64_t at, int64_t end) { return at < end ? prepare_scale(__ldg(scales + at)) : DigitScale{}; };
   if constexpr (C::kLhs) {
     const int64_t corner = tile * Tile::kRows + warp / Tile::kSplits * kWarpRows;
@@ -52,10 +53,10 @@ __device__ __forceinline__ void remainder_tile(const ProbeMatrix<float>& x, cons
       }
     }
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) by[i].bias_factor = 1.0f;  // lines with another one are far from one: nothing here means anything
+    for (int i = 0; i < 4; ++i) by[i].bias_factor = 1.0f;  // others are out of range: discarded
     CUTE_UNROLL
     for (int i = 0; i < kRun; i += 2) {
-      float u[4], less[4], v[4];  // of both halves of the vectors at places i and i + 1
+      float u[4], less[4], v[4];  // elements i and i + 1 of both halves of the probes
       CUTE_UNROLL
       for (int c = 0; c < 4; ++c) {
         const auto entry = [&](const float4(&of)[2]) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void remainder_tile(const ProbeMatrix<float>& x, cons
       }
       CUTE_UNROLL
       for (int tile = 0; tile < kTiles; ++tile) {
-        float digit_remainder[2];  // by the digits of the entries at both places
+        float digit_remainder[2];  // remainders of both elements
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           take_digits<1>(here.at(tile, i + c), by[C::kLhs ? tile : i + c], rule,
@@ -85,7 +86,7 @@ __device__ __forceinline__ void remainder_tile(const ProbeMatrix<float>& x, cons
   parts.remainder.template put<C::kTransposed>(remainder);
 }
 
-// u and v (2, 16, y_pitch); a block is a tile.
+// Emit u and v (2, 16, y_pitch); a CTA is a tile.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, int64_t w_pitch,
@@ -105,7 +106,7 @@ probe_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
   }
 }
 
-// judge_tiles of A u and of what the product leaves out; `vectors`: u and v, `row_scales`: the scales of A's rows.
+// estimate_tiles of A u and of what the product leaves out; `vectors`: u and v, `row_scales`: the scales of A's rows.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 judge_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* vectors, int64_t w_pitch,
@@ -121,7 +122,8 @@ judge_rest(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
         return 0.0;
       },
       [&](int probe, int row, int64_t) {
-        return ProbeValues{parts.whole.template sum<C::kGroups>(probe, row), 0.0, parts.remainder.template sum<C::kGroups>(probe, row)};
+        return ProbeValues{parts.whole.template sum<C::kGroups>(probe, row), 0.0,
+                           parts.remainder.template sum<C::kGroups>(probe, row)};
       });
 }
 

@@ -1,8 +1,10 @@
-// What predictions want of the operands of A B: sixteen lines of each, what digits leave of them, and sums over k.
+// Statistics of the operands of A B for a-priori error bounds: 16 slices of each, their remainders after quantization, sums
+// over k.
 //
-// A line is a row of A or a column of B, K entries long. `sample_lines` draws lines by their squared largest magnitude
-// and brings them to one; `measure_lines` finds the outlier columns of k and what is one number a line; `meet_lines`, in
-// estimate/statistics_pair.cuh, sums over k for both operands. No sum depends on the order in which blocks run.
+// sm_80 and later. A slice is a row of A or a column of B, K elements long. `sample_lines` samples slices with probability
+// proportional to their squared absmax and scales them to an absmax of one; `measure_lines` finds outlier columns of K and the
+// numbers per slice; `meet_lines`, in estimate/statistics_pair.cuh, sums over k for both operands. Work: 64 columns of K or one
+// slice per CTA; no pipeline. All sums are deterministic. Source: docs/residual.md.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,14 +14,14 @@
 
 namespace magicube {
 
-// Entries of a side's workspace, behind the two doubles of its facts: forms of lines, energies of columns, lines.
+// Workspace of an operand: two doubles of facts, then forms of slices, energies of columns, slices.
 template <class C>
 struct SampledSide {
-  double* facts;  // root of the lines' summed squared magnitudes; number of lines that are not near one, or not finite
+  double* facts;  // root of the summed squared absmax; number of slices out of range or non-finite
   float* forms;   // (kSlices, kForms)
   float* energy;  // (pitch,)
-  float* slices;   // (kSlices, pitch), of magnitude one
-  int64_t pitch;  // K rounded up to whole chunks
+  float* slices;  // (kSlices, pitch), of absmax one
+  int64_t pitch;  // K rounded up to a multiple of kChunk
 
   __device__ SampledSide(double* base, int64_t inner)
       : facts(base), forms(reinterpret_cast<float*>(base + C::kFacts)), energy(forms + C::kSlices * C::kForms),
@@ -28,15 +30,15 @@ struct SampledSide {
   }
 };
 
-// Quantities of an entry, in the order of all tables: x, what one and two digits leave, and x without its line's mean and
-// without outlier columns, each with what one digit leaves of it.
+// Quantities of an element, in the order of all tables: x, remainders after one and two digits, x without the mean of its
+// slice and without outlier columns, each with its remainder after one digit.
 enum Level { kX, kR1, kR2, kXC, kRC, kXO, kRO, kLevels };
 
-// Places in a line's forms: means of the quantities, and of what is below each of three sparse levels; shares of entries at
-// or above those; the step of a digit of XC and of XO.
+// Forms of a slice: means of the quantities, and of elements below each of three sparse levels; shares of elements at or
+// above those; the absmax of XC and of XO.
 enum Form { kLight = kLevels, kAbove = kLight + 3, kAbsmaxC = kAbove + 3, kAbsmaxO };
 
-// A number in [0, 1) that follows from the seed and an index.
+// Uniform number in [0, 1) from a seed and an index.
 __device__ __forceinline__ double random_uniform(uint64_t seed, uint64_t index) {
   uint64_t bits = seed + (index + 1) * 0x9e3779b97f4a7c15u;
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -44,11 +46,11 @@ __device__ __forceinline__ double random_uniform(uint64_t seed, uint64_t index) 
   return static_cast<double>((bits ^ (bits >> 31)) >> 40) * 0x1p-24;
 }
 
-// A line is near one whose largest magnitude is from here to its inverse.
+// A slice is in range if its absmax is between this and its inverse.
 template <class C>
 inline constexpr float least = 1.0f / float(1 << C::kRangeLog2);
 
-// What a block knows of all lines of its side, and the lines that it draws.
+// Sampling of slices by a CTA from the absmax of all slices of its operand.
 template <class C>
 struct SliceSampler {
   static constexpr int kWarps = C::kThreads / 32;
@@ -59,19 +61,19 @@ struct SliceSampler {
   int slice[C::kSlices];
 
   __device__ static bool is_in_range(float top) { return top == 0.0f || (top >= least<C> && top <= 1.0f / least<C>); }
-  // Of a line, in squares of the largest; lines that are not near have none, lines of zeros count alike if all are so.
+  // Weight of a slice, relative to the largest; out-of-range slices have none, zero slices count alike if all are zero.
   __device__ float share(float top) const {
     if (!is_in_range(top)) return 0.0f;
     const float part = peak > 0.0f ? top * per_peak : 1.0f;
     return part * part;
   }
 
-  // Line i is the one that holds the (i + u)-th sixteenth of all shares, u random.
+  // Slice i is at the (i + u)-th sixteenth of the cumulative weights, u random.
   __device__ void draw(const float* absmax, int count, uint64_t seed, double* facts) {
     const int each = (count + C::kThreads - 1) / C::kThreads;
     const int begin = min(int(threadIdx.x) * each, count), end = min(begin + each, count);
     float most[1] = {0.0f};
-    double numbers[2] = {0.0, 0.0};  // of far lines; of shares
+    double numbers[2] = {0.0, 0.0};  // number of slices out of range; sum of weights
     for (int i = begin; i < end; ++i) {
       const float top = absmax[i];
       if (is_in_range(top)) most[0] = fmaxf(most[0], top);
@@ -82,7 +84,7 @@ struct SliceSampler {
     if (threadIdx.x < C::kSlices) slice[threadIdx.x] = 0;
     __syncthreads();
     for (int i = begin; i < end; ++i) numbers[1] += share(absmax[i]);
-    // What lies before a thread's lines is what its neighbour has behind its own, so that no target falls between them.
+    // A thread's offset is the end of its neighbor's range, so that no target falls between them.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     double behind = numbers[1];
     CUTE_UNROLL
@@ -115,7 +117,7 @@ struct SliceSampler {
         slice[target] = found;
       }
     }
-    block_sums<C::kThreads>(numbers, sums);  // its barriers publish the lines too
+    block_sums<C::kThreads>(numbers, sums);  // its barriers publish the slices too
     if (facts && threadIdx.x == 0) {
       facts[0] = peak * sqrt(numbers[1]);
       facts[1] = numbers[0];
@@ -123,7 +125,7 @@ struct SliceSampler {
   }
 };
 
-// One operand: entry k of line i is x[i * line_step + k * inner_step]; tops (count,) are the largest magnitudes.
+// One operand: element k of slice i is x[i * slice_step + k * inner_step]; absmax (count,).
 template <class Source>
 struct SliceSource {
   const Source* x;
@@ -134,8 +136,8 @@ struct SliceSource {
   double* workspace;
 };
 
-// Lines of magnitude one, and energies of columns in lines a sixteenth of all apart; a block has kChunk entries of k of one
-// of up to two sides, blockIdx.y.
+// Write sampled slices of absmax one, and energies of columns from slices a sixteenth of all apart; a CTA has kChunk columns
+// of K of one of up to two operands, blockIdx.y.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
 sample_lines(const typename C::Source* x0, int64_t slice_step0, int64_t inner_step0, const float* absmax0, int64_t count0,
@@ -186,7 +188,7 @@ sample_lines(const typename C::Source* x0, int64_t slice_step0, int64_t inner_st
   }
 }
 
-// Largest leading digit, radix, and the leading digits from which an entry is above a sparse level.
+// Largest digit, radix, and the leading digits from which an element is above each sparse level.
 struct DigitFormat {
   float limit, per_limit, radix, per_radix, levels[3];
 
@@ -194,7 +196,7 @@ struct DigitFormat {
       : limit(limit_), per_limit(1.0f / limit_), radix(radix_), per_radix(1.0f / radix_), levels{level0, level1, level2} {}
 };
 
-// What one and two digits leave of an entry of a line of magnitude one; `digit` is the leading one.
+// Remainders after one and two digits of an element of a slice of absmax one; `digit` is the leading one.
 __device__ __forceinline__ void residuals(float x, const DigitFormat& kind, float& digit, float& first, float& second) {
   const float scaled = __fmul_rn(x, kind.limit);
   digit = rintf(scaled);
@@ -204,7 +206,7 @@ __device__ __forceinline__ void residuals(float x, const DigitFormat& kind, floa
   second = (fine - low) * kind.per_limit * kind.per_radix;
 }
 
-// One digit of entries up to `top`.
+// One digit of elements up to `top`.
 struct DigitStep {
   float step, per;
 
@@ -212,12 +214,12 @@ struct DigitStep {
   __device__ float remainder_of(float x) const { return __fmaf_rn(-rintf(x * per), step, x); }
 };
 
-// Where a column of k has outliers, (K,) bytes, and the forms of each line; a block has one line of a side, blockIdx.y.
-// An outlier has more than kOutlierRatio times the median energy, and at most K / kOutlierDivisor columns are outliers.
+// Mark outlier columns of K, (K,) bytes, and compute the forms of each slice; a CTA has one slice of an operand, blockIdx.y.
+// An outlier has more than kOutlierRatio times the median energy; at most K / kOutlierDivisor columns are outliers.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
-measure_lines(double* workspace0, uint8_t* outliers0, double* workspace1, uint8_t* outliers1, int64_t inner, float limit, float radix,
-              float level0, float level1, float level2) {
+measure_lines(double* workspace0, uint8_t* outliers0, double* workspace1, uint8_t* outliers1, int64_t inner, float limit,
+              float radix, float level0, float level1, float level2) {
   constexpr int kThreads = C::kThreads, kSums = 10;
   __shared__ int counts[2][2][kThreads / 32];
   __shared__ uint32_t maxima[1][kThreads / 32];
@@ -234,8 +236,8 @@ measure_lines(double* workspace0, uint8_t* outliers0, double* workspace1, uint8_
     bound = fmaxf(float(C::kOutlierRatio) * __uint_as_float(found[0]), __uint_as_float(found[1]));
   }
   const float* slice = side.slices + blockIdx.x * side.pitch;
-  double means[2] = {0.0, 0.0};  // of all entries, of those outside of outlier columns
-  float absmax[1] = {0.0f};        // outside of outlier columns
+  double means[2] = {0.0, 0.0};  // of all elements; of those outside of outlier columns
+  float absmax[1] = {0.0f};  // outside of outlier columns
   for (int k = threadIdx.x; k < k_count; k += kThreads) {
     const float x = slice[k];
     const bool outlier = side.energy[k] > bound;
@@ -252,7 +254,7 @@ measure_lines(double* workspace0, uint8_t* outliers0, double* workspace1, uint8_
   for (int k = threadIdx.x; k < k_count; k += kThreads) apart[0] = fmaxf(apart[0], fabsf(slice[k] - mean));
   block_maxima<kThreads>(apart, maxima);
   const DigitStep centered(apart[0], limit), masked(absmax[0], limit);
-  double values[kSums] = {};  // sums of R1, R2, RC, RO; below each level; at or above each level
+  double values[kSums] = {};  // R1, R2, RC, RO; below each level; at or above each level
   for (int k = threadIdx.x; k < k_count; k += kThreads) {
     const float x = slice[k];
     float digit, first, second;
@@ -271,7 +273,7 @@ measure_lines(double* workspace0, uint8_t* outliers0, double* workspace1, uint8_
   block_sums<kThreads>(values, sums);
   if (threadIdx.x == 0) {
     float* const to = side.forms + blockIdx.x * C::kForms;
-    const double all[] = {means[0], values[0], values[1], 0.0, values[2], means[1], values[3]};  // XC has none
+    const double all[] = {means[0], values[0], values[1], 0.0, values[2], means[1], values[3]};  // the mean of XC is 0
     CUTE_UNROLL
     for (int i = 0; i < kLevels; ++i) to[i] = static_cast<float>(all[i] * per_count);
     CUTE_UNROLL

@@ -1,14 +1,18 @@
-// Sums over k of what estimate/statistics.cuh found of the lines of both operands.
+// Sums over k for a pair of operands, from the slices that estimate/statistics.cuh sampled.
+//
+// sm_80 and later. Work: 64 columns of K per CTA; the last CTA to arrive adds the partial sums in a fixed order. No pipeline.
+// Source: docs/residual.md.
 #pragma once
 
 #include "estimate/statistics.cuh"
 
 namespace magicube {
 
-// Sums of squares of a column of k: of the quantities without their lines' means; of x, R1 and x below each level with them.
+// Sums of squares of a column of K: of the quantities without the means of their slices; of x, R1 and x below each level with
+// them.
 constexpr int kRaw = 5, kSquares = kLevels + kRaw;
 
-// Sums over a thread's lines of squares of entry k, by level.
+// Sums of squares of element k over a thread's slices, by quantity.
 template <class C, int kEach, int kParts>
 __device__ __forceinline__ void column_squares(const SampledSide<C>& side, const DigitFormat& kind, int64_t k, bool is_outlier,
                                                int part, float (&squares)[kSquares]) {
@@ -24,21 +28,21 @@ __device__ __forceinline__ void column_squares(const SampledSide<C>& side, const
     const float remainder = DigitStep(form[kAbsmaxC], kind.limit).remainder_of(centered);
     const float masked = is_outlier ? 0.0f : x, remainder_masked = DigitStep(form[kAbsmaxO], kind.limit).remainder_of(masked);
     const float values[kSquares] = {
-        centered, first - form[kR1], second - form[kR2], centered, remainder - form[kRC], masked - form[kXO], remainder_masked - form[kRO],
-        x, first, fabsf(digit) < kind.levels[0] ? x : 0.0f, fabsf(digit) < kind.levels[1] ? x : 0.0f,
+        centered, first - form[kR1], second - form[kR2], centered, remainder - form[kRC], masked - form[kXO], remainder_masked
+        - form[kRO], x, first, fabsf(digit) < kind.levels[0] ? x : 0.0f, fabsf(digit) < kind.levels[1] ? x : 0.0f,
         fabsf(digit) < kind.levels[2] ? x : 0.0f};
     CUTE_UNROLL
     for (int s = 0; s < kSquares; ++s) squares[s] = fmaf(values[s], values[s], squares[s]);
   }
 }
 
-// A block's sums, and what is made of all of them: products of squares, level by level of one operand and of the other.
+// Shared memory of a CTA: sums of squares per column, by quantity of one operand and of the other, and reductions.
 template <class C>
 struct PairReduction {
   static constexpr int kThreads = C::kThreads, kChunk = C::kChunk, kParts = kThreads / kChunk, kEach = C::kSlices / kParts;
-  static constexpr int kTables = kLevels * kLevels + kRaw * kRaw, kSums = kTables + 2;  // hot columns, and squares of P
-  static constexpr int kShares = 4;                                                     // of the columns of k
-  static constexpr int kMeans = kLevels + 3;  // levels whose means' products are wanted: below each sparse level too
+  static constexpr int kTables = kLevels * kLevels + kRaw * kRaw, kSums = kTables + 2;  // outlier columns; squares of P
+  static constexpr int kShares = 4;  // of the columns of K
+  static constexpr int kMeans = kLevels + 3;  // quantities with products of means: also below each sparse level
 
   float squares[kParts][2 * kSquares][kChunk + 1];
   double sums[2][kThreads / 32 + 1];
@@ -46,11 +50,11 @@ struct PairReduction {
   bool last;
 };
 
-// Shares of the crossed squares' sum that the columns of k have whose other half has most, for a share of the columns.
+// Part of the cross energy (second half of slices) in the columns of K with the largest weight by the first half, per share.
 template <class C>
 __device__ void share_columns(const float* cross_weight, int64_t pitch, int count, const int (&share_counts)[4], double* out,
                               PairReduction<C>& shared) {
-  constexpr int kLowest = 12;  // values that differ behind that bit count as equal
+  constexpr int kLowest = 12;  // weights that differ below that bit count as equal
   int ranks[4];
   CUTE_UNROLL
   for (int r = 0; r < 4; ++r) ranks[r] = count - share_counts[r];
@@ -61,7 +65,7 @@ __device__ void share_columns(const float* cross_weight, int64_t pitch, int coun
   block_sums<C::kThreads>(all, shared.sums);
   CUTE_UNROLL
   for (int r = 0; r < 4; ++r) {
-    double sums[2] = {0.0, 0.0}, counts[2] = {0.0, 0.0};  // above the value of that rank, and equal to it
+    double sums[2] = {0.0, 0.0}, counts[2] = {0.0, 0.0};  // above the value of that rank; equal to it
     for (int k = threadIdx.x; k < count; k += C::kThreads) {
       const uint32_t value = __float_as_uint(cross_weight[k]) >> kLowest, level = found[r] >> kLowest;
       const double part = cross_weight[pitch + k];
@@ -77,10 +81,10 @@ __device__ void share_columns(const float* cross_weight, int64_t pitch, int coun
   }
 }
 
-// All that predictions ask of a pair of operands, to `out`: kSums sums (two tables of products over k, the number of outlier
-// columns, the squares of `product`), kShares shares, for each operand kMeans x kMeans products of means, then 3 densities,
-// then its facts. `partials` (blocks, kSums); `cross_weight` (2, pitch) gets what the cross products of each column weigh, by
-// every other line and by the rest; `arrived` is zero before.
+// Write the statistics of a pair to `out`: kSums sums (two tables of products over k, the number of outlier columns, the sum
+// of squares of `product`), kShares shares, for each operand kMeans x kMeans products of means, then 3 densities, then its
+// facts. `partials` (CTAs, kSums); `cross_weight` (2, pitch): cross energy of each column from even slices and from odd ones;
+// `arrived` is zero before.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
 meet_lines(double* lhs, const uint8_t* lhs_outliers, double* rhs, const uint8_t* rhs_outliers, int64_t inner, float limit,
@@ -109,8 +113,8 @@ meet_lines(double* lhs, const uint8_t* lhs_outliers, double* rhs, const uint8_t*
     const double value = product[i];
     others[1] += value * value;
   }
-  block_sums<C::kThreads>(others, shared.sums);  // its barriers publish the squares too
-  if (part < 2) {  // by the lines of even or of odd numbers
+  block_sums<C::kThreads>(others, shared.sums);  // its barriers publish the sums of squares too
+  if (part < 2) {  // even or odd slices
     constexpr int kRawX = kLevels, kRawFirst = kLevels + 1;
     float half[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // x and R1 of A, of B
     CUTE_UNROLL

@@ -1,5 +1,9 @@
-// From a warp's sums, of digit products or of floats, to rows of the output:
-// out = (total * row factor) * column factor + beta * c + bias, total = sum of level l * 2^(-shift l).
+// Epilogue of the dense products: accumulator fragments of a warp to rows of the output.
+//
+//   out = (total * row_scale) * col_scale + beta * c + bias,  total = sum of level l * 2^(-shift l)
+//
+// All architectures from sm_80. A quad of lanes transposes its 8x8 blocks, so that a store is 16 bytes per lane.
+// Source: PTX ISA, mma accumulator layout.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,29 +14,29 @@
 
 namespace magicube {
 
-struct NoSource {};  // the type of a c that is not there
+struct NoSource {};  // the type of an absent c
 
 template <class C>
 struct GemmOutput {
   using Out = typename C::Out;
   using Source = typename C::Source;
   static constexpr bool kIntegral = cuda::std::is_integral_v<Out>;
-  static constexpr bool kFloatAccum = C::kFloatAccum;  // else exact integers
+  static constexpr bool kFloatAccum = C::kFloatAccum;  // else exact int32
   static constexpr bool kHasSource = !cuda::std::is_same_v<Source, NoSource>;
 
   Out* out;
   const Source* c;
-  const float* row_scales;     // a factor each, or null
-  const float* col_scales;  // a factor each, or null
-  const float* bias;     // or null
+  const float* row_scales;  // (m,) or null
+  const float* col_scales;  // (n,) or null
+  const float* bias;  // (n,) or null
   int64_t pitch, c_pitch;
   int m, n;
-  float alpha, beta, weight1, weight2;  // alpha holds factors that all rows or all columns have in common
-  bool vector;                          // n is a multiple of 8, and rows start at multiples of 16 bytes
+  float alpha, beta, weight1, weight2;  // alpha includes per-tensor scales
+  bool vector;  // n % 8 == 0 and rows are 16-byte aligned
 
   __device__ float row_scale(int row) const { return row_scales && row < m ? alpha * __ldg(row_scales + row) : alpha; }
 
-  // The levels' sums, register by register, become totals in the place of the first: integers, or the bits of floats.
+  // Add the levels' accumulators, register by register, in place of the first: integers, or the bits of floats.
   template <int kRegisters>
   __device__ void fold(uint32_t (&accum)[C::kLevels][kRegisters]) const {
     if constexpr (kIntegral || kFloatAccum) return;
@@ -45,7 +49,7 @@ struct GemmOutput {
         total = __fmaf_rn(static_cast<float>(static_cast<int32_t>(accum[level][r])), weight[level - 1], total);
       }
       accum[0][r] = __float_as_uint(total);
-      // Here and now, not where it is read: the registers of the other levels are wanted.
+      // Convert here, not where the value is read: this frees the registers of the other levels.
       if constexpr (C::kLevels > 1) asm volatile("" : "+r"(accum[0][r]));
     }
   }
@@ -65,17 +69,17 @@ struct GemmOutput {
   }
 };
 
-// What a lane has of four 8x8 blocks side by side: two columns of one row of each.
+// Columns of a lane in four 8x8 blocks side by side: two of one row of each.
 constexpr int kQuadColumns[8] = {0, 1, 8, 9, 16, 17, 24, 25};
 
-// The entries of `from` at those columns that exist; `otherwise` elsewhere.
+// Load the elements of `from` at those columns; `otherwise` beyond the last one.
 template <class Value>
 __device__ __forceinline__ void load_quad(const Value* from, bool present, int remaining, Value otherwise, Value (&to)[8]) {
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) to[i] = present && kQuadColumns[i] < remaining ? from[kQuadColumns[i]] : otherwise;
 }
 
-// Lane t of a quad has word t of the rows x[0..3] of a matrix, and gets row t.
+// Lane t of a quad has word t of rows x[0..3] of a matrix, and gets row t.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int t) {
   CUTE_UNROLL
   for (int bit = 1; bit < 4; bit *= 2) {
@@ -90,11 +94,11 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int t) {
   }
 }
 
-// All of one block a lane, 16 bytes at a time; (row, column) is the quad's corner.
+// Store one block per lane, 16 bytes at a time; (row, column) is the quad's corner.
 template <class C>
 __device__ __forceinline__ void write_quad(const GemmOutput<C>& to, const typename C::Out (&pair)[8], int row, int column,
                                            int t) {
-  constexpr int kWords = 2 * int(sizeof(typename C::Out)) / 4;  // a pair
+  constexpr int kWords = 2 * int(sizeof(typename C::Out)) / 4;  // words of a pair of elements
   uint32_t word[kWords][4];
   CUTE_UNROLL
   for (int w = 0; w < kWords; ++w) {
@@ -106,7 +110,7 @@ __device__ __forceinline__ void write_quad(const GemmOutput<C>& to, const typena
   auto* at = reinterpret_cast<uint4*>(to.out + int64_t{row} * to.pitch + column + 8 * t);
   CUTE_UNROLL
   for (int w = 0; w < kWords; ++w) {
-    uint32_t run[4];  // words 4w to 4w + 3 of the block's row: pair by pair, the words of each
+    uint32_t run[4];  // words 4w to 4w + 3 of the block's row, pair by pair
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) run[i] = word[(4 * w + i) % kWords][(4 * w + i) / kWords];
     at[w] = make_uint4(run[0], run[1], run[2], run[3]);
@@ -118,17 +122,17 @@ struct NoVisitor {
   __device__ __forceinline__ void operator()(Value) const {}
 };
 
-// kVector: by write_quad. kFactors: columns have factors, or there is a bias. The rest as for write_fragment.
+// kVector: by write_quad. kHasScales: there are column scales or a bias. See write_fragment.
 template <bool kVector, bool kHasScales, class C, int kRegisters, class Visitor>
-__device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, const uint32_t (&accum)[C::kLevels][kRegisters], int row,
-                                            int column, int lane, const Visitor& visitor) {
+__device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, const uint32_t (&accum)[C::kLevels][kRegisters],
+                                                   int row, int column, int lane, const Visitor& visitor) {
   using Out = typename C::Out;
   using Source = typename C::Source;
   const int g = lane / 4, t = lane % 4;
   const float row_scale[2] = {to.row_scale(row + g), to.row_scale(row + g + 8)};
   CUTE_UNROLL
   for (int first = 0; first < kRegisters / 4; first += 4) {
-    __syncwarp();  // keeps the loads for later columns from being moved up here, where registers are few
+    __syncwarp();  // keeps the loads of later columns below: moved up, they would spill
     const int own = column + 8 * first + 2 * t, present = to.n - own;
     float col_scale[8], bias[8];
     load_quad(to.col_scales + own, kHasScales && to.col_scales, present, 1.0f, col_scale);
@@ -137,7 +141,8 @@ __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, cons
     for (int half = 0; half < 2; ++half) {
       const int at = row + g + 8 * half;
       Source source[8];
-      if constexpr (GemmOutput<C>::kHasSource) load_quad(to.c + int64_t{at} * to.c_pitch + own, at < to.m, present, Source(0), source);
+      if constexpr (GemmOutput<C>::kHasSource)
+        load_quad(to.c + int64_t{at} * to.c_pitch + own, at < to.m, present, Source(0), source);
       alignas(16) Out pair[8];
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -157,9 +162,8 @@ __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, cons
   }
 }
 
-// A warp's fragment of 16 rows and 2 * kRegisters columns, in the order of an mma's accumulators: rows g, g + 8 of the
-// first eight columns, then of the next. (row, column) is its corner. `visitor` is called with each result, also those beyond the
-// output's edge, which are no sums of anything.
+// Write a warp's accumulator fragment of 16 rows and 2 * kRegisters columns: rows g and g + 8 of the first eight columns, then
+// of the next; (row, column) is its corner. `visitor` is called with each result, also with those beyond the output.
 template <class C, int kRegisters, class Visitor = NoVisitor>
 __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&accum)[C::kLevels][kRegisters], int row,
                                                int column, int lane, const Visitor& visitor = {}) {

@@ -1,7 +1,8 @@
-// Dense integer product on warps (sm_80 on): D = sum over digit products of A_i B_j, A (M, K) and B^T (N, K) k-major.
+// Dense integer product, D = sum over digit products of A_i B_j: A (M, K) and B^T (N, K) int8, K-major.
 //
-// A block has one tile of the output. Parts of k pass through a ring of kStages in shared memory, which cp.async fills;
-// each of eight warps has 32 columns and a share of the rows, the sums of all levels in registers.
+// sm_80 and later. Work: one output tile per CTA; each of eight warps has 32 columns and a share of the rows, with the
+// accumulators of all levels in registers. Pipeline: kStages K tiles in shared memory, filled by cp.async.
+// Source: CUTLASS, SM80 multistage mainloop.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -16,11 +17,11 @@ namespace magicube {
 template <class C>
 struct WarpGemm {
   static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;
-  static constexpr int kRowBytes = C::kFloatAccum ? 2 * kTileK : kTileK;  // of bfloat16, or of integers of a byte
+  static constexpr int kRowBytes = C::kFloatAccum ? 2 * kTileK : kTileK;  // bfloat16, or bytes
   static constexpr int kThreads = 256, kChunks = kRowBytes / 16;
   static constexpr int kWarpColumns = 32, kWarpsN = kTileN / kWarpColumns, kWarpsM = 8 / kWarpsN;
   static constexpr int kWarpRows = kTileM / kWarpsM, kBlocks = kWarpRows / 16;
-  static constexpr int kRegisters = kWarpColumns / 2;  // of a lane, a level's sums of 16 rows
+  static constexpr int kRegisters = kWarpColumns / 2;  // accumulators of 16 rows and one level, per lane
   static constexpr int kPlaneA = kTileM * kRowBytes, kPlaneB = kTileN * kRowBytes;
   static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
   static_assert(kWarpsM * kWarpsN == 8 && kBlocks * 16 * kWarpsM == kTileM, "eight warps share a tile");
@@ -33,7 +34,7 @@ struct GemmOperand {
   int64_t rows, k;
 };
 
-// Rows `first` on, k `at` on of all planes to shared memory, zeros beyond the matrix.
+// Load rows from `first` and K from `at` of all planes into shared memory, zeros beyond the matrix.
 template <class G, int kPlanes, int kRows>
 __device__ __forceinline__ void load_part(const GemmOperand& from, uint32_t to, int64_t first, int64_t at) {
   CUTE_UNROLL
@@ -53,7 +54,7 @@ __device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t (&to
   SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(from), to[0], to[1], to[2], to[3]);
 }
 
-// d += a b for 16 rows and 8 columns; sums are integers, or the bits of floats.
+// d += a b for 16 rows and 8 columns; accumulators are int32, or the bits of floats.
 template <bool kFloats>
 __device__ __forceinline__ void mma_warp(uint32_t* d, const uint32_t (&a)[4], const uint32_t* b) {
   if constexpr (kFloats) {
@@ -72,13 +73,13 @@ __device__ __forceinline__ void mma_warp(uint32_t* d, const uint32_t (&a)[4], co
 template <class C>
 using WarpAccumulators = uint32_t[WarpGemm<C>::kBlocks][C::kLevels][WarpGemm<C>::kRegisters];
 
-// All products of one part of k that concern a warp's rows and columns.
+// Mainloop step: all digit products of one K tile for a warp's rows and columns.
 template <class C>
 __device__ __forceinline__ void mma_stage(WarpAccumulators<C>& accum, const uint8_t* stage, int row, int column, int lane) {
   using G = WarpGemm<C>;
   CUTE_UNROLL
   for (int k = 0; k < G::kChunks; k += 2) {
-    uint32_t b[C::kPlanesB][2][4];  // (planes, pairs of eight columns, two registers each)
+    uint32_t b[C::kPlanesB][2][4];  // (planes, pairs of eight columns, 4 registers)
     CUTE_UNROLL
     for (int j = 0; j < C::kPlanesB; ++j) {
       CUTE_UNROLL
@@ -139,7 +140,7 @@ gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_
   WarpAccumulators<C> accum = {};
   for (int part = 0, stage = 0; part < parts; ++part) {
     cp_async_wait<C::kStages - 2>();
-    __syncthreads();  // the part is there for all, and the stage before it is out of use
+    __syncthreads();  // the K tile has landed, and the stage before it is free
     load(part + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
     mma_stage<C>(accum, shared + stage * G::kStageBytes, row, column, lane);
     if (++stage == C::kStages) stage = 0;

@@ -1,11 +1,11 @@
-// Tiles of the output in an order that keeps the operands of neighbours in the second-level cache.
+// Traverse output tiles in an order that keeps the operands of neighboring tiles in L2.
 #pragma once
 
 #include <cuda/std/cstdint>
 
 namespace magicube {
 
-// Tile (row, column) number `index` of a grid of rows x columns: bands of kBand rows, column by column inside a band.
+// Tile (row, column) number `index` of a grid of rows x columns: bands of kBand rows, column by column within a band.
 template <int kBand>
 struct TileScheduler {
   int rows, columns;

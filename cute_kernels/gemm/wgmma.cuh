@@ -1,9 +1,10 @@
-// Dense integer product on warp groups (sm_90a): D = sum over digit products of A_i B_j, A (M, K) and B^T (N, K) k-major.
+// Dense integer product, D = sum over digit products of A_i B_j: A (M, K) and B^T (N, K) int8, K-major.
 //
-// A persistent block takes tiles of the output. One warp feeds a ring of kStages parts of k by the tensor copy engine, the
-// planes of both operands side by side; kGroups warp groups multiply out of it, the sums of all levels in registers.
-// kPingPong: each group has tiles of its own, and writes one while the other multiplies; else both share a tile.
-// Two blocks of a cluster have tiles below each other: each loads half of B's part, to both.
+// sm_90a. Work: persistent CTAs take output tiles. Pipeline: one producer warp fills kStages stages by TMA with the K tiles of
+// all planes; kGroups consumer warp groups multiply them by WGMMA, with the accumulators of all levels in registers.
+// kPingPong: each consumer warp group has its own tile, and one runs its epilogue while the other runs its mainloop; else they
+// share a tile. Two CTAs of a cluster have tiles below each other: each loads half of the B tile and multicasts it to both.
+// Source: CUTLASS, SM90 warp-specialized persistent kernels (cooperative and ping-pong).
 #pragma once
 
 #include <cute/arch/mma_sm90_desc.hpp>
@@ -15,7 +16,7 @@
 
 namespace magicube {
 
-// Rows of kRowBytes, k along them, in shared memory as the tensor copy swizzles them.
+// Shared memory descriptor of K-major rows of kRowBytes, swizzled by TMA.
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address) {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is as wide as a swizzle");
@@ -46,14 +47,14 @@ __device__ __forceinline__ void wgmma(Sum (&accum)[kRegisters], uint64_t a, uint
 
 template <class C>
 struct GroupGemm {
-  static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;  // bytes are integers
+  static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;  // one byte per element
   static constexpr int kStages = C::kStages, kGroups = C::kGroups, kCluster = C::kCluster;
-  static constexpr int kBlocks = kTileM / 64 / (C::kPingPong ? 1 : kGroups);  // of 64 rows, a group's own
-  static constexpr int kRegisters = kTileN / 2;                               // of a thread, a level's sums of a block
+  static constexpr int kBlocks = kTileM / 64 / (C::kPingPong ? 1 : kGroups);  // blocks of 64 rows per warp group
+  static constexpr int kRegisters = kTileN / 2;  // accumulators of a block and level, per thread
   static constexpr int kPlaneA = kTileM * kTileK, kPlaneB = kTileN * kTileK;
   static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kConsumersPerStage = C::kPingPong ? 1 : kGroups;  // groups that read a stage
+  static constexpr int kConsumersPerStage = C::kPingPong ? 1 : kGroups;  // warp groups that read a stage
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   using Op = typename WarpGroupOp<kTileN>::type;
   using Accumulators = uint32_t[kBlocks][C::kLevels][kRegisters];
@@ -64,8 +65,8 @@ struct GroupGemm {
   static_assert(kPlaneA % 1024 == 0 && kPlaneB / kCluster % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
 
   uint32_t base;
-  TileScheduler<C::kBand> scheduler;  // of clusters
-  int parts;                  // of k
+  TileScheduler<C::kBand> scheduler;  // in units of clusters
+  int parts;  // K tiles
 
   __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
@@ -73,7 +74,7 @@ struct GroupGemm {
   __device__ uint32_t plane_b(int stage, int j) const { return plane_a(stage, C::kPlanesA) + j * kPlaneB; }
 };
 
-// The stage of a part, and the parity of the ring's turn.
+// Stage of a K tile and parity of its barriers.
 template <int kStages>
 struct GemmPipelineState {
   int stage = 0;
@@ -119,7 +120,7 @@ __device__ void producer_loop(const GroupGemm<C>& gemm, const TmaDescriptor* con
   }
 }
 
-// Tells the feeders of all blocks that wrote the stage that this warp has done with it.
+// Signal to the producers of all CTAs that wrote a stage that this warp has read it.
 template <class C>
 __device__ __forceinline__ void consumer_release(const GroupGemm<C>& gemm, int stage) {
   const int lane = threadIdx.x % 32;
@@ -130,7 +131,7 @@ __device__ __forceinline__ void consumer_release(const GroupGemm<C>& gemm, int s
   }
 }
 
-// All products of one part of k that concern a group's rows.
+// Mainloop step: all digit products of one K tile for a warp group's rows.
 template <class C>
 __device__ __forceinline__ void mma_stage(const GroupGemm<C>& gemm, typename GroupGemm<C>::Accumulators& accum, int stage,
                                               int block) {
@@ -186,7 +187,7 @@ __device__ __forceinline__ void mma_tile(const GroupGemm<C>& gemm, typename Grou
   }
 }
 
-// `squares`: where C::kSumOfSquares, a place for each warp of each block.
+// `squares`: with C::kSumOfSquares, one float per warp of the grid.
 template <class C>
 __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
   using G = GroupGemm<C>;
@@ -194,17 +195,17 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   int index = int(blockIdx.x) / G::kCluster;
   GemmPipelineState<G::kStages> at;
-  float seen = 0.0f;  // squares of this thread's results
-  const int block = C::kPingPong ? 0 : group * G::kBlocks;  // the group's first
+  float seen = 0.0f;  // sum of squares of this thread's results
+  const int block = C::kPingPong ? 0 : group * G::kBlocks;  // first block of the warp group
   if (C::kPingPong && group == 1) {
-    warp_group::named_barrier_arrive(1, 256);  // group 0 begins
+    warp_group::named_barrier_arrive(1, 256);  // warp group 0 starts
     index += step;
     at.skip(gemm.parts);
   }
   for (; index < count; index += C::kPingPong ? 2 * step : step) {
     int row, column;
     gemm.scheduler.place(index, row, column);
-    typename G::Accumulators accum = {};  // not by the first product: what it overwrites would be alive until then
+    typename G::Accumulators accum = {};  // zeroed here: with ScaleOut::Zero, the old registers would stay live
     if (C::kPingPong) warp_group::named_barrier_sync(1 + group, 256);
     mma_tile(gemm, accum, at, block);
     if (C::kPingPong && index + step < count) warp_group::named_barrier_arrive(2 - group, 256);
@@ -264,11 +265,11 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
     if constexpr (G::kGroups == 2) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
     if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
     if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
-    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
-                           int(n), alpha, beta, weight1, weight2, vector != 0};
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
+                           int(m), int(n), alpha, beta, weight1, weight2, vector != 0};
     consumer_loop(gemm, to, rank, group, squares);
   }
-  if constexpr (G::kCluster > 1) cluster::sync();  // a block's memory is written by the other one
+  if constexpr (G::kCluster > 1) cluster::sync();  // the other CTA writes to this CTA's shared memory
 }
 
 }  // namespace magicube

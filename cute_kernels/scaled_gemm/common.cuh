@@ -1,7 +1,7 @@
-// What the kernels of the dense float product share: an operand's part of k in shared memory, and its decoding.
+// K tiles of an operand of low-precision floats in shared memory, and their decoding.
 //
-// A packed part has rows one after the other; a ready one has rows of 128 bytes, swizzled, of e4m3 or e5m2 bytes, or of
-// bfloat16 where the factors of blocks of k are multiplied in.
+// A packed tile has contiguous rows. A decoded one has swizzled rows of 128 bytes: e4m3 or e5m2, or bfloat16 times the block
+// scales.
 #pragma once
 
 #include "device/copy.cuh"
@@ -9,7 +9,7 @@
 
 namespace magicube {
 
-// kBlock: neighbours along k that have one factor, of the format Scale; 0: none.
+// kBlock: values per block scale of format Scale along K; 0: none.
 template <class Format_, class Scale_, int kBlock_, bool kBfloat16_, int kRows_>
 struct FloatPlane {
   using Format = Format_;
@@ -17,11 +17,11 @@ struct FloatPlane {
   static constexpr int kBlock = kBlock_, kRows = kRows_;
   static constexpr bool kBfloat16 = kBfloat16_;
   static constexpr bool kDecoded = Format::kBits < (kBfloat16 ? 16 : 8);
-  static constexpr int kTileK = kBfloat16 ? 64 : 128;  // a row of 128 bytes
+  static constexpr int kTileK = kBfloat16 ? 64 : 128;  // rows of 128 bytes
   static constexpr int kPackedRow = kTileK * Format::kBits / 8;
   static constexpr int kPackedBytes = kDecoded ? kRows * kPackedRow : 0;
   static constexpr int kBytes = kRows * 128;
-  static constexpr int kRuns = kTileK / 16;  // of sixteen codes, a row's
+  static constexpr int kRuns = kTileK / 16;  // runs of 16 values per row
   static_assert(kBlock == 0 || kBlock == 16 || kBlock == 32, "a run has one factor");
   static_assert(kBlock == 0 || kBfloat16, "factors of blocks are multiplied into halves");
   static_assert(kPackedBytes % 128 == 0, "the tensor copy writes to multiples of 128 bytes");
@@ -33,10 +33,10 @@ struct BlockScales {
   int rows, blocks;
 };
 
-// The run number `i` of a thread of kThreads.
+// Run number `i` of a thread of kThreads.
 template <class Plane, int kThreads>
 struct FloatRun {
-  static constexpr int kCount = Plane::kRows * Plane::kRuns / kThreads;  // of a thread
+  static constexpr int kCount = Plane::kRows * Plane::kRuns / kThreads;  // runs per thread
   static_assert(kCount * kThreads == Plane::kRows * Plane::kRuns, "each thread has as many runs");
   int row, run;
   __device__ FloatRun(int i, int thread) {
@@ -45,7 +45,7 @@ struct FloatRun {
   }
 };
 
-// The codes of the factors of a thread's runs; (first, k) is the part's corner.
+// Load the block scales of a thread's runs; (first, k) is the tile's corner.
 template <class Plane, int kThreads, int kCount>
 __device__ __forceinline__ void load_block_scales(const BlockScales& from, int first, int k, int thread,
                                                   uint32_t (&to)[kCount]) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_run(const uint8_t* from, uint32_t (&to)[For
   }
 }
 
-// Of a run of codes what exists, `left` bytes; zeros for the rest.
+// Load the bytes of a run that exist, `left`; zeros beyond.
 template <class Format>
 __device__ __forceinline__ void load_ragged_run(const uint8_t* from, int64_t left, uint32_t (&to)[Format::kWords]) {
   if (left >= 4 * Format::kWords) {
@@ -86,8 +86,7 @@ __device__ __forceinline__ void load_ragged_run(const uint8_t* from, int64_t lef
   }
 }
 
-// From packed to ready, by kThreads threads. All is read before anything is written: the compiler has to assume that what
-// is written may be what is read next.
+// Decode a packed tile by kThreads threads. All loads come before all stores: the compiler must assume that they alias.
 template <class Plane, int kThreads, int kCount>
 __device__ __forceinline__ void decode_plane(const uint8_t* packed, uint8_t* ready, int thread,
                                              const uint32_t (&scales)[kCount]) {
@@ -118,18 +117,18 @@ __device__ __forceinline__ void decode_plane(const uint8_t* packed, uint8_t* rea
   }
 }
 
-// Factors of tiles of 128 x 128; null where there are none.
+// Scales of 128 x 128 tiles; null if there are none.
 struct TileScales {
-  const float* scales;  // (tiles of rows, tiles of k)
+  const float* scales;  // (row tiles, K tiles)
   int64_t pitch;
-  int tiles;  // of k
+  int tiles;  // K tiles
   __device__ float at(int row, int k) const {
     if (scales == nullptr) return 1.0f;
     return k / 128 < tiles ? __ldg(scales + row / 128 * pitch + k / 128) : 0.0f;
   }
 };
 
-// A kernel's factors of one operand: codes of blocks, or floats of tiles.
+// Scale arguments of one operand: bits of block scales, or floats of tile scales.
 struct FloatScales {
   const void* start;
   int64_t pitch, blocks;

@@ -1,13 +1,13 @@
-// Codes of small floats as what the Tensor Cores multiply: bytes of e4m3 or e5m2, or bfloat16 with the factors of blocks of k
-// multiplied in. For products with so many rows that to decode in them takes longer.
+// Dequantize an operand before the product: out = packed values as e4m3 or e5m2 bytes, or as bfloat16 times the block scales.
+//
+// All architectures from sm_80. Work: a thread decodes a run of 16 values of each of kEach rows; memory-bound, no pipeline.
 #pragma once
 
 #include "scaled_gemm/common.cuh"
 
 namespace magicube {
 
-// codes (rows, row_bytes) -> out (rows, out_pitch bytes), whole runs of sixteen. A block of threads has 1 << shift runs of each
-// of its rows, a thread kEach rows.
+// packed (rows, row_bytes) -> out (rows, out_pitch bytes), whole runs of 16. A CTA has 1 << shift runs of each of its rows.
 template <class C>
 __global__ void __launch_bounds__(128)
 decode_floats(const uint8_t* codes, int64_t pitch, int64_t row_bytes, int64_t rows, int64_t runs, int64_t shift,
@@ -17,7 +17,7 @@ decode_floats(const uint8_t* codes, int64_t pitch, int64_t row_bytes, int64_t ro
   const int64_t run = (int64_t{blockIdx.y} << shift) + (threadIdx.x & ((1 << shift) - 1));
   const int64_t step = 128 >> shift, first = int64_t{blockIdx.x} * step * kEach + (threadIdx.x >> shift);
   if (run >= runs) return;
-  uint32_t packed[kEach][Format::kWords], block_scales[kEach] = {};  // all is read before anything is written
+  uint32_t packed[kEach][Format::kWords], block_scales[kEach] = {};  // all loads come before all stores
   CUTE_UNROLL
   for (int i = 0; i < kEach; ++i) {
     const int64_t row = first + i * step;

@@ -1,7 +1,8 @@
-// Dense product of small floats on warps (sm_80 on): D = A B, A (M, K) and B^T (N, K) packed k-major.
+// Dense product of low-precision floats, D = A B: A (M, K) and B^T (N, K) packed, K-major.
 //
-// A block has one tile of the output. Packed parts of 64 k pass through a ring of kStages in shared memory, which cp.async
-// fills; all warps decode one to bfloat16, which holds every format exactly, and then multiply it.
+// sm_80 and later. Work: one output tile per CTA of eight warps. Pipeline: kStages packed K tiles of 64 in shared memory, filled
+// by cp.async; all warps decode one to bfloat16, which holds every format exactly, and multiply it.
+// Source: CUTLASS, SM80 multistage mainloop; OCP MX v1.0, section 6 (block scales).
 #pragma once
 
 #include "scaled_gemm/common.cuh"
@@ -23,7 +24,7 @@ struct PackedOperand {
   int64_t pitch, rows, bytes;
 };
 
-// Rows `first` on, bytes `at` on, to shared memory, zeros beyond the matrix.
+// Load rows from `first` and bytes from `at` into shared memory, zeros beyond the matrix.
 template <class Plane, int kThreads>
 __device__ __forceinline__ void load_packed(const PackedOperand& from, uint32_t to, int64_t first, int64_t at) {
   constexpr int kChunks = Plane::kPackedRow / 16, kAll = Plane::kRows * kChunks;
@@ -76,7 +77,7 @@ gemm_floats_mma(const uint8_t* codes_a, int64_t pitch_a, int64_t bytes_a, const 
     load_block_scales<A, W::kThreads>(block_a, tile_row, part * G::kTileK, threadIdx.x, scales_of_a);
     load_block_scales<B, W::kThreads>(block_b, tile_column, part * G::kTileK, threadIdx.x, scales_of_b);
     cp_async_wait<C::kStages - 2>();
-    __syncthreads();  // the part is there for all, and what was ready before it is out of use
+    __syncthreads();  // the packed tile has landed, and the decoded tile is free
     load(part + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
     const uint8_t* packed = shared + stage * W::kPackedBytes;
     decode_plane<A, W::kThreads>(packed, ready, threadIdx.x, scales_of_a);

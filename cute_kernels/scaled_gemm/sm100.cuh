@@ -1,10 +1,10 @@
-// Dense product of small floats on sm_100a and sm_103a: D = A B, A (M, K) and B^T (N, K) packed k-major.
+// Dense product of low-precision floats, D = A B: A (M, K) and B^T (N, K) packed, K-major.
 //
-// One binary for all pairs of formats: the tensor maps unpack codes on their way into shared memory, sixteen in sixteen
-// bytes, and the instruction's descriptor says what they are. A persistent block takes tiles of the output; one warp feeds
-// a ring of parts of k, one has them multiplied into tensor memory, and four write the sums of a tile while those of the
-// next are made beside them. kBlock: neighbours along k that have one factor (0: none); four more warps feed factors.
-// kPacked: both operands are e2m1, and stay two in a byte.
+// sm_100a and sm_103a; never run, see docs/blackwell.md. One binary for all pairs of formats: TMA unpacks values, 16 to 16 bytes,
+// and the instruction descriptor has the formats. Work: persistent CTAs take output tiles. Pipeline: a producer warp fills
+// stages of K tiles by TMA, one warp issues tcgen05.mma into tensor memory, and four epilogue warps write a tile while the next
+// is accumulated. kBlock: values per block scale along K (0: none); four more warps produce block scales. kPacked: both operands
+// are e2m1, two per byte. Source: PTX ISA 9.0, section 9.7.16; CUTLASS 4.2, SM100 block-scaled kernels.
 #pragma once
 
 #include <cute/numeric/numeric_types.hpp>
@@ -38,17 +38,17 @@ struct Tcgen05Op<16, true, kColumns> {
 
 template <class C>
 struct FloatTcgen05 {
-  using Op = typename Tcgen05Op<C::kBlock, C::kPacked, C::kTileN>::type;  // of 32 bytes of k
+  using Op = typename Tcgen05Op<C::kBlock, C::kPacked, C::kTileN>::type;  // 32 bytes of K
   static constexpr int kTileM = 128, kTileN = C::kTileN, kTileK = C::kPacked ? 256 : 128, kStages = C::kStages;
   static constexpr bool kScaled = C::kBlock > 0;
-  static constexpr int kScalesPerRow = kScaled ? kTileK / 4 / C::kBlock : 0;  // of a row, for one instruction
-  static constexpr int kWords = kScalesPerRow;                                // of four factors of a row, for a part's four
+  static constexpr int kScalesPerRow = kScaled ? kTileK / 4 / C::kBlock : 0;  // block scales of a row per instruction
+  static constexpr int kWords = kScalesPerRow;  // words of four block scales of a row, for the four instructions of a K tile
   static constexpr int kPlaneA = kTileM * 128, kPlaneB = kTileN * 128, kScaleBytes = 2 * kWords * 512;
   static constexpr int kStageBytes = kPlaneA + kPlaneB + kScaleBytes;
-  static constexpr int kAccumulators = 2;                                             // tiles with sums in tensor memory
-  static constexpr int kScaleColumns = kAccumulators * kTileN;                       // in front of those of factors
-  static constexpr int kColumns = kScaled ? 512 : kScaleColumns;              // all
-  static constexpr int kEpilogueWarps = 4, kProducer = 4, kMma = 5, kScaleProducer = 6;  // warps, and the first of four
+  static constexpr int kAccumulators = 2;  // tiles in tensor memory
+  static constexpr int kScaleColumns = kAccumulators * kTileN;  // columns before those of block scales
+  static constexpr int kColumns = kScaled ? 512 : kScaleColumns;  // allocated columns
+  static constexpr int kEpilogueWarps = 4, kProducer = 4, kMma = 5, kScaleProducer = 6;  // warps; first scale producer
   static constexpr int kThreads = 32 * (kScaled ? 10 : 6);
 
   static_assert(kTileN % 64 == 0 && kTileN <= 256, "the Tensor Cores allocate 256 columns, and a fragment has 64");
@@ -58,7 +58,7 @@ struct FloatTcgen05 {
 
   uint8_t* shared;
   TileScheduler<C::kBand> scheduler;
-  int parts;  // of k
+  int parts;  // K tiles
 
   __device__ uint32_t base() const { return shared_address(shared); }
   __device__ uint32_t tile_a(int stage) const { return base() + stage * kStageBytes; }
@@ -72,7 +72,7 @@ struct FloatTcgen05 {
     return reinterpret_cast<uint32_t*>(shared + kStages * kStageBytes + 8 * (2 * kStages + 2 * kAccumulators));
   }
 
-  // Calls f(row, column) for the tiles of this block, the corner of each.
+  // Call f(row, column) with the corner of each tile of this CTA.
   template <class F>
   __device__ __forceinline__ void for_tiles(F f) const {
     for (int index = blockIdx.x; index < scheduler.count(); index += gridDim.x) {
@@ -83,8 +83,8 @@ struct FloatTcgen05 {
   }
 };
 
-// A part is 128 of what the maps count: codes, or bytes of kPacked ones. bytes: of both packed parts, which is what the
-// copy engine counts, whatever lies beyond the matrix and between codes.
+// A K tile is 128 units of the tensor maps: values, or bytes with kPacked. bytes: those of both packed tiles, which is what the
+// barrier counts, including values beyond the matrix and without gaps between values.
 template <class C>
 __device__ void producer_loop(const FloatTcgen05<C>& gemm, const TmaDescriptor& a, const TmaDescriptor& b, uint32_t bytes) {
   using G = FloatTcgen05<C>;
@@ -100,10 +100,10 @@ __device__ void producer_loop(const FloatTcgen05<C>& gemm, const TmaDescriptor& 
   });
 }
 
-// Words of four factors, as they lie row by row.
+// Words of four block scales, row-major: (rows, count).
 struct ScaleWords {
   const uint32_t* words;
-  int rows, count;  // count: of a row
+  int rows, count;  // count: words per row
   __device__ uint32_t at(int row, int word) const {
     return row < rows && word < count ? __ldg(words + int64_t{row} * count + word) : 0;
   }
@@ -112,7 +112,7 @@ struct ScaleWords {
 template <class C>
 __device__ void scale_producer_loop(const FloatTcgen05<C>& gemm, const ScaleWords& a, const ScaleWords& b, int thread) {
   using G = FloatTcgen05<C>;
-  const int own = thread % 4 * 32 + thread / 4;  // row, whose words lie at 4 * thread of each 512 bytes
+  const int own = thread % 4 * 32 + thread / 4;  // row, whose words are at 4 * thread of each 512 bytes
   GemmPipelineState<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
     for (int part = 0; part < gemm.parts; ++part, at.advance()) {
@@ -133,7 +133,7 @@ __device__ void scale_producer_loop(const FloatTcgen05<C>& gemm, const ScaleWord
   });
 }
 
-// One part; fresh: instead of what the sums are, else added to it.
+// One K tile; fresh: overwrite the accumulator, else add to it.
 template <class C>
 __device__ __forceinline__ void mma_stage(const FloatTcgen05<C>& gemm, uint32_t tmem, uint32_t to, int stage,
                                               uint64_t instruction, bool fresh) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void mma_stage(const FloatTcgen05<C>& gemm, uint32_t 
     const uint32_t add = !fresh || step > 0;
     if constexpr (G::kScaled) {
       const int word = step * G::kScalesPerRow / 4;
-      const uint32_t first = step * G::kScalesPerRow % 4;  // factor in the word
+      const uint32_t first = step * G::kScalesPerRow % 4;  // block scale in the word
       G::Op::fma(a + 2 * step, b + 2 * step, to, add, instruction | uint64_t(first << 4 | first << 29) << 32,
                  scales + 4 * word, scales + 4 * (G::kWords + word));
     } else {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void mma_stage(const FloatTcgen05<C>& gemm, uint32_t 
   }
 }
 
-// By a whole warp, of which the instructions take one thread. instruction: the descriptor, in the upper half.
+// Called by a whole warp; one thread issues the instructions. instruction: the descriptor, in the upper half.
 template <class C>
 __device__ void mma_loop(const FloatTcgen05<C>& gemm, uint32_t tmem, uint64_t instruction) {
   using G = FloatTcgen05<C>;
@@ -245,8 +245,8 @@ gemm_floats_sm100(const __grid_constant__ TmaDescriptor a, const __grid_constant
   } else {
     if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
     if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
-    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
-                           int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
+                           int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
     epilogue_loop(gemm, to, tmem, warp);
   }
   tensor_memory::fence_before_sync();

@@ -1,12 +1,11 @@
-// Dense product of small floats whose left operand has few rows (sm_90a): D = X W, X (M, K) with M <= 64, W^T (N, K) packed.
+// Small-M product of low-precision floats, D = X W: X (M, K) with M <= 64, W^T (N, K) packed weights.
 //
-// The weights are what is read from memory, so they take the shortest way: the tensor copy engine brings slabs of 64 bytes of
-// their rows, a lane reads 16 of these, decodes them in registers, and multiplies them from there, as the operand of 64 rows.
-// A lane so has neighbours of k where an instruction has one run of four for each lane; the order of k in a product is free as
-// long as X has the same, and X is small: `order_few_rows` writes it decoded and in that order before.
-// kGroups warp groups have 64 rows of weights each, kDepth of them the same rows and every kDepth-th part of k; kSplit blocks of
-// a cluster have a share of k each. Sums of a slab of bytes are added in float32. Where blocks of k have factors, codes become
-// bfloat16 times their factor (kBfloat16), as X does before.
+// sm_90a; memory-bound by the weights. Work: kGroups warp groups have 64 rows of weights each, kDepth of them the same rows and
+// every kDepth-th K tile; kSplit CTAs of a cluster share K. Pipeline: TMA brings K slices of 64 bytes of weights; a lane reads 16
+// of these bytes, decodes them in registers, and multiplies them from there as the A operand of WGMMA. A lane so has neighbors
+// along K where the instruction has one run of four per lane: the order along K is free if X has the same, so `order_few_rows`
+// writes X decoded and in that order first. Partial accumulators of a K slice of bytes are added in float32. With block scales,
+// values become bfloat16 times their scale (kBfloat16), and so does X. Source: PTX ISA, wgmma.mma_async register fragments.
 #pragma once
 
 #include "scaled_gemm/wgmma.cuh"
@@ -36,23 +35,23 @@ MAGICUBE_SMALL_M_OPS(64)
 #undef MAGICUBE_SMALL_M_OPS
 #undef MAGICUBE_SMALL_M_OP
 
-// Where in its slab of X the k go that a lane's slab of weights of kBits has. A lane t has codes t kOwn to t kOwn + kOwn - 1.
+// Order along K of a K slice of X for weights of kBits: lane t has values t kOwn to t kOwn + kOwn - 1 of a K slice of weights.
 template <int kBits, bool kBfloat16>
 struct SmallMOrder {
   static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
   static constexpr int kSliceK = 512 / kBits, kOwn = 128 / kBits, kStepK = kBfloat16 ? 16 : 32, kSteps = kSliceK / kStepK;
-  static constexpr int kSize = kBfloat16 ? 2 : 1;  // bytes of a number
-  static constexpr int kWords = 4 * kSize;       // of sixteen numbers
-  static constexpr int kUnits = kOwn / 16;       // of a slab: sixteen numbers of each lane
+  static constexpr int kSize = kBfloat16 ? 2 : 1;  // bytes per value
+  static constexpr int kWords = 4 * kSize;  // words of 16 values
+  static constexpr int kUnits = kOwn / 16;  // units of a K slice: 16 values of each lane
 
-  // Of the numbers of eight codes, word `part` of those that an instruction takes: as they follow each other, or, of 4 bits, the
-  // even and the odd codes apart, or, of halves, codes i and i + 4 together.
+  // Word `part` of those that an instruction reads, from eight values: in order, or, of 4 bits, even and odd values apart, or, as
+  // bfloat16, values i and i + 4 together.
   __device__ static uint32_t pick(const uint32_t* eight, int part) {
     if constexpr (kBits == 8) return eight[part];
     else if constexpr (kBfloat16) return __byte_perm(eight[part / 2], eight[2 + part / 2], part % 2 ? 0x7632 : 0x5410);
     else return __byte_perm(eight[0], eight[1], part ? 0x7531 : 0x6420);
   }
-  // A unit, 64 kSize neighbouring bytes: of its eights, of their words, those of four lanes.
+  // Store a unit of 64 kSize contiguous bytes: eight values, then their words, then those of four lanes.
   __device__ static void put(uint8_t* to, const uint32_t (&numbers)[4][kWords]) {
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
@@ -63,8 +62,8 @@ struct SmallMOrder {
   }
 };
 
-// X (rows, k) of codes as numbers that are multiplied, (rows, pitch bytes), in the order of FewRowsOrder; zero beyond k. A thread
-// makes a unit: what is written in less than 32 bytes at a time costs the product microseconds, which waits for it.
+// Write X (rows, k), decoded and in the order of SmallMOrder, to (rows, pitch bytes); zero beyond k. A thread makes a unit:
+// stores of less than 32 bytes cost microseconds of the product, which waits for this kernel.
 template <class C>
 __global__ void __launch_bounds__(128)
 order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* scales,
@@ -75,7 +74,7 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
   const int64_t units = pitch / (64 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
   const int64_t row = index / units, unit = index % units;
   if (row >= rows) return;
-  constexpr int kRunBytes = 4 * Format::kWords;  // of sixteen codes
+  constexpr int kRunBytes = 4 * Format::kWords;  // 16 packed values
   uint32_t codes[4][Format::kWords], numbers[4][Order::kWords];
   const auto run_of = [&](int t) { return (unit / Order::kUnits * 4 + t) * Order::kUnits + unit % Order::kUnits; };
   CUTE_UNROLL
@@ -106,21 +105,21 @@ struct SmallMGemm {
   using Op = typename SmallMOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kBfloat16>::type;
   static constexpr int kKSlices = C::kKSlices, kTileK = kKSlices * Order::kSliceK, kDepth = C::kDepth;
   static constexpr int kHeight = 64 * C::kGroups / kDepth;
-  static constexpr int kWeightsPitch = kKSlices * 64, kBoxBytes = C::kRows * 128;  // a box has 128 bytes of X's rows
+  static constexpr int kWeightsPitch = kKSlices * 64, kBoxBytes = C::kRows * 128;  // a box: 128 bytes of each row of X
   static constexpr int kBoxes = kTileK * Order::kSize / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
   static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
-  // With many groups registers are few: one slab at a time, and the feeder's warp group gives of its own.
+  // With many warp groups registers are scarce: one K slice at a time, and the producer gives up its own.
   static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kBfloat16 || C::kResident == 1);
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
-  // Of what the block starts with, which is all that there is.
+  // Registers that the CTA starts with: all of the SM's.
   static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = (kPool - kProducerRegisters) / C::kGroups / 8 * 8;
   using Accumulators = float[kRegisters];
-  using KSlice = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction takes it
-  // Factors of what a lane has of a slab's row.
+  using KSlice = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction reads it
+  // Block scales of a lane's part of a row of a K slice.
   static constexpr int kOwnBlocks = C::kBlock == 0 ? 0 : Order::kOwn > C::kBlock ? Order::kOwn / C::kBlock : 1;
   using Scales = uint32_t[kKSlices][2][kOwnBlocks > 0 ? kOwnBlocks : 1];
-  // Sums in shared memory, where the ring was: rows of the output. By its pitch a warp's writes meet in no bank.
+  // Accumulators in shared memory, in place of the pipeline: rows of the output. The pitch avoids bank conflicts.
   static constexpr int kPitch = kHeight + 4;
 
   static_assert(kKSlices % 2 == 0, "slabs go in pairs");
@@ -147,15 +146,15 @@ __device__ void producer_loop(const SmallMGemm<C>& gemm, const TmaDescriptor& x,
     barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
     mbarrier_arrive_expect_tx(full, G::kStageBytes);
     tma_load_2d(gemm.weights(at.stage), &weights, part * G::kWeightsPitch, row, full);
-    // One part of the weights comes while X is put in order: more would be in its way to the memory and back.
+    // One K tile of weights comes while X is reordered: more would compete with X for bandwidth.
     if (part == begin) pdl_wait();
     CUTE_UNROLL
     for (int i = 0; i < G::kBoxes; ++i) tma_load_2d(gemm.box(at.stage, i), &x, (part * G::kBoxes + i) * 128, 0, full);
   }
 }
 
-// The codes of a lane's factors in one part of k. Beyond the last row and the last block are factors of others, of products
-// that are not written, or zero.
+// Block scales of a lane in one K tile. Beyond the last row and block they are those of others, of results that are not written,
+// or zero.
 template <class C>
 __device__ __forceinline__ void load_scales(const uint8_t* const (&rows)[2], int blocks, int part,
                                              typename SmallMGemm<C>::Scales& to) {
@@ -174,7 +173,7 @@ __device__ __forceinline__ void load_scales(const uint8_t* const (&rows)[2], int
   }
 }
 
-// A lane's 16 bytes of one of its two rows of a slab, as the instruction takes them.
+// Decode a lane's 16 bytes of one of its two rows of a K slice, as the instruction reads them.
 template <class C>
 __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
                                            const uint32_t (&lane_scales)[sizeof(typename SmallMGemm<C>::Scales) / 8 / C::kKSlices],
@@ -184,7 +183,7 @@ __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
     constexpr int kPairs = 16 / Format::kBits, kOfFactor = 4 * kPairs / (C::kBlock > 0 ? SmallMGemm<C>::kOwnBlocks : 1);
     uint32_t factor = 0;
     CUTE_UNROLL
-    for (int p = 0; p < 4 * kPairs; ++p) {  // of 4 bits, codes p % 4 and p % 4 + 4 of a word
+    for (int p = 0; p < 4 * kPairs; ++p) {  // of 4 bits: values p % 4 and p % 4 + 4 of a word
       const uint32_t word = words[p / kPairs];
       uint32_t& pair = to[p / 2][half + 2 * (p % 2)];
       if constexpr (Format::kBits == 8) pair = to_halves<Format>(__byte_perm(word, 0, p % 2 ? 0x4342 : 0x4140));
@@ -209,8 +208,8 @@ __device__ __forceinline__ void decode_row(const uint32_t (&words)[4], int half,
   }
 }
 
-// A lane's part of slab i of a stage: 16 bytes of rows g and g + 8 of its warp's sixteen. Rows that are read together meet in
-// their banks, two and two; with boxes of 64 bytes, in which they do not, the whole took 3 to 6% longer.
+// Load a lane's part of K slice i of a stage: 16 bytes of rows g and g + 8 of its warp's 16. Rows read together have 2-way bank
+// conflicts; boxes of 64 bytes, which have none, were 3 to 6% slower (H200).
 template <class C>
 __device__ __forceinline__ void load_k_slice(const uint8_t* stage, int i, const typename SmallMGemm<C>::Scales& lane_scales,
                                           typename SmallMGemm<C>::KSlice& to) {
@@ -229,7 +228,7 @@ __device__ __forceinline__ void wgmma_rs(const uint32_t (&a)[4], uint64_t b, flo
   Op::fma(a[0], a[1], a[2], a[3], b, accum[I]..., scale);
 }
 
-// Starts the products of a slab. Of bytes, `partial` begins with zero.
+// Start the products of a K slice. Of bytes, `partial` starts from zero.
 template <class C>
 __device__ __forceinline__ void start_k_slice(const SmallMGemm<C>& gemm, typename SmallMGemm<C>::KSlice& a, int stage, int i,
                                            typename SmallMGemm<C>::Accumulators& partial) {
@@ -252,7 +251,7 @@ __device__ __forceinline__ void start_k_slice(const SmallMGemm<C>& gemm, typenam
   warpgroup_commit_batch();
 }
 
-// All of what the products have read stays until here. Halves are summed in `accum` straight away.
+// Keep the operands alive until the products are complete. Products of bfloat16 accumulate in `accum` directly.
 template <class C>
 __device__ __forceinline__ void finish_k_slice(typename SmallMGemm<C>::KSlice& a, typename SmallMGemm<C>::Accumulators& partial,
                                          typename SmallMGemm<C>::Accumulators& accum) {
@@ -265,8 +264,8 @@ __device__ __forceinline__ void finish_k_slice(typename SmallMGemm<C>::KSlice& a
   if constexpr (!C::kBfloat16) add_accumulators(accum, partial);
 }
 
-// Rows `first` on of the output, sums of all groups and blocks, by eight columns a thread; the tile begins at `column`. The body
-// of a loop, and small: all blocks are here at the same time, and code that runs once has to be fetched first.
+// Epilogue of rows from `first`: add the accumulators of all warp groups and CTAs, eight columns per thread; the tile starts at
+// `column`. A small loop body: all CTAs arrive at the same time, and code that runs once is an instruction cache miss.
 template <class C>
 __device__ __forceinline__ void write_rows(const SmallMGemm<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first,
                                                int column) {
@@ -279,7 +278,7 @@ __device__ __forceinline__ void write_rows(const SmallMGemm<C>& gemm, const uint
     if (present <= 0) continue;
     float total[8] = {};
     CUTE_UNROLL
-    for (int part = 0; part < C::kSplit * G::kDepth; ++part) {  // always in the same order
+    for (int part = 0; part < C::kSplit * G::kDepth; ++part) {  // fixed order: deterministic
       const uint32_t place = ((part % G::kDepth * C::kRows + m) * G::kPitch + at) * 4;
       CUTE_UNROLL
       for (int j = 0; j < 8; j += 4) {
@@ -324,11 +323,11 @@ __device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const 
                                   int begin, int last, int column) {
   using G = SmallMGemm<C>;
   const int lane = threadIdx.x % 32, depth = threadIdx.x / (128 * C::kGroups / G::kDepth);
-  const int own = threadIdx.x / 32 % (G::kHeight / 16) * 16 + lane / 4;  // of the tile's columns, with own + 8
+  const int own = threadIdx.x / 32 % (G::kHeight / 16) * 16 + lane / 4;  // columns of the tile: own and own + 8
   GemmPipelineState<G::kStages> at;
   typename G::Accumulators accum = {}, partial = {};
   typename G::Scales lane_scales, next;
-  const uint8_t* of_rows[2];  // the factors of the lane's rows
+  const uint8_t* of_rows[2];  // block scales of the lane's rows
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int row = column + own + 8 * half;
@@ -339,7 +338,7 @@ __device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const 
   for (int part = begin + depth; part < last; part += G::kDepth, at.skip(G::kDepth)) {
     CUTE_UNROLL
     for (int i = 0; i < int(sizeof(lane_scales) / 4); ++i) (&lane_scales[0][0][0])[i] = (&next[0][0][0])[i];
-    load_scales<C>(of_rows, scales.blocks, part + G::kDepth, next);  // they come while this part is multiplied
+    load_scales<C>(of_rows, scales.blocks, part + G::kDepth, next);  // prefetch during the products of this K tile
     barrier_wait(gemm.full(at.stage), at.parity);
     const uint8_t* stage = shared + at.stage * G::kStageBytes;
     CUTE_UNROLL
@@ -373,7 +372,7 @@ __device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const 
     if (lane == 0) barrier_arrive(gemm.empty(at.stage));
   }
   constexpr int kAll = 128 * C::kGroups;
-  warp_group::named_barrier_sync(1, kAll);  // all have read what the ring held
+  warp_group::named_barrier_sync(1, kAll);  // all warps have read the pipeline
   CUTE_UNROLL
   for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
     const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
@@ -382,7 +381,7 @@ __device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const 
   if constexpr (C::kSplit == 1) {
     warp_group::named_barrier_sync(1, kAll);
     write_rows(gemm, shared, to, 0, column);
-  } else {  // the blocks of a cluster add up their sums: each has a share of the rows in the end
+  } else {  // the CTAs of a cluster reduce: each writes a share of the rows
     cluster::sync();
     write_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
   }
@@ -392,8 +391,8 @@ template <class C>
 __global__ void __launch_bounds__(SmallMGemm<C>::kThreads, C::kResident)
 gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
                 const uint8_t* scales, int64_t scales_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m,
-                int64_t n, const float* row_scales, int64_t row_step, const float* col_scales, int64_t column_step, const float* bias,
-                const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
+                int64_t n, const float* row_scales, int64_t row_step, const float* col_scales, int64_t column_step, const float*
+                bias, const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
   using G = SmallMGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared_address(shared)};
@@ -411,8 +410,8 @@ gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__
     if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
     if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
     if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
-    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
-                           int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
+                           int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
     consumer_loop(gemm, shared, {scales, scales_pitch, int(n), int(blocks)}, to, begin, last, column);
   } else {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
@@ -420,7 +419,7 @@ gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster::sync();
   }
-  if constexpr (C::kSplit > 1) cluster::sync();  // a block's memory is read by the others
+  if constexpr (C::kSplit > 1) cluster::sync();  // other CTAs read this CTA's shared memory
 }
 
 }  // namespace magicube

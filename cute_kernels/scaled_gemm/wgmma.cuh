@@ -1,11 +1,12 @@
-// Dense product of small floats on warp groups (sm_90a): D = A B, A (M, K) and B^T (N, K) packed k-major.
+// Dense product of low-precision floats, D = A B: A (M, K) and B^T (N, K) packed, K-major.
 //
-// A persistent block takes tiles of the output. One warp feeds two rings by the tensor copy engine: packed parts of the
-// operands that have to be decoded, and ready parts of those that have not. kDecoders warp groups take turns in decoding
-// packed parts into ready ones; kGroups warp groups multiply these, 64 rows of the tile each.
-// kPromote: the tensor cores sum one part of k at a time, and float32 additions do the rest; else all of k. A tile of 256
-// columns reads less of shared memory for a product than one of 128, and one of 192 multiplies more at a time.
-// kSplit blocks of a cluster have a share of k each, and meet through their shared memory at the end.
+// sm_90a. Work: persistent CTAs take output tiles. Pipeline: one producer warp fills two pipelines by TMA: packed K tiles of the
+// operands to decode, and K tiles of the others. kDecoders warp groups take turns to decode packed tiles; kGroups consumer warp
+// groups multiply decoded ones by WGMMA, 64 rows of the tile each.
+// kPromote: Tensor Cores accumulate one K tile at a time and float32 additions do the rest; else all of K. A tile of 256 columns
+// reads less shared memory per product than one of 128; one of 192 has wider instructions than the two spans of 256.
+// kSplit CTAs of a cluster share K (split-K) and reduce through distributed shared memory.
+// Source: CUTLASS, SM90 warp-specialized kernels with fp8 promotion; OCP MX v1.0, section 6 (block scales).
 #pragma once
 
 #include "scaled_gemm/common.cuh"
@@ -35,7 +36,7 @@ MAGICUBE_GROUP_OPS(256)
 #undef MAGICUBE_GROUP_OPS
 #undef MAGICUBE_BYTES_OP
 
-// What the Tensor Cores take a format for.
+// Format that Tensor Cores multiply for a packed one.
 template <class Format>
 using ReadyFormat = cuda::std::conditional_t<cuda::std::is_same_v<Format, E5M2>, E5M2, E4M3>;
 
@@ -43,20 +44,20 @@ template <class C>
 struct FloatGemm {
   using A = FloatPlane<typename C::FormatA, typename C::ScaleA, C::kBlockA, C::kBfloat16, C::kTileM>;
   using B = FloatPlane<typename C::FormatB, typename C::ScaleB, C::kBlockB, C::kBfloat16, C::kTileN>;
-  // Of an instruction. Sums of a part beside those of 256 columns would fill the registers, so that these go in two spans.
+  // Columns per instruction. Accumulators of a K tile beside those of 256 columns exceed the registers: two spans.
   static constexpr int kColumns = C::kPromote && C::kTileN == 256 ? 128 : C::kTileN, kSpans = C::kTileN / kColumns;
   using Op = typename FloatGroupOp<kColumns, ReadyFormat<typename C::FormatA>, ReadyFormat<typename C::FormatB>,
                                    C::kBfloat16>::type;
   static constexpr int kTileM = C::kTileM, kTileN = C::kTileN, kTileK = A::kTileK;
   static constexpr int kStages = C::kStages, kPackedStages = C::kPackedStages;
   static constexpr int kGroups = C::kGroups, kDecoders = C::kDecoders, kSplit = C::kSplit;
-  static constexpr int kRegisters = kColumns / 2;  // a thread's sums of a span
+  static constexpr int kRegisters = kColumns / 2;  // accumulators of a span, per thread
   static constexpr int kStageBytes = A::kBytes + B::kBytes, kPackedBytes = A::kPackedBytes + B::kPackedBytes;
   static constexpr int kDirectBytes = (A::kDecoded ? 0 : A::kBytes) + (B::kDecoded ? 0 : B::kBytes);
   static constexpr int kRings = kStages * kStageBytes + kPackedStages * kPackedBytes;
   static constexpr int kThreads = 128 * (kGroups + kDecoders + 1);
   static constexpr int kMany = kGroups + kDecoders;
-  // Registers of a thread of the three kinds of groups, out of what the block has; with one group there are enough.
+  // Registers per thread of the three warp group roles, out of those of the CTA; with one warp group there are enough.
   static constexpr bool kShare = kMany > 1 || C::kResident > 1;
   static constexpr int kPool = 65536 / C::kResident / kThreads / 8 * 8 * (kMany + 1);
   static constexpr int kProducerRegisters = kSplit > 1 ? 56 : kMany == 4 ? 32 : 40;
@@ -64,9 +65,9 @@ struct FloatGemm {
       kDecoders == 0 ? 0 : kGroups == 1 ? 80 : !C::kPromote ? 88 : C::kBfloat16 ? 80 : 72;
   static constexpr int kMost = (kPool - kDecoders * kDecoderRegisters - kProducerRegisters) / kGroups / 8 * 8;
   static constexpr int kConsumerRegisters = kMost < 240 ? kMost : 240;
-  // Whether there is room for the sums of two parts beside those of the tile, so that one part is multiplied while the
-  // sums of the other are added. Parts then go in pairs, the last of which may lie beyond the matrix. Between pairs no
-  // product is under way: where one is at a loop's end, the assembler waits after each instruction.
+  // Whether registers hold the accumulators of two K tiles beside those of the tile, so that one K tile is multiplied while the
+  // other is added. K tiles then go in pairs, of which the last can be beyond the matrix. No product is in flight between pairs:
+  // at the end of a loop, the assembler would wait after each instruction.
   static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN == 128;
   static constexpr int kPair = kOverlap ? 2 : 1;
   using Accumulators = float[kRegisters];
@@ -80,7 +81,7 @@ struct FloatGemm {
 
   uint8_t* shared;
   TileScheduler<C::kBand> scheduler;
-  int begin, last;  // parts of k, this block's
+  int begin, last;  // K tiles of this CTA
 
   __device__ uint32_t base() const { return shared_address(shared); }
   __device__ uint32_t full(int stage) const { return base() + kRings + 8 * stage; }
@@ -92,7 +93,7 @@ struct FloatGemm {
   __device__ uint8_t* packed_a(int stage) const { return shared + kStages * kStageBytes + stage * kPackedBytes; }
   __device__ uint8_t* packed_b(int stage) const { return packed_a(stage) + A::kPackedBytes; }
 
-  // Calls f(row, column) for the tiles of this block, the corner of each.
+  // Call f(row, column) with the corner of each tile of this CTA.
   template <class F>
   __device__ __forceinline__ void for_tiles(F f) const {
     for (int index = blockIdx.x / kSplit; index < scheduler.count(); index += gridDim.x / kSplit) {
@@ -158,12 +159,12 @@ __device__ void decoder_loop(const FloatGemm<C>& gemm, const BlockScales& scales
         barrier_arrive(gemm.full(at.stage));
         barrier_arrive(gemm.packed_empty(packed.stage));
       }
-      load_scales(part + G::kDecoders);  // they come while the others decode
+      load_scales(part + G::kDecoders);  // prefetch while the others decode
     }
   });
 }
 
-// The products of one part that concern a group's rows; kAJustWritten: instead of what `accum` held, else added to it.
+// The products of one K tile for a warp group's rows; kAJustWritten: overwrite `accum`, else add to it.
 template <class C, bool kAJustWritten>
 __device__ __forceinline__ void mma_k_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum, int stage,
                                                int group, int span = 0) {
@@ -185,9 +186,10 @@ __device__ __forceinline__ void fence_accumulators(float (&accum)[kRegisters]) {
   for (int r = 0; r < kRegisters; ++r) warpgroup_fence_operand(accum[r]);
 }
 
-// kScaled: a multiplication by `factor`, which is one otherwise, would read one more register each.
+// kScaled: without tile scales, a multiplication by `factor` = 1 would read one more register per element.
 template <bool kScaled = false, int kRegisters>
-__device__ __forceinline__ void add_accumulators(float (&accum)[kRegisters], const float (&partial)[kRegisters], float factor = 1.0f) {
+__device__ __forceinline__ void add_accumulators(float (&accum)[kRegisters], const float (&partial)[kRegisters],
+                                                 float factor = 1.0f) {
   CUTE_UNROLL
   for (int r = 0; r < kRegisters; ++r) {
     if constexpr (kScaled) accum[r] = __fmaf_rn(partial[r], factor, accum[r]);
@@ -205,7 +207,7 @@ __device__ __forceinline__ void mma_tile(const FloatGemm<C>& gemm, typename Floa
   };
   if constexpr (G::kOverlap) {
     typename G::Accumulators even = {}, odd = {};
-    int stage = at.stage;  // of the part that is added next
+    int stage = at.stage;  // of the K tile that is added next
     const auto start = [&](typename G::Accumulators& partial) {
       barrier_wait(gemm.full(at.stage), at.parity);
       fence_accumulators(partial);
@@ -258,14 +260,14 @@ __device__ __forceinline__ void mma_tile(const FloatGemm<C>& gemm, typename Floa
   }
 }
 
-// The blocks of a cluster add up their sums: each has a share of the columns in the end.
+// Reduce the accumulators of a cluster's CTAs: each writes a share of the columns.
 template <class C>
 __device__ __forceinline__ void reduce_and_write_tile(const FloatGemm<C>& gemm, const GemmOutput<C>& to,
                                                   const typename FloatGemm<C>::Accumulators& accum, int row, int column) {
   using G = FloatGemm<C>;
   constexpr int kOwn = G::kRegisters / G::kSplit;
   const int thread = threadIdx.x, rank = int(cluster::rank());
-  warp_group::named_barrier_sync(1, 128);  // all have read what the rings held
+  warp_group::named_barrier_sync(1, 128);  // all warps have read the pipelines
   float* own = reinterpret_cast<float*>(gemm.shared);
   CUTE_UNROLL
   for (int r = 0; r < G::kRegisters; ++r) own[r * 128 + thread] = accum[r];
@@ -341,8 +343,8 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
     if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
     if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
     if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
-    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
-                           int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
+                           int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
     consumer_loop(gemm, to, group, scale_args_a.of_tiles<typename G::A>(), scale_args_b.of_tiles<typename G::B>());
   } else if (G::kDecoders > 0 && group < G::kMany) {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kDecoderRegisters>();
@@ -357,7 +359,7 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
     __syncwarp();
     if constexpr (G::kSplit > 1) cluster::sync();
   }
-  if constexpr (G::kSplit > 1) cluster::sync();  // a block's memory is read by the others
+  if constexpr (G::kSplit > 1) cluster::sync();  // other CTAs read this CTA's shared memory
 }
 
 }  // namespace magicube

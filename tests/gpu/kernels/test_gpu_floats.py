@@ -294,7 +294,7 @@ def test_operands_of_many_rows_are_decoded_before(pair: tuple[OperandFormat, Ope
     assert torch.equal(out.double(), exact(a, b)), "a replay reads the operands anew"
 
 
-def test_products_of_nothing() -> None:
+def test_empty_products() -> None:
     empty = FloatOperand(torch.zeros(5, 0, dtype=torch.uint8, device="cuda"), "e2m1", 0)
     bias = torch.randn(5, device="cuda")
     assert torch.equal(scaled_gemm(empty, empty, bias=bias), bias.expand(5, 5))

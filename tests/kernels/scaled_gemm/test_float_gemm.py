@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
+from cute_kernels.scaled_gemm import api
 from cute_kernels.scaled_gemm.api import FloatOperand, explain_scaled_gemm, scaled_gemm
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, choose
 from cute_kernels.scaled_gemm.cuda import choose_config
@@ -102,12 +103,23 @@ def test_scales_bias_and_c_enter_once(dtype: torch.dtype) -> None:
         assert float(frame.sum() - out.sum()) == pytest.approx(7.0 * (frame.numel() - out.numel()), rel=1e-2)
 
 
-def test_products_of_nothing() -> None:
+def test_empty_products() -> None:
     empty, bias = FloatOperand(torch.zeros(4, 0, dtype=torch.uint8), "e2m1", 0), torch.arange(4.0)
     assert torch.equal(scaled_gemm(empty, empty, bias=bias), bias.expand(4, 4))
     none = FloatOperand(torch.zeros(0, 3, dtype=torch.uint8), "e2m1", 6)
     assert scaled_gemm(none, none).shape == (0, 0)
     assert explain_scaled_gemm(none, none).kernel == "torch.matmul"
+
+
+def test_old_names_warn() -> None:
+    x = operand(OperandFormat("e4m3"), 4, 6)
+    for old, new in (("gemm_floats", scaled_gemm), ("explain_gemm_floats", explain_scaled_gemm)):
+        with pytest.warns(DeprecationWarning, match=f"{old} is deprecated, use {new.__name__}"):
+            assert getattr(api, old) is new
+    with pytest.warns(DeprecationWarning, match="use packed_data"):
+        assert x.codes is x.packed_data
+    with pytest.raises(AttributeError, match="has no attribute 'gemm_float'"):
+        _ = api.gemm_float
 
 
 CODES = torch.zeros(4, 6, dtype=torch.uint8)
@@ -170,7 +182,7 @@ def check_config(config: ScaledGemmConfig, a: OperandFormat, b: OperandFormat, a
         assert config.tile_n == 128 or not (config.decoders or a.tiles or b.tiles)
 
 
-def test_the_lift_makes_good_what_decoding_leaves_out() -> None:
+def test_the_exponent_bias_factor_restores_what_decoding_leaves_out() -> None:
     # e2m1 and e2m3 have a bias of 1, e3m2 of 3, and e4m3, in whose bits they are, of 7.
     for dtype, factor in (("e2m1", 64.0), ("e2m3", 64.0), ("e3m2", 16.0), ("e4m3", 1.0), ("e5m2", 1.0)):
         a, b, blocks = OperandFormat(dtype), OperandFormat("e2m1"), OperandFormat("e2m1", 32, "ue8m0")

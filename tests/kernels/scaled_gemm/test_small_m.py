@@ -1,4 +1,4 @@
-"""The float product of few rows without a GPU: its configs, the choice, and its kernels' machine code."""
+"""The small-M product of floats without a GPU: configs, kernel selection and machine code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_configs_fit_the_chip() -> None:
                 assert config.uses_bfloat16 == bool(a.block or b.block)
 
 
-def test_what_is_served() -> None:
+def test_supported_operands() -> None:
     for m, a, b in (
         (64, E4M3, E2M1), (32, E2M1, E4M3), (1, OperandFormat("e3m2"), E2M1), (64, MX8, MX4), (64, NV, MX8), (8, E4M3, NV),
     ):  # fmt: skip
@@ -113,7 +113,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     products = re.findall(name + r"\.\S+ R\d+, R\d+, gdesc", sass)
     assert len(products) == config.tile_k // step, "weights from registers, each step of a part once"
     if not config.uses_bfloat16:
-        assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.k_slices, "a slab starts from zero"
+        assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == config.k_slices, "a K slice starts from zero"
     loop = sass[sass.index(name) : sass.rindex(name)]
     overlap = config.groups <= 2 and (config.resident == 1 or not config.uses_bfloat16)
     waits = config.k_slices - (config.k_slices // 2 if overlap and config.uses_bfloat16 else 1) - int(overlap)
@@ -124,7 +124,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", [E4M3, OperandFormat("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
-def test_the_order_is_made_in_registers(kind: OperandFormat, bits: int, kernel_cache: None) -> None:
+def test_the_reorder_kernel_stays_in_registers(kind: OperandFormat, bits: int, kernel_cache: None) -> None:
     binary = build(ReorderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))
