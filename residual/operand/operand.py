@@ -171,7 +171,7 @@ class Operand:
         """bool (K,): the outlier columns, from a sample of the lines; at most ``K / MOST_HOT`` of them."""
         found = self.kept.get("hot")
         if found is not None and not isinstance(found, Tensor):
-            found = self.kept["hot"] = found.hot  # by the statistics' kernels
+            found = self.kept["hot"] = found.outliers  # by the statistics' kernels
         if not isinstance(found, Tensor):
             step = max(1, self.values.shape[0] // SAMPLE)
             lines = self.values[::step] / self.top[::step, None].clamp(min=2.0**-FAR)  # (S, K)

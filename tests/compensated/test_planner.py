@@ -275,3 +275,14 @@ def test_more_threads_make_the_shipped_prices_smaller(tmp_path: Path, monkeypatc
     one, four = costs._known("cpu, 1 threads", False, 1), costs._known("cpu, 4 threads", False, 4)
     assert four.int8 == one.int8 / 4 and four.call == one.call
     costs._known.cache_clear()
+
+
+def test_outlier_columns_come_from_the_statistics_of_a_gpu() -> None:
+    """What the kernels left in an operand's workspace is read, without a GPU too."""
+    statistics = pytest.importorskip("cute_kernels.estimate.statistics")
+    size = 300
+    sample = statistics.OperandSample(torch.zeros(statistics.workspace_size(size), dtype=torch.float64), size)
+    held = operand(torch.randn(4, size))
+    held.kept["hot"] = sample
+    sample.outliers[7] = True
+    assert held.hot().nonzero().flatten().tolist() == [7] and isinstance(held.kept["hot"], Tensor)
