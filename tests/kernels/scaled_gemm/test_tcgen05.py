@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +26,6 @@ from cute_kernels.scaled_gemm.sm100 import choose, map_parameters, mma_kind  # i
 from cute_kernels.scaled_gemm.small_m import supports_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, COLUMNS, MMA_KINDS, MmaKind, matrix_descriptor
 from tests.kernels.scaled_gemm.tcgen05_model import Launch, run
-from tests.test_examples import load
 
 PLAIN, MXF8, MXF4, NVF4 = (MMA_KINDS[name] for name in ("f8f6f4", "mxf8f6f4", "mxf4", "nvf4"))
 PAIRS = [(OperandFormat(a), OperandFormat(b)) for a in FORMATS for b in FORMATS]
@@ -346,46 +342,6 @@ def test_a_config_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     short = operand(OperandFormat("e2m1"), 5, 200, 1)
     with pytest.raises(ValueError, match="a must have rows of a multiple of 128 values"):
         launched(monkeypatch, short, operand(OperandFormat("e4m3"), 7, 200, 2), candidates("f8f6f4")[0])
-
-
-@pytest.fixture
-def first_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script for the first run on a device."""
-    folder = Path(__file__).resolve().parents[3] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    return load(folder / "blackwell_first_run.py")
-
-
-@pytest.mark.parametrize("step", ["identities", "factors", "outputs"])
-def test_the_first_run_finds_nothing_wrong_with_a_right_product(first_run: ModuleType, step: str) -> None:
-    findings = list(first_run.STEPS[step]("cpu"))
-    assert len(findings) > 5 and all(finding.ok for finding in findings), findings
-
-
-def test_the_first_run_tells_what_is_wrong(first_run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = first_run.product
-
-    def shifted(a: FloatOperand, b: FloatOperand, *rest: Any, **options: Any) -> torch.Tensor:
-        """Sixteen neighbours along k of b trade places, as a wrong swizzle would have them."""
-        codes = floats.unpack(b.packed_data, b.k, b.dtype).unflatten(1, (-1, 2, 16)).flip(2).flatten(1)
-        return right(a, replace(b, packed_data=floats.pack(codes, b.dtype)), *rest, **options)
-
-    monkeypatch.setattr(first_run, "product", shifted)
-    told = {finding.name: finding for finding in first_run.STEPS["identities"]("cpu")}
-    assert not told["e2m1 as b"].ok and told["e2m1 as b"].told.startswith("D[0, 0] is [0, 16], ")
-    pairs = first_run.STEPS["pairs"]("cpu")
-    assert "differ, first" in next(finding for finding in pairs if not finding.ok).told
-
-
-def test_the_first_run_wants_the_chip() -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
-        pytest.skip("here it is")
-    command = [sys.executable, "benchmarks/blackwell_first_run.py"]
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1 and "compute capability 10.0 or 10.3" in done.stderr
 
 
 def test_the_driver_is_asked_for_unpacking_types(monkeypatch: pytest.MonkeyPatch) -> None:
