@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, select_products
-from cute_kernels.gemm.cpu import gemm_cpu, int_mm_is_exact
+from cute_kernels.gemm.cpu import dense_backend, gemm_cpu
 from cute_kernels.gemm.cuda import can_emit_sum_of_squares, gemm_cuda, plan_gemm, sum_of_squares_size
 from cute_kernels.gemm.epilogue import run_problem
 from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
@@ -24,7 +24,7 @@ class GemmPlan:
     Attributes
     ----------
     kernel : str
-        ``"torch._int_mm"``, ``"float64"`` or the name of `config`.
+        ``"torch._int_mm"``, ``"float32"`` (exact, in ranges of K) or the name of `config`.
     products : int
         Digit products.
     copies : tuple of str
@@ -289,8 +289,7 @@ def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: t
     problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_dtype)
     if problem.device.type == "cpu":
         chunks = max(1, -(-problem.shape[2] // MAX_PRODUCTS))
-        kernel = "torch._int_mm" if int_mm_is_exact() else "float64"
-        return GemmPlan(kernel, problem.products.number, chunks=chunks)
+        return GemmPlan(dense_backend(), problem.products.number, chunks=chunks)
     plan = plan_gemm(problem)
     return GemmPlan(
         plan.config.name, problem.products.number, plan.copies, plan.launches, plan.workspace_bytes, plan.config

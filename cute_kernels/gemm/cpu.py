@@ -1,38 +1,74 @@
-"""Dense integer product on a CPU: ``torch._int_mm``, one call per level of digit products."""
+"""Dense integer product on a CPU, one call per level of digit products: ``torch._int_mm`` with VNNI, else float32.
+
+Without AVX512-VNNI, ``torch._int_mm`` is a scalar loop (1024^3: 8 s) or saturates sums of two products at 16 bits.
+float32 products of at most 1024 columns of K are exact there, as fast as ``torch.mm`` in float32 and as the engine's
+own SpMM of a matrix without zeros (1024^3 on one AVX2 thread: 28 ms each).
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu.extension import isa
 from cute_kernels.gemm.epilogue import apply_epilogue
 from cute_kernels.gemm.problem import GemmProblem
 
-_CHUNK = 2**53 // 2**14  # K up to which float64 sums products of two bytes exactly
+_FLOAT32_K = 2**24 // 2**14  # K up to which float32 sums products of two bytes exactly, in any order
 
 
 @lru_cache
 def int_mm_is_exact() -> bool:
-    """Return whether ``torch._int_mm`` sums exactly here; some processors saturate sums of two products at 16 bits."""
-    a, b = torch.full((17, 67), -128, dtype=torch.int8), torch.full((67, 33), 127, dtype=torch.int8)
-    a[:, ::3] = 127
-    try:
-        return torch.equal(torch._int_mm(a, b).long(), a.long() @ b.long())
-    except RuntimeError:
-        return False
+    """Return whether ``torch._int_mm`` sums exactly here: oneDNN saturates where it runs int8 without VNNI.
+
+    It shifts one operand to unsigned bytes, so that all four corners of the range are tried, at two lengths of K.
+    """
+    for k, x, y in product((67, 256), (-128, 127), (-128, 127)):
+        a, b = torch.full((17, k), x, dtype=torch.int8), torch.full((k, 33), y, dtype=torch.int8)
+        try:
+            if not bool((torch._int_mm(a, b) == k * x * y).all()):
+                return False
+        except RuntimeError:
+            return False
+    return True
+
+
+def dense_backend() -> str:
+    """Return what multiplies dense int8 matrices on this CPU: ``"torch._int_mm"`` or ``"float32"``, both exact.
+
+    ``torch._int_mm`` needs AVX512-VNNI, which ``MAGICUBE_CPU`` can forbid, and is tried for saturation once.
+
+    Examples
+    --------
+    >>> dense_backend() in ("torch._int_mm", "float32")
+    True
+    """
+    return "torch._int_mm" if isa() == "avx512" and int_mm_is_exact() else "float32"
+
+
+def _matmul_float32(a: Tensor, b: Tensor, max_k: int) -> Tensor:
+    """Return the exact product (M, N) by float32 products of ranges of K that no rounding reaches."""
+    k = a.shape[1]
+    wide = torch.int32 if k <= max_k else torch.int64
+    total: Tensor | None = None
+    for i in range(0, max(k, 1), _FLOAT32_K):
+        part = (a[:, i : i + _FLOAT32_K].float() @ b[i : i + _FLOAT32_K].float()).to(wide)  # (M, N)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
 
 
 def _matmul(a: Tensor, b: Tensor, max_k: int) -> Tensor:
     """Return the exact product (M, N): int32 for K up to `max_k`, else int64."""
+    if dense_backend() == "float32":
+        return _matmul_float32(a, b, max_k)
     # torch._int_mm does not write its output if a single row or column has both strides 1.
     a = a.reshape(-1).view(1, -1) if a.shape[0] == 1 else a  # (M, K)
     b = b.reshape(-1).view(-1, 1) if b.shape[1] == 1 else b.reshape(-1).view(1, -1) if b.shape[0] == 1 else b  # (K, N)
     k = a.shape[1]
-    if not int_mm_is_exact():
-        parts = (a[:, i : i + _CHUNK].double() @ b[i : i + _CHUNK].double() for i in range(0, k, _CHUNK))
-        return sum((part.long() for part in parts), torch.zeros(a.shape[0], b.shape[1], dtype=torch.int64))
     if k <= max_k:
         return torch._int_mm(a, b)  # (M, N)
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int64)  # (M, N)

@@ -132,13 +132,40 @@ def test_long_sums_of_extreme_values_do_not_wrap(k: int, value: int) -> None:
         assert torch.equal(gemm(a, b), expected.int())
 
 
-def test_processors_without_an_exact_product_take_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_cpu, "int_mm_is_exact", lambda: False)
-    monkeypatch.setattr(gemm_cpu, "_CHUNK", 64)  # several parts
+@pytest.mark.parametrize("why", ["isa", "saturates"])
+def test_processors_without_vnni_multiply_in_float32(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "isa":
+        monkeypatch.setenv("MAGICUBE_CPU", "portable")
+    else:
+        monkeypatch.setattr(gemm_cpu, "isa", lambda: "avx512")
+        monkeypatch.setattr(gemm_cpu, "int_mm_is_exact", lambda: False)
     monkeypatch.setattr(torch, "_int_mm", None)
+    assert explain_gemm(torch.ones(2, 3, dtype=torch.int8), torch.ones(3, 2, dtype=torch.int8)).kernel == "float32"
+    for k in (1024, 1025, 140_000):
+        a, b = torch.full((3, k), -128, dtype=torch.int8), torch.full((k, 2), -128, dtype=torch.int8)
+        a[1], a[2, ::2] = 127, 1
+        assert torch.equal(gemm(a, b, out_dtype=torch.int64), a.long() @ b.long())
     a, b = planes(2, 19, 150, 1), planes(2, 150, 23, 9)
     assert torch.equal(gemm(a[0], b[0]), (a[0].long() @ b[0].long()).int())
     assert torch.equal(gemm(a, b, terms=4, out_dtype=torch.float64), exact(a, b, Products(2, 2, 3), 8))
+
+
+@pytest.mark.parametrize("saturated", [-(2**15), 2**15 - 1])
+def test_saturation_of_two_products_is_found(saturated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def saturating(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """An operand shifted to unsigned bytes, and sums of two neighbors clamped to 16 bits, as without VNNI."""
+        pair = torch.nn.functional.pad(a.long() + 128, (0, a.shape[1] % 2))[:, :, None]
+        right = torch.nn.functional.pad(b.long(), (0, 0, 0, b.shape[0] % 2))
+        sums = (pair * right).unflatten(1, (-1, 2)).sum(2)
+        sums = sums.clamp(min=saturated) if saturated < 0 else sums.clamp(max=saturated)
+        return (sums.sum(1) - 128 * b.long().sum(0)).int()
+
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    gemm_cpu.int_mm_is_exact.cache_clear()
+    try:
+        assert not gemm_cpu.int_mm_is_exact()
+    finally:
+        gemm_cpu.int_mm_is_exact.cache_clear()
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 5, 3), (4, 5, 0), (0, 0, 0), (4, 0, 3)])
