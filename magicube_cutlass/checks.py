@@ -103,3 +103,9 @@ def check_pointers(start: Tensor, end: Tensor, stride: int, total: int) -> None:
             at = {"start": int(start[row]), "end": int(end[row]), "next": int(following[row])}
             at.update(total=total, stride=stride, needed=int(needed[row]), room=at["next"] - at["start"])
             raise ValueError(rule.format(row, **at))
+
+
+def materialized(x: Tensor) -> Tensor:
+    """Return `x` with its values in memory: negated and conjugate views are resolved, zero tensors are filled."""
+    x = x.resolve_conj().resolve_neg()
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x

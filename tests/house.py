@@ -31,7 +31,7 @@ _KERNELS: dict[str, set[str]] = {
     "cpu": {"integers"},
     "layout": {"atoms", "machine", "cpu", "jit", "dtypes"},
     "convert": {"cpu", "jit", "dtypes", "integers", "operands", "machine"},
-    "gemm": {"convert", "jit", "operands", "machine"},
+    "gemm": {"convert", "cpu", "jit", "operands", "machine"},
     "scaled_gemm": {"gemm", "convert", "floats", "jit", "operands", "machine"},
     "spmm": {"layout", "jit", "atoms", "dtypes", "floats", "integers", "machine", "operands"},
     "sddmm": {"layout", "jit", "atoms", "dtypes", "machine", "operands"},

@@ -6,10 +6,22 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import extension
+from cute_kernels.cpu.arguments import STRIDES, VECTOR_LENGTHS, check_address, check_array
+from cute_kernels.integers import STORAGE_DTYPES, check_bits
 
 NEGATIVE, NONFINITE = 1, 2  # flags of `quantize_cpu`: an entry is below zero; an entry is inf or NaN
 _WORK_PER_ENTRY = 16  # multiply-adds with the cost of quantizing an entry
 _WORK_PER_COLUMN = 1 << 14  # multiply-adds with the cost of ordering a column
+
+
+def _check_rows(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Raise unless `x` is a CPU tensor of this dtype and shape with contiguous rows; those of `out` are apart."""
+    check_address(name, x, dtype)
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    row, column = x.stride()
+    if (shape[1] > 1 and column != 1) or (name == "out" and shape[0] > 1 and row < x.shape[1]):
+        raise ValueError(f"{name} must have contiguous rows, got strides {x.stride()}")
 
 
 def quantize_cpu(
@@ -50,6 +62,16 @@ def quantize_cpu(
     ([[127, -64]], 127.0)
     """
     rows, columns = x.shape
+    check_bits(bits)
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"x must be torch.float32 or torch.float64, got {x.dtype}")
+    if mode not in (0, 1, 2):
+        raise ValueError(f"mode must be 0, 1 or 2, got {mode}")
+    _check_rows("x", x, x.dtype, (rows, columns))
+    _check_rows("out", out, STORAGE_DTYPES[bits, signed], (rows, (columns + 1) // 2 if bits == 4 else columns))
+    check_address("scale", scale, x.dtype)
+    if not scale.is_contiguous() or scale.numel() != (1, rows, columns)[mode]:
+        raise ValueError(f"scale must have {(1, rows, columns)[mode]} contiguous elements, got {tuple(scale.shape)}")
     return int(
         extension.load_extension().quantize(
             path=extension.isa(),
@@ -128,6 +150,9 @@ def decompose_cpu(
     >>> [plane.tolist() for plane in planes], scale.tolist(), flags
     ([[[127, -3]], [[0, -64]]], [1.0], 0)
     """
+    check_address("x", x, torch.float32)
+    if axis not in (None, 0, 1):
+        raise ValueError(f"axis must be None, 0 or 1, got {axis}")
     if x.stride(1) != 1 and x.shape[1] > 1:
         if x.stride(0) == 1 or x.shape[0] == 1:
             other_axis = None if axis is None else 1 - axis
@@ -169,6 +194,10 @@ def decompose_cpu(
 def order_columns(until: Tensor, first: Tensor, order: Tensor, group: int, window: int, slots: Tensor) -> None:
     """Fill `slots` with the order of columns that avoids bank conflicts; shapes as in ``layout/column_order.cuh``."""
     rows, tiles = until.shape[:2]
+    check_array("until", until, torch.int32, rows, tiles, 8)
+    check_array("first", first, torch.int64, rows * 8)
+    check_array("order", order, torch.int64, None)
+    check_array("slots", slots, torch.int64, order.numel())
     threads = extension.num_threads(_WORK_PER_COLUMN * order.numel())
     extension.load_extension().spread_slots(
         until.data_ptr(), first.data_ptr(), order.data_ptr(), rows, tiles, group, window, slots.data_ptr(), threads
@@ -208,8 +237,16 @@ def compress_cpu(ints: Tensor, mask: Tensor, vector_length: int, stride: int) ->
     >>> start.tolist(), end.tolist(), columns[:3].tolist(), values[0, :, :3].tolist()
     ([0], [2], [0, 1, -1], [[0, 5, 0], [7, 6, 0]])
     """
-    ints, mask = _rows_of(ints), _rows_of(mask)
+    if vector_length not in VECTOR_LENGTHS or stride not in STRIDES:
+        raise ValueError(f"vector_length must be one of {VECTOR_LENGTHS} and stride one of {STRIDES}, "
+                         f"got {vector_length} and {stride}")  # fmt: skip
     m, k = ints.shape
+    check_address("ints", ints, ints.dtype)
+    check_address("mask", mask, torch.bool)
+    if ints.element_size() > 2 or tuple(mask.shape) != (m, k):
+        raise ValueError(f"ints and mask must have elements of 1 or 2 bytes and one shape, got {ints.dtype} and "
+                         f"{(m, k)}, {tuple(mask.shape)}")  # fmt: skip
+    ints, mask = _rows_of(ints), _rows_of(mask)
     count = -(-m // vector_length)
     lengths = torch.empty(count, dtype=torch.int64)
 

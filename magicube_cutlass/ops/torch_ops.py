@@ -4,14 +4,18 @@
 that ``kernel`` names on a GPU.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine
-from cute_kernels.integers import combine_digits, fetch, storage_dtype, widen
+from cute_kernels.integers import check_bits, combine_digits, fetch, storage_dtype, widen
+from magicube_cutlass.checks import materialized
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.dispatch.register import register_op
+from magicube_cutlass.ops import op_checks
 from magicube_cutlass.quantization.quantize import _encode, encode_on_gpu
 from magicube_cutlass.reference import scale_out
 
@@ -65,6 +69,20 @@ def _spmm_cpu(
     out.copy_(scaled if bias is None else scaled + bias[:, None])
 
 
+def _check_lengths(**lists: tuple[list[Any], int]) -> None:
+    """Raise ``ValueError`` unless each list has its length."""
+    for name, (given, length) in lists.items():
+        if len(given) != length:
+            raise ValueError(f"{name} must have {length} entries, got {len(given)}")
+
+
+def _check_sizes(**sizes: int) -> None:
+    """Raise ``ValueError`` for a size below 0."""
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name} must be at least 0, got {size}")
+
+
 def _spmm_out(
     matrix: list[Tensor],
     b: Tensor,
@@ -79,15 +97,31 @@ def _spmm_out(
     out: Tensor,
 ) -> None:
     """``out = (A B) * row_scale * col_scale + bias``; ``bits`` and ``signed`` name A, then B."""
-    if b.device.type == "cuda":
+    _check_lengths(bits=(bits, 2), signed=(signed, 2))
+    if out.ndim < 2:
+        raise ValueError(f"out must have at least 2 dimensions, got shape {tuple(out.shape)}")
+    (rows, n), batch, device = out.shape[-2:], b.shape[:-2], b.device
+    op_checks.check_place("b", b, device)
+    op_checks.check_output(out, (*batch, rows, n), device)
+    op_checks.check_vector("row_scale", row_scale, rows, (), device)
+    op_checks.check_vector("col_scale", col_scale, n, batch, device)
+    op_checks.check_vector("bias", bias, rows, (), device)
+    if device.type == "cuda":
+        from cute_kernels.spmm.heuristics import spmm_config
         from magicube_cutlass.dispatch import cuda as gpu  # its kernels need the CUDA wheels
 
+        op_checks.check_elements("b", b, spmm_config(kernel).b, packed_dim, (inner, n))
+        op_checks.check_arrays("matrix", matrix, None, device)
         dense = engine.DenseOperand(b, bits[1], signed[1], -2, packed_dim)
         gpu.spmm(kernel, matrix, dense, inner, out, row_scale, col_scale, bias)
-    elif kernel != "cpu":
+        return
+    op_checks.check_elements("b", b, op_checks.cpu_format(kernel, bits[1], signed[1]), packed_dim, (inner, n))
+    if kernel != "cpu":
+        op_checks.check_csr(matrix, rows, device)
         number = kernel.removeprefix(float_products.PREFIX)
         float_products.spmm(matrix, b, number, packed_dim, inner, out, row_scale, col_scale, bias)
     else:
+        op_checks.check_arrays("matrix", matrix, 5, device)
         row_start, row_end, col_indices, planes, sums = matrix
         sparse = engine.SparseOperand(
             row_start, row_end, col_indices, planes, sums, out.shape[-2], inner, bits[0], signed[0]
@@ -112,6 +146,9 @@ def _spmm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """As :func:`_spmm_out`, into a new tensor."""
+    _check_sizes(rows=rows, inner=inner, n=n)
+    if b.ndim < 2:
+        raise ValueError(f"b must have at least 2 dimensions, got shape {tuple(b.shape)}")
     out = _empty_product(b, rows, n, out_dtype)
     _spmm_out(matrix, b, row_scale, col_scale, bias, inner, bits, signed, packed_dim, kernel, out)
     return out
@@ -171,7 +208,22 @@ def _sddmm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``(X Y^T) * row_scale * col_scale`` at the pattern, as SR-BCRS values; ``shape`` is (M, N, K)."""
+    _check_lengths(shape=(shape, 3), bits=(bits, 2), signed=(signed, 2), packed=(packed, 2))
     m, n, k = shape
+    _check_sizes(m=m, n=n, k=k)
+    device, batch, sizes_y = x.device, x.shape[:-2], (n, k) if inner_y == -1 else (k, n)
+    op_checks.check_samples(pattern, vector_length, stride, m, device)
+    op_checks.check_place("x", x, device)
+    op_checks.check_place("y", y, device)
+    op_checks.check_vector("row_scale", row_scale, m, batch, device)
+    op_checks.check_vector("col_scale", col_scale, n, batch, device)
+    if inner_y not in (-1, -2):
+        raise ValueError(f"inner_y must be -1 or -2, got {inner_y}")
+    kinds = op_checks.sddmm_formats(kernel, bits, signed, device)
+    op_checks.check_elements("x", x, kinds[0], packed[0], (m, k))
+    op_checks.check_elements("y", y, kinds[1], packed[1], sizes_y)
+    if x.shape[:-2] != y.shape[:-2]:
+        raise ValueError(f"y must have the batch {tuple(x.shape[:-2])} of x, got {tuple(y.shape[:-2])}")
     dense_x = engine.DenseOperand(x, bits[0], signed[0], -1, packed[0])
     dense_y = engine.DenseOperand(y, bits[1], signed[1], inner_y, packed[1])
     out = _empty_samples(pattern, x, vector_length, stride, out_dtype)
@@ -203,8 +255,21 @@ def _empty_samples(pattern: list[Tensor], x: Tensor, vector_length: int, stride:
 sddmm = register_op("magicube::sddmm", _sddmm, _empty_samples)
 
 
+def _check_floats(x: Tensor, bits: int, axis: int | None) -> Tensor:
+    """Return `x` with its values in memory; raise unless the quantizer takes it."""
+    check_bits(bits)
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating dtype, got {x.dtype}")
+    if axis not in (None, 0, 1):
+        raise ValueError(f"axis must be None, 0 or 1, got {axis}")
+    if x.ndim < (1 if axis is None else 2):
+        raise ValueError(f"x must have at least {1 if axis is None else 2} dimensions for axis={axis}, got {x.ndim}")
+    return materialized(x)
+
+
 def _quantize(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
     """Signed integers of ``x``, packed along its last dimension, and their scale; a slice with inf or nan gets NaN."""
+    x = _check_floats(x, bits, axis)
     if x.device.type == "cuda" and x.numel():
         return encode_on_gpu(x, bits, axis, True, False)
     real = x if x.dtype == torch.float64 else x.float()
@@ -229,6 +294,11 @@ quantize = register_op("magicube::quantize", _quantize, _empty_quantized)
 
 def _quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
     """As ``quantize`` with one given scale: values beyond its range saturate, and nan becomes zero."""
+    x = _check_floats(x, bits, None)
+    if scale.numel() != 1 or not scale.is_floating_point() or scale.device != x.device:
+        raise ValueError(f"scale must be one float on {x.device}, got {scale.dtype} {tuple(scale.shape)} on "
+                         f"{scale.device}")  # fmt: skip
+    scale = materialized(scale.reshape(()))
     if x.device.type == "cuda" and x.numel():
         from cute_kernels.convert import quantize as kernels
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import engine
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, int_range, store
+from magicube_cutlass.checks import materialized
 from magicube_cutlass.quantization.float_tensor import Block, FloatTensor, quantize_floats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor, _column_major
 
@@ -114,7 +115,7 @@ def quantize(
     if bits is None:
         raise ValueError("bits or dtype must be given, got neither")
     _check_arguments(x, bits, axis, clip, rounding, nonfinite)
-    real = x.detach()
+    real = materialized(x.detach())
     on_gpu = real.is_cuda and real.numel() > 0
     if real.dtype != torch.float64 and not (on_gpu and real.dtype in _HALF):
         real = real.to(torch.float32)
@@ -168,7 +169,7 @@ def _encode(
     x: Tensor, bits: int, axis: int | None, signed: bool, truncate: bool, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
     """Storage form of the integers, the scale, and the flags of :func:`cute_kernels.cpu.engine.quantize_cpu`."""
-    if x.device.type != "cpu" or not engine.available():
+    if x.device.type != "cpu" or not engine.available() or x.numel() == 0:
         return _encode_torch(x, bits, axis, signed, truncate, scale)
     rows, columns = x.shape[-2] if x.ndim >= 2 else 1, x.shape[-1]
     matrices = (

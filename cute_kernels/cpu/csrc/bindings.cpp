@@ -55,6 +55,24 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
+// Whether an SR-BCRS structure has every property that the kernels rely on. Each loop is branch-free, so it vectorizes.
+bool is_structure_valid(const int64_t* row_start, const int64_t* row_end, const int32_t* columns, int64_t vector_rows,
+                        int64_t padded, int64_t columns_total, int64_t stride) {
+  int64_t at = 0;
+  for (int64_t row = 0; row < vector_rows; ++row) {
+    const int64_t end = row_end[row];
+    if (row_start[row] != at || end < at || end > padded) return false;
+    const int64_t next = at + (end - at + stride - 1) / stride * stride;
+    if (next > padded) return false;
+    int bad = 0;
+    for (int64_t i = at + 1; i < end; ++i) bad |= columns[i] <= columns[i - 1];
+    for (int64_t i = end; i < next; ++i) bad |= columns[i] != -1;
+    if (bad || (end > at && (columns[at] < 0 || columns[end - 1] >= columns_total))) return false;
+    at = next;
+  }
+  return at == padded;
+}
+
 struct Job {
   const Engine* engine;
   const void* args;
@@ -155,6 +173,12 @@ NB_MODULE(_engine, m) {
     for (const Engine* engine : usable()) names.emplace_back(engine->name);
     return names;
   });
+  m.def("is_structure_valid", [](uintptr_t row_start, uintptr_t row_end, uintptr_t columns, int64_t vector_rows,
+                                 int64_t padded, int64_t columns_total, int stride) {
+    nb::gil_scoped_release release;
+    return is_structure_valid(pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
+                              pointer<const int32_t>(columns), vector_rows, padded, columns_total, stride);
+  }, "row_start"_a, "row_end"_a, "columns"_a, "vector_rows"_a, "padded"_a, "columns_total"_a, "stride"_a);
   nb::class_<Operand>(m, "Operand")
       .def("__init__", [](Operand* self, uintptr_t data, int64_t batch_bytes, int64_t run_bytes, bool runs_along_inner,
                           int bits, bool is_signed) {

@@ -1,0 +1,172 @@
+"""Operands of the CPU engine, and O(1) checks of its arguments: sizes, dtypes, devices and memory order.
+
+The engine reads addresses. These checks leave out the data of index tensors, which :func:`is_structure_valid` scans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.cpu import extension
+from cute_kernels.integers import STORAGE_DTYPES, check_bits, digit_count
+
+VECTOR_LENGTHS, STRIDES = (1, 2, 4, 8, 16, 32), (16, 32, 64)
+
+
+@dataclass(frozen=True)
+class SparseOperand:
+    """Sparse operand of the engine: SR-BCRS structure and digit planes."""
+
+    row_start: Tensor  # (R,) int64
+    row_end: Tensor  # (R,) int64
+    col_indices: Tensor  # (padded vectors,) int32
+    planes: Tensor  # (digits, blocks, V, stride) uint8
+    row_sums: Tensor  # (digits, R, V) int64, sum of the digits of each row
+    rows: int  # M
+    columns: int  # K
+    bits: int
+    signed: bool
+
+
+@dataclass(frozen=True)
+class DenseOperand:
+    """Dense integer operand of the engine."""
+
+    data: Tensor  # (*batch, outer, inner) or (*batch, inner, outer), storage form
+    bits: int
+    signed: bool
+    inner_dim: int  # -1 or -2, the dimension that is summed over
+    packed_dim: int  # -1 or -2, the dimension along which 4-bit integers are packed
+
+
+def check_address(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless `tensor` has memory of its own kind on the CPU: no other dtype or device, no pending negation.
+
+    Raises
+    ------
+    TypeError
+        For another dtype.
+    ValueError
+        For another device, or a negated or zero tensor, whose memory differs from its values.
+
+    Examples
+    --------
+    >>> check_address("x", torch.zeros(3), torch.float64)
+    Traceback (most recent call last):
+    TypeError: x must be torch.float64, got torch.float32
+    """
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
+    if tensor.is_neg() or tensor._is_zerotensor():
+        kind = "a negated view" if tensor.is_neg() else "a zero tensor without memory"
+        raise ValueError(f"{name} must hold its values, got {kind}; use {name}.clone()")
+
+
+def check_array(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
+    """Raise unless `tensor` is a contiguous CPU tensor of this dtype and shape; None: any size.
+
+    Raises
+    ------
+    TypeError
+        For another dtype.
+    ValueError
+        For another device, shape or memory order.
+
+    Examples
+    --------
+    >>> check_array("out", torch.zeros(1, 3).expand(2, 3), torch.float32, 2, None)
+    Traceback (most recent call last):
+    ValueError: out must be contiguous, got strides (0, 1)
+    """
+    check_address(name, tensor, dtype)
+    found = tensor.shape
+    if len(found) != len(shape) or any(n is not None and n != m for n, m in zip(shape, found, strict=True)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must have shape ({wanted}{',' if len(shape) == 1 else ''}), got {tuple(found)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_sparse(a: SparseOperand) -> None:
+    """Raise unless sizes, dtypes and memory order of a sparse operand agree; read no data."""
+    check_bits(a.bits)
+    check_array("planes", a.planes, torch.uint8, digit_count(a.bits), None, None, None)
+    _, blocks, v, stride = a.planes.shape
+    rows = a.row_start.numel()
+    check_structure_shape(a.row_start, a.row_end, a.col_indices, blocks, v, stride, a.rows)
+    check_array("row_sums", a.row_sums, torch.int64, digit_count(a.bits), rows, v)
+    if a.columns < 0:
+        raise ValueError(f"columns must be at least 0, got {a.columns}")
+
+
+def check_structure_shape(
+    row_start: Tensor, row_end: Tensor, col_indices: Tensor, blocks: int, v: int, stride: int, m: int
+) -> None:
+    """Raise unless the index tensors of an SR-BCRS structure fit `blocks` blocks of (`v`, `stride`) and `m` rows."""
+    if v not in VECTOR_LENGTHS:
+        raise ValueError(f"vector_length must be one of {VECTOR_LENGTHS}, got {v}")
+    if stride not in STRIDES:
+        raise ValueError(f"stride must be one of {STRIDES}, got {stride}")
+    check_array("row_start", row_start, torch.int64, -(-max(m, 0) // v))
+    check_array("row_end", row_end, torch.int64, row_start.numel())
+    check_array("col_indices", col_indices, torch.int32, blocks * stride)
+
+
+def check_dense(name: str, dense: DenseOperand, outer: int, inner: int, batch: int) -> None:
+    """Raise unless a dense operand holds `batch` matrices, or one for all, of `outer` slices of `inner` integers."""
+    check_bits(dense.bits, f"bits of {name}")
+    if not {dense.inner_dim, dense.packed_dim} <= {-1, -2}:
+        raise ValueError(f"dimensions of {name} must be -1 or -2, got {dense.inner_dim} and {dense.packed_dim}")
+    data = dense.data
+    check_address(name, data, STORAGE_DTYPES[dense.bits, bool(dense.signed)])
+    sizes = {dense.inner_dim: inner, -3 - dense.inner_dim: outer}
+    if dense.bits == 4:
+        sizes[dense.packed_dim] = (sizes[dense.packed_dim] + 1) // 2
+    if data.ndim < 2 or (data.shape[-2], data.shape[-1]) != (sizes[-2], sizes[-1]):
+        raise ValueError(f"{name} must have shape (..., {sizes[-2]}, {sizes[-1]}), got {tuple(data.shape)}")
+    if data.shape[:-2].numel() != batch:
+        raise ValueError(f"{name} must have a batch of {batch}, got {tuple(data.shape[:-2])}")
+
+
+def check_scale(name: str, scale: Tensor | None, length: int, batch: int = 1) -> None:
+    """Raise unless `scale` is None or contiguous float32 of shape (`length`,) or, of a batch, (`batch`, `length`)."""
+    if scale is not None:
+        check_array(name, scale, torch.float32, *((batch, length) if scale.ndim == 2 else (length,)))
+
+
+def is_structure_valid(row_start: Tensor, row_end: Tensor, col_indices: Tensor, columns: int, stride: int) -> bool:
+    """Scan an SR-BCRS structure: rows fill the padded places, columns increase in [0, `columns`), padding is -1.
+
+    Parameters
+    ----------
+    row_start, row_end : Tensor, shape (R,)
+        int64, contiguous.
+    col_indices : Tensor, shape (padded vectors,)
+        int32, contiguous.
+    columns : int
+        K.
+    stride : int
+        Padding unit of a row, in vectors.
+
+    Examples
+    --------
+    >>> start, end = torch.tensor([0]), torch.tensor([2])
+    >>> columns = torch.full((16,), -1, dtype=torch.int32)
+    >>> columns[:2] = torch.tensor([3, 9])
+    >>> [is_structure_valid(start, end, columns, k, 16) for k in (10, 9)]
+    [True, False]
+    """
+    check_array("row_start", row_start, torch.int64, None)
+    check_array("row_end", row_end, torch.int64, row_start.numel())
+    check_array("col_indices", col_indices, torch.int32, None)
+    return bool(
+        extension.load_extension().is_structure_valid(
+            row_start.data_ptr(), row_end.data_ptr(), col_indices.data_ptr(), row_start.numel(), col_indices.numel(),
+            columns, stride,
+        )
+    )  # fmt: skip
