@@ -25,7 +25,7 @@ from rich.progress import track
 
 import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
-from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.spmm.heuristics import candidates, choose_spmm
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import size_bucket
@@ -79,8 +79,8 @@ def plan(cases: int) -> list[Trial]:
     return found
 
 
-def kind_of(widths: Widths) -> Kind:
-    return Kind(VECTOR_LENGTH, Integer(widths.left, True), Integer(widths.right, True), OUT_NAME)
+def kind_of(widths: Widths) -> ProblemTypes:
+    return ProblemTypes(VECTOR_LENGTH, Integer(widths.left, True), Integer(widths.right, True), OUT_NAME)
 
 
 def problem(shape: Shape) -> Problem:
@@ -165,7 +165,7 @@ def main() -> None:
     configs = (config for each in trials for config in candidates(kind_of(each.widths), machine, problem(each.shape)))
     compile_ahead(configs)
     cases: list[dict[str, Any]] = []
-    facts = {"machine": gpu_machine(), "unit": "us", "multiprocessors": machine.multiprocessors}
+    facts = {"machine": gpu_machine(), "unit": "us", "multiprocessors": machine.num_sms}
     for trial in track(trials, "timing"):
         cases.append(run_case(trial, machine))
         torch.cuda.empty_cache()

@@ -1,29 +1,38 @@
-"""The table of mma atoms: one entry says everything that the kernels need to know about a Tensor Core instruction.
+"""The table of MMA atoms: one entry holds everything that kernels need to know about a Tensor Core instruction.
 
-An entry names the CuTe structs of an instruction, one for each mix of operand types, and its three thread-value
-layouts, exactly as CuTe's ``MMA_Traits`` give them: ``(thread, value) -> m + M * k`` for operand A, ``n + N * k`` for B
-and ``m + M * n`` for C.  What kernels and formats do with an entry follows from it
-(:mod:`cute_kernels.layout.fragments`).
-A shape that the table lacks is added by :func:`register_atom`; ``docs/adding-an-mma-shape.md`` shows how.
+An entry names the CuTe structs of an instruction, one per pair of operand types, and its three thread-value layouts
+(:class:`~cute_kernels.mma_atom.Atom`). Layouts of formats and kernels follow from it
+(:mod:`cute_kernels.layout.fragments`). :func:`register_atom` adds a shape; see ``docs/adding-an-mma-shape.md``.
 Source: PTX ISA, "Matrix Fragments for mma"; CUTLASS, ``cute/atom/mma_traits_sm80.hpp``, ``mma_traits_sm90_gmma.hpp``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 
-from pycute import Layout, flatten
+from pycute import Layout
 
-from cute_kernels.dtypes import FLOATS, Integer, Number, holds
+from cute_kernels.dtypes import FLOATS, ElementType, Integer, check_pair, holds
+from cute_kernels.machine import ProblemTypes
+from cute_kernels.mma_atom import OPERANDS, REGISTER_BITS, Atom, check_atom, warp_layouts
 
-REGISTER_BITS = 32
-OPERANDS = ("A", "B", "C")
-MMA_BITS = (4, 8)  # of integers
-FLOAT_BITS = (8, 16)
+__all__ = [
+    "OPERANDS",
+    "REGISTER_BITS",
+    "Atom",
+    "atom",
+    "atoms",
+    "check_warp_atom",
+    "declaration",
+    "default_atom",
+    "format_type",
+    "operand_of",
+    "operand_type",
+    "register_atom",
+    "resolve_atom",
+    "runs_on",
+]
 
 # Chips on which an instruction is one SASS instruction and no call of an emulation; "a" wants the suffix in the target.
 _AMPERE_AND_ADA = ("80", "86", "87", "88", "89")
@@ -32,93 +41,66 @@ _FROM_SM80 = (*_TO_SM90, "100", "103", "110", "120", "121")
 _HOPPER = ("90a",)
 _FP8 = ("89", "120", "121")
 
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-_STRUCT = re.compile(r"[A-Za-z_][\w:<>, ]*")
 _ARCH = re.compile(r"(?:sm_|compute_)?(\d{2,3})([af]?)")
-
-
-@dataclass(frozen=True)
-class Atom:
-    """One mma instruction: ``C[m, n] += sum_k A[m, k] * B[n, k]`` over an (M, N, K) tile.
-
-    ``bits`` is the width of an operand as it is stored, ``mma_bits`` the width that the instruction takes; they differ
-    where 4-bit integers go through the 8-bit instruction.  ``structs`` maps ``(left_signed, right_signed)``, the signs
-    of operands A and B, to the C++ struct, or for floats the names of their formats, such as ``("e4m3", "e5m2")``; a
-    name without ``::`` lies in namespace ``cute``.  ``threads`` is 32 for a warp's instruction and 128 for a warp
-    group's.  ``archs`` are the chips that have it natively: ``"80"``, or ``"90a"`` where the compiler's target needs
-    the suffix.  ``headers`` are included and ``source`` is pasted ahead of the kernel; a user's struct and its
-    ``cute::MMA_Traits`` go there.
-
-    Equal atoms have equal hashes.  Nothing is checked here: :func:`register_atom` does that.
-    """
-
-    name: str
-    shape: tuple[int, int, int]
-    bits: int
-    mma_bits: int
-    structs: Mapping[tuple[bool, bool], str] | Mapping[tuple[str, str], str] = field(hash=False)
-    threads: int
-    a_layout: Layout = field(hash=False)
-    b_layout: Layout = field(hash=False)
-    c_layout: Layout = field(hash=False)
-    archs: tuple[str, ...]
-    headers: tuple[str, ...] = ()
-    source: str = ""
-
-    @property
-    def floating(self) -> bool:
-        """Whether it multiplies floats."""
-        return any(isinstance(key, tuple) and isinstance(key[0], str) for key in self.structs)
-
-    @cached_property
-    def b_shared(self) -> bool:
-        """Whether operand B is read from shared memory; its layout then gives every thread the whole operand."""
-        return not any(flatten((self.b_layout[0].stride,)))
-
-    def layout(self, operand: str) -> Layout:
-        """The thread-value layout of operand ``"A"``, ``"B"`` or ``"C"``; ``ValueError`` for another name."""
-        if operand not in OPERANDS:
-            raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, got {operand!r}")
-        return {"A": self.a_layout, "B": self.b_layout, "C": self.c_layout}[operand]
-
-    def extent(self, operand: str) -> tuple[int, int]:
-        """Rows and columns of operand ``"A"`` (M, K), ``"B"`` (N, K) or ``"C"`` (M, N)."""
-        m, n, k = self.shape
-        self.layout(operand)
-        return {"A": (m, k), "B": (n, k), "C": (m, n)}[operand]
-
-    def values(self, operand: str) -> int:
-        """Values of the operand that a thread holds; all of them where the operand lies in shared memory."""
-        return self.layout(operand)[1].size()
-
-    def registers(self, operand: str) -> int:
-        """32-bit registers of the operand that a thread holds; 0 where the operand lies in shared memory."""
-        if operand == "B" and self.b_shared:
-            return 0
-        return self.values(operand) * (REGISTER_BITS if operand == "C" else self.mma_bits) // REGISTER_BITS
 
 
 _atoms: dict[str, Atom] = {}
 
 
 def atom(name: str) -> Atom:
-    """The entry called ``name``; ``ValueError`` with the known names when there is none."""
+    """Return the entry with this name.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message lists the names.
+
+    Examples
+    --------
+    >>> atom("s8_m16n8k32").shape
+    (16, 8, 32)
+    """
     if name not in _atoms:
         raise ValueError(f"unknown atom {name!r}, known are {', '.join(_atoms)}")
     return _atoms[name]
 
 
 def atoms(arch: int | str | None = None) -> tuple[Atom, ...]:
-    """All entries, or those that :func:`runs_on` finds native on ``arch``, in the order of their registration."""
+    """Return all entries in order of registration, or those that are native on an architecture.
+
+    Parameters
+    ----------
+    arch : int or str, optional
+        As for :func:`runs_on`.
+
+    Examples
+    --------
+    >>> [entry.name for entry in atoms("sm_80") if entry.floating]
+    ['f16_m16n8k16', 'bf16_m16n8k16', 'f16_m16n8k32', 'bf16_m16n8k32']
+    """
     return tuple(entry for entry in _atoms.values() if arch is None or runs_on(entry, arch))
 
 
 def runs_on(entry: Atom, arch: int | str) -> bool:
-    """Whether ``entry`` is a native instruction on ``arch``.
+    """Return whether an entry is a native instruction on an architecture.
 
-    A text is a compiler's target, such as ``"sm_90a"``: warp-group instructions compile for ``"sm_90"`` without a word
-    and trap at run time, so there the suffix counts.  A number is a device's compute capability, such as 90.
-    Raises ``ValueError`` for a text that is no target.
+    Parameters
+    ----------
+    entry : Atom
+        An entry of the table.
+    arch : int or str
+        Compiler target such as ``"sm_90a"``, or compute capability such as 90. Warp-group instructions also compile
+        for ``"sm_90"`` and trap at run time, so the suffix of a target counts.
+
+    Raises
+    ------
+    ValueError
+        If `arch` is no target.
+
+    Examples
+    --------
+    >>> [runs_on(atom("s8_m64n8k32"), arch) for arch in ("sm_90a", "sm_90", 90)]
+    [True, False, True]
     """
     match = _ARCH.fullmatch(str(arch))
     if match is None:
@@ -127,59 +109,28 @@ def runs_on(entry: Atom, arch: int | str) -> bool:
     return number in entry.archs or (full and f"{number}a" in entry.archs)
 
 
-def _check_layout(entry: Atom, operand: str) -> None:
-    layout, (rows, columns) = entry.layout(operand), entry.extent(operand)
-    name = f"{operand.lower()}_layout of {entry.name}"
-    if len(layout) != 2:
-        raise ValueError(f"{name} must have two modes, thread and value, got {len(layout)}")
-    if layout[0].size() != entry.threads:
-        raise ValueError(f"{name} must have {entry.threads} threads, got {layout[0].size()}")
-    mapped = layout[1] if operand == "B" and entry.b_shared else layout
-    if mapped.size() != rows * columns:
-        raise ValueError(f"{name} must have {rows} x {columns} = {rows * columns} elements, got {mapped.size()}")
-    reached = {mapped(i) for i in range(mapped.size())}
-    if reached != set(range(rows * columns)):
-        inside = len(reached & set(range(rows * columns)))
-        raise ValueError(f"{name} must reach each of {rows * columns} elements once, it reaches {inside} of them")
-
-
-def _check(entry: Atom) -> None:
-    if not _IDENTIFIER.fullmatch(entry.name):
-        raise ValueError(f"name must be letters, digits and underscores, got {entry.name!r}")
-    if len(entry.shape) != 3 or not all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in entry.shape):
-        raise ValueError(f"shape of {entry.name} must be three powers of two (M, N, K), got {entry.shape!r}")
-    widths = FLOAT_BITS if entry.floating else MMA_BITS
-    if entry.mma_bits not in widths or entry.bits not in widths or entry.bits > entry.mma_bits:
-        raise ValueError(
-            f"bits <= mma_bits of {entry.name} must be in {widths}, got bits {entry.bits}, mma_bits {entry.mma_bits}"
-        )
-    if entry.threads not in (32, 128):
-        raise ValueError(f"threads of {entry.name} must be 32 or 128, got {entry.threads}")
-    if not entry.structs:
-        raise ValueError(f"structs of {entry.name} must name a struct for at least one mix of signs or formats")
-    formats = [name for name, each in FLOATS.items() if each.bits == entry.mma_bits]
-    keys = set(product(formats, repeat=2)) if entry.floating else set(product((True, False), repeat=2))
-    for key, struct in entry.structs.items():
-        if key not in keys:
-            wanted = f"formats of {', '.join(formats)}" if entry.floating else "(left_signed, right_signed)"
-            raise ValueError(f"structs of {entry.name} must map {wanted}, got the key {key!r}")
-        if not _STRUCT.fullmatch(struct):
-            raise ValueError(f"structs of {entry.name} must map to names of C++ structs, got {struct!r}")
-    for arch in entry.archs:
-        if not re.fullmatch(r"\d{2,3}a?", arch):
-            raise ValueError(f"archs of {entry.name} must look like '80' or '90a', got {arch!r}")
-    for operand in OPERANDS:
-        _check_layout(entry, operand)
-
-
 def register_atom(entry: Atom) -> Atom:
-    """Add ``entry`` to the table and return it, so that its name is good wherever an ``atom`` is asked for.
+    """Add an entry to the table and return it.
 
-    Requires shapes that are powers of two, thread-value layouts that reach every element of their operand exactly once,
-    and a struct for at least one mix of signs or formats.  Registering an equal atom again changes nothing.
-    Raises ``ValueError`` that names the field, or the name when it is taken by a different atom.
+    Each function with an `atom` parameter then accepts its name. An equal entry is accepted again.
+
+    Parameters
+    ----------
+    entry : Atom
+        Shapes are powers of two, each layout reaches each element of its operand once, and there is a struct for at
+        least one pair of operand types.
+
+    Raises
+    ------
+    ValueError
+        If a field is wrong, or the name belongs to another entry.
+
+    Examples
+    --------
+    >>> register_atom(atom("s8_m16n8k32")).name
+    's8_m16n8k32'
     """
-    _check(entry)
+    check_atom(entry)
     known = _atoms.get(entry.name)
     if known is not None and known != entry:
         raise ValueError(f"atom {entry.name!r} is registered already with other fields: choose another name")
@@ -187,11 +138,16 @@ def register_atom(entry: Atom) -> Atom:
 
 
 def declaration(entry: Atom) -> str:
-    """C++ text that makes ``entry`` the atom of a translation unit.
+    """Return the C++ text that makes an entry the atom of a translation unit.
 
-    The headers, the entry's own source, ``magicube::AtomFor<Left, Right>::type`` for each mix of operand types that the
-    entry has, ``Integer<signed>`` or a format of ``device/float_formats.cuh``, and ``magicube::AtomInfo`` with kM, kN,
-    kK, kBits (of the instruction's operands) and kThreads.
+    Headers, the source of the entry, ``magicube::AtomFor<Left, Right>::type`` per pair of operand types
+    (``Integer<signed>`` or a format of ``device/float_formats.cuh``), and ``magicube::AtomInfo`` with kM, kN, kK, kBits
+    (of the operands in the instruction) and kThreads.
+
+    Examples
+    --------
+    >>> declaration(atom("s8_m16n8k32")).splitlines()[0]
+    '#include <cute/atom/mma_traits_sm80.hpp>'
     """
     m, n, k = entry.shape
     lines = [f"#include <{header}>" for header in entry.headers]
@@ -214,18 +170,40 @@ def declaration(entry: Atom) -> str:
 
 
 def operand_type(key: bool | str) -> str:
-    """The C++ type of an operand, an entry of a key of ``structs``."""
+    """Return the C++ type of an operand, given an element of a key of ``structs``."""
     return key.upper() if isinstance(key, str) else f"Integer<{str(key).lower()}>"
 
 
-def format_type(number: Number) -> str:
-    """The C++ type of elements as they lie in memory."""
+def format_type(number: ElementType) -> str:
+    """Return the C++ type of elements in memory."""
     return operand_type(number.signed if isinstance(number, Integer) else number.name)
 
 
-def operand_of(entry: Atom, number: Number) -> bool | str:
-    """What ``number`` becomes for the instruction, an entry of a key of ``structs``: a sign, or its own format or the
-    first one that holds its values.  ``ValueError`` when there is none.
+def operand_of(entry: Atom, number: ElementType) -> bool | str:
+    """Return the operand type of an instruction for elements of a type.
+
+    Parameters
+    ----------
+    entry : Atom
+        An entry of the table.
+    number : Integer or FloatFormat
+        Type of the elements.
+
+    Returns
+    -------
+    bool or str
+        An element of a key of ``structs``: the sign of integers; for floats the format itself, or the first one that
+        holds its values.
+
+    Raises
+    ------
+    ValueError
+        If the instruction has no operand for them.
+
+    Examples
+    --------
+    >>> operand_of(atom("f16_m16n8k32"), FLOATS["e4m3"])
+    'float16'
     """
     if isinstance(number, Integer) and not entry.floating:
         return number.signed
@@ -238,28 +216,8 @@ def operand_of(entry: Atom, number: Number) -> bool | str:
     raise ValueError(f"atom must be an instruction for {number.name}, got {entry.name}, which multiplies {takes}")
 
 
-def _warp_layouts(shape: tuple[int, int, int], mma_bits: int) -> tuple[Layout, Layout, Layout]:
-    """The thread-value layouts of PTX's ``mma`` of a warp, for operands of 4, 8 and 16 bits.
-
-    Lane ``4 g + t`` holds runs of ``r`` values, one register, at ``k = r t``; further registers are 8 rows down (A, C)
-    and then ``4 r`` along k (A, B).
-    """
-    m, n, k = shape
-    run = REGISTER_BITS // mma_bits
-    deep = k // (4 * run)
-
-    def operand(rows: int) -> Layout:
-        modes = [(run, rows), (rows // 8, 8), (deep, 4 * run * rows)]
-        kept = [(size, stride) for size, stride in modes if size > 1]
-        sizes, strides = tuple(size for size, _ in kept), tuple(stride for _, stride in kept)
-        return Layout(((4, 8), sizes), ((run * rows, 1), strides))
-
-    accumulators = ((2, 2), (m, 8)) if m > 8 else ((2,), (m,))
-    return operand(m), operand(n), Layout(((4, 8), accumulators[0]), ((2 * m, 1), accumulators[1]))
-
-
 def _warp(name: str, shape: tuple[int, int, int], bits: int, archs: tuple[str, ...], mma_bits: int = 0) -> Atom:
-    """A warp's instruction for integers of 4 or 8 bits."""
+    """A warp-wide instruction for integers of 4 or 8 bits."""
     m, n, k = shape
     mma_bits = mma_bits or bits
     letter = {True: f"S{mma_bits}", False: f"U{mma_bits}"}
@@ -268,33 +226,30 @@ def _warp(name: str, shape: tuple[int, int, int], bits: int, archs: tuple[str, .
         for left, right in product((True, False), repeat=2)
     }
     headers = ("cute/atom/mma_traits_sm80.hpp",)
-    return Atom(name, shape, bits, mma_bits, structs, 32, *_warp_layouts(shape, mma_bits), archs, headers)
+    return Atom(name, shape, bits, mma_bits, structs, 32, *warp_layouts(shape, mma_bits), archs, headers)
 
 
 def _halves(name: str, of: str, letters: str, times: int) -> Atom:
-    """A warp's m16n8k16 for 16-bit floats with sums in float32, once or twice along k."""
+    """A warp-wide m16n8k16 for 16-bit floats with float32 accumulators, once or twice along K."""
     struct, headers = f"SM80_16x8x16_F32{letters}{letters}F32_TN", ("cute/atom/mma_traits_sm80.hpp",)
     if times == 2:
         struct, headers = f"magicube::MmaKPair<cute::{struct}>", ("device/mma_k_pair.cuh",)
     shape = (16, 8, 16 * times)
-    return Atom(name, shape, 16, 16, {(of, of): struct}, 32, *_warp_layouts(shape, 16), _FROM_SM80, headers)
+    return Atom(name, shape, 16, 16, {(of, of): struct}, 32, *warp_layouts(shape, 16), _FROM_SM80, headers)
 
 
 def _small_floats() -> Atom:
-    """A warp's m16n8k32 for e4m3 and e5m2; chips that lack it convert both operands to float16 each time."""
+    """A warp-wide m16n8k32 for e4m3 and e5m2; architectures without it convert both operands to float16."""
     structs = {
         (left, right): f"SM89_16x8x32_F32{left.upper()}{right.upper()}F32_TN"
         for left, right in product(("e4m3", "e5m2"), repeat=2)
     }
     shape, headers = (16, 8, 32), ("cute/atom/mma_traits_sm89.hpp",)
-    return Atom("fp8_m16n8k32", shape, 8, 8, structs, 32, *_warp_layouts(shape, 8), _FP8, headers)
+    return Atom("fp8_m16n8k32", shape, 8, 8, structs, 32, *warp_layouts(shape, 8), _FP8, headers)
 
 
 def _warp_group(n: int) -> Atom:
-    """Hopper's ``wgmma`` 64 x n x 32 with A in registers; B lies in shared memory, k-major, behind a descriptor.
-
-    Each of the four warps holds 16 rows as in m16n8k32.  CuTe gives every thread of B the whole operand (stride 0).
-    """
+    """Hopper's ``wgmma`` 64 x n x 32 with A in registers and B, K-major, in shared memory behind a descriptor."""
     letter = {True: "S8", False: "U8"}
     structs = {
         (left, right): f"SM90_64x{n}x32_S32{letter[left]}{letter[right]}_RS_TN"
@@ -313,6 +268,75 @@ def _warp_group(n: int) -> Atom:
         archs=_HOPPER,
         headers=("cute/atom/mma_traits_sm90_gmma.hpp",),
     )
+
+
+def default_atom(kind: ProblemTypes, arch: str) -> str:
+    """Return the name of the instruction for two element types.
+
+    4-bit integers use the 4-bit instruction if both operands have 4 bits and the architecture has it. Floats use
+    16-bit operands: bfloat16 if one operand is bfloat16, else float16; both hold the smaller floats exactly.
+
+    Parameters
+    ----------
+    kind : ProblemTypes
+        Element types of the operands.
+    arch : str
+        Architecture, such as ``"sm_90a"``.
+
+    Raises
+    ------
+    TypeError
+        If no instruction multiplies them.
+
+    Examples
+    --------
+    >>> four = ProblemTypes(8, Integer(4, True), Integer(4, True), "int32")
+    >>> default_atom(four, "sm_80"), default_atom(four, "sm_90a")
+    ('s4_m16n8k64', 'int4_as_int8_m16n8k32')
+    """
+    check_pair(kind.left, kind.right)
+    if not isinstance(kind.left, Integer):
+        return "bf16_m16n8k32" if "bfloat16" in (kind.left.name, kind.right.name) else "f16_m16n8k32"
+    if (kind.left.bits, kind.right.bits) != (4, 4):
+        return "s8_m16n8k32"
+    native = "s4_m16n8k64"
+    return native if runs_on(atom(native), arch) else "int4_as_int8_m16n8k32"
+
+
+def resolve_atom(name: str | None, kind: ProblemTypes, arch: str) -> str:
+    """Return the atom that the caller named, after a check, or the default.
+
+    Parameters
+    ----------
+    name : str or None
+        Name of an entry.
+    kind : ProblemTypes
+        Element types of the operands.
+    arch : str
+        Architecture.
+
+    Raises
+    ------
+    ValueError
+        If the entry is not native on `arch`, is no instruction of a warp, or does not multiply the operands.
+    """
+    if name is None:
+        return default_atom(kind, arch)
+    check_warp_atom(name)
+    if not runs_on(atom(name), arch):
+        natives = ", ".join(f"sm_{each}" for each in atom(name).archs)
+        raise ValueError(f"atom must be an instruction of {arch}, got {name} of {natives}")
+    for number in (kind.left, kind.right):
+        operand_of(atom(name), number)  # raises
+    return name
+
+
+def check_warp_atom(name: str) -> None:
+    """Raise `ValueError` unless the named atom is an instruction of a warp."""
+    threads = atom(name).threads
+    if threads != 32:
+        raise ValueError(f"atom must be an instruction of a warp, 32 threads, got {name} of {threads}: "
+                         "each warp gathers rows of its own")  # fmt: skip
 
 
 register_atom(_warp("s8_m16n8k32", (16, 8, 32), 8, _FROM_SM80))

@@ -1,4 +1,4 @@
-"""Every kernel that ships."""
+"""Every kernel config that ships."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from itertools import chain, product
 
 from cute_kernels.dtypes import SDDMM_PAIRS, SPMM_PAIRS, Integer
 from cute_kernels.jit.warmup import Source
-from cute_kernels.machine import MMA_COLUMNS, Kind, Machine, Problem
+from cute_kernels.machine import MMA_COLUMNS, Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 
 
 def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKernel | SddmmKernel]:
-    """Kernels of the products: V = 8 with float16 and int32 output; with ``all`` every V, sign and output."""
+    """Yield the configs of SpMM and SDDMM.
+
+    Parameters
+    ----------
+    all : bool, default False
+        Every vector length, sign and output dtype; else V = 8 with float16 and int32 output.
+    arch : str, default "sm_90a"
+        Architecture.
+    """
     here = Machine(arch, 132)
     lengths = (1, 2, 4, 8, 16, 32) if all else (8,)
     outs = ("float16", "int32", "bfloat16", "float32", "int64") if all else ("float16", "int32")
@@ -21,16 +29,16 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
     for v, out, (left, right) in product(lengths, outs, signs):
         for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged
             for rows in (32, 512):
-                kind = Kind(v, Integer(a, left), Integer(b, right), out)
+                kind = ProblemTypes(v, Integer(a, left), Integer(b, right), out)
                 yield choose_spmm(kind, here, Problem(rows, 4096, 410 * rows, 512, 512))
         for x, y in SDDMM_PAIRS:
             for rows in (0, 512):
-                kind, vectors = Kind(v, Integer(x, left), Integer(y, right), out), 410 * rows
+                kind, vectors = ProblemTypes(v, Integer(x, left), Integer(y, right), out), 410 * rows
                 yield choose_sddmm(kind, here, stride=32, inner=256, vector_rows=rows, vectors=vectors, columns=4096)
 
 
 def warm_configs(all: bool, arch: str) -> Iterator[Source]:
-    """What ``magicube warmup`` compiles: the products' kernels and all that have a list of their own."""
+    """Yield the configs that ``magicube warmup`` compiles, those of all families included."""
     from cute_kernels.attention import fused as attention
     from cute_kernels.attention import quantize_qkv as attention_operands
     from cute_kernels.attention import sparse_softmax as softmax
@@ -45,5 +53,5 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
 
 
 def named_configs() -> dict[str, SpmmKernel | SddmmKernel]:
-    """The default configs by name."""
+    """Return the default configs by name."""
     return {config.name: config for config in default_configs()}

@@ -1,4 +1,4 @@
-"""What the elements of an operand are: integers of some width, or floats of some format."""
+"""Element types of operands, integers and floats, and the output dtypes of their products."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ from cute_kernels.integers import digit_count
 
 
 class Integer(NamedTuple):
-    """Integers of 4, 8, 12 or 16 bits, two's complement where ``signed``."""
+    """Integers of 4, 8, 12 or 16 bits.
+
+    Attributes
+    ----------
+    bits : int
+        Width.
+    signed : bool
+        Two's complement if true.
+
+    Examples
+    --------
+    >>> Integer(8, True).name, Integer(4, False).name
+    ('s8', 'u4')
+    """
 
     bits: int
     signed: bool
 
     @property
     def name(self) -> str:
-        """Short: ``"s8"``, ``"u4"``."""
+        """Short name: ``"s8"``, ``"u4"``."""
         return f"{'s' if self.signed else 'u'}{self.bits}"
 
 
-Number = Integer | FloatFormat
+ElementType = Integer | FloatFormat
 
 HALF_DTYPES = {
     each.name: each for each in (FloatFormat("float16", 5, 10, 15, "ieee"), FloatFormat("bfloat16", 8, 7, 127, "ieee"))
@@ -43,23 +56,23 @@ _DTYPES = {
 FLOAT_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}  # of packed values, as torch calls them
 
 
-def digits(number: Number) -> int:
-    """Digits that the Tensor Cores multiply apart: 2 of integers beyond 8 bits."""
+def digits(number: ElementType) -> int:
+    """Return the number of digits that Tensor Cores multiply separately: 2 for integers above 8 bits, else 1."""
     return digit_count(number.bits) if isinstance(number, Integer) else 1
 
 
-def element_bits(number: Number) -> int:
-    """Bits of an element in memory: 4, 8 or 16."""
+def element_bits(number: ElementType) -> int:
+    """Return the bits of an element in memory: 4, 8 or 16."""
     return 16 if number.bits > 8 else number.bits
 
 
 def float_of(dtype: torch.dtype) -> FloatFormat | None:
-    """The format of a torch dtype that the sparse products take, or None."""
+    """Return the float format of a torch dtype that the sparse products read, or None."""
     return FLOATS[_DTYPES[dtype]] if dtype in _DTYPES else None
 
 
 def holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
-    """Whether every value of ``narrow`` is one of ``wide``, but for a power of two."""
+    """Return whether each value of `narrow` is a value of `wide`, up to a power of two."""
     return wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa
 
 
@@ -70,8 +83,11 @@ SPMM_PAIRS = ((16, 16), (16, 8), (16, 4), (12, 4), (8, 4), (8, 8), (4, 4))
 SDDMM_PAIRS = ((16, 16), (8, 8), (4, 4))
 
 
-def check_pair(left: Number, right: Number) -> None:
-    """Raise ``TypeError`` unless elements of these kinds multiply: integers, or floats but float16 with bfloat16."""
+def check_pair(left: ElementType, right: ElementType) -> None:
+    """Raise `TypeError` unless elements of these types multiply.
+
+    Integers multiply integers and floats multiply floats, float16 with bfloat16 excepted.
+    """
     if isinstance(left, Integer) and isinstance(right, Integer):
         return  # names would break a compiler's graph
     if isinstance(left, Integer) or isinstance(right, Integer):
@@ -89,7 +105,9 @@ def _max_magnitude(integer: Integer) -> int:
     return 1 << (integer.bits - 1) if integer.signed else (1 << integer.bits) - 1
 
 
-def result_dtype(out_dtype: torch.dtype | None, scaled: bool, inner: int, lhs: Number, rhs: Number) -> torch.dtype:
+def result_dtype(
+    out_dtype: torch.dtype | None, scaled: bool, inner: int, lhs: ElementType, rhs: ElementType
+) -> torch.dtype:
     """Return the output dtype of a product that sums `inner` products of elements `lhs` and `rhs`.
 
     The bound on integer sums is ``inner * max|lhs| * max|rhs|`` over all values of these types, so it never depends on

@@ -1,9 +1,9 @@
-"""Small floating-point formats: e5m2, e4m3, e3m2, e2m3 and e2m1 for values, ue8m0 for scales.
+"""Low-precision float formats: e5m2, e4m3, e3m2, e2m3 and e2m1 for values, ue8m0 for scales.
 
-A code is the format's bits in the low end of a byte: sign, exponent, mantissa.  ``x = (-1)^s 2^(e - bias) (1 + f)``,
-and ``(-1)^s 2^(1 - bias) f`` for ``e = 0``.  Packed, codes lie one after the other along the last dimension, low bits
-first: two e2m1 a byte, four e3m2 or e2m3 in three bytes.
-Source: OCP Microscaling Formats (MX) v1.0, section 5.3; OCP 8-bit Floating Point v1.0; the values of e4m3 are those of
+A code is the bits of a value in the low end of a byte: sign, exponent, mantissa. ``x = (-1)^s 2^(e - bias) (1 + f)``,
+and ``(-1)^s 2^(1 - bias) f`` for ``e = 0``. Packed codes are contiguous along the last dimension, low bits first: two
+e2m1 per byte, four e3m2 or e2m3 per three bytes.
+Source: OCP Microscaling Formats (MX) v1.0, section 5.3; OCP 8-bit Floating Point v1.0; e4m3 has the values of
 ``torch.float8_e4m3fn``.
 """
 
@@ -20,8 +20,26 @@ PADDED = 16  # elements, and bytes, of a group of the padded layout
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """``exponent`` and ``mantissa`` bits, and what the largest exponent holds: ``"ieee"`` infinities and NaN, ``"nan"``
-    one NaN of all ones beside numbers, ``"finite"`` numbers only."""
+    """A binary float format.
+
+    Attributes
+    ----------
+    name : str
+        Name, such as ``"e4m3"``.
+    exponent, mantissa : int
+        Bits.
+    bias : int
+        Exponent bias.
+    special : {"ieee", "nan", "finite"}
+        Meaning of the largest exponent: infinities and NaN, one NaN of all ones beside numbers, or numbers only.
+    signed : bool
+        Whether there is a sign bit.
+
+    Examples
+    --------
+    >>> FORMATS["e4m3"].bits, FORMATS["e4m3"].largest
+    (8, 448.0)
+    """
 
     name: str
     exponent: int
@@ -32,27 +50,28 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
+        """Bits of a code."""
         return int(self.signed) + self.exponent + self.mantissa
 
     @property
     def values(self) -> list[float]:
-        """The value of every code."""
+        """Value of each code."""
         return [self._value(code) for code in range(1 << self.bits)]
 
     @property
     def largest_code(self) -> int:
-        """The code of the largest finite value."""
+        """Code of the largest finite value."""
         top = (1 << (self.exponent + self.mantissa)) - 1
         return top - {"ieee": 1 << self.mantissa, "nan": 1, "finite": 0}[self.special]
 
     @property
     def largest(self) -> float:
-        """The largest finite value."""
+        """Largest finite value."""
         return self._value(self.largest_code)
 
     @property
     def largest_exponent(self) -> int:
-        """Of the power of two in the largest value."""
+        """Exponent of the largest value."""
         return (self.largest_code >> self.mantissa) - self.bias
 
     def _value(self, code: int) -> float:
@@ -82,7 +101,22 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def float_format(name: str, argument: str = "dtype", *, scale: bool = False) -> FloatFormat:
-    """The format of this name; ``scale`` allows ue8m0 too.  Raises ``ValueError`` that lists the names."""
+    """Return the format with this name.
+
+    Parameters
+    ----------
+    name : str
+        Name of a format.
+    argument : str, default "dtype"
+        Argument that the error message names.
+    scale : bool, default False
+        Also accept ue8m0.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message lists the names.
+    """
     known = FORMATS | ({SCALE.name: SCALE} if scale else {})
     if name not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}, got {name!r}")
@@ -97,17 +131,40 @@ def _check_bytes(x: Tensor, argument: str) -> None:
 
 
 def encode(x: Tensor, dtype: str, *, saturate: bool = False) -> Tensor:
-    """The code of the nearest value, ties to the even code: uint8 of the shape of ``x``.
+    """Round values to a format: ``code(x)`` of the nearest value, ties to the even code.
 
-    Arguments:
-        x: float64, float32, float16 or bfloat16, on any device; rounded once.
-        dtype: ``"e5m2"``, ``"e4m3"``, ``"e3m2"``, ``"e2m3"``, ``"e2m1"`` or ``"ue8m0"``.
-        saturate: values beyond the largest one become that.  Otherwise those that round beyond it become infinite
-            (e5m2) or NaN (e4m3, ue8m0), infinities too.
-    e3m2, e2m3 and e2m1 have neither infinities nor NaN: they always saturate, and NaN becomes the largest value, as in
-    ``cvt.satfinite`` of PTX.  ue8m0 has no zero, no sign and no even codes: ties go to the larger power of two, zero
-    and what is smaller than 2^-127 becomes 2^-127, negative values NaN.
-    Raises ``TypeError`` for other dtypes of ``x``, ``ValueError`` for an unknown ``dtype``.
+    Parameters
+    ----------
+    x : Tensor
+        float64, float32, float16 or bfloat16, on any device; rounded once.
+    dtype : str
+        ``"e5m2"``, ``"e4m3"``, ``"e3m2"``, ``"e2m3"``, ``"e2m1"`` or ``"ue8m0"``.
+    saturate : bool, default False
+        Values above the largest become the largest. Otherwise values that round above it become infinite (e5m2) or
+        NaN (e4m3, ue8m0), infinities included.
+
+    Returns
+    -------
+    Tensor, shape of `x`
+        uint8 codes.
+
+    Raises
+    ------
+    TypeError
+        If `x` has another dtype.
+    ValueError
+        If `dtype` is unknown.
+
+    Notes
+    -----
+    e3m2, e2m3 and e2m1 have neither infinities nor NaN: they saturate, and NaN becomes the largest value, as with
+    ``cvt.satfinite`` of PTX. ue8m0 has no zero, no sign and no even codes: ties go to the larger power of two, zero and
+    values below 2^-127 become 2^-127, negative values NaN.
+
+    Examples
+    --------
+    >>> encode(torch.tensor([1.0, -6.0, 2.4]), "e2m1").tolist()
+    [2, 15, 4]
     """
     target = float_format(dtype, scale=True)
     if x.dtype not in _FLOATS:
@@ -125,7 +182,7 @@ def encode(x: Tensor, dtype: str, *, saturate: bool = False) -> Tensor:
 
 
 def _round(x: Tensor, target: FloatFormat) -> Tensor:
-    """Exponent and mantissa of the magnitudes ``x`` rounded to ``target``, as one int32 that may exceed its codes."""
+    """Exponent and mantissa of the magnitudes rounded to `target`, as one int32 that may exceed its codes."""
     width, bias, ints = (52, 1023, torch.int64) if x.dtype == torch.float64 else (23, 127, torch.int32)
     smallest = 1 - target.bias  # exponent below which values are equally spaced
     largest = target.largest_exponent + 1  # beyond the format, whatever the mantissa
@@ -148,16 +205,38 @@ def _encode_power(x: Tensor, target: FloatFormat, saturate: bool) -> Tensor:
 
 @lru_cache
 def _table(name: str, device: torch.device) -> Tensor:
-    """float32 (256,): values by code, NaN where there is no such code."""
+    """float32 (256,): values by code, NaN for bytes that are no code."""
     values = float_format(name, scale=True).values
     return torch.tensor(values + [float("nan")] * (256 - len(values)), dtype=torch.float32).to(device)
 
 
 def decode(codes: Tensor, dtype: str, *, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of ``codes``, uint8 of any shape; exact in float32, float64 and, but for ue8m0, bfloat16.
+    """Return the values of codes; exact in float32, float64 and, except for ue8m0, bfloat16.
 
-    Bytes that are no code of the format, such as 16 for e2m1, give NaN.
-    Raises ``TypeError`` unless ``codes`` is uint8, ``ValueError`` for an unknown ``dtype``.
+    Parameters
+    ----------
+    codes : Tensor
+        uint8; bytes that are no code of the format give NaN.
+    dtype : str
+        Format of the codes.
+    out_dtype : torch.dtype, default torch.float32
+        Dtype of the result.
+
+    Returns
+    -------
+    Tensor, shape of `codes`
+
+    Raises
+    ------
+    TypeError
+        If `codes` is not uint8.
+    ValueError
+        If `dtype` is unknown.
+
+    Examples
+    --------
+    >>> decode(torch.tensor([2, 15, 4], dtype=torch.uint8), "e2m1").tolist()
+    [1.0, -6.0, 2.0]
     """
     float_format(dtype, scale=True)
     if codes.dtype != torch.uint8:
@@ -166,14 +245,35 @@ def decode(codes: Tensor, dtype: str, *, out_dtype: torch.dtype = torch.float32)
 
 
 def packed_bytes(count: int, dtype: str) -> int:
-    """Bytes of ``count`` packed codes."""
+    """Return the bytes of packed codes.
+
+    Examples
+    --------
+    >>> packed_bytes(5, "e2m3")
+    4
+    """
     return -(-count * float_format(dtype, scale=True).bits // 8)
 
 
 def pack(codes: Tensor, dtype: str) -> Tensor:
-    """``codes`` (..., K) packed along the last dimension: (..., ceil(K bits / 8)), zeros in the bits that are left.
+    """Pack codes along the last dimension; leftover bits are zero.
 
-    Requires codes of the format: bits above it are cut off.  8-bit codes are returned as they are.
+    Parameters
+    ----------
+    codes : Tensor, shape (..., K)
+        uint8 codes; bits above the format are dropped.
+    dtype : str
+        Format of the codes.
+
+    Returns
+    -------
+    Tensor, shape (..., ceil(K bits / 8))
+        uint8; 8-bit codes are returned as they are.
+
+    Examples
+    --------
+    >>> pack(torch.tensor([2, 15, 4], dtype=torch.uint8), "e2m1").tolist()
+    [242, 4]
     """
     _check_bytes(codes, "codes")
     bits = float_format(dtype, scale=True).bits
@@ -191,7 +291,31 @@ def pack(codes: Tensor, dtype: str) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, dtype: str) -> Tensor:
-    """Inverse of :func:`pack`: codes (..., count).  Raises ``ValueError`` for another number of bytes."""
+    """Invert :func:`pack`.
+
+    Parameters
+    ----------
+    packed : Tensor, shape (..., ceil(count bits / 8))
+        uint8.
+    count : int
+        Codes along the last dimension.
+    dtype : str
+        Format of the codes.
+
+    Returns
+    -------
+    Tensor, shape (..., count)
+
+    Raises
+    ------
+    ValueError
+        If `packed` has another number of bytes.
+
+    Examples
+    --------
+    >>> unpack(torch.tensor([242, 4], dtype=torch.uint8), 3, "e2m1").tolist()
+    [2, 15, 4]
+    """
     _check_bytes(packed, "packed")
     bits = float_format(dtype, scale=True).bits
     if packed.shape[-1] != packed_bytes(count, dtype):
@@ -210,11 +334,32 @@ def unpack(packed: Tensor, count: int, dtype: str) -> Tensor:
 
 
 def pad16(packed: Tensor, dtype: str) -> Tensor:
-    """Packed codes (..., K bits / 8) as the copy engine lays them out for sm_100a: (..., K), 16 codes in 16 bytes.
+    """Pad packed codes to the layout of TMA for sm_100a: 16 codes per 16 bytes.
 
-    16 codes of 4 bits are 8 bytes and 8 of padding (``16U4_ALIGN16B``), 16 of 6 bits 12 bytes and 4 of padding
-    (``16U6_ALIGN16B``); the padding is zero here.  8-bit codes stay as they are.
-    Raises ``ValueError`` unless the bytes are those of a multiple of 16 codes.
+    16 codes of 4 bits are 8 bytes and 8 bytes of padding (``16U4_ALIGN16B``), 16 codes of 6 bits are 12 bytes and 4
+    bytes of padding (``16U6_ALIGN16B``). 8-bit codes stay as they are.
+
+    Parameters
+    ----------
+    packed : Tensor, shape (..., K bits / 8)
+        Packed codes.
+    dtype : str
+        Format of the codes.
+
+    Returns
+    -------
+    Tensor, shape (..., K)
+        uint8; the padding is zero.
+
+    Raises
+    ------
+    ValueError
+        If K is no multiple of 16.
+
+    Examples
+    --------
+    >>> pad16(torch.ones(8, dtype=torch.uint8), "e2m1").tolist()
+    [1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
     """
     _check_bytes(packed, "packed")
     size = PADDED * float_format(dtype).bits // 8
@@ -224,7 +369,7 @@ def pad16(packed: Tensor, dtype: str) -> Tensor:
 
 
 def unpad16(padded: Tensor, dtype: str) -> Tensor:
-    """Inverse of :func:`pad16`; what the padding holds does not matter."""
+    """Invert :func:`pad16`; the content of the padding is ignored."""
     _check_bytes(padded, "padded")
     size = PADDED * float_format(dtype).bits // 8
     if padded.shape[-1] % PADDED:
@@ -233,15 +378,24 @@ def unpad16(padded: Tensor, dtype: str) -> Tensor:
 
 
 def torch_dtype(dtype: str) -> torch.dtype | None:
-    """torch's dtype of packed codes of this format, None where this torch has none (e3m2, e2m3)."""
+    """Return torch's dtype of packed codes, None if this torch has none (e3m2, e2m3).
+
+    Examples
+    --------
+    >>> torch_dtype("e4m3"), torch_dtype("e2m3")
+    (torch.float8_e4m3fn, None)
+    """
     float_format(dtype, scale=True)
     return getattr(torch, _TORCH[dtype], None) if dtype in _TORCH else None
 
 
 def to_torch(packed: Tensor, dtype: str) -> Tensor:
-    """Packed codes as a view in torch's dtype: (..., K), or (..., K / 2) pairs for e2m1.
+    """Return packed codes as a view in torch's dtype: (..., K), or (..., K / 2) pairs for e2m1.
 
-    Raises ``NotImplementedError`` where torch has no such dtype.
+    Raises
+    ------
+    NotImplementedError
+        If torch has no such dtype.
     """
     _check_bytes(packed, "packed")
     found = torch_dtype(dtype)
@@ -251,7 +405,7 @@ def to_torch(packed: Tensor, dtype: str) -> Tensor:
 
 
 def from_torch(x: Tensor) -> tuple[Tensor, str]:
-    """Packed codes, a view of ``x``, and their format.  Raises ``TypeError`` for dtypes of no format here."""
+    """Return the packed codes of a torch tensor, a view, and their format; `TypeError` for another dtype."""
     for name in _TORCH:
         if x.dtype == torch_dtype(name):
             return x.view(torch.uint8), name

@@ -1,8 +1,8 @@
 """Integers of 4, 8, 12 and 16 bits: ranges, storage, digits and the overflow bound.
 
-A ``b``-bit integer is stored in the smallest torch dtype that holds it; 4-bit integers are packed two a byte, low
-nibble first.  For the 8-bit multipliers an integer is split into digits of 8 bits, the lower ones unsigned and the top
-one signed when the integer is: ``x = sum_i d_i * 2**(8 i)``.  A product of digit planes is exact in 32 bits.
+A `bits`-bit integer is stored in the smallest torch dtype that holds it; 4-bit integers are packed two per byte, low
+nibble first. For 8-bit multipliers an integer is split into digits of 8 bits: the lower ones are unsigned, the top one
+has the sign of the integer, ``x = sum_i d_i 2^(8 i)``. A product of digit planes is exact in 32 bits.
 Source: Li, Osawa, Hoefler, SC'22, section IV-D (emulation of mixed precision).
 """
 
@@ -27,7 +27,7 @@ STORAGE_DTYPES = {
 
 
 def check_bits(bits: int, name: str = "bits") -> None:
-    """Raise ``ValueError`` unless ``bits`` is one of 4, 8, 12, 16."""
+    """Raise `ValueError` unless `bits` is one of 4, 8, 12, 16; `name` is the argument in the message."""
     if bits not in BITS:
         raise ValueError(f"{name} must be one of {BITS}, got {bits!r}")
 
@@ -40,24 +40,36 @@ _RANGES = {
 
 
 def int_range(bits: int, signed: bool) -> tuple[int, int]:
-    """Smallest and largest ``bits``-bit integer, two's complement when ``signed``."""
+    """Return the smallest and largest integer of a width.
+
+    Examples
+    --------
+    >>> int_range(4, True), int_range(8, False)
+    ((-8, 7), (0, 255))
+    """
     check_bits(bits)
     return _RANGES[bits, signed]
 
 
 def storage_dtype(bits: int, signed: bool) -> torch.dtype:
-    """The dtype in which ``bits``-bit integers are kept; ``uint8`` with two a byte for 4 bits."""
+    """Return the torch dtype in which integers are stored: uint8 with two per byte for 4 bits.
+
+    Examples
+    --------
+    >>> storage_dtype(12, True)
+    torch.int16
+    """
     check_bits(bits)
     return STORAGE_DTYPES[bits, signed]
 
 
 def value_dtype(bits: int, signed: bool) -> torch.dtype:
-    """The dtype of unpacked integers: as :func:`storage_dtype`, but one 4-bit integer a byte."""
+    """Return the torch dtype of unpacked integers: that of :func:`storage_dtype`, one 4-bit integer per byte."""
     return (torch.int8 if signed else torch.uint8) if bits == 4 else storage_dtype(bits, signed)
 
 
 def widen(ints: Tensor) -> Tensor:
-    """``ints`` as int64; torch has little arithmetic on uint16, so that one goes through a view."""
+    """Return integers as int64, uint16 included."""
     if ints.dtype == torch.uint16:
         return ints.view(torch.int16).to(torch.int64) & 0xFFFF
     return ints.to(torch.int64)
@@ -70,12 +82,26 @@ def _narrow(ints: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """True for torch's integer dtypes, False for bool, floats and complex numbers."""
+    """Return whether a torch dtype is an integer dtype; bool, float and complex dtypes are not."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def check_range(ints: Tensor, bits: int, signed: bool, name: str = "ints") -> None:
-    """Raise unless ``ints`` has an integer dtype (``TypeError``) and every value fits (``ValueError``)."""
+    """Raise unless all integers fit a width.
+
+    Raises
+    ------
+    TypeError
+        If `ints` has no integer dtype.
+    ValueError
+        If a value is out of range.
+
+    Examples
+    --------
+    >>> check_range(torch.tensor([9]), 4, True)
+    Traceback (most recent call last):
+    ValueError: ints must lie in [-8, 7] for signed 4-bit integers, got values in [9, 9]
+    """
     if not is_integer(ints.dtype):
         raise TypeError(f"{name} must have an integer dtype, got {ints.dtype}")
     if ints.numel() == 0:
@@ -91,9 +117,24 @@ def check_range(ints: Tensor, bits: int, signed: bool, name: str = "ints") -> No
 
 
 def pack4(ints: Tensor, dim: int = -1) -> Tensor:
-    """Pack 4-bit integers two a byte along ``dim``, low nibble first; an odd length gets a zero nibble.
+    """Pack 4-bit integers two per byte along a dimension, low nibble first.
 
-    Requires values already in range.  Returns uint8 with ``ceil(length / 2)`` entries along ``dim``.
+    Parameters
+    ----------
+    ints : Tensor, shape (..., n, ...)
+        Integers in range.
+    dim : int, default -1
+        Dimension of size n.
+
+    Returns
+    -------
+    Tensor, shape (..., ceil(n / 2), ...)
+        uint8; an odd n gets a zero nibble.
+
+    Examples
+    --------
+    >>> pack4(torch.tensor([1, -1, 2])).tolist()
+    [241, 2]
     """
     x = ints.movedim(dim, -1).to(torch.uint8) & 0xF
     if x.shape[-1] % 2:
@@ -102,7 +143,29 @@ def pack4(ints: Tensor, dim: int = -1) -> Tensor:
 
 
 def unpack4(packed: Tensor, length: int, signed: bool, dim: int = -1) -> Tensor:
-    """Inverse of :func:`pack4`: int8 (or uint8) with ``length`` entries along ``dim``."""
+    """Invert :func:`pack4`.
+
+    Parameters
+    ----------
+    packed : Tensor, shape (..., ceil(length / 2), ...)
+        uint8.
+    length : int
+        Integers along `dim`.
+    signed : bool
+        Two's complement if true.
+    dim : int, default -1
+        Packed dimension.
+
+    Returns
+    -------
+    Tensor, shape (..., length, ...)
+        int8, or uint8 if not `signed`.
+
+    Examples
+    --------
+    >>> unpack4(torch.tensor([241, 2], dtype=torch.uint8), 3, signed=True).tolist()
+    [1, -1, 2]
+    """
     if packed.dtype != torch.uint8:
         raise TypeError(f"packed must be uint8, got {packed.dtype}")
     x = packed.movedim(dim, -1)
@@ -115,30 +178,49 @@ def unpack4(packed: Tensor, length: int, signed: bool, dim: int = -1) -> Tensor:
 
 
 def store(ints: Tensor, bits: int, signed: bool, dim: int = -1) -> Tensor:
-    """In-range ``ints`` in their storage dtype, packed along ``dim`` when ``bits`` is 4."""
+    """Return in-range integers in their storage dtype, packed along `dim` for 4 bits."""
     return pack4(ints, dim) if bits == 4 else _narrow(ints, storage_dtype(bits, signed))
 
 
 def fetch(data: Tensor, length: int, bits: int, signed: bool, dim: int = -1) -> Tensor:
-    """Inverse of :func:`store`: one integer an entry, in :func:`value_dtype`."""
+    """Invert :func:`store`: one integer per element, in :func:`value_dtype`."""
     return unpack4(data, length, signed, dim) if bits == 4 else data
 
 
 def digit_count(bits: int) -> int:
-    """Number of 8-bit digits of a ``bits``-bit integer: 1 up to 8 bits, else 2."""
+    """Return the number of 8-bit digits of an integer: 1 up to 8 bits, else 2."""
     check_bits(bits)
     return (bits + DIGIT_BITS - 1) // DIGIT_BITS
 
 
 def digit_signs(bits: int, signed: bool) -> tuple[bool, ...]:
-    """For each digit, lowest first, whether it is signed: only the top one can be."""
+    """Return for each digit, lowest first, whether it is signed: only the top digit can be."""
     return (False,) * (digit_count(bits) - 1) + (signed,)
 
 
 def split_digits(ints: Tensor, bits: int, signed: bool) -> Tensor:
-    """Digit planes of ``ints``, lowest first, as bytes: shape ``(digits, *ints.shape)``, uint8.
+    """Split integers into digit planes, lowest first.
 
-    Plane ``i`` holds the bit pattern of digit ``i``; read it as int8 where :func:`digit_signs` says so.
+    Parameters
+    ----------
+    ints : Tensor
+        Integers in :func:`value_dtype`.
+    bits, signed : int, bool
+        Width and signedness.
+
+    Returns
+    -------
+    Tensor, shape (digits, ...)
+        uint8 bit patterns; read plane i as int8 if :func:`digit_signs` says so.
+
+    References
+    ----------
+    .. [1] Li, Osawa, Hoefler, SC'22, section IV-D.
+
+    Examples
+    --------
+    >>> split_digits(torch.tensor([-2], dtype=torch.int16), 16, True).tolist()
+    [[254], [255]]
     """
     if digit_count(bits) == 1:
         return ints.view(torch.uint8).unsqueeze(0)
@@ -147,7 +229,13 @@ def split_digits(ints: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def combine_digits(planes: Tensor, bits: int, signed: bool) -> Tensor:
-    """Inverse of :func:`split_digits`, as int64."""
+    """Invert :func:`split_digits`, as int64.
+
+    Examples
+    --------
+    >>> combine_digits(torch.tensor([[254], [255]], dtype=torch.uint8), 16, True).tolist()
+    [-2]
+    """
     total = torch.zeros(planes.shape[1:], dtype=torch.int64, device=planes.device)
     for i, is_signed in enumerate(digit_signs(bits, signed)):
         digit = planes[i].view(torch.int8) if is_signed else planes[i]
@@ -156,11 +244,17 @@ def combine_digits(planes: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def product_bound(k: int, bits_a: int, signed_a: bool, bits_b: int, signed_b: bool) -> int:
-    """Largest ``|sum of k products|`` that integers of these kinds can reach."""
+    """Return the largest ``|sum of k products|`` of integers of two types.
+
+    Examples
+    --------
+    >>> product_bound(2, 8, True, 8, True)
+    32768
+    """
     (low_a, high_a), (low_b, high_b) = int_range(bits_a, signed_a), int_range(bits_b, signed_b)
     return k * max(abs(low_a), high_a) * max(abs(low_b), high_b)
 
 
 def fits(bound: int, dtype: torch.dtype) -> bool:
-    """Whether every integer of absolute value up to ``bound`` is representable in the integer ``dtype``."""
+    """Return whether an integer dtype represents every integer of absolute value up to `bound`."""
     return bound <= torch.iinfo(dtype).max

@@ -1,11 +1,11 @@
-"""What a choice of a kernel knows: the product, and the GPU."""
+"""What kernel selection reads: the types and sizes of a product, and the GPU with its cost models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cute_kernels.dtypes import Number
+from cute_kernels.dtypes import ElementType
 
 SHARED_BYTES = 227 * 1024  # of a multiprocessor
 
@@ -14,21 +14,43 @@ MMA_COLUMNS = 8  # of the operand that holds the sparse vectors: shorter ones le
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Operands of a product, left one first; vector length; name of the output's dtype."""
+class ProblemTypes:
+    """Types of a product.
+
+    Attributes
+    ----------
+    vector_length : int
+        V of the sparse operand.
+    left, right : Integer or FloatFormat
+        Element types of the operands.
+    out : str
+        Name of the output dtype.
+    """
 
     vector_length: int
-    left: Number
-    right: Number
+    left: ElementType
+    right: ElementType
     out: str
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes of C = A B.
+    """Sizes of ``C = A B``.
 
-    ``vector_rows``, ``inner`` and ``vectors`` (stored) of A; ``longest``: vectors of its longest vector row; ``n``:
-    columns of B, or a few more; ``batch``: 1 for a single matrix, 2 for several.
+    Attributes
+    ----------
+    vector_rows : int
+        Vector rows of A.
+    inner : int
+        K.
+    vectors : int
+        Stored vectors of A.
+    longest : int
+        Vectors of the longest vector row.
+    n : int
+        Columns of B, rounded up to a bucket.
+    batch : int
+        1 for a single matrix, 2 for several.
     """
 
     vector_rows: int
@@ -41,7 +63,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class PanelModel:
-    """Nanoseconds of the panel kernel's parts on one multiprocessor."""
+    """Cost model of the panel kernel: nanoseconds per part on one SM."""
 
     launch: float = 1500.0
     block: float = 713.0  # its start and end
@@ -63,7 +85,7 @@ class PanelModel:
 
 @dataclass(frozen=True)
 class GatherModel:
-    """Nanoseconds of the gather kernel's parts."""
+    """Cost model of the gather kernel: nanoseconds per part."""
 
     launch: float = 851.0
     warp: float = 1129.0  # its start and end
@@ -75,10 +97,20 @@ class GatherModel:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a choice depends on of a GPU; the models by ``magicube tune`` where it ran there."""
+    """A GPU as kernel selection reads it.
+
+    Attributes
+    ----------
+    arch : str
+        Architecture, such as ``"sm_90a"``.
+    num_sms : int
+        SMs.
+    panel, gather : PanelModel, GatherModel
+        Cost models; measured ones after ``magicube tune``.
+    """
 
     arch: str
-    multiprocessors: int
+    num_sms: int
     panel: PanelModel = PanelModel()
     gather: GatherModel = GatherModel()
 

@@ -1,14 +1,14 @@
-"""What kernels are told of their operands."""
+"""Arguments of kernel launches: addresses, strides and sizes of operands and outputs."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from cute_kernels.dtypes import Number
+from cute_kernels.dtypes import ElementType
 
 
 class DenseArg(NamedTuple):
-    """A dense operand whose rows are contiguous and start at multiples of 16 bytes; all in bytes."""
+    """A dense operand with contiguous rows that start at multiples of 16 bytes; all fields in bytes."""
 
     pointer: int
     pitch: int  # from one row to the next
@@ -17,7 +17,7 @@ class DenseArg(NamedTuple):
 
 
 class ScaleArg(NamedTuple):
-    """float32 factors of rows or columns; a step of 0 is one factor for all, a null pointer is none."""
+    """float32 scales of rows or columns; step 0 means one scale for all, a null pointer none."""
 
     pointer: int
     step: int
@@ -25,7 +25,7 @@ class ScaleArg(NamedTuple):
 
 
 class OutputArg(NamedTuple):
-    """The output (batch, rows, columns), contiguous, and the size of the sum behind each element."""
+    """The contiguous output (batch, rows, columns), and K as `inner`."""
 
     pointer: int
     batch: int
@@ -35,16 +35,16 @@ class OutputArg(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """The sparse operand as execution copies are made of it: vectors in the order of the pattern."""
+    """The sparse operand as vectors in the order of the pattern; kernels pack their operand from it."""
 
     row_offsets: Tensor  # int64 (R + 1,)
     columns: Tensor  # int32 (vectors,)
     values: Tensor  # (vectors, V), one an entry: integers, or the bits of floats as int16 or uint8
-    number: Number
+    element_type: ElementType
 
 
 class Probabilities(NamedTuple):
-    """A quantized softmax: integers ``u`` and the scales of rows, ``p ~ scale * u``."""
+    """A quantized softmax: integers ``u`` and row scales, ``p = scale * u``."""
 
     values: Tensor  # (batch * blocks, V, width), storage form; for an SpMM uint8 (batch * blocks, bytes a group)
     scale: Tensor  # float32 (batch, R * V)
@@ -55,7 +55,7 @@ ALIGNMENT = 16
 
 
 class Rows(NamedTuple):
-    """A plane whose rows are contiguous in k and start at multiples of 16 bytes; ``owner`` keeps it alive."""
+    """A matrix with K-contiguous rows that start at multiples of 16 bytes; `owner` keeps the memory alive."""
 
     pointer: int
     pitch: int
@@ -63,12 +63,18 @@ class Rows(NamedTuple):
 
 
 def aligned(size: int) -> int:
-    """``size`` rounded up to where a row may start."""
+    """Round a size in bytes up to a multiple of `ALIGNMENT`.
+
+    Examples
+    --------
+    >>> aligned(17)
+    32
+    """
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def is_ready(plane: Tensor) -> bool:
-    """Whether the kernels read ``plane`` (rows, k) as it lies."""
+    """Return whether kernels can read `plane` (rows, K) without a copy."""
     rows, k = plane.shape
     pitched = rows == 1 or (plane.stride(0) % ALIGNMENT == 0 and plane.stride(0) >= k)
     return plane.data_ptr() % ALIGNMENT == 0 and pitched and (k == 1 or plane.stride(1) == 1)

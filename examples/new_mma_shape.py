@@ -12,7 +12,7 @@ from cute_kernels.atoms import Atom, register_atom
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit import compile_unit
 from cute_kernels.layout import fragments
-from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.heuristics import choose_sddmm
 from cute_kernels.spmm.heuristics import choose_spmm
 
@@ -81,7 +81,7 @@ def show() -> None:
 
 def compile_kernels(arch: str = "sm_90a") -> None:
     """SpMM for few and for many vector rows, and SDDMM, compiled for ``arch``."""
-    kind, gpu = Kind(8, Integer(8, True), Integer(8, True), "int32"), Machine(arch, 132)
+    kind, gpu = ProblemTypes(8, Integer(8, True), Integer(8, True), "int32"), Machine(arch, 132)
     few, many = (choose_spmm(kind, gpu, Problem(rows, 4096, 410 * rows, 512, 512), ATOM.name) for rows in (32, 4096))
     for config in (few, many, choose_sddmm(kind, gpu, stride=64, inner=256, atom=ATOM.name)):
         binary = compile_unit(config.translation_unit(arch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import count
 
@@ -17,6 +18,21 @@ MAX_DIM = 2**31 - 1  # column indices are int32, and row * K + column must fit i
 def new_version_id() -> str:
     """A name that no other object has: a compiler that saw it takes another object's graph for none of its own."""
     return "" if torch.compiler.is_compiling() else str(next(_EDITIONS))
+
+
+def renamed_property(old: str, new: str) -> property:
+    """Return the property `old`, which warns and reads or writes the property `new`."""
+    text = f"{old} is deprecated; use {new}"
+
+    def get(self: object) -> object:
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    def put(self: object, value: object) -> None:
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        setattr(self, new, value)
+
+    return property(get, put, doc=f"Deprecated name of `{new}`.")
 
 
 def check_vector_length(vector_length: int) -> None:

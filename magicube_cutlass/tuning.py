@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from cute_kernels.dtypes import Integer
-from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.spmm.heuristics import SpmmKernel, candidates, spmm_cost
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.machine import _numbers, _with_numbers, forget, load, save  # noqa: F401
 
-KIND = Kind(8, Integer(8, True), Integer(8, True), "float16")
+KIND = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
 _ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 14336)
 _INNER = (512, 1024, 2048, 4096, 8192)
 _COLUMNS = (16, 64, 128, 256, 512, 1024, 2048)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import jit
-from cute_kernels.dtypes import Integer, Number
+from cute_kernels.dtypes import ElementType, Integer
 from cute_kernels.integers import int_range
 from cute_kernels.jit import Unit
 from cute_kernels.jit.warmup import Source
-from cute_kernels.machine import MMA_COLUMNS, Kind
+from cute_kernels.machine import MMA_COLUMNS, ProblemTypes
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import problem, size_bucket
@@ -142,13 +142,13 @@ def chosen(pattern: mc.Pattern, n: int, widths: Widths, vector_length: int | Non
 
 
 def chosen_for(
-    pattern: mc.Pattern, n: int, left: Number, right: Number, vector_length: int | None = None
+    pattern: mc.Pattern, n: int, left: ElementType, right: ElementType, vector_length: int | None = None
 ) -> SpmmKernel:
     """As :func:`chosen`, for operands of any kind."""
     length = vector_length or max(pattern.vector_length, MMA_COLUMNS)
     sizes = problem(pattern, length, size_bucket(n), 1)
     here = get_machine(torch.cuda.current_device())
-    return choose_spmm(Kind(length, left, right, OUT_NAME), here, sizes)
+    return choose_spmm(ProblemTypes(length, left, right, OUT_NAME), here, sizes)
 
 
 def one_line(error: BaseException) -> str:

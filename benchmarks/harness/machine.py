@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
 
 
 def gpu_machine() -> dict[str, str]:
-    """As :func:`machine`, and of torch's current GPU: multiprocessors, size of its L2 cache, driver, clocks and power.
+    """As :func:`machine`, and of torch's current GPU: num_sms, size of its L2 cache, driver, clocks and power.
 
     Clocks and power are read by ``nvidia-smi``, which changes nothing, while a dense product keeps the GPU busy.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_kernels import atoms
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.layout.bank_conflicts import Access, swizzled
-from cute_kernels.layout.column_order import spread_slots
+from cute_kernels.layout.column_order import ordered_slots
 
 QUERIES = 8  # per vector
 GROUP = 32  # keys per MMA of a warp, one per lane
@@ -291,8 +291,8 @@ class PanelAttention(AttentionConfig):
     warps: int = 11
     stages: int = 6
     tile: int = 256
-    window: int = 4
-    rows: int = 3
+    tile_window: int = 4
+    rows_per_warp: int = 3
     cluster: int = 1
 
     @property
@@ -312,23 +312,23 @@ class PanelAttention(AttentionConfig):
     @property
     def block_rows(self) -> int:
         """Vector rows per cluster."""
-        return self.warps * self.rows * self.cluster
+        return self.warps * self.rows_per_warp * self.cluster
 
     def _shape(self) -> str:
-        shape = f"{super()._shape()}t{self.tile}x{self.window}r{self.rows}"
+        shape = f"{super()._shape()}t{self.tile}x{self.tile_window}r{self.rows_per_warp}"
         return shape + (f"c{self.cluster}" if self.cluster > 1 else "")
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
             "kTile": self.tile,
-            "kWindow": self.window,
-            "kRows": self.rows,
+            "kTileWindow": self.tile_window,
+            "kRowsPerWarp": self.rows_per_warp,
             "kCluster": self.cluster,
         }
 
     def slots(self, vectors: QueryVectors, keys: int) -> Tensor:
         tiles = -(-keys // self.tile)
-        return spread_slots(vectors.columns, vectors.row_offsets, self.tile, tiles, self.step, self.window)
+        return ordered_slots(vectors.columns, vectors.row_offsets, self.tile, tiles, self.step, self.tile_window)
 
     def smem_rows(self, columns: Tensor) -> Tensor:
         slot, chunks = columns % self.ring, self.head // 16

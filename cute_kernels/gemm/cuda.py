@@ -34,7 +34,7 @@ def _packed(plane: Tensor) -> Rows:
 def _resident_ctas(config: GemmConfig, device: int) -> int:
     """Return the CTAs of a persistent grid that run at the same time."""
     kernel = get_kernel(config)
-    return occupancy(kernel) * kernel.multiprocessors
+    return occupancy(kernel) * kernel.num_sms
 
 
 class Part(NamedTuple):
@@ -81,12 +81,12 @@ def parts(problem: GemmProblem, out: Tensor) -> Iterator[Part]:
         yield Part(first, min(max_k, k - first), c, beta, bias, out if last else work)
 
 
-def select_config(problem: GemmProblem, part: Part, arch: str, multiprocessors: int) -> GemmConfig:
+def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> GemmConfig:
     """Return the config of one launch."""
     m, n, _ = problem.shape
     source = "none" if part.c is None else str(part.c.dtype).removeprefix("torch.")
     out = str(part.out.dtype).removeprefix("torch.")
-    return choose(m, n, part.size, problem.products, arch, out=out, source=source, multiprocessors=multiprocessors)
+    return choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
 
 
 def sum_of_squares_size(device: torch.device) -> int:
@@ -171,9 +171,9 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
         a = [_packed(plane) for plane in problem.a]  # (M, K) each
         b = [_packed(plane.t()) for plane in problem.b]  # (N, K) each
         arch = current_arch()
-        multiprocessors = num_sms(out.device.index)
+        sms = num_sms(out.device.index)
         for part in parts(problem, out):
-            chosen = select_config(problem, part, arch, multiprocessors)
+            chosen = select_config(problem, part, arch, sms)
             if config is not None:
                 chosen = replace(config, out=chosen.out, source=chosen.source)
             if problem.sum_of_squares is not None:

@@ -78,7 +78,7 @@ def choose(
     *,
     out: str = "int32",
     source: str = "none",
-    multiprocessors: int = 132,
+    num_sms: int = 132,
 ) -> GemmConfig:
     """Return the config with the least predicted time for a product of (m, k) and (k, n).
 
@@ -96,7 +96,7 @@ def choose(
         Dtype of the output.
     source : str, default "none"
         Dtype of c, or ``"none"``.
-    multiprocessors : int, default 132
+    num_sms : int, default 132
         SMs of the GPU.
 
     Returns
@@ -109,7 +109,7 @@ def choose(
 
     def cost(choice: tuple[GemmConfig, Cost]) -> float:
         config, unit = choice
-        each = -(-config.tiles(m, n) // (multiprocessors // config.cluster))  # tiles per SM
+        each = -(-config.tiles(m, n) // (num_sms // config.cluster))  # tiles per SM
         work = config.tile_m * config.tile_n * terms.number * -(-k // config.tile_k) * config.tile_k / 1e6
         return unit.launch + unit.wave * -(-each // config.resident) + unit.products * each * work
 

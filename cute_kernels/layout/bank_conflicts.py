@@ -1,8 +1,8 @@
-"""Host model of shared memory's banks: how many passes (*wavefronts*) an access of a warp takes.
+"""Host model of shared memory: the wavefronts of an access by a warp.
 
-Shared memory has 32 banks of 4 bytes; word ``w`` lies in bank ``w mod 32``.  In one pass each bank serves one word to
-any number of lanes.  Accesses of 8 bytes a lane go half a warp at a time, of 16 bytes a quarter at a time, and
-``ldmatrix`` one 8 x 8 matrix, that is 8 rows of 16 bytes, at a time.
+Shared memory has 32 banks of 4 bytes; word ``w`` is in bank ``w mod 32``. In one wavefront each bank serves one word to
+any number of lanes. Accesses of 8 bytes per lane take half a warp at a time, of 16 bytes a quarter, and ``ldmatrix``
+one 8 x 8 matrix (8 rows of 16 bytes).
 Source: CUDA C++ Programming Guide, "Shared Memory".
 """
 
@@ -29,13 +29,13 @@ KINDS = {
 
 
 def _phases(addresses: Addresses, size: int) -> Addresses:
-    """``addresses`` (..., lanes) as (..., phases, lanes a phase): so many lanes as fill all banks at most once."""
+    """Addresses (..., lanes) as (..., phases, lanes per phase): as many lanes as fill all banks at most once."""
     lanes = min(addresses.shape[-1], BANKS * WORD // max(size, WORD))
     return addresses.reshape(*addresses.shape[:-1], -1, lanes)
 
 
 def _count(addresses: Addresses, size: int) -> tuple[int, int]:
-    """``(wavefronts, ideal)``: passes that one instruction takes, and its phases with a lane that takes part."""
+    """``(wavefronts, ideal)``: wavefronts of one instruction, and its phases with an active lane."""
     total = ideal = 0
     for phase in _phases(addresses, size):
         active = phase[phase >= 0]
@@ -59,13 +59,31 @@ def _checked(addresses: Any, size: int, lanes: int) -> Addresses:
 
 
 def wavefronts(addresses: Any, bytes_per_lane: int) -> int:
-    """Passes that one load or store of a warp takes.
+    """Return the wavefronts of one load or store of a warp.
 
-    ``addresses``: integers (32,), byte addresses in shared memory by lane, multiples of ``bytes_per_lane``; a negative
-    one is a lane that takes no part.  ``bytes_per_lane``: 1, 2, 4, 8 or 16.  Without conflicts the result is 1 up to 4
-    bytes, 2 for 8 and 4 for 16.
-    Raises ``ValueError`` for another size, number of lanes or alignment, ``TypeError`` for addresses that are no
-    integers.
+    Parameters
+    ----------
+    addresses : array_like, shape (32,)
+        Byte addresses in shared memory per lane, multiples of `bytes_per_lane`; negative for inactive lanes.
+    bytes_per_lane : int
+        1, 2, 4, 8 or 16.
+
+    Returns
+    -------
+    int
+        Without conflicts 1 up to 4 bytes per lane, 2 for 8 and 4 for 16.
+
+    Raises
+    ------
+    TypeError
+        If addresses are no integers.
+    ValueError
+        For another size, number of lanes or alignment.
+
+    Examples
+    --------
+    >>> wavefronts(np.arange(32) * 4, 4), wavefronts(np.arange(32) * 128, 4)
+    (1, 32)
     """
     if bytes_per_lane not in (1, 2, 4, 8, 16):
         raise ValueError(f"bytes_per_lane must be 1, 2, 4, 8 or 16, got {bytes_per_lane!r}")
@@ -73,10 +91,24 @@ def wavefronts(addresses: Any, bytes_per_lane: int) -> int:
 
 
 def ldmatrix_wavefronts(rows: Any, count: int) -> int:
-    """Passes that ``ldmatrix`` of ``count`` (1, 2, 4) matrices takes; ``count`` without conflicts.
+    """Return the wavefronts of ``ldmatrix``; `count` without conflicts.
 
-    ``rows``: integers (8 * count,), byte addresses of the rows of 16 bytes, in the order of the lanes that give them.
-    Raises as :func:`wavefronts` does.
+    Parameters
+    ----------
+    rows : array_like, shape (8 * count,)
+        Byte addresses of the 16-byte rows, in the order of the lanes that hold them.
+    count : int
+        Matrices: 1, 2 or 4.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`wavefronts`.
+
+    Examples
+    --------
+    >>> ldmatrix_wavefronts(np.arange(8) * 16, 1), ldmatrix_wavefronts(np.arange(8) * 128, 1)
+    (1, 8)
     """
     if count not in (1, 2, 4):
         raise ValueError(f"count must be 1, 2 or 4, got {count!r}")
@@ -85,10 +117,21 @@ def ldmatrix_wavefronts(rows: Any, count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """An access to shared memory in a kernel: a name for the reader, a kind of :data:`KINDS`, and byte addresses.
+    """A shared-memory access of a kernel.
 
-    ``addresses``: integers (lanes,) of one instruction, or (instructions, lanes) of several; lanes are 32, or for
-    ``ldmatrix.x4`` the 32 rows.  Raises ``ValueError`` for an unknown kind, and as :func:`wavefronts` does.
+    Attributes
+    ----------
+    name : str
+        Name in reports.
+    kind : str
+        A key of :data:`KINDS`.
+    addresses : ndarray, shape (lanes,) or (instructions, lanes)
+        Byte addresses; lanes are 32, or the 32 rows of ``ldmatrix.x4``.
+
+    Raises
+    ------
+    ValueError
+        If the kind is unknown, and as :func:`wavefronts`.
     """
 
     name: str
@@ -103,7 +146,19 @@ class Access:
 
 @dataclass(frozen=True)
 class Conflicts:
-    """Passes of one :class:`Access`, summed over its instructions; ``ideal`` is what they take without conflicts."""
+    """Wavefronts of one :class:`Access`, summed over its instructions.
+
+    Attributes
+    ----------
+    name, kind : str
+        Of the access.
+    instructions : int
+        Instructions of the access.
+    wavefronts : int
+        Wavefronts of all instructions.
+    ideal : int
+        Wavefronts without conflicts.
+    """
 
     name: str
     kind: str
@@ -113,12 +168,18 @@ class Conflicts:
 
     @property
     def conflicts(self) -> int:
-        """Passes beyond the ideal."""
+        """Wavefronts above the ideal."""
         return self.wavefronts - self.ideal
 
 
 def report(accesses: Sequence[Access]) -> list[Conflicts]:
-    """The conflicts of each access, in order."""
+    """Return the conflicts of each access, in order.
+
+    Examples
+    --------
+    >>> report([Access("read", "load32", np.arange(32) * 8)])[0].conflicts
+    1
+    """
     found = []
     for access in accesses:
         size, lanes = KINDS[access.kind]
@@ -129,9 +190,21 @@ def report(accesses: Sequence[Access]) -> list[Conflicts]:
 
 
 def swizzled(row: Any, chunk: Any, row_bytes: int, swizzle: bool = True) -> Addresses:
-    """Byte at which 16-byte piece ``chunk`` of row ``row`` lies in a tile of rows of 32, 64 or 128 bytes.
+    """Return the byte offset of a 16-byte chunk in a swizzled tile; twin of ``swizzled`` in ``device/copy.cuh``.
 
-    The host's twin of ``swizzled`` in ``device/copy.cuh``; rows and pieces are integers or arrays of them.
+    Parameters
+    ----------
+    row, chunk : int or array_like
+        Row and 16-byte chunk of the row.
+    row_bytes : int
+        Bytes of a row: 32, 64 or 128.
+    swizzle : bool, default True
+        Without it the tile is row-major.
+
+    Examples
+    --------
+    >>> int(swizzled(1, 0, 128))
+    144
     """
     chunks, rows_a_line = row_bytes // ROW_BYTES, BANKS * WORD // row_bytes
     row, chunk = np.asarray(row, dtype=np.int64), np.asarray(chunk, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Order of a vector row's columns for the panel kernel: which slot of which group each one takes.
+"""Order of the columns of a vector row for the panel kernel: the slot and group of each column.
 
-The kernel holds a window of a few neighbouring tiles of B at a time, so a group may take columns of these only, and the
-oldest tile's have to be taken first.  Inside the window the order is free, and eight columns that ``ldmatrix`` reads at
-once cost as many passes over the banks as the most frequent residue mod 8 among them.
+The kernel holds a window of a few consecutive tiles of B, so a group takes its columns from these tiles, those of the
+oldest tile first. Inside the window the order is free. Eight columns that ``ldmatrix`` reads at once take as many
+wavefronts as the most frequent residue mod 8 among them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PHASE = 8  # rows that ldmatrix reads at once; their numbers mod 8 decide about 
 
 
 @dataclass(frozen=True)
-class SpreadConfig(KernelConfig):
-    """What the kernel of :func:`spread_slots` is compiled for."""
+class ColumnOrderConfig(KernelConfig):
+    """Config of the kernel of :func:`ordered_slots`: threads per CTA."""
 
     threads: int = 128
 
@@ -47,10 +47,30 @@ class SpreadConfig(KernelConfig):
 def sequential_slots(
     columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2
 ) -> Tensor:
-    """Slots in the order of the columns, int64 (vectors,), from each row's start.
+    """Assign slots in the order of the columns.
 
-    ``columns``: int (vectors,), rising in each row; ``row_offsets``: int64 (R + 1,).  A group that would take columns
-    from more than ``window`` neighbouring tiles is cut off before and padded.
+    Parameters
+    ----------
+    columns : Tensor, shape (vectors,)
+        Integers, increasing in each vector row.
+    row_offsets : Tensor, shape (R + 1,)
+        int64.
+    tile, tiles : int
+        Rows of B per tile; tiles of B.
+    group : int
+        Slots per group.
+    window : int, default 2
+        Consecutive tiles of a group; a group that would exceed them is padded.
+
+    Returns
+    -------
+    Tensor, shape (vectors,)
+        int64 slots, counted from the start of each vector row.
+
+    Examples
+    --------
+    >>> sequential_slots(torch.tensor([0, 5, 60]), torch.tensor([0, 3]), 16, 4, 8).tolist()
+    [0, 1, 8]
     """
     rows, total = row_offsets.numel() - 1, columns.numel()
     row_of = torch.repeat_interleave(row_offsets.diff(), output_size=total)
@@ -70,11 +90,31 @@ def sequential_slots(
     return starts.view(-1)[segment] + torch.arange(total, device=columns.device) - before[segment]
 
 
-def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2) -> Tensor:
-    """As :func:`sequential_slots`, in an order that spares bank conflicts, by ``layout/column_order_search.cuh``.
+def ordered_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int = 2) -> Tensor:
+    """Assign slots as :func:`sequential_slots`, in an order with few bank conflicts.
 
-    On uniform patterns with some 50 columns a tile a read takes 1.2 passes instead of 2.2.
-    Raises ``RuntimeError`` for tensors on the CPU without the compiled engine.
+    Runs ``layout/column_order_search.cuh`` on the device of the columns. On uniform patterns with about 50 columns per
+    tile a read takes 1.2 wavefronts instead of 2.2.
+
+    Parameters
+    ----------
+    columns, row_offsets, tile, tiles, group, window
+        As for :func:`sequential_slots`.
+
+    Returns
+    -------
+    Tensor, shape (vectors,)
+        int64.
+
+    Raises
+    ------
+    RuntimeError
+        For tensors on a CPU without the compiled engine.
+
+    Examples
+    --------
+    >>> ordered_slots(torch.tensor([0, 5, 60]), torch.tensor([0, 3]), 16, 4, 8).tolist()
+    [0, 1, 8]
     """
     device, rows, total = columns.device, row_offsets.numel() - 1, columns.numel()
     slots = torch.empty(total, dtype=torch.int64, device=device)
@@ -92,7 +132,7 @@ def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, gr
     if device.type == "cpu":
         engine.order_columns(until, first, order, group, window, slots)
         return slots
-    config = SpreadConfig()
+    config = ColumnOrderConfig()
     with device_of(slots):
         get_kernel(config).launch(
             (-(-rows * 32 // config.threads), 1, 1),
@@ -101,6 +141,6 @@ def spread_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, gr
     return slots
 
 
-def default_configs() -> list[SpreadConfig]:
-    """The one kernel."""
-    return [SpreadConfig()]
+def default_configs() -> list[ColumnOrderConfig]:
+    """Return the one kernel."""
+    return [ColumnOrderConfig()]

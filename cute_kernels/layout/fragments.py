@@ -1,13 +1,13 @@
-"""What follows from an mma atom: where each operand of a sparse product has to lie so that a lane finds its values.
+"""Fragment layouts that follow from an MMA atom: where operands lie so that each lane finds its values.
 
-SpMM computes ``C^T = B^T A^T``: the dense operand (K x N, row-major) is the instruction's operand A, its rows m being
-columns n of the product, and the sparse vectors are operand B, whose 8 columns are the rows of a vector row.
-The dense rows of a group are gathered into shared memory, one *slot* a row.  ``ldmatrix.trans`` on 16-bit units hands
-lane ``4 g + t`` the unit ``g`` of slots ``2 t`` and ``2 t + 1`` of each 8 x 8 matrix, that is of 8 slots; ``prmt``
-with 0x6420 and 0x7531 on the registers of two matrices puts four k of one column side by side.  Which k they are is
-free, as long as the sparse operand uses the same order: :func:`gather_order` says it, and the rest follows.
+SpMM computes ``C^T = B^T A^T``: the dense operand (K x N, row-major) is operand A of the instruction, its rows m are
+columns n of the product; the sparse vectors are operand B, whose 8 columns are the rows of a vector row.
+The dense rows of a group are gathered into shared memory, one *slot* per row. ``ldmatrix.trans`` on 16-bit units gives
+lane ``4 g + t`` the unit ``g`` of slots ``2 t`` and ``2 t + 1`` of each 8 x 8 matrix (8 slots); ``prmt`` with 0x6420
+and 0x7531 on the registers of two matrices puts four k of one column side by side. The order of k is free if the sparse
+operand uses the same order, which is :func:`gather_order`.
 
-All layouts are derived from the atom's own by layout algebra, so that a new table entry brings its own.
+All layouts follow from the layouts of the atom by layout algebra, so a new table entry brings its own.
 """
 
 from __future__ import annotations
@@ -27,17 +27,24 @@ _SWIZZLES = {64: (2, 4, 3), 128: (3, 4, 3)}
 
 
 def stride(atom: Atom) -> int:
-    """Vectors that a group of SR-BCRS holds for this atom: the k extent of the instruction."""
+    """Return the vectors per group of SR-BCRS for this atom: the K of the instruction.
+
+    Examples
+    --------
+    >>> from cute_kernels.atoms import atom
+    >>> stride(atom("s8_m16n8k32"))
+    32
+    """
     return atom.shape[2]
 
 
 def _flat(layout: Layout) -> Layout:
-    """``layout`` with its modes side by side."""
+    """The layout with its modes side by side."""
     return Layout(flatten((layout.shape,)), flatten((layout.stride,)))
 
 
 def _register_modes(atom: Atom, operand: str) -> list[tuple[int, bool]]:
-    """``(size, along_k)`` of the value modes beyond the first, which must be one register of consecutive k."""
+    """``(size, along_k)`` of the value modes after the first, which must be one register of consecutive k."""
     values, rows = atom.layout(operand)[1], atom.extent(operand)[0]
     sizes, strides = flatten((values.shape,)), flatten((values.stride,))
     if (sizes[0], strides[0]) != (REGISTER_BITS // atom.mma_bits, rows):
@@ -49,11 +56,7 @@ def _register_modes(atom: Atom, operand: str) -> list[tuple[int, bool]]:
 
 
 def _order_of_k(atom: Atom, operand: str, lane: int, register: tuple[tuple[int, int], ...], step: int) -> Layout:
-    """Layout k -> place, for a movement that gives lane ``4 g + t`` the places ``lane * t + register + step * j``.
-
-    ``register`` is the ``(size, stride)`` modes of the values of one register, j counts a lane's registers along k.
-    Raises ``ValueError`` when the atom wants something that the movement does not give.
-    """
+    """Layout k -> place, for a movement that gives lane ``4 g + t`` the places ``lane * t + register + step * j``."""
     layout, (rows, k_extent) = atom.layout(operand), atom.extent(operand)
     sizes, strides = [size for size, _ in register], [place for _, place in register]
     for size, along_k in _register_modes(atom, operand):
@@ -72,12 +75,22 @@ def _order_of_k(atom: Atom, operand: str, lane: int, register: tuple[tuple[int, 
 
 @lru_cache
 def gather_order(atom: Atom) -> Layout:
-    """Layout: k of the instruction -> slot, the gathered row that feeds this k.
+    """Return the layout: k of the instruction -> slot, the gathered row with this k.
 
-    8-bit operands: ``(2, 2, 4, K / 16) : (1, 8, 2, 16)``, two matrices of 8 slots a register.  4-bit operands:
-    ``(2, 2, 2, 4, K / 32) : (16, 1, 8, 2, 32)``, four matrices a register, the odd nibbles from the latter two.
-    16-bit operands: one matrix a register, and k is the slot.
-    Raises ``ValueError`` for an atom that ``ldmatrix.trans`` and ``prmt`` cannot feed.
+    8-bit operands: ``(2, 2, 4, K / 16) : (1, 8, 2, 16)``, two matrices of 8 slots per register. 4-bit operands:
+    ``(2, 2, 2, 4, K / 32) : (16, 1, 8, 2, 32)``, four matrices per register, the odd nibbles from the last two. 16-bit
+    operands: one matrix per register, and k is the slot.
+
+    Raises
+    ------
+    ValueError
+        If ``ldmatrix.trans`` and ``prmt`` cannot produce the operand of the atom.
+
+    Examples
+    --------
+    >>> from cute_kernels.atoms import atom
+    >>> [gather_order(atom("s8_m16n8k32"))(k) for k in range(8)]
+    [0, 1, 8, 9, 2, 3, 10, 11]
     """
     register = {4: ((2, 16), (2, 1), (2, 8)), 8: ((2, 1), (2, 8)), 16: ((2, 1),)}[atom.mma_bits]
     return _order_of_k(atom, "A", 2, register, 128 // atom.mma_bits)
@@ -85,11 +98,21 @@ def gather_order(atom: Atom) -> Layout:
 
 @lru_cache
 def k_run(atom: Atom) -> Layout:
-    """Layout: k of the instruction -> k in memory, so that a lane's values are one run of K / 4 in memory.
+    """Return the layout: k of the instruction -> k in memory, with K / 4 consecutive values per lane.
 
-    SDDMM reads both operands along k: ``(r, 4, K / 4r) : (1, K / 4, r)`` with r values a register, for 8 bits and K =
-    32 the run is 8 bytes, k = 16 j + 4 t + i <-> 8 t + 4 j + i.
-    Raises ``ValueError`` for an atom whose operands A and B, both in registers, are not alike along k.
+    SDDMM reads both operands along K: ``(r, 4, K / 4r) : (1, K / 4, r)`` with r values per register. For 8 bits and
+    K = 32 a lane reads 8 bytes, k = 16 j + 4 t + i <-> 8 t + 4 j + i.
+
+    Raises
+    ------
+    ValueError
+        If operands A and B of the atom, both in registers, differ along K.
+
+    Examples
+    --------
+    >>> from cute_kernels.atoms import atom
+    >>> [k_run(atom("s8_m16n8k32"))(k) for k in (0, 4, 16)]
+    [0, 8, 4]
     """
     per_register, k_extent = REGISTER_BITS // atom.mma_bits, atom.shape[2]
     orders = [
@@ -104,10 +127,10 @@ def k_run(atom: Atom) -> Layout:
 
 @lru_cache
 def fragment_order(atom: Atom) -> Layout:
-    """Layout: (thread, value) of operand B -> ``row * K + slot`` in a group of SR-BCRS.
+    """Return the layout: (thread, value) of operand B -> ``row * K + slot`` in a group of SR-BCRS.
 
-    A group is N rows of K slots, row-major.  Where operand B lies in shared memory the threads are one and the values
-    are in the order of its core matrices: 8 rows of 16 bytes, first down the rows, then along k (no swizzle).
+    A group is N rows of K slots, row-major. If operand B is in shared memory, there is one thread, and values have
+    the order of core matrices: 8 rows of 16 bytes, first along rows, then along K (no swizzle).
     """
     n, _ = atom.extent("B")
     k_extent = stride(atom)
@@ -127,16 +150,31 @@ def _places(atom: Atom) -> tuple[int, ...]:
 
 
 def pack_index(atom: Atom, packed: bool = False) -> Places:
-    """int64 (threads * values,): for each place of the execution copy, lane after lane, its place in the group.
+    """Return for each place of the packed operand, lane after lane, its place in the group.
 
-    ``group.reshape(N * K)[pack_index(atom)]`` is the copy of an N x K group in which each lane reads its whole operand
-    B by one load: 8 bytes for 8 values of 8 bits.
+    ``group.reshape(N * K)[pack_index(atom)]`` is the packed N x K group: each lane reads its operand B by one load.
 
-    With ``packed`` the places are nibbles, low one first, of 4-bit values that a lane turns into 8-bit ones: nibbles
-    ``2 i`` and ``2 i + 1`` of word w become byte i of registers 2 w and 2 w + 1, so ``(x << 4) & 0xF0F0F0F0`` and
-    ``x & 0xF0F0F0F0`` are 16 times these registers' signed values.  An atom with one register has 16-bit units: their
-    nibbles 2 i and 2 i + 1 become bytes i and i + 2 of it.  For a 4-bit instruction the nibbles are in their own order.
-    For one of 16 bits nibbles i and i + 4 of a word become the halves of register i.
+    Parameters
+    ----------
+    atom : Atom
+        An entry of the table.
+    packed : bool, default False
+        Places are nibbles, low one first, of 4-bit values that a lane expands to 8 bits. Nibbles ``2 i`` and
+        ``2 i + 1`` of word w become byte i of registers 2 w and 2 w + 1, so ``(x << 4) & 0xF0F0F0F0`` and
+        ``x & 0xF0F0F0F0`` are 16 times the signed values. An atom with one register has 16-bit units: nibbles 2 i and
+        2 i + 1 become bytes i and i + 2. For 4-bit instructions nibbles keep their order; for 16-bit ones nibbles i and
+        i + 4 of a word become the two values of register i.
+
+    Returns
+    -------
+    ndarray, shape (threads * values,)
+        int64.
+
+    Examples
+    --------
+    >>> from cute_kernels.atoms import atom
+    >>> pack_index(atom("s8_m16n8k32"))[:8].tolist()
+    [0, 1, 8, 9, 16, 17, 24, 25]
     """
     index = np.array(_places(atom), dtype=np.int64)
     if packed and atom.mma_bits == 16:
@@ -148,11 +186,24 @@ def pack_index(atom: Atom, packed: bool = False) -> Places:
 
 
 def column_order(bits: int) -> Layout:
-    """Layout: row of operand A -> column of the dense operand, in a tile as wide as one ldmatrix: 8 units of 16 bits.
+    """Return the layout: row of operand A -> column of the dense operand, in a tile of one ``ldmatrix``.
 
-    Row ``g + 8 b`` is column ``g * 16 / bits + b``; b counts blocks of 8 rows, over as many atoms as it takes.
-    ``bits`` of the dense operand's elements: 16 (one block a digit), 8 (two blocks) or 4 (four, low nibbles first:
-    low and high nibbles of what 0x6420 gives, then those of 0x7531).
+    Row ``g + 8 b`` is column ``g * 16 / bits + b``; b counts blocks of 8 rows over as many atoms as necessary.
+
+    Parameters
+    ----------
+    bits : int
+        Bits of the dense elements: 16 (one block per digit), 8 (two blocks) or 4 (four blocks, low nibbles first).
+
+    Raises
+    ------
+    ValueError
+        For another width.
+
+    Examples
+    --------
+    >>> [column_order(8)(row) for row in (0, 1, 8)]
+    [0, 2, 1]
     """
     if bits not in (4, 8, 16):
         raise ValueError(f"bits must be 4, 8 or 16, got {bits!r}")
@@ -160,9 +211,19 @@ def column_order(bits: int) -> Layout:
 
 
 def swizzle(row_bytes: int) -> Swizzle:
-    """Swizzle of byte offsets for rows of 64 or 128 bytes in shared memory, as TMA's and CuTe's of that width.
+    """Return the swizzle of byte offsets for rows of 64 or 128 bytes in shared memory, as TMA and CuTe define it.
 
-    Eight rows whose numbers are distinct mod 8 then give ``ldmatrix`` their 16-byte units without a bank conflict.
+    Eight rows with distinct numbers mod 8 then give ``ldmatrix`` their 16-byte units without bank conflicts.
+
+    Raises
+    ------
+    ValueError
+        For another row size.
+
+    Examples
+    --------
+    >>> swizzle(128)(128)
+    144
     """
     if row_bytes not in _SWIZZLES:
         raise ValueError(f"row_bytes must be one of {tuple(_SWIZZLES)}, got {row_bytes!r}")

@@ -266,7 +266,7 @@ def choose(
     fast: bool = False,
     out: str = "float32",
     source: str = "none",
-    multiprocessors: int = 132,
+    num_sms: int = 132,
 ) -> ScaledGemmConfig:
     """Return the config for a product of (m, k) and (k, n).
 
@@ -287,7 +287,7 @@ def choose(
         Dtype of the output.
     source : str, default "none"
         Dtype of c, or ``"none"``.
-    multiprocessors : int, default 132
+    num_sms : int, default 132
         SMs of the GPU.
 
     Returns
@@ -299,13 +299,13 @@ def choose(
     large, small = ([each for each in found if (each.tile_m == 64) == is_small] for is_small in (False, True))
 
     def predicted_time(each: ScaledGemmConfig) -> float:
-        return -(-each.tiles(m, n) // multiprocessors) * each.tile_n * _WIDTHS[each.tile_n]
+        return -(-each.tiles(m, n) // num_sms) * each.tile_n * _WIDTHS[each.tile_n]
 
     chosen = min(large, key=predicted_time)
-    if small and (m <= 64 or large[-1].tiles(m, n) < multiprocessors // 2):
+    if small and (m <= 64 or large[-1].tiles(m, n) < num_sms // 2):
         fitting = [
             each for each in small if each.split == 1
-            or (each.tiles(m, n) * each.split <= multiprocessors and k >= 2048 * each.split)
+            or (each.tiles(m, n) * each.split <= num_sms and k >= 2048 * each.split)
         ]  # fmt: skip
         chosen = fitting[-1]
     return replace(chosen, out=out, source=source)

@@ -82,7 +82,7 @@ def choose_config(
     fast: bool = False,
     out: str = "float32",
     source: str = "none",
-    multiprocessors: int = 132,
+    num_sms: int = 132,
 ) -> ScaledGemmConfig | SmallMConfig:
     """Return the config for a product of (m, k) and (k, n) without ``tcgen05.mma``.
 
@@ -100,7 +100,7 @@ def choose_config(
         Dtype of the output.
     source : str, default "none"
         Dtype of c, or ``"none"``.
-    multiprocessors : int, default 132
+    num_sms : int, default 132
         SMs of the GPU.
 
     Returns
@@ -109,13 +109,13 @@ def choose_config(
         The small-M kernel if it supports the operands, else a tiled kernel.
     """
     if supports_small_m(m, a, b, arch):
-        return choose_small_m(m, n, k, a, b, out=out, source=source, multiprocessors=multiprocessors)
+        return choose_small_m(m, n, k, a, b, out=out, source=source, num_sms=num_sms)
     if arch == "sm_90a":
         a, b = dequantize_first(m, n, k, a, b)
-    return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, multiprocessors=multiprocessors)
+    return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, num_sms=num_sms)
 
 
-def select_scaled_config(problem: ScaledGemmProblem, arch: str, multiprocessors: int) -> Selection:
+def select_scaled_config(problem: ScaledGemmProblem, arch: str, num_sms: int) -> Selection:
     """Return the config of a product; addresses and memory strides are read, nothing is computed."""
     m, n, k = problem.shape
     out = str(problem.out_dtype).removeprefix("torch.")
@@ -125,12 +125,12 @@ def select_scaled_config(problem: ScaledGemmProblem, arch: str, multiprocessors:
         refused = f"the kernel of tcgen05.mma has not been run on any chip; {_ENABLE_TCGEN05}=1 takes it"
     elif arch in ARCHES:
         try:
-            return Selection(sm100.choose(m, n, _tcgen05_kind(problem).name, out, source, multiprocessors))
+            return Selection(sm100.choose(m, n, _tcgen05_kind(problem).name, out, source, num_sms))
         except ValueError as error:
             refused = str(error)
     config = choose_config(
         m, n, k, problem.a.format, problem.b.format, arch,
-        fast=problem.fast_accum, out=out, source=source, multiprocessors=multiprocessors,
+        fast=problem.fast_accum, out=out, source=source, num_sms=num_sms,
     )  # fmt: skip
     return Selection(config, refused)
 
@@ -176,7 +176,7 @@ def _launch_tcgen05(problem: ScaledGemmProblem, config: Tcgen05Config, epilogue:
     (scales_b, _, _), _owner_b = _scale_arguments(problem.b)
     kernel = get_kernel(config)
     kernel.launch(
-        (min(kernel.multiprocessors, config.tiles(m, n)), 1, 1),
+        (min(kernel.num_sms, config.tiles(m, n)), 1, 1),
         (
             *maps, k, config.counted_bytes(*pair), kind.instruction(*pair, TILE_M, config.tile_n), scales_a, scales_b,
             count // 4, *epilogue.arguments, np.float32(problem.alpha), np.float32(problem.beta),
@@ -208,7 +208,7 @@ def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig,
     if config.split > 1:
         kernel.launch((tiles * config.split, 1, 1), (*maps, *result), (config.split, 1, 1))
     else:
-        kernel.launch((min(kernel.multiprocessors * config.resident, tiles), 1, 1), (*maps, *result))
+        kernel.launch((min(kernel.num_sms * config.resident, tiles), 1, 1), (*maps, *result))
 
 
 def scaled_gemm_cuda(

@@ -135,10 +135,10 @@ def candidates(kind: str, out: str = "float32", source: str = "none") -> list[Tc
 
 
 @lru_cache(maxsize=4096)
-def choose(m: int, n: int, kind: str, out: str, source: str, multiprocessors: int) -> Tcgen05Config:
+def choose(m: int, n: int, kind: str, out: str, source: str, num_sms: int) -> Tcgen05Config:
     """Return the config with the largest tile that leaves no SM idle, else the smallest; not measured."""
     known = candidates(kind, out, source)
-    return next((config for config in known if config.tiles(m, n) >= multiprocessors), known[-1])
+    return next((config for config in known if config.tiles(m, n) >= num_sms), known[-1])
 
 
 def mma_kind(a: OperandFormat, b: OperandFormat) -> MmaKind:

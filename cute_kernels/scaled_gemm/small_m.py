@@ -238,7 +238,7 @@ def choose_small_m(
     *,
     out: str = "float32",
     source: str = "none",
-    multiprocessors: int = 132,
+    num_sms: int = 132,
 ) -> SmallMConfig:
     """Return the config of a small-M product.
 
@@ -256,7 +256,7 @@ def choose_small_m(
         Dtype of the output.
     source : str, default "none"
         Dtype of c, or ``"none"``.
-    multiprocessors : int, default 132
+    num_sms : int, default 132
         SMs of the GPU.
 
     Returns
@@ -267,7 +267,7 @@ def choose_small_m(
     rows = next(each for each in ROWS if m <= each)
     least = 4096 if rows > 32 else 1024
     fitting = [each for each in candidates(rows, a, b) if each.split == 1 or k >= least * each.split]
-    busy = (each for each in fitting if 3 * each.tiles(n) * each.split >= 2 * multiprocessors)
+    busy = (each for each in fitting if 3 * each.tiles(n) * each.split >= 2 * num_sms)
     return replace(next(busy, fitting[-1]), out=out, source=source)
 
 

@@ -1,4 +1,4 @@
-"""What the SDDMM kernels are compiled for."""
+"""Kernel configs of SDDMM: fields that both kernels share."""
 
 from __future__ import annotations
 
@@ -10,29 +10,42 @@ from torch import Tensor
 
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
-from cute_kernels.dtypes import Number, digits
+from cute_kernels.dtypes import ElementType, digits
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 
 
 @dataclass(frozen=True)
 class SampleConfig(KernelConfig):
-    """What the SDDMM kernels are compiled for; M, N and K stay run-time values.
+    """Config of an SDDMM kernel: base of the gather and the panel config.
 
-    ``x`` and ``y`` are the operands, ``out`` the name of a torch dtype, ``stride`` the one of the SR-BCRS output.
+    M, N and K are run-time values.
+
+    Parameters
+    ----------
+    atom : str
+        Entry of the atom table.
+    vector_length : int
+        V of the output.
+    x, y : Integer or FloatFormat
+        Element types of the operands.
+    out : str
+        Output dtype.
+    stride : int
+        Stride of the SR-BCRS output.
     """
 
     STEM: ClassVar[str]
 
     atom: str
     vector_length: int
-    x: Number
-    y: Number
+    x: ElementType
+    y: ElementType
     out: str
     stride: int = 32
 
     @cached_property
     def entry(self) -> Atom:
-        """The MMA atom."""
+        """MMA atom."""
         return atoms.atom(self.atom)
 
     @property
@@ -41,7 +54,7 @@ class SampleConfig(KernelConfig):
 
     @property
     def shifted(self) -> bool:
-        """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
+        """Whether accumulators hold a multiple of the product: nibbles became the upper halves of bytes."""
         signed4 = (self.x.bits == 4 and self.x.signed) or (self.y.bits == 4 and self.y.signed)
         return signed4 and self.entry.mma_bits == 8 and not self.entry.floating
 
@@ -67,14 +80,22 @@ class SampleConfig(KernelConfig):
         }
 
     def index_key(self) -> tuple[object, ...]:
-        """What :meth:`index` depends on, besides the pattern."""
+        """Return the fields on which :meth:`index` depends."""
         raise NotImplementedError
 
     def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
-        """What the kernel has to know of a pattern besides the columns.
+        """Return what the kernel reads of a pattern besides its columns.
 
-        ``row_offsets``: int64 (R + 1,) and ``columns``: int32 (vectors,), rising in each row, of the pattern;
-        ``row_start``: int64 (R,), the place of each row's first vector in the output; ``n``: columns of the pattern.
+        Parameters
+        ----------
+        row_offsets : Tensor, shape (R + 1,)
+            int64, of the pattern.
+        columns : Tensor, shape (vectors,)
+            int32, increasing in each vector row.
+        row_start : Tensor, shape (R,)
+            int64 place of the first vector of each row in the output.
+        n : int
+            Columns of the pattern.
         """
         raise NotImplementedError
 

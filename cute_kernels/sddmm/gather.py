@@ -1,4 +1,4 @@
-"""SDDMM: a warp gathers the rows of Y that up to 32 neighbouring vectors name, and multiplies them by rows of X."""
+"""SDDMM, gather kernel: a warp copies the rows of Y of up to 32 vectors and multiplies them by rows of X."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import Number, element_bits
+from cute_kernels.dtypes import ElementType, element_bits
 from cute_kernels.jit.kernel import Kernel
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
@@ -18,7 +18,7 @@ from cute_kernels.sddmm.config import SampleConfig
 
 
 def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
-    """Row that lane group ``g`` reads, the twin of ``spread_row`` in ``sddmm/gather.cuh``."""
+    """Return the row that lane group `g` reads; twin of ``spread_row`` in ``sddmm/gather.cuh``."""
     if chunks == 1 or (row_bytes, chunks) in ((32, 2), (64, 4)):
         return g
     if row_bytes == 64:
@@ -29,28 +29,36 @@ def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
 
 @dataclass(frozen=True)
 class SddmmConfig(SampleConfig):
-    """The gather kernel.
+    """Config of the gather kernel.
 
-    ``row_bytes`` of the wider operand's rows are a stage, ``stages`` of them are in flight.  ``wide``: totals that
-    outgrow int32 move to int64 on the way.
+    Parameters
+    ----------
+    tile_k_bytes : int
+        Bytes of the wider operand's rows per stage.
+    stages : int
+        Stages in flight per warp.
+    warps : int
+        Warps per CTA.
+    int64_accum : bool
+        Totals that can exceed int32 move to int64.
     """
 
     STEM: ClassVar[str] = "sddmm"
 
-    row_bytes: int = 128
+    tile_k_bytes: int = 128
     stages: int = 3
     warps: int = 4
-    wide: bool = False
+    int64_accum: bool = False
 
     @property
     def slots(self) -> int:
-        """Vectors of a warp's piece."""
+        """Vectors of a piece, which one warp computes."""
         return min(self.stride, 32)
 
     @property
     def depth(self) -> int:
-        """k of one stage."""
-        return self.row_bytes * 8 // max(element_bits(self.x), element_bits(self.y))
+        """K per stage."""
+        return self.tile_k_bytes * 8 // max(element_bits(self.x), element_bits(self.y))
 
     @property
     def threads(self) -> int:
@@ -66,28 +74,28 @@ class SddmmConfig(SampleConfig):
         return (-(-blocks * (self.stride // self.slots) // self.warps) * batch, 1, 1)
 
     def _tags(self) -> list[str]:
-        tags = [f"k{self.stride}b{self.row_bytes}s{self.stages}w{self.warps}"]
-        return [*tags, "wide"] if self.wide else tags
+        tags = [f"k{self.stride}b{self.tile_k_bytes}s{self.stages}w{self.warps}"]
+        return [*tags, "wide"] if self.int64_accum else tags
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
-            "kRowBytes": self.row_bytes,
+            "kTileKBytes": self.tile_k_bytes,
             "kStages": self.stages,
             "kWarps": self.warps,
-            "kWide": self.wide,
+            "kInt64Accum": self.int64_accum,
         }
 
     def index_key(self) -> tuple[object, ...]:
         return ("block_rows", self.stride)
 
     def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
-        """The vector row of each block of ``stride`` vectors, int32 (blocks,)."""
+        """Return the vector row of each block of `stride` vectors, int32 (blocks,)."""
         blocks = (row_offsets.diff() + self.stride - 1) // self.stride  # (R,)
         rows = torch.arange(blocks.numel(), dtype=torch.int32, device=blocks.device)
         return torch.repeat_interleave(rows, blocks)
 
-    def _tile(self, name: str, number: Number, rows: int, used: int) -> list[Access]:
-        """Accesses to the rows of one operand: ``used`` of ``rows`` are fetched, all are read."""
+    def _tile(self, name: str, number: ElementType, rows: int, used: int) -> list[Access]:
+        """Accesses to the rows of one operand: `used` of `rows` are copied, all are read."""
         row_bytes, words = self.depth * element_bits(number) // 8, element_bits(number) // 4
         chunks = row_bytes // 16
         pieces = np.arange(-(-used * chunks // 32) * 32).reshape(-1, 32)
@@ -106,7 +114,7 @@ class SddmmConfig(SampleConfig):
         ]
 
     def smem_accesses(self) -> list[Access]:
-        """Every access of a warp to shared memory."""
+        """Return every shared-memory access of a warp."""
         y = self._tile("Y", self.y, self.slots, self.slots)
         return y + self._tile("X", self.x, max(8, self.vector_length), self.vector_length)
 
@@ -121,8 +129,7 @@ class SddmmConfig(SampleConfig):
         right: ScaleArg,
         pdl: bool = False,
     ) -> None:
-        """One launch on torch's current stream; ``pattern``: what :meth:`index` made, and the columns, -1 in the
-        padding."""
+        """Launch on the current stream; `pattern`: the result of :meth:`index` and the columns, -1 in the padding."""
         block_rows, columns = pattern
         blocks = block_rows.shape[0]
         kernel.launch(

@@ -1,12 +1,12 @@
-"""Which SDDMM kernel runs a product: a pure choice from its numbers."""
+"""Kernel selection of SDDMM: the config with the least predicted time, from sizes and types alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from cute_kernels.atoms import resolve_atom
 from cute_kernels.dtypes import element_bits
-from cute_kernels.layout.choice import _atom
-from cute_kernels.machine import PANEL_ARCHES, SHARED_BYTES, Kind, Machine, outgrows
+from cute_kernels.machine import PANEL_ARCHES, SHARED_BYTES, Machine, ProblemTypes, outgrows
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 
@@ -17,7 +17,7 @@ _sddmm: dict[str, SddmmKernel] = {}
 
 
 def choose_sddmm(
-    kind: Kind,
+    kind: ProblemTypes,
     machine: Machine,
     *,
     stride: int,
@@ -27,15 +27,28 @@ def choose_sddmm(
     vectors: int = 0,
     columns: int = 0,
 ) -> SddmmKernel:
-    """The config for S = X Y^T at a pattern; ``stride`` is the one of the output, ``inner`` the length of the sum.
+    """Return the config for ``S = X Y^T`` at a pattern.
 
-    ``vector_rows``, ``vectors`` and ``columns`` of the pattern; without them it counts as small.
+    Parameters
+    ----------
+    kind : ProblemTypes
+        Types of the product.
+    machine : Machine
+        The GPU.
+    stride : int
+        Stride of the output.
+    inner : int
+        K.
+    atom : str, optional
+        Name of an MMA atom.
+    vector_rows, vectors, columns : int, default 0
+        Sizes of the pattern; without them it counts as small.
     """
-    name = _atom(atom, kind, machine.arch)
+    name = resolve_atom(atom, kind, machine.arch)
     base = SddmmConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride)
     narrow = min(kind.left.bits, kind.right.bits) * 2 >= max(kind.left.bits, kind.right.bits)
     short = inner <= base.depth // 2 and narrow
-    config: SddmmKernel = replace(base, row_bytes=64 if short else 128, wide=outgrows(base, inner))
+    config: SddmmKernel = replace(base, tile_k_bytes=64 if short else 128, int64_accum=outgrows(base, inner))
     small = vectors + 64 * vector_rows < 2**31  # the panel kernel counts places in 32 bits
     if machine.arch in PANEL_ARCHES and vectors and small:
         panels = _sddmm_panels(
@@ -55,7 +68,7 @@ _MOST_SAMPLING_REGISTERS = 48  # for rows of X and sums that 16 warps leave, wit
 
 
 def _sddmm_panels(base: SddmmPanelConfig, inner: int) -> list[SddmmPanelConfig]:
-    """Configs that hold all of k and fit the shared memory and the registers."""
+    """Configs that hold all of K and fit shared memory and registers."""
     if base.entry.mma_bits != 8 or base.entry.floating:
         return []
     fitting = (replace(base, boxes=boxes, box_bytes=width) for boxes, width in ((1, 64), (1, 128), (2, 128), (4, 128)))
@@ -72,13 +85,10 @@ def _sddmm_panels(base: SddmmPanelConfig, inner: int) -> list[SddmmPanelConfig]:
 def _sddmm_panel_cost(
     config: SddmmPanelConfig, machine: Machine, vector_rows: int, vectors: int, columns: int
 ) -> float:
-    """Nanoseconds, roughly: waves of blocks, each of which fetches its rows and gives every warp vector rows in turn.
-
-    The constants were measured on an H200.
-    """
+    """Predicted nanoseconds: waves of CTAs that load their rows and sample vector rows; measured on an H200."""
     tiles = -(-columns // config.tile)
-    rows = -(-vector_rows // max(1, machine.multiprocessors // tiles))
-    waves = -(-tiles // machine.multiprocessors)
+    rows = -(-vector_rows // max(1, machine.num_sms // tiles))
+    waves = -(-tiles // machine.num_sms)
     fetched = (
         config.boxes * config.box_bytes * config.tile
         + rows * config.vector_length * config.depth * element_bits(config.x) // 8
@@ -91,12 +101,12 @@ def _sddmm_panel_cost(
     return waves * (1600 + 0.0081 * fetched + -(-rows // config.warps) * (270 + units * unit) * busy)
 
 
-def _sddmm_gather_cost(kind: Kind, inner: int, vectors: int) -> float:
-    """Nanoseconds, roughly: the launch, and each vector with its row of Y and its part of the rows of X."""
+def _sddmm_gather_cost(kind: ProblemTypes, inner: int, vectors: int) -> float:
+    """Predicted nanoseconds: the launch, and each vector with its row of Y and its share of X."""
     moved = inner / 8 * (kind.right.bits + kind.left.bits * kind.vector_length / 32)
     return 2000 + vectors * (0.022 + 0.00016 * moved)
 
 
 def sddmm_config(name: str) -> SddmmKernel:
-    """The SDDMM config of this name, once chosen."""
+    """Return the registered SDDMM config of this name."""
     return _sddmm[name]

@@ -1,4 +1,4 @@
-"""SDDMM, panel kernel: a block keeps a tile of Y's rows in shared memory and samples many vector rows from it."""
+"""SDDMM, panel kernel: a CTA keeps a tile of Y in shared memory and samples many vector rows from it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,20 @@ _MAX_COORDINATE = 2**31 - 1
 
 @dataclass(frozen=True)
 class SddmmPanelConfig(SampleConfig):
-    """``tile`` rows of Y lie in shared memory, in ``boxes`` of ``box_bytes``, which must hold all of k.
+    """Config of the panel kernel.
 
-    ``box_bytes``: 128, as wide as the copy engine's swizzle, or 64 for a single box.  Each of ``warps`` warps samples
-    ``slots`` neighbouring vectors at a time.
+    Parameters
+    ----------
+    tile : int
+        Rows of Y in shared memory.
+    boxes : int
+        TMA boxes per row, which hold all of K.
+    box_bytes : int
+        Bytes of a box: 128, the swizzle of TMA, or 64 for a single box.
+    slots : int
+        Consecutive vectors that a warp samples at a time.
+    warps : int
+        Warps per CTA.
     """
 
     STEM: ClassVar[str] = "sddmm_panel"
@@ -44,12 +54,12 @@ class SddmmPanelConfig(SampleConfig):
 
     @property
     def depth(self) -> int:
-        """The longest sum."""
+        """Largest K."""
         return self.boxes * self.box_bytes * 8 // element_bits(self.y)
 
     @property
     def _pitch(self) -> int:
-        """Bytes from one row of X to the next in shared memory."""
+        """Bytes between rows of X in shared memory."""
         row = self.depth * element_bits(self.x) // 8
         return row if row // (4 * self._load) % 2 else row + 4 * self._load
 
@@ -65,7 +75,7 @@ class SddmmPanelConfig(SampleConfig):
 
     @property
     def registers(self) -> int:
-        """Registers of a lane that hold rows of X and sums."""
+        """Registers per lane for rows of X and accumulators."""
         x, y = self.digits
         tiles = max(1, self.vector_length // 8)
         return tiles * (x * self.depth // 16 + x * y * self.slots // 4)
@@ -87,10 +97,10 @@ class SddmmPanelConfig(SampleConfig):
         return ("ranges", self.stride, self.tile, self.slots)
 
     def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
-        """Which places of the output have to do with each tile, int32 (tiles + 1, R, 2).
+        """Return which places of the output belong to each tile, int32 (tiles + 1, R, 2).
 
-        For each vector row the first unit of ``slots / 8`` places and the one after the last; after the tiles the
-        places of the row's padding.
+        Per vector row the first unit of ``slots / 8`` places and the one after the last; after the tiles the places of
+        the padding.
         """
         tiles, rows, unit = -(-n // self.tile), row_start.numel(), self.slots // 8
         lengths = row_offsets.diff()
@@ -103,9 +113,9 @@ class SddmmPanelConfig(SampleConfig):
         return torch.cat((ranges, padding[:, None]), 1).transpose(0, 1).to(torch.int32).contiguous()
 
     def smem_accesses(self) -> list[Access]:
-        """Every access of a warp to shared memory, for columns 0, 1, ...; no others conflict more.
+        """Return every shared-memory access of a warp for columns 0, 1, ...; no others conflict more.
 
-        In boxes of 64 bytes two rows of Y of one parity meet: half of all pairs do.
+        In boxes of 64 bytes two rows of Y of one parity conflict: half of all pairs.
         """
         lane, chunks = np.arange(32), self.vector_length * self.depth * element_bits(self.x) // 128
         g, t, blocks, wide = lane // 4, lane % 4, self.slots // 8, self.box_bytes
@@ -144,9 +154,9 @@ class SddmmPanelConfig(SampleConfig):
         right: ScaleArg,
         pdl: bool = False,
     ) -> None:
-        """One launch on torch's current stream, or one a matrix of a batch that no single step separates.
+        """Launch on the current stream; once per matrix if no single step separates the matrices of a batch.
 
-        ``pattern``: what :meth:`index` made, and the columns, -1 in the padding.
+        `pattern`: the result of :meth:`index` and the columns, -1 in the padding.
         """
         if out.inner == 0:  # X is filled with zeros, so any row will do for Y
             x, y = DenseArg(out.pointer, 16, 0, 0), DenseArg(out.pointer, 16, 0, 16)
@@ -165,7 +175,7 @@ class SddmmPanelConfig(SampleConfig):
             return
         shape = (y.row, step * (out.batch - 1) + out.columns if out.inner else 1)
         box, swizzle = (self.box_bytes, min(self.tile, BOX_ROWS)), 128 if self.box_bytes == 128 else 0
-        row_blocks = min(rows, max(1, kernel.multiprocessors // (tiles * out.batch)))
+        row_blocks = min(rows, max(1, kernel.num_sms // (tiles * out.batch)))
         block_rows = -(-rows // row_blocks)
         row_blocks = -(-rows // block_rows)
         kernel.launch(

@@ -1,4 +1,4 @@
-"""Host half of the SpMM kernels: what a config says, and the values of the execution copy that follow from it."""
+"""Kernel configs of SpMM: fields that both kernels share, and the packing of sparse values into fragments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
-from cute_kernels.dtypes import Integer, Number, digits, element_bits
+from cute_kernels.dtypes import ElementType, Integer, digits, element_bits
 from cute_kernels.floats import FORMATS, decode, encode
 from cute_kernels.integers import split_digits, widen
 from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES, KernelConfig
@@ -21,48 +21,61 @@ from cute_kernels.operands import OutputArg, ScaleArg, Vectors
 
 @dataclass(frozen=True)
 class SpmmConfig(KernelConfig):
-    """What the SpMM kernels are compiled for; M, N and K stay run-time values.
+    """Config of an SpMM kernel: base of :class:`~cute_kernels.spmm.gather.GatherConfig` and of the panel config.
 
-    ``atom`` names an entry of the atom table; ``a`` is the sparse operand, ``b`` the dense one, ``out`` the name of a
-    torch dtype.  ``stack``: two digits of a short vector share one instruction where their signs allow it.
-    ``swizzle``: rows in shared memory are swizzled over the banks, without which the kernels are slow.
+    M, N and K are run-time values.
+
+    Parameters
+    ----------
+    atom : str
+        Entry of the atom table.
+    vector_length : int
+        V.
+    a, b : Integer or FloatFormat
+        Element types of the sparse and the dense operand.
+    out : str
+        Output dtype.
+    fuse_digits : bool
+        Two digits of a short vector share one instruction if their signs allow it.
+    swizzle : bool
+        Rows in shared memory are swizzled over the banks.
     """
 
     STEM: ClassVar[str]
 
     atom: str
     vector_length: int
-    a: Number
-    b: Number
+    a: ElementType
+    b: ElementType
     out: str
-    stack: bool = True
+    fuse_digits: bool = True
     swizzle: bool = True
 
     @cached_property
     def entry(self) -> Atom:
-        """The MMA atom."""
+        """MMA atom."""
         return atoms.atom(self.atom)
 
     @property
     def group(self) -> int:
-        """Vectors that one instruction takes."""
+        """Vectors per group: K of one instruction."""
         return stride(self.entry)
 
     @property
-    def stacked(self) -> bool:
-        """Digits share an instruction: they must have one sign, which two signed digits of 16 bits cannot have."""
+    def fused_digits(self) -> bool:
+        """Whether digits share an instruction: they need one sign, which two signed digits of 16 bits lack."""
         one_sign = not self.a.signed or self.a.bits == 12
-        return self.stack and one_sign and digits(self.a) == 2 and self.vector_length <= 4
+        return self.fuse_digits and one_sign and digits(self.a) == 2 and self.vector_length <= 4
 
     @property
     def packed(self) -> bool:
-        """4-bit values stay packed in the execution copy: a lane's are whole words."""
+        """Whether 4-bit values stay packed in memory: the values of a lane are whole words."""
         depth = self.group * self.entry.mma_bits // 128
         return self.a.bits == 4 and depth % (self.entry.mma_bits // 4) == 0
 
     @property
-    def stored(self) -> Number:
-        """What the values are in the execution copy: 4-bit floats that are not packed are e4m3, which holds them."""
+    def stored(self) -> ElementType:
+        """Element type in the packed operand: 4-bit floats that are not packed become e4m3, which holds them."""
         widened = self.a.bits == 4 and not isinstance(self.a, Integer) and not self.packed
         return FORMATS["e4m3"] if widened else self.a
 
@@ -72,21 +85,21 @@ class SpmmConfig(KernelConfig):
 
     @property
     def products(self) -> int:
-        """Products of digits for each element of a tile of at most eight rows."""
-        return (1 if self.stacked else self.digits[0]) * self.digits[1]
+        """Digit products per element of a tile of at most eight rows."""
+        return (1 if self.fused_digits else self.digits[0]) * self.digits[1]
 
     @property
     def shifted(self) -> bool:
-        """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
+        """Whether accumulators hold a multiple of the product: nibbles became the upper halves of bytes."""
         through_bytes = self.entry.mma_bits == 8 and not self.entry.floating
         return through_bytes and ((self.packed and self.a.signed) or (self.b.bits == 4 and self.b.signed))
 
     @cached_property
     def columns(self) -> int:
-        """Columns of B that one strip has."""
-        return self.row_bytes * 8 // element_bits(self.b)
+        """Columns of a tile of B."""
+        return self.tile_n_bytes * 8 // element_bits(self.b)
 
-    row_bytes: ClassVar[int]
+    tile_n_bytes: ClassVar[int]
 
     def _constants(self) -> dict[str, object]:
         return {
@@ -96,9 +109,9 @@ class SpmmConfig(KernelConfig):
             "kSignedA": self.a.signed,
             "kSignedB": self.b.signed,
             "kFloat": self.entry.floating,
-            "kFuseDigits": self.stacked,
+            "kFuseDigits": self.fused_digits,
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
-            "kRowBytes": self.row_bytes,
+            "kTileNBytes": self.tile_n_bytes,
             "kSwizzle": self.swizzle,
         }
 
@@ -129,30 +142,42 @@ class SpmmConfig(KernelConfig):
         return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
 
     def _tags(self) -> list[str]:
-        return [name for name, on in (("unstacked", self.stack), ("unswizzled", self.swizzle)) if not on]
+        return [name for name, on in (("unstacked", self.fuse_digits), ("unswizzled", self.swizzle)) if not on]
 
     def vector_stores(self, out: OutputArg, right: ScaleArg) -> int:
-        """Whether neighbouring results can be stored, and their factors read, at once: 1 or 0."""
+        """Whether consecutive results are stored, and their scales loaded, in one access: 1 or 0."""
         run = 16 // element_bits(self.b)
         width = min(16, run * OUT_BYTES[self.out])
         return int(out.columns % run == 0 and out.pointer % width == 0 and right.pointer % (4 * run) == 0)
 
     def packing_key(self) -> tuple[object, ...]:
-        """What the execution copy depends on."""
-        return (self.atom, self.stacked, self.packed)
+        """Return the fields on which the packed operand depends."""
+        return (self.atom, self.fused_digits, self.packed)
 
 
 def planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
-    """Digits of the values as bytes, or the bits of floats as int16 or uint8: (digits, vectors, V).
+    """Return the digit planes of the values as bytes, or floats as bit patterns.
 
-    Stacked digits share a sign: the lower one's too.
+    Fused digits share a sign, so the lower digit is signed too.
+
+    Parameters
+    ----------
+    config : SpmmConfig
+        Kernel config.
+    vectors : Vectors
+        Sparse operand.
+
+    Returns
+    -------
+    Tensor, shape (digits, vectors, V)
+        uint8, or int16 for 16-bit floats.
     """
-    number = vectors.number
+    number = vectors.element_type
     if not isinstance(number, Integer):
         widened = config.stored.name != number.name
         codes = encode(decode(vectors.values, number.name), config.stored.name) if widened else vectors.values
         return codes[None]
-    if not (config.stacked and number.signed):
+    if not (config.fused_digits and number.signed):
         return split_digits(vectors.values, *number)
     wide = widen(vectors.values)
     low = ((wide + 128) & 0xFF) - 128
@@ -160,10 +185,23 @@ def planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
 
 
 def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, groups: int) -> Tensor:
-    """Values in fragment order, uint8 (groups, bytes a group).
+    """Pack values in fragment order: a lane reads its operand of one instruction by one load.
 
-    ``positions``: int64 (vectors,), the place of each vector among ``groups * group`` slots.  A lane then reads its
-    operand of one instruction with one load.
+    Parameters
+    ----------
+    config : SpmmConfig
+        Kernel config.
+    vectors : Vectors
+        Sparse operand.
+    positions : Tensor, shape (vectors,)
+        int64 slot of each vector among ``groups * group`` slots.
+    groups : int
+        Groups.
+
+    Returns
+    -------
+    Tensor, shape (groups, bytes per group)
+        uint8.
     """
     found = planes(config, vectors)  # (digits, vectors, V)
     count, _, v = found.shape
@@ -173,7 +211,7 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
     tiles = slots.view(count, groups, config.group, v // rows, rows).permute(
         1, 0, 3, 4, 2
     )  # (groups, digits, tiles, rows, slots)
-    if config.stacked:
+    if config.fused_digits:
         tiles = tiles.reshape(groups, 1, 1, count * rows, config.group)
     used = tiles.shape[3]
     per_lane = config.group // 4
@@ -188,7 +226,28 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
 
 
 def group_offsets(row_offsets: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """First group of each vector row, int64 (R + 1,), and the slot of each vector, int64 (vectors,)."""
+    """Split vector rows into groups.
+
+    Parameters
+    ----------
+    row_offsets : Tensor, shape (R + 1,)
+        int64 first vector of each vector row.
+    group : int
+        Slots per group.
+
+    Returns
+    -------
+    offsets : Tensor, shape (R + 1,)
+        int64 first group of each vector row.
+    slots : Tensor, shape (vectors,)
+        int64 slot of each vector.
+
+    Examples
+    --------
+    >>> offsets, slots = group_offsets(torch.tensor([0, 2, 3]), 16)
+    >>> offsets.tolist(), slots.tolist()
+    ([0, 1, 2], [0, 1, 16])
+    """
     lengths = row_offsets.diff()
     offsets = torch.zeros_like(row_offsets)
     torch.cumsum((lengths + group - 1) // group, 0, out=offsets[1:])

@@ -1,4 +1,4 @@
-"""SpMM, gather kernel: warps fetch the rows of B that their vector row names, each into a ring of its own."""
+"""SpMM, gather kernel: each warp copies the rows of B that its vector row needs into a pipeline of its own."""
 
 from __future__ import annotations
 
@@ -19,18 +19,38 @@ from cute_kernels.spmm.config import SpmmConfig, group_offsets, pack_fragments
 
 @dataclass(frozen=True)
 class GatherConfig(SpmmConfig):
-    """``row_bytes`` of B's rows are a strip; ``stages`` groups are in flight; of a block's ``warps`` each
-    ``split_k_warps`` share a vector row.  ``wide``: totals that outgrow int32 move to int64 on the way.  ``fresh``: the
-    kernel before an early launch may have written A, of which nothing is read ahead then."""
+    """Config of the gather kernel.
+
+    Parameters
+    ----------
+    tile_n_bytes : int
+        Bytes of B's rows per tile.
+    stages : int
+        Groups in flight per warp.
+    warps : int
+        Warps per CTA.
+    split_k_warps : int
+        Warps that share a vector row.
+    int64_accum : bool
+        Totals that can exceed int32 move to int64.
+    a_just_written : bool
+        The preceding kernel may have written A; nothing of A is loaded before the PDL wait.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32").name
+    'spmm_gather-s8_m16n8k32-v8-s8xs8-int32-b64s4w4r1'
+    """
 
     STEM: ClassVar[str] = "spmm_gather"
 
-    row_bytes: int = 64  # type: ignore[misc]
+    tile_n_bytes: int = 64  # type: ignore[misc]
     stages: int = 4
     warps: int = 4
     split_k_warps: int = 1
-    wide: bool = False
-    fresh: bool = False
+    int64_accum: bool = False
+    a_just_written: bool = False
 
     @property
     def threads(self) -> int:
@@ -38,33 +58,38 @@ class GatherConfig(SpmmConfig):
 
     @property
     def smem_bytes(self) -> int:
-        return self.warps * self.stages * self.group * self.row_bytes
+        return self.warps * self.stages * self.group * self.tile_n_bytes
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
             "kStages": self.stages,
             "kWarps": self.warps,
             "kSplitKWarps": self.split_k_warps,
-            "kWide": self.wide,
-            "kAJustWritten": self.fresh,
+            "kInt64Accum": self.int64_accum,
+            "kAJustWritten": self.a_just_written,
             "kStagedFactors": False,
-            "kPartial": self.row_bytes <= 64,  # strips that B's columns do not fill
+            "kPartial": self.tile_n_bytes <= 64,  # strips that B's columns do not fill
         }
 
     def _tags(self) -> list[str]:
-        shape = f"b{self.row_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
-        return [*super()._tags(), shape, *(tag for tag in ("wide", "fresh") if getattr(self, tag))]
+        shape = f"b{self.tile_n_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
+        return [
+            *super()._tags(),
+            shape,
+            *(tag for tag, on in (("wide", self.int64_accum), ("fresh", self.a_just_written)) if on),
+        ]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of one total: 8 if it may exceed 32 bits."""
-        return 8 if self.wide or self._constants()["kLongTotal"] else 4
+        """Bytes of a total: 8 if it can exceed 32 bits."""
+        return 8 if self.int64_accum or self._constants()["kLongTotal"] else 4
 
     @property
     def fits(self) -> bool:
-        """Whether the totals of warps that share a vector row find room where their rings were."""
+        """Whether the split-K totals fit the shared memory of the pipeline."""
         return (
-            self.split_k_warps == 1 or self.columns * 8 * self.total_bytes <= self.stages * self.group * self.row_bytes
+            self.split_k_warps == 1
+            or self.columns * 8 * self.total_bytes <= self.stages * self.group * self.tile_n_bytes
         )
 
     def grid(self, vector_rows: int, n: int, batch: int) -> tuple[int, int, int]:
@@ -72,23 +97,23 @@ class GatherConfig(SpmmConfig):
         return (-(-vector_rows // teams) * -(-n // self.columns) * batch, 1, 1)
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
-        """Bytes of both operands that the kernel reads: each strip takes all of A and a piece of B for each column."""
+        """Return the bytes that the kernel reads: each column tile reads all of A and its part of B's rows."""
         strips = -(-n // self.columns) * batch
-        return strips * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.row_bytes)
+        return strips * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.tile_n_bytes)
 
     def smem_accesses(self) -> list[Access]:
-        """Every access of a warp to shared memory."""
-        chunks, lanes = self.row_bytes // 16, np.arange(32)
+        """Return every shared-memory access of a warp."""
+        chunks, lanes = self.tile_n_bytes // 16, np.arange(32)
         pieces = np.arange(self.group * chunks).reshape(-1, 32)
         rows = np.arange(self.group).reshape(-1, min(self.group, 32))
         reads = np.stack(
-            [swizzled(row, chunk, self.row_bytes, self.swizzle) for chunk in range(chunks) for row in rows]
+            [swizzled(row, chunk, self.tile_n_bytes, self.swizzle) for chunk in range(chunks) for row in rows]
         )
         found = [
             Access(
                 "fetch: cp.async of gathered rows",
                 "store128",
-                swizzled(pieces // chunks, pieces % chunks, self.row_bytes, self.swizzle),
+                swizzled(pieces // chunks, pieces % chunks, self.tile_n_bytes, self.swizzle),
             ),
             Access("read: ldmatrix.trans", f"ldmatrix.x{rows.shape[1] // 8}", reads),
         ]
@@ -109,7 +134,7 @@ class GatherConfig(SpmmConfig):
         bias: int,
         pdl: bool = False,
     ) -> None:
-        """One launch of this config's ``kernel`` on torch's current stream; ``matrix`` is a :class:`PackedGather`."""
+        """Launch on the current stream; `matrix` is a :class:`PackedGather`."""
         offsets, columns, values = matrix
         rows, row = offsets.shape[0] - 1, -(-out.columns * element_bits(self.b) // 8)
         kernel.launch(
@@ -124,12 +149,12 @@ class GatherConfig(SpmmConfig):
         )  # fmt: skip
 
     def copy(self, vectors: Vectors, inner: int) -> PackedGather:
-        """The execution copy of ``vectors``, a matrix of ``inner`` columns."""
+        """Return the packed operand of `vectors`, a matrix of `inner` columns."""
         return pack_gather(self, vectors)
 
 
 class PackedGather(NamedTuple):
-    """The sparse operand for the gather kernel."""
+    """The packed sparse operand of the gather kernel."""
 
     group_offsets: Tensor  # int64 (R + 1,)
     columns: Tensor  # int32 (groups * group,), -1 in the padding, where the values are 0
@@ -137,7 +162,7 @@ class PackedGather(NamedTuple):
 
 
 def pack_gather(config: GatherConfig, vectors: Vectors) -> PackedGather:
-    """The execution copy of ``vectors``; torch operators on their own device."""
+    """Pack `vectors` for the gather kernel, with torch operators on their device."""
     offsets, positions = group_offsets(vectors.row_offsets, config.group)
     groups = int(offsets[-1])
     columns = torch.full((groups * config.group,), -1, dtype=torch.int32, device=offsets.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES, Integer
 from cute_kernels.integers import int_range, store
-from cute_kernels.machine import Kind
+from cute_kernels.machine import ProblemTypes
 from cute_kernels.operands import Probabilities
 from magicube_cutlass.attention.block_diagonal import BlockDiagonal, block_diagonal_matrix, repeat_on_diagonal
 from magicube_cutlass.dispatch.machine import get_machine
@@ -212,13 +212,13 @@ def _choose_product(
     from cute_kernels.spmm.gather import GatherConfig
     from cute_kernels.spmm.heuristics import candidates, spmm_cost
 
-    kind = Kind(pattern.vector_length, Integer(bits, False), Integer(*right), str(out).removeprefix("torch."))
+    kind = ProblemTypes(pattern.vector_length, Integer(bits, False), Integer(*right), str(out).removeprefix("torch."))
     sizes = problem(pattern, pattern.vector_length, size_bucket(columns), 1)
     here = get_machine(pattern.device.index)
     # MMA K must be the stride, 32; the 4-bit MMA of sm_80 has K = 64.
     atom = "int4_as_int8_m16n8k32" if (bits, right[0]) == (4, 4) else "s8_m16n8k32"
     choices = [c for c in candidates(kind, here, sizes, atom) if isinstance(c, GatherConfig)]
-    return replace(min(choices, key=lambda config: spmm_cost(config, here, sizes)), fresh=True)
+    return replace(min(choices, key=lambda config: spmm_cost(config, here, sizes)), a_just_written=True)
 
 
 def packed_probabilities(diagonal: BlockDiagonal, stride: int, fragments: Tensor) -> list[Tensor]:

@@ -245,7 +245,7 @@ def spmm(
     Raises ``TypeError`` and ``ValueError`` as :func:`magicube_cutlass.spmm` does, and for other values.
     """
     _check_float("x", x)
-    if isinstance(A, SRBCRS) and A.bits is None and A.number is not None:
+    if isinstance(A, SRBCRS) and A.bits is None and A.element_type is not None:
         check_halves(x=x)
         if values is not None:
             _check_values(values, A.pattern)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine as cpu_engine
-from cute_kernels.dtypes import Integer, Number, float_of
+from cute_kernels.dtypes import ElementType, Integer, float_of
 from cute_kernels.integers import fetch, split_digits
 from magicube_cutlass.dispatch import cpu_float
 from magicube_cutlass.dispatch.plan import SpmmProblem
@@ -17,7 +17,7 @@ from magicube_cutlass.quantization.float_operands import decoded
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
-def plan_spmm(matrix: SRBCRS, rhs: Number) -> tuple[str, list[Tensor]]:
+def plan_spmm(matrix: SRBCRS, rhs: ElementType) -> tuple[str, list[Tensor]]:
     """Name of the kernel for B's elements, and the packed sparse operand."""
     return "cpu" if isinstance(rhs, Integer) else cpu_float.PREFIX + rhs.name, pack_operand(matrix)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cute_kernels.cpu import engine
 from cute_kernels.dtypes import INTEGER_OUT
 from cute_kernels.integers import digit_count, fetch
-from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.machine import Machine, Problem, ProblemTypes
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.quantization.float_operands import DenseFloats
 
@@ -59,7 +59,7 @@ def dense_cost(machine: Machine, m: int, problem: Problem) -> float:
     each = []
     for tile, turn, product in _DENSE_TILES:
         tiles = -(-m // tile) * -(-problem.n // tile)
-        turns = -(-tiles // machine.multiprocessors)
+        turns = -(-tiles // machine.num_sms)
         each.append(turns * (turn + product * tile * tile * problem.inner))
     return problem.batch * (_LAUNCH + max(min(each), m * problem.inner / _MOVED))
 
@@ -69,7 +69,7 @@ def copy_cost(size: int) -> float:
     return _LAUNCH + 2 * size / _MOVED
 
 
-def engine_forecast(kind: Kind, m: int, digits: int, problem: Problem) -> Forecast:
+def engine_forecast(kind: ProblemTypes, m: int, digits: int, problem: Problem) -> Forecast:
     """The CPU engine and the dense product on one thread; ``digits``: of A times those of B."""
     panels, results = -(-problem.n // 64) * problem.batch, m * problem.n * problem.batch
     group = _ENGINE_GROUP * max(kind.vector_length, 4) / 8 * digits
@@ -93,7 +93,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
         return None
     from magicube_cutlass.dispatch import plan as plans
 
-    kind, problem = plans.spmm_problem(matrix, dense.number, out, n, batch)
+    kind, problem = plans.spmm_problem(matrix, dense.element_type, out, n, batch)
     if matrix.device.type == "cpu":
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
         return engine_forecast(kind, m, digits, problem)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import Integer, Number
-from cute_kernels.machine import MMA_COLUMNS, Kind, Problem
+from cute_kernels.dtypes import ElementType, Integer
+from cute_kernels.machine import MMA_COLUMNS, Problem, ProblemTypes
 from cute_kernels.operands import Vectors
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.dispatch.machine import get_machine
@@ -31,8 +31,8 @@ class SpmmProblem(NamedTuple):
 
     matrix: SRBCRS  # (M, K)
     dense: QuantTensor | DenseFloats  # (*batch, K, N)
-    lhs: Number
-    rhs: Number
+    lhs: ElementType
+    rhs: ElementType
     packed_dim: int  # of B's storage, if 4 bits
     out_dtype: torch.dtype
     row_scale: Tensor | None  # () or (M,)
@@ -73,16 +73,16 @@ def size_bucket(n: int) -> int:
 
 
 def spmm_problem(
-    matrix: SRBCRS, right: Number, out: torch.dtype, n: int, batch: int, vector_length: int | None = None
-) -> tuple[Kind, Problem]:
+    matrix: SRBCRS, right: ElementType, out: torch.dtype, n: int, batch: int, vector_length: int | None = None
+) -> tuple[ProblemTypes, Problem]:
     """What the choice of a kernel for ``matrix`` times ``batch`` matrices of ``n`` columns depends on.
 
     ``vector_length``: of the kernel; default: the matrix's own, on a GPU not below the instruction's columns.
     """
     if vector_length is None:
         vector_length = matrix.vector_length if matrix.device.type == "cpu" else max(matrix.vector_length, MMA_COLUMNS)
-    assert matrix.number is not None  # the caller has refused results
-    kind = Kind(vector_length, matrix.number, right, _name(out))
+    assert matrix.element_type is not None  # the caller has refused results
+    kind = ProblemTypes(vector_length, matrix.element_type, right, _name(out))
     return kind, problem(matrix.pattern, vector_length, n, batch)
 
 
@@ -100,7 +100,7 @@ def problem(pattern: Pattern, vector_length: int, n: int, batch: int) -> Problem
 
 def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
     """The sparse operand in vectors of this length, merged where the matrix has shorter ones."""
-    pattern, values, number = matrix.pattern, matrix.vectors(), matrix.number
+    pattern, values, number = matrix.pattern, matrix.vectors(), matrix.element_type
     assert number is not None  # the caller has refused results
     if not isinstance(number, Integer):
         values = raw_bits(values, number)
@@ -115,7 +115,7 @@ def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
 
 def plan_spmm(
     matrix: SRBCRS,
-    right: Number,
+    right: ElementType,
     out: torch.dtype,
     width: int,
     batch: int,
@@ -140,7 +140,7 @@ def plan_spmm(
             length = config.vector_length
         kind, sizes = spmm_problem(matrix, right, out, width, batch, length)
         if config is None:
-            config = choose_spmm(kind, get_machine(matrix.device.index), sizes, atom, matrix.used_once)
+            config = choose_spmm(kind, get_machine(matrix.device.index), sizes, atom, matrix.single_use)
         check_spmm(config, kind, sizes.longest)
         stored = (config.vector_length, *config.packing_key())
         copy = matrix._execution.get(stored)
@@ -154,7 +154,7 @@ def plan_spmm(
 def plan_sddmm(
     pattern: Pattern,
     stride: int,
-    kinds: tuple[Number, Number],
+    kinds: tuple[ElementType, ElementType],
     out: torch.dtype,
     inner: int,
     atom: str | None,
@@ -165,10 +165,10 @@ def plan_sddmm(
         whole = all(isinstance(each, Integer) for each in kinds)
         name = "cpu" if whole else float_products.PREFIX + ":".join(each.name for each in kinds)
         return name, [padded.row_start, padded.row_end, padded.col_indices]
-    from cute_kernels.machine import Kind
+    from cute_kernels.machine import ProblemTypes
     from cute_kernels.sddmm.heuristics import choose_sddmm
 
-    kind = Kind(pattern.vector_length, *kinds, _name(out))
+    kind = ProblemTypes(pattern.vector_length, *kinds, _name(out))
     config = choose_sddmm(
         kind,
         get_machine(pattern.device.index),

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import Integer, Number, float_of
+from cute_kernels.dtypes import ElementType, Integer, float_of
 from cute_kernels.integers import check_bits, check_range, value_dtype
-from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, new_version_id
+from magicube_cutlass.checks import (
+    check_shape,
+    check_tensor,
+    check_vector_length,
+    first_true,
+    new_version_id,
+    renamed_property,
+)
 from magicube_cutlass.formats import storage
 from magicube_cutlass.formats.construct import beyond, check_result_dtype, indexable_view
 from magicube_cutlass.formats.pattern import Pattern
@@ -25,7 +32,7 @@ class CompressedMatrix(ABC):
     """A sparse ``M x K`` matrix of ``V x 1`` vectors.
 
     ``bits`` is None where the values are no quantized integers: floats, which a product takes as they are, or results.
-    :attr:`used_once`, which may be set, says that there will be few products.
+    :attr:`single_use`, which may be set, says that there will be few products.
     """
 
     _VALUE_NDIM: ClassVar[int]  # dimensions of the values after the batch
@@ -53,7 +60,7 @@ class CompressedMatrix(ABC):
         self.scale = scale
         self.bits = bits
         self.signed = signed
-        self._used_once = False
+        self._single_use = False
         self._cache: dict[str, Any] = {}
         self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
         self._version_id = new_version_id()
@@ -62,6 +69,12 @@ class CompressedMatrix(ABC):
     def __getstate__(self) -> dict[str, Any]:
         # what was derived holds kernels, which no copy can have
         return {**self.__dict__, "_cache": {}, "_execution": {}, "_version_id": new_version_id()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # fields of earlier versions: `_used_once` for `_single_use`, `_edition` for `_version_id`
+        old = {"_single_use": state.pop("_used_once", False), "_version_id": new_version_id()}
+        state.pop("_edition", None)
+        self.__dict__.update(old | state)
 
     @abstractmethod
     def vectors(self) -> Tensor:
@@ -114,12 +127,16 @@ class CompressedMatrix(ABC):
         return self.values.dtype == PACKED
 
     @property
-    def number(self) -> Number | None:
+    def element_type(self) -> ElementType | None:
         """What an element is as an operand; None for int32, int64, float32 and float64, which are results only."""
         return float_of(self.values.dtype) if self.bits is None else Integer(self.bits, self.signed)
 
+    number = renamed_property("number", "element_type")
+    used_once = renamed_property("used_once", "single_use")
+
     @property
     def device(self) -> torch.device:
+        """Device of the tensors."""
         return self.values.device
 
     @property
@@ -185,22 +202,22 @@ class CompressedMatrix(ABC):
         if all(moved[name] is tensor for name, tensor in self._tensors().items()):
             return self
         found = type(self)(**moved, **self._fields())
-        found.used_once = self.used_once
+        found.single_use = self.single_use
         return found
 
     @property
-    def used_once(self) -> bool:
+    def single_use(self) -> bool:
         """Whether few products will be made with this matrix, False unless it is set; goes along to another device.
 
         On a GPU such products take a kernel whose copy of the values is made in a tenth of the time that the copy for a
         faster kernel takes.  Setting it forgets the copies that were made.
         """
-        return self._used_once
+        return self._single_use
 
-    @used_once.setter
-    def used_once(self, value: bool) -> None:
-        if value != self._used_once:
-            self._used_once = bool(value)
+    @single_use.setter
+    def single_use(self, value: bool) -> None:
+        if value != self._single_use:
+            self._single_use = bool(value)
             self._execution.clear()  # with the calls that are kept there
             self._version_id = new_version_id()
 
@@ -282,7 +299,7 @@ class CompressedMatrix(ABC):
     def __repr__(self) -> str:
         kind = f"{'' if self.signed else 'u'}int{self.bits}"
         if self.bits is None:
-            kind = str(self.dtype).removeprefix("torch.") if self.number is None else self.number.name
+            kind = str(self.dtype).removeprefix("torch.") if self.element_type is None else self.element_type.name
         scale = "none" if self.scale is None else "per row" if self.scale.ndim else "per tensor"
         batch = f"batch={self.batch_shape}, " if self.batch_shape else ""
         integers = ", ".join(f"{name}={getattr(self, name)}" for name in self._INTEGERS)

@@ -80,6 +80,10 @@ class Pattern:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}, "_version_id": new_version_id()}  # what was derived holds kernels
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop("_edition", None)  # field of earlier versions
+        self.__dict__.update({"_version_id": new_version_id()} | state)
+
     @classmethod
     def from_dense(cls, mask: Tensor, vector_length: int = 8) -> Pattern:
         """The vectors with at least one true element in ``mask``, bool ``(M, K)``."""

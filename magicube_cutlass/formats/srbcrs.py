@@ -323,7 +323,7 @@ class SRBCRS(CompressedMatrix):
         other.__dict__.update(self.__dict__)  # what was derived of the structure is shared
         other.values = values
         other._execution = {}
-        if self.number is not None:  # what is a result only is no operand
+        if self.element_type is not None:  # what is a result only is no operand
             other._version_id = new_version_id()
         return other
 

@@ -10,7 +10,7 @@ from magicube_cutlass.dispatch.dense_fallback import forecast
 from magicube_cutlass.dispatch.plan import plan_spmm, problem, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.ops.problem import Operand, as_srbcrs, check_dense, sparse_number
+from magicube_cutlass.ops.problem import Operand, as_srbcrs, check_dense, sparse_element_type
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
@@ -48,7 +48,7 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     """
     matrix = as_srbcrs(A)
     dense = check_dense("B", B, matrix.device)
-    lhs, rhs = sparse_number(matrix), dense.number
+    lhs, rhs = sparse_element_type(matrix), dense.element_type
     if matrix.device.type == "cuda":
         scaled = matrix.scale is not None or dense.scale is not None
         return _explain_cuda(matrix, dense, result_dtype(out_dtype, scaled, matrix.shape[1], lhs, rhs))
@@ -73,7 +73,7 @@ def _explain_cuda(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.d
     from magicube_cutlass.dispatch import cuda as gpu
 
     n, batch = dense.shape[-1], dense.shape[:-2].numel()
-    right = dense.number
+    right = dense.element_type
     name, copy = plan_spmm(matrix, right, out, size_bucket(n), min(batch, 2), None, None)
     config = spmm_config(name)
     sizes = problem(matrix.pattern, config.vector_length, n, batch)
@@ -84,10 +84,10 @@ def _explain_cuda(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.d
     lines = [
         f"{name}: {matrix.shape[0]} x {matrix.shape[1]} times {tuple(dense.shape)} to {dtype}",
         f"instruction {config.atom}, {config.digits[0]} x {config.digits[1]} digits"
-        + (", digits of A share an instruction" if config.stacked else ""),
+        + (", digits of A share an instruction" if config.fused_digits else ""),
         f"reads about {moved / 1e6:.1f} MB of operands, writes {written / 1e6:.1f} MB; "
         f"its copy of A has {kept / 1e6:.1f} MB",
-        reason(config, sizes.vector_rows, sizes.vectors, sizes.longest, matrix.used_once),
+        reason(config, sizes.vector_rows, sizes.vectors, sizes.longest, matrix.single_use),
     ]
     if config.vector_length != matrix.vector_length:
         lines.append(f"{config.vector_length // matrix.vector_length} vector rows are merged into one: {sizes.vectors} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import FLOATS, INTEGER_OUT, Number, result_dtype
+from cute_kernels.dtypes import FLOATS, INTEGER_OUT, ElementType, result_dtype
 from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -35,16 +35,16 @@ def as_srbcrs(matrix: object) -> SRBCRS:
         found = matrix._execution.get("srbcrs")
         if found is None:
             found = matrix._execution["srbcrs"] = matrix.to_srbcrs()
-            found.used_once = matrix.used_once
+            found.single_use = matrix.single_use
         matrix = found
     if not isinstance(matrix, SRBCRS):
         raise TypeError(f"A must be an SRBCRS or BCRS, got {type(matrix).__name__}")
     return matrix
 
 
-def sparse_number(matrix: SRBCRS) -> Number:
+def sparse_element_type(matrix: SRBCRS) -> ElementType:
     """Return the type of the elements of a single matrix that a product can read."""
-    number = matrix.number
+    number = matrix.element_type
     if number is None:
         raise TypeError(f"A must hold quantized integers, got results of dtype {matrix.values.dtype}; floats must be "
                         f"{', '.join(FLOATS)}")  # fmt: skip
@@ -65,7 +65,7 @@ def check_spmm(
         raise ValueError(f"B must have {inner} rows to match A of shape {matrix.shape}, got {dense.shape[-2]}")
     if dense.axis == 1:
         raise ValueError("B must have a per-tensor or per-column scale, got per-row; use quantize(x, bits=8, axis=0)")
-    lhs, rhs, packed_dim = sparse_number(matrix), dense.number, dense.packed_dim
+    lhs, rhs, packed_dim = sparse_element_type(matrix), dense.element_type, dense.packed_dim
     if out is not None and out_dtype is None:
         out_dtype = out.dtype
     dtype = result_dtype(out_dtype, matrix.scale is not None or dense.scale is not None, inner, lhs, rhs)

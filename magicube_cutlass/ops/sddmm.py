@@ -98,7 +98,7 @@ def sddmm(
     m, n = pattern.shape
     inner = left_op.shape[-1]
     scaled = left_op.scale is not None or right_op.scale is not None
-    kinds = left_op.number, right_op.number
+    kinds = left_op.element_type, right_op.element_type
     dtype = result_dtype(out_dtype, scaled, inner, *kinds)
     padded = pattern._constant_layout(pattern._version_id, stride)
     batch = left_op.shape[:-2]

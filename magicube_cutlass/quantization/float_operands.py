@@ -131,7 +131,7 @@ class DenseFloats:
     """
 
     data: Tensor
-    number: FloatFormat
+    element_type: FloatFormat
     scale: Tensor | None
     axis: int | None
     shape: torch.Size
@@ -143,7 +143,7 @@ class DenseFloats:
 
     @property
     def bits(self) -> int:
-        return self.number.bits
+        return self.element_type.bits
 
     @property
     def signed(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, check_range, fetch, store, widen
+from magicube_cutlass.checks import renamed_property
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +57,11 @@ class QuantTensor:
         return self.data.device
 
     @property
-    def number(self) -> Integer:
+    def element_type(self) -> Integer:
         """Width and sign of the integers."""
         return Integer(self.bits, self.signed)
+
+    number = renamed_property("number", "element_type")
 
     def ints(self) -> Tensor:
         """The integers, one an entry: int8/uint8 up to 8 bits, else int16/uint16."""

@@ -133,7 +133,7 @@ def _sparse_product(large: Tensor, small: Tensor, threshold: int) -> Tensor:
     kept = large.abs() >= threshold  # (L, K)
     kept |= large == -128  # it has no magnitude among bytes; leading digits reach it in int8 input only
     matrix = SRBCRS.from_mask(large, kept, vector_length=length, bits=8)
-    matrix.used_once = True
+    matrix.single_use = True
     wide = torch.int32 if large.shape[1] <= _LONGEST else torch.int64
     return spmm(matrix, QuantTensor.from_ints(small.mT, bits=8), out_dtype=wide)  # (L, R)
 

@@ -214,7 +214,7 @@ def _sparse_cross(
 ) -> Tensor:
     """``(x where keep) y``, x as a sparse matrix."""
     thin = mc.SRBCRS.from_mask(x, keep, vector_length=vector_length, bits=8)
-    thin.used_once = True
+    thin.single_use = True
     operand = mc.QuantTensor.from_ints(y, bits=8)
     clock.lap("compress")
     return mc.spmm(thin, operand, out_dtype=integers)

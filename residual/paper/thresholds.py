@@ -94,7 +94,7 @@ def _crossover(device: torch.device, threads: int, vector_length: int) -> float:
         chosen = torch.rand(-(-n // vector_length), n, generator=generator) < density
         mask = chosen.repeat_interleave(vector_length, 0)[:n].to(device)
         left = mc.SRBCRS.from_mask(a, mask, vector_length=vector_length, bits=8)
-        left.used_once = True  # as a correction's
+        left.single_use = True  # as a correction's
         calls.append(lambda left=left: mc.spmm(left, right, out_dtype=torch.int32))  # type: ignore[misc]
     dense, thin, thick = _fastest(calls, device)
     slope = (thick - thin) / (_PROBED[1] - _PROBED[0])

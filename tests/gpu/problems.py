@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
+from cute_kernels.atoms import default_atom
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import BITS, int_range
 from cute_kernels.jit import current_arch, get_kernel
-from cute_kernels.layout.choice import default_atom
-from cute_kernels.machine import MMA_COLUMNS, PANEL_ARCHES, Kind, Machine, Problem
+from cute_kernels.machine import MMA_COLUMNS, PANEL_ARCHES, Machine, Problem, ProblemTypes
 from cute_kernels.sddmm import heuristics
 from cute_kernels.sddmm.heuristics import SddmmKernel, _sddmm, choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
@@ -43,25 +43,25 @@ GUARD = 64
 
 def kind(
     v: int = 8, left: tuple[int, bool] = (8, True), right: tuple[int, bool] = (8, True), out: str = "int64"
-) -> Kind:
-    return Kind(v, Integer(*left), Integer(*right), out)
+) -> ProblemTypes:
+    return ProblemTypes(v, Integer(*left), Integer(*right), out)
 
 
-def gather(of: Kind, atom: str = "", arch: str = HERE.arch, **options: Any) -> GatherConfig:
+def gather(of: ProblemTypes, atom: str = "", arch: str = HERE.arch, **options: Any) -> GatherConfig:
     return GatherConfig(atom or default_atom(of, arch), of.vector_length, of.left, of.right, of.out, **options)
 
 
-def panel(of: Kind, atom: str = "", **options: Any) -> PanelConfig:
+def panel(of: ProblemTypes, atom: str = "", **options: Any) -> PanelConfig:
     """Few warps, short tiles and two blocks: a small matrix passes many tiles, items and wraps of the ring."""
-    small = {"tile": 256, "warps": 3, "row_bytes": 64} | options
+    small = {"tile": 256, "warps": 3, "tile_n_bytes": 64} | options
     return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, of.left, of.right, of.out, **small)
 
 
-def sddmm(of: Kind, stride: int = 32, inner: int = 1024, atom: str | None = None) -> SddmmKernel:
+def sddmm(of: ProblemTypes, stride: int = 32, inner: int = 1024, atom: str | None = None) -> SddmmKernel:
     return choose_sddmm(of, HERE, stride=stride, inner=inner, atom=atom)
 
 
-def sddmm_panel(of: Kind, stride: int = 32, atom: str = "", **options: Any) -> SddmmPanelConfig:
+def sddmm_panel(of: ProblemTypes, stride: int = 32, atom: str = "", **options: Any) -> SddmmPanelConfig:
     """Few warps and a short tile: a small pattern has many tiles, and each warp many vector rows."""
     small = {"tile": 64, "boxes": 1, "slots": min(stride, 32), "warps": 3} | options
     name = atom or default_atom(of, "sm_90a")
@@ -70,19 +70,19 @@ def sddmm_panel(of: Kind, stride: int = 32, atom: str = "", **options: Any) -> S
 
 @contextmanager
 def sampling_with(config: SddmmKernel) -> Iterator[None]:
-    """``sddmm`` takes this kernel, on a GPU that seems to have five multiprocessors."""
+    """``sddmm`` takes this kernel, on a GPU that seems to have five num_sms."""
     _sddmm[config.name] = config
-    few = patch.object(get_kernel(config), "multiprocessors", 5)
+    few = patch.object(get_kernel(config), "num_sms", 5)
     with few, patch.object(heuristics, "choose_sddmm", lambda *_, **__: config):
         yield
 
 
-def merged(of: Kind) -> Kind:
+def merged(of: ProblemTypes) -> ProblemTypes:
     """The kind that ``spmm`` chooses a config for: short vectors are merged."""
     return replace(of, vector_length=max(of.vector_length, MMA_COLUMNS))
 
 
-def choices(of: Kind) -> list[SpmmKernel]:
+def choices(of: ProblemTypes) -> list[SpmmKernel]:
     """Every config that ``choose_spmm`` gives for this kind on this GPU."""
     sizes = product((1, 40, 300, 4096), (8, 64, 512, 4096), (16, 128, 1024), (1, 2))
     found = [
@@ -92,14 +92,14 @@ def choices(of: Kind) -> list[SpmmKernel]:
     return list(dict.fromkeys(found))
 
 
-def chosen(of: Kind, rows: int, longest: int, n: int, batch: int = 1, atom: str | None = None) -> SpmmKernel:
+def chosen(of: ProblemTypes, rows: int, longest: int, n: int, batch: int = 1, atom: str | None = None) -> SpmmKernel:
     """What ``spmm`` chooses for a matrix of ``rows`` vector rows, the longest of ``longest`` vectors."""
     width = size_bucket(n)
     problem = Problem(rows, 4096, rows * longest, longest, width, batch)
     return choose_spmm(of, HERE, problem, atom)
 
 
-def every_pair(shift: int = 0) -> Iterator[tuple[Kind, int]]:
+def every_pair(shift: int = 0) -> Iterator[tuple[ProblemTypes, int]]:
     """Every pair of widths with every mix of signs; vector lengths and strides take turns from ``shift`` on; 0 and 4 have all."""
     for i, (left, right, (s, t)) in enumerate(product(BITS, BITS, SIGNS)):
         yield kind(VECTOR_LENGTHS[(i + i // 4 + shift) % 6], (left, s), (right, t)), STRIDES[(i + shift) % 3]

@@ -28,7 +28,7 @@ from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.gemm.heuristics import choose as choose_gemm
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.layout.column_order import SpreadConfig
+from cute_kernels.layout.column_order import ColumnOrderConfig
 from cute_kernels.scaled_gemm import sm100 as gemm_floats_sm100
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig
 from cute_kernels.scaled_gemm.config import choose as choose_float_gemm
@@ -223,7 +223,7 @@ def _sparse_helpers(arch: str) -> Iterator[Entry]:
         tags = f"{' masked' if masked else ''}{' packed' if nibbles else ''}"
         config = CompressConfig("fill", value, warps, masked=masked, bits=bits, nibbles=nibbles)
         yield f"compress/fill {value} bits={bits} warps={warps}{tags}", config
-    yield "column order/default", SpreadConfig()
+    yield "column order/default", ColumnOrderConfig()
 
 
 def _softmax(arch: str) -> Iterator[Entry]:
@@ -286,7 +286,7 @@ def _attention(arch: str) -> Iterator[Entry]:
         ("bfloat16", True, True, True),
     ):  # fmt: skip
         tags = f"{' key scales' if scale else ''}{' bias' if bias else ''}{' lse' if lse else ''}"
-        config = PanelAttention(64, out, scale, bias, lse, rows=2 if lse else 3)
+        config = PanelAttention(64, out, scale, bias, lse, rows_per_warp=2 if lse else 3)
         yield f"attention/panel head=64 out={out}{tags}", config
     yield "attention/panel head=64 cluster=2", PanelAttention(64, cluster=2)
 

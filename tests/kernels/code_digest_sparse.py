@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cute_kernels.dtypes import FLOATS, SDDMM_PAIRS, SPMM_PAIRS, Integer, Number
-from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.dtypes import FLOATS, SDDMM_PAIRS, SPMM_PAIRS, ElementType, Integer
+from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, candidates, choose_spmm, spmm_cost
@@ -16,7 +16,7 @@ SpmmEntry = tuple[str, SpmmKernel]
 SddmmEntry = tuple[str, SddmmKernel]
 
 
-def _number(text: str) -> Number:
+def _number(text: str) -> ElementType:
     """Parse ``"8"``, ``"u8"`` or the name of a float format."""
     return FLOATS[text] if text in FLOATS else Integer(int(text.removeprefix("u")), not text.startswith("u"))
 
@@ -25,7 +25,7 @@ def _spmm(
     arch: str, left: str, right: str, v: int, out: str, rows: int, n: int = 512, longest: int = 512, atom: str = ""
 ) -> SpmmEntry:
     """Select the SpMM config of a problem with 410 vectors per vector row on average."""
-    kind = Kind(v, _number(left), _number(right), out)
+    kind = ProblemTypes(v, _number(left), _number(right), out)
     problem = Problem(rows, max(4096, longest), 410 * rows, longest, n)
     tags = f"{f' longest={longest}' if longest != 512 else ''}{f' atom={atom}' if atom else ''}"
     key = f"spmm/L{left}-R{right} V={v} out={out} rows={rows} n={n}{tags}"
@@ -66,27 +66,27 @@ def spmm_entries(arch: str) -> Iterator[SpmmEntry]:
 
 def _spmm_options(arch: str) -> Iterator[SpmmEntry]:
     """Options that selection leaves at their defaults, products of a softmax, and a matrix that is used once."""
-    once = Kind(8, Integer(8, True), Integer(8, True), "float16")
+    once = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
     problem, machine = Problem(512, 4096, 410 * 512, 512, 512), Machine(arch, 132)
-    yield "spmm/L8-R8 V=8 out=float16 rows=512 n=512 once", choose_spmm(once, machine, problem, once=True)
+    yield "spmm/L8-R8 V=8 out=float16 rows=512 n=512 once", choose_spmm(once, machine, problem, single_use=True)
     for bits, right, rows in ((16, 8, 32), (4, 4, 512)):
-        kind = Kind(8, Integer(bits, False), Integer(right, True), "float16")
+        kind = ProblemTypes(8, Integer(bits, False), Integer(right, True), "float16")
         atom = "s8_m16n8k32" if bits > 4 else "int4_as_int8_m16n8k32"
         sizes = Problem(rows, 4096, 410 * rows, 512, 64)
         gathers = [each for each in candidates(kind, machine, sizes, atom) if isinstance(each, GatherConfig)]
         best = min(gathers, key=lambda each: spmm_cost(each, machine, sizes))
-        yield f"spmm/softmax u{bits} x s{right} rows={rows} n=64", replace(best, fresh=True)
+        yield f"spmm/softmax u{bits} x s{right} rows={rows} n=64", replace(best, a_just_written=True)
     operands = ("s8_m16n8k32", 4, Integer(12, True), Integer(4, True), "float16")
     plain = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
-    yield "spmm/gather L12-R4 V=4 digits apart", GatherConfig(*operands, stack=False)
+    yield "spmm/gather L12-R4 V=4 digits apart", GatherConfig(*operands, fuse_digits=False)
     yield "spmm/gather L8-R8 without swizzle", replace(plain, swizzle=False)
     if arch in ("sm_90a", "sm_100a"):
         panel = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
-        yield "spmm/panel L12-R4 V=4 digits apart", PanelConfig(*operands, stack=False, warps=8)
+        yield "spmm/panel L12-R4 V=4 digits apart", PanelConfig(*operands, fuse_digits=False, warps=8)
         yield "spmm/panel L8-R8 without swizzle", replace(panel, swizzle=False)
         yield (
             "spmm/panel L8-R8 cluster of 2, records",
-            replace(panel, row_bytes=64, tile=512, cluster=2, records=3, warps=8, rows=2),
+            replace(panel, tile_n_bytes=64, tile=512, cluster=2, a_stages=3, warps=8, rows_per_warp=2),
         )
 
 
@@ -94,7 +94,7 @@ def _sddmm(
     arch: str, left: str, right: str, v: int, out: str, rows: int, inner: int = 256, stride: int = 32, atom: str = ""
 ) -> SddmmEntry:
     """Select the SDDMM config of a pattern with 410 vectors per vector row; 0 rows: of unknown size."""
-    kind = Kind(v, _number(left), _number(right), out)
+    kind = ProblemTypes(v, _number(left), _number(right), out)
     config = choose_sddmm(
         kind, Machine(arch, 132), stride=stride, inner=inner, atom=atom or None, vector_rows=rows, vectors=410 * rows,
         columns=4096,

@@ -101,7 +101,7 @@ def spmm_columns(recorder: Recorder) -> None:
     for m, k, n in ((0, 16, 16), (16, 0, 16), (16, 16, 0)):
         twice(recorder, f"empty {m}x{k}x{n}", sparse(m, k), dense((k, n), scale="one"))
     once = sparse(1024, 1024)
-    once.used_once = True
+    once.single_use = True
     twice(recorder, "used once", once, dense((1024, 256)))
     twice(recorder, "BCRS", sparse(200, 400).to_bcrs(), dense((400, 64)))
     twice(
@@ -117,14 +117,14 @@ def spmm_kernels(recorder: Recorder) -> None:
     kinds = [(8, 8, "int32"), (16, 8, "float16"), (4, 4, "float16"), (16, 16, "int64")]
     for left, right, out in kinds:
         a, b = sparse(300, 1500, left, density=0.4), dense((1500, 200), right)
-        numbers_of = a.number, b.number
+        numbers_of = a.element_type, b.element_type
         for config in _configs(out, *numbers_of):
             options = {"config": config, "out_dtype": getattr(torch, out)}
             twice(recorder, f"with {config.name}", a, b, **options)
             many = dense((3, 1500, 72), right)
             twice(recorder, f"with {config.name}, batch", a, many, **options)
     a, b = sparse(1200, 600), dense((600, 512))  # more row blocks and strips than SMs
-    for config in _configs("int32", a.number, b.number):
+    for config in _configs("int32", a.element_type, b.element_type):
         twice(recorder, f"with {config.name}, large", a, b, config=config)
     for atom, bits in (("s8_m16n8k32", 8), ("s8_m16n8k16", 8), ("int4_as_int8_m16n8k32", 4), ("s8_m16n8k32", 4)):
         twice(recorder, f"with {atom}, {bits} bits", sparse(200, 400, bits), dense((400, 64), bits), atom=atom)
@@ -137,17 +137,17 @@ def _configs(out: str, left: Any, right: Any) -> list[Any]:
     name = "int4_as_int8_m16n8k32" if (left.bits, right.bits) == (4, 4) else "s8_m16n8k32"
     operands = (name, 8, left, right, out)
     gather, panel = spmm_gather.GatherConfig(*operands), spmm_panel.PanelConfig(*operands)
-    small = replace(panel, tile=256, warps=3, row_bytes=64)
+    small = replace(panel, tile=256, warps=3, tile_n_bytes=64)
     return [
         gather,
         replace(gather, split_k_warps=4),
-        replace(gather, row_bytes=128, stages=3),
-        replace(gather, fresh=True),
+        replace(gather, tile_n_bytes=128, stages=3),
+        replace(gather, a_just_written=True),
         small,
-        replace(small, rows=2, cluster=2),
-        replace(small, rows=3, records=4, ordered=False),
-        replace(small, row_bytes=16, tile=512, records=3),
-        replace(small, swizzle=False, window=4, stages=5),
+        replace(small, rows_per_warp=2, cluster=2),
+        replace(small, rows_per_warp=3, a_stages=4, ordered=False),
+        replace(small, tile_n_bytes=16, tile=512, a_stages=3),
+        replace(small, swizzle=False, tile_window=4, stages=5),
     ]
 
 

@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("pycute")
 
-from cute_kernels.layout.column_order import SpreadConfig, spread_slots
+from cute_kernels.layout.column_order import ColumnOrderConfig, ordered_slots
 from tests.helpers import random_mask
 from tests.kernels.layout.column_order import expected_slots
 from tests.kernels.layout.test_column_order import ORDERS, structure
 
-pytestmark = [pytest.mark.gpu, pytest.mark.configs([SpreadConfig()])]
+pytestmark = [pytest.mark.gpu, pytest.mark.configs([ColumnOrderConfig()])]
 
 
 @pytest.mark.parametrize(("tile", "group", "window"), ORDERS)
@@ -17,5 +17,5 @@ pytestmark = [pytest.mark.gpu, pytest.mark.configs([SpreadConfig()])]
 def test_the_kernel_takes_the_cheapest_of_its_ways(density: float, tile: int, group: int, window: int) -> None:
     columns, offsets = structure(random_mask(37, 600, density, seed=tile + window))
     where = (tile, -(-600 // tile), group, window)
-    found = spread_slots(columns.cuda(), offsets.cuda(), *where)
+    found = ordered_slots(columns.cuda(), offsets.cuda(), *where)
     assert found.tolist() == expected_slots(columns, offsets, *where)

@@ -128,7 +128,7 @@ def test_a_kernel_that_is_too_narrow_for_the_row_is_refused() -> None:
     a = mc.SRBCRS.from_mask(mask.long(), mask, vector_length=1, bits=8)
     with pytest.raises(ValueError, match="config must be wide for a vector row of 32769 > 32768 vectors"):
         spmm(a, dense((32_769, 8), (8, True)), config=gather(kind(1)))
-    with pytest.raises(ValueError, match="config must be for Kind"):
+    with pytest.raises(ValueError, match="config must be for ProblemTypes"):
         spmm(sparse(8, 40, 8, (8, True)), dense((40, 8), (8, True)), config=gather(kind(8, (4, True), (8, True))))
     with pytest.raises(ValueError, match="config must be for vectors of a multiple of 8 rows, got one for 4"):
         spmm(sparse(8, 40, 8, (8, True)), dense((40, 8), (8, True)), config=gather(kind(4)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import magicube_cutlass as mc
 from cute_kernels.atoms import atoms, runs_on
-from cute_kernels.machine import Kind
+from cute_kernels.machine import ProblemTypes
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from tests.gpu.problems import (
     HERE,
@@ -31,12 +31,12 @@ OUTS = ("int32", "float32", "float16", "bfloat16")
 
 
 def label(value: object) -> str:
-    return f"v{value.vector_length}-{value.left}-{value.right}" if isinstance(value, Kind) else str(value)
+    return f"v{value.vector_length}-{value.left}-{value.right}" if isinstance(value, ProblemTypes) else str(value)
 
 
 @pytest.mark.parametrize(("of", "stride"), PAIRS, ids=label)
 @pytest.mark.configs([sddmm(of, stride, 512) for of, stride in PAIRS])
-def test_every_pair_sign_vector_length_and_stride_is_exact(of: Kind, stride: int) -> None:
+def test_every_pair_sign_vector_length_and_stride_is_exact(of: ProblemTypes, stride: int) -> None:
     torch.manual_seed(of.vector_length)
     for m, n, k, extreme in ((100, 90, 512, True), (37, 150, 301, False)):
         pattern = mc.random_pattern(m, n, 0.8, of.vector_length)

@@ -377,7 +377,7 @@ def test_explain_names_the_kernel_that_runs() -> None:
 def test_a_matrix_that_is_used_once_takes_the_quick_copy() -> None:
     matrix = sparse(4096, 2048, 8, S8)
     often, once = matrix.to("cuda"), matrix.to("cuda")
-    once.used_once = True
+    once.single_use = True
     b = dense((2048, 512), S8).to("cuda")
     assert "spmm_panel" in mc.explain(often, b)
     text = mc.explain(once, b)

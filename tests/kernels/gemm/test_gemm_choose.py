@@ -33,8 +33,8 @@ def test_configs_fit_the_chip(products: Products, arch: str) -> None:
 def test_the_choice_is_one_of_the_candidates_for_every_shape(products: Products, arch: str) -> None:
     known = {config.name for config in candidates(products, arch)}
     for m, n, k in ((1, 1, 1), (1, 100_000, 64), (100_000, 1, 64), (4096, 4096, 4096), (129, 257, 100_000)):
-        for multiprocessors in (132, 78, 2):
-            assert choose(m, n, k, products, arch, multiprocessors=multiprocessors).name in known
+        for num_sms in (132, 78, 2):
+            assert choose(m, n, k, products, arch, num_sms=num_sms).name in known
         assert choose(m, n, k, products, arch, out="float16", source="float32").out == "float16"
 
 

@@ -40,7 +40,7 @@ def walk(until: list[list[int]], trial: int, group: int, window: int) -> tuple[i
 
 
 def expected_slots(columns: Tensor, row_offsets: Tensor, tile: int, tiles: int, group: int, window: int) -> list[int]:
-    """What ``spread_slots`` has to return."""
+    """What ``ordered_slots`` has to return."""
     slots = [-1] * columns.numel()
     bounds = row_offsets.tolist()
     for first, last in pairwise(bounds):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cute_kernels.layout.column_order import PHASE, sequential_slots, spread_slots
+from cute_kernels.layout.column_order import PHASE, ordered_slots, sequential_slots
 from tests.helpers import random_mask
 from tests.kernels.layout.column_order import expected_slots
 
@@ -37,7 +37,7 @@ def test_a_group_takes_columns_of_its_window_and_each_slot_once(
 ) -> None:
     columns, offsets = structure(random_mask(rows, size, density, seed))
     row_of = torch.repeat_interleave(offsets.diff())
-    for arrange in (sequential_slots, spread_slots):
+    for arrange in (sequential_slots, ordered_slots):
         slots = arrange(columns, offsets, tile, -(-size // tile), group, window)
         assert slots.shape == columns.shape
         assert len({(int(r), int(s)) for r, s in zip(row_of, slots, strict=True)}) == len(slots)
@@ -62,7 +62,7 @@ ORDERS = [(16, 32, 3), (64, 16, 1), (64, 32, 2), (64, 64, 4), (256, 32, 4)]  # t
 def test_the_engine_takes_the_cheapest_of_its_ways(density: float, tile: int, group: int, window: int) -> None:
     columns, offsets = structure(random_mask(7, 600, density, seed=tile + window))
     where = (columns, offsets, tile, -(-600 // tile), group, window)
-    assert spread_slots(*where).tolist() == expected_slots(*where)
+    assert ordered_slots(*where).tolist() == expected_slots(*where)
 
 
 @pytest.mark.parametrize(("density", "size", "most"), [(0.1, 4096, 1.31), (0.3, 4096, 1.12), (0.1, 2304, 1.36)])
@@ -72,14 +72,14 @@ def test_few_conflicts_on_a_uniform_pattern(density: float, size: int, most: flo
     row_of = torch.repeat_interleave(offsets.diff())
     tiles = -(-size // 512)
     before = passes(columns, row_of, sequential_slots(columns, offsets, 512, tiles, 32))
-    after = passes(columns, row_of, spread_slots(columns, offsets, 512, tiles, 32))
+    after = passes(columns, row_of, ordered_slots(columns, offsets, 512, tiles, 32))
     assert before > 2.1
     assert after <= most
 
 
 def test_a_full_row_has_no_conflict_and_no_padding() -> None:
     columns, offsets = structure(torch.ones(3, 640, dtype=torch.bool))
-    slots = spread_slots(columns, offsets, 64, 10, 32)
+    slots = ordered_slots(columns, offsets, 64, 10, 32)
     assert passes(columns, torch.repeat_interleave(offsets.diff()), slots) == 1
     assert int(slots.max()) == 639
 
@@ -87,5 +87,5 @@ def test_a_full_row_has_no_conflict_and_no_padding() -> None:
 def test_nothing_to_order() -> None:
     none = torch.zeros(0, dtype=torch.int32)
     for offsets in (torch.zeros(1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)):
-        for arrange in (sequential_slots, spread_slots):
+        for arrange in (sequential_slots, ordered_slots):
             assert arrange(none, offsets, 512, 1, 32).numel() == 0

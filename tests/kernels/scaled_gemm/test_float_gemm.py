@@ -196,11 +196,11 @@ def test_the_choice_fits_the_shape() -> None:
     a, b = OperandFormat("e4m3"), OperandFormat("e2m1")
     known = {config.name for config in candidates(a, b, "sm_90a")}
     for m, n, k in ((1, 1, 1), (1, 100_000, 64), (100_000, 1, 64), (4096, 4096, 4096), (129, 257, 100_000)):
-        for multiprocessors in (132, 78, 2):
-            config = choose(m, n, k, a, b, "sm_90a", multiprocessors=multiprocessors)
+        for num_sms in (132, 78, 2):
+            config = choose(m, n, k, a, b, "sm_90a", num_sms=num_sms)
             assert config.name in known
             if config.split > 1:
-                assert config.tiles(m, n) * config.split <= multiprocessors and k >= 512 * config.split
+                assert config.tiles(m, n) * config.split <= num_sms and k >= 512 * config.split
     assert choose(4096, 4096, 4096, a, b, "sm_90a").tile_m == 128
     assert choose(64, 4096, 4096, a, b, "sm_90a").split == 2 and choose(64, 4096, 8192, a, b, "sm_90a").split == 4
     assert choose(16, 28672, 8192, a, b, "sm_90a").tile_m == 64

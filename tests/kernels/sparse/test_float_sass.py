@@ -9,7 +9,7 @@ import pytest
 
 from cute_kernels.dtypes import FLOATS
 from cute_kernels.jit import Binary
-from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.gather import GatherConfig
@@ -25,13 +25,13 @@ Config = SpmmKernel | SddmmKernel
 def product(
     arch: str, a: str, b: str, out: str, v: int = 8, rows: int = 32, atom: str | None = None
 ) -> tuple[SpmmKernel, str]:
-    kind = Kind(v, FLOATS[a], FLOATS[b], out)
+    kind = ProblemTypes(v, FLOATS[a], FLOATS[b], out)
     return choose_spmm(kind, Machine(arch, 132), Problem(rows, 4096, 410 * rows, 512, 512), atom), arch
 
 
 def sampled(arch: str, x: str, y: str, out: str, v: int = 8, stride: int = 32) -> tuple[SddmmKernel, str]:
     sizes = {"vector_rows": 512, "vectors": 200_000, "columns": 4096, "inner": 256}
-    return choose_sddmm(Kind(v, FLOATS[x], FLOATS[y], out), Machine(arch, 132), stride=stride, **sizes), arch
+    return choose_sddmm(ProblemTypes(v, FLOATS[x], FLOATS[y], out), Machine(arch, 132), stride=stride, **sizes), arch
 
 
 HALF, BRAIN = "HMMA.16816.F32", "HMMA.16816.F32.BF16"

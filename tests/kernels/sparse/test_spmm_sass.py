@@ -9,9 +9,9 @@ from concurrent.futures import Future
 import pytest
 
 from cute_kernels.catalog import default_configs
-from cute_kernels.dtypes import Integer, Number
+from cute_kernels.dtypes import ElementType, Integer
 from cute_kernels.jit import Binary
-from cute_kernels.machine import Kind, Machine, Problem
+from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.config import SampleConfig
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
@@ -31,12 +31,12 @@ def few(arch: str) -> Iterator[Config]:
     """A gather, an SDDMM and, where there are panels, a panel kernel; 8-bit, 4-bit and 16 x 8 bits."""
     here = Machine(arch, 100)
     yield choose_spmm(
-        Kind(8, Integer(8, True), Integer(8, True), "float16"), here, Problem(4096, 4096, 410 * 4096, 512, 512)
+        ProblemTypes(8, Integer(8, True), Integer(8, True), "float16"), here, Problem(4096, 4096, 410 * 4096, 512, 512)
     )
     yield choose_spmm(
-        Kind(4, Integer(16, True), Integer(8, False), "float32"), here, Problem(32, 4096, 410 * 32, 512, 512)
+        ProblemTypes(4, Integer(16, True), Integer(8, False), "float32"), here, Problem(32, 4096, 410 * 32, 512, 512)
     )
-    yield choose_sddmm(Kind(8, Integer(4, True), Integer(4, True), "int32"), here, stride=32, inner=256)
+    yield choose_sddmm(ProblemTypes(8, Integer(4, True), Integer(4, True), "int32"), here, stride=32, inner=256)
 
 
 def of_few_columns(arch: str) -> Iterator[Config]:
@@ -48,7 +48,7 @@ def of_few_columns(arch: str) -> Iterator[Config]:
         (4, 4, 32, 1792),
         (8, 8, 16, 64),
     ):
-        kind = Kind(8, Integer(left, True), Integer(right, True), "float16")
+        kind = ProblemTypes(8, Integer(left, True), Integer(right, True), "float16")
         yield choose_spmm(kind, Machine(arch, 132), Problem(rows, 4096, 410 * rows, 512, n))
 
 
@@ -80,7 +80,7 @@ def clean_sass(binary: Binary) -> str:
     return sass
 
 
-def digit_signs(number: Number, one_sign: bool = False) -> list[bool]:
+def digit_signs(number: ElementType, one_sign: bool = False) -> list[bool]:
     """Signs of the digits of an integer; stacked digits share the top one's."""
     return [number.signed] if number.bits <= 8 else [number.signed and one_sign, number.signed]
 
@@ -91,7 +91,7 @@ def expected_mmas(config: Config) -> set[str]:
         first, second = digit_signs(config.y), digit_signs(config.x)
     else:
         first = digit_signs(config.b)
-        second = digit_signs(config.a, config.stacked)
+        second = digit_signs(config.a, config.fused_digits)
     shape, letter = "".join(map(str, config.entry.shape)), {True: "S", False: "U"}
     width = config.entry.mma_bits
     return {f"IMMA.{shape}.{letter[x]}{width}.{letter[y]}{width}" for x in first for y in second}
@@ -107,7 +107,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     panel = isinstance(config, (PanelConfig, SddmmPanelConfig))
     assert ("UTMALDG.2D" in sass) == panel and ("SYNCS" in sass) == panel
     assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) == (
-        not isinstance(config, PanelConfig) or config.records > 0
+        not isinstance(config, PanelConfig) or config.a_stages > 0
     )
     assert bool(re.search(r"LDSM\.16\.MT88\.[24]", sass)) == (not isinstance(config, SampleConfig))
     assert binary.usage is None or binary.usage.registers * config.threads <= 65536

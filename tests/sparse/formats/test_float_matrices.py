@@ -47,7 +47,7 @@ def test_values_go_in_and_come_out(name: str, seed: int, tmp_path: Path) -> None
     a.check_format(full=True)
     expected = x if name in HALF_DTYPES else (x.float() * scale).double()
     assert torch.equal(a.to_dense().double(), expected) and torch.equal(a.to_dense(False).double(), x)
-    assert a.values.dtype == FLOAT_DTYPES[name] and a.bits is None and a.number == FLOATS[name]
+    assert a.values.dtype == FLOAT_DTYPES[name] and a.bits is None and a.element_type == FLOATS[name]
     assert a.values[0].numel() * a.values.element_size() == v * stride * FLOATS[name].bits // 8
     assert (a.to_scipy().toarray() == expected.numpy()).all() and f"values={name}" in repr(a)
     other = a.to_bcrs()
@@ -55,11 +55,11 @@ def test_values_go_in_and_come_out(name: str, seed: int, tmp_path: Path) -> None
     assert torch.equal(other.to_dense(), a.to_dense()) and torch.equal(other.to_srbcrs(16).to_dense(), a.to_dense())
     a.save(tmp_path / "a")
     loaded = mc.SRBCRS.load(tmp_path / "a")
-    assert loaded.number == a.number and torch.equal(loaded.to_dense(), a.to_dense())
+    assert loaded.element_type == a.element_type and torch.equal(loaded.to_dense(), a.to_dense())
     if a.scale is None or a.scale.ndim == 0:
         turned = a.transpose()
         turned.check_format(full=True)
-        assert torch.equal(turned.to_dense(), a.to_dense().mT) and turned.number == a.number
+        assert torch.equal(turned.to_dense(), a.to_dense().mT) and turned.element_type == a.element_type
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -100,7 +100,7 @@ def test_float8_tensors_are_taken_as_they_are() -> None:
     minus = torch.zeros(8, 8).neg().to(torch.float8_e5m2)
     assert mc.SRBCRS.from_dense(minus).pattern.vectors == 0
     b = mc.SRBCRS.from_pattern(a.pattern, a.vectors(), bits=None)
-    assert b.number == FLOATS["e4m3"] and torch.equal(b.to_dense().float(), x.float())
+    assert b.element_type == FLOATS["e4m3"] and torch.equal(b.to_dense().float(), x.float())
 
 
 def test_damage_is_seen() -> None:
@@ -141,21 +141,23 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 def test_configs_for_floats_are_checked() -> None:
     pytest.importorskip("pycute")
-    from cute_kernels.layout.choice import default_atom
-    from cute_kernels.machine import Kind, Machine, Problem
+    from cute_kernels.atoms import default_atom
+    from cute_kernels.machine import Machine, Problem, ProblemTypes
     from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
     half, byte = FLOATS["float16"], FLOATS["e4m3"]
-    kind, machine = Kind(8, half, byte, "float16"), Machine("sm_90a", 132)
+    kind, machine = ProblemTypes(8, half, byte, "float16"), Machine("sm_90a", 132)
     chosen = choose_spmm(kind, machine, Problem(64, 4096, 64 * 40_000, 40_000, 64))
-    assert chosen.atom == default_atom(kind, "sm_90a") == "f16_m16n8k32" and not getattr(chosen, "wide", False)
+    assert chosen.atom == default_atom(kind, "sm_90a") == "f16_m16n8k32" and not getattr(chosen, "int64_accum", False)
     check_spmm(chosen, kind, 40_000)  # float32 does not wrap
     with pytest.raises(ValueError, match="atom must be an instruction for float16, got s8_m16n8k32"):
         choose_spmm(kind, machine, Problem(64, 4096, 64 * 400, 400, 64), "s8_m16n8k32")
     with pytest.raises(ValueError, match="atom must be an instruction of sm_90a, got fp8_m16n8k32"):
-        choose_spmm(Kind(8, byte, byte, "float16"), machine, Problem(64, 4096, 64 * 400, 400, 64), "fp8_m16n8k32")
+        choose_spmm(
+            ProblemTypes(8, byte, byte, "float16"), machine, Problem(64, 4096, 64 * 400, 400, 64), "fp8_m16n8k32"
+        )
     with pytest.raises(TypeError, match="both integers or both floats"):
-        default_atom(Kind(8, half, mc.quantize(torch.ones(2, 2), 8).number, "float16"), "sm_90a")
+        default_atom(ProblemTypes(8, half, mc.quantize(torch.ones(2, 2), 8).element_type, "float16"), "sm_90a")
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -214,12 +214,14 @@ def test_execution_cache_is_not_copied() -> None:
 def test_a_matrix_used_once_stays_so_elsewhere_and_forgets_its_copies() -> None:
     matrix = SRBCRS.from_dense(torch.eye(8, dtype=torch.int8))
     matrix._execution["x"], edition = 1, matrix._version_id
-    matrix.used_once = False
+    matrix.single_use = False
     assert matrix._execution == {"x": 1} and matrix._version_id == edition, "nothing has changed"
-    matrix.used_once = True
+    matrix.single_use = True
     assert matrix._execution == {} and matrix._version_id != edition
-    assert matrix.to("meta").used_once and copy.copy(matrix).used_once and matrix.with_values(matrix.values).used_once
-    assert not SRBCRS.from_dense(torch.eye(8, dtype=torch.int8)).used_once
+    assert (
+        matrix.to("meta").single_use and copy.copy(matrix).single_use and matrix.with_values(matrix.values).single_use
+    )
+    assert not SRBCRS.from_dense(torch.eye(8, dtype=torch.int8)).single_use
 
 
 def test_bytes_and_repr_count_every_tensor() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
-from cute_kernels.machine import Kind, Problem
+from cute_kernels.machine import Problem, ProblemTypes
 from magicube_cutlass.dispatch.dense_fallback import DenseCall, Forecast, dense_copy, engine_forecast, forecast
 
 BYTES = ((8, True), (4, True), (4, False))  # bits and sign of what an int8 holds
@@ -187,14 +187,14 @@ def test_explain_says_which_product_is_expected_to_be_faster() -> None:
 
 def test_the_engine_is_forecast_as_it_was_measured() -> None:
     """The densities at which both take as long, n = 1024 and 2048, are about a half to three quarters."""
-    kind = Kind(8, Integer(8, True), Integer(8, True), "int32")
+    kind = ProblemTypes(8, Integer(8, True), Integer(8, True), "int32")
     for n in (1024, 2048):
         wins = [
             engine_forecast(kind, n, 1, Problem(n // 8, n, round(n * n / 8 * density), n, n)).dense_wins
             for density in (0.3, 0.5, 0.8, 1.0)
         ]
         assert wins == [False, False, True, True]
-    floats = Kind(8, Integer(8, True), Integer(8, True), "float16")
+    floats = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
     problem = Problem(128, 1024, 100_000, 1024, 1024)
     assert engine_forecast(floats, 1024, 1, problem).dense > engine_forecast(kind, 1024, 1, problem).dense
     assert str(Forecast(2000.0, 1000.0)).startswith("dense would be faster: about 1.0 us against 2.0 us")

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pycute")
 
 from cute_kernels.dtypes import Integer
-from cute_kernels.machine import SAFE_RUN, SHARED_BYTES, Kind, Machine, Problem
+from cute_kernels.machine import SAFE_RUN, SHARED_BYTES, Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
@@ -18,7 +18,7 @@ from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.dense_fallback import Forecast, copy_cost, dense_cost
 
 H200, A100 = Machine("sm_90a", 132), Machine("sm_80", 108)
-L8R8 = Kind(8, Integer(8, True), Integer(8, True), "float16")
+L8R8 = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
 
 
 def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
@@ -33,9 +33,9 @@ def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
 
 def test_a_matrix_that_is_used_once_gets_no_panel() -> None:
     problem = Problem(512, 4096, 512 * 410, 460, 4096)
-    config = choose_spmm(L8R8, H200, problem, once=True)
+    config = choose_spmm(L8R8, H200, problem, single_use=True)
     assert isinstance(config, GatherConfig) and isinstance(choose_spmm(L8R8, H200, problem), PanelConfig)
-    text = reason(config, problem.vector_rows, problem.vectors, problem.longest, once=True)
+    text = reason(config, problem.vector_rows, problem.vectors, problem.longest, single_use=True)
     assert "used once" in text and "too few" not in text
 
 
@@ -53,17 +53,17 @@ def test_rows_of_few_columns_are_as_long_as_they_are(bits: int, n: int, row: int
     found = candidates(kind, H200, Problem(1792, 4096, 1792 * 410, 460, n))
     panels = [config for config in found if isinstance(config, PanelConfig)]
     assert len({config.name for config in found}) == len(found) and len(panels) >= 10 and len(panels) < len(found)
-    assert {config.row_bytes for config in found} == ({row} if row else {64, 128})
-    assert not row or all(config.records >= 3 for config in panels)
+    assert {config.tile_n_bytes for config in found} == ({row} if row else {64, 128})
+    assert not row or all(config.a_stages >= 3 for config in panels)
     assert all(config.smem_bytes <= SHARED_BYTES for config in panels)
-    assert {config.row_bytes for config in candidates(kind, A100, Problem(64, 4096, 64 * 410, 460, n))} == (
+    assert {config.tile_n_bytes for config in candidates(kind, A100, Problem(64, 4096, 64 * 410, 460, n))} == (
         {row} if row else {64, 128}
     )
 
 
 def test_groups_of_sixteen_take_rows_of_two_pieces() -> None:
     found = candidates(L8R8, H200, Problem(1792, 4096, 1792 * 410, 460, 16), "s8_m16n8k16")
-    assert {config.row_bytes for config in found} == {32} and {config.group for config in found} == {16}
+    assert {config.tile_n_bytes for config in found} == {32} and {config.group for config in found} == {16}
 
 
 def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
@@ -72,8 +72,8 @@ def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
         panels = [
             c for c in candidates(kind, H200, Problem(512, 4096, 512 * 410, 460, 4096)) if isinstance(c, PanelConfig)
         ]
-        assert {c.warps for c in panels if c.records and c.row_bytes == 128} <= warps | {16}
-        assert warps & {c.warps for c in panels if c.records and c.row_bytes == 128} or not warps
+        assert {c.warps for c in panels if c.a_stages and c.tile_n_bytes == 128} <= warps | {16}
+        assert warps & {c.warps for c in panels if c.a_stages and c.tile_n_bytes == 128} or not warps
 
 
 def test_chips_without_tensor_copies_get_no_panel() -> None:
@@ -84,14 +84,14 @@ def test_chips_without_tensor_copies_get_no_panel() -> None:
 @pytest.mark.parametrize("out", ["int32", "int64", "float16"])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (16, 16)])
 def test_rows_that_outgrow_32_bits_are_summed_wide(out: str, bits: tuple[int, int]) -> None:
-    kind = Kind(8, Integer(bits[0], True), Integer(bits[1], True), out)
+    kind = ProblemTypes(8, Integer(bits[0], True), Integer(bits[1], True), out)
     config = choose_spmm(kind, H200, Problem(512, 10**6, 512 * SAFE_RUN, SAFE_RUN + 1, 512))
-    wide = isinstance(config, GatherConfig) and config.wide
+    wide = isinstance(config, GatherConfig) and config.int64_accum
     assert wide == (out != "int32" or bits == (4, 4))
 
 
 def test_four_bit_operands_use_the_native_instruction_only_where_there_is_one() -> None:
-    kind, problem = Kind(8, Integer(4, True), Integer(4, True), "int32"), Problem(64, 1024, 6400, 120, 256)
+    kind, problem = ProblemTypes(8, Integer(4, True), Integer(4, True), "int32"), Problem(64, 1024, 6400, 120, 256)
     assert choose_spmm(kind, A100, problem).atom == "s4_m16n8k64"
     assert choose_spmm(kind, H200, problem).atom == "int4_as_int8_m16n8k32"
     assert choose_sddmm(kind, A100, stride=32, inner=64).atom == "s4_m16n8k64"
@@ -108,8 +108,8 @@ def test_there_is_a_kernel_for_nothing_too(problem: Problem) -> None:
 
 def test_a_config_for_other_operands_is_refused() -> None:
     config = choose_spmm(L8R8, H200, Problem(512, 4096, 512 * 410, 460, 512))
-    with pytest.raises(ValueError, match="config must be for Kind"):
-        check_spmm(config, Kind(4, Integer(8, True), Integer(8, True), "float16"), 460)
+    with pytest.raises(ValueError, match="config must be for ProblemTypes"):
+        check_spmm(config, ProblemTypes(4, Integer(8, True), Integer(8, True), "float16"), 460)
     # the largest product of unsigned digits, and two of mixed signs that share a sum
     assert SAFE_RUN * 255 * 255 < 2**31 and SAFE_RUN * 2 * 255 * 128 < 2**31
     with pytest.raises(ValueError, match=f"must be wide for a vector row of {SAFE_RUN + 1}"):
@@ -121,7 +121,7 @@ def test_names_tell_configs_apart() -> None:
     problems = [Problem(r, 4096, r * longest, longest, n, b)
                 for r in (8, 512) for longest in (40, 400, 40000) for n in (64, 4096) for b in (1, 2)]  # fmt: skip
     chosen = {
-        choose_spmm(Kind(v, Integer(*a), Integer(*b), out), machine, problem)
+        choose_spmm(ProblemTypes(v, Integer(*a), Integer(*b), out), machine, problem)
         for v in (1, 8, 32) for a in kinds for b in kinds for out in outs for machine in (H200, A100)
         for problem in problems
     }  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_wish_that_no_kernel_can_fulfil_is_refused() -> None:
         check_spmm(GatherConfig("s8_m64n8k32", 8, Integer(8, True), Integer(8, True), "float16"), L8R8, 460)
 
 
-def sample(kind: Kind, sizes: tuple[int, int, int], sparsity: float, machine: Machine = H200, stride: int = 32):  # type: ignore[no-untyped-def]
+def sample(kind: ProblemTypes, sizes: tuple[int, int, int], sparsity: float, machine: Machine = H200, stride: int = 32):  # type: ignore[no-untyped-def]
     """What ``sddmm`` chooses for X and Y of (M, N, inner) at a uniform pattern."""
     m, n, inner = sizes
     rows = -(-m // kind.vector_length)
@@ -179,7 +179,7 @@ def test_a_panel_for_samples_holds_all_of_k_and_fits_a_multiprocessor() -> None:
     for v, left, right, stride in product((1, 2, 4, 8, 16, 32), widths, widths, (16, 32, 64)):
         for inner in (16, 64, 128, 256, 512, 1024, 4096):
             config = sample(
-                Kind(v, Integer(*left), Integer(*right), "float16"), (512 * v, 4096, inner), 0.8, stride=stride
+                ProblemTypes(v, Integer(*left), Integer(*right), "float16"), (512 * v, 4096, inner), 0.8, stride=stride
             )
             seen.add(type(config))
             if isinstance(config, SddmmPanelConfig):
@@ -196,12 +196,16 @@ def test_no_panel_for_samples_without_tensor_copies_or_a_pattern_or_with_4_bit_i
     assert isinstance(sample(L8R8, sizes, 1.0), SddmmConfig)
     assert isinstance(sample(L8R8, (2**20, 2**15, 256), 0.5), SddmmConfig)  # more places than 32 bits count
     assert isinstance(choose_sddmm(L8R8, H200, stride=32, inner=256), SddmmConfig)
-    long = sample(Kind(8, Integer(8, True), Integer(8, True), "int64"), (4096, 4096, 2 * SAFE_RUN), 0.9)
-    assert isinstance(long, SddmmConfig) and long.wide
+    long = sample(ProblemTypes(8, Integer(8, True), Integer(8, True), "int64"), (4096, 4096, 2 * SAFE_RUN), 0.9)
+    assert isinstance(long, SddmmConfig) and long.int64_accum
 
 
 def test_the_cost_of_a_product_grows_with_its_work() -> None:
-    for kind, machine in ((L8R8, H200), (Kind(4, Integer(16, True), Integer(8, True), "int32"), H200), (L8R8, A100)):
+    for kind, machine in (
+        (L8R8, H200),
+        (ProblemTypes(4, Integer(16, True), Integer(8, True), "int32"), H200),
+        (L8R8, A100),
+    ):
         for rows, n in ((32, 128), (512, 512), (512, 4096)):
             costs = []
             for mean in (64, 512, 2048):

@@ -22,7 +22,7 @@ def test_merged_vectors_are_the_same_matrix(v: int, longer: int, bits: int, sign
         mc.Pattern((43, 60), longer, got.row_offsets, got.columns), got.values, bits=bits, signed=signed
     )
     assert torch.equal(again.to_dense(), matrix.to_dense())
-    assert (*got.number, got.values.shape[1]) == (bits, signed, longer)
+    assert (*got.element_type, got.values.shape[1]) == (bits, signed, longer)
 
 
 def test_the_choice_sees_merged_vectors_on_a_gpu_alone() -> None:
