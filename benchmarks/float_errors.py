@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 import magicube_cutlass as mc
-from magicube_cutlass.quantization.float_tensor import RECIPES, FloatTensor
+from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # name -> arguments of quantize; rows of a and columns of b have a scale each unless blocks do
@@ -41,7 +41,7 @@ def relative(got: Tensor, truth: Tensor) -> float:
 
 def stored_bits(x: Any) -> float:
     """Of codes and scales, an element."""
-    size = x.nbytes if isinstance(x, FloatTensor) else x.data.nbytes + x.scale.nbytes
+    size = x.nbytes if isinstance(x, ScaledFloatTensor) else x.data.nbytes + x.scale.nbytes
     return 8 * size / x.shape.numel()
 
 

@@ -18,13 +18,13 @@ from rich.table import Table
 
 import magicube_cutlass as mc
 from cute_kernels.floats import FORMATS
-from magicube_cutlass.quantization.float_tensor import FloatTensor, matmul
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul
 
 Grid = dict[tuple[str, str], float]
 LAUNCHES = 20
 
 
-def microseconds(a: FloatTensor, b: FloatTensor) -> float:
+def microseconds(a: ScaledFloatTensor, b: ScaledFloatTensor) -> float:
     """Of one product among ``LAUNCHES`` on the current GPU."""
     matmul(a, b, out_dtype=torch.float16)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

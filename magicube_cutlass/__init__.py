@@ -13,6 +13,7 @@ from magicube_cutlass.nn import convert
 from magicube_cutlass.ops.explain import explain
 from magicube_cutlass.ops.sddmm import sddmm
 from magicube_cutlass.ops.spmm import spmm
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 from magicube_cutlass.quantization.quantize import quantize
 
@@ -39,6 +40,7 @@ __all__ = [
     "SRBCRS",
     "Pattern",
     "QuantTensor",
+    "ScaledFloatTensor",
     "autograd",
     "convert",
     "explain",

@@ -1,4 +1,4 @@
-"""Checks of arguments that every format shares; each error names the argument and both numbers."""
+"""Checks of arguments that all formats share; each error names the argument and both values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_DIM = 2**31 - 1  # column indices are int32, and row * K + column must fit i
 
 
 def new_version_id() -> str:
-    """A name that no other object has: a compiler that saw it takes another object's graph for none of its own."""
+    """Return a name that no other object has: a compiler uses it to tell objects apart."""
     return "" if torch.compiler.is_compiling() else str(next(_EDITIONS))
 
 
@@ -36,19 +36,19 @@ def renamed_property(old: str, new: str) -> property:
 
 
 def check_vector_length(vector_length: int) -> None:
-    """Raise ``ValueError`` unless ``vector_length`` is one of 1, 2, 4, 8, 16, 32."""
+    """Raise `ValueError` unless `vector_length` is 1, 2, 4, 8, 16 or 32."""
     if isinstance(vector_length, bool) or vector_length not in VECTOR_LENGTHS:
         raise ValueError(f"vector_length must be one of {VECTOR_LENGTHS}, got {vector_length!r}")
 
 
 def check_stride(stride: int) -> None:
-    """Raise ``ValueError`` unless ``stride`` is one of 16, 32, 64."""
+    """Raise `ValueError` unless `stride` is 16, 32 or 64."""
     if stride not in STRIDES:
         raise ValueError(f"stride must be one of {STRIDES}, got {stride!r}")
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """``shape`` as ``(M, K)``; raise unless it is two integers in ``[0, 2**31 - 1]``."""
+    """Return the shape as (M, K); raise unless it is two integers in [0, 2^31 - 1]."""
     sizes = tuple(shape)
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"shape must hold two integers, got {sizes!r}")
@@ -69,7 +69,7 @@ def check_tensor(
     length: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Raise ``TypeError``/``ValueError`` unless ``tensor`` has this dtype, rank, length and device; reads no data."""
+    """Raise unless `tensor` has this dtype, rank, length and device; reads no data."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -85,7 +85,7 @@ def check_tensor(
 
 
 def first_true(mask: Tensor) -> int | None:
-    """Flat index of the first true entry of ``mask``, or None; waits for the device."""
+    """Return the flat index of the first true entry, or None; waits for the device."""
     if mask.numel() == 0:
         return None
     flat = mask.flatten()
@@ -94,12 +94,12 @@ def first_true(mask: Tensor) -> int | None:
 
 
 def vector_rows(rows: int, vector_length: int) -> int:
-    """Number of groups of ``vector_length`` rows that cover ``rows`` rows."""
+    """Return the number of vector rows that cover `rows` rows."""
     return -(-rows // vector_length)
 
 
 def check_pointers(start: Tensor, end: Tensor, stride: int, total: int) -> None:
-    """Raise ``ValueError`` unless vector rows from ``start`` to ``end`` fill ``total`` padded places; scans both."""
+    """Raise `ValueError` unless vector rows from `start` to `end` fill `total` padded places; scans both."""
     following = torch.cat((start, start.new_tensor([total])))[1:]
     if len(start) == 0 and total:
         raise ValueError(f"col_indices must be empty without vector rows, got {total} entries")

@@ -1,13 +1,13 @@
-"""Sparse attention masks as patterns of ``V x 1`` vectors: which keys a group of V neighbouring queries shares.
+"""Sparse attention masks as patterns of V x 1 vectors: the keys that V consecutive queries share.
 
-A mask is rounded up to whole vectors: a query also attends the keys that only its neighbours in the vector ask for.
-Every maker says which keys that adds.  Queries i and keys j are aligned at the top left, so that ``i = j`` is the
-diagonal whether or not there are as many keys as queries.
+A mask is rounded up to whole vectors: a query also attends the keys that only other queries of its vector need. Each
+function says which keys that adds. Query i and key j are aligned at the top left: ``i = j`` is the diagonal for any
+number of keys.
 
-``causal`` leaves out the vectors whose keys lie after every query of the vector.  A vector on the diagonal stays whole,
-and with it up to V - 1 later keys of its first queries: ``sparse_attention(..., causal=True)`` masks those exactly.
-Patterns are made on ``device`` by torch operators, in memory linear in their vectors, but for :func:`random` and
-:func:`bigbird`, which draw on the CPU and are the same on every device.
+`causal` drops the vectors whose key is after each query of the vector. A vector on the diagonal stays whole, and with
+it up to V - 1 later keys of its first queries; ``sparse_attention(..., causal=True)`` masks these exactly. Patterns are
+made on `device` in memory linear in their vectors; :func:`random` and :func:`bigbird` draw on the CPU, so that they are
+equal on all devices.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, vector_rows
+from magicube_cutlass.formats.block_mask import from_block_mask  # noqa: F401
 from magicube_cutlass.formats.generate import _kept, random_pattern
 from magicube_cutlass.formats.pattern import Pattern
-
-_CHUNK = 1 << 24  # elements of a block mask that are evaluated at once
 
 
 def _rows(queries: int, vector_length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -53,7 +52,7 @@ def _runs(begin: Tensor, count: Tensor, step: int, shape: tuple[int, int], vecto
 
 
 def drop_later(mask: Pattern) -> Pattern:
-    """``mask`` without the vectors whose key lies after every query of the vector."""
+    """Return the mask without the vectors whose key is after each query of the vector."""
     _, last = _rows(mask.shape[0], mask.vector_length, mask.device)
     kept = mask.col_indices <= last[mask.row_indices]
     if bool(kept.all()):
@@ -65,7 +64,19 @@ def drop_later(mask: Pattern) -> Pattern:
 
 
 def union(*masks: Pattern) -> Pattern:
-    """The vectors of any of ``masks``, which have one shape, vector length and device; ``ValueError`` otherwise."""
+    """Return the vectors of any of the masks.
+
+    Raises
+    ------
+    ValueError
+        If the masks differ in shape, vector length or device.
+
+    Examples
+    --------
+    >>> from magicube_cutlass import masks
+    >>> masks.union(masks.local(64, 0), masks.global_tokens(64, 1)).vectors
+    127
+    """
     if not masks:
         raise ValueError("union needs at least 1 mask, got 0")
     first = masks[0]
@@ -87,10 +98,39 @@ def local(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Pattern:
-    """``|i - j| <= window``; causal: ``0 <= i - j <= window``.
+    """Sliding window: ``|i - j| <= window``; causal: ``0 <= i - j <= window``.
 
-    Rounding adds up to V - 1 keys on each side: those of the vector's first and last query.
-    Raises ``ValueError`` for a negative window.
+    Rounding adds up to V - 1 keys on each side.
+
+    Parameters
+    ----------
+    queries : int
+        Rows of the mask.
+    window : int
+        Distance in keys.
+    keys : int, optional
+        Columns of the mask. Default: `queries`.
+    vector_length : int, default 8
+        V.
+    causal : bool, default False
+        Drop the vectors whose key is after each query of the vector.
+    device : torch.device or str, default "cpu"
+        Device of the pattern.
+
+    Returns
+    -------
+    Pattern, shape (queries, keys)
+
+    Raises
+    ------
+    ValueError
+        For a negative window.
+
+    Examples
+    --------
+    >>> from magicube_cutlass import masks
+    >>> masks.local(64, 8).row_lengths.tolist()
+    [16, 24, 24, 24, 24, 24, 24, 16]
     """
     shape = _shape(queries, keys)
     _check_count("window", window, 0)
@@ -109,10 +149,39 @@ def strided(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Pattern:
-    """``(i0 - j) mod stride = 0`` with i0 the vector's first query, so that a vector's queries share their keys.
+    """Strided mask: ``(i0 - j) mod stride = 0`` with i0 the first query of the vector, so a vector shares its keys.
 
-    At V = 1 this is the strided pattern of Child et al., arXiv 1904.10509, section 4.2; rounding that one up would make
-    V keys of each, and a dense mask of any stride up to V.  Raises ``ValueError`` for a stride below 1.
+    At V = 1 this is the strided pattern of Child et al., arXiv 1904.10509, section 4.2.
+
+    Parameters
+    ----------
+    queries : int
+        Rows of the mask.
+    stride : int
+        Distance between keys.
+    keys : int, optional
+        Columns of the mask. Default: `queries`.
+    vector_length : int, default 8
+        V.
+    causal : bool, default False
+        Drop the vectors whose key is after each query of the vector.
+    device : torch.device or str, default "cpu"
+        Device of the pattern.
+
+    Returns
+    -------
+    Pattern, shape (queries, keys)
+
+    Raises
+    ------
+    ValueError
+        For a stride below 1.
+
+    Examples
+    --------
+    >>> from magicube_cutlass import masks
+    >>> masks.strided(64, 16).row_lengths.tolist()
+    [4, 4, 4, 4, 4, 4, 4, 4]
     """
     shape = _shape(queries, keys)
     _check_count("stride", stride, 1)
@@ -131,10 +200,39 @@ def global_tokens(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Pattern:
-    """Tokens that attend every key and that every query attends: the first ``tokens``, or those at int64 positions.
+    """Global tokens: they attend every key, and every query attends them.
 
-    Rounding adds all keys for the queries that share a vector with a global one.
-    Raises ``ValueError`` for positions that are no query and no key.
+    Rounding adds all keys for queries that share a vector with a global token.
+
+    Parameters
+    ----------
+    queries : int
+        Rows of the mask.
+    tokens : int or Tensor
+        The first `tokens`, or int64 positions.
+    keys : int, optional
+        Columns of the mask. Default: `queries`.
+    vector_length : int, default 8
+        V.
+    causal : bool, default False
+        Drop the vectors whose key is after each query of the vector.
+    device : torch.device or str, default "cpu"
+        Device of the pattern.
+
+    Returns
+    -------
+    Pattern, shape (queries, keys)
+
+    Raises
+    ------
+    ValueError
+        For positions that are no query and no key.
+
+    Examples
+    --------
+    >>> from magicube_cutlass import masks
+    >>> masks.global_tokens(64, 2).row_lengths.tolist()
+    [64, 2, 2, 2, 2, 2, 2, 2]
     """
     shape = _shape(queries, keys)
     if isinstance(tokens, Tensor):
@@ -150,9 +248,8 @@ def global_tokens(
     rows, columns = vector_rows(queries, vector_length), shape[1]
     every_row, every_key = torch.arange(rows, device=device), torch.arange(columns, device=device)
     full, shared = torch.unique(places[places < queries] // vector_length), torch.unique(places[places < columns])
-    found = torch.cat(
-        [(full[:, None] * columns + every_key).flatten(), (every_row[:, None] * columns + shared).flatten()]
-    )
+    whole_rows, whole_columns = full[:, None] * columns + every_key, every_row[:, None] * columns + shared
+    found = torch.cat([whole_rows.flatten(), whole_columns.flatten()])
     mask = Pattern._from_keys(torch.unique(found), shape, vector_length)
     return drop_later(mask) if causal else mask
 
@@ -167,9 +264,41 @@ def random(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Pattern:
-    """``round((1 - sparsity) * n)`` of the n vectors, uniformly drawn; causal: of those whose key is not after them.
+    """Random mask: ``round((1 - sparsity) * n)`` of n vectors; causal: of those whose key is not after them.
 
-    Whole vectors are drawn, so rounding adds nothing.  Raises ``ValueError`` for a sparsity outside [0, 1].
+    Whole vectors are drawn, so rounding adds nothing.
+
+    Parameters
+    ----------
+    queries : int
+        Rows of the mask.
+    sparsity : float
+        Share of vectors that are not stored, in [0, 1].
+    keys : int, optional
+        Columns of the mask. Default: `queries`.
+    vector_length : int, default 8
+        V.
+    causal : bool, default False
+        Drop the vectors whose key is after each query of the vector.
+    seed : int, default 0
+        Seed of the random keys.
+    device : torch.device or str, default "cpu"
+        Device of the pattern.
+
+    Returns
+    -------
+    Pattern, shape (queries, keys)
+
+    Raises
+    ------
+    ValueError
+        For a sparsity outside [0, 1].
+
+    Examples
+    --------
+    >>> from magicube_cutlass import masks
+    >>> masks.random(64, 0.9).vectors
+    51
     """
     shape = _shape(queries, keys)
     _, last = _rows(queries, vector_length, "cpu")
@@ -196,10 +325,39 @@ def bigbird(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Pattern:
-    """:func:`local`, :func:`global_tokens` and ``random_keys`` uniformly drawn keys a vector row, all together.
+    """BigBird mask: :func:`local`, :func:`global_tokens` and random keys per vector row.
 
-    Causal: random keys after the vector are left out, so that early vectors have fewer.
-    Source: Zaheer et al., arXiv 2007.14062, section 2, with vectors in place of its blocks.
+    Causal: random keys after the vector are dropped, so early vectors have fewer.
+    Source: Zaheer et al., arXiv 2007.14062, section 2, with vectors in place of blocks.
+
+    Parameters
+    ----------
+    queries : int
+        Rows of the mask.
+    window, tokens : int
+        As for :func:`local` and :func:`global_tokens`.
+    random_keys : int
+        Random keys per vector row.
+    keys : int, optional
+        Columns of the mask. Default: `queries`.
+    vector_length : int, default 8
+        V.
+    causal : bool, default False
+        Drop the vectors whose key is after each query of the vector.
+    seed : int, default 0
+        Seed of the random keys.
+    device : torch.device or str, default "cpu"
+        Device of the pattern.
+
+    Returns
+    -------
+    Pattern, shape (queries, keys)
+
+    Examples
+    --------
+    >>> from magicube_cutlass import masks
+    >>> masks.bigbird(64, window=8, tokens=0, random_keys=0).equals(masks.local(64, 8))
+    True
     """
     shape = _shape(queries, keys)
     _check_count("random_keys", random_keys, 0)
@@ -212,9 +370,27 @@ def bigbird(
 
 
 def from_mask(mask: Tensor, *, vector_length: int = 8) -> Pattern | list[Pattern]:
-    """A dense mask, bool (queries, keys), true where a query attends; bool (heads, queries, keys) gives a list.
+    """Convert a dense mask.
 
-    Rounding adds, for each query, the keys of the other queries of its vector.
+    Rounding adds for each query the keys of the other queries of its vector.
+
+    Parameters
+    ----------
+    mask : Tensor, shape (queries, keys) or (heads, queries, keys)
+        bool, true if the query attends the key.
+    vector_length : int, default 8
+        V.
+
+    Returns
+    -------
+    Pattern or list of Pattern
+
+    Examples
+    --------
+    >>> import torch
+    >>> from magicube_cutlass import masks
+    >>> masks.from_mask(torch.eye(16, dtype=torch.bool)).row_lengths.tolist()
+    [8, 8]
     """
     check_tensor("mask", mask, dtype=torch.bool)
     if mask.ndim not in (2, 3):
@@ -222,53 +398,3 @@ def from_mask(mask: Tensor, *, vector_length: int = 8) -> Pattern | list[Pattern
     if mask.ndim == 3:
         return [Pattern.from_dense(head, vector_length) for head in mask]
     return Pattern.from_dense(mask, vector_length)
-
-
-def from_block_mask(mask: Any, *, vector_length: int = 8) -> Pattern | list[Pattern]:
-    """FlexAttention's ``BlockMask``; one of several heads gives a list.
-
-    Its partial blocks are evaluated by its ``mask_mod``, whose arguments are tensors to broadcast.  Rounding adds keys
-    inside partial blocks, as in :func:`from_mask`.
-    Raises ``ValueError`` for a mask that depends on the batch, and for blocks of queries that are no whole vectors.
-    """
-    check_vector_length(vector_length)
-    if not all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
-        raise TypeError(f"mask must be a BlockMask of torch.nn.attention.flex_attention, got {type(mask).__name__}")
-    batch, heads = mask.kv_num_blocks.shape[:2]
-    if batch != 1:
-        raise ValueError(f"mask must be of batch 1, for patterns are shared by the batch, got {batch}")
-    if mask.BLOCK_SIZE[0] % vector_length:
-        raise ValueError(f"mask must have blocks of whole vectors of {vector_length} queries, got {mask.BLOCK_SIZE[0]}")
-    patterns = [_block_mask_head(mask, head, vector_length) for head in range(heads)]
-    return patterns if heads > 1 else patterns[0]
-
-
-def _listed(counts: Tensor | None, indices: Tensor | None, head: int) -> Tensor:
-    """(query block, key block) of every listed block, int64 (n, 2)."""
-    if counts is None or indices is None:
-        return torch.empty(0, 2, dtype=torch.int64)
-    counts, indices = counts[0, head].long(), indices[0, head].long()
-    rows, slots = (torch.arange(indices.shape[-1], device=counts.device) < counts[:, None]).nonzero().unbind(1)
-    return torch.stack((rows, indices[rows, slots]), 1)
-
-
-def _block_mask_head(mask: Any, head: int, vector_length: int) -> Pattern:
-    (tall, wide), (queries, keys) = mask.BLOCK_SIZE, mask.seq_lengths
-    device = mask.kv_num_blocks.device
-    zero, number = torch.zeros((), dtype=torch.int64, device=device), torch.tensor(head, device=device)
-    down, across = torch.arange(tall, device=device)[:, None], torch.arange(wide, device=device)
-    found = []
-    for counts, indices, partial in (
-        (mask.kv_num_blocks, mask.kv_indices, True),
-        (mask.full_kv_num_blocks, mask.full_kv_indices, False),
-    ):
-        for blocks in _listed(counts, indices, head).to(device).split(max(1, _CHUNK // (tall * wide))):
-            i, j = blocks[:, 0, None, None] * tall + down, blocks[:, 1, None, None] * wide + across
-            kept = (i < queries) & (j < keys)  # (blocks, tall, wide)
-            if partial:
-                kept = kept & mask.mask_mod(zero, number, i.clamp(max=queries - 1), j.clamp(max=keys - 1))
-            vectors = kept.view(len(blocks), tall // vector_length, vector_length, wide).any(2)
-            block, row, column = vectors.nonzero().unbind(1)
-            found.append((blocks[block, 0] * (tall // vector_length) + row) * keys + blocks[block, 1] * wide + column)
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    return Pattern._from_keys(torch.unique(torch.cat([empty, *found])), (queries, keys), vector_length)

@@ -1,4 +1,4 @@
-"""The products in plain int64 torch: the truth for tests, and the fallback without a compiled engine."""
+"""The products in int64 torch operations: ground truth of tests, and the fallback without a compiled engine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ if TYPE_CHECKING:
 
 
 def spmm(a: CompressedMatrix, b: QuantTensor) -> Tensor:
-    """``A B`` of the integers: ``(*batch, M, N)`` int64, exact modulo 2**64."""
+    """Return the integer product ``A B``, int64 (*batch, M, N), exact modulo 2^64.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> A = mc.SRBCRS.from_dense(torch.eye(2, 2, dtype=torch.int8), vector_length=2)
+    >>> mc.reference.spmm(A, mc.QuantTensor.from_ints(torch.tensor([[1], [2]]), bits=8)).tolist()
+    [[1], [2]]
+    """
     return torch.matmul(widen(a.to_dense(dequantize=False)), widen(b.ints()))
 
 
 def sddmm(x: QuantTensor, y: QuantTensor, pattern: Pattern) -> Tensor:
-    """``sum_k X[i, k] Y[j, k]`` at a pattern's vectors: ``(*batch, vectors, V)`` int64 in its order, 0 beyond M."""
+    """Return ``sum_k X[i, k] Y[j, k]`` at the vectors of a pattern: int64 (*batch, vectors, V), 0 beyond M."""
     full = torch.matmul(widen(x.ints()), widen(y.ints()).mT)  # (*batch, M, N)
     return at_vectors(full, pattern)
 
 
 def at_vectors(full: Tensor, pattern: Pattern) -> Tensor:
-    """The entries of ``full``, ``(*batch, M, N)``, at the pattern's vectors: ``(*batch, vectors, V)``, 0 beyond M."""
+    """Return the entries of a matrix (*batch, M, N) at the vectors of a pattern: (*batch, vectors, V), 0 beyond M."""
     v, rows = pattern.vector_length, pattern.vector_rows
     full = torch.nn.functional.pad(full, (0, 0, 0, rows * v - full.shape[-2]))
     grouped = full.unflatten(-2, (rows, v)).movedim(-2, -1)  # (*batch, R, N, V)
@@ -35,7 +43,7 @@ def at_vectors(full: Tensor, pattern: Pattern) -> Tensor:
 
 
 def scale_out(total: Tensor, dtype: torch.dtype, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """Integer totals (..., M, N) as ``dtype``; floats get the row and column factors, which broadcast."""
+    """Return integer totals (..., M, N) as `dtype`; floats are multiplied by row and column scales, which broadcast."""
     if not dtype.is_floating_point:
         return total.to(dtype)
     scaled = total.to(torch.float32)

@@ -1,7 +1,7 @@
-"""The constants of the cost models by measurement on this GPU: ``magicube tune``.
+"""Measured constants of the cost models for this GPU: ``magicube tune``.
 
-Products of random shapes are timed with every config that the choice weighs; the constants of
-``PanelModel`` and ``GatherModel`` are fitted to one half of the shapes and judged by the other.
+Products of random shapes are timed with every candidate config. The constants of ``PanelModel`` and ``GatherModel`` are
+fitted to one half of the shapes and tested on the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEAR = 1.1  # a pick at most this much slower than the best config counts as ne
 
 @dataclass(frozen=True)
 class Case:
-    """A product and the nanoseconds of each config that was timed for it."""
+    """A product, and the nanoseconds of each config that was timed for it."""
 
     problem: Problem
     times: dict[SpmmKernel, float]
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How near the picks of a model come to the best config that was timed."""
+    """Quality of kernel selection: cases, cases within 10% of the best config, and the worst ratio."""
 
     cases: int
     near: int
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def judge(cases: Sequence[Case], machine: Machine) -> Verdict:
-    """What the machine's models pick for each case, against the best of its times."""
+    """Return how close the selected configs are to the fastest ones of each case."""
     ratios = []
     for case in cases:
         pick = min(case.times, key=lambda config: spmm_cost(config, machine, case.problem))
@@ -62,10 +62,7 @@ def judge(cases: Sequence[Case], machine: Machine) -> Verdict:
 
 
 def _fitted(machine: Machine, name: str, samples: list[tuple[SpmmKernel, Problem, float, float]]) -> Machine:
-    """``machine`` with the model of this name fitted; each sample: config, problem, its time, the problem's best time.
-
-    Ratios count, not differences, and a config far from the best one counts little.
-    """
+    """The machine with one cost model fitted to samples of (config, problem, time, best time of the problem)."""
     if not samples:
         return machine
     import numpy as np
@@ -85,7 +82,7 @@ def _fitted(machine: Machine, name: str, samples: list[tuple[SpmmKernel, Problem
 
 
 def fit(cases: Sequence[Case], machine: Machine) -> Machine:
-    """``machine`` with both models' constants fitted to the times of ``cases``, from its present ones on."""
+    """Return the machine with both cost models fitted to the times of `cases`."""
     samples: dict[str, list[tuple[SpmmKernel, Problem, float, float]]] = {"panel": [], "gather": []}
     for case in cases:
         best = min(case.times.values())
@@ -98,7 +95,7 @@ def fit(cases: Sequence[Case], machine: Machine) -> Machine:
 
 
 def shapes(count: int, seed: int) -> list[tuple[int, int, int, float]]:
-    """Different random (M, K, N, sparsity)."""
+    """Return distinct random (M, K, N, sparsity)."""
     draw = random.Random(seed)
     found: dict[tuple[int, int, int, float], None] = {}
     while len(found) < count:
@@ -109,7 +106,7 @@ def shapes(count: int, seed: int) -> list[tuple[int, int, int, float]]:
 
 
 def _nanoseconds(call: Callable[[], object]) -> float:
-    """Of a launch in a CUDA graph: median of several replays of 10 launches."""
+    """Nanoseconds of a launch in a CUDA graph: median over replays of 10 launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -141,13 +138,13 @@ def _problem(shape: tuple[int, int, int, float]) -> tuple[Any, Problem]:
 
 
 def wanted(count: int, machine: Machine) -> dict[SpmmKernel, None]:
-    """Every kernel that :func:`measure` times."""
+    """Return every kernel that :func:`measure` times."""
     chosen = [shape for seed in (1, 2) for shape in shapes(count, seed)]
     return {config: None for shape in chosen for config in candidates(KIND, machine, _problem(shape)[1])}
 
 
 def measure(count: int, seed: int, machine: Machine) -> Iterator[Case]:
-    """``count`` cases of random shapes, timed on the current GPU."""
+    """Yield `count` cases of random shapes, timed on the current GPU."""
     from magicube_cutlass.formats.srbcrs import SRBCRS
     from magicube_cutlass.ops.spmm import spmm
     from magicube_cutlass.quantization.quant_tensor import QuantTensor

@@ -225,7 +225,8 @@ def undocumented(root: Path = ROOT) -> list[str]:
 
 
 def _members(value: Any) -> list[str]:
-    return sorted(name for name in vars(value) if not name.startswith("_"))
+    own = [each for each in value.__mro__ if each.__module__.split(".")[0] in PACKAGES]
+    return sorted({name for each in own for name in vars(each) if not name.startswith("_")})
 
 
 def public_faces() -> dict[str, Any]:

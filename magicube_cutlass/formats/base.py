@@ -1,4 +1,4 @@
-"""The base of SR-BCRS and BCRS: values on a pattern, with a scale, and everything that does not depend on the order."""
+"""Base of SR-BCRS and BCRS: values on a pattern, with a scale, and all methods that do not depend on the order."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 
 class CompressedMatrix(ABC):
-    """A sparse ``M x K`` matrix of ``V x 1`` vectors.
+    """A sparse matrix of V x 1 vectors: base of :class:`SRBCRS` and :class:`BCRS`.
 
-    ``bits`` is None where the values are no quantized integers: floats, which a product takes as they are, or results.
-    :attr:`single_use`, which may be set, says that there will be few products.
+    `bits` is None if the values are no quantized integers: floats, which products read as they are, or results.
     """
 
     _VALUE_NDIM: ClassVar[int]  # dimensions of the values after the batch
@@ -78,11 +77,11 @@ class CompressedMatrix(ABC):
 
     @abstractmethod
     def vectors(self) -> Tensor:
-        """The values in pattern order, one an entry: ``(*batch, vectors, V)`` of :attr:`dtype`."""
+        """Return the values in pattern order, one per element: (*batch, vectors, V) of :attr:`dtype`."""
 
     @abstractmethod
     def _derive_pattern(self) -> Pattern:
-        """The pattern that the index tensors say."""
+        """Pattern of the index tensors."""
 
     @abstractmethod
     def _check_structure(self) -> None:
@@ -90,7 +89,7 @@ class CompressedMatrix(ABC):
 
     @abstractmethod
     def _value_shape(self) -> tuple[int, ...]:
-        """The shape that the values must have after the batch dimensions."""
+        """Shape of the values after the batch dimensions."""
 
     @abstractmethod
     def _check_layout(self) -> None:
@@ -98,7 +97,7 @@ class CompressedMatrix(ABC):
 
     @property
     def pattern(self) -> Pattern:
-        """The structure without values; cached."""
+        """Structure without values; cached."""
         if "pattern" not in self._cache:
             self._cache["pattern"] = self._derive_pattern()
         pattern: Pattern = self._cache["pattern"]
@@ -116,19 +115,19 @@ class CompressedMatrix(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of one unpacked value: int8 or uint8 for packed 4-bit integers, float8_e4m3fn for packed e2m1."""
+        """Dtype of one unpacked value: int8 or uint8 for 4-bit integers, float8_e4m3fn for e2m1."""
         if self.bits is None:
             return torch.float8_e4m3fn if self.packed else self.values.dtype
         return value_dtype(self.bits, self.signed)
 
     @property
     def packed(self) -> bool:
-        """Whether the values are e2m1, two a byte."""
+        """Whether the values are e2m1, two per byte."""
         return self.values.dtype == PACKED
 
     @property
     def element_type(self) -> ElementType | None:
-        """What an element is as an operand; None for int32, int64, float32 and float64, which are results only."""
+        """Element type as an operand; None for int32, int64, float32 and float64, which are results only."""
         return float_of(self.values.dtype) if self.bits is None else Integer(self.bits, self.signed)
 
     number = renamed_property("number", "element_type")
@@ -146,7 +145,7 @@ class CompressedMatrix(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -168,7 +167,24 @@ class CompressedMatrix(ABC):
         return vectors.to(scale.dtype) * scale
 
     def to_dense(self, dequantize: bool = True) -> Tensor:
-        """``(*batch, M, K)``: ``scale * values`` if there is a scale and ``dequantize``, else as :attr:`dtype`."""
+        """Return the matrix as a dense tensor.
+
+        Parameters
+        ----------
+        dequantize : bool, default True
+            Return ``scale * values`` if there is a scale; else values of :attr:`dtype`.
+
+        Returns
+        -------
+        Tensor, shape (*batch, M, K)
+
+        Examples
+        --------
+        >>> import torch, magicube_cutlass as mc
+        >>> A = mc.SRBCRS.from_dense(torch.eye(2, 3, dtype=torch.int8), vector_length=2)
+        >>> A.to_dense().tolist()
+        [[1, 0, 0], [0, 1, 0]]
+        """
         vectors, pattern, v = self._scaled_vectors(dequantize), self.pattern, self.vector_length
         batch, (m, k) = self.batch_shape, self.shape
         dense = torch.zeros(*batch, pattern.vector_rows, v, k, dtype=vectors.dtype, device=self.device)
@@ -177,10 +193,14 @@ class CompressedMatrix(ABC):
         return dense.view(*batch, pattern.vector_rows * v, k)[..., :m, :]
 
     def to_scipy(self, dequantize: bool = True) -> csr_array:
-        """``scipy.sparse.csr_array`` of every stored element, zeros of kept vectors included.
+        """Return the matrix as a ``scipy.sparse.csr_array`` of every stored element, zeros of stored vectors included.
 
-        Values as in :meth:`to_dense`; the floats of 16 and fewer bits, which scipy lacks, become float32.
-        Raises ``ValueError`` for a batch.
+        Values as in :meth:`to_dense`; floats of 16 and fewer bits become float32, which scipy has.
+
+        Raises
+        ------
+        ValueError
+            For a batch of matrices.
         """
         from scipy.sparse import coo_array
 
@@ -197,7 +217,7 @@ class CompressedMatrix(ABC):
         return coo_array((data, (row, col)), shape=self.shape).tocsr()
 
     def to(self, device: torch.device | str) -> Self:
-        """This matrix on ``device``, without the copies made for kernels; itself when it is there already."""
+        """Return this matrix on `device`, without packed operands; itself if it is there."""
         moved: dict[str, Any] = {name: _moved(tensor, device) for name, tensor in self._tensors().items()}
         if all(moved[name] is tensor for name, tensor in self._tensors().items()):
             return self
@@ -207,10 +227,10 @@ class CompressedMatrix(ABC):
 
     @property
     def single_use(self) -> bool:
-        """Whether few products will be made with this matrix, False unless it is set; goes along to another device.
+        """Whether few products use this matrix; default False, kept by :meth:`to`.
 
-        On a GPU such products take a kernel whose copy of the values is made in a tenth of the time that the copy for a
-        faster kernel takes.  Setting it forgets the copies that were made.
+        On a GPU such products use a kernel whose operand is packed in a tenth of the time. Setting it drops packed
+        operands.
         """
         return self._single_use
 
@@ -222,9 +242,17 @@ class CompressedMatrix(ABC):
             self._version_id = new_version_id()
 
     def check_format(self, full: bool = False) -> None:
-        """Raise ``TypeError``/``ValueError`` for wrong dtypes, sizes, layouts or devices; with ``full`` scan all data.
+        """Check the matrix.
 
-        Without ``full``, as every constructor runs it, no data is read and no device waited for.
+        Parameters
+        ----------
+        full : bool, default False
+            Scan all data. Without it, as in constructors, no data is read and no device is waited for.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a dtype, size, layout or device is wrong; with `full` if indices, padding, scales or values are.
         """
         check_vector_length(self.vector_length)
         if not isinstance(self.signed, bool):
@@ -254,7 +282,7 @@ class CompressedMatrix(ABC):
 
     @abstractmethod
     def _stored_dtype(self, bits: int) -> torch.dtype:
-        """The dtype in which this format keeps ``bits``-bit integers."""
+        """Dtype in which this format stores integers of this width."""
 
     def _check_scale(self, full: bool) -> None:
         if self.scale is None:
@@ -280,12 +308,12 @@ class CompressedMatrix(ABC):
                 raise ValueError(f"values must be zero in rows beyond M = {self.shape[0]}, got a nonzero one")
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write to ``path`` (safetensors)."""
+        """Write the matrix to a safetensors file."""
         storage.write(path, type(self).__name__, self.to("cpu")._tensors(), self._fields())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """Read what :meth:`save` wrote and scan it; ``ValueError`` for anything else."""
+        """Read a file of :meth:`save` and scan it; `ValueError` for anything else."""
         with storage.Reader(path, cls.__name__) as stored:
             fields: dict[str, Any] = {name: stored.integer(name) for name in cls._INTEGERS}
             fields.update(shape=stored.shape("shape"), bits=stored.optional_integer("bits"))
@@ -310,7 +338,7 @@ class CompressedMatrix(ABC):
 
 
 def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """``tensor`` on ``device``, itself when it is there; packed floats as bytes, which torch copies to any device."""
+    """The tensor on `device`, itself if it is there; packed floats move as bytes."""
     if tensor.dtype != PACKED:
         return tensor.to(device)
     raw = tensor.view(torch.uint8)

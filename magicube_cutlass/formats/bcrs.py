@@ -1,4 +1,4 @@
-"""BCRS: the vectors of a sparse matrix in row order, one integer an entry; the plain counterpart of SR-BCRS."""
+"""BCRS: the vectors of a sparse matrix in row order, unpadded; the plain counterpart of SR-BCRS."""
 
 from __future__ import annotations
 
@@ -15,16 +15,38 @@ from magicube_cutlass.formats.pattern import Pattern
 
 
 class BCRS(CompressedMatrix):
-    """A sparse ``M x K`` matrix of ``V x 1`` vectors, unpadded.
+    """A sparse matrix of V x 1 vectors, unpadded.
 
-    Arguments:
-        row_offsets: int64 ``(R + 1,)``, R = ceil(M / V).
-        col_indices: int32 ``(vectors,)``, increasing inside a vector row.
-        values: ``(*batch, vectors, V)``, one integer an entry (4-bit ones are not packed), zero in rows beyond M.
-        shape, vector_length, signed: M and K, V, and whether the integers are two's complement.
-        bits: 4, 8, 12, 16, or None where the values are results (int32, int64 or float).
-        scale: None, float () for the matrix or ``(M, 1)`` for its rows.
-    Raises ``TypeError``/``ValueError`` as :meth:`check_format` does without ``full``.
+    Parameters
+    ----------
+    row_offsets : Tensor, shape (R + 1,)
+        int64, R = ceil(M / V).
+    col_indices : Tensor, shape (vectors,)
+        int32, increasing in each vector row.
+    values : Tensor, shape (*batch, vectors, V)
+        One value per element, 4-bit integers included; zero in rows beyond M.
+    shape : tuple of int
+        (M, K).
+    vector_length : int
+        V.
+    bits : int or None
+        4, 8, 12 or 16; None for results (int32, int64 or float).
+    signed : bool, default True
+        Two's complement if true.
+    scale : Tensor, optional
+        float of shape () or (M, 1).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :meth:`check_format`.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> A = mc.BCRS.from_dense(torch.eye(8, 16, dtype=torch.int8), vector_length=8)
+    >>> A.col_indices.tolist(), A.values.shape
+    ([0, 1, 2, 3, 4, 5, 6, 7], torch.Size([8, 8]))
     """
 
     _VALUE_NDIM = 2
@@ -59,7 +81,7 @@ class BCRS(CompressedMatrix):
         clip: Clip = "max",
         rounding: Rounding = "nearest",
     ) -> BCRS:
-        """As :meth:`SRBCRS.from_dense`."""
+        """Convert a dense matrix; arguments as for :meth:`SRBCRS.from_dense`."""
         return cls._from_parts(dense_parts(dense, vector_length, bits, signed, axis, clip, rounding), bits, signed)
 
     @classmethod
@@ -73,7 +95,7 @@ class BCRS(CompressedMatrix):
         signed: bool = True,
         axis: int | None = None,
     ) -> BCRS:
-        """As :meth:`SRBCRS.from_mask`."""
+        """Convert the vectors of a mask; arguments as for :meth:`SRBCRS.from_mask`."""
         return cls._from_parts(mask_parts(values, mask, vector_length, bits, signed, axis), bits, signed)
 
     @classmethod
@@ -86,7 +108,7 @@ class BCRS(CompressedMatrix):
         signed: bool = True,
         scale: Tensor | None = None,
     ) -> BCRS:
-        """As :meth:`SRBCRS.from_pattern`."""
+        """Make a matrix of values on a pattern; arguments as for :meth:`SRBCRS.from_pattern`."""
         return cls._from_parts(pattern_parts(pattern, vectors, bits, signed, scale), bits, signed)
 
     @classmethod
@@ -106,10 +128,11 @@ class BCRS(CompressedMatrix):
         return matrix
 
     def vectors(self) -> Tensor:
+        """Return the values, (*batch, vectors, V)."""
         return self.values
 
     def to_srbcrs(self, stride: int = 32) -> Any:
-        """The same matrix in SR-BCRS with ``stride`` 16, 32 or 64."""
+        """Return the matrix in SR-BCRS with `stride` 16, 32 or 64."""
         return self._formats["SRBCRS"].from_bcrs(self, stride)
 
     def _derive_pattern(self) -> Pattern:
@@ -127,4 +150,4 @@ class BCRS(CompressedMatrix):
         return (self.col_indices.shape[0], self.vector_length)
 
     def _check_layout(self) -> None:
-        """Nothing beyond the pattern's own scan."""
+        """Nothing beyond the scan of the pattern."""

@@ -1,7 +1,7 @@
-"""What the two formats with values share: turning inputs into vectors on a pattern, and reading them back.
+"""Conversions that both formats share: inputs to vectors on a pattern, and back.
 
-Between the formats a matrix is ``Parts``: a pattern, its vectors ``(*batch, vectors, V)`` in pattern order, one integer
-an entry, and the scale.
+Between formats a matrix is :class:`Parts`: a pattern, its vectors (*batch, vectors, V), one value per element, and the
+scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from magicube_cutlass.checks import check_shape, check_tensor, check_vector_leng
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.smtx import read_smtx
 from magicube_cutlass.quantization.float_operands import float_values
-from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.quantize import encode_on_gpu, quantize, refuse
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ _MOVABLE = {torch.uint16: torch.int16} | {
 
 
 def indexable_view(tensor: Tensor) -> Tensor:
-    """``tensor``, uint16 seen as int16 and small floats as uint8: torch cannot select from or compare these."""
+    """Return the tensor with uint16 viewed as int16 and small floats as uint8, which torch can select from."""
     return tensor.view(_MOVABLE[tensor.dtype]) if tensor.dtype in _MOVABLE else tensor
 
 
 def narrow(ints: Tensor, bits: int, signed: bool) -> Tensor:
-    """In-range integers of any dtype in :func:`value_dtype`, one an entry."""
+    """Return in-range integers of any dtype in :func:`value_dtype`, one per element."""
     dtype = value_dtype(bits, signed)
     if ints.dtype == dtype:
         return ints
@@ -86,7 +86,7 @@ def _integers(
 
 
 def gather_vectors(dense: Tensor, pattern: Pattern) -> Tensor:
-    """The vectors of ``dense``, ``(M, K)``, at ``pattern``: ``(vectors, V)`` of the same dtype, zero beyond M."""
+    """Return the vectors of a dense matrix (M, K) at a pattern: (vectors, V) of the same dtype, zero beyond M."""
     v, rows = pattern.vector_length, pattern.vector_rows
     movable = indexable_view(dense)
     if dense.shape[0] % v:
@@ -98,7 +98,7 @@ def gather_vectors(dense: Tensor, pattern: Pattern) -> Tensor:
 def dense_integers(
     dense: Tensor, bits: int, signed: bool, axis: int | None, clip: Clip, rounding: Rounding
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The integers of ``dense``, their scale, and where it is not zero, bool (M, K), decided before any rounding."""
+    """Return the integers of a dense matrix, their scale, and where it is nonzero before rounding, bool (M, K)."""
     check_tensor("dense", dense, ndim=2)
     ints, scale = _integers(dense, bits, signed, axis, clip, rounding, "dense")
     return ints, scale, indexable_view(dense) != 0
@@ -113,14 +113,14 @@ def dense_parts(
     clip: Clip,
     rounding: Rounding,
 ) -> Parts:
-    """Keep the vectors of ``dense`` with a nonzero element."""
+    """Return the vectors with a nonzero element."""
     ints, scale, mask = dense_integers(dense, bits, signed, axis, clip, rounding)
     pattern = Pattern.from_dense(mask, vector_length)
     return Parts(pattern, gather_vectors(ints, pattern), scale)
 
 
 def check_masked(values: Tensor, mask: Tensor) -> None:
-    """Raise unless ``values`` and the bool ``mask`` are two matrices of one shape on one device."""
+    """Raise unless `values` and the bool `mask` are matrices of one shape on one device."""
     check_tensor("values", values, ndim=2)
     check_tensor("mask", mask, dtype=torch.bool, ndim=2, device=values.device)
     if mask.shape != values.shape:
@@ -138,11 +138,19 @@ def compress_on_gpu(
     clip: Clip = "max",
     rounding: Rounding = "nearest",
 ) -> tuple[Compressed, Tensor | None]:
-    """The tensors of an SR-BCRS matrix and its scale, by the GPU's kernels: what :func:`dense_parts` and, with a
-    mask, :func:`mask_parts` say.
+    """Return the tensors of an SR-BCRS matrix and its scale, by GPU kernels.
 
-    ``dense``: CUDA tensor (M, K), not empty.  Waits once for the device, for the size of the result and every error.
-    Columns past contiguous rows, other float types and masked floats are copied.
+    Equal to :func:`dense_parts` and, with a mask, :func:`mask_parts`. Waits once for the device, for the size of the
+    result and all errors. Matrices without contiguous rows, other float dtypes and masked floats are copied.
+
+    Parameters
+    ----------
+    dense : Tensor, shape (M, K)
+        CUDA tensor, not empty.
+    mask : Tensor, shape (M, K), or None
+        bool.
+    vector_length, bits, signed, stride, axis, clip, rounding
+        As for :meth:`SRBCRS.from_dense`.
     """
     from cute_kernels.convert import dense_to_sparse as kernels
 
@@ -175,7 +183,7 @@ def compress_on_gpu(
 def masked_integers(
     values: Tensor, mask: Tensor, bits: int, signed: bool, axis: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The integers of ``values`` where ``mask`` is true, anything elsewhere, and their scale."""
+    """Return the integers of `values` inside `mask`, anything elsewhere, and their scale."""
     check_bits(bits)
     _check_axis(axis)
     if bits in (8, 16) and values.dtype == value_dtype(bits, signed):  # any value is in range
@@ -185,16 +193,16 @@ def masked_integers(
 
 
 def takes_floats(
-    values: Tensor | FloatTensor,
+    values: Tensor | ScaledFloatTensor,
     bits: int | None,
     dtype: str | None,
     signed: bool,
     clip: Clip = "max",
     rounding: Rounding = "nearest",
 ) -> bool:
-    """Whether these arguments of a constructor mean float values; ``ValueError`` where they mean both."""
+    """Return whether the arguments of a constructor mean float values; `ValueError` if they mean both."""
     number = float_of(values.dtype) if isinstance(values, Tensor) else None
-    if not (isinstance(values, FloatTensor) or dtype is not None or (number is not None and number.bits == 8)):
+    if not (isinstance(values, ScaledFloatTensor) or dtype is not None or (number is not None and number.bits == 8)):
         return False
     what = f"dtype {dtype!r}" if dtype is not None else f"values of {values.dtype}"
     for name, given, wanted in (
@@ -206,11 +214,11 @@ def takes_floats(
 
 
 def float_parts(
-    values: Tensor | FloatTensor, mask: Tensor | None, vector_length: int, dtype: str | None, axis: int | None
+    values: Tensor | ScaledFloatTensor, mask: Tensor | None, vector_length: int, dtype: str | None, axis: int | None
 ) -> tuple[Parts, bool]:
-    """As :func:`mask_parts`, or :func:`dense_parts` without a mask, and whether the values are e2m1, as e4m3 here."""
+    """Return the parts of float values, and whether they are e2m1 (as e4m3 here)."""
     if mask is not None:
-        codes = values.codes() if isinstance(values, FloatTensor) else values
+        codes = values.codes() if isinstance(values, ScaledFloatTensor) else values
         check_masked(codes, mask)
     elif isinstance(values, Tensor):
         check_tensor("dense", values, ndim=2)
@@ -220,7 +228,7 @@ def float_parts(
 
 
 def mask_parts(values: Tensor, mask: Tensor, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
-    """Keep the vectors with a true element in ``mask``; values where it is false become zero."""
+    """Return the vectors with a true element in `mask`; values outside become zero."""
     check_masked(values, mask)
     pattern = Pattern.from_dense(mask, vector_length)
     ints, scale = masked_integers(values, mask, bits, signed, axis)
@@ -238,7 +246,7 @@ def coordinate_parts(
     signed: bool,
     axis: int | None,
 ) -> Parts:
-    """The matrix with ``values[i]`` at ``(rows[i], cols[i])``, repeated places summed; explicit zeros are kept."""
+    """Return the matrix with ``values[i]`` at ``(rows[i], cols[i])``; duplicates are summed, zeros stored."""
     m, k = check_shape(shape)
     pattern = Pattern.from_indices(rows, cols, (m, k), vector_length)
     if not values.is_floating_point():
@@ -266,7 +274,7 @@ def coordinate_parts(
 
 
 def scipy_parts(matrix: Any, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
-    """From any ``scipy.sparse`` matrix or array."""
+    """Return the parts of a ``scipy.sparse`` matrix or array."""
     from scipy.sparse import issparse
 
     if not issparse(matrix):
@@ -279,7 +287,7 @@ def scipy_parts(matrix: Any, vector_length: int, bits: int, signed: bool, axis: 
 
 
 def torch_sparse_parts(tensor: Tensor, vector_length: int, bits: int, signed: bool, axis: int | None) -> Parts:
-    """From a torch tensor of layout COO, CSR, CSC or BSR."""
+    """Return the parts of a torch tensor of layout COO, CSR, CSC or BSR."""
     rows, cols, values = _torch_coordinates(tensor)
     shape = (tensor.shape[0], tensor.shape[1])
     return coordinate_parts(rows, cols, values.detach(), shape, vector_length, bits, signed, axis)
@@ -314,7 +322,7 @@ def _torch_coordinates(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def smtx_parts(path: str | PathLike[str], vector_length: int, bits: int, signed: bool, seed: int) -> Parts:
-    """The pattern of an ``.smtx`` file with uniformly random integers of the whole range."""
+    """Return the pattern of an ``.smtx`` file with random integers of the full range."""
     low, high = int_range(bits, signed)
     pattern = read_smtx(path, vector_length=vector_length)
     generator = torch.Generator().manual_seed(seed)
@@ -323,7 +331,7 @@ def smtx_parts(path: str | PathLike[str], vector_length: int, bits: int, signed:
 
 
 def pattern_parts(pattern: Pattern, vectors: Tensor, bits: int | None, signed: bool, scale: Tensor | None) -> Parts:
-    """Check ``vectors``, ``(*batch, vectors, V)`` in pattern order, and clear what lies beyond M."""
+    """Return checked vectors (*batch, vectors, V) in pattern order, zero beyond M."""
     check_tensor("vectors", vectors, device=pattern.device)
     expected = (pattern.vectors, pattern.vector_length)
     if vectors.shape[-2:] != expected:
@@ -339,7 +347,7 @@ def pattern_parts(pattern: Pattern, vectors: Tensor, bits: int | None, signed: b
 
 
 def transpose_parts(pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> Parts:
-    """The transposed matrix; refuses a scale per row, which would become one per column."""
+    """Return the transposed matrix; `ValueError` for a per-row scale, which would become per-column."""
     if scale is not None and scale.ndim:
         raise ValueError(
             f"transpose needs one scale for the matrix, got scale of shape {tuple(scale.shape)}: a scale per row "
@@ -356,13 +364,13 @@ def transpose_parts(pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> 
 
 
 def beyond(pattern: Pattern) -> Tensor:
-    """bool ``(vectors, V)``: the entries in rows beyond M."""
+    """Return bool (vectors, V): entries in rows beyond M."""
     lanes = torch.arange(pattern.vector_length, device=pattern.device)
     return pattern.row_indices[:, None] * pattern.vector_length + lanes >= pattern.shape[0]
 
 
 def check_result_dtype(dtype: torch.dtype) -> None:
-    """Raise ``TypeError`` unless values without ``bits`` may have ``dtype``."""
+    """Raise `TypeError` unless values without `bits` can have this dtype."""
     number = float_of(dtype)
     if dtype not in RESULT_DTYPES and (number is None or number.bits != 8):
         eight = [FLOAT_DTYPES[name] for name, each in FLOATS.items() if each.bits == 8]

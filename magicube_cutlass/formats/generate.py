@@ -1,4 +1,4 @@
-"""Makers of patterns: pruning of a given weight, and random patterns for tests and benchmarks."""
+"""Masks by pruning, and random patterns for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,40 @@ def prune(
     method: Literal["magnitude", "random"] = "magnitude",
     seed: int = 0,
 ) -> Tensor:
-    """Mask that keeps ``round((1 - sparsity) * vectors)`` of the ``V x 1`` vectors of ``weight``.
+    """Return the mask that keeps the largest vectors of a weight.
 
-    Arguments:
-        weight: ``(M, K)``, float or integer.
-        method: ``"magnitude"`` keeps the vectors of largest l2 norm, the lower index first among equals;
-            ``"random"`` keeps a uniformly random set that depends on ``seed`` alone, not on the device.
-    Returns bool ``(M, K)`` on the weight's device.
-    Raises ``ValueError`` for a sparsity outside [0, 1], an unknown method or a weight that is not finite.
+    Keeps ``round((1 - sparsity) * vectors)`` of the V x 1 vectors.
+
+    Parameters
+    ----------
+    weight : Tensor, shape (M, K)
+        Float or integer.
+    sparsity : float
+        Share of vectors to drop, in [0, 1].
+    vector_length : int
+        V: 1, 2, 4, 8, 16 or 32.
+    method : {"magnitude", "random"}, default "magnitude"
+        Largest l2 norm, the lower index first among equal ones; or a random set that depends on `seed` alone.
+    seed : int, default 0
+        Seed of ``"random"``.
+
+    Returns
+    -------
+    Tensor, shape (M, K)
+        bool, on the device of `weight`.
+
+    Raises
+    ------
+    TypeError
+        If `weight` is neither float nor integer.
+    ValueError
+        For a sparsity outside [0, 1], an unknown method or a non-finite weight.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> mc.prune(torch.tensor([[1.0, 5.0], [2.0, 0.0]]), sparsity=0.5, vector_length=2).tolist()
+    [[False, True], [False, True]]
     """
     check_vector_length(vector_length)
     check_tensor("weight", weight, ndim=2)
@@ -61,12 +87,36 @@ def random_pattern(
     distribution: Literal["uniform", "skewed", "fixed"] = "uniform",
     seed: int = 0,
 ) -> Pattern:
-    """A random pattern of an ``M x K`` matrix on the CPU, the same for the same arguments.
+    """Return a random pattern on the CPU; equal arguments give equal patterns.
 
-    ``"uniform"``: ``round((1 - sparsity) * vectors)`` vectors at uniformly random places; ``"skewed"``: the same total
-    (to rounding), the longest vector row about 5 times the shortest as far as K allows, in random order of rows;
-    ``"fixed"``: the same count in every vector row.
-    Raises ``ValueError`` for a sparsity outside [0, 1] or an unknown distribution.
+    Parameters
+    ----------
+    M, K : int
+        Shape of the matrix.
+    sparsity : float
+        Share of vectors that are not stored, in [0, 1].
+    vector_length : int
+        V.
+    distribution : {"uniform", "skewed", "fixed"}, default "uniform"
+        ``round((1 - sparsity) * vectors)`` vectors at random places; the same total with the longest vector row about 5
+        times the shortest if K allows it; or the same count in each vector row.
+    seed : int, default 0
+        Seed.
+
+    Returns
+    -------
+    Pattern, shape (M, K)
+
+    Raises
+    ------
+    ValueError
+        For a sparsity outside [0, 1] or an unknown distribution.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> mc.random_pattern(64, 64, sparsity=0.9, vector_length=8).vectors
+    51
     """
     check_vector_length(vector_length)
     m, k = check_shape((M, K))
@@ -95,7 +145,7 @@ def _kept(sparsity: float, total: int) -> int:
 
 
 def _skewed_lengths(rows: int, k: int, mean: float) -> Tensor:
-    """Row lengths on a line from ``mean / 3`` to ``5 mean / 3``, or less steep where that would exceed ``k``."""
+    """Row lengths on a line from ``mean / 3`` to ``5 mean / 3``, less steep if that would exceed `k`."""
     longest = min(mean * 2 * SKEW / (SKEW + 1), k)
     line = torch.linspace(2 * mean - longest, longest, rows, dtype=torch.float64) if rows > 1 else torch.tensor([mean])
     # rounding the running sum, not each length, keeps the total

@@ -29,7 +29,7 @@ from magicube_cutlass.formats import storage
 
 
 class Padded(NamedTuple):
-    """A pattern whose vector rows are padded to a multiple of a stride, positions counted in vectors."""
+    """A pattern with vector rows padded to multiples of a stride; positions count vectors."""
 
     row_start: Tensor  # int64 (R,), a multiple of the stride
     row_end: Tensor  # int64 (R,), row_start + length
@@ -38,14 +38,14 @@ class Padded(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """The transposed pattern and where each stored element goes in it."""
+    """The transposed pattern, and the place of each stored element in it."""
 
     pattern: Pattern
     positions: Tensor  # int64 (vectors, V): flat index into the transpose's (vectors, V); -1 for rows beyond M
 
 
 class Merged(NamedTuple):
-    """A pattern of longer vectors that holds every stored element, and where each vector went in it."""
+    """A pattern of longer vectors that holds every stored element, and the place of each vector in it."""
 
     pattern: Pattern
     positions: Tensor  # int64 (vectors,): its longer vector
@@ -54,15 +54,29 @@ class Merged(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pattern:
-    """Which ``V x 1`` vectors of an ``M x K`` matrix are stored.
+    """Which V x 1 vectors of a matrix are stored.
 
-    Arguments:
-        shape: ``(M, K)``; M need not be a multiple of V.
-        vector_length: V, one of 1, 2, 4, 8, 16, 32.
-        row_offsets: int64 ``(R + 1,)``, R = ceil(M / V); vector row r holds vectors
-            ``row_offsets[r]:row_offsets[r + 1]``.
-        col_indices: int32 ``(vectors,)``, strictly increasing inside a vector row.
-    Raises ``TypeError``/``ValueError`` as :meth:`check_format` does without ``full``.
+    Parameters
+    ----------
+    shape : tuple of int
+        (M, K); M need not be a multiple of V.
+    vector_length : int
+        V: 1, 2, 4, 8, 16 or 32.
+    row_offsets : Tensor, shape (R + 1,)
+        int64, R = ceil(M / V); vector row r holds vectors ``row_offsets[r]:row_offsets[r + 1]``.
+    col_indices : Tensor, shape (vectors,)
+        int32, strictly increasing in each vector row.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :meth:`check_format`.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> mc.Pattern.from_dense(torch.eye(8, 16, dtype=torch.bool), vector_length=8)
+    Pattern(shape=(8, 16), vector_length=8, vectors=8, nnz=64, density=0.5, device=cpu)
     """
 
     shape: tuple[int, int]
@@ -86,7 +100,7 @@ class Pattern:
 
     @classmethod
     def from_dense(cls, mask: Tensor, vector_length: int = 8) -> Pattern:
-        """The vectors with at least one true element in ``mask``, bool ``(M, K)``."""
+        """Return the vectors with a true element in `mask`, bool (M, K)."""
         check_vector_length(vector_length)
         check_tensor("mask", mask, dtype=torch.bool, ndim=2)
         rows = mask.shape[0]
@@ -97,7 +111,7 @@ class Pattern:
 
     @classmethod
     def from_vector_mask(cls, mask: Tensor, rows: int, vector_length: int) -> Pattern:
-        """The pattern of a ``rows x K`` matrix that stores the vectors set in ``mask``, bool ``(R, K)``."""
+        """Return the pattern of a ``rows x K`` matrix that stores the vectors set in `mask`, bool (R, K)."""
         check_vector_length(vector_length)
         count = vector_rows(rows, vector_length)
         check_tensor("mask", mask, dtype=torch.bool, ndim=2, length=count)
@@ -108,9 +122,21 @@ class Pattern:
 
     @classmethod
     def from_indices(cls, rows: Tensor, cols: Tensor, shape: Sequence[int], vector_length: int) -> Pattern:
-        """The vectors that hold the elements ``(rows[i], cols[i])``, int64 ``(n,)`` each, in any order.
+        """Return the vectors that hold given elements.
 
-        Raises ``ValueError`` for an index outside ``shape``.
+        Parameters
+        ----------
+        rows, cols : Tensor, shape (n,)
+            int64 coordinates, in any order.
+        shape : sequence of int
+            (M, K).
+        vector_length : int
+            V.
+
+        Raises
+        ------
+        ValueError
+            For an index outside `shape`.
         """
         check_vector_length(vector_length)
         m, k = check_shape(shape)
@@ -141,7 +167,7 @@ class Pattern:
 
     @property
     def nnz(self) -> int:
-        """Number of stored elements inside the matrix: vectors * V, less what the last vector row has beyond M."""
+        """Stored elements inside the matrix: ``vectors * V`` without those beyond M."""
         if "nnz" not in self._cache:
             beyond = self.vector_rows * self.vector_length - self.shape[0]
             last = int(self.row_lengths[-1]) if beyond else 0
@@ -155,12 +181,12 @@ class Pattern:
 
     @property
     def row_lengths(self) -> Tensor:
-        """Vectors in each vector row, int64 ``(R,)``."""
+        """Vectors per vector row, int64 (R,)."""
         return self.row_offsets.diff()
 
     @property
     def row_indices(self) -> Tensor:
-        """Vector row of each vector, int64 ``(vectors,)``; cached."""
+        """Vector row of each vector, int64 (vectors,); cached."""
         if "row_indices" not in self._cache:
             ids = torch.arange(self.vector_rows, device=self.device)
             self._cache["row_indices"] = ids.repeat_interleave(self.row_lengths, output_size=self.vectors)
@@ -169,23 +195,24 @@ class Pattern:
 
     @property
     def device(self) -> torch.device:
+        """Device of the index tensors."""
         return self.col_indices.device
 
     def to_dense(self) -> Tensor:
-        """bool ``(M, K)``, whole vectors set."""
+        """Return bool (M, K), whole vectors set."""
         stored = torch.zeros(self.vector_rows, self.shape[1], dtype=torch.bool, device=self.device)
         stored[self.row_indices, self.col_indices] = True
         return stored.repeat_interleave(self.vector_length, 0)[: self.shape[0]]
 
     def to(self, device: torch.device | str) -> Pattern:
-        """This pattern on ``device``; itself when it is there already."""
+        """Return this pattern on `device`; itself if it is there."""
         offsets, columns = self.row_offsets.to(device), self.col_indices.to(device)
         if columns is self.col_indices and offsets is self.row_offsets:
             return self
         return Pattern(self.shape, self.vector_length, offsets, columns)
 
     def padded(self, stride: int) -> Padded:
-        """Every vector row padded to a multiple of ``stride`` (16, 32 or 64); cached."""
+        """Return the pattern with vector rows padded to multiples of `stride` (16, 32 or 64); cached."""
         check_stride(stride)
         if ("padded", stride) not in self._cache:
             lengths, rows = self.row_lengths, self.row_indices
@@ -200,15 +227,15 @@ class Pattern:
         return result
 
     def _constant_layout(self, edition: str, stride: int) -> Padded:
-        """:meth:`padded`, whose sizes depend on the data, so a compiler takes them as constants of this edition."""
+        """:meth:`padded`, a constant of this version for a compiler."""
         return self.padded(stride)
 
     def _constant(self, edition: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """``function(self, *arguments)``, which a compiler takes as a constant of this edition."""
+        """``function(self, *arguments)``, a constant of this version for a compiler."""
         return function(self, *arguments)
 
     def _named(self, edition: str) -> str:
-        """``edition``, by which an operator finds this pattern as long as it lives; a constant of this edition."""
+        """The version, by which an operator finds this pattern while it is alive."""
         _LIVING[edition] = self
         return edition
 
@@ -219,18 +246,18 @@ class Pattern:
 
     @staticmethod
     def _alive(name: str) -> Pattern:
-        """The pattern that :meth:`_named` gave this name; ``RuntimeError`` where it is gone."""
+        """The live pattern of this name; `RuntimeError` if there is none."""
         found = _LIVING.get(name)
         if found is None:
             raise RuntimeError(f"pattern {name} must be alive where a graph uses it, got none of that name in here")
         return found
 
     def transpose(self) -> Pattern:
-        """The pattern, in vectors of the same length, that holds the transpose of every stored element; cached."""
+        """Return the pattern, in vectors of the same length, of the transpose of every stored element; cached."""
         return self.transpose_map().pattern
 
     def transpose_map(self) -> Transposed:
-        """The transposed pattern and the place of every stored element in it; cached."""
+        """Return the transposed pattern and the place of each stored element in it; cached."""
         if "transpose" not in self._cache:
             (m, k), v = self.shape, self.vector_length
             columns = self.col_indices.to(torch.int64)[:, None]  # (vectors, 1)
@@ -244,10 +271,14 @@ class Pattern:
         return result
 
     def merge_map(self, vector_length: int) -> Merged:
-        """The pattern of vectors ``vector_length / V`` times as long: neighbouring vector rows become one.
+        """Return the pattern of longer vectors: consecutive vector rows become one.
 
-        A longer vector is stored where one of its parts is, so there are never more of them than there were vectors.
-        Raises ``ValueError`` unless ``vector_length`` is a multiple of V.
+        A longer vector is stored if one of its parts is, so their number does not grow.
+
+        Raises
+        ------
+        ValueError
+            If `vector_length` is no multiple of V.
         """
         check_vector_length(vector_length)
         times, k = vector_length // self.vector_length, self.shape[1]
@@ -258,7 +289,7 @@ class Pattern:
         return Merged(Pattern._from_keys(keys, self.shape, vector_length), positions, rows % times)
 
     def equals(self, other: Pattern) -> bool:
-        """Whether both have the same shape, vector length and vectors; False across devices."""
+        """Return whether both have the same shape, vector length and vectors; False across devices."""
         return (
             (self.shape, self.vector_length, self.device) == (other.shape, other.vector_length, other.device)
             and torch.equal(self.row_offsets, other.row_offsets)
@@ -266,9 +297,17 @@ class Pattern:
         )
 
     def check_format(self, full: bool = False) -> None:
-        """Raise ``TypeError``/``ValueError`` for wrong dtypes, sizes or devices; with ``full`` scan the indices too.
+        """Check the pattern.
 
-        Without ``full`` no data is read and no device waited for.
+        Parameters
+        ----------
+        full : bool, default False
+            Scan the indices. Without it no data is read and no device is waited for.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a dtype, size or device is wrong; with `full` if the indices are.
         """
         check_vector_length(self.vector_length)
         check_tensor("col_indices", self.col_indices, dtype=torch.int32, ndim=1)
@@ -311,13 +350,13 @@ class Pattern:
             )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write to ``path`` (safetensors)."""
+        """Write the pattern to a safetensors file."""
         tensors = {"row_offsets": self.row_offsets, "col_indices": self.col_indices}
         storage.write(path, "Pattern", tensors, {"shape": self.shape, "vector_length": self.vector_length})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Pattern:
-        """Read what :meth:`save` wrote; ``ValueError`` for anything else."""
+        """Read a file of :meth:`save`; `ValueError` for anything else."""
         with storage.Reader(path, "Pattern") as stored:
             shape, vector_length = stored.shape("shape"), stored.integer("vector_length")
             stored.expect_tensors({"row_offsets", "col_indices"})

@@ -1,6 +1,6 @@
-"""Readers and writers of ``.smtx`` files, the pattern files of the Deep Learning Matrix Collection.
+"""Files in ``.smtx`` format, the patterns of the Deep Learning Matrix Collection.
 
-Three lines of text: ``rows, cols, nnz``; the ``rows + 1`` row offsets; the ``nnz`` column indices.
+Three lines of text: ``rows, cols, nnz``; ``rows + 1`` row offsets; ``nnz`` column indices.
 Source: Gale, Zaharia, Young, Elsen, "Sparse GPU Kernels for Deep Learning", SC'20.
 """
 
@@ -50,9 +50,25 @@ def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Patter
 
 
 def write_smtx(path: str | os.PathLike[str], pattern: Pattern) -> None:
-    """Write ``pattern``, one line row per vector row, gzipped if the name ends in ``.gz``.
+    """Write a pattern, one line row per vector row; gzipped if the name ends in ``.gz``.
 
-    The format has no place for the vector length: read it back with the same one, and M rounds up to a multiple of it.
+    The format has no vector length: read the file with the same V; M is rounded up to a multiple of V.
+
+    Parameters
+    ----------
+    path : str or path-like
+        File to write.
+    pattern : Pattern
+        Pattern.
+
+    Examples
+    --------
+    >>> import tempfile, magicube_cutlass as mc
+    >>> pattern = mc.random_pattern(64, 64, sparsity=0.9, vector_length=8)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mc.write_smtx(f"{folder}/mask.smtx", pattern)
+    ...     mc.read_smtx(f"{folder}/mask.smtx", vector_length=8).equals(pattern)
+    True
     """
     offsets, columns = pattern.row_offsets.cpu().numpy(), pattern.col_indices.cpu().numpy()
     header = f"{pattern.vector_rows}, {pattern.shape[1]}, {pattern.vectors}"

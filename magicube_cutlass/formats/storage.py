@@ -1,6 +1,6 @@
-"""Files of patterns and matrices: safetensors, with a kind, a version and the scalar fields as JSON in the metadata.
+"""Files of patterns and matrices: safetensors with kind, version and scalar fields as JSON in the metadata.
 
-Reading executes nothing, and refuses a file of another kind, another version or with fields it does not know.
+Reading executes nothing, and rejects files of another kind or version, or with unknown fields.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _require(valid: bool, key: str, kind: str, value: object) -> None:
 
 
 class Reader:
-    """An open file of a known kind; a context manager that turns every fault of the content into ``ValueError``."""
+    """An open file of a known kind; a context manager that turns faults of the content into `ValueError`."""
 
     def __init__(self, path: str | os.PathLike[str], kind: str) -> None:
         self.name = os.fspath(path)
@@ -97,13 +97,14 @@ class Reader:
         return bool(value)
 
     def shape(self, key: str) -> tuple[int, int]:
+        """Return two integers of the header."""
         value = self._field(key)
         two = isinstance(value, list) and len(value) == 2 and all(type(size) is int for size in value)
         _require(two, key, "two integers", value)
         return value[0], value[1]
 
     def expect_tensors(self, required: set[str], optional: frozenset[str] = frozenset()) -> None:
-        """Raise unless exactly these tensors are stored, and no field beyond those asked for so far."""
+        """Raise unless exactly these tensors are stored, and no field besides those read so far."""
         if not required <= self._names <= required | optional:
             raise ValueError(f"must hold the tensors {sorted(required)}, got {sorted(self._names)}")
         unknown = set(self._metadata) - self._seen

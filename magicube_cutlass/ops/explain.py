@@ -22,7 +22,7 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     ----------
     A : SRBCRS or BCRS, shape (M, K)
         Sparse operand.
-    B : QuantTensor, FloatTensor or Tensor, shape (..., K, N)
+    B : QuantTensor, ScaledFloatTensor or Tensor, shape (..., K, N)
         Dense operand.
     out_dtype : torch.dtype, optional
         As in :func:`magicube_cutlass.spmm`.

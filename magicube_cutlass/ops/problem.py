@@ -10,10 +10,10 @@ from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.float_operands import DenseFloats, dense_operand
-from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
-Operand = QuantTensor | FloatTensor | Tensor
+Operand = QuantTensor | ScaledFloatTensor | Tensor
 
 
 def check_dense(name: str, given: object, device: torch.device) -> QuantTensor | DenseFloats:
@@ -129,7 +129,7 @@ def operand_key(B: object) -> tuple[object, ...] | None:
     elif type(B) is Tensor:
         wanted = B.requires_grad and torch.is_grad_enabled()
         return "tensor", B.shape, B.stride(), B.device, B.dtype, wanted
-    elif type(B) is FloatTensor:
+    elif type(B) is ScaledFloatTensor:
         data, kind = B.data, (B.k, B.dtype, B.block, B.transposed)
     else:
         return None

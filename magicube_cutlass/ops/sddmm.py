@@ -37,9 +37,9 @@ def sddmm(
 
     Parameters
     ----------
-    X : QuantTensor, FloatTensor or Tensor, shape (..., M, K)
+    X : QuantTensor, ScaledFloatTensor or Tensor, shape (..., M, K)
         Left operand, row- or column-major, with a per-tensor or per-row scale.
-    Y : QuantTensor, FloatTensor or Tensor, shape (..., N, K)
+    Y : QuantTensor, ScaledFloatTensor or Tensor, shape (..., N, K)
         Right operand with a per-tensor or per-row scale; shape (..., K, N) and a per-column scale with `transposed_y`.
     mask : Pattern, SRBCRS or BCRS, shape (M, N)
         Pattern of the result.

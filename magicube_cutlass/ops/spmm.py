@@ -40,7 +40,7 @@ def spmm(
     ----------
     A : SRBCRS or BCRS, shape (M, K)
         Sparse operand: 4-, 8-, 12- or 16-bit integers, or floats (float16, bfloat16, e5m2, e4m3, e2m1).
-    B : QuantTensor, FloatTensor or Tensor, shape (..., K, N)
+    B : QuantTensor, ScaledFloatTensor or Tensor, shape (..., K, N)
         Dense operand, row- or column-major, with a per-tensor or per-column scale. Width and sign are independent of
         A's; integers multiply integers and floats floats (float16 with bfloat16 excepted).
     out_dtype : torch.dtype, optional

@@ -17,7 +17,7 @@ from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES, float_of
 from cute_kernels.floats import FloatFormat
 from cute_kernels.integers import unpack4
 from magicube_cutlass.checks import check_tensor
-from magicube_cutlass.quantization.float_tensor import FloatTensor, quantize_floats
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, quantize_floats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 PACKED = FLOAT_DTYPES["e2m1"]  # two values a byte
@@ -57,7 +57,7 @@ def raw_bits(vectors: Tensor, number: FloatFormat) -> Tensor:
 
 
 class Values(NamedTuple):
-    """A dense matrix (M, K) that becomes a sparse one."""
+    """A dense matrix (M, K) on its way to a sparse one."""
 
     values: Tensor  # (M, K), one an entry
     scale: Tensor | None  # float32 () or (M, 1)
@@ -65,14 +65,26 @@ class Values(NamedTuple):
     nonzero: Tensor  # bool (M, K), decided before any rounding
 
 
-def float_values(x: Tensor | FloatTensor, dtype: str | None, axis: int | None, mask: Tensor | None) -> Values:
-    """The values of ``x``; zero where ``mask`` is false, there also before their scale is found.
+def float_values(x: Tensor | ScaledFloatTensor, dtype: str | None, axis: int | None, mask: Tensor | None) -> Values:
+    """Return the values of a dense matrix in a format of the sparse products, zero outside of `mask`.
 
-    ``x``: a FloatTensor, with its scales; a float8 tensor, as it is; or a tensor of float16 to float64, for which
-    ``dtype`` names a format: float16 and bfloat16 are rounded without a scale, the others quantized with one scale
-    (``axis=None``) or one a row (``axis=1``).
+    Parameters
+    ----------
+    x : Tensor or ScaledFloatTensor, shape (M, K)
+        A ScaledFloatTensor keeps its scales, a float8 tensor has none; float16 to float64 tensors are converted.
+    dtype : str or None
+        Format for float16 to float64 tensors: float16 and bfloat16 are rounded without a scale, others quantized.
+    axis : int or None
+        None for a per-tensor scale, 1 for per-row scales.
+    mask : Tensor, shape (M, K), or None
+        bool; false elements are zero before their scale is computed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `dtype` or `axis` does not fit `x`.
     """
-    if isinstance(x, FloatTensor):
+    if isinstance(x, ScaledFloatTensor):
         return _of_codes(x, dtype, mask)
     known = float_of(x.dtype)
     if known is not None and known.bits == 8:
@@ -83,7 +95,7 @@ def float_values(x: Tensor | FloatTensor, dtype: str | None, axis: int | None, m
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype!r}")
     if not x.is_floating_point() or x.dtype == PACKED:
-        raise TypeError("values must be a FloatTensor or of float16, bfloat16, float32 or float64 for dtype "
+        raise TypeError("values must be a ScaledFloatTensor or of float16, bfloat16, float32 or float64 for dtype "
                         f"{dtype!r}, got {x.dtype}")  # fmt: skip
     x = x.detach() if mask is None else x.detach().masked_fill(~mask, 0)
     if dtype in HALF_DTYPES:
@@ -100,10 +112,10 @@ def _masked(values: Tensor, mask: Tensor) -> Tensor:
     return values.view(torch.uint8).masked_fill(~mask, 0).view(values.dtype)
 
 
-def _of_codes(x: FloatTensor, dtype: str | None, mask: Tensor | None) -> Values:
+def _of_codes(x: ScaledFloatTensor, dtype: str | None, mask: Tensor | None) -> Values:
     number, scale = _format_of("values", x), x.scale
     if dtype not in (None, number.name):
-        raise ValueError(f"dtype must be {number.name!r} for a FloatTensor of it, got {dtype!r}")
+        raise ValueError(f"dtype must be {number.name!r} for a ScaledFloatTensor of it, got {dtype!r}")
     if len(x.shape) != 2:
         raise ValueError(f"values must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
     if x.axis == 0:
@@ -115,7 +127,7 @@ def _of_codes(x: FloatTensor, dtype: str | None, mask: Tensor | None) -> Values:
     return Values(values, scale, number.bits == 4, floats.decode(codes, number.name) != 0)
 
 
-def _format_of(name: str, x: FloatTensor) -> FloatFormat:
+def _format_of(name: str, x: ScaledFloatTensor) -> FloatFormat:
     if x.block is not None:
         raise ValueError(f"{name} must have one scale or one a row or column, got scales of blocks {x.block!r}")
     if x.dtype not in FLOATS:
@@ -125,9 +137,9 @@ def _format_of(name: str, x: FloatTensor) -> FloatFormat:
 
 @dataclass(frozen=True, eq=False)
 class DenseFloats:
-    """A dense operand of floats with the attributes of a QuantTensor.
+    """A dense operand of floats with the attributes of a :class:`QuantTensor`.
 
-    ``data``: halves, or codes as uint8, two a byte along ``packed_dim`` for e2m1.
+    `data` holds 16-bit floats, or uint8 codes, two per byte along `packed_dim` for e2m1.
     """
 
     data: Tensor
@@ -139,30 +151,32 @@ class DenseFloats:
 
     @property
     def device(self) -> torch.device:
+        """Device of the values."""
         return self.data.device
 
     @property
     def bits(self) -> int:
+        """Bits of a value."""
         return self.element_type.bits
 
     @property
     def signed(self) -> bool:
-        """Floats have a sign."""
+        """True: floats have a sign."""
         return True
 
 
 def dense_operand(name: str, x: object) -> QuantTensor | DenseFloats:
-    """``x`` as an operand; ``TypeError`` that names the types that can be one."""
+    """Return `x` as a dense operand; `TypeError` that lists the supported types."""
     if isinstance(x, QuantTensor):
         return x
-    if isinstance(x, FloatTensor):
+    if isinstance(x, ScaledFloatTensor):
         number, swap = _format_of(name, x), x.transposed
         scale = x.scale.mT if swap and x.scale.ndim else x.scale
         return DenseFloats(x.data.mT if swap else x.data, number, scale, x.axis, x.shape, -2 if swap else -1)
     found = float_of(x.dtype) if isinstance(x, Tensor) else None
     if found is None or not isinstance(x, Tensor):
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a QuantTensor (see quantize, QuantTensor.from_ints), a FloatTensor or a "
+        raise TypeError(f"{name} must be a QuantTensor (see quantize, QuantTensor.from_ints), a ScaledFloatTensor or a "
                         f"tensor of {_NAMES}, got {kind}")  # fmt: skip
     check_tensor(name, x)
     if x.requires_grad and torch.is_grad_enabled():
@@ -176,5 +190,5 @@ def dense_operand(name: str, x: object) -> QuantTensor | DenseFloats:
 
 
 def dense_values(data: Tensor, number: FloatFormat, length: int, packed_dim: int) -> Tensor:
-    """float32 of a dense operand's ``data``; ``length``: values along the packed dimension."""
+    """Return a dense operand as float32; `length`: values along the packed dimension."""
     return decoded(unpack4(data, length, False, packed_dim) if number.bits == 4 else data, number)

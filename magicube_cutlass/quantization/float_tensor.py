@@ -1,11 +1,12 @@
-"""Quantization to small floats: ``x ~ scale * decode(code)`` with scales of a tensor, rows, tiles or blocks.
+"""Low-precision floats with scales: ``x = scale * decode(code)``, per tensor, row, tile or block.
 
-Source: OCP Microscaling Formats (MX) v1.0, section 6.3 (scales of blocks of 32); NVFP4: blocks of 16 with e4m3 scales,
-and a scale of the tensor.
+Source: OCP Microscaling Formats (MX) v1.0, section 6.3 (block scales of 32); NVFP4: blocks of 16 with e4m3 scales and a
+scale of the tensor.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,14 +34,34 @@ _SCALES = {16: ("e4m3", "ue8m0"), 32: ("ue8m0", "e4m3")}  # the usual one first
 
 
 @dataclass(frozen=True, eq=False)
-class FloatTensor:
-    """Codes of small floats and the scales that make real numbers of them.
+class ScaledFloatTensor:
+    """Codes of a low-precision float format and their scales.
 
-    ``data``: uint8 (..., R, bytes), codes of ``dtype`` packed along ``k``, the dimension that scales of rows and blocks
-    run along; the tensor's shape is (..., R, k), or (..., k, R) where ``transposed``.
-    ``scale``: float32 () for one, (..., R, 1) for rows, (..., ceil(R / 128), ceil(k / 128)) for ``block`` (128, 128);
-    codes of ``scale_dtype``, uint8 (..., R, ceil(k / block)), for ``block`` 16 or 32, with ``tensor_scale``, float32
-    (), on top of it where ``scale_dtype`` is ``"e4m3"``.
+    Attributes
+    ----------
+    data : Tensor, shape (..., R, bytes)
+        uint8 codes of `dtype`, packed along K, the dimension of per-row and block scales.
+    k : int
+        K. The shape is (..., R, K), or (..., K, R) if `transposed`.
+    dtype : str
+        Format of the codes.
+    scale : Tensor
+        float32 of shape () or (..., R, 1); (..., ceil(R / 128), ceil(K / 128)) for tiles; uint8 codes of `scale_dtype`,
+        (..., R, ceil(K / block)), for blocks.
+    scale_dtype : str
+        ``"float32"``, ``"ue8m0"`` or ``"e4m3"``.
+    block : int, tuple of int or None
+        16, 32, (128, 128) or None.
+    tensor_scale : Tensor or None
+        float32 (), multiplied with e4m3 scales.
+    transposed : bool
+        Whether K is the second-last dimension.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> mc.quantize(torch.ones(2, 64), dtype="mxfp4")
+    ScaledFloatTensor((2, 64), e2m1, (2, 2) scales of ue8m0, block=32, device=cpu)
     """
 
     data: Tensor
@@ -54,50 +75,52 @@ class FloatTensor:
 
     @property
     def shape(self) -> torch.Size:
+        """Shape of the values."""
         rows = self.data.shape[:-1]
         return torch.Size((*rows[:-1], self.k, rows[-1]) if self.transposed else (*rows, self.k))
 
     @property
     def device(self) -> torch.device:
+        """Device of the codes."""
         return self.data.device
 
     @property
     def axis(self) -> int | None:
-        """The dimension that a scale's entries run along, -2 as 0 and -1 as 1; None for one scale and for tiles."""
+        """Axis of the scales, 0 per column, 1 per row; None for a per-tensor scale and for tiles."""
         return None if self.scale.ndim == 0 or isinstance(self.block, tuple) else int(not self.transposed)
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         return sum(each.nbytes for each in (self.data, self.scale, self.tensor_scale) if each is not None)
 
     @property
-    def mT(self) -> FloatTensor:
-        """The transpose of the last two dimensions; nothing moves."""
+    def mT(self) -> ScaledFloatTensor:
+        """Transpose of the last two dimensions, without a copy."""
         return replace(self, transposed=not self.transposed)
 
-    def to(self, device: torch.device | str) -> FloatTensor:
-        """This tensor on ``device``."""
+    def to(self, device: torch.device | str) -> ScaledFloatTensor:
+        """Return this tensor on `device`."""
         top = None if self.tensor_scale is None else self.tensor_scale.to(device)
         return replace(self, data=self.data.to(device), scale=self.scale.to(device), tensor_scale=top)
 
     def codes(self) -> Tensor:
-        """The codes, one a byte, in the tensor's shape."""
+        """Return the codes, one per byte, in the shape of the tensor."""
         found = floats.unpack(self.data, self.k, self.dtype)
         return found.mT if self.transposed else found
 
     def scales(self) -> Tensor:
-        """The scales as real numbers, in the shape of ``scale``: float32, ``tensor_scale`` included."""
+        """Return the scales as float32 in the shape of `scale`, `tensor_scale` included."""
         return _real(self.scale, self.scale_dtype, self.tensor_scale)
 
     def dequantize(self) -> Tensor:
-        """``scale * decode(codes)``, float32."""
+        """Return ``scale * decode(codes)`` in float32."""
         values = floats.decode(floats.unpack(self.data, self.k, self.dtype), self.dtype)
         values = values * _spread(self.scales(), self.block, values.shape)
         return values.mT if self.transposed else values
 
     def operand(self) -> FloatOperand:
-        """As :func:`cute_kernels.scaled_gemm.api.scaled_gemm` takes it, rows of k; two-dimensional tensors alone."""
+        """Return the operand of :func:`cute_kernels.scaled_gemm.api.scaled_gemm`; 2-D tensors only."""
         from cute_kernels.scaled_gemm.api import FloatOperand
 
         if self.data.ndim != 2:
@@ -112,7 +135,9 @@ class FloatTensor:
 
     def __repr__(self) -> str:
         scale = f"{tuple(self.scale.shape)} scales of {self.scale_dtype}"
-        return f"FloatTensor({tuple(self.shape)}, {self.dtype}, {scale}, block={self.block}, device={self.device})"
+        return (
+            f"ScaledFloatTensor({tuple(self.shape)}, {self.dtype}, {scale}, block={self.block}, device={self.device})"
+        )
 
 
 def _real(scale: Tensor, scale_dtype: str, tensor_scale: Tensor | None) -> Tensor:
@@ -123,7 +148,7 @@ def _real(scale: Tensor, scale_dtype: str, tensor_scale: Tensor | None) -> Tenso
 
 
 def _spread(scales: Tensor, block: Block, shape: torch.Size) -> Tensor:
-    """``scales`` as they meet the elements of a tensor of rows of k."""
+    """Scales broadcast to the elements of a tensor with rows of K."""
     if block is None:
         return scales
     if isinstance(block, tuple):
@@ -132,7 +157,7 @@ def _spread(scales: Tensor, block: Block, shape: torch.Size) -> Tensor:
 
 
 def _largest(x: Tensor, axis: int | None, block: Block) -> Tensor:
-    """Largest magnitudes of the elements that share a scale; 0 where there are none."""
+    """Amax of the elements that share a scale; 0 for none."""
     magnitudes = x.abs()
     if block is None:
         if axis is None:
@@ -149,7 +174,7 @@ def _largest(x: Tensor, axis: int | None, block: Block) -> Tensor:
 
 
 def _float_scales(largest: Tensor, target: FloatFormat) -> Tensor:
-    """``largest / target.largest`` in float32; 1 for zero, NaN for what is not finite, never rounded down to zero."""
+    """``largest / target.largest`` in float32: 1 for zero, NaN for non-finite values, never rounded to zero."""
     scale = (largest.double() / target.largest).to(torch.float32)
     scale = scale.clamp(min=torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)
     scale = torch.where(largest == 0, 1.0, scale)
@@ -164,7 +189,7 @@ def _power_scales(largest: Tensor, target: FloatFormat) -> Tensor:
 
 
 def _nested_scales(largest: Tensor, target: FloatFormat) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of ``largest / (tensor scale * target.largest)``, and the tensor scale; the largest is 448."""
+    """e4m3 codes of ``largest / (tensor scale * target.largest)``, and the tensor scale."""
     finite = torch.where(largest.isfinite(), largest, 0)
     top = finite.amax() if finite.numel() else finite.new_zeros(())
     inner = floats.FORMATS["e4m3"]
@@ -176,7 +201,7 @@ def _nested_scales(largest: Tensor, target: FloatFormat) -> tuple[Tensor, Tensor
 
 
 def _resolve(dtype: str, axis: int | None, block: Block, scale_dtype: str | None) -> tuple[str, Block, str]:
-    """Format, block and format of the scales that the arguments mean, checked."""
+    """Format, block and scale format of the arguments, checked."""
     if dtype in RECIPES:
         if block is not None or scale_dtype is not None:
             raise ValueError(f"block and scale_dtype must be None for dtype {dtype!r}, which names them, got {block!r} "
@@ -206,9 +231,16 @@ def quantize_floats(
     block: Block = None,
     scale_dtype: str | None = None,
     nonfinite: str = "raise",
-) -> FloatTensor:
-    """``code = encode(x / scale)``, rounded to the nearest value, ties to even, saturating; see
-    :func:`magicube_cutlass.quantize`."""
+) -> ScaledFloatTensor:
+    """Quantize to low-precision floats: ``code = encode(x / scale)``, to nearest even, saturating.
+
+    Arguments, result and errors as for :func:`magicube_cutlass.quantize` with `dtype`.
+
+    Examples
+    --------
+    >>> quantize_floats(torch.tensor([[448.0, 1.0]]), "e4m3").dequantize().tolist()
+    [[448.0, 1.0]]
+    """
     dtype, block, scale_dtype = _resolve(dtype, axis, block, scale_dtype)
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
@@ -234,11 +266,11 @@ def quantize_floats(
         scale, tensor_scale = _nested_scales(largest, target)
     divisor = _spread(_real(scale, scale_dtype, tensor_scale).double(), block, rows.shape)
     data = floats.pack(floats.encode(rows.double() / divisor, dtype, saturate=True), dtype)
-    return FloatTensor(data, rows.shape[-1], dtype, scale, scale_dtype, block, tensor_scale, flip)
+    return ScaledFloatTensor(data, rows.shape[-1], dtype, scale, scale_dtype, block, tensor_scale, flip)
 
 
-def _along(x: FloatTensor, transposed: bool, name: str) -> FloatTensor:
-    """``x`` with codes packed along the other dimension where that is needed and its scales allow it."""
+def _along(x: ScaledFloatTensor, transposed: bool, name: str) -> ScaledFloatTensor:
+    """The tensor with codes packed along the other dimension, if its scales allow it."""
     if x.transposed == transposed:
         return x
     if x.axis is not None:
@@ -250,28 +282,64 @@ def _along(x: FloatTensor, transposed: bool, name: str) -> FloatTensor:
 
 
 def matmul(
-    a: FloatTensor,
-    b: FloatTensor,
+    a: ScaledFloatTensor,
+    b: ScaledFloatTensor,
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     fast_accum: bool = False,
 ) -> Tensor:
-    """``a @ b + bias`` of (M, K) and (K, N), any two formats and kinds of scales; see
-    :func:`cute_kernels.scaled_gemm.api.scaled_gemm` for the sums' accuracy.
+    """Multiply two low-precision float matrices: ``A @ B + bias``.
 
-    Requires scales of rows and blocks to run along K: ``a`` quantized with ``axis=1``, ``b`` with ``axis=0``.  A ``b``
-    of one scale or of tiles that was row-major when it was quantized is laid out anew at each call.
-    Returns (M, N) of ``out_dtype``: float32, float16, bfloat16.  Raises ``ValueError`` for other shapes and axes.
+    Parameters
+    ----------
+    a : ScaledFloatTensor, shape (M, K)
+        Quantized with ``axis=1`` if it has per-row or block scales.
+    b : ScaledFloatTensor, shape (K, N)
+        Quantized with ``axis=0`` if it has per-column or block scales. A per-tensor or tile-scaled b that was row-major
+        is repacked at each call.
+    bias : Tensor, shape (N,), optional
+        Added to each row.
+    out_dtype : torch.dtype, default torch.float32
+        float32, float16 or bfloat16.
+    fast_accum : bool, default False
+        Accumulate all of K in the Tensor Cores.
+
+    Returns
+    -------
+    Tensor, shape (M, N)
+        Accuracy of the sums: :func:`cute_kernels.scaled_gemm.api.scaled_gemm`.
+
+    Raises
+    ------
+    TypeError
+        If an operand is no ScaledFloatTensor.
+    ValueError
+        If shapes or axes do not match.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> a = mc.quantize(torch.ones(2, 64), dtype="mxfp8", axis=1)
+    >>> b = mc.quantize(torch.ones(64, 3), dtype="mxfp4", axis=0)
+    >>> matmul(a, b)[0].tolist()
+    [64.0, 64.0, 64.0]
     """
     from cute_kernels.scaled_gemm.api import scaled_gemm
 
     for name, each in (("a", a), ("b", b)):
-        if not isinstance(each, FloatTensor):
-            raise TypeError(f"{name} must be a FloatTensor, got {type(each).__name__}")
+        if not isinstance(each, ScaledFloatTensor):
+            raise TypeError(f"{name} must be a ScaledFloatTensor, got {type(each).__name__}")
         if len(each.shape) != 2:
             raise ValueError(f"{name} must have 2 dimensions, got {len(each.shape)}")
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"columns of a must be rows of b, got {a.shape[1]} and {b.shape[0]}")
     left, right = _along(a, False, "a"), _along(b, True, "b")
     return scaled_gemm(left.operand(), right.operand(), bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
+def __getattr__(name: str) -> object:
+    if name == "FloatTensor":
+        warnings.warn("FloatTensor is deprecated; use ScaledFloatTensor", DeprecationWarning, stacklevel=2)
+        return ScaledFloatTensor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Integers with a scale."""
+"""Integers with a scale: the dense operand of the integer products."""
 
 from __future__ import annotations
 
@@ -14,12 +14,37 @@ from magicube_cutlass.checks import renamed_property
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
-    """Integers and the scale that makes real numbers of them: ``x ~ scale * q``.
+    """Integers and their scale: ``x = scale * q``.
 
-    ``data`` holds the integers in storage form: int8/uint8 for 8 bits, int16 for 12, int16/uint16 for 16, and for 4
-    bits uint8 with two a byte along the contiguous one of the last two dimensions.  ``shape`` is that of the integers.
-    ``scale`` is None (plain integers), of shape ``()``, or has size 1 along ``axis`` of the last two dimensions:
-    (..., M, 1) for ``axis=1``, (..., 1, N) for ``axis=0``.
+    Parameters
+    ----------
+    data : Tensor
+        Integers in storage form: int8 or uint8 for 8 bits, int16 for 12, int16 or uint16 for 16. 4-bit integers are
+        uint8, two per byte along the contiguous one of the last two dimensions.
+    scale : Tensor or None
+        None (plain integers), shape (), or size 1 along `axis` of the last two dimensions.
+    bits : int
+        4, 8, 12 or 16.
+    signed : bool
+        Two's complement if true.
+    axis : int or None
+        None for a per-tensor scale; 1 for a per-row scale (..., M, 1); 0 for a per-column scale (..., 1, N).
+    shape : torch.Size
+        Shape of the integers.
+
+    Raises
+    ------
+    TypeError
+        If a dtype does not fit.
+    ValueError
+        If a shape does not fit.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> q = mc.QuantTensor.from_ints(torch.tensor([[1, -2], [3, 4]]), bits=4, scale=0.5)
+    >>> q.dequantize().tolist()
+    [[0.5, -1.0], [1.5, 2.0]]
     """
 
     data: Tensor
@@ -46,7 +71,7 @@ class QuantTensor:
 
     @property
     def packed_dim(self) -> int:
-        """The dimension along which 4-bit integers are packed: -2 for column-major data, else -1."""
+        """Dimension along which 4-bit integers are packed: -2 for column-major data, else -1."""
         if len(self.shape) < 2:
             return -1
         row_major = (self.shape[-2], (self.shape[-1] + 1) // 2)
@@ -54,33 +79,34 @@ class QuantTensor:
 
     @property
     def device(self) -> torch.device:
+        """Device of the integers."""
         return self.data.device
 
     @property
     def element_type(self) -> Integer:
-        """Width and sign of the integers."""
+        """Width and signedness of the integers."""
         return Integer(self.bits, self.signed)
 
     number = renamed_property("number", "element_type")
 
     def ints(self) -> Tensor:
-        """The integers, one an entry: int8/uint8 up to 8 bits, else int16/uint16."""
+        """Return the integers, one per element: int8 or uint8 up to 8 bits, else int16 or uint16."""
         length = self.shape[self.packed_dim] if self.bits == 4 else 0
         return fetch(self.data, length, self.bits, self.signed, self.packed_dim)
 
     def dequantize(self) -> Tensor:
-        """``scale * integers`` in the scale's dtype; float32 for plain integers."""
+        """Return ``scale * q`` in the dtype of the scale; float32 for plain integers."""
         ints = widen(self.ints())
         return ints.to(torch.float32) if self.scale is None else ints.to(self.scale.dtype) * self.scale
 
     def to(self, device: torch.device | str) -> QuantTensor:
-        """This tensor on ``device``."""
+        """Return this tensor on `device`."""
         scale = None if self.scale is None else self.scale.to(device)
         return QuantTensor(self.data.to(device), scale, self.bits, self.signed, self.axis, self.shape)
 
     @property
     def mT(self) -> QuantTensor:
-        """The transpose of the last two dimensions, a view."""
+        """Transpose of the last two dimensions, a view."""
         scale = self.scale if self.scale is None or self.scale.ndim < 2 else self.scale.mT
         axis = None if self.axis is None else 1 - self.axis
         shape = torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2]))
@@ -90,9 +116,35 @@ class QuantTensor:
     def from_ints(
         cls, ints: Tensor, *, bits: int, signed: bool = True, scale: Tensor | float | None = None
     ) -> QuantTensor:
-        """Integers of any integer dtype as a :class:`QuantTensor`; a column-major input stays column-major.
+        """Make a tensor of given integers.
 
-        Raises ``TypeError`` for other dtypes, ``ValueError`` for values out of range or a scale of another shape.
+        Parameters
+        ----------
+        ints : Tensor, shape (..., M, N)
+            Any integer dtype; a column-major tensor stays column-major.
+        bits : int
+            4, 8, 12 or 16.
+        signed : bool, default True
+            Two's complement if true.
+        scale : Tensor or float, optional
+            Shape (), (..., M, 1) or (..., 1, N).
+
+        Returns
+        -------
+        QuantTensor
+
+        Raises
+        ------
+        TypeError
+            If `ints` has no integer dtype.
+        ValueError
+            If a value is out of range, or the scale has another shape.
+
+        Examples
+        --------
+        >>> import torch, magicube_cutlass as mc
+        >>> mc.QuantTensor.from_ints(torch.arange(6).reshape(2, 3), bits=4).data.shape
+        torch.Size([2, 2])
         """
         check_bits(bits)
         check_range(ints, bits, signed, "ints")

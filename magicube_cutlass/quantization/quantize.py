@@ -1,4 +1,4 @@
-"""Symmetric quantization of dense tensors: ``x ~ scale * q`` with integers ``q`` of 4, 8, 12 or 16 bits."""
+"""Symmetric quantization of dense tensors: ``x = scale * q`` with integers of 4, 8, 12 or 16 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.cpu import engine
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, int_range, store
 from magicube_cutlass.checks import materialized
-from magicube_cutlass.quantization.float_tensor import Block, FloatTensor, quantize_floats
+from magicube_cutlass.quantization.float_tensor import Block, ScaledFloatTensor, quantize_floats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor, _column_major
 
 _MSE_STEPS = 60  # clip thresholds tried, from max|x| / 60 to max|x|
@@ -58,7 +58,7 @@ def quantize(
     dtype: str,
     block: Block = None,
     scale_dtype: str | None = None,
-) -> FloatTensor: ...
+) -> ScaledFloatTensor: ...
 def quantize(
     x: Tensor,
     bits: int | None = None,
@@ -71,32 +71,65 @@ def quantize(
     dtype: str | None = None,
     block: Block = None,
     scale_dtype: str | None = None,
-) -> QuantTensor | FloatTensor:
-    """``q = clamp(round(x / scale))`` with ``scale = T / q_max``, so that ``x ~ scale * q``; integers or small floats.
+) -> QuantTensor | ScaledFloatTensor:
+    """Quantize a float tensor to integers or low-precision floats: ``q = clamp(round(x / scale))``, ``x = scale * q``.
 
-    ``x``: floating tensor (..., M, N), any layout.  ``axis`` is the one of the last two dimensions that the threshold
-    ``T`` is taken over, as in ``torch.amax``: 0 gives a scale a column (1, N), 1 a scale a row (M, 1), None one scale.
-    Slices of zeros get scale 1.  The quotient is formed in double, so rows of magnitude 1e-36 keep their relative
-    accuracy.  Exactly one of ``bits`` and ``dtype`` is given.
+    The scale is ``T / q_max``; 1 for slices of zeros. The quotient is formed in float64, so rows of magnitude 1e-36
+    keep their relative accuracy. Exactly one of `bits` and `dtype` is given.
 
-    ``bits``: integers of 4, 8, 12 or 16 bits, a :class:`QuantTensor`.  ``clip``: ``T`` is the largest magnitude, a
-    percentile of the magnitudes, or the threshold of least squared error.  ``rounding``: to nearest even, or toward
-    zero.  The scale is float32, or float64 for float64 input.
+    Parameters
+    ----------
+    x : Tensor, shape (..., M, N)
+        Float tensor of any memory order.
+    bits : int, optional
+        4, 8, 12 or 16: integers, a :class:`QuantTensor`.
+    axis : int, optional
+        Dimension over which T is taken, as in ``torch.amax``: 0 for per-column scales (1, N), 1 for per-row scales
+        (M, 1). Default: a per-tensor scale.
+    signed : bool, default True
+        Two's complement if true.
+    clip : float or {"max", "mse"}, default "max"
+        T is the amax, a percentile of the magnitudes in (0, 100], or the threshold of least squared error.
+    rounding : {"nearest", "trunc"}, default "nearest"
+        To nearest even, or toward zero.
+    nonfinite : {"raise", "propagate"}, default "raise"
+        Whether inf and NaN are an error, or give their slice the scale NaN.
+    dtype : str, optional
+        ``"e5m2"``, ``"e4m3"``, ``"e3m2"``, ``"e2m3"`` or ``"e2m1"``: a :class:`ScaledFloatTensor`, rounded to nearest
+        even. ``"mxfp8"``, ``"mxfp8_e5m2"``, ``"mxfp6"``, ``"mxfp6_e3m2"``, ``"mxfp4"`` and ``"nvfp4"`` also name
+        `block` and `scale_dtype`. `signed`, `clip` and `rounding` keep their defaults.
+    block : int or tuple of int, optional
+        16 or 32: a scale per so many elements along `axis` (default: the last dimension). (128, 128): a scale per tile.
+        With ``axis=0`` the result is the right operand of a product.
+    scale_dtype : str, optional
+        Format of block scales: ``"ue8m0"`` (default for 32), ``2^(floor(log2 T) - exponent of q_max)``, where the
+        largest values can saturate; or ``"e4m3"`` (for 16) with a float32 scale of the tensor.
 
-    ``dtype``: small floats, a
-    :class:`~magicube_cutlass.quantization.float_tensor.FloatTensor`: ``"e5m2"``, ``"e4m3"``, ``"e3m2"``,
-    ``"e2m3"`` or ``"e2m1"``, ``T`` the largest magnitude, rounded to the nearest value, ties to even.  ``block``: 16 or
-    32 gives a scale to so many neighbours along ``axis`` (None: the last dimension), (128, 128) to each tile, with
-    ``axis`` 0 laid out for the right side of a product.  ``scale_dtype``: of blocks, ``"ue8m0"`` (the default of 32),
-    ``2^(floor(log2 T) - exponent of q_max)``, where the largest values may saturate; or ``"e4m3"`` (of 16), with a
-    float32 scale of the tensor on top.  ``"mxfp8"``, ``"mxfp8_e5m2"``, ``"mxfp6"``, ``"mxfp6_e3m2"``, ``"mxfp4"`` and
-    ``"nvfp4"`` name all three.  ``signed``, ``clip`` and ``rounding`` must keep their defaults.
+    Returns
+    -------
+    QuantTensor or ScaledFloatTensor
+        Scales are float32, float64 for float64 input.
 
-    Raises ``TypeError`` for other dtypes; ``ValueError`` for bad arguments, negative entries when unsigned, and inf or
-    NaN unless ``nonfinite="propagate"``, which gives such a slice scale NaN and so NaN in all that comes of it.
-    On a GPU these two errors cost a wait for the device; with ``nonfinite="propagate"`` and ``signed=True`` there is
-    nothing to wait for, and with ``clip="max"`` a CUDA graph can hold the call.
-    Source: Li, Osawa, Hoefler, SC'22, section V-C; Gu, arXiv 2403.06924, eq. 4; OCP MX v1.0, section 6.3.
+    Raises
+    ------
+    TypeError
+        If `x` is no float tensor.
+    ValueError
+        For bad arguments, negative entries of unsigned integers, and non-finite entries. On a GPU the last two need a
+        wait for the device; ``nonfinite="propagate"`` with ``signed=True`` needs none, and a CUDA graph can hold it.
+
+    References
+    ----------
+    .. [1] Li, Osawa, Hoefler, SC'22, section V-C.
+    .. [2] Gu, arXiv 2403.06924, eq. 4.
+    .. [3] OCP Microscaling Formats (MX) v1.0, section 6.3.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> q = mc.quantize(torch.tensor([[1.0, -0.5], [0.25, 0.1]]), bits=8, axis=1)
+    >>> q.ints().tolist()
+    [[127, -64], [127, 51]]
     """
     if dtype is not None:
         fixed = {
@@ -138,7 +171,7 @@ def quantize(
 
 
 def refuse(x: Tensor, flags: int, signed: bool, nonfinite: str = "raise") -> None:
-    """Raise the ``ValueError`` that the flags of ``x`` call for."""
+    """Raise `ValueError` if the flags of `x` say so: non-finite entries, or negative ones for unsigned integers."""
     if flags & engine.NONFINITE and nonfinite == "raise":
         raise ValueError(f"x must be finite, got {int((~torch.isfinite(x)).sum())} inf or nan of {x.numel()} "
                          "entries; pass nonfinite='propagate' to let them through")  # fmt: skip
@@ -155,8 +188,7 @@ def encode_on_gpu(
     clip: str | float = "max",
     flags: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Storage form of the integers, packed along the last dimension, and the scale; see
-    :func:`cute_kernels.convert.quantize.quantize` for ``x``, which is not empty, and for ``flags``."""
+    """Return storage form and scale of a CUDA tensor, as :func:`cute_kernels.convert.quantize.quantize`."""
     from cute_kernels.convert import quantize as kernels
 
     given = None
@@ -219,7 +251,7 @@ def _largest(x: Tensor, axis: int | None) -> Tensor:
 
 
 def _scale_of(threshold: Tensor, high: int) -> Tensor:
-    """``threshold / high`` in the threshold's dtype; 1 for zero, NaN for inf and NaN, never rounded down to zero."""
+    """``threshold / high``: 1 for zero, NaN for non-finite values, never rounded to zero."""
     tiny = torch.finfo(threshold.dtype).smallest_normal * torch.finfo(threshold.dtype).eps
     divisor = torch.full_like(threshold, high, dtype=torch.float64)  # CUDA multiplies by the inverse of a number
     scale = (threshold.double() / divisor).to(threshold.dtype).clamp(min=tiny)
@@ -228,7 +260,7 @@ def _scale_of(threshold: Tensor, high: int) -> Tensor:
 
 
 def _clipped_scale(x: Tensor, bits: int, axis: int | None, signed: bool, clip: str | float) -> Tensor:
-    """The scale for a percentile of the magnitudes or for the least squared error."""
+    """Scale for a percentile of the magnitudes, or for the least squared error."""
     high = int_range(bits, signed)[1]
     largest = _largest(x, axis)
     if x.numel() == 0:
@@ -247,7 +279,7 @@ def _clipped_scale(x: Tensor, bits: int, axis: int | None, signed: bool, clip: s
 
 
 def _percentile(magnitudes: Tensor, percent: float, axis: int | None) -> Tensor:
-    """The smallest entry with at least ``percent`` of the slice at or below it; torch.quantile is limited in size."""
+    """Smallest entry with at least `percent` of the slice at or below it; torch.quantile has a size limit."""
     slices = magnitudes.reshape(-1) if axis is None else magnitudes
     dim = -1 if axis != 0 else -2
     rank = min(slices.shape[dim], max(1, -int(-slices.shape[dim] * percent // 100)))

@@ -23,14 +23,14 @@ from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from tests.gpu.problems import HERE, PANELS, check_guards, choices, chosen, gather, guarded, panel, sampling_with, sddmm
 
 pytestmark = pytest.mark.gpu
 
 PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALF_DTYPES)]
 OUTS = ("float32", "float16", "bfloat16")
-Dense = Tensor | FloatTensor
+Dense = Tensor | ScaledFloatTensor
 
 
 def kind(v: int = 8, a: str = "float16", b: str = "float16", out: str = "float32") -> ProblemTypes:
@@ -64,14 +64,14 @@ def sparse(
 
 
 def real(x: Dense) -> Tensor:
-    return x.dequantize().double() if isinstance(x, FloatTensor) else x.double()
+    return x.dequantize().double() if isinstance(x, ScaledFloatTensor) else x.double()
 
 
 def exactly(x: Tensor, name: str) -> Dense:
     """Values of the format as they are."""
     if name in HALF_DTYPES:
         return x.to(FLOAT_DTYPES[name])
-    return FloatTensor(floats.pack(floats.encode(x, name), name), x.shape[-1], name, torch.tensor(1.0))
+    return ScaledFloatTensor(floats.pack(floats.encode(x, name), name), x.shape[-1], name, torch.tensor(1.0))
 
 
 def check(found: Tensor, x: Tensor, y: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> None:

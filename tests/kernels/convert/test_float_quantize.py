@@ -13,7 +13,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
-from magicube_cutlass.quantization.float_tensor import RECIPES, FloatTensor, matmul
+from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor, matmul
 
 KINDS: list[dict[str, Any]] = [
     {"dtype": "e4m3"}, {"dtype": "e5m2", "axis": 1}, {"dtype": "e2m3", "axis": 0}, {"dtype": "e2m1", "block": (128, 128)},
@@ -29,9 +29,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(shape, generator=generator))
 
 
-def quantized(x: Tensor, **options: Any) -> FloatTensor:
+def quantized(x: Tensor, **options: Any) -> ScaledFloatTensor:
     found = mc.quantize(x, **options)
-    assert isinstance(found, FloatTensor)
+    assert isinstance(found, ScaledFloatTensor)
     return found
 
 
@@ -130,7 +130,7 @@ def test_transposes_devices_and_batches_agree(options: dict[str, Any]) -> None:
     assert torch.equal(found.mT.dequantize(), found.dequantize().mT) and found.mT.shape == (2, 70, 40)
     flipped = quantized(x.mT.contiguous().mT, **options)
     assert torch.equal(flipped.dequantize(), found.dequantize())
-    assert found.to("cpu").nbytes == found.nbytes and "FloatTensor" in repr(found)
+    assert found.to("cpu").nbytes == found.nbytes and "ScaledFloatTensor" in repr(found)
 
 
 def test_bytes_are_those_of_the_formats() -> None:
@@ -184,7 +184,7 @@ Q = quantized(X, dtype="e2m1", axis=1)
         (lambda: mc.quantize(X[0], dtype="e2m1"), ValueError, "x must have at least 2 dimensions, got 1"),
         (lambda: matmul(Q, Q), ValueError, "columns of a must be rows of b, got 6 and 4"),
         (lambda: matmul(Q, quantized(X.T, dtype="e2m1", axis=1)), ValueError, "b must be quantized with axis=0, along the k of the product, got axis=1"),
-        (lambda: matmul(X, Q), TypeError, "a must be a FloatTensor, got Tensor"),
+        (lambda: matmul(X, Q), TypeError, "a must be a ScaledFloatTensor, got Tensor"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(call: Any, error: type[Exception], match: str) -> None:

@@ -14,7 +14,7 @@ import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from tests.helpers import random_mask
 
 SMALL = ("e5m2", "e4m3", "e2m1")
@@ -30,9 +30,9 @@ def values_of(shape: tuple[int, int], name: str, seed: int) -> Tensor:
     return torch.where(found.isfinite(), found, 1.0)
 
 
-def float_tensor(x: Tensor, name: str, scale: Tensor) -> FloatTensor:
+def float_tensor(x: Tensor, name: str, scale: Tensor) -> ScaledFloatTensor:
     """Exactly these values and this scale."""
-    return FloatTensor(floats.pack(floats.encode(x, name), name), x.shape[-1], name, scale)
+    return ScaledFloatTensor(floats.pack(floats.encode(x, name), name), x.shape[-1], name, scale)
 
 
 @pytest.mark.parametrize("name", FLOATS)

@@ -12,7 +12,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from magicube_cutlass.quantization.float_tensor import FloatTensor
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALF_DTYPES)]
 OUTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,14 +27,16 @@ def sparse(
     )
 
 
-def dense(shape: tuple[int, ...], name: str, axis: int | None, column_major: bool = False) -> Tensor | FloatTensor:
+def dense(
+    shape: tuple[int, ...], name: str, axis: int | None, column_major: bool = False
+) -> Tensor | ScaledFloatTensor:
     x = torch.randn(shape)
     x = x.mT.contiguous().mT if column_major else x
     return x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else mc.quantize(x, dtype=name, axis=axis)
 
 
-def real(x: Tensor | FloatTensor) -> Tensor:
-    return x.dequantize().double() if isinstance(x, FloatTensor) else x.double()
+def real(x: Tensor | ScaledFloatTensor) -> Tensor:
+    return x.dequantize().double() if isinstance(x, ScaledFloatTensor) else x.double()
 
 
 def check(found: Tensor, expected: Tensor, magnitudes: Tensor, terms: int) -> None:
@@ -87,10 +89,10 @@ def test_small_integers_are_exact() -> None:
         assert torch.equal(mc.spmm(left, right), x @ y)
 
 
-def exactly(x: Tensor, name: str) -> FloatTensor:
+def exactly(x: Tensor, name: str) -> ScaledFloatTensor:
     from cute_kernels import floats
 
-    return FloatTensor(floats.pack(floats.encode(x, name), name), x.shape[-1], name, torch.tensor(1.0))
+    return ScaledFloatTensor(floats.pack(floats.encode(x, name), name), x.shape[-1], name, torch.tensor(1.0))
 
 
 def test_a_packed_torch_tensor_is_an_operand() -> None:
