@@ -96,7 +96,7 @@ def gather_of(pattern: mc.Pattern, widths: Widths) -> GatherConfig:
         get_machine(torch.cuda.current_device()).arch,
     )
     left, right = Integer(widths.left, widths.left_signed), Integer(widths.right, True)
-    return GatherConfig(atom, pattern.vector_length, left, right, OUT_NAME, row_bytes=64)
+    return GatherConfig(atom, pattern.vector_length, left, right, OUT_NAME, tile_n_bytes=64)
 
 
 def panel_of(pattern: mc.Pattern, widths: Widths) -> PanelConfig:
@@ -134,10 +134,10 @@ def panel_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
                     f"{stages} x {tile} rows, window {window}",
                     base,
                     key,
-                    row_bytes=128,
+                    tile_n_bytes=128,
                     stages=stages,
                     tile=tile,
-                    window=window,
+                    tile_window=window,
                 )
                 for stages, tile, window in (
                     (3, 512, 2),
@@ -156,9 +156,9 @@ def panel_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
         "vector rows whose sums one warp keeps, and warps a block",
         workload,
         (
-            Variant(f"chosen: {base.rows} rows, {base.warps} warps", base, key),
+            Variant(f"chosen: {base.rows_per_warp} rows, {base.warps} warps", base, key),
             *(
-                changed(f"{rows} rows, {warps} warps", base, key, rows=rows, warps=warps)
+                changed(f"{rows} rows, {warps} warps", base, key, rows_per_warp=rows, warps=warps)
                 for rows, warps in ((1, 15), (2, 15), (1, 11), (2, 11), (2, 8), (1, 7), (2, 7), (4, 7))
             ),
         ),
@@ -190,7 +190,7 @@ def gather_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
         "strip, gather",
         "bytes of a gathered row",
         workload,
-        tuple(changed(f"{size} bytes", base, key, row_bytes=size) for size in (64, 128)),
+        tuple(changed(f"{size} bytes", base, key, tile_n_bytes=size) for size in (64, 128)),
     )
 
 
@@ -223,8 +223,8 @@ def stack_studies(workload: str, patterns: dict[int, mc.Pattern]) -> Iterator[St
                 workload,
                 (
                     Variant("merged", chosen(patterns[length], N, widths), key),
-                    changed("stacked", base, key, stack=True),
-                    changed("apart", base, key, stack=False),
+                    changed("stacked", base, key, fuse_digits=True),
+                    changed("apart", base, key, fuse_digits=False),
                 ),
             )
 

@@ -165,7 +165,7 @@ def main() -> None:
     configs = (config for each in trials for config in candidates(kind_of(each.widths), machine, problem(each.shape)))
     compile_ahead(configs)
     cases: list[dict[str, Any]] = []
-    facts = {"machine": gpu_machine(), "unit": "us", "multiprocessors": machine.multiprocessors}
+    facts = {"machine": gpu_machine(), "unit": "us", "multiprocessors": machine.num_sms}
     for trial in track(trials, "timing"):
         cases.append(run_case(trial, machine))
         torch.cuda.empty_cache()

@@ -78,7 +78,7 @@ class Machine:
     """What a choice depends on of a GPU; the models by ``magicube tune`` where it ran there."""
 
     arch: str
-    multiprocessors: int
+    num_sms: int
     panel: PanelModel = PanelModel()
     gather: GatherModel = GatherModel()
 

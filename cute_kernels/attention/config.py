@@ -271,9 +271,9 @@ class PanelAttention(AttentionConfig):
     ----------
     tile : int
         Keys per tile; the ring has `stages` tiles.
-    window : int
-        A step takes its keys from at most `window` consecutive tiles.
-    rows : int
+    tile_window : int
+        A step takes its keys from at most `tile_window` consecutive tiles.
+    rows_per_warp : int
         Vector rows whose accumulators each of the `warps` consumer warps holds.
     cluster : int
         CTAs that share their tiles by multicast.
@@ -291,8 +291,8 @@ class PanelAttention(AttentionConfig):
     warps: int = 11
     stages: int = 6
     tile: int = 256
-    window: int = 4
-    rows: int = 3
+    tile_window: int = 4
+    rows_per_warp: int = 3
     cluster: int = 1
 
     @property
@@ -312,23 +312,23 @@ class PanelAttention(AttentionConfig):
     @property
     def block_rows(self) -> int:
         """Vector rows per cluster."""
-        return self.warps * self.rows * self.cluster
+        return self.warps * self.rows_per_warp * self.cluster
 
     def _shape(self) -> str:
-        shape = f"{super()._shape()}t{self.tile}x{self.window}r{self.rows}"
+        shape = f"{super()._shape()}t{self.tile}x{self.tile_window}r{self.rows_per_warp}"
         return shape + (f"c{self.cluster}" if self.cluster > 1 else "")
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
             "kTile": self.tile,
-            "kWindow": self.window,
-            "kRows": self.rows,
+            "kTileWindow": self.tile_window,
+            "kRowsPerWarp": self.rows_per_warp,
             "kCluster": self.cluster,
         }
 
     def slots(self, vectors: QueryVectors, keys: int) -> Tensor:
         tiles = -(-keys // self.tile)
-        return spread_slots(vectors.columns, vectors.row_offsets, self.tile, tiles, self.step, self.window)
+        return spread_slots(vectors.columns, vectors.row_offsets, self.tile, tiles, self.step, self.tile_window)
 
     def smem_rows(self, columns: Tensor) -> Tensor:
         slot, chunks = columns % self.ring, self.head // 16

@@ -165,7 +165,7 @@ def make_index(
         return AttentionIndex(config, *sizes, steps)
     if keys > NO_TILE * config.tile:
         raise ValueError(f"keys must be at most {NO_TILE * config.tile} for {config.name}, got {keys}")
-    fewer = replace(config, rows=min(config.rows, _LSE_ROWS))
+    fewer = replace(config, rows_per_warp=min(config.rows_per_warp, _LSE_ROWS))
     lse_index = AttentionIndex(fewer, *sizes, steps, fewer.tile_ranges(vectors))
     return AttentionIndex(config, *sizes, steps, config.tile_ranges(vectors), lse_index)
 
@@ -363,7 +363,7 @@ def _launch(
         tensor_map(x.data_ptr(), 1, (config.head, index.batch * index.keys), config.head, box, config.head)
         for x in (k, v)
     ]
-    clusters = min(kernel.multiprocessors // config.cluster, blocks * index.batch)
+    clusters = min(kernel.num_sms // config.cluster, blocks * index.batch)
     kernel.launch(
         (clusters * config.cluster, 1, 1),
         (

@@ -23,7 +23,7 @@ class AttentionProblem(NamedTuple):
     reach: float  # mean distance in keys from the first to the last key of a block of vector rows
 
 
-def attention_panel_cost(config: PanelAttention, multiprocessors: int, problem: AttentionProblem) -> float:
+def attention_panel_cost(config: PanelAttention, num_sms: int, problem: AttentionProblem) -> float:
     """Predict the time of the panel kernel in microseconds.
 
     ``waves * (5.1 + 0.0012 reach + 0.057 warps * rows * steps)``: prologue, tile loads and steps of each CTA. The
@@ -36,14 +36,14 @@ def attention_panel_cost(config: PanelAttention, multiprocessors: int, problem: 
     92
     """
     mean = problem.vectors / max(problem.vector_rows, 1)  # keys per vector row
-    inside = mean / max(problem.reach, 1.0) * config.window * config.tile  # keys per window, the limit of a step
+    inside = mean / max(problem.reach, 1.0) * config.tile_window * config.tile  # keys per window, the limit of a step
     # A step ends where its window has no more keys, and the last step of a row is half full on average.
     steps = mean / min(config.step, 0.8 * inside) + 0.5 if mean else 0.0
-    waves = -(-problem.batch * -(-problem.vector_rows // config.block_rows) // multiprocessors)
-    return waves * (5.1 + 0.0012 * problem.reach + 0.057 * config.warps * config.rows * steps)
+    waves = -(-problem.batch * -(-problem.vector_rows // config.block_rows) // num_sms)
+    return waves * (5.1 + 0.0012 * problem.reach + 0.057 * config.warps * config.rows_per_warp * steps)
 
 
-def attention_gather_cost(config: GatherAttention, multiprocessors: int, problem: AttentionProblem) -> float:
+def attention_gather_cost(config: GatherAttention, num_sms: int, problem: AttentionProblem) -> float:
     """Predict the time of the gather kernel in microseconds.
 
     ``14 + bytes / (65,000 SMs)``: launch and tail, then rows of K and V at the L2 bandwidth measured on an H200.
@@ -55,10 +55,10 @@ def attention_gather_cost(config: GatherAttention, multiprocessors: int, problem
     114
     """
     moved = 2 * config.head * problem.batch * problem.vectors  # bytes
-    return 14 + moved / (65_000 * multiprocessors)
+    return 14 + moved / (65_000 * num_sms)
 
 
-def choose(head: int, arch: str, multiprocessors: int, problem: AttentionProblem) -> AttentionConfig:
+def choose(head: int, arch: str, num_sms: int, problem: AttentionProblem) -> AttentionConfig:
     """Return the kernel config with the least predicted time.
 
     Parameters
@@ -67,7 +67,7 @@ def choose(head: int, arch: str, multiprocessors: int, problem: AttentionProblem
         Head dimension, one of `HEADS`.
     arch : str
         Target architecture, such as ``"sm_90a"``.
-    multiprocessors : int
+    num_sms : int
         SMs of the device.
     problem : AttentionProblem
         Sizes of the call.
@@ -81,11 +81,11 @@ def choose(head: int, arch: str, multiprocessors: int, problem: AttentionProblem
     gather, panel = GatherAttention(head), PanelAttention(head)
     possible = arch in PANEL_ARCHES and head == PANEL_HEAD and problem.vectors > 0 and problem.keys % TMA_FLOATS == 0
     small = problem.keys <= NO_TILE * panel.tile and problem.batch * problem.keys <= _MAX_COORDINATE
-    many = 2 * problem.batch * -(-problem.vector_rows // panel.block_rows) >= multiprocessors
+    many = 2 * problem.batch * -(-problem.vector_rows // panel.block_rows) >= num_sms
     if not (possible and small and many):
         return gather
     costs = (
-        attention_panel_cost(panel, multiprocessors, problem),
-        attention_gather_cost(gather, multiprocessors, problem),
+        attention_panel_cost(panel, num_sms, problem),
+        attention_gather_cost(gather, num_sms, problem),
     )
     return panel if costs[0] < costs[1] else gather

@@ -1,10 +1,10 @@
 // Fused sparse attention, panel kernel: O = softmax(scale Q K^T + bias) V at the vectors of a mask.
 //
 // Architectures: sm_90a and later (TMA, clusters).
-// Work: a persistent CTA computes blocks of kWarps * kRows vector rows (8 queries each); each of kWarps consumer warps holds
-// the accumulators of kRows vector rows in registers.
+// Work: a persistent CTA computes blocks of kWarps * kRowsPerWarp vector rows (8 queries each); each of kWarps consumer warps holds
+// the accumulators of kRowsPerWarp vector rows in registers.
 // Pipeline: one producer warp loads tiles of kTile rows of K, then of V, by TMA into a ring of kStages stages; full and empty
-// mbarriers per stage, no CTA barrier. A step takes its keys from at most kWindow consecutive tiles and addresses them by
+// mbarriers per stage, no CTA barrier. A step takes its keys from at most kTileWindow consecutive tiles and addresses them by
 // their offset in the ring. The kCluster CTAs of a cluster share a matrix; each loads a part of every tile by multicast.
 // Source: Li, Osawa, Hoefler, SC'22, section V-C.
 #pragma once
@@ -21,7 +21,7 @@ struct AttentionRing : TmaPipeline<C, C::kStages * 2 * C::kTile * C::kHead> {
   static constexpr int kPart = C::kTile / C::kCluster;        // rows that one CTA loads
   static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // limit of a TMA box
   static constexpr int kRingBytes = C::kStages * kTileBytes;
-  static_assert(C::kStages > C::kWindow, "a tile must be able to arrive while a step's window is in use");
+  static_assert(C::kStages > C::kTileWindow, "a tile must be able to arrive while a step's window is in use");
   static_assert(C::kTile % kBoxRows == 0 && kRingBytes <= 16 << 16, "a tile is whole boxes; offsets have 16 bits");
 
   // After the tiles: two mbarriers per stage; per stage whether the keys of its matrix share one scale; per stage the scales
@@ -158,14 +158,14 @@ struct AttentionCursor {
 };
 
 template <class D, class C>  // D: C or SharedKeyScale<C>
-__device__ void consume_item(const AttentionRing<C>& ring, PipelineState<C>& position, AttentionCursor<D> (&cursors)[C::kRows],
-                            AttentionRow<D> (&rows)[C::kRows], const uint32_t* words, int2 tiles, float log2_max,
+__device__ void consume_item(const AttentionRing<C>& ring, PipelineState<C>& position, AttentionCursor<D> (&cursors)[C::kRowsPerWarp],
+                            AttentionRow<D> (&rows)[C::kRowsPerWarp], const uint32_t* words, int2 tiles, float log2_max,
                             int lane) {
   position.stage = tiles.x % C::kStages;
   for (int tile = tiles.x; tile < tiles.y; ++tile) {
     barrier_wait(ring.full(position.stage), position.parity());
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) {
+    for (int i = 0; i < C::kRowsPerWarp; ++i) {
       while (cursors[i].is_due(tile)) {
         const StepKeys<D> step = cursors[i].take(words, lane);
         process_step(rows[i], step, ring.addresses(step), log2_max, lane);
@@ -173,11 +173,11 @@ __device__ void consume_item(const AttentionRing<C>& ring, PipelineState<C>& pos
     }
     // No later step needs the oldest tile of the window.
     __syncwarp();
-    if (tile - tiles.x >= C::kWindow - 1) ring.release(position.before(C::kWindow - 1), lane);
+    if (tile - tiles.x >= C::kTileWindow - 1) ring.release(position.before(C::kTileWindow - 1), lane);
     position.advance();
   }
   CUTE_UNROLL
-  for (int i = C::kWindow - 1; i > 0; --i) {
+  for (int i = C::kTileWindow - 1; i > 0; --i) {
     if (tiles.y - tiles.x >= i) ring.release(position.before(i), lane);
   }
 }
@@ -205,15 +205,15 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
   }
   const AttentionOperands operands{q, out, lse, q_scale, k_scale, v_scale, bias, q_stride, q_batch, k_batch, v_stride,
                                    v_batch, bias_batch, queries, scale, log2_max, empty};
-  constexpr int kBlockRows = C::kWarps * C::kRows;
+  constexpr int kBlockRows = C::kWarps * C::kRowsPerWarp;
   PipelineState<C> position;
   for (; item.exists(); item.advance<C>()) {
     const int64_t block = int64_t{item.row_block} * C::kCluster + (C::kCluster == 1 ? 0 : cluster::rank());
-    const int64_t first = block * kBlockRows + warp * C::kRows, number = item.pattern() * vector_rows + first;
-    const int present = first >= vector_rows ? 0 : vector_rows - first < C::kRows ? int(vector_rows - first) : C::kRows;
-    int starts[C::kRows];
+    const int64_t first = block * kBlockRows + warp * C::kRowsPerWarp, number = item.pattern() * vector_rows + first;
+    const int present = first >= vector_rows ? 0 : vector_rows - first < C::kRowsPerWarp ? int(vector_rows - first) : C::kRowsPerWarp;
+    int starts[C::kRowsPerWarp];
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) {
+    for (int i = 0; i < C::kRowsPerWarp; ++i) {
       // The row after the last one has no keys.
       starts[i] = __ldg(step_start + (i < present ? number + i : patterns * vector_rows));
     }
@@ -231,16 +231,16 @@ attention_panel(const __grid_constant__ TmaDescriptor keys_map, const __grid_con
     }
     const auto run = [&](auto config) {
       using D = decltype(config);
-      AttentionCursor<D> cursors[C::kRows];
-      AttentionRow<D> rows[C::kRows];
+      AttentionCursor<D> cursors[C::kRowsPerWarp];
+      AttentionRow<D> rows[C::kRowsPerWarp];
       CUTE_UNROLL
-      for (int i = 0; i < C::kRows; ++i) {
+      for (int i = 0; i < C::kRowsPerWarp; ++i) {
         cursors[i].open(words, starts[i], lane);
         rows[i].open(operands, batch, first + i, i < present, lane);
       }
       consume_item(ring, position, cursors, rows, words, tiles, log2_max, lane);
       CUTE_UNROLL
-      for (int i = 0; i < C::kRows; ++i) {
+      for (int i = 0; i < C::kRowsPerWarp; ++i) {
         if (i < present) write_row(operands, rows[i], batch, first + i, lane);
       }
     };

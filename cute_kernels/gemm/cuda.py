@@ -34,7 +34,7 @@ def _packed(plane: Tensor) -> Rows:
 def _resident_ctas(config: GemmConfig, device: int) -> int:
     """Return the CTAs of a persistent grid that run at the same time."""
     kernel = get_kernel(config)
-    return occupancy(kernel) * kernel.multiprocessors
+    return occupancy(kernel) * kernel.num_sms
 
 
 class Part(NamedTuple):

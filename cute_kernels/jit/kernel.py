@@ -134,7 +134,7 @@ class Kernel:
         self.name, self.arch, self.device = binary.title, binary.arch, device
         self.usage: Usage | None = binary.usage
         self.threads, self.smem_bytes = threads, smem_bytes
-        self.multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
         _bind_context(device)
         module = (ObjectCode.from_ptx if binary.arch.startswith("compute_") else ObjectCode.from_cubin)(binary.code)
         try:

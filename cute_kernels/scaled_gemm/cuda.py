@@ -176,7 +176,7 @@ def _launch_tcgen05(problem: ScaledGemmProblem, config: Tcgen05Config, epilogue:
     (scales_b, _, _), _owner_b = _scale_arguments(problem.b)
     kernel = get_kernel(config)
     kernel.launch(
-        (min(kernel.multiprocessors, config.tiles(m, n)), 1, 1),
+        (min(kernel.num_sms, config.tiles(m, n)), 1, 1),
         (
             *maps, k, config.counted_bytes(*pair), kind.instruction(*pair, TILE_M, config.tile_n), scales_a, scales_b,
             count // 4, *epilogue.arguments, np.float32(problem.alpha), np.float32(problem.beta),
@@ -208,7 +208,7 @@ def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig,
     if config.split > 1:
         kernel.launch((tiles * config.split, 1, 1), (*maps, *result), (config.split, 1, 1))
     else:
-        kernel.launch((min(kernel.multiprocessors * config.resident, tiles), 1, 1), (*maps, *result))
+        kernel.launch((min(kernel.num_sms * config.resident, tiles), 1, 1), (*maps, *result))
 
 
 def scaled_gemm_cuda(

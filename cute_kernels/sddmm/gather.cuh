@@ -28,7 +28,7 @@ struct SddmmShape : SampleShape<C, (C::kStride < 32 ? C::kStride : 32)> {
   using Base = SampleShape<C, (C::kStride < 32 ? C::kStride : 32)>;
   using typename Base::Shape, typename Base::RunX, typename Base::RunY;
   static constexpr int kWidest = RunX::kElement > RunY::kElement ? RunX::kElement : RunY::kElement;
-  static constexpr int kDepthK = C::kRowBytes * 8 / kWidest;                  // k a stage
+  static constexpr int kDepthK = C::kTileKBytes * 8 / kWidest;                  // k a stage
   static constexpr int kBytesX = kDepthK * RunX::kElement / 8, kBytesY = kDepthK * RunY::kElement / 8;
   static_assert(kBytesX >= 32 && kBytesY >= 32, "the narrower operand needs rows of 32 bytes");
   static constexpr int kStageBytes = Base::kSlots * kBytesY + Base::kRowsX * kBytesX;
@@ -193,7 +193,7 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
   }
   PieceSums<SddmmShape<C>> sums;
   sums.clear();
-  using Total = cuda::std::conditional_t<C::kWide, int64_t, typename S::Total>;
+  using Total = cuda::std::conditional_t<C::kInt64Accum, int64_t, typename S::Total>;
   constexpr int kSafeSteps = 32768 / S::kDepthK;
   Total wide[S::kRowTiles][S::kBlocks][2] = {};
   const auto fold = [&] {
@@ -214,7 +214,7 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
     constexpr int kAll = S::kDepthK / 32;
     add_stage<C>(sums, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    if constexpr (C::kWide) {
+    if constexpr (C::kInt64Accum) {
       if (i % kSafeSteps == kSafeSteps - 1) fold();
     }
   }

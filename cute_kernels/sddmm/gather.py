@@ -37,10 +37,10 @@ class SddmmConfig(SampleConfig):
 
     STEM: ClassVar[str] = "sddmm"
 
-    row_bytes: int = 128
+    tile_k_bytes: int = 128
     stages: int = 3
     warps: int = 4
-    wide: bool = False
+    int64_accum: bool = False
 
     @property
     def slots(self) -> int:
@@ -50,7 +50,7 @@ class SddmmConfig(SampleConfig):
     @property
     def depth(self) -> int:
         """k of one stage."""
-        return self.row_bytes * 8 // max(element_bits(self.x), element_bits(self.y))
+        return self.tile_k_bytes * 8 // max(element_bits(self.x), element_bits(self.y))
 
     @property
     def threads(self) -> int:
@@ -66,15 +66,15 @@ class SddmmConfig(SampleConfig):
         return (-(-blocks * (self.stride // self.slots) // self.warps) * batch, 1, 1)
 
     def _tags(self) -> list[str]:
-        tags = [f"k{self.stride}b{self.row_bytes}s{self.stages}w{self.warps}"]
-        return [*tags, "wide"] if self.wide else tags
+        tags = [f"k{self.stride}b{self.tile_k_bytes}s{self.stages}w{self.warps}"]
+        return [*tags, "wide"] if self.int64_accum else tags
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
-            "kRowBytes": self.row_bytes,
+            "kTileKBytes": self.tile_k_bytes,
             "kStages": self.stages,
             "kWarps": self.warps,
-            "kWide": self.wide,
+            "kInt64Accum": self.int64_accum,
         }
 
     def index_key(self) -> tuple[object, ...]:

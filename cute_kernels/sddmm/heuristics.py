@@ -35,7 +35,7 @@ def choose_sddmm(
     base = SddmmConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride)
     narrow = min(kind.left.bits, kind.right.bits) * 2 >= max(kind.left.bits, kind.right.bits)
     short = inner <= base.depth // 2 and narrow
-    config: SddmmKernel = replace(base, row_bytes=64 if short else 128, wide=outgrows(base, inner))
+    config: SddmmKernel = replace(base, tile_k_bytes=64 if short else 128, int64_accum=outgrows(base, inner))
     small = vectors + 64 * vector_rows < 2**31  # the panel kernel counts places in 32 bits
     if machine.arch in PANEL_ARCHES and vectors and small:
         panels = _sddmm_panels(
@@ -77,8 +77,8 @@ def _sddmm_panel_cost(
     The constants were measured on an H200.
     """
     tiles = -(-columns // config.tile)
-    rows = -(-vector_rows // max(1, machine.multiprocessors // tiles))
-    waves = -(-tiles // machine.multiprocessors)
+    rows = -(-vector_rows // max(1, machine.num_sms // tiles))
+    waves = -(-tiles // machine.num_sms)
     fetched = (
         config.boxes * config.box_bytes * config.tile
         + rows * config.vector_length * config.depth * element_bits(config.x) // 8

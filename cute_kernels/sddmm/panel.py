@@ -165,7 +165,7 @@ class SddmmPanelConfig(SampleConfig):
             return
         shape = (y.row, step * (out.batch - 1) + out.columns if out.inner else 1)
         box, swizzle = (self.box_bytes, min(self.tile, BOX_ROWS)), 128 if self.box_bytes == 128 else 0
-        row_blocks = min(rows, max(1, kernel.multiprocessors // (tiles * out.batch)))
+        row_blocks = min(rows, max(1, kernel.num_sms // (tiles * out.batch)))
         block_rows = -(-rows // row_blocks)
         row_blocks = -(-rows // block_rows)
         kernel.launch(

@@ -1,7 +1,7 @@
 // What the SpMM kernels share: shapes that follow from a config, sums in registers, and the epilogue.
 //
 // C = A B with A sparse (vectors of V rows) and B dense, row-major. A group is as many gathered rows of B as the mma is
-// deep. One warp multiplies groups of one vector row by a strip of kRowBytes bytes of each of those rows.
+// deep. One warp multiplies groups of one vector row by a strip of kTileNBytes bytes of each of those rows.
 #pragma once
 
 #include "device/copy.cuh"
@@ -45,7 +45,7 @@ struct SpmmShape {
   static constexpr int sum_of(int plane, int digit) { return kShared ? plane + digit : plane * Units::kDigits + digit; }
   static constexpr int weight_of(int sum) { return kShared ? sum : sum / Units::kDigits + sum % Units::kDigits; }
 
-  static constexpr int kChunks = C::kRowBytes / 16;
+  static constexpr int kChunks = C::kTileNBytes / 16;
   static constexpr int kUnits = kChunks * Units::kSubs;                  // units of eight columns in a strip
   static constexpr int kColumns = kUnits * 8;
   static constexpr int kStep = Shape::kRowBlocks > Units::kSubs ? Shape::kRowBlocks / Units::kSubs : 1;  // chunks at a time

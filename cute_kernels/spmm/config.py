@@ -35,7 +35,7 @@ class SpmmConfig(KernelConfig):
     a: Number
     b: Number
     out: str
-    stack: bool = True
+    fuse_digits: bool = True
     swizzle: bool = True
 
     @cached_property
@@ -44,20 +44,20 @@ class SpmmConfig(KernelConfig):
         return atoms.atom(self.atom)
 
     @property
-    def group(self) -> int:
+    def mma_k(self) -> int:
         """Vectors that one instruction takes."""
         return stride(self.entry)
 
     @property
-    def stacked(self) -> bool:
+    def has_fused_digits(self) -> bool:
         """Digits share an instruction: they must have one sign, which two signed digits of 16 bits cannot have."""
         one_sign = not self.a.signed or self.a.bits == 12
-        return self.stack and one_sign and digits(self.a) == 2 and self.vector_length <= 4
+        return self.fuse_digits and one_sign and digits(self.a) == 2 and self.vector_length <= 4
 
     @property
     def packed(self) -> bool:
         """4-bit values stay packed in the execution copy: a lane's are whole words."""
-        depth = self.group * self.entry.mma_bits // 128
+        depth = self.mma_k * self.entry.mma_bits // 128
         return self.a.bits == 4 and depth % (self.entry.mma_bits // 4) == 0
 
     @property
@@ -73,7 +73,7 @@ class SpmmConfig(KernelConfig):
     @property
     def products(self) -> int:
         """Products of digits for each element of a tile of at most eight rows."""
-        return (1 if self.stacked else self.digits[0]) * self.digits[1]
+        return (1 if self.has_fused_digits else self.digits[0]) * self.digits[1]
 
     @property
     def shifted(self) -> bool:
@@ -84,9 +84,9 @@ class SpmmConfig(KernelConfig):
     @cached_property
     def columns(self) -> int:
         """Columns of B that one strip has."""
-        return self.row_bytes * 8 // element_bits(self.b)
+        return self.tile_n_bytes * 8 // element_bits(self.b)
 
-    row_bytes: ClassVar[int]
+    tile_n_bytes: ClassVar[int]
 
     def _constants(self) -> dict[str, object]:
         return {
@@ -96,9 +96,9 @@ class SpmmConfig(KernelConfig):
             "kSignedA": self.a.signed,
             "kSignedB": self.b.signed,
             "kFloat": self.entry.floating,
-            "kFuseDigits": self.stacked,
+            "kFuseDigits": self.has_fused_digits,
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
-            "kRowBytes": self.row_bytes,
+            "kTileNBytes": self.tile_n_bytes,
             "kSwizzle": self.swizzle,
         }
 
@@ -129,7 +129,7 @@ class SpmmConfig(KernelConfig):
         return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
 
     def _tags(self) -> list[str]:
-        return [name for name, on in (("unstacked", self.stack), ("unswizzled", self.swizzle)) if not on]
+        return [name for name, on in (("unstacked", self.fuse_digits), ("unswizzled", self.swizzle)) if not on]
 
     def vector_stores(self, out: OutputArg, right: ScaleArg) -> int:
         """Whether neighbouring results can be stored, and their factors read, at once: 1 or 0."""
@@ -139,7 +139,7 @@ class SpmmConfig(KernelConfig):
 
     def packing_key(self) -> tuple[object, ...]:
         """What the execution copy depends on."""
-        return (self.atom, self.stacked, self.packed)
+        return (self.atom, self.has_fused_digits, self.packed)
 
 
 def planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
@@ -152,7 +152,7 @@ def planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
         widened = config.stored.name != number.name
         codes = encode(decode(vectors.values, number.name), config.stored.name) if widened else vectors.values
         return codes[None]
-    if not (config.stacked and number.signed):
+    if not (config.has_fused_digits and number.signed):
         return split_digits(vectors.values, *number)
     wide = widen(vectors.values)
     low = ((wide + 128) & 0xFF) - 128
@@ -167,21 +167,21 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
     """
     found = planes(config, vectors)  # (digits, vectors, V)
     count, _, v = found.shape
-    slots = torch.zeros(count, groups * config.group, v, dtype=found.dtype, device=found.device)
+    slots = torch.zeros(count, groups * config.mma_k, v, dtype=found.dtype, device=found.device)
     slots[:, positions] = found
     rows = min(v, 8)
-    tiles = slots.view(count, groups, config.group, v // rows, rows).permute(
+    tiles = slots.view(count, groups, config.mma_k, v // rows, rows).permute(
         1, 0, 3, 4, 2
     )  # (groups, digits, tiles, rows, slots)
-    if config.stacked:
-        tiles = tiles.reshape(groups, 1, 1, count * rows, config.group)
+    if config.has_fused_digits:
+        tiles = tiles.reshape(groups, 1, 1, count * rows, config.mma_k)
     used = tiles.shape[3]
-    per_lane = config.group // 4
+    per_lane = config.mma_k // 4
     narrow = config.packed or config.entry.mma_bits == 4
     order = pack_index(config.entry, packed=narrow)[: 4 * used * per_lane]
     index = torch.from_numpy(order).to(found.device)
     operands = tiles.shape[1] * tiles.shape[2]
-    packed = tiles.reshape(groups, operands, used * config.group)[..., index]  # (groups, operands, values)
+    packed = tiles.reshape(groups, operands, used * config.mma_k)[..., index]  # (groups, operands, values)
     if narrow:
         packed = (packed[..., 0::2] & 0xF) | ((packed[..., 1::2] & 0xF) << 4)
     return packed.flatten(1).contiguous().view(torch.uint8)

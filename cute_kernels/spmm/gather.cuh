@@ -6,13 +6,13 @@
 
 namespace magicube {
 
-// A ring of kStages groups of gathered rows: (stages, K slots, kRowBytes), swizzled.
+// A ring of kStages groups of gathered rows: (stages, K slots, kTileNBytes), swizzled.
 template <class C>
 struct GatherRing {
   using S = SpmmShape<C>;
   static constexpr int kSlots = S::Shape::kK;
   static constexpr int kSlotLanes = (kSlots + 31) / 32;  // columns a lane holds
-  static constexpr int kStageBytes = kSlots * C::kRowBytes;
+  static constexpr int kStageBytes = kSlots * C::kTileNBytes;
   static constexpr int kPieces = kSlots * S::kChunks / 32;  // 16-byte pieces a lane fetches
   static_assert(kSlots * S::kChunks % 32 == 0, "a stage is whole warps of 16-byte pieces");
 
@@ -28,7 +28,7 @@ struct GatherRing {
       const int piece = lane + 32 * i;
       const int slot = piece / S::kChunks, chunk = piece % S::kChunks;
       const int32_t column = __shfl_sync(~0u, columns[32 * i / S::kChunks / 32], slot % 32);
-      const uint32_t to = base + stage * kStageBytes + swizzled<C::kRowBytes, C::kSwizzle>(slot, chunk);
+      const uint32_t to = base + stage * kStageBytes + swizzled<C::kTileNBytes, C::kSwizzle>(slot, chunk);
       // Padding is not fetched: all warps at one row of B would wait for each other, and its values are 0 anyway. Floats
       // get zeros there, because 0 times what an earlier row left may be NaN.
       if constexpr (C::kFloat) cp_async(to, strip + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
@@ -42,11 +42,11 @@ struct GatherRing {
     if constexpr (kSlots % 32 == 0) {
       CUTE_UNROLL
       for (int i = 0; i < kSlots / 32; ++i) {
-        load_transposed(at + swizzled<C::kRowBytes, C::kSwizzle>(32 * i + lane, chunk), raw + 4 * i);
+        load_transposed(at + swizzled<C::kTileNBytes, C::kSwizzle>(32 * i + lane, chunk), raw + 4 * i);
       }
     } else {
       static_assert(kSlots == 16, "groups are of 16 slots or a multiple of 32");
-      load_transposed_pair(at + swizzled<C::kRowBytes, C::kSwizzle>(lane % 16, chunk), raw);
+      load_transposed_pair(at + swizzled<C::kTileNBytes, C::kSwizzle>(lane % 16, chunk), raw);
     }
   }
 };
@@ -100,7 +100,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
             int64_t vector_stores) {
   using S = SpmmShape<C>;
   using Ring = GatherRing<C>;
-  using Total = cuda::std::conditional_t<C::kWide, int64_t, TotalOf<C>>;
+  using Total = cuda::std::conditional_t<C::kInt64Accum, int64_t, TotalOf<C>>;
   extern __shared__ __align__(128) uint8_t shared[];
   if constexpr (C::kAJustWritten) pdl_wait();
   constexpr int kTeams = C::kWarps / C::kSplitKWarps;
@@ -113,9 +113,9 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   const int64_t strip = blockIdx.x / row_blocks % strips, batch = blockIdx.x / row_blocks / strips;
   const int64_t vector_row = row_block * kTeams + warp / C::kSplitKWarps;
   const bool present = vector_row < vector_rows;
-  const int64_t strip_byte = strip * C::kRowBytes + lane % S::kChunks * 16;
+  const int64_t strip_byte = strip * C::kTileNBytes + lane % S::kChunks * 16;
   const int64_t valid = b_bytes - strip_byte;
-  const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + strip * C::kRowBytes,
+  const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + strip * C::kTileNBytes,
                   b_pitch, valid < 0 ? 0 : valid < 16 ? int(valid) : 16, lane};
   const int64_t begin = uniform(present ? group_start[vector_row] : 0) + warp % C::kSplitKWarps;
   const int64_t end = uniform(present ? group_start[vector_row + 1] : 0);
@@ -149,7 +149,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   Sums<C> sums;
   sums.clear();
   WideTotals<C> wide;
-  if constexpr (C::kWide) {
+  if constexpr (C::kInt64Accum) {
     CUTE_UNROLL
     for (int i = 0; i < int(sizeof(wide) / 8); ++i) (&wide.total[0][0][0])[i] = 0;
   }
@@ -175,18 +175,18 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     add_group(sums, fragment, ring, stage);
     fragment = next;
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    if constexpr (C::kWide) {
+    if constexpr (C::kInt64Accum) {
       if (i % kSafeGroups<typename S::Shape> == kSafeGroups<typename S::Shape> - 1) fold();
     }
   }
-  if constexpr (C::kWide) fold();
+  if constexpr (C::kInt64Accum) fold();
   cp_async_wait<0>();
 
   const SpmmOperands operands{left, right, bias, out, rows, n, left_step, right_step, right_batch, vector_stores != 0};
   CUTE_UNROLL
   for (int tile = 0; tile < S::kRowTiles; ++tile) {
     Total total[S::kUnits][2];
-    if constexpr (C::kWide) {
+    if constexpr (C::kInt64Accum) {
       CUTE_UNROLL
       for (int i = 0; i < S::kUnits * 2; ++i) (&total[0][0])[i] = (&wide.total[tile][0][0])[i];
     } else {

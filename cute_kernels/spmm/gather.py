@@ -19,18 +19,18 @@ from cute_kernels.spmm.config import SpmmConfig, group_offsets, pack_fragments
 
 @dataclass(frozen=True)
 class GatherConfig(SpmmConfig):
-    """``row_bytes`` of B's rows are a strip; ``stages`` groups are in flight; of a block's ``warps`` each
+    """``tile_n_bytes`` of B's rows are a strip; ``stages`` groups are in flight; of a block's ``warps`` each
     ``split_k_warps`` share a vector row.  ``wide``: totals that outgrow int32 move to int64 on the way.  ``fresh``: the
     kernel before an early launch may have written A, of which nothing is read ahead then."""
 
     STEM: ClassVar[str] = "spmm_gather"
 
-    row_bytes: int = 64  # type: ignore[misc]
+    tile_n_bytes: int = 64  # type: ignore[misc]
     stages: int = 4
     warps: int = 4
     split_k_warps: int = 1
-    wide: bool = False
-    fresh: bool = False
+    int64_accum: bool = False
+    a_just_written: bool = False
 
     @property
     def threads(self) -> int:
@@ -38,33 +38,35 @@ class GatherConfig(SpmmConfig):
 
     @property
     def smem_bytes(self) -> int:
-        return self.warps * self.stages * self.group * self.row_bytes
+        return self.warps * self.stages * self.mma_k * self.tile_n_bytes
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
             "kStages": self.stages,
             "kWarps": self.warps,
             "kSplitKWarps": self.split_k_warps,
-            "kWide": self.wide,
-            "kAJustWritten": self.fresh,
+            "kInt64Accum": self.int64_accum,
+            "kAJustWritten": self.a_just_written,
             "kStagedFactors": False,
-            "kPartial": self.row_bytes <= 64,  # strips that B's columns do not fill
+            "kPartial": self.tile_n_bytes <= 64,  # strips that B's columns do not fill
         }
 
     def _tags(self) -> list[str]:
-        shape = f"b{self.row_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
-        return [*super()._tags(), shape, *(tag for tag in ("wide", "fresh") if getattr(self, tag))]
+        shape = f"b{self.tile_n_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
+        flags = [tag for tag, on in (("wide", self.int64_accum), ("fresh", self.a_just_written)) if on]
+        return [*super()._tags(), shape, *flags]
 
     @property
     def total_bytes(self) -> int:
         """Bytes of one total: 8 if it may exceed 32 bits."""
-        return 8 if self.wide or self._constants()["kLongTotal"] else 4
+        return 8 if self.int64_accum or self._constants()["kLongTotal"] else 4
 
     @property
     def fits(self) -> bool:
         """Whether the totals of warps that share a vector row find room where their rings were."""
         return (
-            self.split_k_warps == 1 or self.columns * 8 * self.total_bytes <= self.stages * self.group * self.row_bytes
+            self.split_k_warps == 1
+            or self.columns * 8 * self.total_bytes <= self.stages * self.mma_k * self.tile_n_bytes
         )
 
     def grid(self, vector_rows: int, n: int, batch: int) -> tuple[int, int, int]:
@@ -74,21 +76,21 @@ class GatherConfig(SpmmConfig):
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
         """Bytes of both operands that the kernel reads: each strip takes all of A and a piece of B for each column."""
         strips = -(-n // self.columns) * batch
-        return strips * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.row_bytes)
+        return strips * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.tile_n_bytes)
 
     def smem_accesses(self) -> list[Access]:
         """Every access of a warp to shared memory."""
-        chunks, lanes = self.row_bytes // 16, np.arange(32)
-        pieces = np.arange(self.group * chunks).reshape(-1, 32)
-        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
+        chunks, lanes = self.tile_n_bytes // 16, np.arange(32)
+        pieces = np.arange(self.mma_k * chunks).reshape(-1, 32)
+        rows = np.arange(self.mma_k).reshape(-1, min(self.mma_k, 32))
         reads = np.stack(
-            [swizzled(row, chunk, self.row_bytes, self.swizzle) for chunk in range(chunks) for row in rows]
+            [swizzled(row, chunk, self.tile_n_bytes, self.swizzle) for chunk in range(chunks) for row in rows]
         )
         found = [
             Access(
                 "fetch: cp.async of gathered rows",
                 "store128",
-                swizzled(pieces // chunks, pieces % chunks, self.row_bytes, self.swizzle),
+                swizzled(pieces // chunks, pieces % chunks, self.tile_n_bytes, self.swizzle),
             ),
             Access("read: ldmatrix.trans", f"ldmatrix.x{rows.shape[1] // 8}", reads),
         ]
@@ -138,8 +140,8 @@ class PackedGather(NamedTuple):
 
 def pack_gather(config: GatherConfig, vectors: Vectors) -> PackedGather:
     """The execution copy of ``vectors``; torch operators on their own device."""
-    offsets, positions = group_offsets(vectors.row_offsets, config.group)
+    offsets, positions = group_offsets(vectors.row_offsets, config.mma_k)
     groups = int(offsets[-1])
-    columns = torch.full((groups * config.group,), -1, dtype=torch.int32, device=offsets.device)
+    columns = torch.full((groups * config.mma_k,), -1, dtype=torch.int32, device=offsets.device)
     columns[positions] = vectors.columns
     return PackedGather(offsets, columns, pack_fragments(config, vectors, positions, groups))

@@ -1,9 +1,9 @@
 // SpMM, panel kernel (sm_90 on): a block keeps tiles of a strip of B in shared memory and runs many vector rows on them.
 //
-// One warp feeds a ring of kStages tiles of kTile rows by the tensor copy engine; kWarps warps multiply, each kRows vector
+// One warp feeds a ring of kStages tiles of kTile rows by the tensor copy engine; kWarps warps multiply, each kRowsPerWarp vector
 // rows whose sums stay in registers over all of k. Barriers count full and empty tiles; the block never meets at one.
 // The kCluster blocks of a cluster work on the same strip, and fetch a part of every tile each, for all of them.
-// The execution copy is made so that a group takes its rows from kWindow neighbouring tiles at most, and names them by
+// The execution copy is made so that a group takes its rows from kTileWindow neighbouring tiles at most, and names them by
 // where they lie in the ring.
 #pragma once
 
@@ -13,12 +13,12 @@
 namespace magicube {
 
 template <class C>
-struct PanelRing : TmaPipeline<C, C::kStages * C::kTile * C::kRowBytes> {
-  static constexpr int kTileBytes = C::kTile * C::kRowBytes;
+struct PanelRing : TmaPipeline<C, C::kStages * C::kTile * C::kTileNBytes> {
+  static constexpr int kTileBytes = C::kTile * C::kTileNBytes;
   static constexpr int kPart = C::kTile / C::kCluster;        // rows that one block fetches
   static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // the copy engine's limit
   static constexpr int kRingBytes = C::kStages * kTileBytes;
-  static_assert(C::kStages > C::kWindow, "a tile must be able to arrive while a group's window is in use");
+  static_assert(C::kStages > C::kTileWindow, "a tile must be able to arrive while a group's window is in use");
   static_assert(C::kTile % kBoxRows == 0, "a tile is whole boxes");
 
   // Behind the tiles: two barriers a stage, then the factors of each warp's strip, then its records of A on their way.
@@ -77,16 +77,16 @@ __device__ void producer_loop(const PanelRing<C>& ring, PanelItem<C> item, const
   using Ring = PanelRing<C>;
   PipelineState<C> position;
   for (; item.exists(); item.advance(), position.stage = 0) {
-    const int x = int(item.strip * C::kRowBytes), first = int(item.batch * batch_rows);
+    const int x = int(item.strip * C::kTileNBytes), first = int(item.batch * batch_rows);
     for (int tile = 0; tile < ring.tiles; ++tile, position.advance()) {
       const int stage = position.stage;
       barrier_wait(ring.empty(stage), position.parity() ^ 1);
       const int64_t left = inner - int64_t{tile} * C::kTile;
       const int boxes = left >= C::kTile ? C::kTile / Ring::kBoxRows : int((left + Ring::kBoxRows - 1) / Ring::kBoxRows);
-      mbarrier_arrive_expect_tx(ring.full(stage), boxes * Ring::kBoxRows * C::kRowBytes);
+      mbarrier_arrive_expect_tx(ring.full(stage), boxes * Ring::kBoxRows * C::kTileNBytes);
       for (int box = C::kCluster == 1 ? 0 : cluster::rank(); box < boxes; box += C::kCluster) {
-        const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kRowBytes;
-        const int row = first + tile * C::kTile + box * Ring::kBoxRows, y = C::kRecords > 0 ? row >> fold : row;
+        const uint32_t to = ring.base + stage * Ring::kTileBytes + box * Ring::kBoxRows * C::kTileNBytes;
+        const int row = first + tile * C::kTile + box * Ring::kBoxRows, y = C::kAStages > 0 ? row >> fold : row;
         if constexpr (C::kCluster == 1) tma_load_2d(to, map, x, y, ring.full(stage));
         else cluster::tma_load_2d_multicast((1 << C::kCluster) - 1, to, map, x, y, ring.full(stage));
       }
@@ -133,7 +133,7 @@ struct PanelMatrix {
 
 // What a warp goes through: the groups of its vector rows, tile after tile, in the order of their use. The next two are in
 // registers or on their way.
-template <class C, bool kRing = (C::kRecords > 0)>
+template <class C, bool kRing = (C::kAStages > 0)>
 struct GroupStream {
   using Group = PanelGroup<C>;
 
@@ -157,7 +157,7 @@ struct GroupStream {
   }
 };
 
-// The same with kRecords of them in shared memory or on their way there: where B's rows are short, a group is done with long
+// The same with kAStages of them in shared memory or on their way there: where B's rows are short, a group is done with long
 // before the one after the next has come from memory.
 template <class C>
 struct GroupStream<C, true> {
@@ -177,14 +177,14 @@ struct GroupStream<C, true> {
     ring = at;
     slot = 0;
     CUTE_UNROLL
-    for (int i = 0; i < C::kRecords - 1; ++i) fetch(i, lane);
+    for (int i = 0; i < C::kAStages - 1; ++i) fetch(i, lane);
   }
   __device__ void take(int lane) {
-    cp_async_wait<C::kRecords - 2>();  // a strip's factors, behind the first records, only make it wait for one more
+    cp_async_wait<C::kAStages - 2>();  // a strip's factors, behind the first records, only make it wait for one more
     __syncwarp();
     current.read(ring + slot * kRecordBytes, lane);
-    fetch(slot == 0 ? C::kRecords - 1 : slot - 1, lane);  // which was read the time before
-    slot = slot + 1 == C::kRecords ? 0 : slot + 1;
+    fetch(slot == 0 ? C::kAStages - 1 : slot - 1, lane);  // which was read the time before
+    slot = slot + 1 == C::kAStages ? 0 : slot + 1;
   }
   __device__ void leave(int) {}
 
@@ -203,7 +203,7 @@ struct GroupStream<C, true> {
 // 32 n + i.
 template <class C>
 struct TileCounts {
-  static constexpr int kWords = (C::kRows + 1) / 2;
+  static constexpr int kWords = (C::kRowsPerWarp + 1) / 2;
   uint32_t words[kWords];
 
   // from: (tiles, words) of this warp.
@@ -251,12 +251,12 @@ template <class C>
 struct PanelStream {
   GroupStream<C> groups;
   TileCounts<C> counts;
-  int rows[C::kRows];
+  int rows[C::kRowsPerWarp];
 
   // start: its first group; ring: where its records may lie in shared memory.
   __device__ void open(const PanelMatrix& matrix, int64_t unit, int64_t start, int tiles, uint32_t ring, int lane) {
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) rows[i] = matrix.order[unit * C::kRows + i];
+    for (int i = 0; i < C::kRowsPerWarp; ++i) rows[i] = matrix.order[unit * C::kRowsPerWarp + i];
     groups.open(matrix.records + uniform(start) * PanelGroup<C>::kRecordWords, ring, lane);
     counts.load(matrix.counted(unit, tiles * TileCounts<C>::kWords), lane, tiles);
   }
@@ -264,7 +264,7 @@ struct PanelStream {
 
 template <class C, class UnitOf>
 __device__ void multiply_item(const PanelRing<C>& ring, PipelineState<C>& position, const PanelMatrix& matrix,
-                              PanelStream<C>& stream, const UnitOf& unit, Sums<C> (&sums)[C::kRows], int lane) {
+                              PanelStream<C>& stream, const UnitOf& unit, Sums<C> (&sums)[C::kRowsPerWarp], int lane) {
   // Two loops, because at a branch the compiler waits for what is on its way.
   for (int first = 0; first < ring.tiles; first += 32) {
     uint32_t counts[TileCounts<C>::kWords], next[TileCounts<C>::kWords];
@@ -280,7 +280,7 @@ __device__ void multiply_item(const PanelRing<C>& ring, PipelineState<C>& positi
       stream.counts.of(tile + 1, next);  // ahead of need: a shuffle waits behind reads of shared memory
       barrier_wait(ring.full(position.stage), position.parity());
       CUTE_UNROLL
-      for (int i = 0; i < C::kRows; ++i) {
+      for (int i = 0; i < C::kRowsPerWarp; ++i) {
         CUTE_NO_UNROLL
         for (int left = i % 2 ? counts[i / 2] >> 16 : counts[i / 2] & 0xFFFF; left > 0; --left) {
           stream.groups.take(lane);
@@ -290,12 +290,12 @@ __device__ void multiply_item(const PanelRing<C>& ring, PipelineState<C>& positi
       }
       // What needs this tile and later ones is still to come; the oldest tile of the window is done with.
       __syncwarp();
-      if (tile >= C::kWindow - 1) ring.release(position.before(C::kWindow - 1), lane);
+      if (tile >= C::kTileWindow - 1) ring.release(position.before(C::kTileWindow - 1), lane);
       position.advance();
     }
   }
   CUTE_UNROLL
-  for (int i = C::kWindow - 1; i > 0; --i) {
+  for (int i = C::kTileWindow - 1; i > 0; --i) {
     if (ring.tiles >= i) ring.release(position.before(i), lane);
   }
   position.stage = 0;
@@ -321,7 +321,7 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const PanelRing<C> ring{{held(shared_address(shared))}, int((inner + C::kTile - 1) / C::kTile)};
-  constexpr int kBlockRows = C::kWarps * C::kRows;
+  constexpr int kBlockRows = C::kWarps * C::kRowsPerWarp;
   PanelItem<C> item(vector_rows, kBlockRows * C::kCluster, n, S::kColumns, batches, row_step, strip_step);
   const auto unit = [&] {
     // A block without vector rows has the unit beyond the last one, which has no groups and rows that do not exist.
@@ -341,17 +341,17 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   // A factor a column comes from shared memory, where it is put while the warp multiplies.
   const bool staged = right && right_step == 1;
   PanelStream<C> stream;
-  Sums<C> sums[C::kRows];
+  Sums<C> sums[C::kRowsPerWarp];
   PipelineState<C> position;
   const PanelMatrix matrix{group_start, counts, records, order};
   const uint32_t records_at =
-      shared_address(shared) + PanelRing<C>::kRecordsAt + warp * C::kRecords * PanelGroup<C>::kRecordWords * 4;
+      shared_address(shared) + PanelRing<C>::kRecordsAt + warp * C::kAStages * PanelGroup<C>::kRecordWords * 4;
   stream.open(matrix, unit(), start, ring.tiles, records_at, lane);
   pdl_wait();
   while (item.exists()) {
     const int64_t n0 = int64_t{item.strip} * S::kColumns;
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) sums[i].clear();
+    for (int i = 0; i < C::kRowsPerWarp; ++i) sums[i].clear();
     if (staged) stage_factors<C>(factors, right + item.batch * right_batch + n0, n - n0, lane);
     multiply_item(ring, position, matrix, stream, unit, sums, lane);
     cp_async_wait<0>();
@@ -359,14 +359,14 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
     const SpmmOperands operands{left, staged ? factors - n0 : right, bias, out, rows, n, left_step, right_step,
                                 staged ? 0 : right_batch, vector_stores != 0};
     const uint32_t batch = item.batch;
-    int own[C::kRows];
+    int own[C::kRowsPerWarp];
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) own[i] = stream.rows[i];
+    for (int i = 0; i < C::kRowsPerWarp; ++i) own[i] = stream.rows[i];
     item.advance();
     // What the next item begins with is on its way while this one is written.
     if (item.exists()) stream.open(matrix, unit(), group_start[unit()], ring.tiles, records_at, lane);
     CUTE_UNROLL
-    for (int i = 0; i < C::kRows; ++i) {
+    for (int i = 0; i < C::kRowsPerWarp; ++i) {
       if (own[i] < vector_rows) write_sums<Total>(operands, sums[i], batch, own[i], n0, lane);
     }
   }

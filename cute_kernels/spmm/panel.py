@@ -26,7 +26,7 @@ _MAX_COORDINATE = 2**31 - 1
 
 @dataclass(frozen=True)
 class PanelConfig(SpmmConfig):
-    """``row_bytes`` of B's rows are a strip, ``tile`` of them a stage, ``stages`` the ring.
+    """``tile_n_bytes`` of B's rows are a strip, ``tile`` of them a stage, ``stages`` the ring.
 
     A group takes rows of ``window`` neighbouring tiles at most; the other stages are for tiles on their way.  Each of
     ``warps`` warps keeps the sums of ``rows`` vector rows.  These are dealt out by their length, in equal shares: to
@@ -36,15 +36,15 @@ class PanelConfig(SpmmConfig):
 
     STEM: ClassVar[str] = "spmm_panel"
 
-    row_bytes: int = 128  # type: ignore[misc]
+    tile_n_bytes: int = 128  # type: ignore[misc]
     tile: int = 256
     stages: int = 6
-    window: int = 3
+    tile_window: int = 3
     warps: int = 16
-    rows: int = 1
+    rows_per_warp: int = 1
     cluster: int = 1
     ordered: bool = True
-    records: int = 0
+    a_stages: int = 0
 
     @property
     def threads(self) -> int:
@@ -57,37 +57,37 @@ class PanelConfig(SpmmConfig):
 
     @property
     def smem_bytes(self) -> int:
-        own = 4 * self.columns + self.records * self.record_bytes  # of a warp
-        return self.ring * self.row_bytes + 16 * self.stages + own * self.warps
+        own = 4 * self.columns + self.a_stages * self.record_bytes  # of a warp
+        return self.ring * self.tile_n_bytes + 16 * self.stages + own * self.warps
 
     @property
     def record_bytes(self) -> int:
         """Of a group: its values, and where its rows lie."""
         whole = 4 if self.packed or self.entry.mma_bits == 4 else 8 * self.digits[0]
         bits = self.stored.bits if self.entry.floating else whole
-        return self.group * (self.vector_length * bits // 8 + 2)
+        return self.mma_k * (self.vector_length * bits // 8 + 2)
 
     def _tags(self) -> list[str]:
-        shape = f"b{self.row_bytes}t{self.tile}s{self.stages}x{self.window}w{self.warps}r{self.rows}"
-        shape += (f"c{self.cluster}" if self.cluster > 1 else "") + (f"a{self.records}" if self.records else "")
+        shape = f"b{self.tile_n_bytes}t{self.tile}s{self.stages}x{self.tile_window}w{self.warps}r{self.rows_per_warp}"
+        shape += (f"c{self.cluster}" if self.cluster > 1 else "") + (f"a{self.a_stages}" if self.a_stages else "")
         return [*super()._tags(), shape, *([] if self.ordered else ["unordered"])]
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
             "kTile": self.tile,
             "kStages": self.stages,
-            "kWindow": self.window,
+            "kTileWindow": self.tile_window,
             "kWarps": self.warps,
-            "kRows": self.rows,
+            "kRowsPerWarp": self.rows_per_warp,
             "kCluster": self.cluster,
-            "kRecords": self.records,
+            "kAStages": self.a_stages,
             "kRecordBytes": self.record_bytes,
-            "kPartial": self.records > 0,  # strips that B's columns do not fill
+            "kPartial": self.a_stages > 0,  # strips that B's columns do not fill
             "kStagedFactors": True,
         }
 
     def packing_key(self) -> tuple[object, ...]:
-        shape = (self.row_bytes, self.tile, self.stages, self.window, self.warps, self.rows)
+        shape = (self.tile_n_bytes, self.tile, self.stages, self.tile_window, self.warps, self.rows_per_warp)
         return (*super().packing_key(), *shape, self.ordered, self.swizzle)
 
     @property
@@ -95,26 +95,28 @@ class PanelConfig(SpmmConfig):
         """Registers of a lane that hold sums."""
         one_sign = self.products == 4 and self.a.signed and self.b.signed  # two of the products share their sums
         tiles = max(1, self.vector_length // 8)
-        return self.rows * tiles * (3 if one_sign else self.products) * self.columns // 4
+        return self.rows_per_warp * tiles * (3 if one_sign else self.products) * self.columns // 4
 
     def items(self, vector_rows: int, n: int, batch: int) -> int:
         """Strips of row blocks, for each of which a cluster passes all of a strip of B through shared memory."""
         return self._row_blocks(vector_rows) * -(-n // self.columns) * batch
 
     def _row_blocks(self, vector_rows: int) -> int:
-        return -(-vector_rows // (self.warps * self.rows * self.cluster))
+        return -(-vector_rows // (self.warps * self.rows_per_warp * self.cluster))
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
         """Bytes of both operands that the kernel reads: each strip takes all of A, each item a strip of B."""
         strips = -(-n // self.columns) * batch
         read = sum(tensor.nbytes for tensor in matrix)
-        return strips * read + self.items(vector_rows, n, batch) * inner * self.row_bytes
+        return strips * read + self.items(vector_rows, n, batch) * inner * self.tile_n_bytes
 
     def smem_accesses(self) -> list[Access]:
         """Every access of a warp to shared memory, for columns 0, 1, ...; others conflict as their order says."""
-        units = self.row_bytes // 16
-        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
-        reads = np.stack([swizzled(row, chunk, self.row_bytes, self.swizzle) for chunk in range(units) for row in rows])
+        units = self.tile_n_bytes // 16
+        rows = np.arange(self.mma_k).reshape(-1, min(self.mma_k, 32))
+        reads = np.stack(
+            [swizzled(row, chunk, self.tile_n_bytes, self.swizzle) for chunk in range(units) for row in rows]
+        )
         lanes, run = np.arange(32), 16 // element_bits(self.b)
         factors = 4 * run * (lanes // 4 + 8 * np.arange(self.columns // (8 * run))[:, None])
         return [
@@ -149,12 +151,12 @@ class PanelConfig(SpmmConfig):
             return
         rows = -(-out.rows // self.vector_length)
         shape = (b.row, step * (out.batch - 1) + out.inner)
-        box = (self.row_bytes, min(self.tile // self.cluster, BOX_ROWS))
+        box = (self.tile_n_bytes, min(self.tile // self.cluster, BOX_ROWS))
         # The copy engine takes as long for short rows as for long ones: eight of 16 bytes without gaps are one of 128.
-        short = b.row == b.pitch == self.row_bytes == 16 and self.records > 0
+        short = b.row == b.pitch == self.tile_n_bytes == 16 and self.a_stages > 0
         fold = 3 if short and not (shape[1] % 8 or step % 8) else 0
-        pitch, swizzle = b.pitch << fold, self.row_bytes if self.swizzle and self.row_bytes > 16 else 0
-        clusters = min(kernel.multiprocessors // self.cluster, self.items(rows, out.columns, out.batch))
+        pitch, swizzle = b.pitch << fold, self.tile_n_bytes if self.swizzle and self.tile_n_bytes > 16 else 0
+        clusters = min(kernel.num_sms // self.cluster, self.items(rows, out.columns, out.batch))
         strip_step, row_step = divmod(clusters, self._row_blocks(rows))
         kernel.launch(
             (clusters * self.cluster, 1, 1),
@@ -192,10 +194,10 @@ class PackedPanel(NamedTuple):
 def pack_panel(config: PanelConfig, vectors: Vectors, inner: int) -> PackedPanel:
     """The execution copy of ``vectors``; torch operators on their own device."""
     vectors, order = balance_rows(vectors, config)
-    group, device = config.group, vectors.columns.device
+    group, device = config.mma_k, vectors.columns.device
     tiles = -(-inner // config.tile)
     rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
-    where = (vectors.columns, vectors.row_offsets, config.tile, tiles, group, config.window)
+    where = (vectors.columns, vectors.row_offsets, config.tile, tiles, group, config.tile_window)
     slots = spread_slots(*where) if config.ordered else sequential_slots(*where)
     row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
     used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
@@ -208,17 +210,19 @@ def pack_panel(config: PanelConfig, vectors: Vectors, inner: int) -> PackedPanel
     last.scatter_reduce_(0, positions // group, vectors.columns.to(torch.int64) // config.tile, "amax")
     owner = torch.repeat_interleave(offsets.diff(), output_size=groups)
     last = torch.cummax(last + owner * tiles, 0).values - owner * tiles  # a group waits for those of its row before it
-    units = rows // config.rows
-    use = (owner // config.rows * tiles + last) * config.rows + owner % config.rows
-    counts = torch.zeros(units + 2, tiles, config.rows + config.rows % 2, dtype=torch.int16, device=device)
-    counts[:units, :, : config.rows] = torch.bincount(use, minlength=units * tiles * config.rows).view(
-        units, tiles, config.rows
+    units = rows // config.rows_per_warp
+    use = (owner // config.rows_per_warp * tiles + last) * config.rows_per_warp + owner % config.rows_per_warp
+    counts = torch.zeros(
+        units + 2, tiles, config.rows_per_warp + config.rows_per_warp % 2, dtype=torch.int16, device=device
     )
-    starts = offsets[:: config.rows].contiguous()
+    counts[:units, :, : config.rows_per_warp] = torch.bincount(
+        use, minlength=units * tiles * config.rows_per_warp
+    ).view(units, tiles, config.rows_per_warp)
+    starts = offsets[:: config.rows_per_warp].contiguous()
 
     slot = (vectors.columns % config.ring).to(torch.int64)
-    chunks = config.row_bytes // 16
-    place = slot * chunks + (slot // (128 // config.row_bytes) % chunks if config.swizzle else 0)
+    chunks = config.tile_n_bytes // 16
+    place = slot * chunks + (slot // (128 // config.tile_n_bytes) % chunks if config.swizzle else 0)
     # Padding names the row of its group's first vector: it is there, and reading it twice costs nothing.
     places = torch.zeros(groups, group, dtype=torch.int64, device=device)
     firsts = positions % group == 0
@@ -226,7 +230,7 @@ def pack_panel(config: PanelConfig, vectors: Vectors, inner: int) -> PackedPanel
     places.view(-1)[positions] = place
     values = pack_fragments(config, vectors, positions, groups)
     records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
-    if config.rows > 1:
+    if config.rows_per_warp > 1:
         records = records[torch.argsort(use, stable=True)]
     return PackedPanel(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _AHEAD)), order)
 
@@ -238,8 +242,8 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
     """
     lengths, device = vectors.row_offsets.diff(), vectors.columns.device
     rows = lengths.numel()
-    blocks = -(-rows // (config.warps * config.rows))
-    units, share = (blocks * config.warps, config.rows) if config.rows > 1 else (blocks, config.warps)
+    blocks = -(-rows // (config.warps * config.rows_per_warp))
+    units, share = (blocks * config.warps, config.rows_per_warp) if config.rows_per_warp > 1 else (blocks, config.warps)
     lengths = torch.nn.functional.pad(lengths, (0, units * share - rows))
     starts = torch.cumsum(lengths, 0) - lengths
     longest = lengths.argsort(descending=True, stable=True).view(share, units)
@@ -253,7 +257,7 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
     total = vectors.columns.numel()
     moved = torch.repeat_interleave(starts[order] - offsets[:-1], lengths[order], output_size=total)
     index = moved + torch.arange(total, device=device)
-    given = torch.nn.functional.pad(order.clamp(max=rows), (0, config.rows), value=rows).to(torch.int32)
+    given = torch.nn.functional.pad(order.clamp(max=rows), (0, config.rows_per_warp), value=rows).to(torch.int32)
     values = vectors.values
     if values.dtype == torch.uint16:
         values = values.view(torch.int16)  # torch has few operators on uint16

@@ -218,7 +218,7 @@ def _choose_product(
     # MMA K must be the stride, 32; the 4-bit MMA of sm_80 has K = 64.
     atom = "int4_as_int8_m16n8k32" if (bits, right[0]) == (4, 4) else "s8_m16n8k32"
     choices = [c for c in candidates(kind, here, sizes, atom) if isinstance(c, GatherConfig)]
-    return replace(min(choices, key=lambda config: spmm_cost(config, here, sizes)), fresh=True)
+    return replace(min(choices, key=lambda config: spmm_cost(config, here, sizes)), a_just_written=True)
 
 
 def packed_probabilities(diagonal: BlockDiagonal, stride: int, fragments: Tensor) -> list[Tensor]:

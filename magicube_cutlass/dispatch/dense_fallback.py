@@ -59,7 +59,7 @@ def dense_cost(machine: Machine, m: int, problem: Problem) -> float:
     each = []
     for tile, turn, product in _DENSE_TILES:
         tiles = -(-m // tile) * -(-problem.n // tile)
-        turns = -(-tiles // machine.multiprocessors)
+        turns = -(-tiles // machine.num_sms)
         each.append(turns * (turn + product * tile * tile * problem.inner))
     return problem.batch * (_LAUNCH + max(min(each), m * problem.inner / _MOVED))
 

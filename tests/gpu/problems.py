@@ -53,7 +53,7 @@ def gather(of: Kind, atom: str = "", arch: str = HERE.arch, **options: Any) -> G
 
 def panel(of: Kind, atom: str = "", **options: Any) -> PanelConfig:
     """Few warps, short tiles and two blocks: a small matrix passes many tiles, items and wraps of the ring."""
-    small = {"tile": 256, "warps": 3, "row_bytes": 64} | options
+    small = {"tile": 256, "warps": 3, "tile_n_bytes": 64} | options
     return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, of.left, of.right, of.out, **small)
 
 
@@ -70,9 +70,9 @@ def sddmm_panel(of: Kind, stride: int = 32, atom: str = "", **options: Any) -> S
 
 @contextmanager
 def sampling_with(config: SddmmKernel) -> Iterator[None]:
-    """``sddmm`` takes this kernel, on a GPU that seems to have five multiprocessors."""
+    """``sddmm`` takes this kernel, on a GPU that seems to have five SMs."""
     _sddmm[config.name] = config
-    few = patch.object(get_kernel(config), "multiprocessors", 5)
+    few = patch.object(get_kernel(config), "num_sms", 5)
     with few, patch.object(heuristics, "choose_sddmm", lambda *_, **__: config):
         yield
 

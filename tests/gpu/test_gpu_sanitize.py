@@ -59,24 +59,24 @@ def before(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
 
 SPMM: list[SpmmKernel] = [
     gather(kind()),
-    gather(kind(8, (8, True), (8, False), "float16"), row_bytes=128, split_k_warps=4),
+    gather(kind(8, (8, True), (8, False), "float16"), tile_n_bytes=128, split_k_warps=4),
     gather(kind(4, (16, True), (16, True)), split_k_warps=2, stages=3),
     gather(kind(1, (12, True), (4, True)), split_k_warps=8, warps=8),
     gather(kind(32, (4, False), (4, True), "int32")),
-    gather(kind(2, (8, False), (4, False), "bfloat16"), wide=True),
+    gather(kind(2, (8, False), (4, False), "bfloat16"), int64_accum=True),
     gather(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16"),
-    gather(kind(8, (8, True), (8, True), "float16"), row_bytes=16, split_k_warps=8, warps=8, stages=2),
+    gather(kind(8, (8, True), (8, True), "float16"), tile_n_bytes=16, split_k_warps=8, warps=8, stages=2),
 ]
 if PANELS:
     SPMM += [
         panel(kind()),
-        panel(kind(8, (8, True), (8, False), "float16"), row_bytes=128, rows=2),
+        panel(kind(8, (8, True), (8, False), "float16"), tile_n_bytes=128, rows_per_warp=2),
         panel(kind(4, (16, True), (16, True)), tile=64, stages=5),
-        panel(kind(1, (12, True), (4, True)), rows=3, ordered=False),
+        panel(kind(1, (12, True), (4, True)), rows_per_warp=3, ordered=False),
         panel(kind(16, (4, False), (4, True), "int32"), warps=2),
-        panel(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16", row_bytes=128),
-        panel(kind(8, (8, True), (8, True), "float16"), row_bytes=16, records=8, cluster=2),
-        panel(kind(4, (16, True), (8, True), "float32"), row_bytes=32, records=3, rows=2),
+        panel(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16", tile_n_bytes=128),
+        panel(kind(8, (8, True), (8, True), "float16"), tile_n_bytes=16, a_stages=8, cluster=2),
+        panel(kind(4, (16, True), (8, True), "float32"), tile_n_bytes=32, a_stages=3, rows_per_warp=2),
     ]
 SDDMM = [
     (kind(), 32),

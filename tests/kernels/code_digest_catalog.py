@@ -286,7 +286,7 @@ def _attention(arch: str) -> Iterator[Entry]:
         ("bfloat16", True, True, True),
     ):  # fmt: skip
         tags = f"{' key scales' if scale else ''}{' bias' if bias else ''}{' lse' if lse else ''}"
-        config = PanelAttention(64, out, scale, bias, lse, rows=2 if lse else 3)
+        config = PanelAttention(64, out, scale, bias, lse, rows_per_warp=2 if lse else 3)
         yield f"attention/panel head=64 out={out}{tags}", config
     yield "attention/panel head=64 cluster=2", PanelAttention(64, cluster=2)
 

@@ -68,25 +68,25 @@ def _spmm_options(arch: str) -> Iterator[SpmmEntry]:
     """Options that selection leaves at their defaults, products of a softmax, and a matrix that is used once."""
     once = Kind(8, Integer(8, True), Integer(8, True), "float16")
     problem, machine = Problem(512, 4096, 410 * 512, 512, 512), Machine(arch, 132)
-    yield "spmm/L8-R8 V=8 out=float16 rows=512 n=512 once", choose_spmm(once, machine, problem, once=True)
+    yield "spmm/L8-R8 V=8 out=float16 rows=512 n=512 once", choose_spmm(once, machine, problem, single_use=True)
     for bits, right, rows in ((16, 8, 32), (4, 4, 512)):
         kind = Kind(8, Integer(bits, False), Integer(right, True), "float16")
         atom = "s8_m16n8k32" if bits > 4 else "int4_as_int8_m16n8k32"
         sizes = Problem(rows, 4096, 410 * rows, 512, 64)
         gathers = [each for each in candidates(kind, machine, sizes, atom) if isinstance(each, GatherConfig)]
         best = min(gathers, key=lambda each: spmm_cost(each, machine, sizes))
-        yield f"spmm/softmax u{bits} x s{right} rows={rows} n=64", replace(best, fresh=True)
+        yield f"spmm/softmax u{bits} x s{right} rows={rows} n=64", replace(best, a_just_written=True)
     operands = ("s8_m16n8k32", 4, Integer(12, True), Integer(4, True), "float16")
     plain = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
-    yield "spmm/gather L12-R4 V=4 digits apart", GatherConfig(*operands, stack=False)
+    yield "spmm/gather L12-R4 V=4 digits apart", GatherConfig(*operands, fuse_digits=False)
     yield "spmm/gather L8-R8 without swizzle", replace(plain, swizzle=False)
     if arch in ("sm_90a", "sm_100a"):
         panel = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
-        yield "spmm/panel L12-R4 V=4 digits apart", PanelConfig(*operands, stack=False, warps=8)
+        yield "spmm/panel L12-R4 V=4 digits apart", PanelConfig(*operands, fuse_digits=False, warps=8)
         yield "spmm/panel L8-R8 without swizzle", replace(panel, swizzle=False)
         yield (
             "spmm/panel L8-R8 cluster of 2, records",
-            replace(panel, row_bytes=64, tile=512, cluster=2, records=3, warps=8, rows=2),
+            replace(panel, tile_n_bytes=64, tile=512, cluster=2, a_stages=3, warps=8, rows_per_warp=2),
         )
 
 

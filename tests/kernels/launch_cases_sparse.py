@@ -137,17 +137,17 @@ def _configs(out: str, left: Any, right: Any) -> list[Any]:
     name = "int4_as_int8_m16n8k32" if (left.bits, right.bits) == (4, 4) else "s8_m16n8k32"
     operands = (name, 8, left, right, out)
     gather, panel = spmm_gather.GatherConfig(*operands), spmm_panel.PanelConfig(*operands)
-    small = replace(panel, tile=256, warps=3, row_bytes=64)
+    small = replace(panel, tile=256, warps=3, tile_n_bytes=64)
     return [
         gather,
         replace(gather, split_k_warps=4),
-        replace(gather, row_bytes=128, stages=3),
-        replace(gather, fresh=True),
+        replace(gather, tile_n_bytes=128, stages=3),
+        replace(gather, a_just_written=True),
         small,
-        replace(small, rows=2, cluster=2),
-        replace(small, rows=3, records=4, ordered=False),
-        replace(small, row_bytes=16, tile=512, records=3),
-        replace(small, swizzle=False, window=4, stages=5),
+        replace(small, rows_per_warp=2, cluster=2),
+        replace(small, rows_per_warp=3, a_stages=4, ordered=False),
+        replace(small, tile_n_bytes=16, tile=512, a_stages=3),
+        replace(small, swizzle=False, tile_window=4, stages=5),
     ]
 
 

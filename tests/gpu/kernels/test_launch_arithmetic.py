@@ -42,7 +42,7 @@ class Recorder(Kernel):
     """In place of a kernel: what it would be launched with."""
 
     def __init__(self, stem: str) -> None:  # nothing is loaded
-        self.names, self.multiprocessors = parameters(stem), 132
+        self.names, self.num_sms = parameters(stem), 132
         self.launches: list[Launch] = []
         self.maps: list[tuple[Any, ...]] = []
 
@@ -74,7 +74,7 @@ NONE = ScaleArg(0, 0, 0)
 
 def test_gather_takes_64_bit_sizes() -> None:
     gathers = Recorder("spmm_gather")
-    config = gather(kind(1, out="float16"), row_bytes=128)
+    config = gather(kind(1, out="float16"), tile_n_bytes=128)
     rows, n, pitch = 2**20 + 3, 2**17, HUGE + 16
     b, out = DenseArg(1 << 46, pitch, 3 * HUGE, n), OutputArg(1 << 45, 2, rows, 2**31 - 1, n)
     config.launch(gathers, structure(rows, spmm_gather.PackedGather), b, out, NONE, ScaleArg(1 << 44, 1, n), 0)
@@ -85,7 +85,7 @@ def test_gather_takes_64_bit_sizes() -> None:
 
 
 def test_panel_grid_stays_the_gpu_while_items_outgrow_32_bits(panels: Recorder) -> None:
-    config = panel(kind(8, out="float16"), row_bytes=128, warps=15)
+    config = panel(kind(8, out="float16"), tile_n_bytes=128, warps=15)
     rows, n = 2**24, 2**31
     assert config.items(rows, n, 1) == -(-rows // 15) * 2**24 > 2**32
     place, out = DenseArg(0, n, 0, n), OutputArg(0, 1, 8 * rows, 4096, n)

@@ -117,10 +117,10 @@ def covering() -> list[SpmmKernel]:
     found: list[SpmmKernel] = []
     for i, (a, b) in enumerate(PAIRS):
         of = kind(VECTOR_LENGTHS[i % 6], a, b, OUTS[i % 3])
-        found.append(gather(of, row_bytes=(64, 128)[i % 2], split_k_warps=(1, 2, 4)[i % 3]))
+        found.append(gather(of, tile_n_bytes=(64, 128)[i % 2], split_k_warps=(1, 2, 4)[i % 3]))
         if PANELS:
             of = kind(VECTOR_LENGTHS[(i + 3) % 6], a, b, OUTS[(i + 1) % 3])
-            found.append(panel(of, rows=1 + (i % 2 if of.vector_length <= 8 else 0), ordered=i % 3 > 0))
+            found.append(panel(of, rows_per_warp=1 + (i % 2 if of.vector_length <= 8 else 0), ordered=i % 3 > 0))
     return found
 
 
@@ -134,15 +134,15 @@ def variants() -> list[SpmmKernel]:
         kind(8, "float16", "e2m1"),
     ):
         found += [
-            gather(of, row_bytes=size, split_k_warps=team, warps=max(4, team))
+            gather(of, tile_n_bytes=size, split_k_warps=team, warps=max(4, team))
             for size in (64, 128)
             for team in (1, 4, 8)
         ]
         found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
         atom = "bf16_m16n8k16" if "bfloat16" in (of.left.name, of.right.name) else "f16_m16n8k16"
-        found += [gather(of, atom=atom), gather(of, atom=atom, row_bytes=128, split_k_warps=2)]
+        found += [gather(of, atom=atom), gather(of, atom=atom, tile_n_bytes=128, split_k_warps=2)]
         if PANELS:
-            found += [panel(of, row_bytes=size, rows=rows) for size in (64, 128) for rows in (1, 2)]
+            found += [panel(of, tile_n_bytes=size, rows_per_warp=rows) for size in (64, 128) for rows in (1, 2)]
             found += [panel(of, tile=64, stages=5, warps=15, ordered=False), panel(of, cluster=2), panel(of, atom=atom)]
     return list(dict.fromkeys(found))
 
@@ -183,7 +183,7 @@ def test_the_kernels_meet_every_pair_and_vector_length() -> None:
 
 EDGES = [gather(kind(8, "float16", "float16"), split_k_warps=2), gather(kind(4, "e2m1", "e2m1", "float16")),
          gather(kind(1, "bfloat16", "e4m3", "bfloat16")),
-         *([panel(kind()), panel(kind(8, "e4m3", "e2m1"), rows=2)] if PANELS else [])]  # fmt: skip
+         *([panel(kind()), panel(kind(8, "e4m3", "e2m1"), rows_per_warp=2)] if PANELS else [])]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", EDGES, ids=named)

@@ -26,16 +26,16 @@ LSE_BOUND = 2e-4  # absolute; scores are exact, exponentials approximate
 CONFIGS: list[AttentionConfig] = [GatherAttention(32), GatherAttention(64), GatherAttention(128)]
 if PANELS:  # few warps and short tiles: a small problem passes many tiles, items and wraps of the ring
     CONFIGS += [
-        PanelAttention(64, warps=3, rows=2, tile=64, stages=5),
-        PanelAttention(64, warps=2, rows=1, groups=1, tile=32, stages=4, window=2, cluster=2),
-        PanelAttention(128, warps=3, rows=1, tile=64, stages=5),
+        PanelAttention(64, warps=3, rows_per_warp=2, tile=64, stages=5),
+        PanelAttention(64, warps=2, rows_per_warp=1, groups=1, tile=32, stages=4, tile_window=2, cluster=2),
+        PanelAttention(128, warps=3, rows_per_warp=1, tile=64, stages=5),
     ]
 FLAGS: list[dict[str, Any]] = [{}, {"key_scale": True}, {"bias": True}, {"key_scale": True, "bias": True}]
 
 
 def summing(config: AttentionConfig) -> AttentionConfig:
     """What runs where sums of exponentials are wanted."""
-    changes = {"rows": min(config.rows, 2)} if isinstance(config, PanelAttention) else {}
+    changes = {"rows_per_warp": min(config.rows_per_warp, 2)} if isinstance(config, PanelAttention) else {}
     return replace(config, out="float32", lse=True, **changes)
 
 

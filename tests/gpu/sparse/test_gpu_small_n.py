@@ -26,10 +26,13 @@ def knobs() -> list[SpmmKernel]:
     for i, (left, right) in enumerate(PAIRS):
         of = kind((8, 2, 4, 1, 8, 16)[i], (left, True), (right, i % 2 == 0))
         for size in SIZES[right]:
-            found.append(gather(of, row_bytes=size, split_k_warps=2))
+            found.append(gather(of, tile_n_bytes=size, split_k_warps=2))
             if PANELS:
-                found += [panel(of, row_bytes=size, records=records, rows=1 + records % 2) for records in (0, 3, 8)]
-                found.append(panel(of, row_bytes=size, records=4, cluster=2, tile=512))
+                found += [
+                    panel(of, tile_n_bytes=size, a_stages=records, rows_per_warp=1 + records % 2)
+                    for records in (0, 3, 8)
+                ]
+                found.append(panel(of, tile_n_bytes=size, a_stages=4, cluster=2, tile=512))
     return found
 
 
@@ -52,8 +55,8 @@ FITTING = [
 
 def test_few_columns_are_read_as_what_they_are() -> None:
     """Rows of B as long as they are, and records ahead in every panel kernel."""
-    assert {(each.b.bits, each.row_bytes) for each in FITTING} >= {(8, 16), (8, 32), (8, 64), (4, 16), (16, 32)}
-    assert all(each.records >= 3 for each in FITTING if isinstance(each, PanelConfig))
+    assert {(each.b.bits, each.tile_n_bytes) for each in FITTING} >= {(8, 16), (8, 32), (8, 64), (4, 16), (16, 32)}
+    assert all(each.a_stages >= 3 for each in FITTING if isinstance(each, PanelConfig))
 
 
 @pytest.mark.parametrize("of", KINDS, ids=lambda of: f"{of.left.bits}x{of.right.bits}")

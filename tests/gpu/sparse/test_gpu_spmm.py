@@ -39,10 +39,10 @@ pytestmark = pytest.mark.gpu
 
 def covering() -> list[SpmmKernel]:
     """Gather and panel configs of every pair and sign; both together have every vector length with every pair."""
-    gathers = [gather(of, row_bytes=(64, 128)[i % 2], split_k_warps=(1, 2, 4)[i % 3])
+    gathers = [gather(of, tile_n_bytes=(64, 128)[i % 2], split_k_warps=(1, 2, 4)[i % 3])
                for i, (of, _) in enumerate(every_pair())]  # fmt: skip
     light = [i % 2 if of.vector_length <= 8 else 0 for i, (of, _) in enumerate(every_pair(4))]
-    panels = [panel(of, rows=1 + light[i], ordered=i % 3 > 0) for i, (of, _) in enumerate(every_pair(4))]
+    panels = [panel(of, rows_per_warp=1 + light[i], ordered=i % 3 > 0) for i, (of, _) in enumerate(every_pair(4))]
     return [*gathers, *(panels if PANELS else [])]
 
 
@@ -50,21 +50,21 @@ def variants() -> list[SpmmKernel]:
     """Every knob of both kernels, on few kinds."""
     bytes8, wide16, short, nibbles = kind(), kind(4, (16, False), (8, True)), kind(1, (12, True), (4, True)), kind(
         8, (4, True), (4, False))  # fmt: skip
-    found: list[SpmmKernel] = [gather(of, stack=False) for of in (wide16, short)]
+    found: list[SpmmKernel] = [gather(of, fuse_digits=False) for of in (wide16, short)]
     for of in (bytes8, wide16, nibbles):
-        found += [gather(of, row_bytes=size, split_k_warps=team, warps=max(4, team)) for size in (64, 128)
+        found += [gather(of, tile_n_bytes=size, split_k_warps=team, warps=max(4, team)) for size in (64, 128)
                   for team in (1, 2, 4, 8)]  # fmt: skip
         found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
-        found += [gather(of, wide=True, split_k_warps=team) for team in (1, 4)]
+        found += [gather(of, int64_accum=True, split_k_warps=team) for team in (1, 4)]
     found += [gather(bytes8, atom="s8_m16n8k16"), gather(nibbles, atom="s8_m16n8k32")]
     if PANELS:
         for of in (bytes8, wide16, short):
-            found += [panel(of, row_bytes=size, rows=rows) for size in (64, 128) for rows in (1, 2, 3)]
+            found += [panel(of, tile_n_bytes=size, rows_per_warp=rows) for size in (64, 128) for rows in (1, 2, 3)]
             found += [panel(of, ordered=False), panel(of, tile=512, stages=4), panel(of, tile=64, stages=5, warps=15)]
-            found += [panel(of, stack=False)]
-        found += [panel(bytes8, rows=2, row_bytes=128, cluster=2), panel(kind(16), rows=2)]
-        found += [panel(kind(8, (16, True), (16, False))), panel(bytes8, rows=3, row_bytes=128, warps=11)]
-        found += [panel(bytes8, row_bytes=32), panel(bytes8, atom="s8_m16n8k16"), panel(nibbles, row_bytes=128)]
+            found += [panel(of, fuse_digits=False)]
+        found += [panel(bytes8, rows_per_warp=2, tile_n_bytes=128, cluster=2), panel(kind(16), rows_per_warp=2)]
+        found += [panel(kind(8, (16, True), (16, False))), panel(bytes8, rows_per_warp=3, tile_n_bytes=128, warps=11)]
+        found += [panel(bytes8, tile_n_bytes=32), panel(bytes8, atom="s8_m16n8k16"), panel(nibbles, tile_n_bytes=128)]
     return list(dict.fromkeys(found))
 
 
@@ -133,7 +133,7 @@ def test_the_chosen_kernel_is_exact_in_every_regime(of: Kind) -> None:
 
 
 EDGES = [gather(kind(), split_k_warps=2), gather(kind(4, (16, True), (16, True))),
-         *([panel(kind()), panel(kind(4, (12, True), (4, False)), rows=2)] if PANELS else [])]  # fmt: skip
+         *([panel(kind()), panel(kind(4, (12, True), (4, False)), rows_per_warp=2)] if PANELS else [])]  # fmt: skip
 
 
 EDGE_KINDS = [merged(kind(config.vector_length, *operands_of(config))) for config in EDGES]
@@ -183,9 +183,9 @@ def test_rows_may_be_empty_single_or_full(config: SpmmKernel) -> None:
     check_spmm(sparse(50, k, v, left, sparsity=1.0), dense((k, 130), right), config)
 
 
-RANDOM = [*EDGES, gather(kind(1, (8, False), (8, True)), row_bytes=128), gather(kind(32, (4, True), (8, True))),
+RANDOM = [*EDGES, gather(kind(1, (8, False), (8, True)), tile_n_bytes=128), gather(kind(32, (4, True), (8, True))),
           gather(kind(2, (8, True), (4, False)), stages=3, split_k_warps=4),
-          *([panel(kind(16, (8, True), (8, False)), row_bytes=128), panel(kind(1, (8, False), (16, True)))] if PANELS else [])]  # fmt: skip
+          *([panel(kind(16, (8, True), (8, False)), tile_n_bytes=128), panel(kind(1, (8, False), (16, True)))] if PANELS else [])]  # fmt: skip
 
 
 @settings(max_examples=120, suppress_health_check=list(HealthCheck))

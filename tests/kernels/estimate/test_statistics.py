@@ -97,7 +97,7 @@ class Recorded:
 
     launches: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]]
 
-    multiprocessors = 132
+    num_sms = 132
 
     def __init__(self, config: Any) -> None:
         self.name = config.kernel

@@ -212,7 +212,7 @@ def test_a_group_of_spmm(entry: Atom, a: str, b: str) -> None:
     np.testing.assert_array_equal(operand_b * lift(left, op_a), real(sparse, left)[order].T)
     memory = in_memory(dense, right)
     found = []
-    for chunk in range(config.row_bytes // 16):
+    for chunk in range(config.tile_n_bytes // 16):
         piece = np.ascontiguousarray(memory[:, 16 * chunk :][:, :16])
         raw = [ldmatrix_trans(piece[8 * i : 8 * i + 8]) for i in range(k // 8)]
         found += units(raw, right, op_b)
@@ -313,7 +313,11 @@ def test_no_access_has_bank_conflicts(a: str, b: str) -> None:
         return
     name = "bf16_m16n8k32" if "bfloat16" in (a, b) else "f16_m16n8k32"
     operands = (name, 8, FLOATS[a], FLOATS[b], "float16")
-    configs = [GatherConfig(*operands), GatherConfig(*operands, row_bytes=128, split_k_warps=2), SddmmConfig(*operands)]
+    configs = [
+        GatherConfig(*operands),
+        GatherConfig(*operands, tile_n_bytes=128, split_k_warps=2),
+        SddmmConfig(*operands),
+    ]
     for config in configs:
         assert all(line.conflicts == 0 for line in report(config.smem_accesses())), config.name
     unswizzled = GatherConfig(*operands, swizzle=False)

@@ -91,7 +91,7 @@ def launched(
             assert [kind_of(argument) for argument in arguments] == parameters(), "the kernel has other parameters"
             caught.append(Launch(chosen, *arguments[:8], arguments[8:]))
 
-        return SimpleNamespace(launch=launch, multiprocessors=3)
+        return SimpleNamespace(launch=launch, num_sms=3)
 
     monkeypatch.setattr(scaled_gemm_cuda, "get_kernel", get_kernel)
     monkeypatch.setattr(scaled_gemm_cuda, "tensor_map", MapParameters)

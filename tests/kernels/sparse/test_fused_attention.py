@@ -36,9 +36,9 @@ from tests.helpers import random_mask
 SMALL: list[AttentionConfig] = [
     GatherAttention(64),
     GatherAttention(128, groups=2),
-    PanelAttention(64, warps=2, rows=2, tile=32, stages=5, window=4),
-    PanelAttention(32, warps=3, rows=1, tile=64, stages=3, window=2, groups=1),
-    PanelAttention(128, warps=1, rows=3, tile=16, stages=4, window=3, cluster=2),
+    PanelAttention(64, warps=2, rows_per_warp=2, tile=32, stages=5, tile_window=4),
+    PanelAttention(32, warps=3, rows_per_warp=1, tile=64, stages=3, tile_window=2, groups=1),
+    PanelAttention(128, warps=1, rows_per_warp=3, tile=16, stages=4, tile_window=3, cluster=2),
 ]
 
 
@@ -63,7 +63,7 @@ def walked(config: PanelAttention, index: AttentionIndex, row: int, keys: int) -
     for tile in range(first, end):
         arrived = range(tile * config.tile, min((tile + 1) * config.tile, keys))
         ring |= {int(config.smem_rows(torch.tensor([key]))[0]): key for key in arrived}
-        gone = tile - config.window
+        gone = tile - config.tile_window
         if gone >= first:  # others may have been fetched there
             stale = range(gone * config.tile, (gone + 1) * config.tile)
             ring = {place: key for place, key in ring.items() if key not in stale}
@@ -110,7 +110,7 @@ def test_each_vector_is_read_once_for_the_queries_that_see_it(
 
 def test_a_step_waits_for_those_before_it() -> None:
     """The first steps take keys of tile 2 so that banks differ; what is left are keys of tile 1."""
-    config = PanelAttention(64, warps=1, rows=1, groups=1, tile=64, window=3, stages=5)
+    config = PanelAttention(64, warps=1, rows_per_warp=1, groups=1, tile=64, tile_window=3, stages=5)
     mask = torch.zeros(1, 192, dtype=torch.bool)
     mask[0, :128:8] = True
     mask[0, 128:] = torch.arange(64) % 8 != 0

@@ -23,19 +23,19 @@ LANES = np.arange(32)
 AHEAD = 8  # records that may be read behind the last one
 
 
-def config_of(row_bytes: int, a_bits: int, v: int, rows: int) -> PanelConfig:
+def config_of(tile_n_bytes: int, a_bits: int, v: int, rows: int) -> PanelConfig:
     return PanelConfig(
         "s8_m16n8k32", v, Integer(a_bits, True), Integer(8, True), "int32",
-        row_bytes=row_bytes, tile=64, stages=5, window=3, rows=rows,
+        tile_n_bytes=tile_n_bytes, tile=64, stages=5, tile_window=3, rows_per_warp=rows,
     )  # fmt: skip
 
 
 def ring_of(config: PanelConfig, dense: Array, rows: range) -> Array:
-    """Shared memory when these rows of ``dense``, (K, row_bytes), are there, and no others."""
-    memory = np.zeros(config.ring * config.row_bytes, dtype=np.uint8)
+    """Shared memory when these rows of ``dense``, (K, tile_n_bytes), are there, and no others."""
+    memory = np.zeros(config.ring * config.tile_n_bytes, dtype=np.uint8)
     for k in rows:
-        for unit in range(config.row_bytes // 16):
-            at = int(swizzled(k % config.ring, unit, config.row_bytes, config.swizzle))
+        for unit in range(config.tile_n_bytes // 16):
+            at = int(swizzled(k % config.ring, unit, config.tile_n_bytes, config.swizzle))
             memory[at : at + 16] = dense[k].view(np.uint8)[16 * unit : 16 * unit + 16]
     return memory
 
@@ -57,7 +57,7 @@ def held_of(config: PanelConfig, words: Array) -> Array:
 
 def product_of(config: PanelConfig, records: Array, memory: Array) -> tuple[Array, list[Array]]:
     """Sums of the records of one vector row, (V, columns); and the addresses of all reads."""
-    entry, units, depth = config.entry, config.row_bytes // 16, 1 if config.packed else 2
+    entry, units, depth = config.entry, config.tile_n_bytes // 16, 1 if config.packed else 2
     sums, seen = np.zeros((8, units * 16), dtype=np.int64), []
     for record in records:
         held = held_of(config, words_of(record[:-64], 32, depth))
@@ -72,11 +72,11 @@ def product_of(config: PanelConfig, records: Array, memory: Array) -> tuple[Arra
     return sums[: config.vector_length], seen
 
 
-@pytest.mark.parametrize(("row_bytes", "rows"), [(16, 1), (16, 3), (32, 2), (64, 1), (64, 3), (128, 2)])
+@pytest.mark.parametrize(("tile_n_bytes", "rows"), [(16, 1), (16, 3), (32, 2), (64, 1), (64, 3), (128, 2)])
 @pytest.mark.parametrize(("a_bits", "v"), [(8, 8), (4, 8), (8, 4)])
-def test_a_warp_multiplies_its_vector_rows(row_bytes: int, rows: int, a_bits: int, v: int) -> None:
-    config = config_of(row_bytes, a_bits, v, rows)
-    rng = np.random.default_rng(row_bytes + a_bits)
+def test_a_warp_multiplies_its_vector_rows(tile_n_bytes: int, rows: int, a_bits: int, v: int) -> None:
+    config = config_of(tile_n_bytes, a_bits, v, rows)
+    rng = np.random.default_rng(tile_n_bytes + a_bits)
     inner, top = 7 * 64 + 13, 1 << a_bits - 1  # tiles beyond the ring, whose places return
     mask = random_mask(4, inner, 0.3, 3)  # units of 3 and of 1
     mask[1] = False
@@ -87,12 +87,12 @@ def test_a_warp_multiplies_its_vector_rows(row_bytes: int, rows: int, a_bits: in
     order, units = copy.order.tolist(), -(-4 // (config.warps * rows)) * config.warps
     assert sorted(order)[:4] == [0, 1, 2, 3] and len(order) == (units + 1) * rows
     assert all(row == 4 for row in order[-rows:])
-    dense = rng.integers(-128, 128, (inner, row_bytes)).astype(np.int8)
-    total = np.zeros((4, v, row_bytes), dtype=np.int64)
+    dense = rng.integers(-128, 128, (inner, tile_n_bytes)).astype(np.int8)
+    total = np.zeros((4, v, tile_n_bytes), dtype=np.int64)
     for unit in range(units):
         at = int(copy.group_offsets[unit])
         for tile in range(copy.tile_counts.shape[1]):
-            window = range(max(0, tile - config.window + 1) * config.tile, min(inner, (tile + 1) * config.tile))
+            window = range(max(0, tile - config.tile_window + 1) * config.tile, min(inner, (tile + 1) * config.tile))
             memory = ring_of(config, dense, window)
             for row, count in enumerate(copy.tile_counts[unit, tile].tolist()):
                 if count:
@@ -114,7 +114,7 @@ def test_the_order_spares_conflicts() -> None:
     for ordered in (False, True):
         config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32", ordered=ordered)
         copy = pack_panel(config, vectors, 2048)
-        memory = np.zeros(config.ring * config.row_bytes, dtype=np.uint8)
+        memory = np.zeros(config.ring * config.tile_n_bytes, dtype=np.uint8)
         _, seen = product_of(config, copy.records[:-AHEAD].numpy(), memory)
         (line,) = report([Access("reads", "ldmatrix.x4", np.stack(seen))])
         means.append(line.wavefronts / line.ideal)

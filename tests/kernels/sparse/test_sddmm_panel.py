@@ -62,7 +62,7 @@ def test_units_name_each_vector_once_in_its_tile_and_ranges_the_padding(
 class Recorder(Kernel):
     """In place of a kernel: what it would be launched with."""
 
-    multiprocessors = 132
+    num_sms = 132
 
     def __init__(self) -> None:  # nothing is loaded
         self.launches: list[tuple[tuple[int, int, int], tuple[Any, ...], bool]] = []

@@ -91,7 +91,7 @@ def expected_mmas(config: Config) -> set[str]:
         first, second = digit_signs(config.y), digit_signs(config.x)
     else:
         first = digit_signs(config.b)
-        second = digit_signs(config.a, config.stacked)
+        second = digit_signs(config.a, config.has_fused_digits)
     shape, letter = "".join(map(str, config.entry.shape)), {True: "S", False: "U"}
     width = config.entry.mma_bits
     return {f"IMMA.{shape}.{letter[x]}{width}.{letter[y]}{width}" for x in first for y in second}
@@ -107,7 +107,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     panel = isinstance(config, (PanelConfig, SddmmPanelConfig))
     assert ("UTMALDG.2D" in sass) == panel and ("SYNCS" in sass) == panel
     assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) == (
-        not isinstance(config, PanelConfig) or config.records > 0
+        not isinstance(config, PanelConfig) or config.a_stages > 0
     )
     assert bool(re.search(r"LDSM\.16\.MT88\.[24]", sass)) == (not isinstance(config, SampleConfig))
     assert binary.usage is None or binary.usage.registers * config.threads <= 65536

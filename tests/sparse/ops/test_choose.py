@@ -33,9 +33,9 @@ def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
 
 def test_a_matrix_that_is_used_once_gets_no_panel() -> None:
     problem = Problem(512, 4096, 512 * 410, 460, 4096)
-    config = choose_spmm(L8R8, H200, problem, once=True)
+    config = choose_spmm(L8R8, H200, problem, single_use=True)
     assert isinstance(config, GatherConfig) and isinstance(choose_spmm(L8R8, H200, problem), PanelConfig)
-    text = reason(config, problem.vector_rows, problem.vectors, problem.longest, once=True)
+    text = reason(config, problem.vector_rows, problem.vectors, problem.longest, single_use=True)
     assert "used once" in text and "too few" not in text
 
 
@@ -53,17 +53,17 @@ def test_rows_of_few_columns_are_as_long_as_they_are(bits: int, n: int, row: int
     found = candidates(kind, H200, Problem(1792, 4096, 1792 * 410, 460, n))
     panels = [config for config in found if isinstance(config, PanelConfig)]
     assert len({config.name for config in found}) == len(found) and len(panels) >= 10 and len(panels) < len(found)
-    assert {config.row_bytes for config in found} == ({row} if row else {64, 128})
-    assert not row or all(config.records >= 3 for config in panels)
+    assert {config.tile_n_bytes for config in found} == ({row} if row else {64, 128})
+    assert not row or all(config.a_stages >= 3 for config in panels)
     assert all(config.smem_bytes <= SHARED_BYTES for config in panels)
-    assert {config.row_bytes for config in candidates(kind, A100, Problem(64, 4096, 64 * 410, 460, n))} == (
+    assert {config.tile_n_bytes for config in candidates(kind, A100, Problem(64, 4096, 64 * 410, 460, n))} == (
         {row} if row else {64, 128}
     )
 
 
 def test_groups_of_sixteen_take_rows_of_two_pieces() -> None:
     found = candidates(L8R8, H200, Problem(1792, 4096, 1792 * 410, 460, 16), "s8_m16n8k16")
-    assert {config.row_bytes for config in found} == {32} and {config.group for config in found} == {16}
+    assert {config.tile_n_bytes for config in found} == {32} and {config.mma_k for config in found} == {16}
 
 
 def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
@@ -72,8 +72,8 @@ def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
         panels = [
             c for c in candidates(kind, H200, Problem(512, 4096, 512 * 410, 460, 4096)) if isinstance(c, PanelConfig)
         ]
-        assert {c.warps for c in panels if c.records and c.row_bytes == 128} <= warps | {16}
-        assert warps & {c.warps for c in panels if c.records and c.row_bytes == 128} or not warps
+        assert {c.warps for c in panels if c.a_stages and c.tile_n_bytes == 128} <= warps | {16}
+        assert warps & {c.warps for c in panels if c.a_stages and c.tile_n_bytes == 128} or not warps
 
 
 def test_chips_without_tensor_copies_get_no_panel() -> None:
@@ -86,7 +86,7 @@ def test_chips_without_tensor_copies_get_no_panel() -> None:
 def test_rows_that_outgrow_32_bits_are_summed_wide(out: str, bits: tuple[int, int]) -> None:
     kind = Kind(8, Integer(bits[0], True), Integer(bits[1], True), out)
     config = choose_spmm(kind, H200, Problem(512, 10**6, 512 * SAFE_RUN, SAFE_RUN + 1, 512))
-    wide = isinstance(config, GatherConfig) and config.wide
+    wide = isinstance(config, GatherConfig) and config.int64_accum
     assert wide == (out != "int32" or bits == (4, 4))
 
 
@@ -112,7 +112,7 @@ def test_a_config_for_other_operands_is_refused() -> None:
         check_spmm(config, Kind(4, Integer(8, True), Integer(8, True), "float16"), 460)
     # the largest product of unsigned digits, and two of mixed signs that share a sum
     assert SAFE_RUN * 255 * 255 < 2**31 and SAFE_RUN * 2 * 255 * 128 < 2**31
-    with pytest.raises(ValueError, match=f"must be wide for a vector row of {SAFE_RUN + 1}"):
+    with pytest.raises(ValueError, match=f"must have int64_accum=True for a vector row of {SAFE_RUN + 1}"):
         check_spmm(config, L8R8, SAFE_RUN + 1)
 
 
@@ -197,7 +197,7 @@ def test_no_panel_for_samples_without_tensor_copies_or_a_pattern_or_with_4_bit_i
     assert isinstance(sample(L8R8, (2**20, 2**15, 256), 0.5), SddmmConfig)  # more places than 32 bits count
     assert isinstance(choose_sddmm(L8R8, H200, stride=32, inner=256), SddmmConfig)
     long = sample(Kind(8, Integer(8, True), Integer(8, True), "int64"), (4096, 4096, 2 * SAFE_RUN), 0.9)
-    assert isinstance(long, SddmmConfig) and long.wide
+    assert isinstance(long, SddmmConfig) and long.int64_accum
 
 
 def test_the_cost_of_a_product_grows_with_its_work() -> None:
