@@ -246,7 +246,7 @@ __device__ __forceinline__ void load_factors(float (&factors)[SpmmShape<C>::Unit
     }
   } else if constexpr (kForm == RowForm::kFactors) {
     uint32_t words[kSubs];
-    if constexpr (C::kStagedFactors) load_shared(shared_address(right + c * 8 * kSubs), words);
+    if constexpr (C::kStagedScales) load_shared(shared_address(right + c * 8 * kSubs), words);
     else load_words<kSubs>(words, reinterpret_cast<const uint32_t*>(right + c * 8 * kSubs));
     CUTE_UNROLL
     for (int s = 0; s < kSubs; ++s) factors[s] = __uint_as_float(words[s]);

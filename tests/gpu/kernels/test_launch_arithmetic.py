@@ -150,7 +150,7 @@ def test_group_offsets_of_more_than_two_to_the_31_vectors() -> None:
 def test_execution_copies_of_nothing(config: SpmmKernel, m: int, k: int, sparsity: float) -> None:
     a = sparse(m, k, 8, (8, True), sparsity=sparsity)
     vectors = Vectors(a.pattern.row_offsets, a.pattern.col_indices, a.vectors(), Integer(8, True))
-    offsets = config.copy(vectors, k)[0]
+    offsets = config.pack(vectors, k)[0]
     whole = config.warps if isinstance(config, PanelConfig) else 1  # blocks
     assert offsets.shape == (-(-a.pattern.vector_rows // whole) * whole + 1,) and not offsets[0]
 
@@ -162,5 +162,5 @@ def test_execution_copies_index_in_64_bits() -> None:
         torch.ones(2, 8, dtype=torch.int8),
         Integer(8, True),
     )
-    copy = gather(kind()).copy(vectors, 2**31 - 1)
+    copy = gather(kind()).pack(vectors, 2**31 - 1)
     assert copy.group_offsets.dtype == torch.int64 and copy.columns[:2].tolist() == [0, 2**31 - 2]
