@@ -1,4 +1,4 @@
-"""What the SDDMM kernels are compiled for."""
+"""Base of the SDDMM kernel configs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,23 @@ from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 
 @dataclass(frozen=True)
 class SampleConfig(KernelConfig):
-    """What the SDDMM kernels are compiled for; M, N and K stay run-time values.
+    """Config of an SDDMM kernel: base of ``SddmmConfig`` and ``SddmmPanelConfig``.
 
-    ``x`` and ``y`` are the operands, ``out`` the name of a torch dtype, ``stride`` the one of the SR-BCRS output.
+    ``S = row_scale * col_scale * (X @ Y^T)`` at the vectors of a pattern, with X (M, K) and Y (N, K) row-major. The
+    sizes M, N and K are run-time arguments.
+
+    Attributes
+    ----------
+    atom : str
+        Name of the MMA atom. Operand A of the MMA holds rows of Y, operand B rows of X.
+    vector_length : int
+        V, rows of a vector of the pattern.
+    x, y : Number
+        Element types of X and Y.
+    out : str
+        Dtype of the output.
+    stride : int
+        SR-BCRS stride of the output, in vectors.
     """
 
     STEM: ClassVar[str]
@@ -37,11 +51,12 @@ class SampleConfig(KernelConfig):
 
     @property
     def digits(self) -> tuple[int, int]:
+        """Digit planes of X and of Y."""
         return digits(self.x), digits(self.y)
 
     @property
     def shifted(self) -> bool:
-        """The sums hold a multiple of the product, because nibbles became the upper halves of bytes."""
+        """Whether accumulators hold 16 or 256 times the product: signed nibbles become the high halves of bytes."""
         signed4 = (self.x.bits == 4 and self.x.signed) or (self.y.bits == 4 and self.y.signed)
         return signed4 and self.entry.mma_bits == 8 and not self.entry.floating
 
@@ -67,14 +82,22 @@ class SampleConfig(KernelConfig):
         }
 
     def index_key(self) -> tuple[object, ...]:
-        """What :meth:`index` depends on, besides the pattern."""
+        """Return the fields that :meth:`index` depends on: configs with equal keys share it."""
         raise NotImplementedError
 
     def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
-        """What the kernel has to know of a pattern besides the columns.
+        """Return the index that the kernel reads besides the columns of a pattern.
 
-        ``row_offsets``: int64 (R + 1,) and ``columns``: int32 (vectors,), rising in each row, of the pattern;
-        ``row_start``: int64 (R,), the place of each row's first vector in the output; ``n``: columns of the pattern.
+        Parameters
+        ----------
+        row_offsets : Tensor, shape (R + 1,)
+            int64 offsets of the vector rows.
+        columns : Tensor, shape (vectors,)
+            int32 columns of the vectors, increasing in each vector row.
+        row_start : Tensor, shape (R,)
+            int64 slot of the first vector of each vector row in the output.
+        n : int
+            Columns of the pattern.
         """
         raise NotImplementedError
 
