@@ -88,12 +88,12 @@ struct SampleShape {
 
 // Sums of one piece: (row tiles of X, digits of X, digits of Y, blocks of gathered rows, 2 rows of X).
 template <class S>
-struct PieceSums {
-  uint32_t sum[S::kRowTiles][S::RunX::kDigits][S::RunY::kDigits][S::kBlocks][2];
+struct PieceAccumulators {
+  uint32_t value[S::kRowTiles][S::RunX::kDigits][S::RunY::kDigits][S::kBlocks][2];
 
   __device__ void clear() {
     CUTE_UNROLL
-    for (int i = 0; i < int(sizeof(sum) / 4); ++i) (&sum[0][0][0][0][0])[i] = 0;
+    for (int i = 0; i < int(sizeof(value) / 4); ++i) (&value[0][0][0][0][0])[i] = 0;
   }
 
   // x: (digits, registers along k); y: (blocks, digits, registers along k).
@@ -114,7 +114,7 @@ struct PieceSums {
             for (int i = 0; i < Shape::kRowBlocks * Shape::kDepth; ++i) {
               dense[i] = y[b + i / Shape::kDepth][kY][r + i % Shape::kDepth];
             }
-            mma<Op>(sum[tile][kX][kY][b], dense, &x[kX][r]);
+            mma<Op>(value[tile][kX][kY][b], dense, &x[kX][r]);
           }
         }
         add<kX, kY + 1>(tile, x, y);
@@ -129,14 +129,14 @@ struct PieceSums {
     if constexpr (S::RunX::kFloat) {
       constexpr float kX = kExponentBiasFactor<typename S::RunX::Format, typename S::RunX::Operand>;
       constexpr float kY = kExponentBiasFactor<typename S::RunY::Format, typename S::RunY::Operand>;
-      return __uint_as_float(sum[tile][0][0][block][j]) * (kX * kY);
+      return __uint_as_float(value[tile][0][0][block][j]) * (kX * kY);
     } else {
       Total out = 0;
       CUTE_UNROLL
       for (int dx = 0; dx < S::RunX::kDigits; ++dx) {
         CUTE_UNROLL
         for (int dy = 0; dy < S::RunY::kDigits; ++dy) {
-          out += weighted<Total>(static_cast<int32_t>(sum[tile][dx][dy][block][j]) >> S::kShift, 8 * (dx + dy));
+          out += weighted<Total>(static_cast<int32_t>(value[tile][dx][dy][block][j]) >> S::kShift, 8 * (dx + dy));
         }
       }
       return out;

@@ -10,7 +10,7 @@
 namespace magicube {
 
 // Row that a lane group reads, so that the lanes served at once hit different banks: with kChunks pieces a row, rows that
-// differ in the right bits share no bank. Which row an mma row is does not matter.
+// differ in the given bits share no bank. Which row an mma row is does not matter.
 template <int kRowBytes, int kChunks>
 __device__ __forceinline__ int spread_row(int g) {
   constexpr int kFirst = kChunks == 1 ? 0 : kRowBytes == 128 ? (kChunks == 2 ? 1 : 2) : 0;
@@ -28,8 +28,8 @@ struct SddmmShape : SampleShape<C, (C::kStride < 32 ? C::kStride : 32)> {
   using Base = SampleShape<C, (C::kStride < 32 ? C::kStride : 32)>;
   using typename Base::Shape, typename Base::RunX, typename Base::RunY;
   static constexpr int kWidest = RunX::kElement > RunY::kElement ? RunX::kElement : RunY::kElement;
-  static constexpr int kDepthK = C::kTileKBytes * 8 / kWidest;                  // k a stage
-  static constexpr int kBytesX = kDepthK * RunX::kElement / 8, kBytesY = kDepthK * RunY::kElement / 8;
+  static constexpr int kTileK = C::kTileKBytes * 8 / kWidest;                  // k a stage
+  static constexpr int kBytesX = kTileK * RunX::kElement / 8, kBytesY = kTileK * RunY::kElement / 8;
   static_assert(kBytesX >= 32 && kBytesY >= 32, "the narrower operand needs rows of 32 bytes");
   static constexpr int kStageBytes = Base::kSlots * kBytesY + Base::kRowsX * kBytesX;
   static constexpr int kRuns = Shape::kDepth > Base::kRegisters ? Shape::kDepth / Base::kRegisters : 1;  // of 32 k an mma needs
@@ -80,8 +80,8 @@ struct PieceRing {
   template <int kRowBytes>
   __device__ void copy_piece(uint32_t to, const RowSource& from, int64_t source_row, bool exists, int row, int chunk,
                              int64_t byte) const {
-    const int64_t left = from.bytes - byte;
-    const int valid = !exists || left <= 0 ? 0 : left < 16 ? int(left) : 16;
+    const int64_t remaining = from.bytes - byte;
+    const int valid = !exists || remaining <= 0 ? 0 : remaining < 16 ? int(remaining) : 16;
     const uint8_t* at = valid ? from.data + source_row * from.pitch + byte : from.data;
     cp_async(to + swizzled<kRowBytes>(row, chunk), at, valid);
   }
@@ -105,7 +105,7 @@ struct PieceRing {
 };
 
 template <class C>
-__device__ void add_stage(PieceSums<SddmmShape<C>>& sums, uint32_t at, int runs, int lane) {
+__device__ void add_stage(PieceAccumulators<SddmmShape<C>>& acc, uint32_t at, int runs, int lane) {
   using S = SddmmShape<C>;
   const RowReader<S, typename S::RunY, S::kBytesY> read_y{at};
   const RowReader<S, typename S::RunX, S::kBytesX> read_x{at + S::kSlots * S::kBytesY};
@@ -117,16 +117,16 @@ __device__ void add_stage(PieceSums<SddmmShape<C>>& sums, uint32_t at, int runs,
     for (int tile = 0; tile < S::kRowTiles; ++tile) {
       uint32_t x[S::RunX::kDigits][S::kRuns * S::kRegisters];
       read_x.read(8 * tile + lane / 4, run, lane, x);
-      sums.template add<0, 0>(tile, x, y);
+      acc.template add<0, 0>(tile, x, y);
     }
   }
 }
 
 struct SddmmOutput {
   void* out;  // (batch, blocks, V, stride)
-  const float* left;
-  const float* right;
-  int64_t left_step, right_step;
+  const float* row_scale;
+  const float* col_scale;
+  int64_t row_scale_stride, col_scale_stride;
 };
 
 template <class C, class TotalAt>
@@ -137,7 +137,7 @@ __device__ void write_piece(const SddmmOutput& at, int64_t block, int piece, con
   for (int b = 0; b < S::kBlocks; ++b) {
     const int slot = 8 * b + spread_row<S::kBytesY, S::RunY::kChunks>(g);
     const int32_t column = __shfl_sync(~0u, ring.column, slot);
-    const float right = at.right && column >= 0 ? at.right[column * at.right_step] : 1.0f;
+    const float col_scale = at.col_scale && column >= 0 ? at.col_scale[column * at.col_scale_stride] : 1.0f;
     CUTE_UNROLL
     for (int tile = 0; tile < S::kRowTiles; ++tile) {
       CUTE_UNROLL
@@ -146,16 +146,16 @@ __device__ void write_piece(const SddmmOutput& at, int64_t block, int piece, con
         if (v >= C::kVector) continue;
         const int64_t row = ring.first_row + v;
         const bool exists = column >= 0 && row < ring.rows;
-        const float left = at.left && exists ? at.left[row * at.left_step] : 1.0f;
+        const float row_scale = at.row_scale && exists ? at.row_scale[row * at.row_scale_stride] : 1.0f;
         using Out = typename C::Out;
         static_cast<Out*>(at.out)[(block * C::kVector + v) * C::kStride + piece * S::kSlots + slot] =
-            exists ? convert<Out>(total(tile, b, j), left, right, 0.0f) : Out(0);
+            exists ? convert<Out>(total(tile, b, j), row_scale, col_scale, 0.0f) : Out(0);
       }
     }
   }
 }
 
-// Blocks of a multiprocessor that registers are shared out for; left alone, the compiler wants more of them than the sums
+// Blocks of a multiprocessor that registers are shared out for; by default, the compiler wants more of them than the acc
 // of many rows of floats leave.
 template <class C>
 constexpr int kSddmmBlocks = C::kFloat && C::kVector == 32 ? 16 / C::kWarps : 0;
@@ -163,8 +163,8 @@ constexpr int kSddmmBlocks = C::kFloat && C::kVector == 32 ? 16 / C::kWarps : 0;
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32, kSddmmBlocks<C>)
 sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64_t x_pitch, int64_t x_batch, int64_t x_bytes,
-      const uint8_t* y, int64_t y_pitch, int64_t y_batch, int64_t y_bytes, void* out, const float* left, int64_t left_step,
-      int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows, int64_t inner,
+      const uint8_t* y, int64_t y_pitch, int64_t y_batch, int64_t y_bytes, void* out, const float* row_scale, int64_t row_scale_stride,
+      int64_t row_scale_batch, const float* col_scale, int64_t col_scale_stride, int64_t col_scale_batch, int64_t rows, int64_t inner,
       int64_t blocks) {
   using S = SddmmShape<C>;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -185,23 +185,23 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
                           column,
                           lane};
   pdl_wait();
-  const int64_t steps = (inner + S::kDepthK - 1) / S::kDepthK;
+  const int64_t steps = (inner + S::kTileK - 1) / S::kTileK;
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) {
     if (i < steps) ring.fetch(i, i);
     cp_async_commit();
   }
-  PieceSums<SddmmShape<C>> sums;
-  sums.clear();
+  PieceAccumulators<SddmmShape<C>> acc;
+  acc.clear();
   using Total = cuda::std::conditional_t<C::kInt64Accum, int64_t, typename S::Total>;
-  constexpr int kSafeSteps = 32768 / S::kDepthK;
-  Total wide[S::kRowTiles][S::kBlocks][2] = {};
-  const auto fold = [&] {
+  constexpr int kSafeSteps = 32768 / S::kTileK;
+  Total totals[S::kRowTiles][S::kBlocks][2] = {};
+  const auto flush = [&] {
     CUTE_UNROLL
     for (int i = 0; i < S::kRowTiles * S::kBlocks * 2; ++i) {
-      (&wide[0][0][0])[i] += sums.template total<Total>(i / 2 / S::kBlocks, i / 2 % S::kBlocks, i % 2);
+      (&totals[0][0][0])[i] += acc.template total<Total>(i / 2 / S::kBlocks, i / 2 % S::kBlocks, i % 2);
     }
-    sums.clear();
+    acc.clear();
   };
   int stage = 0;
   for (int64_t i = 0; i < steps; ++i) {
@@ -210,20 +210,20 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
     const int refill = stage == 0 ? C::kStages - 1 : stage - 1;
     if (i + C::kStages - 1 < steps) ring.fetch(refill, i + C::kStages - 1);
     cp_async_commit();
-    const int64_t remaining = (inner - i * S::kDepthK + 31) / 32;
-    constexpr int kAll = S::kDepthK / 32;
-    add_stage<C>(sums, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);
+    const int64_t remaining = (inner - i * S::kTileK + 31) / 32;
+    constexpr int kAll = S::kTileK / 32;
+    add_stage<C>(acc, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
     if constexpr (C::kInt64Accum) {
-      if (i % kSafeSteps == kSafeSteps - 1) fold();
+      if (i % kSafeSteps == kSafeSteps - 1) flush();
     }
   }
-  fold();
+  flush();
   cp_async_wait<0>();
-  const SddmmOutput output{out, left ? left + batch * left_batch : nullptr, right ? right + batch * right_batch : nullptr,
-                           left_step, right_step};
+  const SddmmOutput output{out, row_scale ? row_scale + batch * row_scale_batch : nullptr, col_scale ? col_scale + batch * col_scale_batch : nullptr,
+                           row_scale_stride, col_scale_stride};
   write_piece<C>(output, batch * blocks + block, piece, ring,
-                 [&](int tile, int b, int j) { return wide[tile][b][j]; });
+                 [&](int tile, int b, int j) { return totals[tile][b][j]; });
 }
 
 }  // namespace magicube

@@ -58,8 +58,8 @@ struct FetchOfX {
     } else {
       each([&](int r, int i) {
         const int v = r + lane / kAcross;
-        const int64_t left = v < count ? bytes - (i * kAcross + lane % kAcross) * 16 : 0;
-        const int valid = left <= 0 ? 0 : left < 16 ? int(left) : 16;
+        const int64_t remaining = v < count ? bytes - (i * kAcross + lane % kAcross) * 16 : 0;
+        const int valid = remaining <= 0 ? 0 : remaining < 16 ? int(remaining) : 16;
         if (v < C::kVector) cp_async(place(r, i), valid ? at + r * pitch + i * kAcross * 16 : from, valid);
       });
     }
@@ -156,27 +156,27 @@ struct UnitColumns {
   }
 };
 
-// The factors of the rows of X and of the tile's columns, and those of them that are the same for all.
+// The scales of the rows of X and of the tile's columns, and those of them that are the same for all.
 template <class C>
-struct SampleFactors {
-  const float* left;  // one a row, or null
-  uint32_t right;     // in shared memory, one a column of the tile, or 0
-  float one_left, one_right;
+struct SampleScales {
+  const float* row_scale;  // one a row, or null
+  uint32_t col_scale;     // in shared memory, one a column of the tile, or 0
+  float tensor_row_scale, tensor_col_scale;
 
   // Steps of 0 and 1. `count`: columns of the tile that exist; what is fetched has arrived after cp_async_wait and a
   // barrier of the block.
-  __device__ SampleFactors(const float* left, int64_t left_step, const float* right, int64_t right_step, int count,
+  __device__ SampleScales(const float* row_scale, int64_t row_scale_stride, const float* col_scale, int64_t col_scale_stride, int count,
                            uint32_t shared)
-      : left(left_step ? left : nullptr), right(right && right_step ? shared : 0), one_left(left ? *left : 1.0f),
-        one_right(right ? *right : 1.0f) {
-    if (this->right == 0) return;
-    for (int i = threadIdx.x; i < C::kTile && i < count; i += 32 * C::kWarps) copy_async_word(shared + 4 * i, right + i);
+      : row_scale(row_scale_stride ? row_scale : nullptr), col_scale(col_scale && col_scale_stride ? shared : 0), tensor_row_scale(row_scale ? *row_scale : 1.0f),
+        tensor_col_scale(col_scale ? *col_scale : 1.0f) {
+    if (this->col_scale == 0) return;
+    for (int i = threadIdx.x; i < C::kTile && i < count; i += 32 * C::kWarps) copy_async_word(shared + 4 * i, col_scale + i);
   }
-  __device__ float of_row(int64_t row) const { return left ? left[row] : one_left; }
+  __device__ float of_row(int64_t row) const { return row_scale ? row_scale[row] : tensor_row_scale; }
   __device__ float of_column(unsigned place) const {
-    if (!right) return one_right;
+    if (!col_scale) return tensor_col_scale;
     uint32_t word[1];
-    load_shared(right + 4 * place, word);
+    load_shared(col_scale + 4 * place, word);
     return __uint_as_float(word[0]);
   }
 };
@@ -208,7 +208,7 @@ __device__ __forceinline__ typename C::Out* unit_of(typename C::Out* out, int un
 
 // Neighbouring results of one row of X, those whose bits are set in `mask`.
 template <class Out, int kCount>
-__device__ __forceinline__ void store_some(Out* to, const Out (&result)[kCount], unsigned mask) {
+__device__ __forceinline__ void store_masked(Out* to, const Out (&result)[kCount], unsigned mask) {
   if (mask == (1u << kCount) - 1) {
     constexpr int kBytes = kCount * int(sizeof(Out)), kPart = kBytes < 16 ? kBytes : 16;
     using Word = typename Store<kPart>::type;
@@ -222,27 +222,27 @@ __device__ __forceinline__ void store_some(Out* to, const Out (&result)[kCount],
   }
 }
 
-// A lane's factors of the rows of X of one vector row.
+// A lane's scales of the rows of X of one vector row.
 template <class C>
-struct RowFactors {
+struct RowScales {
   using S = SddmmPanelShape<C>;
-  float left[S::kRowTiles][2];
+  float row_scale[S::kRowTiles][2];
   int count;  // of the V rows that exist
 
-  __device__ void load(const SampleFactors<C>& factors, int vector_row, int64_t rows, int lane) {
+  __device__ void load(const SampleScales<C>& scales, int vector_row, int64_t rows, int lane) {
     const int64_t first = int64_t{vector_row} * C::kVector;
     count = rows - first < C::kVector ? int(rows - first) : C::kVector;
     CUTE_UNROLL
     for (int i = 0; i < 2 * S::kRowTiles; ++i) {
       const int v = i / 2 * 8 + lane % 4 * 2 + i % 2;
-      left[i / 2][i % 2] = v < count ? factors.of_row(first + v) : 1.0f;
+      row_scale[i / 2][i % 2] = v < count ? scales.of_row(first + v) : 1.0f;
     }
   }
 };
 
 // What a warp has of one vector row.
 template <class C>
-struct SampleRow : RowFactors<C> {
+struct SampleRow : RowScales<C> {
   RowsOfX<C> x;
 };
 
@@ -272,7 +272,7 @@ struct TileOfY {
 };
 
 template <class C>
-__device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, int unit, const SampleFactors<C>& factors,
+__device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, int unit, const SampleScales<C>& scales,
                              typename C::Out* out, TileOfY<C>& tile, int lane) {
   using S = SddmmPanelShape<C>;
   using Out = typename C::Out;
@@ -283,19 +283,19 @@ __device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, i
     tile.wait_for(int(__reduce_max_sync(~0u, last)) / S::kSub);
   }
   const uint32_t lane_base = RowOfY<C>::base_of(tile.base, lane);
-  PieceSums<S> sums;
-  sums.clear();
+  PieceAccumulators<S> acc;
+  acc.clear();
   CUTE_UNROLL
   for (int box = 0; box < C::kBoxes; ++box) {
     uint32_t y[S::kBlocks][S::RunY::kDigits][S::kCount];  // (row blocks, digits, registers along k)
     CUTE_UNROLL
     for (int b = 0; b < S::kBlocks; ++b) RowOfY<C>(lane_base, at.place[b]).read(box, y[b]);
     CUTE_UNROLL
-    for (int i = 0; i < S::kRowTiles; ++i) sums.template add<0, 0>(i, row.x.word[box][i], y);
+    for (int i = 0; i < S::kRowTiles; ++i) acc.template add<0, 0>(i, row.x.word[box][i], y);
   }
-  float right[S::kBlocks];
+  float col_scale[S::kBlocks];
   CUTE_UNROLL
-  for (int b = 0; b < S::kBlocks; ++b) right[b] = factors.of_column(at.place[b]);
+  for (int b = 0; b < S::kBlocks; ++b) col_scale[b] = scales.of_column(at.place[b]);
   Out* to = unit_of<C>(out, unit) + lane % 4 * (2 * C::kStride);
   const auto write = [&](auto whole) {  // whether all of the V rows exist
     CUTE_UNROLL
@@ -304,14 +304,14 @@ __device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, i
       if (C::kVector < 8 && v >= C::kVector) continue;
       typename S::Total total[S::kBlocks];
       CUTE_UNROLL
-      for (int b = 0; b < S::kBlocks; ++b) total[b] = sums.template total<typename S::Total>(i / 2, b, i % 2);
+      for (int b = 0; b < S::kBlocks; ++b) total[b] = acc.template total<typename S::Total>(i / 2, b, i % 2);
       alignas(16) Out result[S::kBlocks];  // (vectors of the unit)
-      convert_run(total, row.left[i / 2][i % 2], right, 0.0f, result);
+      convert_run(total, row.row_scale[i / 2][i % 2], col_scale, 0.0f, result);
       if (!decltype(whole)::value && v >= row.count) {
         CUTE_UNROLL
         for (int b = 0; b < S::kBlocks; ++b) result[b] = Out(0);
       }
-      store_some(to + (i / 2 * 8 + i % 2) * C::kStride, result, at.present);
+      store_masked(to + (i / 2 * 8 + i % 2) * C::kStride, result, at.present);
     }
   };
   if (row.count == C::kVector) write(cuda::std::true_type{});
@@ -333,8 +333,8 @@ __device__ void clear_padding(typename C::Out* out, int2 range, int lane) {
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32, 1)
 sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const int32_t* columns, const uint8_t* x,
-            int64_t x_pitch, int64_t x_batch, int64_t x_bytes, void* out, const float* left, int64_t left_step,
-            int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows,
+            int64_t x_pitch, int64_t x_batch, int64_t x_bytes, void* out, const float* row_scale, int64_t row_scale_stride,
+            int64_t row_scale_batch, const float* col_scale, int64_t col_scale_stride, int64_t col_scale_batch, int64_t rows,
             int64_t vector_rows, int64_t n, int64_t slots, int64_t tiles, int64_t row_blocks, int64_t block_rows,
             int64_t y_step) {
   using S = SddmmPanelShape<C>;
@@ -345,8 +345,8 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   const int tile_number = int(blockIdx.x % uint32_t(tiles));
   const int row_block = int(blockIdx.x / uint32_t(tiles) % uint32_t(row_blocks));
   const int64_t batch = blockIdx.x / uint32_t(tiles) / uint32_t(row_blocks);
-  const uint32_t at_factors = base + S::kTileBytes + C::kWarps * S::kWarpBytesX;
-  TileOfY<C> tile{base, at_factors + 4 * C::kTile, tile_number * C::kTile};
+  const uint32_t at_scales = base + S::kTileBytes + C::kWarps * S::kWarpBytesX;
+  TileOfY<C> tile{base, at_scales + 4 * C::kTile, tile_number * C::kTile};
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kSubs; ++i) barrier_init(tile.full + 8 * i, 1);
     barrier_fence();
@@ -365,29 +365,29 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   if (threadIdx.x == 0) tile.producer_loop(&map, int(batch * y_step) + tile.first);
   __syncwarp();
   const FetchOfX<C> fetch(at_x, x + batch * x_batch, x_pitch, x_bytes, lane);
-  const SampleFactors<C> factors(left ? left + batch * left_batch : nullptr, left_step,
-                                 right ? right + batch * right_batch + tile.first * right_step : nullptr, right_step,
-                                 int(n - tile.first), at_factors);
+  const SampleScales<C> scales(row_scale ? row_scale + batch * row_scale_batch : nullptr, row_scale_stride,
+                                 col_scale ? col_scale + batch * col_scale_batch + tile.first * col_scale_stride : nullptr, col_scale_stride,
+                                 int(n - tile.first), at_scales);
   typename C::Out* to = static_cast<typename C::Out*>(out) + batch * slots * C::kVector;
   const auto start = [&](int r) {
-    const int64_t left_rows = rows - int64_t{r} * C::kVector;
-    if (r < end) fetch.start(r, left_rows < C::kVector ? int(left_rows) : C::kVector);
+    const int64_t remaining_rows = rows - int64_t{r} * C::kVector;
+    if (r < end) fetch.start(r, remaining_rows < C::kVector ? int(remaining_rows) : C::kVector);
     cp_async_commit();
   };
   start(vector_row);
-  RowFactors<C> ahead;
-  if (vector_row < end) ahead.load(factors, vector_row, rows, lane);
+  RowScales<C> ahead;
+  if (vector_row < end) ahead.load(scales, vector_row, rows, lane);
   // Blocks of the same vector rows share their padding.
   for (int r = begin + warp * int(tiles) + tile_number; r < end; r += C::kWarps * int(tiles)) {
     clear_padding<C>(to, __ldg(ranges + (int(tiles) * count + r)), lane);
   }
-  if (factors.right) {  // the same for the block
+  if (scales.col_scale) {  // the same for the block
     cp_async_wait<0>();
     __syncthreads();
   }
   for (; vector_row < end; vector_row += C::kWarps) {
     SampleRow<C> row{ahead};
-    if (vector_row + C::kWarps < end) ahead.load(factors, vector_row + C::kWarps, rows, lane);
+    if (vector_row + C::kWarps < end) ahead.load(scales, vector_row + C::kWarps, rows, lane);
     cp_async_wait<0>();
     __syncwarp();
     row.x.read(at_x, lane);
@@ -398,7 +398,7 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
       const UnitPlaces<C> places(upcoming, tile.first);
       const bool more = unit - lane / 4 + 8 < range.y;
       upcoming.load(columns, more ? unit + 8 : next.x + lane / 4, more ? range.y : next.y);
-      sample_units(row, places, unit, factors, to, tile, lane);
+      sample_units(row, places, unit, scales, to, tile, lane);
     }
     range = next;
     next = range_of(vector_row + 2 * C::kWarps);

@@ -204,7 +204,7 @@ class PanelConfig(SpmmConfig):
         fold = 3 if short and not (shape[1] % 8 or step % 8) else 0
         pitch, swizzle = b.pitch << fold, self.tile_n_bytes if self.swizzle and self.tile_n_bytes > 16 else 0
         clusters = min(kernel.num_sms // self.cluster, self.items(rows, out.columns, out.batch))
-        strip_step, row_step = divmod(clusters, self._row_blocks(rows))
+        n_tile_step, row_step = divmod(clusters, self._row_blocks(rows))
         kernel.launch(
             (clusters * self.cluster, 1, 1),
             (
@@ -213,7 +213,7 @@ class PanelConfig(SpmmConfig):
                 ),
                 *(tensor.data_ptr() for tensor in matrix), out.pointer, row_scale.pointer, row_scale.step,
                 col_scale.pointer, col_scale.step, col_scale.batch, bias, out.rows, rows, out.columns, out.inner,
-                out.batch, step, row_step, strip_step, self.vector_stores(out, col_scale), fold,
+                out.batch, step, row_step, n_tile_step, self.vector_stores(out, col_scale), fold,
             ),
             (self.cluster, 1, 1) if self.cluster > 1 else None,
             pdl,
