@@ -1,7 +1,10 @@
-// SDDMM: S = (X Y^T) at the vectors of a pattern. X (rows, K) and Y (columns, K) are both contiguous along k.
+// SDDMM, gather kernel: S = row_scale * col_scale * (X Y^T) at the vectors of a pattern.
 //
-// One warp computes a piece of up to 32 neighbouring vectors of one vector row: it gathers the rows of Y that they name,
-// and the V rows of X, a run of k at a time into a ring. The gathered rows are the mma's operand A, X's are operand B.
+// Architectures: sm_80 and later (cp.async).
+// Work: a warp computes up to 32 consecutive vectors of one vector row.
+// Pipeline: each warp copies the gathered rows of Y and the V rows of X by cp.async into its own ring of kStages stages of
+// kTileK elements along K; no CTA barrier.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
 #pragma once
 
 #include "device/copy.cuh"
@@ -9,16 +12,15 @@
 
 namespace magicube {
 
-// Row that a lane group reads, so that the lanes served at once hit different banks: with kChunks pieces a row, rows that
-// differ in the given bits share no bank. Which row an mma row is does not matter.
+// Row that lanes 4g to 4g + 3 read: a permutation of the rows of the MMA without bank conflicts, for kChunks chunks per 32 k.
 template <int kRowBytes, int kChunks>
 __device__ __forceinline__ int spread_row(int g) {
   constexpr int kFirst = kChunks == 1 ? 0 : kRowBytes == 128 ? (kChunks == 2 ? 1 : 2) : 0;
   if constexpr (kChunks == 1 || (kRowBytes == 32 && kChunks == 2) || (kRowBytes == 64 && kChunks == 4)) {
     return g;
-  } else if constexpr (kRowBytes == 64) {  // two bits of g become row bits 0 and 2
+  } else if constexpr (kRowBytes == 64) {  // bits 0 and 1 of g become row bits 0 and 2
     return (g & 1) | (g & 2) << 1 | (g & 4) >> 1;
-  } else {  // g's lower bits become the row's upper ones
+  } else {  // the low bits of g become the high bits of the row
     return (g << kFirst | g >> (3 - kFirst)) & 7;
   }
 }
@@ -28,15 +30,15 @@ struct SddmmShape : SampleShape<C, (C::kStride < 32 ? C::kStride : 32)> {
   using Base = SampleShape<C, (C::kStride < 32 ? C::kStride : 32)>;
   using typename Base::Shape, typename Base::RunX, typename Base::RunY;
   static constexpr int kWidest = RunX::kElement > RunY::kElement ? RunX::kElement : RunY::kElement;
-  static constexpr int kTileK = C::kTileKBytes * 8 / kWidest;                  // k a stage
+  static constexpr int kTileK = C::kTileKBytes * 8 / kWidest;                  // K per stage
   static constexpr int kBytesX = kTileK * RunX::kElement / 8, kBytesY = kTileK * RunY::kElement / 8;
-  static_assert(kBytesX >= 32 && kBytesY >= 32, "the narrower operand needs rows of 32 bytes");
+  static_assert(kBytesX >= 32 && kBytesY >= 32, "the narrower operand must have rows of 32 bytes");
   static constexpr int kStageBytes = Base::kSlots * kBytesY + Base::kRowsX * kBytesX;
-  static constexpr int kRuns = Shape::kDepth > Base::kRegisters ? Shape::kDepth / Base::kRegisters : 1;  // of 32 k an mma needs
-  static_assert(kRuns * Base::kRegisters % Shape::kDepth == 0, "the mma must fit runs of 32 k");
+  static constexpr int kRuns = Shape::kDepth > Base::kRegisters ? Shape::kDepth / Base::kRegisters : 1;  // runs of 32 k per MMA
+  static_assert(kRuns * Base::kRegisters % Shape::kDepth == 0, "an MMA must be whole runs of 32 k");
 };
 
-// (digits, registers along k) of one row from shared memory; k in runs of 32.
+// Read runs of 32 k of one row from shared memory: (digits, registers along k).
 template <class S, class Run, int kRowBytes>
 struct RowReader {
   uint32_t base;
@@ -61,11 +63,11 @@ struct RowReader {
   }
 };
 
-// The operands' rows in global memory.
+// Rows of an operand in global memory.
 struct RowSource {
   const uint8_t* data;
-  int64_t pitch;  // bytes from one row to the next
-  int64_t bytes;  // of a row that exist
+  int64_t pitch;  // bytes between rows
+  int64_t bytes;  // bytes per row
 };
 
 template <class C>
@@ -74,7 +76,7 @@ struct PieceRing {
   uint32_t base;
   RowSource x, y;
   int64_t first_row, rows;
-  int32_t column;  // of the slot that is this lane's
+  int32_t column;  // column of the slot of this lane
   int lane;
 
   template <int kRowBytes>
@@ -155,8 +157,8 @@ __device__ void write_piece(const SddmmOutput& at, int64_t block, int piece, con
   }
 }
 
-// Blocks of a multiprocessor that registers are shared out for; by default, the compiler wants more of them than the acc
-// of many rows of floats leave.
+// CTAs per SM for the register allocation: by default, the compiler assumes more CTAs, and the accumulators of many float
+// rows spill.
 template <class C>
 constexpr int kSddmmBlocks = C::kFloat && C::kVector == 32 ? 16 / C::kWarps : 0;
 
@@ -171,7 +173,7 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
   constexpr int kPieces = C::kStride / S::kSlots;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const int64_t tasks = blocks * kPieces;
-  const uint32_t task_blocks = uint32_t((tasks + C::kWarps - 1) / C::kWarps);  // a division of 64 bits is a call
+  const uint32_t task_blocks = uint32_t((tasks + C::kWarps - 1) / C::kWarps);  // a 64-bit division is a call
   const int64_t batch = blockIdx.x / task_blocks, task = int64_t{blockIdx.x % task_blocks} * C::kWarps + warp;
   if (task >= tasks) return;
   const int64_t block = task / kPieces;

@@ -1,9 +1,12 @@
-// SDDMM, panel kernel (sm_90 on): a block keeps a tile of Y's rows in shared memory and samples many vector rows from it.
+// SDDMM, panel kernel: S = row_scale * col_scale * (X Y^T) at the vectors of a pattern.
 //
-// The tensor copy engine brings kTile rows of Y, all of k, in boxes of kBoxBytes; barriers count the boxes of every kSub
-// rows. Columns rise in a vector row, so those of a tile are neighbours in the output: each of kWarps warps takes vector
-// rows in turn, keeps the rows of X in registers and walks the row's vectors that name rows of the tile, kSlots at a time.
-// Each lane group has a unit of neighbouring vectors, which it stores at once where all are of the tile.
+// Architectures: sm_90a and later (TMA).
+// Work: a CTA holds a tile of kTile rows of Y, all of K, in shared memory. Each of kWarps warps computes vector rows: it keeps
+// V rows of X in registers and computes kSlots vectors at a time. Columns increase in a vector row, so the vectors of a tile
+// are consecutive in the output. Four lanes (a quad) own a unit of kSlots / 8 consecutive vectors.
+// Pipeline: one thread loads the tile by TMA in boxes of kBoxBytes, one mbarrier per kSub rows; a warp loads the rows of X of
+// its next vector row by cp.async.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
 #pragma once
 
 #include "device/copy.cuh"
@@ -15,30 +18,30 @@ template <class C>
 struct SddmmPanelShape : SampleShape<C, C::kSlots> {
   using Base = SampleShape<C, C::kSlots>;
   using typename Base::RunX, typename Base::RunY;
-  static_assert(Base::Shape::kBits == 8 && C::kStride % Base::kBlocks == 0, "an 8-bit mma and whole units a block are needed");
+  static_assert(Base::Shape::kBits == 8 && C::kStride % Base::kBlocks == 0, "the MMA must be 8-bit and the stride whole units");
   static constexpr int kBoxBytes = C::kBoxBytes;                             // of a row
-  static constexpr int kHalves = kBoxBytes / 64;                             // what a lane group reads at once
-  static_assert(kHalves == 2 || (kHalves == 1 && C::kBoxes == 1), "one narrow box, or wide ones");
-  static constexpr int kRuns = kBoxBytes / 4 / RunY::kElement;               // runs of eight k that a lane has of a box
-  static constexpr int kCount = kRuns * Base::kRegisters;                    // registers that a box gives a digit
+  static constexpr int kHalves = kBoxBytes / 64;                             // 64-byte halves, one read of a quad each
+  static_assert(kHalves == 2 || (kHalves == 1 && C::kBoxes == 1), "boxes must have 128 bytes, or a single one 64");
+  static constexpr int kRuns = kBoxBytes / 4 / RunY::kElement;               // runs of eight k per lane and box
+  static constexpr int kCount = kRuns * Base::kRegisters;                    // registers per digit and box
   static constexpr int kSub = C::kTile < 128 ? C::kTile : 128, kSubs = C::kTile / kSub;
-  static constexpr int kBoxesBytes = C::kTile * kBoxBytes;                   // of the tile, one box wide
+  static constexpr int kBoxesBytes = C::kTile * kBoxBytes;                   // one box of all rows of the tile
   static constexpr int kTileBytes = C::kBoxes * kBoxesBytes;
-  // Rows of X are an odd multiple of what a lane group loads apart, so that rows next to each other meet in no bank.
-  static constexpr int kLaneWordsX = 4 * RunX::kElement / RunY::kElement;    // that go with 16 bytes of Y
+  // The memory stride of X is an odd multiple of a load of a quad: consecutive rows have no bank conflicts.
+  static constexpr int kLaneWordsX = 4 * RunX::kElement / RunY::kElement;    // words of X per 16 bytes of Y
   static constexpr int kLoadX = kLaneWordsX < 4 ? kLaneWordsX : 4;
   static constexpr int kRowBytesX = C::kBoxes * kBoxBytes * RunX::kElement / RunY::kElement;
   static constexpr int kPitchX = kRowBytesX + (kRowBytesX / (16 * kLoadX) % 2 ? 0 : 16 * kLoadX);
   static constexpr int kWarpBytesX = C::kVector * kPitchX;
 };
 
-// A lane's part in bringing V rows of X to its warp's shared memory.
+// Copy of V rows of X to the shared memory of a warp.
 template <class C>
 struct FetchOfX {
   using S = SddmmPanelShape<C>;
-  static constexpr int kChunks = S::kRowBytesX / 16;                         // 16 bytes each, of a row
+  static constexpr int kChunks = S::kRowBytesX / 16;                         // 16-byte chunks per row
   static constexpr int kAcross = kChunks < 32 ? kChunks : 32, kGroups = kChunks / kAcross, kDown = 32 / kAcross;
-  const uint8_t* from;  // this lane's piece of the matrix' first rows
+  const uint8_t* from;  // chunk of this lane in the first vector row
   int64_t pitch, bytes;
   uint32_t to;
   int lane;
@@ -50,7 +53,7 @@ struct FetchOfX {
         to(shared + lane / kAcross * S::kPitchX + lane % kAcross * 16),
         lane(lane) {}
 
-  // (V, k) of X to shared memory; `count` of the rows exist, the others become zeros, and so does what k lacks.
+  // Copy (V, K) of X. count: rows that exist; other rows and K beyond the matrix become zeros.
   __device__ void start(int vector_row, int count) const {
     const uint8_t* at = from + int64_t{vector_row} * (C::kVector * pitch);
     if (bytes >= S::kRowBytesX && count == C::kVector && C::kVector >= kDown) {
@@ -105,15 +108,15 @@ struct RowsOfX {
   }
 };
 
-// One row of Y as operand A. The two lane groups that are served at once read different halves of their rows' boxes of 128
-// bytes, so that no two rows meet in a bank, whichever they are; of 64 bytes, rows of one parity meet.
+// One row of Y as operand A. In boxes of 128 bytes, even and odd quads read different halves of their rows, so that any two
+// rows are free of bank conflicts. In boxes of 64 bytes, rows with numbers of the same parity conflict.
 template <class C>
 struct RowOfY {
   using S = SddmmPanelShape<C>;
   uint32_t at;
-  bool crossed;  // the swizzle put the row's second half where this lane reads first
+  bool crossed;  // the swizzle exchanges the halves of the row
 
-  // `lane_base` is what base_of gave.
+  // lane_base: result of base_of.
   __device__ RowOfY(uint32_t lane_base, uint32_t row)
       : at((S::kHalves == 2 ? lane_base ^ (row & 3) << 4 : lane_base) + row * S::kBoxBytes),
         crossed(((row >> 2 ^ lane_base >> 6) & 1) != 0) {}
@@ -140,7 +143,7 @@ struct RowOfY {
   }
 };
 
-// The columns of a lane group's unit, -1 where it is not below `end`.
+// Columns of the unit of a quad; -1 if the unit is not below `end`.
 template <class C>
 struct UnitColumns {
   static constexpr int kBlocks = SddmmPanelShape<C>::kBlocks;
@@ -156,15 +159,15 @@ struct UnitColumns {
   }
 };
 
-// The scales of the rows of X and of the tile's columns, and those of them that are the same for all.
+// Row scales, and column scales of the tile, per row and column or per tensor.
 template <class C>
 struct SampleScales {
-  const float* row_scale;  // one a row, or null
-  uint32_t col_scale;     // in shared memory, one a column of the tile, or 0
+  const float* row_scale;  // (rows,), or null if per tensor
+  uint32_t col_scale;     // (kTile,) in shared memory, or 0 if per tensor
   float tensor_row_scale, tensor_col_scale;
 
-  // Steps of 0 and 1. `count`: columns of the tile that exist; what is fetched has arrived after cp_async_wait and a
-  // barrier of the block.
+  // Strides are 0 or 1. count: columns of the tile that exist. Column scales are visible after cp_async_wait and a CTA
+  // barrier.
   __device__ SampleScales(const float* row_scale, int64_t row_scale_stride, const float* col_scale, int64_t col_scale_stride, int count,
                            uint32_t shared)
       : row_scale(row_scale_stride ? row_scale : nullptr), col_scale(col_scale && col_scale_stride ? shared : 0), tensor_row_scale(row_scale ? *row_scale : 1.0f),
@@ -181,12 +184,12 @@ struct SampleScales {
   }
 };
 
-// Which of a lane group's vectors the tile has.
+// Rows in the tile of the vectors of a quad.
 template <class C>
 struct UnitPlaces {
   static constexpr int kBlocks = SddmmPanelShape<C>::kBlocks;
-  unsigned place[kBlocks];  // row of the tile; 0 where the tile does not have it
-  unsigned present;         // a bit each
+  unsigned place[kBlocks];  // row of the tile; 0 if it is in another tile
+  unsigned present;         // bit mask of the vectors in this tile
 
   __device__ UnitPlaces(const UnitColumns<C>& columns, int first) : present(0) {
     CUTE_UNROLL
@@ -198,7 +201,7 @@ struct UnitPlaces {
   }
 };
 
-// Where a unit's first vector lies in the output.
+// Address of the first vector of a unit in the output.
 template <class C>
 __device__ __forceinline__ typename C::Out* unit_of(typename C::Out* out, int unit) {
   constexpr unsigned kUnits = C::kStride / SddmmPanelShape<C>::kBlocks;  // of a block of the output
@@ -206,7 +209,7 @@ __device__ __forceinline__ typename C::Out* unit_of(typename C::Out* out, int un
   return out + (uint64_t{number / kUnits} * (C::kVector * kUnits) + number % kUnits) * SddmmPanelShape<C>::kBlocks;
 }
 
-// Neighbouring results of one row of X, those whose bits are set in `mask`.
+// Store consecutive results of one row of X, predicated by `mask`.
 template <class Out, int kCount>
 __device__ __forceinline__ void store_masked(Out* to, const Out (&result)[kCount], unsigned mask) {
   if (mask == (1u << kCount) - 1) {
@@ -222,7 +225,7 @@ __device__ __forceinline__ void store_masked(Out* to, const Out (&result)[kCount
   }
 }
 
-// A lane's scales of the rows of X of one vector row.
+// Row scales of one vector row for a lane.
 template <class C>
 struct RowScales {
   using S = SddmmPanelShape<C>;
@@ -240,19 +243,19 @@ struct RowScales {
   }
 };
 
-// What a warp has of one vector row.
+// State of one vector row in a warp.
 template <class C>
 struct SampleRow : RowScales<C> {
   RowsOfX<C> x;
 };
 
-// The tile of Y's rows in shared memory.
+// Tile of Y in shared memory.
 template <class C>
 struct TileOfY {
   using S = SddmmPanelShape<C>;
   uint32_t base, full;
   int first;      // row of Y
-  int ready = 0;  // parts that this thread has seen arrive
+  int ready = 0;  // mbarriers that this thread has waited for
 
   __device__ void producer_loop(const TmaDescriptor* map, int y) const {
     CUTE_UNROLL
@@ -318,7 +321,7 @@ __device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, i
   else write(cuda::std::false_type{});
 }
 
-// Zeros in the output's slots from range.x to range.y.
+// Write zeros to the slots from range.x to range.y.
 template <class C>
 __device__ void clear_padding(typename C::Out* out, int2 range, int lane) {
   for (int slot = range.x + lane; slot < range.y; slot += 32) {
@@ -328,8 +331,8 @@ __device__ void clear_padding(typename C::Out* out, int2 range, int lane) {
   }
 }
 
-// ranges: (tiles + 1, vector rows, 2), the first unit of a vector row that has to do with a tile and the one after the last;
-// after the tiles the slots of the row's padding. slots: of one matrix of the output.
+// ranges: (tiles + 1, vector rows), first unit of a tile and the one after the last; in the last entry the slots of the padding.
+// slots: slots of the output per matrix.
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32, 1)
 sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const int32_t* columns, const uint8_t* x,
@@ -341,7 +344,7 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const uint32_t base = shared_address(shared), at_x = base + S::kTileBytes + warp * S::kWarpBytesX;
-  // 32 bits: a division of 64 is a call
+  // 32 bits: a 64-bit division is a call
   const int tile_number = int(blockIdx.x % uint32_t(tiles));
   const int row_block = int(blockIdx.x / uint32_t(tiles) % uint32_t(row_blocks));
   const int64_t batch = blockIdx.x / uint32_t(tiles) / uint32_t(row_blocks);
@@ -377,11 +380,11 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   start(vector_row);
   RowScales<C> ahead;
   if (vector_row < end) ahead.load(scales, vector_row, rows, lane);
-  // Blocks of the same vector rows share their padding.
+  // CTAs of the same vector rows share the padding.
   for (int r = begin + warp * int(tiles) + tile_number; r < end; r += C::kWarps * int(tiles)) {
     clear_padding<C>(to, __ldg(ranges + (int(tiles) * count + r)), lane);
   }
-  if (scales.col_scale) {  // the same for the block
+  if (scales.col_scale) {  // uniform in the CTA
     cp_async_wait<0>();
     __syncthreads();
   }
@@ -403,7 +406,7 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
     range = next;
     next = range_of(vector_row + 2 * C::kWarps);
   }
-  tile.wait_for(S::kSubs - 1);  // the copy engine must be done with a block's memory before the block is
+  tile.wait_for(S::kSubs - 1);  // TMA must complete before the CTA exits
 }
 
 }  // namespace magicube
