@@ -189,9 +189,9 @@ class SddmmPanelConfig(SampleConfig):
             size = slots * self.vector_length * OUT_BYTES[self.out]
             for i in range(out.batch):
                 at_x, at_y = (DenseArg(place.pointer + i * place.batch, place.pitch, 0, place.row) for place in (x, y))
-                scales = (ScaleArg(s.pointer + 4 * i * s.batch, s.step, 0) for s in (row_scale, col_scale))
+                rows_i, cols_i = (ScaleArg(s.pointer + 4 * i * s.batch, s.step, 0) for s in (row_scale, col_scale))
                 one = OutputArg(out.pointer + i * size, 1, *out[2:])
-                self.launch(kernel, pattern, at_x, at_y, one, *scales, pdl)
+                self.launch(kernel, pattern, at_x, at_y, one, rows_i, cols_i, pdl)
             return
         shape = (y.row, step * (out.batch - 1) + out.columns if out.inner else 1)
         box, swizzle = (self.box_bytes, min(self.tile, BOX_ROWS)), 128 if self.box_bytes == 128 else 0
