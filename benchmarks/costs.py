@@ -89,7 +89,7 @@ def copying(lhs: mc.SRBCRS, config: SpmmKernel) -> dict[str, Any]:
     pattern = lhs.pattern
     assert lhs.bits is not None
     vectors = Vectors(pattern.row_offsets, pattern.col_indices, lhs.vectors(), Integer(lhs.bits, lhs.signed))
-    copy: Callable[[], tuple[Tensor, ...]] = partial(config.copy, vectors, lhs.shape[1])
+    copy: Callable[[], tuple[Tensor, ...]] = partial(config.pack, vectors, lhs.shape[1])
     return {"kernel": config.name, **waited(copy), "bytes": sum(tensor.nbytes for tensor in copy())}
 
 

@@ -1,4 +1,4 @@
-"""Every kernel config that ships."""
+"""Catalog of the shipped kernels, for warm-up and tests."""
 
 from __future__ import annotations
 
@@ -13,32 +13,49 @@ from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 
 
 def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKernel | SddmmKernel]:
-    """Yield the configs of SpMM and SDDMM.
+    """Yield the SpMM and SDDMM kernels that :func:`magicube_cutlass.spmm` and ``sddmm`` use.
 
     Parameters
     ----------
     all : bool, default False
-        Every vector length, sign and output dtype; else V = 8 with float16 and int32 output.
+        Every vector length, signedness and output dtype. Default: V = 8, signed, float16 and int32.
     arch : str, default "sm_90a"
-        Architecture.
+        Target architecture.
+
+    Yields
+    ------
+    SpmmKernel or SddmmKernel
+
+    Examples
+    --------
+    >>> next(default_configs()).name
+    'spmm_gather-s8_m16n8k32-v8-s16xs16-float16-b64s2w8r8'
     """
-    here = Machine(arch, 132)
+    machine = Machine(arch, 132)
     lengths = (1, 2, 4, 8, 16, 32) if all else (8,)
     outs = ("float16", "int32", "bfloat16", "float32", "int64") if all else ("float16", "int32")
     signs = tuple(product((True, False), repeat=2)) if all else ((True, True),)
     for v, out, (left, right) in product(lengths, outs, signs):
-        for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged
+        for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged to 8 rows
             for rows in (32, 512):
                 kind = ProblemTypes(v, Integer(a, left), Integer(b, right), out)
-                yield choose_spmm(kind, here, Problem(rows, 4096, 410 * rows, 512, 512))
+                yield choose_spmm(kind, machine, Problem(rows, 4096, 410 * rows, 512, 512))
         for x, y in SDDMM_PAIRS:
             for rows in (0, 512):
                 kind, vectors = ProblemTypes(v, Integer(x, left), Integer(y, right), out), 410 * rows
-                yield choose_sddmm(kind, here, stride=32, inner=256, vector_rows=rows, vectors=vectors, columns=4096)
+                yield choose_sddmm(kind, machine, stride=32, inner=256, vector_rows=rows, vectors=vectors, columns=4096)
 
 
 def warm_configs(all: bool, arch: str) -> Iterator[Source]:
-    """Yield the configs that ``magicube warmup`` compiles, those of all families included."""
+    """Return every config that ``magicube warmup`` compiles.
+
+    Parameters
+    ----------
+    all : bool
+        As for :func:`default_configs`.
+    arch : str
+        Target architecture.
+    """
     from cute_kernels.attention import fused as attention
     from cute_kernels.attention import quantize_qkv as attention_operands
     from cute_kernels.attention import sparse_softmax as softmax
@@ -53,5 +70,5 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
 
 
 def named_configs() -> dict[str, SpmmKernel | SddmmKernel]:
-    """Return the default configs by name."""
+    """Return the configs of :func:`default_configs` by name."""
     return {config.name: config for config in default_configs()}

@@ -245,13 +245,7 @@ def decode(codes: Tensor, dtype: str, *, out_dtype: torch.dtype = torch.float32)
 
 
 def packed_bytes(count: int, dtype: str) -> int:
-    """Return the bytes of packed codes.
-
-    Examples
-    --------
-    >>> packed_bytes(5, "e2m3")
-    4
-    """
+    """Return the bytes of packed codes: ``ceil(count * bits / 8)``."""
     return -(-count * float_format(dtype, scale=True).bits // 8)
 
 
@@ -378,13 +372,7 @@ def unpad16(padded: Tensor, dtype: str) -> Tensor:
 
 
 def torch_dtype(dtype: str) -> torch.dtype | None:
-    """Return torch's dtype of packed codes, None if this torch has none (e3m2, e2m3).
-
-    Examples
-    --------
-    >>> torch_dtype("e4m3"), torch_dtype("e2m3")
-    (torch.float8_e4m3fn, None)
-    """
+    """Return torch's dtype of packed codes, None if this torch has none (e3m2, e2m3)."""
     float_format(dtype, scale=True)
     return getattr(torch, _TORCH[dtype], None) if dtype in _TORCH else None
 
@@ -392,10 +380,7 @@ def torch_dtype(dtype: str) -> torch.dtype | None:
 def to_torch(packed: Tensor, dtype: str) -> Tensor:
     """Return packed codes as a view in torch's dtype: (..., K), or (..., K / 2) pairs for e2m1.
 
-    Raises
-    ------
-    NotImplementedError
-        If torch has no such dtype.
+    `NotImplementedError` if torch has no such dtype.
     """
     _check_bytes(packed, "packed")
     found = torch_dtype(dtype)

@@ -271,9 +271,9 @@ class PanelAttention(AttentionConfig):
     ----------
     tile : int
         Keys per tile; the ring has `stages` tiles.
-    window : int
-        A step takes its keys from at most `window` consecutive tiles.
-    rows : int
+    tile_window : int
+        A step takes its keys from at most `tile_window` consecutive tiles.
+    rows_per_warp : int
         Vector rows whose accumulators each of the `warps` consumer warps holds.
     cluster : int
         CTAs that share their tiles by multicast.

@@ -60,9 +60,9 @@ class SoftmaxConfig(KernelConfig):
     atom: str = ""
 
     def __post_init__(self) -> None:
-        if self.atom and (self.stride, self.sparse.group, self.sparse.entry.mma_bits) != (_FRAGMENT_STRIDE, 32, 8):
+        if self.atom and (self.stride, self.sparse.mma_k, self.sparse.entry.mma_bits) != (_FRAGMENT_STRIDE, 32, 8):
             raise ValueError(f"atom must multiply bytes in groups of the stride, {_FRAGMENT_STRIDE}, got {self.atom} "
-                             f"of {self.sparse.group} for a stride of {self.stride}")  # fmt: skip
+                             f"of {self.sparse.mma_k} for a stride of {self.stride}")  # fmt: skip
 
     @property
     def sparse(self) -> GatherConfig:
@@ -105,7 +105,7 @@ class SoftmaxConfig(KernelConfig):
     @property
     def uses_shuffles(self) -> bool:
         """Whether the four lanes of a row reach fragment order by exchanging pairs of bytes with two shuffles."""
-        if not self.atom or self.bits == 4 or self.rows != 8 or self.sparse.fused_digits:
+        if not self.atom or self.bits == 4 or self.rows != 8 or self.sparse.has_fused_digits:
             return False
         order = np.arange(self.planes * 8 * 32, dtype=np.int16).reshape(-1, 8, 4, 4, 2)  # planes, rows, lanes, pairs
         return bool(np.array_equal(self.fragment_order(), order.transpose(0, 1, 3, 2, 4).ravel()))
@@ -128,7 +128,7 @@ class SoftmaxConfig(KernelConfig):
             "kBias": self.bias,
             "kFragments": bool(self.atom),
             "kUsesShuffles": self.uses_shuffles,
-            "kFuseDigits": bool(self.atom) and self.sparse.fused_digits,
+            "kFuseDigits": bool(self.atom) and self.sparse.has_fused_digits,
             "kWarps": self.warps,
         }
 
@@ -142,9 +142,9 @@ class SoftmaxConfig(KernelConfig):
         or all planes if digits are fused. Values are bytes, or nibbles of 4-bit integers, low nibble first.
         """
         sparse, plane = self.sparse, self.rows * self.stride
-        used = plane * (self.planes if sparse.fused_digits else 1)
+        used = plane * (self.planes if sparse.has_fused_digits else 1)
         order = pack_index(sparse.entry, packed=sparse.packed)[:used]
-        starts = [0] if sparse.fused_digits else [p * plane for p in range(self.planes)]
+        starts = [0] if sparse.has_fused_digits else [p * plane for p in range(self.planes)]
         return np.concatenate([order + start for start in starts]).astype(np.int16)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.integers import storage_dtype
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
-from cute_kernels.jit.device import device_of
+from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
 SOURCES = REAL_DTYPES | {torch.float64: "float64"}
@@ -111,12 +110,6 @@ class QuantizeConfig(KernelConfig):
         return {"Source": _TYPES[self.x]}
 
 
-@lru_cache
-def _multiprocessors(device: int) -> int:
-    """SMs of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 class _QuantizeCall(NamedTuple):
     """One call: input as slices of (rows, columns), and outputs."""
 
@@ -133,7 +126,7 @@ class _QuantizeCall(NamedTuple):
     @property
     def blocks(self) -> int:
         """CTAs of 256 threads that fill the GPU."""
-        return 8 * _multiprocessors(self.x.device.index)
+        return 8 * num_sms(self.x.device.index)
 
     def config(self, kernel: str) -> QuantizeConfig:
         """Return the config of a kernel for this call."""

@@ -1,4 +1,10 @@
-// What the SDDMM kernels share: digits of the operands' rows, the shape of a piece of the output, its accumulators.
+// SDDMM: what the gather and the panel kernel share.
+//
+// Formula: S = row_scale * col_scale * (X Y^T) at the vectors of a pattern. X (rows, K) and Y (columns, K), K-major.
+// Architectures: sm_80 and later (mma.sync).
+// Work: a warp computes a piece of kPiece consecutive vectors of one vector row. Rows of Y are operand A, rows of X operand B.
+// K: the lanes of an MMA row hold runs of eight consecutive k, so that both operands are loaded without a transposition.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
 #pragma once
 
 #include "device/dequantize_fragment.cuh"
@@ -6,8 +12,8 @@
 
 namespace magicube {
 
-// 32 k of a row of kBits-bit elements lie in kChunks pieces of 16 bytes; lane t of a group reads kWords words of them.
-// Format and Operand are those of floats.
+// 32 k of a row of kBits-bit elements are kChunks chunks of 16 bytes; lane t of four reads kWords words of them. Format and
+// Operand: types of floats.
 template <int kBits_, bool kSigned_, bool kFloat_, class Format_, class Operand_>
 struct RunOf {
   using Format = Format_;
@@ -20,7 +26,7 @@ struct RunOf {
   static constexpr int kWords = kElement / 4;
 };
 
-// words: eight k of one row -> (digits, registers). kSplit: in the order in which nibbles unpack.
+// Split eight k of one row into digits: (digits, registers). kSplit: in the order of unpacked nibbles.
 template <class Run, bool kSplit, int kMmaBits>
 __device__ __forceinline__ void split_run(uint32_t (&words)[Run::kWords], uint32_t (&out)[Run::kDigits][kMmaBits / 4]) {
   if constexpr (Run::kFloat) {
@@ -45,7 +51,7 @@ __device__ __forceinline__ void split_run(uint32_t (&words)[Run::kWords], uint32
   }
 }
 
-// words: kRuns runs of eight k of one row -> (digits, registers along k)
+// Split several runs of eight k of one row: (digits, registers along k).
 template <class S, class Run, int kWords>
 __device__ __forceinline__ void split_runs(const uint32_t (&words)[kWords],
                                            uint32_t (&out)[Run::kDigits][kWords / Run::kWords * S::kRegisters]) {
@@ -63,7 +69,7 @@ __device__ __forceinline__ void split_runs(const uint32_t (&words)[kWords],
   }
 }
 
-// What the kernels derive from a config; a piece is kPiece vectors.
+// Sizes derived from a config. kPiece: vectors per warp.
 template <class C, int kPiece>
 struct SampleShape {
   using Shape = AtomShape<typename AtomFor<typename C::OperandY, typename C::OperandX>::type>;
@@ -71,29 +77,29 @@ struct SampleShape {
   using RunY = RunOf<C::kBitsY, C::kSignedY, C::kFloat, typename C::FormatY, typename C::OperandY>;
   using Total = TotalOf<C>;
   static constexpr int kSlots = kPiece;
-  static constexpr int kBlocks = kSlots / 8;                                  // row blocks of gathered rows
+  static constexpr int kBlocks = kSlots / 8;                                  // blocks of 8 rows of Y
   static constexpr int kRowTiles = C::kVector <= 8 ? 1 : C::kVector / 8;
   static constexpr int kRowsX = 8 * kRowTiles;
   static constexpr bool kSplit = Shape::kBits >= 8 && (C::kBitsX == 4) != (C::kBitsY == 4);
-  static constexpr int kRegisters = Shape::kBits / 4;                         // registers that 32 k give a digit
-  static_assert(kBlocks % Shape::kRowBlocks == 0, "the mma must fit the piece");
+  static constexpr int kRegisters = Shape::kBits / 4;                         // registers per digit and 32 k
+  static_assert(kBlocks % Shape::kRowBlocks == 0, "the MMA must fit the piece");
   static constexpr int kShift = Shape::kBits == 4 || C::kFloat ? 0
                                 : (C::kBitsX == 4 && C::kSignedX ? 4 : 0) + (C::kBitsY == 4 && C::kSignedY ? 4 : 0);
-  // The mma's operands: a float's format, or the sign of a digit.
+  // Operand types of the MMA: float format, or signedness of a digit.
   template <int kDigit>
   using OperandX = cuda::std::conditional_t<C::kFloat, typename C::OperandX, Integer<C::kSignedX && kDigit == RunX::kDigits - 1>>;
   template <int kDigit>
   using OperandY = cuda::std::conditional_t<C::kFloat, typename C::OperandY, Integer<C::kSignedY && kDigit == RunY::kDigits - 1>>;
 };
 
-// Sums of one piece: (row tiles of X, digits of X, digits of Y, blocks of gathered rows, 2 rows of X).
+// Accumulators of one piece: (row tiles of X, digits of X, digits of Y, blocks of 8 rows of Y, 2 rows of X).
 template <class S>
-struct PieceSums {
-  uint32_t sum[S::kRowTiles][S::RunX::kDigits][S::RunY::kDigits][S::kBlocks][2];
+struct PieceAccumulators {
+  uint32_t value[S::kRowTiles][S::RunX::kDigits][S::RunY::kDigits][S::kBlocks][2];
 
   __device__ void clear() {
     CUTE_UNROLL
-    for (int i = 0; i < int(sizeof(sum) / 4); ++i) (&sum[0][0][0][0][0])[i] = 0;
+    for (int i = 0; i < int(sizeof(value) / 4); ++i) (&value[0][0][0][0][0])[i] = 0;
   }
 
   // x: (digits, registers along k); y: (blocks, digits, registers along k).
@@ -101,7 +107,7 @@ struct PieceSums {
   __device__ void add(int tile, const uint32_t (&x)[S::RunX::kDigits][kCount],
                       const uint32_t (&y)[S::kBlocks][S::RunY::kDigits][kCount]) {
     using Shape = typename S::Shape;
-    static_assert(kCount % Shape::kDepth == 0, "the registers must be those of whole mmas");
+    static_assert(kCount % Shape::kDepth == 0, "the registers must be whole MMAs");
     if constexpr (kX < S::RunX::kDigits) {
       if constexpr (kY < S::RunY::kDigits) {
         using Op = typename AtomFor<typename S::template OperandY<kY>, typename S::template OperandX<kX>>::type;
@@ -114,7 +120,7 @@ struct PieceSums {
             for (int i = 0; i < Shape::kRowBlocks * Shape::kDepth; ++i) {
               dense[i] = y[b + i / Shape::kDepth][kY][r + i % Shape::kDepth];
             }
-            mma<Op>(sum[tile][kX][kY][b], dense, &x[kX][r]);
+            mma<Op>(value[tile][kX][kY][b], dense, &x[kX][r]);
           }
         }
         add<kX, kY + 1>(tile, x, y);
@@ -129,14 +135,14 @@ struct PieceSums {
     if constexpr (S::RunX::kFloat) {
       constexpr float kX = kExponentBiasFactor<typename S::RunX::Format, typename S::RunX::Operand>;
       constexpr float kY = kExponentBiasFactor<typename S::RunY::Format, typename S::RunY::Operand>;
-      return __uint_as_float(sum[tile][0][0][block][j]) * (kX * kY);
+      return __uint_as_float(value[tile][0][0][block][j]) * (kX * kY);
     } else {
       Total out = 0;
       CUTE_UNROLL
       for (int dx = 0; dx < S::RunX::kDigits; ++dx) {
         CUTE_UNROLL
         for (int dy = 0; dy < S::RunY::kDigits; ++dy) {
-          out += weighted<Total>(static_cast<int32_t>(sum[tile][dx][dy][block][j]) >> S::kShift, 8 * (dx + dy));
+          out += weighted<Total>(static_cast<int32_t>(value[tile][dx][dy][block][j]) >> S::kShift, 8 * (dx + dy));
         }
       }
       return out;

@@ -1,4 +1,4 @@
-"""Kernel configs of SDDMM: fields that both kernels share."""
+"""Base of the SDDMM kernel configs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 
 @dataclass(frozen=True)
 class SampleConfig(KernelConfig):
-    """Config of an SDDMM kernel: base of the gather and the panel config.
+    """Config of an SDDMM kernel: base of ``SddmmConfig`` and ``SddmmPanelConfig``.
 
-    M, N and K are run-time values.
+    ``S = row_scale * col_scale * (X @ Y^T)`` at the vectors of a pattern, with X (M, K) and Y (N, K) row-major. The
+    sizes M, N and K are run-time arguments.
 
-    Parameters
+    Attributes
     ----------
     atom : str
-        Entry of the atom table.
+        Name of the MMA atom. Operand A of the MMA holds rows of Y, operand B rows of X.
     vector_length : int
-        V of the output.
-    x, y : Integer or FloatFormat
-        Element types of the operands.
+        V, rows of a vector of the pattern.
+    x, y : ElementType
+        Element types of X and Y.
     out : str
-        Output dtype.
+        Dtype of the output.
     stride : int
-        Stride of the SR-BCRS output.
+        SR-BCRS stride of the output, in vectors.
     """
 
     STEM: ClassVar[str]
@@ -50,11 +51,12 @@ class SampleConfig(KernelConfig):
 
     @property
     def digits(self) -> tuple[int, int]:
+        """Digit planes of X and of Y."""
         return digits(self.x), digits(self.y)
 
     @property
     def shifted(self) -> bool:
-        """Whether accumulators hold a multiple of the product: nibbles became the upper halves of bytes."""
+        """Whether accumulators hold 16 or 256 times the product: signed nibbles become the high halves of bytes."""
         signed4 = (self.x.bits == 4 and self.x.signed) or (self.y.bits == 4 and self.y.signed)
         return signed4 and self.entry.mma_bits == 8 and not self.entry.floating
 
@@ -80,20 +82,20 @@ class SampleConfig(KernelConfig):
         }
 
     def index_key(self) -> tuple[object, ...]:
-        """Return the fields on which :meth:`index` depends."""
+        """Return the fields that :meth:`index` depends on: configs with equal keys share it."""
         raise NotImplementedError
 
     def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
-        """Return what the kernel reads of a pattern besides its columns.
+        """Return the index that the kernel reads besides the columns of a pattern.
 
         Parameters
         ----------
         row_offsets : Tensor, shape (R + 1,)
-            int64, of the pattern.
+            int64 offsets of the vector rows.
         columns : Tensor, shape (vectors,)
-            int32, increasing in each vector row.
+            int32 columns of the vectors, increasing in each vector row.
         row_start : Tensor, shape (R,)
-            int64 place of the first vector of each row in the output.
+            int64 slot of the first vector of each vector row in the output.
         n : int
             Columns of the pattern.
         """

@@ -1,7 +1,10 @@
-// SDDMM: S = (X Y^T) at the vectors of a pattern. X (rows, K) and Y (columns, K) are both contiguous along k.
+// SDDMM, gather kernel: S = row_scale * col_scale * (X Y^T) at the vectors of a pattern.
 //
-// One warp computes a piece of up to 32 neighbouring vectors of one vector row: it gathers the rows of Y that they name,
-// and the V rows of X, a run of k at a time into a ring. The gathered rows are the mma's operand A, X's are operand B.
+// Architectures: sm_80 and later (cp.async).
+// Work: a warp computes up to 32 consecutive vectors of one vector row.
+// Pipeline: each warp copies the gathered rows of Y and the V rows of X by cp.async into its own ring of kStages stages of
+// kTileK elements along K; no CTA barrier.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
 #pragma once
 
 #include "device/copy.cuh"
@@ -9,16 +12,15 @@
 
 namespace magicube {
 
-// Row that a lane group reads, so that the lanes served at once hit different banks: with kChunks pieces a row, rows that
-// differ in the right bits share no bank. Which row an mma row is does not matter.
+// Row that lanes 4g to 4g + 3 read: a permutation of the rows of the MMA without bank conflicts, for kChunks chunks per 32 k.
 template <int kRowBytes, int kChunks>
 __device__ __forceinline__ int spread_row(int g) {
   constexpr int kFirst = kChunks == 1 ? 0 : kRowBytes == 128 ? (kChunks == 2 ? 1 : 2) : 0;
   if constexpr (kChunks == 1 || (kRowBytes == 32 && kChunks == 2) || (kRowBytes == 64 && kChunks == 4)) {
     return g;
-  } else if constexpr (kRowBytes == 64) {  // two bits of g become row bits 0 and 2
+  } else if constexpr (kRowBytes == 64) {  // bits 0 and 1 of g become row bits 0 and 2
     return (g & 1) | (g & 2) << 1 | (g & 4) >> 1;
-  } else {  // g's lower bits become the row's upper ones
+  } else {  // the low bits of g become the high bits of the row
     return (g << kFirst | g >> (3 - kFirst)) & 7;
   }
 }
@@ -28,15 +30,15 @@ struct SddmmShape : SampleShape<C, (C::kStride < 32 ? C::kStride : 32)> {
   using Base = SampleShape<C, (C::kStride < 32 ? C::kStride : 32)>;
   using typename Base::Shape, typename Base::RunX, typename Base::RunY;
   static constexpr int kWidest = RunX::kElement > RunY::kElement ? RunX::kElement : RunY::kElement;
-  static constexpr int kDepthK = C::kTileKBytes * 8 / kWidest;                  // k a stage
-  static constexpr int kBytesX = kDepthK * RunX::kElement / 8, kBytesY = kDepthK * RunY::kElement / 8;
-  static_assert(kBytesX >= 32 && kBytesY >= 32, "the narrower operand needs rows of 32 bytes");
+  static constexpr int kTileK = C::kTileKBytes * 8 / kWidest;                  // K per stage
+  static constexpr int kBytesX = kTileK * RunX::kElement / 8, kBytesY = kTileK * RunY::kElement / 8;
+  static_assert(kBytesX >= 32 && kBytesY >= 32, "the narrower operand must have rows of 32 bytes");
   static constexpr int kStageBytes = Base::kSlots * kBytesY + Base::kRowsX * kBytesX;
-  static constexpr int kRuns = Shape::kDepth > Base::kRegisters ? Shape::kDepth / Base::kRegisters : 1;  // of 32 k an mma needs
-  static_assert(kRuns * Base::kRegisters % Shape::kDepth == 0, "the mma must fit runs of 32 k");
+  static constexpr int kRuns = Shape::kDepth > Base::kRegisters ? Shape::kDepth / Base::kRegisters : 1;  // runs of 32 k per MMA
+  static_assert(kRuns * Base::kRegisters % Shape::kDepth == 0, "an MMA must be whole runs of 32 k");
 };
 
-// (digits, registers along k) of one row from shared memory; k in runs of 32.
+// Read runs of 32 k of one row from shared memory: (digits, registers along k).
 template <class S, class Run, int kRowBytes>
 struct RowReader {
   uint32_t base;
@@ -61,11 +63,11 @@ struct RowReader {
   }
 };
 
-// The operands' rows in global memory.
+// Rows of an operand in global memory.
 struct RowSource {
   const uint8_t* data;
-  int64_t pitch;  // bytes from one row to the next
-  int64_t bytes;  // of a row that exist
+  int64_t pitch;  // bytes between rows
+  int64_t bytes;  // bytes per row
 };
 
 template <class C>
@@ -74,14 +76,14 @@ struct PieceRing {
   uint32_t base;
   RowSource x, y;
   int64_t first_row, rows;
-  int32_t column;  // of the slot that is this lane's
+  int32_t column;  // column of the slot of this lane
   int lane;
 
   template <int kRowBytes>
   __device__ void copy_piece(uint32_t to, const RowSource& from, int64_t source_row, bool exists, int row, int chunk,
                              int64_t byte) const {
-    const int64_t left = from.bytes - byte;
-    const int valid = !exists || left <= 0 ? 0 : left < 16 ? int(left) : 16;
+    const int64_t remaining = from.bytes - byte;
+    const int valid = !exists || remaining <= 0 ? 0 : remaining < 16 ? int(remaining) : 16;
     const uint8_t* at = valid ? from.data + source_row * from.pitch + byte : from.data;
     cp_async(to + swizzled<kRowBytes>(row, chunk), at, valid);
   }
@@ -105,7 +107,7 @@ struct PieceRing {
 };
 
 template <class C>
-__device__ void add_stage(PieceSums<SddmmShape<C>>& sums, uint32_t at, int runs, int lane) {
+__device__ void add_stage(PieceAccumulators<SddmmShape<C>>& acc, uint32_t at, int runs, int lane) {
   using S = SddmmShape<C>;
   const RowReader<S, typename S::RunY, S::kBytesY> read_y{at};
   const RowReader<S, typename S::RunX, S::kBytesX> read_x{at + S::kSlots * S::kBytesY};
@@ -117,16 +119,16 @@ __device__ void add_stage(PieceSums<SddmmShape<C>>& sums, uint32_t at, int runs,
     for (int tile = 0; tile < S::kRowTiles; ++tile) {
       uint32_t x[S::RunX::kDigits][S::kRuns * S::kRegisters];
       read_x.read(8 * tile + lane / 4, run, lane, x);
-      sums.template add<0, 0>(tile, x, y);
+      acc.template add<0, 0>(tile, x, y);
     }
   }
 }
 
 struct SddmmOutput {
   void* out;  // (batch, blocks, V, stride)
-  const float* left;
-  const float* right;
-  int64_t left_step, right_step;
+  const float* row_scale;
+  const float* col_scale;
+  int64_t row_scale_stride, col_scale_stride;
 };
 
 template <class C, class TotalAt>
@@ -137,7 +139,7 @@ __device__ void write_piece(const SddmmOutput& at, int64_t block, int piece, con
   for (int b = 0; b < S::kBlocks; ++b) {
     const int slot = 8 * b + spread_row<S::kBytesY, S::RunY::kChunks>(g);
     const int32_t column = __shfl_sync(~0u, ring.column, slot);
-    const float right = at.right && column >= 0 ? at.right[column * at.right_step] : 1.0f;
+    const float col_scale = at.col_scale && column >= 0 ? at.col_scale[column * at.col_scale_stride] : 1.0f;
     CUTE_UNROLL
     for (int tile = 0; tile < S::kRowTiles; ++tile) {
       CUTE_UNROLL
@@ -146,32 +148,32 @@ __device__ void write_piece(const SddmmOutput& at, int64_t block, int piece, con
         if (v >= C::kVector) continue;
         const int64_t row = ring.first_row + v;
         const bool exists = column >= 0 && row < ring.rows;
-        const float left = at.left && exists ? at.left[row * at.left_step] : 1.0f;
+        const float row_scale = at.row_scale && exists ? at.row_scale[row * at.row_scale_stride] : 1.0f;
         using Out = typename C::Out;
         static_cast<Out*>(at.out)[(block * C::kVector + v) * C::kStride + piece * S::kSlots + slot] =
-            exists ? convert<Out>(total(tile, b, j), left, right, 0.0f) : Out(0);
+            exists ? convert<Out>(total(tile, b, j), row_scale, col_scale, 0.0f) : Out(0);
       }
     }
   }
 }
 
-// Blocks of a multiprocessor that registers are shared out for; left alone, the compiler wants more of them than the sums
-// of many rows of floats leave.
+// CTAs per SM for the register allocation: by default, the compiler assumes more CTAs, and the accumulators of many float
+// rows spill.
 template <class C>
 constexpr int kSddmmBlocks = C::kFloat && C::kVector == 32 ? 16 / C::kWarps : 0;
 
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32, kSddmmBlocks<C>)
 sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64_t x_pitch, int64_t x_batch, int64_t x_bytes,
-      const uint8_t* y, int64_t y_pitch, int64_t y_batch, int64_t y_bytes, void* out, const float* left, int64_t left_step,
-      int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows, int64_t inner,
+      const uint8_t* y, int64_t y_pitch, int64_t y_batch, int64_t y_bytes, void* out, const float* row_scale, int64_t row_scale_stride,
+      int64_t row_scale_batch, const float* col_scale, int64_t col_scale_stride, int64_t col_scale_batch, int64_t rows, int64_t inner,
       int64_t blocks) {
   using S = SddmmShape<C>;
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kPieces = C::kStride / S::kSlots;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const int64_t tasks = blocks * kPieces;
-  const uint32_t task_blocks = uint32_t((tasks + C::kWarps - 1) / C::kWarps);  // a division of 64 bits is a call
+  const uint32_t task_blocks = uint32_t((tasks + C::kWarps - 1) / C::kWarps);  // a 64-bit division is a call
   const int64_t batch = blockIdx.x / task_blocks, task = int64_t{blockIdx.x % task_blocks} * C::kWarps + warp;
   if (task >= tasks) return;
   const int64_t block = task / kPieces;
@@ -185,23 +187,23 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
                           column,
                           lane};
   pdl_wait();
-  const int64_t steps = (inner + S::kDepthK - 1) / S::kDepthK;
+  const int64_t steps = (inner + S::kTileK - 1) / S::kTileK;
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) {
     if (i < steps) ring.fetch(i, i);
     cp_async_commit();
   }
-  PieceSums<SddmmShape<C>> sums;
-  sums.clear();
+  PieceAccumulators<SddmmShape<C>> acc;
+  acc.clear();
   using Total = cuda::std::conditional_t<C::kInt64Accum, int64_t, typename S::Total>;
-  constexpr int kSafeSteps = 32768 / S::kDepthK;
-  Total wide[S::kRowTiles][S::kBlocks][2] = {};
-  const auto fold = [&] {
+  constexpr int kSafeSteps = 32768 / S::kTileK;
+  Total totals[S::kRowTiles][S::kBlocks][2] = {};
+  const auto flush = [&] {
     CUTE_UNROLL
     for (int i = 0; i < S::kRowTiles * S::kBlocks * 2; ++i) {
-      (&wide[0][0][0])[i] += sums.template total<Total>(i / 2 / S::kBlocks, i / 2 % S::kBlocks, i % 2);
+      (&totals[0][0][0])[i] += acc.template total<Total>(i / 2 / S::kBlocks, i / 2 % S::kBlocks, i % 2);
     }
-    sums.clear();
+    acc.clear();
   };
   int stage = 0;
   for (int64_t i = 0; i < steps; ++i) {
@@ -210,20 +212,20 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
     const int refill = stage == 0 ? C::kStages - 1 : stage - 1;
     if (i + C::kStages - 1 < steps) ring.fetch(refill, i + C::kStages - 1);
     cp_async_commit();
-    const int64_t remaining = (inner - i * S::kDepthK + 31) / 32;
-    constexpr int kAll = S::kDepthK / 32;
-    add_stage<C>(sums, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);
+    const int64_t remaining = (inner - i * S::kTileK + 31) / 32;
+    constexpr int kAll = S::kTileK / 32;
+    add_stage<C>(acc, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
     if constexpr (C::kInt64Accum) {
-      if (i % kSafeSteps == kSafeSteps - 1) fold();
+      if (i % kSafeSteps == kSafeSteps - 1) flush();
     }
   }
-  fold();
+  flush();
   cp_async_wait<0>();
-  const SddmmOutput output{out, left ? left + batch * left_batch : nullptr, right ? right + batch * right_batch : nullptr,
-                           left_step, right_step};
+  const SddmmOutput output{out, row_scale ? row_scale + batch * row_scale_batch : nullptr, col_scale ? col_scale + batch * col_scale_batch : nullptr,
+                           row_scale_stride, col_scale_stride};
   write_piece<C>(output, batch * blocks + block, piece, ring,
-                 [&](int tile, int b, int j) { return wide[tile][b][j]; });
+                 [&](int tile, int b, int j) { return totals[tile][b][j]; });
 }
 
 }  // namespace magicube

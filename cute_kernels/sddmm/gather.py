@@ -1,4 +1,4 @@
-"""SDDMM, gather kernel: a warp copies the rows of Y of up to 32 vectors and multiplies them by rows of X."""
+"""SDDMM gather kernel: config, index and launch. A warp gathers the rows of Y of up to 32 consecutive vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,24 @@ from cute_kernels.sddmm.config import SampleConfig
 
 
 def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
-    """Return the row that lane group `g` reads; twin of ``spread_row`` in ``sddmm/gather.cuh``."""
+    """Return the row that lanes ``4 g`` to ``4 g + 3`` read, so that reads have no bank conflicts.
+
+    The same function as ``spread_row`` in ``sddmm/gather.cuh``.
+
+    Parameters
+    ----------
+    g : int or array
+        Lane divided by 4: 0 to 7.
+    row_bytes : int
+        Bytes of a row in shared memory: 32, 64 or 128.
+    chunks : int
+        16-byte chunks per 32 elements along K.
+
+    Examples
+    --------
+    >>> [spread_row(g, row_bytes=64, chunks=2) for g in range(8)]
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
     if chunks == 1 or (row_bytes, chunks) in ((32, 2), (64, 4)):
         return g
     if row_bytes == 64:
@@ -29,18 +46,25 @@ def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
 
 @dataclass(frozen=True)
 class SddmmConfig(SampleConfig):
-    """Config of the gather kernel.
+    """Config of the gather kernel ``sddmm/gather.cuh``.
 
-    Parameters
+    Attributes
     ----------
     tile_k_bytes : int
-        Bytes of the wider operand's rows per stage.
+        Bytes of a row of the wider operand per stage.
     stages : int
-        Stages in flight per warp.
+        Stages of a warp's pipeline.
     warps : int
         Warps per CTA.
     int64_accum : bool
-        Totals that can exceed int32 move to int64.
+        Move accumulators to int64 before int32 can overflow.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = SddmmConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
+    >>> config.name, config.depth, config.smem_bytes
+    ('sddmm-s8_m16n8k32-v8-s8xs8-float16-k32b128s3w4', 128, 61440)
     """
 
     STEM: ClassVar[str] = "sddmm"
@@ -52,12 +76,12 @@ class SddmmConfig(SampleConfig):
 
     @property
     def slots(self) -> int:
-        """Vectors of a piece, which one warp computes."""
+        """Consecutive vectors per warp."""
         return min(self.stride, 32)
 
     @property
     def depth(self) -> int:
-        """K per stage."""
+        """K per stage, in elements."""
         return self.tile_k_bytes * 8 // max(element_bits(self.x), element_bits(self.y))
 
     @property
@@ -71,6 +95,7 @@ class SddmmConfig(SampleConfig):
         return self.warps * self.stages * self.depth * bits // 8
 
     def grid(self, blocks: int, batch: int) -> tuple[int, int, int]:
+        """Return the CTAs of a launch; `blocks`: blocks of `stride` slots in the output of one matrix."""
         return (-(-blocks * (self.stride // self.slots) // self.warps) * batch, 1, 1)
 
     def _tags(self) -> list[str]:
@@ -89,13 +114,13 @@ class SddmmConfig(SampleConfig):
         return ("block_rows", self.stride)
 
     def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
-        """Return the vector row of each block of `stride` vectors, int32 (blocks,)."""
+        """Return the vector row of each block of `stride` slots of the output, int32 (blocks,)."""
         blocks = (row_offsets.diff() + self.stride - 1) // self.stride  # (R,)
         rows = torch.arange(blocks.numel(), dtype=torch.int32, device=blocks.device)
         return torch.repeat_interleave(rows, blocks)
 
     def _tile(self, name: str, number: ElementType, rows: int, used: int) -> list[Access]:
-        """Accesses to the rows of one operand: `used` of `rows` are copied, all are read."""
+        """Return the accesses to one operand: `used` of `rows` rows are copied, all are read."""
         row_bytes, words = self.depth * element_bits(number) // 8, element_bits(number) // 4
         chunks = row_bytes // 16
         pieces = np.arange(-(-used * chunks // 32) * 32).reshape(-1, 32)
@@ -125,18 +150,34 @@ class SddmmConfig(SampleConfig):
         x: DenseArg,
         y: DenseArg,
         out: OutputArg,
-        left: ScaleArg,
-        right: ScaleArg,
+        row_scale: ScaleArg,
+        col_scale: ScaleArg,
         pdl: bool = False,
     ) -> None:
-        """Launch on the current stream; `pattern`: the result of :meth:`index` and the columns, -1 in the padding."""
+        """Launch `kernel` on the current stream of torch.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            Compiled kernel of this config.
+        pattern : sequence of Tensor
+            The result of :meth:`index`, and the columns of the output slots, -1 in the padding.
+        x, y : DenseArg
+            Dense operands, row-major along K.
+        out : OutputArg
+            Output and sizes.
+        row_scale, col_scale : ScaleArg
+            Scales of the rows of X and of Y.
+        pdl : bool, default False
+            Start while the previous kernel on the stream ends.
+        """
         block_rows, columns = pattern
         blocks = block_rows.shape[0]
         kernel.launch(
             self.grid(blocks, out.batch),
             (
-                block_rows.data_ptr(), columns.data_ptr(), *x, *y, out.pointer, *left, *right, out.rows, out.inner,
-                blocks,
+                block_rows.data_ptr(), columns.data_ptr(), *x, *y, out.pointer, *row_scale, *col_scale,
+                out.rows, out.inner, blocks,
             ),
             None,
             pdl,

@@ -1,4 +1,4 @@
-"""Kernel selection of SDDMM: the config with the least predicted time, from sizes and types alone."""
+"""Selection of the SDDMM kernel config by predicted time; needs no GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from cute_kernels.sddmm.panel import SddmmPanelConfig
 
 SddmmKernel = SddmmConfig | SddmmPanelConfig
 
-
-_sddmm: dict[str, SddmmKernel] = {}
+_configs: dict[str, SddmmKernel] = {}  # by name
 
 
 def choose_sddmm(
@@ -27,29 +26,49 @@ def choose_sddmm(
     vectors: int = 0,
     columns: int = 0,
 ) -> SddmmKernel:
-    """Return the config for ``S = X Y^T`` at a pattern.
+    """Return the kernel config with the least predicted time for S = X Y^T at a pattern.
 
     Parameters
     ----------
     kind : ProblemTypes
-        Types of the product.
+        Element types, vector length and output dtype.
     machine : Machine
-        The GPU.
+        GPU.
     stride : int
-        Stride of the output.
+        SR-BCRS stride of the output, in vectors.
     inner : int
-        K.
+        K, columns of X and Y.
     atom : str, optional
-        Name of an MMA atom.
+        Name of the MMA atom. Default: selected by element types and architecture.
     vector_rows, vectors, columns : int, default 0
-        Sizes of the pattern; without them it counts as small.
+        Sizes of the pattern. 0 vectors: the gather kernel is selected.
+
+    Returns
+    -------
+    SddmmConfig or SddmmPanelConfig
+        Registered, so that :func:`sddmm_config` finds it.
+
+    Raises
+    ------
+    TypeError
+        If no atom multiplies the element types.
+    ValueError
+        If `atom` is not an atom of the architecture.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> kind, h200 = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16"), Machine("sm_90a", 132)
+    >>> large = {"vector_rows": 512, "vectors": 512 * 410, "columns": 4096}
+    >>> type(choose_sddmm(kind, h200, stride=32, inner=256, **large)).__name__
+    'SddmmPanelConfig'
     """
     name = resolve_atom(atom, kind, machine.arch)
     base = SddmmConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride)
     narrow = min(kind.left.bits, kind.right.bits) * 2 >= max(kind.left.bits, kind.right.bits)
     short = inner <= base.depth // 2 and narrow
     config: SddmmKernel = replace(base, tile_k_bytes=64 if short else 128, int64_accum=outgrows(base, inner))
-    small = vectors + 64 * vector_rows < 2**31  # the panel kernel counts places in 32 bits
+    small = vectors + 64 * vector_rows < 2**31  # the panel kernel has 32-bit slots
     if machine.arch in PANEL_ARCHES and vectors and small:
         panels = _sddmm_panels(
             SddmmPanelConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride), inner
@@ -58,17 +77,16 @@ def choose_sddmm(
         best = min(costs, key=lambda panel: costs[panel], default=None)
         if best is not None and costs[best] < _sddmm_gather_cost(kind, inner, vectors):
             config = best
-    return _sddmm.setdefault(config.name, config)
+    return _configs.setdefault(config.name, config)
 
 
-_FEW_SAMPLING_REGISTERS = 12  # so many leave 24 warps without spills
-
-
-_MOST_SAMPLING_REGISTERS = 48  # for rows of X and sums that 16 warps leave, without spills
+# `SddmmPanelConfig.registers` without spills.
+_MAX_REGISTERS_24_WARPS = 12
+_MAX_REGISTERS_16_WARPS = 48
 
 
 def _sddmm_panels(base: SddmmPanelConfig, inner: int) -> list[SddmmPanelConfig]:
-    """Configs that hold all of K and fit shared memory and registers."""
+    """Return the panel configs that hold all of K and fit the shared memory and the registers."""
     if base.entry.mma_bits != 8 or base.entry.floating:
         return []
     fitting = (replace(base, boxes=boxes, box_bytes=width) for boxes, width in ((1, 64), (1, 128), (2, 128), (4, 128)))
@@ -76,16 +94,16 @@ def _sddmm_panels(base: SddmmPanelConfig, inner: int) -> list[SddmmPanelConfig]:
     if held is None:
         return []
     slots = 32 if held.boxes == 1 and base.stride >= 32 else 16
-    # with the registers of few sums and narrow rows there are more warps to hide the waiting
-    warps = 24 if held.box_bytes == 64 and held.registers <= _FEW_SAMPLING_REGISTERS else base.warps
+    # With few registers per lane, more warps hide more latency.
+    warps = 24 if held.box_bytes == 64 and held.registers <= _MAX_REGISTERS_24_WARPS else base.warps
     found = [replace(held, tile=tile, slots=slots, warps=warps) for tile in (2048, 1024, 512, 256)]
-    return [c for c in found if c.smem_bytes <= SHARED_BYTES and c.registers <= _MOST_SAMPLING_REGISTERS]
+    return [c for c in found if c.smem_bytes <= SHARED_BYTES and c.registers <= _MAX_REGISTERS_16_WARPS]
 
 
 def _sddmm_panel_cost(
     config: SddmmPanelConfig, machine: Machine, vector_rows: int, vectors: int, columns: int
 ) -> float:
-    """Predicted nanoseconds: waves of CTAs that load their rows and sample vector rows; measured on an H200."""
+    """Predict the time of the panel kernel in nanoseconds, with constants measured on an H200."""
     tiles = -(-columns // config.tile)
     rows = -(-vector_rows // max(1, machine.num_sms // tiles))
     waves = -(-tiles // machine.num_sms)
@@ -94,19 +112,19 @@ def _sddmm_panel_cost(
         + rows * config.vector_length * config.depth * element_bits(config.x) // 8
     )
     units = vectors / vector_rows / tiles / config.slots + 0.55
-    # mma operations a box, in those of L8-R8 at V = 8
+    # MMAs per box, relative to L8-R8 at V = 8
     products = config.digits[0] * config.digits[1] * max(1, config.vector_length // 8) * 8 / element_bits(config.y)
     unit = 250 + 12 * config.slots * config.boxes * config.box_bytes / 128 * (0.5 + 0.5 * products)
-    busy = (0.4 + 0.6 * min(1.0, rows / config.warps)) * config.warps / 16  # what one warp of 16 takes
+    busy = (0.4 + 0.6 * min(1.0, rows / config.warps)) * config.warps / 16  # fraction of 16 warps that have work
     return waves * (1600 + 0.0081 * fetched + -(-rows // config.warps) * (270 + units * unit) * busy)
 
 
 def _sddmm_gather_cost(kind: ProblemTypes, inner: int, vectors: int) -> float:
-    """Predicted nanoseconds: the launch, and each vector with its row of Y and its share of X."""
+    """Predict the time of the gather kernel in nanoseconds: launch, then a row of Y and a share of X per vector."""
     moved = inner / 8 * (kind.right.bits + kind.left.bits * kind.vector_length / 32)
     return 2000 + vectors * (0.022 + 0.00016 * moved)
 
 
 def sddmm_config(name: str) -> SddmmKernel:
-    """Return the registered SDDMM config of this name."""
-    return _sddmm[name]
+    """Return the selected config of this name; ``KeyError`` if there is none."""
+    return _configs[name]

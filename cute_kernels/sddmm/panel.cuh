@@ -1,9 +1,12 @@
-// SDDMM, panel kernel (sm_90 on): a block keeps a tile of Y's rows in shared memory and samples many vector rows from it.
+// SDDMM, panel kernel: S = row_scale * col_scale * (X Y^T) at the vectors of a pattern.
 //
-// The tensor copy engine brings kTile rows of Y, all of k, in boxes of kBoxBytes; barriers count the boxes of every kSub
-// rows. Columns rise in a vector row, so those of a tile are neighbours in the output: each of kWarps warps takes vector
-// rows in turn, keeps the rows of X in registers and walks the row's vectors that name rows of the tile, kSlots at a time.
-// Each lane group has a unit of neighbouring vectors, which it stores at once where all are of the tile.
+// Architectures: sm_90a and later (TMA).
+// Work: a CTA holds a tile of kTile rows of Y, all of K, in shared memory. Each of kWarps warps computes vector rows: it keeps
+// V rows of X in registers and computes kSlots vectors at a time. Columns increase in a vector row, so the vectors of a tile
+// are consecutive in the output. Four lanes (a quad) own a unit of kSlots / 8 consecutive vectors.
+// Pipeline: one thread loads the tile by TMA in boxes of kBoxBytes, one mbarrier per kSub rows; a warp loads the rows of X of
+// its next vector row by cp.async.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
 #pragma once
 
 #include "device/copy.cuh"
@@ -15,30 +18,30 @@ template <class C>
 struct SddmmPanelShape : SampleShape<C, C::kSlots> {
   using Base = SampleShape<C, C::kSlots>;
   using typename Base::RunX, typename Base::RunY;
-  static_assert(Base::Shape::kBits == 8 && C::kStride % Base::kBlocks == 0, "an 8-bit mma and whole units a block are needed");
+  static_assert(Base::Shape::kBits == 8 && C::kStride % Base::kBlocks == 0, "the MMA must be 8-bit and the stride whole units");
   static constexpr int kBoxBytes = C::kBoxBytes;                             // of a row
-  static constexpr int kHalves = kBoxBytes / 64;                             // what a lane group reads at once
-  static_assert(kHalves == 2 || (kHalves == 1 && C::kBoxes == 1), "one narrow box, or wide ones");
-  static constexpr int kRuns = kBoxBytes / 4 / RunY::kElement;               // runs of eight k that a lane has of a box
-  static constexpr int kCount = kRuns * Base::kRegisters;                    // registers that a box gives a digit
+  static constexpr int kHalves = kBoxBytes / 64;                             // 64-byte halves, one read of a quad each
+  static_assert(kHalves == 2 || (kHalves == 1 && C::kBoxes == 1), "boxes must have 128 bytes, or a single one 64");
+  static constexpr int kRuns = kBoxBytes / 4 / RunY::kElement;               // runs of eight k per lane and box
+  static constexpr int kCount = kRuns * Base::kRegisters;                    // registers per digit and box
   static constexpr int kSub = C::kTile < 128 ? C::kTile : 128, kSubs = C::kTile / kSub;
-  static constexpr int kBoxesBytes = C::kTile * kBoxBytes;                   // of the tile, one box wide
+  static constexpr int kBoxesBytes = C::kTile * kBoxBytes;                   // one box of all rows of the tile
   static constexpr int kTileBytes = C::kBoxes * kBoxesBytes;
-  // Rows of X are an odd multiple of what a lane group loads apart, so that rows next to each other meet in no bank.
-  static constexpr int kLaneWordsX = 4 * RunX::kElement / RunY::kElement;    // that go with 16 bytes of Y
+  // The memory stride of X is an odd multiple of a load of a quad: consecutive rows have no bank conflicts.
+  static constexpr int kLaneWordsX = 4 * RunX::kElement / RunY::kElement;    // words of X per 16 bytes of Y
   static constexpr int kLoadX = kLaneWordsX < 4 ? kLaneWordsX : 4;
   static constexpr int kRowBytesX = C::kBoxes * kBoxBytes * RunX::kElement / RunY::kElement;
   static constexpr int kPitchX = kRowBytesX + (kRowBytesX / (16 * kLoadX) % 2 ? 0 : 16 * kLoadX);
   static constexpr int kWarpBytesX = C::kVector * kPitchX;
 };
 
-// A lane's part in bringing V rows of X to its warp's shared memory.
+// Copy of V rows of X to the shared memory of a warp.
 template <class C>
 struct FetchOfX {
   using S = SddmmPanelShape<C>;
-  static constexpr int kChunks = S::kRowBytesX / 16;                         // 16 bytes each, of a row
+  static constexpr int kChunks = S::kRowBytesX / 16;                         // 16-byte chunks per row
   static constexpr int kAcross = kChunks < 32 ? kChunks : 32, kGroups = kChunks / kAcross, kDown = 32 / kAcross;
-  const uint8_t* from;  // this lane's piece of the matrix' first rows
+  const uint8_t* from;  // chunk of this lane in the first vector row
   int64_t pitch, bytes;
   uint32_t to;
   int lane;
@@ -50,7 +53,7 @@ struct FetchOfX {
         to(shared + lane / kAcross * S::kPitchX + lane % kAcross * 16),
         lane(lane) {}
 
-  // (V, k) of X to shared memory; `count` of the rows exist, the others become zeros, and so does what k lacks.
+  // Copy (V, K) of X. count: rows that exist; other rows and K beyond the matrix become zeros.
   __device__ void start(int vector_row, int count) const {
     const uint8_t* at = from + int64_t{vector_row} * (C::kVector * pitch);
     if (bytes >= S::kRowBytesX && count == C::kVector && C::kVector >= kDown) {
@@ -58,8 +61,8 @@ struct FetchOfX {
     } else {
       each([&](int r, int i) {
         const int v = r + lane / kAcross;
-        const int64_t left = v < count ? bytes - (i * kAcross + lane % kAcross) * 16 : 0;
-        const int valid = left <= 0 ? 0 : left < 16 ? int(left) : 16;
+        const int64_t remaining = v < count ? bytes - (i * kAcross + lane % kAcross) * 16 : 0;
+        const int valid = remaining <= 0 ? 0 : remaining < 16 ? int(remaining) : 16;
         if (v < C::kVector) cp_async(place(r, i), valid ? at + r * pitch + i * kAcross * 16 : from, valid);
       });
     }
@@ -105,15 +108,15 @@ struct RowsOfX {
   }
 };
 
-// One row of Y as operand A. The two lane groups that are served at once read different halves of their rows' boxes of 128
-// bytes, so that no two rows meet in a bank, whichever they are; of 64 bytes, rows of one parity meet.
+// One row of Y as operand A. In boxes of 128 bytes, even and odd quads read different halves of their rows, so that any two
+// rows are free of bank conflicts. In boxes of 64 bytes, rows with numbers of the same parity conflict.
 template <class C>
 struct RowOfY {
   using S = SddmmPanelShape<C>;
   uint32_t at;
-  bool crossed;  // the swizzle put the row's second half where this lane reads first
+  bool crossed;  // the swizzle exchanges the halves of the row
 
-  // `lane_base` is what base_of gave.
+  // lane_base: result of base_of.
   __device__ RowOfY(uint32_t lane_base, uint32_t row)
       : at((S::kHalves == 2 ? lane_base ^ (row & 3) << 4 : lane_base) + row * S::kBoxBytes),
         crossed(((row >> 2 ^ lane_base >> 6) & 1) != 0) {}
@@ -140,7 +143,7 @@ struct RowOfY {
   }
 };
 
-// The columns of a lane group's unit, -1 where it is not below `end`.
+// Columns of the unit of a quad; -1 if the unit is not below `end`.
 template <class C>
 struct UnitColumns {
   static constexpr int kBlocks = SddmmPanelShape<C>::kBlocks;
@@ -156,37 +159,37 @@ struct UnitColumns {
   }
 };
 
-// The factors of the rows of X and of the tile's columns, and those of them that are the same for all.
+// Row scales, and column scales of the tile, per row and column or per tensor.
 template <class C>
-struct SampleFactors {
-  const float* left;  // one a row, or null
-  uint32_t right;     // in shared memory, one a column of the tile, or 0
-  float one_left, one_right;
+struct SampleScales {
+  const float* row_scale;  // (rows,), or null if per tensor
+  uint32_t col_scale;     // (kTile,) in shared memory, or 0 if per tensor
+  float tensor_row_scale, tensor_col_scale;
 
-  // Steps of 0 and 1. `count`: columns of the tile that exist; what is fetched has arrived after cp_async_wait and a
-  // barrier of the block.
-  __device__ SampleFactors(const float* left, int64_t left_step, const float* right, int64_t right_step, int count,
+  // Strides are 0 or 1. count: columns of the tile that exist. Column scales are visible after cp_async_wait and a CTA
+  // barrier.
+  __device__ SampleScales(const float* row_scale, int64_t row_scale_stride, const float* col_scale, int64_t col_scale_stride, int count,
                            uint32_t shared)
-      : left(left_step ? left : nullptr), right(right && right_step ? shared : 0), one_left(left ? *left : 1.0f),
-        one_right(right ? *right : 1.0f) {
-    if (this->right == 0) return;
-    for (int i = threadIdx.x; i < C::kTile && i < count; i += 32 * C::kWarps) copy_async_word(shared + 4 * i, right + i);
+      : row_scale(row_scale_stride ? row_scale : nullptr), col_scale(col_scale && col_scale_stride ? shared : 0), tensor_row_scale(row_scale ? *row_scale : 1.0f),
+        tensor_col_scale(col_scale ? *col_scale : 1.0f) {
+    if (this->col_scale == 0) return;
+    for (int i = threadIdx.x; i < C::kTile && i < count; i += 32 * C::kWarps) copy_async_word(shared + 4 * i, col_scale + i);
   }
-  __device__ float of_row(int64_t row) const { return left ? left[row] : one_left; }
+  __device__ float of_row(int64_t row) const { return row_scale ? row_scale[row] : tensor_row_scale; }
   __device__ float of_column(unsigned place) const {
-    if (!right) return one_right;
+    if (!col_scale) return tensor_col_scale;
     uint32_t word[1];
-    load_shared(right + 4 * place, word);
+    load_shared(col_scale + 4 * place, word);
     return __uint_as_float(word[0]);
   }
 };
 
-// Which of a lane group's vectors the tile has.
+// Rows in the tile of the vectors of a quad.
 template <class C>
 struct UnitPlaces {
   static constexpr int kBlocks = SddmmPanelShape<C>::kBlocks;
-  unsigned place[kBlocks];  // row of the tile; 0 where the tile does not have it
-  unsigned present;         // a bit each
+  unsigned place[kBlocks];  // row of the tile; 0 if it is in another tile
+  unsigned present;         // bit mask of the vectors in this tile
 
   __device__ UnitPlaces(const UnitColumns<C>& columns, int first) : present(0) {
     CUTE_UNROLL
@@ -198,7 +201,7 @@ struct UnitPlaces {
   }
 };
 
-// Where a unit's first vector lies in the output.
+// Address of the first vector of a unit in the output.
 template <class C>
 __device__ __forceinline__ typename C::Out* unit_of(typename C::Out* out, int unit) {
   constexpr unsigned kUnits = C::kStride / SddmmPanelShape<C>::kBlocks;  // of a block of the output
@@ -206,9 +209,9 @@ __device__ __forceinline__ typename C::Out* unit_of(typename C::Out* out, int un
   return out + (uint64_t{number / kUnits} * (C::kVector * kUnits) + number % kUnits) * SddmmPanelShape<C>::kBlocks;
 }
 
-// Neighbouring results of one row of X, those whose bits are set in `mask`.
+// Store consecutive results of one row of X, predicated by `mask`.
 template <class Out, int kCount>
-__device__ __forceinline__ void store_some(Out* to, const Out (&result)[kCount], unsigned mask) {
+__device__ __forceinline__ void store_masked(Out* to, const Out (&result)[kCount], unsigned mask) {
   if (mask == (1u << kCount) - 1) {
     constexpr int kBytes = kCount * int(sizeof(Out)), kPart = kBytes < 16 ? kBytes : 16;
     using Word = typename Store<kPart>::type;
@@ -222,37 +225,37 @@ __device__ __forceinline__ void store_some(Out* to, const Out (&result)[kCount],
   }
 }
 
-// A lane's factors of the rows of X of one vector row.
+// Row scales of one vector row for a lane.
 template <class C>
-struct RowFactors {
+struct RowScales {
   using S = SddmmPanelShape<C>;
-  float left[S::kRowTiles][2];
+  float row_scale[S::kRowTiles][2];
   int count;  // of the V rows that exist
 
-  __device__ void load(const SampleFactors<C>& factors, int vector_row, int64_t rows, int lane) {
+  __device__ void load(const SampleScales<C>& scales, int vector_row, int64_t rows, int lane) {
     const int64_t first = int64_t{vector_row} * C::kVector;
     count = rows - first < C::kVector ? int(rows - first) : C::kVector;
     CUTE_UNROLL
     for (int i = 0; i < 2 * S::kRowTiles; ++i) {
       const int v = i / 2 * 8 + lane % 4 * 2 + i % 2;
-      left[i / 2][i % 2] = v < count ? factors.of_row(first + v) : 1.0f;
+      row_scale[i / 2][i % 2] = v < count ? scales.of_row(first + v) : 1.0f;
     }
   }
 };
 
-// What a warp has of one vector row.
+// State of one vector row in a warp.
 template <class C>
-struct SampleRow : RowFactors<C> {
+struct SampleRow : RowScales<C> {
   RowsOfX<C> x;
 };
 
-// The tile of Y's rows in shared memory.
+// Tile of Y in shared memory.
 template <class C>
 struct TileOfY {
   using S = SddmmPanelShape<C>;
   uint32_t base, full;
   int first;      // row of Y
-  int ready = 0;  // parts that this thread has seen arrive
+  int ready = 0;  // mbarriers that this thread has waited for
 
   __device__ void producer_loop(const TmaDescriptor* map, int y) const {
     CUTE_UNROLL
@@ -272,7 +275,7 @@ struct TileOfY {
 };
 
 template <class C>
-__device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, int unit, const SampleFactors<C>& factors,
+__device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, int unit, const SampleScales<C>& scales,
                              typename C::Out* out, TileOfY<C>& tile, int lane) {
   using S = SddmmPanelShape<C>;
   using Out = typename C::Out;
@@ -283,19 +286,19 @@ __device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, i
     tile.wait_for(int(__reduce_max_sync(~0u, last)) / S::kSub);
   }
   const uint32_t lane_base = RowOfY<C>::base_of(tile.base, lane);
-  PieceSums<S> sums;
-  sums.clear();
+  PieceAccumulators<S> acc;
+  acc.clear();
   CUTE_UNROLL
   for (int box = 0; box < C::kBoxes; ++box) {
     uint32_t y[S::kBlocks][S::RunY::kDigits][S::kCount];  // (row blocks, digits, registers along k)
     CUTE_UNROLL
     for (int b = 0; b < S::kBlocks; ++b) RowOfY<C>(lane_base, at.place[b]).read(box, y[b]);
     CUTE_UNROLL
-    for (int i = 0; i < S::kRowTiles; ++i) sums.template add<0, 0>(i, row.x.word[box][i], y);
+    for (int i = 0; i < S::kRowTiles; ++i) acc.template add<0, 0>(i, row.x.word[box][i], y);
   }
-  float right[S::kBlocks];
+  float col_scale[S::kBlocks];
   CUTE_UNROLL
-  for (int b = 0; b < S::kBlocks; ++b) right[b] = factors.of_column(at.place[b]);
+  for (int b = 0; b < S::kBlocks; ++b) col_scale[b] = scales.of_column(at.place[b]);
   Out* to = unit_of<C>(out, unit) + lane % 4 * (2 * C::kStride);
   const auto write = [&](auto whole) {  // whether all of the V rows exist
     CUTE_UNROLL
@@ -304,21 +307,21 @@ __device__ void sample_units(const SampleRow<C>& row, const UnitPlaces<C>& at, i
       if (C::kVector < 8 && v >= C::kVector) continue;
       typename S::Total total[S::kBlocks];
       CUTE_UNROLL
-      for (int b = 0; b < S::kBlocks; ++b) total[b] = sums.template total<typename S::Total>(i / 2, b, i % 2);
+      for (int b = 0; b < S::kBlocks; ++b) total[b] = acc.template total<typename S::Total>(i / 2, b, i % 2);
       alignas(16) Out result[S::kBlocks];  // (vectors of the unit)
-      convert_run(total, row.left[i / 2][i % 2], right, 0.0f, result);
+      convert_run(total, row.row_scale[i / 2][i % 2], col_scale, 0.0f, result);
       if (!decltype(whole)::value && v >= row.count) {
         CUTE_UNROLL
         for (int b = 0; b < S::kBlocks; ++b) result[b] = Out(0);
       }
-      store_some(to + (i / 2 * 8 + i % 2) * C::kStride, result, at.present);
+      store_masked(to + (i / 2 * 8 + i % 2) * C::kStride, result, at.present);
     }
   };
   if (row.count == C::kVector) write(cuda::std::true_type{});
   else write(cuda::std::false_type{});
 }
 
-// Zeros in the output's slots from range.x to range.y.
+// Write zeros to the slots from range.x to range.y.
 template <class C>
 __device__ void clear_padding(typename C::Out* out, int2 range, int lane) {
   for (int slot = range.x + lane; slot < range.y; slot += 32) {
@@ -328,25 +331,25 @@ __device__ void clear_padding(typename C::Out* out, int2 range, int lane) {
   }
 }
 
-// ranges: (tiles + 1, vector rows, 2), the first unit of a vector row that has to do with a tile and the one after the last;
-// after the tiles the slots of the row's padding. slots: of one matrix of the output.
+// ranges: (tiles + 1, vector rows), first unit of a tile and the one after the last; in the last entry the slots of the padding.
+// slots: slots of the output per matrix.
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32, 1)
 sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const int32_t* columns, const uint8_t* x,
-            int64_t x_pitch, int64_t x_batch, int64_t x_bytes, void* out, const float* left, int64_t left_step,
-            int64_t left_batch, const float* right, int64_t right_step, int64_t right_batch, int64_t rows,
+            int64_t x_pitch, int64_t x_batch, int64_t x_bytes, void* out, const float* row_scale, int64_t row_scale_stride,
+            int64_t row_scale_batch, const float* col_scale, int64_t col_scale_stride, int64_t col_scale_batch, int64_t rows,
             int64_t vector_rows, int64_t n, int64_t slots, int64_t tiles, int64_t row_blocks, int64_t block_rows,
             int64_t y_step) {
   using S = SddmmPanelShape<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const uint32_t base = shared_address(shared), at_x = base + S::kTileBytes + warp * S::kWarpBytesX;
-  // 32 bits: a division of 64 is a call
+  // 32 bits: a 64-bit division is a call
   const int tile_number = int(blockIdx.x % uint32_t(tiles));
   const int row_block = int(blockIdx.x / uint32_t(tiles) % uint32_t(row_blocks));
   const int64_t batch = blockIdx.x / uint32_t(tiles) / uint32_t(row_blocks);
-  const uint32_t at_factors = base + S::kTileBytes + C::kWarps * S::kWarpBytesX;
-  TileOfY<C> tile{base, at_factors + 4 * C::kTile, tile_number * C::kTile};
+  const uint32_t at_scales = base + S::kTileBytes + C::kWarps * S::kWarpBytesX;
+  TileOfY<C> tile{base, at_scales + 4 * C::kTile, tile_number * C::kTile};
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kSubs; ++i) barrier_init(tile.full + 8 * i, 1);
     barrier_fence();
@@ -365,29 +368,29 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
   if (threadIdx.x == 0) tile.producer_loop(&map, int(batch * y_step) + tile.first);
   __syncwarp();
   const FetchOfX<C> fetch(at_x, x + batch * x_batch, x_pitch, x_bytes, lane);
-  const SampleFactors<C> factors(left ? left + batch * left_batch : nullptr, left_step,
-                                 right ? right + batch * right_batch + tile.first * right_step : nullptr, right_step,
-                                 int(n - tile.first), at_factors);
+  const SampleScales<C> scales(row_scale ? row_scale + batch * row_scale_batch : nullptr, row_scale_stride,
+                                 col_scale ? col_scale + batch * col_scale_batch + tile.first * col_scale_stride : nullptr, col_scale_stride,
+                                 int(n - tile.first), at_scales);
   typename C::Out* to = static_cast<typename C::Out*>(out) + batch * slots * C::kVector;
   const auto start = [&](int r) {
-    const int64_t left_rows = rows - int64_t{r} * C::kVector;
-    if (r < end) fetch.start(r, left_rows < C::kVector ? int(left_rows) : C::kVector);
+    const int64_t remaining_rows = rows - int64_t{r} * C::kVector;
+    if (r < end) fetch.start(r, remaining_rows < C::kVector ? int(remaining_rows) : C::kVector);
     cp_async_commit();
   };
   start(vector_row);
-  RowFactors<C> ahead;
-  if (vector_row < end) ahead.load(factors, vector_row, rows, lane);
-  // Blocks of the same vector rows share their padding.
+  RowScales<C> ahead;
+  if (vector_row < end) ahead.load(scales, vector_row, rows, lane);
+  // CTAs of the same vector rows share the padding.
   for (int r = begin + warp * int(tiles) + tile_number; r < end; r += C::kWarps * int(tiles)) {
     clear_padding<C>(to, __ldg(ranges + (int(tiles) * count + r)), lane);
   }
-  if (factors.right) {  // the same for the block
+  if (scales.col_scale) {  // uniform in the CTA
     cp_async_wait<0>();
     __syncthreads();
   }
   for (; vector_row < end; vector_row += C::kWarps) {
     SampleRow<C> row{ahead};
-    if (vector_row + C::kWarps < end) ahead.load(factors, vector_row + C::kWarps, rows, lane);
+    if (vector_row + C::kWarps < end) ahead.load(scales, vector_row + C::kWarps, rows, lane);
     cp_async_wait<0>();
     __syncwarp();
     row.x.read(at_x, lane);
@@ -398,12 +401,12 @@ sddmm_panel(const __grid_constant__ TmaDescriptor map, const int2* ranges, const
       const UnitPlaces<C> places(upcoming, tile.first);
       const bool more = unit - lane / 4 + 8 < range.y;
       upcoming.load(columns, more ? unit + 8 : next.x + lane / 4, more ? range.y : next.y);
-      sample_units(row, places, unit, factors, to, tile, lane);
+      sample_units(row, places, unit, scales, to, tile, lane);
     }
     range = next;
     next = range_of(vector_row + 2 * C::kWarps);
   }
-  tile.wait_for(S::kSubs - 1);  // the copy engine must be done with a block's memory before the block is
+  tile.wait_for(S::kSubs - 1);  // TMA must complete before the CTA exits
 }
 
 }  // namespace magicube

@@ -1,4 +1,4 @@
-"""SDDMM, panel kernel: a CTA keeps a tile of Y in shared memory and samples many vector rows from it."""
+"""SDDMM panel kernel: config, index and launch. A CTA keeps a tile of Y in shared memory for many vector rows."""
 
 from __future__ import annotations
 
@@ -18,26 +18,33 @@ from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.config import SampleConfig
 
-BOX_ROWS = 128  # that one barrier counts
-_MAX_COORDINATE = 2**31 - 1
+BOX_ROWS = 128  # rows of Y per mbarrier
+_MAX_COORDINATE = 2**31 - 1  # of a tensor map
 
 
 @dataclass(frozen=True)
 class SddmmPanelConfig(SampleConfig):
-    """Config of the panel kernel.
+    """Config of the panel kernel ``sddmm/panel.cuh``.
 
-    Parameters
+    Attributes
     ----------
     tile : int
         Rows of Y in shared memory.
     boxes : int
-        TMA boxes per row, which hold all of K.
+        TMA boxes per row of Y; together they hold all of K.
     box_bytes : int
-        Bytes of a box: 128, the swizzle of TMA, or 64 for a single box.
+        Bytes of a row per box: 128, the width of the TMA swizzle, or 64 for a single box.
     slots : int
-        Consecutive vectors that a warp samples at a time.
+        Consecutive vectors that a warp computes at once.
     warps : int
         Warps per CTA.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = SddmmPanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
+    >>> config.name, config.depth, config.smem_bytes
+    ('sddmm_panel-s8_m16n8k32-v8-s8xs8-float16-k32t512b2p32w16', 256, 174112)
     """
 
     STEM: ClassVar[str] = "sddmm_panel"
@@ -59,19 +66,19 @@ class SddmmPanelConfig(SampleConfig):
 
     @property
     def _pitch(self) -> int:
-        """Bytes between rows of X in shared memory."""
+        """Memory stride of the rows of X in shared memory, in bytes."""
         row = self.depth * element_bits(self.x) // 8
         return row if row // (4 * self._load) % 2 else row + 4 * self._load
 
     @property
     def _load(self) -> int:
-        """Bytes of X that a lane loads at once."""
+        """Bytes of X per load of a lane."""
         return min(16, 16 * element_bits(self.x) // element_bits(self.y))
 
     @property
     def smem_bytes(self) -> int:
-        rest = 8 * -(-self.tile // BOX_ROWS) + 4 * self.tile  # barriers, factors of the columns
-        return self.boxes * self.tile * self.box_bytes + self.warps * self.vector_length * self._pitch + rest
+        scales = 8 * -(-self.tile // BOX_ROWS) + 4 * self.tile  # mbarriers and column scales
+        return self.boxes * self.tile * self.box_bytes + self.warps * self.vector_length * self._pitch + scales
 
     @property
     def registers(self) -> int:
@@ -97,10 +104,10 @@ class SddmmPanelConfig(SampleConfig):
         return ("ranges", self.stride, self.tile, self.slots)
 
     def index(self, row_offsets: Tensor, columns: Tensor, row_start: Tensor, n: int) -> Tensor:
-        """Return which places of the output belong to each tile, int32 (tiles + 1, R, 2).
+        """Return the slots of the output per tile of Y, int32 (tiles + 1, R, 2).
 
-        Per vector row the first unit of ``slots / 8`` places and the one after the last; after the tiles the places of
-        the padding.
+        Per tile and vector row: the first unit of ``slots / 8`` slots and the one after the last. The last entry has
+        the first slot of each row's padding and the one after the last.
         """
         tiles, rows, unit = -(-n // self.tile), row_start.numel(), self.slots // 8
         lengths = row_offsets.diff()
@@ -113,28 +120,28 @@ class SddmmPanelConfig(SampleConfig):
         return torch.cat((ranges, padding[:, None]), 1).transpose(0, 1).to(torch.int32).contiguous()
 
     def smem_accesses(self) -> list[Access]:
-        """Return every shared-memory access of a warp for columns 0, 1, ...; no others conflict more.
+        """Return every shared-memory access of a warp, for the columns 0, 1, ...; no others have more bank conflicts.
 
-        In boxes of 64 bytes two rows of Y of one parity conflict: half of all pairs.
+        In boxes of 64 bytes, two rows of Y with numbers of the same parity conflict.
         """
         lane, chunks = np.arange(32), self.vector_length * self.depth * element_bits(self.x) // 128
-        g, t, blocks, wide = lane // 4, lane % 4, self.slots // 8, self.box_bytes
+        g, t, blocks, width = lane // 4, lane % 4, self.slots // 8, self.box_bytes
         y = [
-            box * self.tile * wide + swizzled(row, 4 * (half ^ (g & 1) ^ (row >> 2 & 1)) + t, wide)
-            if wide == 128
-            else row * wide + 16 * t
+            box * self.tile * width + swizzled(row, 4 * (half ^ (g & 1) ^ (row >> 2 & 1)) + t, width)
+            if width == 128
+            else row * width + 16 * t
             for box in range(self.boxes)
             for row in (g * blocks + block for block in range(blocks))
-            for half in range(wide // 64)
+            for half in range(width // 64)
         ]
         piece = np.arange(-(-chunks // 32) * 32).reshape(-1, 32)
-        width = chunks // self.vector_length
-        fetch = np.where(piece < chunks, piece // width * self._pitch + piece % width * 16, -1)
+        per_row = chunks // self.vector_length
+        fetch = np.where(piece < chunks, piece // per_row * self._pitch + piece % per_row * 16, -1)
         lane_bytes = 16 * element_bits(self.x) // element_bits(self.y)
         x = [
             (8 * tile + g % self.vector_length) * self._pitch + (4 * half + t) * lane_bytes + part
             for tile in range(max(1, self.vector_length // 8))
-            for half in range(wide // 64 * self.boxes)
+            for half in range(width // 64 * self.boxes)
             for part in range(0, lane_bytes, self._load)
         ]
         return [
@@ -150,28 +157,41 @@ class SddmmPanelConfig(SampleConfig):
         x: DenseArg,
         y: DenseArg,
         out: OutputArg,
-        left: ScaleArg,
-        right: ScaleArg,
+        row_scale: ScaleArg,
+        col_scale: ScaleArg,
         pdl: bool = False,
     ) -> None:
-        """Launch on the current stream; once per matrix if no single step separates the matrices of a batch.
+        """Launch `kernel` on the current stream of torch.
 
-        `pattern`: the result of :meth:`index` and the columns, -1 in the padding.
+        A batch needs one launch per matrix if its stride is not a whole number of rows or exceeds a tensor map.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            Compiled kernel of this config.
+        pattern : sequence of Tensor
+            The result of :meth:`index`, and the columns of the output slots, -1 in the padding.
+        x, y : DenseArg
+            Dense operands, row-major along K.
+        out : OutputArg
+            Output and sizes.
+        row_scale, col_scale : ScaleArg
+            Scales of the rows of X and of Y.
+        pdl : bool, default False
+            Start while the previous kernel on the stream ends.
         """
-        if out.inner == 0:  # X is filled with zeros, so any row will do for Y
+        if out.inner == 0:  # X is all zeros in shared memory, so Y can be any valid address
             x, y = DenseArg(out.pointer, 16, 0, 0), DenseArg(out.pointer, 16, 0, 16)
         ranges, columns = pattern
         slots, tiles, rows = columns.shape[0], ranges.shape[0] - 1, ranges.shape[1]
-        step, rest = divmod(y.batch, y.pitch) if out.batch > 1 else (0, 0)
-        if rest or step * (out.batch - 1) + tiles * self.tile > _MAX_COORDINATE:
+        step, unaligned = divmod(y.batch, y.pitch) if out.batch > 1 else (0, 0)
+        if unaligned or step * (out.batch - 1) + tiles * self.tile > _MAX_COORDINATE:
             size = slots * self.vector_length * OUT_BYTES[self.out]
             for i in range(out.batch):
                 at_x, at_y = (DenseArg(place.pointer + i * place.batch, place.pitch, 0, place.row) for place in (x, y))
-                rows_of, columns_of = (
-                    ScaleArg(factor.pointer + 4 * i * factor.batch, factor.step, 0) for factor in (left, right)
-                )
+                rows_i, cols_i = (ScaleArg(s.pointer + 4 * i * s.batch, s.step, 0) for s in (row_scale, col_scale))
                 one = OutputArg(out.pointer + i * size, 1, *out[2:])
-                self.launch(kernel, pattern, at_x, at_y, one, rows_of, columns_of, pdl)
+                self.launch(kernel, pattern, at_x, at_y, one, rows_i, cols_i, pdl)
             return
         shape = (y.row, step * (out.batch - 1) + out.columns if out.inner else 1)
         box, swizzle = (self.box_bytes, min(self.tile, BOX_ROWS)), 128 if self.box_bytes == 128 else 0
@@ -182,7 +202,8 @@ class SddmmPanelConfig(SampleConfig):
             (tiles * row_blocks * out.batch, 1, 1),
             (
                 tensor_map(y.pointer, 1, shape, y.pitch, box, swizzle), ranges.data_ptr(), columns.data_ptr(), *x,
-                out.pointer, *left, *right, out.rows, rows, out.columns, slots, tiles, row_blocks, block_rows, step,
+                out.pointer, *row_scale, *col_scale, out.rows, rows, out.columns, slots, tiles, row_blocks,
+                block_rows, step,
             ),
             None,
             pdl,

@@ -1,7 +1,12 @@
-// What the SpMM kernels share: shapes that follow from a config, sums in registers, and the epilogue.
+// SpMM: what the gather and the panel kernel share.
 //
-// C = A B with A sparse (vectors of V rows) and B dense, row-major. A group is as many gathered rows of B as the mma is
-// deep. One warp multiplies groups of one vector row by a strip of kTileNBytes bytes of each of those rows.
+// Formula: C = row_scale * col_scale * (A B) + bias, with A sparse (V x 1 vectors) and B dense, row-major.
+// Architectures: sm_80 and later (mma.sync, ldmatrix.trans).
+// Work: a group is K vectors of one vector row, K of the MMA. A warp multiplies groups by N tiles of kTileNBytes bytes of
+// the gathered rows of B.
+// Operands: C^T = B^T A^T. Rows of B^T are operand A, from ldmatrix.trans; vectors are operand B, in fragment order.
+// Digits: wide integers are digit planes; digit products of equal weight share an accumulator.
+// Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
 #include "device/copy.cuh"
@@ -10,14 +15,14 @@
 
 namespace magicube {
 
-// What the epilogue reads and writes.
+// Operands of the epilogue. A stride of 0: one scale for all; null: no scale.
 struct SpmmOperands {
-  const float* left;       // scale of a row of A, `left_step` apart (0: one for all), or null
-  const float* right;      // scale of a column of B, likewise
-  const float* bias;       // one a row, or null
+  const float* row_scale;       // (rows,) float32 or null
+  const float* col_scale;      // (batch, n) float32 or null
+  const float* bias;       // (rows,) float32 or null
   void* out;               // (batch, rows, n), contiguous
-  int64_t rows, n, left_step, right_step, right_batch;
-  bool vector_stores;      // out, right and n are aligned to a unit's columns
+  int64_t rows, n, row_scale_stride, col_scale_stride, col_scale_batch;
+  bool vector_stores;      // out, col_scale and n are aligned to the columns of a unit
 };
 
 template <class C>
@@ -28,47 +33,47 @@ struct SpmmShape {
                                          DenseUnits<Shape, kElement, C::kSignedB>>;
 
   static constexpr int kDigitsA = C::kBitsA > 8 && !C::kFloat ? 2 : 1;
-  static constexpr int kPlanes = C::kFuseDigits ? 1 : kDigitsA;             // mma operands of A's digits
-  static constexpr int kTileRows = C::kVector < 8 ? C::kVector : 8;      // rows of a vector in one mma
+  static constexpr int kPlanes = C::kFuseDigits ? 1 : kDigitsA;             // MMA operands of the digits of A
+  static constexpr int kTileRows = C::kVector < 8 ? C::kVector : 8;      // rows of a vector per MMA
   static constexpr int kRowTiles = C::kVector / kTileRows;
-  static constexpr int kUsedRows = C::kFuseDigits ? 2 * kTileRows : kTileRows;  // columns of the mma that hold values
-  static_assert(!C::kFuseDigits || (kDigitsA == 2 && C::kVector <= 4), "two digits of at most four rows stack");
-  // Packed 4-bit values become two registers of an 8-bit mma each; floats as many as they are narrower.
+  static constexpr int kUsedRows = C::kFuseDigits ? 2 * kTileRows : kTileRows;  // columns of the MMA that hold values
+  static_assert(!C::kFuseDigits || (kDigitsA == 2 && C::kVector <= 4), "fused digits need two digits and at most four rows");
+  // A word of packed 4-bit values becomes two registers of an 8-bit MMA; a word of floats becomes 16 / bits registers.
   static constexpr bool kPackedA = !C::kFloat && C::kBitsA == 4 && Shape::kBits == 8 && Shape::kDepth % 2 == 0;
   static constexpr int kWords = C::kFloat ? Shape::kDepth * C::kBitsA / Shape::kBits : Shape::kDepth / (kPackedA ? 2 : 1);
-  static_assert(kWords > 0, "a lane's values must fill a word");
+  static_assert(kWords > 0, "the values of a lane must fill a word");
   static constexpr int shift(int sub) { return Units::shift(sub) + (kPackedA && C::kSignedA ? 4 : 0); }
-  // Products of digits that weigh the same share a sum where both operands have a sign: two of 255 * 128 stay below 2^16, as
-  // one of 255 * 255 does, and 32,768 of those fit int32.
-  static constexpr bool kShared = kPlanes == 2 && Units::kDigits == 2 && C::kSignedA && C::kSignedB;
-  static constexpr int kSums = kShared ? 3 : kPlanes * Units::kDigits;
-  static constexpr int sum_of(int plane, int digit) { return kShared ? plane + digit : plane * Units::kDigits + digit; }
-  static constexpr int weight_of(int sum) { return kShared ? sum : sum / Units::kDigits + sum % Units::kDigits; }
+  // Cross terms share an accumulator if both operands are signed: 2 * 255 * 128 is below 2^16, as 255 * 255 is, and 32,768
+  // products below 2^16 fit int32.
+  static constexpr bool kShareCrossTerms = kPlanes == 2 && Units::kDigits == 2 && C::kSignedA && C::kSignedB;
+  static constexpr int kAccumulators = kShareCrossTerms ? 3 : kPlanes * Units::kDigits;
+  static constexpr int accumulator_of(int plane, int digit) { return kShareCrossTerms ? plane + digit : plane * Units::kDigits + digit; }
+  static constexpr int weight_of(int i) { return kShareCrossTerms ? i : i / Units::kDigits + i % Units::kDigits; }
 
   static constexpr int kChunks = C::kTileNBytes / 16;
-  static constexpr int kUnits = kChunks * Units::kSubs;                  // units of eight columns in a strip
-  static constexpr int kColumns = kUnits * 8;
-  static constexpr int kStep = Shape::kRowBlocks > Units::kSubs ? Shape::kRowBlocks / Units::kSubs : 1;  // chunks at a time
-  static_assert(kChunks % kStep == 0 && Units::kSubs * kStep % Shape::kRowBlocks == 0, "units must fill the mma's rows");
+  static constexpr int kUnits = kChunks * Units::kSubs;                  // units of eight columns per N tile
+  static constexpr int kTileN = kUnits * 8;
+  static constexpr int kStep = Shape::kRowBlocks > Units::kSubs ? Shape::kRowBlocks / Units::kSubs : 1;  // chunks per MMA
+  static_assert(kChunks % kStep == 0 && Units::kSubs * kStep % Shape::kRowBlocks == 0, "units must fill the rows of the MMA");
 
-  // The mma's operands: a float's format, or the sign of a digit.
+  // Operand types of the MMA: float format, or signedness of a digit.
   template <int kPlane>
   using SparseOperand = cuda::std::conditional_t<
       C::kFloat, typename C::OperandA, Integer<C::kSignedA && (C::kFuseDigits || kPlane == kDigitsA - 1)>>;
   template <int kDigit>
   using DenseOperand = cuda::std::conditional_t<C::kFloat, typename C::OperandB,
                                                 Integer<C::kSignedB && kDigit == Units::kDigits - 1>>;
-  static constexpr float lift() {
+  static constexpr float exponent_bias_factor() {
     return kExponentBiasFactor<typename C::FormatA, typename C::OperandA> * kExponentBiasFactor<typename C::FormatB, typename C::OperandB>;
   }
   static constexpr int64_t kGroupWords = int64_t{kPlanes} * kRowTiles * 4 * kUsedRows * kWords;
 };
 
-// The values of one group, as the mma wants them: (planes, row tiles, depth).
+// Values of one group in fragment order.
 template <class C>
 struct SparseFragment {
   using S = SpmmShape<C>;
-  uint32_t words[S::kPlanes][S::kRowTiles][S::kWords];
+  uint32_t words[S::kPlanes][S::kRowTiles][S::kWords];  // (planes, row tiles, words)
 
   __device__ void load(const uint32_t* group, int lane) {
     CUTE_UNROLL
@@ -85,7 +90,7 @@ struct SparseFragment {
     }
   }
 
-  // The same from shared memory.
+  // As load, from shared memory.
   __device__ void read(uint32_t at, int lane) {
     CUTE_UNROLL
     for (int p = 0; p < S::kPlanes; ++p) {
@@ -118,27 +123,27 @@ struct SparseFragment {
   }
 };
 
-// Sums of one vector row over a strip; the exact total is the sum of all digits' products, by their weights.
+// Accumulators of one vector row and N tile. The result is the sum of the digit products, each shifted by its weight.
 template <class C>
-struct Sums {
+struct Accumulators {
   using S = SpmmShape<C>;
   using Units = typename S::Units;
-  uint32_t sum[S::kRowTiles][S::kSums][S::kUnits][2];
-  // What the mma makes of the units' offset, the same for every column: (2 columns, row blocks).
+  uint32_t value[S::kRowTiles][S::kAccumulators][S::kUnits][2];  // (row tiles, digit weights, units, 2 columns)
+  // Products of A with the constant offset of unsigned-as-signed units, equal for all columns of B.
   static constexpr int kOffsets = Units::kOffset ? S::kRowTiles * S::kPlanes : 0;
   uint32_t offset[kOffsets > 0 ? kOffsets : 1][2 * S::Shape::kRowBlocks];
 
   __device__ void clear() {
     CUTE_UNROLL
-    for (int i = 0; i < int(sizeof(sum) / 4); ++i) (&sum[0][0][0][0])[i] = 0;
+    for (int i = 0; i < int(sizeof(value) / 4); ++i) (&value[0][0][0][0])[i] = 0;
     CUTE_UNROLL
     for (int i = 0; i < int(sizeof(offset) / 4); ++i) (&offset[0][0])[i] = 0;
   }
 
-  // raw: (step chunks, matrices), the units of chunks [chunk, chunk + kStep).
+  // raw: (kStep, matrices), units of the chunks [chunk, chunk + kStep).
   __device__ void add(const SparseFragment<C>& values, int chunk, const uint32_t (&raw)[S::kStep][Units::kMatrices]) {
     using Shape = typename S::Shape;
-    uint32_t dense[Units::kDigits][S::kStep][Units::kSubs][Shape::kDepth];  // units (step, sub) of each digit
+    uint32_t dense[Units::kDigits][S::kStep][Units::kSubs][Shape::kDepth];  // (digits, chunks, units, depth)
     CUTE_UNROLL
     for (int c = 0; c < S::kStep; ++c) {
       uint32_t units[Units::kDigits][Units::kSubs][Shape::kDepth];
@@ -155,7 +160,7 @@ struct Sums {
     }
   }
 
-  // The mma's operand types depend on the digits, so the planes are unrolled by the compiler's own hand.
+  // The operand types of the MMA depend on the digits, so templates unroll planes and digits.
   template <int kPlane, class Dense>
   __device__ void for_planes(const SparseFragment<C>& values, int tile, int chunk, const Dense& dense) {
     if constexpr (kPlane < S::kPlanes) {
@@ -174,14 +179,14 @@ struct Sums {
                                   typename S::template SparseOperand<kPlane>>::type;
       CUTE_UNROLL
       for (int u = 0; u < S::kStep * Units::kSubs; u += Shape::kRowBlocks) {
-        mma<Op>(sum[tile][S::sum_of(kPlane, kDigit)][chunk * Units::kSubs + u],
+        mma<Op>(value[tile][S::accumulator_of(kPlane, kDigit)][chunk * Units::kSubs + u],
                      &dense[kDigit][0][0][0] + u * Shape::kDepth, sparse);
       }
       for_digits<kPlane, kDigit + 1>(sparse, tile, chunk, dense);
     }
   }
 
-  // What is to be taken from every column whose integers came with an offset: its product with the sparse operand.
+  // Accumulate the product of A with the constant offset.
   template <int kPlane>
   __device__ void add_offset(const uint32_t* sparse, int tile) {
     using Shape = typename S::Shape;
@@ -193,7 +198,7 @@ struct Sums {
     if constexpr (kOffsets > 0) mma<Op>(offset[tile * S::kPlanes + kPlane], dense, sparse);
   }
 
-  // The digits' totals of one row tile: (units, 2 columns of the mma). Stacked digits meet across lanes.
+  // Combine the digit products of one row tile: (units, 2 columns of the MMA). Fused digits are in different lanes.
   template <class Total>
   __device__ void totals(int tile, Total (&out)[S::kUnits][2]) const {
     CUTE_UNROLL
@@ -201,13 +206,13 @@ struct Sums {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j) {
         if constexpr (C::kFloat) {
-          out[u][j] = __uint_as_float(sum[tile][0][u][j]) * S::lift();
+          out[u][j] = __uint_as_float(value[tile][0][u][j]) * S::exponent_bias_factor();
         } else {
           const bool moved = kOffsets > 0 && Units::offset(u % Units::kSubs);
           out[u][j] = 0;
           CUTE_UNROLL
-          for (int i = 0; i < S::kSums; ++i) {
-            uint32_t whole = sum[tile][i][u][j];
+          for (int i = 0; i < S::kAccumulators; ++i) {
+            uint32_t whole = value[tile][i][u][j];
             if (moved) whole += offset[tile * S::kPlanes + i][j];
             out[u][j] += weighted<Total>(static_cast<int32_t>(whole) >> S::shift(u % Units::kSubs), 8 * S::weight_of(i));
           }
@@ -225,111 +230,111 @@ struct Sums {
   }
 };
 
-// Groups that int32 sums of digit products hold without overflow: each product is at most 255 * 255 (or 128 * 256 * 256).
+// Groups per int32 accumulator without overflow: a product is at most 255 * 255, or 128 * 256 * 256 over all shifts.
 template <class Shape>
 constexpr int64_t kSafeGroups = 32768 / Shape::kK;
 
-// How rows of the output are written: a lane's columns of a chunk all exist or none does, so that they are stored at once,
-// with one factor for all of them or one each; or what exists of them, column by column.
-enum class RowForm { kOneFactor, kFactors, kRagged };
+// How a lane stores its columns of a chunk: by vector stores, with a per-tensor or a per-column scale, if all columns or
+// none exist; else column by column with predication.
+enum class RowStore { kPerTensor, kPerColumn, kPredicated };
 
-// This lane's factors of chunk c, `right` being null or where those of chunk 0 begin.
-template <class C, RowForm kForm>
-__device__ __forceinline__ void load_factors(float (&factors)[SpmmShape<C>::Units::kSubs], const float* right,
-                                             int64_t right_step, int c, int64_t inside) {
+// Load the column scales of chunk c for this lane. col_scale: null, or the scale of the first column of chunk 0.
+template <class C, RowStore kForm>
+__device__ __forceinline__ void load_col_scales(float (&scales)[SpmmShape<C>::Units::kSubs], const float* col_scale,
+                                             int64_t col_scale_stride, int c, int64_t inside) {
   constexpr int kSubs = SpmmShape<C>::Units::kSubs;
-  if constexpr (kForm == RowForm::kRagged) {
+  if constexpr (kForm == RowStore::kPredicated) {
     CUTE_UNROLL
     for (int s = 0; s < kSubs; ++s) {
       const int column = c * 8 * kSubs + s;
-      factors[s] = right && column < inside ? right[column * right_step] : 1.0f;
+      scales[s] = col_scale && column < inside ? col_scale[column * col_scale_stride] : 1.0f;
     }
-  } else if constexpr (kForm == RowForm::kFactors) {
+  } else if constexpr (kForm == RowStore::kPerColumn) {
     uint32_t words[kSubs];
-    if constexpr (C::kStagedFactors) load_shared(shared_address(right + c * 8 * kSubs), words);
-    else load_words<kSubs>(words, reinterpret_cast<const uint32_t*>(right + c * 8 * kSubs));
+    if constexpr (C::kStagedScales) load_shared(shared_address(col_scale + c * 8 * kSubs), words);
+    else load_words<kSubs>(words, reinterpret_cast<const uint32_t*>(col_scale + c * 8 * kSubs));
     CUTE_UNROLL
-    for (int s = 0; s < kSubs; ++s) factors[s] = __uint_as_float(words[s]);
+    for (int s = 0; s < kSubs; ++s) scales[s] = __uint_as_float(words[s]);
   }
 }
 
-// The two rows of a row tile that a lane has. kWhole: all of the strip's columns exist.
-template <class C, RowForm kForm, bool kWhole, class Total>
+// Write the two rows of a row tile that a lane holds. kWhole: all columns of the N tile exist.
+template <class C, RowStore kForm, bool kWhole, class Total>
 __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], const bool (&exists)[2], int64_t inside,
-                                           const Total (&total)[SpmmShape<C>::kUnits][2], const float (&left)[2],
-                                           const float* right, int64_t right_step, const float (&bias)[2]) {
+                                           const Total (&total)[SpmmShape<C>::kUnits][2], const float (&row_scale)[2],
+                                           const float* col_scale, int64_t col_scale_stride, const float (&bias)[2]) {
   using S = SpmmShape<C>;
   constexpr int kSubs = S::Units::kSubs;
-  float factors[kSubs];
-  if constexpr (kForm == RowForm::kOneFactor) {
-    const float one = right ? __ldg(right) : 1.0f;
+  float scales[kSubs];
+  if constexpr (kForm == RowStore::kPerTensor) {
+    const float one = col_scale ? __ldg(col_scale) : 1.0f;
     CUTE_UNROLL
-    for (int s = 0; s < kSubs; ++s) factors[s] = one;
+    for (int s = 0; s < kSubs; ++s) scales[s] = one;
   }
   CUTE_UNROLL
   for (int c = 0; c < S::kChunks; ++c) {
     if (C::kPartial && !kWhole && c * 8 * kSubs >= inside) break;
-    load_factors<C, kForm>(factors, right, right_step, c, inside);
+    load_col_scales<C, kForm>(scales, col_scale, col_scale_stride, c, inside);
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) {
       if (!exists[j]) continue;
       Total run[kSubs];
       CUTE_UNROLL
       for (int s = 0; s < kSubs; ++s) run[s] = total[c * kSubs + s][j];
-      write_run<kForm != RowForm::kRagged>(run, to[j] + c * 8 * kSubs, int(inside - c * 8 * kSubs), left[j], factors,
+      write_run<kForm != RowStore::kPredicated>(run, to[j] + c * 8 * kSubs, int(inside - c * 8 * kSubs), row_scale[j], scales,
                                            bias[j]);
     }
   }
 }
 
-// Writes one row tile of a vector row; n0 is the strip's first column.
+// Write one row tile of a vector row; n0: first column of the N tile.
 template <class C, class Total>
 __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector_row, int tile, int64_t n0, int lane,
                            const Total (&total)[SpmmShape<C>::kUnits][2]) {
   using S = SpmmShape<C>;
   using Out = typename C::Out;
-  const int64_t first = n0 + lane / 4 * S::Units::kSubs;  // this lane's column of chunk 0
+  const int64_t first = n0 + lane / 4 * S::Units::kSubs;  // first column of this lane in chunk 0
   const int64_t top = vector_row * C::kVector + tile * 8;
-  const float* right = at.right ? at.right + batch * at.right_batch + first * at.right_step : nullptr;
+  const float* col_scale = at.col_scale ? at.col_scale + batch * at.col_scale_batch + first * at.col_scale_stride : nullptr;
   const bool whole =
-      (C::kPartial || at.vector_stores) && n0 + S::kColumns <= at.n && top + S::kTileRows <= at.rows;
-  const int64_t inside = at.n - first < S::kColumns ? at.n - first : S::kColumns;
+      (C::kPartial || at.vector_stores) && n0 + S::kTileN <= at.n && top + S::kTileRows <= at.rows;
+  const int64_t inside = at.n - first < S::kTileN ? at.n - first : S::kTileN;
   Out* to[2];
-  bool exists[2], fits[2];  // in this matrix; in any
-  float left[2], bias[2];
+  bool exists[2], fits[2];  // exists in C; is a row of the vector
+  float row_scale[2], bias[2];
   CUTE_UNROLL
   for (int j = 0; j < 2; ++j) {
     const int v = lane % 4 * 2 + j;
     fits[j] = S::kTileRows == 8 || v < S::kTileRows;
     exists[j] = fits[j] && top + v < at.rows;
-    left[j] = at.left && exists[j] ? at.left[(top + v) * at.left_step] : 1.0f;
+    row_scale[j] = at.row_scale && exists[j] ? at.row_scale[(top + v) * at.row_scale_stride] : 1.0f;
     bias[j] = at.bias && exists[j] ? at.bias[top + v] : 0.0f;
     to[j] = static_cast<Out*>(at.out) + (batch * at.rows + top + v) * at.n + first;
   }
   if (C::kPartial ? !at.vector_stores : !whole) {
-    write_rows<C, RowForm::kRagged, false>(to, exists, inside, total, left, right, at.right_step, bias);
-  } else if ((!C::kPartial || whole) && at.right_step == 0) {
-    write_rows<C, RowForm::kOneFactor, true>(to, fits, inside, total, left, right, 0, bias);
+    write_rows<C, RowStore::kPredicated, false>(to, exists, inside, total, row_scale, col_scale, at.col_scale_stride, bias);
+  } else if ((!C::kPartial || whole) && at.col_scale_stride == 0) {
+    write_rows<C, RowStore::kPerTensor, true>(to, fits, inside, total, row_scale, col_scale, 0, bias);
   } else if (!C::kPartial || whole) {
-    write_rows<C, RowForm::kFactors, true>(to, fits, inside, total, left, right, 1, bias);
-  } else if constexpr (C::kPartial) {  // elsewhere strips of few columns do not count, and their code would be in the way
-    if (at.right_step == 0) {
-      write_rows<C, RowForm::kOneFactor, false>(to, exists, inside, total, left, right, 0, bias);
+    write_rows<C, RowStore::kPerColumn, true>(to, fits, inside, total, row_scale, col_scale, 1, bias);
+  } else if constexpr (C::kPartial) {  // only for small N: the code costs registers
+    if (at.col_scale_stride == 0) {
+      write_rows<C, RowStore::kPerTensor, false>(to, exists, inside, total, row_scale, col_scale, 0, bias);
     } else {
-      write_rows<C, RowForm::kFactors, false>(to, exists, inside, total, left, right, 1, bias);
+      write_rows<C, RowStore::kPerColumn, false>(to, exists, inside, total, row_scale, col_scale, 1, bias);
     }
   }
 }
 
-// Totals and output of one vector row.
+// Combine and write the accumulators of one vector row.
 template <class Total, class C>
-__device__ void write_sums(const SpmmOperands& at, const Sums<C>& sums, int64_t batch, int64_t vector_row, int64_t n0,
+__device__ void write_accumulators(const SpmmOperands& at, const Accumulators<C>& acc, int64_t batch, int64_t vector_row, int64_t n0,
                            int lane) {
   using S = SpmmShape<C>;
   CUTE_UNROLL
   for (int tile = 0; tile < S::kRowTiles; ++tile) {
     Total total[S::kUnits][2];
-    sums.totals(tile, total);
+    acc.totals(tile, total);
     write_tile<C>(at, batch, vector_row, tile, n0, lane, total);
   }
 }

@@ -1,4 +1,4 @@
-"""Kernel configs of SpMM: fields that both kernels share, and the packing of sparse values into fragments."""
+"""Base of the SpMM kernel configs, and the fragment order of the packed sparse operand."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ from cute_kernels.operands import OutputArg, ScaleArg, Vectors
 
 @dataclass(frozen=True)
 class SpmmConfig(KernelConfig):
-    """Config of an SpMM kernel: base of :class:`~cute_kernels.spmm.gather.GatherConfig` and of the panel config.
+    """Config of an SpMM kernel: base of ``GatherConfig`` and ``PanelConfig``.
 
-    M, N and K are run-time values.
+    ``C = row_scale * col_scale * (A @ B) + bias[:, None]``, with A sparse (V x 1 vectors) and B dense and row-major.
+    The sizes M, N and K are run-time arguments.
 
-    Parameters
+    Attributes
     ----------
     atom : str
-        Entry of the atom table.
+        Name of the MMA atom. Operand A of the MMA is B transposed, operand B holds the sparse vectors.
     vector_length : int
-        V.
-    a, b : Integer or FloatFormat
-        Element types of the sparse and the dense operand.
+        V, rows of a vector.
+    a, b : ElementType
+        Element types of the sparse and of the dense operand.
     out : str
-        Output dtype.
+        Dtype of the output.
     fuse_digits : bool
-        Two digits of a short vector share one instruction if their signs allow it.
+        Put two digit planes of A into one MMA if V <= 4 and the digits have the same sign.
     swizzle : bool
-        Rows in shared memory are swizzled over the banks.
+        Swizzle rows of B in shared memory. False is for measurements: every read then has bank conflicts.
+    tile_n_bytes : int
+        Bytes of a row of B per N tile: 16, 32, 64 or 128. Each subclass sets the default.
     """
 
     STEM: ClassVar[str]
@@ -57,46 +60,50 @@ class SpmmConfig(KernelConfig):
         return atoms.atom(self.atom)
 
     @property
-    def group(self) -> int:
-        """Vectors per group: K of one instruction."""
+    def mma_k(self) -> int:
+        """Vectors per MMA: the K of the atom. So many vectors of one vector row are a group."""
         return stride(self.entry)
 
     @property
-    def fused_digits(self) -> bool:
-        """Whether digits share an instruction: they need one sign, which two signed digits of 16 bits lack."""
+    def has_fused_digits(self) -> bool:
+        """Whether two digit planes of A share an MMA.
+
+        Fused digits have the same sign: both unsigned, or both signed for 12 bits, whose low digit fits a signed byte.
+        """
         one_sign = not self.a.signed or self.a.bits == 12
         return self.fuse_digits and one_sign and digits(self.a) == 2 and self.vector_length <= 4
 
     @property
     def packed(self) -> bool:
-        """Whether 4-bit values stay packed in memory: the values of a lane are whole words."""
-        depth = self.group * self.entry.mma_bits // 128
+        """Whether 4-bit values of A stay packed two per byte; a lane must then load whole words."""
+        depth = self.mma_k * self.entry.mma_bits // 128
         return self.a.bits == 4 and depth % (self.entry.mma_bits // 4) == 0
 
     @property
     def stored(self) -> ElementType:
-        """Element type in the packed operand: 4-bit floats that are not packed become e4m3, which holds them."""
+        """Element type of the packed operand: e4m3 for 4-bit floats that are not packed, else that of A."""
         widened = self.a.bits == 4 and not isinstance(self.a, Integer) and not self.packed
         return FORMATS["e4m3"] if widened else self.a
 
     @property
     def digits(self) -> tuple[int, int]:
+        """Digit planes of A and of B."""
         return digits(self.a), digits(self.b)
 
     @property
     def products(self) -> int:
-        """Digit products per element of a tile of at most eight rows."""
-        return (1 if self.fused_digits else self.digits[0]) * self.digits[1]
+        """MMAs per tile of 8 rows, for all digit products."""
+        return (1 if self.has_fused_digits else self.digits[0]) * self.digits[1]
 
     @property
     def shifted(self) -> bool:
-        """Whether accumulators hold a multiple of the product: nibbles became the upper halves of bytes."""
+        """Whether accumulators hold 16 or 256 times the product: signed nibbles become the high halves of bytes."""
         through_bytes = self.entry.mma_bits == 8 and not self.entry.floating
         return through_bytes and ((self.packed and self.a.signed) or (self.b.bits == 4 and self.b.signed))
 
     @cached_property
-    def columns(self) -> int:
-        """Columns of a tile of B."""
+    def tile_n(self) -> int:
+        """Columns of B per N tile."""
         return self.tile_n_bytes * 8 // element_bits(self.b)
 
     tile_n_bytes: ClassVar[int]
@@ -109,7 +116,7 @@ class SpmmConfig(KernelConfig):
             "kSignedA": self.a.signed,
             "kSignedB": self.b.signed,
             "kFloat": self.entry.floating,
-            "kFuseDigits": self.fused_digits,
+            "kFuseDigits": self.has_fused_digits,
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
             "kTileNBytes": self.tile_n_bytes,
             "kSwizzle": self.swizzle,
@@ -144,114 +151,100 @@ class SpmmConfig(KernelConfig):
     def _tags(self) -> list[str]:
         return [name for name, on in (("unstacked", self.fuse_digits), ("unswizzled", self.swizzle)) if not on]
 
-    def vector_stores(self, out: OutputArg, right: ScaleArg) -> int:
-        """Whether consecutive results are stored, and their scales loaded, in one access: 1 or 0."""
+    def vector_stores(self, out: OutputArg, col_scale: ScaleArg) -> int:
+        """Return 1 if a lane's neighboring results and their scales allow vector stores and loads, else 0."""
         run = 16 // element_bits(self.b)
         width = min(16, run * OUT_BYTES[self.out])
-        return int(out.columns % run == 0 and out.pointer % width == 0 and right.pointer % (4 * run) == 0)
+        return int(out.columns % run == 0 and out.pointer % width == 0 and col_scale.pointer % (4 * run) == 0)
 
     def packing_key(self) -> tuple[object, ...]:
-        """Return the fields on which the packed operand depends."""
-        return (self.atom, self.fused_digits, self.packed)
+        """Return the fields that the packed operand depends on: configs with equal keys share it."""
+        return (self.atom, self.has_fused_digits, self.packed)
 
 
-def planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
-    """Return the digit planes of the values as bytes, or floats as bit patterns.
-
-    Fused digits share a sign, so the lower digit is signed too.
-
-    Parameters
-    ----------
-    config : SpmmConfig
-        Kernel config.
-    vectors : Vectors
-        Sparse operand.
-
-    Returns
-    -------
-    Tensor, shape (digits, vectors, V)
-        uint8, or int16 for 16-bit floats.
-    """
+def _digit_planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
+    """Return digits as bytes, or the bits of floats as int16 or uint8: (digits, vectors, V)."""
     number = vectors.element_type
     if not isinstance(number, Integer):
         widened = config.stored.name != number.name
-        codes = encode(decode(vectors.values, number.name), config.stored.name) if widened else vectors.values
-        return codes[None]
-    if not (config.fused_digits and number.signed):
+        bits = encode(decode(vectors.values, number.name), config.stored.name) if widened else vectors.values
+        return bits[None]
+    if not (config.has_fused_digits and number.signed):
         return split_digits(vectors.values, *number)
-    wide = widen(vectors.values)
-    low = ((wide + 128) & 0xFF) - 128
-    return torch.stack([low & 0xFF, ((wide - low) >> 8) & 0xFF]).to(torch.uint8)
+    # Fused digits have one sign, so the low digit is signed too.
+    ints = widen(vectors.values)  # (vectors, V) int64
+    low = ((ints + 128) & 0xFF) - 128  # (vectors, V) int64
+    return torch.stack([low & 0xFF, ((ints - low) >> 8) & 0xFF]).to(torch.uint8)
 
 
 def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, groups: int) -> Tensor:
-    """Pack values in fragment order: a lane reads its operand of one instruction by one load.
+    """Pack values in fragment order, so that a lane loads its operand of one MMA at once.
 
     Parameters
     ----------
     config : SpmmConfig
-        Kernel config.
+        Defines atom, digit planes and packing.
     vectors : Vectors
         Sparse operand.
     positions : Tensor, shape (vectors,)
-        int64 slot of each vector among ``groups * group`` slots.
+        int64 slot of each vector among ``groups * mma_k`` slots; the other slots become 0.
     groups : int
-        Groups.
+        Number of groups.
 
     Returns
     -------
     Tensor, shape (groups, bytes per group)
-        uint8.
+        uint8, on the device of `vectors`.
     """
-    found = planes(config, vectors)  # (digits, vectors, V)
-    count, _, v = found.shape
-    slots = torch.zeros(count, groups * config.group, v, dtype=found.dtype, device=found.device)
-    slots[:, positions] = found
+    planes = _digit_planes(config, vectors)  # (digits, vectors, V)
+    count, _, v = planes.shape
+    slots = torch.zeros(count, groups * config.mma_k, v, dtype=planes.dtype, device=planes.device)
+    slots[:, positions] = planes
     rows = min(v, 8)
-    tiles = slots.view(count, groups, config.group, v // rows, rows).permute(
+    tiles = slots.view(count, groups, config.mma_k, v // rows, rows).permute(
         1, 0, 3, 4, 2
     )  # (groups, digits, tiles, rows, slots)
-    if config.fused_digits:
-        tiles = tiles.reshape(groups, 1, 1, count * rows, config.group)
+    if config.has_fused_digits:
+        tiles = tiles.reshape(groups, 1, 1, count * rows, config.mma_k)
     used = tiles.shape[3]
-    per_lane = config.group // 4
-    narrow = config.packed or config.entry.mma_bits == 4
-    order = pack_index(config.entry, packed=narrow)[: 4 * used * per_lane]
-    index = torch.from_numpy(order).to(found.device)
+    per_lane = config.mma_k // 4
+    nibbles = config.packed or config.entry.mma_bits == 4
+    order = pack_index(config.entry, packed=nibbles)[: 4 * used * per_lane]
+    index = torch.from_numpy(order).to(planes.device)
     operands = tiles.shape[1] * tiles.shape[2]
-    packed = tiles.reshape(groups, operands, used * config.group)[..., index]  # (groups, operands, values)
-    if narrow:
-        packed = (packed[..., 0::2] & 0xF) | ((packed[..., 1::2] & 0xF) << 4)
-    return packed.flatten(1).contiguous().view(torch.uint8)
+    values = tiles.reshape(groups, operands, used * config.mma_k)[..., index]  # (groups, operands, values)
+    if nibbles:
+        values = (values[..., 0::2] & 0xF) | ((values[..., 1::2] & 0xF) << 4)
+    return values.flatten(1).contiguous().view(torch.uint8)
 
 
-def group_offsets(row_offsets: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Split vector rows into groups.
+def group_offsets(row_offsets: Tensor, mma_k: int) -> tuple[Tensor, Tensor]:
+    """Return where groups of `mma_k` vectors start if each vector row is padded to whole groups.
 
     Parameters
     ----------
     row_offsets : Tensor, shape (R + 1,)
-        int64 first vector of each vector row.
-    group : int
-        Slots per group.
+        int64 offsets of the vector rows.
+    mma_k : int
+        Vectors per group.
 
     Returns
     -------
     offsets : Tensor, shape (R + 1,)
-        int64 first group of each vector row.
+        int64, first group of each vector row.
     slots : Tensor, shape (vectors,)
-        int64 slot of each vector.
+        int64, slot of each vector.
 
     Examples
     --------
-    >>> offsets, slots = group_offsets(torch.tensor([0, 2, 3]), 16)
+    >>> offsets, slots = group_offsets(torch.tensor([0, 3, 4]), 2)
     >>> offsets.tolist(), slots.tolist()
-    ([0, 1, 2], [0, 1, 16])
+    ([0, 2, 3], [0, 1, 2, 4])
     """
     lengths = row_offsets.diff()
     offsets = torch.zeros_like(row_offsets)
-    torch.cumsum((lengths + group - 1) // group, 0, out=offsets[1:])
-    shift = offsets[:-1] * group - row_offsets[:-1]  # (R,)
+    torch.cumsum((lengths + mma_k - 1) // mma_k, 0, out=offsets[1:])
+    shift = offsets[:-1] * mma_k - row_offsets[:-1]  # (R,)
     total = int(row_offsets[-1]) if row_offsets.numel() else 0
     rows = torch.repeat_interleave(lengths, output_size=total)
     return offsets, torch.arange(total, device=row_offsets.device) + shift[rows]

@@ -1,25 +1,31 @@
-// SpMM, gather kernel: every warp fetches the rows of B that its groups name into a ring of its own, with no barrier
-// between warps. kSplitKWarps warps share the groups of one vector row and add their sums up in the end.
+// SpMM, gather kernel: C = row_scale * col_scale * (A B) + bias, A sparse.
+//
+// Architectures: sm_80 and later (cp.async).
+// Work: a warp computes one vector row and one N tile; kSplitKWarps warps split the groups of a vector row (split-K) and add
+// their results through shared memory.
+// Pipeline: each warp copies the rows of B of its groups by cp.async into its own ring of kStages stages; no CTA barrier in
+// the mainloop. Columns of A are loaded kStages groups ahead, values one group ahead.
+// Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
 #include "spmm/common.cuh"
 
 namespace magicube {
 
-// A ring of kStages groups of gathered rows: (stages, K slots, kTileNBytes), swizzled.
+// Pipeline of gathered rows: (kStages, kSlots, kTileNBytes), swizzled.
 template <class C>
 struct GatherRing {
   using S = SpmmShape<C>;
   static constexpr int kSlots = S::Shape::kK;
-  static constexpr int kSlotLanes = (kSlots + 31) / 32;  // columns a lane holds
+  static constexpr int kSlotLanes = (kSlots + 31) / 32;  // columns per lane
   static constexpr int kStageBytes = kSlots * C::kTileNBytes;
-  static constexpr int kPieces = kSlots * S::kChunks / 32;  // 16-byte pieces a lane fetches
-  static_assert(kSlots * S::kChunks % 32 == 0, "a stage is whole warps of 16-byte pieces");
+  static constexpr int kPieces = kSlots * S::kChunks / 32;  // 16-byte copies per lane
+  static_assert(kSlots * S::kChunks % 32 == 0, "a stage must be whole warps of 16-byte copies");
 
   uint32_t base;
-  const uint8_t* strip;  // B at the strip's first byte
-  int64_t pitch;         // bytes from one row of B to the next
-  int valid;             // bytes of this lane's chunk that exist
+  const uint8_t* n_tile;  // first byte of the N tile of B
+  int64_t pitch;         // bytes between rows of B
+  int valid;             // bytes of the chunk of this lane that exist
   int lane;
 
   __device__ void fetch(int stage, const int32_t (&columns)[kSlotLanes]) const {
@@ -29,14 +35,14 @@ struct GatherRing {
       const int slot = piece / S::kChunks, chunk = piece % S::kChunks;
       const int32_t column = __shfl_sync(~0u, columns[32 * i / S::kChunks / 32], slot % 32);
       const uint32_t to = base + stage * kStageBytes + swizzled<C::kTileNBytes, C::kSwizzle>(slot, chunk);
-      // Padding is not fetched: all warps at one row of B would wait for each other, and its values are 0 anyway. Floats
-      // get zeros there, because 0 times what an earlier row left may be NaN.
-      if constexpr (C::kFloat) cp_async(to, strip + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
-      else if (column >= 0) cp_async(to, strip + column * pitch + chunk * 16, valid);
+      // Integer padding is not copied: its values are 0, and one row of B for all warps would serialize their loads. Floats
+      // get zeros, because 0 times a stale row can be NaN.
+      if constexpr (C::kFloat) cp_async(to, n_tile + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
+      else if (column >= 0) cp_async(to, n_tile + column * pitch + chunk * 16, valid);
     }
   }
 
-  // (matrices) units of one chunk.
+  // Read one chunk of all rows: (matrices,).
   __device__ void read(int stage, int chunk, uint32_t (&raw)[S::Units::kMatrices]) const {
     const uint32_t at = base + stage * kStageBytes;
     if constexpr (kSlots % 32 == 0) {
@@ -45,35 +51,35 @@ struct GatherRing {
         load_transposed(at + swizzled<C::kTileNBytes, C::kSwizzle>(32 * i + lane, chunk), raw + 4 * i);
       }
     } else {
-      static_assert(kSlots == 16, "groups are of 16 slots or a multiple of 32");
+      static_assert(kSlots == 16, "a group must have 16 slots or a multiple of 32");
       load_transposed_pair(at + swizzled<C::kTileNBytes, C::kSwizzle>(lane % 16, chunk), raw);
     }
   }
 };
 
 template <class C>
-__device__ void add_group(Sums<C>& sums, const SparseFragment<C>& values, const GatherRing<C>& ring, int stage) {
+__device__ void add_group(Accumulators<C>& acc, const SparseFragment<C>& values, const GatherRing<C>& ring, int stage) {
   using S = SpmmShape<C>;
   CUTE_UNROLL
   for (int chunk = 0; chunk < S::kChunks; chunk += S::kStep) {
     uint32_t raw[S::kStep][S::Units::kMatrices];
     CUTE_UNROLL
     for (int c = 0; c < S::kStep; ++c) ring.read(stage, chunk + c, raw[c]);
-    sums.add(values, chunk, raw);
+    acc.add(values, chunk, raw);
   }
 }
 
-// Totals of one row tile that outlive int32: sums move here before they can overflow.
+// int64 accumulators; int32 accumulators are added before they can overflow.
 template <class C>
-struct WideTotals {
+struct Int64Totals {
   int64_t total[SpmmShape<C>::kRowTiles][SpmmShape<C>::kUnits][2];
 };
 
-// The totals of the warps of one vector row meet in the first one's registers, through shared memory.
+// Split-K reduction: add the results of the warps of a vector row in the registers of the first one.
 template <class C, class Total>
-__device__ void reduce_team(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t* scratch, int warp, int lane) {
+__device__ void reduce_split_k(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t* scratch, int warp, int lane) {
   constexpr int kValues = SpmmShape<C>::kUnits * 2;
-  static_assert(kValues * 32 * sizeof(Total) <= C::kStages * GatherRing<C>::kStageBytes, "totals go where the ring was");
+  static_assert(kValues * 32 * sizeof(Total) <= C::kStages * GatherRing<C>::kStageBytes, "the results must fit the pipeline's memory");
   Total* flat = &total[0][0];
   Total* mine = reinterpret_cast<Total*>(scratch + warp * (C::kStages * GatherRing<C>::kStageBytes)) + lane;
   const bool first = warp % C::kSplitKWarps == 0;
@@ -95,27 +101,27 @@ __device__ void reduce_team(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t* sc
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32)
 spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* values, const uint8_t* b, int64_t b_pitch,
-            int64_t b_batch, int64_t b_bytes, void* out, const float* left, int64_t left_step, const float* right,
-            int64_t right_step, int64_t right_batch, const float* bias, int64_t rows, int64_t vector_rows, int64_t n,
+            int64_t b_batch, int64_t b_bytes, void* out, const float* row_scale, int64_t row_scale_stride, const float* col_scale,
+            int64_t col_scale_stride, int64_t col_scale_batch, const float* bias, int64_t rows, int64_t vector_rows, int64_t n,
             int64_t vector_stores) {
   using S = SpmmShape<C>;
   using Ring = GatherRing<C>;
   using Total = cuda::std::conditional_t<C::kInt64Accum, int64_t, TotalOf<C>>;
   extern __shared__ __align__(128) uint8_t shared[];
   if constexpr (C::kAJustWritten) pdl_wait();
-  constexpr int kTeams = C::kWarps / C::kSplitKWarps;
+  constexpr int kVectorRows = C::kWarps / C::kSplitKWarps;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
-  // 32 bits, because a division of 64 is a call; the grid's size has no more.
-  const uint32_t strips = uint32_t((n + S::kColumns - 1) / S::kColumns);
-  const uint32_t row_blocks = uint32_t((vector_rows + kTeams - 1) / kTeams);
-  // Blocks in flight share a strip of B, which the second-level cache then holds.
+  // 32 bits: a 64-bit division is a call, and the grid size has 32 bits.
+  const uint32_t n_tiles = uint32_t((n + S::kTileN - 1) / S::kTileN);
+  const uint32_t row_blocks = uint32_t((vector_rows + kVectorRows - 1) / kVectorRows);
+  // Concurrent CTAs share an N tile of B, which stays in L2.
   const int64_t row_block = blockIdx.x % row_blocks;
-  const int64_t strip = blockIdx.x / row_blocks % strips, batch = blockIdx.x / row_blocks / strips;
-  const int64_t vector_row = row_block * kTeams + warp / C::kSplitKWarps;
+  const int64_t n_tile = blockIdx.x / row_blocks % n_tiles, batch = blockIdx.x / row_blocks / n_tiles;
+  const int64_t vector_row = row_block * kVectorRows + warp / C::kSplitKWarps;
   const bool present = vector_row < vector_rows;
-  const int64_t strip_byte = strip * C::kTileNBytes + lane % S::kChunks * 16;
-  const int64_t valid = b_bytes - strip_byte;
-  const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + strip * C::kTileNBytes,
+  const int64_t n_tile_byte = n_tile * C::kTileNBytes + lane % S::kChunks * 16;
+  const int64_t valid = b_bytes - n_tile_byte;
+  const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + n_tile * C::kTileNBytes,
                   b_pitch, valid < 0 ? 0 : valid < 16 ? int(valid) : 16, lane};
   const int64_t begin = uniform(present ? group_start[vector_row] : 0) + warp % C::kSplitKWarps;
   const int64_t end = uniform(present ? group_start[vector_row + 1] : 0);
@@ -146,55 +152,55 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   }
   int32_t ahead[Ring::kSlotLanes];
   load_columns(C::kStages - 1, ahead);
-  Sums<C> sums;
-  sums.clear();
-  WideTotals<C> wide;
+  Accumulators<C> acc;
+  acc.clear();
+  Int64Totals<C> int64_totals;
   if constexpr (C::kInt64Accum) {
     CUTE_UNROLL
-    for (int i = 0; i < int(sizeof(wide) / 8); ++i) (&wide.total[0][0][0])[i] = 0;
+    for (int i = 0; i < int(sizeof(int64_totals) / 8); ++i) (&int64_totals.total[0][0][0])[i] = 0;
   }
-  const auto fold = [&] {
+  const auto flush = [&] {
     CUTE_UNROLL
     for (int tile = 0; tile < S::kRowTiles; ++tile) {
       int64_t part[S::kUnits][2];
-      sums.totals(tile, part);
+      acc.totals(tile, part);
       CUTE_UNROLL
-      for (int i = 0; i < S::kUnits * 2; ++i) (&wide.total[tile][0][0])[i] += (&part[0][0])[i];
+      for (int i = 0; i < S::kUnits * 2; ++i) (&int64_totals.total[tile][0][0])[i] += (&part[0][0])[i];
     }
-    sums.clear();
+    acc.clear();
   };
 
   for (int i = 0, stage = 0; i < count; ++i) {
     load_values(i + 1, next);
     cp_async_wait<C::kStages - 2>();
     __syncwarp();
-    const int refill = stage == 0 ? C::kStages - 1 : stage - 1;  // the stage that the step before this one has read
+    const int refill = stage == 0 ? C::kStages - 1 : stage - 1;  // the stage of the previous iteration
     if (i + C::kStages - 1 < count) ring.fetch(refill, ahead);
     cp_async_commit();
     load_columns(i + C::kStages, ahead);
-    add_group(sums, fragment, ring, stage);
+    add_group(acc, fragment, ring, stage);
     fragment = next;
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
     if constexpr (C::kInt64Accum) {
-      if (i % kSafeGroups<typename S::Shape> == kSafeGroups<typename S::Shape> - 1) fold();
+      if (i % kSafeGroups<typename S::Shape> == kSafeGroups<typename S::Shape> - 1) flush();
     }
   }
-  if constexpr (C::kInt64Accum) fold();
+  if constexpr (C::kInt64Accum) flush();
   cp_async_wait<0>();
 
-  const SpmmOperands operands{left, right, bias, out, rows, n, left_step, right_step, right_batch, vector_stores != 0};
+  const SpmmOperands operands{row_scale, col_scale, bias, out, rows, n, row_scale_stride, col_scale_stride, col_scale_batch, vector_stores != 0};
   CUTE_UNROLL
   for (int tile = 0; tile < S::kRowTiles; ++tile) {
     Total total[S::kUnits][2];
     if constexpr (C::kInt64Accum) {
       CUTE_UNROLL
-      for (int i = 0; i < S::kUnits * 2; ++i) (&total[0][0])[i] = (&wide.total[tile][0][0])[i];
+      for (int i = 0; i < S::kUnits * 2; ++i) (&total[0][0])[i] = (&int64_totals.total[tile][0][0])[i];
     } else {
-      sums.totals(tile, total);
+      acc.totals(tile, total);
     }
-    if constexpr (C::kSplitKWarps > 1) reduce_team<C>(total, shared, warp, lane);
+    if constexpr (C::kSplitKWarps > 1) reduce_split_k<C>(total, shared, warp, lane);
     if (present && warp % C::kSplitKWarps == 0) {
-      write_tile<C>(operands, batch, vector_row, tile, strip * S::kColumns, lane, total);
+      write_tile<C>(operands, batch, vector_row, tile, n_tile * S::kTileN, lane, total);
     }
   }
 }

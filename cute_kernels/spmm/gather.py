@@ -1,4 +1,4 @@
-"""SpMM, gather kernel: each warp copies the rows of B that its vector row needs into a pipeline of its own."""
+"""SpMM gather kernel: config, launch and packed sparse operand. Each warp gathers the rows of B that it multiplies."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from cute_kernels.spmm.config import SpmmConfig, group_offsets, pack_fragments
 
 @dataclass(frozen=True)
 class GatherConfig(SpmmConfig):
-    """Config of the gather kernel.
+    """Config of the gather kernel ``spmm/gather.cuh``.
 
-    Parameters
+    Attributes
     ----------
     tile_n_bytes : int
-        Bytes of B's rows per tile.
+        Bytes of a row of B per N tile.
     stages : int
-        Groups in flight per warp.
+        Stages of a warp's pipeline; a stage is one group of gathered rows.
     warps : int
         Warps per CTA.
     split_k_warps : int
-        Warps that share a vector row.
+        Warps that share one vector row; each multiplies every ``split_k_warps``-th group (split-K).
     int64_accum : bool
-        Totals that can exceed int32 move to int64.
+        Move accumulators to int64 before int32 can overflow.
     a_just_written : bool
-        The preceding kernel may have written A; nothing of A is loaded before the PDL wait.
+        The previous kernel on the stream writes A: with PDL, A is read after that kernel has ended. Otherwise the
+        first groups of A are read before.
 
     Examples
     --------
     >>> from cute_kernels.dtypes import Integer
-    >>> GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32").name
-    'spmm_gather-s8_m16n8k32-v8-s8xs8-int32-b64s4w4r1'
+    >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
+    >>> config.name, config.smem_bytes, config.grid(vector_rows=512, n=512, batch=1)
+    ('spmm_gather-s8_m16n8k32-v8-s8xs8-int32-b64s4w4r1', 32768, (1024, 1, 1))
     """
 
     STEM: ClassVar[str] = "spmm_gather"
@@ -58,7 +60,7 @@ class GatherConfig(SpmmConfig):
 
     @property
     def smem_bytes(self) -> int:
-        return self.warps * self.stages * self.group * self.tile_n_bytes
+        return self.warps * self.stages * self.mma_k * self.tile_n_bytes
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
@@ -67,45 +69,46 @@ class GatherConfig(SpmmConfig):
             "kSplitKWarps": self.split_k_warps,
             "kInt64Accum": self.int64_accum,
             "kAJustWritten": self.a_just_written,
-            "kStagedFactors": False,
-            "kPartial": self.tile_n_bytes <= 64,  # strips that B's columns do not fill
+            "kStagedScales": False,
+            "kPartial": self.tile_n_bytes <= 64,  # N may be below the N tile
         }
 
     def _tags(self) -> list[str]:
         shape = f"b{self.tile_n_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
-        return [
-            *super()._tags(),
-            shape,
-            *(tag for tag, on in (("wide", self.int64_accum), ("fresh", self.a_just_written)) if on),
-        ]
+        flags = [tag for tag, on in (("wide", self.int64_accum), ("fresh", self.a_just_written)) if on]
+        return [*super()._tags(), shape, *flags]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of a total: 8 if it can exceed 32 bits."""
+        """Bytes of one result before the epilogue: 8 if it can exceed 32 bits."""
         return 8 if self.int64_accum or self._constants()["kLongTotal"] else 4
 
     @property
     def fits(self) -> bool:
-        """Whether the split-K totals fit the shared memory of the pipeline."""
+        """Whether the results of the split-K warps fit the shared memory of their pipelines."""
         return (
             self.split_k_warps == 1
-            or self.columns * 8 * self.total_bytes <= self.stages * self.group * self.tile_n_bytes
+            or self.tile_n * 8 * self.total_bytes <= self.stages * self.mma_k * self.tile_n_bytes
         )
 
     def grid(self, vector_rows: int, n: int, batch: int) -> tuple[int, int, int]:
+        """Return the CTAs of a launch: row blocks x N tiles x batch, in one dimension."""
         teams = self.warps // self.split_k_warps
-        return (-(-vector_rows // teams) * -(-n // self.columns) * batch, 1, 1)
+        return (-(-vector_rows // teams) * -(-n // self.tile_n) * batch, 1, 1)
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
-        """Return the bytes that the kernel reads: each column tile reads all of A and its part of B's rows."""
-        strips = -(-n // self.columns) * batch
-        return strips * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.tile_n_bytes)
+        """Return the bytes of A and B that the kernel reads; `matrix` is the packed operand.
+
+        Each N tile reads all of A, and a row of B of `tile_n_bytes` per vector.
+        """
+        tiles = -(-n // self.tile_n) * batch
+        return tiles * (sum(tensor.nbytes for tensor in matrix) + matrix[1].numel() * self.tile_n_bytes)
 
     def smem_accesses(self) -> list[Access]:
         """Return every shared-memory access of a warp."""
         chunks, lanes = self.tile_n_bytes // 16, np.arange(32)
-        pieces = np.arange(self.group * chunks).reshape(-1, 32)
-        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
+        pieces = np.arange(self.mma_k * chunks).reshape(-1, 32)
+        rows = np.arange(self.mma_k).reshape(-1, min(self.mma_k, 32))
         reads = np.stack(
             [swizzled(row, chunk, self.tile_n_bytes, self.swizzle) for chunk in range(chunks) for row in rows]
         )
@@ -119,7 +122,7 @@ class GatherConfig(SpmmConfig):
         ]
         if self.split_k_warps > 1:
             size = self.total_bytes
-            total = (np.arange(self.columns // 4)[:, None] * 32 + lanes) * size
+            total = (np.arange(self.tile_n // 4)[:, None] * 32 + lanes) * size
             found += [Access(f"reduce: {verb} totals", f"{verb}{8 * size}", total) for verb in ("store", "load")]
         return found
 
@@ -129,42 +132,82 @@ class GatherConfig(SpmmConfig):
         matrix: Sequence[Tensor],
         b: DenseArg,
         out: OutputArg,
-        left: ScaleArg,
-        right: ScaleArg,
+        row_scale: ScaleArg,
+        col_scale: ScaleArg,
         bias: int,
         pdl: bool = False,
     ) -> None:
-        """Launch on the current stream; `matrix` is a :class:`PackedGather`."""
+        """Launch `kernel` on the current stream of torch.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            Compiled kernel of this config.
+        matrix : sequence of Tensor
+            :class:`PackedGather` of A.
+        b : DenseArg
+            Dense operand, row-major.
+        out : OutputArg
+            Output and sizes.
+        row_scale, col_scale : ScaleArg
+            Scales of A and of B.
+        bias : int
+            Address of the float32 bias, one per row of the output, or 0.
+        pdl : bool, default False
+            Start while the previous kernel on the stream ends.
+        """
         offsets, columns, values = matrix
         rows, row = offsets.shape[0] - 1, -(-out.columns * element_bits(self.b) // 8)
         kernel.launch(
             self.grid(rows, out.columns, out.batch),
             (
                 offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), b.pointer, b.pitch, b.batch, row,
-                out.pointer, left.pointer, left.step, right.pointer, right.step, right.batch, bias, out.rows, rows,
-                out.columns, self.vector_stores(out, right),
+                out.pointer, row_scale.pointer, row_scale.step, col_scale.pointer,
+                col_scale.step, col_scale.batch, bias, out.rows, rows, out.columns, self.vector_stores(out, col_scale),
             ),
             None,
             pdl,
         )  # fmt: skip
 
-    def copy(self, vectors: Vectors, inner: int) -> PackedGather:
-        """Return the packed operand of `vectors`, a matrix of `inner` columns."""
+    def pack(self, vectors: Vectors, inner: int) -> PackedGather:
+        """Pack `vectors`, a matrix of `inner` columns."""
         return pack_gather(self, vectors)
 
 
 class PackedGather(NamedTuple):
-    """The packed sparse operand of the gather kernel."""
+    """Sparse operand in the layout of the gather kernel."""
 
-    group_offsets: Tensor  # int64 (R + 1,)
-    columns: Tensor  # int32 (groups * group,), -1 in the padding, where the values are 0
-    values: Tensor  # uint8 (groups, bytes a group), fragment order
+    group_offsets: Tensor  # (R + 1,) int64, first group of each vector row
+    columns: Tensor  # (groups * mma_k,) int32, -1 in the padding, where the values are 0
+    values: Tensor  # (groups, bytes per group) uint8, fragment order
 
 
 def pack_gather(config: GatherConfig, vectors: Vectors) -> PackedGather:
-    """Pack `vectors` for the gather kernel, with torch operators on their device."""
-    offsets, positions = group_offsets(vectors.row_offsets, config.group)
+    """Pack the sparse operand for the gather kernel, on its device.
+
+    Parameters
+    ----------
+    config : GatherConfig
+        Kernel config.
+    vectors : Vectors
+        Sparse operand.
+
+    Returns
+    -------
+    PackedGather
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
+    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
+    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
+    >>> packed = pack_gather(config, vectors)
+    >>> packed.columns[:3].tolist(), packed.values.shape
+    ([1, 5, -1], torch.Size([1, 256]))
+    """
+    offsets, positions = group_offsets(vectors.row_offsets, config.mma_k)
     groups = int(offsets[-1])
-    columns = torch.full((groups * config.group,), -1, dtype=torch.int32, device=offsets.device)
+    columns = torch.full((groups * config.mma_k,), -1, dtype=torch.int32, device=offsets.device)
     columns[positions] = vectors.columns
     return PackedGather(offsets, columns, pack_fragments(config, vectors, positions, groups))

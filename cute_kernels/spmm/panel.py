@@ -1,4 +1,4 @@
-"""SpMM, panel kernel: tiles of B pass through shared memory, and many vector rows use them."""
+"""SpMM panel kernel: config, launch and packed sparse operand. Many vector rows share tiles of B in shared memory."""
 
 from __future__ import annotations
 
@@ -19,38 +19,45 @@ from cute_kernels.layout.column_order import ordered_slots, sequential_slots
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, pack_fragments
 
-BOX_ROWS = 256  # the copy engine's limit
-_AHEAD = 8  # records that a kernel may read beyond the last one
-_MAX_COORDINATE = 2**31 - 1
+BOX_ROWS = 256  # limit of a TMA box
+_PREFETCHED_RECORDS = 8  # records beyond the last one that a kernel can prefetch
+_MAX_COORDINATE = 2**31 - 1  # of a tensor map
 
 
 @dataclass(frozen=True)
 class PanelConfig(SpmmConfig):
-    """Config of the panel kernel.
+    """Config of the panel kernel ``spmm/panel.cuh``.
 
-    A group takes rows of at most `tile_window` consecutive tiles; other stages hold tiles in flight. Vector rows are
-    distributed to CTAs, or to warps if a warp has several, so that all have equal work.
+    A group takes its rows of B from at most `tile_window` consecutive tiles; the other stages are for tiles in flight.
+    Vector rows are sorted by length and shared out equally: among warps if a warp has several, else among CTAs.
 
-    Parameters
+    Attributes
     ----------
     tile_n_bytes : int
-        Bytes of B's rows per tile.
+        Bytes of a row of B per N tile.
     tile : int
         Rows of B per stage.
     stages : int
-        Pipeline stages.
+        Stages of the TMA pipeline.
     tile_window : int
-        Consecutive tiles of a group.
+        Consecutive tiles that one group can use, below `stages`.
     warps : int
-        Consumer warps per CTA.
+        Consumer warps per CTA, besides one producer warp.
     rows_per_warp : int
-        Vector rows whose accumulators a warp holds.
+        Vector rows per warp, whose accumulators stay in registers.
     cluster : int
-        CTAs that share their tiles by multicast.
+        CTAs per cluster, which share tiles of B by multicast.
     ordered : bool
-        Columns are in the order with few bank conflicts.
+        Order the columns of a vector row so that gathered reads have few bank conflicts.
     a_stages : int
-        Groups of A per warp that are in shared memory or in flight; 0: two are in registers.
+        Stages of a warp's pipeline of records of A in shared memory. 0: the next two records are in registers.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
+    >>> config.name, config.threads, config.ring, config.smem_bytes
+    ('spmm_panel-s8_m16n8k32-v8-s8xs8-float16-b128t256s6x3w16r1', 544, 1536, 204896)
     """
 
     STEM: ClassVar[str] = "spmm_panel"
@@ -71,20 +78,20 @@ class PanelConfig(SpmmConfig):
 
     @property
     def ring(self) -> int:
-        """Rows of B in the ring."""
+        """Rows of B in all stages."""
         return self.tile * self.stages
 
     @property
     def smem_bytes(self) -> int:
-        own = 4 * self.columns + self.a_stages * self.record_bytes  # of a warp
-        return self.ring * self.tile_n_bytes + 16 * self.stages + own * self.warps
+        per_warp = 4 * self.tile_n + self.a_stages * self.record_bytes  # scales of the columns, records of A
+        return self.ring * self.tile_n_bytes + 16 * self.stages + per_warp * self.warps
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a group of A: its values and the places of its rows."""
+        """Bytes per record: the values of a group, and the offsets of its rows of B."""
         whole = 4 if self.packed or self.entry.mma_bits == 4 else 8 * self.digits[0]
         bits = self.stored.bits if self.entry.floating else whole
-        return self.group * (self.vector_length * bits // 8 + 2)
+        return self.mma_k * (self.vector_length * bits // 8 + 2)
 
     def _tags(self) -> list[str]:
         shape = f"b{self.tile_n_bytes}t{self.tile}s{self.stages}x{self.tile_window}w{self.warps}r{self.rows_per_warp}"
@@ -101,8 +108,8 @@ class PanelConfig(SpmmConfig):
             "kCluster": self.cluster,
             "kAStages": self.a_stages,
             "kRecordBytes": self.record_bytes,
-            "kPartial": self.a_stages > 0,  # strips that B's columns do not fill
-            "kStagedFactors": True,
+            "kPartial": self.a_stages > 0,  # N may be below the N tile
+            "kStagedScales": True,
         }
 
     def packing_key(self) -> tuple[object, ...]:
@@ -110,39 +117,42 @@ class PanelConfig(SpmmConfig):
         return (*super().packing_key(), *shape, self.ordered, self.swizzle)
 
     @property
-    def sums(self) -> int:
+    def accumulators(self) -> int:
         """Accumulator registers per lane."""
-        one_sign = self.products == 4 and self.a.signed and self.b.signed  # two of the products share their sums
+        # The two cross terms of signed digits share an accumulator.
+        one_sign = self.products == 4 and self.a.signed and self.b.signed
         tiles = max(1, self.vector_length // 8)
-        return self.rows_per_warp * tiles * (3 if one_sign else self.products) * self.columns // 4
+        return self.rows_per_warp * tiles * (3 if one_sign else self.products) * self.tile_n // 4
 
     def items(self, vector_rows: int, n: int, batch: int) -> int:
-        """Return the work items: tiles of row blocks, for each of which a cluster streams a column tile of B."""
-        return self._row_blocks(vector_rows) * -(-n // self.columns) * batch
+        """Return the work items of a launch: row blocks of a cluster x N tiles x batch."""
+        return self._row_blocks(vector_rows) * -(-n // self.tile_n) * batch
 
     def _row_blocks(self, vector_rows: int) -> int:
-        """Row blocks of all clusters."""
         return -(-vector_rows // (self.warps * self.rows_per_warp * self.cluster))
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
-        """Return the bytes that the kernel reads: each column tile reads A, each item its tile of B."""
-        strips = -(-n // self.columns) * batch
+        """Return the bytes of A and B that the kernel reads; `matrix` is the packed operand.
+
+        Each N tile reads all of A; each work item reads one N tile of B.
+        """
+        tiles = -(-n // self.tile_n) * batch
         read = sum(tensor.nbytes for tensor in matrix)
-        return strips * read + self.items(vector_rows, n, batch) * inner * self.tile_n_bytes
+        return tiles * read + self.items(vector_rows, n, batch) * inner * self.tile_n_bytes
 
     def smem_accesses(self) -> list[Access]:
-        """Return every shared-memory access of a warp for columns 0, 1, ...; others conflict by their order."""
+        """Return every shared-memory access of a warp, for the columns 0, 1, ... of A."""
         units = self.tile_n_bytes // 16
-        rows = np.arange(self.group).reshape(-1, min(self.group, 32))
+        rows = np.arange(self.mma_k).reshape(-1, min(self.mma_k, 32))
         reads = np.stack(
             [swizzled(row, chunk, self.tile_n_bytes, self.swizzle) for chunk in range(units) for row in rows]
         )
         lanes, run = np.arange(32), 16 // element_bits(self.b)
-        factors = 4 * run * (lanes // 4 + 8 * np.arange(self.columns // (8 * run))[:, None])
+        scales = 4 * run * (lanes // 4 + 8 * np.arange(self.tile_n // (8 * run))[:, None])
         return [
             Access("read: ldmatrix.trans of gathered rows", f"ldmatrix.x{reads.shape[1] // 8}", reads),
-            Access("stage: cp.async of a factor a column", "store32", 4 * lanes),
-            Access("read: factors", f"load{32 * run}", factors),
+            Access("stage: cp.async of the column scales", "store32", 4 * lanes),
+            Access("read: column scales", f"load{32 * run}", scales),
         ]
 
     def launch(
@@ -151,118 +161,171 @@ class PanelConfig(SpmmConfig):
         matrix: Sequence[Tensor],
         b: DenseArg,
         out: OutputArg,
-        left: ScaleArg,
-        right: ScaleArg,
+        row_scale: ScaleArg,
+        col_scale: ScaleArg,
         bias: int,
         pdl: bool = False,
     ) -> None:
-        """Launch on the current stream; once per matrix if no single step separates the matrices of a batch."""
-        step, rest = divmod(b.batch, b.pitch) if out.batch > 1 else (0, 0)
-        if rest or step * (out.batch - 1) + out.inner > _MAX_COORDINATE:
+        """Launch `kernel` on the current stream of torch.
+
+        A batch needs one launch per matrix if its stride is not a whole number of rows or exceeds a tensor map.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            Compiled kernel of this config.
+        matrix : sequence of Tensor
+            :class:`PackedPanel` of A.
+        b : DenseArg
+            Dense operand, row-major.
+        out : OutputArg
+            Output and sizes.
+        row_scale, col_scale : ScaleArg
+            Scales of A and of B.
+        bias : int
+            Address of the float32 bias, one per row of the output, or 0.
+        pdl : bool, default False
+            Start while the previous kernel on the stream ends.
+        """
+        step, unaligned = divmod(b.batch, b.pitch) if out.batch > 1 else (0, 0)
+        if unaligned or step * (out.batch - 1) + out.inner > _MAX_COORDINATE:
             size = out.rows * out.columns * OUT_BYTES[self.out]
             for i in range(out.batch):
                 one = OutputArg(out.pointer + i * size, 1, out.rows, out.inner, out.columns)
-                scales = ScaleArg(right.pointer + 4 * i * right.batch, right.step, 0)
+                scales = ScaleArg(col_scale.pointer + 4 * i * col_scale.batch, col_scale.step, 0)
                 place = DenseArg(b.pointer + i * b.batch, b.pitch, 0, b.row)
-                self.launch(kernel, matrix, place, one, left, scales, bias, pdl)
+                self.launch(kernel, matrix, place, one, row_scale, scales, bias, pdl)
             return
         rows = -(-out.rows // self.vector_length)
         shape = (b.row, step * (out.batch - 1) + out.inner)
         box = (self.tile_n_bytes, min(self.tile // self.cluster, BOX_ROWS))
-        # The copy engine takes as long for short rows as for long ones: eight of 16 bytes without gaps are one of 128.
+        # TMA time depends on the number of rows: eight contiguous rows of 16 bytes are copied as one of 128 bytes.
         short = b.row == b.pitch == self.tile_n_bytes == 16 and self.a_stages > 0
         fold = 3 if short and not (shape[1] % 8 or step % 8) else 0
         pitch, swizzle = b.pitch << fold, self.tile_n_bytes if self.swizzle and self.tile_n_bytes > 16 else 0
         clusters = min(kernel.num_sms // self.cluster, self.items(rows, out.columns, out.batch))
-        strip_step, row_step = divmod(clusters, self._row_blocks(rows))
+        n_tile_step, row_step = divmod(clusters, self._row_blocks(rows))
         kernel.launch(
             (clusters * self.cluster, 1, 1),
             (
                 tensor_map(
                     b.pointer, 1, (shape[0] << fold, shape[1] >> fold), pitch, (box[0] << fold, box[1] >> fold), swizzle
                 ),
-                *(tensor.data_ptr() for tensor in matrix), out.pointer, left.pointer, left.step, right.pointer,
-                right.step, right.batch, bias, out.rows, rows, out.columns, out.inner, out.batch, step,
-                row_step, strip_step, self.vector_stores(out, right), fold,
+                *(tensor.data_ptr() for tensor in matrix), out.pointer, row_scale.pointer, row_scale.step,
+                col_scale.pointer, col_scale.step, col_scale.batch, bias, out.rows, rows, out.columns, out.inner,
+                out.batch, step, row_step, n_tile_step, self.vector_stores(out, col_scale), fold,
             ),
             (self.cluster, 1, 1) if self.cluster > 1 else None,
             pdl,
         )  # fmt: skip
 
-    def copy(self, vectors: Vectors, inner: int) -> PackedPanel:
-        """Return the packed operand of `vectors`, a matrix of `inner` columns."""
+    def pack(self, vectors: Vectors, inner: int) -> PackedPanel:
+        """Pack `vectors`, a matrix of `inner` columns."""
         return pack_panel(self, vectors, inner)
 
 
 class PackedPanel(NamedTuple):
-    """The packed sparse operand of the panel kernel."""
+    """Sparse operand in the layout of the panel kernel.
 
-    group_offsets: Tensor  # int64 (U + 1,), of units of `rows` vector rows, each one warp's; whole blocks of them
-    # int16 (U + 2, tiles, rows to an even number): groups of each row that need tile t, and none beyond; zero for units
-    # that do not exist.
+    A unit is the `rows_per_warp` vector rows of one warp; a CTA has whole units. A record is one group: its values in
+    fragment order, then 16 bits per slot: the swizzled offset of its row of B in the pipeline, in units of 16 bytes.
+    """
+
+    group_offsets: Tensor  # (units + 1,) int64, first record of each unit
+    # (units + 2, tiles, rows_per_warp rounded up to even) int16, records of each vector row whose last tile is t; 0 for
+    # the units after the last one.
     tile_counts: Tensor
-    # uint8 (groups + _AHEAD, bytes), in a unit tile after tile, in a tile row after row: values in fragment order, then
-    # for each slot, in 16 bits, where its row of B lies in the ring, in units of 16 bytes, swizzled. Those behind the
-    # last group are read ahead of need and never used.
+    # (records + 8, record_bytes) uint8, sorted by unit, then tile, then vector row. The last ones are prefetched only.
     records: Tensor
-    order: Tensor  # int32 ((U + 1) * rows,): the vector row that a unit has at each place, or one beyond the last
+    # ((units + 1) * rows_per_warp,) int32, vector row at each place of a unit; vector_rows if there is none.
+    order: Tensor
 
 
 def pack_panel(config: PanelConfig, vectors: Vectors, inner: int) -> PackedPanel:
-    """Pack `vectors` for the panel kernel, with torch operators on their device."""
+    """Pack the sparse operand for the panel kernel, on its device.
+
+    Parameters
+    ----------
+    config : PanelConfig
+        Kernel config.
+    vectors : Vectors
+        Sparse operand.
+    inner : int
+        K, columns of A.
+
+    Returns
+    -------
+    PackedPanel
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32", ordered=False)
+    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
+    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
+    >>> packed = pack_panel(config, vectors, inner=512)
+    >>> packed.records.shape, packed.tile_counts[0, :, 0].tolist(), packed.order[0].item()
+    (torch.Size([9, 320]), [1, 0], 0)
+    """
     vectors, order = balance_rows(vectors, config)
-    group, device = config.group, vectors.columns.device
+    mma_k, device = config.mma_k, vectors.columns.device
     tiles = -(-inner // config.tile)
     rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
-    where = (vectors.columns, vectors.row_offsets, config.tile, tiles, group, config.tile_window)
+    where = (vectors.columns, vectors.row_offsets, config.tile, tiles, mma_k, config.tile_window)
     slots = ordered_slots(*where) if config.ordered else sequential_slots(*where)
     row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
     used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-    torch.cumsum((used + group - 1) // group, 0, out=offsets[1:])
+    torch.cumsum((used + mma_k - 1) // mma_k, 0, out=offsets[1:])
     groups = int(offsets[-1])
-    positions = offsets[row_of] * group + slots  # (vectors,)
+    positions = offsets[row_of] * mma_k + slots  # (vectors,)
 
     last = torch.zeros(groups, dtype=torch.int64, device=device)
-    last.scatter_reduce_(0, positions // group, vectors.columns.to(torch.int64) // config.tile, "amax")
+    last.scatter_reduce_(0, positions // mma_k, vectors.columns.to(torch.int64) // config.tile, "amax")
     owner = torch.repeat_interleave(offsets.diff(), output_size=groups)
-    last = torch.cummax(last + owner * tiles, 0).values - owner * tiles  # a group waits for those of its row before it
-    units = rows // config.rows_per_warp
-    use = (owner // config.rows_per_warp * tiles + last) * config.rows_per_warp + owner % config.rows_per_warp
-    counts = torch.zeros(
-        units + 2, tiles, config.rows_per_warp + config.rows_per_warp % 2, dtype=torch.int16, device=device
-    )
-    counts[:units, :, : config.rows_per_warp] = torch.bincount(
-        use, minlength=units * tiles * config.rows_per_warp
-    ).view(units, tiles, config.rows_per_warp)
-    starts = offsets[:: config.rows_per_warp].contiguous()
+    # A record runs after the previous ones of its vector row.
+    last = torch.cummax(last + owner * tiles, 0).values - owner * tiles
+    per_warp = config.rows_per_warp
+    units = rows // per_warp
+    use = (owner // per_warp * tiles + last) * per_warp + owner % per_warp  # (groups,) unit, tile, vector row
+    counts = torch.zeros(units + 2, tiles, per_warp + per_warp % 2, dtype=torch.int16, device=device)
+    counts[:units, :, :per_warp] = torch.bincount(use, minlength=units * tiles * per_warp).view(units, tiles, per_warp)
+    starts = offsets[::per_warp].contiguous()
 
     slot = (vectors.columns % config.ring).to(torch.int64)
     chunks = config.tile_n_bytes // 16
     place = slot * chunks + (slot // (128 // config.tile_n_bytes) % chunks if config.swizzle else 0)
-    # Padding names the row of its group's first vector: it is there, and reading it twice costs nothing.
-    places = torch.zeros(groups, group, dtype=torch.int64, device=device)
-    firsts = positions % group == 0
-    places[positions[firsts] // group] = place[firsts][:, None]
+    # Padding repeats the row of B of the first vector of its group: that row has arrived, and has no extra conflict.
+    places = torch.zeros(groups, mma_k, dtype=torch.int64, device=device)
+    firsts = positions % mma_k == 0
+    places[positions[firsts] // mma_k] = place[firsts][:, None]
     places.view(-1)[positions] = place
     values = pack_fragments(config, vectors, positions, groups)
     records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
-    if config.rows_per_warp > 1:
+    if per_warp > 1:
         records = records[torch.argsort(use, stable=True)]
-    return PackedPanel(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _AHEAD)), order)
+    return PackedPanel(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _PREFETCHED_RECORDS)), order)
 
 
 def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor]:
-    """Distribute vector rows so that all CTAs, or warps with several rows, have equal work.
+    """Balance the vector rows among warps, or among CTAs if a warp has one vector row.
 
-    The longest rows go to one share each, the next rows to the shares with the least work.
+    Greedy: vector rows are taken in order of falling length, one per share and round, the longest to the share with
+    the fewest vectors.
+
+    Parameters
+    ----------
+    vectors : Vectors
+        Sparse operand.
+    config : PanelConfig
+        Defines the shares.
 
     Returns
     -------
     vectors : Vectors
-        In the new order of rows.
-    order : Tensor
-        int32 row at each place, one beyond the last row for none.
+        The vectors in the new order of the vector rows.
+    order : Tensor, shape ((units + 1) * rows_per_warp,)
+        int32, vector row at each place; `vector_rows` if there is none.
     """
     lengths, device = vectors.row_offsets.diff(), vectors.columns.device
     rows = lengths.numel()
@@ -281,9 +344,9 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
     total = vectors.columns.numel()
     moved = torch.repeat_interleave(starts[order] - offsets[:-1], lengths[order], output_size=total)
     index = moved + torch.arange(total, device=device)
-    given = torch.nn.functional.pad(order.clamp(max=rows), (0, config.rows_per_warp), value=rows).to(torch.int32)
+    padded = torch.nn.functional.pad(order.clamp(max=rows), (0, config.rows_per_warp), value=rows).to(torch.int32)
     values = vectors.values
     if values.dtype == torch.uint16:
-        values = values.view(torch.int16)  # torch has few operators on uint16
+        values = values.view(torch.int16)  # torch has few operators for uint16
     values = values[index].view(vectors.values.dtype)
-    return vectors._replace(row_offsets=offsets, columns=vectors.columns[index], values=values), given
+    return vectors._replace(row_offsets=offsets, columns=vectors.columns[index], values=values), padded

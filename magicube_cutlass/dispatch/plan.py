@@ -146,7 +146,7 @@ def plan_spmm(
         copy = matrix._execution.get(stored)
         if copy is None:
             vectors = _vectors(matrix, config.vector_length)
-            copy = matrix._execution[stored] = list(config.copy(vectors, matrix.shape[1]))
+            copy = matrix._execution[stored] = list(config.pack(vectors, matrix.shape[1]))
         plan = matrix._execution[key] = (config.name, copy)
     return plan
 

@@ -84,7 +84,7 @@ def _explain_cuda(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.d
     lines = [
         f"{name}: {matrix.shape[0]} x {matrix.shape[1]} times {tuple(dense.shape)} to {dtype}",
         f"instruction {config.atom}, {config.digits[0]} x {config.digits[1]} digits"
-        + (", digits of A share an instruction" if config.fused_digits else ""),
+        + (", digits of A share an instruction" if config.has_fused_digits else ""),
         f"reads about {moved / 1e6:.1f} MB of operands, writes {written / 1e6:.1f} MB; "
         f"its copy of A has {kept / 1e6:.1f} MB",
         reason(config, sizes.vector_rows, sizes.vectors, sizes.longest, matrix.single_use),

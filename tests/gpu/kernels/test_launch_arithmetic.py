@@ -81,7 +81,7 @@ def test_gather_takes_64_bit_sizes() -> None:
     ((grid, args),) = gathers.launches
     assert grid == ((2**18 + 1) * 1024 * 2, 1, 1) and grid[0] < 2**31
     assert (args["b"], args["b_pitch"], args["b_batch"], args["b_bytes"]) == (1 << 46, pitch, 3 * HUGE, n)
-    assert (args["rows"], args["vector_rows"], args["n"], args["right_batch"]) == (rows, rows, n, n)
+    assert (args["rows"], args["vector_rows"], args["n"], args["col_scale_batch"]) == (rows, rows, n, n)
 
 
 def test_panel_grid_stays_the_gpu_while_items_outgrow_32_bits(panels: Recorder) -> None:
@@ -103,7 +103,7 @@ def test_panel_splits_a_batch_whose_rows_outgrow_the_copy_engines_coordinates(pa
     assert len(panels.launches) == batch
     for i, ((grid, args), made) in enumerate(zip(panels.launches, panels.maps, strict=True)):
         assert made == ((1 << 40) + i * k * n, 1, (n, k), n, (64, 256), 64)
-        assert args["out"] == (1 << 50) + i * m * n * 4 and args["right"] == (1 << 30) + 4 * i * n
+        assert args["out"] == (1 << 50) + i * m * n * 4 and args["col_scale"] == (1 << 30) + 4 * i * n
         assert args["batches"] == 1 and grid[0] <= 132
     panels.launches.clear()
     config.launch(panels, copy, b, OutputArg(1 << 50, 3, m, k, n), NONE, right, 0)
@@ -150,7 +150,7 @@ def test_group_offsets_of_more_than_two_to_the_31_vectors() -> None:
 def test_execution_copies_of_nothing(config: SpmmKernel, m: int, k: int, sparsity: float) -> None:
     a = sparse(m, k, 8, (8, True), sparsity=sparsity)
     vectors = Vectors(a.pattern.row_offsets, a.pattern.col_indices, a.vectors(), Integer(8, True))
-    offsets = config.copy(vectors, k)[0]
+    offsets = config.pack(vectors, k)[0]
     whole = config.warps if isinstance(config, PanelConfig) else 1  # blocks
     assert offsets.shape == (-(-a.pattern.vector_rows // whole) * whole + 1,) and not offsets[0]
 
@@ -162,5 +162,5 @@ def test_execution_copies_index_in_64_bits() -> None:
         torch.ones(2, 8, dtype=torch.int8),
         Integer(8, True),
     )
-    copy = gather(kind()).copy(vectors, 2**31 - 1)
+    copy = gather(kind()).pack(vectors, 2**31 - 1)
     assert copy.group_offsets.dtype == torch.int64 and copy.columns[:2].tolist() == [0, 2**31 - 2]

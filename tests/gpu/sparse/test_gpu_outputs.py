@@ -126,7 +126,7 @@ def test_rows_of_many_nonzeros_are_summed_in_int64(longest: int, of: tuple[int, 
 def test_a_kernel_that_is_too_narrow_for_the_row_is_refused() -> None:
     mask = torch.ones(1, 32_769, dtype=torch.bool)
     a = mc.SRBCRS.from_mask(mask.long(), mask, vector_length=1, bits=8)
-    with pytest.raises(ValueError, match="config must be wide for a vector row of 32769 > 32768 vectors"):
+    with pytest.raises(ValueError, match="config must have int64_accum=True for a vector row of 32769 > 32768 vectors"):
         spmm(a, dense((32_769, 8), (8, True)), config=gather(kind(1)))
     with pytest.raises(ValueError, match="config must be for ProblemTypes"):
         spmm(sparse(8, 40, 8, (8, True)), dense((40, 8), (8, True)), config=gather(kind(8, (4, True), (8, True))))

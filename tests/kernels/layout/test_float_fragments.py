@@ -194,7 +194,7 @@ def test_a_group_of_spmm(entry: Atom, a: str, b: str) -> None:
     left, right, stored = FLOATS[a], FLOATS[b], config.stored
     assert not isinstance(stored, Integer)
     op_a, op_b = FLOATS[str(operand_of(entry, left))], FLOATS[str(operand_of(entry, right))]
-    sparse, dense = random_codes(left, (k, 8), 1), random_codes(right, (k, config.columns), 2)
+    sparse, dense = random_codes(left, (k, 8), 1), random_codes(right, (k, config.tile_n), 2)
 
     vectors = Vectors(torch.tensor([0, k]), torch.arange(k, dtype=torch.int32), bits_of(sparse), left)
     record = pack_fragments(config, vectors, torch.arange(k), 1)[0].numpy().view(np.uint32)

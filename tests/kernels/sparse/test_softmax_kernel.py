@@ -88,7 +88,7 @@ def emulate(config: SoftmaxConfig, codes: Tensor) -> Tensor:
     table = config.fragment_order().tolist()
     staged_bytes, per_word = planes * rows * 32, 8 if config.bits == 4 else 4
     words = staged_bytes // per_word
-    operand_words = words // (1 if config.sparse.fused_digits else planes)
+    operand_words = words // (1 if config.sparse.has_fused_digits else planes)
     out = torch.zeros(count * tiles * words, dtype=torch.int64)
     for tile, b in product(range(tiles), range(0, count, config.blocks)):
         staged = torch.zeros(config.blocks * staged_bytes, dtype=torch.int64)

@@ -91,7 +91,7 @@ def expected_mmas(config: Config) -> set[str]:
         first, second = digit_signs(config.y), digit_signs(config.x)
     else:
         first = digit_signs(config.b)
-        second = digit_signs(config.a, config.fused_digits)
+        second = digit_signs(config.a, config.has_fused_digits)
     shape, letter = "".join(map(str, config.entry.shape)), {True: "S", False: "U"}
     width = config.entry.mma_bits
     return {f"IMMA.{shape}.{letter[x]}{width}.{letter[y]}{width}" for x in first for y in second}

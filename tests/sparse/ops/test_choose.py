@@ -63,7 +63,7 @@ def test_rows_of_few_columns_are_as_long_as_they_are(bits: int, n: int, row: int
 
 def test_groups_of_sixteen_take_rows_of_two_pieces() -> None:
     found = candidates(L8R8, H200, Problem(1792, 4096, 1792 * 410, 460, 16), "s8_m16n8k16")
-    assert {config.tile_n_bytes for config in found} == {32} and {config.group for config in found} == {16}
+    assert {config.tile_n_bytes for config in found} == {32} and {config.mma_k for config in found} == {16}
 
 
 def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
@@ -112,7 +112,7 @@ def test_a_config_for_other_operands_is_refused() -> None:
         check_spmm(config, ProblemTypes(4, Integer(8, True), Integer(8, True), "float16"), 460)
     # the largest product of unsigned digits, and two of mixed signs that share a sum
     assert SAFE_RUN * 255 * 255 < 2**31 and SAFE_RUN * 2 * 255 * 128 < 2**31
-    with pytest.raises(ValueError, match=f"must be wide for a vector row of {SAFE_RUN + 1}"):
+    with pytest.raises(ValueError, match=f"must have int64_accum=True for a vector row of {SAFE_RUN + 1}"):
         check_spmm(config, L8R8, SAFE_RUN + 1)
 
 
