@@ -15,7 +15,7 @@ DLMC, LLM, COSTS = "dlmc", "llm", "one-time-costs"
 FLOATS, ATTENTION, AUTO, CHOOSE, GEMM = "floats", "attention", "auto", "choose", "gemm"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
-GPU_RIVALS = ("dense fp16", "dense int8", "dense fp8", "2:4 int8", "BSR fp16 32", "Blocked-ELL int8 16")
+GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "2:4 int8", "BSR fp16 32", "Blocked-ELL int8 16")
 
 
 def _break_even_line(size: dict[str, Any]) -> str:
@@ -30,6 +30,12 @@ def _break_even_line(size: dict[str, Any]) -> str:
     return f"Density at which it takes as long as the dense product, n = {size['n']}: " + ", ".join(parts) + "."
 
 
+def render_cpu() -> str:
+    """The tables of both CPUs in Markdown: with AVX512-VNNI, and without."""
+    files = [RESULTS / f"cpu_spmm{suffix}.json" for suffix in ("", "_avx2")]
+    return "\n\n".join(render(json.loads(file.read_text())) for file in files if file.is_file())
+
+
 def render(results: dict[str, Any]) -> str:
     """The table in Markdown."""
     machine = results["machine"]
@@ -37,12 +43,13 @@ def render(results: dict[str, Any]) -> str:
         f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {machine['date']}; "
         "one thread, V = 8, L8-R8, uniform pattern, n x n times n x n, milliseconds (median).",
         "",
-        "| n | density | magicube | dense `torch._int_mm` | scipy CSR fp32 | torch CSR fp32 |",
-        "|---|---|---|---|---|---|",
+        "| n | density | magicube | fastest dense | its kind | scipy CSR fp32 | torch CSR fp32 |",
+        "|---|---|---|---|---|---|---|",
     ]
     for size in results["sizes"]:
         for row in size["rows"]:
-            cells = (f"{row['ms'][name]:.2f}" for name in COLUMNS)
+            cells = [f"{row['ms'][name]:.2f}" for name in COLUMNS]
+            cells.insert(2, row.get("dense", "torch._int_mm"))
             lines.append(f"| {size['n']} | {row['density']:g} | " + " | ".join(cells) + " |")
     lines += ["", *(_break_even_line(size) for size in results["sizes"])]
     for pair in results.get("two_threads", []):
@@ -66,14 +73,14 @@ def render_gpu(results: dict[str, Any]) -> str:
         "V = 8, uniform pattern, float16 output with fused scales, microseconds (median, CUDA graph, operands in L2 "
         "where they fit).",
         "",
-        "| M x K x N, sparsity | magicube | " + " | ".join(GPU_RIVALS) + " |",
-        "|---" * (len(GPU_RIVALS) + 2) + "|",
+        "| M x K x N, sparsity | magicube | " + " | ".join(GPU_BASELINES) + " |",
+        "|---" * (len(GPU_BASELINES) + 2) + "|",
     ]
     for case in results["spmm"]:
         m, k, n = case["shape"]
-        rivals = {row["name"]: row for row in case["rivals"]}
+        baselines = {row["name"]: row for row in case["rivals"]}
         ours = next(row for row in case["ours"] if row["name"] == "L8-R8 V=8")
-        cells = [_microseconds(ours), *(_microseconds(rivals.get(name)) for name in GPU_RIVALS)]
+        cells = [_microseconds(ours), *(_microseconds(baselines.get(name)) for name in GPU_BASELINES)]
         lines.append(f"| {m} x {k} x {n}, {case['sparsity']:g} | " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -289,7 +296,7 @@ def render_gemm(results: dict[str, Any]) -> str:
 
 
 def render_attention(results: dict[str, Any]) -> str:
-    """A row a form or rival, a column a length and sparsity."""
+    """A row a form or baseline, a column a length and sparsity."""
     known = [{row["name"]: row for row in case["rows"]} for case in results["cases"]]
     head = [f"L = {case['length']}, {case['sparsity']:g}" for case in results["cases"]]
     rows = [[name, *(_microseconds(case.get(name)) for case in known)] for name in known[0]]
@@ -348,7 +355,7 @@ def update_readme(name: str, text: str, readme: Path = ROOT / "README.md") -> No
 
 
 if __name__ == "__main__":
-    update_readme(CPU, render(json.loads((RESULTS / "cpu_spmm.json").read_text())))
+    update_readme(CPU, render_cpu())
     update_readme(GPU, render_gpu(json.loads((RESULTS / "spmm_h200.json").read_text())))
     for section, stem, table, guide in SECTIONS:
         if (source := RESULTS / f"{stem}_h200.json").is_file():

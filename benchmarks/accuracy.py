@@ -1,7 +1,7 @@
 """Error against time: ``residual.matmul`` in every mode and with tolerances, and torch's own products, in one run.
 
 Six kinds of data, square matrices; errors are by float64, times are of whole calls from float inputs, host included,
-in a loop: rivals take turns of two calls, of which the second counts.
+in a loop: baselines take turns of two calls, of which the second counts.
 Writes ``benchmarks/results/accuracy_<device>.json``; ``benchmarks/plots/accuracy_plot.py`` draws it.
 Run: ``PYTHONPATH=. python benchmarks/accuracy.py [--device cpu] [--quick] [--seconds S] [--out FILE]``.
 """
@@ -103,7 +103,7 @@ def _fp8(a: Tensor, b: Tensor) -> Tensor:
     return torch._scaled_mm(codes_a, codes_b, scale_a=left, scale_b=right, out_dtype=torch.bfloat16)
 
 
-def torch_rivals(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
+def torch_baselines(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
     """torch's products of the same float32 inputs, conversions included."""
     found: dict[str, Callable[[], Tensor]] = {
         "torch fp32": partial(torch.matmul, a, b),
@@ -117,7 +117,7 @@ def torch_rivals(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
-def our_rivals(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
+def our_baselines(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Every mode, with and without a prepared B, and tolerances."""
     held = prepare(b)
     found: dict[str, Callable[[], Any]] = {}
@@ -156,28 +156,28 @@ def settle(call: Callable[[], object]) -> None:
 
 
 def measured(
-    rivals: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int, budget: float
+    baselines: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int, budget: float
 ) -> dict[str, float]:
     """Median milliseconds; the order rotates by one a round.  Past ``budget`` seconds and three rounds none begins."""
-    names, seen = list(rivals), {name: list[float]() for name in rivals}
+    names, seen = list(baselines), {name: list[float]() for name in baselines}
     for name in names:
         if name.startswith("tol "):
-            settle(rivals[name])
+            settle(baselines[name])
     start = time.perf_counter()
     for turn in range(rounds):
         if turn >= _FEWEST_ROUNDS and time.perf_counter() - start > budget:
             break
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            seen[name].append(again(rivals[name], device))
+            seen[name].append(again(baselines[name], device))
     return {name: median(times) for name, times in seen.items()}
 
 
-def errors_of(rivals: dict[str, Callable[[], Tensor]], truth: Tensor) -> tuple[dict[str, float], dict[str, str]]:
+def errors_of(baselines: dict[str, Callable[[], Tensor]], truth: Tensor) -> tuple[dict[str, float], dict[str, str]]:
     """Relative Frobenius errors, and what failed and why."""
     errors, failures = {}, {}
     size = float(truth.norm())
-    for name, call in rivals.items():
+    for name, call in baselines.items():
         try:
             errors[name] = float((call().double() - truth).norm()) / size
         except (RuntimeError, ValueError, TypeError, NotImplementedError, ToleranceError) as error:
@@ -186,7 +186,7 @@ def errors_of(rivals: dict[str, Callable[[], Tensor]], truth: Tensor) -> tuple[d
 
 
 def regrets(times: dict[str, float], errors: dict[str, float]) -> dict[str, float]:
-    """For each tolerance, time of the planned product over that of the fastest one of its rivals that meets it."""
+    """For each tolerance, time of the planned product over that of the fastest one of its baselines that meets it."""
     fixed = [name for name in errors if name in (*MODES, "torch fp32")]
     found = {}
     for tol in TOLERANCES:
@@ -197,15 +197,15 @@ def regrets(times: dict[str, float], errors: dict[str, float]) -> dict[str, floa
 
 
 def run(kind: str, n: int, device: torch.device, rounds: int, budget: float) -> dict[str, Any]:
-    """All rivals on one kind of data of one size."""
+    """All baselines on one kind of data of one size."""
     torch.manual_seed(n)
     habits.forget()  # of other data
     a, b = KINDS[kind](n, device)
     truth = a.double() @ b.double()
-    rivals = torch_rivals(a, b) | our_rivals(a, b)
-    errors, failures = errors_of(rivals, truth)
+    baselines = torch_baselines(a, b) | our_baselines(a, b)
+    errors, failures = errors_of(baselines, truth)
     del truth
-    times = measured({name: rivals[name] for name in errors}, device, rounds, budget)
+    times = measured({name: baselines[name] for name in errors}, device, rounds, budget)
     plans = {}
     for tol in TOLERANCES:
         if f"tol {tol:g}" in errors:

@@ -136,7 +136,7 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A call, what it is compared with, and a note for the results."""
 
     call: Callable[[], Tensor]
@@ -144,31 +144,31 @@ class Rival:
     note: str
 
 
-def rivals(data: Data, sparsity: float) -> dict[str, Callable[[], Rival]]:
+def baselines(data: Data, sparsity: float) -> dict[str, Callable[[], Baseline]]:
     """Makers by name; ours first."""
 
-    def ours(keyed: bool) -> Rival:
+    def ours(keyed: bool) -> Baseline:
         call, name = fused(data, keyed)
-        return Rival(call, data.expected, name)
+        return Baseline(call, data.expected, name)
 
-    def blocks() -> Rival:
+    def blocks() -> Baseline:
         call, seen = flex(data, sparsity)
-        return Rival(call, exact(data.q, data.k, data.v, seen), f"{BLOCK} x {BLOCK} blocks of the same sparsity")
+        return Baseline(call, exact(data.q, data.k, data.v, seen), f"{BLOCK} x {BLOCK} blocks of the same sparsity")
 
     return {
         FIRST: lambda: ours(False),
         "fused 8b-8b, scales of keys": lambda: ours(True),
-        "fused 8b-8b from float16": lambda: Rival(of_floats(data, "fused"), data.expected, "quantization included"),
-        "three kernels 8b-8b from float16": lambda: Rival(of_floats(data, "unfused"), data.expected, "likewise"),
-        "SDPA fp16": lambda: Rival(dense(data), exact(data.q, data.k, data.v, None), "dense"),
+        "fused 8b-8b from float16": lambda: Baseline(of_floats(data, "fused"), data.expected, "quantization included"),
+        "three kernels 8b-8b from float16": lambda: Baseline(of_floats(data, "unfused"), data.expected, "likewise"),
+        "SDPA fp16": lambda: Baseline(dense(data), exact(data.q, data.k, data.v, None), "dense"),
         "FlexAttention fp16": blocks,
     }
 
 
-def row(name: str, rival: Rival, error: float, timing: GpuTiming, base: GpuTiming) -> dict[str, Any]:
+def row(name: str, baseline: Baseline, error: float, timing: GpuTiming, base: GpuTiming) -> dict[str, Any]:
     return {
         "name": name,
-        "note": rival.note,
+        "note": baseline.note,
         "us": rounded(timing.median),
         "quartiles": [rounded(x) for x in timing.quartiles],
         "cold_us": rounded(timing.cold),
@@ -179,21 +179,21 @@ def row(name: str, rival: Rival, error: float, timing: GpuTiming, base: GpuTimin
 
 
 def run_case(length: int, sparsity: float) -> dict[str, Any]:
-    """All rivals for one length and sparsity, timed in the same rounds."""
+    """All baselines for one length and sparsity, timed in the same rounds."""
     data = make_data(length, sparsity)
-    found: dict[str, Rival] = {}
+    found: dict[str, Baseline] = {}
     errors: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
-    for name, make in rivals(data, sparsity).items():
+    for name, make in baselines(data, sparsity).items():
         try:
-            rival = make()
-            errors[name] = relative_error(rival.call(), rival.expected)
+            baseline = make()
+            errors[name] = relative_error(baseline.call(), baseline.expected)
             torch.cuda.synchronize()
-        except Exception as error:  # whatever a rival raises is a result of the benchmark
+        except Exception as error:  # whatever a baseline raises is a result of the benchmark
             rows.append({"name": name, "failure": one_line(error)})
             continue
-        found[name] = rival
-    calls: dict[str, Call] = {name: rival.call for name, rival in found.items()}
+        found[name] = baseline
+    calls: dict[str, Call] = {name: baseline.call for name, baseline in found.items()}
     times = measure(calls, rounds=15, replay=400.0, samples=5)
     rows = [row(name, found[name], errors[name], times[name], times[FIRST]) for name in found] + rows
     print(f"\nL = {length}, sparsity {sparsity}")

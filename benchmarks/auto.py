@@ -2,12 +2,12 @@
 
 For each size, kind of data and tolerance: milliseconds of ``mode="auto"``, of every mode with the same ``tol`` that
 does not refuse, of the same modes without a check where their error by float64 meets it, and of torch's float32
-product.  ``regret`` is auto's time over that of the fastest rival that gives the same assurance, a checked mode or
+product.  ``regret`` is auto's time over that of the fastest baseline that gives the same assurance, a checked mode or
 float32; ``regret, unchecked``: over that of the fastest one whose error is small enough, which nobody knows beforehand.
 ``regret, first call``: of a call that knows nothing of those before, so that it takes statistics.
 For each size and mode also the time with and without a check.  Times are medians of whole calls from float32 inputs,
-host included, in a loop: rivals take turns of two calls, of which the second counts.  The data are none that any price
-or constant was fitted to.
+host included, in a loop: baselines take turns of two calls, of which the second counts.  No price or constant was
+fitted to the data.
 
 Writes ``benchmarks/results/auto_<device>.json`` as it goes; kernels that no cache has yet are compiled on the way.
 Run: ``PYTHONPATH=. python benchmarks/auto.py [--device cpu] [--quick] [--seconds S] [--out FILE]``.
@@ -76,12 +76,12 @@ KINDS: dict[str, Draw] = {
 }
 
 
-def medians(rivals: dict[str, Call], device: torch.device, budget: float) -> dict[str, float]:
+def medians(baselines: dict[str, Call], device: torch.device, budget: float) -> dict[str, float]:
     """Median milliseconds; the order rotates by one a round.  Past ``budget`` seconds and three rounds none begins.
 
-    A rival that refuses its tolerance once is none: near the bound the probes decide.
+    A baseline that refuses its tolerance once is none: near the bound the probes decide.
     """
-    seen = {name: list[float]() for name in rivals}
+    seen = {name: list[float]() for name in baselines}
     start = time.perf_counter()
     for turn in range(_ROUNDS + 1):  # the first one warms up
         if turn > _FEWEST and time.perf_counter() - start > budget:
@@ -90,7 +90,7 @@ def medians(rivals: dict[str, Call], device: torch.device, budget: float) -> dic
         shift = turn % max(len(names), 1)
         for name in names[shift:] + names[:shift]:
             try:
-                seen[name].append(again(rivals[name], device))
+                seen[name].append(again(baselines[name], device))
             except ToleranceError:
                 del seen[name]
     return {name: median(times[1:]) for name, times in seen.items()}
@@ -106,12 +106,12 @@ def errors_of(a: Tensor, b: Tensor) -> dict[str, float]:
 
 
 def fastest(times: dict[str, float]) -> tuple[str, float]:
-    """Of rivals, by name; ``("none", inf)`` where there is none."""
+    """Of baselines, by name; ``("none", inf)`` where there is none."""
     return min(times.items(), key=lambda found: found[1], default=("none", float("inf")))
 
 
 def regrets(auto: float, times: dict[str, float], errors: dict[str, float], tol: float) -> dict[str, Any]:
-    """Auto's time over the best rivals'; ``times`` are named ``mode, checked``, ``mode`` and ``torch fp32``."""
+    """Auto's time over the best baselines'; ``times`` are named ``mode, checked``, ``mode`` and ``torch fp32``."""
     single = {"torch fp32": times["torch fp32"]} if errors["torch fp32"] <= tol else {}
     same = {name: ms for name, ms in times.items() if name.endswith(", checked")} | single
     known = {name: ms for name, ms in times.items() if errors.get(name, float("inf")) <= tol}
@@ -126,7 +126,7 @@ def first_call(call: Call, device: torch.device) -> float:
 
 
 def run_case(kind: str, n: int, tol: float, device: torch.device, budget: float) -> dict[str, Any]:
-    """Auto and its rivals on one problem."""
+    """Auto and its baselines on one problem."""
     torch.manual_seed(n + 1)
     habits.forget()  # of other data
     a, b = KINDS[kind](n, device)
@@ -136,16 +136,16 @@ def run_case(kind: str, n: int, tol: float, device: torch.device, budget: float)
         report = matmul(a, b, tol=tol, return_report=True)[1]
     except ToleranceError as refusal:
         return {"kind": kind, "n": n, "tol": tol, "refused": refusal.report.plan}
-    rivals: dict[str, Call] = {"auto": partial(matmul, a, b, tol=tol), "torch fp32": partial(torch.matmul, a, b)}
-    rivals |= {f"{mode}, checked": partial(matmul, a, b, mode=mode, tol=tol) for mode in MODES}
-    rivals |= {mode: partial(matmul, a, b, mode=mode) for mode in MODES if errors[mode] <= tol}
-    first = median(first_call(rivals["auto"], device) for _ in range(_FEWEST))
+    baselines: dict[str, Call] = {"auto": partial(matmul, a, b, tol=tol), "torch fp32": partial(torch.matmul, a, b)}
+    baselines |= {f"{mode}, checked": partial(matmul, a, b, mode=mode, tol=tol) for mode in MODES}
+    baselines |= {mode: partial(matmul, a, b, mode=mode) for mode in MODES if errors[mode] <= tol}
+    first = median(first_call(baselines["auto"], device) for _ in range(_FEWEST))
     try:
-        settle(rivals["auto"])
+        settle(baselines["auto"])
     except ToleranceError:
         return {"kind": kind, "n": n, "tol": tol, "refused": "at times"}
     settled = (habits.known() or ("fp32",))[0]  # by sizes alone, where statistics are not worth their time
-    times = medians(rivals, device, budget)
+    times = medians(baselines, device, budget)
     if "auto" not in times:
         return {"kind": kind, "n": n, "tol": tol, "refused": "at times"}
     found = regrets(times["auto"], times, errors, tol)
@@ -163,12 +163,12 @@ def run_check(n: int, device: torch.device, budget: float) -> dict[str, Any]:
     """Milliseconds of modes with and without a check, B prepared or not, and the share of the checked call."""
     torch.manual_seed(n)
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
-    rivals: dict[str, Call] = {}
+    baselines: dict[str, Call] = {}
     for mode in _CHECKED:
         for label, held in (("", None), (", prepared", prepare(b, mode=mode))):
-            rivals[mode + label] = partial(matmul, a, b, mode=mode, prepared=held)
-            rivals[mode + label + ", checked"] = partial(matmul, a, b, mode=mode, prepared=held, tol=0.5)
-    times = medians(rivals, device, budget)
+            baselines[mode + label] = partial(matmul, a, b, mode=mode, prepared=held)
+            baselines[mode + label + ", checked"] = partial(matmul, a, b, mode=mode, prepared=held, tol=0.5)
+    times = medians(baselines, device, budget)
     shares = {name: 1 - times[name] / times[f"{name}, checked"] for name in times if f"{name}, checked" in times}
     print(f"{n:6} the check's share: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), flush=True)
     return {"n": n, "ms": times, "share": shares}

@@ -21,7 +21,7 @@ from harness.machine import machine
 from harness.timing import measure
 
 import magicube_cutlass as mc
-from magicube_cutlass.bench.problems import dense_rivals, random_matrix, random_operand
+from magicube_cutlass.bench.problems import dense_baselines, random_matrix, random_operand
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_profile.json"
 DENSITIES = (0.1, 0.3, 0.5)
@@ -45,7 +45,7 @@ def profile(m: int, k: int, n: int, budget: float) -> dict[str, Any]:
     rhs, out = random_operand(k, n, 8, 2), torch.empty(m, n, dtype=torch.int32)
     matrices = {d: random_matrix(mc.random_pattern(m, k, 1 - d, VECTOR_LENGTH, "uniform"), 8, 1) for d in DENSITIES}
     calls: dict[str, Callable[[], object]] = {str(d): partial(into, out, lhs, rhs) for d, lhs in matrices.items()}
-    timed = measure(calls | dense_rivals(matrices[DENSITIES[0]], rhs), budget=budget)
+    timed = measure(calls | dense_baselines(matrices[DENSITIES[0]], rhs), budget=budget)
     counts = {d: groups(lhs, n) for d, lhs in matrices.items()}
     fit = linear_regression(list(counts.values()), [timed[str(d)].median for d in DENSITIES])
     slope, fixed = fit.slope * 1e9, fit.intercept * 1e3

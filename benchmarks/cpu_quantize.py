@@ -89,10 +89,10 @@ def run_size(n: int, threads: int, budget: float) -> dict[str, Any]:
     a, b = (torch.randint(-127, 128, (n, n), dtype=torch.int8, generator=generator) for _ in range(2))
     calls = methods(x)
     check(calls)
-    rivals = {"int_mm": lambda: torch._int_mm(a, b.t())}
-    rivals |= {f"engine: {name}": call for name, call in calls.items()}
-    rivals |= {f"torch: {name}": lambda call=call: in_torch(call) for name, call in calls.items()}  # type: ignore[misc]
-    times = {name: timing.best * 1e3 for name, timing in measure(rivals, budget=budget).items()}
+    baselines = {"int_mm": lambda: torch._int_mm(a, b.t())}
+    baselines |= {f"engine: {name}": call for name, call in calls.items()}
+    baselines |= {f"torch: {name}": lambda call=call: in_torch(call) for name, call in calls.items()}  # type: ignore[misc]
+    times = {name: timing.best * 1e3 for name, timing in measure(baselines, budget=budget).items()}
     product = times["int_mm"]
     rows = {
         name: {
@@ -116,7 +116,7 @@ def show(result: dict[str, Any]) -> None:
 def main(
     quick: Annotated[bool, typer.Option(help="A small size, to see that it runs.")] = False,
     out: Annotated[Path, typer.Option(help="Results file.")] = RESULTS,
-    budget: Annotated[float, typer.Option(help="Seconds a rival.")] = 0.5,
+    budget: Annotated[float, typer.Option(help="Seconds a baseline.")] = 0.5,
 ) -> None:
     if not engine.available():
         raise typer.BadParameter("the compiled CPU engine is missing: pip install .")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.gpu_baselines import Rival, calls_of, csr_half, dense_half, own_floats, prepare, torch_bsr
+from harness.gpu_baselines import Baseline, calls_of, csr_half, dense_half, own_floats, prepare, torch_bsr
 from harness.gpu_data import Shape, Widths, chosen, chosen_for, compile_ahead, make_product, one_line, uniform
 from harness.gpu_dlmc import (
     DENSE,
@@ -134,15 +134,15 @@ def run_pairs(pattern: mc.Pattern, dense: DenseTimes) -> list[dict[str, Any]]:
 def run_others(pattern: mc.Pattern, n: int) -> list[dict[str, Any]]:
     """Products of floats at V = 8: ours, dense, and other libraries' of the same elements as CSR or blocks as dense."""
     product = make_product(of_length(pattern, 8), n, BASE)
-    makers: dict[str, Callable[[], Rival]] = {
+    makers: dict[str, Callable[[], Baseline]] = {
         **{f"magicube {a} x {b}": partial(own_floats, product, a, b) for a, b in FLOAT_PAIRS},
         "dense fp16": partial(dense_half, product, torch.float16),
         "CSR fp16": partial(csr_half, product),
         "BSR fp16 16": partial(torch_bsr, product, 16),
         "BSR fp16 32": partial(torch_bsr, product, 32),
     }
-    rivals, failures, errors = prepare(makers)
-    times = replays(calls_of(rivals), rounds=5)
+    baselines, failures, errors = prepare(makers)
+    times = replays(calls_of(baselines), rounds=5)
     rows: list[dict[str, Any]] = []
     for name, timing in times.items():
         error = rounded(errors[name])

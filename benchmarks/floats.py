@@ -79,7 +79,7 @@ def tried(m: int, a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig |
     return [*found, *others, *small_m_candidates(next(rows for rows in ROWS if m <= rows), a, b)]
 
 
-class Rival(NamedTuple):
+class Baseline(NamedTuple):
     """``error``: relative to the float64 product of the decoded operands, in the Frobenius norm; ``bytes``: of both."""
 
     call: Call
@@ -140,7 +140,7 @@ def ours(
     alpha: float,
     fast: bool,
     config: ScaledGemmConfig | SmallMConfig | None = None,
-) -> Rival:
+) -> Baseline:
     """The product, compared with the exact one; raises ``ArithmeticError`` where it is off."""
     out = torch.full((a.rows, b.rows), torch.nan, dtype=OUT, device="cuda")
     call: Callable[[], Tensor] = partial(scaled_gemm, a, b, alpha=alpha, out=out, out_dtype=OUT, fast_accum=fast)
@@ -157,22 +157,22 @@ def ours(
         plan = explain_scaled_gemm(a, b, out_dtype=OUT, fast_accum=fast)
         name, decoded = plan.kernel, " and ".join(plan.decoded)
     kernel = f"{name}, {decoded} decoded before" if decoded else name
-    return Rival(call, error, operand_bytes(a) + operand_bytes(b), kernel)
+    return Baseline(call, error, operand_bytes(a) + operand_bytes(b), kernel)
 
 
-def torch_fp8(a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float, fast: bool) -> Rival:
+def torch_fp8(a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float, fast: bool) -> Baseline:
     x, y = floats.to_torch(a.packed_data, "e4m3"), floats.to_torch(b.packed_data, "e4m3").t()
     scale, one = torch.tensor(alpha, device="cuda"), torch.ones((), device="cuda")
     call = partial(torch._scaled_mm, x, y, scale_a=scale, scale_b=one, out_dtype=OUT, use_fast_accum=fast)
-    return Rival(call, error_of(call(), truth), a.packed_data.nbytes + b.packed_data.nbytes, "torch._scaled_mm")
+    return Baseline(call, error_of(call(), truth), a.packed_data.nbytes + b.packed_data.nbytes, "torch._scaled_mm")
 
 
-def torch_bf16(a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float) -> Rival:
+def torch_bf16(a: FloatOperand, b: FloatOperand, truth: Tensor, alpha: float) -> Baseline:
     x, y = (a.values() * alpha).bfloat16(), b.values().bfloat16().t()
-    return Rival(lambda: x @ y, error_of(x @ y, truth), 2 * (x.numel() + y.numel()), "torch.matmul")
+    return Baseline(lambda: x @ y, error_of(x @ y, truth), 2 * (x.numel() + y.numel()), "torch.matmul")
 
 
-def rivals(shape: tuple[int, int, int], every: bool) -> Iterator[tuple[str, Callable[[], Rival]]]:
+def baselines(shape: tuple[int, int, int], every: bool) -> Iterator[tuple[str, Callable[[], Baseline]]]:
     """Names and makers of the products of one shape; ``every``: all kernels of two pairs instead."""
     m, k, n = shape
     pairs = {name: each for name, each in OURS.items() if not every or name in TUNED_PAIRS}
@@ -193,7 +193,7 @@ def rivals(shape: tuple[int, int, int], every: bool) -> Iterator[tuple[str, Call
             yield "torch bf16", partial(torch_bf16, a, b, truth, alpha)
 
 
-def row(name: str, rival: Rival, timing: GpuTiming, operations: int) -> dict[str, Any]:
+def row(name: str, baseline: Baseline, timing: GpuTiming, operations: int) -> dict[str, Any]:
     return {
         "name": name,
         "us": timing.median,
@@ -202,18 +202,18 @@ def row(name: str, rival: Rival, timing: GpuTiming, operations: int) -> dict[str
         "launch_us": timing.launch,
         "mode": timing.mode,
         "tflops": operations / timing.median / 1e6,
-        "TB/s": rival.bytes / timing.median / 1e6,
-        "bytes": rival.bytes,
-        "error": rival.error,
-        "kernel": rival.kernel,
+        "TB/s": baseline.bytes / timing.median / 1e6,
+        "bytes": baseline.bytes,
+        "error": baseline.error,
+        "kernel": baseline.kernel,
     }
 
 
-def timed(made: dict[str, Rival], shape: tuple[int, int, int], failures: list[dict[str, Any]]) -> dict[str, Any]:
+def timed(made: dict[str, Baseline], shape: tuple[int, int, int], failures: list[dict[str, Any]]) -> dict[str, Any]:
     """All in the same rounds."""
     m, k, n = shape
-    times = measure({name: rival.call for name, rival in made.items()}, rounds=11, samples=5)
-    rows = [row(name, rival, times[name], 2 * m * n * k) for name, rival in made.items()]
+    times = measure({name: baseline.call for name, baseline in made.items()}, rounds=11, samples=5)
+    rows = [row(name, baseline, times[name], 2 * m * n * k) for name, baseline in made.items()]
     print(f"\n{m} x {k} x {n}")
     for each in rows:
         figures = f"{each['us']:9.1f} us {each['tflops']:7.0f} Tflops {each['TB/s']:6.2f} TB/s"
@@ -224,13 +224,13 @@ def timed(made: dict[str, Rival], shape: tuple[int, int, int], failures: list[di
 
 
 def run_shape(shape: tuple[int, int, int], every: bool = False) -> dict[str, Any]:
-    made: dict[str, Rival] = {}
+    made: dict[str, Baseline] = {}
     failures: list[dict[str, Any]] = []
-    for name, make in rivals(shape, every):
+    for name, make in baselines(shape, every):
         try:
             made[name] = make()
             torch.cuda.synchronize()
-        except Exception as error:  # whatever a rival raises is a result of the benchmark
+        except Exception as error:  # whatever a baseline raises is a result of the benchmark
             failures.append({"name": name, "failure": one_line(error)})
     return timed(made, shape, failures)
 

@@ -46,7 +46,7 @@ OUTS = {1: torch.float16, 3: torch.float16, 4: torch.float32, 6: torch.float32}
 SIZES = (4096, 8192)
 
 
-class Rival(NamedTuple):
+class Baseline(NamedTuple):
     """``error``: of the result, relative to the exact product of the real matrices, in the Frobenius norm."""
 
     call: Call
@@ -92,7 +92,7 @@ def check_sums(got: Tensor, problem: Problem, terms: int) -> str:
     return "each element within a rounding of the exact sum"
 
 
-def ours(problem: Problem, terms: int, right: Callable[[Tensor], Tensor] = lambda plane: plane) -> Rival:
+def ours(problem: Problem, terms: int, right: Callable[[Tensor], Tensor] = lambda plane: plane) -> Baseline:
     """The product of digits that are there; ``right`` lays out the planes of b."""
     count = PLANES[terms]
     a, b = problem.a.planes[:count], tuple(right(plane) for plane in problem.b.planes[:count])
@@ -101,10 +101,10 @@ def ours(problem: Problem, terms: int, right: Callable[[Tensor], Tensor] = lambd
     call = partial(gemm, a, b, terms=terms, out=out, out_dtype=out.dtype, **scales)
     call()
     check = check_sums(out, problem, terms)
-    return Rival(call, error_of(out, problem), check, explain_gemm(a, b, terms=terms, out_dtype=out.dtype).kernel)
+    return Baseline(call, error_of(out, problem), check, explain_gemm(a, b, terms=terms, out_dtype=out.dtype).kernel)
 
 
-def whole(problem: Problem, terms: int) -> Rival:
+def whole(problem: Problem, terms: int) -> Baseline:
     """From the real matrices: digits of both, and the product."""
     out = torch.full(problem.truth.shape, torch.nan, dtype=OUTS[terms], device="cuda")
 
@@ -115,50 +115,52 @@ def whole(problem: Problem, terms: int) -> Rival:
         return gemm(a.planes, b.planes, terms=terms, **options)
 
     call()
-    return Rival(call, error_of(out, problem), "error against float64")
+    return Baseline(call, error_of(out, problem), "error against float64")
 
 
-def exact_int32(problem: Problem) -> Rival:
+def exact_int32(problem: Problem) -> Baseline:
     a, b = problem.a.planes[0], problem.b.planes[0]
     out = torch.empty(problem.truth.shape, dtype=torch.int32, device="cuda")
     gemm(a, b, out=out)
     return _int32(partial(gemm, a, b, out=out), problem)
 
 
-def _int32(call: Callable[[], Tensor], problem: Problem) -> Rival:
+def _int32(call: Callable[[], Tensor], problem: Problem) -> Baseline:
     got = call()
     exact = problem.a.planes[0].double() @ problem.b.planes[0].double()
     if not torch.equal(got.double(), exact):
         raise ArithmeticError("integers differ")
     scaled = exact * problem.a.scale.double()[:, None] * problem.b.scale.double()
-    return Rival(call, error_of(scaled, problem), "equal in every element")
+    return Baseline(call, error_of(scaled, problem), "equal in every element")
 
 
-def torch_product(problem: Problem, dtype: torch.dtype, tf32: bool = False) -> Rival:
+def torch_product(problem: Problem, dtype: torch.dtype, tf32: bool = False) -> Baseline:
     x, y = problem.x.to(dtype), problem.y.to(dtype)
 
     def call() -> Tensor:
         torch.backends.cuda.matmul.allow_tf32 = tf32
         return x @ y
 
-    return Rival(call, error_of(call(), problem), "error against float64")
+    return Baseline(call, error_of(call(), problem), "error against float64")
 
 
-def torch_fp8(problem: Problem) -> Rival:
+def torch_fp8(problem: Problem) -> Baseline:
     x, y = problem.x.to(torch.float8_e4m3fn), problem.y.t().contiguous().to(torch.float8_e4m3fn).t()
     one = torch.ones((), device="cuda")
     call = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.float16, use_fast_accum=True)
-    return Rival(call, error_of(call(), problem), "error against float64")
+    return Baseline(call, error_of(call(), problem), "error against float64")
 
 
-def torch_int8(problem: Problem) -> Rival:
+def torch_int8(problem: Problem) -> Baseline:
     a, b = problem.a.planes[0].contiguous(), problem.b.planes[0].t().contiguous().t()
     return _int32(partial(torch._int_mm, a, b), problem)
 
 
-def rivals(problem: Problem) -> dict[str, Callable[[], Rival]]:
+def baselines(problem: Problem) -> dict[str, Callable[[], Baseline]]:
     counts = {terms: "1 product" if terms == 1 else f"{terms} products" for terms in PLANES}
-    products: dict[str, Callable[[], Rival]] = {name: partial(ours, problem, terms) for terms, name in counts.items()}
+    products: dict[str, Callable[[], Baseline]] = {
+        name: partial(ours, problem, terms) for terms, name in counts.items()
+    }
     return products | {
         "1 product, int32": partial(exact_int32, problem),
         "1 product, b row by row": partial(ours, problem, 1, lambda plane: plane.contiguous()),
@@ -172,7 +174,7 @@ def rivals(problem: Problem) -> dict[str, Callable[[], Rival]]:
     }
 
 
-def row(name: str, rival: Rival, timing: GpuTiming, operations: int) -> dict[str, Any]:
+def row(name: str, baseline: Baseline, timing: GpuTiming, operations: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": name,
         "us": timing.median,
@@ -182,25 +184,25 @@ def row(name: str, rival: Rival, timing: GpuTiming, operations: int) -> dict[str
         "enqueue_us": timing.enqueue,
         "mode": timing.mode,
         "tops": operations / timing.median / 1e6,
-        "error": rival.error,
-        "check": rival.check,
+        "error": baseline.error,
+        "check": baseline.check,
     }
-    return found | ({"kernel": rival.kernel} if rival.kernel else {})
+    return found | ({"kernel": baseline.kernel} if baseline.kernel else {})
 
 
 def run_shape(m: int, k: int, n: int) -> dict[str, Any]:
     """All of ours and torch's products of one shape, timed in the same rounds; ``tops`` counts 2 M N K, once."""
     problem = make_problem(m, k, n)
-    made: dict[str, Rival] = {}
+    made: dict[str, Baseline] = {}
     rows: list[dict[str, Any]] = []
-    for name, make in rivals(problem).items():
+    for name, make in baselines(problem).items():
         try:
             made[name] = make()
             torch.cuda.synchronize()
-        except Exception as error:  # whatever a rival raises is a result of the benchmark
+        except Exception as error:  # whatever a baseline raises is a result of the benchmark
             rows.append({"name": name, "failure": one_line(error)})
-    times = measure({name: rival.call for name, rival in made.items()}, rounds=15, samples=9)
-    rows = [row(name, rival, times[name], 2 * m * n * k) for name, rival in made.items()] + rows
+    times = measure({name: baseline.call for name, baseline in made.items()}, rounds=15, samples=9)
+    rows = [row(name, baseline, times[name], 2 * m * n * k) for name, baseline in made.items()] + rows
     print(f"\n{m} x {k} x {n}")
     for each in rows:
         if "failure" in each:

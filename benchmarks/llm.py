@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.gpu_baselines import RIVALS, Rival, calls_of, gemm_configs, prepare
+from harness.gpu_baselines import BASELINES, Baseline, calls_of, gemm_configs, prepare
 from harness.gpu_data import (
     OUT,
     Product,
@@ -84,9 +84,9 @@ def ours(product: Product, widths: Widths, sparsity: float) -> dict[str, Any]:
 
 def dense_times(product: Product) -> dict[str, Any]:
     """Times of the dense products, errors beside them, or why there is none."""
-    makers: dict[str, Callable[[], Rival]] = {name: partial(RIVALS[name], product) for name in DENSE}
-    rivals, failures, errors = prepare(makers)
-    times = replays(calls_of(rivals))
+    makers: dict[str, Callable[[], Baseline]] = {name: partial(BASELINES[name], product) for name in DENSE}
+    baselines, failures, errors = prepare(makers)
+    times = replays(calls_of(baselines))
     found: dict[str, Any] = {name: rounded(timing.median) for name, timing in times.items()}
     return found | {"errors": {name: rounded(error) for name, error in errors.items()}, "failures": failures}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from harness import blocked_ell
-from harness.gpu_baselines import RIVALS, Rival, calls_of, prepare
+from harness.gpu_baselines import BASELINES, Baseline, calls_of, prepare
 from harness.gpu_data import (
     OUT,
     Product,
@@ -134,42 +134,44 @@ def our_rows(
     return rows
 
 
-def rival_rows(
-    rivals: dict[str, Rival],
+def baseline_rows(
+    baselines: dict[str, Baseline],
     failures: dict[str, str],
     errors: dict[str, float],
     times: dict[str, GpuTiming],
     first: str,
 ) -> list[dict[str, Any]]:
-    """Rows of the rivals that ran, then of those that did not."""
+    """Rows of the baselines that ran, then of those that did not."""
     rows: list[dict[str, Any]] = [
         {
             "name": name,
-            "data": rival.data,
-            **({"note": rival.note} if rival.note else {}),
+            "data": baseline.data,
+            **({"note": baseline.note} if baseline.note else {}),
             **timing_row(times[name], times[first]),
             "error": errors[name],
         }
-        for name, rival in rivals.items()
+        for name, baseline in baselines.items()
     ]
     return rows + [{"name": name, "failure": text} for name, text in failures.items()]
 
 
 def run_shape(shape: Shape) -> dict[str, Any]:
-    """All of ours and all rivals for one shape, timed in the same rounds."""
+    """All of ours and all baselines for one shape, timed in the same rounds."""
     start = time.perf_counter()
     products, calls, our_failures = prepare_ours(shape)
     first = f"{BASE} V={VECTOR_LENGTH}"
     if first not in products:
         raise ArithmeticError(f"{shape}: {our_failures[first]}")
-    makers: dict[str, Callable[[], Rival]] = {name: partial(make, products[first]) for name, make in RIVALS.items()}
-    rivals, failures, errors = prepare(makers)
-    times = measure(calls | calls_of(rivals))
+    makers: dict[str, Callable[[], Baseline]] = {
+        name: partial(make, products[first]) for name, make in BASELINES.items()
+    }
+    baselines, failures, errors = prepare(makers)
+    times = measure(calls | calls_of(baselines))
     result: dict[str, Any] = {
         "shape": [shape.m, shape.k, shape.n],
         "sparsity": shape.sparsity,
         "ours": our_rows(products, our_failures, times, first),
-        "rivals": rival_rows(rivals, failures, errors, times, first),
+        "rivals": baseline_rows(baselines, failures, errors, times, first),
     }
     print(f"\n{shape}  ({time.perf_counter() - start:.1f} s)")
     print_rows(result["ours"] + result["rivals"])

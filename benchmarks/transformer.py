@@ -1,6 +1,6 @@
 """Latency of the sparse Transformer's encoder against torch's dense one and FlexAttention, as the paper's Figure 17.
 
-Inference of 4 layers, heads of 64 entries, from words to classes; all rivals have the same weights in float16, blocks
+Inference of 4 layers, heads of 64 entries, from words to classes; all have the same weights in float16, blocks
 compiled by torch, and one CUDA graph, alone in the memory.  ``16b-8b`` and the like: quantized attention (softmax bits
 - bits of Q, K, V) over random 8 x 1 vectors; ``+ linear``: linear layers pruned to 0.9 in 8 x 1 vectors of 8 bits too.
 FlexAttention has random 128 x 128 blocks of the same sparsity, dense attention all keys.
@@ -34,7 +34,17 @@ import torch
 from harness.gpu_data import one_line
 from harness.gpu_results import results_file, save
 from harness.machine import gpu_machine, machine
-from harness.transformer_baselines import DENSE, FLEX, LINEARS, VOCABULARY, Case, Rival, names, relative_error, rivals
+from harness.transformer_baselines import (
+    DENSE,
+    FLEX,
+    LINEARS,
+    VOCABULARY,
+    Baseline,
+    Case,
+    baselines,
+    names,
+    relative_error,
+)
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -43,7 +53,7 @@ from report import ROOT, machine_line, markdown, replace_section
 from sparse_encoder import Encoder
 
 ITERATIONS, WARM = 256, 10
-LONGEST, SHORTEST = 40.0, 10.0  # seconds: of a rival before it is broken off, and without which none is begun
+LONGEST, SHORTEST = 40.0, 10.0  # seconds: of a baseline before it is broken off, and without which none is begun
 MARGINS = (0.02, 0.1)  # relative error that stands for a mistake: of float16, of integers
 
 # The ends of the range come first, for a run that is stopped.
@@ -57,7 +67,7 @@ QUICK = [Case(256, 4, 1, 0.9)]
 
 
 class Overtime(BaseException):
-    """The time of a rival is over; no ``Exception``, which a compiler would take for one of its own."""
+    """The time of a baseline is over; no ``Exception``, which a compiler would take for one of its own."""
 
 
 @contextmanager
@@ -128,39 +138,39 @@ def times(call: Callable[[], object], device: str, iterations: int) -> list[floa
     return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
 
-def measured(name: str, make: Callable[[], Rival], words: Tensor, iterations: int) -> dict[str, Any]:
-    """One row: error first, then time; what a rival raises is a result too."""
+def measured(name: str, make: Callable[[], Baseline], words: Tensor, iterations: int) -> dict[str, Any]:
+    """One row: error first, then time; what a baseline raises is a result too."""
     device = words.device.type
     torch._dynamo.reset()  # torch keeps few graphs of one piece of code
     try:
-        rival = make()
+        baseline = make()
         if device == "cuda":
-            for block in rival.net.blocks:
+            for block in baseline.net.blocks:
                 block.compile(dynamic=False)
-        error = relative_error(rival, words)
+        error = relative_error(baseline, words)
         limit = MARGINS[0] if name in (DENSE, FLEX) else MARGINS[1]
         if not error <= limit:
             raise ArithmeticError(f"relative error must be at most {limit}, got {error:.3g}")
-        net, mode = rival.net, "eager"
-        del rival
+        net, mode = baseline.net, "eager"
+        del baseline
         call: Callable[[], object] = lambda: net(words)  # noqa: E731
         if device == "cuda":
             call, mode = graphed(net, words)
         mean, half = interval(times(call, device, iterations))
-    except Exception as failure:  # whatever a rival raises is a result of the benchmark
+    except Exception as failure:  # whatever a baseline raises is a result of the benchmark
         return {"name": name, "failure": one_line(failure)}
     figures = {"ms": float(f"{mean:.4g}"), "interval": float(f"{half:.2g}"), "error": float(f"{error:.3g}")}
     return {"name": name, **figures, "mode": mode}
 
 
-def run_rival(case: Case, name: str, device: str, iterations: int) -> dict[str, Any]:
-    """The row of one rival, alone in the memory."""
+def run_baseline(case: Case, name: str, device: str, iterations: int) -> dict[str, Any]:
+    """The row of one baseline, alone in the memory."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
     torch.manual_seed(1)
     words = torch.randint(0, VOCABULARY, (case.batch, case.length)).to(device)
-    row = measured(name, rivals(case, words)[name], words, iterations)
+    row = measured(name, baselines(case, words)[name], words, iterations)
     if device == "cuda":
         torch.cuda.synchronize()  # a GPU that has failed for good ends the run, and is no result of those that follow
     return row
@@ -241,10 +251,10 @@ def find(known: Known, case: Case, name: str) -> dict[str, Any] | None:
 
 
 def in_time(case: Case, name: str, device: str, iterations: int, seconds: float) -> dict[str, Any] | None:
-    """The row of one rival, or None where it is not done in ``seconds``."""
+    """The row of one baseline, or None where it is not done in ``seconds``."""
     try:
         with limited(seconds):
-            return run_rival(case, name, device, iterations)
+            return run_baseline(case, name, device, iterations)
     except Overtime:
         return None
 

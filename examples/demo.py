@@ -18,7 +18,7 @@ from rich.table import Table
 
 import magicube_cutlass as mc
 from cute_kernels.integers import widen
-from magicube_cutlass.bench.problems import check_spmm, dense_rivals, exact_dtype, random_matrix, random_operand
+from magicube_cutlass.bench.problems import check_spmm, dense_baselines, exact_dtype, random_matrix, random_operand
 from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.cli.console import bytes_text
 
@@ -38,13 +38,14 @@ class Result:
     rhs_bits: int
     nbytes: int
     spmm: float
-    dense: float | None
+    dense: float
+    baseline: str
     sddmm: float | None
 
     @property
-    def ratio(self) -> float | None:
+    def ratio(self) -> float:
         """How many times faster than the dense product."""
-        return None if self.dense is None else self.dense / self.spmm
+        return self.dense / self.spmm
 
 
 def check_sddmm(pattern: mc.Pattern, bits: int) -> tuple[mc.QuantTensor, mc.QuantTensor]:
@@ -65,21 +66,21 @@ def run(path: Path, vector_length: int, lhs_bits: int, rhs_bits: int, budget: fl
     lhs.check_format(full=True)
     dtype = exact_dtype(k, lhs_bits, rhs_bits)
     check_spmm(lhs, rhs, mc.spmm(lhs, rhs, out_dtype=dtype))
-    calls = {"spmm": lambda: mc.spmm(lhs, rhs, out_dtype=dtype), **dense_rivals(lhs, rhs)}
+    calls = {"spmm": lambda: mc.spmm(lhs, rhs, out_dtype=dtype), **dense_baselines(lhs, rhs)}
     if (lhs_bits, rhs_bits) in mc.SDDMM_PAIRS:
         x, y = check_sddmm(pattern, lhs_bits)
         sampled = exact_dtype(INNER, lhs_bits, rhs_bits)
         calls["sddmm"] = lambda: mc.sddmm(x, y, pattern, out_dtype=sampled)
     times = {name: timing.median * 1e3 for name, timing in measure(calls, budget=budget, min_runs=3).items()}
-    dense = min((ms for name, ms in times.items() if name.startswith("dense")), default=None)
+    dense, baseline = min((ms, name) for name, ms in times.items() if name not in ("spmm", "sddmm"))
     name = "/".join(path.parts[-4:-1]) + f" {pattern.vector_rows}x{k}" if "dlmc" in path.parts else path.stem
-    return Result(name, pattern, lhs_bits, rhs_bits, lhs.nbytes, times["spmm"], dense, times.get("sddmm"))
+    return Result(name, pattern, lhs_bits, rhs_bits, lhs.nbytes, times["spmm"], dense, baseline, times.get("sddmm"))
 
 
 def show(results: list[Result], console: Console) -> None:
     """The table of all results."""
     table = Table(title=f"n = {N}, SDDMM inner size {INNER}, {torch.get_num_threads()} threads; milliseconds")
-    for header in ("matrix", "V", "density", "pair", "bytes", "spmm", "dense int8", "ratio", "sddmm", "exact rows"):
+    for header in ("matrix", "V", "density", "pair", "bytes", "spmm", "dense", "by", "ratio", "sddmm", "exact rows"):
         table.add_column(header, justify="left" if header == "matrix" else "right", no_wrap=True)
     last = ""
     for one in results:
@@ -90,8 +91,9 @@ def show(results: list[Result], console: Console) -> None:
             f"L{one.lhs_bits}-R{one.rhs_bits}",
             bytes_text(one.nbytes),
             f"{one.spmm:.3f}",
-            "-" if one.dense is None else f"{one.dense:.3f}",
-            "-" if one.ratio is None else f"{one.ratio:.2f}x",
+            f"{one.dense:.3f}",
+            one.baseline,
+            f"{one.ratio:.2f}x",
             "-" if one.sddmm is None else f"{one.sddmm:.3f}",
             f"all {one.pattern.shape[0]}",
         )
@@ -112,13 +114,15 @@ def plot(results: list[Result], out: Path) -> str:
             points = [
                 (one.pattern.density, one.ratio)
                 for one in results
-                if one.pattern.vector_length == v and (one.lhs_bits, one.rhs_bits) == pair and one.ratio is not None
+                if one.pattern.vector_length == v and (one.lhs_bits, one.rhs_bits) == pair
             ]
             if points:
                 label = f"L{pair[0]}-R{pair[1]}, V = {v}"
                 axes.scatter(*zip(*points, strict=True), marker=marker, color=f"C{color}", label=label)
     axes.axhline(1, color="0.5", linewidth=0.8)
-    axes.set(xlabel="density", ylabel="times faster than dense int8", yscale="log", title=f"SpMM, n = {N}")
+    axes.set(
+        xlabel="density", ylabel="times faster than the fastest dense product", yscale="log", title=f"SpMM, n = {N}"
+    )
     axes.legend(fontsize=8)
     figure.savefig(out, dpi=130)
     return f"plot: {out}"

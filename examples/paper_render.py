@@ -52,7 +52,7 @@ def _rates(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         times = row["ms"]
         for name, ms in times.items():
-            shares = [times[rival] / ms for rival in ("direct", "full", "float32")]
+            shares = [times[baseline] / ms for baseline in ("direct", "full", "float32")]
             body.append([str(row["n"]), name, f"{ms:.2f}", *(f"{share:.2f}" for share in shares)])
     return markdown(headers, body)
 

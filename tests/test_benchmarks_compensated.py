@@ -37,8 +37,8 @@ def test_what_choosing_costs_is_told_for_every_case(tmp_path: Path) -> None:
     for case in found["cases"]:
         times, errors = case["ms"], case["errors"]
         assert case["plan"] and case["estimated"] <= case["tol"]
-        rivals = [name for name in times if name.endswith(", checked") or name == "torch fp32"]
-        assert case["best"] in rivals and case["regret"] == times["auto"] / min(times[name] for name in rivals)
+        baselines = [name for name in times if name.endswith(", checked") or name == "torch fp32"]
+        assert case["best"] in baselines and case["regret"] == times["auto"] / min(times[name] for name in baselines)
         known = [name for name in times if errors.get(name, 1.0) <= case["tol"]]
         assert case["regret, unchecked"] == times["auto"] / min(times[name] for name in known)
     for check in found["checks"]:

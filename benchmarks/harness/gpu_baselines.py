@@ -21,7 +21,7 @@ SAME = "the same matrix, zeros filled in"
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """``call`` returns the product, ``expected`` is the same without rounding, float64; ``data``: which matrix."""
 
     call: Callable[[], Tensor]
@@ -42,10 +42,10 @@ def _int8(product: Product) -> tuple[Tensor, Tensor]:
     return product.lhs.to_dense(dequantize=False).contiguous(), product.rhs.ints().contiguous()
 
 
-def dense_half(product: Product, dtype: torch.dtype) -> Rival:
+def dense_half(product: Product, dtype: torch.dtype) -> Baseline:
     """torch's dense product of the dequantized operands."""
     a, b = product.lhs.to_dense().to(dtype), product.rhs.dequantize().to(dtype)
-    return Rival(lambda: a @ b, product.expected.double(), SAME)
+    return Baseline(lambda: a @ b, product.expected.double(), SAME)
 
 
 def _padded(b: Tensor, multiple: int) -> Tensor:
@@ -53,17 +53,17 @@ def _padded(b: Tensor, multiple: int) -> Tensor:
     return _columns(torch.nn.functional.pad(b, (0, -b.shape[1] % multiple)))
 
 
-def dense_int8(product: Product) -> Rival:
+def dense_int8(product: Product) -> Baseline:
     """torch's dense int8 product with B column-major, which is the faster layout; int32 output.
 
     It takes multiples of 8 columns: B is padded before.
     """
     a, b = _int8(product)
     n, right = b.shape[1], _padded(b, 8)
-    return Rival(lambda: torch._int_mm(a, right)[:, :n], a.double() @ b.double(), SAME, "int32 output")
+    return Baseline(lambda: torch._int_mm(a, right)[:, :n], a.double() @ b.double(), SAME, "int32 output")
 
 
-def dense_fp8(product: Product) -> Rival:
+def dense_fp8(product: Product) -> Baseline:
     """torch's dense e4m3 product, fast accumulation, float16 output; it takes multiples of 16 columns."""
     a, n = product.lhs.to_dense().to(torch.float8_e4m3fn), product.rhs.shape[-1]
     b = _columns(_padded(product.rhs.dequantize(), 16).to(torch.float8_e4m3fn))
@@ -73,24 +73,24 @@ def dense_fp8(product: Product) -> Rival:
         result: Tensor = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float16, use_fast_accum=True)
         return result[:, :n]
 
-    return Rival(call, product.expected.double(), SAME, "values rounded to 8-bit floats")
+    return Baseline(call, product.expected.double(), SAME, "values rounded to 8-bit floats")
 
 
-def own_dense(product: Product) -> Rival:
+def own_dense(product: Product) -> Baseline:
     """This library's dense int8 product, scales in the kernel, B column-major: what ``allow_dense`` can come to."""
     b = mc.QuantTensor.from_ints(_columns(product.rhs.ints()), bits=8, scale=product.rhs.scale)
     call = DenseCall(product.lhs, b, OUT)
-    return Rival(lambda: call(b.data, b.scale, None, None), product.expected.double(), SAME)
+    return Baseline(lambda: call(b.data, b.scale, None, None), product.expected.double(), SAME)
 
 
-def own_floats(product: Product, left: str, right: str) -> Rival:
+def own_floats(product: Product, left: str, right: str) -> Baseline:
     """This library's product of the same matrix as floats, small ones with one scale; the error is that of the sums."""
     lhs, x = product.lhs, product.rhs.dequantize()
     mask = lhs.pattern.to_dense()
     a = mc.SRBCRS.from_mask(lhs.to_dense(), mask, vector_length=lhs.vector_length, stride=lhs.stride, dtype=left)
     b = x.half() if right == "float16" else mc.quantize(x, dtype=right)
     expected = a.to_dense().double() @ (b.double() if isinstance(b, Tensor) else b.dequantize().double())
-    return Rival(lambda: mc.spmm(a, b, out_dtype=OUT), expected, "the same matrix", f"{left} x {right}")
+    return Baseline(lambda: mc.spmm(a, b, out_dtype=OUT), expected, "the same matrix", f"{left} x {right}")
 
 
 def gemm_configs() -> list[Source]:
@@ -103,14 +103,14 @@ def gemm_configs() -> list[Source]:
     return [*tiles, PackConfig("pack_transposed"), PackConfig("pack_strided")]
 
 
-def csr_half(product: Product) -> Rival:
+def csr_half(product: Product) -> Baseline:
     """cuSPARSE's float16 product of the same matrix as CSR, through torch."""
     a = product.lhs.to_dense().half().to_sparse_csr()
     b = product.rhs.dequantize().half()
-    return Rival(lambda: a @ b, product.expected.double(), "the same matrix, CSR")
+    return Baseline(lambda: a @ b, product.expected.double(), "the same matrix, CSR")
 
 
-def two_of_four(product: Product) -> Rival:
+def two_of_four(product: Product) -> Baseline:
     """cuSPARSELt's int8 product, two of four entries zero, the algorithm that its search finds; bfloat16 output."""
     m, k = product.lhs.shape
     ints = random_ints((m, k), 8, True, 3).to(torch.int8)
@@ -126,7 +126,7 @@ def two_of_four(product: Product) -> Rival:
         return torch._cslt_sparse_mm(compressed, b, *way)
 
     note = f"bfloat16 output, algorithm {number}, split-k {split}"
-    return Rival(call, a.double() @ b.double(), "2:4 sparsity (half dense)", note)
+    return Baseline(call, a.double() @ b.double(), "2:4 sparsity (half dense)", note)
 
 
 def make_blocks(product: Product, size: int) -> Blocks:
@@ -139,7 +139,7 @@ def make_blocks(product: Product, size: int) -> Blocks:
     return Blocks(order[:, :count].sort(-1).values.to(torch.int32), values, k)
 
 
-def torch_bsr(product: Product, size: int) -> Rival:
+def torch_bsr(product: Product, size: int) -> Baseline:
     """torch's product of a float16 BSR matrix."""
     blocks = make_blocks(product, size)
     scale = float(product.lhs.scale) if product.lhs.scale is not None else 1.0
@@ -151,10 +151,10 @@ def torch_bsr(product: Product, size: int) -> Rival:
         warnings.simplefilter("ignore")  # BSR is in beta
         a = torch.sparse_bsr_tensor(start, blocks.columns.flatten(), values, size=(blocks.rows, blocks.inner))
     expected = blocks.dense().double() @ b.double() * scale
-    return Rival(lambda: a @ b, expected, f"{size} x {size} blocks of the same density")
+    return Baseline(lambda: a @ b, expected, f"{size} x {size} blocks of the same density")
 
 
-def blocked_ell(product: Product, size: int) -> Rival:
+def blocked_ell(product: Product, size: int) -> Baseline:
     """cuSPARSE's int8 Blocked-ELL product, in the first form that gives the right result."""
     blocks, b = make_blocks(product, size), product.rhs.ints()
     exact = blocks.dense().double() @ b.double()
@@ -167,12 +167,12 @@ def blocked_ell(product: Product, size: int) -> Rival:
             continue
         expected = right_result(form, exact)
         if torch.equal(candidate().double(), expected):
-            return Rival(candidate, expected, f"{size} x {size} blocks of the same density", str(form))
+            return Baseline(candidate, expected, f"{size} x {size} blocks of the same density", str(form))
         failures[str(form)] = "wrong result"
     raise CusparseError("; ".join(f"{form}: {reason}" for form, reason in failures.items()))
 
 
-RIVALS: dict[str, Callable[[Product], Rival]] = {
+BASELINES: dict[str, Callable[[Product], Baseline]] = {
     "dense fp16": lambda product: dense_half(product, torch.float16),
     "dense bf16": lambda product: dense_half(product, torch.bfloat16),
     "dense int8": dense_int8,
@@ -188,22 +188,22 @@ RIVALS: dict[str, Callable[[Product], Rival]] = {
 
 
 def prepare(
-    makers: dict[str, Callable[[], Rival]],
-) -> tuple[dict[str, Rival], dict[str, str], dict[str, float]]:
-    """The rivals that run, the failures of the others as text, and the errors of those that run."""
-    rivals, failures, errors = {}, {}, {}
+    makers: dict[str, Callable[[], Baseline]],
+) -> tuple[dict[str, Baseline], dict[str, str], dict[str, float]]:
+    """The baselines that run, the failures of the others as text, and the errors of those that run."""
+    baselines, failures, errors = {}, {}, {}
     warnings.filterwarnings("ignore", module="torch.sparse")  # untuned shapes of the BSR product
     for name, make in makers.items():
         try:
-            rival = make()
-            errors[name] = rival.error()
+            baseline = make()
+            errors[name] = baseline.error()
             torch.cuda.synchronize()
-        except Exception as error:  # whatever a rival raises is a result of the benchmark
+        except Exception as error:  # whatever a baseline raises is a result of the benchmark
             failures[name] = one_line(error)
         else:
-            rivals[name] = rival
-    return rivals, failures, errors
+            baselines[name] = baseline
+    return baselines, failures, errors
 
 
-def calls_of(rivals: dict[str, Rival]) -> dict[str, Call]:
-    return {name: rival.call for name, rival in rivals.items()}
+def calls_of(baselines: dict[str, Baseline]) -> dict[str, Call]:
+    return {name: baseline.call for name, baseline in baselines.items()}

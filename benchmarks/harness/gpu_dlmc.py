@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 import magicube_cutlass as mc
-from harness.gpu_baselines import Rival, dense_half, dense_int8
+from harness.gpu_baselines import Baseline, dense_half, dense_int8
 from harness.gpu_data import OUT, Product, Widths, check, make_product, narrowed, one_line, ran
 from harness.gpu_results import rounded
 from harness.gpu_sddmm import checked_sddmm, chosen_sddmm
 from harness.gpu_timing import Call, GraphReplays, replays
 
 ROOT = Path(__file__).resolve().parents[2]
-DENSE: dict[str, Callable[[Product], Rival]] = {
+DENSE: dict[str, Callable[[Product], Baseline]] = {
     "dense fp16": partial(dense_half, dtype=torch.float16),
     "dense int8": dense_int8,
 }
@@ -105,22 +105,22 @@ class DenseTimes:
         """The row of a shape (M, K, N); ``product``: operands of that shape."""
         if shape not in self.rows:
             row: dict[str, Any] = {"shape": list(shape)}
-            rivals: dict[str, Rival] = {}
+            baselines: dict[str, Baseline] = {}
             for name, make in DENSE.items():
                 try:
-                    rivals[name] = make(product)
-                    row[f"{name} error"] = rounded(rivals[name].error())
-                except Exception as error:  # a rival that cannot is a result
-                    rivals.pop(name, None)
+                    baselines[name] = make(product)
+                    row[f"{name} error"] = rounded(baselines[name].error())
+                except Exception as error:  # a baseline that cannot is a result
+                    baselines.pop(name, None)
                     row[f"{name} failure"] = one_line(error)
-            for name, timing in replays({name: rival.call for name, rival in rivals.items()}).items():
+            for name, timing in replays({name: baseline.call for name, baseline in baselines.items()}).items():
                 row[name] = rounded(timing.median)
             self.rows[shape] = row
         return self.rows[shape]
 
 
 def sddmm_as_product(x: mc.QuantTensor, y: mc.QuantTensor, exact: torch.Tensor) -> Product:
-    """X Y^T, all of it, as the product of dense operands that rivals take; ``exact``: the integers in float64."""
+    """X Y^T, all of it, as the product of dense operands that baselines take; ``exact``: the integers in float64."""
     assert x.scale is not None and y.scale is not None
     lhs = mc.SRBCRS.from_dense(x.ints(), vector_length=8, bits=x.bits)
     lhs.scale = x.scale

@@ -13,7 +13,7 @@ import magicube_cutlass as mc
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit.warmup import Source
 from cute_kernels.sddmm.heuristics import SddmmKernel, sddmm_config
-from harness.gpu_baselines import Rival, calls_of, prepare
+from harness.gpu_baselines import Baseline, calls_of, prepare
 from harness.gpu_data import OUT, Shape, Widths, one_line, random_ints, uniform
 from harness.gpu_timing import Call, GpuTiming, measure
 from magicube_cutlass.dispatch.plan import plan_sddmm, size_bucket
@@ -77,20 +77,22 @@ def _csr(pattern: mc.Pattern, dtype: torch.dtype) -> Tensor:
                                    size=pattern.shape)  # fmt: skip
 
 
-def _rivals(pattern: mc.Pattern, x: mc.QuantTensor, y: mc.QuantTensor, exact: Tensor) -> dict[str, Callable[[], Rival]]:
+def _baselines(
+    pattern: mc.Pattern, x: mc.QuantTensor, y: mc.QuantTensor, exact: Tensor
+) -> dict[str, Callable[[], Baseline]]:
     """Makers by name; operands are those of L8-R8."""
     assert x.scale is not None and y.scale is not None
     scale = float(x.scale) * float(y.scale)
 
-    def dense(dtype: torch.dtype) -> Rival:
+    def dense(dtype: torch.dtype) -> Baseline:
         left, right = x.dequantize().to(dtype), y.dequantize().to(dtype).T
-        return Rival(lambda: left @ right, exact * scale, "all elements")
+        return Baseline(lambda: left @ right, exact * scale, "all elements")
 
-    def dense_int8() -> Rival:
+    def dense_int8() -> Baseline:
         left, right = x.ints(), y.ints().T
-        return Rival(lambda: torch._int_mm(left, right), exact, "all elements", "int32 output")
+        return Baseline(lambda: torch._int_mm(left, right), exact, "all elements", "int32 output")
 
-    def sampled(dtype: torch.dtype) -> Rival:
+    def sampled(dtype: torch.dtype) -> Baseline:
         csr = _csr(pattern, dtype)
         left, right = x.dequantize().to(dtype), y.dequantize().to(dtype).T
         kept = torch.masked_select(exact * scale, pattern.to_dense())
@@ -98,7 +100,7 @@ def _rivals(pattern: mc.Pattern, x: mc.QuantTensor, y: mc.QuantTensor, exact: Te
         def call() -> Tensor:
             return torch.sparse.sampled_addmm(csr, left, right, beta=0.0).values()
 
-        return Rival(call, kept, "the pattern's elements, CSR")
+        return Baseline(call, kept, "the pattern's elements, CSR")
 
     return {
         "dense fp16": lambda: dense(torch.float16),
@@ -113,7 +115,7 @@ def run_sddmm(size: int, inner: int, row: Callable[[GpuTiming, GpuTiming], dict[
     pattern = _pattern(size)
     calls: dict[str, Call] = {}
     ours: list[dict[str, Any]] = []
-    makers: dict[str, Callable[[], Rival]] = {}
+    makers: dict[str, Callable[[], Baseline]] = {}
     for widths in PAIRS:
         try:
             calls[str(widths)], x, y, exact = checked_sddmm(widths, inner, pattern)
@@ -121,9 +123,9 @@ def run_sddmm(size: int, inner: int, row: Callable[[GpuTiming, GpuTiming], dict[
             ours.append({"name": str(widths), "failure": one_line(error)})
             continue
         if widths == PAIRS[0]:
-            makers = _rivals(pattern, x, y, exact)
-    rivals, failures, errors = prepare(makers)
-    times = measure(calls | calls_of(rivals))
+            makers = _baselines(pattern, x, y, exact)
+    baselines, failures, errors = prepare(makers)
+    times = measure(calls | calls_of(baselines))
     first = next(iter(calls), None)
     if first is None:
         return {"shape": [size, size], "inner": inner, "sparsity": SPARSITY, "ours": ours, "rivals": []}
@@ -136,8 +138,8 @@ def run_sddmm(size: int, inner: int, row: Callable[[GpuTiming, GpuTiming], dict[
                  "check": "equal in every element"}
             )  # fmt: skip
     rows = [
-        {"name": name, "data": rival.data, **row(times[name], times[first]), "error": errors[name]}
-        for name, rival in rivals.items()
+        {"name": name, "data": baseline.data, **row(times[name], times[first]), "error": errors[name]}
+        for name, baseline in baselines.items()
     ]
     rows += [{"name": name, "failure": text} for name, text in failures.items()]
     return {"shape": [size, size], "inner": inner, "sparsity": SPARSITY, "ours": ours, "rivals": rows}

@@ -1,4 +1,4 @@
-"""The one timing function for GPU rivals; times are in microseconds."""
+"""The one timing function for GPU baselines; times are in microseconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HIDE_CYCLES = 400_000  # of a spinning kernel, while the host enqueues what is m
 
 @dataclass(frozen=True)
 class GraphReplays:
-    """Microseconds a launch of one rival.
+    """Microseconds a launch of one baseline.
 
     ``rounds``: one figure a round, each the mean over a CUDA graph of ``launches`` launches on the same buffers, so
     what fits the L2 cache is found there.  ``mode``: "graph", or why there is no graph; then ``rounds`` are of launches
@@ -51,7 +51,7 @@ class GpuTiming(GraphReplays):
 
 
 def ratio(above: GraphReplays, below: GraphReplays) -> float:
-    """Median of the quotients of the two rivals' times, round by round; above 1 where ``above`` is slower."""
+    """Median of the quotients of the two baselines' times, round by round; above 1 where ``above`` is slower."""
     return median(x / y for x, y in zip(above.rounds, below.rounds, strict=True))
 
 
@@ -112,17 +112,17 @@ def _single(call: Call, sweep: torch.Tensor, samples: int) -> tuple[float, float
 
 
 def replays(
-    rivals: Mapping[str, Call], *, rounds: int = 7, replay: float = 100.0, warm: float = 0.005
+    baselines: Mapping[str, Call], *, rounds: int = 7, replay: float = 100.0, warm: float = 0.005
 ) -> dict[str, GraphReplays]:
-    """Time every rival in turn, round after round, the order rotated by one each round.
+    """Time every baseline in turn, round after round, the order rotated by one each round.
 
-    ``replay``: microseconds that one graph is to take; it holds 1 to 100 launches.  Every rival is called before, which
+    ``replay``: microseconds that one graph is to take; it holds 1 to 100 launches.  Each is called once before, which
     compiles, tunes and fills caches, and ``warm`` seconds of replays bring the clocks up.
     """
     graphs: dict[str, Call] = {}
     launches: dict[str, int] = {}
     modes: dict[str, str] = {}
-    for name, call in rivals.items():
+    for name, call in baselines.items():
         _several(call, 3)()
         torch.cuda.synchronize()
         # the host may be slower than the GPU: a short graph tells how many launches the long one is to have
@@ -132,26 +132,26 @@ def replays(
         launches[name] = max(1, min(100, round(replay / max(one, 1.0))))
         graphs[name], modes[name] = _captured(call, launches[name])
     start = time.perf_counter()
-    while rivals and time.perf_counter() - start < warm:
+    while baselines and time.perf_counter() - start < warm:
         for run in graphs.values():
             run()
         torch.cuda.synchronize()
-    seen: dict[str, list[float]] = {name: [] for name in rivals}
-    names = list(rivals)
+    seen: dict[str, list[float]] = {name: [] for name in baselines}
+    names = list(baselines)
     for turn in range(rounds if names else 0):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             seen[name].append(_elapsed(graphs[name]) / launches[name])
-    return {name: GraphReplays(tuple(seen[name]), launches[name], modes[name]) for name in rivals}
+    return {name: GraphReplays(tuple(seen[name]), launches[name], modes[name]) for name in baselines}
 
 
 def measure(
-    rivals: Mapping[str, Call], *, rounds: int = 25, replay: float = 400.0, samples: int = 15
+    baselines: Mapping[str, Call], *, rounds: int = 25, replay: float = 400.0, samples: int = 15
 ) -> dict[str, GpuTiming]:
-    """As :func:`replays`, with longer graphs and more rounds, and ``samples`` single launches of each rival."""
-    found = replays(rivals, rounds=rounds, replay=replay, warm=0.05)
+    """As :func:`replays`, with longer graphs and more rounds, and ``samples`` single launches of each baseline."""
+    found = replays(baselines, rounds=rounds, replay=replay, warm=0.05)
     sweep = torch.randn(SWEEP_BYTES // 4, device="cuda")
     return {
-        name: GpuTiming(one.rounds, one.launches, one.mode, *_single(rivals[name], sweep, samples))
+        name: GpuTiming(one.rounds, one.launches, one.mode, *_single(baselines[name], sweep, samples))
         for name, one in found.items()
     }

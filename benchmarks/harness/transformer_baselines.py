@@ -45,7 +45,7 @@ class Case:
 
 
 def names() -> list[str]:
-    """The rivals, in the order in which they are measured."""
+    """The baselines, in the order in which they are measured."""
     ours = [f"{bits[0]}b-{bits[1]}b{linear}" for linear in ("", LINEARS) for bits in PAIRS]
     return [DENSE, FLEX, *ours]
 
@@ -82,7 +82,7 @@ def block_mask(length: int, sparsity: float, device: str) -> tuple[Any, Tensor]:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A network, and one in float32 with dense products that computes what it should."""
 
     net: Encoder
@@ -103,7 +103,7 @@ def unpruned(net: Encoder, exact: Encoder) -> None:
             plain.weight.data = layer.matrix().to_dense().to(torch.float32)
 
 
-def rivals(case: Case, words: Tensor) -> dict[str, Callable[[], Rival]]:
+def baselines(case: Case, words: Tensor) -> dict[str, Callable[[], Baseline]]:
     """Makers by name; the nets of a case have the same random weights."""
     shape, device = case.shape(), str(words.device)
     torch.manual_seed(0)
@@ -114,30 +114,30 @@ def rivals(case: Case, words: Tensor) -> dict[str, Callable[[], Rival]]:
     weights = first.state_dict()
     mask = vector_mask(case.length, case.sparsity)
 
-    def flex() -> Rival:
+    def flex() -> Baseline:
         blocks, seen = block_mask(case.length, case.sparsity, device)
         net = with_weights(Encoder(shape, lambda shape: BlockAttention(shape, blocks)), weights)
         exact = with_weights(Encoder(shape, masked(mc.Pattern.from_dense(seen, 8))), weights)
-        return Rival(net.to(device).half(), exact.to(device))
+        return Baseline(net.to(device).half(), exact.to(device))
 
-    def ours(bits: tuple[int, int], linear: bool) -> Rival:
+    def ours(bits: tuple[int, int], linear: bool) -> Baseline:
         net = with_weights(Encoder(shape, quantized(mask, *bits)), weights).to(device).half()
         exact = with_weights(Encoder(shape, masked(mask)), weights).to(device)
         if linear:
             mc.convert(net, {"head": None, "*": LINEAR}, calibrate=[words], freeze=True, progress=False)
             unpruned(net, exact)
-        return Rival(net, exact)
+        return Baseline(net, exact)
 
-    def plain() -> Rival:
-        return Rival(copy.deepcopy(first).eval().to(device).half(), copy.deepcopy(first).eval().to(device))
+    def plain() -> Baseline:
+        return Baseline(copy.deepcopy(first).eval().to(device).half(), copy.deepcopy(first).eval().to(device))
 
     pairs = [(bits, linear) for linear in (False, True) for bits in PAIRS]
-    makers: list[Callable[[], Rival]] = [plain, flex, *(partial(ours, bits, linear) for bits, linear in pairs)]
+    makers: list[Callable[[], Baseline]] = [plain, flex, *(partial(ours, bits, linear) for bits, linear in pairs)]
     return dict(zip(names(), makers, strict=True))
 
 
 @torch.no_grad()
-def relative_error(rival: Rival, words: Tensor) -> float:
+def relative_error(baseline: Baseline, words: Tensor) -> float:
     """Of the first sequence's vectors after the last block, in the Frobenius norm."""
-    expected = rival.exact.hidden(words[:1])  # (1, L, width)
-    return float((rival.net.hidden(words)[:1].float() - expected).norm() / expected.norm())
+    expected = baseline.exact.hidden(words[:1])  # (1, L, width)
+    return float((baseline.net.hidden(words)[:1].float() - expected).norm() / expected.norm())

@@ -1,6 +1,6 @@
-"""Gradients of the products of floats: the same products backward as forward, on values as they are.
+"""Gradients of the float products: the same products backward as forward, on unquantized values.
 
-The halves of :mod:`magicube_cutlass.autograd` that it takes for matrices and operands of floats.
+Part of :mod:`magicube_cutlass.autograd` for matrices and operands of floats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from magicube_cutlass.ops import spmm as spmm_op
 
 
 def check_halves(**tensors: Tensor) -> None:
-    """Raise ``TypeError`` unless the operands are float16 or bfloat16, one of them."""
+    """Raise `TypeError` unless the operands are float16 or bfloat16."""
     known = [FLOAT_DTYPES[name] for name in HALF_DTYPES]
     for name, x in tensors.items():
         if x.dtype not in known:
@@ -28,7 +28,7 @@ def check_halves(**tensors: Tensor) -> None:
 
 
 class Spmm(torch.autograd.Function):
-    """``C = A x + bias[:, None]``; ``values`` (vectors, V) get their gradient as if A were they."""
+    """``C = A x + bias[:, None]``; `values` (vectors, V) get the gradient of A."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor | None, x: Tensor, bias: Tensor | None, matrix: SRBCRS) -> Tensor:
@@ -77,7 +77,7 @@ class Sddmm(torch.autograd.Function):
 
 
 def _each(values: Tensor, pattern: Pattern, dense: Tensor) -> Tensor:
-    """``A d`` for each of a batch of ``values`` (*batch, vectors, V) and of matrices d (*batch, N, K)."""
+    """``A d`` for each of a batch of `values` (*batch, vectors, V) and matrices d (*batch, N, K)."""
     batch = dense.shape[:-2]
     many, data = values.reshape(-1, *values.shape[-2:]), dense.reshape(-1, *dense.shape[-2:])
     found = [

@@ -1,13 +1,13 @@
-"""Gradients of the sparse products: straight-through for the quantizers, integer products backward as well as forward.
+"""Gradients of the sparse products: straight-through for quantizers, integer products forward and backward.
 
-The forms here work on floats and on ``values``, the float vectors ``(vectors, V)`` behind a sparse matrix in the order
-of its :class:`Pattern`.  With ``q(.)`` a quantizer, whose derivative counts as one::
+Functions here take floats, and `values`: the float vectors (vectors, V) of a sparse matrix in the order of its
+:class:`Pattern`. With ``q(.)`` a quantizer, whose derivative counts as one::
 
     C = q(A) q(x)             d/dx = q(A)^T g               an SpMM with the transpose of A's pattern
                               d/dA = g q(x)^T at A's pattern               an SDDMM on that pattern
     S = q(x) q(y)^T at P      d/dx = G q(y),  d/dy = G^T q(x)              SpMM on P and on its transpose
 
-The transposed pattern is computed once and kept on the pattern; the backward pass keeps integers, not floats.
+The transposed pattern is computed once and cached; the backward pass stores integers, not floats.
 Source: Bengio, Leonard, Courville, arXiv 1308.3432 (the straight-through estimator).
 """
 
@@ -23,7 +23,7 @@ from magicube_cutlass.autograd import floating as float_autograd
 from magicube_cutlass.autograd.floating import check_halves
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.bcrs import BCRS
-from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors, transpose_parts
+from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.ops import sddmm as sddmm_op
@@ -39,10 +39,23 @@ GRAD_BITS = 16  # an error of 2**-16 of a column's largest gradient: float32 tra
 
 
 def quantized(x: Tensor, bits: int, axis: int | None, scale: Tensor | None = None) -> QuantTensor:
-    """As :func:`magicube_cutlass.quantize` to signed integers with ``nonfinite="propagate"``, as one torch operator.
+    """Quantize to signed integers with ``nonfinite="propagate"``, as one torch operator.
 
-    So it waits for no device and is part of a compiled graph.  ``scale``: one given scale ``()``, with ``axis=None``;
-    what exceeds its range saturates and nan becomes zero.  A column-major ``x`` stays so.
+    It waits for no device and can be part of a compiled graph. A column-major `x` stays column-major.
+
+    Parameters
+    ----------
+    x : Tensor, shape (..., M, N)
+        Float tensor.
+    bits, axis : int, int or None
+        As for :func:`magicube_cutlass.quantize`.
+    scale : Tensor, shape (), optional
+        A given scale, with ``axis=None``; values beyond its range saturate and NaN becomes zero.
+
+    Examples
+    --------
+    >>> quantized(torch.tensor([[1.0, -0.5]]), 8, None).ints().tolist()
+    [[127, -64]]
     """
     swap = x.ndim >= 2 and x.mT.is_contiguous() and not x.is_contiguous()
     rows = x.detach()
@@ -57,11 +70,38 @@ def quantized(x: Tensor, bits: int, axis: int | None, scale: Tensor | None = Non
 
 
 def compress(values: Tensor, pattern: Pattern, *, bits: int = 8, axis: int | None = 1) -> SRBCRS:
-    """The quantized matrix of float ``values``, (vectors, V), on ``pattern``; waits for no device.
+    """Quantize float values on a pattern; waits for no device.
 
-    ``axis``: 1 for a scale a row, None for one.  What ``values`` holds in rows beyond M is dropped; a row with inf or
-    nan has scale NaN.  The integers and scales are those of ``SRBCRS.from_mask`` with the same floats.
-    Raises ``TypeError`` unless ``values`` is float, ``ValueError`` for another shape, device or axis.
+    Integers and scales are those of ``SRBCRS.from_mask`` with the same floats.
+
+    Parameters
+    ----------
+    values : Tensor, shape (vectors, V)
+        Floats in pattern order; rows beyond M are dropped. A row with inf or NaN has the scale NaN.
+    pattern : Pattern, shape (M, K)
+        Structure.
+    bits : int, default 8
+        Width of the integers.
+    axis : int or None, default 1
+        1 for per-row scales, None for a per-tensor scale.
+
+    Returns
+    -------
+    SRBCRS, shape (M, K)
+
+    Raises
+    ------
+    TypeError
+        If `values` are no floats.
+    ValueError
+        For another shape, device or axis.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> pattern = mc.random_pattern(16, 32, sparsity=0.5, vector_length=8)
+    >>> compress(torch.ones(pattern.vectors, 8), pattern).scale.shape
+    torch.Size([16, 1])
     """
     real = _check_values(values, pattern)
     if axis not in (None, 1):
@@ -75,7 +115,7 @@ def compress(values: Tensor, pattern: Pattern, *, bits: int = 8, axis: int | Non
 
 
 def _check_values(values: Tensor, pattern: Pattern) -> Tensor:
-    """``values`` without a graph, as float32 or float64, zero beyond M."""
+    """The values without a graph, as float32 or float64, zero beyond M."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
     if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -113,9 +153,19 @@ class _At(torch.autograd.Function):
 
 
 def vectors_at(dense: Tensor, pattern: Pattern) -> Tensor:
-    """The ``values`` (vectors, V) of a dense matrix (M, K) at ``pattern``, zero beyond M; differentiable.
+    """Return the values (vectors, V) of a dense matrix at a pattern, zero beyond M; differentiable.
 
-    Raises ``ValueError`` for another shape or device.
+    Raises
+    ------
+    ValueError
+        For another shape or device.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> pattern = mc.Pattern.from_dense(torch.eye(8, 16, dtype=torch.bool), vector_length=8)
+    >>> vectors_at(torch.eye(8, 16), pattern).shape
+    torch.Size([8, 8])
     """
     if tuple(dense.shape) != pattern.shape:
         raise ValueError(f"dense must have shape {pattern.shape} for {pattern}, got {tuple(dense.shape)}")
@@ -126,7 +176,7 @@ def vectors_at(dense: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _dense(values: Tensor, pattern: Pattern) -> Tensor:
-    """(*batch, M, K) with ``values`` (*batch, vectors, V) at the pattern and zeros elsewhere."""
+    """(*batch, M, K) with `values` (*batch, vectors, V) at the pattern and zeros elsewhere."""
     return BCRS._from_parts(Parts(pattern, values.contiguous(), None), None, True).to_dense()
 
 
@@ -141,7 +191,7 @@ def _product(matrix: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tenso
 
 
 def _sampled(x: QuantTensor, y: QuantTensor, pattern: Pattern, dtype: torch.dtype) -> Tensor:
-    """``sddmm`` as values (*batch, vectors, V), also to float64; scales of y are one or one a row."""
+    """``sddmm`` as values (*batch, vectors, V), also to float64; scales of y are per-tensor or per-row."""
     if dtype != torch.float64:
         return sddmm_op.sddmm(x, y, pattern, out_dtype=dtype).vectors()
     total = sddmm_op.sddmm(x, y, pattern, out_dtype=torch.int64).vectors().double()  # (*batch, vectors, V)
@@ -150,14 +200,14 @@ def _sampled(x: QuantTensor, y: QuantTensor, pattern: Pattern, dtype: torch.dtyp
 
 
 def _of_rows(scale: Tensor, pattern: Pattern) -> Tensor:
-    """Scales of rows (*batch, M, 1) as factors of values: (*batch, vectors, V)."""
+    """Row scales (*batch, M, 1) broadcast to values: (*batch, vectors, V)."""
     v, lanes = pattern.vector_length, torch.arange(pattern.vector_length, device=scale.device)  # (V,)
     rows = (pattern.row_indices[:, None] * v + lanes).clamp(max=max(pattern.shape[0] - 1, 0))  # (vectors, V)
     return scale[..., rows, 0]
 
 
 def _of_columns(scale: Tensor, pattern: Pattern) -> Tensor:
-    """Scales of columns (*batch, N, 1) as factors of values: (*batch, vectors, 1)."""
+    """Column scales (*batch, N, 1) broadcast to values: (*batch, vectors, 1)."""
     return scale[..., pattern.col_indices, :]
 
 
@@ -227,22 +277,50 @@ def spmm(
     act_scale: Tensor | None = None,
     grad_bits: int | None = GRAD_BITS,
 ) -> Tensor:
-    """``C = A q(x) + bias[:, None]`` of a quantized A and a float x, differentiable.
+    """Multiply a quantized sparse matrix by floats, differentiably: ``C = A q(x) + bias[:, None]``.
 
-    With an A of floats q(x) is x, which must be float16 or bfloat16, and ``act_*`` and ``grad_bits`` mean nothing.
+    If A holds floats, q(x) is x, which must be float16 or bfloat16, and `act_bits`, `act_axis`, `act_scale` and
+    `grad_bits` are ignored.
 
-    Arguments:
-        A: (M, K), signed, as :func:`compress` makes it.
-        x: (..., K, N), float16, bfloat16, float32 or float64, row- or column-major; gets the gradient ``A^T g``.
-        values: the floats (vectors, V) that A was made of; gets the gradient ``g q(x)^T`` at A's pattern, as if A were
-            they.
-        bias: (M,), float; gets the gradient ``g`` summed over columns and batch.
-        act_bits, act_axis: width of q(x), and a scale a column (0) or one for all (None).
-        act_scale: one given scale () in place of the data's own; gradients pass saturated entries too.
-        grad_bits: width to which the backward pass quantizes ``g``, with a scale a column for x and one a row for
-            values; None for dense float products instead.
-    Returns (..., M, N) of the dtype of x; the sums of a float64 product are exact integers too.
-    Raises ``TypeError`` and ``ValueError`` as :func:`magicube_cutlass.spmm` does, and for other values.
+    Parameters
+    ----------
+    A : SRBCRS, shape (M, K)
+        Signed, as of :func:`compress`.
+    x : Tensor, shape (..., K, N)
+        float16, bfloat16, float32 or float64, row- or column-major; its gradient is ``A^T g``.
+    values : Tensor, shape (vectors, V), optional
+        Floats of A; their gradient is ``g q(x)^T`` at A's pattern.
+    bias : Tensor, shape (M,), optional
+        Float; its gradient is `g` summed over columns and batch.
+    act_bits : int, default 8
+        Width of q(x).
+    act_axis : int or None, default 0
+        0 for per-column scales of x, None for a per-tensor scale.
+    act_scale : Tensor, shape (), optional
+        A given scale; gradients also pass saturated entries.
+    grad_bits : int or None, default 16
+        Width of `g` in the backward pass, with per-column scales for x and per-row scales for values; None for dense
+        float products.
+
+    Returns
+    -------
+    Tensor, shape (..., M, N)
+        Dtype of `x`; sums of a float64 product are exact integers too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`magicube_cutlass.spmm`, and for other values.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> pattern = mc.random_pattern(16, 32, sparsity=0.5, vector_length=8)
+    >>> values = torch.ones(pattern.vectors, 8, requires_grad=True)
+    >>> y = spmm(compress(values, pattern), torch.ones(32, 4), values=values)
+    >>> y.sum().backward()
+    >>> round(float(values.grad[0, 0]), 3)
+    4.0
     """
     _check_float("x", x)
     if isinstance(A, SRBCRS) and A.bits is None and A.element_type is not None:
@@ -280,85 +358,3 @@ def _signed(A: object) -> SRBCRS:
     if A.bits is None or not A.signed:
         raise TypeError(f"A must hold signed quantized integers, got {A}")
     return A
-
-
-class _Sddmm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, left: QuantTensor, right: QuantTensor, pattern: Pattern, grad_bits: int | None
-    ) -> Tensor:
-        ctx.save_for_backward(left.data, left.scale, right.data, right.scale)
-        ctx.kind = (left.bits, left.shape, right.bits, right.shape)
-        ctx.pattern, ctx.grad_bits, ctx.dtypes = pattern, grad_bits, (x.dtype, y.dtype)
-        return _sampled(left, right, pattern, torch.promote_types(x.dtype, y.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        g, pattern = grads[0], ctx.pattern  # (*batch, vectors, V)
-        left_data, left_scale, right_data, right_scale = ctx.saved_tensors
-        left = QuantTensor(left_data, left_scale, ctx.kind[0], True, 1, ctx.kind[1])  # (*batch, M, K)
-        right = QuantTensor(right_data, right_scale, ctx.kind[2], True, 1, ctx.kind[3])  # (*batch, N, K)
-        of_x, of_y = None, None
-        if ctx.needs_input_grad[0]:
-            folded = _times(g, _of_columns(right_scale, pattern))  # (*batch, vectors, V)
-            of_x = _each(folded, pattern, right, ctx.dtypes[0], ctx.grad_bits)  # (*batch, M, K)
-        if ctx.needs_input_grad[1]:
-            folded = _times(g, _of_rows(left_scale, pattern))  # (*batch, vectors, V)
-            turned = transpose_parts(pattern, folded, None)
-            of_y = _each(turned.vectors, turned.pattern, left, ctx.dtypes[1], ctx.grad_bits)  # (*batch, N, K)
-        return of_x, of_y, None, None, None, None
-
-
-def _each(values: Tensor, pattern: Pattern, dense: QuantTensor, dtype: torch.dtype, bits: int | None) -> Tensor:
-    """``A d`` for each of a batch of ``values`` (*batch, vectors, V) and of integers d (*batch, N, K)."""
-    if bits is None:
-        return (_dense(values, pattern) @ dense.ints().to(values.dtype)).to(dtype)
-    batch = dense.shape[:-2]
-    many, data = values.reshape(-1, *values.shape[-2:]), dense.data.reshape(-1, *dense.data.shape[-2:])
-    shape = torch.Size(dense.shape[-2:])
-    found = [
-        _product(compress(each, pattern, bits=bits), QuantTensor(part, None, dense.bits, True, None, shape), dtype)
-        for each, part in zip(many, data, strict=True)
-    ]
-    size = (*batch, pattern.shape[0], shape[1])
-    return torch.stack(found).view(size) if found else values.new_zeros(size, dtype=dtype)
-
-
-def sddmm(
-    x: Tensor,
-    y: Tensor,
-    pattern: Pattern,
-    *,
-    bits: int | None = 8,
-    y_bits: int | None = None,
-    grad_bits: int | None = GRAD_BITS,
-) -> Tensor:
-    """``S[i, j] = sum_k q(x)[i, k] q(y)[j, k]`` at the vectors of ``pattern``, differentiable.
-
-    Arguments:
-        x, y: (..., M, K) and (..., N, K), floats, quantized with a scale a row.  Gradients: ``G q(y)`` and
-            ``G^T q(x)``.
-        pattern: (M, N).
-        bits, y_bits: widths of q(x) and q(y), the latter as the former by default.  None: x and y as they are, both
-            float16 or both bfloat16; ``grad_bits`` then means nothing.
-        grad_bits: width to which the backward pass quantizes G, with a scale a row; None for dense float products.
-            A batch is a loop of products there.
-    Returns the values (..., vectors, V) in the pattern's order, which ``SRBCRS.from_pattern(pattern, S, bits=None)``
-    makes a matrix, of the dtype that x and y promote to; zero beyond M.
-    Raises as :func:`magicube_cutlass.sddmm` does.
-    """
-    _check_float("x", x)
-    _check_float("y", y)
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
-    if bits is None:
-        check_halves(x=x, y=y)
-        of_floats: Tensor = float_autograd.Sddmm.apply(x, y, pattern)
-        return of_floats
-    if grad_bits not in _GRAD_BITS:
-        check_bits(grad_bits, "grad_bits")
-    left, right = quantized(x, bits, 1), quantized(y, bits if y_bits is None else y_bits, 1)
-    if not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
-        return _sampled(left, right, pattern, torch.promote_types(x.dtype, y.dtype))
-    result: Tensor = _Sddmm.apply(x, y, left, right, pattern, grad_bits)
-    return result

@@ -1,12 +1,14 @@
-"""What running a product for show needs: random operands, the exact check, and the dense product to compare with."""
+"""Random operands, the exact check, and the dense baseline of the command line and the demo."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from cute_kernels.gemm.cpu import dense_backend
 from cute_kernels.integers import fits, int_range, product_bound
 from magicube_cutlass import reference
 from magicube_cutlass.formats.pattern import Pattern
@@ -17,14 +19,14 @@ FLOAT64_EXACT = 2**53  # float64 holds every integer up to here
 
 
 def random_operand(rows: int, cols: int, bits: int, seed: int) -> QuantTensor:
-    """Uniform integers of the whole signed range, without a scale."""
+    """Return uniform integers of the full signed range, without a scale."""
     low, high = int_range(bits, True)
     ints = torch.randint(low, high + 1, (rows, cols), generator=torch.Generator().manual_seed(seed))
     return QuantTensor.from_ints(ints, bits=bits)
 
 
 def random_matrix(pattern: Pattern, bits: int, seed: int) -> SRBCRS:
-    """Uniform integers of the whole signed range on ``pattern``."""
+    """Return uniform integers of the full signed range on a pattern."""
     low, high = int_range(bits, True)
     shape = (pattern.vectors, pattern.vector_length)
     vectors = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed))
@@ -32,17 +34,21 @@ def random_matrix(pattern: Pattern, bits: int, seed: int) -> SRBCRS:
 
 
 def exact_dtype(inner: int, lhs_bits: int, rhs_bits: int) -> torch.dtype:
-    """int32 where no sum of ``inner`` products can overflow it, else int64."""
+    """Return int32 if no sum of `inner` products can overflow it, else int64."""
     bound = product_bound(inner, lhs_bits, True, rhs_bits, True)
     return torch.int32 if fits(bound, torch.int32) else torch.int64
 
 
 def exact_spmm(lhs: SRBCRS, rhs: QuantTensor) -> Tensor:
-    """``A B`` of the integers of two single matrices, (M, N) int64.
+    """Return the integer product ``A B`` of two single matrices, (M, N) int64.
 
-    Goes through float64, which holds every partial sum exactly while no sum can reach 2**53; the time and the memory
-    of that follow the stored elements.  Longer sums go through the int64 reference.  Raises ``ValueError`` for a
-    matrix of results, which has no bits.
+    Uses float64, which is exact while no sum reaches 2^53, in time and memory of the stored elements; else the int64
+    reference.
+
+    Raises
+    ------
+    ValueError
+        For a matrix of results, which has no bits.
     """
     if lhs.bits is None:
         raise ValueError("lhs must be quantized integers, got a matrix of results")
@@ -53,7 +59,7 @@ def exact_spmm(lhs: SRBCRS, rhs: QuantTensor) -> Tensor:
 
 
 def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor) -> None:
-    """Raise ``ArithmeticError`` with the first wrong element unless ``product`` is the exact one in every row."""
+    """Raise `ArithmeticError` with the first wrong element unless `product` is exact in each row."""
     expected = exact_spmm(lhs, rhs)
     wrong = (product.to(torch.int64) != expected).nonzero()
     if len(wrong):
@@ -64,17 +70,53 @@ def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor) -> None:
         )
 
 
-def dense_rivals(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], object]]:
-    """The dense product on the decompressed matrix; empty where torch has none that is as exact.
+def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], object]]:
+    """Return the dense products of the same matrices by name; the fastest one on this machine is the baseline.
 
-    Operands of at most 8 bits go through ``torch._int_mm``.  Its CPU kernel takes any shape, so nothing is padded; it
-    is given both layouts of the right operand, since which one is faster depends on the shape.
+    float32 and bfloat16 ``torch.mm``, the linear layer of ``torch.ao.quantization.quantize_dynamic``, and
+    ``torch._int_mm`` in both memory orders of B if it is exact and no scalar loop here. Weights are prepared before;
+    the dynamic layer quantizes B, which it takes as floats, in the call.
+
+    Parameters
+    ----------
+    lhs : SRBCRS, shape (M, K)
+        Sparse operand, as a dense matrix here.
+    rhs : QuantTensor, shape (K, N)
+        Dense operand.
+
+    Returns
+    -------
+    dict of str to callable
     """
-    if lhs.bits not in (4, 8) or rhs.bits not in (4, 8):
-        return {}
-    dense, right = lhs.to_dense(dequantize=False).contiguous(), rhs.ints().contiguous()
-    right_columns = right.t().contiguous().t()
-    return {
-        "dense": lambda: torch._int_mm(dense, right),
-        "dense, column-major": lambda: torch._int_mm(dense, right_columns),
+    dense, right = lhs.to_dense(dequantize=False), rhs.ints()
+    floats = dense.float(), right.float()
+    half = dense.bfloat16(), right.bfloat16()
+    found: dict[str, Callable[[], object]] = {
+        "float32": lambda: floats[0] @ floats[1],
+        "bfloat16": lambda: half[0] @ half[1],
     }
+    if lhs.bits in (4, 8) and rhs.bits in (4, 8):
+        if (layer := _dynamic_linear(floats[0])) is not None:
+            rows = floats[1].t().contiguous()  # (N, K)
+            found["torch dynamic int8"] = lambda: layer(rows)
+        if dense_backend() == "torch._int_mm":
+            ints, columns = right.contiguous(), right.t().contiguous().t()
+            found["torch._int_mm"] = lambda: torch._int_mm(dense, ints)
+            found["torch._int_mm, column-major"] = lambda: torch._int_mm(dense, columns)
+    return found
+
+
+def _dynamic_linear(weight: Tensor) -> torch.nn.Module | None:
+    """The dynamically quantized linear layer of torch for a weight (M, K), None if this torch has no engine for it."""
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        linear.weight.copy_(weight)
+        try:
+            made: torch.nn.Module = torch.ao.quantization.quantize_dynamic(
+                torch.nn.Sequential(linear), {torch.nn.Linear}, dtype=torch.qint8
+            )
+            made(torch.zeros(1, weight.shape[1]))
+        except (RuntimeError, NotImplementedError):
+            return None
+    return made

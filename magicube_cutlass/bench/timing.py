@@ -1,4 +1,4 @@
-"""The one timing function of the command line, the examples and the benchmarks."""
+"""The timing function of the command line, the examples and the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call of one rival."""
+    """Seconds per call: median, best, and the number of runs."""
 
     median: float
     best: float
@@ -18,17 +18,34 @@ class Timing:
 
 
 def measure(
-    rivals: Mapping[str, Callable[[], object]], *, budget: float = 0.5, min_runs: int = 5, max_runs: int = 200
+    baselines: Mapping[str, Callable[[], object]], *, budget: float = 0.5, min_runs: int = 5, max_runs: int = 200
 ) -> dict[str, Timing]:
-    """Time every rival in turn, round after round, so that a change of clock speed hits all of them.
+    """Time several calls in turn, round after round, so that clock changes affect all of them.
 
-    Each is called once to warm up (first-touch allocations, execution copies).  A round calls every rival once, and
-    the order rotates by one from round to round.  Rounds go on for ``budget`` seconds a rival, at least ``min_runs``
-    and at most ``max_runs`` of them.
+    Each call runs once to warm up (first-touch allocations, packed operands). A round runs each call once, and the
+    order rotates by one per round.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+        Calls by name.
+    budget : float, default 0.5
+        Seconds per call.
+    min_runs, max_runs : int, default 5 and 200
+        Limits on the rounds.
+
+    Returns
+    -------
+    dict of str to Timing
+
+    Examples
+    --------
+    >>> measure({"nothing": lambda: None}, budget=0.0)["nothing"].runs
+    5
     """
-    for call in rivals.values():
+    for call in baselines.values():
         call()
-    names = list(rivals)
+    names = list(baselines)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     start = time.perf_counter()
     for turn in range(max_runs):
@@ -37,6 +54,6 @@ def measure(
         shift = turn % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             begin = time.perf_counter()
-            rivals[name]()
+            baselines[name]()
             seconds[name].append(time.perf_counter() - begin)
     return {name: Timing(median(times), min(times), len(times)) for name, times in seconds.items()}

@@ -1,4 +1,4 @@
-"""Consoles of the commands: results on stdout, progress on stderr so that a pipe gets results alone."""
+"""Consoles of the commands: results on stdout, progress on stderr, so that a pipe gets results only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.table import Table
 
 
 def output() -> Console:
-    """A console on the stdout of this moment, which tests replace."""
+    """Return a console on the current stdout, which tests replace."""
     return Console(highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner on stderr while the body runs; silent where stderr is not a terminal."""
+    """Show a spinner on stderr while the body runs; silent if stderr is no terminal."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -26,7 +26,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def facts(title: str, rows: dict[str, str]) -> Table:
-    """A two-column table of names and values."""
+    """Return a two-column table of names and values."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -36,7 +36,7 @@ def facts(title: str, rows: dict[str, str]) -> Table:
 
 
 def bytes_text(count: int) -> str:
-    """``count`` with a unit: 1.2 MiB."""
+    """Return a size with a unit: 1.2 MiB."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -33,7 +33,7 @@ def _version(package: str) -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name, as the kernel tells it on Linux."""
+    """Return the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():
@@ -64,7 +64,7 @@ def _gpus() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions, processor, engine path, threads, GPUs and the JIT's toolchain, by name."""
+    """Return versions, processor, instruction set of the engine, threads, GPUs and the toolchain, by name."""
     return {
         **{package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
@@ -81,5 +81,5 @@ def environment() -> dict[str, str]:
 
 
 def collect_env() -> None:
-    """Print versions, processor, engine path, threads and GPUs."""
+    """Print versions, processor, instruction set of the engine, threads and GPUs."""
     output().print(facts("magicube environment", environment()))

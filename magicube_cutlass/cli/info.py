@@ -1,4 +1,4 @@
-"""``magicube info``: what is in an .smtx file, and what it weighs in each format."""
+"""``magicube info``: the content of an .smtx file, and its bytes in each format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAR = 40
 
 
 def format_bytes(pattern: Pattern, stride: int) -> dict[str, int]:
-    """Bytes of the matrix in each format, indices and values together."""
+    """Return the bytes of the matrix in each format, indices and values together."""
     (m, k), v = pattern.shape, pattern.vector_length
     padded = pattern.padded(stride).col_indices.shape[0]
     pointers = 2 * 8 * pattern.vector_rows  # row_start and row_end, int64
@@ -32,7 +32,7 @@ def format_bytes(pattern: Pattern, stride: int) -> dict[str, int]:
 
 
 def histogram(lengths: torch.Tensor, bins: int = BINS) -> list[tuple[int, int, int]]:
-    """``(first, last, count)`` of row lengths in at most ``bins`` ranges of equal width that cover all of them."""
+    """Return ``(first, last, count)`` of row lengths in at most `bins` ranges of equal width."""
     if not len(lengths):
         return []
     low, high = int(lengths.min()), int(lengths.max())

@@ -1,4 +1,4 @@
-"""``magicube cache`` and ``magicube warmup``: the compiled kernels on disk, and filling them ahead of the first use."""
+"""``magicube cache`` and ``magicube warmup``: compiled kernels on disk, and compilation before the first use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def clear_kernels() -> None:
 
 
 def _first_error(log: str) -> str:
-    """The line of a compiler's log that says most."""
+    """The most informative line of a compiler log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if re.search(r"\berror:", line)), lines[0] if lines else "no message")
 
@@ -51,7 +51,7 @@ def warmup(
     every: Annotated[bool, typer.Option("--all", help="Every variant, not only the default ones.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers that run at a time.")] = min(os.cpu_count() or 1, 16),
 ) -> None:
-    """Compile the GPU kernels ahead of their first use; needs no GPU."""
+    """Compile the GPU kernels before their first use; needs no GPU."""
     from cute_kernels import jit
     from cute_kernels.catalog import warm_configs
 

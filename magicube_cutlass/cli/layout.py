@@ -1,4 +1,4 @@
-"""``magicube layout``: who holds what of an mma atom's operands, and the bank conflicts of a kernel's shared memory."""
+"""``magicube layout``: thread and value of each operand element of an MMA atom, and the bank conflicts of a kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _figure(columns: int, rows: int) -> Any:
 
 
 def cells(entry: Atom, operand: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """int64 (rows, columns) each: the thread that holds an element, -1 where all do, and the number of its value."""
+    """Return int64 (rows, columns) each: the thread of an element, -1 if all hold it, and its value index."""
     layout, (rows, columns) = entry.layout(operand), entry.extent(operand)
     thread, value = (np.empty((rows, columns), dtype=np.int64) for _ in range(2))
     shared = operand == "B" and entry.b_shared
@@ -55,7 +55,7 @@ def _colours(thread: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def draw(entry: Atom, operand: str, out: Path) -> None:
-    """Draw the operand as a grid of its elements, each labelled with its thread and value and coloured by thread."""
+    """Draw the operand as a grid of elements, labelled with thread and value and colored by thread."""
     thread, value = cells(entry, operand)
     rows, columns = thread.shape
     figure = _figure(columns, rows)
@@ -77,7 +77,7 @@ def draw(entry: Atom, operand: str, out: Path) -> None:
 
 
 def describe(entry: Atom) -> dict[str, str]:
-    """What the atom is and what follows from it, by name."""
+    """Return the fields of the atom and what follows from them, by name."""
     from cute_kernels.layout.fragments import column_order, fragment_order, gather_order, k_run
 
     m, n, k = entry.shape
@@ -96,7 +96,7 @@ def describe(entry: Atom) -> dict[str, str]:
 
 
 def conflict_table(name: str) -> Table:
-    """One row for each access to shared memory of the kernel config called ``name``."""
+    """Return one row per shared-memory access of the kernel config of this name."""
     try:
         from cute_kernels.catalog import named_configs
         from cute_kernels.layout.bank_conflicts import report
@@ -119,7 +119,9 @@ def conflict_table(name: str) -> Table:
 def layout(
     atom: Annotated[str | None, typer.Argument(metavar="[ATOM]", help="An mma atom, such as s8_m16n8k32.")] = None,
     operand: Annotated[str, typer.Option(help="The operand to draw: A, B or C.")] = "A",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Picture to write; its ending says the kind.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output image; the extension selects the format.")
+    ] = None,
     smem: Annotated[str | None, typer.Option(metavar="CONFIG", help="Bank conflicts of this kernel config.")] = None,
 ) -> None:
     """Show an atom's layouts, draw one (-o), or show the bank conflicts of a kernel (--smem)."""

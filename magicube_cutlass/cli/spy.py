@@ -29,7 +29,7 @@ def _plots() -> Any:
 
 
 def stride_cells(pattern: Pattern, stride: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """One cell a vector: 0 empty, 1 and 2 in turn from stride to stride of a vector row; tiles take their maximum."""
+    """Return one cell per vector: 0 empty, 1 and 2 alternating per stride; tiles take their maximum."""
     rows, columns = pattern.row_indices, pattern.col_indices.long()
     position = torch.arange(pattern.vectors) - pattern.row_offsets[:-1][rows]
     tall, wide = (max(1, -(-size // PIXELS)) for size in (pattern.vector_rows, pattern.shape[1]))
@@ -40,7 +40,7 @@ def stride_cells(pattern: Pattern, stride: int) -> np.ndarray[Any, np.dtype[np.f
 
 
 def draw(pattern: Pattern, stride: int, title: str, out: Path) -> None:
-    """Draw ``pattern`` beside the lengths of its vector rows and their padding."""
+    """Draw a pattern beside the lengths of its vector rows and their padding."""
     figure = _plots()(figsize=(11, 6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
     rows, v = pattern.vector_rows, pattern.vector_length
@@ -84,7 +84,7 @@ def _number(text: str) -> int | float:
 
 
 def parse_mask(text: str, vector_length: int) -> Pattern:
-    """The mask of ``NAME:QUERIES:KEY=NUMBER,...``; ``ValueError`` for other names, keys and numbers."""
+    """Return the mask of ``NAME:QUERIES:KEY=NUMBER,...``; `ValueError` for other names, keys and numbers."""
     name, queries, options = [*text.split(":"), "", ""][:3]
     if name not in MASKS:
         raise ValueError(f"mask must begin with one of {', '.join(MASKS)}, got {name!r}")
@@ -97,7 +97,7 @@ def parse_mask(text: str, vector_length: int) -> Pattern:
 
 
 def spy(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Picture to write; its ending says the kind.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output image; the extension selects the format.")],
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE.smtx]", help="An .smtx file, plain or gzipped.", show_default=False)
     ] = None,

@@ -1,4 +1,4 @@
-"""``magicube tune``: the constants of the kernel choice, measured on this GPU."""
+"""``magicube tune``: constants of kernel selection, measured on this GPU."""
 
 from __future__ import annotations
 

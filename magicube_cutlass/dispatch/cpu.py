@@ -1,4 +1,4 @@
-"""Products on a CPU: packed operands of the engine, and cached calls whose arguments were checked before."""
+"""Products on a CPU: packed operands of the engine, and cached calls with checked arguments."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
 def plan_spmm(matrix: SRBCRS, rhs: ElementType) -> tuple[str, list[Tensor]]:
-    """Name of the kernel for B's elements, and the packed sparse operand."""
+    """Return the kernel for B's element type, and the packed sparse operand."""
     return "cpu" if isinstance(rhs, Integer) else cpu_float.PREFIX + rhs.name, pack_operand(matrix)
 
 
 def pack_operand(matrix: SRBCRS) -> list[Tensor]:
-    """Structure, digit planes and row sums for the engine; of floats a CSR matrix. Packed once, cached on `matrix`."""
+    """Return structure, digit planes and row sums for the engine; of floats a CSR matrix. Cached on `matrix`."""
     found: list[Tensor] | None = matrix._execution.get("cpu")
     if found is None and matrix.bits is None:
         vectors = matrix.vectors()
@@ -41,9 +41,9 @@ def pack_operand(matrix: SRBCRS) -> list[Tensor]:
 
 
 def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether a call can read the scales and the bias where they lie, so that it sees them change.
+    """Return whether a call can read scales and bias in place, so that it sees them change.
 
-    ``scale``: the matrix's own, of which ``left`` was made; ``right``: B's own, or None for integer output.
+    `scale` is that of the matrix, of which `left` was made; `right` is that of B, or None for integer output.
     """
     if right is not None and (right.dtype != torch.float32 or not right.is_contiguous() or right.ndim > 2):
         return False  # a scale a column of a batch is expanded
@@ -54,7 +54,7 @@ def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bi
 
 @dataclass(frozen=True)
 class EngineCall:
-    """SpMM by the CPU engine for one matrix and one set of shapes, strides and dtypes of the other arguments."""
+    """SpMM by the CPU engine for one matrix and fixed shapes, strides and dtypes of the other arguments."""
 
     engine: cpu_engine.SpmmCall
     scale: Tensor | None  # A's own
@@ -82,7 +82,7 @@ class EngineCall:
 def cached_spmm(
     problem: SpmmProblem, packed: list[Tensor], scale: Tensor | None, bias: Tensor | None, out: Tensor
 ) -> EngineCall | None:
-    """The call for these operands, or None if an argument is copied at every call; ``scale``: A's own."""
+    """Return the call for these operands, or None if an argument is copied at each call."""
     dense = problem.dense
     col_scale = None if problem.col_scale is None else dense.scale
     if not isinstance(dense, QuantTensor) or not keepable(scale, problem.row_scale, col_scale, bias):

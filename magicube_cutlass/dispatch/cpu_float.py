@@ -1,4 +1,4 @@
-"""The products of floats on a CPU: operands decoded to float32, and torch's own sparse products."""
+"""Float products on a CPU: operands decoded to float32, and the sparse products of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "cpu:"  # of the names of kernels: behind it the formats of the dense o
 
 
 def csr_copy(pattern: Pattern, vectors: Tensor) -> list[Tensor]:
-    """Offsets of the rows, columns and float32 values of every stored element, from ``vectors`` (vectors, V)."""
+    """Return row offsets, columns and float32 values of every stored element, from `vectors` (vectors, V)."""
     v, m = pattern.vector_length, pattern.shape[0]
     rows = (pattern.row_indices * v + torch.arange(v)[:, None]).flatten()  # (V * vectors,)
     order = torch.argsort(rows, stable=True)
@@ -39,7 +39,7 @@ def spmm(
     matrix: list[Tensor], b: Tensor, name: str, packed_dim: int, inner: int, out: Tensor,
     left: Tensor | None, right: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """``out = (A B) * left * right + bias``; ``matrix`` as :func:`csr_copy` makes it, ``name`` of B's format."""
+    """Compute ``out = (A B) * left * right + bias``; `matrix` as of :func:`csr_copy`, `name` of the format of B."""
     rows, n = out.shape[-2:]
     if out.numel() == 0:
         return
@@ -61,7 +61,7 @@ def spmm(
 
 
 def rows(data: Tensor, name: str, packed_dim: int, inner_dim: int, shape: tuple[int, int]) -> Tensor:
-    """An operand of SDDMM as float32 rows of k: (*batch, rows, K); ``shape`` is (rows, K)."""
+    """Return an operand of SDDMM as float32 with K-contiguous rows: (*batch, rows, K); `shape` is (rows, K)."""
     length = shape[1] if packed_dim == inner_dim else shape[0]
     found = dense_values(data, FLOATS[name], length, packed_dim)
     return found if inner_dim == -1 else found.mT
@@ -70,11 +70,20 @@ def rows(data: Tensor, name: str, packed_dim: int, inner_dim: int, shape: tuple[
 def sddmm(
     columns: Tensor, owner: Tensor, x: Tensor, y: Tensor, out: Tensor, left: Tensor | None, right: Tensor | None
 ) -> None:
-    """``out = (X Y^T) * left * right`` at a pattern, the sums in float32.
+    """Compute ``out = (X Y^T) * left * right`` at a pattern, with float32 sums.
 
-    ``columns``: int32 (blocks, stride), -1 in the padding; ``owner``: (blocks,) the vector row of each block; ``x``:
-    (*batch, M, K); ``y``: (*batch, N, K); ``out``: (*batch, blocks, V, stride), zeros; ``left``: () or (..., M);
-    ``right``: () or (..., N).
+    Parameters
+    ----------
+    columns : Tensor, shape (blocks, stride)
+        int32, -1 in the padding.
+    owner : Tensor, shape (blocks,)
+        Vector row of each block.
+    x, y : Tensor, shape (*batch, M, K) and (*batch, N, K)
+        float32.
+    out : Tensor, shape (*batch, blocks, V, stride)
+        Zeros; written in place.
+    left, right : Tensor or None, shape () or (..., M); () or (..., N)
+        Row and column scales.
     """
     if out.numel() == 0 or x.shape[-1] == 0:
         return
@@ -99,5 +108,5 @@ def sddmm(
 
 
 def _of_matrix(factor: Tensor, i: int) -> Tensor:
-    """The factors (length,) of matrix i of a batch, of one row for all or one each."""
+    """Scales (length,) of matrix i of a batch."""
     return factor if factor.ndim == 1 else factor.reshape(-1, factor.shape[-1])[i]

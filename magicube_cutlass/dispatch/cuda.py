@@ -1,4 +1,4 @@
-"""The products on a GPU: operands made ready for the kernels, arguments put in order, one launch."""
+"""Products on a GPU: operands aligned for the kernels, arguments in order, one launch."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def is_column_major_bytes(rows: Tensor) -> bool:
 
 
 def to_row_major(rows: Tensor) -> Tensor:
-    """A copy of such an operand, ready; torch would take the bytes one by one."""
+    """Return a row-major copy of such an operand; torch would copy byte by byte."""
     with device_of(rows):
         return pack(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
 
 
 def copies(dense: DenseOperand, dim: int) -> bool:
-    """Whether :func:`aligned_rows` has to copy the operand."""
+    """Return whether :func:`aligned_rows` copies the operand."""
     if dense.bits == 4 and dense.packed_dim != dim:
         return True
     return not _is_ready(dense.data if dim == -1 else dense.data.mT)
 
 
 def aligned_rows(dense: DenseOperand, dim: int, length: int) -> Tensor:
-    """The operand with ``dim`` (-1 or -2) as contiguous last dimension and rows that start at multiples of 16 bytes.
+    """Return the operand with contiguous dimension `dim` and rows at multiples of 16 bytes.
 
-    ``length``: integers along the packed dimension.  A view where the operand is so already, else a copy: the only
-    workspace of the products, as large as the operand.
+    A view if the operand is so already, else a copy: the only workspace of the products, as large as the operand.
+    `length`: integers along the packed dimension.
     """
     data = dense.data
     if dense.bits == 4 and dense.packed_dim != dim:
@@ -105,10 +105,10 @@ def spmm(
     bias: Tensor | None,
     pdl: bool = False,
 ) -> None:
-    """``out = (A B) * left * right + bias`` with the kernel of this name, on the current stream of A's device.
+    """Compute ``out = (A B) * left * right + bias`` with the named kernel, on the current stream of A's device.
 
-    ``pdl``: it may start while the kernel before it ends; then that one wrote nothing of ``matrix``, or the kernel is
-    one for a fresh matrix.
+    `pdl`: the launch may start before the preceding kernel ends; that kernel wrote nothing of `matrix`, or the config
+    has `a_just_written`.
     """
     if out.numel() == 0:
         return
@@ -133,10 +133,7 @@ def spmm(
 
 
 class _Call:
-    """A product whose arguments were checked before: addresses are all that is new, so a call costs little Python.
-
-    For addresses that it had before, its launches lie ready.
-    """
+    """A product with checked arguments: only addresses change; launches of known addresses are replayed."""
 
     def __init__(self, config: SpmmKernel | SddmmKernel, out: Tensor) -> None:
         self.device = out.device
@@ -146,11 +143,11 @@ class _Call:
         self.replays = LaunchCache(_KEPT_LAUNCHES)
 
     def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
-        """Launch for operands at these addresses; a null one for what there is none of."""
+        """Launch for operands at these addresses; null for an absent one."""
         raise NotImplementedError
 
     def run(self, addresses: tuple[int, ...]) -> None:
-        """As :meth:`launch`, on the call's own kernel."""
+        """As :meth:`launch`, with the kernel of the call."""
         if torch._C._cuda_getDevice() != self.device.index:  # current_device() asks the same behind three calls
             with torch.cuda.device(self.device):
                 self.run(addresses)
@@ -164,7 +161,7 @@ class _Call:
 
 
 class SpmmCall(_Call):
-    """SpMM for one matrix and one set of shapes, strides, dtypes and devices of the other arguments."""
+    """SpMM for one matrix and fixed shapes, strides, dtypes and devices of the other arguments."""
 
     def __init__(
         self,
@@ -215,7 +212,7 @@ def cached_spmm(
     bias: Tensor | None,
     out: Tensor,
 ) -> SpmmCall | None:
-    """The call for these operands, or None if B, its scale or the bias is copied at every call; ``scale``: A's own."""
+    """Return the call for these operands, or None if B, its scale or the bias is copied at each call."""
     dense, inner = problem.dense, problem.matrix.shape[1]
     given = DenseOperand(dense.data, dense.bits, dense.signed, -2, problem.packed_dim)
     packed_rows = dense.bits == 4 and problem.packed_dim != -1
@@ -230,7 +227,7 @@ def cached_spmm(
 
 
 def _write_empty_sums(out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
-    """What sums of nothing come to: zero, NaN where a scale is, and the bias."""
+    """Result of empty sums: zero, NaN if a scale is, plus the bias."""
     out.zero_()
     if left is not None:
         out.mul_(left[:, None] if left.ndim else left)
@@ -250,7 +247,7 @@ def sddmm(
     left: Tensor | None,
     right: Tensor | None,
 ) -> None:
-    """``out = (X Y^T) * left * right`` at the pattern's vectors; all of ``out`` is written."""
+    """Compute ``out = (X Y^T) * left * right`` at the vectors of a pattern; all of `out` is written."""
     if out.numel() == 0:
         return
     m, n, k = shape
@@ -265,9 +262,9 @@ def sddmm(
 
 
 class SddmmCall(_Call):
-    """SDDMM for one pattern and one set of shapes, strides and dtypes of the operands and their scales.
+    """SDDMM for one pattern and fixed shapes, strides and dtypes of the operands and their scales.
 
-    ``steps``: from a row's scale to the next one's in X and Y, 0 for one scale, None for none.
+    `steps`: from the scale of a row to the next in X and Y, 0 for one scale, None for none.
     """
 
     def __init__(
@@ -319,7 +316,7 @@ def sddmm_call(
     sizes: tuple[int, int, int],
     result: SRBCRS,
 ) -> SddmmCall | None:
-    """The call for these operands, or None where an operand or a scale has to be copied every time."""
+    """Return the call for these operands, or None if an operand or a scale is copied at each call."""
     if result.values.numel() == 0:
         return None
     for each, dim in ((x, -1), (y, inner_y)):

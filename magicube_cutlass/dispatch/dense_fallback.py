@@ -55,7 +55,7 @@ class Forecast:
 
 
 def dense_cost(machine: Machine, m: int, problem: Problem) -> float:
-    """The int8 product of a dense (``m``, K) matrix, K neighbours in both operands: whole turns of tiles."""
+    """Return the predicted nanoseconds of the int8 GEMM of a dense (`m`, K) matrix: whole waves of tiles."""
     each = []
     for tile, turn, product in _DENSE_TILES:
         tiles = -(-m // tile) * -(-problem.n // tile)
@@ -65,12 +65,12 @@ def dense_cost(machine: Machine, m: int, problem: Problem) -> float:
 
 
 def copy_cost(size: int) -> float:
-    """``size`` bytes brought into another order before a product."""
+    """Return the predicted nanoseconds to repack `size` bytes before a product."""
     return _LAUNCH + 2 * size / _MOVED
 
 
 def engine_forecast(kind: ProblemTypes, m: int, digits: int, problem: Problem) -> Forecast:
-    """The CPU engine and the dense product on one thread; ``digits``: of A times those of B."""
+    """Return the forecast for the CPU engine on one thread; `digits`: of A times those of B."""
     panels, results = -(-problem.n // 64) * problem.batch, m * problem.n * problem.batch
     group = _ENGINE_GROUP * max(kind.vector_length, 4) / 8 * digits
     sparse = results * _ENGINE_RESULT + panels * problem.vectors / 4 * group
@@ -84,7 +84,7 @@ def _are_bytes(bits: int, signed: bool) -> bool:
 
 
 def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> Forecast | None:
-    """Both products' predicted times; None where the dense kernel cannot take these operands."""
+    """Return the predicted times of both products; None if the dense kernel does not support the operands."""
     if matrix.bits is None or isinstance(dense, DenseFloats):
         return None
     (m, inner), n, batch = matrix.shape, dense.shape[-1], dense.shape[:-2].numel()
@@ -115,7 +115,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
 
 
 def dense_copy(matrix: SRBCRS) -> Tensor:
-    """``matrix`` as a dense int8 (M, K), rows at multiples of 16 bytes; made once and kept with it."""
+    """Return the matrix as dense int8 (M, K), rows at multiples of 16 bytes; cached on it."""
     found: Tensor | None = matrix._execution.get("dense")
     if found is None:
         m, k = matrix.shape
@@ -125,16 +125,16 @@ def dense_copy(matrix: SRBCRS) -> Tensor:
 
 
 def _factors(scale: Tensor | None) -> Tensor | None:
-    """A scale as float32: () for all, or one a row or column."""
+    """A scale as float32: (), or one per row or column."""
     if scale is None or scale.ndim == 0:
         return scale if scale is None else scale.float()
     return scale.float().flatten(-2)
 
 
 class DenseCall:
-    """The dense product of one matrix with operands of one set of shapes, strides, dtypes and devices, checked before.
+    """The dense product of one matrix with operands of fixed shapes, strides, dtypes and devices, checked before.
 
-    Called as the other kept calls are: with B's data and scale, the bias and the output or None.
+    Called like other cached calls: with B's data and scale, the bias, and the output or None.
     """
 
     def __init__(self, matrix: SRBCRS, dense: QuantTensor, out: torch.dtype) -> None:

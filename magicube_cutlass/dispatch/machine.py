@@ -1,4 +1,4 @@
-"""The GPU as the choice of a kernel sees it, with what was measured there."""
+"""The GPU as kernel selection reads it, with measured cost models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _numbers(model: PanelModel | GatherModel) -> list[float]:
 
 
 def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
-    """``model`` with other constants, in the order of :func:`_numbers`."""
+    """The model with other constants, in the order of :func:`_numbers`."""
     left = iter(numbers)
     found: dict[str, Any] = {}
     for name, value in asdict(model).items():
@@ -28,12 +28,12 @@ def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
 
 
 def save(device: str, machine: Machine) -> None:
-    """Keep the machine's models for the GPU of this name."""
+    """Store the cost models of a GPU, by the name of the device."""
     measured.save(_ROOM, device, {"panel": _numbers(machine.panel), "gather": _numbers(machine.gather)})
 
 
 def load(device: str, machine: Machine) -> Machine:
-    """``machine`` with the models that were kept for this GPU; itself where there are none."""
+    """Return the machine with the stored cost models of this GPU; unchanged if there are none."""
     found = measured.load(_ROOM, device)
     models: dict[str, Any] = {}
     for name in ("panel", "gather"):
@@ -48,7 +48,7 @@ def load(device: str, machine: Machine) -> Machine:
 
 
 def forget(device: str) -> bool:
-    """Remove the models kept for this GPU; whether there were any."""
+    """Remove the stored models of this GPU; return whether there were any."""
     path = measured.path_of(_ROOM, device)
     there = path.is_file()
     path.unlink(missing_ok=True)
@@ -57,7 +57,7 @@ def forget(device: str) -> bool:
 
 @lru_cache
 def get_machine(device: int) -> Machine:
-    """The GPU of this index, with what ``magicube tune`` measured there."""
+    """Return the GPU of this index, with what ``magicube tune`` measured."""
     import torch
 
     from cute_kernels.jit.device import current_arch

@@ -1,4 +1,4 @@
-"""What was measured on a device, kept per user beside the compiled kernels: small JSON files, written atomically."""
+"""Measurements of a device, stored per user beside the compiled kernels: small JSON files, written atomically."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = logging.getLogger("magicube")
 
 
 def path_of(kind: str, device: str) -> Path:
-    """The file of one kind of figures for a device of this name."""
+    """Return the file of one kind of measurements for a device of this name."""
     from cute_kernels.jit.cache import directory  # its room of the cache is the kernels'
 
     return directory().parent / kind / ("".join(c if c.isalnum() else "_" for c in device) + ".json")
 
 
 def load(kind: str, device: str) -> Any:
-    """What :func:`save` wrote, or None where there is no sound file of this user."""
+    """Return what :func:`save` wrote, or None if there is no valid file of this user."""
     try:
         with open(os.open(path_of(kind, device), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
@@ -33,7 +33,7 @@ def load(kind: str, device: str) -> Any:
 
 
 def save(kind: str, device: str, figures: object) -> None:
-    """Keep ``figures`` in a folder of mode 0700; what cannot be written is lost with the process, and logged."""
+    """Store measurements in a folder of mode 0700; what cannot be written is logged and lost with the process."""
     path = path_of(kind, device)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Checked products, the kernels that run them, and the packed operands that these read.
+"""Checked products, their kernels, and the packed operands that kernels read.
 
 An operand is packed once and cached on the matrix or the pattern.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SpmmProblem(NamedTuple):
-    """One checked product ``C = A B``; scales are float32 and contiguous, None for integer output."""
+    """A checked product ``C = A B``; scales are float32 and contiguous, None for integer output."""
 
     matrix: SRBCRS  # (M, K)
     dense: QuantTensor | DenseFloats  # (*batch, K, N)
@@ -51,7 +51,7 @@ class SpmmProblem(NamedTuple):
 
 
 def transposed(matrix: SRBCRS) -> SRBCRS:
-    """The transpose of the values of ``matrix``, without their scale; kept with it."""
+    """Return the transpose of the values of a matrix, without their scale; cached."""
     found: SRBCRS | None = matrix._execution.get("transposed")
     if found is None:
         parts = transpose_parts(matrix.pattern, matrix.vectors(), None)
@@ -65,7 +65,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def size_bucket(n: int) -> int:
-    """The smallest of 16, 24, 32, 48, 64, 96, ... not below n, by comparisons only: a compiler keeps n symbolic."""
+    """Return the smallest of 16, 24, 32, 48, 64, 96, ... not below `n`; comparisons keep `n` symbolic for a compiler.
+
+    Examples
+    --------
+    >>> [size_bucket(n) for n in (1, 17, 25, 100)]
+    [16, 24, 32, 128]
+    """
     power = 16
     while power < n:
         power *= 2
@@ -75,9 +81,20 @@ def size_bucket(n: int) -> int:
 def spmm_problem(
     matrix: SRBCRS, right: ElementType, out: torch.dtype, n: int, batch: int, vector_length: int | None = None
 ) -> tuple[ProblemTypes, Problem]:
-    """What the choice of a kernel for ``matrix`` times ``batch`` matrices of ``n`` columns depends on.
+    """Return the types and sizes on which kernel selection depends.
 
-    ``vector_length``: of the kernel; default: the matrix's own, on a GPU not below the instruction's columns.
+    Parameters
+    ----------
+    matrix : SRBCRS
+        Sparse operand.
+    right : Integer or FloatFormat
+        Element type of B.
+    out : torch.dtype
+        Output dtype.
+    n, batch : int
+        Columns and matrices of B.
+    vector_length : int, optional
+        V of the kernel. Default: that of the matrix, on a GPU at least the columns of the MMA.
     """
     if vector_length is None:
         vector_length = matrix.vector_length if matrix.device.type == "cpu" else max(matrix.vector_length, MMA_COLUMNS)
@@ -87,7 +104,7 @@ def spmm_problem(
 
 
 def problem(pattern: Pattern, vector_length: int, n: int, batch: int) -> Problem:
-    """The sizes of a product with a matrix of this pattern, its vectors merged to this length."""
+    """Return the sizes of a product with a matrix of this pattern, its vectors merged to this length."""
     key = ("problem", vector_length)
     if key not in pattern._cache:
         longer = pattern if vector_length == pattern.vector_length else pattern.merge_map(vector_length).pattern
@@ -99,7 +116,7 @@ def problem(pattern: Pattern, vector_length: int, n: int, batch: int) -> Problem
 
 
 def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
-    """The sparse operand in vectors of this length, merged where the matrix has shorter ones."""
+    """The sparse operand in vectors of this length, merged if those of the matrix are shorter."""
     pattern, values, number = matrix.pattern, matrix.vectors(), matrix.element_type
     assert number is not None  # the caller has refused results
     if not isinstance(number, Integer):
@@ -122,10 +139,22 @@ def plan_spmm(
     atom: str | None,
     config: SpmmKernel | None,
 ) -> tuple[str, list[Tensor]]:
-    """Name of the kernel and the execution copy for it.
+    """Return the name of the kernel and the packed operand for it.
 
-    ``right``: an element of B; ``width``: a power of two not below B's columns; ``batch``: 1 for a single matrix, 2
-    for several; ``atom`` and ``config`` as in :func:`magicube_cutlass.spmm`.
+    Parameters
+    ----------
+    matrix : SRBCRS
+        Sparse operand.
+    right : Integer or FloatFormat
+        Element type of B.
+    out : torch.dtype
+        Output dtype.
+    width : int
+        :func:`size_bucket` of B's columns.
+    batch : int
+        1 for a single matrix, 2 for several.
+    atom, config
+        As for :func:`magicube_cutlass.spmm`.
     """
     from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
@@ -159,7 +188,7 @@ def plan_sddmm(
     inner: int,
     atom: str | None,
 ) -> tuple[str, list[Tensor]]:
-    """Name of the kernel and what it reads of the pattern; ``inner``: a power of two not below the sum's length."""
+    """Return the name of the kernel and what it reads of the pattern; `inner`: :func:`size_bucket` of K."""
     padded = pattern.padded(stride)
     if pattern.device.type == "cpu":
         whole = all(isinstance(each, Integer) for each in kinds)

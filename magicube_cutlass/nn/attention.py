@@ -1,4 +1,4 @@
-"""Multi-head attention over a sparse mask, with quantized products."""
+"""Multi-head attention with a sparse mask and quantized products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from magicube_cutlass.formats.pattern import Pattern
 
 
 def _moved(mask: Pattern, place: torch.device) -> Pattern:
-    """``mask`` on ``place``, the same object for all who ask while one of them has it: kernels derive things of it."""
+    """The mask on a device; one object for all who ask while one of them holds it: derived data is cached on it."""
     known: WeakValueDictionary[torch.device, Pattern] = mask._cache.setdefault("moved", WeakValueDictionary())
     found = known.get(place)
     if found is None:
@@ -26,17 +26,35 @@ def _moved(mask: Pattern, place: torch.device) -> Pattern:
 
 
 class SparseQuantAttention(nn.Module):
-    """``out_proj(concat_h sparse_attention(q_h, k_h, v_h, mask))``, projected as in :class:`nn.MultiheadAttention`.
+    """Multi-head attention: ``out_proj(concat_h sparse_attention(q_h, k_h, v_h, mask))``.
 
-    Arguments:
-        embed_dim, num_heads, bias, batch_first: as in ``nn.MultiheadAttention``, but ``batch_first`` is the default.
-        mask: a pattern (queries, keys) for all heads or a list of one for each, see :mod:`magicube_cutlass.masks`; it
-            moves with the module and is no part of its state dict.
-        softmax_bits, qkv_bits, causal, impl: as in :func:`magicube_cutlass.sparse_attention`.
-    ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` are plain ``nn.Linear`` layers, which
-    :func:`magicube_cutlass.convert` finds by these names.  Trains like any module; gradients as
-    :func:`magicube_cutlass.sparse_attention` says.  Modules that share a mask share it on another device too.
-    Raises ``ValueError`` where ``num_heads`` does not divide ``embed_dim``.
+    Projections as in :class:`torch.nn.MultiheadAttention`: `q_proj`, `k_proj`, `v_proj` and `out_proj` are
+    ``nn.Linear`` layers, which :func:`magicube_cutlass.convert` finds by these names. Modules that share a mask share
+    it on other devices too. Gradients as in :func:`magicube_cutlass.sparse_attention`.
+
+    Parameters
+    ----------
+    embed_dim, num_heads, bias, batch_first
+        As in ``nn.MultiheadAttention``; `batch_first` defaults to True.
+    mask : Pattern or sequence of Pattern, shape (Lq, Lk)
+        One for all heads or one per head, see :mod:`magicube_cutlass.masks`. Moves with the module; not in its state
+        dict.
+    softmax_bits, qkv_bits, causal, impl
+        As for :func:`magicube_cutlass.sparse_attention`.
+    device, dtype
+        Of the projections.
+
+    Raises
+    ------
+    ValueError
+        If `num_heads` does not divide `embed_dim`.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> layer = mc.nn.SparseQuantAttention(64, 2, mc.masks.local(32, 8))
+    >>> layer(torch.randn(4, 32, 64)).shape
+    torch.Size([4, 32, 64])
     """
 
     q_proj: nn.Linear
@@ -84,10 +102,14 @@ class SparseQuantAttention(nn.Module):
         causal: bool = False,
         impl: Impl | None = None,
     ) -> Self:
-        """A module with copies of the weights of ``attention``, whose dropout of probabilities it does not have.
+        """Make a module with copies of the weights of ``nn.MultiheadAttention``, without its dropout.
 
-        Raises ``TypeError`` for another class, ``NotImplementedError`` for other sizes of keys and values and for
-        ``add_bias_kv`` and ``add_zero_attn``.
+        Raises
+        ------
+        TypeError
+            For another class.
+        NotImplementedError
+            For other sizes of keys and values, ``add_bias_kv`` or ``add_zero_attn``.
         """
         if not isinstance(attention, nn.MultiheadAttention):
             raise TypeError(f"attention must be a torch.nn.MultiheadAttention, got {type(attention).__name__}")
@@ -133,10 +155,22 @@ class SparseQuantAttention(nn.Module):
         bias: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """``query``: (..., Lq, embed_dim), ``key`` (default: query) and ``value`` (default: key): (..., Lk, embed_dim).
+        """Attend.
 
-        Without ``batch_first`` the lengths come first: (L, N, embed_dim).  ``bias``: float (..., Lk), for all heads;
-        ``key_padding_mask``: bool (..., Lk), true for keys to leave out.  Returns the shape of ``query``.
+        Parameters
+        ----------
+        query : Tensor, shape (..., Lq, embed_dim)
+            Without `batch_first`, lengths come first: (L, N, embed_dim).
+        key, value : Tensor, shape (..., Lk, embed_dim), optional
+            Default: `query`; `key`.
+        bias : Tensor, shape (..., Lk), optional
+            float, added to the logits of all heads.
+        key_padding_mask : Tensor, shape (..., Lk), optional
+            bool, true for keys to ignore.
+
+        Returns
+        -------
+        Tensor, shape of `query`
         """
         key = query if key is None else key
         value = key if value is None else value

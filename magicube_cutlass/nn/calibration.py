@@ -1,4 +1,4 @@
-"""Static scales of activations: one pass over sample inputs."""
+"""Calibration: static activation scales from one pass over sample inputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from magicube_cutlass.quantization.quantize import quantize
 
 
 class Calibrated(nn.Module):
-    """A layer whose activations take one scale each after :func:`calibrate`."""
+    """A layer with a static activation scale after :func:`calibrate`."""
 
     config: SparseQuantConfig
     act_scale: Tensor | None
 
 
 def _run(model: nn.Module, batch: Any) -> None:
-    """The model on the inputs of ``batch``: a tensor, the first of a tuple or list, or keyword arguments."""
+    """Run the model on a batch: a tensor, the first entry of a tuple or list, or keyword arguments."""
     if isinstance(batch, dict):
         model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -56,17 +56,38 @@ def _restore(modes: dict[nn.Module, bool]) -> None:
 def calibrate(
     model: nn.Module, batches: Iterable[Any], *, clip: float | str = "max", progress: bool = True
 ) -> dict[str, float | None]:
-    """Run ``model`` over ``batches`` and give its layers one scale each for their activations.
+    """Run a model over sample inputs and set the static activation scale of each layer.
 
-    Arguments:
-        model: with :class:`SparseQuantLinear` layers; runs in evaluation mode, without gradients and with the scale a
-            token of uncalibrated layers; every module's mode is restored.
-        batches: inputs: tensors, tuples or lists whose first entry is the input, or dicts of keyword arguments.
-        clip: "max" covers the largest magnitude of all batches; a percentile in (0, 100] or "mse" are taken of each
-            batch and averaged; as in :func:`magicube_cutlass.quantize`.
-        progress: show a bar on the terminal.
-    Returns the scale of each layer by name, None for layers that no batch reached, which keep a scale a token.
-    Raises ``ValueError`` for a model without such layers, no batches, or inputs with inf or nan.
+    Parameters
+    ----------
+    model : nn.Module
+        With :class:`SparseQuantLinear` layers. It runs in evaluation mode, without gradients and with dynamic scales in
+        uncalibrated layers; the mode of each module is restored.
+    batches : iterable
+        Tensors, tuples or lists whose first entry is the input, or dicts of keyword arguments.
+    clip : float or {"max", "mse"}, default "max"
+        ``"max"`` covers the amax of all batches. A percentile in (0, 100] or ``"mse"`` is computed per batch and
+        averaged; see :func:`magicube_cutlass.quantize`.
+    progress : bool, default True
+        Show a progress bar.
+
+    Returns
+    -------
+    dict
+        Scale per layer name; None for layers that no batch reached, which keep dynamic scales.
+
+    Raises
+    ------
+    ValueError
+        For a model without such layers, no batches, or non-finite inputs.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    >>> report = mc.convert(model)
+    >>> mc.nn.calibrate(model, [torch.full((2, 16), 1.27)], progress=False)
+    {'0': 0.009999999776482582}
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, Calibrated)}
     if not layers:

@@ -1,4 +1,4 @@
-"""What a layer of quantized sparse weights is made with."""
+"""Options of a layer with quantized sparse weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,29 @@ from magicube_cutlass.checks import check_vector_length
 class SparseQuantConfig:
     """Options of :class:`SparseQuantLinear`.
 
-    Arguments:
-        sparsity: share of the ``V x 1`` vectors of the weight that are left out, in [0, 1].
-        vector_length: V, consecutive outputs that share their inputs; one of 1, 2, 4, 8, 16, 32.
-        bits: width of the weight's integers, with a scale an output.
-        act_bits: width of the activations' integers, with a scale a token, or one given scale after a calibration.
-        grad_bits: width of the gradients' integers in the backward pass; None for dense float products there.
-    Raises ``ValueError`` for values that these do not name.
+    Parameters
+    ----------
+    sparsity : float, default 0.9
+        Share of the V x 1 vectors of the weight that are dropped, in [0, 1].
+    vector_length : int, default 8
+        V, consecutive outputs that share their inputs: 1, 2, 4, 8, 16 or 32.
+    bits : int, default 8
+        Width of the weights, which have per-row (output) scales.
+    act_bits : int, default 8
+        Width of the activations, with per-token scales (dynamic), or one scale after a calibration (static).
+    grad_bits : int or None, default 16
+        Width of the gradients in the backward pass; None for dense float products.
+
+    Raises
+    ------
+    ValueError
+        For other values.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> mc.nn.SparseQuantConfig(sparsity=0.8, bits=4).act_bits
+    8
     """
 
     sparsity: float = 0.9
@@ -41,12 +57,12 @@ class SparseQuantConfig:
             check_bits(self.grad_bits, "grad_bits")
 
     def to_tensor(self) -> Tensor:
-        """The options as bytes of JSON, uint8, so that a state dict holds tensors only."""
+        """Return the options as bytes of JSON, uint8, so that a state dict holds tensors only."""
         return torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
 
     @classmethod
     def from_tensor(cls, stored: Tensor) -> SparseQuantConfig:
-        """What :meth:`to_tensor` made; raises ``ValueError`` for anything else."""
+        """Return the options of :meth:`to_tensor`; `ValueError` for anything else."""
         try:
             return cls(**json.loads(bytes(stored.cpu().tolist())))
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A whole model's linear layers made sparse and quantized, by name."""
+"""Conversion of the linear layers of a model, selected by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,21 @@ Wishes = SparseQuantConfig | Mapping[str, SparseQuantConfig | None] | None
 
 @dataclass(frozen=True)
 class ConversionRow:
-    """What became of one layer: converted where ``note`` is empty, else left with that reason."""
+    """Result for one layer: converted if `note` is empty, else left for this reason.
+
+    Attributes
+    ----------
+    name : str
+        Qualified name.
+    shape : tuple of int
+        (out, in).
+    config : SparseQuantConfig or None
+        Options of a converted layer.
+    bytes_before, bytes_after : int
+        Bytes of the parameters, and of the frozen layer.
+    note : str
+        Why the layer was left.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -34,24 +48,32 @@ class ConversionRow:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did; ``print`` shows a table, and so does rich."""
+    """Result of :func:`convert`; ``print`` shows a table.
+
+    Attributes
+    ----------
+    rows : tuple of ConversionRow
+        One per name of a linear layer.
+    model_bytes : int
+        Bytes of all parameters and buffers before the conversion.
+    """
 
     rows: tuple[ConversionRow, ...]
     model_bytes: int  # of all parameters and buffers before
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """Names of the layers that were replaced."""
+        """Names of the converted layers."""
         return tuple(row.name for row in self.rows if not row.note)
 
     @property
     def bytes_before(self) -> int:
-        """Of the replaced layers."""
+        """Bytes of the converted layers before."""
         return sum(row.bytes_before for row in self.rows if not row.note)
 
     @property
     def bytes_after(self) -> int:
-        """Of the replaced layers once frozen."""
+        """Bytes of the converted layers once frozen."""
         return sum(row.bytes_after for row in self.rows if not row.note)
 
     def __rich__(self) -> Table:
@@ -93,7 +115,7 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _wish(name: str, config: Wishes) -> tuple[str | None, SparseQuantConfig | None]:
-    """The first pattern that fits ``name`` and its config."""
+    """First pattern that matches `name`, and its config."""
     if not isinstance(config, Mapping):
         return "*", config or SparseQuantConfig()
     for pattern, wish in config.items():
@@ -111,18 +133,43 @@ def convert(
     freeze: bool = False,
     progress: bool = True,
 ) -> ConversionReport:
-    """Replace the ``nn.Linear`` layers of ``model``, in place, by :class:`SparseQuantLinear` ones.
+    """Replace the ``nn.Linear`` layers of a model, in place, by :class:`SparseQuantLinear` layers.
 
-    Arguments:
-        model: a layer with several names stays one layer; subclasses of ``nn.Linear`` are left, as other modules may
-            read their weights.
-        config: for all layers, or by patterns of qualified names as in ``fnmatch``, the first that fits counts:
-            ``{"head": None, "encoder.*.fc?": SparseQuantConfig(bits=4)}``; None leaves a layer, and so does no pattern.
-        calibrate: inputs for static scales of the activations, see :func:`magicube_cutlass.nn.calibrate`.
-        freeze: give the master weights up.
-    Returns a report of every linear layer with its bytes before and after.
-    Raises ``TypeError`` where ``model`` itself is a linear layer, which cannot be replaced in place, and ``ValueError``
-    for a pattern that fits no layer.
+    Parameters
+    ----------
+    model : nn.Module
+        A layer with several names stays one layer. Subclasses of ``nn.Linear`` are left: other modules may read their
+        weights.
+    config : SparseQuantConfig, mapping or None
+        For all layers; or per pattern of qualified names as in ``fnmatch``, of which the first match counts:
+        ``{"head": None, "encoder.*.fc?": SparseQuantConfig(bits=4)}``. None, or no match, leaves a layer.
+    calibrate : iterable, optional
+        Inputs for static activation scales, see :func:`magicube_cutlass.nn.calibrate`.
+    clip : float or {"max", "mse"}, default "max"
+        As for :func:`magicube_cutlass.nn.calibrate`.
+    freeze : bool, default False
+        Drop the master weights.
+    progress : bool, default True
+        Show a progress bar of the calibration.
+
+    Returns
+    -------
+    ConversionReport
+        Each linear layer with its bytes before and after.
+
+    Raises
+    ------
+    TypeError
+        If `model` is a linear layer itself, which cannot be replaced in place.
+    ValueError
+        For a pattern that matches no layer.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    >>> mc.convert(model, {"0": mc.nn.SparseQuantConfig(sparsity=0.9)}).converted
+    ('0',)
     """
     if isinstance(model, nn.Linear):
         raise TypeError("model must have linear layers inside, got one itself: SparseQuantLinear.from_linear(model)")

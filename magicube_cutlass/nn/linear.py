@@ -1,4 +1,4 @@
-"""A linear layer with pruned and quantized weights, for inference and for fine-tuning."""
+"""A linear layer with pruned and quantized weights, for inference and fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,19 +28,36 @@ _EDITIONS = count(1)  # no two layers share one: a compiler may take one's graph
 
 
 class SparseQuantLinear(Calibrated):
-    """``y = q(x) A^T + b`` with a sparse quantized A, (out, in), made of ``weight`` where a pattern keeps it.
+    """Linear layer with a quantized sparse weight: ``y = q(x) A^T + b``.
 
-    ``weight`` (out, in) is the dense float master: it may be trained, and the layer computes with ``q(weight)`` at the
-    pattern, in training and in evaluation.  Its integers are made when it has changed (writes through ``weight.data``
-    are not seen).  Gradients are straight-through, and zero outside of the pattern, where the master keeps its values
-    for a later :meth:`prune_`.  :meth:`freeze` gives the master up.
+    A (out, in) is ``q(weight)`` at a pattern, in training and in evaluation; `weight` is the dense float master. The
+    integers are made when the master has changed; writes through ``weight.data`` are not seen. Gradients are
+    straight-through, and zero outside of the pattern, where the master keeps its values for a later :meth:`prune_`.
+    :meth:`freeze` drops the master.
 
-    ``x``: (..., in) of float16, bfloat16, float32 or float64 on the layer's device, row-major or as such a layer
-    returns it; ``y``: (..., out) of its dtype, a view with the tokens contiguous.
-    Buffers: ``row_offsets`` and ``col_indices``, the pattern; ``act_scale``, () float32, after a calibration; of a
-    frozen layer ``values`` and ``scale``, the integers.  The state dict holds tensors only, and loading one brings its
-    pattern, kind and options along.
-    Raises ``ValueError``/``TypeError`` as :class:`SparseQuantConfig` and :func:`magicube_cutlass.autograd.spmm` do.
+    Input (..., in) of float16, bfloat16, float32 or float64; output (..., out) of its dtype, a view with contiguous
+    tokens. Buffers: `row_offsets` and `col_indices`, the pattern; `act_scale`, () float32, after a calibration;
+    `values` and `scale`, the integers of a frozen layer. The state dict holds tensors only; loading one restores
+    pattern and options.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, device, dtype
+        As for ``nn.Linear``.
+    config : SparseQuantConfig, optional
+        Options.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :class:`SparseQuantConfig` and :func:`magicube_cutlass.autograd.spmm`.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> layer = mc.nn.SparseQuantLinear.from_linear(torch.nn.Linear(64, 32), sparsity=0.5)
+    >>> layer(torch.randn(3, 64)).shape, layer.pattern.density
+    (torch.Size([3, 32]), 0.5)
     """
 
     weight: nn.Parameter | None
@@ -83,14 +100,25 @@ class SparseQuantLinear(Calibrated):
         calibrate: Iterable[Tensor] | None = None,
         clip: float | str = "max",
     ) -> SparseQuantLinear:
-        """A layer that shares the parameters of ``linear``, pruned by magnitude to ``sparsity`` or to ``mask``.
+        """Make a layer that shares the parameters of an ``nn.Linear``, pruned by magnitude or to a mask.
 
-        Arguments:
-            mask: bool (out, in), of which whole vectors are kept, or a pattern; ``sparsity`` and ``vector_length`` are
-                then those of the pattern.
-            calibrate: inputs (..., in) from which one scale of the activations is taken (``clip`` as in
-                :func:`magicube_cutlass.quantize`); None for a scale a token that follows the data.
-        Raises ``TypeError`` unless ``linear`` is an ``nn.Linear``.
+        Parameters
+        ----------
+        linear : nn.Linear
+            Layer to convert.
+        sparsity, vector_length, bits, act_bits, grad_bits
+            As for :class:`SparseQuantConfig`.
+        mask : Tensor or Pattern, shape (out, in), optional
+            bool, of which whole vectors are kept, or a pattern; replaces `sparsity` and `vector_length`.
+        calibrate : iterable, optional
+            Inputs (..., in) for a static activation scale. Default: dynamic per-token scales.
+        clip : float or {"max", "mse"}, default "max"
+            As for :func:`magicube_cutlass.quantize`.
+
+        Raises
+        ------
+        TypeError
+            If `linear` is no ``nn.Linear``.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
@@ -116,9 +144,21 @@ class SparseQuantLinear(Calibrated):
         self.prune_(mask=mask)
 
     def prune_(self, sparsity: float | None = None, *, mask: Tensor | Pattern | None = None) -> None:
-        """Choose the vectors anew: the largest of the master at ``sparsity`` (the config's by default), or ``mask``.
+        """Select the stored vectors anew: the largest ones of the master, or a mask.
 
-        Raises ``RuntimeError`` for a frozen layer and ``ValueError`` for a mask of another shape.
+        Parameters
+        ----------
+        sparsity : float, optional
+            Default: that of the config.
+        mask : Tensor or Pattern, shape (out, in), optional
+            Vectors to keep.
+
+        Raises
+        ------
+        RuntimeError
+            If the layer is frozen.
+        ValueError
+            For a mask of another shape.
         """
         if self.weight is None:
             raise RuntimeError("prune_ needs the master weight, which freeze() gave up")
@@ -138,7 +178,7 @@ class SparseQuantLinear(Calibrated):
         self._pattern = pattern
 
     def _forget(self) -> None:
-        """Nothing derived of the tensors is left."""
+        """Drop what was derived from the tensors."""
         self._pattern = None
         self._matrix = None
         self._made_of = None
@@ -146,14 +186,14 @@ class SparseQuantLinear(Calibrated):
 
     @property
     def pattern(self) -> Pattern:
-        """Which vectors of the weight are kept."""
+        """Stored vectors of the weight."""
         if self._pattern is None:
             shape = (self.out_features, self.in_features)
             self._pattern = Pattern(shape, self.config.vector_length, self.row_offsets, self.col_indices)
         return self._pattern
 
     def matrix(self) -> SRBCRS:
-        """The integers that the layer computes with, made again where the master has changed since."""
+        """Return the integers of the weight, made again if the master has changed."""
         weight = self.weight
         version = 0 if weight is None or weight.is_inference() else weight._version
         made_of, matrix = self._made_of, self._matrix
@@ -203,9 +243,9 @@ class SparseQuantLinear(Calibrated):
         return y.mT.view(*x.shape[:-1], self.out_features)
 
     def freeze(self) -> SparseQuantLinear:
-        """Give up the master weight and keep the integers alone: for inference; returns the layer.
+        """Drop the master weight and keep the integers, for inference; return the layer.
 
-        The bias then needs no gradient either.
+        The bias then needs no gradient.
         """
         if self.weight is not None:
             matrix = self.matrix()
@@ -217,12 +257,12 @@ class SparseQuantLinear(Calibrated):
 
     @property
     def frozen(self) -> bool:
-        """Whether the master weight was given up."""
+        """Whether the master weight was dropped."""
         return self.weight is None
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes that the frozen layer's tensors have or would have."""
+        """Bytes of the tensors of the frozen layer."""
         tensors = (self.row_offsets, self.col_indices, self.bias, self.act_scale)
         matrix = self.matrix()
         scale = 0 if matrix.scale is None else matrix.scale.nbytes
@@ -244,7 +284,7 @@ class SparseQuantLinear(Calibrated):
         self.config = SparseQuantConfig.from_tensor(state)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Take the sizes and the kind of what is loaded first; the state of a plain linear layer keeps the pattern."""
+        """Restore sizes and options before the tensors; the state of a plain linear layer keeps the pattern."""
         errors: list[str] = arguments[-1]
         if prefix + "row_offsets" in state_dict:
             self._take_kind(state_dict, prefix)

@@ -1,4 +1,4 @@
-"""Pruning little by little while a network trains."""
+"""Gradual pruning during training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,42 @@ from magicube_cutlass.nn.linear import SparseQuantLinear
 
 
 class PruningSchedule:
-    """Raises the sparsity of a model's layers from ``initial`` to ``final`` as it trains.
+    """Increase the sparsity of a model's layers from `initial` to `final` during training.
 
-    At step t of ``begin`` to ``end`` the sparsity is ``final + (initial - final) (1 - (t - begin) / (end - begin))^3``:
-    most vectors go pdl, when many are of no use.  Every ``every`` steps and at ``end`` each layer is pruned anew by
-    the magnitude of its master weight.
+    At step t in [begin, end] the sparsity is ``final + (initial - final) (1 - (t - begin) / (end - begin))^3``: most
+    vectors are dropped early, when many are redundant. Each layer is pruned anew by the magnitude of its master weight
+    every `every` steps and at `end`.
 
-    Arguments:
-        model: with :class:`SparseQuantLinear` layers that are not frozen, or such a layer.
-        initial, final: sparsities in [0, 1], the first not above the second.
-        begin, end, every: steps of the optimizer, ``0 <= begin < end``, ``every >= 1``.
-    Raises ``ValueError`` for other values and for a model without such layers.
-    Source: Zhu, Gupta, arXiv 1710.01878, equation 1.
+    Parameters
+    ----------
+    model : nn.Module
+        With :class:`SparseQuantLinear` layers that are not frozen, or such a layer.
+    initial, final : float
+        Sparsities in [0, 1], ``initial <= final``.
+    end : int
+        Last step of the optimizer.
+    begin : int, default 0
+        First step.
+    every : int, default 100
+        Steps between prunings.
+
+    Raises
+    ------
+    ValueError
+        For other values, and for a model without such layers.
+
+    References
+    ----------
+    .. [1] Zhu, Gupta, arXiv 1710.01878, equation 1.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    >>> report = mc.convert(model)
+    >>> schedule = mc.nn.PruningSchedule(model, initial=0.0, final=0.8, end=10, every=5)
+    >>> [schedule.step() for _ in range(10)].count(True), schedule.sparsity
+    (2, 0.8)
     """
 
     def __init__(
@@ -42,12 +66,12 @@ class PruningSchedule:
 
     @property
     def sparsity(self) -> float:
-        """What the schedule asks for at the present step."""
+        """Sparsity at the present step."""
         share = (min(max(self.steps, self.begin), self.end) - self.begin) / (self.end - self.begin)
         return self.final + (self.initial - self.final) * (1 - share) ** 3
 
     def step(self) -> bool:
-        """Call after each step of the optimizer; returns whether the layers were pruned."""
+        """Count one step of the optimizer; return whether the layers were pruned."""
         self.steps += 1
         due = self.begin <= self.steps <= self.end
         due = due and ((self.steps - self.begin) % self.every == 0 or self.steps == self.end)
@@ -60,9 +84,9 @@ class PruningSchedule:
             layer.prune_(sparsity)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps so far; patterns are in the model's own state."""
+        """Return the number of steps; patterns are in the state of the model."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; load the model's state as well."""
+        """Continue from :meth:`state_dict`; load the state of the model too."""
         self.steps = int(state["steps"])

@@ -79,7 +79,7 @@ def check_spmm(
 
 
 def float32_scale(scale: Tensor | None, batch: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """A scale as float32: (), (length,) or (*batch, length); None for integer output."""
+    """Return a scale as float32, (), (length,) or (*batch, length); None for integer output."""
     if scale is None or dtype in INTEGER_OUT:
         return None
     flat = scale.to(torch.float32)
@@ -111,7 +111,7 @@ def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: 
 
 
 def operand_tensors(B: Operand) -> tuple[Tensor, Tensor | None]:
-    """The data of an operand as a product reads it, and its scale."""
+    """Return the data of an operand as a product reads it, and its scale."""
     if isinstance(B, QuantTensor):  # first: to ask whether something is a Tensor takes longer
         return B.data, B.scale
     if isinstance(B, Tensor):
@@ -122,7 +122,7 @@ def operand_tensors(B: Operand) -> tuple[Tensor, Tensor | None]:
 
 
 def operand_key(B: object) -> tuple[object, ...] | None:
-    """Everything that the checks read of an operand; None for a subclass, which may hide more."""
+    """Return everything that the checks read of an operand; None for a subclass, which may hide more."""
     kind: tuple[object, ...]
     if type(B) is QuantTensor:
         data, kind = B.data, (B.shape, B.bits, B.signed, B.axis)

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import transformer as script
-from harness.transformer_baselines import DENSE, FLEX, LINEARS, Case, Rival, names, rivals
+from harness.transformer_baselines import DENSE, FLEX, LINEARS, Baseline, Case, baselines, names
 from sparse_encoder import Shape
 
 
@@ -104,7 +104,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, str]]:
         asked.append((case, name))
         return {"name": name, "ms": float(len(asked)), "interval": 0.1}
 
-    monkeypatch.setattr(script, "run_rival", fake)
+    monkeypatch.setattr(script, "run_baseline", fake)
     monkeypatch.setattr(script, "machine", dict)
     return asked
 
@@ -117,7 +117,7 @@ def stored(path: Path) -> dict[str, Any]:
 def test_runs_stop_in_time_and_add_up(
     tmp_path: Path, rows: list[tuple[Case, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, whole = tmp_path / "cases.json", script.run_rival
+    out, whole = tmp_path / "cases.json", script.run_baseline
     assert run(out, limit=script.SHORTEST - 1) == 16 and not rows
     assert script.render(stored(out)) == "no row is done"
 
@@ -126,11 +126,11 @@ def test_runs_stop_in_time_and_add_up(
             raise KeyboardInterrupt
         return whole(*of)
 
-    monkeypatch.setattr(script, "run_rival", interrupted)
+    monkeypatch.setattr(script, "run_baseline", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(out)
     assert [len(case["rows"]) for case in stored(out)["cases"]] == [4, 2]
-    monkeypatch.setattr(script, "run_rival", whole)
+    monkeypatch.setattr(script, "run_baseline", whole)
     assert run(out) == 0
     assert sorted(rows, key=str) == sorted(set(script.plan(script.CASES[:2])) - {(script.CASES[1], DENSE)}, key=str)
     dense = [row["ms"] for case in stored(out)["cases"] for row in case["rows"] if row["name"] == DENSE]
@@ -173,10 +173,10 @@ def test_rows_are_measured_again_in_the_place_of_those_that_are_there(
     assert all(len(case["rows"]) == len(names()) for case in stored(out)["cases"]), "what was there stays"
 
 
-def test_a_rival_that_takes_too_long_is_broken_off_noted_and_left(
+def test_a_baseline_that_takes_too_long_is_broken_off_noted_and_left(
     tmp_path: Path, rows: list[tuple[Case, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, whole, tried = tmp_path / "cases.json", script.run_rival, []
+    out, whole, tried = tmp_path / "cases.json", script.run_baseline, []
 
     def slow(case: Case, name: str, *of: Any) -> dict[str, Any]:
         if name != FLEX:
@@ -188,7 +188,7 @@ def test_a_rival_that_takes_too_long_is_broken_off_noted_and_left(
             return {"name": name, "failure": "swallowed"}
         return {"name": name, "failure": "awake"}
 
-    monkeypatch.setattr(script, "run_rival", slow)
+    monkeypatch.setattr(script, "run_baseline", slow)
     monkeypatch.setattr(script, "LONGEST", 0.2)
     monkeypatch.setattr(script, "SHORTEST", 0.1)
     begin = time.perf_counter()
@@ -199,7 +199,7 @@ def test_a_rival_that_takes_too_long_is_broken_off_noted_and_left(
     assert all(FLEX not in [row["name"] for row in case["rows"]] for case in found["cases"])
     assert [len(case["rows"]) for case in found["cases"]] == [7, 7]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "a signal is left over"
-    monkeypatch.setattr(script, "run_rival", whole)
+    monkeypatch.setattr(script, "run_baseline", whole)
     assert run(out) == 0 and stored(out)["skipped"] == []
 
 
@@ -210,14 +210,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_rivals_compute_what_they_should_and_failures_are_rows(small: Case) -> None:
+def test_baselines_compute_what_they_should_and_failures_are_rows(small: Case) -> None:
     words = torch.randint(0, 256, (1, 256))
-    found: dict[str, Callable[[], Rival]] = rivals(small, words)
+    found: dict[str, Callable[[], Baseline]] = baselines(small, words)
     assert list(found) == names() and len(found) == 8
     for name in (DENSE, FLEX, "8b-8b", "8b-8b + linear"):
         row = script.measured(name, found[name], words, 2)
         assert row["error"] <= 0.03 and row["ms"] > 0, row
-    swapped = Rival(found["8b-8b"]().net, found[DENSE]().exact)
+    swapped = Baseline(found["8b-8b"]().net, found[DENSE]().exact)
     row = script.measured(FLEX, lambda: swapped, words, 2)
     assert "relative error must be at most" in row["failure"]
 
@@ -227,7 +227,7 @@ def test_blocks_are_whole_graphs(small: Case, name: str) -> None:
     """As on a GPU, where torch compiles the blocks: no break around attention or a sparse layer."""
     words = torch.randint(0, 256, (2, 256))
     with torch.no_grad():
-        net = rivals(small, words)[name]().net.float()
+        net = baselines(small, words)[name]().net.float()
         expected = net.hidden(words)
         for block in net.blocks:
             block.compile(dynamic=False, fullgraph=True, backend="aot_eager")

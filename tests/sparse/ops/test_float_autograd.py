@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from magicube_cutlass.autograd.integer import sddmm, spmm, vectors_at
+from magicube_cutlass.autograd import sddmm, spmm, vectors_at
 from magicube_cutlass.reference import at_vectors
 
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
