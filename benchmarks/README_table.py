@@ -39,8 +39,9 @@ def render_cpu() -> str:
 def render(results: dict[str, Any]) -> str:
     """The table in Markdown."""
     machine = results["machine"]
+    commit = f", commit {machine['commit']}" if "commit" in machine else ""
     lines = [
-        f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {machine['date']}; "
+        f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {machine['date']}{commit}; "
         "one thread, V = 8, L8-R8, uniform pattern, n x n times n x n, milliseconds (median).",
         "",
         "| n | density | magicube | fastest dense | its kind | scipy CSR fp32 | torch CSR fp32 |",

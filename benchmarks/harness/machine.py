@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 
@@ -24,13 +25,34 @@ _QUERIES = {
 
 
 def machine() -> dict[str, str]:
-    """Versions, processor, engine path and date."""
+    """Commit, versions, processor with its clock, instruction set of the engine, and date."""
     facts = {name: value for name, value in environment().items() if name not in _FOLDERS}
-    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **facts}
+    now = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": _commit(), "cpu clock (MHz)": _cpu_clock()}
+    return now | facts
+
+
+def _commit() -> str:
+    """The commit of this tree, with a plus sign if a tracked file differs from it."""
+    root = Path(__file__).resolve().parents[2]
+    answers = [
+        subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
+        for command in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "-uno"))
+    ]
+    if any(answer.returncode for answer in answers):
+        return "unknown"
+    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
+
+
+def _cpu_clock() -> str:
+    """Largest clock of a core at this moment, as Linux reports it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return f"{max(clocks):.0f}" if clocks else "unknown"
 
 
 def gpu_machine() -> dict[str, str]:
-    """As :func:`machine`, and of torch's current GPU: num_sms, size of its L2 cache, driver, clocks and power.
+    """As :func:`machine`, and of torch's current GPU: SMs, size of its L2 cache, driver, clocks and power.
 
     Clocks and power are read by ``nvidia-smi``, which changes nothing, while a dense product keeps the GPU busy.
     """
