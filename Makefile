@@ -44,6 +44,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases tests/gpu
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs

@@ -6,6 +6,7 @@ Every atom of a warp multiplies, the 4-bit ones natively or emulated, as the chi
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def cases() -> list[tuple[str | None, Widths, Widths]]:
 def main() -> None:
     assert current_arch() == "compute_80", "set MAGICUBE_ARCH=compute_80"
     here = Machine("compute_80", torch.cuda.get_device_properties(0).multi_processor_count)
-    configs = []
+    configs: list[Any] = []
     for atom, left, right in cases():
         of = kind(8, left, right)
         configs.append(choose_spmm(of, here, Problem(8, 200, 800, 100, 64), atom))

@@ -23,7 +23,7 @@ from cute_kernels.integers import BITS, int_range
 from cute_kernels.jit import current_arch, get_kernel
 from cute_kernels.machine import MMA_COLUMNS, PANEL_ARCHES, Machine, Problem, ProblemTypes
 from cute_kernels.sddmm import heuristics
-from cute_kernels.sddmm.heuristics import SddmmKernel, _sddmm, choose_sddmm
+from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
@@ -39,6 +39,9 @@ needs_warp_groups = pytest.mark.skipif(HERE.arch != "sm_90a", reason="no warp gr
 SIGNS = tuple(product((True, False), repeat=2))
 POISON = -0x21524111  # as an integer; outputs that are floats are poisoned with nan
 GUARD = 64
+
+
+Widths = Any  # (bits, signed), or an Integer that a config declares as ElementType
 
 
 def kind(
@@ -71,7 +74,7 @@ def sddmm_panel(of: ProblemTypes, stride: int = 32, atom: str = "", **options: A
 @contextmanager
 def sampling_with(config: SddmmKernel) -> Iterator[None]:
     """``sddmm`` takes this kernel, on a GPU that seems to have five SMs."""
-    _sddmm[config.name] = config
+    heuristics._configs[config.name] = config
     few = patch.object(get_kernel(config), "num_sms", 5)
     with few, patch.object(heuristics, "choose_sddmm", lambda *_, **__: config):
         yield
@@ -112,8 +115,8 @@ def ints(shape: tuple[int, ...], bits: int, signed: bool, extreme: bool = False)
     return torch.where(values > (low + high) // 2, high, low) if extreme else values
 
 
-def dense(shape: tuple[int, ...], of: tuple[int, bool], layout: str = "row", extreme: bool = False) -> mc.QuantTensor:
-    x = ints(shape, *of, extreme)
+def dense(shape: tuple[int, ...], of: Widths, layout: str = "row", extreme: bool = False) -> mc.QuantTensor:
+    x = ints(shape, of[0], of[1], extreme)
     x = x.mT.contiguous().mT if layout == "column" else x
     return mc.QuantTensor.from_ints(x, bits=of[0], signed=of[1])
 
@@ -122,7 +125,7 @@ def sparse(
     m: int,
     k: int,
     v: int,
-    of: tuple[int, bool],
+    of: Widths,
     *,
     sparsity: float = 0.6,
     stride: int = 32,
@@ -135,7 +138,7 @@ def sparse(
     if empty:
         mask[(torch.arange(m) // v) % 3 == 1] = False
     return mc.SRBCRS.from_mask(
-        ints((m, k), *of, extreme), mask, vector_length=v, bits=of[0], signed=of[1], stride=stride
+        ints((m, k), of[0], of[1], extreme), mask, vector_length=v, bits=of[0], signed=of[1], stride=stride
     )
 
 
@@ -173,7 +176,7 @@ def spmm(
     return result.cpu()
 
 
-def check_spmm(a: mc.SRBCRS, b: mc.QuantTensor, config: SpmmKernel | None = None, offset: int = 0) -> None:
+def check_spmm(a: mc.SRBCRS, b: mc.QuantTensor, config: Any = None, offset: int = 0) -> None:
     """The product in the config's output type, or int64, equals the reference."""
     out = getattr(torch, config.out) if config else torch.int64
     expected = mc.reference.spmm(a, b)

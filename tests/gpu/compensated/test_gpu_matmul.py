@@ -214,7 +214,7 @@ def test_costs_are_measured() -> None:
 
 def test_one_way_with_a_tolerance_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     A, B = normal(512, 256).cuda(), normal(256, 384, seed=1).cuda()
-    held, looks = prepare(B, mode="full"), []
+    held, looks = prepare(B, mode="full"), list[object]()
     see, look = call.operand, call.forecast
 
     def looking(x: Tensor, *, waits: bool = True) -> Operand:

@@ -50,7 +50,7 @@ def every(a: OperandFormat, b: OperandFormat, fast: bool = False) -> list[Scaled
     """Every kernel for a pair, the warps' one too, and those that take operands that were decoded before."""
     found = [config for arch in dict.fromkeys((ARCH, "sm_80")) for config in candidates(a, b, arch, fast=fast)]
     before = tuple(dequantized_format(kind, a.block > 0 or b.block > 0) for kind in (a, b))
-    return found + (candidates(*before, ARCH, fast=fast) if HOPPER and before != (a, b) else [])
+    return found + (candidates(before[0], before[1], ARCH, fast=fast) if HOPPER and before != (a, b) else [])
 
 
 def decoders(*pairs: tuple[OperandFormat, OperandFormat]) -> list[DequantizeConfig]:

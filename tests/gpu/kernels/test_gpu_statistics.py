@@ -284,7 +284,7 @@ def test_statistics_take_little_beside_the_passes(capsys: pytest.CaptureFixture[
     looking = microseconds(lambda: statistics.start_statistics(left, right, w[:16], _rule(8), 0))
     copy = microseconds(lambda: B.copy_(A))
     plain = microseconds(lambda: probes.probe(A, w[:16]))
-    rows, columns = (microseconds(lambda by=by: probes.probe_with_absmax(A, w[:16], by)) for by in ("rows", "columns"))  # type: ignore[misc]
+    rows, columns = (microseconds(lambda by=by: probes.probe_with_absmax(A, w[:16], by)) for by in ("rows", "columns"))
     with capsys.disabled():
         print(
             f"\nn = {n}: look {looking:.0f} us, copy {copy:.0f}; a pass {plain:.0f}, rows {rows:.0f}, columns {columns:.0f}"

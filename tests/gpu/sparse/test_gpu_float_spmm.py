@@ -93,7 +93,7 @@ def spmm(
     a: mc.SRBCRS,
     b: Dense,
     out: str = "float32",
-    config: SpmmKernel | None = None,
+    config: Any = None,
     bias: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
@@ -105,9 +105,7 @@ def spmm(
     return result.cpu()
 
 
-def check_spmm(
-    a: mc.SRBCRS, b: Dense, config: SpmmKernel | None = None, bias: Tensor | None = None, offset: int = 0
-) -> None:
+def check_spmm(a: mc.SRBCRS, b: Dense, config: Any = None, bias: Tensor | None = None, offset: int = 0) -> None:
     found = spmm(a, b, config.out if config else "float32", config, bias, offset)
     check(found, a.to_dense().double(), real(b), bias)
 
@@ -151,7 +149,7 @@ def named(config: Any) -> str:
     return str(config.name)
 
 
-def names_of(config: SpmmKernel) -> tuple[str, str]:
+def names_of(config: Any) -> tuple[str, str]:
     return config.a.name, config.b.name
 
 

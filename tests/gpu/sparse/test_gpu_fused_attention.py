@@ -35,7 +35,9 @@ FLAGS: list[dict[str, Any]] = [{}, {"key_scale": True}, {"bias": True}, {"key_sc
 
 def summing(config: AttentionConfig) -> AttentionConfig:
     """What runs where sums of exponentials are wanted."""
-    changes = {"rows_per_warp": min(config.rows_per_warp, 2)} if isinstance(config, PanelAttention) else {}
+    changes: dict[str, Any] = (
+        {"rows_per_warp": min(config.rows_per_warp, 2)} if isinstance(config, PanelAttention) else {}
+    )
     return replace(config, out="float32", lse=True, **changes)
 
 
@@ -111,8 +113,9 @@ class Case:
         result, memory = guarded((batch, queries, self.config.head), out)
         sums, around = guarded((batch, queries), torch.float32)
         names = ("q_scale", "k_scale", "v_scale")
+        q, k, v = self.ints
         attention.fused_attention(
-            *self.ints, self.index, scale=self.scale, bias=self.bias, out=result, lse=sums if lse else None,
+            q, k, v, self.index, scale=self.scale, bias=self.bias, out=result, lse=sums if lse else None,
             **dict(zip(names, self.scales, strict=True)), **options,
         )  # fmt: skip
         check_guards(result, memory)
@@ -242,8 +245,10 @@ def test_a_graph_replays_with_new_data_to_the_bit(config: AttentionConfig) -> No
     out = torch.empty(4, 300, config.head, device="cuda", dtype=torch.float16)
 
     def call() -> None:
-        q, k, v = case.scales
-        attention.fused_attention(*case.ints, case.index, scale=case.scale, q_scale=q, k_scale=k, v_scale=v, out=out)
+        (q, k, v), (q_scale, k_scale, v_scale) = case.ints, case.scales
+        attention.fused_attention(
+            q, k, v, case.index, scale=case.scale, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out
+        )
 
     call()
     torch.cuda.synchronize()

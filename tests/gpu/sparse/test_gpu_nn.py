@@ -43,7 +43,7 @@ KINDS = [*((case, torch.float32) for case in CASES), *((CASES[1], dtype) for dty
 def test_spmm_and_its_gradients_are_the_cpu_s(case: Any, dtype: torch.dtype, grad_bits: int) -> None:
     m, k, n, v, batch = case
     pattern = mc.random_pattern(m, k, 0.6, v)
-    found = []
+    found: list[Any] = []
     for device in ("cpu", "cuda"):
         p = pattern.to(device)
         w, x, bias = (
@@ -66,7 +66,7 @@ def test_spmm_and_its_gradients_are_the_cpu_s(case: Any, dtype: torch.dtype, gra
 def test_sddmm_and_its_gradients_are_the_cpu_s(case: Any, dtype: torch.dtype) -> None:
     m, n, k, v, batch = case
     pattern = mc.random_pattern(m, n, 0.6, v)
-    found = []
+    found: list[Any] = []
     for device in ("cpu", "cuda"):
         x, y = (normal(*batch, rows, k, seed=rows, dtype=dtype).to(device).requires_grad_() for rows in (m, n))
         s = ag.sddmm(x, y, pattern.to(device))
@@ -108,10 +108,15 @@ def test_the_quantizers_are_the_cpu_s_and_wait_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     want = ag.compress(values, p)
-    assert torch.equal(matrix.values.cpu(), want.values) and torch.equal(matrix.scale.cpu(), want.scale)
+    assert (
+        torch.equal(matrix.values.cpu(), want.values)
+        and want.scale is not None
+        and torch.equal(matrix.scale.cpu(), want.scale)
+    )
     for got, (bits, axis) in zip(dense[:3], ((8, 1), (4, 0), (16, None)), strict=True):
         expected = mc.quantize(x.cpu() if axis != 0 else x.cpu().mT, bits, axis=axis)
-        assert torch.equal(got.ints().cpu(), expected.ints()) and torch.equal(got.scale.cpu(), expected.scale)
+        assert expected.scale is not None and torch.equal(got.ints().cpu(), expected.ints())
+        assert torch.equal(got.scale.cpu(), expected.scale)
     assert torch.equal(dense[3].ints().cpu(), integer.quantized(x.cpu(), 8, None, scale.cpu()).ints())
     odd = torch.tensor([[0.0, 1.0, -3.0, torch.inf, torch.nan]], device="cuda")
     assert integer.quantized(odd, 8, None, torch.tensor(0.02, device="cuda")).ints().tolist() == [[0, 50, -128, 127, 0]]
@@ -155,7 +160,8 @@ def test_a_state_of_the_cpu_loads_on_the_gpu_and_a_model_is_calibrated_there() -
     assert second[0].col_indices.is_cuda and second[0].act_scale.is_cuda
     near(second(normal(33, 96).cuda()), first(normal(33, 96)), 1e-3)  # an activation may round to another integer
     again = calibrate(second, [normal(64, 96).cuda()], progress=False)
-    assert again["0"] == pytest.approx(float(first[0].act_scale))
+    layer: Any = first[0]
+    assert again["0"] == pytest.approx(float(layer.act_scale))
 
 
 @torch.no_grad()

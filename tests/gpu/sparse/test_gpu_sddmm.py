@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -130,7 +132,7 @@ def fits(config: SddmmPanelConfig) -> bool:
     return config.smem_bytes <= 227 * 1024 and config.registers <= 64
 
 
-BOXES = ({"boxes": 1}, {"boxes": 2}, {"boxes": 1, "box_bytes": 64})
+BOXES: tuple[dict[str, Any], ...] = ({"boxes": 1}, {"boxes": 2}, {"boxes": 1, "box_bytes": 64})
 PANEL_PAIRS = [
     config
     for shift in (0, 4)

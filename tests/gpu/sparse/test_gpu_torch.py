@@ -334,7 +334,9 @@ def test_a_kept_sddmm_sees_other_addresses_scales_and_values() -> None:
     storage = ints((2, 64 * 64 + 64), *S8).to(torch.int8).cuda()
 
     def product(offset: int, left: torch.Tensor | None, right: torch.Tensor | None, swapped: bool = False) -> None:
-        x = mc.QuantTensor(storage[0, :2560].view(40, 64), left, 8, True, None if left is None else 1, (40, 64))
+        x = mc.QuantTensor(
+            storage[0, :2560].view(40, 64), left, 8, True, None if left is None else 1, torch.Size((40, 64))
+        )
         shape = (64, 56) if swapped else (56, 64)
         data = storage[1, offset:].as_strided(shape, (64, 1))
         data = data.mT.contiguous().mT if swapped else data
