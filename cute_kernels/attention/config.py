@@ -14,6 +14,7 @@ from cute_kernels import atoms
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import ordered_slots
+from cute_kernels.layout.ring import RingConfig
 
 QUERIES = 8  # per vector
 GROUP = 32  # keys per MMA of a warp, one per lane
@@ -264,7 +265,7 @@ class GatherAttention(AttentionConfig):
 
 
 @dataclass(frozen=True)
-class PanelAttention(AttentionConfig):
+class PanelAttention(RingConfig, AttentionConfig):
     """Panel kernel: a TMA producer warp streams tiles of K and V through shared memory for many vector rows.
 
     Parameters
@@ -296,35 +297,16 @@ class PanelAttention(AttentionConfig):
     cluster: int = 1
 
     @property
-    def threads(self) -> int:
-        return 32 * (self.warps + 1)
-
-    @property
-    def ring(self) -> int:
-        """Rows of K, and of V, in the ring."""
-        return self.tile * self.stages
-
-    @property
     def smem_bytes(self) -> int:
         per_stage = 16 * self.stages + -(-4 * self.stages // 16) * 16  # mbarriers; whether the keys share one scale
         return self.ring * (2 * self.head + (8 if self.keyed else 0)) + per_stage
-
-    @property
-    def block_rows(self) -> int:
-        """Vector rows per cluster."""
-        return self.warps * self.rows_per_warp * self.cluster
 
     def _shape(self) -> str:
         shape = f"{super()._shape()}t{self.tile}x{self.tile_window}r{self.rows_per_warp}"
         return shape + (f"c{self.cluster}" if self.cluster > 1 else "")
 
     def _constants(self) -> dict[str, object]:
-        return super()._constants() | {
-            "kTile": self.tile,
-            "kTileWindow": self.tile_window,
-            "kRowsPerWarp": self.rows_per_warp,
-            "kCluster": self.cluster,
-        }
+        return super()._constants() | self._ring_constants()
 
     def slots(self, vectors: QueryVectors, keys: int) -> Tensor:
         tiles = -(-keys // self.tile)

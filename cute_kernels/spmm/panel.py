@@ -16,6 +16,7 @@ from cute_kernels.jit.kernel import Kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import ordered_slots, sequential_slots
+from cute_kernels.layout.ring import RingConfig
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, pack_fragments
 
@@ -25,7 +26,7 @@ _MAX_COORDINATE = 2**31 - 1  # of a tensor map
 
 
 @dataclass(frozen=True)
-class PanelConfig(SpmmConfig):
+class PanelConfig(RingConfig, SpmmConfig):
     """Config of the panel kernel ``spmm/panel.cuh``.
 
     A group takes its rows of B from at most `tile_window` consecutive tiles; the other stages are for tiles in flight.
@@ -73,15 +74,6 @@ class PanelConfig(SpmmConfig):
     a_stages: int = 0
 
     @property
-    def threads(self) -> int:
-        return 32 * (self.warps + 1)
-
-    @property
-    def ring(self) -> int:
-        """Rows of B in all stages."""
-        return self.tile * self.stages
-
-    @property
     def smem_bytes(self) -> int:
         per_warp = 4 * self.tile_n + self.a_stages * self.record_bytes  # scales of the columns, records of A
         return self.ring * self.tile_n_bytes + 16 * self.stages + per_warp * self.warps
@@ -100,12 +92,7 @@ class PanelConfig(SpmmConfig):
 
     def _constants(self) -> dict[str, object]:
         return super()._constants() | {
-            "kTile": self.tile,
-            "kStages": self.stages,
-            "kTileWindow": self.tile_window,
-            "kWarps": self.warps,
-            "kRowsPerWarp": self.rows_per_warp,
-            "kCluster": self.cluster,
+            **self._ring_constants(),
             "kAStages": self.a_stages,
             "kRecordBytes": self.record_bytes,
             "kPartial": self.a_stages > 0,  # N may be below the N tile
@@ -129,7 +116,7 @@ class PanelConfig(SpmmConfig):
         return self._row_blocks(vector_rows) * -(-n // self.tile_n) * batch
 
     def _row_blocks(self, vector_rows: int) -> int:
-        return -(-vector_rows // (self.warps * self.rows_per_warp * self.cluster))
+        return -(-vector_rows // self.block_rows)
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
         """Return the bytes of A and B that the kernel reads; `matrix` is the packed operand.
