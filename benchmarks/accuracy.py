@@ -96,7 +96,7 @@ def _in_precision(name: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fp8(a: Tensor, b: Tensor) -> Tensor:
-    """A scale a row and a column, as ours."""
+    """A scale per row and a column, as ours."""
     top = torch.finfo(torch.float8_e4m3fn).max
     left, right = a.abs().amax(1, keepdim=True) / top, b.abs().amax(0, keepdim=True) / top
     codes_a, codes_b = (a / left).to(torch.float8_e4m3fn), (b / right).mT.contiguous().to(torch.float8_e4m3fn).mT

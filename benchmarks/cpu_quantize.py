@@ -30,7 +30,7 @@ from residual.operand.decompose import decompose
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_quantize.json"
 SIZES = (512, 1024, 2048)
-AXES = {"one scale": None, "a scale a row": 1, "a scale a column": 0}
+AXES = {"one scale": None, "a scale per row": 1, "a scale per column": 0}
 Call = Callable[[], Any]
 
 

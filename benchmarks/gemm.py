@@ -282,7 +282,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "machine": gpu_machine(),
         "setting": {
-            "data": "normal; a scale a row of a, a column of b; output float16 for 1 and 3 products, else float32",
+            "data": "normal; a scale per row of a, a column of b; output float16 for 1 and 3 products, else float32",
             "us": "median over rounds of the mean launch in a CUDA graph",
             "error": "relative to the float64 product of the float32 matrices, Frobenius norm",
         },

@@ -214,7 +214,7 @@ def main() -> None:
         "setting": {
             "pattern": "uniform",
             "out": str(OUT).removeprefix("torch."),
-            "scales": "one of A, one a column of B, applied in the kernel",
+            "scales": "one of A, one per column of B, applied in the kernel",
             "us": "median over rounds of the mean launch in a CUDA graph; buffers stay in the L2 cache where cached",
         },
         "spmm": [],

@@ -15,7 +15,7 @@ BITS = (4, 8, 12, 16)
 DIGIT_BITS = 8
 
 STORAGE_DTYPES = {
-    (4, True): torch.uint8,  # packed, two a byte
+    (4, True): torch.uint8,  # packed, two per byte
     (4, False): torch.uint8,
     (8, True): torch.int8,
     (8, False): torch.uint8,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from cute_kernels.dtypes import ElementType
 
-SHARED_BYTES = 227 * 1024  # of a multiprocessor
+SHARED_BYTES = 227 * 1024  # of an SM
 
 
 MMA_COLUMNS = 8  # of the operand that holds the sparse vectors: shorter ones leave some of them empty
@@ -67,7 +67,7 @@ class PanelModel:
 
     launch: float = 1500.0
     block: float = 713.0  # its start and end
-    byte: float = 0.00393  # of a tile, when all multiprocessors fetch
+    byte: float = 0.00393  # of a tile, when all SMs fetch
     row: float = 0.335  # of B, whatever its width but 32 bytes
     half: float = 1.1  # of B's rows of 32 bytes
     chunk: float = 5.53  # 16 bytes of a group's rows multiplied without a conflict, for one warp of 16
@@ -90,7 +90,7 @@ class GatherModel:
     launch: float = 851.0
     warp: float = 1129.0  # its start and end
     group: float = 295.0  # of a warp that waits for it alone
-    crowd: float = 853.0  # more for a group when 32 warps of a multiprocessor wait likewise
+    crowd: float = 853.0  # more for a group when 32 warps of an SM wait likewise
     team: float = 333.0  # the meeting of five warps that share a vector row of 64 columns
     result: float = 0.000354
 

@@ -39,14 +39,14 @@ class Vectors(NamedTuple):
 
     row_offsets: Tensor  # int64 (R + 1,)
     columns: Tensor  # int32 (vectors,)
-    values: Tensor  # (vectors, V), one an entry: integers, or the bits of floats as int16 or uint8
+    values: Tensor  # (vectors, V), one per entry: integers, or the bits of floats as int16 or uint8
     element_type: ElementType
 
 
 class Probabilities(NamedTuple):
     """A quantized softmax: integers ``u`` and row scales, ``p = scale * u``."""
 
-    values: Tensor  # (batch * blocks, V, width), storage form; for an SpMM uint8 (batch * blocks, bytes a group)
+    values: Tensor  # (batch * blocks, V, width), storage form; for an SpMM uint8 (batch * blocks, bytes per group)
     scale: Tensor  # float32 (batch, R * V)
     lse: Tensor | None  # float32 (batch, R * V)
 

@@ -1,6 +1,6 @@
 """All 25 pairs of small floats in one dense product: error, bytes and time, as heat maps.
 
-Normal matrices, a scale a row of the left one and a column of the right one.  Errors are computed here; so are
+Normal matrices, a scale per row of the left one and a column of the right one.  Errors are computed here; so are
 times where there is a GPU, else those of ``benchmarks/results/floats_h200.json`` are drawn.
 Run: ``python examples/mixed_precision_gemm.py [--size N] [--out PICTURE]``
 """

@@ -91,7 +91,7 @@ def uniform(shape: Shape, vector_length: int) -> mc.Pattern:
 
 
 def make_product(pattern: mc.Pattern, n: int, widths: Widths, ints: tuple[int, int] | None = None) -> Product:
-    """Random operands with scales: one of A, one a column of B; results are of the order of 1.
+    """Random operands with scales: one of A, one per column of B; results are of the order of 1.
 
     ``ints``: widths of the random integers where they are to be narrower than the operands.
     """

@@ -18,7 +18,7 @@ constexpr float power_of_two(int exponent) {
 template <class Format, class Operand>
 constexpr float kExponentBiasFactor = Operand::kBits == 8 && Format::kBits < 8 ? power_of_two(Operand::kBias - Format::kBias) : 1.0f;
 
-// Bytes kFirst and kSecond of a word, 8-bit codes, as a pair of halves.
+// Bytes kFirst and kSecond of a word, 8-bit codes, as a pair of 16-bit floats.
 template <class Format, class Half, int kFirst, int kSecond>
 __device__ __forceinline__ uint32_t byte_halves(uint32_t word) {
   if constexpr (Half::kBias == Format::kBias) {  // e5m2 is the upper byte of float16

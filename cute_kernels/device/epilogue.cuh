@@ -32,7 +32,7 @@ __device__ __forceinline__ Out convert(Total total, float left, float right, flo
   else return scaled(total, left, right, bias);
 }
 
-// Neighbouring results of one row. Halves come in pairs, by one instruction.
+// Consecutive results of one row. 16-bit floats are converted in pairs, by one instruction.
 template <class Out, class Total, int kCount>
 __device__ __forceinline__ void convert_run(const Total (&run)[kCount], float left, const float (&right)[kCount],
                                             float bias, Out (&out)[kCount]) {

@@ -30,7 +30,7 @@ struct BFLOAT16 : FloatFormat<8, 7, 127, 0x7F80> { using Pair = __nv_bfloat162; 
 
 constexpr uint32_t kEachByte = 0x01010101, kEachHalf = 0x00010001;
 
-// Sixteen packed codes, one a byte.
+// Sixteen packed codes, one per byte.
 template <class Format>
 __device__ __forceinline__ void spread_codes(const uint32_t (&packed)[Format::kWords], uint32_t (&codes)[4]) {
   if constexpr (Format::kBits == 8) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// Two codes, in the low ends of 16-bit halves, as bfloat16 or float16; bits above a code do not matter.
+// Two codes, in the low ends of 16-bit parts of a word, as bfloat16 or float16; bits above a code are ignored.
 template <class Format, class Half = BFLOAT16>
 __device__ __forceinline__ uint32_t to_halves(uint32_t codes) {
   constexpr int kMagnitude = Format::kBits - 1;
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t to_halves_from(uint32_t word) {
   return multiply_halves<Half>(word << (15 - kMagnitude - kAt) & 0x8000 * kEachHalf | own, kExponentBiasFactor * kEachHalf);
 }
 
-// A scale's code as bfloat16, in both halves.
+// A scale's code as bfloat16, in both 16-bit parts.
 template <class Format>
 __device__ __forceinline__ uint32_t scale_halves(uint32_t code) {
   if constexpr (cuda::std::is_same_v<Format, UE8M0>) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void decode_bytes(const uint32_t (&packed)[Format::kW
   for (int i = 0; i < 4; ++i) out[i] = to_bytes<Format>(codes[i]);
 }
 
-// Sixteen packed codes as bfloat16; with kScaled, times the factor in both halves of `scale`.
+// Sixteen packed codes as bfloat16; with kScaled, times the scale in both 16-bit parts of `scale`.
 template <class Format, bool kScaled>
 __device__ __forceinline__ void decode_halves(const uint32_t (&packed)[Format::kWords], uint32_t scale, uint32_t (&out)[8]) {
   uint32_t codes[4];

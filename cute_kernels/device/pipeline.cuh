@@ -33,7 +33,7 @@ struct TmaPipeline {
     for (int stage = 0; stage < C::kStages; ++stage) barrier_wait(empty(stage), (parities >> stage & 1) ^ 1);
   }
 
-  // A warp is done with a stage, and tells all blocks that fetch into it.
+  // Consumer release: a warp arrives at the empty barrier of all CTAs that fill this stage.
   __device__ void release(int stage, int lane) const {
     if constexpr (C::kCluster == 1) {
       if (lane == 0) barrier_arrive(empty(stage));

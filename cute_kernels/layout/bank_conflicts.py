@@ -21,7 +21,7 @@ MATRIX_ROWS, ROW_BYTES = 8, 16
 
 Addresses = np.ndarray[Any, np.dtype[np.int64]]
 
-# kind -> bytes a lane (row) reads or writes, and the lanes (rows) of one instruction
+# kind -> bytes per lane (row) reads or writes, and the lanes (rows) of one instruction
 KINDS = {
     **{f"{verb}{8 * size}": (size, WARP) for verb in ("load", "store") for size in (1, 2, 4, 8, 16)},
     **{f"ldmatrix.x{count}": (ROW_BYTES, MATRIX_ROWS * count) for count in (1, 2, 4)},

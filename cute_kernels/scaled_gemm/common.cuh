@@ -23,7 +23,7 @@ struct FloatPlane {
   static constexpr int kBytes = kRows * 128;
   static constexpr int kRuns = kTileK / 16;  // runs of 16 values per row
   static_assert(kBlock == 0 || kBlock == 16 || kBlock == 32, "a run has one factor");
-  static_assert(kBlock == 0 || kBfloat16, "factors of blocks are multiplied into halves");
+  static_assert(kBlock == 0 || kBfloat16, "block scales are multiplied into 16-bit floats");
   static_assert(kPackedBytes % 128 == 0, "the tensor copy writes to multiples of 128 bytes");
 };
 

@@ -105,7 +105,7 @@ def compress(values: Tensor, pattern: Pattern, *, bits: int = 8, axis: int | Non
     """
     real = _check_values(values, pattern)
     if axis not in (None, 1):
-        raise ValueError(f"axis must be None (one scale) or 1 (one a row), got {axis!r}")
+        raise ValueError(f"axis must be None (one scale) or 1 (one per row), got {axis!r}")
     if axis is None:
         found = quantized(real.reshape(1, -1), bits, None)
         ints, scale = found.ints().view(real.shape), found.scale
@@ -336,7 +336,7 @@ def spmm(
         check_bits(grad_bits, "grad_bits")
     axis = None if act_scale is not None else act_axis
     if axis not in (None, 0):
-        raise ValueError(f"act_axis must be None (one scale) or 0 (one a column), got {act_axis!r}")
+        raise ValueError(f"act_axis must be None (one scale) or 0 (one per column), got {act_axis!r}")
     dense = quantized(x, act_bits, axis, act_scale)
     wanted = any(each is not None and each.requires_grad for each in (values, x, bias))
     if not (torch.is_grad_enabled() and wanted):

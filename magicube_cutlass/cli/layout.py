@@ -46,8 +46,8 @@ def cells(entry: Atom, operand: str) -> tuple[np.ndarray[Any, Any], np.ndarray[A
     return thread, value
 
 
-def _colours(thread: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A colour a lane: one hue for four neighbours, who share a row, in four strengths; white where all hold it."""
+def _colors(thread: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A color per lane: one hue for the four lanes of a row, in four strengths; white where all hold it."""
     from matplotlib.colors import hsv_to_rgb
 
     strength = np.where(thread < 0, 0, 0.2 + 0.12 * (thread % 4))
@@ -60,7 +60,7 @@ def draw(entry: Atom, operand: str, out: Path) -> None:
     rows, columns = thread.shape
     figure = _figure(columns, rows)
     axes = figure.subplots()
-    axes.imshow(_colours(thread), aspect="equal", interpolation="nearest")
+    axes.imshow(_colors(thread), aspect="equal", interpolation="nearest")
     for row, column in np.ndindex(rows, columns):
         holder = f"T{thread[row, column]}" if thread[row, column] >= 0 else "all"
         axes.text(column, row, f"{holder}\nV{value[row, column]}", ha="center", va="center", fontsize=5)
@@ -132,7 +132,7 @@ def layout(
         return
     assert atom is not None
     entry = _atom(atom)
-    entry.layout(operand)  # a wrong name is told before the work
+    entry.layout(operand)  # a wrong name is an error before the work
     if out is None:
         output().print(facts(entry.name, describe(entry)))
         return

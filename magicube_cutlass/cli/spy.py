@@ -60,7 +60,7 @@ def draw(pattern: Pattern, stride: int, title: str, out: Path) -> None:
     if rows <= LINES:
         left.hlines(range(rows + 1), 0, pattern.shape[1], color="0.8", linewidth=0.5)
     left.set(xlabel="column", ylabel=f"vector row ({v} rows each)")
-    left.set_title(f"vectors, colour changes every stride of {stride}", fontsize=9)
+    left.set_title(f"vectors, color changes every stride of {stride}", fontsize=9)
     lengths, height = pattern.row_lengths.numpy(), np.arange(rows) + 0.5
     padding = -lengths % stride
     right.barh(height, lengths, height=1.0, color="tab:blue", label="stored")
@@ -115,7 +115,7 @@ def spy(
     check_stride(stride)
     if (file is None) == (mask is None):
         raise ValueError("spy draws a file or a --mask: give one of them")
-    _plots()  # before the work, so that a missing package is told at once
+    _plots()  # before the work, so that a missing package is an error at once
     name = file.name if file is not None else str(mask)
     with working(f"drawing {name}"):
         pattern = parse_mask(str(mask), vector_length) if file is None else read_smtx(file, vector_length=vector_length)

@@ -46,7 +46,7 @@ def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bi
     `scale` is that of the matrix, of which `left` was made; `right` is that of B, or None for integer output.
     """
     if right is not None and (right.dtype != torch.float32 or not right.is_contiguous() or right.ndim > 2):
-        return False  # a scale a column of a batch is expanded
+        return False  # a scale per column of a batch is expanded
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
         return False
     return left is None or scale is None or left.data_ptr() == scale.data_ptr()

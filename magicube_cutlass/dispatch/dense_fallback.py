@@ -27,7 +27,7 @@ _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without
 _ALIGNMENT = 16  # bytes; where the dense kernel wants rows to start
 _LAUNCH = 2000.0  # of a dense kernel or a copy, between kernels of a CUDA graph
 _MOVED = 3500.0  # bytes that a copy reads or writes
-# Tiles of the dense kernel (rows and columns), a turn of a multiprocessor with one, a product of two bytes in it.
+# Tiles of the dense kernel (rows and columns), a turn of an SM with one, a product of two bytes in it.
 _DENSE_TILES = ((128, 2600.0, 0.135e-3), (64, 1300.0, 0.245e-3))
 # One thread of the CPU engine: a group of 4 vectors of 8 rows and 64 columns, a result.
 _ENGINE_GROUP, _ENGINE_RESULT = 13.3, 0.95

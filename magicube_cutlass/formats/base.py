@@ -37,7 +37,7 @@ class CompressedMatrix(ABC):
     _VALUE_NDIM: ClassVar[int]  # dimensions of the values after the batch
     _INDICES: ClassVar[tuple[str, ...]]  # fields that hold index tensors
     _INTEGERS: ClassVar[tuple[str, ...]]  # integer fields that files store
-    _PACKS: ClassVar[bool] = False  # whether the format has 4-bit values two a byte
+    _PACKS: ClassVar[bool] = False  # whether the format has 4-bit values two per byte
 
     _formats: ClassVar[dict[str, Any]] = {}  # by name, so that one format makes another without importing it
 

@@ -371,4 +371,4 @@ class Pattern:
         )
 
 
-_LIVING: WeakValueDictionary[str, Pattern] = WeakValueDictionary()  # those that an operator was told of
+_LIVING: WeakValueDictionary[str, Pattern] = WeakValueDictionary()  # patterns that operators use by name

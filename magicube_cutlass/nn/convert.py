@@ -17,7 +17,7 @@ from magicube_cutlass.nn.linear import SparseQuantLinear
 if TYPE_CHECKING:
     from rich.table import Table
 
-Wishes = SparseQuantConfig | Mapping[str, SparseQuantConfig | None] | None
+LayerConfigs = SparseQuantConfig | Mapping[str, SparseQuantConfig | None] | None
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class ConversionReport:
             table.add_column(name, justify="left" if left else "right", overflow="fold")
         for row in self.rows:
             config = row.config
-            wishes = ["", "", ""]
+            chosen = ["", "", ""]
             if config is not None:
-                wishes = [f"{config.sparsity:.3f}", f"{config.vector_length} x 1", f"{config.bits}-{config.act_bits}"]
+                chosen = [f"{config.sparsity:.3f}", f"{config.vector_length} x 1", f"{config.bits}-{config.act_bits}"]
             after = "" if row.note else f"{row.bytes_after:,}"
             size = f"{row.shape[0]} x {row.shape[1]}"
-            table.add_row(row.name, size, *wishes, f"{row.bytes_before:,}", after, row.note)
+            table.add_row(row.name, size, *chosen, f"{row.bytes_before:,}", after, row.note)
         return table
 
     def _summary(self) -> str:
@@ -114,19 +114,19 @@ def _bytes(module: nn.Module) -> int:
     return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
-def _wish(name: str, config: Wishes) -> tuple[str | None, SparseQuantConfig | None]:
+def _config_of(name: str, config: LayerConfigs) -> tuple[str | None, SparseQuantConfig | None]:
     """First pattern that matches `name`, and its config."""
     if not isinstance(config, Mapping):
         return "*", config or SparseQuantConfig()
-    for pattern, wish in config.items():
+    for pattern, choice in config.items():
         if fnmatchcase(name, pattern):
-            return pattern, wish
+            return pattern, choice
     return None, None
 
 
 def convert(
     model: nn.Module,
-    config: Wishes = None,
+    config: LayerConfigs = None,
     *,
     calibrate: Iterable[Any] | None = None,
     clip: float | str = "max",
@@ -175,19 +175,19 @@ def convert(
         raise TypeError("model must have linear layers inside, got one itself: SparseQuantLinear.from_linear(model)")
     total, rows = _bytes(model), []
     found = [(name, each) for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, nn.Linear)]
-    wishes = {name: _wish(name, config) for name, _ in found}
-    fitting = {pattern for pattern, _ in wishes.values()}
+    chosen = {name: _config_of(name, config) for name, _ in found}
+    fitting = {pattern for pattern, _ in chosen.values()}
     if missing := [each for each in config if each not in fitting] if isinstance(config, Mapping) else []:
-        names = ", ".join(wishes) or "none"
+        names = ", ".join(chosen) or "none"
         raise ValueError(f"config must name linear layers, got {missing[0]!r}, the first to fit none of: {names}")
     first: dict[nn.Linear, tuple[str | None, SparseQuantConfig | None]] = {}
     for name, layer in found:  # all names of a layer get what the first one with a pattern gets
-        if wishes[name][0] is not None:
-            first.setdefault(layer, wishes[name])
+        if chosen[name][0] is not None:
+            first.setdefault(layer, chosen[name])
     made: dict[nn.Linear, SparseQuantLinear] = {}
     for name, layer in found:
-        pattern, wish = first.get(layer, (None, None))
-        if wish is None:
+        pattern, choice = first.get(layer, (None, None))
+        if choice is None:
             rows.append(_left(name, layer, "no pattern fits" if pattern is None else f"left, as {pattern!r} says"))
         elif type(layer) is not nn.Linear:
             rows.append(_left(name, layer, f"left: a {type(layer).__name__}"))
@@ -195,7 +195,7 @@ def convert(
             _replace(model, name, made[layer])
             rows.append(_left(name, layer, "the same layer again"))
         else:
-            made[layer] = SparseQuantLinear.from_linear(layer, **asdict(wish))
+            made[layer] = SparseQuantLinear.from_linear(layer, **asdict(choice))
             _replace(model, name, made[layer])
             rows.append(_row(name, layer, made[layer]))
     if calibrate is not None:

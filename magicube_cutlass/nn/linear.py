@@ -163,8 +163,8 @@ class SparseQuantLinear(Calibrated):
         if self.weight is None:
             raise RuntimeError("prune_ needs the master weight, which freeze() gave up")
         shape, v = (self.out_features, self.in_features), self.config.vector_length
-        wish = self.config.sparsity if sparsity is None else sparsity
-        chosen = generate.prune(self.weight.detach(), wish, v) if mask is None else mask
+        target = self.config.sparsity if sparsity is None else sparsity
+        chosen = generate.prune(self.weight.detach(), target, v) if mask is None else mask
         if isinstance(chosen, Tensor):
             check_tensor("mask", chosen, dtype=torch.bool, ndim=2)
             chosen = Pattern.from_dense(chosen, v)
@@ -172,7 +172,7 @@ class SparseQuantLinear(Calibrated):
             raise ValueError(f"mask must have shape {shape} like the weight, got {chosen.shape}")
         pattern = chosen.to(self.weight.device)
         self.row_offsets, self.col_indices = pattern.row_offsets, pattern.col_indices
-        kept = wish if mask is None else 1 - pattern.density
+        kept = target if mask is None else 1 - pattern.density
         self.config = replace(self.config, sparsity=kept, vector_length=pattern.vector_length)
         self._forget()
         self._pattern = pattern

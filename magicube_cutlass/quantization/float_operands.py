@@ -1,7 +1,7 @@
 """Floats as values of sparse matrices and as dense operands of their products.
 
 A value is float16, bfloat16, e5m2, e4m3 or e2m1, in torch's own dtypes.  torch does nothing with single e2m1 values,
-so one an entry they are e4m3, which holds them exactly.
+so one per entry they are e4m3, which holds them exactly.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES.v
 
 
 def decoded(data: Tensor, number: FloatFormat) -> Tensor:
-    """float32 of values one an entry: halves, float8, or codes as uint8."""
+    """float32 of values one per entry: 16-bit floats, float8, or codes as uint8."""
     if data.dtype == torch.uint8 or number.bits == 8:
         return floats.decode(data.view(torch.uint8), number.name)
     return data.to(torch.float32)
 
 
 def unpacked(values: Tensor) -> Tensor:
-    """e2m1 two a byte along the last dimension -> e4m3 one an entry."""
+    """e2m1 two per byte along the last dimension -> e4m3 one per entry."""
     codes = unpack4(values.view(torch.uint8), 2 * values.shape[-1], False)
     return _as_e4m3(codes)
 
@@ -48,7 +48,7 @@ def _as_e4m3(codes: Tensor) -> Tensor:
 
 
 def raw_bits(vectors: Tensor, number: FloatFormat) -> Tensor:
-    """Values one an entry as the kernels take them: halves as int16, codes as uint8."""
+    """Values one per entry as the kernels take them: 16-bit floats as int16, codes as uint8."""
     if number.bits == 16:
         return vectors.view(torch.int16)
     if number.bits == 8:
@@ -59,7 +59,7 @@ def raw_bits(vectors: Tensor, number: FloatFormat) -> Tensor:
 class Values(NamedTuple):
     """A dense matrix (M, K) on its way to a sparse one."""
 
-    values: Tensor  # (M, K), one an entry
+    values: Tensor  # (M, K), one per entry
     scale: Tensor | None  # float32 () or (M, 1)
     packed: bool  # e2m1 as e4m3
     nonzero: Tensor  # bool (M, K), decided before any rounding
@@ -129,7 +129,7 @@ def _of_codes(x: ScaledFloatTensor, dtype: str | None, mask: Tensor | None) -> V
 
 def _format_of(name: str, x: ScaledFloatTensor) -> FloatFormat:
     if x.block is not None:
-        raise ValueError(f"{name} must have one scale or one a row or column, got scales of blocks {x.block!r}")
+        raise ValueError(f"{name} must have one scale or one per row or column, got scales of blocks {x.block!r}")
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} must be of {', '.join(FLOATS)}, got {x.dtype}")
     return FLOATS[x.dtype]

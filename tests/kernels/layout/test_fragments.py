@@ -98,7 +98,7 @@ def random_ints(shape: tuple[int, ...], bits: int, signed: bool) -> Array:
 
 
 def in_memory(ints: Array, bits: int) -> Array:
-    """(slots, columns) of ``bits`` bits as bytes, 4-bit ones two a byte with the low nibble first."""
+    """(slots, columns) of ``bits`` bits as bytes, 4-bit ones two per byte with the low nibble first."""
     if bits == 4:
         return (ints[:, 0::2] & 15 | (ints[:, 1::2] & 15) << 4).astype(np.uint8)
     return ints.astype(np.dtype(f"i{bits // 8}") if ints.min() < 0 else np.dtype(f"u{bits // 8}")).view(np.uint8)

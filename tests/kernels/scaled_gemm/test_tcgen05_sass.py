@@ -25,7 +25,7 @@ CASES = [
     (candidates("f8f6f4", "float32", "bfloat16")[-1], "sm_103a"),
     (candidates("nvf4", "bfloat16")[-1], "sm_103a"),
 ]
-# Four factors a row and instruction have another name on either chip.
+# Four factors per row and instruction have another name on either chip.
 MMAS = {"f8f6f4": {"UTCQMMA"}, "mxf8f6f4": {"UTCQMMA"}, "mxf4": {"UTCOMMA"}}
 FOUR = {"sm_100a": {"UTCOMMA.4X"}, "sm_103a": {"UTCOMMA.BLOCK16"}}
 # The assembler guards tensor memory: misuse of it is a call of a trap.

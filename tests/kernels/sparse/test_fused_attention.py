@@ -152,7 +152,7 @@ def test_lanes_pass_weights_and_columns_of_v_with_keys_in_the_same_order() -> No
     operand_a, operand_b = np.zeros((16, GROUP), int), np.zeros((QUERIES, GROUP), int)
     for lane, (g, t) in enumerate(lanes):
         weights = []
-        for block in (0, 1):  # a row of units of keys g and g + 8, one a query, transposed: lane g is now a query
+        for block in (0, 1):  # a row of units of keys g and g + 8, one per query, transposed: lane g is now a query
             units = [[p[16 * block + row, g], p[16 * block + 8 + row, g]] for row in (2 * t, 2 * t + 1)]
             weights.append([*units[0], *units[1]])
         raw = [[v[8 * i + 2 * t + k, 2 * g + c] for k in (0, 1) for c in (0, 1)] for i in range(4)]  # ldmatrix.trans
