@@ -73,7 +73,7 @@ def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor) -> None:
 def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], object]]:
     """Return the dense products of the same matrices by name; the fastest one on this machine is the baseline.
 
-    float32 and bfloat16 ``torch.mm``, the linear layer of ``torch.ao.quantization.quantize_dynamic``, and
+    float32 ``torch.mm``, bfloat16 if the CPU has instructions for it, the linear layer of ``torch.ao.quantization.quantize_dynamic``, and
     ``torch._int_mm`` in both memory orders of B if it is exact and no scalar loop here. Weights are prepared before;
     the dynamic layer quantizes B, which it takes as floats, in the call.
 
@@ -91,10 +91,9 @@ def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], obj
     dense, right = lhs.to_dense(dequantize=False), rhs.ints()
     floats = dense.float(), right.float()
     half = dense.bfloat16(), right.bfloat16()
-    found: dict[str, Callable[[], object]] = {
-        "float32": lambda: floats[0] @ floats[1],
-        "bfloat16": lambda: half[0] @ half[1],
-    }
+    found: dict[str, Callable[[], object]] = {"float32": lambda: floats[0] @ floats[1]}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere it is a scalar loop: 1024^3 takes 3 s
+        found["bfloat16"] = lambda: half[0] @ half[1]
     if lhs.bits in (4, 8) and rhs.bits in (4, 8):
         if (layer := _dynamic_linear(floats[0])) is not None:
             rows = floats[1].t().contiguous()  # (N, K)
