@@ -170,7 +170,7 @@ def render_dlmc(results: dict[str, Any]) -> str:
         failures = [row for row in results[kind] if "failure" in row]
         lines += [f"{len(failures)} more failed.", ""] if failures else [""]
     lines += _dlmc_floats(results)
-    lines += ["![sparsity from which on ours is faster](break_even.png)", ""]
+    lines += ["![sparsity from which on ours is faster](images/break_even.png)", ""]
     ratios = [row for row in results["skew"] if "ratio" in row]
     skewed = [row for row in ratios if row["name"].startswith("5:1")]
     real = [row["ratio"] for row in ratios if not row["name"].startswith("5:1")]

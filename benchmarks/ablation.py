@@ -8,8 +8,6 @@ Run: ``PYTHONPATH=. python benchmarks/ablation.py [--out FILE]``; ``benchmarks/p
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from harness.gpu_data import (
     one_line,
     uniform,
 )
+from harness.gpu_results import gpu_arguments, write_results
 from harness.gpu_timing import Call, measure, ratio
 from harness.machine import gpu_machine
 
@@ -326,16 +325,11 @@ def print_study(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the results file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    args = gpu_arguments(__doc__, "")
     start = time.perf_counter()
     todo = {name: (patterns, studies(name, patterns)) for name, patterns in workloads().items()}
     configs = [v.config for _, found in todo.values() for study in found for v in study.variants if v.config]
     failed = compile_ahead(configs)
-    print(f"kernels compiled in {time.perf_counter() - start:.1f} s, {len(failed)} failed")
     results: dict[str, Any] = {"machine": gpu_machine(), "setting": {"out": OUT_NAME, "data": FILE}, "studies": []}
     for name, (patterns, found) in todo.items():
         print(f"\n{name}")
@@ -345,11 +339,7 @@ def main() -> None:
             print_study(results["studies"][-1])
         del products
         torch.cuda.empty_cache()
-    gpu = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_")
-    out = args.out or RESULTS / f"ablation_{gpu}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwrote {out}, {time.perf_counter() - start:.0f} s in all")
+    write_results(results, args.out, "ablation", start)
 
 
 if __name__ == "__main__":

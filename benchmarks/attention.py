@@ -8,16 +8,14 @@ Run: ``PYTHONPATH=. python benchmarks/attention.py [--quick] [--out FILE]``.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from harness.gpu_data import compile_ahead, one_line
-from harness.gpu_results import results_file, rounded, save
+from harness.gpu_results import gpu_arguments, results_file, rounded, save
 from harness.gpu_timing import Call, GpuTiming, measure, ratio
 from harness.machine import gpu_machine
 from torch import Tensor
@@ -203,12 +201,7 @@ def run_case(length: int, sparsity: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short sequence, to see that it runs")
-    parser.add_argument("--out", type=Path, help="the results file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    args = gpu_arguments(__doc__, "one short sequence, to see that it runs")
     shapes = [replace(config, key_scale=keyed) for config in attention.default_configs() for keyed in (False, True)]
     for config, text in compile_ahead([config for config in shapes if config.head == DEPTH]).items():
         print(f"{config} does not compile: {text}")

@@ -6,19 +6,17 @@ Writes ``benchmarks/results/costs_h200.json``, or the file that the GPU's name g
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from harness.gpu_data import OUT, Shape, Widths, check, chosen, make_product, one_line, uniform
-from harness.gpu_results import results_file, rounded, save
+from harness.gpu_results import gpu_arguments, results_file, rounded, save
 from harness.gpu_timing import replays
 from harness.machine import gpu_machine
 from torch import Tensor
@@ -145,12 +143,7 @@ def product_time(shape: Shape) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small matrix, to see that it runs")
-    parser.add_argument("--out", type=Path, help="the results file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    args = gpu_arguments(__doc__, "one small matrix, to see that it runs")
     start = time.perf_counter()
     results: dict[str, Any] = {
         "machine": gpu_machine(),

@@ -10,7 +10,6 @@ Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--per-group 2] [--seconds 150] [-
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -32,7 +31,7 @@ from harness.gpu_dlmc import (
     spmm_products,
     spmm_row,
 )
-from harness.gpu_results import results_file, rounded, save
+from harness.gpu_results import gpu_arguments, results_file, rounded, save
 from harness.gpu_sddmm import chosen_sddmm
 from harness.gpu_timing import replays
 from harness.machine import gpu_machine
@@ -200,14 +199,13 @@ def meeting(points: list[dict[str, Any]], key: str) -> float | str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--per-group", type=int, default=2, help="matrices of each model, method and sparsity")
-    parser.add_argument("--matrices", type=int, help="no more matrices than this, to see that it runs")
-    parser.add_argument("--seconds", type=float, default=150.0, help="no matrix is begun after this time")
-    parser.add_argument("--out", type=Path, help="the results file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    args = gpu_arguments(
+        __doc__,
+        "",
+        per_group={"type": int, "default": 2, "help": "matrices of each model, method and sparsity"},
+        matrices={"type": int, "help": "no more matrices than this, to see that it runs"},
+        seconds={"type": float, "default": 150.0, "help": "no matrix is begun after this time"},
+    )
     start = time.perf_counter()
     matrices = sample(args.per_group)[: args.matrices]
     patterns = {matrix: mc.read_smtx(matrix.path) for matrix in matrices}
@@ -215,7 +213,6 @@ def main() -> None:
     tops = [matrix for matrix in first if matrix.method == SUBSET]
     print(f"{len(matrices)} matrices read in {time.perf_counter() - start:.1f} s", flush=True)
     failed = compile_ahead(all_configs(patterns, first, tops))
-    print(f"kernels compiled after {time.perf_counter() - start:.1f} s, {len(failed)} failed", flush=True)
     results: dict[str, Any] = {
         "machine": gpu_machine(),
         "setting": {"out": "float16", "pattern": "a row of the file is a vector row", "seed": 0,

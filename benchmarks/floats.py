@@ -6,8 +6,6 @@ Run: ``PYTHONPATH=. python benchmarks/floats.py [--quick] [--out FILE]``.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness.gpu_data import compile_ahead, one_line
+from harness.gpu_results import gpu_arguments, write_results
 from harness.gpu_timing import Call, GpuTiming, measure
 from harness.machine import gpu_machine
 from torch import Tensor
@@ -272,16 +271,10 @@ def configs(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small shape, to see that it runs")
-    parser.add_argument("--out", type=Path, help="the results file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    args = gpu_arguments(__doc__, "one small shape, to see that it runs")
     shapes = QUICK if args.quick else SHAPES
     start = time.perf_counter()
-    failed = compile_ahead(configs(shapes, args.quick))
-    print(f"kernels compiled in {time.perf_counter() - start:.1f} s, {len(failed)} failed")
+    compile_ahead(configs(shapes, args.quick))
     results: dict[str, Any] = {
         "machine": gpu_machine(),
         "setting": {
@@ -293,11 +286,7 @@ def main() -> None:
         "kernels": [run_shape(shape, every=True) for shape in (QUICK if args.quick else TUNED)],
         "pairs": run_pairs(shapes[0] if args.quick else ALL_PAIRS),
     }
-    gpu = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_")
-    out = args.out or RESULTS / f"floats_{gpu}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwrote {out}, {time.perf_counter() - start:.0f} s in all")
+    write_results(results, args.out, "floats", start)
 
 
 if __name__ == "__main__":

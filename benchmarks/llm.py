@@ -8,11 +8,9 @@ included.  Run: ``PYTHONPATH=. python benchmarks/llm.py [--quick] [--out FILE]``
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from harness.gpu_data import (
     ran,
 )
 from harness.gpu_data import uniform as pattern_of
-from harness.gpu_results import results_file, rounded, save
+from harness.gpu_results import gpu_arguments, results_file, rounded, save
 from harness.gpu_timing import Call, replays
 from harness.machine import gpu_machine
 
@@ -122,16 +120,10 @@ def print_case(case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small layer, to see that it runs")
-    parser.add_argument("--out", type=Path, help="the results file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    args = gpu_arguments(__doc__, "one small layer, to see that it runs")
     layers, columns = QUICK if args.quick else (LAYERS, COLUMNS)
     start = time.perf_counter()
     failed = compile_ahead(configs(layers, columns))
-    print(f"kernels compiled in {time.perf_counter() - start:.1f} s, {len(failed)} failed", flush=True)
     results: dict[str, Any] = {
         "machine": gpu_machine(),
         "setting": {"pattern": "uniform", "v": 8, "out": "float16", "b": "row-major for ours, column-major for dense",

@@ -6,8 +6,6 @@ Run: ``PYTHONPATH=. python benchmarks/spmm.py [--quick] [--out FILE]``; ``plots/
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +28,7 @@ from harness.gpu_data import (
     ran,
     uniform,
 )
+from harness.gpu_results import gpu_arguments, write_results
 from harness.gpu_sddmm import run_sddmm, sddmm_configs
 from harness.gpu_timing import Call, GpuTiming, measure, ratio
 from harness.machine import gpu_machine
@@ -192,23 +191,11 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def results_file() -> Path:
-    """The file for torch's GPU."""
-    gpu = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_")
-    return RESULTS / f"spmm_{gpu}.json"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small shape, to see that it runs")
-    parser.add_argument("--out", type=Path, help="the results file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    args = gpu_arguments(__doc__, "one small shape, to see that it runs")
     shapes, size = (QUICK, 512) if args.quick else (SHAPES, SQUARE)
     start = time.perf_counter()
-    failed = compile_ahead([*configs(shapes), *sddmm_configs(size, SDDMM_INNER)])
-    print(f"kernels compiled in {time.perf_counter() - start:.1f} s, {len(failed)} failed")
+    compile_ahead([*configs(shapes), *sddmm_configs(size, SDDMM_INNER)])
     results: dict[str, Any] = {
         "machine": gpu_machine() | {"cuSPARSE": blocked_ell.version()},
         "setting": {
@@ -228,10 +215,7 @@ def main() -> None:
         results["sddmm"].append(case)
         print(f"\nSDDMM {size}x{size} inner {inner}")
         print_rows(case["ours"] + case["rivals"])
-    out = args.out or results_file()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwrote {out}, {time.perf_counter() - start:.0f} s in all")
+    write_results(results, args.out, "spmm", start)
 
 
 if __name__ == "__main__":

@@ -355,9 +355,9 @@ def main() -> None:
     text = render(results)
     print(text)
     if args.plot and results["cases"]:
-        draw(results, out.with_suffix(".png") if args.out else ROOT / "docs" / "transformer.png")
+        draw(results, out.with_suffix(".png") if args.out else ROOT / "docs" / "images" / "transformer.png")
         if args.out is None:
-            text += "\n\n![latency of the encoders](transformer.png)"
+            text += "\n\n![latency of the encoders](images/transformer.png)"
             replace_section("transformer_latency", text, ROOT / "docs" / "transformer.md")
 
 

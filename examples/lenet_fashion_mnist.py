@@ -2,7 +2,7 @@
 
 One convolution and two fully connected layers are trained in float32; then the products of the layers run in int8 and
 int4 at several thresholds (the convolution by im2col), and with an error the user chooses.  Writes
-``benchmarks/results/lenet.json``, ``docs/lenet.png`` and the table of ``docs/residual.md``.
+``benchmarks/results/lenet.json``, ``docs/images/lenet.png`` and the table of ``docs/residual.md``.
 Source: Gu, arXiv 2403.06924, Table 7.  Run: ``python examples/lenet_fashion_mnist.py [--quick --out FOLDER]``
 """
 
@@ -303,7 +303,7 @@ def main() -> None:
     results = json.loads(path.read_text())
     text = render(results)
     Console(width=150).print(Markdown(text))
-    console.print(draw(results, (args.out or ROOT / "docs") / "lenet.png"), soft_wrap=True)
+    console.print(draw(results, (args.out or ROOT / "docs" / "images") / "lenet.png"), soft_wrap=True)
     if args.out is None:
         replace_section("lenet", text)
 

@@ -1,6 +1,6 @@
 """The tables and figures of the residual-compensation paper, computed again: examples, errors, densities, rates.
 
-Writes ``benchmarks/results/paper_tables.json`` (``..._cuda.json``), ``docs/paper_tables.png`` and the tables of
+Writes ``benchmarks/results/paper_tables.json`` (``..._cuda.json``), ``docs/images/paper_tables.png`` and the tables of
 ``docs/residual.md``.  Source: Gu, arXiv 2403.06924, Figures 6 to 8, Tables 3 to 5.
 Run: ``python examples/paper_tables.py [--quick] [--device cuda] [--out FOLDER]``
 """
@@ -211,7 +211,7 @@ def main() -> None:
     results = json.loads(path.read_text())
     text = render(results)
     Console(width=150).print(Markdown(text))
-    plot = (args.out or ROOT / "docs") / f"paper_tables{suffix}.png"
+    plot = (args.out or ROOT / "docs" / "images") / f"paper_tables{suffix}.png"
     console.print(draw(results, plot), soft_wrap=True)
     if args.out is None:
         replace_section(f"paper-tables{suffix}", text)

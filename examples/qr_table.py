@@ -1,6 +1,6 @@
 """QR through quantized products: the rows of the paper's Table 6, and what compact WY and a chosen error make of them.
 
-Writes ``benchmarks/results/qr_table.json``, ``docs/qr_table.png`` and the table of ``docs/residual.md``.
+Writes ``benchmarks/results/qr_table.json``, ``docs/images/qr_table.png`` and the table of ``docs/residual.md``.
 Source: Gu, arXiv 2403.06924, Table 6.  Run: ``python examples/qr_table.py [--quick --out FOLDER]``
 """
 
@@ -171,7 +171,7 @@ def main() -> None:
     results = json.loads(path.read_text())
     text = render(results)
     Console(width=150).print(Markdown(text))
-    console.print(draw(results, (args.out or ROOT / "docs") / "qr_table.png"), soft_wrap=True)
+    console.print(draw(results, (args.out or ROOT / "docs" / "images") / "qr_table.png"), soft_wrap=True)
     if args.out is None:
         replace_section("qr-table", text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -168,10 +169,13 @@ def _build(unit: Unit) -> str | None:
 
 
 def compile_ahead(configs: Iterable[Source]) -> dict[Source, str]:
-    """Compile all kernels into the cache, one process a core; the text of the error for those that failed."""
+    """Compile all kernels into the cache, one process per core; return the error text of those that failed."""
+    start = time.perf_counter()
     arch = jit.current_arch()
     unique = list(dict.fromkeys(configs))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(unique), os.cpu_count() or 1), mp_context=context) as pool:
         errors = list(pool.map(_build, [config.translation_unit(arch) for config in unique]))
-    return {config: error for config, error in zip(unique, errors, strict=True) if error}
+    failed = {config: error for config, error in zip(unique, errors, strict=True) if error}
+    print(f"kernels compiled in {time.perf_counter() - start:.1f} s, {len(failed)} failed", flush=True)
+    return failed

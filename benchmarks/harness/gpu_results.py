@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +38,27 @@ def save(results: dict[str, Any], path: Path) -> None:
 def rounded(us: float) -> float:
     """Microseconds to four digits."""
     return float(f"{us:.4g}")
+
+
+def gpu_arguments(doc: str | None, quick: str, **options: dict[str, Any]) -> argparse.Namespace:
+    """The command line of a GPU benchmark: ``--quick`` with this help, ``--out``, and more options by name.
+
+    Exits unless torch has a CUDA device.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=Path, help="the results file")
+    for name, settings in options.items():
+        parser.add_argument("--" + name.replace("_", "-"), **settings)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    return args
+
+
+def write_results(results: dict[str, Any], out: Path | None, stem: str, start: float) -> None:
+    """Write the file of torch's GPU, or `out`, and print its name and the seconds since `start`."""
+    path = out or results_file(stem)
+    save(results, path)
+    print(f"\nwrote {path}, {time.perf_counter() - start:.0f} s in all")

@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--spmm", type=Path, default=RESULTS / "spmm_h200.json")
     parser.add_argument("--ablation", type=Path, default=RESULTS / "ablation_h200.json")
     parser.add_argument("--dlmc", type=Path, default=RESULTS / "dlmc_h200.json")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "images")
     args = parser.parse_args()
     drawings = (
         (args.spmm, "spmm.png", draw_spmm),

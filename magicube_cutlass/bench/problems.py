@@ -73,9 +73,9 @@ def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor) -> None:
 def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], object]]:
     """Return the dense products of the same matrices by name; the fastest one on this machine is the baseline.
 
-    float32 ``torch.mm``, bfloat16 if the CPU has instructions for it, the linear layer of ``torch.ao.quantization.quantize_dynamic``, and
-    ``torch._int_mm`` in both memory orders of B if it is exact and no scalar loop here. Weights are prepared before;
-    the dynamic layer quantizes B, which it takes as floats, in the call.
+    float32 ``torch.mm``, bfloat16 if the CPU has instructions for it, the linear layer of torch's ``quantize_dynamic``,
+    and ``torch._int_mm`` in both memory orders of B if it is exact and no scalar loop here. Weights are prepared
+    before; the dynamic layer quantizes B, which it takes as floats, in the call.
 
     Parameters
     ----------
