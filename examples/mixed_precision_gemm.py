@@ -97,7 +97,9 @@ def draw(grids: dict[str, Grid], path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, help="rows and columns; 4096 on a GPU, else 1024")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "mixed_precision_gemm.png", help="the picture")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "images" / "mixed_precision_gemm.png", help="the picture"
+    )
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = args.size or (4096 if device == "cuda" else 1024)

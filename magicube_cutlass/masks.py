@@ -48,7 +48,7 @@ def _runs(begin: Tensor, count: Tensor, step: int, shape: tuple[int, int], vecto
     torch.cumsum(count, 0, out=offsets[1:])
     rows = torch.repeat_interleave(count)
     position = torch.arange(len(rows), device=count.device) - offsets[rows]
-    return Pattern(shape, vector_length, offsets, (begin[rows] + step * position).to(torch.int32))
+    return Pattern(shape, vector_length, offsets, (begin[rows] + step * position).to(torch.int32))._trust()
 
 
 def drop_later(mask: Pattern) -> Pattern:
@@ -60,7 +60,7 @@ def drop_later(mask: Pattern) -> Pattern:
     counts = torch.bincount(mask.row_indices[kept], minlength=mask.vector_rows)
     offsets = torch.zeros_like(mask.row_offsets)
     torch.cumsum(counts, 0, out=offsets[1:])
-    return Pattern(mask.shape, mask.vector_length, offsets, mask.col_indices[kept])
+    return Pattern(mask.shape, mask.vector_length, offsets, mask.col_indices[kept])._trust()
 
 
 def union(*masks: Pattern) -> Pattern:

@@ -103,7 +103,7 @@ def run_dim(dense: DenseOperand) -> int:
             raise ValueError(f"a 4-bit operand must be contiguous along its packed dimension, got strides {stride}")
         return dense.packed_dim
     for dim in (-1, -2):
-        if stride[dim] == 1 or dense.data.shape[dim] == 1:
+        if stride[dim] == 1 or dense.data.shape[dim] <= 1:
             return dim
     raise ValueError(f"a dense operand must be row- or column-major, got strides {stride}: call .contiguous()")
 

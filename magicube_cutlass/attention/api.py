@@ -43,6 +43,8 @@ def _masks(mask: Pattern | Sequence[Pattern], q: Tensor, keys: int) -> tuple[Pat
             )
     for number, one in enumerate(masks):
         name = "mask" if isinstance(mask, Pattern) else f"mask[{number}]"
+        if not torch.compiler.is_compiling():
+            one.refresh()
         if one.shape != (q.shape[-2], keys):
             raise ValueError(f"{name} must have shape ({q.shape[-2]}, {keys}) for q and k, got {one.shape}")
         if one.device != q.device:

@@ -40,7 +40,7 @@ def pad_to_vector_rows(pattern: Pattern) -> Pattern:
         return pattern
     if "padded rows" not in pattern._cache:
         shape = (pattern.vector_rows * v, pattern.shape[1])
-        pattern._cache["padded rows"] = Pattern(shape, v, pattern.row_offsets, pattern.col_indices)
+        pattern._cache["padded rows"] = Pattern(shape, v, pattern.row_offsets, pattern.col_indices)._trust()
     padded: Pattern = pattern._cache["padded rows"]
     return padded
 
@@ -73,7 +73,7 @@ def concat_on_diagonal(patterns: Sequence[Pattern]) -> Pattern:
     first = patterns[0]
     offsets.append(first.row_offsets.new_tensor([vectors]))
     shape = (rows * first.vector_length, total_columns)
-    return Pattern(shape, first.vector_length, torch.cat(offsets), torch.cat(columns))
+    return Pattern(shape, first.vector_length, torch.cat(offsets), torch.cat(columns))._trust()
 
 
 def repeat_on_diagonal(pattern: Pattern, stride: int, copies: int) -> BlockDiagonal:
@@ -108,7 +108,8 @@ def _repeat(pattern: Pattern, padded: Padded, copies: int) -> BlockDiagonal:
     offsets = torch.cat(
         ((pattern.row_offsets[:-1] + number * vectors).flatten(), number.new_tensor([copies * vectors]))
     )  # (copies * R + 1,)
-    repeated = Pattern(shape, pattern.vector_length, offsets, (pattern.col_indices + column_shift).flatten())
+    columns = (pattern.col_indices + column_shift).flatten()
+    repeated = Pattern(shape, pattern.vector_length, offsets, columns)._trust()
     columns = torch.where(padded.col_indices < 0, -1, padded.col_indices + column_shift).flatten()
     row_start, row_end = padded.row_start + slot_shift, padded.row_end + slot_shift  # (copies, R)
     return BlockDiagonal(repeated, row_start.flatten(), row_end.flatten(), columns)
@@ -138,4 +139,4 @@ def block_diagonal_matrix(
         vector_length=pattern.vector_length, bits=bits, signed=signed, stride=stride, scale=scale,
     )  # fmt: skip
     matrix._cache["pattern"] = pattern
-    return matrix
+    return matrix._trust()

@@ -363,7 +363,7 @@ def _transposed(values: Tensor, pattern: Pattern) -> tuple[Tensor, Pattern]:
     matrix = SRBCRS(padded.row_start, padded.row_end, padded.col_indices, values, shape=pattern.shape,
                     vector_length=pattern.vector_length, bits=None, stride=STRIDE)  # fmt: skip
     matrix._cache["pattern"] = pattern
-    transposed = matrix.transpose()
+    transposed = matrix._trust().transpose()
     return transposed.values, transposed.pattern
 
 

@@ -32,10 +32,14 @@ def pack_operand(matrix: SRBCRS) -> list[Tensor]:
         found = matrix._execution["cpu"] = cpu_float.csr_copy(matrix.pattern, decoded(vectors, number))
     elif found is None:
         assert matrix.bits is not None
+        if not matrix.is_current:
+            matrix.refresh()  # a compiler plans without the checks of ops
         bits, signed = matrix.bits, matrix.signed
         planes = split_digits(fetch(matrix.values, matrix.stride, bits, signed), bits, signed)
         sums = cpu_engine.row_sums(planes, matrix.row_start, signed)
-        found = [matrix.row_start, matrix.row_end, matrix.col_indices, planes, sums]
+        # copies: kernels trust the structure that was scanned, whatever is written to the matrix
+        index = [each.clone() for each in (matrix.row_start, matrix.row_end, matrix.col_indices)]
+        found = [*index, planes, sums]
         matrix._execution["cpu"] = found
     return found
 

@@ -22,6 +22,7 @@ from magicube_cutlass.checks import (
 from magicube_cutlass.formats import storage
 from magicube_cutlass.formats.construct import beyond, check_result_dtype, indexable_view
 from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.tracking import Stamp, is_current, stamp
 from magicube_cutlass.quantization.float_operands import PACKED
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class CompressedMatrix(ABC):
         self.bits = bits
         self.signed = signed
         self._single_use = False
+        self._seen: Stamp | None = None  # the tensors at their last scan
         self._cache: dict[str, Any] = {}
         self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
         self._version_id = new_version_id()
@@ -67,11 +69,11 @@ class CompressedMatrix(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # what was derived holds kernels, which no copy can have
-        return {**self.__dict__, "_cache": {}, "_execution": {}, "_version_id": new_version_id()}
+        return {**self.__dict__, "_cache": {}, "_execution": {}, "_version_id": new_version_id(), "_seen": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # fields of earlier versions: `_used_once` for `_single_use`, `_edition` for `_version_id`
-        old = {"_single_use": state.pop("_used_once", False), "_version_id": new_version_id()}
+        old = {"_single_use": state.pop("_used_once", False), "_version_id": new_version_id(), "_seen": None}
         state.pop("_edition", None)
         self.__dict__.update(old | state)
 
@@ -96,8 +98,52 @@ class CompressedMatrix(ABC):
         """Scan what the format adds to the pattern: pointers and padding."""
 
     @property
+    def is_current(self) -> bool:
+        """Whether the structure was scanned and no tensor was written or replaced since."""
+        return is_current(self, self._seen)
+
+    def _trust(self) -> Self:
+        """This matrix, whose structure the library made, so that no scan is due."""
+        self._seen = stamp(self, (*self._INDICES, "values"), live=("scale",))
+        return self
+
+    def refresh(self) -> None:
+        """Scan the structure before its first product, and again after a write; then drop what was derived.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :meth:`check_format`.
+
+        Examples
+        --------
+        >>> import torch, magicube_cutlass as mc
+        >>> A = mc.SRBCRS.from_dense(torch.eye(8, 16, dtype=torch.int8), vector_length=8)
+        >>> A.col_indices[0] = 99
+        >>> A.refresh()
+        Traceback (most recent call last):
+        ValueError: col_indices must lie in [0, 16), got 99 at vector 0
+        """
+        if is_current(self, self._seen):
+            return
+        if self._seen is not None:
+            self._cache.clear()
+            self._execution.clear()
+            self._version_id = new_version_id()
+        self._seen = None
+        self.check_format()
+        self._scan()
+        self._trust()
+
+    @abstractmethod
+    def _scan(self) -> None:
+        """Raise unless the index tensors name only vectors and columns that exist."""
+
+    @property
     def pattern(self) -> Pattern:
         """Structure without values; cached."""
+        if self._seen is not None and not torch.compiler.is_compiling() and not is_current(self, self._seen):
+            self.refresh()
         if "pattern" not in self._cache:
             self._cache["pattern"] = self._derive_pattern()
         pattern: Pattern = self._cache["pattern"]
@@ -223,7 +269,7 @@ class CompressedMatrix(ABC):
             return self
         found = type(self)(**moved, **self._fields())
         found.single_use = self.single_use
-        return found
+        return found._trust() if self.is_current else found
 
     @property
     def single_use(self) -> bool:
@@ -279,6 +325,8 @@ class CompressedMatrix(ABC):
             pattern = self._derive_pattern()  # not the cached one, which may be older than the damage
             pattern.check_format(full=True)
             self._check_values(pattern)
+            if self._seen is None:
+                self._trust()
 
     @abstractmethod
     def _stored_dtype(self, bits: int) -> torch.dtype:
@@ -322,7 +370,7 @@ class CompressedMatrix(ABC):
             tensors: dict[str, Any] = {name: stored.tensor(name) for name in (*cls._INDICES, "values")}
             matrix = cls(**tensors, **fields)
             matrix.check_format(full=True)
-        return matrix
+        return matrix._trust()
 
     def __repr__(self) -> str:
         kind = f"{'' if self.signed else 'u'}int{self.bits}"

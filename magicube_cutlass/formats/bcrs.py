@@ -125,7 +125,7 @@ class BCRS(CompressedMatrix):
             scale=parts.scale,
         )
         matrix._cache["pattern"] = pattern
-        return matrix
+        return matrix._trust() if pattern.is_current else matrix
 
     def vectors(self) -> Tensor:
         """Return the values, (*batch, vectors, V)."""
@@ -136,7 +136,11 @@ class BCRS(CompressedMatrix):
         return self._formats["SRBCRS"].from_bcrs(self, stride)
 
     def _derive_pattern(self) -> Pattern:
-        return Pattern(self.shape, self.vector_length, self.row_offsets, self.col_indices)
+        pattern = Pattern(self.shape, self.vector_length, self.row_offsets, self.col_indices)
+        return pattern if self._seen is None else pattern._trust()
+
+    def _scan(self) -> None:
+        self._derive_pattern().refresh()
 
     def _stored_dtype(self, bits: int) -> torch.dtype:
         return value_dtype(bits, self.signed)

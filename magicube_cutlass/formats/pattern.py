@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu import engine
 from magicube_cutlass.checks import (
     check_shape,
     check_stride,
@@ -26,6 +27,7 @@ from magicube_cutlass.checks import (
     vector_rows,
 )
 from magicube_cutlass.formats import storage
+from magicube_cutlass.formats.tracking import is_current, stamp
 
 
 class Padded(NamedTuple):
@@ -91,6 +93,39 @@ class Pattern:
         object.__setattr__(self, "_version_id", new_version_id())
         self.check_format()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the indices were scanned and not written since."""
+        return is_current(self, self._cache.get("seen"))
+
+    def _trust(self) -> Self:
+        """This pattern, which the library made, so that no scan is due."""
+        self._cache["seen"] = stamp(self, ("row_offsets", "col_indices"))
+        return self
+
+    def refresh(self) -> None:
+        """Scan the indices before their first use, and again after a write; then drop what was derived.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :meth:`check_format`.
+        """
+        if self.is_current:
+            return
+        if "seen" in self._cache:
+            self._cache.clear()
+            object.__setattr__(self, "_version_id", new_version_id())
+        self.check_format()
+        offsets, valid = self.row_offsets, False
+        if self.device.type == "cpu" and engine.available():
+            index = (offsets[:-1], offsets[1:], self.col_indices.contiguous())
+            valid = engine.is_structure_valid(*index, self.shape[1], 1)
+        if not valid:
+            self._check_offsets()
+            self._check_columns()
+        self._trust()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}, "_version_id": new_version_id()}  # what was derived holds kernels
 
@@ -118,7 +153,7 @@ class Pattern:
         offsets = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
         torch.cumsum(mask.sum(1), 0, out=offsets[1:])
         columns = mask.nonzero()[:, 1].to(torch.int32)
-        return cls((rows, mask.shape[1]), vector_length, offsets, columns)
+        return cls((rows, mask.shape[1]), vector_length, offsets, columns)._trust()
 
     @classmethod
     def from_indices(cls, rows: Tensor, cols: Tensor, shape: Sequence[int], vector_length: int) -> Pattern:
@@ -153,7 +188,7 @@ class Pattern:
         """Pattern of sorted unique ``vector row * K + column``."""
         edges = torch.arange(vector_rows(shape[0], vector_length) + 1, device=keys.device) * shape[1]
         columns = (keys % max(shape[1], 1)).to(torch.int32)
-        return cls(shape, vector_length, torch.searchsorted(keys, edges), columns)
+        return cls(shape, vector_length, torch.searchsorted(keys, edges), columns)._trust()
 
     @property
     def vectors(self) -> int:
@@ -209,7 +244,8 @@ class Pattern:
         offsets, columns = self.row_offsets.to(device), self.col_indices.to(device)
         if columns is self.col_indices and offsets is self.row_offsets:
             return self
-        return Pattern(self.shape, self.vector_length, offsets, columns)
+        moved = Pattern(self.shape, self.vector_length, offsets, columns)
+        return moved._trust() if self.is_current else moved
 
     def padded(self, stride: int) -> Padded:
         """Return the pattern with vector rows padded to multiples of `stride` (16, 32 or 64); cached."""
@@ -322,6 +358,8 @@ class Pattern:
         if full:
             self._check_offsets()
             self._check_columns()
+            if "seen" not in self._cache:
+                self._trust()
 
     def _check_offsets(self) -> None:
         offsets = self.row_offsets
@@ -362,7 +400,7 @@ class Pattern:
             stored.expect_tensors({"row_offsets", "col_indices"})
             pattern = cls(shape, vector_length, stored.tensor("row_offsets"), stored.tensor("col_indices"))
             pattern.check_format(full=True)
-        return pattern
+        return pattern._trust()
 
     def __repr__(self) -> str:
         return (

@@ -46,7 +46,7 @@ def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Patter
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     shape = (rows * vector_length, cols)
-    return Pattern(shape, vector_length, torch.from_numpy(offsets), torch.from_numpy(columns.astype(np.int32)))
+    return Pattern(shape, vector_length, torch.from_numpy(offsets), torch.from_numpy(columns.astype(np.int32)))._trust()
 
 
 def write_smtx(path: str | os.PathLike[str], pattern: Pattern) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu import engine
 from cute_kernels.integers import fetch, storage_dtype, store
 from magicube_cutlass.checks import check_pointers, check_stride, check_tensor, first_true, new_version_id, vector_rows
 from magicube_cutlass.formats.bcrs import BCRS
@@ -104,7 +105,7 @@ class SRBCRS(SRBCRSConstructors):
         shape = (dense.shape[0], dense.shape[1])
         return cls(
             *tensors, shape=shape, vector_length=vector_length, stride=stride, bits=bits, signed=signed, scale=scale
-        )
+        )._trust()
 
     @classmethod
     def from_bcrs(cls, bcrs: BCRS, stride: int = 32) -> SRBCRS:
@@ -135,7 +136,7 @@ class SRBCRS(SRBCRSConstructors):
             scale=parts.scale,
         )
         matrix._cache["pattern"] = pattern
-        return matrix
+        return matrix._trust() if pattern.is_current else matrix
 
     def with_values(self, values: Tensor) -> SRBCRS:
         """Return the same structure with `values` of equal shape, dtype and device; not checked."""
@@ -143,6 +144,8 @@ class SRBCRS(SRBCRSConstructors):
         other.__dict__.update(self.__dict__)  # what was derived of the structure is shared
         other.values = values
         other._execution = {}
+        if self._seen is not None:
+            other._trust()
         if self.element_type is not None:  # what is a result only is no operand
             other._version_id = new_version_id()
         return other
@@ -190,8 +193,29 @@ class SRBCRS(SRBCRSConstructors):
         rows = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
         slots = torch.arange(len(rows), device=self.device) + (self.row_start - offsets[:-1])[rows]
         pattern = Pattern(self.shape, self.vector_length, offsets, self.col_indices[slots])
+        if self._seen is not None:
+            pattern._trust()
         pattern._cache["padded", self.stride] = Padded(self.row_start, self.row_end, self.col_indices, slots)
         return pattern
+
+    def _scan(self) -> None:
+        index = (self.row_start, self.row_end, self.col_indices)
+        scannable = self.device.type == "cpu" and engine.available()
+        if scannable and engine.is_structure_valid(*index, self.shape[1], self.stride):
+            return
+        check_pointers(self.row_start, self.row_end, self.stride, self.col_indices.shape[0])
+        self._derive_pattern().check_format(full=True)
+        slots = self._derive_pattern().padded(self.stride).slots
+        self._check_padding(slots)
+
+    def _check_padding(self, slots: Tensor) -> Tensor:
+        """The padding, bool (padded vectors,); raise unless its column indices are -1."""
+        padding = torch.ones(self.col_indices.shape[0], dtype=torch.bool, device=self.device)
+        padding[slots] = False
+        bad = first_true(padding & (self.col_indices != -1))
+        if bad is not None:
+            raise ValueError(f"col_indices must be -1 in the padding, got {int(self.col_indices[bad])} at {bad}")
+        return padding
 
     def _stored_dtype(self, bits: int) -> torch.dtype:
         return storage_dtype(bits, self.signed)
@@ -213,11 +237,6 @@ class SRBCRS(SRBCRSConstructors):
 
     def _check_layout(self) -> None:
         check_pointers(self.row_start, self.row_end, self.stride, self.col_indices.shape[0])
-        slots = self._derive_pattern().padded(self.stride).slots
-        padding = torch.ones(self.col_indices.shape[0], dtype=torch.bool, device=self.device)
-        padding[slots] = False
-        bad = first_true(padding & (self.col_indices != -1))
-        if bad is not None:
-            raise ValueError(f"col_indices must be -1 in the padding, got {int(self.col_indices[bad])} at {bad}")
+        padding = self._check_padding(self._derive_pattern().padded(self.stride).slots)
         if bool((self._padded_vectors()[..., padding, :] != 0).any()):
             raise ValueError("values must be zero in the padding, got a nonzero one")

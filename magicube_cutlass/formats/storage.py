@@ -113,7 +113,8 @@ class Reader:
 
     def tensor(self, key: str) -> Tensor:
         """Return a tensor of the file."""
-        tensor: Tensor = self._file.get_tensor(key)
+        # a clone: what safetensors returns is the file's memory, which others can rewrite or truncate
+        tensor: Tensor = self._file.get_tensor(key).clone()
         return tensor
 
     def optional_tensor(self, key: str) -> Tensor | None:

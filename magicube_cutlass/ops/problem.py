@@ -31,6 +31,8 @@ def check_dense(name: str, given: object, device: torch.device) -> QuantTensor |
 
 def as_srbcrs(matrix: object) -> SRBCRS:
     """Return `matrix` as SR-BCRS; a BCRS is converted once."""
+    if isinstance(matrix, (SRBCRS, BCRS)) and not torch.compiler.is_compiling():
+        matrix.refresh()
     if isinstance(matrix, BCRS):
         found = matrix._execution.get("srbcrs")
         if found is None:

@@ -123,6 +123,8 @@ def sddmm(
         padded.row_start, padded.row_end, padded.col_indices, values,
         shape=pattern.shape, vector_length=pattern.vector_length, bits=None, stride=stride,
     )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        result._trust()
     result._cache["pattern"] = pattern
     if key is not None:
         from magicube_cutlass.dispatch.cuda import sddmm_call
@@ -134,10 +136,17 @@ def sddmm(
 def _as_pattern(mask: object) -> tuple[Pattern, int]:
     """The pattern of ``mask`` and the stride of a result on it."""
     if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
-        return mask, _DEFAULT_STRIDE
+        return _scanned(mask), _DEFAULT_STRIDE
     if isinstance(mask, (SRBCRS, BCRS)):
-        return mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
+        return _scanned(mask.pattern), mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
     raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
+
+
+def _scanned(pattern: Pattern) -> Pattern:
+    """The pattern, after the scan that is due before its first product and after a write."""
+    if not torch.compiler.is_compiling():
+        pattern.refresh()
+    return pattern
 
 
 def _check_operands(

@@ -94,7 +94,7 @@ def spmm(
         _check_allow_dense(atom, config)
     key = _call_key(B, out_dtype, bias, out, atom, config, allow_dense)
     call = getattr(A, "_execution", {}).get(key) if key is not None else None
-    if call is not None and call.scale is A.scale:
+    if call is not None and A.is_current:
         result = call(*operand_tensors(B), bias, out)
         if result is not None:
             return result
