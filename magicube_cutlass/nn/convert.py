@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from io import StringIO
@@ -56,10 +56,13 @@ class ConversionReport:
         One per name of a linear layer.
     model_bytes : int
         Bytes of all parameters and buffers before the conversion.
+    without_fast_path : tuple of str
+        ``nn.TransformerEncoderLayer`` modules whose fast path in torch was turned off: it reads the dense weights.
     """
 
     rows: tuple[ConversionRow, ...]
     model_bytes: int  # of all parameters and buffers before
+    without_fast_path: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -97,8 +100,12 @@ class ConversionReport:
         rest = self.model_bytes - self.bytes_before
         return (
             f"{len(self.converted)} of {len(self.rows)} layers replaced, {self.bytes_before:,} to {self.bytes_after:,} "
-            f"bytes once frozen; the model {self.model_bytes:,} to {rest + self.bytes_after:,}"
+            f"bytes once frozen; the model {self.model_bytes:,} to {rest + self.bytes_after:,}{self._fast_path_note()}"
         )
+
+    def _fast_path_note(self) -> str:
+        names = ", ".join(self.without_fast_path)
+        return f"; torch's fast path is off in {names}: it would read dense weights" if names else ""
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -203,7 +210,21 @@ def convert(
     if freeze:
         for new in made.values():
             new.freeze()
-    return ConversionReport(tuple(rows), total)
+    return ConversionReport(tuple(rows), total, tuple(_leave_fast_paths(model)))
+
+
+def _leave_fast_paths(model: nn.Module) -> Iterator[str]:
+    """Turn off the fast path of encoder layers with a converted layer; yield their names.
+
+    In evaluation without gradients ``nn.TransformerEncoderLayer`` hands ``linear1.weight`` to a kernel of its own: it
+    would run the dense master, and fails for a frozen layer.
+    """
+    for name, each in model.named_modules():
+        if isinstance(each, nn.TransformerEncoderLayer) and any(
+            isinstance(layer, SparseQuantLinear) for layer in (each.linear1, each.linear2)
+        ):
+            each.activation_relu_or_gelu = 0  # what torch looks at before it takes the fast path
+            yield name or type(each).__name__
 
 
 def _left(name: str, layer: nn.Linear, note: str) -> ConversionRow:

@@ -203,3 +203,23 @@ def test_bad_schedules_are_named() -> None:
             PruningSchedule(layer, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="SparseQuantLinear layers that are not frozen, got none"):
         PruningSchedule(layer.freeze(), initial=0, final=0.5, end=3)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_encoder_layer_runs_the_sparse_weights(freeze: bool, stacked: bool) -> None:
+    """torch's fast path in evaluation reads ``linear1.weight`` itself: a converted layer must not take it."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).eval() if stacked else layer.eval()
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        dense = model(x)
+    report = mc.convert(model, mc.nn.SparseQuantConfig(sparsity=0.5), freeze=freeze)
+    assert len(report.without_fast_path) == (2 if stacked else 1) and "fast path is off" in str(report).replace(
+        "\n", " "
+    )
+    trained = model(x).detach()
+    with torch.no_grad():
+        found = model(x)
+    assert not torch.equal(dense, found) and torch.allclose(found, trained, atol=1e-6)
