@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import extension
-from cute_kernels.integers import STORAGE_DTYPES, check_bits, digit_count
+from cute_kernels.integers import BITS, STORAGE_DTYPES
 
+OUT_TYPES = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 VECTOR_LENGTHS, STRIDES = (1, 2, 4, 8, 16, 32), (16, 32, 64)
 
 
@@ -84,22 +85,31 @@ def check_array(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | Non
     ValueError: out must be contiguous, got strides (0, 1)
     """
     check_address(name, tensor, dtype)
-    found = tensor.shape
-    if len(found) != len(shape) or any(n is not None and n != m for n, m in zip(shape, found, strict=True)):
+    found = tuple(tensor.shape)
+    if found != shape and (
+        len(found) != len(shape) or [n for n, m in zip(shape, found, strict=True) if n not in (None, m)]
+    ):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"{name} must have shape ({wanted}{',' if len(shape) == 1 else ''}), got {tuple(found)}")
+        raise ValueError(f"{name} must have shape ({wanted}{',' if len(shape) == 1 else ''}), got {found}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
+def _digits(name: str, bits: int) -> int:
+    """8-bit digits of a width; `ValueError` for a width that integers cannot have."""
+    if bits not in BITS:
+        raise ValueError(f"bits of {name} must be one of {BITS}, got {bits!r}")
+    return 2 if bits > 8 else 1
+
+
 def check_sparse(a: SparseOperand) -> None:
     """Raise unless sizes, dtypes and memory order of a sparse operand agree; read no data."""
-    check_bits(a.bits)
-    check_array("planes", a.planes, torch.uint8, digit_count(a.bits), None, None, None)
+    digits = _digits("a", a.bits)
+    check_array("planes", a.planes, torch.uint8, digits, None, None, None)
     _, blocks, v, stride = a.planes.shape
     rows = a.row_start.numel()
     check_structure_shape(a.row_start, a.row_end, a.col_indices, blocks, v, stride, a.rows)
-    check_array("row_sums", a.row_sums, torch.int64, digit_count(a.bits), rows, v)
+    check_array("row_sums", a.row_sums, torch.int64, digits, rows, v)
     if a.columns < 0:
         raise ValueError(f"columns must be at least 0, got {a.columns}")
 
@@ -119,7 +129,7 @@ def check_structure_shape(
 
 def check_dense(name: str, dense: DenseOperand, outer: int, inner: int, batch: int) -> None:
     """Raise unless a dense operand holds `batch` matrices, or one for all, of `outer` slices of `inner` integers."""
-    check_bits(dense.bits, f"bits of {name}")
+    _digits(name, dense.bits)
     if not {dense.inner_dim, dense.packed_dim} <= {-1, -2}:
         raise ValueError(f"dimensions of {name} must be -1 or -2, got {dense.inner_dim} and {dense.packed_dim}")
     data = dense.data
@@ -137,6 +147,50 @@ def check_scale(name: str, scale: Tensor | None, length: int, batch: int = 1) ->
     """Raise unless `scale` is None or contiguous float32 of shape (`length`,) or, of a batch, (`batch`, `length`)."""
     if scale is not None:
         check_array(name, scale, torch.float32, *((batch, length) if scale.ndim == 2 else (length,)))
+
+
+def _check_out(out: Tensor, rows: int) -> None:
+    """Raise unless `out` is a contiguous output of the engine with `rows` as its second-last size."""
+    if out.dtype not in OUT_TYPES:
+        raise TypeError(f"out must be one of {[str(dtype) for dtype in OUT_TYPES]}, got {out.dtype}")
+    if out.ndim < 2:
+        raise ValueError(f"out must have at least 2 dimensions, got shape {tuple(out.shape)}")
+    check_array("out", out, out.dtype, *out.shape[:-2], rows, out.shape[-1])
+
+
+def check_spmm_arguments(
+    a: SparseOperand, b: DenseOperand, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+) -> None:
+    """Raise unless the arguments of :func:`cute_kernels.cpu.engine.spmm` fit each other; read no data."""
+    _check_out(out, a.rows)
+    n, batch = out.shape[-1], out.shape[:-2].numel()
+    check_sparse(a)
+    check_dense("b", b, n, a.columns, batch)
+    check_scale("left", left, a.rows)
+    check_scale("right", right, n, batch)
+    check_scale("bias", bias, a.rows)
+
+
+def check_sddmm_arguments(
+    x: DenseOperand,
+    y: DenseOperand,
+    index: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    shape: tuple[int, int, int],
+    left: Tensor | None,
+    right: Tensor | None,
+) -> None:
+    """Raise unless the arguments of :func:`cute_kernels.cpu.engine.sddmm` fit each other; read no data."""
+    if out.ndim != 4:
+        raise ValueError(f"out must have shape (batch, blocks, V, stride), got {tuple(out.shape)}")
+    batch, blocks, v, stride = out.shape
+    m, n, k = shape
+    _check_out(out, v)
+    check_structure_shape(*index, blocks, v, stride, m)
+    check_dense("x", x, m, k, batch)
+    check_dense("y", y, n, k, batch)
+    check_scale("left", left, m, batch)
+    check_scale("right", right, n, batch)
 
 
 def is_structure_valid(row_start: Tensor, row_end: Tensor, col_indices: Tensor, columns: int, stride: int) -> bool:

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu.arguments import (
+    OUT_TYPES,
     DenseOperand,
     SparseOperand,
-    check_array,
-    check_dense,
-    check_scale,
-    check_sparse,
-    check_structure_shape,
+    check_sddmm_arguments,
+    check_spmm_arguments,
     is_structure_valid,
 )
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
@@ -47,8 +45,6 @@ __all__ = [
     "sddmm",
     "spmm",
 ]
-
-OUT_TYPES = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 
 
 def row_sums(planes: Tensor, row_start: Tensor, signed: bool) -> Tensor:
@@ -149,15 +145,6 @@ def _scales(left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> o
     return load_extension().Scales(*pointers, *steps)
 
 
-def _check_out(out: Tensor, rows: tuple[int, ...]) -> None:
-    """Raise unless `out` is a contiguous output of the engine, (*batch, *rows, N)."""
-    if out.dtype not in OUT_TYPES:
-        raise TypeError(f"out must be one of {[str(dtype) for dtype in OUT_TYPES]}, got {out.dtype}")
-    if out.ndim < 2:
-        raise ValueError(f"out must have at least 2 dimensions, got shape {tuple(out.shape)}")
-    check_array("out", out, out.dtype, *out.shape[:-2], *rows, out.shape[-1])
-
-
 class SpmmCall:
     """:func:`spmm` prepared for one sparse operand; a call only passes pointers.
 
@@ -168,18 +155,12 @@ class SpmmCall:
     b, out : DenseOperand, Tensor
         Examples of B and of the output. The tensors of a call must have the same shapes, strides and dtypes.
 
-    Raises
-    ------
-    TypeError
-        If a dtype does not fit.
-    ValueError
-        If a shape, device or memory order does not fit. Column indices are not read.
+    Notes
+    -----
+    Nothing is checked here: :func:`spmm` does that.
     """
 
     def __init__(self, a: SparseOperand, b: DenseOperand, out: Tensor) -> None:
-        _check_out(out, (a.rows,))
-        check_sparse(a)
-        check_dense("b", b, out.shape[-1], a.columns, out.shape[:-2].numel())
         _, blocks, v, stride = a.planes.shape
         self._owner = a  # keeps the tensors alive
         self._sparse = load_extension().Sparse(
@@ -244,11 +225,8 @@ def spmm(
     >>> out[:2].tolist()
     [[0, 1], [2, 3]]
     """
-    call = SpmmCall(a, b, out)
-    check_scale("left", left, a.rows)
-    check_scale("right", right, out.shape[-1], out.shape[:-2].numel())
-    check_scale("bias", bias, a.rows)
-    call(b.data, out, left, right, bias)
+    check_spmm_arguments(a, b, out, left, right, bias)
+    SpmmCall(a, b, out)(b.data, out, left, right, bias)
 
 
 def sddmm(
@@ -283,16 +261,9 @@ def sddmm(
     ----------
     .. [1] Li, Osawa, Hoefler, SC'22, section IV-E.
     """
-    if out.ndim != 4:
-        raise ValueError(f"out must have shape (batch, blocks, V, stride), got {tuple(out.shape)}")
+    check_sddmm_arguments(x, y, (row_start, row_end, col_indices), out, shape, left, right)
     batch, blocks, v, stride = out.shape
     m, n, k = shape
-    _check_out(out, (v,))
-    check_structure_shape(row_start, row_end, col_indices, blocks, v, stride, m)
-    check_dense("x", x, m, k, batch)
-    check_dense("y", y, n, k, batch)
-    check_scale("left", left, m, batch)
-    check_scale("right", right, n, batch)
     threads = num_threads(blocks * v * stride * k * batch * digit_count(x.bits) * digit_count(y.bits))
     load_extension().sddmm(
         path=isa(),

@@ -32,7 +32,7 @@ def pack_operand(matrix: SRBCRS) -> list[Tensor]:
         found = matrix._execution["cpu"] = cpu_float.csr_copy(matrix.pattern, decoded(vectors, number))
     elif found is None:
         assert matrix.bits is not None
-        if not matrix.is_current:
+        if matrix._seen is None:
             matrix.refresh()  # a compiler plans without the checks of ops
         bits, signed = matrix.bits, matrix.signed
         planes = split_digits(fetch(matrix.values, matrix.stride, bits, signed), bits, signed)

@@ -193,11 +193,11 @@ def plan_sddmm(
     if pattern.device.type == "cpu":
         whole = all(isinstance(each, Integer) for each in kinds)
         name = "cpu" if whole else float_products.PREFIX + ":".join(each.name for each in kinds)
-        index: list[Tensor] | None = pattern._cache.get(("engine", stride))
-        if index is None:  # copies, as of matrices
-            index = [each.clone() for each in (padded.row_start, padded.row_end, padded.col_indices)]
-            pattern._cache["engine", stride] = index
-        return name, index
+        copies: list[Tensor] | None = pattern._cache.get(("engine", stride))
+        if copies is None:  # kernels trust the structure that was scanned, whatever is written to the pattern
+            copies = [each.clone() for each in (padded.row_start, padded.row_end, padded.col_indices)]
+            pattern._cache["engine", stride] = copies
+        return name, copies
     from cute_kernels.machine import ProblemTypes
     from cute_kernels.sddmm.heuristics import choose_sddmm
 

@@ -10,8 +10,8 @@ Stamp = tuple[tuple[str, Tensor | None, int], ...]
 
 
 def _version(tensor: Tensor | None) -> int:
-    """The version that torch counts up at each write in place; inference tensors have none."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    """The version that torch counts up at each write in place, -1 for None and inference tensors, which have none."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def stamp(owner: Any, names: tuple[str, ...], live: tuple[str, ...] = ()) -> Stamp:
@@ -37,6 +37,6 @@ def is_current(owner: Any, seen: Stamp | None) -> bool:
         return False
     attributes = owner.__dict__
     for name, tensor, version in seen:
-        if attributes[name] is not tensor or (version >= 0 and _version(tensor) != version):
+        if attributes[name] is not tensor or (version >= 0 and tensor._version != version):
             return False
     return True

@@ -12,6 +12,7 @@ from magicube_cutlass.dispatch import cpu, dense_fallback
 from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.formats.tracking import is_current
 from magicube_cutlass.ops import torch_ops
 from magicube_cutlass.ops.problem import Operand, check_spmm, operand_key, operand_tensors
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -94,7 +95,7 @@ def spmm(
         _check_allow_dense(atom, config)
     key = _call_key(B, out_dtype, bias, out, atom, config, allow_dense)
     call = getattr(A, "_execution", {}).get(key) if key is not None else None
-    if call is not None and A.is_current:
+    if call is not None and is_current(A, A._seen):
         result = call(*operand_tensors(B), bias, out)
         if result is not None:
             return result
