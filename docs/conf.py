@@ -19,6 +19,7 @@ autodoc_default_options = {
     "inherited-members": "Module, tuple, object, ValueError, Exception",
 }
 nitpicky = True  # a reference to nothing is an error
+suppress_warnings = ["ref.python"]  # a word of a type, such as shape, names several attributes
 nitpick_ignore_regex = [(r"py:(class|obj|data|exc)", r".*")]  # types of annotations, which lie in other projects
 html_theme = "alabaster"
 html_theme_options = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def spmm(a: CompressedMatrix, b: QuantTensor) -> Tensor:
-    """Return the integer product ``A B``, int64 (*batch, M, N), exact modulo 2^64.
+    """Return the integer product ``A B``, int64 (..., M, N), exact modulo 2^64.
 
     Examples
     --------
@@ -29,13 +29,13 @@ def spmm(a: CompressedMatrix, b: QuantTensor) -> Tensor:
 
 
 def sddmm(x: QuantTensor, y: QuantTensor, pattern: Pattern) -> Tensor:
-    """Return ``sum_k X[i, k] Y[j, k]`` at the vectors of a pattern: int64 (*batch, vectors, V), 0 beyond M."""
+    """Return ``sum_k X[i, k] Y[j, k]`` at the vectors of a pattern: int64 (..., vectors, V), 0 beyond M."""
     full = torch.matmul(widen(x.ints()), widen(y.ints()).mT)  # (*batch, M, N)
     return at_vectors(full, pattern)
 
 
 def at_vectors(full: Tensor, pattern: Pattern) -> Tensor:
-    """Return the entries of a matrix (*batch, M, N) at the vectors of a pattern: (*batch, vectors, V), 0 beyond M."""
+    """Return the entries of a matrix (..., M, N) at the vectors of a pattern: (..., vectors, V), 0 beyond M."""
     v, rows = pattern.vector_length, pattern.vector_rows
     full = torch.nn.functional.pad(full, (0, 0, 0, rows * v - full.shape[-2]))
     grouped = full.unflatten(-2, (rows, v)).movedim(-2, -1)  # (*batch, R, N, V)

@@ -200,9 +200,9 @@ def spmm(
     ----------
     a : SparseOperand, shape (M, K)
         Sparse operand.
-    b : DenseOperand, shape (*batch, K, N)
+    b : DenseOperand, shape (..., K, N)
         Dense operand.
-    out : Tensor, shape (*batch, M, N)
+    out : Tensor, shape (..., M, N)
         Contiguous, of a dtype in `OUT_TYPES`; written in place.
     left, bias : Tensor or None, shape (M,)
         float32 row scales and bias, contiguous.
@@ -246,7 +246,7 @@ def sddmm(
 
     Parameters
     ----------
-    x, y : DenseOperand, shape (*batch, M, K) and (*batch, N, K)
+    x, y : DenseOperand, shape (..., M, K) and (..., N, K)
         Dense operands.
     row_start, row_end, col_indices : Tensor
         SR-BCRS structure of the pattern: int64 (R,), int64 (R,), int32 (padded vectors,).

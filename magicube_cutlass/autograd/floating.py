@@ -54,7 +54,7 @@ class Spmm(torch.autograd.Function):
 
 
 class Sddmm(torch.autograd.Function):
-    """``S = x y^T`` at a pattern, as values (*batch, vectors, V)."""
+    """``S = x y^T`` at a pattern, as values (..., vectors, V)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
@@ -77,7 +77,7 @@ class Sddmm(torch.autograd.Function):
 
 
 def _each(values: Tensor, pattern: Pattern, dense: Tensor) -> Tensor:
-    """``A d`` for each of a batch of `values` (*batch, vectors, V) and matrices d (*batch, N, K)."""
+    """``A d`` for each of a batch of `values` (..., vectors, V) and matrices d (..., N, K)."""
     batch = dense.shape[:-2]
     many, data = values.reshape(-1, *values.shape[-2:]), dense.reshape(-1, *dense.shape[-2:])
     found = [

@@ -176,7 +176,7 @@ def vectors_at(dense: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _dense(values: Tensor, pattern: Pattern) -> Tensor:
-    """(*batch, M, K) with `values` (*batch, vectors, V) at the pattern and zeros elsewhere."""
+    """(..., M, K) with `values` (..., vectors, V) at the pattern and zeros elsewhere."""
     return BCRS._from_parts(Parts(pattern, values.contiguous(), None), None, True).to_dense()
 
 
@@ -191,7 +191,7 @@ def _product(matrix: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tenso
 
 
 def _sampled(x: QuantTensor, y: QuantTensor, pattern: Pattern, dtype: torch.dtype) -> Tensor:
-    """``sddmm`` as values (*batch, vectors, V), also to float64; scales of y are per-tensor or per-row."""
+    """``sddmm`` as values (..., vectors, V), also to float64; scales of y are per-tensor or per-row."""
     if dtype != torch.float64:
         return sddmm_op.sddmm(x, y, pattern, out_dtype=dtype).vectors()
     total = sddmm_op.sddmm(x, y, pattern, out_dtype=torch.int64).vectors().double()  # (*batch, vectors, V)
@@ -200,14 +200,14 @@ def _sampled(x: QuantTensor, y: QuantTensor, pattern: Pattern, dtype: torch.dtyp
 
 
 def _of_rows(scale: Tensor, pattern: Pattern) -> Tensor:
-    """Row scales (*batch, M, 1) broadcast to values: (*batch, vectors, V)."""
+    """Row scales (..., M, 1) broadcast to values: (..., vectors, V)."""
     v, lanes = pattern.vector_length, torch.arange(pattern.vector_length, device=scale.device)  # (V,)
     rows = (pattern.row_indices[:, None] * v + lanes).clamp(max=max(pattern.shape[0] - 1, 0))  # (vectors, V)
     return scale[..., rows, 0]
 
 
 def _of_columns(scale: Tensor, pattern: Pattern) -> Tensor:
-    """Column scales (*batch, N, 1) broadcast to values: (*batch, vectors, 1)."""
+    """Column scales (..., N, 1) broadcast to values: (..., vectors, 1)."""
     return scale[..., pattern.col_indices, :]
 
 
@@ -251,7 +251,7 @@ class _Spmm(torch.autograd.Function):
 
 
 def _at_pattern(g: Tensor, x: QuantTensor, pattern: Pattern, bits: int | None) -> Tensor:
-    """``g x^T`` at ``pattern``, summed over the batch: (vectors, V); ``g`` (*batch, M, N), ``x`` (*batch, K, N)."""
+    """``g x^T`` at ``pattern``, summed over the batch: (vectors, V); ``g`` (..., M, N), ``x`` (..., K, N)."""
     if bits is None:
         found = at_vectors(g @ x.ints().to(g.dtype).mT, pattern)
     else:
@@ -260,7 +260,7 @@ def _at_pattern(g: Tensor, x: QuantTensor, pattern: Pattern, bits: int | None) -
 
 
 def _through_transpose(matrix: SRBCRS, g: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
-    """``A^T g`` of the integers of ``matrix``: (*batch, K, N)."""
+    """``A^T g`` of the integers of ``matrix``: (..., K, N)."""
     if bits is None:
         return (matrix.to_dense(dequantize=False).to(g.dtype).mT @ g).to(dtype)
     return _product(transposed(matrix), quantized(g, bits, 0), dtype)

@@ -56,7 +56,7 @@ class _Sddmm(torch.autograd.Function):
 
 
 def _each(values: Tensor, pattern: Pattern, dense: QuantTensor, dtype: torch.dtype, bits: int | None) -> Tensor:
-    """``A d`` for each of a batch of `values` (*batch, vectors, V) and integers d (*batch, N, K)."""
+    """``A d`` for each of a batch of `values` (..., vectors, V) and integers d (..., N, K)."""
     if bits is None:
         return (_dense(values, pattern) @ dense.ints().to(values.dtype)).to(dtype)
     batch = dense.shape[:-2]

@@ -61,7 +61,7 @@ def spmm(
 
 
 def rows(data: Tensor, name: str, packed_dim: int, inner_dim: int, shape: tuple[int, int]) -> Tensor:
-    """Return an operand of SDDMM as float32 with K-contiguous rows: (*batch, rows, K); `shape` is (rows, K)."""
+    """Return an operand of SDDMM as float32 with K-contiguous rows: (..., rows, K); `shape` is (rows, K)."""
     length = shape[1] if packed_dim == inner_dim else shape[0]
     found = dense_values(data, FLOATS[name], length, packed_dim)
     return found if inner_dim == -1 else found.mT
@@ -78,9 +78,9 @@ def sddmm(
         int32, -1 in the padding.
     owner : Tensor, shape (blocks,)
         Vector row of each block.
-    x, y : Tensor, shape (*batch, M, K) and (*batch, N, K)
+    x, y : Tensor, shape (..., M, K) and (..., N, K)
         float32.
-    out : Tensor, shape (*batch, blocks, V, stride)
+    out : Tensor, shape (..., blocks, V, stride)
         Zeros; written in place.
     left, right : Tensor or None, shape () or (..., M); () or (..., N)
         Row and column scales.

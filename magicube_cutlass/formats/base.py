@@ -79,7 +79,7 @@ class CompressedMatrix(ABC):
 
     @abstractmethod
     def vectors(self) -> Tensor:
-        """Return the values in pattern order, one per element: (*batch, vectors, V) of :attr:`dtype`."""
+        """Return the values in pattern order, one per element: (..., vectors, V) of :attr:`dtype`."""
 
     @abstractmethod
     def _derive_pattern(self) -> Pattern:
@@ -222,7 +222,7 @@ class CompressedMatrix(ABC):
 
         Returns
         -------
-        Tensor, shape (*batch, M, K)
+        Tensor, shape (..., M, K)
 
         Examples
         --------

@@ -23,7 +23,7 @@ class BCRS(CompressedMatrix):
         int64, R = ceil(M / V).
     col_indices : Tensor, shape (vectors,)
         int32, increasing in each vector row.
-    values : Tensor, shape (*batch, vectors, V)
+    values : Tensor, shape (..., vectors, V)
         One value per element, 4-bit integers included; zero in rows beyond M.
     shape : tuple of int
         (M, K).
@@ -128,7 +128,7 @@ class BCRS(CompressedMatrix):
         return matrix._trust() if pattern.is_current else matrix
 
     def vectors(self) -> Tensor:
-        """Return the values, (*batch, vectors, V)."""
+        """Return the values, (..., vectors, V)."""
         return self.values
 
     def to_srbcrs(self, stride: int = 32) -> Any:

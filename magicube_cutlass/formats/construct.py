@@ -1,6 +1,6 @@
 """Conversions that both formats share: inputs to vectors on a pattern, and back.
 
-Between formats a matrix is :class:`Parts`: a pattern, its vectors (*batch, vectors, V), one value per element, and the
+Between formats a matrix is :class:`Parts`: a pattern, its vectors (..., vectors, V), one value per element, and the
 scale.
 """
 
@@ -331,7 +331,7 @@ def smtx_parts(path: str | PathLike[str], vector_length: int, bits: int, signed:
 
 
 def pattern_parts(pattern: Pattern, vectors: Tensor, bits: int | None, signed: bool, scale: Tensor | None) -> Parts:
-    """Return checked vectors (*batch, vectors, V) in pattern order, zero beyond M."""
+    """Return checked vectors (..., vectors, V) in pattern order, zero beyond M."""
     check_tensor("vectors", vectors, device=pattern.device)
     expected = (pattern.vectors, pattern.vector_length)
     if vectors.shape[-2:] != expected:

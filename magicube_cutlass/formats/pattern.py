@@ -104,13 +104,7 @@ class Pattern:
         return self
 
     def refresh(self) -> None:
-        """Scan the indices before their first use, and again after a write; then drop what was derived.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As :meth:`check_format`.
-        """
+        """Scan the indices before their first use, and again after a write; then drop what was derived."""
         if self.is_current:
             return
         if "seen" in self._cache:
@@ -168,10 +162,7 @@ class Pattern:
         vector_length : int
             V.
 
-        Raises
-        ------
-        ValueError
-            For an index outside `shape`.
+        `ValueError` for an index outside `shape`.
         """
         check_vector_length(vector_length)
         m, k = check_shape(shape)
@@ -309,12 +300,8 @@ class Pattern:
     def merge_map(self, vector_length: int) -> Merged:
         """Return the pattern of longer vectors: consecutive vector rows become one.
 
-        A longer vector is stored if one of its parts is, so their number does not grow.
-
-        Raises
-        ------
-        ValueError
-            If `vector_length` is no multiple of V.
+        A longer vector is stored if one of its parts is, so their number does not grow. `ValueError` if `vector_length`
+        is no multiple of V.
         """
         check_vector_length(vector_length)
         times, k = vector_length // self.vector_length, self.shape[1]

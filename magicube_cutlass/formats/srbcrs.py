@@ -33,7 +33,7 @@ class SRBCRS(SRBCRSConstructors):
         to the next `row_start`, a multiple of `stride`.
     col_indices : Tensor, shape (padded vectors,)
         int32, increasing in each vector row, -1 in the padding.
-    values : Tensor, shape (*batch, padded vectors / stride, V, stride)
+    values : Tensor, shape (..., padded vectors / stride, V, stride)
         4-bit integers two per byte along the stride, low nibble first. Zero in the padding and in rows beyond M.
     shape : tuple of int
         (M, K).
@@ -158,18 +158,18 @@ class SRBCRS(SRBCRSConstructors):
     _constant.__dict__["_dynamo_marked_constant"] = True
 
     def ints(self) -> Tensor:
-        """Return the values, one per element: (*batch, blocks, V, stride) of :attr:`dtype`."""
+        """Return the values, one per element: (..., blocks, V, stride) of :attr:`dtype`."""
         if self.bits is None:
             return unpacked(self.values) if self.packed else self.values
         return fetch(self.values, self.stride, self.bits, self.signed)
 
     def _padded_vectors(self) -> Tensor:
-        """Values (*batch, padded vectors, V), uint16 as int16."""
+        """Values (..., padded vectors, V), uint16 as int16."""
         moved = indexable_view(self.ints()).transpose(-1, -2)
         return moved.reshape(*self.batch_shape, self.col_indices.shape[0], self.vector_length)
 
     def vectors(self) -> Tensor:
-        """Return the values in pattern order, (*batch, vectors, V) of :attr:`dtype`."""
+        """Return the values in pattern order, (..., vectors, V) of :attr:`dtype`."""
         return self._padded_vectors()[..., self.pattern.padded(self.stride).slots, :].view(self.dtype)
 
     def to_bcrs(self) -> BCRS:

@@ -242,7 +242,7 @@ class SRBCRSConstructors(CompressedMatrix):
         ----------
         pattern : Pattern, shape (M, K)
             Structure.
-        vectors : Tensor, shape (*batch, vectors, V)
+        vectors : Tensor, shape (..., vectors, V)
             Values in pattern order: integers of any dtype with `bits`, which are range-checked; floats or results with
             ``bits=None``. Rows beyond M are dropped.
         bits, signed, stride, scale

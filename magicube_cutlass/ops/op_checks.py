@@ -40,7 +40,7 @@ def check_output(out: Tensor, shape: Sequence[int], device: torch.device) -> Non
 
 
 def check_vector(name: str, x: Tensor | None, length: int, batch: Sequence[int], device: torch.device) -> None:
-    """Raise unless `x` is None or contiguous float32 of shape (), (length,) or (*batch, length)."""
+    """Raise unless `x` is None or contiguous float32 of shape (), (length,) or (..., length)."""
     if x is None:
         return
     check_place(name, x, device)
@@ -75,7 +75,7 @@ def cpu_format(kernel: str, bits: int, signed: bool) -> Integer | FloatFormat:
 
 
 def check_elements(name: str, x: Tensor, kind: Integer | FloatFormat, packed_dim: int, sizes: tuple[int, int]) -> None:
-    """Raise unless `x`, (*batch, *sizes), holds elements of this format, those of 4 bits packed along `packed_dim`."""
+    """Raise unless `x`, (..., *sizes), holds elements of this format, those of 4 bits packed along `packed_dim`."""
     if packed_dim not in (-1, -2):
         raise ValueError(f"packed dimension of {name} must be -1 or -2, got {packed_dim}")
     wanted = list(sizes)

@@ -81,7 +81,7 @@ def check_spmm(
 
 
 def float32_scale(scale: Tensor | None, batch: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """Return a scale as float32, (), (length,) or (*batch, length); None for integer output."""
+    """Return a scale as float32, (), (length,) or (..., length); None for integer output."""
     if scale is None or dtype in INTEGER_OUT:
         return None
     flat = scale.to(torch.float32)

@@ -171,7 +171,7 @@ def _sddmm_cpu(
     row_scale: Tensor | None,
     col_scale: Tensor | None,
 ) -> None:
-    """Integers on a CPU, into ``out`` (*batch, blocks, V, stride), zero on entry."""
+    """Integers on a CPU, into ``out`` (..., blocks, V, stride), zero on entry."""
     (m, n, k), (row_start, row_end, col_indices) = shape, pattern
     blocks, vector_length, stride = out.shape[-3:]
     row_scale, col_scale = _spread(row_scale, m), _spread(col_scale, n)
