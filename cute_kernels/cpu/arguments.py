@@ -193,6 +193,31 @@ def check_sddmm_arguments(
     check_scale("right", right, n, batch)
 
 
+def _check_rows(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Raise unless `x` is a CPU tensor of this dtype and shape with contiguous rows; those of `out` are apart."""
+    check_address(name, x, dtype)
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    row, column = x.stride()
+    if (shape[1] > 1 and column != 1) or (name == "out" and shape[0] > 1 and row < shape[1]):
+        raise ValueError(f"{name} must have contiguous rows, got strides {x.stride()}")
+
+
+def check_quantize_arguments(x: Tensor, out: Tensor, scale: Tensor, bits: int, signed: bool, mode: int) -> None:
+    """Raise unless the arguments of :func:`cute_kernels.cpu.conversions.quantize_cpu` fit each other."""
+    rows, columns = x.shape
+    _digits("x", bits)
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"x must be torch.float32 or torch.float64, got {x.dtype}")
+    if mode not in (0, 1, 2):
+        raise ValueError(f"mode must be 0, 1 or 2, got {mode}")
+    _check_rows("x", x, x.dtype, (rows, columns))
+    _check_rows("out", out, STORAGE_DTYPES[bits, signed], (rows, (columns + 1) // 2 if bits == 4 else columns))
+    check_address("scale", scale, x.dtype)
+    if not scale.is_contiguous() or scale.numel() != (1, rows, columns)[mode]:
+        raise ValueError(f"scale must have {(1, rows, columns)[mode]} contiguous elements, got {tuple(scale.shape)}")
+
+
 def is_structure_valid(row_start: Tensor, row_end: Tensor, col_indices: Tensor, columns: int, stride: int) -> bool:
     """Scan an SR-BCRS structure: rows fill the padded places, columns increase in [0, `columns`), padding is -1.
 

@@ -6,22 +6,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import extension
-from cute_kernels.cpu.arguments import STRIDES, VECTOR_LENGTHS, check_address, check_array
-from cute_kernels.integers import STORAGE_DTYPES, check_bits
+from cute_kernels.cpu.arguments import STRIDES, VECTOR_LENGTHS, check_address, check_array, check_quantize_arguments
 
 NEGATIVE, NONFINITE = 1, 2  # flags of `quantize_cpu`: an entry is below zero; an entry is inf or NaN
 _WORK_PER_ENTRY = 16  # multiply-adds with the cost of quantizing an entry
 _WORK_PER_COLUMN = 1 << 14  # multiply-adds with the cost of ordering a column
-
-
-def _check_rows(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Raise unless `x` is a CPU tensor of this dtype and shape with contiguous rows; those of `out` are apart."""
-    check_address(name, x, dtype)
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    row, column = x.stride()
-    if (shape[1] > 1 and column != 1) or (name == "out" and shape[0] > 1 and row < x.shape[1]):
-        raise ValueError(f"{name} must have contiguous rows, got strides {x.stride()}")
 
 
 def quantize_cpu(
@@ -62,19 +51,11 @@ def quantize_cpu(
     ([[127, -64]], 127.0)
     """
     rows, columns = x.shape
-    check_bits(bits)
-    if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"x must be torch.float32 or torch.float64, got {x.dtype}")
-    if mode not in (0, 1, 2):
-        raise ValueError(f"mode must be 0, 1 or 2, got {mode}")
-    _check_rows("x", x, x.dtype, (rows, columns))
-    _check_rows("out", out, STORAGE_DTYPES[bits, signed], (rows, (columns + 1) // 2 if bits == 4 else columns))
-    check_address("scale", scale, x.dtype)
-    if not scale.is_contiguous() or scale.numel() != (1, rows, columns)[mode]:
-        raise ValueError(f"scale must have {(1, rows, columns)[mode]} contiguous elements, got {tuple(scale.shape)}")
+    check_quantize_arguments(x, out, scale, bits, signed, mode)
+    engine, path, threads = extension.run_options(_WORK_PER_ENTRY * rows * columns)
     return int(
-        extension.load_extension().quantize(
-            path=extension.isa(),
+        engine.quantize(
+            path=path,
             x=x.data_ptr(),
             out=out.data_ptr(),
             scale=scale.data_ptr(),
@@ -88,7 +69,7 @@ def quantize_cpu(
             truncate=truncate,
             given_scale=given,
             scale_mode=mode,
-            threads=extension.num_threads(_WORK_PER_ENTRY * rows * columns),
+            threads=threads,
         )
     )
 

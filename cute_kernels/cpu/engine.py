@@ -8,6 +8,7 @@ build.
 from __future__ import annotations
 
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from cute_kernels.cpu.arguments import (
     is_structure_valid,
 )
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
-from cute_kernels.cpu.extension import available, isa, isas, load_extension, num_threads
+from cute_kernels.cpu.extension import available, isa, isas, load_extension, run_options
 from cute_kernels.integers import digit_count
 
 __all__ = [
@@ -133,16 +134,16 @@ def _form(dense: DenseOperand) -> tuple[int, int, bool, int, bool]:
     return (*steps, run == dense.inner_dim, dense.bits, dense.signed)
 
 
-def _operand(dense: DenseOperand) -> object:
+def _operand(engine: ModuleType, dense: DenseOperand) -> object:
     """Operand of the extension."""
-    return load_extension().Operand(dense.data.data_ptr(), *_form(dense))
+    return engine.Operand(dense.data.data_ptr(), *_form(dense))
 
 
-def _scales(left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> object:
+def _scales(engine: ModuleType, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> object:
     """Scales of the extension; null pointers for None."""
     pointers = [0 if t is None else t.data_ptr() for t in (left, right, bias)]
     steps = [t.shape[-1] if t is not None and t.ndim > 1 else 0 for t in (left, right)]
-    return load_extension().Scales(*pointers, *steps)
+    return engine.Scales(*pointers, *steps)
 
 
 class SpmmCall:
@@ -184,9 +185,9 @@ class SpmmCall:
 
     def __call__(self, b: Tensor, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
         """Run :func:`spmm` on tensors with the layout given at construction."""
-        engine = load_extension()
-        operand, scales = engine.Operand(b.data_ptr(), *self._b), _scales(left, right, bias)
-        engine.spmm(isa(), self._sparse, operand, scales, out.data_ptr(), *self._out, num_threads(self._work))
+        engine, path, threads = run_options(self._work)
+        operand, scales = engine.Operand(b.data_ptr(), *self._b), _scales(engine, left, right, bias)
+        engine.spmm(path, self._sparse, operand, scales, out.data_ptr(), *self._out, threads)
 
 
 def spmm(
@@ -264,15 +265,15 @@ def sddmm(
     check_sddmm_arguments(x, y, (row_start, row_end, col_indices), out, shape, left, right)
     batch, blocks, v, stride = out.shape
     m, n, k = shape
-    threads = num_threads(blocks * v * stride * k * batch * digit_count(x.bits) * digit_count(y.bits))
-    load_extension().sddmm(
-        path=isa(),
-        x=_operand(x),
-        y=_operand(y),
+    engine, path, threads = run_options(blocks * v * stride * k * batch * digit_count(x.bits) * digit_count(y.bits))
+    engine.sddmm(
+        path=path,
+        x=_operand(engine, x),
+        y=_operand(engine, y),
         row_start=row_start.data_ptr(),
         row_end=row_end.data_ptr(),
         columns=col_indices.data_ptr(),
-        scales=_scales(left, right, None),
+        scales=_scales(engine, left, right, None),
         out=out.data_ptr(),
         out_batch=blocks * v * stride,
         out_type=OUT_TYPES[out.dtype],

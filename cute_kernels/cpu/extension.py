@@ -82,6 +82,11 @@ def isa() -> str:
     return forced
 
 
+def run_options(work: int) -> tuple[ModuleType, str, int]:
+    """Return the compiled module, the instruction set in use, and the threads for `work` multiply-adds."""
+    return load_extension(), isa(), num_threads(work)
+
+
 def num_threads(work: int) -> int:
     """Return the number of threads for `work` multiply-adds: one if starting threads costs more than it saves.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine
-from cute_kernels.integers import check_bits, combine_digits, fetch, storage_dtype, widen
+from cute_kernels.integers import BITS, combine_digits, fetch, storage_dtype, widen
 from magicube_cutlass.checks import materialized
 from magicube_cutlass.dispatch import cpu_float as float_products
 from magicube_cutlass.dispatch.plan import SpmmProblem
@@ -257,14 +257,15 @@ sddmm = register_op("magicube::sddmm", _sddmm, _empty_samples)
 
 def _check_floats(x: Tensor, bits: int, axis: int | None) -> Tensor:
     """Return `x` with its values in memory; raise unless the quantizer takes it."""
-    check_bits(bits)
+    if bits not in BITS:
+        raise ValueError(f"bits must be one of {BITS}, got {bits!r}")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating dtype, got {x.dtype}")
     if axis not in (None, 0, 1):
         raise ValueError(f"axis must be None, 0 or 1, got {axis}")
     if x.ndim < (1 if axis is None else 2):
         raise ValueError(f"x must have at least {1 if axis is None else 2} dimensions for axis={axis}, got {x.ndim}")
-    return materialized(x)
+    return materialized(x) if x.is_neg() or x.is_conj() or x._is_zerotensor() else x
 
 
 def _quantize(x: Tensor, bits: int, axis: int | None) -> tuple[Tensor, Tensor]:
