@@ -67,6 +67,8 @@ def check_spmm(
         raise ValueError(f"B must have {inner} rows to match A of shape {matrix.shape}, got {dense.shape[-2]}")
     if dense.axis == 1:
         raise ValueError("B must have a per-tensor or per-column scale, got per-row; use quantize(x, bits=8, axis=0)")
+    for name, tensor in (("bias", bias), ("scale of A", matrix.scale), ("scale of B", dense.scale)):
+        _refuse_gradient(name, tensor)
     lhs, rhs, packed_dim = sparse_element_type(matrix), dense.element_type, dense.packed_dim
     if out is not None and out_dtype is None:
         out_dtype = out.dtype
@@ -89,6 +91,32 @@ def float32_scale(scale: Tensor | None, batch: torch.Size, dtype: torch.dtype) -
         return flat
     flat = flat.flatten(-2)  # one of the two has size 1
     return flat.contiguous() if flat.ndim == 1 else flat.expand(*batch, flat.shape[-1]).contiguous()
+
+
+def check_written(out: object, A: object, B: object, bias: object) -> None:
+    """Raise `ValueError` if `out` requires a gradient or shares memory with an operand."""
+    if not isinstance(out, Tensor) or out.numel() == 0:
+        return
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("out must not require a gradient, which a product written in place does not give; "
+                         "use out.detach() or magicube_cutlass.autograd.spmm")  # fmt: skip
+    begin = out.data_ptr()
+    end = begin + out.numel() * out.element_size()
+    tensors = [("values of A", getattr(A, "values", None)), ("bias", bias), ("B", getattr(B, "data", None))]
+    tensors += [("scale of A", getattr(A, "scale", None)), ("scale of B", getattr(B, "scale", None))]
+    for name, each in tensors:
+        if isinstance(each, Tensor) and each.numel() and each.device == out.device:
+            last = sum((n - 1) * abs(s) for n, s in zip(each.shape, each.stride(), strict=True))
+            first = each.data_ptr()
+            if first < end and begin < first + (last + 1) * each.element_size():
+                raise ValueError(f"out must share no memory with the operands, got the memory of {name}")
+
+
+def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
+    """Raise `ValueError` if a gradient of `tensor` is wanted, which these products do not give."""
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, which this product does not give; use {name}.detach() or "
+                         "magicube_cutlass.autograd.spmm")  # fmt: skip
 
 
 def _check_bias(bias: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -137,5 +165,8 @@ def operand_key(B: object) -> tuple[object, ...] | None:
         return None
     if type(data) is not Tensor:
         return None
-    scale = None if B.scale is None else (B.scale.shape, B.scale.stride(), B.scale.dtype, B.scale.device)
+    scale: tuple[object, ...] | None = None
+    if B.scale is not None:
+        wanted = B.scale.requires_grad and torch.is_grad_enabled()
+        scale = (B.scale.shape, B.scale.stride(), B.scale.dtype, B.scale.device, wanted)
     return data.shape, data.stride(), data.device, kind, scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.formats.tracking import is_current
 from magicube_cutlass.ops import torch_ops
-from magicube_cutlass.ops.problem import Operand, check_spmm, operand_key, operand_tensors
+from magicube_cutlass.ops.problem import Operand, check_spmm, check_written, operand_key, operand_tensors
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
     from cute_kernels.spmm.heuristics import SpmmKernel
+
+_MAX_CALLS = 256  # cached calls per matrix
 
 
 def spmm(
@@ -50,7 +52,7 @@ def spmm(
     bias : Tensor, shape (M,), optional
         Added in the epilogue; needs a float `out_dtype`.
     out : Tensor, shape (..., M, N), optional
-        Contiguous output, written in place.
+        Contiguous output, written in place. It shares no memory with an operand and requires no gradient.
     atom : str, optional
         MMA atom, a name in :mod:`cute_kernels.atoms`. Default: selected by dtypes and device.
     config : SpmmKernel, optional
@@ -93,20 +95,25 @@ def spmm(
     """
     if allow_dense:
         _check_allow_dense(atom, config)
-    key = _call_key(B, out_dtype, bias, out, atom, config, allow_dense)
+    compiling = torch.compiler.is_compiling()
+    if out is not None and not compiling:
+        check_written(out, A, B, bias)
+    key = None if compiling else _call_key(B, out_dtype, bias, out, atom, config, allow_dense)
     call = getattr(A, "_execution", {}).get(key) if key is not None else None
-    if call is not None and is_current(A, A._seen):
+    scale = None if call is None else A.scale
+    if call is not None and is_current(A, A._seen) and (scale is None or not scale.requires_grad):
         result = call(*operand_tensors(B), bias, out)
         if result is not None:
-            return result
+            return result if out is None else _written(out)
     problem = check_spmm(A, B, out_dtype, bias, out)
     if allow_dense:
         forecast = dense_fallback.forecast(problem.matrix, problem.dense, problem.out_dtype)
         if forecast and forecast.dense_wins and isinstance(problem.dense, QuantTensor):
             product = dense_fallback.DenseCall(problem.matrix, problem.dense, problem.out_dtype)
             if key is not None:
-                A._execution[key] = product
-            return product(problem.dense.data, problem.dense.scale, bias, out)
+                _keep(A._execution, key, product)
+            result = product(problem.dense.data, problem.dense.scale, bias, out)
+            return result if out is None else _written(out)
     matrix = problem.matrix
     on_cpu = matrix.values.device.type == "cpu"
     planner: Callable[..., tuple[str, list[Tensor]]] = cpu.plan_spmm
@@ -114,20 +121,33 @@ def spmm(
     if not on_cpu:
         several = 1 if problem.batch.numel() == 1 else 2
         planner, arguments = plan_spmm, (*arguments, problem.out_dtype, size_bucket(problem.n), several, atom, config)
-    if torch.compiler.is_compiling():  # the plan is a constant of this version of the matrix
+    if compiling:  # the plan is a constant of this version of the matrix
         kernel, packed = matrix._constant(matrix._version_id, planner, *arguments)
     else:
         kernel, packed = planner(matrix, *arguments)
     result = torch_ops.run_spmm(problem, kernel, packed, out)
-    if key is None:
-        return result
-    if on_cpu:
-        A._execution[key] = cpu.cached_spmm(problem, packed, A.scale, bias, result)
-    else:
+    if key is not None and on_cpu:
+        _keep(A._execution, key, cpu.cached_spmm(problem, packed, A.scale, bias, result))
+    elif key is not None:
         from magicube_cutlass.dispatch.cuda import cached_spmm
 
-        A._execution[key] = cached_spmm(problem, kernel, packed, A.scale, bias, result)
-    return result
+        _keep(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result))
+    return result if out is None or compiling else _written(out)
+
+
+def _keep(cache: dict[Any, Any], key: tuple[object, ...], call: object) -> None:
+    """Cache a call, and drop the oldest one of more than `_MAX_CALLS`; a call holds 1.5 KB."""
+    cache[key] = call
+    if len(cache) > _MAX_CALLS:
+        calls = [each for each in cache if isinstance(each, tuple) and len(each) == len(key)]
+        for oldest in calls[: len(calls) - _MAX_CALLS]:
+            del cache[oldest]
+
+
+def _written(out: Tensor) -> Tensor:
+    """`out`, with the write counted as torch counts its own: autograd then knows that saved values are gone."""
+    torch.autograd.graph.increment_version(out)
+    return out
 
 
 def _check_allow_dense(atom: str | None, config: SpmmKernel | None) -> None:
@@ -147,13 +167,11 @@ def _call_key(
     config: SpmmKernel | None,
     allow_dense: bool,
 ) -> tuple[object, ...] | None:
-    """Everything that the checks of :func:`spmm` read besides A; None if the call cannot be cached.
-
-    A compiler has to see the operator.
-    """
-    operand = None if torch.compiler.is_compiling() else operand_key(B)
+    """Everything that the checks of :func:`spmm` read besides A; None if the call cannot be cached."""
+    operand = operand_key(B)
     if operand is None:
         return None
-    bias_key = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
+    wanted = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    bias_key = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, wanted)
     out_key = None if out is None else (out.shape, out.stride(), out.dtype, out.device)
     return (operand, bias_key, out_key, out_dtype, atom, config, allow_dense)
