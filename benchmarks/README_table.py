@@ -156,7 +156,7 @@ def render_dlmc(results: dict[str, Any]) -> str:
             f"{'SpMM' if kind == 'spmm' else 'SDDMM'}, L8-R8, times as fast as dense fp16: geometric mean and range "
             f"over matrices and {size} = {', '.join(str(x) for x in sorted({row[size] for row in rows}))}:",
             "",
-            f"![speed-up by sparsity](dlmc_{kind}.png)",
+            f"![speed-up by sparsity](images/dlmc_{kind}.png)",
             "",
             "| sparsity of the folder | " + " | ".join(f"V = {v}" for v in lengths) + " |",
             "|---" * (len(lengths) + 1) + "|",
