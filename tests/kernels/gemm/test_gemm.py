@@ -143,7 +143,7 @@ def test_processors_without_vnni_multiply_in_float32(why: str, monkeypatch: pyte
     assert explain_gemm(torch.ones(2, 3, dtype=torch.int8), torch.ones(3, 2, dtype=torch.int8)).kernel == "float32"
     for k in (1024, 1025, 140_000):
         a, b = torch.full((3, k), -128, dtype=torch.int8), torch.full((k, 2), -128, dtype=torch.int8)
-        a[1], a[2, ::2] = 127, 1
+        a[1], a[2, ::2], b[:, 1] = 127, 1, 127  # sums of odd products: no power of two to spare
         assert torch.equal(gemm(a, b, out_dtype=torch.int64), a.long() @ b.long())
     a, b = planes(2, 19, 150, 1), planes(2, 150, 23, 9)
     assert torch.equal(gemm(a[0], b[0]), (a[0].long() @ b[0].long()).int())
