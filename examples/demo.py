@@ -23,6 +23,8 @@ from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.cli.console import bytes_text
 
 N = 256  # columns of SpMM's dense operand
+SHORT = {"float32": "f32", "bfloat16": "bf16", "torch dynamic int8": "dyn8", "torch._int_mm": "int_mm",
+         "torch._int_mm, column-major": "int_mm"}  # fmt: skip
 INNER = 64  # inner size of SDDMM, a head of attention
 VECTOR_LENGTHS = (2, 4, 8)
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +94,7 @@ def show(results: list[Result], console: Console) -> None:
             bytes_text(one.nbytes),
             f"{one.spmm:.3f}",
             f"{one.dense:.3f}",
-            one.baseline,
+            SHORT.get(one.baseline, one.baseline),
             f"{one.ratio:.2f}x",
             "-" if one.sddmm is None else f"{one.sddmm:.3f}",
             f"all {one.pattern.shape[0]}",
