@@ -287,13 +287,14 @@ class SparseQuantLinear(Calibrated):
         """Restore sizes and options before the tensors; the state of a plain linear layer keeps the pattern."""
         errors: list[str] = arguments[-1]
         if prefix + "row_offsets" in state_dict:
+            try:
+                self._check_state(state_dict, prefix)
+            except (TypeError, ValueError) as error:  # nothing was assigned
+                errors.append(f"{prefix}pattern: {error}")
+                return
             self._take_kind(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._forget()
-        try:
-            self._check_loaded()
-        except (TypeError, ValueError) as error:
-            errors.append(f"{prefix}pattern: {error}")
 
     def _take_kind(self, state_dict: Any, prefix: str) -> None:
         device = self.row_offsets.device
@@ -306,10 +307,20 @@ class SparseQuantLinear(Calibrated):
         elif self.weight is None:
             self.weight = nn.Parameter(torch.empty_like(weight, device=device))
 
-    def _check_loaded(self) -> None:
-        self.pattern.check_format(full=True)
-        if self.weight is None:
-            self._frozen_matrix().check_format(full=True)
+    def _check_state(self, state_dict: Any, prefix: str) -> None:
+        """Raise unless pattern, options and integers of a state fit each other and this layer."""
+        stored = {name: state_dict.get(prefix + name) for name in (*_STRUCTURE, *_PACKED, "_extra_state", "weight")}
+        options = stored["_extra_state"]
+        config = self.config if options is None else SparseQuantConfig.from_tensor(options)
+        shape, v = (self.out_features, self.in_features), config.vector_length
+        pattern = Pattern(shape, v, stored["row_offsets"], stored["col_indices"])
+        pattern.check_format(full=True)
+        if stored["weight"] is None and stored["values"] is not None:
+            padded = pattern.padded(STRIDE)
+            SRBCRS(
+                padded.row_start, padded.row_end, padded.col_indices, stored["values"], shape=shape, vector_length=v,
+                bits=config.bits, stride=STRIDE, scale=stored["scale"],
+            ).check_format(full=True)  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseQuantLinear:
         scales = {name: getattr(self, name) for name in ("scale", "act_scale")}

@@ -185,7 +185,7 @@ def test_a_damaged_state_is_refused() -> None:
         SparseQuantLinear(48, 40).load_state_dict(frozen)
     state = sparse().state_dict()
     state["_extra_state"] = torch.zeros(3, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="stored must hold the options of a SparseQuantLinear"):
+    with pytest.raises(RuntimeError, match="pattern: stored must hold the options of a SparseQuantLinear"):
         SparseQuantLinear(48, 40).load_state_dict(state)
 
 
@@ -332,3 +332,19 @@ def test_bad_arguments_are_named() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="linear must have a parameter as its weight, got a Tensor"):
         SparseQuantLinear.from_linear(normed)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("far", [10**6, -5, 2**31 - 1])
+def test_a_state_that_is_refused_leaves_the_layer_as_it_was(frozen: bool, far: int) -> None:
+    torch.manual_seed(0)
+    source, layer = (SparseQuantLinear.from_linear(nn.Linear(64, 32), sparsity=0.5) for _ in range(2))
+    state = {name: tensor.clone() for name, tensor in (source.freeze() if frozen else source).state_dict().items()}
+    state["col_indices"][3] = far
+    x = torch.randn(3, 64)
+    before, kept = layer(x), {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with pytest.raises(RuntimeError, match=rf"pattern: col_indices must lie in \[0, 64\), got {far} at vector 3"):
+        layer.load_state_dict(state)
+    after = layer.state_dict()
+    assert after.keys() == kept.keys() and all(torch.equal(after[name], kept[name]) for name in kept)
+    assert torch.equal(layer(x), before)
