@@ -25,7 +25,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.convert.digits import digits
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine, extension
 from residual.operand.decompose import decompose
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_quantize.json"
@@ -37,12 +37,11 @@ Call = Callable[[], Any]
 @contextmanager
 def without_engine() -> Iterator[None]:
     """As where the extension was not compiled."""
-    available = engine.available
-    engine.available = lambda: False
+    loaded, extension.ENGINE = extension.ENGINE, None
     try:
         yield
     finally:
-        engine.available = available
+        extension.ENGINE = loaded
 
 
 def in_torch(call: Call) -> Any:

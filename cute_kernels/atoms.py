@@ -159,8 +159,8 @@ def declaration(entry: Atom) -> str:
     lines += ["template <class Left, class Right> struct AtomFor;"]
     for key, struct in entry.structs.items():
         qualified = struct if "::" in struct else f"cute::{struct}"
-        left, right = (operand_type(each) for each in key)
-        lines += [f"template <> struct AtomFor<{left}, {right}> {{ using type = {qualified}; }};"]
+        lhs, rhs = (operand_type(each) for each in key)
+        lines += [f"template <> struct AtomFor<{lhs}, {rhs}> {{ using type = {qualified}; }};"]
     lines += [
         f"struct AtomInfo {{ static constexpr int kM = {m}, kN = {n}, kK = {k}, "
         f"kBits = {entry.mma_bits}, kThreads = {entry.threads}; }};",
@@ -222,8 +222,8 @@ def _warp(name: str, shape: tuple[int, int, int], bits: int, archs: tuple[str, .
     mma_bits = mma_bits or bits
     letter = {True: f"S{mma_bits}", False: f"U{mma_bits}"}
     structs = {
-        (left, right): f"SM80_{m}x{n}x{k}_S32{letter[left]}{letter[right]}S32_TN"
-        for left, right in product((True, False), repeat=2)
+        (lhs, rhs): f"SM80_{m}x{n}x{k}_S32{letter[lhs]}{letter[rhs]}S32_TN"
+        for lhs, rhs in product((True, False), repeat=2)
     }
     headers = ("cute/atom/mma_traits_sm80.hpp",)
     return Atom(name, shape, bits, mma_bits, structs, 32, *warp_layouts(shape, mma_bits), archs, headers)
@@ -241,8 +241,8 @@ def _halves(name: str, of: str, letters: str, times: int) -> Atom:
 def _small_floats() -> Atom:
     """A warp-wide m16n8k32 for e4m3 and e5m2; architectures without it convert both operands to float16."""
     structs = {
-        (left, right): f"SM89_16x8x32_F32{left.upper()}{right.upper()}F32_TN"
-        for left, right in product(("e4m3", "e5m2"), repeat=2)
+        (lhs, rhs): f"SM89_16x8x32_F32{lhs.upper()}{rhs.upper()}F32_TN"
+        for lhs, rhs in product(("e4m3", "e5m2"), repeat=2)
     }
     shape, headers = (16, 8, 32), ("cute/atom/mma_traits_sm89.hpp",)
     return Atom("fp8_m16n8k32", shape, 8, 8, structs, 32, *warp_layouts(shape, 8), _FP8, headers)
@@ -252,8 +252,8 @@ def _warp_group(n: int) -> Atom:
     """Hopper's ``wgmma`` 64 x n x 32 with A in registers and B, K-major, in shared memory behind a descriptor."""
     letter = {True: "S8", False: "U8"}
     structs = {
-        (left, right): f"SM90_64x{n}x32_S32{letter[left]}{letter[right]}_RS_TN"
-        for left, right in product((True, False), repeat=2)
+        (lhs, rhs): f"SM90_64x{n}x32_S32{letter[lhs]}{letter[rhs]}_RS_TN"
+        for lhs, rhs in product((True, False), repeat=2)
     }
     return Atom(
         name=f"s8_m64n{n}k32",
@@ -294,10 +294,10 @@ def default_atom(kind: ProblemTypes, arch: str) -> str:
     >>> default_atom(four, "sm_80"), default_atom(four, "sm_90a")
     ('s4_m16n8k64', 'int4_as_int8_m16n8k32')
     """
-    check_pair(kind.left, kind.right)
-    if not isinstance(kind.left, Integer):
-        return "bf16_m16n8k32" if "bfloat16" in (kind.left.name, kind.right.name) else "f16_m16n8k32"
-    if (kind.left.bits, kind.right.bits) != (4, 4):
+    check_pair(kind.lhs, kind.rhs)
+    if not isinstance(kind.lhs, Integer):
+        return "bf16_m16n8k32" if "bfloat16" in (kind.lhs.name, kind.rhs.name) else "f16_m16n8k32"
+    if (kind.lhs.bits, kind.rhs.bits) != (4, 4):
         return "s8_m16n8k32"
     native = "s4_m16n8k64"
     return native if runs_on(atom(native), arch) else "int4_as_int8_m16n8k32"
@@ -326,7 +326,7 @@ def resolve_atom(name: str | None, kind: ProblemTypes, arch: str) -> str:
     if not runs_on(atom(name), arch):
         natives = ", ".join(f"sm_{each}" for each in atom(name).archs)
         raise ValueError(f"atom must be an instruction of {arch}, got {name} of {natives}")
-    for number in (kind.left, kind.right):
+    for number in (kind.lhs, kind.rhs):
         operand_of(atom(name), number)  # raises
     return name
 

@@ -35,14 +35,14 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
     lengths = (1, 2, 4, 8, 16, 32) if all else (8,)
     outs = ("float16", "int32", "bfloat16", "float32", "int64") if all else ("float16", "int32")
     signs = tuple(product((True, False), repeat=2)) if all else ((True, True),)
-    for v, out, (left, right) in product(lengths, outs, signs):
+    for v, out, (lhs_signed, rhs_signed) in product(lengths, outs, signs):
         for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged to 8 rows
             for rows in (32, 512):
-                kind = ProblemTypes(v, Integer(a, left), Integer(b, right), out)
+                kind = ProblemTypes(v, Integer(a, lhs_signed), Integer(b, rhs_signed), out)
                 yield choose_spmm(kind, machine, Problem(rows, 4096, 410 * rows, 512, 512))
         for x, y in SDDMM_PAIRS:
             for rows in (0, 512):
-                kind, vectors = ProblemTypes(v, Integer(x, left), Integer(y, right), out), 410 * rows
+                kind, vectors = ProblemTypes(v, Integer(x, lhs_signed), Integer(y, rhs_signed), out), 410 * rows
                 yield choose_sddmm(kind, machine, stride=32, inner=256, vector_rows=rows, vectors=vectors, columns=4096)
 
 

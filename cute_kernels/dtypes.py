@@ -76,23 +76,23 @@ def holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
     return wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa
 
 
-# (left bits, right bits): the pairs of Li, Osawa, Hoefler, SC'22, Table IV. Every other pair works as well.
+# (bits of A, bits of B): the pairs of Li, Osawa, Hoefler, SC'22, Table IV. Every other pair works as well.
 SPMM_PAIRS = ((16, 16), (16, 8), (16, 4), (12, 4), (8, 4), (8, 8), (4, 4))
 
 
 SDDMM_PAIRS = ((16, 16), (8, 8), (4, 4))
 
 
-def check_pair(left: ElementType, right: ElementType) -> None:
+def check_pair(lhs: ElementType, rhs: ElementType) -> None:
     """Raise `TypeError` unless elements of these types multiply.
 
     Integers multiply integers and floats multiply floats, float16 with bfloat16 excepted.
     """
-    if isinstance(left, Integer) and isinstance(right, Integer):
+    if isinstance(lhs, Integer) and isinstance(rhs, Integer):
         return  # names would break a compiler's graph
-    if isinstance(left, Integer) or isinstance(right, Integer):
-        raise TypeError(f"operands must be both integers or both floats, got {left.name} and {right.name}")
-    if {left.name, right.name} == {"float16", "bfloat16"}:
+    if isinstance(lhs, Integer) or isinstance(rhs, Integer):
+        raise TypeError(f"operands must be both integers or both floats, got {lhs.name} and {rhs.name}")
+    if {lhs.name, rhs.name} == {"float16", "bfloat16"}:
         raise TypeError("operands must not be float16 and bfloat16, which no instruction takes together: convert one")
 
 

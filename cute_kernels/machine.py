@@ -21,15 +21,15 @@ class ProblemTypes:
     ----------
     vector_length : int
         V of the sparse operand.
-    left, right : Integer or FloatFormat
+    lhs, rhs : Integer or FloatFormat
         Element types of the operands.
     out : str
         Name of the output dtype.
     """
 
     vector_length: int
-    left: ElementType
-    right: ElementType
+    lhs: ElementType
+    rhs: ElementType
     out: str
 
 

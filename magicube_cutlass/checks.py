@@ -74,6 +74,8 @@ def check_tensor(
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()):
+        raise ValueError(f"{name} must hold its values, got a negated, conjugate or zero tensor; use {name}.clone()")
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     if ndim is not None and tensor.ndim != ndim:

@@ -42,10 +42,10 @@ def at_vectors(full: Tensor, pattern: Pattern) -> Tensor:
     return grouped[..., pattern.row_indices, pattern.col_indices, :]
 
 
-def scale_out(total: Tensor, dtype: torch.dtype, left: Tensor | None, right: Tensor | None) -> Tensor:
+def scale_out(total: Tensor, dtype: torch.dtype, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
     """Return integer totals (..., M, N) as `dtype`; floats are multiplied by row and column scales, which broadcast."""
     if not dtype.is_floating_point:
         return total.to(dtype)
     scaled = total.to(torch.float32)
-    scaled = scaled if left is None else scaled * left
-    return (scaled if right is None else scaled * right).to(dtype)
+    scaled = scaled if row_scale is None else scaled * row_scale
+    return (scaled if col_scale is None else scaled * col_scale).to(dtype)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import hypothesis
 import pytest
 import torch
+
+from cute_kernels.cpu import extension
 
 hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine takes its time
 hypothesis.settings.load_profile("patient")
@@ -25,3 +29,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", ())
     if count := sum(NO_DEVICE in str(report.longrepr) for report in skipped):
         terminalreporter.write_line(f"{count} GPU tests skipped: torch has no CUDA device")
+
+
+@pytest.fixture
+def use_threads() -> Iterator[Callable[[int], None]]:
+    """Set the threads of the engine, which then starts them however little there is to do."""
+    engine, before = extension.load_extension(), torch.get_num_threads()
+    serial_work = engine.set_serial_work(0)
+    yield torch.set_num_threads
+    engine.set_serial_work(serial_work)
+    torch.set_num_threads(before)

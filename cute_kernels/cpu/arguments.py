@@ -143,10 +143,11 @@ def check_dense(name: str, dense: DenseOperand, outer: int, inner: int, batch: i
         raise ValueError(f"{name} must have a batch of {batch}, got {tuple(data.shape[:-2])}")
 
 
-def check_scale(name: str, scale: Tensor | None, length: int, batch: int = 1) -> None:
-    """Raise unless `scale` is None or contiguous float32 of shape (`length`,) or, of a batch, (`batch`, `length`)."""
+def check_scale(name: str, scale: Tensor | None, length: int, batch: tuple[int, ...] = ()) -> None:
+    """Raise unless `scale` is None or contiguous float32 of shape (), (`length`,) or (*`batch`, `length`)."""
     if scale is not None:
-        check_array(name, scale, torch.float32, *((batch, length) if scale.ndim == 2 else (length,)))
+        shape = () if scale.ndim == 0 else (length,) if scale.ndim == 1 else (*batch, length)
+        check_array(name, scale, torch.float32, *shape)
 
 
 def _check_out(out: Tensor, rows: int) -> None:
@@ -159,16 +160,22 @@ def _check_out(out: Tensor, rows: int) -> None:
 
 
 def check_spmm_arguments(
-    a: SparseOperand, b: DenseOperand, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+    a: SparseOperand,
+    b: DenseOperand,
+    out: Tensor,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     """Raise unless the arguments of :func:`cute_kernels.cpu.engine.spmm` fit each other; read no data."""
     _check_out(out, a.rows)
     n, batch = out.shape[-1], out.shape[:-2].numel()
     check_sparse(a)
     check_dense("b", b, n, a.columns, batch)
-    check_scale("left", left, a.rows)
-    check_scale("right", right, n, batch)
-    check_scale("bias", bias, a.rows)
+    check_scale("row_scale", row_scale, a.rows)
+    check_scale("col_scale", col_scale, n, out.shape[:-2])
+    if bias is not None:
+        check_array("bias", bias, torch.float32, a.rows)
 
 
 def check_sddmm_arguments(
@@ -177,8 +184,8 @@ def check_sddmm_arguments(
     index: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     shape: tuple[int, int, int],
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
 ) -> None:
     """Raise unless the arguments of :func:`cute_kernels.cpu.engine.sddmm` fit each other; read no data."""
     if out.ndim != 4:
@@ -189,8 +196,8 @@ def check_sddmm_arguments(
     check_structure_shape(*index, blocks, v, stride, m)
     check_dense("x", x, m, k, batch)
     check_dense("y", y, n, k, batch)
-    check_scale("left", left, m, batch)
-    check_scale("right", right, n, batch)
+    check_scale("row_scale", row_scale, m, (batch,))
+    check_scale("col_scale", col_scale, n, (batch,))
 
 
 def _check_rows(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:

@@ -9,8 +9,6 @@ from cute_kernels.cpu import extension
 from cute_kernels.cpu.arguments import STRIDES, VECTOR_LENGTHS, check_address, check_array, check_quantize_arguments
 
 NEGATIVE, NONFINITE = 1, 2  # flags of `quantize_cpu`: an entry is below zero; an entry is inf or NaN
-_WORK_PER_ENTRY = 16  # multiply-adds with the cost of quantizing an entry
-_WORK_PER_COLUMN = 1 << 14  # multiply-adds with the cost of ordering a column
 
 
 def quantize_cpu(
@@ -52,10 +50,9 @@ def quantize_cpu(
     """
     rows, columns = x.shape
     check_quantize_arguments(x, out, scale, bits, signed, mode)
-    engine, path, threads = extension.run_options(_WORK_PER_ENTRY * rows * columns)
+    engine = extension.ENGINE or extension.load_extension()
     return int(
         engine.quantize(
-            path=path,
             x=x.data_ptr(),
             out=out.data_ptr(),
             scale=scale.data_ptr(),
@@ -69,7 +66,7 @@ def quantize_cpu(
             truncate=truncate,
             given_scale=given,
             scale_mode=mode,
-            threads=threads,
+            threads=torch.get_num_threads(),
         )
     )
 
@@ -148,7 +145,6 @@ def decompose_cpu(
     size = () if axis is None else (x.shape[1 - axis],)
     scale = torch.empty(size, dtype=torch.float64 if exact else torch.float32)
     flags = extension.load_extension().digits(
-        path=extension.isa(),
         x=x.data_ptr(),
         planes=out.data_ptr(),
         scale=scale.data_ptr(),
@@ -167,7 +163,7 @@ def decompose_cpu(
         truncate=truncate,
         limit=limit,
         scale_mode={None: 0, 1: 1, 0: 2}[axis],
-        threads=extension.num_threads(_WORK_PER_ENTRY * count * rows * columns),
+        threads=torch.get_num_threads(),
     )
     return tuple(out.unbind(0)), scale, int(flags)
 
@@ -179,10 +175,10 @@ def order_columns(until: Tensor, first: Tensor, order: Tensor, group: int, windo
     check_array("first", first, torch.int64, rows * 8)
     check_array("order", order, torch.int64, None)
     check_array("slots", slots, torch.int64, order.numel())
-    threads = extension.num_threads(_WORK_PER_COLUMN * order.numel())
     extension.load_extension().spread_slots(
-        until.data_ptr(), first.data_ptr(), order.data_ptr(), rows, tiles, group, window, slots.data_ptr(), threads
-    )
+        until.data_ptr(), first.data_ptr(), order.data_ptr(), rows, tiles, group, window, slots.data_ptr(),
+        order.numel(), torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -234,9 +230,8 @@ def compress_cpu(ints: Tensor, mask: Tensor, vector_length: int, stride: int) ->
     def run(lengths: Tensor | None, starts: Tensor | None, columns: Tensor | None, values: Tensor | None) -> None:
         addresses = [0 if t is None else t.data_ptr() for t in (lengths, starts, columns, values)]
         extension.load_extension().compress(
-            extension.isa(), mask.data_ptr(), ints.data_ptr(), m, k, mask.stride(0), ints.stride(0) *
-            ints.element_size(), ints.element_size(), vector_length, stride, *addresses, extension.num_threads(4 * m *
-            k),
+            mask.data_ptr(), ints.data_ptr(), m, k, mask.stride(0), ints.stride(0) * ints.element_size(),
+            ints.element_size(), vector_length, stride, *addresses, torch.get_num_threads(),
         )  # fmt: skip
 
     run(lengths, None, None, None)

@@ -8,11 +8,11 @@ build.
 from __future__ import annotations
 
 from itertools import pairwise
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu import extension
 from cute_kernels.cpu.arguments import (
     OUT_TYPES,
     DenseOperand,
@@ -22,8 +22,7 @@ from cute_kernels.cpu.arguments import (
     is_structure_valid,
 )
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
-from cute_kernels.cpu.extension import available, isa, isas, load_extension, run_options
-from cute_kernels.integers import digit_count
+from cute_kernels.cpu.extension import available, isa, isas, load_extension
 
 __all__ = [
     "NEGATIVE",
@@ -134,37 +133,41 @@ def _form(dense: DenseOperand) -> tuple[int, int, bool, int, bool]:
     return (*steps, run == dense.inner_dim, dense.bits, dense.signed)
 
 
-def _operand(engine: ModuleType, dense: DenseOperand) -> object:
+def _operand(dense: DenseOperand) -> object:
     """Operand of the extension."""
-    return engine.Operand(dense.data.data_ptr(), *_form(dense))
-
-
-def _scales(engine: ModuleType, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> object:
-    """Scales of the extension; null pointers for None."""
-    pointers = [0 if t is None else t.data_ptr() for t in (left, right, bias)]
-    steps = [t.shape[-1] if t is not None and t.ndim > 1 else 0 for t in (left, right)]
-    return engine.Scales(*pointers, *steps)
+    return load_extension().Operand(dense.data.data_ptr(), *_form(dense))
 
 
 class SpmmCall:
-    """:func:`spmm` prepared for one sparse operand; a call only passes pointers.
+    """:func:`spmm` prepared for one sparse operand and row scale; a call only passes pointers.
 
     Parameters
     ----------
     a : SparseOperand
         Sparse operand.
-    b, out : DenseOperand, Tensor
-        Examples of B and of the output. The tensors of a call must have the same shapes, strides and dtypes.
+    b : DenseOperand
+        Example of B. The tensors of a call must have the same shapes, strides and dtypes.
+    out_shape, out_dtype : torch.Size, torch.dtype
+        (..., M, N); one of `OUT_TYPES`.
+    row_scale : Tensor or None, shape () or (M,)
+        float32, contiguous; read at each call.
+    scaled : bool
+        Whether to multiply by the scale of B.
 
     Notes
     -----
     Nothing is checked here: :func:`spmm` does that.
     """
 
-    def __init__(self, a: SparseOperand, b: DenseOperand, out: Tensor) -> None:
+    def __init__(
+        self, a: SparseOperand, b: DenseOperand, out_shape: torch.Size, out_dtype: torch.dtype,
+        row_scale: Tensor | None, scaled: bool,
+    ) -> None:  # fmt: skip
         _, blocks, v, stride = a.planes.shape
-        self._owner = a  # keeps the tensors alive
-        self._sparse = load_extension().Sparse(
+        self._engine = extension.ENGINE or extension.load_extension()
+        self._owner, self._row_scale, self._scaled = a, row_scale, scaled
+        self._shape, self._dtype = out_shape, out_dtype
+        self._sparse = self._engine.Sparse(
             row_start=a.row_start.data_ptr(),
             row_end=a.row_end.data_ptr(),
             columns=a.col_indices.data_ptr(),
@@ -179,21 +182,39 @@ class SpmmCall:
             bits=a.bits,
             is_signed=a.signed,
         )
-        n, batch = out.shape[-1], out.shape[:-2].numel()
-        self._b, self._out = _form(b), (OUT_TYPES[out.dtype], n, batch)
-        self._work = blocks * v * stride * n * batch * a.planes.shape[0] * -(-b.bits // 8)  # products of digits
+        self._b, self._out = _form(b), (OUT_TYPES[out_dtype], out_shape[-1], out_shape[:-2].numel())
 
-    def __call__(self, b: Tensor, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
-        """Run :func:`spmm` on tensors with the layout given at construction."""
-        engine, path, threads = run_options(self._work)
-        operand, scales = engine.Operand(b.data_ptr(), *self._b), _scales(engine, left, right, bias)
-        engine.spmm(path, self._sparse, operand, scales, out.data_ptr(), *self._out, threads)
+    def __call__(self, b: Tensor, col_scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """Run :func:`spmm` on tensors with the layout given at construction; None: a new output."""
+        if out is None:
+            out = torch.empty(self._shape, dtype=self._dtype)
+        rows, columns, n = self._row_scale, col_scale if self._scaled else None, self._shape[-1]
+        # the engine reads one scale per row and per column
+        if rows is not None and rows.ndim == 0:
+            rows = rows.expand(self._shape[-2]).contiguous()
+        if columns is not None and columns.ndim == 0:
+            columns = columns.expand(n).contiguous()
+        scales = self._engine.Scales(
+            0 if rows is None else rows.data_ptr(),
+            0 if columns is None else columns.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0,
+            0 if columns is None or columns.numel() == n else n,
+        )
+        operand = self._engine.Operand(b.data_ptr(), *self._b)
+        self._engine.spmm(self._sparse, operand, scales, out.data_ptr(), *self._out, torch.get_num_threads())
+        return out
 
 
 def spmm(
-    a: SparseOperand, b: DenseOperand, out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+    a: SparseOperand,
+    b: DenseOperand,
+    out: Tensor,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
-    """Multiply a sparse by a dense integer matrix: ``out = (A B) * left[:, None] * right + bias[:, None]``.
+    """Multiply a sparse by a dense integer matrix: ``out = (A B) * row_scale[:, None] * col_scale + bias[:, None]``.
 
     Integer sums are exact. Implements the SpMM of [1]_ on a CPU.
 
@@ -205,10 +226,12 @@ def spmm(
         Dense operand.
     out : Tensor, shape (..., M, N)
         Contiguous, of a dtype in `OUT_TYPES`; written in place.
-    left, bias : Tensor or None, shape (M,)
-        float32 row scales and bias, contiguous.
-    right : Tensor or None, shape (N,) or (batch, N)
-        float32 column scales, contiguous.
+    row_scale : Tensor or None, shape () or (M,)
+        float32, contiguous.
+    col_scale : Tensor or None, shape (), (N,) or (..., N)
+        float32, contiguous.
+    bias : Tensor or None, shape (M,)
+        float32, contiguous.
 
     References
     ----------
@@ -226,8 +249,8 @@ def spmm(
     >>> out[:2].tolist()
     [[0, 1], [2, 3]]
     """
-    check_spmm_arguments(a, b, out, left, right, bias)
-    SpmmCall(a, b, out)(b.data, out, left, right, bias)
+    check_spmm_arguments(a, b, out, row_scale, col_scale, bias)
+    SpmmCall(a, b, out.shape, out.dtype, row_scale, col_scale is not None)(b.data, col_scale, bias, out)
 
 
 def sddmm(
@@ -238,10 +261,10 @@ def sddmm(
     col_indices: Tensor,
     out: Tensor,
     shape: tuple[int, int, int],
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
 ) -> None:
-    """Sample a dense integer product at the vectors of a pattern: ``out = (X Y^T) * left[:, None] * right``.
+    """Sample a dense integer product at the vectors of a pattern: ``out = (X Y^T) * row_scale[:, None] * col_scale``.
 
     Integer sums are exact. Implements the SDDMM of [1]_ on a CPU.
 
@@ -255,25 +278,29 @@ def sddmm(
         Contiguous zeros of a dtype in `OUT_TYPES`; written in place.
     shape : tuple of int
         (M, N, K).
-    left, right : Tensor or None, shape (M,) or (batch, M); (N,) or (batch, N)
-        float32 row and column scales, contiguous.
+    row_scale, col_scale : Tensor or None, shape (), (M,) or (batch, M); (), (N,) or (batch, N)
+        float32, contiguous.
 
     References
     ----------
     .. [1] Li, Osawa, Hoefler, SC'22, section IV-E.
     """
-    check_sddmm_arguments(x, y, (row_start, row_end, col_indices), out, shape, left, right)
+    check_sddmm_arguments(x, y, (row_start, row_end, col_indices), out, shape, row_scale, col_scale)
     batch, blocks, v, stride = out.shape
     m, n, k = shape
-    engine, path, threads = run_options(blocks * v * stride * k * batch * digit_count(x.bits) * digit_count(y.bits))
+    engine = load_extension()
+    sizes = ((row_scale, m), (col_scale, n))
+    scales = [None if scale is None else scale.expand(size).contiguous() if scale.ndim == 0 else scale
+              for scale, size in sizes]  # fmt: skip
+    steps = [0 if scale is None or scale.numel() <= size else size for scale, size in sizes]
+    pointers = [0 if scale is None else scale.data_ptr() for scale in scales]
     engine.sddmm(
-        path=path,
-        x=_operand(engine, x),
-        y=_operand(engine, y),
+        x=_operand(x),
+        y=_operand(y),
         row_start=row_start.data_ptr(),
         row_end=row_end.data_ptr(),
         columns=col_indices.data_ptr(),
-        scales=_scales(engine, left, right, None),
+        scales=engine.Scales(*pointers, 0, *steps),
         out=out.data_ptr(),
         out_batch=blocks * v * stride,
         out_type=OUT_TYPES[out.dtype],
@@ -284,5 +311,5 @@ def sddmm(
         batch=batch,
         vector_length=v,
         stride=stride,
-        threads=threads,
+        threads=torch.get_num_threads(),
     )

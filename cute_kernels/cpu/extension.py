@@ -1,20 +1,14 @@
-"""Loading of the compiled CPU engine, its instruction sets and threads."""
+"""Loading of the compiled CPU engine, and its instruction sets."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 import os
-from functools import cache
 from types import ModuleType
 
-import torch
 
-_SERIAL_WORK = 1 << 21  # multiply-adds below which starting a thread costs more than it saves
-
-
-@cache
-def _extension() -> ModuleType | None:
+def _load() -> ModuleType | None:
     """The compiled module, None if it is not installed; `MAGICUBE_ENGINE` selects another build."""
     name, file = "cute_kernels.cpu._engine", os.environ.get("MAGICUBE_ENGINE")
     if file:
@@ -31,9 +25,12 @@ def _extension() -> ModuleType | None:
         return None
 
 
+ENGINE = _load()
+
+
 def available() -> bool:
     """Whether the compiled engine is installed. Without it, products fall back to the int64 reference."""
-    return _extension() is not None
+    return ENGINE is not None
 
 
 def load_extension() -> ModuleType:
@@ -44,10 +41,9 @@ def load_extension() -> ModuleType:
     RuntimeError
         If the extension is not installed.
     """
-    module = _extension()
-    if module is None:
+    if ENGINE is None:
         raise RuntimeError("the compiled CPU engine is missing; reinstall with a C++17 compiler: pip install .")
-    return module
+    return ENGINE
 
 
 def isas() -> list[str]:
@@ -58,7 +54,7 @@ def isas() -> list[str]:
     >>> set(isas()) <= {"avx512", "avx2", "portable"}
     True
     """
-    return list(load_extension().paths()) if available() else []
+    return [] if ENGINE is None else list(ENGINE.isas())
 
 
 def isa() -> str:
@@ -74,25 +70,4 @@ def isa() -> str:
     >>> isa() in [*isas(), "reference"]
     True
     """
-    usable, forced = isas(), os.environ.get("MAGICUBE_CPU")
-    if forced is None:
-        return usable[0] if usable else "reference"
-    if forced not in usable:
-        raise ValueError(f"MAGICUBE_CPU must be one of {usable} on this machine, got {forced!r}")
-    return forced
-
-
-def run_options(work: int) -> tuple[ModuleType, str, int]:
-    """Return the compiled module, the instruction set in use, and the threads for `work` multiply-adds."""
-    return load_extension(), isa(), num_threads(work)
-
-
-def num_threads(work: int) -> int:
-    """Return the number of threads for `work` multiply-adds: one if starting threads costs more than it saves.
-
-    Examples
-    --------
-    >>> num_threads(1000)
-    1
-    """
-    return torch.get_num_threads() if work >= _SERIAL_WORK else 1
+    return "reference" if ENGINE is None else str(ENGINE.isa())

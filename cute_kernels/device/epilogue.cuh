@@ -1,4 +1,4 @@
-// From exact integer totals, or sums of floats, to the output type: out = total * left * right + bias.
+// From exact integer totals, or sums of floats, to the output type: out = total * row_scale * col_scale + bias.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -20,34 +20,34 @@ template <class C>
 using TotalOf = cuda::std::conditional_t<C::kFloat, float, cuda::std::conditional_t<C::kLongTotal, int64_t, int32_t>>;
 
 template <class Total>
-__device__ __forceinline__ float scaled(Total total, float left, float right, float bias) {
-  return static_cast<float>(total) * left * right + bias;
+__device__ __forceinline__ float scaled(Total total, float row_scale, float col_scale, float bias) {
+  return static_cast<float>(total) * row_scale * col_scale + bias;
 }
 
 template <class Out, class Total>
-__device__ __forceinline__ Out convert(Total total, float left, float right, float bias) {
+__device__ __forceinline__ Out convert(Total total, float row_scale, float col_scale, float bias) {
   if constexpr (cuda::std::is_integral_v<Out>) return static_cast<Out>(total);
-  else if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(scaled(total, left, right, bias));
-  else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(scaled(total, left, right, bias));
-  else return scaled(total, left, right, bias);
+  else if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(scaled(total, row_scale, col_scale, bias));
+  else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(scaled(total, row_scale, col_scale, bias));
+  else return scaled(total, row_scale, col_scale, bias);
 }
 
 // Consecutive results of one row. 16-bit floats are converted in pairs, by one instruction.
 template <class Out, class Total, int kCount>
-__device__ __forceinline__ void convert_run(const Total (&run)[kCount], float left, const float (&right)[kCount],
+__device__ __forceinline__ void convert_run(const Total (&run)[kCount], float row_scale, const float (&col_scale)[kCount],
                                             float bias, Out (&out)[kCount]) {
   CUTE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     if constexpr (sizeof(Out) == 2 && kCount % 2 == 0) {
       if (i % 2) continue;
-      const float first = scaled(run[i], left, right[i], bias), second = scaled(run[i + 1], left, right[i + 1], bias);
+      const float first = scaled(run[i], row_scale, col_scale[i], bias), second = scaled(run[i + 1], row_scale, col_scale[i + 1], bias);
       if constexpr (cuda::std::is_same_v<Out, __half>) {
         *reinterpret_cast<__half2*>(out + i) = __floats2half2_rn(first, second);
       } else {
         *reinterpret_cast<__nv_bfloat162*>(out + i) = __floats2bfloat162_rn(first, second);
       }
     } else {
-      out[i] = convert<Out>(run[i], left, right[i], bias);
+      out[i] = convert<Out>(run[i], row_scale, col_scale[i], bias);
     }
   }
 }
@@ -63,11 +63,11 @@ struct Store<16> { using type = uint4; };
 
 // kCount neighbouring results of one row, all of them at once, or those of the first `inside` that exist one by one.
 template <bool kTogether, class Out, class Total, int kCount>
-__device__ __forceinline__ void write_run(const Total (&run)[kCount], Out* to, int inside, float left,
-                                          const float (&right)[kCount], float bias) {
+__device__ __forceinline__ void write_run(const Total (&run)[kCount], Out* to, int inside, float row_scale,
+                                          const float (&col_scale)[kCount], float bias) {
   constexpr int kBytes = kCount * sizeof(Out);
   alignas(kBytes < 16 ? kBytes : 16) Out result[kCount];
-  convert_run(run, left, right, bias, result);
+  convert_run(run, row_scale, col_scale, bias, result);
   if constexpr (kTogether && kBytes >= 4) {
     constexpr int kPart = kBytes < 16 ? kBytes : 16;
     using Word = typename Store<kPart>::type;

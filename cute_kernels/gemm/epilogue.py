@@ -105,9 +105,9 @@ def apply_epilogue(
     alpha : float
         Factor of the product.
     row_scale : Tensor, shape (M,) or (), optional
-        Scale of the left operand.
+        Scale of A.
     col_scale : Tensor, shape (N,) or (), optional
-        Scale of the right operand.
+        Scale of B.
 
     Returns
     -------
@@ -162,9 +162,9 @@ def epilogue_arguments(
     out : Tensor, shape (M, N)
         Output with contiguous rows.
     row_scale : Tensor, shape (M,) or (), optional
-        Scale of the left operand.
+        Scale of A.
     col_scale : Tensor, shape (N,) or (), optional
-        Scale of the right operand.
+        Scale of B.
     bias : Tensor, shape (N,), optional
         Added to each row.
     c : Tensor, shape (M, N), optional

@@ -64,15 +64,13 @@ def choose_sddmm(
     'SddmmPanelConfig'
     """
     name = resolve_atom(atom, kind, machine.arch)
-    base = SddmmConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride)
-    narrow = min(kind.left.bits, kind.right.bits) * 2 >= max(kind.left.bits, kind.right.bits)
+    base = SddmmConfig(name, kind.vector_length, kind.lhs, kind.rhs, kind.out, stride)
+    narrow = min(kind.lhs.bits, kind.rhs.bits) * 2 >= max(kind.lhs.bits, kind.rhs.bits)
     short = inner <= base.depth // 2 and narrow
     config: SddmmKernel = replace(base, tile_k_bytes=64 if short else 128, int64_accum=outgrows(base, inner))
     small = vectors + 64 * vector_rows < 2**31  # the panel kernel has 32-bit slots
     if machine.arch in PANEL_ARCHES and vectors and small:
-        panels = _sddmm_panels(
-            SddmmPanelConfig(name, kind.vector_length, kind.left, kind.right, kind.out, stride), inner
-        )
+        panels = _sddmm_panels(SddmmPanelConfig(name, kind.vector_length, kind.lhs, kind.rhs, kind.out, stride), inner)
         costs = {panel: _sddmm_panel_cost(panel, machine, vector_rows, vectors, columns) for panel in panels}
         best = min(costs, key=lambda panel: costs[panel], default=None)
         if best is not None and costs[best] < _sddmm_gather_cost(kind, inner, vectors):
@@ -121,7 +119,7 @@ def _sddmm_panel_cost(
 
 def _sddmm_gather_cost(kind: ProblemTypes, inner: int, vectors: int) -> float:
     """Predict the time of the gather kernel in nanoseconds: launch, then a row of Y and a share of X per vector."""
-    moved = inner / 8 * (kind.right.bits + kind.left.bits * kind.vector_length / 32)
+    moved = inner / 8 * (kind.rhs.bits + kind.lhs.bits * kind.vector_length / 32)
     return 2000 + vectors * (0.022 + 0.00016 * moved)
 
 

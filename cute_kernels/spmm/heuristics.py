@@ -150,18 +150,18 @@ def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str
         If `atom` is not an atom of the architecture.
     """
     name = resolve_atom(atom, kind, machine.arch)
-    operands = (name, kind.vector_length, kind.left, kind.right, kind.out)
+    operands = (name, kind.vector_length, kind.lhs, kind.rhs, kind.out)
     gather = GatherConfig(*operands)
     int64_accum = outgrows(gather, problem.longest)
     found: list[SpmmKernel] = _gathers(replace(gather, int64_accum=int64_accum))
     if machine.arch in PANEL_ARCHES and not int64_accum and problem.vectors >= 16 * max(problem.vector_rows, 1):
         found += _panels(PanelConfig(*operands), machine.arch)
-    row = problem.n * element_bits(kind.right) // 8
+    row = problem.n * element_bits(kind.rhs) // 8
     if row > _SMALL_TILES[-1] or int64_accum:
         return found
     # Small N: the smallest N tile that holds all columns. The 16-byte chunks of a group must fill the loads of a warp
     # and the rows of the MMA.
-    least = 32 if kind.right.bits > 8 or gather.mma_k < 32 else 16
+    least = 32 if kind.rhs.bits > 8 or gather.mma_k < 32 else 16
     size = next(size for size in _SMALL_TILES if size >= max(row, least))
     return [
         _with_a_stages(replace(each, tile_n_bytes=size))

@@ -338,8 +338,7 @@ def spmm(
     if axis not in (None, 0):
         raise ValueError(f"act_axis must be None (one scale) or 0 (one per column), got {act_axis!r}")
     dense = quantized(x, act_bits, axis, act_scale)
-    wanted = any(each is not None and each.requires_grad for each in (values, x, bias))
-    if not (torch.is_grad_enabled() and wanted):
+    if not (torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias))):
         return _product(matrix, dense, x.dtype, bias)
     result: Tensor = _Spmm.apply(values, x, bias, matrix, dense, grad_bits)
     return result

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine as cpu_engine
+from cute_kernels.cpu import extension as cpu_extension
 from cute_kernels.dtypes import ElementType, Integer, float_of
 from cute_kernels.integers import fetch, split_digits
 from magicube_cutlass.dispatch import cpu_float
@@ -44,60 +43,31 @@ def pack_operand(matrix: SRBCRS) -> list[Tensor]:
     return found
 
 
-def keepable(scale: Tensor | None, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> bool:
+def keepable(scale: Tensor | None, row_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None) -> bool:
     """Return whether a call can read scales and bias in place, so that it sees them change.
 
-    `scale` is that of the matrix, of which `left` was made; `right` is that of B, or None for integer output.
+    `scale` is that of the matrix, of which `row_scale` was made; `col_scale` is that of B, or None for integer output.
     """
-    if right is not None and (right.dtype != torch.float32 or not right.is_contiguous() or right.ndim > 2):
+    if col_scale is not None and (
+        col_scale.dtype != torch.float32 or not col_scale.is_contiguous() or col_scale.ndim > 2
+    ):
         return False  # a scale per column of a batch is expanded
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
         return False
-    return left is None or scale is None or left.data_ptr() == scale.data_ptr()
+    return row_scale is None or scale is None or row_scale.data_ptr() == scale.data_ptr()
 
 
-@dataclass(frozen=True)
-class EngineCall:
-    """SpMM by the CPU engine for one matrix and fixed shapes, strides and dtypes of the other arguments."""
-
-    engine: cpu_engine.SpmmCall
-    scale: Tensor | None  # A's own
-    row_scale: Tensor | None  # float32, the same memory
-    scaled: bool  # by B's scale
-    shape: torch.Size  # of C
-    dtype: torch.dtype
-
-    def __call__(self, b: Tensor, scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
-        """The product, or None where the engine has gone."""
-        if not cpu_engine.available():
-            return None
-        if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype)
-        rows, columns = self.row_scale, scale if self.scaled else None
-        # the engine reads one scale per row and per column; a per-tensor scale may have been written since
-        if rows is not None and rows.ndim == 0:
-            rows = rows.expand(self.shape[-2]).contiguous()
-        if columns is not None:
-            columns = columns.view(-1) if columns.ndim else columns.expand(self.shape[-1]).contiguous()
-        self.engine(b, out, rows, columns, bias)
-        return out
-
-
-def cached_spmm(
-    problem: SpmmProblem, packed: list[Tensor], scale: Tensor | None, bias: Tensor | None, out: Tensor
-) -> EngineCall | None:
-    """Return the call for these operands, or None if an argument is copied at each call."""
-    dense = problem.dense
+def engine_call(problem: SpmmProblem, packed: list[Tensor], bias: Tensor | None) -> cpu_engine.SpmmCall | None:
+    """Return the call for these operands, or None if the engine cannot read every argument in place."""
+    dense, matrix = problem.dense, problem.matrix
     col_scale = None if problem.col_scale is None else dense.scale
-    if not isinstance(dense, QuantTensor) or not keepable(scale, problem.row_scale, col_scale, bias):
+    if not isinstance(dense, QuantTensor) or not keepable(matrix.scale, problem.row_scale, col_scale, bias):
         return None
-    if not cpu_engine.available() or out.numel() == 0:
+    shape = torch.Size((*dense.shape[:-2], matrix.shape[0], dense.shape[-1]))
+    if cpu_extension.ENGINE is None or shape.numel() == 0:
         return None
-    row_start, row_end, col_indices, planes, sums = packed
-    sparse = cpu_engine.SparseOperand(
-        row_start, row_end, col_indices, planes, sums, out.shape[-2], problem.matrix.shape[1], problem.lhs.bits,
-        problem.lhs.signed,
-    )  # fmt: skip
+    start, end, columns, planes, sums = packed
+    lhs, (m, k) = problem.lhs, matrix.shape
+    sparse = cpu_engine.SparseOperand(start, end, columns, planes, sums, m, k, lhs.bits, lhs.signed)
     operand = cpu_engine.DenseOperand(dense.data, dense.bits, dense.signed, -2, problem.packed_dim)
-    call = cpu_engine.SpmmCall(sparse, operand, out)
-    return EngineCall(call, scale, problem.row_scale, col_scale is not None, out.shape, out.dtype)
+    return cpu_engine.SpmmCall(sparse, operand, shape, problem.out_dtype, problem.row_scale, col_scale is not None)

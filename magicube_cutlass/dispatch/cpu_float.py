@@ -37,9 +37,9 @@ def _csr(offsets: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int
 
 def spmm(
     matrix: list[Tensor], b: Tensor, name: str, packed_dim: int, inner: int, out: Tensor,
-    left: Tensor | None, right: Tensor | None, bias: Tensor | None,
+    row_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Compute ``out = (A B) * left * right + bias``; `matrix` as of :func:`csr_copy`, `name` of the format of B."""
+    """Compute ``out = (A B) * row_scale * col_scale + bias``; `matrix` as of :func:`csr_copy`, `name`: B's format."""
     rows, n = out.shape[-2:]
     if out.numel() == 0:
         return
@@ -53,10 +53,10 @@ def spmm(
     else:
         total = torch.zeros(batch, rows, n)
     total = total.reshape(out.shape)
-    if left is not None:
-        total = total * (left.unsqueeze(-1) if left.ndim else left)
-    if right is not None:
-        total = total * (right.unsqueeze(-2) if right.ndim else right)
+    if row_scale is not None:
+        total = total * (row_scale.unsqueeze(-1) if row_scale.ndim else row_scale)
+    if col_scale is not None:
+        total = total * (col_scale.unsqueeze(-2) if col_scale.ndim else col_scale)
     out.copy_(total if bias is None else total + bias[:, None])
 
 
@@ -68,9 +68,15 @@ def rows(data: Tensor, name: str, packed_dim: int, inner_dim: int, shape: tuple[
 
 
 def sddmm(
-    columns: Tensor, owner: Tensor, x: Tensor, y: Tensor, out: Tensor, left: Tensor | None, right: Tensor | None
+    columns: Tensor,
+    owner: Tensor,
+    x: Tensor,
+    y: Tensor,
+    out: Tensor,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
 ) -> None:
-    """Compute ``out = (X Y^T) * left * right`` at a pattern, with float32 sums.
+    """Compute ``out = (X Y^T) * row_scale * col_scale`` at a pattern, with float32 sums.
 
     Parameters
     ----------
@@ -82,7 +88,7 @@ def sddmm(
         float32.
     out : Tensor, shape (..., blocks, V, stride)
         Zeros; written in place.
-    left, right : Tensor or None, shape () or (..., M); () or (..., N)
+    row_scale, col_scale : Tensor or None, shape () or (..., M); () or (..., N)
         Row and column scales.
     """
     if out.numel() == 0 or x.shape[-1] == 0:
@@ -101,7 +107,7 @@ def sddmm(
     for i in range(outs.shape[0]):
         total = torch.empty(order.numel())
         total[order] = torch.sparse.sampled_addmm(pattern, xs[i], ys[i].mT, beta=0.0).values()
-        for factor, index in ((left, at), (right, to)):
+        for factor, index in ((row_scale, at), (col_scale, to)):
             if factor is not None:
                 total *= factor if factor.ndim == 0 else _of_matrix(factor, i)[index]
         outs[i][inside] = total.to(out.dtype)

@@ -100,12 +100,12 @@ def spmm(
     b: DenseOperand,
     inner: int,
     out: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
     bias: Tensor | None,
     pdl: bool = False,
 ) -> None:
-    """Compute ``out = (A B) * left * right + bias`` with the named kernel, on the current stream of A's device.
+    """Compute ``out = (A B) * row_scale * col_scale + bias`` by the named kernel, on the current stream of A's device.
 
     `pdl`: the launch may start before the preceding kernel ends; that kernel wrote nothing of `matrix`, or the config
     has `a_just_written`.
@@ -113,7 +113,7 @@ def spmm(
     if out.numel() == 0:
         return
     if inner == 0:
-        _write_empty_sums(out, left, right, bias)
+        _write_empty_sums(out, row_scale, col_scale, bias)
         return
     ready = aligned_rows(b, -1, inner)
     batch = out.numel() // (out.shape[-1] * out.shape[-2])
@@ -125,8 +125,8 @@ def spmm(
             matrix,
             _place(ready, padded=copies(b, -1)),
             target,
-            _factor(left),
-            _factor(right),
+            _factor(row_scale),
+            _factor(col_scale),
             bias.data_ptr() if bias is not None else 0,
             pdl,
         )
@@ -167,23 +167,23 @@ class SpmmCall(_Call):
         self,
         config: SpmmKernel,
         copy: list[Tensor],
-        left: Tensor | None,
+        row_scale: Tensor | None,
         b: Tensor,
-        right: Tensor | None,
+        col_scale: Tensor | None,
         out: Tensor,
         inner: int,
     ) -> None:
-        self.config, self.copy, self.left = config, copy, left
+        self.config, self.copy, self.row_scale = config, copy, row_scale
         super().__init__(config, out)
         self.turns = is_column_major_bytes(b)
         rows, columns = out.shape[-2], out.shape[-1]
         self.size = (out.numel() // (rows * columns), rows, inner, columns)
         self.place = _place(to_row_major(b) if self.turns else b, padded=self.turns)[1:]
-        self.left_factor = _factor(left)
-        self.scaled, self.right_step = right is not None, 0 if right is None or right.ndim == 0 else 1
-        self.scale: Tensor | None = None  # the matrix's own, of which `left` was made
+        self.row_factor = _factor(row_scale)
+        self.scaled, self.col_step = col_scale is not None, 0 if col_scale is None or col_scale.ndim == 0 else 1
+        self.scale: Tensor | None = None  # the matrix's own, of which `row_scale` was made
 
-    def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
+    def __call__(self, b: Tensor, col_scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
         """The product, or None where B's address asks for a copy."""
         if self.turns:
             b = to_row_major(b)  # alive until the product was enqueued
@@ -192,16 +192,16 @@ class SpmmCall(_Call):
             return None
         if out is None:
             out = torch.empty_like(self.like, memory_format=torch.contiguous_format)
-        factor = right.data_ptr() if self.scaled and right is not None else 0
+        factor = col_scale.data_ptr() if self.scaled and col_scale is not None else 0
         self.run((pointer, out.data_ptr(), factor, 0 if bias is None else bias.data_ptr()))
         return out
 
     def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
-        b, out, right, bias = addresses
+        b, out, col_scale, bias = addresses
         place, target = DenseArg(b, *self.place), OutputArg(out, *self.size)
-        factor = ScaleArg(right, self.right_step, 0) if right else _NONE
+        factor = ScaleArg(col_scale, self.col_step, 0) if col_scale else _NONE
         # the copy of A was made before an earlier call, so nothing is read too soon
-        self.config.launch(kernel, self.copy, place, target, self.left_factor, factor, bias, pdl=True)
+        self.config.launch(kernel, self.copy, place, target, self.row_factor, factor, bias, pdl=True)
 
 
 def cached_spmm(
@@ -226,13 +226,13 @@ def cached_spmm(
     return call
 
 
-def _write_empty_sums(out: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None) -> None:
+def _write_empty_sums(out: Tensor, row_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None) -> None:
     """Result of empty sums: zero, NaN if a scale is, plus the bias."""
     out.zero_()
-    if left is not None:
-        out.mul_(left[:, None] if left.ndim else left)
-    if right is not None:
-        out.mul_(right.unsqueeze(-2) if right.ndim else right)
+    if row_scale is not None:
+        out.mul_(row_scale[:, None] if row_scale.ndim else row_scale)
+    if col_scale is not None:
+        out.mul_(col_scale.unsqueeze(-2) if col_scale.ndim else col_scale)
     if bias is not None:
         out.add_(bias[:, None])
 
@@ -244,10 +244,10 @@ def sddmm(
     y: DenseOperand,
     shape: tuple[int, int, int],
     out: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
 ) -> None:
-    """Compute ``out = (X Y^T) * left * right`` at the vectors of a pattern; all of `out` is written."""
+    """Compute ``out = (X Y^T) * row_scale * col_scale`` at the vectors of a pattern; all of `out` is written."""
     if out.numel() == 0:
         return
     m, n, k = shape
@@ -257,7 +257,13 @@ def sddmm(
     config = sddmm_config(kernel)
     with torch.cuda.device(out.device):
         config.launch(
-            get_kernel(config), pattern, _place(ready_x), _place(ready_y), target, _factor(left), _factor(right)
+            get_kernel(config),
+            pattern,
+            _place(ready_x),
+            _place(ready_y),
+            target,
+            _factor(row_scale),
+            _factor(col_scale),
         )
 
 
@@ -284,27 +290,27 @@ class SddmmCall(_Call):
         self.size = (values[..., :1, :1, :1].numel(), m, k, n)
         self.places = _place(operands[0])[1:], _place(operands[1])[1:]
 
-    def __call__(self, x: Tensor, y: Tensor, left: Tensor | None, right: Tensor | None) -> SRBCRS | None:
+    def __call__(self, x: Tensor, y: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> SRBCRS | None:
         """The product, or None where the address of X or Y asks for a copy."""
         at_x, at_y = x.data_ptr(), y.data_ptr()
         if at_x % ALIGNMENT or at_y % ALIGNMENT:
             return None
         out = torch.empty_like(self.like, memory_format=torch.contiguous_format)
         x_step, y_step = self.steps
-        factor_x = 0 if left is None or x_step is None else left.data_ptr()
-        factor_y = 0 if right is None or y_step is None else right.data_ptr()
+        factor_x = 0 if row_scale is None or x_step is None else row_scale.data_ptr()
+        factor_y = 0 if col_scale is None or y_step is None else col_scale.data_ptr()
         self.run((at_x, at_y, out.data_ptr(), factor_x, factor_y))
         return self.result.with_values(out)
 
     def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         x, y, out, *factors = addresses
         places = DenseArg(x, *self.places[0]), DenseArg(y, *self.places[1])
-        left, right = (
+        row_scale, col_scale = (
             ScaleArg(each, step, 0) if each and step is not None else _NONE
             for each, step in zip(factors, self.steps, strict=True)
         )
         # the pattern's arrays were made before an earlier call
-        self.config.launch(kernel, self.pattern, *places, OutputArg(out, *self.size), left, right, pdl=True)
+        self.config.launch(kernel, self.pattern, *places, OutputArg(out, *self.size), row_scale, col_scale, pdl=True)
 
 
 def sddmm_call(
@@ -323,9 +329,9 @@ def sddmm_call(
         if copies(DenseOperand(each.data, each.bits, each.signed, dim, each.packed_dim), dim):
             return None
     scaled = result.values.dtype.is_floating_point
-    left, right = (each.scale if scaled else None for each in (x, y))
-    if not keepable(None, None, left, None) or not keepable(None, None, right, None):
+    row_scale, col_scale = (each.scale if scaled else None for each in (x, y))
+    if not keepable(None, None, row_scale, None) or not keepable(None, None, col_scale, None):
         return None
-    steps = tuple(None if scale is None else min(scale.ndim, 1) for scale in (left, right))
+    steps = tuple(None if scale is None else min(scale.ndim, 1) for scale in (row_scale, col_scale))
     rows = x.data, y.data if inner_y == -1 else y.data.mT
     return SddmmCall(kernel, pattern, rows, sizes, (steps[0], steps[1]), result)

@@ -143,7 +143,7 @@ class DenseCall:
         self.dtype, self.sizes = out, (matrix.shape[0], *dense.shape[-2:])
         self.batch = dense.shape[:-2]
 
-    def __call__(self, b: Tensor, right: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    def __call__(self, b: Tensor, col_scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
         from cute_kernels.gemm.api import gemm
 
         m, k, n = self.sizes
@@ -152,7 +152,7 @@ class DenseCall:
         length = (k, n)[self.packed_dim] if self.bits == 4 else 0
         ints = fetch(b, length, self.bits, self.signed, self.packed_dim).view(torch.int8)  # (*batch, K, N)
         scaled = self.dtype not in INTEGER_OUT
-        rows, columns = (_factors(self.scale), _factors(right)) if scaled else (None, None)
+        rows, columns = (_factors(self.scale), _factors(col_scale)) if scaled else (None, None)
         several = columns is not None and columns.ndim > 1
         added = None if bias is None else bias.float()[:, None].expand(m, n)  # (M, N)
         places = ints.reshape(-1, k, n), out.view(-1, m, n)

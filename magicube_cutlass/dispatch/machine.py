@@ -20,10 +20,10 @@ def _numbers(model: PanelModel | GatherModel) -> list[float]:
 
 def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
     """The model with other constants, in the order of :func:`_numbers`."""
-    left = iter(numbers)
+    rest = iter(numbers)
     found: dict[str, Any] = {}
     for name, value in asdict(model).items():
-        found[name] = tuple((key, next(left)) for key, _ in value) if isinstance(value, tuple) else next(left)
+        found[name] = tuple((key, next(rest)) for key, _ in value) if isinstance(value, tuple) else next(rest)
     return replace(model, **found)
 
 

@@ -79,7 +79,7 @@ def size_bucket(n: int) -> int:
 
 
 def spmm_problem(
-    matrix: SRBCRS, right: ElementType, out: torch.dtype, n: int, batch: int, vector_length: int | None = None
+    matrix: SRBCRS, rhs: ElementType, out: torch.dtype, n: int, batch: int, vector_length: int | None = None
 ) -> tuple[ProblemTypes, Problem]:
     """Return the types and sizes on which kernel selection depends.
 
@@ -87,7 +87,7 @@ def spmm_problem(
     ----------
     matrix : SRBCRS
         Sparse operand.
-    right : Integer or FloatFormat
+    rhs : Integer or FloatFormat
         Element type of B.
     out : torch.dtype
         Output dtype.
@@ -99,7 +99,7 @@ def spmm_problem(
     if vector_length is None:
         vector_length = matrix.vector_length if matrix.device.type == "cpu" else max(matrix.vector_length, MMA_COLUMNS)
     assert matrix.element_type is not None  # the caller has refused results
-    kind = ProblemTypes(vector_length, matrix.element_type, right, _name(out))
+    kind = ProblemTypes(vector_length, matrix.element_type, rhs, _name(out))
     return kind, problem(matrix.pattern, vector_length, n, batch)
 
 
@@ -132,7 +132,7 @@ def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
 
 def plan_spmm(
     matrix: SRBCRS,
-    right: ElementType,
+    rhs: ElementType,
     out: torch.dtype,
     width: int,
     batch: int,
@@ -145,7 +145,7 @@ def plan_spmm(
     ----------
     matrix : SRBCRS
         Sparse operand.
-    right : Integer or FloatFormat
+    rhs : Integer or FloatFormat
         Element type of B.
     out : torch.dtype
         Output dtype.
@@ -158,7 +158,7 @@ def plan_spmm(
     """
     from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
-    key = (right, out, width, batch, atom, config)
+    key = (rhs, out, width, batch, atom, config)
     plan = matrix._execution.get(key)
     if plan is None:
         length = None
@@ -167,7 +167,7 @@ def plan_spmm(
                              f"got one for {config.vector_length}")  # fmt: skip
         if config is not None:
             length = config.vector_length
-        kind, sizes = spmm_problem(matrix, right, out, width, batch, length)
+        kind, sizes = spmm_problem(matrix, rhs, out, width, batch, length)
         if config is None:
             config = choose_spmm(kind, get_machine(matrix.device.index), sizes, atom, matrix.single_use)
         check_spmm(config, kind, sizes.longest)

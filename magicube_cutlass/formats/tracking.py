@@ -9,15 +9,15 @@ from torch import Tensor
 Stamp = tuple[tuple[str, Tensor | None, int], ...]
 
 
-def _version(tensor: Tensor | None) -> int:
-    """The version that torch counts up at each write in place, -1 for None and inference tensors, which have none."""
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
 def stamp(owner: Any, names: tuple[str, ...], live: tuple[str, ...] = ()) -> Stamp:
     """Return the tensors of these attributes with their versions; `live` ones are read at each product, version -1."""
-    copied = tuple((name, getattr(owner, name), _version(getattr(owner, name))) for name in names)
-    return (*copied, *((name, getattr(owner, name), -1) for name in live))
+    attributes, found = owner.__dict__, []
+    for name in names:
+        tensor = attributes[name]  # inference tensors have no version, which torch counts up at each write in place
+        found.append((name, tensor, -1 if tensor is None or tensor.is_inference() else tensor._version))
+    for name in live:
+        found.append((name, attributes[name], -1))
+    return tuple(found)
 
 
 def is_current(owner: Any, seen: Stamp | None) -> bool:

@@ -10,7 +10,7 @@ from magicube_cutlass.dispatch.dense_fallback import forecast
 from magicube_cutlass.dispatch.plan import plan_spmm, problem, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.ops.problem import Operand, as_srbcrs, check_dense, sparse_element_type
+from magicube_cutlass.ops.problem import Operand, as_srbcrs, check_dense, unusable
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
@@ -48,7 +48,9 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     """
     matrix = as_srbcrs(A)
     dense = check_dense("B", B, matrix.device)
-    lhs, rhs = sparse_element_type(matrix), dense.element_type
+    lhs, rhs = matrix.element_type, dense.element_type
+    if lhs is None or matrix.batch_shape:
+        raise unusable(matrix)
     if matrix.device.type == "cuda":
         scaled = matrix.scale is not None or dense.scale is not None
         return _explain_cuda(matrix, dense, result_dtype(out_dtype, scaled, matrix.shape[1], lhs, rhs))

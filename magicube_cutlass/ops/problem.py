@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import FLOATS, INTEGER_OUT, ElementType, result_dtype
+from cute_kernels.dtypes import FLOATS, INTEGER_OUT, result_dtype
+from magicube_cutlass.checks import materialized
 from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.formats.tracking import is_current
 from magicube_cutlass.quantization.float_operands import DenseFloats, dense_operand
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -30,61 +32,68 @@ def check_dense(name: str, given: object, device: torch.device) -> QuantTensor |
 
 
 def as_srbcrs(matrix: object) -> SRBCRS:
-    """Return `matrix` as SR-BCRS; a BCRS is converted once."""
-    if isinstance(matrix, (SRBCRS, BCRS)) and not torch.compiler.is_compiling():
+    """Return `matrix` as SR-BCRS, scanned if a tensor of it was written; a BCRS is converted once."""
+    if not isinstance(matrix, (SRBCRS, BCRS)):
+        raise TypeError(f"A must be an SRBCRS or BCRS, got {type(matrix).__name__}")
+    if not torch.compiler.is_compiling() and not is_current(matrix, matrix._seen):
         matrix.refresh()
     if isinstance(matrix, BCRS):
-        found = matrix._execution.get("srbcrs")
+        found: SRBCRS | None = matrix._execution.get("srbcrs")
         if found is None:
             found = matrix._execution["srbcrs"] = matrix.to_srbcrs()
             found.single_use = matrix.single_use
-        matrix = found
-    if not isinstance(matrix, SRBCRS):
-        raise TypeError(f"A must be an SRBCRS or BCRS, got {type(matrix).__name__}")
+        return found
     return matrix
 
 
-def sparse_element_type(matrix: SRBCRS) -> ElementType:
-    """Return the type of the elements of a single matrix that a product can read."""
-    number = matrix.element_type
-    if number is None:
-        raise TypeError(f"A must hold quantized integers, got results of dtype {matrix.values.dtype}; floats must be "
-                        f"{', '.join(FLOATS)}")  # fmt: skip
+def unusable(matrix: SRBCRS) -> Exception:
+    """The error for a matrix that no product reads: a batch, or one of results."""
     if matrix.batch_shape:
-        raise ValueError(f"A must be a single matrix, got a batch of shape {matrix.batch_shape}")
-    return number
+        return ValueError(f"A must be a single matrix, got a batch of shape {matrix.batch_shape}")
+    return TypeError(f"A must hold quantized integers, got results of dtype {matrix.values.dtype}; floats must be "
+                     f"{', '.join(FLOATS)}")  # fmt: skip
 
 
 def check_spmm(
     A: object, B: object, out_dtype: torch.dtype | None, bias: Tensor | None, out: Tensor | None
 ) -> SpmmProblem:
     """Check the arguments of :func:`magicube_cutlass.spmm`; raise an error that names the wrong one."""
-    matrix = as_srbcrs(A)
-    device = matrix.values.device
+    if not isinstance(A, (SRBCRS, BCRS)):
+        raise TypeError(f"A must be an SRBCRS or BCRS, got {type(A).__name__}")
+    device = A.values.device
     dense = check_dense("B", B, device)
-    rows, inner = matrix.shape
+    rows, inner = A.shape
     if dense.shape[-2] != inner:
-        raise ValueError(f"B must have {inner} rows to match A of shape {matrix.shape}, got {dense.shape[-2]}")
+        raise ValueError(f"B must have {inner} rows to match A of shape {A.shape}, got {dense.shape[-2]}")
     if dense.axis == 1:
         raise ValueError("B must have a per-tensor or per-column scale, got per-row; use quantize(x, bits=8, axis=0)")
-    for name, tensor in (("bias", bias), ("scale of A", matrix.scale), ("scale of B", dense.scale)):
+    for name, tensor in (("bias", bias), ("scale of A", A.scale), ("scale of B", dense.scale)):
         _refuse_gradient(name, tensor)
-    lhs, rhs, packed_dim = sparse_element_type(matrix), dense.element_type, dense.packed_dim
-    if out is not None and out_dtype is None:
-        out_dtype = out.dtype
-    dtype = result_dtype(out_dtype, matrix.scale is not None or dense.scale is not None, inner, lhs, rhs)
-    batch = dense.shape[:-2]
+    batch, n = dense.shape[:-2], dense.shape[-1]
+    scales = float32_scale(A.scale, batch), float32_scale(dense.scale, batch)
+    if bias is not None:
+        bias = _check_bias(bias, rows, device)
     if out is not None:
-        _check_out(out, (*batch, rows, dense.shape[-1]), dtype, device)
-    return SpmmProblem(
-        matrix, dense, lhs, rhs, packed_dim, dtype, float32_scale(matrix.scale, batch, dtype),
-        float32_scale(dense.scale, batch, dtype), None if bias is None else _check_bias(bias, rows, dtype, device),
-    )  # fmt: skip
+        _check_out(out, (*batch, rows, n), device)
+        out_dtype = out_dtype or out.dtype
+    matrix = as_srbcrs(A)
+    lhs = matrix.element_type
+    if lhs is None or matrix.batch_shape:
+        raise unusable(matrix)
+    rhs, packed_dim = dense.element_type, dense.packed_dim
+    dtype = result_dtype(out_dtype, matrix.scale is not None or dense.scale is not None, inner, lhs, rhs)
+    if out is not None and out.dtype != dtype:
+        raise TypeError(f"out must have dtype {dtype}, got {out.dtype}")
+    if dtype in INTEGER_OUT:
+        if bias is not None:
+            raise TypeError(f"bias must be None for integer output, got out_dtype {dtype}; use out_dtype=torch.float32")
+        scales = None, None
+    return SpmmProblem(matrix, dense, lhs, rhs, packed_dim, dtype, *scales, bias)
 
 
-def float32_scale(scale: Tensor | None, batch: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """Return a scale as float32, (), (length,) or (..., length); None for integer output."""
-    if scale is None or dtype in INTEGER_OUT:
+def float32_scale(scale: Tensor | None, batch: torch.Size) -> Tensor | None:
+    """Return a scale as float32, (), (length,) or (..., length)."""
+    if scale is None:
         return None
     flat = scale.to(torch.float32)
     if flat.ndim == 0:
@@ -102,14 +111,17 @@ def check_written(out: object, A: object, B: object, bias: object) -> None:
                          "use out.detach() or magicube_cutlass.autograd.spmm")  # fmt: skip
     begin = out.data_ptr()
     end = begin + out.numel() * out.element_size()
-    tensors = [("values of A", getattr(A, "values", None)), ("bias", bias), ("B", getattr(B, "data", None))]
-    tensors += [("scale of A", getattr(A, "scale", None)), ("scale of B", getattr(B, "scale", None))]
-    for name, each in tensors:
-        if isinstance(each, Tensor) and each.numel() and each.device == out.device:
-            last = sum((n - 1) * abs(s) for n, s in zip(each.shape, each.stride(), strict=True))
-            first = each.data_ptr()
-            if first < end and begin < first + (last + 1) * each.element_size():
-                raise ValueError(f"out must share no memory with the operands, got the memory of {name}")
+    read = [("values of A", getattr(A, "values", None)), ("scale of A", getattr(A, "scale", None)), ("bias", bias)]
+    for name, each in (*read, ("B", getattr(B, "data", None)), ("scale of B", getattr(B, "scale", None))):
+        if not isinstance(each, Tensor) or each.data_ptr() >= end:
+            continue
+        if each.is_contiguous():
+            last = each.data_ptr() + each.numel() * each.element_size()
+        else:
+            steps = [(n - 1) * stride for n, stride in zip(each.shape, each.stride(), strict=True)]
+            last = each.data_ptr() + (sum(steps) + 1) * each.element_size() if each.numel() else begin
+        if last > begin and each.device == out.device:
+            raise ValueError(f"out must share no memory with the operands, got the memory of {name}")
 
 
 def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
@@ -119,19 +131,15 @@ def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
                          "magicube_cutlass.autograd.spmm")  # fmt: skip
 
 
-def _check_bias(bias: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if dtype in INTEGER_OUT:
-        raise TypeError(f"bias must be None for integer output, got out_dtype {dtype}; use out_dtype=torch.float32")
+def _check_bias(bias: Tensor, rows: int, device: torch.device) -> Tensor:
     if tuple(bias.shape) != (rows,):
         raise ValueError(f"bias must have shape ({rows},), got {tuple(bias.shape)}")
     if bias.device != device:
         raise ValueError(f"bias must be on {device}, got {bias.device}")
-    return bias.to(torch.float32).contiguous()
+    return materialized(bias).to(torch.float32).contiguous()
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    if out.dtype != dtype:
-        raise TypeError(f"out must have dtype {dtype}, got {out.dtype}")
+def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if tuple(out.shape) != shape:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
     if out.device != device:
@@ -157,6 +165,8 @@ def operand_key(B: object) -> tuple[object, ...] | None:
     if type(B) is QuantTensor:
         data, kind = B.data, (B.shape, B.bits, B.signed, B.axis)
     elif type(B) is Tensor:
+        if B.is_neg() or B._is_zerotensor():
+            return None
         wanted = B.requires_grad and torch.is_grad_enabled()
         return "tensor", B.shape, B.stride(), B.device, B.dtype, wanted
     elif type(B) is ScaledFloatTensor:

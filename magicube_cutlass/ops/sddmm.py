@@ -6,11 +6,12 @@ from typing import Literal
 
 import torch
 
-from cute_kernels.dtypes import result_dtype
+from cute_kernels.dtypes import INTEGER_OUT, result_dtype
 from magicube_cutlass.dispatch.plan import plan_sddmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.formats.tracking import is_current
 from magicube_cutlass.ops import torch_ops
 from magicube_cutlass.ops.problem import Operand, check_dense, float32_scale, operand_key, operand_tensors
 from magicube_cutlass.quantization.float_operands import DenseFloats
@@ -92,30 +93,29 @@ def sddmm(
             return kept
     if out_format not in ("srbcrs", "bcrs"):
         raise ValueError(f"out_format must be 'srbcrs' or 'bcrs', got {out_format!r}")
-    left_op, right_op = check_dense("X", X, pattern.device), check_dense("Y", Y, pattern.device)
+    x, y = check_dense("X", X, pattern.device), check_dense("Y", Y, pattern.device)
     inner_y = -2 if transposed_y else -1
-    _check_operands(left_op, right_op, pattern, transposed_y)
+    _check_operands(x, y, pattern, transposed_y)
     m, n = pattern.shape
-    inner = left_op.shape[-1]
-    scaled = left_op.scale is not None or right_op.scale is not None
-    kinds = left_op.element_type, right_op.element_type
+    inner = x.shape[-1]
+    scaled = x.scale is not None or y.scale is not None
+    kinds = x.element_type, y.element_type
     dtype = result_dtype(out_dtype, scaled, inner, *kinds)
     padded = pattern._constant_layout(pattern._version_id, stride)
-    batch = left_op.shape[:-2]
+    scales = [None if dtype in INTEGER_OUT else float32_scale(each.scale, x.shape[:-2]) for each in (x, y)]
     kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, kinds, dtype, size_bucket(inner), atom)
     values = torch_ops.sddmm(
         copy,
-        left_op.data,
-        right_op.data,
-        float32_scale(left_op.scale, batch, dtype),
-        float32_scale(right_op.scale, batch, dtype),
+        x.data,
+        y.data,
+        *scales,
         [m, n, inner],
         pattern.vector_length,
         stride,
-        [left_op.bits, right_op.bits],
-        [left_op.signed, right_op.signed],
+        [x.bits, y.bits],
+        [x.signed, y.signed],
         inner_y,
-        [left_op.packed_dim, right_op.packed_dim],
+        [x.packed_dim, y.packed_dim],
         kernel,
         dtype,
     )
@@ -129,43 +129,40 @@ def sddmm(
     if key is not None:
         from magicube_cutlass.dispatch.cuda import sddmm_call
 
-        pattern._cache[key] = sddmm_call(kernel, copy, left_op, right_op, inner_y, (m, n, inner), result)
+        pattern._cache[key] = sddmm_call(kernel, copy, x, y, inner_y, (m, n, inner), result)
     return result if out_format == "srbcrs" else result.to_bcrs()
 
 
 def _as_pattern(mask: object) -> tuple[Pattern, int]:
-    """The pattern of ``mask`` and the stride of a result on it."""
+    """The pattern of ``mask``, scanned if a scan is due, and the stride of a result on it."""
     if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
-        return _scanned(mask), _DEFAULT_STRIDE
-    if isinstance(mask, (SRBCRS, BCRS)):
-        return _scanned(mask.pattern), mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
-    raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
-
-
-def _scanned(pattern: Pattern) -> Pattern:
-    """The pattern, after the scan that is due before its first product and after a write."""
-    if not torch.compiler.is_compiling():
+        pattern, stride = mask, _DEFAULT_STRIDE
+    elif isinstance(mask, (SRBCRS, BCRS)):
+        pattern, stride = mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
+    else:
+        raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
+    if not torch.compiler.is_compiling() and not is_current(pattern, pattern._cache.get("seen")):
         pattern.refresh()
-    return pattern
+    return pattern, stride
 
 
 def _check_operands(
-    left_op: QuantTensor | DenseFloats, right_op: QuantTensor | DenseFloats, pattern: Pattern, transposed_y: bool
+    x: QuantTensor | DenseFloats, y: QuantTensor | DenseFloats, pattern: Pattern, transposed_y: bool
 ) -> None:
     """Raise ``ValueError`` unless shapes and scales match."""
     m, n = pattern.shape
-    inner, inner_y = left_op.shape[-1], -2 if transposed_y else -1
-    if left_op.shape[-2] != m:
-        raise ValueError(f"X must have {m} rows for a mask of shape {pattern.shape}, got {left_op.shape[-2]}")
-    if right_op.shape[-3 - inner_y] != n:
+    inner, inner_y = x.shape[-1], -2 if transposed_y else -1
+    if x.shape[-2] != m:
+        raise ValueError(f"X must have {m} rows for a mask of shape {pattern.shape}, got {x.shape[-2]}")
+    if y.shape[-3 - inner_y] != n:
         raise ValueError(f"Y must have {n} {'columns' if transposed_y else 'rows'} for a mask of shape "
-                         f"{pattern.shape}, got {right_op.shape[-3 - inner_y]}")  # fmt: skip
-    if right_op.shape[inner_y] != inner:
-        raise ValueError(f"X and Y must have the same inner size, got {inner} and {right_op.shape[inner_y]}")
-    if left_op.shape[:-2] != right_op.shape[:-2]:
-        raise ValueError(f"X and Y must have the same leading dimensions, got {tuple(left_op.shape[:-2])} and "
-                         f"{tuple(right_op.shape[:-2])}")  # fmt: skip
-    for name, operand, along in (("X", left_op, 0), ("Y", right_op, 1 if transposed_y else 0)):
+                         f"{pattern.shape}, got {y.shape[-3 - inner_y]}")  # fmt: skip
+    if y.shape[inner_y] != inner:
+        raise ValueError(f"X and Y must have the same inner size, got {inner} and {y.shape[inner_y]}")
+    if x.shape[:-2] != y.shape[:-2]:
+        raise ValueError(f"X and Y must have the same leading dimensions, got {tuple(x.shape[:-2])} and "
+                         f"{tuple(y.shape[:-2])}")  # fmt: skip
+    for name, operand, along in (("X", x, 0), ("Y", y, 1 if transposed_y else 0)):
         if operand.axis is not None and operand.axis == along:
             raise ValueError(f"{name} must have one scale or one outside the sum, got one along the inner dimension")
 

@@ -125,10 +125,12 @@ def spmm(
         kernel, packed = matrix._constant(matrix._version_id, planner, *arguments)
     else:
         kernel, packed = planner(matrix, *arguments)
+    if key is not None and on_cpu and (engine_call := cpu.engine_call(problem, packed, bias)):
+        _keep(A._execution, key, engine_call)
+        result = engine_call(problem.dense.data, problem.dense.scale, bias, out)
+        return result if out is None else _written(out)
     result = torch_ops.run_spmm(problem, kernel, packed, out)
-    if key is not None and on_cpu:
-        _keep(A._execution, key, cpu.cached_spmm(problem, packed, A.scale, bias, result))
-    elif key is not None:
+    if key is not None and not on_cpu:
         from magicube_cutlass.dispatch.cuda import cached_spmm
 
         _keep(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result))
@@ -169,7 +171,11 @@ def _call_key(
 ) -> tuple[object, ...] | None:
     """Everything that the checks of :func:`spmm` read besides A; None if the call cannot be cached."""
     operand = operand_key(B)
-    if operand is None:
+    if (
+        operand is None
+        or (bias is not None and (bias.is_neg() or bias._is_zerotensor()))
+        or (out is not None and (out.is_neg() or out._is_zerotensor()))
+    ):  # the operator refuses what has other memory than values
         return None
     wanted = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     bias_key = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, wanted)

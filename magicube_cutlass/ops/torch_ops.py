@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine, extension
 from cute_kernels.integers import BITS, combine_digits, fetch, storage_dtype, widen
 from magicube_cutlass.checks import materialized
 from magicube_cutlass.dispatch import cpu_float as float_products
@@ -54,11 +54,10 @@ def _spmm_cpu(
     """Integers on a CPU, by the engine or, without it, by an int64 product."""
     if out.numel() == 0:
         return
-    row_scale, col_scale = _spread(row_scale, out.shape[-2]), _spread(col_scale, out.shape[-1])
-    if engine.available():
-        flat = None if col_scale is None else col_scale.reshape(-1, out.shape[-1]).squeeze(0)
-        engine.spmm(a, b, out.view(-1, *out.shape[-2:]), row_scale, flat, bias)
+    if extension.ENGINE is not None:
+        engine.spmm(a, b, out, row_scale, col_scale, bias)
         return
+    row_scale, col_scale = _spread(row_scale, out.shape[-2]), _spread(col_scale, out.shape[-1])
     total = torch.matmul(_matrix_ints(a), _dense_ints(b, (a.columns, out.shape[-1])))  # (*batch, M, N)
     dtype = torch.float32 if out.is_floating_point() else out.dtype
     rows, columns = (
@@ -174,12 +173,11 @@ def _sddmm_cpu(
     """Integers on a CPU, into ``out`` (..., blocks, V, stride), zero on entry."""
     (m, n, k), (row_start, row_end, col_indices) = shape, pattern
     blocks, vector_length, stride = out.shape[-3:]
-    row_scale, col_scale = _spread(row_scale, m), _spread(col_scale, n)
-    if engine.available():
-        row_scale = None if row_scale is None else row_scale.reshape(-1, m).squeeze(0)
-        col_scale = None if col_scale is None else col_scale.reshape(-1, n).squeeze(0)
-        engine.sddmm(x, y, row_start, row_end, col_indices, out.view(-1, *out.shape[-3:]), shape, row_scale, col_scale)
+    if extension.ENGINE is not None:
+        flat = [scale if scale is None or scale.ndim < 2 else scale.flatten(0, -2) for scale in (row_scale, col_scale)]
+        engine.sddmm(x, y, row_start, row_end, col_indices, out.view(-1, *out.shape[-3:]), shape, *flat)
         return
+    row_scale, col_scale = _spread(row_scale, m), _spread(col_scale, n)
     ints_y = _dense_ints(y, (n, k) if y.inner_dim == -1 else (k, n))
     total = torch.matmul(_dense_ints(x, (m, k)), ints_y.mT if y.inner_dim == -1 else ints_y)  # (*batch, M, N)
     full = scale_out(total, out.dtype, None if row_scale is None else row_scale.unsqueeze(-1),

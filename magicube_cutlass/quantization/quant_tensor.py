@@ -68,6 +68,10 @@ class QuantTensor:
                              f"got {tuple(self.data.shape)}")  # fmt: skip
         if self.scale is not None:
             _check_scale(self.scale, self.shape, self.axis)
+        if not torch.compiler.is_compiling():
+            for name, each in (("data", self.data), ("scale", self.scale)):
+                if each is not None and (each.is_neg() or each._is_zerotensor()):
+                    raise ValueError(f"{name} must hold its values, got a negated or zero tensor; use {name}.clone()")
 
     @property
     def packed_dim(self) -> int:

@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine, extension
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, int_range, store
 from magicube_cutlass.checks import materialized
 from magicube_cutlass.quantization.float_tensor import Block, ScaledFloatTensor, quantize_floats
@@ -201,7 +201,7 @@ def _encode(
     x: Tensor, bits: int, axis: int | None, signed: bool, truncate: bool, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
     """Storage form of the integers, the scale, and the flags of :func:`cute_kernels.cpu.engine.quantize_cpu`."""
-    if x.device.type != "cpu" or not engine.available() or x.numel() == 0:
+    if x.device.type != "cpu" or extension.ENGINE is None or x.numel() == 0:
         return _encode_torch(x, bits, axis, signed, truncate, scale)
     rows, columns = x.shape[-2] if x.ndim >= 2 else 1, x.shape[-1]
     matrices = (

@@ -51,13 +51,13 @@ def kind(
 
 
 def gather(of: ProblemTypes, atom: str = "", arch: str = HERE.arch, **options: Any) -> GatherConfig:
-    return GatherConfig(atom or default_atom(of, arch), of.vector_length, of.left, of.right, of.out, **options)
+    return GatherConfig(atom or default_atom(of, arch), of.vector_length, of.lhs, of.rhs, of.out, **options)
 
 
 def panel(of: ProblemTypes, atom: str = "", **options: Any) -> PanelConfig:
     """Few warps, short tiles and two blocks: a small matrix passes many tiles, items and wraps of the ring."""
     small = {"tile": 256, "warps": 3, "tile_n_bytes": 64} | options
-    return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, of.left, of.right, of.out, **small)
+    return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, of.lhs, of.rhs, of.out, **small)
 
 
 def sddmm(of: ProblemTypes, stride: int = 32, inner: int = 1024, atom: str | None = None) -> SddmmKernel:
@@ -68,7 +68,7 @@ def sddmm_panel(of: ProblemTypes, stride: int = 32, atom: str = "", **options: A
     """Few warps and a short tile: a small pattern has many tiles, and each warp many vector rows."""
     small = {"tile": 64, "boxes": 1, "slots": min(stride, 32), "warps": 3} | options
     name = atom or default_atom(of, "sm_90a")
-    return SddmmPanelConfig(name, of.vector_length, of.left, of.right, of.out, stride, **small)
+    return SddmmPanelConfig(name, of.vector_length, of.lhs, of.rhs, of.out, stride, **small)
 
 
 @contextmanager

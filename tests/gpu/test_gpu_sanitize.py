@@ -104,7 +104,7 @@ def test_sddmm(of: ProblemTypes, stride: int) -> None:
     torch.manual_seed(0)
     pattern = mc.random_pattern(45, 77, 0.7, of.vector_length)
     k = 224 if WHOLE else 201
-    check_sddmm(dense((2, 45, k), of.left), dense((2, 77, k), of.right), pattern, stride)
+    check_sddmm(dense((2, 45, k), of.lhs), dense((2, 77, k), of.rhs), pattern, stride)
 
 
 SDDMM_PANELS = (

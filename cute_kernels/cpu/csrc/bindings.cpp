@@ -3,8 +3,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine.hpp"
@@ -28,23 +31,42 @@ bool runs_here(const Engine& engine) {
   return true;
 }
 
-std::vector<const Engine*> usable() {
-  std::vector<const Engine*> found;
+const std::vector<const Engine*>& usable() {
+  static const std::vector<const Engine*> found = [] {
+    std::vector<const Engine*> each;
 #ifdef MAGICUBE_X86
-  for (const Engine* engine : {&kAvx512, &kAvx2}) {
-    if (runs_here(*engine)) found.push_back(engine);
-  }
+    for (const Engine* engine : {&kAvx512, &kAvx2}) {
+      if (runs_here(*engine)) each.push_back(engine);
+    }
 #endif
-  found.push_back(&kPortable);
+    each.push_back(&kPortable);
+    return each;
+  }();
   return found;
 }
 
-const Engine& find(const std::string& name) {
+// The fastest instruction set, or the one that MAGICUBE_CPU names. Python holds its lock here, so no os.environ write races.
+const Engine& selected() {
+  const char* forced = std::getenv("MAGICUBE_CPU");
+  if (forced == nullptr) return *usable().front();
+  std::string names;
   for (const Engine* engine : usable()) {
-    if (name == engine->name) return *engine;
+    if (std::string(forced) == engine->name) return *engine;
+    names += (names.empty() ? "'" : ", '") + std::string(engine->name) + "'";
   }
-  throw std::invalid_argument("instruction set " + name + " does not run on this machine");
+  throw std::invalid_argument("MAGICUBE_CPU must be one of [" + names + "] on this machine, got '" + forced + "'");
 }
+
+int64_t serial_work = int64_t{1} << 21;  // multiply-adds below which starting a thread costs more than it saves
+
+int threads_for(int64_t work, int most) {
+  if (most < 1) throw std::invalid_argument("threads must be at least 1, got " + std::to_string(most));
+  return work >= serial_work ? most : 1;
+}
+
+constexpr int64_t kWorkPerEntry = 16;         // multiply-adds that cost as much as quantizing an entry
+constexpr int64_t kWorkPerMaskEntry = 4;      // as compressing one
+constexpr int64_t kWorkPerColumn = 1 << 14;   // as ordering a column
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -78,13 +100,13 @@ struct Job {
   const void* args;
 };
 
-void spmm(const std::string& path, SpmmArgs args, int threads) {
-  require(threads >= 1, "threads must be at least 1");
+void spmm(SpmmArgs args, int most_threads) {
   require(args.a.vector_length >= 1 && args.a.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
   require(args.a.stride == 16 || args.a.stride == 32 || args.a.stride == 64, "stride must be 16, 32 or 64");
   require(args.a.columns_total > 0 || args.a.plane_bytes == 0, "a matrix without columns has no values");
   require(args.a.columns_total < kMaxColumns, "the sparse operand must have fewer than 2^28 columns");
-  const Job job{&find(path), &args};
+  const Job job{&selected(), &args};
+  const int threads = threads_for(args.a.plane_bytes * args.a.digits() * args.b.digits() * args.n * args.batch, most_threads);
   nb::gil_scoped_release release;
   args.staged_panels = spmm_staged_panels(args, threads);
   const int64_t shared_bytes = spmm_panel_bytes(args) * args.staged_panels;
@@ -95,11 +117,12 @@ void spmm(const std::string& path, SpmmArgs args, int threads) {
   }, &job);
 }
 
-void sddmm(const std::string& path, const SddmmArgs& args, int threads) {
-  require(threads >= 1, "threads must be at least 1");
+void sddmm(const SddmmArgs& args, int most_threads) {
   require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
   require(args.stride == 16 || args.stride == 32 || args.stride == 64, "stride must be 16, 32 or 64");
-  const Job job{&find(path), &args};
+  const Job job{&selected(), &args};
+  const int64_t digit_pairs = int64_t{args.x.digits()} * args.y.digits();
+  const int threads = threads_for(args.out_batch * args.inner * args.batch * digit_pairs, most_threads);
   nb::gil_scoped_release release;
   run_thread_group(threads, sddmm_shared_bytes(args), sddmm_local_bytes(args), [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
@@ -108,16 +131,16 @@ void sddmm(const std::string& path, const SddmmArgs& args, int threads) {
 }
 
 int64_t slice_bytes(int scale_mode, int64_t columns, int64_t real_bytes, int threads) {
-  require(threads >= 1, "threads must be at least 1");
   require(scale_mode >= kScaleAll && scale_mode <= kScaleColumns, "scale_mode must be 0, 1 or 2");
   if (scale_mode == kScaleRows) return 0;
   return slice_shared_bytes(scale_mode == kScaleColumns ? columns : 1, real_bytes, threads);
 }
 
-int quantize(const std::string& path, QuantizeArgs args, int threads) {
+int quantize(QuantizeArgs args, int most_threads) {
   uint8_t flags = 0;
   args.flags = &flags;
-  const Job job{&find(path), &args};
+  const Job job{&selected(), &args};
+  const int threads = threads_for(kWorkPerEntry * args.rows * args.columns, most_threads);
   const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, args.is_double ? 8 : 4, threads);
   nb::gil_scoped_release release;
   run_thread_group(threads, shared_bytes, 0, [](const void* p, ThreadGroup& group) {
@@ -127,11 +150,12 @@ int quantize(const std::string& path, QuantizeArgs args, int threads) {
   return flags;
 }
 
-int digits(const std::string& path, DigitsArgs args, int threads) {
+int digits(DigitsArgs args, int most_threads) {
   require(args.count >= 1 && args.count <= 3 && (!args.exact || args.count == 2), "count must be 1, 2 or 3, 2 where exact");
   uint8_t flags = 0;
   args.flags = &flags;
-  const Job job{&find(path), &args};
+  const Job job{&selected(), &args};
+  const int threads = threads_for(kWorkPerEntry * args.count * args.rows * args.columns, most_threads);
   const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, 4, threads);
   nb::gil_scoped_release release;
   run_thread_group(threads, shared_bytes, 0, [](const void* p, ThreadGroup& group) {
@@ -141,12 +165,12 @@ int digits(const std::string& path, DigitsArgs args, int threads) {
   return flags;
 }
 
-void compress(const std::string& path, const CompressArgs& args, int threads) {
-  require(threads >= 1, "threads must be at least 1");
+void compress(const CompressArgs& args, int most_threads) {
+  const int threads = threads_for(kWorkPerMaskEntry * args.rows * args.columns, most_threads);
   require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
   require(args.stride == 16 || args.stride == 32 || args.stride == 64, "stride must be 16, 32 or 64");
   require(args.element_bytes == 1 || args.element_bytes == 2, "an element must have 1 or 2 bytes");
-  const Job job{&find(path), &args};
+  const Job job{&selected(), &args};
   nb::gil_scoped_release release;
   run_thread_group(threads, 0, compress_local_bytes(args), [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
@@ -154,9 +178,10 @@ void compress(const std::string& path, const CompressArgs& args, int threads) {
   }, &job);
 }
 
-void order_columns_checked(const ReorderArgs& args, int threads) {
-  require(threads >= 1 && args.tiles >= 1 && args.window >= 1, "threads, tiles and window must be at least 1");
+void order_columns_checked(const ReorderArgs& args, int64_t columns, int most_threads) {
+  require(args.tiles >= 1 && args.window >= 1, "tiles and window must be at least 1");
   require(args.group >= 8 && args.group % 8 == 0, "group must be a multiple of 8");
+  const int threads = threads_for(kWorkPerColumn * columns, most_threads);
   nb::gil_scoped_release release;
   run_thread_group(threads, 0, 0, [](const void* p, ThreadGroup& group) {
     order_columns(*static_cast<const ReorderArgs*>(p), group);
@@ -168,7 +193,10 @@ void order_columns_checked(const ReorderArgs& args, int threads) {
 
 NB_MODULE(_engine, m) {
   using namespace magicube;
-  m.def("paths", [] {
+  m.def("isa", [] { return std::string(selected().name); });
+  // Returns the value before. Tests start threads for little work.
+  m.def("set_serial_work", [](int64_t work) { return std::exchange(serial_work, work); }, "work"_a);
+  m.def("isas", [] {
     std::vector<std::string> names;
     for (const Engine* engine : usable()) names.emplace_back(engine->name);
     return names;
@@ -185,11 +213,11 @@ NB_MODULE(_engine, m) {
         new (self) Operand{pointer<const uint8_t>(data), batch_bytes, run_bytes, runs_along_inner, bits, is_signed};
       }, "data"_a, "batch_bytes"_a, "run_bytes"_a, "runs_along_inner"_a, "bits"_a, "is_signed"_a);
   nb::class_<Scales>(m, "Scales")
-      .def("__init__", [](Scales* self, uintptr_t left, uintptr_t right, uintptr_t bias, int64_t left_batch,
-                          int64_t right_batch) {
-        new (self) Scales{pointer<const float>(left), pointer<const float>(right), pointer<const float>(bias),
-                          left_batch, right_batch};
-      }, "left"_a, "right"_a, "bias"_a, "left_batch"_a, "right_batch"_a);
+      .def("__init__", [](Scales* self, uintptr_t rows, uintptr_t columns, uintptr_t bias, int64_t row_batch,
+                          int64_t column_batch) {
+        new (self) Scales{pointer<const float>(rows), pointer<const float>(columns), pointer<const float>(bias),
+                          row_batch, column_batch};
+      }, "rows"_a, "columns"_a, "bias"_a, "row_batch"_a, "column_batch"_a);
   nb::class_<Sparse>(m, "Sparse")
       .def("__init__", [](Sparse* self, uintptr_t row_start, uintptr_t row_end, uintptr_t columns, uintptr_t planes,
                           uintptr_t row_sums, int64_t plane_bytes, int64_t vector_rows, int64_t rows,
@@ -200,51 +228,52 @@ NB_MODULE(_engine, m) {
                           vector_length, stride, bits, is_signed};
       }, "row_start"_a, "row_end"_a, "columns"_a, "planes"_a, "row_sums"_a, "plane_bytes"_a, "vector_rows"_a, "rows"_a,
          "columns_total"_a, "vector_length"_a, "stride"_a, "bits"_a, "is_signed"_a);
-  m.def("spmm", [](const std::string& path, const Sparse& a, const Operand& b, const Scales& scales, uintptr_t out,
+  m.def("spmm", [](const Sparse& a, const Operand& b, const Scales& scales, uintptr_t out,
                    int out_type, int64_t n, int64_t batch, int threads) {
-    spmm(path, SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch, 1}, threads);
-  }, "path"_a, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
-  m.def("sddmm", [](const std::string& path, const Operand& x, const Operand& y, uintptr_t row_start,
+    spmm(SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch, 1}, threads);
+  }, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
+  m.def("sddmm", [](const Operand& x, const Operand& y, uintptr_t row_start,
                     uintptr_t row_end, uintptr_t columns, const Scales& scales, uintptr_t out, int64_t out_batch,
                     int out_type, int64_t vector_rows, int64_t rows, int64_t n, int64_t inner, int64_t batch,
                     int vector_length, int stride, int threads) {
-    sddmm(path, SddmmArgs{x, y, pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
+    sddmm(SddmmArgs{x, y, pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
                           pointer<const int32_t>(columns), scales, pointer<void>(out), out_batch,
                           static_cast<Out>(out_type), vector_rows, rows, n, inner, batch, vector_length, stride},
           threads);
-  }, "path"_a, "x"_a, "y"_a, "row_start"_a, "row_end"_a, "columns"_a, "scales"_a, "out"_a, "out_batch"_a, "out_type"_a,
+  }, "x"_a, "y"_a, "row_start"_a, "row_end"_a, "columns"_a, "scales"_a, "out"_a, "out_batch"_a, "out_type"_a,
      "vector_rows"_a, "rows"_a, "n"_a, "inner"_a, "batch"_a, "vector_length"_a, "stride"_a, "threads"_a);
-  m.def("quantize", [](const std::string& path, uintptr_t x, uintptr_t out, uintptr_t scale, int64_t rows,
+  m.def("quantize", [](uintptr_t x, uintptr_t out, uintptr_t scale, int64_t rows,
                        int64_t columns, int64_t row_elements, int64_t out_row_bytes, int bits, bool is_double,
                        bool is_signed, bool truncate, bool given_scale, int scale_mode, int threads) {
-    return quantize(path, QuantizeArgs{pointer<const void>(x), pointer<void>(out), pointer<void>(scale), nullptr, rows,
+    return quantize(QuantizeArgs{pointer<const void>(x), pointer<void>(out), pointer<void>(scale), nullptr, rows,
                                        columns, row_elements, out_row_bytes, bits, is_double, is_signed, truncate,
                                        given_scale, scale_mode}, threads);
-  }, "path"_a, "x"_a, "out"_a, "scale"_a, "rows"_a, "columns"_a, "row_elements"_a, "out_row_bytes"_a, "bits"_a,
+  }, "x"_a, "out"_a, "scale"_a, "rows"_a, "columns"_a, "row_elements"_a, "out_row_bytes"_a, "bits"_a,
      "is_double"_a, "is_signed"_a, "truncate"_a, "given_scale"_a, "scale_mode"_a, "threads"_a);
-  m.def("digits", [](const std::string& path, uintptr_t x, uintptr_t planes, uintptr_t scale, int64_t rows,
+  m.def("digits", [](uintptr_t x, uintptr_t planes, uintptr_t scale, int64_t rows,
                      int64_t columns, int64_t row_elements, int64_t out_row_bytes, int64_t plane_bytes, int count,
                      bool exact, double high, float radix, float ahead0, float ahead1, bool power, bool truncate,
                      double limit, int scale_mode, int threads) {
-    return digits(path, DigitsArgs{pointer<const float>(x), pointer<int8_t>(planes), pointer<void>(scale), nullptr,
+    return digits(DigitsArgs{pointer<const float>(x), pointer<int8_t>(planes), pointer<void>(scale), nullptr,
                                    rows, columns, row_elements, out_row_bytes, plane_bytes, count, exact, high, radix,
                                    {ahead0, ahead1}, power, truncate, limit, scale_mode}, threads);
-  }, "path"_a, "x"_a, "planes"_a, "scale"_a, "rows"_a, "columns"_a, "row_elements"_a, "out_row_bytes"_a,
+  }, "x"_a, "planes"_a, "scale"_a, "rows"_a, "columns"_a, "row_elements"_a, "out_row_bytes"_a,
      "plane_bytes"_a, "count"_a, "exact"_a, "high"_a, "radix"_a, "ahead0"_a, "ahead1"_a, "power"_a, "truncate"_a,
      "limit"_a, "scale_mode"_a, "threads"_a);
-  m.def("compress", [](const std::string& path, uintptr_t mask, uintptr_t values, int64_t rows, int64_t columns,
+  m.def("compress", [](uintptr_t mask, uintptr_t values, int64_t rows, int64_t columns,
                        int64_t mask_row, int64_t values_row_bytes, int element_bytes, int vector_length, int stride,
                        uintptr_t lengths, uintptr_t row_start, uintptr_t out_columns, uintptr_t out_values,
                        int threads) {
-    compress(path, CompressArgs{pointer<const uint8_t>(mask), pointer<const uint8_t>(values), rows, columns, mask_row,
+    compress(CompressArgs{pointer<const uint8_t>(mask), pointer<const uint8_t>(values), rows, columns, mask_row,
                                 values_row_bytes, element_bytes, vector_length, stride, pointer<int64_t>(lengths),
                                 pointer<const int64_t>(row_start), pointer<int32_t>(out_columns),
                                 pointer<uint8_t>(out_values)}, threads);
-  }, "path"_a, "mask"_a, "values"_a, "rows"_a, "columns"_a, "mask_row"_a, "values_row_bytes"_a, "element_bytes"_a,
+  }, "mask"_a, "values"_a, "rows"_a, "columns"_a, "mask_row"_a, "values_row_bytes"_a, "element_bytes"_a,
      "vector_length"_a, "stride"_a, "lengths"_a, "row_start"_a, "out_columns"_a, "out_values"_a, "threads"_a);
   m.def("spread_slots", [](uintptr_t until, uintptr_t first, uintptr_t order, int64_t rows, int tiles, int group,
-                           int window, uintptr_t slots, int threads) {
+                           int window, uintptr_t slots, int64_t columns, int threads) {
     order_columns_checked(ReorderArgs{pointer<const int>(until), pointer<const int64_t>(first),
-                                      pointer<const int64_t>(order), rows, tiles, group, window, pointer<int64_t>(slots)}, threads);
-  }, "until"_a, "first"_a, "order"_a, "rows"_a, "tiles"_a, "group"_a, "window"_a, "slots"_a, "threads"_a);
+                                      pointer<const int64_t>(order), rows, tiles, group, window, pointer<int64_t>(slots)}, columns, threads);
+  }, "until"_a, "first"_a, "order"_a, "rows"_a, "tiles"_a, "group"_a, "window"_a, "slots"_a,
+     "columns"_a, "threads"_a);
 }

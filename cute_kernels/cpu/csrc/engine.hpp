@@ -52,11 +52,11 @@ struct Sparse {
 };
 
 struct Scales {
-  const float* left;   // (rows,) or null
-  const float* right;  // (n,) or null
-  const float* bias;   // (rows,) or null
-  int64_t left_batch;
-  int64_t right_batch;
+  const float* rows;     // (rows,) or null
+  const float* columns;  // (n,) or null
+  const float* bias;     // (rows,) or null
+  int64_t row_batch;     // elements between the scales of two matrices of a batch, 0 for the same ones
+  int64_t column_batch;
 };
 
 struct SpmmArgs {

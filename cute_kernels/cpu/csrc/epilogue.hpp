@@ -1,4 +1,4 @@
-// From exact integer totals to the output type: out = total * left * right + bias.
+// From exact integer totals to the output type: out = total * row_scale * column_scale + bias.
 #pragma once
 
 #include <cstdint>
@@ -38,10 +38,11 @@ inline uint16_t to_float16(float value) {  // round to nearest even, overflow to
   return static_cast<uint16_t>(sign | (bits >> 13));
 }
 
-// One run of results of the same row. `left` and `bias` belong to the row, `right` to each result; null means absent.
+// One run of results of the same row. `row_scale` and `bias` belong to the row, `column_scales` to each result;
+// null means absent.
 template <class Total>
-inline void write_run(const Total* totals, int64_t count, float left, const float* right, float bias, Out type, void* out,
-                      int64_t offset) {
+inline void write_run(const Total* totals, int64_t count, float row_scale, const float* column_scales, float bias,
+                      Out type, void* out, int64_t offset) {
   if (type == Out::kInt32) {
     int32_t* to = static_cast<int32_t*>(out) + offset;
     for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(totals[i]);
@@ -53,10 +54,10 @@ inline void write_run(const Total* totals, int64_t count, float left, const floa
     return;
   }
   float scaled[magicube::kPanel];  // count <= kPanel
-  if (right) {
-    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * left * right[i] + bias;
+  if (column_scales) {
+    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * row_scale * column_scales[i] + bias;
   } else {
-    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * left + bias;
+    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * row_scale + bias;
   }
   if (type == Out::kFloat32) {
     std::memcpy(static_cast<float*>(out) + offset, scaled, static_cast<size_t>(count) * sizeof(float));

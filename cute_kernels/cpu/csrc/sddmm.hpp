@@ -29,18 +29,18 @@ template <class Micro>
 struct SddmmRow {
   const SddmmArgs& args;
   const uint8_t* staged;  // (digits of Y, staged rows, padded inner)
-  uint8_t* left;          // (digits of X, V, padded inner)
+  uint8_t* staged_x;      // (digits of X, V, padded inner)
   int64_t padded;         // inner, rounded up to 64
   int64_t y_digit_bytes;
 
   bool x_signed(int d) const { return args.x.is_signed && d == args.x.digits() - 1; }
   int64_t x_digit_bytes() const { return args.vector_length * padded; }
 
-  int64_t stage_left(int64_t vector_row, const uint8_t* x) const {
+  int64_t stage_x(int64_t vector_row, const uint8_t* x) const {
     const int64_t first = vector_row * args.vector_length;
     const int64_t rows = lesser(args.vector_length, args.rows - first);
-    std::memset(left, 0, static_cast<size_t>(x_digit_bytes() * args.x.digits()));
-    stage(args.x, x, args.x.runs_along_inner, first, rows, 0, args.inner, 0, left, padded, x_digit_bytes());
+    std::memset(staged_x, 0, static_cast<size_t>(x_digit_bytes() * args.x.digits()));
+    stage(args.x, x, args.x.runs_along_inner, first, rows, 0, args.inner, 0, staged_x, padded, x_digit_bytes());
     return rows;
   }
 
@@ -49,7 +49,7 @@ struct SddmmRow {
     for (int64_t v = 0; v < rows; ++v) {
       out[v] = 0;
       for (int dx = 0; Micro::kOffset && dx < args.x.digits(); ++dx) {
-        const uint8_t* bytes = left + dx * x_digit_bytes() + v * padded;
+        const uint8_t* bytes = staged_x + dx * x_digit_bytes() + v * padded;
         int64_t sum = 0;
         for (int64_t i = 0; i < padded; ++i) sum += x_signed(dx) ? static_cast<int8_t>(bytes[i]) : int{bytes[i]};
         for (int dy = 0; dy < args.y.digits(); ++dy) {
@@ -66,7 +66,7 @@ struct SddmmRow {
     for (int dx = 0; dx < args.x.digits(); ++dx) {
       for (int dy = 0; dy < args.y.digits(); ++dy) {
         const bool y_signed = args.y.is_signed && dy == args.y.digits() - 1;
-        const uint8_t* x = left + dx * x_digit_bytes() + v * padded;
+        const uint8_t* x = staged_x + dx * x_digit_bytes() + v * padded;
         const uint8_t* y[4];
         for (int j = 0; j < 4; ++j) y[j] = staged + dy * y_digit_bytes + y_rows[j] * padded;
         for (int64_t k0 = 0; k0 < padded; k0 += kExactRun) {
@@ -83,14 +83,14 @@ struct SddmmRow {
   void write(const int64_t* line, int64_t count, int64_t batch, int64_t row, int v, int64_t position,
              const int32_t* columns) const {
     const auto& scales = args.scales;
-    float right[4];
+    float column_scales[4];
     for (int64_t j = 0; j < count; ++j) {
-      right[j] = scales.right ? scales.right[batch * scales.right_batch + columns[j]] : 1.0f;
+      column_scales[j] = scales.columns ? scales.columns[batch * scales.column_batch + columns[j]] : 1.0f;
     }
-    const float factor = scales.left ? scales.left[batch * scales.left_batch + row] : 1.0f;
+    const float factor = scales.rows ? scales.rows[batch * scales.row_batch + row] : 1.0f;
     const int64_t block = position / args.stride;  // four positions of one aligned group share a block
     const int64_t offset = (block * args.vector_length + v) * args.stride + position % args.stride;
-    write_run(line, count, factor, right, 0.0f, args.out_type, args.out, batch * args.out_batch + offset);
+    write_run(line, count, factor, column_scales, 0.0f, args.out_type, args.out, batch * args.out_batch + offset);
   }
 
   void run(int64_t vector_row, int64_t batch, const uint8_t* x, int64_t j0, int64_t j1) const {
@@ -98,7 +98,7 @@ struct SddmmRow {
     const int64_t begin = first_not_below(args.columns, args.row_start[vector_row], end, j0);
     const int64_t stop = first_not_below(args.columns, begin, end, j1);
     if (begin == stop) return;
-    const int64_t rows = stage_left(vector_row, x);
+    const int64_t rows = stage_x(vector_row, x);
     int64_t offset[kMaxVector];
     offsets(rows, offset);
     int64_t count;

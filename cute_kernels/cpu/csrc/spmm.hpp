@@ -120,19 +120,19 @@ struct SpmmRow {
       }
       alignas(64) Total row_totals[kPanel];
       order(from + v * kPanel, offset, row_totals);
-      const float left = scales.left ? scales.left[batch * scales.left_batch + row] : 1.0f;
-      const float* right = scales.right ? scales.right + batch * scales.right_batch + n0 : nullptr;
+      const float row_scale = scales.rows ? scales.rows[batch * scales.row_batch + row] : 1.0f;
+      const float* columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
       const float bias = scales.bias ? scales.bias[row] : 0.0f;
       if constexpr (Micro::kStreams) {
         if (streams && width == kPanel) {
           alignas(64) uint8_t results[kPanel * sizeof(int64_t)];
-          write_run(row_totals, width, left, right, bias, args.out_type, results, 0);
+          write_run(row_totals, width, row_scale, columns, bias, args.out_type, results, 0);
           const int64_t element = element_bytes(args.out_type);
           Micro::stream(results, static_cast<uint8_t*>(args.out) + at * element, kPanel * element);
           continue;
         }
       }
-      write_run(row_totals, width, left, right, bias, args.out_type, args.out, at);
+      write_run(row_totals, width, row_scale, columns, bias, args.out_type, args.out, at);
     }
   }
 

@@ -137,7 +137,7 @@ def variants() -> list[SpmmKernel]:
             for team in (1, 4, 8)
         ]
         found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
-        atom = "bf16_m16n8k16" if "bfloat16" in (of.left.name, of.right.name) else "f16_m16n8k16"
+        atom = "bf16_m16n8k16" if "bfloat16" in (of.lhs.name, of.rhs.name) else "f16_m16n8k16"
         found += [gather(of, atom=atom), gather(of, atom=atom, tile_n_bytes=128, split_k_warps=2)]
         if PANELS:
             found += [panel(of, tile_n_bytes=size, rows_per_warp=rows) for size in (64, 128) for rows in (1, 2)]

@@ -33,7 +33,7 @@ OUTS = ("int32", "float32", "float16", "bfloat16")
 
 
 def label(value: object) -> str:
-    return f"v{value.vector_length}-{value.left}-{value.right}" if isinstance(value, ProblemTypes) else str(value)
+    return f"v{value.vector_length}-{value.lhs}-{value.rhs}" if isinstance(value, ProblemTypes) else str(value)
 
 
 @pytest.mark.parametrize(("of", "stride"), PAIRS, ids=label)
@@ -42,7 +42,7 @@ def test_every_pair_sign_vector_length_and_stride_is_exact(of: ProblemTypes, str
     torch.manual_seed(of.vector_length)
     for m, n, k, extreme in ((100, 90, 512, True), (37, 150, 301, False)):
         pattern = mc.random_pattern(m, n, 0.8, of.vector_length)
-        check_sddmm(dense((m, k), of.left, extreme=extreme), dense((n, k), of.right, extreme=extreme), pattern, stride)
+        check_sddmm(dense((m, k), of.lhs, extreme=extreme), dense((n, k), of.rhs, extreme=extreme), pattern, stride)
 
 
 FEW = [kind(), kind(4, (16, True), (16, False)), kind(2, (4, True), (4, True)), kind(16, (8, False), (8, True)),
@@ -58,7 +58,7 @@ FEW = [kind(), kind(4, (16, True), (16, False)), kind(2, (4, True), (4, True)), 
 def test_random_products_are_exact(of, m, n, k, stride, sparsity, layouts, transposed, batch, seed) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(seed)
     pattern = mc.random_pattern(m, n, sparsity, of.vector_length, seed=seed)
-    x, y = dense((*batch, m, k), of.left, layouts[0]), dense((*batch, n, k), of.right, layouts[1])
+    x, y = dense((*batch, m, k), of.lhs, layouts[0]), dense((*batch, n, k), of.rhs, layouts[1])
     check_sddmm(x, y, pattern, stride, transposed=transposed)
 
 

@@ -59,11 +59,11 @@ def test_few_columns_are_read_as_what_they_are() -> None:
     assert all(each.a_stages >= 3 for each in FITTING if isinstance(each, PanelConfig))
 
 
-@pytest.mark.parametrize("of", KINDS, ids=lambda of: f"{of.left.bits}x{of.right.bits}")
+@pytest.mark.parametrize("of", KINDS, ids=lambda of: f"{of.lhs.bits}x{of.rhs.bits}")
 @pytest.mark.configs(FITTING)
 def test_every_number_of_columns_with_scales_and_a_bias(of: ProblemTypes) -> None:
     torch.manual_seed(2)
-    left, right = of.left, of.right
+    left, right = of.lhs, of.rhs
     mask, bias = mc.random_pattern(264, 1024, 0.5, 8, seed=3).to_dense(), torch.randn(264)
     A = mc.SRBCRS.from_mask(torch.randn(264, 1024), mask, vector_length=8, bits=left.bits, axis=1)
     for n, axis in product(COLUMNS, (None, 0)):

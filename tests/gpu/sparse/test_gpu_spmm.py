@@ -114,7 +114,7 @@ def test_every_knob_keeps_the_result(config: SpmmKernel) -> None:
 KINDS = [kind(), kind(8, (4, True), (4, True)), kind(4, (16, True), (8, False)), kind(16, (8, False), (4, True))]
 
 
-@pytest.mark.parametrize("of", KINDS, ids=lambda of: f"v{of.vector_length}-{of.left[0]}x{of.right[0]}")
+@pytest.mark.parametrize("of", KINDS, ids=lambda of: f"v{of.vector_length}-{of.lhs[0]}x{of.rhs[0]}")
 @pytest.mark.configs([config for of in KINDS for config in choices(merged(of))])
 def test_the_chosen_kernel_is_exact_in_every_regime(of: ProblemTypes) -> None:
     torch.manual_seed(3)
@@ -122,8 +122,8 @@ def test_the_chosen_kernel_is_exact_in_every_regime(of: ProblemTypes) -> None:
     for rows, k, n, sparsity in ((1, 4096, 16, 0.5), (40, 512, 128, 0.7), (130, 800, 300, 0.9), (1100, 256, 520, 0.5),
                                  (4, 60, 2000, 0.1), (600, 90, 1, 0.2)):  # fmt: skip
         a, b = (
-            sparse(rows * of.vector_length - 1, k, of.vector_length, of.left, sparsity=sparsity),
-            dense((k, n), of.right),
+            sparse(rows * of.vector_length - 1, k, of.vector_length, of.lhs, sparsity=sparsity),
+            dense((k, n), of.rhs),
         )
         on_gpu = a.to("cuda")
         assert torch.equal(spmm(on_gpu, b), mc.reference.spmm(a, b))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,15 +37,15 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(extension, "num_threads", lambda work: request.param)
+def threads(request: pytest.FixtureRequest, use_threads: Callable[[int], None]) -> int:
+    use_threads(request.param)
     return int(request.param)
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch, call: Any, *args: Any, **options: Any) -> Any:
     """The call as it is where the engine is not compiled."""
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "available", lambda: False)
+        patch.setattr(extension, "ENGINE", None)
         return call(*args, **options)
 
 
@@ -108,12 +108,12 @@ def test_inf_and_nan_are_zeros_under_a_nan_and_are_refused_by_the_published_rule
 
 @pytest.mark.parametrize("axis", AXES)
 def test_plain_quantization_does_not_depend_on_the_number_of_threads(
-    axis: int | None, path: str, monkeypatch: pytest.MonkeyPatch
+    axis: int | None, path: str, use_threads: Callable[[int], None]
 ) -> None:
     x = torch.randn(301, 203, generator=torch.Generator().manual_seed(2))
     results = []
     for count in (1, 2, 5):
-        monkeypatch.setattr(extension, "num_threads", lambda work, count=count: count)
+        use_threads(count)
         out = torch.empty(301, 203, dtype=torch.int8)
         scale = torch.empty({None: 1, 1: 301, 0: 203}[axis])
         mode = {None: 0, 1: 1, 0: 2}[axis]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def both(monkeypatch: pytest.MonkeyPatch, call: Any) -> tuple[SRBCRS, SRBCRS]:
     """What the engine makes, and what torch makes where it is not compiled."""
     mine = call()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "available", lambda: False)
+        patch.setattr(extension, "ENGINE", None)
         return mine, call()
 
 
@@ -52,10 +53,15 @@ def assert_same(mine: SRBCRS, theirs: SRBCRS) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("bits", "signed"), [(4, True), (4, False), (8, True), (8, False), (12, True), (16, True)])
 def test_integers_are_those_of_torch(
-    bits: int, signed: bool, threads: int, path: str, monkeypatch: pytest.MonkeyPatch
+    bits: int,
+    signed: bool,
+    threads: int,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    use_threads: Callable[[int], None],
 ) -> None:
     monkeypatch.setenv("MAGICUBE_CPU", path)
-    monkeypatch.setattr(extension, "num_threads", lambda work: threads)
+    use_threads(threads)
     for shape in SHAPES:
         wide, mask = problem(*shape, bits, signed)
         for values in (wide, wide.to(value_dtype(bits, signed))):

@@ -185,3 +185,15 @@ def test_operands_without_memory_of_their_values_are_right() -> None:
     empty = mc.SRBCRS.from_dense(torch.from_numpy(np.zeros((M, 0), dtype=np.int8)), vector_length=V)
     b = mc.QuantTensor.from_ints(torch.from_numpy(np.zeros((0, 5), dtype=np.int8)), bits=8)
     assert torch.equal(mc.spmm(empty, b), torch.zeros(M, 5, dtype=torch.int32))
+
+
+def test_tensors_without_memory_of_their_values_are_refused_or_right() -> None:
+    a, b = matrix(), dense()
+    zeros = torch._efficientzerotensor((K, 9), dtype=torch.int8)
+    with pytest.raises(ValueError, match="data must hold its values"):
+        mc.QuantTensor(zeros, None, 8, True, None, zeros.shape)
+    floats = torch.randn(M, dtype=torch.complex64)
+    for bias in (floats.conj().imag, torch._efficientzerotensor((M,))):
+        mc.spmm(a, b, out_dtype=torch.float32, bias=torch.zeros(M))  # cached for a bias of this shape
+        expected = mc.spmm(a, b, out_dtype=torch.float32, bias=bias.clone())
+        assert torch.equal(mc.spmm(a, b, out_dtype=torch.float32, bias=bias), expected)

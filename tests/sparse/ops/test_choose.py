@@ -49,7 +49,7 @@ def test_the_chosen_panel_wastes_no_wave() -> None:
     ("bits", "n", "row"), [(8, 16, 16), (8, 24, 32), (8, 64, 64), (4, 16, 16), (16, 16, 32), (16, 8, 32), (8, 96, 0)]
 )
 def test_rows_of_few_columns_are_as_long_as_they_are(bits: int, n: int, row: int) -> None:
-    kind = replace(L8R8, right=Integer(bits, True))
+    kind = replace(L8R8, rhs=Integer(bits, True))
     found = candidates(kind, H200, Problem(1792, 4096, 1792 * 410, 460, n))
     panels = [config for config in found if isinstance(config, PanelConfig)]
     assert len({config.name for config in found}) == len(found) and len(panels) >= 10 and len(panels) < len(found)
@@ -68,7 +68,7 @@ def test_groups_of_sixteen_take_rows_of_two_pieces() -> None:
 
 def test_records_come_from_far_ahead_where_they_are_waited_for() -> None:
     for left, right, warps in ((8, 8, {7, 8}), (16, 8, {7, 8, 11, 13, 14, 15}), (8, 4, set())):
-        kind = replace(L8R8, left=Integer(left, True), right=Integer(right, True))
+        kind = replace(L8R8, lhs=Integer(left, True), rhs=Integer(right, True))
         panels = [
             c for c in candidates(kind, H200, Problem(512, 4096, 512 * 410, 460, 4096)) if isinstance(c, PanelConfig)
         ]
