@@ -1,4 +1,4 @@
-// Sums, maxima and ranks over a block of threads, in an order that is always the same.
+// Block-wide reductions: sum, maximum, order statistics. Deterministic.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -6,7 +6,7 @@
 
 namespace magicube {
 
-// Sums of kCount values over the block; every thread gets them.
+// Block-wide sums of kCount values, returned in every thread.
 template <int kThreads, int kCount>
 __device__ __forceinline__ void block_sums(double (&values)[kCount], double (*scratch)[kThreads / 32 + 1]) {
   CUTE_UNROLL
@@ -24,10 +24,10 @@ __device__ __forceinline__ void block_sums(double (&values)[kCount], double (*sc
   __syncthreads();
   CUTE_UNROLL
   for (int i = 0; i < kCount; ++i) values[i] = scratch[i][kThreads / 32];
-  __syncthreads();  // the scratch may be written again
+  __syncthreads();  // scratch may be reused
 }
 
-// Largest of kCount values of no sign over the block; every thread gets them.
+// Block-wide maxima of kCount non-negative values, returned in every thread.
 template <int kThreads, int kCount>
 __device__ __forceinline__ void block_maxima(float (&values)[kCount], uint32_t (*scratch)[kThreads / 32]) {
   CUTE_UNROLL
@@ -44,8 +44,8 @@ __device__ __forceinline__ void block_maxima(float (&values)[kCount], uint32_t (
   __syncthreads();
 }
 
-// The bits of the values of these ranks, 0 for the smallest, among `count` values of no sign; bits below kLowest are 0.
-// Every thread of the block gets them. `scratch` has two counts a warp and rank.
+// Bits of the order statistics of ranks (0: smallest) among `count` non-negative values, in every thread; bits below
+// kLowest are 0. `scratch`: two counts per warp and rank.
 template <int kThreads, int kLowest, int kRanks>
 __device__ __forceinline__ void select_ranks(const float* values, int count, const int (&ranks)[kRanks],
                                              uint32_t (&found)[kRanks], int (*scratch)[kRanks][kThreads / 32]) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void select_ranks(const float* values, int count, con
       const int sum = __reduce_add_sync(~0u, below[r]);
       if (threadIdx.x % 32 == 0) scratch[bit % 2][r][threadIdx.x / 32] = sum;
     }
-    __syncthreads();  // one is enough: counts of the next bit go elsewhere
+    __syncthreads();  // one is enough: the next bit uses the other half of the scratch
     CUTE_UNROLL
     for (int r = 0; r < kRanks; ++r) {
       const int lane = threadIdx.x % 32;

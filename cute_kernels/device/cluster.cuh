@@ -1,18 +1,18 @@
-// Blocks that share their memory: meeting, arriving at each other's barriers, one fetch for all (sm_90 on).
+// Thread block clusters (sm_90+): cluster barrier, remote mbarrier arrive, multicast TMA, distributed shared memory.
 #pragma once
 
 #include "device/copy.cuh"
 
 namespace magicube::cluster {
 
-// They meet, in two steps; shared memory of all of them is ready before, or out of use after.
+// Cluster barrier, split into arrive and wait: before shared memory of another CTA is accessed, and before a CTA exits.
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void sync() {
   arrive();
   wait();
 }
-// The same after barrier_fence, which orders the barriers; ordering the rest takes a fence of all memory.
+// As above with relaxed arrive, after barrier_fence, which orders the mbarriers: acquire/release fences all memory.
 __device__ __forceinline__ void sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   wait();
@@ -24,8 +24,8 @@ __device__ __forceinline__ uint32_t rank() {
   return rank;
 }
 
-// Arrives on the barrier at the same address in block `rank` of the cluster. Of the scope of a block: what this thread
-// has read by the tensor cores is behind it, and a wider scope costs a fence of all memory.
+// Arrive on the mbarrier at the same shared address in CTA `rank` of the cluster. CTA scope suffices: the only accesses
+// to order are Tensor Core reads, which have completed; cluster scope costs a fence of all memory.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
-// A box to the same address in all blocks of `mask`; completes on the barrier at the same address in each.
+// Multicast TMA load of a box to the same shared address in all CTAs of `mask`; completes on the mbarrier of each.
 __device__ __forceinline__ void tma_load_2d_multicast(uint16_t mask, uint32_t to, const TmaDescriptor* map, int x, int y,
                                             uint32_t barrier) {
   asm volatile(
@@ -41,7 +41,7 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint16_t mask, uint32_t to
       "[%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask) : "memory");
 }
 
-// A word of the shared memory of block `rank` of the cluster, at the address that it has in this one.
+// Load a 32-bit word from the shared memory of CTA `rank` of the cluster, at this CTA's address.
 __device__ __forceinline__ uint32_t load_of(uint32_t from, uint32_t rank) {
   uint32_t word;
   asm volatile(
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t load_of(uint32_t from, uint32_t rank) {
   return word;
 }
 
-// Four neighbouring words of floats of it.
+// Load float4, likewise.
 __device__ __forceinline__ float4 load_four_of(uint32_t from, uint32_t rank) {
   float4 x;
   asm volatile(

@@ -1,4 +1,4 @@
-// Moving bytes: cp.async, ldmatrix, the bulk tensor copy and its barriers. Every PTX word that is no mma lives here.
+// Data movement in PTX: cp.async, ldmatrix, TMA, mbarrier, PDL. All inline PTX that is no MMA lives here.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -10,24 +10,24 @@ namespace magicube {
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) { return cast_smem_ptr_to_uint(at); }
 
-// x, which the compiler then keeps in a register instead of computing it anew wherever it is used.
+// x, opaque to the compiler, so that it stays in a register instead of being rematerialized at each use.
 __device__ __forceinline__ uint32_t held(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// x, the same in all lanes of the warp, which the compiler sees by the shuffle: branches on it then leave no lane behind.
+// x, warp-uniform; the shuffle tells the compiler so, and branches on it do not diverge.
 template <class T>
 __device__ __forceinline__ T uniform(T x) { return __shfl_sync(~0u, x, 0); }
 
-// The warp's number in its block.
+// Warp index in the CTA.
 __device__ __forceinline__ int warp_of_block() { return uniform(int(threadIdx.x) / 32); }
 
-// 16 bytes from global to shared memory; bytes from `valid` on become zero.
+// cp.async of 16 bytes; bytes from `valid` on are zero-filled.
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
-// The same of 16 bytes or 8.
+// cp.async of 16 or 8 bytes, likewise.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_run(uint32_t to, const void* from, int valid) {
   if constexpr (kBytes == 16) cp_async(to, from, valid);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// 8x8 matrices of 16-bit units, transposed: lane (g, t) gets units (2t, g) and (2t + 1, g) of each matrix.
+// ldmatrix.trans of 8x8 matrices of 16-bit units: lane (g, t) gets units (2t, g) and (2t + 1, g) of each matrix.
 __device__ __forceinline__ void load_transposed_pair(uint32_t from, uint32_t* to) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
@@ -73,8 +73,8 @@ __device__ __forceinline__ void load_shared(uint32_t from, uint32_t (&to)[kWords
   }
 }
 
-// Where 16-byte chunk `chunk` of row `row` lies when rows of kRowBytes are swizzled over the banks (CuTe's
-// Swizzle<log2(kRowBytes / 16), 4, 3>, the tensor copy's 32-, 64- and 128-byte modes).
+// Swizzled position of 16-byte chunk `chunk` of row `row` in rows of kRowBytes (CuTe's
+// Swizzle<log2(kRowBytes / 16), 4, 3>; the 32-, 64- and 128-byte modes of TMA).
 template <int kRowBytes, bool kSwizzle = true>
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   constexpr uint32_t kChunks = kRowBytes / 16;
@@ -82,7 +82,7 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   return row * kRowBytes + ((chunk ^ (kSwizzle ? row / kRowsALine % kChunks : 0)) * 16);
 }
 
-// kWords neighbouring words through the read-only path.
+// Vector load of kWords words through the read-only path (ld.global.nc).
 template <int kWords>
 __device__ __forceinline__ void load_words(uint32_t* to, const uint32_t* from) {
   if constexpr (kWords == 4) {
@@ -97,15 +97,15 @@ __device__ __forceinline__ void load_words(uint32_t* to, const uint32_t* from) {
   }
 }
 
-// A kernel may be launched while the one before it on the stream still runs (sm_90 on). Nothing that one may write is
-// read, and nothing that it may read is written, before its end; only then may the next kernel start likewise, so
-// that what was written two kernels ago can be read without waiting.
+// Programmatic dependent launch (PDL, sm_90+): a kernel starts while its predecessor on the stream still runs. It must
+// neither read what the predecessor writes nor write what it reads before griddepcontrol.wait, and lets its successor start
+// only after that: results of the kernel two launches back are readable without waiting.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// From when all blocks have come here.
+// Allow the dependent grid to launch once all CTAs have arrived here.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -116,7 +116,7 @@ __device__ __forceinline__ void pdl_wait() {
   pdl_launch_dependents();
 }
 
-// One kernel's word to another that runs beside it: what its block wrote before is there when the word is heard.
+// Store-release of a flag to a concurrent kernel: what this CTA wrote before is visible to whoever acquires the flag.
 __device__ __forceinline__ void flag_store_release(uint32_t* at, uint32_t word) {
   asm volatile("fence.acq_rel.gpu;\n st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
 }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void flag_wait_acquire(const uint32_t* at, uint32_t w
     if (now != word) __nanosleep(100);
   }
 }
-// A word that such a kernel wrote. The compiler may move this: its address must depend on something that came after waiting.
+// Load of data that such a kernel wrote. The compiler may move it: its address must depend on a value read after the wait
 template <class T>
 __device__ __forceinline__ T load_after_flag(const T* at) {
   static_assert(sizeof(T) == 4, "a word");
@@ -134,18 +134,18 @@ __device__ __forceinline__ T load_after_flag(const T* at) {
   asm("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(at));
   return reinterpret_cast<const T&>(word);
 }
-// What was heard of is there for the copy engine too.
+// Make acquired data visible to the async proxy (TMA) as well.
 __device__ __forceinline__ void fence_proxy_async_global() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
-// Barriers in shared memory that count arriving threads and arriving bytes (sm_90 on).
+// mbarrier (sm_90+): counts arriving threads and transaction bytes.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes barriers known to the copy engine before any thread uses them.
+// Make initialized mbarriers visible to the async proxy before first use.
 __device__ __forceinline__ void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -160,13 +160,13 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "@!done bra wait;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Neighbouring bytes, whole pieces of 16, to shared memory; completes on the barrier.
+// 1-D bulk copy to shared memory, a multiple of 16 bytes; completes on the mbarrier.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                "r"(bytes), "r"(barrier) : "memory");
 }
 
-// A box of a two-dimensional tensor to shared memory; completes on the barrier.
+// TMA load of a box of a 2-D tensor to shared memory; completes on the mbarrier.
 __device__ __forceinline__ void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),

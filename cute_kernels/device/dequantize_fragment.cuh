@@ -1,8 +1,8 @@
-// From elements as they lie in memory to registers of the mma: what the sparse products do with floats.
+// MMA fragments from stored elements, for sparse products of floats.
 //
-// `Format` is what an element is, `Operand` what the mma takes: float16 or bfloat16, in pairs, or bytes of e4m3 or e5m2.
-// Every value comes out exact; 4-bit codes as bytes are 2^(bias of the operand - bias of the format) too small, which
-// kExponentBiasFactor makes good in the sums.
+// `Format`: the stored element; `Operand`: what the MMA takes, float16x2 or bfloat16x2, or bytes of e4m3 or e5m2.
+// Conversion is exact; 4-bit codes become bytes 2^(bias of operand - bias of format) too small, which
+// kExponentBiasFactor corrects in the accumulators.
 #pragma once
 
 #include "device/float_formats.cuh"
@@ -10,7 +10,7 @@
 
 namespace magicube {
 
-// 2^exponent, for small exponents.
+// 2^exponent, for |exponent| < 31.
 constexpr float power_of_two(int exponent) {
   return exponent == 0 ? 1.0f : exponent > 0 ? 2.0f * power_of_two(exponent - 1) : 0.5f * power_of_two(exponent + 1);
 }
@@ -18,7 +18,7 @@ constexpr float power_of_two(int exponent) {
 template <class Format, class Operand>
 constexpr float kExponentBiasFactor = Operand::kBits == 8 && Format::kBits < 8 ? power_of_two(Operand::kBias - Format::kBias) : 1.0f;
 
-// Bytes kFirst and kSecond of a word, 8-bit codes, as a pair of 16-bit floats.
+// Bytes kFirst and kSecond of a word (8-bit codes) as a pair of 16-bit floats.
 template <class Format, class Half, int kFirst, int kSecond>
 __device__ __forceinline__ uint32_t byte_halves(uint32_t word) {
   if constexpr (Half::kBias == Format::kBias) {  // e5m2 is the upper byte of float16
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t byte_halves(uint32_t word) {
   }
 }
 
-// What the registers of one gathered group become, as DenseUnits does it for integers.
+// Fragment of one gathered group; DenseUnits of mma.cuh for floats.
 template <class Shape, class Format, class Operand>
 struct FloatUnits {
   static constexpr int kElement = Format::kBits;
@@ -44,11 +44,11 @@ struct FloatUnits {
   static constexpr uint32_t kOffset = 0;
   CUTE_HOST_DEVICE static constexpr bool offset(int) { return false; }
   CUTE_HOST_DEVICE static constexpr int shift(int) { return 0; }
-  static constexpr int kSubs = 16 / kElement;         // columns a unit of 16 bits
-  static constexpr int kMatrices = Shape::kK / 8;     // 8x8 matrices of units, one after the other along k
+  static constexpr int kSubs = 16 / kElement;         // columns per 16-bit unit
+  static constexpr int kMatrices = Shape::kK / 8;     // 8x8 matrices of units along k
   static_assert(Shape::kBits == Operand::kBits, "the mma takes operands of this width");
 
-  // raw: (matrices) -> out: (1, subs, depth). A register of raw has slots 2t and 2t + 1: two neighbouring k of halves.
+  // raw: (matrices) -> out: (1, subs, depth). A register of raw holds slots 2t and 2t + 1, two k of 16-bit floats.
   __device__ static void transpose(const uint32_t (&raw)[kMatrices], uint32_t (&out)[1][kSubs][Shape::kDepth]) {
     CUTE_UNROLL
     for (int d = 0; d < Shape::kDepth; ++d) {
@@ -79,8 +79,8 @@ struct FloatUnits {
   }
 };
 
-// Registers of the mma from a lane's kWords words of the sparse operand, or of eight k of a row. Four-bit codes come in
-// the order that unpacks them: nibbles i and i + 4 of a word as register i, or the even and the odd ones as bytes.
+// MMA registers from a lane's kWords words of the sparse operand, or from eight k of a row. 4-bit codes come in
+// unpacking order: nibbles i and i + 4 of a word as register i, or the even and the odd nibbles as bytes.
 template <class Format, class Operand, int kWords, int kRegisters>
 __device__ __forceinline__ void expand_words(const uint32_t (&words)[kWords], uint32_t (&out)[kRegisters]) {
   static_assert(kWords * Operand::kBits == kRegisters * Format::kBits, "as many values as the registers hold");
@@ -101,7 +101,7 @@ __device__ __forceinline__ void expand_words(const uint32_t (&words)[kWords], ui
   }
 }
 
-// Eight k of a row in the order in which four-bit codes beside them unpack.
+// Eight k of a row, permuted to the order in which 4-bit codes of the other operand unpack.
 template <class Format, class Operand, int kWords>
 __device__ __forceinline__ void split_order(uint32_t (&words)[kWords]) {
   if constexpr (Format::kBits == 16) {

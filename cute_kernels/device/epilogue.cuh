@@ -1,4 +1,4 @@
-// From exact integer totals, or sums of floats, to the output type: out = total * row_scale * col_scale + bias.
+// Epilogue: out = total * row_scale * col_scale + bias, from exact integer totals or float sums to the output type.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -8,14 +8,14 @@
 
 namespace magicube {
 
-// x * 2^shift; int32 totals may wrap on the way when the result is known to fit.
+// x * 2^shift; int32 intermediates may wrap if the result fits.
 template <class Total>
 __device__ __forceinline__ Total weighted(Total x, int shift) {
   using Unsigned = cuda::std::make_unsigned_t<Total>;
   return static_cast<Total>(static_cast<Unsigned>(x) << shift);
 }
 
-// What a result of a config is before it is scaled.
+// Accumulator type of a config, before scaling.
 template <class C>
 using TotalOf = cuda::std::conditional_t<C::kFloat, float, cuda::std::conditional_t<C::kLongTotal, int64_t, int32_t>>;
 
@@ -27,12 +27,14 @@ __device__ __forceinline__ float scaled(Total total, float row_scale, float col_
 template <class Out, class Total>
 __device__ __forceinline__ Out convert(Total total, float row_scale, float col_scale, float bias) {
   if constexpr (cuda::std::is_integral_v<Out>) return static_cast<Out>(total);
-  else if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(scaled(total, row_scale, col_scale, bias));
-  else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(scaled(total, row_scale, col_scale, bias));
+  else if constexpr (cuda::std::is_same_v<Out, __half>)
+    return __float2half_rn(scaled(total, row_scale, col_scale, bias));
+  else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>)
+    return __float2bfloat16_rn(scaled(total, row_scale, col_scale, bias));
   else return scaled(total, row_scale, col_scale, bias);
 }
 
-// Consecutive results of one row. 16-bit floats are converted in pairs, by one instruction.
+// Convert consecutive results of one row; 16-bit floats in pairs, by one instruction.
 template <class Out, class Total, int kCount>
 __device__ __forceinline__ void convert_run(const Total (&run)[kCount], float row_scale, const float (&col_scale)[kCount],
                                             float bias, Out (&out)[kCount]) {
@@ -40,7 +42,8 @@ __device__ __forceinline__ void convert_run(const Total (&run)[kCount], float ro
   for (int i = 0; i < kCount; ++i) {
     if constexpr (sizeof(Out) == 2 && kCount % 2 == 0) {
       if (i % 2) continue;
-      const float first = scaled(run[i], row_scale, col_scale[i], bias), second = scaled(run[i + 1], row_scale, col_scale[i + 1], bias);
+      const float first = scaled(run[i], row_scale, col_scale[i], bias);
+      const float second = scaled(run[i + 1], row_scale, col_scale[i + 1], bias);
       if constexpr (cuda::std::is_same_v<Out, __half>) {
         *reinterpret_cast<__half2*>(out + i) = __floats2half2_rn(first, second);
       } else {
@@ -61,7 +64,7 @@ struct Store<8> { using type = uint2; };
 template <>
 struct Store<16> { using type = uint4; };
 
-// kCount neighbouring results of one row, all of them at once, or those of the first `inside` that exist one by one.
+// Store kCount consecutive results of one row: vectorized, or element-wise for the first `inside` at the edge.
 template <bool kTogether, class Out, class Total, int kCount>
 __device__ __forceinline__ void write_run(const Total (&run)[kCount], Out* to, int inside, float row_scale,
                                           const float (&col_scale)[kCount], float bias) {

@@ -1,7 +1,7 @@
-// Small floats as codes, and as what Tensor Cores multiply: bytes of e4m3 or e5m2, bfloat16 or float16.
+// Decoding of fp4, fp6 and fp8 codes to Tensor Core operands: e4m3 or e5m2 bytes, bfloat16 or float16.
 //
-// A narrower format becomes a wider one by moving its bits to where the wider one has exponent and mantissa: subnormal
-// numbers stay right, and every value is 2^(difference of the biases) too small.
+// Widening shifts exponent and mantissa bits into the wider format's fields without rebiasing: subnormals
+// stay exact, and every value is 2^(difference of the biases) too small.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -11,12 +11,12 @@
 
 namespace magicube {
 
-// kSpecial: the smallest magnitude that is infinite or NaN.
+// kSpecial: smallest magnitude code that is inf or NaN.
 template <int kExponent_, int kMantissa_, int kBias_, int kSpecial_>
 struct FloatFormat {
   static constexpr int kExponent = kExponent_, kMantissa = kMantissa_, kBias = kBias_, kSpecial = kSpecial_;
   static constexpr int kBits = 1 + kExponent + kMantissa;
-  static constexpr int kWords = 16 * kBits / 32;  // of sixteen packed codes
+  static constexpr int kWords = 16 * kBits / 32;  // words of sixteen packed codes
 };
 
 struct E5M2 : FloatFormat<5, 2, 15, 0x7C> {};
@@ -30,7 +30,7 @@ struct BFLOAT16 : FloatFormat<8, 7, 127, 0x7F80> { using Pair = __nv_bfloat162; 
 
 constexpr uint32_t kEachByte = 0x01010101, kEachHalf = 0x00010001;
 
-// Sixteen packed codes, one per byte.
+// Unpack sixteen codes, one per byte.
 template <class Format>
 __device__ __forceinline__ void spread_codes(const uint32_t (&packed)[Format::kWords], uint32_t (&codes)[4]) {
   if constexpr (Format::kBits == 8) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void spread_codes(const uint32_t (&packed)[Format::kW
   }
 }
 
-// Four codes of up to six bits as e4m3, 2^(7 - bias) too small; 8-bit codes as they are.
+// Four codes of up to 6 bits as e4m3, 2^(7 - bias) too small; 8-bit codes unchanged.
 template <class Format>
 __device__ __forceinline__ uint32_t to_bytes(uint32_t codes) {
   if constexpr (Format::kBits == 8) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// Two codes, in the low ends of 16-bit parts of a word, as bfloat16 or float16; bits above a code are ignored.
+// Two codes, in the low bits of the two halves of a word, as bfloat16x2 or float16x2; higher bits are ignored.
 template <class Format, class Half = BFLOAT16>
 __device__ __forceinline__ uint32_t to_halves(uint32_t codes) {
   constexpr int kMagnitude = Format::kBits - 1;
@@ -86,14 +86,14 @@ __device__ __forceinline__ uint32_t to_halves(uint32_t codes) {
   } else {
     if constexpr (Format::kBits == 8) {
       const uint32_t special = own + (0x80 - Format::kSpecial) * kEachHalf & 0x80 * kEachHalf;
-      moved |= (special << 8) - (special << (Half::kMantissa - 7));  // an exponent of ones
+      moved |= (special << 8) - (special << (Half::kMantissa - 7));  // all-ones exponent
     }
     constexpr uint32_t kExponentBiasFactor = (Half::kBias - Format::kBias + Half::kBias) << Half::kMantissa;
     return multiply_halves<Half>(moved, kExponentBiasFactor * kEachHalf);
   }
 }
 
-// The same of narrow codes that begin at bit kAt of each half, in fewer steps than to shift them down before.
+// As above for codes at bit kAt of each half, without shifting them down first.
 template <class Format, int kAt, class Half = BFLOAT16>
 __device__ __forceinline__ uint32_t to_halves_from(uint32_t word) {
   static_assert(Format::kBits < 8 && Half::kBias != Format::kBias, "a product lifts the exponent");
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t to_halves_from(uint32_t word) {
   return multiply_halves<Half>(word << (15 - kMagnitude - kAt) & 0x8000 * kEachHalf | own, kExponentBiasFactor * kEachHalf);
 }
 
-// A scale's code as bfloat16, in both 16-bit parts.
+// A scale code as bfloat16x2, the same value twice.
 template <class Format>
 __device__ __forceinline__ uint32_t scale_halves(uint32_t code) {
   if constexpr (cuda::std::is_same_v<Format, UE8M0>) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t scale_halves(uint32_t code) {
   }
 }
 
-// Sixteen packed codes as sixteen bytes for the Tensor Cores.
+// Sixteen packed codes as sixteen e4m3 or e5m2 bytes.
 template <class Format>
 __device__ __forceinline__ void decode_bytes(const uint32_t (&packed)[Format::kWords], uint32_t (&out)[4]) {
   uint32_t codes[4];
@@ -123,7 +123,7 @@ __device__ __forceinline__ void decode_bytes(const uint32_t (&packed)[Format::kW
   for (int i = 0; i < 4; ++i) out[i] = to_bytes<Format>(codes[i]);
 }
 
-// Sixteen packed codes as bfloat16; with kScaled, times the scale in both 16-bit parts of `scale`.
+// Sixteen packed codes as bfloat16; with kScaled, times `scale` (bfloat16x2).
 template <class Format, bool kScaled>
 __device__ __forceinline__ void decode_halves(const uint32_t (&packed)[Format::kWords], uint32_t scale, uint32_t (&out)[8]) {
   uint32_t codes[4];

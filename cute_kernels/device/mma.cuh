@@ -1,7 +1,7 @@
-// Operands of one mma: how bytes that lie n-contiguous in shared memory become k-contiguous registers.
+// MMA operands: k-contiguous fragments from n-contiguous bytes in shared memory.
 //
-// The product is computed transposed: the mma's operand A holds 8 or 16 columns of the dense matrix, its operand B up to
-// eight rows of the sparse one. A lane is (g, t) = (lane / 4, lane % 4).
+// The product is computed transposed: MMA operand A holds 8 or 16 columns of the dense matrix, operand B up to
+// 8 rows of the sparse one. Lane coordinates: (g, t) = (lane / 4, lane % 4).
 #pragma once
 
 #include <cute/atom/mma_traits.hpp>
@@ -11,7 +11,7 @@ namespace magicube {
 
 using namespace cute;
 
-// Bytes of a and b picked by the four nibbles of the selector.
+// PRMT: bytes of a and b selected by the four nibbles of the selector.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
@@ -19,16 +19,16 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
 constexpr uint32_t kEven = 0x6420, kOdd = 0x7531;  // selectors: bytes 0, 2 of both registers; bytes 1, 3 of both
 constexpr uint32_t kLow = 0x0F0F0F0F, kHigh = 0xF0F0F0F0;
 
-// Low and high nibbles of four bytes as 8-bit integers: sixteen times the value when signed, the value when unsigned.
+// Low and high nibbles of four bytes as 8-bit integers: 16 times the value if signed, the value if unsigned.
 template <bool kSigned>
 __device__ __forceinline__ uint32_t low_nibbles(uint32_t x) {
   return kSigned ? (x << 4) & kHigh : x & kLow;
 }
-// Low nibbles as 8-bit integers, eight too large when signed.
+// Low nibbles as 8-bit integers, offset by +8 if signed.
 template <bool kSigned>
 __device__ __forceinline__ uint32_t raised_nibbles(uint32_t x) {
   if constexpr (!kSigned) return x & kLow;
-  asm("lop3.b32 %0, %0, 0x08080808, 0x0F0F0F0F, 0x28;" : "+r"(x));  // (x ^ 8) & 15; the compiler would make it two
+  asm("lop3.b32 %0, %0, 0x08080808, 0x0F0F0F0F, 0x28;" : "+r"(x));  // (x ^ 8) & 15 in one LOP3; the compiler emits two
   return x;
 }
 template <bool kSigned>
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t high_nibbles(uint32_t x) {
   return kSigned ? x & kHigh : (x >> 4) & kLow;
 }
 
-// Registers that an atom wants of each operand, read from CuTe's layouts.
+// Register counts and extents of an atom's operands, derived from its CuTe layouts.
 template <class Op>
 struct AtomShape {
   using Traits = MMA_Traits<Op>;
@@ -44,13 +44,13 @@ struct AtomShape {
   static constexpr int kN = get<1>(typename Traits::Shape_MNK{});
   static constexpr int kK = get<2>(typename Traits::Shape_MNK{});
   static constexpr int kBits = sizeof_bits_v<typename Traits::ValTypeA>;
-  static constexpr int kValues = 32 / kBits;          // values a register
-  static constexpr int kRowBlocks = kM / 8;           // rows g, g + 8 of operand A
-  static constexpr int kSpan = 4 * kValues;           // k extent of one register over the four lanes of a group
+  static constexpr int kValues = 32 / kBits;          // values per register
+  static constexpr int kRowBlocks = kM / 8;           // row blocks of operand A: g, g + 8
+  static constexpr int kSpan = 4 * kValues;           // k extent of one register over four lanes
   static constexpr int kDepth = kK / kSpan;           // registers along k
   static_assert(kM % 8 == 0 && kN == 8 && kK % kSpan == 0, "an atom of lane groups (g, t) is needed");
 
-  // Row block and k span of operand A's register r, k span of operand B's.
+  // Row block and k step of register r of operand A; k step of operand B.
   CUTE_HOST_DEVICE static constexpr int block_of(int r) { return typename Traits::ALayout{}(0, r * kValues) % kM / 8; }
   CUTE_HOST_DEVICE static constexpr int depth_of(int r) { return typename Traits::ALayout{}(0, r * kValues) / kM / kSpan; }
   CUTE_HOST_DEVICE static constexpr int sparse_depth_of(int r) {
@@ -76,21 +76,21 @@ struct AtomShape {
   static_assert(quad_layout(), "the atom's thread-value layouts must be those of lane groups (g, t)");
 };
 
-// What the registers of one gathered group become. kElement is the width of a dense integer as stored: 4, 8 or 16 bits,
-// so that a 16-bit unit, which ldmatrix.trans moves whole, holds 4, 2 or 1 of them.
+// Fragment of one gathered group. kElement: stored width of a dense integer, 4, 8 or 16 bits;
+// a 16-bit unit, the granularity of ldmatrix.trans, holds 4, 2 or 1 of them.
 template <class Shape, int kElement, bool kSigned>
 struct DenseUnits {
   static constexpr int kDigits = kElement == 16 ? 2 : 1;
-  static constexpr int kSubs = kElement == 16 ? 1 : 16 / kElement;  // columns a unit
-  static constexpr int kMatrices = Shape::kK / 8;                   // 8x8 matrices of units, one after the other along k
-  // Of signed 4-bit integers in an 8-bit mma those from upper nibbles come sixteen times too large, the others eight too
-  // large: each takes one instruction. kOffset is four times the eight, with the other sign.
+  static constexpr int kSubs = kElement == 16 ? 1 : 16 / kElement;  // columns per unit
+  static constexpr int kMatrices = Shape::kK / 8;                   // 8x8 matrices of units along k
+  // Signed 4-bit integers in an 8-bit MMA: upper nibbles arrive as 16 times the value, lower ones offset by
+  // +8, one instruction each. kOffset cancels the offset: -8 in each of four bytes.
   static constexpr bool kNibbles = kElement == 4 && Shape::kBits == 8 && kSigned;
   static constexpr uint32_t kOffset = kNibbles ? 0xF8F8F8F8 : 0;
   CUTE_HOST_DEVICE static constexpr bool offset(int sub) { return kNibbles && sub % 2 == 0; }
   CUTE_HOST_DEVICE static constexpr int shift(int sub) { return kNibbles && sub % 2 == 1 ? 4 : 0; }
 
-  // raw: (matrices) -> out: (digits, subs, depth). Slots 2t, 2t + 1 of two neighbouring matrices meet in one register.
+  // raw: (matrices) -> out: (digits, subs, depth). Slots 2t, 2t + 1 of two consecutive matrices share a register.
   __device__ static void transpose(const uint32_t (&raw)[kMatrices], uint32_t (&out)[kDigits][kSubs][Shape::kDepth]) {
     if constexpr (Shape::kBits == 8) {
       CUTE_UNROLL
@@ -126,7 +126,7 @@ struct DenseUnits {
   }
 };
 
-// sum += dense * sparse for kRowBlocks units of eight columns each.
+// sum += dense * sparse for kRowBlocks blocks of 8 columns.
 template <class Op>
 __device__ __forceinline__ void mma(uint32_t* sum, const uint32_t* dense, const uint32_t* sparse) {
   using Shape = AtomShape<Op>;

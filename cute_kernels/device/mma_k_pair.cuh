@@ -1,5 +1,5 @@
-// Two mma of 16 bits, m16n8k16, one after the other along k: a group of 32 gathered rows then is one instruction, as with
-// 8-bit operands, and a lane's part of the sparse operand is whole words whatever its elements' width.
+// Two m16n8k16 MMAs of 16-bit floats along k as one k = 32 atom: a group of 32 gathered rows is one atom, as for
+// 8-bit operands, and a lane's part of the sparse operand is whole words at any element width.
 #pragma once
 
 #include <cute/atom/mma_traits_sm80.hpp>

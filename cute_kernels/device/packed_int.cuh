@@ -1,4 +1,4 @@
-// Small integers packed in words of 1 to 16 bytes, and maxima and sums over teams of threads.
+// Packing of 4-, 8- and 16-bit integers into 1- to 16-byte stores; maxima and prefix sums over groups of threads.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -7,7 +7,7 @@
 
 namespace magicube {
 
-// Two integers, each as the nearest one of kBits, 4, 8 or 16, before what fits of `rest`.
+// Saturate two integers to kBits (4, 8 or 16) and pack them below `rest`.
 template <int kBits, bool kSigned>
 __device__ __forceinline__ uint32_t pack_nearest(int32_t low, int32_t high, uint32_t rest) {
   uint32_t word;
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t pack_nearest(int32_t low, int32_t high, uint
   return word;
 }
 
-// kCount integers of kBits, 4, 8 or 16, packed low bits first.
+// kCount integers of kBits (4, 8 or 16), packed low bits first.
 template <int kBits, int kCount>
 struct PackedRun {
   static constexpr int kBytes = kCount * kBits / 8;
@@ -44,19 +44,19 @@ struct PackedRun {
     }
   }
 
-  // The lowest bits of each, whatever is above them.
+  // Pack the low kBits of each; higher bits are ignored.
   __device__ static PackedRun lowest(const int32_t (&values)[kCount]) {
     if constexpr (kBits != 8 || kCount % 4 != 0) return PackedRun(values);
     PackedRun run;
     CUTE_UNROLL
-    for (int w = 0; w < kWords; ++w) {  // three permutes, where the compiler would mask and shift
+    for (int w = 0; w < kWords; ++w) {  // three PRMT instead of masks and shifts
       const uint32_t low = __byte_perm(values[4 * w], values[4 * w + 1], 0x0040);
       run.word[w] = __byte_perm(low, __byte_perm(values[4 * w + 2], values[4 * w + 3], 0x0040), 0x5410);
     }
     return run;
   }
 
-  // Integers of any size, each as the nearest one that there is.
+  // Pack with saturation.
   template <bool kSigned>
   __device__ static PackedRun nearest(const int32_t (&values)[kCount]) {
     constexpr int kPerWord = 32 / kBits < kCount ? 32 / kBits : kCount;
@@ -73,7 +73,7 @@ struct PackedRun {
     return run;
   }
 
-  // To an address that is a multiple of kBytes.
+  // Store to an address aligned to kBytes.
   __device__ void store(void* to) const {
     if constexpr (kBytes == 16) *static_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
     else if constexpr (kBytes == 8) *static_cast<uint2*>(to) = make_uint2(word[0], word[1]);
@@ -82,7 +82,7 @@ struct PackedRun {
     else *static_cast<uint8_t*>(to) = uint8_t(word[0]);
   }
 
-  // The units that hold the first `valid` values, one by one.
+  // Store the units of the first `valid` values one by one.
   __device__ void store_part(void* to, int64_t valid) const {
     CUTE_UNROLL
     for (int i = 0; i < kUnits; ++i) {
@@ -92,8 +92,8 @@ struct PackedRun {
   }
 };
 
-// Largest value of each team of `lanes` neighbouring threads, a power of two; `scratch` has a word for each warp.
-// Every thread of the block takes part.
+// Maximum over each group of `lanes` consecutive threads, a power of two; `scratch`: one word per warp.
+// All threads of the block must call it.
 template <class Value>
 __device__ Value group_reduce_max(Value value, int lanes, Value* scratch) {
   for (int step = 1; step < lanes && step < 32; step *= 2) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void team_sync() {
   else __syncthreads();
 }
 
-// Sum of the values of the threads before this one, and of all of them, in a team of kWarps: one warp or the block.
+// Exclusive prefix sum and total over kWarps warps: one warp or the block.
 template <int kWarps, class Value>
 __device__ Value group_exclusive_sum(Value value, Value& total, Value* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
@@ -131,7 +131,7 @@ __device__ Value group_exclusive_sum(Value value, Value& total, Value* scratch) 
     total = __shfl_sync(~0u, sum, 31);
     return sum - value;
   } else {
-    __syncthreads();  // the scratch may still be read from the call before
+    __syncthreads();  // scratch may still be read by the preceding call
     if (lane == 31) scratch[warp] = sum;
     __syncthreads();
     Value before = 0;
@@ -145,7 +145,7 @@ __device__ Value group_exclusive_sum(Value value, Value& total, Value* scratch) 
   }
 }
 
-// Adds the bits that any thread of the warp found to the flags; a null pointer takes none.
+// OR the bits found by any lane of the warp into the flags, unless the pointer is null.
 __device__ __forceinline__ void report(int found, int* flags) {
   const int all = int(__reduce_or_sync(~0u, unsigned(found)));
   if (flags && all && threadIdx.x % 32 == 0 && (*static_cast<volatile int*>(flags) & all) != all) atomicOr(flags, all);

@@ -1,5 +1,5 @@
-// A ring of tiles that the tensor copy engine fills and a block's warps empty (sm_90 on), the same for all blocks of a
-// cluster: kStages tiles, then a barrier for each full one and for each empty one.
+// Multistage TMA pipeline (sm_90+): the producer fills a ring of kStages tiles, the consumer warps release them; the
+// same in all CTAs of a cluster. Shared memory: kStages tiles, then a full and an empty mbarrier per stage.
 #pragma once
 
 #include "device/cluster.cuh"
@@ -13,7 +13,7 @@ struct TmaPipeline {
   __device__ uint32_t full(int stage) const { return base + kBytes + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return base + kBytes + 8 * (C::kStages + stage); }
 
-  // Before any use, by all threads of the cluster: one thread fills a stage, kWarps warps of each block empty it.
+  // Initialize, by all threads of the cluster: one thread produces, kWarps warps of each CTA consume.
   __device__ void open() const {
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < C::kStages; ++stage) {
@@ -26,8 +26,8 @@ struct TmaPipeline {
     else cluster::sync_relaxed();
   }
 
-  // The stages' last uses are over, in all blocks, whose warps arrive at this block's barriers: it may end only then.
-  // parities: of each stage's fills.
+  // Drain: wait until all CTAs of the cluster, which arrive at this CTA's mbarriers, have released every stage.
+  // parities: phase of each stage's fills.
   __device__ void close(uint32_t parities) const {
     if constexpr (C::kCluster == 1) return;
     for (int stage = 0; stage < C::kStages; ++stage) barrier_wait(empty(stage), (parities >> stage & 1) ^ 1);
@@ -43,7 +43,7 @@ struct TmaPipeline {
   }
 };
 
-// The stage of a tile, and the parity of each stage's uses so far.
+// Stage of a tile, and the phase bit of each stage.
 template <class C>
 struct PipelineState {
   int stage = 0;

@@ -1,14 +1,14 @@
-// What the dense product needs beside device/copy.cuh: clusters, named barriers, registers on loan (sm_90 on).
+// Warpgroup primitives of the dense GEMM (sm_90+): named barriers, proxy fence, setmaxnreg.
 #pragma once
 
 #include "device/cluster.cuh"
 
 namespace magicube {
 
-// What concerns whole warp groups of a block.
+// Warpgroup-wide operations.
 namespace warp_group {
 
-// A barrier at which `threads` meet, those that arrive without waiting among them.
+// Named barrier of `threads` threads, including those that arrive without waiting.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -16,10 +16,10 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// What a thread has written to shared memory is there for the tensor cores, once a barrier is behind it.
+// Proxy fence: shared memory written by this thread becomes visible to wgmma after the next barrier.
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Registers of a thread from here on, for all of a warp group.
+// setmaxnreg: registers per thread from here on, for the whole warpgroup.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

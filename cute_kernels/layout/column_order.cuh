@@ -1,4 +1,4 @@
-// The slots of a matrix' columns, one warp a vector row: each lane tries an order, the cheapest one is written.
+// Assign the columns of a matrix to slots, one warp per vector row: each lane tries one order, the cheapest is written.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -7,8 +7,8 @@
 
 namespace magicube {
 
-// until: (rows, tiles, kPhase), first: (rows, kPhase), order and slots: (vectors,). `first` of a kind, a row's columns with a
-// residue, is where its columns begin in `order`, which names them in their order.
+// until: (rows, tiles, kPhase); first: (rows, kPhase); order, slots: (vectors,). `order` lists the columns of a row sorted by
+// residue mod kPhase; `first` is the start of each residue class in it.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
 spread_slots(const int* until, const int64_t* first, const int64_t* order, int64_t rows, int64_t tiles, int64_t group,
@@ -22,7 +22,7 @@ spread_slots(const int* until, const int64_t* first, const int64_t* order, int64
   const int trial = __ffs(__ballot_sync(~0u, cost == best)) - 1;
   const int64_t* mine = order + first[row_number * kPhase + lane % kPhase];
   order_row(row, trial, [&](int step, const int (&take)[kPhase]) {
-    int before = 0, own = 0;  // slots of the step that other residues take, and this lane's
+    int before = 0, own = 0;  // slots of the step taken by lower residues, and by this lane's
     for (int i = 0; i < kPhase; ++i) {
       before += i < lane ? take[i] : 0;
       own = i == lane ? take[i] : own;

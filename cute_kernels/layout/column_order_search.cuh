@@ -1,24 +1,24 @@
-// The order of a vector row's columns for kernels that hold a window of tiles of B: eight slots a step, `group` slots a
-// group. No header and no name of CUDA is needed, so that the CPU engine compiles the same lines.
+// Order of the columns of a vector row that avoids bank conflicts, for kernels with a window of tiles of B: eight slots per
+// step, `group` slots per group. No CUDA header or name, so that the CPU engine compiles the same code.
 //
-// Eight rows of B that ldmatrix reads at once cost as many passes over the banks as the most frequent residue mod 8 among
-// them. A step without conflict takes one column of each residue. Where a residue has none in the window, some give two,
-// and then it is best to take from those that will be in the way later. What comes later counts in part only, since the
-// oldest tile has to be done with: how far to look ahead differs from row to row, so each is tried in kTrials ways.
+// ldmatrix reads eight rows of B at once; its number of passes is the multiplicity of the most frequent residue mod 8. A step
+// without conflict takes one column of each residue. If the window has no column of a residue, others give two: preferably
+// those with the largest excess later in the row. The best lookahead differs per row because the oldest tile must be finished
+// first, so kTrials variants are tried.
 #pragma once
 
 namespace magicube {
 
-inline constexpr int kPhase = 8;    // rows that ldmatrix reads at once; their numbers mod 8 decide about banks
-inline constexpr int kTrials = 32;  // as many as a warp has lanes
+inline constexpr int kPhase = 8;    // rows that ldmatrix reads at once; row mod 8 determines the bank
+inline constexpr int kTrials = 32;  // one per lane
 
-// The columns of a vector row by residue and tile.
+// Column counts of a vector row by residue and tile.
 struct RowColumns {
-  const int* until;  // (tiles, kPhase): of each residue, up to and with a tile
+  const int* until;  // (tiles, kPhase): cumulative over tiles
   int tiles;
   int group, window;
 
-  // Of the columns that are not placed, those up to and with a tile; negative where later ones are placed.
+  // Columns not placed yet, up to and including a tile; negative if later ones are placed.
   void waiting(int tile, const int (&placed)[kPhase], int (&found)[kPhase]) const {
     for (int i = 0; i < kPhase; ++i) found[i] = until[tile * kPhase + i] - placed[i];
   }
@@ -37,7 +37,7 @@ inline int total_of(const int (&counts)[kPhase]) {
 
 inline int lesser_of(int a, int b) { return a < b ? a : b; }
 
-// How far the residues are ahead of their mean by the time when some tile is done with, all times eight, at most.
+// Largest excess of a residue over the mean at the end of any tile, times eight.
 inline void find_excess(const RowColumns& row, int oldest, int end, const int (&placed)[kPhase], int (&excess)[kPhase]) {
   for (int i = 0; i < kPhase; ++i) excess[i] = -(1 << 20);
   for (int tile = oldest; tile < end; ++tile) {
@@ -51,8 +51,7 @@ inline void find_excess(const RowColumns& row, int oldest, int end, const int (&
   }
 }
 
-// How many columns of each residue a step takes of those allowed: at most `level` each, those with the greatest excess
-// first. Returns its passes.
+// Columns of each residue that a step takes: at most `level` each, largest excess first. Returns the number of passes.
 inline int take_step(const int (&allowed)[kPhase], const int (&excess)[kPhase], int (&take)[kPhase]) {
   const int wanted = lesser_of(kPhase, total_of(allowed));
   int level = 0;
@@ -63,7 +62,7 @@ inline int take_step(const int (&allowed)[kPhase], const int (&excess)[kPhase], 
   }
   int passes = 0;
   for (int i = 0; i < kPhase; ++i) {
-    int before = 0;  // taken by those that come first
+    int before = 0;  // taken by residues with a larger excess
     for (int j = 0; j < kPhase; ++j) before += excess[j] > excess[i] ? lesser_of(allowed[j], level) : 0;
     const int most = lesser_of(allowed[i], level), left = wanted - before;
     take[i] = left < 0 ? 0 : lesser_of(left, most);
@@ -72,12 +71,12 @@ inline int take_step(const int (&allowed)[kPhase], const int (&excess)[kPhase], 
   return passes;
 }
 
-// Goes through a row in one of kTrials ways; visit(step, take) is called for each step that takes a column. Returns the
-// cost: two for a pass, one for a group.
+// Order a row by one of kTrials variants; visit(step, take) is called for each step that takes a column. Returns the cost:
+// two per pass, one per group.
 template <class Visit>
 int order_row(const RowColumns& row, int trial, const Visit& visit) {
   constexpr int kAheads = 8, kNoises = 64;
-  const int ahead = trial % kAheads, loud = trial / kAheads * 12;  // tiles beyond the window; 64ths of an eighth column
+  const int ahead = trial % kAheads, loud = trial / kAheads * 12;  // tiles beyond the window; amplitude of the noise, 1/512 of a column
   int placed[kPhase] = {}, waiting[kPhase];
   unsigned state = unsigned(trial);
   int cost = 0, oldest = 0, step = 0;
@@ -91,7 +90,7 @@ int order_row(const RowColumns& row, int trial, const Visit& visit) {
       row.waiting(end - 1, placed, allowed);
       if (total_of(allowed) == 0) continue;
       find_excess(row, oldest, lesser_of(end + ahead, row.tiles), placed, excess);
-      for (int i = 0; i < kPhase; ++i) {  // some noise, and no two the same
+      for (int i = 0; i < kPhase; ++i) {  // noise as a tie-break
         state = state * 1664525u + 1013904223u;
         excess[i] = (excess[i] * kNoises + int((state >> 16) % kNoises) * loud) * kPhase + i;
       }
