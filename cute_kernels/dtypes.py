@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.floats import FORMATS, FloatFormat
-from cute_kernels.integers import digit_count
+from cute_kernels.integers import BITS, digit_count
 
 
 class Integer(NamedTuple):
@@ -54,6 +54,26 @@ _DTYPES = {
     torch.float4_e2m1fn_x2: "e2m1",
 }
 FLOAT_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}  # of packed values, as torch calls them
+
+
+def element_type(name: str) -> ElementType:
+    """Return the element type of this name.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+
+    Examples
+    --------
+    >>> element_type("s8"), element_type("e4m3").name
+    (Integer(bits=8, signed=True), 'e4m3')
+    """
+    integers = {Integer(bits, signed).name: Integer(bits, signed) for bits in BITS for signed in (True, False)}
+    found: ElementType | None = integers.get(name) or FLOATS.get(name)
+    if found is None:
+        raise ValueError(f"name of an element type must be one of {[*integers, *FLOATS]}, got {name!r}")
+    return found
 
 
 def digits(number: ElementType) -> int:

@@ -34,8 +34,9 @@ _KERNELS: dict[str, set[str]] = {
     "convert": {"cpu", "jit", "dtypes", "integers", "operands", "machine"},
     "gemm": {"convert", "cpu", "jit", "operands", "machine"},
     "scaled_gemm": {"gemm", "convert", "floats", "jit", "operands", "machine"},
-    "spmm": {"layout", "jit", "atoms", "dtypes", "floats", "integers", "machine", "operands"},
-    "sddmm": {"layout", "jit", "atoms", "dtypes", "machine", "operands"},
+    "sparse_config": {"dtypes", "jit"},
+    "spmm": {"layout", "jit", "atoms", "dtypes", "floats", "integers", "machine", "operands", "sparse_config"},
+    "sddmm": {"layout", "jit", "atoms", "dtypes", "machine", "operands", "sparse_config"},
     "attention": {"spmm", "layout", "convert", "jit", "atoms", "dtypes", "integers", "machine", "operands"},
     "estimate": {"convert", "jit", "dtypes", "operands"},
 }

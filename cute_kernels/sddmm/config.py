@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from torch import Tensor
 
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
 from cute_kernels.dtypes import ElementType, digits
-from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
+from cute_kernels.jit.codegen import OUT_TYPES
+from cute_kernels.sparse_config import SparseConfig
 
 
 @dataclass(frozen=True)
-class SampleConfig(KernelConfig):
+class SampleConfig(SparseConfig):
     """Config of an SDDMM kernel: base of ``SddmmConfig`` and ``SddmmPanelConfig``.
 
     ``S = row_scale * col_scale * (X @ Y^T)`` at the vectors of a pattern, with X (M, K) and Y (N, K) row-major. The
@@ -34,8 +34,6 @@ class SampleConfig(KernelConfig):
     stride : int
         SR-BCRS stride of the output, in vectors.
     """
-
-    STEM: ClassVar[str]
 
     atom: str
     vector_length: int
@@ -61,10 +59,8 @@ class SampleConfig(KernelConfig):
         return signed4 and self.entry.mma_bits == 8 and not self.entry.floating
 
     @property
-    def name(self) -> str:
-        """Short and unique among the configs."""
-        pair = f"{self.x.name}x{self.y.name}"
-        return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
+    def operand_types(self) -> tuple[ElementType, ElementType]:
+        return self.x, self.y
 
     def _tags(self) -> list[str]:
         return [f"k{self.stride}"]

@@ -68,6 +68,8 @@ class SddmmConfig(SampleConfig):
     """
 
     STEM: ClassVar[str] = "sddmm"
+    SIZES: ClassVar[str] = r"k(?P<stride>\d+)b(?P<tile_k_bytes>\d+)s(?P<stages>\d+)w(?P<warps>\d+)"
+    FLAGS: ClassVar[dict[str, tuple[str, bool]]] = {"wide": ("int64_accum", True)}
 
     tile_k_bytes: int = 128
     stages: int = 3

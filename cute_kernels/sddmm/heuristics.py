@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from cute_kernels.atoms import resolve_atom
 from cute_kernels.dtypes import element_bits
@@ -11,8 +12,6 @@ from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 
 SddmmKernel = SddmmConfig | SddmmPanelConfig
-
-_configs: dict[str, SddmmKernel] = {}  # by name
 
 
 def choose_sddmm(
@@ -46,7 +45,6 @@ def choose_sddmm(
     Returns
     -------
     SddmmConfig or SddmmPanelConfig
-        Registered, so that :func:`sddmm_config` finds it.
 
     Raises
     ------
@@ -75,7 +73,7 @@ def choose_sddmm(
         best = min(costs, key=lambda panel: costs[panel], default=None)
         if best is not None and costs[best] < _sddmm_gather_cost(kind, inner, vectors):
             config = best
-    return _configs.setdefault(config.name, config)
+    return config
 
 
 # `SddmmPanelConfig.registers` without spills.
@@ -123,6 +121,18 @@ def _sddmm_gather_cost(kind: ProblemTypes, inner: int, vectors: int) -> float:
     return 2000 + vectors * (0.022 + 0.00016 * moved)
 
 
+@lru_cache(maxsize=1024)
 def sddmm_config(name: str) -> SddmmKernel:
-    """Return the selected config of this name; ``KeyError`` if there is none."""
-    return _configs[name]
+    """Return the config of this name.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+
+    Examples
+    --------
+    >>> sddmm_config("sddmm-s8_m16n8k32-v8-s8xs8-float16-k32b128s3w4").warps
+    4
+    """
+    return (SddmmPanelConfig if name.startswith(SddmmPanelConfig.STEM) else SddmmConfig).from_name(name)

@@ -48,6 +48,9 @@ class SddmmPanelConfig(SampleConfig):
     """
 
     STEM: ClassVar[str] = "sddmm_panel"
+    SIZES: ClassVar[str] = (
+        r"k(?P<stride>\d+)t(?P<tile>\d+)b(?P<boxes>\d+)(?P<box_bytes>n)?p(?P<slots>\d+)w(?P<warps>\d+)"
+    )
 
     tile: int = 512
     boxes: int = 2
@@ -86,6 +89,10 @@ class SddmmPanelConfig(SampleConfig):
         x, y = self.digits
         tiles = max(1, self.vector_length // 8)
         return tiles * (x * self.depth // 16 + x * y * self.slots // 4)
+
+    @classmethod
+    def _size(cls, field: str, text: str) -> int:
+        return 64 if field == "box_bytes" else int(text)
 
     def _tags(self) -> list[str]:
         narrow = "n" if self.box_bytes == 64 else ""

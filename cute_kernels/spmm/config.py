@@ -14,13 +14,14 @@ from cute_kernels.atoms import Atom
 from cute_kernels.dtypes import ElementType, Integer, digits, element_bits
 from cute_kernels.floats import FORMATS, decode, encode
 from cute_kernels.integers import split_digits, widen
-from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES, KernelConfig
+from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES
 from cute_kernels.layout.fragments import pack_index, stride
 from cute_kernels.operands import OutputArg, ScaleArg, Vectors
+from cute_kernels.sparse_config import SparseConfig
 
 
 @dataclass(frozen=True)
-class SpmmConfig(KernelConfig):
+class SpmmConfig(SparseConfig):
     """Config of an SpMM kernel: base of ``GatherConfig`` and ``PanelConfig``.
 
     ``C = row_scale * col_scale * (A @ B) + bias[:, None]``, with A sparse (V x 1 vectors) and B dense and row-major.
@@ -44,7 +45,9 @@ class SpmmConfig(KernelConfig):
         Bytes of a row of B per N tile: 16, 32, 64 or 128. Each subclass sets the default.
     """
 
-    STEM: ClassVar[str]
+    FLAGS: ClassVar[dict[str, tuple[str, bool]]] = {
+        "unstacked": ("fuse_digits", False), "unswizzled": ("swizzle", False)
+    }  # fmt: skip
 
     atom: str
     vector_length: int
@@ -143,10 +146,8 @@ class SpmmConfig(KernelConfig):
         }
 
     @property
-    def name(self) -> str:
-        """Short and unique among the configs."""
-        pair = f"{self.a.name}x{self.b.name}"
-        return "-".join([self.STEM, self.atom, f"v{self.vector_length}", pair, self.out, *self._tags()])
+    def operand_types(self) -> tuple[ElementType, ElementType]:
+        return self.a, self.b
 
     def _tags(self) -> list[str]:
         return [name for name, on in (("unstacked", self.fuse_digits), ("unswizzled", self.swizzle)) if not on]

@@ -46,6 +46,10 @@ class GatherConfig(SpmmConfig):
     """
 
     STEM: ClassVar[str] = "spmm_gather"
+    SIZES: ClassVar[str] = r"b(?P<tile_n_bytes>\d+)s(?P<stages>\d+)w(?P<warps>\d+)r(?P<split_k_warps>\d+)"
+    FLAGS: ClassVar[dict[str, tuple[str, bool]]] = SpmmConfig.FLAGS | {
+        "wide": ("int64_accum", True), "fresh": ("a_just_written", True)
+    }  # fmt: skip
 
     tile_n_bytes: int = 64  # type: ignore[misc]
     stages: int = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from cute_kernels.atoms import check_warp_atom, resolve_atom
 from cute_kernels.dtypes import element_bits
@@ -76,8 +77,6 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
 
 SpmmKernel = GatherConfig | PanelConfig
 
-_configs: dict[str, SpmmKernel] = {}  # by name
-
 
 def choose_spmm(
     kind: ProblemTypes, machine: Machine, problem: Problem, atom: str | None = None, single_use: bool = False
@@ -100,7 +99,6 @@ def choose_spmm(
     Returns
     -------
     GatherConfig or PanelConfig
-        Registered, so that :func:`spmm_config` finds it.
 
     Raises
     ------
@@ -121,7 +119,7 @@ def choose_spmm(
         each for each in candidates(kind, machine, problem, atom) if not (single_use and isinstance(each, PanelConfig))
     ]
     costs = {config: spmm_cost(config, machine, problem) for config in found}
-    return register_config(min(costs, key=lambda config: costs[config]))
+    return min(costs, key=lambda config: costs[config])
 
 
 def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str | None = None) -> list[SpmmKernel]:
@@ -279,13 +277,8 @@ def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int, sin
     return f"gather: {vector_rows} vector rows of {mean:.0f} vectors on average are too few to share tiles of B{split}"
 
 
-def register_config(config: SpmmKernel) -> SpmmKernel:
-    """Register `config` under its name for :func:`spmm_config`, and return it."""
-    return _configs.setdefault(config.name, config)
-
-
 def check_spmm(config: SpmmKernel, kind: ProblemTypes, longest: int) -> None:
-    """Check that `config` can multiply operands of this kind, and register it.
+    """Check that `config` can multiply operands of this kind.
 
     Parameters
     ----------
@@ -309,9 +302,20 @@ def check_spmm(config: SpmmKernel, kind: ProblemTypes, longest: int) -> None:
         raise ValueError(
             f"config must have int64_accum=True for a vector row of {longest} > {SAFE_RUN} vectors, got {config.name}"
         )
-    register_config(config)
 
 
+@lru_cache(maxsize=1024)
 def spmm_config(name: str) -> SpmmKernel:
-    """Return the registered config of this name; ``KeyError`` if there is none."""
-    return _configs[name]
+    """Return the config of this name.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+
+    Examples
+    --------
+    >>> spmm_config("spmm_gather-s8_m16n8k32-v8-s8xs8-int32-b64s4w4r1").warps
+    4
+    """
+    return (PanelConfig if name.startswith(PanelConfig.STEM) else GatherConfig).from_name(name)

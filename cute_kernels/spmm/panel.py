@@ -62,6 +62,11 @@ class PanelConfig(RingConfig, SpmmConfig):
     """
 
     STEM: ClassVar[str] = "spmm_panel"
+    SIZES: ClassVar[str] = (
+        r"b(?P<tile_n_bytes>\d+)t(?P<tile>\d+)s(?P<stages>\d+)x(?P<tile_window>\d+)w(?P<warps>\d+)"
+        r"r(?P<rows_per_warp>\d+)(?:c(?P<cluster>\d+))?(?:a(?P<a_stages>\d+))?"
+    )
+    FLAGS: ClassVar[dict[str, tuple[str, bool]]] = SpmmConfig.FLAGS | {"unordered": ("ordered", False)}
 
     tile_n_bytes: int = 128  # type: ignore[misc]
     tile: int = 256

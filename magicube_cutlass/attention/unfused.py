@@ -263,15 +263,14 @@ def softmax_and_spmm_gpu(
     lse: bool,
 ) -> tuple[Tensor, Probabilities]:
     """Run :func:`softmax_and_spmm` on a GPU; the softmax kernel writes the fragment order of the SpMM."""
-    from cute_kernels.spmm.heuristics import register_config
     from magicube_cutlass.dispatch import cuda as gpu
 
     config = product_config(diagonal, options.softmax_bits, (options.qkv_bits, True), d, options.out_dtype)
     p = softmax_for_product(s, at, config, operands.v_scale, nan_for_empty=options.nan_for_empty, lse=lse)
     out = torch.empty(diagonal.pattern.shape[0], d, dtype=options.out_dtype, device=s.device)
     dense = DenseOperand(operands.v, options.qkv_bits, True, -2, -1)
-    packed, name = packed_probabilities(diagonal, STRIDE, p.values), register_config(config).name
-    gpu.spmm(name, packed, dense, operands.v.shape[0], out, p.scale.view(-1), None, None, pdl=True)
+    packed = packed_probabilities(diagonal, STRIDE, p.values)
+    gpu.spmm(config.name, packed, dense, operands.v.shape[0], out, p.scale.view(-1), None, None, pdl=True)
     return out, p
 
 
