@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import torch
@@ -76,6 +76,8 @@ def check_tensor(
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
     if not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()):
         raise ValueError(f"{name} must hold its values, got a negated, conjugate or zero tensor; use {name}.clone()")
+    if not torch.compiler.is_compiling() and is_transformed(tensor):
+        raise transform_error(name)
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     if ndim is not None and tensor.ndim != ndim:
@@ -84,6 +86,15 @@ def check_tensor(
         raise ValueError(f"{name} must have {length} entries, got {tensor.shape[0]}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
+
+
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def transform_error(name: str) -> NotImplementedError:
+    """The error for a tensor of a ``torch.func`` transform, which has no memory that a kernel could read."""
+    return NotImplementedError(f"{name} must not belong to a torch.func transform (grad, vmap, jvp), got a tensor that "
+                               "does; use torch.autograd.grad, and batch dimensions instead of vmap")  # fmt: skip
 
 
 def first_true(mask: Tensor) -> int | None:
@@ -126,4 +137,6 @@ def check_pointers(start: Tensor, end: Tensor, stride: int, total: int) -> None:
 def materialized(x: Tensor) -> Tensor:
     """Return `x` with its values in memory: negated and conjugate views are resolved, zero tensors are filled."""
     x = x.resolve_conj().resolve_neg()
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x
+    if torch.compiler.is_compiling() or not x._is_zerotensor():  # a compiler cannot trace the question
+        return x
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from magicube_cutlass.attention import torch_op
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale, check_softmax_bits
+from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.formats.pattern import Pattern
 
 QKV_BITS = (4, 8, 16)
@@ -60,6 +61,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"{name} must be a float tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        if not torch.compiler.is_compiling() and is_transformed(x):
+            raise transform_error(name)
         if x.ndim < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(x.shape)}")
         if x.dtype != q.dtype:

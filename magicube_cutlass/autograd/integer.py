@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cute_kernels.integers import BITS, check_bits, int_range, value_dtype
 from magicube_cutlass.autograd import floating as float_autograd
 from magicube_cutlass.autograd.floating import check_halves
+from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors
@@ -148,8 +150,9 @@ class _At(torch.autograd.Function):
         return gather_vectors(dense, pattern)
 
     @staticmethod
+    @once_differentiable  # the gradients are products of integers, which have no derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _dense(grads[0], ctx.pattern), None
+        return dense_of(grads[0], ctx.pattern), None
 
 
 def vectors_at(dense: Tensor, pattern: Pattern) -> Tensor:
@@ -175,7 +178,7 @@ def vectors_at(dense: Tensor, pattern: Pattern) -> Tensor:
     return found
 
 
-def _dense(values: Tensor, pattern: Pattern) -> Tensor:
+def dense_of(values: Tensor, pattern: Pattern) -> Tensor:
     """(..., M, K) with `values` (..., vectors, V) at the pattern and zeros elsewhere."""
     return BCRS._from_parts(Parts(pattern, values.contiguous(), None), None, True).to_dense()
 
@@ -211,7 +214,7 @@ def _of_columns(scale: Tensor, pattern: Pattern) -> Tensor:
     return scale[..., pattern.col_indices, :]
 
 
-def _times(x: Tensor, scale: Tensor | None) -> Tensor:
+def times(x: Tensor, scale: Tensor | None) -> Tensor:
     """``x * scale`` in float32 or float64."""
     real = x if x.dtype == torch.float64 else x.float()
     return real if scale is None else real * scale.to(real.dtype)
@@ -235,31 +238,39 @@ class _Spmm(torch.autograd.Function):
         return _product(matrix, dense, x.dtype, None if bias is None else bias.detach())
 
     @staticmethod
+    @once_differentiable  # the gradients are products of integers, which have no derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g = grads[0]  # (*batch, M, N)
         data, x_scale, scale = ctx.saved_tensors
         bits, shape = ctx.kind
-        x = QuantTensor(data, None, bits, True, None, shape)  # (*batch, K, N)
         of_values, of_x, of_bias = None, None, None
         if ctx.needs_input_grad[0]:
-            of_values = _at_pattern(_times(g, x_scale), x, ctx.matrix.pattern, ctx.grad_bits).to(ctx.dtypes[0])
+            dense = QuantTensor(data, x_scale, bits, True, None if x_scale.ndim == 0 else 0, shape)
+            of_values = gradient_of_values(g, dense, ctx.matrix.pattern, ctx.grad_bits).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            of_x = _through_transpose(ctx.matrix, _times(g, scale), ctx.x_dtype, ctx.grad_bits)
+            of_x = through_transpose(ctx.matrix, times(g, scale), ctx.x_dtype, ctx.grad_bits)
         if ctx.needs_input_grad[2]:
-            of_bias = _times(g, None).sum(-1).reshape(-1, g.shape[-2]).sum(0).to(ctx.dtypes[1])
+            of_bias = gradient_of_bias(g, ctx.dtypes[1])
         return of_values, of_x, of_bias, None, None, None
 
 
-def _at_pattern(g: Tensor, x: QuantTensor, pattern: Pattern, bits: int | None) -> Tensor:
-    """``g x^T`` at ``pattern``, summed over the batch: (vectors, V); ``g`` (..., M, N), ``x`` (..., K, N)."""
+def gradient_of_values(g: Tensor, x: QuantTensor, pattern: Pattern, bits: int | None) -> Tensor:
+    """Return ``g x^T`` at `pattern`, summed over the batch: (vectors, V); `g` (..., M, N), `x` (..., K, N)."""
+    g, plain = times(g, x.scale), QuantTensor(x.data, None, x.bits, True, None, x.shape)
     if bits is None:
-        found = at_vectors(g @ x.ints().to(g.dtype).mT, pattern)
+        found = at_vectors(g @ plain.ints().to(g.dtype).mT, pattern)
     else:
-        found = _sampled(quantized(g, bits, 1), x, pattern, g.dtype)
+        found = _sampled(quantized(g, bits, 1), plain, pattern, g.dtype)
     return found.reshape(-1, *found.shape[-2:]).sum(0) if found.ndim > 2 else found
 
 
-def _through_transpose(matrix: SRBCRS, g: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
+def gradient_of_bias(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of `g` (..., M, N) over columns and batch: (M,); one order of addition for every memory layout."""
+    rows = times(g, None).mT.contiguous()  # (..., N, M), which the gradient of a layer is already
+    return rows.reshape(-1, g.shape[-2]).sum(0).to(dtype)
+
+
+def through_transpose(matrix: SRBCRS, g: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
     """``A^T g`` of the integers of ``matrix``: (..., K, N)."""
     if bits is None:
         return (matrix.to_dense(dequantize=False).to(g.dtype).mT @ g).to(dtype)
@@ -349,6 +360,8 @@ def _check_float(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a float tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if x.ndim < 2:
         raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(x.shape)}")
+    if not torch.compiler.is_compiling() and is_transformed(x):
+        raise transform_error(name)
 
 
 def _signed(A: object) -> SRBCRS:

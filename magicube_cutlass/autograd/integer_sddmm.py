@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cute_kernels.integers import check_bits
 from magicube_cutlass.autograd import floating as float_autograd
@@ -14,14 +15,14 @@ from magicube_cutlass.autograd.integer import (
     _GRAD_BITS,
     GRAD_BITS,
     _check_float,
-    _dense,
     _of_columns,
     _of_rows,
     _product,
     _sampled,
-    _times,
     compress,
+    dense_of,
     quantized,
+    times,
 )
 from magicube_cutlass.formats.construct import transpose_parts
 from magicube_cutlass.formats.pattern import Pattern
@@ -39,6 +40,7 @@ class _Sddmm(torch.autograd.Function):
         return _sampled(left, right, pattern, torch.promote_types(x.dtype, y.dtype))
 
     @staticmethod
+    @once_differentiable  # the gradients are products of integers, which have no derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g, pattern = grads[0], ctx.pattern  # (*batch, vectors, V)
         left_data, left_scale, right_data, right_scale = ctx.saved_tensors
@@ -46,10 +48,10 @@ class _Sddmm(torch.autograd.Function):
         right = QuantTensor(right_data, right_scale, ctx.kind[2], True, 1, ctx.kind[3])  # (*batch, N, K)
         of_x, of_y = None, None
         if ctx.needs_input_grad[0]:
-            folded = _times(g, _of_columns(right_scale, pattern))  # (*batch, vectors, V)
+            folded = times(g, _of_columns(right_scale, pattern))  # (*batch, vectors, V)
             of_x = _each(folded, pattern, right, ctx.dtypes[0], ctx.grad_bits)  # (*batch, M, K)
         if ctx.needs_input_grad[1]:
-            folded = _times(g, _of_rows(left_scale, pattern))  # (*batch, vectors, V)
+            folded = times(g, _of_rows(left_scale, pattern))  # (*batch, vectors, V)
             turned = transpose_parts(pattern, folded, None)
             of_y = _each(turned.vectors, turned.pattern, left, ctx.dtypes[1], ctx.grad_bits)  # (*batch, N, K)
         return of_x, of_y, None, None, None, None
@@ -58,7 +60,7 @@ class _Sddmm(torch.autograd.Function):
 def _each(values: Tensor, pattern: Pattern, dense: QuantTensor, dtype: torch.dtype, bits: int | None) -> Tensor:
     """``A d`` for each of a batch of `values` (..., vectors, V) and integers d (..., N, K)."""
     if bits is None:
-        return (_dense(values, pattern) @ dense.ints().to(values.dtype)).to(dtype)
+        return (dense_of(values, pattern) @ dense.ints().to(values.dtype)).to(dtype)
     batch = dense.shape[:-2]
     many, data = values.reshape(-1, *values.shape[-2:]), dense.data.reshape(-1, *dense.data.shape[-2:])
     shape = torch.Size(dense.shape[-2:])

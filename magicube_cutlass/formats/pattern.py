@@ -27,7 +27,7 @@ from magicube_cutlass.checks import (
     vector_rows,
 )
 from magicube_cutlass.formats import storage
-from magicube_cutlass.formats.tracking import is_current, stamp
+from magicube_cutlass.formats.tracking import is_current, real_tensors, stamp
 
 
 class Padded(NamedTuple):
@@ -253,13 +253,10 @@ class Pattern:
         result: Padded = self._cache["padded", stride]
         return result
 
-    def _constant_layout(self, edition: str, stride: int) -> Padded:
-        """:meth:`padded`, a constant of this version for a compiler."""
-        return self.padded(stride)
-
     def _constant(self, edition: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(self, *arguments)``, a constant of this version for a compiler."""
-        return function(self, *arguments)
+        with real_tensors():
+            return function(self, *arguments)
 
     def _named(self, edition: str) -> str:
         """The version, by which an operator finds this pattern while it is alive."""
@@ -267,7 +264,6 @@ class Pattern:
         return edition
 
     # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
-    _constant_layout.__dict__["_dynamo_marked_constant"] = True
     _constant.__dict__["_dynamo_marked_constant"] = True
     _named.__dict__["_dynamo_marked_constant"] = True
 

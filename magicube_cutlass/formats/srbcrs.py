@@ -20,6 +20,7 @@ from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, indexable_view, transpose_parts
 from magicube_cutlass.formats.pattern import Padded, Pattern
 from magicube_cutlass.formats.srbcrs_construct import SRBCRSConstructors
+from magicube_cutlass.formats.tracking import real_tensors
 from magicube_cutlass.quantization.float_operands import packed, unpacked
 
 
@@ -152,7 +153,8 @@ class SRBCRS(SRBCRSConstructors):
 
     def _constant(self, edition: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(self, *arguments)``, a constant of this version for a compiler."""
-        return function(self, *arguments)
+        with real_tensors():
+            return function(self, *arguments)
 
     # What torch.compiler.assume_constant_result sets; calling that imports the compiler, a second of waiting.
     _constant.__dict__["_dynamo_marked_constant"] = True

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Stamp = tuple[tuple[str, Tensor | None, int], ...]
+
+
+def real_tensors() -> AbstractContextManager[object]:
+    """A context for what is cached: an export runs Python code with fake tensors, which would stay in the cache."""
+    return _disable_current_modes() if torch.compiler.is_compiling() else nullcontext()
 
 
 def stamp(owner: Any, names: tuple[str, ...], live: tuple[str, ...] = ()) -> Stamp:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler, a second of waiting
 
 from magicube_cutlass import autograd
-from magicube_cutlass.autograd.integer import STRIDE
-from magicube_cutlass.checks import check_tensor
+from magicube_cutlass.autograd.integer import STRIDE, quantized
+from magicube_cutlass.checks import check_tensor, is_transformed, transform_error
 from magicube_cutlass.formats import generate
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.nn import linear_op
 from magicube_cutlass.nn.calibration import Calibrated
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import SparseQuantConfig
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _STRUCTURE = ("row_offsets", "col_indices")
 _PACKED = ("values", "scale")  # of a frozen layer
@@ -71,6 +72,7 @@ class SparseQuantLinear(Calibrated):
     _matrix: SRBCRS | None  # the integers
     _made_of: tuple[Tensor, int] | None  # the weight and its version
     _version_id: str  # number of the integers; empty without any
+    _number: int  # of the layer, for the operator
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class SparseQuantLinear(Calibrated):
         for name in (*_STRUCTURE, *_OPTIONAL):
             self.register_buffer(name, None)
         self.config = config
+        self._number = linear_op.register(self)
         self.prune_(mask=mask)
 
     def prune_(self, sparsity: float | None = None, *, mask: Tensor | Pattern | None = None) -> None:
@@ -200,6 +203,8 @@ class SparseQuantLinear(Calibrated):
         same = made_of is not None and made_of[0] is weight and made_of[1] == version
         if matrix is not None and (weight is None or same):
             return matrix
+        if weight is not None and not torch.compiler.is_compiling() and is_transformed(weight):
+            raise transform_error("weight")  # before it becomes a part of the layer
         if weight is None:
             matrix = self._frozen_matrix()
         else:
@@ -224,23 +229,35 @@ class SparseQuantLinear(Calibrated):
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x must have {self.in_features} features, got shape {tuple(x.shape)}")
         if not torch.compiler.is_compiling():
+            if is_transformed(x):
+                raise transform_error("x")
             return self._product(x, self.matrix())
         tensors = (x, self.weight, self.bias)
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
-            return _outside(self, x)
+            y = linear_op.sparse_linear(x.reshape(-1, self.in_features), self.weight, self.bias, self._number)
+            return y.mT.view(*x.shape[:-1], self.out_features)
         if self._version_id == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
             raise RuntimeError("a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it")
         return self._product(x, self._matrix)
 
     def _product(self, x: Tensor, matrix: SRBCRS) -> Tensor:
+        y = self._multiply(x.reshape(-1, self.in_features), matrix)
+        return y.mT.view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, x: Tensor, matrix: SRBCRS) -> Tensor:
+        """Output (out, tokens) for `x` (tokens, in) and the integers of the weight."""
         values = None
         if self.weight is not None and self.weight.requires_grad and torch.is_grad_enabled():
             values = autograd.vectors_at(self.weight, self.pattern)
-        y = autograd.spmm(
-            matrix, x.reshape(-1, self.in_features).mT, values=values, bias=self.bias, act_bits=self.config.act_bits,
-            act_scale=self.act_scale, grad_bits=self.config.grad_bits,
+        return autograd.spmm(
+            matrix, x.mT, values=values, bias=self.bias, act_bits=self.config.act_bits, act_scale=self.act_scale,
+            grad_bits=self.config.grad_bits,
         )  # fmt: skip
-        return y.mT.view(*x.shape[:-1], self.out_features)
+
+    def _quantize(self, x: Tensor) -> QuantTensor:
+        """Integers (in, tokens) of `x` (tokens, in) as the product takes them."""
+        axis = 0 if self.act_scale is None else None
+        return quantized(x.mT, self.config.act_bits, axis, self.act_scale)
 
     def freeze(self) -> SparseQuantLinear:
         """Drop the master weight and keep the integers, for inference; return the layer.
@@ -334,6 +351,10 @@ class SparseQuantLinear(Calibrated):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pattern": None, "_matrix": None, "_made_of": None, "_version_id": ""}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = linear_op.register(self)
+
     def extra_repr(self) -> str:
         """Return the options for ``repr``."""
         config, acts = self.config, "dynamic" if self.act_scale is None else "static"
@@ -342,9 +363,3 @@ class SparseQuantLinear(Calibrated):
             f"sparsity={config.sparsity:.3g}, vector_length={config.vector_length}, bits={config.bits}, "
             f"act_bits={config.act_bits} {acts}, frozen={self.frozen}"
         )
-
-
-# A compiler must not keep the integers of a weight that training goes on to change.
-@_disable_dynamo
-def _outside(layer: SparseQuantLinear, x: Tensor) -> Tensor:
-    return layer._product(x, layer.matrix())

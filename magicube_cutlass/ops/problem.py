@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import FLOATS, INTEGER_OUT, result_dtype
-from magicube_cutlass.checks import materialized
+from magicube_cutlass.checks import is_transformed, materialized, transform_error
 from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -71,6 +71,9 @@ def check_spmm(
         _refuse_gradient(name, tensor)
     batch, n = dense.shape[:-2], dense.shape[-1]
     scales = float32_scale(A.scale, batch), float32_scale(dense.scale, batch)
+    for name, tensor in (("bias", bias), ("out", out)):
+        if tensor is not None and not torch.compiler.is_compiling() and is_transformed(tensor):
+            raise transform_error(name)
     if bias is not None:
         bias = _check_bias(bias, rows, device)
     if out is not None:
@@ -165,7 +168,7 @@ def operand_key(B: object) -> tuple[object, ...] | None:
     if type(B) is QuantTensor:
         data, kind = B.data, (B.shape, B.bits, B.signed, B.axis)
     elif type(B) is Tensor:
-        if B.is_neg() or B._is_zerotensor():
+        if B.is_neg() or B._is_zerotensor() or is_transformed(B):
             return None
         wanted = B.requires_grad and torch.is_grad_enabled()
         return "tensor", B.shape, B.stride(), B.device, B.dtype, wanted

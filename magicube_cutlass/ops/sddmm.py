@@ -101,7 +101,7 @@ def sddmm(
     scaled = x.scale is not None or y.scale is not None
     kinds = x.element_type, y.element_type
     dtype = result_dtype(out_dtype, scaled, inner, *kinds)
-    padded = pattern._constant_layout(pattern._version_id, stride)
+    padded = pattern._constant(pattern._version_id, Pattern.padded, stride)
     scales = [None if dtype in INTEGER_OUT else float32_scale(each.scale, x.shape[:-2]) for each in (x, y)]
     kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, kinds, dtype, size_bucket(inner), atom)
     values = torch_ops.sddmm(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from magicube_cutlass.checks import is_transformed
 from magicube_cutlass.dispatch import cpu, dense_fallback
 from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
@@ -171,11 +172,10 @@ def _call_key(
 ) -> tuple[object, ...] | None:
     """Everything that the checks of :func:`spmm` read besides A; None if the call cannot be cached."""
     operand = operand_key(B)
-    if (
-        operand is None
-        or (bias is not None and (bias.is_neg() or bias._is_zerotensor()))
-        or (out is not None and (out.is_neg() or out._is_zerotensor()))
-    ):  # the operator refuses what has other memory than values
+    for each in (bias, out):  # the checks refuse what has other memory than values
+        if each is not None and (each.is_neg() or each._is_zerotensor() or is_transformed(each)):
+            return None
+    if operand is None:
         return None
     wanted = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     bias_key = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, wanted)

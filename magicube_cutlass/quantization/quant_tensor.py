@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, check_range, fetch, store, widen
-from magicube_cutlass.checks import renamed_property
+from magicube_cutlass.checks import is_transformed, renamed_property, transform_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +70,15 @@ class QuantTensor:
             _check_scale(self.scale, self.shape, self.axis)
         if not torch.compiler.is_compiling():
             for name, each in (("data", self.data), ("scale", self.scale)):
+                if each is not None and is_transformed(each):
+                    raise transform_error(name)
                 if each is not None and (each.is_neg() or each._is_zerotensor()):
                     raise ValueError(f"{name} must hold its values, got a negated or zero tensor; use {name}.clone()")
 
     @property
     def packed_dim(self) -> int:
         """Dimension along which 4-bit integers are packed: -2 for column-major data, else -1."""
-        if len(self.shape) < 2:
+        if self.bits != 4 or len(self.shape) < 2:  # no look at sizes, which an exported graph may keep symbolic
             return -1
         row_major = (self.shape[-2], (self.shape[-1] + 1) // 2)
         return -1 if tuple(self.data.shape[-2:]) == row_major else -2

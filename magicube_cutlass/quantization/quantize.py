@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import engine, extension
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, int_range, store
-from magicube_cutlass.checks import materialized
+from magicube_cutlass.checks import is_transformed, materialized, transform_error
 from magicube_cutlass.quantization.float_tensor import Block, ScaledFloatTensor, quantize_floats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor, _column_major
 
@@ -23,6 +23,8 @@ def _check_arguments(x: Tensor, bits: int, axis: int | None, clip: object, round
     check_bits(bits)
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if not torch.compiler.is_compiling() and is_transformed(x):
+        raise transform_error("x")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating dtype, got {x.dtype}; QuantTensor.from_ints takes integers")
     if axis not in (None, 0, 1):
@@ -93,7 +95,8 @@ def quantize(
     rounding : {"nearest", "trunc"}, default "nearest"
         To nearest even, or toward zero.
     nonfinite : {"raise", "propagate"}, default "raise"
-        Whether inf and NaN are an error, or give their slice the scale NaN.
+        Whether inf and NaN are an error, or give their slice the scale NaN. In a compiled graph and in a CUDA graph,
+        which cannot wait for values, they always give the scale NaN.
     dtype : str, optional
         ``"e5m2"``, ``"e4m3"``, ``"e3m2"``, ``"e2m3"`` or ``"e2m1"``: a :class:`ScaledFloatTensor`, rounded to nearest
         even. ``"mxfp8"``, ``"mxfp8_e5m2"``, ``"mxfp6"``, ``"mxfp6_e3m2"``, ``"mxfp4"`` and ``"nvfp4"`` also name
@@ -114,6 +117,8 @@ def quantize(
     ------
     TypeError
         If `x` is no float tensor.
+    NotImplementedError
+        For unsigned integers in a graph, and in a compiled one for another `clip` or `rounding` than the default.
     ValueError
         For bad arguments, negative entries of unsigned integers, and non-finite entries. On a GPU the last two need a
         wait for the device; ``nonfinite="propagate"`` with ``signed=True`` needs none, and a CUDA graph can hold it.
@@ -148,6 +153,10 @@ def quantize(
     if bits is None:
         raise ValueError("bits or dtype must be given, got neither")
     _check_arguments(x, bits, axis, clip, rounding, nonfinite)
+    if torch.compiler.is_compiling():
+        return _quantize_compiled(
+            x, bits, axis, {"signed": (signed, True), "clip": (clip, "max"), "rounding": (rounding, "nearest")}
+        )
     real = materialized(x.detach())
     on_gpu = real.is_cuda and real.numel() > 0
     if real.dtype != torch.float64 and not (on_gpu and real.dtype in _HALF):
@@ -157,7 +166,10 @@ def quantize(
         return flipped.mT
     truncate = rounding == "trunc"
     if on_gpu:
-        watched = nonfinite == "raise" or not signed
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and not signed:
+            raise NotImplementedError("signed must be True in a CUDA graph, got False: no entry can be looked at there")
+        watched = (nonfinite == "raise" or not signed) and not capturing
         found = torch.zeros(1, dtype=torch.int32, device=real.device) if watched else None
         pointer = 0 if found is None else found.data_ptr()
         data, scale = encode_on_gpu(real, bits, axis, signed, truncate, clip, pointer)
@@ -168,6 +180,17 @@ def quantize(
         data, scale, flags = _encode(real, bits, axis, signed, truncate, given)
     refuse(real, flags, signed, nonfinite)
     return QuantTensor(data, scale, bits, signed, axis, x.shape)
+
+
+def _quantize_compiled(x: Tensor, bits: int, axis: int | None, fixed: dict[str, tuple[object, object]]) -> QuantTensor:
+    """As :func:`quantize` in a compiled graph, by the torch operator."""
+    for name, (value, wanted) in fixed.items():
+        if value != wanted:
+            raise NotImplementedError(f"{name} must be {wanted!r} in a compiled graph, got {value!r}")
+    if _column_major(x):
+        return _quantize_compiled(x.mT, bits, None if axis is None else 1 - axis, {}).mT
+    data, scale = torch.ops.magicube.quantize(x.detach(), bits, axis)
+    return QuantTensor(data, scale, bits, True, axis, x.shape)
 
 
 def refuse(x: Tensor, flags: int, signed: bool, nonfinite: str = "raise") -> None:

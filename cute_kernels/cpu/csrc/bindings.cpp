@@ -193,6 +193,8 @@ void order_columns_checked(const ReorderArgs& args, int64_t columns, int most_th
 
 NB_MODULE(_engine, m) {
   using namespace magicube;
+  // What is alive when a process ends is no leak of this module: torch.compile holds its models until then.
+  nb::set_leak_warnings(false);
   m.def("isa", [] { return std::string(selected().name); });
   // Returns the value before. Tests start threads for little work.
   m.def("set_serial_work", [](int64_t work) { return std::exchange(serial_work, work); }, "work"_a);

@@ -1,0 +1,129 @@
+"""Compiled and exported layers: a training step as one graph, sizes that vary, and caches without fake tensors."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+
+
+def pair(grad_bits: int | None = 16, calibrate: bool = False) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    # ReLU, whose gradient has no rounding: that of GELU depends on the memory layout, by a last bit.
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32, bias=False))
+    config = mc.nn.SparseQuantConfig(sparsity=0.5, vector_length=8, grad_bits=grad_bits)
+    mc.convert(model, config)
+    if calibrate:
+        mc.nn.calibrate(model, [torch.randn(16, 64)], progress=False)
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("grad_bits", "calibrate"), [(16, False), (None, False), (8, True)])
+def test_a_training_step_is_one_graph(backend: str, grad_bits: int | None, calibrate: bool) -> None:
+    model, plain = pair(grad_bits, calibrate)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(3):  # the integers follow the weight without another trace
+        inputs = [torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(step)) for _ in range(2)]
+        losses = []
+        for run, x, optimizer in zip((compiled, plain), inputs, optimizers, strict=True):
+            x.requires_grad_()
+            optimizer.zero_grad()
+            loss = run(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        assert inputs[0].grad is not None and inputs[1].grad is not None
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_copy_is_a_layer_of_its_own() -> None:
+    model, other = pair()
+    first, second = model[0], other[0]  # type: ignore[index]
+    assert first._number != second._number
+    with torch.no_grad():
+        second.weight.mul_(2)
+    x = torch.randn(3, 64)
+    run = torch.compile(second, fullgraph=True, backend="eager")
+    assert torch.equal(run(x), second(x)) and not torch.equal(run(x), first(x))
+
+
+def test_an_exported_layer_takes_many_sizes_and_leaves_no_fake_tensor() -> None:
+    model, plain = pair()
+    model.eval().requires_grad_(False)
+    x = torch.randn(5, 64)
+    expected = plain(x).detach()
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("b", min=2, max=64)},))
+    for rows in (x, x[:2], x.repeat(4, 1)):
+        assert torch.equal(program.module()(rows), plain(rows).detach())
+    assert torch.equal(model(x), expected)  # reads what the export has cached
+    assert torch.equal(model.train().requires_grad_(True)(x).detach(), expected)
+
+
+def test_second_derivatives_are_refused() -> None:
+    model, _ = pair()
+    x = torch.randn(3, 64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.square().sum().backward()
+
+
+def test_transforms_are_refused_by_name_and_leave_nothing_behind() -> None:
+    model, plain = pair()
+    x, a = torch.randn(3, 5, 64), mc.SRBCRS.from_dense(torch.randn(16, 64), vector_length=8, bits=8)
+    layer = model[0]  # type: ignore[index]
+
+    def of_weight(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"weight": weight}, (x,)).sum()
+
+    for call in (
+        lambda: torch.func.vmap(model)(x),
+        lambda: torch.func.grad(lambda each: model(each).sum())(x),
+        lambda: torch.func.grad(of_weight)(layer.weight.detach()),
+        lambda: torch.func.vmap(lambda each: mc.quantize(each, bits=8).data)(x),
+        lambda: torch.func.vmap(lambda each: mc.autograd.spmm(a, each))(x.mT),
+        lambda: torch.func.vmap(lambda each: mc.spmm(a, each))(x.mT.half()),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.func transform"):
+            call()
+    assert torch.equal(model(x), plain(x))
+
+
+def test_quantize_is_part_of_a_graph() -> None:
+    def values(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor | None]:
+        q = mc.quantize(x, bits=8, axis=axis)
+        return q.ints(), q.scale
+
+    compiled, x = torch.compile(values, fullgraph=True, backend="aot_eager"), torch.randn(6, 10)
+    for given, axis in ((x, None), (x, 0), (x, 1), (x.mT.contiguous().mT, 1)):
+        for found, expected in zip(compiled(given, axis), values(given, axis), strict=True):
+            assert found is not None and expected is not None and torch.equal(found, expected)
+    x[2, 3] = torch.inf
+    _, scale = compiled(x, 1)
+    assert scale is not None and scale.isnan().flatten().tolist() == [False, False, True, False, False, False]
+    with pytest.raises(Exception, match="signed must be True in a compiled graph"):
+        torch.compile(lambda x: mc.quantize(x.abs(), bits=8, signed=False).data, fullgraph=True, backend="eager")(x)
+
+
+def test_a_process_that_ends_with_compiled_layers_alive_prints_nothing() -> None:
+    code = """
+import torch
+import magicube_cutlass as mc
+model = torch.nn.Sequential(torch.nn.Linear(64, 48))
+mc.convert(model, mc.nn.SparseQuantConfig(sparsity=0.5, vector_length=8))
+torch.compile(model.eval(), fullgraph=True, backend="eager")(torch.randn(2, 64))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (found.stdout, found.stderr) == ("", "")
