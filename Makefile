@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | gpu-test | gpu-sanitize | bench | plots | sanitize | clean
+# make demo | test | test-long | lint | docs | gpu-test | gpu-sanitize | bench | plots | sanitize | clean
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SHELL := /bin/bash
@@ -17,12 +17,13 @@ GPU_BENCHES := benchmarks/spmm.py benchmarks/ablation.py benchmarks/gemm.py benc
   benchmarks/costs.py benchmarks/accuracy.py benchmarks/auto.py benchmarks/choose.py benchmarks/attention.py \
   benchmarks/floats.py benchmarks/transformer.py
 
-.PHONY: help demo test lint docs digests gpu-test gpu-sanitize bench plots sanitize clean
+.PHONY: help demo test test-long lint docs digests gpu-test gpu-sanitize bench plots sanitize clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      run SpMM and SDDMM on pruned matrices, check them, draw a plot"
-	@echo "make test      the test suite"
+	@echo "make test      the test suite, without tests marked long"
+	@echo "make test-long  tests marked long"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      guides and reference as HTML, in build/docs"
 	@echo "make digests   compare the kernels' machine code with the committed digests; ARGS=--update writes them"
@@ -39,6 +40,9 @@ demo: $(VENV)/.installed
 # One thread a process: more would take turns on the same cores.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-long: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m long -o faulthandler_timeout=900 $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
