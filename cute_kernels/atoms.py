@@ -2,7 +2,8 @@
 
 An entry names the CuTe structs of an instruction, one per pair of operand types, and its three thread-value layouts
 (:class:`~cute_kernels.mma_atom.Atom`). Layouts of formats and kernels follow from it
-(:mod:`cute_kernels.layout.fragments`). :func:`register_atom` adds a shape; see ``docs/adding-an-mma-shape.md``.
+(:mod:`cute_kernels.layout.fragments`). :func:`register_atom` adds a shape, :func:`unregister_atom` removes it; see
+``docs/adding-an-mma-shape.md``.
 Source: PTX ISA, "Matrix Fragments for mma"; CUTLASS, ``cute/atom/mma_traits_sm80.hpp``, ``mma_traits_sm90_gmma.hpp``.
 """
 
@@ -32,6 +33,7 @@ __all__ = [
     "register_atom",
     "resolve_atom",
     "runs_on",
+    "unregister_atom",
 ]
 
 # Chips on which an instruction is one SASS instruction and no call of an emulation; "a" wants the suffix in the target.
@@ -135,6 +137,23 @@ def register_atom(entry: Atom) -> Atom:
     if known is not None and known != entry:
         raise ValueError(f"atom {entry.name!r} is registered already with other fields: choose another name")
     return _atoms.setdefault(entry.name, entry)
+
+
+def unregister_atom(name: str) -> None:
+    """Remove an entry from the table.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+
+    Examples
+    --------
+    >>> from dataclasses import replace
+    >>> mine = replace(atom("s8_m16n8k32"), name="mine")
+    >>> unregister_atom(register_atom(mine).name)
+    """
+    del _atoms[atom(name).name]
 
 
 def declaration(entry: Atom) -> str:

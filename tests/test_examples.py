@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -118,15 +119,23 @@ def test_the_guides_show_the_results_files(monkeypatch: pytest.MonkeyPatch) -> N
         assert render(table.json.loads((table.RESULTS / f"{stem}_h200.json").read_text())) in text, section
 
 
-def test_new_mma_shape_compiles_into_every_kernel() -> None:
+@pytest.fixture
+def new_mma_shape() -> Iterator[ModuleType]:
     pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
+    from cute_kernels.atoms import unregister_atom
+
+    example = load(ROOT / "examples" / "new_mma_shape.py")
+    yield example
+    unregister_atom(example.ATOM.name)
+
+
+def test_new_mma_shape_compiles_into_every_kernel(new_mma_shape: ModuleType) -> None:
     pytest.importorskip("cuda.core")
     from cute_kernels.jit import compile_unit
 
-    example = load(ROOT / "examples" / "new_mma_shape.py")
     binaries = []
-    example.compile_unit = lambda unit: binaries.append(compile_unit(unit)) or binaries[-1]
-    example.compile_kernels("sm_90a")
+    new_mma_shape.compile_unit = lambda unit: binaries.append(compile_unit(unit)) or binaries[-1]
+    new_mma_shape.compile_kernels("sm_90a")
     assert [binary.title.split("-")[0] for binary in binaries] == ["spmm_gather", "spmm_panel", "sddmm"]
     for binary in binaries:
         instructions = disassemble(binary.code).count("IMMA.16832.S8.S8")
@@ -134,9 +143,8 @@ def test_new_mma_shape_compiles_into_every_kernel() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_new_mma_shape_is_exact(device: str) -> None:
-    pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
-    load(ROOT / "examples" / "new_mma_shape.py").run(device)
+def test_new_mma_shape_is_exact(device: str, new_mma_shape: ModuleType) -> None:
+    new_mma_shape.run(device)
 
 
 def test_page_on_mma_shapes_quotes_the_example() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 from pycute import Layout
 
 from cute_kernels import atoms as table
-from cute_kernels.atoms import OPERANDS, Atom, atom, atoms, declaration, register_atom, runs_on
+from cute_kernels.atoms import OPERANDS, Atom, atom, atoms, declaration, register_atom, runs_on, unregister_atom
 from tests.helpers import disassemble
 
 NAMES = [entry.name for entry in atoms()]
@@ -238,6 +238,11 @@ def test_registering_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert register_atom(replace(mine)) is mine and atom("mine") is mine and atoms()[-1] is mine
     with pytest.raises(ValueError, match="'mine' is registered already with other fields"):
         register_atom(replace(mine, source="struct Other {};"))
+    unregister_atom("mine")
+    assert register_atom(replace(mine, source="struct Other {};")).source == "struct Other {};"
+    unregister_atom("mine")
+    with pytest.raises(ValueError, match="unknown atom 'mine'"):
+        unregister_atom("mine")
 
 
 A = atom("s8_m16n8k32").a_layout
