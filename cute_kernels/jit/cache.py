@@ -11,17 +11,15 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import struct
-import tempfile
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.jit import toolchain
-from cute_kernels.jit.compiler import COMPILE_OPTIONS, LINK_OPTIONS, Binary, Unit, Usage, compile_unit
+from cute_kernels.jit import toolchain, user_files
+from cute_kernels.jit.compiler import ARCHES, COMPILE_OPTIONS, LINK_OPTIONS, Binary, Unit, Usage, compile_unit
 
 log = logging.getLogger("magicube")
 
@@ -30,6 +28,7 @@ _MAGIC = b"magicube-kernel\n"
 _SUFFIX = ".kernel"
 _DIGEST = 32
 _LENGTH = struct.Struct("<I")
+_MAX_BYTES = 1 << 28  # of a file; the largest kernel has 200 KB
 _in_memory: dict[str, Binary] = {}  # what could not be written
 
 
@@ -50,22 +49,6 @@ def directory() -> Path:
         return Path(root) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "magicube" / "kernels"
-
-
-def _own(status: os.stat_result) -> bool:
-    return status.st_uid == os.getuid()
-
-
-def _prepare() -> Path:
-    """The folder, made if absent; raises ``OSError`` unless it is this user's and closed to others."""
-    folder = directory()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode) or not _own(status):
-        raise PermissionError(f"{folder} is not a folder of this user")
-    if stat.S_IMODE(status.st_mode) != 0o700:
-        folder.chmod(0o700)
-    return folder
 
 
 def headers_digest() -> str:
@@ -126,25 +109,27 @@ def _unpack(content: bytes) -> tuple[str, Binary]:
         (length,) = _LENGTH.unpack_from(rest)
         code = rest[_LENGTH.size + length :]
         facts = json.loads(rest[_LENGTH.size : _LENGTH.size + length])
-        key, usage = facts.pop("key"), facts.pop("usage")
-        return key, Binary(code=code, usage=None if usage is None else Usage(**usage), **facts)
-    except (struct.error, KeyError, TypeError) as error:  # another schema's file
+        key, symbol, arch, title = (facts[name] for name in ("key", "symbol", "arch", "title"))
+        usage = None if facts["usage"] is None else Usage(**facts["usage"])
+    except (struct.error, KeyError, TypeError, RecursionError) as error:  # a file of another schema, or of no writer
         raise ValueError("not a kernel") from error
+    texts = all(isinstance(each, str) and each.isprintable() for each in (key, symbol, arch, title))
+    numbers = usage is None or all(type(each) is int and 0 <= each < 2**31 for each in asdict(usage).values())
+    if not texts or arch not in ARCHES or not numbers:
+        raise ValueError("not a kernel")
+    return key, Binary(code, symbol, arch, title, usage)
 
 
-def _read(path: Path) -> tuple[str, Binary, os.stat_result]:
-    """A file of this user's; raises ``OSError`` or ``ValueError`` for anything else."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # a pipe must not block
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or not _own(status):
-            raise PermissionError(f"{path} is not a file of this user")
-        return *_unpack(file.read()), status
+def _read(name: str) -> tuple[str, Binary, os.stat_result]:
+    """Return key, binary and status of a file; raise ``OSError`` or ``ValueError`` unless it is a sound entry."""
+    content, status = user_files.read(directory() / name, _MAX_BYTES)
+    return *_unpack(content), status
 
 
 def load(key: str) -> Binary | None:
     """Return the binary of `key`, or None if there is no sound entry."""
     try:
-        found, binary, _ = _read(directory() / (key + _SUFFIX))
+        found, binary, _ = _read(key + _SUFFIX)
     except (OSError, ValueError):
         return _in_memory.get(key)
     return binary if found == key else None
@@ -152,42 +137,20 @@ def load(key: str) -> Binary | None:
 
 def save(key: str, binary: Binary) -> None:
     """Store `binary` under `key`: on disk, or in this process if the disk cannot be written."""
-    name = ""
     try:
-        folder = _prepare()
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")  # mode 0600
-        with open(handle, "wb") as file:
-            file.write(_pack(key, binary))
-        os.replace(name, folder / (key + _SUFFIX))
+        user_files.write(directory() / (key + _SUFFIX), _pack(key, binary))
     except OSError as error:
         if not _in_memory:
             log.warning("compiled kernels are kept in memory only: %s", error)
         _in_memory[key] = binary
-        if name:
-            _remove(Path(name))
-
-
-def _remove(path: Path) -> bool:
-    try:
-        path.unlink()
-    except OSError:
-        return False
-    return True
-
-
-def _files(pattern: str) -> list[Path]:
-    try:
-        return sorted(directory().glob(pattern))
-    except OSError:
-        return []
 
 
 def entries() -> list[Entry]:
     """Return the sound entries on disk, newest first."""
     found = []
-    for path in _files("*" + _SUFFIX):
+    for name in user_files.names(directory(), _SUFFIX):
         try:
-            key, binary, status = _read(path)
+            key, binary, status = _read(name)
         except (OSError, ValueError):
             continue
         date = datetime.fromtimestamp(status.st_mtime).astimezone()
@@ -198,9 +161,7 @@ def entries() -> list[Entry]:
 def clear() -> int:
     """Remove all entries and partial files; return the number of entries removed."""
     _in_memory.clear()
-    for path in _files(".*.tmp"):
-        _remove(path)
-    return sum(_remove(path) for path in _files("*" + _SUFFIX))
+    return user_files.remove(directory(), _SUFFIX)
 
 
 def build(unit: Unit) -> Binary:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -26,7 +27,7 @@ def list_kernels() -> None:
     if entries:
         table = Table("kernel", "arch", "size", "date", box=None)
         for entry in entries:
-            table.add_row(entry.title, entry.arch, bytes_text(entry.size), f"{entry.date:%Y-%m-%d %H:%M}")
+            table.add_row(escape(entry.title), entry.arch, bytes_text(entry.size), f"{entry.date:%Y-%m-%d %H:%M}")
         console.print(table)
     total = bytes_text(sum(entry.size for entry in entries))
     console.print(f"{len(entries)} kernels, {total}, in {cache.directory()}")

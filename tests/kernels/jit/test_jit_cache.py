@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import stat
+import struct
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +20,10 @@ from cute_kernels.jit import Binary, CompileError, Toolchain, Unit, Usage, cache
 
 UNIT = Unit("__global__ void probe(int* x) { x[0] = 1; }", "probe", "sm_80")
 BINARY = Binary(bytes(range(256)) * 8, "_Z5probePi", "sm_80", "probe", Usage(8, 0, 0, 1024))
+
+
+USAGE = {"registers": 8, "stack_bytes": 0, "spill_bytes": 0, "shared_bytes": 1024}
+HEADER = {"key": "k", "symbol": "_Z5probePi", "arch": "sm_80", "title": "probe", "usage": USAGE}
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +138,32 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(how: str) -> None:
     assert cache.load("k") == BINARY
 
 
+HOSTILE = [
+    b"null", b"[]", b'"text"', b"1", b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b"\xff", b"{}",
+    *(json.dumps({**HEADER, **change}).encode() for change in (
+        {"key": None}, {"title": 5}, {"title": ["probe"]}, {"title": "\x1b[2J"}, {"arch": "sm_1"}, {"symbol": None},
+        {"usage": "text"}, {"usage": [1, 2, 3, 4]}, {"usage": {}}, {"usage": {**USAGE, "registers": 10**400}},
+        {"usage": {**USAGE, "registers": None}}, {"usage": {**USAGE, "registers": True}},
+        {"usage": {**USAGE, "registers": -1}}, {"usage": {**USAGE, "registers": float("nan")}},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HOSTILE, ids=lambda header: header[:80].decode("latin-1"))
+def test_an_entry_with_any_header_and_a_sound_digest_is_a_miss(header: bytes) -> None:
+    path = stored()
+    rest = struct.pack("<I", len(header)) + header + b"code"
+    path.write_bytes(cache._MAGIC + hashlib.sha256(rest).digest() + rest)
+    assert cache.load("k") is None and cache.entries() == []
+    stored()
+    assert cache.load("k") == BINARY
+
+
+def test_an_entry_of_a_terabyte_is_a_miss() -> None:
+    os.truncate(stored(), 1 << 40)  # a sparse file
+    assert cache.load("k") is None and cache.entries() == []
+
+
 def test_an_entry_under_another_name_is_a_miss() -> None:
     damage(stored("moved"), "another key's")
     assert cache.load("moved") is None
@@ -188,6 +222,42 @@ def test_entries_and_clear(folder: Path) -> None:
     assert found[0].size == second.stat().st_size and found[1].date.timestamp() == 1e9
     assert cache.clear() == 3
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_that_is_a_link_is_neither_read_nor_cleared(folder: Path, tmp_path: Path) -> None:
+    path = stored()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / ".other.tmp").touch()
+    assert cache.load("k") is None and cache.entries() == [] and cache.clear() == 0
+    assert sorted(each.name for each in (tmp_path / "elsewhere").iterdir()) == [".other.tmp", path.name]
+    cache.save("l", BINARY)
+    assert cache.load("l") == BINARY and len(list((tmp_path / "elsewhere").iterdir())) == 2
+
+
+def test_a_link_is_cleared_and_its_target_is_not(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    stored().rename(target)
+    for name in ("k.kernel", ".k.tmp"):
+        (folder / name).symlink_to(target)
+    assert cache.clear() == 1
+    assert list(folder.iterdir()) == [] and target.is_file()
+
+
+def test_what_a_killed_writer_left_is_removed_by_a_later_one(folder: Path) -> None:
+    code = f"""
+import os, sys
+from cute_kernels.jit import user_files
+os.replace = lambda *_: os.kill(os.getpid(), 9)
+user_files.write(__import__("pathlib").Path({str(folder / "k.kernel")!r}), b"half")
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    (partial,) = folder.iterdir()
+    path = stored()
+    assert sorted(folder.iterdir()) == [partial, path]  # it may still be written
+    os.utime(partial, (time.time() - 7200,) * 2)
+    stored()
+    assert list(folder.iterdir()) == [path]
 
 
 def hammer(start: object, seed: int) -> int:

@@ -59,7 +59,10 @@ def test_what_is_kept_for_a_gpu_comes_back_and_can_be_forgotten() -> None:
     assert tuning.load("Some GPU", H200) == H200
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"panel": [1.0], "gather": [1.0]}', '{"panel": 3}'])
+DAMAGES = ["", "{", "[]", "null", "1" * 400, "[" * 100_000, '{"panel": [1.0], "gather": [1.0]}', '{"panel": 3}']
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage[:30])
 def test_a_damaged_file_changes_nothing(damage: str) -> None:
     tuning.save("Some GPU", H200)
     measured.path_of("models", "Some GPU").write_text(damage)
@@ -69,7 +72,7 @@ def test_a_damaged_file_changes_nothing(damage: str) -> None:
 def test_impossible_constants_change_nothing() -> None:
     tuning.save("Some GPU", H200)
     path = measured.path_of("models", "Some GPU")
-    for value in (-1.0, 0.0, float("inf"), "1"):
+    for value in (-1.0, 0.0, float("inf"), float("nan"), "1", None, [1.0], 10**400):
         kept = json.loads(path.read_text())
         kept["gather"][0] = value
         path.write_text(json.dumps(kept))
