@@ -7,6 +7,8 @@ build.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -23,6 +25,7 @@ from cute_kernels.cpu.arguments import (
 )
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
 from cute_kernels.cpu.extension import available, isa, isas, load_extension
+from cute_kernels.integers import digit_count, fetch
 
 __all__ = [
     "NEGATIVE",
@@ -45,6 +48,9 @@ __all__ = [
     "sddmm",
     "spmm",
 ]
+
+_PANEL = 64  # columns of B in a panel, of which the engine stages all K rows
+_LARGE_PANEL = 1 << 24  # bytes; larger panels hold only the rows of B that A reads
 
 
 def row_sums(planes: Tensor, row_start: Tensor, signed: bool) -> Tensor:
@@ -138,6 +144,23 @@ def _operand(dense: DenseOperand) -> object:
     return load_extension().Operand(dense.data.data_ptr(), *_form(dense))
 
 
+def _without_unused_rows(
+    a: SparseOperand, b: DenseOperand
+) -> tuple[SparseOperand, Callable[[Tensor], Tensor], DenseOperand]:
+    """Return A with its used columns numbered from 0, the function that selects these rows of B, and their form."""
+    is_padding = a.col_indices < 0
+    used = a.col_indices[~is_padding].unique()  # sorted
+    columns = torch.searchsorted(used, a.col_indices, out_int32=True).masked_fill_(is_padding, -1)
+    unpacks, inner = b.bits == 4 and b.packed_dim == -2, a.columns
+
+    def compact(data: Tensor) -> Tensor:
+        """(*batch, K, N) to (*batch, used, N)"""
+        return (fetch(data, inner, 4, b.signed, -2) if unpacks else data).index_select(-2, used)
+
+    form = DenseOperand(compact(b.data), 8 if unpacks else b.bits, b.signed, -2, b.packed_dim)
+    return replace(a, col_indices=columns, columns=used.numel()), compact, form
+
+
 class SpmmCall:
     """:func:`spmm` prepared for one sparse operand and row scale; a call only passes pointers.
 
@@ -163,6 +186,9 @@ class SpmmCall:
         self, a: SparseOperand, b: DenseOperand, out_shape: torch.Size, out_dtype: torch.dtype,
         row_scale: Tensor | None, scaled: bool,
     ) -> None:  # fmt: skip
+        self._compact: Callable[[Tensor], Tensor] | None = None
+        if a.columns * _PANEL * digit_count(b.bits) > _LARGE_PANEL and a.col_indices.numel() <= a.columns // 4:
+            a, self._compact, b = _without_unused_rows(a, b)
         _, blocks, v, stride = a.planes.shape
         self._engine = extension.ENGINE or extension.load_extension()
         self._owner, self._row_scale, self._scaled = a, row_scale, scaled
@@ -201,6 +227,8 @@ class SpmmCall:
             0,
             0 if columns is None or columns.numel() == n else n,
         )
+        if self._compact is not None:
+            b = self._compact(b)
         operand = self._engine.Operand(b.data_ptr(), *self._b)
         self._engine.spmm(self._sparse, operand, scales, out.data_ptr(), *self._out, torch.get_num_threads())
         return out
