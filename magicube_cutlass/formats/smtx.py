@@ -23,6 +23,8 @@ _HEADER_ROOM = 256  # characters that the first line may take
 _NUMBER_ROOM = 32  # characters that a number of the other lines may take with the blanks around it
 _BLANK_ROOM = 4096  # characters for blank lines at the end
 _CHUNK = 2**16
+# A gzip file may unfold to so many characters, or to so many per byte; texts of DLMC unfold 3 times.
+_UNFOLDED, _UNFOLDED_PER_BYTE = 2**24, 128
 
 
 def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Pattern:
@@ -30,7 +32,7 @@ def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Patter
 
     Columns may come in any order inside a row.  Raises ``ValueError`` with the file's name and the line for anything
     malformed.  Memory follows the text's real size, never the sizes that its header claims, and text longer than that
-    header allows is not read to its end, so a small gzip file cannot unfold without limit behind a small header.
+    header allows is not read to its end.  A gzip file may hold 16 MiB of text, or 128 times its own size.
     """
     check_vector_length(vector_length)
     name = os.fspath(path)
@@ -38,7 +40,8 @@ def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Patter
         with open(name, "rb") as file:
             rows, cols, nnz, lines = _read(file, vector_length)
         if len(lines) > 2:
-            raise ValueError(f"line 4: a file has 3 lines, got {1 + len(lines)}")
+            count = 4 + lines[2].count(b"\n")
+            raise ValueError(f"line 4: a file has 3 lines, got {count}")
         offsets = _parse_integers(lines[0], 2, "row offsets", rows + 1)
         _check_offsets(offsets, nnz)
         columns = _parse_integers(lines[1] if len(lines) > 1 else b"", 3, "column indices", nnz)
@@ -80,30 +83,40 @@ def write_smtx(path: str | os.PathLike[str], pattern: Pattern) -> None:
 
 
 def _read(file: BufferedReader, vector_length: int) -> tuple[int, int, int, list[bytes]]:
-    """The header's three numbers, and the lines after it; at least one, and no blank ones at the end."""
-    stream = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP_MAGIC else file
+    """Return the header's three numbers, and one to three pieces of text: lines 2 and 3, and all after them."""
+    is_gzip = file.peek(2)[:2] == _GZIP_MAGIC
+    stream = gzip.GzipFile(fileobj=file) if is_gzip else file
+    size = os.fstat(file.fileno()).st_size
+    limit = max(_UNFOLDED, _UNFOLDED_PER_BYTE * size) if is_gzip else None
     try:
         rows, cols, nnz = _parse_header(stream.readline(_HEADER_ROOM + 1), vector_length)
-        text = _read_numbers(stream, rows + 1, nnz)
+        room = _NUMBER_ROOM * (rows + 1 + nnz) + _BLANK_ROOM
+        text, is_whole = _read_text(stream, room if limit is None else min(room, limit))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"truncated or corrupt gzip data ({error})") from error
-    return rows, cols, nnz, text.rstrip().split(b"\n")
+    line = 2 + text.count(b"\n")
+    if not is_whole and limit is not None and limit < room:
+        raise ValueError(
+            f"line {line}: text must have at most {limit} characters for {size} bytes of gzip data, got more; "
+            "decompress the file first"
+        )
+    if not is_whole:
+        raise ValueError(
+            f"line {line}: the text goes on beyond {room} characters after the header, too many for {rows + 1} row "
+            f"offsets and {nnz} column indices"
+        )
+    return rows, cols, nnz, text.rstrip().split(b"\n", 2)
 
 
-def _read_numbers(stream: BufferedReader | gzip.GzipFile, offsets: int, columns: int) -> bytes:
-    """The rest of ``stream``, unless it is longer than that many numbers can be."""
-    room = _NUMBER_ROOM * (offsets + columns) + _BLANK_ROOM
-    chunks, size = [], 0
+def _read_text(stream: BufferedReader | gzip.GzipFile, room: int) -> tuple[bytes, bool]:
+    """Return the remaining text, at most `room` characters, and whether that is all."""
+    text = bytearray()
     while chunk := stream.read(_CHUNK):
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > room:
-            line = 2 + b"".join(chunks)[:room].count(b"\n")
-            raise ValueError(
-                f"line {line}: the text goes on beyond {room} characters after the header, too many for {offsets} row "
-                f"offsets and {columns} column indices"
-            )
-    return b"".join(chunks)
+        text += chunk
+        if len(text) > room:
+            del text[room:]
+            return bytes(text), False
+    return bytes(text), True
 
 
 def _parse_header(line: bytes, vector_length: int) -> tuple[int, int, int]:

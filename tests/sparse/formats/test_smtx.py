@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import gzip
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +102,42 @@ def test_small_gzip_file_of_a_huge_text_is_refused_early(tmp_path: Path, name: s
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
+
+
+HUGE = b"1000000000, 1000000000, 1000000000000000000\n"
+
+
+@pytest.mark.parametrize("filler", [b"0 ", b" ", b"\n", b"7"])
+def test_a_huge_header_does_not_let_a_small_gzip_file_unfold(tmp_path: Path, filler: bytes) -> None:
+    packer = zlib.compressobj(wbits=31)
+    bomb = b"".join([packer.compress(HUGE), *(packer.compress(filler * (2**20 // len(filler))) for _ in range(64)),
+                     packer.flush()])  # fmt: skip
+    path = write(tmp_path, bomb, "a.smtx.gz")
+    assert len(bomb) < 10**5
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"at most {2**24} characters for {len(bomb)} bytes of gzip data"):
+            read_smtx(path)
+        assert tracemalloc.get_traced_memory()[1] < 3 * 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_text_of_one_character_a_line_needs_no_more_memory_than_other_text(tmp_path: Path) -> None:
+    path = write(tmp_path, gzip.compress(HUGE + b"0\n" * 2**20 + b"0"), "a.smtx.gz")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f"line 4: a file has 3 lines, got {2**20 + 2}"):
+            read_smtx(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_gzip_file_of_a_large_regular_pattern_reads(tmp_path: Path) -> None:
+    pattern = Pattern((1_000_000, 5), 1, torch.zeros(1_000_001, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))
+    write_smtx(tmp_path / "a.smtx.gz", pattern)
+    assert read_smtx(tmp_path / "a.smtx.gz").equals(pattern)
 
 
 def test_numbers_with_many_digits_and_blanks_still_read(tmp_path: Path) -> None:
