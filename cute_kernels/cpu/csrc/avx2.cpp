@@ -3,6 +3,7 @@
 
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
+#include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
 #include "spmm.hpp"
@@ -131,8 +132,23 @@ struct Avx2 {
   }
 };
 
+struct Doubles {
+  using Vector = __m256d;
+  static constexpr int kLanes = 4, kRows = 3;  // 12 accumulators, 3 of the other 4 registers are free for v
+
+  static Vector zero() { return _mm256_setzero_pd(); }
+  static Vector load(const double* from) { return _mm256_loadu_pd(from); }
+  static Vector load(const float* from) { return _mm256_cvtps_pd(_mm_loadu_ps(from)); }
+  static void store(double* to, Vector value) { _mm256_storeu_pd(to, value); }
+  static Vector broadcast(double value) { return _mm256_set1_pd(value); }
+  static Vector abs(Vector value) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), value); }
+  static Vector add(Vector a, Vector b) { return _mm256_add_pd(a, b); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_pd(a, b, c); }
+};
+
 }  // namespace
 
 namespace magicube {
-const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress, Avx2::kScratchBytes};
+const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress,
+                      &probe_right<Doubles>, &judge<Doubles>, Avx2::kScratchBytes};
 }

@@ -6,6 +6,7 @@
 
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
+#include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
 #include "spmm.hpp"
@@ -181,8 +182,23 @@ struct Avx512 {
   }
 };
 
+struct Doubles {
+  using Vector = __m512d;
+  static constexpr int kLanes = 8, kRows = 8;  // 16 accumulators
+
+  static Vector zero() { return _mm512_setzero_pd(); }
+  static Vector load(const double* from) { return _mm512_loadu_pd(from); }
+  static Vector load(const float* from) { return _mm512_cvtps_pd(_mm256_loadu_ps(from)); }
+  static void store(double* to, Vector value) { _mm512_storeu_pd(to, value); }
+  static Vector broadcast(double value) { return _mm512_set1_pd(value); }
+  static Vector abs(Vector value) { return _mm512_andnot_pd(_mm512_set1_pd(-0.0), value); }
+  static Vector add(Vector a, Vector b) { return _mm512_add_pd(a, b); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_pd(a, b, c); }
+};
+
 }  // namespace
 
 namespace magicube {
-const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress, Avx512::kScratchBytes};
+const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress,
+                        &probe_right<Doubles>, &judge<Doubles>, Avx512::kScratchBytes};
 }

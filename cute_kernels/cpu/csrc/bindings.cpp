@@ -1,10 +1,12 @@
 // Python bindings. Python checks user arguments; sizes that would cause out-of-bounds reads are checked here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -178,6 +180,37 @@ void compress(const CompressArgs& args, int most_threads) {
   }, &job);
 }
 
+constexpr int64_t kWorkPerProbe = 2;  // a multiply-add of doubles
+
+void require_matrix(const RealMatrix& x, const char* what) {
+  require(x.rows >= 0 && x.columns >= 0 && x.stride >= 0 && (x.data != nullptr || x.rows * x.columns == 0), what);
+}
+
+void probe_right(const ProbeArgs& args, int most_threads) {
+  require_matrix(args.b, "b must be a matrix with memory");
+  const Job job{&selected(), &args};
+  const int threads = threads_for(kWorkPerProbe * kProbes * args.b.rows * args.b.columns, most_threads);
+  nb::gil_scoped_release release;
+  run_thread_group(threads, probe_bytes(args.b.columns), probe_local_bytes(args.b.columns), [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->probe_right(*static_cast<const ProbeArgs*>(j.args), group);
+  }, &job);
+}
+
+void judge(const JudgeArgs& args, int most_threads) {
+  require_matrix(args.a, "a must be a matrix with memory");
+  require_matrix(args.c, "c must be a matrix with memory");
+  require(args.a.rows == args.c.rows, "a and c must have the same number of rows");
+  const Job job{&selected(), &args};
+  const int64_t terms = args.a.columns > args.c.columns ? args.a.columns : args.c.columns;
+  const int threads = threads_for(kWorkPerProbe * kProbes * args.a.rows * (args.a.columns + args.c.columns), most_threads);
+  nb::gil_scoped_release release;
+  run_thread_group(threads, judge_shared_bytes(args), probe_local_bytes(terms), [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->judge(*static_cast<const JudgeArgs*>(j.args), group);
+  }, &job);
+}
+
 void order_columns_checked(const ReorderArgs& args, int64_t columns, int most_threads) {
   require(args.tiles >= 1 && args.window >= 1, "tiles and window must be at least 1");
   require(args.group >= 8 && args.group % 8 == 0, "group must be a multiple of 8");
@@ -272,6 +305,23 @@ NB_MODULE(_engine, m) {
                                 pointer<uint8_t>(out_values)}, threads);
   }, "mask"_a, "values"_a, "rows"_a, "columns"_a, "mask_row"_a, "values_row_bytes"_a, "element_bytes"_a,
      "vector_length"_a, "stride"_a, "lengths"_a, "row_start"_a, "out_columns"_a, "out_values"_a, "threads"_a);
+  nb::class_<RealMatrix>(m, "RealMatrix")
+      .def("__init__", [](RealMatrix* self, uintptr_t data, int64_t rows, int64_t columns, int64_t stride, bool is_double,
+                          bool column_major) {
+        new (self) RealMatrix{pointer<const void>(data), rows, columns, stride, is_double, column_major};
+      }, "data"_a, "rows"_a, "columns"_a, "stride"_a, "is_double"_a, "column_major"_a);
+  m.def("probe_right", [](const RealMatrix& b, uintptr_t w, uintptr_t wbar, uintptr_t products, uintptr_t bounds, int threads) {
+    probe_right(ProbeArgs{b, pointer<const float>(w), pointer<const double>(wbar), pointer<double>(products),
+                          pointer<double>(bounds)}, threads);
+  }, "b"_a, "w"_a, "wbar"_a, "products"_a, "bounds"_a, "threads"_a);
+  m.def("judge", [](const RealMatrix& a, uintptr_t products, uintptr_t bounds, const RealMatrix& c, uintptr_t w,
+                    uintptr_t wbar, uintptr_t gram, int threads) {
+    JudgeSums sums;
+    judge(JudgeArgs{a, c, pointer<const double>(products), pointer<const double>(bounds), pointer<const float>(w),
+                    pointer<const double>(wbar), &sums}, threads);
+    std::memcpy(pointer<void>(gram), sums.gram, sizeof sums.gram);
+    return std::make_tuple(sums.product, sums.claimed, sums.norm, sums.a_bound, sums.c_bound);
+  }, "a"_a, "products"_a, "bounds"_a, "c"_a, "w"_a, "wbar"_a, "gram"_a, "threads"_a);
   m.def("spread_slots", [](uintptr_t until, uintptr_t first, uintptr_t order, int64_t rows, int tiles, int group,
                            int window, uintptr_t slots, int64_t columns, int threads) {
     order_columns_checked(ReorderArgs{pointer<const int>(until), pointer<const int64_t>(first),

@@ -154,6 +154,46 @@ struct ReorderArgs {
   int64_t* slots;  // (vectors,)
 };
 
+constexpr int kProbes = 16;
+constexpr int64_t kGroupRows = 24;  // rows per converted block: a multiple of the rows of every register tile
+
+// float32 or float64 with contiguous rows or, if column_major, contiguous columns.
+struct RealMatrix {
+  const void* data;
+  int64_t rows;
+  int64_t columns;
+  int64_t stride;  // elements from one row, or column, to the next
+  bool is_double;
+  bool column_major;
+};
+
+struct ProbeArgs {
+  RealMatrix b;        // (K, N)
+  const float* w;      // (N, kProbes)
+  const double* wbar;  // (N,)
+  double* products;    // (K, kProbes), B W
+  double* bounds;      // (K,), |B| wbar
+};
+
+struct JudgeSums {
+  double gram[kProbes * kProbes];  // of Y = A (B W) - C W
+  double product;                  // ||A (B W)||_F^2
+  double claimed;                  // ||C W||_F^2
+  double norm;                     // ||C||_F^2
+  double a_bound;                  // || |A| bounds ||^2
+  double c_bound;                  // || |C| wbar ||^2
+};
+
+struct JudgeArgs {
+  RealMatrix a;            // (M, K)
+  RealMatrix c;            // (M, N)
+  const double* products;  // (K, kProbes)
+  const double* bounds;    // (K,)
+  const float* w;          // (N, kProbes)
+  const double* wbar;      // (N,)
+  JudgeSums* out;
+};
+
 constexpr int kScaleAll = 0, kScaleRows = 1, kScaleColumns = 2;  // per tensor, per row, per column
 constexpr uint8_t kNegative = 1;
 constexpr uint8_t kNonFinite = 2;
@@ -179,6 +219,8 @@ struct Engine {
   void (*quantize)(const QuantizeArgs&, ThreadGroup&);
   void (*digits)(const DigitsArgs&, ThreadGroup&);
   void (*compress)(const CompressArgs&, ThreadGroup&);
+  void (*probe_right)(const ProbeArgs&, ThreadGroup&);
+  void (*judge)(const JudgeArgs&, ThreadGroup&);
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
 };
 
@@ -204,6 +246,14 @@ int64_t compress_mask_bytes(int64_t columns);
 int64_t compress_local_bytes(const CompressArgs& args);
 int64_t slice_maxima_bytes(int64_t slices, int64_t real_bytes);  // per thread
 int64_t slice_shared_bytes(int64_t slices, int64_t real_bytes, int threads);
+
+// Blocks of the sums over `terms` products, and elements from one row of a block of float64 to the next.
+int64_t sum_block(int64_t terms);
+int64_t block_pitch(int64_t terms);
+int64_t probe_bytes(int64_t rows);        // of probes in float64
+int64_t probe_local_bytes(int64_t terms);  // of a converted block
+int64_t judge_chunk_rows(int64_t rows);   // rows with sums of their own
+int64_t judge_shared_bytes(const JudgeArgs& args);
 
 // Call body on `threads` threads, the caller included, with zeroed tickets and 64-byte aligned buffers; on fewer threads if the
 // system has no more.

@@ -1,6 +1,7 @@
 // The engine in portable C++: runs on every machine, and is the reference for the other two.
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
+#include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
 #include "spmm.hpp"
@@ -70,8 +71,23 @@ struct Portable {
   }
 };
 
+struct Doubles {
+  using Vector = double __attribute__((vector_size(16)));
+  static constexpr int kLanes = 2, kRows = 1;  // 8 accumulators
+
+  static Vector zero() { return Vector{}; }
+  static Vector load(const double* from) { return Vector{from[0], from[1]}; }
+  static Vector load(const float* from) { return Vector{from[0], from[1]}; }
+  static void store(double* to, Vector value) { to[0] = value[0], to[1] = value[1]; }
+  static Vector broadcast(double value) { return Vector{value, value}; }
+  static Vector abs(Vector value) { return Vector{std::fabs(value[0]), std::fabs(value[1])}; }
+  static Vector add(Vector a, Vector b) { return a + b; }
+  static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
+};
+
 }  // namespace
 
 namespace magicube {
-const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress, Portable::kScratchBytes};
+const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress,
+                          &probe_right<Doubles>, &judge<Doubles>, Portable::kScratchBytes};
 }

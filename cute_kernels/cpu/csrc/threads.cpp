@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 
@@ -118,6 +119,25 @@ int64_t slice_maxima_bytes(int64_t slices, int64_t real_bytes) { return round_up
 int64_t slice_shared_bytes(int64_t slices, int64_t real_bytes, int threads) {
   constexpr int64_t kFactorBytes = 16;  // four floats or two doubles per slice
   return slice_maxima_bytes(slices, real_bytes) * threads + round_up(slices * kFactorBytes, 64);
+}
+
+int64_t sum_block(int64_t terms) {  // ceil(sqrt(terms)), at least 1
+  auto block = static_cast<int64_t>(std::sqrt(static_cast<double>(terms)));
+  while (block * block < terms) ++block;
+  return block > 0 ? block : 1;
+}
+
+int64_t block_pitch(int64_t terms) { return round_up(sum_block(terms), 8) + 8; }  // not a power of two
+
+int64_t probe_bytes(int64_t rows) { return round_up(rows * kProbes * 8, 64); }
+
+int64_t probe_local_bytes(int64_t terms) { return kGroupRows * block_pitch(terms) * 8; }
+
+int64_t judge_chunk_rows(int64_t rows) { return round_up(sum_block(rows), kGroupRows); }
+
+int64_t judge_shared_bytes(const JudgeArgs& args) {
+  const int64_t chunk_rows = judge_chunk_rows(args.a.rows), chunks = (args.a.rows + chunk_rows - 1) / chunk_rows;
+  return probe_bytes(args.c.columns) + round_up(chunks * static_cast<int64_t>(sizeof(JudgeSums)), 64);
 }
 
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
