@@ -17,7 +17,7 @@ TWICE: dict[str, set[str]] = {
 }
 UNDOCUMENTED: dict[str, int] = dict.fromkeys(house.PACKAGES, 0)
 LONG: set[str] = set()
-CROWDED = ["cute_kernels/cpu/csrc: 18 files, level 2"]  # a header per operation, a source per instruction set
+CROWDED = ["cute_kernels/cpu/csrc: 19 files, level 2"]  # a header per operation, a source per instruction set
 MAX_LINES = 60
 
 

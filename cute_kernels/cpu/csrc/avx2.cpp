@@ -3,6 +3,7 @@
 
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
+#include "direct.hpp"
 #include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
@@ -134,7 +135,7 @@ struct Avx2 {
 
 struct Doubles {
   using Vector = __m256d;
-  static constexpr int kLanes = 4, kRows = 3;  // 12 accumulators, 3 of the other 4 registers are free for v
+  static constexpr int kLanes = 4, kRows = 3;  // 12 accumulators
 
   static Vector zero() { return _mm256_setzero_pd(); }
   static Vector load(const double* from) { return _mm256_loadu_pd(from); }
@@ -146,9 +147,68 @@ struct Doubles {
   static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_pd(a, b, c); }
 };
 
+struct Floats {
+  using Vector = __m256;
+  static constexpr int kLanes = 8, kRows = 3;  // 12 accumulators
+
+  static Vector zero() { return _mm256_setzero_ps(); }
+  static Vector load(const float* from) { return _mm256_loadu_ps(from); }
+  static void store(float* to, Vector value) { _mm256_storeu_ps(to, value); }
+  static Vector broadcast(float value) { return _mm256_set1_ps(value); }
+  static Vector abs(Vector value) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), value); }
+  static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+};
+
+// Digits of A are 16 bits, those of B widen in the loop: vpmaddwd sums pairs of products exactly, vpmaddubsw would saturate.
+struct Product {
+  using Digit = int16_t;
+  static constexpr Digit kOffset = 0;
+  static constexpr int kRows = 4;  // times 8 columns, with two sums each: 8 accumulators
+
+  static void multiply(const Digit* a, int64_t pitch, int, const int8_t* b, int64_t quads, int columns, const int32_t*,
+                       int32_t* tile) {
+    for (int j = 0; j < columns; j += 8) slice(a, pitch, b + j * kQuad, quads, tile + j);
+  }
+
+  // GCC copies the accumulators of _mm256_add_epi32 from register to register.
+  static void add(__m256i& sum, __m256i products) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products)); }
+
+  // Inlined, it would lack registers for the accumulators and addresses.
+  __attribute__((noinline)) static void slice(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int32_t* out) {
+    __m256i sum[kRows][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
+      const auto* const from = reinterpret_cast<const __m128i*>(b);
+      const __m256i right0 = widen(_mm_load_si128(from), true), right1 = widen(_mm_load_si128(from + 1), true);  // (4, 4)
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        int64_t four;
+        std::memcpy(&four, a + r * pitch, sizeof four);
+        const __m256i left = _mm256_set1_epi64x(four);  // (4, 4), the same four k
+        add(sum[r][0], _mm256_madd_epi16(left, right0));
+        add(sum[r][1], _mm256_madd_epi16(left, right1));
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const __m256i pairs = _mm256_hadd_epi32(sum[r][0], sum[r][1]);  // columns 0, 1, 4, 5, 2, 3, 6, 7
+      _mm256_store_si256(reinterpret_cast<__m256i*>(out + r * kPanel), _mm256_permute4x64_epi64(pairs, 0xd8));
+    }
+  }
+};
+
+struct Direct {
+  using Doubles = ::Doubles;
+  using Floats = ::Floats;
+  using Product = ::Product;
+};
+
 }  // namespace
 
 namespace magicube {
 const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress,
-                      &probe_right<Doubles>, &judge<Doubles>, Avx2::kScratchBytes};
+                      &probe_right<Doubles>, &judge<Doubles>, &pack_digits, &probe_digits<Doubles>, &direct<Direct>,
+                      Avx2::kScratchBytes};
 }

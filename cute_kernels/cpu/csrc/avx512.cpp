@@ -6,6 +6,7 @@
 
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
+#include "direct.hpp"
 #include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
@@ -196,9 +197,92 @@ struct Doubles {
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_pd(a, b, c); }
 };
 
+struct Floats {
+  using Vector = __m512;
+  static constexpr int kLanes = 16, kRows = 8;  // 16 accumulators
+
+  static Vector zero() { return _mm512_setzero_ps(); }
+  static Vector load(const float* from) { return _mm512_loadu_ps(from); }
+  static void store(float* to, Vector value) { _mm512_storeu_ps(to, value); }
+  static Vector broadcast(float value) { return _mm512_set1_ps(value); }
+  static Vector abs(Vector value) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), value); }
+  static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+};
+
+// Digits of A are staged with the offset 128, unsigned; accumulators start at -128 times the sums of the columns of B.
+struct Product {
+  using Digit = uint8_t;
+  static constexpr Digit kOffset = 128;
+  static constexpr int kRows = 6;  // times 64 columns: 24 accumulators
+
+  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns,
+                       const int32_t* column_sums, int32_t* tile) {
+    if (columns > 32) multiply_as<4>(a, pitch, rows, b, quads, column_sums, tile);
+    else if (columns > 16) multiply_as<2>(a, pitch, rows, b, quads, column_sums, tile);
+    else multiply_as<1>(a, pitch, rows, b, quads, column_sums, tile);
+  }
+
+ private:
+  // GCC moves the accumulators of _mm512_dpbusd_epi32 to memory, which halves the speed.
+  static void multiply_add(__m512i& sum, __m512i left, __m512i right) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
+  }
+
+  template <int Vectors>
+  static void multiply_as(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, const int32_t* column_sums,
+                          int32_t* out) {
+    switch (rows) {
+      case 6: return multiply_rows<6, Vectors>(a, pitch, b, quads, column_sums, out);
+      case 5: return multiply_rows<5, Vectors>(a, pitch, b, quads, column_sums, out);
+      case 4: return multiply_rows<4, Vectors>(a, pitch, b, quads, column_sums, out);
+      case 3: return multiply_rows<3, Vectors>(a, pitch, b, quads, column_sums, out);
+      case 2: return multiply_rows<2, Vectors>(a, pitch, b, quads, column_sums, out);
+      default: return multiply_rows<1, Vectors>(a, pitch, b, quads, column_sums, out);
+    }
+  }
+
+  template <int Rows, int Vectors>
+  __attribute__((noinline)) static void multiply_rows(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, const int32_t* column_sums,
+                            int32_t* out) {
+    __m512i sum[Rows][Vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) {
+      const __m512i start = _mm512_slli_epi32(_mm512_load_si512(column_sums + v * 16), 7);
+#pragma GCC unroll 6
+      for (int r = 0; r < Rows; ++r) sum[r][v] = _mm512_sub_epi32(_mm512_setzero_si512(), start);
+    }
+    for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
+      __m512i right[Vectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) right[v] = _mm512_load_si512(b + v * 64);  // (16, 4)
+#pragma GCC unroll 6
+      for (int r = 0; r < Rows; ++r) {
+        int32_t four;
+        std::memcpy(&four, a + r * pitch, sizeof four);
+        const __m512i left = _mm512_set1_epi32(four);  // (16, 4), the same four k
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) multiply_add(sum[r][v], left, right[v]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) _mm512_store_si512(out + r * kPanel + v * 16, sum[r][v]);
+    }
+  }
+};
+
+struct Direct {
+  using Doubles = ::Doubles;
+  using Floats = ::Floats;
+  using Product = ::Product;
+};
+
 }  // namespace
 
 namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress,
-                        &probe_right<Doubles>, &judge<Doubles>, Avx512::kScratchBytes};
+                        &probe_right<Doubles>, &judge<Doubles>, &pack_digits, &probe_digits<Doubles>, &direct<Direct>,
+                        Avx512::kScratchBytes};
 }

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -211,6 +212,52 @@ void judge(const JudgeArgs& args, int most_threads) {
   }, &job);
 }
 
+constexpr int64_t kMaxDirectInner = int64_t{1} << 17;  // 127^2 K < 2^31
+
+void pack_digits(const PackArgs& args, int most_threads) {
+  const Job job{&selected(), &args};
+  const int threads = threads_for(kWorkPerEntry * args.rows * args.columns, most_threads);
+  nb::gil_scoped_release release;
+  run_thread_group(threads, 0, 0, [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->pack_digits(*static_cast<const PackArgs*>(j.args), group);
+  }, &job);
+}
+
+void probe_digits(const ProbeDigitsArgs& args, int most_threads) {
+  const Job job{&selected(), &args};
+  const int threads = threads_for(2 * kWorkPerProbe * kProbes * args.rows * args.columns, most_threads);
+  nb::gil_scoped_release release;
+  run_thread_group(threads, 0, 2 * probe_local_bytes(args.columns), [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->probe_digits(*static_cast<const ProbeDigitsArgs*>(j.args), group);
+  }, &job);
+}
+
+void direct(const DirectArgs& args, int most_threads) {
+  require(args.inner <= kMaxDirectInner, "int32 sums need at most 2^17 columns of A");
+  require(args.rows >= 0 && args.inner >= 0 && args.n >= 0 && args.a_stride >= 0, "sizes must be at least 0");
+  const Job job{&selected(), &args};
+  const int threads = threads_for(args.rows * args.inner * (args.n + 2 * kProbes), most_threads);
+  nb::gil_scoped_release release;
+  run_thread_group(threads, direct_shared_bytes(args.rows), direct_local_bytes(args.inner), [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->direct(*static_cast<const DirectArgs*>(j.args), group);
+  }, &job);
+}
+
+// Float32 sums of kErrorBlock terms from rounded vectors are rounded at most kErrorBlock + 4 times.
+double error_rounding(const DirectSums& sums) {
+  constexpr double kSteps = (kErrorBlock + 4) * 0x1p-24;
+  return 1.01 * kSteps / (1 - kSteps) * std::sqrt(sums.bound);
+}
+
+// Of an integer sum to float32 and of two products by scales, whose results may be subnormal.
+double epilogue_rounding(const DirectArgs& args) {
+  const double entries = static_cast<double>(args.rows) * static_cast<double>(args.n);
+  return 3.001 * 0x1p-24 * std::sqrt(args.sums->norm) + 0x1p-149 * std::sqrt(entries) * (1 + args.largest_scale);
+}
+
 void order_columns_checked(const ReorderArgs& args, int64_t columns, int most_threads) {
   require(args.tiles >= 1 && args.window >= 1, "tiles and window must be at least 1");
   require(args.group >= 8 && args.group % 8 == 0, "group must be a multiple of 8");
@@ -322,6 +369,34 @@ NB_MODULE(_engine, m) {
     std::memcpy(pointer<void>(gram), sums.gram, sizeof sums.gram);
     return std::make_tuple(sums.product, sums.claimed, sums.norm, sums.a_bound, sums.c_bound);
   }, "a"_a, "products"_a, "bounds"_a, "c"_a, "w"_a, "wbar"_a, "gram"_a, "threads"_a);
+  m.def("pack_digits", [](uintptr_t digits, int64_t rows, int64_t columns, uintptr_t packed, uintptr_t column_sums, int threads) {
+    pack_digits(PackArgs{pointer<const int8_t>(digits), rows, columns, pointer<int8_t>(packed), pointer<int32_t>(column_sums)},
+                threads);
+  }, "digits"_a, "rows"_a, "columns"_a, "packed"_a, "column_sums"_a, "threads"_a);
+  m.def("probe_digits", [](uintptr_t b, uintptr_t digits, uintptr_t scale, int64_t rows, int64_t columns, uintptr_t w,
+                           uintptr_t wbar, uintptr_t products, uintptr_t bounds, int threads) {
+    probe_digits(ProbeDigitsArgs{pointer<const float>(b), pointer<const int8_t>(digits), pointer<const float>(scale), rows,
+                                 columns, pointer<const double>(w), pointer<const double>(wbar), pointer<double>(products),
+                                 pointer<double>(bounds)}, threads);
+  }, "b"_a, "digits"_a, "scale"_a, "rows"_a, "columns"_a, "w"_a, "wbar"_a, "products"_a, "bounds"_a, "threads"_a);
+  nb::class_<DirectRight>(m, "DirectRight")
+      .def("__init__", [](DirectRight* self, uintptr_t packed, uintptr_t column_sums, uintptr_t col_scale, uintptr_t vectors,
+                          uintptr_t bounds, double unit, double largest_scale, int64_t inner, int64_t n) {
+        require(packed % 64 == 0 && column_sums % 64 == 0, "packed digits must be aligned to 64 bytes");
+        new (self) DirectRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums),
+                               pointer<const float>(col_scale), pointer<const float>(vectors), pointer<const float>(bounds),
+                               unit, largest_scale, inner, n};
+      }, "packed"_a, "column_sums"_a, "col_scale"_a, "vectors"_a, "bounds"_a, "unit"_a, "largest_scale"_a, "inner"_a, "n"_a);
+  m.def("direct", [](const DirectRight& right, uintptr_t a, int64_t a_stride, int64_t rows, uintptr_t out, uintptr_t gram,
+                     int threads) {
+    DirectSums sums;
+    const DirectArgs args{right, pointer<const float>(a), a_stride, rows, pointer<float>(out), &sums};
+    direct(args, threads);
+    double energy = 0;
+    for (int p = 0; p < kProbes; ++p) energy += sums.gram[p * (kProbes + 1)];
+    std::memcpy(pointer<void>(gram), sums.gram, sizeof sums.gram);
+    return std::make_tuple(energy, error_rounding(sums), sums.norm, epilogue_rounding(args));
+  }, "right"_a, "a"_a, "a_stride"_a, "rows"_a, "out"_a, "gram"_a, "threads"_a);
   m.def("spread_slots", [](uintptr_t until, uintptr_t first, uintptr_t order, int64_t rows, int tiles, int group,
                            int window, uintptr_t slots, int64_t columns, int threads) {
     order_columns_checked(ReorderArgs{pointer<const int>(until), pointer<const int64_t>(first),

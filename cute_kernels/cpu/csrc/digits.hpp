@@ -103,6 +103,23 @@ class DigitWork {
   Factor own_[kFactors];  // of the current row
 };
 
+// Scale of a slice from the bits of its amax: rounded up, so that the leading digit is in range; 1 for zeros, NaN for non-finite
+// slices.
+inline float digit_scale(Bits<float>::Int absmax_bits, double high, bool power) {
+  if (absmax_bits >= Bits<float>::kInfinity) return NAN;
+  const double absmax = from_bits<float>(absmax_bits);
+  if (absmax == 0.0) return 1.0f;
+  auto scale = static_cast<float>(absmax / high);
+  if (power) {
+    int exponent;
+    const double mantissa = frexp(absmax / high, &exponent);
+    scale = static_cast<float>(ldexp(1.0, exponent - (mantissa == 0.5)));
+  } else if (static_cast<double>(scale) * high < absmax) {
+    scale = nextafterf(scale, HUGE_VALF);
+  }
+  return scale > Bits<float>::kSmallest ? scale : Bits<float>::kSmallest;
+}
+
 class SingleDigits : public DigitWork<float, 4> {
  public:
   using DigitWork::DigitWork;
@@ -110,7 +127,7 @@ class SingleDigits : public DigitWork<float, 4> {
   // Prepared scale: exponent bias factor, inverse of scale * factor, scale * factor, and a mask of all bits, or none for a
   // non-finite slice. The factor is 2^100 for slices of tiny numbers, so that only the scale is subnormal.
   void set(int64_t slice, Int absmax_bits) {
-    const float scale = scale_of(absmax_bits);
+    const float scale = digit_scale(absmax_bits, args.high, args.power);
     static_cast<float*>(args.scale)[slice] = scale;
     const float bias_factor = scale * 128.0f < 0x1p-100f ? 0x1p100f : 1.0f;
     const bool finite = scale == scale;
@@ -130,22 +147,6 @@ class SingleDigits : public DigitWork<float, 4> {
   }
 
  private:
-  // Rounded up, so that the leading digit is in range; 1 for zeros, NaN for non-finite slices.
-  float scale_of(Int largest) const {
-    if (largest >= Bits<float>::kInfinity) return NAN;
-    const double absmax_bits = from_bits<float>(largest);
-    if (absmax_bits == 0.0) return 1.0f;
-    auto scale = static_cast<float>(absmax_bits / args.high);
-    if (args.power) {
-      int exponent;
-      const double mantissa = frexp(absmax_bits / args.high, &exponent);
-      scale = static_cast<float>(ldexp(1.0, exponent - (mantissa == 0.5)));
-    } else if (static_cast<double>(scale) * args.high < absmax_bits) {
-      scale = nextafterf(scale, HUGE_VALF);
-    }
-    return scale > Bits<float>::kSmallest ? scale : Bits<float>::kSmallest;
-  }
-
   template <int Count, bool ByColumns>
   void encode_as(int64_t i) const {
     split<Count, ByColumns>(row(i), factors[0], factors[1], factors[2], factors[3], args, args.columns, plane(0, i),

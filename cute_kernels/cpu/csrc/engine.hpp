@@ -194,6 +194,56 @@ struct JudgeArgs {
   JudgeSums* out;
 };
 
+constexpr int64_t kErrorBlock = 64;  // products that float32 sums before they are added in float64
+constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by all of B
+
+struct PackArgs {
+  const int8_t* digits;  // (rows, columns), contiguous
+  int64_t rows;
+  int64_t columns;
+  int8_t* packed;        // [panel][k / 4][column][k % 4]
+  int32_t* column_sums;  // whole panels
+};
+
+struct ProbeDigitsArgs {
+  const float* b;        // (rows, columns), contiguous
+  const int8_t* digits;  // likewise
+  const float* scale;    // (columns,)
+  int64_t rows;
+  int64_t columns;
+  const double* w;     // (columns, kProbes)
+  const double* wbar;  // (columns,)
+  double* products;    // (2, rows, kProbes): dB W, (B - dB) W
+  double* bounds;      // (2, rows): |dB| wbar, |B - dB| wbar
+};
+
+struct DirectSums {
+  double gram[kProbes * kProbes];  // of (A B - C) W, roundings of C apart
+  double bound;                    // || |A| |dB| wbar + |dA| |B - dB| wbar ||^2
+  double norm;                     // ||C||_F^2
+};
+
+// Prepared right operand of a direct product. Vectors and bounds are divided by `unit`, a power of two.
+struct DirectRight {
+  const int8_t* packed;
+  const int32_t* column_sums;
+  const float* col_scale;  // (n,)
+  const float* vectors;    // (inner, 2, kProbes): dB W, (B - dB) W
+  const float* bounds;     // (2, inner)
+  double unit;
+  double largest_scale;  // of col_scale
+  int64_t inner;
+  int64_t n;
+};
+
+struct DirectArgs : DirectRight {
+  const float* a;    // (rows, inner)
+  int64_t a_stride;  // elements
+  int64_t rows;
+  float* out;  // (rows, n), contiguous
+  DirectSums* sums;
+};
+
 constexpr int kScaleAll = 0, kScaleRows = 1, kScaleColumns = 2;  // per tensor, per row, per column
 constexpr uint8_t kNegative = 1;
 constexpr uint8_t kNonFinite = 2;
@@ -221,6 +271,9 @@ struct Engine {
   void (*compress)(const CompressArgs&, ThreadGroup&);
   void (*probe_right)(const ProbeArgs&, ThreadGroup&);
   void (*judge)(const JudgeArgs&, ThreadGroup&);
+  void (*pack_digits)(const PackArgs&, ThreadGroup&);
+  void (*probe_digits)(const ProbeDigitsArgs&, ThreadGroup&);
+  void (*direct)(const DirectArgs&, ThreadGroup&);
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
 };
 
@@ -254,6 +307,9 @@ int64_t probe_bytes(int64_t rows);        // of probes in float64
 int64_t probe_local_bytes(int64_t terms);  // of a converted block
 int64_t judge_chunk_rows(int64_t rows);   // rows with sums of their own
 int64_t judge_shared_bytes(const JudgeArgs& args);
+int64_t digit_pitch(int64_t inner);  // digits from one staged row to the next
+int64_t direct_shared_bytes(int64_t rows);
+int64_t direct_local_bytes(int64_t inner);
 
 // Call body on `threads` threads, the caller included, with zeroed tickets and 64-byte aligned buffers; on fewer threads if the
 // system has no more.

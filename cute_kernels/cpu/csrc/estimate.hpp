@@ -28,9 +28,9 @@ void probe_right(const ProbeArgs& args, ThreadGroup& group) {
   GroupSums sums;
   for (int64_t g = group.ticket(); g < groups; g = group.ticket()) {
     const int64_t row = g * kGroupRows, count = lesser(kGroupRows, rows - row);
-    multiply_group_as<Isa>(args.b, row, count, w, args.wbar, scratch, sums);
+    multiply_group<Isa, false>(args.b, row, count, w, args.wbar, scratch, sums);
     std::memcpy(args.products + row * kProbes, sums.products, static_cast<size_t>(count) * kProbes * 8);
-    std::memcpy(args.bounds + row, sums.bounds, static_cast<size_t>(count) * 8);
+    for (int64_t r = 0; r < count; ++r) args.bounds[row + r] = GroupSums::total(sums.bounds[r]);
   }
 }
 
@@ -47,9 +47,10 @@ void add_rows(const GroupSums& product, const GroupSums& claimed, int64_t rows, 
     }
     part.product += squares[0];
     part.claimed += squares[1];
-    part.norm += claimed.squares[r];
-    part.a_bound = fused(product.bounds[r], product.bounds[r], part.a_bound);
-    part.c_bound = fused(claimed.bounds[r], claimed.bounds[r], part.c_bound);
+    part.norm += GroupSums::total(claimed.squares[r]);
+    const double a_bound = GroupSums::total(product.bounds[r]), c_bound = GroupSums::total(claimed.bounds[r]);
+    part.a_bound = fused(a_bound, a_bound, part.a_bound);
+    part.c_bound = fused(c_bound, c_bound, part.c_bound);
   }
   add_gram<Isa>(y, rows, part.gram);
 }
@@ -69,24 +70,13 @@ void judge(const JudgeArgs& args, ThreadGroup& group) {
     const int64_t end = lesser(rows, (chunk + 1) * chunk_rows);
     for (int64_t row = chunk * chunk_rows; row < end; row += kGroupRows) {
       const int64_t count = lesser(kGroupRows, end - row);
-      multiply_group_as<Isa>(args.a, row, count, args.products, args.bounds, scratch, product);
-      multiply_group_as<Isa>(args.c, row, count, w, args.wbar, scratch, claimed);
+      multiply_group<Isa, false>(args.a, row, count, args.products, args.bounds, scratch, product);
+      multiply_group<Isa, true>(args.c, row, count, w, args.wbar, scratch, claimed);
       add_rows<Isa>(product, claimed, count, part);
     }
   }
   group.barrier();
-  if (group.rank() != 0) return;
-  JudgeSums total{};
-  auto* const sums = reinterpret_cast<double*>(&total);
-  constexpr int64_t kSums = sizeof(JudgeSums) / sizeof(double);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const auto* const add = reinterpret_cast<const double*>(parts + chunk);
-    for (int64_t i = 0; i < kSums; ++i) sums[i] += add[i];
-  }
-  bool finite = true;
-  for (int64_t i = 0; i < kSums; ++i) finite &= std::isfinite(sums[i]);
-  for (int64_t i = 0; i < kSums && !finite; ++i) sums[i] = NAN;
-  *args.out = total;
+  if (group.rank() == 0) add_in_order(parts, chunks, *args.out);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The engine in portable C++: runs on every machine, and is the reference for the other two.
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
+#include "direct.hpp"
 #include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
@@ -80,14 +81,55 @@ struct Doubles {
   static Vector load(const float* from) { return Vector{from[0], from[1]}; }
   static void store(double* to, Vector value) { to[0] = value[0], to[1] = value[1]; }
   static Vector broadcast(double value) { return Vector{value, value}; }
-  static Vector abs(Vector value) { return Vector{std::fabs(value[0]), std::fabs(value[1])}; }
+  static Vector abs(Vector value) { return Vector{__builtin_fabs(value[0]), __builtin_fabs(value[1])}; }
   static Vector add(Vector a, Vector b) { return a + b; }
   static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
+};
+
+struct Floats {
+  using Vector = float __attribute__((vector_size(16)));
+  static constexpr int kLanes = 4, kRows = 1;  // 8 accumulators
+
+  static Vector zero() { return Vector{}; }
+  static Vector load(const float* from) { return Vector{from[0], from[1], from[2], from[3]}; }
+  static void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
+  static Vector broadcast(float value) { return Vector{value, value, value, value}; }
+  static Vector abs(Vector value) { return value < 0 ? -value : value; }
+  static Vector add(Vector a, Vector b) { return a + b; }
+  static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
+};
+
+struct Product {
+  using Digit = int8_t;
+  static constexpr Digit kOffset = 0;
+  static constexpr int kRows = 4;
+
+  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, const int32_t*,
+                       int32_t* tile) {
+    std::memset(tile, 0, static_cast<size_t>(rows) * kPanel * sizeof(int32_t));
+    for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
+      for (int r = 0; r < rows; ++r) {
+        const Digit* const left = a + r * pitch;
+        int32_t* const sum = tile + r * kPanel;
+        for (int j = 0; j < columns; ++j) {
+          const int8_t* const right = b + j * kQuad;
+          sum[j] += left[0] * right[0] + left[1] * right[1] + left[2] * right[2] + left[3] * right[3];
+        }
+      }
+    }
+  }
+};
+
+struct Direct {
+  using Doubles = ::Doubles;
+  using Floats = ::Floats;
+  using Product = ::Product;
 };
 
 }  // namespace
 
 namespace magicube {
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress,
-                          &probe_right<Doubles>, &judge<Doubles>, Portable::kScratchBytes};
+                          &probe_right<Doubles>, &judge<Doubles>, &pack_digits, &probe_digits<Doubles>,
+                          &direct<Direct>, Portable::kScratchBytes};
 }

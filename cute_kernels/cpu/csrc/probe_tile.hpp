@@ -26,8 +26,10 @@ inline double fused(double a, double b, double c) {
 }
 
 // totals (Isa::kRows, kProbes) += block (Isa::kRows, count) v (count, kProbes). Every loop over the accumulators must unroll.
+// Inlined, the loop would lack registers for addresses.
 template <class Isa>
-void multiply_tile(const double* block, int64_t row_step, int64_t k_step, int64_t count, const double* v, double* totals) {
+__attribute__((noinline)) void multiply_tile(const double* block, int64_t row_step, int64_t k_step, int64_t count, const double* v,
+                                             double* totals) {
   constexpr int kRows = Isa::kRows, kVectors = kProbes / Isa::kLanes;
   typename Isa::Vector sum[kRows][kVectors];
 #pragma GCC unroll 8
@@ -36,14 +38,14 @@ void multiply_tile(const double* block, int64_t row_step, int64_t k_step, int64_
     for (int q = 0; q < kVectors; ++q) sum[r][q] = Isa::zero();
   }
   for (int64_t k = 0; k < count; ++k, block += k_step, v += kProbes) {
-    typename Isa::Vector right[kVectors];
+    typename Isa::Vector left[kRows];  // with the accumulators and one vector of v, all 16 registers of AVX2
 #pragma GCC unroll 8
-    for (int q = 0; q < kVectors; ++q) right[q] = Isa::load(v + q * Isa::kLanes);
+    for (int r = 0; r < kRows; ++r) left[r] = Isa::broadcast(block[r * row_step]);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const auto left = Isa::broadcast(block[r * row_step]);
+    for (int q = 0; q < kVectors; ++q) {
+      const auto right = Isa::load(v + q * Isa::kLanes);
 #pragma GCC unroll 8
-      for (int q = 0; q < kVectors; ++q) sum[r][q] = Isa::fma(left, right[q], sum[r][q]);
+      for (int r = 0; r < kRows; ++r) sum[r][q] = Isa::fma(left[r], right, sum[r][q]);
     }
   }
 #pragma GCC unroll 8
@@ -56,8 +58,22 @@ void multiply_tile(const double* block, int64_t row_step, int64_t k_step, int64_
   }
 }
 
-// One row of a block: doubles in `out`, sum |x| weights added to *bound, sum x^2 to *square.
-template <class Isa, class Real>
+// Sums of a group of rows.
+struct GroupSums {
+  static constexpr int kLanes = 8;              // at least those of a vector
+  double products[kGroupRows * kProbes];        // X V
+  double bounds[kGroupRows][kLanes];            // |X| weights: the sum of the lanes
+  double squares[kGroupRows][kLanes];           // sum of squares of each row, likewise
+
+  static double total(const double* lanes) {
+    double pairs[kLanes / 2];
+    for (int l = 0; l < kLanes / 2; ++l) pairs[l] = lanes[l] + lanes[l + kLanes / 2];
+    return (pairs[0] + pairs[2]) + (pairs[1] + pairs[3]);
+  }
+};
+
+// One row of a block: doubles in `out`; sums of |x| weights and x^2 are added to the lanes.
+template <class Isa, bool Squares, class Real>
 void convert_row(const Real* x, int64_t count, const double* weights, double* out, double* bound, double* square) {
   constexpr int kLanes = Isa::kLanes;
   auto bounds = Isa::zero(), squares = Isa::zero();
@@ -66,45 +82,37 @@ void convert_row(const Real* x, int64_t count, const double* weights, double* ou
     const auto value = Isa::load(x + k);
     Isa::store(out + k, value);
     bounds = Isa::fma(Isa::abs(value), Isa::load(weights + k), bounds);
-    squares = Isa::fma(value, value, squares);
+    if (Squares) squares = Isa::fma(value, value, squares);
   }
-  double lanes[2][kLanes];
-  Isa::store(lanes[0], bounds);
-  Isa::store(lanes[1], squares);
+  Isa::store(bound, Isa::add(Isa::load(bound), bounds));
+  if (Squares) Isa::store(square, Isa::add(Isa::load(square), squares));
+  double last_bound = 0.0, last_square = 0.0;
   for (; k < count; ++k) {
     const double value = static_cast<double>(x[k]);
     out[k] = value;
-    lanes[0][0] = fused(std::fabs(value), weights[k], lanes[0][0]);
-    lanes[1][0] = fused(value, value, lanes[1][0]);
+    last_bound = fused(__builtin_fabs(value), weights[k], last_bound);
+    if (Squares) last_square = fused(value, value, last_square);
   }
-  for (int l = 1; l < kLanes; ++l) lanes[0][0] += lanes[0][l], lanes[1][0] += lanes[1][l];
-  *bound += lanes[0][0];
-  *square += lanes[1][0];
+  bound[0] += last_bound;
+  if (Squares) square[0] += last_square;
 }
 
-// One column of `rows` elements of a block; the sums of a block start at zero.
+// One column of `rows` elements of a block, likewise, into one lane per row.
 template <class Real>
 void convert_column(const Real* __restrict x, int64_t rows, double weight, double* __restrict out, double* __restrict bounds,
                     double* __restrict squares) {
   for (int64_t r = 0; r < rows; ++r) {
     const double value = static_cast<double>(x[r]);
     out[r] = value;
-    bounds[r] = fused(std::fabs(value), weight, bounds[r]);
+    bounds[r] = fused(__builtin_fabs(value), weight, bounds[r]);
     squares[r] = fused(value, value, squares[r]);
   }
 }
 
-// Sums of a group of rows.
-struct GroupSums {
-  double products[kGroupRows * kProbes];  // X V
-  double bounds[kGroupRows];              // |X| weights
-  double squares[kGroupRows];             // sum of squares of each row
-};
-
-// Rows [row, row + rows) of `x` times `v` (columns, kProbes), into `sums`.
-template <class Isa, class Real>
-void multiply_group(const magicube::RealMatrix& x, int64_t row, int64_t rows, const double* v, const double* weights,
-                    double* scratch, GroupSums& sums) {
+// Rows [row, row + rows) of `x` times `v` (columns, kProbes), into `sums`; those of squares only if requested.
+template <class Isa, bool Squares, class Real>
+void multiply_group_of(const magicube::RealMatrix& x, int64_t row, int64_t rows, const double* v, const double* weights,
+                       double* scratch, GroupSums& sums) {
   const auto* data = static_cast<const Real*>(x.data);
   const int64_t step = magicube::sum_block(x.columns), pitch = magicube::block_pitch(x.columns);
   const int64_t row_step = x.column_major ? 1 : pitch, k_step = x.column_major ? kGroupRows : 1;  // of the converted block
@@ -119,11 +127,11 @@ void multiply_group(const magicube::RealMatrix& x, int64_t row, int64_t rows, co
         for (int64_t r = rows; r < padded; ++r) out[r] = 0.0;
         convert_column(data + (k0 + k) * x.stride + row, rows, weights[k0 + k], out, bounds, squares);
       }
-      for (int64_t r = 0; r < rows; ++r) sums.bounds[r] += bounds[r], sums.squares[r] += squares[r];
+      for (int64_t r = 0; r < rows; ++r) sums.bounds[r][0] += bounds[r], sums.squares[r][0] += squares[r];
     } else {
       for (int64_t r = 0; r < rows; ++r) {
-        convert_row<Isa>(data + (row + r) * x.stride + k0, count, weights + k0, scratch + r * pitch, sums.bounds + r,
-                         sums.squares + r);
+        convert_row<Isa, Squares>(data + (row + r) * x.stride + k0, count, weights + k0, scratch + r * pitch, sums.bounds[r],
+                                  sums.squares[r]);
       }
       for (int64_t r = rows; r < padded; ++r) std::memset(scratch + r * pitch, 0, static_cast<size_t>(count) * 8);
     }
@@ -133,11 +141,11 @@ void multiply_group(const magicube::RealMatrix& x, int64_t row, int64_t rows, co
   }
 }
 
-template <class Isa>
-void multiply_group_as(const magicube::RealMatrix& x, int64_t row, int64_t rows, const double* v, const double* weights,
-                       double* scratch, GroupSums& sums) {
-  if (x.is_double) multiply_group<Isa, double>(x, row, rows, v, weights, scratch, sums);
-  else multiply_group<Isa, float>(x, row, rows, v, weights, scratch, sums);
+template <class Isa, bool Squares>
+void multiply_group(const magicube::RealMatrix& x, int64_t row, int64_t rows, const double* v, const double* weights,
+                    double* scratch, GroupSums& sums) {
+  if (x.is_double) multiply_group_of<Isa, Squares, double>(x, row, rows, v, weights, scratch, sums);
+  else multiply_group_of<Isa, Squares, float>(x, row, rows, v, weights, scratch, sums);
 }
 
 // gram (kProbes, kProbes) += y^T y for `rows` rows of kProbes.
@@ -157,6 +165,21 @@ void add_gram(const double* y, int64_t rows, double* gram) {
       }
     }
   }
+}
+
+// Add sums of chunks, all doubles, in order; all are NaN if one is not finite.
+template <class Sums>
+void add_in_order(const Sums* parts, int64_t count, Sums& total) {
+  constexpr int64_t kSums = sizeof(Sums) / sizeof(double);
+  double sums[kSums] = {};
+  for (int64_t part = 0; part < count; ++part) {
+    const auto* const add = reinterpret_cast<const double*>(parts + part);
+    for (int64_t i = 0; i < kSums; ++i) sums[i] += add[i];
+  }
+  bool finite = true;
+  for (int64_t i = 0; i < kSums; ++i) finite &= __builtin_isfinite(sums[i]);
+  for (int64_t i = 0; i < kSums && !finite; ++i) sums[i] = NAN;
+  std::memcpy(&total, sums, sizeof total);
 }
 
 }  // namespace

@@ -140,6 +140,15 @@ int64_t judge_shared_bytes(const JudgeArgs& args) {
   return probe_bytes(args.c.columns) + round_up(chunks * static_cast<int64_t>(sizeof(JudgeSums)), 64);
 }
 
+int64_t digit_pitch(int64_t inner) { return round_up(inner, 64) + 64; }  // rows a power of two apart would share cache sets
+
+int64_t direct_shared_bytes(int64_t rows) {
+  const int64_t chunk_rows = judge_chunk_rows(rows), chunks = (rows + chunk_rows - 1) / chunk_rows;
+  return round_up(chunks * static_cast<int64_t>(sizeof(DirectSums)), 64);
+}
+
+int64_t direct_local_bytes(int64_t inner) { return kDirectRows * digit_pitch(inner) * 2; }  // digits of at most 16 bits
+
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
               const void* args) {
   const Aligned shared(shared_bytes);
