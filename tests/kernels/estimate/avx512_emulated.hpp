@@ -1,0 +1,175 @@
+// The instructions of cpu/csrc/avx512.cpp in portable C++, in the place of <immintrin.h>, for machines without AVX-512.
+//
+// Aligned loads and stores abort at addresses at which the hardware would fault.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+using __m128i = int32_t __attribute__((vector_size(16), may_alias));
+using __m256i = int32_t __attribute__((vector_size(32), may_alias));
+using __m512i = int32_t __attribute__((vector_size(64), may_alias));
+using __m256 = float __attribute__((vector_size(32), may_alias));
+using __m512 = float __attribute__((vector_size(64), may_alias));
+using __m512d = double __attribute__((vector_size(64), may_alias));
+
+namespace emulated {
+
+template <class To, class From>
+To bits(const From& from) {
+  static_assert(sizeof(To) <= sizeof(From), "reads beyond the vector");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class Vector>
+Vector load(const void* from) {
+  Vector to;
+  std::memcpy(&to, from, sizeof to);
+  return to;
+}
+
+inline void check_aligned(const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % 64) std::abort();
+}
+
+template <class Vector, class Element>
+Vector fill(Element value) {
+  Element each[sizeof(Vector) / sizeof(Element)];
+  for (Element& element : each) element = value;
+  return load<Vector>(each);
+}
+
+template <class Vector>
+Vector wrapped_sum(Vector a, Vector b, int sign) {
+  for (unsigned i = 0; i < sizeof a / 4; ++i) {
+    const auto x = static_cast<uint32_t>(a[i]), y = static_cast<uint32_t>(b[i]);
+    a[i] = static_cast<int32_t>(sign > 0 ? x + y : x - y);
+  }
+  return a;
+}
+
+// Interleave the low or high halves of each of the four 128-bit lanes.
+template <class Element>
+__m512i unpack(__m512i a, __m512i b, bool high) {
+  constexpr int kPerLane = 16 / sizeof(Element), kHalf = kPerLane / 2;
+  Element x[4 * kPerLane], y[4 * kPerLane], out[4 * kPerLane];
+  std::memcpy(x, &a, 64);
+  std::memcpy(y, &b, 64);
+  for (int lane = 0; lane < 4; ++lane) {
+    for (int i = 0; i < kHalf; ++i) {
+      const int at = lane * kPerLane;
+      out[at + 2 * i] = x[at + i + high * kHalf];
+      out[at + 2 * i + 1] = y[at + i + high * kHalf];
+    }
+  }
+  return load<__m512i>(out);
+}
+
+template <class Int, class Vector>
+Vector and_not(Vector a, Vector b) {
+  Int x[64 / sizeof(Int)], y[64 / sizeof(Int)];
+  std::memcpy(x, &a, 64);
+  std::memcpy(y, &b, 64);
+  for (unsigned i = 0; i < 64 / sizeof(Int); ++i) x[i] = ~x[i] & y[i];
+  return load<Vector>(x);
+}
+
+}  // namespace emulated
+
+inline __m512i _mm512_setzero_si512() { return __m512i{}; }
+inline __m512 _mm512_setzero_ps() { return __m512{}; }
+inline __m512d _mm512_setzero_pd() { return __m512d{}; }
+inline __m512i _mm512_set1_epi32(int32_t x) { return emulated::fill<__m512i>(x); }
+inline __m512i _mm512_set1_epi8(char x) { return emulated::fill<__m512i>(x); }
+inline __m512 _mm512_set1_ps(float x) { return emulated::fill<__m512>(x); }
+inline __m512d _mm512_set1_pd(double x) { return emulated::fill<__m512d>(x); }
+
+inline __m256 _mm256_loadu_ps(const float* from) { return emulated::load<__m256>(from); }
+inline __m512 _mm512_loadu_ps(const float* from) { return emulated::load<__m512>(from); }
+inline __m512d _mm512_loadu_pd(const double* from) { return emulated::load<__m512d>(from); }
+inline __m512i _mm512_loadu_si512(const void* from) { return emulated::load<__m512i>(from); }
+inline __m512i _mm512_load_si512(const void* from) {
+  emulated::check_aligned(from);
+  return emulated::load<__m512i>(from);
+}
+inline void _mm_storeu_si128(__m128i* to, __m128i x) { std::memcpy(static_cast<void*>(to), &x, sizeof x); }
+inline void _mm512_storeu_ps(float* to, __m512 x) { std::memcpy(to, &x, sizeof x); }
+inline void _mm512_storeu_pd(double* to, __m512d x) { std::memcpy(to, &x, sizeof x); }
+inline void _mm512_storeu_si512(void* to, __m512i x) { std::memcpy(to, &x, sizeof x); }
+inline void _mm512_store_si512(void* to, __m512i x) {
+  emulated::check_aligned(to);
+  std::memcpy(to, &x, sizeof x);
+}
+inline void _mm512_stream_si512(__m512i* to, __m512i x) { _mm512_store_si512(to, x); }
+inline void _mm_sfence() {}
+
+inline __m128i _mm_add_epi32(__m128i a, __m128i b) { return emulated::wrapped_sum(a, b, 1); }
+inline __m256i _mm256_add_epi32(__m256i a, __m256i b) { return emulated::wrapped_sum(a, b, 1); }
+inline __m512i _mm512_add_epi32(__m512i a, __m512i b) { return emulated::wrapped_sum(a, b, 1); }
+inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) { return emulated::wrapped_sum(a, b, -1); }
+inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
+inline __m512i _mm512_slli_epi32(__m512i a, int count) {
+  for (int i = 0; i < 16; ++i) a[i] = static_cast<int32_t>(static_cast<uint32_t>(a[i]) << count);
+  return a;
+}
+
+// vpdpbusd: four unsigned by four signed bytes per lane; the sum wraps.
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i left, __m512i right) {
+  uint8_t a[64];
+  int8_t b[64];
+  std::memcpy(a, &left, 64);
+  std::memcpy(b, &right, 64);
+  for (int i = 0; i < 16; ++i) {
+    int32_t product = 0;
+    for (int k = 4 * i; k < 4 * i + 4; ++k) product += a[k] * b[k];
+    sum[i] = static_cast<int32_t>(static_cast<uint32_t>(sum[i]) + static_cast<uint32_t>(product));
+  }
+  return sum;
+}
+
+inline __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) { return emulated::unpack<uint8_t>(a, b, false); }
+inline __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) { return emulated::unpack<uint8_t>(a, b, true); }
+inline __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) { return emulated::unpack<uint16_t>(a, b, false); }
+inline __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) { return emulated::unpack<uint16_t>(a, b, true); }
+inline __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) { return emulated::unpack<uint32_t>(a, b, false); }
+inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) { return emulated::unpack<uint32_t>(a, b, true); }
+inline __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) { return emulated::unpack<uint64_t>(a, b, false); }
+inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) { return emulated::unpack<uint64_t>(a, b, true); }
+
+inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int lanes) {
+  __m512i out;
+  for (int lane = 0; lane < 4; ++lane) {
+    const __m512i& from = lane < 2 ? a : b;
+    for (int i = 0; i < 4; ++i) out[lane * 4 + i] = from[(lanes >> 2 * lane & 3) * 4 + i];
+  }
+  return out;
+}
+inline __m256i _mm512_castsi512_si256(__m512i a) { return emulated::bits<__m256i>(a); }
+inline __m128i _mm256_castsi256_si128(__m256i a) { return emulated::bits<__m128i>(a); }
+inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) {
+  return emulated::load<__m256i>(reinterpret_cast<const char*>(&a) + 32 * half);
+}
+inline __m128i _mm256_extracti128_si256(__m256i a, int half) {
+  return emulated::load<__m128i>(reinterpret_cast<const char*>(&a) + 16 * half);
+}
+
+inline __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
+inline __m512d _mm512_add_pd(__m512d a, __m512d b) { return a + b; }
+inline __m512 _mm512_andnot_ps(__m512 a, __m512 b) { return emulated::and_not<uint32_t>(a, b); }
+inline __m512d _mm512_andnot_pd(__m512d a, __m512d b) { return emulated::and_not<uint64_t>(a, b); }
+inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
+  for (int i = 0; i < 16; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+inline __m512d _mm512_fmadd_pd(__m512d a, __m512d b, __m512d c) {
+  for (int i = 0; i < 8; ++i) c[i] = __builtin_fma(a[i], b[i], c[i]);
+  return c;
+}
+inline __m512d _mm512_cvtps_pd(__m256 a) {
+  __m512d out;
+  for (int i = 0; i < 8; ++i) out[i] = static_cast<double>(a[i]);
+  return out;
+}

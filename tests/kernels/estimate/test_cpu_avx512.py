@@ -1,0 +1,158 @@
+"""``csrc/avx512.cpp`` on machines without AVX-512: its instructions are those of ``avx512_emulated.hpp``, the rest is its own."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.cpu import engine
+from cute_kernels.cpu.direct import prepare_direct
+from cute_kernels.cpu.estimate import PROBES, probe_right
+
+SOURCES = Path(__file__).resolve().parents[3] / "cute_kernels" / "cpu" / "csrc"
+ASSEMBLY = 'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));'
+CALLS = """
+#include "engine.hpp"
+using namespace magicube;
+namespace {
+struct Job { const Engine* engine; const void* args; };
+const Engine& engine_of(int emulated) { return emulated ? kAvx512 : kPortable; }
+}
+extern "C" void probe_right(int emulated, int threads, const RealMatrix* b, const float* w, const double* wbar, double* products,
+                            double* bounds) {
+  const ProbeArgs args{*b, w, wbar, products, bounds};
+  const Job job{&engine_of(emulated), &args};
+  run_thread_group(threads, probe_bytes(b->columns), probe_local_bytes(b->columns), [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->probe_right(*static_cast<const ProbeArgs*>(j.args), group);
+  }, &job);
+}
+extern "C" void judge(int emulated, int threads, const RealMatrix* a, const RealMatrix* c, const double* products,
+                      const double* bounds, const float* w, const double* wbar, JudgeSums* sums) {
+  const JudgeArgs args{*a, *c, products, bounds, w, wbar, sums};
+  const Job job{&engine_of(emulated), &args};
+  const int64_t terms = a->columns > c->columns ? a->columns : c->columns;
+  run_thread_group(threads, judge_shared_bytes(args), probe_local_bytes(terms), [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->judge(*static_cast<const JudgeArgs*>(j.args), group);
+  }, &job);
+}
+extern "C" void direct(int emulated, int threads, const int8_t* packed, const int32_t* column_sums, const float* scale,
+                       const float* vectors, const float* bounds, int64_t k, int64_t n, const float* a, int64_t m, float* out,
+                       DirectSums* sums) {
+  const DirectArgs args{{packed, column_sums, scale, vectors, bounds, 1.0, 1.0, k, n}, a, k, m, out, sums};
+  const Job job{&engine_of(emulated), &args};
+  run_thread_group(threads, direct_shared_bytes(m), direct_local_bytes(k), [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->direct(*static_cast<const DirectArgs*>(j.args), group);
+  }, &job);
+}
+"""
+COLUMNS = (1, 3, 15, 16, 17, 31, 33, 64, 65, 130)
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not engine.available(), reason="no g++ or no engine")
+
+
+class RealMatrix(ctypes.Structure):
+    """``magicube::RealMatrix``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride")),
+        *((name, ctypes.c_bool) for name in ("is_double", "column_major")),
+    )
+
+    @classmethod
+    def of(cls, x: Tensor) -> RealMatrix:
+        by_columns = x.stride(1) != 1
+        return cls(x.data_ptr(), *x.shape, x.stride(int(by_columns)), x.dtype == torch.float64, by_columns)
+
+
+@pytest.fixture(scope="module")
+def emulated_engine(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The engine's AVX-512 and portable builds as a library of this machine."""
+    folder = tmp_path_factory.mktemp("avx512")
+    shutil.copy(Path(__file__).with_name("avx512_emulated.hpp"), folder / "immintrin.h")
+    source = (SOURCES / "avx512.cpp").read_text()
+    assert source.count(ASSEMBLY) == 1
+    (folder / "avx512.cpp").write_text(source.replace(ASSEMBLY, "sum = _mm512_dpbusd_epi32(sum, left, right);"))
+    (folder / "calls.cpp").write_text(CALLS)
+    files = [folder / "avx512.cpp", folder / "calls.cpp", SOURCES / "portable.cpp", SOURCES / "threads.cpp"]
+    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-DMAGICUBE_X86", "-shared", "-fPIC", "-pthread"]
+    library = folder / "engine.so"
+    command = ["g++", *flags, f"-I{folder}", f"-I{SOURCES}", *map(str, files), "-o", str(library), "-ldl"]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+
+
+def operands(m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(m + 7 * k + 31 * n)
+    A, B, W = (torch.randn(*shape, generator=generator) for shape in ((m, k), (k, n), (n, PROBES)))
+    return A, B, W, torch.linalg.vector_norm(W.double(), dim=1)
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+def test_direct_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL, n: int) -> None:
+    for m in (1, 2, 3, 4, 5, 6, 7, 49):
+        for k in (1, 4, 5, 66, 130):
+            A, B, W, wbar = operands(m, k, n)
+            A[0], B[:, 0] = 5.0, -5.0  # digits 127 and -127
+            right = prepare_direct(B, W, wbar)
+            results = []
+            for emulated, threads in ((0, 1), (1, 1), (1, 2)):
+                out, sums = torch.empty(m, n), torch.empty(PROBES * PROBES + 2, dtype=torch.float64)
+                emulated_engine.direct(
+                    emulated, threads,
+                    *pointers(right.packed, right.column_sums, right.scale, right.vectors, right.bounds),
+                    ctypes.c_int64(k), ctypes.c_int64(n), *pointers(A), ctypes.c_int64(m), *pointers(out, sums),
+                )  # fmt: skip
+                results.append((out, sums))
+            assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[1][1], results[2][1])
+            (_, plain), (_, found) = results[:2]
+            eta = 68 * 2.0**-24 * math.sqrt(float(plain[-2]))
+            energies = [float(each[: -2 : PROBES + 1].sum()) for each in (plain, found)]
+            assert abs(math.sqrt(energies[0]) - math.sqrt(energies[1])) <= 2 * eta
+            assert bool(torch.isclose(found[-2:], plain[-2:], rtol=1e-5, atol=0).all())
+            assert bool(torch.isclose(found[-1:], plain[-1:], rtol=1e-13, atol=0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [(1, 1, 1), (2, 3, 4), (25, 70, 33), (50, 20, 130)])
+def test_judge_agrees_with_the_portable_engine(
+    emulated_engine: ctypes.CDLL, size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    A, B, W, wbar = operands(*size)
+    C = (A @ B + 1).to(dtype)
+    A, B = A.to(dtype), B.to(dtype)
+    BW, bound = probe_right(B, W, wbar)
+    for view in (lambda x: x, lambda x: x.t().contiguous().t()):
+        operands_in_order = [view(x) for x in (A, B, C)]
+        matrices = [RealMatrix.of(x) for x in operands_in_order]
+        results = []
+        for emulated, threads in ((0, 1), (1, 1), (1, 2)):
+            products, bounds, sums = (
+                torch.empty_like(BW),
+                torch.empty_like(bound),
+                torch.empty(261, dtype=torch.float64),
+            )
+            emulated_engine.probe_right(
+                emulated, threads, ctypes.byref(matrices[1]), *pointers(W, wbar, products, bounds)
+            )
+            emulated_engine.judge(
+                emulated, threads, ctypes.byref(matrices[0]), ctypes.byref(matrices[2]),
+                *pointers(BW, bound, W, wbar, sums),
+            )  # fmt: skip
+            results.append(torch.cat([products.view(-1), bounds, sums]))
+        assert torch.equal(results[1], results[2])
+        limit = torch.cat([bound.repeat_interleave(PROBES), bound, results[0][-4:-3].expand(256), results[0][-5:]])
+        assert bool(((results[1] - results[0]).abs() <= 1e-13 * limit).all())
