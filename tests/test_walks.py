@@ -1,0 +1,93 @@
+"""Calls of the operators pass through few files: how often control moves from one file of the packages to another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import magicube_cutlass as mc
+from tests.house import PACKAGES, ROOT
+
+FOLDERS = tuple(f"{ROOT / package}/" for package in PACKAGES)
+COLD_CHANGES, COLD_FILES = 12, 9
+WARM_CHANGES = 4
+LINEAR_CHANGES = 12
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The file of each call of a function of the packages, in order."""
+
+    files: tuple[str, ...]
+
+    @property
+    def changes(self) -> int:
+        """Return how often a call enters another file than the call before it."""
+        return sum(a != b for a, b in pairwise(self.files))
+
+    def __str__(self) -> str:
+        steps = [file for file, last in zip(self.files, ("", *self.files), strict=False) if file != last]
+        return " -> ".join(str(Path(file).relative_to(ROOT)) for file in steps)
+
+
+def walk(call: Callable[[], Any]) -> Walk:
+    """Return the walk of a call in this thread; methods that a dataclass generates are in no file."""
+    files: list[str] = []
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(FOLDERS):
+            files.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return Walk(tuple(files))
+
+
+def product() -> Callable[[], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 128, generator=generator)
+    weight[weight.abs() < 1] = 0
+    A = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8)  # (64, 128) int8
+    B = mc.quantize(torch.randn(128, 32, generator=generator), bits=8, axis=0)  # (128, 32) int8
+    return lambda: mc.spmm(A, B, out_dtype=torch.float16)
+
+
+def test_the_first_spmm_of_a_matrix_passes_few_files() -> None:
+    steps = walk(product())
+    assert steps.changes <= COLD_CHANGES, steps
+    assert len(set(steps.files)) <= COLD_FILES, steps
+
+
+def test_a_warm_spmm_passes_few_files() -> None:
+    call = product()
+    call()
+    steps = walk(call)
+    assert steps.files
+    assert steps.changes <= WARM_CHANGES, steps
+
+
+def test_a_warm_linear_layer_passes_few_files() -> None:
+    torch.manual_seed(0)
+    layer = mc.nn.SparseQuantLinear.from_linear(torch.nn.Linear(128, 64), sparsity=0.8, vector_length=8, bits=8).eval()
+    x = torch.randn(32, 128)
+    with torch.no_grad():
+        layer(x)
+        steps = walk(lambda: layer(x))
+    assert steps.files
+    assert steps.changes <= LINEAR_CHANGES, steps
+
+
+def test_only_files_of_the_packages_count() -> None:
+    assert walk(lambda: torch.ones(2).sum()).files == ()
+    assert Walk(("a", "b", "a", "a")).changes == 2
