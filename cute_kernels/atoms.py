@@ -189,12 +189,24 @@ def declaration(entry: Atom) -> str:
 
 
 def operand_type(key: bool | str) -> str:
-    """Return the C++ type of an operand, given an element of a key of ``structs``."""
+    """Return the C++ type of an operand, given an element of a key of ``structs``.
+
+    Examples
+    --------
+    >>> operand_type(True), operand_type("e4m3")
+    ('Integer<true>', 'E4M3')
+    """
     return key.upper() if isinstance(key, str) else f"Integer<{str(key).lower()}>"
 
 
 def format_type(number: ElementType) -> str:
-    """Return the C++ type of elements in memory."""
+    """Return the C++ type of elements in memory.
+
+    Examples
+    --------
+    >>> format_type(Integer(8, False)), format_type(FLOATS["float16"])
+    ('Integer<false>', 'FLOAT16')
+    """
     return operand_type(number.signed if isinstance(number, Integer) else number.name)
 
 
@@ -338,6 +350,12 @@ def resolve_atom(name: str | None, kind: ProblemTypes, arch: str) -> str:
     ------
     ValueError
         If the entry is not native on `arch`, is no instruction of a warp, or does not multiply the operands.
+
+    Examples
+    --------
+    >>> eight = ProblemTypes(8, Integer(8, True), Integer(8, True), "int32")
+    >>> resolve_atom(None, eight, "sm_80"), resolve_atom("s8_m8n8k16", eight, "sm_80")
+    ('s8_m16n8k32', 's8_m8n8k16')
     """
     if name is None:
         return default_atom(kind, arch)
@@ -351,7 +369,15 @@ def resolve_atom(name: str | None, kind: ProblemTypes, arch: str) -> str:
 
 
 def check_warp_atom(name: str) -> None:
-    """Raise `ValueError` unless the named atom is an instruction of a warp."""
+    """Raise `ValueError` unless the named atom is an instruction of a warp.
+
+    Examples
+    --------
+    >>> check_warp_atom("s8_m16n8k32")
+    >>> check_warp_atom("s8_m64n8k32")
+    Traceback (most recent call last):
+    ValueError: atom must be an instruction of a warp, 32 threads, got s8_m64n8k32 of 128: ...
+    """
     threads = atom(name).threads
     if threads != 32:
         raise ValueError(f"atom must be an instruction of a warp, 32 threads, got {name} of {threads}: "

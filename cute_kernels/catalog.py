@@ -61,7 +61,8 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     from cute_kernels.attention import sparse_softmax as softmax
     from cute_kernels.convert import dense_to_sparse as compress
     from cute_kernels.convert import quantize
-    from cute_kernels.estimate import probes, statistics
+    from cute_kernels.estimate import config as probes
+    from cute_kernels.estimate import statistics
     from cute_kernels.layout import column_order as ordering
 
     others = (quantize, compress, ordering, softmax, probes, statistics)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.floats import FORMATS, FloatFormat
+from cute_kernels.float_format import FORMATS, FloatFormat
 from cute_kernels.integers import BITS, digit_count
 
 

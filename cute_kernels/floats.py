@@ -9,118 +9,35 @@ Source: OCP Microscaling Formats (MX) v1.0, section 5.3; OCP 8-bit Floating Poin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from cute_kernels.float_format import FORMATS, SCALE, FloatFormat, float_format
+
+__all__ = [
+    "FORMATS",
+    "SCALE",
+    "FloatFormat",
+    "decode",
+    "encode",
+    "float_format",
+    "from_torch",
+    "pack",
+    "packed_bytes",
+    "pad16",
+    "to_torch",
+    "torch_dtype",
+    "unpack",
+    "unpad16",
+]
+
 PADDED = 16  # elements, and bytes, of a group of the padded layout
 
 
-@dataclass(frozen=True)
-class FloatFormat:
-    """A binary float format.
-
-    Attributes
-    ----------
-    name : str
-        Name, such as ``"e4m3"``.
-    exponent, mantissa : int
-        Bits.
-    bias : int
-        Exponent bias.
-    special : {"ieee", "nan", "finite"}
-        Meaning of the largest exponent: infinities and NaN, one NaN of all ones beside numbers, or numbers only.
-    signed : bool
-        Whether there is a sign bit.
-
-    Examples
-    --------
-    >>> FORMATS["e4m3"].bits, FORMATS["e4m3"].largest
-    (8, 448.0)
-    """
-
-    name: str
-    exponent: int
-    mantissa: int
-    bias: int
-    special: str
-    signed: bool = True
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return int(self.signed) + self.exponent + self.mantissa
-
-    @property
-    def values(self) -> list[float]:
-        """Value of each code."""
-        return [self._value(code) for code in range(1 << self.bits)]
-
-    @property
-    def largest_code(self) -> int:
-        """Code of the largest finite value."""
-        top = (1 << (self.exponent + self.mantissa)) - 1
-        return top - {"ieee": 1 << self.mantissa, "nan": 1, "finite": 0}[self.special]
-
-    @property
-    def largest(self) -> float:
-        """Largest finite value."""
-        return self._value(self.largest_code)
-
-    @property
-    def largest_exponent(self) -> int:
-        """Exponent of the largest value."""
-        return (self.largest_code >> self.mantissa) - self.bias
-
-    def _value(self, code: int) -> float:
-        magnitude = code & ((1 << (self.exponent + self.mantissa)) - 1)
-        sign = -1.0 if magnitude != code else 1.0
-        exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
-        if magnitude > self.largest_code:
-            return sign * float("inf") if self.special == "ieee" and fraction == 0 else float("nan")
-        if exponent == 0 and self.signed:
-            return sign * float(fraction) * 2.0 ** (1 - self.bias - self.mantissa)
-        return sign * (1 + fraction / 2**self.mantissa) * 2.0 ** (exponent - self.bias)
-
-
-FORMATS = {
-    each.name: each
-    for each in (
-        FloatFormat("e5m2", 5, 2, 15, "ieee"),
-        FloatFormat("e4m3", 4, 3, 7, "nan"),
-        FloatFormat("e3m2", 3, 2, 3, "finite"),
-        FloatFormat("e2m3", 2, 3, 1, "finite"),
-        FloatFormat("e2m1", 2, 1, 1, "finite"),
-    )
-}
-SCALE = FloatFormat("ue8m0", 8, 0, 127, "nan", signed=False)
 _TORCH = {"e5m2": "float8_e5m2", "e4m3": "float8_e4m3fn", "ue8m0": "float8_e8m0fnu", "e2m1": "float4_e2m1fn_x2"}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def float_format(name: str, argument: str = "dtype", *, scale: bool = False) -> FloatFormat:
-    """Return the format with this name.
-
-    Parameters
-    ----------
-    name : str
-        Name of a format.
-    argument : str, default "dtype"
-        Argument that the error message names.
-    scale : bool, default False
-        Also accept ue8m0.
-
-    Raises
-    ------
-    ValueError
-        If there is none; the message lists the names.
-    """
-    known = FORMATS | ({SCALE.name: SCALE} if scale else {})
-    if name not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {name!r}")
-    return known[name]
 
 
 def _check_bytes(x: Tensor, argument: str) -> None:
@@ -245,7 +162,13 @@ def decode(codes: Tensor, dtype: str, *, out_dtype: torch.dtype = torch.float32)
 
 
 def packed_bytes(count: int, dtype: str) -> int:
-    """Return the bytes of packed codes: ``ceil(count * bits / 8)``."""
+    """Return the bytes of packed codes: ``ceil(count * bits / 8)``.
+
+    Examples
+    --------
+    >>> packed_bytes(5, "e2m1"), packed_bytes(5, "e3m2")
+    (3, 4)
+    """
     return -(-count * float_format(dtype, scale=True).bits // 8)
 
 
@@ -363,7 +286,13 @@ def pad16(packed: Tensor, dtype: str) -> Tensor:
 
 
 def unpad16(padded: Tensor, dtype: str) -> Tensor:
-    """Invert :func:`pad16`; the content of the padding is ignored."""
+    """Invert :func:`pad16`; the content of the padding is ignored.
+
+    Examples
+    --------
+    >>> unpad16(pad16(torch.ones(8, dtype=torch.uint8), "e2m1"), "e2m1").tolist()
+    [1, 1, 1, 1, 1, 1, 1, 1]
+    """
     _check_bytes(padded, "padded")
     size = PADDED * float_format(dtype).bits // 8
     if padded.shape[-1] % PADDED:
@@ -372,7 +301,13 @@ def unpad16(padded: Tensor, dtype: str) -> Tensor:
 
 
 def torch_dtype(dtype: str) -> torch.dtype | None:
-    """Return torch's dtype of packed codes, None if this torch has none (e3m2, e2m3)."""
+    """Return torch's dtype of packed codes, None if this torch has none (e3m2, e2m3).
+
+    Examples
+    --------
+    >>> torch_dtype("e4m3"), torch_dtype("e3m2")
+    (torch.float8_e4m3fn, None)
+    """
     float_format(dtype, scale=True)
     return getattr(torch, _TORCH[dtype], None) if dtype in _TORCH else None
 
@@ -381,6 +316,11 @@ def to_torch(packed: Tensor, dtype: str) -> Tensor:
     """Return packed codes as a view in torch's dtype: (..., K), or (..., K / 2) pairs for e2m1.
 
     `NotImplementedError` if torch has no such dtype.
+
+    Examples
+    --------
+    >>> to_torch(torch.tensor([56], dtype=torch.uint8), "e4m3")
+    tensor([1.], dtype=torch.float8_e4m3fn)
     """
     _check_bytes(packed, "packed")
     found = torch_dtype(dtype)
@@ -390,7 +330,13 @@ def to_torch(packed: Tensor, dtype: str) -> Tensor:
 
 
 def from_torch(x: Tensor) -> tuple[Tensor, str]:
-    """Return the packed codes of a torch tensor, a view, and their format; `TypeError` for another dtype."""
+    """Return the packed codes of a torch tensor, a view, and their format; `TypeError` for another dtype.
+
+    Examples
+    --------
+    >>> from_torch(torch.ones(1, dtype=torch.float8_e4m3fn))
+    (tensor([56], dtype=torch.uint8), 'e4m3')
+    """
     for name in _TORCH:
         if x.dtype == torch_dtype(name):
             return x.view(torch.uint8), name

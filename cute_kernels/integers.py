@@ -27,7 +27,14 @@ STORAGE_DTYPES = {
 
 
 def check_bits(bits: int, name: str = "bits") -> None:
-    """Raise `ValueError` unless `bits` is one of 4, 8, 12, 16; `name` is the argument in the message."""
+    """Raise `ValueError` unless `bits` is one of 4, 8, 12, 16; `name` is the argument in the message.
+
+    Examples
+    --------
+    >>> check_bits(3)
+    Traceback (most recent call last):
+    ValueError: bits must be one of (4, 8, 12, 16), got 3
+    """
     if bits not in BITS:
         raise ValueError(f"{name} must be one of {BITS}, got {bits!r}")
 
@@ -64,12 +71,24 @@ def storage_dtype(bits: int, signed: bool) -> torch.dtype:
 
 
 def value_dtype(bits: int, signed: bool) -> torch.dtype:
-    """Return the torch dtype of unpacked integers: that of :func:`storage_dtype`, one 4-bit integer per byte."""
+    """Return the torch dtype of unpacked integers: that of :func:`storage_dtype`, one 4-bit integer per byte.
+
+    Examples
+    --------
+    >>> value_dtype(4, True), value_dtype(16, False)
+    (torch.int8, torch.uint16)
+    """
     return (torch.int8 if signed else torch.uint8) if bits == 4 else storage_dtype(bits, signed)
 
 
 def widen(ints: Tensor) -> Tensor:
-    """Return integers as int64, uint16 included."""
+    """Return integers as int64, uint16 included.
+
+    Examples
+    --------
+    >>> widen(torch.tensor([65535], dtype=torch.uint16))
+    tensor([65535])
+    """
     if ints.dtype == torch.uint16:
         return ints.view(torch.int16).to(torch.int64) & 0xFFFF
     return ints.to(torch.int64)
@@ -82,7 +101,13 @@ def _narrow(ints: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Return whether a torch dtype is an integer dtype; bool, float and complex dtypes are not."""
+    """Return whether a torch dtype is an integer dtype; bool, float and complex dtypes are not.
+
+    Examples
+    --------
+    >>> is_integer(torch.uint16), is_integer(torch.bool)
+    (True, False)
+    """
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
@@ -178,23 +203,47 @@ def unpack4(packed: Tensor, length: int, signed: bool, dim: int = -1) -> Tensor:
 
 
 def store(ints: Tensor, bits: int, signed: bool, dim: int = -1) -> Tensor:
-    """Return in-range integers in their storage dtype, packed along `dim` for 4 bits."""
+    """Return in-range integers in their storage dtype, packed along `dim` for 4 bits.
+
+    Examples
+    --------
+    >>> store(torch.tensor([1, -1, 2]), 4, True).tolist()
+    [241, 2]
+    """
     return pack4(ints, dim) if bits == 4 else _narrow(ints, storage_dtype(bits, signed))
 
 
 def fetch(data: Tensor, length: int, bits: int, signed: bool, dim: int = -1) -> Tensor:
-    """Invert :func:`store`: one integer per element, in :func:`value_dtype`."""
+    """Invert :func:`store`: one integer per element, in :func:`value_dtype`.
+
+    Examples
+    --------
+    >>> fetch(torch.tensor([241, 2], dtype=torch.uint8), 3, 4, True).tolist()
+    [1, -1, 2]
+    """
     return unpack4(data, length, signed, dim) if bits == 4 else data
 
 
 def digit_count(bits: int) -> int:
-    """Return the number of 8-bit digits of an integer: 1 up to 8 bits, else 2."""
+    """Return the number of 8-bit digits of an integer: 1 up to 8 bits, else 2.
+
+    Examples
+    --------
+    >>> [digit_count(bits) for bits in BITS]
+    [1, 1, 2, 2]
+    """
     check_bits(bits)
     return (bits + DIGIT_BITS - 1) // DIGIT_BITS
 
 
 def digit_signs(bits: int, signed: bool) -> tuple[bool, ...]:
-    """Return for each digit, lowest first, whether it is signed: only the top digit can be."""
+    """Return for each digit, lowest first, whether it is signed: only the top digit can be.
+
+    Examples
+    --------
+    >>> digit_signs(12, True)
+    (False, True)
+    """
     return (False,) * (digit_count(bits) - 1) + (signed,)
 
 
@@ -256,5 +305,11 @@ def product_bound(k: int, bits_a: int, signed_a: bool, bits_b: int, signed_b: bo
 
 
 def fits(bound: int, dtype: torch.dtype) -> bool:
-    """Return whether an integer dtype represents every integer of absolute value up to `bound`."""
+    """Return whether an integer dtype represents every integer of absolute value up to `bound`.
+
+    Examples
+    --------
+    >>> fits(product_bound(2**16, 8, True, 8, True), torch.int32)
+    True
+    """
     return bound <= torch.iinfo(dtype).max

@@ -53,6 +53,13 @@ class Atom:
         Headers that the kernel includes.
     source : str
         C++ text ahead of the kernel: a struct of the user and its ``cute::MMA_Traits``.
+
+    Examples
+    --------
+    >>> from cute_kernels.atoms import atom
+    >>> entry = atom("s8_m16n8k32")
+    >>> entry.extent("B"), entry.values("A"), entry.registers("A")
+    ((8, 32), 16, 4)
     """
 
     name: str

@@ -18,9 +18,21 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, vector_rows
-from magicube_cutlass.formats.block_mask import from_block_mask  # noqa: F401
+from magicube_cutlass.formats.block_mask import from_block_mask
 from magicube_cutlass.formats.generate import _kept, random_pattern
 from magicube_cutlass.formats.pattern import Pattern
+
+__all__ = [
+    "bigbird",
+    "drop_later",
+    "from_block_mask",
+    "from_mask",
+    "global_tokens",
+    "local",
+    "random",
+    "strided",
+    "union",
+]
 
 
 def _rows(queries: int, vector_length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -52,7 +64,14 @@ def _runs(begin: Tensor, count: Tensor, step: int, shape: tuple[int, int], vecto
 
 
 def drop_later(mask: Pattern) -> Pattern:
-    """Return the mask without the vectors whose key is after each query of the vector."""
+    """Return the mask without the vectors whose key is after each query of the vector.
+
+    Examples
+    --------
+    >>> from magicube_cutlass import masks
+    >>> masks.drop_later(masks.local(64, 8)).equals(masks.local(64, 8, causal=True))
+    True
+    """
     _, last = _rows(mask.shape[0], mask.vector_length, mask.device)
     kept = mask.col_indices <= last[mask.row_indices]
     if bool(kept.all()):
@@ -159,14 +178,8 @@ def strided(
         Rows of the mask.
     stride : int
         Distance between keys.
-    keys : int, optional
-        Columns of the mask. Default: `queries`.
-    vector_length : int, default 8
-        V.
-    causal : bool, default False
-        Drop the vectors whose key is after each query of the vector.
-    device : torch.device or str, default "cpu"
-        Device of the pattern.
+    keys, vector_length, causal, device
+        As for :func:`local`.
 
     Returns
     -------
@@ -210,14 +223,8 @@ def global_tokens(
         Rows of the mask.
     tokens : int or Tensor
         The first `tokens`, or int64 positions.
-    keys : int, optional
-        Columns of the mask. Default: `queries`.
-    vector_length : int, default 8
-        V.
-    causal : bool, default False
-        Drop the vectors whose key is after each query of the vector.
-    device : torch.device or str, default "cpu"
-        Device of the pattern.
+    keys, vector_length, causal, device
+        As for :func:`local`.
 
     Returns
     -------
@@ -274,16 +281,10 @@ def random(
         Rows of the mask.
     sparsity : float
         Share of vectors that are not stored, in [0, 1].
-    keys : int, optional
-        Columns of the mask. Default: `queries`.
-    vector_length : int, default 8
-        V.
-    causal : bool, default False
-        Drop the vectors whose key is after each query of the vector.
+    keys, vector_length, causal, device
+        As for :func:`local`.
     seed : int, default 0
         Seed of the random keys.
-    device : torch.device or str, default "cpu"
-        Device of the pattern.
 
     Returns
     -------
@@ -338,16 +339,10 @@ def bigbird(
         As for :func:`local` and :func:`global_tokens`.
     random_keys : int
         Random keys per vector row.
-    keys : int, optional
-        Columns of the mask. Default: `queries`.
-    vector_length : int, default 8
-        V.
-    causal : bool, default False
-        Drop the vectors whose key is after each query of the vector.
+    keys, vector_length, causal, device
+        As for :func:`local`.
     seed : int, default 0
         Seed of the random keys.
-    device : torch.device or str, default "cpu"
-        Device of the pattern.
 
     Returns
     -------

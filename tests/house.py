@@ -17,12 +17,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cute_kernels", "magicube_cutlass", "residual")
+REFERENCE = ROOT / "docs" / "api"
 FACES = Path(__file__).with_name("public_faces.json")
 
 _KERNELS: dict[str, set[str]] = {
     "integers": set(),
-    "floats": set(),
-    "dtypes": {"integers", "floats"},
+    "float_format": set(),
+    "floats": {"float_format"},
+    "dtypes": {"integers", "float_format"},
     "mma_atom": {"dtypes"},
     "atoms": {"dtypes", "machine", "mma_atom"},
     "operands": {"dtypes"},
@@ -33,9 +35,20 @@ _KERNELS: dict[str, set[str]] = {
     "layout": {"atoms", "cpu", "jit", "dtypes"},
     "convert": {"cpu", "jit", "dtypes", "integers", "operands", "machine"},
     "gemm": {"convert", "cpu", "jit", "operands", "machine"},
-    "scaled_gemm": {"gemm", "convert", "floats", "jit", "operands", "machine"},
+    "scaled_gemm": {"gemm", "convert", "float_format", "floats", "jit", "operands", "machine"},
     "sparse_config": {"dtypes", "jit"},
-    "spmm": {"layout", "jit", "atoms", "dtypes", "floats", "integers", "machine", "operands", "sparse_config"},
+    "spmm": {
+        "layout",
+        "jit",
+        "atoms",
+        "dtypes",
+        "float_format",
+        "floats",
+        "integers",
+        "machine",
+        "operands",
+        "sparse_config",
+    },
     "sddmm": {"layout", "jit", "atoms", "dtypes", "machine", "operands", "sparse_config"},
     "attention": {"spmm", "layout", "convert", "jit", "atoms", "dtypes", "integers", "machine", "operands"},
     "estimate": {"convert", "jit", "dtypes", "operands"},
@@ -223,6 +236,19 @@ def undocumented(root: Path = ROOT) -> list[str]:
     for module, path in modules(root).items():
         visit(ast.parse(path.read_text()), module)
     return [name for name in found if name.rpartition(".")[2] not in methods]
+
+
+def public_objects() -> dict[str, Any]:
+    """Return the functions and classes of the modules that the reference documents, by dotted name."""
+    found: dict[str, Any] = {}
+    for page in sorted(REFERENCE.glob("*.rst")):
+        for name in re.findall(r"automodule:: (\S+)", page.read_text()):
+            module = importlib.import_module(name)
+            own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name]
+            for key in getattr(module, "__all__", own):
+                if callable(getattr(module, key)) and not key.startswith("_"):
+                    found[f"{name}.{key}"] = getattr(module, key)
+    return found
 
 
 def _members(value: Any) -> list[str]:

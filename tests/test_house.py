@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests import house
 
 # Names that several modules of a package may define.
@@ -16,6 +18,17 @@ TWICE: dict[str, set[str]] = {
     "residual": set(),
 }
 UNDOCUMENTED: dict[str, int] = dict.fromkeys(house.PACKAGES, 0)
+# Steps of a comparison on a GPU (`probe` and `compare` show them), and all of `residual`.
+WITHOUT_EXAMPLE = {
+    *(f"cute_kernels.estimate.probes.{name}" for name in (
+        "arm_result", "grid", "is_single_launch", "result_buffer", "start_comparison", "start_sum", "wait_result"
+    )),
+    *(f"residual.{name}" for name in (
+        "Attempt", "Costs", "Decomposition", "ErrorEstimate", "PaperReport", "Prepared", "Report", "ResidualLinear",
+        "SolveReport", "ToleranceError", "bound_factor", "conv2d", "crossover_density", "decompose", "estimate_error",
+        "gemm", "linear", "matmul", "measure_costs", "prepare", "qr", "solve",
+    )),
+}  # fmt: skip
 LONG: set[str] = set()
 CROWDED = ["cute_kernels/cpu/csrc: 19 files, level 2"]  # a header per operation, a source per instruction set
 MAX_LINES = 60
@@ -66,6 +79,14 @@ def test_public_names_have_docstrings() -> None:
     missing = house.undocumented()
     counts = {package: sum(name.startswith(f"{package}.") for name in missing) for package in house.PACKAGES}
     assert counts == UNDOCUMENTED, "\n".join(missing)
+
+
+def test_public_names_have_examples() -> None:
+    pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
+    objects = house.public_objects()
+    assert set(house.public_faces()) <= set(objects)  # the reference documents the faces
+    missing = {name for name, value in objects.items() if ">>>" not in (value.__doc__ or "")}
+    assert missing <= WITHOUT_EXAMPLE, missing - WITHOUT_EXAMPLE
 
 
 def test_public_signatures_are_those_of_the_snapshot() -> None:

@@ -46,7 +46,14 @@ _LSE_ROWS = 2  # vector rows per warp whose accumulators and unrounded sums fit 
 
 @dataclass(frozen=True)
 class AttentionIndex:
-    """Masks of a batch in the form that a kernel reads; made by :func:`make_index`."""
+    """Masks of a batch in the form that a kernel reads; made by :func:`make_index`.
+
+    Examples
+    --------
+    >>> mask = torch.tensor([0, 2, 3]), torch.tensor([0, 9, 4], dtype=torch.int32)
+    >>> make_index([mask], 16, 10, batch=1, head_dim=64, config=GatherAttention(64)).vector_rows
+    2
+    """
 
     config: AttentionConfig
     queries: int
@@ -312,6 +319,12 @@ def fused_attention(
         If a dtype is not supported.
     ValueError
         If a shape, device, memory layout or option is wrong.
+
+    Examples
+    --------
+    >>> index = make_index([mask], 1024, 1024, batch=8, head_dim=64)  # doctest: +SKIP
+    >>> scales = {"scale": 0.125, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}  # doctest: +SKIP
+    >>> fused_attention(q, k, v, index, out=out, **scales)  # doctest: +SKIP
     """
     _check_operands(q, k, v, index, out, lse)
     if softmax_bits not in SOFTMAX_BITS:

@@ -155,7 +155,15 @@ def _fragment_order(config: SoftmaxConfig, device: int) -> Tensor:
 
 
 class SoftmaxRows(NamedTuple):
-    """Structure of the sparse matrix S: a padded pattern, possibly block-diagonal."""
+    """Structure of the sparse matrix S: a padded pattern, possibly block-diagonal.
+
+    Examples
+    --------
+    >>> start, end = torch.tensor([0]), torch.tensor([2])
+    >>> rows = SoftmaxRows(start, end, torch.tensor([0, 9] + 30 * [-1]).int(), total=8, period=(1, 16))
+    >>> rows.col_indices.shape
+    torch.Size([32])
+    """
 
     row_start: Tensor  # (R,) int64
     row_end: Tensor  # (R,) int64
@@ -203,6 +211,14 @@ def softmax(
     -------
     Probabilities
         The scale is NaN for a row with NaN or +inf.
+
+    Examples
+    --------
+    >>> x = torch.zeros(1, 1, 8, 32, dtype=torch.float16, device="cuda")  # doctest: +SKIP
+    >>> rows = SoftmaxRows(start, end, columns, total=8, period=(1, 16))  # doctest: +SKIP
+    >>> options = {"scale": 1.0, "bias": None, "empty": 0.0, "lse": False}
+    >>> softmax(x, rows, SoftmaxConfig("float16"), **options).values.dtype  # doctest: +SKIP
+    torch.uint8
     """
     batch, blocks, v, stride = x.shape
     vector_rows = rows.row_start.shape[0]

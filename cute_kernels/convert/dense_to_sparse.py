@@ -121,7 +121,14 @@ def default_configs() -> list[CompressConfig]:
 
 
 class Compressed(NamedTuple):
-    """Tensors of an SR-BCRS matrix."""
+    """Tensors of an SR-BCRS matrix.
+
+    Examples
+    --------
+    >>> entries = torch.eye(8, 64, dtype=torch.int8, device="cuda")  # doctest: +SKIP
+    >>> compress(entries, bits=8, signed=True, vector_length=8, stride=32, refuse=print).row_end  # doctest: +SKIP
+    tensor([8], device='cuda:0')
+    """
 
     row_start: Tensor  # (R,) int64
     row_end: Tensor  # (R,) int64
@@ -130,7 +137,13 @@ class Compressed(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return `x` (M, K) with contiguous rows, copied if necessary."""
+    """Return `x` (M, K) with contiguous rows, copied if necessary.
+
+    Examples
+    --------
+    >>> rows_of(torch.zeros(4, 8).t()).stride()
+    (4, 1)
+    """
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -188,6 +201,12 @@ def compress(
     Returns
     -------
     Compressed
+
+    Examples
+    --------
+    >>> entries = torch.eye(8, 64, dtype=torch.int8, device="cuda")  # doctest: +SKIP
+    >>> compress(entries, bits=8, signed=True, vector_length=8, stride=32, refuse=print).values.shape  # doctest: +SKIP
+    torch.Size([1, 8, 32])
     """
     m, k = entries.shape
     device, rows = entries.device, -(-m // vector_length)

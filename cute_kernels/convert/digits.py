@@ -32,7 +32,13 @@ _launches = LaunchCache(256)
 
 
 class Digits(NamedTuple):
-    """Digit planes and their scale: ``x ~ scale * sum_i planes[i] / 2**(bits i)``."""
+    """Digit planes and their scale: ``x ~ scale * sum_i planes[i] / 2**(bits i)``.
+
+    Examples
+    --------
+    >>> digits(torch.tensor([[127.0, -3.25]])).planes[1].tolist()
+    [[0, -64]]
+    """
 
     planes: tuple[Tensor, ...]  # (M, N) int8 each
     scale: Tensor  # (M,), (N,) or () for axis 1, 0 or None
@@ -127,8 +133,8 @@ def columns_config(x: str, planes: int, arch: str, rows: int) -> DigitsConfig:
     return DigitsConfig("digits_columns", x, planes, cluster=cluster, resident=2, threads=512)
 
 
-class DigitRule(NamedTuple):
-    """DigitRule of scales and digits."""
+class _DigitRule(NamedTuple):
+    """How a matrix is scaled and split into digits."""
 
     high: float  # largest leading digit
     radix: float  # 2**bits
@@ -137,16 +143,16 @@ class DigitRule(NamedTuple):
 
 
 @lru_cache
-def _rule(bits: int, count: int, power: bool) -> DigitRule:
+def _rule(bits: int, count: int, power: bool) -> _DigitRule:
     """The rule for `count` digits of `bits`."""
     radix = 2.0**bits
     # Later digits cover -(1/2 + half a step) to 1/2 - half a step: with three, the leading digits are rounded so that
     # the residual is in that range. With two, a clamped digit costs at most one step.
     ahead = (0.5 * (1 / radix + 1 / radix**2), 0.5 / radix) if count == 3 else (0.0, 0.0)
-    return DigitRule(radix / 2 - 1, radix, ahead, power)
+    return _DigitRule(radix / 2 - 1, radix, ahead, power)
 
 
-def _scales(absmax: Tensor, rule: DigitRule) -> Tensor:
+def _scales(absmax: Tensor, rule: _DigitRule) -> Tensor:
     """Scales from amaxes, in their dtype: rounded up, 1 for zeros, NaN for non-finite slices."""
     double = absmax.double()
     scale = (double / rule.high).to(absmax.dtype)
@@ -162,7 +168,7 @@ def _scales(absmax: Tensor, rule: DigitRule) -> Tensor:
     return torch.where(absmax.isfinite(), scale, torch.nan)
 
 
-def _split(x: Tensor, scale: Tensor, rule: DigitRule, count: int) -> list[Tensor]:
+def _split(x: Tensor, scale: Tensor, rule: _DigitRule, count: int) -> list[Tensor]:
     """Digit planes of `x`; `scale` broadcasts against it."""
     bias_factor = torch.where(scale * 128 < _TINY, _BIAS_FACTOR, 1.0).to(x.dtype)
     unit = torch.where(scale.isnan(), 1.0, scale * bias_factor)
@@ -182,7 +188,7 @@ def _split(x: Tensor, scale: Tensor, rule: DigitRule, count: int) -> list[Tensor
     return planes
 
 
-def _digits_cpu(x: Tensor, rule: DigitRule, count: int, axis: int | None) -> Digits:
+def _digits_cpu(x: Tensor, rule: _DigitRule, count: int, axis: int | None) -> Digits:
     """Digits on a CPU, by the engine or by torch operators."""
     work = x if x.dtype == torch.float64 else x.to(torch.float32)
     if work.dtype == torch.float32 and engine.available():
@@ -198,7 +204,7 @@ def _digits_cpu(x: Tensor, rule: DigitRule, count: int, axis: int | None) -> Dig
     return Digits(tuple(_split(work, scale.unsqueeze(axis), rule, count)), scale)
 
 
-def _launch_rows(x: Tensor, rule: DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
+def _launch_rows(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Launch ``digits_rows``; return planes (rows, columns) with contiguous rows."""
     rows, columns = x.shape
     planes = workspace.empty((count, rows, aligned(columns)), torch.int8, x.device)
@@ -220,7 +226,7 @@ def _launch_rows(x: Tensor, rule: DigitRule, count: int, scale: Tensor, given: b
     return _unpadded(planes, columns)
 
 
-def _launch_columns(x: Tensor, rule: DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
+def _launch_columns(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Launch ``digits_columns``; return planes (rows, columns) with contiguous columns."""
     rows, columns = x.shape
     planes = workspace.empty((count, columns, aligned(rows)), torch.int8, x.device)
@@ -260,12 +266,12 @@ def _pitch(x: Tensor, config: DigitsConfig) -> tuple[int, int]:
     return pitch, int(x.data_ptr() % size == 0 and pitch * x.element_size() % size == 0)
 
 
-def _rule_arguments(rule: DigitRule) -> tuple[object, ...]:
+def _rule_arguments(rule: _DigitRule) -> tuple[object, ...]:
     """Kernel arguments of a rule."""
     return (*(np.float32(each) for each in (rule.high, rule.radix, *rule.ahead)), int(rule.power))
 
 
-def _digits_cuda(x: Tensor, rule: DigitRule, count: int, axis: int | None, transpose: bool) -> Digits:
+def _digits_cuda(x: Tensor, rule: _DigitRule, count: int, axis: int | None, transpose: bool) -> Digits:
     """Digits on a GPU; `transpose`: the planes have contiguous columns."""
     if x.shape[1] > 1 and x.stride(1) != 1:
         if x.shape[0] > 1 and x.stride(0) != 1:

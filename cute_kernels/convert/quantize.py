@@ -318,6 +318,12 @@ def quantize(
         Integers in storage form, packed along the last dimension.
     scale : Tensor, shape (), (..., M, 1) or (..., 1, N)
         Scales.
+
+    Examples
+    --------
+    >>> data, scale = quantize(torch.ones(4, 8, device="cuda"), bits=8, signed=True, axis=1)  # doctest: +SKIP
+    >>> data[0, 0].item(), scale.shape  # doctest: +SKIP
+    (127, torch.Size([4, 1]))
     """
     call = _make_call(x, bits, signed, axis, truncate, scale, flags)
     with device_of(x):
@@ -348,6 +354,11 @@ def quantize_rows_of_two(
     -------
     tuple
         ``(data, scale)`` of `x`, and of `y`.
+
+    Examples
+    --------
+    >>> x = torch.ones(4, 8, device="cuda")  # doctest: +SKIP
+    >>> (query, query_scale), (key, key_scale) = quantize_rows_of_two(x, x, bits=8, factor=0.125)  # doctest: +SKIP
     """
     calls = [_make_call(each, bits, True, 1) for each in (x, y)]
     layouts = [(call.x.shape, call.x.dtype, call.pitch, call.vectors(call.config("encode_rows"))) for call in calls]

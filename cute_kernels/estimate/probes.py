@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,18 +15,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES
+from cute_kernels.estimate.config import PROBES, SUMS, TILE, ProbeConfig
 from cute_kernels.jit import workspace
-from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
 
-ABSMAX_AXES = ("", "rows", "columns")
-PROBES = 16
-TILE = 32  # rows per group of warps; vectors are padded to a multiple of it
-KERNELS = [*((kernel, axis) for kernel in ("probe", "probe_transposed") for axis in ABSMAX_AXES), ("compare_rows", "")]
-SUMS = PROBES * PROBES + 4
-PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and absmax; they reuse the pipeline's memory
 _MAX_LENGTH = 2**30  # elements per row or column; indices are int32
 _RUN = 4  # elements per load of a lane
 _MIN_SPLIT = 512  # columns per CTA if CTAs share a tile; their sums take another kernel
@@ -35,76 +28,6 @@ _SMS_PER_TILE = 4  # SMs per tile from which CTAs share one
 _GAIN = 1.15  # speedup of reading W half as often, measured
 _PENDING = 0x7FF8_5EED_0000_0001  # bits of a NaN that no sum has
 _replays = LaunchCache(256)
-
-
-@dataclass(frozen=True)
-class ProbeConfig(KernelConfig):
-    """Config of a probe kernel.
-
-    Attributes
-    ----------
-    kernel : str
-        ``"probe"``, ``"probe_transposed"`` (reads X^T row by row), ``"compare_rows"`` or ``"sum_comparison"`` (reads
-        float64 sums; `x` is ``"float32"``).
-    x : str
-        Dtype of the matrix.
-    absmax : str
-        Slices whose absmax is emitted, one of :data:`ABSMAX_AXES`; empty for ``"compare_rows"``.
-    groups : int
-        Groups of 32 rows per CTA.
-    stages : int
-        Pipeline stages per warp.
-    emit_float16 : bool
-        ``"probe"`` also writes the float32 matrix in float16.
-    """
-
-    kernel: str
-    x: str
-    absmax: str = ""
-    groups: int = 1
-    stages: int = 3
-    emit_float16: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Threads per CTA."""
-        return 512
-
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of dynamic shared memory per CTA."""
-        if self.kernel == "sum_comparison":
-            return 0
-        ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # 16 elements per thread and stage
-        return max(ring, PARTS)
-
-    @property
-    def name(self) -> str:
-        """Short name, unique among the configs."""
-        marks = "".join(f"-{mark}" for mark in (self.absmax, "halves" if self.emit_float16 else "") if mark)
-        return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
-
-    @property
-    def kernel_header(self) -> str:
-        compares = self.kernel in ("compare_rows", "sum_comparison")
-        return "estimate/probe_compare.cuh" if compares else "estimate/probes.cuh"
-
-    @property
-    def kernel_entry(self) -> str:
-        return self.kernel.removesuffix("_transposed")
-
-    def _constants(self) -> dict[str, object]:
-        return {
-            "kAbsmax": ABSMAX_AXES.index(self.absmax),
-            "kTransposed": self.kernel == "probe_transposed",
-            "kGroups": self.groups,
-            "kStages": self.stages,
-            "kPartsBytes": PARTS,
-            "kEmitFloat16": self.emit_float16,
-        }
-
-    def _types(self) -> dict[str, str]:
-        return {"Source": OUT_TYPES[self.x]}
 
 
 class Comparison(NamedTuple):
@@ -122,6 +45,12 @@ class Comparison(NamedTuple):
         ``||C||_F^2``.
     out_of_range : int
         Number of scales that are NaN or out of bounds.
+
+    Examples
+    --------
+    >>> found = Comparison(np.zeros((16, 16)), product=4.0, claimed=4.0, result=0.25, out_of_range=0)
+    >>> float(np.trace(found.gram)) / found.product
+    0.0
     """
 
     gram: np.ndarray
@@ -132,7 +61,13 @@ class Comparison(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """Return the length of a vector in memory: `count` rounded up to a multiple of 32."""
+    """Return the length of a vector in memory: `count` rounded up to a multiple of 32.
+
+    Examples
+    --------
+    >>> padded(33)
+    64
+    """
     return -(-count // TILE) * TILE
 
 
@@ -140,18 +75,35 @@ def readable(x: Tensor) -> bool:
     """Return whether the kernels read `x`, shape (M, N), without a copy.
 
     On a GPU, float32, float16 or bfloat16, with contiguous rows; M and N are at most 2^30.
+
+    Examples
+    --------
+    >>> readable(torch.zeros(4, 8))  # not on a GPU
+    False
     """
     rows = x.stride(1) == 1 or x.shape[1] == 1
     return x.is_cuda and x.dtype in REAL_DTYPES and rows and x.numel() > 0 and max(x.shape) <= _MAX_LENGTH
 
 
 def probeable(x: Tensor) -> bool:
-    """Return whether :func:`probe` reads `x` without a copy: it or its transpose is :func:`readable`."""
+    """Return whether :func:`probe` reads `x` without a copy: it or its transpose is :func:`readable`.
+
+    Examples
+    --------
+    >>> probeable(torch.zeros(4, 8).t())  # not on a GPU
+    False
+    """
     return readable(x) or (x.is_cuda and readable(x.mT))
 
 
 def matrix_arguments(x: Tensor) -> tuple[int, ...]:
-    """Return address, memory stride, rows, columns, and whether rows allow vector loads."""
+    """Return address, memory stride, rows, columns, and whether rows allow vector loads.
+
+    Examples
+    --------
+    >>> matrix_arguments(torch.zeros(4, 8))[1:]
+    (8, 4, 8, 1)
+    """
     rows, columns = x.shape
     pitch, run = x.stride(0) if rows > 1 else columns, _RUN * x.element_size()
     vector = x.data_ptr() % run == 0 and pitch * x.element_size() % run == 0
@@ -172,6 +124,12 @@ def probe(x: Tensor, w: Tensor) -> Tensor:
     -------
     Tensor, shape (16, padded(M))
         float32; zero beyond M.
+
+    Examples
+    --------
+    >>> x, w = torch.zeros(4, 8, device="cuda"), torch.zeros(16, 32, device="cuda")  # doctest: +SKIP
+    >>> probe(x, w).shape  # doctest: +SKIP
+    torch.Size([16, 32])
     """
     return _probe(x, w, "")[0]
 
@@ -194,12 +152,24 @@ def probe_with_absmax(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor]:
         float32.
     absmax : Tensor, shape (M,) or (N,)
         float32; NaN if a slice has a NaN, else infinite if it has an infinity.
+
+    Examples
+    --------
+    >>> x, w = torch.ones(4, 8, device="cuda"), torch.zeros(16, 32, device="cuda")  # doctest: +SKIP
+    >>> probe_with_absmax(x, w, "rows")[1].tolist()  # doctest: +SKIP
+    [1.0, 1.0, 1.0, 1.0]
     """
     return _probe(x, w, axis)[:2]
 
 
 def can_emit_float16(x: Tensor) -> bool:
-    """Return whether :func:`probe_with_float16` takes `x`: float32, N a multiple of 4, 16-byte aligned rows."""
+    """Return whether :func:`probe_with_float16` takes `x`: float32, N a multiple of 4, 16-byte aligned rows.
+
+    Examples
+    --------
+    >>> can_emit_float16(torch.zeros(4, 8))  # not on a GPU
+    False
+    """
     return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix_arguments(x)[-1] == 1
 
 
@@ -207,6 +177,12 @@ def probe_with_float16(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor,
     """Return what :func:`probe_with_absmax` returns, and `x` in float16, shape (M, N).
 
     `x` must be a matrix that :func:`can_emit_float16` allows.
+
+    Examples
+    --------
+    >>> x, w = torch.ones(4, 8, device="cuda"), torch.zeros(16, 32, device="cuda")  # doctest: +SKIP
+    >>> probe_with_float16(x, w, "rows")[2].dtype  # doctest: +SKIP
+    torch.float16
     """
     y, absmax, converted = _probe(x, w, axis, emit_float16=True)
     assert converted is not None
@@ -345,6 +321,12 @@ def compare(
     -------
     Comparison
         The sums.
+
+    Examples
+    --------
+    >>> w = torch.randn(16, 32, device="cuda")  # doctest: +SKIP
+    >>> compare(a @ b, w, probe(a, probe(b, w))).claimed > 0  # doctest: +SKIP
+    True
     """
     start_comparison(c, w, product, scales, bounds)
     torch.cuda.current_stream(c.device).synchronize()
@@ -389,11 +371,3 @@ def _read_result() -> Comparison:
     sums = result_buffer().numpy()
     product_squares, claimed, result, out_of_range = sums[-4:].tolist()
     return Comparison(sums[:-4].reshape(PROBES, PROBES).copy(), product_squares, claimed, result, int(out_of_range))
-
-
-def default_configs() -> list[ProbeConfig]:
-    """Return the configs of all kernels and input dtypes."""
-    single = [ProbeConfig(kernel, x, axis) for kernel, axis in KERNELS for x in REAL_DTYPES.values()]
-    double = [ProbeConfig(kernel, "float32", axis, groups=2) for kernel, axis in KERNELS]
-    emitting = [ProbeConfig("probe", "float32", axis, n, emit_float16=True) for axis in ABSMAX_AXES[1:] for n in (1, 2)]
-    return [*single, *double, *emitting, ProbeConfig("sum_comparison", "float32")]

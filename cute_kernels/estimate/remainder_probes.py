@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.estimate import probes
+from cute_kernels.estimate.config import PARTS, PROBES, SUMS
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
@@ -36,6 +37,11 @@ class RemainderConfig(KernelConfig):
         Groups of 32 rows per CTA.
     stages : int
         Pipeline stages per warp.
+
+    Examples
+    --------
+    >>> RemainderConfig("probe_rest", transposed=False).name
+    'probe_rest-g1'
     """
 
     kernel: str
@@ -50,7 +56,7 @@ class RemainderConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        return max(self.stages * 64 * self.threads, 2 * probes.PARTS)  # 16 elements per thread and stage
+        return max(self.stages * 64 * self.threads, 2 * PARTS)  # 16 elements per thread and stage
 
     @property
     def name(self) -> str:
@@ -69,7 +75,7 @@ class RemainderConfig(KernelConfig):
             "kTransposed": self.transposed,
             "kGroups": self.groups,
             "kStages": self.stages,
-            "kPartsBytes": 2 * probes.PARTS,
+            "kPartsBytes": 2 * PARTS,
         }
 
     def _types(self) -> dict[str, str]:
@@ -99,10 +105,15 @@ def probe_remainder(b: Tensor, w: Tensor, scale: Tensor, bits: int) -> Tensor:
     ------
     ValueError
         If the pass over `b` takes more than one launch.
+
+    Examples
+    --------
+    >>> planes, scale = digits(b, bits=8, count=1, axis=0)  # doctest: +SKIP
+    >>> vectors = probe_remainder(b, w, scale, bits=8)  # doctest: +SKIP
     """
     width = probes.padded(b.shape[0])
     transposed, x, groups, tiles = _pass(b)
-    found = workspace.empty((2, probes.PROBES, width), torch.float32, b.device)
+    found = workspace.empty((2, PROBES, width), torch.float32, b.device)
     with device_of(b):
         get_kernel(RemainderConfig("probe_rest", transposed, groups)).launch(
             (tiles, 1, 1),
@@ -142,10 +153,15 @@ def start_remainder_estimate(
     ------
     ValueError
         If the pass over `a` takes more than one launch.
+
+    Examples
+    --------
+    >>> start_remainder_estimate(a, vectors, a_scale, b_scale, bits=8, bounds=(1e-30, 1e30))  # doctest: +SKIP
+    >>> sums = probes.wait_result(a.device)  # doctest: +SKIP
     """
     transposed, x, groups, tiles = _pass(a)
     blocks = min(tiles, num_sms(a.device.index))
-    parts = workspace.empty((blocks, probes.SUMS), torch.float64, a.device)
+    parts = workspace.empty((blocks, SUMS), torch.float64, a.device)
     with device_of(a):
         get_kernel(RemainderConfig("judge_rest", transposed, groups)).launch(
             (blocks, 1, 1),
@@ -175,7 +191,13 @@ def _matrix_arguments(x: Tensor, shape: torch.Size) -> tuple[int, ...]:
 
 
 def default_configs() -> list[RemainderConfig]:
-    """Return the configs of all kernels."""
+    """Return the configs of all kernels.
+
+    Examples
+    --------
+    >>> len(default_configs())
+    8
+    """
     kernels = ("probe_rest", "judge_rest")
     return [
         RemainderConfig(kernel, transposed, groups)

@@ -35,6 +35,13 @@ class GemmPlan:
         Bytes of temporary GPU memory.
     config : GemmConfig, optional
         Kernel config of the first launch.
+
+    Examples
+    --------
+    >>> from cute_kernels.gemm import explain_gemm
+    >>> a = torch.zeros(4, 8, dtype=torch.int8)
+    >>> explain_gemm(a, a.T).products
+    1
     """
 
     kernel: str

@@ -173,6 +173,12 @@ def build(unit: Unit) -> Binary:
         If the compiler or a header is missing.
     CompileError
         If the compiler refuses the unit.
+
+    Examples
+    --------
+    >>> unit = Unit("template <int N> __global__ void scale(float* x) { x[threadIdx.x] *= N; }", "scale<2>", "sm_90a")
+    >>> build(unit) == build(unit)  # the second one is read from the cache
+    True
     """
     name = key(unit)
     binary = load(name)

@@ -41,6 +41,11 @@ class Unit:
         One of :data:`ARCHES`.
     label : str, default ""
         Name in lists and messages; default: the name expression.
+
+    Examples
+    --------
+    >>> Unit("template <int N> __global__ void scale(float* x) {}", "scale<2>", "sm_90a").title
+    'scale<2>'
     """
 
     source: str
@@ -56,7 +61,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Usage:
-    """Registers per thread, and bytes of stack, spills and static shared memory, from ``ptxas``."""
+    """Registers per thread, and bytes of stack, spills and static shared memory, from ``ptxas``.
+
+    Examples
+    --------
+    >>> unit = Unit("template <int N> __global__ void scale(float* x) { x[threadIdx.x] *= N; }", "scale<2>", "sm_90a")
+    >>> compile_unit(unit).usage
+    Usage(registers=..., stack_bytes=0, spill_bytes=0, shared_bytes=0)
+    """
 
     registers: int
     stack_bytes: int
@@ -70,6 +82,12 @@ class Binary:
 
     ``symbol`` is the kernel's name in ``code``, ``title`` its unit's. ``usage`` is None for PTX, which the driver
     assembles.
+
+    Examples
+    --------
+    >>> binary = Binary(b"", "_Z5scaleILi2EEvPf", "sm_90a", "scale<2>")
+    >>> binary.title, binary.usage
+    ('scale<2>', None)
     """
 
     code: bytes
@@ -80,7 +98,16 @@ class Binary:
 
 
 class CompileError(RuntimeError):
-    """NVRTC or nvJitLink refused a unit; ``unit`` is the unit and ``log`` the compiler's log."""
+    """NVRTC or nvJitLink refused a unit; ``unit`` is the unit and ``log`` the compiler's log.
+
+    Examples
+    --------
+    >>> try:
+    ...     compile_unit(Unit("__global__ void scale(float* x) { y = 1; }", "scale", "sm_90a"))
+    ... except CompileError as error:
+    ...     print('identifier "y" is undefined' in error.log)
+    True
+    """
 
     def __init__(self, unit: Unit, log: str) -> None:
         super().__init__(unit, log)  # both, so that the error can come back from another process
@@ -155,6 +182,13 @@ def compile_unit(unit: Unit) -> Binary:
         If the compiler or a header is missing.
     CompileError
         With the compiler's log.
+
+    Examples
+    --------
+    >>> unit = Unit("template <int N> __global__ void scale(float* x) { x[threadIdx.x] *= N; }", "scale<2>", "sm_90a")
+    >>> binary = compile_unit(unit)
+    >>> binary.symbol, binary.code[1:4]
+    ('_Z5scaleILi2EEvPf', b'ELF')
     """
     check_arch(unit.arch)
     found = toolchain.find()

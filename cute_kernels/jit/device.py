@@ -39,7 +39,14 @@ CAPABILITIES = {
 
 
 class DeviceError(RuntimeError):
-    """There is no usable GPU, or the driver refused a call."""
+    """There is no usable GPU, or the driver refused a call.
+
+    Examples
+    --------
+    >>> current_arch()  # doctest: +SKIP
+    Traceback (most recent call last):
+    DeviceError: kernels need a CUDA device, and torch has none: Torch not compiled with CUDA enabled
+    """
 
 
 def _device() -> int:
@@ -65,6 +72,13 @@ def current_arch() -> str:
         If ``MAGICUBE_ARCH`` is unknown.
     DeviceError
         If the device has no arch here.
+
+    Examples
+    --------
+    >>> from unittest.mock import patch
+    >>> with patch.dict(os.environ, MAGICUBE_ARCH="sm_90a"):
+    ...     current_arch()
+    'sm_90a'
     """
     if arch := os.environ.get("MAGICUBE_ARCH"):
         check_arch(arch)

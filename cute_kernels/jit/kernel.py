@@ -125,6 +125,11 @@ class Kernel:
         Bytes of static shared memory per CTA.
     max_dynamic_shared_bytes : int
         Bytes of dynamic shared memory per CTA that a launch may ask for.
+
+    Examples
+    --------
+    >>> kernel = get_kernel(config)  # doctest: +SKIP
+    >>> kernel.launch((1, 1, 1), (x.data_ptr(), np.int32(2)))  # doctest: +SKIP
     """
 
     def __init__(self, binary: Binary, threads: int, smem_bytes: int, device: int) -> None:
@@ -304,6 +309,12 @@ def get_kernel(config: Config) -> Kernel:
         If there is no CUDA device or its compute capability is not supported.
     ToolchainError, CompileError
         As :func:`cute_kernels.jit.build`.
+
+    Examples
+    --------
+    >>> from cute_kernels.convert.quantize import QuantizeConfig
+    >>> get_kernel(QuantizeConfig("encode_rows", "float16"))  # doctest: +SKIP
+    Kernel('quantize-encode_rows-float16-s8-s4', sm_90a, device 0, 40 registers)
     """
     device = _device()
     kernel = _kernels.get((config, device))
@@ -324,7 +335,13 @@ def set_to_zero(address: int, size: int, device: int) -> None:
 
 
 def occupancy(kernel: Kernel) -> int:
-    """Return how many CTAs of `kernel` one SM holds at a time."""
+    """Return how many CTAs of `kernel` one SM holds at a time.
+
+    Examples
+    --------
+    >>> occupancy(get_kernel(config))  # doctest: +SKIP
+    4
+    """
     result = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel._function, kernel.threads, kernel.smem_bytes)
     return _check(f"occupancy of {kernel.name}", result)
 

@@ -16,6 +16,13 @@ class LaunchCache:
     ----------
     most : int
         Keys to remember; when full, all are forgotten.
+
+    Examples
+    --------
+    >>> launches = LaunchCache(most=256)
+    >>> launches.run(("scale", x.data_ptr()), lambda: kernel.launch((1, 1, 1), (x.data_ptr(),)))  # doctest: +SKIP
+    >>> launches.get(("scale", 0)) is None
+    True
     """
 
     def __init__(self, most: int) -> None:

@@ -53,6 +53,11 @@ def tensor_map(
     References
     ----------
     CUDA driver API, ``cuTensorMapEncodeTiled``.
+
+    Examples
+    --------
+    >>> len(tensor_map(x.data_ptr(), 1, (4096, 512), 4096, (128, 64), swizzle=128))  # doctest: +SKIP
+    128
     """
     if element_bytes not in (1, 2, 4, 8):
         raise ValueError(f"element_bytes must be one of (1, 2, 4, 8), got {element_bytes!r}")

@@ -27,7 +27,15 @@ _SETUP = ("cuda-core>=1.2,<2", "cuda-bindings>=13.0,<14")
 
 
 class ToolchainError(RuntimeError):
-    """A part of the toolchain is missing; names it, where it was looked for, and the pip line that installs it."""
+    """A part of the toolchain is missing; names it, where it was looked for, and the pip line that installs it.
+
+    Examples
+    --------
+    >>> try:
+    ...     found = find()
+    ... except ToolchainError as error:
+    ...     print(error)  # ends with the command that installs what is missing
+    """
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,11 @@ class Toolchain:
 
     ``include_dirs`` are in search order, the kernels' own folder first. ``versions`` has one entry each for nvrtc,
     nvjitlink, cutlass, cccl and runtime.
+
+    Examples
+    --------
+    >>> sorted(find().versions)
+    ['cccl', 'cutlass', 'nvjitlink', 'nvrtc', 'runtime']
     """
 
     include_dirs: tuple[str, ...]

@@ -21,7 +21,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """One kernel in the cache: ``cached`` if it was there before, number ``done`` of ``total``."""
+    """One kernel in the cache: ``cached`` if it was there before, number ``done`` of ``total``.
+
+    Examples
+    --------
+    >>> WarmupResult(Binary(b"", "_Z5scalePf", "sm_90a", "scale"), cached=True, done=1, total=1).cached
+    True
+    """
 
     binary: Binary
     cached: bool
@@ -52,6 +58,13 @@ def warmup(configs: Iterable[Source], arch: str, jobs: int = 1) -> Iterator[Warm
         At once, if `arch` is unknown or `jobs` below 1.
     ToolchainError, CompileError
         At the first kernel that fails.
+
+    Examples
+    --------
+    >>> from cute_kernels.convert.pack import PackConfig
+    >>> for result in warmup([PackConfig("pack_strided")], "sm_90a"):
+    ...     print(f"{result.binary.title}: {result.done} of {result.total}")
+    gemm-pack_strided: 1 of 1
     """
     check_arch(arch)
     if jobs < 1:

@@ -132,6 +132,11 @@ class Access:
     ------
     ValueError
         If the kind is unknown, and as :func:`wavefronts`.
+
+    Examples
+    --------
+    >>> Access("read", "load32", np.arange(32) * 4).addresses[:3]
+    array([0, 4, 8])
     """
 
     name: str
@@ -158,6 +163,11 @@ class Conflicts:
         Wavefronts of all instructions.
     ideal : int
         Wavefronts without conflicts.
+
+    Examples
+    --------
+    >>> Conflicts("read", "load32", instructions=2, wavefronts=8, ideal=2).conflicts
+    6
     """
 
     name: str

@@ -131,6 +131,13 @@ def fragment_order(atom: Atom) -> Layout:
 
     A group is N rows of K slots, row-major. If operand B is in shared memory, there is one thread, and values have
     the order of core matrices: 8 rows of 16 bytes, first along rows, then along K (no swizzle).
+
+    Examples
+    --------
+    >>> from cute_kernels.atoms import atom
+    >>> order = fragment_order(atom("s8_m16n8k32"))
+    >>> [order(0, value) for value in range(4)]  # row 0 and slots 0, 1, 8 and 9
+    [0, 1, 8, 9]
     """
     n, _ = atom.extent("B")
     k_extent = stride(atom)

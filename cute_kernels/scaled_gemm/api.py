@@ -36,6 +36,12 @@ class ScaledGemmPlan:
         Kernel config.
     refused : str
         On sm_100a and sm_103a: why ``tcgen05.mma`` does not run; else empty.
+
+    Examples
+    --------
+    >>> a = FloatOperand(torch.zeros(4, 8, dtype=torch.uint8), "e4m3", k=8)
+    >>> explain_scaled_gemm(a, a)
+    ScaledGemmPlan(kernel='torch.matmul', copies=(), decoded=(), config=None, refused='')
     """
 
     kernel: str
@@ -64,6 +70,12 @@ def check(
         If a type or a dtype is not supported.
     ValueError
         If shapes or devices do not match.
+
+    Examples
+    --------
+    >>> a = FloatOperand(torch.zeros(4, 8, dtype=torch.uint8), "e4m3", k=8)
+    >>> check(a, a, 1.0, 0.0, None, None, None, torch.float32, fast_accum=False).shape
+    (4, 4, 8)
     """
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, FloatOperand):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from cute_kernels.floats import FORMATS
+from cute_kernels.float_format import FORMATS
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 
 TILE = 128  # rows and K of a tile with one scale

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import floats
-from cute_kernels.floats import float_format, packed_bytes
+from cute_kernels.float_format import float_format
+from cute_kernels.floats import packed_bytes
 from cute_kernels.gemm.problem import check_float_tensor
 from cute_kernels.scaled_gemm.config import TILE, OperandFormat
 

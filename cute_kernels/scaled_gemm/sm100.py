@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from cute_kernels.floats import float_format
+from cute_kernels.float_format import float_format
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.tcgen05 import COLUMNS, MMA_KINDS, ROW_BYTES, MmaKind

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.floats import float_format
+from cute_kernels.float_format import float_format
 
 ARCHES = ("sm_100a", "sm_103a")
 COLUMNS = 512  # of tensor memory, 32 bits per lane

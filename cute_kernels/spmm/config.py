@@ -12,7 +12,8 @@ from torch import Tensor
 from cute_kernels import atoms
 from cute_kernels.atoms import Atom
 from cute_kernels.dtypes import ElementType, Integer, digits, element_bits
-from cute_kernels.floats import FORMATS, decode, encode
+from cute_kernels.float_format import FORMATS
+from cute_kernels.floats import decode, encode
 from cute_kernels.integers import split_digits, widen
 from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES
 from cute_kernels.layout.fragments import pack_index, stride
@@ -43,6 +44,13 @@ class SpmmConfig(SparseConfig):
         Swizzle rows of B in shared memory. False is for measurements: every read then has bank conflicts.
     tile_n_bytes : int
         Bytes of a row of B per N tile: 16, 32, 64 or 128. Each subclass sets the default.
+
+    Examples
+    --------
+    >>> from cute_kernels.spmm.gather import GatherConfig
+    >>> config = GatherConfig("s8_m16n8k32", 8, Integer(16, True), Integer(8, True), "int32")
+    >>> config.mma_k, config.digits, config.products
+    (32, (2, 1), 2)
     """
 
     FLAGS: ClassVar[dict[str, tuple[str, bool]]] = {
@@ -196,6 +204,15 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
     -------
     Tensor, shape (groups, bytes per group)
         uint8, on the device of `vectors`.
+
+    Examples
+    --------
+    >>> from cute_kernels.spmm.gather import GatherConfig
+    >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
+    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
+    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
+    >>> pack_fragments(config, vectors, torch.tensor([0, 1]), groups=1)[0, :4].tolist()  # slots 0, 1, 8 and 9 of row 0
+    [1, 1, 0, 0]
     """
     planes = _digit_planes(config, vectors)  # (digits, vectors, V)
     count, _, v = planes.shape

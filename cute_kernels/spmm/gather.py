@@ -179,7 +179,15 @@ class GatherConfig(SpmmConfig):
 
 
 class PackedGather(NamedTuple):
-    """Sparse operand in the layout of the gather kernel."""
+    """Sparse operand in the layout of the gather kernel.
+
+    Examples
+    --------
+    >>> offsets, columns = torch.tensor([0, 1]), torch.zeros(32, dtype=torch.int32)
+    >>> packed = PackedGather(offsets, columns, torch.zeros(1, 256, dtype=torch.uint8))
+    >>> packed.group_offsets.tolist()
+    [0, 1]
+    """
 
     group_offsets: Tensor  # (R + 1,) int64, first group of each vector row
     columns: Tensor  # (groups * mma_k,) int32, -1 in the padding, where the values are 0

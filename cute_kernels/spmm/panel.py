@@ -221,6 +221,15 @@ class PackedPanel(NamedTuple):
 
     A unit is the `rows_per_warp` vector rows of one warp; a CTA has whole units. A record is one group: its values in
     fragment order, then 16 bits per slot: the swizzled offset of its row of B in the pipeline, in units of 16 bytes.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
+    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
+    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
+    >>> config.pack(vectors, inner=512)._fields
+    ('group_offsets', 'tile_counts', 'records', 'order')
     """
 
     group_offsets: Tensor  # (units + 1,) int64, first record of each unit
@@ -318,6 +327,15 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
         The vectors in the new order of the vector rows.
     order : Tensor, shape ((units + 1) * rows_per_warp,)
         int32, vector row at each place; `vector_rows` if there is none.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32", warps=2)
+    >>> offsets = torch.tensor([0, 1, 2, 4, 6])  # the first two vector rows are short
+    >>> vectors = Vectors(offsets, torch.arange(6).int(), torch.ones(6, 8, dtype=torch.int8), config.a)
+    >>> balance_rows(vectors, config)[1][:4].tolist()
+    [2, 0, 3, 1]
     """
     lengths, device = vectors.row_offsets.diff(), vectors.columns.device
     rows = lengths.numel()

@@ -34,6 +34,14 @@ def from_block_mask(mask: Any, *, vector_length: int = 8) -> Pattern | list[Patt
     ------
     ValueError
         If the mask depends on the batch, or its blocks of queries are no whole vectors.
+
+    Examples
+    --------
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> import magicube_cutlass as mc
+    >>> causal = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 256, 256, device="cpu")
+    >>> mc.masks.from_block_mask(causal, vector_length=8).equals(mc.masks.local(256, window=255, causal=True))
+    True
     """
     check_vector_length(vector_length)
     if not all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):

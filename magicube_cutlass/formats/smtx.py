@@ -28,11 +28,35 @@ _UNFOLDED, _UNFOLDED_PER_BYTE = 2**24, 128
 
 
 def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Pattern:
-    """The pattern in ``path``, plain or gzipped; each row of the file is one vector row, so ``M = rows * V``.
+    """Read a pattern, plain or gzipped; each row of the file is one vector row, so ``M = rows * V``.
 
-    Columns may come in any order inside a row.  Raises ``ValueError`` with the file's name and the line for anything
-    malformed.  Memory follows the text's real size, never the sizes that its header claims, and text longer than that
-    header allows is not read to its end.  A gzip file may hold 16 MiB of text, or 128 times its own size.
+    Memory follows the size of the text, not the sizes that the header claims. Text longer than the header allows is not
+    read to its end. A gzip file may hold 16 MiB of text, or 128 times its own size.
+
+    Parameters
+    ----------
+    path : str or path-like
+        File to read; columns may come in any order inside a row.
+    vector_length : int, default 1
+        V.
+
+    Returns
+    -------
+    Pattern, shape (rows * V, cols)
+
+    Raises
+    ------
+    ValueError
+        If the file is malformed; the message has its name and the line.
+
+    Examples
+    --------
+    >>> import tempfile, magicube_cutlass as mc
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with open(f"{folder}/mask.smtx", "w") as file:
+    ...         _ = file.write("2, 8, 3\\n0 2 3\\n1 5 0\\n")
+    ...     mc.read_smtx(f"{folder}/mask.smtx", vector_length=4).shape
+    (8, 8)
     """
     check_vector_length(vector_length)
     name = os.fspath(path)
@@ -53,7 +77,7 @@ def read_smtx(path: str | os.PathLike[str], *, vector_length: int = 1) -> Patter
 
 
 def write_smtx(path: str | os.PathLike[str], pattern: Pattern) -> None:
-    """Write a pattern, one line row per vector row; gzipped if the name ends in ``.gz``.
+    """Write a pattern, one row of the file per vector row; gzipped if the name ends in ``.gz``.
 
     The format has no vector length: read the file with the same V; M is rounded up to a multiple of V.
 

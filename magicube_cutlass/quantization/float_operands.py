@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES, float_of
-from cute_kernels.floats import FloatFormat
+from cute_kernels.float_format import FloatFormat
 from cute_kernels.integers import unpack4
 from magicube_cutlass.checks import check_tensor
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, quantize_floats

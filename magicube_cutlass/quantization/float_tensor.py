@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import floats
-from cute_kernels.floats import FloatFormat, float_format
+from cute_kernels.float_format import FloatFormat, float_format
 
 if TYPE_CHECKING:
     from cute_kernels.scaled_gemm.api import FloatOperand

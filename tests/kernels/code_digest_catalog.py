@@ -22,7 +22,7 @@ from cute_kernels.convert.digits import DigitsConfig, columns_config
 from cute_kernels.convert.pack import PackConfig
 from cute_kernels.convert.quantize import QuantizeConfig
 from cute_kernels.estimate import statistics
-from cute_kernels.estimate.probes import ProbeConfig
+from cute_kernels.estimate.config import ProbeConfig
 from cute_kernels.estimate.remainder_probes import RemainderConfig
 from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.heuristics import candidates as gemm_candidates

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_kernels.convert.digits import digits
 from cute_kernels.estimate import probes
+from cute_kernels.estimate.config import default_configs as probe_configs
 from cute_kernels.estimate.remainder_probes import (
     TF32_MARGIN,
     default_configs,
@@ -26,7 +27,7 @@ from tests.gpu.problems import needs_warp_groups
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.configs([*default_configs(), *probes.default_configs()]),
+    pytest.mark.configs([*default_configs(), *probe_configs()]),
 ]
 BOUNDS = (2.0**-30, 2.0**30)
 SHAPES = [(40, 71, 33), (1000, 1003, 130), (2051, 1100, 2063), (8500, 96, 300), (1100, 5000, 200)]

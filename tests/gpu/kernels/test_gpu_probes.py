@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.estimate import probes
+from cute_kernels.estimate.config import default_configs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.configs(probes.default_configs())]
+pytestmark = [pytest.mark.gpu, pytest.mark.configs(default_configs())]
 
 SHAPES = [(1, 1), (33, 71), (256, 4096), (1000, 1003), (5000, 130)]
 

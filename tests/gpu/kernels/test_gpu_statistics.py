@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.estimate import probes, statistics
+from cute_kernels.estimate.config import default_configs as probe_configs
 from cute_kernels.estimate.statistics import (
     FACTS,
     FORMS,
@@ -31,7 +32,7 @@ from tests.compensated.random_products import _CHEAP, KINDS, true_error
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.configs([*probes.default_configs(), *statistics.default_configs()]),  # compiled side by side
+    pytest.mark.configs([*probe_configs(), *statistics.default_configs()]),  # compiled side by side
 ]
 
 SHAPES = [(1, 1), (33, 71), (256, 4096), (1000, 1003), (70, 9001)]

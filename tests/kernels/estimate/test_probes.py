@@ -7,7 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from cute_kernels.estimate.probes import KERNELS, PROBES, TILE, ProbeConfig, default_configs, padded
+from cute_kernels.estimate.config import KERNELS, PROBES, TILE, ProbeConfig, default_configs
+from cute_kernels.estimate.probes import padded
 from cute_kernels.jit import Binary
 from residual.error import probes as check
 from tests.helpers import disassemble

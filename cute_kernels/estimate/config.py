@@ -1,0 +1,104 @@
+"""Configs of the kernels that multiply a matrix with 16 probe vectors and compare products by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.dtypes import REAL_DTYPES
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
+
+ABSMAX_AXES = ("", "rows", "columns")
+PROBES = 16
+TILE = 32  # rows per group of warps; vectors are padded to a multiple of it
+KERNELS = [*((kernel, axis) for kernel in ("probe", "probe_transposed") for axis in ABSMAX_AXES), ("compare_rows", "")]
+SUMS = PROBES * PROBES + 4
+PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and absmax; they reuse the pipeline's memory
+
+
+@dataclass(frozen=True)
+class ProbeConfig(KernelConfig):
+    """Config of a probe kernel.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"probe"``, ``"probe_transposed"`` (reads X^T row by row), ``"compare_rows"`` or ``"sum_comparison"`` (reads
+        float64 sums; `x` is ``"float32"``).
+    x : str
+        Dtype of the matrix.
+    absmax : str
+        Slices whose absmax is emitted, one of :data:`ABSMAX_AXES`; empty for ``"compare_rows"``.
+    groups : int
+        Groups of 32 rows per CTA.
+    stages : int
+        Pipeline stages per warp.
+    emit_float16 : bool
+        ``"probe"`` also writes the float32 matrix in float16.
+
+    Examples
+    --------
+    >>> ProbeConfig("probe", "float32", "rows", groups=2).name
+    'probe-float32-g2-rows'
+    """
+
+    kernel: str
+    x: str
+    absmax: str = ""
+    groups: int = 1
+    stages: int = 3
+    emit_float16: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 512
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of dynamic shared memory per CTA."""
+        if self.kernel == "sum_comparison":
+            return 0
+        ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # 16 elements per thread and stage
+        return max(ring, PARTS)
+
+    @property
+    def name(self) -> str:
+        """Short name, unique among the configs."""
+        marks = "".join(f"-{mark}" for mark in (self.absmax, "halves" if self.emit_float16 else "") if mark)
+        return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
+
+    @property
+    def kernel_header(self) -> str:
+        compares = self.kernel in ("compare_rows", "sum_comparison")
+        return "estimate/probe_compare.cuh" if compares else "estimate/probes.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.kernel.removesuffix("_transposed")
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kAbsmax": ABSMAX_AXES.index(self.absmax),
+            "kTransposed": self.kernel == "probe_transposed",
+            "kGroups": self.groups,
+            "kStages": self.stages,
+            "kPartsBytes": PARTS,
+            "kEmitFloat16": self.emit_float16,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
+
+
+def default_configs() -> list[ProbeConfig]:
+    """Return the configs of all kernels and input dtypes.
+
+    Examples
+    --------
+    >>> len(default_configs())
+    33
+    """
+    single = [ProbeConfig(kernel, x, axis) for kernel, axis in KERNELS for x in REAL_DTYPES.values()]
+    double = [ProbeConfig(kernel, "float32", axis, groups=2) for kernel, axis in KERNELS]
+    emitting = [ProbeConfig("probe", "float32", axis, n, emit_float16=True) for axis in ABSMAX_AXES[1:] for n in (1, 2)]
+    return [*single, *double, *emitting, ProbeConfig("sum_comparison", "float32")]
