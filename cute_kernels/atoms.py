@@ -150,8 +150,7 @@ def unregister_atom(name: str) -> None:
     Examples
     --------
     >>> from dataclasses import replace
-    >>> mine = replace(atom("s8_m16n8k32"), name="mine")
-    >>> unregister_atom(register_atom(mine).name)
+    >>> unregister_atom(register_atom(replace(atom("s8_m16n8k32"), name="mine")).name)
     """
     del _atoms[atom(name).name]
 
