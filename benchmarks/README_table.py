@@ -30,6 +30,12 @@ def _break_even_line(size: dict[str, Any]) -> str:
     return f"Density at which it takes as long as the dense product, n = {size['n']}: " + ", ".join(parts) + "."
 
 
+def _run(results: dict[str, Any]) -> str:
+    """The date of a run, and its commit; the oldest results files have none."""
+    machine = results["machine"]
+    return machine["date"] + (f", commit {machine['commit']}" if "commit" in machine else "")
+
+
 def render_cpu() -> str:
     """The tables of both CPUs in Markdown: with AVX512-VNNI, and without."""
     files = [RESULTS / f"cpu_spmm{suffix}.json" for suffix in ("", "_avx2")]
@@ -39,9 +45,8 @@ def render_cpu() -> str:
 def render(results: dict[str, Any]) -> str:
     """The table in Markdown."""
     machine = results["machine"]
-    commit = f", commit {machine['commit']}" if "commit" in machine else ""
     lines = [
-        f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {machine['date']}{commit}; "
+        f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {_run(results)}; "
         "one thread, V = 8, L8-R8, uniform pattern, n x n times n x n, milliseconds (median).",
         "",
         "| n | density | magicube | fastest dense | its kind | scipy CSR fp32 | torch CSR fp32 |",
@@ -68,9 +73,8 @@ def _microseconds(row: dict[str, Any] | None) -> str:
 
 def render_gpu(results: dict[str, Any]) -> str:
     """The table of GPU products in Markdown: medians of launches in a CUDA graph, microseconds."""
-    machine = results["machine"]
     lines = [
-        f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, {machine['date']}; SpMM, L8-R8, "
+        f"{_machine(results)}; SpMM, L8-R8, "
         "V = 8, uniform pattern, float16 output with fused scales, microseconds (median, CUDA graph, operands in L2 "
         "where they fit).",
         "",
@@ -110,7 +114,7 @@ def render_gpu(results: dict[str, Any]) -> str:
 
 def _machine(results: dict[str, Any]) -> str:
     machine = results["machine"]
-    return f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, {machine['date']}"
+    return f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, {_run(results)}"
 
 
 def _ratio_cell(ratios: list[float]) -> str:

@@ -19,9 +19,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness.machine import gpu_machine, machine
+from harness.machine import gpu_machine
 from torch import Tensor
 
+from magicube_cutlass.cli.environment import provenance
 from residual.execute.checked import ToleranceError
 from residual.matmul import matmul
 from residual.operand.operand import prepare
@@ -236,7 +237,7 @@ def main() -> None:
     start = time.perf_counter()
     name = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_") if gpu else "cpu"
     result: dict[str, Any] = {
-        "machine": gpu_machine() if gpu else machine(),
+        "machine": gpu_machine() if gpu else provenance(),
         "costs": vars(costs_of(device)),
         "cases": [run(kind, n, device, rounds, budget) for n in sizes for kind in KINDS],
     }

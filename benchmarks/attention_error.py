@@ -14,12 +14,12 @@ import math
 from pathlib import Path
 
 import torch
-from harness.machine import machine
 from torch import Tensor
 
 import magicube_cutlass as mc
 from magicube_cutlass import masks
 from magicube_cutlass.attention import sparse_attention
+from magicube_cutlass.cli.environment import provenance
 
 PAIRS = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4))
 DEPTH = 64
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     found = rows(options.length)
-    options.out.write_text(json.dumps({"machine": machine(), "depth": DEPTH, "errors": found}, indent=1) + "\n")
+    options.out.write_text(json.dumps({"machine": provenance(), "depth": DEPTH, "errors": found}, indent=1) + "\n")
     for row in found:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
 

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 from accuracy import RESULTS, Draw, again, once, settle
-from harness.machine import gpu_machine, machine
+from harness.machine import gpu_machine
 from torch import Tensor
 
+from magicube_cutlass.cli.environment import provenance
 from residual.execute.checked import Report, ToleranceError
 from residual.execute.measure_costs import measure_costs
 from residual.matmul import matmul
@@ -204,7 +205,7 @@ def main() -> None:
     if not args.quick:
         measure_costs(device, save=False)
     prices = costs_of(device)
-    result: dict[str, Any] = {"machine": gpu_machine() if gpu else machine(), "costs": vars(prices), "checks": [],
+    result: dict[str, Any] = {"machine": gpu_machine() if gpu else provenance(), "costs": vars(prices), "checks": [],
                               "cases": [], "left out": []}  # fmt: skip
     result["by prices"] = {str(n): by_prices(n, prices) for n in sizes}
     jobs: list[tuple[str, Callable[[float], dict[str, Any]]]] = []

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness.gpu_timing import Call, measure
-from harness.machine import gpu_machine, machine
+from harness.machine import gpu_machine
 from harness.tma_box_probe import FILL, probe_box
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.cuda import scaled_gemm_cuda
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, candidates, map_parameters, mma_kind
 from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS
+from magicube_cutlass.cli.environment import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SECONDS = 180  # of a step, its compiles included
@@ -298,7 +299,11 @@ def main() -> None:
         tell(results[-1])
         if not (results[-1]["ok"] or args.all):
             break
-    facts = {"machine": machine() if device == "cpu" else gpu_machine(), "rehearsal": device == "cpu", "steps": results}
+    facts = {
+        "machine": provenance() if device == "cpu" else gpu_machine(),
+        "rehearsal": device == "cpu",
+        "steps": results,
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(facts, indent=1) + "\n")
     print(f"wrote {args.out}")

@@ -17,11 +17,11 @@ from statistics import linear_regression
 from typing import Any
 
 import torch
-from harness.machine import machine
 from harness.timing import measure
 
 import magicube_cutlass as mc
 from magicube_cutlass.bench.problems import dense_baselines, random_matrix, random_operand
+from magicube_cutlass.cli.environment import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_profile.json"
 DENSITIES = (0.1, 0.3, 0.5)
@@ -64,7 +64,7 @@ def main() -> None:
     shapes, budget = (((256, 256, 256),), 0.02) if args.quick else (SHAPES, args.budget)
     torch.set_num_threads(1)
     results = {
-        "machine": machine() | {"threads": "1"},
+        "machine": provenance() | {"threads": "1"},
         "setting": {"vector_length": VECTOR_LENGTH, "bits": [8, 8], "pattern": "uniform", "out": "int32"},
         "shapes": [profile(*shape, budget) for shape in shapes],
     }

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.machine import machine
 from harness.timing import measure
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +25,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.convert.digits import digits
 from cute_kernels.cpu import engine, extension
+from magicube_cutlass.cli.environment import provenance
 from residual.operand.decompose import decompose
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_quantize.json"
@@ -128,7 +128,7 @@ def main(
             show(results[-1])
     setting = {"input": "normal float32", "bits": 8, "time": "best of all rounds", "load average": os.getloadavg()[0]}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": machine(), "setting": setting, "results": results}, indent=1) + "\n")
+    out.write_text(json.dumps({"machine": provenance(), "setting": setting, "results": results}, indent=1) + "\n")
     typer.echo(f"wrote {out}")
 
 

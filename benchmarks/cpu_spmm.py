@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.machine import machine
 from harness.timing import measure
 from README_table import CPU, render_cpu, update_readme
 
@@ -27,6 +26,7 @@ import magicube_cutlass as mc
 from cute_kernels.cpu.engine import isa
 from cute_kernels.integers import product_bound
 from magicube_cutlass.bench.problems import dense_baselines, exact_spmm, random_matrix, random_operand
+from magicube_cutlass.cli.environment import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results" / f"cpu_spmm{'' if isa() == 'avx512' else '_avx2'}.json"
 EXACT = ("magicube", "torch._int_mm", "torch._int_mm, column-major")
@@ -151,7 +151,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     results = {
-        "machine": machine() | {"threads": "1"},
+        "machine": provenance() | {"threads": "1"},
         "setting": {"vector_length": VECTOR_LENGTH, "bits": [8, 8], "pattern": "uniform", "out": "int32"},
         "sizes": [run_size(n, densities, budget) for n in sizes],
     }

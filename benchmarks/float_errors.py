@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from accuracy import KINDS
-from harness.machine import machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import magicube_cutlass as mc
+from magicube_cutlass.cli.environment import provenance
 from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -78,7 +78,7 @@ def main() -> None:
     for figure in ("matrix", "product"):
         show(rows, figure)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"machine": machine(), "size": args.size, "errors": rows}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"machine": provenance(), "size": args.size, "errors": rows}, indent=1) + "\n")
     print(f"wrote {args.out}")
 
 

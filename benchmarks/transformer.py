@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from harness.gpu_data import one_line
 from harness.gpu_results import results_file, save
-from harness.machine import gpu_machine, machine
+from harness.machine import gpu_machine
 from harness.transformer_baselines import (
     DENSE,
     FLEX,
@@ -51,6 +51,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from report import ROOT, machine_line, markdown, replace_section
 from sparse_encoder import Encoder
+
+from magicube_cutlass.cli.environment import provenance
 
 ITERATIONS, WARM = 256, 10
 LONGEST, SHORTEST = 40.0, 10.0  # seconds: of a baseline before it is broken off, and without which none is begun
@@ -284,7 +286,7 @@ def measure_all(
     begin = time.perf_counter()
     torch._dynamo.config.recompile_limit = 64  # every kind of module counts, and every layer of integers
     results: dict[str, Any] = {"machine": {}, "device": device, "cases": [], "skipped": []}
-    results["machine"] = gpu_machine() if device == "cuda" else machine()
+    results["machine"] = gpu_machine() if device == "cuda" else provenance()
     known: Known = {}
     for path in (*([out] if out.is_file() and not fresh else []), *join):
         for one in json.loads(path.read_text())["cases"]:

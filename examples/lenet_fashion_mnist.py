@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import RESULTS, ROOT, data_folder, machine, machine_line, markdown, replace_section, write_results
+from report import RESULTS, ROOT, data_folder, machine_line, markdown, replace_section, write_results
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from magicube_cutlass.cli.environment import provenance
 from residual.nn.conv import conv2d
 from residual.nn.modules import ResidualLinear
 from residual.paper.gemm import PaperReport, gemm
@@ -299,7 +300,7 @@ def main() -> None:
             torch.set_num_threads(1)  # times of small products on shared cores mean little with more
             images = {False: 1000, True: 100} if args.quick else {False: len(data.test[0]), True: CONV_IMAGES}
             found = measure(net, data, images, progress)
-        write_results(path, {"machine": machine(), "rows": found, "seconds": time.perf_counter() - start})
+        write_results(path, {"machine": provenance(), "rows": found, "seconds": time.perf_counter() - start})
     results = json.loads(path.read_text())
     text = render(results)
     Console(width=150).print(Markdown(text))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from paper_render import draw, render
-from report import RESULTS, ROOT, machine, replace_section, write_results
+from report import RESULTS, ROOT, replace_section, write_results
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -25,6 +25,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.gemm import api as dense
 from magicube_cutlass.bench.timing import measure
+from magicube_cutlass.cli.environment import provenance
 from residual import decompose
 from residual.paper.gemm import PaperReport, gemm
 from residual.paper.thresholds import crossover_density, kept_entries, synchronize
@@ -182,7 +183,7 @@ def collect(device: str, quick: bool, console: Console) -> dict[str, Any]:
     where, n = torch.device(device), 128 if quick else 1024
     sizes = (128,) if quick else (1024, 2048) if device == "cpu" else (4096, 8192)
     return {
-        "machine": machine(),
+        "machine": provenance(),
         "device": where.type,
         "n": n,
         "worked example": worked_example(),

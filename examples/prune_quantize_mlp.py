@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from lenet_fashion_mnist import Data, load, missing
-from report import RESULTS, ROOT, machine, machine_line, markdown, replace_section, write_results
+from report import RESULTS, ROOT, machine_line, markdown, replace_section, write_results
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import magicube_cutlass as mc
+from magicube_cutlass.cli.environment import provenance
 from magicube_cutlass.nn import ConversionReport, PruningSchedule, SparseQuantConfig
 
 HIDDEN, BATCH, IMAGES = 512, 256, 1000
@@ -205,7 +206,7 @@ def main() -> None:
         console.print(report)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         seconds = time.perf_counter() - start
-        facts = {"machine": machine(), "device": device, "epochs": epochs, "turns": turns, "seconds": seconds}
+        facts = {"machine": provenance(), "device": device, "epochs": epochs, "turns": turns, "seconds": seconds}
         write_results(path, facts | {"rows": rows})
     text = render(json.loads(path.read_text()))
     Console(width=150).print(Markdown(text))

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import RESULTS, ROOT, machine, machine_line, markdown, replace_section, write_results
+from report import RESULTS, ROOT, machine_line, markdown, replace_section, write_results
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 from torch import Tensor
 
+from magicube_cutlass.cli.environment import provenance
 from residual.linalg.qr import qr
 from residual.linalg.solve import solve
 from residual.matmul import matmul
@@ -166,7 +167,7 @@ def main() -> None:
     path = (args.out or RESULTS) / "qr_table.json"
     if not args.render:
         sizes = (32,) if args.quick else SIZES
-        found = {"machine": machine(), "rows": rows(sizes, console), "refinements": refinements(max(sizes))}
+        found = {"machine": provenance(), "rows": rows(sizes, console), "refinements": refinements(max(sizes))}
         write_results(path, found)
     results = json.loads(path.read_text())
     text = render(results)

@@ -5,29 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from magicube_cutlass.cli.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "residual.md"
-_FOLDERS = ("jit cache", "jit headers")  # of this machine alone
-
-
-def machine() -> dict[str, str]:
-    """Versions, processor, GPU and date, for the head of a results file."""
-    facts = {name: value for name, value in environment().items() if name not in _FOLDERS}
-    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **facts}
 
 
 def machine_line(results: dict[str, Any]) -> str:
     """What measured it, in one line."""
     found = results["machine"]
     where = found["gpu"] if results.get("device", "cpu") == "cuda" else f"{found['cpu']}, threads: {found['threads']}"
-    return f"{where}, torch {found['torch']}, {found['date']}"
+    commit = f", commit {found['commit']}" if "commit" in found else ""
+    return f"{where}, torch {found['torch']}, {found['date']}{commit}"
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from encoder_training import Corpus, Plan, Trainer, load_bytes, load_listops, stored_state
 from listops import TINY, ListOps
-from report import RESULTS, ROOT, machine, machine_line, markdown, replace_section, write_results
+from report import RESULTS, ROOT, machine_line, markdown, replace_section, write_results
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
@@ -33,6 +33,7 @@ from sparse_encoder import Encoder, Shape, attention_mask, dense, masked, quanti
 from torch import nn
 
 import magicube_cutlass as mc
+from magicube_cutlass.cli.environment import provenance
 from magicube_cutlass.nn import SparseQuantConfig
 
 SPARSITIES = (0.9, 0.95)
@@ -263,7 +264,7 @@ def train(args: argparse.Namespace, path: Path, progress: Progress) -> list[str]
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
     results = {
-        "machine": machine(), "device": args.device.split(":")[0], "size": args.size, "batch": size.batch,
+        "machine": provenance(), "device": args.device.split(":")[0], "size": args.size, "batch": size.batch,
         "task": {"name": corpus.name, "train": len(corpus.train[1]), "test": len(labels),
                  "commonest": round(int(labels.bincount().max()) / len(labels), 4)},
         "shape": {"length": shape.length, "layers": shape.layers, "heads": shape.heads, "depth": shape.depth},

@@ -1,18 +1,15 @@
-"""What a results file says about the machine that made it."""
+"""The head of a results file of a GPU."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 
-from magicube_cutlass.cli.environment import environment
+from magicube_cutlass.cli.environment import provenance
 
-_FOLDERS = ("jit cache", "jit headers")  # of this machine alone
 _QUERIES = {
     "driver": "driver_version",
     "gpu memory (MiB)": "memory.total",
@@ -24,35 +21,8 @@ _QUERIES = {
 }
 
 
-def machine() -> dict[str, str]:
-    """Commit, versions, processor with its clock, instruction set of the engine, and date."""
-    facts = {name: value for name, value in environment().items() if name not in _FOLDERS}
-    now = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": _commit(), "cpu clock (MHz)": _cpu_clock()}
-    return now | facts
-
-
-def _commit() -> str:
-    """The commit of this tree, with a plus sign if a tracked file differs from it."""
-    root = Path(__file__).resolve().parents[2]
-    answers = [
-        subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
-        for command in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "-uno"))
-    ]
-    if any(answer.returncode for answer in answers):
-        return "unknown"
-    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
-
-
-def _cpu_clock() -> str:
-    """Largest clock of a core at this moment, as Linux reports it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
-    return f"{max(clocks):.0f}" if clocks else "unknown"
-
-
 def gpu_machine() -> dict[str, str]:
-    """As :func:`machine`, and of torch's current GPU: SMs, size of its L2 cache, driver, clocks and power.
+    """Return :func:`provenance`, and of torch's current GPU: SMs, size of its L2 cache, driver, clocks and power.
 
     Clocks and power are read by ``nvidia-smi``, which changes nothing, while a dense product keeps the GPU busy.
     """
@@ -64,7 +34,7 @@ def gpu_machine() -> dict[str, str]:
     }
     if torch.backends.cusparselt.is_available():
         facts["cuSPARSELt"] = str(torch.backends.cusparselt.version())
-    return machine() | facts | _clocks()
+    return provenance() | facts | _clocks()
 
 
 def _clocks() -> dict[str, str]:

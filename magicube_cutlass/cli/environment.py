@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+import magicube_cutlass
 from magicube_cutlass.cli.console import facts, output
 
 PACKAGES = (
-    "magicube-cutlass",
     "torch",
     "numpy",
     "scipy",
@@ -42,6 +44,32 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def _commit() -> str:
+    """Return the commit of the library's tree, with a plus sign if a tracked file differs from it."""
+    root = Path(magicube_cutlass.__file__).resolve().parents[1]
+    if named := os.environ.get("MAGICUBE_COMMIT"):  # of a tree that was copied without its history
+        return named
+    if not (root / ".git").exists():
+        return "unknown"
+    answers = []
+    for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"]):
+        try:
+            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+        answers.append(done.stdout.strip())
+    commit, changes = answers
+    return commit + ("+" if changes else "")
+
+
+def _cpu_clock() -> str:
+    """Return the largest clock of a core at this moment, as Linux reports it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return f"{max(clocks):.0f}" if clocks else "unknown"
+
+
 def _engine() -> dict[str, str]:
     try:
         from cute_kernels.cpu import engine
@@ -64,12 +92,15 @@ def _gpus() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return versions, processor, instruction set of the engine, threads, GPUs and the toolchain, by name."""
+    """Return commit, versions, processor, instruction set of the engine, threads, GPUs and the toolchain, by name."""
     return {
+        "commit": _commit(),
+        "magicube-cutlass": magicube_cutlass.__version__,
         **{package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": cpu_model(),
+        "cpu clock (MHz)": _cpu_clock(),
         "cores": str(os.cpu_count()),
         **_engine(),
         "MAGICUBE_CPU": os.environ.get("MAGICUBE_CPU", "not set"),
@@ -78,6 +109,12 @@ def environment() -> dict[str, str]:
         "gpu": _gpus(),
         **_jit(),
     }
+
+
+def provenance() -> dict[str, str]:
+    """Return the head of a results file: the date and :func:`environment` without folders of this machine."""
+    found = {name: value for name, value in environment().items() if name not in ("jit cache", "jit headers")}
+    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **found}
 
 
 def collect_env() -> None:

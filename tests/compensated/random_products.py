@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from magicube_cutlass.cli.environment import environment
+from magicube_cutlass.cli.environment import provenance
 from residual.error.predict import Forecast
 from residual.execute import checked as call
 from residual.execute.checked import ToleranceError
@@ -245,9 +244,7 @@ def main() -> None:
         if len(found) % 100 == 0:
             misses = sum(each.missed for each in found)
             print(f"{len(found)} products, {misses} missed, {time.perf_counter() - start:.0f} s", flush=True)
-    facts = {name: value for name, value in environment().items() if not name.startswith("jit ")}
-    facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **facts}
-    result = {"machine": facts, "seconds": round(time.perf_counter() - start), **summary(found)}
+    result = {"machine": provenance(), "seconds": round(time.perf_counter() - start), **summary(found)}
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

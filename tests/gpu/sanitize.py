@@ -13,10 +13,9 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
 
-import torch
+from magicube_cutlass.cli.environment import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -84,10 +83,8 @@ def main() -> None:
     with ThreadPoolExecutor(len(TOOLS)) as pool:
         tools = list(pool.map(lambda tool: run(tool, sanitizer, logs), TOOLS))
     report = {
+        "machine": provenance(),
         "compute-sanitizer": version(sanitizer),
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
         "tools": tools,
     }
     text = json.dumps(report, indent=1)
