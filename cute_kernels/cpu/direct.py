@@ -42,11 +42,16 @@ class DirectProduct(NamedTuple):
     """A direct product and its error; all sums are NaN if an entry is non-finite or overflows."""
 
     out: Tensor  # (M, N) float32, C
-    gram: Tensor  # (16, 16) float64, of E W, E = A B - s_a (A1 B1) s_b
-    energy: float  # trace of `gram`, ||E W||_F^2
+    energy: float  # ||E W||_F^2, E = A B - s_a (A1 B1) s_b
     eta: float  # bound of the rounding in E W, Frobenius norm
     norm: float  # ||C||_F^2
     rounding: float  # bound of ||C - s_a (A1 B1) s_b||_F
+    gram_bytes: bytes  # (16, 16) float64
+
+    @property
+    def gram(self) -> Tensor:
+        """Gram matrix of ``E W``, shape (16, 16), float64; `energy` is its trace."""
+        return torch.frombuffer(bytearray(self.gram_bytes), dtype=torch.float64).view(PROBES, PROBES)
 
 
 def prepare_direct(B: Tensor, W: Tensor, wbar: Tensor) -> DirectRight:
@@ -111,6 +116,17 @@ def prepare_direct(B: Tensor, W: Tensor, wbar: Tensor) -> DirectRight:
     return DirectRight((k, n), scale, packed, column_sums, vectors, bounds, handle)
 
 
+def _malformed(A: Tensor, k: int) -> Exception:
+    """The error of a left operand that :func:`direct` does not take."""
+    if A.dtype != torch.float32:
+        return TypeError(f"A must be torch.float32, got {A.dtype}")
+    if A.ndim != 2 or A.shape[1] != k:
+        return ValueError(f"A must have shape (any, {k}), got {tuple(A.shape)}")
+    if not A.is_cpu or A.is_neg() or A._is_zerotensor():
+        return ValueError(f"A must be on the CPU and hold its values, got {A.device}; use A.clone()")
+    return ValueError(f"A must have contiguous rows, got strides {A.stride()}; use A.contiguous()")
+
+
 def direct(A: Tensor, right: DirectRight) -> DirectProduct:
     """Multiply by a prepared operand with one int8 digit per entry, and measure the error by its probes.
 
@@ -150,17 +166,18 @@ def direct(A: Tensor, right: DirectRight) -> DirectProduct:
     ([[16129.0]], 256.0, True)
     """
     k, n = right.shape
-    if A.dtype is not torch.float32:
-        raise TypeError(f"A must be torch.float32, got {A.dtype}")
-    if A.ndim != 2 or A.shape[1] != k:
-        raise ValueError(f"A must have shape (any, {k}), got {tuple(A.shape)}")
-    if not A.is_cpu or A.is_neg() or A._is_zerotensor():
-        raise ValueError(f"A must be on the CPU and hold its values, got {A.device}; use A.clone()")
-    row, column = A.stride()
-    if column != 1 and k > 1:
-        raise ValueError(f"A must have contiguous rows, got strides {(row, column)}; use A.contiguous()")
-    m = A.shape[0]
-    out, gram = torch.empty(m, n), torch.empty(PROBES, PROBES, dtype=torch.float64)
+    shape, stride = A.shape, A.stride()
+    if (
+        len(shape) != 2
+        or shape[1] != k
+        or A.dtype is not torch.float32
+        or not A.is_cpu
+        or (stride[1] != 1 and k > 1)
+        or A.is_neg()
+        or A._is_zerotensor()
+    ):
+        raise _malformed(A, k)
+    out = torch.empty(shape[0], n, dtype=torch.float32)
     engine = extension.ENGINE or extension.load_extension()
-    sums = engine.direct(right.handle, A.data_ptr(), row, m, out.data_ptr(), gram.data_ptr(), torch.get_num_threads())
-    return DirectProduct(out, gram, *sums)
+    sums = engine.direct(right.handle, A.data_ptr(), stride[0], shape[0], out.data_ptr(), torch.get_num_threads())
+    return DirectProduct(out, *sums)

@@ -387,16 +387,16 @@ NB_MODULE(_engine, m) {
                                pointer<const float>(col_scale), pointer<const float>(vectors), pointer<const float>(bounds),
                                unit, largest_scale, inner, n};
       }, "packed"_a, "column_sums"_a, "col_scale"_a, "vectors"_a, "bounds"_a, "unit"_a, "largest_scale"_a, "inner"_a, "n"_a);
-  m.def("direct", [](const DirectRight& right, uintptr_t a, int64_t a_stride, int64_t rows, uintptr_t out, uintptr_t gram,
-                     int threads) {
+  m.def("direct", [](const DirectRight& right, uintptr_t a, int64_t a_stride, int64_t rows, uintptr_t out, int threads) {
     DirectSums sums;
     const DirectArgs args{right, pointer<const float>(a), a_stride, rows, pointer<float>(out), &sums};
     direct(args, threads);
     double energy = 0;
     for (int p = 0; p < kProbes; ++p) energy += sums.gram[p * (kProbes + 1)];
-    std::memcpy(pointer<void>(gram), sums.gram, sizeof sums.gram);
-    return std::make_tuple(energy, error_rounding(sums), sums.norm, epilogue_rounding(args));
-  }, "right"_a, "a"_a, "a_stride"_a, "rows"_a, "out"_a, "gram"_a, "threads"_a);
+    // bytes cost less than a tensor, and few callers read them
+    return nb::make_tuple(energy, error_rounding(sums), sums.norm, epilogue_rounding(args),
+                          nb::bytes(reinterpret_cast<const char*>(sums.gram), sizeof sums.gram));
+  }, "right"_a, "a"_a, "a_stride"_a, "rows"_a, "out"_a, "threads"_a);
   m.def("spread_slots", [](uintptr_t until, uintptr_t first, uintptr_t order, int64_t rows, int tiles, int group,
                            int window, uintptr_t slots, int64_t columns, int threads) {
     order_columns_checked(ReorderArgs{pointer<const int>(until), pointer<const int64_t>(first),

@@ -36,7 +36,7 @@ void probe_right(const ProbeArgs& args, ThreadGroup& group) {
 
 template <class Isa>
 void add_rows(const GroupSums& product, const GroupSums& claimed, int64_t rows, JudgeSums& part) {
-  double y[kGroupRows * kProbes];
+  double y[(kGroupRows + 1) * kProbes] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const double *left = product.products + r * kProbes, *right = claimed.products + r * kProbes;
     double squares[2] = {};

@@ -148,23 +148,13 @@ void multiply_group(const magicube::RealMatrix& x, int64_t row, int64_t rows, co
   else multiply_group_of<Isa, Squares, float>(x, row, rows, v, weights, scratch, sums);
 }
 
-// gram (kProbes, kProbes) += y^T y for `rows` rows of kProbes.
+// gram (kProbes, kProbes) += y^T y for up to kGroupRows rows of kProbes, and one more row of memory: tiles that do not divide
+// kProbes read beyond a row, into rows that are left out.
 template <class Isa>
 void add_gram(const double* y, int64_t rows, double* gram) {
-  constexpr int kVectors = kProbes / Isa::kLanes;
-  for (int64_t r = 0; r < rows; ++r, y += kProbes) {
-    typename Isa::Vector right[kVectors];
-#pragma GCC unroll 8
-    for (int q = 0; q < kVectors; ++q) right[q] = Isa::load(y + q * Isa::kLanes);
-    for (int i = 0; i < kProbes; ++i) {
-      const auto left = Isa::broadcast(y[i]);
-#pragma GCC unroll 8
-      for (int q = 0; q < kVectors; ++q) {
-        double* const at = gram + i * kProbes + q * Isa::kLanes;
-        Isa::store(at, Isa::fma(left, right[q], Isa::load(at)));
-      }
-    }
-  }
+  double sums[(kProbes + Isa::kRows) * kProbes] = {};
+  for (int i = 0; i < kProbes; i += Isa::kRows) multiply_tile<Isa>(y + i, 1, kProbes, rows, y, sums + i * kProbes);
+  for (int i = 0; i < kProbes * kProbes; ++i) gram[i] += sums[i];
 }
 
 // Add sums of chunks, all doubles, in order; all are NaN if one is not finite.

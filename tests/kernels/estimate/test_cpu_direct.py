@@ -140,9 +140,7 @@ def test_memory_orders_and_later_changes_do_not_matter(path: str) -> None:
         view.zero_()
         for left in (A, torch.cat([A, A], 1)[:, :70], torch.cat([A, A])[:30]):
             found = direct(left, right)
-            assert (
-                torch.equal(found.out, wanted.out) and torch.equal(found.gram, wanted.gram) and found[2:] == wanted[2:]
-            )
+            assert torch.equal(found.out, wanted.out) and found[1:] == wanted[1:]
     assert torch.equal(direct(A[:1].expand(30, 70), right).out, wanted.out[:1].expand(30, 40))
 
 
@@ -158,7 +156,7 @@ def test_results_do_not_depend_on_threads_and_operands_not_on_the_path(
         for count in (1, 2, 5):
             use_threads(count)
             found.append(direct(A, rights[0]))
-        assert all(torch.equal(each.gram, found[0].gram) and each[2:] == found[0][2:] for each in found)
+        assert all(each[1:] == found[0][1:] for each in found)
         outputs += [each.out for each in found]
     assert all(torch.equal(each, outputs[0]) for each in outputs)
     assert all(torch.equal(each.packed, rights[0].packed) for each in rights)
@@ -171,7 +169,7 @@ def test_nonfinite_entries_give_nan(which: str, value: float, path: str) -> None
     finite = direct(A, prepared(B)).out
     (A if which == "A" else B)[7, 11] = value
     found = direct(A, prepared(B))
-    assert bool(found.gram.isnan().all()) and all(math.isnan(each) for each in found[2:])
+    assert bool(found.gram.isnan().all()) and all(math.isnan(each) for each in found[1:5])
     rows = torch.arange(40) != 7
     if which == "A":
         assert bool(found.out[7].isnan().all()) and torch.equal(found.out[rows], finite[rows])
