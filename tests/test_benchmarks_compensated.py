@@ -56,3 +56,14 @@ def test_quantization_is_compared_with_the_product_it_feeds(tmp_path: Path) -> N
         assert result["int_mm_ms"] > 0 and len(result["methods"]) == 18
         for row in result["methods"].values():
             assert 0 < row["share"] == row["engine_ms"] / result["int_mm_ms"]
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+def test_checked_cpu_products_are_compared_with_float32(tmp_path: Path) -> None:
+    out = tmp_path / "direct.json"
+    script("benchmarks/cpu_direct.py", "--quick", "--out", out)
+    for row in json.loads(out.read_text())["results"]:
+        assert (
+            set(row["us"]) == {"torch float32", "direct", "prepare", "judge", "probes"} and min(row["us"].values()) > 0
+        )
+        assert 0.5 * row["error"] < row["measured_error"] < 2 * row["error"]
