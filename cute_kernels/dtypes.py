@@ -76,7 +76,7 @@ def element_type(name: str) -> ElementType:
     return found
 
 
-def digits(number: ElementType) -> int:
+def num_digits(number: ElementType) -> int:
     """Return the number of digits that Tensor Cores multiply separately: 2 for integers above 8 bits, else 1."""
     return digit_count(number.bits) if isinstance(number, Integer) else 1
 

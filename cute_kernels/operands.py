@@ -1,5 +1,7 @@
 """Arguments of kernel launches: addresses, strides and sizes of operands and outputs."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,6 +17,10 @@ class DenseArg(NamedTuple):
     batch: int  # from one matrix of the batch to the next
     row: int  # of a row
 
+    def of_matrix(self, i: int) -> DenseArg:
+        """Return matrix `i` of the batch."""
+        return DenseArg(self.pointer + i * self.batch, self.pitch, 0, self.row)
+
 
 class ScaleArg(NamedTuple):
     """float32 scales of rows or columns; step 0 means one scale for all, a null pointer none."""
@@ -22,6 +28,10 @@ class ScaleArg(NamedTuple):
     pointer: int
     step: int
     batch: int
+
+    def of_matrix(self, i: int) -> ScaleArg:
+        """Return the scales of matrix `i` of the batch."""
+        return ScaleArg(self.pointer + 4 * i * self.batch, self.step, 0)
 
 
 class OutputArg(NamedTuple):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
+from cute_kernels import atoms
+from cute_kernels.atoms import Atom
 from cute_kernels.dtypes import ElementType, element_type
 from cute_kernels.jit.codegen import KernelConfig
 
@@ -23,6 +26,18 @@ class SparseConfig(KernelConfig):
     atom: str
     vector_length: int
     out: str
+
+    @cached_property
+    def entry(self) -> Atom:
+        """MMA atom."""
+        return atoms.atom(self.atom)
+
+    @property
+    def kernel_entry(self) -> str:
+        return self.STEM
+
+    def _preamble(self) -> str:
+        return atoms.declaration(self.entry)
 
     @property
     def operand_types(self) -> tuple[ElementType, ElementType]:

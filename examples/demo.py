@@ -18,7 +18,7 @@ from rich.table import Table
 
 import magicube_cutlass as mc
 from cute_kernels.integers import widen
-from magicube_cutlass.bench.problems import check_spmm, dense_baselines, exact_dtype, random_matrix, random_operand
+from magicube_cutlass.bench.problems import check_product, dense_baselines, exact_dtype, random_matrix, random_operand
 from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.cli.console import bytes_text
 
@@ -67,7 +67,7 @@ def run(path: Path, vector_length: int, lhs_bits: int, rhs_bits: int, budget: fl
     lhs, rhs = random_matrix(pattern, lhs_bits, 1), random_operand(k, N, rhs_bits, 2)
     lhs.check_format(full=True)
     dtype = exact_dtype(k, lhs_bits, rhs_bits)
-    check_spmm(lhs, rhs, mc.spmm(lhs, rhs, out_dtype=dtype))
+    check_product(lhs, rhs, mc.spmm(lhs, rhs, out_dtype=dtype))
     calls = {"spmm": lambda: mc.spmm(lhs, rhs, out_dtype=dtype), **dense_baselines(lhs, rhs)}
     if (lhs_bits, rhs_bits) in mc.SDDMM_PAIRS:
         x, y = check_sddmm(pattern, lhs_bits)

@@ -19,7 +19,7 @@ from cute_kernels.dtypes import Integer
 from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.spmm.heuristics import SpmmKernel, candidates, spmm_cost
 from cute_kernels.spmm.panel import PanelConfig
-from magicube_cutlass.dispatch.machine import _numbers, _with_numbers, forget, load, save  # noqa: F401
+from magicube_cutlass.dispatch.machine import _numbers, _with_numbers
 
 KIND = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
 _ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 14336)
@@ -138,12 +138,12 @@ def _problem(shape: tuple[int, int, int, float]) -> tuple[Any, Problem]:
 
 
 def wanted(count: int, machine: Machine) -> dict[SpmmKernel, None]:
-    """Return every kernel that :func:`measure` times."""
+    """Return every kernel that :func:`time_cases` times."""
     chosen = [shape for seed in (1, 2) for shape in shapes(count, seed)]
     return {config: None for shape in chosen for config in candidates(KIND, machine, _problem(shape)[1])}
 
 
-def measure(count: int, seed: int, machine: Machine) -> Iterator[Case]:
+def time_cases(count: int, seed: int, machine: Machine) -> Iterator[Case]:
     """Yield `count` cases of random shapes, timed on the current GPU."""
     from magicube_cutlass.formats.srbcrs import SRBCRS
     from magicube_cutlass.ops.spmm import spmm

@@ -36,7 +36,7 @@ _KERNELS: dict[str, set[str]] = {
     "convert": {"cpu", "jit", "dtypes", "integers", "operands", "machine"},
     "gemm": {"convert", "cpu", "jit", "operands", "machine"},
     "scaled_gemm": {"gemm", "convert", "float_format", "floats", "jit", "operands", "machine"},
-    "sparse_config": {"dtypes", "jit"},
+    "sparse_config": {"atoms", "dtypes", "jit"},
     "spmm": {
         "layout",
         "jit",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.pack import pack
+from cute_kernels.convert.pack import pack_rows
 from cute_kernels.cpu import engine
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit import workspace
@@ -288,7 +288,7 @@ def _digits_cuda(x: Tensor, rule: _DigitRule, count: int, axis: int | None, tran
     planes = launch(x, rule, count, scale, axis is None)
     if by_columns != transpose:  # the other memory order, by a copy
         rows = x.shape[0]
-        planes = [pack(p)[:, : x.shape[1]] if by_columns else pack(p.t())[:, :rows].t() for p in planes]
+        planes = [pack_rows(p)[:, : x.shape[1]] if by_columns else pack_rows(p.t())[:, :rows].t() for p in planes]
     return Digits(tuple(planes), scale)
 
 

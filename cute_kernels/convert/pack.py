@@ -40,7 +40,7 @@ class PackConfig(KernelConfig):
         return self.kernel
 
 
-def pack(plane: Tensor) -> Tensor:
+def pack_rows(plane: Tensor) -> Tensor:
     """Copy a plane into K-major rows that start at multiples of 16 bytes.
 
     Parameters

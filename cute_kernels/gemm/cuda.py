@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.pack import pack
+from cute_kernels.convert.pack import pack_rows
 from cute_kernels.gemm.config import GemmConfig, Products
 from cute_kernels.gemm.epilogue import epilogue_arguments, pointer_of
 from cute_kernels.gemm.heuristics import choose
@@ -25,7 +25,7 @@ from cute_kernels.operands import Rows, aligned, is_ready
 def _packed(plane: Tensor) -> Rows:
     """Return `plane`, (rows, K), as the kernels read it: copied unless it is K-major and aligned."""
     if not is_ready(plane):
-        plane = pack(plane)
+        plane = pack_rows(plane)
     pitch = plane.stride(0) if plane.shape[0] > 1 else aligned(plane.shape[1])
     return Rows(plane.data_ptr(), pitch, plane)
 

@@ -220,7 +220,7 @@ def find() -> Toolchain:
     return Toolchain(tuple(map(str, places)), {**versions, "cutlass": cutlass, **headers})
 
 
-def report() -> dict[str, str]:
+def describe() -> dict[str, str]:
     """Return the toolchain by name for a bug report; a missing one as its error text."""
     try:
         toolchain = find()

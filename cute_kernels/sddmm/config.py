@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
 from cute_kernels import atoms
-from cute_kernels.atoms import Atom
-from cute_kernels.dtypes import ElementType, digits
+from cute_kernels.dtypes import ElementType, num_digits
 from cute_kernels.jit.codegen import OUT_TYPES
+from cute_kernels.jit.kernel import Kernel
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sparse_config import SparseConfig
 
 
@@ -42,15 +43,10 @@ class SampleConfig(SparseConfig):
     out: str
     stride: int = 32
 
-    @cached_property
-    def entry(self) -> Atom:
-        """MMA atom."""
-        return atoms.atom(self.atom)
-
     @property
     def digits(self) -> tuple[int, int]:
         """Digit planes of X and of Y."""
-        return digits(self.x), digits(self.y)
+        return num_digits(self.x), num_digits(self.y)
 
     @property
     def shifted(self) -> bool:
@@ -97,16 +93,39 @@ class SampleConfig(SparseConfig):
         """
         raise NotImplementedError
 
+    def launch(
+        self,
+        kernel: Kernel,
+        pattern: Sequence[Tensor],
+        x: DenseArg,
+        y: DenseArg,
+        out: OutputArg,
+        row_scale: ScaleArg,
+        col_scale: ScaleArg,
+        pdl: bool = False,
+    ) -> None:
+        """Launch `kernel` on the current stream of torch.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            Compiled kernel of this config.
+        pattern : sequence of Tensor
+            The result of :meth:`index`, and the columns of the output slots, -1 in the padding.
+        x, y : DenseArg
+            Dense operands, row-major along K.
+        out : OutputArg
+            Output and sizes.
+        row_scale, col_scale : ScaleArg
+            Scales of the rows of X and of Y.
+        pdl : bool, default False
+            Start while the previous kernel on the stream ends.
+        """
+        raise NotImplementedError
+
     @property
     def kernel_header(self) -> str:
         return "sddmm/panel.cuh" if self.STEM == "sddmm_panel" else "sddmm/gather.cuh"
-
-    @property
-    def kernel_entry(self) -> str:
-        return self.STEM
-
-    def _preamble(self) -> str:
-        return atoms.declaration(self.entry)
 
     def _types(self) -> dict[str, str]:
         return {

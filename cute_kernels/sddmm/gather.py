@@ -156,23 +156,6 @@ class SddmmConfig(SampleConfig):
         col_scale: ScaleArg,
         pdl: bool = False,
     ) -> None:
-        """Launch `kernel` on the current stream of torch.
-
-        Parameters
-        ----------
-        kernel : Kernel
-            Compiled kernel of this config.
-        pattern : sequence of Tensor
-            The result of :meth:`index`, and the columns of the output slots, -1 in the padding.
-        x, y : DenseArg
-            Dense operands, row-major along K.
-        out : OutputArg
-            Output and sizes.
-        row_scale, col_scale : ScaleArg
-            Scales of the rows of X and of Y.
-        pdl : bool, default False
-            Start while the previous kernel on the stream ends.
-        """
         block_rows, columns = pattern
         blocks = block_rows.shape[0]
         kernel.launch(

@@ -168,25 +168,7 @@ class SddmmPanelConfig(SampleConfig):
         col_scale: ScaleArg,
         pdl: bool = False,
     ) -> None:
-        """Launch `kernel` on the current stream of torch.
-
-        A batch needs one launch per matrix if its stride is not a whole number of rows or exceeds a tensor map.
-
-        Parameters
-        ----------
-        kernel : Kernel
-            Compiled kernel of this config.
-        pattern : sequence of Tensor
-            The result of :meth:`index`, and the columns of the output slots, -1 in the padding.
-        x, y : DenseArg
-            Dense operands, row-major along K.
-        out : OutputArg
-            Output and sizes.
-        row_scale, col_scale : ScaleArg
-            Scales of the rows of X and of Y.
-        pdl : bool, default False
-            Start while the previous kernel on the stream ends.
-        """
+        # A batch needs one launch per matrix if its stride is not a whole number of rows or exceeds a tensor map.
         if out.inner == 0:  # X is all zeros in shared memory, so Y can be any valid address
             x, y = DenseArg(out.pointer, 16, 0, 0), DenseArg(out.pointer, 16, 0, 16)
         ranges, columns = pattern
@@ -195,10 +177,9 @@ class SddmmPanelConfig(SampleConfig):
         if unaligned or step * (out.batch - 1) + tiles * self.tile > _MAX_COORDINATE:
             size = slots * self.vector_length * OUT_BYTES[self.out]
             for i in range(out.batch):
-                at_x, at_y = (DenseArg(place.pointer + i * place.batch, place.pitch, 0, place.row) for place in (x, y))
-                rows_i, cols_i = (ScaleArg(s.pointer + 4 * i * s.batch, s.step, 0) for s in (row_scale, col_scale))
                 one = OutputArg(out.pointer + i * size, 1, *out[2:])
-                self.launch(kernel, pattern, at_x, at_y, one, rows_i, cols_i, pdl)
+                scales = row_scale.of_matrix(i), col_scale.of_matrix(i)
+                self.launch(kernel, pattern, x.of_matrix(i), y.of_matrix(i), one, *scales, pdl)
             return
         shape = (y.row, step * (out.batch - 1) + out.columns if out.inner else 1)
         box, swizzle = (self.box_bytes, min(self.tile, BOX_ROWS)), 128 if self.box_bytes == 128 else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels import atoms
-from cute_kernels.atoms import Atom
-from cute_kernels.dtypes import ElementType, Integer, digits, element_bits
+from cute_kernels.dtypes import ElementType, Integer, element_bits, num_digits
 from cute_kernels.float_format import FORMATS
 from cute_kernels.floats import decode, encode
 from cute_kernels.integers import split_digits, widen
 from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES
+from cute_kernels.jit.kernel import Kernel
 from cute_kernels.layout.fragments import pack_index, stride
-from cute_kernels.operands import OutputArg, ScaleArg, Vectors
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.sparse_config import SparseConfig
 
 
@@ -65,11 +66,6 @@ class SpmmConfig(SparseConfig):
     fuse_digits: bool = True
     swizzle: bool = True
 
-    @cached_property
-    def entry(self) -> Atom:
-        """MMA atom."""
-        return atoms.atom(self.atom)
-
     @property
     def mma_k(self) -> int:
         """Vectors per MMA: the K of the atom. So many vectors of one vector row are a group."""
@@ -82,7 +78,7 @@ class SpmmConfig(SparseConfig):
         Fused digits have the same sign: both unsigned, or both signed for 12 bits, whose low digit fits a signed byte.
         """
         one_sign = not self.a.signed or self.a.bits == 12
-        return self.fuse_digits and one_sign and digits(self.a) == 2 and self.vector_length <= 4
+        return self.fuse_digits and one_sign and num_digits(self.a) == 2 and self.vector_length <= 4
 
     @property
     def packed(self) -> bool:
@@ -99,7 +95,7 @@ class SpmmConfig(SparseConfig):
     @property
     def digits(self) -> tuple[int, int]:
         """Digit planes of A and of B."""
-        return digits(self.a), digits(self.b)
+        return num_digits(self.a), num_digits(self.b)
 
     @property
     def products(self) -> int:
@@ -137,13 +133,6 @@ class SpmmConfig(SparseConfig):
     def kernel_header(self) -> str:
         return self.STEM.replace("_", "/") + ".cuh"
 
-    @property
-    def kernel_entry(self) -> str:
-        return self.STEM
-
-    def _preamble(self) -> str:
-        return atoms.declaration(self.entry)
-
     def _types(self) -> dict[str, str]:
         return {
             "FormatA": atoms.format_type(self.stored),
@@ -159,6 +148,50 @@ class SpmmConfig(SparseConfig):
 
     def _tags(self) -> list[str]:
         return [name for name, on in (("unstacked", self.fuse_digits), ("unswizzled", self.swizzle)) if not on]
+
+    def pack(self, vectors: Vectors, inner: int) -> Sequence[Tensor]:
+        """Pack the sparse operand for this kernel, on its device.
+
+        Parameters
+        ----------
+        vectors : Vectors
+            Sparse operand.
+        inner : int
+            K, columns of A.
+        """
+        raise NotImplementedError
+
+    def launch(
+        self,
+        kernel: Kernel,
+        matrix: Sequence[Tensor],
+        b: DenseArg,
+        out: OutputArg,
+        row_scale: ScaleArg,
+        col_scale: ScaleArg,
+        bias: int,
+        pdl: bool = False,
+    ) -> None:
+        """Launch `kernel` on the current stream of torch.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            Compiled kernel of this config.
+        matrix : sequence of Tensor
+            Packed operand A, as :meth:`pack` returns it.
+        b : DenseArg
+            Dense operand, row-major.
+        out : OutputArg
+            Output and sizes.
+        row_scale, col_scale : ScaleArg
+            Scales of A and of B.
+        bias : int
+            Address of the float32 bias, one per row of the output, or 0.
+        pdl : bool, default False
+            Start while the previous kernel on the stream ends.
+        """
+        raise NotImplementedError
 
     def vector_stores(self, out: OutputArg, col_scale: ScaleArg) -> int:
         """Return 1 if a lane's neighboring results and their scales allow vector stores and loads, else 0."""

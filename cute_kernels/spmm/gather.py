@@ -141,25 +141,6 @@ class GatherConfig(SpmmConfig):
         bias: int,
         pdl: bool = False,
     ) -> None:
-        """Launch `kernel` on the current stream of torch.
-
-        Parameters
-        ----------
-        kernel : Kernel
-            Compiled kernel of this config.
-        matrix : sequence of Tensor
-            :class:`PackedGather` of A.
-        b : DenseArg
-            Dense operand, row-major.
-        out : OutputArg
-            Output and sizes.
-        row_scale, col_scale : ScaleArg
-            Scales of A and of B.
-        bias : int
-            Address of the float32 bias, one per row of the output, or 0.
-        pdl : bool, default False
-            Start while the previous kernel on the stream ends.
-        """
         offsets, columns, values = matrix
         rows, row = offsets.shape[0] - 1, -(-out.columns * element_bits(self.b) // 8)
         kernel.launch(
@@ -174,8 +155,11 @@ class GatherConfig(SpmmConfig):
         )  # fmt: skip
 
     def pack(self, vectors: Vectors, inner: int) -> PackedGather:
-        """Pack `vectors`, a matrix of `inner` columns."""
-        return pack_gather(self, vectors)
+        offsets, positions = group_offsets(vectors.row_offsets, self.mma_k)
+        groups = int(offsets[-1])
+        columns = torch.full((groups * self.mma_k,), -1, dtype=torch.int32, device=offsets.device)
+        columns[positions] = vectors.columns
+        return PackedGather(offsets, columns, pack_fragments(self, vectors, positions, groups))
 
 
 class PackedGather(NamedTuple):
@@ -183,43 +167,15 @@ class PackedGather(NamedTuple):
 
     Examples
     --------
-    >>> offsets, columns = torch.tensor([0, 1]), torch.zeros(32, dtype=torch.int32)
-    >>> packed = PackedGather(offsets, columns, torch.zeros(1, 256, dtype=torch.uint8))
-    >>> packed.group_offsets.tolist()
-    [0, 1]
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
+    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
+    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
+    >>> packed = config.pack(vectors, inner=512)
+    >>> packed.columns[:3].tolist(), packed.values.shape
+    ([1, 5, -1], torch.Size([1, 256]))
     """
 
     group_offsets: Tensor  # (R + 1,) int64, first group of each vector row
     columns: Tensor  # (groups * mma_k,) int32, -1 in the padding, where the values are 0
     values: Tensor  # (groups, bytes per group) uint8, fragment order
-
-
-def pack_gather(config: GatherConfig, vectors: Vectors) -> PackedGather:
-    """Pack the sparse operand for the gather kernel, on its device.
-
-    Parameters
-    ----------
-    config : GatherConfig
-        Kernel config.
-    vectors : Vectors
-        Sparse operand.
-
-    Returns
-    -------
-    PackedGather
-
-    Examples
-    --------
-    >>> from cute_kernels.dtypes import Integer
-    >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
-    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
-    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
-    >>> packed = pack_gather(config, vectors)
-    >>> packed.columns[:3].tolist(), packed.values.shape
-    ([1, 5, -1], torch.Size([1, 256]))
-    """
-    offsets, positions = group_offsets(vectors.row_offsets, config.mma_k)
-    groups = int(offsets[-1])
-    columns = torch.full((groups * config.mma_k,), -1, dtype=torch.int32, device=offsets.device)
-    columns[positions] = vectors.columns
-    return PackedGather(offsets, columns, pack_fragments(config, vectors, positions, groups))

@@ -158,35 +158,13 @@ class PanelConfig(RingConfig, SpmmConfig):
         bias: int,
         pdl: bool = False,
     ) -> None:
-        """Launch `kernel` on the current stream of torch.
-
-        A batch needs one launch per matrix if its stride is not a whole number of rows or exceeds a tensor map.
-
-        Parameters
-        ----------
-        kernel : Kernel
-            Compiled kernel of this config.
-        matrix : sequence of Tensor
-            :class:`PackedPanel` of A.
-        b : DenseArg
-            Dense operand, row-major.
-        out : OutputArg
-            Output and sizes.
-        row_scale, col_scale : ScaleArg
-            Scales of A and of B.
-        bias : int
-            Address of the float32 bias, one per row of the output, or 0.
-        pdl : bool, default False
-            Start while the previous kernel on the stream ends.
-        """
+        # A batch needs one launch per matrix if its stride is not a whole number of rows or exceeds a tensor map.
         step, unaligned = divmod(b.batch, b.pitch) if out.batch > 1 else (0, 0)
         if unaligned or step * (out.batch - 1) + out.inner > _MAX_COORDINATE:
             size = out.rows * out.columns * OUT_BYTES[self.out]
             for i in range(out.batch):
-                one = OutputArg(out.pointer + i * size, 1, out.rows, out.inner, out.columns)
-                scales = ScaleArg(col_scale.pointer + 4 * i * col_scale.batch, col_scale.step, 0)
-                place = DenseArg(b.pointer + i * b.batch, b.pitch, 0, b.row)
-                self.launch(kernel, matrix, place, one, row_scale, scales, bias, pdl)
+                one = OutputArg(out.pointer + i * size, 1, *out[2:])
+                self.launch(kernel, matrix, b.of_matrix(i), one, row_scale, col_scale.of_matrix(i), bias, pdl)
             return
         rows = -(-out.rows // self.vector_length)
         shape = (b.row, step * (out.batch - 1) + out.inner)
@@ -212,8 +190,46 @@ class PanelConfig(RingConfig, SpmmConfig):
         )  # fmt: skip
 
     def pack(self, vectors: Vectors, inner: int) -> PackedPanel:
-        """Pack `vectors`, a matrix of `inner` columns."""
-        return pack_panel(self, vectors, inner)
+        vectors, order = balance_rows(vectors, self)
+        mma_k, device = self.mma_k, vectors.columns.device
+        tiles = -(-inner // self.tile)
+        rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
+        where = (vectors.columns, vectors.row_offsets, self.tile, tiles, mma_k, self.tile_window)
+        slots = ordered_slots(*where) if self.ordered else sequential_slots(*where)
+        row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
+        used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
+        offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        torch.cumsum((used + mma_k - 1) // mma_k, 0, out=offsets[1:])
+        groups = int(offsets[-1])
+        positions = offsets[row_of] * mma_k + slots  # (vectors,)
+
+        last = torch.zeros(groups, dtype=torch.int64, device=device)
+        last.scatter_reduce_(0, positions // mma_k, vectors.columns.to(torch.int64) // self.tile, "amax")
+        owner = torch.repeat_interleave(offsets.diff(), output_size=groups)
+        # A record runs after the previous ones of its vector row.
+        last = torch.cummax(last + owner * tiles, 0).values - owner * tiles
+        per_warp = self.rows_per_warp
+        units = rows // per_warp
+        use = (owner // per_warp * tiles + last) * per_warp + owner % per_warp  # (groups,) unit, tile, vector row
+        counts = torch.zeros(units + 2, tiles, per_warp + per_warp % 2, dtype=torch.int16, device=device)
+        counts[:units, :, :per_warp] = torch.bincount(use, minlength=units * tiles * per_warp).view(
+            units, tiles, per_warp
+        )
+        starts = offsets[::per_warp].contiguous()
+
+        slot = (vectors.columns % self.ring).to(torch.int64)
+        chunks = self.tile_n_bytes // 16
+        place = slot * chunks + (slot // (128 // self.tile_n_bytes) % chunks if self.swizzle else 0)
+        # Padding repeats the row of B of the first vector of its group: it has arrived, and has no extra conflict.
+        places = torch.zeros(groups, mma_k, dtype=torch.int64, device=device)
+        firsts = positions % mma_k == 0
+        places[positions[firsts] // mma_k] = place[firsts][:, None]
+        places.view(-1)[positions] = place
+        values = pack_fragments(self, vectors, positions, groups)
+        records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
+        if per_warp > 1:
+            records = records[torch.argsort(use, stable=True)]
+        return PackedPanel(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _PREFETCHED_RECORDS)), order)
 
 
 class PackedPanel(NamedTuple):
@@ -225,11 +241,12 @@ class PackedPanel(NamedTuple):
     Examples
     --------
     >>> from cute_kernels.dtypes import Integer
-    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
+    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32", ordered=False)
     >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
     >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
-    >>> config.pack(vectors, inner=512)._fields
-    ('group_offsets', 'tile_counts', 'records', 'order')
+    >>> packed = config.pack(vectors, inner=512)
+    >>> packed.records.shape, packed.tile_counts[0, :, 0].tolist(), packed.order[0].item()
+    (torch.Size([9, 320]), [1, 0], 0)
     """
 
     group_offsets: Tensor  # (units + 1,) int64, first record of each unit
@@ -240,72 +257,6 @@ class PackedPanel(NamedTuple):
     records: Tensor
     # ((units + 1) * rows_per_warp,) int32, vector row at each place of a unit; vector_rows if there is none.
     order: Tensor
-
-
-def pack_panel(config: PanelConfig, vectors: Vectors, inner: int) -> PackedPanel:
-    """Pack the sparse operand for the panel kernel, on its device.
-
-    Parameters
-    ----------
-    config : PanelConfig
-        Kernel config.
-    vectors : Vectors
-        Sparse operand.
-    inner : int
-        K, columns of A.
-
-    Returns
-    -------
-    PackedPanel
-
-    Examples
-    --------
-    >>> from cute_kernels.dtypes import Integer
-    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32", ordered=False)
-    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
-    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
-    >>> packed = pack_panel(config, vectors, inner=512)
-    >>> packed.records.shape, packed.tile_counts[0, :, 0].tolist(), packed.order[0].item()
-    (torch.Size([9, 320]), [1, 0], 0)
-    """
-    vectors, order = balance_rows(vectors, config)
-    mma_k, device = config.mma_k, vectors.columns.device
-    tiles = -(-inner // config.tile)
-    rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
-    where = (vectors.columns, vectors.row_offsets, config.tile, tiles, mma_k, config.tile_window)
-    slots = ordered_slots(*where) if config.ordered else sequential_slots(*where)
-    row_of = torch.repeat_interleave(vectors.row_offsets.diff(), output_size=total)
-    used = torch.zeros(rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_of, slots + 1, "amax")
-    offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-    torch.cumsum((used + mma_k - 1) // mma_k, 0, out=offsets[1:])
-    groups = int(offsets[-1])
-    positions = offsets[row_of] * mma_k + slots  # (vectors,)
-
-    last = torch.zeros(groups, dtype=torch.int64, device=device)
-    last.scatter_reduce_(0, positions // mma_k, vectors.columns.to(torch.int64) // config.tile, "amax")
-    owner = torch.repeat_interleave(offsets.diff(), output_size=groups)
-    # A record runs after the previous ones of its vector row.
-    last = torch.cummax(last + owner * tiles, 0).values - owner * tiles
-    per_warp = config.rows_per_warp
-    units = rows // per_warp
-    use = (owner // per_warp * tiles + last) * per_warp + owner % per_warp  # (groups,) unit, tile, vector row
-    counts = torch.zeros(units + 2, tiles, per_warp + per_warp % 2, dtype=torch.int16, device=device)
-    counts[:units, :, :per_warp] = torch.bincount(use, minlength=units * tiles * per_warp).view(units, tiles, per_warp)
-    starts = offsets[::per_warp].contiguous()
-
-    slot = (vectors.columns % config.ring).to(torch.int64)
-    chunks = config.tile_n_bytes // 16
-    place = slot * chunks + (slot // (128 // config.tile_n_bytes) % chunks if config.swizzle else 0)
-    # Padding repeats the row of B of the first vector of its group: that row has arrived, and has no extra conflict.
-    places = torch.zeros(groups, mma_k, dtype=torch.int64, device=device)
-    firsts = positions % mma_k == 0
-    places[positions[firsts] // mma_k] = place[firsts][:, None]
-    places.view(-1)[positions] = place
-    values = pack_fragments(config, vectors, positions, groups)
-    records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
-    if per_warp > 1:
-        records = records[torch.argsort(use, stable=True)]
-    return PackedPanel(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _PREFETCHED_RECORDS)), order)
 
 
 def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor]:

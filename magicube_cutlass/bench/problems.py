@@ -58,7 +58,7 @@ def exact_spmm(lhs: SRBCRS, rhs: QuantTensor) -> Tensor:
     return torch.from_numpy(left @ right).to(torch.int64)
 
 
-def check_spmm(lhs: SRBCRS, rhs: QuantTensor, product: Tensor) -> None:
+def check_product(lhs: SRBCRS, rhs: QuantTensor, product: Tensor) -> None:
     """Raise `ArithmeticError` with the first wrong element unless `product` is exact in each row."""
     expected = exact_spmm(lhs, rhs)
     wrong = (product.to(torch.int64) != expected).nonzero()

@@ -82,7 +82,7 @@ def _engine() -> dict[str, str]:
 def _jit() -> dict[str, str]:
     from cute_kernels.jit import cache, toolchain
 
-    return {**toolchain.report(), "jit cache": f"{cache.directory()} ({len(cache.entries())} kernels)"}
+    return {**toolchain.describe(), "jit cache": f"{cache.directory()} ({len(cache.entries())} kernels)"}
 
 
 def _gpus() -> str:

@@ -54,7 +54,7 @@ def _colors(thread: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return hsv_to_rgb(np.stack([thread // 4 % 8 / 8, strength, np.ones(thread.shape)], axis=-1))
 
 
-def draw(entry: Atom, operand: str, out: Path) -> None:
+def draw_layout(entry: Atom, operand: str, out: Path) -> None:
     """Draw the operand as a grid of elements, labelled with thread and value and colored by thread."""
     thread, value = cells(entry, operand)
     rows, columns = thread.shape
@@ -137,5 +137,5 @@ def layout(
         output().print(facts(entry.name, describe(entry)))
         return
     with working(f"drawing {atom}"):
-        draw(entry, operand, out)
+        draw_layout(entry, operand, out)
     output().print(f"wrote {out}")

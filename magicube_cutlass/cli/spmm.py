@@ -10,7 +10,7 @@ import typer
 
 import magicube_cutlass as mc
 from cute_kernels.integers import check_bits
-from magicube_cutlass.bench.problems import check_spmm, dense_baselines, exact_dtype, random_matrix, random_operand
+from magicube_cutlass.bench.problems import check_product, dense_baselines, exact_dtype, random_matrix, random_operand
 from magicube_cutlass.bench.timing import Timing, measure
 from magicube_cutlass.cli.console import bytes_text, facts, output, working
 
@@ -58,7 +58,7 @@ def spmm(
         lhs, rhs = random_matrix(pattern, lhs_bits, seed), random_operand(k, n, rhs_bits, seed + 1)
         baselines = {} if 0 in (m, k) else dense_baselines(lhs, rhs)
     with working("checking against the exact product"):
-        check_spmm(lhs, rhs, mc.spmm(lhs, rhs, out_dtype=dtype))
+        check_product(lhs, rhs, mc.spmm(lhs, rhs, out_dtype=dtype))
     with working("timing"):
         times = measure({"spmm": lambda: mc.spmm(lhs, rhs, out_dtype=dtype), **baselines})
     seconds = times["spmm"].median

@@ -39,7 +39,7 @@ def stride_cells(pattern: Pattern, stride: int) -> np.ndarray[Any, np.dtype[np.f
     return cells.view(height, width).numpy()
 
 
-def draw(pattern: Pattern, stride: int, title: str, out: Path) -> None:
+def draw_pattern(pattern: Pattern, stride: int, title: str, out: Path) -> None:
     """Draw a pattern beside the lengths of its vector rows and their padding."""
     figure = _plots()(figsize=(11, 6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
@@ -119,5 +119,5 @@ def spy(
     name = file.name if file is not None else str(mask)
     with working(f"drawing {name}"):
         pattern = parse_mask(str(mask), vector_length) if file is None else read_smtx(file, vector_length=vector_length)
-        draw(pattern, stride, name, out)
+        draw_pattern(pattern, stride, name, out)
     output().print(f"wrote {out}")

@@ -14,27 +14,25 @@ from magicube_cutlass.cli.console import output
 
 
 def tune(
-    cases: Annotated[
-        int, typer.Option(min=8, help="Shapes to fit the constants to, and as many to judge them by.")
-    ] = 40,
-    reset: Annotated[bool, typer.Option("--reset", help="Forget what was measured on this GPU.")] = False,
+    cases: Annotated[int, typer.Option(min=8, help="Shapes for the fit, and as many for its test.")] = 40,
+    reset: Annotated[bool, typer.Option("--reset", help="Remove the stored constants of this GPU.")] = False,
 ) -> None:
-    """Measure what the choice of an SpMM kernel needs to know of this GPU, and keep it for this user.
+    """Fit the cost models of SpMM kernel selection to this GPU and store them for this user.
 
-    Without it the constants of an H200 are used.  New constants are kept only if they choose better than the present
-    ones on shapes that they were not fitted to.
+    The default constants are those of an H200. New constants are stored only if they select better than the present
+    ones on shapes to which they were not fitted.
     """
     if not torch.cuda.is_available():
         raise typer.BadParameter("tune needs a CUDA device, and torch finds none")
     from cute_kernels import jit
     from magicube_cutlass import tuning
-    from magicube_cutlass.dispatch.machine import get_machine
+    from magicube_cutlass.dispatch.machine import forget_models, get_machine, save_models
 
     device, console = torch.cuda.get_device_name(), Console(stderr=True)
     if reset:
-        there = tuning.forget(device)
+        there = forget_models(device)
         get_machine.cache_clear()
-        output().print(f"forgot what was measured on {device}" if there else f"nothing was measured on {device}")
+        output().print(f"removed the constants of {device}" if there else f"no constants are stored for {device}")
         return
     machine = get_machine(torch.cuda.current_device())
     configs = tuning.wanted(cases, machine)
@@ -43,15 +41,15 @@ def tune(
     ):
         pass
     fitted_to, held_out = (
-        list(track(tuning.measure(cases, seed, machine), f"timing {seed} of 2", cases, console=console))
+        list(track(tuning.time_cases(cases, seed, machine), f"timing {seed} of 2", cases, console=console))
         for seed in (1, 2)
     )
     found = tuning.fit(fitted_to, machine)
     before, after = tuning.judge(held_out, machine), tuning.judge(held_out, found)
     output().print(f"present constants: {before}\nnew constants: {after}")
     if (after.near, -after.worst) > (before.near, -before.worst):
-        tuning.save(device, found)
+        save_models(device, found)
         get_machine.cache_clear()
-        output().print(f"the new constants are used on {device} from now on")
+        output().print(f"the new constants are stored for {device}")
     else:
-        output().print("the present constants stay")
+        output().print("the present constants remain")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.pack import pack
+from cute_kernels.convert.pack import pack_rows
 from cute_kernels.cpu.engine import DenseOperand, batch_stride
 from cute_kernels.dtypes import INTEGER_OUT
 from cute_kernels.integers import fetch, store
@@ -47,7 +47,7 @@ def is_column_major_bytes(rows: Tensor) -> bool:
 def to_row_major(rows: Tensor) -> Tensor:
     """Return a row-major copy of such an operand; torch would copy byte by byte."""
     with device_of(rows):
-        return pack(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
+        return pack_rows(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
 
 
 def copies(dense: DenseOperand, dim: int) -> bool:

@@ -15,7 +15,7 @@ _ROOM = "models"
 
 def _numbers(model: PanelModel | GatherModel) -> list[float]:
     return [each for value in asdict(model).values() for each in
-            ([factor for _, factor in value] if isinstance(value, tuple) else [value])]  # fmt: skip
+            ([number for _, number in value] if isinstance(value, tuple) else [value])]  # fmt: skip
 
 
 def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
@@ -27,12 +27,12 @@ def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
     return replace(model, **found)
 
 
-def save(device: str, machine: Machine) -> None:
+def save_models(device: str, machine: Machine) -> None:
     """Store the cost models of a GPU, by the name of the device."""
     measured.save(_ROOM, device, {"panel": _numbers(machine.panel), "gather": _numbers(machine.gather)})
 
 
-def load(device: str, machine: Machine) -> Machine:
+def load_models(device: str, machine: Machine) -> Machine:
     """Return the machine with the stored cost models of this GPU; unchanged if there are none."""
     found = measured.load(_ROOM, device)
     models: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def load(device: str, machine: Machine) -> Machine:
     return replace(machine, **models)
 
 
-def forget(device: str) -> bool:
+def forget_models(device: str) -> bool:
     """Remove the stored models of this GPU; return whether there were any."""
     path = measured.path_of(_ROOM, device)
     there = path.is_file()
@@ -64,4 +64,4 @@ def get_machine(device: int) -> Machine:
 
     with torch.cuda.device(device):
         plain = Machine(current_arch(), torch.cuda.get_device_properties(device).multi_processor_count)
-    return load(torch.cuda.get_device_name(device), plain)
+    return load_models(torch.cuda.get_device_name(device), plain)

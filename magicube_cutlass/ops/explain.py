@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.cpu import engine
-from cute_kernels.dtypes import check_pair, digits, result_dtype
+from cute_kernels.dtypes import check_pair, num_digits, result_dtype
 from magicube_cutlass.dispatch.dense_fallback import forecast
 from magicube_cutlass.dispatch.plan import plan_spmm, problem, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
@@ -64,7 +64,7 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     order = "row" if engine.run_dim(operand) == -1 else "column"
     return (
         f"CPU engine, {engine.isa()} path, {threads} threads: {matrix.shape[0]} x {matrix.shape[1]} "
-        f"times {tuple(dense.shape)}, {digits(lhs)} x {digits(rhs)} digits of 8 bits, B {order}-major, "
+        f"times {tuple(dense.shape)}, {num_digits(lhs)} x {num_digits(rhs)} digits of 8 bits, B {order}-major, "
         "panels of 64 columns" + ("" if predicted is None else f"\n{predicted}")
     )
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import magicube_cutlass as mc
 from cute_kernels.integers import int_range
-from magicube_cutlass.bench.problems import check_spmm, exact_spmm, random_matrix, random_operand
+from magicube_cutlass.bench.problems import check_product, exact_spmm, random_matrix, random_operand
 from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.cli import app, main
 from magicube_cutlass.cli.console import bytes_text
@@ -82,10 +82,10 @@ def test_check_finds_a_wrong_element_in_any_row(row: int) -> None:
     lhs = random_matrix(mc.random_pattern(20, 64, 0.9, 8), 8, 0)
     rhs = random_operand(64, 16, 8, 1)
     product = mc.spmm(lhs, rhs)
-    check_spmm(lhs, rhs, product)
+    check_product(lhs, rhs, product)
     product[row, 5] += 1
     with pytest.raises(ArithmeticError, match=rf"element \({row}, 5\)"):
-        check_spmm(lhs, rhs, product)
+        check_product(lhs, rhs, product)
 
 
 @pytest.mark.parametrize("signed", [True, False])

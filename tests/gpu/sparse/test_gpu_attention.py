@@ -17,7 +17,6 @@ from cute_kernels.attention.sparse_softmax import SoftmaxConfig
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range, widen
 from cute_kernels.operands import Vectors
-from cute_kernels.spmm.gather import pack_gather
 from magicube_cutlass import masks
 from magicube_cutlass.attention import softmax, sparse_attention, sparse_softmax
 from magicube_cutlass.attention.block_diagonal import repeat_on_diagonal
@@ -125,9 +124,8 @@ def test_the_copy_in_fragment_order_is_the_one_that_the_product_would_make(v: in
         scale = found.scale.view(3, -1) / factors[:, None]
         assert torch.allclose(scale[:, :100].flatten(), matrix.scale.view(3, -1)[:, :100].flatten(), rtol=1e-6)
         pattern = matrix.pattern
-        copy = pack_gather(
-            config, Vectors(pattern.row_offsets, pattern.col_indices, matrix.vectors(), Integer(bits, False))
-        )
+        vectors = Vectors(pattern.row_offsets, pattern.col_indices, matrix.vectors(), Integer(bits, False))
+        copy = config.pack(vectors, pattern.shape[1])
         given = softmax.packed_probabilities(on, 32, found.values)
         assert all(torch.equal(a, b) for a, b in zip(given, copy, strict=True))
 

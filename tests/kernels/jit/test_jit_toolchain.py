@@ -41,7 +41,7 @@ def test_found_on_this_machine() -> None:
     for header in ("device/mma.cuh", "cute/tensor.hpp", "cuda_runtime_api.h", "cuda/std/cstdint", "nv/target"):
         assert any(os.path.isfile(os.path.join(folder, header)) for folder in found.include_dirs), header
     assert toolchain.find() is found
-    assert found.versions.items() <= toolchain.report().items()
+    assert found.versions.items() <= toolchain.describe().items()
 
 
 def test_a_toolkit_alone_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_unfit_headers_are_named(
     for word in [*words, str(folder)]:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert toolchain.report() == {"jit": str(caught.value)}
+    assert toolchain.describe() == {"jit": str(caught.value)}
 
 
 def test_all_missing_parts_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

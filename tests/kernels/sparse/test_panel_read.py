@@ -14,7 +14,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 from cute_kernels.dtypes import Integer
 from cute_kernels.layout.bank_conflicts import Access, report, swizzled
 from cute_kernels.operands import Vectors
-from cute_kernels.spmm.panel import PanelConfig, pack_panel
+from cute_kernels.spmm.panel import PanelConfig
 from tests.helpers import random_mask
 from tests.kernels.layout.test_fragments import blocks_of, operand_a, operand_b, values_of
 
@@ -83,7 +83,7 @@ def test_a_warp_multiplies_its_vector_rows(tile_n_bytes: int, rows: int, a_bits:
     columns, offsets = mask.nonzero()[:, 1].to(torch.int32), torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
     values = rng.integers(-top, top, (len(columns), v))
     vectors = Vectors(offsets, columns, torch.from_numpy(values).to(torch.int8), config.a)
-    copy = pack_panel(config, vectors, inner)
+    copy = config.pack(vectors, inner)
     order, units = copy.order.tolist(), -(-4 // (config.warps * rows)) * config.warps
     assert sorted(order)[:4] == [0, 1, 2, 3] and len(order) == (units + 1) * rows
     assert all(row == 4 for row in order[-rows:])
@@ -113,7 +113,7 @@ def test_the_order_spares_conflicts() -> None:
     vectors, means = Vectors(torch.tensor([0, len(columns)]), columns, values, Integer(8, True)), []
     for ordered in (False, True):
         config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32", ordered=ordered)
-        copy = pack_panel(config, vectors, 2048)
+        copy = config.pack(vectors, 2048)
         memory = np.zeros(config.ring * config.tile_n_bytes, dtype=np.uint8)
         _, seen = product_of(config, copy.records[:-AHEAD].numpy(), memory)
         (line,) = report([Access("reads", "ldmatrix.x4", np.stack(seen))])
@@ -127,7 +127,7 @@ def test_dealt_rows_are_equal_shares(rows: int) -> None:
     columns, offsets = mask.nonzero()[:, 1].to(torch.int32), torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
     vectors = Vectors(offsets, columns, torch.ones(len(columns), 8, dtype=torch.int8), Integer(8, True))
     config = replace(config_of(128, 8, 8, rows), warps=8)
-    order = pack_panel(config, vectors, 2048).order[:-rows]
+    order = config.pack(vectors, 2048).order[:-rows]
     share = rows if rows > 1 else config.warps  # of a warp, or of a block
     placed = torch.nn.functional.pad(mask.sum(1), (0, 1))[order.long()]
     shares = placed.view(-1, share).sum(1)

@@ -16,7 +16,6 @@ from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
 from cute_kernels.jit import compile_unit
 from cute_kernels.operands import Vectors
-from cute_kernels.spmm.gather import pack_gather
 from magicube_cutlass import random_pattern
 from magicube_cutlass.formats.construct import narrow
 from tests.helpers import disassemble
@@ -121,7 +120,7 @@ def test_integers_are_written_in_the_order_that_the_product_reads(config: Softma
     vectors = Vectors(
         pattern.row_offsets, pattern.col_indices, narrow(values, config.bits, False), Integer(config.bits, False)
     )
-    copy = pack_gather(config.sparse, vectors)
+    copy = config.sparse.pack(vectors, 150)
     padded = pattern.padded(32)
     codes = torch.zeros(padded.col_indices.shape[0], v, dtype=torch.int64)
     codes[padded.slots] = values

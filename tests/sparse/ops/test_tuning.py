@@ -12,6 +12,7 @@ from cute_kernels.machine import GatherModel, Machine, PanelModel, Problem
 from cute_kernels.spmm.heuristics import candidates
 from magicube_cutlass import tuning
 from magicube_cutlass.dispatch import measured
+from magicube_cutlass.dispatch.machine import forget_models, load_models, save_models
 from magicube_cutlass.dispatch.plan import size_bucket
 from magicube_cutlass.tuning import KIND, Case, fit, judge
 
@@ -50,13 +51,13 @@ def test_constants_that_were_wrong_are_mended_by_measured_times() -> None:
 
 def test_what_is_kept_for_a_gpu_comes_back_and_can_be_forgotten() -> None:
     other = replace(H200, panel=replace(PanelModel(), chunk=9.0), gather=replace(GatherModel(), team=7.5))
-    assert tuning.load("Some GPU", H200) == H200
-    tuning.save("Some GPU", other)
-    assert tuning.load("Some GPU", H200) == other
-    assert tuning.load("Another GPU", H200) == H200
+    assert load_models("Some GPU", H200) == H200
+    save_models("Some GPU", other)
+    assert load_models("Some GPU", H200) == other
+    assert load_models("Another GPU", H200) == H200
     assert measured.path_of("models", "Some GPU").stat().st_mode & 0o777 == 0o600
-    assert tuning.forget("Some GPU") and not tuning.forget("Some GPU")
-    assert tuning.load("Some GPU", H200) == H200
+    assert forget_models("Some GPU") and not forget_models("Some GPU")
+    assert load_models("Some GPU", H200) == H200
 
 
 DAMAGES = ["", "{", "[]", "null", "1" * 400, "[" * 100_000, '{"panel": [1.0], "gather": [1.0]}', '{"panel": 3}']
@@ -64,27 +65,27 @@ DAMAGES = ["", "{", "[]", "null", "1" * 400, "[" * 100_000, '{"panel": [1.0], "g
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage[:30])
 def test_a_damaged_file_changes_nothing(damage: str) -> None:
-    tuning.save("Some GPU", H200)
+    save_models("Some GPU", H200)
     measured.path_of("models", "Some GPU").write_text(damage)
-    assert tuning.load("Some GPU", H200) == H200
+    assert load_models("Some GPU", H200) == H200
 
 
 def test_impossible_constants_change_nothing() -> None:
-    tuning.save("Some GPU", H200)
+    save_models("Some GPU", H200)
     path = measured.path_of("models", "Some GPU")
     for value in (-1.0, 0.0, float("inf"), float("nan"), "1", None, [1.0], 10**400):
         kept = json.loads(path.read_text())
         kept["gather"][0] = value
         path.write_text(json.dumps(kept))
-        assert tuning.load("Some GPU", H200) == H200
+        assert load_models("Some GPU", H200) == H200
 
 
 def test_a_link_in_the_files_place_is_not_followed(tmp_path: Path) -> None:
-    tuning.save("Some GPU", replace(H200, gather=replace(GatherModel(), team=7.5)))
+    save_models("Some GPU", replace(H200, gather=replace(GatherModel(), team=7.5)))
     path = measured.path_of("models", "Some GPU")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert tuning.load("Some GPU", H200) == H200
+    assert load_models("Some GPU", H200) == H200
 
 
 def test_shapes_differ_and_stay_small() -> None:
