@@ -106,9 +106,9 @@ def render_gpu(results: dict[str, Any]) -> str:
             row for case in results["spmm"] for row in case["rivals"] if row["name"] == "dense fp16"
         ],
     }
-    told = ", ".join(f"{name} {median(row['enqueue_us'] for row in rows):.0f}" for name, rows in hosts.items())
+    text = ", ".join(f"{name} {median(row['enqueue_us'] for row in rows):.0f}" for name, rows in hosts.items())
     return "\n".join(
-        [*lines, "", f"Microseconds of the host for a warm call, which are no part of the above (median): {told}."]
+        [*lines, "", f"Microseconds of the host for a warm call, which are no part of the above (median): {text}."]
     )
 
 
@@ -214,9 +214,9 @@ def render_llm(results: dict[str, Any]) -> str:
             losses.append(takes / min(row["us"], row["dense_us"]))
     if losses:
         right = sum(loss == 1 for loss in losses)
-        told = f"`allow_dense=True` takes the faster product in {right} of {len(losses)} cases of L8-R8, and in the "
-        told += f"worst one takes {max(losses):.2f} times as long; the copy of a row-major B is counted."
-        lines += ["", told]
+        text = f"`allow_dense=True` takes the faster product in {right} of {len(losses)} cases of L8-R8, and in the "
+        text += f"worst one takes {max(losses):.2f} times as long; the copy of a row-major B is counted."
+        lines += ["", text]
     return "\n".join(lines)
 
 

@@ -38,10 +38,10 @@ def inputs(kind: str, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+def exact(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Dense attention with the mask, in ``dtype``."""
     s = q.to(dtype) @ k.to(dtype).mT * DEPTH**-0.5
-    return torch.softmax(s.masked_fill(~kept, -math.inf), -1) @ v.to(dtype)
+    return torch.softmax(s.masked_fill(~visible, -math.inf), -1) @ v.to(dtype)
 
 
 def mask_of(name: str, length: int) -> mc.Pattern:
@@ -58,9 +58,9 @@ def rows(length: int) -> list[dict[str, object]]:
         q, k, v = inputs(kind, length)
         for name in ("random 0.9", "random 0.95", "bigbird"):
             mask = mask_of(name, length)
-            kept = mask.to_dense()
-            truth = exact(q, k, v, kept)
-            errors = {"float16": exact(q, k, v, kept, torch.float16)}
+            visible = mask.to_dense()
+            truth = exact(q, k, v, visible)
+            errors = {"float16": exact(q, k, v, visible, torch.float16)}
             for softmax_bits, qkv_bits in PAIRS:
                 ours = sparse_attention(q, k, v, mask, softmax_bits=softmax_bits, qkv_bits=qkv_bits)
                 errors[f"{softmax_bits}b-{qkv_bits}b"] = ours

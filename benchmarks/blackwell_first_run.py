@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
     name: str
     ok: bool
-    told: str = ""
+    detail: str = ""
 
 
 def matrix(kind: OperandFormat, values: Tensor, blocks: Tensor | None = None) -> FloatOperand:
@@ -121,10 +121,10 @@ def try_boxes(device: str) -> Iterator[Finding]:
         plain_order = found.view(128, 8, 16).gather(1, chunks[..., None].expand(-1, -1, 16)).view(128, 128)
         yield compared(f"{dtype}: codes", floats.unpad16(plain_order, dtype), floats.unpad16(expected, dtype).double())
         gaps = plain_order.view(-1, 16)[:, 2 * bits :]
-        told = f"gaps hold {sorted(set(gaps.flatten().tolist()))}, were {FILL}; " if bits < 8 else ""
+        detail = f"gaps hold {sorted(set(gaps.flatten().tolist()))}, were {FILL}; " if bits < 8 else ""
         lets_go = [name for name, over in got.items() if over]
         yield Finding(f"{dtype}: counted bytes", got["packed"] and not got["packed and a chunk more"],
-                      f"{told}waiters go at: {', '.join(lets_go) or 'none'}")  # fmt: skip
+                      f"{detail}waiters go at: {', '.join(lets_go) or 'none'}")  # fmt: skip
 
 
 def places(a: OperandFormat, b: OperandFormat, device: str, swapped: bool) -> tuple[Tensor, Tensor]:
@@ -152,10 +152,10 @@ def try_identities(device: str) -> Iterator[Finding]:
             # D = I B^T: D[m, n] is B[n, m]; D = A I: D[m, n] is A[m, n].
             rows, ks = (index[:, None], index[None]) if swapped else (index[None], index[:, None])
             wrong = ((row != rows) | (k != ks)).nonzero()
-            told = "" if not len(wrong) else ", ".join(
+            detail = "" if not len(wrong) else ", ".join(
                 f"D[{m}, {n}] is [{int(row[m, n])}, {int(k[m, n])}]" for m, n in wrong[:6].tolist()
             )  # fmt: skip
-            yield Finding(f"{dtype} as {'a' if swapped else 'b'}", not len(wrong), told)
+            yield Finding(f"{dtype} as {'a' if swapped else 'b'}", not len(wrong), detail)
 
 
 def try_pairs(device: str) -> Iterator[Finding]:
@@ -274,8 +274,8 @@ def run_step(name: str, device: str) -> dict[str, Any]:
 def tell(result: dict[str, Any]) -> None:
     print(f"{result['step']}: {'as expected' if result['ok'] else 'NOT as expected'} {result['ended']}", flush=True)
     bad = [finding for finding in result["findings"] if not finding["ok"]]
-    for finding in bad or [finding for finding in result["findings"] if finding["told"]]:
-        print(f"  {finding['name']}: {finding['told']}", flush=True)
+    for finding in bad or [finding for finding in result["findings"] if finding["detail"]]:
+        print(f"  {finding['name']}: {finding['detail']}", flush=True)
 
 
 def main() -> None:

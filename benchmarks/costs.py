@@ -51,8 +51,8 @@ def compressing(lhs: mc.SRBCRS) -> dict[str, Any]:
     """From a dense int8 matrix, and from a float one that is quantized; the first is compared with ``lhs``."""
     ints = lhs.to_dense(dequantize=False)
     again = mc.SRBCRS.from_dense(ints, vector_length=lhs.vector_length, bits=8)
-    kept = lhs.to_dense(dequantize=False)
-    if not torch.equal(again.to_dense(dequantize=False), kept):
+    dense = lhs.to_dense(dequantize=False)
+    if not torch.equal(again.to_dense(dequantize=False), dense):
         raise ArithmeticError("the compressed matrix is not the one that was compressed")
     floats = ints.to(OUT)
     return {

@@ -165,7 +165,7 @@ def compare_patterns(name: str, n: int, one: mc.Pattern, uniform_one: mc.Pattern
 
 
 def run_break_even(sizes: tuple[int, int, int], v: int, dense: DenseTimes) -> dict[str, Any]:
-    """Ours against dense at every sparsity, uniform patterns, and where they meet."""
+    """Ours against dense at every sparsity, uniform patterns, and the break-even sparsity."""
     points = []
     for sparsity in SPARSITIES:
         (row,) = spmm_rows(swept(*sizes[:2], v, sparsity), sizes[2:], BASE, dense)

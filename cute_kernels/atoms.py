@@ -1,4 +1,4 @@
-"""The table of MMA atoms: one entry holds everything that kernels need to know about a Tensor Core instruction.
+"""The table of MMA atoms: one entry holds the properties of a Tensor Core instruction.
 
 An entry names the CuTe structs of an instruction, one per pair of operand types, and its three thread-value layouts
 (:class:`~cute_kernels.mma_atom.Atom`). Layouts of formats and kernels follow from it
@@ -36,7 +36,7 @@ __all__ = [
     "unregister_atom",
 ]
 
-# Chips on which an instruction is one SASS instruction and no call of an emulation; "a" wants the suffix in the target.
+# Architectures with the instruction in SASS, not emulated; "a": the target needs the suffix.
 _AMPERE_AND_ADA = ("80", "86", "87", "88", "89")
 _TO_SM90 = (*_AMPERE_AND_ADA, "90")
 _FROM_SM80 = (*_TO_SM90, "100", "103", "110", "120", "121")
@@ -259,8 +259,8 @@ def _warp(name: str, shape: tuple[int, int, int], bits: int, archs: tuple[str, .
     return Atom(name, shape, bits, mma_bits, structs, 32, *warp_layouts(shape, mma_bits), archs, headers)
 
 
-def _halves(name: str, of: str, letters: str, times: int) -> Atom:
-    """A warp-wide m16n8k16 for 16-bit floats with float32 accumulators, once or twice along K."""
+def _float16_like(name: str, of: str, letters: str, times: int) -> Atom:
+    """A warp-wide m16n8k16 for 16-bit floats with float32 accumulators, one or two along K."""
     struct, headers = f"SM80_16x8x16_F32{letters}{letters}F32_TN", ("cute/atom/mma_traits_sm80.hpp",)
     if times == 2:
         struct, headers = f"magicube::MmaKPair<cute::{struct}>", ("device/mma_k_pair.cuh",)
@@ -390,11 +390,11 @@ register_atom(_warp("s4_m16n8k64", (16, 8, 64), 4, _AMPERE_AND_ADA))
 # CuTe 4.2 gives this one a B layout that reaches half of the operand (stride 32 for 64); ours is the one of PTX.
 register_atom(_warp("s4_m16n8k32", (16, 8, 32), 4, _AMPERE_AND_ADA))
 register_atom(_warp("s4_m8n8k32", (8, 8, 32), 4, _AMPERE_AND_ADA))
-# 4-bit integers stay packed in memory and become 8-bit ones in registers: the fast way wherever s4 is emulated.
+# 4-bit integers stay packed in memory and become 8-bit ones in registers: faster where s4 is emulated.
 register_atom(_warp("int4_as_int8_m16n8k32", (16, 8, 32), 4, _FROM_SM80, mma_bits=8))
 register_atom(_warp_group(8))
 register_atom(_warp_group(16))
 for _times in (1, 2):
-    register_atom(_halves(f"f16_m16n8k{16 * _times}", "float16", "F16", _times))
-    register_atom(_halves(f"bf16_m16n8k{16 * _times}", "bfloat16", "BF16", _times))
+    register_atom(_float16_like(f"f16_m16n8k{16 * _times}", "float16", "F16", _times))
+    register_atom(_float16_like(f"bf16_m16n8k{16 * _times}", "bfloat16", "BF16", _times))
 register_atom(_small_floats())

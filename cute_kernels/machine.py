@@ -66,17 +66,17 @@ class PanelModel:
     """Cost model of the panel kernel: nanoseconds per part on one SM."""
 
     launch: float = 1500.0
-    block: float = 713.0  # its start and end
-    byte: float = 0.00393  # of a tile, when all SMs fetch
-    row: float = 0.335  # of B, whatever its width but 32 bytes
+    block: float = 713.0  # prologue and epilogue of a CTA
+    byte: float = 0.00393  # of a tile, if all SMs load
+    row: float = 0.335  # of B, of any width but 32 bytes
     half: float = 1.1  # of B's rows of 32 bytes
-    chunk: float = 5.53  # 16 bytes of a group's rows multiplied without a conflict, for one warp of 16
-    flight: float = 198.0  # a tile's way from the second-level cache, shared by those that are on theirs
-    conflict: float = 10.2  # columns of a window that double the passes of a read, being so few
-    result: float = 0.498  # written, for each byte of a vector row's strip of B
-    narrow: float = 1.43  # how much longer a chunk takes in rows of 64 bytes and less
-    ahead: float = 0.883  # of a chunk, where more records than two are on their way
-    # warps and vector rows a warp: a part of a chunk
+    chunk: float = 5.53  # MMA of 16 bytes of a group's rows without bank conflicts, for one warp of 16
+    flight: float = 198.0  # latency of a tile from L2, divided by the tiles in flight
+    conflict: float = 10.2  # vectors per window below which the wavefronts of a read double
+    result: float = 0.498  # store, per byte of a vector row in an N tile
+    narrow: float = 1.43  # of a chunk, in rows of at most 64 bytes
+    ahead: float = 0.883  # of a chunk, with more than two records in flight
+    # (warps, vector rows per warp) -> multiplier of a chunk
     share: tuple[tuple[tuple[int, int], float], ...] = (
         ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.595), ((13, 2), 0.633), ((11, 3), 0.617), ((11, 2), 0.599),
         ((8, 2), 0.763), ((11, 1), 0.614), ((8, 1), 0.735), ((7, 1), 0.707),
@@ -88,10 +88,10 @@ class GatherModel:
     """Cost model of the gather kernel: nanoseconds per part."""
 
     launch: float = 851.0
-    warp: float = 1129.0  # its start and end
-    group: float = 295.0  # of a warp that waits for it alone
-    crowd: float = 853.0  # more for a group when 32 warps of an SM wait likewise
-    team: float = 333.0  # the meeting of five warps that share a vector row of 64 columns
+    warp: float = 1129.0  # prologue and epilogue of a warp
+    group: float = 295.0  # latency for a single warp
+    crowd: float = 853.0  # added per group if 32 warps of an SM load
+    team: float = 333.0  # split-K reduction of five warps, 64 columns
     result: float = 0.000354
 
 
@@ -115,10 +115,10 @@ class Machine:
     gather: GatherModel = GatherModel()
 
 
-PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # tensor copies and 227 KiB of shared memory
+PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # TMA and 227 KiB of shared memory
 
 
-SAFE_RUN = 32768  # products of two bytes that int32 can sum without overflow, in any of the kernels' forms
+SAFE_RUN = 32768  # products of two bytes that int32 can sum without overflow, in any kernel
 
 
 class _Summing(Protocol):

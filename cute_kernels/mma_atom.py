@@ -192,8 +192,8 @@ def warp_layouts(shape: tuple[int, int, int], mma_bits: int) -> tuple[Layout, La
 
     def operand(rows: int) -> Layout:
         modes = [(run, rows), (rows // 8, 8), (deep, 4 * run * rows)]
-        kept = [(size, stride) for size, stride in modes if size > 1]
-        sizes, strides = tuple(size for size, _ in kept), tuple(stride for _, stride in kept)
+        nontrivial = [(size, stride) for size, stride in modes if size > 1]
+        sizes, strides = tuple(size for size, _ in nontrivial), tuple(stride for _, stride in nontrivial)
         return Layout(((4, 8), sizes), ((run * rows, 1), strides))
 
     accumulators = ((2, 2), (m, 8)) if m > 8 else ((2,), (m,))

@@ -16,7 +16,7 @@ MAX_DIM = 2**31 - 1  # column indices are int32, and row * K + column must fit i
 
 
 def new_version_id() -> str:
-    """Return a name that no other object has: a compiler uses it to tell objects apart."""
+    """Return a name that no other object has: a compiler distinguishes objects by it."""
     return "" if torch.compiler.is_compiling() else str(next(_EDITIONS))
 
 

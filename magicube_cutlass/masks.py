@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, first_true, vector_rows
 from magicube_cutlass.formats.block_mask import from_block_mask
-from magicube_cutlass.formats.generate import _kept, random_pattern
+from magicube_cutlass.formats.generate import _num_stored, random_pattern
 from magicube_cutlass.formats.pattern import Pattern
 
 __all__ = [
@@ -73,13 +73,13 @@ def drop_later(mask: Pattern) -> Pattern:
     True
     """
     _, last = _rows(mask.shape[0], mask.vector_length, mask.device)
-    kept = mask.col_indices <= last[mask.row_indices]
-    if bool(kept.all()):
+    selected = mask.col_indices <= last[mask.row_indices]
+    if bool(selected.all()):
         return mask
-    counts = torch.bincount(mask.row_indices[kept], minlength=mask.vector_rows)
+    counts = torch.bincount(mask.row_indices[selected], minlength=mask.vector_rows)
     offsets = torch.zeros_like(mask.row_offsets)
     torch.cumsum(counts, 0, out=offsets[1:])
-    return Pattern(mask.shape, mask.vector_length, offsets, mask.col_indices[kept])._trust()
+    return Pattern(mask.shape, mask.vector_length, offsets, mask.col_indices[selected])._trust()
 
 
 def union(*masks: Pattern) -> Pattern:
@@ -308,7 +308,7 @@ def random(
     lengths = (last + 1).clamp(max=shape[1])
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
-    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: _kept(sparsity, total)]
+    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: _num_stored(sparsity, total)]
     rows = torch.searchsorted(ends, drawn, right=True)
     found = torch.sort(rows * shape[1] + drawn - (ends - lengths)[rows]).values
     return Pattern._from_keys(found, shape, vector_length).to(device)

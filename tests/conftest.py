@@ -1,4 +1,4 @@
-"""Tests marked ``gpu`` are skipped where torch has no CUDA device; how many is told at the end."""
+"""Tests marked ``gpu`` are skipped where torch has no CUDA device; their number is printed at the end."""
 
 from __future__ import annotations
 

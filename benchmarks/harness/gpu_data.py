@@ -156,14 +156,14 @@ def one_line(error: BaseException) -> str:
     """An exception for a results file: what it says first, and of a compiler's log the first error; no folders."""
     text = str(error)
     found = re.search(r"^.*\berror\b.*$", text, re.MULTILINE)
-    told = " ".join((found[0] if found else text).split())
-    return f"{type(error).__name__}: {re.sub(r'(?:/[^/ ]+)+/', '', told)[:300]}"
+    message = " ".join((found[0] if found else text).split())
+    return f"{type(error).__name__}: {re.sub(r'(?:/[^/ ]+)+/', '', message)[:300]}"
 
 
 def _build(unit: Unit) -> str | None:
     try:
         jit.build(unit)
-    except Exception as error:  # told by compile_ahead
+    except Exception as error:  # compile_ahead prints it
         return one_line(error)
     return None
 

@@ -95,12 +95,12 @@ def _baselines(
     def sampled(dtype: torch.dtype) -> Baseline:
         csr = _csr(pattern, dtype)
         left, right = x.dequantize().to(dtype), y.dequantize().to(dtype).T
-        kept = torch.masked_select(exact * scale, pattern.to_dense())
+        sampled = torch.masked_select(exact * scale, pattern.to_dense())
 
         def call() -> Tensor:
             return torch.sparse.sampled_addmm(csr, left, right, beta=0.0).values()
 
-        return Baseline(call, kept, "the pattern's elements, CSR")
+        return Baseline(call, sampled, "the pattern's elements, CSR")
 
     return {
         "dense fp16": lambda: dense(torch.float16),

@@ -125,7 +125,7 @@ def replays(
     for name, call in baselines.items():
         _several(call, 3)()
         torch.cuda.synchronize()
-        # the host may be slower than the GPU: a short graph tells how many launches the long one is to have
+        # the host may be slower than the GPU: a short graph gives the number of launches of the long one
         probe = 8 if _elapsed(call) < 2000 else 1
         run, _ = _captured(call, probe)
         one = min(_elapsed(run) for _ in range(3)) / probe

@@ -1,4 +1,4 @@
-"""The encoders of the latency benchmark, each with one in float32 that tells its error."""
+"""The encoders of the latency benchmark, each with a float32 reference for its error."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ OURS, TOLERANCE, OTHER = "#0b7a75", "#c8553d", "#58626b"
 
 def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Points that no other one beats in both time and error, by time."""
-    best, kept = float("inf"), []
+    best, front = float("inf"), []
     for ms, error in sorted(points):
         if error < best:
             best = error
-            kept.append((ms, error))
-    return kept
+            front.append((ms, error))
+    return front
 
 
 def _draw_case(area: Axes, case: dict[str, Any]) -> None:

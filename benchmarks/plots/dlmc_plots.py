@@ -1,4 +1,4 @@
-"""Draws the results of ``dlmc.py``: speed over dense float16 by sparsity, and where ours and dense meet."""
+"""Draws the results of ``dlmc.py``: speedup over dense float16 by sparsity, and the break-even sparsity."""
 
 from __future__ import annotations
 

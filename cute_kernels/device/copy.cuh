@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t held(uint32_t x) {
   return x;
 }
 
-// x, warp-uniform; the shuffle tells the compiler so, and branches on it do not diverge.
+// x, warp-uniform: by the shuffle the compiler sees that branches on it do not diverge.
 template <class T>
 __device__ __forceinline__ T uniform(T x) { return __shfl_sync(~0u, x, 0); }
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ void estimate_tiles(int64_t rows, uint8_t* shared, co
   static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
   using Tile = ProbeTile<C::kGroups>;
   using Differences = double[kProbes][Tile::kRows + 1];
-  static_assert(sizeof(Differences) <= sizeof(ProbeParts), "they lie where the parts were");
+  static_assert(sizeof(Differences) <= sizeof(ProbeParts), "Differences reuse the memory of the parts");
   Differences& difference = *reinterpret_cast<Differences*>(shared);
   __shared__ double others[kOthers][kWarps];
   const int i = threadIdx.x / kProbes % kProbes, j = threadIdx.x % kProbes;

@@ -310,7 +310,7 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
       }
     }
   });
-  static_assert(sizeof(ProbeParts) == C::kPartsBytes, "the host has made room for them");
+  static_assert(sizeof(ProbeParts) == C::kPartsBytes, "smem_bytes of the host must hold the parts");
   ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
   parts.put<kTransposed>(sums);
   if constexpr (kAbsmax == Absmax::kRows) {

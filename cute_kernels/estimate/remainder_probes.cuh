@@ -80,7 +80,7 @@ __device__ __forceinline__ void remainder_tile(const ProbeMatrix<float>& x, cons
       }
     }
   });
-  static_assert(sizeof(RemainderParts) == C::kPartsBytes, "the host has made room for them");
+  static_assert(sizeof(RemainderParts) == C::kPartsBytes, "smem_bytes of the host must hold the parts");
   RemainderParts& parts = *reinterpret_cast<RemainderParts*>(shared);
   parts.whole.template put<C::kTransposed>(sums);
   parts.remainder.template put<C::kTransposed>(remainder);

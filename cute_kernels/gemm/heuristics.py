@@ -53,8 +53,8 @@ def _wgmma(products: Products) -> list[tuple[GemmConfig, Cost]]:
     found = []
     for tile, cost in _TILES[products.levels]:
         config = replace(tile, products=products)
-        room = _SMEM_BYTES // config.resident - 1024 - 16 * 8
-        found.append((replace(config, stages=min(6, room // config.stage_bytes)), cost))
+        smem_bytes = _SMEM_BYTES // config.resident - 1024 - 16 * 8
+        found.append((replace(config, stages=min(6, smem_bytes // config.stage_bytes)), cost))
     return found
 
 

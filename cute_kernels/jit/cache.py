@@ -141,7 +141,7 @@ def save(key: str, binary: Binary) -> None:
         user_files.write(directory() / (key + _SUFFIX), _pack(key, binary))
     except OSError as error:
         if not _in_memory:
-            log.warning("compiled kernels are kept in memory only: %s", error)
+            log.warning("compiled kernels stay in memory only: %s", error)
         _in_memory[key] = binary
 
 

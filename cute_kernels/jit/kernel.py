@@ -171,7 +171,7 @@ class Kernel:
         _check(what, self._driver.cuKernelSetAttribute(attribute, value, self._handle, device))
 
     def _parameter_sizes(self) -> list[int] | None:
-        """Bytes of each parameter; None from drivers before 12.4, which do not tell."""
+        """Bytes of each parameter; None from drivers before 12.4, which do not report them."""
         try:
             return [parameter.size for parameter in self._kernel.arguments_info]
         except NotImplementedError:

@@ -104,7 +104,7 @@ def _wheel(name: str, major: int, below: str = "") -> str:
 
 
 def _nvrtc() -> tuple[tuple[int, int], str]:
-    """Version of NVRTC, and the same as text with the size of its library, which tells patch releases apart."""
+    """Version of NVRTC, and the same as text with the size of its library, which differs between patch releases."""
     from cuda.bindings import nvrtc
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -171,7 +171,7 @@ def _cuda_headers(major: int, missing: list[_Missing]) -> tuple[dict[str, str], 
         return {}, []
     runtime, holder = (both, both) if both else (next(iter(runtimes)), next(iter(cccls)))
     place, version = cccls[holder]
-    # CCCL's neighbours go first: <nv/target> lies beside it too, and must be of the same version
+    # CCCL's folder first: it also has <nv/target>, which must be of the same version
     return {"cccl": version, "runtime": runtimes[runtime]}, list(dict.fromkeys([holder, place, runtime]))
 
 

@@ -1,4 +1,4 @@
-"""Memory of a run of kernels in one piece, so that its launches can be kept by few addresses."""
+"""One allocation for the tensors of several launches, so that few addresses identify them for launch replay."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from cute_kernels.jit.kernel import set_to_zero
 from cute_kernels.jit.launch_cache import LaunchCache
 
-_ALIGNMENT = 512  # as an allocator has it
-_open = threading.local()  # ``arena``: where this thread's tensors come from, if from one
+_ALIGNMENT = 512  # that of torch's allocator
+_open = threading.local()  # ``arena``: the open arena of this thread, if any
 
 
 class Place(NamedTuple):
-    """Where a tensor without gaps lies in an arena."""
+    """Offset, shape and dtype of a contiguous tensor in an arena."""
 
     offset: int  # bytes
     shape: torch.Size
@@ -32,30 +32,30 @@ class Place(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
-        """The tensor in ``memory``, bytes."""
+        """Return the tensor in `memory`, bytes."""
         return self.view(memory.view(self.dtype), self.strides)
 
     def view(self, memory: Tensor, strides: tuple[int, ...]) -> Tensor:
-        """The tensor in ``memory`` of its dtype."""
-        offset = memory.storage_offset() + self.offset // self.dtype.itemsize  # counted from the storage's beginning
+        """Return the tensor in `memory` of its dtype."""
+        offset = memory.storage_offset() + self.offset // self.dtype.itemsize  # from the start of the storage
         return memory.as_strided(self.shape, strides, offset)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of a tensor without gaps."""
+        """Memory strides of the contiguous tensor."""
         return tuple(accumulate(self.shape[:0:-1], mul, initial=1))[::-1] if self.shape else ()
 
 
 class Arena:
-    """A place for each tensor that :func:`empty` and :func:`zeros` make in this thread while it is open.
+    """Allocates the tensors that :func:`empty` and :func:`zeros` make in this thread while it is open.
 
-    They lie in ``memory``, one after the other; without it each has memory of its own, and only the places are noted.
+    They are consecutive in `memory`. Without it, each has its own memory, and only the offsets are recorded.
     """
 
     def __init__(self, memory: Tensor | None = None) -> None:
-        """``memory``: bytes, zero where :func:`zeros` is called."""
+        """`memory`: bytes, zero where :func:`zeros` allocates."""
         self.size = 0
-        self.zeroed: list[slice] = []  # of the memory, that :func:`zeros` took
+        self.zeroed: list[slice] = []  # bytes that :func:`zeros` allocated
         self._memory, self._outer = memory, None
         self._taken: list[tuple[Tensor, Place]] = []
 
@@ -70,7 +70,7 @@ class Arena:
         _open.arena = self._outer
 
     def take(self, make: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
-        """The next tensor; ``make``: of torch, where there is no memory yet."""
+        """Return the next tensor; `make` allocates it if there is no memory yet."""
         place = Place(self.size, torch.Size(shape), dtype)
         self.size += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
         if make is torch.zeros:
@@ -82,7 +82,7 @@ class Arena:
         return found
 
     def place_of(self, x: Tensor) -> Place:
-        """Where ``x`` lies, which was taken here, whole."""
+        """Return the place of `x`, a whole tensor of this arena."""
         for taken, place in self._taken:
             if taken.data_ptr() == x.data_ptr() and taken.numel() == x.numel() and x.is_contiguous():
                 return place._replace(shape=x.shape)
@@ -90,7 +90,7 @@ class Arena:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.empty``, or a tensor of the arena that is open in this thread."""
+    """Return ``torch.empty``, or a tensor of the open arena of this thread."""
     arena: Arena | None = getattr(_open, "arena", None)
     if arena is None:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -98,7 +98,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As :func:`empty`, of zeros."""
+    """Return zeros, allocated as by :func:`empty`."""
     arena: Arena | None = getattr(_open, "arena", None)
     if arena is None:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -106,12 +106,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class Made(Sequence[Tensor]):
-    """Tensors in one piece of memory, each made when it is asked for."""
+    """Tensors of one allocation, each made on access."""
 
     def __init__(self, memory: Tensor, places: list[tuple[Place, tuple[int, ...]]]) -> None:
-        """``places``: with the strides of each."""
+        """`places`: with memory strides."""
         self._memory, self._places = memory, places
-        self._as: dict[torch.dtype, Tensor] = {}  # one for many
+        self._as: dict[torch.dtype, Tensor] = {}  # views of the memory by dtype
 
     def __len__(self) -> int:
         return len(self._places)
@@ -133,14 +133,14 @@ class Made(Sequence[Tensor]):
 
 
 class Kept:
-    """Functions that only launch kernels and make tensors here: what one launched is launched again without it.
+    """Launch replay for functions that only launch kernels and allocate by :func:`empty` and :func:`zeros`.
 
-    From the second call of a kind on its tensors are one allocation, and where that and all else lies as it did in a
-    call before, the launches of that call run again.
+    From the second call of a kind on, its tensors are one allocation. If all addresses equal those of an earlier call,
+    the launches of that call are replayed.
     """
 
     def __init__(self, most: int) -> None:
-        """``most``: kinds, and launches by their addresses, that are remembered."""
+        """`most`: kinds, and sets of addresses, to cache."""
         self._most = most
         self._replays = LaunchCache(most)
         self._known: dict[Hashable, tuple[int, list[slice], list[tuple[Place, tuple[int, ...]]]]] = {}
@@ -152,11 +152,18 @@ class Kept:
         device: torch.device,
         function: Callable[[], tuple[Tensor, ...]],
     ) -> Sequence[Tensor]:
-        """What ``function`` returns: tensors that it made by :func:`empty` or :func:`zeros`, whole.
+        """Return the tensors of `function`, which are whole and were allocated by :func:`empty` or :func:`zeros`.
 
-        Args:
-            kind: all that the launches depend on but addresses, and what those lie on.
-            addresses: of all that the kernels read and write and that is not made here.
+        Parameters
+        ----------
+        kind : Hashable
+            Everything the launches depend on besides addresses.
+        addresses : tuple of int
+            Addresses that the kernels read and write, without those allocated here.
+        device : torch.device
+            Device of the tensors.
+        function : callable
+            Launches the kernels.
         """
         known = self._known.get(kind)
         if known is None:

@@ -214,9 +214,9 @@ class ScaledGemmConfig(KernelConfig):
 def _with_stages(config: ScaledGemmConfig) -> ScaledGemmConfig:
     """Return the config with as many stages as fit shared memory."""
     stages = 6 if not config.decoders else 4
-    room = _SMEM_BYTES - 64
+    smem_bytes = _SMEM_BYTES - 64
     while True:
-        remaining = room - stages * (config.ready_bytes + 16)
+        remaining = smem_bytes - stages * (config.ready_bytes + 16)
         packed = min(8, remaining // (config.packed_bytes + 16)) if config.decoders else 1
         found = replace(config, stages=stages, packed_stages=packed)
         if packed >= 2 or (not config.decoders and found.smem_bytes <= _SMEM_BYTES):

@@ -88,20 +88,8 @@ def choose_config(
 
     Parameters
     ----------
-    m, n, k : int
-        Sizes of the product.
-    a, b : OperandFormat
-        Formats of the operands.
-    arch : str
-        Architecture, such as ``"sm_90a"``.
-    fast : bool, default False
-        Whether Tensor Cores may accumulate all of K.
-    out : str, default "float32"
-        Dtype of the output.
-    source : str, default "none"
-        Dtype of c, or ``"none"``.
-    num_sms : int, default 132
-        SMs of the GPU.
+    m, n, k, a, b, arch, fast, out, source, num_sms
+        As for :func:`cute_kernels.scaled_gemm.config.choose`.
 
     Returns
     -------

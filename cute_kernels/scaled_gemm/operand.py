@@ -163,16 +163,8 @@ class ScaledGemmProblem:
         Left operand.
     b : FloatOperand, shape (N, K)
         Transpose of the right operand.
-    alpha : float
-        Factor of the product.
-    beta : float
-        Factor of `c`.
-    c : Tensor, shape (M, N), optional
-        Source; None if `beta` is 0.
-    bias : Tensor, shape (N,), optional
-        Added to each row.
-    out_dtype : torch.dtype
-        Dtype of the output.
+    alpha, beta, c, bias, out_dtype
+        As for :class:`cute_kernels.gemm.problem.GemmProblem`.
     fast_accum : bool
         Whether Tensor Cores accumulate all of K.
     """

@@ -54,7 +54,7 @@ struct FloatTcgen05 {
   static_assert(kTileN % 64 == 0 && kTileN <= 256, "the Tensor Cores allocate 256 columns, and a fragment has 64");
   static_assert(kStageBytes % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
   static_assert(!kScaled || kTileN == 128, "a thread feeds the scales of one row of each operand");
-  static_assert(kScaleColumns + 8 * kWords <= kColumns || !kScaled, "there is room for scales");
+  static_assert(kScaleColumns + 8 * kWords <= kColumns || !kScaled, "tensor memory must hold the scales");
 
   uint8_t* shared;
   TileScheduler<C::kBand> scheduler;

@@ -122,11 +122,11 @@ struct SmallMGemm {
   // Accumulators in shared memory, in place of the pipeline: rows of the output. The pitch avoids bank conflicts.
   static constexpr int kPitch = kHeight + 4;
 
-  static_assert(kKSlices % 2 == 0, "slabs go in pairs");
+  static_assert(kKSlices % 2 == 0, "K slices are processed in pairs");
   static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
   static_assert(!kShare || C::kResident == 1, "a block takes the registers of all");
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "parts are read side by side, and one is fetched");
-  static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "sums meet where the ring was");
+  static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "the reduction reuses the memory of the pipeline");
 
   uint32_t base;
 

@@ -246,18 +246,8 @@ def choose_small_m(
 
     Parameters
     ----------
-    m, n, k : int
-        Sizes of the product.
-    a : OperandFormat
-        Format of X.
-    b : OperandFormat
-        Format of the weights.
-    out : str, default "float32"
-        Dtype of the output.
-    source : str, default "none"
-        Dtype of c, or ``"none"``.
-    num_sms : int, default 132
-        SMs of the GPU.
+    m, n, k, a, b, out, source, num_sms
+        As for :func:`cute_kernels.scaled_gemm.config.choose`; `a` is X, `b` are the weights.
 
     Returns
     -------

@@ -77,7 +77,7 @@ struct FloatGemm {
   static_assert((kDecoders > 0) == (A::kDecoded || B::kDecoded), "decoders where something is to be decoded");
   static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0),
                 "blocks share a tile by 32 columns");
-  static_assert(kSplit == 1 || kRings >= kRegisters * 512, "sums meet in the rings' memory");
+  static_assert(kSplit == 1 || kRings >= kRegisters * 512, "the split-K reduction reuses the memory of the pipeline");
 
   uint8_t* shared;
   TileScheduler<C::kBand> scheduler;

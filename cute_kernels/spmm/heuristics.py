@@ -127,25 +127,12 @@ def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str
 
     Parameters
     ----------
-    kind : ProblemTypes
-        Element types, vector length and output dtype.
-    machine : Machine
-        GPU and its cost models.
-    problem : Problem
-        Sizes of the product.
-    atom : str, optional
-        Name of the MMA atom.
+    kind, machine, problem, atom
+        As for :func:`choose_spmm`, with its errors.
 
     Returns
     -------
     list of GatherConfig and PanelConfig
-
-    Raises
-    ------
-    TypeError
-        If no atom multiplies the element types.
-    ValueError
-        If `atom` is not an atom of the architecture.
     """
     name = resolve_atom(atom, kind, machine.arch)
     operands = (name, kind.vector_length, kind.lhs, kind.rhs, kind.out)

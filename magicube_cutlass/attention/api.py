@@ -156,8 +156,8 @@ def sparse_attention(
     Returns
     -------
     out : Tensor, shape (..., Lq, dv)
-        Dtype of `q`. Non-finite rows of `q` or `k` give NaN for the queries they meet; a non-finite `v` gives NaN for
-        its matrix.
+        Dtype of `q`. Non-finite rows of `q` or `k` give NaN for the queries that use them; a non-finite `v` gives NaN
+        for its matrix.
     lse : Tensor, shape (..., Lq)
         float32, -inf for a query without keys; only with `return_lse`.
 

@@ -20,7 +20,7 @@ from magicube_cutlass.ops import sddmm as sddmm_op
 from magicube_cutlass.ops import spmm as spmm_op
 
 
-def check_halves(**tensors: Tensor) -> None:
+def check_float16_like(**tensors: Tensor) -> None:
     """Raise `TypeError` unless the operands are float16 or bfloat16."""
     known = [FLOAT_DTYPES[name] for name in HALF_DTYPES]
     for name, x in tensors.items():
@@ -74,8 +74,8 @@ class Sddmm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = _each(g, pattern, y)  # (*batch, M, K)
         if ctx.needs_input_grad[1]:
-            turned = transpose_parts(pattern, g, None)
-            of_y = _each(turned.vectors, turned.pattern, x)  # (*batch, N, K)
+            transposed = transpose_parts(pattern, g, None)
+            of_y = _each(transposed.vectors, transposed.pattern, x)  # (*batch, N, K)
         return of_x, of_y, None
 
 

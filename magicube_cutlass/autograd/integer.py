@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_kernels.integers import BITS, check_bits, int_range, value_dtype
 from magicube_cutlass.autograd import floating as float_autograd
-from magicube_cutlass.autograd.floating import check_halves
+from magicube_cutlass.autograd.floating import check_float16_like
 from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.bcrs import BCRS
@@ -335,7 +335,7 @@ def spmm(
     """
     _check_float("x", x)
     if isinstance(A, SRBCRS) and A.bits is None and A.element_type is not None:
-        check_halves(x=x)
+        check_float16_like(x=x)
         if values is not None:
             _check_values(values, A.pattern)
         of_floats: Tensor = float_autograd.Spmm.apply(values, x, bias, A)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_kernels.integers import check_bits
 from magicube_cutlass.autograd import floating as float_autograd
-from magicube_cutlass.autograd.floating import check_halves
+from magicube_cutlass.autograd.floating import check_float16_like
 from magicube_cutlass.autograd.integer import (
     _GRAD_BITS,
     GRAD_BITS,
@@ -52,8 +52,8 @@ class _Sddmm(torch.autograd.Function):
             of_x = _each(folded, pattern, right, ctx.dtypes[0], ctx.grad_bits)  # (*batch, M, K)
         if ctx.needs_input_grad[1]:
             folded = times(g, _of_rows(left_scale, pattern))  # (*batch, vectors, V)
-            turned = transpose_parts(pattern, folded, None)
-            of_y = _each(turned.vectors, turned.pattern, left, ctx.dtypes[1], ctx.grad_bits)  # (*batch, N, K)
+            transposed = transpose_parts(pattern, folded, None)
+            of_y = _each(transposed.vectors, transposed.pattern, left, ctx.dtypes[1], ctx.grad_bits)  # (*batch, N, K)
         return of_x, of_y, None, None, None, None
 
 
@@ -119,7 +119,7 @@ def sddmm(
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
     if bits is None:
-        check_halves(x=x, y=y)
+        check_float16_like(x=x, y=y)
         of_floats: Tensor = float_autograd.Sddmm.apply(x, y, pattern)
         return of_floats
     if grad_bits not in _GRAD_BITS:

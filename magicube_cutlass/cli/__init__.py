@@ -17,7 +17,7 @@ from magicube_cutlass.cli.tune import tune
 
 app = typer.Typer(
     name="magicube",
-    help="Look at pruned matrices and run quantized sparse products on them.",
+    help="Inspect pruned matrices and run quantized sparse products on them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

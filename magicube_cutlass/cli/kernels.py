@@ -14,7 +14,7 @@ from rich.table import Table
 
 from magicube_cutlass.cli.console import bytes_text, output
 
-cache_app = typer.Typer(help="Look at the compiled GPU kernels kept on disk, or remove them.", no_args_is_help=True)
+cache_app = typer.Typer(help="List or remove the compiled GPU kernels on disk.", no_args_is_help=True)
 
 
 @cache_app.command("ls")

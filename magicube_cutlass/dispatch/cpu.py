@@ -43,7 +43,7 @@ def pack_operand(matrix: SRBCRS) -> list[Tensor]:
     return found
 
 
-def keepable(scale: Tensor | None, row_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None) -> bool:
+def is_cacheable(scale: Tensor | None, row_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None) -> bool:
     """Return whether a call can read scales and bias in place, so that it sees them change.
 
     `scale` is that of the matrix, of which `row_scale` was made; `col_scale` is that of B, or None for integer output.
@@ -61,7 +61,7 @@ def engine_call(problem: SpmmProblem, packed: list[Tensor], bias: Tensor | None)
     """Return the call for these operands, or None if the engine cannot read every argument in place."""
     dense, matrix = problem.dense, problem.matrix
     col_scale = None if problem.col_scale is None else dense.scale
-    if not isinstance(dense, QuantTensor) or not keepable(matrix.scale, problem.row_scale, col_scale, bias):
+    if not isinstance(dense, QuantTensor) or not is_cacheable(matrix.scale, problem.row_scale, col_scale, bias):
         return None
     shape = torch.Size((*dense.shape[:-2], matrix.shape[0], dense.shape[-1]))
     if cpu_extension.ENGINE is None or shape.numel() == 0:

@@ -14,14 +14,14 @@ from cute_kernels.jit.device import device_of
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.heuristics import SddmmKernel, sddmm_config
 from cute_kernels.spmm.heuristics import SpmmKernel, spmm_config
-from magicube_cutlass.dispatch.cpu import keepable
+from magicube_cutlass.dispatch.cpu import is_cacheable
 from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 ALIGNMENT = 16  # bytes; what cp.async and the tensor copy move
-_KEPT_LAUNCHES = 32  # sets of addresses that a kept call remembers
+_CACHED_LAUNCHES = 32  # sets of addresses per cached call
 _NONE = ScaleArg(0, 0, 0)
 
 
@@ -82,7 +82,7 @@ def aligned_rows(dense: DenseOperand, dim: int, length: int) -> Tensor:
 def _place(rows: Tensor, padded: bool = False) -> DenseArg:
     """``padded``: rows go on to a multiple of 16 bytes, in memory that was made for it."""
     size, width = rows.element_size(), rows.shape[-1]
-    # torch may give a single row any stride; the tensor copy wants a pitch of whole pieces all the same
+    # torch may give a single row any stride; TMA needs a pitch of whole 16 bytes
     whole = -(-width * size // ALIGNMENT) * ALIGNMENT
     pitch = rows.stride(-2) * size if rows.shape[-2] > 1 else whole
     return DenseArg(rows.data_ptr(), pitch, batch_stride(rows) * size, whole if padded else width * size)
@@ -140,7 +140,7 @@ class _Call:
         self.like = out.new_empty(1).expand(out.shape)  # torch makes one like it in half the time of one by numbers
         with torch.cuda.device(self.device):
             self.kernel = get_kernel(config)
-        self.replays = LaunchCache(_KEPT_LAUNCHES)
+        self.replays = LaunchCache(_CACHED_LAUNCHES)
 
     def launch(self, kernel: Kernel, addresses: tuple[int, ...]) -> None:
         """Launch for operands at these addresses; null for an absent one."""
@@ -219,7 +219,7 @@ def cached_spmm(
     if out.numel() == 0 or inner == 0 or (copies(given, -1) and (packed_rows or not is_column_major_bytes(dense.data))):
         return None
     col_scale = None if problem.out_dtype in INTEGER_OUT else dense.scale
-    if not keepable(scale, problem.row_scale, col_scale, bias):
+    if not is_cacheable(scale, problem.row_scale, col_scale, bias):
         return None
     call = SpmmCall(spmm_config(kernel), packed, problem.row_scale, dense.data, col_scale, out, inner)
     call.scale = scale
@@ -330,7 +330,7 @@ def sddmm_call(
             return None
     scaled = result.values.dtype.is_floating_point
     row_scale, col_scale = (each.scale if scaled else None for each in (x, y))
-    if not keepable(None, None, row_scale, None) or not keepable(None, None, col_scale, None):
+    if not is_cacheable(None, None, row_scale, None) or not is_cacheable(None, None, col_scale, None):
         return None
     steps = tuple(None if scale is None else min(scale.ndim, 1) for scale in (row_scale, col_scale))
     rows = x.data, y.data if inner_y == -1 else y.data.mT

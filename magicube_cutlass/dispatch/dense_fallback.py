@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
-_ALIGNMENT = 16  # bytes; where the dense kernel wants rows to start
+_ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
 _LAUNCH = 2000.0  # of a dense kernel or a copy, between kernels of a CUDA graph
 _MOVED = 3500.0  # bytes that a copy reads or writes
 # Tiles of the dense kernel (rows and columns), a turn of an SM with one, a product of two bytes in it.
@@ -119,8 +119,8 @@ def dense_copy(matrix: SRBCRS) -> Tensor:
     found: Tensor | None = matrix._execution.get("dense")
     if found is None:
         m, k = matrix.shape
-        room = torch.empty(m, -(-k // _ALIGNMENT) * _ALIGNMENT, dtype=torch.int8, device=matrix.device)
-        found = matrix._execution["dense"] = room[:, :k].copy_(matrix.to_dense(dequantize=False))
+        padded = torch.empty(m, -(-k // _ALIGNMENT) * _ALIGNMENT, dtype=torch.int8, device=matrix.device)
+        found = matrix._execution["dense"] = padded[:, :k].copy_(matrix.to_dense(dequantize=False))
     return found
 
 

@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 20
 
 def path_of(kind: str, device: str) -> Path:
     """Return the file of one kind of measurements for a device of this name."""
-    from cute_kernels.jit.cache import directory  # its room of the cache is the kernels'
+    from cute_kernels.jit.cache import directory  # beside the compiled kernels
 
     return directory().parent / kind / ("".join(c if c.isalnum() else "_" for c in device) + ".json")
 
@@ -35,4 +35,4 @@ def save(kind: str, device: str, figures: object) -> None:
     try:
         user_files.write(path_of(kind, device), json.dumps(figures, indent=1).encode())
     except OSError as error:
-        log.warning("measured figures are kept for this process only: %s", error)
+        log.warning("measured figures are lost with this process: %s", error)

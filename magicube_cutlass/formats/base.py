@@ -273,7 +273,7 @@ class CompressedMatrix(ABC):
 
     @property
     def single_use(self) -> bool:
-        """Whether few products use this matrix; default False, kept by :meth:`to`.
+        """Whether few products use this matrix; default False, copied by :meth:`to`.
 
         On a GPU such products use a kernel whose operand is packed in a tenth of the time. Setting it drops packed
         operands.
@@ -284,7 +284,7 @@ class CompressedMatrix(ABC):
     def single_use(self, value: bool) -> None:
         if value != self._single_use:
             self._single_use = bool(value)
-            self._execution.clear()  # with the calls that are kept there
+            self._execution.clear()  # with its cached calls
             self._version_id = new_version_id()
 
     def check_format(self, full: bool = False) -> None:

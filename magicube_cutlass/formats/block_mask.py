@@ -76,10 +76,10 @@ def _block_mask_head(mask: Any, head: int, vector_length: int) -> Pattern:
     ):
         for blocks in _listed(counts, indices, head).to(device).split(max(1, _CHUNK // (tall * wide))):
             i, j = blocks[:, 0, None, None] * tall + down, blocks[:, 1, None, None] * wide + across
-            kept = (i < queries) & (j < keys)  # (blocks, tall, wide)
+            inside = (i < queries) & (j < keys)  # (blocks, tall, wide)
             if partial:
-                kept = kept & mask.mask_mod(zero, number, i.clamp(max=queries - 1), j.clamp(max=keys - 1))
-            vectors = kept.view(len(blocks), tall // vector_length, vector_length, wide).any(2)
+                inside = inside & mask.mask_mod(zero, number, i.clamp(max=queries - 1), j.clamp(max=keys - 1))
+            vectors = inside.view(len(blocks), tall // vector_length, vector_length, wide).any(2)
             block, row, column = vectors.nonzero().unbind(1)
             found.append((blocks[block, 0] * (tall // vector_length) + row) * keys + blocks[block, 1] * wide + column)
     empty = torch.empty(0, dtype=torch.int64, device=device)

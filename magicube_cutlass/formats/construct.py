@@ -188,8 +188,8 @@ def masked_integers(
     _check_axis(axis)
     if bits in (8, 16) and values.dtype == value_dtype(bits, signed):  # any value is in range
         return values, None
-    kept = indexable_view(values)
-    return _integers(torch.where(mask, kept, kept.new_zeros(())).view(values.dtype), bits, signed, axis)
+    selected = indexable_view(values)
+    return _integers(torch.where(mask, selected, selected.new_zeros(())).view(values.dtype), bits, signed, axis)
 
 
 def takes_floats(
@@ -232,8 +232,8 @@ def mask_parts(values: Tensor, mask: Tensor, vector_length: int, bits: int, sign
     check_masked(values, mask)
     pattern = Pattern.from_dense(mask, vector_length)
     ints, scale = masked_integers(values, mask, bits, signed, axis)
-    kept = indexable_view(ints).masked_fill(~mask, 0).view(ints.dtype)
-    return Parts(pattern, gather_vectors(kept, pattern), scale)
+    selected = indexable_view(ints).masked_fill(~mask, 0).view(ints.dtype)
+    return Parts(pattern, gather_vectors(selected, pattern), scale)
 
 
 def coordinate_parts(

@@ -62,7 +62,7 @@ def prune(
         raise TypeError(f"weight must be float or integer, got {weight.dtype}")
     m, k = weight.shape
     rows = vector_rows(m, vector_length)
-    kept = _kept(sparsity, rows * k)
+    stored = _num_stored(sparsity, rows * k)
     if method == "magnitude":
         # float64: squares of float32 values neither overflow nor vanish
         energy = torch.nn.functional.pad(weight.double().square(), (0, 0, 0, rows * vector_length - m))
@@ -75,7 +75,7 @@ def prune(
     else:
         raise ValueError(f"method must be 'magnitude' or 'random', got {method!r}")
     mask = torch.zeros(rows * k, dtype=torch.bool, device=weight.device)
-    mask[order[:kept]] = True
+    mask[order[:stored]] = True
     return mask.view(rows, k).repeat_interleave(vector_length, 0)[:m]
 
 
@@ -122,15 +122,15 @@ def random_pattern(
     m, k = check_shape((M, K))
     rows = vector_rows(m, vector_length)
     generator = torch.Generator().manual_seed(seed)
-    kept = _kept(sparsity, rows * k)
+    stored = _num_stored(sparsity, rows * k)
     if distribution == "uniform":
         mask = torch.zeros(rows * k, dtype=torch.bool)
-        mask[torch.randperm(rows * k, generator=generator)[:kept]] = True
+        mask[torch.randperm(rows * k, generator=generator)[:stored]] = True
         return Pattern.from_vector_mask(mask.view(rows, k), m, vector_length)
     if distribution == "skewed":
         lengths = _skewed_lengths(rows, k, (1 - sparsity) * k)[torch.randperm(rows, generator=generator)]
     elif distribution == "fixed":
-        lengths = torch.full((rows,), _kept(sparsity, k))
+        lengths = torch.full((rows,), _num_stored(sparsity, k))
     else:
         raise ValueError(f"distribution must be 'uniform', 'skewed' or 'fixed', got {distribution!r}")
     order = torch.rand(rows, k, generator=generator).argsort(1)
@@ -138,7 +138,7 @@ def random_pattern(
     return Pattern.from_vector_mask(mask, m, vector_length)
 
 
-def _kept(sparsity: float, total: int) -> int:
+def _num_stored(sparsity: float, total: int) -> int:
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity must lie in [0, 1], got {sparsity!r}")
     return round((1 - sparsity) * total)

@@ -111,7 +111,7 @@ class SparseQuantLinear(Calibrated):
         sparsity, vector_length, bits, act_bits, grad_bits
             As for :class:`SparseQuantConfig`.
         mask : Tensor or Pattern, shape (out, in), optional
-            bool, of which whole vectors are kept, or a pattern; replaces `sparsity` and `vector_length`.
+            bool; whole vectors of it are stored, or a pattern; replaces `sparsity` and `vector_length`.
         calibrate : iterable, optional
             Inputs (..., in) for a static activation scale. Default: dynamic per-token scales.
         clip : float or {"max", "mse"}, default "max"
@@ -175,8 +175,8 @@ class SparseQuantLinear(Calibrated):
             raise ValueError(f"mask must have shape {shape} like the weight, got {chosen.shape}")
         pattern = chosen.to(self.weight.device)
         self.row_offsets, self.col_indices = pattern.row_offsets, pattern.col_indices
-        kept = target if mask is None else 1 - pattern.density
-        self.config = replace(self.config, sparsity=kept, vector_length=pattern.vector_length)
+        sparsity = target if mask is None else 1 - pattern.density
+        self.config = replace(self.config, sparsity=sparsity, vector_length=pattern.vector_length)
         self._forget()
         self._pattern = pattern
 

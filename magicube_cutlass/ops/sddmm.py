@@ -88,9 +88,9 @@ def sddmm(
     call = pattern._cache.get(key) if key is not None else None
     if call is not None:
         (x_data, x_scale), (y_data, y_scale) = operand_tensors(X), operand_tensors(Y)
-        kept: SRBCRS | None = call(x_data, y_data, x_scale, y_scale)
-        if kept is not None:
-            return kept
+        cached: SRBCRS | None = call(x_data, y_data, x_scale, y_scale)
+        if cached is not None:
+            return cached
     if out_format not in ("srbcrs", "bcrs"):
         raise ValueError(f"out_format must be 'srbcrs' or 'bcrs', got {out_format!r}")
     x, y = check_dense("X", X, pattern.device), check_dense("Y", Y, pattern.device)

@@ -112,7 +112,7 @@ def spmm(
         if forecast and forecast.dense_wins and isinstance(problem.dense, QuantTensor):
             product = dense_fallback.DenseCall(problem.matrix, problem.dense, problem.out_dtype)
             if key is not None:
-                _keep(A._execution, key, product)
+                _cache_call(A._execution, key, product)
             result = product(problem.dense.data, problem.dense.scale, bias, out)
             return result if out is None else _written(out)
     matrix = problem.matrix
@@ -127,18 +127,18 @@ def spmm(
     else:
         kernel, packed = planner(matrix, *arguments)
     if key is not None and on_cpu and (engine_call := cpu.engine_call(problem, packed, bias)):
-        _keep(A._execution, key, engine_call)
+        _cache_call(A._execution, key, engine_call)
         result = engine_call(problem.dense.data, problem.dense.scale, bias, out)
         return result if out is None else _written(out)
     result = torch_ops.run_spmm(problem, kernel, packed, out)
     if key is not None and not on_cpu:
         from magicube_cutlass.dispatch.cuda import cached_spmm
 
-        _keep(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result))
+        _cache_call(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result))
     return result if out is None or compiling else _written(out)
 
 
-def _keep(cache: dict[Any, Any], key: tuple[object, ...], call: object) -> None:
+def _cache_call(cache: dict[Any, Any], key: tuple[object, ...], call: object) -> None:
     """Cache a call, and drop the oldest one of more than `_MAX_CALLS`; a call holds 1.5 KB."""
     cache[key] = call
     if len(cache) > _MAX_CALLS:

@@ -33,8 +33,8 @@ def _matrix_ints(a: engine.SparseOperand) -> Tensor:
     block_row = torch.searchsorted(a.row_start // stride, torch.arange(blocks), right=True) - 1
     rows = (block_row[:, None] * v + torch.arange(v))[:, :, None].expand_as(ints)
     cols = a.col_indices.view(blocks, 1, stride).expand_as(ints).long()
-    kept = cols >= 0
-    dense[rows[kept], cols[kept]] = ints[kept]
+    used = cols >= 0
+    dense[rows[used], cols[used]] = ints[used]
     return dense[: a.rows]
 
 

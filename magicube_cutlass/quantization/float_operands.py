@@ -57,7 +57,7 @@ def raw_bits(vectors: Tensor, number: FloatFormat) -> Tensor:
 
 
 class Values(NamedTuple):
-    """A dense matrix (M, K) on its way to a sparse one."""
+    """A dense matrix (M, K) before its conversion to a sparse one."""
 
     values: Tensor  # (M, K), one per entry
     scale: Tensor | None  # float32 () or (M, 1)
@@ -90,8 +90,8 @@ def float_values(x: Tensor | ScaledFloatTensor, dtype: str | None, axis: int | N
     if known is not None and known.bits == 8:
         if dtype not in (None, known.name):
             raise ValueError(f"dtype must be {known.name!r} for values of {x.dtype}, got {dtype!r}")
-        kept = x if mask is None else _masked(x, mask)
-        return Values(kept, None, False, decoded(x, known) != 0)
+        selected = x if mask is None else _masked(x, mask)
+        return Values(selected, None, False, decoded(x, known) != 0)
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype!r}")
     if not x.is_floating_point() or x.dtype == PACKED:

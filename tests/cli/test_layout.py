@@ -111,7 +111,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         ("matplotlib.figure", ("s8_m16n8k32", "-o", "a.svg"), "pip install 'magicube-cutlass[plots]'"),
     ],
 )
-def test_missing_packages_are_told(
+def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str, args: tuple[str], message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)

@@ -48,7 +48,7 @@ def trainer(corpus: Corpus, steps: int = 6, bits: tuple[int, int] | None = (8, 8
 
 @pytest.mark.parametrize("length", [256, 2048])
 @pytest.mark.parametrize("sparsity", [0.9, 0.95])
-def test_masks_have_their_sparsity_and_the_first_word_meets_all(length: int, sparsity: float) -> None:
+def test_masks_have_their_sparsity_and_the_first_word_attends_all(length: int, sparsity: float) -> None:
     mask = attention_mask(length, sparsity)
     assert mask.density == pytest.approx(1 - sparsity, rel=0.04)
     kept = mask.to_dense().bool()
@@ -163,7 +163,7 @@ def run_of(corpus: Corpus, folder: Path, linear: float | None, seconds: float = 
     return example.Run(corpus, SMALL, size, linear, folder, time.perf_counter() + seconds, QUIET)
 
 
-def test_stages_build_on_one_another_and_are_kept(
+def test_stages_build_on_one_another_and_are_saved(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(example, "attention_mask", lambda length, sparsity: attention_mask(length, sparsity - 0.2))

@@ -79,7 +79,7 @@ def _listing(code: bytes) -> str:
 
 
 def measure(unit: Unit) -> Fact:
-    """Return digest, instructions and resources of `unit`; results are kept below ``build/digests``."""
+    """Return digest, instructions and resources of `unit`; results are stored below ``build/digests``."""
     ingredients = cache.key(unit) + json.dumps(versions(), sort_keys=True) + Path(__file__).read_text()
     path = RESULTS / f"{hashlib.sha256(ingredients.encode()).hexdigest()}.json"
     if path.is_file():
@@ -105,7 +105,7 @@ def measure(unit: Unit) -> Fact:
 
 def entry(config: Config, fact: Fact) -> Fact:
     """Return what is committed for `config`, compiled to `fact`."""
-    name = str(getattr(config, "name", ""))  # kept in results files of users
+    name = str(getattr(config, "name", ""))  # users store it in results files
     return {**fact, "threads": config.threads, "smem": config.smem_bytes, "name": name}
 
 

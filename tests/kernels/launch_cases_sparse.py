@@ -61,8 +61,8 @@ def dense(
     return mc.QuantTensor.from_ints(x, bits=bits, signed=signed, scale=scales[scale])
 
 
-def twice(recorder: Recorder, key: str, a: mc.SRBCRS | mc.BCRS, b: Any, **options: Any) -> None:
-    """A call, and the kept one that follows, with operands elsewhere."""
+def call_and_repeat(recorder: Recorder, key: str, a: mc.SRBCRS | mc.BCRS, b: Any, **options: Any) -> None:
+    """A call, and a cached one with operands at other addresses."""
     named: dict[str, Any] = {"B": b if isinstance(b, Tensor) else b.data, "scale_a": a.scale}
     named["scale_b"] = None if isinstance(b, Tensor) else b.scale
     named |= {name: options[name] for name in ("bias", "out") if options.get(name) is not None}
@@ -82,7 +82,7 @@ def spmm_integers(recorder: Recorder) -> None:
         b = dense((*batch, k, n), right, t, layout, scales[1] if floating else "none")
         bias = reals(m) if floating and i % 2 else None
         key = f"{'su'[not s]}{left} x {'su'[not t]}{right}, v{v}, {m}x{k}x{n}, batch {list(batch)}, {layout}"
-        twice(recorder, f"{key}, {scales[0]}, {scales[1]}, {out}", a, b, out_dtype=out, bias=bias)
+        call_and_repeat(recorder, f"{key}, {scales[0]}, {scales[1]}, {out}", a, b, out_dtype=out, bias=bias)
 
 
 def spmm_columns(recorder: Recorder) -> None:
@@ -90,21 +90,21 @@ def spmm_columns(recorder: Recorder) -> None:
     for n in (1, 2, 7, 8, 16, 24, 32, 48, 64, 100, 511, 512):
         a = sparse(512, 768, density=0.4, scale="rows")
         out = torch.zeros(512, n, dtype=torch.float16)
-        twice(recorder, f"of {n} columns", a, dense((768, n), scale="columns"), out_dtype=torch.float16)
-        twice(recorder, f"of {n} columns to out", a, dense((768, n), scale="one"), out=out, bias=reals(512))
+        call_and_repeat(recorder, f"of {n} columns", a, dense((768, n), scale="columns"), out_dtype=torch.float16)
+        call_and_repeat(recorder, f"of {n} columns to out", a, dense((768, n), scale="one"), out=out, bias=reals(512))
     for bits, layout, shift in product((4, 8, 16), ("row", "column"), (0, 8)):
         whole = dense((2 * 400 + 16, 64), bits, layout=layout)
         moved = whole.data.as_strided((400 if bits != 4 or layout == "row" else 200, whole.data.shape[1]),
                                       whole.data.stride(), shift // whole.data.element_size())  # fmt: skip
         b = replace(whole, data=moved, shape=torch.Size((400, 64)))
-        twice(recorder, f"B of {bits} bits, {layout}, from byte {shift}", sparse(200, 400), b)
+        call_and_repeat(recorder, f"B of {bits} bits, {layout}, from byte {shift}", sparse(200, 400), b)
     for m, k, n in ((0, 16, 16), (16, 0, 16), (16, 16, 0)):
-        twice(recorder, f"empty {m}x{k}x{n}", sparse(m, k), dense((k, n), scale="one"))
+        call_and_repeat(recorder, f"empty {m}x{k}x{n}", sparse(m, k), dense((k, n), scale="one"))
     once = sparse(1024, 1024)
     once.single_use = True
-    twice(recorder, "used once", once, dense((1024, 256)))
-    twice(recorder, "BCRS", sparse(200, 400).to_bcrs(), dense((400, 64)))
-    twice(
+    call_and_repeat(recorder, "used once", once, dense((1024, 256)))
+    call_and_repeat(recorder, "BCRS", sparse(200, 400).to_bcrs(), dense((400, 64)))
+    call_and_repeat(
         recorder,
         "of one row of B for all",
         sparse(64, 96),
@@ -120,14 +120,16 @@ def spmm_kernels(recorder: Recorder) -> None:
         numbers_of = a.element_type, b.element_type
         for config in _configs(out, *numbers_of):
             options = {"config": config, "out_dtype": getattr(torch, out)}
-            twice(recorder, f"with {config.name}", a, b, **options)
+            call_and_repeat(recorder, f"with {config.name}", a, b, **options)
             many = dense((3, 1500, 72), right)
-            twice(recorder, f"with {config.name}, batch", a, many, **options)
+            call_and_repeat(recorder, f"with {config.name}, batch", a, many, **options)
     a, b = sparse(1200, 600), dense((600, 512))  # more row blocks and strips than SMs
     for config in _configs("int32", a.element_type, b.element_type):
-        twice(recorder, f"with {config.name}, large", a, b, config=config)
+        call_and_repeat(recorder, f"with {config.name}, large", a, b, config=config)
     for atom, bits in (("s8_m16n8k32", 8), ("s8_m16n8k16", 8), ("int4_as_int8_m16n8k32", 4), ("s8_m16n8k32", 4)):
-        twice(recorder, f"with {atom}, {bits} bits", sparse(200, 400, bits), dense((400, 64), bits), atom=atom)
+        call_and_repeat(
+            recorder, f"with {atom}, {bits} bits", sparse(200, 400, bits), dense((400, 64), bits), atom=atom
+        )
 
 
 def _configs(out: str, left: Any, right: Any) -> list[Any]:
@@ -165,7 +167,9 @@ def spmm_floats(recorder: Recorder) -> None:
         half = right in numbers.HALF_DTYPES
         b = y.to(numbers.FLOAT_DTYPES[right]) if half else mc.quantize(y, dtype=right, axis=(None, 0)[i // 2 % 2])
         bias, out = (reals(m) if i % 2 else None), FLOAT_OUTS[i % 3]
-        twice(recorder, f"{left} x {right}, v{v}, {m}x{k}x{n}, batch {list(batch)}", a, b, out_dtype=out, bias=bias)
+        call_and_repeat(
+            recorder, f"{left} x {right}, v{v}, {m}x{k}x{n}, batch {list(batch)}", a, b, out_dtype=out, bias=bias
+        )
 
 
 def spmm_dense(recorder: Recorder) -> None:
@@ -173,7 +177,7 @@ def spmm_dense(recorder: Recorder) -> None:
     for left, right, batch, scale in ((8, 8, (), "none"), (4, 8, (), "columns"), (8, 4, (2,), "batch")):
         a = sparse(256, 512, left, density=0.9, scale="rows" if scale != "none" else "none")
         b = dense((*batch, 512, 512), right, scale=scale)
-        twice(recorder, f"{left} x {right} allowing dense, batch {list(batch)}", a, b, allow_dense=True)
+        call_and_repeat(recorder, f"{left} x {right} allowing dense, batch {list(batch)}", a, b, allow_dense=True)
 
 
 def sddmm(recorder: Recorder) -> None:
@@ -227,7 +231,7 @@ def _sample(recorder: Recorder, key: str, x: Any, y: Any, mask: mc.SRBCRS, **opt
 
 
 def made(recorder: Recorder) -> None:
-    """Dense matrices that become sparse ones on the GPU, whose size the second kernel tells."""
+    """Dense matrices that become sparse ones on the GPU, whose size the second kernel writes."""
 
     def tell(arguments: list[Any]) -> None:
         array(arguments[5], np.int64, 1)[0] = 640

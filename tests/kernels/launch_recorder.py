@@ -45,7 +45,7 @@ LOADED = kernel._kernels
 
 FIRST, ALIKE = "sm_90a", "as on sm_90a"
 LOG = Path(__file__).with_name("launch_log.json")
-_ADDRESSES = range(1 << 40, 1 << 47)  # where a CPU's tensors lie, above all sizes
+_ADDRESSES = range(1 << 40, 1 << 47)  # addresses of CPU tensors, above all sizes
 
 
 class Block(NamedTuple):
@@ -64,7 +64,7 @@ class Recorder:
         self.log: dict[str, list[str]] = {}
         self.launches: list[Launch] = []
         self._driver = FakeDriver(self)
-        self._machine: Machine | None = None  # where tensors lie now; None: on the CPU
+        self._machine: Machine | None = None  # device of the tensors; None: the CPU
         self.arch = "sm_90a"
         self._answers: Mapping[str, Answer] = {}
         self._kinds: dict[int, tuple[str, list[Any]]] = {}  # handle -> name of its config, types of its arguments

@@ -46,7 +46,7 @@ def test_fine_tuning_wins_back_what_pruning_lost(
     assert all(row["cpu ms"] > 0 for row in rows.values())
 
 
-def test_the_full_run_kept_the_accuracy_within_a_point(example: ModuleType) -> None:
+def test_the_full_run_loses_at_most_a_point_of_accuracy(example: ModuleType) -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "prune_quantize.json").read_text())
     accuracy = {row["step"]: row["accuracy"] for row in results["rows"]}
     for step in ("fine-tuned, int8", "static scales, frozen"):

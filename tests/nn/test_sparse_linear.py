@@ -163,7 +163,7 @@ def test_a_state_dict_goes_round_and_brings_pattern_kind_and_options(frozen: boo
     assert torch.equal(other.act_scale, layer.act_scale) and torch.equal(other(x), layer(x))
 
 
-def test_the_state_of_a_linear_layer_is_taken_with_the_pattern_kept() -> None:
+def test_the_state_of_a_linear_layer_loads_and_the_pattern_stays() -> None:
     layer = sparse()
     pattern, dense = layer.pattern, nn.Linear(48, 40)
     result = layer.load_state_dict(dense.state_dict(), strict=False)

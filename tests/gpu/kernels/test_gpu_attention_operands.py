@@ -76,7 +76,7 @@ def test_ties_between_two_integers_go_as_on_the_cpu() -> None:
 
 
 @pytest.mark.configs(COMPILED)
-def test_wrong_operands_are_told_and_no_queries_or_keys_are_none() -> None:
+def test_wrong_operands_raise_and_empty_ones_give_empty_results() -> None:
     q = torch.zeros(2, 8, 64, device="cuda", dtype=torch.float16)
     with pytest.raises(ValueError, match=r"v must have 3 dimensions, .* got \(2, 9, 64\) for q \(2, 8, 64\)"):
         encode_operands(q, q, q.new_zeros(2, 9, 64), bits=8)

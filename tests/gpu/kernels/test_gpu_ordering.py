@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.configs([ColumnOrderConfig()])]
 
 @pytest.mark.parametrize(("tile", "group", "window"), ORDERS)
 @pytest.mark.parametrize("density", [0.0, 0.03, 0.3])
-def test_the_kernel_takes_the_cheapest_of_its_ways(density: float, tile: int, group: int, window: int) -> None:
+def test_the_kernel_takes_the_cheapest_of_its_orders(density: float, tile: int, group: int, window: int) -> None:
     columns, offsets = structure(random_mask(37, 600, density, seed=tile + window))
     where = (tile, -(-600 // tile), group, window)
     found = ordered_slots(columns.cuda(), offsets.cuda(), *where)

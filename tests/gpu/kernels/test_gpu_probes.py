@@ -79,7 +79,7 @@ def test_what_is_not_finite_is_not_lost() -> None:
 @pytest.mark.parametrize("lines", ["rows", "columns"])
 @pytest.mark.parametrize("shape", [(1, 4), (33, 68), (256, 4096), (1000, 1004), (5000, 132), (4300, 516)])
 @pytest.mark.parametrize("gap", [0, 4])
-def test_halves_come_with_a_pass(shape: tuple[int, int], gap: int, lines: str) -> None:
+def test_a_pass_also_writes_float16(shape: tuple[int, int], gap: int, lines: str) -> None:
     m, n = shape
     whole = torch.randn(m, n + gap, generator=torch.Generator().manual_seed(m)).cuda()
     x, w = whole[:, :n], vectors(n)
@@ -91,7 +91,7 @@ def test_halves_come_with_a_pass(shape: tuple[int, int], gap: int, lines: str) -
     assert torch.equal(y, plain[0]) and torch.equal(tops, plain[1])
 
 
-def test_halves_come_of_what_is_read_four_at_a_time() -> None:
+def test_float16_needs_rows_of_whole_vector_loads() -> None:
     x = torch.randn(64, 68).cuda()
     assert probes.can_emit_float16(x)
     assert not any(

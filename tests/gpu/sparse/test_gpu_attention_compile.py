@@ -78,7 +78,7 @@ def test_modules_run_as_graphs_that_torch_captures() -> None:
 
 @pytest.mark.parametrize("qkv_bits", [8, 4])
 @torch.no_grad()
-def test_operands_may_lie_column_after_column(qkv_bits: int) -> None:
+def test_operands_may_be_column_major(qkv_bits: int) -> None:
     mask = masks.random(256, 0.8).to("cuda")
     rows = [x.cuda() for x in inputs((1, 4), 256, 256, 64, torch.float16)]
     columns = [x.mT.contiguous().mT for x in rows]

@@ -169,7 +169,7 @@ def test_every_knob_keeps_the_result(config: SpmmKernel) -> None:
         check_spmm(sparse(m, k, config.vector_length, a, sparsity), dense((k, n), b), config)
 
 
-def test_the_kernels_meet_every_pair_and_vector_length() -> None:
+def test_the_kernels_cover_every_pair_and_vector_length() -> None:
     met = covering()
     assert {names_of(config) for config in met} == set(PAIRS)
     assert {config.vector_length for config in met if isinstance(config, GatherConfig)} == set(VECTOR_LENGTHS)
@@ -300,7 +300,7 @@ def test_sums_beyond_an_output_are_infinite() -> None:
 
 
 @pytest.mark.configs([chosen(kind(8, "e4m3", "e4m3", "float16"), 16, 64, 40)])
-def test_kept_calls_see_new_data() -> None:
+def test_cached_calls_read_new_data() -> None:
     a = sparse(128, 256, 8, "e4m3", 0.5).to("cuda")
     for _ in range(3):
         for b in (

@@ -177,7 +177,7 @@ def test_biases_of_keys_of_which_some_hide_them(config: AttentionConfig, bias: s
 @each
 @compiled
 @pytest.mark.parametrize("out", [torch.float16, torch.bfloat16])
-def test_halves_of_full_masks(config: AttentionConfig, out: torch.dtype) -> None:
+def test_16_bit_floats_of_full_masks(config: AttentionConfig, out: torch.dtype) -> None:
     Case(config, 2, 65, 300, 0.0, scales="one").check(out, lse=False)
 
 

@@ -107,7 +107,7 @@ def test_long_sums_do_not_overflow(of: tuple[int, bool], value: int, k: int) -> 
     check_sddmm(x, y, mc.Pattern.from_dense(torch.ones(3, 40, dtype=torch.bool), 1))
 
 
-def test_views_and_odd_pitches_are_read_where_they_lie() -> None:
+def test_views_and_odd_strides_are_read_without_a_copy() -> None:
     torch.manual_seed(6)
     wide = ints((3, 50, 301), 8, True).to(torch.int8)
     for view in (wide[:, 1:46, 5:297], wide[::2, :45, 16:289], wide[:1, :45].expand(4, 45, 301), wide[1, 2:47, 1:]):

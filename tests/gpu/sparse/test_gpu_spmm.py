@@ -88,14 +88,14 @@ def test_every_pair_sign_and_vector_length_is_exact(config: SpmmKernel) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize(("k", "n"), [(331, 193), (48, 1), (2, 70), (1000, 1040), (256, 5000)])
-def test_bytes_column_by_column_are_turned(k: int, n: int, signed: bool) -> None:
+def test_column_major_bytes_are_transposed(k: int, n: int, signed: bool) -> None:
     b = dense((k, n), (8, signed), "column")
     check_spmm(sparse(61, k, 8, (8, True)), b, gather(kind(8, (8, True), (8, signed))))
     rows = aligned_rows(DenseOperand(b.data.cuda(), 8, signed, -2, -1), -1, k)
     assert rows.stride(1) == 1 and rows.stride(0) % 16 == 0 and torch.equal(rows.cpu(), b.data)
 
 
-def test_the_pairs_meet_every_vector_length() -> None:
+def test_the_pairs_cover_every_vector_length() -> None:
     met = {(config.a.bits, config.b.bits, config.vector_length) for config in covering()}
     assert len(met) == len(BITS) ** 2 * 6 or not PANELS
     assert {(operands_of(config)) for config in covering()} == {

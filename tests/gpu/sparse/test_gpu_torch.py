@@ -195,7 +195,7 @@ def test_a_warm_call_waits_for_nothing_and_allocates_its_output_only(config: Spm
 
 
 @pytest.mark.parametrize("config", BOTH, ids=named)
-def test_views_and_odd_pitches_are_read_where_they_lie(config: SpmmKernel) -> None:
+def test_views_and_odd_strides_are_read_without_a_copy(config: SpmmKernel) -> None:
     torch.manual_seed(1)
     wide = ints((3, 90, 420), *S8).to(torch.int8)
     on_gpu = wide.cuda()
@@ -293,9 +293,9 @@ def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert deepest <= 5
 
 
-@pytest.mark.parametrize("room", [2, gpu._KEPT_LAUNCHES])
-def test_a_kept_call_sees_other_addresses_scales_and_values(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_KEPT_LAUNCHES", room)
+@pytest.mark.parametrize("room", [2, gpu._CACHED_LAUNCHES])
+def test_a_cached_call_reads_other_addresses_scales_and_values(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_CACHED_LAUNCHES", room)
     torch.manual_seed(3)
     a = mc.SRBCRS.from_dense(torch.randn(40, 70), vector_length=8, bits=8, axis=1).to("cuda")
     storage = ints((3, 70 * 64 + 64), *S8).to(torch.int8).cuda()
@@ -328,7 +328,7 @@ def test_a_kept_call_sees_other_addresses_scales_and_values(room: int, monkeypat
     product(0, torch.ones(1, 64, device="cuda"), bias, layouts[0])
 
 
-def test_a_kept_sddmm_sees_other_addresses_scales_and_values() -> None:
+def test_a_cached_sddmm_reads_other_addresses_scales_and_values() -> None:
     torch.manual_seed(4)
     mask = mc.random_pattern(40, 56, 0.5, 8).to("cuda")
     storage = ints((2, 64 * 64 + 64), *S8).to(torch.int8).cuda()

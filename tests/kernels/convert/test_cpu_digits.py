@@ -83,7 +83,9 @@ def test_the_published_digits_are_those_of_divisions_in_double(
 @pytest.mark.parametrize(
     "view", [lambda x: x.t(), lambda x: x[::2, ::3], lambda x: x[1:, 2:]], ids=["t", "step", "cut"]
 )
-def test_halves_and_views_are_read_as_they_are(view: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_floats_and_views_are_read_without_a_copy(
+    view: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = view(torch.randn(65, 130, generator=torch.Generator().manual_seed(0)).to(dtype))
     for axis in AXES:
         found, wanted = gemm_digits.digits(x, axis=axis), in_torch(monkeypatch, gemm_digits.digits, x, axis=axis)

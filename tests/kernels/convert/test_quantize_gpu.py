@@ -161,7 +161,7 @@ def test_layouts_give_the_integers_of_a_contiguous_tensor(bits: int, axis: int |
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_two_tensors_share_a_launch_only_where_they_lie_alike(bits: int) -> None:
+def test_two_tensors_share_a_launch_only_if_their_strides_match(bits: int) -> None:
     storage = torch.randn(3 * 1000 * 72, dtype=torch.float16, device="cuda")
     x, y = storage[:64_000].view(1000, 64), storage[72_000:136_000].view(1000, 64)
     others = {

@@ -66,7 +66,7 @@ def test_project_headers_are_found_by_path() -> None:
     assert compile_unit(Unit(source, "probe::twice<int>", "sm_80")).code
 
 
-def test_static_shared_memory_and_local_memory_are_told() -> None:
+def test_static_shared_memory_and_local_memory_are_reported() -> None:
     source = """
     __global__ void both(int* x) {
       __shared__ int tile[256];
@@ -91,7 +91,7 @@ def test_static_shared_memory_and_local_memory_are_told() -> None:
         ('#include "absent.cuh"\n' + PLAIN, "probe::twice<int>", "absent.cuh"),
     ],
 )
-def test_a_mistake_is_told_in_the_compilers_words(source: str, kernel: str, words: str) -> None:
+def test_a_compile_error_has_the_log_of_the_compiler(source: str, kernel: str, words: str) -> None:
     unit = Unit(source, kernel, "sm_90a")
     with pytest.raises(CompileError) as caught:
         compile_unit(unit)

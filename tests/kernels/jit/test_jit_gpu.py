@@ -42,7 +42,7 @@ __global__ void ranks(int* out) {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   out[blockIdx.x] = int(rank);
 }
-// One box of 64 bytes x 8 rows, as it lies in shared memory.
+// One box of 64 bytes x 8 rows, in the layout of shared memory.
 __global__ void box(unsigned char* out, const __grid_constant__ cute::TmaDescriptor map, long long x, long long y) {
   __shared__ alignas(1024) unsigned char tile[512];
   __shared__ alignas(8) unsigned long long barrier;

@@ -1,4 +1,4 @@
-"""Launches that are kept: what a function launched is launched again for the same key, and nothing else."""
+"""Launch replay: the launches of a function run again for the same key, and for no other."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_key_that_came_before_is_launched_without_its_function() -> None:
     ]  # fmt: skip
 
 
-def test_what_failed_is_not_kept_and_later_launches_are_no_part_of_it() -> None:
+def test_a_failed_call_is_not_cached_nor_joined_by_later_launches() -> None:
     of, replays = Counted(), LaunchCache(8)
 
     def fails() -> None:
@@ -101,7 +101,7 @@ def test_one_inside_another_is_a_part_of_it_also_where_it_is_replayed() -> None:
     assert of.seen == [(1, 0), (2, 4), (1, 0), (2, 6)] * 2
 
 
-def test_only_so_many_keys_are_kept() -> None:
+def test_the_number_of_cached_keys_is_bounded() -> None:
     of, replays, calls = Counted(), LaunchCache(2), []
     for key in (1, 2, 1, 3, 1):
         replays.run(key, lambda key=key: calls.append(key))

@@ -18,7 +18,7 @@ __all__ = ["no_gpu"]  # a fixture
 CPU = torch.device("cpu")
 
 
-def test_tensors_lie_one_after_the_other() -> None:
+def test_tensors_are_consecutive() -> None:
     assert empty((3,), torch.int8, CPU).shape == (3,) and not zeros((2, 3), torch.float64, CPU).any()
     with Arena() as counted:
         first, second = empty((3, 5), torch.int8, CPU), zeros((7,), torch.float32, CPU)
@@ -98,7 +98,7 @@ def test_memory_is_zero_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch)
         x.fill_(1)
 
 
-def test_only_so_many_kinds_are_kept() -> None:
+def test_the_number_of_cached_kinds_is_bounded() -> None:
     kept, calls = Kept(2), []
 
     def function(kind: int) -> tuple[Tensor, ...]:

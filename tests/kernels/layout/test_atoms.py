@@ -224,7 +224,7 @@ def test_arch_is_a_target_or_a_capability() -> None:
         runs_on(group, "hopper")
 
 
-def test_unknown_atom_is_told_with_the_known_ones() -> None:
+def test_the_error_for_an_unknown_atom_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown atom 'm16n8k33', known are s8_m16n8k32, "):
         atom("m16n8k33")
     with pytest.raises(ValueError, match="operand must be one of A, B, C, got 'D'"):

@@ -94,7 +94,7 @@ def test_order_of_lanes_of_a_phase_does_not_matter(places: list[int], size: int)
         (lambda: Access("x", "load32", LANES), ValueError, "multiples of the 4 bytes accessed, got 1"),
     ],
 )
-def test_wrong_accesses_are_told(call: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_wrong_accesses_raise(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
 

@@ -59,7 +59,7 @@ ORDERS = [(16, 32, 3), (64, 16, 1), (64, 32, 2), (64, 64, 4), (256, 32, 4)]  # t
 
 @pytest.mark.parametrize(("tile", "group", "window"), ORDERS)
 @pytest.mark.parametrize("density", [0.03, 0.3])
-def test_the_engine_takes_the_cheapest_of_its_ways(density: float, tile: int, group: int, window: int) -> None:
+def test_the_engine_takes_the_cheapest_of_its_orders(density: float, tile: int, group: int, window: int) -> None:
     columns, offsets = structure(random_mask(7, 600, density, seed=tile + window))
     where = (columns, offsets, tile, -(-600 // tile), group, window)
     assert ordered_slots(*where).tolist() == expected_slots(*where)

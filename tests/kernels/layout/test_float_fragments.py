@@ -236,7 +236,7 @@ def test_a_group_of_spmm(entry: Atom, a: str, b: str) -> None:
     ("entry", "x", "y"), GROUPS, ids=lambda value: value.name if isinstance(value, Atom) else value
 )
 def test_a_run_of_sddmm(entry: Atom, x: str, y: str) -> None:
-    """32 k of rows of both operands meet k by k, whatever their widths."""
+    """The 32 elements along K of both operands have the same order, for all widths."""
     sides = [FLOATS[x], FLOATS[y]]
     split = (sides[0].bits == 4) != (sides[1].bits == 4)
     found, expected = [], []

@@ -1,4 +1,4 @@
-"""Where operands lie: the data movement of a group of SpMM and of SDDMM, simulated byte by byte on the host."""
+"""Fragment layouts: the data movement of a group of SpMM and of SDDMM, simulated byte by byte on the host."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_swizzle_moves_units_within_their_row(row_bytes: int) -> None:
     assert move(3 * 128) == 3 * 128 + 3 * 16
 
 
-def test_wrong_arguments_are_told() -> None:
+def test_wrong_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r"row_bytes must be one of \(64, 128\), got 96"):
         swizzle(96)
     with pytest.raises(ValueError, match="bits must be 4, 8 or 16, got 12"):

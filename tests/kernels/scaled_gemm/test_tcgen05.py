@@ -110,7 +110,7 @@ def assert_product(launch: Launch, a: FloatOperand, b: FloatOperand) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-def test_the_launch_of_every_pair_multiplies_what_lies_in_memory(
+def test_the_launch_of_every_pair_multiplies_the_operands_in_memory(
     pair: tuple[OperandFormat, OperandFormat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, n, k = 130, 70, 256
@@ -273,7 +273,7 @@ def test_each_kind_has_its_instruction() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_90a", "sm_120a"])
-def test_the_choice_looks_at_the_chip_and_at_what_lies_where(arch: str) -> None:
+def test_kernel_selection_depends_on_architecture_and_alignment(arch: str) -> None:
     own = arch in ARCHES
     for a, b in (*PAIRS, *SCALED):
         choice = scaled_gemm_cuda.select_scaled_config(
@@ -298,13 +298,13 @@ def test_the_choice_looks_at_the_chip_and_at_what_lies_where(arch: str) -> None:
         assert choice.refused.startswith(why) if own else choice.refused == "", choice.refused
 
 
-@pytest.mark.parametrize("wish", [None, "0", ""])
-def test_a_kernel_that_no_chip_has_run_is_taken_only_where_it_is_wished(
-    wish: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("setting", [None, "0", ""])
+def test_a_kernel_that_never_ran_is_selected_only_on_request(
+    setting: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MAGICUBE_TCGEN05")
-    if wish is not None:
-        monkeypatch.setenv("MAGICUBE_TCGEN05", wish)
+    if setting is not None:
+        monkeypatch.setenv("MAGICUBE_TCGEN05", setting)
     a, b = operand(OperandFormat("e4m3"), 5, 256, 1), operand(OperandFormat("e4m3"), 7, 256, 2)
     choice = scaled_gemm_cuda.select_scaled_config(call_of(a, b, torch.zeros(5, 7)), "sm_100a", 148)
     assert choice.config.kernel == "mma"

@@ -46,10 +46,10 @@ def test_the_first_run_tells_what_is_wrong(first_run: ModuleType, monkeypatch: p
         return right(a, replace(b, packed_data=floats.pack(codes, b.dtype)), *rest, **options)
 
     monkeypatch.setattr(first_run, "product", shifted)
-    told = {finding.name: finding for finding in first_run.STEPS["identities"]("cpu")}
-    assert not told["e2m1 as b"].ok and told["e2m1 as b"].told.startswith("D[0, 0] is [0, 16], ")
+    found = {finding.name: finding for finding in first_run.STEPS["identities"]("cpu")}
+    assert not found["e2m1 as b"].ok and found["e2m1 as b"].detail.startswith("D[0, 0] is [0, 16], ")
     pairs = first_run.STEPS["pairs"]("cpu")
-    assert "differ, first" in next(finding for finding in pairs if not finding.ok).told
+    assert "differ, first" in next(finding for finding in pairs if not finding.ok).detail
 
 
 def test_the_first_run_wants_the_chip() -> None:

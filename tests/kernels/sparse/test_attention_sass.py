@@ -37,9 +37,9 @@ OPERANDS = [
     )
 ]
 
-# Compilers for 8.x keep, beside an operation of a whole warp, the slow way for a warp that has come apart, and call it; it
-# is never taken here.
-_APART = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warp|shfl|vote)|redux)sync\w*|\.L_x_\d+")
+# Compilers for 8.x place a slow path for a diverged warp beside an operation of a whole warp, and call it; it never runs
+# here.
+_DIVERGED = re.compile(r"\$__internal_\d+_\$__cuda_(?:sm70_(?:warp|shfl|vote)|redux)sync\w*|\.L_x_\d+")
 
 
 def lean(binary: Binary) -> str:
@@ -48,7 +48,7 @@ def lean(binary: Binary) -> str:
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL)\b", sass)
     called = re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass)
-    strange = {name for name in called if not _APART.fullmatch(name) or binary.arch != "sm_80"}
+    strange = {name for name in called if not _DIVERGED.fullmatch(name) or binary.arch != "sm_80"}
     assert not strange, strange
     return sass
 

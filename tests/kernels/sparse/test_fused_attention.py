@@ -1,4 +1,4 @@
-"""Sparse attention's kernels without a GPU: what they are told of masks, the choice, lanes and banks, wrong arguments."""
+"""Sparse attention's kernels without a GPU: their inputs from masks, kernel selection, lanes, bank conflicts, errors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_step_waits_for_those_before_it() -> None:
     assert walked(config, index, 0, 192) == [(key, 255) for key in mask[0].nonzero()[:, 0].tolist()]
 
 
-def test_steps_of_uniform_masks_are_nearly_full_and_meet_few_banks() -> None:
+def test_steps_of_uniform_masks_are_nearly_full_with_few_bank_conflicts() -> None:
     pattern = random_pattern(512, 4096, 0.9, QUERIES, seed=1)
     config = PanelAttention(64)
     mask = pattern.to_dense()[::QUERIES]
@@ -135,7 +135,7 @@ def test_steps_of_uniform_masks_are_nearly_full_and_meet_few_banks() -> None:
 
 
 @pytest.mark.parametrize("head", attention.HEADS)
-def test_the_gather_kernel_meets_no_bank_twice(head: int) -> None:
+def test_the_gather_kernel_has_no_bank_conflicts(head: int) -> None:
     assert all(conflicts.conflicts == 0 for conflicts in report(GatherAttention(head, groups=2).smem_accesses()))
 
 
@@ -209,7 +209,7 @@ ONE = GatherAttention(64)
         (lambda: make_index([(OFFSETS, COLUMNS)], 16, 70_000, batch=1, head_dim=64, config=PanelAttention(64)), ValueError, "at most 65280"),
     ],
 )  # fmt: skip
-def test_wrong_masks_are_told(call: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_wrong_masks_raise(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
 
@@ -244,7 +244,7 @@ def operands(**changes: Any) -> dict[str, Any]:
         ({"bias": torch.ones(16)}, ValueError, "bias must be contiguous of shape (8,) or (2, 8), got (16,)"),
     ],
 )  # fmt: skip
-def test_wrong_operands_are_told(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_operands_raise(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         attention.fused_attention(**operands(**changes))
 

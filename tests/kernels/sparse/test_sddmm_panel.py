@@ -1,4 +1,4 @@
-"""SDDMM's panel kernel without a GPU: what it is told of a pattern, how it is launched, and its banks."""
+"""SDDMM's panel kernel without a GPU: its index of a pattern, its launch, and its bank conflicts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def maps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def structure(tiles: int, rows: int, slots: int) -> list[torch.Tensor]:
-    """What the kernel is told of a pattern of these sizes, taking no memory."""
+    """The index of a pattern of these sizes, without memory."""
     return [torch.empty(1).expand(tiles + 1, rows, 2), torch.empty(1).expand(slots)]
 
 
@@ -126,7 +126,7 @@ def test_sums_of_nothing_read_no_row(maps: list[tuple[Any, ...]]) -> None:
 
 
 @given(st.lists(st.integers(0, 511), min_size=8, max_size=8))
-def test_lane_groups_read_any_rows_without_conflict_and_find_both_halves(rows: list[int]) -> None:
+def test_lane_groups_read_any_rows_without_conflicts_and_all_their_bytes(rows: list[int]) -> None:
     lane = np.arange(32)
     g, t, row = lane // 4, lane % 4, np.array(rows)[lane // 4]
     lane_base = (t + g % 2 * 4) * 16  # as RowOfY has it

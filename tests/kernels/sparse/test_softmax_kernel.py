@@ -60,7 +60,7 @@ def lanes_of(config: SoftmaxConfig) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("v", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("stride", [16, 32, 64])
-def test_a_warp_has_every_value_once_and_a_row_lies_in_the_lanes_that_merge(v: int, stride: int) -> None:
+def test_a_warp_has_every_value_once_and_a_row_is_in_the_lanes_that_merge(v: int, stride: int) -> None:
     config = SoftmaxConfig("float16", v, stride)
     tiles = v // config.rows
     assert tiles * config.rows == v

@@ -63,19 +63,19 @@ CASES = [
 ]
 
 
-# Compilers for 8.x keep, beside a shuffle or a barrier of a warp, the slow way for a warp that has come apart, and call
-# it; it is never taken here.  An emulated instruction is a call too, of another name.
-_APART = re.compile(r"\$__internal_\d+_\$__cuda_sm70_(?:warpsync|shflsync)\w*|\.L_x_\d+")
+# Compilers for 8.x place a slow path for a diverged warp beside a shuffle or barrier, and call it; it never runs here. An
+# emulated instruction is a call too, of another name.
+_DIVERGED = re.compile(r"\$__internal_\d+_\$__cuda_sm70_(?:warpsync|shflsync)\w*|\.L_x_\d+")
 
 
 def clean_sass(binary: Binary) -> str:
-    """SASS, after checking that nothing is spilled, kept on a stack or emulated."""
+    """SASS, after checking that nothing is spilled, on a stack or emulated."""
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL)\b", sass), f"{binary.title} for {binary.arch} uses local memory"
     if binary.usage is not None:  # some linkers tell nothing of it
         assert binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     called = re.findall(r"\bCALL\S*\s+`?\(?([^)\s;]+)", sass)
-    strange = {name for name in called if not _APART.fullmatch(name) or int(binary.arch[3:5]) >= 90}
+    strange = {name for name in called if not _DIVERGED.fullmatch(name) or int(binary.arch[3:5]) >= 90}
     assert not strange, f"{binary.title} for {binary.arch} calls {sorted(strange)}"
     return sass
 

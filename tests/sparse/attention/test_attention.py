@@ -181,7 +181,7 @@ def test_queries_without_keys_are_zero_or_nan_and_empty_tensors_pass() -> None:
     assert sparse_attention(torch.randn(0, 8, 4), *[torch.randn(0, 8, 4)] * 2, masks.local(8, 1)).shape == (0, 8, 4)
 
 
-def test_nan_in_a_row_reaches_the_queries_that_meet_it() -> None:
+def test_nan_in_a_row_reaches_the_queries_that_use_it() -> None:
     q, k, v = inputs("random", 32, 32)
     mask = masks.local(32, 3)
     q[0, 0, 5, 3], k[1, 2, 9, 0] = math.nan, math.inf

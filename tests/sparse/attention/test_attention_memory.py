@@ -22,7 +22,7 @@ class Made(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[int, int] = {}
-        self.kept: list[Tensor] = []  # so that no address comes twice
+        self.kept: list[Tensor] = []  # so that no address repeats
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -45,7 +45,7 @@ def test_memory_follows_the_mask_and_not_the_square_of_the_length(monkeypatch: p
     for length in (1024, 2048, 4096):
         q, k, v = (torch.randn(2, length, 32) for _ in "qkv")
         mask = masks.local(length, 32)
-        sparse_attention(q, k, v, mask, impl=impl, return_lse=True)  # what is derived of a mask is kept
+        sparse_attention(q, k, v, mask, impl=impl, return_lse=True)  # what is derived from a mask is cached
         with Made() as made:
             sparse_attention(q, k, v, mask, impl=impl, return_lse=True)
         sums.append(sum(made.bytes.values()))

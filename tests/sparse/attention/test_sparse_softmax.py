@@ -42,7 +42,7 @@ def check_softmax(S: mc.SRBCRS, bits: int, scale: float, causal: bool, bias: Ten
         wanted = high * torch.exp(s[i] - top[i])
         # the exponential in float32, of differences that were rounded to it: 1e-6 of u_max
         assert (u - wanted).abs().max() <= 0.5 + 1e-6 * high, "an integer is not the nearest one"
-        assert found[i].sum() == u.sum(), "something lies off the diagonal"
+        assert found[i].sum() == u.sum(), "something is off the diagonal"
         sums = u.sum(1)
         assert torch.equal(scales[i, :m], torch.where(sums > 0, 1 / sums.float(), 1.0))
     assert torch.allclose(lse.view(copies, m).double(), torch.logsumexp(s, -1), rtol=1e-6, atol=1e-5)

@@ -73,7 +73,7 @@ def test_integers_are_those_of_torch(
 
 
 @pytest.mark.parametrize("axis", [None, 1])
-def test_floats_are_quantized_where_they_are_kept(axis: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_stored_floats_are_quantized(axis: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     _, mask = problem(70, 129, 8, True)
     values = torch.randn(70, 129, generator=torch.Generator().manual_seed(0))
     values[~mask] = torch.nan  # not seen

@@ -41,7 +41,7 @@ def test_machine_code_keeps_everything_in_registers(config: CompressConfig, arch
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))
 
 
-def test_only_integers_that_may_lie_outside_are_checked() -> None:
+def test_only_integers_that_may_be_out_of_range_are_checked() -> None:
     assert not needs_check(torch.int8, 8, True) and not needs_check(torch.uint8, 16, True)
     assert (
         needs_check(torch.int8, 8, False) and needs_check(torch.uint8, 8, True) and needs_check(torch.int16, 12, True)
@@ -157,7 +157,7 @@ def test_any_integer_dtype_is_taken_and_its_range_checked(dtype: torch.dtype) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("axis", [None, 1])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_floats_are_quantized_on_the_way(dtype: torch.dtype, axis: int | None) -> None:
+def test_floats_are_quantized_by_the_conversion(dtype: torch.dtype, axis: int | None) -> None:
     weight = torch.randn(83, 300, generator=torch.Generator().manual_seed(0)) * random_mask(83, 300, 0.2)
     weight[3, 4], weight[11, 7] = 1e-7, -0.0  # one rounds to zero and stays, the other is no entry
     mask = random_mask(83, 300, 0.2, 5)

@@ -76,7 +76,7 @@ def test_quantizing_is_that_of_quantize(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_a_mask_decides_what_is_kept(name: str) -> None:
+def test_a_mask_selects_what_is_stored(name: str) -> None:
     x, mask = values_of((24, 40), name, 1), random_mask(24, 40, 0.4)
     x[~mask] = 1e4 if name == "float16" else x.abs().max()  # neither stored nor seen by the scale
     x[mask.nonzero()[0][0], mask.nonzero()[0][1]] = 0

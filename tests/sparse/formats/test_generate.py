@@ -42,7 +42,7 @@ def test_magnitude_does_not_depend_on_the_scale_of_the_weight(factor: float) -> 
     assert torch.equal(prune(weight * factor, 0.7, 8), prune(weight.double() * factor, 0.7, 8))
 
 
-def test_equal_vectors_are_kept_from_the_first() -> None:
+def test_of_equal_vectors_the_first_are_stored() -> None:
     mask = prune(torch.ones(2, 5000), 0.5, 1)  # large enough for a sort that is not stable to show it
     assert bool(mask[0].all()) and not bool(mask[1].any())
 

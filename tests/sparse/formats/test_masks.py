@@ -102,7 +102,7 @@ def test_bigbird_adds_its_random_keys() -> None:
     assert (added[8::8].sum(1) <= 16).all() and 10 < added[8::8].sum(1).float().mean() < 16
 
 
-def test_global_tokens_may_lie_anywhere() -> None:
+def test_global_tokens_may_have_any_position() -> None:
     made = masks.global_tokens(20, torch.tensor([9, 9, 25]), keys=30, vector_length=4)
     i, j = grid(20, 30)
     assert torch.equal(made.to_dense(), rounded((i == 9) | (j == 9) | (j == 25), 4))

@@ -91,7 +91,7 @@ def test_torch_sparse_layouts_agree_with_dense(case: Case) -> None:
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_values_lie_row_by_row_in_each_stride(bits: int, stride: int) -> None:
+def test_values_are_row_major_in_each_stride(bits: int, stride: int) -> None:
     pattern = random_pattern(21, 90, 0.4, 4, "skewed")
     vectors = random_ints((pattern.vectors, 4), bits, True)
     vectors[pattern.row_indices == 5, 1:] = 0  # beyond row 21

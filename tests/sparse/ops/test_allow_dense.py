@@ -40,12 +40,12 @@ def scaled(a: mc.SRBCRS, b: mc.QuantTensor, rows: bool, columns: bool) -> tuple[
     return matrix, mc.QuantTensor.from_ints(b.ints(), bits=b.bits, signed=b.signed, scale=right)
 
 
-def kept(a: mc.SRBCRS | mc.BCRS) -> list[DenseCall]:
+def cached_dense(a: mc.SRBCRS | mc.BCRS) -> list[DenseCall]:
     return [call for call in a._execution.values() if isinstance(call, DenseCall)]
 
 
 def took_dense(a: mc.SRBCRS | mc.BCRS) -> bool:
-    return bool(kept(a))
+    return bool(cached_dense(a))
 
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(BYTES, BYTES)))
@@ -87,7 +87,7 @@ def test_scales_bias_and_batch_are_those_of_the_sparse_product(out: torch.dtype,
 
 def test_the_output_is_written_in_place_and_a_second_call_sees_new_data() -> None:
     a, b = scaled(sparse(64, 1500, 4), dense((1500, 64)), True, True)
-    out, first = torch.full((64, 64), torch.nan), kept(a)
+    out, first = torch.full((64, 64), torch.nan), cached_dense(a)
     for seed in range(3):
         torch.manual_seed(seed)
         b.data.copy_(ints((1500, 64), 8, True))
@@ -97,9 +97,9 @@ def test_the_output_is_written_in_place_and_a_second_call_sees_new_data() -> Non
         assert mc.spmm(a, b, out=out, allow_dense=True) is out
         exact = mc.reference.spmm(a, b).double() * a.scale.double() * b.scale.double()
         assert torch.allclose(out.double(), exact, rtol=1e-6, atol=0)
-        first = kept(a) if seed == 0 else first
-    assert took_dense(a) and kept(a)[0] is first[0]
-    a.scale = torch.tensor(2.0)  # another tensor: what was kept is for the old one
+        first = cached_dense(a) if seed == 0 else first
+    assert took_dense(a) and cached_dense(a)[0] is first[0]
+    a.scale = torch.tensor(2.0)  # another tensor: the cached call is for the old one
     exact = mc.reference.spmm(a, b).double() * 2.0 * b.scale.double()
     assert torch.allclose(mc.spmm(a, b, out=out, allow_dense=True).double(), exact, rtol=1e-6, atol=0)
 
@@ -127,7 +127,7 @@ def test_without_the_flag_and_where_the_sparse_kernel_wins_no_dense_copy_is_made
     assert "dense" not in a._execution
     assert torch.equal(mc.spmm(a, b, allow_dense=True), expected) and took_dense(a)
     a._execution["dense"].zero_()
-    assert torch.equal(mc.spmm(a, b), expected)  # not by the call that was kept for the other
+    assert torch.equal(mc.spmm(a, b), expected)  # not by the cached call of the other
     thin = sparse(64, 1024, 8, sparsity=0.95)
     assert torch.equal(mc.spmm(thin, b, allow_dense=True).long(), mc.reference.spmm(thin, b))
     assert "dense" not in thin._execution and not took_dense(thin)
@@ -158,7 +158,7 @@ def test_sums_that_int32_may_not_hold_stay_sparse() -> None:
         assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64, allow_dense=True), torch.full((8, 1), k * 2**14))
 
 
-def test_a_wish_for_a_sparse_kernel_contradicts_the_flag() -> None:
+def test_a_requested_sparse_kernel_contradicts_the_flag() -> None:
     a, b = sparse(16, 64, 8), dense((64, 16))
     with pytest.raises(ValueError, match="allow_dense must be False where a sparse kernel is asked for, got atom='x'"):
         mc.spmm(a, b, allow_dense=True, atom="x")
@@ -182,7 +182,7 @@ def test_explain_says_which_product_is_expected_to_be_faster() -> None:
     assert "dense would be faster: about" in mc.explain(full, b)
     assert "dense would not be faster: about" in mc.explain(thin, b)
     assert "dense" not in mc.explain(full, dense((1024, 512), (16, True)))
-    assert "dense" not in full._execution  # nothing is made to be told about
+    assert "dense" not in full._execution  # explain makes no copy
 
 
 def test_the_engine_is_forecast_as_it_was_measured() -> None:

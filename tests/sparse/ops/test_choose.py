@@ -128,7 +128,7 @@ def test_names_tell_configs_apart() -> None:
     assert len({config.name for config in chosen}) == len(chosen)
 
 
-def test_a_wish_that_no_kernel_can_fulfil_is_refused() -> None:
+def test_a_request_that_no_kernel_supports_raises() -> None:
     problem = Problem(512, 4096, 512 * 410, 460, 512)
     for choose in (
         lambda machine, atom: choose_spmm(L8R8, machine, problem, atom),

@@ -90,6 +90,6 @@ def test_without_gradients_a_parameter_is_an_operand() -> None:
     with torch.no_grad():
         found, key = mc.spmm(halves, weight), operand_key(weight)
     assert torch.equal(found.half(), weight.detach())
-    assert key != operand_key(weight)  # so that a kept call does not let it pass
+    assert key != operand_key(weight)  # so that a cached call does not accept it
     with pytest.raises(ValueError, match="B requires a gradient"):
         mc.spmm(halves, weight)

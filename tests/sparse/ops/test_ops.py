@@ -137,7 +137,7 @@ def test_long_rows_do_not_overflow_the_int32_lanes(path: str) -> None:
     assert s.vectors().tolist() == [[k * 255 * 255]]
 
 
-def test_views_are_read_where_they_lie(path: str) -> None:
+def test_views_are_read_without_a_copy(path: str) -> None:
     a = sparse(16, 48, 8, 8, True)
     wide = ints((50, 200), 8, True).to(torch.int8)
     view = wide[1:49, 3:100]
@@ -228,7 +228,7 @@ def test_row_sums_beyond_int32_are_exact() -> None:
     assert cpu_engine.row_sums(planes, torch.zeros(1, dtype=torch.int64), False).tolist() == [[[140_000 * 64 * 255]]]
 
 
-def test_a_kept_call_sees_other_data_scales_and_bias(path: str) -> None:
+def test_a_cached_call_reads_other_data_scales_and_bias(path: str) -> None:
     torch.manual_seed(3)
     weight, bias = torch.randn(40, 70), torch.randn(40)
     for axis in (None, 1):

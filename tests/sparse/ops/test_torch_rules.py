@@ -1,4 +1,4 @@
-"""torch's rules at the products: writes are counted, gradients are given or refused, calls that are kept are few."""
+"""torch's rules at the products: writes are counted, gradients are given or refused, cached calls are few."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def operand(n: int = 4) -> mc.QuantTensor:
 
 def test_a_write_to_out_is_counted() -> None:
     out, b = torch.zeros(16, 4), operand()
-    for count in range(1, 4):  # the first call and kept ones
+    for count in range(1, 4):  # the first call and cached ones
         mc.spmm(A, b, out=out)
         assert out._version == count
     weight = torch.ones(16, 4, requires_grad=True)

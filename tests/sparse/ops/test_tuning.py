@@ -1,4 +1,4 @@
-"""The constants of the cost models: fitted to measured times, kept on disk, and never the worse for what lies there."""
+"""The constants of the cost models: fitted to measured times, stored on disk, with damaged files ignored."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def timed(held_out: bool) -> list[Case]:
     return found
 
 
-def test_constants_that_were_wrong_are_mended_by_measured_times() -> None:
+def test_measured_times_correct_wrong_constants() -> None:
     panel, gather = PanelModel(), GatherModel()
     wrong = replace(H200, panel=replace(panel, chunk=0.3 * panel.chunk, byte=5 * panel.byte, block=0.1 * panel.block),
                     gather=replace(gather, group=4 * gather.group, crowd=0.2 * gather.crowd))  # fmt: skip
@@ -49,7 +49,7 @@ def test_constants_that_were_wrong_are_mended_by_measured_times() -> None:
     assert f"{after.near} of {after.cases} picks" in str(after)
 
 
-def test_what_is_kept_for_a_gpu_comes_back_and_can_be_forgotten() -> None:
+def test_stored_models_of_a_gpu_load_and_can_be_removed() -> None:
     other = replace(H200, panel=replace(PanelModel(), chunk=9.0), gather=replace(GatherModel(), team=7.5))
     assert load_models("Some GPU", H200) == H200
     save_models("Some GPU", other)
