@@ -13,6 +13,7 @@ import torch
 
 import magicube_cutlass
 from magicube_cutlass.cli.console import facts, output
+from magicube_cutlass.dispatch.cpu_costs import processor
 
 PACKAGES = (
     "torch",
@@ -32,16 +33,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def cpu_model() -> str:
-    """Return the name of the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str:
@@ -99,7 +90,7 @@ def environment() -> dict[str, str]:
         **{package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu": cpu_model(),
+        "cpu": processor(),
         "cpu clock (MHz)": _cpu_clock(),
         "cores": str(os.cpu_count()),
         **_engine(),

@@ -1,7 +1,7 @@
 """The dense product in place of the sparse one if it is predicted to be faster: ``spmm(..., allow_dense=True)``.
 
-The constants of the cost models were measured on one H200 and, for the CPU engine, on one Xeon with AVX-512. They rank
-kernels; ``benchmarks/llm.py`` records predicted and measured times.
+The constants of the GPU's cost models were measured on one H200; ``benchmarks/llm.py`` records predicted and measured
+times. Those of a CPU are measured on it (:mod:`magicube_cutlass.dispatch.cpu_costs`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from cute_kernels.cpu import engine
 from cute_kernels.dtypes import INTEGER_OUT
 from cute_kernels.integers import digit_count, fetch
 from cute_kernels.machine import Machine, Problem, ProblemTypes
+from magicube_cutlass.dispatch import cpu_costs
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.quantization.float_operands import DenseFloats
 
@@ -29,10 +30,6 @@ _LAUNCH = 2000.0  # of a dense kernel or a copy, between kernels of a CUDA graph
 _MOVED = 3500.0  # bytes that a copy reads or writes
 # Tiles of the dense kernel (rows and columns), a turn of an SM with one, a product of two bytes in it.
 _DENSE_TILES = ((128, 2600.0, 0.135e-3), (64, 1300.0, 0.245e-3))
-# One thread of the CPU engine: a group of 4 vectors of 8 rows and 64 columns, a result.
-_ENGINE_GROUP, _ENGINE_RESULT = 13.3, 0.95
-# The dense product there: a product of two bytes, an integer result, a float one, which several passes make.
-_CPU_PRODUCT, _CPU_INTEGER, _CPU_FLOAT = 4e-3, 1.5, 3.0
 
 
 @dataclass(frozen=True)
@@ -69,13 +66,14 @@ def copy_cost(size: int) -> float:
     return _LAUNCH + 2 * size / _MOVED
 
 
-def engine_forecast(kind: ProblemTypes, m: int, digits: int, problem: Problem) -> Forecast:
-    """Return the forecast for the CPU engine on one thread; `digits`: of A times those of B."""
-    panels, results = -(-problem.n // 64) * problem.batch, m * problem.n * problem.batch
-    group = _ENGINE_GROUP * max(kind.vector_length, 4) / 8 * digits
-    sparse = results * _ENGINE_RESULT + panels * problem.vectors / 4 * group
-    result = _CPU_INTEGER if kind.out.startswith("int") else _CPU_FLOAT
-    return Forecast(sparse, results * (result + _CPU_PRODUCT * problem.inner))
+def cpu_forecast(kind: ProblemTypes, m: int, digits: int, problem: Problem) -> Forecast:
+    """Return the forecast for this CPU and torch's threads; `digits`: of A times those of B."""
+    costs, threads = cpu_costs.get_costs(), torch.get_num_threads()
+    k, n, batch = problem.inner, problem.n, problem.batch
+    out_bits = getattr(torch, kind.out).itemsize * 8
+    sparse = cpu_costs.sparse_terms(m, k, n, problem.vectors, kind.vector_length, digits, batch, out_bits)
+    dense = cpu_costs.dense_terms(m, k, n, batch, kind.out.startswith("int"))
+    return Forecast(cpu_costs.predict(costs.sparse, sparse, threads), cpu_costs.predict(costs.dense, dense, threads))
 
 
 def _are_bytes(bits: int, signed: bool) -> bool:
@@ -96,7 +94,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     kind, problem = plans.spmm_problem(matrix, dense.element_type, out, n, batch)
     if matrix.device.type == "cpu":
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
-        return engine_forecast(kind, m, digits, problem)
+        return cpu_forecast(kind, m, digits, problem)
     from cute_kernels.spmm.heuristics import choose_spmm, spmm_cost
     from magicube_cutlass.dispatch import cuda as gpu
 

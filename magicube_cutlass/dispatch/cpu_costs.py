@@ -1,0 +1,181 @@
+"""Costs of products on this CPU, measured once per processor, engine path and dense product.
+
+The sparse product takes a time per call, per group of 4 vectors of 8 rows and 64 columns, per result or staged byte of
+B, and per conversion of a result to 16 bits. The dense one takes a time per call, per product of two bytes, per element
+of an operand and per result.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cute_kernels.cpu import engine, extension
+from cute_kernels.gemm.cpu import dense_backend
+from magicube_cutlass.dispatch import measured
+from magicube_cutlass.formats.generate import random_pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
+
+log = logging.getLogger("magicube")
+
+_ROOM = "cpu"
+_BUDGET = 0.15  # seconds; two rounds are always made
+Costs = tuple[float, ...]
+# M, K, N, the share of zeros of A and the output: each term of the models is the largest one of some product.
+_SPARSE = (
+    (16, 64, 64, 0.0, torch.int32),
+    (256, 256, 64, 0.0, torch.int32),
+    (512, 512, 128, 0.9, torch.int32),
+    (1024, 1024, 128, 0.99, torch.int32),
+    (512, 64, 64, 0.95, torch.float16),
+)
+_DENSE = ((16, 64, 64), (128, 128, 128), (384, 384, 384), (1024, 512, 64), (512, 32, 512))
+
+
+@dataclass(frozen=True)
+class CpuCosts:
+    """Nanoseconds of the terms on one thread; the defaults are those of a Xeon with AVX512-VNNI."""
+
+    sparse: Costs = (5000.0, 13.3, 0.3, 0.1)  # call; group; result or staged byte; conversion to 16 bits
+    # call; product; element of an operand; result; and what a float result takes beside an integer one: call, result
+    dense: Costs = (10000.0, 4e-3, 0.0, 1.5, 10000.0, 1.5)
+
+
+def sparse_terms(
+    m: int, k: int, n: int, vectors: int, vector_length: int, digits: int, batch: int, out_bits: int
+) -> Costs:
+    """Return the terms of the engine's product; `digits`: of A times those of B."""
+    panels, results = -(-n // 64) * batch, m * n * batch
+    group = max(vector_length, 4) / 8 * digits
+    return 1.0, panels * vectors / 4 * group, results + panels * k * 64, results * float(out_bits == 16)
+
+
+def dense_terms(m: int, k: int, n: int, batch: int, is_integer: bool) -> Costs:
+    """Return the terms of the dense product."""
+    sizes = float(batch), float(batch * m * k * n), float(batch * (m + n) * k), float(batch * m * n)
+    return *sizes, *((0.0, 0.0) if is_integer else (sizes[0], sizes[3]))
+
+
+def predict(costs: Costs, terms: Costs, threads: int) -> float:
+    """Return the predicted nanoseconds; threads share all but the time per call."""
+    call, *work = (cost * term for cost, term in zip(costs, terms, strict=True))
+    return call + sum(work) / threads
+
+
+def fit_costs(terms: Sequence[Costs], times: Sequence[float]) -> Costs:
+    """Return the costs, at least 0, with the least sum of squared relative errors."""
+    rows = np.array(terms) / np.array(times)[:, None]  # (products, terms)
+    used = list(range(rows.shape[1]))
+    while True:
+        found = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)[0]
+        if min(found) >= 0 or len(used) == 1:
+            break
+        del used[int(found.argmin())]
+    costs = np.zeros(rows.shape[1])
+    costs[used] = np.maximum(found, 0.0)
+    return tuple(costs.tolist())
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _sparse_products() -> Iterator[tuple[Costs, Callable[[], object]]]:
+    """Terms and calls of the engine."""
+    from magicube_cutlass.dispatch.cpu import pack_operand
+
+    for m, k, n, zeros, out_dtype in _SPARSE:
+        pattern = random_pattern(m, k, zeros, 8, seed=0)
+        matrix = SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 8, dtype=torch.int8), bits=8)
+        start, end, columns, planes, sums = pack_operand(matrix)
+        a = engine.SparseOperand(start, end, columns, planes, sums, m, k, 8, True)
+        b = torch.ones(k, n, dtype=torch.int8)
+        operand = engine.DenseOperand(b, 8, True, -2, -1)
+        scale = None if out_dtype == torch.int32 else torch.ones(m)
+        call = engine.SpmmCall(a, operand, torch.Size((m, n)), out_dtype, scale, False)
+        terms = sparse_terms(m, k, n, pattern.vectors, 8, 1, 1, out_dtype.itemsize * 8)
+        yield terms, partial(call, b, None, None, None)
+
+
+def _dense_products() -> Iterator[tuple[Costs, Callable[[], object]]]:
+    """Terms and calls of the dense product, with integer and with scaled float results."""
+    from cute_kernels.gemm.api import gemm
+
+    for m, k, n in _DENSE:
+        a, b = torch.ones(m, k, dtype=torch.int8), torch.ones(k, n, dtype=torch.int8)
+        for out_dtype, scale in ((torch.int32, None), (torch.float32, torch.ones(m))):
+            out = torch.empty(m, n, dtype=out_dtype)
+            run = partial(gemm, a, b, scale_a=scale, out=out, out_dtype=out_dtype)
+            yield dense_terms(m, k, n, 1, scale is None), run
+
+
+def _shortest_times(products: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the shortest nanoseconds of each on one thread, in rounds, without the time that other processes take."""
+    start, times, rounds = time.perf_counter(), [float("inf")] * len(products), 0
+    while rounds < 2 or time.perf_counter() - start < _BUDGET:
+        for i, run in enumerate(products):
+            run()  # the caches hold the operands of another product
+            begin = time.thread_time()
+            run()
+            times[i] = min(times[i], (time.thread_time() - begin) * 1e9)
+        rounds += 1
+    return times
+
+
+def measure() -> CpuCosts:
+    """Return the costs of this CPU by the times of a few products on one thread, in about 0.2 s."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        sets = [list(_sparse_products()), list(_dense_products())]
+        times = iter(_shortest_times([run for each in sets for _, run in each]))
+    finally:
+        torch.set_num_threads(threads)
+    return CpuCosts(*(fit_costs([terms for terms, _ in each], [next(times) for _ in each]) for each in sets))
+
+
+def _load(name: str) -> CpuCosts | None:
+    found = measured.load(_ROOM, name)
+    lengths = [len(each) for each in astuple(CpuCosts())]
+    if not isinstance(found, list) or len(found) != len(lengths):
+        return None
+    for each, length in zip(found, lengths, strict=True):
+        if not isinstance(each, list) or len(each) != length:
+            return None
+        if not all(isinstance(cost, float) and 0 <= cost < 1e9 for cost in each):
+            return None
+    return CpuCosts(*(tuple(each) for each in found))
+
+
+@lru_cache
+def _get(isa: str, backend: str) -> CpuCosts:
+    name = f"{processor()} {isa} {backend}"
+    found = _load(name)
+    if found is None:
+        start = time.perf_counter()
+        found = measure()
+        seconds, path = time.perf_counter() - start, measured.path_of(_ROOM, name)
+        log.info("measured the times of products on %s in %.2f s; kept in %s", name, seconds, path)
+        measured.save(_ROOM, name, [list(each) for each in astuple(found)])
+    return found
+
+
+def get_costs() -> CpuCosts:
+    """Return the costs for the engine path of this moment, measured if they are not on disk."""
+    if extension.ENGINE is None:
+        return CpuCosts()
+    return _get(engine.isa(), dense_backend())

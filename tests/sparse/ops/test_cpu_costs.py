@@ -1,0 +1,136 @@
+"""Costs of products on a CPU: measured once per engine path, stored, bounded in time, and near the times of products."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import magicube_cutlass as mc
+from cute_kernels.cpu import engine
+from magicube_cutlass.dispatch import cpu_costs, measured
+from magicube_cutlass.dispatch.cpu_costs import CpuCosts, fit_costs, predict
+from magicube_cutlass.dispatch.dense_fallback import DenseCall, forecast
+
+MEASURED = CpuCosts((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+
+
+@pytest.fixture
+def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engine paths that were measured, with an empty cache folder; the figures are `MEASURED`."""
+    found: list[str] = []
+
+    def measure() -> CpuCosts:
+        found.append(engine.isa())
+        return MEASURED
+
+    monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpu_costs, "measure", measure)
+    cpu_costs._get.cache_clear()
+    yield found
+    cpu_costs._get.cache_clear()
+
+
+def test_costs_are_measured_once_per_engine_path_and_stored(
+    measurements: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "magicube")
+    for isa in engine.isas():
+        monkeypatch.setenv("MAGICUBE_CPU", isa)
+        for _ in range(2):
+            assert cpu_costs.get_costs() == MEASURED
+            cpu_costs._get.cache_clear()  # another process
+    assert measurements == engine.isas()
+    files = list((tmp_path / "cpu").iterdir())
+    assert len(files) == len(measurements) == len(caplog.records)
+    assert all(str(file) in caplog.text and file.stat().st_mode & 0o777 == 0o600 for file in files)
+
+
+@pytest.mark.parametrize("damage", ["", "null", "[]", "[[1.0], [2.0]]", '"text"', "[" * 100_000, "{}", "1" * 400,
+                                    "[[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]", "[[1.0, 2.0, 3.0, NaN], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]",
+                                    "[[1.0, 2.0, -3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]"], ids=lambda text: text[:40])  # fmt: skip
+def test_a_damaged_file_is_measured_again(measurements: list[str], tmp_path: Path, damage: str) -> None:
+    cpu_costs.get_costs()
+    (file,) = (tmp_path / "cpu").iterdir()
+    file.write_text(damage)
+    cpu_costs._get.cache_clear()
+    assert cpu_costs.get_costs() == MEASURED and len(measurements) == 2
+    assert json.loads(file.read_text()) == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
+    assert measured.load("cpu", file.stem) is not None
+
+
+def test_fitted_costs_are_those_that_made_the_times_and_never_negative() -> None:
+    terms = [(1.0, 100.0, 7.0), (1.0, 3.0, 900.0), (1.0, 50.0, 50.0), (1.0, 2.0, 1.0)]
+    costs = (40.0, 2.0, 0.5)
+    assert fit_costs(terms, [predict(costs, each, 1) for each in terms]) == pytest.approx(costs)
+    assert predict(costs, terms[0], 2) == 40.0 + (200.0 + 3.5) / 2
+    falling = fit_costs(terms, [100.0, 5.0, 50.0, 100.0])
+    assert min(falling) == 0.0 and max(falling) > 0.0
+
+
+def shortest(run: Callable[[], object]) -> float:
+    """Nanoseconds of one thread, without what other processes take."""
+    times = []
+    for _ in range(7):
+        run()
+        start = time.thread_time()
+        run()
+        times.append(time.thread_time() - start)
+    return min(times) * 1e9
+
+
+def worst_error() -> float:
+    """The largest ratio between predicted and measured times of a few products."""
+    errors = []
+    for n, columns, sparsity, out in ((256, 64, 0.0, torch.int32), (512, 256, 0.9, torch.int64),
+                                      (512, 512, 0.5, torch.float32), (1024, 128, 0.97, torch.float16)):  # fmt: skip
+        pattern = mc.random_pattern(n, n, sparsity, 8, seed=1)
+        scales = (None, None) if out in (torch.int32, torch.int64) else (torch.rand(n, 1), torch.rand(1, columns))
+        A = mc.SRBCRS.from_pattern(pattern, torch.randint(-128, 128, (pattern.vectors, 8)), bits=8, scale=scales[0])
+        B = mc.QuantTensor.from_ints(torch.randint(-128, 128, (n, columns)), bits=8, scale=scales[1])
+        predicted = forecast(A, B, out)
+        assert predicted is not None
+        dense = DenseCall(A, B, out)
+        times = (
+            (predicted.sparse, shortest(lambda A=A, B=B, out=out: mc.spmm(A, B, out_dtype=out))),
+            (predicted.dense, shortest(lambda dense=dense, B=B: dense(B.data, B.scale, None, None))),
+        )
+        errors += [max(guess / true, true / guess) for guess, true in times]
+    return max(errors)
+
+
+def test_without_vnni_the_forecast_is_near_the_times_of_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("torch._int_mm is a scalar loop without VNNI")
+
+    if "avx2" not in engine.isas():
+        pytest.skip("needs AVX2")
+    monkeypatch.setenv("MAGICUBE_CPU", "avx2")
+    monkeypatch.setattr(torch, "_int_mm", forbidden)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        worst = float("inf")
+        for _ in range(3):  # a busy machine changes its clock between the two
+            start = time.thread_time()
+            costs = cpu_costs.measure()
+            assert time.thread_time() - start < 0.3
+            monkeypatch.setattr(cpu_costs, "get_costs", lambda costs=costs: costs)
+            worst = min(worst, worst_error())
+            if worst < 1.5:
+                break
+        assert worst < 1.5
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_measuring_leaves_the_number_of_threads(use_threads: Callable[[int], None]) -> None:
+    use_threads(2)
+    cpu_costs.measure()
+    assert torch.get_num_threads() == 2
