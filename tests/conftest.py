@@ -1,7 +1,11 @@
-"""Tests marked ``gpu`` are skipped where torch has no CUDA device; their number is printed at the end."""
+"""Tests run in random order; those marked ``gpu`` are skipped where torch has no CUDA device.
+
+The summary names the seed of the order and counts the skipped tests. ``-p no:randomly`` keeps the order of the files.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -24,7 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(zlib.crc32(item.nodeid.partition("::")[0].encode()))  # data do not depend on the order
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seed = getattr(terminalreporter.config.option, "randomly_seed", None)
+    if seed is not None:
+        terminalreporter.write_line(f"order of the tests: --randomly-seed={seed}")
     # from the reports, which also those of other processes reach
     skipped = terminalreporter.stats.get("skipped", ())
     if count := sum(NO_DEVICE in str(report.longrepr) for report in skipped):
