@@ -61,7 +61,7 @@ def check_address(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     """
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
     if tensor.is_neg() or tensor._is_zerotensor():
         kind = "a negated view" if tensor.is_neg() else "a zero tensor without memory"
@@ -85,12 +85,12 @@ def check_array(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | Non
     ValueError: out must be contiguous, got strides (0, 1)
     """
     check_address(name, tensor, dtype)
-    found = tuple(tensor.shape)
+    found = tensor.shape
     if found != shape and (
         len(found) != len(shape) or [n for n, m in zip(shape, found, strict=True) if n not in (None, m)]
     ):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(f"{name} must have shape ({wanted}{',' if len(shape) == 1 else ''}), got {found}")
+        raise ValueError(f"{name} must have shape ({wanted}{',' if len(shape) == 1 else ''}), got {tuple(found)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 

@@ -35,18 +35,19 @@ class JudgeSums(NamedTuple):
 
 def _real_matrix(name: str, x: Tensor) -> object:
     """The engine's view of a row- or column-major float32 or float64 matrix."""
-    if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} must be torch.float32 or torch.float64, got {x.dtype}")
-    check_address(name, x, x.dtype)
+    dtype = x.dtype
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        raise TypeError(f"{name} must be torch.float32 or torch.float64, got {dtype}")
     if x.ndim != 2:
         raise ValueError(f"{name} must have 2 dimensions, got {x.ndim}")
+    check_address(name, x, dtype)
     (rows, columns), (row, column) = x.shape, x.stride()
-    by_columns = columns > 1 and column != 1
-    if by_columns and rows > 1 and row != 1:
+    by_columns = column != 1 and columns > 1
+    if by_columns and row != 1 and rows > 1:
         raise ValueError(f"{name} must be row- or column-major, got strides {(row, column)}; use {name}.contiguous()")
     engine = extension.ENGINE or extension.load_extension()
     stride = column if by_columns else row
-    return engine.RealMatrix(x.data_ptr(), rows, columns, stride, x.dtype == torch.float64, by_columns)
+    return engine.RealMatrix(x.data_ptr(), rows, columns, stride, dtype is torch.float64, by_columns)
 
 
 def _check_probes(W: Tensor, wbar: Tensor, n: int) -> None:
