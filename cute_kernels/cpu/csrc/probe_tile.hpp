@@ -113,6 +113,7 @@ void convert_column(const Real* __restrict x, int64_t rows, double weight, doubl
 template <class Isa, bool Squares, class Real>
 void multiply_group_of(const magicube::RealMatrix& x, int64_t row, int64_t rows, const double* v, const double* weights,
                        double* scratch, GroupSums& sums) {
+  constexpr int64_t kLine = 64 / sizeof(Real);
   const auto* data = static_cast<const Real*>(x.data);
   const int64_t step = magicube::sum_block(x.columns), pitch = magicube::block_pitch(x.columns);
   const int64_t row_step = x.column_major ? 1 : pitch, k_step = x.column_major ? kGroupRows : 1;  // of the converted block
@@ -130,8 +131,10 @@ void multiply_group_of(const magicube::RealMatrix& x, int64_t row, int64_t rows,
       for (int64_t r = 0; r < rows; ++r) sums.bounds[r][0] += bounds[r], sums.squares[r][0] += squares[r];
     } else {
       for (int64_t r = 0; r < rows; ++r) {
-        convert_row<Isa, Squares>(data + (row + r) * x.stride + k0, count, weights + k0, scratch + r * pitch, sums.bounds[r],
-                                  sums.squares[r]);
+        const Real* const from = data + (row + r) * x.stride + k0;
+        // of the next block, into L2: hardware prefetchers do not follow runs as short as a block
+        for (int64_t k = 0; k < count; k += kLine) __builtin_prefetch(from + count + k, 0, 2);
+        convert_row<Isa, Squares>(from, count, weights + k0, scratch + r * pitch, sums.bounds[r], sums.squares[r]);
       }
       for (int64_t r = rows; r < padded; ++r) std::memset(scratch + r * pitch, 0, static_cast<size_t>(count) * 8);
     }
