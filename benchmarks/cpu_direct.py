@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.machine import machine
 from harness.timing import measure
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +24,7 @@ from cute_kernels.convert.digits import digits
 from cute_kernels.cpu import engine
 from cute_kernels.cpu.direct import direct, prepare_direct
 from cute_kernels.cpu.estimate import PROBES, judge, probe_right
+from magicube_cutlass.cli.environment import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_direct.json"
 SHAPES = ((16, 64, 64), (64, 64, 16), (256, 256, 256), (1024, 1024, 1024))  # M, K, N
@@ -88,7 +88,7 @@ def main(
         "load average": os.getloadavg()[0],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": machine(), "setting": setting, "results": results}, indent=1) + "\n")
+    out.write_text(json.dumps({"machine": provenance(), "setting": setting, "results": results}, indent=1) + "\n")
     typer.echo(f"wrote {out}")
 
 
