@@ -14,7 +14,7 @@ ROOTED = .$${PYTHONPATH:+:$$PYTHONPATH}
 WORKERS ?= 2
 BENCHES ?= benchmarks/cpu_spmm.py
 GPU_BENCHES := benchmarks/spmm.py benchmarks/ablation.py benchmarks/gemm.py benchmarks/dlmc.py benchmarks/llm.py \
-  benchmarks/costs.py benchmarks/accuracy.py benchmarks/auto.py benchmarks/choose.py benchmarks/attention.py \
+  benchmarks/costs.py benchmarks/accuracy.py benchmarks/choose.py benchmarks/attention.py \
   benchmarks/floats.py benchmarks/transformer.py
 
 .PHONY: help demo test test-long lint docs digests gpu-test gpu-sanitize bench plots sanitize clean

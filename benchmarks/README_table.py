@@ -12,7 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CPU, GPU = "cpu-table", "gpu-table"
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS = "dlmc", "llm", "one-time-costs"
-FLOATS, ATTENTION, AUTO, CHOOSE, GEMM = "floats", "attention", "auto", "choose", "gemm"
+FLOATS, ATTENTION, CHOOSE, GEMM = "floats", "attention", "choose", "gemm"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "2:4 int8", "BSR fp16 32", "Blocked-ELL int8 16")
@@ -311,24 +311,6 @@ def render_attention(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def render_auto(results: dict[str, Any]) -> str:
-    """What the choice of a plan costs beside the best mode, and what the check takes."""
-    names = ("regret", "regret, first call", "regret, unchecked")
-    regret, first, free = (results["summary"][name] for name in names)
-    modes = ("direct", "centred", "full", "three_digit")
-    head = ["n", *(f"{mode}{kind}" for mode in modes for kind in ("", ", prepared"))]
-    rows = [[str(case["n"]), *(f"{case['share'][name]:.0%}" for name in head[1:])] for case in results["checks"]]
-    return "\n".join([
-        f"{_machine(results)}; {results['summary']['cases']} cases, n = 2048 to 8192, whole calls from float32 in a "
-        f"loop: `auto` takes {regret['median']:.2f} times as long as the fastest checked mode or float32 (median; "
-        f"{regret['worst']:.2f} at worst, above 1.25 in {regret['above 1.25']}), {free['median']:.2f} times as long as "
-        f"the fastest unchecked one. A first call, which takes statistics: {first['median']:.2f} "
-        f"({first['worst']:.2f} at worst, above 1.25 in {first['above 1.25']}).",
-        "", "What the check of a given mode takes, as a share of the checked call:", "",
-        *_grid(head, rows),
-    ])  # fmt: skip
-
-
 def render_choose(results: dict[str, Any]) -> str:
     """How near the picks of the cost model as it is come to the best config, for each pair of widths."""
     import choose
@@ -345,7 +327,6 @@ SECTIONS = (  # of the guides: name, results file, table, guide
     (GEMM, "gemm", render_gemm, "gemm"),
     (FLOATS, "floats", render_floats, "floats"),
     (ATTENTION, "attention", render_attention, "attention-performance"),
-    (AUTO, "auto", render_auto, "residual-matmul"),
 )
 
 

@@ -23,12 +23,9 @@ from harness.machine import gpu_machine
 from torch import Tensor
 
 from magicube_cutlass.cli.environment import provenance
-from residual.execute.checked import ToleranceError
-from residual.matmul import matmul
-from residual.operand.operand import prepare
-from residual.planning import history as habits
-from residual.planning.cost_model import costs_of
-from residual.planning.plan import MODES
+from residual.matmul import matmul, prepare
+from residual.planning.ladder import MODES
+from residual.report import ToleranceError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _FEWEST_ROUNDS = 3
@@ -120,16 +117,16 @@ def torch_baselines(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 def our_baselines(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Every mode, with and without a prepared B, and tolerances."""
-    held = prepare(b)
+    held = {mode: prepare(b, mode=mode) for mode in ("auto", "direct", "full")}
     found: dict[str, Callable[[], Any]] = {}
     for mode in MODES:
         found[mode] = partial(matmul, a, b, mode=mode)
     for mode in ("direct", "full"):
-        found[f"{mode}, prepared"] = partial(matmul, a, b, mode=mode, prepared=held)
+        found[f"{mode}, prepared"] = partial(matmul, a, held[mode], mode=mode)
         found[f"{mode}, checked"] = partial(matmul, a, b, mode=mode, tol=0.5)
     for tol in TOLERANCES:
         found[f"tol {tol:g}"] = partial(matmul, a, b, tol=tol)
-        found[f"tol {tol:g}, prepared"] = partial(matmul, a, b, tol=tol, prepared=held)
+        found[f"tol {tol:g}, prepared"] = partial(matmul, a, held["auto"], tol=tol)
     return found
 
 
@@ -150,20 +147,13 @@ def again(call: Callable[[], object], device: torch.device) -> float:
     return once(call, device)
 
 
-def settle(call: Callable[[], object]) -> None:
-    """As many calls as ``matmul`` needs to know that they come often, and which plan they come to."""
-    for _ in range(2 * habits.FIRST + habits.SOON):
-        call()
-
-
 def measured(
     baselines: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int, budget: float
 ) -> dict[str, float]:
     """Median milliseconds; the order rotates by one a round.  Past ``budget`` seconds and three rounds none begins."""
     names, seen = list(baselines), {name: list[float]() for name in baselines}
     for name in names:
-        if name.startswith("tol "):
-            settle(baselines[name])
+        baselines[name]()  # kernels compile
     start = time.perf_counter()
     for turn in range(rounds):
         if turn >= _FEWEST_ROUNDS and time.perf_counter() - start > budget:
@@ -200,7 +190,6 @@ def regrets(times: dict[str, float], errors: dict[str, float]) -> dict[str, floa
 def run(kind: str, n: int, device: torch.device, rounds: int, budget: float) -> dict[str, Any]:
     """All baselines on one kind of data of one size."""
     torch.manual_seed(n)
-    habits.forget()  # of other data
     a, b = KINDS[kind](n, device)
     truth = a.double() @ b.double()
     baselines = torch_baselines(a, b) | our_baselines(a, b)
@@ -211,8 +200,10 @@ def run(kind: str, n: int, device: torch.device, rounds: int, budget: float) -> 
     for tol in TOLERANCES:
         if f"tol {tol:g}" in errors:
             report = matmul(a, b, tol=tol, seed=0, return_report=True)[1]
-            plans[f"tol {tol:g}"] = {"plan": report.plan, "predicted": report.predicted_error,
-                                     "estimated": report.estimated_error, "attempts": len(report.attempts)}  # fmt: skip
+            plans[f"tol {tol:g}"] = {
+                "plan": report.plan, "estimated": report.estimated_error, "upper": report.upper,
+                "attempts": len(report.attempts),
+            }  # fmt: skip
     rows: list[dict[str, Any]] = [
         {"name": name, "ms": times[name], "error": errors[name], **plans.get(name, {})} for name in errors
     ]
@@ -238,7 +229,6 @@ def main() -> None:
     name = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_") if gpu else "cpu"
     result: dict[str, Any] = {
         "machine": gpu_machine() if gpu else provenance(),
-        "costs": vars(costs_of(device)),
         "cases": [run(kind, n, device, rounds, budget) for n in sizes for kind in KINDS],
     }
     result["seconds"] = round(time.perf_counter() - start)

@@ -177,8 +177,8 @@ def chosen_layers(net: LeNet, with_conv: bool, tol: float) -> list[Layer]:
     conv: Layer = net.conv
     if with_conv:
         weight, bias = net.conv.weight, net.conv.bias
-        conv = partial(conv2d, weight=weight, bias=bias, padding=2, tol=tol, on_failure="fp32")
-    fc1, fc2 = (ResidualLinear.from_linear(layer, tol=tol, on_failure="fp32") for layer in (net.fc1, net.fc2))
+        conv = partial(conv2d, weight=weight, bias=bias, padding=2, tol=tol, on_failure="fallback")
+    fc1, fc2 = (ResidualLinear.from_linear(layer, tol=tol, on_failure="fallback") for layer in (net.fc1, net.fc2))
     return [conv, fc1, fc2]
 
 

@@ -72,7 +72,7 @@ def ways() -> dict[str, tuple[str, dict[str, Any]]]:
             for method in ("explicit", "wy"):
                 found[f"int{bits} {kind}, {method}"] = method, {"bits": bits, "threshold": threshold, **PAPER}
     found |= {f"{mode}, wy": ("wy", {"product": chosen(mode=mode, bits=8)}) for mode in MODES}
-    found |= {f"tol {tol:g}, wy": ("wy", {"product": chosen(tol=tol, on_failure="fp32")}) for tol in TOLERANCES}
+    found |= {f"tol {tol:g}, wy": ("wy", {"product": chosen(tol=tol, on_failure="fallback")}) for tol in TOLERANCES}
     return found | {"float32, wy": ("wy", {"product": torch.matmul})}
 
 

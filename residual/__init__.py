@@ -1,28 +1,29 @@
 """Quantized dense products that pay back their rounding: as published, or with an error the caller chooses."""
 
+import warnings
+
 from cute_kernels._moved import register_moved
-from residual.error.estimate import ErrorEstimate, bound_factor, estimate_error
-from residual.execute.checked import Attempt, Report, ToleranceError
-from residual.execute.measure_costs import measure_costs
+from residual.error.estimate import ErrorEstimate, estimate_error
+from residual.error.factor import bound_factor
 from residual.linalg.qr import qr
 from residual.linalg.solve import SolveReport, solve
-from residual.matmul import matmul
+from residual.matmul import Pending, Plan, matmul, plan, prepare
 from residual.nn.conv import conv2d
 from residual.nn.linear import linear
 from residual.nn.modules import ResidualLinear
 from residual.operand.decompose import Decomposition, decompose
-from residual.operand.operand import Prepared, prepare
+from residual.operand.prepared import PreparedOperand
 from residual.paper.gemm import PaperReport, gemm
 from residual.paper.thresholds import crossover_density
-from residual.planning.cost_model import Costs
+from residual.report import Attempt, Report, ToleranceError
 
 register_moved(
     "residual",
     {
         "decompose": ("residual.operand.decompose",),
-        "estimate": ("residual.error.estimate",),
+        "estimate": ("residual.error.estimate", "residual.error.factor"),
         "modules": ("residual.nn.modules",),
-        "prepare": ("residual.operand.operand",),
+        "prepare": ("residual.matmul", "residual.operand.prepared"),
         "qr": ("residual.linalg.qr",),
         "solve": ("residual.linalg.solve",),
         "thresholds": ("residual.paper.thresholds",),
@@ -31,11 +32,12 @@ register_moved(
 
 __all__ = [
     "Attempt",
-    "Costs",
     "Decomposition",
     "ErrorEstimate",
     "PaperReport",
-    "Prepared",
+    "Pending",
+    "Plan",
+    "PreparedOperand",
     "Report",
     "ResidualLinear",
     "SolveReport",
@@ -48,8 +50,15 @@ __all__ = [
     "gemm",
     "linear",
     "matmul",
-    "measure_costs",
+    "plan",
     "prepare",
     "qr",
     "solve",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Prepared":
+        warnings.warn("residual.Prepared is now residual.PreparedOperand", DeprecationWarning, stacklevel=2)
+        return PreparedOperand
+    raise AttributeError(f"module 'residual' has no attribute {name!r}")

@@ -1,158 +1,352 @@
-"""``residual.matmul``: a quantized product whose relative error the caller chooses."""
+"""``residual.matmul``: a quantized product whose relative error the caller chooses, and its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Literal, overload
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from residual.execute.checked import Report, again, compute, short_kind
-from residual.operand.operand import Prepared
-from residual.options import Request, check_request
-from residual.planning.history import Kind
+from residual.execute.quick import Quick, quick_for
+from residual.execute.run import compute
+from residual.operand.operand import check_operand
+from residual.operand.prepared import PreparedOperand, prepare_for
+from residual.options import MatmulOptions, OnFailure, Options, check_options, check_pair, machine_of
+from residual.planning.ladder import SMALL, Demand, Rung, rungs_of
+from residual.report import Report
 from residual.torch_op import product
 
-OnFailure = Literal["raise", "fp32"]
+
+@dataclass(frozen=True)
+class Pending:
+    """A product that was started.
+
+    Attributes
+    ----------
+    product : Tensor, shape (M, N)
+        Not to be used before :meth:`result` returned it.
+    report : Report
+        How it was computed.
+    failure : Exception or None
+        What :meth:`result` raises.
+
+    Examples
+    --------
+    >>> pending = plan(torch.ones(3, 2), tol=1e-2).start(torch.ones(2, 3))
+    >>> pending.report.plan, pending.result().tolist()
+    ('fp32', [[3.0, 3.0], [3.0, 3.0]])
+    """
+
+    product: Tensor
+    report: Report
+    failure: Exception | None
+
+    def result(self) -> Tensor:
+        """Return the product; raise :class:`ToleranceError` if no rung met the tolerance."""
+        if self.failure is not None:
+            raise self.failure
+        return self.product
 
 
-@overload
-def matmul(
-    A: Tensor,
-    B: Tensor,
+@dataclass(frozen=True)
+class Plan:
+    """A product with its options checked, and its right operand prepared if that is constant; immutable.
+
+    Attributes
+    ----------
+    right : PreparedOperand or None
+        B; None if calls bring it.
+    options : Options
+        Of :func:`residual.matmul`.
+
+    Examples
+    --------
+    >>> B = torch.randn(64, 32)
+    >>> product = plan(B, tol=1e-3)
+    >>> A = torch.randn(16, 64)
+    >>> torch.equal(product(A), matmul(A, B, tol=1e-3))
+    True
+    """
+
+    right: PreparedOperand | None
+    options: Options
+    _quick: Quick | None = None
+
+    def _operands(self, A: Tensor, B: Tensor | PreparedOperand | None) -> tuple[Tensor, PreparedOperand | None]:
+        if (B is None) == (self.right is None):
+            given = "none" if B is None else "one"
+            raise TypeError(f"B must be given once, to the plan or to its call, got {given}")
+        found = self.right if B is None else B
+        prepared = found if isinstance(found, PreparedOperand) else None
+        weight = found.weight if isinstance(found, PreparedOperand) else found
+        check_pair(A, weight)
+        if prepared is not None:
+            prepared.check_current()
+        assert isinstance(weight, Tensor)
+        return weight, prepared
+
+    def __call__(self, A: Tensor, B: Tensor | PreparedOperand | None = None) -> Tensor:
+        """Return the product; the gradient is straight-through.
+
+        Parameters
+        ----------
+        A : Tensor, shape (M, K)
+            Left operand.
+        B : Tensor or PreparedOperand, shape (K, N), optional
+            Right operand, if the plan has none.
+
+        Raises
+        ------
+        ToleranceError
+            If no rung met the tolerance.
+        """
+        found = self._quick(A) if B is None and self._quick is not None else None
+        if found is not None:
+            return found
+        weight, prepared = self._operands(A, B)
+        return product(A, weight, prepared, self.options)
+
+    def of(self, A: Tensor, B: Tensor, prepared: PreparedOperand | None) -> Tensor:
+        """Return the product of `A` and `B`, of which `prepared` was made if it is given."""
+        if prepared is not None and not torch.compiler.is_compiling():
+            require_made_of(prepared, B)
+            prepared.check_current()
+        check_pair(A, B)
+        return product(A, B, prepared, self.options)
+
+    def start(self, A: Tensor, B: Tensor | PreparedOperand | None = None) -> Pending:
+        """Start the product, without a gradient, and return it with its verdict pending.
+
+        On a CPU the product is complete at once.
+        """
+        weight, prepared = self._operands(A, B)
+        return Pending(*compute(A, weight if prepared is None else prepared, self.options, measured=True))
+
+
+def prepare(
+    W: Tensor, *, mode: str = "auto", bits: int | None = None, tol: float | None = None, seed: int | None = 0
+) -> PreparedOperand:
+    """Prepare a constant right operand for :func:`residual.matmul`.
+
+    Parameters
+    ----------
+    W : Tensor, shape (K, N)
+        A real dtype, any memory strides; kept, not copied.
+    mode : str, default "auto"
+        Mode to make the digits for. ``"auto"``: those that this device may use for `tol`.
+    bits : int, optional
+        Bits per digit, 4 or 8. Default: 8.
+    tol : float, optional
+        Tolerance of the products. Default: 1e-2.
+    seed : int or None, default 0
+        Of the probes; None draws one.
+
+    Returns
+    -------
+    PreparedOperand
+
+    Raises
+    ------
+    TypeError
+        If `W` is not a real dense tensor.
+    ValueError
+        If `W` is not 2-D, or `mode`, `bits` or `tol` is out of range.
+
+    Examples
+    --------
+    >>> prepare(torch.ones(8, 4), mode="full").shape
+    (8, 4)
+    """
+    options = check_options(1e-2 if tol is None else tol, mode, bits, seed=seed)
+    return prepare_by(W, options)
+
+
+def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
+    """Return `W` prepared for the digit rungs of options, whatever the number of rows of A."""
+    check_operand("W", W)
+    if options.rungs is None:
+        demand = Demand(options.tol or 0.0, SMALL, fallback=options.on_failure == "fallback")
+        rungs = rungs_of(options.mode, options.bits or 8, machine_of(W.device), demand)
+    else:
+        rungs = tuple(Rung(each, 0 if each.startswith("fp") else options.bits or 8) for each in options.rungs)
+    return prepare_for(W, options.seed, rungs)
+
+
+def plan(
+    B: Tensor | PreparedOperand | None = None,
     *,
     tol: float | None = None,
     mode: str = "auto",
     bits: int | None = None,
     out_dtype: torch.dtype | None = None,
-    prepared: Prepared | None = None,
-    seed: int | None = None,
+    seed: int | None = 0,
+    rungs: Sequence[str] | None = None,
     on_failure: OnFailure = "raise",
+    flow: str = "auto",
+) -> Plan:
+    """Return a product to be called with A, or with A and B.
+
+    Parameters
+    ----------
+    B : Tensor or PreparedOperand, shape (K, N), optional
+        Constant right operand, prepared once.
+    tol, mode, bits, out_dtype, seed, rungs, on_failure, flow
+        As in :func:`residual.matmul`.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is out of range.
+
+    Examples
+    --------
+    >>> product = plan(tol=1e-2)
+    >>> product(torch.ones(2, 3), torch.ones(3, 2))
+    tensor([[3., 3.],
+            [3., 3.]])
+    """
+    options = check_options(tol, mode, bits, out_dtype, seed, rungs, on_failure, flow)
+    right = prepare_by(B, options) if isinstance(B, Tensor) else B
+    return Plan(right, options, quick_for(right, options))
+
+
+@overload
+def matmul(
+    A: Tensor,
+    B: Tensor | PreparedOperand,
+    *,
+    prepared: PreparedOperand | None = None,
     return_report: Literal[False] = False,
+    **options: Unpack[MatmulOptions],
 ) -> Tensor: ...
 
 
 @overload
 def matmul(
     A: Tensor,
-    B: Tensor,
+    B: Tensor | PreparedOperand,
     *,
-    tol: float | None = None,
-    mode: str = "auto",
-    bits: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    prepared: Prepared | None = None,
-    seed: int | None = None,
-    on_failure: OnFailure = "raise",
+    prepared: PreparedOperand | None = None,
     return_report: Literal[True],
+    **options: Unpack[MatmulOptions],
 ) -> tuple[Tensor, Report]: ...
 
 
 def matmul(
     A: Tensor,
-    B: Tensor,
+    B: Tensor | PreparedOperand,
     *,
     tol: float | None = None,
     mode: str = "auto",
     bits: int | None = None,
     out_dtype: torch.dtype | None = None,
-    prepared: Prepared | None = None,
-    seed: int | None = None,
+    prepared: PreparedOperand | None = None,
+    seed: int | None = 0,
+    rungs: Sequence[str] | None = None,
     on_failure: OnFailure = "raise",
+    flow: str = "auto",
     return_report: bool = False,
 ) -> Tensor | tuple[Tensor, Report]:
-    """``C ~ A B`` by integer products, with ``||AB - C||_F <= tol ||AB||_F``.
+    """Return ``C ~ A B`` with ``||AB - C||_F <= tol ||AB||_F``.
 
-    With ``tol`` the cheapest plan that is predicted to meet it runs, 16 Gaussian probes measure its error, and where
-    that misses ``tol`` a better plan follows.  The probability of returning a product that misses ``tol`` is below 1%
-    for any input and any error, over all attempts of the call; it is far smaller for the errors that rounding makes.
-    Where earlier calls of these sizes, dtypes and tolerance came to one plan, it runs without a prediction, but with
-    the same check; not with a ``seed`` or for a report.  On GPUs of sm_90a such calls of ``direct`` measure the error
-    from the digits, whose sums are exact, and read the product in one of 16.
-    Without ``tol`` the ``mode`` runs as it is, unchecked.
+    With `tol` the rungs of the device run from the cheapest up. The error of a product of digits is measured before it
+    is computed, from what the digits leave; that of a float product by reading it. Both are measured by 16 Gaussian
+    probes in float64, and the rounding of the probes is bounded and counts as error. The probability of returning a
+    product beyond `tol` is below 1% over the seeds, for operands that do not depend on the seed. The result is a
+    function of the operands, the options and the device.
+    Without `tol` the `mode` runs, unchecked.
 
-    With digits ``A ~ sA (A1 + A0 / 2**bits)``, a scale for each row, and ``B ~ sB (B1 + B0 / 2**bits)``, one for each
-    column, the modes are ``direct``: A1 B1; ``centred``: the same without A's row and B's column means, which are added
+    With digits ``A ~ sA (A1 + A0 / 2**bits)``, one scale per row, and ``B ~ sB (B1 + B0 / 2**bits)``, one per column,
+    the modes are ``direct``: A1 B1; ``centered``: the same without A's row and B's column means, which are added
     exactly; ``outlier``: the same, columns of k with outliers as a float32 product; ``full``: A1 B1 + (A1 B0 + A0 B1) /
-    2**bits; ``columns``: the cross products over a part of k; ``sparse``: over entries that pass a threshold;
-    ``full4``: A0 B0 / 4**bits besides; ``three_digit``: three digits and six products.
+    2**bits; ``columns``: the cross terms over an eighth of k; ``sparse``: over entries that pass a threshold;
+    ``full4``: A0 B0 / 4**bits besides; ``three_digit``: three digits and six products. As published in [1]_.
 
-    Args:
-        A: (M, K); float32, float16, bfloat16, float64 or an integer dtype, any strides.
-        B: (K, N), on the device of A, likewise.
-        tol: bound of the relative Frobenius error, in (0, 1); it includes the rounding to ``out_dtype``.
-        mode: ``"auto"`` (needs ``tol``), or the one mode to use.
-        bits: width of the digits, 4 or 8; None is 8.
-        out_dtype: a float dtype; default that of the operands (float32 for integers up to 16 bits, float64 beyond).
-        prepared: :func:`prepare` of B.  It also keeps one draw of probes, unless ``seed`` is given, so that the misses
-            of its calls, still below 1% each, are not independent.
-        seed: of the probes and of the lines that predictions look at; None draws one.
-        on_failure: where no plan up to float32 meets ``tol``: ``"raise"``, or ``"fp32"``: go on with float32, then
-            float64 products.
-        return_report: return ``(C, Report)``; such a call measures the error also without ``tol``, and its result
-            carries no gradient.
+    Parameters
+    ----------
+    A : Tensor, shape (M, K)
+        float32, float16, bfloat16, float64 or an integer dtype, any memory strides.
+    B : Tensor or PreparedOperand, shape (K, N)
+        Likewise, on the device of `A`. A prepared operand brings its probes.
+    tol : float, optional
+        Bound of the relative Frobenius error, in (0, 1); it includes the rounding to `out_dtype`.
+    mode : str, default "auto"
+        ``"auto"`` needs `tol`; else the one mode to run.
+    bits : int, optional
+        Bits per digit, 4 or 8. Default: 8.
+    out_dtype : torch.dtype, optional
+        A float dtype. Default: that of the operands (float32 for integers up to 16 bits, float64 beyond).
+    prepared : PreparedOperand, optional
+        Deprecated: pass it as `B`.
+    seed : int or None, default 0
+        Of the probes; None draws one.
+    rungs : sequence of str, optional
+        Rungs to climb instead of the device's: ``direct``, ``full``, ``full4``, ``three_digit``, ``fp16``, ``fp32``,
+        ``fp64``.
+    on_failure : {"raise", "fallback"}, default "raise"
+        ``"fallback"``: run float32 and float64 products if no rung meets `tol`.
+    flow : {"auto", "measured"}, default "auto"
+        ``"measured"``: as described, on every device. ``"auto"``: the same, but float32 operands on a GPU take kernels
+        whose float32 check is guarded, not proven.
+    return_report : bool, default False
+        Return ``(C, Report)``; measures the error also without `tol`, and C carries no gradient.
 
-    Returns:
-        C (M, N).  A row of A or column of B with inf or NaN gives what IEEE arithmetic gives, and the others what they
-        give without it.  Without ``tol`` the modes ``direct``, ``centred``, ``full``, ``full4`` and ``three_digit`` do
-        not wait for a GPU, and have NaN throughout such a row or column there.  The gradient is straight-through: that
-        of the exact product, in the operands' dtypes.
+    Returns
+    -------
+    Tensor, shape (M, N)
+        A row of A or a column of B with inf or NaN gives what IEEE arithmetic gives; the others are what they are
+        without it. The gradient is straight-through: that of the exact product, in the operands' dtypes.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong; the message names it and both numbers.
-        ToleranceError: no plan met ``tol``.
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is out of range.
+    ToleranceError
+        If no rung met `tol`.
 
-    Source: Gu, arXiv 2403.06924 (residual compensation); the probes' bound is ``residual.error.estimate.sharp_factor``.
+    References
+    ----------
+    .. [1] Gu, arXiv 2403.06924 (residual compensation).
+
+    Examples
+    --------
+    >>> A, B = torch.randn(64, 64), torch.randn(64, 64)
+    >>> C, report = matmul(A, B, tol=1e-4, return_report=True)
+    >>> report.plan, report.upper <= 1e-4
+    ('fp32', True)
     """
-    if prepared is not None and not isinstance(prepared, Prepared):
+    right = _with_prepared(B, prepared)
+    options = check_options(tol, mode, bits, out_dtype, seed, rungs, on_failure, flow)
+    chosen = Plan(None, options)
+    if not return_report:
+        return chosen(A, right)
+    pending = chosen.start(A, right)
+    return pending.result(), pending.report
+
+
+def _with_prepared(B: Tensor | PreparedOperand, prepared: PreparedOperand | None) -> Tensor | PreparedOperand:
+    """Return the right operand of a call that may name it by its old keyword."""
+    if prepared is None:
+        return B
+    if not isinstance(prepared, PreparedOperand):
         raise TypeError(f"prepared must come from residual.prepare, got {type(prepared).__name__}")
-    request, kind = _looked_at(A, B, tol, mode, bits, out_dtype, on_failure, seed)
-    if prepared is not None:
-        prepared.require(B)
-    if return_report:
-        return compute(A, B, request, None if prepared is None else prepared.serving(B), measured=True)
-    if _is_plain(A) and _is_plain(B):
-        if kind is not None and prepared is None and not torch.is_autocast_enabled("cuda"):
-            return again(A, B, request, kind)
-        return compute(A, B, request, None if prepared is None else prepared.serving(B))[0]
-    slot = -1 if prepared is None else prepared.slot
-    return product(A, B, slot, tol, mode, bits, request.out_dtype, on_failure, seed)
+    warnings.warn("prepared= is deprecated; pass the PreparedOperand as B", DeprecationWarning, stacklevel=3)
+    if isinstance(B, Tensor) and not torch.compiler.is_compiling():
+        require_made_of(prepared, B)
+    return prepared
 
 
-_MOST = 256  # shapes may vary without end
-_calls: dict[Hashable, tuple[Request, Kind | None]] = {}
-
-
-def _looked_at(
-    A: Tensor, B: Tensor, tol: float | None, mode: str, bits: int | None, out_dtype: torch.dtype | None,
-    on_failure: str, seed: int | None,
-) -> tuple[Request, Kind | None]:  # fmt: skip
-    """What the arguments ask for, and the kind of a call that may go the short way; looked at once for all calls alike.
-
-    Raises as :func:`matmul` says.
-    """
-    key: Hashable = None
-    same = type(A) is type(B) is Tensor and A.layout == B.layout == torch.strided
-    if same and not torch.compiler.is_compiling():  # sizes may be symbols there
-        operands = A.shape, A.stride(), A.dtype, A.device, B.shape, B.stride(), B.dtype, B.device
-        key = *operands, tol, mode, bits, type(bits), out_dtype, on_failure, seed  # 8.0 equals 8 and is wrong
-        try:
-            found = _calls.get(key)
-        except TypeError:  # an argument of a type that no option has
-            found = key = None
-        if found is not None:
-            return found
-    request = check_request(A, B, tol, mode, bits, out_dtype, on_failure, seed)
-    known = request, short_kind(A, B, request)
-    if key is not None and seed is None:
-        if len(_calls) >= _MOST:
-            _calls.clear()
-        _calls[key] = known
-    return known
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether nobody has to see an operator: no compiler, no gradient, no tensor of another type."""
-    wanted = x.requires_grad and torch.is_grad_enabled()
-    return type(x) is Tensor and not wanted and not torch.compiler.is_compiling()
+def require_made_of(prepared: PreparedOperand, B: Tensor) -> None:
+    """Raise ``ValueError`` unless `prepared` was made of `B`."""
+    if not prepared.shares_memory(B):
+        raise ValueError(
+            f"prepared must be made of B, got one of a tensor {tuple(prepared.weight.shape)} elsewhere for B "
+            f"{tuple(B.shape)}"
+        )

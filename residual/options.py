@@ -1,67 +1,156 @@
-"""The arguments of ``residual.matmul`` besides its operands, checked."""
+"""The options of a product, checked once."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from residual.operand.operand import check_bits, check_operand, real_dtype
-from residual.planning.cost_model import Sizes
-from residual.planning.history import Kind
-from residual.planning.plan import MODES
+from residual.operand.operand import check_operand, real_dtype
+from residual.planning.ladder import FLOATS, MODES, PLANES, RUNGS, Demand, Machine, Rung, rungs_of
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+OnFailure = Literal["raise", "fallback", "fp32"]
+_OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_OLD_MODES = {"centred": "centered"}
+_FLOWS = ("auto", "measured")
 
 
-@dataclass(frozen=True)
-class Request:
-    """The checked arguments of a product besides its operands."""
+class MatmulOptions(TypedDict, total=False):
+    """Keyword options of :func:`residual.matmul`, :func:`residual.plan` and the layers."""
 
     tol: float | None
     mode: str
     bits: int | None
-    out_dtype: torch.dtype
-    on_failure: str
+    out_dtype: torch.dtype | None
     seed: int | None
-
-    def kind(self, A: Tensor, B: Tensor, owner: int = 0) -> Kind:
-        """What calls with a tolerance like this one have in common; ``owner``: ``id`` of the prepared operand, or 0."""
-        assert self.tol is not None
-        sizes, dtypes = Sizes(A.shape[0], A.shape[1], B.shape[1], owner != 0), (A.dtype, B.dtype, self.out_dtype)
-        return Kind(sizes, self.tol, self.mode, self.bits or 8, dtypes, A.device, owner)
+    rungs: Sequence[str] | None
+    on_failure: OnFailure
+    flow: str
 
 
-def _check_options(
-    tol: float | None, mode: str, bits: int | None, out_dtype: torch.dtype | None, on_failure: str, seed: int | None
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """Checked options; fields as the arguments of :func:`residual.matmul`."""
+
+    tol: float | None = None
+    mode: str = "auto"
+    bits: int | None = None
+    out_dtype: torch.dtype | None = None
+    seed: int | None = 0
+    rungs: tuple[str, ...] | None = None
+    on_failure: str = "raise"
+    flow: str = "auto"
+
+    def result_dtype(self, A: Tensor, B: Tensor) -> torch.dtype:
+        """Return the dtype of the product."""
+        return self.out_dtype or torch.promote_types(real_dtype(A), real_dtype(B))
+
+    def rungs_for(self, A: Tensor, B: Tensor) -> tuple[Rung, ...]:
+        """Return the rungs of ``A B`` from the cheapest up."""
+        if self.rungs is not None:
+            return tuple(Rung(each, 0 if each in FLOATS else self.bits or 8) for each in self.rungs)
+        dtypes = real_dtype(A), real_dtype(B), self.result_dtype(A, B)
+        halves = A.dtype == B.dtype and A.dtype in (torch.float16, torch.bfloat16)
+        demand = Demand(
+            self.tol or 0.0, A.shape[0] * A.shape[1] * B.shape[1], torch.float64 in dtypes, halves,
+            self.on_failure == "fallback",
+        )  # fmt: skip
+        return rungs_of(self.mode, self.bits or 8, machine_of(A.device), demand)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Return what the table of rungs depends on."""
+    if device.type == "cuda":
+        return Machine(True, True)
+    from cute_kernels.gemm.cpu import dense_backend  # takes longer to import than this package
+
+    return Machine(False, dense_backend() == "torch._int_mm")
+
+
+def check_bits(bits: object) -> None:
+    """Raise ``ValueError`` unless `bits` is None, or 4 or 8 as an integer: key on the type, since 8.0 == 8."""
+    if bits is not None and not (isinstance(bits, int) and bits in (4, 8)):
+        raise ValueError(f"bits must be None, 4 or 8, got {bits!r}")
+
+
+def check_mode(mode: object) -> str:
+    """Return the mode under its present name; raise ``ValueError``."""
+    if isinstance(mode, str) and mode in _OLD_MODES:
+        warnings.warn(f"mode={mode!r} is now {_OLD_MODES[mode]!r}", DeprecationWarning, stacklevel=5)
+        mode = _OLD_MODES[mode]
     if mode != "auto" and mode not in MODES:
         raise ValueError(f"mode must be 'auto' or one of {', '.join(MODES)}, got {mode!r}")
+    return str(mode)
+
+
+def check_seed(seed: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless `seed` is None or a 64-bit integer."""
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer or None, got {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be a 64-bit integer, got {seed}")
+
+
+def _check_rungs(rungs: object, tol: float | None) -> tuple[str, ...] | None:
+    if rungs is None:
+        return None
+    found = tuple(rungs) if isinstance(rungs, Sequence) and not isinstance(rungs, str) else ()
+    if not found or not set(found) <= set(RUNGS):
+        raise ValueError(f"rungs must be a sequence of {', '.join(RUNGS)}, got {rungs!r}")
+    if tol is None:
+        raise ValueError("tol must be given for rungs, got None")
+    return found
+
+
+def _check_failure(on_failure: object) -> str:
+    if on_failure == "fp32":
+        warnings.warn("on_failure='fp32' is now 'fallback'", DeprecationWarning, stacklevel=5)
+        return "fallback"
+    if on_failure not in ("raise", "fallback"):
+        raise ValueError(f"on_failure must be 'raise' or 'fallback', got {on_failure!r}")
+    return str(on_failure)
+
+
+def check_options(
+    tol: float | None = None,
+    mode: str = "auto",
+    bits: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    seed: int | None = 0,
+    rungs: Sequence[str] | None = None,
+    on_failure: str = "raise",
+    flow: str = "auto",
+) -> Options:
+    """Return the checked options; raise as :func:`residual.matmul` says."""
+    mode = check_mode(mode)
     if tol is None and mode == "auto":
         raise ValueError("tol must be given for mode='auto', got None")
     if tol is not None and not 0 < tol < 1:
         raise ValueError(f"tol must be a relative error in (0, 1), got {tol!r}")
     check_bits(bits)
-    if out_dtype is not None and out_dtype not in _FLOATS:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, _FLOATS))}, got {out_dtype}")
-    if on_failure not in ("raise", "fp32"):
-        raise ValueError(f"on_failure must be 'raise' or 'fp32', got {on_failure!r}")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed must be an integer or None, got {type(seed).__name__}")
+    if out_dtype is not None and out_dtype not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype must be one of {', '.join(map(str, _OUT_DTYPES))}, got {out_dtype}")
+    failure = _check_failure(on_failure)
+    check_seed(seed)
+    if flow not in _FLOWS:
+        raise ValueError(f"flow must be one of {', '.join(_FLOWS)}, got {flow!r}")
+    return Options(tol, mode, bits, out_dtype, seed, _check_rungs(rungs, tol), failure, flow)
 
 
-def check_request(
-    A: Tensor, B: Tensor, tol: float | None, mode: str, bits: int | None, out_dtype: torch.dtype | None,
-    on_failure: str, seed: int | None,
-) -> Request:  # fmt: skip
-    """The request that the arguments of ``residual.matmul`` make; raises as that says."""
-    check_operand("A", A)
-    check_operand("B", B)
-    if A.shape[1] != B.shape[0]:
-        raise ValueError(f"B must have as many rows as A has columns, got {B.shape[0]} and {A.shape[1]}")
-    if A.device != B.device:
-        raise ValueError(f"B must be on the device of A, got {B.device} and {A.device}")
-    _check_options(tol, mode, bits, out_dtype, on_failure, seed)
-    dtype = out_dtype or torch.promote_types(real_dtype(A), real_dtype(B))
-    return Request(tol, mode, bits, dtype, on_failure, seed)
+def check_pair(A: object, B: object) -> tuple[Tensor, Tensor]:
+    """Return the operands; raise unless they are real matrices of one device whose shapes match."""
+    a, b = check_operand("A", A), check_operand("B", B)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"B must have {a.shape[1]} rows to match A of shape {tuple(a.shape)}, got {b.shape[0]}")
+    if a.device != b.device:
+        raise ValueError(f"B must be on the device of A, got {b.device} and {a.device}")
+    return a, b
+
+
+__all__ = ["PLANES", "MatmulOptions", "OnFailure", "Options", "check_options", "check_pair"]

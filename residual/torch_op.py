@@ -1,4 +1,4 @@
-"""``torch.ops.residual.matmul``: the product as a torch operator with a fake and a straight-through gradient."""
+"""The product as seen by autograd and compilers: a straight-through gradient and ``torch.ops.residual.matmul``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,45 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.dispatch.register import register_op
-from residual.execute.checked import compute
-from residual.operand.operand import in_slot
-from residual.options import check_request
+from residual.execute.run import compute
+from residual.operand.prepared import PreparedOperand
+from residual.options import Options, check_options
 
 
 def _matmul(
     a: Tensor,
     b: Tensor,
-    slot: int,
     tol: float | None,
     mode: str,
     bits: int | None,
     out_dtype: torch.dtype,
-    on_failure: str,
     seed: int | None,
+    rungs: str,
+    on_failure: str,
+    flow: str,
 ) -> Tensor:
-    """``a b`` as :func:`residual.matmul`; ``slot``: number of the :class:`Prepared` of ``b``, or -1."""
-    request = check_request(a, b, tol, mode, bits, out_dtype, on_failure, seed)
-    right = None if slot < 0 else in_slot(slot).serving(b)
-    return compute(a, b, request, right)[0]
+    """Return ``a b`` as :func:`residual.matmul`; `rungs`: joined by commas, empty for None."""
+    chosen = rungs.split(",") if rungs else None
+    return _run(a, b, check_options(tol, mode, bits, out_dtype, seed, chosen, on_failure, flow))
+
+
+def _run(a: Tensor, b: Tensor | PreparedOperand, options: Options) -> Tensor:
+    product, _, failure = compute(a, b, options)
+    if failure is not None:
+        raise failure
+    return product
 
 
 def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the exact product, in the operands' dtypes."""
+    a, b = ctx.saved_tensors
+    of_a = (grad.to(b.dtype) @ b.mT).to(a.dtype) if ctx.needs_input_grad[0] else None  # (M, K)
+    of_b = (a.mT @ grad.to(a.dtype)).to(b.dtype) if ctx.needs_input_grad[1] else None  # (K, N)
+    return of_a, of_b
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -39,14 +54,38 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of the exact product, in the operands' dtypes."""
-    a, b = ctx.saved_tensors
-    of_a = grad.to(b.dtype) @ b.mT if ctx.needs_input_grad[0] else None  # (M, K)
-    of_b = a.mT @ grad.to(a.dtype) if ctx.needs_input_grad[1] else None  # (K, N)
-    left = None if of_a is None else of_a.to(a.dtype)
-    right = None if of_b is None else of_b.to(b.dtype)
-    return left, right, None, None, None, None, None, None, None
+    return (*_gradients(ctx, grad), *[None] * 8)
 
 
-product = register_op("residual::matmul", _matmul, _fake)
+_operator = register_op("residual::matmul", _matmul, _fake)
 torch.library.register_autograd("residual::matmul", _backward, setup_context=_save)
+
+
+class _Product(torch.autograd.Function):
+    """The eager product with a gradient: cheaper than the operator's, and takes a prepared operand."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, right: Tensor | PreparedOperand, options: Options) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _run(a, right, options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, grad), None, None)
+
+
+def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor:
+    """Return the product of checked operands with a straight-through gradient for `a` and `b`.
+
+    Compilers see the operator, which prepares `b` at each call.
+    """
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (a, b))
+    if not plain or torch.compiler.is_compiling():
+        return _operator(
+            a, b, options.tol, options.mode, options.bits, options.result_dtype(a, b), options.seed,
+            ",".join(options.rungs or ()), options.on_failure, options.flow,
+        )  # fmt: skip
+    right = b if prepared is None else prepared
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _Product.apply(a, b, right, options)
+    return _run(a, right, options)

@@ -57,7 +57,8 @@ _KERNELS["catalog"] = set(_KERNELS)
 # Each may import those before it.
 _MAGICUBE = ("checks", "quantization", "formats", "reference", "masks", "dispatch", "ops", "autograd", "attention", "nn",
              "bench", "tuning", "cli", "__main__")  # fmt: skip
-_RESIDUAL = ("operand", "planning", "error", "options", "execute", "torch_op", "matmul", "nn", "paper", "linalg")
+_RESIDUAL = ("error", "planning", "operand", "options", "report", "cuda", "execute", "torch_op", "matmul", "nn",
+             "paper", "linalg")  # fmt: skip
 
 
 def _layers(package: str, order: tuple[str, ...], below: set[str]) -> dict[str, set[str]]:

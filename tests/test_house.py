@@ -19,9 +19,8 @@ WITHOUT_EXAMPLE = {
         "arm_result", "grid", "is_single_launch", "result_buffer", "start_comparison", "start_sum", "wait_result"
     )),
     *(f"residual.{name}" for name in (
-        "Attempt", "Costs", "Decomposition", "ErrorEstimate", "PaperReport", "Prepared", "Report", "ResidualLinear",
-        "SolveReport", "ToleranceError", "bound_factor", "conv2d", "crossover_density", "decompose", "estimate_error",
-        "gemm", "linear", "matmul", "measure_costs", "prepare", "qr", "solve",
+        "Attempt", "Decomposition", "ErrorEstimate", "PaperReport", "Report", "SolveReport", "ToleranceError",
+        "crossover_density", "decompose", "gemm", "qr", "solve",
     )),
 }  # fmt: skip
 LONG: set[str] = set()

@@ -57,7 +57,7 @@ __device__ __forceinline__ DigitScale prepare_scale(float scale) {
 template <int kPlanes, class Take>
 __device__ __forceinline__ void take_digits(float x, const DigitScale& by, const DigitRule& rule, const Take& take) {
   constexpr float kRound = 0x1.8p23f;  // adding it leaves the integer, rounded to nearest even, in the low bits
-  const float low = -0.5f * rule.radix, high = 0.5f * rule.radix - 1.0f, part = inverse_power(rule.radix);
+  const float low = -0.5f * rule.radix, high = fminf(0.5f * rule.radix, 127.0f), part = inverse_power(rule.radix);
   float residual = x * by.bias_factor, inverse = by.inverse, unit = by.unit;
   CUTE_UNROLL
   for (int plane = 0; plane < kPlanes; ++plane) {

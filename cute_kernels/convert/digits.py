@@ -147,7 +147,7 @@ def _rule(bits: int, count: int, power: bool) -> _DigitRule:
     """The rule for `count` digits of `bits`."""
     radix = 2.0**bits
     # Later digits cover -(1/2 + half a step) to 1/2 - half a step: with three, the leading digits are rounded so that
-    # the residual is in that range. With two, a clamped digit costs at most one step.
+    # the residual is in that range. With two digits of 8 bits, a clamped digit costs at most one step.
     ahead = (0.5 * (1 / radix + 1 / radix**2), 0.5 / radix) if count == 3 else (0.0, 0.0)
     return _DigitRule(radix / 2 - 1, radix, ahead, power)
 
@@ -179,7 +179,7 @@ def _split(x: Tensor, scale: Tensor, rule: _DigitRule, count: int) -> list[Tenso
         q = residual * inverse
         if i < count - 1:
             q += rule.ahead[i]
-        q = q.round_() if i == 0 else q.round_().clamp_(-rule.radix / 2, rule.radix / 2 - 1)
+        q = q.round_() if i == 0 else q.round_().clamp_(-rule.radix / 2, min(rule.radix / 2, 127.0))
         planes.append(q.to(torch.int8))
         if i < count - 1:
             # Exact in float64, then rounded once: equal to an FMA.
@@ -305,8 +305,9 @@ def digits(
 
     ``x = scale (q0 + q1 / 2^bits + q2 / 2^(2 bits))``, cut after `count` digits, to nearest even, as in [1]_:
     ``scale = max|x| / (2^(bits-1) - 1)``, rounded up, ``q0 = round(x / scale)``,
-    ``q1 = round(2^bits (x / scale - q0))`` clamped to ``[-2^(bits-1), 2^(bits-1) - 1]``. With three digits, q0 and q1
-    round up from half a step of the next digit below one half on, so that the residual is in range of the later digits.
+    ``q1 = round(2^bits (x / scale - q0))`` in ``[-2^(bits-1), 2^(bits-1)]``, 128 clamped to 127. With three digits,
+    q0 and q1 round up from half a step of the next digit below one half on, so that the residual is in range of the
+    later digits.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ from cute_kernels.cpu.arguments import (
 )
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
 from cute_kernels.cpu.extension import available, isa, isas, load_extension
-from cute_kernels.integers import digit_count, fetch
+from cute_kernels.integers import fetch
 
 __all__ = [
     "NEGATIVE",
@@ -187,7 +187,7 @@ class SpmmCall:
         row_scale: Tensor | None, scaled: bool,
     ) -> None:  # fmt: skip
         self._compact: Callable[[Tensor], Tensor] | None = None
-        if a.columns * _PANEL * digit_count(b.bits) > _LARGE_PANEL and a.col_indices.numel() <= a.columns // 4:
+        if a.columns * _PANEL * (1 + (b.bits > 8)) > _LARGE_PANEL and a.col_indices.numel() <= a.columns // 4:
             a, self._compact, b = _without_unused_rows(a, b)
         _, blocks, v, stride = a.planes.shape
         self._engine = extension.ENGINE or extension.load_extension()

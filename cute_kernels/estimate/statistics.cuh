@@ -201,7 +201,7 @@ __device__ __forceinline__ void residuals(float x, const DigitFormat& kind, floa
   const float scaled = __fmul_rn(x, kind.limit);
   digit = rintf(scaled);
   const float remainder = __fadd_rn(scaled, -digit), fine = __fmul_rn(remainder, kind.radix);
-  const float low = fminf(fmaxf(rintf(fine), -kind.limit - 1.0f), kind.limit);
+  const float low = fminf(fmaxf(rintf(fine), -kind.limit - 1.0f), fminf(kind.limit + 1.0f, 127.0f));
   first = remainder * kind.per_limit;
   second = (fine - low) * kind.per_limit * kind.per_radix;
 }

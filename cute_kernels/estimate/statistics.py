@@ -161,7 +161,7 @@ class PairStatistics(NamedTuple):
     ----------
     sum_of_squares : list of float, length 49
         (7, 7) sums over K of products of mean squares of the quantities of A and of B, without their means per slice:
-        x, R1, R2, XC, RC, XO, RO (:mod:`residual.error.predict`).
+        x, R1, R2, XC, RC, XO, RO (:mod:`residual.cuda.predict`).
     raw : list of float, length 25
         (5, 5) the same with means: x, R1 and x below each sparse level.
     num_outliers : int

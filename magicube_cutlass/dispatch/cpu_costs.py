@@ -136,7 +136,7 @@ def _shortest_times(products: Sequence[Callable[[], object]]) -> list[float]:
     return times
 
 
-def measure() -> CpuCosts:
+def measure_costs() -> CpuCosts:
     """Return the costs of this CPU by the times of a few products on one thread, in about 0.2 s."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -167,7 +167,7 @@ def _get(isa: str, backend: str) -> CpuCosts:
     found = _load(name)
     if found is None:
         start = time.perf_counter()
-        found = measure()
+        found = measure_costs()
         seconds, path = time.perf_counter() - start, measured.path_of(_ROOM, name)
         log.info("measured the times of products on %s in %.2f s; kept in %s", name, seconds, path)
         measured.save(_ROOM, name, [list(each) for each in astuple(found)])

@@ -1,184 +1,249 @@
-"""The check of a product by probes: products with a few random vectors, which also tell the size of the true one."""
+"""Products with Gaussian probes in float64, summed in two levels, and the bound of their own rounding.
+
+``Y = A (B W) - C W`` shows ``E = A B - C``, apart from the rounding D of its own sums. With u = 2^-53,
+``g(n) = n u / (1 - n u)`` and sums of n terms in blocks of about sqrt(n), whose roundings number ``s(n)`` at most,
+
+    |D| <= g(s(K) + s(N)) |A| |B| |W| + g(s(N)) |C| |W|
+    ||D||_F <= eta = g(s(K) + s(N)) || |A| (|B| wbar) ||_2 + g(s(N)) || |C| wbar ||_2 + u ||Y||_F
+
+with ``wbar_n = ||W[n, :]||_2`` by Minkowski's inequality over the probes [1]_. The bound takes one vector beside the
+probes.
+
+References
+----------
+.. [1] Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM 2002, sections 3.1 and 4.2.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from residual.error.estimate import ErrorEstimate, estimate_from_probes, frobenius, from_sums, sharp_factor
-from residual.operand.ieee import ieee
-from residual.operand.operand import FAR, Operand
+from cute_kernels.cpu import engine
+from cute_kernels.cpu import estimate as on_cpu
 
-if TYPE_CHECKING:
-    from cute_kernels.estimate.probes import Comparison
-
-PROBES = 16  # and no other number in cute_kernels.estimate.probes
-FAILURE = 0.01  # probability that a call returns a product that misses its tolerance, over all its attempts
-_FIRST_SHARE = 0.9  # of that probability for the first attempt; each later one has a tenth of the one before
-_NOISE = 2.0**-21  # of float32 probes against the product of the operands' norms; errors below it are judged in double
-_ROOM = 32  # a vector's length in memory is a multiple of it
-# Scales of lines whose magnitudes are near one lie between these, a power of two to spare.
-FAR_SCALES = (2.0 ** -(FAR + 7), 2.0 ** (FAR - 7))
+PROBES = 16
+UNIT = 2.0**-53  # unit roundoff of float64
+_SLACK = 1.01  # covers the rounding of the bounds themselves
+_ENTRIES = 1 << 22  # float64 entries of a chunk of rows
 
 
-def confidence(attempt: int) -> float:
-    """Confidence of the bound that an attempt, counted from 0, has to meet.
+class Probes(NamedTuple):
+    """Gaussian probes and their norms."""
 
-    The probabilities of accepting a wrong product, one an attempt, add up to :data:`FAILURE` at most.
+    vectors: Tensor  # (N, p) float32: W
+    norms: Tensor  # (N,) float64: wbar
+
+
+class ProbeSums(NamedTuple):
+    """What the passes over A and C leave; squared norms."""
+
+    gram: np.ndarray  # (p, p): Y^T Y
+    product: float  # ||A (B W)||_F^2
+    claimed: float  # ||C W||_F^2
+    result: float  # ||C||_F^2
+    inputs: float  # || |A| (|B| wbar) ||^2
+    outputs: float  # || |C| wbar ||^2
+
+
+def draw(n: int, device: torch.device, seed: int | None, count: int = PROBES) -> Probes:
+    """Return the probes of a seed; None draws one.
+
+    Examples
+    --------
+    >>> probes = draw(5, torch.device("cpu"), 0)
+    >>> probes.vectors.shape, probes is draw(5, torch.device("cpu"), 0)
+    (torch.Size([5, 16]), True)
     """
-    return 1 - FAILURE * _FIRST_SHARE * (1 - _FIRST_SHARE) ** attempt
+    if seed is None:
+        return _drawn.__wrapped__(n, device, int.from_bytes(os.urandom(7), "little"), count)
+    return _drawn(n, device, seed, count)
 
 
-@lru_cache(maxsize=256)
-def usual_factor(m: int, n: int) -> float:
-    """The first bound over the estimate, for an error without pattern of this shape.
+@lru_cache(maxsize=16)
+def _drawn(n: int, device: torch.device, seed: int, count: int) -> Probes:
+    """Draw probes by a generator of their own: the program's random numbers stay as they are."""
+    with torch.inference_mode(False):
+        return probes_from(n, device, torch.Generator(device).manual_seed(seed), count)
 
-    The Gram matrix of p Gaussian columns of r entries has its largest eigenvalue near ``r (1 + sqrt(p / r))**2``.
+
+def probes_from(n: int, device: torch.device, generator: torch.Generator, count: int) -> Probes:
+    """Return probes of a generator, which may be on another device."""
+    w = torch.randn(n, count, generator=generator, device=generator.device, dtype=torch.float32).to(device)
+    return Probes(w, torch.linalg.vector_norm(w, dim=1, dtype=torch.float64))
+
+
+def _block(n: int) -> int:
+    return max(1, math.isqrt(max(n - 1, 0)) + 1)
+
+
+def steps(n: int) -> int:
+    """Return the number of roundings that a term of a sum of `n` may see, that of its product included.
+
+    Examples
+    --------
+    >>> steps(1024), steps(1)
+    (65, 3)
     """
-    spread = (1 + math.sqrt(PROBES / min(m, n))) ** 2 / PROBES
-    return sharp_factor(min(spread, 1.0), PROBES, confidence(0))
+    block = _block(n)
+    return block + -(-n // block) + 1
 
 
-class Check:
-    """``A (B W)`` for Gaussian probes W (N, 16), in float32 where that is good enough, else in float64.
+def gamma(n: int) -> float:
+    """Return ``g(n) = n u / (1 - n u)``."""
+    return n * UNIT / (1 - n * UNIT)
 
-    Probes and their products are kept as they lie in memory, one vector after the other, with room after each that a
-    GPU's kernels want.
 
-    Attributes:
-        far: whether a scale of ``estimate_from_probes`` was out of its bounds.
+def two_level(x: Tensor, v: Tensor) -> Tensor:
+    """Return ``x @ v`` in float64, each sum in blocks of about sqrt(K).
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        float64.
+    v : Tensor, shape (K, p)
+        float64.
+
+    Returns
+    -------
+    Tensor, shape (M, p)
     """
-
-    def __init__(self, left: Operand, right: Operand, generator: torch.Generator, fresh: bool) -> None:
-        """``fresh``: draw probes for this call even where B keeps some."""
-        self.left, self.right, self.far, self._tops = left, right, False, False
-        kept = right.kept.get("probes")
-        if fresh or not isinstance(kept, dict):
-            kept = right.kept["probes"] = {}
-        self._of_right: dict[str, Tensor] = kept
-        self._generator = generator
-        self._product: dict[bool, Tensor] = {}
-        self._double = not (left.exact_in_single and right.exact_in_single)
-
-    def _vectors(self) -> Tensor:
-        """``W^T`` (16, N and room), drawn when it is first wanted: by then a GPU has the product to compute."""
-        w = self._of_right.get("w")
-        if w is None:
-            n = self.right.given.shape[0]
-            room = -(-n // _ROOM) * _ROOM
-            w = torch.randn(PROBES, room, device=self.right.given.device, generator=self._generator)
-            self._of_right["w"] = w
-        return w
-
-    def begin(self, tops: bool = False) -> Tensor:
-        """Start what needs no product: ``(A (B W))^T`` (16, M and room).
-
-        ``tops``: the passes over A and B find their lines' largest magnitudes too, where a GPU's kernels do them.
-        """
-        self._tops = tops
-        return self._outer(self._double)
-
-    def _inner(self, double: bool) -> Tensor:
-        """``(B W)^T`` (16, K and room)."""
-        name = "double" if double else "single"
-        if name not in self._of_right:
-            w = self._vectors()
-            x = self.right.finite() if double else self.right.real
-            tops = (self.right, "columns") if self._tops and not double else None
-            self._of_right[name] = _probed(x.mT, w.double() if double else w, tops)
-        return self._of_right[name]
-
-    def _outer(self, double: bool) -> Tensor:
-        """``(A (B W))^T`` (16, M and room)."""
-        if double not in self._product:
-            x = self.left.finite() if double else self.left.real
-            tops = (self.left, "rows") if self._tops and not double else None
-            self._product[double] = _probed(x, self._inner(double), tops)
-        return self._product[double]
-
-    def norm(self) -> float:
-        """Estimate of ``||A B||_F``; waits for a GPU."""
-        m = self.left.given.shape[0]
-        return float(frobenius(self._outer(self._double)[:, :m].mT)) / math.sqrt(PROBES)
-
-    def estimate_from_probes(
-        self,
-        C: Tensor,
-        attempt: int,
-        tol: float,
-        scales: tuple[Tensor, ...] = (),
-        bounds: tuple[float, float] = FAR_SCALES,
-    ) -> ErrorEstimate:
-        """The error of ``C`` (M, N); what fails in float32 by no more than its own noise is judged again in float64.
-
-        ``scales``: of lines that nobody has looked at; where one is out of ``bounds`` but no zero, ``far`` is set after
-        the call, and the error means nothing.
-        """
-        sure = confidence(attempt)
-        if not self._double:
-            found = self._judge_single(C, sure, tol, scales, bounds)
-            if found.upper <= tol or self.far:
-                return found
-            inner = self._inner(False)[:, : self.left.given.shape[1]]
-            noise = _NOISE * float(self.left.values.norm()) * float(inner.norm()) / math.sqrt(PROBES)
-            if math.isfinite(found.relative) and found.relative * self.norm() > noise:
-                return found
-        m, n = C.shape
-        c = C.double()
-        claimed = c @ self._vectors()[:, :n].mT.double()  # (M, 16)
-        return estimate_from_probes(self._outer(True)[:, :m].mT, claimed, c, sure)
-
-    def _judge_single(
-        self, C: Tensor, sure: float, tol: float, scales: tuple[Tensor, ...], bounds: tuple[float, float]
-    ) -> ErrorEstimate:
-        m, n = C.shape
-        w, outer = self._vectors(), self._outer(False)
-        if C.is_cuda:
-            from cute_kernels.estimate import probes  # its kernels need the CUDA wheels
-
-            if probes.readable(C):
-                sums = probes.compare(C, w, outer, scales, bounds)
-                self.far = sums.out_of_range > 0
-                found = estimate_of(sums, C.numel(), sure, tol)
-                if found is not None:
-                    return found
-        c = C if C.dtype == torch.float32 else C.float()
-        with ieee():
-            probed = c @ w[:, :n].mT  # (M, 16)
-        return estimate_from_probes(outer[:, :m].mT, probed, c, sure)
+    (m, k), p = x.shape, v.shape[1]
+    block = _block(k)
+    blocks = k // block
+    whole = blocks * block
+    left = x[:, :whole].reshape(m, blocks, block).transpose(0, 1)  # (blocks, M, block)
+    total = torch.bmm(left, v[:whole].reshape(blocks, block, p)).sum(0)  # (M, p)
+    return total if whole == k else total + x[:, whole:] @ v[whole:]
 
 
-def estimate_of(sums: Comparison, entries: int, sure: float, tol: float) -> ErrorEstimate | None:
-    """The estimate by the sums that a kernel made, at the confidence ``sure``; ``entries``: of the product.
+def row_chunks(m: int, k: int) -> list[slice]:
+    """Return ranges of rows whose float64 copies stay small."""
+    rows = max(1, _ENTRIES // max(k, 1))
+    return [slice(i, min(i + rows, m)) for i in range(0, m, rows)]
 
-    None where those sums, of float32 squares, may have left their range; not where a scale is ``far``: then it means
-    nothing anyway.
+
+def _by_engine(x: Tensor, W: Tensor) -> bool:
+    """Return whether the CPU engine multiplies a matrix by probes."""
+    return x.device.type == "cpu" and W.shape[1] == PROBES and engine.available()
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return a row- or column-major matrix of float32 or float64 with the values of `x`."""
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    x = x.clone() if x.is_neg() or x._is_zerotensor() else x
+    (m, n), (row, column) = x.shape, x.stride()
+    by_rows, by_columns = column == 1 and row >= n, row == 1 and column >= m
+    return x if by_rows or by_columns else x.contiguous()
+
+
+def probe_right(B: Tensor, W: Tensor, wbar: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``B W`` and ``|B| wbar``, by the CPU engine or by torch.
+
+    Parameters
+    ----------
+    B : Tensor, shape (K, N)
+        float32 or float64, finite.
+    W : Tensor, shape (N, p)
+        float32 probes.
+    wbar : Tensor, shape (N,)
+        float64 norms of the rows of `W`.
+
+    Returns
+    -------
+    tuple of Tensor, shapes (K, p) and (K,)
+        float64.
     """
-    spread = sums.result / entries
-    if not (sums.out_of_range or not sums.gram.trace() or 2.0**-90 < spread < 2.0**90):
-        return None
-    product, claimed, result = (math.sqrt(x) for x in (sums.product, sums.claimed, sums.result))
-    return from_sums(sums.gram, 1.0, product, claimed, result, sure, tol)
+    if _by_engine(B, W):
+        return on_cpu.probe_right(_readable(B), W, wbar)
+    return probe_right_by_torch(B, W, wbar)
 
 
-def _probed(x: Tensor, w: Tensor, tops: tuple[Operand, str] | None = None) -> Tensor:
-    """``Y^T`` (16, M and room) of ``Y = X W``: x (M, N), ``W^T`` (16, N and room) in float32 or float64.
+def probe_right_by_torch(B: Tensor, W: Tensor, wbar: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what :func:`probe_right` does, on any device."""
+    k, n = B.shape
+    product = torch.empty(k, W.shape[1], dtype=torch.float64, device=B.device)
+    bound = torch.empty(k, dtype=torch.float64, device=B.device)
+    w = W.double()
+    for rows in row_chunks(k, n):
+        b = B[rows].double()  # (rows, N)
+        product[rows], bound[rows] = two_level(b, w), b.abs() @ wbar
+    return product, bound
 
-    ``tops``: the operand that x is of, and whether its lines are rows or columns of x; gets their largest magnitudes if
-    they come for nothing.
+
+def judge(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tensor) -> ProbeSums:
+    """Return the sums that judge a product, by the CPU engine or by torch.
+
+    Parameters
+    ----------
+    A : Tensor, shape (M, K)
+        float32 or float64, finite.
+    BW, bound : Tensor, shapes (K, p) and (K,)
+        Of :func:`probe_right`.
+    C : Tensor, shape (M, N)
+        A float dtype.
+    W, wbar : Tensor, shapes (N, p) and (N,)
+        Probes and their norms.
+
+    Returns
+    -------
+    ProbeSums
     """
-    if x.is_cuda and w.dtype == torch.float32:
-        from cute_kernels.estimate import probes  # its kernels need the CUDA wheels
+    if _by_engine(A, W):
+        gram, *sums = on_cpu.judge(_readable(A), BW, bound, _readable(C), W, wbar)
+        return ProbeSums(gram.numpy(), *sums)
+    return judge_by_torch(A, BW, bound, C, W, wbar)
 
-        if probes.probeable(x):
-            if tops is None or tops[0].knows_tops:
-                return probes.probe(x, w)
-            y, tops[0].top = probes.probe_with_absmax(x, w, tops[1])
-            return y
-    with ieee():
-        y = w[:, : x.shape[1]] @ x.mT.to(w.dtype)  # (16, M)
-    return torch.nn.functional.pad(y, (0, -y.shape[1] % _ROOM)) if x.is_cuda else y
+
+def judge_by_torch(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tensor) -> ProbeSums:
+    """Return what :func:`judge` does, on any device."""
+    p = W.shape[1]
+    gram = torch.zeros(p, p, dtype=torch.float64, device=A.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=A.device)
+    w = W.double()
+    for rows in row_chunks(A.shape[0], max(A.shape[1], C.shape[1])):
+        a, c = A[rows].double(), C[rows].double()  # (rows, K), (rows, N)
+        product, claimed = two_level(a, BW), two_level(c, w)  # (rows, p)
+        y = product - claimed
+        gram += y.mT @ y
+        parts = product, claimed, c, a.abs() @ bound, c.abs() @ wbar
+        sums += torch.stack([part.square().sum() for part in parts])
+    numbers = torch.cat([gram.flatten(), sums]).cpu().numpy()
+    return ProbeSums(numbers[: p * p].reshape(p, p), *numbers[p * p :].tolist())
+
+
+def noise(sums: ProbeSums, A: Tensor, B: Tensor, inexact: int = 0) -> float:
+    """Return ``eta``, the bound of the rounding of ``Y`` in the Frobenius norm.
+
+    Parameters
+    ----------
+    sums : ProbeSums
+        Of entries of magnitude one at most for float64 operands.
+    A, B : Tensor, shapes (M, K) and (K, N)
+        The operands as they are given.
+    inexact : int, default 0
+        Operands that were rounded to float64, C counted twice.
+    """
+    (m, k), n = A.shape, B.shape[1]
+    rounding = gamma(steps(k) + steps(n) + inexact) * math.sqrt(sums.inputs)
+    rounding += gamma(steps(n) + inexact) * math.sqrt(sums.outputs)
+    rounding += 2 * UNIT * math.sqrt(float(sums.gram.trace()))
+    if not rounding and is_zero(A, B):
+        return 0.0
+    return _SLACK * rounding + underflow(m)
+
+
+def underflow(m: int) -> float:
+    """Return a bound of what entries and squares of `m` rows lose below the range of float64."""
+    return math.sqrt(m) * 2.0**-500
+
+
+def is_zero(A: Tensor, B: Tensor) -> bool:
+    """Return whether ``|A||B|`` is zero."""
+    return not bool((A[:, (B != 0).any(1)] != 0).any())

@@ -1,130 +1,84 @@
-"""The ways to compute a product from digits, and their execution on two operands."""
+"""The products of the rungs and of the modes that are asked for by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from magicube_cutlass import SRBCRS, QuantTensor, spmm
-from residual.operand.ieee import ieee
+from residual.operand.ieee import float_product
 from residual.operand.operand import Digits, Operand
-from residual.planning.plan import COUNTS, Plan
+from residual.planning.ladder import PLANES, TERMS, Rung
 
-if TYPE_CHECKING:
-    from cute_kernels.jit import LaunchCache
-
-_LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums
-
-
-def _fp16(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
-    """Entries rounded to halves, unless both operands are of one half dtype, and sums in float32; on a GPU."""
-    a, b = left.half, right.half
-    if a.dtype != b.dtype:
-        a, b = a.half(), b.half()
-    return torch.mm(a, b.mT, out_dtype=torch.float32)  # (M, N)
+_INT32_K = 2**17 - 1  # K whose products of two 8-bit integers int32 sums
+_COLUMNS = 1 / 8  # share of k in the cross terms of `columns`
+_THRESHOLD = 3 / 16  # of the largest digit, from which an entry takes part in the cross terms of `sparse`
 
 
-def _fp32(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
-    with ieee():
-        return left.values @ right.values.mT  # (M, N)
+def _fp16(rung: Rung, left: Operand, right: Operand, a: None, b: None) -> Tensor:
+    """Operands of one 16-bit float dtype as they are, sums in float32; on a GPU."""
+    lhs, rhs = (side.real.to(side.given.dtype) for side in (left, right))
+    return torch.mm(lhs, rhs.mT, out_dtype=torch.float32)  # (M, N)
 
 
-def _fp64(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
-    return left.finite() @ right.finite().mT  # (M, N)
+def _fp32(rung: Rung, left: Operand, right: Operand, a: None, b: None) -> Tensor:
+    return float_product(left.real, right.real.mT)  # (M, N)
 
 
-def _digit_product(
-    a: Digits,
-    b: Digits,
-    shift: int,
-    terms: int = 1,
-    alpha: float = 1.0,
-    c: Tensor | None = None,
-    out: Tensor | None = None,
-    squares: Tensor | None = None,
+def digit_product(
+    a: Digits, b: Digits, bits: int, terms: int = 1, alpha: float = 1.0, c: Tensor | None = None
 ) -> Tensor:
-    """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes.
+    """Return ``alpha a b + c`` (M, N) of rows `a` and columns `b` by `terms` products of their planes.
 
-    ``out``: where to, on a GPU and without ``c``; ``squares``: as of :func:`cute_kernels.gemm.api.gemm`.
+    Several terms on a CPU add in float64, so that levels which cancel leave no error; else float32.
     """
     from cute_kernels.gemm.api import gemm  # takes longer to import than this package
 
-    def product(out: Tensor | None) -> Tensor:
-        columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
-        return gemm(
-            a.planes, columns, terms=terms, shift=shift, scale_a=a.scale, scale_b=b.scale, alpha=alpha,
-            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32, sum_of_squares=squares,
-        )  # fmt: skip
-
-    planes = (*a.planes, *b.planes)
-    if c is not None or not planes[0].is_cuda or not all(_reads_in_place(plane) for plane in planes):
-        return product(out)
-    target = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device) if out is None else out  # (M, N)
-    places = tuple((plane.data_ptr(), plane.stride(0)) for plane in planes)
-    kind = planes[0].shape, len(a.planes), target.shape, target.device, shift, terms, alpha
-    where = places, *(0 if x is None else x.data_ptr() for x in (a.scale, b.scale, target, squares))
-    _replays().run((kind, where), lambda: product(target))
-    return target
+    columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
+    wide = terms > 1 and a.scale.device.type == "cpu"
+    scales = (a.scale.double(), b.scale.double()) if wide else (a.scale, b.scale)
+    return gemm(
+        a.planes, columns, terms=terms, shift=bits, scale_a=scales[0], scale_b=scales[1], alpha=alpha,
+        beta=0.0 if c is None else 1.0, c=c, out_dtype=torch.float64 if wide else torch.float32,
+    )  # fmt: skip
 
 
-@lru_cache
-def _replays() -> LaunchCache:
-    from cute_kernels.jit import LaunchCache  # needs the CUDA wheels
-
-    return LaunchCache(256)
+def _dense(rung: Rung, left: Operand, right: Operand, a: Digits, b: Digits) -> Tensor:
+    return digit_product(a, b, rung.bits, TERMS[rung.mode])
 
 
-def _reads_in_place(plane: Tensor) -> bool:
-    from cute_kernels.operands import is_ready
-
-    return is_ready(plane)
-
-
-def of_digits(
-    plan: Plan, left: Operand, right: Operand, out: Tensor | None = None, squares: Tensor | None = None
-) -> Tensor:
-    """The product (M, N) of a plan of :data:`COUNTS`; ``out``: where to, ``squares``: of its entries, on a GPU."""
-    planes, terms = COUNTS[plan.mode]
-    a, b = left.digits(plan.bits, planes), right.digits(plan.bits, planes)
-    return _digit_product(a, b, plan.bits, terms, out=out, squares=squares)
-
-
-def _dense(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
-    return of_digits(plan, left, right)
-
-
-def _centred(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
+def _centered(rung: Rung, left: Operand, right: Operand, a: Digits, b: Digits) -> Tensor:
     """``A B = (A - a 1^T)(B - 1 b) + K a b`` for the means a of A's rows and b of B's columns."""
-    a, b = left.digits(plan.bits, 1, "centred"), right.digits(plan.bits, 1, "centred")
     assert a.mean is not None and b.mean is not None
-    return _digit_product(a, b, plan.bits).addr_(a.mean, b.mean, alpha=left.given.shape[1])  # (M, N)
+    return digit_product(a, b, rung.bits).addr_(a.mean, b.mean, alpha=left.given.shape[1])  # (M, N)
 
 
-def _outlier(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
+def _outlier(rung: Rung, left: Operand, right: Operand, a: Digits, b: Digits) -> Tensor:
     """Columns of k in which A or B has outliers as a float32 product, the others as integers."""
     hot = left.hot() | right.hot()  # (K,)
-    product = _digit_product(
-        left.digits(plan.bits, 1, "outlier", hot), right.digits(plan.bits, 1, "outlier"), plan.bits
-    )
+    product = digit_product(left.digits(rung, hot), b, rung.bits)
     columns = hot.nonzero().flatten()
-    with ieee():
-        return product.addmm_(left.values[:, columns], right.values[:, columns].mT)  # (M, N)
+    return product.add_(float_product(left.real[:, columns], right.real[:, columns].mT))  # (M, N)
 
 
-def _columns(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
-    """``A1 B1 + (A1 B0 + A0 B1) / 2**bits``, the cross products over the chosen columns of k only."""
-    assert order is not None
-    a, b = left.digits(plan.bits, 2), right.digits(plan.bits, 2)
-    product = _digit_product(a, b, plan.bits)
-    chosen = order[: max(1, round(plan.share * order.shape[0]))]
+def _first_residual(side: Operand, digits: Digits) -> Tensor:
+    """Energy of what one digit leaves, per column of k, (K,)."""
+    return (side.real - digits.scale[:, None] * digits.planes[0]).square_().sum(0)
+
+
+def _columns(rung: Rung, left: Operand, right: Operand, a: Digits, b: Digits) -> Tensor:
+    """``A1 B1 + (A1 B0 + A0 B1) / 2**bits``, the cross terms over the columns of k that need them most."""
+    energy = _first_residual(left, a) * right.real.square().sum(0) + _first_residual(right, b) * left.real.square().sum(
+        0
+    )
+    chosen = energy.argsort(descending=True, stable=True)[: max(1, round(_COLUMNS * energy.shape[0]))]
+    product = digit_product(Digits(a.planes[:1], a.scale), Digits(b.planes[:1], b.scale), rung.bits)
     cross_a = torch.cat([plane[:, chosen] for plane in a.planes], 1)  # (M, 2 S)
     cross_b = torch.cat([plane[:, chosen] for plane in reversed(b.planes)], 1)  # (N, 2 S)
     cross = Digits((cross_a,), a.scale), Digits((cross_b,), b.scale)
-    return _digit_product(*cross, plan.bits, alpha=2.0**-plan.bits, c=product)
+    return digit_product(*cross, rung.bits, alpha=2.0**-rung.bits, c=product)
 
 
 def _sparse_product(large: Tensor, small: Tensor, threshold: int) -> Tensor:
@@ -134,36 +88,71 @@ def _sparse_product(large: Tensor, small: Tensor, threshold: int) -> Tensor:
     kept |= large == -128  # it has no magnitude among bytes; leading digits reach it in int8 input only
     matrix = SRBCRS.from_mask(large, kept, vector_length=length, bits=8)
     matrix.single_use = True
-    wide = torch.int32 if large.shape[1] <= _LONGEST else torch.int64
+    wide = torch.int32 if large.shape[1] <= _INT32_K else torch.int64
     return spmm(matrix, QuantTensor.from_ints(small.mT, bits=8), out_dtype=wide)  # (L, R)
 
 
-def _sparse(plan: Plan, left: Operand, right: Operand, order: Tensor | None) -> Tensor:
+def _sparse(rung: Rung, left: Operand, right: Operand, a: Digits, b: Digits) -> Tensor:
     """``A1 B1 + (A1' B0 + A0 B1') / 2**bits`` with A1' and B1' the entries that reach the threshold."""
-    a, b = left.digits(plan.bits, 2), right.digits(plan.bits, 2)
-    product = _digit_product(a, b, plan.bits)
-    cross = _sparse_product(a.planes[0], b.planes[1], plan.threshold)  # (M, N)
-    other = _sparse_product(b.planes[0], a.planes[1], plan.threshold)  # (N, M)
-    total = (cross + other.mT).float() * (a.scale * 2.0**-plan.bits)[:, None] * b.scale  # (M, N)
+    threshold = max(1, round(_THRESHOLD * (2 ** (rung.bits - 1) - 1)))
+    product = digit_product(Digits(a.planes[:1], a.scale), Digits(b.planes[:1], b.scale), rung.bits)
+    cross = _sparse_product(a.planes[0], b.planes[1], threshold)  # (M, N)
+    other = _sparse_product(b.planes[0], a.planes[1], threshold)  # (N, M)
+    total = (cross + other.mT).float() * (a.scale * 2.0**-rung.bits)[:, None] * b.scale  # (M, N)
     return product.add_(total)
 
 
-_RUNS: dict[str, Callable[[Plan, Operand, Operand, Tensor | None], Tensor]] = {
-    "fp16": _fp16, "fp32": _fp32, "fp64": _fp64, "centred": _centred, "outlier": _outlier, "columns": _columns,
-    "sparse": _sparse, **dict.fromkeys(COUNTS, _dense),
+_FLOATS: dict[str, Callable[..., Tensor]] = {"fp16": _fp16, "fp32": _fp32}
+_DIGITS: dict[str, Callable[..., Tensor]] = {
+    "centered": _centered, "outlier": _outlier, "columns": _columns, "sparse": _sparse, **dict.fromkeys(PLANES, _dense)
 }  # fmt: skip
 
 
-def execute(plan: Plan, left: Operand, right: Operand, order: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """``A B`` (M, N) by a plan, lines with inf or NaN counting as zeros.
+def execute(
+    rung: Rung, left: Operand, right: Operand, out_dtype: torch.dtype, a: Digits | None, b: Digits | None
+) -> Tensor:
+    """Return ``A B`` (M, N) by a rung, slices with inf or NaN counting as zeros.
 
-    ``left``: rows of A (M, K); ``right``: columns of B (N, K); ``order``: columns of k, those that the cross products
-    of ``columns`` need most first.
+    Parameters
+    ----------
+    rung : Rung
+        What to run.
+    left, right : Operand
+        Rows of A (M, K), columns of B (N, K).
+    out_dtype : torch.dtype
+        Of the result.
+    a, b : Digits, optional
+        Their digits for the rung; None for float products, and for digits that are to be made.
     """
-    product = _RUNS[plan.mode](plan, left, right, order)  # (M, N)
-    if plan.mode != "fp64" and (left.exponent is not None or right.exponent is not None):
+    if rung.mode == "fp64":
+        product = left.exact.double() @ right.exact.double().mT  # (M, N)
+        power = left.power + right.power
+        return (
+            (product * 2.0 ** (power // 2) * 2.0 ** (power - power // 2)).to(out_dtype)
+            if power
+            else product.to(out_dtype)
+        )
+    if rung.bits:
+        a, b = a or left.digits(rung), b or right.digits(rung)
+    product = (_DIGITS if rung.bits else _FLOATS)[rung.mode](rung, left, right, a, b)  # (M, N)
+    if left.exponent is not None or right.exponent is not None:
         zero = torch.zeros((), dtype=torch.int32, device=product.device)
         rows = zero if left.exponent is None else left.exponent[:, None]  # (M, 1)
         columns = zero if right.exponent is None else right.exponent  # (N,)
-        product = product.double() * torch.exp2((rows + columns).double())  # (M, N)
+        powers = rows + columns  # in two steps, so that no factor leaves the range
+        half = torch.div(powers, 2, rounding_mode="floor")
+        product = product.double() * torch.exp2(half.double()) * torch.exp2((powers - half).double())  # (M, N)
     return product.to(out_dtype)
+
+
+def rounding(rung: Rung, out_dtype: torch.dtype) -> float:
+    """Return the bound of what :func:`execute` rounds beyond its digits, relative to C."""
+    last = torch.finfo(out_dtype).eps / 2
+    if rung.mode == "direct":
+        return 2.0**-21 + (last if out_dtype != torch.float64 else 0.0)
+    return last
+
+
+def rounds_levels(rung: Rung, device: torch.device) -> bool:
+    """Return whether the levels of a product of several digits add in float32, whose error C alone shows."""
+    return rung.mode != "direct" and device.type != "cpu"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from residual.matmul import OnFailure
 from residual.nn.linear import linear
-from residual.operand.operand import Prepared
+from residual.operand.prepared import PreparedOperand
+from residual.options import MatmulOptions
 
 Pair = int | tuple[int, int]
 
@@ -24,30 +26,40 @@ def conv2d(
     stride: Pair = 1,
     padding: Pair = 0,
     dilation: Pair = 1,
-    tol: float | None = None,
-    mode: str = "auto",
-    bits: int | None = None,
-    prepared: Prepared | None = None,
-    seed: int | None = None,
-    on_failure: OnFailure = "raise",
+    prepared: PreparedOperand | None = None,
+    **options: Unpack[MatmulOptions],
 ) -> Tensor:
-    """As ``torch.nn.functional.conv2d`` without groups: ``unfold(x)`` times the filters, by :func:`matmul`.
+    """Return a convolution without groups: ``unfold(x)`` times the filters, by :func:`residual.matmul`.
 
-    Args:
-        x: (B, C, H, W), a float dtype.
-        weight: (O, C, kh, kw), of the dtype and on the device of ``x``.
-        bias: (O,), or None.
-        stride, padding, dilation: a number, or one for each direction.
-        prepared: :func:`prepare` of ``weight.flatten(1).t()``.
-        tol, mode, bits, seed, on_failure: as in :func:`residual.matmul`; ``tol`` bounds the relative Frobenius error of
-            the whole output without bias.
+    Parameters
+    ----------
+    x : Tensor, shape (B, C, H, W)
+        A float dtype.
+    weight : Tensor, shape (O, C, kh, kw)
+        Of the dtype and on the device of `x`.
+    bias : Tensor, shape (O,), optional
+        Added to the product.
+    stride, padding, dilation : int or tuple of int
+        One number, or one per direction.
+    prepared : PreparedOperand, optional
+        :func:`residual.prepare` of ``weight.flatten(1).t()``.
+    **options
+        As in :func:`residual.matmul`; `tol` bounds the relative Frobenius error of the whole output without bias.
 
-    Returns:
-        (B, O, H', W') of the dtype of ``x``, a view whose channels are contiguous in memory, with a straight-through
-        gradient.
+    Returns
+    -------
+    Tensor, shape (B, O, H', W')
+        Of the dtype of `x`, a view whose channels are contiguous, with a straight-through gradient.
 
-    Raises:
-        TypeError, ValueError, ToleranceError: as :func:`residual.matmul`; ``ValueError`` for shapes that do not match.
+    Raises
+    ------
+    TypeError, ValueError, ToleranceError
+        As :func:`residual.matmul`; ``ValueError`` for shapes that do not match.
+
+    Examples
+    --------
+    >>> conv2d(torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3), tol=1e-3).shape
+    torch.Size([1, 3, 3, 3])
     """
     if x.dim() != 4 or weight.dim() != 4:
         raise ValueError(f"x and weight must have 4 dimensions, got {x.dim()} and {weight.dim()}")
@@ -59,8 +71,5 @@ def conv2d(
     if min(size) < 1:
         raise ValueError(f"x must be as large as the filter, got {tuple(x.shape[2:])} and {kernel} with padding {pads}")
     patches = torch.nn.functional.unfold(x, kernel, gaps, pads, steps)  # (B, C kh kw, H' W')
-    y = linear(
-        patches.mT, weight.flatten(1), bias, tol=tol, mode=mode, bits=bits, prepared=prepared, seed=seed,
-        on_failure=on_failure,
-    )  # fmt: skip
+    y = linear(patches.mT, weight.flatten(1), bias, prepared=prepared, **options)  # (B, H' W', O)
     return y.mT.reshape(x.shape[0], weight.shape[0], size[0], size[1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
-from residual.matmul import OnFailure
-from residual.operand.operand import Prepared
-from residual.torch_op import product
+from residual.matmul import Plan
+from residual.operand.prepared import PreparedOperand
+from residual.options import MatmulOptions, check_options
 
 
 def linear(
@@ -14,28 +16,40 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    tol: float | None = None,
-    mode: str = "auto",
-    bits: int | None = None,
-    prepared: Prepared | None = None,
-    seed: int | None = None,
-    on_failure: OnFailure = "raise",
+    prepared: PreparedOperand | None = None,
+    **options: Unpack[MatmulOptions],
 ) -> Tensor:
-    """``y = x W^T + bias``, as ``torch.nn.functional.linear``, the product as :func:`residual.matmul` gives it.
+    """Return ``y = x W^T + bias``, as ``torch.nn.functional.linear``, the product as :func:`residual.matmul` has it.
 
-    Args:
-        x: (..., K), a float dtype.
-        weight: (N, K), of the dtype and on the device of ``x``.
-        bias: (N,), or None.
-        prepared: :func:`prepare` of ``weight.t()``.
-        tol, mode, bits, seed, on_failure: as in :func:`residual.matmul`; ``tol`` bounds the error of ``x W^T`` with all
-            leading dimensions of ``x`` as the rows of one matrix.
+    Parameters
+    ----------
+    x : Tensor, shape (..., K)
+        A float dtype.
+    weight : Tensor, shape (N, K)
+        Of the dtype and on the device of `x`.
+    bias : Tensor, shape (N,), optional
+        Added to the product.
+    prepared : PreparedOperand, optional
+        :func:`residual.prepare` of ``weight.t()``.
+    **options
+        As in :func:`residual.matmul`; `tol` bounds the error of ``x W^T`` with all leading dimensions of `x` as the
+        rows of one matrix. Default of `out_dtype`: that of `x`.
 
-    Returns:
-        y (..., N) of the dtype of ``x``, with a straight-through gradient for ``x``, ``weight`` and ``bias``.
+    Returns
+    -------
+    Tensor, shape (..., N)
+        Of the dtype of `x`, with a straight-through gradient for `x`, `weight` and `bias`.
 
-    Raises:
-        TypeError, ValueError, ToleranceError: as :func:`residual.matmul`.
+    Raises
+    ------
+    TypeError, ValueError, ToleranceError
+        As :func:`residual.matmul`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> linear(torch.ones(2, 3), torch.ones(4, 3), tol=1e-3).shape
+    torch.Size([2, 4])
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(
@@ -47,10 +61,9 @@ def linear(
         raise ValueError(f"weight must have as many columns as x, got {weight.shape[1]} and {x.shape[-1]}")
     if weight.dtype != x.dtype:
         raise TypeError(f"weight must be of the dtype of x, got {weight.dtype} and {x.dtype}")
+    options.setdefault("out_dtype", x.dtype)
+    chosen = check_options(**options)
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
-    if prepared is not None:
-        prepared.require(weight.t())
-    slot = -1 if prepared is None else prepared.slot
-    y = product(rows, weight.t(), slot, tol, mode, bits, x.dtype, on_failure, seed)  # (M, N)
+    y = Plan(None, chosen).of(rows, weight.t(), prepared)  # (M, N)
     y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from residual.matmul import OnFailure
+from residual.matmul import prepare_by
 from residual.nn.linear import linear
-from residual.operand.operand import Prepared
+from residual.operand.prepared import PreparedOperand
+from residual.options import MatmulOptions, OnFailure, check_options
 
 _OPTIONS = ("tol", "mode", "bits", "on_failure")
 
 
 class ResidualLinear(nn.Module):
-    """``y = x W^T + b`` with the product of :func:`residual.matmul`; the weight's digits are made once.
+    """``y = x W^T + b`` with the product of :func:`residual.matmul`; the weight is prepared once.
 
-    ``weight`` (N, K) and ``bias`` (N,) or None are parameters of any float dtype, in the state dict under these names,
-    together with ``tol``, ``mode``, ``bits`` and ``on_failure`` as extra state.  The digits follow the weight: where it
-    was trained, loaded or moved they are made again at the next call (writes through ``weight.data`` are not seen).
-    Gradients are straight-through.
+    `weight` (N, K) and `bias` (N,) or None are parameters of any float dtype, in the state dict under these names,
+    together with `tol`, `mode`, `bits` and `on_failure` as extra state. A weight that was trained, loaded or moved is
+    prepared again at the next call; writes through ``weight.data`` are not seen. A prepared weight is immutable and
+    published by one assignment, so that threads may share a layer. Gradients are straight-through. A compiled layer
+    prepares its weight at each call.
 
     Raises ``ValueError`` or ``TypeError`` at the first call for options that :func:`residual.matmul` refuses.
+
+    Examples
+    --------
+    >>> layer = ResidualLinear(64, 32, tol=1e-3)
+    >>> layer(torch.ones(2, 64)).shape
+    torch.Size([2, 32])
     """
 
     def __init__(
@@ -43,7 +50,7 @@ class ResidualLinear(nn.Module):
         plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.weight, self.bias = plain.weight, plain.bias
         self.tol, self.mode, self.bits, self.on_failure = tol, mode, bits, on_failure
-        self._renew()
+        self._prepared: PreparedOperand | None = None
 
     @classmethod
     def from_linear(
@@ -60,19 +67,24 @@ class ResidualLinear(nn.Module):
             raise TypeError(f"layer must be a torch.nn.Linear, got {type(layer).__name__}")
         new = cls(1, 1, False, tol=tol, mode=mode, bits=bits, on_failure=on_failure)
         new.weight, new.bias = layer.weight, layer.bias
-        new._renew()
         return new.train(layer.training)
 
-    def _renew(self) -> None:
-        self._prepared = Prepared(self.weight.t(), follows=True)
+    def _options(self) -> MatmulOptions:
+        return {"tol": self.tol, "mode": self.mode, "bits": self.bits, "on_failure": self.on_failure}
+
+    def _current(self) -> PreparedOperand | None:
+        """Return the weight prepared as it is now; None for a compiler."""
+        if torch.compiler.is_compiling():
+            return None
+        held, columns = self._prepared, self.weight.t()
+        if held is None or not held.is_current(columns):
+            held = prepare_by(columns, check_options(**self._options()))
+            self._prepared = held
+        return held
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and not self._prepared.made_of(self.weight.t()):
-            self._renew()
-        return linear(
-            x, self.weight, self.bias, tol=self.tol, mode=self.mode, bits=self.bits, prepared=self._prepared,
-            on_failure=self.on_failure,
-        )  # fmt: skip
+        """Return ``x W^T + b`` for `x` of shape (..., K)."""
+        return linear(x, self.weight, self.bias, prepared=self._current(), **self._options())
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the options for the state dict."""
@@ -82,18 +94,10 @@ class ResidualLinear(nn.Module):
         """Take over what :meth:`get_extra_state` returned."""
         for name in _OPTIONS:
             setattr(self, name, state[name])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ResidualLinear:
-        super()._apply(fn, recurse)
-        self._renew()
-        return self
+        self._prepared = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_prepared"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._renew()  # a copy has its own
+        return {**self.__dict__, "_prepared": None}
 
     def extra_repr(self) -> str:
         """Return the options for ``repr``."""

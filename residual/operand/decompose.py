@@ -21,7 +21,7 @@ class Decomposition:
 
     Attributes:
         high: the leading digit, int8 (``bits <= 8``) or int16, the shape of ``x``.
-        low: the rounding residual as the same kind of integer, the shape of ``x``.
+        low: the rounding residual as the same kind of integer, up to half a unit, the shape of ``x``.
         scale: float64; a scalar (``axis=None``), or ``x``'s shape with extent 1 everywhere but at ``axis``.
         bits: the width of each digit.
         shift: ``bits``, or ``bits - 1`` where the leading digit was truncated.
@@ -58,11 +58,11 @@ def decompose(
     """Split ``x`` into two signed digits with one scale per tensor or per slice.
 
     ``A = sA (A1 + A0 / 2**bits)`` with ``sA = max|A| / (2**(bits-1) - 1)``, ``A1 = round(A / sA)`` in the symmetric
-    range ``[-(2**(bits-1) - 1), 2**(bits-1) - 1]`` and ``A0 = round(2**bits (A / sA - A1))`` cut to the signed range
-    ``[-2**(bits-1), 2**(bits-1) - 1]``.
+    range ``[-(2**(bits-1) - 1), 2**(bits-1) - 1]`` and ``A0 = round(2**bits (A / sA - A1))`` in ``[-2**(bits-1),
+    2**(bits-1)]``. What int8 or int16 cannot hold, the upper end for 8 and 16 bits, is cut by one.
 
     ``nearest`` rounds both digits to nearest, ties to even: ``|x - x~| <= scale / 2**(bits+1)``, or ``scale / 2**bits``
-    where a residual of one half was cut to the range. ``trunc`` (the published algorithm's rule) rounds both toward
+    where a digit was cut. ``trunc`` (the published algorithm's rule) rounds both toward
     zero; its residual may reach a whole unit, so the second digit counts in steps of ``2**-(bits-1)`` (``shift``) and
     ``|x - x~| < scale / 2**(bits-1)``.
 
@@ -99,16 +99,24 @@ def decompose(
     ):
         return _by_engine(source, bits, axis, rounding, levels or limit, name)
     scale = _scales(source, levels or limit, axis, name)
-    shift = bits if rounding == "nearest" else bits - 1
+    shift, limits = bits if rounding == "nearest" else bits - 1, (limit, _low_limit(bits))
     high = torch.empty_like(source, dtype=torch.int8 if bits <= 8 else torch.int16)
     low = torch.empty_like(high)
     if x.dim() == 0:
-        _split(source, scale, rounding, limit, shift, high, low)
+        _split(source, scale, rounding, limits, shift, high, low)
         return Decomposition(high, low, scale, bits, shift)
     rows = x.shape[0] if x.is_cuda else max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(x.numel(), 1))
     for start in range(0, x.shape[0], max(rows, 1)):
         part = slice(start, start + rows)
-        _split(source[part], scale[part] if axis == 0 else scale, rounding, limit, shift, high[part], low[part])
+        _split(
+            source[part],
+            scale[part] if axis == 0 else scale,
+            rounding,
+            (limit, _low_limit(bits)),
+            shift,
+            high[part],
+            low[part],
+        )
     return Decomposition(high, low, scale, bits, shift)
 
 
@@ -118,7 +126,7 @@ def _by_engine(x: torch.Tensor, bits: int, axis: int | None, rounding: str, leve
     shift = bits - 1 if truncate else bits
     planes, scale, flags = engine.decompose_cpu(
         x.float(), 2, None if axis is None else 1 - axis, high=float(levels), radix=2.0**shift, exact=True,
-        truncate=truncate, limit=2.0 ** (bits - 1) - 1,
+        truncate=truncate, limit=float(_low_limit(bits)),
     )  # fmt: skip
     if flags & engine.NONFINITE:
         _refuse(x, name)
@@ -130,19 +138,25 @@ def _split(
     x: torch.Tensor,
     scale: torch.Tensor,
     rounding: str,
-    limit: int,
+    limits: tuple[int, int],
     shift: int,
     high: torch.Tensor,
     low: torch.Tensor,
 ) -> None:
     """Write both digits of ``x``."""
+    limit, low_limit = limits
     ratio = x.to(torch.float64, copy=True).div_(scale)
     # The division may end a hair below an integer, the maximum's own, say.
     digit = torch.round(ratio) if rounding == "nearest" else torch.mul(ratio, _HAIR).trunc_()
     high.copy_(digit.clamp_(-limit, limit))
     # The difference of two doubles this close is exact, so the second digit sees the whole rounding error.
     rest = ratio.sub_(digit).mul_(2**shift)
-    low.copy_((rest.round_() if rounding == "nearest" else rest.trunc_()).clamp_(-limit - 1, limit))
+    low.copy_((rest.round_() if rounding == "nearest" else rest.trunc_()).clamp_(-limit - 1, low_limit))
+
+
+def _low_limit(bits: int) -> int:
+    """Return the largest second digit: half a unit, as far as the integers hold it."""
+    return min(2 ** (bits - 1), 127 if bits <= 8 else 2**15 - 1)
 
 
 def _scales(x: torch.Tensor, levels: int, axis: int | None, name: str) -> torch.Tensor:

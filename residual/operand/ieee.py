@@ -1,25 +1,19 @@
-"""Float products as IEEE arithmetic gives them."""
+"""Float products with the precision of their dtype, whatever the program allows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
+from torch import Tensor
 
 
-@contextmanager
-def ieee() -> Iterator[None]:
-    """float32 products without tf32 or bfloat16 inside, whatever the program has allowed."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    if all(each in ("none", "ieee") for each in before):
-        yield
-        return
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+def float_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a b`` in their dtype; float32 runs in float64 if the program allows tf32 or bfloat16 inside.
+
+    The setting is that of a process, so it is read and never written.
+    """
+    if a.dtype != torch.float32:
+        return a @ b
+    backend = torch.backends.cuda.matmul if a.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    if backend.fp32_precision in ("none", "ieee"):
+        return a @ b
+    return (a.double() @ b.double()).float()

@@ -1,7 +1,7 @@
 """Random products of every kind, computed with a tolerance and compared with float64.
 
-Run: ``python -m tests.compensated.random_products FILE [COUNT]`` writes a summary of COUNT (2,000) products to FILE; with
-``cuda`` behind it, of products on a GPU, each called three times; those of ``direct`` are foreseen from the second on.
+Run: ``python -m tests.compensated.random_products FILE [COUNT] [cuda]`` writes a summary of COUNT (2,000) products to
+FILE; with ``cuda`` of products on a GPU, whose float32 check is guarded.
 """
 
 from __future__ import annotations
@@ -16,27 +16,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from magicube_cutlass.cli.environment import provenance
-from residual.error.predict import Forecast
-from residual.execute import checked as call
-from residual.execute.checked import ToleranceError
-from residual.matmul import matmul
-from residual.operand.operand import prepare
-from residual.planning.cost_model import Costs, costs_of
-from residual.planning.plan import MODES
+from residual.matmul import matmul, prepare
+from residual.planning.ladder import MODES
+from residual.report import ToleranceError
 
 LARGEST = 1500
-_CHEAP = Costs(1e-9, 2.5e-10, 1e-9, 1e-12, 1e-13, 1e-11, 1e-11, 4e-11, 1e-13, *[1e-12] * 6)  # digits for nothing
 _STATED = 0.01  # of all calls may miss their tolerance
 
 
-def _positive(m: int, k: int, n: int, draw: Callable[[tuple[int, ...]], Tensor]) -> tuple[Tensor, Tensor]:
-    return draw((m, k)), draw((k, n))
+Draw = Callable[[int, int, int], tuple[Tensor, Tensor]]
+
+
+def _positive(draw: Callable[[tuple[int, ...]], Tensor]) -> Draw:
+    return lambda m, k, n: (draw((m, k)), draw((k, n)))
 
 
 def _outliers(m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
@@ -75,15 +72,15 @@ def _student(shape: tuple[int, ...]) -> Tensor:
     return torch.distributions.StudentT(torch.tensor(2.0)).sample(shape)
 
 
-KINDS: dict[str, Callable[[int, int, int], tuple[Tensor, Tensor]]] = {
-    "uniform": lambda *s: _positive(*s, torch.rand),
-    "normal(10, 3)": lambda *s: _positive(*s, lambda shape: 10 + 3**0.5 * torch.randn(shape)),
-    "exponential": lambda *s: _positive(*s, lambda shape: -torch.rand(shape).clamp(min=1e-30).log()),
-    "chi-square": lambda *s: _positive(*s, lambda shape: torch.randn(shape).square()),
-    "Poisson": lambda *s: _positive(*s, lambda shape: torch.poisson(torch.full(shape, 4.0))),
-    "standard normal": lambda *s: _positive(*s, torch.randn),
+KINDS: dict[str, Draw] = {
+    "uniform": _positive(torch.rand),
+    "normal(10, 3)": _positive(lambda shape: 10 + 3**0.5 * torch.randn(shape)),
+    "exponential": _positive(lambda shape: -torch.rand(shape).clamp(min=1e-30).log()),
+    "chi-square": _positive(lambda shape: torch.randn(shape).square()),
+    "Poisson": _positive(lambda shape: torch.poisson(torch.full(shape, 4.0))),
+    "standard normal": _positive(torch.randn),
     "outlier columns": _outliers,
-    "Student t2": lambda *s: _positive(*s, _student),
+    "Student t2": _positive(_student),
     "low rank": _low_rank,
     "zero lines": _zeros,
     "powers of two": _powers,
@@ -104,7 +101,6 @@ class Outcome:
     options: str
     plan: str
     attempts: int
-    predicted: float
     estimated: float
     error: float | None
     plain: float | None
@@ -132,78 +128,42 @@ def true_error(A: Tensor, B: Tensor, C: Tensor) -> float:
     return off / size if size else (0.0 if off == 0 else math.inf)
 
 
-def one(seed: int) -> Outcome:
+LADDERS = (None, None, ("direct", "full", "three_digit", "fp32"), ("direct", "fp32"), ("full", "fp32", "fp64"))
+
+
+def one(seed: int, device: str = "cpu") -> Outcome:
     """The product of this number."""
     random.seed(seed)
     torch.manual_seed(seed)
     kind = random.choice(list(KINDS))
     m, k, n = _size(), _size(), _size()
-    A, B = KINDS[kind](m, k, n)
+    A, B = (x.to(device) for x in KINDS[kind](m, k, n))
     dtype = random.choice([torch.float32] * 8 + [torch.float64, torch.bfloat16])
     if dtype != torch.float32 and kind != "powers of two":
         A, B = A.to(dtype), B.to(dtype)
     tol = 10.0 ** random.uniform(-6, -1)
     mode = random.choice(["auto"] * 2 * len(MODES) + list(MODES))
     bits = random.choice([None] * 5 + [4])
-    on_failure = random.choice(["raise", "fp32"])
-    prices = random.choice([costs_of(A.device), _CHEAP])
-    held = prepare(B) if random.random() < 0.2 else None
+    on_failure: Any = random.choice(["raise", "fallback"])
+    rungs = random.choice(LADDERS) if mode == "auto" else None
+    held = prepare(B, mode=mode, bits=bits, seed=seed) if random.random() < 0.2 else None
     out = torch.float64 if A.dtype == torch.float64 else torch.float32
-    blind = random.random() < 0.25  # every plan is predicted to be good, so that the check alone stands guard
-    forecast = (lambda self, plan: 0.0) if blind else Forecast.error
-    options = f"{A.dtype} {mode} {bits} {on_failure}{' prepared' if held else ''}{' blind' if blind else ''}"
-    with patch.object(call, "costs_of", lambda device: prices), patch.object(Forecast, "error", forecast):
-        try:
-            C, report = matmul(
-                A, B, tol=tol, mode=mode, bits=bits, on_failure=on_failure, prepared=held, seed=seed, out_dtype=out,
-                return_report=True,
-            )  # fmt: skip
-            error, plain = true_error(A, B, C), None
-        except ToleranceError as failure:
-            report, error, plain = failure.report, None, true_error(A, B, A.float() @ B.float())
+    options = f"{A.dtype} {mode} {bits} {on_failure} {rungs}{' prepared' if held else ''}"
+    try:
+        C, report = matmul(
+            A, B if held is None else held, tol=tol, mode=mode, bits=bits, rungs=rungs, seed=seed, out_dtype=out,
+            on_failure=on_failure, return_report=True,
+        )  # fmt: skip
+        error, plain = true_error(A, B, C), None
+    except ToleranceError as failure:
+        report, error, plain = failure.report, None, true_error(A, B, A.float() @ B.float())
     shape = (m, A.shape[1], n)
-    return Outcome(kind, shape, tol, options, report.plan, len(report.attempts), report.predicted_error,
-                   report.estimated_error, error, plain)  # fmt: skip
+    return Outcome(kind, shape, tol, options, report.plan, len(report.attempts), report.estimated_error, error, plain)
 
 
-def outcomes(count: int, first: int = 0) -> Iterator[Outcome]:
+def outcomes(count: int, first: int = 0, device: str = "cpu") -> Iterator[Outcome]:
     """So many products, one number after the other."""
-    return (one(first + i) for i in range(count))
-
-
-def foreseen(seed: int) -> Iterator[Outcome]:
-    """The product of this number on a GPU, in sizes whose launches are kept; ``direct`` is foreseen but in the first."""
-    from residual.execute import fast_path as kept
-
-    random.seed(seed)
-    torch.manual_seed(seed)
-    kind = random.choice(list(KINDS))
-    m, k, n = random.randint(1100, 2500), random.randint(1100, 2500), random.randint(64, 2500)
-    with torch.device("cuda"):
-        A, B = KINDS[kind](m, k, n)
-    if random.random() < 0.3:
-        A, B = A.mT.contiguous().mT, B.mT.contiguous().mT
-    tol, mode = 10.0 ** random.uniform(-5, -1), random.choice(("direct", "full", "full4"))
-    bits, held = random.choice([None] * 5 + [4]), prepare(B) if random.random() < 0.2 else None
-    run, ways = kept._run_foreseen, list[str]()
-
-    def counted(*args: Any, **options: Any) -> Any:
-        ways.append("foreseen")
-        return run(*args, **options)
-
-    for turn in range(3):
-        error, plain = None, None
-        ways.clear()
-        with patch.object(kept, "_run_foreseen", counted):
-            try:
-                error = true_error(A, B, matmul(A, B, tol=tol, mode=mode, bits=bits, prepared=held))
-            except ToleranceError:
-                plain = math.inf
-        options = f"{mode} {bits} call {turn}{' prepared' if held else ''}"
-        plan = f"{mode}, {'foreseen' if ways else 'read'}"
-        yield Outcome(kind, (m, A.shape[1], n), tol, options, plan, 1, math.nan, math.nan, error, plain)
-        if error is None:
-            return
+    return (one(first + i, device) for i in range(count))
 
 
 def summary(found: list[Outcome]) -> dict[str, object]:
@@ -226,7 +186,7 @@ def summary(found: list[Outcome]) -> dict[str, object]:
         "stated probability of a miss": _STATED,
         "raised": len(raised),
         "raised, mode auto": sum(" auto " in each.options for each in raised),
-        "raised, on_failure fp32": sum(" fp32" in each.options for each in raised),
+        "raised, on_failure fallback": sum(" fallback" in each.options for each in raised),
         "raised needlessly": sum(each.needless for each in found),
         "attempts": dict(sorted(Counter(each.attempts for each in found).items())),
         "plans": dict(Counter(each.plan for each in returned).most_common()),
@@ -238,8 +198,8 @@ def summary(found: list[Outcome]) -> dict[str, object]:
 def main() -> None:
     path, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 2000
     start, found = time.perf_counter(), list[Outcome]()
-    on_gpu = sys.argv[3:] == ["cuda"]
-    for outcome in (each for seed in range(count) for each in foreseen(seed)) if on_gpu else outcomes(count):
+    device = "cuda" if sys.argv[3:] == ["cuda"] else "cpu"
+    for outcome in outcomes(count, device=device):
         found.append(outcome)
         if len(found) % 100 == 0:
             misses = sum(each.missed for each in found)

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual import decompose
+from residual.matmul import matmul
+from residual.paper.gemm import gemm
+from tests.compensated.random_products import KINDS, true_error
 
 
 def matrix(shape: tuple[int, ...], seed: int, exponent: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -34,7 +37,7 @@ def test_error_and_digits_stay_in_their_bounds(
     assert d.high.dtype == d.low.dtype == (torch.int8 if bits <= 8 else torch.int16)
     if x.numel():
         assert int(d.high.abs().max()) == limit
-        assert -limit - 1 <= int(d.low.min()) and int(d.low.max()) <= limit
+        assert -limit - 1 <= int(d.low.min()) and int(d.low.max()) <= min(limit + 1, torch.iinfo(d.low.dtype).max)
     step = d.scale / 2**d.shift
     slack = 1 + 1e-9 * 2**bits
     assert bool(((x - d.reconstruct()).abs() <= step * slack).all())
@@ -117,3 +120,23 @@ def test_bad_arguments_are_named(kind: type[Exception], message: str, kwargs: di
 def test_only_one_or_two_digits_exist() -> None:
     with pytest.raises(ValueError, match="digits must be 1 or 2, got 3"):
         decompose(torch.ones(2)).reconstruct(3)
+
+
+def replicated(x: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """Both digits as numbers, nearest and never cut, with a scale per row."""
+    unit = x.double().abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    high = (x.double() / unit).round()
+    return [high * unit, ((x.double() / unit - high) * 2**bits).round() * unit / 2**bits]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "standard normal", "exponential", "Poisson"])
+def test_digits_of_four_bits_are_as_exact_as_a_replication_that_cuts_none(kind: str) -> None:
+    torch.manual_seed(0)
+    A, B = KINDS[kind](300, 512, 280)
+    (a1, a0), (b1, b0) = replicated(A, 4), (x.mT for x in replicated(B.mT, 4))
+    truth = A.double() @ B.double()
+    best = float((a1 @ b1 + a1 @ b0 + a0 @ b1 - truth).norm() / truth.norm())
+    published = gemm(A, B, bits=4, threshold=0, scaling="vector", rounding="nearest")
+    for C in (matmul(A, B, mode="full", bits=4), published):
+        assert isinstance(C, torch.Tensor)
+        assert true_error(A, B, C) <= 1.1 * best

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual import bound_factor, decompose, estimate_error
-from residual.error.estimate import _share_at_most, bound_of, from_sums, relative_bound
+from residual.error.estimate import relative_bound
+from residual.error.factor import bound_of, share_bound
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -113,7 +114,7 @@ ONES = torch.ones(3, 3)
 @pytest.mark.parametrize(
     ("kind", "message", "operands", "probes"),
     [
-        (ValueError, "B must have as many rows as A has columns, got 2 and 3", (ONES, torch.ones(2, 3), ONES), 16),
+        (ValueError, r"B must have 3 rows to match A of shape \(3, 3\), got 2", (ONES, torch.ones(2, 3), ONES), 16),
         (ValueError, r"C must have shape \(3, 3\), got \(3, 2\)", (ONES, ONES, torch.ones(3, 2)), 16),
         (ValueError, "A must be 2-D, got 1 dimensions", (torch.ones(3), ONES, ONES), 16),
         (ValueError, "B must be finite", (ONES, ONES * float("nan"), ONES), 16),
@@ -142,24 +143,45 @@ def test_the_largest_eigenvalues_bound_is_above_it_and_near(size: int, rank: int
         y = torch.randn(rank, size, dtype=torch.float64, generator=generator(seed))
         gram = (y.mT @ y) / y.square().sum()
         exact = float(torch.linalg.eigvalsh(gram)[-1])
-        found = _share_at_most(gram.numpy())
-        assert exact * (1 - 1e-12) <= found <= 1 and found <= exact * size ** (1 / 32) + 1.01 / 1024
+        found = share_bound(gram.numpy())
+        assert exact * (1 - 1e-12) <= found <= 1 and found <= exact * size ** (1 / 32) + 1e-11
 
 
-def test_a_coarse_bound_is_taken_where_it_does() -> None:
-    y = torch.randn(400, 16, dtype=torch.float64, generator=generator())
-    gram, norm = (y.mT @ y).numpy(), 1e3 * float(y.norm())
-    sharp = from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99)
-    coarse = from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99, tol=0.1)
-    assert coarse.relative == sharp.relative and sharp.upper < coarse.upper <= 0.1
-    assert from_sums(gram, 1.0, 4 * norm, 4 * norm, norm, 0.99, tol=sharp.upper) == sharp
-
-
-def test_a_bound_before_the_norm_is_known_is_the_one_after() -> None:
+def test_a_bound_counts_the_rounding_of_its_probes() -> None:
     y = torch.randn(400, 16, dtype=torch.float64, generator=generator(1))
     gram = (y.mT @ y).numpy()
-    whole = from_sums(gram, 2.0, 4e3, 4e3, 1e3, 0.99)
-    error, bound = bound_of(gram, 2.0, 0.99)
-    assert error / 1e3 == pytest.approx(whole.relative) and relative_bound(bound, 1e3) == whole.upper
-    assert bound_of(0 * gram, 1.0, 0.99) == (0.0, 0.0)
+    norm = float(y.norm())
+    error, exact = bound_of(gram, 0.0, 0.99)
+    assert error == pytest.approx(norm / 4) and 1.2 * error < exact < 1.4 * error
+    for part in (1e-6, 1e-2, 0.5, 1.0, 30.0):
+        _, bound = bound_of(gram, part * norm, 0.99)
+        assert exact + part * error * 1.2 < bound <= bound_factor(16, 0.995) * (1 + part) * error * (1 + 1e-9)
+    assert bound_of(0 * gram, 0.0, 0.99) == (0.0, 0.0)
+    assert bound_of(0 * gram, 1.0, 0.99)[1] == pytest.approx(bound_factor(16, 0.995) / 4)
     assert bound_of(gram * math.nan, 1.0, 0.99) == bound_of(gram * math.inf, 1.0, 0.99) == (math.inf, math.inf)
+
+
+def test_a_bound_is_relative_to_the_product() -> None:
+    assert relative_bound(1.0, 101.0) == 0.01 and relative_bound(0.0, 0.0) == 0.0
+    assert relative_bound(1.0, 1.0) == relative_bound(1.0, 0.0) == math.inf
+
+
+def test_terms_that_the_probes_absorb_count_as_error() -> None:
+    """The product and float64 probes lose the same terms, so that their difference is zero."""
+    for middle in (2.0**-30, 2.0**-60, 1e-30):
+        A, B = torch.tensor([[1.0, middle, -1.0]]).double(), torch.ones(3, 1).double()
+        for seed in range(50):
+            found = estimate_error(A, B, torch.zeros(1, 1), seed=seed)
+            assert found.upper == math.inf and not found.accepts(0.999)
+    found = estimate_error(torch.tensor([[1.0, 2.0**-60, -1.0]]), torch.ones(3, 1), torch.tensor([[2.0**-60]]))
+    assert found.upper > 1 and found.is_uncertain(0.5) and found.cancellation < 1e-14
+
+
+def test_large_integers_are_right_or_uncertain() -> None:
+    big = 2**53 + 1
+    A, B = torch.tensor([[big, -(2**53)]]), torch.ones(2, 1, dtype=torch.int64)
+    for wrong in (0.0, 2.0):
+        assert estimate_error(A, B, torch.tensor([[wrong]])).upper > 0.9
+    assert estimate_error(A, B * 3, (A @ (B * 3)) * 0 + 3).upper > 0.9  # the right one is out of reach too
+    found = estimate_error(torch.tensor([[big]]), torch.ones(1, 1, dtype=torch.int64), torch.tensor([[big]]))
+    assert 0 < found.upper < 1e-14

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residual.execute.checked import ToleranceError
+from residual.matmul import prepare
 from residual.nn.conv import conv2d
 from residual.nn.linear import linear
 from residual.nn.modules import ResidualLinear
-from residual.operand.operand import prepare
+from residual.report import ToleranceError
 from tests.compensated.test_matmul import normal
 
 OPTIONS = [{"tol": 1e-3}, {"mode": "direct"}, {"mode": "full", "tol": 1e-3}, {"mode": "full", "bits": 4}]
@@ -70,9 +70,10 @@ def test_digits_are_made_once_and_follow_the_weight() -> None:
     mine = ResidualLinear.from_linear(layer(), mode="direct")
     x = normal(5, 64)
     first = mine(x)
-    made = mine._prepared.operand.made["plain", 8, False].planes[0]
+    made = mine._prepared
+    assert made is not None and len(made.forms) == 1
     mine(x)
-    assert mine._prepared.operand.made["plain", 8, False].planes[0] is made
+    assert mine._prepared is made
     with torch.no_grad():
         mine.weight.mul_(-3)
         mine.bias.zero_()
@@ -82,7 +83,7 @@ def test_digits_are_made_once_and_follow_the_weight() -> None:
 
 
 def test_a_state_dict_goes_round_and_takes_that_of_a_linear_layer() -> None:
-    mine = ResidualLinear.from_linear(layer(), tol=1e-2, on_failure="fp32")
+    mine = ResidualLinear.from_linear(layer(), tol=1e-2, on_failure="fallback")
     file = io.BytesIO()
     torch.save(mine.state_dict(), file)
     file.seek(0)
@@ -90,7 +91,7 @@ def test_a_state_dict_goes_round_and_takes_that_of_a_linear_layer() -> None:
     x = normal(5, 64)
     other(x)
     other.load_state_dict(torch.load(file))
-    assert (other.tol, other.mode, other.bits, other.on_failure) == (1e-2, "auto", None, "fp32")
+    assert (other.tol, other.mode, other.bits, other.on_failure) == (1e-2, "auto", None, "fallback")
     assert torch.equal(other.weight, mine.weight) and relative(other(x), mine(x)) < 2e-2
     other.load_state_dict(layer().state_dict(), strict=False)
     assert torch.equal(other.weight, layer().weight)
@@ -136,11 +137,9 @@ def test_a_compiled_layer_is_one_graph_and_follows_the_weight(options: dict[str,
 
 def test_the_operator_passes_torch_s_checks() -> None:
     a, b = normal(6, 8).requires_grad_(), normal(8, 5, seed=1).requires_grad_()
-    held = prepare(b.detach())
     operator = torch.ops.residual.matmul.default
-    for slot, tol, mode in ((-1, 0.1, "direct"), (-1, None, "full"), (held.slot, None, "direct")):
-        second = b if slot < 0 else held.weight
-        found = torch.library.opcheck(operator, (a, second, slot, tol, mode, None, torch.float32, "raise", 1))
+    for tol, mode, rungs in ((0.1, "direct", ""), (None, "full", ""), (0.1, "auto", "direct,fp32")):
+        found = torch.library.opcheck(operator, (a, b, tol, mode, None, torch.float32, 1, rungs, "raise", "auto"))
         assert set(found.values()) == {"SUCCESS"}
 
 

@@ -14,15 +14,15 @@ from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from cute_kernels.attention.quantize_qkv import encode_operands
 from cute_kernels.dtypes import element_bits
 from cute_kernels.estimate import probes
-from cute_kernels.jit.workspace import Kept
 from cute_kernels.machine import ProblemTypes
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.dequantize import dequantized_format
 from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
-from residual.execute import fast_check as foreseen
-from residual.planning.plan import Plan
+from residual.cuda import early_check
+from residual.cuda.operand import gpu_operand
+from residual.cuda.plans import GpuPlan
 from tests.gpu.kernels.test_gpu_floats import exact, operand, run
 from tests.gpu.problems import (
     HERE,
@@ -210,14 +210,14 @@ def test_probes_and_comparison(shape: tuple[int, int]) -> None:
 
 @needs_warp_groups
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_an_error_that_is_foreseen(layout: str) -> None:
+def test_an_error_before_its_product(layout: str) -> None:
     torch.manual_seed(2)
     m, k, n = (48, 64, 80) if WHOLE else (45, 68, 77)
     a, b, w = (torch.randn(s, device="cuda") for s in ((m, k), (k, n), (probes.PROBES, probes.padded(n))))
     if layout == "columns":
         a, b = a.mT.contiguous().mT, b.mT.contiguous().mT
-    C = foreseen.start(a, b, None, Plan("direct", 8), w, None, layout, Kept(1))
-    found, far = foreseen.finish(C, 0.99)
+    C = early_check.start(gpu_operand(a), gpu_operand(b.mT), GpuPlan("direct", 8), w)
+    found, far = early_check.finish(C, 0.99)
     exact = a.double() @ b.double()
     assert found is not None and not far
     assert found.relative == pytest.approx(float((C - exact).norm() / exact.norm()), rel=0.5)

@@ -158,7 +158,7 @@ class SingleDigits : public DigitWork<float, 4> {
   static void split(const float* __restrict x, const float* __restrict bias_factors, const float* __restrict inverses,
                     const float* __restrict units, const float* __restrict masks, const DigitsArgs& rule, int64_t count,
                     int8_t* __restrict first, int8_t* __restrict second, int8_t* __restrict third) {
-    const float radix = rule.radix, part = 1.0f / radix, low = -0.5f * radix, high = 0.5f * radix - 1.0f;
+    const float radix = rule.radix, part = 1.0f / radix, low = -0.5f * radix, high = 0.5f * radix < 127.0f ? 0.5f * radix : 127.0f;
     const float ahead0 = rule.ahead[0], ahead1 = rule.ahead[1];
     for (int64_t j = 0; j < count; ++j) {
       const int64_t slice = ByColumns ? j : 0;

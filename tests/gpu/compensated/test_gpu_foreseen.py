@@ -20,8 +20,10 @@ from cute_kernels.estimate.remainder_probes import (
 )
 from cute_kernels.gemm.api import gemm
 from cute_kernels.gemm.cuda import sum_of_squares_size
-from residual.execute import fast_check as foreseen
-from residual.planning.plan import COUNTS, Plan
+from residual.cuda import early_check
+from residual.cuda.operand import gpu_operand
+from residual.cuda.plans import COUNTS, GpuPlan
+from residual.error.factor import confidence
 from tests.gpu.kernels.test_gpu_probes import vectors
 from tests.gpu.problems import needs_warp_groups
 
@@ -111,16 +113,12 @@ def test_a_product_leaves_the_squares_of_its_entries(shape: tuple[int, int, int]
 @needs_warp_groups
 def test_a_product_that_is_off_is_not_believed() -> None:
     """Its norm must agree with what the vectors say of the true one."""
-    from residual.error.probes import confidence
-
     a, b, w = torch.randn(2048, 1280).cuda(), torch.randn(1280, 2048).cuda(), vectors(2048)
     for factor, believed in ((1.0, True), (7.0, False), (0.1, False)):
-        from cute_kernels.jit.workspace import Kept
-
-        C = foreseen.start(a, b, None, Plan("direct", 8), w, None, "test", Kept(1))
+        C = early_check.start(gpu_operand(a), gpu_operand(b.mT), GpuPlan("direct", 8), w)
         torch.cuda.synchronize()
-        foreseen._squares(0).sums.mul_(factor**2)
-        found, far = foreseen.finish(C, confidence(0))
+        early_check._squares(0).sums.mul_(factor**2)
+        found, far = early_check.finish(C, confidence(0))
         assert (found is not None) == believed and not far
         if found is not None:
             exact = a.double() @ b.double()

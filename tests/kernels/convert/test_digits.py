@@ -47,11 +47,11 @@ def test_the_digits_are_within_half_a_step_or_a_step_where_one_is_cut(
         assert found.scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert found.scale.shape == (() if axis is None else (x.shape[1 - axis],))
         off = steps_off(x, found, bits, axis)
-        # The last digit, nearest; with two digits a half in the first is cut off a step short.
-        assert float(off.max()) <= (1.0 if count == 2 else 0.5) + 2**-7
+        # The last digit, nearest; with two digits of 8 bits, +128 of the second is cut off a step short.
+        assert float(off.max()) <= (1.0 if count == 2 and bits == 8 else 0.5) + 2**-7
         assert int(found.planes[0].abs().max()) <= high
         for plane in found.planes[1:]:
-            assert -high - 1 <= int(plane.min()) and int(plane.max()) <= high
+            assert -high - 1 <= int(plane.min()) and int(plane.max()) <= min(high + 1, 127)
         if power:
             assert bool((torch.frexp(found.scale.double()).mantissa == 0.5).all())
 

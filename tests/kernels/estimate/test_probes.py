@@ -10,7 +10,7 @@ import pytest
 from cute_kernels.estimate.config import KERNELS, PROBES, TILE, ProbeConfig, default_configs
 from cute_kernels.estimate.probes import padded
 from cute_kernels.jit import Binary
-from residual.error import probes as check
+from residual.cuda import check
 from tests.helpers import lean_sass
 
 pytest.importorskip("cuda.core")

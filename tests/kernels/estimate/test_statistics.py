@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_kernels.estimate import probes, statistics
 from cute_kernels.estimate.statistics import SlicedOperand, StatisticsConfig, StatisticsRule
 from cute_kernels.jit import Binary
-from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE
+from residual.cuda.operand import FAR, HOT, MOST_HOT, SAMPLE
 from tests.helpers import lean_sass
 
 pytest.importorskip("cuda.core")

@@ -30,7 +30,7 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return MEASURED
 
     monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu_costs, "measure", measure)
+    monkeypatch.setattr(cpu_costs, "measure_costs", measure)
     cpu_costs._get.cache_clear()
     yield found
     cpu_costs._get.cache_clear()
@@ -118,7 +118,7 @@ def test_without_vnni_the_forecast_is_near_the_times_of_both_products(monkeypatc
         worst = float("inf")
         for _ in range(3):  # a busy machine changes its clock between the two
             start = time.thread_time()
-            costs = cpu_costs.measure()
+            costs = cpu_costs.measure_costs()
             assert time.thread_time() - start < 0.3
             monkeypatch.setattr(cpu_costs, "get_costs", lambda costs=costs: costs)
             worst = min(worst, worst_error())
@@ -132,5 +132,5 @@ def test_without_vnni_the_forecast_is_near_the_times_of_both_products(monkeypatc
 
 def test_measuring_leaves_the_number_of_threads(use_threads: Callable[[int], None]) -> None:
     use_threads(2)
-    cpu_costs.measure()
+    cpu_costs.measure_costs()
     assert torch.get_num_threads() == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MODES = ("direct", "centred", "outlier", "columns", "sparse", "full", "full4", "three_digit")
+MODES = ("direct", "centered", "outlier", "columns", "sparse", "full", "full4", "three_digit")
 
 
 WAITING = ("outlier", "columns", "sparse")  # those whose work depends on the data, of all lines
@@ -16,7 +16,7 @@ COLUMN_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 SPARSE_LEVELS = (1 / 16, 3 / 16, 1 / 2)  # of the largest digit
 
 
-class Plan(NamedTuple):
+class GpuPlan(NamedTuple):
     """One way to compute a product.
 
     ``mode``: one of :data:`MODES`, ``fp16``, ``fp32`` or ``fp64``; ``bits``: of a digit, 0 for a float product;
@@ -47,11 +47,11 @@ class Plan(NamedTuple):
         return f"{kind} {self.threshold}" if self.mode == "sparse" else kind
 
 
-def plans_of(mode: str, widths: tuple[int, ...]) -> list[Plan]:
+def plans_of(mode: str, widths: tuple[int, ...]) -> list[GpuPlan]:
     """Every plan of a mode, or of all modes for ``auto``, with digits of these widths."""
     shares = {"columns": COLUMN_SHARES, "sparse": SPARSE_LEVELS}
     modes = MODES if mode == "auto" else (mode,)
-    plans = [Plan(m, bits, share) for bits in widths for m in modes for share in shares.get(m, (0.0,))]
+    plans = [GpuPlan(m, bits, share) for bits in widths for m in modes for share in shares.get(m, (0.0,))]
     return list({str(plan): plan for plan in plans}.values())  # few levels of 4 bits make different thresholds
 
 

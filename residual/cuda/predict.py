@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from residual.operand.operand import FAR, HOT, MOST_HOT, SAMPLE, Operand, real_dtype
-from residual.planning.plan import COLUMN_SHARES, SPARSE_LEVELS, Plan
+from residual.cuda.operand import FAR, HOT, MOST_HOT, SAMPLE, GpuOperand
+from residual.cuda.plans import COLUMN_SHARES, SPARSE_LEVELS, GpuPlan
+from residual.operand.operand import real_dtype
 
 if TYPE_CHECKING:
     from cute_kernels.estimate.statistics import PairStatistics, StatisticsFuture, StatisticsRule
 
-X, R1, R2, XC, RC, XO, RO = range(7)  # entries and residuals; C: centred, O: without outlier columns
+X, R1, R2, XC, RC, XO, RO = range(7)  # entries and residuals; C: centered, O: without outlier columns
 _LEVELS = 7
 _SINGLE = 4e-7  # error of a float32 product against the size of its terms, at K = 1024 (measured 1.7e-7 to 3.5e-7)
 _ROUNDED = 2.5e-4  # of a number rounded to float16, where it is normal: half a last place, spread evenly
@@ -52,7 +53,7 @@ class Lines:
     size: Tensor  # float64 (): root of the sum of the lines' squared magnitudes
 
 
-def lines(side: Operand, bits: int, sparse: bool, generator: torch.Generator) -> Lines:
+def lines(side: GpuOperand, bits: int, sparse: bool, generator: torch.Generator) -> Lines:
     """Statistics of an operand for digits of ``bits`` bits; kept on it.  ``sparse``: those of that mode too."""
     found = side.kept.get(("lines", bits, sparse))
     if not isinstance(found, Lines):
@@ -60,7 +61,7 @@ def lines(side: Operand, bits: int, sparse: bool, generator: torch.Generator) ->
     return found
 
 
-def _look(side: Operand, bits: int, sparse: bool, generator: torch.Generator) -> Lines:
+def _look(side: GpuOperand, bits: int, sparse: bool, generator: torch.Generator) -> Lines:
     top = side.top.double()
     if side.exponent is not None:
         top = top * torch.exp2(side.exponent.double())  # (L,)
@@ -92,7 +93,7 @@ def _statistics(x: Tensor, weight: Tensor, hot: Tensor, bits: int, sparse: bool,
     rest = scaled.sub_(digit)
     torch.div(rest, limit, out=levels[R1])
     rest = rest * base
-    torch.div(rest.sub_(rest.round().clamp_(-limit - 1, limit)), limit * base, out=levels[R2])
+    torch.div(rest.sub_(rest.round().clamp_(-limit - 1, min(limit + 1, 127))), limit * base, out=levels[R2])
     torch.sub(x, x.mean(1, keepdim=True), out=levels[XC])
     levels[RC] = _residual(levels[XC], limit)
     if x.is_cuda or bool(hot.any()):
@@ -105,7 +106,7 @@ def _statistics(x: Tensor, weight: Tensor, hot: Tensor, bits: int, sparse: bool,
     plain = levels[:2].square()  # (2, S, K)
     raw, density = plain.sum(1), x.new_zeros(len(SPARSE_LEVELS))
     if sparse:
-        below = torch.stack([digit.abs() < Plan("sparse", bits, share).threshold for share in SPARSE_LEVELS])
+        below = torch.stack([digit.abs() < GpuPlan("sparse", bits, share).threshold for share in SPARSE_LEVELS])
         light = levels[X] * below  # (levels, S, K)
         raw = torch.cat([raw, light.square().sum(1)])  # (2 + levels, K)
         means = torch.cat([means, light.mean(2)])  # (7 + levels, S)
@@ -166,11 +167,11 @@ class Forecast:
         """Squared size of the product's terms."""
         return self._scattered(X, X)
 
-    def _squared(self, plan: Plan) -> float:
+    def _squared(self, plan: GpuPlan) -> float:
         mode = plan.mode
         if mode == "direct":
             return sum(self._left_by_one) + self._scattered(R1, R1)
-        if mode == "centred":
+        if mode == "centered":
             return self._crossed(XC, RC)[0] + self._scattered(RC, RC)  # means of XC are zero
         if mode == "outlier":
             return sum(self._crossed(XO, RO)) + self._scattered(RO, RO)
@@ -189,7 +190,7 @@ class Forecast:
         third = sum(self._crossed(X, R2)) / 4**self.bits
         return third + self._scattered(R1, R2) + self._scattered(R2, R1)
 
-    def error(self, plan: Plan) -> float:
+    def error(self, plan: GpuPlan) -> float:
         """Predicted ``||AB - C||_F``."""
         plain = self._plain
         if plan.mode == "fp64":
@@ -202,13 +203,13 @@ class Forecast:
             squared = self._squared(plan) + _FLOOR**2 * plain
         return math.sqrt(squared) * self.size
 
-    def densities(self, plan: Plan) -> float:
+    def densities(self, plan: GpuPlan) -> float:
         """Sum of the densities of A' and B'."""
         level = SPARSE_LEVELS.index(plan.share)
         return self.density[0][level] + self.density[1][level]
 
 
-def forecast(left: Operand, right: Operand, bits: int, sparse: bool, generator: torch.Generator) -> Forecast:
+def forecast(left: GpuOperand, right: GpuOperand, bits: int, sparse: bool, generator: torch.Generator) -> Forecast:
     """Predictions for ``A B``; waits for a GPU once.  ``sparse``: for plans of that mode too."""
     a, b = lines(left, bits, sparse, generator), lines(right, bits, sparse, generator)
     inner = left.values.shape[1]
@@ -246,11 +247,11 @@ def forecast(left: Operand, right: Operand, bits: int, sparse: bool, generator: 
 def _rule(bits: int) -> StatisticsRule:
     from cute_kernels.estimate.statistics import StatisticsRule  # takes longer to import than this package
 
-    first, second, third = (Plan("sparse", bits, share).threshold for share in SPARSE_LEVELS)
+    first, second, third = (GpuPlan("sparse", bits, share).threshold for share in SPARSE_LEVELS)
     return StatisticsRule(bits, (first, second, third), COLUMN_SHARES, FAR, int(HOT), MOST_HOT)
 
 
-def quick(left: Operand, right: Operand) -> bool:
+def quick(left: GpuOperand, right: GpuOperand) -> bool:
     """Whether the statistics' kernels take these operands: on a GPU, no float64, lines near one as far as known."""
     if not left.given.is_cuda:
         return False
@@ -262,7 +263,7 @@ def quick(left: Operand, right: Operand) -> bool:
     return known and single and all(supports_statistics(*side.given.shape) for side in sides)
 
 
-def start_look(left: Operand, right: Operand, product: Tensor, bits: int, seed: int) -> StatisticsFuture:
+def start_look(left: GpuOperand, right: GpuOperand, product: Tensor, bits: int, seed: int) -> StatisticsFuture:
     """Start the statistics of operands that are :func:`quick`; waits for nothing.
 
     ``product``: as in :class:`PairStatistics`.  What is found of the right operand, and which columns

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Hashable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from residual.error.estimate import ErrorEstimate, bound_of, relative_bound
-from residual.error.probes import FAR_SCALES, PROBES
-from residual.execute.products import of_digits
-from residual.operand.operand import Operand, operand
-from residual.planning.plan import Plan
-
-if TYPE_CHECKING:
-    from cute_kernels.jit.workspace import Kept
+from residual.cuda.check import FAR_SCALES
+from residual.cuda.operand import GpuOperand
+from residual.cuda.plans import GpuPlan
+from residual.cuda.products import of_digits
+from residual.error.estimate import ErrorEstimate, relative_bound
+from residual.error.factor import bound_of
+from residual.error.probes import PROBES
 
 # Of C, relative to it: an entry is rounded as a sum, times one scale, and times the other.
 ROUNDING = 2.0**-20
@@ -48,7 +45,7 @@ def _squares(device: int) -> _Squares:
 
 
 @lru_cache(maxsize=256)
-def can_foresee(plan: Plan, k: int, device: torch.device) -> bool:
+def can_check_early(plan: GpuPlan, k: int, device: torch.device) -> bool:
     """Whether this device's kernels tell the error of a plan's product of float32 over k, and its norm."""
     if plan.mode != "direct" or device.type != "cuda":
         return False
@@ -59,42 +56,26 @@ def can_foresee(plan: Plan, k: int, device: torch.device) -> bool:
         return can_emit_sum_of_squares(k, select_products(1, 1, 1), device)
 
 
-def rests_of(right: Operand, B: Tensor, plan: Plan, w: Tensor, kept: dict[object, Tensor]) -> Tensor:
-    """What the pass over a prepared B leaves, kept in ``kept`` beside the vectors ``w`` that it is of."""
-    from cute_kernels.estimate.remainder_probes import probe_remainder
+def is_read_at_once(x: Tensor) -> bool:
+    """Whether a pass over a matrix is one launch, of rows or columns one after the other."""
+    from cute_kernels.estimate.probes import is_single_launch
 
-    key = "rest", plan.bits
-    if key not in kept:
-        kept[key] = probe_remainder(B, w, right.digits(plan.bits, 1).scale, plan.bits)
-    return kept[key]
+    flat = x.stride(1) == 1 or x.stride(0) == 1 or 1 in x.shape
+    return flat and is_single_launch(x.shape, x.dtype, x.device)
 
 
-def start(
-    A: Tensor, B: Tensor, right: Operand | None, plan: Plan, w: Tensor, rests: Tensor | None, kind: Hashable, kept: Kept
-) -> Tensor:
-    """Start digits, both passes, and the product (M, N), which is returned; ``rests``: of a prepared B."""
+def start(left: GpuOperand, right: GpuOperand, plan: GpuPlan, w: Tensor) -> Tensor:
+    """Start digits, both passes and the product (M, N), which is returned; ``w``: W^T (16, N and room)."""
     from cute_kernels.estimate import probes, remainder_probes
 
-    product = torch.empty(A.shape[0], B.shape[1], device=A.device)
-    squares = _squares(A.device.index).sums
+    product = torch.empty(left.given.shape[0], right.given.shape[0], device=w.device, dtype=torch.float32)
+    squares = _squares(w.device.index).sums
     squares.numpy().fill(0.0)
     probes.arm_result()
-    held: tuple[Tensor, ...] = ()
-    if right is not None:
-        digits = right.digits(plan.bits, 1)
-        held = (*digits.planes, digits.scale)
-
-    def launch() -> tuple[Tensor, ...]:
-        left, columns = operand(A, waits=False), right or operand(B.mT, waits=False)
-        a, b = left.digits(plan.bits, 1), columns.digits(plan.bits, 1)
-        vectors = remainder_probes.probe_remainder(B, w, b.scale, plan.bits) if rests is None else rests
-        remainder_probes.start_remainder_estimate(A, vectors, a.scale, b.scale, plan.bits, FAR_SCALES)
-        of_digits(plan, left, columns, product, squares)
-        return ()
-
-    written = (product, probes.result_buffer(), squares, *(() if rests is None else (rests,)))
-    places = tuple(x.data_ptr() for x in (A, B, w, *written, *held))
-    kept.run(("foreseen", kind), places, A.device, launch)
+    a, b = left.digits(plan.bits, 1), right.digits(plan.bits, 1)
+    vectors = remainder_probes.probe_remainder(right.given.mT, w, b.scale, plan.bits)
+    remainder_probes.start_remainder_estimate(left.given, vectors, a.scale, b.scale, plan.bits, FAR_SCALES)
+    of_digits(plan, left, right, product, squares)
     return product
 
 
@@ -108,7 +89,7 @@ def finish(product: Tensor, sure: float) -> tuple[ErrorEstimate | None, bool]:
 
     device = product.device
     sums = probes.wait_result(device)
-    error, bound = bound_of(sums.gram, TF32_MARGIN, sure)
+    error, bound = (TF32_MARGIN * each for each in bound_of(sums.gram, 0.0, sure))
     torch.cuda.current_stream(device).synchronize()
     result = float(_squares(device.index).sums.numpy().sum(dtype="float64"))
     spread = result / product.numel()

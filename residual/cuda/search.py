@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from residual.planning.cost_model import Costs, Sizes, analysis, cost
-from residual.planning.plan import WAITING, Plan, plans_of
+from residual.cuda.cost_model import Costs, Sizes, analysis, cost
+from residual.cuda.plans import WAITING, GpuPlan, plans_of
 
-HALF, SINGLE, DOUBLE = Plan("fp16"), Plan("fp32"), Plan("fp64")
+HALF, SINGLE, DOUBLE = GpuPlan("fp16"), GpuPlan("fp32"), GpuPlan("fp64")
 _MARGIN = 1.15  # of a prediction, on top of the check's factor
 # Errors of real data that 8-bit digits hardly ever undercut; below them, statistics are not worth their time.
 _BEST = {"full": 5e-7, "full4": 3e-7, "three_digit": 1e-9}
@@ -41,7 +41,7 @@ class Wish(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def possible(wish: Wish) -> tuple[Plan, ...]:
+def possible(wish: Wish) -> tuple[GpuPlan, ...]:
     """Digit plans that may meet the tolerance on some real data, before anything is known of the data.
 
     Four-bit digits run as bytes on every device so far, no faster, so only who asks gets them.
@@ -52,20 +52,20 @@ def possible(wish: Wish) -> tuple[Plan, ...]:
     return tuple(plan for plan in plans if _BEST.get(plan.mode, _BEST_OF_ONE) <= wish.tol)
 
 
-def floats(wish: Wish) -> list[Plan]:
+def floats(wish: Wish) -> list[GpuPlan]:
     """Float plans, cheapest first."""
     if wish.mode != "auto":
         return [SINGLE, DOUBLE] if wish.last_resort else []
     return [SINGLE, DOUBLE] if wish.double or wish.last_resort else [SINGLE]
 
 
-def short(wish: Wish) -> tuple[Plan, ...]:
+def short(wish: Wish) -> tuple[GpuPlan, ...]:
     """The product in halves, where it is a plan that may meet the tolerance."""
     return (HALF,) if wish.half and wish.mode == "auto" and wish.tol >= _BEST_HALF else ()
 
 
 @lru_cache(maxsize=256)
-def without_statistics(wish: Wish, sizes: Sizes, prices: Costs) -> Plan | None:
+def without_statistics(wish: Wish, sizes: Sizes, prices: Costs) -> GpuPlan | None:
     """The float plan where no other can be cheaper by enough to pay for the statistics; a function of sizes."""
     if wish.mode != "auto":
         return None
@@ -81,12 +81,12 @@ def without_statistics(wish: Wish, sizes: Sizes, prices: Costs) -> Plan | None:
 
 
 @lru_cache(maxsize=256)
-def priced(plans: tuple[Plan, ...], sizes: Sizes, prices: Costs) -> tuple[tuple[float, Plan], ...]:
+def priced(plans: tuple[GpuPlan, ...], sizes: Sizes, prices: Costs) -> tuple[tuple[float, GpuPlan], ...]:
     """Plans with the least that they may cost, whatever the data, cheapest first."""
     return tuple(sorted(((cost(plan, sizes, prices), plan) for plan in plans), key=lambda found: found[0]))
 
 
-def _predicts_nothing(plan: Plan) -> float:
+def _predicts_nothing(plan: GpuPlan) -> float:
     raise KeyError(plan)
 
 
@@ -99,17 +99,17 @@ class Search:
 
     wish: Wish
     factor: float  # of the first check's bound over its estimate, as a rule
-    sizes: Callable[[Plan], Sizes]
+    sizes: Callable[[GpuPlan], Sizes]
     prices: Costs
-    predicted: dict[Plan, float | None] = field(default_factory=dict)
-    predict: Callable[[Plan], float] = _predicts_nothing
-    tried: list[Plan] = field(default_factory=list)
+    predicted: dict[GpuPlan, float | None] = field(default_factory=dict)
+    predict: Callable[[GpuPlan], float] = _predicts_nothing
+    tried: list[GpuPlan] = field(default_factory=list)
     single: Costs | None = None  # prices of a call by itself, where ``prices`` are those of one of many
-    avoided: Collection[Plan] = ()  # plans that missed where others like this product were computed
+    avoided: Collection[GpuPlan] = ()  # plans that missed where others like this product were computed
     daring: bool = False  # whether a plan may be tried that is about as likely to miss as to meet the tolerance
     worse: float = 1.0  # how many times larger than predicted the errors of digits turned out
 
-    def expected(self, plan: Plan) -> float:
+    def expected(self, plan: GpuPlan) -> float:
         """Predicted error, corrected by what was seen."""
         found = self.predicted.get(plan)
         if found is None:
@@ -119,16 +119,16 @@ class Search:
                 found = NOMINAL.get(plan, 1.0)
         return found * self.worse if plan.bits else found
 
-    def _cost(self, plan: Plan) -> float:
+    def _cost(self, plan: GpuPlan) -> float:
         """Seconds of a plan; modes that take statistics in each call share nothing with other calls."""
         sizes = self.sizes(plan)
         if self.single is not None and plan.mode in WAITING:
             return cost(plan, sizes, self.single) + analysis(sizes, self.single)
         return cost(plan, sizes, self.prices)
 
-    def _meeting(self, candidates: list[Plan]) -> Plan | None:
+    def _meeting(self, candidates: list[GpuPlan]) -> GpuPlan | None:
         """The cheapest of the candidates that is to meet the tolerance."""
-        best: tuple[float, float, Plan] | None = None
+        best: tuple[float, float, GpuPlan] | None = None
         known = self.sizes(SINGLE)
         most = self.wish.tol / self.factor
         for least, plan in priced(tuple(candidates), Sizes(known.m, known.k, known.n, known.prepared), self.prices):
@@ -140,7 +140,7 @@ class Search:
                 best = found if best is None or found[:2] < best[:2] else best
         return None if best is None else best[2]
 
-    def next(self) -> Plan | None:
+    def next(self) -> GpuPlan | None:
         """The cheapest plan that is to meet the tolerance; else the most exact of those that could still do so.
 
         Nothing is tried that is predicted no better than half the error of what failed, floats apart.
@@ -162,7 +162,7 @@ class Search:
             return min(digit, key=self.expected)
         return single[0] if single else None
 
-    def failed(self, plan: Plan, measured: float) -> None:
+    def failed(self, plan: GpuPlan, measured: float) -> None:
         """Note that ``plan`` missed the tolerance."""
         self.tried.append(plan)
         self.daring = False
@@ -172,7 +172,7 @@ class Search:
 
 
 @lru_cache(maxsize=256)
-def worth_predicting(wish: Wish, sizes: Sizes, prices: Costs) -> tuple[Plan, ...]:
+def worth_predicting(wish: Wish, sizes: Sizes, prices: Costs) -> tuple[GpuPlan, ...]:
     """Digit plans cheaper than the float product even at their best; all of a mode that was asked for."""
     plans = possible(wish)
     if wish.mode != "auto":

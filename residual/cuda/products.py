@@ -1,0 +1,170 @@
+"""The ways to compute a product from digits, and their execution on two operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from magicube_cutlass import SRBCRS, QuantTensor, spmm
+from residual.cuda.operand import GpuOperand
+from residual.cuda.plans import COUNTS, GpuPlan
+from residual.operand.ieee import float_product
+from residual.operand.operand import Digits
+
+if TYPE_CHECKING:
+    from cute_kernels.jit import LaunchCache
+
+_LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums
+
+
+def _fp16(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    """Entries rounded to halves, unless both operands are of one half dtype, and sums in float32; on a GPU."""
+    a, b = left.half, right.half
+    if a.dtype != b.dtype:
+        a, b = a.half(), b.half()
+    return torch.mm(a, b.mT, out_dtype=torch.float32)  # (M, N)
+
+
+def _fp32(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    return float_product(left.values, right.values.mT)  # (M, N)
+
+
+def _fp64(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    return left.finite() @ right.finite().mT  # (M, N)
+
+
+def _digit_product(
+    a: Digits,
+    b: Digits,
+    shift: int,
+    terms: int = 1,
+    alpha: float = 1.0,
+    c: Tensor | None = None,
+    out: Tensor | None = None,
+    squares: Tensor | None = None,
+) -> Tensor:
+    """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes.
+
+    ``out``: where to, on a GPU and without ``c``; ``squares``: as of :func:`cute_kernels.gemm.api.gemm`.
+    """
+    from cute_kernels.gemm.api import gemm  # takes longer to import than this package
+
+    def product(out: Tensor | None) -> Tensor:
+        columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
+        return gemm(
+            a.planes, columns, terms=terms, shift=shift, scale_a=a.scale, scale_b=b.scale, alpha=alpha,
+            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32, sum_of_squares=squares,
+        )  # fmt: skip
+
+    planes = (*a.planes, *b.planes)
+    if c is not None or not planes[0].is_cuda or not all(_reads_in_place(plane) for plane in planes):
+        return product(out)
+    target = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device) if out is None else out  # (M, N)
+    places = tuple((plane.data_ptr(), plane.stride(0)) for plane in planes)
+    kind = planes[0].shape, len(a.planes), target.shape, target.device, shift, terms, alpha
+    where = places, *(0 if x is None else x.data_ptr() for x in (a.scale, b.scale, target, squares))
+    _replays().run((kind, where), lambda: product(target))
+    return target
+
+
+@lru_cache
+def _replays() -> LaunchCache:
+    from cute_kernels.jit import LaunchCache  # needs the CUDA wheels
+
+    return LaunchCache(256)
+
+
+def _reads_in_place(plane: Tensor) -> bool:
+    from cute_kernels.operands import is_ready
+
+    return is_ready(plane)
+
+
+def of_digits(
+    plan: GpuPlan, left: GpuOperand, right: GpuOperand, out: Tensor | None = None, squares: Tensor | None = None
+) -> Tensor:
+    """The product (M, N) of a plan of :data:`COUNTS`; ``out``: where to, ``squares``: of its entries, on a GPU."""
+    planes, terms = COUNTS[plan.mode]
+    a, b = left.digits(plan.bits, planes), right.digits(plan.bits, planes)
+    return _digit_product(a, b, plan.bits, terms, out=out, squares=squares)
+
+
+def _dense(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    return of_digits(plan, left, right)
+
+
+def _centered(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    """``A B = (A - a 1^T)(B - 1 b) + K a b`` for the means a of A's rows and b of B's columns."""
+    a, b = left.digits(plan.bits, 1, "centered"), right.digits(plan.bits, 1, "centered")
+    assert a.mean is not None and b.mean is not None
+    return _digit_product(a, b, plan.bits).addr_(a.mean, b.mean, alpha=left.given.shape[1])  # (M, N)
+
+
+def _outlier(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    """Columns of k in which A or B has outliers as a float32 product, the others as integers."""
+    hot = left.hot() | right.hot()  # (K,)
+    product = _digit_product(
+        left.digits(plan.bits, 1, "outlier", hot), right.digits(plan.bits, 1, "outlier"), plan.bits
+    )
+    columns = hot.nonzero().flatten()
+    return product.add_(float_product(left.values[:, columns], right.values[:, columns].mT))  # (M, N)
+
+
+def _columns(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    """``A1 B1 + (A1 B0 + A0 B1) / 2**bits``, the cross products over the chosen columns of k only."""
+    assert order is not None
+    a, b = left.digits(plan.bits, 2), right.digits(plan.bits, 2)
+    product = _digit_product(a, b, plan.bits)
+    chosen = order[: max(1, round(plan.share * order.shape[0]))]
+    cross_a = torch.cat([plane[:, chosen] for plane in a.planes], 1)  # (M, 2 S)
+    cross_b = torch.cat([plane[:, chosen] for plane in reversed(b.planes)], 1)  # (N, 2 S)
+    cross = Digits((cross_a,), a.scale), Digits((cross_b,), b.scale)
+    return _digit_product(*cross, plan.bits, alpha=2.0**-plan.bits, c=product)
+
+
+def _sparse_product(large: Tensor, small: Tensor, threshold: int) -> Tensor:
+    """``(entries of large at or above the threshold) @ small^T``: (L, K), (R, K) to (L, R), exact."""
+    length = 8 if large.is_cuda else 1
+    kept = large.abs() >= threshold  # (L, K)
+    kept |= large == -128  # it has no magnitude among bytes; leading digits reach it in int8 input only
+    matrix = SRBCRS.from_mask(large, kept, vector_length=length, bits=8)
+    matrix.single_use = True
+    wide = torch.int32 if large.shape[1] <= _LONGEST else torch.int64
+    return spmm(matrix, QuantTensor.from_ints(small.mT, bits=8), out_dtype=wide)  # (L, R)
+
+
+def _sparse(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+    """``A1 B1 + (A1' B0 + A0 B1') / 2**bits`` with A1' and B1' the entries that reach the threshold."""
+    a, b = left.digits(plan.bits, 2), right.digits(plan.bits, 2)
+    product = _digit_product(a, b, plan.bits)
+    cross = _sparse_product(a.planes[0], b.planes[1], plan.threshold)  # (M, N)
+    other = _sparse_product(b.planes[0], a.planes[1], plan.threshold)  # (N, M)
+    total = (cross + other.mT).float() * (a.scale * 2.0**-plan.bits)[:, None] * b.scale  # (M, N)
+    return product.add_(total)
+
+
+_RUNS: dict[str, Callable[[GpuPlan, GpuOperand, GpuOperand, Tensor | None], Tensor]] = {
+    "fp16": _fp16, "fp32": _fp32, "fp64": _fp64, "centered": _centered, "outlier": _outlier, "columns": _columns,
+    "sparse": _sparse, **dict.fromkeys(COUNTS, _dense),
+}  # fmt: skip
+
+
+def run_plan(
+    plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``A B`` (M, N) by a plan, lines with inf or NaN counting as zeros.
+
+    ``left``: rows of A (M, K); ``right``: columns of B (N, K); ``order``: columns of k, those that the cross products
+    of ``columns`` need most first.
+    """
+    product = _RUNS[plan.mode](plan, left, right, order)  # (M, N)
+    if plan.mode != "fp64" and (left.exponent is not None or right.exponent is not None):
+        zero = torch.zeros((), dtype=torch.int32, device=product.device)
+        rows = zero if left.exponent is None else left.exponent[:, None]  # (M, 1)
+        columns = zero if right.exponent is None else right.exponent  # (N,)
+        product = product.double() * torch.exp2((rows + columns).double())  # (M, N)
+    return product.to(out_dtype)

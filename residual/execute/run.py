@@ -1,0 +1,197 @@
+"""One product: climb the rungs until the measured error of one is within the tolerance."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.cpu.direct import direct
+from residual.error.estimate import ErrorEstimate, by_power, from_sums
+from residual.error.factor import CONFIDENCE, confidence
+from residual.error.look import look
+from residual.error.probes import PROBES, ProbeSums, is_zero, judge, noise
+from residual.execute.products import execute, rounding, rounds_levels
+from residual.operand.ieee import float_product
+from residual.operand.nonfinite import fill
+from residual.operand.operand import Operand, operand
+from residual.operand.prepared import Form, PreparedOperand, prepare_for
+from residual.options import Options
+from residual.planning.ladder import Rung
+from residual.report import EMPTY, Attempt, Report, tolerance_error
+
+
+class Outcome(NamedTuple):
+    """A product, its report, and the error to raise if no rung met the tolerance."""
+
+    product: Tensor
+    report: Report
+    failure: Exception | None
+
+
+def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome:
+    """Return the product of checked operands; `measured`: with a report also without a tolerance."""
+    weight = B.weight if isinstance(B, PreparedOperand) else B
+    if torch.is_autocast_enabled(A.device.type):  # it would compute float32 products in 16 bits
+        with torch.autocast(A.device.type, enabled=False):
+            return compute(A, B, options, measured)
+    out_dtype = options.result_dtype(A, weight)
+    if 0 in (*A.shape, *weight.shape):
+        return Outcome(A.new_zeros(A.shape[0], weight.shape[1], dtype=out_dtype), EMPTY, None)
+    if A.is_cuda:
+        from residual.cuda import flow  # today's kernels, until the passes of this core run there
+
+        if flow.takes(A, weight, options):
+            prepared = B if isinstance(B, PreparedOperand) else None
+            with torch.no_grad():
+                return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
+    with torch.no_grad():
+        rungs = options.rungs_for(A, weight)
+        if options.tol is None and not measured:
+            return Outcome(_unchecked(A, B, rungs[0], out_dtype), EMPTY, None)
+        right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[:1])
+        return _climb(A, right, options, rungs, out_dtype, 0.0 if measured else options.tol or 0.0)
+
+
+def _unchecked(A: Tensor, B: Tensor | PreparedOperand, rung: Rung, out_dtype: torch.dtype) -> Tensor:
+    """Return the product by one rung."""
+    prepared = B if isinstance(B, PreparedOperand) else None
+    found = None if prepared is None else _direct(A, prepared, rung, out_dtype, CONFIDENCE, 1.0)
+    if found is not None and found.product is not None:
+        return found.product
+    left = operand(A)
+    columns = prepared.columns if prepared is not None else operand(B.mT)  # type: ignore[union-attr]
+    digits = None if prepared is None else prepared.forms.get(rung, Form()).digits
+    return fill(execute(rung, left, columns, out_dtype, None, digits), left, columns)
+
+
+class _Found(NamedTuple):
+    product: Tensor | None  # None: the look excludes the rung
+    estimate: ErrorEstimate
+
+
+def _climb(
+    A: Tensor,
+    right: PreparedOperand,
+    options: Options,
+    rungs: tuple[Rung, ...],
+    out_dtype: torch.dtype,
+    enough: float,
+) -> Outcome:
+    """Return the product of the first rung whose bound is within the tolerance.
+
+    `enough`: no sharper bound is needed.
+    """
+    tol, found = options.tol, list[tuple[Attempt, ErrorEstimate]]()
+    product: Tensor | None = None
+    left: Operand | None = None
+    for i, rung in enumerate(rungs):
+        sure = CONFIDENCE if tol is None else confidence(i)
+        made = _direct(A, right, rung, out_dtype, sure, enough)
+        if made is None and left is None and rung.mode == "fp32" and tol is not None:
+            made = _single(A, right, out_dtype, sure, tol, enough)
+        if made is None:
+            left = operand(A) if left is None else left
+            least = math.inf if tol is None or i == len(rungs) - 1 else tol
+            made = _measure(rung, left, right, out_dtype, sure, least)
+        estimate = made.estimate
+        found.append((Attempt(str(rung), estimate.relative, estimate.upper, estimate.noise), estimate))
+        attempts = tuple(attempt for attempt, _ in found)
+        report = Report(str(rung), estimate.relative, estimate.upper, CONFIDENCE, rung.products, attempts)
+        if made.product is not None:
+            product = made.product if left is None else fill(made.product, left, right.columns)
+            if tol is None or estimate.accepts(tol):
+                return Outcome(product, report, None)
+    assert tol is not None and product is not None  # the last rung always runs
+    failure = tolerance_error(tol, found, report, out_dtype, options.on_failure == "fallback")
+    return Outcome(product, report, failure)
+
+
+def _direct(
+    A: Tensor, right: PreparedOperand, rung: Rung, out_dtype: torch.dtype, sure: float, enough: float
+) -> _Found | None:
+    """Return the product by one digit and its error, by the CPU engine; None if it does not take the operands."""
+    form = right.forms.get(rung)
+    single = A.dtype == out_dtype == torch.float32
+    if form is None or form.direct is None or not single:
+        return None
+    rows = A if A.stride(1) == 1 and not A.is_neg() else A.clone(memory_format=torch.contiguous_format)
+    made = direct(rows, form.direct)
+    if not (math.isfinite(made.norm) and made.norm):  # inf or NaN, a sum out of range, or perhaps no error at all
+        return None
+    product = PROBES * made.norm
+    sums = ProbeSums(made.gram.numpy(), product, product, made.norm, 0.0, 0.0)
+    return _Found(made.out, from_sums(sums, made.eta, sure, made.rounding, enough))
+
+
+def _single(
+    A: Tensor, right: PreparedOperand, out_dtype: torch.dtype, sure: float, tol: float, enough: float
+) -> _Found | None:
+    """Return the float32 product of A as it is; None if its bound misses, perhaps by slices far from one."""
+    columns = right.columns
+    plain = columns.exponent is None and columns.nonfinite is None and columns.given.dtype == torch.float32
+    if not plain or not A.dtype == out_dtype == torch.float32:
+        return None
+    product = float_product(A, columns.given.mT)  # (M, N)
+    sums = judge(A, right.vectors, right.bound, product, *right.probes)
+    estimate = from_sums(sums, noise(sums, A, right.weight), sure, enough=enough)
+    return _Found(product, estimate) if estimate.accepts(tol) else None
+
+
+def _measure(
+    rung: Rung, left: Operand, right: PreparedOperand, out_dtype: torch.dtype, sure: float, least: float
+) -> _Found:
+    """Return a rung's product and its error; no product if the look before it predicts a bound above `least`."""
+    columns = right.columns
+    if not rung.can_look or rounds_levels(rung, left.given.device):
+        product = execute(rung, left, columns, out_dtype, None, right.forms.get(rung, Form()).digits)
+        return _Found(product, judged(product, left, right, sure))
+    a, (b, of_right) = left.digits(rung), right.digits(rung)
+    n = right.shape[1]
+    sums, eta = look(left.exact, left.planes(rung, a), of_right, right.vectors, n)
+    if not sums.inputs and is_zero(left.finite(), columns.finite().mT):
+        zeros = left.given.new_zeros(left.given.shape[0], n, dtype=out_dtype)
+        return _Found(zeros, ErrorEstimate(0.0, 0.0, sure))
+    beside = _beside(rung, sums, left, right, out_dtype)
+    before = from_sums(sums, eta, sure, beside(math.sqrt(sums.result), n * left.given.shape[0]))
+    if before.upper > least:
+        return _Found(None, before)
+    product = execute(rung, left, columns, out_dtype, a, b)
+    norm = float(torch.linalg.vector_norm(_in_units(product, left, columns), dtype=torch.float64))
+    estimate = from_sums(sums._replace(result=norm**2), eta, sure, beside(norm, product.numel()))
+    return _Found(product, estimate)
+
+
+class _Rounding(NamedTuple):
+    """Bound of the part of an error that the look does not see: the product's own rounding."""
+
+    relative: float  # to C
+    floor: float  # from sums of levels in float64
+    least: float  # an entry's, by underflow
+
+    def __call__(self, norm: float, entries: int) -> float:
+        return self.relative * norm + self.floor + self.least * math.sqrt(entries)
+
+
+def _beside(rung: Rung, sums: ProbeSums, left: Operand, right: PreparedOperand, out_dtype: torch.dtype) -> _Rounding:
+    info, power = torch.finfo(out_dtype), left.power + right.columns.power
+    # ||X wbar||_2 >= min(wbar) ||X||_F for X = |A||B| >= 0
+    floor = 2.0**-50 * math.sqrt(sums.inputs) / float(right.probes.norms.min())
+    exponent = math.frexp(info.smallest_normal * info.eps)[1] - power
+    least = math.ldexp(1.0, min(exponent, 1000))
+    return _Rounding(rounding(rung, out_dtype), floor, least)
+
+
+def _in_units(product: Tensor, left: Operand, right: Operand) -> Tensor:
+    """Return C in the units of the operands' exact numbers."""
+    return by_power(product, -left.power - right.power)
+
+
+def judged(product: Tensor, left: Operand, right: PreparedOperand, sure: float) -> ErrorEstimate:
+    """Return the error of a product by reading it, in float64; slices that are not finite count as zeros."""
+    C = _in_units(product, left, right.columns)
+    sums = judge(left.exact, right.vectors, right.bound, C, *right.probes)
+    inexact = left.inexact + right.columns.inexact
+    return from_sums(sums, noise(sums, left.finite(), right.columns.finite().mT, inexact), sure)
