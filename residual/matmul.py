@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Unpack, overload
 
 import torch
@@ -172,7 +172,12 @@ def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
         rungs = rungs_of(options.mode, options.bits or 8, machine_of(W.device), demand)
     else:
         rungs = tuple(Rung(each, 0 if each.startswith("fp") else options.bits or 8) for each in options.rungs)
-    return prepare_for(W, options.seed, rungs)
+    found = prepare_for(W, options.seed, rungs)
+    if not (W.is_cuda and options.flow == "measured"):
+        return found
+    from residual.cuda.passes import passes_for  # takes longer to import than this package
+
+    return replace(found, passes=passes_for(found.weight, found.probes, rungs))
 
 
 def plan(
@@ -293,8 +298,9 @@ def matmul(
     on_failure : {"raise", "fallback"}, default "raise"
         ``"fallback"``: run float32 and float64 products if no rung meets `tol`.
     flow : {"auto", "measured"}, default "auto"
-        ``"measured"``: as described, on every device. ``"auto"``: the same, but float32 operands on a GPU take kernels
-        whose float32 check is guarded, not proven.
+        ``"measured"``: as described, on every device; float32 products on an sm_90 GPU take kernels that have not run
+        on one. ``"auto"``: the same, but float32 operands on a GPU take kernels whose float32 check is guarded, not
+        proven.
     return_report : bool, default False
         Return ``(C, Report)``; measures the error also without `tol`, and C carries no gradient.
 

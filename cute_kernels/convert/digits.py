@@ -143,8 +143,14 @@ class _DigitRule(NamedTuple):
 
 
 @lru_cache
-def _rule(bits: int, count: int, power: bool) -> _DigitRule:
-    """The rule for `count` digits of `bits`."""
+def digit_rule(bits: int, count: int, power: bool = False) -> _DigitRule:
+    """Return the rule for `count` digits of `bits` each; `power`: scales are powers of two.
+
+    Examples
+    --------
+    >>> digit_rule(8, 2).radix
+    256.0
+    """
     radix = 2.0**bits
     # Later digits cover -(1/2 + half a step) to 1/2 - half a step: with three, the leading digits are rounded so that
     # the residual is in that range. With two digits of 8 bits, a clamped digit costs at most one step.
@@ -362,7 +368,7 @@ def digits(
         raise ValueError(f"count must be 1, 2 or 3, got {count!r}")
     if axis not in (None, 0, 1):
         raise ValueError(f"axis must be None, 0 or 1, got {axis!r}")
-    rule = _rule(bits, count, exponent_scale)
+    rule = digit_rule(bits, count, exponent_scale)
     if x.numel() == 0:
         size = () if axis is None else (x.shape[1 - axis],)
         scale = torch.ones(size, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)

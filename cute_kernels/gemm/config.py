@@ -121,6 +121,9 @@ class GemmConfig(KernelConfig):
         Rows of tiles, in units of the cluster's height, that are traversed column by column.
     sum_of_squares : bool
         Each warp also emits the sum of squares of its results (WGMMA, float32 without c).
+    gated : bool
+        With `sum_of_squares`: the kernel returns at once unless the word before these sums is the number of levels
+        minus 1; each warp also emits the squares of its levels' magnitudes. Has not run on a GPU.
     """
 
     kernel: str
@@ -137,6 +140,7 @@ class GemmConfig(KernelConfig):
     resident: int = 1
     band: int = 8
     sum_of_squares: bool = False
+    gated: bool = False
 
     @property
     def threads(self) -> int:
@@ -163,7 +167,7 @@ class GemmConfig(KernelConfig):
         p = self.products
         shape = f"{self.tile_m}x{self.tile_n}x{self.tile_k}s{self.stages}"
         how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}r{self.resident}b{self.band}"
-        how += "-squares" if self.sum_of_squares else ""
+        how += ("-gated" if self.gated else "-squares") if self.sum_of_squares else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
 
@@ -191,6 +195,7 @@ class GemmConfig(KernelConfig):
             "kResident": self.resident,
             "kBand": self.band,
             "kSumOfSquares": self.sum_of_squares,
+            "kGated": self.gated,
         }
 
     def _types(self) -> dict[str, str]:

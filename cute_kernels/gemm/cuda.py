@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert.pack import pack_rows
-from cute_kernels.gemm.config import GemmConfig, Products
+from cute_kernels.gemm.config import GemmConfig, Products, select_products
 from cute_kernels.gemm.epilogue import epilogue_arguments, pointer_of
 from cute_kernels.gemm.heuristics import choose
 from cute_kernels.gemm.problem import GemmProblem
@@ -35,6 +35,11 @@ def _resident_ctas(config: GemmConfig, device: int) -> int:
     """Return the CTAs of a persistent grid that run at the same time."""
     kernel = get_kernel(config)
     return occupancy(kernel) * kernel.num_sms
+
+
+def _persistent_ctas(config: GemmConfig, m: int, n: int, device: int) -> int:
+    """Return the CTAs of a WGMMA kernel: as many as run at the same time, or one per tile."""
+    return min(_resident_ctas(config, device) // config.cluster, config.tiles(m, n)) * config.cluster
 
 
 class Part(NamedTuple):
@@ -89,6 +94,64 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     return choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
 
 
+def gated_gemm(
+    a: tuple[Tensor, ...],
+    b: tuple[Tensor, ...],
+    scales: tuple[Tensor, Tensor],
+    out: Tensor,
+    gate: Tensor,
+    bits: int = 8,
+) -> int:
+    """Launch a product of digits that runs if the first word of `gate` is the number of planes minus 1.
+
+    Else every CTA returns at once, and `out` and `gate` stay as they are. The kernel has not run on a GPU.
+
+    Parameters
+    ----------
+    a : tuple of Tensor, shape (M, K)
+        int8 digit planes, the leading one first.
+    b : tuple of Tensor, shape (K, N)
+        As many int8 digit planes.
+    scales : tuple of Tensor, shapes (M,) and (N,)
+        float32 scales of rows and columns.
+    out : Tensor, shape (M, N)
+        float32 output.
+    gate : Tensor, shape (4 + 2 * warps,)
+        float32: the int32 of the picked product, padded to 16 bytes; then per warp the sums of squares of its results
+        and of the sums of their levels' magnitudes. See :func:`gate_size`.
+    bits : int, default 8
+        Bits per digit.
+
+    Returns
+    -------
+    int
+        Warps that write sums.
+
+    Raises
+    ------
+    NotImplementedError
+        If the GPU has no WGMMA kernels, or K takes several launches.
+    """
+    products = select_products(len(a), len(b), None)
+    if not can_emit_sum_of_squares(a[0].shape[1], products, out.device):
+        raise NotImplementedError(
+            f"a on {out.device} must be on an sm_90 GPU with a K of one launch, got {a[0].shape[1]}"
+        )
+    problem = GemmProblem(a, b, products, bits, *scales, 1.0, 0.0, None, None, torch.float32, gate, gated=True)
+    m, n, _ = problem.shape
+    gemm_cuda(problem, out)
+    with device_of(out):
+        (part,) = parts(problem, out)
+        config = select_config(problem, part, current_arch(), num_sms(out.device.index))
+        config = replace(config, sum_of_squares=True, gated=True)
+        return 4 * config.groups * _persistent_ctas(config, m, n, out.device.index)
+
+
+def gate_size(device: torch.device) -> int:
+    """Return the float32 elements of a gate."""
+    return 4 + 2 * sum_of_squares_size(device)
+
+
 def sum_of_squares_size(device: torch.device) -> int:
     """Return the elements that ``gemm(sum_of_squares=...)`` needs: one per warp of a persistent grid."""
     return 8 * num_sms(device.index)
@@ -122,9 +185,9 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
         for planes, count, box in ((padded_a, m, box_a), (padded_b, n, box_b))
         for rows in planes
     ]
-    clusters = min(_resident_ctas(config, kernel.device) // config.cluster, config.tiles(m, n))
     cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
-    kernel.launch((clusters * config.cluster, 1, 1), (*maps, *result, pointer_of(problem.sum_of_squares)), cluster)
+    grid = _persistent_ctas(config, m, n, kernel.device), 1, 1
+    kernel.launch(grid, (*maps, *result, pointer_of(problem.sum_of_squares)), cluster)
 
 
 class LaunchPlan(NamedTuple):
@@ -177,6 +240,6 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
             if config is not None:
                 chosen = replace(config, out=chosen.out, source=chosen.source)
             if problem.sum_of_squares is not None:
-                chosen = replace(chosen, sum_of_squares=True)
+                chosen = replace(chosen, sum_of_squares=True, gated=problem.gated)
             _launch(problem, part, chosen, a, b)
     return out

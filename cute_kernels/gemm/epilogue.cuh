@@ -36,8 +36,9 @@ struct GemmOutput {
 
   __device__ float row_scale(int row) const { return row_scales && row < m ? alpha * __ldg(row_scales + row) : alpha; }
 
-  // Add the levels' accumulators, register by register, in place of the first: integers, or the bits of floats.
-  template <int kRegisters>
+  // Add the levels' accumulators, register by register, in place of the first: integers, or the bits of floats. kMagnitudes:
+  // leave the sum of their magnitudes, which bounds what the additions round, in place of the second.
+  template <bool kMagnitudes, int kRegisters>
   __device__ void fold(uint32_t (&accum)[C::kLevels][kRegisters]) const {
     if constexpr (kIntegral || kFloatAccum) return;
     const float weight[] = {weight1, weight2};
@@ -47,6 +48,15 @@ struct GemmOutput {
       CUTE_UNROLL
       for (int level = 1; level < C::kLevels; ++level) {
         total = __fmaf_rn(static_cast<float>(static_cast<int32_t>(accum[level][r])), weight[level - 1], total);
+      }
+      if constexpr (kMagnitudes) {
+        float magnitude = fabsf(static_cast<float>(static_cast<int32_t>(accum[0][r])));
+        CUTE_UNROLL
+        for (int level = 1; level < C::kLevels; ++level) {
+          magnitude = __fmaf_rn(fabsf(static_cast<float>(static_cast<int32_t>(accum[level][r]))), weight[level - 1], magnitude);
+        }
+        accum[1][r] = __float_as_uint(magnitude);
+        asm volatile("" : "+r"(accum[1][r]));
       }
       accum[0][r] = __float_as_uint(total);
       // Convert here, not where the value is read: this frees the registers of the other levels.
@@ -122,6 +132,10 @@ struct NoVisitor {
   __device__ __forceinline__ void operator()(Value) const {}
 };
 
+// Whether a visitor takes, beside a result, the sum of the magnitudes of its levels.
+template <class C, class Visitor>
+constexpr bool kTakesMagnitudes = C::kLevels > 1 && cuda::std::is_invocable_v<const Visitor&, typename C::Out, float>;
+
 // kVector: by write_quad. kHasScales: there are column scales or a bias. See write_fragment.
 template <bool kVector, bool kHasScales, class C, int kRegisters, class Visitor>
 __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, const uint32_t (&accum)[C::kLevels][kRegisters],
@@ -148,7 +162,11 @@ __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, cons
       for (int i = 0; i < 8; ++i) {
         const int r = 4 * (first + i / 2) + 2 * half + i % 2;
         pair[i] = to.finish(accum[0][r], source[i], row_scale[half], col_scale[i], bias[i]);
-        visitor(pair[i]);
+        if constexpr (kTakesMagnitudes<C, Visitor>) {
+          visitor(pair[i], __uint_as_float(accum[1][r]) * fabsf(row_scale[half] * col_scale[i]));
+        } else {
+          visitor(pair[i]);
+        }
       }
       if constexpr (kVector) {
         write_quad(to, pair, at, column + 8 * first, t);
@@ -168,7 +186,7 @@ template <class C, int kRegisters, class Visitor = NoVisitor>
 __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&accum)[C::kLevels][kRegisters], int row,
                                                int column, int lane, const Visitor& visitor = {}) {
   static_assert(kRegisters % 16 == 0, "four blocks of eight columns are written together");
-  to.fold(accum);
+  to.template fold<kTakesMagnitudes<C, Visitor>>(accum);
   if (!to.vector) store_accumulators<false, true>(to, accum, row, column, lane, visitor);
   else if (to.col_scales || to.bias) store_accumulators<true, true>(to, accum, row, column, lane, visitor);
   else store_accumulators<true, false>(to, accum, row, column, lane, visitor);

@@ -42,7 +42,9 @@ class GemmProblem:
     out_dtype : torch.dtype
         Dtype of the output.
     sum_of_squares : Tensor, optional
-        float32, one element per warp: partial sums of ``||D||_F^2``.
+        float32, one element per warp: partial sums of ``||D||_F^2``; if `gated` a gate and two elements per warp.
+    gated : bool
+        Whether another kernel decides if the product runs; see :func:`cute_kernels.gemm.cuda.gated_gemm`.
     """
 
     a: tuple[Tensor, ...]
@@ -57,6 +59,7 @@ class GemmProblem:
     bias: Tensor | None
     out_dtype: torch.dtype
     sum_of_squares: Tensor | None = None
+    gated: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@
 // all planes; kGroups consumer warp groups multiply them by WGMMA, with the accumulators of all levels in registers.
 // kPingPong: each consumer warp group has its own tile, and one runs its epilogue while the other runs its mainloop; else they
 // share a tile. Two CTAs of a cluster have tiles below each other: each loads half of the B tile and multicasts it to both.
+// kGated: all CTAs return at once unless another kernel has picked this product by its number of levels.
 // Source: CUTLASS, SM90 warp-specialized persistent kernels (cooperative and ping-pong).
 #pragma once
 
@@ -27,6 +28,8 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address) {
   descriptor.bitfield.layout_type_ = uint8_t(kRowBytes == 128 ? SM90::GMMA::LayoutType::B128 : SM90::GMMA::LayoutType::B64);
   return descriptor;
 }
+
+constexpr int kGateWords = 4;  // a gate: int32 levels - 1 of the picked product, padded to 16 bytes; two sums per warp follow
 
 template <int kColumns>
 struct WarpGroupOp;
@@ -187,7 +190,8 @@ __device__ __forceinline__ void mma_tile(const GroupGemm<C>& gemm, typename Grou
   }
 }
 
-// `squares`: with C::kSumOfSquares, one float per warp of the grid.
+// `squares`: with C::kSumOfSquares, one float per warp of the grid; with C::kGated the gate, and per warp the sums of squares of the
+// results and of the sums of their levels' magnitudes.
 template <class C>
 __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
   using G = GroupGemm<C>;
@@ -196,6 +200,7 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
   int index = int(blockIdx.x) / G::kCluster;
   GemmPipelineState<G::kStages> at;
   float seen = 0.0f;  // sum of squares of this thread's results
+  float levels = 0.0f;  // of the sums of their levels' magnitudes
   const int block = C::kPingPong ? 0 : group * G::kBlocks;  // first block of the warp group
   if (C::kPingPong && group == 1) {
     warp_group::named_barrier_arrive(1, 256);  // warp group 0 starts
@@ -216,7 +221,11 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
     const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16;
     CUTE_UNROLL
     for (int own = 0; own < G::kBlocks; ++own) {
-      if constexpr (C::kSumOfSquares) {
+      if constexpr (C::kGated && C::kLevels > 1) {
+        write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane, [&](float x, float magnitude) {
+          seen = fmaf(x, x, seen), levels = fmaf(magnitude, magnitude, levels);
+        });
+      } else if constexpr (C::kSumOfSquares) {
         write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane, [&](float x) { seen = fmaf(x, x, seen); });
       } else {
         write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane);
@@ -226,7 +235,14 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
   if constexpr (C::kSumOfSquares) {
     CUTE_UNROLL
     for (int other = 16; other > 0; other /= 2) seen += __shfl_xor_sync(~0u, seen, other);
-    if (lane == 0) squares[(int(blockIdx.x) * G::kGroups + group) * 4 + warp] = seen;
+    const int own = (int(blockIdx.x) * G::kGroups + group) * 4 + warp;
+    if constexpr (C::kGated) {
+      CUTE_UNROLL
+      for (int other = 16; other > 0; other /= 2) levels += __shfl_xor_sync(~0u, levels, other);
+      if (lane == 0) *reinterpret_cast<float2*>(squares + kGateWords + 2 * own) = make_float2(seen, C::kLevels > 1 ? levels : seen);
+    } else {
+      if (lane == 0) squares[own] = seen;
+    }
   }
 }
 
@@ -239,6 +255,9 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
            const float* col_scales, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
            int64_t vector, float alpha, float beta, float weight1, float weight2, float* squares) {
   using G = GroupGemm<C>;
+  if constexpr (C::kGated) {
+    if (*reinterpret_cast<const int*>(squares) != C::kLevels - 1) return;
+  }
   extern __shared__ __align__(1024) uint8_t shared[];
   const int rank = G::kCluster == 1 ? 0 : int(cluster::rank());
   constexpr int kHeight = G::kTileM * G::kCluster;

@@ -41,12 +41,18 @@ def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: 
     if 0 in (*A.shape, *weight.shape):
         return Outcome(A.new_zeros(A.shape[0], weight.shape[1], dtype=out_dtype), EMPTY, None)
     if A.is_cuda:
-        from residual.cuda import flow  # today's kernels, until the passes of this core run there
+        from residual.cuda import flow, passes  # kernels of their own; the passes by name alone
 
         if flow.takes(A, weight, options):
             prepared = B if isinstance(B, PreparedOperand) else None
             with torch.no_grad():
                 return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
+        if passes.can_pick(A, weight, options):
+            known = B.passes if isinstance(B, PreparedOperand) else None
+            with torch.no_grad():
+                made = passes.start_picked(A.detach(), weight.detach(), options, known).outcome()
+            if made is not None:
+                return Outcome(*made)
     with torch.no_grad():
         rungs = options.rungs_for(A, weight)
         if options.tol is None and not measured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class PreparedOperand:
         float64: ``B W`` and ``|B| wbar``.
     forms : Mapping of Rung to Form
         Digits for the rungs that it was prepared for; products make others anew.
+    passes : Mapping
+        Passes over B on a GPU by digits per element; see :mod:`residual.cuda.passes`.
 
     Examples
     --------
@@ -67,6 +69,7 @@ class PreparedOperand:
     vectors: Tensor
     bound: Tensor
     forms: Mapping[Rung, Form] = field(default_factory=lambda: MappingProxyType({}))
+    passes: Mapping[int, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,6 +88,8 @@ class PreparedOperand:
             if form.direct is not None:
                 made = form.direct
                 tensors += [made.scale, made.packed, made.column_sums, made.vectors, made.bounds]
+        for made in self.passes.values():
+            tensors += made.tensors
         return sum(each.nbytes for each in tensors)
 
     def shares_memory(self, weight: Tensor) -> bool:

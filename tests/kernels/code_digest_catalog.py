@@ -23,7 +23,9 @@ from cute_kernels.convert.pack import PackConfig
 from cute_kernels.convert.quantize import QuantizeConfig
 from cute_kernels.estimate import statistics
 from cute_kernels.estimate.config import ProbeConfig
+from cute_kernels.estimate.look import config_for as look_config
 from cute_kernels.estimate.remainder_probes import RemainderConfig
+from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.gemm.heuristics import choose as choose_gemm
@@ -75,7 +77,7 @@ def catalog(arch: str) -> dict[str, Config]:
     found: dict[str, Config] = {}
     families = (
         spmm_entries, sddmm_entries, _gemm, _gemm_floats, _gemm_floats_helpers, _digits, _quantize, _sparse_helpers,
-        _softmax, _statistics, _probes, _attention, _attention_operands,
+        _softmax, _statistics, _probes, _look, _attention, _attention_operands,
     )  # fmt: skip
     for key, config in chain.from_iterable(family(arch) for family in families):
         if key in found:
@@ -108,6 +110,9 @@ def _gemm(arch: str) -> Iterator[Entry]:
             yield f"gemm/planes={planes}x{planes} sums of squares", replace(config, sum_of_squares=True)
             portable = gemm_candidates(select_products(planes, planes, None), "sm_80")[0]
             yield f"gemm/planes={planes}x{planes} warps", replace(portable, out="float16")
+        for planes, m in ((1, 4096), (2, 4096), (2, 64), (3, 4096)):
+            config = choose_gemm(m, 4096, 4096, select_products(planes, planes, None), arch, out="float32")
+            yield f"gated gemm/planes={planes}x{planes} m={m}", replace(config, sum_of_squares=True, gated=True)
 
 
 _KINDS = {
@@ -265,6 +270,14 @@ def _probes(arch: str) -> Iterator[Entry]:
         for transposed, groups in ((False, 1), (True, 2)):
             tags = f"{' transposed' if transposed else ''} groups={groups}"
             yield f"probe/remainder of {side}{tags}", RemainderConfig(kernel, transposed, groups)
+
+
+def _look(arch: str) -> Iterator[Entry]:
+    """Errors of digit products before the product, and the verdict after it."""
+    for side, planes, transposed in (("left", 2, False), ("left", 3, True), ("right", 2, True), ("right", 3, False)):
+        tags = f"{' transposed' if transposed else ''}"
+        yield f"look/{side} planes={planes}{tags}", look_config(f"look_{side}", planes, transposed, arch)
+    yield "look/verdict", VerdictConfig()
 
 
 def _attention(arch: str) -> Iterator[Entry]:

@@ -16,8 +16,9 @@ import magicube_cutlass as mc
 import residual
 from cute_kernels.convert import digits as gemm_digits
 from cute_kernels.convert import quantize
-from cute_kernels.estimate import probes, statistics
+from cute_kernels.estimate import look, probes, statistics, verdict
 from cute_kernels.estimate import remainder_probes as probes_rest
+from cute_kernels.gemm import cuda as gemm_cuda
 from magicube_cutlass.ops import torch_ops as library
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_fakes import array
@@ -130,6 +131,33 @@ def _in_one(recorder: Recorder, x: Tensor) -> bool:
     return recorder.run(lambda: probes.is_single_launch(x.shape, x.dtype, x.device))
 
 
+def looks(recorder: Recorder) -> None:
+    """Passes that pick a product on the GPU, the gated products, and the verdict."""
+    for (m, k, n), planes in product(((33, 71, 20), (300, 512, 520), (5000, 96, 300)), (2, 3)):
+        a, b = reals(m, k), turned(reals(k, n)) if planes == 3 else reals(k, n)
+        scale_a, scale_b, width = reals(m), reals(n), look.padded_length(n)
+        draw = look.LookProbes(reals(width, look.PROBES), reals(width))
+        factors = reals(2, look.FACTORS).double()
+        lefts = tuple(torch.zeros(m, k, dtype=torch.int8) for _ in range(planes))
+        rights = tuple(turned(torch.zeros(k, n, dtype=torch.int8)) for _ in range(planes))
+
+        def run() -> Tensor:
+            found = look.look_right(b, draw, scale_b, planes)
+            state = look.state_for(a.device, 4 + 16 * 148)
+            look.look_left(a, found, scale_a, scale_b, look.LookLimits(1e-3, factors, (2.0**-22, 2.0**-21)), state)
+            warps, out = (8, 8), torch.empty(m, n, device=a.device)
+            if recorder.arch == "sm_90a":
+                few, all = (gemm_cuda.gated_gemm(lefts[:i], rights[:i], (scale_a, scale_b), out, state.gate)
+                            for i in (planes - 1, planes))  # fmt: skip
+                warps = few, all
+            words = torch.empty(verdict.WORDS, dtype=torch.float64, device=a.device)
+            verdict.start_verdict(state, warps, planes, (m, n), words)
+            return words
+
+        recorder.call(f"look at {m}x{k}x{n}, {planes} planes", run, a=a, b=b, scale_a=scale_a, scale_b=scale_b,
+                      w=draw.vectors, wbar=draw.norms, factors=factors)  # fmt: skip
+
+
 def samples(recorder: Recorder) -> None:
     """Statistics of two operands."""
     for i, (m, k, n) in enumerate(((1, 1, 1), (33, 71, 20), (256, 4096, 130), (70, 9001, 16))):
@@ -206,7 +234,31 @@ def checked(recorder: Recorder) -> None:
         recorder.call(key, lambda: refused(mode), answers={"sum_comparison": miss}, A=a, B=b)
 
 
+def measured(recorder: Recorder) -> None:
+    """Products whose error is bounded on the GPU: seven launches, five of a prepared operand."""
+    a, b = reals(320, 256), turned(reals(256, 272, seed=1))
+
+    def judge(picked: int) -> dict[str, Any]:
+        def write(arguments: list[Any]) -> None:
+            words = array(arguments[-1], np.float64, verdict.WORDS)
+            words[:] = *[1e-6, 2e-6, 1e-9] * 2, 1.0, 0.0, picked, 1e-6, 1e-9, 1.0, 2e-6, 0.0, 0.0, 1.0
+
+        return {"verdict": write}
+
+    for tol, planes in ((1e-2, 1), (1e-2, 2), (1e-4, 3)):
+        options: dict[str, Any] = {"tol": tol, "flow": "measured"}
+        for call in range(2):
+            recorder.call(f"matmul measured, {tol}, {planes} planes, call {call}", lambda: residual.matmul(a, b, **options),
+                          answers=judge(planes - 1), A=a, B=b)  # fmt: skip
+        plan = recorder.call(f"plan measured, {tol}, {planes} planes", lambda: residual.plan(b, **options), B=b)
+        recorder.call(
+            f"matmul measured of a plan, {tol}, {planes} planes", lambda: plan(a), answers=judge(planes - 1), A=a, B=b
+        )
+
+
 def record(recorder: Recorder) -> None:
     """All of them."""
-    for family in (integers, digits, checks, samples, compensated, checked):
+    if recorder.arch == "sm_90a":
+        measured(recorder)
+    for family in (integers, digits, checks, looks, samples, compensated, checked):
         family(recorder)

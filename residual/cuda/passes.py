@@ -1,0 +1,212 @@
+"""Float32 products on an sm_90 GPU whose error is bounded there: digits, passes, two gated products and a verdict.
+
+Seven launches, five with a prepared B, on memory that each thread keeps per stream; nothing waits until the verdict is
+read, and a CUDA graph can capture them. The pass over A bounds the errors of two rungs and picks one on the GPU. Where
+the verdict proves nothing, :mod:`residual.execute.run` takes over.
+
+The passes, the gated products and the verdict have not run on a GPU; tests run their source on a CPU. Only
+``flow="measured"`` calls them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.convert import digits as convert
+from cute_kernels.estimate import look, verdict
+from cute_kernels.gemm import cuda as gemm_cuda
+from cute_kernels.gemm.config import select_products
+from residual.error.factor import CONFIDENCE, confidence, sharp_factor
+from residual.error.probes import Probes, draw
+from residual.options import Options
+from residual.planning.ladder import PLANES, Rung
+from residual.report import Attempt, Report
+
+_BITS = 8
+_PAIRS = {("direct", "full"): 2, ("full", "three_digit"): 3}  # the rungs of a pass, to digits per element
+_STATES = 8  # streams of a thread whose memory is kept
+_UP = 1 + 2.0**-20  # norms in float32 are rounded up
+
+
+class RightPass(NamedTuple):
+    """What products need of B (K, N)."""
+
+    digits: convert.Digits  # (K, N) int8 planes, column-major
+    vectors: look.LookVectors
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory."""
+        return [*self.digits.planes, self.digits.scale, *self.vectors]
+
+
+class MeasuredProduct(NamedTuple):
+    """A product within its tolerance, its report, and no error."""
+
+    product: Tensor
+    report: Report
+    failure: None
+
+
+def planes_of(rungs: tuple[Rung, ...]) -> int:
+    """Return the digits per element of the pass that serves the first two rungs, or 0.
+
+    Examples
+    --------
+    >>> planes_of((Rung("direct", 8), Rung("full", 8), Rung("fp32"))), planes_of((Rung("fp32"),))
+    (2, 0)
+    """
+    if any(rung.bits != _BITS for rung in rungs[:2]):
+        return 0
+    return _PAIRS.get(tuple(rung.mode for rung in rungs[:2]), 0)  # type: ignore[arg-type]
+
+
+def _serves(x: Tensor, k: int, planes: int) -> bool:
+    """Return whether the kernels read an operand and a sum over `k`."""
+    if not (planes and x.is_cuda and x.dtype == torch.float32 and 1 in x.stride() and not x.is_neg()):
+        return False
+    return gemm_cuda.can_emit_sum_of_squares(k, select_products(planes, planes, None), x.device)
+
+
+def can_pick(A: Tensor, B: Tensor, options: Options) -> bool:
+    """Return whether this flow serves a call: float32 by name, with two digit rungs, on an sm_90 GPU."""
+    if options.flow != "measured" or options.tol is None or options.result_dtype(A, B) != torch.float32:
+        return False
+    planes = planes_of(options.rungs_for(A, B))
+    return all(_serves(x, A.shape[1], planes) for x in (A, B))
+
+
+def right_pass(B: Tensor, planes: int, probes: look.LookProbes) -> RightPass:
+    """Return the pass over `B` (K, N), float32; two launches."""
+    found = convert.digits(B, _BITS, planes, axis=0, transpose=True)
+    return RightPass(found, look.look_right(B, probes, found.scale, planes))
+
+
+def passes_for(B: Tensor, probes: Probes, rungs: tuple[Rung, ...]) -> Mapping[int, RightPass]:
+    """Return the passes over a constant `B` (K, N) for its rungs, by digits per element; none if B is not served."""
+    planes = planes_of(rungs)
+    served = _serves(B, B.shape[0], planes)
+    return MappingProxyType({planes: right_pass(B, planes, padded_probes(probes))} if served else {})
+
+
+def padded_probes(probes: Probes) -> look.LookProbes:
+    """Return probes as the passes read them."""
+    n, count = probes.vectors.shape
+    vectors = probes.vectors.new_zeros(look.padded_length(n), count)
+    norms = probes.vectors.new_zeros(look.padded_length(n))
+    vectors[:n], norms[:n] = probes.vectors, probes.norms * _UP
+    return look.LookProbes(vectors, norms)
+
+
+@lru_cache(maxsize=16)
+def _drawn(n: int, device: torch.device, seed: int) -> look.LookProbes:
+    with torch.inference_mode(False):
+        return padded_probes(draw(n, device, seed))
+
+
+@lru_cache
+def _factors(device: torch.device) -> Tensor:
+    """Factors of both rungs by the share of the largest eigenvalue, float64 (2, FACTORS)."""
+    shares = [max(i, 1) / (look.FACTORS - 1) for i in range(look.FACTORS)]
+    table = [[sharp_factor(share, look.PROBES, confidence(i)) for share in shares] for i in range(2)]
+    with torch.inference_mode(False):
+        return torch.tensor(table, dtype=torch.float64, device=device)
+
+
+class _States(threading.local):
+    """Memory of the passes of one thread by device and stream, whose work is in order."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], look.LookState] = {}
+
+
+_states = _States()
+
+
+def _state(device: torch.device) -> look.LookState:
+    """Return memory for a product on the current stream; a captured graph has its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return look.state_for(device, gemm_cuda.gate_size(device))
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    if key not in _states.known:
+        if len(_states.known) >= _STATES:
+            _states.known.clear()
+        _states.known[key] = look.state_for(device, gemm_cuda.gate_size(device))
+    return _states.known[key]
+
+
+class Started:
+    """A product on its way.
+
+    Attributes
+    ----------
+    product : Tensor, shape (M, N)
+        Not to be used before :meth:`outcome` returned it.
+    words : Tensor, shape (16,)
+        float64: the verdict, once the GPU has written it.
+    """
+
+    def __init__(self, product: Tensor, words: Tensor, rungs: tuple[Rung, ...], tol: float) -> None:
+        self.product, self.words = product, words
+        self._rungs, self._tol = rungs[:2], tol
+
+    def outcome(self) -> MeasuredProduct | None:
+        """Wait for the verdict; return the product, or None if neither rung met the tolerance."""
+        found = verdict.read_verdict(self.words)
+        if not found.upper <= self._tol:
+            return None
+        low, high = self._rungs
+        last = low if found.planes == PLANES[low.mode] else high
+        error, upper, noise = found.predicted[0]
+        attempts = () if last == low else (Attempt(str(low), error, upper, noise),)
+        attempt = Attempt(str(last), found.error, found.upper, found.noise)
+        report = Report(str(last), found.error, found.upper, CONFIDENCE, last.products, (*attempts, attempt))
+        return MeasuredProduct(self.product, report, None)
+
+
+def start_picked(A: Tensor, B: Tensor, options: Options, passes: Mapping[int, RightPass] | None = None) -> Started:
+    """Start a product that :func:`can_pick` allows; nothing waits for the GPU.
+
+    Parameters
+    ----------
+    A : Tensor, shape (M, K)
+        float32, row-major or column-major.
+    B : Tensor, shape (K, N)
+        Likewise.
+    options : Options
+        Of the call.
+    passes : Mapping of int to RightPass, optional
+        Of a prepared B.
+
+    Returns
+    -------
+    Started
+    """
+    rungs, tol = options.rungs_for(A, B), options.tol
+    assert tol is not None
+    planes, (m, n) = planes_of(rungs), (A.shape[0], B.shape[1])
+    right = (passes or {}).get(planes)
+    if right is None:
+        seed = options.seed
+        probes = padded_probes(draw(n, B.device, None)) if seed is None else _drawn(n, B.device, seed)
+        right = right_pass(B, planes, probes)
+    left = convert.digits(A, _BITS, planes, axis=1)
+    roundings = verdict.product_rounding(planes - 1), verdict.product_rounding(planes)
+    limits, state = look.LookLimits(tol, _factors(A.device), roundings), _state(A.device)
+    look.look_left(A, right.vectors, left.scale, right.digits.scale, limits, state)
+    product = torch.empty(m, n, dtype=torch.float32, device=A.device)
+    scales = left.scale, right.digits.scale
+    low, high = (
+        gemm_cuda.gated_gemm(left.planes[:count], right.digits.planes[:count], scales, product, state.gate)
+        for count in (planes - 1, planes)
+    )
+    words = torch.empty(verdict.WORDS, dtype=torch.float64, device=A.device)
+    verdict.start_verdict(state, (low, high), planes, (m, n), words)
+    return Started(product, words, rungs, tol)

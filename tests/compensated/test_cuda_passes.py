@@ -1,0 +1,165 @@
+"""The flow of ``flow="measured"`` on a GPU, on the CPU: passes and verdict by their source, gated products by torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.convert import digits as convert
+from cute_kernels.estimate import look, verdict
+from cute_kernels.gemm import cuda as gemm_cuda
+from residual.cuda import passes
+from residual.error.probes import draw
+from residual.operand.prepared import prepare_for
+from residual.options import Options
+from residual.planning.ladder import Machine, Rung
+from tests.kernels.estimate.cta_host import HostKernels, has_compiler
+
+HEADERS = ("estimate/look.cuh", "estimate/verdict.cuh", "convert/digits.cuh")
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+WARPS = 3
+calls: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(tmp_path_factory.mktemp("passes"), HEADERS)
+
+
+def gated_gemm(
+    a: tuple[Tensor, ...], b: tuple[Tensor, ...], scales: tuple[Tensor, Tensor], out: Tensor, gate: Tensor
+) -> int:
+    """What the kernel does: nothing, or the product of the lowest levels in float32 with its sums."""
+    calls.append(f"gemm {len(a)}")
+    planes = len(a)
+    if int(gate[:1].view(torch.int32)) != planes - 1:
+        return WARPS
+    total, size = torch.zeros_like(out), torch.zeros_like(out, dtype=torch.float64)
+    for level in range(planes):
+        products = [a[i].double() @ b[level - i].double() for i in range(level + 1)]
+        total += torch.stack(products).sum(0).float() * 2.0 ** (-8 * level)
+        size += torch.stack(products).sum(0).abs() * 2.0 ** (-8 * level)
+    out.copy_(total * scales[0][:, None] * scales[1])
+    gate[4 : 4 + 2 * WARPS] = 0.0
+    gate[4], gate[5] = out.double().square().sum(), (size * scales[0][:, None] * scales[1]).square().sum()
+    return WARPS
+
+
+@pytest.fixture
+def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Passes and verdict run on the CPU."""
+    for module in (look, verdict):
+        monkeypatch.setattr(
+            module, "get_kernel", lambda config: calls.append(config.kernel_entry) or kernels.get(config)
+        )
+        monkeypatch.setattr(module, "device_of", lambda _: nullcontext())
+    monkeypatch.setattr(look, "current_arch", lambda: "sm_90a")
+    monkeypatch.setattr(look, "num_sms", lambda _: 3)
+    monkeypatch.setattr(gemm_cuda, "gated_gemm", gated_gemm)
+    state = look.state_for(torch.device("cpu"), 64)
+    monkeypatch.setattr(passes, "_state", lambda _: state)
+    monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))
+    real_digits = convert.digits
+    monkeypatch.setattr(
+        convert, "digits", lambda *args, **options: calls.append("digits") or real_digits(*args, **options)
+    )
+    calls.clear()
+    yield
+
+
+def random(m: int, n: int, seed: int) -> Tensor:
+    return torch.randn(m, n, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(C: Tensor, A: Tensor, B: Tensor) -> float:
+    exact = A.double() @ B.double()
+    return float((C.double() - exact).norm() / exact.norm())
+
+
+M, K, N = 130, 140, 160  # more than the multiplications from which digits pay
+
+
+@pytest.mark.parametrize(
+    ("tol", "plan"), [(3e-2, "int8 direct"), (3e-3, "int8 full"), (2e-4, "int8 full"), (3e-5, "int8 three_digit")]
+)
+def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol: float, plan: str, host: None) -> None:
+    A, B = random(M, K, 1), random(K, N, 2)
+    made = passes.start_picked(A, B, Options(tol=tol, flow="measured")).outcome()
+    assert made is not None and made.failure is None
+    report = made.report
+    assert report.plan == plan and report.attempts[-1].plan == plan
+    error = relative(made.product, A, B)
+    assert error <= report.upper <= tol and report.estimated_error == pytest.approx(error, rel=0.3)
+    assert len(report.attempts) == (2 if plan in ("int8 full", "int8 three_digit") and tol in (3e-3, 3e-5) else 1)
+
+
+def test_a_call_is_seven_launches_and_five_with_a_prepared_operand(host: None) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=1e-2, flow="measured")
+    first = passes.start_picked(A, B, options)
+    assert calls == ["digits", "look_right", "digits", "look_left", "gemm 1", "gemm 2", "verdict"]
+    right = {2: passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))}
+    calls.clear()
+    second = passes.start_picked(A, B, options, right)
+    assert calls == ["digits", "look_left", "gemm 1", "gemm 2", "verdict"]
+    assert torch.equal(first.product, second.product) and torch.equal(first.words, second.words)
+
+
+def test_errors_beyond_both_rungs_and_slices_out_of_range_are_left_to_the_core(host: None) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3, flow="measured")
+    heavy, without = A.clone(), B.clone()
+    heavy[:, 0], without[0] = 1e6, 0.0  # a column that sets all scales meets zeros
+    assert passes.start_picked(heavy, without, options).outcome() is None
+    for value in (math.inf, math.nan, 1e25):
+        for x in (A.clone(), B.clone()):
+            x[5, 6] = value
+            operands = (x, B) if x.shape == A.shape else (A, x)
+            assert passes.start_picked(*operands, options).outcome() is None
+
+
+@pytest.mark.parametrize("p", [24, 26, 30])
+def test_what_cancels_or_is_absorbed_is_not_accepted(p: int, host: None) -> None:
+    """Families that fool a check which rounds as the product does."""
+    A, B, tol = torch.full((M, K), 2.0**-p), torch.ones(K, N), 1e-2
+    A[:, 0], A[:, -1] = 1.0, -1.0
+    made = passes.start_picked(A, B, Options(tol=tol, flow="measured")).outcome()
+    assert made is None or relative(made.product, A, B) <= tol
+    A[:, -1] = 2.0**-p
+    made = passes.start_picked(A, B, Options(tol=3e-5, flow="measured")).outcome()
+    assert made is None or relative(made.product, A, B) <= 3e-5
+
+
+def test_only_float32_by_name_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.x, name)
+
+    monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))
+    monkeypatch.setattr(gemm_cuda, "can_emit_sum_of_squares", lambda *_: True)
+    A, B = OnGpu(random(M, K, 1)), OnGpu(random(K, N, 2))
+    assert passes.can_pick(A, B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
+    for options in (
+        Options(tol=1e-2), Options(mode="full", flow="measured"), Options(tol=1e-6, flow="measured"),
+        Options(tol=1e-2, bits=4, flow="measured"), Options(tol=1e-2, out_dtype=torch.float64, flow="measured"),
+        Options(tol=1e-2, rungs=("direct", "fp32"), flow="measured"),
+    ):  # fmt: skip
+        assert not passes.can_pick(A, B, options), options  # type: ignore[arg-type]
+    assert not passes.can_pick(OnGpu(random(M, K, 1).half()), B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
+    assert passes.planes_of((Rung("full", 8), Rung("three_digit", 8), Rung("fp32"))) == 3
+
+
+def test_a_prepared_operand_counts_its_passes(host: None) -> None:
+    B = random(K, N, 2)
+    made = passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))
+    plain = prepare_for(B, 0, ())
+    assert replace(plain, passes={2: made}).nbytes == plain.nbytes + sum(each.nbytes for each in made.tensors)

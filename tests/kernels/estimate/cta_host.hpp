@@ -1,0 +1,206 @@
+// A CTA of CUDA threads as fibers of one CPU thread, for the source of kernels as it stands.
+//
+// Fibers run in random order between barriers. Asynchronous copies happen at once or as late as the source allows, so that both a
+// missing wait and a stage that is filled too early change the results.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define CUTE_UNROLL
+#define CUTE_NO_UNROLL
+
+namespace cuda { namespace std = ::std; }
+
+struct Index { unsigned x = 0, y = 0, z = 0; };
+inline Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct __half {};
+struct __nv_bfloat16 {};
+struct uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+template <class T> T __ldg(const T* at) { return *at; }
+template <class T> T __ldcg(const T* at) { return *at; }
+inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
+inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+float __fdiv_ru(float, float);
+float __fmul_ru(float, float);
+uint32_t __byte_perm(uint32_t, uint32_t, uint32_t);
+inline uint32_t atomicAdd(uint32_t* at, uint32_t x) { const uint32_t was = *at; *at += x; return was; }
+inline void __threadfence() {}
+inline void __threadfence_system() {}
+using std::ceil;
+using std::fabs;
+using std::fma;
+using std::max;
+using std::min;
+using std::sqrt;
+inline float fabsf(float x) { return std::fabs(x); }
+inline float fmaxf(float x, float y) { return std::fmax(x, y); }
+inline float fminf(float x, float y) { return std::fmin(x, y); }
+inline __half __float2half_rn(float) { return {}; }
+inline __nv_bfloat16 __float2bfloat16_rn(float) { return {}; }
+
+namespace magicube {
+alignas(1024) inline uint8_t shared[1 << 18];
+}
+
+namespace host {
+
+struct Barrier { int count = 0, round = 0; };
+struct Copy { uint8_t* to; const uint8_t* from; int valid, size; };
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 18);
+  std::vector<std::vector<Copy>> groups;  // of copies that have not happened yet
+  std::vector<Copy> open;
+  bool over = false;
+};
+inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline ucontext_t scheduler;
+inline int current = 0;
+inline Barrier block, warps[32];
+inline uint64_t exchanged[1024];
+inline bool late = false;
+inline std::function<void()> body;
+inline uint64_t progress = 0;
+
+inline void yield() { swapcontext(&fibers[current]->context, &scheduler); }
+inline void meet(Barrier& barrier, int threads) {
+  const int round = barrier.round;
+  if (++barrier.count == threads) barrier.count = 0, ++barrier.round, ++progress;
+  while (barrier.round == round) yield();
+}
+inline void perform(const Copy& copy) {
+  std::memset(copy.to, 0, copy.size);
+  std::memcpy(copy.to, copy.from, copy.valid);
+}
+inline void copy(uint32_t to, const void* from, int valid, int size) {
+  const Copy one{magicube::shared + to, static_cast<const uint8_t*>(from), valid, size};
+  if (size == 16 && (to % 16 || reinterpret_cast<uintptr_t>(from) % 16)) throw std::runtime_error("unaligned copy");
+  if (late) fibers[current]->open.push_back(one);
+  else perform(one);
+}
+inline void start() {
+  body();
+  fibers[current]->over = true, ++progress;
+  yield();
+}
+
+// Run `threads` threads of each CTA, CTA after CTA in random order. Returns what is wrong, or null.
+inline const char* run(int blocks, int threads, unsigned seed, bool copies_late, std::function<void()> kernel) {
+  static std::string wrong;
+  std::mt19937 random(seed);
+  late = copies_late, body = kernel, gridDim.x = blocks, blockDim.x = threads;
+  std::vector<int> order(blocks);
+  for (int i = 0; i < blocks; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+  for (int b : order) {
+    std::memset(magicube::shared, 0xff, sizeof(magicube::shared));
+    block = {};
+    for (auto& warp : warps) warp = {};
+    fibers.clear();
+    for (int t = 0; t < threads; ++t) {
+      fibers.push_back(std::make_unique<Fiber>());
+      Fiber& fiber = *fibers.back();
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+      makecontext(&fiber.context, start, 0);
+    }
+    std::vector<int> alive(threads);
+    for (int t = 0; t < threads; ++t) alive[t] = t;
+    while (!alive.empty()) {
+      const uint64_t before = progress;
+      std::shuffle(alive.begin(), alive.end(), random);
+      for (int t : alive) {
+        current = t, threadIdx.x = t, blockIdx.x = b;
+        swapcontext(&scheduler, &fibers[t]->context);
+      }
+      std::erase_if(alive, [](int t) { return fibers[t]->over; });
+      if (before == progress) return wrong = "threads wait at different barriers", wrong.c_str();
+    }
+    for (const auto& fiber : fibers) {
+      for (const auto& group : fiber->groups) {
+        if (!group.empty()) return wrong = "a thread ends with copies on their way", wrong.c_str();
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace host
+
+inline void __syncthreads() { host::meet(host::block, blockDim.x); }
+inline void __syncwarp() { host::meet(host::warps[threadIdx.x / 32], 32); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int bit) {
+  static_assert(sizeof(T) <= 8);
+  const unsigned own = threadIdx.x;
+  std::memcpy(&host::exchanged[own], &x, sizeof(T));
+  __syncwarp();
+  T theirs;
+  std::memcpy(&theirs, &host::exchanged[own ^ bit], sizeof(T));
+  __syncwarp();
+  return theirs;
+}
+
+namespace magicube {
+
+inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<const uint8_t*>(at) - shared); }
+inline void cp_async(uint32_t to, const void* from, int valid) { host::copy(to, from, valid, 16); }
+inline void copy_async_word(uint32_t to, const void* from) { host::copy(to, from, 4, 4); }
+inline void store_shared(uint32_t to, uint32_t word) { std::memcpy(shared + to, &word, 4); }
+inline void cp_async_commit() {
+  auto& fiber = *host::fibers[host::current];
+  fiber.groups.push_back(std::move(fiber.open));
+  fiber.open.clear();
+}
+template <int kPending>
+void cp_async_wait() {
+  auto& groups = host::fibers[host::current]->groups;
+  while (int(groups.size()) > kPending) {
+    for (const auto& copy : groups.front()) host::perform(copy);
+    groups.erase(groups.begin());
+  }
+}
+template <int kRowBytes>
+uint32_t swizzled(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + ((chunk ^ (row / (128 / kRowBytes) % (kRowBytes / 16))) * 16);
+}
+inline void pdl_wait() {}
+inline uint32_t group_reduce_max(uint32_t x, int, uint32_t*) { return x; }
+namespace cluster {
+inline unsigned rank() { return 0; }
+inline void sync() {}
+inline void arrive() {}
+inline void wait() {}
+inline uint32_t load_of(uint32_t, int) { return 0; }
+}  // namespace cluster
+
+}  // namespace magicube

@@ -1,0 +1,246 @@
+"""The passes that bound errors of digit products before any product: their source on the CPU against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.convert.digits import Digits, digits
+from cute_kernels.estimate import look
+from cute_kernels.estimate.look import LookLimits, LookProbes, LookState, padded_length
+from tests.kernels.estimate.cta_host import HostKernels, has_compiler
+
+HEADERS = ("estimate/look.cuh", "convert/digits.cuh")
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(tmp_path_factory.mktemp("look"), HEADERS)
+
+
+@pytest.fixture
+def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostKernels]:
+    """The passes run on the CPU, by at most three CTAs."""
+    monkeypatch.setattr(look, "get_kernel", kernels.get)
+    monkeypatch.setattr(look, "device_of", lambda _: nullcontext())
+    monkeypatch.setattr(look, "current_arch", lambda: "sm_90a")
+    monkeypatch.setattr(look, "num_sms", lambda _: 3)
+    kernels.seed, kernels.late = 0, False
+    yield kernels
+
+
+class Twin(NamedTuple):
+    """Both passes in float64, for `r` of planes - 1 and planes."""
+
+    vectors: Tensor  # (planes + 1, K, 16)
+    bounds: Tensor  # (planes + 1, K)
+    errors: tuple[Tensor, Tensor]  # E_r W, (M, 16)
+    beside: tuple[Tensor, Tensor]  # the bound's sums, (M,)
+    size: Tensor  # A B W, (M, 16)
+
+
+def parts_of(x: Tensor, found: Digits, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the digits' parts of `x` and what each number of digits leaves, float64."""
+    parts = [plane.double() * scale.double() * 2.0 ** (-8 * i) for i, plane in enumerate(found.planes)]
+    rest = [x.double()]
+    for part in parts:
+        rest.append(rest[-1] - part)
+    return parts, rest
+
+
+def twin(a: Tensor, b: Tensor, probes: LookProbes, planes: int) -> Twin:
+    """The passes over A (M, K) and B (K, N) by their definition."""
+    left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+    w, wbar = probes.vectors[: b.shape[1]].double(), probes.norms[: b.shape[1]].double()
+    _, rest_b = parts_of(b, right, right.scale)
+    parts_a, rest_a = parts_of(a, left, left.scale[:, None])
+    vectors, bounds = torch.stack([x @ w for x in rest_b]), torch.stack([x.abs() @ wbar for x in rest_b])
+    errors, beside = [], []
+    for r in (planes - 1, planes):
+        factors = [*parts_a[:r], rest_a[r]]
+        inputs = [*range(r, 0, -1), 0]
+        errors.append(torch.stack([x @ vectors[i] for x, i in zip(factors, inputs, strict=True)]).sum(0))
+        beside.append(torch.stack([x.abs() @ bounds[i] for x, i in zip(factors, inputs, strict=True)]).sum(0))
+    return Twin(vectors, bounds, (errors[0], errors[1]), (beside[0], beside[1]), a.double() @ vectors[0])
+
+
+def draw(n: int, seed: int = 3) -> LookProbes:
+    w = torch.zeros(padded_length(n), 16)
+    w[:n] = torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
+    return LookProbes(w, torch.linalg.vector_norm(w, dim=1) * (1 + 2.0**-20))
+
+
+def random(m: int, n: int, seed: int) -> Tensor:
+    return torch.randn(m, n, generator=torch.Generator().manual_seed(seed))
+
+
+def placed(x: Tensor, layout: str) -> Tensor:
+    """The same numbers: rows, columns, or rows that start anywhere."""
+    if layout == "column":
+        return x.mT.contiguous().mT
+    if layout == "gaps":
+        return torch.nn.functional.pad(x, (3, 2))[:, 3:-2]
+    return x
+
+
+def limits_for(tol: float, factor: float = 1.5) -> LookLimits:
+    factors = torch.full((2, look.FACTORS), factor, dtype=torch.float64)
+    return LookLimits(tol, factors, (2.0**-22, 2.0**-21))
+
+
+def state() -> LookState:
+    return LookState(
+        torch.full((3, look.RECORD), torch.nan, dtype=torch.float64), torch.full((8,), torch.nan, dtype=torch.float64),
+        torch.zeros(64), torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+
+
+SHAPES = [(1, 1, 1), (33, 130, 20), (70, 17, 300), (5, 1100, 33), (129, 64, 128)]
+
+
+@pytest.mark.parametrize("layout", ["row", "column", "gaps"])
+@pytest.mark.parametrize("planes", [2, 3])
+def test_the_source_is_within_its_own_bound_of_float64(planes: int, layout: str, host: HostKernels) -> None:
+    for i, (m, k, n) in enumerate(SHAPES):
+        host.seed, host.late = i, (i + planes) % 2 == 0
+        a, b, probes = placed(random(m, k, i), layout), placed(random(k, n, i + 9), layout), draw(n)
+        left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+        exact = twin(a, b, probes, planes)
+        found = look.look_right(b, probes, right.scale, planes)
+        assert found.vectors.shape == (planes + 1, padded_length(k), 16)
+        assert not found.vectors[:, k:].any() and not found.bounds[:, k:].any()
+        near = look.rounding_steps(planes)[0] * 2.0**-24
+        assert bool(((found.vectors[:, :k] - exact.vectors).abs() <= near * exact.bounds[:, :, None]).all())
+        assert bool(((found.bounds[:, :k] - exact.bounds).abs() <= 1e-4 * exact.bounds).all())
+        memory = state()
+        look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory)
+        record = memory.record.tolist()
+        assert int(memory.ticket) == 0 and record[7] == 0.0
+        assert record[6] == pytest.approx(float(exact.size.norm()) / 4, rel=1e-5)
+        for r in range(2):
+            eta = look.rounding(planes)[r] * float(exact.beside[r].norm()) + look.underflow(m, k, n)
+            assert abs(record[3 * r] - float(exact.errors[r].norm()) / 4) <= eta / 4
+            assert record[3 * r + 2] == pytest.approx(1.5 * eta / 4, rel=1e-3)
+            assert record[3 * r + 1] == pytest.approx(1.5 * record[3 * r] + record[3 * r + 2], rel=1e-12)
+
+
+@pytest.mark.parametrize("planes", [2, 3])
+def test_sums_of_small_integers_are_exact(planes: int, host: HostKernels) -> None:
+    """Integers times powers of two that float32 sums exactly: what is read where is then certain."""
+    m, k, n = 45, 1037, 77
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-3, 4, (m, k), generator=generator) * 2.0**-7
+    b = torch.randint(-3, 4, (k, n), generator=generator) * 2.0**-7
+    a[:, 0], b[0] = 127.0, 127.0  # the scales are 1
+    w = torch.zeros(padded_length(n), 16)
+    w[:n] = torch.randint(-2, 3, (n, 16), generator=generator).float()
+    probes = LookProbes(w, torch.linalg.vector_norm(w, dim=1))
+    left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+    assert bool((left.scale == 1).all()) and bool((right.scale == 1).all())
+    exact = twin(a, b, probes, planes)
+    found = look.look_right(b, probes, right.scale, planes)
+    assert torch.equal(found.vectors[:, :k].double(), exact.vectors)
+    results = []
+    for seed, late in ((0, False), (1, True), (2, True)):
+        host.seed, host.late = seed, late
+        memory = state()
+        look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory)
+        grams = [y.mT @ y for y in exact.errors]
+        upper = torch.triu_indices(16, 16)
+        order = torch.argsort(upper[1] * 16 + upper[0])
+        triangles = torch.cat([gram[upper[0][order], upper[1][order]] for gram in grams])
+        assert torch.equal(memory.parts[:2].sum(0)[: 2 * 136], triangles)
+        assert float(memory.parts[:2].sum(0)[272]) == pytest.approx(float(exact.size.square().sum()), rel=1e-7)
+        results.append(torch.cat([memory.record, memory.gate.double()]))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("planes", [2, 3])
+def test_the_pass_over_a_picks_the_first_product_within_the_tolerance(planes: int, host: HostKernels) -> None:
+    m, k, n = 64, 256, 48
+    a, b, probes = random(m, k, 1), random(k, n, 2), draw(n)
+    left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+    found = look.look_right(b, probes, right.scale, planes)
+    memory = state()
+
+    def picked(tol: float) -> int:
+        look.look_left(a, found, left.scale, right.scale, limits_for(tol), memory)
+        return int(memory.gate[:1].view(torch.int32))
+
+    picked(1.0)
+    first, second = (float(memory.record[3 * r + 1] / memory.record[6]) for r in (0, 1))
+    for total, below, above in ((first + 2.0**-22, planes - 1, planes - 2), (second + 2.0**-21, -1, planes - 1)):
+        tol = total / (1 - total)
+        assert (picked(0.999 * tol), picked(1.001 * tol)) == (below, above)
+
+
+def test_factors_follow_the_share_of_the_largest_eigenvalue(host: HostKernels) -> None:
+    k, n, planes = 128, 200, 2
+    factors = torch.linspace(1.0, 2.0, look.FACTORS, dtype=torch.float64).repeat(2, 1)
+    narrow = torch.zeros(k, n)
+    narrow[0], narrow[1] = 127.0, random(1, n, 2)[0]  # one digit leaves a single row
+    for a, b in ((random(40, k, 1), random(k, n, 2)), (torch.ones(40, k), narrow)):
+        probes = draw(n)
+        left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+        memory = state()
+        found = look.look_right(b, probes, right.scale, planes)
+        look.look_left(a, found, left.scale, right.scale, LookLimits(0.1, factors, (0.0, 0.0)), memory)
+        y = twin(a, b, probes, planes).errors[0]
+        share = float(torch.linalg.matrix_power(y.mT @ y / y.square().sum(), 32).trace()) ** (1 / 32)
+        error, bound, noise, *_ = memory.record.tolist()
+        factor = (bound - noise) / error
+        relative = noise / (bound - noise)
+        wanted = min(((math.sqrt(min(share, 1.0)) + relative) / (1 - relative)) ** 2, 1.0)
+        assert factor == pytest.approx(1 + math.ceil(wanted * 1024) / 1024, abs=2e-3)
+
+
+def test_slices_out_of_range_are_counted_and_nothing_is_picked(host: HostKernels) -> None:
+    m, k, n, planes = 40, 64, 50, 2
+    for value in (math.inf, math.nan, 1e30, 1e-30):
+        a, b, probes = random(m, k, 1), random(k, n, 2), draw(n)
+        a[3] = a[3] * 1e-30 if value == 1e-30 else a[3]
+        a[3, 5] = value
+        b[7, 2] = value if value != 1e-30 else b[7, 2]
+        left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+        memory = state()
+        found = look.look_right(b, probes, right.scale, planes)
+        look.look_left(a, found, left.scale, right.scale, limits_for(0.5), memory)
+        assert int(memory.gate[:1].view(torch.int32)) == -1 and int(memory.ticket) == 0
+        assert memory.record[7] == (1 if value == 1e-30 else 2)
+
+
+def test_zeros_have_no_error(host: HostKernels) -> None:
+    a, b, probes = torch.zeros(40, 64), random(64, 50, 2), draw(50)
+    left, right = digits(a, 8, 2, axis=1), digits(b, 8, 2, axis=0)
+    memory = state()
+    found = look.look_right(b, probes, right.scale, 2)
+    look.look_left(a, found, left.scale, right.scale, limits_for(0.5), memory)
+    assert memory.record[0] == memory.record[3] == memory.record[6] == 0
+    assert int(memory.gate[:1].view(torch.int32)) == -1  # the size of AB is unknown
+
+
+@pytest.mark.parametrize("bad", ["dtype", "strides"])
+def test_what_the_passes_do_not_read_is_refused(bad: str, host: HostKernels) -> None:
+    x = random(8, 8, 0).double() if bad == "dtype" else random(8, 16, 0)[:, ::2]
+    with pytest.raises((TypeError, ValueError), match="x must"):
+        look.look_right(x, draw(8), torch.ones(8), 2)
+
+
+def test_vectors_of_two_digits_are_those_that_three_products_leave() -> None:
+    """The formula: AB less the products of the levels below r is what the pass measures."""
+    a, b, probes = random(20, 30, 5), random(30, 25, 6), draw(25)
+    for planes in (2, 3):
+        left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+        parts_a, _ = parts_of(a, left, left.scale[:, None])
+        parts_b, _ = parts_of(b, right, right.scale)
+        w = probes.vectors[:25].double()
+        for r, measured in zip((planes - 1, planes), twin(a, b, probes, planes).errors, strict=True):
+            product = sum((parts_a[i] @ parts_b[j] for i in range(r) for j in range(r - i)), torch.zeros(20, 25))
+            assert torch.allclose((a.double() @ b.double() - product) @ w, measured, rtol=1e-6, atol=1e-12)
