@@ -105,7 +105,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, str]]:
         return {"name": name, "ms": float(len(asked)), "interval": 0.1}
 
     monkeypatch.setattr(script, "run_baseline", fake)
-    monkeypatch.setattr(script, "machine", dict)
+    monkeypatch.setattr(script, "provenance", dict)
     return asked
 
 
