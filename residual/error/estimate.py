@@ -166,7 +166,7 @@ def estimate_error(
 
     References
     ----------
-    .. [1] :func:`residual.error.factor.sharp_factor`.
+    .. [1] ``residual.error.factor.sharp_factor``.
     .. [2] Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1.
 
     Examples

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu.direct import direct
+from residual.error.a_priori import a_priori_bound
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
 from residual.error.look import look
@@ -57,8 +58,14 @@ def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: 
         rungs = options.rungs_for(A, weight)
         if options.tol is None and not measured:
             return Outcome(_unchecked(A, B, rungs[0], out_dtype), EMPTY, None)
+        single = None
+        plain = not A.is_cuda and A.dtype == weight.dtype == out_dtype == torch.float32
+        if options.tol is not None and not measured and plain and rungs[0].mode == "fp32":
+            single = float_product(A, weight)  # (M, N)
+            if a_priori_bound(A, weight, single) <= options.tol:
+                return Outcome(single, EMPTY, None)
         right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[:1])
-        return _climb(A, right, options, rungs, out_dtype, 0.0 if measured else options.tol or 0.0)
+        return _climb(A, right, options, rungs, out_dtype, 0.0 if measured else options.tol or 0.0, single)
 
 
 def _unchecked(A: Tensor, B: Tensor | PreparedOperand, rung: Rung, out_dtype: torch.dtype) -> Tensor:
@@ -85,10 +92,11 @@ def _climb(
     rungs: tuple[Rung, ...],
     out_dtype: torch.dtype,
     enough: float,
+    single: Tensor | None,
 ) -> Outcome:
     """Return the product of the first rung whose bound is within the tolerance.
 
-    `enough`: no sharper bound is needed.
+    `enough`: no sharper bound is needed. `single`: the float32 product, if it is computed already.
     """
     tol, found = options.tol, list[tuple[Attempt, ErrorEstimate]]()
     product: Tensor | None = None
@@ -97,7 +105,7 @@ def _climb(
         sure = CONFIDENCE if tol is None else confidence(i)
         made = _direct(A, right, rung, out_dtype, sure, enough)
         if made is None and left is None and rung.mode == "fp32" and tol is not None:
-            made = _single(A, right, out_dtype, sure, tol, enough)
+            made = _single(A, right, single, out_dtype, sure, tol, enough)
         if made is None:
             left = operand(A) if left is None else left
             least = math.inf if tol is None or i == len(rungs) - 1 else tol
@@ -133,14 +141,21 @@ def _direct(
 
 
 def _single(
-    A: Tensor, right: PreparedOperand, out_dtype: torch.dtype, sure: float, tol: float, enough: float
+    A: Tensor,
+    right: PreparedOperand,
+    product: Tensor | None,
+    out_dtype: torch.dtype,
+    sure: float,
+    tol: float,
+    enough: float,
 ) -> _Found | None:
     """Return the float32 product of A as it is; None if its bound misses, perhaps by slices far from one."""
     columns = right.columns
     plain = columns.exponent is None and columns.nonfinite is None and columns.given.dtype == torch.float32
     if not plain or not A.dtype == out_dtype == torch.float32:
         return None
-    product = float_product(A, columns.given.mT)  # (M, N)
+    if product is None:
+        product = float_product(A, columns.given.mT)  # (M, N)
     sums = judge(A, right.vectors, right.bound, product, *right.probes)
     estimate = from_sums(sums, noise(sums, A, right.weight), sure, enough=enough)
     return _Found(product, estimate) if estimate.accepts(tol) else None

@@ -52,7 +52,7 @@ class PreparedOperand:
     forms : Mapping of Rung to Form
         Digits for the rungs that it was prepared for; products make others anew.
     passes : Mapping
-        Passes over B on a GPU by digits per element; see :mod:`residual.cuda.passes`.
+        Passes over B on a GPU by digits per element; see ``residual.cuda.passes``.
 
     Examples
     --------
