@@ -23,6 +23,13 @@ class Attempt:
         Estimate and bound of its relative Frobenius error.
     noise : float
         Part of `upper` that the rounding of the probes takes.
+
+    Examples
+    --------
+    >>> import residual
+    >>> _, report = residual.matmul(torch.ones(2, 3), torch.ones(3, 2), tol=1e-3, return_report=True)
+    >>> report.attempts[-1].plan, report.attempts[-1].upper < 1e-3
+    ('fp32', True)
     """
 
     plan: str
@@ -49,6 +56,13 @@ class Report:
         Dense integer products of the whole size that the rung takes; 0 for a float product.
     attempts : tuple of Attempt
         Every rung that was measured; the last one is the result's.
+
+    Examples
+    --------
+    >>> import residual
+    >>> _, report = residual.matmul(torch.ones(2, 3), torch.ones(3, 2), tol=1e-3, return_report=True)
+    >>> report.plan, report.products, report.confidence
+    ('fp32', 0.0, 0.99)
     """
 
     plan: str
@@ -69,7 +83,17 @@ EMPTY = Report("empty", 0.0, 0.0, 1.0, 0, ())
 
 
 class ToleranceError(ArithmeticError):
-    """No rung met the tolerance; `report` lists those that were measured."""
+    """No rung met the tolerance; `report` lists those that were measured.
+
+    Examples
+    --------
+    >>> import residual
+    >>> try:
+    ...     residual.matmul(torch.tensor([[1.0, 2.0**-60, -1.0]]), torch.ones(3, 1), tol=1e-3)
+    ... except residual.ToleranceError as error:
+    ...     print(error.report.plan)
+    fp32
+    """
 
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)

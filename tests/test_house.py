@@ -13,14 +13,10 @@ from tests import house
 SHARED_NAMES = {"main", "default_configs", "choose", "candidates", "spmm", "sddmm", "plan_spmm", "cached_spmm"}
 # What is undocumented or too long; an entry that no longer holds is an error.
 UNDOCUMENTED: dict[str, int] = dict.fromkeys(house.PACKAGES, 0)
-# Steps of a comparison on a GPU (`probe` and `compare` show them), and all of `residual`.
+# Steps of a comparison on a GPU; `probe` and `compare` show them.
 WITHOUT_EXAMPLE = {
     *(f"cute_kernels.estimate.probes.{name}" for name in (
         "arm_result", "grid", "is_single_launch", "result_buffer", "start_comparison", "start_sum", "wait_result"
-    )),
-    *(f"residual.{name}" for name in (
-        "Attempt", "Decomposition", "ErrorEstimate", "PaperReport", "Report", "SolveReport", "ToleranceError",
-        "crossover_density", "decompose", "gemm", "qr", "solve",
     )),
 }  # fmt: skip
 LONG: set[str] = set()

@@ -26,31 +26,53 @@ def qr(
     product: Product | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``A ~ Q R`` with ``Q`` nearly orthogonal and ``R`` upper triangular, by Householder reflections.
+    """Factor a matrix by Householder reflections: ``A ~ Q R``, Q nearly orthogonal and R upper triangular.
 
-    * ``method="explicit"``, as published: for each column ``H = I - 2 v v^T`` is formed, then ``R <- H R`` and
-      ``Q <- Q H``, each through the product: ``2 min(M, N)`` products of size M, and as many roundings.
-    * ``method="wy"``: ``block`` reflections at a time are kept as ``I - V T V^T`` (compact WY). The panel is factored
-      in A's dtype; ``C <- C - V (T^T (V^T C))`` costs two thin products, so what is rounded is the update, not C,
-      and only ``2 min(M, N) / block`` times.
+    * ``method="explicit"``, as published [1]_: for each column ``H = I - 2 v v^T`` is formed, then ``R <- H R`` and
+      ``Q <- Q H``, each by the product: ``2 min(M, N)`` products of size M, and as many roundings.
+    * ``method="wy"``: `block` reflections at a time are kept as ``I - V T V^T`` (compact WY [2]_). The panel is
+      factored in A's dtype; ``C <- C - V (T^T (V^T C))`` costs two thin products, so what is rounded is the update,
+      not C, and only ``2 min(M, N) / block`` times.
 
-    Args:
-        A: ``(M, N)``, float32 or float64, finite.
-        block: columns of a panel, at least 1; ``explicit`` does not use it.
-        mode: ``"reduced"``: Q ``(M, min(M, N))``, R ``(min(M, N), N)``; ``"complete"``: Q ``(M, M)``, R ``(M, N)``.
-        product: ``product(X, Y)`` returns ``X Y`` in the dtype and on the device of X; ``torch.matmul`` gives plain QR.
-            ``None`` takes :func:`residual.gemm` with ``options``, by default its full compensation of 8 bits
-            with nearest, vector-wise rounding.
+    Parameters
+    ----------
+    A : Tensor, shape (M, N)
+        float32 or float64, finite.
+    method : {"wy", "explicit"}, default "wy"
+        Algorithm.
+    block : int, default 32
+        Columns of a panel; ``explicit`` does not use it.
+    mode : {"reduced", "complete"}, default "reduced"
+        Q (M, min(M, N)) and R (min(M, N), N), or Q (M, M) and R (M, N).
+    product : callable, optional
+        ``product(X, Y)`` returns ``X Y`` in the dtype and on the device of X; ``torch.matmul`` gives plain QR.
+        Default: :func:`residual.gemm` with `options`, at first its full compensation of 8 bits, nearest and
+        vector-wise.
 
-    Returns:
-        Q and R in A's dtype. With a product of relative error e, ``||A - QR|| / ||A||`` and ``||Q^T Q - I||`` grow like
-        e times the root of the number of roundings.
+    Returns
+    -------
+    Q, R : Tensor
+        In A's dtype. With a product of relative error e, ``||A - QR|| / ||A||`` and ``||Q^T Q - I||`` grow like e times
+        the root of the number of roundings.
 
-    Raises:
-        TypeError: ``A`` is no float32 or float64 tensor, or both ``product`` and ``options`` are given.
-        ValueError: ``A`` is not 2-D or not finite, or an option is out of range.
+    Raises
+    ------
+    TypeError
+        If `A` is neither float32 nor float64, or both `product` and `options` are given.
+    ValueError
+        If `A` is not 2-D or not finite, or an option is out of range.
 
-    Source: Gu, arXiv 2403.06924 (QR experiment); Schreiber and Van Loan, SIAM J. Sci. Stat. Comput. 10 (1989), 53.
+    References
+    ----------
+    .. [1] Gu, arXiv 2403.06924 (QR experiment).
+    .. [2] Schreiber and Van Loan, SIAM J. Sci. Stat. Comput. 10 (1989), 53.
+
+    Examples
+    --------
+    >>> A = torch.randn(20, 10)
+    >>> Q, R = qr(A, block=4)
+    >>> Q.shape, R.shape, bool((Q @ R - A).norm() < 1e-3 * A.norm())
+    (torch.Size([20, 10]), torch.Size([10, 10]), True)
     """
     _check(A, method, block, mode)
     multiply = chosen_product(product, options)

@@ -21,27 +21,48 @@ _ROUNDS = 10
 def kept_entries(
     high: Tensor, product: Tensor | None, threshold: float, rule: str, per_row: bool, vector_length: int
 ) -> Tensor:
-    """bool ``(M, K)``: the entries of ``high`` whose correction is worth computing.
+    """Return which entries of a quantized operand get their correction.
 
-    An entry ``a`` of row ``i`` is dropped where
+    An entry ``a`` of row ``i`` is dropped if
 
     * ``eq14``: ``|a| <= threshold * avg_j |c_ij|``;
     * ``eq14_signed``: ``|a| <= threshold * avg_j c_ij``, the rule of the printed example;
-    * ``mean``: ``|a| <= 2 * threshold * mean|a|``, over the matrix, or over the row (``per_row``).
+    * ``mean``: ``|a| <= 2 * threshold * mean|a|``, over the matrix, or over the row (`per_row`).
 
     Everything is in integer units: a residual is less than one unit, so ``|a| / |c_ij|`` bounds what the correction of
-    ``a`` can change in ``c_ij``, relatively. Zeros are always dropped; ``threshold=0`` keeps all others and ``inf``
-    nothing. For a right operand pass the transposes.
+    ``a`` can change in ``c_ij``, relatively. Zeros are always dropped; a threshold of 0 keeps all others and ``inf``
+    nothing. For a right operand pass the transposes. Equation 14 of [1]_.
 
-    Args:
-        high: signed integers ``(M, K)``.
-        product: ``(M, N)`` integers, the product of the leading digits; the ``mean`` rule does not read it.
-        threshold: at least 0.
-        rule: one of :data:`RULES`.
-        per_row: whether ``mean`` averages over rows.
-        vector_length: with ``V > 1`` a vector of V neighbours in a column is kept whole when one of its entries is.
+    Parameters
+    ----------
+    high : Tensor, shape (M, K)
+        Signed integers.
+    product : Tensor or None, shape (M, N)
+        Integers, the product of the leading digits; the ``mean`` rule does not read it.
+    threshold : float
+        At least 0.
+    rule : str
+        One of `RULES`.
+    per_row : bool
+        Whether ``mean`` averages over rows.
+    vector_length : int
+        V; a vector of V neighbors in a column is kept whole if one of its entries is.
 
-    Source: Gu, arXiv 2403.06924, equation 14.
+    Returns
+    -------
+    Tensor, shape (M, K)
+        bool.
+
+    References
+    ----------
+    .. [1] Gu, arXiv 2403.06924.
+
+    Examples
+    --------
+    >>> kept_entries(torch.tensor([[1, 9, -8, 2]], dtype=torch.int8), None, 1.0, "mean", True, 1).tolist()
+    [[False, False, False, False]]
+    >>> kept_entries(torch.tensor([[1, 9, -8, 2]], dtype=torch.int8), None, 0.5, "mean", True, 1).tolist()
+    [[False, True, True, False]]
     """
     if threshold == torch.inf:
         return torch.zeros_like(high, dtype=torch.bool)
@@ -66,14 +87,28 @@ def _whole_vectors(kept: Tensor, vector_length: int) -> Tensor:
 
 
 def crossover_density(device: torch.device | str, vector_length: int = 1) -> float:
-    """The density ``eta`` at which the sparse product of int8 matrices takes the dense one's time, in [0, 1].
+    """Return the density at which the sparse product of int8 matrices takes the time of the dense one, in [0, 1].
 
     Measured once a process for each device, number of threads and vector length: the dense product, and the sparse one
-    at two densities, through which a line is drawn. Square matrices, 1024 on a CPU and 4096 on a GPU; making the sparse
-    operand is not counted.
+    at two densities, through which a line is drawn. Square matrices, 1024 on a CPU and 4096 on a GPU; packing of the
+    sparse operand is not counted.
 
-    Raises:
-        NotImplementedError: ``device`` is neither a CPU nor a CUDA device.
+    Parameters
+    ----------
+    device : torch.device or str
+        CPU or CUDA device.
+    vector_length : int, default 1
+        V of the sparse operand.
+
+    Raises
+    ------
+    NotImplementedError
+        If the device is neither a CPU nor a CUDA device.
+
+    Examples
+    --------
+    >>> 0.0 <= crossover_density("cpu") <= 1.0
+    True
     """
     found = torch.device(device)
     if found.type not in _SIZES:
