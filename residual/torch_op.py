@@ -10,7 +10,7 @@ from torch import Tensor
 from magicube_cutlass.dispatch.register import register_op
 from residual.execute.run import compute
 from residual.operand.prepared import PreparedOperand
-from residual.options import Options, check_options
+from residual.options import Options, check_options, check_pair
 
 
 def _matmul(
@@ -26,6 +26,7 @@ def _matmul(
     flow: str,
 ) -> Tensor:
     """Return ``a b`` as :func:`residual.matmul`; `rungs`: joined by commas, empty for None."""
+    check_pair(a, b)
     chosen = rungs.split(",") if rungs else None
     return _run(a, b, check_options(tol, mode, bits, out_dtype, seed, chosen, on_failure, flow))
 

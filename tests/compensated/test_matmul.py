@@ -364,3 +364,22 @@ def test_sizes_may_be_a_compiler_s_symbols() -> None:
         a, b = normal(m, 30), normal(30, m + 3, seed=1)
         assert torch.equal(double(a, b), 2 * matmul(a, b, mode="full"))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "error", "message"),
+    [
+        ((4, 8), (5, 3), ValueError, "B must have 8 rows"),
+        ((8,), (8, 3), ValueError, "A must be 2-D"),
+        ((1, 4, 8), (8, 3), ValueError, "A must be 2-D"),
+        ((4, 0), (8, 3), ValueError, "B must have 0 rows"),
+    ],
+)
+def test_the_operator_names_a_wrong_argument(
+    a: tuple[int, ...], b: tuple[int, ...], error: type[Exception], message: str
+) -> None:
+    options = (1e-3, "auto", None, torch.float32, 0, "", "raise", "auto")
+    with pytest.raises(error, match=message):
+        torch.ops.residual.matmul(torch.zeros(a), torch.zeros(b), *options)
+    with pytest.raises(TypeError, match="A must be"):  # not a product of its real part
+        torch.ops.residual.matmul(torch.zeros(4, 8, dtype=torch.complex64), torch.zeros(8, 3), *options)
