@@ -57,7 +57,16 @@ class HostKernels:
             source = self._folder / f"{config.name}.cpp"
             header = Path(__file__).with_name("cta_host.hpp")
             source.write_text(f'#include "{header}"\n{config.translation_unit("sm_90a").source}{call}')
-            flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{self._folder}"]
+            flags = [
+                "-std=c++20",
+                "-O1",
+                "-ffp-contract=off",
+                "-w",
+                "-shared",
+                "-fPIC",
+                "-fno-gnu-unique",
+                f"-I{self._folder}",
+            ]
             target = source.with_suffix(".so")
             subprocess.run(["g++", *flags, str(source), "-o", str(target)], check=True)
             library = self._known[config] = ctypes.CDLL(str(target))

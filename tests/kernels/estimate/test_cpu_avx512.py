@@ -84,7 +84,17 @@ def emulated_engine(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "avx512.cpp").write_text(source.replace(ASSEMBLY, "sum = _mm512_dpbusd_epi32(sum, left, right);"))
     (folder / "calls.cpp").write_text(CALLS)
     files = [folder / "avx512.cpp", folder / "calls.cpp", SOURCES / "portable.cpp", SOURCES / "threads.cpp"]
-    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-DMAGICUBE_X86", "-shared", "-fPIC", "-pthread"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-ffp-contract=off",
+        "-DMAGICUBE_X86",
+        "-shared",
+        "-fPIC",
+        "-fno-gnu-unique",
+        "-pthread",
+    ]
     library = folder / "engine.so"
     command = ["g++", *flags, f"-I{folder}", f"-I{SOURCES}", *map(str, files), "-o", str(library), "-ldl"]
     subprocess.run(command, check=True)

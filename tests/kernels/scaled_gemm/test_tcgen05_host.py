@@ -75,7 +75,17 @@ def host_library(tmp_path_factory: pytest.TempPathFactory) -> Compile:
             source, library = folder / f"{config.name}.cpp", folder / f"{config.name}.so"
             header = Path(__file__).with_name("tcgen05_host.hpp")
             source.write_text(f'#include "{header}"\n{config.translation_unit("sm_100a").source}{CALL}')
-            command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{folder}"]
+            command = [
+                "g++",
+                "-std=c++20",
+                "-O1",
+                "-w",
+                "-shared",
+                "-fPIC",
+                "-fno-gnu-unique",
+                "-pthread",
+                f"-I{folder}",
+            ]
             subprocess.run([*command, str(source), "-o", str(library)], check=True)
             known[config] = ctypes.CDLL(str(library))
             known[config].run.restype = ctypes.c_char_p
