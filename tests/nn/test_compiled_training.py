@@ -38,11 +38,13 @@ def test_a_training_step_is_one_graph(backend: str, grad_bits: int | None, calib
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        assert torch.equal(*losses)
-        assert inputs[0].grad is not None and inputs[1].grad is not None
-        assert torch.equal(inputs[0].grad, inputs[1].grad)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, other)
+        pairs = [tuple(losses), (inputs[0].grad, inputs[1].grad)]
+        pairs += zip(model.parameters(), plain.parameters(), strict=True)
+        for one, other in pairs:
+            assert one is not None and other is not None
+            # Integer gradients are exact; float products depend on the memory layout, by last bits.
+            bound = {} if grad_bits is None else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(one, other, **bound)
 
 
 def test_a_copy_is_a_layer_of_its_own() -> None:

@@ -205,7 +205,7 @@ def test_an_unusable_folder_leaves_memory(
     for name in ("k", "l"):
         cache.save(name, BINARY)
         assert cache.load(name) == BINARY
-    assert [record.getMessage()[:23] for record in caplog.records] == ["compiled kernels are ke"]
+    assert [record.getMessage()[:23] for record in caplog.records] == ["compiled kernels stay i"]
     assert cache.entries() == [] and cache.clear() == 0
     assert cache.load("k") is None
 
