@@ -298,9 +298,8 @@ def matmul(
     on_failure : {"raise", "fallback"}, default "raise"
         ``"fallback"``: run float32 and float64 products if no rung meets `tol`.
     flow : {"auto", "measured"}, default "auto"
-        ``"measured"``: as described, on every device; float32 products on an sm_90 GPU take kernels that have not run
-        on one. ``"auto"``: the same, but float32 operands on a GPU take kernels whose float32 check is guarded, not
-        proven.
+        ``"measured"``: as described, on every device. ``"auto"``: the same, but float32 operands on a GPU take kernels
+        whose float32 check is guarded, not proven; on an H200 that is the faster one only from 8192 on.
     return_report : bool, default False
         Return ``(C, Report)``; measures the error also without `tol`, and C carries no gradient.
 

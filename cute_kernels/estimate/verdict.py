@@ -83,10 +83,6 @@ def start_verdict(state: LookState, warps: tuple[int, int], planes: int, shape: 
         (M, N).
     out : Tensor, shape (16,)
         float64, on the GPU or pinned; see :func:`read_verdict`.
-
-    Notes
-    -----
-    The kernel has not run on a GPU.
     """
     lost = math.prod(shape) * 2.0**-148
     with device_of(state.record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
@@ -57,6 +58,7 @@ class Products(NamedTuple):
         return Products(min(self.planes_a, self.levels), min(self.planes_b, self.levels), self.levels)
 
 
+@lru_cache
 def select_products(planes_a: int, planes_b: int, terms: int | None) -> Products:
     """Return the digit products of the lowest levels.
 
@@ -123,7 +125,7 @@ class GemmConfig(KernelConfig):
         Each warp also emits the sum of squares of its results (WGMMA, float32 without c).
     gated : bool
         With `sum_of_squares`: the kernel returns at once unless the word before these sums is the number of levels
-        minus 1; each warp also emits the squares of its levels' magnitudes. Has not run on a GPU.
+        minus 1; each warp also emits the squares of its levels' magnitudes.
     """
 
     kernel: str

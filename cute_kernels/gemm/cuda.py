@@ -104,7 +104,7 @@ def gated_gemm(
 ) -> int:
     """Launch a product of digits that runs if the first word of `gate` is the number of planes minus 1.
 
-    Else every CTA returns at once, and `out` and `gate` stay as they are. The kernel has not run on a GPU.
+    Else every CTA returns at once, and `out` and `gate` stay as they are.
 
     Parameters
     ----------

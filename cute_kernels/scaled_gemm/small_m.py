@@ -297,7 +297,6 @@ def launch_small_m(
     get_kernel(ReorderConfig(config.a, config.b.bits, config.uses_bfloat16)).launch(
         (-(-m * units // 128), 1, 1),
         (x.pointer, x.pitch, x.owner.shape[1], m, *x_scales, ordered.data_ptr(), pitch),
-        pdl=True,
     )
     box = (config.k_slices * K_SLICE_BYTES, config.tile_n)
     maps = (

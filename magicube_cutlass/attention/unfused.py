@@ -38,7 +38,7 @@ from magicube_cutlass.attention.softmax import (
 )
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.ops.sddmm import sddmm
+from magicube_cutlass.ops.sddmm import early_sddmm, sddmm
 from magicube_cutlass.ops.spmm import spmm
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 from magicube_cutlass.quantization.quantize import quantize
@@ -194,7 +194,7 @@ def _rescaled(q: QuantTensor, factor: float) -> QuantTensor:
 
 def _scores(q: QuantTensor, k: QuantTensor, heads: Heads, dtype: torch.dtype) -> Tensor:
     """``Q K^T`` at the pattern, (n, blocks, V, STRIDE); the scale of Q includes that of the logits, to fit float16."""
-    return sddmm(q, k, heads.pattern, out_dtype=dtype).values
+    return early_sddmm(q, k, heads.pattern, out_dtype=dtype).values
 
 
 def forward(

@@ -186,8 +186,8 @@ def dense_of(values: Tensor, pattern: Pattern) -> Tensor:
 def _product(matrix: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """``spmm``, also to float64: exact integers, scaled in float64."""
     if dtype != torch.float64:
-        return spmm_op.spmm(matrix, dense, out_dtype=dtype, bias=bias)
-    total = spmm_op.spmm(matrix, dense, out_dtype=torch.int64).double()  # (*batch, M, N)
+        return spmm_op.early_spmm(matrix, dense, dtype, bias)
+    total = spmm_op.early_spmm(matrix, dense, torch.int64).double()  # (*batch, M, N)
     for scale in (matrix.scale, dense.scale):
         total = total if scale is None else total * scale.double()
     return total if bias is None else total + bias.double()[:, None]
@@ -196,8 +196,8 @@ def _product(matrix: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tenso
 def _sampled(x: QuantTensor, y: QuantTensor, pattern: Pattern, dtype: torch.dtype) -> Tensor:
     """``sddmm`` as values (..., vectors, V), also to float64; scales of y are per-tensor or per-row."""
     if dtype != torch.float64:
-        return sddmm_op.sddmm(x, y, pattern, out_dtype=dtype).vectors()
-    total = sddmm_op.sddmm(x, y, pattern, out_dtype=torch.int64).vectors().double()  # (*batch, vectors, V)
+        return sddmm_op.early_sddmm(x, y, pattern, out_dtype=dtype).vectors()
+    total = sddmm_op.early_sddmm(x, y, pattern, out_dtype=torch.int64).vectors().double()  # (*batch, vectors, V)
     total = total if x.scale is None else total * _of_rows(x.scale, pattern).double()
     return total if y.scale is None else total * _of_columns(y.scale, pattern).double()
 
@@ -333,6 +333,12 @@ def spmm(
     >>> round(float(values.grad[0, 0]), 3)
     4.0
     """
+    key = None if torch.compiler.is_compiling() else _record_key(A, x, values, bias, act_bits, act_axis, act_scale)
+    record = None if key is None else A._execution.get(key)
+    if record is not None and A.is_current:
+        known: Tensor | None = record(x, bias, act_scale)
+        if known is not None:
+            return known
     _check_float("x", x)
     if isinstance(A, SRBCRS) and A.bits is None and A.element_type is not None:
         check_float16_like(x=x)
@@ -350,9 +356,31 @@ def spmm(
         raise ValueError(f"act_axis must be None (one scale) or 0 (one per column), got {act_axis!r}")
     dense = quantized(x, act_bits, axis, act_scale)
     if not (torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias))):
-        return _product(matrix, dense, x.dtype, bias)
+        product = _product(matrix, dense, x.dtype, bias)
+        if key is not None:
+            spmm_op.record_floats(key, matrix, dense, x, bias)
+        return product
     result: Tensor = _Spmm.apply(values, x, bias, matrix, dense, grad_bits)
     return result
+
+
+def _record_key(
+    A: object,
+    x: object,
+    values: Tensor | None,
+    bias: Tensor | None,
+    act_bits: int,
+    act_axis: int | None,
+    act_scale: Tensor | None,
+) -> tuple[object, ...] | None:
+    """What a record of :func:`spmm` on a GPU depends on besides the matrix; None for calls that have none."""
+    if type(x) is not Tensor or not x.is_cuda or type(A) is not SRBCRS or is_transformed(x):
+        return None
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias, A.scale)):
+        return None
+    if values is not None or x.is_neg() or x._is_zerotensor():
+        return None
+    return ("floats", x.shape, x.stride(), x.dtype, x.device, act_bits, act_axis, act_scale is None, bias is None)
 
 
 def _check_float(name: str, x: object) -> None:

@@ -83,8 +83,25 @@ def sddmm(
     >>> S.to_dense()[0, :3]
     tensor([6, 6, 6], dtype=torch.int32)
     """
+    return early_sddmm(X, Y, mask, out_format, out_dtype, transposed_y, atom, False)
+
+
+def early_sddmm(
+    X: Operand,
+    Y: Operand,
+    mask: Pattern | SRBCRS | BCRS,
+    out_format: Literal["srbcrs", "bcrs"] = "srbcrs",
+    out_dtype: torch.dtype | None = None,
+    transposed_y: bool = False,
+    atom: str | None = None,
+    early: bool = True,
+) -> SRBCRS | BCRS:
+    """As :func:`sddmm`, behind the kernel that quantized X or Y.
+
+    `early`: a kept call may start before that kernel ends.
+    """
     pattern, stride = _as_pattern(mask)
-    key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom)
+    key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom, early)
     call = pattern._cache.get(key) if key is not None else None
     if call is not None:
         (x_data, x_scale), (y_data, y_scale) = operand_tensors(X), operand_tensors(Y)
@@ -129,7 +146,7 @@ def sddmm(
     if key is not None:
         from magicube_cutlass.dispatch.cuda import sddmm_call
 
-        pattern._cache[key] = sddmm_call(kernel, copy, x, y, inner_y, (m, n, inner), result)
+        pattern._cache[key] = sddmm_call(kernel, copy, x, y, inner_y, (m, n, inner), result, early)
     return result if out_format == "srbcrs" else result.to_bcrs()
 
 
@@ -175,6 +192,7 @@ def _sddmm_key(
     out_dtype: torch.dtype | None,
     transposed_y: bool,
     atom: str | None,
+    early: bool,
 ) -> tuple[object, ...] | None:
     """As the key of :func:`magicube_cutlass.spmm`, for :func:`sddmm` on a GPU; a CPU takes longer than the checks."""
     if out_format != "srbcrs" or torch.compiler.is_compiling():
@@ -182,4 +200,4 @@ def _sddmm_key(
     x, y = operand_key(X), operand_key(Y)
     if x is None or y is None or X.device.type != "cuda":
         return None
-    return ("call", stride, out_dtype, transposed_y, atom, x, y)
+    return ("call", stride, out_dtype, transposed_y, atom, early, x, y)

@@ -94,12 +94,30 @@ def spmm(
     tensor([[0, 1],
             [2, 3]], dtype=torch.int32)
     """
+    return early_spmm(A, B, out_dtype, bias, out, atom, config, allow_dense, False)
+
+
+def early_spmm(
+    A: SRBCRS | BCRS,
+    B: Operand,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    atom: str | None = None,
+    config: SpmmKernel | None = None,
+    allow_dense: bool = False,
+    early: bool = True,
+) -> Tensor:
+    """As :func:`spmm`, behind the kernel that quantized B.
+
+    `early`: a kept call may start before that kernel ends.
+    """
     if allow_dense:
         _check_allow_dense(atom, config)
     compiling = torch.compiler.is_compiling()
     if out is not None and not compiling:
         check_written(out, A, B, bias)
-    key = None if compiling else _call_key(B, out_dtype, bias, out, atom, config, allow_dense)
+    key = None if compiling else _call_key(B, out_dtype, bias, out, atom, config, allow_dense, early)
     call = getattr(A, "_execution", {}).get(key) if key is not None else None
     scale = None if call is None else A.scale
     if call is not None and is_current(A, A._seen) and (scale is None or not scale.requires_grad):
@@ -110,10 +128,10 @@ def spmm(
     if allow_dense:
         forecast = dense_fallback.forecast(problem.matrix, problem.dense, problem.out_dtype)
         if forecast and forecast.dense_wins and isinstance(problem.dense, QuantTensor):
-            product = dense_fallback.DenseCall(problem.matrix, problem.dense, problem.out_dtype)
+            dense = dense_fallback.DenseCall(problem.matrix, problem.dense, problem.out_dtype)
             if key is not None:
-                _cache_call(A._execution, key, product)
-            result = product(problem.dense.data, problem.dense.scale, bias, out)
+                _cache_call(A._execution, key, dense)
+            result = dense(problem.dense.data, problem.dense.scale, bias, out)
             return result if out is None else _written(out)
     matrix = problem.matrix
     on_cpu = matrix.values.device.type == "cpu"
@@ -134,7 +152,7 @@ def spmm(
     if key is not None and not on_cpu:
         from magicube_cutlass.dispatch.cuda import cached_spmm
 
-        _cache_call(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result))
+        _cache_call(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result, early))
     return result if out is None or compiling else _written(out)
 
 
@@ -145,6 +163,20 @@ def _cache_call(cache: dict[Any, Any], key: tuple[object, ...], call: object) ->
         calls = [each for each in cache if isinstance(each, tuple) and len(each) == len(key)]
         for oldest in calls[: len(calls) - _MAX_CALLS]:
             del cache[oldest]
+
+
+def record_floats(key: tuple[object, ...], A: SRBCRS, dense: QuantTensor, x: Tensor, bias: Tensor | None) -> None:
+    """Keep the product of a matrix and quantized floats `x` (K, N) on a GPU as a record of A, if it can be one."""
+    from magicube_cutlass.dispatch import cuda_floats
+
+    given = None if dense.axis is not None else dense.scale
+    if not cuda_floats.can_record(x, dense.bits, given):
+        return
+    problem = check_spmm(A, dense, x.dtype, bias, None)
+    if problem.matrix is not A or problem.matrix.values.device != x.device:
+        return
+    kernel, packed = plan_spmm(A, problem.rhs, x.dtype, size_bucket(problem.n), 1, None, None)
+    _cache_call(A._execution, key, cuda_floats.QuantizedSpmm(problem, kernel, packed, dense.axis, bias, x))
 
 
 def _written(out: Tensor) -> Tensor:
@@ -169,6 +201,7 @@ def _call_key(
     atom: str | None,
     config: SpmmKernel | None,
     allow_dense: bool,
+    early: bool,
 ) -> tuple[object, ...] | None:
     """Everything that the checks of :func:`spmm` read besides A; None if the call cannot be cached."""
     operand = operand_key(B)
@@ -180,4 +213,4 @@ def _call_key(
     wanted = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     bias_key = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, wanted)
     out_key = None if out is None else (out.shape, out.stride(), out.dtype, out.device)
-    return (operand, bias_key, out_key, out_dtype, atom, config, allow_dense)
+    return (operand, bias_key, out_key, out_dtype, atom, config, allow_dense, early)

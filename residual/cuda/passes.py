@@ -1,11 +1,11 @@
 """Float32 products on an sm_90 GPU whose error is bounded there: digits, passes, two gated products and a verdict.
 
-Seven launches, five with a prepared B, on memory that each thread keeps per stream; nothing waits until the verdict is
-read, and a CUDA graph can capture them. The pass over A bounds the errors of two rungs and picks one on the GPU. Where
-the verdict proves nothing, :mod:`residual.execute.run` takes over.
+Seven launches, five with a prepared B, replayed where all addresses equal those of an earlier call; sums are on memory
+that each thread keeps per stream. Nothing waits until the verdict is read, and a CUDA graph can capture them. The pass
+over A bounds the errors of two rungs and picks one on the GPU. Where the verdict proves nothing,
+:mod:`residual.execute.run` takes over.
 
-The passes, the gated products and the verdict have not run on a GPU; tests run their source on a CPU. Only
-``flow="measured"`` calls them.
+Only ``flow="measured"`` calls them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cute_kernels.convert import digits as convert
 from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from cute_kernels.gemm.config import select_products
+from cute_kernels.jit.workspace import Kept, empty
 from residual.error.factor import CONFIDENCE, confidence, sharp_factor
 from residual.error.probes import Probes, draw
 from residual.options import Options
@@ -32,6 +33,7 @@ from residual.report import Attempt, Report
 _BITS = 8
 _PAIRS = {("direct", "full"): 2, ("full", "three_digit"): 3}  # the rungs of a pass, to digits per element
 _STATES = 8  # streams of a thread whose memory is kept
+_REPLAYS = 64  # kinds of calls, and sets of addresses, whose launches a thread keeps
 _UP = 1 + 2.0**-20  # norms in float32 are rounded up
 
 
@@ -42,9 +44,9 @@ class RightPass(NamedTuple):
     vectors: look.LookVectors
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """All memory."""
-        return [*self.digits.planes, self.digits.scale, *self.vectors]
+        return (*self.digits.planes, self.digits.scale, *self.vectors)
 
 
 class MeasuredProduct(NamedTuple):
@@ -75,12 +77,13 @@ def _serves(x: Tensor, k: int, planes: int) -> bool:
     return gemm_cuda.can_emit_sum_of_squares(k, select_products(planes, planes, None), x.device)
 
 
-def can_pick(A: Tensor, B: Tensor, options: Options) -> bool:
-    """Return whether this flow serves a call: float32 by name, with two digit rungs, on an sm_90 GPU."""
+def rungs_to_pick(A: Tensor, B: Tensor, options: Options) -> tuple[Rung, ...]:
+    """Return the rungs of a call that this flow serves, or none: float32 by name, two digit rungs, an sm_90 GPU."""
     if options.flow != "measured" or options.tol is None or options.result_dtype(A, B) != torch.float32:
-        return False
-    planes = planes_of(options.rungs_for(A, B))
-    return all(_serves(x, A.shape[1], planes) for x in (A, B))
+        return ()
+    rungs = options.rungs_for(A, B)
+    planes = planes_of(rungs)
+    return rungs if all(_serves(x, A.shape[1], planes) for x in (A, B)) else ()
 
 
 def right_pass(B: Tensor, planes: int, probes: look.LookProbes) -> RightPass:
@@ -120,14 +123,15 @@ def _factors(device: torch.device) -> Tensor:
         return torch.tensor(table, dtype=torch.float64, device=device)
 
 
-class _States(threading.local):
-    """Memory of the passes of one thread by device and stream, whose work is in order."""
+class _Threads(threading.local):
+    """What one thread keeps: memory of the passes by device and stream, whose work is in order, and launches."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, int], look.LookState] = {}
+        self.launches = Kept(_REPLAYS)
 
 
-_states = _States()
+_threads = _Threads()
 
 
 def _state(device: torch.device) -> look.LookState:
@@ -135,11 +139,11 @@ def _state(device: torch.device) -> look.LookState:
     if torch.cuda.is_current_stream_capturing():
         return look.state_for(device, gemm_cuda.gate_size(device))
     key = device.index, torch.cuda.current_stream(device).cuda_stream
-    if key not in _states.known:
-        if len(_states.known) >= _STATES:
-            _states.known.clear()
-        _states.known[key] = look.state_for(device, gemm_cuda.gate_size(device))
-    return _states.known[key]
+    if key not in _threads.known:
+        if len(_threads.known) >= _STATES:
+            _threads.known.clear()
+        _threads.known[key] = look.state_for(device, gemm_cuda.gate_size(device))
+    return _threads.known[key]
 
 
 class Started:
@@ -171,8 +175,10 @@ class Started:
         return MeasuredProduct(self.product, report, None)
 
 
-def start_picked(A: Tensor, B: Tensor, options: Options, passes: Mapping[int, RightPass] | None = None) -> Started:
-    """Start a product that :func:`can_pick` allows; nothing waits for the GPU.
+def start_picked(
+    A: Tensor, B: Tensor, options: Options, rungs: tuple[Rung, ...], passes: Mapping[int, RightPass] | None = None
+) -> Started:
+    """Start a product; nothing waits for the GPU.
 
     Parameters
     ----------
@@ -182,6 +188,8 @@ def start_picked(A: Tensor, B: Tensor, options: Options, passes: Mapping[int, Ri
         Likewise.
     options : Options
         Of the call.
+    rungs : tuple of Rung
+        As :func:`rungs_to_pick` returns them.
     passes : Mapping of int to RightPass, optional
         Of a prepared B.
 
@@ -189,24 +197,43 @@ def start_picked(A: Tensor, B: Tensor, options: Options, passes: Mapping[int, Ri
     -------
     Started
     """
-    rungs, tol = options.rungs_for(A, B), options.tol
+    tol, device, planes = options.tol, A.device, planes_of(rungs)
     assert tol is not None
-    planes, (m, n) = planes_of(rungs), (A.shape[0], B.shape[1])
     right = (passes or {}).get(planes)
+    probes, used = None, () if right is None else right.tensors
     if right is None:
         seed = options.seed
-        probes = padded_probes(draw(n, B.device, None)) if seed is None else _drawn(n, B.device, seed)
-        right = right_pass(B, planes, probes)
+        probes = padded_probes(draw(B.shape[1], device, None)) if seed is None else _drawn(B.shape[1], device, seed)
+        used = tuple(probes)
+    product = torch.empty(A.shape[0], B.shape[1], dtype=torch.float32, device=device)
+    state, factors = _state(device), _factors(device)
+
+    def launch() -> tuple[Tensor, ...]:
+        return (_launch(A, right or right_pass(B, planes, _known(probes)), tol, planes, state, factors, product),)
+
+    kind = planes, tol, right is None, A.shape, A.stride(), B.shape, B.stride(), device
+    addresses = (*(x.data_ptr() for x in (A, B, product, factors, *used, *state)),)
+    words = _threads.launches.run(kind, addresses, device, launch)[0]
+    return Started(product, words, rungs, tol)
+
+
+def _known(probes: look.LookProbes | None) -> look.LookProbes:
+    assert probes is not None
+    return probes
+
+
+def _launch(
+    A: Tensor, right: RightPass, tol: float, planes: int, state: look.LookState, factors: Tensor, product: Tensor
+) -> Tensor:
+    """Launch all behind the pass over B; return the words of the verdict."""
     left = convert.digits(A, _BITS, planes, axis=1)
     roundings = verdict.product_rounding(planes - 1), verdict.product_rounding(planes)
-    limits, state = look.LookLimits(tol, _factors(A.device), roundings), _state(A.device)
-    look.look_left(A, right.vectors, left.scale, right.digits.scale, limits, state)
-    product = torch.empty(m, n, dtype=torch.float32, device=A.device)
+    look.look_left(A, right.vectors, left.scale, right.digits.scale, look.LookLimits(tol, factors, roundings), state)
     scales = left.scale, right.digits.scale
     low, high = (
         gemm_cuda.gated_gemm(left.planes[:count], right.digits.planes[:count], scales, product, state.gate)
         for count in (planes - 1, planes)
     )
-    words = torch.empty(verdict.WORDS, dtype=torch.float64, device=A.device)
-    verdict.start_verdict(state, (low, high), planes, (m, n), words)
-    return Started(product, words, rungs, tol)
+    words = empty((verdict.WORDS,), torch.float64, A.device)
+    verdict.start_verdict(state, (low, high), planes, (product.shape[0], product.shape[1]), words)
+    return words

@@ -48,10 +48,10 @@ def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: 
             prepared = B if isinstance(B, PreparedOperand) else None
             with torch.no_grad():
                 return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
-        if passes.can_pick(A, weight, options):
+        if picked := passes.rungs_to_pick(A, weight, options):
             known = B.passes if isinstance(B, PreparedOperand) else None
             with torch.no_grad():
-                made = passes.start_picked(A.detach(), weight.detach(), options, known).outcome()
+                made = passes.start_picked(A.detach(), weight.detach(), options, picked, known).outcome()
             if made is not None:
                 return Outcome(*made)
     with torch.no_grad():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,7 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(gemm_cuda, "gated_gemm", gated_gemm)
     state = look.state_for(torch.device("cpu"), 64)
     monkeypatch.setattr(passes, "_state", lambda _: state)
+    monkeypatch.setattr(passes, "_threads", SimpleNamespace(launches=Once()))
     monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))
     real_digits = convert.digits
     monkeypatch.setattr(
@@ -71,6 +74,17 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     )
     calls.clear()
     yield
+
+
+class Once:
+    """Runs what a thread would record."""
+
+    def run(self, kind: object, addresses: tuple[int, ...], device: object, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def start(A: Tensor, B: Tensor, options: Options, *known: Any) -> passes.Started:
+    return passes.start_picked(A, B, options, options.rungs_for(A, B), *known)
 
 
 def random(m: int, n: int, seed: int) -> Tensor:
@@ -90,7 +104,7 @@ M, K, N = 130, 140, 160  # more than the multiplications from which digits pay
 )
 def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol: float, plan: str, host: None) -> None:
     A, B = random(M, K, 1), random(K, N, 2)
-    made = passes.start_picked(A, B, Options(tol=tol, flow="measured")).outcome()
+    made = start(A, B, Options(tol=tol, flow="measured")).outcome()
     assert made is not None and made.failure is None
     report = made.report
     assert report.plan == plan and report.attempts[-1].plan == plan
@@ -101,11 +115,11 @@ def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol
 
 def test_a_call_is_seven_launches_and_five_with_a_prepared_operand(host: None) -> None:
     A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=1e-2, flow="measured")
-    first = passes.start_picked(A, B, options)
+    first = start(A, B, options)
     assert calls == ["digits", "look_right", "digits", "look_left", "gemm 1", "gemm 2", "verdict"]
     right = {2: passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))}
     calls.clear()
-    second = passes.start_picked(A, B, options, right)
+    second = start(A, B, options, right)
     assert calls == ["digits", "look_left", "gemm 1", "gemm 2", "verdict"]
     assert torch.equal(first.product, second.product) and torch.equal(first.words, second.words)
 
@@ -114,12 +128,12 @@ def test_errors_beyond_both_rungs_and_slices_out_of_range_are_left_to_the_core(h
     A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3, flow="measured")
     heavy, without = A.clone(), B.clone()
     heavy[:, 0], without[0] = 1e6, 0.0  # a column that sets all scales meets zeros
-    assert passes.start_picked(heavy, without, options).outcome() is None
+    assert start(heavy, without, options).outcome() is None
     for value in (math.inf, math.nan, 1e25):
         for x in (A.clone(), B.clone()):
             x[5, 6] = value
             operands = (x, B) if x.shape == A.shape else (A, x)
-            assert passes.start_picked(*operands, options).outcome() is None
+            assert start(*operands, options).outcome() is None
 
 
 @pytest.mark.parametrize("p", [24, 26, 30])
@@ -127,10 +141,10 @@ def test_what_cancels_or_is_absorbed_is_not_accepted(p: int, host: None) -> None
     """Families that fool a check which rounds as the product does."""
     A, B, tol = torch.full((M, K), 2.0**-p), torch.ones(K, N), 1e-2
     A[:, 0], A[:, -1] = 1.0, -1.0
-    made = passes.start_picked(A, B, Options(tol=tol, flow="measured")).outcome()
+    made = start(A, B, Options(tol=tol, flow="measured")).outcome()
     assert made is None or relative(made.product, A, B) <= tol
     A[:, -1] = 2.0**-p
-    made = passes.start_picked(A, B, Options(tol=3e-5, flow="measured")).outcome()
+    made = start(A, B, Options(tol=3e-5, flow="measured")).outcome()
     assert made is None or relative(made.product, A, B) <= 3e-5
 
 
@@ -147,14 +161,14 @@ def test_only_float32_by_name_is_served(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))
     monkeypatch.setattr(gemm_cuda, "can_emit_sum_of_squares", lambda *_: True)
     A, B = OnGpu(random(M, K, 1)), OnGpu(random(K, N, 2))
-    assert passes.can_pick(A, B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
+    assert passes.rungs_to_pick(A, B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
     for options in (
         Options(tol=1e-2), Options(mode="full", flow="measured"), Options(tol=1e-6, flow="measured"),
         Options(tol=1e-2, bits=4, flow="measured"), Options(tol=1e-2, out_dtype=torch.float64, flow="measured"),
         Options(tol=1e-2, rungs=("direct", "fp32"), flow="measured"),
     ):  # fmt: skip
-        assert not passes.can_pick(A, B, options), options  # type: ignore[arg-type]
-    assert not passes.can_pick(OnGpu(random(M, K, 1).half()), B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
+        assert not passes.rungs_to_pick(A, B, options), options  # type: ignore[arg-type]
+    assert not passes.rungs_to_pick(OnGpu(random(M, K, 1).half()), B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
     assert passes.planes_of((Rung("full", 8), Rung("three_digit", 8), Rung("fp32"))) == 3
 
 

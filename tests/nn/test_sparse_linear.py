@@ -74,13 +74,13 @@ def test_layers_in_a_row_copy_no_activations(monkeypatch: pytest.MonkeyPatch) ->
     """What a layer returns is, transposed, the row-major operand of the next one's product."""
     first, second = sparse().eval(), SparseQuantLinear.from_linear(plain(40, 16), 0.5).eval()
     seen = []
-    product = integer.spmm_op.spmm
+    product = integer.spmm_op.early_spmm
 
-    def watched(a: mc.SRBCRS, b: mc.QuantTensor, **options: Any) -> Tensor:
+    def watched(a: mc.SRBCRS, b: mc.QuantTensor, *options: Any) -> Tensor:
         seen.append(b.data)
-        return product(a, b, **options)
+        return product(a, b, *options)
 
-    monkeypatch.setattr(integer.spmm_op, "spmm", watched)
+    monkeypatch.setattr(integer.spmm_op, "early_spmm", watched)
     with torch.no_grad():
         y = second(first(normal(2, 3, 48)).relu())
     assert y.shape == (2, 3, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,3 +219,54 @@ def test_a_model_learns_on_a_schedule() -> None:
         schedule.step()
     assert losses[-1] < 0.2 * losses[0]
     assert model[0].pattern.density == pytest.approx(0.3, abs=0.01)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_warm_product_of_floats_is_the_first_one_and_follows_its_operands(dtype: torch.dtype, static: bool) -> None:
+    """A second call runs a record; its launches are replayed from the third one on."""
+    matrix = mc.SRBCRS.from_mask(normal(64, 300), mc.random_pattern(64, 300, 0.6, 8).to_dense(), vector_length=8).to(
+        "cuda"
+    )
+    bias = normal(64, seed=4, dtype=dtype).cuda()
+    scale = torch.tensor(0.03, device="cuda") if static else None
+    xs = [normal(70, 300, seed=seed, dtype=dtype).cuda() for seed in range(3)]
+
+    def fresh(x: Tensor) -> Tensor:
+        matrix._execution.clear()
+        return ag.spmm(matrix, x.mT, bias=bias, act_scale=scale)
+
+    wanted = [fresh(x) for x in xs]
+    for _ in range(4):
+        for x, want in zip(xs, wanted, strict=True):
+            assert torch.equal(ag.spmm(matrix, x.mT, bias=bias, act_scale=scale), want)
+    assert any(key[0] == "floats" for key in matrix._execution if isinstance(key, tuple))
+    bias.add_(1)
+    assert torch.equal(ag.spmm(matrix, xs[0].mT, bias=bias, act_scale=scale), fresh(xs[0]))
+    if scale is not None:
+        scale.mul_(2)
+        assert torch.equal(ag.spmm(matrix, xs[0].mT, bias=bias, act_scale=scale), fresh(xs[0]))
+    matrix.values.neg_()
+    assert not torch.equal(ag.spmm(matrix, xs[0].mT, bias=bias, act_scale=scale), wanted[0])
+    x = xs[0].clone().requires_grad_()
+    assert ag.spmm(matrix, x.mT, bias=bias, act_scale=scale).requires_grad
+
+
+@pytest.mark.alone
+def test_a_warm_layer_takes_little_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = (
+        SparseQuantLinear.from_linear(nn.Linear(1024, 1024, device="cuda", dtype=torch.float16), 0.9).eval().freeze()
+    )
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.float16)
+    with torch.inference_mode():
+        for _ in range(10):
+            layer(x)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            layer(x)
+        taken = (time.perf_counter() - start) / 200 * 1e6
+        torch.cuda.synchronize()
+    with capsys.disabled():
+        print(f"\na warm layer: {taken:.1f} us of the host")
+    assert taken < 80

@@ -1,0 +1,90 @@
+"""Products of a sparse matrix and floats on a GPU as one record: quantization and product, replayed by addresses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.convert import quantize as kernels
+from cute_kernels.cpu.engine import DenseOperand
+from cute_kernels.jit.workspace import Kept
+from magicube_cutlass.dispatch import cuda
+from magicube_cutlass.dispatch.plan import SpmmProblem
+from magicube_cutlass.formats.tracking import is_current, stamp
+
+_REPLAYS = 32  # sets of addresses per record
+_BITS = 8
+
+
+def is_column_major(x: Tensor) -> bool:
+    """Return whether `x` (K, N) is quantized by rows of its transpose: the output of a layer's linear predecessor."""
+    return x.mT.is_contiguous() and not x.is_contiguous()
+
+
+def can_record(x: Tensor, bits: int, act_scale: Tensor | None) -> bool:
+    """Return whether all that a call runs for `x` (K, N) are kernels of the library, with no copy by torch."""
+    if x.ndim != 2 or x.numel() == 0 or x.dtype == torch.float64 or bits != _BITS:
+        return False
+    if act_scale is not None and (act_scale.dtype != torch.float32 or act_scale.numel() != 1):
+        return False
+    return is_column_major(x) or (x.is_contiguous() and x.shape[1] % cuda.ALIGNMENT == 0)
+
+
+class QuantizedSpmm:
+    """``A q(x) + bias`` for one matrix and one shape, memory layout and dtype of x (K, N); x needs no gradient.
+
+    Parameters
+    ----------
+    problem : SpmmProblem
+        A checked product of the matrix and the quantized `x`.
+    kernel : str
+        Its config.
+    packed : list of Tensor
+        What the kernel reads of the matrix.
+    axis : int or None
+        0 for per-column scales of x, None for a given one.
+    bias : Tensor, shape (M,), optional
+        As the caller holds it.
+    x : Tensor, shape (K, N)
+        For its kind.
+    """
+
+    def __init__(
+        self,
+        problem: SpmmProblem,
+        kernel: str,
+        packed: list[Tensor],
+        axis: int | None,
+        bias: Tensor | None,
+        x: Tensor,
+    ) -> None:
+        self.bias = bias
+        self._seen = stamp(self, ("bias",))
+        self._float_bias = problem.bias  # float32: another tensor than `bias` if that is not
+        self._kernel, self._packed, self._row_scale = kernel, packed, problem.row_scale
+        self._inner, self._swap = x.shape[0], is_column_major(x)
+        self._axis = axis if axis is None or not self._swap else 1 - axis
+        self._shape = (problem.matrix.shape[0], x.shape[1])
+        self._dtype, self._device = x.dtype, x.device
+        self._replays = Kept(_REPLAYS)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, act_scale: Tensor | None) -> Tensor | None:
+        """Return the product (M, N), or None if the bias is another one or was written to."""
+        if bias is not self.bias or not is_current(self, self._seen):
+            return None
+        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        addresses = x.data_ptr(), out.data_ptr(), 0 if act_scale is None else act_scale.data_ptr()
+        self._replays.run(None, addresses, self._device, lambda: self._launch(x, act_scale, out))
+        return out
+
+    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        given = None if act_scale is None else act_scale.reshape(())
+        rows = x.mT if self._swap else x
+        data, scale = kernels.quantize(rows, bits=_BITS, signed=True, axis=self._axis, scale=given)
+        data = data.mT if self._swap else data  # (K, N)
+        factor = scale.reshape(()) if self._axis is None else scale.reshape(-1)
+        dense = DenseOperand(data, _BITS, True, -2, -1)
+        cuda.spmm(
+            self._kernel, self._packed, dense, self._inner, out, self._row_scale, factor, self._float_bias, pdl=True
+        )
+        return ()
