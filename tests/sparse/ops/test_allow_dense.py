@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 
 
 @pytest.fixture(autouse=True)
-def xeon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select by the costs of one CPU, whichever runs the tests."""
+def xeon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Select by the costs of one thread of one CPU, whichever runs the tests."""
     monkeypatch.setattr(cpu_costs, "get_costs", cpu_costs.CpuCosts)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def ints(shape: tuple[int, ...], bits: int, signed: bool) -> Tensor:
