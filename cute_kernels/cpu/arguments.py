@@ -1,6 +1,6 @@
 """Operands of the CPU engine, and O(1) checks of its arguments: sizes, dtypes, devices and memory order.
 
-The engine reads addresses. These checks leave out the data of index tensors, which :func:`is_structure_valid` scans.
+The engine reads addresses. These checks leave out the data of index tensors, which a matrix scans once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import extension
 from cute_kernels.integers import BITS, STORAGE_DTYPES
 
 OUT_TYPES = {torch.int32: 0, torch.int64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
@@ -223,36 +222,3 @@ def check_quantize_arguments(x: Tensor, out: Tensor, scale: Tensor, bits: int, s
     check_address("scale", scale, x.dtype)
     if not scale.is_contiguous() or scale.numel() != (1, rows, columns)[mode]:
         raise ValueError(f"scale must have {(1, rows, columns)[mode]} contiguous elements, got {tuple(scale.shape)}")
-
-
-def is_structure_valid(row_start: Tensor, row_end: Tensor, col_indices: Tensor, columns: int, stride: int) -> bool:
-    """Scan an SR-BCRS structure: rows fill the padded places, columns increase in [0, `columns`), padding is -1.
-
-    Parameters
-    ----------
-    row_start, row_end : Tensor, shape (R,)
-        int64, contiguous.
-    col_indices : Tensor, shape (padded vectors,)
-        int32, contiguous.
-    columns : int
-        K.
-    stride : int
-        Padding unit of a row, in vectors.
-
-    Examples
-    --------
-    >>> start, end = torch.tensor([0]), torch.tensor([2])
-    >>> columns = torch.full((16,), -1, dtype=torch.int32)
-    >>> columns[:2] = torch.tensor([3, 9])
-    >>> [is_structure_valid(start, end, columns, k, 16) for k in (10, 9)]
-    [True, False]
-    """
-    check_array("row_start", row_start, torch.int64, None)
-    check_array("row_end", row_end, torch.int64, row_start.numel())
-    check_array("col_indices", col_indices, torch.int32, None)
-    return bool(
-        extension.load_extension().is_structure_valid(
-            row_start.data_ptr(), row_end.data_ptr(), col_indices.data_ptr(), row_start.numel(), col_indices.numel(),
-            columns, stride,
-        )
-    )  # fmt: skip

@@ -21,7 +21,6 @@ from cute_kernels.cpu.arguments import (
     SparseOperand,
     check_sddmm_arguments,
     check_spmm_arguments,
-    is_structure_valid,
 )
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
 from cute_kernels.cpu.extension import available, isa, isas, load_extension
@@ -38,7 +37,6 @@ __all__ = [
     "batch_stride",
     "compress_cpu",
     "decompose_cpu",
-    "is_structure_valid",
     "isa",
     "isas",
     "order_columns",

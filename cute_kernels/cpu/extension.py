@@ -7,6 +7,8 @@ import importlib.util
 import os
 from types import ModuleType
 
+import torch
+
 
 def _load() -> ModuleType | None:
     """The compiled module, None if it is not installed; `MAGICUBE_ENGINE` selects another build."""
@@ -26,6 +28,8 @@ def _load() -> ModuleType | None:
 
 
 ENGINE = _load()
+if ENGINE is not None:
+    ENGINE.read_tensors(torch.Tensor)
 
 
 def available() -> bool:

@@ -20,7 +20,7 @@ from magicube_cutlass.checks import (
     renamed_property,
 )
 from magicube_cutlass.formats import storage
-from magicube_cutlass.formats.construct import beyond, check_result_dtype, indexable_view
+from magicube_cutlass.formats.construct import beyond, check_result_dtype, indexable_view, moved
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.tracking import Stamp, is_current, stamp
 from magicube_cutlass.quantization.float_operands import PACKED
@@ -66,16 +66,18 @@ class CompressedMatrix(ABC):
         self._execution: dict[Any, Any] = {}  # copies for kernels, derived once; never copied along
         self._version_id = new_version_id()
         self.check_format()
+        self._made = None if torch.compiler.is_compiling() else self._stamp()  # what was checked, until the first scan
 
     def __getstate__(self) -> dict[str, Any]:
         # what was derived holds kernels, which no copy can have
-        return {**self.__dict__, "_cache": {}, "_execution": {}, "_version_id": new_version_id(), "_seen": None}
+        fresh: dict[str, Any] = {"_cache": {}, "_execution": {}, "_seen": None, "_made": None}
+        return {**self.__dict__, **fresh, "_version_id": new_version_id()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # fields of earlier versions: `_used_once` for `_single_use`, `_edition` for `_version_id`
-        old = {"_single_use": state.pop("_used_once", False), "_version_id": new_version_id(), "_seen": None}
+        old = {"_single_use": state.pop("_used_once", False), "_version_id": new_version_id()}
         state.pop("_edition", None)
-        self.__dict__.update(old | state)
+        self.__dict__.update(old | {"_seen": None, "_made": None} | state)
 
     @abstractmethod
     def vectors(self) -> Tensor:
@@ -104,8 +106,11 @@ class CompressedMatrix(ABC):
 
     def _trust(self) -> Self:
         """This matrix, whose structure the library made, so that no scan is due."""
-        self._seen = stamp(self, (*self._INDICES, "values"), live=("scale",))
+        self._seen, self._made = self._stamp(), None
         return self
+
+    def _stamp(self) -> Stamp:
+        return stamp(self, (*self._INDICES, "values"), live=("scale",))
 
     def refresh(self) -> None:
         """Scan the structure before its first product, and again after a write; then drop what was derived.
@@ -124,16 +129,26 @@ class CompressedMatrix(ABC):
         Traceback (most recent call last):
         ValueError: col_indices must lie in [0, 16), got 99 at vector 0
         """
+        made = self._made
+        if made is not None and not self._cache and self._is_valid(made):
+            self._seen, self._made = made, None
+            return
         if is_current(self, self._seen):
             return
-        if self._seen is not None:
+        if self._seen is not None or (made is not None and not is_current(self, made)):
             self._cache.clear()
             self._execution.clear()
             self._version_id = new_version_id()
         self._seen = None
         self.check_format()
-        self._scan()
-        self._trust()
+        found = self._stamp()
+        if not self._is_valid(found):
+            self._scan()
+        self._seen, self._made = found, None
+
+    @abstractmethod
+    def _is_valid(self, stamp: Stamp) -> bool:
+        """Whether the engine finds the structure valid: one call, no error that says why not."""
 
     @abstractmethod
     def _scan(self) -> None:
@@ -264,10 +279,10 @@ class CompressedMatrix(ABC):
 
     def to(self, device: torch.device | str) -> Self:
         """Return this matrix on `device`, without packed operands; itself if it is there."""
-        moved: dict[str, Any] = {name: _moved(tensor, device) for name, tensor in self._tensors().items()}
-        if all(moved[name] is tensor for name, tensor in self._tensors().items()):
+        there: dict[str, Any] = {name: moved(tensor, device) for name, tensor in self._tensors().items()}
+        if all(there[name] is tensor for name, tensor in self._tensors().items()):
             return self
-        found = type(self)(**moved, **self._fields())
+        found = type(self)(**there, **self._fields())
         found.single_use = self.single_use
         return found._trust() if self.is_current else found
 
@@ -383,12 +398,3 @@ class CompressedMatrix(ABC):
             f"{type(self).__name__}(shape={self.shape}, {batch}{integers}, values={kind}, scale={scale}, "
             f"nnz={self.nnz}, density={self.density:.4g}, bytes={self.nbytes}, device={self.device})"
         )
-
-
-def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`, itself if it is there; packed floats move as bytes."""
-    if tensor.dtype != PACKED:
-        return tensor.to(device)
-    raw = tensor.view(torch.uint8)
-    there = raw.to(device)
-    return tensor if there is raw else there.view(PACKED)

@@ -12,6 +12,7 @@ from magicube_cutlass.checks import check_tensor, vector_rows
 from magicube_cutlass.formats.base import CompressedMatrix
 from magicube_cutlass.formats.construct import Clip, Parts, Rounding, dense_parts, mask_parts, pattern_parts
 from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.tracking import Stamp, is_valid
 
 
 class BCRS(CompressedMatrix):
@@ -138,6 +139,9 @@ class BCRS(CompressedMatrix):
     def _derive_pattern(self) -> Pattern:
         pattern = Pattern(self.shape, self.vector_length, self.row_offsets, self.col_indices)
         return pattern if self._seen is None else pattern._trust()
+
+    def _is_valid(self, stamp: Stamp) -> bool:
+        return is_valid(self, stamp, 1, self.bits, self.signed)
 
     def _scan(self) -> None:
         self._derive_pattern().refresh()

@@ -17,7 +17,7 @@ from cute_kernels.integers import check_bits, check_range, int_range, is_integer
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.smtx import read_smtx
-from magicube_cutlass.quantization.float_operands import float_values
+from magicube_cutlass.quantization.float_operands import PACKED, float_values
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.quantize import encode_on_gpu, quantize, refuse
 
@@ -47,6 +47,15 @@ _MOVABLE = {torch.uint16: torch.int16} | {
 def indexable_view(tensor: Tensor) -> Tensor:
     """Return the tensor with uint16 viewed as int16 and small floats as uint8, which torch can select from."""
     return tensor.view(_MOVABLE[tensor.dtype]) if tensor.dtype in _MOVABLE else tensor
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return the tensor on `device`, itself if it is there; packed floats move as bytes."""
+    if tensor.dtype != PACKED:
+        return tensor.to(device)
+    raw = tensor.view(torch.uint8)
+    there = raw.to(device)
+    return tensor if there is raw else there.view(PACKED)
 
 
 def narrow(ints: Tensor, bits: int, signed: bool) -> Tensor:

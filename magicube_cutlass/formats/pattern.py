@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import engine
 from magicube_cutlass.checks import (
     check_shape,
     check_stride,
@@ -27,7 +26,7 @@ from magicube_cutlass.checks import (
     vector_rows,
 )
 from magicube_cutlass.formats import storage
-from magicube_cutlass.formats.tracking import is_current, real_tensors, stamp
+from magicube_cutlass.formats.tracking import Stamp, is_current, is_valid, real_tensors, stamp
 
 
 class Padded(NamedTuple):
@@ -100,8 +99,11 @@ class Pattern:
 
     def _trust(self) -> Self:
         """This pattern, which the library made, so that no scan is due."""
-        self._cache["seen"] = stamp(self, ("row_offsets", "col_indices"))
+        self._cache["seen"] = self._stamp()
         return self
+
+    def _stamp(self) -> Stamp:
+        return stamp(self, ("row_offsets", "col_indices"))
 
     def refresh(self) -> None:
         """Scan the indices before their first use, and again after a write; then drop what was derived."""
@@ -111,14 +113,11 @@ class Pattern:
             self._cache.clear()
             object.__setattr__(self, "_version_id", new_version_id())
         self.check_format()
-        offsets, valid = self.row_offsets, False
-        if self.device.type == "cpu" and engine.available():
-            index = (offsets[:-1], offsets[1:], self.col_indices.contiguous())
-            valid = engine.is_structure_valid(*index, self.shape[1], 1)
-        if not valid:
+        found = self._stamp()
+        if not is_valid(self, found, 1, None, True):
             self._check_offsets()
             self._check_columns()
-        self._trust()
+        self._cache["seen"] = found
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}, "_version_id": new_version_id()}  # what was derived holds kernels

@@ -13,14 +13,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import engine
 from cute_kernels.integers import fetch, storage_dtype, store
 from magicube_cutlass.checks import check_pointers, check_stride, check_tensor, first_true, new_version_id, vector_rows
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, indexable_view, transpose_parts
 from magicube_cutlass.formats.pattern import Padded, Pattern
 from magicube_cutlass.formats.srbcrs_construct import SRBCRSConstructors
-from magicube_cutlass.formats.tracking import real_tensors
+from magicube_cutlass.formats.tracking import Stamp, is_valid, real_tensors
 from magicube_cutlass.quantization.float_operands import packed, unpacked
 
 
@@ -144,7 +143,7 @@ class SRBCRS(SRBCRSConstructors):
         other = object.__new__(SRBCRS)
         other.__dict__.update(self.__dict__)  # what was derived of the structure is shared
         other.values = values
-        other._execution = {}
+        other._execution, other._made = {}, None
         if self._seen is not None:
             other._trust()
         if self.element_type is not None:  # what is a result only is no operand
@@ -200,11 +199,10 @@ class SRBCRS(SRBCRSConstructors):
         pattern._cache["padded", self.stride] = Padded(self.row_start, self.row_end, self.col_indices, slots)
         return pattern
 
+    def _is_valid(self, stamp: Stamp) -> bool:
+        return is_valid(self, stamp, self.stride, self.bits, self.signed)
+
     def _scan(self) -> None:
-        index = (self.row_start, self.row_end, self.col_indices)
-        scannable = self.device.type == "cpu" and engine.available()
-        if scannable and engine.is_structure_valid(*index, self.shape[1], self.stride):
-            return
         check_pointers(self.row_start, self.row_end, self.stride, self.col_indices.shape[0])
         self._derive_pattern().check_format(full=True)
         slots = self._derive_pattern().padded(self.stride).slots

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cute_kernels.cpu import extension
+
 Stamp = tuple[tuple[str, Tensor | None, int], ...]
 
 
@@ -48,3 +50,15 @@ def is_current(owner: Any, seen: Stamp | None) -> bool:
         if attributes[name] is not tensor or (version >= 0 and tensor._version != version):
             return False
     return True
+
+
+def is_valid(owner: Any, stamp: Stamp, stride: int, bits: int | None, signed: bool) -> bool:
+    """Return whether the engine finds the structure valid, and the tensors of the stamp in place and of the right size.
+
+    False for what only torch can read: a GPU's tensors, subclasses, a torch older than 2.10.
+    """
+    engine, (rows, columns) = extension.ENGINE, owner.shape
+    if engine is None:
+        return False
+    valid: bool = engine.scan(owner.__dict__, stamp, rows, columns, owner.vector_length, stride, bits or 0, signed)
+    return valid

@@ -1,4 +1,4 @@
-// Dense matrix and mask to SR-BCRS: columns of the stored vectors, then their values block by block.
+// Dense matrix and mask to SR-BCRS: columns of the stored vectors, then their values block by block; scan of a structure.
 #pragma once
 
 #include "integers.hpp"
@@ -68,6 +68,23 @@ void compress(const CompressArgs& args, ThreadGroup& group) {
       }
     }
   }
+}
+
+// Whether a structure has every property that the kernels rely on. Inner loops are branch-free, so they vectorize.
+bool is_structure_valid(const magicube::Structure& s) {
+  int64_t at = 0;
+  for (int64_t row = 0; row < s.vector_rows; ++row) {
+    const int64_t end = s.row_end[row];
+    if (s.row_start[row] != at || end < at || end > s.padded) return false;
+    const int64_t next = (end + s.stride - 1) & -s.stride;
+    if (next > s.padded) return false;
+    int bad = 0;
+    for (int64_t i = at + 1; i < end; ++i) bad |= s.columns[i] <= s.columns[i - 1];
+    for (int64_t i = end; i < next; ++i) bad |= s.columns[i] != -1;
+    if (bad || (end > at && (s.columns[at] < 0 || s.columns[end - 1] >= s.columns_total))) return false;
+    at = next;
+  }
+  return at == s.padded;
 }
 
 }  // namespace

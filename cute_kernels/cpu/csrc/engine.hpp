@@ -262,6 +262,14 @@ class ThreadGroup {
   ~ThreadGroup() = default;
 };
 
+struct Structure {
+  const int64_t* row_start;  // (vector_rows)
+  const int64_t* row_end;    // (vector_rows)
+  const int32_t* columns;    // (padded)
+  int64_t vector_rows, padded, columns_total;
+  int64_t stride;  // a power of two
+};
+
 struct Engine {
   const char* name;
   void (*spmm)(const SpmmArgs&, ThreadGroup&);
@@ -274,6 +282,7 @@ struct Engine {
   void (*pack_digits)(const PackArgs&, ThreadGroup&);
   void (*probe_digits)(const ProbeDigitsArgs&, ThreadGroup&);
   void (*direct)(const DirectArgs&, ThreadGroup&);
+  bool (*is_structure_valid)(const Structure&);
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
 };
 

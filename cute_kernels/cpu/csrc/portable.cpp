@@ -131,5 +131,5 @@ struct Direct {
 namespace magicube {
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                          &direct<Direct>, Portable::kScratchBytes};
+                          &direct<Direct>, &is_structure_valid, Portable::kScratchBytes};
 }
