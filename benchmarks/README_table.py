@@ -31,9 +31,9 @@ def _break_even_line(size: dict[str, Any]) -> str:
 
 
 def _run(results: dict[str, Any]) -> str:
-    """The date of a run, and its commit; the oldest results files have none."""
+    """The date of a run, and its commit, which the oldest results files do not name."""
     machine = results["machine"]
-    return machine["date"] + (f", commit {machine['commit']}" if "commit" in machine else "")
+    return f"{machine['date']}, commit {machine.get('commit', 'not recorded')}"
 
 
 def render_cpu() -> str:

@@ -17,8 +17,7 @@ def machine_line(results: dict[str, Any]) -> str:
     """What measured it, in one line."""
     found = results["machine"]
     where = found["gpu"] if results.get("device", "cpu") == "cuda" else f"{found['cpu']}, threads: {found['threads']}"
-    commit = f", commit {found['commit']}" if "commit" in found else ""
-    return f"{where}, torch {found['torch']}, {found['date']}{commit}"
+    return f"{where}, torch {found['torch']}, {found['date']}, commit {found.get('commit', 'not recorded')}"
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

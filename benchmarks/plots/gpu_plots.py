@@ -28,7 +28,8 @@ PALETTE = (OURS, "#c8553d", "#e09f3e", "#8c6bb1", "#4477aa", "#8a8f94", "#333a40
 def machine_line(results: dict[str, Any]) -> str:
     """What measured it."""
     machine = results["machine"]
-    return f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, {machine['date']}"
+    run = f"{machine['date']}, commit {machine.get('commit', 'not recorded')}"
+    return f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, {run}"
 
 
 def _shape_name(case: dict[str, Any]) -> str:

@@ -81,4 +81,11 @@ def test_the_head_of_a_gpu_s_results_has_its_clocks() -> None:
 def test_a_page_that_quotes_a_results_file_shows_its_date_and_commit(page: Path, file: Path) -> None:
     machine, text = json.loads(file.read_text())["machine"], page.read_text()
     assert machine["date"] in text
-    assert machine.get("commit", "").removesuffix("+") in text
+    assert machine.get("commit", "not recorded").removesuffix("+") in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_each_date_of_a_measurement_has_its_commit_beside_it(page: Path) -> None:
+    text = page.read_text().replace("\n", " ")
+    runs = re.findall(r"20\d\d-\d\d-\d\d.{0,30}", text)
+    assert [run for run in runs if not re.search(r"commit (?:[0-9a-f]{12}\b|not recorded)", run)] == []
