@@ -382,3 +382,16 @@ def digits(
         raise NotImplementedError(f"x must be on a CPU or a CUDA device, got {x.device}")
     with device_of(x):
         return _digits_cuda(x, rule, count, axis, transpose)
+
+
+def default_configs(arch: str = "sm_90a") -> list[DigitsConfig]:
+    """Return the configs of all kernels on `arch`: input dtypes, planes, columns of up to 4,096 rows and longer ones.
+
+    Examples
+    --------
+    >>> len(default_configs())
+    27
+    """
+    kinds = [(x, planes) for x in REAL_DTYPES.values() for planes in (1, 2, 3)]
+    rows = [DigitsConfig("digits_rows", x, planes) for x, planes in kinds]
+    return [*rows, *(columns_config(x, planes, arch, length) for x, planes in kinds for length in (4096, 4097))]
