@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cute_kernels.dtypes import FLOAT_DTYPES, HALF_DTYPES
+from magicube_cutlass.autograd.once import once
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.construct import transpose_parts
 from magicube_cutlass.formats.pattern import Pattern
@@ -38,7 +38,7 @@ class Spmm(torch.autograd.Function):
         return spmm_op.spmm(matrix, x, out_dtype=x.dtype, bias=None if bias is None else bias.detach())
 
     @staticmethod
-    @once_differentiable  # the gradients are products of integers, which have no derivative
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of values, x and bias."""
         g = grads[0].contiguous()  # (*batch, M, N)
@@ -65,7 +65,7 @@ class Sddmm(torch.autograd.Function):
         return sddmm_op.sddmm(x, y, pattern, out_dtype=x.dtype).vectors()
 
     @staticmethod
-    @once_differentiable  # the gradients are products of integers, which have no derivative
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and y."""
         g, pattern = grads[0], ctx.pattern  # (*batch, vectors, V)

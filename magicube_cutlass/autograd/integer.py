@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cute_kernels.integers import BITS, check_bits, int_range, value_dtype
 from magicube_cutlass.autograd import floating as float_autograd
 from magicube_cutlass.autograd.floating import check_float16_like
+from magicube_cutlass.autograd.once import once
 from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.bcrs import BCRS
@@ -150,7 +150,7 @@ class _At(torch.autograd.Function):
         return gather_vectors(dense, pattern)
 
     @staticmethod
-    @once_differentiable  # the gradients are products of integers, which have no derivative
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return dense_of(grads[0], ctx.pattern), None
 
@@ -238,7 +238,7 @@ class _Spmm(torch.autograd.Function):
         return _product(matrix, dense, x.dtype, None if bias is None else bias.detach())
 
     @staticmethod
-    @once_differentiable  # the gradients are products of integers, which have no derivative
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g = grads[0]  # (*batch, M, N)
         data, x_scale, scale = ctx.saved_tensors

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cute_kernels.integers import check_bits
 from magicube_cutlass.autograd import floating as float_autograd
@@ -24,6 +23,7 @@ from magicube_cutlass.autograd.integer import (
     quantized,
     times,
 )
+from magicube_cutlass.autograd.once import once
 from magicube_cutlass.formats.construct import transpose_parts
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -40,7 +40,7 @@ class _Sddmm(torch.autograd.Function):
         return _sampled(left, right, pattern, torch.promote_types(x.dtype, y.dtype))
 
     @staticmethod
-    @once_differentiable  # the gradients are products of integers, which have no derivative
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g, pattern = grads[0], ctx.pattern  # (*batch, vectors, V)
         left_data, left_scale, right_data, right_scale = ctx.saved_tensors

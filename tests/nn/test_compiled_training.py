@@ -82,6 +82,24 @@ def test_second_derivatives_are_refused() -> None:
         gradient.square().sum().backward()
 
 
+def test_a_second_derivative_is_refused_where_torch_takes_zero_for_what_a_graph_lacks() -> None:
+    model, _ = pair()
+    a, half = mc.SRBCRS.from_dense(torch.randn(16, 64)), mc.SRBCRS.from_dense(torch.randn(16, 64), dtype="float16")
+    pattern, other = a.pattern, torch.randn(64, 24)
+    for call, shape, dtype in (
+        (model, (3, 64), torch.float32),
+        (lambda x: mc.autograd.spmm(a, x), (64, 3), torch.float32),
+        (lambda x: mc.autograd.spmm(half, x), (64, 3), torch.float16),
+        (lambda x: mc.autograd.sddmm(x, other, pattern), (16, 24), torch.float32),
+    ):
+        x = torch.randn(shape, dtype=dtype, requires_grad=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.autograd.functional.hessian(lambda x, call=call: call(x).float().square().sum(), x)
+        (gradient,) = torch.autograd.grad(call(x).float().square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.autograd.grad(gradient.sum(), x, allow_unused=True)
+
+
 def test_transforms_are_refused_by_name_and_leave_nothing_behind() -> None:
     model, plain = pair()
     x, a = torch.randn(3, 5, 64), mc.SRBCRS.from_dense(torch.randn(16, 64), vector_length=8, bits=8)
