@@ -130,7 +130,8 @@ def check_written(out: object, A: object, B: object, bias: object) -> None:
 def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
     """Raise `ValueError` if a gradient of `tensor` is wanted, which these products do not give."""
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires a gradient, which this product does not give; use {name}.detach() or "
+        source = f"{name[-1]}.scale" if name.startswith("scale") else name
+        raise ValueError(f"{name} requires a gradient, which this product does not give; use {source}.detach() or "
                          "magicube_cutlass.autograd.spmm")  # fmt: skip
 
 
