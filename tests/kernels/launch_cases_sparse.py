@@ -284,6 +284,9 @@ def gradients(recorder: Recorder) -> None:
     recorder.call("a layer", lambda: torch.autograd.grad(layer(tokens).sum(), tokens), x=tokens)
     recorder.call("a layer, again", lambda: layer.eval()(tokens.detach()), x=tokens)
     recorder.call("a frozen layer", lambda: layer.freeze()(tokens.detach()), x=tokens)
+    still, out = tokens.detach(), list[Tensor]()  # results that live give the next one another address
+    for call in range(3):
+        recorder.call(f"a frozen layer, warm, call {call}", lambda: out.append(layer(still)), x=still)
 
 
 def _linear(inner: int, outer: int) -> torch.nn.Linear:
