@@ -79,14 +79,7 @@ class Plan:
         if (B is None) == (self.right is None):
             given = "none" if B is None else "one"
             raise TypeError(f"B must be given once, to the plan or to its call, got {given}")
-        found = self.right if B is None else B
-        prepared = found if isinstance(found, PreparedOperand) else None
-        weight = found.weight if isinstance(found, PreparedOperand) else found
-        check_pair(A, weight)
-        if prepared is not None:
-            prepared.check_current()
-        assert isinstance(weight, Tensor)
-        return weight, prepared
+        return _checked(A, self.right if B is None else B)
 
     def __call__(self, A: Tensor, B: Tensor | PreparedOperand | None = None) -> Tensor:
         """Return the product; the gradient is straight-through.
@@ -124,6 +117,14 @@ class Plan:
         """
         weight, prepared = self._operands(A, B)
         return Pending(*compute(A, weight if prepared is None else prepared, self.options, measured=True))
+
+
+def _checked(A: Tensor, B: Tensor | PreparedOperand | None) -> tuple[Tensor, PreparedOperand | None]:
+    """Return the checked right operand and what was prepared of it."""
+    if isinstance(B, PreparedOperand):
+        B.check_current()
+        return check_pair(A, B.weight)[1], B
+    return check_pair(A, B)[1], None
 
 
 def prepare(
@@ -329,10 +330,9 @@ def matmul(
     """
     right = _with_prepared(B, prepared)
     options = check_options(tol, mode, bits, out_dtype, seed, rungs, on_failure, flow)
-    chosen = Plan(None, options)
     if not return_report:
-        return chosen(A, right)
-    pending = chosen.start(A, right)
+        return product(A, *_checked(A, right), options)
+    pending = Plan(None, options).start(A, right)
     return pending.result(), pending.report
 
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from residual.operand.operand import check_operand, real_dtype
-from residual.planning.ladder import FLOATS, MODES, PLANES, RUNGS, Demand, Machine, Rung, rungs_of
+from residual.planning.ladder import (
+    FLOATS,
+    MODES,
+    PLANES,
+    RUNGS,
+    SMALL,
+    Demand,
+    Machine,
+    Rung,
+    digit_rungs,
+    rungs_of,
+)
 
 OnFailure = Literal["raise", "fallback", "fp32"]
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -32,8 +42,7 @@ class MatmulOptions(TypedDict, total=False):
     flow: str
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Checked options; fields as the arguments of :func:`residual.matmul`."""
 
     tol: float | None = None
@@ -48,6 +57,16 @@ class Options:
     def result_dtype(self, A: Tensor, B: Tensor) -> torch.dtype:
         """Return the dtype of the product."""
         return self.out_dtype or torch.promote_types(real_dtype(A), real_dtype(B))
+
+    def starts_single(self, A: Tensor, B: Tensor) -> bool:
+        """Return whether the first attempt at a tolerance is the float32 product of CPU tensors as they are."""
+        if self.tol is None or not A.is_cpu or not A.dtype == B.dtype == (self.out_dtype or A.dtype) == torch.float32:
+            return False
+        if self.rungs is not None:
+            return self.rungs[0] == "fp32"
+        if self.mode != "auto":
+            return False
+        return A.shape[0] * B.numel() < SMALL or not digit_rungs(machine_of(A.device), self.tol)
 
     def rungs_for(self, A: Tensor, B: Tensor) -> tuple[Rung, ...]:
         """Return the rungs of ``A B`` from the cheapest up."""

@@ -62,6 +62,9 @@ _operator = register_op("residual::matmul", _matmul, _fake)
 torch.library.register_autograd("residual::matmul", _backward, setup_context=_save)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 class _Product(torch.autograd.Function):
     """The eager product with a gradient: cheaper than the operator's, and takes a prepared operand."""
 
@@ -80,8 +83,7 @@ def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Opt
 
     Compilers see the operator, which prepares `b` at each call.
     """
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (a, b))
-    if not plain or torch.compiler.is_compiling():
+    if type(a) not in _PLAIN or type(b) not in _PLAIN or torch.compiler.is_compiling():
         return _operator(
             a, b, options.tol, options.mode, options.bits, options.result_dtype(a, b), options.seed,
             ",".join(options.rungs or ()), options.on_failure, options.flow,

@@ -20,6 +20,7 @@ from cute_kernels.cpu import extension
 from cute_kernels.cpu.arguments import check_address, check_array
 
 PROBES = 16
+FEW_PROBES = 3  # of `bound_sums`
 
 
 class JudgeSums(NamedTuple):
@@ -152,3 +153,73 @@ def judge(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tens
         a, BW.data_ptr(), bound.data_ptr(), c, W.data_ptr(), wbar.data_ptr(), gram.data_ptr(), torch.get_num_threads()
     )
     return JudgeSums(gram, *sums)
+
+
+class BoundSums(NamedTuple):
+    """Squared norms that bound the error of a product C ~ A B; all NaN if an entry is non-finite."""
+
+    a: float  # ||A||_F^2
+    b: float  # ||B||_F^2
+    c: float  # ||C||_F^2
+    error: float  # ||A (B W) - C W||_F^2; 0 without probes
+
+
+def _runs(x: Tensor) -> tuple[int, bool] | None:
+    """The memory stride of a float32 CPU matrix's contiguous rows or columns, and whether those are columns."""
+    if x.dtype is not torch.float32 or x.ndim != 2 or not x.is_cpu or x.is_neg() or x._is_zerotensor():
+        return None
+    (rows, columns), (row, column) = x.shape, x.stride()
+    if column == 1 or columns == 1:
+        return row, False
+    return (column, True) if row == 1 or rows == 1 else None
+
+
+def bound_sums(A: Tensor, B: Tensor, C: Tensor, W: Tensor | None = None) -> BoundSums | None:
+    """Sum what bounds the error of a float32 product: squared norms and, of a few probes, that of ``A (B W) - C W``.
+
+    float64 sums, each of at most K + N + M rounded terms one after the other: the rounding of ``A (B W) - C W`` is at
+    most ``g(K + N) |A||B||W| + g(N) |C||W|``. Results do not depend on the number of threads.
+
+    Parameters
+    ----------
+    A : Tensor, shape (M, K)
+        Left operand.
+    B : Tensor, shape (K, N)
+        Right operand.
+    C : Tensor, shape (M, N)
+        float32, contiguous, on the CPU.
+    W : Tensor, shape (3, N), optional
+        float64 probes, one after the other, contiguous. Default: norms alone.
+
+    Returns
+    -------
+    BoundSums or None
+        All NaN if an entry is non-finite. None if `A` or `B` is not a row- or column-major float32 matrix on the CPU,
+        or the engine is missing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the shapes of `A` and `B` do not match, or `C` or `W` is not as described.
+
+    Examples
+    --------
+    >>> A, B = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0], [3.0]])
+    >>> tuple(bound_sums(A, B, torch.tensor([[4.0]]), torch.ones(3, 1, dtype=torch.float64)))
+    (5.0, 10.0, 16.0, 3.0)
+    """
+    engine, left, right = extension.ENGINE, _runs(A), _runs(B)
+    if engine is None or left is None or right is None:
+        return None
+    (m, k), (inner, n) = A.shape, B.shape
+    if inner != k:
+        raise ValueError(f"B must have {k} rows to match A of shape {(m, k)}, got {inner}")
+    check_array("C", C, torch.float32, m, n)
+    if W is not None:
+        check_array("W", W, torch.float64, FEW_PROBES, n)
+    return BoundSums(
+        *engine.bound_sums(
+            A.data_ptr(), *left, B.data_ptr(), *right, C.data_ptr(), m, k, n, 0 if W is None else W.data_ptr(),
+            torch.get_num_threads(),
+        )
+    )  # fmt: skip

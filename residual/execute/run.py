@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu.direct import direct
-from residual.error.a_priori import a_priori_bound
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
+from residual.error.float32 import is_within
 from residual.error.look import look
 from residual.error.probes import PROBES, ProbeSums, is_zero, judge, noise
 from residual.execute.products import execute, rounding, rounds_levels
@@ -33,14 +33,20 @@ class Outcome(NamedTuple):
 
 
 def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome:
-    """Return the product of checked operands; `measured`: with a report also without a tolerance."""
+    """Return the product of checked operands, where autograd does not record; `measured`: with a report in any case."""
     weight = B.weight if isinstance(B, PreparedOperand) else B
     if torch.is_autocast_enabled(A.device.type):  # it would compute float32 products in 16 bits
         with torch.autocast(A.device.type, enabled=False):
             return compute(A, B, options, measured)
-    out_dtype = options.result_dtype(A, weight)
-    if 0 in (*A.shape, *weight.shape):
-        return Outcome(A.new_zeros(A.shape[0], weight.shape[1], dtype=out_dtype), EMPTY, None)
+    if not (A.numel() and weight.numel()):
+        zeros = A.new_zeros(A.shape[0], weight.shape[1], dtype=options.result_dtype(A, weight))
+        return Outcome(zeros, EMPTY, None)
+    single = None
+    if not measured and options.starts_single(A, weight):
+        single = float_product(A, weight)  # (M, N)
+        assert options.tol is not None
+        if is_within(A, weight, single, options.tol, options.seed):
+            return Outcome(single, EMPTY, None)
     if A.is_cuda:
         from residual.cuda import flow, passes  # kernels of their own; the passes by name alone
 
@@ -55,15 +61,9 @@ def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: 
             if made is not None:
                 return Outcome(*made)
     with torch.no_grad():
-        rungs = options.rungs_for(A, weight)
+        rungs, out_dtype = options.rungs_for(A, weight), options.result_dtype(A, weight)
         if options.tol is None and not measured:
             return Outcome(_unchecked(A, B, rungs[0], out_dtype), EMPTY, None)
-        single = None
-        plain = not A.is_cuda and A.dtype == weight.dtype == out_dtype == torch.float32
-        if options.tol is not None and not measured and plain and rungs[0].mode == "fp32":
-            single = float_product(A, weight)  # (M, N)
-            if a_priori_bound(A, weight, single) <= options.tol:
-                return Outcome(single, EMPTY, None)
         right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[:1])
         return _climb(A, right, options, rungs, out_dtype, 0.0 if measured else options.tol or 0.0, single)
 
@@ -99,10 +99,11 @@ def _climb(
     `enough`: no sharper bound is needed. `single`: the float32 product, if it is computed already.
     """
     tol, found = options.tol, list[tuple[Attempt, ErrorEstimate]]()
+    probed = options.starts_single(A, right.weight)  # three probes may have taken the share of the second rung
     product: Tensor | None = None
     left: Operand | None = None
     for i, rung in enumerate(rungs):
-        sure = CONFIDENCE if tol is None else confidence(i)
+        sure = CONFIDENCE if tol is None else confidence(i + (probed and i > 0))
         made = _direct(A, right, rung, out_dtype, sure, enough)
         if made is None and left is None and rung.mode == "fp32" and tol is not None:
             made = _single(A, right, single, out_dtype, sure, tol, enough)

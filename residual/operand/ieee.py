@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
 
 def float_product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a b`` in their dtype; float32 runs in float64 if the program allows tf32 or bfloat16 inside.
@@ -13,7 +15,6 @@ def float_product(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.dtype != torch.float32:
         return a @ b
-    backend = torch.backends.cuda.matmul if a.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    if backend.fp32_precision in ("none", "ieee"):
+    if (_CUDA if a.is_cuda else _CPU).fp32_precision in ("none", "ieee"):
         return a @ b
     return (a.double() @ b.double()).float()

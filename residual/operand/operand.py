@@ -35,6 +35,8 @@ def real_dtype(x: Tensor) -> torch.dtype:
 
 def check_operand(name: str, x: object) -> Tensor:
     """Return `x` as a 2-D real tensor; raise ``TypeError`` or ``ValueError``."""
+    if isinstance(x, Tensor) and x.dtype in _DTYPES and x.is_cpu and x.layout is torch.strided and x.dim() == 2:
+        return x
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in _DTYPES and (x.is_complex() or x.is_floating_point()):

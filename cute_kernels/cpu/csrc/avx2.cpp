@@ -209,6 +209,7 @@ struct Direct {
 
 namespace magicube {
 const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress,
-                      &probe_right<Doubles>, &judge<Doubles>, &pack_digits, &probe_digits<Doubles>, &direct<Direct>, &is_structure_valid,
+                      &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
+                      &direct<Direct>, &is_structure_valid,
                       Avx2::kScratchBytes};
 }

@@ -283,6 +283,7 @@ struct Direct {
 
 namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress,
-                        &probe_right<Doubles>, &judge<Doubles>, &pack_digits, &probe_digits<Doubles>, &direct<Direct>, &is_structure_valid,
+                        &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
+                      &direct<Direct>, &is_structure_valid,
                         Avx512::kScratchBytes};
 }

@@ -303,6 +303,18 @@ void judge(const JudgeArgs& args, int most_threads) {
   }, &job);
 }
 
+void bound_sums(const BoundArgs& args, int most_threads) {
+  for (const RealMatrix* x : {&args.a, &args.b, &args.c}) require_matrix(*x, "a, b and c must be matrices with memory");
+  const Job job{&selected(), &args};
+  const int64_t entries = args.a.rows * args.a.columns + args.b.rows * args.b.columns + args.c.rows * args.c.columns;
+  const int threads = threads_for(kWorkPerProbe * (args.w ? kFewProbes : 1) * entries, most_threads);
+  nb::gil_scoped_release release;
+  run_thread_group(threads, bound_shared_bytes(args), 0, [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->bound_sums(*static_cast<const BoundArgs*>(j.args), group);
+  }, &job);
+}
+
 constexpr int64_t kMaxDirectInner = int64_t{1} << 17;  // 127^2 K < 2^31
 
 void pack_digits(const PackArgs& args, int most_threads) {
@@ -457,6 +469,15 @@ NB_MODULE(_engine, m) {
     std::memcpy(pointer<void>(gram), sums.gram, sizeof sums.gram);
     return std::make_tuple(sums.product, sums.claimed, sums.norm, sums.a_bound, sums.c_bound);
   }, "a"_a, "products"_a, "bounds"_a, "c"_a, "w"_a, "wbar"_a, "gram"_a, "threads"_a);
+  m.def("bound_sums", [](uintptr_t a, int64_t a_stride, bool a_columns, uintptr_t b, int64_t b_stride, bool b_columns, uintptr_t c,
+                         int64_t rows, int64_t inner, int64_t columns, uintptr_t w, int threads) {
+    BoundSums sums;
+    bound_sums(BoundArgs{{pointer<const void>(a), rows, inner, a_stride, false, a_columns},
+                         {pointer<const void>(b), inner, columns, b_stride, false, b_columns},
+                         {pointer<const void>(c), rows, columns, columns, false, false}, pointer<const double>(w), &sums}, threads);
+    return std::make_tuple(sums.a, sums.b, sums.c, sums.error);
+  }, "a"_a, "a_stride"_a, "a_columns"_a, "b"_a, "b_stride"_a, "b_columns"_a, "c"_a, "rows"_a, "inner"_a, "columns"_a, "w"_a,
+     "threads"_a);
   m.def("pack_digits", [](uintptr_t digits, int64_t rows, int64_t columns, uintptr_t packed, uintptr_t column_sums, int threads) {
     pack_digits(PackArgs{pointer<const int8_t>(digits), rows, columns, pointer<int8_t>(packed), pointer<int32_t>(column_sums)},
                 threads);

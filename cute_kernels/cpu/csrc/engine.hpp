@@ -194,6 +194,23 @@ struct JudgeArgs {
   JudgeSums* out;
 };
 
+constexpr int kFewProbes = 3;
+constexpr int64_t kBoundRows = 48;  // rows, or contiguous runs, with sums of their own
+
+struct BoundSums {
+  double a, b, c;  // ||A||_F^2, ||B||_F^2, ||C||_F^2
+  double error;    // ||A (B W) - C W||_F^2
+};
+
+// float32 matrices.
+struct BoundArgs {
+  RealMatrix a;     // (M, K)
+  RealMatrix b;     // (K, N)
+  RealMatrix c;     // (M, N)
+  const double* w;  // (kFewProbes, N), or null for norms alone
+  BoundSums* out;
+};
+
 constexpr int64_t kErrorBlock = 64;  // products that float32 sums before they are added in float64
 constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by all of B
 
@@ -279,6 +296,7 @@ struct Engine {
   void (*compress)(const CompressArgs&, ThreadGroup&);
   void (*probe_right)(const ProbeArgs&, ThreadGroup&);
   void (*judge)(const JudgeArgs&, ThreadGroup&);
+  void (*bound_sums)(const BoundArgs&, ThreadGroup&);
   void (*pack_digits)(const PackArgs&, ThreadGroup&);
   void (*probe_digits)(const ProbeDigitsArgs&, ThreadGroup&);
   void (*direct)(const DirectArgs&, ThreadGroup&);
@@ -316,6 +334,7 @@ int64_t probe_bytes(int64_t rows);        // of probes in float64
 int64_t probe_local_bytes(int64_t terms);  // of a converted block
 int64_t judge_chunk_rows(int64_t rows);   // rows with sums of their own
 int64_t judge_shared_bytes(const JudgeArgs& args);
+int64_t bound_shared_bytes(const BoundArgs& args);
 int64_t digit_pitch(int64_t inner);  // digits from one staged row to the next
 int64_t direct_shared_bytes(int64_t rows);
 int64_t direct_local_bytes(int64_t inner);

@@ -1,12 +1,20 @@
 // Sums for the error bound of a product C ~ A B by sixteen probes W: B W, then A (B W) - C W, in float64.
+//
+// The bounds of float32 products take squared norms, and three probes whose vectors lie one after the other, (kFewProbes, columns).
+// Three rows of a row-major matrix, or three vectors of rows of a column-major one, are multiplied at a time: with 9 sums of
+// products and 3 of squares, all 16 registers of AVX2.
 #pragma once
 
 #include "probe_tile.hpp"
 
 namespace {  // compiled once per instruction set
 
+using magicube::BoundArgs;
+using magicube::BoundSums;
 using magicube::JudgeArgs;
 using magicube::JudgeSums;
+using magicube::kBoundRows;
+using magicube::kFewProbes;
 using magicube::kProbes;
 using magicube::ProbeArgs;
 using magicube::ThreadGroup;
@@ -77,6 +85,212 @@ void judge(const JudgeArgs& args, ThreadGroup& group) {
   }
   group.barrier();
   if (group.rank() == 0) add_in_order(parts, chunks, *args.out);
+}
+
+constexpr int64_t kFewBlock = 512;  // columns whose vectors stay in L1
+constexpr int kTriple = 3;
+
+template <class Isa>
+double sum_lanes(typename Isa::Vector value) {
+  double lanes[Isa::kLanes], total = 0.0;
+  Isa::store(lanes, value);
+  for (int l = 0; l < Isa::kLanes; ++l) total += lanes[l];
+  return total;
+}
+
+template <class Isa>
+double squares_of_run(const float* x, int64_t count) {
+  constexpr int kLanes = Isa::kLanes, kSums = 4;  // independent sums hide the latency of an FMA
+  typename Isa::Vector squares[kSums];
+#pragma GCC unroll 4
+  for (int i = 0; i < kSums; ++i) squares[i] = Isa::zero();
+  int64_t k = 0;
+  for (; k + kSums * kLanes <= count; k += kSums * kLanes) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kSums; ++i) {
+      const auto value = Isa::load(x + k + i * kLanes);
+      squares[i] = Isa::fma(value, value, squares[i]);
+    }
+  }
+  double last = 0.0;
+  for (; k < count; ++k) last = fused(x[k], x[k], last);
+  for (int i = 0; i < kSums; ++i) last += sum_lanes<Isa>(squares[i]);
+  return last;
+}
+
+// Squares of some contiguous runs: rows, or columns if they are contiguous.
+template <class Isa>
+double squares_of(const magicube::RealMatrix& x, int64_t first, int64_t runs) {
+  const int64_t length = x.column_major ? x.rows : x.columns;
+  const auto* data = static_cast<const float*>(x.data) + first * x.stride;
+  if (x.stride == length) return squares_of_run<Isa>(data, runs * length);
+  double total = 0.0;
+  for (int64_t i = 0; i < runs; ++i) total += squares_of_run<Isa>(data + i * x.stride, length);
+  return total;
+}
+
+// y (rows, kFewProbes) += x v^T for some rows of `count` columns; returns the sum of the squares of x.
+template <class Isa, int Rows>
+__attribute__((noinline)) double multiply_few_rows(const float* x, int64_t stride, int64_t count, const double* v, int64_t pitch,
+                                                   double* y) {
+  typename Isa::Vector sum[Rows][kFewProbes], square[Rows];
+#pragma GCC unroll 3
+  for (int r = 0; r < Rows; ++r) {
+    square[r] = Isa::zero();
+#pragma GCC unroll 3
+    for (int p = 0; p < kFewProbes; ++p) sum[r][p] = Isa::zero();
+  }
+  int64_t k = 0;
+  for (; k + Isa::kLanes <= count; k += Isa::kLanes) {
+    typename Isa::Vector left[Rows];
+#pragma GCC unroll 3
+    for (int r = 0; r < Rows; ++r) {
+      left[r] = Isa::load(x + r * stride + k);
+      square[r] = Isa::fma(left[r], left[r], square[r]);
+    }
+#pragma GCC unroll 3
+    for (int p = 0; p < kFewProbes; ++p) {
+      const auto right = Isa::load(v + p * pitch + k);
+#pragma GCC unroll 3
+      for (int r = 0; r < Rows; ++r) sum[r][p] = Isa::fma(left[r], right, sum[r][p]);
+    }
+  }
+  double squares = 0.0;
+#pragma GCC unroll 3
+  for (int r = 0; r < Rows; ++r) {
+    squares += sum_lanes<Isa>(square[r]);
+#pragma GCC unroll 3
+    for (int p = 0; p < kFewProbes; ++p) y[r * kFewProbes + p] += sum_lanes<Isa>(sum[r][p]);
+  }
+  for (; k < count; ++k) {
+    for (int r = 0; r < Rows; ++r) {
+      const double value = x[r * stride + k];
+      squares = fused(value, value, squares);
+      for (int p = 0; p < kFewProbes; ++p) y[r * kFewProbes + p] = fused(value, v[p * pitch + k], y[r * kFewProbes + p]);
+    }
+  }
+  return squares;
+}
+
+// The same for kTriple * Isa::kLanes rows of contiguous columns.
+template <class Isa>
+__attribute__((noinline)) double multiply_few_columns(const float* x, int64_t stride, int64_t count, const double* v, int64_t pitch,
+                                                      double* y) {
+  typename Isa::Vector sum[kTriple][kFewProbes], square[kTriple];
+#pragma GCC unroll 3
+  for (int i = 0; i < kTriple; ++i) {
+    square[i] = Isa::zero();
+#pragma GCC unroll 3
+    for (int p = 0; p < kFewProbes; ++p) sum[i][p] = Isa::zero();
+  }
+  for (int64_t k = 0; k < count; ++k, x += stride) {
+    typename Isa::Vector left[kTriple];
+#pragma GCC unroll 3
+    for (int i = 0; i < kTriple; ++i) {
+      left[i] = Isa::load(x + i * Isa::kLanes);
+      square[i] = Isa::fma(left[i], left[i], square[i]);
+    }
+#pragma GCC unroll 3
+    for (int p = 0; p < kFewProbes; ++p) {
+      const auto right = Isa::broadcast(v[p * pitch + k]);
+#pragma GCC unroll 3
+      for (int i = 0; i < kTriple; ++i) sum[i][p] = Isa::fma(left[i], right, sum[i][p]);
+    }
+  }
+  double lanes[Isa::kLanes], squares = 0.0;
+#pragma GCC unroll 3
+  for (int i = 0; i < kTriple; ++i) {
+    squares += sum_lanes<Isa>(square[i]);
+#pragma GCC unroll 3
+    for (int p = 0; p < kFewProbes; ++p) {
+      Isa::store(lanes, sum[i][p]);
+      for (int l = 0; l < Isa::kLanes; ++l) y[(i * Isa::kLanes + l) * kFewProbes + p] += lanes[l];
+    }
+  }
+  return squares;
+}
+
+// y (rows, kFewProbes) = x v^T for rows [row, row + rows) of `x`; returns the sum of their squares.
+template <class Isa>
+double multiply_few(const magicube::RealMatrix& x, int64_t row, int64_t rows, const double* v, double* y) {
+  const auto* const data = static_cast<const float*>(x.data);
+  std::memset(y, 0, static_cast<size_t>(rows) * kFewProbes * sizeof(double));
+  double squares = 0.0;
+  for (int64_t k0 = 0; k0 < x.columns; k0 += kFewBlock) {
+    const int64_t count = lesser(kFewBlock, x.columns - k0);
+    const double* const part = v + k0;
+    int64_t r = 0;
+    if (x.column_major) {
+      constexpr int64_t kRows = kTriple * Isa::kLanes;
+      const float* const from = data + k0 * x.stride + row;
+      for (; r + kRows <= rows; r += kRows) {
+        squares += multiply_few_columns<Isa>(from + r, x.stride, count, part, x.columns, y + r * kFewProbes);
+      }
+      for (; r < rows; ++r) {
+        for (int64_t k = 0; k < count; ++k) {
+          const double value = from[k * x.stride + r];
+          squares = fused(value, value, squares);
+          for (int p = 0; p < kFewProbes; ++p) y[r * kFewProbes + p] = fused(value, part[p * x.columns + k], y[r * kFewProbes + p]);
+        }
+      }
+    } else {
+      const float* const from = data + row * x.stride + k0;
+      for (; r + kTriple <= rows; r += kTriple) {
+        squares += multiply_few_rows<Isa, kTriple>(from + r * x.stride, x.stride, count, part, x.columns, y + r * kFewProbes);
+      }
+      for (; r < rows; ++r) squares += multiply_few_rows<Isa, 1>(from + r * x.stride, x.stride, count, part, x.columns, y + r * kFewProbes);
+    }
+  }
+  return squares;
+}
+
+inline int64_t bound_chunks(int64_t rows) { return (rows + kBoundRows - 1) / kBoundRows; }
+
+// Norms alone: contiguous runs of the three matrices.
+template <class Isa>
+void sum_norms(const BoundArgs& args, BoundSums* parts, ThreadGroup& group) {
+  const magicube::RealMatrix* const matrices[] = {&args.a, &args.b, &args.c};
+  int64_t runs[3], ends[3], chunks = 0;
+  for (int i = 0; i < 3; ++i) {
+    runs[i] = matrices[i]->column_major ? matrices[i]->columns : matrices[i]->rows;
+    ends[i] = chunks += bound_chunks(runs[i]);
+  }
+  for (int64_t chunk = group.ticket(); chunk < chunks; chunk = group.ticket()) {
+    const int i = chunk < ends[0] ? 0 : chunk < ends[1] ? 1 : 2;
+    const int64_t first = (chunk - (i ? ends[i - 1] : 0)) * kBoundRows;
+    double sums[3] = {};
+    sums[i] = squares_of<Isa>(*matrices[i], first, lesser(kBoundRows, runs[i] - first));
+    parts[chunk] = BoundSums{sums[0], sums[1], sums[2], 0.0};
+  }
+  group.barrier();
+  if (group.rank() == 0) add_in_order(parts, chunks, *args.out);
+}
+
+// Chunks have sums of their own, which one thread adds in order: results do not depend on the threads.
+template <class Isa>
+void bound_sums(const BoundArgs& args, ThreadGroup& group) {
+  auto* const parts = reinterpret_cast<BoundSums*>(group.shared());
+  if (args.w == nullptr) return sum_norms<Isa>(args, parts, group);
+  const int64_t inner = args.b.rows, right_chunks = bound_chunks(inner), left_chunks = bound_chunks(args.a.rows);
+  auto* const products = reinterpret_cast<double*>(parts + right_chunks + left_chunks);  // (kFewProbes, inner), B W
+  double y[kBoundRows * kFewProbes], claimed[kBoundRows * kFewProbes];
+  for (int64_t chunk = group.ticket(); chunk < right_chunks; chunk = group.ticket()) {
+    const int64_t row = chunk * kBoundRows, rows = lesser(kBoundRows, inner - row);
+    parts[chunk] = BoundSums{0.0, multiply_few<Isa>(args.b, row, rows, args.w, y), 0.0, 0.0};
+    for (int p = 0; p < kFewProbes; ++p) {
+      for (int64_t r = 0; r < rows; ++r) products[p * inner + row + r] = y[r * kFewProbes + p];
+    }
+  }
+  group.barrier();
+  for (int64_t chunk = group.ticket(); chunk < left_chunks; chunk = group.ticket()) {
+    const int64_t row = chunk * kBoundRows, rows = lesser(kBoundRows, args.a.rows - row);
+    BoundSums& part = parts[right_chunks + chunk];
+    part = BoundSums{multiply_few<Isa>(args.a, row, rows, products, y), 0.0, multiply_few<Isa>(args.c, row, rows, args.w, claimed),
+                     0.0};
+    for (int64_t i = 0; i < rows * kFewProbes; ++i) part.error = fused(y[i] - claimed[i], y[i] - claimed[i], part.error);
+  }
+  group.barrier();
+  if (group.rank() == 0) add_in_order(parts, right_chunks + left_chunks, *args.out);
 }
 
 }  // namespace

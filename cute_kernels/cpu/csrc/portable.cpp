@@ -130,6 +130,6 @@ struct Direct {
 
 namespace magicube {
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress,
-                          &probe_right<Doubles>, &judge<Doubles>, &pack_digits, &probe_digits<Doubles>,
+                          &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                           &direct<Direct>, &is_structure_valid, Portable::kScratchBytes};
 }

@@ -140,6 +140,14 @@ int64_t judge_shared_bytes(const JudgeArgs& args) {
   return probe_bytes(args.c.columns) + round_up(chunks * static_cast<int64_t>(sizeof(JudgeSums)), 64);
 }
 
+int64_t bound_shared_bytes(const BoundArgs& args) {
+  int64_t chunks = 0;
+  for (const RealMatrix* x : {&args.a, &args.b, &args.c}) {
+    chunks += ((args.w == nullptr && x->column_major ? x->columns : x->rows) + kBoundRows - 1) / kBoundRows;
+  }
+  return round_up(chunks * static_cast<int64_t>(sizeof(BoundSums)) + (args.w ? args.b.rows * kFewProbes * 8 : 0), 64);
+}
+
 int64_t digit_pitch(int64_t inner) { return round_up(inner, 64) + 64; }  // rows a power of two apart would share cache sets
 
 int64_t direct_shared_bytes(int64_t rows) {

@@ -1,0 +1,113 @@
+"""Bounds of a float32 product on a CPU that cost less than the check of any product: by norms, or by three probes."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.cpu.estimate import FEW_PROBES, BoundSums, bound_sums
+from residual.error.estimate import relative_bound
+from residual.error.factor import bound_factor, confidence
+from residual.error.probes import draw, gamma
+
+UNIT = 2.0**-24  # unit roundoff of float32
+LEAST = 1e-6  # tolerance below which three probes, at 12 times the error, accept hardly any product
+_SLACK = 1.001  # covers the rounding of sums of up to 2^40 squares
+_UNDERFLOW = 2.0**-126  # what an entry of a product loses below the range of float32
+_EXTRA = 8  # roundings besides those of the sums
+
+
+class FewProbes(NamedTuple):
+    """Probes as :func:`cute_kernels.cpu.estimate.bound_sums` takes them."""
+
+    vectors: Tensor  # (3, N) float64: W^T
+    norm: float  # ||W||_F
+
+
+def _few(n: int, seed: int | None) -> FewProbes:
+    vectors = draw(n, torch.device("cpu"), seed, FEW_PROBES).vectors.double().t().contiguous()
+    return FewProbes(vectors, float(torch.linalg.vector_norm(vectors)))
+
+
+_few_of_seed = lru_cache(maxsize=16)(_few)
+
+
+@lru_cache
+def _factor() -> float:
+    """Return the bound over ``||E W||_F`` for three probes: the second share of all failures, errors of rank one."""
+    return bound_factor(FEW_PROBES, confidence(1)) / math.sqrt(FEW_PROBES)
+
+
+def norm_bound(sums: BoundSums, m: int, k: int, n: int) -> float:
+    """Return a bound of ``||AB - C||_F / ||AB||_F`` for a float32 product of (m, k) by (k, n) in any order of sums.
+
+    ``|AB - C| <= g(K) |A| |B|`` with ``g(n) = n u / (1 - n u)``, ``u = 2^-24`` [1]_, so that
+    ``||AB - C||_F <= g(K) ||A||_F ||B||_F``. Infinite if that proves nothing.
+
+    References
+    ----------
+    .. [1] Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM 2002, equation 3.13.
+
+    Examples
+    --------
+    >>> A, B = torch.rand(64, 64), torch.rand(64, 64)
+    >>> norm_bound(bound_sums(A, B, A @ B), 64, 64, 64) < 1e-5
+    True
+    >>> norm_bound(BoundSums(2.0, 3.0, 0.0, 0.0), 1, 3, 1)
+    inf
+    """
+    steps = (k + 1) * UNIT
+    if not (math.isfinite(sums.c) and steps < 0.5):
+        return math.inf
+    bound = _SLACK * steps / (1 - steps) * math.sqrt(sums.a * sums.b) + math.sqrt(m * n) * k * _UNDERFLOW
+    return relative_bound(bound, math.sqrt(sums.c) / _SLACK)
+
+
+def probe_bound(sums: BoundSums, k: int, probes: FewProbes) -> float:
+    """Return a bound of the same for any C, which holds with the confidence of a second rung over the probes.
+
+    The factor is that of errors of rank one, 11.5. With u = 2^-53 the rounding of ``Y = A (B W) - C W`` is at most
+    ``g(K + N) ||A||_F ||B||_F ||W||_F + g(N) ||C||_F ||W||_F``.
+    """
+    if not math.isfinite(sums.error):
+        return math.inf
+    n = probes.vectors.shape[1]
+    rounding = gamma(k + n + _EXTRA) * math.sqrt(sums.a * sums.b) + gamma(n + _EXTRA) * math.sqrt(sums.c)
+    bound = _SLACK * _factor() * (math.sqrt(sums.error) + rounding * probes.norm)
+    return relative_bound(bound, math.sqrt(sums.c) / _SLACK)
+
+
+def is_within(A: Tensor, B: Tensor, C: Tensor, tol: float, seed: int | None) -> bool:
+    """Return whether norms prove that a float32 product is within `tol`, or three probes show it.
+
+    Parameters
+    ----------
+    A, B : Tensor, shapes (M, K) and (K, N)
+        float32, on a CPU.
+    C : Tensor, shape (M, N)
+        ``A @ B``, in any order of summation.
+    tol : float
+        Tolerance of ``||AB - C||_F / ||AB||_F``.
+    seed : int or None
+        Of the probes; None draws one.
+
+    Examples
+    --------
+    >>> A, B = torch.randn(4, 4), torch.randn(4, 4)
+    >>> is_within(A, B, A @ B, 1e-3, 0), is_within(A, B, A @ B, 1e-9, 0)
+    (True, False)
+    """
+    (m, k), n = A.shape, C.shape[1]
+    if tol >= k**1.5 * UNIT:  # about what norms prove for numbers of both signs
+        sums = bound_sums(A, B, C)
+        if sums is None or norm_bound(sums, m, k, n) <= tol:
+            return sums is not None
+    if tol < LEAST:
+        return False
+    probes = _few(n, None) if seed is None else _few_of_seed(n, seed)
+    sums = bound_sums(A, B, C, probes.vectors)
+    return sums is not None and (probe_bound(sums, k, probes) <= tol or norm_bound(sums, m, k, n) <= tol)
