@@ -14,7 +14,7 @@ from cute_kernels.gemm.api import gemm
 
 RULES = ("eq14", "eq14_signed", "mean")
 _PROBED = (0.05, 0.25)  # densities of the two sparse products that are timed
-_SIZES = {"cpu": 1024, "cuda": 4096}  # a GPU's small products measure the launch
+_SIZES = {"cpu": 512, "cuda": 4096}  # larger ones take longer and say the same; a GPU's small ones measure the launch
 _ROUNDS = 10
 
 
@@ -90,7 +90,7 @@ def crossover_density(device: torch.device | str, vector_length: int = 1) -> flo
     """Return the density at which the sparse product of int8 matrices takes the time of the dense one, in [0, 1].
 
     Measured once a process for each device, number of threads and vector length: the dense product, and the sparse one
-    at two densities, through which a line is drawn. Square matrices, 1024 on a CPU and 4096 on a GPU; packing of the
+    at two densities, through which a line is drawn. Square matrices, 512 on a CPU and 4096 on a GPU; packing of the
     sparse operand is not counted.
 
     Parameters

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from residual import decompose
+from residual.paper import thresholds
 from residual.paper.gemm import STEPS, PaperReport, gemm
 from residual.paper.thresholds import crossover_density, kept_entries
 
@@ -270,6 +273,14 @@ def test_the_crossover_is_measured_once() -> None:
         crossover_density("meta")
     A, B = matrix(8, 8, 25), matrix(8, 8, 26)
     assert reported(A, B, vector_length=8)[1].eta == first
+
+
+def test_the_crossover_of_a_cpu_takes_little_time(use_threads: Callable[[int], None]) -> None:
+    use_threads(1)
+    thresholds._crossover.cache_clear()
+    start = time.process_time()
+    crossover_density("cpu")
+    assert time.process_time() - start < 0.45  # seconds; matrices of 1024 took 0.7 to 0.9
 
 
 ONES = torch.ones(3, 3)
