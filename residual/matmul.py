@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from residual.execute.quick import Quick, quick_for
-from residual.execute.run import compute
+from residual.execute.run import Begun, Outcome, begin
 from residual.operand.operand import check_operand
 from residual.operand.prepared import PreparedOperand, prepare_for
 from residual.options import MatmulOptions, OnFailure, Options, check_options, check_pair, machine_of
@@ -20,18 +20,11 @@ from residual.report import Report
 from residual.torch_op import product
 
 
-@dataclass(frozen=True)
 class Pending:
-    """A product that was started.
+    """A product that was started; its attributes wait for the verdict.
 
-    Attributes
-    ----------
-    product : Tensor, shape (M, N)
-        Not to be used before :meth:`result` returned it.
-    report : Report
-        How it was computed.
-    failure : Exception or None
-        What :meth:`result` raises.
+    On a CPU the product is complete at once. With ``flow="measured"`` on a GPU the verdict is read where it is asked
+    for, and no operand must be written to before.
 
     Examples
     --------
@@ -40,15 +33,36 @@ class Pending:
     ('fp32', [[3.0, 3.0], [3.0, 3.0]])
     """
 
-    product: Tensor
-    report: Report
-    failure: Exception | None
+    def __init__(self, begun: Outcome | Begun) -> None:
+        self._begun = begun
+
+    def _outcome(self) -> Outcome:
+        begun = self._begun
+        if not isinstance(begun, Outcome):
+            self._begun = begun = begun.outcome()
+        return begun
+
+    @property
+    def product(self) -> Tensor:
+        """The product, shape (M, N), whether it is within the tolerance or not."""
+        return self._outcome().product
+
+    @property
+    def report(self) -> Report:
+        """How it was computed."""
+        return self._outcome().report
+
+    @property
+    def failure(self) -> Exception | None:
+        """What :meth:`result` raises."""
+        return self._outcome().failure
 
     def result(self) -> Tensor:
         """Return the product; raise :class:`ToleranceError` if no rung met the tolerance."""
-        if self.failure is not None:
-            raise self.failure
-        return self.product
+        outcome = self._outcome()
+        if outcome.failure is not None:
+            raise outcome.failure
+        return outcome.product
 
 
 @dataclass(frozen=True)
@@ -111,12 +125,9 @@ class Plan:
         return product(A, B, prepared, self.options)
 
     def start(self, A: Tensor, B: Tensor | PreparedOperand | None = None) -> Pending:
-        """Start the product, without a gradient, and return it with its verdict pending.
-
-        On a CPU the product is complete at once.
-        """
+        """Start the product, without a gradient, and return it with its verdict pending."""
         weight, prepared = self._operands(A, B)
-        return Pending(*compute(A, weight if prepared is None else prepared, self.options, measured=True))
+        return Pending(begin(A, weight if prepared is None else prepared, self.options, measured=True))
 
 
 def _checked(A: Tensor, B: Tensor | PreparedOperand | None) -> tuple[Tensor, PreparedOperand | None]:

@@ -79,6 +79,7 @@ class Report:
         return self.estimated_error
 
 
+Missed = tuple[tuple[Attempt, ErrorEstimate], ...]  # rungs that are not within the tolerance
 EMPTY = Report("empty", 0.0, 0.0, 1.0, 0, ())
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from magicube_cutlass.dispatch.register import register_op
 from residual.execute.run import compute
+from residual.operand.ieee import float_product
+from residual.operand.operand import real_dtype
 from residual.operand.prepared import PreparedOperand
 from residual.options import Options, check_options, check_pair
 
@@ -45,8 +47,10 @@ def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the exact product, in the operands' dtypes."""
     a, b = ctx.saved_tensors
-    of_a = (grad.to(b.dtype) @ b.mT).to(a.dtype) if ctx.needs_input_grad[0] else None  # (M, K)
-    of_b = (a.mT @ grad.to(a.dtype)).to(b.dtype) if ctx.needs_input_grad[1] else None  # (K, N)
+    work = torch.promote_types(real_dtype(a), real_dtype(b))
+    grad = grad.to(work)
+    of_a = float_product(grad, b.to(work).mT).to(a.dtype) if ctx.needs_input_grad[0] else None  # (M, K)
+    of_b = float_product(a.to(work).mT, grad).to(b.dtype) if ctx.needs_input_grad[1] else None  # (K, N)
     return of_a, of_b
 
 

@@ -2,8 +2,8 @@
 
 Seven launches, five with a prepared B, replayed where all addresses equal those of an earlier call; sums are on memory
 that each thread keeps per stream. Nothing waits until the verdict is read, and a CUDA graph can capture them. The pass
-over A bounds the errors of two rungs and picks one on the GPU. Where the verdict proves nothing,
-:mod:`residual.execute.run` takes over.
+over A bounds the errors of two rungs and picks one on the GPU. Where neither rung meets the tolerance,
+:mod:`residual.execute.run` goes on with the next one.
 
 Only ``flow="measured"`` calls them.
 """
@@ -24,11 +24,12 @@ from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from cute_kernels.gemm.config import select_products
 from cute_kernels.jit.workspace import Kept, empty
+from residual.error.estimate import ErrorEstimate
 from residual.error.factor import CONFIDENCE, confidence, sharp_factor
 from residual.error.probes import Probes, draw
 from residual.options import Options
 from residual.planning.ladder import PLANES, Rung
-from residual.report import Attempt, Report
+from residual.report import EMPTY, Attempt, Missed, Report
 
 _BITS = 8
 _PAIRS = {("direct", "full"): 2, ("full", "three_digit"): 3}  # the rungs of a pass, to digits per element
@@ -49,12 +50,12 @@ class RightPass(NamedTuple):
         return (*self.digits.planes, self.digits.scale, *self.vectors)
 
 
-class MeasuredProduct(NamedTuple):
-    """A product within its tolerance, its report, and no error."""
+class Measured(NamedTuple):
+    """A product within its tolerance, or None, and its report; the rungs that missed."""
 
-    product: Tensor
+    product: Tensor | None
     report: Report
-    failure: None
+    tried: Missed
 
 
 def planes_of(rungs: tuple[Rung, ...]) -> int:
@@ -161,18 +162,23 @@ class Started:
         self.product, self.words = product, words
         self._rungs, self._tol = rungs[:2], tol
 
-    def outcome(self) -> MeasuredProduct | None:
-        """Wait for the verdict; return the product, or None if neither rung met the tolerance."""
+    def outcome(self) -> Measured:
+        """Wait for the verdict; nothing was tried if the passes do not serve a slice."""
         found = verdict.read_verdict(self.words)
-        if not found.upper <= self._tol:
-            return None
-        low, high = self._rungs
-        last = low if found.planes == PLANES[low.mode] else high
-        error, upper, noise = found.predicted[0]
-        attempts = () if last == low else (Attempt(str(low), error, upper, noise),)
-        attempt = Attempt(str(last), found.error, found.upper, found.noise)
-        report = Report(str(last), found.error, found.upper, CONFIDENCE, last.products, (*attempts, attempt))
-        return MeasuredProduct(self.product, report, None)
+        if found.out_of_range:
+            return Measured(None, EMPTY, ())
+        last = 0 if found.planes == PLANES[self._rungs[0].mode] else 1
+        errors = list(found.predicted[: last + 1])
+        if found.planes:
+            errors[last] = found.error, found.upper, found.noise
+        tried = tuple(
+            (Attempt(str(rung), error, upper, noise), ErrorEstimate(error, upper, confidence(i), noise))
+            for i, (rung, (error, upper, noise)) in enumerate(zip(self._rungs, errors, strict=False))
+        )
+        rung, attempts = self._rungs[last], tuple(attempt for attempt, _ in tried)
+        report = Report(str(rung), *errors[last][:2], CONFIDENCE, rung.products, attempts)
+        is_met = found.planes > 0 and found.upper <= self._tol
+        return Measured(self.product, report, tried[:-1]) if is_met else Measured(None, report, tried)
 
 
 def start_picked(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from residual.operand.operand import Operand, operand
 from residual.operand.prepared import Form, PreparedOperand, prepare_for
 from residual.options import Options
 from residual.planning.ladder import Rung
-from residual.report import EMPTY, Attempt, Report, tolerance_error
+from residual.report import EMPTY, Attempt, Missed, Report, tolerance_error
+
+if TYPE_CHECKING:
+    from residual.cuda.passes import Started
 
 
 class Outcome(NamedTuple):
@@ -32,40 +35,77 @@ class Outcome(NamedTuple):
     failure: Exception | None
 
 
+class Begun(NamedTuple):
+    """A product whose verdict a GPU has still to give."""
+
+    started: Started
+    A: Tensor
+    B: Tensor | PreparedOperand
+    options: Options
+    measured: bool
+
+    def outcome(self) -> Outcome:
+        """Wait for the verdict; where the tolerance was missed, go on with the next rung."""
+        made = self.started.outcome()
+        if made.product is not None:
+            return Outcome(made.product, made.report, None)
+        with torch.autocast(self.A.device.type, enabled=False):
+            return _finish(self.A, self.B, self.options, self.measured, tried=made.tried)
+
+
 def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome:
     """Return the product of checked operands, where autograd does not record; `measured`: with a report in any case."""
+    begun = begin(A, B, options, measured)
+    return begun if isinstance(begun, Outcome) else begun.outcome()
+
+
+def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool) -> Outcome | Begun:
+    """Start the product as :func:`compute` does; only ``flow="measured"`` on a GPU leaves a verdict to wait for."""
     weight = B.weight if isinstance(B, PreparedOperand) else B
     if torch.is_autocast_enabled(A.device.type):  # it would compute float32 products in 16 bits
         with torch.autocast(A.device.type, enabled=False):
-            return compute(A, B, options, measured)
+            return begin(A, B, options, measured)
     if not (A.numel() and weight.numel()):
         zeros = A.new_zeros(A.shape[0], weight.shape[1], dtype=options.result_dtype(A, weight))
         return Outcome(zeros, EMPTY, None)
+    if A.is_cuda:
+        from residual.cuda import flow, passes  # kernels of their own; the passes by name alone
+
+        prepared = B if isinstance(B, PreparedOperand) else None
+        with torch.no_grad():
+            if flow.takes(A, weight, options):
+                return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
+            if picked := passes.rungs_to_pick(A, weight, options):
+                known = None if prepared is None else prepared.passes
+                started = passes.start_picked(A.detach(), weight.detach(), options, picked, known)
+                return Begun(started, A, B, options, measured)
     single = None
     if not measured and options.starts_single(A, weight):
         single = float_product(A, weight)  # (M, N)
         assert options.tol is not None
         if is_within(A, weight, single, options.tol, options.seed):
             return Outcome(single, EMPTY, None)
-    if A.is_cuda:
-        from residual.cuda import flow, passes  # kernels of their own; the passes by name alone
+    return _finish(A, B, options, measured, single)
 
-        if flow.takes(A, weight, options):
-            prepared = B if isinstance(B, PreparedOperand) else None
-            with torch.no_grad():
-                return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
-        if picked := passes.rungs_to_pick(A, weight, options):
-            known = B.passes if isinstance(B, PreparedOperand) else None
-            with torch.no_grad():
-                made = passes.start_picked(A.detach(), weight.detach(), options, picked, known).outcome()
-            if made is not None:
-                return Outcome(*made)
+
+def _finish(
+    A: Tensor,
+    B: Tensor | PreparedOperand,
+    options: Options,
+    measured: bool,
+    single: Tensor | None = None,
+    tried: Missed = (),
+) -> Outcome:
+    """Return the product by torch and the CPU engine; `single`: the float32 one; `tried`: the first rungs, missed."""
+    weight = B.weight if isinstance(B, PreparedOperand) else B
     with torch.no_grad():
         rungs, out_dtype = options.rungs_for(A, weight), options.result_dtype(A, weight)
         if options.tol is None and not measured:
             return Outcome(_unchecked(A, B, rungs[0], out_dtype), EMPTY, None)
-        right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[:1])
-        return _climb(A, right, options, rungs, out_dtype, 0.0 if measured else options.tol or 0.0, single)
+        tried = tried[: len(rungs) - 1]  # the last rung makes the product of a failure
+        right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[len(tried) :][:1])
+        enough = 0.0 if measured else options.tol or 0.0
+        return _climb(A, right, options, rungs, out_dtype, enough, single, tried)
 
 
 def _unchecked(A: Tensor, B: Tensor | PreparedOperand, rung: Rung, out_dtype: torch.dtype) -> Tensor:
@@ -93,16 +133,17 @@ def _climb(
     out_dtype: torch.dtype,
     enough: float,
     single: Tensor | None,
+    tried: Missed,
 ) -> Outcome:
-    """Return the product of the first rung whose bound is within the tolerance.
+    """Return the product of the first rung whose bound is within the tolerance, after those that were `tried`.
 
     `enough`: no sharper bound is needed. `single`: the float32 product, if it is computed already.
     """
-    tol, found = options.tol, list[tuple[Attempt, ErrorEstimate]]()
+    tol, found = options.tol, list(tried)
     probed = options.starts_single(A, right.weight)  # three probes may have taken the share of the second rung
     product: Tensor | None = None
     left: Operand | None = None
-    for i, rung in enumerate(rungs):
+    for i, rung in enumerate(rungs[len(tried) :], len(tried)):
         sure = CONFIDENCE if tol is None else confidence(i + (probed and i > 0))
         made = _direct(A, right, rung, out_dtype, sure, enough)
         if made is None and left is None and rung.mode == "fp32" and tol is not None:

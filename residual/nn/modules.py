@@ -22,7 +22,8 @@ class ResidualLinear(nn.Module):
     together with `tol`, `mode`, `bits` and `on_failure` as extra state. A weight that was trained, loaded or moved is
     prepared again at the next call; writes through ``weight.data`` are not seen. A prepared weight is immutable and
     published by one assignment, so that threads may share a layer. Gradients are straight-through. A compiled layer
-    prepares its weight at each call.
+    prepares its weight at each call, where its rungs need that: a graph passes tensors to an operator, and a
+    `PreparedOperand` is none. Under a tolerance that float32 meets at once on a CPU, nothing is prepared.
 
     Raises ``ValueError`` or ``TypeError`` at the first call for options that :func:`residual.matmul` refuses.
 

@@ -18,9 +18,12 @@ from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from residual.cuda import passes
 from residual.error.probes import draw
+from residual.execute import run
+from residual.matmul import Pending
 from residual.operand.prepared import prepare_for
 from residual.options import Options
 from residual.planning.ladder import Machine, Rung
+from residual.report import ToleranceError
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 HEADERS = ("estimate/look.cuh", "estimate/verdict.cuh", "convert/digits.cuh")
@@ -105,7 +108,7 @@ M, K, N = 130, 140, 160  # more than the multiplications from which digits pay
 def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol: float, plan: str, host: None) -> None:
     A, B = random(M, K, 1), random(K, N, 2)
     made = start(A, B, Options(tol=tol, flow="measured")).outcome()
-    assert made is not None and made.failure is None
+    assert made.product is not None
     report = made.report
     assert report.plan == plan and report.attempts[-1].plan == plan
     error = relative(made.product, A, B)
@@ -128,12 +131,47 @@ def test_errors_beyond_both_rungs_and_slices_out_of_range_are_left_to_the_core(h
     A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3, flow="measured")
     heavy, without = A.clone(), B.clone()
     heavy[:, 0], without[0] = 1e6, 0.0  # a column that sets all scales meets zeros
-    assert start(heavy, without, options).outcome() is None
+    missed = start(heavy, without, options).outcome()
+    assert missed.product is None and [attempt.plan for attempt, _ in missed.tried] == ["int8 direct", "int8 full"]
+    assert all(attempt.upper > 3e-3 and estimate.upper == attempt.upper for attempt, estimate in missed.tried)
     for value in (math.inf, math.nan, 1e25):
         for x in (A.clone(), B.clone()):
             x[5, 6] = value
             operands = (x, B) if x.shape == A.shape else (A, x)
-            assert start(*operands, options).outcome() is None
+            unserved = start(*operands, options).outcome()
+            assert unserved.product is None and unserved.tried == ()
+
+
+def test_a_call_whose_rungs_miss_goes_on_with_the_next_one(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3, flow="measured")
+    A[:, 0], B[0] = 1e6, 0.0
+    monkeypatch.setattr(run, "look", None)  # of digits, which would be tried again
+    begun = run.Begun(start(A, B, options), A, B, options, True)
+    product, report, failure = begun.outcome()
+    assert failure is None and relative(product, A, B) <= report.upper <= 3e-3
+    assert [attempt.plan for attempt in report.attempts] == ["int8 direct", "int8 full", "fp32"]
+    assert report.plan == "fp32" and report.attempts[1].upper > 3e-3
+    monkeypatch.undo()
+
+
+def test_the_last_rung_of_the_callers_makes_the_product_of_a_failure(host: None) -> None:
+    A, B = random(M, K, 1), random(K, N, 2)
+    options = Options(tol=3e-3, rungs=("direct", "full"), flow="measured")
+    A[:, 0], B[0] = 1e6, 0.0
+    product, report, failure = run.Begun(start(A, B, options), A, B, options, True).outcome()
+    assert isinstance(failure, ToleranceError) and product.shape == (M, N)
+    assert [attempt.plan for attempt in report.attempts] == ["int8 direct", "int8 full"]
+
+
+def test_a_pending_product_waits_for_its_verdict_once_and_when_asked(host: None) -> None:
+    A, B, options, reads = random(M, K, 1), random(K, N, 2), Options(tol=3e-2, flow="measured"), list[int]()
+    started = start(A, B, options)
+    found = started.outcome()
+    started.outcome = lambda: reads.append(1) or found  # type: ignore[method-assign]
+    pending = Pending(run.Begun(started, A, B, options, True))
+    assert not reads
+    assert pending.result() is found.product and pending.report == found.report and pending.failure is None
+    assert reads == [1]
 
 
 @pytest.mark.parametrize("p", [24, 26, 30])
@@ -142,10 +180,10 @@ def test_what_cancels_or_is_absorbed_is_not_accepted(p: int, host: None) -> None
     A, B, tol = torch.full((M, K), 2.0**-p), torch.ones(K, N), 1e-2
     A[:, 0], A[:, -1] = 1.0, -1.0
     made = start(A, B, Options(tol=tol, flow="measured")).outcome()
-    assert made is None or relative(made.product, A, B) <= tol
+    assert made.product is None or relative(made.product, A, B) <= tol
     A[:, -1] = 2.0**-p
     made = start(A, B, Options(tol=3e-5, flow="measured")).outcome()
-    assert made is None or relative(made.product, A, B) <= 3e-5
+    assert made.product is None or relative(made.product, A, B) <= 3e-5
 
 
 def test_only_float32_by_name_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,6 +264,20 @@ def test_gradients_are_those_of_the_exact_product() -> None:
     assert got[0].dtype == torch.float32 and not reported(A, B, mode="direct")[0].requires_grad
 
 
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.int8), (torch.int16, torch.float32), (torch.float32, torch.half)]
+)
+def test_gradients_are_computed_in_floats_that_hold_both_operands(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    A, B = (20 * normal(6, 7)).to(dtypes[0]), (20 * normal(7, 5, seed=1)).to(dtypes[1])
+    leaf = (A if A.is_floating_point() else B).requires_grad_()
+    g = 1e5 * normal(6, 5, seed=2)  # beyond the range of float16 and of short integers
+    C = matmul(A, B, mode="direct", out_dtype=torch.float32)
+    assert isinstance(C, Tensor)
+    (got,) = torch.autograd.grad(C, leaf, g)
+    want = g @ B.float().mT if leaf is A else A.float().mT @ g
+    assert got.dtype == torch.float32 and torch.allclose(got, want)
+
+
 ONES = torch.ones(3, 3)
 
 

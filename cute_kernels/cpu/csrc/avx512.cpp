@@ -284,6 +284,6 @@ struct Direct {
 namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress,
                         &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                      &direct<Direct>, &is_structure_valid,
+                        &direct<Direct>, &is_structure_valid,
                         Avx512::kScratchBytes};
 }
