@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from magicube_cutlass import SRBCRS, QuantTensor, spmm
 from residual.cuda.operand import GpuOperand
 from residual.cuda.plans import COUNTS, GpuPlan
+from residual.operand.cross_terms import cross_digits, sparse_product
 from residual.operand.ieee import float_product
 from residual.operand.operand import Digits
 
 if TYPE_CHECKING:
     from cute_kernels.jit import LaunchCache
-
-_LONGEST = 2**17 - 1  # products of two 8-bit integers that int32 sums
 
 
 def _fp16(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
@@ -120,29 +118,16 @@ def _columns(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor |
     a, b = left.digits(plan.bits, 2), right.digits(plan.bits, 2)
     product = _digit_product(a, b, plan.bits)
     chosen = order[: max(1, round(plan.share * order.shape[0]))]
-    cross_a = torch.cat([plane[:, chosen] for plane in a.planes], 1)  # (M, 2 S)
-    cross_b = torch.cat([plane[:, chosen] for plane in reversed(b.planes)], 1)  # (N, 2 S)
-    cross = Digits((cross_a,), a.scale), Digits((cross_b,), b.scale)
+    cross = cross_digits(a, b, chosen)
     return _digit_product(*cross, plan.bits, alpha=2.0**-plan.bits, c=product)
-
-
-def _sparse_product(large: Tensor, small: Tensor, threshold: int) -> Tensor:
-    """``(entries of large at or above the threshold) @ small^T``: (L, K), (R, K) to (L, R), exact."""
-    length = 8 if large.is_cuda else 1
-    kept = large.abs() >= threshold  # (L, K)
-    kept |= large == -128  # it has no magnitude among bytes; leading digits reach it in int8 input only
-    matrix = SRBCRS.from_mask(large, kept, vector_length=length, bits=8)
-    matrix.single_use = True
-    wide = torch.int32 if large.shape[1] <= _LONGEST else torch.int64
-    return spmm(matrix, QuantTensor.from_ints(small.mT, bits=8), out_dtype=wide)  # (L, R)
 
 
 def _sparse(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
     """``A1 B1 + (A1' B0 + A0 B1') / 2**bits`` with A1' and B1' the entries that reach the threshold."""
     a, b = left.digits(plan.bits, 2), right.digits(plan.bits, 2)
     product = _digit_product(a, b, plan.bits)
-    cross = _sparse_product(a.planes[0], b.planes[1], plan.threshold)  # (M, N)
-    other = _sparse_product(b.planes[0], a.planes[1], plan.threshold)  # (N, M)
+    cross = sparse_product(a.planes[0], b.planes[1], plan.threshold)  # (M, N)
+    other = sparse_product(b.planes[0], a.planes[1], plan.threshold)  # (N, M)
     total = (cross + other.mT).float() * (a.scale * 2.0**-plan.bits)[:, None] * b.scale  # (M, N)
     return product.add_(total)
 

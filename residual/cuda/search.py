@@ -24,10 +24,10 @@ NOMINAL = {SINGLE: 4e-7, DOUBLE: 1e-15}  # predicted errors without statistics
 class Wish(NamedTuple):
     """What the caller asked for.
 
-    ``mode``: ``auto`` or one of :data:`residual.planning.plan.MODES`; ``bits``: 4, 8 or None; ``double``: float64 takes
-    part in the input or the output, so that its product is a plan like others; ``last_resort``: whether float products
-    may follow when all else failed; ``exact``: both operands are bytes, which one digit holds;
-    ``half``: products of halves are a plan; ``halves``: both operands are of one half dtype.
+    ``mode``: ``auto`` or a mode; ``bits``: 4, 8 or None; ``double``: float64 takes part in the input or the output, so
+    that its product is a plan like others; ``last_resort``: whether float products may follow when all else failed;
+    ``exact``: both operands are bytes, which one digit holds; ``half``: products of halves are a plan; ``halves``: both
+    operands are of one half dtype.
     """
 
     tol: float

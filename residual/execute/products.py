@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from magicube_cutlass import SRBCRS, QuantTensor, spmm
+from residual.operand.cross_terms import cross_digits, sparse_product
 from residual.operand.ieee import float_product
 from residual.operand.operand import Digits, Operand
 from residual.planning.ladder import PLANES, TERMS, Rung
 
-_INT32_K = 2**17 - 1  # K whose products of two 8-bit integers int32 sums
 _COLUMNS = 1 / 8  # share of k in the cross terms of `columns`
 _THRESHOLD = 3 / 16  # of the largest digit, from which an entry takes part in the cross terms of `sparse`
 
@@ -75,29 +74,16 @@ def _columns(rung: Rung, left: Operand, right: Operand, a: Digits, b: Digits) ->
     )
     chosen = energy.argsort(descending=True, stable=True)[: max(1, round(_COLUMNS * energy.shape[0]))]
     product = digit_product(Digits(a.planes[:1], a.scale), Digits(b.planes[:1], b.scale), rung.bits)
-    cross_a = torch.cat([plane[:, chosen] for plane in a.planes], 1)  # (M, 2 S)
-    cross_b = torch.cat([plane[:, chosen] for plane in reversed(b.planes)], 1)  # (N, 2 S)
-    cross = Digits((cross_a,), a.scale), Digits((cross_b,), b.scale)
+    cross = cross_digits(a, b, chosen)
     return digit_product(*cross, rung.bits, alpha=2.0**-rung.bits, c=product)
-
-
-def _sparse_product(large: Tensor, small: Tensor, threshold: int) -> Tensor:
-    """``(entries of large at or above the threshold) @ small^T``: (L, K), (R, K) to (L, R), exact."""
-    length = 8 if large.is_cuda else 1
-    kept = large.abs() >= threshold  # (L, K)
-    kept |= large == -128  # it has no magnitude among bytes; leading digits reach it in int8 input only
-    matrix = SRBCRS.from_mask(large, kept, vector_length=length, bits=8)
-    matrix.single_use = True
-    wide = torch.int32 if large.shape[1] <= _INT32_K else torch.int64
-    return spmm(matrix, QuantTensor.from_ints(small.mT, bits=8), out_dtype=wide)  # (L, R)
 
 
 def _sparse(rung: Rung, left: Operand, right: Operand, a: Digits, b: Digits) -> Tensor:
     """``A1 B1 + (A1' B0 + A0 B1') / 2**bits`` with A1' and B1' the entries that reach the threshold."""
     threshold = max(1, round(_THRESHOLD * (2 ** (rung.bits - 1) - 1)))
     product = digit_product(Digits(a.planes[:1], a.scale), Digits(b.planes[:1], b.scale), rung.bits)
-    cross = _sparse_product(a.planes[0], b.planes[1], threshold)  # (M, N)
-    other = _sparse_product(b.planes[0], a.planes[1], threshold)  # (N, M)
+    cross = sparse_product(a.planes[0], b.planes[1], threshold)  # (M, N)
+    other = sparse_product(b.planes[0], a.planes[1], threshold)  # (N, M)
     total = (cross + other.mT).float() * (a.scale * 2.0**-rung.bits)[:, None] * b.scale  # (M, N)
     return product.add_(total)
 

@@ -15,7 +15,7 @@ from residual.cuda.check import Check, estimate_of
 from residual.cuda.cost_model import H200 as PRICES
 from residual.cuda.cost_model import Costs, Sizes, cost
 from residual.cuda.operand import gpu_operand, hot_columns
-from residual.cuda.plans import MODES, GpuPlan, plans_of
+from residual.cuda.plans import COUNTS, GpuPlan, plans_of
 from residual.cuda.predict import R1, Forecast, X, forecast
 from residual.cuda.products import run_plan
 from residual.cuda.search import (
@@ -30,10 +30,16 @@ from residual.cuda.search import (
 )
 from residual.operand.prepared import prepare_for
 from residual.options import Options
+from residual.planning.ladder import MODES
 from tests.compensated.random_products import KINDS, true_error
 from tests.compensated.test_matmul import normal
 
 _CHEAP = Costs(1e-9, 2.5e-10, 1e-9, 1e-12, 1e-13, 1e-11, 1e-11, 4e-11, 1e-13, *[1e-12] * 6)  # digits for nothing
+
+
+def every_plan(bits: int) -> list[GpuPlan]:
+    """The plans of all modes, those that only run by name included."""
+    return [plan for mode in MODES for plan in plans_of(mode, (bits,))]
 
 
 def look(A: Tensor, B: Tensor, bits: int = 8, seed: int = 0) -> Forecast:
@@ -56,7 +62,7 @@ def test_predictions_are_near_the_truth(kind: str, bits: int) -> None:
     torch.manual_seed(1)
     random.seed(3)
     A, B = KINDS[kind](200, 300, 250)
-    for plan in plans_of("auto", (bits,)):
+    for plan in every_plan(bits):
         coarse = (
             2.2 if bits == 4 and plan.mode == "three_digit" else 1.6
         )  # its last digit is taken to be like the second
@@ -148,7 +154,7 @@ def test_outlier_columns_are_found_whatever_the_scale_of_the_lines() -> None:
 
 def test_costs_are_a_function_of_sizes_and_grow_with_the_work() -> None:
     sizes = Sizes(8000, 8800, 9600, hot=5, density=0.1)
-    price = {plan: cost(plan, sizes, PRICES) for plan in (*plans_of("auto", (8,)), SINGLE, DOUBLE)}
+    price = {plan: cost(plan, sizes, PRICES) for plan in (*every_plan(8), SINGLE, DOUBLE)}
     assert price == {plan: cost(plan, sizes, PRICES) for plan in price}
     ordered = [price[GpuPlan(mode, 8)] for mode in ("direct", "full", "full4", "three_digit")]
     assert ordered == sorted(ordered) and price[GpuPlan("columns", 8, 1 / 16)] < price[GpuPlan("columns", 8, 1 / 2)]
@@ -164,10 +170,10 @@ def test_small_products_go_without_statistics() -> None:
     assert without_statistics(Wish(1e-2, mode="direct"), Sizes(16, 16, 16), PRICES) is None
     assert without_statistics(Wish(1e-9, double=True), Sizes(16, 16, 16), PRICES) == DOUBLE
     assert {plan.mode for plan in possible(Wish(1e-6))} == {"full", "full4", "three_digit"}
-    assert {plan.mode for plan in possible(Wish(1e-2))} == set(MODES)
+    assert {plan.mode for plan in possible(Wish(1e-2))} == set(COUNTS)
     assert {plan.bits for plan in possible(Wish(1e-2, bits=4))} == {4}
-    dear = {plan.mode for plan in worth_predicting(Wish(1e-2), Sizes(1024, 1024, 1024), PRICES)}
-    assert "direct" in dear and "sparse" not in dear
+    dear = {plan.mode for plan in worth_predicting(Wish(1e-2), Sizes(768, 768, 768), PRICES)}
+    assert "direct" in dear and "three_digit" not in dear
 
 
 def search(wish: Wish, predicted: dict[GpuPlan, float], prices: Costs = _CHEAP) -> Search:
@@ -175,7 +181,7 @@ def search(wish: Wish, predicted: dict[GpuPlan, float], prices: Costs = _CHEAP) 
 
 
 def test_plans_are_predicted_from_the_cheapest_up_and_the_cheapest_is_found() -> None:
-    plans = (*plans_of("auto", (8,)), SINGLE)
+    plans = (*every_plan(8), SINGLE)
     for case in range(200):
         draw = random.Random(case)
         prices = draw.choice((PRICES, _CHEAP))
