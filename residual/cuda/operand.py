@@ -95,11 +95,6 @@ class GpuOperand:
         """Whether ``top`` is there already."""
         return "top" in self.__dict__
 
-    @property
-    def exact_in_single(self) -> bool:
-        """Whether ``values`` are the given numbers, all near one."""
-        return self.exponent is None and real_dtype(self.given) != torch.float64
-
     def finite(self) -> Tensor:
         """The given numbers in float64 (L, K), lines with inf or NaN zero."""
         exact = self.given.double()  # (L, K)
@@ -194,7 +189,3 @@ def prepared_operand(prepared: PreparedOperand) -> GpuOperand:
     plain = columns.given.dtype in _HALVES and columns.exponent is None and columns.nonfinite is None
     real = columns.given if plain else columns.real
     return GpuOperand(columns.given, real, columns.exponent, columns.nonfinite, True, made)
-
-
-FORMS = {"direct": ("plain", 1), "centered": ("centered", 1), "outlier": ("outlier", 1), "columns": ("plain", 2),
-         "sparse": ("plain", 2), "full": ("plain", 2), "full4": ("plain", 2), "three_digit": ("plain", 3)}  # fmt: skip

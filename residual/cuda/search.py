@@ -26,8 +26,7 @@ class Wish(NamedTuple):
 
     ``mode``: ``auto`` or a mode; ``bits``: 4, 8 or None; ``double``: float64 takes part in the input or the output, so
     that its product is a plan like others; ``last_resort``: whether float products may follow when all else failed;
-    ``exact``: both operands are bytes, which one digit holds; ``half``: products of halves are a plan; ``halves``: both
-    operands are of one half dtype.
+    ``half``: products of halves are a plan; ``halves``: both operands are of one half dtype.
     """
 
     tol: float
@@ -35,7 +34,6 @@ class Wish(NamedTuple):
     bits: int | None = None
     double: bool = False
     last_resort: bool = False
-    exact: bool = False
     half: bool = False
     halves: bool = False
 
@@ -47,7 +45,7 @@ def possible(wish: Wish) -> tuple[GpuPlan, ...]:
     Four-bit digits run as bytes on every device so far, no faster, so only who asks gets them.
     """
     plans = tuple(plans_of(wish.mode, (wish.bits or 8,)))
-    if wish.mode != "auto" or wish.exact:
+    if wish.mode != "auto":
         return plans
     return tuple(plan for plan in plans if _BEST.get(plan.mode, _BEST_OF_ONE) <= wish.tol)
 

@@ -81,6 +81,30 @@ def probe_bound(sums: BoundSums, k: int, probes: FewProbes) -> float:
     return relative_bound(bound, math.sqrt(sums.c) / _SLACK)
 
 
+def is_provable(k: int, tol: float) -> bool:
+    """Return whether norms prove `tol` of a sum over `k` products of both signs, about.
+
+    Examples
+    --------
+    >>> is_provable(1024, 2e-3), is_provable(1024, 1e-3)
+    (True, False)
+    """
+    return tol >= k**1.5 * UNIT
+
+
+def proven_bound(A: Tensor, B: Tensor, C: Tensor) -> float:
+    """Return the bound that norms prove of a float32 product of tensors on a CPU, infinite for others.
+
+    Examples
+    --------
+    >>> A, B = torch.ones(4, 4), torch.ones(4, 4)
+    >>> proven_bound(A, B, A @ B) < 1e-6, proven_bound(A.double(), B, A @ B)
+    (True, inf)
+    """
+    sums, (m, k), n = bound_sums(A, B, C), A.shape, B.shape[1]
+    return math.inf if sums is None else norm_bound(sums, m, k, n)
+
+
 def is_within(A: Tensor, B: Tensor, C: Tensor, tol: float, seed: int | None) -> bool:
     """Return whether norms prove that a float32 product is within `tol`, or three probes show it.
 
@@ -102,10 +126,8 @@ def is_within(A: Tensor, B: Tensor, C: Tensor, tol: float, seed: int | None) -> 
     (True, False)
     """
     (m, k), n = A.shape, C.shape[1]
-    if tol >= k**1.5 * UNIT:  # about what norms prove for numbers of both signs
-        sums = bound_sums(A, B, C)
-        if sums is None or norm_bound(sums, m, k, n) <= tol:
-            return sums is not None
+    if is_provable(k, tol) and proven_bound(A, B, C) <= tol:
+        return True
     if tol < LEAST:
         return False
     probes = _few(n, None) if seed is None else _few_of_seed(n, seed)

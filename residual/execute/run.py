@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.cpu.direct import direct
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
-from residual.error.float32 import is_within
+from residual.error.float32 import is_provable, is_within, proven_bound
 from residual.error.look import look
 from residual.error.probes import PROBES, ProbeSums, is_zero, judge, noise
 from residual.execute.products import execute, rounding, rounds_levels
@@ -198,6 +198,9 @@ def _single(
         return None
     if product is None:
         product = float_product(A, columns.given.mT)  # (M, N)
+        bound = proven_bound(A, right.weight, product) if enough and is_provable(A.shape[1], tol) else math.inf
+        if bound <= tol:
+            return _Found(product, ErrorEstimate(bound, bound, 1.0))
     sums = judge(A, right.vectors, right.bound, product, *right.probes)
     estimate = from_sums(sums, noise(sums, A, right.weight), sure, enough=enough)
     return _Found(product, estimate) if estimate.accepts(tol) else None

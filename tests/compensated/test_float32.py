@@ -118,3 +118,10 @@ def test_operands_that_the_engine_cannot_read_are_checked_as_others(monkeypatch:
     monkeypatch.setattr("cute_kernels.cpu.extension.ENGINE", None)
     assert bound_sums(A, B, A @ B) is None
     assert torch.equal(residual.matmul(A, B, tol=1e-4), A @ B)
+
+
+def test_a_float32_product_after_a_missed_rung_is_proven_by_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B = torch.randn(40, 50), torch.randn(50, 30)
+    held = residual.prepare(B, mode="direct")
+    monkeypatch.setattr(run, "judge", None)
+    assert torch.equal(residual.matmul(A, held, tol=1e-4, rungs=("direct", "fp32")), A @ B)
