@@ -106,6 +106,11 @@ def rounding_of(dtype: torch.dtype) -> float:
     return 0.0 if dtype in (torch.float32, torch.float64) else 0.2 * torch.finfo(dtype).eps
 
 
+def attempt_of(rung: object, estimate: ErrorEstimate) -> Attempt:
+    """Return the attempt at a rung."""
+    return Attempt(str(rung), estimate.relative, estimate.upper, estimate.noise)
+
+
 def tolerance_error(
     tol: float, found: Sequence[tuple[Attempt, ErrorEstimate]], report: Report, out_dtype: torch.dtype, fallback: bool
 ) -> ToleranceError:

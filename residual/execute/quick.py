@@ -1,4 +1,4 @@
-"""Calls of a plan whose first rung is one call of the CPU engine, which the coarse bound accepts."""
+"""Calls of a plan whose first rung is one call of the CPU engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu.direct import DirectRight, direct
+from cute_kernels.cpu.direct import DirectProduct, DirectRight, direct
 from residual.error.estimate import NORM, relative_bound
 from residual.error.factor import confidence, sharp_factor
 from residual.error.probes import PROBES
+from residual.execute.run import compute_from, direct_estimate
 from residual.operand.prepared import DIRECT, PreparedOperand, version_of
 from residual.options import Options, machine_of
 from residual.planning.ladder import SMALL, Demand, rungs_of
+from residual.report import attempt_of
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class Quick:
     ----------
     right : DirectRight
         B, prepared for the engine.
-    weight : Tensor
-        B.
-    version : int
-        Writes to `weight` until it was prepared.
+    prepared : PreparedOperand
+        B, prepared for all rungs.
+    options : Options
+        Of the plan.
     tol, factor : float
         Tolerance, and bound of the error over ``||E W||_F``.
     rows : int
@@ -36,14 +38,20 @@ class Quick:
     """
 
     right: DirectRight
-    weight: Tensor
-    version: int
+    prepared: PreparedOperand
+    options: Options
     tol: float
     factor: float
     rows: int
 
     def __call__(self, A: Tensor) -> Tensor | None:
-        """Return the product; None if the call has to take the long way."""
+        """Return the product, by the next rungs if this one misses; None for operands that take the long way.
+
+        Raises
+        ------
+        ToleranceError
+            If no rung met the tolerance.
+        """
         if type(A) is not Tensor or torch.compiler.is_compiling() or (A.requires_grad and torch.is_grad_enabled()):
             return None
         shape = A.shape
@@ -51,14 +59,26 @@ class Quick:
             return None
         if not A.is_cpu or A.layout != torch.strided or A.stride(1) != 1 or A.is_neg() or A._is_zerotensor():
             return None
-        if version_of(self.weight) != self.version:
+        if version_of(self.prepared.weight) != self.prepared.version:
             return None
         made = direct(A, self.right)
         norm = math.sqrt(made.norm) if made.norm > 0 else 0.0
         if not norm or not math.isfinite(norm):
             return None
         bound = self.factor * (math.sqrt(made.energy) + made.eta) + made.rounding
-        return made.out if relative_bound(bound, norm * NORM) <= self.tol else None
+        return made.out if relative_bound(bound, norm * NORM) <= self.tol else self._after(A, made)
+
+    def _after(self, A: Tensor, made: DirectProduct) -> Tensor:
+        """Return the product by the sharper bound or the next rungs."""
+        estimate = direct_estimate(made, confidence(0), self.tol)
+        assert estimate is not None  # its norm is finite and not zero
+        if estimate.accepts(self.tol):
+            return made.out
+        with torch.autocast("cpu", enabled=False):
+            found = compute_from(A, self.prepared, self.options, tried=((attempt_of(DIRECT, estimate), estimate),))
+        if found.failure is not None:
+            raise found.failure
+        return found.product
 
 
 def quick_for(right: PreparedOperand | None, options: Options) -> Quick | None:
@@ -79,4 +99,4 @@ def quick_for(right: PreparedOperand | None, options: Options) -> Quick | None:
     if not first:
         return None
     factor = sharp_factor(1.0, PROBES, confidence(0)) / math.sqrt(PROBES)
-    return Quick(form.direct, right.weight, right.version, options.tol, factor, rows)
+    return Quick(form.direct, right, options, options.tol, factor, rows)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu.direct import direct
+from cute_kernels.cpu.direct import DirectProduct, direct
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
 from residual.error.float32 import is_provable, is_within, proven_bound
@@ -21,7 +21,7 @@ from residual.operand.operand import Operand, operand
 from residual.operand.prepared import Form, PreparedOperand, prepare_for
 from residual.options import Options
 from residual.planning.ladder import Rung
-from residual.report import EMPTY, Attempt, Missed, Report, tolerance_error
+from residual.report import EMPTY, Missed, Report, attempt_of, tolerance_error
 
 if TYPE_CHECKING:
     from residual.cuda.passes import Started
@@ -50,7 +50,7 @@ class Begun(NamedTuple):
         if made.product is not None:
             return Outcome(made.product, made.report, None)
         with torch.autocast(self.A.device.type, enabled=False):
-            return _finish(self.A, self.B, self.options, self.measured, tried=made.tried)
+            return compute_from(self.A, self.B, self.options, self.measured, tried=made.tried)
 
 
 def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome:
@@ -85,14 +85,14 @@ def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bo
         assert options.tol is not None
         if is_within(A, weight, single, options.tol, options.seed):
             return Outcome(single, EMPTY, None)
-    return _finish(A, B, options, measured, single)
+    return compute_from(A, B, options, measured, single)
 
 
-def _finish(
+def compute_from(
     A: Tensor,
     B: Tensor | PreparedOperand,
     options: Options,
-    measured: bool,
+    measured: bool = False,
     single: Tensor | None = None,
     tried: Missed = (),
 ) -> Outcome:
@@ -153,7 +153,7 @@ def _climb(
             least = math.inf if tol is None or i == len(rungs) - 1 else tol
             made = _measure(rung, left, right, out_dtype, sure, least)
         estimate = made.estimate
-        found.append((Attempt(str(rung), estimate.relative, estimate.upper, estimate.noise), estimate))
+        found.append((attempt_of(rung, estimate), estimate))
         attempts = tuple(attempt for attempt, _ in found)
         report = Report(str(rung), estimate.relative, estimate.upper, CONFIDENCE, rung.products, attempts)
         if made.product is not None:
@@ -175,11 +175,17 @@ def _direct(
         return None
     rows = A if A.stride(1) == 1 and not A.is_neg() else A.clone(memory_format=torch.contiguous_format)
     made = direct(rows, form.direct)
-    if not (math.isfinite(made.norm) and made.norm):  # inf or NaN, a sum out of range, or perhaps no error at all
+    estimate = direct_estimate(made, sure, enough)
+    return None if estimate is None else _Found(made.out, estimate)
+
+
+def direct_estimate(made: DirectProduct, sure: float, enough: float) -> ErrorEstimate | None:
+    """Return the error of the engine's product by one digit; None for inf, NaN, sums out of range, or zero."""
+    if not (math.isfinite(made.norm) and made.norm):
         return None
     product = PROBES * made.norm
     sums = ProbeSums(made.gram.numpy(), product, product, made.norm, 0.0, 0.0)
-    return _Found(made.out, from_sums(sums, made.eta, sure, made.rounding, enough))
+    return from_sums(sums, made.eta, sure, made.rounding, enough)
 
 
 def _single(

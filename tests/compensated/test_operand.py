@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cute_kernels.convert.digits import digits
 from cute_kernels.cpu import engine
+from residual.execute import run
 from residual.matmul import matmul, plan, prepare
 from residual.nn.modules import ResidualLinear
 from residual.operand.operand import operand
@@ -148,6 +149,16 @@ def test_threads_share_a_plan() -> None:
     for got in _in_threads(lambda: [product(A) for _ in range(20)]):
         assert isinstance(got, list) and all(torch.equal(each, want) for each in got)
     assert true_error(A, B, want) <= 1e-3
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+def test_a_quick_call_that_misses_goes_on_with_the_next_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B = normal(60, 70), normal(70, 50, seed=1)
+    want = matmul(A, prepare(B, mode="direct"), tol=1e-3, rungs=("direct", "fp32"))
+    product = plan(B, tol=1e-3, rungs=("direct", "fp32"))
+    assert product._quick is not None and product._quick(A) is not None
+    monkeypatch.setattr(run, "direct", None)  # would run the first rung again
+    assert torch.equal(product(A), want) and torch.equal(want, A @ B)
 
 
 @pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
