@@ -98,7 +98,7 @@ def prepare_direct(B: Tensor, W: Tensor, wbar: Tensor) -> DirectRight:
     panels = -(-n // _PANEL)
     packed = torch.empty(panels, -(-k // _QUAD), _PANEL, _QUAD, dtype=torch.int8)
     column_sums = torch.empty(panels * _PANEL, dtype=torch.int32)
-    engine.pack_digits(digits.data_ptr(), k, n, packed.data_ptr(), column_sums.data_ptr(), threads)
+    engine.pack_digits(digits.data_ptr(), k, n, n, 1, packed.data_ptr(), column_sums.data_ptr(), threads)
     products, limits = torch.empty(2, k, PROBES, dtype=torch.float64), torch.empty(2, k, dtype=torch.float64)
     w = W.double()  # (N, 16)
     engine.probe_digits(

@@ -24,7 +24,7 @@ class GemmPlan:
     Attributes
     ----------
     kernel : str
-        ``"torch._int_mm"``, ``"float32"`` (exact, in ranges of K) or the name of `config`.
+        ``"engine"``, ``"torch._int_mm"``, ``"float32"`` (exact, in ranges of K) or the name of `config`.
     products : int
         Digit products.
     copies : tuple of str

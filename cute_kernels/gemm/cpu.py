@@ -1,23 +1,26 @@
-"""Dense integer product on a CPU, one call per level of digit products: ``torch._int_mm`` with VNNI, else float32.
+"""Dense integer product on a CPU: the engine on AVX2, ``torch._int_mm`` with VNNI, else float32.
 
 Without AVX512-VNNI, ``torch._int_mm`` is a scalar loop (1024^3: 8 s) or saturates sums of two products at 16 bits.
-float32 products of at most 1024 columns of K are exact there, as fast as ``torch.mm`` in float32 and as the engine's
-own SpMM of a matrix without zeros (1024^3 on one AVX2 thread: 28 ms each).
+float32 products of at most 1024 columns of K are exact. On one AVX2 thread 1024^3 takes 16 ms in the engine and 24 ms
+in float32. A product of a single level whose scales are float32 is one call of the engine, epilogue included.
 """
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu.extension import isa
+from cute_kernels.cpu import dense
+from cute_kernels.cpu.extension import available, isa
 from cute_kernels.gemm.epilogue import apply_epilogue
 from cute_kernels.gemm.problem import GemmProblem
 
 _FLOAT32_K = 2**24 // 2**14  # K up to which float32 sums products of two bytes exactly, in any order
+_COPY = 4  # time to transpose an element of an operand by that to pack one
 
 
 @lru_cache
@@ -36,17 +39,45 @@ def int_mm_is_exact() -> bool:
     return True
 
 
-def dense_backend() -> str:
-    """Return what multiplies dense int8 matrices on this CPU: ``"torch._int_mm"`` or ``"float32"``, both exact.
+def backends() -> list[str]:
+    """Return what can multiply dense int8 matrices exactly on this CPU, the fastest one first.
 
-    ``torch._int_mm`` needs AVX512-VNNI, which ``MAGICUBE_CPU`` can forbid, and is tried for saturation once.
+    The engine on AVX512-VNNI follows ``torch._int_mm``, against which it was not measured.
 
     Examples
     --------
-    >>> dense_backend() in ("torch._int_mm", "float32")
+    >>> "float32" in backends()
     True
     """
-    return "torch._int_mm" if isa() == "avx512" and int_mm_is_exact() else "float32"
+    path = isa()
+    found = ["torch._int_mm"] if path == "avx512" and int_mm_is_exact() else []
+    if path == "avx2":
+        return ["engine", *found, "float32"]
+    return [*found, "float32", *(["engine"] if available() else [])]
+
+
+def dense_backend() -> str:
+    """Return what multiplies dense int8 matrices: ``"engine"``, ``"torch._int_mm"`` or ``"float32"``, all exact.
+
+    The environment variable ``MAGICUBE_GEMM`` names one. ``torch._int_mm`` needs AVX512-VNNI, which ``MAGICUBE_CPU``
+    can forbid, and is tried for saturation once.
+
+    Raises
+    ------
+    ValueError
+        If ``MAGICUBE_GEMM`` names a product that is missing or not exact here.
+
+    Examples
+    --------
+    >>> dense_backend() in ("engine", "torch._int_mm", "float32")
+    True
+    """
+    named, usable = os.environ.get("MAGICUBE_GEMM"), backends()
+    if named is None:
+        return usable[0]
+    if named not in usable:
+        raise ValueError(f"MAGICUBE_GEMM must be one of {usable} on this machine, got {named!r}")
+    return named
 
 
 def _matmul_float32(a: Tensor, b: Tensor, max_k: int) -> Tensor:
@@ -61,19 +92,59 @@ def _matmul_float32(a: Tensor, b: Tensor, max_k: int) -> Tensor:
     return total
 
 
-def _matmul(a: Tensor, b: Tensor, max_k: int) -> Tensor:
-    """Return the exact product (M, N): int32 for K up to `max_k`, else int64."""
-    if dense_backend() == "float32":
-        return _matmul_float32(a, b, max_k)
+def _int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product (M, N) by torch, int32."""
     # torch._int_mm does not write its output if a single row or column has both strides 1.
     a = a.reshape(-1).view(1, -1) if a.shape[0] == 1 else a  # (M, K)
     b = b.reshape(-1).view(-1, 1) if b.shape[1] == 1 else b.reshape(-1).view(1, -1) if b.shape[0] == 1 else b  # (K, N)
-    k = a.shape[1]
+    return torch._int_mm(a, b)  # (M, N)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    """Return `x`, copied if its rows have gaps between elements."""
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _is_swapped(a: Tensor, b: Tensor) -> bool:
+    """Whether the product of the transposes, which packs A and reads B by columns, copies less."""
+    copied_a = 0 if a.shape[1] <= 1 or a.stride(1) == 1 else a.numel()
+    copied_b = 0 if b.shape[0] <= 1 or b.stride(0) == 1 else b.numel()
+    return _COPY * copied_b + a.numel() < _COPY * copied_a + b.numel()
+
+
+def _engine(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype = torch.int32,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return the product (M, N) by the engine, scaled if the output is a float."""
+    if bias is None and _is_swapped(a, b):
+        out, rows = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype), _with_contiguous_rows(b.t())  # (N, K)
+        dense.multiply(
+            rows, dense.pack_right(a.t()), row_scale=col_scale, col_scale=row_scale, columns_first=True,
+            out_dtype=out_dtype, out=out.t(),
+        )  # fmt: skip
+        return out
+    return dense.multiply(
+        _with_contiguous_rows(a), dense.pack_right(b), row_scale=row_scale, col_scale=col_scale, bias=bias,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def _matmul(a: Tensor, b: Tensor, max_k: int) -> Tensor:
+    """Return the exact product (M, N): int32 for K up to `max_k`, else int64."""
+    backend, k = dense_backend(), a.shape[1]
+    if backend == "float32":
+        return _matmul_float32(a, b, max_k)
+    multiply = _engine if backend == "engine" else _int_mm
     if k <= max_k:
-        return torch._int_mm(a, b)  # (M, N)
+        return multiply(a, b)
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int64)  # (M, N)
     for i in range(0, k, max_k):
-        total += torch._int_mm(a[:, i : i + max_k], b[i : i + max_k])  # (M, N)
+        total += multiply(a[:, i : i + max_k], b[i : i + max_k])  # (M, N)
     return total
 
 
@@ -108,8 +179,28 @@ def level_sum(problem: GemmProblem, level: int, max_k: int) -> Tensor:
     return _matmul(a, _stack_rows([problem.b[j] for _, j in pairs]), max_k)
 
 
+def _vector(x: Tensor | None, size: int) -> Tensor | None:
+    """A scale or a bias as the engine reads it: float32, (size,), contiguous."""
+    return None if x is None else x.to(torch.float32).expand(size).contiguous()
+
+
+def _fused(problem: GemmProblem, max_k: int) -> Tensor | None:
+    """Return the product by one call of the engine; None if another product or epilogue is wanted."""
+    m, n, k = problem.shape
+    several = problem.products.levels > 1 or len(problem.products.pairs(0)) > 1
+    if several or k > max_k or problem.alpha != 1.0 or problem.c is not None or problem.out_dtype == torch.float64:
+        return None
+    if dense_backend() != "engine":
+        return None
+    vectors = _vector(problem.row_scale, m), _vector(problem.col_scale, n), _vector(problem.bias, n)
+    return _engine(problem.a[0], problem.b[0], problem.out_dtype, *vectors)
+
+
 def gemm_cpu(problem: GemmProblem, max_k: int) -> Tensor:
     """Return the product, shape (M, N), in its output dtype; `max_k`: K up to which int32 cannot overflow."""
+    fused = _fused(problem, max_k)
+    if fused is not None:
+        return fused
     total = level_sum(problem, 0, max_k)  # (M, N)
     if problem.is_integer:
         return total.to(problem.out_dtype)

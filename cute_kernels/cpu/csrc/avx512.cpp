@@ -4,6 +4,7 @@
 // unsigned digit the dense bytes become signed again (x ^ 0x80) and the sparse digit is the unsigned side.
 #include <immintrin.h>
 
+#include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
 #include "direct.hpp"
@@ -216,11 +217,14 @@ struct Product {
   static constexpr Digit kOffset = 128;
   static constexpr int kRows = 6;  // times 64 columns: 24 accumulators
 
-  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns,
-                       const int32_t* column_sums, int32_t* tile) {
-    if (columns > 32) multiply_as<4>(a, pitch, rows, b, quads, column_sums, tile);
-    else if (columns > 16) multiply_as<2>(a, pitch, rows, b, quads, column_sums, tile);
-    else multiply_as<1>(a, pitch, rows, b, quads, column_sums, tile);
+  // sums (rows, kPanel) += a b.
+  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
+    for (int r = 0; r < rows; r += kRows, a += kRows * pitch, sums += kRows * kPanel) {
+      const int count = static_cast<int>(lesser(kRows, rows - r));
+      if (columns > 32) multiply_as<4>(a, pitch, count, b, quads, sums);
+      else if (columns > 16) multiply_as<2>(a, pitch, count, b, quads, sums);
+      else multiply_as<1>(a, pitch, count, b, quads, sums);
+    }
   }
 
  private:
@@ -230,27 +234,24 @@ struct Product {
   }
 
   template <int Vectors>
-  static void multiply_as(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, const int32_t* column_sums,
-                          int32_t* out) {
+  static void multiply_as(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int32_t* out) {
     switch (rows) {
-      case 6: return multiply_rows<6, Vectors>(a, pitch, b, quads, column_sums, out);
-      case 5: return multiply_rows<5, Vectors>(a, pitch, b, quads, column_sums, out);
-      case 4: return multiply_rows<4, Vectors>(a, pitch, b, quads, column_sums, out);
-      case 3: return multiply_rows<3, Vectors>(a, pitch, b, quads, column_sums, out);
-      case 2: return multiply_rows<2, Vectors>(a, pitch, b, quads, column_sums, out);
-      default: return multiply_rows<1, Vectors>(a, pitch, b, quads, column_sums, out);
+      case 6: return multiply_rows<6, Vectors>(a, pitch, b, quads, out);
+      case 5: return multiply_rows<5, Vectors>(a, pitch, b, quads, out);
+      case 4: return multiply_rows<4, Vectors>(a, pitch, b, quads, out);
+      case 3: return multiply_rows<3, Vectors>(a, pitch, b, quads, out);
+      case 2: return multiply_rows<2, Vectors>(a, pitch, b, quads, out);
+      default: return multiply_rows<1, Vectors>(a, pitch, b, quads, out);
     }
   }
 
   template <int Rows, int Vectors>
-  __attribute__((noinline)) static void multiply_rows(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, const int32_t* column_sums,
-                            int32_t* out) {
+  __attribute__((noinline)) static void multiply_rows(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int32_t* out) {
     __m512i sum[Rows][Vectors];
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
-      const __m512i start = _mm512_slli_epi32(_mm512_load_si512(column_sums + v * 16), 7);
 #pragma GCC unroll 6
-      for (int r = 0; r < Rows; ++r) sum[r][v] = _mm512_sub_epi32(_mm512_setzero_si512(), start);
+      for (int r = 0; r < Rows; ++r) sum[r][v] = _mm512_load_si512(out + r * kPanel + v * 16);
     }
     for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
       __m512i right[Vectors];
@@ -284,6 +285,6 @@ struct Direct {
 namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress,
                         &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                        &direct<Direct>, &is_structure_valid,
+                        &direct<Direct>, &dense<Product>, &is_structure_valid,
                         Avx512::kScratchBytes};
 }

@@ -327,6 +327,19 @@ void pack_digits(const PackArgs& args, int most_threads) {
   }, &job);
 }
 
+void dense(const DenseArgs& args, int most_threads) {
+  require(args.rows >= 0 && args.right.inner >= 0 && args.right.n >= 0, "sizes must be at least 0");
+  require(args.row_step == 1 || args.column_step == 1, "rows or columns of the output must be contiguous");
+  if (args.rows == 0 || args.right.n == 0) return;
+  const Job job{&selected(), &args};
+  const int threads = threads_for(args.rows * args.right.inner * args.right.n, most_threads);
+  nb::gil_scoped_release release;
+  run_thread_group(threads, dense_shared_bytes(args, threads), 0, [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->dense(*static_cast<const DenseArgs*>(j.args), group);
+  }, &job);
+}
+
 void probe_digits(const ProbeDigitsArgs& args, int most_threads) {
   const Job job{&selected(), &args};
   const int threads = threads_for(2 * kWorkPerProbe * kProbes * args.rows * args.columns, most_threads);
@@ -478,10 +491,30 @@ NB_MODULE(_engine, m) {
     return std::make_tuple(sums.a, sums.b, sums.c, sums.error);
   }, "a"_a, "a_stride"_a, "a_columns"_a, "b"_a, "b_stride"_a, "b_columns"_a, "c"_a, "rows"_a, "inner"_a, "columns"_a, "w"_a,
      "threads"_a);
-  m.def("pack_digits", [](uintptr_t digits, int64_t rows, int64_t columns, uintptr_t packed, uintptr_t column_sums, int threads) {
-    pack_digits(PackArgs{pointer<const int8_t>(digits), rows, columns, pointer<int8_t>(packed), pointer<int32_t>(column_sums)},
-                threads);
-  }, "digits"_a, "rows"_a, "columns"_a, "packed"_a, "column_sums"_a, "threads"_a);
+  m.def("pack_digits", [](uintptr_t digits, int64_t rows, int64_t columns, int64_t row_elements, int64_t column_elements,
+                          uintptr_t packed, uintptr_t column_sums, int threads) {
+    require(row_elements == 1 || column_elements == 1, "rows or columns must be contiguous");
+    pack_digits(PackArgs{pointer<const int8_t>(digits), rows, columns, row_elements, column_elements, pointer<int8_t>(packed),
+                         pointer<int32_t>(column_sums)}, threads);
+  }, "digits"_a, "rows"_a, "columns"_a, "row_elements"_a, "column_elements"_a, "packed"_a, "column_sums"_a, "threads"_a);
+  nb::class_<PackedRight>(m, "PackedRight")
+      .def("__init__", [](PackedRight* self, uintptr_t packed, uintptr_t column_sums, int64_t inner, int64_t n) {
+        require(packed % 64 == 0 && column_sums % 64 == 0, "packed digits must be aligned to 64 bytes");
+        new (self) PackedRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums), inner, n};
+      }, "packed"_a, "column_sums"_a, "inner"_a, "n"_a);
+  m.def("dense", [](const PackedRight& right, uintptr_t a, int64_t row_elements, const Scales& scales, bool columns_first,
+                    int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type, int threads) {
+    dense(DenseArgs{right, {pointer<const int8_t>(a), nullptr, row_elements, nullptr, 0.0, 0.0}, scales, columns_first, rows,
+                    row_step, column_step, pointer<void>(out), static_cast<Out>(out_type)}, threads);
+  }, "right"_a, "a"_a, "row_elements"_a, "scales"_a, "columns_first"_a, "rows"_a, "out"_a, "row_step"_a, "column_step"_a,
+     "out_type"_a, "threads"_a);
+  m.def("linear", [](const PackedRight& right, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
+                     const Scales& scales, int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type,
+                     int threads) {
+    dense(DenseArgs{right, {nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high}, scales,
+                    true, rows, row_step, column_step, pointer<void>(out), static_cast<Out>(out_type)}, threads);
+  }, "right"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "row_step"_a,
+     "column_step"_a, "out_type"_a, "threads"_a);
   m.def("probe_digits", [](uintptr_t b, uintptr_t digits, uintptr_t scale, int64_t rows, int64_t columns, uintptr_t w,
                            uintptr_t wbar, uintptr_t products, uintptr_t bounds, int threads) {
     probe_digits(ProbeDigitsArgs{pointer<const float>(b), pointer<const int8_t>(digits), pointer<const float>(scale), rows,

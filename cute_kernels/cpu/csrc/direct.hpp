@@ -7,43 +7,16 @@
 // Packed digits of B: [panel of kPanel columns][k / 4][column][k % 4], zeros in the padding.
 #pragma once
 
+#include "dense.hpp"
 #include "digits.hpp"
-#include "probe_tile.hpp"
+#include "estimate.hpp"
 
 namespace {  // compiled once per instruction set
 
 using magicube::DirectArgs;
 using magicube::DirectSums;
 using magicube::kErrorBlock;
-using magicube::kPanel;
-using magicube::kQuad;
-using magicube::kDirectRows;
-using magicube::PackArgs;
 using magicube::ProbeDigitsArgs;
-
-// Rows k, .., k + 3 of the digits of a panel, interleaved, and the sums of its columns.
-inline void pack_panel(const PackArgs& args, int64_t panel) {
-  const int64_t column = panel * kPanel, columns = lesser(kPanel, args.columns - column);
-  const int64_t quads = (args.rows + kQuad - 1) / kQuad;
-  auto* out = args.packed + panel * quads * kPanel * kQuad;
-  int32_t* const sums = args.column_sums + column;
-  std::memset(sums, 0, kPanel * sizeof(int32_t));
-  for (int64_t q = 0; q < quads; ++q, out += kPanel * kQuad) {
-    std::memset(out, 0, kPanel * kQuad);
-    for (int64_t i = 0; i < lesser(kQuad, args.rows - q * kQuad); ++i) {
-      const int8_t* from = args.digits + (q * kQuad + i) * args.columns + column;
-      for (int64_t j = 0; j < columns; ++j) {
-        out[j * kQuad + i] = from[j];
-        sums[j] += from[j];
-      }
-    }
-  }
-}
-
-inline void pack_digits(const PackArgs& args, ThreadGroup& group) {
-  const int64_t panels = (args.columns + kPanel - 1) / kPanel;
-  for (int64_t panel = group.ticket(); panel < panels; panel = group.ticket()) pack_panel(args, panel);
-}
 
 // dB W and (B - dB) W with |dB| wbar and |B - dB| wbar, in float64 as probe_right; digits and their scales are exact there.
 template <class Isa>
@@ -100,15 +73,6 @@ struct RowScale {
     mask = from_bits<float>(finite ? ~0 : 0);
   }
 };
-
-inline int32_t row_absmax(const float* x, int64_t count) {
-  int32_t absmax_bits = 0;
-  for (int64_t k = 0; k < count; ++k) {
-    const int32_t bits = magnitude(x[k]);
-    absmax_bits = bits > absmax_bits ? bits : absmax_bits;
-  }
-  return absmax_bits;
-}
 
 // A block of a row: digits, and the row and its residual times the power of two. The digits are those of SingleDigits.
 template <class Digit>
@@ -267,15 +231,14 @@ void multiply_staged(const DirectArgs& args, int64_t row, int64_t rows, const ty
                      const float* scales, DirectSums& sums) {
   using Product = typename Isa::Product;
   const int64_t pitch = magicube::digit_pitch(args.inner), quads = (args.inner + kQuad - 1) / kQuad;
-  alignas(64) int32_t tile[Product::kRows * kPanel];
+  alignas(64) int32_t sums_of_rows[kDirectRows * kPanel];
   for (int64_t column = 0; column < args.n; column += kPanel) {
     const int8_t* const panel = args.packed + column * quads * kQuad;
     const int64_t columns = lesser(kPanel, args.n - column);
+    multiply_panel<Product>(digits, pitch, rows, panel, quads, columns, args.column_sums + column, sums_of_rows);
     for (int64_t r = 0; r < rows; r += Product::kRows) {
       const int64_t count = lesser(Product::kRows, rows - r);
-      Product::multiply(digits + r * pitch, pitch, static_cast<int>(count), panel, quads, static_cast<int>(columns),
-                        args.column_sums + column, tile);
-      sums.norm += store_tile<typename Isa::Doubles>(tile, count, columns, scales + r, args.col_scale + column,
+      sums.norm += store_tile<typename Isa::Doubles>(sums_of_rows + r * kPanel, count, columns, scales + r, args.col_scale + column,
                                                      args.out + (row + r) * args.n + column, args.n);
     }
   }

@@ -212,14 +212,45 @@ struct BoundArgs {
 };
 
 constexpr int64_t kErrorBlock = 64;  // products that float32 sums before they are added in float64
-constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by all of B
+constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by all of B, a multiple of every tile
+
+// Right operand of a dense product, packed once: [panel][k / 4][column][k % 4], zeros in the padding.
+struct PackedRight {
+  const int8_t* packed;
+  const int32_t* column_sums;  // whole panels
+  int64_t inner;
+  int64_t n;
+};
 
 struct PackArgs {
-  const int8_t* digits;  // (rows, columns), contiguous
+  const int8_t* digits;     // (rows, columns); one of the two steps is 1
   int64_t rows;
   int64_t columns;
-  int8_t* packed;        // [panel][k / 4][column][k % 4]
-  int32_t* column_sums;  // whole panels
+  int64_t row_elements;     // from one row to the next
+  int64_t column_elements;  // from one column to the next
+  int8_t* packed;           // as PackedRight
+  int32_t* column_sums;
+};
+
+// Left operand of a dense product: int8, or float32 that the call quantizes.
+struct DenseLeft {
+  const int8_t* ints;    // (rows, inner); not read if `reals` is given
+  const float* reals;    // (rows, inner) or null
+  int64_t row_elements;  // from one row to the next
+  const float* scale;    // of all reals; null: amax of a row over `high`
+  double low, high;      // smallest and largest integer
+};
+
+struct DenseArgs {
+  PackedRight right;
+  DenseLeft left;
+  Scales scales;           // of the rows, of the columns; bias of a column
+  bool columns_first;      // multiply by the scale of the column before that of the row
+  int64_t rows;
+  int64_t row_step;        // elements of the output from one row to the next
+  int64_t column_step;     // and from one column to the next; one of the two steps is 1
+  void* out;
+  Out out_type;
 };
 
 struct ProbeDigitsArgs {
@@ -300,6 +331,7 @@ struct Engine {
   void (*pack_digits)(const PackArgs&, ThreadGroup&);
   void (*probe_digits)(const ProbeDigitsArgs&, ThreadGroup&);
   void (*direct)(const DirectArgs&, ThreadGroup&);
+  void (*dense)(const DenseArgs&, ThreadGroup&);
   bool (*is_structure_valid)(const Structure&);
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
 };
@@ -338,6 +370,7 @@ int64_t bound_shared_bytes(const BoundArgs& args);
 int64_t digit_pitch(int64_t inner);  // digits from one staged row to the next
 int64_t direct_shared_bytes(int64_t rows);
 int64_t direct_local_bytes(int64_t inner);
+int64_t dense_shared_bytes(const DenseArgs& args, int threads);  // digits and scales of the rows that the threads share
 
 // Call body on `threads` threads, the caller included, with zeroed tickets and 64-byte aligned buffers; on fewer threads if the
 // system has no more.

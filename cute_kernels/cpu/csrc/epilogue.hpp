@@ -38,37 +38,48 @@ inline uint16_t to_float16(float value) {  // round to nearest even, overflow to
   return static_cast<uint16_t>(sign | (bits >> 13));
 }
 
+// Floats of a run in the output type.
+inline void store_floats(const float* from, int64_t count, Out type, void* out, int64_t offset) {
+  if (type == Out::kFloat32) {
+    std::memcpy(static_cast<float*>(out) + offset, from, static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(out) + offset;
+  if (type == Out::kFloat16) {
+    for (int64_t i = 0; i < count; ++i) to[i] = to_float16(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = to_bfloat16(from[i]);
+  }
+}
+
+// Totals of a run as integers; false if the output type is a float.
+template <class Total>
+inline bool store_integers(const Total* totals, int64_t count, Out type, void* out, int64_t offset) {
+  if (type == Out::kInt32) {
+    int32_t* to = static_cast<int32_t*>(out) + offset;
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(totals[i]);
+  } else if (type == Out::kInt64) {
+    int64_t* to = static_cast<int64_t*>(out) + offset;
+    for (int64_t i = 0; i < count; ++i) to[i] = totals[i];
+  } else {
+    return false;
+  }
+  return true;
+}
+
 // One run of results of the same row. `row_scale` and `bias` belong to the row, `column_scales` to each result;
 // null means absent.
 template <class Total>
 inline void write_run(const Total* totals, int64_t count, float row_scale, const float* column_scales, float bias,
                       Out type, void* out, int64_t offset) {
-  if (type == Out::kInt32) {
-    int32_t* to = static_cast<int32_t*>(out) + offset;
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(totals[i]);
-    return;
-  }
-  if (type == Out::kInt64) {
-    int64_t* to = static_cast<int64_t*>(out) + offset;
-    for (int64_t i = 0; i < count; ++i) to[i] = totals[i];
-    return;
-  }
+  if (store_integers(totals, count, type, out, offset)) return;
   float scaled[magicube::kPanel];  // count <= kPanel
   if (column_scales) {
     for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * row_scale * column_scales[i] + bias;
   } else {
     for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * row_scale + bias;
   }
-  if (type == Out::kFloat32) {
-    std::memcpy(static_cast<float*>(out) + offset, scaled, static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  uint16_t* to = static_cast<uint16_t*>(out) + offset;
-  if (type == Out::kFloat16) {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_float16(scaled[i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_bfloat16(scaled[i]);
-  }
+  store_floats(scaled, count, type, out, offset);
 }
 
 }  // namespace

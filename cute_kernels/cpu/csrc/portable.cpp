@@ -1,4 +1,5 @@
 // The engine in portable C++: runs on every machine, and is the reference for the other two.
+#include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
 #include "direct.hpp"
@@ -104,13 +105,12 @@ struct Product {
   static constexpr Digit kOffset = 0;
   static constexpr int kRows = 4;
 
-  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, const int32_t*,
-                       int32_t* tile) {
-    std::memset(tile, 0, static_cast<size_t>(rows) * kPanel * sizeof(int32_t));
+  // sums (rows, kPanel) += a b.
+  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
     for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
       for (int r = 0; r < rows; ++r) {
         const Digit* const left = a + r * pitch;
-        int32_t* const sum = tile + r * kPanel;
+        int32_t* const sum = sums + r * kPanel;
         for (int j = 0; j < columns; ++j) {
           const int8_t* const right = b + j * kQuad;
           sum[j] += left[0] * right[0] + left[1] * right[1] + left[2] * right[2] + left[3] * right[3];
@@ -131,5 +131,5 @@ struct Direct {
 namespace magicube {
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                          &direct<Direct>, &is_structure_valid, Portable::kScratchBytes};
+                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kScratchBytes};
 }

@@ -12,6 +12,80 @@ namespace {  // compiled once per instruction set
 
 using magicube::QuantizeArgs;
 
+// The integers of a row by the rule of this file, plus an offset: the rule itself.
+template <class Code>
+void round_in_double(const float* __restrict x, double inverse, double low, double high, int64_t count, int offset,
+                     Code* __restrict out) {
+  for (int64_t j = 0; j < count; ++j) {
+    double q = std::nearbyint(static_cast<double>(x[j]) * inverse);
+    q = q == q ? q : 0.0;  // NaN, or zero over a scale so small that its inverse is infinite
+    q = q > low ? q : low;
+    q = q < high ? q : high;
+    out[j] = static_cast<Code>((inverse == 0.0 ? 0 : static_cast<int32_t>(q)) + offset);
+  }
+}
+
+constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which the lowest bits of the sum hold
+constexpr float kSafe = 0.5f - 0x1p-16f;
+
+// The same in float32 for integers of at most 8 bits. With the quotient v, whose relative error is 2^-24, an integer q within
+// kSafe of v is the nearest one to the exact quotient: 129 2^-24 < 2^-16. Returns the bits of the largest |v - q|, above those of
+// kSafe if NaN occurs. Separate function: compilers honor `restrict` on parameters.
+template <class Code>
+int32_t round_in_float(const float* __restrict x, float inverse, float low, float high, int64_t count, int offset,
+                       Code* __restrict out) {
+  const float least = kShift + low, most = kShift + high;
+  const int32_t less = bits_of(kShift) - offset;
+  int32_t worst = 0;
+  for (int64_t j = 0; j < count; ++j) {
+    float shifted = __builtin_fmaf(x[j], inverse, kShift);
+    const int32_t distance = magnitude(__builtin_fmaf(x[j], inverse, kShift - shifted));
+    worst = distance > worst ? distance : worst;
+    shifted = shifted > least ? shifted : least;
+    shifted = shifted < most ? shifted : most;
+    out[j] = static_cast<Code>(bits_of(shifted) - less);
+  }
+  return worst;
+}
+
+// Blocks in float32, those with a quotient near the middle of two integers again in double.
+template <class Code>
+void round_row(const float* x, double inverse, double low, double high, int64_t count, int offset, Code* out) {
+  constexpr int64_t kBlock = 64;
+#ifdef __FMA__
+  const bool is_normal = inverse >= 0x1p-126 && inverse <= 0x1p127;
+#else
+  const bool is_normal = false;  // a fused multiply-add would be a call
+#endif
+  const auto inverse32 = static_cast<float>(is_normal ? inverse : 1.0), low32 = static_cast<float>(low);
+  const auto high32 = static_cast<float>(high);
+  for (int64_t at = 0; at < count; at += kBlock) {
+    const int64_t here = lesser(kBlock, count - at);
+    if (is_normal) {
+      const int32_t worst = here == kBlock ? round_in_float(x + at, inverse32, low32, high32, kBlock, offset, out + at)
+                                           : round_in_float(x + at, inverse32, low32, high32, here, offset, out + at);
+      if (worst <= bits_of(kSafe)) continue;
+    }
+    round_in_double(x + at, inverse, low, high, here, offset, out + at);
+  }
+}
+
+// The scale of a slice from the bits of its amax: NaN for a slice with inf or NaN, 1 for zeros.
+template <class Real>
+Real scale_of(typename Bits<Real>::Int absmax_bits, double high) {
+  const Real absmax = from_bits<Real>(absmax_bits);
+  if (absmax_bits >= Bits<Real>::kInfinity) return static_cast<Real>(NAN);
+  if (absmax == Real{0}) return Real{1};
+  const auto scale = static_cast<Real>(static_cast<double>(absmax) / high);
+  return scale > Real{0} ? scale : Bits<Real>::kSmallest;
+}
+
+// A slice of scale NaN has the inverse 0, so that its integers are zero on every machine.
+template <class Real>
+double inverse_of(Real scale) {
+  return scale == scale ? 1.0 / static_cast<double>(scale) : 0.0;
+}
+
 template <class Real>
 class Quantizer {
  public:
@@ -55,9 +129,8 @@ class Quantizer {
   void set(int64_t slice, Int absmax_bits) {
     set_flag(args_.flags, absmax_bits >= Bits<Real>::kInfinity, magicube::kNonFinite);
     Real& scale = static_cast<Real*>(args_.scale)[slice];
-    if (!args_.given_scale) scale = scale_of(absmax_bits);
-    // A slice with inf or NaN has scale NaN; its integers are zero, so that they do not depend on the machine.
-    inverses_[mode() == magicube::kScaleRows ? 0 : slice] = scale == scale ? 1.0 / static_cast<double>(scale) : 0.0;
+    if (!args_.given_scale) scale = scale_of<Real>(absmax_bits, high_);
+    inverses_[mode() == magicube::kScaleRows ? 0 : slice] = inverse_of(scale);
   }
 
   void encode(int64_t i) const {
@@ -70,17 +143,12 @@ class Quantizer {
 
   const Real* row(int64_t i) const { return static_cast<const Real*>(args_.x) + i * args_.row_elements; }
 
-  Real scale_of(Int largest) const {
-    const Real absmax_bits = from_bits<Real>(largest);
-    if (largest >= Bits<Real>::kInfinity) return static_cast<Real>(NAN);
-    if (absmax_bits == Real{0}) return Real{1};
-    const auto scale = static_cast<Real>(static_cast<double>(absmax_bits) / high_);
-    return scale > Real{0} ? scale : Bits<Real>::kSmallest;
-  }
-
   template <bool Truncate, bool ByColumns>
   void encode_as(int64_t i) const {
     uint8_t* out = static_cast<uint8_t*>(args_.out) + i * args_.out_row_bytes;
+    if constexpr (std::is_same<Real, float>::value && !Truncate && !ByColumns) {
+      if (args_.bits == 8) return round_row(row(i), *inverses_, low_, high_, args_.columns, 0, out);
+    }
     int32_t tile[kTile];
     for (int64_t at = 0; at < args_.columns; at += kTile) {
       const int64_t count = lesser(kTile, args_.columns - at);

@@ -53,6 +53,15 @@ Real from_bits(typename Bits<Real>::Int bits) {
   return value;
 }
 
+inline int32_t row_absmax(const float* x, int64_t count) {
+  int32_t absmax_bits = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const int32_t bits = magnitude(x[k]);
+    absmax_bits = bits > absmax_bits ? bits : absmax_bits;
+  }
+  return absmax_bits;
+}
+
 constexpr int64_t kAtOnce = 1 << 14;  // entries per ticket
 
 // `work` describes the matrix (mode, rows, columns), updates amaxes (row_absmax, update_column_absmax), prepares the

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine
+from cute_kernels.cpu.arguments import OUT_TYPES
+from cute_kernels.cpu.dense import PackedRight, pack_right
 from cute_kernels.cpu.direct import prepare_direct
 from cute_kernels.cpu.estimate import PROBES, probe_right
 
@@ -52,6 +54,17 @@ extern "C" void direct(int emulated, int threads, const int8_t* packed, const in
   run_thread_group(threads, direct_shared_bytes(m), direct_local_bytes(k), [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->direct(*static_cast<const DirectArgs*>(j.args), group);
+  }, &job);
+}
+extern "C" void dense(int emulated, int threads, const int8_t* packed, const int32_t* column_sums, int64_t k, int64_t n,
+                      const int8_t* a, const float* x, const float* x_scale, int64_t a_stride, int64_t m, const float* rows,
+                      const float* columns, const float* bias, int64_t row_step, int64_t column_step, int out_type, void* out) {
+  const DenseArgs args{{packed, column_sums, k, n}, {a, x, a_stride, x_scale, -128.0, 127.0}, {rows, columns, bias, 0, 0}, true, m,
+                       row_step, column_step, out, static_cast<Out>(out_type)};
+  const Job job{&engine_of(emulated), &args};
+  run_thread_group(threads, dense_shared_bytes(args, threads), 0, [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->dense(*static_cast<const DenseArgs*>(j.args), group);
   }, &job);
 }
 """
@@ -134,6 +147,65 @@ def test_direct_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL
             assert abs(math.sqrt(energies[0]) - math.sqrt(energies[1])) <= 2 * eta
             assert bool(torch.isclose(found[-2:], plain[-2:], rtol=1e-5, atol=0).all())
             assert bool(torch.isclose(found[-1:], plain[-1:], rtol=1e-13, atol=0).all())
+
+
+def multiply_emulated(
+    library: ctypes.CDLL, emulated: int, threads: int, left: Tensor, right: PackedRight, out: Tensor, static: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:  # fmt: skip
+    """``out`` by the engine's dense product: of int8, or of float32 rows that it quantizes."""
+
+    def pointer(x: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+    reals, (k, n) = left.is_floating_point(), right.shape
+    library.dense(
+        emulated, threads, *pointers(right.packed, right.column_sums), ctypes.c_int64(k), ctypes.c_int64(n),
+        pointer(None if reals else left), pointer(left if reals else None), pointer(static),
+        *map(ctypes.c_int64, (left.stride(0), left.shape[0])), *map(pointer, scales), *map(ctypes.c_int64, out.stride()),
+        OUT_TYPES[out.dtype], pointer(out),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+def test_dense_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    for m in (1, 2, 5, 6, 7, 13, 49, 100):
+        for k in (1, 4, 5, 66, 390):
+            a, b = (torch.randint(-128, 128, size, generator=generator, dtype=torch.int8) for size in ((m, k), (k, n)))
+            a[0], b[:, 0] = -128, -128
+            right, expected = pack_right(b), a.long() @ b.long()
+            for threads in (1, 2):
+                for dtype in (torch.int32, torch.int64):
+                    for out in (torch.empty(m, n, dtype=dtype), torch.empty(n, m, dtype=dtype).t()):
+                        multiply_emulated(emulated_engine, 1, threads, a, right, out, None, (None, None, None))
+                        assert torch.equal(out.long(), expected)
+    k = 2**17 - 1
+    a, b = torch.full((7, k), -128, dtype=torch.int8), torch.full((k, n), 127, dtype=torch.int8)
+    a[1], b[:, -1] = 127, -128
+    right, out = pack_right(b), torch.empty(7, n, dtype=torch.int32)
+    multiply_emulated(emulated_engine, 1, 1, a, right, out, None, (None, None, None))
+    assert torch.equal(out.long(), a.long() @ b.long())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_quantized_rows_have_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL, dtype: torch.dtype) -> None:
+    m, k, n = 53, 130, 75
+    generator = torch.Generator().manual_seed(1)
+    x, b = (
+        torch.randn(m, k, generator=generator),
+        torch.randint(-128, 128, (k, n), generator=generator, dtype=torch.int8),
+    )
+    x[3, 2], x[4] = float("nan"), 0.0
+    columns, bias = torch.rand(n, generator=generator), torch.randn(n, generator=generator)
+    right = pack_right(b)
+    for static in (None, torch.tensor(0.01)):
+        results = []
+        for emulated, threads in ((0, 1), (1, 1), (1, 2)):
+            out = torch.empty(m, n, dtype=dtype)
+            multiply_emulated(emulated_engine, emulated, threads, x, right, out, static, (None, columns, bias))
+            results.append(out.nan_to_num())
+        assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

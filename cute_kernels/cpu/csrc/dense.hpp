@@ -1,0 +1,193 @@
+// Dense product: C (rows x n) = A (rows x inner) * B (inner x n, packed), exact in int32, for int8 or quantized float32 rows.
+//
+// Rows come in blocks of kDirectRows per thread. The threads stage the digits of their blocks, quantized if A is float32, then
+// multiply blocks by panels with the tile of the instruction set, and write each tile in the output type.
+#pragma once
+
+#include "engine.hpp"
+#include "epilogue.hpp"
+#include "quantize.hpp"
+
+namespace {  // compiled once per instruction set
+
+using magicube::DenseArgs;
+using magicube::kDirectRows;
+using magicube::kPanel;
+using magicube::kQuad;
+using magicube::PackArgs;
+
+// Four rows of a panel, interleaved. Separate function: compilers honor `restrict` on parameters.
+inline void interleave_rows(const int8_t* __restrict k0, const int8_t* __restrict k1, const int8_t* __restrict k2,
+                            const int8_t* __restrict k3, int64_t columns, int32_t* __restrict out, int32_t* __restrict sums) {
+  for (int64_t j = 0; j < columns; ++j) {
+    out[j] = static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint8_t>(k0[j])) | static_cast<uint32_t>(static_cast<uint8_t>(k1[j])) << 8 |
+                                  static_cast<uint32_t>(static_cast<uint8_t>(k2[j])) << 16 | static_cast<uint32_t>(static_cast<uint8_t>(k3[j])) << 24);
+    sums[j] += k0[j] + k1[j] + k2[j] + k3[j];
+  }
+}
+
+// A panel of contiguous rows.
+inline void pack_rows(const PackArgs& args, int64_t column, int64_t columns, int32_t* out, int32_t* sums) {
+  static const int8_t kZeros[kPanel] = {};
+  for (int64_t k = 0; k < args.rows; k += kQuad, out += kPanel) {
+    const int8_t* rows[kQuad];
+    for (int i = 0; i < kQuad; ++i) rows[i] = k + i < args.rows ? args.digits + (k + i) * args.row_elements + column : kZeros;
+    if (columns == kPanel) interleave_rows(rows[0], rows[1], rows[2], rows[3], kPanel, out, sums);
+    else interleave_rows(rows[0], rows[1], rows[2], rows[3], columns, out, sums);
+  }
+}
+
+// A panel of contiguous columns, in pieces that stay in L1.
+inline void pack_columns(const PackArgs& args, int64_t column, int64_t columns, int32_t* out, int32_t* sums) {
+  constexpr int64_t kPiece = 64;
+  for (int64_t k = 0; k < args.rows; k += kPiece, out += kPiece / kQuad * kPanel) {
+    const int64_t count = lesser(kPiece, args.rows - k);
+    for (int64_t j = 0; j < columns; ++j) {
+      const int8_t* const from = args.digits + (column + j) * args.column_elements + k;
+      alignas(64) int8_t piece[kPiece] = {};
+      std::memcpy(piece, from, static_cast<size_t>(count));
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kPiece; ++i) sum += piece[i];
+      sums[j] += sum;
+      for (int64_t q = 0; q * kQuad < count; ++q) std::memcpy(out + q * kPanel + j, piece + q * kQuad, kQuad);
+    }
+  }
+}
+
+inline void pack_digits(const PackArgs& args, ThreadGroup& group) {
+  const int64_t panels = (args.columns + kPanel - 1) / kPanel, quads = (args.rows + kQuad - 1) / kQuad;
+  for (int64_t panel = group.ticket(); panel < panels; panel = group.ticket()) {
+    const int64_t column = panel * kPanel, columns = lesser(kPanel, args.columns - column);
+    auto* const out = reinterpret_cast<int32_t*>(args.packed) + panel * quads * kPanel;
+    if (columns < kPanel) std::memset(out, 0, static_cast<size_t>(quads * kPanel) * sizeof(int32_t));
+    std::memset(args.column_sums + column, 0, kPanel * sizeof(int32_t));
+    (args.column_elements == 1 ? pack_rows : pack_columns)(args, column, columns, out, args.column_sums + column);
+  }
+}
+
+// Integer sums of up to kDirectRows staged rows times a panel, kPanel for each row.
+template <class Product>
+void multiply_panel(const typename Product::Digit* digits, int64_t pitch, int64_t rows, const int8_t* panel, int64_t quads,
+                    int64_t columns, const int32_t* column_sums, int32_t* sums) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int j = 0; j < kPanel; ++j) {  // accumulators may wrap; the result fits
+      sums[r * kPanel + j] = static_cast<int32_t>(0u - static_cast<uint32_t>(column_sums[j]) * static_cast<uint32_t>(Product::kOffset));
+    }
+  }
+  Product::multiply(digits, pitch, static_cast<int>(rows), panel, quads, static_cast<int>(columns), sums);
+}
+
+// Digits of row i, and its scale if the row is float32.
+template <class Digit>
+void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict digits, float* scale) {
+  const auto& left = args.left;
+  const int64_t inner = args.right.inner;
+  if (!left.reals) {
+    const int8_t* __restrict ints = left.ints + i * left.row_elements;
+    for (int64_t k = 0; k < inner; ++k) digits[k] = static_cast<Digit>(ints[k] + offset);
+    return;
+  }
+  const float* const x = left.reals + i * left.row_elements;
+  *scale = left.scale ? *left.scale : scale_of<float>(row_absmax(x, inner), left.high);
+  round_row(x, inverse_of(*scale), left.low, left.high, inner, offset, digits);
+}
+
+// Results of a row of a tile. The scales of absent columns are 1, the bias -0.
+template <bool ColumnsFirst>
+void scale_sums(const int32_t* __restrict sums, int64_t count, float row, const float* __restrict columns,
+                const float* __restrict bias, float* __restrict out) {
+  for (int64_t j = 0; j < count; ++j) {
+    const float total = static_cast<float>(sums[j]);
+    out[j] = (ColumnsFirst ? total * columns[j] * row : total * row * columns[j]) + bias[j];
+  }
+}
+
+// A block of rows times one panel.
+template <class Product>
+class DenseTask {
+ public:
+  DenseTask(const DenseArgs& args, int64_t row, int64_t rows, int64_t column)
+      : args_(args), row_(row), rows_(rows), column_(column), columns_(lesser(kPanel, args.right.n - column)) {
+    for (int64_t j = 0; j < columns_; ++j) {
+      scales_[j] = args.scales.columns ? args.scales.columns[column + j] : 1.0f;
+      bias_[j] = args.scales.bias ? args.scales.bias[column + j] : -0.0f;
+    }
+  }
+
+  // `digits` and `scales` of the first row of the block.
+  void run(const typename Product::Digit* digits, const float* scales) {
+    const int64_t pitch = magicube::digit_pitch(args_.right.inner), quads = (args_.right.inner + kQuad - 1) / kQuad;
+    const int8_t* const panel = args_.right.packed + column_ * quads * kQuad;
+    alignas(64) int32_t sums[kDirectRows * kPanel];
+    multiply_panel<Product>(digits, pitch, rows_, panel, quads, columns_, args_.right.column_sums + column_, sums);
+    for (int64_t r = 0; r < rows_; ++r) write_row(sums + r * kPanel, r, scales);
+    if (args_.column_step != 1) write_columns();
+  }
+
+ private:
+  bool is_integer() const { return args_.out_type == Out::kInt32 || args_.out_type == Out::kInt64; }
+
+  // Row r of the block: to the output if its rows are contiguous, else to block_.
+  void write_row(const int32_t* sums, int64_t r, const float* scales) {
+    const bool by_rows = args_.column_step == 1;
+    const int64_t at = (row_ + r) * args_.row_step + column_;
+    if (is_integer()) {
+      if (by_rows) store_integers(sums, columns_, args_.out_type, args_.out, at);
+      else std::memcpy(block_ + r * kPanel, sums, static_cast<size_t>(columns_) * sizeof(int32_t));
+      return;
+    }
+    const float scale = args_.left.reals ? scales[r] : args_.scales.rows ? args_.scales.rows[row_ + r] : 1.0f;
+    const bool in_place = by_rows && args_.out_type == Out::kFloat32;
+    float* const to = in_place ? static_cast<float*>(args_.out) + at : block_ + r * kPanel;
+    const auto scaled = args_.columns_first ? scale_sums<true> : scale_sums<false>;
+    scaled(sums, columns_, scale, scales_, bias_, to);
+    if (by_rows && !in_place) store_floats(to, columns_, args_.out_type, args_.out, at);
+  }
+
+  void write_columns() const {
+    for (int64_t j = 0; j < columns_; ++j) {
+      const int64_t at = (column_ + j) * args_.column_step + row_;
+      if (is_integer()) {
+        int32_t run[kDirectRows];
+        for (int64_t r = 0; r < rows_; ++r) std::memcpy(run + r, block_ + r * kPanel + j, sizeof run[r]);
+        store_integers(run, rows_, args_.out_type, args_.out, at);
+      } else {
+        float run[kDirectRows];
+        for (int64_t r = 0; r < rows_; ++r) run[r] = block_[r * kPanel + j];
+        store_floats(run, rows_, args_.out_type, args_.out, at);
+      }
+    }
+  }
+
+  const DenseArgs& args_;
+  const int64_t row_, rows_, column_, columns_;
+  float scales_[kPanel], bias_[kPanel];
+  alignas(64) float block_[kDirectRows * kPanel];  // results in 32 bits, integers too
+};
+
+template <class Product>
+void dense(const DenseArgs& args, ThreadGroup& group) {
+  using Digit = typename Product::Digit;
+  constexpr int64_t kStagedRows = 4;  // per ticket
+  const int64_t most = lesser(args.rows, kDirectRows * group.size()), pitch = magicube::digit_pitch(args.right.inner);
+  const int64_t panels = (args.right.n + kPanel - 1) / kPanel;
+  auto* const digits = reinterpret_cast<Digit*>(group.shared());
+  auto* const scales = reinterpret_cast<float*>(group.shared() + most * pitch * static_cast<int64_t>(sizeof(Digit)));
+  for (int64_t first = 0; first < args.rows; first += most) {
+    const int64_t rows = lesser(most, args.rows - first), tasks = (rows + kDirectRows - 1) / kDirectRows * panels;
+    for (int64_t r0 = group.ticket() * kStagedRows; r0 < rows; r0 = group.ticket() * kStagedRows) {
+      for (int64_t r = r0; r < lesser(rows, r0 + kStagedRows); ++r) {
+        stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r);
+      }
+    }
+    group.barrier();
+    for (int64_t task = group.ticket(); task < tasks; task = group.ticket()) {
+      const int64_t r = task / panels * kDirectRows;
+      DenseTask<Product> block(args, first + r, lesser(kDirectRows, rows - r), task % panels * kPanel);
+      block.run(digits + r * pitch, scales + r);
+    }
+    group.barrier();
+  }
+}
+
+}  // namespace
