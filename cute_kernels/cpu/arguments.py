@@ -94,6 +94,36 @@ def check_array(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | Non
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
+def check_vectors(size: int, **vectors: Tensor | None) -> None:
+    """Raise unless each of `vectors` is None or contiguous float32 of shape (`size`,)."""
+    for name, each in vectors.items():
+        if each is not None:
+            check_array(name, each, torch.float32, size)
+
+
+def address_of(x: Tensor | None) -> int:
+    """Return the address of a tensor, 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def check_rows(name: str, x: Tensor, dtype: torch.dtype, columns: int) -> None:
+    """Raise unless `x` is a CPU matrix of this dtype with `columns` contiguous columns."""
+    check_address(name, x, dtype)
+    if x.ndim != 2 or x.shape[1] != columns:
+        raise ValueError(f"{name} must have shape (any, {columns}), got {tuple(x.shape)}")
+    if columns > 1 and x.stride(1) != 1:
+        raise ValueError(f"{name} must have contiguous rows, got strides {x.stride()}; use {name}.contiguous()")
+
+
+def check_float_rows(x: Tensor, columns: int, bits: int, x_scale: Tensor | None, out_dtype: torch.dtype) -> None:
+    """Raise unless a call of the engine can quantize the rows of `x` to `bits` and write a product of `out_dtype`."""
+    check_rows("x", x, torch.float32, columns)
+    if bits not in (4, 8) or out_dtype not in OUT_TYPES or not out_dtype.is_floating_point:
+        raise ValueError(f"bits must be 4 or 8 and out_dtype a float of the engine, got {bits} and {out_dtype}")
+    if x_scale is not None:
+        check_array("x_scale", x_scale, torch.float32)
+
+
 def _digits(name: str, bits: int) -> int:
     """8-bit digits of a width; `ValueError` for a width that integers cannot have."""
     if bits not in BITS:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import extension
-from cute_kernels.cpu.arguments import OUT_TYPES, check_address, check_array
+from cute_kernels.cpu.arguments import (
+    OUT_TYPES,
+    address_of,
+    check_address,
+    check_float_rows,
+    check_rows,
+    check_vectors,
+)
 
 MAX_K = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 PANEL, QUAD = 64, 4  # columns of a panel, k of a lane
@@ -86,24 +93,6 @@ def _output(rows: int, n: int, dtype: torch.dtype, out: Tensor | None) -> tuple[
     raise ValueError(f"out must have contiguous rows or columns, got strides {out.stride()}; use out.contiguous()")
 
 
-def _rows(name: str, x: Tensor, dtype: torch.dtype, k: int) -> int:
-    """Elements from one row to the next of a left operand; raise unless it has `k` contiguous columns."""
-    check_address(name, x, dtype)
-    if x.ndim != 2 or x.shape[1] != k:
-        raise ValueError(f"{name} must have shape (any, {k}), got {tuple(x.shape)}")
-    if k > 1 and x.stride(1) != 1:
-        raise ValueError(f"{name} must have contiguous rows, got strides {x.stride()}; use {name}.contiguous()")
-    return x.stride(0)
-
-
-def _address(name: str, x: Tensor | None, size: int) -> int:
-    """Address of a contiguous float32 vector, 0 for None."""
-    if x is None:
-        return 0
-    check_array(name, x, torch.float32, size)
-    return x.data_ptr()
-
-
 def multiply(
     a: Tensor,
     right: PackedRight,
@@ -156,14 +145,14 @@ def multiply(
     ([[-253, -16259]], [[-252.0, -16258.0]])
     """
     (k, n), m = right.shape, a.shape[0]
-    step = _rows("a", a, torch.int8, k)
+    check_rows("a", a, torch.int8, k)
+    check_vectors(m, row_scale=row_scale)
+    check_vectors(n, col_scale=col_scale, bias=bias)
     out, row_step, column_step = _output(m, n, out_dtype, out)
     engine = extension.ENGINE or extension.load_extension()
-    scales = engine.Scales(
-        _address("row_scale", row_scale, m), _address("col_scale", col_scale, n), _address("bias", bias, n), 0, 0
-    )
+    scales = engine.Scales(address_of(row_scale), address_of(col_scale), address_of(bias), 0, 0)
     engine.dense(
-        right.handle, a.data_ptr(), step, scales, columns_first, m, out.data_ptr(), row_step, column_step,
+        right.handle, a.data_ptr(), a.stride(0), scales, columns_first, m, out.data_ptr(), row_step, column_step,
         OUT_TYPES[out_dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -220,16 +209,36 @@ def linear(
     [[121.0]]
     """
     (k, n), m = right.shape, x.shape[0]
-    step = _rows("x", x, torch.float32, k)
-    if bits not in (4, 8) or not out_dtype.is_floating_point:
-        raise ValueError(f"bits must be 4 or 8 and out_dtype a float, got {bits} and {out_dtype}")
-    if x_scale is not None:
-        check_array("x_scale", x_scale, torch.float32)
-    out, row_step, column_step = _output(m, n, out_dtype, out)
-    engine, high = extension.ENGINE or extension.load_extension(), float(2 ** (bits - 1) - 1)
-    scales = engine.Scales(0, _address("col_scale", col_scale, n), _address("bias", bias, n), 0, 0)
-    engine.linear(
-        right.handle, x.data_ptr(), step, 0 if x_scale is None else x_scale.data_ptr(), -high - 1, high, scales, m,
-        out.data_ptr(), row_step, column_step, OUT_TYPES[out_dtype], torch.get_num_threads(),
-    )  # fmt: skip
+    check_float_rows(x, k, bits, x_scale, out_dtype)
+    check_vectors(n, col_scale=col_scale, bias=bias)
+    out = _output(m, n, out_dtype, out)[0]
+    DenseLinear(right)(x, bits, x_scale, col_scale, bias, out)
     return out
+
+
+class DenseLinear:
+    """:func:`linear` of one packed matrix on arguments that were checked before.
+
+    Parameters
+    ----------
+    right : PackedRight
+        Packed operand of shape (K, N).
+    """
+
+    def __init__(self, right: PackedRight) -> None:
+        self._engine, self._right = extension.load_extension(), right
+
+    def __call__(
+        self, x: Tensor, bits: int, x_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """Write :func:`linear` of these arguments to `out`; nothing is checked here."""
+        high, (row_step, column_step) = float(2 ** (bits - 1) - 1), out.stride()
+        if column_step != 1 and out.shape[1] == 1:  # either stride is right
+            column_step = 1
+        elif row_step != 1 and column_step != 1:
+            row_step = 1  # one row
+        scales = self._engine.Scales(0, address_of(col_scale), address_of(bias), 0, 0)
+        self._engine.linear(
+            self._right.handle, x.data_ptr(), x.stride(0), address_of(x_scale), -high - 1, high, scales, x.shape[0],
+            out.data_ptr(), row_step, column_step, OUT_TYPES[out.dtype], torch.get_num_threads(),
+        )  # fmt: skip

@@ -19,7 +19,9 @@ from cute_kernels.cpu.arguments import (
     OUT_TYPES,
     DenseOperand,
     SparseOperand,
+    address_of,
     check_sddmm_arguments,
+    check_sparse,
     check_spmm_arguments,
 )
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
@@ -31,6 +33,7 @@ __all__ = [
     "NONFINITE",
     "OUT_TYPES",
     "DenseOperand",
+    "SparseLinear",
     "SparseOperand",
     "SpmmCall",
     "available",
@@ -159,6 +162,67 @@ def _without_unused_rows(
     return replace(a, col_indices=columns, columns=used.numel()), compact, form
 
 
+def _sparse(a: SparseOperand) -> object:
+    """Sparse operand of the extension, which reads the tensors of `a` while they live."""
+    _, blocks, v, stride = a.planes.shape
+    return load_extension().Sparse(
+        row_start=a.row_start.data_ptr(),
+        row_end=a.row_end.data_ptr(),
+        columns=a.col_indices.data_ptr(),
+        planes=a.planes.data_ptr(),
+        row_sums=a.row_sums.data_ptr(),
+        plane_bytes=blocks * v * stride,
+        vector_rows=a.row_start.numel(),
+        rows=a.rows,
+        columns_total=a.columns,
+        vector_length=v,
+        stride=stride,
+        bits=a.bits,
+        is_signed=a.signed,
+    )
+
+
+class SparseLinear:
+    """Product of one sparse operand with float32 rows that the call quantizes: ``(A q(X)^T) * scales + bias[:, None]``.
+
+    Parameters
+    ----------
+    a : SparseOperand, shape (M, K)
+        Integers of at most 8 bits.
+    """
+
+    def __init__(self, a: SparseOperand) -> None:
+        check_sparse(a)
+        if a.bits > 8:
+            raise ValueError(f"bits of a must be 4 or 8, got {a.bits}")
+        self._engine, self._owner, self._sparse = load_extension(), a, _sparse(a)
+
+    def __call__(
+        self, x: Tensor, bits: int, x_scale: Tensor | None, row_scale: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """Write the product; nothing is checked here.
+
+        Parameters
+        ----------
+        x : Tensor, shape (N, K)
+            float32 with contiguous rows.
+        bits : int
+            Width of q(X), 4 or 8; to nearest.
+        x_scale : Tensor or None, shape ()
+            A given float32 scale; None: one per row.
+        row_scale, bias : Tensor or None, shape (M,)
+            float32, contiguous.
+        out : Tensor, shape (M, N)
+            float32, float16 or bfloat16, contiguous.
+        """
+        high = float(2 ** (bits - 1) - 1)
+        scales = self._engine.Scales(address_of(row_scale), 0, address_of(bias), 0, 0)
+        self._engine.sparse_linear(
+            self._sparse, x.data_ptr(), x.stride(0), address_of(x_scale), -high - 1, high, scales, x.shape[0],
+            out.data_ptr(), OUT_TYPES[out.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+
+
 class SpmmCall:
     """:func:`spmm` prepared for one sparse operand and row scale; a call only passes pointers.
 
@@ -187,25 +251,10 @@ class SpmmCall:
         self._compact: Callable[[Tensor], Tensor] | None = None
         if a.columns * _PANEL * (1 + (b.bits > 8)) > _LARGE_PANEL and a.col_indices.numel() <= a.columns // 4:
             a, self._compact, b = _without_unused_rows(a, b)
-        _, blocks, v, stride = a.planes.shape
         self._engine = extension.ENGINE or extension.load_extension()
         self._owner, self._row_scale, self._scaled = a, row_scale, scaled
         self._shape, self._dtype = out_shape, out_dtype
-        self._sparse = self._engine.Sparse(
-            row_start=a.row_start.data_ptr(),
-            row_end=a.row_end.data_ptr(),
-            columns=a.col_indices.data_ptr(),
-            planes=a.planes.data_ptr(),
-            row_sums=a.row_sums.data_ptr(),
-            plane_bytes=blocks * v * stride,
-            vector_rows=a.row_start.numel(),
-            rows=a.rows,
-            columns_total=a.columns,
-            vector_length=v,
-            stride=stride,
-            bits=a.bits,
-            is_signed=a.signed,
-        )
+        self._sparse = _sparse(a)
         self._b, self._out = _form(b), (OUT_TYPES[out_dtype], out_shape[-1], out_shape[:-2].numel())
 
     def __call__(self, b: Tensor, col_scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from magicube_cutlass.autograd import floating as float_autograd
 from magicube_cutlass.autograd.floating import check_float16_like
 from magicube_cutlass.autograd.once import once
 from magicube_cutlass.checks import is_transformed, transform_error
+from magicube_cutlass.dispatch import cpu_linear
 from magicube_cutlass.dispatch.plan import transposed
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors
@@ -358,8 +359,13 @@ def spmm(
     axis = None if act_scale is not None else act_axis
     if axis not in (None, 0):
         raise ValueError(f"act_axis must be None (one scale) or 0 (one per column), got {act_axis!r}")
+    wanted = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias))
+    if not wanted and not torch.compiler.is_compiling() and (axis == 0 or act_scale is not None):
+        found = cpu_linear.linear(matrix, x.mT, bias, act_bits, act_scale)
+        if found is not None:
+            return found
     dense = quantized(x, act_bits, axis, act_scale)
-    if not (torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias))):
+    if not wanted:
         product = _product(matrix, dense, x.dtype, bias)
         if key is not None:
             spmm_op.record_floats(key, matrix, dense, x, bias)

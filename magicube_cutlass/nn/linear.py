@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from magicube_cutlass import autograd
 from magicube_cutlass.autograd.integer import STRIDE, quantized
 from magicube_cutlass.checks import check_tensor, is_transformed, transform_error
+from magicube_cutlass.dispatch import cpu_linear
 from magicube_cutlass.formats import generate
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -36,10 +37,13 @@ class SparseQuantLinear(Calibrated):
     straight-through, and zero outside of the pattern, where the master keeps its values for a later :meth:`prune_`.
     :meth:`freeze` drops the master.
 
-    Input (..., in) of float16, bfloat16, float32 or float64; output (..., out) of its dtype, a view with contiguous
-    tokens. Buffers: `row_offsets` and `col_indices`, the pattern; `act_scale`, () float32, after a calibration;
-    `values` and `scale`, the integers of a frozen layer. The state dict holds tensors only; loading one restores
-    pattern and options.
+    Input (..., in) of float16, bfloat16, float32 or float64; output (..., out) of its dtype, contiguous or a view with
+    contiguous tokens. On a CPU, a forward pass without gradients is one call of the engine, which quantizes the input,
+    and a weight with few zeros takes the dense kernel on AVX2; both kernels give the same bits.
+
+    Buffers: `row_offsets` and `col_indices`, the pattern; `act_scale`, () float32, after a calibration; `values` and
+    `scale`, the integers of a frozen layer. The state dict holds tensors only; loading one restores pattern and
+    options.
 
     Parameters
     ----------
@@ -246,8 +250,12 @@ class SparseQuantLinear(Calibrated):
 
     def _multiply(self, x: Tensor, matrix: SRBCRS) -> Tensor:
         """Output (out, tokens) for `x` (tokens, in) and the integers of the weight."""
-        values = None
-        if self.weight is not None and self.weight.requires_grad and torch.is_grad_enabled():
+        values, learns = None, torch.is_grad_enabled()
+        if not learns and not torch.compiler.is_compiling():
+            found = cpu_linear.linear(matrix, x, self.bias, self.config.act_bits, self.act_scale)
+            if found is not None:
+                return found
+        if learns and self.weight is not None and self.weight.requires_grad:
             values = autograd.vectors_at(self.weight, self.pattern)
         return autograd.spmm(
             matrix, x.mT, values=values, bias=self.bias, act_bits=self.config.act_bits, act_scale=self.act_scale,

@@ -84,7 +84,7 @@ def test_layers_in_a_row_copy_no_activations(monkeypatch: pytest.MonkeyPatch) ->
     with torch.no_grad():
         y = second(first(normal(2, 3, 48)).relu())
     assert y.shape == (2, 3, 16)
-    assert [data.is_contiguous() for data in seen] == [False, True]
+    assert [data.is_contiguous() for data in seen] == [True]  # the first one quantizes its rows in the call
 
 
 def test_gradients_are_those_of_the_masked_linear_layer() -> None:

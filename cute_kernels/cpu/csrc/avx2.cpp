@@ -16,6 +16,18 @@ inline __m256i widen(__m128i bytes, bool is_signed) {
   return is_signed ? _mm256_cvtepi8_epi16(bytes) : _mm256_cvtepu8_epi16(bytes);
 }
 
+// GCC copies the accumulators of _mm256_add_epi32 from register to register.
+inline void add(__m256i& sum, __m256i products) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products)); }
+
+inline __m256i pair(const int16_t* two) {
+  int32_t both;
+  std::memcpy(&both, two, sizeof both);
+  return _mm256_set1_epi32(both);
+}
+
+inline __m128i half(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
+inline __m128i whole(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+
 struct Avx2 {
   static constexpr bool kOffset = false;
   static constexpr int kChunkGroups = 32;  // their quads fill half of L1
@@ -28,6 +40,7 @@ struct Avx2 {
     return chunk / 4 * 16 + kOrder[chunk % 4];
   }
 
+  static constexpr bool kFew = true;
   static constexpr bool kStreams = true;
 
   static void store(void* to, __m256i value, bool streams) {
@@ -115,6 +128,122 @@ struct Avx2 {
     if (at.rows == 2) tile_rows<2>(at, 0);
     if (at.rows == 1) tile_rows<1>(at, 0);
   }
+
+  static constexpr int64_t kAhead = 512;  // columns: those and the values of a vector row are short runs of two streams
+
+  static void fetch(const void* from) { __builtin_prefetch(from, 0, 3); }
+
+  // One column of B: its entries at the columns of a chunk are gathered, then multiplied by the rows, sixteen at a time.
+  template <int Rows, bool Signed>
+  __attribute__((noinline)) static void few_one(const FewTile& at) {
+    constexpr int64_t kChunk = 1024;
+    alignas(32) int16_t x[kChunk];
+    __m256i sum[Rows];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) sum[r] = _mm256_setzero_si256();
+    const int stride = at.stride;
+    for (int64_t first = 0; first < at.count; first += kChunk) {
+      const int64_t count = lesser(kChunk, at.count - first);
+      const int32_t* const columns = at.columns + first;
+      const uint8_t* values = at.values + first * at.vector_length;
+      for (int64_t i = 0; i < count; i += 8) {  // whole blocks
+        fetch(values + i * at.vector_length);
+        fetch(columns + i + kAhead);
+#pragma GCC unroll 8
+        for (int64_t j = i; j < i + 8; ++j) {
+          const uint8_t byte = at.panel[columns[j]];
+          x[j] = Signed ? static_cast<int8_t>(byte) : static_cast<int16_t>(byte);
+        }
+      }
+      for (int64_t block = 0; block < count; block += stride, values += int64_t{stride} * at.vector_length) {
+        for (int i = 0; i < stride; i += 16) {
+          const __m256i right = _mm256_load_si256(reinterpret_cast<const __m256i*>(x + block + i));
+#pragma GCC unroll 8
+          for (int r = 0; r < Rows; ++r) add(sum[r], _mm256_madd_epi16(widen(whole(values + r * stride + i), at.a_signed), right));
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) at.sums[r] = total(sum[r]);
+  }
+
+  static int32_t total(__m256i sum) {
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+  }
+
+  static void widen_sixteen(const uint8_t* from, bool is_signed, int16_t* to) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), widen(whole(from), is_signed));
+  }
+
+  // Eight columns a vector; two rows of B are interleaved, so that a 32-bit lane holds two k of one column.
+  template <int Rows, int Vectors, bool Signed>
+  __attribute__((noinline)) static void few_rows(const FewTile& at, int first) {
+    constexpr int kWidth = 8 * Vectors;
+    __m256i sum[Rows][Vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_setzero_si256();
+    }
+    const int stride = at.stride;
+    const uint8_t* values = at.values + first * stride;
+    const int32_t* columns = at.columns;
+    for (int64_t block = 0; block < at.count; block += stride, values += int64_t{stride} * at.vector_length) {
+      alignas(32) int16_t a[Rows][64];
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        widen_sixteen(values + r * stride, at.a_signed, a[r]);
+        if (stride > 16) widen_sixteen(values + r * stride + 16, at.a_signed, a[r] + 16);
+        for (int i = 32; i < stride; i += 16) widen_sixteen(values + r * stride + i, at.a_signed, a[r] + i);
+      }
+      for (int i = 0; i < stride; i += 2, columns += 2) {
+        const uint8_t* const k0 = at.panel + int64_t{columns[0]} * kWidth;
+        const uint8_t* const k1 = at.panel + int64_t{columns[1]} * kWidth;
+        __m256i right[Vectors];
+        if constexpr (Vectors == 1) {
+          right[0] = widen(_mm_unpacklo_epi8(half(k0), half(k1)), Signed);  // (8, 2)
+        } else {
+          right[0] = widen(_mm_unpacklo_epi8(whole(k0), whole(k1)), Signed);
+          right[1] = widen(_mm_unpackhi_epi8(whole(k0), whole(k1)), Signed);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+          const __m256i left = pair(a[r] + i);
+#pragma GCC unroll 2
+          for (int v = 0; v < Vectors; ++v) add(sum[r][v], _mm256_madd_epi16(left, right[v]));
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(at.sums + (first + r) * kWidth + v * 8), sum[r][v]);
+      }
+    }
+  }
+
+  template <int Rows, bool Signed>
+  static void few_as(const FewTile& at) {
+    if (at.width == 1) return few_one<Rows, Signed>(at);
+    if (at.width == 8) return few_rows<Rows, 1, Signed>(at, 0);
+    constexpr int kHalf = Rows > 4 ? 4 : Rows;
+    for (int first = 0; first < Rows; first += kHalf) few_rows<kHalf, 2, Signed>(at, first);
+  }
+
+  template <bool Signed>
+  static void few_signed(const FewTile& at) {
+    switch (at.rows) {
+      case 8: return few_as<8, Signed>(at);
+      case 4: return few_as<4, Signed>(at);
+      case 2: return few_as<2, Signed>(at);
+      default: return few_as<1, Signed>(at);
+    }
+  }
+
+  static void few(const FewTile& at) { at.b_signed ? few_signed<true>(at) : few_signed<false>(at); }
 
   static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
                    bool x_signed, bool y_signed, int32_t part[4][4]) {
@@ -212,9 +341,6 @@ struct Product {
   }
 
   static __m256i load(const int8_t* from) { return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(from)), true); }
-
-  // GCC copies the accumulators of _mm256_add_epi32 from register to register.
-  static void add(__m256i& sum, __m256i products) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products)); }
 
   // Four k of a row in each 64-bit lane.
   static __m256i four(const Digit* a) {

@@ -17,6 +17,7 @@ namespace {
 
 struct Avx512 {
   static constexpr bool kOffset = true;
+  static constexpr bool kFew = false;
   static constexpr bool kStreams = true;
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column

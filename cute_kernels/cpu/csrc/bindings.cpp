@@ -203,8 +203,7 @@ void spmm(SpmmArgs args, int most_threads) {
   const int threads = threads_for(args.a.plane_bytes * args.a.digits() * args.b.digits() * args.n * args.batch, most_threads);
   nb::gil_scoped_release release;
   args.staged_panels = spmm_staged_panels(args, threads);
-  const int64_t shared_bytes = spmm_panel_bytes(args) * args.staged_panels;
-  run_thread_group(threads, shared_bytes, spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
+  run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
                    [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), group);
@@ -425,8 +424,14 @@ NB_MODULE(_engine, m) {
          "columns_total"_a, "vector_length"_a, "stride"_a, "bits"_a, "is_signed"_a);
   m.def("spmm", [](const Sparse& a, const Operand& b, const Scales& scales, uintptr_t out,
                    int out_type, int64_t n, int64_t batch, int threads) {
-    spmm(SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch, 1}, threads);
+    spmm(SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch, {}, 1}, threads);
   }, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
+  m.def("sparse_linear", [](const Sparse& a, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
+                            const Scales& scales, int64_t rows, uintptr_t out, int out_type, int threads) {
+    const DenseLeft columns{nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high};
+    spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, scales, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1},
+         threads);
+  }, "a"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "out_type"_a, "threads"_a);
   m.def("sddmm", [](const Operand& x, const Operand& y, uintptr_t row_start,
                     uintptr_t row_end, uintptr_t columns, const Scales& scales, uintptr_t out, int64_t out_batch,
                     int out_type, int64_t vector_rows, int64_t rows, int64_t n, int64_t inner, int64_t batch,

@@ -87,9 +87,7 @@ void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict d
     for (int64_t k = 0; k < inner; ++k) digits[k] = static_cast<Digit>(ints[k] + offset);
     return;
   }
-  const float* const x = left.reals + i * left.row_elements;
-  *scale = left.scale ? *left.scale : scale_of<float>(row_absmax(x, inner), left.high);
-  round_row(x, inverse_of(*scale), left.low, left.high, inner, offset, digits);
+  *scale = quantize_row(left, i, inner, offset, digits);
 }
 
 // Results of a row of a tile. The scales of absent columns are 1, the bias -0.

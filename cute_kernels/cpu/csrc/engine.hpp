@@ -15,6 +15,7 @@ constexpr int64_t kMaxColumns = int64_t{1} << 28;  // of the sparse operand: 8 *
 constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not fit L2
 constexpr int kMaxDigits = 2;
 constexpr int kMaxVector = 32;
+constexpr int kFewColumns = 16;     // of the dense operand, for which an instruction set may have kernels of their own
 constexpr int64_t kExactRun = 32768;  // products of two bytes that int32 sums without overflow
 constexpr int64_t kStagedBytes = 256 * 1024;  // staged rows of the right operand of an SDDMM
 
@@ -59,6 +60,15 @@ struct Scales {
   int64_t column_batch;
 };
 
+// Rows of an operand: int8, or float32 that the call quantizes.
+struct DenseLeft {
+  const int8_t* ints;    // (rows, inner); not read if `reals` is given
+  const float* reals;    // (rows, inner) or null
+  int64_t row_elements;  // from one row to the next
+  const float* scale;    // of all reals; null: amax of a row over `high`
+  double low, high;      // smallest and largest integer
+};
+
 struct SpmmArgs {
   Sparse a;
   Operand b;
@@ -67,6 +77,7 @@ struct SpmmArgs {
   Out out_type;
   int64_t n;
   int64_t batch;
+  DenseLeft columns;  // of B, quantized into the shared buffer in place of `b`, if its `reals` are given
   int staged_panels;  // panels in the shared buffer: one, or one per thread
 };
 
@@ -232,15 +243,6 @@ struct PackArgs {
   int32_t* column_sums;
 };
 
-// Left operand of a dense product: int8, or float32 that the call quantizes.
-struct DenseLeft {
-  const int8_t* ints;    // (rows, inner); not read if `reals` is given
-  const float* reals;    // (rows, inner) or null
-  int64_t row_elements;  // from one row to the next
-  const float* scale;    // of all reals; null: amax of a row over `high`
-  double low, high;      // smallest and largest integer
-};
-
 struct DenseArgs {
   PackedRight right;
   DenseLeft left;
@@ -350,6 +352,8 @@ void order_columns(const ReorderArgs& args, ThreadGroup& group);
 
 // Buffer sizes in bytes; all are multiples of 64.
 int64_t spmm_panel_bytes(const SpmmArgs& args);
+int64_t spmm_row_bytes(const SpmmArgs& args);     // from one quantized column to the next
+int64_t spmm_shared_bytes(const SpmmArgs& args);  // panels, quantized columns, their scales
 int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes);
 int64_t sddmm_staged_rows(const SddmmArgs& args);
 int64_t sddmm_shared_bytes(const SddmmArgs& args);

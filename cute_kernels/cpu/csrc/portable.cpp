@@ -16,6 +16,7 @@ struct Portable {
   static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16 quads, [column][k]
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
 
+  static constexpr bool kFew = false;
   static constexpr bool kStreams = false;
 
   static int column_of(int chunk) { return 4 * chunk; }

@@ -86,6 +86,17 @@ double inverse_of(Real scale) {
   return scale == scale ? 1.0 / static_cast<double>(scale) : 0.0;
 }
 
+using magicube::DenseLeft;
+
+// The integers of row i of float32, plus an offset. Returns its scale.
+template <class Code>
+float quantize_row(const DenseLeft& left, int64_t i, int64_t columns, int offset, Code* out) {
+  const float* const x = left.reals + i * left.row_elements;
+  const float scale = left.scale ? *left.scale : scale_of<float>(row_absmax(x, columns), left.high);
+  round_row(x, inverse_of(scale), left.low, left.high, columns, offset, out);
+  return scale;
+}
+
 template <class Real>
 class Quantizer {
  public:

@@ -9,6 +9,7 @@
 #include "engine.hpp"
 #include "integers.hpp"
 #include "epilogue.hpp"
+#include "quantize.hpp"
 
 namespace {  // compiled once per instruction set
 
@@ -253,7 +254,7 @@ struct SpmmPanels {
 };
 
 template <class Micro>
-void spmm(const SpmmArgs& args, ThreadGroup& group) {
+void spmm_panels(const SpmmArgs& args, ThreadGroup& group) {
   static_assert(Micro::kScratchBytes % 64 == 0, "what follows is aligned");
   const bool own = args.staged_panels >= group.size();
   const int64_t panel_bytes = magicube::spmm_panel_bytes(args);
@@ -276,6 +277,131 @@ void spmm(const SpmmArgs& args, ThreadGroup& group) {
   }
   for (int64_t index = alone; index < panels; ++index) shared.together(index);
   if constexpr (Micro::kStreams) Micro::finish_streams();
+}
+
+// Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
+struct FewTile {
+  const uint8_t* panel;  // (k + 1, width), from row 0 on; row -1 is what padding columns name
+  int width;             // 1, 8 or 16
+  const int32_t* columns;
+  int64_t count;         // whole blocks
+  const uint8_t* values;  // as of RowTile
+  int stride;
+  int vector_length;
+  int rows;  // 1, 2, 4 or 8
+  bool a_signed;
+  bool b_signed;
+  int32_t* sums;  // (rows, width)
+};
+
+inline bool has_few_columns(const SpmmArgs& args) {
+  return args.n <= magicube::kFewColumns && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
+}
+
+// Products with few columns are bound by the bytes of A: B is staged in rows of 1, 8 or 16 bytes. Two contiguous
+// columns are staged as two panels of one.
+template <class Micro>
+struct SpmmFew {
+  const SpmmArgs& args;
+  ThreadGroup& group;
+
+  int64_t panels() const { return args.n == 2 && args.b.runs_along_inner && args.a.columns_total > 0 ? 2 : 1; }
+  int width() const { return args.n == panels() ? 1 : args.n <= 8 ? 8 : 16; }
+  int64_t panel_bytes() const { return args.a.columns_total + 1; }  // of one column, with its padding
+
+  void stage_rows(const uint8_t* data, int64_t k0, int64_t k1, uint8_t* panel) const {
+    const auto& b = args.b;
+    for (int64_t p = 0; p < panels(); ++p) {
+      uint8_t* const to = panel + p * panel_bytes() + k0 * width();
+      if (width() == 1 && b.runs_along_inner) {
+        load_digits(data + p * b.run_bytes, b.bits, b.is_signed, k0, k1 - k0, 0, to, 0);
+      } else {
+        stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, width() == 1 ? 1 : args.n, 0, to, width(), 0);
+      }
+    }
+  }
+
+  void multiply(int64_t vector_row, int64_t batch, const uint8_t* panel) const {
+    const auto& a = args.a;
+    const int64_t begin = a.row_start[vector_row];
+    const int64_t count = (a.row_end[vector_row] - begin + a.stride - 1) / a.stride * a.stride;
+    const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
+    for (int v = 0; v < a.vector_length; v += rows) {
+      for (int64_t p = 0; p < panels(); ++p) {
+        alignas(64) int32_t sums[kTileRows * magicube::kFewColumns];
+        Micro::few({panel + p * panel_bytes(), width(), a.columns + begin, count, a.planes + begin * a.vector_length + v * a.stride,
+                    a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, sums});
+        const int64_t row = vector_row * a.vector_length + v;
+        write(sums, row, lesser(rows, a.rows - row), batch, p, panels() > 1 ? 1 : args.n);
+      }
+    }
+  }
+
+  // Rows of results from column n0 on; one of float32 is as short as a call of write_run is long.
+  void write(const int32_t* sums, int64_t row, int64_t rows, int64_t batch, int64_t n0, int64_t count) const {
+    const auto& scales = args.scales;
+    const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
+    for (int64_t r = 0; r < rows; ++r, ++row, sums += width()) {
+      const float scale = scales.rows ? scales.rows[batch * scales.row_batch + row] : 1.0f;
+      const float bias = scales.bias ? scales.bias[row] : 0.0f;
+      const int64_t at = (batch * args.a.rows + row) * args.n + n0;
+      if (args.out_type != Out::kFloat32) {
+        write_run(sums, count, scale, columns, bias, args.out_type, args.out, at);
+        continue;
+      }
+      float* const out = static_cast<float*>(args.out) + at;
+      if (count == 1) {
+        *out = static_cast<float>(*sums) * scale * (columns ? *columns : 1.0f) + bias;
+        continue;
+      }
+      for (int64_t j = 0; j < count; ++j) out[j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + bias;
+    }
+  }
+
+  void run() const {
+    const int64_t k = args.a.columns_total;
+    uint8_t* const panel = group.shared() + kPanel;
+    if (group.rank() == 0) {
+      for (int64_t p = 0; p < panels(); ++p) std::memset(panel + p * panel_bytes() - width(), 0, static_cast<size_t>(width()));
+    }
+    for (int64_t batch = 0; batch < args.batch; ++batch) {
+      for (int64_t k0 = group.ticket() * kStagedRows; k0 < k; k0 = group.ticket() * kStagedRows) {
+        stage_rows(args.b.data + batch * args.b.batch_bytes, k0, lesser(k0 + kStagedRows, k), panel);
+      }
+      group.barrier();
+      int64_t r0, r1;
+      while (rows_of(group.ticket(), args.a.vector_rows, group.size(), &r0, &r1)) {
+        for (int64_t r = r0; r < r1; ++r) multiply(r, batch, panel);
+      }
+      group.barrier();
+    }
+  }
+};
+
+// Quantize the columns of B into the shared buffer, behind the panels; returns the arguments of their product.
+inline SpmmArgs with_quantized_columns(const SpmmArgs& args, ThreadGroup& group) {
+  SpmmArgs found = args;
+  const int64_t pitch = magicube::spmm_row_bytes(args);
+  found.columns.reals = nullptr;
+  auto* const ints = group.shared() + magicube::spmm_shared_bytes(found);
+  auto* const scales = reinterpret_cast<float*>(ints + args.n * pitch);
+  for (int64_t i = group.ticket(); i < args.n; i = group.ticket()) {
+    scales[i] = quantize_row(args.columns, i, args.a.columns_total, 0, ints + i * pitch);
+  }
+  found.b.data = ints;
+  found.b.run_bytes = pitch;
+  found.scales.columns = scales;
+  group.barrier();
+  return found;
+}
+
+template <class Micro>
+void spmm(const SpmmArgs& args, ThreadGroup& group) {
+  if (args.columns.reals) return spmm<Micro>(with_quantized_columns(args, group), group);
+  if constexpr (Micro::kFew) {
+    if (has_few_columns(args)) return SpmmFew<Micro>{args, group}.run();
+  }
+  spmm_panels<Micro>(args, group);
 }
 
 }  // namespace

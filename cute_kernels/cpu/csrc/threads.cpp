@@ -87,6 +87,13 @@ int spmm_staged_panels(const SpmmArgs& args, int threads) {
 
 int64_t spmm_panel_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.b.digits(); }
 
+int64_t spmm_row_bytes(const SpmmArgs& args) { return round_up(args.a.columns_total, 64) + 64; }
+
+int64_t spmm_shared_bytes(const SpmmArgs& args) {
+  const int64_t panels = round_up(spmm_panel_bytes(args) * args.staged_panels, 64);
+  return args.columns.reals ? panels + args.n * spmm_row_bytes(args) + round_up(args.n * 4, 64) : panels;
+}
+
 int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes) {
   const int64_t sums = int64_t{args.a.digits()} * args.b.digits() * args.a.vector_length * kPanel * 4;
   const int64_t totals = int64_t{args.a.vector_length} * kPanel * 8;

@@ -208,7 +208,7 @@ A, B = ints(4, 6, 1), ints(6, 5, 2)
         (lambda: multiply(A, pack_right(B), out=torch.empty(8, 10, dtype=torch.int32)[::2, ::2]), ValueError, "contiguous rows or"),
         (lambda: multiply(A, pack_right(B), bias=torch.ones(4)), ValueError, "bias must have shape (5,), got (4,)"),
         (lambda: linear(A, pack_right(B)), TypeError, "x must be torch.float32, got torch.int8"),
-        (lambda: linear(A.float(), pack_right(B), bits=16), ValueError, "bits must be 4 or 8 and out_dtype a float, got 16"),
+        (lambda: linear(A.float(), pack_right(B), bits=16), ValueError, "bits must be 4 or 8 and out_dtype a float of the engine, got 16"),
         (lambda: linear(A.float(), pack_right(B), x_scale=torch.ones(4)), ValueError, "x_scale must have shape ()"),
     ],
 )  # fmt: skip

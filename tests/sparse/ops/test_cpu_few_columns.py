@@ -1,0 +1,104 @@
+"""Sparse products of the CPU engine with few columns, and with floats that the call quantizes: exact on every path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import magicube_cutlass as mc
+from cute_kernels.cpu import extension
+from cute_kernels.integers import int_range
+from magicube_cutlass.autograd.integer import compress, quantized
+from magicube_cutlass.dispatch import cpu_linear
+
+pytestmark = pytest.mark.skipif(not extension.available(), reason="no engine")
+
+
+@pytest.fixture(params=[(isa, threads) for isa in extension.isas() for threads in (1, 2)], ids=str)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An instruction set with one and with two threads, however little work there is."""
+    isa, threads = request.param
+    monkeypatch.setenv("MAGICUBE_CPU", isa)
+    before, work = torch.get_num_threads(), extension.load_extension().set_serial_work(0 if threads > 1 else 2**62)
+    torch.set_num_threads(threads)
+    yield isa
+    torch.set_num_threads(before)
+    extension.load_extension().set_serial_work(work)
+
+
+def ints(shape: tuple[int, ...], bits: int, signed: bool, seed: int) -> Tensor:
+    low, high = int_range(bits, signed)
+    found = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed))
+    found.view(-1)[:2] = torch.tensor([low, high])[: found.numel()]
+    return found
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 15, 16, 17])
+@pytest.mark.parametrize("vector_length", [1, 2, 4, 8, 16, 32])
+def test_integers_are_exact(path: str, columns: int, vector_length: int) -> None:
+    for (m, k, stride), left, right in (
+        ((33, 1, 16), (8, True), (8, True)), ((40, 70, 32), (8, True), (8, True)), ((61, 1300, 64), (4, True), (8, False)),
+        ((24, 257, 16), (8, False), (4, True)), ((16, 130, 32), (4, False), (4, False)),
+    ):  # fmt: skip
+        pattern = mc.random_pattern(m, k, 0.6 if k > 1 else 0.0, vector_length, seed=k)
+        values = ints((pattern.vectors, vector_length), *left, 1)
+        a = mc.SRBCRS.from_pattern(pattern, values, bits=left[0], signed=left[1], stride=stride)
+        x = ints((2, k, columns), *right, 2)
+        for data in (x, x[0], x[0].t().contiguous().t()):
+            b = mc.QuantTensor.from_ints(data, bits=right[0], signed=right[1])
+            expected = a.to_dense(dequantize=False).long() @ data.long()
+            for out in (torch.int32, torch.int64):
+                assert torch.equal(mc.spmm(a, b, out_dtype=out).long(), expected)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_scales_and_bias_have_the_bits_of_more_columns(path: str, columns: int, dtype: torch.dtype) -> None:
+    pattern = mc.random_pattern(45, 200, 0.5, 8, seed=3)
+    values, x = ints((pattern.vectors, 8), 8, True, 1), ints((200, 40), 8, True, 2)
+    scales, bias = torch.linspace(0.1, 2, 40)[None], torch.linspace(-9, 9, 45)
+    a = mc.SRBCRS.from_pattern(pattern, values, bits=8, scale=torch.linspace(0.5, 3, 45)[:, None])
+    whole = mc.spmm(a, mc.QuantTensor.from_ints(x, bits=8, scale=scales), out_dtype=dtype, bias=bias)
+    few = mc.QuantTensor.from_ints(x[:, :columns], bits=8, scale=scales[:, :columns].contiguous())
+    assert torch.equal(mc.spmm(a, few, out_dtype=dtype, bias=bias), whole[:, :columns])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 40, 70])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("takes_dense", [False, True])
+def test_one_call_has_the_bits_of_quantizing_first(path: str, tokens: int, bits: int, takes_dense: bool) -> None:
+    pattern = mc.random_pattern(45, 200, 0.5, 8, seed=3)
+    generator = torch.Generator().manual_seed(tokens)
+    a = compress(torch.randn(pattern.vectors, 8, generator=generator), pattern, bits=bits)
+    bias, reals = torch.linspace(-9, 9, 45), torch.randn(tokens, 203, generator=generator)
+    reals[-1, 7] = float("nan")
+    reals[0] *= 1e-40
+    call = cpu_linear.CpuLinear(a)
+    a._execution["linear"] = call
+    call._choices[tokens] = takes_dense
+    for x in (reals[:, 3:], reals[:, 3:].half(), reals[:, 3:].contiguous().bfloat16()):
+        for scale in (None, torch.tensor(0.013)):
+            got = cpu_linear.linear(a, x, bias, 8, scale)
+            first = quantized(x.mT, 8, 0 if scale is None else None, scale)
+            expected = mc.spmm(a, first, out_dtype=x.dtype, bias=bias)
+            assert got is not None and got.dtype == x.dtype
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and torch.equal(got.isnan(), expected.isnan())
+
+
+def test_the_dense_kernel_takes_a_dense_weight_and_sees_it_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "avx2" not in extension.isas():
+        pytest.skip("needs AVX2")
+    monkeypatch.setenv("MAGICUBE_CPU", "avx2")
+    layer, x = torch.nn.Linear(96, 64), torch.randn(5, 96)
+    full, thin = (mc.nn.SparseQuantLinear.from_linear(layer, sparsity=sparsity).eval() for sparsity in (0.0, 0.9))
+    with torch.no_grad():
+        before = full(x)
+        calls = [each.matrix()._execution["linear"] for each in (full, thin) if each(x) is not None]
+        assert [call.dense is not None for call in calls] == [True, False]
+        assert before.is_contiguous() and torch.equal(full(x), before)
+        layer.weight.mul_(-1)
+        assert torch.equal(full(x), mc.nn.SparseQuantLinear.from_linear(layer, sparsity=0.0).eval()(x))
+        assert not torch.equal(full(x), before)
