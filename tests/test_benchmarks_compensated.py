@@ -48,3 +48,12 @@ def test_checked_cpu_products_are_compared_with_float32(tmp_path: Path) -> None:
             set(row["us"]) == {"torch float32", "direct", "prepare", "judge", "probes"} and min(row["us"].values()) > 0
         )
         assert 0.5 * row["error"] < row["measured_error"] < 2 * row["error"]
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+def test_layers_are_compared_with_those_of_torch(tmp_path: Path) -> None:
+    out = tmp_path / "layers.json"
+    script("benchmarks/cpu_layers.py", "--quick", "--out", out)
+    for row in json.loads(out.read_text())["results"]:
+        names = {"float32", "torch dynamic int8", "ours, 0", "ours, 0.5", "ours, 0.9"}
+        assert set(row["us"]) == set(row["median_us"]) == names and min(row["us"].values()) > 0

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from cute_kernels.cpu import dense, engine, extension
 from cute_kernels.gemm.cpu import dense_backend
+from magicube_cutlass.checks import is_transformed
 from magicube_cutlass.dispatch import cpu_costs
 from magicube_cutlass.dispatch.cpu import pack_operand
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -18,8 +19,10 @@ from magicube_cutlass.formats.tracking import is_current
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = (4, 8)
-_FEW = 16  # tokens for which the AVX2 path has sparse kernels bound by the bytes of the matrix
-_FEW_DENSITY = 0.7  # from which the dense kernel is faster there
+# Tokens of the AVX2 kernels that keep sums in registers, and the density from which the dense kernel is faster,
+# by `benchmarks/cpu_layers.py` on one EPYC.
+_FEW = ((1, 0.4), (2, 0.33), (4, 0.3), (8, 0.45), (16, 0.55))
+_SPARSE = 0.3  # density up to which the sparse kernel is faster for more tokens
 _MAX_SIZES = 64  # numbers of tokens whose choice is kept
 
 
@@ -47,10 +50,13 @@ class CpuLinear:
 
     def _predict(self, tokens: int) -> bool:
         (m, k), v = self.shape, self.vector_length
+        density = self.vectors * max(v, 4) / (m * k)  # shorter vectors take the time of 4
         if k > dense.MAX_K:
             return False
-        if engine.isa() == "avx2" and tokens <= _FEW:
-            return self.vectors * v >= _FEW_DENSITY * m * k
+        if engine.isa() == "avx2" and tokens <= _FEW[-1][0]:
+            return density >= next(limit for most, limit in _FEW if tokens <= most)
+        if density <= _SPARSE:
+            return False
         costs, threads = cpu_costs.get_costs(), torch.get_num_threads()
         sparse_terms = cpu_costs.sparse_terms(m, k, tokens, self.vectors, v, 1, 1, 32)
         dense_terms = cpu_costs.dense_terms(m, k, tokens, 1, False)
@@ -112,7 +118,9 @@ def linear(matrix: SRBCRS, x: Tensor, bias: Tensor | None, bits: int, x_scale: T
         return None
     m, k = call.shape
     n, columns = x.shape
-    if columns != k or n == 0 or (bias is not None and (bias.shape != (m,) or not bias.is_cpu or bias.is_neg())):
+    if columns != k or n == 0:
+        return None
+    if bias is not None and (bias.shape != (m,) or not bias.is_cpu or bias.is_neg() or is_transformed(bias)):
         return None
     takes_dense, has_rows = call.is_dense(n), k == 1 or x.stride(1) == 1
     if not has_rows and not takes_dense:

@@ -72,7 +72,7 @@ def test_training_and_evaluation_compute_the_same() -> None:
 
 def test_layers_in_a_row_copy_no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer returns is, transposed, the row-major operand of the next one's product."""
-    first, second = sparse().eval(), SparseQuantLinear.from_linear(plain(40, 16), 0.5).eval()
+    first, second = sparse().eval(), SparseQuantLinear.from_linear(plain(40, 16), 0.9).eval()
     seen = []
     product = integer.spmm_op.early_spmm
 
