@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = (4, 8)
 # Tokens of the AVX2 kernels that keep sums in registers, and the density from which the dense kernel is faster,
 # by `benchmarks/cpu_layers.py` on one EPYC.
-_FEW = ((1, 0.4), (2, 0.33), (4, 0.3), (8, 0.45), (16, 0.55))
+_FEW = ((1, 0.4), (2, 0.33), (4, 0.3), (8, 0.45), (16, 0.6))
 _SPARSE = 0.3  # density up to which the sparse kernel is faster for more tokens
 _MAX_SIZES = 64  # numbers of tokens whose choice is kept
 

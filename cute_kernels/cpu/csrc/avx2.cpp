@@ -83,21 +83,22 @@ struct Avx2 {
     }
   }
 
+  static void widen_sixteen(const uint8_t* from, bool is_signed, int16_t* to) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), widen(whole(from), is_signed));
+  }
+
   template <int Rows>
   static void tile_rows(const RowTile& s, int first) {
     const int groups = s.groups, stride = s.stride;
-    alignas(8) int16_t a[kChunkGroups][Rows][kQuad];
-    for (int g = 0; g < groups; ++g) {
-      const uint8_t* at = s.values + first * stride + int64_t{g * kQuad / stride} * stride * s.vector_length + g * kQuad % stride;
-      for (int r = 0; r < Rows; ++r) {
-        for (int i = 0; i < kQuad; ++i) {
-          const uint8_t byte = at[r * stride + i];
-          a[g][r][i] = s.a_signed ? static_cast<int8_t>(byte) : static_cast<int16_t>(byte);
-        }
-      }
+    alignas(32) int16_t a[Rows][kChunkGroups * kQuad];
+    for (int k = 0; k < groups * kQuad; k += 16) {  // a block holds at least sixteen columns
+      const uint8_t* const from = s.values + first * stride + int64_t{k / stride} * stride * s.vector_length + k % stride;
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) widen_sixteen(from + r * stride, s.a_signed, a[r] + k);
     }
     for (int n = 0; n < 8; n += 2) {
       __m256i sum[Rows][2];
+#pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
         auto* from = reinterpret_cast<const __m256i*>(s.sums + (first + r) * kPanel) + n;
         sum[r][0] = s.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
@@ -106,14 +107,14 @@ struct Avx2 {
       const auto* b = reinterpret_cast<const __m256i*>(s.scratch) + n;
       for (int pair = 0; pair < groups * 2; ++pair, b += 8) {
         const __m256i b0 = _mm256_load_si256(b), b1 = _mm256_load_si256(b + 1);
+#pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) {
-          int32_t both;
-          std::memcpy(&both, &a[pair / 2][r][pair % 2 * 2], 4);
-          const __m256i left = _mm256_set1_epi32(both);
-          sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(left, b0));
-          sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(left, b1));
+          const __m256i left = ::pair(a[r] + pair * 2);
+          add(sum[r][0], _mm256_madd_epi16(left, b0));
+          add(sum[r][1], _mm256_madd_epi16(left, b1));
         }
       }
+#pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
         auto* to = reinterpret_cast<__m256i*>(s.sums + (first + r) * kPanel) + n;
         _mm256_store_si256(to, sum[r][0]);
@@ -130,6 +131,8 @@ struct Avx2 {
   }
 
   static constexpr int64_t kAhead = 512;  // columns: those and the values of a vector row are short runs of two streams
+
+  static constexpr int64_t kFewChunk = 256;  // what is gathered for it takes a quarter of L1, or half
 
   static void fetch(const void* from) { __builtin_prefetch(from, 0, 3); }
 
@@ -173,64 +176,76 @@ struct Avx2 {
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
   }
 
-  static void widen_sixteen(const uint8_t* from, bool is_signed, int16_t* to) {
-    _mm256_store_si256(reinterpret_cast<__m256i*>(to), widen(whole(from), is_signed));
+  // Two rows of B for each pair of columns of A, interleaved: a 32-bit lane holds two k of one column of B, eight to a vector.
+  template <int Vectors, bool Signed>
+  static void gather_few(const FewTile& at, const int32_t* columns, int64_t count, int16_t* out) {
+    constexpr int kWidth = 8 * Vectors;
+    auto* to = reinterpret_cast<__m256i*>(out);
+    for (int64_t i = 0; i < count; i += 2, columns += 2, to += Vectors) {
+      const uint8_t* const k0 = at.panel + int64_t{columns[0]} * kWidth;
+      const uint8_t* const k1 = at.panel + int64_t{columns[1]} * kWidth;
+      if constexpr (Vectors == 1) {
+        _mm256_store_si256(to, widen(_mm_unpacklo_epi8(half(k0), half(k1)), Signed));
+      } else {
+        _mm256_store_si256(to, widen(_mm_unpacklo_epi8(whole(k0), whole(k1)), Signed));
+        _mm256_store_si256(to + 1, widen(_mm_unpackhi_epi8(whole(k0), whole(k1)), Signed));
+      }
+    }
   }
 
-  // Eight columns a vector; two rows of B are interleaved, so that a 32-bit lane holds two k of one column.
-  template <int Rows, int Vectors, bool Signed>
-  __attribute__((noinline)) static void few_rows(const FewTile& at, int first) {
+  // sums += rows of A from `first` on times what was gathered for a chunk.
+  template <int Rows, int Vectors>
+  __attribute__((noinline)) static void few_rows(const FewTile& at, int first, const uint8_t* values, int64_t count, const int16_t* gathered) {
     constexpr int kWidth = 8 * Vectors;
+    const int stride = at.stride;
+    alignas(32) int16_t a[Rows][kFewChunk];
+    for (int64_t k = 0; k < count; k += 16) {  // a block holds at least sixteen columns
+      const uint8_t* const from = values + first * stride + k / stride * stride * at.vector_length + k % stride;
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) widen_sixteen(from + r * stride, at.a_signed, a[r] + k);
+    }
     __m256i sum[Rows][Vectors];
+    auto* const sums = reinterpret_cast<__m256i*>(at.sums + first * kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_setzero_si256();
+      for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_load_si256(sums + r * Vectors + v);
     }
-    const int stride = at.stride;
-    const uint8_t* values = at.values + first * stride;
-    const int32_t* columns = at.columns;
-    for (int64_t block = 0; block < at.count; block += stride, values += int64_t{stride} * at.vector_length) {
-      alignas(32) int16_t a[Rows][64];
+    const auto* right = reinterpret_cast<const __m256i*>(gathered);
+    for (int64_t k = 0; k < count; k += 2, right += Vectors) {
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
-        widen_sixteen(values + r * stride, at.a_signed, a[r]);
-        if (stride > 16) widen_sixteen(values + r * stride + 16, at.a_signed, a[r] + 16);
-        for (int i = 32; i < stride; i += 16) widen_sixteen(values + r * stride + i, at.a_signed, a[r] + i);
-      }
-      for (int i = 0; i < stride; i += 2, columns += 2) {
-        const uint8_t* const k0 = at.panel + int64_t{columns[0]} * kWidth;
-        const uint8_t* const k1 = at.panel + int64_t{columns[1]} * kWidth;
-        __m256i right[Vectors];
-        if constexpr (Vectors == 1) {
-          right[0] = widen(_mm_unpacklo_epi8(half(k0), half(k1)), Signed);  // (8, 2)
-        } else {
-          right[0] = widen(_mm_unpacklo_epi8(whole(k0), whole(k1)), Signed);
-          right[1] = widen(_mm_unpackhi_epi8(whole(k0), whole(k1)), Signed);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          const __m256i left = pair(a[r] + i);
+        const __m256i left = pair(a[r] + k);
 #pragma GCC unroll 2
-          for (int v = 0; v < Vectors; ++v) add(sum[r][v], _mm256_madd_epi16(left, right[v]));
-        }
+        for (int v = 0; v < Vectors; ++v) add(sum[r][v], _mm256_madd_epi16(left, _mm256_load_si256(right + v)));
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) {
-        _mm256_store_si256(reinterpret_cast<__m256i*>(at.sums + (first + r) * kWidth + v * 8), sum[r][v]);
+      for (int v = 0; v < Vectors; ++v) _mm256_store_si256(sums + r * Vectors + v, sum[r][v]);
+    }
+  }
+
+  template <int Rows, int Vectors, bool Signed>
+  static void few_chunks(const FewTile& at) {
+    constexpr int kStep = Rows * Vectors > 8 ? 8 / Vectors : Rows;
+    alignas(32) int16_t gathered[kFewChunk * 8 * Vectors];
+    std::memset(at.sums, 0, static_cast<size_t>(Rows) * 8 * Vectors * sizeof(int32_t));
+    for (int64_t k = 0; k < at.count; k += kFewChunk) {
+      const int64_t count = lesser(kFewChunk, at.count - k);
+      gather_few<Vectors, Signed>(at, at.columns + k, count, gathered);
+      for (int first = 0; first < Rows; first += kStep) {
+        few_rows<kStep, Vectors>(at, first, at.values + k * at.vector_length, count, gathered);
       }
     }
   }
 
   template <int Rows, bool Signed>
   static void few_as(const FewTile& at) {
-    if (at.width == 1) return few_one<Rows, Signed>(at);
-    if (at.width == 8) return few_rows<Rows, 1, Signed>(at, 0);
-    constexpr int kHalf = Rows > 4 ? 4 : Rows;
-    for (int first = 0; first < Rows; first += kHalf) few_rows<kHalf, 2, Signed>(at, first);
+    if (at.width == 1) few_one<Rows, Signed>(at);
+    else if (at.width == 8) few_chunks<Rows, 1, Signed>(at);
+    else few_chunks<Rows, 2, Signed>(at);
   }
 
   template <bool Signed>
