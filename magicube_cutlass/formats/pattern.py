@@ -91,6 +91,8 @@ class Pattern:
         object.__setattr__(self, "shape", check_shape(self.shape))
         object.__setattr__(self, "_version_id", new_version_id())
         self.check_format()
+        if not torch.compiler.is_compiling():
+            self._cache["made"] = self._stamp()  # what was checked
 
     @property
     def is_current(self) -> bool:
@@ -107,9 +109,13 @@ class Pattern:
 
     def refresh(self) -> None:
         """Scan the indices before their first use, and again after a write; then drop what was derived."""
+        made = self._cache.get("made")
+        if made is not None and len(self._cache) == 1 and is_valid(self, made, 1, None, True):
+            self._cache["seen"] = made
+            return
         if self.is_current:
             return
-        if "seen" in self._cache:
+        if "seen" in self._cache or (made is not None and not is_current(self, made)):
             self._cache.clear()
             object.__setattr__(self, "_version_id", new_version_id())
         self.check_format()

@@ -65,6 +65,27 @@ def test_floats_and_batches_are_scanned_in_one_call_too(monkeypatch: pytest.Monk
         assert a.is_current
 
 
+@needs_exchange
+def test_the_first_scan_of_a_pattern_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = mc.random_pattern(60, 100, 0.6, 8)
+    fresh = mc.Pattern(pattern.shape, 8, pattern.row_offsets, pattern.col_indices)
+    monkeypatch.setattr(mc.Pattern, "check_format", lambda self, full=False: pytest.fail("checked again"))
+    monkeypatch.setattr(mc.Pattern, "_check_columns", lambda self: pytest.fail("scanned by torch"))
+    assert not fresh.is_current
+    fresh.refresh()
+    assert fresh.is_current
+
+
+def test_a_write_to_a_pattern_before_its_first_product_is_followed() -> None:
+    offsets, columns = torch.tensor([0, 2, 3]), torch.tensor([0, 3, 5], dtype=torch.int32)
+    pattern = mc.Pattern((16, 8), 8, offsets, columns)
+    assert pattern.row_indices.tolist() == [0, 0, 1]
+    offsets[1] = 1
+    x, y = (mc.QuantTensor.from_ints(torch.ones(n, 4, dtype=torch.int8), bits=8) for n in (16, 8))
+    assert torch.equal(mc.sddmm(x, y, pattern).to_dense().bool(), pattern.to_dense())
+    assert pattern.row_indices.tolist() == [0, 1, 1]
+
+
 def test_every_damaged_entry_is_found() -> None:
     a = made()
     for name in ("row_start", "row_end", "col_indices"):
