@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,10 +163,10 @@ def _without_unused_rows(
     return replace(a, col_indices=columns, columns=used.numel()), compact, form
 
 
-def _sparse(a: SparseOperand) -> object:
-    """Sparse operand of the extension, which reads the tensors of `a` while they live."""
+def _sparse(loaded: Any, a: SparseOperand) -> object:
+    """Sparse operand of the `loaded` extension, which reads the tensors of `a` while they live."""
     _, blocks, v, stride = a.planes.shape
-    return load_extension().Sparse(
+    return loaded.Sparse(
         row_start=a.row_start.data_ptr(),
         row_end=a.row_end.data_ptr(),
         columns=a.col_indices.data_ptr(),
@@ -195,7 +196,8 @@ class SparseLinear:
         check_sparse(a)
         if a.bits > 8:
             raise ValueError(f"bits of a must be 4 or 8, got {a.bits}")
-        self._engine, self._owner, self._sparse = load_extension(), a, _sparse(a)
+        self._engine, self._owner = load_extension(), a
+        self._sparse = _sparse(self._engine, a)
 
     def __call__(
         self, x: Tensor, bits: int, x_scale: Tensor | None, row_scale: Tensor | None, bias: Tensor | None, out: Tensor
@@ -254,7 +256,7 @@ class SpmmCall:
         self._engine = extension.ENGINE or extension.load_extension()
         self._owner, self._row_scale, self._scaled = a, row_scale, scaled
         self._shape, self._dtype = out_shape, out_dtype
-        self._sparse = _sparse(a)
+        self._sparse = _sparse(self._engine, a)
         self._b, self._out = _form(b), (OUT_TYPES[out_dtype], out_shape[-1], out_shape[:-2].numel())
 
     def __call__(self, b: Tensor, col_scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:

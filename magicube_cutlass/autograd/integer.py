@@ -337,7 +337,7 @@ def spmm(
     key = (
         None
         if torch.compiler.is_compiling()
-        else _record_key(A, x, values, bias, act_bits, act_axis, act_scale, grad_bits)
+        else spmm_op.floats_key(A, x, values, bias, act_bits, act_axis, act_scale, grad_bits)
     )
     record = None if key is None else A._execution.get(key)
     if record is not None and A.is_current:
@@ -372,29 +372,6 @@ def spmm(
         return product
     result: Tensor = _Spmm.apply(values, x, bias, matrix, dense, grad_bits)
     return result
-
-
-def _record_key(
-    A: object,
-    x: object,
-    values: Tensor | None,
-    bias: Tensor | None,
-    act_bits: int,
-    act_axis: int | None,
-    act_scale: Tensor | None,
-    grad_bits: int | None,
-) -> tuple[object, ...] | None:
-    """What a record of :func:`spmm` on a GPU depends on besides the matrix; None for calls that have none."""
-    if type(x) is not Tensor or not x.is_cuda or type(A) is not SRBCRS or is_transformed(x):
-        return None
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias, A.scale)):
-        return None
-    if values is not None or any(
-        each is not None and (each.is_neg() or each._is_zerotensor()) for each in (x, act_scale)
-    ):
-        return None
-    scale = None if act_scale is None else (act_scale.shape, act_scale.dtype, act_scale.device)
-    return ("floats", x.shape, x.stride(), x.dtype, x.device, act_bits, act_axis, scale, grad_bits)
 
 
 def _check_float(name: str, x: object) -> None:

@@ -165,6 +165,29 @@ def _cache_call(cache: dict[Any, Any], key: tuple[object, ...], call: object) ->
             del cache[oldest]
 
 
+def floats_key(
+    A: object,
+    x: object,
+    values: Tensor | None,
+    bias: Tensor | None,
+    act_bits: int,
+    act_axis: int | None,
+    act_scale: Tensor | None,
+    grad_bits: int | None,
+) -> tuple[object, ...] | None:
+    """Return what a record of floats on a GPU depends on besides the matrix; None for calls that have none."""
+    if type(x) is not Tensor or not x.is_cuda or type(A) is not SRBCRS or is_transformed(x):
+        return None
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias, A.scale)):
+        return None
+    if values is not None or any(
+        each is not None and (each.is_neg() or each._is_zerotensor()) for each in (x, act_scale)
+    ):
+        return None
+    scale = None if act_scale is None else (act_scale.shape, act_scale.dtype, act_scale.device)
+    return ("floats", x.shape, x.stride(), x.dtype, x.device, act_bits, act_axis, scale, grad_bits)
+
+
 def record_floats(key: tuple[object, ...], A: SRBCRS, dense: QuantTensor, x: Tensor, bias: Tensor | None) -> None:
     """Keep the product of a matrix and quantized floats `x` (K, N) on a GPU as a record of A, if it can be one."""
     from magicube_cutlass.dispatch import cuda_floats
