@@ -22,7 +22,7 @@ _BITS = (4, 8)
 # Tokens of the AVX2 kernels that keep sums in registers, and the density from which the dense kernel is faster,
 # by `benchmarks/cpu_layers.py` on one EPYC.
 _FEW = ((1, 0.4), (2, 0.33), (4, 0.3), (8, 0.45), (16, 0.6))
-_SPARSE = 0.3  # density up to which the sparse kernel is faster for more tokens
+_SPARSE, _DENSE = 0.3, 0.8  # densities up to and from which the kernel for more tokens needs no prediction
 _MAX_SIZES = 64  # numbers of tokens whose choice is kept
 
 
@@ -55,8 +55,8 @@ class CpuLinear:
             return False
         if engine.isa() == "avx2" and tokens <= _FEW[-1][0]:
             return density >= next(limit for most, limit in _FEW if tokens <= most)
-        if density <= _SPARSE:
-            return False
+        if not _SPARSE < density < _DENSE:
+            return density >= _DENSE
         costs, threads = cpu_costs.get_costs(), torch.get_num_threads()
         sparse_terms = cpu_costs.sparse_terms(m, k, tokens, self.vectors, v, 1, 1, 32)
         dense_terms = cpu_costs.dense_terms(m, k, tokens, 1, False)

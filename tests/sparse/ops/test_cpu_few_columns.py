@@ -92,7 +92,8 @@ def test_the_dense_kernel_takes_a_dense_weight_and_sees_it_change(monkeypatch: p
     if "avx2" not in extension.isas():
         pytest.skip("needs AVX2")
     monkeypatch.setenv("MAGICUBE_CPU", "avx2")
-    layer, x = torch.nn.Linear(96, 64), torch.randn(5, 96)
+    monkeypatch.setattr(cpu_linear.cpu_costs, "get_costs", lambda: cpu_linear.cpu_costs.CpuCosts(dense=(1e9,) * 6))
+    layer, x = torch.nn.Linear(96, 64), torch.randn(40, 96)
     full, thin = (mc.nn.SparseQuantLinear.from_linear(layer, sparsity=sparsity).eval() for sparsity in (0.0, 0.9))
     with torch.no_grad():
         before = full(x)
