@@ -13,6 +13,7 @@ CPU, GPU = "cpu-table", "gpu-table"
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS = "dlmc", "llm", "one-time-costs"
 FLOATS, ATTENTION, CHOOSE, GEMM = "floats", "attention", "choose", "gemm"
+COMPENSATED = "compensated"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "2:4 int8", "BSR fp16 32", "Blocked-ELL int8 16")
@@ -319,6 +320,20 @@ def render_choose(results: dict[str, Any]) -> str:
     return f"{_machine(results)}; products that the constants were not fitted to:\n\n{judged}"
 
 
+def render_compensated(results: dict[str, Any]) -> str:
+    """A row a size and tolerance; whole calls, and in brackets the launches alone."""
+    rows = []
+    for case in results["sizes"]:
+        loop, gpu = case["loop_us"], case["gpu_us"]
+        floats = [f"{loop['torch float32']:.0f}", f"{loop['torch tf32']:.0f}"]
+        for tol in ("0.02", "0.001"):
+            flow = f"measured {tol}"
+            whole = [f"{loop[name]:.0f} ({gpu[name]:.0f})" for name in (flow, f"{flow}, prepared")]
+            rows.append([str(case["n"]), tol, f"{loop[f'auto {tol}']:.0f}", *whole, *floats])
+    head = ["n", "tol", "auto", "measured", "measured, B prepared", "torch float32", "torch tf32, unchecked"]
+    return "\n".join([f"{_machine(results)}.", "", *_grid(head, rows)])
+
+
 SECTIONS = (  # of the guides: name, results file, table, guide
     (DLMC, "dlmc", render_dlmc, "performance"),
     (LLM, "llm", render_llm, "performance"),
@@ -327,6 +342,7 @@ SECTIONS = (  # of the guides: name, results file, table, guide
     (GEMM, "gemm", render_gemm, "gemm"),
     (FLOATS, "floats", render_floats, "floats"),
     (ATTENTION, "attention", render_attention, "attention-performance"),
+    (COMPENSATED, "compensated", render_compensated, "residual-tolerance"),
 )
 
 
