@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
@@ -58,7 +57,6 @@ class Products(NamedTuple):
         return Products(min(self.planes_a, self.levels), min(self.planes_b, self.levels), self.levels)
 
 
-@lru_cache
 def select_products(planes_a: int, planes_b: int, terms: int | None) -> Products:
     """Return the digit products of the lowest levels.
 

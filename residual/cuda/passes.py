@@ -22,7 +22,7 @@ from torch import Tensor
 from cute_kernels.convert import digits as convert
 from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
-from cute_kernels.gemm.config import select_products
+from cute_kernels.gemm.config import Products, select_products
 from cute_kernels.jit.workspace import Kept, empty
 from residual.error.estimate import ErrorEstimate
 from residual.error.factor import CONFIDENCE, confidence, sharp_factor
@@ -75,7 +75,12 @@ def _serves(x: Tensor, k: int, planes: int) -> bool:
     """Return whether the kernels read an operand and a sum over `k`."""
     if not (planes and x.is_cuda and x.dtype == torch.float32 and 1 in x.stride() and not x.is_neg()):
         return False
-    return gemm_cuda.can_emit_sum_of_squares(k, select_products(planes, planes, None), x.device)
+    return gemm_cuda.can_emit_sum_of_squares(k, _products(planes), x.device)
+
+
+@lru_cache
+def _products(planes: int) -> Products:
+    return select_products(planes, planes, None)
 
 
 def rungs_to_pick(A: Tensor, B: Tensor, options: Options) -> tuple[Rung, ...]:
