@@ -32,6 +32,8 @@ class ProbeConfig(KernelConfig):
         Groups of 32 rows per CTA.
     stages : int
         Pipeline stages per warp.
+    emit_float16 : bool
+        ``"probe"`` also writes the float32 matrix in float16.
 
     Examples
     --------
@@ -44,6 +46,7 @@ class ProbeConfig(KernelConfig):
     absmax: str = ""
     groups: int = 1
     stages: int = 3
+    emit_float16: bool = False
 
     @property
     def threads(self) -> int:
@@ -61,7 +64,8 @@ class ProbeConfig(KernelConfig):
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
-        return f"{self.kernel}-{self.x}-g{self.groups}" + (f"-{self.absmax}" if self.absmax else "")
+        marks = "".join(f"-{mark}" for mark in (self.absmax, "halves" if self.emit_float16 else "") if mark)
+        return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
 
     @property
     def kernel_header(self) -> str:
@@ -79,6 +83,7 @@ class ProbeConfig(KernelConfig):
             "kGroups": self.groups,
             "kStages": self.stages,
             "kPartsBytes": PARTS,
+            "kEmitFloat16": self.emit_float16,
         }
 
     def _types(self) -> dict[str, str]:
@@ -91,8 +96,9 @@ def default_configs() -> list[ProbeConfig]:
     Examples
     --------
     >>> len(default_configs())
-    29
+    33
     """
     single = [ProbeConfig(kernel, x, axis) for kernel, axis in KERNELS for x in REAL_DTYPES.values()]
     double = [ProbeConfig(kernel, "float32", axis, groups=2) for kernel, axis in KERNELS]
-    return [*single, *double, ProbeConfig("sum_comparison", "float32")]
+    emitting = [ProbeConfig("probe", "float32", axis, n, emit_float16=True) for axis in ABSMAX_AXES[1:] for n in (1, 2)]
+    return [*single, *double, *emitting, ProbeConfig("sum_comparison", "float32")]

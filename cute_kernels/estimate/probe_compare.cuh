@@ -102,7 +102,7 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
   estimate_tiles<C>(
       rows, shared, row_scales, row_count, col_scales, col_count, least, most, out,
       [&](int64_t tile) {
-        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr);
+        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, nullptr);
       },
       [&](int probe, int row, int64_t place) {
         const double claimed = parts.template sum<C::kGroups>(probe, row);

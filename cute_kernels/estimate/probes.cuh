@@ -269,10 +269,10 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
 }
 
 // Compute the sums of a tile of X into shared memory; return this lane's part of the sum of squares. `absmax`: of all
-// columns, if asked for.
+// columns, if asked for. `half_out`: X in float16, contiguous, with C::kEmitFloat16; runs are whole then.
 template <class C, bool kTransposed, bool kSumOfSquares, Absmax kAbsmax>
 __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
-                                             int64_t tile, uint8_t* shared, uint32_t* absmax) {
+                                             int64_t tile, uint8_t* shared, uint32_t* absmax, __half* half_out) {
   using Runs = ProbeRuns<typename C::Source, kTransposed>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   float sums[kTiles][4] = {};
@@ -280,6 +280,18 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
   uint32_t row_absmax[kTiles] = {};
   walk_tile<C, kTransposed>(x, w, w_pitch, tile, shared, [&](const Runs& here, const float4(&vectors)[2], int at, int64_t own,
                                                            int present) {
+    if constexpr (C::kEmitFloat16) {
+      static_assert(!kTransposed, "a run is of a row");
+      const int64_t place = at + t * kRun;
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
+        if (i < present && place < x.columns) {
+          const __half2 run[2] = {__floats2half2_rn(here.at(i, 0), here.at(i, 1)),
+                                  __floats2half2_rn(here.at(i, 2), here.at(i, 3))};
+          *reinterpret_cast<uint2*>(half_out + (own + 8 * i) * x.columns + place) = *reinterpret_cast<const uint2*>(run);
+        }
+      }
+    }
     probe_products(here, vectors, sums);
     if constexpr (kSumOfSquares) {
       float sum = 0.0f;
@@ -313,17 +325,17 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
 }
 
 // Partial sums (gridDim.y, 16, y_pitch) of Y = X W; blockIdx.x is the tile. x is X (rows, columns), or row-major X^T with
-// Config::kTransposed. `absmax`: bits of the absmax of rows or columns, zero before if CTAs share it.
+// Config::kTransposed. `half_out`: see probe_tile. `absmax`: bits of the absmax of rows or columns, zero before if CTAs share it.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* absmax) {
+      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* absmax, __half* half_out) {
   pdl_wait();
   constexpr Absmax kAbsmax = static_cast<Absmax>(C::kAbsmax);
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
-  probe_tile<C, C::kTransposed, false, kAbsmax>(matrix, w, w_pitch, blockIdx.x, shared, absmax);
+  probe_tile<C, C::kTransposed, false, kAbsmax>(matrix, w, w_pitch, blockIdx.x, shared, absmax, half_out);
   __syncthreads();
   const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;

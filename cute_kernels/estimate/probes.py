@@ -159,7 +159,34 @@ def probe_with_absmax(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor]:
     >>> probe_with_absmax(x, w, "rows")[1].tolist()  # doctest: +SKIP
     [1.0, 1.0, 1.0, 1.0]
     """
-    return _probe(x, w, axis)
+    return _probe(x, w, axis)[:2]
+
+
+def can_emit_float16(x: Tensor) -> bool:
+    """Return whether :func:`probe_with_float16` takes `x`: float32, N a multiple of 4, 16-byte aligned rows.
+
+    Examples
+    --------
+    >>> can_emit_float16(torch.zeros(4, 8))  # not on a GPU
+    False
+    """
+    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix_arguments(x)[-1] == 1
+
+
+def probe_with_float16(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`probe_with_absmax` returns, and `x` in float16, shape (M, N).
+
+    `x` must be a matrix that :func:`can_emit_float16` allows.
+
+    Examples
+    --------
+    >>> x, w = torch.ones(4, 8, device="cuda"), torch.zeros(16, 32, device="cuda")  # doctest: +SKIP
+    >>> probe_with_float16(x, w, "rows")[2].dtype  # doctest: +SKIP
+    torch.float16
+    """
+    y, absmax, converted = _probe(x, w, axis, emit_float16=True)
+    assert converted is not None
+    return y, absmax, converted
 
 
 def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
@@ -174,8 +201,8 @@ def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
     return 2 if _GAIN * busy(2 * TILE) >= busy(TILE) else 1
 
 
-def _probe(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor]:
-    """Launch a probe kernel; return ``(X W)^T`` and the absmax of the slices."""
+def _probe(x: Tensor, w: Tensor, axis: str, emit_float16: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch a probe kernel; return ``(X W)^T``, the absmax of the slices, and `x` in float16 if asked for."""
     transposed, width = not readable(x), padded(x.shape[0])
     rows, columns = x.shape
     with device_of(x):
@@ -184,17 +211,20 @@ def _probe(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor]:
         no_atomics = not axis or (axis == "rows" and splits == 1)  # else CTAs share the absmax of a slice
         size = {"rows": rows, "columns": columns}.get(axis, 0)
         absmax = (workspace.empty if no_atomics else workspace.zeros)((size,), torch.float32, x.device)  # (M,) or (N,)
+        half = workspace.empty((rows, columns), torch.float16, x.device) if emit_float16 else None  # (M, N)
 
         def launch() -> None:
             name = "probe_transposed" if transposed else "probe"
             at, pitch, *_, vector = matrix_arguments(x.mT if transposed else x)
             pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, absmax.data_ptr()
-            get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], axis, groups)).launch(
-                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers), pdl=True
+            converted = 0 if half is None else half.data_ptr()
+            get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], axis, groups, emit_float16=emit_float16)).launch(
+                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers, converted), pdl=True
             )
 
-        _replays.run((axis, *_launch_key(x, w, parts, absmax)), launch)
-    return parts[0] if splits == 1 else parts.sum(0), absmax
+        written = () if half is None else (half,)
+        _replays.run((axis, emit_float16, *_launch_key(x, w, parts, absmax, *written)), launch)
+    return parts[0] if splits == 1 else parts.sum(0), absmax, half
 
 
 @lru_cache(maxsize=256)

@@ -202,8 +202,8 @@ def test_probes_and_comparison(shape: tuple[int, int]) -> None:
     x, (m, n) = torch.randn(shape, device="cuda"), shape
     w, product = (torch.randn(probes.PROBES, probes.padded(count), device="cuda") for count in (n, m))
     for lines in ("rows", "columns"):
-        y, tops = probes.probe_with_absmax(x, w, lines)
-        assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0))
+        y, tops, halves = probes.probe_with_float16(x, w, lines)
+        assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0)) and torch.equal(halves, x.half())
     assert probes.compare(x, w, y).product == pytest.approx(float(y.double().square().sum()), rel=1e-5)
     assert not np.isnan(probes.compare(x, w, product).gram).any()
 

@@ -255,13 +255,13 @@ def _statistics(arch: str) -> Iterator[Entry]:
 
 def _probes(arch: str) -> Iterator[Entry]:
     """Random probes, their comparison, and probes of what digits leave out."""
-    for transposed, x, amax, groups in (
-        (False, "float32", "", 1), (False, "float16", "rows", 1),
-        (False, "float32", "rows", 2), (False, "float32", "columns", 1),
-        (True, "float32", "rows", 2), (True, "bfloat16", "", 1),
+    for transposed, x, amax, groups, narrowed in (
+        (False, "float32", "", 1, False), (False, "float16", "rows", 1, False),
+        (False, "float32", "rows", 2, True), (False, "float32", "columns", 1, True),
+        (True, "float32", "rows", 2, False), (True, "bfloat16", "", 1, False),
     ):  # fmt: skip
-        tags = f"{f' amax of {amax}' if amax else ''}"
-        config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups)
+        tags = f"{f' amax of {amax}' if amax else ''}{' to float16' if narrowed else ''}"
+        config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups, emit_float16=narrowed)
         yield f"probe/{'transposed ' if transposed else ''}{x} groups={groups}{tags}", config
     for x, groups in (("float32", 1), ("float16", 2)):
         yield f"probe/compare {x} groups={groups}", ProbeConfig("compare_rows", x, groups=groups)

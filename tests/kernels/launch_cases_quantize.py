@@ -104,6 +104,8 @@ def checks(recorder: Recorder) -> None:
             recorder.call(key + again, lambda: probes.probe(x, w), x=x, w=w)
         for lines in ("rows", "columns"):
             recorder.call(f"{key}, {lines}", lambda: probes.probe_with_absmax(x, w, lines), x=x, w=w)
+        if dtype == torch.float32 and n % 4 == 0 and not flip:
+            recorder.call(f"{key}, halves", lambda: probes.probe_with_float16(x, w, "rows"), x=x, w=w)
         if flip:
             continue
         p, scales = vectors(m), tuple(reals(size) for size in (m, n))

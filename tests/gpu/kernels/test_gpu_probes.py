@@ -74,3 +74,26 @@ def test_what_is_not_finite_is_not_lost() -> None:
     c[39, 63] = math.nan
     found = probes.compare(c, w, product)
     assert math.isnan(found.result) and bool(np.isnan(found.gram).all())
+
+
+@pytest.mark.parametrize("lines", ["rows", "columns"])
+@pytest.mark.parametrize("shape", [(1, 4), (33, 68), (256, 4096), (1000, 1004), (5000, 132), (4300, 516)])
+@pytest.mark.parametrize("gap", [0, 4])
+def test_a_pass_also_writes_float16(shape: tuple[int, int], gap: int, lines: str) -> None:
+    m, n = shape
+    whole = torch.randn(m, n + gap, generator=torch.Generator().manual_seed(m)).cuda()
+    x, w = whole[:, :n], vectors(n)
+    x[m // 2, n // 3] = 1e5  # beyond float16
+    assert probes.can_emit_float16(x)
+    y, tops, halves = probes.probe_with_float16(x, w, lines)
+    assert torch.equal(halves, x.half()) and halves.isinf().any()
+    plain = probes.probe_with_absmax(x, w, lines)
+    assert torch.equal(y, plain[0]) and torch.equal(tops, plain[1])
+
+
+def test_float16_needs_rows_of_whole_vector_loads() -> None:
+    x = torch.randn(64, 68).cuda()
+    assert probes.can_emit_float16(x)
+    assert not any(
+        probes.can_emit_float16(y) for y in (x[:, :66], x[:, 1:65], x.mT, x.half(), torch.randn(64, 66).cuda())
+    )
