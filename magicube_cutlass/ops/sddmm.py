@@ -98,7 +98,7 @@ def early_sddmm(
 ) -> SRBCRS | BCRS:
     """As :func:`sddmm`, behind the kernel that quantized X or Y.
 
-    `early`: a kept call may start before that kernel ends.
+    `early`: a cached call may start before that kernel ends.
     """
     pattern, stride = _as_pattern(mask)
     key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom, early)

@@ -110,7 +110,7 @@ def early_spmm(
 ) -> Tensor:
     """As :func:`spmm`, behind the kernel that quantized B.
 
-    `early`: a kept call may start before that kernel ends.
+    `early`: a cached call may start before that kernel ends.
     """
     if allow_dense:
         _check_allow_dense(atom, config)

@@ -59,7 +59,7 @@ inline void pack_digits(const PackArgs& args, ThreadGroup& group) {
   for (int64_t panel = group.ticket(); panel < panels; panel = group.ticket()) {
     const int64_t column = panel * kPanel, columns = lesser(kPanel, args.columns - column);
     auto* const out = reinterpret_cast<int32_t*>(args.packed) + panel * quads * kPanel;
-    if (columns < kPanel) std::memset(out, 0, static_cast<size_t>(quads * kPanel) * sizeof(int32_t));
+    if (columns < kPanel && quads > 0) std::memset(out, 0, static_cast<size_t>(quads * kPanel) * sizeof(int32_t));
     std::memset(args.column_sums + column, 0, kPanel * sizeof(int32_t));
     (args.column_elements == 1 ? pack_rows : pack_columns)(args, column, columns, out, args.column_sums + column);
   }
