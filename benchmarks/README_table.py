@@ -342,7 +342,7 @@ SECTIONS = (  # of the guides: name, results file, table, guide
     (GEMM, "gemm", render_gemm, "gemm"),
     (FLOATS, "floats", render_floats, "floats"),
     (ATTENTION, "attention", render_attention, "attention-performance"),
-    (COMPENSATED, "compensated", render_compensated, "residual-tolerance"),
+    (COMPENSATED, "compensated", render_compensated, "performance"),
 )
 
 
