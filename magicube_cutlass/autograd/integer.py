@@ -334,6 +334,9 @@ def spmm(
     >>> round(float(values.grad[0, 0]), 3)
     4.0
     """
+    if act_scale is not None and act_scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError("act_scale must not require a gradient, which this product does not give; use "
+                         "act_scale.detach()")  # fmt: skip
     key = (
         None
         if torch.compiler.is_compiling()

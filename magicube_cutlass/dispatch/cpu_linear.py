@@ -77,6 +77,11 @@ def _vector(x: Tensor | None, m: int) -> Tensor | None:
     return x.detach().to(torch.float32).reshape(-1).expand(m).contiguous()
 
 
+def _is_scale(x: Tensor) -> bool:
+    """Whether `x` is one float in memory on the CPU."""
+    return x.numel() == 1 and x.is_floating_point() and x.is_cpu and not (x.is_neg() or x._is_zerotensor())
+
+
 def _prepare(matrix: SRBCRS) -> CpuLinear | None:
     """The call of a matrix, made once; None for a matrix that the engine does not take."""
     if extension.ENGINE is None or matrix.device.type != "cpu" or matrix.batch_shape or 0 in matrix.shape:
@@ -120,6 +125,8 @@ def linear(matrix: SRBCRS, x: Tensor, bias: Tensor | None, bits: int, x_scale: T
     n, columns = x.shape
     if columns != k or n == 0:
         return None
+    if x_scale is not None and not _is_scale(x_scale):
+        return None  # the quantizer says what is wrong with it
     if bias is not None and (bias.shape != (m,) or not bias.is_cpu or bias.is_neg() or is_transformed(bias)):
         return None
     takes_dense, has_rows = call.is_dense(n), k == 1 or x.stride(1) == 1

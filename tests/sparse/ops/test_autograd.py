@@ -312,3 +312,25 @@ def test_bad_arguments_are_named() -> None:
     for product in (lambda: ag.spmm(a, x, grad_bits=7), lambda: ag.sddmm(w, x.mT, p, grad_bits=7)):
         with pytest.raises(ValueError, match=r"grad_bits must be one of .* got 7"):
             product()
+
+
+@pytest.mark.parametrize("layout", ["row-major", "column-major"])
+@pytest.mark.parametrize("calls", [1, 2], ids=["first", "warm"])
+def test_a_given_scale_is_one_float_in_memory_or_refused(calls: int, layout: str) -> None:
+    """The engine reads its address: the whole call in one, and the quantizer before it, take the same scales."""
+    matrix = mc.SRBCRS.from_dense(torch.randn(64, 128), vector_length=8, bits=8)
+    x = torch.randn(128, 20) if layout == "row-major" else torch.randn(20, 128).mT
+    want = ag.spmm(matrix, x, act_scale=torch.tensor(0.02))
+    negated, zero = torch._neg_view(torch.tensor(-0.02)), torch._efficientzerotensor((), dtype=torch.float32)
+    refused = {
+        "one float": (torch.full((3,), 0.02), torch.empty(0), torch.tensor(1)),
+        "hold its values": (negated, zero),
+    }
+    for _ in range(calls):
+        assert torch.equal(ag.spmm(matrix, x, act_scale=torch.tensor([0.02])), want)
+        for words, scales in refused.items():
+            for scale in scales:
+                with pytest.raises(ValueError, match=f"scale must (be )?{words}"):
+                    ag.spmm(matrix, x, act_scale=scale)
+        with pytest.raises(ValueError, match="act_scale must not require a gradient"):
+            ag.spmm(matrix, x, act_scale=torch.tensor(0.02, requires_grad=True))
