@@ -37,10 +37,8 @@ class Pending:
         self._begun = begun
 
     def _outcome(self) -> Outcome:
-        begun = self._begun
-        if not isinstance(begun, Outcome):
-            self._begun = begun = begun.outcome()
-        return begun
+        self._begun = found = self._begun.outcome()
+        return found
 
     @property
     def product(self) -> Tensor:
@@ -59,10 +57,7 @@ class Pending:
 
     def result(self) -> Tensor:
         """Return the product; raise :class:`ToleranceError` if no rung met the tolerance."""
-        outcome = self._outcome()
-        if outcome.failure is not None:
-            raise outcome.failure
-        return outcome.product
+        return self._outcome().checked()
 
 
 @dataclass(frozen=True)
@@ -89,11 +84,11 @@ class Plan:
     options: Options
     _quick: Quick | None = None
 
-    def _operands(self, A: Tensor, B: Tensor | PreparedOperand | None) -> tuple[Tensor, PreparedOperand | None]:
+    def _right(self, B: Tensor | PreparedOperand | None) -> tuple[Tensor, PreparedOperand | None]:
         if (B is None) == (self.right is None):
             given = "none" if B is None else "one"
             raise TypeError(f"B must be given once, to the plan or to its call, got {given}")
-        return _checked(A, self.right if B is None else B)
+        return _current(self.right if B is None else B)
 
     def __call__(self, A: Tensor, B: Tensor | PreparedOperand | None = None) -> Tensor:
         """Return the product; the gradient is straight-through.
@@ -113,29 +108,28 @@ class Plan:
         found = self._quick(A) if B is None and self._quick is not None else None
         if found is not None:
             return found
-        weight, prepared = self._operands(A, B)
-        return product(A, weight, prepared, self.options)
+        return product(A, *self._right(B), self.options)
 
     def of(self, A: Tensor, B: Tensor, prepared: PreparedOperand | None) -> Tensor:
         """Return the product of `A` and `B`, of which `prepared` was made if it is given."""
         if prepared is not None and not torch.compiler.is_compiling():
             require_made_of(prepared, B)
             prepared.check_current()
-        check_pair(A, B)
         return product(A, B, prepared, self.options)
 
     def start(self, A: Tensor, B: Tensor | PreparedOperand | None = None) -> Pending:
         """Start the product, without a gradient, and return it with its verdict pending."""
-        weight, prepared = self._operands(A, B)
+        weight, prepared = self._right(B)
+        check_pair(A, weight)
         return Pending(begin(A, weight if prepared is None else prepared, self.options, measured=True))
 
 
-def _checked(A: Tensor, B: Tensor | PreparedOperand | None) -> tuple[Tensor, PreparedOperand | None]:
-    """Return the checked right operand and what was prepared of it."""
+def _current(B: Tensor | PreparedOperand | None) -> tuple[Tensor, PreparedOperand | None]:
+    """Return the right operand and what was prepared of it."""
     if isinstance(B, PreparedOperand):
         B.check_current()
-        return check_pair(A, B.weight)[1], B
-    return check_pair(A, B)[1], None
+        return B.weight, B
+    return B, None  # type: ignore[return-value]
 
 
 def prepare(
@@ -339,18 +333,16 @@ def matmul(
     >>> report.plan, report.upper <= 1e-4
     ('fp32', True)
     """
-    right = _with_prepared(B, prepared)
+    right = B if prepared is None else _with_prepared(B, prepared)
     options = check_options(tol, mode, bits, out_dtype, seed, rungs, on_failure, flow)
     if not return_report:
-        return product(A, *_checked(A, right), options)
+        return product(A, *_current(right), options)
     pending = Plan(None, options).start(A, right)
     return pending.result(), pending.report
 
 
-def _with_prepared(B: Tensor | PreparedOperand, prepared: PreparedOperand | None) -> Tensor | PreparedOperand:
-    """Return the right operand of a call that may name it by its old keyword."""
-    if prepared is None:
-        return B
+def _with_prepared(B: Tensor | PreparedOperand, prepared: object) -> PreparedOperand:
+    """Return the right operand of a call that names it by its old keyword."""
     if not isinstance(prepared, PreparedOperand):
         raise TypeError(f"prepared must come from residual.prepare, got {type(prepared).__name__}")
     warnings.warn("prepared= is deprecated; pass the PreparedOperand as B", DeprecationWarning, stacklevel=3)

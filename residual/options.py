@@ -91,17 +91,17 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def check_bits(bits: object) -> None:
-    """Raise ``ValueError`` unless `bits` is None, or 4 or 8 as an integer: key on the type, since 8.0 == 8."""
-    if bits is not None and not (isinstance(bits, int) and bits in (4, 8)):
+    """Raise ``ValueError`` unless `bits` is 4 or 8 as an integer: key on the type, since 8.0 == 8."""
+    if not (isinstance(bits, int) and bits in (4, 8)):
         raise ValueError(f"bits must be None, 4 or 8, got {bits!r}")
 
 
 def check_mode(mode: object) -> str:
-    """Return the mode under its present name; raise ``ValueError``."""
+    """Return a mode other than ``"auto"`` under its present name; raise ``ValueError``."""
     if isinstance(mode, str) and mode in _OLD_MODES:
         warnings.warn(f"mode={mode!r} is now {_OLD_MODES[mode]!r}", DeprecationWarning, stacklevel=5)
         mode = _OLD_MODES[mode]
-    if mode != "auto" and mode not in MODES:
+    if mode not in MODES:
         raise ValueError(f"mode must be 'auto' or one of {', '.join(MODES)}, got {mode!r}")
     return str(mode)
 
@@ -116,9 +116,7 @@ def check_seed(seed: object) -> None:
         raise ValueError(f"seed must be a 64-bit integer, got {seed}")
 
 
-def _check_rungs(rungs: object, tol: float | None) -> tuple[str, ...] | None:
-    if rungs is None:
-        return None
+def _check_rungs(rungs: object, tol: float | None) -> tuple[str, ...]:
     found = tuple(rungs) if isinstance(rungs, Sequence) and not isinstance(rungs, str) else ()
     if not found or not set(found) <= set(RUNGS):
         raise ValueError(f"rungs must be a sequence of {', '.join(RUNGS)}, got {rungs!r}")
@@ -147,19 +145,21 @@ def check_options(
     flow: str = "auto",
 ) -> Options:
     """Return the checked options; raise as :func:`residual.matmul` says."""
-    mode = check_mode(mode)
+    mode = mode if mode == "auto" else check_mode(mode)
     if tol is None and mode == "auto":
         raise ValueError("tol must be given for mode='auto', got None")
     if tol is not None and not 0 < tol < 1:
         raise ValueError(f"tol must be a relative error in (0, 1), got {tol!r}")
-    check_bits(bits)
+    if bits is not None:
+        check_bits(bits)
     if out_dtype is not None and out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype must be one of {', '.join(map(str, _OUT_DTYPES))}, got {out_dtype}")
-    failure = _check_failure(on_failure)
+    failure = on_failure if on_failure == "raise" else _check_failure(on_failure)
     check_seed(seed)
     if flow not in _FLOWS:
         raise ValueError(f"flow must be one of {', '.join(_FLOWS)}, got {flow!r}")
-    return Options(tol, mode, bits, out_dtype, seed, _check_rungs(rungs, tol), failure, flow)
+    chosen = None if rungs is None else _check_rungs(rungs, tol)
+    return Options(tol, mode, bits, out_dtype, seed, chosen, failure, flow)
 
 
 def check_pair(A: object, B: object) -> tuple[Tensor, Tensor]:

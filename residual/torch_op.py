@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.dispatch.register import register_op
+from residual.execute.quick import PLAIN, single_product
 from residual.execute.run import compute
 from residual.operand.ieee import float_product
 from residual.operand.operand import real_dtype
@@ -30,14 +31,13 @@ def _matmul(
     """Return ``a b`` as :func:`residual.matmul`; `rungs`: joined by commas, empty for None."""
     check_pair(a, b)
     chosen = rungs.split(",") if rungs else None
-    return _run(a, b, check_options(tol, mode, bits, out_dtype, seed, chosen, on_failure, flow))
+    return _eager(a, b, None, check_options(tol, mode, bits, out_dtype, seed, chosen, on_failure, flow))
 
 
-def _run(a: Tensor, b: Tensor | PreparedOperand, options: Options) -> Tensor:
-    product, _, failure = compute(a, b, options)
-    if failure is not None:
-        raise failure
-    return product
+def _eager(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor:
+    """Return the product of checked operands, where autograd does not record."""
+    found = single_product(a, b, prepared, options)
+    return compute(a, b if prepared is None else prepared, options) if found is None else found
 
 
 def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -66,16 +66,13 @@ _operator = register_op("residual::matmul", _matmul, _fake)
 torch.library.register_autograd("residual::matmul", _backward, setup_context=_save)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 class _Product(torch.autograd.Function):
     """The eager product with a gradient: cheaper than the operator's, and takes a prepared operand."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, right: Tensor | PreparedOperand, options: Options) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor:
         ctx.save_for_backward(a, b)
-        return _run(a, right, options)
+        return _eager(a, b, prepared, options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,16 +80,20 @@ class _Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor:
-    """Return the product of checked operands with a straight-through gradient for `a` and `b`.
+    """Return the product with a straight-through gradient for `a` and `b`, of which `prepared` was made.
 
     Compilers see the operator, which prepares `b` at each call.
     """
-    if type(a) not in _PLAIN or type(b) not in _PLAIN or torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    found = None if compiling else single_product(a, b, prepared, options)
+    if found is not None:
+        return found
+    check_pair(a, b)
+    if compiling or type(a) not in PLAIN or type(b) not in PLAIN:
         return _operator(
             a, b, options.tol, options.mode, options.bits, options.result_dtype(a, b), options.seed,
             ",".join(options.rungs or ()), options.on_failure, options.flow,
         )  # fmt: skip
-    right = b if prepared is None else prepared
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _Product.apply(a, b, right, options)
-    return _run(a, right, options)
+        return _Product.apply(a, b, prepared, options)
+    return compute(a, b if prepared is None else prepared, options)

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 import magicube_cutlass as mc
+import residual
 from tests.house import PACKAGES, ROOT
 
 FOLDERS = tuple(f"{ROOT / package}/" for package in PACKAGES)
 COLD_CHANGES, COLD_FILES = 12, 9
 WARM_CHANGES = 4
 LINEAR_CHANGES = 12
+CHECKED_CHANGES, CHECKED_CALLS = 13, 20
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,15 @@ def test_a_warm_linear_layer_passes_few_files() -> None:
         steps = walk(lambda: layer(x))
     assert steps.files
     assert steps.changes <= LINEAR_CHANGES, steps
+
+
+def test_a_warm_checked_float32_product_takes_few_calls() -> None:
+    A, B = torch.randn(64, 64), torch.randn(64, 64)
+    for tol in (1e-2, 1e-5):
+        residual.matmul(A, B, tol=tol)
+        steps = walk(lambda tol=tol: residual.matmul(A, B, tol=tol))
+        assert steps.changes <= CHECKED_CHANGES, steps
+        assert len(steps.files) <= CHECKED_CALLS, steps
 
 
 def test_only_files_of_the_packages_count() -> None:

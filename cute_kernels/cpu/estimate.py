@@ -164,18 +164,20 @@ class BoundSums(NamedTuple):
     error: float  # ||A (B W) - C W||_F^2; 0 without probes
 
 
-def _runs(x: Tensor) -> tuple[int, bool] | None:
-    """The memory stride of a float32 CPU matrix's contiguous rows or columns, and whether those are columns."""
+def _runs(x: Tensor) -> tuple[int, int, bool] | None:
+    """The address and memory stride of a float32 CPU matrix's contiguous rows or columns; whether those are columns."""
     if x.dtype is not torch.float32 or x.ndim != 2 or not x.is_cpu or x.is_neg() or x._is_zerotensor():
         return None
     (rows, columns), (row, column) = x.shape, x.stride()
     if column == 1 or columns == 1:
-        return row, False
-    return (column, True) if row == 1 or rows == 1 else None
+        return x.data_ptr(), row, False
+    return (x.data_ptr(), column, True) if row == 1 or rows == 1 else None
 
 
-def bound_sums(A: Tensor, B: Tensor, C: Tensor, W: Tensor | None = None) -> BoundSums | None:
-    """Sum what bounds the error of a float32 product: squared norms and, of a few probes, that of ``A (B W) - C W``.
+def bound_sums(
+    A: Tensor, B: Tensor, W: Tensor | None = None, C: Tensor | None = None
+) -> tuple[Tensor, BoundSums] | None:
+    """Multiply float32 matrices, and sum what bounds the error: squared norms and that of ``A (B W) - C W``.
 
     float64 sums, each of at most K + N + M rounded terms one after the other: the rounding of ``A (B W) - C W`` is at
     most ``g(K + N) |A||B||W| + g(N) |C||W|``. Results do not depend on the number of threads.
@@ -186,16 +188,16 @@ def bound_sums(A: Tensor, B: Tensor, C: Tensor, W: Tensor | None = None) -> Boun
         Left operand.
     B : Tensor, shape (K, N)
         Right operand.
-    C : Tensor, shape (M, N)
-        float32, contiguous, on the CPU.
     W : Tensor, shape (3, N), optional
         float64 probes, one after the other, contiguous. Default: norms alone.
+    C : Tensor, shape (M, N), optional
+        The product under test: float32, contiguous, on the CPU. Default: ``A @ B``.
 
     Returns
     -------
-    BoundSums or None
-        All NaN if an entry is non-finite. None if `A` or `B` is not a row- or column-major float32 matrix on the CPU,
-        or the engine is missing.
+    tuple or None
+        C and the sums, all NaN if an entry is non-finite. None if `A` or `B` is not a row- or column-major float32
+        matrix on the CPU, the engine is missing, or autocast computes ``A @ B`` in another dtype.
 
     Raises
     ------
@@ -205,7 +207,8 @@ def bound_sums(A: Tensor, B: Tensor, C: Tensor, W: Tensor | None = None) -> Boun
     Examples
     --------
     >>> A, B = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0], [3.0]])
-    >>> tuple(bound_sums(A, B, torch.tensor([[4.0]]), torch.ones(3, 1, dtype=torch.float64)))
+    >>> C, sums = bound_sums(A, B, torch.ones(3, 1, dtype=torch.float64), torch.tensor([[4.0]]))
+    >>> tuple(sums)
     (5.0, 10.0, 16.0, 3.0)
     """
     engine, left, right = extension.ENGINE, _runs(A), _runs(B)
@@ -214,12 +217,14 @@ def bound_sums(A: Tensor, B: Tensor, C: Tensor, W: Tensor | None = None) -> Boun
     (m, k), (inner, n) = A.shape, B.shape
     if inner != k:
         raise ValueError(f"B must have {k} rows to match A of shape {(m, k)}, got {inner}")
-    check_array("C", C, torch.float32, m, n)
     if W is not None:
         check_array("W", W, torch.float64, FEW_PROBES, n)
-    return BoundSums(
-        *engine.bound_sums(
-            A.data_ptr(), *left, B.data_ptr(), *right, C.data_ptr(), m, k, n, 0 if W is None else W.data_ptr(),
-            torch.get_num_threads(),
-        )
-    )  # fmt: skip
+    if C is None:
+        C = torch.mm(A, B)
+        if C.dtype is not torch.float32:
+            return None
+    else:
+        check_array("C", C, torch.float32, m, n)
+    probes = 0 if W is None else W.data_ptr()
+    sums = engine.bound_sums(*left, *right, C.data_ptr(), m, k, n, probes, torch.get_num_threads())
+    return C, BoundSums(*sums)

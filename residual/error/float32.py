@@ -54,8 +54,8 @@ def norm_bound(sums: BoundSums, m: int, k: int, n: int) -> float:
 
     Examples
     --------
-    >>> A, B = torch.rand(64, 64), torch.rand(64, 64)
-    >>> norm_bound(bound_sums(A, B, A @ B), 64, 64, 64) < 1e-5
+    >>> _, sums = bound_sums(torch.rand(64, 64), torch.rand(64, 64))
+    >>> norm_bound(sums, 64, 64, 64) < 1e-5
     True
     >>> norm_bound(BoundSums(2.0, 3.0, 0.0, 0.0), 1, 3, 1)
     inf
@@ -92,44 +92,38 @@ def is_provable(k: int, tol: float) -> bool:
     return tol >= k**1.5 * UNIT
 
 
-def proven_bound(A: Tensor, B: Tensor, C: Tensor) -> float:
-    """Return the bound that norms prove of a float32 product of tensors on a CPU, infinite for others.
-
-    Examples
-    --------
-    >>> A, B = torch.ones(4, 4), torch.ones(4, 4)
-    >>> proven_bound(A, B, A @ B) < 1e-6, proven_bound(A.double(), B, A @ B)
-    (True, inf)
-    """
-    sums, (m, k), n = bound_sums(A, B, C), A.shape, B.shape[1]
-    return math.inf if sums is None else norm_bound(sums, m, k, n)
-
-
-def is_within(A: Tensor, B: Tensor, C: Tensor, tol: float, seed: int | None) -> bool:
-    """Return whether norms prove that a float32 product is within `tol`, or three probes show it.
+def bounded_product(A: Tensor, B: Tensor, tol: float, seed: int | None) -> tuple[Tensor, bool] | None:
+    """Return a float32 product, and whether norms prove that it is within `tol` or three probes show it.
 
     Parameters
     ----------
     A, B : Tensor, shapes (M, K) and (K, N)
-        float32, on a CPU.
-    C : Tensor, shape (M, N)
-        ``A @ B``, in any order of summation.
+        Operands.
     tol : float
         Tolerance of ``||AB - C||_F / ||AB||_F``.
     seed : int or None
         Of the probes; None draws one.
 
+    Returns
+    -------
+    tuple or None
+        None if neither can show `tol`, or the operands are no float32 matrices on a CPU that the engine reads.
+
     Examples
     --------
-    >>> A, B = torch.randn(4, 4), torch.randn(4, 4)
-    >>> is_within(A, B, A @ B, 1e-3, 0), is_within(A, B, A @ B, 1e-9, 0)
-    (True, False)
+    >>> A, B = torch.ones(4, 4), torch.ones(4, 4)
+    >>> product, within = bounded_product(A, B, 1e-3, 0)
+    >>> product[0, 0].item(), within, bounded_product(A, B, 1e-9, 0)
+    (4.0, True, None)
     """
-    (m, k), n = A.shape, C.shape[1]
-    if is_provable(k, tol) and proven_bound(A, B, C) <= tol:
-        return True
+    (m, k), n = A.shape, B.shape[1]
+    found = None
+    if is_provable(k, tol):
+        found = bound_sums(A, B)
+        if found is None or norm_bound(found[1], m, k, n) <= tol:
+            return found and (found[0], True)
     if tol < LEAST:
-        return False
+        return found and (found[0], False)
     probes = _few(n, None) if seed is None else _few_of_seed(n, seed)
-    sums = bound_sums(A, B, C, probes.vectors)
-    return sums is not None and (probe_bound(sums, k, probes) <= tol or norm_bound(sums, m, k, n) <= tol)
+    found = bound_sums(A, B, probes.vectors, found and found[0])
+    return found and (found[0], probe_bound(found[1], k, probes) <= tol)

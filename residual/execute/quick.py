@@ -1,4 +1,4 @@
-"""Calls of a plan whose first rung is one call of the CPU engine."""
+"""Calls whose first rung is a product on a CPU with a bound by one call of the engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,38 @@ from torch import Tensor
 from cute_kernels.cpu.direct import DirectProduct, DirectRight, direct
 from residual.error.estimate import NORM, relative_bound
 from residual.error.factor import confidence, sharp_factor
+from residual.error.float32 import bounded_product
 from residual.error.probes import PROBES
 from residual.execute.run import compute_from, direct_estimate
+from residual.operand.ieee import is_ieee
 from residual.operand.prepared import DIRECT, PreparedOperand, version_of
 from residual.options import Options, machine_of
 from residual.planning.ladder import SMALL, Demand, rungs_of
 from residual.report import attempt_of
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def single_product(A: Tensor, B: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
+    """Return the product of matrices whose first rung is float32, of which `prepared` was made of `B`; None for others.
+
+    Raises
+    ------
+    ToleranceError
+        If no rung met the tolerance.
+    """
+    tol = options.tol
+    if tol is None or type(A) not in PLAIN or type(B) not in PLAIN or not A.ndim == B.ndim == 2:
+        return None
+    if not options.starts_single(A, B) or A.layout != torch.strided or B.layout != torch.strided:
+        return None
+    if A.shape[1] != B.shape[0] or not is_ieee(A) or (torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)):
+        return None
+    found = bounded_product(A, B, tol, options.seed)
+    if found is None or found[1]:
+        return found and found[0]
+    with torch.autocast("cpu", enabled=False):
+        return compute_from(A, B if prepared is None else prepared, options, single=found[0]).checked()
 
 
 @dataclass(frozen=True)
@@ -75,10 +101,8 @@ class Quick:
         if estimate.accepts(self.tol):
             return made.out
         with torch.autocast("cpu", enabled=False):
-            found = compute_from(A, self.prepared, self.options, tried=((attempt_of(DIRECT, estimate), estimate),))
-        if found.failure is not None:
-            raise found.failure
-        return found.product
+            tried = ((attempt_of(DIRECT, estimate), estimate),)
+            return compute_from(A, self.prepared, self.options, tried=tried).checked()
 
 
 def quick_for(right: PreparedOperand | None, options: Options) -> Quick | None:

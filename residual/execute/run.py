@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu.direct import DirectProduct, direct
+from cute_kernels.cpu.estimate import bound_sums
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
-from residual.error.float32 import is_provable, is_within, proven_bound
+from residual.error.float32 import is_provable, norm_bound
 from residual.error.look import look
 from residual.error.probes import PROBES, ProbeSums, is_zero, judge, noise
 from residual.execute.products import execute, rounding, rounds_levels
-from residual.operand.ieee import float_product
+from residual.operand.ieee import float_product, is_ieee
 from residual.operand.nonfinite import fill
 from residual.operand.operand import Operand, operand
 from residual.operand.prepared import Form, PreparedOperand, prepare_for
@@ -33,6 +34,16 @@ class Outcome(NamedTuple):
     product: Tensor
     report: Report
     failure: Exception | None
+
+    def outcome(self) -> Outcome:
+        """Return itself: there is nothing to wait for."""
+        return self
+
+    def checked(self) -> Tensor:
+        """Return the product; raise the failure."""
+        if self.failure is not None:
+            raise self.failure
+        return self.product
 
 
 class Begun(NamedTuple):
@@ -53,14 +64,13 @@ class Begun(NamedTuple):
             return compute_from(self.A, self.B, self.options, self.measured, tried=made.tried)
 
 
-def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome:
-    """Return the product of checked operands, where autograd does not record; `measured`: with a report in any case."""
-    begun = begin(A, B, options, measured)
-    return begun if isinstance(begun, Outcome) else begun.outcome()
+def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options) -> Tensor:
+    """Return the product of checked operands, where autograd does not record; raise if no rung meets the tolerance."""
+    return begin(A, B, options).outcome().checked()
 
 
-def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool) -> Outcome | Begun:
-    """Start the product as :func:`compute` does; only ``flow="measured"`` on a GPU leaves a verdict to wait for."""
+def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome | Begun:
+    """Start the product, `measured`: with a report in any case; only ``flow="measured"`` on a GPU leaves a verdict."""
     weight = B.weight if isinstance(B, PreparedOperand) else B
     if torch.is_autocast_enabled(A.device.type):  # it would compute float32 products in 16 bits
         with torch.autocast(A.device.type, enabled=False):
@@ -79,13 +89,7 @@ def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bo
                 known = None if prepared is None else prepared.passes
                 started = passes.start_picked(A.detach(), weight.detach(), options, picked, known)
                 return Begun(started, A, B, options, measured)
-    single = None
-    if not measured and options.starts_single(A, weight):
-        single = float_product(A, weight)  # (M, N)
-        assert options.tol is not None
-        if is_within(A, weight, single, options.tol, options.seed):
-            return Outcome(single, EMPTY, None)
-    return compute_from(A, B, options, measured, single)
+    return compute_from(A, B, options, measured)
 
 
 def compute_from(
@@ -202,11 +206,15 @@ def _single(
     plain = columns.exponent is None and columns.nonfinite is None and columns.given.dtype == torch.float32
     if not plain or not A.dtype == out_dtype == torch.float32:
         return None
+    if product is None and enough and is_provable(A.shape[1], tol) and is_ieee(A):
+        made = bound_sums(A, right.weight)
+        if made is not None:
+            product, norms = made
+            bound = norm_bound(norms, A.shape[0], A.shape[1], product.shape[1])
+            if bound <= tol:
+                return _Found(product, ErrorEstimate(bound, bound, 1.0))
     if product is None:
         product = float_product(A, columns.given.mT)  # (M, N)
-        bound = proven_bound(A, right.weight, product) if enough and is_provable(A.shape[1], tol) else math.inf
-        if bound <= tol:
-            return _Found(product, ErrorEstimate(bound, bound, 1.0))
     sums = judge(A, right.vectors, right.bound, product, *right.probes)
     estimate = from_sums(sums, noise(sums, A, right.weight), sure, enough=enough)
     return _Found(product, estimate) if estimate.accepts(tol) else None

@@ -8,13 +8,14 @@ from torch import Tensor
 _CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
+def is_ieee(x: Tensor) -> bool:
+    """Return whether float32 products on the device of `x` keep float32 inside, as the program has set it."""
+    return (_CUDA if x.is_cuda else _CPU).fp32_precision in ("none", "ieee")
+
+
 def float_product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a b`` in their dtype; float32 runs in float64 if the program allows tf32 or bfloat16 inside.
 
     The setting is that of a process, so it is read and never written.
     """
-    if a.dtype != torch.float32:
-        return a @ b
-    if (_CUDA if a.is_cuda else _CPU).fp32_precision in ("none", "ieee"):
-        return a @ b
-    return (a.double() @ b.double()).float()
+    return a @ b if a.dtype != torch.float32 or is_ieee(a) else (a.double() @ b.double()).float()
