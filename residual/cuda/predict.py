@@ -179,12 +179,12 @@ class Forecast:
             left_out = 1 - plan.share
             coherent = self._left_by_one[1] * left_out**2
             return self.remaining[COLUMN_SHARES.index(plan.share)] + coherent + self._left_by_two
+        if mode == "full" or (mode == "sparse" and plan.threshold == 1):  # digits below the threshold are zero
+            return self._left_by_two
         if mode == "sparse":
             level = SPARSE_LEVELS.index(plan.share)
             scattered = self.raw[2 + level][R1] + self.raw[R1][2 + level]
             return scattered + self._coherent(_LEVELS + level, R1) + self._left_by_two
-        if mode == "full":
-            return self._left_by_two
         if mode == "full4":
             return sum(self._crossed(X, R2)) + self._scattered(R2, R2)
         third = sum(self._crossed(X, R2)) / 4**self.bits
