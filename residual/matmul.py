@@ -14,8 +14,7 @@ from residual.execute.quick import Quick, quick_for
 from residual.execute.run import Begun, Outcome, begin
 from residual.operand.operand import check_operand
 from residual.operand.prepared import PreparedOperand, prepare_for
-from residual.options import MatmulOptions, OnFailure, Options, check_options, check_pair, machine_of
-from residual.planning.ladder import SMALL, Demand, Rung, rungs_of
+from residual.options import MatmulOptions, OnFailure, Options, check_options, check_pair
 from residual.report import Report
 from residual.torch_op import product
 
@@ -110,13 +109,6 @@ class Plan:
             return found
         return product(A, *self._right(B), self.options)
 
-    def of(self, A: Tensor, B: Tensor, prepared: PreparedOperand | None) -> Tensor:
-        """Return the product of `A` and `B`, of which `prepared` was made if it is given."""
-        if prepared is not None and not torch.compiler.is_compiling():
-            require_made_of(prepared, B)
-            prepared.check_current()
-        return product(A, B, prepared, self.options)
-
     def start(self, A: Tensor, B: Tensor | PreparedOperand | None = None) -> Pending:
         """Start the product, without a gradient, and return it with its verdict pending."""
         weight, prepared = self._right(B)
@@ -173,11 +165,7 @@ def prepare(
 def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
     """Return `W` prepared for the digit rungs of options, whatever the number of rows of A."""
     check_operand("W", W)
-    if options.rungs is None:
-        demand = Demand(options.tol or 0.0, SMALL, fallback=options.on_failure == "fallback")
-        rungs = rungs_of(options.mode, options.bits or 8, machine_of(W.device), demand)
-    else:
-        rungs = tuple(Rung(each, 0 if each.startswith("fp") else options.bits or 8) for each in options.rungs)
+    rungs = options.rungs_to_prepare(W.device)
     found = prepare_for(W, options.seed, rungs)
     if not (W.is_cuda and options.flow == "measured"):
         return found
@@ -347,14 +335,5 @@ def _with_prepared(B: Tensor | PreparedOperand, prepared: object) -> PreparedOpe
         raise TypeError(f"prepared must come from residual.prepare, got {type(prepared).__name__}")
     warnings.warn("prepared= is deprecated; pass the PreparedOperand as B", DeprecationWarning, stacklevel=3)
     if isinstance(B, Tensor) and not torch.compiler.is_compiling():
-        require_made_of(prepared, B)
+        prepared.check_current(B)
     return prepared
-
-
-def require_made_of(prepared: PreparedOperand, B: Tensor) -> None:
-    """Raise ``ValueError`` unless `prepared` was made of `B`."""
-    if not prepared.shares_memory(B):
-        raise ValueError(
-            f"prepared must be made of B, got one of a tensor {tuple(prepared.weight.shape)} elsewhere for B "
-            f"{tuple(B.shape)}"
-        )

@@ -68,17 +68,22 @@ class Options(NamedTuple):
             return False
         return A.shape[0] * B.numel() < SMALL or not digit_rungs(machine_of(A.device), self.tol)
 
-    def rungs_for(self, A: Tensor, B: Tensor) -> tuple[Rung, ...]:
-        """Return the rungs of ``A B`` from the cheapest up."""
+    def rungs_at(self, device: torch.device, demand: Demand) -> tuple[Rung, ...]:
+        """Return the rungs of products on a device from the cheapest up."""
         if self.rungs is not None:
             return tuple(Rung(each, 0 if each in FLOATS else self.bits or 8) for each in self.rungs)
-        dtypes = real_dtype(A), real_dtype(B), self.result_dtype(A, B)
+        return rungs_of(self.mode, self.bits or 8, machine_of(device), demand)
+
+    def rungs_for(self, A: Tensor, B: Tensor) -> tuple[Rung, ...]:
+        """Return the rungs of ``A B``."""
+        double = torch.float64 in (real_dtype(A), real_dtype(B), self.result_dtype(A, B))
         halves = A.dtype == B.dtype and A.dtype in (torch.float16, torch.bfloat16)
-        demand = Demand(
-            self.tol or 0.0, A.shape[0] * A.shape[1] * B.shape[1], torch.float64 in dtypes, halves,
-            self.on_failure == "fallback",
-        )  # fmt: skip
-        return rungs_of(self.mode, self.bits or 8, machine_of(A.device), demand)
+        size = A.shape[0] * A.shape[1] * B.shape[1]
+        return self.rungs_at(A.device, Demand(self.tol or 0.0, size, double, halves, self.on_failure == "fallback"))
+
+    def rungs_to_prepare(self, device: torch.device) -> tuple[Rung, ...]:
+        """Return the rungs of large float32 products, whatever the number of rows of A."""
+        return self.rungs_at(device, Demand(self.tol or 0.0, SMALL, fallback=self.on_failure == "fallback"))
 
 
 def machine_of(device: torch.device) -> Machine:

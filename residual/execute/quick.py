@@ -16,8 +16,8 @@ from residual.error.probes import PROBES
 from residual.execute.run import compute_from, direct_estimate
 from residual.operand.ieee import is_ieee
 from residual.operand.prepared import DIRECT, PreparedOperand, version_of
-from residual.options import Options, machine_of
-from residual.planning.ladder import SMALL, Demand, rungs_of
+from residual.options import Options
+from residual.planning.ladder import SMALL
 from residual.report import attempt_of
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -108,19 +108,11 @@ class Quick:
 def quick_for(right: PreparedOperand | None, options: Options) -> Quick | None:
     """Return the quick calls of a plan; None if it has none."""
     form = None if right is None else right.forms.get(DIRECT)
-    if right is None or form is None or form.direct is None or options.tol is None:
+    if right is None or form is None or form.direct is None or options.tol is None or 0 in right.shape:
         return None
-    if options.out_dtype not in (None, torch.float32) or options.bits == 4 or 0 in right.shape:
+    if options.out_dtype not in (None, torch.float32) or options.rungs_to_prepare(right.weight.device)[0] != DIRECT:
         return None
-    k, n = right.shape
-    rows = 1
-    if options.rungs is not None:
-        first = options.rungs[0] == "direct"
-    else:
-        machine = machine_of(right.weight.device)
-        first = rungs_of(options.mode, 8, machine, Demand(options.tol, SMALL))[0] == DIRECT
-        rows = 1 if options.mode != "auto" else -(-SMALL // (k * n))
-    if not first:
-        return None
+    small = options.rungs is None and options.mode == "auto"  # products of few rows run in float32
     factor = sharp_factor(1.0, PROBES, confidence(0)) / math.sqrt(PROBES)
+    rows = -(-SMALL // (right.shape[0] * right.shape[1])) if small else 1
     return Quick(form.direct, right, options, options.tol, factor, rows)

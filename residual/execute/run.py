@@ -109,13 +109,28 @@ def compute_from(
         tried = tried[: len(rungs) - 1]  # the last rung makes the product of a failure
         right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[len(tried) :][:1])
         enough = 0.0 if measured else options.tol or 0.0
-        return _climb(A, right, options, rungs, out_dtype, enough, single, tried)
+        return _climb(_Call(A, right, options, out_dtype, enough), rungs, single, tried)
+
+
+class _Call(NamedTuple):
+    """A product and what it has to be."""
+
+    A: Tensor
+    right: PreparedOperand
+    options: Options
+    out_dtype: torch.dtype
+    enough: float  # no sharper bound is needed
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether A and the product are float32."""
+        return self.A.dtype == self.out_dtype == torch.float32
 
 
 def _unchecked(A: Tensor, B: Tensor | PreparedOperand, rung: Rung, out_dtype: torch.dtype) -> Tensor:
     """Return the product by one rung."""
     prepared = B if isinstance(B, PreparedOperand) else None
-    found = None if prepared is None else _direct(A, prepared, rung, out_dtype, CONFIDENCE, 1.0)
+    found = None if prepared is None else _direct(_Call(A, prepared, Options(), out_dtype, 1.0), rung, CONFIDENCE)
     if found is not None and found.product is not None:
         return found.product
     left = operand(A)
@@ -129,33 +144,25 @@ class _Found(NamedTuple):
     estimate: ErrorEstimate
 
 
-def _climb(
-    A: Tensor,
-    right: PreparedOperand,
-    options: Options,
-    rungs: tuple[Rung, ...],
-    out_dtype: torch.dtype,
-    enough: float,
-    single: Tensor | None,
-    tried: Missed,
-) -> Outcome:
+def _climb(call: _Call, rungs: tuple[Rung, ...], single: Tensor | None, tried: Missed) -> Outcome:
     """Return the product of the first rung whose bound is within the tolerance, after those that were `tried`.
 
-    `enough`: no sharper bound is needed. `single`: the float32 product, if it is computed already.
+    `single`: the float32 product, if it is computed already.
     """
+    A, right, options = call.A, call.right, call.options
     tol, found = options.tol, list(tried)
     probed = options.starts_single(A, right.weight)  # three probes may have taken the share of the second rung
     product: Tensor | None = None
     left: Operand | None = None
     for i, rung in enumerate(rungs[len(tried) :], len(tried)):
         sure = CONFIDENCE if tol is None else confidence(i + (probed and i > 0))
-        made = _direct(A, right, rung, out_dtype, sure, enough)
+        made = _direct(call, rung, sure)
         if made is None and left is None and rung.mode == "fp32" and tol is not None:
-            made = _single(A, right, single, out_dtype, sure, tol, enough)
+            made = _single(call, single, sure, tol)
         if made is None:
             left = operand(A) if left is None else left
             least = math.inf if tol is None or i == len(rungs) - 1 else tol
-            made = _measure(rung, left, right, out_dtype, sure, least)
+            made = _measure(call, rung, left, sure, least)
         estimate = made.estimate
         found.append((attempt_of(rung, estimate), estimate))
         attempts = tuple(attempt for attempt, _ in found)
@@ -165,21 +172,18 @@ def _climb(
             if tol is None or estimate.accepts(tol):
                 return Outcome(product, report, None)
     assert tol is not None and product is not None  # the last rung always runs
-    failure = tolerance_error(tol, found, report, out_dtype, options.on_failure == "fallback")
+    failure = tolerance_error(tol, found, report, call.out_dtype, options.on_failure == "fallback")
     return Outcome(product, report, failure)
 
 
-def _direct(
-    A: Tensor, right: PreparedOperand, rung: Rung, out_dtype: torch.dtype, sure: float, enough: float
-) -> _Found | None:
+def _direct(call: _Call, rung: Rung, sure: float) -> _Found | None:
     """Return the product by one digit and its error, by the CPU engine; None if it does not take the operands."""
-    form = right.forms.get(rung)
-    single = A.dtype == out_dtype == torch.float32
-    if form is None or form.direct is None or not single:
+    A, form = call.A, call.right.forms.get(rung)
+    if form is None or form.direct is None or not call.is_single:
         return None
     rows = A if A.stride(1) == 1 and not A.is_neg() else A.clone(memory_format=torch.contiguous_format)
     made = direct(rows, form.direct)
-    estimate = direct_estimate(made, sure, enough)
+    estimate = direct_estimate(made, sure, call.enough)
     return None if estimate is None else _Found(made.out, estimate)
 
 
@@ -192,21 +196,13 @@ def direct_estimate(made: DirectProduct, sure: float, enough: float) -> ErrorEst
     return from_sums(sums, made.eta, sure, made.rounding, enough)
 
 
-def _single(
-    A: Tensor,
-    right: PreparedOperand,
-    product: Tensor | None,
-    out_dtype: torch.dtype,
-    sure: float,
-    tol: float,
-    enough: float,
-) -> _Found | None:
+def _single(call: _Call, product: Tensor | None, sure: float, tol: float) -> _Found | None:
     """Return the float32 product of A as it is; None if its bound misses, perhaps by slices far from one."""
-    columns = right.columns
+    A, right, columns = call.A, call.right, call.right.columns
     plain = columns.exponent is None and columns.nonfinite is None and columns.given.dtype == torch.float32
-    if not plain or not A.dtype == out_dtype == torch.float32:
+    if not plain or not call.is_single:
         return None
-    if product is None and enough and is_provable(A.shape[1], tol) and is_ieee(A):
+    if product is None and call.enough and is_provable(A.shape[1], tol) and is_ieee(A):
         made = bound_sums(A, right.weight)
         if made is not None:
             product, norms = made
@@ -216,15 +212,13 @@ def _single(
     if product is None:
         product = float_product(A, columns.given.mT)  # (M, N)
     sums = judge(A, right.vectors, right.bound, product, *right.probes)
-    estimate = from_sums(sums, noise(sums, A, right.weight), sure, enough=enough)
+    estimate = from_sums(sums, noise(sums, A, right.weight), sure, enough=call.enough)
     return _Found(product, estimate) if estimate.accepts(tol) else None
 
 
-def _measure(
-    rung: Rung, left: Operand, right: PreparedOperand, out_dtype: torch.dtype, sure: float, least: float
-) -> _Found:
+def _measure(call: _Call, rung: Rung, left: Operand, sure: float, least: float) -> _Found:
     """Return a rung's product and its error; no product if the look before it predicts a bound above `least`."""
-    columns = right.columns
+    right, columns, out_dtype = call.right, call.right.columns, call.out_dtype
     if not rung.can_look or rounds_levels(rung, left.given.device):
         product = execute(rung, left, columns, out_dtype, None, right.forms.get(rung, Form()).digits)
         return _Found(product, judged(product, left, right, sure))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
-from residual.matmul import Plan
 from residual.operand.prepared import PreparedOperand
 from residual.options import MatmulOptions, check_options
+from residual.torch_op import product
 
 
 def linear(
@@ -64,6 +65,9 @@ def linear(
     options.setdefault("out_dtype", x.dtype)
     chosen = check_options(**options)
     rows = x.reshape(-1, x.shape[-1])  # (M, K)
-    y = Plan(None, chosen).of(rows, weight.t(), prepared)  # (M, N)
+    columns = weight.t()  # (K, N)
+    if prepared is not None and not torch.compiler.is_compiling():
+        prepared.check_current(columns)
+    y = product(rows, columns, prepared, chosen)  # (M, N)
     y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -117,14 +117,8 @@ def decompose(
     if levels is not None and not 1 <= levels <= limit:
         raise ValueError(f"levels must be None or from 1 to {limit} for {bits} bits, got {levels}")
     source = x.detach()
-    if (
-        x.device.type == "cpu"
-        and x.dim() == 2
-        and bits <= 8
-        and x.dtype != torch.float64
-        and x.numel()
-        and engine.available()
-    ):
+    takes = x.device.type == "cpu" and x.dim() == 2 and x.dtype != torch.float64
+    if takes and bits <= 8 and x.numel() and engine.available():
         return _by_engine(source, bits, axis, rounding, levels or limit, name)
     scale = _scales(source, levels or limit, axis, name)
     shift, limits = bits if rounding == "nearest" else bits - 1, (limit, _low_limit(bits))
@@ -136,15 +130,8 @@ def decompose(
     rows = x.shape[0] if x.is_cuda else max(1, _CHUNK * torch.get_num_threads() * x.shape[0] // max(x.numel(), 1))
     for start in range(0, x.shape[0], max(rows, 1)):
         part = slice(start, start + rows)
-        _split(
-            source[part],
-            scale[part] if axis == 0 else scale,
-            rounding,
-            (limit, _low_limit(bits)),
-            shift,
-            high[part],
-            low[part],
-        )
+        units = scale[part] if axis == 0 else scale
+        _split(source[part], units, rounding, limits, shift, high[part], low[part])
     return Decomposition(high, low, scale, bits, shift)
 
 

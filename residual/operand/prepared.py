@@ -94,21 +94,20 @@ class PreparedOperand:
 
     def shares_memory(self, weight: Tensor) -> bool:
         """Return whether `weight` has the memory of B."""
-        mine = self.weight
-        return (
-            weight.data_ptr() == mine.data_ptr()
-            and weight.shape == mine.shape
-            and weight.stride() == mine.stride()
-            and weight.dtype == mine.dtype
-            and weight.device == mine.device
-        )
+        mine, given = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (self.weight, weight))
+        return mine == given
 
     def is_current(self, weight: Tensor) -> bool:
         """Return whether `weight` has the memory of B, unchanged since."""
         return self.shares_memory(weight) and version_of(weight) == self.version
 
-    def check_current(self) -> None:
-        """Raise ``ValueError`` if B was written to."""
+    def check_current(self, weight: Tensor | None = None) -> None:
+        """Raise ``ValueError`` if B was written to, or does not have the memory of `weight`."""
+        if weight is not None and not self.shares_memory(weight):
+            raise ValueError(
+                f"prepared must be made of B, got one of a tensor {tuple(self.weight.shape)} elsewhere for B "
+                f"{tuple(weight.shape)}"
+            )
         if version_of(self.weight) != self.version:
             raise ValueError("B must be as it was prepared, but was written to since; use residual.prepare(B)")
 
