@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 
 from residual.operand.operand import check_operand, real_dtype
-from residual.planning.ladder import (
-    FLOATS,
-    MODES,
-    PLANES,
-    RUNGS,
-    SMALL,
-    Demand,
-    Machine,
-    Rung,
-    digit_rungs,
-    rungs_of,
-)
+from residual.planning.ladder import FLOATS, MODES, RUNGS, SMALL, Demand, Machine, Rung, digit_rungs, rungs_of
 
 OnFailure = Literal["raise", "fallback", "fp32"]
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -175,6 +164,3 @@ def check_pair(A: object, B: object) -> tuple[Tensor, Tensor]:
     if a.device != b.device:
         raise ValueError(f"B must be on the device of A, got {b.device} and {a.device}")
     return a, b
-
-
-__all__ = ["PLANES", "MatmulOptions", "OnFailure", "Options", "check_options", "check_pair"]

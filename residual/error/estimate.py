@@ -115,10 +115,13 @@ def power_of(x: Tensor) -> int:
     return math.frexp(largest)[1] if math.isfinite(largest) else 0
 
 
-def by_power(x: Tensor, exponent: int) -> Tensor:
+def by_power(x: Tensor, exponent: int | Tensor) -> Tensor:
     """Return ``x * 2**exponent`` in float64, in two steps so that neither factor leaves the range."""
-    half = exponent // 2
-    return x.double() * 2.0**half * 2.0 ** (exponent - half) if exponent else x
+    if isinstance(exponent, int) and not exponent:
+        return x
+    one, half = torch.ones((), dtype=torch.float64, device=x.device), exponent // 2
+    first, second = (torch.ldexp(one, torch.as_tensor(each, device=x.device)) for each in (half, exponent - half))
+    return x.double() * first * second
 
 
 def is_inexact(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from residual.error.estimate import by_power
 from residual.operand.cross_terms import cross_digits, sparse_product
 from residual.operand.ieee import float_product
 from residual.operand.operand import Digits, Operand
@@ -112,22 +113,14 @@ def execute(
     """
     if rung.mode == "fp64":
         product = left.exact.double() @ right.exact.double().mT  # (M, N)
-        power = left.power + right.power
-        return (
-            (product * 2.0 ** (power // 2) * 2.0 ** (power - power // 2)).to(out_dtype)
-            if power
-            else product.to(out_dtype)
-        )
+        return by_power(product, left.power + right.power).to(out_dtype)
     if rung.bits:
         a, b = a or left.digits(rung), b or right.digits(rung)
     product = (_DIGITS if rung.bits else _FLOATS)[rung.mode](rung, left, right, a, b)  # (M, N)
     if left.exponent is not None or right.exponent is not None:
-        zero = torch.zeros((), dtype=torch.int32, device=product.device)
-        rows = zero if left.exponent is None else left.exponent[:, None]  # (M, 1)
-        columns = zero if right.exponent is None else right.exponent  # (N,)
-        powers = rows + columns  # in two steps, so that no factor leaves the range
-        half = torch.div(powers, 2, rounding_mode="floor")
-        product = product.double() * torch.exp2(half.double()) * torch.exp2((powers - half).double())  # (M, N)
+        rows = 0 if left.exponent is None else left.exponent[:, None]  # (M, 1)
+        columns = 0 if right.exponent is None else right.exponent  # (N,)
+        product = by_power(product, rows + columns)  # (M, N)
     return product.to(out_dtype)
 
 

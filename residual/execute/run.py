@@ -228,34 +228,23 @@ def _measure(call: _Call, rung: Rung, left: Operand, sure: float, least: float) 
     if not sums.inputs and is_zero(left.finite(), columns.finite().mT):
         zeros = left.given.new_zeros(left.given.shape[0], n, dtype=out_dtype)
         return _Found(zeros, ErrorEstimate(0.0, 0.0, sure))
-    beside = _beside(rung, sums, left, right, out_dtype)
-    before = from_sums(sums, eta, sure, beside(math.sqrt(sums.result), n * left.given.shape[0]))
+    before = from_sums(sums, eta, sure, _own_rounding(rung, sums, left, right, out_dtype))
     if before.upper > least:
         return _Found(None, before)
     product = execute(rung, left, columns, out_dtype, a, b)
     norm = float(torch.linalg.vector_norm(_in_units(product, left, columns), dtype=torch.float64))
-    estimate = from_sums(sums._replace(result=norm**2), eta, sure, beside(norm, product.numel()))
-    return _Found(product, estimate)
+    sums = sums._replace(result=norm**2)
+    return _Found(product, from_sums(sums, eta, sure, _own_rounding(rung, sums, left, right, out_dtype)))
 
 
-class _Rounding(NamedTuple):
-    """Bound of the part of an error that the look does not see: the product's own rounding."""
-
-    relative: float  # to C
-    floor: float  # from sums of levels in float64
-    least: float  # an entry's, by underflow
-
-    def __call__(self, norm: float, entries: int) -> float:
-        return self.relative * norm + self.floor + self.least * math.sqrt(entries)
-
-
-def _beside(rung: Rung, sums: ProbeSums, left: Operand, right: PreparedOperand, out_dtype: torch.dtype) -> _Rounding:
-    info, power = torch.finfo(out_dtype), left.power + right.columns.power
-    # ||X wbar||_2 >= min(wbar) ||X||_F for X = |A||B| >= 0
-    floor = 2.0**-50 * math.sqrt(sums.inputs) / float(right.probes.norms.min())
-    exponent = math.frexp(info.smallest_normal * info.eps)[1] - power
-    least = math.ldexp(1.0, min(exponent, 1000))
-    return _Rounding(rounding(rung, out_dtype), floor, least)
+def _own_rounding(rung: Rung, sums: ProbeSums, left: Operand, right: PreparedOperand, out_dtype: torch.dtype) -> float:
+    """Return a bound of the part of an error that the look does not see: the product's own rounding."""
+    info, entries = torch.finfo(out_dtype), left.given.shape[0] * right.shape[1]
+    # of sums of levels in float64; ||X wbar||_2 >= min(wbar) ||X||_F for X = |A||B| >= 0
+    levels = 2.0**-50 * math.sqrt(sums.inputs) / float(right.probes.norms.min())
+    exponent = math.frexp(info.smallest_normal * info.eps)[1] - left.power - right.columns.power
+    underflow = math.ldexp(1.0, min(exponent, 1000)) * math.sqrt(entries)
+    return rounding(rung, out_dtype) * math.sqrt(sums.result) + levels + underflow
 
 
 def _in_units(product: Tensor, left: Operand, right: Operand) -> Tensor:

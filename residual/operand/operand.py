@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from residual.error.estimate import by_power
 from residual.error.look import DigitPlanes
 from residual.planning.ladder import PLANES, Rung, pairs_of
 
@@ -131,13 +132,6 @@ def _digits(x: Tensor, bits: int, count: int) -> tuple[tuple[Tensor, ...], Tenso
     return found.planes, found.scale
 
 
-def _scale_by_powers(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return ``x * 2**exponent`` for exponents (L,) of slices, in two steps so that no factor leaves the range."""
-    half = torch.div(exponent, 2, rounding_mode="floor")
-    ones = torch.ones_like(half, dtype=x.dtype)
-    return x * torch.ldexp(ones, half)[:, None] * torch.ldexp(ones, exponent - half)[:, None]  # (L, K)
-
-
 def operand(x: Tensor) -> Operand:
     """Return the operand of slices ``x`` (L, K); looks for inf, NaN and magnitudes far from one.
 
@@ -163,10 +157,9 @@ def operand(x: Tensor) -> Operand:
     real = exact
     if any_far:
         exponent = torch.frexp(top).exponent  # (L,)
-        real = _scale_by_powers(exact, -exponent)  # (L, K)
+        real = by_power(exact, -exponent[:, None])  # (L, K)
     largest = float(top.max()) if double else 1.0
     power = int(torch.frexp(top.max()).exponent) if double else 0
-    if power:
-        exact = _scale_by_powers(exact, torch.full_like(top, -power, dtype=torch.int32))
+    exact = by_power(exact, -power)
     inexact = not given.is_floating_point() and largest >= _EXACT_INTEGERS
     return Operand(given, real.float(), exact, power, exponent, nonfinite, inexact)
