@@ -119,9 +119,10 @@ def by_power(x: Tensor, exponent: int | Tensor) -> Tensor:
     """Return ``x * 2**exponent`` in float64, in two steps so that neither factor leaves the range."""
     if isinstance(exponent, int) and not exponent:
         return x
-    one, half = torch.ones((), dtype=torch.float64, device=x.device), exponent // 2
-    first, second = (torch.ldexp(one, torch.as_tensor(each, device=x.device)) for each in (half, exponent - half))
-    return x.double() * first * second
+    powers = torch.as_tensor(exponent, device=x.device)
+    half = powers // 2
+    ones = torch.ones_like(half, dtype=torch.float64)
+    return x.double() * torch.ldexp(ones, half) * torch.ldexp(ones, powers - half)
 
 
 def is_inexact(x: Tensor) -> bool:
