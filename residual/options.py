@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residual.operand.operand import check_operand, real_dtype
-from residual.planning.ladder import FLOATS, MODES, RUNGS, SMALL, Demand, Machine, Rung, digit_rungs, rungs_of
+from residual.planning.ladder import FLOATS, LEAST_DIRECT, MODES, RUNGS, SMALL, Demand, Machine, Rung, rungs_of
 
 OnFailure = Literal["raise", "fallback", "fp32"]
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -55,7 +55,7 @@ class Options(NamedTuple):
             return self.rungs[0] == "fp32"
         if self.mode != "auto":
             return False
-        return A.shape[0] * B.numel() < SMALL or not digit_rungs(machine_of(A.device), self.tol)
+        return self.tol < LEAST_DIRECT or A.shape[0] * B.numel() < SMALL or not machine_of(A.device).int8
 
     def rungs_at(self, device: torch.device, demand: Demand) -> tuple[Rung, ...]:
         """Return the rungs of products on a device from the cheapest up."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+_precision = torch._C._get_fp32_precision_getter  # what torch.backends reads: those attributes take 3 us
 
 
 def is_ieee(x: Tensor) -> bool:
     """Return whether float32 products on the device of `x` keep float32 inside, as the program has set it."""
-    return (_CUDA if x.is_cuda else _CPU).fp32_precision in ("none", "ieee")
+    return _precision("cuda" if x.is_cuda else "mkldnn", "matmul") in ("none", "ieee")
 
 
 def float_product(a: Tensor, b: Tensor) -> Tensor:

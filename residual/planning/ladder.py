@@ -11,7 +11,7 @@ FLOATS = ("fp16", "fp32", "fp64")
 RUNGS = (*PLANES, *FLOATS)
 _OTHER_PRODUCTS = {"centered": 1.0, "outlier": 1.0, "sparse": 1.0, "columns": 1.25}
 SMALL = 2**21  # multiplications below which float32 is the fastest
-_LEAST_DIRECT = 1e-4  # tolerance below which one digit suffices for hardly any data
+LEAST_DIRECT = 1e-4  # tolerance below which one digit suffices for hardly any data
 _LEAST_SINGLE = 1.2e-7  # relative error of float32 products
 
 
@@ -92,7 +92,7 @@ def rungs_of(mode: str, bits: int, machine: Machine, demand: Demand) -> tuple[Ru
     last = ("fp32", "fp64") if demand.fallback else ()
     if mode != "auto":
         return (Rung(mode, bits), *map(Rung, last))
-    digits = () if demand.multiplications < SMALL else digit_rungs(machine, demand.tol)
+    digits = () if demand.multiplications < SMALL else _digit_rungs(machine, demand.tol)
     floats: tuple[str, ...] = ("fp64",) if demand.double and demand.tol < _LEAST_SINGLE else ("fp32",)
     if machine.cuda and demand.halves:
         digits, floats = (), ("fp16", "fp32")
@@ -101,8 +101,8 @@ def rungs_of(mode: str, bits: int, machine: Machine, demand: Demand) -> tuple[Ru
     return (*(Rung(each, bits) for each in digits), *map(Rung, floats))
 
 
-def digit_rungs(machine: Machine, tol: float) -> tuple[str, ...]:
+def _digit_rungs(machine: Machine, tol: float) -> tuple[str, ...]:
     """Return the modes that may run before float products, for large products."""
     if machine.cuda:
         return ("direct", "full") if tol >= 3e-3 else ("full", "three_digit") if tol >= 3e-5 else ("three_digit",)
-    return ("direct",) if machine.int8 and tol >= _LEAST_DIRECT else ()
+    return ("direct",) if machine.int8 and tol >= LEAST_DIRECT else ()
