@@ -11,7 +11,7 @@ from torch import Tensor
 from residual.error.factor import CONFIDENCE, bound_of, sharp_factor
 from residual.error.probes import PROBES, ProbeSums, draw, judge, noise, probe_right, probes_from
 
-_EXACT_INTEGERS = 2**53
+_EXACT_INTEGERS = 2.0**53
 NORM = 1 - 2.0**-30  # covers the rounding of the sum of squares of C
 
 
@@ -126,10 +126,10 @@ def by_power(x: Tensor, exponent: int | Tensor) -> Tensor:
 
 
 def is_inexact(x: Tensor) -> bool:
-    """Return whether conversion to float64 may round entries: int64 above 2^53."""
-    if x.dtype != torch.int64 or not x.numel():
+    """Return whether conversion to float64 may round entries: 64-bit integers from 2^53 on."""
+    if x.is_floating_point() or x.element_size() < 8 or not x.numel():
         return False
-    return int(x.max()) > _EXACT_INTEGERS or int(x.min()) < -_EXACT_INTEGERS
+    return float(x.double().abs().amax()) >= _EXACT_INTEGERS
 
 
 def estimate_error(

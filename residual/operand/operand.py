@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residual.error.estimate import by_power
+from residual.error.estimate import by_power, is_inexact
 from residual.error.look import DigitPlanes
 from residual.planning.ladder import PLANES, Rung, pairs_of
 
@@ -18,7 +18,6 @@ _MOST_HOT = 16  # at most one column in so many is an outlier
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_HALVES, torch.float64)
 _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.bool)
-_EXACT_INTEGERS = 2.0**53
 
 
 def real_dtype(x: Tensor) -> torch.dtype:
@@ -158,8 +157,6 @@ def operand(x: Tensor) -> Operand:
     if any_far:
         exponent = torch.frexp(top).exponent  # (L,)
         real = by_power(exact, -exponent[:, None])  # (L, K)
-    largest = float(top.max()) if double else 1.0
     power = int(torch.frexp(top.max()).exponent) if double else 0
     exact = by_power(exact, -power)
-    inexact = not given.is_floating_point() and largest >= _EXACT_INTEGERS
-    return Operand(given, real.float(), exact, power, exponent, nonfinite, inexact)
+    return Operand(given, real.float(), exact, power, exponent, nonfinite, is_inexact(given))

@@ -183,5 +183,7 @@ def test_large_integers_are_right_or_uncertain() -> None:
     for wrong in (0.0, 2.0):
         assert estimate_error(A, B, torch.tensor([[wrong]])).upper > 0.9
     assert estimate_error(A, B * 3, (A @ (B * 3)) * 0 + 3).upper > 0.9  # the right one is out of reach too
-    found = estimate_error(torch.tensor([[big]]), torch.ones(1, 1, dtype=torch.int64), torch.tensor([[big]]))
+    one = torch.tensor([[big]])
+    found = estimate_error(one, torch.ones(1, 1, dtype=torch.int64), one)
     assert 0 < found.upper < 1e-14
+    assert estimate_error(one.to(torch.uint64), torch.ones(1, 1, dtype=torch.int64), one) == found
