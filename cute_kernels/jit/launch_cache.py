@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+import torch
+
 from cute_kernels.jit.kernel import LaunchRecord, recording
+from cute_kernels.jit.launch_graph import LaunchGraph
 
 
 class LaunchCache:
@@ -16,6 +19,8 @@ class LaunchCache:
     ----------
     most : int
         Keys to remember; when full, all are forgotten.
+    graph_after : int, default 0
+        Replays of a key after which its launches become a CUDA graph; 0: they stay single launches.
 
     Examples
     --------
@@ -25,10 +30,12 @@ class LaunchCache:
     True
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, graph_after: int = 0) -> None:
         """``most``: keys that are remembered; an allocator gives the same addresses again."""
-        self._most = most
+        self._most, self._graph_after = most, graph_after
         self._known: dict[Hashable, tuple[LaunchRecord, ...]] = {}
+        self._replayed: dict[Hashable, int] = {}  # times, of keys without a graph
+        self._graphs: dict[Hashable, LaunchGraph] = {}
 
     def get(self, key: Hashable) -> tuple[LaunchRecord, ...] | None:
         """Return the launches of `key`, or None; run each by :meth:`Kernel.enqueue`."""
@@ -46,7 +53,8 @@ class LaunchCache:
         if outer is not None:
             outer.extend(launches)
         if len(self._known) >= self._most:
-            self._known.clear()
+            for kept in (self._known, self._replayed, self._graphs):
+                kept.clear()
         self._known[key] = tuple(launches)
 
     def run(self, key: Hashable, launch: Callable[[], object]) -> None:
@@ -54,6 +62,24 @@ class LaunchCache:
         known = self._known.get(key)
         if known is None:
             self.record(key, launch)
-        else:
-            for each in known:
-                each.kernel.enqueue(each)
+            return
+        if self._graph_after and getattr(recording, "launches", None) is None and not _is_capturing():
+            graph = self._graphs.get(key) or self._count(key, known)
+            if graph is not None:
+                graph.launch()
+                return
+        for each in known:
+            each.kernel.enqueue(each)
+
+    def _count(self, key: Hashable, launches: tuple[LaunchRecord, ...]) -> LaunchGraph | None:
+        """Count a replay; return the launches as a graph if they have had enough of them."""
+        count = self._replayed[key] = self._replayed.get(key, 0) + 1
+        if count <= self._graph_after:
+            return None
+        graph = self._graphs[key] = LaunchGraph(launches)
+        return graph
+
+
+def _is_capturing() -> bool:
+    """Whether torch's current stream captures a graph, which takes single launches."""
+    return torch.cuda.is_current_stream_capturing()

@@ -139,10 +139,10 @@ class Kept:
     the launches of that call are replayed.
     """
 
-    def __init__(self, most: int) -> None:
-        """`most`: kinds, and sets of addresses, to cache."""
+    def __init__(self, most: int, graph_after: int = 0) -> None:
+        """`most`: kinds, and sets of addresses, to cache; `graph_after`: see :class:`LaunchCache`."""
         self._most = most
-        self._replays = LaunchCache(most)
+        self._replays = LaunchCache(most, graph_after)
         self._known: dict[Hashable, tuple[int, list[slice], list[tuple[Place, tuple[int, ...]]]]] = {}
 
     def run(

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.jit import DeviceError, Kernel, Unit, compile_unit, get_kernel, kernel, occupancy, tensor_map
+from cute_kernels.jit import (
+    DeviceError,
+    Kernel,
+    LaunchCache,
+    Unit,
+    compile_unit,
+    get_kernel,
+    kernel,
+    occupancy,
+    tensor_map,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -181,6 +191,33 @@ def test_a_graph_captures_launches() -> None:
     for _ in range(3):
         graph.replay()
     assert out.tolist() == [7] * 100
+
+
+def test_replays_become_a_graph_that_runs_on_any_stream() -> None:
+    out, replays, side = zeros(1 << 20), LaunchCache(4, graph_after=1), torch.cuda.Stream()
+
+    def launch() -> None:
+        add(out, 1)
+        add(out, 2)
+
+    for _ in range(5):
+        replays.run(out.data_ptr(), launch)
+    assert out.unique().tolist() == [15]
+    assert set(replays._graphs) == {out.data_ptr()}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        replays.run(out.data_ptr(), launch)
+    assert int(out.sum()) == 15 << 20  # behind the other stream's work
+    side.synchronize()
+    assert out.unique().tolist() == [18]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replays.run(out.data_ptr(), launch)
+    graph.replay()
+    assert out.unique().tolist() == [21]
+    replays._graphs.clear()  # while it may still run
+    torch.cuda.synchronize()
 
 
 def test_threads_share_a_kernel() -> None:

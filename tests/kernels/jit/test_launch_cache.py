@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cute_kernels.jit import Kernel, LaunchCache, kernel
+from cute_kernels.jit import Kernel, LaunchCache, kernel, launch_cache
 
 
 class Driver:
@@ -117,3 +118,46 @@ def test_a_thread_without_the_context_launches_and_records_once() -> None:
     assert of.seen == [(1, 4), (1, 4)]
     known = replays.get("key")
     assert known is not None and len(known) == 1 and replays.get("other") is None
+
+
+def test_launches_become_a_graph_after_their_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, replays, made, capturing = Counted(), LaunchCache(8, graph_after=2), [], [False]
+
+    class Graph:
+        def __init__(self, launches: Sequence[kernel.LaunchRecord]) -> None:
+            made.append([record.grid[0] for record in launches])
+
+        def launch(self) -> None:
+            made.append("ran")
+
+    monkeypatch.setattr(launch_cache, "LaunchGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def launch() -> None:
+        of.launch((1, 1, 1), (5,))
+        of.launch((2, 1, 1), (6,))
+
+    for _ in range(3):
+        replays.run("key", launch)
+    assert len(of.seen) == 6 and not made
+    replays.run("key", launch)
+    replays.run("key", launch)
+    assert len(of.seen) == 6 and made == [[1, 2], "ran", "ran"]
+    capturing[0] = True  # a captured graph takes single launches
+    replays.run("key", launch)
+    assert len(of.seen) == 8 and len(made) == 3
+    capturing[0] = False
+    outer = LaunchCache(8)
+    outer.run("all", lambda: replays.run("key", launch))  # recorded as single launches
+    outer.run("all", launch)
+    assert len(of.seen) == 12 and len(made) == 3
+
+
+def test_graphs_are_forgotten_with_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, replays = Counted(), LaunchCache(2, graph_after=1)
+    monkeypatch.setattr(launch_cache, "LaunchGraph", lambda launches: SimpleNamespace(launch=lambda: None))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for key in (1, 1, 1, 2, 3, 1):
+        replays.run(key, lambda key=key: of.launch((1, 1, 1), (key,)))
+    assert [value for _, value in of.seen] == [1, 1, 2, 3, 1]
+    assert not replays._graphs and set(replays._known) == {3, 1}
