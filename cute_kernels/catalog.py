@@ -65,8 +65,8 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     from cute_kernels.estimate import look, remainder_probes, statistics, verdict
     from cute_kernels.layout import column_order as ordering
 
-    others = (quantize, compress, ordering, softmax, probes, remainder_probes, statistics)
-    by_arch = (each.default_configs(arch) for each in (attention, attention_operands, digits, look))
+    others = (quantize, compress, ordering, softmax, probes, remainder_probes, statistics, look)
+    by_arch = (each.default_configs(arch) for each in (attention, attention_operands, digits))
     verdicts = [verdict.VerdictConfig()]
     return chain(default_configs(all, arch), *by_arch, *(each.default_configs() for each in others), verdicts)
 

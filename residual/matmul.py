@@ -22,8 +22,8 @@ from residual.torch_op import product
 class Pending:
     """A product that was started; its attributes wait for the verdict.
 
-    On a CPU the product is complete at once. With ``flow="measured"`` on a GPU the verdict is read where it is asked
-    for, and no operand must be written to before.
+    On a CPU the product is complete at once. Where an sm_90 GPU measures float32 operands, the verdict is read when it
+    is asked for, and no operand must be written to before.
 
     Examples
     --------
@@ -167,7 +167,7 @@ def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
     check_operand("W", W)
     rungs = options.rungs_to_prepare(W.device)
     found = prepare_for(W, options.seed, rungs)
-    if not (W.is_cuda and options.flow == "measured"):
+    if not W.is_cuda:
         return found
     from residual.cuda.passes import passes_for  # takes longer to import than this package
 
@@ -292,8 +292,8 @@ def matmul(
     on_failure : {"raise", "fallback"}, default "raise"
         ``"fallback"``: run float32 and float64 products if no rung meets `tol`.
     flow : {"auto", "measured"}, default "auto"
-        ``"measured"``: as described, on every device. ``"auto"``: the same, but float32 operands on a GPU take kernels
-        whose float32 check is guarded, not proven; on an H200 that is the faster one only from 8192 on.
+        ``"measured"``: as described, on every device. ``"auto"``: the same, but on a GPU 16-bit operands, GPUs other
+        than sm_90 and tolerances below 3e-5 take kernels whose float32 check is guarded, not proven.
     return_report : bool, default False
         Return ``(C, Report)``; measures the error also without `tol`, and C carries no gradient.
 

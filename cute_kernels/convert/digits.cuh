@@ -17,6 +17,7 @@
 
 namespace magicube {
 
+constexpr float kZeroScale = 0x1p-38f;  // of zeros: never the largest scale of a matrix
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000, kNoNumber = 0x7fc00000;
 
 // Rule of scales and digits.
@@ -36,10 +37,10 @@ __device__ __forceinline__ float exponent_bias_factor(float x) { return x < 0x1p
 // 1 / x for a power of two.
 __device__ __forceinline__ float inverse_power(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
 
-// Scale from the amax, as bits; 1 for zeros, NaN for non-finite entries.
+// Scale from the amax, as bits; kZeroScale for zeros, NaN for non-finite entries.
 __device__ __forceinline__ float digit_scale(uint32_t absmax, const DigitRule& rule) {
   if (absmax >= kInfinity) return __uint_as_float(kNoNumber);
-  if (absmax == 0) return 1.0f;
+  if (absmax == 0) return kZeroScale;
   const float largest = __uint_as_float(absmax), bias_factor = exponent_bias_factor(largest);
   float unit = __fdiv_ru(largest * bias_factor, rule.high);
   if (rule.power) unit = __uint_as_float((__float_as_uint(unit) + 0x007fffff) & kInfinity);

@@ -5,26 +5,29 @@
 //
 //   E_r = A B - sum_{i+j<r} A_i B_j = sum_{i<r} A_i (d_{r-i} B) + (d_r A) B,
 //
-// in which no term is a difference of large numbers. The pass over B (look_right) computes V_i = (d_i B) W for i = 0..kPlanes. The
-// pass over A (look_left) computes E_r W from them for both r, and A V_0 for the norm of A B. Beside the 16 probes runs their norm
-// wbar: |d_i B| wbar, then sum_i |A_i| |d_{r-i} B| wbar + |d_r A| |B| wbar, which bounds what the sums themselves round.
+// in which no term is a difference of large numbers. The pass over B (look_right) computes V_j = (d_j B) W for j = 0..kPlanes. The
+// pass over A (look_left) computes E_r W from them for both r, and A V_0 for the norm of A B.
 //
-// sm_80 and later; bound by FFMA. Sums are IEEE float32: chains of kChain columns, then kRunSteps * kStep / kChain chains of a warp;
-// beyond that float64. look.py counts their roundings. Work: a CTA of 8 warps takes 32 rows; the warps take 16 columns each in
-// turn, a lane two rows and eight probes of them. Pipeline: kStages stages per warp, filled by cp.async.
+// All sums are of integers, by MMA of bytes, and exact: the digits; what they leave as an integer of 2^-fine of the scale, whose bytes
+// are three or two digits more; probes and V_j as packed by look_pack.cuh. What is rounded off, and the products of the last digits,
+// which are left out, is bounded: for a row of A of scale s by beta[r] sum |x| + s G[r], where beta and G are numbers of look_pack.cuh.
+//
+// sm_80 and later; bound by the split into digits. Work: a CTA of 8 warps takes 32 rows; four warps share 16 rows and take steps of 32
+// columns in turn. Pipeline: the next step's elements are loaded to registers before a step is added. Sums of a warp are int32, for up
+// to 65536 columns; then float64.
 // look_left: the last CTA adds the records of all CTAs in their order, bounds both errors, and picks the product to run.
-// Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1 (rounding of sums).
 #pragma once
 
 #include "convert/digits.cuh"
+#include "device/mma_bytes.cuh"
+#include "estimate/look_pack.cuh"
 
 namespace magicube {
 
-constexpr int kProbes = 16, kLookRows = 32, kLookWarps = 8, kLookThreads = 32 * kLookWarps;
-constexpr int kStep = 16, kChain = 8, kRunSteps = 8;  // columns per step of a warp, per chain; steps between float64 sums
-constexpr int kHalf = kProbes / 2, kOwnRows = 2;  // probes and rows of a lane
-constexpr int kScratchPitch = kLookRows + 2;  // the two halves of a warp store to different banks
-constexpr int kScratch = kLookWarps * kProbes * kScratchPitch;  // floats
+constexpr int kLookWarps = 8, kLookThreads = 32 * kLookWarps;
+constexpr int kTileRows = 16, kShare = 4, kLookRows = kLookWarps / kShare * kTileRows;  // rows of a warp; warps of a tile
+constexpr int kOwnRows = 2, kRun = 4, kRuns = 2;                                        // rows, columns per run, runs of a lane
+constexpr int kPitch = kTileRows + 1;
 constexpr int kTriangle = kProbes * (kProbes + 1) / 2;
 // A record: both Gram matrices by their upper triangles, ||A V_0||^2, the squares of both bounds, scales out of range.
 constexpr int kSums = 2 * kTriangle, kRecord = kSums + 4;
@@ -38,275 +41,300 @@ struct LookMatrix {
   bool vector;
 };
 
-// Input vectors (kInputs, pitch, 16) and bounds (kInputs, pitch); pitch is a multiple of 32.
-struct LookVectors {
-  const float *vectors, *bounds;
-  int64_t pitch;
-};
+using LookScratch = double[kLookWarps][kProbes][kPitch];
 
 template <class C>
 struct Look {
-  static constexpr int kPlanes = C::kPlanes, kInputs = C::kLeft ? kPlanes + 1 : 1;
+  static constexpr int kPlanes = C::kPlanes, kTail = tail_of(kPlanes);
+  static constexpr int kFine = C::kLeft ? left_fine(kPlanes) : right_fine(kPlanes), kRestBytes = C::kLeft ? 2 : 3;
+  static constexpr int kBytes = kPlanes + kRestBytes;                        // of an element
+  static constexpr int kPacked = C::kLeft ? kVectorDigits * (kPlanes + 1) : kProbeDigits;  // digits of the vectors
+  static constexpr int kSumsOf = C::kLeft ? 11 : 3 * kPlanes + 4;
   static constexpr int kOutputs = C::kLeft ? 3 : kPlanes + 1;  // left: both errors, and A V_0
-  static constexpr int kBounds = C::kLeft ? 2 : kPlanes + 1;
-  static constexpr int kMatrixBytes = kLookRows * kStep * 4, kVectorBytes = kStep * kProbes * 4, kBoundBytes = kStep * 4;
-  static constexpr int kStageBytes = kMatrixBytes + kInputs * (kVectorBytes + kBoundBytes);
-  static constexpr int kRingBytes = C::kStages * kStageBytes * kLookWarps;
-  static_assert(kRingBytes + kScratch * 4 == C::kSmemBytes, "the host has made room for them");
 
-  // Sums of a lane: outputs and bounds of its rows and probes.
-  struct Sums {
-    float of[kOutputs][kOwnRows][kHalf], bound[kBounds][kOwnRows];
-  };
-  // A thread's sums over all columns: entries threadIdx.x and threadIdx.x + 256 of (row, probe); bounds in the first 32 threads.
+  using Values = float[kOwnRows][kRuns][kRun];
+  using Accumulators = uint32_t[kSumsOf][2][4];  // (sum, probes / 8, fragment)
+  // A thread's sums over all columns: entries threadIdx.x and threadIdx.x + 256 of (row, probe); sums of |x| in the first 32.
   struct Totals {
-    double of[kOutputs][kOwnRows], bound[kBounds];
+    double of[kOutputs][kOwnRows], size;
   };
 
-  // Row of the tile: the i-th of the lanes with `pair`.
-  __device__ __forceinline__ static int own_row(int pair, int i) { return C::kTransposed ? 2 * pair + i : pair + 16 * i; }
+  // Row of the tile: the i-th of the lanes of group g.
+  __device__ __forceinline__ static int own_row(int g, int i) { return C::kTransposed ? 2 * g + i : g + 8 * i; }
 
-  // Start the copy of four elements, of which `valid` exist.
-  __device__ __forceinline__ static void copy_four(uint32_t to, const float* from, int valid, bool vector) {
-    if (vector) {
-      cp_async(to, from, 4 * valid);
-      return;
-    }
+  // Elements of a lane: columns 4t..4t+3 and 16+4t..16+4t+3 of its rows. `kWhole`: the step is within the matrix and its runs are
+  // aligned; otherwise zero beyond the matrix.
+  template <bool kWhole>
+  __device__ __forceinline__ static void load(const LookMatrix& m, int64_t corner, int64_t column, Values& to) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int64_t row = corner + own_row(g, 0);
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i < valid) copy_async_word(to + 4 * i, from + i);
-      else store_shared(to + 4 * i, 0);
-    }
-  }
-
-  // Start the copies of a step: X (32, 16) from `corner` and `column` on, swizzled, or (16, 32); vectors; bounds.
-  __device__ __forceinline__ static void fetch(const LookMatrix& x, const LookVectors& v, int64_t corner, int64_t column,
-                                               uint32_t stage) {
-    const int lane = threadIdx.x % 32;
-    if (column < x.columns) {
-      CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        const int i = lane + 32 * j, quads = C::kTransposed ? kLookRows / 4 : kStep / 4;
-        const int line = i / quads, run = i % quads;
-        const int64_t first = (C::kTransposed ? column : corner) + line, across = (C::kTransposed ? corner : column) + 4 * run;
-        const int64_t lines = C::kTransposed ? x.columns : x.rows, length = C::kTransposed ? x.rows : x.columns;
-        const int valid = first < lines ? int(max(int64_t{0}, min(length - across, int64_t{4}))) : 0;
-        const uint32_t to = C::kTransposed ? line * (kLookRows * 4) + run * 16 : swizzled<kStep * 4>(line, run);
-        copy_four(stage + to, valid ? x.x + first * x.pitch + across : x.x, valid, x.vector);
-      }
-      const uint32_t vectors = stage + kMatrixBytes, bounds = vectors + kInputs * kVectorBytes;
-      CUTE_UNROLL
-      for (int g = 0; g < kInputs; ++g) {
+    for (int run = 0; run < kRuns; ++run) {
+      const int64_t first = column + 16 * run + kRun * t;
+      if constexpr (kWhole && C::kTransposed) {
         CUTE_UNROLL
-        for (int j = 0; j < kVectorBytes / 512; ++j) {
-          const int at = lane + 32 * j;
-          cp_async(vectors + g * kVectorBytes + 16 * at, v.vectors + (g * v.pitch + column) * kProbes + 4 * at, 16);
+        for (int c = 0; c < kRun; ++c) {
+          const float2 both = __ldg(reinterpret_cast<const float2*>(m.x + (first + c) * m.pitch + row));
+          to[0][run][c] = both.x, to[1][run][c] = both.y;
         }
-      }
-      if (lane < 4 * kInputs) cp_async(bounds + 16 * lane, v.bounds + lane / 4 * v.pitch + column + lane % 4 * 4, 16);
-    }
-    cp_async_commit();
-  }
-
-  // An element's digit parts and what each number of digits leaves: rest[0] is the element.
-  struct Parts {
-    float part[kPlanes], rest[kPlanes + 1];
-
-    __device__ __forceinline__ Parts(float x, const DigitScale& by, const DigitRule& rule) {
-      rest[0] = x;
-      take_digits<kPlanes>(x, by, rule, [&](int plane, uint32_t, float residual) {
-        rest[plane + 1] = residual, part[plane] = rest[plane] - residual;
-      });
-    }
-  };
-
-  // Call add(output, input, factor) for the terms of all outputs; bounds have the same ones but the last output's.
-  template <class Add>
-  __device__ __forceinline__ static void for_each_term(const Parts& x, const Add& add) {
-    if constexpr (C::kLeft) {
-      CUTE_UNROLL
-      for (int error = 0; error < 2; ++error) {
-        const int digits = kPlanes - 1 + error;
-        CUTE_UNROLL
-        for (int i = 0; i < digits; ++i) add(error, digits - i, x.part[i]);
-        add(error, 0, x.rest[digits]);
-      }
-      add(2, 0, x.rest[0]);
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i <= kPlanes; ++i) add(i, 0, x.rest[i]);
-    }
-  }
-
-  // Add a step in shared memory to `sums`. `by`: scales of the lane's rows; with !kLeft of the step's columns, in shared memory.
-  __device__ __forceinline__ static void add_step(const uint8_t* stage, const DigitScale (&by)[kOwnRows], const float2* units,
-                                                  const DigitRule& rule, Sums& sums) {
-    const int lane = threadIdx.x % 32, pair = lane % 16, half = lane / 16;
-    const uint8_t *vectors = stage + kMatrixBytes + half * kHalf * 4, *bounds = stage + kMatrixBytes + kInputs * kVectorBytes;
-    CUTE_NO_UNROLL
-    for (int chain = 0; chain < kStep; chain += kChain) {
-      float part[kOutputs][kOwnRows][kHalf] = {};
-      CUTE_NO_UNROLL
-      for (int first = chain; first < chain + kChain; first += 4) {
-        float x[kOwnRows][4];  // (row, column)
-        if constexpr (C::kTransposed) {
-          CUTE_UNROLL
-          for (int c = 0; c < 4; ++c) {
-            const float2 both = reinterpret_cast<const float2*>(stage + (first + c) * kLookRows * 4)[pair];
-            x[0][c] = both.x, x[1][c] = both.y;
-          }
-        } else {
-          CUTE_UNROLL
-          for (int i = 0; i < kOwnRows; ++i) {
-            const float4 four = *reinterpret_cast<const float4*>(stage + swizzled<kStep * 4>(own_row(pair, i), first / 4));
-            x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
-          }
-        }
-        CUTE_UNROLL
-        for (int c = 0; c < 4; ++c) {
-          float v[kInputs][kHalf], beside[kInputs];
-          CUTE_UNROLL
-          for (int g = 0; g < kInputs; ++g) {
-            const auto* from = reinterpret_cast<const float4*>(vectors + g * kVectorBytes + (first + c) * kProbes * 4);
-            const float4 low = from[0], high = from[1];
-            v[g][0] = low.x, v[g][1] = low.y, v[g][2] = low.z, v[g][3] = low.w;
-            v[g][4] = high.x, v[g][5] = high.y, v[g][6] = high.z, v[g][7] = high.w;
-            beside[g] = reinterpret_cast<const float*>(bounds + g * kBoundBytes)[first + c];
-          }
-          DigitScale own{1.0f, 0.0f, 0.0f};
-          if constexpr (!C::kLeft) own.inverse = units[first + c].x, own.unit = units[first + c].y;
-          CUTE_UNROLL
-          for (int i = 0; i < kOwnRows; ++i) {
-            const Parts parts(x[i][c], C::kLeft ? by[i] : own, rule);
-            for_each_term(parts, [&](int output, int input, float factor) {
-              CUTE_UNROLL
-              for (int p = 0; p < kHalf; ++p) part[output][i][p] = __fmaf_rn(factor, v[input][p], part[output][i][p]);
-              if (output < kBounds) sums.bound[output][i] = __fmaf_rn(fabsf(factor), beside[input], sums.bound[output][i]);
-            });
-          }
-        }
-      }
-      CUTE_UNROLL
-      for (int o = 0; o < kOutputs; ++o) {
+      } else if constexpr (kWhole) {
         CUTE_UNROLL
         for (int i = 0; i < kOwnRows; ++i) {
+          const float4 four = __ldg(reinterpret_cast<const float4*>(m.x + (corner + own_row(g, i)) * m.pitch + first));
+          to[i][run][0] = four.x, to[i][run][1] = four.y, to[i][run][2] = four.z, to[i][run][3] = four.w;
+        }
+      } else {
+        CUTE_UNROLL
+        for (int i = 0; i < kOwnRows; ++i) {
+          const int64_t own = corner + own_row(g, i);
           CUTE_UNROLL
-          for (int p = 0; p < kHalf; ++p) sums.of[o][i][p] = __fadd_rn(sums.of[o][i][p], part[o][i][p]);
+          for (int c = 0; c < kRun; ++c) {
+            const int64_t at = C::kTransposed ? (first + c) * m.pitch + own : own * m.pitch + first + c;
+            to[i][run][c] = own < m.rows && first + c < m.columns ? __ldg(m.x + at) : 0.0f;
+          }
         }
       }
     }
   }
 
-  // Add the sums of all warps to the totals, in the order of the warps, and clear them.
-  __device__ __forceinline__ static void flush(Sums& sums, Totals& totals, float* scratch) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 16, half = lane / 16;
-    const auto at = [&](int of, int probe, int row) -> float& { return scratch[(of * kProbes + probe) * kScratchPitch + row]; };
+  // Digits and bytes of the rest of four elements, byte by byte: out (kBytes,), an element a byte.
+  __device__ __forceinline__ static void split_run(const float (&x)[kRun], const DigitScale (&by)[kRun], const DigitRule& rule,
+                                                   uint32_t (&out)[kBytes]) {
+    constexpr float kRound = 0x1.8p23f, kFactor = float(1ull << kFine);
+    uint32_t words[kPlanes + 1][kRun];  // (digit, element)
+    CUTE_UNROLL
+    for (int c = 0; c < kRun; ++c) {
+      float rest = 0.0f;
+      take_digits<kPlanes>(x[c], by[c], rule, [&](int plane, uint32_t digit, float residual) {
+        words[plane][c] = digit, rest = residual;
+      });
+      // The integer in the low bits, less half of 2^23 that the constant brings.
+      words[kPlanes][c] = __float_as_uint(__fadd_rn(__fmul_rn(rest, by[c].inverse * kFactor), kRound)) - 0x400000u;
+    }
+    const auto low = [](const uint32_t (&w)[kRun]) {
+      return __byte_perm(__byte_perm(w[0], w[1], 0x0040), __byte_perm(w[2], w[3], 0x0040), 0x5410);
+    };
+    CUTE_UNROLL
+    for (int plane = 0; plane < kPlanes; ++plane) out[plane] = low(words[plane]);
+    const uint32_t(&w)[kRun] = words[kPlanes];
+    const uint32_t front = __byte_perm(w[0], w[1], 0x5140), back = __byte_perm(w[2], w[3], 0x5140);  // bytes 0, 0, 1, 1
+    out[kBytes - 1] = __byte_perm(front, back, 0x5410), out[kBytes - 2] = __byte_perm(front, back, 0x7632);
+    if constexpr (kRestBytes == 3) {
+      out[kPlanes] = __byte_perm(__byte_perm(w[0], w[1], 0x0062), __byte_perm(w[2], w[3], 0x0062), 0x5410);
+    }
+  }
+
+  // Call add(sum, byte of X, digit of the vectors) for all products; look at sum_of for what a sum is worth.
+  template <class Add>
+  __device__ __forceinline__ static void for_each_product(const Add& add) {
+    if constexpr (C::kLeft) {
+      add(0, 0, 0), add(1, 0, 1);  // A V_0
+      CUTE_UNROLL
+      for (int i = 0; i < kPlanes; ++i) {  // products of one sum are far from each other
+        CUTE_UNROLL
+        for (int error = 0; error < 2; ++error) {
+          const int r = kPlanes - 1 + error;
+          CUTE_UNROLL
+          for (int d = 0; d < kVectorDigits; ++d) add(2 + 3 * error + d, i, kVectorDigits * (r - i) + d);
+        }
+        if (i == 0) add(8, kPlanes, 0), add(9, kPlanes, 1), add(10, kPlanes, 2);  // (d_P A) V_0
+      }
+      add(1, 1, 0), add(9, kPlanes + 1, 0), add(10, kPlanes + 1, 1);
+    } else {
+      CUTE_UNROLL
+      for (int byte = 0; byte < kPlanes; ++byte) {
+        CUTE_UNROLL
+        for (int d = 0; d < kProbeDigits; ++d) add(3 * byte + d, byte, d);
+      }
+      CUTE_UNROLL
+      for (int byte = 0; byte < kRestBytes; ++byte) {
+        CUTE_UNROLL
+        for (int d = 0; d < kProbeDigits; ++d) {
+          if (byte + d < 4) add(3 * kPlanes + byte + d, kPlanes + byte, d);
+        }
+      }
+    }
+  }
+
+  // Add a step of the vectors' digits (kPacked, 32 lanes).
+  __device__ __forceinline__ static void add_step(const Values& x, const DigitScale (&by)[kOwnRows][kRuns][kRun],
+                                                  const DigitRule& rule, const uint4 (&vectors)[kPacked], Accumulators& sums) {
+    uint32_t bytes[kBytes][4];  // (byte, fragment)
+    CUTE_UNROLL
+    for (int run = 0; run < kRuns; ++run) {
+      CUTE_UNROLL
+      for (int i = 0; i < kOwnRows; ++i) {
+        uint32_t found[kBytes];
+        split_run(x[i][run], by[i][run], rule, found);
+        CUTE_UNROLL
+        for (int b = 0; b < kBytes; ++b) bytes[b][2 * run + i] = found[b];
+      }
+    }
+    for_each_product([&](int sum, int byte, int digit) {
+      const uint4& v = vectors[digit];
+      if (byte <= kPlanes) {  // the digits and the leading byte of the rest
+        mma_bytes<true>(sums[sum][0], bytes[byte], v.x, v.y), mma_bytes<true>(sums[sum][1], bytes[byte], v.z, v.w);
+      } else {
+        mma_bytes<false>(sums[sum][0], bytes[byte], v.x, v.y), mma_bytes<false>(sums[sum][1], bytes[byte], v.z, v.w);
+      }
+    });
+  }
+
+  // 2^-exponent.
+  __device__ __forceinline__ static double less(int exponent) { return __longlong_as_double((1023ll - exponent) << 52); }
+
+  // Output of one entry from its sums, in units of the first digits; rights from the last one on: V_j = V_{j+1} + ...
+  template <class Sum>
+  __device__ __forceinline__ static void outputs_of(const Sum& sum, double (&out)[kOutputs]) {
+    if constexpr (C::kLeft) {
+      const double rest = sum(8) * less(kTail + 6) + sum(9) * less(kTail + 14) + sum(10) * less(kTail + 22);
+      CUTE_UNROLL
+      for (int error = 0; error < 2; ++error) {
+        const int level = 8 * (kPlanes - 1 + error), at = 2 + 3 * error;
+        out[error] = sum(at) * less(level) + sum(at + 1) * less(level + 8) + sum(at + 2) * less(level + 16) + rest;
+      }
+      out[2] = sum(0) + sum(1) * less(8);
+    } else {
+      out[kPlanes] = 0.0;
+      CUTE_UNROLL
+      for (int level = 3; level >= 0; --level) out[kPlanes] += sum(3 * kPlanes + level) * less(kTail + 5 + 8 * level);
+      CUTE_UNROLL
+      for (int plane = kPlanes - 1; plane >= 0; --plane) {
+        out[plane] = out[plane + 1];
+        CUTE_UNROLL
+        for (int d = kProbeDigits - 1; d >= 0; --d) out[plane] += sum(3 * plane + d) * less(8 * (plane + d));
+      }
+    }
+  }
+
+  // Sums of the four warps of each tile, in their order.
+  __device__ __forceinline__ static Totals gather(const Accumulators& sums, const float (&size)[kOwnRows], LookScratch& scratch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    double found[2][4][kOutputs];  // (probes / 8, fragment, output)
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      CUTE_UNROLL
+      for (int f = 0; f < 4; ++f) outputs_of([&](int sum) { return double(int(sums[sum][half][f])); }, found[half][f]);
+    }
+    Totals totals = {};
     CUTE_UNROLL
     for (int o = 0; o < kOutputs; ++o) {
       CUTE_UNROLL
-      for (int i = 0; i < kOwnRows; ++i) {
+      for (int half = 0; half < 2; ++half) {
         CUTE_UNROLL
-        for (int p = 0; p < kHalf; ++p) at(warp, half * kHalf + p, own_row(pair, i)) = sums.of[o][i][p], sums.of[o][i][p] = 0.0f;
+        for (int f = 0; f < 4; ++f) scratch[warp][8 * half + 2 * t + f % 2][own_row(g, f / 2)] = found[half][f][o];
       }
       __syncthreads();
       CUTE_UNROLL
-      for (int e = 0; e < kOwnRows; ++e) {
-        const int entry = threadIdx.x + e * kLookThreads;
+      for (int e = 0; e < kOwnRows; ++e) {  // entry e: row threadIdx.x / 16 of tile e
         CUTE_UNROLL
-        for (int w = 0; w < kLookWarps; ++w) totals.of[o][e] += at(w, entry % kProbes, entry / kProbes);
+        for (int w = 0; w < kShare; ++w) totals.of[o][e] += scratch[kShare * e + w][threadIdx.x % kProbes][threadIdx.x / kProbes];
       }
       __syncthreads();
     }
-    CUTE_UNROLL
-    for (int b = 0; b < kBounds; ++b) {
-      CUTE_UNROLL
-      for (int i = 0; i < kOwnRows; ++i) {
-        if (half == 0) at(warp, b, own_row(pair, i)) = sums.bound[b][i];
-        sums.bound[b][i] = 0.0f;
-      }
-    }
-    __syncthreads();
-    CUTE_UNROLL
-    for (int b = 0; b < kBounds; ++b) {
-      CUTE_UNROLL
-      for (int w = 0; w < kLookWarps; ++w) totals.bound[b] += at(w, b, lane);
-    }
-    __syncthreads();
-  }
-
-  // Totals of the 32 rows from `corner` on.
-  __device__ __forceinline__ static Totals run(const LookMatrix& x, const LookVectors& v, const float* scales,
-                                               const DigitRule& rule, int64_t corner, uint8_t* shared, float* scratch) {
-    __shared__ float2 units[kLookWarps][kStep];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto scale_at = [&](int64_t at, int64_t end) { return at < end ? prepare_scale(__ldg(scales + at)) : DigitScale{}; };
-    DigitScale by[kOwnRows] = {};
     if constexpr (C::kLeft) {
       CUTE_UNROLL
       for (int i = 0; i < kOwnRows; ++i) {
-        by[i] = scale_at(corner + own_row(lane % 16, i), x.rows);
-        by[i].bias_factor = 1.0f;  // others are out of range: discarded
+        double sum = size[i];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (t == 0) scratch[warp][0][own_row(g, i)] = sum;
       }
+      __syncthreads();
+      for (int w = 0; w < kShare; ++w) totals.size += scratch[kShare * (lane / kTileRows) + w][0][lane % kTileRows];
+      __syncthreads();
     }
-    uint8_t* ring = shared + warp * C::kStages * kStageBytes;
-    const int steps = int((x.columns + kLookWarps * kStep - 1) / (kLookWarps * kStep));
-    const auto column_at = [&](int step) { return (int64_t{step} * kLookWarps + warp) * kStep; };
-    Sums sums = {};
-    Totals totals = {};
-    CUTE_UNROLL
-    for (int stage = 0; stage < C::kStages - 1; ++stage) {
-      fetch(x, v, corner, column_at(stage), shared_address(ring + stage * kStageBytes));
-    }
-    int stage = 0, ahead = C::kStages - 1;
-    for (int step = 0; step < steps; ++step) {
-      const int64_t column = column_at(step);
-      cp_async_wait<C::kStages - 2>();
-      __syncwarp();  // the copies of all lanes are there, and all have read the stage that is filled next
-      fetch(x, v, corner, column_at(step + C::kStages - 1), shared_address(ring + ahead * kStageBytes));
-      if constexpr (!C::kLeft) {
-        if (lane < kStep) {
-          const DigitScale scale = scale_at(column + lane, x.columns);
-          units[warp][lane] = make_float2(scale.inverse, scale.unit);
-        }
-        __syncwarp();
-      }
-      if (column < x.columns) add_step(ring + stage * kStageBytes, by, units[warp], rule, sums);
-      stage = stage + 1 == C::kStages ? 0 : stage + 1, ahead = ahead + 1 == C::kStages ? 0 : ahead + 1;
-      if ((step + 1) % kRunSteps == 0 || step + 1 == steps) flush(sums, totals, scratch);
-    }
-    cp_async_wait<0>();
     return totals;
+  }
+
+  // Totals of the 32 rows from `corner` on. `packed` (steps, kPacked, 32): the vectors. `scales`: per row, if kLeft; `units`: of the
+  // columns otherwise.
+  __device__ __forceinline__ static Totals run(const LookMatrix& m, const uint4* packed, const float* scales, const float2* units,
+                                               const DigitRule& rule, int64_t corner, LookScratch& scratch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int64_t tile = corner + warp / kShare * kTileRows, steps = (m.columns + kStep - 1) / kStep;
+    DigitScale by[kOwnRows][kRuns][kRun] = {};
+    if constexpr (C::kLeft) {
+      CUTE_UNROLL
+      for (int i = 0; i < kOwnRows; ++i) {
+        const int64_t row = tile + own_row(g, i);
+        DigitScale own = row < m.rows ? prepare_scale(__ldg(scales + row)) : DigitScale{};
+        own.bias_factor = 1.0f;  // others are out of range: discarded
+        CUTE_UNROLL
+        for (int c = 0; c < kRuns * kRun; ++c) by[i][c / kRun][c % kRun] = own;
+      }
+    }
+    Accumulators sums = {};
+    float size[kOwnRows] = {};
+    const auto add_steps = [&](auto whole, int64_t first, int64_t last) {
+      constexpr bool kWhole = decltype(whole)::value;
+      Values next;
+      if (first < last) load<kWhole>(m, tile, first * kStep, next);
+      for (int64_t step = first; step < last; step += kShare) {
+        Values x;
+        CUTE_UNROLL
+        for (int e = 0; e < kOwnRows * kRuns * kRun; ++e) x[e / 8][e / 4 % 2][e % 4] = next[e / 8][e / 4 % 2][e % 4];
+        uint4 vectors[kPacked];
+        CUTE_UNROLL
+        for (int d = 0; d < kPacked; ++d) vectors[d] = __ldg(packed + (step * kPacked + d) * 32 + lane);
+        if constexpr (!C::kLeft) {
+          CUTE_UNROLL
+          for (int run = 0; run < kRuns; ++run) {
+            const auto* from = reinterpret_cast<const float4*>(units + step * kStep + 16 * run + kRun * t);
+            CUTE_UNROLL
+            for (int c = 0; c < kRun; c += 2) {
+              const float4 two = __ldg(from + c / 2);
+              by[0][run][c] = {1.0f, two.x, two.y}, by[0][run][c + 1] = {1.0f, two.z, two.w};
+              by[1][run][c] = by[0][run][c], by[1][run][c + 1] = by[0][run][c + 1];
+            }
+          }
+        }
+        if (step + kShare < last) load<kWhole>(m, tile, (step + kShare) * kStep, next);
+        if constexpr (C::kLeft) {
+          CUTE_UNROLL
+          for (int e = 0; e < kOwnRows * kRuns * kRun; ++e) size[e / 8] += fabsf(x[e / 8][e / 4 % 2][e % 4]);
+        }
+        add_step(x, by, rule, vectors, sums);
+      }
+    };
+    // Steps within the matrix, then the others.
+    const int64_t whole = m.vector && tile + kTileRows <= m.rows ? m.columns / kStep : 0, own = warp % kShare;
+    add_steps(cuda::std::true_type{}, own, whole);
+    add_steps(cuda::std::false_type{}, own + max(int64_t{0}, (whole - own + kShare - 1) / kShare) * kShare, steps);
+    return gather(sums, size, scratch);
   }
 };
 
-// The pass over B (K, N), with W (N, 16) and wbar (N): V (kPlanes + 1, y_pitch, 16) and |d_i B| wbar (kPlanes + 1, y_pitch); a CTA
-// is a tile. `scales`: per column.
+// The pass over B (K, N), with the probes of look_pack.cuh: V (kPlanes + 1, y_pitch, 16) and its norms (kPlanes + 1, y_pitch), rounded
+// up; a CTA is a tile.
 template <class C>
 __global__ void __launch_bounds__(kLookThreads, 1)
-look_right(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, const float* wbar,
-           int64_t w_pitch, const float* scales, float radix, float ahead0, float ahead1, float* y, float* y_bounds,
-           int64_t y_pitch) {
+look_right(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const uint4* w, const float2* units,
+           const double* numbers, float radix, float ahead0, float ahead1, float* y, float* norms, int64_t y_pitch) {
   pdl_wait();
   using L = Look<C>;
-  extern __shared__ __align__(16) uint8_t shared[];
-  float* scratch = reinterpret_cast<float*>(shared + L::kRingBytes);
+  __shared__ LookScratch scratch;
   const int64_t corner = int64_t{blockIdx.x} * kLookRows;
   const DigitRule rule{0.0f, radix, {ahead0, ahead1}, false};
-  const auto totals = L::run({x, pitch, rows, columns, vector != 0}, {w, wbar, w_pitch}, scales, rule, corner, shared, scratch);
+  const auto totals = L::run({x, pitch, rows, columns, vector != 0}, w, nullptr, units, rule, corner, scratch);
+  const double unit = numbers[0] * 65536.0;
   CUTE_UNROLL
-  for (int i = 0; i <= C::kPlanes; ++i) {
+  for (int j = 0; j <= C::kPlanes; ++j) {
     CUTE_UNROLL
     for (int e = 0; e < kOwnRows; ++e) {
-      const int entry = threadIdx.x + e * kLookThreads;
-      y[(i * y_pitch + corner) * kProbes + entry] = float(totals.of[i][e]);
+      const int64_t row = corner + kTileRows * e + threadIdx.x / kProbes;
+      const float value = float(totals.of[j][e] * unit);
+      y[(j * y_pitch + row) * kProbes + threadIdx.x % kProbes] = value;
+      float square = value * value;
+      CUTE_UNROLL
+      for (int other = kProbes / 2; other > 0; other /= 2) square += __shfl_xor_sync(~0u, square, other);
+      if (threadIdx.x % kProbes == 0) norms[j * y_pitch + row] = sqrtf(square) * (1.0f + 0x1p-20f);
     }
-    if (threadIdx.x < kLookRows) y_bounds[i * y_pitch + corner + threadIdx.x] = float(totals.bound[i]);
   }
 }
 
 // What the choice takes beside the sums.
 struct LookLimits {
-  double rounding[2];  // of the sums of E_r W, relative to their bounds
   double floor;  // what numbers below the range of float32 lose
   double product[2];  // rounding of the products, relative to C
   double allowed;  // tol / (1 + tol)
@@ -363,8 +391,7 @@ __device__ __forceinline__ void choose(const double (&sums)[kRecord], double* sc
     const double* of = sums + r * kTriangle;
     double trace = 0.0;
     for (int k = 0; k < kProbes; ++k) trace += of[k * (k + 1) / 2 + k];
-    const double norm = sqrt(trace), rounding = r == 0 ? limits.rounding[0] : limits.rounding[1];
-    const double noise = rounding * sqrt(sums[kSums + 1 + r]) + limits.floor + 0x1p-52 * norm;
+    const double norm = sqrt(trace), noise = 1.01 * sqrt(sums[kSums + 1 + r]) + limits.floor + 0x1p-52 * norm;
     gram[i][j] = of[high * (high + 1) / 2 + low] / trace;
     __syncthreads();
     double share = largest_share(gram, other, warp_sums);
@@ -381,37 +408,43 @@ __device__ __forceinline__ void choose(const double (&sums)[kRecord], double* sc
   if (threadIdx.x == 0) record[6] = size, record[7] = sums[kSums + 3], *gate = picked;
 }
 
-// The pass over A (M, K), with V and the bounds of look_right; persistent CTAs. `parts` (CTAs, kRecord); `ticket` is 0 before and
+// The pass over A (M, K), with V and the numbers of look_pack.cuh; persistent CTAs. `parts` (CTAs, kRecord); `ticket` is 0 before and
 // after. `scales`: per row; `other_scales`: of B's columns. `factors` (2, 1025): see look.py.
 template <class C>
 __global__ void __launch_bounds__(kLookThreads, 1)
-look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* v, const float* bounds,
-          int64_t v_pitch, const float* scales, float radix, float ahead0, float ahead1, const float* other_scales,
-          int64_t other_count, float least, float most, double rounding0, double rounding1, double floor, double product0,
-          double product1, double allowed, const double* factors, double* parts, double* record, int* gate, uint32_t* ticket) {
+look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const uint4* v, const double* numbers,
+          const float* scales, float radix, float ahead0, float ahead1, const float* other_scales, int64_t other_count,
+          float least, float most, double floor, double product0, double product1, double allowed, const double* factors,
+          double* parts, double* record, int* gate, uint32_t* ticket) {
   pdl_wait();
   using L = Look<C>;
   using Values = double[kProbes][kLookRows + 1];
-  static_assert(sizeof(Values) <= kScratch * 4 && (kRecord + 3 * kProbes * kProbes) * 8 <= kScratch * 4, "scratch holds either");
-  extern __shared__ __align__(16) uint8_t shared[];
+  static_assert(sizeof(Values) <= sizeof(LookScratch), "the scratch holds them");
+  static_assert((kRecord + 3 * kProbes * kProbes) * 8 <= sizeof(LookScratch), "the scratch holds the sums and two matrices");
+  __shared__ LookScratch scratch;
   __shared__ double others[4][kLookWarps];
   __shared__ uint32_t arrived;
-  float* scratch = reinterpret_cast<float*>(shared + L::kRingBytes);
-  Values& values = *reinterpret_cast<Values*>(scratch);
+  Values& values = *reinterpret_cast<Values*>(&scratch);
   const DigitRule rule{0.0f, radix, {ahead0, ahead1}, false};
   const int i = threadIdx.x / kProbes, j = threadIdx.x % kProbes, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   double gram[2] = {}, more[4] = {};
   for (int64_t corner = int64_t{blockIdx.x} * kLookRows; corner < rows; corner += int64_t{gridDim.x} * kLookRows) {
-    const auto totals = L::run({x, pitch, rows, columns, vector != 0}, {v, bounds, v_pitch}, scales, rule, corner, shared, scratch);
+    const auto totals = L::run({x, pitch, rows, columns, vector != 0}, v, scales, nullptr, rule, corner, scratch);
+    const auto unit_of = [&](int row) { return corner + row < rows ? __ldg(scales + corner + row) * numbers[0] : 0.0; };
+    const double unit[kOwnRows] = {unit_of(i), unit_of(i + kTileRows)};  // entry e is row i + 16 e, probe j
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int e = 0; e < kOwnRows; ++e) values[j][i + 16 * e] = totals.of[r][e];  // entry e is row i + 16 e, probe j
+      for (int e = 0; e < kOwnRows; ++e) values[j][i + kTileRows * e] = totals.of[r][e] * unit[e];
       __syncthreads();
       for (int row = 0; row < kLookRows; ++row) gram[r] += values[i][row] * values[j][row];
       __syncthreads();
-      if (threadIdx.x < kLookRows) more[1 + r] += totals.bound[r] * totals.bound[r];
-      more[0] += totals.of[2][r] * totals.of[2][r];
+      if (threadIdx.x < kLookRows && totals.size > 0.0) {
+        const double bound = numbers[1 + r] * totals.size + numbers[3 + r] * __ldg(scales + corner + lane);
+        more[1 + r] += bound * bound;
+      }
+      const double product = totals.of[2][r] * unit[r];
+      more[0] += product * product;
     }
   }
   more[3] = out_of_range(scales, rows, least, most) + out_of_range(other_scales, other_count, least, most);
@@ -435,7 +468,7 @@ look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t 
   __syncthreads();
   if (arrived + 1 != gridDim.x) return;
   __threadfence();
-  double* sums = reinterpret_cast<double*>(scratch);  // (kRecord,), then the matrices of choose()
+  double* sums = reinterpret_cast<double*>(&scratch);  // (kRecord,), then the matrices of choose()
   for (int column = threadIdx.x; column < kRecord; column += kLookThreads) {
     double sum = 0.0;
 #pragma unroll 8
@@ -443,7 +476,7 @@ look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t 
     sums[column] = sum;
   }
   __syncthreads();
-  const LookLimits limits{{rounding0, rounding1}, floor, {product0, product1}, allowed};
+  const LookLimits limits{floor, {product0, product1}, allowed};
   choose(*reinterpret_cast<const double(*)[kRecord]>(sums), sums + kRecord, limits, factors, C::kPlanes - 2, record, gate);
   if (threadIdx.x == 0) *ticket = 0;
 }

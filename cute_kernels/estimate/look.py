@@ -4,6 +4,9 @@ With ``A = A_0 + A_1 + ..`` the parts of the digits and ``d_i A = A - A_0 - .. -
 of the levels ``i + j < r`` leaves out ``E_r = sum_{i<r} A_i (d_{r-i} B) + (d_r A) B``. For digits of `planes` planes,
 both passes serve ``r = planes - 1`` and ``r = planes``; the pass over A picks on the GPU which product is to run.
 
+The sums are of integers, on Tensor Cores, and exact: digits of the operands, and probes and vectors in fixed point,
+which two small launches pack before each pass. What fixed point rounds off is bounded.
+
 The kernels compile for sm_80, sm_90a and sm_100a, and have run on sm_90 GPUs.
 """
 
@@ -20,83 +23,76 @@ from torch import Tensor
 from cute_kernels.convert.digits import digit_rule
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import KernelConfig
-from cute_kernels.jit.device import current_arch, device_of, num_sms
+from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
 PROBES = 16
 FACTORS = 1025  # of shares 0/1024 to 1024/1024
 RECORD = 2 * 136 + 4  # float64 sums of a CTA
-_ROWS, _WARPS, _STEP, _CHAIN, _RUN_STEPS = 32, 8, 16, 8, 8  # as in look.cuh
-_SCRATCH = _WARPS * PROBES * (_ROWS + 2) * 4  # bytes
-_UNIT = 2.0**-24  # unit roundoff of float32
-_SLACK = 1.01  # covers the rounding of the bounds themselves
+MOST_COLUMNS = 65536  # that the sums of a pass add up
 LARGEST_SCALE = 2.0**24
 SMALLEST_SCALE = 2.0**-38
+_ROWS, _WARPS, _STEP = 32, 8, 32  # as in look.cuh
+_DIGITS = 3  # of probes and of vectors
+_PACK_THREADS = 256
 
 
 @dataclass(frozen=True)
 class LookConfig(KernelConfig):
-    """Config of a pass; both operands are float32.
+    """Config of a pass, or of what packs its vectors; both operands are float32.
 
     Attributes
     ----------
     kernel : str
-        ``"look_right"``, over B with per-column scales, or ``"look_left"``, over A with per-row scales.
+        ``"look_probes"`` and ``"look_right"``, over B with per-column scales; ``"look_vectors"`` and ``"look_left"``,
+        over A with per-row scales.
     planes : int
-        Digits per element, 2 or 3.
+        Digits per element, 2 or 3; 0 for ``"look_probes"``.
     transposed : bool
-        Whether the matrix is column-major.
-    stages : int
-        Pipeline stages per warp.
+        Whether the matrix of a pass is column-major.
 
     Examples
     --------
     >>> LookConfig("look_left", 2, False).name
-    'look_left-p2s3'
+    'look_left-p2'
     """
 
     kernel: str
-    planes: int
-    transposed: bool
-    stages: int = 3
+    planes: int = 0
+    transposed: bool = False
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether the kernel reads an operand."""
+        return self.kernel in ("look_left", "look_right")
 
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return 32 * _WARPS
-
-    @property
-    def smem_bytes(self) -> int:
-        inputs = self.planes + 1 if self.kernel == "look_left" else 1
-        stage = _ROWS * _STEP * 4 + inputs * (_STEP * PROBES * 4 + _STEP * 4)
-        return self.stages * stage * _WARPS + _SCRATCH
+        return 32 * _WARPS if self.is_pass else _PACK_THREADS
 
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
-        return f"{self.kernel}-p{self.planes}s{self.stages}{'t' if self.transposed else ''}"
+        return f"{self.kernel}-p{self.planes}{'t' if self.transposed else ''}"
 
-    kernel_header = "estimate/look.cuh"
+    @property
+    def kernel_header(self) -> str:
+        return "estimate/look.cuh" if self.is_pass else "estimate/look_pack.cuh"
 
     @property
     def kernel_entry(self) -> str:
         return self.kernel
 
     def _constants(self) -> dict[str, object]:
-        return {
-            "kLeft": self.kernel == "look_left",
-            "kPlanes": self.planes,
-            "kTransposed": self.transposed,
-            "kStages": self.stages,
-            "kSmemBytes": self.smem_bytes,
-        }
+        return {"kLeft": self.kernel == "look_left", "kPlanes": self.planes, "kTransposed": self.transposed}
 
 
 class LookVectors(NamedTuple):
-    """What the pass over B leaves, for ``d_i B`` with i from 0 to `planes`; zero beyond K."""
+    """What the pass over B leaves: ``V_j = (d_j B) W`` with j from 0 to `planes`, in fixed point; zero beyond K."""
 
-    vectors: Tensor  # (planes + 1, padded_length(K), 16) float32: (d_i B) W
-    bounds: Tensor  # (planes + 1, padded_length(K)) float32: |d_i B| wbar
+    packed: Tensor  # (padded_length(K) / 32, planes + 1, 3, 128) int32: digits by step, vectors, digit and lane
+    numbers: Tensor  # (5,) float64: unit of V_0, and what the noise of both errors follows from
 
 
 class LookProbes(NamedTuple):
@@ -143,40 +139,9 @@ def padded_length(count: int) -> int:
     return -(-count // _ROWS) * _ROWS
 
 
-def rounding_steps(planes: int) -> tuple[int, int]:
-    """Return the float32 roundings that a term of E_r W may see in both passes, for both r.
-
-    Examples
-    --------
-    >>> rounding_steps(2), rounding_steps(3)
-    ((59, 67), (67, 75))
-    """
-    chains = _RUN_STEPS * _STEP // _CHAIN - 1
-    right = _CHAIN + chains + 2  # beside the sums: the last digit's residual, and the stored vector
-    left = [terms * _CHAIN + chains + 2 for terms in (planes, planes + 1)]  # a digit's part has two roundings
-    return right + left[0] + 1, right + left[1] + 1  # and all float64 sums
-
-
-def rounding(planes: int) -> tuple[float, float]:
-    """Return the bounds of the rounding of E_r W, relative to ``sum |A_i| |d_{r-i} B| wbar + |d_r A| |B| wbar``."""
-    low, high = (_SLACK * n * _UNIT / (1 - n * _UNIT) for n in rounding_steps(planes))
-    return low, high
-
-
 def underflow(m: int, k: int, n: int) -> float:
     """Return a bound of what the sums of E_r W lose below the range of float32, for scales up to LARGEST_SCALE."""
     return math.sqrt(m) * k * (n + 1) * 2.0**-104
-
-
-def config_for(kernel: str, planes: int, transposed: bool, arch: str) -> LookConfig:
-    """Return the config of a pass on `arch`: sm_80, or later with at least 168 KiB of shared memory per CTA.
-
-    Examples
-    --------
-    >>> config_for("look_left", 3, False, "sm_90a").stages, config_for("look_left", 3, False, "sm_80").stages
-    (3, 2)
-    """
-    return LookConfig(kernel, planes, transposed, 2 if arch == "sm_80" and planes == 3 else 3)  # 163 KiB per CTA
 
 
 def state_for(device: torch.device, gate_size: int) -> LookState:
@@ -190,7 +155,7 @@ def state_for(device: torch.device, gate_size: int) -> LookState:
 
 
 def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: int = 8) -> LookVectors:
-    """Return the pass over B; one launch that does not wait for the GPU.
+    """Return the pass over B; three launches that do not wait for the GPU.
 
     Parameters
     ----------
@@ -210,19 +175,39 @@ def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: 
     LookVectors
     """
     transposed, matrix = _matrix_arguments(b)
-    width = padded_length(b.shape[0])
+    (k, n), device = b.shape, b.device
+    height, width = padded_length(k), padded_length(n)
+    packed = workspace.empty((width // _STEP, _DIGITS, 128), torch.int32, device)
+    units = workspace.empty((width, 2), torch.float32, device)
+    probe_numbers = workspace.empty((2,), torch.float64, device)
+    vectors = workspace.empty((planes + 1, height, PROBES), torch.float32, device)
+    norms = workspace.empty((planes + 1, height), torch.float32, device)
     found = LookVectors(
-        workspace.empty((planes + 1, width, PROBES), torch.float32, b.device),
-        workspace.empty((planes + 1, width), torch.float32, b.device),
+        workspace.empty((height // _STEP, planes + 1, _DIGITS, 128), torch.int32, device),
+        workspace.empty((5,), torch.float64, device),
     )
     with device_of(b):
-        kernel = get_kernel(_config("look_right", planes, transposed))
-        kernel.launch(
-            (width // _ROWS, 1, 1),
+        get_kernel(LookConfig("look_probes")).launch(
+            (width // _STEP, 1, 1),
             (
-                *matrix, probes.vectors.data_ptr(), probes.norms.data_ptr(), padded_length(b.shape[1]),
-                scale.data_ptr(), *_rule_arguments(planes, bits), found.vectors.data_ptr(),
-                found.bounds.data_ptr(), width,
+                probes.vectors.data_ptr(), probes.norms.data_ptr(), scale.data_ptr(), n, packed.data_ptr(),
+                units.data_ptr(), probe_numbers.data_ptr(),
+            ),
+            pdl=True,
+        )  # fmt: skip
+        get_kernel(LookConfig("look_right", planes, transposed)).launch(
+            (height // _ROWS, 1, 1),
+            (
+                *matrix, packed.data_ptr(), units.data_ptr(), probe_numbers.data_ptr(),
+                *_rule_arguments(planes, bits), vectors.data_ptr(), norms.data_ptr(), height,
+            ),
+            pdl=True,
+        )  # fmt: skip
+        get_kernel(LookConfig("look_vectors", planes)).launch(
+            (height // _STEP, 1, 1),
+            (
+                vectors.data_ptr(), norms.data_ptr(), height, probe_numbers.data_ptr(), k, n,
+                found.packed.data_ptr(), found.numbers.data_ptr(),
             ),
             pdl=True,
         )  # fmt: skip
@@ -261,27 +246,22 @@ def look_left(
     bits : int, default 8
         Bits per digit.
     """
-    planes = right.vectors.shape[0] - 1
+    planes = right.packed.shape[1] - 1
     transposed, matrix = _matrix_arguments(a)
     m, k = a.shape
     n = other_scale.numel()
-    numbers = (*rounding(planes), underflow(m, k, n), *limits.product_rounding, limits.tol / (1 + limits.tol))
+    numbers = (underflow(m, k, n), *limits.product_rounding, limits.tol / (1 + limits.tol))
     with device_of(a):
-        kernel = get_kernel(_config("look_left", planes, transposed))
-        kernel.launch(
+        get_kernel(LookConfig("look_left", planes, transposed)).launch(
             (min(-(-m // _ROWS), num_sms(a.device.index)), 1, 1),
             (
-                *matrix, right.vectors.data_ptr(), right.bounds.data_ptr(), right.vectors.shape[1], scale.data_ptr(),
+                *matrix, right.packed.data_ptr(), right.numbers.data_ptr(), scale.data_ptr(),
                 *_rule_arguments(planes, bits), other_scale.data_ptr(), n, *map(np.float32, limits.scales),
                 *map(np.float64, numbers), limits.factors.data_ptr(), state.parts.data_ptr(), state.record.data_ptr(),
                 state.gate.data_ptr(), state.ticket.data_ptr(),
             ),
             pdl=True,
         )  # fmt: skip
-
-
-def _config(kernel: str, planes: int, transposed: bool) -> LookConfig:
-    return config_for(kernel, planes, transposed, current_arch())
 
 
 def _matrix_arguments(x: Tensor) -> tuple[bool, tuple[int, ...]]:
@@ -304,7 +284,7 @@ def _rule_arguments(planes: int, bits: int) -> tuple[np.float32, ...]:
     return np.float32(rule.radix), *map(np.float32, rule.ahead)
 
 
-def default_configs(arch: str = "sm_90a") -> list[LookConfig]:
-    """Return the configs of all kernels on `arch`."""
-    kernels = ("look_right", "look_left")
-    return [config_for(kernel, p, t, arch) for kernel in kernels for p in (2, 3) for t in (False, True)]
+def default_configs() -> list[LookConfig]:
+    """Return the configs of all kernels."""
+    passes = (LookConfig(f"look_{side}", p, t) for side in ("right", "left") for p in (2, 3) for t in (False, True))
+    return [*passes, LookConfig("look_probes"), *(LookConfig("look_vectors", p) for p in (2, 3))]

@@ -1,11 +1,9 @@
 """Float32 products on an sm_90 GPU whose error is bounded there: digits, passes, two gated products and a verdict.
 
-Seven launches, five with a prepared B, replayed where all addresses equal those of an earlier call; sums are on memory
+Nine launches, five with a prepared B, replayed where all addresses equal those of an earlier call; sums are on memory
 that each thread keeps per stream. Nothing waits until the verdict is read, and a CUDA graph can capture them. The pass
 over A bounds the errors of two rungs and picks one on the GPU. Where neither rung meets the tolerance,
 :mod:`residual.execute.run` goes on with the next one.
-
-Only ``flow="measured"`` calls them.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from residual.error.estimate import ErrorEstimate
 from residual.error.factor import CONFIDENCE, confidence, sharp_factor
 from residual.error.probes import Probes, draw
 from residual.options import Options
-from residual.planning.ladder import PLANES, Rung
+from residual.planning.ladder import PLANES, Demand, Rung
 from residual.report import EMPTY, Attempt, Missed, Report
 
 _BITS = 8
@@ -71,11 +69,11 @@ def planes_of(rungs: tuple[Rung, ...]) -> int:
     return _PAIRS.get(tuple(rung.mode for rung in rungs[:2]), 0)  # type: ignore[arg-type]
 
 
-def _serves(x: Tensor, k: int, planes: int) -> bool:
-    """Return whether the kernels read an operand and a sum over `k`."""
-    if not (planes and x.is_cuda and x.dtype == torch.float32 and 1 in x.stride() and not x.is_neg()):
+def _serves(shape: torch.Size, stride: tuple[int, ...], k: int, planes: int, device: torch.device) -> bool:
+    """Return whether the kernels read a float32 operand and a sum over `k`."""
+    if not (planes and device.type == "cuda" and 1 in stride and max(k, shape[1]) <= look.MOST_COLUMNS):
         return False
-    return gemm_cuda.can_emit_sum_of_squares(k, _products(planes), x.device)
+    return gemm_cuda.can_emit_sum_of_squares(k, _products(planes), device)
 
 
 @lru_cache
@@ -84,16 +82,32 @@ def _products(planes: int) -> Products:
 
 
 def rungs_to_pick(A: Tensor, B: Tensor, options: Options) -> tuple[Rung, ...]:
-    """Return the rungs of a call that this flow serves, or none: float32 by name, two digit rungs, an sm_90 GPU."""
-    if options.flow != "measured" or options.tol is None or options.result_dtype(A, B) != torch.float32:
+    """Return the rungs of a call that this flow serves, or none: float32, two digit rungs, an sm_90 GPU."""
+    if A.dtype != torch.float32 or B.dtype != torch.float32 or A.is_neg() or B.is_neg():
         return ()
-    rungs = options.rungs_for(A, B)
+    return _rungs(options, A.shape, A.stride(), B.shape, B.stride(), A.device)
+
+
+@lru_cache(maxsize=256)
+def _rungs(
+    options: Options,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    other_shape: torch.Size,
+    other_stride: tuple[int, ...],
+    device: torch.device,
+) -> tuple[Rung, ...]:
+    if options.tol is None or options.out_dtype not in (None, torch.float32):
+        return ()
+    (m, k), n, last = shape, other_shape[1], options.on_failure == "fallback"
+    rungs = options.rungs_at(device, Demand(options.tol, m * k * n, fallback=last))
     planes = planes_of(rungs)
-    return rungs if all(_serves(x, A.shape[1], planes) for x in (A, B)) else ()
+    served = (_serves(each, by, k, planes, device) for each, by in ((shape, stride), (other_shape, other_stride)))
+    return rungs if all(served) else ()
 
 
 def right_pass(B: Tensor, planes: int, probes: look.LookProbes) -> RightPass:
-    """Return the pass over `B` (K, N), float32; two launches."""
+    """Return the pass over `B` (K, N), float32; four launches."""
     found = convert.digits(B, _BITS, planes, axis=0, transpose=True)
     return RightPass(found, look.look_right(B, probes, found.scale, planes))
 
@@ -101,7 +115,7 @@ def right_pass(B: Tensor, planes: int, probes: look.LookProbes) -> RightPass:
 def passes_for(B: Tensor, probes: Probes, rungs: tuple[Rung, ...]) -> Mapping[int, RightPass]:
     """Return the passes over a constant `B` (K, N) for its rungs, by digits per element; none if B is not served."""
     planes = planes_of(rungs)
-    served = _serves(B, B.shape[0], planes)
+    served = B.dtype == torch.float32 and not B.is_neg() and _serves(B.shape, B.stride(), B.shape[0], planes, B.device)
     return MappingProxyType({planes: right_pass(B, planes, padded_probes(probes))} if served else {})
 
 
@@ -134,7 +148,7 @@ class _Threads(threading.local):
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, int], look.LookState] = {}
-        self.launches = Kept(_REPLAYS)
+        self.launches = Kept(_REPLAYS, graph_after=2)
 
 
 _threads = _Threads()

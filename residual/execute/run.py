@@ -70,7 +70,7 @@ def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options) -> Tensor:
 
 
 def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome | Begun:
-    """Start the product, `measured`: with a report in any case; only ``flow="measured"`` on a GPU leaves a verdict."""
+    """Start the product, `measured`: with a report in any case; only passes on a GPU leave a verdict to wait for."""
     weight = B.weight if isinstance(B, PreparedOperand) else B
     if torch.is_autocast_enabled(A.device.type):  # it would compute float32 products in 16 bits
         with torch.autocast(A.device.type, enabled=False):
@@ -79,16 +79,16 @@ def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bo
         zeros = A.new_zeros(A.shape[0], weight.shape[1], dtype=options.result_dtype(A, weight))
         return Outcome(zeros, EMPTY, None)
     if A.is_cuda:
-        from residual.cuda import flow, passes  # kernels of their own; the passes by name alone
+        from residual.cuda import flow, passes  # kernels of their own
 
         prepared = B if isinstance(B, PreparedOperand) else None
         with torch.no_grad():
-            if flow.takes(A, weight, options):
-                return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
             if picked := passes.rungs_to_pick(A, weight, options):
                 known = None if prepared is None else prepared.passes
                 started = passes.start_picked(A.detach(), weight.detach(), options, picked, known)
                 return Begun(started, A, B, options, measured)
+            if flow.takes(A, weight, options):
+                return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
     return compute_from(A, B, options, measured)
 
 

@@ -1,4 +1,4 @@
-"""The flow of ``flow="measured"`` on a GPU, on the CPU: passes and verdict by their source, gated products by torch."""
+"""Float32 products on a GPU, on the CPU: passes and verdict by their source, gated products by torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from residual.planning.ladder import Machine, Rung
 from residual.report import ToleranceError
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
-HEADERS = ("estimate/look.cuh", "estimate/verdict.cuh", "convert/digits.cuh")
+HEADERS = ("estimate/look.cuh", "estimate/look_pack.cuh", "estimate/verdict.cuh", "convert/digits.cuh")
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 WARPS = 3
 calls: list[str] = []
@@ -64,7 +64,6 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
             module, "get_kernel", lambda config: calls.append(config.kernel_entry) or kernels.get(config)
         )
         monkeypatch.setattr(module, "device_of", lambda _: nullcontext())
-    monkeypatch.setattr(look, "current_arch", lambda: "sm_90a")
     monkeypatch.setattr(look, "num_sms", lambda _: 3)
     monkeypatch.setattr(gemm_cuda, "gated_gemm", gated_gemm)
     state = look.state_for(torch.device("cpu"), 64)
@@ -107,7 +106,7 @@ M, K, N = 130, 140, 160  # more than the multiplications from which digits pay
 )
 def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol: float, plan: str, host: None) -> None:
     A, B = random(M, K, 1), random(K, N, 2)
-    made = start(A, B, Options(tol=tol, flow="measured")).outcome()
+    made = start(A, B, Options(tol=tol)).outcome()
     assert made.product is not None
     report = made.report
     assert report.plan == plan and report.attempts[-1].plan == plan
@@ -116,10 +115,20 @@ def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol
     assert len(report.attempts) == (2 if plan in ("int8 full", "int8 three_digit") and tol in (3e-3, 3e-5) else 1)
 
 
-def test_a_call_is_seven_launches_and_five_with_a_prepared_operand(host: None) -> None:
-    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=1e-2, flow="measured")
+def test_a_call_is_nine_launches_and_five_with_a_prepared_operand(host: None) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=1e-2)
     first = start(A, B, options)
-    assert calls == ["digits", "look_right", "digits", "look_left", "gemm 1", "gemm 2", "verdict"]
+    assert calls == [
+        "digits",
+        "look_probes",
+        "look_right",
+        "look_vectors",
+        "digits",
+        "look_left",
+        "gemm 1",
+        "gemm 2",
+        "verdict",
+    ]
     right = {2: passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))}
     calls.clear()
     second = start(A, B, options, right)
@@ -128,7 +137,7 @@ def test_a_call_is_seven_launches_and_five_with_a_prepared_operand(host: None) -
 
 
 def test_errors_beyond_both_rungs_and_slices_out_of_range_are_left_to_the_core(host: None) -> None:
-    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3, flow="measured")
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3)
     heavy, without = A.clone(), B.clone()
     heavy[:, 0], without[0] = 1e6, 0.0  # a column that sets all scales meets zeros
     missed = start(heavy, without, options).outcome()
@@ -143,7 +152,7 @@ def test_errors_beyond_both_rungs_and_slices_out_of_range_are_left_to_the_core(h
 
 
 def test_a_call_whose_rungs_miss_goes_on_with_the_next_one(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3, flow="measured")
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3)
     A[:, 0], B[0] = 1e6, 0.0
     monkeypatch.setattr(run, "look", None)  # of digits, which would be tried again
     begun = run.Begun(start(A, B, options), A, B, options, True)
@@ -156,7 +165,7 @@ def test_a_call_whose_rungs_miss_goes_on_with_the_next_one(host: None, monkeypat
 
 def test_the_last_rung_of_the_callers_makes_the_product_of_a_failure(host: None) -> None:
     A, B = random(M, K, 1), random(K, N, 2)
-    options = Options(tol=3e-3, rungs=("direct", "full"), flow="measured")
+    options = Options(tol=3e-3, rungs=("direct", "full"))
     A[:, 0], B[0] = 1e6, 0.0
     product, report, failure = run.Begun(start(A, B, options), A, B, options, True).outcome()
     assert isinstance(failure, ToleranceError) and product.shape == (M, N)
@@ -164,7 +173,7 @@ def test_the_last_rung_of_the_callers_makes_the_product_of_a_failure(host: None)
 
 
 def test_a_pending_product_waits_for_its_verdict_once_and_when_asked(host: None) -> None:
-    A, B, options, reads = random(M, K, 1), random(K, N, 2), Options(tol=3e-2, flow="measured"), list[int]()
+    A, B, options, reads = random(M, K, 1), random(K, N, 2), Options(tol=3e-2), list[int]()
     started = start(A, B, options)
     found = started.outcome()
     started.outcome = lambda: reads.append(1) or found  # type: ignore[method-assign]
@@ -179,16 +188,16 @@ def test_what_cancels_or_is_absorbed_is_not_accepted(p: int, host: None) -> None
     """Families that fool a check which rounds as the product does."""
     A, B, tol = torch.full((M, K), 2.0**-p), torch.ones(K, N), 1e-2
     A[:, 0], A[:, -1] = 1.0, -1.0
-    made = start(A, B, Options(tol=tol, flow="measured")).outcome()
+    made = start(A, B, Options(tol=tol)).outcome()
     assert made.product is None or relative(made.product, A, B) <= tol
     A[:, -1] = 2.0**-p
-    made = start(A, B, Options(tol=3e-5, flow="measured")).outcome()
+    made = start(A, B, Options(tol=3e-5)).outcome()
     assert made.product is None or relative(made.product, A, B) <= 3e-5
 
 
-def test_only_float32_by_name_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_and_two_digit_rungs_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu:
-        is_cuda = True
+        device = torch.device("cuda")
 
         def __init__(self, x: Tensor) -> None:
             self.x = x
@@ -199,15 +208,16 @@ def test_only_float32_by_name_is_served(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))
     monkeypatch.setattr(gemm_cuda, "can_emit_sum_of_squares", lambda *_: True)
     A, B = OnGpu(random(M, K, 1)), OnGpu(random(K, N, 2))
-    assert passes.rungs_to_pick(A, B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
+    assert passes.rungs_to_pick(A, B, Options(tol=1e-2))  # type: ignore[arg-type]
     for options in (
-        Options(tol=1e-2), Options(mode="full", flow="measured"), Options(tol=1e-6, flow="measured"),
-        Options(tol=1e-2, bits=4, flow="measured"), Options(tol=1e-2, out_dtype=torch.float64, flow="measured"),
-        Options(tol=1e-2, rungs=("direct", "fp32"), flow="measured"),
+        Options(mode="full"), Options(tol=1e-6), Options(tol=1e-2, bits=4),
+        Options(tol=1e-2, out_dtype=torch.float64), Options(tol=1e-2, rungs=("direct", "fp32")),
     ):  # fmt: skip
         assert not passes.rungs_to_pick(A, B, options), options  # type: ignore[arg-type]
-    assert not passes.rungs_to_pick(OnGpu(random(M, K, 1).half()), B, Options(tol=1e-2, flow="measured"))  # type: ignore[arg-type]
+    assert not passes.rungs_to_pick(OnGpu(random(M, K, 1).half()), B, Options(tol=1e-2))  # type: ignore[arg-type]
+    assert not passes.rungs_to_pick(A, OnGpu(torch.empty(K, 70000)), Options(tol=1e-2))  # type: ignore[arg-type]
     assert passes.planes_of((Rung("full", 8), Rung("three_digit", 8), Rung("fp32"))) == 3
+    passes._rungs.cache_clear()
 
 
 def test_a_prepared_operand_counts_its_passes(host: None) -> None:

@@ -23,7 +23,7 @@ from cute_kernels.convert.pack import PackConfig
 from cute_kernels.convert.quantize import QuantizeConfig
 from cute_kernels.estimate import statistics
 from cute_kernels.estimate.config import ProbeConfig
-from cute_kernels.estimate.look import config_for as look_config
+from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.remainder_probes import RemainderConfig
 from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.gemm.config import select_products
@@ -276,7 +276,9 @@ def _look(arch: str) -> Iterator[Entry]:
     """Errors of digit products before the product, and the verdict after it."""
     for side, planes, transposed in (("left", 2, False), ("left", 3, True), ("right", 2, True), ("right", 3, False)):
         tags = f"{' transposed' if transposed else ''}"
-        yield f"look/{side} planes={planes}{tags}", look_config(f"look_{side}", planes, transposed, arch)
+        yield f"look/{side} planes={planes}{tags}", LookConfig(f"look_{side}", planes, transposed)
+    yield "look/probes", LookConfig("look_probes")
+    yield "look/vectors planes=3", LookConfig("look_vectors", 3)
     yield "look/verdict", VerdictConfig()
 
 

@@ -103,12 +103,14 @@ class DigitWork {
   Factor own_[kFactors];  // of the current row
 };
 
-// Scale of a slice from the bits of its amax: rounded up, so that the leading digit is in range; 1 for zeros, NaN for non-finite
-// slices.
+constexpr float kZeroScale = 0x1p-38f;  // of zeros: never the largest scale of a matrix
+
+// Scale of a slice from the bits of its amax: rounded up, so that the leading digit is in range; kZeroScale for zeros, NaN
+// for non-finite slices.
 inline float digit_scale(Bits<float>::Int absmax_bits, double high, bool power) {
   if (absmax_bits >= Bits<float>::kInfinity) return NAN;
   const double absmax = from_bits<float>(absmax_bits);
-  if (absmax == 0.0) return 1.0f;
+  if (absmax == 0.0) return kZeroScale;
   auto scale = static_cast<float>(absmax / high);
   if (power) {
     int exponent;

@@ -19,6 +19,7 @@
 #include <vector>
 
 #define __device__
+#define __host__
 #define __global__
 #define __forceinline__ inline
 #define __shared__ static
@@ -52,7 +53,13 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 float __fdiv_ru(float, float);
 float __fmul_ru(float, float);
-uint32_t __byte_perm(uint32_t, uint32_t, uint32_t);
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = uint64_t{b} << 32 | a;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return out;
+}
+inline int __double2int_rn(double x) { return int(std::nearbyint(x)); }
 inline uint32_t atomicAdd(uint32_t* at, uint32_t x) { const uint32_t was = *at; *at += x; return was; }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
@@ -62,6 +69,8 @@ using std::fma;
 using std::max;
 using std::min;
 using std::sqrt;
+inline float sqrtf(float x) { return std::sqrt(x); }
+inline double fmax(double x, double y) { return std::fmax(x, y); }
 inline float fabsf(float x) { return std::fabs(x); }
 inline float fmaxf(float x, float y) { return std::fmax(x, y); }
 inline float fminf(float x, float y) { return std::fmin(x, y); }
@@ -192,6 +201,28 @@ void cp_async_wait() {
 template <int kRowBytes>
 uint32_t swizzled(uint32_t row, uint32_t chunk) {
   return row * kRowBytes + ((chunk ^ (row / (128 / kRowBytes) % (kRowBytes / 16))) * 16);
+}
+// The lanes of a warp meet twice: after they have stored their fragments, and after they have read the others'.
+template <bool kSigned>
+void mma_bytes(uint32_t (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static uint32_t fragments[1024][6];
+  const unsigned own = threadIdx.x, first = own / 32 * 32, g = own % 32 / 4, t = own % 4;
+  std::memcpy(fragments[own], a, 16);
+  fragments[own][4] = b0, fragments[own][5] = b1;
+  __syncwarp();
+  for (int f = 0; f < 4; ++f) {
+    const unsigned row = g + f / 2 * 8, column = 2 * t + f % 2;
+    int64_t total = int32_t(sum[f]);
+    for (unsigned k = 0; k < 32; ++k) {
+      const unsigned lane = k % 16 / 4, half = k / 16, shift = 8 * (k % 4);
+      const uint32_t left = fragments[first + row % 8 * 4 + lane][2 * half + row / 8] >> shift & 255;
+      const auto right = int8_t(fragments[first + column * 4 + lane][4 + half] >> shift);
+      total += (kSigned ? int8_t(left) : int(left)) * int64_t{right};
+    }
+    if (total != int32_t(total)) throw std::runtime_error("a sum leaves the range of int32");
+    sum[f] = uint32_t(total);
+  }
+  __syncwarp();
 }
 inline void pdl_wait() {}
 inline uint32_t group_reduce_max(uint32_t x, int, uint32_t*) { return x; }

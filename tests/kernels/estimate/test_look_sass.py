@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.estimate.look import LookConfig, config_for
+from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.gemm.config import GemmConfig, select_products
 from cute_kernels.gemm.heuristics import candidates
@@ -19,11 +19,12 @@ pytest.importorskip("cuda.core")
 
 LOOKS = [
     *(
-        (config_for(f"look_{side}", planes, transposed, "sm_90a"), "sm_90a")
+        (LookConfig(f"look_{side}", planes, transposed), "sm_90a")
         for side, planes, transposed in (("left", 2, False), ("left", 3, True), ("right", 2, True), ("right", 3, False))
     ),
-    *((config_for(f"look_{side}", 3, False, "sm_80"), "sm_80") for side in ("left", "right")),
+    *((LookConfig(f"look_{side}", 3), "sm_80") for side in ("left", "right")),
 ]
+PACKS = [(LookConfig("look_probes"), "sm_90a"), (LookConfig("look_vectors", 3), "sm_90a")]
 GATED = [
     (replace(candidates(select_products(planes, planes, None), "sm_90a")[i], out="float32", sum_of_squares=True, gated=True), "sm_90a")
     for planes, i in ((1, 0), (2, 0), (2, 1), (3, 0))
@@ -44,15 +45,19 @@ def code(binary: Binary, threads: int) -> str:
 def test_passes_keep_their_sums_in_registers(config: LookConfig, arch: str, binaries: Cases) -> None:
     sass = code(binaries[config, arch].result(), config.threads)
     left, planes = config.kernel == "look_left", config.planes
-    # Four columns of two rows and eight probes are unrolled: the terms of all outputs, and of the bounds.
-    terms, beside = (planes + planes + 2, planes + planes + 1) if left else (planes + 1, planes + 1)
-    products = 4 * 2 * (8 * terms + beside)
-    residuals = 4 * 2 * planes
-    assert products + residuals <= len(re.findall(r"\bFFMA\b", sass)) <= products + residuals + 40
-    assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass) and "LDS.128" in sass and "DADD" in sass
-    assert not re.search(r"\b(?:H|I)MMA\b", sass), "only IEEE float32 sums have the bound"
+    # A loop over whole steps and one over guarded ones, both halves of the probes: digits, and bytes of the rest.
+    products = 3 + 3 * 2 * planes + 5 if left else 3 * planes + 8
+    assert len(re.findall(r"IMMA\.16832\.[SU]8\.S8", sass)) == 4 * products
+    assert len(re.findall(r"IMMA\.16832\.U8\.S8", sass)) == 4 * (2 if left else 5)
+    assert not re.search(r"\b(?:H|F|D)MMA\b", sass) and "DADD" in sass
+    assert "LDG.E.128.CONSTANT" in sass and ("LDG.E.64.CONSTANT" in sass or not config.transposed)
     assert bool(re.search(r"\bATOMG\.\S*ADD", sass)) == left, "the ticket alone"
-    assert config.smem_bytes <= (232448 if arch == "sm_90a" else 166912)
+
+
+@pytest.mark.parametrize(("config", "arch"), PACKS, ids=[f"{arch}-{config.name}" for config, arch in PACKS])
+def test_vectors_are_packed_in_words_of_16_bytes(config: LookConfig, arch: str, binaries: Cases) -> None:
+    sass = code(binaries[config, arch].result(), config.threads)
+    assert "STG.E.128" in sass and re.search(r"F2I\.F64", sass), "rounded from float64"
 
 
 @pytest.mark.parametrize(("config", "arch"), GATED, ids=[f"{arch}-{config.name}" for config, arch in GATED])
