@@ -1,8 +1,8 @@
 """``residual.matmul`` on a GPU against torch's float32 and tf32 products, all in one run.
 
 Writes ``benchmarks/results/compensated_h200.json``, or the file that the GPU's name gives.  Times are microseconds of
-whole checked calls from float32 in a loop, the wait for the verdict included; ``gpu_us``: of the launches of
-``flow="measured"`` in a CUDA graph, behind an elementwise kernel.
+whole checked calls from float32 in a loop, the wait for the verdict included; ``gpu_us``: of their launches alone in a
+CUDA graph, behind an elementwise kernel.
 Run: ``PYTHONPATH=. python benchmarks/compensated.py [--quick] [--out FILE] [--profile]``.
 """
 
@@ -34,7 +34,6 @@ from residual.options import check_options
 SIZES = (1024, 2048, 4096, 8192)
 TOLERANCES = (2e-2, 1e-3)
 ROUNDS = 9
-FLOWS = ("auto", "measured")
 
 
 def loop(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
@@ -70,13 +69,13 @@ def float_product(A: Tensor, B: Tensor, tf32: bool) -> Callable[[], Tensor]:
     return call
 
 
-def checked_call(A: Tensor, B: Tensor | residual.PreparedOperand, tol: float, flow: str) -> Callable[[], Tensor]:
-    return lambda: residual.matmul(A, B, tol=tol, flow=flow)
+def checked_call(A: Tensor, B: Tensor | residual.PreparedOperand, tol: float) -> Callable[[], Tensor]:
+    return lambda: residual.matmul(A, B, tol=tol)
 
 
 def started(A: Tensor, B: Tensor, tol: float, held: residual.PreparedOperand | None) -> Callable[[], object]:
-    """The launches of ``flow="measured"``, nobody reads the verdict."""
-    options = check_options(tol, flow="measured")
+    """The launches of a checked call; nobody reads the verdict."""
+    options = check_options(tol)
     known = None if held is None else held.passes
     rungs = passes.rungs_to_pick(A, B, options)
     return lambda: passes.start_picked(A, B, options, rungs, known)
@@ -105,22 +104,20 @@ def run_size(n: int, with_profile: bool) -> dict[str, Any]:
     profiles: dict[str, dict[str, float]] = {}
     plans: dict[str, str] = {}
     for tol in TOLERANCES:
-        for flow in FLOWS:
-            held = residual.plan(B, tol=tol, flow=flow).right
-            assert held is not None
-            for kind, right in (("", B), (", prepared", held)):
-                name = f"{flow} {tol:g}{kind}"
-                calls[name] = checked_call(A, right, tol, flow)
-                C, report = residual.matmul(A, right, tol=tol, flow=flow, return_report=True)
-                error = float((C.double() - truth).norm() / truth.norm())
-                if not error <= min(tol, report.upper):
-                    raise ArithmeticError(f"{name}: error {error:.2e}, reported {report.upper:.2e}")
-                plans[name] = f"{report.plan}, error {error:.2e}, bound {report.upper:.2e}"
-                if flow == "measured":
-                    launches = started(A, B, tol, held if kind else None)
-                    gpu[name] = rounded(behind({name: launches})[name].median)
-                if with_profile:
-                    profiles[name] = profile(calls[name])
+        held = residual.plan(B, tol=tol).right
+        assert held is not None
+        for kind, right in (("", B), (", prepared", held)):
+            name = f"{tol:g}{kind}"
+            calls[name] = checked_call(A, right, tol)
+            C, report = residual.matmul(A, right, tol=tol, return_report=True)
+            error = float((C.double() - truth).norm() / truth.norm())
+            if not error <= min(tol, report.upper):
+                raise ArithmeticError(f"{name}: error {error:.2e}, reported {report.upper:.2e}")
+            plans[name] = f"{report.plan}, error {error:.2e}, bound {report.upper:.2e}"
+            launches = started(A, B, tol, held if kind else None)
+            gpu[name] = rounded(behind({name: launches})[name].median)
+            if with_profile:
+                profiles[name] = profile(calls[name])
     del truth
     times = loop(calls)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -136,7 +133,7 @@ def run_size(n: int, with_profile: bool) -> dict[str, Any]:
 
 
 def configs() -> list[Source]:
-    """Every kernel that ``flow="measured"`` will use."""
+    """Every kernel that the checked calls will use."""
     found: list[Source] = [*look.default_configs(), verdict.VerdictConfig()]
     for planes in (2, 3):
         found += [DigitsConfig("digits_rows", "float32", planes)]

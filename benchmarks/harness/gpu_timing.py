@@ -42,12 +42,14 @@ class GraphReplays:
 
 @dataclass(frozen=True)
 class GpuTiming(GraphReplays):
-    """Microseconds of single launches too.
+    """Microseconds behind another kernel and of single launches too.
 
-    ``cold``: median behind a sweep that empties the cache, launch latency included.  ``launch``: median between events
-    around a launch on an idle GPU, the host's work included.  ``enqueue``: median of the host's time for the call.
+    ``behind``: median of :func:`behind`. ``cold``: median behind a sweep that empties the cache, launch latency
+    included.  ``launch``: median between events around a launch on an idle GPU, the host's work included.
+    ``enqueue``: median of the host's time for the call.
     """
 
+    behind: float
     cold: float
     launch: float
     enqueue: float
@@ -205,10 +207,13 @@ def behind(
 def measure(
     baselines: Mapping[str, Call], *, rounds: int = 25, replay: float = 400.0, samples: int = 15
 ) -> dict[str, GpuTiming]:
-    """As :func:`replays`, with longer graphs and more rounds, and ``samples`` single launches of each baseline."""
+    """As :func:`replays` with longer graphs and more rounds, :func:`behind`, and ``samples`` single launches."""
     found = replays(baselines, rounds=rounds, replay=replay, warm=0.05)
+    after = behind(baselines, replay=replay)
     sweep = torch.randn(SWEEP_BYTES // 4, device="cuda")
     return {
-        name: GpuTiming(one.rounds, one.launches, one.mode, *_single(baselines[name], sweep, samples))
+        name: GpuTiming(
+            one.rounds, one.launches, one.mode, after[name].median, *_single(baselines[name], sweep, samples)
+        )
         for name, one in found.items()
     }
