@@ -254,10 +254,15 @@ def draw(number: int) -> tuple[str, Tensor, Tensor, dict[str, Any]]:
     return family, A, B, options
 
 
-def run(number: int, device: str = "cpu", flow: str = "auto") -> Call:
-    """Make the call of this number, with a report and, as other bounds may suffice then, without; the larger error."""
+def run(number: int, device: str = "cpu", flow: str = "auto", rungs: tuple[str, ...] | None = None) -> Call:
+    """Make the call of this number, with a report and, as other bounds may suffice then, without; the larger error.
+
+    `rungs`: instead of those of the call.
+    """
     family, A, B, options = draw(number)
     A, B, options = A.to(device), B.to(device), {**options, "flow": flow}
+    if rungs is not None:
+        options["rungs"] = rungs
     plan, products = "", list[Tensor]()
     try:
         C, report = matmul(A, B, return_report=True, **options)
@@ -274,9 +279,11 @@ def run(number: int, device: str = "cpu", flow: str = "auto") -> Call:
     return Call(family, options["tol"], options, plan, max(errors, default=None))
 
 
-def calls(count: int, first: int = 0, device: str = "cpu", flow: str = "auto") -> Iterator[Call]:
+def calls(
+    count: int, first: int = 0, device: str = "cpu", flow: str = "auto", rungs: tuple[str, ...] | None = None
+) -> Iterator[Call]:
     """So many calls, one number after the other."""
-    return (run(number, device, flow) for number in range(first, first + count))
+    return (run(number, device, flow, rungs) for number in range(first, first + count))
 
 
 def main(count: int = 20_000, first: int = 10**6) -> None:

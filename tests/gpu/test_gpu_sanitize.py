@@ -23,6 +23,7 @@ from cute_kernels.spmm.heuristics import SpmmKernel
 from residual.cuda import early_check
 from residual.cuda.operand import gpu_operand
 from residual.cuda.plans import GpuPlan
+from residual.matmul import matmul
 from tests.gpu.kernels.test_gpu_floats import exact, operand, run
 from tests.gpu.problems import (
     HERE,
@@ -221,3 +222,18 @@ def test_an_error_before_its_product(layout: str) -> None:
     exact = a.double() @ b.double()
     assert found is not None and not far
     assert found.relative == pytest.approx(float((C - exact).norm() / exact.norm()), rel=0.5)
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("tol", [2e-2, 1e-3])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_errors_of_two_rungs_before_their_products(layout: str, tol: float) -> None:
+    torch.manual_seed(3)
+    m, k, n = (128, 160, 192) if WHOLE else (131, 141, 163)
+    a, b = torch.randn(m, k, device="cuda"), torch.randn(k, n, device="cuda")
+    if layout == "columns":
+        a, b = a.mT.contiguous().mT, b.mT.contiguous().mT
+    C, report = matmul(a, b, tol=tol, return_report=True)
+    exact = a.double() @ b.double()
+    assert report.plan == ("int8 direct" if tol > 1e-2 else "int8 full")
+    assert float((C - exact).norm() / exact.norm()) <= report.upper <= tol

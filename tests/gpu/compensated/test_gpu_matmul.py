@@ -206,6 +206,14 @@ def test_hostile_products_are_right_or_refused(flow: str) -> None:
     assert sum(each.error is not None for each in found) > 100
 
 
+@pytest.mark.parametrize("first", ["direct", "full"])
+def test_hostile_products_by_two_rungs_are_right_or_refused(first: str) -> None:
+    rungs = (first, {"direct": "full", "full": "three_digit"}[first])
+    found = list(calls(310, device="cuda", rungs=rungs))
+    assert not [each for each in found if each.missed]
+    assert sum(each.plan in [f"int8 {rung}" for rung in rungs] and each.error is not None for each in found) > 30
+
+
 def test_the_measured_flow_meets_tolerances() -> None:
     for seed, kind in enumerate(KINDS):
         torch.manual_seed(seed)
