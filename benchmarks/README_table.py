@@ -41,9 +41,10 @@ def _break_even_line(size: dict[str, Any]) -> str:
 
 
 def _run(results: dict[str, Any]) -> str:
-    """The date of a run, and its commit, which the oldest results files do not name."""
+    """The date of a run, and its commit, which the oldest results files do not name; a plus sign: it had changes."""
     machine = results["machine"]
-    return f"{machine['date']}, commit {machine.get('commit', 'not recorded')}"
+    commit = machine.get("commit", "not recorded")
+    return f"{machine['date']}, commit {commit.removesuffix('+')}{' and changes after it' * commit.endswith('+')}"
 
 
 def render_cpu() -> str:
