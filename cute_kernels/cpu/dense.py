@@ -211,34 +211,11 @@ def linear(
     (k, n), m = right.shape, x.shape[0]
     check_float_rows(x, k, bits, x_scale, out_dtype)
     check_vectors(n, col_scale=col_scale, bias=bias)
-    out = _output(m, n, out_dtype, out)[0]
-    DenseLinear(right)(x, bits, x_scale, col_scale, bias, out)
+    out, row_step, column_step = _output(m, n, out_dtype, out)
+    high, engine = float(2 ** (bits - 1) - 1), extension.ENGINE or extension.load_extension()
+    scales = engine.Scales(0, address_of(col_scale), address_of(bias), 0, 0)
+    engine.linear(
+        right.handle, x.data_ptr(), x.stride(0), address_of(x_scale), -high - 1, high, scales, m, out.data_ptr(),
+        row_step, column_step, OUT_TYPES[out_dtype], torch.get_num_threads(),
+    )  # fmt: skip
     return out
-
-
-class DenseLinear:
-    """:func:`linear` of one packed matrix on arguments that were checked before.
-
-    Parameters
-    ----------
-    right : PackedRight
-        Packed operand of shape (K, N).
-    """
-
-    def __init__(self, right: PackedRight) -> None:
-        self._engine, self._right = extension.load_extension(), right
-
-    def __call__(
-        self, x: Tensor, bits: int, x_scale: Tensor | None, col_scale: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        """Write :func:`linear` of these arguments to `out`; nothing is checked here."""
-        high, (row_step, column_step) = float(2 ** (bits - 1) - 1), out.stride()
-        if column_step != 1 and out.shape[1] == 1:  # either stride is right
-            column_step = 1
-        elif row_step != 1 and column_step != 1:
-            row_step = 1  # one row
-        scales = self._engine.Scales(0, address_of(col_scale), address_of(bias), 0, 0)
-        self._engine.linear(
-            self._right.handle, x.data_ptr(), x.stride(0), address_of(x_scale), -high - 1, high, scales, x.shape[0],
-            out.data_ptr(), row_step, column_step, OUT_TYPES[out.dtype], torch.get_num_threads(),
-        )  # fmt: skip

@@ -29,6 +29,7 @@ from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS
 from magicube_cutlass.ops import sddmm as sddmm_op
 from magicube_cutlass.ops import spmm as spmm_op
 from magicube_cutlass.ops import torch_ops as library
@@ -334,19 +335,24 @@ def spmm(
     >>> round(float(values.grad[0, 0]), 3)
     4.0
     """
+    return spmm_of(A, x, values, bias, act_bits, act_axis, act_scale, grad_bits)
+
+
+def spmm_of(
+    A: SRBCRS, x: Tensor, values: Tensor | None, bias: Tensor | None, act_bits: int, act_axis: int | None,
+    act_scale: Tensor | None, grad_bits: int | None, asks_engine: bool = True,
+) -> Tensor:  # fmt: skip
+    """Run :func:`spmm`; `asks_engine`: False if the CPU's one call has declined the operands."""
     if act_scale is not None and act_scale.requires_grad and torch.is_grad_enabled():
         raise ValueError("act_scale must not require a gradient, which this product does not give; use "
                          "act_scale.detach()")  # fmt: skip
-    key = (
-        None
-        if torch.compiler.is_compiling()
-        else spmm_op.floats_key(A, x, values, bias, act_bits, act_axis, act_scale, grad_bits)
-    )
-    record = None if key is None else A._execution.get(key)
-    if record is not None and A.is_current:
-        known: Tensor | None = record(x, bias, act_scale)
-        if known is not None:
-            return known
+    key = None
+    if not torch.compiler.is_compiling():
+        key = spmm_op.floats_key(A, x, values, bias, act_bits, act_axis, act_scale, grad_bits)
+    record = None if key is None else A._execution.get(RECORDS, NO_RECORDS).get(key)
+    known: Tensor | None = record(x, bias, act_scale) if record is not None and A.is_current else None
+    if known is not None:
+        return known
     _check_float("x", x)
     if isinstance(A, SRBCRS) and A.bits is None and A.element_type is not None:
         check_float16_like(x=x)
@@ -363,18 +369,18 @@ def spmm(
     if axis not in (None, 0):
         raise ValueError(f"act_axis must be None (one scale) or 0 (one per column), got {act_axis!r}")
     wanted = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (values, x, bias))
-    if not wanted and not torch.compiler.is_compiling() and (axis == 0 or act_scale is not None):
+    asks_engine = asks_engine and not torch.compiler.is_compiling() and (axis == 0 or act_scale is not None)
+    if asks_engine and not wanted and x.ndim == 2:
         found = cpu_linear.linear(matrix, x.mT, bias, act_bits, act_scale)
         if found is not None:
-            return found
+            return found.mT
     dense = quantized(x, act_bits, axis, act_scale)
     if not wanted:
         product = _product(matrix, dense, x.dtype, bias)
         if key is not None:
             spmm_op.record_floats(key, matrix, dense, x, bias)
         return product
-    result: Tensor = _Spmm.apply(values, x, bias, matrix, dense, grad_bits)
-    return result
+    return _Spmm.apply(values, x, bias, matrix, dense, grad_bits)
 
 
 def _check_float(name: str, x: object) -> None:

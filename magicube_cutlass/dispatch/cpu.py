@@ -12,7 +12,7 @@ from cute_kernels.integers import fetch, split_digits
 from magicube_cutlass.dispatch import cpu_float
 from magicube_cutlass.dispatch.plan import SpmmProblem
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.quantization.float_operands import decoded
+from magicube_cutlass.quantization.float_operands import DenseFloats, decoded
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
@@ -70,4 +70,44 @@ def engine_call(problem: SpmmProblem, packed: list[Tensor], bias: Tensor | None)
     lhs, (m, k) = problem.lhs, matrix.shape
     sparse = cpu_engine.SparseOperand(start, end, columns, planes, sums, m, k, lhs.bits, lhs.signed)
     operand = cpu_engine.DenseOperand(dense.data, dense.bits, dense.signed, -2, problem.packed_dim)
-    return cpu_engine.SpmmCall(sparse, operand, shape, problem.out_dtype, problem.row_scale, col_scale is not None)
+    return cpu_engine.SpmmCall(sparse, operand, shape, problem.out_dtype, problem.row_scale, col_scale)
+
+
+class SddmmRecord:
+    """SDDMM for one pattern and one kind of operands and scales, checked before."""
+
+    def __init__(self, call: cpu_engine.SddmmCall, result: SRBCRS) -> None:
+        self._call, self._result = (
+            call,
+            result.with_values(result.values.new_empty(0)),
+        )  # the caller's values are not held
+
+    def __call__(self, x: Tensor, y: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> SRBCRS:
+        """Return the product on the pattern."""
+        return self._result.with_values(self._call(x, y, row_scale, col_scale))
+
+
+def sddmm_record(
+    kernel: str,
+    pattern: list[Tensor],
+    x: QuantTensor | DenseFloats,
+    y: QuantTensor | DenseFloats,
+    inner_y: int,
+    sizes: tuple[int, int, int],
+    result: SRBCRS,
+) -> SddmmRecord | None:
+    """Return the record for these operands, or None if the engine cannot read every argument in place."""
+    if kernel != "cpu" or cpu_extension.ENGINE is None or result.values.numel() == 0:
+        return None
+    row_scale, col_scale = (each.scale if result.values.is_floating_point() else None for each in (x, y))
+    for scale in (row_scale, col_scale):
+        if not is_cacheable(None, None, scale, None):
+            return None
+    operands = (
+        cpu_engine.DenseOperand(x.data, x.bits, x.signed, -1, x.packed_dim),
+        cpu_engine.DenseOperand(y.data, y.bits, y.signed, inner_y, y.packed_dim),
+    )
+    start, end, columns = pattern
+    out = result.values
+    call = cpu_engine.SddmmCall(*operands, (start, end, columns), out.shape, out.dtype, sizes, row_scale, col_scale)
+    return SddmmRecord(call, result)

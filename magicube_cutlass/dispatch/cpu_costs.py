@@ -107,7 +107,7 @@ def _sparse_products() -> Iterator[tuple[Costs, Callable[[], object]]]:
         b = torch.ones(k, n, dtype=torch.int8)
         operand = engine.DenseOperand(b, 8, True, -2, -1)
         scale = None if out_dtype == torch.int32 else torch.ones(m)
-        call = engine.SpmmCall(a, operand, torch.Size((m, n)), out_dtype, scale, False)
+        call = engine.SpmmCall(a, operand, torch.Size((m, n)), out_dtype, scale, None)
         terms = sparse_terms(m, k, n, pattern.vectors, 8, 1, 1, out_dtype.itemsize * 8)
         yield terms, partial(call, b, None, None, None)
 

@@ -5,37 +5,40 @@ Both kernels give the same bits, those of quantizing first. The dense one packs 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from cute_kernels.cpu import dense, engine, extension
+from cute_kernels.cpu.linear import IntegerLinearCall, LinearCall, PackedLeft, PackedRight, pack_left
 from cute_kernels.gemm.cpu import dense_backend
 from magicube_cutlass.checks import is_transformed
 from magicube_cutlass.dispatch import cpu_costs
 from magicube_cutlass.dispatch.cpu import pack_operand
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.formats.tracking import is_current
+from magicube_cutlass.formats.tracking import MAX_RECORDS, NO_RECORDS, RECORDS, is_current, keep_record
 
+_TENSORS = (Tensor, Parameter)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = (4, 8)
 # Tokens of the AVX2 kernels that keep sums in registers, and the density from which the dense kernel is faster,
 # by `benchmarks/cpu_layers.py` on one EPYC.
 _FEW = ((1, 0.4), (2, 0.33), (4, 0.3), (8, 0.45), (16, 0.6))
 _SPARSE, _DENSE = 0.3, 0.8  # densities up to and from which the kernel for more tokens needs no prediction
-_MAX_SIZES = 64  # numbers of tokens whose choice is kept
 
 
 class CpuLinear:
-    """The product of one matrix (M, K) with float rows; kept on the matrix, which owns what the engine reads."""
+    """What products of one matrix (M, K) with float rows read of it, and their choice; kept on the matrix."""
 
     def __init__(self, matrix: SRBCRS) -> None:
         assert matrix.bits is not None
         start, end, columns, planes, sums = pack_operand(matrix)
         self.shape = m, k = matrix.shape
         operand = engine.SparseOperand(start, end, columns, planes, sums, m, k, matrix.bits, matrix.signed)
-        self.sparse = engine.SparseLinear(operand)
-        self.dense: dense.DenseLinear | None = None
+        self.sparse = pack_left(operand)
+        self.dense: PackedRight | None = None
         self.vectors, self.vector_length = matrix.pattern.vectors, matrix.vector_length
         self._choices: dict[int, bool] = {}
 
@@ -43,7 +46,7 @@ class CpuLinear:
         """Whether the dense kernel is predicted to be faster; chosen once for a number of tokens."""
         found = self._choices.get(tokens)
         if found is None:
-            if len(self._choices) >= _MAX_SIZES:
+            if len(self._choices) >= MAX_RECORDS:
                 self._choices.clear()
             found = self._choices[tokens] = dense_backend() == "engine" and self._predict(tokens)
         return found
@@ -63,83 +66,187 @@ class CpuLinear:
         sparse = cpu_costs.predict(costs.sparse, sparse_terms, threads)
         return cpu_costs.predict(costs.dense, dense_terms, threads) < sparse
 
-    def dense_call(self, matrix: SRBCRS) -> dense.DenseLinear:
-        """Return the dense product, the matrix packed as its right operand, (K, M)."""
+    def weight(self, matrix: SRBCRS, takes_dense: bool) -> PackedLeft | PackedRight:
+        """Return what the kernel reads of the matrix; the right operand (K, M) of the dense one is packed once."""
+        if not takes_dense:
+            return self.sparse
         if self.dense is None:
-            self.dense = dense.DenseLinear(dense.pack_right(matrix.to_dense(dequantize=False).to(torch.int8).t()))
+            self.dense = dense.pack_right(matrix.to_dense(dequantize=False).to(torch.int8).t())
         return self.dense
 
 
+class _Record:
+    """A product of one matrix with rows of one kind: what a call of the engine needs besides the operands."""
+
+    def __init__(
+        self, matrix: SRBCRS, owner: CpuLinear, x: Tensor, bias: Tensor | None, x_scale: Tensor | None
+    ) -> None:
+        self.m, k = owner.shape
+        self.lead, self.rows = x.shape[:-1], x.shape[:-1].numel()
+        self.weight = owner.weight(matrix, owner.is_dense(self.rows))
+        self.has_rows = _has_rows(x)
+        self.copies_x = x.dtype is not torch.float32 or not self.has_rows
+        self.row_elements = k if self.copies_x or x.ndim > 2 else x.stride(0)
+        given = x_scale is None or x_scale.dtype is torch.float32
+        self.is_plain = not self.copies_x and given and _fits(matrix.scale, self.m) and _fits(bias, self.m)
+
+    def operands(
+        self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return copies of the operands where the engine cannot read them in place."""
+        if self.copies_x:
+            x = x.float().contiguous()
+        return x, None if x_scale is None else x_scale.float(), _vector(scale, self.m), _vector(bias, self.m)
+
+
+class LinearRecord(_Record):
+    """``q(x) A^T + bias`` for one matrix and one kind of x."""
+
+    def __init__(
+        self, matrix: SRBCRS, owner: CpuLinear, x: Tensor, bias: Tensor | None, bits: int, x_scale: Tensor | None
+    ) -> None:
+        super().__init__(matrix, owner, x, bias, x_scale)
+        self._call = LinearCall(self.weight, self.rows, self.row_elements, bits, x.dtype, not self.has_rows)
+
+    def __call__(self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the product, (..., M); `scale`: of the matrix."""
+        if self.is_plain:
+            y = self._call(x, x_scale, scale, bias)
+        else:
+            y = self._call(*self.operands(x, x_scale, scale, bias))
+        return y if len(self.lead) == 1 else y.view(*self.lead, self.m)
+
+
+class TrainingRecord(_Record):
+    """As :class:`LinearRecord`, with the 8-bit integers (N, K) of x and their scale as results."""
+
+    def __init__(
+        self, matrix: SRBCRS, owner: CpuLinear, x: Tensor, bias: Tensor | None, x_scale: Tensor | None
+    ) -> None:
+        super().__init__(matrix, owner, x, bias, x_scale)
+        self._call = IntegerLinearCall(self.weight, self.rows, self.row_elements, x.dtype, x_scale is not None)
+
+    def __call__(
+        self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the product, (..., M), the integers and the scale."""
+        given = (x, x_scale, scale, bias) if self.is_plain else self.operands(x, x_scale, scale, bias)
+        y, ints, x_scale = self._call(*given)
+        return y if len(self.lead) == 1 else y.view(*self.lead, self.m), ints, x_scale
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether the rows of `x` (..., K) are contiguous and have one memory stride."""
+    return x.is_contiguous() or (x.ndim == 2 and (x.shape[1] == 1 or x.stride(1) == 1))
+
+
+def _fits(x: Tensor | None, m: int) -> bool:
+    """Whether the engine reads a scale or a bias in place: float32, one or one per feature, contiguous."""
+    return x is None or (x.dtype is torch.float32 and (x.ndim == 0 or x.numel() == m) and x.is_contiguous())
+
+
 def _vector(x: Tensor | None, m: int) -> Tensor | None:
-    """A scale or bias as the engine reads it: float32, (M,), contiguous; a copy only if it is another."""
-    if x is None or (x.dtype is torch.float32 and x.numel() == m and x.is_contiguous()):
-        return x
-    return x.detach().to(torch.float32).reshape(-1).expand(m).contiguous()
+    """A scale or a bias as the engine reads it; a copy only if it is another."""
+    return x if _fits(x, m) or x is None else x.detach().to(torch.float32).reshape(-1).expand(m).contiguous()
 
 
-def _is_scale(x: Tensor) -> bool:
-    """Whether `x` is one float in memory on the CPU."""
-    return x.numel() == 1 and x.is_floating_point() and x.is_cpu and not (x.is_neg() or x._is_zerotensor())
-
-
-def _prepare(matrix: SRBCRS) -> CpuLinear | None:
-    """The call of a matrix, made once; None for a matrix that the engine does not take."""
-    if extension.ENGINE is None or matrix.device.type != "cpu" or matrix.batch_shape or 0 in matrix.shape:
-        return None
-    if matrix.bits not in _BITS or not matrix.signed:
-        return None
-    if not is_current(matrix, matrix._seen):
-        matrix.refresh()
-    found: CpuLinear | None = matrix._execution.get("linear")
-    if found is None:
-        found = matrix._execution["linear"] = CpuLinear(matrix)
-    return found
-
-
-def linear(matrix: SRBCRS, x: Tensor, bias: Tensor | None, bits: int, x_scale: Tensor | None) -> Tensor | None:
-    """Return ``A q(x)^T + bias[:, None]``, (M, N), or None if the engine does not take the operands in one call.
+def kind_of(
+    x: Tensor, bias: Tensor | None, bits: int, x_scale: Tensor | None, in_training: bool = False
+) -> Hashable | None:
+    """Return what a record depends on besides the matrix; None for operands that the engine does not read.
 
     Parameters
     ----------
-    matrix : SRBCRS, shape (M, K)
-        Sparse operand.
-    x : Tensor, shape (N, K)
-        Floats; no gradient is wanted. The result is column-major if it is dense and the rows of `x` are contiguous.
+    x : Tensor, shape (..., K)
+        Floats.
     bias : Tensor or None, shape (M,)
         Float.
     bits : int
         Width of q(x).
     x_scale : Tensor or None, shape ()
         A given scale of x; None: one per row.
+    in_training : bool, default False
+        Whether the integers are results.
     """
-    call = matrix._execution.get("linear") if is_current(matrix, matrix._seen) else None
-    if call is None:
-        call = _prepare(matrix)
-    scale, dtype = matrix.scale, x.dtype
-    if call is None or bits not in _BITS or dtype not in _DTYPES or (scale is not None and scale.requires_grad):
-        return None
     # a subclass may trace the operators
-    if type(x) not in (Tensor, Parameter) or not x.is_cpu or x.ndim != 2 or x.is_neg() or x._is_zerotensor():
+    if type(x) not in _TENSORS or x.dtype not in _DTYPES or not x.is_cpu or is_transformed(x):
         return None
-    m, k = call.shape
-    n, columns = x.shape
-    if columns != k or n == 0:
+    if x.is_neg() or x._is_zerotensor():
         return None
-    if x_scale is not None and not _is_scale(x_scale):
-        return None  # the quantizer says what is wrong with it
-    if bias is not None and (bias.shape != (m,) or not bias.is_cpu or bias.is_neg() or is_transformed(bias)):
+    given = of_bias = None
+    if x_scale is not None:
+        is_one = x_scale.numel() == 1 and x_scale.is_floating_point() and x_scale.is_cpu
+        if not is_one or x_scale.is_neg() or x_scale._is_zerotensor():
+            return None  # the quantizer says what is wrong with it
+        given = x_scale.dtype, x_scale.requires_grad
+    if bias is not None:
+        if not bias.is_cpu or bias.is_neg() or is_transformed(bias):
+            return None
+        of_bias = bias.shape, bias.dtype, bias.is_contiguous()
+    return x.shape, x.stride(), x.dtype, bits, given, of_bias, in_training
+
+
+def _prepare(
+    matrix: SRBCRS, x: Tensor, bias: Tensor | None, bits: int, x_scale: Tensor | None, in_training: bool
+) -> LinearRecord | TrainingRecord | None:
+    """A record; None for a matrix or sizes that the engine does not take."""
+    if extension.ENGINE is None or matrix.device.type != "cpu" or matrix.batch_shape or 0 in matrix.shape:
         return None
-    takes_dense, has_rows = call.is_dense(n), k == 1 or x.stride(1) == 1
-    if not has_rows and not takes_dense:
+    if matrix.bits not in _BITS or not matrix.signed or bits not in _BITS or (in_training and bits != 8):
+        return None
+    (m, k), scale = matrix.shape, matrix.scale
+    if x.ndim < 2 or x.shape[-1] != k or x.numel() == 0 or (bias is not None and bias.shape != (m,)):
+        return None
+    if (scale is not None and scale.requires_grad) or (in_training and x_scale is not None and x_scale.requires_grad):
+        return None
+    if not is_current(matrix, matrix._seen):
+        matrix.refresh()
+    owner: CpuLinear | None = matrix._execution.get("linear")
+    if owner is None:
+        owner = matrix._execution["linear"] = CpuLinear(matrix)
+    if not _has_rows(x) and (x.ndim > 2 or in_training or not owner.is_dense(x.shape[0])):
         return None  # the sparse product reads a row-major operand as it is
-    rows = x if has_rows else x.contiguous()
-    rows = rows if dtype is torch.float32 else rows.float()
-    given = x_scale if x_scale is None or x_scale.dtype is torch.float32 else x_scale.float()
-    vectors = given, _vector(scale, m), _vector(bias, m)
-    if not takes_dense:
-        out = torch.empty((m, n), dtype=dtype)
-        call.sparse(rows, bits, *vectors, out)
-        return out
-    out = torch.empty((n, m), dtype=dtype) if has_rows else torch.empty((m, n), dtype=dtype).t()  # (N, M)
-    call.dense_call(matrix)(rows, bits, *vectors, out)
-    return out.t()
+    if in_training:
+        return TrainingRecord(matrix, owner, x, bias, x_scale)
+    return LinearRecord(matrix, owner, x, bias, bits, x_scale)
+
+
+def record_of(
+    matrix: SRBCRS, x: Tensor, bias: Tensor | None, bits: int, x_scale: Tensor | None, in_training: bool = False
+) -> LinearRecord | TrainingRecord | None:
+    """Return the record for these operands, made at the first call of their kind; None if the engine takes them not.
+
+    Parameters
+    ----------
+    matrix : SRBCRS, shape (M, K)
+        Sparse operand.
+    x, bias, bits, x_scale, in_training
+        As for :func:`kind_of`.
+    """
+    kind, scale = kind_of(x, bias, bits, x_scale, in_training), matrix.scale
+    if kind is None:
+        return None
+    if is_current(matrix, matrix._seen) and (scale is None or not scale.requires_grad):
+        found: LinearRecord | TrainingRecord | None = matrix._execution.get(RECORDS, NO_RECORDS).get(kind)
+        if found is not None:
+            return found
+    found = _prepare(matrix, x, bias, bits, x_scale, in_training)
+    if found is not None:
+        keep_record(matrix._execution, kind, found)
+    return found
+
+
+def linear(matrix: SRBCRS, x: Tensor, bias: Tensor | None, bits: int, x_scale: Tensor | None) -> Tensor | None:
+    """Return ``q(x) A^T + bias``, (..., M), or None if the engine does not take the operands in one call.
+
+    Parameters
+    ----------
+    matrix, x, bias, bits, x_scale
+        As for :func:`record_of`; no gradient is wanted. The tokens of the result are contiguous, of a dense kernel its
+        memory order is that of x.
+    """
+    record = record_of(matrix, x, bias, bits, x_scale)
+    if record is None:
+        return None
+    assert isinstance(record, LinearRecord)
+    return record(x, x_scale, matrix.scale, bias)

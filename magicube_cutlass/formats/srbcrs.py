@@ -13,14 +13,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from cute_kernels.dtypes import INTEGER_OUT
 from cute_kernels.integers import fetch, storage_dtype, store
 from magicube_cutlass.checks import check_pointers, check_stride, check_tensor, first_true, new_version_id, vector_rows
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, indexable_view, transpose_parts
 from magicube_cutlass.formats.pattern import Padded, Pattern
 from magicube_cutlass.formats.srbcrs_construct import SRBCRSConstructors
-from magicube_cutlass.formats.tracking import Stamp, is_valid, real_tensors
+from magicube_cutlass.formats.tracking import Stamp, is_valid, real_tensors, restamp
 from magicube_cutlass.quantization.float_operands import packed, unpacked
+
+_RESULTS = (*INTEGER_OUT, torch.float32, torch.float64)  # dtypes that are no operands
 
 
 class SRBCRS(SRBCRSConstructors):
@@ -145,8 +148,8 @@ class SRBCRS(SRBCRSConstructors):
         other.values = values
         other._execution, other._made = {}, None
         if self._seen is not None:
-            other._trust()
-        if self.element_type is not None:  # what is a result only is no operand
+            other._seen = restamp(self._seen, "values", values)
+        if self.bits is not None or self.values.dtype not in _RESULTS:  # what is a result only is no operand
             other._version_id = new_version_id()
         return other
 

@@ -1,7 +1,8 @@
-"""Tensors that derived data was made of: noticing that one was written or replaced since."""
+"""Tensors that derived data was made of: noticing that one was written or replaced since. Records are such data."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cute_kernels.cpu import extension
 
 Stamp = tuple[tuple[str, Tensor | None, int], ...]
+
+RECORDS = "records"  # name of the records among what an object derived, which it drops when its tensors change
+NO_RECORDS: dict[Any, Any] = {}
+MAX_RECORDS = 64  # of an object
 
 
 def real_tensors() -> AbstractContextManager[object]:
@@ -28,6 +33,13 @@ def stamp(owner: Any, names: tuple[str, ...], live: tuple[str, ...] = ()) -> Sta
     for name in live:
         found.append((name, attributes[name], -1))
     return tuple(found)
+
+
+def restamp(seen: Stamp, name: str, tensor: Tensor) -> Stamp:
+    """Return a stamp whose entry of this name has another tensor; it is the last but one of a matrix: the values."""
+    *before, (last, _, _), scale = seen
+    assert last == name
+    return (*before, (name, tensor, -1 if tensor.is_inference() else tensor._version), scale)
 
 
 def is_current(owner: Any, seen: Stamp | None) -> bool:
@@ -62,3 +74,21 @@ def is_valid(owner: Any, stamp: Stamp, stride: int, bits: int | None, signed: bo
         return False
     valid: bool = engine.scan(owner.__dict__, stamp, rows, columns, owner.vector_length, stride, bits or 0, signed)
     return valid
+
+
+def keep_record(derived: dict[Any, Any], kind: Hashable, record: object) -> None:
+    """Keep a call that was prepared for one kind of operands, so that another of that kind only passes addresses.
+
+    The oldest of more than :data:`MAX_RECORDS` is dropped. Addresses are no part of a kind.
+
+    Examples
+    --------
+    >>> derived = {}
+    >>> keep_record(derived, ("float32", 3), abs)
+    >>> derived[RECORDS][("float32", 3)](-1)
+    1
+    """
+    records = derived.setdefault(RECORDS, {})
+    records[kind] = record
+    if len(records) > MAX_RECORDS:
+        records.pop(next(iter(records)), None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magicube_cutlass import autograd
-from magicube_cutlass.autograd.integer import STRIDE, quantized
+from magicube_cutlass.autograd.integer import STRIDE, quantized, spmm_of
 from magicube_cutlass.checks import check_tensor, is_transformed, transform_error
 from magicube_cutlass.dispatch import cpu_linear
 from magicube_cutlass.formats import generate
@@ -201,7 +201,10 @@ class SparseQuantLinear(Calibrated):
 
     def matrix(self) -> SRBCRS:
         """Return the integers of the weight, made again if the master has changed."""
-        weight = self.weight
+        try:  # as self.weight, without two calls of Python
+            weight = self._parameters["weight"]
+        except KeyError:  # a parametrization
+            weight = self.weight
         version = 0 if weight is None or weight.is_inference() else weight._version
         made_of, matrix = self._made_of, self._matrix
         same = made_of is not None and made_of[0] is weight and made_of[1] == version
@@ -230,37 +233,58 @@ class SparseQuantLinear(Calibrated):
         return matrix
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._compiled(x)
+        matrix, parameters, act_scale = self.matrix(), self._parameters, self._buffers["act_scale"]
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
+            weight, bias = self.weight, self.bias
+        learns = torch.is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        )
+        record = cpu_linear.record_of(matrix, x, bias, self.config.act_bits, act_scale, learns)
+        if isinstance(record, cpu_linear.LinearRecord):
+            return record(x, act_scale, matrix.scale, bias)
+        if record is not None:
+            y: Tensor = linear_op.Product.apply(x, weight, bias, act_scale, matrix, record, self.config.grad_bits)
+            return y
+        self._check_input(x)
+        if is_transformed(x):
+            raise transform_error("x")
+        return self._product(x, matrix, x.is_contiguous())
+
+    def _check_input(self, x: Tensor) -> None:
+        """Raise `ValueError` unless `x` has the features of the layer."""
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x must have {self.in_features} features, got shape {tuple(x.shape)}")
-        if not torch.compiler.is_compiling():
-            if is_transformed(x):
-                raise transform_error("x")
-            return self._product(x, self.matrix())
+
+    def _compiled(self, x: Tensor) -> Tensor:
+        """As :meth:`forward`, in a graph."""
+        self._check_input(x)
         tensors = (x, self.weight, self.bias)
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
             y = linear_op.sparse_linear(x.reshape(-1, self.in_features), self.weight, self.bias, self._number)
             return y.mT.view(*x.shape[:-1], self.out_features)
         if self._version_id == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
             raise RuntimeError("a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it")
-        return self._product(x, self._matrix)
+        return self._product(x, self._matrix, False)
 
-    def _product(self, x: Tensor, matrix: SRBCRS) -> Tensor:
-        y = self._multiply(x.reshape(-1, self.in_features), matrix)
+    def _product(self, x: Tensor, matrix: SRBCRS, has_declined: bool) -> Tensor:
+        """The output by products of quantized operands; `has_declined`: the CPU's one call does not take `x`."""
+        y = self._multiply(x.reshape(-1, self.in_features), matrix, has_declined)
         return y.mT.view(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, x: Tensor, matrix: SRBCRS) -> Tensor:
+    def _multiply(self, x: Tensor, matrix: SRBCRS, has_declined: bool = False) -> Tensor:
         """Output (out, tokens) for `x` (tokens, in) and the integers of the weight."""
-        values, learns = None, torch.is_grad_enabled()
-        if not learns and not torch.compiler.is_compiling():
-            found = cpu_linear.linear(matrix, x, self.bias, self.config.act_bits, self.act_scale)
-            if found is not None:
-                return found
-        if learns and self.weight is not None and self.weight.requires_grad:
+        values, config = None, self.config
+        if torch.is_grad_enabled() and self.weight is not None and self.weight.requires_grad:
             values = autograd.vectors_at(self.weight, self.pattern)
-        return autograd.spmm(
-            matrix, x.mT, values=values, bias=self.bias, act_bits=self.config.act_bits, act_scale=self.act_scale,
-            grad_bits=self.config.grad_bits,
-        )  # fmt: skip
+        return spmm_of(
+            matrix, x.mT, values, self.bias, config.act_bits, 0, self.act_scale, config.grad_bits, not has_declined
+        )
 
     def _quantize(self, x: Tensor) -> QuantTensor:
         """Integers (in, tokens) of `x` (tokens, in) as the product takes them."""

@@ -14,10 +14,52 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.autograd import integer
+from magicube_cutlass.autograd.once import once
+from magicube_cutlass.dispatch.cpu_linear import TrainingRecord
 from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
+
+
+class Product(torch.autograd.Function):
+    """The output (..., out) of a layer in eager training on a CPU; saves the integers of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        act_scale: Tensor | None,
+        matrix: SRBCRS,
+        record: TrainingRecord,
+        grad_bits: int | None,
+    ) -> Tensor:
+        y, ints, scale = record(x, act_scale, matrix.scale, bias)
+        ctx.save_for_backward(ints, scale, matrix.scale)
+        ctx.matrix, ctx.grad_bits, ctx.shape, ctx.is_static = matrix, grad_bits, x.shape, act_scale is not None
+        ctx.dtypes = [None if each is None else each.dtype for each in (x, weight, bias)]
+        return y
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
+        g = grads[0].reshape(-1, ctx.matrix.shape[0]).mT  # (out, tokens)
+        ints, x_scale, scale = ctx.saved_tensors
+        of_x, of_weight, of_bias, pattern = None, None, None, ctx.matrix.pattern
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        if ctx.needs_input_grad[0]:
+            of_x = integer.through_transpose(ctx.matrix, integer.times(g, scale), x_dtype, ctx.grad_bits)
+            of_x = of_x.mT.reshape(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            dense = QuantTensor(ints, x_scale, 8, True, None if ctx.is_static else 1, ints.shape).mT  # (in, tokens)
+            of_values = integer.gradient_of_values(g, dense, pattern, ctx.grad_bits)
+            of_weight = integer.dense_of(of_values.to(weight_dtype), pattern)
+        if ctx.needs_input_grad[2]:
+            of_bias = integer.gradient_of_bias(g, bias_dtype)
+        return of_x, of_weight, of_bias, None, None, None, None
 
 
 class Layer(Protocol):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from cute_kernels.dtypes import INTEGER_OUT, result_dtype
+from magicube_cutlass.dispatch import cpu
 from magicube_cutlass.dispatch.plan import plan_sddmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.formats.tracking import is_current
+from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
 from magicube_cutlass.ops import torch_ops
 from magicube_cutlass.ops.problem import Operand, check_dense, float32_scale, operand_key, operand_tensors
 from magicube_cutlass.quantization.float_operands import DenseFloats
@@ -100,12 +102,18 @@ def early_sddmm(
 
     `early`: a cached call may start before that kernel ends.
     """
-    pattern, stride = _as_pattern(mask)
-    key = _sddmm_key(X, Y, stride, out_format, out_dtype, transposed_y, atom, early)
-    call = pattern._cache.get(key) if key is not None else None
-    if call is not None:
-        (x_data, x_scale), (y_data, y_scale) = operand_tensors(X), operand_tensors(Y)
-        cached: SRBCRS | None = call(x_data, y_data, x_scale, y_scale)
+    compiling = torch.compiler.is_compiling()
+    pattern, stride = _as_pattern(mask, compiling)
+    key: tuple[object, ...] | None = None
+    if out_format == "srbcrs" and not compiling:
+        of_x, of_y = operand_key(X), operand_key(Y)
+        if of_x is not None and of_y is not None:
+            key = (of_x, of_y, stride, out_dtype, transposed_y, atom, early)
+    record = None if key is None else pattern._cache.get(RECORDS, NO_RECORDS).get(key)
+    if record is not None:
+        x_data, x_scale = (X.data, X.scale) if type(X) is QuantTensor else operand_tensors(X)
+        y_data, y_scale = (Y.data, Y.scale) if type(Y) is QuantTensor else operand_tensors(Y)
+        cached: SRBCRS | None = record(x_data, y_data, x_scale, y_scale)
         if cached is not None:
             return cached
     if out_format not in ("srbcrs", "bcrs"):
@@ -122,35 +130,38 @@ def early_sddmm(
     scales = [None if dtype in INTEGER_OUT else float32_scale(each.scale, x.shape[:-2]) for each in (x, y)]
     kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, kinds, dtype, size_bucket(inner), atom)
     values = torch_ops.sddmm(
-        copy,
-        x.data,
-        y.data,
-        *scales,
-        [m, n, inner],
-        pattern.vector_length,
-        stride,
-        [x.bits, y.bits],
-        [x.signed, y.signed],
-        inner_y,
-        [x.packed_dim, y.packed_dim],
-        kernel,
-        dtype,
-    )
+        copy, x.data, y.data, *scales, [m, n, inner], pattern.vector_length, stride, [x.bits, y.bits],
+        [x.signed, y.signed], inner_y, [x.packed_dim, y.packed_dim], kernel, dtype,
+    )  # fmt: skip
     result = SRBCRS(
         padded.row_start, padded.row_end, padded.col_indices, values,
         shape=pattern.shape, vector_length=pattern.vector_length, bits=None, stride=stride,
     )  # fmt: skip
-    if not torch.compiler.is_compiling():
+    if not compiling:
         result._trust()
     result._cache["pattern"] = pattern
     if key is not None:
-        from magicube_cutlass.dispatch.cuda import sddmm_call
-
-        pattern._cache[key] = sddmm_call(kernel, copy, x, y, inner_y, (m, n, inner), result, early)
+        _keep_record(key, pattern, kernel, copy, (x, y), inner_y, result, early)
     return result if out_format == "srbcrs" else result.to_bcrs()
 
 
-def _as_pattern(mask: object) -> tuple[Pattern, int]:
+def _keep_record(
+    key: tuple[object, ...], pattern: Pattern, kernel: str, copy: list[Tensor],
+    operands: tuple[QuantTensor | DenseFloats, QuantTensor | DenseFloats], inner_y: int, result: SRBCRS, early: bool,
+) -> None:  # fmt: skip
+    """Keep the product of these operands as a record of the pattern, if it can be one."""
+    sizes = *pattern.shape, operands[0].shape[-1]
+    if pattern.device.type == "cpu":
+        record: object = cpu.sddmm_record(kernel, copy, *operands, inner_y, sizes, result)
+    else:
+        from magicube_cutlass.dispatch.cuda import sddmm_call
+
+        record = sddmm_call(kernel, copy, *operands, inner_y, sizes, result, early)
+    if record is not None:
+        keep_record(pattern._cache, key, record)
+
+
+def _as_pattern(mask: object, compiling: bool) -> tuple[Pattern, int]:
     """The pattern of ``mask``, scanned if a scan is due, and the stride of a result on it."""
     if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
         pattern, stride = mask, _DEFAULT_STRIDE
@@ -158,7 +169,7 @@ def _as_pattern(mask: object) -> tuple[Pattern, int]:
         pattern, stride = mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
     else:
         raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
-    if not torch.compiler.is_compiling() and not is_current(pattern, pattern._cache.get("seen")):
+    if not compiling and not is_current(pattern, pattern._cache.get("seen")):
         pattern.refresh()
     return pattern, stride
 
@@ -182,22 +193,3 @@ def _check_operands(
     for name, operand, along in (("X", x, 0), ("Y", y, 1 if transposed_y else 0)):
         if operand.axis is not None and operand.axis == along:
             raise ValueError(f"{name} must have one scale or one outside the sum, got one along the inner dimension")
-
-
-def _sddmm_key(
-    X: Operand,
-    Y: Operand,
-    stride: int,
-    out_format: str,
-    out_dtype: torch.dtype | None,
-    transposed_y: bool,
-    atom: str | None,
-    early: bool,
-) -> tuple[object, ...] | None:
-    """As the key of :func:`magicube_cutlass.spmm`, for :func:`sddmm` on a GPU; a CPU takes longer than the checks."""
-    if out_format != "srbcrs" or torch.compiler.is_compiling():
-        return None
-    x, y = operand_key(X), operand_key(Y)
-    if x is None or y is None or X.device.type != "cuda":
-        return None
-    return ("call", stride, out_dtype, transposed_y, atom, early, x, y)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,15 +13,13 @@ from magicube_cutlass.dispatch import cpu, dense_fallback
 from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.formats.tracking import is_current
+from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
 from magicube_cutlass.ops import torch_ops
 from magicube_cutlass.ops.problem import Operand, check_spmm, check_written, operand_key, operand_tensors
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
     from cute_kernels.spmm.heuristics import SpmmKernel
-
-_MAX_CALLS = 256  # cached calls per matrix
 
 
 def spmm(
@@ -118,10 +116,13 @@ def early_spmm(
     if out is not None and not compiling:
         check_written(out, A, B, bias)
     key = None if compiling else _call_key(B, out_dtype, bias, out, atom, config, allow_dense, early)
-    call = getattr(A, "_execution", {}).get(key) if key is not None else None
-    scale = None if call is None else A.scale
-    if call is not None and is_current(A, A._seen) and (scale is None or not scale.requires_grad):
-        result = call(*operand_tensors(B), bias, out)
+    record = None
+    if key is not None:
+        record = getattr(A, "_execution", NO_RECORDS).get(RECORDS, NO_RECORDS).get(key)
+    scale = None if record is None else A.scale
+    if record is not None and is_current(A, A._seen) and (scale is None or not scale.requires_grad):
+        data, of_b = (B.data, B.scale) if type(B) is QuantTensor else operand_tensors(B)
+        result = record(data, of_b, bias, out)
         if result is not None:
             return result if out is None else _written(out)
     problem = check_spmm(A, B, out_dtype, bias, out)
@@ -130,7 +131,7 @@ def early_spmm(
         if forecast and forecast.dense_wins and isinstance(problem.dense, QuantTensor):
             dense = dense_fallback.DenseCall(problem.matrix, problem.dense, problem.out_dtype)
             if key is not None:
-                _cache_call(A._execution, key, dense)
+                keep_record(A._execution, key, dense)
             result = dense(problem.dense.data, problem.dense.scale, bias, out)
             return result if out is None else _written(out)
     matrix = problem.matrix
@@ -145,24 +146,15 @@ def early_spmm(
     else:
         kernel, packed = planner(matrix, *arguments)
     if key is not None and on_cpu and (engine_call := cpu.engine_call(problem, packed, bias)):
-        _cache_call(A._execution, key, engine_call)
+        keep_record(A._execution, key, engine_call)
         result = engine_call(problem.dense.data, problem.dense.scale, bias, out)
         return result if out is None else _written(out)
     result = torch_ops.run_spmm(problem, kernel, packed, out)
     if key is not None and not on_cpu:
         from magicube_cutlass.dispatch.cuda import cached_spmm
 
-        _cache_call(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result, early))
+        keep_record(A._execution, key, cached_spmm(problem, kernel, packed, A.scale, bias, result, early))
     return result if out is None or compiling else _written(out)
-
-
-def _cache_call(cache: dict[Any, Any], key: tuple[object, ...], call: object) -> None:
-    """Cache a call, and drop the oldest one of more than `_MAX_CALLS`; a call holds 1.5 KB."""
-    cache[key] = call
-    if len(cache) > _MAX_CALLS:
-        calls = [each for each in cache if isinstance(each, tuple) and len(each) == len(key)]
-        for oldest in calls[: len(calls) - _MAX_CALLS]:
-            del cache[oldest]
 
 
 def floats_key(
@@ -199,7 +191,7 @@ def record_floats(key: tuple[object, ...], A: SRBCRS, dense: QuantTensor, x: Ten
     if problem.matrix is not A or problem.matrix.values.device != x.device:
         return
     kernel, packed = plan_spmm(A, problem.rhs, x.dtype, size_bucket(problem.n), 1, None, None)
-    _cache_call(A._execution, key, cuda_floats.QuantizedSpmm(problem, kernel, packed, dense.axis, bias, x))
+    keep_record(A._execution, key, cuda_floats.QuantizedSpmm(problem, kernel, packed, dense.axis, bias, x))
 
 
 def _written(out: Tensor) -> Tensor:

@@ -82,6 +82,33 @@ struct Job {
   const void* args;
 };
 
+// Scales as Python gives them: one scale may stand for all rows or all columns.
+struct GivenScales : Scales {
+  bool one_row;
+  bool one_column;
+};
+
+// Scales as kernels read them: one per row and per column.
+class RepeatedScales {
+ public:
+  RepeatedScales(const GivenScales& given, int64_t rows, int64_t columns) : scales_(given) {
+    if (given.one_row && rows > 0) scales_.rows = repeat(given.rows, rows, &rows_);
+    if (given.one_column && columns > 0) scales_.columns = repeat(given.columns, columns, &columns_);
+  }
+  RepeatedScales(const RepeatedScales&) = delete;
+  RepeatedScales& operator=(const RepeatedScales&) = delete;
+  operator const Scales&() const { return scales_; }
+
+ private:
+  static const float* repeat(const float* scale, int64_t count, std::vector<float>* memory) {
+    memory->assign(static_cast<size_t>(count), *scale);
+    return memory->data();
+  }
+
+  Scales scales_;
+  std::vector<float> rows_, columns_;
+};
+
 void spmm(SpmmArgs args, int most_threads) {
   require(args.a.vector_length >= 1 && args.a.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
   require(args.a.stride == 16 || args.a.stride == 32 || args.a.stride == 64, "stride must be 16, 32 or 64");
@@ -297,12 +324,12 @@ NB_MODULE(_engine, m) {
                           int bits, bool is_signed) {
         new (self) Operand{pointer<const uint8_t>(data), batch_bytes, run_bytes, runs_along_inner, bits, is_signed};
       }, "data"_a, "batch_bytes"_a, "run_bytes"_a, "runs_along_inner"_a, "bits"_a, "is_signed"_a);
-  nb::class_<Scales>(m, "Scales")
-      .def("__init__", [](Scales* self, uintptr_t rows, uintptr_t columns, uintptr_t bias, int64_t row_batch,
-                          int64_t column_batch) {
-        new (self) Scales{pointer<const float>(rows), pointer<const float>(columns), pointer<const float>(bias),
-                          row_batch, column_batch};
-      }, "rows"_a, "columns"_a, "bias"_a, "row_batch"_a, "column_batch"_a);
+  nb::class_<GivenScales>(m, "Scales")
+      .def("__init__", [](GivenScales* self, uintptr_t rows, uintptr_t columns, uintptr_t bias, int64_t row_batch,
+                          int64_t column_batch, bool one_row, bool one_column) {
+        new (self) GivenScales{{pointer<const float>(rows), pointer<const float>(columns), pointer<const float>(bias),
+                                row_batch, column_batch}, one_row, one_column};
+      }, "rows"_a, "columns"_a, "bias"_a, "row_batch"_a, "column_batch"_a, "one_row"_a = false, "one_column"_a = false);
   nb::class_<Sparse>(m, "Sparse")
       .def("__init__", [](Sparse* self, uintptr_t row_start, uintptr_t row_end, uintptr_t columns, uintptr_t planes,
                           uintptr_t row_sums, int64_t plane_bytes, int64_t vector_rows, int64_t rows,
@@ -313,22 +340,25 @@ NB_MODULE(_engine, m) {
                           vector_length, stride, bits, is_signed};
       }, "row_start"_a, "row_end"_a, "columns"_a, "planes"_a, "row_sums"_a, "plane_bytes"_a, "vector_rows"_a, "rows"_a,
          "columns_total"_a, "vector_length"_a, "stride"_a, "bits"_a, "is_signed"_a);
-  m.def("spmm", [](const Sparse& a, const Operand& b, const Scales& scales, uintptr_t out,
+  m.def("spmm", [](const Sparse& a, const Operand& b, const GivenScales& scales, uintptr_t out,
                    int out_type, int64_t n, int64_t batch, int threads) {
-    spmm(SpmmArgs{a, b, scales, pointer<void>(out), static_cast<Out>(out_type), n, batch, {}, 1}, threads);
+    const RepeatedScales repeated(scales, a.rows, n);
+    spmm(SpmmArgs{a, b, repeated, pointer<void>(out), static_cast<Out>(out_type), n, batch, {}, 1}, threads);
   }, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
   m.def("sparse_linear", [](const Sparse& a, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
-                            const Scales& scales, int64_t rows, uintptr_t out, int out_type, int threads) {
+                            const GivenScales& scales, int64_t rows, uintptr_t out, int out_type, int threads) {
     const DenseLeft columns{nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high};
-    spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, scales, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1},
+    const RepeatedScales repeated(scales, a.rows, rows);
+    spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, repeated, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1},
          threads);
   }, "a"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "out_type"_a, "threads"_a);
   m.def("sddmm", [](const Operand& x, const Operand& y, uintptr_t row_start,
-                    uintptr_t row_end, uintptr_t columns, const Scales& scales, uintptr_t out, int64_t out_batch,
+                    uintptr_t row_end, uintptr_t columns, const GivenScales& scales, uintptr_t out, int64_t out_batch,
                     int out_type, int64_t vector_rows, int64_t rows, int64_t n, int64_t inner, int64_t batch,
                     int vector_length, int stride, int threads) {
+    const RepeatedScales repeated(scales, rows, n);
     sddmm(SddmmArgs{x, y, pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
-                          pointer<const int32_t>(columns), scales, pointer<void>(out), out_batch,
+                          pointer<const int32_t>(columns), repeated, pointer<void>(out), out_batch,
                           static_cast<Out>(out_type), vector_rows, rows, n, inner, batch, vector_length, stride},
           threads);
   }, "x"_a, "y"_a, "row_start"_a, "row_end"_a, "columns"_a, "scales"_a, "out"_a, "out_batch"_a, "out_type"_a,
@@ -398,16 +428,18 @@ NB_MODULE(_engine, m) {
         require(packed % 64 == 0 && column_sums % 64 == 0, "packed digits must be aligned to 64 bytes");
         new (self) PackedRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums), inner, n};
       }, "packed"_a, "column_sums"_a, "inner"_a, "n"_a);
-  m.def("dense", [](const PackedRight& right, uintptr_t a, int64_t row_elements, const Scales& scales, bool columns_first,
+  m.def("dense", [](const PackedRight& right, uintptr_t a, int64_t row_elements, const GivenScales& scales, bool columns_first,
                     int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type, int threads) {
-    dense(DenseArgs{right, {pointer<const int8_t>(a), nullptr, row_elements, nullptr, 0.0, 0.0}, scales, columns_first, rows,
+    const RepeatedScales repeated(scales, rows, right.n);
+    dense(DenseArgs{right, {pointer<const int8_t>(a), nullptr, row_elements, nullptr, 0.0, 0.0}, repeated, columns_first, rows,
                     row_step, column_step, pointer<void>(out), static_cast<Out>(out_type)}, threads);
   }, "right"_a, "a"_a, "row_elements"_a, "scales"_a, "columns_first"_a, "rows"_a, "out"_a, "row_step"_a, "column_step"_a,
      "out_type"_a, "threads"_a);
   m.def("linear", [](const PackedRight& right, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
-                     const Scales& scales, int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type,
+                     const GivenScales& scales, int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type,
                      int threads) {
-    dense(DenseArgs{right, {nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high}, scales,
+    const RepeatedScales repeated(scales, rows, right.n);
+    dense(DenseArgs{right, {nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high}, repeated,
                     true, rows, row_step, column_step, pointer<void>(out), static_cast<Out>(out_type)}, threads);
   }, "right"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "row_step"_a,
      "column_step"_a, "out_type"_a, "threads"_a);

@@ -32,7 +32,7 @@ def dense_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(a: mc.SRBCRS) -> list[DenseCall]:
-    return [call for call in a._execution.values() if isinstance(call, DenseCall)]
+    return [call for call in a._execution.get("records", {}).values() if isinstance(call, DenseCall)]
 
 
 @pytest.mark.usefixtures("dense_wins")

@@ -316,7 +316,7 @@ def test_a_cached_call_reads_other_addresses_scales_and_values(room: int, monkey
             scale = torch.full((1, 64), factor, device="cuda")
             product(offset, scale, bias, strides)
             product(offset, scale.double(), None, strides)
-    assert any(isinstance(call, gpu.SpmmCall) and call.turns for call in a._execution.values())
+    assert any(isinstance(call, gpu.SpmmCall) and call.turns for call in a._execution["records"].values())
     a.scale = a.scale * 2 if a.scale is not None else None
     for strides in layouts:
         product(0, torch.ones(1, 64, device="cuda"), bias, strides)

@@ -53,7 +53,7 @@ def scaled(a: mc.SRBCRS, b: mc.QuantTensor, rows: bool, columns: bool) -> tuple[
 
 
 def cached_dense(a: mc.SRBCRS | mc.BCRS) -> list[DenseCall]:
-    return [call for call in a._execution.values() if isinstance(call, DenseCall)]
+    return [call for call in a._execution.get("records", {}).values() if isinstance(call, DenseCall)]
 
 
 def took_dense(a: mc.SRBCRS | mc.BCRS) -> bool:

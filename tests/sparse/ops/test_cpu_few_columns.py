@@ -85,6 +85,7 @@ def test_one_call_has_the_bits_of_quantizing_first(path: str, tokens: int, bits:
             first = quantized(x.mT, 8, 0 if scale is None else None, scale)
             expected = mc.spmm(a, first, out_dtype=x.dtype, bias=bias)
             assert got is not None and got.dtype == x.dtype
+            got = got.mT
             assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and torch.equal(got.isnan(), expected.isnan())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import calls, engine
 from cute_kernels.integers import int_range
 
 # The peak is that of the process: each measurement has one of its own. Prints MiB of growth.
@@ -46,7 +46,7 @@ def test_products_without_the_unused_rows_of_the_dense_operand_are_exact(
     isa: str, signed: bool, bits: int, n: int, vectors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAGICUBE_CPU", isa)
-    monkeypatch.setattr(engine, "_LARGE_PANEL", 0)
+    monkeypatch.setattr(calls, "_LARGE_PANEL", 0)
     m, k = 56, 3001
     columns = torch.randint(0, k, (vectors,)).unique().sort().values
     rows = torch.tensor([0, 0, len(columns) // 2, *[len(columns)] * 5])  # the first and the last vector rows are empty

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from magicube_cutlass.ops.spmm import _MAX_CALLS
+from magicube_cutlass.formats.tracking import MAX_RECORDS
 
 A = mc.SRBCRS.from_dense(torch.randn(16, 32), vector_length=8, axis=1)
 
@@ -68,8 +68,9 @@ def test_out_shares_no_memory_with_operands() -> None:
 
 def test_cached_calls_are_bounded() -> None:
     a = mc.SRBCRS.from_dense(torch.randn(16, 32), vector_length=8)
-    for n in range(1, _MAX_CALLS + 40):
+    for n in range(1, MAX_RECORDS + 40):
         mc.spmm(a, operand(n))
-    assert len(a._execution) <= _MAX_CALLS + 1  # and the packed operand
+    assert len(a._execution["records"]) == MAX_RECORDS
+    assert set(a._execution) == {"records", "cpu"}  # and the packed operand
     b = operand(3)
     assert torch.allclose(mc.spmm(a, b), a.to_dense() @ b.dequantize(), atol=1e-5)

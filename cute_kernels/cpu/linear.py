@@ -1,0 +1,158 @@
+"""Prepared products of one weight with float32 rows that the call quantizes: ``q(X) W^T * scale * x_scale + bias``.
+
+The weight is sparse or packed as the right operand of the dense kernel; both give the same bits. A call checks nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.cpu import extension
+from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, check_sparse
+from cute_kernels.cpu.calls import sparse_handle, template
+from cute_kernels.cpu.dense import PackedRight
+
+
+@dataclass(frozen=True)
+class PackedLeft:
+    """Sparse weight (M, K) of at most 8 bits, made by :func:`pack_left`; its tensors must not be changed."""
+
+    shape: tuple[int, int]  # (M, K)
+    operand: SparseOperand
+    handle: object  # of the engine: addresses of the operand's tensors
+
+
+def pack_left(a: SparseOperand) -> PackedLeft:
+    """Return a sparse weight for :class:`LinearCall`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If its tensors do not fit each other, or it has more than 8 bits.
+    """
+    check_sparse(a)
+    if a.bits > 8:
+        raise ValueError(f"bits of a must be 4 or 8, got {a.bits}")
+    return PackedLeft((a.rows, a.columns), a, sparse_handle(extension.load_extension(), a))
+
+
+class LinearCall:
+    """Product of one weight with rows of one number and memory stride, quantized per row or by a given scale.
+
+    Parameters
+    ----------
+    weight : PackedLeft or PackedRight
+        (M, K) sparse, or (K, M) dense.
+    rows : int
+        N.
+    row_elements : int
+        From one row of X to the next.
+    bits : int
+        Width of q(X), 4 or 8; to nearest.
+    dtype : torch.dtype
+        float32, float16 or bfloat16, of the output.
+    column_major : bool, default False
+        Memory order of the output of a dense weight. That of a sparse one is always column-major.
+    """
+
+    def __init__(
+        self, weight: PackedLeft | PackedRight, rows: int, row_elements: int, bits: int, dtype: torch.dtype,
+        column_major: bool = False,
+    ) -> None:  # fmt: skip
+        engine, high = extension.load_extension(), float(2 ** (bits - 1) - 1)
+        self._handle, self._owner, self._is_dense = weight.handle, weight, isinstance(weight, PackedRight)
+        self._transposed, m = column_major or not self._is_dense, _features(weight)
+        self._like = template((m, rows) if self._transposed else (rows, m), dtype)
+        self._before = row_elements, -high - 1, high, rows
+        self._after: tuple[int, ...] = (OUT_TYPES[dtype],)
+        if self._is_dense:
+            self._after = (*((1, rows) if column_major else (m, 1)), OUT_TYPES[dtype])
+        self._scales, self._run = engine.Scales, engine.linear if self._is_dense else engine.sparse_linear
+
+    def __call__(self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the product.
+
+        Parameters
+        ----------
+        x : Tensor, shape (N, K)
+            float32 with contiguous rows.
+        x_scale : Tensor or None, shape ()
+            A given float32 scale; None: one per row.
+        scale : Tensor or None, shape (), (M,) or (M, 1)
+            float32, contiguous.
+        bias : Tensor or None, shape (M,)
+            float32, contiguous.
+
+        Returns
+        -------
+        Tensor, shape (N, M)
+        """
+        out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+        of_weight, is_one = (0, False) if scale is None else (scale.data_ptr(), scale.ndim == 0)
+        of_bias = 0 if bias is None else bias.data_ptr()
+        if self._is_dense:
+            scales = self._scales(0, of_weight, of_bias, 0, 0, False, is_one)
+        else:
+            scales = self._scales(of_weight, 0, of_bias, 0, 0, is_one, False)
+        row_elements, low, high, rows = self._before
+        self._run(
+            self._handle, x.data_ptr(), row_elements, 0 if x_scale is None else x_scale.data_ptr(), low, high, scales,
+            rows, out.data_ptr(), *self._after, torch.get_num_threads(),
+        )  # fmt: skip
+        return out.t() if self._transposed else out
+
+
+def _features(weight: PackedLeft | PackedRight) -> int:
+    """M of a weight."""
+    return weight.shape[1] if isinstance(weight, PackedRight) else weight.shape[0]
+
+
+class IntegerLinearCall:
+    """As :class:`LinearCall`, for 8 bits, with the integers and scales of X as results: a backward pass reads them.
+
+    Parameters
+    ----------
+    weight, rows, row_elements, dtype
+        As for :class:`LinearCall`.
+    is_given : bool
+        Whether calls have a scale of X.
+    """
+
+    def __init__(
+        self, weight: PackedLeft | PackedRight, rows: int, row_elements: int, dtype: torch.dtype, is_given: bool
+    ) -> None:
+        engine, m = extension.load_extension(), _features(weight)
+        k = weight.shape[0] if isinstance(weight, PackedRight) else weight.shape[1]
+        self._engine, self._weight, self._is_given, self._rows, self._k = engine, weight, is_given, rows, k
+        self._is_dense = isinstance(weight, PackedRight)
+        self._ints, self._row_scales = template((rows, k), torch.int8), template((rows, 1), torch.float32)
+        self._like = template((rows, m) if self._is_dense else (m, rows), dtype)
+        self._quantized = rows, k, row_elements, k, 8, False, True, False, is_given, 0 if is_given else 1
+        self._out, self._m = OUT_TYPES[dtype], m
+
+    def __call__(
+        self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the product (N, M), the integers (N, K) and their scale, (N, 1) or as given."""
+        engine, threads = self._engine, torch.get_num_threads()
+        ints = torch.empty_like(self._ints, memory_format=torch.contiguous_format)
+        if x_scale is None:
+            x_scale = torch.empty_like(self._row_scales, memory_format=torch.contiguous_format)
+        out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+        engine.quantize(x.data_ptr(), ints.data_ptr(), x_scale.data_ptr(), *self._quantized, threads)
+        of_weight, is_one = (0, False) if scale is None else (scale.data_ptr(), scale.ndim == 0)
+        of_x, of_bias = x_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+        if self._is_dense:
+            scales = engine.Scales(of_x, of_weight, of_bias, 0, 0, self._is_given, is_one)
+            engine.dense(
+                self._weight.handle, ints.data_ptr(), self._k, scales, True, self._rows, out.data_ptr(), self._m, 1,
+                self._out, threads,
+            )  # fmt: skip
+            return out, ints, x_scale
+        scales = engine.Scales(of_weight, of_x, of_bias, 0, 0, is_one, self._is_given)
+        operand = engine.Operand(ints.data_ptr(), 0, self._k, True, 8, True)
+        engine.spmm(self._weight.handle, operand, scales, out.data_ptr(), self._out, self._rows, 1, threads)
+        return out.t(), ints, x_scale
