@@ -17,6 +17,7 @@ from cute_kernels.gemm.cpu import dense_backend
 from magicube_cutlass.checks import is_transformed
 from magicube_cutlass.dispatch import cpu_costs
 from magicube_cutlass.dispatch.cpu import pack_operand
+from magicube_cutlass.dispatch.dense_fallback import packed_right
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.formats.tracking import MAX_RECORDS, NO_RECORDS, RECORDS, is_current, keep_record
 
@@ -38,7 +39,6 @@ class CpuLinear:
         self.shape = m, k = matrix.shape
         operand = engine.SparseOperand(start, end, columns, planes, sums, m, k, matrix.bits, matrix.signed)
         self.sparse = pack_left(operand)
-        self.dense: PackedRight | None = None
         self.vectors, self.vector_length = matrix.pattern.vectors, matrix.vector_length
         self._choices: dict[int, bool] = {}
 
@@ -70,9 +70,7 @@ class CpuLinear:
         """Return what the kernel reads of the matrix; the right operand (K, M) of the dense one is packed once."""
         if not takes_dense:
             return self.sparse
-        if self.dense is None:
-            self.dense = dense.pack_right(matrix.to_dense(dequantize=False).to(torch.int8).t())
-        return self.dense
+        return packed_right(matrix)
 
 
 class _Record:

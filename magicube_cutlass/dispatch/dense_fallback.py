@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu import dense as dense_engine
 from cute_kernels.cpu import engine
 from cute_kernels.dtypes import INTEGER_OUT
+from cute_kernels.gemm.cpu import dense_backend
 from cute_kernels.integers import digit_count, fetch
 from cute_kernels.machine import Machine, Problem, ProblemTypes
 from magicube_cutlass.dispatch import cpu_costs
@@ -129,28 +131,53 @@ def _factors(scale: Tensor | None) -> Tensor | None:
     return scale.float().flatten(-2)
 
 
+def packed_right(matrix: SRBCRS) -> dense_engine.PackedRight:
+    """Return the transpose of the matrix, (K, M), as the right operand of the CPU's dense kernel; cached on it."""
+    found: dense_engine.PackedRight | None = matrix._execution.get("dense right")
+    if found is None:
+        ints = matrix.to_dense(dequantize=False).to(torch.int8)  # (M, K)
+        found = matrix._execution["dense right"] = dense_engine.pack_right(ints.t())
+    return found
+
+
 class DenseCall:
     """The dense product of one matrix with operands of fixed shapes, strides, dtypes and devices, checked before.
 
-    Called like other cached calls: with B's data and scale, the bias, and the output or None.
+    Called like other cached calls: with B's data and scale, the bias, and the output or None. On a CPU a column-major B
+    is multiplied by a matrix that was packed once; a row-major one is packed in the call, unless there is a bias.
     """
 
-    def __init__(self, matrix: SRBCRS, dense: QuantTensor, out: torch.dtype) -> None:
-        self.copy, self.scale = dense_copy(matrix), matrix.scale
+    def __init__(self, matrix: SRBCRS, dense: QuantTensor, out: torch.dtype, bias: Tensor | None = None) -> None:
+        self.scale = matrix.scale
         self.bits, self.signed, self.packed_dim = dense.bits, dense.signed, dense.packed_dim
         self.dtype, self.sizes = out, (matrix.shape[0], *dense.shape[-2:])
         self.batch = dense.shape[:-2]
+        self.right: dense_engine.PackedRight | None = None
+        self.copy: Tensor | None = None
+        data, on_cpu = dense.data, matrix.device.type == "cpu"
+        keeps_b = data.ndim == 2 and (data.stride(0) == 1 or data.shape[0] == 1 or bias is not None)
+        if on_cpu and dense.bits == 8 and keeps_b and dense_backend() == "engine":
+            self.right = packed_right(matrix)
+        else:
+            self.copy = dense_copy(matrix)
 
     def __call__(self, b: Tensor, col_scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        from cute_kernels.gemm.api import gemm
-
         m, k, n = self.sizes
         if out is None:
             out = torch.empty(*self.batch, m, n, dtype=self.dtype, device=b.device)
-        length = (k, n)[self.packed_dim] if self.bits == 4 else 0
-        ints = fetch(b, length, self.bits, self.signed, self.packed_dim).view(torch.int8)  # (*batch, K, N)
         scaled = self.dtype not in INTEGER_OUT
         rows, columns = (_factors(self.scale), _factors(col_scale)) if scaled else (None, None)
+        if self.right is not None:
+            lines = b.t() if b.stride(0) == 1 or k == 1 else b.t().contiguous()  # (N, K)
+            return dense_engine.multiply(
+                lines, self.right, row_scale=_repeated(columns, n), col_scale=_repeated(rows, m), columns_first=True,
+                bias=_repeated(bias, m), out_dtype=self.dtype, out=out.t(),
+            ).t()  # fmt: skip
+        from cute_kernels.gemm.api import gemm
+
+        assert self.copy is not None
+        length = (k, n)[self.packed_dim] if self.bits == 4 else 0
+        ints = fetch(b, length, self.bits, self.signed, self.packed_dim).view(torch.int8)  # (*batch, K, N)
         several = columns is not None and columns.ndim > 1
         added = None if bias is None else bias.float()[:, None].expand(m, n)  # (M, N)
         places = ints.reshape(-1, k, n), out.view(-1, m, n)
@@ -160,3 +187,8 @@ class DenseCall:
             gemm(self.copy, each, scale_a=rows, scale_b=factor, c=added, beta=float(added is not None), out=target,
                  out_dtype=self.dtype)  # fmt: skip
         return out
+
+
+def _repeated(scale: Tensor | None, size: int) -> Tensor | None:
+    """A scale or a bias as the dense kernel reads it: float32, (size,), contiguous."""
+    return None if scale is None else scale.float().expand(size).contiguous()

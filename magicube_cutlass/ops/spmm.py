@@ -129,7 +129,7 @@ def early_spmm(
     if allow_dense:
         forecast = dense_fallback.forecast(problem.matrix, problem.dense, problem.out_dtype)
         if forecast and forecast.dense_wins and isinstance(problem.dense, QuantTensor):
-            dense = dense_fallback.DenseCall(problem.matrix, problem.dense, problem.out_dtype)
+            dense = dense_fallback.DenseCall(problem.matrix, problem.dense, problem.out_dtype, bias)
             if key is not None:
                 keep_record(A._execution, key, dense)
             result = dense(problem.dense.data, problem.dense.scale, bias, out)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
+from cute_kernels.cpu import dense as dense_engine
+from cute_kernels.cpu import extension
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
 from cute_kernels.machine import Problem, ProblemTypes
@@ -125,6 +127,27 @@ def test_the_dense_copy_is_made_once_and_left_behind_by_copies() -> None:
     assert copy.dtype == torch.int8 and copy.stride(0) % 16 == 0
     assert torch.equal(copy, a.to_dense(dequantize=False))
     assert dense_copy(sparse(8, 16, 8)).is_contiguous()
+
+
+@pytest.mark.parametrize("out", [torch.int32, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("column", [False, True])
+def test_the_cpu_dense_kernel_has_the_bits_of_the_sparse_one(
+    out: torch.dtype, column: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not extension.available():
+        pytest.skip("no engine")
+    monkeypatch.setenv("MAGICUBE_GEMM", "engine")
+    packed = []
+    monkeypatch.setattr(dense_engine, "pack_right", lambda b, run=dense_engine.pack_right: packed.append(b) or run(b))
+    for rows, columns, with_bias in itertools.product((False, True), repeat=3):
+        a, b = scaled(sparse(64, 1024, 8), dense((1024, 40), column=column), rows, columns)
+        b = mc.QuantTensor(b.data.t().contiguous().t(), b.scale, 8, True, b.axis, b.shape) if column else b
+        bias = torch.linspace(-9, 9, 64) if with_bias and out != torch.int32 else None
+        packed.clear()
+        for _ in range(3):
+            got = mc.spmm(a, b, out_dtype=out, bias=bias, allow_dense=True)
+            assert torch.equal(got, mc.spmm(a, b, out_dtype=out, bias=bias)) and got.is_contiguous()
+        assert took_dense(a) and len(packed) == (1 if column or bias is not None else 3)
 
 
 def test_a_bcrs_matrix_works_too() -> None:
