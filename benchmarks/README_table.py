@@ -7,9 +7,12 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from magicube_cutlass.bench.layers import OURS, LayerTimes
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-CPU, GPU = "cpu-table", "gpu-table"
+CPU, LAYERS, GPU = "cpu-table", "cpu-layers", "gpu-table"
+LAYER_TOKENS = (1, 16, 400)
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS = "dlmc", "llm", "one-time-costs"
 FLOATS, ATTENTION, CHOOSE, GEMM = "floats", "attention", "choose", "gemm"
@@ -76,6 +79,28 @@ def render(results: dict[str, Any]) -> str:
             f"{pair['dense_lower_quartile_speed_up']:.2f}x)."
         )
     return "\n".join(lines)
+
+
+def render_layers() -> str:
+    """The tables of whole layers in Markdown, one per instruction set that was measured."""
+    files = [RESULTS / f"cpu_layers_{isa}.json" for isa in ("avx512", "avx2")]
+    return "\n\n".join(render_layer_times(json.loads(file.read_text())) for file in files if file.is_file())
+
+
+def render_layer_times(results: dict[str, Any]) -> str:
+    """The table of whole layers on one CPU in Markdown, microseconds."""
+    machine, rows = results["machine"], results["results"]
+    found = [LayerTimes(row["out"], row["in"], row["tokens"], row["us"], row["median_us"]) for row in rows]
+    found = [times for times in found if times.tokens in LAYER_TOKENS]
+    ours = [name for name in found[0].us if name.startswith(OURS)]
+    head = f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {_run(results)}; "
+    head += f"{results['setting']['threads']} thread, microseconds ({results['setting']['time'].partition(': ')[2]})."
+    cells = [
+        [f"{times.out} x {times.inner}", str(times.tokens), f"{times.baseline} {times.us[times.baseline]:.1f}",
+         *(f"{times.us[name]:.1f}" for name in ours), " / ".join(f"{times.speed_up(name):.2f}" for name in ours)]
+        for times in found
+    ]  # fmt: skip
+    return "\n".join([head, "", *_grid(["out x in", "tokens", "best baseline", *ours, "speed-up"], cells)])
 
 
 def _microseconds(row: dict[str, Any] | None, bold: bool = False) -> str:
@@ -376,6 +401,7 @@ def update_readme(name: str, text: str, readme: Path = ROOT / "README.md") -> No
 
 if __name__ == "__main__":
     update_readme(CPU, render_cpu())
+    update_readme(LAYERS, render_layers())
     update_readme(GPU, render_gpu(json.loads((RESULTS / "spmm_h200.json").read_text())))
     for section, stem, table, guide in SECTIONS:
         if (source := RESULTS / f"{stem}_h200.json").is_file():

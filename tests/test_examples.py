@@ -104,7 +104,7 @@ def test_the_choice_is_near_the_best_config_that_was_timed() -> None:
 def test_the_readme_shows_the_results_files() -> None:
     table = load(ROOT / "benchmarks" / "README_table.py")
     text = (ROOT / "README.md").read_text()
-    assert table.render_cpu() in text
+    assert table.render_cpu() in text and table.render_layers() in text
     assert table.render_gpu(table.json.loads((table.RESULTS / "spmm_h200.json").read_text())) in text
     page = table.render_dlmc(table.json.loads((table.RESULTS / "dlmc_h200.json").read_text()))
     assert "| magicube e4m3 x e4m3 |" in page and "BSR fp16 32 |" in page

@@ -95,7 +95,7 @@ def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], obj
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere it is a scalar loop: 1024^3 takes 3 s
         found["bfloat16"] = lambda: half[0] @ half[1]
     if lhs.bits in (4, 8) and rhs.bits in (4, 8):
-        if (layer := _dynamic_linear(floats[0])) is not None:
+        if (layer := dynamic_linear(_without_bias(floats[0]))) is not None:
             rows = floats[1].t().contiguous()  # (N, K)
             found["torch dynamic int8"] = lambda: layer(rows)
         if dense_backend() == "torch._int_mm":
@@ -105,17 +105,26 @@ def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], obj
     return found
 
 
-def _dynamic_linear(weight: Tensor) -> torch.nn.Module | None:
-    """The dynamically quantized linear layer of torch for a weight (M, K), None if this torch has no engine for it."""
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+def dynamic_linear(linear: torch.nn.Linear) -> torch.nn.Module | None:
+    """Return the layer of torch's ``quantize_dynamic``: int8 weights, input quantized in the call.
+
+    None if this torch has no engine for it.
+    """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        linear.weight.copy_(weight)
         try:
             made: torch.nn.Module = torch.ao.quantization.quantize_dynamic(
                 torch.nn.Sequential(linear), {torch.nn.Linear}, dtype=torch.qint8
             )
-            made(torch.zeros(1, weight.shape[1]))
+            made(torch.zeros(1, linear.in_features))
         except (RuntimeError, NotImplementedError):
             return None
     return made
+
+
+def _without_bias(weight: Tensor) -> torch.nn.Linear:
+    """A linear layer with this weight (M, K)."""
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    return linear

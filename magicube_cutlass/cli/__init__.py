@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
+from magicube_cutlass.cli.bench import bench
 from magicube_cutlass.cli.environment import collect_env
 from magicube_cutlass.cli.info import info
 from magicube_cutlass.cli.kernels import cache_app, warmup
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command("info")(info)
 app.command("spmm")(spmm)
+app.command("bench")(bench)
 app.command("spy")(spy)
 app.command("layout")(layout)
 app.command("collect-env")(collect_env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,12 +13,16 @@ import torch
 from typer.testing import CliRunner
 
 import magicube_cutlass as mc
+from cute_kernels.cpu import engine
 from cute_kernels.integers import int_range
+from magicube_cutlass.bench.layers import LayerTimes, time_layers
 from magicube_cutlass.bench.problems import check_product, exact_spmm, random_matrix, random_operand
 from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.cli import app, main
 from magicube_cutlass.cli.console import bytes_text
 from magicube_cutlass.cli.info import format_bytes, histogram
+
+needs_engine = pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 
 
 @pytest.fixture
@@ -125,6 +130,33 @@ def test_degenerate_files_work(tmp_path: Path, name: str) -> None:
     run("spmm", path, "--n", 3)
     pytest.importorskip("matplotlib")
     run("spy", path, "-o", tmp_path / "a.png")
+
+
+@needs_engine
+def test_bench_times_exact_layers_of_the_shapes_asked_for() -> None:
+    options = ("--shape", "40x48", "--tokens", 3, "--tokens", 1, "--sparsity", 0.5, "--budget", 0)
+    text, before = run("bench", *options), torch.get_num_threads()
+    assert "40 x 48" in text and "ours, 0.5" in text and "best baseline" in text
+    report = json.loads(run("bench", *options, "--threads", 2, "--json"))
+    assert report["setting"]["threads"] == 2 and before == torch.get_num_threads()
+    assert [(row["out"], row["in"], row["tokens"]) for row in report["results"]] == [(40, 48, 3), (40, 48, 1)]
+    assert {"float32", "ours, 0.5"} <= set(report["results"][0]["us"]) and report["machine"]["torch"]
+
+
+def test_bench_names_a_wrong_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    if engine.available():
+        assert "shape must be OUTxIN" in fail(capsys, "bench", "--shape", "40,48")
+
+
+def test_the_best_baseline_is_named() -> None:
+    times = LayerTimes(4, 8, 1, {"float32": 3.0, "torch dynamic int8": 2.0, "ours, 0": 4.0, "ours, 0.9": 1.0}, {})
+    assert times.baseline == "torch dynamic int8" and times.speed_up("ours, 0.9") == 2.0
+
+
+def test_a_layer_that_is_not_exact_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mc.nn.SparseQuantLinear, "forward", lambda self, x: torch.zeros(x.shape[0], 40))
+    with pytest.raises(ArithmeticError, match="40 x 48, 3 tokens, ours, 0: the layer is not the exact product"):
+        next(time_layers(40, 48, (3,)))
 
 
 @pytest.mark.parametrize("shape", [(24, 70), (3000, 2500)])

@@ -1,0 +1,122 @@
+"""Times of whole linear layers on this CPU, float to float, beside float32 and torch's dynamic int8 layer.
+
+``magicube bench`` and ``benchmarks/cpu_layers.py`` print them. Each output is compared for equality with the int64
+product of the quantized operands. torch's dynamic layer is not exact without VNNI: its activations have 7 bits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from magicube_cutlass.bench.problems import dynamic_linear
+from magicube_cutlass.bench.timing import measure
+from magicube_cutlass.nn.linear import SparseQuantLinear
+from magicube_cutlass.quantization.quantize import quantize
+
+SHAPES = ((384, 384), (1536, 384), (384, 1536), (4096, 4096))  # out, in
+TOKENS = (1, 2, 4, 16, 64, 400)
+SPARSITIES = (0.0, 0.5, 0.9)
+OURS = "ours, "  # and the share of zeros: names of our layers
+_MOST = 2**31  # multiply-adds of a product
+
+
+class LayerTimes(NamedTuple):
+    """Times of one layer and number of tokens, by name, in microseconds: the best and the median of all rounds."""
+
+    out: int
+    inner: int
+    tokens: int
+    us: dict[str, float]
+    median_us: dict[str, float]
+
+    @property
+    def baseline(self) -> str:
+        """Name of the fastest layer that is not ours."""
+        return min((name for name in self.us if not name.startswith(OURS)), key=self.us.__getitem__)
+
+    def speed_up(self, name: str) -> float:
+        """Return the time of the fastest baseline by that of the layer of this name."""
+        return self.us[self.baseline] / self.us[name]
+
+
+def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
+    """Return the layers of torch by name: float32, bfloat16 if the CPU has instructions for it, dynamic int8."""
+    found: dict[str, Callable[[Tensor], object]] = {"float32": linear}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        half = nn.Linear(linear.in_features, linear.out_features).bfloat16()
+        found["bfloat16"] = lambda x: half(x.bfloat16()).float()
+    dynamic = dynamic_linear(linear)
+    if dynamic is not None:
+        found["torch dynamic int8"] = dynamic
+    return found
+
+
+def check_layer(layer: SparseQuantLinear, x: Tensor, name: str) -> None:
+    """Raise `ArithmeticError` unless the layer gives the exact product of its integers, scaled."""
+    matrix, q = layer.matrix(), quantize(x, bits=8, axis=1)
+    assert matrix.scale is not None and q.scale is not None and layer.bias is not None
+    total = q.ints().long() @ matrix.to_dense(dequantize=False).long().mT  # (tokens, out)
+    expected = total.float() * matrix.scale.flatten() * q.scale + layer.bias
+    if not torch.equal(layer(x), expected):
+        raise ArithmeticError(f"{name}: the layer is not the exact product")
+
+
+@torch.inference_mode()
+def time_layers(
+    out: int,
+    inner: int,
+    tokens: Sequence[int] = TOKENS,
+    sparsities: Sequence[float] = SPARSITIES,
+    vector_length: int = 8,
+    budget: float = 0.4,
+) -> Iterator[LayerTimes]:
+    """Time layers of one shape with torch's threads.
+
+    Parameters
+    ----------
+    out, inner : int
+        Features.
+    tokens : sequence of int
+        Rows of the input; products of more than 2^31 multiply-adds are left out.
+    sparsities : sequence of float
+        Shares of zeros of our layers, frozen, with bias.
+    vector_length : int
+        V of their vectors.
+    budget : float
+        Seconds per layer and number of tokens.
+
+    Yields
+    ------
+    LayerTimes
+
+    Raises
+    ------
+    ArithmeticError
+        If an output is not the exact product.
+    """
+    torch.manual_seed(out + inner)
+    linear = nn.Linear(inner, out)
+    ours = {
+        f"{OURS}{zeros:g}": SparseQuantLinear.from_linear(linear, zeros, vector_length).eval().freeze()
+        for zeros in sparsities
+    }
+    calls: dict[str, Callable[[Tensor], object]] = {**baselines(nn.Linear(inner, out)), **ours}
+    for count in tokens:
+        if count * out * inner > _MOST:
+            continue
+        x = torch.randn(count, inner)
+        for name, layer in ours.items():
+            check_layer(layer, x, f"{out} x {inner}, {count} tokens, {name}")
+        times = measure({name: partial(call, x) for name, call in calls.items()}, budget=budget)
+        best = {name: each.best * 1e6 for name, each in times.items()}
+        yield LayerTimes(out, inner, count, best, {name: each.median * 1e6 for name, each in times.items()})
+
+
+def as_row(times: LayerTimes) -> dict[str, object]:
+    """Return the times as a row of a results file."""
+    return {"out": times.out, "in": times.inner, "tokens": times.tokens, "us": times.us, "median_us": times.median_us}
