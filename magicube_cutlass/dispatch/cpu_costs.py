@@ -2,7 +2,8 @@
 
 The sparse product takes a time per call, per group of 4 vectors of 8 rows and 64 columns, per result or staged byte of
 B, and per conversion of a result to 16 bits. The dense one takes a time per call, per product of two bytes, per element
-of an operand and per result.
+of an operand and per result. Layers, whose input the call quantizes, have kernels for few tokens: for each number of
+them in `CLASSES` a layer takes a time per call, per stored element, per output and per input feature.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from cute_kernels.cpu import engine, extension
+from cute_kernels.cpu import engine, extension, linear
+from cute_kernels.cpu.dense import multiply, pack_right
 from cute_kernels.gemm.cpu import dense_backend
 from magicube_cutlass.dispatch import measured
 from magicube_cutlass.formats.generate import random_pattern
@@ -27,9 +29,10 @@ from magicube_cutlass.formats.srbcrs import SRBCRS
 log = logging.getLogger("magicube")
 
 _ROOM = "cpu"
-_KERNELS = 2  # edition of the engine's kernels, to be raised with their speed: costs of another one are measured again
+_KERNELS = 3  # edition of the engine's kernels, to be raised with their speed: costs of another one are measured again
 _BUDGET = 0.15  # seconds; two rounds are always made
 Costs = tuple[float, ...]
+_Product = tuple[Costs, Callable[[], object]]  # terms, and the call that takes them
 # M, K, N, the share of zeros of A and the output: each term of the models is the largest one of some product.
 _SPARSE = (
     (16, 64, 64, 0.0, torch.int32),
@@ -38,6 +41,10 @@ _SPARSE = (
     (1024, 1024, 128, 0.99, torch.int32),
     (512, 64, 64, 0.95, torch.float16),
 )
+CLASSES = (1, 2, 4, 8, 16, 32, 64)  # tokens of a layer; others take the time of the next class, or of several
+FEW = 16  # tokens, or columns of B, up to which kernels keep the sums in registers
+# M, K, zeros
+_LAYERS = ((64, 64, 0.5), (512, 512, 0.9), (512, 512, 0.5), (2048, 64, 0.5), (64, 2048, 0.5), (1024, 1024, 0.5))
 _DENSE = ((16, 64, 64), (128, 128, 128), (384, 384, 384), (1024, 512, 64), (512, 32, 512))
 
 
@@ -48,6 +55,17 @@ class CpuCosts:
     sparse: Costs = (5000.0, 13.3, 0.3, 0.1)  # call; group; result or staged byte; conversion to 16 bits
     # call; product; element of an operand; result; and what a float result takes beside an integer one: call, result
     dense: Costs = (10000.0, 4e-3, 0.0, 1.5, 10000.0, 1.5)
+    # of each class: call, stored element, output, input feature of a sparse layer; the same of a dense one
+    layers: tuple[Costs, ...] = tuple(2 * (5000.0, 5e-3 * n, 0.3 * n, 0.3 * n) for n in CLASSES)
+
+    def layer(self, m: int, k: int, stored: float, tokens: int, threads: int) -> tuple[float, float]:
+        """Return the predicted nanoseconds of a layer of `stored` elements, and of a dense one."""
+        place = next((i for i, most in enumerate(CLASSES) if tokens <= most), len(CLASSES) - 1)
+        costs, size = self.layers[place], CLASSES[place]
+        whole = float(-(-tokens // size))  # the sparse kernel multiplies whole classes
+        share = tokens / size
+        sparse = predict(costs[:4], (1.0, stored * whole, m * whole, k * whole), threads)
+        return sparse, predict(costs[4:], (1.0, m * k * share, m * share, k * share), threads)
 
 
 def sparse_terms(
@@ -112,16 +130,42 @@ def _sparse_products() -> Iterator[tuple[Costs, Callable[[], object]]]:
         yield terms, partial(call, b, None, None, None)
 
 
-def _dense_products() -> Iterator[tuple[Costs, Callable[[], object]]]:
+def _dense_products() -> Iterator[_Product]:
     """Terms and calls of the dense product, with integer and with scaled float results."""
     from cute_kernels.gemm.api import gemm
 
+    by_engine = dense_backend() == "engine"
     for m, k, n in _DENSE:
-        a, b = torch.ones(m, k, dtype=torch.int8), torch.ones(k, n, dtype=torch.int8)
+        a, b = torch.ones(m, k, dtype=torch.int8), torch.ones(n, k, dtype=torch.int8).t()
+        right = pack_right(a.t()) if by_engine else None  # the matrix is packed once
         for out_dtype, scale in ((torch.int32, None), (torch.float32, torch.ones(m))):
             out = torch.empty(m, n, dtype=out_dtype)
-            run = partial(gemm, a, b, scale_a=scale, out=out, out_dtype=out_dtype)
+            run: Callable[[], object] = partial(gemm, a, b, scale_a=scale, out=out, out_dtype=out_dtype)
+            if right is not None:
+                run = partial(multiply, b.t(), right, col_scale=scale, out_dtype=out_dtype, out=out.t())
             yield dense_terms(m, k, n, 1, scale is None), run
+
+
+def _layer_products() -> Iterator[tuple[_Product, _Product]]:
+    """Sparse and dense layers: all of a class before the next."""
+    from magicube_cutlass.dispatch.cpu import pack_operand
+
+    weights = []
+    for m, k, zeros in _LAYERS:
+        pattern = random_pattern(m, k, zeros, 8, seed=0)
+        matrix = SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 8, dtype=torch.int8), bits=8)
+        start, end, columns, planes, sums = pack_operand(matrix)
+        sparse = linear.pack_left(engine.SparseOperand(start, end, columns, planes, sums, m, k, 8, True))
+        weights.append((sparse, pack_right(torch.ones(m, k, dtype=torch.int8).t()), float(pattern.vectors * 8)))
+    for tokens in CLASSES:
+        for sparse, right, stored in weights:
+            (m, k), x = sparse.shape, torch.ones(tokens, sparse.shape[1])
+            runs = [
+                partial(linear.LinearCall(weight, tokens, k, 8, torch.float32), x, None, None, None)
+                for weight in (sparse, right)
+            ]
+            terms = (1.0, stored, float(m), float(k)), (1.0, float(m * k), float(m), float(k))
+            yield (terms[0], runs[0]), (terms[1], runs[1])
 
 
 def _shortest_times(products: Sequence[Callable[[], object]]) -> list[float]:
@@ -142,16 +186,29 @@ def measure_costs() -> CpuCosts:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        sets = [list(_sparse_products()), list(_dense_products())]
-        times = iter(_shortest_times([run for each in sets for _, run in each]))
+        sets, layers = [list(_sparse_products()), list(_dense_products())], list(_layer_products())
+        runs = [run for each in (*sets, *layers) for _, run in each]
+        times = iter(_shortest_times(runs))
     finally:
         torch.set_num_threads(threads)
-    return CpuCosts(*(fit_costs([terms for terms, _ in each], [next(times) for _ in each]) for each in sets))
+    products = [fit_costs([terms for terms, _ in each], [next(times) for _ in each]) for each in sets]
+    pairs = [(next(times), next(times)) for _ in layers]
+    count, found = len(_LAYERS), []
+    for i in range(0, len(layers), count):
+        part, taken = layers[i : i + count], pairs[i : i + count]
+        sparse, dense = (fit_costs([layer[j][0] for layer in part], [each[j] for each in taken]) for j in (0, 1))
+        found.append((*sparse, *dense))
+    return CpuCosts(products[0], products[1], tuple(found))
+
+
+def _lists(costs: CpuCosts) -> list[list[float]]:
+    """The costs as a file holds them."""
+    return [list(each) for each in (costs.sparse, costs.dense, *costs.layers)]
 
 
 def _load(name: str) -> CpuCosts | None:
     found = measured.load(_ROOM, name)
-    lengths = [len(each) for each in astuple(CpuCosts())]
+    lengths = [len(each) for each in _lists(CpuCosts())]
     if not isinstance(found, list) or len(found) != len(lengths):
         return None
     for each, length in zip(found, lengths, strict=True):
@@ -159,7 +216,8 @@ def _load(name: str) -> CpuCosts | None:
             return None
         if not all(isinstance(cost, float) and 0 <= cost < 1e9 for cost in each):
             return None
-    return CpuCosts(*(tuple(each) for each in found))
+    sparse, dense, *layers = (tuple(each) for each in found)
+    return CpuCosts(sparse, dense, tuple(layers))
 
 
 @lru_cache
@@ -171,7 +229,7 @@ def _get(isa: str, backend: str) -> CpuCosts:
         found = measure_costs()
         seconds, path = time.perf_counter() - start, measured.path_of(_ROOM, name)
         log.info("measured the times of products on %s in %.2f s; kept in %s", name, seconds, path)
-        measured.save(_ROOM, name, [list(each) for each in astuple(found)])
+        measured.save(_ROOM, name, _lists(found))
     return found
 
 

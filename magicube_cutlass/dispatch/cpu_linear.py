@@ -24,10 +24,6 @@ from magicube_cutlass.formats.tracking import MAX_RECORDS, NO_RECORDS, RECORDS, 
 _TENSORS = (Tensor, Parameter)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = (4, 8)
-# Tokens of the AVX2 kernels that keep sums in registers, and the density from which the dense kernel is faster,
-# by `benchmarks/cpu_layers.py` on one EPYC.
-_FEW = ((1, 0.4), (2, 0.33), (4, 0.3), (8, 0.45), (16, 0.6))
-_SPARSE, _DENSE = 0.3, 0.8  # densities up to and from which the kernel for more tokens needs no prediction
 
 
 class CpuLinear:
@@ -52,19 +48,11 @@ class CpuLinear:
         return found
 
     def _predict(self, tokens: int) -> bool:
-        (m, k), v = self.shape, self.vector_length
-        density = self.vectors * max(v, 4) / (m * k)  # shorter vectors take the time of 4
+        (m, k), stored = self.shape, self.vectors * max(self.vector_length, 4)  # shorter vectors take the time of 4
         if k > dense.MAX_K:
             return False
-        if engine.isa() == "avx2" and tokens <= _FEW[-1][0]:
-            return density >= next(limit for most, limit in _FEW if tokens <= most)
-        if not _SPARSE < density < _DENSE:
-            return density >= _DENSE
-        costs, threads = cpu_costs.get_costs(), torch.get_num_threads()
-        sparse_terms = cpu_costs.sparse_terms(m, k, tokens, self.vectors, v, 1, 1, 32)
-        dense_terms = cpu_costs.dense_terms(m, k, tokens, 1, False)
-        sparse = cpu_costs.predict(costs.sparse, sparse_terms, threads)
-        return cpu_costs.predict(costs.dense, dense_terms, threads) < sparse
+        sparse, by_dense = cpu_costs.get_costs().layer(m, k, stored, tokens, torch.get_num_threads())
+        return by_dense < sparse
 
     def weight(self, matrix: SRBCRS, takes_dense: bool) -> PackedLeft | PackedRight:
         """Return what the kernel reads of the matrix; the right operand (K, M) of the dense one is packed once."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 _ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
 _LAUNCH = 2000.0  # of a dense kernel or a copy, between kernels of a CUDA graph
+_CPU_CALL = 15000.0  # what the Python of a dense call on a CPU takes beside that of a sparse one
 _MOVED = 3500.0  # bytes that a copy reads or writes
 # Tiles of the dense kernel (rows and columns), a turn of an SM with one, a product of two bytes in it.
 _DENSE_TILES = ((128, 2600.0, 0.135e-3), (64, 1300.0, 0.245e-3))
@@ -72,6 +73,9 @@ def cpu_forecast(kind: ProblemTypes, m: int, digits: int, problem: Problem) -> F
     """Return the forecast for this CPU and torch's threads; `digits`: of A times those of B."""
     costs, threads = cpu_costs.get_costs(), torch.get_num_threads()
     k, n, batch = problem.inner, problem.n, problem.batch
+    if digits == 1 and batch == 1 and n <= cpu_costs.FEW and dense_backend() == "engine":
+        found, dense_found = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
+        return Forecast(found, dense_found + _CPU_CALL)
     out_bits = getattr(torch, kind.out).itemsize * 8
     sparse = cpu_costs.sparse_terms(m, k, n, problem.vectors, kind.vector_length, digits, batch, out_bits)
     dense = cpu_costs.dense_terms(m, k, n, batch, kind.out.startswith("int"))
@@ -154,9 +158,9 @@ class DenseCall:
         self.batch = dense.shape[:-2]
         self.right: dense_engine.PackedRight | None = None
         self.copy: Tensor | None = None
-        data, on_cpu = dense.data, matrix.device.type == "cpu"
-        keeps_b = data.ndim == 2 and (data.stride(0) == 1 or data.shape[0] == 1 or bias is not None)
-        if on_cpu and dense.bits == 8 and keeps_b and dense_backend() == "engine":
+        data = dense.data
+        self.by_engine = data.is_cpu and dense.bits == 8 and data.ndim == 2 and dense_backend() == "engine"
+        if self.by_engine and (data.stride(0) == 1 or data.shape[0] == 1 or bias is not None):
             self.right = packed_right(matrix)
         else:
             self.copy = dense_copy(matrix)
@@ -173,9 +177,14 @@ class DenseCall:
                 lines, self.right, row_scale=_repeated(columns, n), col_scale=_repeated(rows, m), columns_first=True,
                 bias=_repeated(bias, m), out_dtype=self.dtype, out=out.t(),
             ).t()  # fmt: skip
+        assert self.copy is not None
+        if self.by_engine:
+            return dense_engine.multiply(
+                self.copy, dense_engine.pack_right(b), row_scale=_repeated(rows, m), col_scale=_repeated(columns, n),
+                out_dtype=self.dtype, out=out,
+            )  # fmt: skip
         from cute_kernels.gemm.api import gemm
 
-        assert self.copy is not None
         length = (k, n)[self.packed_dim] if self.bits == 4 else 0
         ints = fetch(b, length, self.bits, self.signed, self.packed_dim).view(torch.int8)  # (*batch, K, N)
         several = columns is not None and columns.ndim > 1

@@ -15,7 +15,7 @@ from cute_kernels.cpu import extension
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
 from cute_kernels.machine import Problem, ProblemTypes
-from magicube_cutlass.dispatch import cpu_costs
+from magicube_cutlass.dispatch import cpu_costs, dense_fallback
 from magicube_cutlass.dispatch.dense_fallback import DenseCall, Forecast, cpu_forecast, dense_copy, forecast
 
 BYTES = ((8, True), (4, True), (4, False))  # bits and sign of what an int8 holds
@@ -26,6 +26,7 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 def xeon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Select by the costs of one thread of one CPU, whichever runs the tests."""
     monkeypatch.setattr(cpu_costs, "get_costs", cpu_costs.CpuCosts)
+    monkeypatch.setattr(dense_fallback, "_CPU_CALL", 0.0)  # small products take the dense one too
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

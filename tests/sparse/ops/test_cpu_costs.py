@@ -17,7 +17,10 @@ from magicube_cutlass.dispatch import cpu_costs, measured
 from magicube_cutlass.dispatch.cpu_costs import CpuCosts, fit_costs, predict
 from magicube_cutlass.dispatch.dense_fallback import DenseCall, forecast
 
-MEASURED = CpuCosts((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+LAYERS = tuple(tuple(float(i) for i in range(8)) for _ in cpu_costs.CLASSES)
+MEASURED = CpuCosts((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), LAYERS)
+LISTS = [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], *map(list, LAYERS)]
+DAMAGED = [[[*each[:-1], bad] if each is LISTS[0] else each for each in LISTS] for bad in (-3.0, 3, float("nan"), None)]
 
 
 @pytest.fixture
@@ -52,15 +55,15 @@ def test_costs_are_measured_once_per_engine_path_and_stored(
 
 
 @pytest.mark.parametrize("damage", ["", "null", "[]", "[[1.0], [2.0]]", '"text"', "[" * 100_000, "{}", "1" * 400,
-                                    "[[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]", "[[1.0, 2.0, 3.0, NaN], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]",
-                                    "[[1.0, 2.0, -3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]"], ids=lambda text: text[:40])  # fmt: skip
+                                    json.dumps(LISTS[:2]), json.dumps([*LISTS, []]), *map(json.dumps, DAMAGED)],
+                         ids=lambda text: text[:40])  # fmt: skip
 def test_a_damaged_file_is_measured_again(measurements: list[str], tmp_path: Path, damage: str) -> None:
     cpu_costs.get_costs()
     (file,) = (tmp_path / "cpu").iterdir()
     file.write_text(damage)
     cpu_costs._get.cache_clear()
     assert cpu_costs.get_costs() == MEASURED and len(measurements) == 2
-    assert json.loads(file.read_text()) == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
+    assert json.loads(file.read_text()) == LISTS
     assert measured.load("cpu", file.stem) is not None
 
 
@@ -71,6 +74,13 @@ def test_fitted_costs_are_those_that_made_the_times_and_never_negative() -> None
     assert predict(costs, terms[0], 2) == 40.0 + (200.0 + 3.5) / 2
     falling = fit_costs(terms, [100.0, 5.0, 50.0, 100.0])
     assert min(falling) == 0.0 and max(falling) > 0.0
+
+
+def test_a_layer_takes_the_costs_of_its_number_of_tokens() -> None:
+    costs = CpuCosts(layers=tuple((10.0, n, 0.0, 1.0, 20.0, 0.5 * n, 1.0, 0.0) for n in cpu_costs.CLASSES))
+    assert costs.layer(3, 4, 5.0, 1, 1) == (10 + 5 + 4, 20 + 6 + 3)
+    assert costs.layer(3, 4, 5.0, 12, 1) == (10 + 80 + 4, 20 + (96 + 3) * 12 / 16)
+    assert costs.layer(3, 4, 5.0, 65, 2) == (10 + (320 + 4), 20 + (384 + 3) * 65 / 64 / 2)
 
 
 def shortest(run: Callable[[], object]) -> float:

@@ -93,7 +93,9 @@ def test_the_dense_kernel_takes_a_dense_weight_and_sees_it_change(monkeypatch: p
     if "avx2" not in extension.isas():
         pytest.skip("needs AVX2")
     monkeypatch.setenv("MAGICUBE_CPU", "avx2")
-    monkeypatch.setattr(cpu_linear.cpu_costs, "get_costs", lambda: cpu_linear.cpu_costs.CpuCosts(dense=(1e9,) * 6))
+    of_class = (0.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0)  # a stored element takes twice a dense one
+    costs = cpu_linear.cpu_costs.CpuCosts(layers=tuple(of_class for _ in cpu_linear.cpu_costs.CLASSES))
+    monkeypatch.setattr(cpu_linear.cpu_costs, "get_costs", lambda: costs)
     layer, x = torch.nn.Linear(96, 64), torch.randn(40, 96)
     full, thin = (mc.nn.SparseQuantLinear.from_linear(layer, sparsity=sparsity).eval() for sparsity in (0.0, 0.9))
     with torch.no_grad():
