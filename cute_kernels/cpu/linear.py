@@ -129,14 +129,14 @@ class IntegerLinearCall:
         self._engine, self._weight, self._is_given, self._rows, self._k = engine, weight, is_given, rows, k
         self._is_dense = isinstance(weight, PackedRight)
         self._ints, self._row_scales = template((rows, k), torch.int8), template((rows, 1), torch.float32)
-        self._like = template((rows, m) if self._is_dense else (m, rows), dtype)
+        self._like = template((m, rows), dtype)
         self._quantized = rows, k, row_elements, k, 8, False, True, False, is_given, 0 if is_given else 1
-        self._out, self._m = OUT_TYPES[dtype], m
+        self._out = OUT_TYPES[dtype]
 
     def __call__(
         self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the product (N, M), the integers (N, K) and their scale, (N, 1) or as given."""
+        """Return the product (N, M), column-major, the integers (N, K) and their scale, (N, 1) or as given."""
         engine, threads = self._engine, torch.get_num_threads()
         ints = torch.empty_like(self._ints, memory_format=torch.contiguous_format)
         if x_scale is None:
@@ -148,10 +148,10 @@ class IntegerLinearCall:
         if self._is_dense:
             scales = engine.Scales(of_x, of_weight, of_bias, 0, 0, self._is_given, is_one)
             engine.dense(
-                self._weight.handle, ints.data_ptr(), self._k, scales, True, self._rows, out.data_ptr(), self._m, 1,
+                self._weight.handle, ints.data_ptr(), self._k, scales, True, self._rows, out.data_ptr(), 1, self._rows,
                 self._out, threads,
             )  # fmt: skip
-            return out, ints, x_scale
+            return out.t(), ints, x_scale
         scales = engine.Scales(of_weight, of_x, of_bias, 0, 0, is_one, self._is_given)
         operand = engine.Operand(ints.data_ptr(), 0, self._k, True, 8, True)
         engine.spmm(self._weight.handle, operand, scales, out.data_ptr(), self._out, self._rows, 1, threads)

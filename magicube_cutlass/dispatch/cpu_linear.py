@@ -92,7 +92,8 @@ class LinearRecord(_Record):
         self, matrix: SRBCRS, owner: CpuLinear, x: Tensor, bias: Tensor | None, bits: int, x_scale: Tensor | None
     ) -> None:
         super().__init__(matrix, owner, x, bias, x_scale)
-        self._call = LinearCall(self.weight, self.rows, self.row_elements, bits, x.dtype, not self.has_rows)
+        column_major = not self.has_rows or torch.is_grad_enabled()
+        self._call = LinearCall(self.weight, self.rows, self.row_elements, bits, x.dtype, column_major)
 
     def __call__(self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the product, (..., M); `scale`: of the matrix."""
@@ -169,7 +170,8 @@ def kind_of(
         if not bias.is_cpu or bias.is_neg() or is_transformed(bias):
             return None
         of_bias = bias.shape, bias.dtype, bias.is_contiguous()
-    return x.shape, x.stride(), x.dtype, bits, given, of_bias, in_training
+    # the memory order of the output is that of training where gradients are on
+    return x.shape, x.stride(), x.dtype, bits, given, of_bias, torch.is_grad_enabled(), in_training
 
 
 def _prepare(
