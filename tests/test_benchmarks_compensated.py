@@ -57,3 +57,13 @@ def test_layers_are_compared_with_those_of_torch(tmp_path: Path) -> None:
     for row in json.loads(out.read_text())["results"]:
         names = {"float32", "torch dynamic int8", "ours, 0", "ours, 0.5", "ours, 0.9"}
         assert set(row["us"]) == set(row["median_us"]) == names and min(row["us"].values()) > 0
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+def test_two_threads_are_compared_with_one_under_load(tmp_path: Path) -> None:
+    out = tmp_path / "threads.json"
+    script("benchmarks/cpu_threads.py", "--quick", "--always", "--out", out)
+    rows = json.loads(out.read_text())["results"]
+    assert [(row["job"], row["busy"]) for row in rows] == [(job, n) for job in ("0.3 ms", "20 ms") for n in (0, 1, 2)]
+    for row in rows:
+        assert row["speedup"] == row["median_ms_1"] / row["median_ms_2"] > 0

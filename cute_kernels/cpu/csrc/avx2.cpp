@@ -30,104 +30,107 @@ inline __m128i whole(const uint8_t* from) { return _mm_loadu_si128(reinterpret_c
 
 struct Avx2 {
   static constexpr bool kOffset = false;
-  static constexpr int kChunkGroups = 32;  // their quads fill half of L1
-  static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16: [pair of k][chunk of 8 columns][column][k]
-  static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
-
-  // unpacklo/hi work inside 128-bit lanes: of 16 columns, vector 0 holds 0-3 and 8-11, vector 1 holds 4-7 and 12-15.
-  static int column_of(int chunk) {
-    constexpr int kOrder[4] = {0, 8, 4, 12};
-    return chunk / 4 * 16 + kOrder[chunk % 4];
-  }
+  static constexpr int kColumns = 32;      // of 16 bits in a panel row
+  static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
+  static constexpr int kChunk = kChunkGroups * kQuad;
+  static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
 
   static constexpr bool kFew = true;
   static constexpr bool kStreams = true;
+  static constexpr int64_t kStreamBytes = 4 << 20;  // smaller outputs stay in L3
 
-  static void store(void* to, __m256i value, bool streams) {
-    if (streams) _mm256_stream_si256(static_cast<__m256i*>(to), value);
-    else _mm256_storeu_si256(static_cast<__m256i*>(to), value);
-  }
-
-  // One row of accumulators minus the offset, in column order; streamed cache lines are whole.
-  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool streams) {
-    const __m256i less = _mm256_set1_epi32(offset);
-    const auto* from = reinterpret_cast<const __m256i*>(sums);
-    for (int n = 0; n < 8; n += 2) {
-      const __m256i a = _mm256_sub_epi32(_mm256_load_si256(from + n), less);
-      const __m256i b = _mm256_sub_epi32(_mm256_load_si256(from + n + 1), less);
-      store(out + n * 8, _mm256_permute2x128_si256(a, b, 0x20), streams);
-      store(out + n * 8 + 8, _mm256_permute2x128_si256(a, b, 0x31), streams);
+  // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
+  static void place(const uint8_t* bytes, int64_t rows, bool is_signed, uint8_t* panel) {
+    const auto* from = reinterpret_cast<const __m128i*>(bytes);
+    auto* to = reinterpret_cast<__m256i*>(panel);
+    for (int64_t i = 0; i < rows * 2; ++i) {
+      _mm256_store_si256(to + i, widen(_mm_shuffle_epi32(_mm_load_si128(from + i), 0xd8), is_signed));
     }
   }
 
-  static void stream(const uint8_t* from, uint8_t* to, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 32) {
-      store(to + i, _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i)), true);
+  static void stream(const void* from, void* to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes / 32; ++i) {
+      _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
     }
   }
 
   static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
 
-  static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
-    auto* to = reinterpret_cast<__m256i*>(quads);
-    for (int pair = 0; pair < groups * 2; ++pair, to += 8) {
-      const int32_t c0 = columns[pair * 2], c1 = columns[pair * 2 + 1];
-      const uint8_t* row0 = panel + int64_t{c0} * kPanel;
-      const uint8_t* row1 = panel + int64_t{c1} * kPanel;
-      for (int n = 0; n < 4; ++n) {
-        const __m256i k0 = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(row0) + n), b_signed);  // (16)
-        const __m256i k1 = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(row1) + n), b_signed);  // (16)
-        _mm256_store_si256(to + 2 * n, _mm256_unpacklo_epi16(k0, k1));                                   // (8, 2)
-        _mm256_store_si256(to + 2 * n + 1, _mm256_unpackhi_epi16(k0, k1));                               // (8, 2)
-      }
-    }
-  }
-
   static void widen_sixteen(const uint8_t* from, bool is_signed, int16_t* to) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(to), widen(whole(from), is_signed));
   }
 
+  // `eighth` is eight times the column; the addressing mode multiplies by the other eight.
+  static __m256i row(const uint8_t* panel, int32_t eighth) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(panel + int64_t{eighth} * 8));
+  }
+
+  // Rows of widened values times sixteen columns of the panel rows of each pair: Rows x 2 accumulators.
   template <int Rows>
-  static void tile_rows(const RowTile& s, int first) {
-    const int groups = s.groups, stride = s.stride;
-    alignas(32) int16_t a[Rows][kChunkGroups * kQuad];
-    for (int k = 0; k < groups * kQuad; k += 16) {  // a block holds at least sixteen columns
-      const uint8_t* const from = s.values + first * stride + int64_t{k / stride} * stride * s.vector_length + k % stride;
+  __attribute__((noinline)) static void strip(const uint8_t* panel, const int32_t* eighths, int64_t pairs, const int16_t* a,
+                                              bool fresh, int32_t* sums) {
+    __m256i sum[Rows][2];
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) widen_sixteen(from + r * stride, s.a_signed, a[r] + k);
+    for (int r = 0; r < Rows; ++r) {
+      const auto* const from = reinterpret_cast<const __m256i*>(sums + r * kColumns);
+      sum[r][0] = fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
+      sum[r][1] = fresh ? _mm256_setzero_si256() : _mm256_load_si256(from + 1);
     }
-    for (int n = 0; n < 8; n += 2) {
-      __m256i sum[Rows][2];
+    for (const int32_t* const stop = eighths + 2 * pairs; eighths < stop; eighths += 2, a += 2) {
+      const __m256i k0 = row(panel, eighths[0]), k1 = row(panel, eighths[1]);  // (16)
+      const __m256i b0 = _mm256_unpacklo_epi16(k0, k1), b1 = _mm256_unpackhi_epi16(k0, k1);  // (8, 2)
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
-        auto* from = reinterpret_cast<const __m256i*>(s.sums + (first + r) * kPanel) + n;
-        sum[r][0] = s.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
-        sum[r][1] = s.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from + 1);
+        const __m256i left = pair(a + r * kChunk);
+        add(sum[r][0], _mm256_madd_epi16(left, b0));
+        add(sum[r][1], _mm256_madd_epi16(left, b1));
       }
-      const auto* b = reinterpret_cast<const __m256i*>(s.scratch) + n;
-      for (int pair = 0; pair < groups * 2; ++pair, b += 8) {
-        const __m256i b0 = _mm256_load_si256(b), b1 = _mm256_load_si256(b + 1);
+    }
 #pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {
-          const __m256i left = ::pair(a[r] + pair * 2);
-          add(sum[r][0], _mm256_madd_epi16(left, b0));
-          add(sum[r][1], _mm256_madd_epi16(left, b1));
+    for (int r = 0; r < Rows; ++r) {
+      auto* const to = reinterpret_cast<__m256i*>(sums + r * kColumns);
+      _mm256_store_si256(to, sum[r][0]);
+      _mm256_store_si256(to + 1, sum[r][1]);
+    }
+  }
+
+  // Whole blocks of values, widened, and eight times their columns.
+  template <int Rows>
+  static void widen_blocks(const RowTile& at, int32_t* eighths, int16_t* a) {
+    const int stride = at.stride;
+    const uint8_t* block = at.values;
+    for (int64_t first = 0; first < at.count; first += stride, block += stride * at.vector_length) {
+      for (int i = 0; i < stride; i += 16, eighths += 16, a += 16) {
+        for (int j = 0; j < 16; j += 8) {
+          const __m256i columns = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at.columns + first + i + j));
+          _mm256_store_si256(reinterpret_cast<__m256i*>(eighths + j), _mm256_slli_epi32(columns, 3));
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) widen_sixteen(block + r * stride + i, at.a_signed, a + r * kChunk);
       }
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        auto* to = reinterpret_cast<__m256i*>(s.sums + (first + r) * kPanel) + n;
-        _mm256_store_si256(to, sum[r][0]);
-        _mm256_store_si256(to + 1, sum[r][1]);
+    }
+  }
+
+  template <int Rows>
+  __attribute__((noinline)) static void tile_rows(const RowTile& at) {
+    constexpr int kStep = Rows < 4 ? Rows : 4;
+    auto* const eighths = reinterpret_cast<int32_t*>(at.scratch);
+    auto* const a = reinterpret_cast<int16_t*>(at.scratch + kChunk * 4);  // (Rows, kChunk)
+    widen_blocks<Rows>(at, eighths, a);
+    for (int first = 0; first < at.width; first += 16) {
+      for (int r = 0; r < Rows; r += kStep) {
+        strip<kStep>(at.panel + first * 2, eighths, (at.count + 1) / 2, a + r * kChunk, at.fresh, at.sums + r * kColumns + first);
       }
     }
   }
 
   static void row_tile(const RowTile& at) {
-    gather(at.panel, at.columns, at.groups, at.b_signed, at.scratch);
-    for (int first = 0; first + 4 <= at.rows; first += 4) tile_rows<4>(at, first);
-    if (at.rows == 2) tile_rows<2>(at, 0);
-    if (at.rows == 1) tile_rows<1>(at, 0);
+    switch (at.rows) {
+      case 8: return tile_rows<8>(at);
+      case 4: return tile_rows<4>(at);
+      case 2: return tile_rows<2>(at);
+      default: return tile_rows<1>(at);
+    }
   }
 
   static constexpr int64_t kAhead = 512;  // columns: those and the values of a vector row are short runs of two streams
@@ -420,5 +423,5 @@ namespace magicube {
 const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress,
                       &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                       &direct<Direct>, &dense<Product>, &is_structure_valid,
-                      Avx2::kScratchBytes};
+                      Avx2::kColumns, Avx2::kScratchBytes, int64_t{1} << 25};
 }

@@ -17,33 +17,24 @@ namespace {
 
 struct Avx512 {
   static constexpr bool kOffset = true;
+  static constexpr int kColumns = 64;
   static constexpr bool kFew = false;
   static constexpr bool kStreams = true;
+  static constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not fit L2
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
 
-  // Lane l of vector q holds columns 16 l + 4 q and the three after it: what the unpacks below leave.
-  static int column_of(int chunk) { return chunk % 4 * 16 + chunk / 4 * 4; }
-
-  static void store(void* to, __m512i value, bool streams) {
-    if (streams) _mm512_stream_si512(static_cast<__m512i*>(to), value);
-    else _mm512_storeu_si512(to, value);
+  // The unpacks below leave bytes 16 j + 4 q and the three after it in lane j of vector q: dwords are placed so that these are
+  // columns 16 q + 4 j and the three after it.
+  static void place(const uint8_t* bytes, int64_t rows, bool, uint8_t* panel) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (int64_t i = 0; i < rows * kPanel; i += kPanel) {
+      _mm512_store_si512(panel + i, _mm512_permutexvar_epi32(order, _mm512_load_si512(bytes + i)));
+    }
   }
 
-  // One row of accumulators minus the offset, in column order: a transpose of four by four 128-bit lanes.
-  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool streams) {
-    __m512i s[4];
-    for (int q = 0; q < 4; ++q) s[q] = _mm512_sub_epi32(_mm512_load_si512(sums + q * 16), _mm512_set1_epi32(offset));
-    const __m512i low01 = _mm512_shuffle_i32x4(s[0], s[1], 0x44), low23 = _mm512_shuffle_i32x4(s[2], s[3], 0x44);
-    const __m512i high01 = _mm512_shuffle_i32x4(s[0], s[1], 0xee), high23 = _mm512_shuffle_i32x4(s[2], s[3], 0xee);
-    store(out, _mm512_shuffle_i32x4(low01, low23, 0x88), streams);
-    store(out + 16, _mm512_shuffle_i32x4(low01, low23, 0xdd), streams);
-    store(out + 32, _mm512_shuffle_i32x4(high01, high23, 0x88), streams);
-    store(out + 48, _mm512_shuffle_i32x4(high01, high23, 0xdd), streams);
-  }
-
-  static void stream(const uint8_t* from, uint8_t* to, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) store(to + i, _mm512_load_si512(from + i), true);
+  static void stream(const void* from, void* to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes / 64; ++i) _mm512_stream_si512(static_cast<__m512i*>(to) + i, _mm512_load_si512(static_cast<const __m512i*>(from) + i));
   }
 
   static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
@@ -95,7 +86,7 @@ struct Avx512 {
     const int64_t stride = at.stride, skip = stride * (at.vector_length - 1);
     const uint8_t *values = at.values, *values3 = values + 3 * stride;  // x86 adds 0, 1 or 2 strides in a load
     int in_block = at.stride / kQuad;
-    for (int groups = at.groups; groups > 0; --groups, columns += kQuad) {
+    for (int64_t groups = (at.count + kQuad - 1) / kQuad; groups > 0; --groups, columns += kQuad) {
       const __m512i k[4] = {row(panel, columns[0]), row(panel, columns[1]), row(panel, columns[2]),
                             row(panel, columns[3])};  // (4, 64)
       __m512i b[Vectors];
@@ -138,9 +129,8 @@ struct Avx512 {
   }
 
   static void row_tile(const RowTile& at) {
-    for (int g = 0; g < at.groups; g += 4) {  // a block holds at least sixteen columns
-      const __m512i columns = _mm512_loadu_si512(at.columns + g * kQuad);
-      _mm512_store_si512(at.scratch + g * kQuad * 4, _mm512_slli_epi32(columns, 3));
+    for (int64_t i = 0; i < at.count; i += 16) {  // a block holds at least sixteen columns
+      _mm512_store_si512(at.scratch + i * 4, _mm512_slli_epi32(_mm512_loadu_si512(at.columns + i), 3));
     }
     at.a_signed ? tile_as<true>(at) : tile_as<false>(at);
   }
@@ -287,5 +277,5 @@ namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress,
                         &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                         &direct<Direct>, &dense<Product>, &is_structure_valid,
-                        Avx512::kScratchBytes};
+                        Avx512::kColumns, Avx512::kScratchBytes, int64_t{1} << 26};
 }

@@ -61,13 +61,14 @@ const Engine& selected() {
   throw std::invalid_argument("MAGICUBE_CPU must be one of [" + names + "] on this machine, got '" + forced + "'");
 }
 
-int64_t serial_work = int64_t{1} << 21;  // multiply-adds below which starting a thread costs more than it saves
+int64_t serial_work = -1;  // of every engine, in place of their own, unless negative
 
 int threads_for(int64_t work, int most) {
   if (most < 1) throw std::invalid_argument("threads must be at least 1, got " + std::to_string(most));
-  return work >= serial_work ? most : 1;
+  return work >= (serial_work < 0 ? selected().serial_work : serial_work) ? most : 1;
 }
 
+constexpr int64_t kMemoryBound = 8;           // columns of a product whose one pass over the other operand costs as much
 constexpr int64_t kWorkPerEntry = 16;         // multiply-adds that cost as much as quantizing an entry
 constexpr int64_t kWorkPerMaskEntry = 4;      // as compressing one
 constexpr int64_t kWorkPerColumn = 1 << 14;   // as ordering a column
@@ -115,9 +116,9 @@ void spmm(SpmmArgs args, int most_threads) {
   require(args.a.columns_total > 0 || args.a.plane_bytes == 0, "a matrix without columns has no values");
   require(args.a.columns_total < kMaxColumns, "the sparse operand must have fewer than 2^28 columns");
   const Job job{&selected(), &args};
-  const int threads = threads_for(args.a.plane_bytes * args.a.digits() * args.b.digits() * args.n * args.batch, most_threads);
+  const int threads = threads_for(args.a.plane_bytes * args.a.digits() * args.b.digits() * std::max(args.n, kMemoryBound) * args.batch, most_threads);
   nb::gil_scoped_release release;
-  args.staged_panels = spmm_staged_panels(args, threads);
+  args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns);
   run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
                    [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
@@ -246,7 +247,7 @@ void dense(const DenseArgs& args, int most_threads) {
   require(args.row_step == 1 || args.column_step == 1, "rows or columns of the output must be contiguous");
   if (args.rows == 0 || args.right.n == 0) return;
   const Job job{&selected(), &args};
-  const int threads = threads_for(args.rows * args.right.inner * args.right.n, most_threads);
+  const int threads = threads_for(std::max(args.rows, kMemoryBound) * args.right.inner * args.right.n, most_threads);
   nb::gil_scoped_release release;
   run_thread_group(threads, dense_shared_bytes(args, threads), 0, [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);

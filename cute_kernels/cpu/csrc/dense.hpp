@@ -130,7 +130,7 @@ class DenseTask {
     const bool by_rows = args_.column_step == 1;
     const int64_t at = (row_ + r) * args_.row_step + column_;
     if (is_integer()) {
-      if (by_rows) store_integers(sums, columns_, args_.out_type, args_.out, at);
+      if (by_rows) store_integers(sums, columns_, 0, args_.out_type, args_.out, at);
       else std::memcpy(block_ + r * kPanel, sums, static_cast<size_t>(columns_) * sizeof(int32_t));
       return;
     }
@@ -148,7 +148,7 @@ class DenseTask {
       if (is_integer()) {
         int32_t run[kDirectRows];
         for (int64_t r = 0; r < rows_; ++r) std::memcpy(run + r, block_ + r * kPanel + j, sizeof run[r]);
-        store_integers(run, rows_, args_.out_type, args_.out, at);
+        store_integers(run, rows_, 0, args_.out_type, args_.out, at);
       } else {
         float run[kDirectRows];
         for (int64_t r = 0; r < rows_; ++r) run[r] = block_[r * kPanel + j];
@@ -178,13 +178,13 @@ void dense(const DenseArgs& args, ThreadGroup& group) {
         stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r);
       }
     }
-    group.barrier();
+    if (!group.barrier()) return;
     for (int64_t task = group.ticket(); task < tasks; task = group.ticket()) {
       const int64_t r = task / panels * kDirectRows;
       DenseTask<Product> block(args, first + r, lesser(kDirectRows, rows - r), task % panels * kPanel);
       block.run(digits + r * pitch, scales + r);
     }
-    group.barrier();
+    if (!group.barrier()) return;
   }
 }
 

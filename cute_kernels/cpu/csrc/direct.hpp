@@ -263,7 +263,7 @@ void direct(const DirectArgs& args, ThreadGroup& group) {
       multiply_staged<Isa>(args, row, rows, digits, scales, parts[chunk]);
     }
   }
-  group.barrier();
+  if (!group.barrier()) return;
   if (group.rank() == 0) add_in_order(parts, chunks, *args.sums);
 }
 

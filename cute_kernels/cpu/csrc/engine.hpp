@@ -9,10 +9,9 @@
 
 namespace magicube {
 
-constexpr int kPanel = 64;          // columns of the dense operand per panel
+constexpr int kPanel = 64;          // bytes of a row of a panel; most columns of a panel
 constexpr int kQuad = 4;            // nonzeros per 32-bit multiply-accumulate lane
 constexpr int64_t kMaxColumns = int64_t{1} << 28;  // of the sparse operand: 8 * column must fit 32 bits
-constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not fit L2
 constexpr int kMaxDigits = 2;
 constexpr int kMaxVector = 32;
 constexpr int kFewColumns = 16;     // of the dense operand, for which an instruction set may have kernels of their own
@@ -78,7 +77,7 @@ struct SpmmArgs {
   int64_t n;
   int64_t batch;
   DenseLeft columns;  // of B, quantized into the shared buffer in place of `b`, if its `reals` are given
-  int staged_panels;  // panels in the shared buffer: one, or one per thread
+  int64_t staged_panels;  // panels in the shared buffer
 };
 
 struct SddmmArgs {
@@ -298,13 +297,16 @@ constexpr int kScaleAll = 0, kScaleRows = 1, kScaleColumns = 2;  // per tensor, 
 constexpr uint8_t kNegative = 1;
 constexpr uint8_t kNonFinite = 2;
 
-// Threads of one call. Tickets distribute work in order; a barrier resets them to zero.
+constexpr int64_t kNoTicket = int64_t{1} << 40;  // more than any call has; a multiple of it fits int64
+
+// Threads of one call. Tickets distribute the pieces of a phase in order; a barrier ends the phase. A thread may come late or
+// never: what another phase reads is written by tickets. Code after the last barrier may be that of rank 0.
 class ThreadGroup {
  public:
   virtual int rank() const = 0;
-  virtual int size() const = 0;
-  virtual int64_t ticket() = 0;
-  virtual void barrier() = 0;
+  virtual int size() const = 0;  // at most
+  virtual int64_t ticket() = 0;  // kNoTicket in a phase that is complete
+  [[nodiscard]] virtual bool barrier() = 0;  // false: the call is over, its arguments gone, so return at once; never for rank 0
   virtual uint8_t* shared() const = 0;  // shared by all threads
   virtual uint8_t* local() const = 0;   // per thread
 
@@ -335,7 +337,9 @@ struct Engine {
   void (*direct)(const DirectArgs&, ThreadGroup&);
   void (*dense)(const DenseArgs&, ThreadGroup&);
   bool (*is_structure_valid)(const Structure&);
+  int64_t spmm_columns;        // of B in a panel
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
+  int64_t serial_work;         // multiply-adds in about half a millisecond: with less, a thread costs more than it saves
 };
 
 extern const Engine kPortable;
@@ -344,8 +348,8 @@ extern const Engine kAvx2;
 extern const Engine kAvx512;
 #endif
 
-// Staged panels of an SpMM: one per thread if memory allows, else one for all.
-int spmm_staged_panels(const SpmmArgs& args, int threads);
+// Panels of an SpMM that several threads stage before they multiply: few barriers where a thread may wait for another.
+int64_t spmm_staged_panels(const SpmmArgs& args, int threads, int64_t columns);
 
 // Order the columns of vector rows for kernels with a window of tiles.
 void order_columns(const ReorderArgs& args, ThreadGroup& group);
@@ -376,8 +380,7 @@ int64_t direct_shared_bytes(int64_t rows);
 int64_t direct_local_bytes(int64_t inner);
 int64_t dense_shared_bytes(const DenseArgs& args, int threads);  // digits and scales of the rows that the threads share
 
-// Call body on `threads` threads, the caller included, with zeroed tickets and 64-byte aligned buffers; on fewer threads if the
-// system has no more.
+// Call body on at most `threads` threads, the caller included, with 64-byte aligned buffers.
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
                       const void* args);
 

@@ -1,4 +1,4 @@
-// From exact integer totals to the output type: out = total * row_scale * column_scale + bias.
+// From exact integer totals to the output type: out = (total - offset) * row_scale * column_scale + bias.
 #pragma once
 
 #include <cstdint>
@@ -52,34 +52,59 @@ inline void store_floats(const float* from, int64_t count, Out type, void* out, 
   }
 }
 
-// Totals of a run as integers; false if the output type is a float.
+// Accumulators may wrap; the result fits.
+inline int32_t minus(int32_t total, int32_t offset) {
+  return static_cast<int32_t>(static_cast<uint32_t>(total) - static_cast<uint32_t>(offset));
+}
+inline int64_t minus(int64_t total, int64_t offset) { return total - offset; }
+
+// Totals of a run minus an offset, as integers; false if the output type is a float.
 template <class Total>
-inline bool store_integers(const Total* totals, int64_t count, Out type, void* out, int64_t offset) {
+inline bool store_integers(const Total* totals, int64_t count, Total offset, Out type, void* out, int64_t at) {
   if (type == Out::kInt32) {
-    int32_t* to = static_cast<int32_t*>(out) + offset;
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(totals[i]);
+    int32_t* const to = static_cast<int32_t*>(out) + at;
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(minus(totals[i], offset));
   } else if (type == Out::kInt64) {
-    int64_t* to = static_cast<int64_t*>(out) + offset;
-    for (int64_t i = 0; i < count; ++i) to[i] = totals[i];
+    int64_t* const to = static_cast<int64_t*>(out) + at;
+    for (int64_t i = 0; i < count; ++i) to[i] = minus(totals[i], offset);
   } else {
     return false;
   }
   return true;
 }
 
-// One run of results of the same row. `row_scale` and `bias` belong to the row, `column_scales` to each result;
-// null means absent.
+// Totals of a run of results of the same row as floats. `row_scale` and `bias` belong to the row, `column_scales` to each
+// result; null means absent.
 template <class Total>
-inline void write_run(const Total* totals, int64_t count, float row_scale, const float* column_scales, float bias,
-                      Out type, void* out, int64_t offset) {
-  if (store_integers(totals, count, type, out, offset)) return;
-  float scaled[magicube::kPanel];  // count <= kPanel
+inline void scale_run(const Total* __restrict totals, int64_t count, Total offset, float row_scale,
+                      const float* __restrict column_scales, float bias, float* __restrict out) {
   if (column_scales) {
-    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * row_scale * column_scales[i] + bias;
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(minus(totals[i], offset)) * row_scale * column_scales[i] + bias;
   } else {
-    for (int64_t i = 0; i < count; ++i) scaled[i] = static_cast<float>(totals[i]) * row_scale + bias;
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(minus(totals[i], offset)) * row_scale + bias;
   }
-  store_floats(scaled, count, type, out, offset);
+}
+
+// A run of results of the same row: its totals minus an offset, scaled if the output type is a float.
+template <class Total>
+inline void write_run(const Total* totals, int64_t count, Total offset, float row_scale, const float* column_scales, float bias,
+                      Out type, void* out, int64_t at) {
+  if (store_integers(totals, count, offset, type, out, at)) return;
+  if (type == Out::kFloat32) return scale_run(totals, count, offset, row_scale, column_scales, bias, static_cast<float*>(out) + at);
+  float scaled[magicube::kPanel];  // count <= kPanel
+  scale_run(totals, count, offset, row_scale, column_scales, bias, scaled);
+  store_floats(scaled, count, type, out, at);
+}
+
+// Up to kMaxVector rows of whole panels as float32. Separate function: compilers honor `restrict` on parameters.
+template <int Columns>
+__attribute__((noinline)) void scale_rows(const int32_t* __restrict sums, int64_t rows, const int32_t* __restrict offsets,
+                                          const float* __restrict row_scales, const float* __restrict column_scales,
+                                          const float* __restrict bias, float* __restrict out, int64_t pitch) {
+  for (int64_t r = 0; r < rows; ++r, sums += Columns, out += pitch) {
+    const float scale = row_scales[r], add = bias[r];
+    for (int j = 0; j < Columns; ++j) out[j] = static_cast<float>(minus(sums[j], offsets[r])) * scale * column_scales[j] + add;
+  }
 }
 
 }  // namespace

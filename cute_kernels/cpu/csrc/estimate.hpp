@@ -188,19 +188,22 @@ void add_in_order(const Sums* parts, int64_t count, Sums& total) {
   std::memcpy(&total, sums, sizeof total);
 }
 
-// The float32 probes of a call as doubles, in the shared buffer.
-inline const double* shared_probes(const float* w, int64_t rows, ThreadGroup& group) {
+// The float32 probes of a call as doubles, in the shared buffer; false if the call is over.
+inline bool share_probes(const float* w, int64_t rows, ThreadGroup& group) {
+  constexpr int64_t kPiece = 4096;  // per ticket
   auto* const out = reinterpret_cast<double*>(group.shared());
   const int64_t count = rows * kProbes;
-  for (int64_t i = count * group.rank() / group.size(); i < count * (group.rank() + 1) / group.size(); ++i) out[i] = w[i];
-  group.barrier();
-  return out;
+  for (int64_t at = group.ticket() * kPiece; at < count; at = group.ticket() * kPiece) {
+    for (int64_t i = at; i < lesser(count, at + kPiece); ++i) out[i] = w[i];
+  }
+  return group.barrier();
 }
 
 template <class Isa>
 void probe_right(const ProbeArgs& args, ThreadGroup& group) {
   const int64_t rows = args.b.rows, groups = (rows + kGroupRows - 1) / kGroupRows;
-  const double* const w = shared_probes(args.w, args.b.columns, group);
+  if (!share_probes(args.w, args.b.columns, group)) return;
+  const auto* const w = reinterpret_cast<const double*>(group.shared());
   auto* const scratch = reinterpret_cast<double*>(group.local());
   GroupSums sums;
   for (int64_t g = group.ticket(); g < groups; g = group.ticket()) {
@@ -237,7 +240,8 @@ template <class Isa>
 void judge(const JudgeArgs& args, ThreadGroup& group) {
   const int64_t rows = args.a.rows, chunk_rows = magicube::judge_chunk_rows(rows);
   const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
-  const double* const w = shared_probes(args.w, args.c.columns, group);
+  if (!share_probes(args.w, args.c.columns, group)) return;
+  const auto* const w = reinterpret_cast<const double*>(group.shared());
   auto* const parts = reinterpret_cast<JudgeSums*>(group.shared() + magicube::probe_bytes(args.c.columns));
   auto* const scratch = reinterpret_cast<double*>(group.local());
   GroupSums product, claimed;
@@ -252,7 +256,7 @@ void judge(const JudgeArgs& args, ThreadGroup& group) {
       add_rows<Isa>(product, claimed, count, part);
     }
   }
-  group.barrier();
+  if (!group.barrier()) return;
   if (group.rank() == 0) add_in_order(parts, chunks, *args.out);
 }
 
@@ -431,7 +435,7 @@ void sum_norms(const BoundArgs& args, BoundSums* parts, ThreadGroup& group) {
     sums[i] = squares_of<Isa>(*matrices[i], first, lesser(kBoundRows, runs[i] - first));
     parts[chunk] = BoundSums{sums[0], sums[1], sums[2], 0.0};
   }
-  group.barrier();
+  if (!group.barrier()) return;
   if (group.rank() == 0) add_in_order(parts, chunks, *args.out);
 }
 
@@ -450,7 +454,7 @@ void bound_sums(const BoundArgs& args, ThreadGroup& group) {
       for (int64_t r = 0; r < rows; ++r) products[p * inner + row + r] = y[r * kFewProbes + p];
     }
   }
-  group.barrier();
+  if (!group.barrier()) return;
   for (int64_t chunk = group.ticket(); chunk < left_chunks; chunk = group.ticket()) {
     const int64_t row = chunk * kBoundRows, rows = lesser(kBoundRows, args.a.rows - row);
     BoundSums& part = parts[right_chunks + chunk];
@@ -458,7 +462,7 @@ void bound_sums(const BoundArgs& args, ThreadGroup& group) {
                      0.0};
     for (int64_t i = 0; i < rows * kFewProbes; ++i) part.error = fused(y[i] - claimed[i], y[i] - claimed[i], part.error);
   }
-  group.barrier();
+  if (!group.barrier()) return;
   if (group.rank() == 0) add_in_order(parts, right_chunks + left_chunks, *args.out);
 }
 

@@ -50,6 +50,55 @@ inline void load_digits(const uint8_t* run, int bits, bool is_signed, int64_t st
   }
 }
 
+using Bytes = uint8_t __attribute__((vector_size(16)));
+#ifdef __clang__
+inline Bytes low_pairs(Bytes x, Bytes y) { return __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
+inline Bytes high_pairs(Bytes x, Bytes y) { return __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); }
+#else
+inline Bytes low_pairs(Bytes x, Bytes y) { return __builtin_shuffle(x, y, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}); }
+inline Bytes high_pairs(Bytes x, Bytes y) { return __builtin_shuffle(x, y, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}); }
+#endif
+
+// Transpose 16 bytes of each of up to 16 runs: 16 slices with a byte of each run, zeros for absent runs, of which the first
+// `written` (16 or 8) are written. Four rounds interleave the first half of the vectors with the second.
+inline void transpose_sixteen(const uint8_t* from, int64_t run_bytes, int64_t runs, uint8_t* out, int64_t slice_bytes, size_t written) {
+  Bytes x[16] = {}, y[16];
+  for (int64_t i = 0; i < runs; ++i) std::memcpy(&x[i], from + i * run_bytes, sizeof x[i]);
+#pragma GCC unroll 4
+  for (int round = 0; round < 4; ++round) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      y[2 * i] = low_pairs(x[i], x[i + 8]);
+      y[2 * i + 1] = high_pairs(x[i], x[i + 8]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) x[i] = y[i];
+  }
+  for (int i = 0; i < 16; ++i) {
+    if (written == 16) std::memcpy(out + i * slice_bytes, &x[i], 16);
+    else std::memcpy(out + i * slice_bytes, &x[i], 8);
+  }
+}
+
+// Bytes of `width` runs from `at0` on as slices, as far as blocks of 16 slices reach; returns how many slices that are. A slice
+// is written up to a multiple of 16 bytes, or 8.
+inline int64_t stage_bytes(const Operand& op, const uint8_t* data, int64_t slice0, int64_t slices, int64_t at0, int64_t width,
+                           uint8_t flip, uint8_t* out, int64_t slice_bytes) {
+  const int64_t most = slice_bytes >= 16 ? slice_bytes / 16 * 16 : slice_bytes / 8 * 8;
+  if (op.bits != 8 || width > most) return 0;
+  const int64_t count = slices / 16 * 16;
+  for (int64_t i = 0; i < count; i += 16) {
+    for (int64_t j = 0; j < width; j += 16) {
+      transpose_sixteen(data + (at0 + j) * op.run_bytes + slice0 + i, op.run_bytes, lesser(16, width - j), out + i * slice_bytes + j,
+                        slice_bytes, most == 8 ? 8 : 16);
+    }
+    for (int64_t k = i; flip && k < i + 16; ++k) {
+      for (int64_t j = 0; j < width; ++j) out[k * slice_bytes + j] ^= flip;
+    }
+  }
+  return count;
+}
+
 // Stage `slices` x `width` integers so that slice i, digit d starts at out + d * digit_bytes + i * slice_bytes. Slices are runs
 // of the operand if `along_runs`, else they cross its runs.
 inline void stage(const Operand& op, const uint8_t* data, bool along_runs, int64_t slice0, int64_t slices, int64_t at0,
@@ -66,7 +115,7 @@ inline void stage(const Operand& op, const uint8_t* data, bool along_runs, int64
   constexpr int64_t kTile = 64;  // slices are transposed in tiles, so that scattered bytes stay in cache
   constexpr int64_t kPiece = kTile + 1;
   uint8_t piece[magicube::kMaxDigits * kPiece];
-  for (int64_t i0 = 0; i0 < slices; i0 += kTile) {
+  for (int64_t i0 = stage_bytes(op, data, slice0, slices, at0, width, flip, out, slice_bytes); i0 < slices; i0 += kTile) {
     const int64_t count = lesser(kTile, slices - i0);
     const int64_t skip = op.bits == 4 ? (slice0 + i0) & 1 : 0;  // a packed run is read from an even position
     for (int64_t j = 0; j < width; ++j) {

@@ -13,20 +13,20 @@ namespace {
 
 struct Portable {
   static constexpr bool kOffset = false;
+  static constexpr int kColumns = 64;
   static constexpr int kChunkGroups = 32;
   static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16 quads, [column][k]
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
 
   static constexpr bool kFew = false;
   static constexpr bool kStreams = false;
+  static constexpr int64_t kStreamBytes = 0;
 
-  static int column_of(int chunk) { return 4 * chunk; }
-
-  static void order(const int32_t* sums, int32_t offset, int32_t* out, bool) {
-    for (int n = 0; n < kPanel; ++n) {  // accumulators may wrap; the result fits
-      out[n] = static_cast<int32_t>(static_cast<uint32_t>(sums[n]) - static_cast<uint32_t>(offset));
-    }
+  static void place(const uint8_t* bytes, int64_t rows, bool, uint8_t* panel) {
+    std::memcpy(panel, bytes, static_cast<size_t>(rows * kPanel));
   }
+
+  static void stream(const void*, void*, int64_t) {}
 
   static void gather(const uint8_t* panel, const int32_t* columns, int groups, bool b_signed, uint8_t* quads) {
     auto* to = reinterpret_cast<int16_t*>(quads);
@@ -42,8 +42,9 @@ struct Portable {
 
   static void row_tile(const RowTile& s) {
     if (s.fresh) std::memset(s.sums, 0, static_cast<size_t>(s.rows) * kPanel * sizeof(int32_t));
-    gather(s.panel, s.columns, s.groups, s.b_signed, s.scratch);
-    for (int g = 0; g < s.groups; ++g) {
+    const int groups = static_cast<int>((s.count + kQuad - 1) / kQuad);
+    gather(s.panel, s.columns, groups, s.b_signed, s.scratch);
+    for (int g = 0; g < groups; ++g) {
       const auto* b = reinterpret_cast<const int16_t*>(s.scratch) + int64_t{g} * kPanel * kQuad;
       const int64_t at = int64_t{g * kQuad / s.stride} * s.stride * s.vector_length + g * kQuad % s.stride;
       for (int r = 0; r < s.rows; ++r) {
@@ -153,5 +154,5 @@ void order_columns(const ReorderArgs& args, ThreadGroup& group) {
 
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kScratchBytes};
+                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kColumns, Portable::kScratchBytes, int64_t{1} << 22};
 }

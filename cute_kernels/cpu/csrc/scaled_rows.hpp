@@ -63,6 +63,7 @@ inline int32_t row_absmax(const float* x, int64_t count) {
 }
 
 constexpr int64_t kAtOnce = 1 << 14;  // entries per ticket
+constexpr int64_t kSlicesAtOnce = 256;
 
 // `work` describes the matrix (mode, rows, columns), updates amaxes (row_absmax, update_column_absmax), prepares the
 // scale of a slice from the bits of its amax (set) and writes integers (encode).
@@ -88,18 +89,21 @@ void over_slices(Work& work, ThreadGroup& group) {
   auto* const all = reinterpret_cast<Int*>(group.shared());
   const int64_t pitch = magicube::slice_maxima_bytes(slices, sizeof(Int)) / static_cast<int64_t>(sizeof(Int));
   Int* const mine = all + group.rank() * pitch;
-  std::fill_n(mine, slices, Int{0});
+  for (int64_t r = group.ticket(); r < group.size(); r = group.ticket()) std::fill_n(all + r * pitch, slices, Int{0});
+  if (!group.barrier()) return;
   each_row([&](int64_t i) {
     if (by_columns) work.update_column_absmax(i, mine);
     else *mine = work.row_absmax(i, *mine);
   });
-  group.barrier();
-  for (int64_t j = slices * group.rank() / group.size(); j < slices * (group.rank() + 1) / group.size(); ++j) {
-    Int absmax_bits = 0;
-    for (int r = 0; r < group.size(); ++r) absmax_bits = all[r * pitch + j] > absmax_bits ? all[r * pitch + j] : absmax_bits;
-    work.set(j, absmax_bits);
+  if (!group.barrier()) return;
+  for (int64_t j0 = group.ticket() * kSlicesAtOnce; j0 < slices; j0 = group.ticket() * kSlicesAtOnce) {
+    for (int64_t j = j0; j < lesser(slices, j0 + kSlicesAtOnce); ++j) {
+      Int absmax_bits = 0;
+      for (int r = 0; r < group.size(); ++r) absmax_bits = all[r * pitch + j] > absmax_bits ? all[r * pitch + j] : absmax_bits;
+      work.set(j, absmax_bits);
+    }
   }
-  group.barrier();
+  if (!group.barrier()) return;
   each_row([&](int64_t i) { work.encode(i); });
 }
 

@@ -80,7 +80,7 @@ struct SddmmRow {
     }
   }
 
-  void write(const int64_t* line, int64_t count, int64_t batch, int64_t row, int v, int64_t position,
+  void write(const int64_t* line, int64_t count, int64_t less, int64_t batch, int64_t row, int v, int64_t position,
              const int32_t* columns) const {
     const auto& scales = args.scales;
     float column_scales[4];
@@ -90,7 +90,7 @@ struct SddmmRow {
     const float factor = scales.rows ? scales.rows[batch * scales.row_batch + row] : 1.0f;
     const int64_t block = position / args.stride;  // four positions of one aligned group share a block
     const int64_t offset = (block * args.vector_length + v) * args.stride + position % args.stride;
-    write_run(line, count, factor, column_scales, 0.0f, args.out_type, args.out, batch * args.out_batch + offset);
+    write_run(line, count, less, factor, column_scales, 0.0f, args.out_type, args.out, batch * args.out_batch + offset);
   }
 
   void run(int64_t vector_row, int64_t batch, const uint8_t* x, int64_t j0, int64_t j1) const {
@@ -111,8 +111,7 @@ struct SddmmRow {
         const int height = static_cast<int>(lesser(4, rows - v));
         dots(y_rows, v, height, totals);
         for (int i = 0; i < height; ++i) {
-          for (int64_t j = 0; j < count; ++j) totals[i][j] -= offset[v + i];
-          write(totals[i], count, batch, vector_row * args.vector_length + v + i, v + i, at, args.columns + at);
+          write(totals[i], count, offset[v + i], batch, vector_row * args.vector_length + v + i, v + i, at, args.columns + at);
         }
       }
     }
@@ -144,12 +143,12 @@ void sddmm(const SddmmArgs& args, ThreadGroup& group) {
           }
         }
       }
-      group.barrier();
+      if (!group.barrier()) return;
       for (int64_t r0 = group.ticket() * kRows; r0 < args.vector_rows; r0 = group.ticket() * kRows) {
         const int64_t r1 = lesser(r0 + kRows, args.vector_rows);
         for (int64_t r = r0; r < r1; ++r) row.run(r, batch, x, j0, j0 + rows_here);
       }
-      group.barrier();
+      if (!group.barrier()) return;
     }
   }
 }

@@ -1,8 +1,7 @@
 // SpMM on SR-BCRS: C (rows x n) = A (rows x k, vectors) * B (k x n, dense), exact in integers.
 //
-// A panel of 64 columns of B is staged as digit planes of bytes. Every vector row gathers the panel rows of its columns, four at
-// a time, interleaves them so that a 32-bit lane holds four k of one column (a quad), and multiplies them by four values of
-// each of up to eight of its rows.
+// A panel of B, 64 bytes of each row, is staged as digit planes. Every vector row gathers the panel rows of its columns, and
+// multiplies them by the values of up to eight of its rows. Threads stage several panels, then multiply them.
 // Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
@@ -20,14 +19,19 @@ using magicube::SpmmArgs;
 using magicube::ThreadGroup;
 
 constexpr int64_t kStagedRows = 64;  // rows of B per ticket
-constexpr int64_t kLargeTicket = 8, kSmallTicket = 2;  // vector rows
+constexpr int64_t kTicketRows = 8;   // vector rows
 constexpr int kTileRows = 8;
+constexpr float kZeros[magicube::kMaxVector] = {};  // absent bias
+alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
+    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// Up to eight rows of one vector row times the panel rows of its columns, added to 64 accumulators per row.
+// Up to eight rows of one vector row times the panel rows of its columns, added to the accumulators of a panel per row.
 struct RowTile {
-  const uint8_t* panel;  // one digit of B
+  const uint8_t* panel;  // one digit of B: 64 bytes per row, as the micro-kernel places them
+  int64_t width;         // columns of B in the panel; accumulators of others may keep what they held
   const int32_t* columns;
-  int groups;
+  int64_t count;
   const uint8_t* values;  // of the first row; the next row is `stride` bytes on, the next block `stride * vector_length`
   int stride;
   int vector_length;
@@ -41,30 +45,30 @@ struct RowTile {
 
 template <class Micro>
 struct SpmmRow {
-  const SpmmArgs& args;
-  const uint8_t* panel;  // (digits of B, k + 1, 64), from row 0 on; row -1 is what padding columns name
-  uint8_t* scratch;      // scratch of the micro-kernel
-  bool streams;          // results are stored past the caches
-  int32_t* sums;         // (digits of A, digits of B, V, 64) accumulators, columns in the order of the micro-kernel
-  int64_t* totals;       // (V, 64)
+  static constexpr int kColumns = Micro::kColumns;
 
-  int64_t row_values() const { return int64_t{args.a.vector_length} * kPanel; }
+  const SpmmArgs& args;
+  uint8_t* scratch;  // of the micro-kernel
+  bool streams;      // results are stored past the caches
+  int32_t* sums;     // (digits of A, digits of B, V, kColumns) accumulators
+  int64_t* totals;   // (V, kColumns)
+
+  int64_t row_values() const { return int64_t{args.a.vector_length} * kColumns; }
   int32_t* plane(int da, int db) const { return sums + (da * args.b.digits() + db) * row_values(); }
   bool digit_signed(int d) const { return args.a.is_signed && d == args.a.digits() - 1; }
 
   // Accumulate the nonzeros [begin, begin + count); begin is a multiple of the stride.
-  void multiply(int64_t begin, int64_t count, bool fresh) const {
+  void multiply(const uint8_t* panel, int64_t width, int64_t begin, int64_t count, bool fresh) const {
     const auto& a = args.a;
-    const int groups = static_cast<int>((count + kQuad - 1) / kQuad);
     for (int db = 0; db < args.b.digits(); ++db) {
       const bool b_signed = args.b.is_signed && db == args.b.digits() - 1;
       for (int da = 0; da < a.digits(); ++da) {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
         for (int v = 0; v < a.vector_length; v += kTileRows) {
           const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
-          Micro::row_tile({panel + db * (a.columns_total + 1) * kPanel, a.columns + begin, groups, values + v * a.stride,
+          Micro::row_tile({panel + db * (a.columns_total + 1) * kPanel, width, a.columns + begin, count, values + v * a.stride,
                         a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
-                        plane(da, db) + v * kPanel, scratch});
+                        plane(da, db) + v * kColumns, scratch});
         }
       }
     }
@@ -96,54 +100,46 @@ struct SpmmRow {
     return offset;
   }
 
-  // Results of one row, in column order.
-  static void order(const int32_t* from, int64_t offset, int32_t* to) {
-    Micro::order(from, static_cast<int32_t>(offset), to, false);
-  }
-  static void order(const int64_t* from, int64_t offset, int64_t* to) {
-    for (int chunk = 0; chunk < kPanel / 4; ++chunk) {
-      for (int i = 0; i < 4; ++i) to[Micro::column_of(chunk) + i] = from[chunk * 4 + i] - offset;
-    }
-  }
-
+  // Results of the accumulators or totals, minus the offset of their row.
   template <class Total>
   void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
     const auto& scales = args.scales;
-    for (int v = 0; v < args.a.vector_length; ++v) {
-      const int64_t row = vector_row * args.a.vector_length + v;
-      if (row >= args.a.rows) return;
-      const int64_t offset = offset_of(vector_row, v);
-      const int64_t at = (batch * args.a.rows + row) * args.n + n0;
-      if (sizeof(Total) == sizeof(int32_t) && args.out_type == Out::kInt32 && width == kPanel) {
-        Micro::order(reinterpret_cast<const int32_t*>(from) + v * kPanel, static_cast<int32_t>(offset),
-                     static_cast<int32_t*>(args.out) + at, streams);
-        continue;
+    const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
+    const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
+    Total offsets[magicube::kMaxVector];
+    for (int64_t v = 0; v < rows; ++v) offsets[v] = static_cast<Total>(offset_of(vector_row, static_cast<int>(v)));
+    const int64_t at = (batch * args.a.rows + row0) * args.n + n0;
+    const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes;
+    const float* const bias = scales.bias ? scales.bias + row0 : kZeros;
+    if constexpr (sizeof(Total) == sizeof(int32_t)) {
+      if (args.out_type == Out::kFloat32 && width == kColumns) {
+        float* const out = static_cast<float*>(args.out) + at;
+        alignas(64) float results[magicube::kMaxVector * kColumns];
+        scale_rows<kColumns>(from, rows, offsets, row_scales, columns ? columns : kOnes, bias, streams ? results : out,
+                             streams ? kColumns : args.n);
+        for (int64_t v = 0; streams && v < rows; ++v) Micro::stream(results + v * kColumns, out + v * args.n, kColumns * sizeof(float));
+        return;
       }
-      alignas(64) Total row_totals[kPanel];
-      order(from + v * kPanel, offset, row_totals);
-      const float row_scale = scales.rows ? scales.rows[batch * scales.row_batch + row] : 1.0f;
-      const float* columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
-      const float bias = scales.bias ? scales.bias[row] : 0.0f;
-      if constexpr (Micro::kStreams) {
-        if (streams && width == kPanel) {
-          alignas(64) uint8_t results[kPanel * sizeof(int64_t)];
-          write_run(row_totals, width, row_scale, columns, bias, args.out_type, results, 0);
-          const int64_t element = element_bytes(args.out_type);
-          Micro::stream(results, static_cast<uint8_t*>(args.out) + at * element, kPanel * element);
-          continue;
-        }
+    }
+    const int64_t element = element_bytes(args.out_type);
+    for (int64_t v = 0; v < rows; ++v, from += kColumns) {
+      const int64_t here = at + v * args.n;
+      if (streams && width == kColumns) {
+        alignas(64) uint8_t results[kColumns * sizeof(int64_t)];
+        write_run(from, kColumns, offsets[v], row_scales[v], columns, bias[v], args.out_type, results, 0);
+        Micro::stream(results, static_cast<char*>(args.out) + here * element, kColumns * element);
+      } else {
+        write_run(from, width, offsets[v], row_scales[v], columns, bias[v], args.out_type, args.out, here);
       }
-      write_run(row_totals, width, row_scale, columns, bias, args.out_type, args.out, at);
     }
   }
 
   // The output rows of a panel are far apart: hardware prefetchers do not follow them.
   void prefetch_out(int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
-    const int64_t element = element_bytes(args.out_type);
-    for (int v = 0; v < args.a.vector_length; ++v) {
-      const int64_t row = vector_row * args.a.vector_length + v;
-      if (row >= args.a.rows) return;
-      const char* to = static_cast<const char*>(args.out) + ((batch * args.a.rows + row) * args.n + n0) * element;
+    const int64_t element = element_bytes(args.out_type), row0 = vector_row * args.a.vector_length;
+    const int64_t rows = lesser(args.a.vector_length, args.a.rows - row0);
+    const char* to = static_cast<const char*>(args.out) + ((batch * args.a.rows + row0) * args.n + n0) * element;
+    for (int64_t v = 0; v < rows; ++v, to += args.n * element) {
       for (int64_t byte = 0; byte < width * element; byte += 64) __builtin_prefetch(to + byte, 1);
     }
   }
@@ -156,7 +152,7 @@ struct SpmmRow {
     return chunks < 2 ? kMost : ((count + chunks - 1) / chunks + args.a.stride - 1) / args.a.stride * args.a.stride;
   }
 
-  void run(int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
+  void run(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
     const int64_t begin = args.a.row_start[vector_row], end = args.a.row_end[vector_row];
     const int planes = args.a.digits() * args.b.digits();
     const bool direct = planes == 1 && (args.out_type == Out::kInt32 || end - begin <= kExactRun);
@@ -165,7 +161,7 @@ struct SpmmRow {
     const int64_t chunk = chunk_of(end - begin);
     int64_t unfolded = 0;
     for (int64_t at = begin; at < end; at += chunk) {
-      multiply(at, lesser(chunk, end - at), unfolded == 0);
+      multiply(panel, width, at, lesser(chunk, end - at), unfolded == 0);
       unfolded += chunk;
       if (!direct && unfolded + chunk > kExactRun && at + chunk < end) {
         fold();
@@ -180,103 +176,82 @@ struct SpmmRow {
     }
   }
 
-  void run_rows(int64_t r0, int64_t r1, int64_t batch, int64_t n0, int64_t width) const {
+  void run_rows(const uint8_t* panel, int64_t r0, int64_t r1, int64_t batch, int64_t n0, int64_t width) const {
     if (!streams) prefetch_out(r0, batch, n0, width);
     for (int64_t r = r0; r < r1; ++r) {
       if (!streams && r + 1 < r1) prefetch_out(r + 1, batch, n0, width);
-      run(r, batch, n0, width);
+      run(panel, r, batch, n0, width);
     }
   }
 };
-
-// Rows [*r0, *r1) of a ticket; smaller tickets at the end balance the threads.
-inline bool rows_of(int64_t ticket, int64_t rows, int threads, int64_t* r0, int64_t* r1) {
-  const int64_t last = lesser(rows, int64_t{threads} * 2 * kLargeTicket), large = (rows - last) / kLargeTicket;
-  const int64_t size = ticket < large ? kLargeTicket : kSmallTicket;
-  *r0 = lesser(ticket, large) * kLargeTicket + greater(ticket - large, 0) * kSmallTicket;
-  *r1 = lesser(*r0 + size, rows);
-  return *r0 < rows;
-}
 
 // Whether results are stored past the caches, so that no cache line is read before it is written.
 template <class Micro>
 bool streams_out(const SpmmArgs& args) {
   const int64_t row_bytes = args.n * element_bytes(args.out_type);
   return Micro::kStreams && reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && row_bytes % 64 == 0 &&
-         row_bytes * args.a.rows * args.batch >= magicube::kStreamBytes;
+         row_bytes * args.a.rows * args.batch >= Micro::kStreamBytes;
 }
 
 // Panels of one call, numbered through the batch.
 template <class Micro>
 struct SpmmPanels {
+  static constexpr int kColumns = Micro::kColumns;
+
   const SpmmArgs& args;
   ThreadGroup& group;
-  uint8_t* panel;  // starts at row 0
+  uint8_t* staged;  // (staged panels, digits of B, 1 + K, 64)
   SpmmRow<Micro> row;
 
-  int64_t across() const { return (args.n + kPanel - 1) / kPanel; }
+  int64_t across() const { return (args.n + kColumns - 1) / kColumns; }
   int64_t digit_bytes() const { return (args.a.columns_total + 1) * kPanel; }
+  uint8_t* panel(int64_t slot) const { return staged + slot * magicube::spmm_panel_bytes(args) + kPanel; }  // of row 0
 
-  // A padding column multiplies its row by zero.
-  void clear_padding() const {
-    for (int d = 0; d < args.b.digits(); ++d) std::memset(panel + d * digit_bytes() - kPanel, 0, kPanel);
-  }
-
-  void stage_rows(int64_t index, int64_t k0, int64_t k1) const {
+  // Rows [k0, k1) of a panel; with the first ones the row that padding columns multiply by zero.
+  void stage_rows(int64_t slot, int64_t index, int64_t k0, int64_t k1) const {
+    const int64_t n0 = index % across() * kColumns, width = lesser(kColumns, args.n - n0);
+    const uint8_t* const data = args.b.data + index / across() * args.b.batch_bytes;
     const uint8_t flip = Micro::kOffset && args.b.is_signed ? 0x80 : 0;
-    const int64_t n0 = index % across() * kPanel;
-    stage(args.b, args.b.data + index / across() * args.b.batch_bytes, !args.b.runs_along_inner, k0, k1 - k0, n0,
-          lesser(kPanel, args.n - n0), flip, panel + k0 * kPanel, kPanel, digit_bytes());
-  }
-
-  void multiply_rows(int64_t index, int64_t r0, int64_t r1) const {
-    const int64_t n0 = index % across() * kPanel;
-    row.run_rows(r0, r1, index / across(), n0, lesser(kPanel, args.n - n0));
-  }
-
-  // One thread computes a panel.
-  void alone(int64_t index) const {
-    stage_rows(index, 0, args.a.columns_total);
-    multiply_rows(index, 0, args.a.vector_rows);
-  }
-
-  // All threads compute a panel.
-  void together(int64_t index) const {
-    const int64_t k = args.a.columns_total;
-    for (int64_t k0 = group.ticket() * kStagedRows; k0 < k; k0 = group.ticket() * kStagedRows) {
-      stage_rows(index, k0, lesser(k0 + kStagedRows, k));
+    alignas(64) uint8_t bytes[magicube::kMaxDigits * kStagedRows * kColumns];
+    constexpr int64_t kDigit = kStagedRows * kColumns;
+    stage(args.b, data, !args.b.runs_along_inner, k0, k1 - k0, n0, width, flip, bytes, kColumns, kDigit);
+    for (int d = 0; d < args.b.digits(); ++d) {
+      const bool is_signed = args.b.is_signed && d == args.b.digits() - 1;
+      uint8_t* const to = panel(slot) + d * digit_bytes();
+      if (k0 == 0) std::memset(to - kPanel, 0, kPanel);
+      Micro::place(bytes + d * kDigit, k1 - k0, is_signed, to + k0 * kPanel);
     }
-    group.barrier();
-    int64_t r0, r1;
-    while (rows_of(group.ticket(), args.a.vector_rows, group.size(), &r0, &r1)) multiply_rows(index, r0, r1);
-    group.barrier();
+  }
+
+  // Panels [first, first + count); false if the call is over.
+  bool run(int64_t first, int64_t count) const {
+    const int64_t k = args.a.columns_total, rows = args.a.vector_rows;
+    const int64_t pieces = (k + kStagedRows - 1) / kStagedRows, tickets = (rows + kTicketRows - 1) / kTicketRows;
+    for (int64_t t = group.ticket(); t < count * pieces; t = group.ticket()) {
+      const int64_t k0 = t % pieces * kStagedRows;
+      stage_rows(t / pieces, first + t / pieces, k0, lesser(k0 + kStagedRows, k));
+    }
+    if (!group.barrier()) return false;
+    for (int64_t t = group.ticket(); t < count * tickets; t = group.ticket()) {
+      const int64_t slot = t / tickets, index = first + slot, n0 = index % across() * kColumns, r0 = t % tickets * kTicketRows;
+      row.run_rows(panel(slot), r0, lesser(r0 + kTicketRows, rows), index / across(), n0, lesser(kColumns, args.n - n0));
+    }
+    if constexpr (Micro::kStreams) Micro::finish_streams();
+    return group.barrier();
   }
 };
 
 template <class Micro>
 void spmm_panels(const SpmmArgs& args, ThreadGroup& group) {
   static_assert(Micro::kScratchBytes % 64 == 0, "what follows is aligned");
-  const bool own = args.staged_panels >= group.size();
-  const int64_t panel_bytes = magicube::spmm_panel_bytes(args);
-  uint8_t* const first = group.shared() + kPanel;
-  uint8_t* const mine = first + (own ? group.rank() * panel_bytes : 0);
   uint8_t* const local = group.local();
-  auto* totals = reinterpret_cast<int64_t*>(local + Micro::kScratchBytes);
-  auto* sums = reinterpret_cast<int32_t*>(totals + int64_t{args.a.vector_length} * kPanel);
-  const bool streams = streams_out<Micro>(args);
-  const auto panels_in = [&](uint8_t* panel) {
-    return SpmmPanels<Micro>{args, group, panel, SpmmRow<Micro>{args, panel, local, streams, sums, totals}};
-  };
-  const auto separate = panels_in(mine), shared = panels_in(first);
-  if (own || group.rank() == 0) separate.clear_padding();
-  const int64_t panels = separate.across() * args.batch;
-  const int64_t alone = own ? panels - panels % group.size() : 0;
-  if (alone > 0) {
-    for (int64_t index = group.ticket(); index < alone; index = group.ticket()) separate.alone(index);
-    if (alone < panels) group.barrier();
+  auto* const totals = reinterpret_cast<int64_t*>(local + Micro::kScratchBytes);
+  auto* const sums = reinterpret_cast<int32_t*>(totals + int64_t{args.a.vector_length} * Micro::kColumns);
+  const SpmmPanels<Micro> work{args, group, group.shared(), SpmmRow<Micro>{args, local, streams_out<Micro>(args), sums, totals}};
+  const int64_t panels = work.across() * args.batch;
+  for (int64_t first = 0; first < panels; first += args.staged_panels) {
+    if (!work.run(first, lesser(args.staged_panels, panels - first))) return;
   }
-  for (int64_t index = alone; index < panels; ++index) shared.together(index);
-  if constexpr (Micro::kStreams) Micro::finish_streams();
 }
 
 // Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
@@ -313,6 +288,7 @@ struct SpmmFew {
     const auto& b = args.b;
     for (int64_t p = 0; p < panels(); ++p) {
       uint8_t* const to = panel + p * panel_bytes() + k0 * width();
+      if (k0 == 0) std::memset(to - width(), 0, static_cast<size_t>(width()));  // of padding columns
       if (width() == 1 && b.runs_along_inner) {
         load_digits(data + p * b.run_bytes, b.bits, b.is_signed, k0, k1 - k0, 0, to, 0);
       } else {
@@ -346,7 +322,7 @@ struct SpmmFew {
       const float bias = scales.bias ? scales.bias[row] : 0.0f;
       const int64_t at = (batch * args.a.rows + row) * args.n + n0;
       if (args.out_type != Out::kFloat32) {
-        write_run(sums, count, scale, columns, bias, args.out_type, args.out, at);
+        write_run(sums, count, 0, scale, columns, bias, args.out_type, args.out, at);
         continue;
       }
       float* const out = static_cast<float*>(args.out) + at;
@@ -361,26 +337,23 @@ struct SpmmFew {
   void run() const {
     const int64_t k = args.a.columns_total;
     uint8_t* const panel = group.shared() + kPanel;
-    if (group.rank() == 0) {
-      for (int64_t p = 0; p < panels(); ++p) std::memset(panel + p * panel_bytes() - width(), 0, static_cast<size_t>(width()));
-    }
     for (int64_t batch = 0; batch < args.batch; ++batch) {
       for (int64_t k0 = group.ticket() * kStagedRows; k0 < k; k0 = group.ticket() * kStagedRows) {
         stage_rows(args.b.data + batch * args.b.batch_bytes, k0, lesser(k0 + kStagedRows, k), panel);
       }
-      group.barrier();
-      int64_t r0, r1;
-      while (rows_of(group.ticket(), args.a.vector_rows, group.size(), &r0, &r1)) {
-        for (int64_t r = r0; r < r1; ++r) multiply(r, batch, panel);
+      if (!group.barrier()) return;
+      for (int64_t r0 = group.ticket() * kTicketRows; r0 < args.a.vector_rows; r0 = group.ticket() * kTicketRows) {
+        for (int64_t r = r0; r < lesser(r0 + kTicketRows, args.a.vector_rows); ++r) multiply(r, batch, panel);
       }
-      group.barrier();
+      if (!group.barrier()) return;
     }
   }
 };
 
-// Quantize the columns of B into the shared buffer, behind the panels; returns the arguments of their product.
-inline SpmmArgs with_quantized_columns(const SpmmArgs& args, ThreadGroup& group) {
-  SpmmArgs found = args;
+// Quantize the columns of B into the shared buffer, behind the panels; `found`: the arguments of their product. False if the
+// call is over.
+inline bool quantize_columns(const SpmmArgs& args, ThreadGroup& group, SpmmArgs& found) {
+  found = args;
   const int64_t pitch = magicube::spmm_row_bytes(args);
   found.columns.reals = nullptr;
   auto* const ints = group.shared() + magicube::spmm_shared_bytes(found);
@@ -391,13 +364,16 @@ inline SpmmArgs with_quantized_columns(const SpmmArgs& args, ThreadGroup& group)
   found.b.data = ints;
   found.b.run_bytes = pitch;
   found.scales.columns = scales;
-  group.barrier();
-  return found;
+  return group.barrier();
 }
 
 template <class Micro>
 void spmm(const SpmmArgs& args, ThreadGroup& group) {
-  if (args.columns.reals) return spmm<Micro>(with_quantized_columns(args, group), group);
+  if (args.columns.reals) {
+    SpmmArgs found;
+    if (quantize_columns(args, group, found)) spmm<Micro>(found, group);
+    return;
+  }
   if constexpr (Micro::kFew) {
     if (has_few_columns(args)) return SpmmFew<Micro>{args, group}.run();
   }

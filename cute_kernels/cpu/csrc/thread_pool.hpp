@@ -1,5 +1,9 @@
-// Worker threads that a calling thread keeps between its calls, used without an OpenMP runtime. Workers spin briefly for the
-// next call, since waking a parked thread can take longer than a small product, and then park.
+// Worker threads that a calling thread keeps between its calls. They sleep between jobs.
+//
+// A job is a sequence of phases, separated by barriers; tickets distribute the pieces of a phase. One word holds the number of
+// the job, its phase, the number of threads that may join, and how many are inside. A thread joins and leaves by changing that
+// word, at any time: a worker that wakes late passes over the phases that are complete, and one that wakes after the job reads
+// nothing of it. The caller therefore waits only for pieces that others hold, never for a thread that has not begun.
 //
 // Every calling thread has its own pool, so that concurrent calls never wait for each other's workers. A forked process has
 // none of its parent's threads: the old pool is leaked there and a new one is started.
@@ -8,7 +12,6 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -16,16 +19,9 @@
 #include <thread>
 #include <vector>
 
-namespace magicube {
+#include "engine.hpp"
 
-// Spin, long enough for most barriers, then yield the core between polls.
-template <class Done>
-void spin_until(const Done& done) {
-  constexpr int kSpins = 2000;
-  for (int spin = 0; !done(); ++spin) {
-    if (spin > kSpins) std::this_thread::yield();
-  }
-}
+namespace magicube {
 
 // Number of forks since the engine was loaded.
 inline int& forks() {
@@ -35,9 +31,18 @@ inline int& forks() {
   return count;
 }
 
+// What the threads of a job run, and their buffers.
+struct Job {
+  void (*body)(const void*, ThreadGroup&);
+  const void* args;
+  uint8_t* shared;
+  uint8_t* local;
+  int64_t local_bytes;  // per thread
+};
+
 class ThreadPool {
  public:
-  using Job = void (*)(void* context, int rank);
+  static constexpr int kMostThreads = 1023;
 
   ThreadPool() = default;
   ThreadPool(const ThreadPool&) = delete;
@@ -58,7 +63,7 @@ class ThreadPool {
     try {
       while (static_cast<int>(workers_.size()) < wanted) {
         const int rank = static_cast<int>(workers_.size()) + 1;
-        workers_.emplace_back([this, rank, seen = calls_.load()] { work(rank, seen); });
+        workers_.emplace_back([this, rank] { work(rank); });
       }
     } catch (const std::system_error&) {
       return static_cast<int>(workers_.size());
@@ -66,60 +71,156 @@ class ThreadPool {
     return wanted;
   }
 
-  // Run job(context, rank) for rank 0 on this thread and for ranks 1..workers on the workers; returns when all have.
-  void run(int workers, Job job, void* context) {
+  // Run the job on this thread, of rank 0, and on those of `workers` workers that come in time.
+  void run(int workers, const Job& job) {
+    const uint64_t number = number_of(word_.load(std::memory_order_relaxed)) + 1;
+    job_ = job;
+    tickets_[0].store(0, std::memory_order_relaxed);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      job_ = job;
-      context_ = context;
-      active_ = workers;
-      running_.store(workers, std::memory_order_relaxed);
-      calls_.fetch_add(1, std::memory_order_release);
+      word_.store(number << kNumberAt | static_cast<uint64_t>(workers + 1) << kSizeAt | 1);
     }
     wake_.notify_all();
-    job(context, 0);
-    spin_until([this] { return running_.load(std::memory_order_acquire) == 0; });
+    Member caller(*this, 0, word_.load(std::memory_order_relaxed));
+    job.body(job.args, caller);
+    close();
   }
 
  private:
-  static constexpr std::chrono::microseconds kSpinTime{500};
+  // From the lowest bit: threads inside, threads that may join (0: closed), phase, number of the job.
+  static constexpr int kSizeAt = 10, kPhaseAt = 20, kNumberAt = 44;
+  static constexpr uint64_t kLow10 = 1023, kLow24 = (1 << 24) - 1;
+  static constexpr int kPauses = 1000;  // some ten microseconds, as long as a piece
 
-  void spin_for_call(uint64_t seen) const {
-    const auto until = std::chrono::steady_clock::now() + kSpinTime;
-    do {
-      for (int spin = 0; spin < 64; ++spin) {
-        if (calls_.load(std::memory_order_acquire) != seen) return;
-#ifdef MAGICUBE_X86
-        __builtin_ia32_pause();
-#endif
-      }
-    } while (std::chrono::steady_clock::now() < until);
+  static uint64_t inside(uint64_t word) { return word & kLow10; }
+  static uint64_t size_of(uint64_t word) { return word >> kSizeAt & kLow10; }
+  static uint64_t phase_of(uint64_t word) { return word >> kPhaseAt & kLow24; }
+  static uint64_t number_of(uint64_t word) { return word >> kNumberAt; }
+
+  class Member final : public ThreadGroup {
+   public:
+    Member(ThreadPool& pool, int rank, uint64_t word) : pool_(pool), rank_(rank), entered_(word) {}
+
+    int rank() const override { return rank_; }
+    int size() const override { return static_cast<int>(size_of(entered_)); }
+    uint8_t* shared() const override { return pool_.job_.shared; }
+    uint8_t* local() const override { return pool_.job_.local ? pool_.job_.local + pool_.job_.local_bytes * rank_ : nullptr; }
+
+    int64_t ticket() override {
+      if (phase_ != phase_of(entered_)) return kNoTicket;
+      return pool_.tickets_[phase_ % 2].fetch_add(1, std::memory_order_relaxed);
+    }
+
+    bool barrier() override {
+      if (phase_ == phase_of(entered_)) is_inside_ = pool_.pass(entered_);
+      phase_ = (phase_ + 1) & kLow24;
+      return is_inside_;
+    }
+
+    bool is_inside() const { return is_inside_; }
+
+   private:
+    ThreadPool& pool_;
+    const int rank_;
+    uint64_t entered_;    // the word when this thread joined its phase
+    uint64_t phase_ = 0;  // of the code that this thread runs: complete, unless it is that of `entered_`
+    bool is_inside_ = true;
+  };
+
+  // Join the open job of `word`, updated; false if there is none, or not for this rank.
+  bool join(uint64_t& word, int rank) {
+    while (size_of(word) > static_cast<uint64_t>(rank)) {
+      if (word_.compare_exchange_weak(word, word + 1)) return true;
+    }
+    return false;
   }
 
-  void work(int rank, uint64_t seen) {
+  // Leave the phase of `word` for the next one, of which it becomes the word; false if the job is over.
+  bool pass(uint64_t& word) {
+    const uint64_t before = word >> kPhaseAt;
+    word = word_.load();
     for (;;) {
-      spin_for_call(seen);
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [&] { return stopping_ || calls_.load(std::memory_order_relaxed) != seen; });
-      if (stopping_) return;
-      seen = calls_.load(std::memory_order_relaxed);
-      if (rank > active_) continue;  // run() does not wait for this worker
-      const Job job = job_;
-      void* const context = context_;
-      lock.unlock();
-      job(context, rank);
-      running_.fetch_sub(1, std::memory_order_release);
+      if (inside(word) == 1) {  // the last thread: no piece of this phase is left
+        const uint64_t next = word + (uint64_t{1} << kPhaseAt);
+        const uint64_t wrapped = phase_of(next) ? next : next - (uint64_t{1} << kNumberAt);
+        tickets_[phase_of(wrapped) % 2].store(0, std::memory_order_relaxed);
+        if (!word_.compare_exchange_weak(word, wrapped)) continue;
+        word = wrapped;
+        notify();
+        return true;
+      }
+      if (word_.compare_exchange_weak(word, word - 1)) break;
+    }
+    const uint64_t number = number_of(word);
+    word = wait_until([before](uint64_t now) { return now >> kPhaseAt != before; });
+    do {
+      if (number_of(word) != number || size_of(word) == 0) return false;
+    } while (!word_.compare_exchange_weak(word, word + 1));
+    return true;
+  }
+
+  void leave() {
+    word_.fetch_sub(1);
+    notify();
+  }
+
+  // End the job once the caller alone is inside.
+  void close() {
+    for (;;) {
+      uint64_t word = wait_until([](uint64_t now) { return inside(now) == 1; });
+      if (word_.compare_exchange_strong(word, number_of(word) << kNumberAt)) return;
+    }
+  }
+
+  template <class Done>
+  uint64_t wait_until(const Done& done) {
+    uint64_t word = word_.load();
+    for (int i = 0; i < kPauses && !done(word); ++i, word = word_.load()) {
+#ifdef MAGICUBE_X86
+      __builtin_ia32_pause();
+#endif
+    }
+    if (done(word)) return word;
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1);
+    changed_.wait(lock, [&] { return done(word = word_.load()); });
+    sleepers_.fetch_sub(1);
+    return word;
+  }
+
+  void notify() {
+    if (sleepers_.load() == 0) return;
+    { const std::lock_guard<std::mutex> lock(mutex_); }  // a thread between its look at the word and its sleep
+    changed_.notify_all();
+  }
+
+  void work(int rank) {
+    for (uint64_t seen = 0;;) {
+      uint64_t word = 0;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] {
+          word = word_.load();
+          return stopping_ || (number_of(word) != seen && size_of(word) > static_cast<uint64_t>(rank));
+        });
+        if (stopping_) return;
+      }
+      if (!join(word, rank)) continue;
+      seen = number_of(word);
+      Member member(*this, rank, word + 1);
+      job_.body(job_.args, member);
+      if (member.is_inside()) leave();
     }
   }
 
   std::mutex mutex_;
-  std::condition_variable wake_;
-  std::atomic<uint64_t> calls_{0};  // changed by the owner under the mutex, which guards the next four members
-  bool stopping_ = false;
-  Job job_ = nullptr;
-  void* context_ = nullptr;
-  int active_ = 0;
-  std::atomic<int> running_{0};
+  std::condition_variable wake_;     // of workers without a job
+  std::condition_variable changed_;  // of threads inside a job that wait for the word to change
+  bool stopping_ = false;            // guarded by the mutex
+  std::atomic<uint64_t> word_{0};
+  std::atomic<int> sleepers_{0};     // of changed_
+  std::atomic<int64_t> tickets_[2] = {{0}, {0}};  // of even phases, of odd ones
+  Job job_{};                        // written while no thread is inside
   std::vector<std::thread> workers_;
 };
 

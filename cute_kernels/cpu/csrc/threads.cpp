@@ -1,7 +1,5 @@
 // Threads, barriers and workspace of one engine call.
-#include <dlfcn.h>
-
-#include <atomic>
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <new>
@@ -12,7 +10,8 @@
 namespace magicube {
 namespace {
 
-constexpr int64_t kWorkspaceShare = 8;  // per-thread panels take at most 1/8 of the size of B
+constexpr int64_t kSharedPanels = 1 << 20;  // bytes of staged panels, or
+constexpr int64_t kWorkspaceShare = 8;      // 1/8 of the size of B, for several threads
 
 struct Aligned {
   explicit Aligned(int64_t bytes)
@@ -25,54 +24,25 @@ struct Aligned {
   uint8_t* data;
 };
 
-struct Common {
-  std::atomic<int64_t> tickets{0};
-  std::atomic<int> arrived{0};
-  std::atomic<int> generation{0};
-};
-
-class Member final : public ThreadGroup {
+// The caller alone.
+class Single final : public ThreadGroup {
  public:
-  Member(Common& common, int rank, int size, uint8_t* shared, uint8_t* local)
-      : common_(common), rank_(rank), size_(size), shared_(shared), local_(local) {}
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  int64_t ticket() override { return common_.tickets.fetch_add(1, std::memory_order_relaxed); }
+  Single(uint8_t* shared, uint8_t* local) : shared_(shared), local_(local) {}
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  int64_t ticket() override { return tickets_++; }
   uint8_t* shared() const override { return shared_; }
   uint8_t* local() const override { return local_; }
 
-  void barrier() override {
-    const int generation = common_.generation.load(std::memory_order_acquire);
-    if (common_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-      common_.arrived.store(0, std::memory_order_relaxed);
-      common_.tickets.store(0, std::memory_order_relaxed);
-      common_.generation.store(generation + 1, std::memory_order_release);
-      return;
-    }
-    spin_until([&] { return common_.generation.load(std::memory_order_acquire) != generation; });
+  bool barrier() override {
+    tickets_ = 0;
+    return true;
   }
 
  private:
-  Common& common_;
-  int rank_, size_;
+  int64_t tickets_ = 0;
   uint8_t* shared_;
   uint8_t* local_;
-};
-
-// OpenMP threads of torch: with two pools, spinning threads of one would occupy the cores of the other. The runtime does not
-// survive a fork, and a runtime other than GNU's may lack these symbols.
-struct OpenMp {
-  using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
-  using Number = int (*)();
-  Region parallel = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  Number rank = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
-  Number size = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
-
-  static const OpenMp& get() {
-    static const OpenMp found;
-    return found;
-  }
-  bool usable() const { return parallel && rank && size && !forks(); }
 };
 
 const int kForksBefore = forks();  // starts the counter
@@ -81,8 +51,11 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 }  // namespace
 
-int spmm_staged_panels(const SpmmArgs& args, int threads) {
-  return threads * kPanel * kWorkspaceShare <= args.n * args.batch ? threads : 1;
+int64_t spmm_staged_panels(const SpmmArgs& args, int threads, int64_t columns) {
+  if (threads == 1) return 1;
+  const int64_t panels = (args.n + columns - 1) / columns * args.batch;
+  const int64_t bytes = std::max(kSharedPanels, args.a.columns_total * args.n * args.batch * args.b.digits() / kWorkspaceShare);
+  return std::clamp(bytes / spmm_panel_bytes(args), int64_t{1}, std::max(panels, int64_t{1}));
 }
 
 int64_t spmm_panel_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.b.digits(); }
@@ -171,27 +144,15 @@ int64_t dense_shared_bytes(const DenseArgs& args, int threads) {
 
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
               const void* args) {
+  threads = std::min(threads, ThreadPool::kMostThreads);
   const Aligned shared(shared_bytes);
   const Aligned local(local_bytes * threads);
-  Common common;
-  const auto run = [&](int rank, int size) {
-    Member member(common, rank, size, shared.data, local.data ? local.data + local_bytes * rank : nullptr);
-    body(args, member);
-  };
-  if (threads == 1) return run(0, 1);
-  const OpenMp& openmp = OpenMp::get();
-  if (openmp.usable()) {
-    auto region = [&] { run(openmp.rank(), openmp.size()); };  // may be fewer threads than requested
-    using Call = decltype(region);
-    openmp.parallel([](void* call) { (*static_cast<Call*>(call))(); }, &region, static_cast<unsigned>(threads), 0);
-    return;
+  const int workers = threads > 1 ? ThreadLocalPool::get().provide(threads - 1) : 0;
+  if (workers == 0) {
+    Single single(shared.data, local.data);
+    return body(args, single);
   }
-  ThreadPool& pool = ThreadLocalPool::get();
-  const int workers = pool.provide(threads - 1);
-  if (workers == 0) return run(0, 1);
-  auto job = [&](int rank) { run(rank, workers + 1); };
-  using Job = decltype(job);
-  pool.run(workers, [](void* context, int rank) { (*static_cast<Job*>(context))(rank); }, &job);
+  ThreadLocalPool::get().run(workers, {body, args, shared.data, local.data, local_bytes});
 }
 
 }  // namespace magicube

@@ -43,10 +43,9 @@ Vector fill(Element value) {
 }
 
 template <class Vector>
-Vector wrapped_sum(Vector a, Vector b, int sign) {
+Vector wrapped_sum(Vector a, Vector b) {
   for (unsigned i = 0; i < sizeof a / 4; ++i) {
-    const auto x = static_cast<uint32_t>(a[i]), y = static_cast<uint32_t>(b[i]);
-    a[i] = static_cast<int32_t>(sign > 0 ? x + y : x - y);
+    a[i] = static_cast<int32_t>(static_cast<uint32_t>(a[i]) + static_cast<uint32_t>(b[i]));
   }
   return a;
 }
@@ -87,6 +86,11 @@ inline __m512i _mm512_set1_epi8(char x) { return emulated::fill<__m512i>(x); }
 inline __m512 _mm512_set1_ps(float x) { return emulated::fill<__m512>(x); }
 inline __m512d _mm512_set1_pd(double x) { return emulated::fill<__m512d>(x); }
 
+template <class... Int>
+__m512i _mm512_setr_epi32(Int... each) {
+  return __m512i{each...};
+}
+
 inline __m256 _mm256_loadu_ps(const float* from) { return emulated::load<__m256>(from); }
 inline __m512 _mm512_loadu_ps(const float* from) { return emulated::load<__m512>(from); }
 inline __m512d _mm512_loadu_pd(const double* from) { return emulated::load<__m512d>(from); }
@@ -106,10 +110,9 @@ inline void _mm512_store_si512(void* to, __m512i x) {
 inline void _mm512_stream_si512(__m512i* to, __m512i x) { _mm512_store_si512(to, x); }
 inline void _mm_sfence() {}
 
-inline __m128i _mm_add_epi32(__m128i a, __m128i b) { return emulated::wrapped_sum(a, b, 1); }
-inline __m256i _mm256_add_epi32(__m256i a, __m256i b) { return emulated::wrapped_sum(a, b, 1); }
-inline __m512i _mm512_add_epi32(__m512i a, __m512i b) { return emulated::wrapped_sum(a, b, 1); }
-inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) { return emulated::wrapped_sum(a, b, -1); }
+inline __m128i _mm_add_epi32(__m128i a, __m128i b) { return emulated::wrapped_sum(a, b); }
+inline __m256i _mm256_add_epi32(__m256i a, __m256i b) { return emulated::wrapped_sum(a, b); }
+inline __m512i _mm512_add_epi32(__m512i a, __m512i b) { return emulated::wrapped_sum(a, b); }
 inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
 inline __m512i _mm512_slli_epi32(__m512i a, int count) {
   for (int i = 0; i < 16; ++i) a[i] = static_cast<int32_t>(static_cast<uint32_t>(a[i]) << count);
@@ -139,12 +142,9 @@ inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) { return emulated::un
 inline __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) { return emulated::unpack<uint64_t>(a, b, false); }
 inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) { return emulated::unpack<uint64_t>(a, b, true); }
 
-inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int lanes) {
+inline __m512i _mm512_permutexvar_epi32(__m512i order, __m512i x) {
   __m512i out;
-  for (int lane = 0; lane < 4; ++lane) {
-    const __m512i& from = lane < 2 ? a : b;
-    for (int i = 0; i < 4; ++i) out[lane * 4 + i] = from[(lanes >> 2 * lane & 3) * 4 + i];
-  }
+  for (int i = 0; i < 16; ++i) out[i] = x[order[i] & 15];
   return out;
 }
 inline __m256i _mm512_castsi512_si256(__m512i a) { return emulated::bits<__m256i>(a); }

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import magicube_cutlass as mc
 from cute_kernels.cpu import engine
-from cute_kernels.cpu.arguments import OUT_TYPES
+from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, address_of
 from cute_kernels.cpu.dense import PackedRight, pack_right
 from cute_kernels.cpu.direct import prepare_direct
 from cute_kernels.cpu.estimate import PROBES, probe_right
+from magicube_cutlass.dispatch.cpu import pack_operand
 
 SOURCES = Path(__file__).resolve().parents[3] / "cute_kernels" / "cpu" / "csrc"
 ASSEMBLY = 'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));'
@@ -65,6 +67,22 @@ extern "C" void dense(int emulated, int threads, const int8_t* packed, const int
   run_thread_group(threads, dense_shared_bytes(args, threads), 0, [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->dense(*static_cast<const DenseArgs*>(j.args), group);
+  }, &job);
+}
+extern "C" void spmm(int emulated, int threads, const int64_t* row_start, const int64_t* row_end, const int32_t* columns,
+                     const uint8_t* planes, const int64_t* row_sums, int64_t plane_bytes, int64_t m, int64_t k, int vector_length,
+                     int stride, int bits, const uint8_t* b, int64_t run_bytes, int along_inner, int b_bits, int64_t n,
+                     const float* rows, const float* b_scales, const float* bias, int out_type, void* out) {
+  const Sparse a{row_start, row_end, columns, planes, row_sums, plane_bytes, (m + vector_length - 1) / vector_length, m, k,
+                 vector_length, stride, bits, true};
+  SpmmArgs args{a, {b, 0, run_bytes, along_inner != 0, b_bits, true}, {rows, b_scales, bias, 0, 0}, out,
+                static_cast<Out>(out_type), n, 1, {}, 1};
+  const Job job{&engine_of(emulated), &args};
+  args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns);
+  run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
+                   [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), group);
   }, &job);
 }
 """
@@ -186,6 +204,54 @@ def test_dense_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
     right, out = pack_right(b), torch.empty(7, n, dtype=torch.int32)
     multiply_emulated(emulated_engine, 1, 1, a, right, out, None, (None, None, None))
     assert torch.equal(out.long(), a.long() @ b.long())
+
+
+def multiply_sparse_emulated(
+    library: ctypes.CDLL, emulated: int, threads: int, a: SparseOperand, b: Tensor, out: Tensor,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:  # fmt: skip
+    """``out`` by the engine's sparse product with int8 or int16 columns of ``b`` (K, N)."""
+    _, blocks, v, stride = a.planes.shape
+    along = b.stride(0) == 1
+    library.spmm(
+        emulated, threads, *pointers(a.row_start, a.row_end, a.col_indices, a.planes, a.row_sums),
+        *map(ctypes.c_int64, (blocks * v * stride, a.rows, a.columns)), v, stride, a.bits, *pointers(b),
+        ctypes.c_int64(b.stride(int(along)) * b.element_size()), int(along), 8 * b.element_size(), ctypes.c_int64(b.shape[1]),
+        *(ctypes.c_void_p(address_of(scale)) for scale in scales), OUT_TYPES[out.dtype], *pointers(out),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", (1, 2, 7, 16, 31, 64, 65, 200))
+def test_sparse_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    for v in (1, 2, 4, 8, 16):
+        for m, k, a_type, b_type in (
+            (41, 70, torch.int8, torch.int8),
+            (16, 390, torch.int8, torch.int16),
+            (9, 33, torch.int16, torch.int8),
+        ):
+            a, b = (
+                torch.randint(torch.iinfo(kind).min, torch.iinfo(kind).max + 1, size, generator=generator).to(kind)
+                for kind, size in ((a_type, (m, k)), (b_type, (k, n)))
+            )
+            a *= (torch.rand(m, k, generator=generator) < 0.4).to(a_type)
+            a[0], b[:, 0] = torch.iinfo(a_type).min, torch.iinfo(b_type).min
+            matrix = mc.SRBCRS.from_dense(a, vector_length=v, bits=8 * a.element_size())
+            assert matrix.bits is not None
+            sparse = SparseOperand(*pack_operand(matrix), m, k, matrix.bits, True)
+            expected = a.long() @ b.long()
+            for right in (b, b.t().contiguous().t()):
+                for threads in (1, 2):
+                    out = torch.empty(m, n, dtype=torch.int64)
+                    multiply_sparse_emulated(emulated_engine, 1, threads, sparse, right, out, (None, None, None))
+                    assert torch.equal(out, expected)
+            rows, columns, bias = (torch.rand(size, generator=generator) for size in (m, n, m))
+            found = []
+            for emulated in (0, 1):
+                out = torch.empty(m, n)
+                multiply_sparse_emulated(emulated_engine, emulated, 1, sparse, b, out, (rows, columns, bias))
+                found.append(out)
+            assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

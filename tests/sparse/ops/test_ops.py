@@ -181,8 +181,10 @@ import threading
 import torch
 
 import magicube_cutlass as mc
+from cute_kernels.cpu import extension
 
 torch.set_num_threads(3)
+extension.load_extension().set_serial_work(0)
 mask = mc.random_pattern(256, 512, 0.5, 8).to_dense()
 a = mc.SRBCRS.from_mask(torch.randint(-128, 128, (256, 512)), mask, vector_length=8, bits=8)
 b = mc.QuantTensor.from_ints(torch.randint(-128, 128, (512, 300)), bits=8)

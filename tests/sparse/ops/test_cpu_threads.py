@@ -1,0 +1,76 @@
+"""Threads of the CPU engine: the same results from any number of them, whether or not they come in time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+from cute_kernels.cpu import engine
+from cute_kernels.cpu.dense import multiply, pack_right
+
+pytestmark = pytest.mark.skipif(not engine.available(), reason="needs the compiled engine")
+
+
+@pytest.fixture
+def busy_cores() -> Iterator[None]:
+    """Processes that leave the workers of a call little time, so that many come late."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    yield
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def calls() -> list[Callable[[], Tensor]]:
+    """Calls with one to many phases."""
+    generator = torch.Generator().manual_seed(0)
+    a = mc.SRBCRS.from_dense(torch.randn(70, 130, generator=generator), vector_length=8, bits=8)
+    ints, wide = (torch.randint(-high, high, (130, 200), generator=generator) for high in (128, 1 << 15))
+    right = mc.QuantTensor.from_ints(ints, bits=8)
+    x = torch.randn(90, 130, generator=generator)
+    torch.manual_seed(0)
+    layer = mc.nn.SparseQuantLinear.from_linear(nn.Linear(130, 70), 0.5).eval().freeze()
+    left, packed = ints.t().to(torch.int8).contiguous(), pack_right(ints.to(torch.int8))
+    return [
+        lambda: mc.spmm(a, right),
+        lambda: mc.spmm(a, mc.QuantTensor.from_ints(wide, bits=16)),
+        lambda: layer(x),
+        lambda: layer(x[:5]),
+        lambda: multiply(left, packed),
+        *(lambda axis=axis: mc.quantize(x, bits=8, axis=axis).data for axis in (None, 0, 1)),  # type: ignore[misc]
+    ]
+
+
+@pytest.mark.usefixtures("busy_cores")
+def test_late_threads_change_no_result(use_threads: Callable[[int], None]) -> None:
+    with torch.inference_mode():
+        for call in calls():
+            use_threads(1)
+            expected = call()
+            for threads in (2, 3, 7):
+                use_threads(threads)
+                for _ in range(20):
+                    torch.full_like(expected, 77)  # the output takes this memory, not that of an earlier one
+                    assert torch.equal(call(), expected)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_no_thread_runs_between_calls(use_threads: Callable[[int], None]) -> None:
+    use_threads(4)
+    call = calls()[0]
+    call()
+    idle = 0.0
+    for _ in range(50):
+        call()
+        before = time.process_time()
+        time.sleep(0.005)
+        idle += time.process_time() - before
+    assert idle < 0.1 * 50 * 0.005
