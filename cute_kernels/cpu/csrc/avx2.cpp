@@ -37,7 +37,6 @@ struct Avx2 {
 
   static constexpr bool kFew = true;
   static constexpr bool kStreams = true;
-  static constexpr int64_t kStreamBytes = 4 << 20;  // smaller outputs stay in L3
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
   static void place(const uint8_t* bytes, int64_t rows, bool is_signed, uint8_t* panel) {

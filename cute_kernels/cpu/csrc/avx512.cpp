@@ -20,7 +20,6 @@ struct Avx512 {
   static constexpr int kColumns = 64;
   static constexpr bool kFew = false;
   static constexpr bool kStreams = true;
-  static constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not fit L2
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
 

@@ -12,6 +12,7 @@ namespace magicube {
 constexpr int kPanel = 64;          // bytes of a row of a panel; most columns of a panel
 constexpr int kQuad = 4;            // nonzeros per 32-bit multiply-accumulate lane
 constexpr int64_t kMaxColumns = int64_t{1} << 28;  // of the sparse operand: 8 * column must fit 32 bits
+constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not fit L2
 constexpr int kMaxDigits = 2;
 constexpr int kMaxVector = 32;
 constexpr int kFewColumns = 16;     // of the dense operand, for which an instruction set may have kernels of their own

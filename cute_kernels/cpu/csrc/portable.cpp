@@ -20,7 +20,6 @@ struct Portable {
 
   static constexpr bool kFew = false;
   static constexpr bool kStreams = false;
-  static constexpr int64_t kStreamBytes = 0;
 
   static void place(const uint8_t* bytes, int64_t rows, bool, uint8_t* panel) {
     std::memcpy(panel, bytes, static_cast<size_t>(rows * kPanel));
