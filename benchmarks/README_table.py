@@ -19,16 +19,8 @@ FLOATS, ATTENTION, CHOOSE, GEMM = "floats", "attention", "choose", "gemm"
 COMPENSATED = "compensated"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
-GPU_BASELINES = (
-    "dense fp16",
-    "dense int8",
-    "dense fp8",
-    "magicube dense int8",
-    "2:4 int8",
-    "BSR fp16 32",
-    "Blocked-ELL int8 16",
-)
-SAME_MATRIX = 5  # ours and the dense ones
+GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8", "2:4 int8", "BSR fp16 32",
+                 "Blocked-ELL int8 16")  # fmt: skip
 
 
 def _break_even_line(size: dict[str, Any]) -> str:
@@ -45,9 +37,8 @@ def _break_even_line(size: dict[str, Any]) -> str:
 
 def _run(results: dict[str, Any]) -> str:
     """The date of a run, and its commit, which the oldest results files do not name; a plus sign: it had changes."""
-    machine = results["machine"]
-    commit = machine.get("commit", "not recorded")
-    return f"{machine['date']}, commit {commit.removesuffix('+')}{' and changes after it' * commit.endswith('+')}"
+    date, commit = results["machine"]["date"], results["machine"].get("commit", "not recorded")
+    return f"{date}, commit {commit.removesuffix('+')}{' and changes after it' * commit.endswith('+')}"
 
 
 def render_cpu() -> str:
@@ -105,12 +96,11 @@ def render_layer_times(results: dict[str, Any]) -> str:
 
 def _microseconds(row: dict[str, Any] | None, bold: bool = False) -> str:
     """Behind another kernel and, in brackets, in a loop; the latter alone where nothing else was measured."""
-    if not (row and "us" in row):
-        return "-"
-    if "behind_us" not in row:
-        return f"{row['us']:.1f}"
+    us = f"{row['us']:.1f}" if row and "us" in row else "-"
+    if not (row and "behind_us" in row):
+        return us
     behind = f"{row['behind_us']:.1f}"
-    return f"{f'**{behind}**' if bold else behind} ({row['us']:.1f})"
+    return f"{f'**{behind}**' if bold else behind} ({us})"
 
 
 def render_gpu(results: dict[str, Any]) -> str:
@@ -129,7 +119,7 @@ def render_gpu(results: dict[str, Any]) -> str:
         baselines = {row["name"]: row for row in case["rivals"]}
         ours = next(row for row in case["ours"] if row["name"] == "L8-R8 V=8")
         found = [ours, *(baselines.get(name) for name in GPU_BASELINES)]
-        same = [row["behind_us"] for row in found[:SAME_MATRIX] if row and "behind_us" in row]
+        same = [row["behind_us"] for row in found[:5] if row and "behind_us" in row]
         cells = [_microseconds(row, row is not None and row.get("behind_us") == min(same, default=0)) for row in found]
         lines.append(f"| {m} x {k} x {n}, {case['sparsity']:g} | " + " | ".join(cells) + " |")
     lines += [

@@ -29,11 +29,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def python_calls(call: Callable[[], object], among: str = "") -> int:
-    """Calls of Python functions in a call of `call`, which itself counts as none; `among`: in files below a folder."""
+    """Calls of Python functions in a call of `call`, which itself counts as none; `among`: of the library's in a folder."""
     names: list[str] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and (frame.f_code.co_filename.startswith(among) or not names):
+        file = frame.f_code.co_filename
+        ours = file.startswith(among) and not (among and "site-packages" in file)
+        if event == "call" and (ours or not names):
             names.append(frame.f_code.co_qualname)
 
     before = sys.getprofile()
