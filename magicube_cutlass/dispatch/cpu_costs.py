@@ -29,7 +29,7 @@ from magicube_cutlass.formats.srbcrs import SRBCRS
 log = logging.getLogger("magicube")
 
 _ROOM = "cpu"
-_KERNELS = 4  # edition of the engine's kernels, to be raised with their speed: costs of another one are measured again
+_KERNELS = 5  # edition of the engine's kernels, to be raised with their speed: costs of another one are measured again
 _BUDGET = 0.15  # seconds; two rounds are always made
 Costs = tuple[float, ...]
 _Product = tuple[Costs, Callable[[], object]]  # terms, and the call that takes them
@@ -72,9 +72,10 @@ def sparse_terms(
     m: int, k: int, n: int, vectors: int, vector_length: int, digits: int, batch: int, out_bits: int
 ) -> Costs:
     """Return the terms of the engine's product; `digits`: of A times those of B."""
-    panels, results = -(-n // 64) * batch, m * n * batch
+    columns = extension.load_extension().panel_columns()
+    width, results = -(-n // columns) * columns * batch, m * n * batch  # of whole panels
     group = max(vector_length, 4) / 8 * digits
-    return 1.0, panels * vectors / 4 * group, results + panels * k * 64, results * float(out_bits == 16)
+    return 1.0, width / 64 * vectors / 4 * group, results + width * k, results * float(out_bits == 16)
 
 
 def dense_terms(m: int, k: int, n: int, batch: int, is_integer: bool) -> Costs:

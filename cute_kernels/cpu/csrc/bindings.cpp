@@ -307,6 +307,7 @@ NB_MODULE(_engine, m) {
   // What is alive when a process ends is no leak of this module: torch.compile holds its models until then.
   nb::set_leak_warnings(false);
   m.def("isa", [] { return std::string(selected().name); });
+  m.def("panel_columns", [] { return selected().spmm_columns; });
   // Returns the value before. Tests start threads for little work.
   m.def("set_serial_work", [](int64_t work) { return std::exchange(serial_work, work); }, "work"_a);
   m.def("isas", [] {
