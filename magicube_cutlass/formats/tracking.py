@@ -90,5 +90,5 @@ def keep_record(derived: dict[Any, Any], kind: Hashable, record: object) -> None
     """
     records = derived.setdefault(RECORDS, {})
     records[kind] = record
-    if len(records) > MAX_RECORDS:
-        records.pop(next(iter(records)), None)
+    for oldest in list(records)[: len(records) - MAX_RECORDS] if len(records) > MAX_RECORDS else ():
+        records.pop(oldest, None)  # another thread may have dropped it
