@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import struct
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -51,26 +52,30 @@ def directory() -> Path:
     return Path(base) / "magicube" / "kernels"
 
 
-def headers_digest() -> str:
-    """Return the SHA-256 over names and contents of the project's headers."""
-    files = []
-    for folder, _, names in os.walk(toolchain.KERNEL_HEADERS):
-        for name in names:
-            if name.endswith(".cuh"):
-                path = os.path.join(folder, name)
-                status = os.stat(path)
-                files.append((path, status.st_mtime_ns, status.st_size))
-    return _digest(str(toolchain.KERNEL_HEADERS), tuple(sorted(files)))
+def headers_digest(source: str) -> str:
+    """Return the SHA-256 over names and contents of the project's headers that `source` includes, directly or not."""
+    names, found = _includes(source), {}
+    while names:
+        name = names.pop()
+        path = toolchain.KERNEL_HEADERS / name
+        if name in found or not path.is_file():  # the compiler names a missing one
+            continue
+        status = path.stat()
+        found[name], included = _header(path, status.st_mtime_ns, status.st_size)
+        names |= included
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 
-@lru_cache(maxsize=8)
-def _digest(root: str, files: tuple[tuple[str, int, int], ...]) -> str:
-    """SHA-256 of ``files`` (path, change time in nanoseconds, size); read again only if one changed."""
-    digest = hashlib.sha256()
-    for path, _, _ in files:
-        text = Path(path).read_bytes()
-        digest.update(f"{os.path.relpath(path, root)} {len(text)}\n".encode() + text)
-    return digest.hexdigest()
+def _includes(source: str) -> set[str]:
+    """Headers named in quotes, which is how the project's are included; also those that a condition leaves out."""
+    return set(re.findall(r'^\s*#\s*include\s*"([^"]+)"', source, re.MULTILINE))
+
+
+@lru_cache(maxsize=256)
+def _header(path: Path, changed: int, size: int) -> tuple[str, frozenset[str]]:
+    """SHA-256 of a header and what it includes; read again only if its time of change or size differs."""
+    text = path.read_text()
+    return hashlib.sha256(text.encode()).hexdigest(), frozenset(_includes(text))
 
 
 def key(unit: Unit) -> str:
@@ -84,7 +89,7 @@ def key(unit: Unit) -> str:
     ingredients = {
         "schema": SCHEMA,
         "unit": asdict(unit),
-        "headers": headers_digest(),
+        "headers": headers_digest(unit.source),
         "versions": toolchain.find().versions,
         "options": [COMPILE_OPTIONS, LINK_OPTIONS],
     }

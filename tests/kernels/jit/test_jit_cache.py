@@ -77,10 +77,7 @@ def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch, variables: dict[st
 
 
 def test_every_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    headers = tmp_path / "headers"
-    (headers / "deep").mkdir(parents=True)
-    (headers / "a.cuh").write_text("1")
-    monkeypatch.setattr(toolchain, "KERNEL_HEADERS", headers)
+    monkeypatch.setattr(toolchain, "KERNEL_HEADERS", tmp_path)
     versions = dict.fromkeys(("nvrtc", "nvjitlink", "cutlass", "cccl", "runtime"), "1")
     keys = []
 
@@ -95,20 +92,34 @@ def test_every_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch, tmp_p
     for name in versions:
         versions[name] = "2"
         note()
-    (headers / "a.cuh").write_text("2")
-    os.utime(headers / "a.cuh", ns=(1, 1))  # the two writes may fall into one tick of the clock
-    note()
-    (headers / "a.cuh").rename(headers / "b.cuh")
-    note()
-    (headers / "deep" / "c.cuh").write_text("")
-    note()
     monkeypatch.setattr(cache, "COMPILE_OPTIONS", {**cache.COMPILE_OPTIONS, "std": "c++20"})
     note()
     monkeypatch.setattr(cache, "LINK_OPTIONS", {})
     note()
     monkeypatch.setattr(cache, "SCHEMA", cache.SCHEMA + 1)
     note()
-    assert len(set(keys)) == len(keys) == 15
+    assert len(set(keys)) == len(keys) == 12
+
+
+def test_the_key_holds_the_headers_that_a_unit_includes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(toolchain, "KERNEL_HEADERS", tmp_path)
+    (tmp_path / "deep").mkdir()
+    times = iter(range(1, 10))
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, ns=(1, next(times)))  # two writes may fall into one tick of the clock
+        return cache.key(unit)
+
+    unit = replace(UNIT, source='#include "a.cuh"\n#include <cute/tensor.hpp>\n' + UNIT.source)
+    keys = [
+        write("other.cuh", "1"),
+        write("a.cuh", '  # include "deep/b.cuh"\n#include "a.cuh"'),
+        write("deep/b.cuh", "1"),
+        write("deep/b.cuh", "2"),
+    ]
+    assert len(set(keys)) == 4
+    assert write("other.cuh", "2") == keys[-1]  # no kernel is compiled again for a header that it does not read
 
 
 def damage(path: Path, how: str) -> None:
