@@ -27,7 +27,7 @@ from cute_kernels.jit.launch_cache import LaunchCache
 from cute_kernels.operands import ALIGNMENT, aligned
 
 _BIAS_FACTOR, _TINY = 2.0**100, 2.0**-100  # exponent bias factor of slices with tiny scales
-_ZERO_SCALE = 2.0**-38  # never the largest scale of a matrix
+ZERO_SCALE = 2.0**-38  # of zeros: never the largest scale of a matrix
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 _launches = LaunchCache(256)
 
@@ -171,7 +171,7 @@ def _scales(absmax: Tensor, rule: _DigitRule) -> Tensor:
             scale.double() * rule.high < double, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale
         )
     scale = torch.maximum(scale, torch.nextafter(torch.zeros_like(scale), torch.ones_like(scale)))
-    scale = torch.where(absmax > 0, scale, _ZERO_SCALE)
+    scale = torch.where(absmax > 0, scale, ZERO_SCALE)
     return torch.where(absmax.isfinite(), scale, torch.nan)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.digits import digit_rule
+from cute_kernels.convert.digits import ZERO_SCALE, digit_rule
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
@@ -31,7 +31,6 @@ FACTORS = 1025  # of shares 0/1024 to 1024/1024
 RECORD = 2 * 136 + 4  # float64 sums of a CTA
 MOST_COLUMNS = 65536  # that the sums of a pass add up
 LARGEST_SCALE = 2.0**24
-SMALLEST_SCALE = 2.0**-38
 _ROWS, _WARPS, _STEP = 32, 8, 32  # as in look.cuh
 _DIGITS = 3  # of probes and of vectors
 _PACK_THREADS = 256
@@ -131,7 +130,7 @@ class LookLimits:
     tol: float
     factors: Tensor
     product_rounding: tuple[float, float]
-    scales: tuple[float, float] = (SMALLEST_SCALE, LARGEST_SCALE)
+    scales: tuple[float, float] = (ZERO_SCALE, LARGEST_SCALE)
 
 
 def padded_length(count: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.convert.digits import ZERO_SCALE
 from residual.cuda.operand import FAR, GpuOperand
 from residual.error.estimate import ErrorEstimate, from_sums
 from residual.error.factor import confidence, sharp_factor
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _NOISE = 2.0**-21  # of float32 probes against the product of the operands' norms; errors below it are judged in double
 _ROOM = 32  # a vector's length in memory is a multiple of it
-# Scales of lines whose magnitudes are near one lie between these, a power of two to spare.
-FAR_SCALES = (2.0 ** -(FAR + 7), 2.0 ** (FAR - 7))
+# Scales of lines of zeros, and of lines whose magnitudes are near one, lie between these, a power of two to spare.
+FAR_SCALES = (ZERO_SCALE, 2.0 ** (FAR - 7))
 
 
 @lru_cache(maxsize=256)

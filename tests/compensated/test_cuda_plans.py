@@ -11,10 +11,10 @@ from torch import Tensor
 
 from cute_kernels.estimate.probes import Comparison
 from residual.cuda import early_check, flow
-from residual.cuda.check import Check, estimate_of
+from residual.cuda.check import FAR_SCALES, Check, estimate_of
 from residual.cuda.cost_model import H200 as PRICES
 from residual.cuda.cost_model import Costs, Sizes, cost
-from residual.cuda.operand import gpu_operand, hot_columns
+from residual.cuda.operand import FAR, gpu_operand, hot_columns
 from residual.cuda.plans import COUNTS, GpuPlan, plans_of
 from residual.cuda.predict import R1, Forecast, X, forecast
 from residual.cuda.products import run_plan
@@ -136,6 +136,15 @@ def test_zero_lines_do_not_poison_the_statistics() -> None:
     assert few == pytest.approx(full, rel=0.2) and few == pytest.approx(true, rel=0.3)
     nothing = look(A * 0, B)
     assert nothing.error(GpuPlan("direct", 8)) == 0 and nothing.error(SINGLE) == 0
+
+
+def test_scales_of_zeros_and_of_the_least_lines_that_are_left_alone_are_not_far() -> None:
+    x = torch.zeros(2, 40)
+    x[1, 3] = 2.0**-FAR
+    assert gpu_operand(x).exponent is None
+    least, most = FAR_SCALES
+    scale = gpu_operand(x).digits(8, 2).scale
+    assert (scale >= least).all() and (scale <= most).all()
 
 
 def test_outlier_columns_are_found_whatever_the_scale_of_the_lines() -> None:
