@@ -32,6 +32,8 @@ class BoxProbeConfig:
     def smem_bytes(self) -> int:
         return self.size + 16
 
+    shared_carveout = -1
+
     def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""
         members = f"static constexpr int kFill = {FILL}, kTries = {self.tries};"

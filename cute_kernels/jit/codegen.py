@@ -53,6 +53,14 @@ class KernelConfig:
         return 0
 
     @property
+    def shared_carveout(self) -> int:
+        """Percent of an SM's memory to set up as shared; -1: the driver's choice.
+
+        A CTA that needs more than is set up waits until the SM is empty: what others start behind may ask for all.
+        """
+        return -1
+
+    @property
     def name(self) -> str:
         """Short name, unique among the configs; results files store it."""
         raise NotImplementedError

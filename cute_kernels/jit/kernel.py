@@ -49,6 +49,10 @@ class Config(Hashable, Protocol):
     def smem_bytes(self) -> int:
         """Bytes of dynamic shared memory per CTA."""
 
+    @property
+    def shared_carveout(self) -> int:
+        """Percent of an SM's memory to set up as shared; -1: the driver's choice."""
+
 
 def _driver() -> Any:
     from cuda.bindings import driver
@@ -132,7 +136,7 @@ class Kernel:
     >>> kernel.launch((1, 1, 1), (x.data_ptr(), np.int32(2)))  # doctest: +SKIP
     """
 
-    def __init__(self, binary: Binary, threads: int, smem_bytes: int, device: int) -> None:
+    def __init__(self, binary: Binary, threads: int, smem_bytes: int, device: int, carveout: int = -1) -> None:
         from cuda.core import ObjectCode
 
         driver = _driver()
@@ -151,7 +155,11 @@ class Kernel:
         self._driver = driver  # an import statement would be a tenth of a launch's time
         attribute = driver.CUfunction_attribute
         if smem_bytes:
-            self._set(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes)
+            size = f"{smem_bytes} bytes of dynamic shared memory"
+            self._set(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes, size)
+        if carveout >= 0:
+            share = f"{carveout}% as shared memory"
+            self._set(attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout, share)
         self.num_regs = self._get(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS)
         self.local_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
         self.shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
@@ -165,8 +173,8 @@ class Kernel:
         device = self._driver.CUdevice(self.device)
         return _check(f"attribute of {self.name}", self._driver.cuKernelGetAttribute(attribute, self._handle, device))
 
-    def _set(self, attribute: Any, value: int) -> None:
-        what = f"{self.name} with {value} bytes of dynamic shared memory on device {self.device}"
+    def _set(self, attribute: Any, value: int, setting: str) -> None:
+        what = f"{self.name} with {setting} on device {self.device}"
         device = self._driver.CUdevice(self.device)
         _check(what, self._driver.cuKernelSetAttribute(attribute, value, self._handle, device))
 
@@ -323,7 +331,9 @@ def get_kernel(config: Config) -> Kernel:
             kernel = _kernels.get((config, device))
             if kernel is None:
                 binary = build(config.translation_unit(current_arch()))
-                kernel = _kernels[config, device] = Kernel(binary, config.threads, config.smem_bytes, device)
+                kernel = _kernels[config, device] = Kernel(
+                    binary, config.threads, config.smem_bytes, device, config.shared_carveout
+                )
     return kernel
 
 

@@ -104,11 +104,12 @@ def spmm(
     col_scale: Tensor | None,
     bias: Tensor | None,
     pdl: bool = False,
+    padded: bool = False,
 ) -> None:
     """Compute ``out = (A B) * row_scale * col_scale + bias`` by the named kernel, on the current stream of A's device.
 
     `pdl`: the launch may start before the preceding kernel ends; that kernel wrote nothing of `matrix`, or the config
-    has `a_just_written`.
+    has `a_just_written`. `padded`: the rows of B go on to a multiple of 16 bytes, in memory that was made for it.
     """
     if out.numel() == 0:
         return
@@ -123,7 +124,7 @@ def spmm(
         config.launch(
             get_kernel(config),
             matrix,
-            _place(ready, padded=copies(b, -1)),
+            _place(ready, padded=padded or copies(b, -1)),
             target,
             _factor(row_scale),
             _factor(col_scale),

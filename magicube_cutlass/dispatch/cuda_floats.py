@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert import quantize as kernels
+from cute_kernels.convert.quantize_transposed import MOST_ENTRIES, quantize_transposed
 from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.jit.workspace import Kept
 from magicube_cutlass.dispatch import cuda
@@ -18,7 +19,7 @@ _BITS = 8
 
 def is_column_major(x: Tensor) -> bool:
     """Return whether `x` (K, N) is quantized by rows of its transpose: the output of a layer's linear predecessor."""
-    return x.mT.is_contiguous() and not x.is_contiguous()
+    return x.mT.is_contiguous()
 
 
 def can_record(x: Tensor, bits: int, act_scale: Tensor | None) -> bool:
@@ -80,11 +81,16 @@ class QuantizedSpmm:
     def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         given = None if act_scale is None else act_scale.reshape(())
         rows = x.mT if self._swap else x
-        data, scale = kernels.quantize(rows, bits=_BITS, signed=True, axis=self._axis, scale=given)
-        data = data.mT if self._swap else data  # (K, N)
+        transposes = self._swap and x.numel() <= MOST_ENTRIES and (given is not None or self._axis == 1)
+        if transposes:
+            data, scale = quantize_transposed(rows, given)
+        else:
+            data, scale = kernels.quantize(rows, bits=_BITS, signed=True, axis=self._axis, scale=given)
+            data = data.mT if self._swap else data  # (K, N)
         factor = scale.reshape(()) if self._axis is None else scale.reshape(-1)
         dense = DenseOperand(data, _BITS, True, -2, -1)
         cuda.spmm(
-            self._kernel, self._packed, dense, self._inner, out, self._row_scale, factor, self._float_bias, pdl=True
-        )
+            self._kernel, self._packed, dense, self._inner, out, self._row_scale, factor, self._float_bias,
+            pdl=True, padded=transposes,
+        )  # fmt: skip
         return ()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import magicube_cutlass as mc
 from magicube_cutlass import autograd as ag
 from magicube_cutlass.autograd import integer
+from magicube_cutlass.dispatch import cuda_floats
 from magicube_cutlass.nn import PruningSchedule, SparseQuantConfig, SparseQuantLinear, calibrate
 
 pytestmark = pytest.mark.gpu
@@ -221,16 +222,21 @@ def test_a_model_learns_on_a_schedule() -> None:
     assert model[0].pattern.density == pytest.approx(0.3, abs=0.01)
 
 
+@pytest.mark.parametrize("most", [0, cuda_floats.MOST_ENTRIES], ids=["copied", "transposed"])
+@pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_warm_product_of_floats_is_the_first_one_and_follows_its_operands(dtype: torch.dtype, static: bool) -> None:
+def test_a_warm_product_of_floats_is_the_first_one_and_follows_its_operands(
+    dtype: torch.dtype, static: bool, tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second call runs a record; its launches are replayed from the third one on."""
+    monkeypatch.setattr(cuda_floats, "MOST_ENTRIES", most)
     matrix = mc.SRBCRS.from_mask(normal(64, 300), mc.random_pattern(64, 300, 0.6, 8).to_dense(), vector_length=8).to(
         "cuda"
     )
     bias = normal(64, seed=4, dtype=dtype).cuda()
     scale = torch.tensor(0.03, device="cuda") if static else None
-    xs = [normal(70, 300, seed=seed, dtype=dtype).cuda() for seed in range(3)]
+    xs = [normal(tokens, 300, seed=seed, dtype=dtype).cuda() for seed in range(3)]
 
     def fresh(x: Tensor) -> Tensor:
         matrix._execution.clear()
