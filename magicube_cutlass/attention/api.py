@@ -10,12 +10,13 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from magicube_cutlass.attention import torch_op
+from magicube_cutlass.attention import cpu_fused, torch_op
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale, check_softmax_bits
 from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.formats.pattern import Pattern
 
 QKV_BITS = (4, 8, 16)
+_ENGINE = (None, "fused")  # what the CPU engine's one call takes
 Impl = Literal["fused", "unfused", "three"]  # "three": deprecated name of "unfused"
 
 
@@ -147,7 +148,8 @@ def sparse_attention(
     bias : Tensor, shape (..., Lk), optional
         Floats added to the logits per key; -inf excludes a key. Leading dimensions broadcast to those of `q`.
     impl : {"fused", "unfused"}, optional
-        One kernel on a GPU, or the three products of the paper. Default: fused if a kernel supports the call.
+        One kernel, or the three products of the paper. Default: fused if a kernel supports the call. On a CPU it gives
+        the integers of the three products, but for ties in the rounding of the exponential.
     nan_for_empty : bool, default False
         Queries without keys give NaN instead of zeros.
     return_lse : bool, default False
@@ -189,6 +191,13 @@ def sparse_attention(
     >>> bool((mc.sparse_attention(q, k, v, mask) - dense).abs().max() < 0.05)
     True
     """
+    kind = None
+    if impl in _ENGINE and not torch.compiler.is_compiling():
+        choices = (softmax_bits, qkv_bits, scale, type(scale), causal, nan_for_empty, return_lse)
+        kind = cpu_fused.attention_kind(q, k, v, bias, mask, choices)
+        known = None if kind is None else cpu_fused.known_record(mask, kind)
+        if known is not None:
+            return known(q, k, v, bias)
     _check_tensors(q, k, v)
     check_softmax_bits(softmax_bits, "softmax_bits")
     if qkv_bits not in QKV_BITS:
@@ -201,17 +210,24 @@ def sparse_attention(
     masks = _masks(mask, q, k.shape[-2])
     logit_scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else check_scale(scale)
     batch = q.shape[:-2]
+    flat = None
     if bias is not None:
         check_key_bias(bias, k.shape[-2], q.device)
-        bias = _flat_bias(bias, batch)
+        flat = cpu_fused.flat_bias(bias, batch)
     if 0 in (*q.shape, *v.shape):
         out, lse = _without_keys(q, v, nan_for_empty)
-    else:
-        matrices = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]  # (N, L, d)
-        names, bits = " ".join([one._named(one._version_id) for one in masks]), [softmax_bits, qkv_bits]
-        out, lse = torch_op.sparse_attention(
-            *matrices, bias, names, bits, logit_scale, causal, nan_for_empty, return_lse, impl or ""
-        )
+        return (out, lse) if return_lse else out
+    options = (softmax_bits, qkv_bits, logit_scale, causal, nan_for_empty, return_lse)
+    if kind is not None:
+        kind = cpu_fused.attention_kind(q, k, v, bias, mask, choices)  # a written mask was scanned again
+    record = None if kind is None else cpu_fused.attention_record(q, k, v, bias, masks, kind, *options)
+    if record is not None:
+        return record(q, k, v, bias)
+    matrices = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]  # (N, L, d)
+    names, bits = " ".join([one._named(one._version_id) for one in masks]), [softmax_bits, qkv_bits]
+    out, lse = torch_op.sparse_attention(
+        *matrices, flat, names, bits, logit_scale, causal, nan_for_empty, return_lse, impl or ""
+    )
     out = out.reshape(*batch, q.shape[-2], v.shape[-1])
     return (out, lse.reshape(*batch, q.shape[-2])) if return_lse else out
 
@@ -220,15 +236,3 @@ def _without_keys(q: Tensor, v: Tensor, nan_for_empty: bool) -> tuple[Tensor, Te
     """Result and log-sum-exp of a call without queries, keys or columns."""
     empty = math.nan if nan_for_empty else 0.0
     return q.new_full((*q.shape[:-1], v.shape[-1]), empty), torch.full(q.shape[:-1], -math.inf, device=q.device)
-
-
-def _flat_bias(bias: Tensor, batch: torch.Size) -> Tensor:
-    """The bias as float32 (1, Lk), or (N, Lk) if it varies along the leading dimensions."""
-    if bias.shape[:-1].numel() == 1:
-        return bias.to(torch.float32).reshape(1, -1)
-    try:
-        expanded = bias.expand(*batch, bias.shape[-1])
-    except RuntimeError:
-        raise ValueError(f"bias must broadcast to the leading dimensions {tuple(batch)} of q, got shape "
-                         f"{tuple(bias.shape)}") from None  # fmt: skip
-    return expanded.to(torch.float32).reshape(-1, bias.shape[-1])

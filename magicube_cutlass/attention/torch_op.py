@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicube_cutlass.attention import unfused
+from magicube_cutlass.attention import cpu_fused, unfused
 from magicube_cutlass.attention.unfused import Options
 from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.formats.pattern import Pattern
@@ -40,7 +40,7 @@ def _as_kernel_dtype(x: Tensor) -> Tensor:
 def _fused_obstacle(q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bits: int, qkv_bits: int) -> str:
     """What the fused kernel does not support in the call; empty if it supports it."""
     if not q.is_cuda:
-        return f"tensors on {q.device}"
+        return cpu_fused.obstacle(q, masks, softmax_bits, qkv_bits) or "views without memory of their own"
     from cute_kernels.attention import fused as attention
 
     if qkv_bits > 8:
@@ -69,19 +69,19 @@ def _fused(
     )
     q, k, v = (attention.align_to_16_bytes(x.contiguous()) for x in (q, k, v))
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    key = ("attention", batch, head_dim, options.causal, *map(id, masks[1:]))
+    key = ("attention", batch, head_dim, options.causal, *[mask._version_id for mask in masks[1:]])
     cached = masks[0]._cache.get(key)
     if cached is None:
         arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
         index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=head_dim, causal=options.causal)
-        cached = masks[0]._cache[key] = (masks[1:], index)  # keeps the masks alive, so that their ids stay unique
+        cached = masks[0]._cache[key] = index
     out = torch.empty((batch, queries, head_dim), dtype=options.out_dtype, device=q.device)
     log_sums = torch.empty((batch, queries), dtype=torch.float32, device=q.device) if lse else None
     if bias is not None:
         bias = attention.align_to_16_bytes((bias[0] if bias.shape[0] == 1 else bias).contiguous())
     ints = encode_operands(q, k, v, bits=options.qkv_bits)  # no launch between it and its reader
     attention.fused_attention(
-        ints.q, ints.k, ints.v, cached[1], scale=options.scale, q_scale=ints.q_scale, k_scale=ints.k_scale,
+        ints.q, ints.k, ints.v, cached, scale=options.scale, q_scale=ints.q_scale, k_scale=ints.k_scale,
         keys_alike=ints.keys_alike, v_scale=ints.v_scale, bias=bias, ready=ints.ready,
         softmax_bits=options.softmax_bits, out=out, lse=log_sums, nan_for_empty=options.nan_for_empty,
     )  # fmt: skip
@@ -106,6 +106,14 @@ def _forward(
     `bits`: of the softmax; of Q, K and V. `bias`: float32 (1 or N, Lk). `impl`: "fused", "unfused" or "".
     """
     patterns, dtype = _patterns(masks), q.dtype
+    record = None
+    if impl not in _UNFUSED:
+        choices = (bits[0], bits[1], scale, causal, nan_for_empty, with_lse)
+        kind = cpu_fused.attention_kind(q, k, v, bias, patterns, choices)
+        record = None if kind is None else cpu_fused.attention_record(q, k, v, bias, patterns, kind, *choices)
+    if record is not None:
+        found = record(q, k, v, bias)
+        return found if isinstance(found, tuple) else (found, q.new_empty(0, dtype=torch.float32))
     q, k, v = map(_as_kernel_dtype, (q, k, v))
     options = Options(
         bits[0], bits[1], scale, causal, nan_for_empty, q.dtype if q.dtype in _KERNEL_DTYPES else torch.float32

@@ -95,12 +95,12 @@ def heads_of(masks: Sequence[Pattern]) -> Heads:
     if len(masks) == 1:
         pattern = pad_to_vector_rows(first)
         return Heads(pattern, 1, *pattern.shape)
-    key = ("heads", *map(id, masks[1:]))
+    key = ("heads", *[mask._version_id for mask in masks[1:]])
     if key not in first._cache:
         rows = first.vector_rows * first.vector_length
         heads = Heads(concat_on_diagonal(masks), len(masks), rows, first.shape[1])
-        first._cache[key] = (masks[1:], heads)  # keeps the masks alive, so that their ids stay unique
-    cached: Heads = first._cache[key][1]
+        first._cache[key] = heads
+    cached: Heads = first._cache[key]
     return cached
 
 

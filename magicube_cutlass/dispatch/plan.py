@@ -180,6 +180,16 @@ def plan_spmm(
     return plan
 
 
+def engine_index(pattern: Pattern, stride: int) -> list[Tensor]:
+    """Return `row_start`, `row_end` and `col_indices` of a padded pattern for the CPU engine; cached."""
+    copies: list[Tensor] | None = pattern._cache.get(("engine", stride))
+    if copies is None:  # kernels trust the structure that was scanned, whatever is written to the pattern
+        padded = pattern.padded(stride)
+        copies = [each.clone() for each in (padded.row_start, padded.row_end, padded.col_indices)]
+        pattern._cache["engine", stride] = copies
+    return copies
+
+
 def plan_sddmm(
     pattern: Pattern,
     stride: int,
@@ -189,19 +199,15 @@ def plan_sddmm(
     atom: str | None,
 ) -> tuple[str, list[Tensor]]:
     """Return the name of the kernel and what it reads of the pattern; `inner`: :func:`size_bucket` of K."""
-    padded = pattern.padded(stride)
     if pattern.device.type == "cpu":
         whole = all(isinstance(each, Integer) for each in kinds)
         name = "cpu" if whole else float_products.PREFIX + ":".join(each.name for each in kinds)
-        copies: list[Tensor] | None = pattern._cache.get(("engine", stride))
-        if copies is None:  # kernels trust the structure that was scanned, whatever is written to the pattern
-            copies = [each.clone() for each in (padded.row_start, padded.row_end, padded.col_indices)]
-            pattern._cache["engine", stride] = copies
-        return name, copies
+        return name, engine_index(pattern, stride)
     from cute_kernels.machine import ProblemTypes
     from cute_kernels.sddmm.heuristics import choose_sddmm
 
     kind = ProblemTypes(pattern.vector_length, *kinds, _name(out))
+    padded = pattern.padded(stride)
     config = choose_sddmm(
         kind,
         get_machine(pattern.device.index),

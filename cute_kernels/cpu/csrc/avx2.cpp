@@ -1,6 +1,7 @@
 // The engine on AVX2: bytes widen to 16 bits, and vpmaddwd adds pairs of products exactly.
 #include <immintrin.h>
 
+#include "attention.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
@@ -262,20 +263,55 @@ struct Avx2 {
 
   static void few(const FewTile& at) { at.b_signed ? few_signed<true>(at) : few_signed<false>(at); }
 
-  static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
-                   bool x_signed, bool y_signed, int32_t part[4][4]) {
-    for (int i = 0; i < rows; ++i) {
-      __m256i sum[4] = {};
-      for (int64_t k = 0; k < count; k += 16) {
-        const __m256i left = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(x + i * pitch + k)), x_signed);
-        for (int j = 0; j < 4; ++j) {
-          const __m256i right = widen(_mm_load_si128(reinterpret_cast<const __m128i*>(y[j] + k0 + k)), y_signed);
-          sum[j] = _mm256_add_epi32(sum[j], _mm256_madd_epi16(left, right));
-        }
+  using Dot = int16_t;
+
+  static __m256i dot_vector(const Dot* from) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(from)); }
+
+  // Totals of the lanes of four vectors, in the order of the vectors, twice: of the lower and of the upper half of each.
+  static __m256i halves(const __m256i* sum) {
+    return _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]), _mm256_hadd_epi32(sum[2], sum[3]));
+  }
+
+  // Two rows of X with four rows of Y, or one with eight: eight accumulators.
+  template <int Rows>
+  static void dots_of(const DotTile<Dot>& tile, const Dot* x, const Dot* const* y, int32_t* out) {
+    constexpr int kColumns = 8 / Rows;
+    __m256i sum[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) sum[i] = _mm256_setzero_si256();
+    for (int64_t k = 0; k < tile.inner; k += 16) {
+      __m256i left[Rows];
+#pragma GCC unroll 2
+      for (int r = 0; r < Rows; ++r) left[r] = dot_vector(x + r * tile.x_pitch + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < kColumns; ++j) {
+        const __m256i right = dot_vector(y[j] + k);
+#pragma GCC unroll 2
+        for (int r = 0; r < Rows; ++r) add(sum[r * kColumns + j], _mm256_madd_epi16(left[r], right));
       }
-      const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]), _mm256_hadd_epi32(sum[2], sum[3]));
-      const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(part[i]), four);
+    }
+    const __m256i first = halves(sum), second = halves(sum + 4);
+    const __m256i totals = _mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31));
+    if constexpr (Rows == 1) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), totals);
+    } else {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(totals));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + tile.out_pitch), _mm256_extracti128_si256(totals, 1));
+    }
+  }
+
+  __attribute__((noinline)) static void dots(const DotTile<Dot>& tile) {
+    for (int64_t at = 0; at < tile.count; at += kDotColumns) {
+      const Dot* y[kDotColumns];
+      dot_rows_of(tile, at, y);
+      int r = 0;
+      for (; r + 2 <= tile.rows; r += 2) {
+        const Dot* const x = tile.x + r * tile.x_pitch;
+        int32_t* const out = tile.out + r * tile.out_pitch + at;
+        dots_of<2>(tile, x, y, out);
+        dots_of<2>(tile, x, y + 4, out + 4);
+      }
+      if (r < tile.rows) dots_of<1>(tile, tile.x + r * tile.x_pitch, y, tile.out + r * tile.out_pitch + at);
     }
   }
 };
@@ -419,8 +455,8 @@ struct Direct {
 }  // namespace
 
 namespace magicube {
-const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &quantize, &digits, &compress,
+const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &attention<Avx2>, &quantize, &digits, &compress,
                       &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                       &direct<Direct>, &dense<Product>, &is_structure_valid,
-                      Avx2::kColumns, Avx2::kScratchBytes, int64_t{1} << 25};
+                      Avx2::kColumns, Avx2::kScratchBytes, sizeof(Avx2::Dot), int64_t{1} << 25};
 }

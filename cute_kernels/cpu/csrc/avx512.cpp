@@ -4,6 +4,7 @@
 // unsigned digit the dense bytes become signed again (x ^ 0x80) and the sparse digit is the unsigned side.
 #include <immintrin.h>
 
+#include "attention.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
@@ -143,35 +144,45 @@ struct Avx512 {
     return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
   }
 
+  using Dot = uint8_t;
+
   template <int Rows, bool Signed>
-  static void dot_rows(const uint8_t* x, int64_t pitch, const uint8_t* const* y, int64_t k0, int64_t count,
-                       int32_t part[4][4]) {
+  static void dot_rows(const DotTile<Dot>& tile, const Dot* x, const Dot* const* y, int32_t* out) {
     __m512i sum[Rows][4];
     for (int i = 0; i < Rows; ++i) {
       for (int j = 0; j < 4; ++j) sum[i][j] = _mm512_setzero_si512();
     }
-    for (int64_t k = 0; k < count; k += 64) {
+    for (int64_t k = 0; k < tile.inner; k += 64) {
       __m512i right[4];
-      for (int j = 0; j < 4; ++j) right[j] = dense_side<Signed>(_mm512_load_si512(y[j] + k0 + k));
+      for (int j = 0; j < 4; ++j) right[j] = dense_side<Signed>(_mm512_load_si512(y[j] + k));
       for (int i = 0; i < Rows; ++i) {
-        const __m512i left = _mm512_load_si512(x + i * pitch + k);
+        const __m512i left = _mm512_load_si512(x + i * tile.x_pitch + k);
         for (int j = 0; j < 4; ++j) sum[i][j] = multiply_add<Signed>(sum[i][j], left, right[j]);
       }
     }
-    for (int i = 0; i < Rows; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(part[i]), totals(sum[i]));
+    for (int i = 0; i < Rows; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * tile.out_pitch), totals(sum[i]));
   }
 
-  static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
-                   bool x_signed, bool, int32_t part[4][4]) {
-    for (int i = 0; i < rows;) {  // a last vector row may be cut to three rows
-      const int here = rows - i == 4 ? 4 : rows - i >= 2 ? 2 : 1;
-      const uint8_t* at = x + i * pitch;
-      if (here == 4) x_signed ? dot_rows<4, true>(at, pitch, y, k0, count, part + i) : dot_rows<4, false>(at, pitch, y, k0, count, part + i);
-      else if (here == 2) x_signed ? dot_rows<2, true>(at, pitch, y, k0, count, part + i) : dot_rows<2, false>(at, pitch, y, k0, count, part + i);
-      else x_signed ? dot_rows<1, true>(at, pitch, y, k0, count, part + i) : dot_rows<1, false>(at, pitch, y, k0, count, part + i);
-      i += here;
+  template <bool Signed>
+  static void dots_as(const DotTile<Dot>& tile) {
+    for (int64_t at = 0; at < tile.count; at += kDotColumns) {
+      const Dot* y[kDotColumns];
+      dot_rows_of(tile, at, y);
+      for (int64_t j = 0; j < kDotColumns && at + j < tile.count; j += 4) {
+        for (int r = 0; r < tile.rows;) {
+          const Dot* const x = tile.x + r * tile.x_pitch;
+          int32_t* const out = tile.out + r * tile.out_pitch + at + j;
+          const int here = tile.rows - r >= 4 ? 4 : tile.rows - r >= 2 ? 2 : 1;
+          if (here == 4) dot_rows<4, Signed>(tile, x, y + j, out);
+          else if (here == 2) dot_rows<2, Signed>(tile, x, y + j, out);
+          else dot_rows<1, Signed>(tile, x, y + j, out);
+          r += here;
+        }
+      }
     }
   }
+
+  static void dots(const DotTile<Dot>& tile) { tile.x_signed ? dots_as<true>(tile) : dots_as<false>(tile); }
 };
 
 struct Doubles {
@@ -273,8 +284,8 @@ struct Direct {
 }  // namespace
 
 namespace magicube {
-const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &quantize, &digits, &compress,
+const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
                         &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                         &direct<Direct>, &dense<Product>, &is_structure_valid,
-                        Avx512::kColumns, Avx512::kScratchBytes, int64_t{1} << 26};
+                        Avx512::kColumns, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
 }

@@ -83,6 +83,17 @@ struct Job {
   const void* args;
 };
 
+// Call a kernel of the selected instruction set without Python's lock.
+template <auto Kernel, class Args>
+void run_kernel(const Args& args, int threads, int64_t shared_bytes, int64_t local_bytes) {
+  const Job job{&selected(), &args};
+  nb::gil_scoped_release release;
+  run_thread_group(threads, shared_bytes, local_bytes, [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    (j.engine->*Kernel)(*static_cast<const Args*>(j.args), group);
+  }, &job);
+}
+
 // Scales as Python gives them: one scale may stand for all rows or all columns.
 struct GivenScales : Scales {
   bool one_row;
@@ -129,14 +140,22 @@ void spmm(SpmmArgs args, int most_threads) {
 void sddmm(const SddmmArgs& args, int most_threads) {
   require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
   require(args.stride == 16 || args.stride == 32 || args.stride == 64, "stride must be 16, 32 or 64");
-  const Job job{&selected(), &args};
   const int64_t digit_pairs = int64_t{args.x.digits()} * args.y.digits();
   const int threads = threads_for(args.out_batch * args.inner * args.batch * digit_pairs, most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, sddmm_shared_bytes(args), sddmm_local_bytes(args), [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->sddmm(*static_cast<const SddmmArgs*>(j.args), group);
-  }, &job);
+  const int64_t dot_bytes = selected().dot_bytes;
+  run_kernel<&Engine::sddmm>(args, threads, sddmm_shared_bytes(args, dot_bytes), sddmm_local_bytes(args, dot_bytes));
+}
+
+void attention(const AttentionArgs& args, int most_threads) {
+  require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
+  require(args.depth <= kExactRun && args.longest <= kExactRun, "the products must be exact in int32");
+  require(args.patterns >= 1 && args.batch % args.patterns == 0, "a batch must be a multiple of the patterns");
+  require(args.heads >= 1 && args.operand_bits <= 8 && args.softmax_bits <= 8, "an integer must fit a byte");
+  const int64_t entries = args.stored / args.patterns * args.vector_length;
+  const int threads = threads_for(args.batch * entries * (args.depth + args.width + kWorkPerEntry), most_threads);
+  const Engine& engine = selected();
+  const AttentionSizes sizes = attention_sizes(args, engine.spmm_columns, engine.spmm_scratch_bytes, engine.dot_bytes);
+  run_kernel<&Engine::attention>(args, threads, sizes.matrices * sizes.matrix, sizes.thread);
 }
 
 int64_t slice_bytes(int scale_mode, int64_t columns, int64_t real_bytes, int threads) {
@@ -148,14 +167,9 @@ int64_t slice_bytes(int scale_mode, int64_t columns, int64_t real_bytes, int thr
 int quantize(QuantizeArgs args, int most_threads) {
   uint8_t flags = 0;
   args.flags = &flags;
-  const Job job{&selected(), &args};
   const int threads = threads_for(kWorkPerEntry * args.rows * args.columns, most_threads);
   const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, args.is_double ? 8 : 4, threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, shared_bytes, 0, [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->quantize(*static_cast<const QuantizeArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::quantize>(args, threads, shared_bytes, 0);
   return flags;
 }
 
@@ -163,14 +177,9 @@ int digits(DigitsArgs args, int most_threads) {
   require(args.count >= 1 && args.count <= 3 && (!args.exact || args.count == 2), "count must be 1, 2 or 3, 2 where exact");
   uint8_t flags = 0;
   args.flags = &flags;
-  const Job job{&selected(), &args};
   const int threads = threads_for(kWorkPerEntry * args.count * args.rows * args.columns, most_threads);
   const int64_t shared_bytes = slice_bytes(args.scale_mode, args.columns, 4, threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, shared_bytes, 0, [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->digits(*static_cast<const DigitsArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::digits>(args, threads, shared_bytes, 0);
   return flags;
 }
 
@@ -179,12 +188,7 @@ void compress(const CompressArgs& args, int most_threads) {
   require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");
   require(args.stride == 16 || args.stride == 32 || args.stride == 64, "stride must be 16, 32 or 64");
   require(args.element_bytes == 1 || args.element_bytes == 2, "an element must have 1 or 2 bytes");
-  const Job job{&selected(), &args};
-  nb::gil_scoped_release release;
-  run_thread_group(threads, 0, compress_local_bytes(args), [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->compress(*static_cast<const CompressArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::compress>(args, threads, 0, compress_local_bytes(args));
 }
 
 constexpr int64_t kWorkPerProbe = 2;  // a multiply-add of doubles
@@ -195,86 +199,51 @@ void require_matrix(const RealMatrix& x, const char* what) {
 
 void probe_right(const ProbeArgs& args, int most_threads) {
   require_matrix(args.b, "b must be a matrix with memory");
-  const Job job{&selected(), &args};
   const int threads = threads_for(kWorkPerProbe * kProbes * args.b.rows * args.b.columns, most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, probe_bytes(args.b.columns), probe_local_bytes(args.b.columns), [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->probe_right(*static_cast<const ProbeArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::probe_right>(args, threads, probe_bytes(args.b.columns), probe_local_bytes(args.b.columns));
 }
 
 void judge(const JudgeArgs& args, int most_threads) {
   require_matrix(args.a, "a must be a matrix with memory");
   require_matrix(args.c, "c must be a matrix with memory");
   require(args.a.rows == args.c.rows, "a and c must have the same number of rows");
-  const Job job{&selected(), &args};
   const int64_t terms = args.a.columns > args.c.columns ? args.a.columns : args.c.columns;
   const int threads = threads_for(kWorkPerProbe * kProbes * args.a.rows * (args.a.columns + args.c.columns), most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, judge_shared_bytes(args), probe_local_bytes(terms), [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->judge(*static_cast<const JudgeArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::judge>(args, threads, judge_shared_bytes(args), probe_local_bytes(terms));
 }
 
 void bound_sums(const BoundArgs& args, int most_threads) {
   for (const RealMatrix* x : {&args.a, &args.b, &args.c}) require_matrix(*x, "a, b and c must be matrices with memory");
-  const Job job{&selected(), &args};
   const int64_t entries = args.a.rows * args.a.columns + args.b.rows * args.b.columns + args.c.rows * args.c.columns;
   const int threads = threads_for(kWorkPerProbe * (args.w ? kFewProbes : 1) * entries, most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, bound_shared_bytes(args), 0, [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->bound_sums(*static_cast<const BoundArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::bound_sums>(args, threads, bound_shared_bytes(args), 0);
 }
 
 constexpr int64_t kMaxDirectInner = int64_t{1} << 17;  // 127^2 K < 2^31
 
 void pack_digits(const PackArgs& args, int most_threads) {
-  const Job job{&selected(), &args};
   const int threads = threads_for(kWorkPerEntry * args.rows * args.columns, most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, 0, 0, [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->pack_digits(*static_cast<const PackArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::pack_digits>(args, threads, 0, 0);
 }
 
 void dense(const DenseArgs& args, int most_threads) {
   require(args.rows >= 0 && args.right.inner >= 0 && args.right.n >= 0, "sizes must be at least 0");
   require(args.row_step == 1 || args.column_step == 1, "rows or columns of the output must be contiguous");
   if (args.rows == 0 || args.right.n == 0) return;
-  const Job job{&selected(), &args};
   const int threads = threads_for(std::max(args.rows, kMemoryBound) * args.right.inner * args.right.n, most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, dense_shared_bytes(args, threads), 0, [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->dense(*static_cast<const DenseArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::dense>(args, threads, dense_shared_bytes(args, threads), 0);
 }
 
 void probe_digits(const ProbeDigitsArgs& args, int most_threads) {
-  const Job job{&selected(), &args};
   const int threads = threads_for(2 * kWorkPerProbe * kProbes * args.rows * args.columns, most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, 0, 2 * probe_local_bytes(args.columns), [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->probe_digits(*static_cast<const ProbeDigitsArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::probe_digits>(args, threads, 0, 2 * probe_local_bytes(args.columns));
 }
 
 void direct(const DirectArgs& args, int most_threads) {
   require(args.inner <= kMaxDirectInner, "int32 sums need at most 2^17 columns of A");
   require(args.rows >= 0 && args.inner >= 0 && args.n >= 0 && args.a_stride >= 0, "sizes must be at least 0");
-  const Job job{&selected(), &args};
   const int threads = threads_for(args.rows * args.inner * (args.n + 2 * kProbes), most_threads);
-  nb::gil_scoped_release release;
-  run_thread_group(threads, direct_shared_bytes(args.rows), direct_local_bytes(args.inner), [](const void* p, ThreadGroup& group) {
-    const Job& j = *static_cast<const Job*>(p);
-    j.engine->direct(*static_cast<const DirectArgs*>(j.args), group);
-  }, &job);
+  run_kernel<&Engine::direct>(args, threads, direct_shared_bytes(args.rows), direct_local_bytes(args.inner));
 }
 
 // Float32 sums of kErrorBlock terms from rounded vectors are rounded at most kErrorBlock + 4 times.
@@ -365,6 +334,28 @@ NB_MODULE(_engine, m) {
           threads);
   }, "x"_a, "y"_a, "row_start"_a, "row_end"_a, "columns"_a, "scales"_a, "out"_a, "out_batch"_a, "out_type"_a,
      "vector_rows"_a, "rows"_a, "n"_a, "inner"_a, "batch"_a, "vector_length"_a, "stride"_a, "threads"_a);
+  using Steps = std::tuple<int64_t, int64_t, int64_t>;
+  nb::class_<AttentionArgs>(m, "Attention")  // all but what changes from call to call
+      .def("__init__", [](AttentionArgs* self, Steps q, Steps k, Steps v, uintptr_t row_start, uintptr_t row_end,
+                          uintptr_t columns, int64_t bias_matrix, int out_type, int64_t batch, int64_t heads, int64_t patterns,
+                          int64_t queries, int64_t keys, int64_t depth, int64_t width, int64_t stored, int64_t longest,
+                          int vector_length, int operand_bits, int softmax_bits, double scale, double empty, bool causal) {
+        const auto rows = [](const Steps& x) { return FloatRows{nullptr, std::get<0>(x), std::get<1>(x), std::get<2>(x)}; };
+        new (self) AttentionArgs{rows(q), rows(k), rows(v), pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
+                                 pointer<const int32_t>(columns), nullptr, bias_matrix, nullptr, nullptr,
+                                 static_cast<Out>(out_type), batch, heads, patterns, queries, keys, depth, width, stored, longest,
+                                 vector_length, operand_bits, softmax_bits, static_cast<float>(scale),
+                                 static_cast<float>(empty), causal};
+      }, "q"_a, "k"_a, "v"_a, "row_start"_a, "row_end"_a, "columns"_a, "bias_matrix"_a, "out_type"_a, "batch"_a, "heads"_a,
+         "patterns"_a, "queries"_a, "keys"_a, "depth"_a, "width"_a, "stored"_a, "longest"_a, "vector_length"_a, "operand_bits"_a,
+         "softmax_bits"_a, "scale"_a, "empty"_a, "causal"_a);
+  m.def("attention", [](const AttentionArgs& prepared, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t bias, uintptr_t out,
+                        uintptr_t lse, int threads) {
+    AttentionArgs args = prepared;
+    args.q.data = pointer<const float>(q), args.k.data = pointer<const float>(k), args.v.data = pointer<const float>(v);
+    args.bias = pointer<const float>(bias), args.out = pointer<void>(out), args.lse = pointer<float>(lse);
+    attention(args, threads);
+  }, "prepared"_a, "q"_a, "k"_a, "v"_a, "bias"_a, "out"_a, "lse"_a, "threads"_a);
   m.def("quantize", [](uintptr_t x, uintptr_t out, uintptr_t scale, int64_t rows,
                        int64_t columns, int64_t row_elements, int64_t out_row_bytes, int bits, bool is_double,
                        bool is_signed, bool truncate, bool given_scale, int scale_mode, int threads) {

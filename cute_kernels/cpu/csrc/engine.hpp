@@ -18,6 +18,7 @@ constexpr int kMaxVector = 32;
 constexpr int kFewColumns = 16;     // of the dense operand, for which an instruction set may have kernels of their own
 constexpr int64_t kExactRun = 32768;  // products of two bytes that int32 sums without overflow
 constexpr int64_t kStagedBytes = 256 * 1024;  // staged rows of the right operand of an SDDMM
+constexpr int64_t kDotColumns = 8;  // of dot products that a kernel computes at once
 
 enum class Out : int { kInt32, kInt64, kFloat32, kFloat16, kBFloat16 };
 
@@ -98,6 +99,42 @@ struct SddmmArgs {
   int64_t batch;
   int vector_length;
   int stride;
+};
+
+// A batch of float matrices with contiguous rows; elements from one to the next.
+struct FloatRows {
+  const float* data;
+  int64_t group;  // groups of heads
+  int64_t head;
+  int64_t row;
+};
+
+constexpr int64_t kKeyStep = 32;   // stride of the pattern of an attention
+constexpr int64_t kKeyPiece = 64;  // keys per ticket
+
+// Sparse attention. Matrix i uses the pattern i % patterns: vector rows and columns of the patterns are consecutive.
+struct AttentionArgs {
+  FloatRows q;  // (batch, queries, depth)
+  FloatRows k;  // (batch, keys, depth)
+  FloatRows v;  // (batch, keys, width)
+  const int64_t* row_start;  // (patterns * vector rows), multiples of kKeyStep
+  const int64_t* row_end;
+  const int32_t* columns;    // with the keys of the patterns before, -1 in the padding
+  const float* bias;         // (keys,) or null
+  int64_t bias_matrix;       // elements to the bias of the next matrix, 0 for the same one
+  void* out;                 // (batch, queries, width), contiguous
+  float* lse;                // (batch, queries) or null
+  Out out_type;
+  int64_t batch, heads;      // matrices, and those of a group
+  int64_t patterns, queries, keys, depth, width;
+  int64_t stored;            // entries of `columns`
+  int64_t longest;           // most vectors of a vector row
+  int vector_length;
+  int operand_bits;          // of Q, K and V: 4 or 8, signed
+  int softmax_bits;          // 4 or 8, unsigned
+  float scale;               // of the logits
+  float empty;               // scale of a query without keys
+  bool causal;
 };
 
 struct QuantizeArgs {
@@ -327,6 +364,7 @@ struct Engine {
   const char* name;
   void (*spmm)(const SpmmArgs&, ThreadGroup&);
   void (*sddmm)(const SddmmArgs&, ThreadGroup&);
+  void (*attention)(const AttentionArgs&, ThreadGroup&);
   void (*quantize)(const QuantizeArgs&, ThreadGroup&);
   void (*digits)(const DigitsArgs&, ThreadGroup&);
   void (*compress)(const CompressArgs&, ThreadGroup&);
@@ -340,6 +378,7 @@ struct Engine {
   bool (*is_structure_valid)(const Structure&);
   int64_t spmm_columns;        // of B in a panel
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
+  int64_t dot_bytes;           // of a staged digit of an SDDMM
   int64_t serial_work;         // multiply-adds in about half a millisecond: with less, a thread costs more than it saves
 };
 
@@ -360,9 +399,19 @@ int64_t spmm_panel_bytes(const SpmmArgs& args);
 int64_t spmm_row_bytes(const SpmmArgs& args);     // from one quantized column to the next
 int64_t spmm_shared_bytes(const SpmmArgs& args);  // panels, quantized columns, their scales
 int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes);
-int64_t sddmm_staged_rows(const SddmmArgs& args);
-int64_t sddmm_shared_bytes(const SddmmArgs& args);
-int64_t sddmm_local_bytes(const SddmmArgs& args);
+int64_t sddmm_staged_rows(const SddmmArgs& args, int64_t dot_bytes);
+int64_t sddmm_shared_bytes(const SddmmArgs& args, int64_t dot_bytes);
+int64_t sddmm_local_bytes(const SddmmArgs& args, int64_t dot_bytes);
+
+// Buffers of an attention in bytes. Shared: those of one matrix, one behind another. Per thread: one each.
+struct AttentionSizes {
+  int64_t depth;   // of a staged row of Q or K, in digits
+  int64_t panels;  // of V
+  int64_t keys, key_scales, values, maxima, matrix;         // shared, their sum last
+  int64_t matrices;                                         // at once
+  int64_t queries, columns, numbers, scores, weights, sums, thread;  // per thread, their sum and scratch last
+};
+AttentionSizes attention_sizes(const AttentionArgs& args, int64_t columns, int64_t scratch_bytes, int64_t dot_bytes);
 int64_t compress_mask_bytes(int64_t columns);
 int64_t compress_local_bytes(const CompressArgs& args);
 int64_t slice_maxima_bytes(int64_t slices, int64_t real_bytes);  // per thread

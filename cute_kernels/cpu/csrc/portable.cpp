@@ -1,4 +1,5 @@
 // The engine in portable C++: runs on every machine, and is the reference for the other two.
+#include "attention.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
@@ -59,19 +60,24 @@ struct Portable {
     }
   }
 
-  static void dots(const uint8_t* x, int64_t pitch, int rows, const uint8_t* const* y, int64_t k0, int64_t count,
-                   bool x_signed, bool y_signed, int32_t part[4][4]) {
-    for (int i = 0; i < rows; ++i) {
-      for (int j = 0; j < 4; ++j) {
-        const uint8_t *a = x + i * pitch, *b = y[j] + k0;
+  using Dot = uint8_t;
+
+  template <class Left, class Right>
+  static void dots_of(const DotTile<Dot>& tile) {
+    for (int i = 0; i < tile.rows; ++i) {
+      for (int64_t j = 0; j < tile.count; ++j) {
+        const auto* const a = reinterpret_cast<const Left*>(tile.x + i * tile.x_pitch);
+        const auto* const b = reinterpret_cast<const Right*>(tile.y + tile.columns[j] * tile.y_pitch);
         int32_t sum = 0;
-        for (int64_t k = 0; k < count; ++k) {
-          const int left = x_signed ? static_cast<int8_t>(a[k]) : int{a[k]};
-          sum += left * (y_signed ? static_cast<int8_t>(b[k]) : int{b[k]});
-        }
-        part[i][j] = sum;
+        for (int64_t k = 0, inner = tile.inner; k < inner; ++k) sum += a[k] * b[k];
+        tile.out[i * tile.out_pitch + j] = sum;
       }
     }
+  }
+
+  static void dots(const DotTile<Dot>& tile) {
+    if (tile.x_signed) tile.y_signed ? dots_of<int8_t, int8_t>(tile) : dots_of<int8_t, uint8_t>(tile);
+    else tile.y_signed ? dots_of<uint8_t, int8_t>(tile) : dots_of<uint8_t, uint8_t>(tile);
   }
 };
 
@@ -151,7 +157,7 @@ void order_columns(const ReorderArgs& args, ThreadGroup& group) {
   }
 }
 
-const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &quantize, &digits, &compress,
+const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &attention<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kColumns, Portable::kScratchBytes, int64_t{1} << 22};
+                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kColumns, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
 }

@@ -73,19 +73,40 @@ int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes) {
   return scratch_bytes + sums + totals;
 }
 
-int64_t sddmm_staged_rows(const SddmmArgs& args) {
-  const int64_t row_bytes = round_up(args.inner, 64) * args.y.digits();
+int64_t sddmm_staged_rows(const SddmmArgs& args, int64_t dot_bytes) {
+  const int64_t row_bytes = round_up(args.inner, 64) * args.y.digits() * dot_bytes;
   int64_t rows = row_bytes ? kStagedBytes / row_bytes : args.n;
   if (rows < 16) rows = 16;
   return rows < args.n ? rows : args.n;
 }
 
-int64_t sddmm_shared_bytes(const SddmmArgs& args) {
-  return sddmm_staged_rows(args) * round_up(args.inner, 64) * args.y.digits();
+int64_t sddmm_shared_bytes(const SddmmArgs& args, int64_t dot_bytes) {
+  return sddmm_staged_rows(args, dot_bytes) * round_up(args.inner, 64) * args.y.digits() * dot_bytes;
 }
 
-int64_t sddmm_local_bytes(const SddmmArgs& args) {
-  return round_up(args.inner, 64) * args.vector_length * args.x.digits();
+int64_t sddmm_local_bytes(const SddmmArgs& args, int64_t dot_bytes) {
+  return round_up(args.inner, 64) * args.vector_length * args.x.digits() * dot_bytes;
+}
+
+AttentionSizes attention_sizes(const AttentionArgs& args, int64_t columns, int64_t scratch_bytes, int64_t dot_bytes) {
+  constexpr int64_t kRows = 8;
+  AttentionSizes s{};
+  s.depth = round_up(args.depth, 64);
+  s.panels = (args.width + columns - 1) / columns;
+  s.keys = args.keys * s.depth * dot_bytes;
+  s.key_scales = round_up(args.keys * 4, 64);
+  s.values = s.panels * (args.keys + 1) * kPanel;
+  s.maxima = round_up((args.keys + kKeyPiece - 1) / kKeyPiece * 4, 64);
+  s.matrix = s.keys + s.key_scales + s.values + s.maxima;
+  s.matrices = std::clamp(kSharedPanels / std::max(s.matrix, int64_t{1}), int64_t{1}, std::max(args.batch, int64_t{1}));
+  const int64_t longest = round_up(args.longest, kKeyStep);
+  s.queries = kRows * s.depth * dot_bytes;
+  s.columns = s.numbers = round_up(longest * 4, 64);
+  s.scores = kRows * longest * 4;
+  s.weights = kRows * longest;
+  s.sums = kRows * kPanel * 4;
+  s.thread = scratch_bytes + s.queries + s.columns + 2 * s.numbers + 2 * s.scores + s.weights + s.sums;
+  return s;
 }
 
 int64_t compress_mask_bytes(int64_t columns) { return round_up(columns, 64); }

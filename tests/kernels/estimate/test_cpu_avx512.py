@@ -19,6 +19,7 @@ from cute_kernels.cpu.dense import PackedRight, pack_right
 from cute_kernels.cpu.direct import prepare_direct
 from cute_kernels.cpu.estimate import PROBES, probe_right
 from magicube_cutlass.dispatch.cpu import pack_operand
+from magicube_cutlass.reference import at_vectors
 
 SOURCES = Path(__file__).resolve().parents[3] / "cute_kernels" / "cpu" / "csrc"
 ASSEMBLY = 'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));'
@@ -83,6 +84,34 @@ extern "C" void spmm(int emulated, int threads, const int64_t* row_start, const 
                    [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), group);
+  }, &job);
+}
+extern "C" void sddmm(int emulated, int threads, const int64_t* row_start, const int64_t* row_end, const int32_t* columns,
+                      int64_t blocks, int64_t m, int64_t n, int64_t k, int vector_length, const uint8_t* x, int x_bits,
+                      const uint8_t* y, int y_bits, int64_t* out) {
+  const Operand left{x, 0, k * x_bits / 8, true, x_bits, true}, right{y, 0, k * y_bits / 8, true, y_bits, true};
+  const SddmmArgs args{left, right, row_start, row_end, columns, {}, out, blocks * vector_length * 32, Out::kInt64,
+                       (m + vector_length - 1) / vector_length, m, n, k, 1, vector_length, 32};
+  const Job job{&engine_of(emulated), &args};
+  const int64_t dot_bytes = job.engine->dot_bytes;
+  run_thread_group(threads, sddmm_shared_bytes(args, dot_bytes), sddmm_local_bytes(args, dot_bytes),
+                   [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->sddmm(*static_cast<const SddmmArgs*>(j.args), group);
+  }, &job);
+}
+extern "C" void attention(int emulated, int threads, const int64_t* row_start, const int64_t* row_end, const int32_t* columns,
+                          int64_t stored, int64_t queries, int64_t keys, int64_t depth, int64_t width, int vector_length,
+                          const float* q, const float* k, const float* v, const float* bias, float* out, float* lse) {
+  const AttentionArgs args{{q, 0, queries * depth, depth}, {k, 0, keys * depth, depth}, {v, 0, keys * width, width},
+                           row_start, row_end, columns, bias, 0, out, lse, Out::kFloat32, 2, 2, 1, queries, keys, depth, width,
+                           stored, keys, vector_length, 8, 8, 0.3f, 1.0f, bias != nullptr};
+  const Job job{&engine_of(emulated), &args};
+  const Engine& e = *job.engine;
+  const AttentionSizes sizes = attention_sizes(args, e.spmm_columns, e.spmm_scratch_bytes, e.dot_bytes);
+  run_thread_group(threads, sizes.matrices * sizes.matrix, sizes.thread, [](const void* p, ThreadGroup& group) {
+    const Job& j = *static_cast<const Job*>(p);
+    j.engine->attention(*static_cast<const AttentionArgs*>(j.args), group);
   }, &job);
 }
 """
@@ -252,6 +281,47 @@ def test_sparse_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None
                 multiply_sparse_emulated(emulated_engine, emulated, 1, sparse, b, out, (rows, columns, bias))
                 found.append(out)
             assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("v", (1, 2, 4, 8, 32))
+def test_sampled_products_are_exact(emulated_engine: ctypes.CDLL, v: int) -> None:
+    generator = torch.Generator().manual_seed(v)
+    for m, n, k, types in ((35, 70, 5, (8, 8)), (16, 33, 130, (16, 8)), (9, 40, 64, (8, 16))):
+        x, y = (
+            torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), size, generator=generator).to(
+                getattr(torch, f"int{bits}")
+            )
+            for bits, size in zip(types, ((m, k), (n, k)), strict=True)
+        )
+        x[0], y[0] = -(2 ** (types[0] - 1)), -(2 ** (types[1] - 1))
+        pattern = mc.random_pattern(m, n, 0.5, v, seed=v)
+        padded, sizes = pattern.padded(32), map(ctypes.c_int64, (pattern.padded(32).col_indices.numel() // 32, m, n, k))
+        expected = mc.SRBCRS.from_pattern(pattern, at_vectors(x.long() @ y.long().mT, pattern), bits=None).values
+        head = (*pointers(padded.row_start, padded.row_end, padded.col_indices), *sizes, v)
+        for threads in (1, 2):
+            out = torch.zeros_like(expected)
+            emulated_engine.sddmm(1, threads, *head, *pointers(x), types[0], *pointers(y), types[1], *pointers(out))
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("v", (1, 2, 4, 8, 32))
+def test_attention_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL, v: int) -> None:
+    generator = torch.Generator().manual_seed(v)
+    for queries, keys, depth, width in ((35, 70, 5, 3), (16, 300, 64, 64), (9, 40, 70, 130)):
+        mask = mc.random_pattern(queries, keys, 0.4, v, seed=v)
+        padded, sizes = mask.padded(32), (mask.padded(32).col_indices.numel(), queries, keys, depth, width)
+        head = (*pointers(padded.row_start, padded.row_end, padded.col_indices), *map(ctypes.c_int64, sizes), v)
+        shapes = (2, queries, depth), (2, keys, depth), (2, keys, width), (keys,)
+        operands = [torch.randn(shape, generator=generator) for shape in shapes]
+        operands[0][0, 3, 1], operands[1][1, 5] = math.nan, 0.0
+        for given in (operands, operands[:3]):
+            results = []
+            for emulated, threads in ((0, 1), (1, 1), (1, 2)):
+                out, lse = torch.empty(2, queries, width), torch.empty(2, queries)
+                bias = pointers(given[3]) if len(given) > 3 else [ctypes.c_void_p(None)]
+                emulated_engine.attention(emulated, threads, *head, *pointers(*given[:3]), *bias, *pointers(out, lse))
+                results.append(torch.cat((out, lse[..., None]), -1).nan_to_num(7.0))
+            assert bool((results[0] == 7.0).any()) and all(torch.equal(each, results[0]) for each in results[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

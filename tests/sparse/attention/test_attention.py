@@ -12,7 +12,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from magicube_cutlass import masks
-from magicube_cutlass.attention import sparse_attention, sparse_softmax
+from magicube_cutlass.attention import cpu_fused, sparse_attention, sparse_softmax
 from magicube_cutlass.attention import torch_op as operator
 
 PAIRS = [(16, 8), (8, 8), (8, 4), (4, 4)]
@@ -288,6 +288,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(attention, "make_index", make_index)
     monkeypatch.setattr(attention, "fused_attention", attend)
     monkeypatch.setattr(operator, "_fused_obstacle", lambda *_: "")
+    monkeypatch.setattr(cpu_fused, "attention_kind", lambda *_: None)  # the engine's call takes nothing
     return calls
 
 
@@ -344,7 +345,11 @@ def bad_calls() -> list[tuple[type[Exception], str, dict[str, Any]]]:
         (ValueError, r"bias must broadcast to the leading dimensions \(2,\)", {"bias": torch.randn(3, 8)}),
         (TypeError, "bias must be a float tensor, got torch.bool", {"bias": torch.ones(8, dtype=torch.bool)}),
         (ValueError, "impl must be None, 'fused' or 'unfused', got 'four'", {"impl": "four"}),
-        (NotImplementedError, "impl='fused' does not support tensors on cpu; use impl='unfused'", {"impl": "fused"}),
+        (
+            NotImplementedError,
+            "impl='fused' does not support softmax_bits=16, qkv_bits=8 on a CPU, only 4 and 8; use impl='unfused'",
+            {"impl": "fused", "softmax_bits": 16},
+        ),
     ]
 
 

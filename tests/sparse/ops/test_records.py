@@ -60,11 +60,14 @@ def products() -> dict[str, Callable[[], object]]:
     a = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8)
     b, one = mc.quantize(normal(48, 5), bits=8, axis=0), mc.quantize(normal(48, 5), bits=8)
     x, y = mc.quantize(normal(40, 16), bits=8, axis=1), mc.quantize(normal(48, 16, seed=1), bits=8)
-    pattern = a.pattern
+    pattern, heads = a.pattern, normal(3, 2, 48, 8)
+    mask, masks = mc.masks.local(48, 5), [mc.masks.local(48, 5), mc.masks.random(48, 0.5)]
     return {
         "spmm": lambda: mc.spmm(a, b),
         "spmm, one scale": lambda: mc.spmm(a, one, bias=torch.ones(40)),
         "sddmm": lambda: mc.sddmm(x, y, pattern).values,
+        "sparse_attention": lambda: mc.sparse_attention(*heads, mask),
+        "sparse_attention, masks and bias": lambda: mc.sparse_attention(*heads, masks, bias=torch.zeros(48)),
     }
 
 
