@@ -249,7 +249,7 @@ class SparseQuantLinear(Calibrated):
         if isinstance(record, cpu_linear.LinearRecord):
             return record(x, act_scale, matrix.scale, bias)
         if record is not None:
-            y: Tensor = linear_op.Product.apply(x, weight, bias, act_scale, matrix, record, self.config.grad_bits)
+            y: Tensor = linear_op.run_product(x, weight, bias, act_scale, matrix, record, self.config.grad_bits)
             return y
         self._check_input(x)
         if is_transformed(x):
