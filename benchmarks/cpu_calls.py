@@ -23,7 +23,7 @@ from magicube_cutlass.cli.environment import provenance
 from magicube_cutlass.nn import SparseQuantLinear
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ENTRIES = ("spmm", "sddmm", "sparse_linear", "linear", "dense", "quantize")  # of the extension
+ENTRIES = ("spmm", "sddmm", "attention", "sparse_linear", "linear", "dense", "quantize")  # of the extension
 CALLS, ROUNDS = 1000, 9
 
 
@@ -97,13 +97,12 @@ def main(out: Annotated[Path, typer.Option(help="Results file.")] = RESULTS / "c
         with torch.set_grad_enabled(name.endswith("training")), torch.inference_mode(name.endswith("eval")):
             call()
             row["us"] = shortest(call)
-            if name != "sparse_attention":  # whose steps write to memory that it frees
-                entries: list[Callable[[], object]] = []
-                with recorded(entries):
-                    result = cold[name]()  # kept, as the memory that is written again
-                row["product_us"] = sum(shortest(entry) for entry in entries)
-                row["beside_us"] = row["us"] - row["product_us"]
-                del result
+            entries: list[Callable[[], object]] = []
+            with recorded(entries):
+                result = cold[name]()  # kept, as the memory that is written again
+            row["product_us"] = sum(shortest(entry) for entry in entries)
+            row["beside_us"] = row["us"] - row["product_us"]
+            del result
         rows.append(row)
         typer.echo(f"{name:32s} " + ", ".join(f"{key} {value:.1f}" for key, value in row.items() if key != "call"))
     linear, x = torch.nn.Linear(64, 64), torch.randn(16, 64)
