@@ -190,7 +190,7 @@ class Attention {
     for (int64_t p = 0; p < sizes_.panels; ++p) {
       const int64_t n0 = p * kColumns, width = lesser(kColumns, args_.width - n0);
       for (int64_t j = j0; j < j1; ++j) {
-        round_row(values + j * args_.v.row + n0, inverse, -high_ - 1, high_, width, kOffset, bytes + (j - j0) * kColumns);
+        round_row<true>(values + j * args_.v.row + n0, inverse, -high_ - 1, high_, width, kOffset, bytes + (j - j0) * kColumns);
       }
       uint8_t* const panel = panels(slot) + p * panel_bytes() + kPanel;
       if (j0 == 0) std::memset(panel - kPanel, 0, kPanel);

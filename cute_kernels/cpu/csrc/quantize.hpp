@@ -6,6 +6,10 @@
 
 #include <cmath>
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "scaled_rows.hpp"
 
 namespace {  // compiled once per instruction set
@@ -48,10 +52,67 @@ int32_t round_in_float(const float* __restrict x, float inverse, float low, floa
   return worst;
 }
 
-// Blocks in float32, those with a quotient near the middle of two integers again in double.
-template <class Code>
+constexpr int64_t kRoundBlock = 64;
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Integers of four vectors as codes. GCC narrows by a mask and a permutation for every two vectors.
+inline void store_codes(const __m256i q[4], int16_t* out) {
+  for (int i = 0; i < 2; ++i) {
+    const __m256i words = _mm256_packs_epi32(q[2 * i], q[2 * i + 1]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + i, _mm256_permute4x64_epi64(words, 0xd8));
+  }
+}
+
+inline __m256i in_order(__m256i bytes) { return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+
+inline void store_codes(const __m256i q[4], int8_t* out) {
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), in_order(bytes));
+}
+
+inline void store_codes(const __m256i q[4], uint8_t* out) {
+  const __m256i low = _mm256_set1_epi32(255);
+  __m256i b[4];
+  for (int i = 0; i < 4; ++i) b[i] = _mm256_and_si256(q[i], low);
+  const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(b[0], b[1]), _mm256_packs_epi32(b[2], b[3]));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), in_order(bytes));
+}
+
+// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high.
+template <bool Clamps, class Code>
+int32_t round_block(const float* x, float inverse32, float low, float high, int offset, Code* out) {
+  const __m256 inverse = _mm256_set1_ps(inverse32), shift = _mm256_set1_ps(kShift);
+  const __m256 least = _mm256_set1_ps(kShift + low), most = _mm256_set1_ps(kShift + high);
+  const __m256i less = _mm256_set1_epi32(bits_of(kShift) - offset), positive = _mm256_set1_epi32(0x7fffffff);
+  __m256i worst = _mm256_setzero_si256();
+#pragma GCC unroll 2
+  for (int64_t at = 0; at < kRoundBlock; at += 32) {
+    __m256i q[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m256 value = _mm256_loadu_ps(x + at + i * 8);
+      __m256 shifted = _mm256_fmadd_ps(value, inverse, shift);
+      const __m256 distance = _mm256_fmadd_ps(value, inverse, _mm256_sub_ps(shift, shifted));
+      worst = _mm256_max_epi32(worst, _mm256_and_si256(_mm256_castps_si256(distance), positive));
+      if (Clamps) shifted = _mm256_min_ps(_mm256_max_ps(shifted, least), most);
+      q[i] = _mm256_sub_epi32(_mm256_castps_si256(shifted), less);
+    }
+    store_codes(q, out + at);
+  }
+  const __m256i far = _mm256_cmpgt_epi32(worst, _mm256_set1_epi32(bits_of(kSafe)));
+  return _mm256_testz_si256(far, far) ? 0 : bits_of(1.0f);
+}
+#else
+template <bool Clamps, class Code>
+int32_t round_block(const float* x, float inverse, float low, float high, int offset, Code* out) {
+  return round_in_float(x, inverse, low, high, kRoundBlock, offset, out);
+}
+#endif
+
+// Blocks in float32, those with a quotient near the middle of two integers again in double. Without Clamps, quotients of a
+// normal inverse lie between low and high. What follows the row is fetched meanwhile: often the next one.
+template <bool Clamps, class Code>
 void round_row(const float* x, double inverse, double low, double high, int64_t count, int offset, Code* out) {
-  constexpr int64_t kBlock = 64;
 #ifdef __FMA__
   const bool is_normal = inverse >= 0x1p-126 && inverse <= 0x1p127;
 #else
@@ -59,11 +120,12 @@ void round_row(const float* x, double inverse, double low, double high, int64_t 
 #endif
   const auto inverse32 = static_cast<float>(is_normal ? inverse : 1.0), low32 = static_cast<float>(low);
   const auto high32 = static_cast<float>(high);
-  for (int64_t at = 0; at < count; at += kBlock) {
-    const int64_t here = lesser(kBlock, count - at);
+  for (int64_t at = 0; at < count; at += kRoundBlock) {
+    const int64_t here = lesser(kRoundBlock, count - at);
+    for (int64_t i = 0; i < here; i += 16) __builtin_prefetch(x + count + at + i);
     if (is_normal) {
-      const int32_t worst = here == kBlock ? round_in_float(x + at, inverse32, low32, high32, kBlock, offset, out + at)
-                                           : round_in_float(x + at, inverse32, low32, high32, here, offset, out + at);
+      const int32_t worst = here == kRoundBlock ? round_block<Clamps>(x + at, inverse32, low32, high32, offset, out + at)
+                                                : round_in_float(x + at, inverse32, low32, high32, here, offset, out + at);
       if (worst <= bits_of(kSafe)) continue;
     }
     round_in_double(x + at, inverse, low, high, here, offset, out + at);
@@ -92,8 +154,12 @@ using magicube::DenseLeft;
 template <class Code>
 float quantize_row(const DenseLeft& left, int64_t i, int64_t columns, int offset, Code* out) {
   const float* const x = left.reals + i * left.row_elements;
-  const float scale = left.scale ? *left.scale : scale_of<float>(row_absmax(x, columns), left.high);
-  round_row(x, inverse_of(scale), left.low, left.high, columns, offset, out);
+  if (left.scale) {
+    round_row<true>(x, inverse_of(*left.scale), left.low, left.high, columns, offset, out);
+    return *left.scale;
+  }
+  const float scale = scale_of<float>(row_absmax(x, columns), left.high);
+  round_row<false>(x, inverse_of(scale), left.low, left.high, columns, offset, out);  // at most high, but for a scale below 2^-127
   return scale;
 }
 
@@ -158,7 +224,10 @@ class Quantizer {
   void encode_as(int64_t i) const {
     uint8_t* out = static_cast<uint8_t*>(args_.out) + i * args_.out_row_bytes;
     if constexpr (std::is_same<Real, float>::value && !Truncate && !ByColumns) {
-      if (args_.bits == 8) return round_row(row(i), *inverses_, low_, high_, args_.columns, 0, out);
+      if (args_.bits == 8 && args_.is_signed) {
+        return round_row<true>(row(i), *inverses_, low_, high_, args_.columns, 0, reinterpret_cast<int8_t*>(out));
+      }
+      if (args_.bits == 8) return round_row<true>(row(i), *inverses_, low_, high_, args_.columns, 0, out);
     }
     int32_t tile[kTile];
     for (int64_t at = 0; at < args_.columns; at += kTile) {

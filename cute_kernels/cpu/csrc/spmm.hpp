@@ -359,7 +359,7 @@ inline bool quantize_columns(const SpmmArgs& args, ThreadGroup& group, SpmmArgs&
   auto* const ints = group.shared() + magicube::spmm_shared_bytes(found);
   auto* const scales = reinterpret_cast<float*>(ints + args.n * pitch);
   for (int64_t i = group.ticket(); i < args.n; i = group.ticket()) {
-    scales[i] = quantize_row(args.columns, i, args.a.columns_total, 0, ints + i * pitch);
+    scales[i] = quantize_row(args.columns, i, args.a.columns_total, 0, reinterpret_cast<int8_t*>(ints + i * pitch));
   }
   found.b.data = ints;
   found.b.run_bytes = pitch;

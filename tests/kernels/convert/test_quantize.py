@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.cpu import engine
-from cute_kernels.integers import BITS, int_range, widen
-from magicube_cutlass import QuantTensor, quantize
+from cute_kernels.cpu.linear import LinearCall
+from cute_kernels.integers import BITS, fetch, int_range, widen
+from magicube_cutlass import SRBCRS, QuantTensor, quantize
+from magicube_cutlass.dispatch.cpu_linear import CpuLinear
 from magicube_cutlass.quantization.quantize import _encode_torch
 
 AXES = (None, 0, 1)
@@ -46,6 +48,48 @@ def test_the_engine_agrees_with_torch_to_the_last_integer(
     data, scale, _ = _encode_torch(x, bits, axis, signed, rounding == "trunc", None)
     assert torch.equal(q.scale, scale)
     assert torch.equal(widen(q.data), widen(data))
+
+
+def near_middles(columns: int) -> torch.Tensor:
+    """Rows of quotients within a few roundings of the middle of two integers."""
+    scale = torch.tensor([1.0, 0.1, 3e-20, 2.0**-120, 7e30])[:, None]
+    steps = torch.arange(columns) % 254 - 127
+    x = ((steps + 0.5) * scale.double()).float()
+    for _ in range(2):
+        x = torch.where(torch.arange(columns) % 5 < 3, torch.nextafter(x, torch.zeros(())), x)
+    x[:, -1] = (127 * scale.double()).flatten()
+    return x
+
+
+@pytest.mark.parametrize("path", engine.isas())
+@pytest.mark.parametrize("columns", [64, 200, 777])
+@pytest.mark.parametrize("signed", [True, False])
+def test_quotients_near_a_middle_round_as_in_double(
+    path: str, columns: int, signed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAGICUBE_CPU", path)
+    x = near_middles(columns) if signed else near_middles(columns).abs()
+    q = quantize(x, 8, axis=1, signed=signed)
+    data, scale, _ = _encode_torch(x, 8, 1, signed, False, None)
+    assert torch.equal(q.scale, scale) and torch.equal(widen(q.data), widen(data))
+
+
+@pytest.mark.parametrize("path", engine.isas())
+@pytest.mark.parametrize("columns", [64, 200])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("takes_dense", [False, True])
+def test_products_quantize_rows_as_in_double(
+    path: str, columns: int, bits: int, takes_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAGICUBE_CPU", path)
+    x, matrix = near_middles(columns), SRBCRS.from_dense(torch.eye(columns, dtype=torch.int8), vector_length=8)
+    weight = CpuLinear(matrix).weight(matrix, takes_dense)
+    product = LinearCall(weight, len(x), columns, bits, torch.float32)
+    data, scale, _ = _encode_torch(x, bits, 1, True, False, None)
+    assert torch.equal(product(x, None, None, None), fetch(data, columns, bits, True) * scale)
+    given = scale[1, 0] / 3  # clips
+    data, _, _ = _encode_torch(x, bits, None, True, False, given)
+    assert torch.equal(product(x, given, None, None), fetch(data, columns, bits, True) * given)
 
 
 @pytest.mark.parametrize("bits", BITS)
