@@ -144,7 +144,7 @@ class Attention {
 
  private:
   static constexpr int kRows = kTileRows;
-  static constexpr int kColumns = Micro::kColumns;
+  static constexpr int kColumns = Micro::kColumns, kSums = kColumns * Micro::kParts;  // of a panel; of a row of sums
   static constexpr int kOffset = Micro::kOffset ? 128 : 0;
 
   int64_t pieces() const { return (args_.keys + kKeyPiece - 1) / kKeyPiece; }
@@ -194,7 +194,7 @@ class Attention {
       }
       uint8_t* const panel = panels(slot) + p * panel_bytes() + kPanel;
       if (j0 == 0) std::memset(panel - kPanel, 0, kPanel);
-      Micro::place(bytes, j1 - j0, true, panel + j0 * kPanel);
+      Micro::place(bytes, kColumns, j1 - j0, true, panel + j0 * kPanel);
     }
   }
 
@@ -268,16 +268,16 @@ class Attention {
   void multiply(int64_t slot, int64_t out, int rows, int64_t inside, int64_t count, const float* scales) const {
     constexpr int64_t kMost = int64_t{Micro::kChunkGroups} * kQuad;
     static_assert(kMost % kKeyStep == 0, "a chunk has whole steps");
-    for (int64_t p = 0; p < sizes_.panels; ++p) {
-      const int64_t n0 = p * kColumns, width = lesser(kColumns, args_.width - n0);
+    for (int64_t p = 0; p < sizes_.panels; p += Micro::kParts) {
+      const int64_t n0 = p * kColumns, width = lesser(kSums, args_.width - n0);
       const uint8_t* const panel = panels(slot) + p * panel_bytes() + kPanel;
-      if (count == 0) std::memset(sums_, 0, static_cast<size_t>(rows) * kColumns * sizeof(int32_t));
+      if (count == 0) std::memset(sums_, 0, static_cast<size_t>(rows) * kSums * sizeof(int32_t));
       for (int64_t at = 0; at < count; at += kMost) {
-        Micro::row_tile({panel, width, columns_ + at, lesser(kMost, count - at), weights_ + at * rows, kKeyStep, rows, rows, false,
+        Micro::row_tile({panel, panel_bytes(), width, columns_ + at, lesser(kMost, count - at), weights_ + at * rows, kKeyStep, rows, rows, false,
                          true, at == 0, sums_, scratch_});
       }
       for (int64_t r = 0; r < inside; ++r) {
-        write_run(sums_ + r * kColumns, width, 0, scales[r], nullptr, 0.0f, args_.out_type, args_.out, out + r * args_.width + n0);
+        write_run(sums_ + r * kSums, width, 0, scales[r], nullptr, 0.0f, args_.out_type, args_.out, out + r * args_.width + n0);
       }
     }
   }

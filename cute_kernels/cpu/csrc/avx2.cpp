@@ -31,7 +31,8 @@ inline __m128i whole(const uint8_t* from) { return _mm_loadu_si128(reinterpret_c
 
 struct Avx2 {
   static constexpr bool kOffset = false;
-  static constexpr int kColumns = 32;      // of 16 bits in a panel row
+  static constexpr int kColumns = 32, kParts = 2;  // 16 bits of a column in a row of a part
+  static constexpr int kSums = kColumns * kParts;  // from one row to the next
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
@@ -40,11 +41,12 @@ struct Avx2 {
   static constexpr bool kStreams = true;
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
-  static void place(const uint8_t* bytes, int64_t rows, bool is_signed, uint8_t* panel) {
-    const auto* from = reinterpret_cast<const __m128i*>(bytes);
-    auto* to = reinterpret_cast<__m256i*>(panel);
-    for (int64_t i = 0; i < rows * 2; ++i) {
-      _mm256_store_si256(to + i, widen(_mm_shuffle_epi32(_mm_load_si128(from + i), 0xd8), is_signed));
+  static void place(const uint8_t* bytes, int64_t pitch, int64_t rows, bool is_signed, uint8_t* panel) {
+    for (int64_t i = 0; i < rows; ++i, bytes += pitch, panel += kPanel) {
+      for (int half = 0; half < 2; ++half) {
+        const __m128i sixteen = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes) + half);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(panel) + half, widen(_mm_shuffle_epi32(sixteen, 0xd8), is_signed));
+      }
     }
   }
 
@@ -72,7 +74,7 @@ struct Avx2 {
     __m256i sum[Rows][2];
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      const auto* const from = reinterpret_cast<const __m256i*>(sums + r * kColumns);
+      const auto* const from = reinterpret_cast<const __m256i*>(sums + r * kSums);
       sum[r][0] = fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
       sum[r][1] = fresh ? _mm256_setzero_si256() : _mm256_load_si256(from + 1);
     }
@@ -88,7 +90,7 @@ struct Avx2 {
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      auto* const to = reinterpret_cast<__m256i*>(sums + r * kColumns);
+      auto* const to = reinterpret_cast<__m256i*>(sums + r * kSums);
       _mm256_store_si256(to, sum[r][0]);
       _mm256_store_si256(to + 1, sum[r][1]);
     }
@@ -118,8 +120,9 @@ struct Avx2 {
     auto* const a = reinterpret_cast<int16_t*>(at.scratch + kChunk * 4);  // (Rows, kChunk)
     widen_blocks<Rows>(at, eighths, a);
     for (int first = 0; first < at.width; first += 16) {
+      const uint8_t* const panel = at.panel + first / kColumns * at.part_bytes + first % kColumns * 2;
       for (int r = 0; r < Rows; r += kStep) {
-        strip<kStep>(at.panel + first * 2, eighths, (at.count + 1) / 2, a + r * kChunk, at.fresh, at.sums + r * kColumns + first);
+        strip<kStep>(panel, eighths, (at.count + 1) / 2, a + r * kChunk, at.fresh, at.sums + r * kSums + first);
       }
     }
   }
@@ -458,5 +461,5 @@ namespace magicube {
 const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &attention<Avx2>, &quantize, &digits, &compress,
                       &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                       &direct<Direct>, &dense<Product>, &is_structure_valid,
-                      Avx2::kColumns, Avx2::kScratchBytes, sizeof(Avx2::Dot), int64_t{1} << 25};
+                      Avx2::kColumns, Avx2::kParts, Avx2::kScratchBytes, sizeof(Avx2::Dot), int64_t{1} << 25};
 }

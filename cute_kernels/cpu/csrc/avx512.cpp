@@ -18,7 +18,7 @@ namespace {
 
 struct Avx512 {
   static constexpr bool kOffset = true;
-  static constexpr int kColumns = 64;
+  static constexpr int kColumns = 64, kParts = 1;
   static constexpr bool kFew = false;
   static constexpr bool kStreams = true;
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
@@ -26,7 +26,7 @@ struct Avx512 {
 
   // The unpacks below leave bytes 16 j + 4 q and the three after it in lane j of vector q: dwords are placed so that these are
   // columns 16 q + 4 j and the three after it.
-  static void place(const uint8_t* bytes, int64_t rows, bool, uint8_t* panel) {
+  static void place(const uint8_t* bytes, int64_t, int64_t rows, bool, uint8_t* panel) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int64_t i = 0; i < rows * kPanel; i += kPanel) {
       _mm512_store_si512(panel + i, _mm512_permutexvar_epi32(order, _mm512_load_si512(bytes + i)));
@@ -287,5 +287,5 @@ namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
                         &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                         &direct<Direct>, &dense<Product>, &is_structure_valid,
-                        Avx512::kColumns, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
+                        Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
 }

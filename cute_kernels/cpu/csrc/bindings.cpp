@@ -129,7 +129,8 @@ void spmm(SpmmArgs args, int most_threads) {
   const Job job{&selected(), &args};
   const int threads = threads_for(args.a.plane_bytes * args.a.digits() * args.b.digits() * std::max(args.n, kMemoryBound) * args.batch, most_threads);
   nb::gil_scoped_release release;
-  args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns);
+  args.parts = spmm_panel_parts(args, job.engine->spmm_parts);
+  args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns * args.parts);
   run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
                    [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
@@ -314,13 +315,13 @@ NB_MODULE(_engine, m) {
   m.def("spmm", [](const Sparse& a, const Operand& b, const GivenScales& scales, uintptr_t out,
                    int out_type, int64_t n, int64_t batch, int threads) {
     const RepeatedScales repeated(scales, a.rows, n);
-    spmm(SpmmArgs{a, b, repeated, pointer<void>(out), static_cast<Out>(out_type), n, batch, {}, 1}, threads);
+    spmm(SpmmArgs{a, b, repeated, pointer<void>(out), static_cast<Out>(out_type), n, batch, {}, 1, 1}, threads);
   }, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
   m.def("sparse_linear", [](const Sparse& a, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
                             const GivenScales& scales, int64_t rows, uintptr_t out, int out_type, int threads) {
     const DenseLeft columns{nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high};
     const RepeatedScales repeated(scales, a.rows, rows);
-    spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, repeated, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1},
+    spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, repeated, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1, 1},
          threads);
   }, "a"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "out_type"_a, "threads"_a);
   m.def("sddmm", [](const Operand& x, const Operand& y, uintptr_t row_start,

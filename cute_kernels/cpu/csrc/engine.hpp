@@ -9,7 +9,7 @@
 
 namespace magicube {
 
-constexpr int kPanel = 64;          // bytes of a row of a panel; most columns of a panel
+constexpr int kPanel = 64;          // bytes of a row of a part of a panel; most columns of a panel
 constexpr int kQuad = 4;            // nonzeros per 32-bit multiply-accumulate lane
 constexpr int64_t kMaxColumns = int64_t{1} << 28;  // of the sparse operand: 8 * column must fit 32 bits
 constexpr int64_t kStreamBytes = 1 << 20;  // an output of this size does not fit L2
@@ -80,6 +80,7 @@ struct SpmmArgs {
   int64_t batch;
   DenseLeft columns;  // of B, quantized into the shared buffer in place of `b`, if its `reals` are given
   int64_t staged_panels;  // panels in the shared buffer
+  int64_t parts;          // of a panel, each with kPanel bytes of a row
 };
 
 struct SddmmArgs {
@@ -376,7 +377,8 @@ struct Engine {
   void (*direct)(const DirectArgs&, ThreadGroup&);
   void (*dense)(const DenseArgs&, ThreadGroup&);
   bool (*is_structure_valid)(const Structure&);
-  int64_t spmm_columns;        // of B in a panel
+  int64_t spmm_columns;        // of B in a part of a panel
+  int64_t spmm_parts;          // of a panel, at most
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
   int64_t dot_bytes;           // of a staged digit of an SDDMM
   int64_t serial_work;         // multiply-adds in about half a millisecond: with less, a thread costs more than it saves
@@ -387,6 +389,9 @@ extern const Engine kPortable;
 extern const Engine kAvx2;
 extern const Engine kAvx512;
 #endif
+
+// Parts of a panel: fewer where they would fill more than half of L2.
+int64_t spmm_panel_parts(const SpmmArgs& args, int64_t most);
 
 // Panels of an SpMM that several threads stage before they multiply: few barriers where a thread may wait for another.
 int64_t spmm_staged_panels(const SpmmArgs& args, int threads, int64_t columns);

@@ -96,14 +96,19 @@ inline void write_run(const Total* totals, int64_t count, Total offset, float ro
   store_floats(scaled, count, type, out, at);
 }
 
-// Up to kMaxVector rows of whole panels as float32. Separate function: compilers honor `restrict` on parameters.
+constexpr int kScaledColumns = 16;
+
+// Up to kMaxVector rows of multiples of kScaledColumns results as float32. Separate function: compilers honor `restrict` on
+// parameters.
 template <int Columns>
-__attribute__((noinline)) void scale_rows(const int32_t* __restrict sums, int64_t rows, const int32_t* __restrict offsets,
+__attribute__((noinline)) void scale_rows(const int32_t* __restrict sums, int64_t rows, int64_t width, const int32_t* __restrict offsets,
                                           const float* __restrict row_scales, const float* __restrict column_scales,
                                           const float* __restrict bias, float* __restrict out, int64_t pitch) {
   for (int64_t r = 0; r < rows; ++r, sums += Columns, out += pitch) {
     const float scale = row_scales[r], add = bias[r];
-    for (int j = 0; j < Columns; ++j) out[j] = static_cast<float>(minus(sums[j], offsets[r])) * scale * column_scales[j] + add;
+    for (int64_t j0 = 0; j0 < width; j0 += kScaledColumns) {
+      for (int64_t j = j0; j < j0 + kScaledColumns; ++j) out[j] = static_cast<float>(minus(sums[j], offsets[r])) * scale * column_scales[j] + add;
+    }
   }
 }
 

@@ -14,7 +14,7 @@ namespace {
 
 struct Portable {
   static constexpr bool kOffset = false;
-  static constexpr int kColumns = 64;
+  static constexpr int kColumns = 64, kParts = 1;
   static constexpr int kChunkGroups = 32;
   static constexpr int kQuadBytes = kPanel * kQuad * 2;  // int16 quads, [column][k]
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
@@ -22,7 +22,7 @@ struct Portable {
   static constexpr bool kFew = false;
   static constexpr bool kStreams = false;
 
-  static void place(const uint8_t* bytes, int64_t rows, bool, uint8_t* panel) {
+  static void place(const uint8_t* bytes, int64_t, int64_t rows, bool, uint8_t* panel) {
     std::memcpy(panel, bytes, static_cast<size_t>(rows * kPanel));
   }
 
@@ -159,5 +159,5 @@ void order_columns(const ReorderArgs& args, ThreadGroup& group) {
 
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &attention<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kColumns, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
+                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kColumns, Portable::kParts, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
 }

@@ -1,7 +1,7 @@
 // SpMM on SR-BCRS: C (rows x n) = A (rows x k, vectors) * B (k x n, dense), exact in integers.
 //
-// A panel of B, 64 bytes of each row, is staged as digit planes. Every vector row gathers the panel rows of its columns, and
-// multiplies them by the values of up to eight of its rows. Threads stage several panels, then multiply them.
+// A panel of B is staged as digit planes, in one or two parts of 64 bytes of each row. Every vector row gathers the panel rows of
+// its columns, and multiplies them by the values of up to eight of its rows. Threads stage several panels, then multiply them.
 // Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
@@ -28,7 +28,8 @@ alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
 
 // Up to eight rows of one vector row times the panel rows of its columns, added to the accumulators of a panel per row.
 struct RowTile {
-  const uint8_t* panel;  // one digit of B: 64 bytes per row, as the micro-kernel places them
+  const uint8_t* panel;  // one digit of B: 64 bytes per row of a part, as the micro-kernel places them
+  int64_t part_bytes;    // from one part of the panel to the next
   int64_t width;         // columns of B in the panel; accumulators of others may keep what they held
   const int32_t* columns;
   int64_t count;
@@ -45,7 +46,7 @@ struct RowTile {
 
 template <class Micro>
 struct SpmmRow {
-  static constexpr int kColumns = Micro::kColumns;
+  static constexpr int kColumns = Micro::kColumns * Micro::kParts;
 
   const SpmmArgs& args;
   uint8_t* scratch;  // of the micro-kernel
@@ -53,6 +54,7 @@ struct SpmmRow {
   int32_t* sums;     // (digits of A, digits of B, V, kColumns) accumulators
   int64_t* totals;   // (V, kColumns)
 
+  int64_t part_bytes() const { return (args.a.columns_total + 1) * kPanel; }
   int64_t row_values() const { return int64_t{args.a.vector_length} * kColumns; }
   int32_t* plane(int da, int db) const { return sums + (da * args.b.digits() + db) * row_values(); }
   bool digit_signed(int d) const { return args.a.is_signed && d == args.a.digits() - 1; }
@@ -66,7 +68,7 @@ struct SpmmRow {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
         for (int v = 0; v < a.vector_length; v += kTileRows) {
           const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
-          Micro::row_tile({panel + db * (a.columns_total + 1) * kPanel, width, a.columns + begin, count, values + v * a.stride,
+          Micro::row_tile({panel + db * args.parts * part_bytes(), part_bytes(), width, a.columns + begin, count, values + v * a.stride,
                         a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
                         plane(da, db) + v * kColumns, scratch});
         }
@@ -112,22 +114,22 @@ struct SpmmRow {
     const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes;
     const float* const bias = scales.bias ? scales.bias + row0 : kZeros;
     if constexpr (sizeof(Total) == sizeof(int32_t)) {
-      if (args.out_type == Out::kFloat32 && width == kColumns) {
+      if (args.out_type == Out::kFloat32 && width % kScaledColumns == 0) {
         float* const out = static_cast<float*>(args.out) + at;
         alignas(64) float results[magicube::kMaxVector * kColumns];
-        scale_rows<kColumns>(from, rows, offsets, row_scales, columns ? columns : kOnes, bias, streams ? results : out,
+        scale_rows<kColumns>(from, rows, width, offsets, row_scales, columns ? columns : kOnes, bias, streams ? results : out,
                              streams ? kColumns : args.n);
-        for (int64_t v = 0; streams && v < rows; ++v) Micro::stream(results + v * kColumns, out + v * args.n, kColumns * sizeof(float));
+        for (int64_t v = 0; streams && v < rows; ++v) Micro::stream(results + v * kColumns, out + v * args.n, width * 4);
         return;
       }
     }
     const int64_t element = element_bytes(args.out_type);
     for (int64_t v = 0; v < rows; ++v, from += kColumns) {
       const int64_t here = at + v * args.n;
-      if (streams && width == kColumns) {
+      if (streams && width * element % 64 == 0) {
         alignas(64) uint8_t results[kColumns * sizeof(int64_t)];
-        write_run(from, kColumns, offsets[v], row_scales[v], columns, bias[v], args.out_type, results, 0);
-        Micro::stream(results, static_cast<char*>(args.out) + here * element, kColumns * element);
+        write_run(from, width, offsets[v], row_scales[v], columns, bias[v], args.out_type, results, 0);
+        Micro::stream(results, static_cast<char*>(args.out) + here * element, width * element);
       } else {
         write_run(from, width, offsets[v], row_scales[v], columns, bias[v], args.out_type, args.out, here);
       }
@@ -196,30 +198,30 @@ bool streams_out(const SpmmArgs& args) {
 // Panels of one call, numbered through the batch.
 template <class Micro>
 struct SpmmPanels {
-  static constexpr int kColumns = Micro::kColumns;
-
   const SpmmArgs& args;
   ThreadGroup& group;
   uint8_t* staged;  // (staged panels, digits of B, 1 + K, 64)
   SpmmRow<Micro> row;
 
-  int64_t across() const { return (args.n + kColumns - 1) / kColumns; }
-  int64_t digit_bytes() const { return (args.a.columns_total + 1) * kPanel; }
+  int64_t columns() const { return Micro::kColumns * args.parts; }
+  int64_t across() const { return (args.n + columns() - 1) / columns(); }
   uint8_t* panel(int64_t slot) const { return staged + slot * magicube::spmm_panel_bytes(args) + kPanel; }  // of row 0
 
   // Rows [k0, k1) of a panel; with the first ones the row that padding columns multiply by zero.
   void stage_rows(int64_t slot, int64_t index, int64_t k0, int64_t k1) const {
-    const int64_t n0 = index % across() * kColumns, width = lesser(kColumns, args.n - n0);
+    const int64_t n0 = index % across() * columns(), width = lesser(columns(), args.n - n0);
     const uint8_t* const data = args.b.data + index / across() * args.b.batch_bytes;
     const uint8_t flip = Micro::kOffset && args.b.is_signed ? 0x80 : 0;
-    alignas(64) uint8_t bytes[magicube::kMaxDigits * kStagedRows * kColumns];
-    constexpr int64_t kDigit = kStagedRows * kColumns;
-    stage(args.b, data, !args.b.runs_along_inner, k0, k1 - k0, n0, width, flip, bytes, kColumns, kDigit);
+    constexpr int64_t kDigit = kStagedRows * row.kColumns;
+    alignas(64) uint8_t bytes[magicube::kMaxDigits * kDigit];
+    stage(args.b, data, !args.b.runs_along_inner, k0, k1 - k0, n0, width, flip, bytes, columns(), kDigit);
     for (int d = 0; d < args.b.digits(); ++d) {
       const bool is_signed = args.b.is_signed && d == args.b.digits() - 1;
-      uint8_t* const to = panel(slot) + d * digit_bytes();
-      if (k0 == 0) std::memset(to - kPanel, 0, kPanel);
-      Micro::place(bytes + d * kDigit, k1 - k0, is_signed, to + k0 * kPanel);
+      for (int64_t part = 0; part < args.parts; ++part) {
+        uint8_t* const to = panel(slot) + (d * args.parts + part) * row.part_bytes();
+        if (k0 == 0) std::memset(to - kPanel, 0, kPanel);
+        Micro::place(bytes + d * kDigit + part * Micro::kColumns, columns(), k1 - k0, is_signed, to + k0 * kPanel);
+      }
     }
   }
 
@@ -233,8 +235,8 @@ struct SpmmPanels {
     }
     if (!group.barrier()) return false;
     for (int64_t t = group.ticket(); t < count * tickets; t = group.ticket()) {
-      const int64_t slot = t / tickets, index = first + slot, n0 = index % across() * kColumns, r0 = t % tickets * kTicketRows;
-      row.run_rows(panel(slot), r0, lesser(r0 + kTicketRows, rows), index / across(), n0, lesser(kColumns, args.n - n0));
+      const int64_t slot = t / tickets, index = first + slot, n0 = index % across() * columns(), r0 = t % tickets * kTicketRows;
+      row.run_rows(panel(slot), r0, lesser(r0 + kTicketRows, rows), index / across(), n0, lesser(columns(), args.n - n0));
     }
     if constexpr (Micro::kStreams) Micro::finish_streams();
     return group.barrier();
@@ -246,7 +248,7 @@ void spmm_panels(const SpmmArgs& args, ThreadGroup& group) {
   static_assert(Micro::kScratchBytes % 64 == 0, "what follows is aligned");
   uint8_t* const local = group.local();
   auto* const totals = reinterpret_cast<int64_t*>(local + Micro::kScratchBytes);
-  auto* const sums = reinterpret_cast<int32_t*>(totals + int64_t{args.a.vector_length} * Micro::kColumns);
+  auto* const sums = reinterpret_cast<int32_t*>(totals + int64_t{args.a.vector_length} * SpmmRow<Micro>::kColumns);
   const SpmmPanels<Micro> work{args, group, group.shared(), SpmmRow<Micro>{args, local, streams_out<Micro>(args), sums, totals}};
   const int64_t panels = work.across() * args.batch;
   for (int64_t first = 0; first < panels; first += args.staged_panels) {

@@ -11,6 +11,7 @@ namespace magicube {
 namespace {
 
 constexpr int64_t kSharedPanels = 1 << 20;  // bytes of staged panels, or
+constexpr int64_t kPartsBytes = 1 << 18;    // half of the smallest L2
 constexpr int64_t kWorkspaceShare = 8;      // 1/8 of the size of B, for several threads
 
 struct Aligned {
@@ -51,6 +52,10 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 }  // namespace
 
+int64_t spmm_panel_parts(const SpmmArgs& args, int64_t most) {
+  return (args.a.columns_total + 1) * kPanel * args.b.digits() * most <= kPartsBytes ? most : 1;
+}
+
 int64_t spmm_staged_panels(const SpmmArgs& args, int threads, int64_t columns) {
   if (threads == 1) return 1;
   const int64_t panels = (args.n + columns - 1) / columns * args.batch;
@@ -58,7 +63,7 @@ int64_t spmm_staged_panels(const SpmmArgs& args, int threads, int64_t columns) {
   return std::clamp(bytes / spmm_panel_bytes(args), int64_t{1}, std::max(panels, int64_t{1}));
 }
 
-int64_t spmm_panel_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.b.digits(); }
+int64_t spmm_panel_bytes(const SpmmArgs& args) { return (args.a.columns_total + 1) * kPanel * args.parts * args.b.digits(); }
 
 int64_t spmm_row_bytes(const SpmmArgs& args) { return round_up(args.a.columns_total, 64) + 64; }
 

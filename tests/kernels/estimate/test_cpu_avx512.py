@@ -77,9 +77,10 @@ extern "C" void spmm(int emulated, int threads, const int64_t* row_start, const 
   const Sparse a{row_start, row_end, columns, planes, row_sums, plane_bytes, (m + vector_length - 1) / vector_length, m, k,
                  vector_length, stride, bits, true};
   SpmmArgs args{a, {b, 0, run_bytes, along_inner != 0, b_bits, true}, {rows, b_scales, bias, 0, 0}, out,
-                static_cast<Out>(out_type), n, 1, {}, 1};
+                static_cast<Out>(out_type), n, 1, {}, 1, 1};
   const Job job{&engine_of(emulated), &args};
-  args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns);
+  args.parts = spmm_panel_parts(args, job.engine->spmm_parts);
+  args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns * args.parts);
   run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
                    [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
