@@ -348,6 +348,7 @@ struct Floats {
 
 // Digits of A are 16 bits, those of B widen in the loop: vpmaddwd sums pairs of products exactly, vpmaddubsw would saturate.
 struct Product {
+  using Micro = Avx2;
   using Digit = int16_t;
   static constexpr Digit kOffset = 0;
   static constexpr int kRows = 6;  // times 8 columns, with two sums each: 12 accumulators

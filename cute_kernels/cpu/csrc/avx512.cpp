@@ -214,6 +214,7 @@ struct Floats {
 
 // Digits of A are staged with the offset 128, unsigned; accumulators start at -128 times the sums of the columns of B.
 struct Product {
+  using Micro = Avx512;
   using Digit = uint8_t;
   static constexpr Digit kOffset = 128;
   static constexpr int kRows = 6;  // times 64 columns: 24 accumulators

@@ -105,7 +105,12 @@ template <class Product>
 class DenseTask {
  public:
   DenseTask(const DenseArgs& args, int64_t row, int64_t rows, int64_t column)
-      : args_(args), row_(row), rows_(rows), column_(column), columns_(lesser(kPanel, args.right.n - column)) {
+      : args_(args),
+        row_(row),
+        rows_(rows),
+        column_(column),
+        columns_(lesser(kPanel, args.right.n - column)),
+        streams_(columns_ == kPanel && streams_rows(args)) {
     for (int64_t j = 0; j < columns_; ++j) {
       scales_[j] = args.scales.columns ? args.scales.columns[column + j] : 1.0f;
       bias_[j] = args.scales.bias ? args.scales.bias[column + j] : -0.0f;
@@ -123,6 +128,12 @@ class DenseTask {
   }
 
  private:
+  // Whether rows of float32 results are stored past the caches, in whole cache lines.
+  static bool streams_rows(const DenseArgs& args) {
+    return Product::Micro::kStreams && args.out_type == Out::kFloat32 && args.column_step == 1 && args.row_step % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && args.rows * args.right.n * 4 >= magicube::kStreamBytes;
+  }
+
   bool is_integer() const { return args_.out_type == Out::kInt32 || args_.out_type == Out::kInt64; }
 
   // Row r of the block: to the output if its rows are contiguous, else to block_.
@@ -135,11 +146,12 @@ class DenseTask {
       return;
     }
     const float scale = args_.left.reals ? scales[r] : args_.scales.rows ? args_.scales.rows[row_ + r] : 1.0f;
-    const bool in_place = by_rows && args_.out_type == Out::kFloat32;
+    const bool in_place = by_rows && args_.out_type == Out::kFloat32 && !streams_;
     float* const to = in_place ? static_cast<float*>(args_.out) + at : block_ + r * kPanel;
     const auto scaled = args_.columns_first ? scale_sums<true> : scale_sums<false>;
     scaled(sums, columns_, scale, scales_, bias_, to);
-    if (by_rows && !in_place) store_floats(to, columns_, args_.out_type, args_.out, at);
+    if (streams_) Product::Micro::stream(to, static_cast<float*>(args_.out) + at, columns_ * 4);
+    else if (by_rows && !in_place) store_floats(to, columns_, args_.out_type, args_.out, at);
   }
 
   void write_columns() const {
@@ -159,6 +171,7 @@ class DenseTask {
 
   const DenseArgs& args_;
   const int64_t row_, rows_, column_, columns_;
+  const bool streams_;  // results are stored past the caches
   float scales_[kPanel], bias_[kPanel];
   alignas(64) float block_[kDirectRows * kPanel];  // results in 32 bits, integers too
 };
@@ -184,6 +197,7 @@ void dense(const DenseArgs& args, ThreadGroup& group) {
       DenseTask<Product> block(args, first + r, lesser(kDirectRows, rows - r), task % panels * kPanel);
       block.run(digits + r * pitch, scales + r);
     }
+    if constexpr (Product::Micro::kStreams) Product::Micro::finish_streams();
     if (!group.barrier()) return;
   }
 }

@@ -109,6 +109,7 @@ struct Floats {
 };
 
 struct Product {
+  using Micro = Portable;
   using Digit = int8_t;
   static constexpr Digit kOffset = 0;
   static constexpr int kRows = 4;

@@ -117,6 +117,17 @@ def test_the_epilogue_has_the_bits_of_float32(path: str, dtype: torch.dtype, col
         assert multiply(a, right, out=out, out_dtype=dtype, **options) is out and torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("n", [1024, 1040, 1030])
+def test_results_stored_past_the_caches_are_the_same(path: str, n: int) -> None:
+    a, b, row_scale = ints(300, 20, 1), ints(20, n, 2), torch.arange(300.0)
+    expected = (a.long() @ b.long()).float() * row_scale[:, None]
+    wide = torch.full((300, n + 16), 5.0)
+    out = wide[:, :n]
+    assert torch.equal(multiply(a, pack_right(b), row_scale=row_scale, out_dtype=torch.float32), expected)
+    assert torch.equal(multiply(a, pack_right(b), row_scale=row_scale, out_dtype=torch.float32, out=out), expected)
+    assert bool((wide[:, n:] == 5).all())
+
+
 def quantized(x: Tensor, bits: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The integers of float32 rows by the rule in float64, and a scale per row."""
     high = 2 ** (bits - 1) - 1

@@ -36,6 +36,18 @@ def ints(shape: tuple[int, ...], bits: int, signed: bool, seed: int) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize("columns", [31, 48, 65, 80, 176])
+@pytest.mark.parametrize("k", [70, 2500])  # rows of a panel: two parts of 32 columns on AVX2, or one
+def test_panels_are_exact(path: str, columns: int, k: int) -> None:
+    pattern = mc.random_pattern(1504, k, 0.97, 8, seed=k)
+    a = mc.SRBCRS.from_pattern(pattern, ints((pattern.vectors, 8), 8, True, 1), bits=8)
+    data = ints((k, columns), 8, True, 2)
+    b, expected = mc.QuantTensor.from_ints(data, bits=8), a.to_dense(dequantize=False).long() @ data.long()
+    for dtype in (torch.int32, torch.float32, torch.float16):
+        product = mc.spmm(a, b, out_dtype=dtype)
+        assert torch.equal(product, expected.to(torch.float32).to(dtype) if dtype.is_floating_point else expected.int())
+
+
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 15, 16, 17])
 @pytest.mark.parametrize("vector_length", [1, 2, 4, 8, 16, 32])
 def test_integers_are_exact(path: str, columns: int, vector_length: int) -> None:
