@@ -156,6 +156,9 @@ def convert(
 ) -> ConversionReport:
     """Replace the ``nn.Linear`` layers of a model, in place, by :class:`SparseQuantLinear` layers.
 
+    On an AVX2 machine each of these takes the sparse or the dense int8 kernel, whichever is predicted to be faster for
+    its number of tokens.
+
     Parameters
     ----------
     model : nn.Module
