@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +17,15 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.gemm import api as dense
 from magicube_cutlass.checks import check_vector_length
-from residual.operand.decompose import Decomposition, decompose
+from residual.paper.quantize import Quantized, QuantizedOperand, Quantizer, quantize, quantize_operand
 from residual.paper.thresholds import RULES, crossover_density, kept_entries, synchronize
 
 SCALINGS = ("tensor", "vector")
 LEVELS = ("2^(N-1)-1", "2^(N-2)")
 STEPS = ("quantize", "product", "select", "compress", "correct", "combine")
 _MIN_BITS, _MAX_BITS = 2, 8
-_INT32_K = 2**31 // (2 * 128 * 128) - 1  # the two corrections together still fit 32 bits
+_RENAMED = {"eq14_signed": "example"}
+_INT32_K = 2**31 // (128 * 128) - 1  # K whose products of two 8-bit integers int32 sums
 _SAFE = 2.0**60  # scales between its inverse and this keep float32 arithmetic in range
 
 
@@ -33,16 +36,14 @@ class PaperReport:
     Attributes
     ----------
     density_a, density_b : float
-        Kept share of ``A1`` and ``B1``, in [0, 1].
-    path_a : str
-        How ``A1' B0`` was computed: ``"spmm"``, ``"gemm"``, ``"none"`` (nothing kept), or ``"fused"``: one dense call
-        for all three products.
-    path_b : str
-        The same of ``A0 B1'``.
+        Kept share of A and B, in [0, 1].
+    path_a, path_b : str
+        How the corrections ``A' RB`` and ``RA B'`` were computed: ``"spmm"``; ``"gemm"``, with A and B in place of A'
+        and B'; or ``"none"``: nothing was kept.
     eta : float
-        Density above which the dense product was computed.
+        Density from which on the dense products were computed.
     times : dict of str to float
-        Seconds of the steps in `STEPS` (Figure 7); a fused call counts as ``product``.
+        Seconds of the steps in `STEPS` (Figure 7).
 
     Examples
     --------
@@ -102,16 +103,18 @@ def gemm(
 ) -> Tensor | tuple[Tensor, PaperReport]:
     """Multiply by quantized products, corrected for the entries that a threshold selects: ``D = alpha A B + beta C``.
 
-    Algorithm 1 of [1]_, with ``N = bits`` and ``lambda = levels / max|X|``:
+    Algorithm 1 of [1]_, with ``N = bits``. ``Quant(X)`` is ``round(lambda X)``, ``lambda = levels / max|X|``; each
+    matrix below has its own lambda, and products are divided by those of their operands (equation 7):
 
-    1. quantize: ``A1 = round(lambda_A A)``, ``B1 = round(lambda_B B)``;
-    2. residuals: ``A0 / 2^s ~ lambda_A A - A1``, likewise ``B0``, integers of N bits;
-    3. product: ``P = A1 B1``, exact;
-    4. select: ``A1'`` and ``B1'`` keep the entries that the threshold rule does not drop (equation 14);
-    5. correct: ``P' = A1' B0 + A0 B1'``, each as a sparse product up to the density `eta` and as a dense one above;
-    6. combine: ``D = alpha / (lambda_A lambda_B) (P + P' / 2^s) + beta C``.
+    1. product: ``D = Quant(A) Quant(B)`` (lines 1 to 3);
+    2. residuals: ``RA = A - Quant(A) / lambda_A``, likewise ``RB``; both are quantized (lines 4 to 6);
+    3. select: ``A'`` and ``B'`` keep the entries that the rule keeps at this threshold, by the row and column averages
+       of ``|D|`` (line 7, equation 14);
+    4. correct: ``D += Quant(A') Quant(RB) + Quant(RA) Quant(B')`` by sparse products if both densities are below `eta`,
+       else ``D += Quant(A) Quant(RB) + Quant(RA) Quant(B)`` by dense ones (lines 8 to 17);
+    5. combine: ``alpha D + beta C`` (line 18).
 
-    Which path computes a correction changes the time, never the integers.
+    The integer products are exact.
 
     Parameters
     ----------
@@ -128,8 +131,10 @@ def gemm(
     threshold : float, default 0.0
         At least 0; the larger, the fewer corrections. 0: the full compensation with dense residuals (three products);
         inf: the plain quantized product.
-    rule : {"eq14", "eq14_signed", "mean"}, default "eq14"
-        Threshold rule.
+    rule : {"eq14", "example", "mean"}, default "eq14"
+        Entries that are kept, for an entry ``a`` of A (of B: by the column average). ``eq14``: ``|a| > threshold
+        avg|d|``; ``example``: ``a > threshold avg|d|``, as in the printed example; ``mean``: ``|a| > 2 threshold
+        mean|a|``, which is not in [1]_ and fits the densities printed there.
     scaling : {"tensor", "vector"}, default "tensor"
         One lambda per matrix, or one per row of A and column of B.
     rounding : {"trunc", "nearest"}, default "trunc"
@@ -137,7 +142,8 @@ def gemm(
     levels : {"2^(N-1)-1", "2^(N-2)"}
         Integer that the largest entry becomes; the second needs 3 bits.
     eta : float, optional
-        Density in [0, 1]. Default: :func:`residual.crossover_density`, measured once.
+        Density in [0, 1]. Default: :func:`residual.crossover_density`, measured once; a given one makes the result
+        independent of the machine.
     vector_length : int, optional
         V of the sparse operands, 1, 2, 4, 8, 16 or 32; whole vectors are kept, down a column of A and along a row of B.
         Default: 1 on a CPU and 8 on a GPU.
@@ -167,18 +173,21 @@ def gemm(
     >>> errors[0] < 1e-3 < errors[1]
     True
     """
+    rule = _current_rule(rule)
     _check_options(bits, threshold, rule, scaling, levels, eta, alpha, beta)
     _check_operands(A, B, C, beta)
+    vector_length = (8 if A.is_cuda else 1) if vector_length is None else vector_length
+    check_vector_length(vector_length)
     clock = _Clock(A.device, return_report)
     top = 2 ** (bits - 1) - 1 if levels == LEVELS[0] else 2 ** (bits - 2)
-    axes = (None, None) if scaling == "tensor" else (0, 1)
-    left = decompose(A, bits, axes[0], rounding, top, name="A")
-    right = decompose(B, bits, axes[1], rounding, top, name="B")
+    hows = [Quantizer(bits, None if scaling == "tensor" else axis, rounding, top) for axis in (0, 1)]
+    left, right = quantize_operand(A, hows[0], "A"), quantize_operand(B, hows[1], "B")
     clock.lap("quantize")
-    wide = torch.float64 in (A.dtype, B.dtype) or not _in_range(left.scale, right.scale, alpha)
-    total, report = _integer_sum(left, right, threshold, rule, eta, vector_length, clock, wide)
-    row, column = (x if x.dim() else x.reshape(1, 1) for x in (left.scale * alpha, right.scale))
-    result = total.mul_(row.to(total.dtype)).mul_(column.to(total.dtype))  # (M, N)
+    eta = crossover_density(A.device, vector_length) if eta is None else eta
+    reduction = _Reduction(threshold, rule, eta, vector_length)
+    result, report = _compensated(left, right, hows, reduction, clock)
+    if alpha != 1:
+        result.mul_(alpha)
     if beta != 0:
         assert C is not None
         result = result + beta * C.detach()
@@ -187,76 +196,78 @@ def gemm(
     return (result, report) if return_report else result
 
 
-def _integer_sum(
-    left: Decomposition,
-    right: Decomposition,
-    threshold: float,
-    rule: str,
-    eta: float | None,
-    vector_length: int | None,
-    clock: _Clock,
-    wide: bool,
+class _Reduction(NamedTuple):
+    """What is kept, and how it is multiplied."""
+
+    threshold: float
+    rule: str
+    eta: float
+    vector_length: int
+
+
+def _compensated(
+    left: QuantizedOperand, right: QuantizedOperand, hows: list[Quantizer], reduction: _Reduction, clock: _Clock
 ) -> tuple[Tensor, PaperReport]:
-    """``P + P' / 2^s`` as float32 or float64, and how it was made."""
-    a, b, device = left.high, right.high, left.high.device
-    dtype = torch.float64 if wide else torch.float32
-    vector_length = (8 if device.type == "cuda" else 1) if vector_length is None else vector_length
-    check_vector_length(vector_length)
-    eta = crossover_density(device, vector_length) if eta is None else eta
-    fusable = threshold == 0 and (dtype == torch.float32 or device.type == "cpu")
-    if fusable and min(share := _densities(a != 0, b != 0)) > eta:
-        clock.lap("select")
-        total = dense.gemm((a, left.low), (b, right.low), terms=3, shift=left.shift, out_dtype=dtype)
-        clock.lap("product")
-        return total, PaperReport(*share, "fused", "fused", eta, clock.times)
-    integers = torch.int32 if a.shape[1] <= _INT32_K else torch.int64
-    product = dense.gemm(a, b, out_dtype=integers)  # (M, N)
+    """Return the compensated product in float32 or float64 (lines 2, 3 and 7 to 17), and how it was made."""
+    dtype = torch.float64 if _is_wide(left, right) else torch.float32
+    total = _add_dense(None, left.leading, right.leading, dtype)  # (M, N)
     clock.lap("product")
-    per_row = left.scale.dim() > 0
-    mask_a = kept_entries(a, product, threshold, rule, per_row, vector_length)  # (M, K)
-    mask_b = kept_entries(b.T, product.T, threshold, rule, per_row, vector_length)  # (N, K)
+    per_row, options = hows[0].axis is not None, (reduction.threshold, reduction.rule)
+    mask_a = kept_entries(left.values, total, *options, per_row, reduction.vector_length)  # (M, K)
+    mask_b = kept_entries(right.values.T, total.T, *options, per_row, reduction.vector_length).T  # (K, N)
     densities = _densities(mask_a, mask_b)
     clock.lap("select")
-    total = product.to(dtype)
-    clock.lap("combine")
-    paths = ["none" if density == 0 else "spmm" if density <= eta else "gemm" for density in densities]
-    sides = ((a, right.low, mask_a, None), (left.low, b, None, mask_b))
-    for path, (x, y, keep_x, keep_y) in zip(paths, sides, strict=True):
-        if path == "none":
-            continue
-        if path == "gemm":
-            cross = _dense_cross(x, y, keep_x, keep_y, integers, clock)  # (M, N)
-        elif keep_x is not None:
-            cross = _sparse_cross(x, keep_x, y, vector_length, integers, clock)  # (M, N)
-        else:
-            assert keep_y is not None
-            turned = _sparse_cross(y.T, keep_y, x.T, vector_length, integers, clock)  # (N, M)
-            cross = turned.T.contiguous()  # (M, N); adding a transposed matrix takes twice a copy's time
+    if max(densities) == 0:
+        return total, PaperReport(*densities, "none", "none", reduction.eta, clock.times)
+    if max(densities) >= reduction.eta:
+        total = _add_dense(total, left.leading, right.residual, dtype)
+        total = _add_dense(total, left.residual, right.leading, dtype)
         clock.lap("correct")
-        total.add_(cross, alpha=2.0**-left.shift)
-        clock.lap("combine")
-    return total, PaperReport(*densities, paths[0], paths[1], eta, clock.times)
+        return total, PaperReport(*densities, "gemm", "gemm", reduction.eta, clock.times)
+    if densities[0]:
+        reduced = quantize(left.values * mask_a, hows[0], "A")  # (M, K)
+        clock.lap("compress")
+        total += _sparse(reduced, right.residual, reduction.vector_length, dtype, clock)
+    if densities[1]:
+        reduced = quantize(right.values * mask_b, hows[1], "B")  # (K, N)
+        clock.lap("compress")
+        turned = _sparse(reduced.T, left.residual.T, reduction.vector_length, dtype, clock)  # (N, M)
+        total += turned.T.contiguous()  # adding a transposed matrix takes twice a copy's time
+    clock.lap("combine")
+    paths = ["spmm" if density else "none" for density in densities]
+    return total, PaperReport(*densities, paths[0], paths[1], reduction.eta, clock.times)
 
 
-def _dense_cross(
-    x: Tensor, y: Tensor, keep_x: Tensor | None, keep_y: Tensor | None, integers: torch.dtype, clock: _Clock
-) -> Tensor:
-    """``x y`` with what the masks drop counted as zero; ``keep_y`` is transposed."""
-    x = x if keep_x is None else x * keep_x  # (M, K)
-    y = y if keep_y is None else y * keep_y.T  # (K, N)
-    clock.lap("compress")
-    return dense.gemm(x, y, out_dtype=integers)
+def _add_dense(total: Tensor | None, lhs: Quantized, rhs: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return `total` plus the dequantized product of integers."""
+    if dtype == torch.float64 and lhs.integers.is_cuda:  # the kernel writes no float64
+        found = _dequantize(dense.gemm(lhs.integers, rhs.integers, out_dtype=_sums(lhs)), lhs, rhs, dtype)
+        return found if total is None else total.add_(found)
+    scales = [side.scale.flatten().to(dtype) if side.scale.dim() else side.scale.to(dtype) for side in (lhs, rhs)]
+    return dense.gemm(
+        lhs.integers, rhs.integers, scale_a=scales[0], scale_b=scales[1], c=total,
+        beta=0.0 if total is None else 1.0, out_dtype=dtype,
+    )  # fmt: skip
 
 
-def _sparse_cross(
-    x: Tensor, keep: Tensor, y: Tensor, vector_length: int, integers: torch.dtype, clock: _Clock
-) -> Tensor:
-    """``(x where keep) y``, x as a sparse matrix."""
-    thin = mc.SRBCRS.from_mask(x, keep, vector_length=vector_length, bits=8)
+def _sparse(lhs: Quantized, rhs: Quantized, vector_length: int, dtype: torch.dtype, clock: _Clock) -> Tensor:
+    """Return the dequantized product of integers, the left ones as a sparse matrix."""
+    thin = mc.SRBCRS.from_dense(lhs.integers, vector_length=vector_length, bits=8)
     thin.single_use = True
-    operand = mc.QuantTensor.from_ints(y, bits=8)
+    operand = mc.QuantTensor.from_ints(rhs.integers, bits=8)
     clock.lap("compress")
-    return mc.spmm(thin, operand, out_dtype=integers)
+    product = mc.spmm(thin, operand, out_dtype=_sums(lhs))
+    clock.lap("correct")
+    return _dequantize(product, lhs, rhs, dtype)
+
+
+def _dequantize(product: Tensor, lhs: Quantized, rhs: Quantized, dtype: torch.dtype) -> Tensor:
+    return product.to(dtype).mul_(lhs.scale.to(dtype)).mul_(rhs.scale.to(dtype))  # (M, N)
+
+
+def _sums(lhs: Quantized) -> torch.dtype:
+    """Return the integers that hold a product of these."""
+    return torch.int32 if lhs.integers.shape[1] <= _INT32_K else torch.int64
 
 
 def _densities(mask_a: Tensor, mask_b: Tensor) -> tuple[float, float]:
@@ -264,12 +275,20 @@ def _densities(mask_a: Tensor, mask_b: Tensor) -> tuple[float, float]:
     return kept[0] / max(mask_a.numel(), 1), kept[1] / max(mask_b.numel(), 1)
 
 
-def _in_range(scale_a: Tensor, scale_b: Tensor, alpha: float) -> bool:
-    """Whether float32 can hold the scaled sums all the way; float64 can always."""
-    for scale in (scale_a, scale_b):
-        if scale.numel() and not 1 / _SAFE < float(scale.min()) <= float(scale.max()) < _SAFE:
-            return False
-    return alpha == 0 or 2.0**-8 < abs(alpha) < 2.0**8
+def _is_wide(left: QuantizedOperand, right: QuantizedOperand) -> bool:
+    """Return whether the sums need float64: an operand has it, or float32 cannot hold the scaled sums all the way."""
+    if torch.float64 in (left.values.dtype, right.values.dtype):
+        return True
+    scales = (left.leading.scale, right.leading.scale)
+    return any(s.numel() and not 1 / _SAFE < float(s.min()) <= float(s.max()) < _SAFE for s in scales)
+
+
+def _current_rule(rule: str) -> str:
+    """Return the name of a rule that was renamed, with a warning."""
+    if rule not in _RENAMED:
+        return rule
+    warnings.warn(f"rule={rule!r} is now rule={_RENAMED[rule]!r}", DeprecationWarning, stacklevel=3)
+    return _RENAMED[rule]
 
 
 def _check_options(

@@ -12,33 +12,33 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.gemm.api import gemm
 
-RULES = ("eq14", "eq14_signed", "mean")
+RULES = ("eq14", "example", "mean")
 _PROBED = (0.05, 0.25)  # densities of the two sparse products that are timed
 _SIZES = {"cpu": 512, "cuda": 4096}  # larger ones take longer and say the same; a GPU's small ones measure the launch
 _ROUNDS = 10
 
 
 def kept_entries(
-    high: Tensor, product: Tensor | None, threshold: float, rule: str, per_row: bool, vector_length: int
+    values: Tensor, product: Tensor | None, threshold: float, rule: str, per_row: bool, vector_length: int
 ) -> Tensor:
-    """Return which entries of a quantized operand get their correction.
+    """Return which entries of an operand get their correction: ``Reduce`` of Algorithm 1.
 
-    An entry ``a`` of row ``i`` is dropped if
+    An entry ``a`` of row ``i`` is kept if
 
-    * ``eq14``: ``|a| <= threshold * avg_j |c_ij|``;
-    * ``eq14_signed``: ``|a| <= threshold * avg_j c_ij``, the rule of the printed example;
-    * ``mean``: ``|a| <= 2 * threshold * mean|a|``, over the matrix, or over the row (`per_row`).
+    * ``eq14``: ``|a| > threshold * avg_j |c_ij|``, equation 14 of [1]_;
+    * ``example``: ``a > threshold * avg_j |c_ij|``, what the printed example does: no negative entry is kept;
+    * ``mean``: ``|a| > 2 * threshold * mean|a|``, over the matrix, or over the row (`per_row`). It is not in [1]_; it
+      is fitted to the densities printed there.
 
-    Everything is in integer units: a residual is less than one unit, so ``|a| / |c_ij|`` bounds what the correction of
-    ``a`` can change in ``c_ij``, relatively. Zeros are always dropped; a threshold of 0 keeps all others and ``inf``
-    nothing. For a right operand pass the transposes. Equation 14 of [1]_.
+    All values are floats, as printed. Zeros are never kept; a threshold of 0 keeps all others and ``inf`` nothing. For
+    a right operand pass the transposes.
 
     Parameters
     ----------
-    high : Tensor, shape (M, K)
-        Signed integers.
+    values : Tensor, shape (M, K)
+        float32 or float64.
     product : Tensor or None, shape (M, N)
-        Integers, the product of the leading digits; the ``mean`` rule does not read it.
+        Dequantized product of the leading integers; the ``mean`` rule does not read it.
     threshold : float
         At least 0.
     rule : str
@@ -59,24 +59,28 @@ def kept_entries(
 
     Examples
     --------
-    >>> kept_entries(torch.tensor([[1, 9, -8, 2]], dtype=torch.int8), None, 1.0, "mean", True, 1).tolist()
+    >>> kept_entries(torch.tensor([[1.0, 9.0, -8.0, 2.0]]), None, 1.0, "mean", True, 1).tolist()
     [[False, False, False, False]]
-    >>> kept_entries(torch.tensor([[1, 9, -8, 2]], dtype=torch.int8), None, 0.5, "mean", True, 1).tolist()
+    >>> kept_entries(torch.tensor([[1.0, 9.0, -8.0, 2.0]]), None, 0.5, "mean", True, 1).tolist()
     [[False, True, True, False]]
     """
     if threshold == torch.inf:
-        return torch.zeros_like(high, dtype=torch.bool)
-    magnitude = high.abs()
-    if rule == "mean":
-        sums, count = (magnitude, high.shape[1]) if per_row else (magnitude.reshape(1, -1), high.numel())
-        factor = 2 * threshold
+        return torch.zeros_like(values, dtype=torch.bool)
+    if threshold == 0:
+        kept = values != 0
+    elif rule == "mean":
+        kept = values.abs() > (2 * threshold * _average(values, per_row)).to(values.dtype)
     else:
         assert product is not None
-        sums, count, factor = product.abs() if rule == "eq14" else product, product.shape[1], threshold
-    level = factor * sums.sum(1, keepdim=True, dtype=torch.int64).double() / max(count, 1)
-    # An integer exceeds a real level exactly where it exceeds the level's floor; zeros exceed none, 127 none above it.
-    kept = magnitude > level.floor().clamp(0, 127).to(torch.int8)
+        level = (threshold * _average(product, True)).to(values.dtype)  # (M, 1)
+        kept = (values if rule == "example" else values.abs()) > level
     return kept if vector_length == 1 else _whole_vectors(kept, vector_length)
+
+
+def _average(x: Tensor, per_row: bool) -> Tensor:
+    """Return ``avg|x|`` in float64, shape (M, 1) per row, else ()."""
+    total = torch.linalg.vector_norm(x, 1, dim=1 if per_row else None, keepdim=per_row, dtype=torch.float64)
+    return total / max(x.shape[1] if per_row else x.numel(), 1)
 
 
 def _whole_vectors(kept: Tensor, vector_length: int) -> Tensor:
