@@ -312,7 +312,7 @@ def matmul(
 
     References
     ----------
-    .. [1] Gu, arXiv 2403.06924 (residual compensation).
+    .. [1] Gu, arXiv 2403.06924, section 2.3, equations 4 to 7.
 
     Examples
     --------

@@ -121,7 +121,7 @@ def sddmm(
 
     References
     ----------
-    .. [1] Li, Osawa, Hoefler, SC'22, section IV-E.
+    .. [1] Li, Osawa, Hoefler, SC'22, section IV-C.
     """
     check_sddmm_arguments(x, y, (row_start, row_end, col_indices), out, shape, row_scale, col_scale)
     index = row_start, row_end, col_indices

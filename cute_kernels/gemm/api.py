@@ -181,7 +181,7 @@ def gemm(
     ``D[m, n] = alpha s_a[m] s_b[n] sum_ij 2^(-shift (i + j)) sum_k a_i[m, k] b_j[k, n] + beta c[m, n] + bias[n]``.
     Each sum over k is exact, whatever K is. The sums of the levels ``i + j`` are added in float32, on a CPU in float64
     if the output is float64 or K is long. On a GPU, one kernel computes all levels. Implements the digit products of
-    [1]_ (section IV-D) and [2]_.
+    [1]_ and [2]_.
 
     Parameters
     ----------
@@ -240,8 +240,8 @@ def gemm(
 
     References
     ----------
-    .. [1] Li, Osawa, Hoefler, SC'22.
-    .. [2] Gu, arXiv 2403.06924.
+    .. [1] Li, Osawa, Hoefler, SC'22, section IV-D.
+    .. [2] Gu, arXiv 2403.06924, equation 7.
 
     Examples
     --------

@@ -4,7 +4,7 @@
 // Architectures: sm_80 and later (mma.sync).
 // Work: a warp computes a piece of kPiece consecutive vectors of one vector row. Rows of Y are operand A, rows of X operand B.
 // K: the lanes of an MMA row hold runs of eight consecutive k, so that both operands are loaded without a transposition.
-// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-C.
 #pragma once
 
 #include "device/dequantize_fragment.cuh"

@@ -4,7 +4,7 @@
 // Work: a warp computes up to 32 consecutive vectors of one vector row.
 // Pipeline: each warp copies the gathered rows of Y and the V rows of X by cp.async into its own ring of kStages stages of
 // kTileK elements along K; no CTA barrier.
-// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-C.
 #pragma once
 
 #include "device/copy.cuh"

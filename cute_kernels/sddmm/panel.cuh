@@ -6,7 +6,7 @@
 // are consecutive in the output. Four lanes (a quad) own a unit of kSlots / 8 consecutive vectors.
 // Pipeline: one thread loads the tile by TMA in boxes of kBoxBytes, one mbarrier per kSub rows; a warp loads the rows of X of
 // its next vector row by cp.async.
-// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-C.
 #pragma once
 
 #include "device/copy.cuh"

@@ -73,7 +73,7 @@ def sddmm(
 
     References
     ----------
-    .. [1] Li, Osawa, Hoefler, SC'22, section IV-E.
+    .. [1] Li, Osawa, Hoefler, SC'22, section IV-C.
 
     Examples
     --------

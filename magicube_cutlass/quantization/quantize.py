@@ -126,7 +126,7 @@ def quantize(
     References
     ----------
     .. [1] Li, Osawa, Hoefler, SC'22, section V-C.
-    .. [2] Gu, arXiv 2403.06924, eq. 4.
+    .. [2] Gu, arXiv 2403.06924, equations 1 and 2.
     .. [3] OCP Microscaling Formats (MX) v1.0, section 6.3.
 
     Examples

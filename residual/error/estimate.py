@@ -179,6 +179,7 @@ def estimate_error(
     ----------
     .. [1] ``residual.error.factor.sharp_factor``.
     .. [2] Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1.
+    .. [3] Freivalds, IFIP Congress 1977, 839; Hutchinson, Commun. Stat. Simul. Comput. 18 (1989), 1059 (probes).
 
     Examples
     --------

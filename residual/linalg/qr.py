@@ -64,7 +64,7 @@ def qr(
 
     References
     ----------
-    .. [1] Gu, arXiv 2403.06924 (QR experiment).
+    .. [1] Gu, arXiv 2403.06924, section 4.2 and Table 6.
     .. [2] Schreiber and Van Loan, SIAM J. Sci. Stat. Comput. 10 (1989), 53.
 
     Examples

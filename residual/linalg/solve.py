@@ -98,7 +98,7 @@ def solve(
 
     References
     ----------
-    .. [1] Gu, arXiv 2403.06924.
+    .. [1] Gu, arXiv 2403.06924, section 5.3 (GMRES after a low-precision factorization).
     .. [2] Carson and Higham, SIAM J. Sci. Comput. 40 (2018), A817.
 
     Examples

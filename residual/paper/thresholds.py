@@ -55,7 +55,7 @@ def kept_entries(
 
     References
     ----------
-    .. [1] Gu, arXiv 2403.06924.
+    .. [1] Gu, arXiv 2403.06924, section 3.1, equation 14.
 
     Examples
     --------

@@ -2,7 +2,7 @@
 //
 // A block of rows of Y is staged as digit planes. Every vector row stages its V rows of X and computes the dot products with the
 // staged rows of its columns, a block of positions at a time.
-// Source: Li, Osawa, Hoefler, SC'22, section IV-E.
+// Source: Li, Osawa, Hoefler, SC'22, section IV-C.
 #pragma once
 
 #include "engine.hpp"
