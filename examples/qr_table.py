@@ -35,13 +35,13 @@ TOLERANCES = (1e-2, 1e-4, 1e-6)
 
 
 def matrices(n: int) -> dict[str, Tensor]:
-    """The four distributions."""
+    """The four distributions of Table 6."""
     g = torch.Generator().manual_seed(n)
     normal = torch.randn(n, n, generator=g)
     return {
         "uniform(0, 1)": torch.rand(n, n, generator=g),
         "normal(10, 3)": 10 + 3 * normal,
-        "exponential(1)": torch.empty(n, n).exponential_(generator=g),
+        "exponential(4)": torch.empty(n, n).exponential_(4, generator=g),
         "chi-square(1)": torch.randn(n, n, generator=g).square(),
     }
 

@@ -10,7 +10,9 @@ import pytest
 
 from cute_kernels.cpu import engine
 from residual.planning.ladder import MODES
-from tests.test_examples import script
+from tests.test_examples import load, script
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_accuracy_covers_every_mode_and_kind_and_draws_them(tmp_path: Path) -> None:
@@ -67,3 +69,34 @@ def test_two_threads_are_compared_with_one_under_load(tmp_path: Path) -> None:
     assert [(row["job"], row["busy"]) for row in rows] == [(job, n) for job in ("0.3 ms", "20 ms") for n in (0, 1, 2)]
     for row in rows:
         assert row["speedup"] == row["median_ms_1"] / row["median_ms_2"] > 0
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+def test_the_papers_values_stand_beside_ours(tmp_path: Path) -> None:
+    script("benchmarks/paper_residual.py", "--quick", "--out", tmp_path)
+    found = json.loads((tmp_path / "paper_residual_cpu.json").read_text())
+    wrong = found["example"]["wrong entries of 18"]
+    assert all(count == 0 for key, count in wrong.items() if key.startswith("example "))
+    assert min(count for key, count in wrong.items() if not key.startswith("example ")) > 0
+    assert found["example"]["printed lambda"]["B_int8"][0][0] == 63  # as printed
+    for row in found["figures 6 and 8"]:
+        densities = [point["density"] for point in row["points"]]
+        assert densities == sorted(densities, reverse=True) and row["full"] < row["origin"]
+    for name in ("table 3", "table 4"):
+        assert all(seconds > 0 for row in found[name] for seconds in row["seconds"].values())
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "paper_residual.png").stat().st_size > 0
+
+
+def test_the_page_has_the_tables_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark, results = load(ROOT / "benchmarks" / "paper_residual.py"), ROOT / "benchmarks" / "results"
+    page = (ROOT / "docs" / "paper-residual.md").read_text()
+    made = benchmark.tables(json.loads((results / "paper_residual_cpu.json").read_text()), results)
+    assert len(made) == 8
+    for mark, table in made.items():
+        assert table in page, mark
+    uniform = next(row for row in json.loads((results / "paper_residual_cpu.json").read_text())["table 5"])
+    assert uniform["bits"] == 8 and uniform["distribution"] == "uniform(0, 1)"
+    for ours, printed in zip(uniform["ours"], (-41.63, -26.41), strict=False):
+        assert abs(ours - printed) < 0.02 * abs(printed)

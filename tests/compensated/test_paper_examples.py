@@ -1,4 +1,4 @@
-"""The paper's tables, its QR rows and its LeNet run from the command line, small, and say what the page renders."""
+"""The paper's QR rows and its LeNet run from the command line, small, and say what the page renders."""
 
 from __future__ import annotations
 
@@ -41,21 +41,6 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_paper_tables(tmp_path: Path) -> None:
-    found = quick("paper_tables.py", tmp_path, "paper_tables")
-    assert found["worked example"]["C_quant"] == [[3408, 2032, 1248], [-96, 1632, 256], [-1036, -1620, 432]]
-    for one in found["errors by threshold"]:
-        densities = [point["density"] for point in one["points"]]
-        errors = [point["error"] for point in one["points"]]
-        assert densities == sorted(densities, reverse=True) and densities[-1] == 0
-        assert errors[0] < 0.7 * errors[-1] and errors[-1] == max(errors)
-    assert len(found["errors by threshold"]) == 5 * 2 * 2 and len(found["errors by scaling"]) == 5 * 2 * 3
-    for one in found["errors by scaling"]:
-        errors = one["errors"]
-        assert errors["full"] <= errors["sparse"] < errors["direct"]
-    assert all(ms > 0 for size in found["rates"] for ms in size["ms"].values())
-
-
 def test_qr_table(tmp_path: Path) -> None:
     found = quick("qr_table.py", tmp_path, "qr_table")
     errors = {(row["way"], row["distribution"]): row["error"] for row in found["rows"]}
@@ -86,7 +71,7 @@ def test_lenet_without_data_says_what_is_missing(tmp_path: Path) -> None:
     assert "train-images-idx3-ubyte.gz" in done.stderr and "MAGICUBE_DATA" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["paper_tables", "qr_table", "lenet_fashion_mnist"])
+@pytest.mark.parametrize("name", ["qr_table", "lenet_fashion_mnist"])
 def test_quick_figures_never_reach_the_project(name: str) -> None:
     done = script(f"{name}.py", "--quick")
     assert done.returncode == 2 and "--quick needs --out" in done.stderr
@@ -95,7 +80,6 @@ def test_quick_figures_never_reach_the_project(name: str) -> None:
 def test_the_page_shows_the_results_files(monkeypatch: pytest.MonkeyPatch) -> None:
     page, folder = (ROOT / "docs" / "residual.md").read_text(), ROOT / "benchmarks" / "results"
     for name, pattern in (
-        ("paper_render", "paper_tables*.json"),
         ("qr_table", "qr_table.json"),
         ("lenet_fashion_mnist", "lenet.json"),
     ):
