@@ -77,6 +77,7 @@ class Probe:
     name: str
     threads: int = 128
     smem_bytes: int = 0
+    shared_carveout: int = -1
 
     def translation_unit(self, arch: str) -> Unit:
         source = SOURCE if arch == "sm_90a" else SOURCE.partition("// One box")[0].replace("#include", "//") + "}"
