@@ -15,7 +15,8 @@ from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import ALIGNMENT, aligned
 
-MOST_ENTRIES = 1 << 22  # up to which this takes less than quantization by rows and a copy
+_MOST_ENTRIES = 1 << 22  # up to which this takes less than quantization by rows and a copy
+_MOST_ROWS = 1 << 18  # a grid has 65535 CTAs in y, of eight rows at least
 _FEW = 64  # rows: stores of a word bind from here on
 
 
@@ -82,6 +83,17 @@ def _config(x: str, rows: int, given: bool) -> TransposedConfig:
     return TransposedConfig(x, given, 16 if given else 8, 2)
 
 
+def serves(rows: int, columns: int) -> bool:
+    """Return whether a matrix of this shape is for :func:`quantize_transposed`.
+
+    Examples
+    --------
+    >>> serves(512, 4096), serves(4096, 4096)
+    (True, False)
+    """
+    return rows * columns <= _MOST_ENTRIES and rows <= _MOST_ROWS
+
+
 def quantize_transposed(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize few rows to int8 and store the transpose, on a GPU, without waiting for it.
 
@@ -91,7 +103,7 @@ def quantize_transposed(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor,
     Parameters
     ----------
     x : Tensor, shape (M, K)
-        float32, float16 or bfloat16, contiguous along K, not empty.
+        float32, float16 or bfloat16, contiguous along K, not empty, of a shape that :func:`serves` takes.
     scale : Tensor, shape (), optional
         float32, one scale for all rows.
 

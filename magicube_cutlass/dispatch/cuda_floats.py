@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert import quantize as kernels
-from cute_kernels.convert.quantize_transposed import MOST_ENTRIES, quantize_transposed
+from cute_kernels.convert.quantize_transposed import quantize_transposed, serves
 from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.jit.workspace import Kept
 from magicube_cutlass.dispatch import cuda
@@ -81,7 +81,7 @@ class QuantizedSpmm:
     def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         given = None if act_scale is None else act_scale.reshape(())
         rows = x.mT if self._swap else x
-        transposes = self._swap and x.numel() <= MOST_ENTRIES and (given is not None or self._axis == 1)
+        transposes = self._swap and serves(*rows.shape) and (given is not None or self._axis == 1)
         if transposes:
             data, scale = quantize_transposed(rows, given)
         else:

@@ -222,15 +222,15 @@ def test_a_model_learns_on_a_schedule() -> None:
     assert model[0].pattern.density == pytest.approx(0.3, abs=0.01)
 
 
-@pytest.mark.parametrize("most", [0, cuda_floats.MOST_ENTRIES], ids=["copied", "transposed"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["copied", "transposed"])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_warm_product_of_floats_is_the_first_one_and_follows_its_operands(
-    dtype: torch.dtype, static: bool, tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, static: bool, tokens: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second call runs a record; its launches are replayed from the third one on."""
-    monkeypatch.setattr(cuda_floats, "MOST_ENTRIES", most)
+    monkeypatch.setattr(cuda_floats, "serves", lambda rows, columns: at_once)
     matrix = mc.SRBCRS.from_mask(normal(64, 300), mc.random_pattern(64, 300, 0.6, 8).to_dense(), vector_length=8).to(
         "cuda"
     )

@@ -15,6 +15,7 @@ from cute_kernels.convert.quantize_transposed import (
     TransposedConfig,
     default_configs,
     quantize_transposed,
+    serves,
 )
 from cute_kernels.jit import compile_unit
 from magicube_cutlass.autograd.integer import quantized
@@ -33,6 +34,10 @@ def test_machine_code_keeps_everything_in_registers(config: TransposedConfig, ar
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert not re.search(r"\b(?:LDL|STL)\b", sass)
     assert ("LDG.E.128" in sass) == (not config.given) and "STG.E.U8" not in sass
+
+
+def test_shapes_beyond_a_grid_are_left_to_others() -> None:
+    assert serves(2**18, 16) and serves(1, 2**22) and not serves(2**19, 1) and not serves(2**11, 2**11 + 1)
 
 
 def rows_of(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
