@@ -1,33 +1,50 @@
-"""The literature's protocol on a GPU: pruned networks' matrices, V = 2, 4, 8, against dense products and others'.
+"""The literature's protocol: pruned networks' matrices, V = 2, 4, 8, against dense products and others'.
 
-Writes ``benchmarks/results/dlmc_h200.json``, or the file that the GPU's name gives, again after every matrix.  Times
+``--device cuda`` (default) writes ``benchmarks/results/dlmc_h200.json``, or the file that the GPU's name gives.  Times
 are microseconds a launch in a CUDA graph, operands in the L2 cache where they fit; every product that is timed was
-compared with the exact result in the same run.  Dense products are timed once for a shape.  Matrices are read from the
-folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds ``dlmc/matrices``.
-Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--per-group 2] [--seconds 150] [--out FILE]``;
-``benchmarks/plots/gpu_plots.py`` draws the result.
+compared with the exact result in the same run.  Dense products are timed once for a shape.  ``--device cpu`` times the
+engine (``harness/cpu_dlmc.py``) and writes ``benchmarks/results/dlmc_cpu.json``.
+
+Matrices are read from the folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds ``dlmc/matrices``; ``--folder``
+names another, ``--list`` a file of their names.  A finished matrix is kept in a ``.jsonl`` beside the results: the same
+command goes on after it.  ``--pairs`` multiplies every matrix in each of Table IV's widths, ``--baselines`` adds dense
+fp8 (cuBLASLt, as int8) and cuSPARSE's Blocked-ELL int8 and fp16; on a GPU neither has run, nor have ``--list`` and
+``--folder``.
+Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--device cpu] [--per-group 2] [--pairs all] [--baselines]
+[--list FILE] [--folder DIR] [--seconds 150] [--out FILE]``; ``benchmarks/plots/gpu_plots.py`` draws the GPU's result,
+``benchmarks/paper_magicube.py`` writes the page of the CPU's.
 """
 
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness.gpu_baselines import Baseline, calls_of, csr_half, dense_half, own_floats, prepare, torch_bsr
+from harness import cpu_dlmc
+from harness.dlmc_data import Journal, Matrix, Record, facts, listed, of_length, pairs_of, sample
+from harness.gpu_baselines import (
+    Baseline,
+    blocked_ell,
+    blocked_ell_half,
+    calls_of,
+    csr_half,
+    dense_half,
+    own_floats,
+    prepare,
+    torch_bsr,
+)
 from harness.gpu_data import Shape, Widths, chosen, chosen_for, compile_ahead, make_product, one_line, uniform
 from harness.gpu_dlmc import (
     DENSE,
+    USUAL,
     DenseTimes,
-    Matrix,
     checked_spmm,
-    facts,
-    of_length,
     run_sddmm,
-    sample,
     spmm_products,
     spmm_row,
 )
@@ -48,6 +65,7 @@ PAIRS = tuple(Widths(*pair) for pair in SPMM_PAIRS if pair != (8, 8))
 FLOAT_PAIRS = (("float16", "float16"), ("e4m3", "e4m3"), ("e4m3", "float16"))
 SAMPLED = (BASE, *(Widths(*pair) for pair in SDDMM_PAIRS if pair != (8, 8)))
 SUBSET = "magnitude_pruning"  # the method whose first matrices get all pairs and other libraries' products
+BLOCKED_ELL = {"Blocked-ELL int8 8": blocked_ell, "Blocked-ELL fp16 8": blocked_ell_half}
 BREAK_EVEN = ((512, 512, 512), (2048, 512, 512), (1024, 1024, 512), (2048, 2048, 512), (4096, 4096, 512),
               (4096, 4096, 4096))  # fmt: skip
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -76,15 +94,16 @@ def swept(m: int, k: int, vector_length: int, sparsity: float) -> mc.Pattern:
     return mc.Pattern.from_vector_mask(mask.view(rows, k), m, vector_length)
 
 
-def all_configs(patterns: dict[Matrix, mc.Pattern], first: list[Matrix], tops: list[Matrix]) -> Iterator[Source]:
+def all_configs(
+    patterns: dict[Matrix, mc.Pattern], first: list[Matrix], tops: list[Matrix], pairs: tuple[Widths, ...] | None
+) -> Iterator[Source]:
     """Every kernel that the run will use."""
     for matrix, pattern in patterns.items():
         for v in VECTORS:
             there = of_length(pattern, v)
-            yield from (chosen(there, n, BASE) for n in COLUMNS)
-            on_gpu = there.to("cuda")
-            pairs = SAMPLED if matrix in tops and v == VECTORS[0] else (BASE,)
-            yield from (chosen_sddmm(on_gpu, widths, inner) for widths in pairs for inner in INNERS)
+            yield from (chosen(there, n, widths) for widths in pairs or (BASE,) for n in COLUMNS)
+            on_gpu, sampled = there.to("cuda"), sampled_pairs(pairs, matrix in tops, v)
+            yield from (chosen_sddmm(on_gpu, widths, inner) for widths in sampled for inner in INNERS)
     for matrix in first:
         yield chosen(like(of_length(patterns[matrix], 8)), COLUMNS[-1], BASE)
     for matrix in tops:
@@ -113,21 +132,38 @@ def spmm_rows(
         yield {"pair": str(widths), **row}
 
 
-def run_matrix(pattern: mc.Pattern, dense: DenseTimes, pairs: tuple[Widths, ...]) -> dict[str, list[dict[str, Any]]]:
-    """Both products of one file's pattern; ``pairs``: of SDDMM at V = 8, where the others have L8-R8 alone."""
-    found: dict[str, list[dict[str, Any]]] = {"spmm": [], "sddmm": []}
+def sampled_pairs(pairs: tuple[Widths, ...] | None, is_top: bool, v: int) -> tuple[Widths, ...]:
+    """Pairs of SDDMM: those of ``pairs`` that it has, else L8-R8, with the others for a top matrix at V = 8."""
+    if pairs is None:
+        return SAMPLED if is_top and v == VECTORS[0] else (BASE,)
+    return tuple(widths for widths in SAMPLED if widths in pairs)
+
+
+def run_matrix(pattern: mc.Pattern, dense: DenseTimes, pairs: tuple[Widths, ...] | None, is_top: bool) -> Record:
+    """Both products of one file's pattern."""
+    found: Record = {"spmm": [], "sddmm": []}
     for v in VECTORS:
         there = of_length(pattern, v)
-        found["spmm"] += spmm_rows(there, COLUMNS, BASE, dense)
+        for widths in pairs or (BASE,):
+            found["spmm"] += spmm_rows(there, COLUMNS, widths, dense)
         on_gpu = there.to("cuda")
         for inner in INNERS:
-            found["sddmm"] += run_sddmm(on_gpu, inner, pairs if v == VECTORS[0] else (BASE,), dense)
+            found["sddmm"] += run_sddmm(on_gpu, inner, sampled_pairs(pairs, is_top, v), dense)
     return found
 
 
 def run_pairs(pattern: mc.Pattern, dense: DenseTimes) -> list[dict[str, Any]]:
     """The other pairs of widths, V = 8, against the dense products of L8-R8."""
     return [row for widths in PAIRS for row in spmm_rows(of_length(pattern, 8), COLUMNS[-1:], widths, dense)]
+
+
+def run_blocked_ell(pattern: mc.Pattern, columns: tuple[int, ...]) -> list[dict[str, Any]]:
+    """cuSPARSE's Blocked-ELL products at the density of V = 8."""
+    rows = []
+    for n in columns:
+        product = make_product(of_length(pattern, 8), n, BASE)
+        rows += other_rows({name: partial(make, product, 8) for name, make in BLOCKED_ELL.items()}, n)
+    return rows
 
 
 def run_others(pattern: mc.Pattern, n: int) -> list[dict[str, Any]]:
@@ -140,6 +176,11 @@ def run_others(pattern: mc.Pattern, n: int) -> list[dict[str, Any]]:
         "BSR fp16 16": partial(torch_bsr, product, 16),
         "BSR fp16 32": partial(torch_bsr, product, 32),
     }
+    return other_rows(makers, n)
+
+
+def other_rows(makers: dict[str, Callable[[], Baseline]], n: int) -> list[dict[str, Any]]:
+    """A row of each baseline, or why there is none."""
     baselines, failures, errors = prepare(makers)
     times = replays(calls_of(baselines), rounds=5)
     rows: list[dict[str, Any]] = []
@@ -176,7 +217,7 @@ def run_break_even(sizes: tuple[int, int, int], v: int, dense: DenseTimes) -> di
     return {
         "shape": list(sizes),
         "v": v,
-        "break_even": {what: meeting(points, f"times {what}") for what in (*DENSE, "the best")},
+        "break_even": {what: meeting(points, f"times {what}") for what in (*dense.names, "the best")},
         "points": points,
     }
 
@@ -198,72 +239,90 @@ def meeting(points: list[dict[str, Any]], key: str) -> float | str | None:
     return rounded(below + (above - below) * (1 - low) / (high - low))
 
 
-def main() -> None:
-    args = gpu_arguments(
-        __doc__,
-        "",
-        per_group={"type": int, "default": 2, "help": "matrices of each model, method and sparsity"},
-        matrices={"type": int, "help": "no more matrices than this, to see that it runs"},
-        seconds={"type": float, "default": 150.0, "help": "no matrix is begun after this time"},
-    )
-    start = time.perf_counter()
-    matrices = sample(args.per_group)[: args.matrices]
-    patterns = {matrix: mc.read_smtx(matrix.path) for matrix in matrices}
-    first = list({(m.model, m.method, m.target): m for m in reversed(matrices)}.values())
-    tops = [matrix for matrix in first if matrix.method == SUBSET]
-    print(f"{len(matrices)} matrices read in {time.perf_counter() - start:.1f} s", flush=True)
-    failed = compile_ahead(all_configs(patterns, first, tops))
+def measure(
+    matrix: Matrix,
+    pattern: mc.Pattern,
+    groups: tuple[list[Matrix], list[Matrix]],
+    dense: DenseTimes,
+    pairs: tuple[Widths, ...] | None,
+) -> Record:
+    """All measurements of a matrix; ``groups``: the first matrices of their groups, and those that get more of them."""
+    first, tops = groups
+    seen = len(dense.rows)
+    found = {"matrices": [facts(matrix, pattern)]} | run_matrix(pattern, dense, pairs, matrix in tops)
+    if matrix in first:
+        given = of_length(pattern, 8)
+        found["skew"] = [compare_patterns(matrix.name, COLUMNS[-1], given, like(given))]
+    if matrix in tops:
+        found["spmm"] += run_pairs(pattern, dense) if pairs is None else []
+        found["others"] = run_others(pattern, COLUMNS[1])
+    if "dense fp8" in dense.names:
+        found["others"] = found.get("others", []) + run_blocked_ell(pattern, COLUMNS)
+    torch.cuda.empty_cache()
+    return found | {"dense": list(dense.rows.values())[seen:]}
+
+
+def run_gpu(matrices: list[Matrix], args: Namespace, start: float) -> None:
+    """Measure, each matrix once; the second matrices of the groups come last."""
+    named = pairs_of(args.pairs)
+    pairs = None if named is None else tuple(Widths(*pair) for pair in named)
+    dense = DenseTimes(tuple(DENSE) if args.baselines else USUAL)
+    out, end = args.out or results_file("dlmc"), start + args.seconds
     results: dict[str, Any] = {
         "machine": gpu_machine(),
         "setting": {"out": "float16", "pattern": "a row of the file is a vector row", "seed": 0,
                     "check": "every product of ours equal in every element, others by the error that is given",
                     "us": "median over 7 rounds of the mean launch in a CUDA graph of about 100 us"},
-        "compile_failures": sorted(set(failed.values())),
+        "compile_failures": [],
         "matrices": [], "spmm": [], "sddmm": [], "others": [], "skew": [], "break_even": [], "dense": [],
     }  # fmt: skip
-    run(results, patterns, first, tops, args.out or results_file("dlmc"), start + args.seconds)
-    print(f"{time.perf_counter() - start:.0f} s in all")
-
-
-def run(
-    results: dict[str, Any],
-    patterns: dict[Matrix, mc.Pattern],
-    first: list[Matrix],
-    tops: list[Matrix],
-    out: Path,
-    end: float,
-) -> None:
-    """All measurements, the results written after each; the second matrices of the groups come last."""
-    dense = DenseTimes()
-
-    def done(what: str) -> None:
-        results["dense"] = list(dense.rows.values())
-        save(results, out)
-        print(f"  {what}, {end - time.perf_counter():.0f} s left", flush=True)
-
-    for shape in SKEWED:
-        results["skew"].append(compare_patterns(f"5:1, {shape}", shape.n, skewed(shape), uniform(shape, 8)))
-    done("skewed rows")
-    for sizes in BREAK_EVEN:
-        results["break_even"] += [run_break_even(sizes, v, dense) for v in VECTORS]
-    done("break-even")
-    for matrix, pattern in patterns.items():
+    head = {key: results["machine"].get(key) for key in ("commit", "torch", "gpu")}
+    journal = Journal(out, head | {"pairs": args.pairs, "baselines": args.baselines})
+    for record in journal.records.values():
+        dense.rows |= {tuple(row["shape"]): row for row in record.get("dense", [])}
+    patterns = {matrix: mc.read_smtx(matrix.path) for matrix in matrices if matrix.name not in journal.records}
+    first = list({(m.model, m.method, m.target): m for m in reversed(matrices)}.values())
+    tops = [matrix for matrix in first if matrix.method == SUBSET]
+    print(f"{len(patterns)} of {len(matrices)} matrices read, {time.perf_counter() - start:.1f} s", flush=True)
+    left = [matrix for matrix in first if matrix in patterns], [matrix for matrix in tops if matrix in patterns]
+    results["compile_failures"] = sorted(set(compile_ahead(all_configs(patterns, *left, pairs)).values()))
+    journal("skew", lambda: {"skew": [compare_patterns(f"5:1, {x}", x.n, skewed(x), uniform(x, 8)) for x in SKEWED]})
+    journal("break_even", lambda: break_even_record(dense))
+    for count, (matrix, pattern) in enumerate(patterns.items()):
         if time.perf_counter() > end:
-            print(f"no time for {len(patterns) - len(results['matrices'])} matrices")
+            print(f"no time for {len(patterns) - count} matrices: run the same command again")
             break
-        number = len(results["matrices"])
-        results["matrices"].append(facts(matrix, pattern))
-        for kind, rows in run_matrix(pattern, dense, SAMPLED if matrix in tops else (BASE,)).items():
-            results[kind] += [{"matrix": number, **row} for row in rows]
-        if matrix in first:
-            given = of_length(pattern, 8)
-            results["skew"].append(compare_patterns(matrix.name, COLUMNS[-1], given, like(given)))
-        if matrix in tops:
-            results["spmm"] += [{"matrix": number, **row} for row in run_pairs(pattern, dense)]
-            results["others"] += [{"matrix": number, **row} for row in run_others(pattern, COLUMNS[1])]
-        done(matrix.name)
-        torch.cuda.empty_cache()
+        journal(matrix.name, partial(measure, matrix, pattern, (first, tops), dense, pairs))
+        print(f"  {matrix.name}, {end - time.perf_counter():.0f} s left", flush=True)
+    journal.add_to(results)
     save(results, out)
+
+
+def break_even_record(dense: DenseTimes) -> Record:
+    """Every shape of :data:`BREAK_EVEN` at every length of vectors."""
+    rows = [run_break_even(sizes, v, dense) for sizes in BREAK_EVEN for v in VECTORS]
+    return {"break_even": rows, "dense": list(dense.rows.values())}
+
+
+def main() -> None:
+    args = gpu_arguments(
+        __doc__,
+        "",
+        device={"choices": ("cuda", "cpu"), "default": "cuda"},
+        per_group={"type": int, "default": 2, "help": "matrices of each model, method and sparsity"},
+        matrices={"type": int, "help": "no more matrices than this, to see that it runs"},
+        seconds={"type": float, "default": 150.0, "help": "no matrix is begun after this time"},
+        pairs={"help": "pairs of widths for every matrix: 'all', or some as L8-R8,L16-R4"},
+        baselines={"action": "store_true", "help": "on a GPU: dense fp8 and Blocked-ELL too"},
+        list={"type": Path, "help": "a file that names the matrices, one a line"},
+        folder={"type": Path, "help": "the folder of the matrices"},
+        mkl={"type": Path, "help": "on a CPU: libmkl_rt of the wheel mkl"},
+    )
+    start = time.perf_counter()
+    matrices = listed(args.list, args.folder) if args.list else sample(args.per_group, root=args.folder)
+    run = cpu_dlmc.run_cpu if args.device == "cpu" else run_gpu
+    run(matrices[: args.matrices], args, start)
+    print(f"{time.perf_counter() - start:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def write_page(found: dict[str, str], path: Path = PAGE) -> None:
-    """Put each table between its marks."""
+def write_page(found: dict[str, str], path: Path = PAGE, script: str = "paper_residual") -> None:
+    """Put each table between its marks, which name the script."""
     text = path.read_text()
     for mark, made in found.items():
-        start, end = f"<!-- {mark}: benchmarks/paper_residual.py writes this -->", f"<!-- end {mark} -->"
+        start, end = f"<!-- {mark}: benchmarks/{script}.py writes this -->", f"<!-- end {mark} -->"
         before, opened, rest = text.partition(start)
         _, closed, after = rest.partition(end)
         if not (opened and closed):

@@ -1,4 +1,4 @@
-"""cuSPARSE's SpMM on Blocked-ELL matrices of int8, through the library that torch has loaded."""
+"""cuSPARSE's SpMM on Blocked-ELL matrices of int8 or float16, through the library that torch has loaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-_R32F, _R8I, _R32I = 0, 3, 10  # cudaDataType
+_R32F, _R16F, _R8I, _R32I = 0, 2, 3, 10  # cudaDataType
 _INDEX_32I = 2
 _COLUMN_MAJOR, _ROW_MAJOR = 1, 2
 _ALGORITHM = 13  # CUSPARSE_SPMM_BLOCKED_ELL_ALG1
-_DTYPES = {_R32F: torch.float32, _R8I: torch.int8, _R32I: torch.int32}
-_NAMES = {_R32F: "float32", _R8I: "int8", _R32I: "int32"}
+_DTYPES = {_R32F: torch.float32, _R16F: torch.float16, _R8I: torch.int8, _R32I: torch.int32}
+_NAMES = {_R32F: "float32", _R16F: "float16", _R8I: "int8", _R32I: "int32"}
 
 
 class CusparseError(RuntimeError):
@@ -25,7 +25,8 @@ class CusparseError(RuntimeError):
 class Blocks:
     """Square blocks, the same number in every row of blocks.
 
-    ``columns``: int32 (block rows, blocks a row), increasing; ``values``: int8 (block rows, blocks a row, b, b).
+    ``columns``: int32 (block rows, blocks a row), increasing; ``values``: int8 or float16 (block rows, blocks a
+    row, b, b).
     """
 
     columns: Tensor
@@ -41,9 +42,9 @@ class Blocks:
         return int(self.columns.shape[0]) * self.size
 
     def dense(self) -> Tensor:
-        """int8 (M, K)."""
+        """(M, K), of the values' dtype."""
         count, b = self.columns.shape[0], self.size
-        dense = torch.zeros(count, self.inner // b, b, b, dtype=torch.int8, device=self.values.device)
+        dense = torch.zeros(count, self.inner // b, b, b, dtype=self.values.dtype, device=self.values.device)
         index = self.columns.long()[:, :, None, None].expand_as(self.values)
         return dense.scatter_(1, index, self.values).transpose(1, 2).reshape(self.rows, self.inner)
 
@@ -56,6 +57,7 @@ class Form:
     compute: int
     order: int
     by_rows: bool  # the values of one row of A follow each other, else those of a block
+    operands: int = _R8I
 
     def __str__(self) -> str:
         order = "row" if self.order == _ROW_MAJOR else "column"
@@ -68,6 +70,14 @@ def forms() -> list[Form]:
     return [
         Form(out, compute, order, by_rows)
         for (out, compute), order, by_rows in product(types, (_COLUMN_MAJOR, _ROW_MAJOR), (True, False))
+    ]
+
+
+def half_forms() -> list[Form]:
+    """Ways to ask for the product of float16 matrices, sums in float32."""
+    return [
+        Form(_R16F, _R32F, order, by_rows, _R16F)
+        for order, by_rows in product((_ROW_MAJOR, _COLUMN_MAJOR), (False, True))
     ]
 
 
@@ -113,9 +123,9 @@ class BlockedEllProduct:
         self._call(
             "cusparseCreateBlockedEll", ctypes.byref(self._a), long(blocks.rows), long(blocks.inner), long(blocks.size),
             long(blocks.columns.shape[1] * blocks.size), _pointer(self._columns), _pointer(self._values), _INDEX_32I, 0,
-            _R8I,
+            form.operands,
         )  # fmt: skip
-        for place, tensor, kind in ((self._right, self._b, _R8I), (self._c, self.out, form.out)):
+        for place, tensor, kind in ((self._right, self._b, form.operands), (self._c, self.out, form.out)):
             leading = tensor.stride(0) if row_major else tensor.stride(1)
             self._call(
                 "cusparseCreateDnMat", ctypes.byref(place), long(tensor.shape[0]), long(n), long(leading),

@@ -1,84 +1,26 @@
-"""Sampled matrices of the Deep Learning Matrix Collection, and their products with float16 output.
-
-The protocol of the SpMM literature: each row of a file is a vector row, so M = rows * V; random values.
-"""
+"""Products of the Deep Learning Matrix Collection's matrices on a GPU, with float16 output."""
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import magicube_cutlass as mc
-from harness.gpu_baselines import Baseline, dense_half, dense_int8
+from harness.gpu_baselines import Baseline, dense_fp8, dense_half, dense_int8
 from harness.gpu_data import OUT, Product, Widths, check, make_product, narrowed, one_line, ran
 from harness.gpu_results import rounded
 from harness.gpu_sddmm import checked_sddmm, chosen_sddmm
 from harness.gpu_timing import Call, GraphReplays, replays
 
-ROOT = Path(__file__).resolve().parents[2]
 DENSE: dict[str, Callable[[Product], Baseline]] = {
     "dense fp16": partial(dense_half, dtype=torch.float16),
     "dense int8": dense_int8,
+    "dense fp8": dense_fp8,
 }
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A file; ``target``: the sparsity that its folder names."""
-
-    path: Path
-    model: str
-    method: str
-    target: float
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.path.parts[-4:]).removesuffix(".gz").removesuffix(".smtx")
-
-
-def folder() -> Path:
-    """Where the matrices are; ``SystemExit`` in one line where they are not."""
-    found = Path(os.environ.get("MAGICUBE_DATA", ROOT.parent / "shared" / "data")) / "dlmc" / "matrices"
-    if not found.is_dir():
-        raise SystemExit(
-            f"no DLMC matrices at {found}: unpack https://storage.googleapis.com/sgk-sc2020/dlmc.tar.gz, gzip its "
-            ".smtx files under dlmc/matrices, and set MAGICUBE_DATA to the folder that holds dlmc"
-        )
-    return found
-
-
-def sample(per_group: int, seed: int = 0) -> list[Matrix]:
-    """``per_group`` matrices of each model, method and sparsity, the first of every group before the second."""
-    groups: dict[tuple[str, ...], list[Path]] = {}
-    for path in sorted(folder().glob("*/*/*/*.smtx*")):
-        groups.setdefault(path.parts[-4:-1], []).append(path)
-    picked = []
-    for (model, method, target), paths in groups.items():
-        random.Random(f"{seed} {model} {method} {target}").shuffle(paths)
-        picked.append([Matrix(path, model, method, float(target)) for path in paths[:per_group]])
-    return [found[turn] for turn in range(per_group) for found in picked if turn < len(found)]
-
-
-def of_length(pattern: mc.Pattern, vector_length: int) -> mc.Pattern:
-    """The same vectors, longer or shorter ones."""
-    shape = (pattern.vector_rows * vector_length, pattern.shape[1])
-    return mc.Pattern(shape, vector_length, pattern.row_offsets, pattern.col_indices)
-
-
-def facts(matrix: Matrix, pattern: mc.Pattern) -> dict[str, Any]:
-    """What a results file says about a matrix; ``skew``: its longest vector row over the mean one."""
-    lengths = pattern.row_lengths.double()
-    mean = max(float(lengths.mean()), 1e-9)
-    return {"name": matrix.name, "model": matrix.model, "method": matrix.method, "target": matrix.target,
-            "rows": pattern.vector_rows, "columns": pattern.shape[1], "vectors": pattern.vectors,
-            "skew": rounded(float(lengths.max()) / mean), "empty_rows": int((lengths == 0).sum())}  # fmt: skip
+USUAL = ("dense fp16", "dense int8")
 
 
 def checked_spmm(product: Product) -> Call:
@@ -96,19 +38,20 @@ def spmm_products(pattern: mc.Pattern, columns: tuple[int, ...], widths: Widths)
 
 
 class DenseTimes:
-    """Times of dense products, each measured once for a shape; their errors and failures."""
+    """Times of the dense products ``names``, each measured once for a shape; their errors and failures."""
 
-    def __init__(self) -> None:
-        self.rows: dict[tuple[int, int, int], dict[str, Any]] = {}
+    def __init__(self, names: tuple[str, ...] = USUAL) -> None:
+        self.names = names
+        self.rows: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def of(self, shape: tuple[int, int, int], product: Product) -> dict[str, Any]:
         """The row of a shape (M, K, N); ``product``: operands of that shape."""
         if shape not in self.rows:
             row: dict[str, Any] = {"shape": list(shape)}
             baselines: dict[str, Baseline] = {}
-            for name, make in DENSE.items():
+            for name in self.names:
                 try:
-                    baselines[name] = make(product)
+                    baselines[name] = DENSE[name](product)
                     row[f"{name} error"] = rounded(baselines[name].error())
                 except Exception as error:  # a baseline that cannot is a result
                     baselines.pop(name, None)

@@ -43,7 +43,7 @@ def rounded(us: float) -> float:
 def gpu_arguments(doc: str | None, quick: str, **options: dict[str, Any]) -> argparse.Namespace:
     """The command line of a GPU benchmark: ``--quick`` with this help, ``--out``, and more options by name.
 
-    Exits unless torch has a CUDA device.
+    Exits unless torch has a CUDA device, or the option ``device`` is "cpu".
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if quick:
@@ -52,7 +52,7 @@ def gpu_arguments(doc: str | None, quick: str, **options: dict[str, Any]) -> arg
     for name, settings in options.items():
         parser.add_argument("--" + name.replace("_", "-"), **settings)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if getattr(args, "device", "cuda") != "cpu" and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
     return args
 

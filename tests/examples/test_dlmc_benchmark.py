@@ -1,0 +1,133 @@
+"""The DLMC benchmark: which matrices and widths it takes, that it goes on where it stopped, and the engine's part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
+pytest.importorskip("scipy")
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import dlmc
+import paper_magicube
+from harness.blocked_ell import Blocks, half_forms
+from harness.dlmc_data import Journal, listed, pairs_of, sample
+from harness.gpu_data import Widths
+
+import magicube_cutlass as mc
+from cute_kernels.cpu import engine
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("rn50/magnitude_pruning/0.5/one", "rn50/magnitude_pruning/0.9/two", "transformer/random_pruning/0.9/three")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three matrices of odd shapes, one with empty rows."""
+    for seed, name in enumerate(NAMES):
+        path = tmp_path / "matrices" / f"{name}.smtx"
+        path.parent.mkdir(parents=True)
+        pattern = mc.random_pattern(13 + seed, 70, float(name.split("/")[2]), 1, "uniform", seed=seed)
+        mc.write_smtx(path, pattern)
+    return tmp_path / "matrices"
+
+
+def test_matrices_come_from_a_folder_or_a_list(folder: Path, tmp_path: Path) -> None:
+    assert [matrix.name for matrix in sample(1, root=folder)] == list(NAMES)
+    names = tmp_path / "names.txt"
+    names.write_text(f"{NAMES[2]}.smtx\n\n{NAMES[0]}\n")
+    found = listed(names, folder)
+    assert [(matrix.name, matrix.target) for matrix in found] == [(NAMES[2], 0.9), (NAMES[0], 0.5)]
+    names.write_text(f"{NAMES[2]}.smtx\nrn50/none/0.5/absent.smtx\n")
+    with pytest.raises(SystemExit, match=r"1 of the matrices .* first rn50/none/0.5/absent.smtx"):
+        listed(names, folder)
+
+
+def test_pairs_are_those_of_table_iv() -> None:
+    assert pairs_of(None) is None and pairs_of("L16-R4,L8-R8") == ((16, 4), (8, 8))
+    assert pairs_of("all") == mc.SPMM_PAIRS
+    with pytest.raises(SystemExit, match="got 'L8-R16'"):
+        pairs_of("L8-R8,L8-R16")
+
+
+def test_pairs_of_sddmm_are_those_that_it_has() -> None:
+    pairs = tuple(Widths(*pair) for pair in mc.SPMM_PAIRS)
+    assert dlmc.sampled_pairs(pairs, False, 2) == dlmc.SAMPLED
+    assert dlmc.sampled_pairs((Widths(16, 8),), True, 8) == ()
+    assert dlmc.sampled_pairs(None, True, 8) == dlmc.SAMPLED and dlmc.sampled_pairs(None, True, 4) == (dlmc.BASE,)
+
+
+def test_a_run_goes_on_after_its_last_whole_record(tmp_path: Path) -> None:
+    out, made = tmp_path / "r.json", []
+
+    def record(name: str) -> dict[str, Any]:
+        made.append(name)
+        return {"matrices": [{"name": name}], "spmm": [{"us": 1.0}], "dense": [{"shape": [1]}]}
+
+    journal = Journal(out, {"commit": "a"})
+    for name in "xy":
+        journal(name, lambda name=name: record(name))
+    with journal.path.open("a") as file:
+        file.write('{"record": "z", "matri')  # stopped while it wrote
+    again = Journal(out, {"commit": "a"})
+    for name in "xyz":
+        again(name, lambda name=name: record(name))
+    assert made == ["x", "y", "z"]
+    results: dict[str, Any] = {"matrices": [], "spmm": [], "dense": []}
+    Journal(out, {"commit": "a"}).add_to(results)
+    assert [row["name"] for row in results["matrices"]] == ["x", "y", "z"]
+    assert [row["matrix"] for row in results["spmm"]] == [0, 1, 2] and results["dense"] == 3 * [{"shape": [1]}]
+    with pytest.raises(SystemExit, match="another commit"):
+        Journal(out, {"commit": "b"})
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+def test_the_engine_is_compared_on_every_matrix(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cpu.json"
+
+    def run(*more: str) -> dict[str, Any]:
+        command = [sys.executable, "benchmarks/dlmc.py", "--device", "cpu", "--pairs", "all", "--folder", str(folder)]
+        subprocess.run([*command, "--out", str(out), *more], cwd=ROOT, check=True, capture_output=True, timeout=300)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    assert len(run("--matrices", "1")["matrices"]) == 1
+    first = out.with_suffix(".jsonl").read_text()
+    found = run()
+    assert out.with_suffix(".jsonl").read_text().startswith(first)  # not measured again
+    assert [matrix["name"] for matrix in found["matrices"]] == list(NAMES)
+    for i in range(3):
+        pairs = [(row["v"], row["pair"]) for row in found["spmm"] if row["matrix"] == i]
+        named = [f"L{left}-R{right}" for left, right in mc.SPMM_PAIRS]
+        assert pairs == [*((8, name) for name in named), (4, "L8-R8"), (2, "L8-R8")]
+        assert {row["pair"] for row in found["sddmm"] if row["matrix"] == i} == {"L16-R16", "L8-R8", "L4-R4"}
+    assert all(row[f"times {name}"] > 0 for row in found["spmm"] for name in ("float32", "scipy CSR float32"))
+    assert found["machine"]["commit"] and found["setting"]["threads"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_the_other_device_is_refused() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/dlmc.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr == "this benchmark needs a CUDA device\n"
+
+
+def test_blocks_of_float16_are_placed() -> None:
+    blocks = Blocks(torch.tensor([[1], [0]], dtype=torch.int32), torch.arange(8.0).half().view(2, 1, 2, 2), 4)
+    dense = [[0, 0, 0, 1], [0, 0, 2, 3], [4, 5, 0, 0], [6, 7, 0, 0]]
+    assert blocks.dense().dtype == torch.float16 and blocks.dense().tolist() == dense
+    assert len(set(half_forms())) == 4 and all("float16, sums float32" in str(form) for form in half_forms())
+
+
+@pytest.mark.skipif(not (paper_magicube.RESULTS / "dlmc_cpu.json").is_file(), reason="no CPU results")
+def test_the_page_shows_the_results() -> None:
+    page = paper_magicube.PAGE.read_text()
+    for mark, table in paper_magicube.tables().items():
+        assert table in page, mark
+    assert len(page.split()) <= 1200
