@@ -34,7 +34,7 @@ VECTORS = (8, 4, 2)
 COLUMNS = 256  # of B, and K of SDDMM
 SCALE = 2.0**-7  # a power of two, so that results are the exact integers rounded once
 BASE = ((8, 8),)
-BUDGET, ROUNDS = 0.02, 5  # seconds a call, and at least so many rounds
+BUDGET, ROUNDS = 0.02, 3  # seconds a call, and at least so many rounds
 CLOSE = {"torch dynamic int8": 0.05, "bfloat16": 0.05}  # of the largest result; others 1e-5
 
 Shape = tuple[str, int, int, int]
