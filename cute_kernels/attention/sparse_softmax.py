@@ -143,7 +143,7 @@ class SoftmaxConfig(KernelConfig):
         """
         sparse, plane = self.sparse, self.rows * self.stride
         used = plane * (self.planes if sparse.has_fused_digits else 1)
-        order = pack_index(sparse.entry, packed=sparse.packed)[:used]
+        order = pack_index(sparse.entry, packed=sparse.packed, shuffled=sparse.shuffle)[:used]
         starts = [0] if sparse.has_fused_digits else [p * plane for p in range(self.planes)]
         return np.concatenate([order + start for start in starts]).astype(np.int16)
 

@@ -36,6 +36,17 @@ __device__ __forceinline__ uint32_t high_nibbles(uint32_t x) {
   return kSigned ? x & kHigh : (x >> 4) & kLow;
 }
 
+// Four nibbles of two bytes, or the low nibbles of eight bytes, side by side: orders values that are not stored in the order
+// in which they unpack.
+template <bool kSigned>
+__device__ __forceinline__ uint32_t spread_nibbles(uint32_t x, bool upper) {
+  const uint32_t twice = prmt(x, 0, upper ? 0x3322 : 0x1100);  // (b, b, c, c)
+  return kSigned ? (twice << 4 & 0x00F000F0) | (twice & 0xF000F000) : (twice & 0x000F000F) | (twice >> 4 & 0x0F000F00);
+}
+__device__ __forceinline__ uint32_t join_nibbles(uint32_t a, uint32_t b) {
+  return prmt(a | a >> 4, b | b >> 4, kEven);
+}
+
 // Register counts and extents of an atom's operands, derived from its CuTe layouts.
 template <class Op>
 struct AtomShape {
@@ -78,7 +89,7 @@ struct AtomShape {
 
 // Fragment of one gathered group. kElement: stored width of a dense integer, 4, 8 or 16 bits;
 // a 16-bit unit, the granularity of ldmatrix.trans, holds 4, 2 or 1 of them.
-template <class Shape, int kElement, bool kSigned>
+template <class Shape, int kElement, bool kSigned, bool kShuffle = true>
 struct DenseUnits {
   static constexpr int kDigits = kElement == 16 ? 2 : 1;
   static constexpr int kSubs = kElement == 16 ? 1 : 16 / kElement;  // columns per unit
@@ -118,8 +129,13 @@ struct DenseUnits {
         for (int half = 0; half < 2; ++half) {
           const uint32_t a = prmt(raw[4 * d], raw[4 * d + 1], half ? kOdd : kEven);
           const uint32_t b = prmt(raw[4 * d + 2], raw[4 * d + 3], half ? kOdd : kEven);
-          out[0][2 * half][d] = (a & kLow) | ((b & kLow) << 4);            // (8 k)
-          out[0][2 * half + 1][d] = ((a >> 4) & kLow) | (b & kHigh);       // (8 k)
+          if constexpr (kShuffle) {
+            out[0][2 * half][d] = (a & kLow) | ((b & kLow) << 4);            // (8 k)
+            out[0][2 * half + 1][d] = ((a >> 4) & kLow) | (b & kHigh);       // (8 k)
+          } else {
+            out[0][2 * half][d] = join_nibbles(a & kLow, b & kLow);            // (8 k)
+            out[0][2 * half + 1][d] = join_nibbles(a >> 4 & kLow, b >> 4 & kLow);  // (8 k)
+          }
         }
       }
     }

@@ -74,12 +74,13 @@ def _order_of_k(atom: Atom, operand: str, lane: int, register: tuple[tuple[int, 
 
 
 @lru_cache
-def gather_order(atom: Atom) -> Layout:
+def gather_order(atom: Atom, shuffled: bool = True) -> Layout:
     """Return the layout: k of the instruction -> slot, the gathered row with this k.
 
     8-bit operands: ``(2, 2, 4, K / 16) : (1, 8, 2, 16)``, two matrices of 8 slots per register. 4-bit operands:
     ``(2, 2, 2, 4, K / 32) : (16, 1, 8, 2, 32)``, four matrices per register, the odd nibbles from the last two. 16-bit
-    operands: one matrix per register, and k is the slot.
+    operands: one matrix per register, and k is the slot. Not `shuffled`, a lane's slots keep their order for 4 bits:
+    ``(2, 2, 2, 4, K / 32) : (1, 8, 16, 2, 32)``.
 
     Raises
     ------
@@ -92,7 +93,8 @@ def gather_order(atom: Atom) -> Layout:
     >>> [gather_order(atom("s8_m16n8k32"))(k) for k in range(8)]
     [0, 1, 8, 9, 2, 3, 10, 11]
     """
-    register = {4: ((2, 16), (2, 1), (2, 8)), 8: ((2, 1), (2, 8)), 16: ((2, 1),)}[atom.mma_bits]
+    nibbles = ((2, 16), (2, 1), (2, 8)) if shuffled else ((2, 1), (2, 8), (2, 16))
+    register = {4: nibbles, 8: ((2, 1), (2, 8)), 16: ((2, 1),)}[atom.mma_bits]
     return _order_of_k(atom, "A", 2, register, 128 // atom.mma_bits)
 
 
@@ -126,7 +128,7 @@ def k_run(atom: Atom) -> Layout:
 
 
 @lru_cache
-def fragment_order(atom: Atom) -> Layout:
+def fragment_order(atom: Atom, shuffled: bool = True) -> Layout:
     """Return the layout: (thread, value) of operand B -> ``row * K + slot`` in a group of SR-BCRS.
 
     A group is N rows of K slots, row-major. If operand B is in shared memory, there is one thread, and values have
@@ -141,7 +143,7 @@ def fragment_order(atom: Atom) -> Layout:
     """
     n, _ = atom.extent("B")
     k_extent = stride(atom)
-    group = make_layout(Layout(n, k_extent), gather_order(atom))  # (n, k) -> row * K + slot
+    group = make_layout(Layout(n, k_extent), gather_order(atom, shuffled))  # (n, k) -> row * K + slot
     if not atom.b_shared:
         return composition(group, atom.b_layout)
     core = CORE_BYTES * 8 // atom.mma_bits
@@ -150,13 +152,13 @@ def fragment_order(atom: Atom) -> Layout:
 
 
 @lru_cache
-def _places(atom: Atom) -> tuple[int, ...]:
-    layout = fragment_order(atom)
+def _places(atom: Atom, shuffled: bool) -> tuple[int, ...]:
+    layout = fragment_order(atom, shuffled)
     threads, values = layout[0].size(), layout[1].size()
     return tuple(layout(thread, value) for thread in range(threads) for value in range(values))
 
 
-def pack_index(atom: Atom, packed: bool = False) -> Places:
+def pack_index(atom: Atom, packed: bool = False, shuffled: bool = True) -> Places:
     """Return for each place of the packed operand, lane after lane, its place in the group.
 
     ``group.reshape(N * K)[pack_index(atom)]`` is the packed N x K group: each lane reads its operand B by one load.
@@ -171,6 +173,8 @@ def pack_index(atom: Atom, packed: bool = False) -> Places:
         ``x & 0xF0F0F0F0`` are 16 times the signed values. An atom with one register has 16-bit units: nibbles 2 i and
         2 i + 1 become bytes i and i + 2. For 4-bit instructions nibbles keep their order; for 16-bit ones nibbles i and
         i + 4 of a word become the two values of register i.
+    shuffled : bool, default True
+        False: 4-bit values keep the order of k, and the kernel has to order them.
 
     Returns
     -------
@@ -183,10 +187,10 @@ def pack_index(atom: Atom, packed: bool = False) -> Places:
     >>> pack_index(atom("s8_m16n8k32"))[:8].tolist()
     [0, 1, 8, 9, 16, 17, 24, 25]
     """
-    index = np.array(_places(atom), dtype=np.int64)
+    index = np.array(_places(atom, shuffled), dtype=np.int64)
     if packed and atom.mma_bits == 16:
         index = index.reshape(-1, 4, 2).swapaxes(1, 2).reshape(-1)
-    elif packed and atom.mma_bits == 8:
+    elif packed and atom.mma_bits == 8 and shuffled:
         unit = min(8, fragment_order(atom)[1].size())
         index = index.reshape(-1, 2, unit // 2).swapaxes(1, 2).reshape(-1)
     return index

@@ -3,7 +3,8 @@
 // Architectures: sm_80 and later (cp.async).
 // Work: a warp computes up to 32 consecutive vectors of one vector row.
 // Pipeline: each warp copies the gathered rows of Y and the V rows of X by cp.async into its own ring of kStages stages of
-// kTileK elements along K; no CTA barrier.
+// kTileK elements along K; no CTA barrier. One stage: no prefetch, a tile is loaded when it is multiplied (for measurements;
+// no GPU has run it).
 // Source: Li, Osawa, Hoefler, SC'22, section IV-C.
 #pragma once
 
@@ -207,11 +208,19 @@ sddmm(const int32_t* block_rows, const int32_t* columns, const uint8_t* x, int64
   };
   int stage = 0;
   for (int64_t i = 0; i < steps; ++i) {
-    cp_async_wait<C::kStages - 2>();
-    __syncwarp();
-    const int refill = stage == 0 ? C::kStages - 1 : stage - 1;
-    if (i + C::kStages - 1 < steps) ring.fetch(refill, i + C::kStages - 1);
-    cp_async_commit();
+    if constexpr (C::kStages > 1) {
+      cp_async_wait<C::kStages - 2>();
+      __syncwarp();
+      const int refill = stage == 0 ? C::kStages - 1 : stage - 1;
+      if (i + C::kStages - 1 < steps) ring.fetch(refill, i + C::kStages - 1);
+      cp_async_commit();
+    } else {
+      __syncwarp();  // all lanes have read the previous tile
+      ring.fetch(0, i);
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncwarp();
+    }
     const int64_t remaining = (inner - i * S::kTileK + 31) / 32;
     constexpr int kAll = S::kTileK / 32;
     add_stage<C>(acc, ring.base + stage * S::kStageBytes, remaining < kAll ? int(remaining) : kAll, lane);

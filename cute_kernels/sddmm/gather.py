@@ -53,7 +53,7 @@ class SddmmConfig(SampleConfig):
     tile_k_bytes : int
         Bytes of a row of the wider operand per stage.
     stages : int
-        Stages of a warp's pipeline.
+        Stages of a warp's pipeline. 1: no prefetch, for measurements.
     warps : int
         Warps per CTA.
     int64_accum : bool

@@ -30,7 +30,7 @@ struct SpmmShape {
   using Shape = AtomShape<typename AtomFor<typename C::OperandB, typename C::OperandA>::type>;
   static constexpr int kElement = C::kBitsB > 8 ? 16 : C::kBitsB;
   using Units = cuda::std::conditional_t<C::kFloat, FloatUnits<Shape, typename C::FormatB, typename C::OperandB>,
-                                         DenseUnits<Shape, kElement, C::kSignedB>>;
+                                         DenseUnits<Shape, kElement, C::kSignedB, C::kShuffle>>;
 
   static constexpr int kDigitsA = C::kBitsA > 8 && !C::kFloat ? 2 : 1;
   static constexpr int kPlanes = C::kFuseDigits ? 1 : kDigitsA;             // MMA operands of the digits of A
@@ -112,7 +112,10 @@ struct SparseFragment {
     } else {
       CUTE_UNROLL
       for (int w = 0; w < S::kWords; ++w) {
-        if constexpr (S::kPackedA) {
+        if constexpr (S::kPackedA && !C::kShuffle) {
+          out[2 * w] = spread_nibbles<C::kSignedA>(words[p][tile][w], false);
+          out[2 * w + 1] = spread_nibbles<C::kSignedA>(words[p][tile][w], true);
+        } else if constexpr (S::kPackedA) {
           out[2 * w] = low_nibbles<C::kSignedA>(words[p][tile][w]);
           out[2 * w + 1] = high_nibbles<C::kSignedA>(words[p][tile][w]);
         } else {

@@ -43,6 +43,9 @@ class SpmmConfig(SparseConfig):
         Put two digit planes of A into one MMA if V <= 4 and the digits have the same sign.
     swizzle : bool
         Swizzle rows of B in shared memory. False is for measurements: every read then has bank conflicts.
+    shuffle : bool
+        Store 4-bit vectors of a group in the order in which nibbles unpack (SC'22, section IV-B3). False is for
+        measurements: they keep the order of their columns, and the kernel orders the nibbles. No GPU has run False.
     tile_n_bytes : int
         Bytes of a row of B per N tile: 16, 32, 64 or 128. Each subclass sets the default.
 
@@ -55,7 +58,7 @@ class SpmmConfig(SparseConfig):
     """
 
     FLAGS: ClassVar[dict[str, tuple[str, bool]]] = {
-        "unstacked": ("fuse_digits", False), "unswizzled": ("swizzle", False)
+        "unstacked": ("fuse_digits", False), "unswizzled": ("swizzle", False), "unshuffled": ("shuffle", False)
     }  # fmt: skip
 
     atom: str
@@ -65,6 +68,7 @@ class SpmmConfig(SparseConfig):
     out: str
     fuse_digits: bool = True
     swizzle: bool = True
+    shuffle: bool = True
 
     @property
     def mma_k(self) -> int:
@@ -127,6 +131,7 @@ class SpmmConfig(SparseConfig):
             "kLongTotal": self.out != "int32" and self.digits != (1, 1),
             "kTileNBytes": self.tile_n_bytes,
             "kSwizzle": self.swizzle,
+            "kShuffle": self.shuffle,
         }
 
     @property
@@ -147,7 +152,8 @@ class SpmmConfig(SparseConfig):
         return self.a, self.b
 
     def _tags(self) -> list[str]:
-        return [name for name, on in (("unstacked", self.fuse_digits), ("unswizzled", self.swizzle)) if not on]
+        switches = ("unstacked", self.fuse_digits), ("unswizzled", self.swizzle), ("unshuffled", self.shuffle)
+        return [name for name, on in switches if not on]
 
     def pack(self, vectors: Vectors, inner: int) -> Sequence[Tensor]:
         """Pack the sparse operand for this kernel, on its device.
@@ -201,7 +207,7 @@ class SpmmConfig(SparseConfig):
 
     def packing_key(self) -> tuple[object, ...]:
         """Return the fields that the packed operand depends on: configs with equal keys share it."""
-        return (self.atom, self.has_fused_digits, self.packed)
+        return (self.atom, self.has_fused_digits, self.packed, self.shuffle)
 
 
 def _digit_planes(config: SpmmConfig, vectors: Vectors) -> Tensor:
@@ -260,7 +266,7 @@ def pack_fragments(config: SpmmConfig, vectors: Vectors, positions: Tensor, grou
     used = tiles.shape[3]
     per_lane = config.mma_k // 4
     nibbles = config.packed or config.entry.mma_bits == 4
-    order = pack_index(config.entry, packed=nibbles)[: 4 * used * per_lane]
+    order = pack_index(config.entry, packed=nibbles, shuffled=config.shuffle)[: 4 * used * per_lane]
     index = torch.from_numpy(order).to(planes.device)
     operands = tiles.shape[1] * tiles.shape[2]
     values = tiles.reshape(groups, operands, used * config.mma_k)[..., index]  # (groups, operands, values)

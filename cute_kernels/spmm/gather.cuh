@@ -4,7 +4,8 @@
 // Work: a warp computes one vector row and one N tile; kSplitKWarps warps split the groups of a vector row (split-K) and add
 // their results through shared memory.
 // Pipeline: each warp copies the rows of B of its groups by cp.async into its own ring of kStages stages; no CTA barrier in
-// the mainloop. Columns of A are loaded kStages groups ahead, values one group ahead.
+// the mainloop. Columns of A are loaded kStages groups ahead, values one group ahead. One stage: no prefetch, a group is
+// loaded when it is multiplied (for measurements; no GPU has run it).
 // Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
@@ -139,11 +140,11 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     if (i < count) to.load(values + (begin + int64_t{i} * C::kSplitKWarps) * S::kGroupWords, lane);
   };
 
-  int32_t first[C::kStages - 1][Ring::kSlotLanes];
+  int32_t first[C::kStages > 1 ? C::kStages - 1 : 1][Ring::kSlotLanes];
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) load_columns(i, first[i]);
   SparseFragment<C> fragment, next;
-  load_values(0, fragment);
+  if constexpr (C::kStages > 1) load_values(0, fragment);
   if constexpr (!C::kAJustWritten) pdl_wait();
   CUTE_UNROLL
   for (int i = 0; i < C::kStages - 1; ++i) {
@@ -151,7 +152,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     cp_async_commit();
   }
   int32_t ahead[Ring::kSlotLanes];
-  load_columns(C::kStages - 1, ahead);
+  if constexpr (C::kStages > 1) load_columns(C::kStages - 1, ahead);
   Accumulators<C> acc;
   acc.clear();
   Int64Totals<C> int64_totals;
@@ -171,15 +172,25 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   };
 
   for (int i = 0, stage = 0; i < count; ++i) {
-    load_values(i + 1, next);
-    cp_async_wait<C::kStages - 2>();
-    __syncwarp();
-    const int refill = stage == 0 ? C::kStages - 1 : stage - 1;  // the stage of the previous iteration
-    if (i + C::kStages - 1 < count) ring.fetch(refill, ahead);
-    cp_async_commit();
-    load_columns(i + C::kStages, ahead);
+    if constexpr (C::kStages > 1) {
+      load_values(i + 1, next);
+      cp_async_wait<C::kStages - 2>();
+      __syncwarp();
+      const int refill = stage == 0 ? C::kStages - 1 : stage - 1;  // the stage of the previous iteration
+      if (i + C::kStages - 1 < count) ring.fetch(refill, ahead);
+      cp_async_commit();
+      load_columns(i + C::kStages, ahead);
+    } else {
+      load_columns(i, ahead);
+      __syncwarp();  // all lanes have read the previous group
+      ring.fetch(0, ahead);
+      cp_async_commit();
+      load_values(i, fragment);
+      cp_async_wait<0>();
+      __syncwarp();
+    }
     add_group(acc, fragment, ring, stage);
-    fragment = next;
+    if constexpr (C::kStages > 1) fragment = next;
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
     if constexpr (C::kInt64Accum) {
       if (i % kSafeGroups<typename S::Shape> == kSafeGroups<typename S::Shape> - 1) flush();

@@ -26,7 +26,7 @@ class GatherConfig(SpmmConfig):
     tile_n_bytes : int
         Bytes of a row of B per N tile.
     stages : int
-        Stages of a warp's pipeline; a stage is one group of gathered rows.
+        Stages of a warp's pipeline; a stage is one group of gathered rows. 1: no prefetch, for measurements.
     warps : int
         Warps per CTA.
     split_k_warps : int

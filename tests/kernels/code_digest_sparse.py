@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from cute_kernels.dtypes import FLOATS, SDDMM_PAIRS, SPMM_PAIRS, ElementType, Integer
 from cute_kernels.machine import Machine, Problem, ProblemTypes
+from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, candidates, choose_spmm, spmm_cost
@@ -80,6 +81,11 @@ def _spmm_options(arch: str) -> Iterator[SpmmEntry]:
     plain = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
     yield "spmm/gather L12-R4 V=4 digits apart", GatherConfig(*operands, fuse_digits=False)
     yield "spmm/gather L8-R8 without swizzle", replace(plain, swizzle=False)
+    yield "spmm/gather L8-R8 without prefetch", replace(plain, stages=1)
+    nibbles = GatherConfig("int4_as_int8_m16n8k32", 8, Integer(4, True), Integer(4, True), "float16")
+    yield "spmm/gather L4-R4 without shuffle", replace(nibbles, shuffle=False)
+    if arch == "sm_80":
+        yield "spmm/gather L4-R4 without shuffle, 4-bit mma", replace(nibbles, atom="s4_m16n8k64", shuffle=False)
     if arch in ("sm_90a", "sm_100a"):
         panel = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
         yield "spmm/panel L12-R4 V=4 digits apart", PanelConfig(*operands, fuse_digits=False, warps=8)
@@ -118,5 +124,7 @@ def sddmm_entries(arch: str) -> Iterator[SddmmEntry]:
         ("e4m3", "e4m3", 8, "float32", 0, 64, 16),
     ):  # fmt: skip
         yield _sddmm(arch, left, right, v, out, rows, inner, stride)
+    sampled = SddmmConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16", stages=1)
+    yield "sddmm/gather L8-R8 without prefetch", sampled
     if arch == "sm_80":
         yield _sddmm(arch, "4", "4", 8, "float16", 0, atom="int4_as_int8_m16n8k32")

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import magicube_cutlass as mc
-from cute_kernels.atoms import atoms, runs_on
+from cute_kernels.atoms import atoms, default_atom, runs_on
 from cute_kernels.machine import ProblemTypes
+from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from tests.gpu.problems import (
     HERE,
@@ -34,6 +35,19 @@ OUTS = ("int32", "float32", "float16", "bfloat16")
 
 def label(value: object) -> str:
     return f"v{value.vector_length}-{value.lhs}-{value.rhs}" if isinstance(value, ProblemTypes) else str(value)
+
+
+ONE_STAGE = [SddmmConfig(default_atom(of, HERE.arch), of.vector_length, of.lhs, of.rhs, of.out, stages=1)
+             for of in (kind(), kind(4, (16, True), (16, False)), kind(8, (4, True), (4, True)))]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ONE_STAGE, ids=lambda config: config.name)
+@pytest.mark.configs(ONE_STAGE)
+def test_without_prefetch_the_result_is_the_same(config: SddmmConfig) -> None:
+    torch.manual_seed(1)
+    for m, n, k in ((100, 90, 512), (37, 150, 301), (64, 33, 16)):
+        pattern = mc.random_pattern(m, n, 0.8, config.vector_length)
+        check_sddmm(dense((m, k), config.x), dense((n, k), config.y), pattern, config=config)
 
 
 @pytest.mark.parametrize(("of", "stride"), PAIRS, ids=label)

@@ -57,6 +57,10 @@ def variants() -> list[SpmmKernel]:
                   for team in (1, 2, 4, 8)]  # fmt: skip
         found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
         found += [gather(of, int64_accum=True, split_k_warps=team) for team in (1, 4)]
+        found += [gather(of, stages=1, int64_accum=wide, warps=2) for wide in (False, True)]
+    found += [
+        gather(of, shuffle=False) for of in (nibbles, kind(8, (4, True), (4, True)), kind(4, (4, False), (4, True)))
+    ]
     found += [gather(bytes8, atom="s8_m16n8k16"), gather(nibbles, atom="s8_m16n8k32")]
     if PANELS:
         for of in (bytes8, wide16, short):
@@ -65,6 +69,7 @@ def variants() -> list[SpmmKernel]:
             found += [panel(of, fuse_digits=False)]
         found += [panel(bytes8, rows_per_warp=2, tile_n_bytes=128, cluster=2), panel(kind(16), rows_per_warp=2)]
         found += [panel(kind(8, (16, True), (16, False))), panel(bytes8, rows_per_warp=3, tile_n_bytes=128, warps=11)]
+        found += [panel(kind(8, (4, s), (4, t)), shuffle=False) for s, t in SIGNS]
         found += [panel(bytes8, tile_n_bytes=32), panel(bytes8, atom="s8_m16n8k16"), panel(nibbles, tile_n_bytes=128)]
     return list(dict.fromkeys(found))
 
