@@ -3,16 +3,20 @@
 Writes ``benchmarks/results/ablation_h200.json``, or the file that the GPU's name gives.  Times are microseconds a
 launch.  The pruned matrix is read from the folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds
 ``dlmc/matrices/<FILE>``; without it only the random matrix is measured.
-Run: ``PYTHONPATH=. python benchmarks/ablation.py [--out FILE]``; ``benchmarks/plots/gpu_plots.py`` draws the result.
+
+``--sparsities`` measures Figures 11 to 13 of Li, Osawa, Hoefler, SC'22, instead, at each of them, and writes
+``ablation_figures_<GPU>.json``; ``--matrices`` names files with ``{}`` for the sparsity, by default the printed one of
+256 x 2304.  That has not run on a GPU.
+Run: ``PYTHONPATH=. python benchmarks/ablation.py [--sparsities 0.5,0.7,0.8,0.9,0.95,0.98] [--matrices NAME ...]
+[--out FILE]``; ``benchmarks/plots/gpu_plots.py`` draws the result of the run without ``--sparsities``.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +26,15 @@ from harness.gpu_data import (
     Product,
     Shape,
     Widths,
-    check,
     chosen,
     compile_ahead,
     make_product,
-    one_line,
     uniform,
 )
 from harness.gpu_results import gpu_arguments, write_results
-from harness.gpu_timing import Call, measure, ratio
 from harness.machine import gpu_machine
+from harness.paper_studies import LENGTHS, figures, operands
+from harness.studies import Sampled, Study, Variant, changed, print_study, run_study
 
 import magicube_cutlass as mc
 from cute_kernels.atoms import default_atom
@@ -44,45 +47,11 @@ from magicube_cutlass.dispatch.machine import get_machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = Path(__file__).resolve().parents[1]
-FILE = "rn50/magnitude_pruning/0.9/bottleneck_2_block_group3_1_1.smtx"
+NAME = "rn50/magnitude_pruning/{}/bottleneck_2_block_group3_1_1.smtx"
+FILE = NAME.format("0.9")
 N = 512
 UNIFORM = Shape(4096, 4096, N, 0.9)
 EIGHT = Widths(8, 8)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One bar: a label, the config or the reason why there is none, and the operands it runs on."""
-
-    label: str
-    config: SpmmKernel | None
-    product: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Study:
-    """Variants that are compared with the first one; ``question``: what the study asks."""
-
-    name: str
-    question: str
-    workload: str
-    variants: tuple[Variant, ...]
-
-    def __post_init__(self) -> None:
-        """A variant that is the same as one before it goes."""
-        unlike: list[Variant] = []
-        for variant in self.variants:
-            if variant.config is None or all(
-                (variant.config, variant.product) != (other.config, other.product) for other in unlike
-            ):
-                unlike.append(variant)
-        object.__setattr__(self, "variants", tuple(unlike))
-
-
-def changed(label: str, base: SpmmKernel, product: str, **changes: object) -> Variant:
-    """``base`` with other fields."""
-    return Variant(label, replace(base, **changes), product)  # type: ignore[arg-type]
 
 
 def gather_of(pattern: mc.Pattern, widths: Widths) -> GatherConfig:
@@ -245,11 +214,11 @@ def products_of(patterns: dict[int, mc.Pattern]) -> dict[str, Product]:
     return found
 
 
-def data_file() -> Path | None:
-    """The pruned matrix, gzipped or not, or None."""
+def data_file(name: str = FILE) -> Path | None:
+    """A pruned matrix, gzipped or not, or None."""
     for root in (os.environ.get("MAGICUBE_DATA"), ROOT.parent / "shared" / "data"):
         for ending in ("", ".gz"):
-            if root and (path := Path(root) / "dlmc" / "matrices" / (FILE + ending)).is_file():
+            if root and (path := Path(root) / "dlmc" / "matrices" / (name + ending)).is_file():
                 return path
     return None
 
@@ -284,62 +253,49 @@ def studies(workload: str, patterns: dict[int, mc.Pattern]) -> list[Study]:
     return [*found, *width_studies(workload, patterns[8]), *stack_studies(workload, patterns)]
 
 
-def run_study(study: Study, products: dict[str, Product], failed: dict[Any, str]) -> dict[str, Any]:
-    """Check every variant in every element, then time those that run in the same rounds."""
-    calls: dict[str, Call] = {}
-    reasons: dict[str, str] = {}
-    for variant in study.variants:
-        if variant.config is None or variant.config in failed:
-            reasons[variant.label] = variant.reason or failed[variant.config]
-            continue
-        product = products[variant.product]
-        out = product.poisoned()
-        call = partial(mc.spmm, product.lhs, product.rhs, out=out, config=variant.config)
-        try:
-            call()
-            check(product, out)
-        except Exception as error:  # a variant that does not run is a result
-            reasons[variant.label] = one_line(error)
-            continue
-        calls[variant.label] = call
-    times = measure(calls, rounds=15, samples=1)
-    first = next(iter(times.values()), None)
-    rows: list[dict[str, Any]] = []
-    for variant in study.variants:
-        if variant.label not in times or first is None or variant.config is None:
-            rows.append({"label": variant.label, "not_run": reasons[variant.label]})
-            continue
-        timing = times[variant.label]
-        rows.append({"label": variant.label, "us": timing.median, "quartiles": timing.quartiles,
-                     "ratio": ratio(timing, first), "mode": timing.mode, "kernel": variant.config.name})  # fmt: skip
-    return {"name": study.name, "question": study.question, "workload": study.workload, "rows": rows}
-
-
-def print_study(result: dict[str, Any]) -> None:
-    print(f"  {result['name']}: {result['question']}")
-    for row in result["rows"]:
-        if "not_run" in row:
-            print(f"    {row['label']:26} not run: {row['not_run'][:160]}")
-        else:
-            print(f"    {row['label']:26} {row['us']:8.2f} us  x{row['ratio']:.2f}  {row['kernel']}", flush=True)
+def figure_workloads(names: list[str], sparsities: str) -> dict[str, dict[int, mc.Pattern]]:
+    """Patterns by vector length of each of the matrices ``names`` at each of the sparsities."""
+    found = {}
+    for name in (name.format(sparsity) for name in names for sparsity in sparsities.split(",")):
+        if (path := data_file(name)) is None:
+            raise SystemExit(f"no {name} in the folder MAGICUBE_DATA: see benchmarks/dlmc.py")
+        found[name.removesuffix(".smtx")] = {length: mc.read_smtx(path, vector_length=length) for length in LENGTHS}
+    return found
 
 
 def main() -> None:
-    args = gpu_arguments(__doc__, "")
+    args = gpu_arguments(
+        __doc__,
+        "",
+        sparsities={"help": "measure Figures 11 to 13 at these, as 0.5,0.7"},
+        matrices={"nargs": "+", "default": [NAME], "help": "of the figures, {} for the sparsity"},
+    )
     start = time.perf_counter()
-    todo = {name: (patterns, studies(name, patterns)) for name, patterns in workloads().items()}
-    configs = [v.config for _, found in todo.values() for study in found for v in study.variants if v.config]
+    if args.sparsities:
+        arch = get_machine(torch.cuda.current_device()).arch
+        found = figure_workloads(args.matrices, args.sparsities)
+        todo = {
+            name: (patterns, figures(name, patterns, arch, lambda pattern, widths: chosen(pattern, N, widths)))
+            for name, patterns in found.items()
+        }
+    else:
+        todo = {name: (patterns, studies(name, patterns)) for name, patterns in workloads().items()}
+    configs = [v.config for _, compared in todo.values() for study in compared for v in study.variants if v.config]
     failed = compile_ahead(configs)
-    results: dict[str, Any] = {"machine": gpu_machine(), "setting": {"out": OUT_NAME, "data": FILE}, "studies": []}
-    for name, (patterns, found) in todo.items():
+    results: dict[str, Any] = {
+        "machine": gpu_machine(),
+        "setting": {"out": OUT_NAME, "data": args.matrices if args.sparsities else FILE},
+        "studies": [],
+    }
+    for name, (patterns, compared) in todo.items():
         print(f"\n{name}")
-        products = products_of(patterns)
-        for study in found:
+        products: Mapping[str, Product | Sampled] = operands(patterns, N) if args.sparsities else products_of(patterns)
+        for study in compared:
             results["studies"].append(run_study(study, products, failed))
             print_study(results["studies"][-1])
         del products
         torch.cuda.empty_cache()
-    write_results(results, args.out, "ablation", start)
+    write_results(results, args.out, "ablation_figures" if args.sparsities else "ablation", start)
 
 
 if __name__ == "__main__":
