@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,34 @@ def test_the_page_shows_the_results() -> None:
     for mark, table in paper_magicube.tables().items():
         assert table in page, mark
     assert len(page.split()) <= 1200
+
+
+def test_the_gpu_s_records_come_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flow of a run on a GPU, with a stand-in for every measurement."""
+    asked: list[tuple[str, object, tuple[str, ...]]] = []
+
+    def measured(matrix: Any, pattern: Any, groups: Any, dense: Any, pairs: Any) -> dict[str, Any]:
+        asked.append((matrix.name, pairs, dense.names))
+        dense.rows[(len(asked),)] = row = {"shape": [len(asked)]}
+        return {"matrices": [dlmc.facts(matrix, pattern)], "spmm": [{"us": 1.0}], "others": [{"n": 1}], "dense": [row]}
+
+    monkeypatch.setattr(dlmc, "measure", measured)
+    monkeypatch.setattr(dlmc, "gpu_machine", lambda: {"commit": "a", "torch": "b", "gpu": "c"})
+    monkeypatch.setattr(dlmc, "compile_ahead", lambda configs: {})
+    monkeypatch.setattr(dlmc, "compare_patterns", lambda name, n, one, other: {"name": name, "n": n})
+    monkeypatch.setattr(dlmc, "break_even_record", lambda dense: {"break_even": [{"v": 8}], "dense": []})
+    args = Namespace(pairs="L16-R4,L8-R8", baselines=True, out=tmp_path / "gpu.json", seconds=60.0)
+    matrices = sample(1, root=folder)
+    dlmc.run_gpu(matrices[:1], args, time.perf_counter())
+    dlmc.run_gpu(matrices, args, time.perf_counter())
+    found = json.loads(args.out.read_text())
+    assert [name for name, *_ in asked] == list(NAMES)  # each once
+    assert {(pairs, names) for _, pairs, names in asked} == {
+        ((Widths(16, 4), Widths(8, 8)), ("dense fp16", "dense int8", "dense fp8"))
+    }
+    before = json.loads((paper_magicube.RESULTS / "dlmc_h200.json").read_text())
+    assert list(found) == list(before) and found["setting"] == before["setting"]
+    assert [row["matrix"] for row in found["spmm"]] == [row["matrix"] for row in found["others"]] == [0, 1, 2]
+    assert found["dense"] == [{"shape": [i]} for i in (1, 2, 3)] and len(found["skew"]) == len(dlmc.SKEWED)
+    with pytest.raises(SystemExit, match="another pairs"):
+        dlmc.run_gpu(matrices, Namespace(**vars(args) | {"pairs": None}), time.perf_counter())
