@@ -115,8 +115,6 @@ class GemmConfig(KernelConfig):
         Each consumer warp group has its own tile; else they share one.
     cluster : int
         CTAs of a cluster; they share the tiles of B by TMA multicast.
-    resident : int
-        CTAs per SM.
     band : int
         Rows of tiles, in units of the cluster's height, that are traversed column by column.
     sum_of_squares : bool
@@ -137,7 +135,6 @@ class GemmConfig(KernelConfig):
     groups: int = 2
     ping_pong: bool = False
     cluster: int = 1
-    resident: int = 1
     band: int = 8
     sum_of_squares: bool = False
     gated: bool = False
@@ -161,12 +158,18 @@ class GemmConfig(KernelConfig):
         """Return the tiles of an (m, n) output; the tiles of a cluster count as one."""
         return -(-m // (self.tile_m * self.cluster)) * -(-n // self.tile_n)
 
+    def box_rows(self, m: int, n: int) -> tuple[int, int]:
+        """Return the rows of the TMA boxes of A and B: those of a tile, or of all there are if these are fewer."""
+        if self.sum_of_squares:  # rows that do not exist are zeros
+            return self.tile_m, self.tile_n // self.cluster
+        return min(self.tile_m, m), min(self.tile_n, n) if self.cluster == 1 else self.tile_n // self.cluster
+
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
         p = self.products
         shape = f"{self.tile_m}x{self.tile_n}x{self.tile_k}s{self.stages}"
-        how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}r{self.resident}b{self.band}"
+        how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}b{self.band}"
         how += ("-gated" if self.gated else "-squares") if self.sum_of_squares else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
@@ -192,7 +195,6 @@ class GemmConfig(KernelConfig):
             "kGroups": self.groups,
             "kPingPong": self.ping_pong,
             "kCluster": self.cluster,
-            "kResident": self.resident,
             "kBand": self.band,
             "kSumOfSquares": self.sum_of_squares,
             "kGated": self.gated,

@@ -179,10 +179,11 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
         )  # fmt: skip
         kernel.launch((config.tiles(m, n), 1, 1), (*operands, *result))
         return
-    box_a, box_b = (config.tile_k, config.tile_m), (config.tile_k, config.tile_n // config.cluster)
+    rows_a, rows_b = config.box_rows(m, n)
+    box_k = min(config.tile_k, 128)
     maps = [
-        tensor_map(rows.pointer + part.first, 1, (part.size, count), rows.pitch, box, config.tile_k)
-        for planes, count, box in ((padded_a, m, box_a), (padded_b, n, box_b))
+        tensor_map(rows.pointer + part.first, 1, (part.size, count), rows.pitch, (box_k, box_rows), box_k)
+        for planes, count, box_rows in ((padded_a, m, rows_a), (padded_b, n, rows_b))
         for rows in planes
     ]
     cluster = (config.cluster, 1, 1) if config.cluster > 1 else None

@@ -10,7 +10,7 @@ from cute_kernels.gemm.config import GemmConfig, Products
 
 
 class Cost(NamedTuple):
-    """Predicted microseconds on an H200: per launch, per wave of tiles, and per 10^6 int8 products on an SM."""
+    """Predicted microseconds: per launch, per wave of tiles, and per 10^6 int8 products on an SM."""
 
     launch: float
     wave: float
@@ -18,43 +18,59 @@ class Cost(NamedTuple):
 
 
 _SMEM_BYTES = 233472  # shared memory of an sm_90a SM; each CTA takes 1 KiB more than it requests
+_BYTES_PER_US = 3.5e6  # of operands that L2 does not hold
+_ANY = Cost(2.0, 2.6, 0.135)  # other architectures, not measured
 
 
-# WGMMA configs per number of levels, and their measured costs (docs/gemm.md).
+def _shared(products: Products, tile_m: int, tile_n: int, tile_k: int, stages: int = 6) -> GemmConfig:
+    """Return a config whose consumer warp groups share a tile."""
+    return GemmConfig(
+        "wgmma", products, "int32", tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, groups=tile_m // 64
+    )
+
+
+# WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 87
+# shapes each, and to 41 of several levels, measured on an H100 (docs/gemm.md).
+_ONE, _TWO, _THREE = Products(1, 1, 1), Products(2, 2, 2), Products(3, 3, 3)
+_PING_PONG = GemmConfig("wgmma", _ONE, "int32", stages=6, ping_pong=True)
 _TILES = {
     1: [
-        (GemmConfig("wgmma", Products(1, 1, 1), "int32", ping_pong=True, cluster=2), Cost(4.8, 1.6, 0.134)),
-        (GemmConfig("wgmma", Products(1, 1, 1), "int32"), Cost(2.4, 2.6, 0.135)),
-        (GemmConfig("wgmma", Products(1, 1, 1), "int32", tile_m=64, groups=1, resident=2), Cost(2.0, 2.4, 0.166)),
-        (
-            GemmConfig("wgmma", Products(1, 1, 1), "int32", tile_m=64, tile_n=64, groups=1, resident=2),
-            Cost(2.0, 1.3, 0.245),
-        ),
+        (_shared(_ONE, 64, 32, 256, 8), Cost(1.6, 0.484, 0.529), Cost(1.64, 0.539, 0.53)),
+        (_shared(_ONE, 64, 64, 256), Cost(1.182, 0.881, 0.356), Cost(0.743, 1.522, 0.361)),
+        (_shared(_ONE, 128, 64, 128, 8), Cost(0.407, 1.289, 0.258), Cost(0.0, 2.357, 0.267)),
+        (_shared(_ONE, 128, 128, 128), Cost(1.047, 2.173, 0.173), Cost(0.0, 4.262, 0.178)),
+        (_PING_PONG, Cost(3.3, 0.964, 0.166), Cost(1.882, 3.287, 0.172)),
+        (replace(_PING_PONG, cluster=2), Cost(3.933, 1.431, 0.171), Cost(3.53, 3.097, 0.165)),
     ],
     2: [
-        (GemmConfig("wgmma", Products(2, 2, 2), "int32", cluster=2), Cost(4.7, 0.5, 0.16)),
-        (
-            GemmConfig("wgmma", Products(2, 2, 2), "int32", tile_m=64, tile_n=64, groups=1, resident=2),
-            Cost(2.9, 0.7, 0.209),
-        ),
+        (config, cost, cost)
+        for config, cost in (
+            (_shared(_TWO, 64, 32, 256), Cost(1.105, 0.419, 0.39)),
+            (_shared(_TWO, 64, 64, 128), Cost(1.076, 0.883, 0.227)),
+            (_shared(_TWO, 128, 64, 128), Cost(0.0, 2.031, 0.174)),
+            (_shared(_TWO, 128, 128, 128), Cost(0.888, 2.562, 0.151)),
+        )
     ],
     3: [
-        (GemmConfig("wgmma", Products(3, 3, 3), "int32", tile_k=64, cluster=2), Cost(3.5, 1.1, 0.148)),
-        (
-            GemmConfig("wgmma", Products(3, 3, 3), "int32", tile_m=64, tile_n=64, tile_k=64, groups=1, resident=2),
-            Cost(0.3, 3.5, 0.17),
-        ),
+        (config, cost, cost)
+        for config, cost in (
+            (_shared(_THREE, 64, 32, 128), Cost(1.486, 0.222, 0.296)),
+            (_shared(_THREE, 64, 64, 128), Cost(1.256, 0.279, 0.197)),
+            (_shared(_THREE, 128, 64, 64), Cost(0.0, 2.136, 0.157)),
+            (_shared(_THREE, 128, 128, 64), Cost(0.0, 2.971, 0.147)),
+        )
     ],
 }
 
 
-def _wgmma(products: Products) -> list[tuple[GemmConfig, Cost]]:
-    """Return the WGMMA configs for `products`, with as many stages as fit shared memory."""
+def _wgmma(products: Products, out: str = "int32") -> list[tuple[GemmConfig, Cost]]:
+    """Return the WGMMA configs for `products`, with as many stages as fit shared memory, and their costs."""
     found = []
-    for tile, cost in _TILES[products.levels]:
+    for tile, narrow, wide in _TILES[products.levels]:
         config = replace(tile, products=products)
-        smem_bytes = _SMEM_BYTES // config.resident - 1024 - 16 * 8
-        found.append((replace(config, stages=min(6, smem_bytes // config.stage_bytes)), cost))
+        most = (_SMEM_BYTES - 1024 - 16 * 8) // config.stage_bytes
+        cost = narrow if out.endswith("float16") else wide
+        found.append((replace(config, stages=min(tile.stages, most)), cost))
     return found
 
 
@@ -104,13 +120,30 @@ def choose(
     GemmConfig
         One of :func:`candidates`, with `out` and `source` set.
     """
-    if arch != "sm_90a":
-        return replace(candidates(terms, arch)[0], out=out, source=source)
+    config, _ = _cheapest(m, n, k, terms, arch, out, num_sms)
+    return replace(config, out=out, source=source)
 
-    def cost(choice: tuple[GemmConfig, Cost]) -> float:
-        config, unit = choice
-        each = -(-config.tiles(m, n) // (num_sms // config.cluster))  # tiles per SM
+
+def predict(m: int, n: int, k: int, terms: Products, arch: str, *, out: str = "int32", num_sms: int = 132) -> float:
+    """Return the predicted microseconds of the config that :func:`choose` returns.
+
+    Examples
+    --------
+    >>> round(predict(4096, 4096, 4096, Products(1, 1, 1), "sm_90a", out="float16"))
+    0
+    """
+    _, cost = _cheapest(m, n, k, terms, arch, out, num_sms)
+    return max(cost, 2.0 + (m + n) * k / _BYTES_PER_US)
+
+
+def _cheapest(m: int, n: int, k: int, terms: Products, arch: str, out: str, num_sms: int) -> tuple[GemmConfig, float]:
+    """Return the config with the least predicted time, and that time."""
+
+    def cost(config: GemmConfig, unit: Cost) -> float:
+        waves = -(-config.tiles(m, n) // max(1, num_sms // config.cluster))
         work = config.tile_m * config.tile_n * terms.number * -(-k // config.tile_k) * config.tile_k / 1e6
-        return unit.launch + unit.wave * -(-each // config.resident) + unit.products * each * work
+        return unit.launch + waves * (unit.wave + unit.products * work)
 
-    return replace(min(_wgmma(terms), key=cost)[0], out=out, source=source)
+    tiles = _wgmma(terms, out) if arch == "sm_90a" else [(config, _ANY) for config in candidates(terms, arch)]
+    costs = [(config, cost(config, unit)) for config, unit in tiles]
+    return min(costs, key=lambda each: each[1])

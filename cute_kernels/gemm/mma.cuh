@@ -110,7 +110,7 @@ __device__ __forceinline__ void mma_stage(WarpAccumulators<C>& accum, const uint
 }
 
 template <class C>
-__global__ void __launch_bounds__(WarpGemm<C>::kThreads, C::kResident)
+__global__ void __launch_bounds__(WarpGemm<C>::kThreads, 1)
 gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_a0, int64_t pitch_a1, int64_t pitch_a2,
          const uint8_t* b0, const uint8_t* b1, const uint8_t* b2, int64_t pitch_b0, int64_t pitch_b1, int64_t pitch_b2,
          int64_t k, typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* row_scales, int64_t row_step,

@@ -34,7 +34,11 @@ constexpr int kGateWords = 4;  // a gate: int32 levels - 1 of the picked product
 template <int kColumns>
 struct WarpGroupOp;
 template <>
+struct WarpGroupOp<32> { using type = SM90::GMMA::MMA_64x32x32_S32S8S8_SS_TN; };
+template <>
 struct WarpGroupOp<64> { using type = SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN; };
+template <>
+struct WarpGroupOp<96> { using type = SM90::GMMA::MMA_64x96x32_S32S8S8_SS_TN; };
 template <>
 struct WarpGroupOp<128> { using type = SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN; };
 template <>
@@ -54,6 +58,7 @@ struct GroupGemm {
   static constexpr int kStages = C::kStages, kGroups = C::kGroups, kCluster = C::kCluster;
   static constexpr int kBlocks = kTileM / 64 / (C::kPingPong ? 1 : kGroups);  // blocks of 64 rows per warp group
   static constexpr int kRegisters = kTileN / 2;  // accumulators of a block and level, per thread
+  static constexpr int kBoxK = kTileK < 128 ? kTileK : 128;  // of a TMA box, and of its swizzle
   static constexpr int kPlaneA = kTileM * kTileK, kPlaneB = kTileN * kTileK;
   static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
   static constexpr int kThreads = 128 * (kGroups + 1);
@@ -70,12 +75,20 @@ struct GroupGemm {
   uint32_t base;
   TileScheduler<C::kBand> scheduler;  // in units of clusters
   int parts;  // K tiles
+  int rows_a, rows_b;  // of a TMA box
 
   __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
   __device__ uint32_t plane_a(int stage, int i) const { return base + stage * kStageBytes + i * kPlaneA; }
   __device__ uint32_t plane_b(int stage, int j) const { return plane_a(stage, C::kPlanesA) + j * kPlaneB; }
 };
+
+// Rows of a TMA box: of a tile, or of all that there are, since the copy engine is slow to fill rows that do not exist with zeros.
+// What the stage holds instead goes to results that are not written.
+template <class C>
+__device__ __forceinline__ int box_rows(int tile, int64_t rows) {
+  return C::kSumOfSquares || rows >= tile ? tile : int(rows);
+}
 
 // Stage of a K tile and parity of its barriers.
 template <int kStages>
@@ -106,17 +119,21 @@ __device__ void producer_loop(const GroupGemm<C>& gemm, const TmaDescriptor* con
       const uint32_t full = gemm.full(at.stage);
       const int k = part * G::kTileK;
       barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-      mbarrier_arrive_expect_tx(full, G::kStageBytes);
+      mbarrier_arrive_expect_tx(full, (C::kPlanesA * gemm.rows_a + C::kPlanesB * gemm.rows_b * G::kCluster) * G::kTileK);
       CUTE_UNROLL
-      for (int i = 0; i < C::kPlanesA; ++i) tma_load_2d(gemm.plane_a(at.stage, i), a[i], k, m, full);
-      CUTE_UNROLL
-      for (int j = 0; j < C::kPlanesB; ++j) {
-        if constexpr (G::kCluster == 1) {
-          tma_load_2d(gemm.plane_b(at.stage, j), b[j], k, n, full);
-        } else {
-          constexpr int kRows = G::kTileN / G::kCluster;
-          cluster::tma_load_2d_multicast((1 << G::kCluster) - 1, gemm.plane_b(at.stage, j) + rank * kRows * G::kTileK, b[j], k,
-                      n + rank * kRows, full);
+      for (int own = 0; own < G::kTileK; own += G::kBoxK) {
+        CUTE_UNROLL
+        for (int i = 0; i < C::kPlanesA; ++i) tma_load_2d(gemm.plane_a(at.stage, i) + own * G::kTileM, a[i], k + own, m, full);
+        CUTE_UNROLL
+        for (int j = 0; j < C::kPlanesB; ++j) {
+          const uint32_t to = gemm.plane_b(at.stage, j) + own * G::kTileN;
+          if constexpr (G::kCluster == 1) {
+            tma_load_2d(to, b[j], k + own, n, full);
+          } else {
+            constexpr int kRows = G::kTileN / G::kCluster;
+            cluster::tma_load_2d_multicast((1 << G::kCluster) - 1, to + rank * kRows * G::kBoxK, b[j], k + own, n + rank * kRows,
+                                           full);
+          }
         }
       }
     }
@@ -139,8 +156,8 @@ template <class C>
 __device__ __forceinline__ void mma_stage(const GroupGemm<C>& gemm, typename GroupGemm<C>::Accumulators& accum, int stage,
                                               int block) {
   using G = GroupGemm<C>;
-  const uint64_t a = smem_descriptor<G::kTileK>(gemm.plane_a(stage, 0)) + (block * 64 * G::kTileK >> 4);
-  const uint64_t b = smem_descriptor<G::kTileK>(gemm.plane_b(stage, 0));
+  const uint64_t a = smem_descriptor<G::kBoxK>(gemm.plane_a(stage, 0)) + (block * 64 * G::kBoxK >> 4);
+  const uint64_t b = smem_descriptor<G::kBoxK>(gemm.plane_b(stage, 0));
   warpgroup_arrive();
   CUTE_UNROLL
   for (int k = 0; k < G::kTileK; k += 32) {
@@ -152,8 +169,9 @@ __device__ __forceinline__ void mma_stage(const GroupGemm<C>& gemm, typename Gro
         if (j < 0 || j >= C::kPlanesB) continue;
         CUTE_UNROLL
         for (int own = 0; own < G::kBlocks; ++own) {
-          const uint64_t from_a = a + ((i * G::kPlaneA + own * 64 * G::kTileK + k) >> 4);
-          const uint64_t from_b = b + ((j * G::kPlaneB + k) >> 4);
+          const int box = k / G::kBoxK * G::kBoxK, inside = k % G::kBoxK;
+          const uint64_t from_a = a + ((i * G::kPlaneA + box * G::kTileM + own * 64 * G::kBoxK + inside) >> 4);
+          const uint64_t from_b = b + ((j * G::kPlaneB + box * G::kTileN + inside) >> 4);
           wgmma<typename G::Op>(accum[own][level], from_a, from_b, make_int_sequence<G::kRegisters>{});
         }
       }
@@ -247,7 +265,7 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
 }
 
 template <class C>
-__global__ void __launch_bounds__(GroupGemm<C>::kThreads, C::kResident)
+__global__ void __launch_bounds__(GroupGemm<C>::kThreads, 1)
 gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ TmaDescriptor a1,
            const __grid_constant__ TmaDescriptor a2, const __grid_constant__ TmaDescriptor b0,
            const __grid_constant__ TmaDescriptor b1, const __grid_constant__ TmaDescriptor b2, int64_t k,
@@ -262,7 +280,8 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
   const int rank = G::kCluster == 1 ? 0 : int(cluster::rank());
   constexpr int kHeight = G::kTileM * G::kCluster;
   const G gemm{shared_address(shared), {int((m + kHeight - 1) / kHeight), int((n + G::kTileN - 1) / G::kTileN)},
-               int((k + G::kTileK - 1) / G::kTileK)};
+               int((k + G::kTileK - 1) / G::kTileK), box_rows<C>(G::kTileM, m),
+               G::kCluster == 1 ? box_rows<C>(G::kTileN, n) : G::kTileN / G::kCluster};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < G::kStages; ++stage) {
       barrier_init(gemm.full(stage), 1);

@@ -15,7 +15,9 @@ from torch import Tensor
 from cute_kernels.cpu import dense as dense_engine
 from cute_kernels.cpu import engine
 from cute_kernels.dtypes import INTEGER_OUT
+from cute_kernels.gemm.config import Products
 from cute_kernels.gemm.cpu import dense_backend
+from cute_kernels.gemm.heuristics import predict
 from cute_kernels.integers import digit_count, fetch
 from cute_kernels.machine import Machine, Problem, ProblemTypes
 from magicube_cutlass.dispatch import cpu_costs
@@ -28,11 +30,9 @@ if TYPE_CHECKING:
 
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 _ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
-_LAUNCH = 2000.0  # of a dense kernel or a copy, between kernels of a CUDA graph
+_LAUNCH = 2000.0  # of a copy, between kernels of a CUDA graph
 _CPU_CALL = 15000.0  # what the Python of a dense call on a CPU takes beside that of a sparse one
 _MOVED = 3500.0  # bytes that a copy reads or writes
-# Tiles of the dense kernel (rows and columns), a turn of an SM with one, a product of two bytes in it.
-_DENSE_TILES = ((128, 2600.0, 0.135e-3), (64, 1300.0, 0.245e-3))
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,11 @@ class Forecast:
         return f"dense would not be faster: about {dense:.1f} us against {sparse:.1f} us"
 
 
-def dense_cost(machine: Machine, m: int, problem: Problem) -> float:
-    """Return the predicted nanoseconds of the int8 GEMM of a dense (`m`, K) matrix: whole waves of tiles."""
-    each = []
-    for tile, turn, product in _DENSE_TILES:
-        tiles = -(-m // tile) * -(-problem.n // tile)
-        turns = -(-tiles // machine.num_sms)
-        each.append(turns * (turn + product * tile * tile * problem.inner))
-    return problem.batch * (_LAUNCH + max(min(each), m * problem.inner / _MOVED))
+def dense_cost(machine: Machine, m: int, problem: Problem, out: str) -> float:
+    """Return the predicted nanoseconds of the int8 GEMM of a dense (`m`, K) matrix."""
+    return 1e3 * problem.batch * predict(
+        m, problem.n, problem.inner, Products(1, 1, 1), machine.arch, out=out, num_sms=machine.num_sms
+    )  # fmt: skip
 
 
 def copy_cost(size: int) -> float:
@@ -110,7 +107,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     sparse = spmm_cost(chosen, here, problem)
     if gpu.copies(operand, -1):
         sparse += copy_cost(dense.data.nbytes)
-    product = dense_cost(here, m, problem)
+    product = dense_cost(here, m, problem, kind.out)
     if dense.bits == 4:  # unpacked in several steps
         product += 4 * copy_cost(size)
     elif gpu.copies(operand, -2):

@@ -18,7 +18,7 @@ from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.dense_fallback import Forecast, copy_cost, dense_cost
 
 H200, A100 = Machine("sm_90a", 132), Machine("sm_80", 108)
-L8R8 = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
+L8R8, OUT = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16"), "float16"
 
 
 def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
@@ -216,7 +216,7 @@ def test_the_cost_of_a_product_grows_with_its_work() -> None:
             twice = Problem(rows, 4096, rows * 512, 512, 2 * n)
             config = choose_spmm(kind, machine, problem)
             assert spmm_cost(config, machine, problem) <= spmm_cost(config, machine, twice)
-            assert dense_cost(machine, 8 * rows, problem) <= dense_cost(machine, 16 * rows, twice)
+            assert dense_cost(machine, 8 * rows, problem, OUT) <= dense_cost(machine, 16 * rows, twice, OUT)
 
 
 @pytest.mark.parametrize(
@@ -236,15 +236,15 @@ def test_the_dense_product_wins_where_it_was_measured_to(
     mean = round((1 - sparsity) * k)
     problem = Problem(m // 8, k, m // 8 * mean, mean, n)
     config = choose_spmm(L8R8, H200, problem)
-    forecast = Forecast(spmm_cost(config, H200, problem), dense_cost(H200, m, problem))
+    forecast = Forecast(spmm_cost(config, H200, problem), dense_cost(H200, m, problem, OUT))
     assert forecast.dense_wins == wins
     assert str(forecast).startswith(f"dense would {'' if wins else 'not '}be faster: about ")
 
 
 def test_the_dense_product_pays_for_whole_tiles_and_for_each_matrix_of_a_batch() -> None:
     problem = Problem(512, 4096, 512 * 410, 460, 512)
-    alone = dense_cost(H200, 4096, problem)
+    alone = dense_cost(H200, 4096, problem, OUT)
     assert 0.1 * alone < copy_cost(4096 * 512) < alone
-    assert dense_cost(H200, 4096, replace(problem, batch=3)) == pytest.approx(3 * alone)
-    assert dense_cost(H200, 4096, replace(problem, n=449)) == dense_cost(H200, 4096, replace(problem, n=512))
-    assert 90e3 < dense_cost(H200, 4096, replace(problem, n=4096)) < 115e3  # CUTLASS takes 96 us
+    assert dense_cost(H200, 4096, replace(problem, batch=3), OUT) == pytest.approx(3 * alone)
+    assert dense_cost(H200, 4096, replace(problem, n=449), OUT) == dense_cost(H200, 4096, replace(problem, n=512), OUT)
+    assert 90e3 < dense_cost(H200, 4096, replace(problem, n=4096), OUT) < 115e3  # CUTLASS takes 96 us
