@@ -2,7 +2,7 @@
 //
 // Architectures: sm_80 and later (cp.async).
 // Work: a warp computes one vector row and one N tile; kSplitKWarps warps split the groups of a vector row (split-K) and add
-// their results through shared memory.
+// their results through shared memory. All warps of a CTA split a long row; these CTAs come first.
 // Pipeline: each warp copies the rows of B of its groups by cp.async into its own ring of kStages stages; no CTA barrier in
 // the mainloop. Columns of A are loaded kStages groups ahead, values one group ahead. One stage: no prefetch, a group is
 // loaded when it is multiplied (for measurements; no GPU has run it).
@@ -76,14 +76,14 @@ struct Int64Totals {
   int64_t total[SpmmShape<C>::kRowTiles][SpmmShape<C>::kUnits][2];
 };
 
-// Split-K reduction: add the results of the warps of a vector row in the registers of the first one.
+// Split-K reduction: add the results of the `split` warps of a vector row in the registers of the first one, part 0.
 template <class C, class Total>
-__device__ void reduce_split_k(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t* scratch, int warp, int lane) {
+__device__ void reduce_split_k(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t* scratch, int warp, int lane, int part, int split) {
   constexpr int kValues = SpmmShape<C>::kUnits * 2;
   static_assert(kValues * 32 * sizeof(Total) <= C::kStages * GatherRing<C>::kStageBytes, "the results must fit the pipeline's memory");
   Total* flat = &total[0][0];
   Total* mine = reinterpret_cast<Total*>(scratch + warp * (C::kStages * GatherRing<C>::kStageBytes)) + lane;
-  const bool first = warp % C::kSplitKWarps == 0;
+  const bool first = part == 0;
   __syncthreads();
   if (!first) {
     CUTE_UNROLL
@@ -91,7 +91,7 @@ __device__ void reduce_split_k(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t*
   }
   __syncthreads();
   if (first) {
-    for (int other = 1; other < C::kSplitKWarps; ++other) {
+    for (int other = 1; other < split; ++other) {
       const Total* theirs = mine + other * (C::kStages * GatherRing<C>::kStageBytes / sizeof(Total));
       CUTE_UNROLL
       for (int i = 0; i < kValues; ++i) flat[i] += theirs[32 * i];
@@ -99,9 +99,12 @@ __device__ void reduce_split_k(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t*
   }
 }
 
+// `long_rows` (long_count,): the vector rows of more than `long_groups` groups, which the first `long_ctas` CTAs multiply; none unless
+// C::kSharesLongRows.
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32)
-spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* values, const uint8_t* b, int64_t b_pitch,
+spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* values, const int32_t* long_rows, int64_t long_count,
+            int64_t long_ctas, int64_t long_groups, const uint8_t* b, int64_t b_pitch,
             int64_t b_batch, int64_t b_bytes, void* out, const float* row_scale, int64_t row_scale_stride, const float* col_scale,
             int64_t col_scale_stride, int64_t col_scale_batch, const float* bias, int64_t rows, int64_t vector_rows, int64_t n,
             int64_t vector_stores) {
@@ -114,30 +117,38 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   // 32 bits: a 64-bit division is a call, and the grid size has 32 bits.
   const uint32_t n_tiles = uint32_t((n + S::kTileN - 1) / S::kTileN);
-  const uint32_t row_blocks = uint32_t((vector_rows + kVectorRows - 1) / kVectorRows);
+  const bool is_long = C::kSharesLongRows && blockIdx.x < uint32_t(long_ctas);
+  const uint32_t row_blocks = is_long ? uint32_t(long_count) : uint32_t((vector_rows + kVectorRows - 1) / kVectorRows);
+  const uint32_t index = is_long ? blockIdx.x : blockIdx.x - uint32_t(long_ctas);
   // Concurrent CTAs share an N tile of B, which stays in L2.
-  const int64_t row_block = blockIdx.x % row_blocks;
-  const int64_t n_tile = blockIdx.x / row_blocks % n_tiles, batch = blockIdx.x / row_blocks / n_tiles;
-  const int64_t vector_row = row_block * kVectorRows + warp / C::kSplitKWarps;
-  const bool present = vector_row < vector_rows;
+  const int64_t row_block = index % row_blocks;
+  const int64_t n_tile = index / row_blocks % n_tiles, batch = index / row_blocks / n_tiles;
+  const int part = is_long ? warp : warp % C::kSplitKWarps, split = is_long ? C::kWarps : C::kSplitKWarps;
+  const int64_t vector_row = is_long ? __ldg(long_rows + row_block) : row_block * kVectorRows + warp / C::kSplitKWarps;
+  const int64_t row_begin = uniform(vector_row < vector_rows ? group_start[vector_row] : 0);
+  const int64_t end = uniform(vector_row < vector_rows ? group_start[vector_row + 1] : 0);
+  const bool present = vector_row < vector_rows && (is_long || end - row_begin <= long_groups);
   const int64_t n_tile_byte = n_tile * C::kTileNBytes + lane % S::kChunks * 16;
   const int64_t valid = b_bytes - n_tile_byte;
   const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + n_tile * C::kTileNBytes,
                   b_pitch, valid < 0 ? 0 : valid < 16 ? int(valid) : 16, lane};
-  const int64_t begin = uniform(present ? group_start[vector_row] : 0) + warp % C::kSplitKWarps;
-  const int64_t end = uniform(present ? group_start[vector_row + 1] : 0);
-  const int count = end > begin ? int((end - begin + C::kSplitKWarps - 1) / C::kSplitKWarps) : 0;
+  const int64_t begin = row_begin + part;
+  const int64_t own = end - begin;  // groups from the first of this warp on
+  const int count = !present || own <= 0 ? 0 : int(is_long ? (own + C::kWarps - 1) / C::kWarps : (own + C::kSplitKWarps - 1) / C::kSplitKWarps);
 
+  // Columns and values are loaded in the order of the groups: a pointer to the next group of each.
+  const int32_t* next_columns = columns + begin * Ring::kSlots + lane;
+  const uint32_t* next_values = values + begin * S::kGroupWords;
   const auto load_columns = [&](int i, int32_t (&to)[Ring::kSlotLanes]) {
     if (i >= count) return;
     CUTE_UNROLL
-    for (int s = 0; s < Ring::kSlotLanes; ++s) {
-      const int slot = 32 * s + lane;
-      to[s] = slot < Ring::kSlots ? __ldg(columns + (begin + int64_t{i} * C::kSplitKWarps) * Ring::kSlots + slot) : 0;
-    }
+    for (int s = 0; s < Ring::kSlotLanes; ++s) to[s] = 32 * s + lane < Ring::kSlots ? __ldg(next_columns + 32 * s) : 0;
+    next_columns += split * Ring::kSlots;
   };
   const auto load_values = [&](int i, SparseFragment<C>& to) {
-    if (i < count) to.load(values + (begin + int64_t{i} * C::kSplitKWarps) * S::kGroupWords, lane);
+    if (i >= count) return;
+    to.load(next_values, lane);
+    next_values += split * int(S::kGroupWords);
   };
 
   int32_t first[C::kStages > 1 ? C::kStages - 1 : 1][Ring::kSlotLanes];
@@ -209,8 +220,10 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     } else {
       acc.totals(tile, total);
     }
-    if constexpr (C::kSplitKWarps > 1) reduce_split_k<C>(total, shared, warp, lane);
-    if (present && warp % C::kSplitKWarps == 0) {
+    if constexpr (C::kSplitKWarps > 1 || C::kSharesLongRows) {
+      if (split > 1) reduce_split_k<C>(total, shared, warp, lane, part, split);
+    }
+    if (present && part == 0) {
       write_tile<C>(operands, batch, vector_row, tile, n_tile * S::kTileN, lane, total);
     }
   }

@@ -73,6 +73,7 @@ class GatherConfig(SpmmConfig):
             "kSplitKWarps": self.split_k_warps,
             "kInt64Accum": self.int64_accum,
             "kAJustWritten": self.a_just_written,
+            "kSharesLongRows": self.shares_long_rows,
             "kStagedScales": False,
             "kPartial": self.tile_n_bytes <= 64,  # N may be below the N tile
         }
@@ -85,20 +86,22 @@ class GatherConfig(SpmmConfig):
     @property
     def total_bytes(self) -> int:
         """Bytes of one result before the epilogue: 8 if it can exceed 32 bits."""
-        return 8 if self.int64_accum or self._constants()["kLongTotal"] else 4
+        return 8 if self.int64_accum or super()._constants()["kLongTotal"] else 4
 
     @property
     def fits(self) -> bool:
         """Whether the results of the split-K warps fit the shared memory of their pipelines."""
-        return (
-            self.split_k_warps == 1
-            or self.tile_n * 8 * self.total_bytes <= self.stages * self.mma_k * self.tile_n_bytes
-        )
+        return self.split_k_warps == 1 or self.shares_long_rows
 
-    def grid(self, vector_rows: int, n: int, batch: int) -> tuple[int, int, int]:
-        """Return the CTAs of a launch: row blocks x N tiles x batch, in one dimension."""
+    @property
+    def shares_long_rows(self) -> bool:
+        """Whether the warps of a CTA can share a long row: their results fit the shared memory of their pipelines."""
+        return self.tile_n * 8 * self.total_bytes <= self.stages * self.mma_k * self.tile_n_bytes
+
+    def grid(self, vector_rows: int, n: int, batch: int, long_rows: int = 0) -> tuple[int, int, int]:
+        """Return the CTAs of a launch: (long rows + row blocks) x N tiles x batch, in one dimension."""
         teams = self.warps // self.split_k_warps
-        return (-(-vector_rows // teams) * -(-n // self.tile_n) * batch, 1, 1)
+        return ((long_rows - (-vector_rows // teams)) * -(-n // self.tile_n) * batch, 1, 1)
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
         """Return the bytes of A and B that the kernel reads; `matrix` is the packed operand.
@@ -141,12 +144,16 @@ class GatherConfig(SpmmConfig):
         bias: int,
         pdl: bool = False,
     ) -> None:
-        offsets, columns, values = matrix
+        offsets, columns, values, long_rows = matrix
         rows, row = offsets.shape[0] - 1, -(-out.columns * element_bits(self.b) // 8)
+        groups, count = len(columns) // self.mma_k, len(long_rows) if self.shares_long_rows else 0
+        most = long_groups(groups, rows) if count else groups
+        long_ctas = count * -(-out.columns // self.tile_n) * out.batch
         kernel.launch(
-            self.grid(rows, out.columns, out.batch),
+            self.grid(rows, out.columns, out.batch, count),
             (
-                offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), b.pointer, b.pitch, b.batch, row,
+                offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), long_rows.data_ptr(), count,
+                long_ctas, most, b.pointer, b.pitch, b.batch, row,
                 out.pointer, row_scale.pointer, row_scale.step, col_scale.pointer,
                 col_scale.step, col_scale.batch, bias, out.rows, rows, out.columns, self.vector_stores(out, col_scale),
             ),
@@ -159,7 +166,31 @@ class GatherConfig(SpmmConfig):
         groups = int(offsets[-1])
         columns = torch.full((groups * self.mma_k,), -1, dtype=torch.int32, device=offsets.device)
         columns[positions] = vectors.columns
-        return PackedGather(offsets, columns, pack_fragments(self, vectors, positions, groups))
+        fragments = pack_fragments(self, vectors, positions, groups)
+        return PackedGather(offsets, columns, fragments, find_long_rows(offsets, groups))
+
+
+def long_groups(groups: int, vector_rows: int) -> int:
+    """Return the groups above which a whole CTA multiplies a vector row: four times the mean, and at least four.
+
+    Examples
+    --------
+    >>> long_groups(groups=2048, vector_rows=2048), long_groups(groups=6000, vector_rows=2048)
+    (4, 12)
+    """
+    return 4 * max(1, -(-groups // max(1, vector_rows)))
+
+
+def find_long_rows(offsets: Tensor, groups: int) -> Tensor:
+    """Return the vector rows of more than :func:`long_groups` of `groups` groups, int32, from their first groups.
+
+    Examples
+    --------
+    >>> find_long_rows(torch.tensor([0, 1, 1, 7, 8]), groups=8)
+    tensor([2], dtype=torch.int32)
+    """
+    sizes = offsets.diff()
+    return (sizes > long_groups(groups, len(sizes))).nonzero()[:, 0].to(torch.int32)
 
 
 class PackedGather(NamedTuple):
@@ -179,3 +210,4 @@ class PackedGather(NamedTuple):
     group_offsets: Tensor  # (R + 1,) int64, first group of each vector row
     columns: Tensor  # (groups * mma_k,) int32, -1 in the padding, where the values are 0
     values: Tensor  # (groups, bytes per group) uint8, fragment order
+    long_rows: Tensor  # (long rows,) int32, vector rows of more than long_groups groups

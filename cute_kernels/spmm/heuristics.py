@@ -17,7 +17,7 @@ from cute_kernels.machine import (
     ProblemTypes,
     outgrows,
 )
-from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.gather import GatherConfig, long_groups
 from cute_kernels.spmm.panel import PanelConfig
 
 
@@ -64,8 +64,11 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     full = problem.vector_rows * tiles * config.split_k_warps / resident
     mean = problem.vectors / max(problem.vector_rows, 1)
     groups = mean / (config.mma_k * config.split_k_warps) + 0.5
-    # Vector rows longer than in a uniform pattern (mean + 3 standard deviations) extend the tail.
-    longest = max(mean, problem.longest - 3 * mean**0.5) / (config.mma_k * config.split_k_warps) + 0.5
+    # Vector rows longer than in a uniform pattern (mean + 3 standard deviations) extend the tail. All warps of a CTA
+    # share long ones.
+    longest = max(mean, problem.longest - 3 * mean**0.5) / config.mma_k
+    is_long = config.shares_long_rows and longest > long_groups(problem.vectors // config.mma_k, problem.vector_rows)
+    longest = longest / (config.warps if is_long else config.split_k_warps) + 0.5
     crowd = model.crowd * max(config.tile_n_bytes, 64) / 64 * min(1.0, full) * resident / machine.num_sms / 32
     products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
     products *= config.tile_n / config.tile_n_bytes

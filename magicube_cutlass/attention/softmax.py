@@ -13,6 +13,7 @@ from cute_kernels.dtypes import REAL_DTYPES, Integer
 from cute_kernels.integers import int_range, store
 from cute_kernels.machine import ProblemTypes
 from cute_kernels.operands import Probabilities
+from cute_kernels.spmm.gather import find_long_rows
 from magicube_cutlass.attention.block_diagonal import BlockDiagonal, block_diagonal_matrix, repeat_on_diagonal
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import problem, size_bucket
@@ -228,8 +229,10 @@ def packed_probabilities(diagonal: BlockDiagonal, stride: int, fragments: Tensor
     if key not in cache:
         total = diagonal.col_indices.shape[0]
         starts = torch.cat((diagonal.row_start, diagonal.row_start.new_tensor([total])))
-        cache[key] = (starts // stride, diagonal.col_indices)
-    return [*cache[key], fragments]
+        starts //= stride
+        cache[key] = (starts, diagonal.col_indices, find_long_rows(starts, total // stride))
+    starts, columns, long_rows = cache[key]
+    return [starts, columns, fragments, long_rows]
 
 
 def check_key_bias(bias: Tensor, keys: int, device: torch.device) -> None:

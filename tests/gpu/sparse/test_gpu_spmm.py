@@ -15,9 +15,11 @@ from cute_kernels.atoms import atoms, runs_on
 from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.integers import BITS
 from cute_kernels.machine import ProblemTypes
+from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.dispatch.cuda import aligned_rows
+from magicube_cutlass.dispatch.plan import _vectors
 from tests.gpu.problems import (
     HERE,
     PANELS,
@@ -28,6 +30,7 @@ from tests.gpu.problems import (
     dense,
     every_pair,
     gather,
+    ints,
     kind,
     merged,
     panel,
@@ -114,6 +117,30 @@ def test_every_knob_keeps_the_result(config: SpmmKernel) -> None:
     left, right = operands_of(config)
     for m, k, n, sparsity in ((100, 1300, 200, 0.8), (7, 2111, 33, 0.3), (90, 256, 129, 0.95), (33, 40, 520, 0.0)):
         check_spmm(sparse(m, k, config.vector_length, left, sparsity=sparsity), dense((k, n), right), config)
+
+
+def with_long_rows() -> list[SpmmKernel]:
+    """Gather configs whose CTAs share long rows, with one warp or several for each of the others."""
+    bytes8, wide16, nibbles = kind(), kind(4, (16, True), (8, False)), kind(16, (4, True), (4, True))
+    teams = ((1, 4), (2, 4), (4, 4), (8, 8))
+    found = [gather(bytes8, split_k_warps=team, warps=warps) for team, warps in teams]
+    found += [gather(of, tile_n_bytes=size) for of in (wide16, nibbles) for size in (64, 128)]
+    return [*found, gather(bytes8, tile_n_bytes=16), gather(bytes8, int64_accum=True), gather(kind(8, out="float16"))]
+
+
+@pytest.mark.parametrize("config", with_long_rows(), ids=named)
+def test_rows_far_longer_than_the_others_are_exact(config: SpmmKernel) -> None:
+    (left, right), v, k = operands_of(config), config.vector_length, 2111
+    mask = torch.zeros(50, 1, k, dtype=torch.bool)
+    mask[:, :, 7] = mask[::3, :, 99] = True
+    mask[3], mask[17, :, :1200], mask[49, :, 5:175] = True, True, True
+    mask[20] = False
+    full = mask.expand(-1, v, -1).reshape(50 * v, k)[: 50 * v - v // 2]  # the last vector row lacks rows
+    a = mc.SRBCRS.from_mask(ints(full.shape, *left), full, vector_length=v, bits=left[0], signed=left[1])
+    assert isinstance(config, GatherConfig) and config.pack(_vectors(a, v), k).long_rows.tolist() == [3, 17]
+    for n in (1, 16, 193):
+        check_spmm(a, dense((k, n), right), config)
+    check_spmm(a, dense((2, k, 70), right, "column"), config)
 
 
 KINDS = [kind(), kind(8, (4, True), (4, True)), kind(4, (16, True), (8, False)), kind(16, (8, False), (4, True))]
