@@ -1,7 +1,8 @@
-"""Dense int8 product on the CPU engine: a right operand packed once, exact int32 sums, a fused epilogue.
+"""Dense int8 product on the CPU engine: a right operand of 8 or 4 bits packed once, exact int32 sums, a fused epilogue.
 
 ``C = A B``, or ``C = q(X) B`` with float32 rows that the call quantizes. AVX2 multiplies pairs of 16-bit digits
-(``vpmaddwd``), AVX512-VNNI four bytes a lane (``vpdpbusd``); neither saturates.
+(``vpmaddwd``), AVX512-VNNI four bytes a lane (``vpdpbusd``); neither saturates. 4-bit integers stay packed in memory:
+nibbles v + 8 are unsigned bytes, of which AVX2 multiplies twice as many at a time (``vpmaddubsw``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cute_kernels.cpu.arguments import (
     check_rows,
     check_vectors,
 )
+from cute_kernels.integers import check_range
 
 MAX_K = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 PANEL, QUAD = 64, 4  # columns of a panel, k of a lane
@@ -30,18 +32,20 @@ class PackedRight:
     """Right operand of :func:`multiply`, made by :func:`pack_right`; its tensors must not be changed."""
 
     shape: tuple[int, int]  # (K, N)
-    packed: Tensor  # (panels, K / 4, 64, 4) int8
+    packed: Tensor  # (panels, K / 4, 64, 4) int8, or (panels, K / 8, 64, 4) uint8
     column_sums: Tensor  # (64 panels,) int32
     handle: object  # of the engine: addresses of these tensors
 
 
-def pack_right(b: Tensor) -> PackedRight:
+def pack_right(b: Tensor, bits: int = 8) -> PackedRight:
     """Pack the right operand of :func:`multiply`: panels of 64 columns, four k side by side.
 
     Parameters
     ----------
     b : Tensor, shape (K, N)
         int8, on the CPU, of any memory strides; K at most 131071.
+    bits : int, default 8
+        8, or 4 for integers in [-8, 7]: two in a byte, which the product unpacks in registers.
 
     Returns
     -------
@@ -53,14 +57,20 @@ def pack_right(b: Tensor) -> PackedRight:
     TypeError
         If `b` is not int8.
     ValueError
-        If `b` is not a matrix on the CPU, or K is too large for int32 sums.
+        If `b` is not a matrix on the CPU, K is too large for int32 sums, or a value has more than `bits` bits.
 
     Examples
     --------
     >>> pack_right(torch.ones(5, 3, dtype=torch.int8)).column_sums[:4].tolist()
     [5, 5, 5, 0]
+    >>> pack_right(torch.ones(5, 3, dtype=torch.int8), bits=4).packed.nbytes
+    256
     """
     check_address("b", b, torch.int8)
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, got {bits}")
+    if bits == 4:
+        check_range(b, 4, True, "b")
     if b.ndim != 2 or b.shape[0] > MAX_K:
         raise ValueError(f"b must have 2 dimensions and at most {MAX_K} rows, got shape {tuple(b.shape)}")
     if b.numel() and 1 not in b.stride():
@@ -73,7 +83,20 @@ def pack_right(b: Tensor) -> PackedRight:
     column_sums = torch.empty(panels * PANEL, dtype=torch.int32)
     pointers = packed.data_ptr(), column_sums.data_ptr()
     engine.pack_digits(b.data_ptr(), k, n, row, column, *pointers, torch.get_num_threads())
-    return PackedRight((k, n), packed, column_sums, engine.PackedRight(*pointers, k, n))
+    if bits == 4:
+        packed = _nibbles(packed, k)
+    handle = engine.PackedRight(packed.data_ptr(), column_sums.data_ptr(), k, n, bits == 4)
+    return PackedRight((k, n), packed, column_sums, handle)
+
+
+def _nibbles(packed: Tensor, k: int) -> Tensor:
+    """Panels of 4-bit integers, (panels, K / 4, 64, 4), as nibbles v + 8, two quads of k in a byte; zero beyond K."""
+    panels, quads = packed.shape[:2]
+    shifted = torch.zeros(panels, quads + quads % 2, PANEL, QUAD, dtype=torch.uint8)
+    shifted[:, :quads] = packed + 8
+    if k % QUAD:
+        shifted[:, quads - 1, :, k % QUAD :] = 0
+    return shifted[:, 0::2] | shifted[:, 1::2] << 4
 
 
 def _output(rows: int, n: int, dtype: torch.dtype, out: Tensor | None) -> tuple[Tensor, int, int]:

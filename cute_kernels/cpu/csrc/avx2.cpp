@@ -19,11 +19,12 @@ inline __m256i widen(__m128i bytes, bool is_signed) {
 
 // GCC copies the accumulators of _mm256_add_epi32 from register to register.
 inline void add(__m256i& sum, __m256i products) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products)); }
+inline void add16(__m256i& sum, __m256i products) { asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(products)); }
 
-inline __m256i pair(const int16_t* two) {
-  int32_t both;
-  std::memcpy(&both, two, sizeof both);
-  return _mm256_set1_epi32(both);
+inline __m256i four_bytes(const void* from) {
+  int32_t all;
+  std::memcpy(&all, from, sizeof all);
+  return _mm256_set1_epi32(all);
 }
 
 inline __m128i half(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
@@ -36,7 +37,6 @@ struct Avx2 {
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
-
   static constexpr bool kFew = true;
   static constexpr bool kStreams = true;
 
@@ -83,7 +83,7 @@ struct Avx2 {
       const __m256i b0 = _mm256_unpacklo_epi16(k0, k1), b1 = _mm256_unpackhi_epi16(k0, k1);  // (8, 2)
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
-        const __m256i left = pair(a + r * kChunk);
+        const __m256i left = four_bytes(a + r * kChunk);
         add(sum[r][0], _mm256_madd_epi16(left, b0));
         add(sum[r][1], _mm256_madd_epi16(left, b1));
       }
@@ -221,7 +221,7 @@ struct Avx2 {
     for (int64_t k = 0; k < count; k += 2, right += Vectors) {
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
-        const __m256i left = pair(a[r] + k);
+        const __m256i left = four_bytes(a[r] + k);
 #pragma GCC unroll 2
         for (int v = 0; v < Vectors; ++v) add(sum[r][v], _mm256_madd_epi16(left, _mm256_load_si256(right + v)));
       }
@@ -351,7 +351,7 @@ struct Product {
   using Micro = Avx2;
   using Digit = int16_t;
   static constexpr Digit kOffset = 0;
-  static constexpr int kRows = 6;  // times 8 columns, with two sums each: 12 accumulators
+  static constexpr int kRows = 6, kStep = kQuad;  // times 8 columns, with two sums each: 12 accumulators
 
   // sums (rows, kPanel) += a b. Blocks of k whose part of the panel stays in L1 are multiplied by all rows: a slice of 8 columns
   // reads 32 of every 256 bytes, which are few sets of a cache.
@@ -450,6 +450,40 @@ struct Product {
   }
 };
 
+// vpmaddubsw of nibbles does not saturate, and 16 bits hold eight of its sums: 16 * 15 * 128 < 2^15.
+struct Nibbles {
+  using Micro = Avx2;
+  static constexpr int kRows = 4;
+
+  template <int Rows>
+  __attribute__((noinline)) static void tile(const int8_t* a, int64_t pitch, const int8_t* b, int64_t steps, int columns, int32_t* sums) {
+    constexpr int kVectors = 8 / Rows;  // of 8 columns: 8 accumulators
+    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    for (int j = 0; j < columns; j += 8 * kVectors) {
+      for (int64_t i = 0; i < steps; i += 4) {
+        __m256i sum[Rows][kVectors] = {};  // (8, 2)
+        for (int64_t step = i; step < lesser(i + 4, steps); ++step) {
+          const int8_t *const x = a + step * 2 * kQuad, *const y = b + (step * kPanel + j) * kQuad;
+          for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) {
+              const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(y) + v);  // (8, 4)
+              const __m256i right = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, low);
+#pragma GCC unroll 4
+              for (int r = 0; r < Rows; ++r) add16(sum[r][v], _mm256_maddubs_epi16(right, four_bytes(x + r * pitch + half * kQuad)));
+            }
+          }
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < Rows * kVectors; ++n) {
+          auto* const to = reinterpret_cast<__m256i*>(sums + n / kVectors * kPanel + j) + n % kVectors;
+          *to = _mm256_add_epi32(*to, _mm256_madd_epi16(sum[n / kVectors][n % kVectors], ones));
+        }
+      }
+    }
+  }
+};
+
 struct Direct {
   using Doubles = ::Doubles;
   using Floats = ::Floats;
@@ -461,6 +495,6 @@ struct Direct {
 namespace magicube {
 const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &attention<Avx2>, &quantize, &digits, &compress,
                       &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                      &direct<Direct>, &dense<Product>, &is_structure_valid,
+                      &direct<Direct>, &dense<Product, Nibbles>, &is_structure_valid,
                       Avx2::kColumns, Avx2::kParts, Avx2::kScratchBytes, sizeof(Avx2::Dot), int64_t{1} << 25};
 }

@@ -212,12 +212,17 @@ struct Floats {
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 };
 
+// GCC moves the accumulators of _mm512_dpbusd_epi32 to memory, which halves the speed. Bytes of `left` are unsigned.
+inline void dot_bytes(__m512i& sum, __m512i left, __m512i right) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
+}
+
 // Digits of A are staged with the offset 128, unsigned; accumulators start at -128 times the sums of the columns of B.
 struct Product {
   using Micro = Avx512;
   using Digit = uint8_t;
   static constexpr Digit kOffset = 128;
-  static constexpr int kRows = 6;  // times 64 columns: 24 accumulators
+  static constexpr int kRows = 6, kStep = kQuad;  // times 64 columns: 24 accumulators
 
   // sums (rows, kPanel) += a b.
   static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
@@ -230,11 +235,6 @@ struct Product {
   }
 
  private:
-  // GCC moves the accumulators of _mm512_dpbusd_epi32 to memory, which halves the speed.
-  static void multiply_add(__m512i& sum, __m512i left, __m512i right) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
-  }
-
   template <int Vectors>
   static void multiply_as(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int32_t* out) {
     switch (rows) {
@@ -265,7 +265,7 @@ struct Product {
         std::memcpy(&four, a + r * pitch, sizeof four);
         const __m512i left = _mm512_set1_epi32(four);  // (16, 4), the same four k
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) multiply_add(sum[r][v], left, right[v]);
+        for (int v = 0; v < Vectors; ++v) dot_bytes(sum[r][v], left, right[v]);
       }
     }
 #pragma GCC unroll 6
@@ -273,6 +273,49 @@ struct Product {
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) _mm512_store_si512(out + r * kPanel + v * 16, sum[r][v]);
     }
+  }
+};
+
+// Nibbles are the unsigned operand.
+struct Nibbles {
+  using Micro = Avx512;
+  static constexpr int kRows = 6;  // times 64 columns: 24 accumulators
+
+  template <int Rows>
+  static void tile(const int8_t* a, int64_t pitch, const int8_t* b, int64_t steps, int columns, int32_t* sums) {
+    if (columns > 32) tile_of<Rows, 4>(a, pitch, b, steps, sums);
+    else if (columns > 16) tile_of<Rows, 2>(a, pitch, b, steps, sums);
+    else tile_of<Rows, 1>(a, pitch, b, steps, sums);
+  }
+
+ private:
+  template <int Rows, int Vectors>
+  __attribute__((noinline)) static void tile_of(const int8_t* a, int64_t pitch, const int8_t* b, int64_t steps, int32_t* out) {
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512i sum[Rows][Vectors];
+#pragma GCC unroll 24
+    for (int i = 0; i < Rows * Vectors; ++i) sum[i / Vectors][i % Vectors] = _mm512_load_si512(out + i / Vectors * kPanel + i % Vectors * 16);
+    for (int64_t step = 0; step < steps; ++step, a += 2 * kQuad, b += kPanel * kQuad) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        __m512i right[Vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) {
+          const __m512i both = _mm512_load_si512(b + v * 64);  // (16, 4)
+          right[v] = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < Rows; ++r) {
+          int32_t four;
+          std::memcpy(&four, a + r * pitch + half * kQuad, sizeof four);
+          const __m512i left = _mm512_set1_epi32(four);  // (16, 4), the same four k
+#pragma GCC unroll 4
+          for (int v = 0; v < Vectors; ++v) dot_bytes(sum[r][v], right[v], left);
+        }
+      }
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < Rows * Vectors; ++i) _mm512_store_si512(out + i / Vectors * kPanel + i % Vectors * 16, sum[i / Vectors][i % Vectors]);
   }
 };
 
@@ -287,6 +330,6 @@ struct Direct {
 namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
                         &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                        &direct<Direct>, &dense<Product>, &is_structure_valid,
+                        &direct<Direct>, &dense<Product, Nibbles>, &is_structure_valid,
                         Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
 }

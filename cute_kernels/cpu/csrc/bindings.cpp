@@ -418,10 +418,10 @@ NB_MODULE(_engine, m) {
                          pointer<int32_t>(column_sums)}, threads);
   }, "digits"_a, "rows"_a, "columns"_a, "row_elements"_a, "column_elements"_a, "packed"_a, "column_sums"_a, "threads"_a);
   nb::class_<PackedRight>(m, "PackedRight")
-      .def("__init__", [](PackedRight* self, uintptr_t packed, uintptr_t column_sums, int64_t inner, int64_t n) {
+      .def("__init__", [](PackedRight* self, uintptr_t packed, uintptr_t column_sums, int64_t inner, int64_t n, bool nibbles) {
         require(packed % 64 == 0 && column_sums % 64 == 0, "packed digits must be aligned to 64 bytes");
-        new (self) PackedRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums), inner, n};
-      }, "packed"_a, "column_sums"_a, "inner"_a, "n"_a);
+        new (self) PackedRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums), inner, n, nibbles};
+      }, "packed"_a, "column_sums"_a, "inner"_a, "n"_a, "nibbles"_a);
   m.def("dense", [](const PackedRight& right, uintptr_t a, int64_t row_elements, const GivenScales& scales, bool columns_first,
                     int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type, int threads) {
     const RepeatedScales repeated(scales, rows, right.n);

@@ -1,7 +1,8 @@
 // Dense product: C (rows x n) = A (rows x inner) * B (inner x n, packed), exact in int32, for int8 or quantized float32 rows.
 //
 // Rows come in blocks of kDirectRows per thread. The threads stage the digits of their blocks, quantized if A is float32, then
-// multiply blocks by panels with the tile of the instruction set, and write each tile in the output type.
+// multiply blocks by panels with the tile of the instruction set, and write each tile in the output type. Nibbles of B are
+// unpacked in registers: sum a v = sum a (v + 8) - 8 sum a.
 #pragma once
 
 #include "engine.hpp"
@@ -77,6 +78,34 @@ void multiply_panel(const typename Product::Digit* digits, int64_t pitch, int64_
   Product::multiply(digits, pitch, static_cast<int>(rows), panel, quads, static_cast<int>(columns), sums);
 }
 
+// Rows of int8 digits times nibbles: the tiles of Isa, on parts of k that stay in L1.
+template <class Isa>
+struct NibbleProduct {
+  using Micro = typename Isa::Micro;
+  using Digit = int8_t;
+  static constexpr Digit kOffset = 0;
+  static constexpr int kStep = 2 * kQuad;  // k in kPanel * kQuad bytes
+
+  // sums (rows, kPanel) += a (b + 8).
+  static void multiply(const Digit* a, int64_t pitch, int64_t rows, const int8_t* b, int64_t steps, int columns, int32_t* sums) {
+    constexpr int64_t kMost = 64;
+    for (; steps > 0; steps -= kMost, a += kMost * kStep, b += kMost * kPanel * kQuad) {
+      for (int64_t r = 0; r < rows; r += Isa::kRows) {
+        tile<Isa::kRows>(lesser(Isa::kRows, rows - r), a + r * pitch, pitch, b, lesser(kMost, steps), columns, sums + r * kPanel);
+      }
+    }
+  }
+
+ private:
+  template <int Rows>
+  static void tile(int64_t rows, const Digit* a, int64_t pitch, const int8_t* b, int64_t steps, int columns, int32_t* sums) {
+    if constexpr (Rows > 1) {
+      if (rows < Rows) return tile<Rows - 1>(rows, a, pitch, b, steps, columns, sums);
+    }
+    Isa::template tile<Rows>(a, pitch, b, steps, columns, sums);
+  }
+};
+
 // Digits of row i, and its scale if the row is float32.
 template <class Digit>
 void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict digits, float* scale) {
@@ -117,12 +146,18 @@ class DenseTask {
     }
   }
 
-  // `digits` and `scales` of the first row of the block.
-  void run(const typename Product::Digit* digits, const float* scales) {
-    const int64_t pitch = magicube::digit_pitch(args_.right.inner), quads = (args_.right.inner + kQuad - 1) / kQuad;
-    const int8_t* const panel = args_.right.packed + column_ * quads * kQuad;
+  // `digits`, `scales` and `row_sums` of the first row of the block.
+  void run(const typename Product::Digit* digits, const float* scales, const int32_t* row_sums) {
+    const int64_t pitch = magicube::digit_pitch(args_.right.inner);
+    const int64_t steps = (args_.right.inner + Product::kStep - 1) / Product::kStep;
+    const int8_t* const panel = args_.right.packed + column_ * steps * kQuad;
     alignas(64) int32_t sums[kDirectRows * kPanel];
-    multiply_panel<Product>(digits, pitch, rows_, panel, quads, columns_, args_.right.column_sums + column_, sums);
+    if constexpr (Product::kStep == kQuad) {
+      multiply_panel<Product>(digits, pitch, rows_, panel, steps, columns_, args_.right.column_sums + column_, sums);
+    } else {
+      for (int64_t i = 0; i < rows_ * kPanel; ++i) sums[i] = -8 * row_sums[i / kPanel];
+      Product::multiply(digits, pitch, rows_, panel, steps, static_cast<int>(columns_), sums);
+    }
     for (int64_t r = 0; r < rows_; ++r) write_row(sums + r * kPanel, r, scales);
     if (args_.column_step != 1) write_columns();
   }
@@ -176,30 +211,43 @@ class DenseTask {
   alignas(64) float block_[kDirectRows * kPanel];  // results in 32 bits, integers too
 };
 
+inline int32_t sum_of(const int8_t* __restrict digits, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t k = 0; k < count; ++k) sum += digits[k];
+  return sum;
+}
+
 template <class Product>
-void dense(const DenseArgs& args, ThreadGroup& group) {
+void dense_by(const DenseArgs& args, ThreadGroup& group) {
   using Digit = typename Product::Digit;
   constexpr int64_t kStagedRows = 4;  // per ticket
   const int64_t most = lesser(args.rows, kDirectRows * group.size()), pitch = magicube::digit_pitch(args.right.inner);
   const int64_t panels = (args.right.n + kPanel - 1) / kPanel;
   auto* const digits = reinterpret_cast<Digit*>(group.shared());
   auto* const scales = reinterpret_cast<float*>(group.shared() + most * pitch * static_cast<int64_t>(sizeof(Digit)));
+  auto* const row_sums = reinterpret_cast<int32_t*>(scales + most);
   for (int64_t first = 0; first < args.rows; first += most) {
     const int64_t rows = lesser(most, args.rows - first), tasks = (rows + kDirectRows - 1) / kDirectRows * panels;
     for (int64_t r0 = group.ticket() * kStagedRows; r0 < rows; r0 = group.ticket() * kStagedRows) {
       for (int64_t r = r0; r < lesser(rows, r0 + kStagedRows); ++r) {
         stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r);
+        if constexpr (Product::kStep != kQuad) row_sums[r] = sum_of(digits + r * pitch, args.right.inner);
       }
     }
     if (!group.barrier()) return;
     for (int64_t task = group.ticket(); task < tasks; task = group.ticket()) {
       const int64_t r = task / panels * kDirectRows;
       DenseTask<Product> block(args, first + r, lesser(kDirectRows, rows - r), task % panels * kPanel);
-      block.run(digits + r * pitch, scales + r);
+      block.run(digits + r * pitch, scales + r, row_sums + r);
     }
     if constexpr (Product::Micro::kStreams) Product::Micro::finish_streams();
     if (!group.barrier()) return;
   }
+}
+
+template <class Product, class Nibbles>
+void dense(const DenseArgs& args, ThreadGroup& group) {
+  args.right.nibbles ? dense_by<NibbleProduct<Nibbles>>(args, group) : dense_by<Product>(args, group);
 }
 
 }  // namespace

@@ -263,12 +263,14 @@ struct BoundArgs {
 constexpr int64_t kErrorBlock = 64;  // products that float32 sums before they are added in float64
 constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by all of B, a multiple of every tile
 
-// Right operand of a dense product, packed once: [panel][k / 4][column][k % 4], zeros in the padding.
+// Right operand of a dense product, packed once: [panel][k / 4][column][k % 4], zeros in the padding. Nibbles hold v + 8, those of
+// k and k + 4 in a byte: [panel][k / 8][column][k % 4].
 struct PackedRight {
   const int8_t* packed;
-  const int32_t* column_sums;  // whole panels
+  const int32_t* column_sums;  // whole panels; null for nibbles
   int64_t inner;
   int64_t n;
+  bool nibbles = false;
 };
 
 struct PackArgs {
@@ -433,7 +435,7 @@ int64_t bound_shared_bytes(const BoundArgs& args);
 int64_t digit_pitch(int64_t inner);  // digits from one staged row to the next
 int64_t direct_shared_bytes(int64_t rows);
 int64_t direct_local_bytes(int64_t inner);
-int64_t dense_shared_bytes(const DenseArgs& args, int threads);  // digits and scales of the rows that the threads share
+int64_t dense_shared_bytes(const DenseArgs& args, int threads);  // digits, scales and sums of the rows that the threads share
 
 // Call body on at most `threads` threads, the caller included, with 64-byte aligned buffers.
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),

@@ -112,7 +112,7 @@ struct Product {
   using Micro = Portable;
   using Digit = int8_t;
   static constexpr Digit kOffset = 0;
-  static constexpr int kRows = 4;
+  static constexpr int kRows = 4, kStep = kQuad;
 
   // sums (rows, kPanel) += a b.
   static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
@@ -124,6 +124,20 @@ struct Product {
           const int8_t* const right = b + j * kQuad;
           sum[j] += left[0] * right[0] + left[1] * right[1] + left[2] * right[2] + left[3] * right[3];
         }
+      }
+    }
+  }
+};
+
+struct Nibbles {
+  using Micro = Portable;
+  static constexpr int kRows = 1;
+
+  template <int Rows>
+  static void tile(const int8_t* a, int64_t, const int8_t* b, int64_t steps, int columns, int32_t* sums) {
+    for (int64_t i = 0; i < steps; ++i, a += 2 * kQuad, b += kPanel * kQuad) {
+      for (int j = 0; j < columns; ++j) {
+        for (int k = 0; k < kQuad; ++k) sums[j] += a[k] * (b[j * kQuad + k] & 15) + a[kQuad + k] * (b[j * kQuad + k] >> 4 & 15);
       }
     }
   }
@@ -160,5 +174,5 @@ void order_columns(const ReorderArgs& args, ThreadGroup& group) {
 
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &attention<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                          &direct<Direct>, &dense<Product>, &is_structure_valid, Portable::kColumns, Portable::kParts, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
+                          &direct<Direct>, &dense<Product, Nibbles>, &is_structure_valid, Portable::kColumns, Portable::kParts, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
 }

@@ -114,6 +114,13 @@ inline __m128i _mm_add_epi32(__m128i a, __m128i b) { return emulated::wrapped_su
 inline __m256i _mm256_add_epi32(__m256i a, __m256i b) { return emulated::wrapped_sum(a, b); }
 inline __m512i _mm512_add_epi32(__m512i a, __m512i b) { return emulated::wrapped_sum(a, b); }
 inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
+inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
+inline __m512i _mm512_srli_epi16(__m512i a, int count) {
+  uint16_t x[32];
+  std::memcpy(x, &a, 64);
+  for (uint16_t& each : x) each = static_cast<uint16_t>(each >> count);
+  return emulated::load<__m512i>(x);
+}
 inline __m512i _mm512_slli_epi32(__m512i a, int count) {
   for (int i = 0; i < 16; ++i) a[i] = static_cast<int32_t>(static_cast<uint32_t>(a[i]) << count);
   return a;

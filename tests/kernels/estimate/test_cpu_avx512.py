@@ -60,9 +60,9 @@ extern "C" void direct(int emulated, int threads, const int8_t* packed, const in
   }, &job);
 }
 extern "C" void dense(int emulated, int threads, const int8_t* packed, const int32_t* column_sums, int64_t k, int64_t n,
-                      const int8_t* a, const float* x, const float* x_scale, int64_t a_stride, int64_t m, const float* rows,
+                      int nibbles, const int8_t* a, const float* x, const float* x_scale, int64_t a_stride, int64_t m, const float* rows,
                       const float* columns, const float* bias, int64_t row_step, int64_t column_step, int out_type, void* out) {
-  const DenseArgs args{{packed, column_sums, k, n}, {a, x, a_stride, x_scale, -128.0, 127.0}, {rows, columns, bias, 0, 0}, true, m,
+  const DenseArgs args{{packed, column_sums, k, n, nibbles != 0}, {a, x, a_stride, x_scale, -128.0, 127.0}, {rows, columns, bias, 0, 0}, true, m,
                        row_step, column_step, out, static_cast<Out>(out_type)};
   const Job job{&engine_of(emulated), &args};
   run_thread_group(threads, dense_shared_bytes(args, threads), 0, [](const void* p, ThreadGroup& group) {
@@ -209,7 +209,7 @@ def multiply_emulated(
     reals, (k, n) = left.is_floating_point(), right.shape
     library.dense(
         emulated, threads, *pointers(right.packed, right.column_sums), ctypes.c_int64(k), ctypes.c_int64(n),
-        pointer(None if reals else left), pointer(left if reals else None), pointer(static),
+        int(right.packed.dtype == torch.uint8), pointer(None if reals else left), pointer(left if reals else None), pointer(static),
         *map(ctypes.c_int64, (left.stride(0), left.shape[0])), *map(pointer, scales), *map(ctypes.c_int64, out.stride()),
         OUT_TYPES[out.dtype], pointer(out),
     )  # fmt: skip
@@ -234,6 +234,21 @@ def test_dense_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
     right, out = pack_right(b), torch.empty(7, n, dtype=torch.int32)
     multiply_emulated(emulated_engine, 1, 1, a, right, out, None, (None, None, None))
     assert torch.equal(out.long(), a.long() @ b.long())
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+def test_dense_products_by_nibbles_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    for m in (1, 2, 5, 6, 7, 13, 49, 100):
+        for k in (1, 4, 5, 66, 390, 1030):
+            a = torch.randint(-128, 128, (m, k), generator=generator, dtype=torch.int8)
+            b = torch.randint(-8, 8, (k, n), generator=generator, dtype=torch.int8)
+            a[0], b[:, 0] = -128, -8
+            right, expected = pack_right(b, bits=4), a.long() @ b.long()
+            for threads in (1, 2):
+                for out in (torch.empty(m, n, dtype=torch.int32), torch.empty(n, m, dtype=torch.int32).t()):
+                    multiply_emulated(emulated_engine, 1, threads, a, right, out, None, (None, None, None))
+                    assert torch.equal(out.long(), expected)
 
 
 def multiply_sparse_emulated(
