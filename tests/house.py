@@ -34,7 +34,7 @@ _KERNELS: dict[str, set[str]] = {
     "cpu": {"integers"},
     "layout": {"atoms", "cpu", "jit", "dtypes"},
     "convert": {"cpu", "jit", "dtypes", "integers", "operands", "machine"},
-    "gemm": {"convert", "cpu", "jit", "operands", "machine"},
+    "gemm": {"convert", "cpu", "integers", "jit", "operands", "machine"},
     "scaled_gemm": {"gemm", "convert", "float_format", "floats", "jit", "operands", "machine"},
     "sparse_config": {"atoms", "dtypes", "jit"},
     "spmm": {

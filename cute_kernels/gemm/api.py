@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, select_products
-from cute_kernels.gemm.cpu import dense_backend, gemm_cpu
-from cute_kernels.gemm.cuda import can_emit_sum_of_squares, gemm_cuda, plan_gemm, sum_of_squares_size
+from cute_kernels.gemm.cpu import cpu_backend, gemm_cpu
+from cute_kernels.gemm.cuda import can_emit_sum_of_squares, check_config, gemm_cuda, plan_gemm, sum_of_squares_size
 from cute_kernels.gemm.epilogue import run_problem
+from cute_kernels.gemm.int4 import Int4Matrix
 from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
 
-Planes = Tensor | Sequence[Tensor]
+Planes = Tensor | Sequence[Tensor] | Int4Matrix
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class GemmPlan:
 
 def _check_planes(x: Planes, name: str) -> tuple[Tensor, ...]:
     """Return the digit planes of one operand as a tuple, after checking types, dtypes and shapes."""
+    if isinstance(x, Int4Matrix):
+        if x.axis != (name == "a"):
+            raise ValueError(f"{name} must be packed along K, axis={int(name == 'a')}, got axis={x.axis}")
+        return (x.shell(),)
     planes = (x,) if isinstance(x, Tensor) else tuple(x)
     if not 1 <= len(planes) <= MAX_PLANES:
         raise ValueError(f"{name} must have 1 to {MAX_PLANES} digit planes, got {len(planes)}")
@@ -150,9 +155,11 @@ def _check(
     products = select_products(len(lhs), len(rhs), terms)
     lhs, rhs = lhs[: products.planes_a], rhs[: products.planes_b]
     scale = float(alpha) * number_a * number_b
+    packed = a if isinstance(a, Int4Matrix) else None, b if isinstance(b, Int4Matrix) else None
     problem = GemmProblem(
-        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, sum_of_squares
-    )
+        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, sum_of_squares,
+        packed=packed,
+    )  # fmt: skip
     if problem.is_integer:
         _check_integer_output(problem)
     if sum_of_squares is not None:
@@ -175,6 +182,7 @@ def gemm(
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.int32,
     sum_of_squares: Tensor | None = None,
+    config: GemmConfig | None = None,
 ) -> Tensor:
     """Multiply two integer matrices, given as digit planes.
 
@@ -185,10 +193,10 @@ def gemm(
 
     Parameters
     ----------
-    a : Tensor or sequence of Tensor, shape (M, K)
-        One to three int8 digit planes, the leading one first; any memory strides. 4-bit integers are int8 too.
-    b : Tensor or sequence of Tensor, shape (K, N)
-        One to three int8 digit planes, the leading one first; any memory strides.
+    a : Tensor, sequence of Tensor or Int4Matrix, shape (M, K)
+        One to three int8 digit planes, the leading one first; any memory strides. Or packed 4-bit integers.
+    b : Tensor, sequence of Tensor or Int4Matrix, shape (K, N)
+        As `a`. The CPU engine reads packed integers and unpacks them in registers.
     terms : int, optional
         Number of digit products ``a_i b_j``. 1: a0 b0; 3: those with i + j <= 1; 4: all of two planes each; 6: those
         with i + j <= 2 of three planes each. For unequal numbers of planes: the number of products with i + j below
@@ -214,6 +222,9 @@ def gemm(
     sum_of_squares : Tensor, shape (sum_of_squares_size,), optional
         Zeros in float32, on the GPU or pinned, for a float32 output without `c` and `bias`: the kernel writes partial
         sums of ``||D||_F^2`` to it, one per warp. See ``can_emit_sum_of_squares`` in ``cute_kernels.gemm.cuda``.
+    config : GemmConfig, optional
+        Kernel config on a GPU; overrides kernel selection. Default: packed operands are unpacked to int8 first.
+        ``NATIVE_INT4`` multiplies two packed operands by s4 instructions; it has not run on a GPU.
 
     Returns
     -------
@@ -256,7 +267,14 @@ def gemm(
             [ 8.5000, 12.0000]])
     """
     problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype, sum_of_squares)
-    return run_problem(problem, out, lambda checked: gemm_cpu(checked, MAX_PRODUCTS), gemm_cuda)
+    if config is not None:
+        check_config(problem, config)
+    return run_problem(
+        problem,
+        out,
+        lambda checked: gemm_cpu(checked, MAX_PRODUCTS),
+        lambda checked, target: gemm_cuda(checked, target, config),
+    )
 
 
 def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: torch.dtype = torch.int32) -> GemmPlan:
@@ -296,8 +314,8 @@ def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: t
     problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_dtype)
     if problem.device.type == "cpu":
         chunks = max(1, -(-problem.shape[2] // MAX_PRODUCTS))
-        return GemmPlan(dense_backend(), problem.products.number, chunks=chunks)
-    plan = plan_gemm(problem)
+        return GemmPlan(cpu_backend(problem, MAX_PRODUCTS), problem.products.number, chunks=chunks)
+    plan = plan_gemm(problem.unpacked())
     return GemmPlan(
         plan.config.name, problem.products.number, plan.copies, plan.launches, plan.workspace_bytes, plan.config
     )

@@ -122,6 +122,9 @@ class GemmConfig(KernelConfig):
     gated : bool
         With `sum_of_squares`: the kernel returns at once unless the word before these sums is the number of levels
         minus 1; each warp also emits the squares of its levels' magnitudes.
+    bits : int
+        Width of the operands: 8, or 4 for one product of packed integers by s4 instructions (``"mma"``, native from
+        sm_80 to sm_89). `tile_k` counts bytes. The latter has not run on a GPU and is never selected.
     """
 
     kernel: str
@@ -138,6 +141,7 @@ class GemmConfig(KernelConfig):
     band: int = 8
     sum_of_squares: bool = False
     gated: bool = False
+    bits: int = 8
 
     @property
     def threads(self) -> int:
@@ -171,6 +175,7 @@ class GemmConfig(KernelConfig):
         shape = f"{self.tile_m}x{self.tile_n}x{self.tile_k}s{self.stages}"
         how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}b{self.band}"
         how += ("-gated" if self.gated else "-squares") if self.sum_of_squares else ""
+        how += "-s4" if self.bits == 4 else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
 
@@ -188,6 +193,7 @@ class GemmConfig(KernelConfig):
             "kPlanesB": self.products.planes_b,
             "kLevels": self.products.levels,
             "kFloatAccum": False,
+            "kBits": self.bits,
             "kTileM": self.tile_m,
             "kTileN": self.tile_n,
             "kTileK": self.tile_k,

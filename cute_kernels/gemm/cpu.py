@@ -2,7 +2,8 @@
 
 Without AVX512-VNNI, ``torch._int_mm`` is a scalar loop (1024^3: 8 s) or saturates sums of two products at 16 bits.
 float32 products of at most 1024 columns of K are exact. On one AVX2 thread 1024^3 takes 16 ms in the engine and 24 ms
-in float32. A product of a single level whose scales are float32 is one call of the engine, epilogue included.
+in float32. A product of a single level whose scales are float32 is one call of the engine, epilogue included. A packed
+4-bit right operand is always the engine's.
 """
 
 from __future__ import annotations
@@ -112,6 +113,35 @@ def _is_swapped(a: Tensor, b: Tensor) -> bool:
     return _COPY * copied_b + a.numel() < _COPY * copied_a + b.numel()
 
 
+def _reads_packed(problem: GemmProblem, max_k: int) -> bool:
+    """Whether the engine multiplies by the packed right operand of a product as it is."""
+    is_single = problem.products.number == 1 and problem.shape[2] <= max_k
+    named = os.environ.get("MAGICUBE_GEMM", "engine") == "engine"
+    return problem.packed[1] is not None and is_single and named and available()
+
+
+def cpu_backend(problem: GemmProblem, max_k: int) -> str:
+    """Return what multiplies a product on a CPU, as :func:`dense_backend` names it."""
+    return "engine" if _reads_packed(problem, max_k) else dense_backend()
+
+
+def _packed_product(problem: GemmProblem) -> Tensor:
+    """Return the product (M, N) by a packed right operand."""
+    (left, right), (m, n, _) = problem.packed, problem.shape
+    assert right is not None
+    a = _with_contiguous_rows(problem.a[0] if left is None else left.ints())  # (M, K)
+    if problem.is_integer:
+        return dense.multiply(a, right.packed_right(), out_dtype=problem.out_dtype)
+    if problem.alpha == 1.0 and problem.c is None and problem.out_dtype != torch.float64:
+        return dense.multiply(
+            a, right.packed_right(), row_scale=_vector(problem.row_scale, m), col_scale=_vector(problem.col_scale, n),
+            bias=_vector(problem.bias, n), out_dtype=problem.out_dtype,
+        )  # fmt: skip
+    work = torch.float64 if problem.out_dtype == torch.float64 else torch.float32
+    total = dense.multiply(a, right.packed_right()).to(work)  # (M, N)
+    return apply_epilogue(problem, total, problem.alpha, problem.row_scale, problem.col_scale)
+
+
 def _engine(
     a: Tensor,
     b: Tensor,
@@ -198,6 +228,9 @@ def _fused(problem: GemmProblem, max_k: int) -> Tensor | None:
 
 def gemm_cpu(problem: GemmProblem, max_k: int) -> Tensor:
     """Return the product, shape (M, N), in its output dtype; `max_k`: K up to which int32 cannot overflow."""
+    if _reads_packed(problem, max_k):
+        return _packed_product(problem)
+    problem = problem.unpacked()
     fused = _fused(problem, max_k)
     if fused is not None:
         return fused

@@ -94,6 +94,27 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     return choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
 
 
+_INT4_ARCHES = ("sm_80", "sm_86", "sm_87", "sm_88", "sm_89")
+
+
+def check_config(problem: GemmProblem, config: GemmConfig) -> None:
+    """Raise unless a config that the caller named computes a product on its device.
+
+    Raises
+    ------
+    ValueError
+        If the device is no GPU with the config's instruction, or the config is for other operands.
+    """
+    if problem.device.type != "cuda":
+        raise ValueError(f"config must be None on {problem.device}, got {config.name}")
+    bits = 4 if None not in problem.packed else 8
+    if config.products != problem.products or config.bits not in (bits, 8):
+        raise ValueError(f"config must be for {problem.products} of {bits} bits, got {config.name}")
+    arch = current_arch()
+    if (config.kernel == "wgmma" and arch != "sm_90a") or (config.bits == 4 and arch not in _INT4_ARCHES):
+        raise ValueError(f"config must be of instructions of {arch}, got {config.name}")
+
+
 def gated_gemm(
     a: tuple[Tensor, ...],
     b: tuple[Tensor, ...],
@@ -168,14 +189,15 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
     m, n, _ = problem.shape
     epilogue = epilogue_arguments(part.out, problem.row_scale, problem.col_scale, part.bias, part.c)
     result = (
-        part.size, *epilogue.arguments, np.float32(problem.alpha), np.float32(part.beta),
+        -(-part.size * config.bits // 8), *epilogue.arguments, np.float32(problem.alpha), np.float32(part.beta),
         np.float32(2.0**-problem.shift), np.float32(4.0**-problem.shift),
     )  # fmt: skip
     padded_a, padded_b = [*a, a[0], a[0]][:3], [*b, b[0], b[0]][:3]
     if config.kernel == "mma":
+        first = part.first * config.bits // 8
         operands = (
-            *(rows.pointer + part.first for rows in padded_a), *(rows.pitch for rows in padded_a),
-            *(rows.pointer + part.first for rows in padded_b), *(rows.pitch for rows in padded_b),
+            *(rows.pointer + first for rows in padded_a), *(rows.pitch for rows in padded_a),
+            *(rows.pointer + first for rows in padded_b), *(rows.pitch for rows in padded_b),
         )  # fmt: skip
         kernel.launch((config.tiles(m, n), 1, 1), (*operands, *result))
         return
@@ -232,8 +254,14 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
         `out`.
     """
     with device_of(out):
-        a = [_packed(plane) for plane in problem.a]  # (M, K) each
-        b = [_packed(plane.t()) for plane in problem.b]  # (N, K) each
+        left, right = problem.packed
+        if config is not None and config.bits == 4:
+            assert left is not None and right is not None
+            a, b = [_packed(left.lines)], [_packed(right.lines)]  # (M, K / 2), (N, K / 2)
+        else:
+            problem = problem.unpacked()
+            a = [_packed(plane) for plane in problem.a]  # (M, K) each
+            b = [_packed(plane.t()) for plane in problem.b]  # (N, K) each
         arch = current_arch()
         sms = num_sms(out.device.index)
         for part in parts(problem, out):

@@ -1,4 +1,5 @@
-// Dense integer product, D = sum over digit products of A_i B_j: A (M, K) and B^T (N, K) int8, K-major.
+// Dense integer product, D = sum over digit products of A_i B_j: A (M, K) and B^T (N, K) int8, K-major. With kBits = 4 a row is
+// of K packed 4-bit integers, k counts their bytes, and an instruction multiplies twice as many.
 //
 // sm_80 and later. Work: one output tile per CTA; each of eight warps has 32 columns and a share of the rows, with the
 // accumulators of all levels in registers. Pipeline: kStages K tiles in shared memory, filled by cp.async.
@@ -55,9 +56,9 @@ __device__ __forceinline__ void load_matrices(const uint8_t* from, uint32_t (&to
 }
 
 // d += a b for 16 rows and 8 columns; accumulators are int32, or the bits of floats.
-template <bool kFloats>
+template <class C>
 __device__ __forceinline__ void mma_warp(uint32_t* d, const uint32_t (&a)[4], const uint32_t* b) {
-  if constexpr (kFloats) {
+  if constexpr (C::kFloatAccum) {
     float sum[4];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) sum[i] = __uint_as_float(d[i]);
@@ -65,6 +66,8 @@ __device__ __forceinline__ void mma_warp(uint32_t* d, const uint32_t (&a)[4], co
                                         sum[2], sum[3]);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) d[i] = __float_as_uint(sum[i]);
+  } else if constexpr (C::kBits == 4) {
+    SM80_16x8x64_S32S4S4S32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
   } else {
     SM80_16x8x32_S32S8S8S32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2], d[3]);
   }
@@ -101,7 +104,7 @@ __device__ __forceinline__ void mma_stage(WarpAccumulators<C>& accum, const uint
           CUTE_UNROLL
           for (int n = 0; n < 4; ++n) {
             uint32_t* d = accum[block][i + j < C::kLevels ? i + j : 0] + 4 * n;
-            mma_warp<C::kFloatAccum>(d, a, b[j][n / 2] + n % 2 * 2);
+            mma_warp<C>(d, a, b[j][n / 2] + n % 2 * 2);
           }
         }
       }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cute_kernels.gemm.config import Products
+from cute_kernels.gemm.int4 import Int4Matrix
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -45,6 +46,8 @@ class GemmProblem:
         float32, one element per warp: partial sums of ``||D||_F^2``; if `gated` a gate and two elements per warp.
     gated : bool
         Whether another kernel decides if the product runs; see :func:`cute_kernels.gemm.cuda.gated_gemm`.
+    packed : tuple of Int4Matrix or None
+        Packed operands A and B; `a` or `b` then has their shape and no memory.
     """
 
     a: tuple[Tensor, ...]
@@ -60,6 +63,13 @@ class GemmProblem:
     out_dtype: torch.dtype
     sum_of_squares: Tensor | None = None
     gated: bool = False
+    packed: tuple[Int4Matrix | None, Int4Matrix | None] = (None, None)
+
+    def unpacked(self) -> GemmProblem:
+        """Return the same product of int8 operands."""
+        left, right = self.packed
+        a, b = self.a if left is None else (left.ints(),), self.b if right is None else (right.ints(),)
+        return replace(self, a=a, b=b, packed=(None, None))
 
     @property
     def shape(self) -> tuple[int, int, int]:

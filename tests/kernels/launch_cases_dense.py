@@ -15,6 +15,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels import floats
+from cute_kernels.gemm import NATIVE_INT4
 from cute_kernels.gemm import api as gemm
 from cute_kernels.gemm import config as gemm_config
 from cute_kernels.gemm import cuda as gemm_cuda
@@ -118,6 +119,16 @@ def integers_by_config(recorder: Recorder, arch: str) -> None:
                 return gemm_cuda.gemm_cuda(call, out, config)
 
             recorder.call(f"gemm with {config.name}", run, a0=a[0], b0=b[0], out=out)
+    if arch == "sm_80":
+        for k in (512, 333, 140_001):
+            ints = helpers.random_ints((300, k), 4, True), helpers.random_ints((k, 520), 4, True)
+            left, right = gemm.Int4Matrix.from_ints(ints[0], 1), gemm.Int4Matrix.from_ints(ints[1], 0)
+            recorder.call(
+                f"gemm of packed integers, K = {k}",
+                lambda: gemm.gemm(left, right, config=NATIVE_INT4, out_dtype=torch.int64),
+                a0=left.data,
+                b0=right.data,
+            )
 
 
 def operand(dtype: str, rows: int, k: int, kind: str = "", gaps: int = 0) -> gemm_floats.FloatOperand:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.gemm import NATIVE_INT4, Int4Matrix
 from cute_kernels.gemm.api import _check, explain_gemm, gemm
 from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, select_products
 from cute_kernels.gemm.cuda import gemm_cuda
@@ -237,3 +238,19 @@ def test_arguments_of_the_gpu_are_checked() -> None:
         gemm(a, b, scale_a=torch.ones(4), out_dtype=torch.float32)
     with pytest.raises(TypeError, match=r"out_dtype on cuda:0 must be one of .* got torch.float64"):
         gemm(a, b, out_dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (7, 33, 65), (130, 513, 257), (300, 4096, 520)])
+def test_packed_integers_are_multiplied_exactly(m: int, k: int, n: int) -> None:
+    a, b = ints(m, k, 1) >> 4, ints(k, n, 2) >> 4
+    left, right, expected = Int4Matrix.from_ints(a, 1), Int4Matrix.from_ints(b, 0), (a.double() @ b.double()).int()
+    for x, y in ((left, right), (left, b), (a, right)):
+        assert torch.equal(gemm(x, y), expected)
+    if torch.cuda.get_device_capability()[0] != 8:
+        with pytest.raises(ValueError, match="config must be of instructions of sm_"):
+            gemm(left, right, config=NATIVE_INT4)
+        return
+    assert torch.equal(gemm(left, right, config=NATIVE_INT4), expected)
+    scale = torch.rand(n, device="cuda")
+    got = gemm(left, right, config=NATIVE_INT4, scale_b=scale, out_dtype=torch.float32)
+    assert torch.equal(got, expected.float() * scale)

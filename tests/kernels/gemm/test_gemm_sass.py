@@ -11,6 +11,7 @@ import pytest
 
 from cute_kernels.convert.digits import DigitsConfig, columns_config
 from cute_kernels.convert.pack import PackConfig
+from cute_kernels.gemm import NATIVE_INT4
 from cute_kernels.gemm.config import GemmConfig, Products
 from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit import Binary
@@ -33,6 +34,9 @@ def cases() -> Iterator[tuple[Config, str]]:
     yield replace(candidates(SINGLE, "sm_90a")[0], out="int64", source="int64"), "sm_90a"
     for arch, products in (("sm_80", SINGLE), ("sm_80", THREE), ("sm_80", SIX), ("sm_120a", SIX)):
         yield replace(candidates(products, arch)[0], out="float16"), arch
+    for arch in ("sm_80", "sm_86", "sm_89"):
+        yield NATIVE_INT4, arch
+    yield replace(NATIVE_INT4, out="float16", source="float32"), "sm_80"
     for kernel in ("pack_transposed", "pack_strided"):
         yield PackConfig(kernel), "sm_80"
     yield DigitsConfig("digits_rows", "float32", 2), "sm_90a"
@@ -82,7 +86,7 @@ def check_product(config: GemmConfig, sass: str) -> None:
     else:
         warps_n = config.tile_n // 32
         per_warp = config.tile_m // (8 // warps_n) // 16 * 4
-        assert set(re.findall(r"IMMA\.\S+", sass)) == {"IMMA.16832.S8.S8"}
+        assert set(re.findall(r"IMMA\.\S+", sass)) == {"IMMA.16864.S4.S4" if config.bits == 4 else "IMMA.16832.S8.S8"}
         assert len(re.findall(r"IMMA\.", sass)) % (products * per_warp) == 0
         assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass) and "LDSM.16.M88.4" in sass
     assert "STG.E.128" in sass
