@@ -117,11 +117,10 @@ def whole(problem: Problem, terms: int) -> Baseline:
     return Baseline(call, error_of(out, problem), "error against float64")
 
 
-def exact_int32(problem: Problem) -> Baseline:
+def exact_int32(problem: Problem, backend: str | None = None) -> Baseline:
     a, b = problem.a.planes[0], problem.b.planes[0]
     out = torch.empty(problem.truth.shape, dtype=torch.int32, device="cuda")
-    gemm(a, b, out=out)
-    return _int32(partial(gemm, a, b, out=out), problem)
+    return _int32(partial(gemm, a, b, out=out, backend=backend), problem)
 
 
 def _int32(call: Callable[[], Tensor], problem: Problem) -> Baseline:
@@ -155,11 +154,13 @@ def torch_int8(problem: Problem) -> Baseline:
     return _int32(partial(torch._int_mm, a, b), problem)
 
 
-def baselines(problem: Problem) -> dict[str, Callable[[], Baseline]]:
+def baselines(problem: Problem, cutlass: bool) -> dict[str, Callable[[], Baseline]]:
     counts = {terms: "1 product" if terms == 1 else f"{terms} products" for terms in PLANES}
     products: dict[str, Callable[[], Baseline]] = {
         name: partial(ours, problem, terms) for terms, name in counts.items()
     }
+    if cutlass:
+        products["CUTLASS, int32"] = partial(exact_int32, problem, "cutlass")
     return products | {
         "1 product, int32": partial(exact_int32, problem),
         "1 product, b row by row": partial(ours, problem, 1, lambda plane: plane.contiguous()),
@@ -189,12 +190,12 @@ def row(name: str, baseline: Baseline, timing: GpuTiming, operations: int) -> di
     return found | ({"kernel": baseline.kernel} if baseline.kernel else {})
 
 
-def run_shape(m: int, k: int, n: int) -> dict[str, Any]:
+def run_shape(m: int, k: int, n: int, cutlass: bool) -> dict[str, Any]:
     """All of ours and torch's products of one shape, timed in the same rounds; ``tops`` counts 2 M N K, once."""
     problem = make_problem(m, k, n)
     made: dict[str, Baseline] = {}
     rows: list[dict[str, Any]] = []
-    for name, make in baselines(problem).items():
+    for name, make in baselines(problem, cutlass).items():
         try:
             made[name] = make()
             torch.cuda.synchronize()
@@ -268,7 +269,8 @@ def configs(shapes: tuple[tuple[int, int, int], ...]) -> list[Source]:
 
 
 def main() -> None:
-    args = gpu_arguments(__doc__, "one small shape, to see that it runs")
+    cutlass = {"action": "store_true", "help": "time CUTLASS's own int8 kernel too; compile it for a minute"}
+    args = gpu_arguments(__doc__, "one small shape, to see that it runs", cutlass=cutlass)
     shapes = QUICK if args.quick else SHAPES
     start = time.perf_counter()
     compile_ahead(configs(shapes))
@@ -283,7 +285,7 @@ def main() -> None:
         "digits": [],
     }
     for shape in shapes:
-        results["products"].append(run_shape(*shape))
+        results["products"].append(run_shape(*shape, args.cutlass))
         torch.cuda.empty_cache()
     for size in (512,) if args.quick else SIZES:
         results["digits"].append(run_digits(size))

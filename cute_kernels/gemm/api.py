@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, select_products
 from cute_kernels.gemm.cpu import cpu_backend, gemm_cpu
 from cute_kernels.gemm.cuda import can_emit_sum_of_squares, check_config, gemm_cuda, plan_gemm, sum_of_squares_size
+from cute_kernels.gemm.cutlass import check_backend, gemm_cutlass
 from cute_kernels.gemm.epilogue import run_problem
 from cute_kernels.gemm.int4 import Int4Matrix
 from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
@@ -183,6 +184,7 @@ def gemm(
     out_dtype: torch.dtype = torch.int32,
     sum_of_squares: Tensor | None = None,
     config: GemmConfig | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Multiply two integer matrices, given as digit planes.
 
@@ -225,6 +227,9 @@ def gemm(
     config : GemmConfig, optional
         Kernel config on a GPU; overrides kernel selection. Default: packed operands are unpacked to int8 first.
         ``NATIVE_INT4`` multiplies two packed operands by s4 instructions; it has not run on a GPU.
+    backend : str, optional
+        ``"cutlass"``: a kernel of CUTLASS, for one product in int32 on a GPU, with N a multiple of 4; see
+        ``cute_kernels.gemm.cutlass``. It has not run on a GPU. Default: the kernels of this library.
 
     Returns
     -------
@@ -269,12 +274,13 @@ def gemm(
     problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype, sum_of_squares)
     if config is not None:
         check_config(problem, config)
-    return run_problem(
-        problem,
-        out,
-        lambda checked: gemm_cpu(checked, MAX_PRODUCTS),
-        lambda checked, target: gemm_cuda(checked, target, config),
-    )
+    if backend is not None:
+        check_backend(problem, backend)
+
+    def on_gpu(checked: GemmProblem, target: Tensor) -> Tensor:
+        return gemm_cuda(checked, target, config) if backend is None else gemm_cutlass(checked, target)
+
+    return run_problem(problem, out, lambda checked: gemm_cpu(checked, MAX_PRODUCTS), on_gpu)
 
 
 def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: torch.dtype = torch.int32) -> GemmPlan:

@@ -119,6 +119,9 @@ def integers_by_config(recorder: Recorder, arch: str) -> None:
                 return gemm_cuda.gemm_cuda(call, out, config)
 
             recorder.call(f"gemm with {config.name}", run, a0=a[0], b0=b[0], out=out)
+    for k in (512, 333):
+        a, b = planes(1, 300, k), planes(1, k, 520, "column")
+        recorder.call(f"gemm by CUTLASS, K = {k}", lambda: gemm.gemm(a[0], b[0], backend="cutlass"), a0=a[0], b0=b[0])
     if arch == "sm_80":
         for k in (512, 333, 140_001):
             ints = helpers.random_ints((300, k), 4, True), helpers.random_ints((k, 520), 4, True)

@@ -240,6 +240,21 @@ def test_arguments_of_the_gpu_are_checked() -> None:
         gemm(a, b, out_dtype=torch.float64)
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 16, 4), (7, 33, 64), (300, 513, 260), (1000, 4096, 2048), (129, 131071, 8)]
+)
+def test_the_kernels_of_cutlass_are_exact(m: int, k: int, n: int) -> None:
+    pytest.importorskip("cutlass_library")
+    a, b = ints(m, k, 1), ints(k, n, 2)
+    expected = (a.double() @ b.double()).int()
+    assert torch.equal(gemm(a, b, backend="cutlass"), expected)
+    wide = torch.zeros(m, n + 8, dtype=torch.int32, device="cuda")
+    gemm(a, b.t().contiguous().t(), out=wide[:, :n], backend="cutlass")
+    assert torch.equal(wide[:, :n], expected) and not bool(wide[:, n:].any())
+    with pytest.raises(ValueError, match=r"N a multiple of 4, got 'cutlass' for torch.int32 and N = 3"):
+        gemm(a, b[:, :3], backend="cutlass")
+
+
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (7, 33, 65), (130, 513, 257), (300, 4096, 520)])
 def test_packed_integers_are_multiplied_exactly(m: int, k: int, n: int) -> None:
     a, b = ints(m, k, 1) >> 4, ints(k, n, 2) >> 4
