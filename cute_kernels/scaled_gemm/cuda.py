@@ -155,6 +155,7 @@ def _launch_tcgen05(problem: ScaledGemmProblem, config: Tcgen05Config, epilogue:
     kind = _tcgen05_kind(problem)
     if config.mma != kind:
         raise ValueError(f"config must be of the kind {kind.name} for these operands, got {config.kind}")
+    sm100.check_copied(config, problem.a.dtype)
     maps = [
         tensor_map(*map_parameters(name, _packed_matrix(name, operand), kind, tile))
         for name, operand, tile in (("a", problem.a, TILE_M), ("b", problem.b, config.tile_n))

@@ -4,7 +4,8 @@
 // and the instruction descriptor has the formats. Work: persistent CTAs take output tiles. Pipeline: a producer warp fills
 // stages of K tiles by TMA, one warp issues tcgen05.mma into tensor memory, and four epilogue warps write a tile while the next
 // is accumulated. kBlock: values per block scale along K (0: none); four more warps produce block scales. kPacked: both operands
-// are e2m1, two per byte. Source: PTX ISA 9.0, section 9.7.16; CUTLASS 4.2, SM100 block-scaled kernels.
+// are e2m1, two per byte. kBitsA: 0, or bits of a value of A, which tcgen05.cp copies to tensor memory, a byte a value, from where
+// it is multiplied. Source: PTX ISA 9.0, section 9.7.16; CUTLASS 4.2, SM100 block-scaled kernels.
 #pragma once
 
 #include <cute/numeric/numeric_types.hpp>
@@ -36,6 +37,10 @@ struct Tcgen05Op<16, true, kColumns> {
                                  UMMA::Major::K>;
 };
 
+template <int kColumns>
+using Tcgen05FromMemory =
+    SM100_MMA_F8F6F4_TS<float_e4m3_t, float_e4m3_t, float, 128, kColumns, UMMA::Major::K, UMMA::Major::K>;
+
 template <class C>
 struct FloatTcgen05 {
   using Op = typename Tcgen05Op<C::kBlock, C::kPacked, C::kTileN>::type;  // 32 bytes of K
@@ -47,7 +52,8 @@ struct FloatTcgen05 {
   static constexpr int kStageBytes = kPlaneA + kPlaneB + kScaleBytes;
   static constexpr int kAccumulators = 2;  // tiles in tensor memory
   static constexpr int kScaleColumns = kAccumulators * kTileN;  // columns before those of block scales
-  static constexpr int kColumns = kScaled ? 512 : kScaleColumns;  // allocated columns
+  static constexpr int kCopied = C::kBitsA ? 2 : 0;  // K tiles of A in tensor memory
+  static constexpr int kColumns = kScaled ? 512 : kCopied ? 2 * kScaleColumns : kScaleColumns;  // allocated columns
   static constexpr int kEpilogueWarps = 4, kProducer = 4, kMma = 5, kScaleProducer = 6;  // warps; first scale producer
   static constexpr int kThreads = 32 * (kScaled ? 10 : 6);
 
@@ -55,6 +61,7 @@ struct FloatTcgen05 {
   static_assert(kStageBytes % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
   static_assert(!kScaled || kTileN == 128, "a thread feeds the scales of one row of each operand");
   static_assert(kScaleColumns + 8 * kWords <= kColumns || !kScaled, "tensor memory must hold the scales");
+  static_assert(!kCopied || (!kScaled && kScaleColumns + 32 * kCopied <= kColumns && kColumns <= 512), "and copies of A");
 
   uint8_t* shared;
   TileScheduler<C::kBand> scheduler;
@@ -140,6 +147,16 @@ __device__ __forceinline__ void mma_stage(const FloatTcgen05<C>& gemm, uint32_t 
   using G = FloatTcgen05<C>;
   const uint64_t a = tensor_memory::smem_descriptor(gemm.tile_a(stage)), b = tensor_memory::smem_descriptor(gemm.tile_b(stage));
   const uint32_t scales = tmem + G::kScaleColumns;
+  if constexpr (G::kCopied > 0) {
+    const uint32_t copy = scales + stage % G::kCopied * 32;
+    CUTE_UNROLL
+    for (int step = 0; step < 4; ++step) tensor_memory::copy_operand<C::kBitsA>(copy + 8 * step, a + 2 * step);
+    CUTE_UNROLL
+    for (int step = 0; step < 4; ++step) {
+      Tcgen05FromMemory<G::kTileN>::fma(copy + 8 * step, b + 2 * step, to, !fresh || step > 0, instruction);
+    }
+    return;
+  }
   CUTE_UNROLL
   for (int w = 0; w < 2 * G::kWords; ++w) tensor_memory::copy_scales(scales + 4 * w, gemm.scales(stage) + 512 * w);
   CUTE_UNROLL

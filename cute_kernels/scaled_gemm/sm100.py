@@ -35,6 +35,9 @@ class Tcgen05Config(KernelConfig):
         Columns of a CTA tile; it has 128 rows.
     band : int
         Rows of tiles that are traversed column by column.
+    bits_a : int
+        0, or the bits of a value of A: ``tcgen05.cp`` unpacks A into tensor memory, from where it is multiplied. For
+        ``"f8f6f4"`` and tiles of at most 128 columns; never selected.
     """
 
     out: str
@@ -42,6 +45,7 @@ class Tcgen05Config(KernelConfig):
     kind: str = "f8f6f4"
     tile_n: int = 128
     band: int = 8
+    bits_a: int = 0
 
     @property
     def kernel(self) -> str:
@@ -60,8 +64,8 @@ class Tcgen05Config(KernelConfig):
 
     @property
     def columns(self) -> int:
-        """Columns of tensor memory: accumulators of two tiles, and four per 128 words of block scales."""
-        return _ACCUMULATORS * self.tile_n + 2 * 4 * self.mma.words
+        """Columns of tensor memory: accumulators of two tiles, four per 128 words of block scales, two K tiles of A."""
+        return _ACCUMULATORS * self.tile_n + 2 * 4 * self.mma.words + (2 * ROW_BYTES // 4 if self.bits_a else 0)
 
     @property
     def part_bytes(self) -> int:
@@ -107,7 +111,8 @@ class Tcgen05Config(KernelConfig):
     def name(self) -> str:
         """Short name, unique among the configs."""
         shape = f"{TILE_M}x{self.tile_n}s{self.stages}b{self.band}"
-        return f"gemm-floats-tcgen05-{self.kind}-{self.out}-{self.source}-{shape}"
+        copied = f"-a{self.bits_a}" if self.bits_a else ""
+        return f"gemm-floats-tcgen05-{self.kind}-{self.out}-{self.source}-{shape}{copied}"
 
     kernel_header = "scaled_gemm/sm100.cuh"
     kernel_entry = "gemm_floats_sm100"
@@ -121,6 +126,7 @@ class Tcgen05Config(KernelConfig):
             "kTileN": self.tile_n,
             "kStages": self.stages,
             "kBand": self.band,
+            "kBitsA": self.bits_a,
         }
 
     def _types(self) -> dict[str, str]:
@@ -166,6 +172,29 @@ def mma_kind(a: OperandFormat, b: OperandFormat) -> MmaKind:
             return kind
     raise ValueError(f"a and b must have blocks of 32 ue8m0, or of 16 e4m3 and be e2m1, for tcgen05.mma, "
                      f"got {a.name} and {b.name}")  # fmt: skip
+
+
+def check_copied(config: Tcgen05Config, a: str) -> None:
+    """Check that a config that copies A to tensor memory fits there, and unpacks format `a`.
+
+    Raises
+    ------
+    ValueError
+        If the kind has block scales, the tile is too wide, or `a` has other bits.
+
+    Examples
+    --------
+    >>> check_copied(Tcgen05Config("float32", bits_a=6), "e2m3")
+    >>> check_copied(Tcgen05Config("float32", bits_a=6), "e2m1")
+    Traceback (most recent call last):
+    ValueError: a must have 6 bits for bits_a=6, got e2m1
+    """
+    if not config.bits_a:
+        return
+    if config.mma.block or config.columns > COLUMNS:
+        raise ValueError(f"config must be f8f6f4 of at most 128 columns for bits_a={config.bits_a}, got {config.name}")
+    if float_format(a, "a").bits != config.bits_a:
+        raise ValueError(f"a must have {config.bits_a} bits for bits_a={config.bits_a}, got {a}")
 
 
 class PackedMatrix(NamedTuple):

@@ -61,6 +61,20 @@ __device__ __forceinline__ void copy_scales(uint32_t to, uint32_t from) {
   }
 }
 
+// Copy 32 values of each of 128 rows, 32 bytes of shared memory from a descriptor of swizzled rows, to eight columns, a byte a
+// value. kBits: of a value; 16 values of 4 or 6 bits lie in 16 bytes there and are unpacked on the way.
+template <int kBits>
+__device__ __forceinline__ void copy_operand(uint32_t to, uint64_t from) {
+  if (!elect_one_sync()) return;
+  if constexpr (kBits == 4) {
+    asm volatile("tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%0], %1;" ::"r"(to), "l"(from) : "memory");
+  } else if constexpr (kBits == 6) {
+    asm volatile("tcgen05.cp.cta_group::1.128x256b.b8x16.b6x16_p32 [%0], %1;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("tcgen05.cp.cta_group::1.128x256b [%0], %1;" ::"r"(to), "l"(from) : "memory");
+  }
+}
+
 template <int... I>
 __device__ __forceinline__ void load_words(uint32_t from, uint32_t (&to)[32], int_sequence<I...>) {
   SM100::TMEM::LOAD::SM100_TMEM_LOAD_16dp256b8x::copy(from, to[I]...);

@@ -296,6 +296,23 @@ inline void copy_scales(uint32_t to, uint32_t from) {
     for (int lane = 0; lane < 32; ++lane) std::memcpy(&host::factors[lane][to], shared + from + 16 * lane, 16);
   });
 }
+// Sixteen values of kBits lie in sixteen bytes of a row; each takes a byte of tensor memory.
+template <int kBits> void copy_operand(uint32_t to, uint64_t descriptor) {
+  if (!elect_one()) return;
+  host::products->enqueue([=] {
+    const uint32_t start = uint32_t(descriptor & 0x3FFF) << 4, stride = uint32_t(descriptor >> 32 & 0x3FFF) << 4;
+    for (int row = 0; row < 128; ++row) {
+      uint8_t bytes[32];
+      for (int k = 0; k < 32; ++k) {
+        const int bit = k / 16 * 128 + k % 16 * kBits;
+        const auto byte = [&](int i) { return shared[host::swizzled(start + row / 8 * stride + row % 8 * 128 + i)]; };
+        const uint32_t word = byte(bit / 8) | (bit / 8 + 1 < 32 ? byte(bit / 8 + 1) << 8 : 0);
+        bytes[k] = word >> bit % 8 & ((1u << kBits) - 1);
+      }
+      std::memcpy(&host::tensor_memory[row][to], bytes, 32);
+    }
+  });
+}
 inline void load_fragment(uint32_t from, uint32_t (&to)[32]) {
   const uint32_t lane = from >> 16, column = from & 0xFFFF;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -335,10 +352,19 @@ struct HostMma {
       }
     }
   }
-  static void mma(uint64_t a, uint64_t b, uint32_t to, bool add, uint32_t i, uint32_t of_a, uint32_t of_b) {
+  static void copied(uint32_t column, int rows, int format, std::vector<double>& to) {
+    to.resize(size_t(rows) * kCodes);
+    for (int row = 0; row < rows; ++row) {
+      uint8_t bytes[32];
+      std::memcpy(bytes, &host::tensor_memory[row][column], 32);
+      for (int k = 0; k < kCodes; ++k) to[row * kCodes + k] = host::values[format].at(bytes[k]);
+    }
+  }
+  static void mma(uint64_t a, uint64_t b, uint32_t to, bool add, uint32_t i, uint32_t of_a, uint32_t of_b, bool is_copied = false) {
     const int m = (i >> 24 & 31) << 4, n = (i >> 17 & 63) << 3;
     std::vector<double> left, right;
-    operand(a, m, i >> 7 & 7, left);
+    if (is_copied) copied(uint32_t(a), m, i >> 7 & 7, left);
+    else operand(a, m, i >> 7 & 7, left);
     operand(b, n, i >> 10 & 7, right);
     if constexpr (kFactors > 0) {
       scale(left, m, of_a, i >> 29 & 3, i >> 23 & 1);
@@ -359,9 +385,19 @@ struct HostMma {
     host::products->enqueue([=] { mma(a, b, to, add, uint32_t(instruction >> 32), of_a, of_b); });
   }
 };
+
+// A in tensor memory, a byte a value.
+struct HostMmaFromMemory {
+  static void fma(uint32_t a, uint64_t b, uint32_t to, uint32_t add, uint64_t instruction) {
+    if (!elect_one()) return;
+    host::products->enqueue([=] { HostMma<0, false>::mma(a, b, to, add, uint32_t(instruction >> 32), 0, 0, true); });
+  }
+};
 }  // namespace magicube
 
 namespace cute {
+template <class A, class B, class C, int M, int N, UMMA::Major, UMMA::Major>
+using SM100_MMA_F8F6F4_TS = magicube::HostMmaFromMemory;
 using SM100_MMA_F8F6F4_SS = magicube::HostMma<0, false>;
 template <class A, class B, class C, class S, int M, int N, UMMA::Major, UMMA::Major>
 using SM100_MMA_MXF8F6F4_SS = magicube::HostMma<1, false>;

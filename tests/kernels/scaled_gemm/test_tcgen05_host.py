@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from cute_kernels import floats
+from cute_kernels.float_format import float_format
 from cute_kernels.scaled_gemm.api import FloatOperand
 from cute_kernels.scaled_gemm.config import OperandFormat
-from cute_kernels.scaled_gemm.sm100 import MapParameters, Tcgen05Config, candidates
+from cute_kernels.scaled_gemm.sm100 import MapParameters, Tcgen05Config, candidates, check_copied
 from tests.kernels.scaled_gemm.tcgen05_model import Launch
 from tests.kernels.scaled_gemm.test_tcgen05 import MX, NV, launched, operand
 
@@ -140,6 +141,30 @@ def test_the_source_computes_the_product(case: Any, host_library: Compile, monke
         run(host_library, launched(monkeypatch, x, y, config, frame[:, :n]), blocks, seed)
         assert torch.equal(frame[:, :n].double(), truth)
         assert bool(frame[:, n:].isnan().all()), "written outside"
+
+
+@pytest.mark.parametrize("a", ["e2m1", "e2m3", "e3m2", "e5m2"])
+def test_the_source_unpacks_a_into_tensor_memory(
+    a: str, host_library: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, n, k = 130, 150, 128 * 12
+    x, y = small(OperandFormat(a), m, k, 1), small(OperandFormat("e4m3"), n, k, 2)
+    for width in (64, 128):
+        config = replace(config_of(launched(monkeypatch, x, y), width), bits_a=float_format(a).bits)
+        for seed in range(2):
+            out = torch.full((m, n), torch.nan)
+            run(host_library, launched(monkeypatch, x, y, config, out), 2, seed)
+            assert torch.equal(out.double(), x.values(torch.float64) @ y.values(torch.float64).t())
+
+
+def test_what_does_not_fit_tensor_memory_or_has_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = small(OperandFormat("e2m1"), 128, 128, 1), small(OperandFormat("e2m1"), 128, 128, 2)
+    wide, narrow = (replace(config, bits_a=4) for config in candidates("f8f6f4")[:2])
+    for config, match in ((wide, "config must be f8f6f4 of at most 128 columns for bits_a=4"), (replace(narrow, bits_a=6), "a must have 6 bits for bits_a=6, got e2m1")):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            launched(monkeypatch, x, y, config, torch.zeros(128, 128))
+    with pytest.raises(ValueError, match="config must be f8f6f4"):
+        check_copied(replace(candidates("mxf8f6f4")[0], bits_a=4), "e2m1")
 
 
 def test_scales_c_and_bias_enter_once(host_library: Compile, monkeypatch: pytest.MonkeyPatch) -> None:

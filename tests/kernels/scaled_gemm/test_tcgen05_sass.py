@@ -24,7 +24,10 @@ CASES = [
     *((candidates(kind, "float16")[0], "sm_100a") for kind in MMA_KINDS),
     (candidates("f8f6f4", "float32", "bfloat16")[-1], "sm_103a"),
     (candidates("nvf4", "bfloat16")[-1], "sm_103a"),
+    *((Tcgen05Config("float16", bits_a=bits), "sm_100a") for bits in (4, 6, 8)),
+    (Tcgen05Config("float32", tile_n=64, bits_a=4), "sm_103a"),
 ]
+COPIES = {0: [], 4: ["UTCCP.T.S.U4x16P64"], 6: ["UTCCP.T.S.U6x16P32"], 8: ["UTCCP.T.S"]}  # of values of A
 # Four factors per row and instruction have another name on either chip.
 MMAS = {"f8f6f4": {"UTCQMMA"}, "mxf8f6f4": {"UTCQMMA"}, "mxf4": {"UTCOMMA"}}
 FOUR = {"sm_100a": {"UTCOMMA.4X"}, "sm_103a": {"UTCOMMA.BLOCK16"}}
@@ -101,8 +104,16 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     # Operands' descriptors: 128-byte swizzle, 1024 bytes from eight rows to the next.
     assert f"{matrix_descriptor(0) >> 32:#x}" in sass
     loop = re.findall(r"UTC(?:[QO]MMA|CP|BAR)", sass)
-    period = [*["UTCCP"] * 2 * config.mma.words, *[min(meant)[:7]] * 4, "UTCBAR"]
-    assert loop[: len(period)] == period, "factors, four products of a part, and the stage is given back"
+    copies = 4 if config.bits_a else 2 * config.mma.words
+    period = [*["UTCCP"] * copies, *[min(meant)[:7]] * 4, "UTCBAR"]
+    assert loop[: len(period)] == period, "factors or A, four products of a part, and the stage is given back"
+    if not config.mma.block:
+        assert sorted(set(re.findall(r"UTCCP\S*", sass))) == COPIES[config.bits_a]
+    sources = set(re.findall(r"UTC[QO]MMA\S* (\w+)\[", sass))
+    assert sources == ({"tmem"} if config.bits_a else {"gdesc"}), "where A is read"
+    if config.bits_a:
+        columns = re.findall(r"UTCCP\S* tmem\[UR\d+(?:\+(\w+))?\]", sass)
+        assert columns[:4] == ["", "0x8", "0x10", "0x18"], "32 values of a row take eight columns"
     ends = [index for index, name in enumerate(loop) if name == "UTCBAR"]
     assert len(ends) >= 2 and ends[-1] == len(loop) - 1 == ends[-2] + 1, "a tile's sums are announced behind the parts"
 
