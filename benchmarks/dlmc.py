@@ -7,10 +7,10 @@ engine (``harness/cpu_dlmc.py``) and writes ``benchmarks/results/dlmc_cpu.json``
 
 Matrices are read from the folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds ``dlmc/matrices``; ``--folder``
 names another, ``--list`` a file of their names.  A finished matrix is kept in a ``.jsonl`` beside the results: the same
-command goes on after it.  ``--pairs`` multiplies every matrix in each of Table IV's widths, ``--baselines`` adds dense
-fp8 (cuBLASLt, as int8) and cuSPARSE's Blocked-ELL int8 and fp16; on a GPU neither has run, nor have ``--list`` and
-``--folder``.
-Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--device cpu] [--per-group 2] [--pairs all] [--baselines]
+command goes on after it, ``--fresh`` starts again.  ``--pairs`` multiplies every matrix in each of Table IV's widths,
+``--baselines`` adds dense fp8 (cuBLASLt, as int8) and cuSPARSE's Blocked-ELL int8 and fp16; on a GPU neither has run,
+nor have ``--list`` and ``--folder``.
+Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--device cpu] [--per-group 2] [--pairs all] [--baselines] [--fresh]
 [--list FILE] [--folder DIR] [--seconds 150] [--out FILE]``; ``benchmarks/plots/gpu_plots.py`` draws the GPU's result,
 ``benchmarks/paper_magicube.py`` writes the page of the CPU's.
 """
@@ -277,7 +277,7 @@ def run_gpu(matrices: list[Matrix], args: Namespace, start: float) -> None:
         "matrices": [], "spmm": [], "sddmm": [], "others": [], "skew": [], "break_even": [], "dense": [],
     }  # fmt: skip
     head = {key: results["machine"].get(key) for key in ("commit", "torch", "gpu")}
-    journal = Journal(out, head | {"pairs": args.pairs, "baselines": args.baselines})
+    journal = Journal(out, head | {"pairs": args.pairs, "baselines": args.baselines}, args.fresh)
     for record in journal.records.values():
         dense.rows |= {tuple(row["shape"]): row for row in record.get("dense", [])}
     patterns = {matrix: mc.read_smtx(matrix.path) for matrix in matrices if matrix.name not in journal.records}
@@ -314,6 +314,7 @@ def main() -> None:
         seconds={"type": float, "default": 150.0, "help": "no matrix is begun after this time"},
         pairs={"help": "pairs of widths for every matrix: 'all', or some as L8-R8,L16-R4"},
         baselines={"action": "store_true", "help": "on a GPU: dense fp8 and Blocked-ELL too"},
+        fresh={"action": "store_true", "help": "measure finished matrices again"},
         list={"type": Path, "help": "a file that names the matrices, one a line"},
         folder={"type": Path, "help": "the folder of the matrices"},
         mkl={"type": Path, "help": "on a CPU: libmkl_rt of the wheel mkl"},

@@ -182,7 +182,7 @@ def run_cpu(matrices: list[Matrix], args: Namespace, start: float) -> None:
         "matrices": [], "spmm": [], "sddmm": [], "sparse": [], "dense": [],
     }  # fmt: skip
     head = {key: machine[key] for key in ("commit", "torch", "cpu")}
-    journal = Journal(out, head | {"pairs": args.pairs, "mkl": args.mkl is not None})
+    journal = Journal(out, head | {"pairs": args.pairs, "mkl": args.mkl is not None}, args.fresh)
     dense, mkl = Baselines(journal), None if args.mkl is None else mkl_csr.load(args.mkl)
     left = [matrix for matrix in matrices if matrix.name not in journal.records]
     for count, matrix in enumerate(left):

@@ -108,21 +108,24 @@ class Journal:
     """Records of a run by name, a line each in a file beside ``out``: a run that was stopped goes on with the next.
 
     ``head`` says what the records were measured with; ``SystemExit`` if those of the file were measured otherwise.
+    ``fresh``: those of the file go.
     """
 
-    def __init__(self, out: Path, head: dict[str, Any]) -> None:
+    def __init__(self, out: Path, head: dict[str, Any], fresh: bool = False) -> None:
         self.path = out.with_suffix(".jsonl")
+        if fresh:
+            self.path.unlink(missing_ok=True)
         self.records: dict[str, Record] = {}
         lines = self.path.read_text().splitlines(keepends=True) if self.path.is_file() else []
         whole = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may have been cut
         if whole and (other := {key for key in head.keys() | whole[0] if head.get(key) != whole[0].get(key)}):
-            raise SystemExit(
-                f"{self.path} is of a run with another {', '.join(sorted(other))}: delete it or name --out"
-            )
+            raise SystemExit(f"{self.path} is of a run with another {', '.join(sorted(other))}: --fresh starts again")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in whole or [head]))
         for line in whole[1:]:
             self.records[line.pop("record")] = line
+        if self.records:
+            print(f"{len(self.records)} records are in {self.path}; --fresh measures them again")
 
     def __call__(self, name: str, make: Callable[[], Record]) -> Record:
         """The record called ``name``, made unless it is there."""
