@@ -23,7 +23,16 @@ from magicube_cutlass.cli.environment import provenance
 from magicube_cutlass.nn import SparseQuantLinear
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ENTRIES = ("spmm", "sddmm", "attention", "sparse_linear", "linear", "dense", "quantize")  # of the extension
+ENTRIES = (
+    "spmm",
+    "sddmm",
+    "attention",
+    "sparse_linear",
+    "linear",
+    "integer_linear",
+    "dense",
+    "quantize",
+)  # of the extension
 CALLS, ROUNDS = 1000, 9
 
 

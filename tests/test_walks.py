@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 import magicube_cutlass as mc
 import residual
+from tests.helpers import python_calls
 from tests.house import PACKAGES, ROOT
 
 FOLDERS = tuple(f"{ROOT / package}/" for package in PACKAGES)
@@ -41,19 +40,8 @@ class Walk:
 
 def walk(call: Callable[[], Any]) -> Walk:
     """Return the walk of a call in this thread; methods that a dataclass generates are in no file."""
-    files: list[str] = []
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(FOLDERS):
-            files.append(frame.f_code.co_filename)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return Walk(tuple(files))
+    files = (code.co_filename for code in python_calls(call))
+    return Walk(tuple(file for file in files if file.startswith(FOLDERS)))
 
 
 def product() -> Callable[[], torch.Tensor]:

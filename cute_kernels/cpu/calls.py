@@ -26,6 +26,13 @@ def template(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(1, dtype=dtype).expand(shape)
 
 
+def column_major_template(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return a column-major tensor without memory: ``torch.empty_like`` takes its strides for a new one."""
+    like = torch.empty_strided(shape, (1, shape[0]), dtype=dtype)
+    like.untyped_storage().resize_(0)
+    return like
+
+
 def row_sums(planes: Tensor, row_start: Tensor, signed: bool) -> Tensor:
     """Sum the digits of each row.
 
@@ -228,16 +235,16 @@ class SddmmCall:
     ) -> None:  # fmt: skip
         (m, n, k), (blocks, v, stride) = shape, out_shape[-3:]
         engine = extension.ENGINE or extension.load_extension()
-        self._index, self._like = index, template(out_shape, out_dtype)
-        self._x, self._y = _form(x), _form(y)
+        self._index, self._like = index, template(out_shape, out_dtype)  # keeps the memory that the engine reads
         given = (row_scale, m), (col_scale, n)
         steps = [0 if scale is None or scale.numel() <= size else size for scale, size in given]
-        self._steps = (*steps, *(_is_one(scale) for scale, _ in given))
+        scales = engine.Scales(0, 0, 0, *steps, *(_is_one(scale) for scale, _ in given))
         self._scaled = row_scale is not None, col_scale is not None
-        self._addresses = tuple(each.data_ptr() for each in index)
-        self._sizes = (blocks * v * stride, OUT_TYPES[out_dtype], index[0].numel(), m, n, k, out_shape[:-3].numel(), v,
-                       stride)  # fmt: skip
-        self._scales, self._operand, self._sddmm = engine.Scales, engine.Operand, engine.sddmm
+        self._prepared = engine.Sddmm(
+            engine.Operand(0, *_form(x)), engine.Operand(0, *_form(y)), *(each.data_ptr() for each in index), scales,
+            blocks * v * stride, OUT_TYPES[out_dtype], index[0].numel(), m, n, k, out_shape[:-3].numel(), v, stride,
+        )  # fmt: skip
+        self._sddmm = engine.sddmm
 
     def __call__(
         self, x: Tensor, y: Tensor, row_scale: Tensor | None, col_scale: Tensor | None, out: Tensor | None = None
@@ -247,7 +254,6 @@ class SddmmCall:
             out = torch.zeros_like(self._like, memory_format=torch.contiguous_format)
         rows = row_scale.data_ptr() if row_scale is not None and self._scaled[0] else 0
         columns = col_scale.data_ptr() if col_scale is not None and self._scaled[1] else 0
-        scales = self._scales(rows, columns, 0, *self._steps)
-        operands = self._operand(x.data_ptr(), *self._x), self._operand(y.data_ptr(), *self._y)
-        self._sddmm(*operands, *self._addresses, scales, out.data_ptr(), *self._sizes, torch.get_num_threads())
+        pointers = x.data_ptr(), y.data_ptr(), rows, columns, out.data_ptr()
+        self._sddmm(self._prepared, *pointers, torch.get_num_threads())
         return out

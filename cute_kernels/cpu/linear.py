@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import extension
 from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, check_sparse
-from cute_kernels.cpu.calls import sparse_handle, template
+from cute_kernels.cpu.calls import column_major_template, sparse_handle, template
 from cute_kernels.cpu.dense import PackedRight
 
 
@@ -126,33 +126,22 @@ class IntegerLinearCall:
     ) -> None:
         engine, m = extension.load_extension(), _features(weight)
         k = weight.shape[0] if isinstance(weight, PackedRight) else weight.shape[1]
-        self._engine, self._weight, self._is_given, self._rows, self._k = engine, weight, is_given, rows, k
-        self._is_dense = isinstance(weight, PackedRight)
+        self._owner = weight  # keeps the memory that the engine reads
+        self._prepared = engine.IntegerLinear(weight.handle, rows, row_elements, is_given, OUT_TYPES[dtype])
         self._ints, self._row_scales = template((rows, k), torch.int8), template((rows, 1), torch.float32)
-        self._like = template((m, rows), dtype)
-        self._quantized = rows, k, row_elements, k, 8, False, True, False, is_given, 0 if is_given else 1
-        self._out = OUT_TYPES[dtype]
+        self._like, self._run = column_major_template((rows, m), dtype), engine.integer_linear
 
     def __call__(
         self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the product (N, M), column-major, the integers (N, K) and their scale, (N, 1) or as given."""
-        engine, threads = self._engine, torch.get_num_threads()
         ints = torch.empty_like(self._ints, memory_format=torch.contiguous_format)
         if x_scale is None:
             x_scale = torch.empty_like(self._row_scales, memory_format=torch.contiguous_format)
-        out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
-        engine.quantize(x.data_ptr(), ints.data_ptr(), x_scale.data_ptr(), *self._quantized, threads)
+        out = torch.empty_like(self._like)
         of_weight, is_one = (0, False) if scale is None else (scale.data_ptr(), scale.ndim == 0)
-        of_x, of_bias = x_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
-        if self._is_dense:
-            scales = engine.Scales(of_x, of_weight, of_bias, 0, 0, self._is_given, is_one)
-            engine.dense(
-                self._weight.handle, ints.data_ptr(), self._k, scales, True, self._rows, out.data_ptr(), 1, self._rows,
-                self._out, threads,
-            )  # fmt: skip
-            return out.t(), ints, x_scale
-        scales = engine.Scales(of_weight, of_x, of_bias, 0, 0, is_one, self._is_given)
-        operand = engine.Operand(ints.data_ptr(), 0, self._k, True, 8, True)
-        engine.spmm(self._weight.handle, operand, scales, out.data_ptr(), self._out, self._rows, 1, threads)
-        return out.t(), ints, x_scale
+        self._run(
+            self._prepared, x.data_ptr(), ints.data_ptr(), x_scale.data_ptr(), of_weight, is_one,
+            0 if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out, ints, x_scale

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from magicube_cutlass.autograd.integer import spmm_of
 from magicube_cutlass.dispatch import cpu_linear
 from magicube_cutlass.formats.tracking import MAX_RECORDS
 from magicube_cutlass.nn import SparseQuantLinear
+from tests.helpers import python_calls
 from tests.house import ROOT
 
 pytestmark = pytest.mark.skipif(not extension.available(), reason="no engine")
@@ -28,23 +27,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def python_calls(call: Callable[[], object], among: str = "") -> int:
+def count_calls(call: Callable[[], object], among: str = "") -> int:
     """Calls of Python functions in a call of `call`, which itself counts as none; `among`: of the library's in a folder."""
-    names: list[str] = []
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        ours = file.startswith(among) and not (among and "site-packages" in file)
-        if event == "call" and (ours or not names):
-            names.append(frame.f_code.co_qualname)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return len(names) - 1
+    files = [code.co_filename for code in python_calls(call)[1:]]
+    return sum(file.startswith(among) and not (among and "site-packages" in file) for file in files)
 
 
 def layer(sparsity: float = 0.5, *, static: bool = False, **options: Any) -> SparseQuantLinear:
@@ -75,7 +61,7 @@ def products() -> dict[str, Callable[[], object]]:
 def test_a_warm_product_takes_few_calls_of_python_and_the_same_bits(name: str) -> None:
     call = products()[name]
     first = call()
-    assert python_calls(call) <= MOST_CALLS
+    assert count_calls(call) <= MOST_CALLS
     again = call()
     assert isinstance(first, Tensor) and isinstance(again, Tensor) and torch.equal(first, again)
 
@@ -86,9 +72,9 @@ def test_a_warm_layer_takes_few_calls_of_python(sparsity: float, static: bool) -
     module, x = layer(sparsity, static=static).eval(), normal(5, 48)
     with torch.inference_mode():
         module(x)
-        assert python_calls(lambda: module(x)) <= MOST_CALLS
+        assert count_calls(lambda: module(x)) <= MOST_CALLS
     module.train()(x)
-    assert python_calls(lambda: module(x), f"{ROOT}/") <= MOST_CALLS  # those of torch are as many again
+    assert count_calls(lambda: module(x), f"{ROOT}/") <= MOST_CALLS  # those of torch are as many again
 
 
 def test_scales_are_read_at_each_call() -> None:
@@ -167,6 +153,18 @@ def test_training_has_the_bits_of_products_of_quantized_operands(
         assert torch.equal(y, expected) and y.dtype == dtype
         pairs = zip(gradients(y, x, weight, bias), gradients(expected, x, weight, bias), strict=True)
         assert all(torch.equal(got, want) and got.dtype == want.dtype for got, want in pairs)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_a_training_call_is_one_call_of_the_engine(sparsity: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls = layer(sparsity), []
+    module.matrix()
+    for name in ("quantize", "spmm", "dense", "integer_linear", "sparse_linear", "linear"):
+        run = getattr(extension.ENGINE, name)
+        noted = lambda *given, run=run, name=name: calls.append(name) or run(*given)  # noqa: E731
+        monkeypatch.setattr(extension.ENGINE, name, noted)
+    module(normal(5, 48))
+    assert calls == ["integer_linear"]
 
 
 def test_training_saves_no_floats_and_refuses_a_second_derivative() -> None:
