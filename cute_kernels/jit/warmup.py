@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cute_kernels.jit import cache
-from cute_kernels.jit.compiler import Binary, Unit, check_arch, compile_unit
+from cute_kernels.jit.compiler import Binary, Unit, check_arch, compile_unit, keep_headers
 
 
 class Source(Protocol):
@@ -94,7 +94,7 @@ def _compile(units: dict[str, Unit], jobs: int) -> Iterator[tuple[str, Binary]]:
         return
     # spawned, not forked: this process may have a GPU's context and threads
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context, initializer=keep_headers) as pool:
         futures = {pool.submit(compile_unit, unit): key for key, unit in units.items()}
         try:
             for future in as_completed(futures):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.jit import cache, toolchain
-from cute_kernels.jit.compiler import Unit, compile_unit
+from cute_kernels.jit.compiler import Unit, compile_unit, keep_headers
 from tests.helpers import nvdisasm
 from tests.kernels.code_digest_catalog import ARCHES, Config, catalog
 
@@ -116,7 +116,7 @@ def digest(configs: Mapping[str, Config], arch: str, jobs: int = 1) -> dict[str,
     if jobs == 1:
         facts = list(map(measure, single))
     else:  # NVRTC serializes the threads of one process; torch's threads rule out fork
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=keep_headers) as pool:
             facts = list(pool.map(measure, single))
     found = dict(zip(single, facts, strict=True))
     return {key: entry(config, found[units[key]]) for key, config in configs.items()}

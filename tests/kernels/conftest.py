@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.jit import Binary, Unit, build
+from cute_kernels.jit.compiler import keep_headers
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "test-kernels"
 
@@ -32,7 +33,7 @@ def compiled(kernel_cache: None) -> Iterator[Compiled]:
     """Return a function that compiles units in parallel: key -> unit to key -> future of the binary."""
     # spawn: torch has threads, which a fork does not copy
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=context) as pool:
+    with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=context, initializer=keep_headers) as pool:
         yield lambda units: {key: pool.submit(build, unit) for key, unit in units.items()}
         pool.shutdown(cancel_futures=True)
 

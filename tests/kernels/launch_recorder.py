@@ -166,8 +166,8 @@ class Recorder:
         """The memory at an address; None for numbers that are none."""
         if type(address) is not int or address not in _ADDRESSES:
             return None
-        self._purge()
         found = [each for each in self._blocks.values() if each.start <= address <= each.start + each.size]
+        found = [each for each in found if not each.owner.expired()]
         inside = [each for each in found if address < each.start + each.size]
         if not found:
             raise ValueError(f"{address:#x} is an address of no tensor whose data_ptr() was asked for")
@@ -220,10 +220,13 @@ class Recorder:
 
     def _observed(self, launch: Callable[..., None]) -> Callable[..., None]:
         """``launch``, whose kernel and types of arguments are noted for the driver's call inside."""
+        names: dict[int, tuple[Any, str]] = {}  # kernel and name of its config, by the kernel's id
 
         def observed(one: Any, grid: Any, args: tuple[Any, ...], *rest: Any, **options: Any) -> None:
-            config = next(config for (config, _), loaded in LOADED.items() if loaded is one)
-            self._current = config.name, [type(each) for each in args]  # type: ignore[attr-defined]
+            if id(one) not in names:
+                config = next(config for (config, _), loaded in LOADED.items() if loaded is one)
+                names[id(one)] = one, config.name  # type: ignore[attr-defined]
+            self._current = names[id(one)][1], [type(each) for each in args]
             try:
                 launch(one, grid, args, *rest, **options)
             finally:

@@ -6,11 +6,12 @@ import logging
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from cute_kernels.jit import ARCHES, CompileError, DeviceError, Unit, compile_unit, toolchain
+from cute_kernels.jit import ARCHES, CompileError, DeviceError, Unit, compile_unit, compiler, toolchain
 from tests.helpers import disassemble, lean_sass
 
 LAYOUT = """
@@ -46,6 +47,15 @@ def test_cute_compiles_to_a_small_cubin(arch: str, caplog: pytest.LogCaptureFixt
 def test_every_arch_is_known_to_the_compiler(arch: str) -> None:
     binary = compile_unit(Unit(PLAIN, "probe::twice<float>", arch))
     assert f".target\t{arch}" in disassemble(binary.code)
+
+
+def test_kept_headers_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    units = [Unit(f"#include <cuda/std/array>\n{PLAIN}", f"probe::twice<{name}>", "sm_80") for name in ("int", "float")]
+    monkeypatch.setattr(compiler, "_precompiled", {})
+    plain = [compile_unit(unit) for unit in units]
+    compiler.keep_headers()
+    assert [compile_unit(unit) for unit in units] == plain
+    assert list(Path(str(compiler._precompiled["pch_dir"])).iterdir())
 
 
 def test_ptx_needs_no_driver() -> None:
