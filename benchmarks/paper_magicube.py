@@ -27,6 +27,7 @@ def tables() -> dict[str, str]:
     """The page's tables by mark."""
     gpu, cpu = read("dlmc_h200.json"), read("dlmc_cpu.json")
     return {
+        "machine": magicube.machines(gpu, cpu),
         "ratios": magicube.ratios(gpu, cpu),
         "spmm": magicube.by_sparsity(cpu, "spmm"),
         "lengths": magicube.by_length(cpu, "spmm"),

@@ -38,6 +38,20 @@ def picked(results: Results, kind: str, pair: str, v: int, size: int) -> list[di
     ]
 
 
+def machines(gpu: Results, cpu: Results) -> str:
+    """What measured the two results files."""
+    lines = []
+    for results, place in ((gpu, "gpu"), (cpu, "cpu")):
+        machine = results["machine"]
+        run = f"{machine['date']}, commit {machine['commit']}"
+        threads = f", {results['setting']['isa']}, one thread" if place == "cpu" else ""
+        lines.append(
+            f"- {place.upper()}: {machine[place]}{threads}, torch {machine['torch']}, {run}; "
+            f"{len(results['matrices'])} matrices, {results['setting']['us']}."
+        )
+    return "\n".join(lines)
+
+
 def _cell(values: list[float]) -> str:
     return f"{geometric_mean(values):.2f} ({max(values):.2f})" if values else "not run"
 
