@@ -370,7 +370,7 @@ struct Product {
  private:
   static constexpr int64_t kFewQuads = 96, kBlockQuads = 64;
 
-  // Bytes of the next block to fetch beside each column of a tile.
+  // Bytes of the next block to fetch beside each column of a tile: spread over its steps, else they wait for one another.
   struct Ahead {
     const int8_t* from;
     int64_t bytes;
@@ -392,8 +392,7 @@ struct Product {
   static void multiply_tile(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int columns, int32_t* sums, Ahead next) {
     constexpr int kColumns = 4 * Vectors;
     for (int j = 0; j < columns; j += kColumns) {
-      for (int64_t byte = 0; byte < next.bytes * kColumns; byte += 64) __builtin_prefetch(next.from + j * next.bytes + byte, 0, 2);
-      slice<Rows, Vectors>(a, pitch, b + j * kQuad, quads, sums + j);
+      slice<Rows, Vectors>(a, pitch, b + j * kQuad, quads, sums + j, next.from + j * next.bytes, next.bytes * kColumns / quads);
     }
   }
 
@@ -407,8 +406,10 @@ struct Product {
   }
 
   // Adds to rows times 4 Vectors columns, with two sums each. Inlined, it would lack registers for the accumulators and addresses.
+  // `ahead` is fetched meanwhile, `step` bytes at a time, but by a single row, which is bound by bytes already.
   template <int Rows, int Vectors>
-  __attribute__((noinline)) static void slice(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int32_t* out) {
+  __attribute__((noinline)) static void slice(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int32_t* out,
+                                              const int8_t* ahead, int64_t step) {
     __m256i sum[Rows][Vectors];
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
@@ -416,6 +417,7 @@ struct Product {
       for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_setzero_si256();
     }
     for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
+      if constexpr (Rows > 1) __builtin_prefetch(ahead, 0, 2), ahead += step;
       if constexpr (Rows > 2) {
         __m256i right[Vectors];
 #pragma GCC unroll 8

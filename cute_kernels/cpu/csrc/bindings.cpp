@@ -163,6 +163,7 @@ NB_MODULE(_engine, m) {
   m.def("pack_digits", [](uintptr_t digits, int64_t rows, int64_t columns, int64_t row_elements, int64_t column_elements,
                           uintptr_t packed, uintptr_t column_sums, int threads) {
     require(row_elements == 1 || column_elements == 1, "rows or columns must be contiguous");
+    ask_for_large_pages(pointer<void>(packed), (columns + kPanel - 1) / kPanel * kPanel * ((rows + kQuad - 1) / kQuad * kQuad));
     pack_digits(PackArgs{pointer<const int8_t>(digits), rows, columns, row_elements, column_elements, pointer<int8_t>(packed),
                          pointer<int32_t>(column_sums)}, threads);
   }, "digits"_a, "rows"_a, "columns"_a, "row_elements"_a, "column_elements"_a, "packed"_a, "column_sums"_a, "threads"_a);

@@ -437,6 +437,9 @@ int64_t direct_shared_bytes(int64_t rows);
 int64_t direct_local_bytes(int64_t inner);
 int64_t dense_shared_bytes(const DenseArgs& args, int threads);  // digits, scales and sums of the rows that the threads share
 
+// Ask for pages of 2 MB where there are whole ones: a pass over memory then waits less for addresses.
+void ask_for_large_pages(void* memory, int64_t bytes);
+
 // Call body on at most `threads` threads, the caller included, with 64-byte aligned buffers.
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
                       const void* args);

@@ -4,6 +4,10 @@
 #include <cstdlib>
 #include <new>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "engine.hpp"
 #include "thread_pool.hpp"
 
@@ -166,6 +170,17 @@ int64_t direct_local_bytes(int64_t inner) { return kDirectRows * digit_pitch(inn
 int64_t dense_shared_bytes(const DenseArgs& args, int threads) {
   const int64_t most = kDirectRows * threads, rows = args.rows < most ? args.rows : most;
   return rows * digit_pitch(args.right.inner) * 2 + round_up(rows * 8, 64);
+}
+
+void ask_for_large_pages(void* memory, int64_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 1 << 21;
+  const auto begin = reinterpret_cast<uintptr_t>(memory), first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (begin + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // may be refused
+#else
+  (void)memory, (void)bytes;
+#endif
 }
 
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +234,15 @@ def test_scales_far_from_one_keep_the_rule(path: str) -> None:
     right = pack_right(torch.eye(96, dtype=torch.int8))
     q, scales = quantized(x, 8, None)
     assert torch.equal(linear(x, right), q.float() * scales[:, None]) and math.isfinite(float(scales.max()))
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no large pages here")
+def test_a_large_packed_weight_asks_for_large_pages() -> None:
+    packed = pack_right(torch.ones(4096, 1024, dtype=torch.int8)).packed
+    middle, flags, inside = packed.data_ptr() + packed.numel() // 2, "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= middle < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags"):
+            flags = line
+    assert "hg" in flags.split()
