@@ -16,18 +16,17 @@
 namespace magicube {
 namespace {
 
-bool runs_here(const Engine& engine) {
 #ifdef MAGICUBE_X86
+bool runs_here(const Engine& engine) {
   __builtin_cpu_init();
   if (&engine == &kAvx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
   }
-  if (&engine == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#endif
-  return true;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+#endif
 
 const std::vector<const Engine*>& usable() {
   static const std::vector<const Engine*> found = [] {
