@@ -13,6 +13,7 @@ import magicube_cutlass as mc
 from cute_kernels.gemm.api import gemm
 
 RULES = ("eq14", "example", "mean")
+ETA = {"cpu": 0.3, "cuda": 0.001}  # printed in arXiv 2403.06924, sections 4.1 D and 4.1 C
 _PROBED = (0.05, 0.25)  # densities of the two sparse products that are timed
 _SIZES = {"cpu": 512, "cuda": 4096}  # larger ones take longer and say the same; a GPU's small ones measure the launch
 _ROUNDS = 10
@@ -100,7 +101,8 @@ def crossover_density(device: torch.device | str, vector_length: int = 1) -> flo
 
     Measured once a process for each device, number of threads and vector length: the dense product, and the sparse one
     at two densities, through which a line is drawn. Square matrices, 512 on a CPU and 4096 on a GPU; packing of the
-    sparse operand is not counted.
+    sparse operand is not counted. :func:`residual.gemm` takes another path at another `eta`, so its result then depends
+    on the measurement.
 
     Parameters
     ----------

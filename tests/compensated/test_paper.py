@@ -231,8 +231,19 @@ def test_the_crossover_is_measured_once() -> None:
     assert 0 <= first <= 1 and crossover_density("cpu", 8) == first
     with pytest.raises(NotImplementedError, match="device must be a CPU or a CUDA device, got meta"):
         crossover_density("meta")
-    A, B = matrix(8, 8, 25), matrix(8, 8, 26)
-    assert reported(A, B, vector_length=8)[1].eta == first
+
+
+def test_the_default_eta_is_printed_and_never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> float:
+        raise AssertionError("a result must not depend on a time")
+
+    monkeypatch.setattr(thresholds, "_crossover", measured)
+    A, B = matrix(40, 40, 25, positive=True), matrix(40, 40, 26, positive=True)
+    for threshold, path in ((0.75, "spmm"), (0.65, "gemm")):  # densities are near 1 - threshold
+        result, report = reported(A, B, rule="mean", threshold=threshold)
+        assert (report.eta, report.path_a) == (0.3, path)
+        given = gemm(A, B, rule="mean", threshold=threshold, eta=0.3)
+        assert isinstance(given, Tensor) and torch.equal(result, given)
 
 
 def test_the_crossover_of_a_cpu_takes_little_time(use_threads: Callable[[int], None]) -> None:

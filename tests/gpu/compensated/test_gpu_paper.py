@@ -67,10 +67,11 @@ def test_every_float_type(dtype: torch.dtype, scaling: str) -> None:
 
 def test_the_steps_and_the_crossover_are_measured() -> None:
     A, B = (x.cuda() for x in operands(512, 512, 512))
-    _, report = reported(A, B, rule="mean", threshold=0.5)
-    sparse = "spmm" in (report.path_a, report.path_b)
-    assert all((seconds > 0) == (sparse or step != "compress") for step, seconds in report.times.items())
-    assert 0 <= report.eta == crossover_density("cuda", 8) <= 1
+    for eta, path in ((None, "gemm"), (1.0, "spmm")):  # the printed crossover of a GPU is 0.001
+        _, report = reported(A, B, rule="mean", threshold=0.5, eta=eta)
+        assert (report.path_a, report.eta) == (path, eta or 0.001)
+        assert all((seconds > 0) == (path == "spmm" or step != "compress") for step, seconds in report.times.items())
+    assert 0 <= crossover_density("cuda", 8) <= 1
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0)])
