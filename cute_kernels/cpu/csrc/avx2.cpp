@@ -2,13 +2,13 @@
 #include <immintrin.h>
 
 #include "attention.hpp"
+#include "correct.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
-#include "digits.hpp"
 #include "direct.hpp"
 #include "estimate.hpp"
-#include "quantize.hpp"
 #include "sddmm.hpp"
+#include "select.hpp"
 #include "spmm.hpp"
 
 namespace {
@@ -497,6 +497,6 @@ struct Direct {
 namespace magicube {
 const Engine kAvx2 = {"avx2", &spmm<Avx2>, &sddmm<Avx2>, &attention<Avx2>, &quantize, &digits, &compress,
                       &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                      &direct<Direct>, &dense<Product, Nibbles>, &is_structure_valid,
+                      &direct<Direct>, &dense<Product, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx2>, &is_structure_valid,
                       Avx2::kColumns, Avx2::kParts, Avx2::kScratchBytes, sizeof(Avx2::Dot), int64_t{1} << 25};
 }

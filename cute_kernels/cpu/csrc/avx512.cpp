@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "attention.hpp"
+#include "correct.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
@@ -12,6 +13,7 @@
 #include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
+#include "select.hpp"
 #include "spmm.hpp"
 
 namespace {
@@ -330,6 +332,6 @@ struct Direct {
 namespace magicube {
 const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
                         &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                        &direct<Direct>, &dense<Product, Nibbles>, &is_structure_valid,
+                        &direct<Direct>, &dense<Product, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx512>, &is_structure_valid,
                         Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
 }

@@ -10,11 +10,13 @@
 #include <vector>
 
 #include "calls.hpp"
+#include "compensate_bindings.hpp"
 
 using namespace nb::literals;
 
 NB_MODULE(_engine, m) {
   using namespace magicube;
+  bind_compensation(m);
   // What is alive when a process ends is no leak of this module: torch.compile holds its models until then.
   nb::set_leak_warnings(false);
   m.def("isa", [] { return std::string(selected().name); });

@@ -363,6 +363,12 @@ struct Structure {
   int64_t stride;  // a power of two
 };
 
+// Of compensate_args.hpp.
+struct SplitArgs;
+struct MagnitudeArgs;
+struct SelectArgs;
+struct CorrectArgs;
+
 struct Engine {
   const char* name;
   void (*spmm)(const SpmmArgs&, ThreadGroup&);
@@ -378,6 +384,10 @@ struct Engine {
   void (*probe_digits)(const ProbeDigitsArgs&, ThreadGroup&);
   void (*direct)(const DirectArgs&, ThreadGroup&);
   void (*dense)(const DenseArgs&, ThreadGroup&);
+  void (*split_residual)(const SplitArgs&, ThreadGroup&);
+  void (*magnitude_sums)(const MagnitudeArgs&, ThreadGroup&);
+  void (*select_entries)(const SelectArgs&, ThreadGroup&);
+  void (*correct)(const CorrectArgs&, ThreadGroup&);
   bool (*is_structure_valid)(const Structure&);
   int64_t spmm_columns;        // of B in a part of a panel
   int64_t spmm_parts;          // of a panel, at most

@@ -1,5 +1,6 @@
 // The engine in portable C++: runs on every machine, and is the reference for the other two.
 #include "attention.hpp"
+#include "correct.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "digits.hpp"
@@ -7,6 +8,7 @@
 #include "estimate.hpp"
 #include "quantize.hpp"
 #include "sddmm.hpp"
+#include "select.hpp"
 #include "spmm.hpp"
 #include "../../layout/column_order_search.cuh"
 
@@ -174,5 +176,5 @@ void order_columns(const ReorderArgs& args, ThreadGroup& group) {
 
 const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &attention<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                          &direct<Direct>, &dense<Product, Nibbles>, &is_structure_valid, Portable::kColumns, Portable::kParts, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
+                          &direct<Direct>, &dense<Product, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Portable>, &is_structure_valid, Portable::kColumns, Portable::kParts, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
 }
