@@ -144,7 +144,7 @@ def _by_engine(x: torch.Tensor, bits: int, axis: int | None, rounding: str, leve
         truncate=truncate, limit=float(_low_limit(bits)),
     )  # fmt: skip
     if flags & engine.NONFINITE:
-        _refuse(x, name)
+        refuse_nonfinite(x, name)
     shape = [] if axis is None else [x.shape[d] if d == axis else 1 for d in range(2)]
     return Decomposition(planes[0], planes[1], scale.view(shape), bits, shift)
 
@@ -182,13 +182,14 @@ def _scales(x: torch.Tensor, levels: int, axis: int | None, name: str) -> torch.
     top = torch.linalg.vector_norm(x, math.inf, dim=others, keepdim=axis is not None) if others else x.abs()
     top = top.double()  # NaN where an entry is NaN
     if not bool(torch.isfinite(top).all()):
-        _refuse(x, name)
+        refuse_nonfinite(x, name)
     scale = top / levels
     # top / levels underflows to zero only for subnormal doubles; those count as zeros.
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def _refuse(x: torch.Tensor, name: str) -> None:
+def refuse_nonfinite(x: torch.Tensor, name: str) -> None:
+    """Raise `ValueError` with the number of values that are inf or NaN."""
     wrong = x.numel() - int(torch.isfinite(x).sum())
     raise ValueError(f"{name} must be finite, but {wrong} of its {x.numel()} values are inf or nan")
 

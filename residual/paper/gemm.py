@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,14 +15,15 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.gemm import api as dense
 from magicube_cutlass.checks import check_vector_length
+from residual.error.estimate import ErrorEstimate, estimate_error
+from residual.paper import cpu
+from residual.paper.checks import LEVELS, check_operands, check_paper_options, check_tolerance, current_rule
+from residual.paper.cpu import Reduction
 from residual.paper.quantize import Quantized, QuantizedOperand, Quantizer, quantize, quantize_operand
-from residual.paper.thresholds import ETA, RULES, kept_entries, synchronize
+from residual.paper.search import candidate_thresholds, first_within
+from residual.paper.thresholds import ETA, kept_entries, synchronize
 
-SCALINGS = ("tensor", "vector")
-LEVELS = ("2^(N-1)-1", "2^(N-2)")
 STEPS = ("quantize", "product", "select", "compress", "correct", "combine")
-_MIN_BITS, _MAX_BITS = 2, 8
-_RENAMED = {"eq14_signed": "example"}
 _INT32_K = 2**31 // (128 * 128) - 1  # K whose products of two 8-bit integers int32 sums
 _SAFE = 2.0**60  # scales between its inverse and this keep float32 arithmetic in range
 
@@ -42,6 +41,10 @@ class PaperReport:
         and B'; or ``"none"``: nothing was kept.
     eta : float
         Density from which on the dense products were computed.
+    threshold : float
+        The given one, or the one found for `tol`.
+    error : float or None
+        With `tol`: 99% bound of the relative Frobenius error of the product.
     times : dict of str to float
         Seconds of the steps in `STEPS` (Figure 7).
 
@@ -58,6 +61,8 @@ class PaperReport:
     path_b: str
     eta: float
     times: dict[str, float] = field(default_factory=dict)
+    threshold: float = 0.0
+    error: float | None = None
 
     @property
     def density(self) -> float:
@@ -93,6 +98,7 @@ def gemm(
     beta: float = 0.0,
     bits: int = 8,
     threshold: float = 0.0,
+    tol: float | None = None,
     rule: str = "eq14",
     scaling: str = "tensor",
     rounding: str = "trunc",
@@ -131,6 +137,10 @@ def gemm(
     threshold : float, default 0.0
         At least 0; the larger, the fewer corrections. 0: the full compensation with dense residuals (three products);
         inf: the plain quantized product.
+    tol : float, optional
+        Relative Frobenius error that is allowed for ``A B``: the threshold is found, among those that keep nothing, 0.1
+        to 20%, or all entries. Each try is measured as :func:`residual.estimate_error` does, with fixed probes; the
+        bound holds at 99%. The result is that of the reported threshold.
     rule : {"eq14", "example", "mean"}, default "eq14"
         Entries that are kept, for an entry ``a`` of A (of B: by the column average). ``eq14``: ``|a| > threshold
         avg|d|``; ``example``: ``a > threshold avg|d|``, as in the printed example; ``mean``: ``|a| > 2 threshold
@@ -160,7 +170,8 @@ def gemm(
     TypeError
         If an operand is not a float tensor.
     ValueError
-        If shapes or devices do not match, an operand holds inf or NaN, or an option is out of range.
+        If shapes or devices do not match, an operand holds inf or NaN, an option is out of range, or full compensation
+        misses `tol`.
 
     References
     ----------
@@ -173,19 +184,26 @@ def gemm(
     >>> errors[0] < 1e-3 < errors[1]
     True
     """
-    rule = _current_rule(rule)
-    _check_options(bits, threshold, rule, scaling, levels, eta, alpha, beta)
-    _check_operands(A, B, C, beta)
+    rule = current_rule(rule)
+    check_paper_options(bits, threshold, rule, scaling, rounding, levels, eta, alpha, beta)
+    check_tolerance(tol, threshold)
+    check_operands(A, B, C, beta)
     vector_length = (8 if A.is_cuda else 1) if vector_length is None else vector_length
     check_vector_length(vector_length)
     clock = _Clock(A.device, return_report)
     top = 2 ** (bits - 1) - 1 if levels == LEVELS[0] else 2 ** (bits - 2)
     hows = [Quantizer(bits, None if scaling == "tensor" else axis, rounding, top) for axis in (0, 1)]
-    left, right = quantize_operand(A, hows[0], "A"), quantize_operand(B, hows[1], "B")
+    sums = (rule == "mean" and 0 < threshold < math.inf) or tol is not None
+    left, right = quantize_operand(A, hows[0], "A", sums), quantize_operand(B, hows[1], "B", sums)
     clock.lap("quantize")
-    eta = ETA.get(A.device.type, 0.0) if eta is None else eta
-    reduction = _Reduction(threshold, rule, eta, vector_length)
-    result, report = _compensated(left, right, hows, reduction, clock)
+    dtype = torch.float64 if _is_wide(left, right) else torch.float32
+    product = _add_dense(None, left.leading, right.leading, dtype)  # (M, N)
+    clock.lap("product")
+    reduction = Reduction(threshold, rule, ETA.get(A.device.type, 0.0) if eta is None else eta, vector_length)
+    if tol is None:
+        result, report = _corrected(product, left, right, hows, reduction, clock)
+    else:
+        result, report = _within(tol, product, (A, B), (left, right), hows, reduction, clock)
     if alpha != 1:
         result.mul_(alpha)
     if beta != 0:
@@ -196,46 +214,76 @@ def gemm(
     return (result, report) if return_report else result
 
 
-class _Reduction(NamedTuple):
-    """What is kept, and how it is multiplied."""
-
-    threshold: float
-    rule: str
-    eta: float
-    vector_length: int
-
-
-def _compensated(
-    left: QuantizedOperand, right: QuantizedOperand, hows: list[Quantizer], reduction: _Reduction, clock: _Clock
+def _within(
+    tol: float,
+    product: Tensor,
+    operands: tuple[Tensor, Tensor],
+    quantized: tuple[QuantizedOperand, QuantizedOperand],
+    hows: list[Quantizer],
+    reduction: Reduction,
+    clock: _Clock,
 ) -> tuple[Tensor, PaperReport]:
-    """Return the compensated product in float32 or float64 (lines 2, 3 and 7 to 17), and how it was made."""
-    dtype = torch.float64 if _is_wide(left, right) else torch.float32
-    total = _add_dense(None, left.leading, right.leading, dtype)  # (M, N)
-    clock.lap("product")
-    per_row, options = hows[0].axis is not None, (reduction.threshold, reduction.rule)
-    mask_a = kept_entries(left.values, total, *options, per_row, reduction.vector_length)  # (M, K)
-    mask_b = kept_entries(right.values.T, total.T, *options, per_row, reduction.vector_length).T  # (K, N)
-    densities = _densities(mask_a, mask_b)
+    """Return the product of the largest threshold whose measured error is within `tol`."""
+    dtype = torch.promote_types(operands[0].dtype, operands[1].dtype)
+    per_row = hows[0].axis is not None
+    thresholds = candidate_thresholds(*quantized, product, reduction.rule, per_row)
+
+    def run(threshold: float) -> tuple[tuple[Tensor, PaperReport], ErrorEstimate]:
+        found, report = _corrected(product.clone(), *quantized, hows, reduction._replace(threshold=threshold), clock)
+        estimate = estimate_error(*operands, found.to(dtype)) if found.numel() else ErrorEstimate(0.0, 0.0, 1.0)
+        clock.lap("select")
+        return (found, report), estimate
+
+    (result, report), estimate = first_within(tol, thresholds, run)
+    return result, replace(report, error=estimate.upper)
+
+
+def _corrected(
+    total: Tensor,
+    left: QuantizedOperand,
+    right: QuantizedOperand,
+    hows: list[Quantizer],
+    reduction: Reduction,
+    clock: _Clock,
+) -> tuple[Tensor, PaperReport]:
+    """Add the corrections to the product in place (lines 7 to 17); return it, and how they were made."""
+    dtype = total.dtype
+    in_engine = cpu.runs_in_engine(left, right, total)
+    if reduction.threshold == math.inf:
+        return total, PaperReport(0.0, 0.0, "none", "none", reduction.eta, clock.times, reduction.threshold)
+    per_row = hows[0].axis is not None
+    if in_engine:
+        selections = cpu.select(left, right, total, reduction, per_row)
+        densities = selections.densities
+    else:
+        options = reduction.threshold, reduction.rule, per_row, reduction.vector_length
+        mask_a = kept_entries(left.values, total, *options)  # (M, K)
+        mask_b = kept_entries(right.values.T, total.T, *options).T  # (K, N)
+        densities = _densities(mask_a, mask_b)
     clock.lap("select")
     if max(densities) == 0:
-        return total, PaperReport(*densities, "none", "none", reduction.eta, clock.times)
+        return total, PaperReport(*densities, "none", "none", reduction.eta, clock.times, reduction.threshold)
     if max(densities) >= reduction.eta:
         total = _add_dense(total, left.leading, right.residual, dtype)
         total = _add_dense(total, left.residual, right.leading, dtype)
         clock.lap("correct")
-        return total, PaperReport(*densities, "gemm", "gemm", reduction.eta, clock.times)
-    if densities[0]:
-        reduced = quantize(left.values * mask_a, hows[0], "A")  # (M, K)
-        clock.lap("compress")
-        total += _sparse(reduced, right.residual, reduction.vector_length, dtype, clock)
-    if densities[1]:
-        reduced = quantize(right.values * mask_b, hows[1], "B")  # (K, N)
-        clock.lap("compress")
-        turned = _sparse(reduced.T, left.residual.T, reduction.vector_length, dtype, clock)  # (N, M)
-        total += turned.T.contiguous()  # adding a transposed matrix takes twice a copy's time
+        return total, PaperReport(*densities, "gemm", "gemm", reduction.eta, clock.times, reduction.threshold)
+    if in_engine:
+        cpu.correct(total, left, right, hows, selections, clock.lap)
+    else:
+        vector_length = reduction.vector_length
+        if densities[0]:
+            reduced = quantize(left.values * mask_a, hows[0], "A")  # (M, K)
+            clock.lap("compress")
+            total += _sparse(reduced, right.residual, vector_length, dtype, clock)
+        if densities[1]:
+            reduced = quantize(right.values * mask_b, hows[1], "B")  # (K, N)
+            clock.lap("compress")
+            turned = _sparse(reduced.T, left.residual.T, vector_length, dtype, clock)  # (N, M)
+            total += turned.T.contiguous()  # adding a transposed matrix takes twice a copy's time
     clock.lap("combine")
     paths = ["spmm" if density else "none" for density in densities]
-    return total, PaperReport(*densities, paths[0], paths[1], reduction.eta, clock.times)
+    return total, PaperReport(*densities, paths[0], paths[1], reduction.eta, clock.times, reduction.threshold)
 
 
 def _add_dense(total: Tensor | None, lhs: Quantized, rhs: Quantized, dtype: torch.dtype) -> Tensor:
@@ -281,56 +329,3 @@ def _is_wide(left: QuantizedOperand, right: QuantizedOperand) -> bool:
         return True
     scales = (left.leading.scale, right.leading.scale)
     return any(s.numel() and not 1 / _SAFE < float(s.min()) <= float(s.max()) < _SAFE for s in scales)
-
-
-def _current_rule(rule: str) -> str:
-    """Return the name of a rule that was renamed, with a warning."""
-    if rule not in _RENAMED:
-        return rule
-    warnings.warn(f"rule={rule!r} is now rule={_RENAMED[rule]!r}", DeprecationWarning, stacklevel=3)
-    return _RENAMED[rule]
-
-
-def _check_options(
-    bits: int,
-    threshold: float,
-    rule: str,
-    scaling: str,
-    levels: str,
-    eta: float | None,
-    alpha: float,
-    beta: float,
-) -> None:
-    if isinstance(bits, bool) or not isinstance(bits, int) or not _MIN_BITS <= bits <= _MAX_BITS:
-        raise ValueError(f"bits must be an integer from {_MIN_BITS} to {_MAX_BITS}, got {bits!r}")
-    for name, value, allowed in (("rule", rule, RULES), ("scaling", scaling, SCALINGS), ("levels", levels, LEVELS)):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    if levels == LEVELS[1] and bits < 3:
-        raise ValueError(f"levels {levels!r} needs at least 3 bits, got {bits}")
-    if not threshold >= 0:
-        raise ValueError(f"threshold must be at least 0, got {threshold}")
-    if eta is not None and not 0 <= eta <= 1:
-        raise ValueError(f"eta must be None or in [0, 1], got {eta}")
-    for name, factor in (("alpha", alpha), ("beta", beta)):
-        if not math.isfinite(factor):
-            raise ValueError(f"{name} must be finite, got {factor}")
-
-
-def _check_operands(A: Tensor, B: Tensor, C: Tensor | None, beta: float) -> None:
-    operands = {"A": A, "B": B} | ({} if C is None else {"C": C})
-    for name, operand in operands.items():
-        if not isinstance(operand, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}")
-        if not operand.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {operand.dtype}")
-        if operand.dim() != 2:
-            raise ValueError(f"{name} must be 2-D, got {operand.dim()} dimensions")
-        if operand.device != A.device:
-            raise ValueError(f"{name} must be on the device of A, got {operand.device} and {A.device}")
-    if A.shape[1] != B.shape[0]:
-        raise ValueError(f"B must have as many rows as A has columns, got {B.shape[0]} and {A.shape[1]}")
-    if C is None and beta != 0:
-        raise ValueError(f"C must be given for beta {beta}, got None")
-    if C is not None and C.shape != (A.shape[0], B.shape[1]):
-        raise ValueError(f"C must have shape {(A.shape[0], B.shape[1])}, got {tuple(C.shape)}")

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residual.operand.decompose import decompose
+from cute_kernels.cpu import engine
+from cute_kernels.cpu.compensate import split_residual
+from residual.operand.decompose import decompose, refuse_nonfinite
 
 _CHUNK = 1 << 15  # entries whose doubles stay in a cache
 
@@ -62,11 +64,15 @@ class QuantizedOperand(NamedTuple):
         The operand, float32 or float64.
     leading, residual : Quantized
         Its integers, and those of what their rounding left over.
+    sums : Tensor, optional
+        Sums of magnitudes in float64: one, or one per slice with its own lambda, where they were asked for and the CPU
+        engine quantized.
     """
 
     values: Tensor
     leading: Quantized
     residual: Quantized
+    sums: Tensor | None = None
 
 
 def quantize(x: Tensor, how: Quantizer, name: str) -> Quantized:
@@ -86,10 +92,11 @@ def quantize(x: Tensor, how: Quantizer, name: str) -> Quantized:
     return Quantized(found.high, found.scale)
 
 
-def quantize_operand(x: Tensor, how: Quantizer, name: str) -> QuantizedOperand:
+def quantize_operand(x: Tensor, how: Quantizer, name: str, sums: bool = False) -> QuantizedOperand:
     """Quantize an operand and its residual, lines 1 and 4 to 6 of Algorithm 1.
 
-    The residual is computed in float64 and rounded to the dtype of the values.
+    The residual is computed in float64 and rounded to the dtype of the values. The CPU engine does it all in one call,
+    for float32 and shorter floats, and sums magnitudes where `sums` asks for it.
 
     Examples
     --------
@@ -98,6 +105,8 @@ def quantize_operand(x: Tensor, how: Quantizer, name: str) -> QuantizedOperand:
     ([[127, 63, 0]], 0.0236)
     """
     values = x.detach() if x.dtype == torch.float64 else x.detach().float()
+    if values.device.type == "cpu" and values.dtype == torch.float32 and values.numel() and engine.available():
+        return _by_engine(values, how, name, sums)
     leading = quantize(values, how, name)
     residual = torch.empty_like(values)
     rows = max(1, values.shape[0] if values.is_cuda else _CHUNK * values.shape[0] // max(values.numel(), 1))
@@ -107,3 +116,13 @@ def quantize_operand(x: Tensor, how: Quantizer, name: str) -> QuantizedOperand:
         dequantized = leading.integers[part].double().mul_(scale)
         residual[part] = torch.sub(values[part], dequantized, out=dequantized)
     return QuantizedOperand(values, leading, quantize(residual, how, name))
+
+
+def _by_engine(values: Tensor, how: Quantizer, name: str, sums: bool) -> QuantizedOperand:
+    """The same by the CPU engine, to the bit."""
+    found = split_residual(values, how.axis, high=float(how.levels), truncate=how.rounding == "trunc", sums=sums)
+    if found.flags & engine.NONFINITE:
+        refuse_nonfinite(values, name)
+    shape = [] if how.axis is None else [values.shape[d] if d == how.axis else 1 for d in range(2)]
+    leading, residual = (scale.view(shape) for scale in found.scales)
+    return QuantizedOperand(values, Quantized(found.leading, leading), Quantized(found.residual, residual), found.sums)

@@ -71,15 +71,15 @@ def kept_entries(
     if threshold == 0:
         kept = values != 0
     elif rule == "mean":
-        kept = values.abs() > (2 * threshold * _average(values, per_row)).to(values.dtype)
+        kept = values.abs() > (2 * threshold * average(values, per_row)).to(values.dtype)
     else:
         assert product is not None
-        level = (threshold * _average(product, True)).to(values.dtype)  # (M, 1)
+        level = (threshold * average(product, True)).to(values.dtype)  # (M, 1)
         kept = (values if rule == "example" else values.abs()) > level
     return kept if vector_length == 1 else _whole_vectors(kept, vector_length)
 
 
-def _average(x: Tensor, per_row: bool) -> Tensor:
+def average(x: Tensor, per_row: bool) -> Tensor:
     """Return ``avg|x|`` in float64, shape (M, 1) per row, else ()."""
     turned = x.stride(0) < x.stride(1)
     base = x.T if turned else x
