@@ -4,7 +4,7 @@ Writes ``benchmarks/results/paper_residual_cpu.json`` (``..._cuda.json``), ``doc
 tables of ``docs/paper-residual.md``. A section that is not named keeps its results, so that a long run can be split.
 Tables 6 and 7 come from ``examples/qr_table.py`` and ``examples/lenet_fashion_mnist.py``.
 Source: Gu, arXiv 2403.06924.
-Run: ``python benchmarks/paper_residual.py [accuracy table4 table3 figure1] [--sizes4 512,1024] [--device cuda]
+Run: ``python benchmarks/paper_residual.py [accuracy table4 table3 figure1 layers] [--sizes4 512,1024] [--device cuda]
 [--out FOLDER]``
 """
 
@@ -26,7 +26,7 @@ from magicube_cutlass.cli.environment import provenance
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "paper-residual.md"
-SECTIONS = ("accuracy", "table4", "table3", "figure1")
+SECTIONS = ("accuracy", "table4", "table3", "figure1", "layers")
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
@@ -47,6 +47,8 @@ def tables(results: dict[str, Any], folder: Path) -> dict[str, str]:
         found["figure-7"] = page.figure_7(rates.shares(results["table 4"]))
     if "figure 1" in results:
         found["figure-1"] = page.figure_1(results["figure 1"])
+    if "layers" in results:
+        found["layers"] = page.layers(results["layers"])
     for mark, stem, render in (("table-6", "qr_table", page.table_6), ("table-7", "lenet", page.table_7)):
         if (path := folder / f"{stem}.json").is_file():
             found[mark] = render(json.loads(path.read_text())["rows"])
@@ -83,6 +85,9 @@ def main(
     ] = "1024,4096",
     sizes4: Annotated[str, typer.Option(help="Sizes of Table 4.")] = ",".join(map(str, TABLE_4)),
     sizes1: Annotated[str, typer.Option(help="Sizes of Figure 1.")] = "512,1024,2048",
+    sizes_layers: Annotated[
+        str, typer.Option(help="Columns of fully connected layers.")
+    ] = "128,256,512,1024,2048,4096",
     mkl: Annotated[Path | None, typer.Option(help="libmkl_rt of the wheel mkl.")] = None,
     eigen: Annotated[Path | None, typer.Option(help="Folder of Eigen's headers.")] = None,
 ) -> None:
@@ -111,6 +116,10 @@ def main(
             write_results(path, results)  # a run that is stopped goes on with the next size
     if "figure1" in chosen:
         results["figure 1"] = rates.dense_rates((64,) if quick else sizes_of(sizes1), budget, mkl, eigen)
+    for n in ((16,) if quick else sizes_of(sizes_layers)) if "layers" in chosen and device == "cpu" else ():
+        row = rates.layer_rates(n, budget, 50 if quick else rates.BATCH)
+        results["layers"] = merged(results.get("layers", []), [row])
+        write_results(path, results)
     write_results(path, results)
     made = tables(results, RESULTS)
     console = Console(width=170)

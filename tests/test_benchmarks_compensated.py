@@ -84,6 +84,9 @@ def test_the_papers_values_stand_beside_ours(tmp_path: Path) -> None:
         assert densities == sorted(densities, reverse=True) and row["full"] < row["origin"]
     for name in ("table 3", "table 4"):
         assert all(seconds > 0 for row in found[name] for seconds in row["seconds"].values())
+    (layer,) = found["layers"]
+    assert set(layer["seconds"]) == {"float32", *layer["densities"]} and layer["densities"]["origin"] == [0, 0]
+    assert 0 < max(layer["densities"]["density 0.01"]) < 0.1 < min(layer["densities"]["threshold 0"])
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "paper_residual.png").stat().st_size > 0
 

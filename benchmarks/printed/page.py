@@ -153,6 +153,23 @@ def figure_1(rows: list[dict[str, Any]]) -> str:
     return table(["GOPS at n =", *(str(row["n"]) for row in rows)], body)
 
 
+def layers(rows: list[dict[str, Any]]) -> str:
+    """Return the rates of fully connected layers over float32's, and from which n on each way is the faster one."""
+    ways = [way for way in rows[0]["seconds"] if way != "float32"]
+    ratios = {way: [row["seconds"]["float32"] / row["seconds"][way] for row in rows] for way in ways}
+    body = []
+    for i, row in enumerate(rows):
+        cells = [f"{ratios[way][i]:.2f}" for way in ways]
+        body.append([str(row["n"]), f"{1e3 * row['seconds']['float32']:.3g}", *cells])
+    first = []
+    for way in ways:
+        slower = [i for i, ratio in enumerate(ratios[way]) if ratio <= 1]
+        above = slower[-1] + 1 if slower else 0
+        first.append(f"n = {rows[above]['n']}" if above < len(rows) else "not measured to be")
+    body.append(["faster from", "", *first])
+    return table(["n", "float32, ms", *(f"{way}, times its rate" for way in ways)], body)
+
+
 def table_6(rows: list[dict[str, Any]], n: int = 256) -> str:
     """Return Table 6, printed/ours, from ``qr_table.json``."""
     found = {(r["distribution"], r["way"]): r["error"] for r in rows if r["n"] == n}

@@ -74,6 +74,43 @@ def whole_calls(n: int, densities: tuple[float, ...], device: str, budget: float
     return {"n": n, "seconds": found, "reports": reports}
 
 
+BATCH = 10_000  # images of Table 7
+LAYER_WAYS: dict[str, dict[str, Any]] = {
+    "origin": {"threshold": math.inf},
+    "density 0.01": {},  # a threshold that keeps about as much of both operands
+    "threshold 1": {"threshold": 1.0},
+    "threshold 0": {"threshold": 0.0},
+}
+
+
+def layer_rates(n: int, budget: float, batch: int = BATCH) -> dict[str, Any]:
+    """Return seconds of a fully connected layer's product, ``(batch, n)`` by ``(n, n)``, in float32 and paper mode.
+
+    Activations are ``max(x, 0)`` of normal x, weights are normal; int8, one lambda per matrix, rule ``mean``, as
+    ``examples/lenet_fashion_mnist.py`` has them.
+    """
+    g = torch.Generator().manual_seed(n)
+    x, w = torch.randn(batch, n, generator=g).relu_(), torch.randn(n, n, generator=g)
+    means = x.mean(), w.abs().mean()
+    sparse = max(float(torch.quantile(y.flatten()[:: y.numel() // 50_000 + 1], 0.99) / (2 * mean))
+                 for y, mean in ((x, means[0]), (w.abs(), means[1])))  # fmt: skip
+    densities: dict[str, tuple[float, float]] = {}
+
+    def call(name: str) -> Callable[[], None]:
+        options = {"threshold": sparse, **LAYER_WAYS[name], "rule": "mean", "vector_length": 1}
+
+        def product() -> None:
+            report = run(x, w, **options)[1]
+            densities[name] = report.density_a, report.density_b
+
+        return product
+
+    calls: dict[str, Callable[[], object]] = {"float32": lambda: x @ w}
+    calls |= {name: call(name) for name in LAYER_WAYS}
+    found = {name: timing.best for name, timing in measure(calls, budget=budget, min_runs=2).items()}
+    return {"n": n, "batch": batch, "seconds": found, "densities": densities}
+
+
 def shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return Figure 7: shares of a call's time by step, of the calls of Table 4."""
     found = []
