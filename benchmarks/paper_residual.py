@@ -83,7 +83,9 @@ def main(
     sizes3: Annotated[
         str, typer.Option(help=f"Sizes of Table 3; printed: {', '.join(map(str, TABLE_3))}.")
     ] = "1024,4096",
-    sizes4: Annotated[str, typer.Option(help="Sizes of Table 4.")] = ",".join(map(str, TABLE_4)),
+    sizes4: Annotated[
+        str, typer.Option(help=f"Sizes of Table 4; printed: {', '.join(map(str, TABLE_4))}.")
+    ] = "512,1024,2048,4096,8192",
     sizes1: Annotated[str, typer.Option(help="Sizes of Figure 1.")] = "512,1024,2048",
     sizes_layers: Annotated[
         str, typer.Option(help="Columns of fully connected layers.")

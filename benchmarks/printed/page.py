@@ -128,12 +128,13 @@ def rates(results: dict[str, Any], name: str) -> str:
     printed, densities, scale = (TABLE_3, DENSITIES_3, 1e-12) if name == "table 3" else (TABLE_4, DENSITIES_4, 1e-9)
     kinds = [f"{d:g}" for d in densities] + ["Full", "Origin"]
     body = []
-    for n, values in printed.items():
-        ours = _rates(results.get(name, []), n, scale)
+    for n in sorted({*printed, *(row["n"] for row in results.get(name, []))}):
+        ours, values = _rates(results.get(name, []), n, scale), printed.get(n)
+        prefix = ["-" for _ in kinds] if values is None else [f"{p:g}" for p in values]
         if ours is None:
-            body.append([str(n), *(f"{p:g}" for p in values), "not run here"])
+            body.append([str(n), *prefix, "not run here"])
             continue
-        cells = [f"{p:g}/{ours[kind]:.3g}" for p, kind in zip(values, kinds, strict=True)]
+        cells = [f"{p}/{ours[kind]:.3g}" for p, kind in zip(prefix, kinds, strict=True)]
         body.append([str(n), *cells, f"{ours['float32']:.3g}"])
     unit = "TOPS" if name == "table 3" else "GOPS"
     return table([f"n ({unit})", *kinds, "float32"], body)
