@@ -126,6 +126,7 @@ def multiply(
     columns_first: bool = False,
     out_dtype: torch.dtype = torch.int32,
     out: Tensor | None = None,
+    adds: bool = False,
 ) -> Tensor:
     """Multiply by a packed matrix: ``(A B) * row_scale[:, None] * col_scale + bias``, with exact integer sums.
 
@@ -147,6 +148,8 @@ def multiply(
         int32, int64, float32, float16 or bfloat16.
     out : Tensor, shape (M, N), optional
         Output with contiguous rows or columns, written in place.
+    adds : bool, default False
+        Add the product to a given float32 output.
 
     Returns
     -------
@@ -171,12 +174,14 @@ def multiply(
     check_rows("a", a, torch.int8, k)
     check_vectors(m, row_scale=row_scale)
     check_vectors(n, col_scale=col_scale, bias=bias)
+    if adds and (out is None or out_dtype != torch.float32):
+        raise ValueError(f"out must be given in torch.float32 to be added to, got {out_dtype}")
     out, row_step, column_step = _output(m, n, out_dtype, out)
     engine = extension.ENGINE or extension.load_extension()
     scales = engine.Scales(address_of(row_scale), address_of(col_scale), address_of(bias), 0, 0)
     engine.dense(
         right.handle, a.data_ptr(), a.stride(0), scales, columns_first, m, out.data_ptr(), row_step, column_step,
-        OUT_TYPES[out_dtype], torch.get_num_threads(),
+        OUT_TYPES[out_dtype], torch.get_num_threads(), adds,
     )  # fmt: skip
     return out
 

@@ -149,18 +149,21 @@ def _engine(
     row_scale: Tensor | None = None,
     col_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    c: Tensor | None = None,
 ) -> Tensor:
-    """Return the product (M, N) by the engine, scaled if the output is a float."""
+    """Return the product (M, N) by the engine, scaled if the output is a float, plus `c` in float32."""
+    out = None if c is None else c.clone(memory_format=torch.contiguous_format)
     if bias is None and _is_swapped(a, b):
-        out, rows = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype), _with_contiguous_rows(b.t())  # (N, K)
+        out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
+        rows = _with_contiguous_rows(b.t())  # (N, K)
         dense.multiply(
             rows, dense.pack_right(a.t()), row_scale=col_scale, col_scale=row_scale, columns_first=True,
-            out_dtype=out_dtype, out=out.t(),
+            out_dtype=out_dtype, out=out.t(), adds=c is not None,
         )  # fmt: skip
         return out
     return dense.multiply(
         _with_contiguous_rows(a), dense.pack_right(b), row_scale=row_scale, col_scale=col_scale, bias=bias,
-        out_dtype=out_dtype,
+        out_dtype=out_dtype, out=out, adds=c is not None,
     )  # fmt: skip
 
 
@@ -218,12 +221,17 @@ def _fused(problem: GemmProblem, max_k: int) -> Tensor | None:
     """Return the product by one call of the engine; None if another product or epilogue is wanted."""
     m, n, k = problem.shape
     several = problem.products.levels > 1 or len(problem.products.pairs(0)) > 1
-    if several or k > max_k or problem.alpha != 1.0 or problem.c is not None or problem.out_dtype == torch.float64:
+    if several or k > max_k or problem.alpha != 1.0 or problem.out_dtype == torch.float64:
         return None
+    c = problem.c
+    if c is not None:  # the bias follows c, and half precision is rounded once
+        in_float32 = c.dtype == problem.out_dtype == torch.float32
+        if problem.beta != 1.0 or problem.bias is not None or not in_float32:
+            return None
     if dense_backend() != "engine":
         return None
     vectors = _vector(problem.row_scale, m), _vector(problem.col_scale, n), _vector(problem.bias, n)
-    return _engine(problem.a[0], problem.b[0], problem.out_dtype, *vectors)
+    return _engine(problem.a[0], problem.b[0], problem.out_dtype, *vectors, c)
 
 
 def gemm_cpu(problem: GemmProblem, max_k: int) -> Tensor:

@@ -175,12 +175,13 @@ NB_MODULE(_engine, m) {
         new (self) PackedRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums), inner, n, nibbles};
       }, "packed"_a, "column_sums"_a, "inner"_a, "n"_a, "nibbles"_a);
   m.def("dense", [](const PackedRight& right, uintptr_t a, int64_t row_elements, const GivenScales& scales, bool columns_first,
-                    int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type, int threads) {
+                    int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type, int threads, bool adds) {
     const RepeatedScales repeated(scales, rows, right.n);
+    require(!adds || static_cast<Out>(out_type) == Out::kFloat32, "only float32 results are added");
     dense(DenseArgs{right, {pointer<const int8_t>(a), nullptr, row_elements, nullptr, 0.0, 0.0}, repeated, columns_first, rows,
-                    row_step, column_step, pointer<void>(out), static_cast<Out>(out_type)}, threads);
+                    row_step, column_step, pointer<void>(out), static_cast<Out>(out_type), adds}, threads);
   }, "right"_a, "a"_a, "row_elements"_a, "scales"_a, "columns_first"_a, "rows"_a, "out"_a, "row_step"_a, "column_step"_a,
-     "out_type"_a, "threads"_a);
+     "out_type"_a, "threads"_a, "adds"_a = false);
   m.def("linear", [](const PackedRight& right, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
                      const GivenScales& scales, int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type,
                      int threads) {

@@ -129,6 +129,10 @@ void scale_sums(const int32_t* __restrict sums, int64_t count, float row, const 
   }
 }
 
+inline void add_floats(const float* __restrict from, int64_t count, float* __restrict out) {
+  for (int64_t i = 0; i < count; ++i) out[i] += from[i];
+}
+
 // A block of rows times one panel.
 template <class Product>
 class DenseTask {
@@ -139,7 +143,7 @@ class DenseTask {
         rows_(rows),
         column_(column),
         columns_(lesser(kPanel, args.right.n - column)),
-        streams_(columns_ == kPanel && streams_rows(args)) {
+        streams_(columns_ == kPanel && !args.adds && streams_rows(args)) {
     for (int64_t j = 0; j < columns_; ++j) {
       scales_[j] = args.scales.columns ? args.scales.columns[column + j] : 1.0f;
       bias_[j] = args.scales.bias ? args.scales.bias[column + j] : -0.0f;
@@ -181,11 +185,12 @@ class DenseTask {
       return;
     }
     const float scale = args_.left.reals ? scales[r] : args_.scales.rows ? args_.scales.rows[row_ + r] : 1.0f;
-    const bool in_place = by_rows && args_.out_type == Out::kFloat32 && !streams_;
+    const bool in_place = by_rows && args_.out_type == Out::kFloat32 && !streams_ && !args_.adds;
     float* const to = in_place ? static_cast<float*>(args_.out) + at : block_ + r * kPanel;
     const auto scaled = args_.columns_first ? scale_sums<true> : scale_sums<false>;
     scaled(sums, columns_, scale, scales_, bias_, to);
-    if (streams_) Product::Micro::stream(to, static_cast<float*>(args_.out) + at, columns_ * 4);
+    if (by_rows && args_.adds) add_floats(to, columns_, static_cast<float*>(args_.out) + at);
+    else if (streams_) Product::Micro::stream(to, static_cast<float*>(args_.out) + at, columns_ * 4);
     else if (by_rows && !in_place) store_floats(to, columns_, args_.out_type, args_.out, at);
   }
 
@@ -199,7 +204,8 @@ class DenseTask {
       } else {
         float run[kDirectRows];
         for (int64_t r = 0; r < rows_; ++r) run[r] = block_[r * kPanel + j];
-        store_floats(run, rows_, args_.out_type, args_.out, at);
+        if (args_.adds) add_floats(run, rows_, static_cast<float*>(args_.out) + at);
+        else store_floats(run, rows_, args_.out_type, args_.out, at);
       }
     }
   }

@@ -293,6 +293,7 @@ struct DenseArgs {
   int64_t column_step;     // and from one column to the next; one of the two steps is 1
   void* out;
   Out out_type;
+  bool adds = false;       // float32 results are added to the output
 };
 
 struct ProbeDigitsArgs {

@@ -118,6 +118,36 @@ def test_the_epilogue_has_the_bits_of_float32(path: str, dtype: torch.dtype, col
         assert multiply(a, right, out=out, out_dtype=dtype, **options) is out and torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(53, 70, 75), (300, 20, 1024), (1, 9, 64)]
+)  # the second is streamed otherwise
+def test_a_product_is_added_to_an_output(path: str, m: int, k: int, n: int) -> None:
+    a, b = ints(m, k, 1), ints(k, n, 2)
+    generator = torch.Generator().manual_seed(3)
+    rows, columns, start = (torch.rand(size, generator=generator) - 0.3 for size in ((m,), (n,), (m, n)))
+    expected = start + (a.long() @ b.long()).float() * rows[:, None] * columns
+    options: dict[str, Any] = {"row_scale": rows, "col_scale": columns, "out_dtype": torch.float32, "adds": True}
+    for out in (start.clone(), start.t().clone().t()):
+        assert multiply(a, pack_right(b), out=out, **options) is out and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+def test_a_source_is_added_with_the_same_bits(column_major: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = ints(40, 50, 1), ints(50, 30, 2), torch.rand(40, 30)
+    b = b.t().contiguous().t() if column_major else b
+    before = c.clone()
+    for dtype, beta in ((torch.float32, 1.0), (torch.float32, 0.5), (torch.float16, 1.0)):
+        found = []
+        for backend in ("engine", "float32"):
+            monkeypatch.setenv("MAGICUBE_GEMM", backend)
+            scales = {
+                "scale_a": torch.rand(40, generator=torch.Generator().manual_seed(1)),
+                "scale_b": 0.3 * torch.ones(()),
+            }
+            found.append(gemm(a, b, c=c, beta=beta, out_dtype=dtype, **scales))
+        assert torch.equal(*found) and torch.equal(c, before)
+
+
 @pytest.mark.parametrize("n", [1024, 1040, 1030])
 def test_results_stored_past_the_caches_are_the_same(path: str, n: int) -> None:
     a, b, row_scale = ints(300, 20, 1), ints(20, n, 2), torch.arange(300.0)
@@ -219,6 +249,7 @@ A, B = ints(4, 6, 1), ints(6, 5, 2)
         (lambda: multiply(A, pack_right(B), out=torch.empty(4, 4, dtype=torch.int32)), ValueError, "out must have shape (4, 5)"),
         (lambda: multiply(A, pack_right(B), out=torch.empty(8, 10, dtype=torch.int32)[::2, ::2]), ValueError, "contiguous rows or"),
         (lambda: multiply(A, pack_right(B), bias=torch.ones(4)), ValueError, "bias must have shape (5,), got (4,)"),
+        (lambda: multiply(A, pack_right(B), adds=True), ValueError, "out must be given in torch.float32 to be added to"),
         (lambda: linear(A, pack_right(B)), TypeError, "x must be torch.float32, got torch.int8"),
         (lambda: linear(A.float(), pack_right(B), bits=16), ValueError, "bits must be 4 or 8 and out_dtype a float of the engine, got 16"),
         (lambda: linear(A.float(), pack_right(B), x_scale=torch.ones(4)), ValueError, "x_scale must have shape ()"),
