@@ -14,9 +14,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 CPU, LAYERS, GPU = "cpu-table", "cpu-layers", "gpu-table"
 LAYER_TOKENS = (1, 16, 400)
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
-DLMC, LLM, COSTS = "dlmc", "llm", "one-time-costs"
-FLOATS, ATTENTION, CHOOSE, GEMM = "floats", "attention", "choose", "gemm"
-COMPENSATED = "compensated"
+DLMC, LLM, COSTS, COMPENSATED = "dlmc", "llm", "one-time-costs", "compensated"
+FLOATS, ATTENTION, CHOOSE, GEMM, GEMM_H100 = "floats", "attention", "choose", "gemm", "gemm on an H100"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8", "2:4 int8", "BSR fp16 32",
@@ -24,14 +23,11 @@ GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8",
 
 
 def _break_even_line(size: dict[str, Any]) -> str:
-    lowest = size["rows"][0]["density"]
-    highest = size["rows"][-1]["density"]
-    parts = []
+    lowest, highest = (size["rows"][i]["density"] for i in (0, -1))
+    first, parts = size["rows"][0]["ms"], []
     for name, value in size["break_even"].items():
-        row = size["rows"][0]["ms"]
-        slower = row[name] > row["dense"]
-        text = f"{value:.2f}" if value is not None else f"below {lowest:g}" if slower else f"above {highest:g}"
-        parts.append(f"{name} {text}")
+        beyond = f"below {lowest:g}" if first[name] > first["dense"] else f"above {highest:g}"
+        parts.append(f"{name} {beyond if value is None else f'{value:.2f}'}")
     return f"Density at which it takes as long as the dense product, n = {size['n']}: " + ", ".join(parts) + "."
 
 
@@ -314,23 +310,26 @@ def render_floats(results: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def render_gemm(results: dict[str, Any]) -> str:
-    """A row a product, a column a shape; then what making the digits takes."""
-    cases, sizes = results["products"], results["digits"]
-    known = [{row["name"]: row for row in case["products"]} for case in cases]
-    rows = [
-        [name, *(_microseconds(case.get(name)) for case in known), f"{row['error']:.1e}"]
-        for name, row in known[0].items()
-    ]
-    made = [{kernel["name"]: kernel for kernel in size["kernels"]} for size in sizes]
-    digits = [
-        [name, *(cell for size in made for cell in (_microseconds(size[name]), f"{size[name]['TB/s']:.2f}"))]
-        for name in made[0]
-    ]
-    shapes = [" x ".join(map(str, case["shape"])) for case in cases]
+def render_products(results: dict[str, Any]) -> str:
+    """A row a product, a column a shape."""
+    known = [{row["name"]: row for row in case["products"]} for case in results["products"]]
+    rows = [[name, *(_microseconds(each.get(name)) for each in known), f"{row['error']:.1e}"]
+            for name, row in known[0].items()]  # fmt: skip
+    shapes = [" x ".join(map(str, case["shape"])) for case in results["products"]]
     return "\n".join([
         f"{_machine(results)}; microseconds, {results['setting']['us']}; the error is that at {shapes[0]}.", "",
-        *_grid(["M x N x K", *shapes, "error"], rows), "", "Digits of a square matrix:", "",
+        *_grid(["M x K x N", *shapes, "error"], rows),
+    ])  # fmt: skip
+
+
+def render_gemm(results: dict[str, Any]) -> str:
+    """The products, then what making the digits takes."""
+    sizes = results["digits"]
+    made = [{kernel["name"]: kernel for kernel in size["kernels"]} for size in sizes]
+    digits = [[name, *(cell for size in made for cell in (_microseconds(size[name]), f"{size[name]['TB/s']:.2f}"))]
+              for name in made[0]]  # fmt: skip
+    return "\n".join([
+        render_products(results), "", "Digits of a square matrix:", "",
         *_grid(["", *(head for size in sizes for head in (f"n = {size['size']}, us", "TB/s"))], digits),
     ])  # fmt: skip
 
@@ -359,23 +358,24 @@ def render_compensated(results: dict[str, Any]) -> str:
     rows = []
     for case in results["sizes"]:
         loop, gpu = case["loop_us"], case["gpu_us"]
-        floats = [f"{loop['torch float32']:.0f}", f"{loop['torch tf32']:.0f}"]
+        floats = [f"{loop[name]:.0f}" for name in ("torch float32", "torch tf32")]
         for tol in ("0.02", "0.001"):
             whole = [f"{loop[name]:.0f} ({gpu[name]:.0f})" for name in (tol, f"{tol}, prepared")]
             rows.append([str(case["n"]), tol, *whole, *floats])
-    head = ["n", "tol", "checked", "checked, B prepared", "torch float32", "torch tf32, unchecked"]
-    return "\n".join([f"{_machine(results)}.", "", *_grid(head, rows)])
+    head = "n", "tol", "checked", "checked, B prepared", "torch float32", "torch tf32, unchecked"
+    return "\n".join([f"{_machine(results)}.", "", *_grid([*head], rows)])
 
 
 SECTIONS = (  # of the guides: name, results file, table, guide
-    (DLMC, "dlmc", render_dlmc, "performance"),
-    (LLM, "llm", render_llm, "performance"),
-    (COSTS, "costs", render_costs, "performance"),
-    (CHOOSE, "choose", render_choose, "performance"),
-    (GEMM, "gemm", render_gemm, "gemm"),
-    (FLOATS, "floats", render_floats, "floats"),
-    (ATTENTION, "attention", render_attention, "attention-performance"),
-    (COMPENSATED, "compensated", render_compensated, "performance"),
+    (DLMC, "dlmc_h200", render_dlmc, "performance"),
+    (LLM, "llm_h200", render_llm, "performance"),
+    (COSTS, "costs_h200", render_costs, "performance"),
+    (CHOOSE, "choose_h200", render_choose, "performance"),
+    (GEMM, "gemm_h200", render_gemm, "gemm"),
+    (GEMM_H100, "gemm_h100", render_products, "gemm"),
+    (FLOATS, "floats_h200", render_floats, "floats"),
+    (ATTENTION, "attention_h200", render_attention, "attention-performance"),
+    (COMPENSATED, "compensated_h200", render_compensated, "performance"),
 )
 
 
@@ -394,7 +394,7 @@ if __name__ == "__main__":
     update_readme(LAYERS, render_layers())
     update_readme(GPU, render_gpu(json.loads((RESULTS / "spmm_h200.json").read_text())))
     for section, stem, table, guide in SECTIONS:
-        if (source := RESULTS / f"{stem}_h200.json").is_file():
+        if (source := RESULTS / f"{stem}.json").is_file():
             update_readme(section, table(json.loads(source.read_text())), ROOT / "docs" / f"{guide}.md")
         else:
             print(f"no {source}: the section {section} stays as it is")

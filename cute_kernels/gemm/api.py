@@ -229,7 +229,7 @@ def gemm(
         ``NATIVE_INT4`` multiplies two packed operands by s4 instructions; it has not run on a GPU.
     backend : str, optional
         ``"cutlass"``: a kernel of CUTLASS, for one product in int32 on a GPU, with N a multiple of 4; see
-        ``cute_kernels.gemm.cutlass``. It has not run on a GPU. Default: the kernels of this library.
+        ``cute_kernels.gemm.cutlass``. Default: the kernels of this library.
 
     Returns
     -------

@@ -1,8 +1,8 @@
 """CUTLASS's own kernels of the dense integer product, emitted by ``cutlass_library`` and compiled by NVRTC.
 
 ``cutlass_library`` of the wheel ``nvidia-cutlass`` enumerates operations and writes their C++ types. A unit adds what
-NVRTC lacks and an entry point of ``gemm/cutlass.cuh``; no nvcc, host compiler or driver takes part. These kernels have
-not run on a GPU: ``gemm(backend="cutlass")`` names them, nothing selects them.
+NVRTC lacks and the entry point of ``gemm/cutlass.cuh``; no nvcc, host compiler or driver takes part. The kernel has run
+on an H100: ``gemm(backend="cutlass")`` names it, nothing selects it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cute_kernels.convert.pack import pack_rows
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.compiler import Unit
-from cute_kernels.jit.device import current_arch, device_of, num_sms
+from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import ALIGNMENT, aligned, is_ready
 
@@ -73,7 +73,7 @@ def operations(generator: str, kernels: str = "") -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class CutlassGemm(KernelConfig):
-    """A kernel of CUTLASS: ``D = A B`` in int32. It has not run on a GPU.
+    """A kernel of CUTLASS 2.x: ``D = A B`` in int32.
 
     Attributes
     ----------
@@ -89,8 +89,6 @@ class CutlassGemm(KernelConfig):
         Threads per CTA.
     smem : int
         Bytes of dynamic shared memory; the unit checks it against CUTLASS's.
-    persistent : bool
-        A grid of at most one CTA per SM (3.x), with operands traded; else a CTA per tile (2.x).
     """
 
     operation: str
@@ -99,7 +97,6 @@ class CutlassGemm(KernelConfig):
     tile: tuple[int, int]
     num_threads: int
     smem: int
-    persistent: bool
 
     @property
     def name(self) -> str:
@@ -133,42 +130,20 @@ class CutlassGemm(KernelConfig):
                 '\n#include "gemm/cutlass.cuh"\n',
             )
         )
-        entry = "cutlass_gemm_3x" if self.persistent else "cutlass_gemm_2x"
-        return Unit(source, f"magicube::{entry}<{self.operation}, {self.smem}>", arch, self.name)
+        return Unit(source, f"magicube::cutlass_gemm<{self.operation}, {self.smem}>", arch, self.name)
 
-    def grid(self, m: int, n: int, sms: int) -> tuple[int, int, int]:
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
         """Return the grid of an (m, n) output."""
-        if self.persistent:
-            return min(sms, -(-n // self.tile[0]) * -(-m // self.tile[1])), 1, 1
         rows, columns = -(-m // self.tile[0]), -(-n // self.tile[1])
         # GemmIdentityThreadblockSwizzle<8>::get_log_tile
         log = 3 if columns >= 6 else 2 if columns >= 3 else 1 if columns >= 2 else 0
         return rows << log, -(-columns // (1 << log)), 1
 
 
-CONFIGS = {
-    "mma": CutlassGemm(
-        "cutlass_tensorop_i16832gemm_s8_256x128_64x3_tn_align16", "GenerateSM80_TensorOp_16832_TN",
-        "EmitGemmUniversalInstance", (256, 128), 256, 73728, persistent=False,
-    ),
-    "wgmma": CutlassGemm(
-        "cutlass3x_sm90_tensorop_gemm_s8_s8_s32_s32_s32_128x128x128_1x1x1_0_tnn_align8_cpasync_warpspecialized_cooperative_"
-        "epi_nosmem",
-        "GenerateSM90_TensorOp_int8_WGMMA_alignx_gemm", "EmitGemmUniversal3xInstance", (128, 128), 384, 232448,
-        persistent=True,
-    ),
-}  # fmt: skip
-
-
-def config_for(arch: str) -> CutlassGemm:
-    """Return CUTLASS's kernel for an architecture: 3.x on sm_90a, 2.x elsewhere.
-
-    Examples
-    --------
-    >>> config_for("sm_90a").persistent, config_for("sm_80").persistent
-    (True, False)
-    """
-    return CONFIGS["wgmma" if arch == "sm_90a" else "mma"]
+CONFIG = CutlassGemm(
+    "cutlass_tensorop_i16832gemm_s8_256x128_64x3_tn_align16", "GenerateSM80_TensorOp_16832_TN",
+    "EmitGemmUniversalInstance", (256, 128), 256, 73728,
+)  # fmt: skip
 
 
 def check_backend(problem: GemmProblem, backend: str) -> None:
@@ -199,7 +174,7 @@ def _rows(plane: Tensor) -> tuple[Tensor, int]:
 
 
 def gemm_cutlass(problem: GemmProblem, out: Tensor) -> Tensor:
-    """Write a product to `out` by CUTLASS's kernel and return it. It has not run on a GPU.
+    """Write a product to `out` by CUTLASS's kernel and return it.
 
     Parameters
     ----------
@@ -224,11 +199,10 @@ def gemm_cutlass(problem: GemmProblem, out: Tensor) -> Tensor:
         raise ValueError(f"out must have rows at multiples of {ALIGNMENT} bytes, got memory stride {pitch}")
     problem = problem.unpacked()
     with device_of(out):
-        config = config_for(current_arch())
         a, pitch_a = _rows(problem.a[0])  # (M, K)
         b, pitch_b = _rows(problem.b[0].t())  # (N, K)
-        get_kernel(config).launch(
-            config.grid(m, n, num_sms(out.device.index)),
+        get_kernel(CONFIG).launch(
+            CONFIG.grid(m, n),
             (
                 a.data_ptr(), pitch_a, b.data_ptr(), pitch_b, out.data_ptr(), pitch, np.int32(m), np.int32(n),
                 np.int32(aligned(k)),

@@ -3,8 +3,7 @@
 // Architectures: sm_80 and later (cp.async).
 // Work: a warp computes up to 32 consecutive vectors of one vector row.
 // Pipeline: each warp copies the gathered rows of Y and the V rows of X by cp.async into its own ring of kStages stages of
-// kTileK elements along K; no CTA barrier. One stage: no prefetch, a tile is loaded when it is multiplied (for measurements;
-// no GPU has run it).
+// kTileK elements along K; no CTA barrier. One stage: no prefetch, a tile is loaded when it is multiplied (for measurements).
 // Source: Li, Osawa, Hoefler, SC'22, section IV-C.
 #pragma once
 

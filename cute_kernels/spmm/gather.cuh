@@ -5,7 +5,7 @@
 // their results through shared memory. All warps of a CTA split a long row; these CTAs come first.
 // Pipeline: each warp copies the rows of B of its groups by cp.async into its own ring of kStages stages; no CTA barrier in
 // the mainloop. Columns of A are loaded kStages groups ahead, values one group ahead. One stage: no prefetch, a group is
-// loaded when it is multiplied (for measurements; no GPU has run it).
+// loaded when it is multiplied (for measurements).
 // Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 

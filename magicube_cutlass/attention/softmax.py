@@ -13,7 +13,6 @@ from cute_kernels.dtypes import REAL_DTYPES, Integer
 from cute_kernels.integers import int_range, store
 from cute_kernels.machine import ProblemTypes
 from cute_kernels.operands import Probabilities
-from cute_kernels.spmm.gather import find_long_rows
 from magicube_cutlass.attention.block_diagonal import BlockDiagonal, block_diagonal_matrix, repeat_on_diagonal
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import problem, size_bucket
@@ -227,6 +226,8 @@ def packed_probabilities(diagonal: BlockDiagonal, stride: int, fragments: Tensor
     key = ("gather copy", stride)
     cache = diagonal.pattern._cache
     if key not in cache:
+        from cute_kernels.spmm.gather import find_long_rows
+
         total = diagonal.col_indices.shape[0]
         starts = torch.cat((diagonal.row_start, diagonal.row_start.new_tensor([total])))
         starts //= stride

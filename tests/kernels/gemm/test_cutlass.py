@@ -16,7 +16,7 @@ pytest.importorskip("cuda.core")
 from cute_kernels.atoms import atoms
 from cute_kernels.gemm import gemm
 from cute_kernels.gemm.config import Products
-from cute_kernels.gemm.cutlass import CONFIGS, CutlassGemm, config_for, operations
+from cute_kernels.gemm.cutlass import CONFIG, CutlassGemm, operations
 from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit import Binary
 from cute_kernels.mma_atom import Atom
@@ -100,7 +100,7 @@ def test_our_tiles_of_one_product_are_among_cutlass_s() -> None:
     assert {cluster for *_, cluster in ours - known} == {1}
 
 
-CASES = [(CONFIGS["mma"], "sm_80"), (CONFIGS["mma"], "sm_120a"), (CONFIGS["wgmma"], "sm_90a")]
+CASES = [(CONFIG, arch) for arch in ("sm_80", "sm_90a", "sm_120a")]
 
 
 @pytest.mark.parametrize(("config", "arch"), CASES, ids=[arch for _, arch in CASES])
@@ -111,7 +111,7 @@ def test_cutlass_kernels_compile_to_its_instructions(
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.registers * config.threads <= 65536
     found = set(re.findall(r"\bI?G?MMA\.\S+", sass))
-    assert found == ({"IGMMA.64x128x32.S8.S8"} if config.persistent else {"IMMA.16832.S8.S8.SAT"})
+    assert found == {"IMMA.16832.S8.S8.SAT"}
     assert "LDGSTS" in sass
     loop = sass[sass.index("MMA.") : sass.rindex("MMA.")]
     assert not re.search(r"\b(LDL|STL)\b", loop), "CTA parameters stay out of the mainloop"
@@ -119,12 +119,9 @@ def test_cutlass_kernels_compile_to_its_instructions(
 
 
 def test_the_grid_is_the_one_of_cutlass() -> None:
-    mma, wgmma = CONFIGS["mma"], CONFIGS["wgmma"]
-    assert mma.grid(1000, 128, 108) == (4, 1, 1)  # one column of tiles: no swizzle
-    assert mma.grid(256, 256, 108) == (2, 1, 1) and mma.grid(256, 384, 108) == (4, 1, 1)
-    assert mma.grid(257, 128 * 6, 108) == (16, 1, 1) and mma.grid(1, 128 * 17, 108) == (8, 3, 1)
-    assert wgmma.grid(129, 256, 132) == (4, 1, 1) and wgmma.grid(8192, 8192, 132) == (132, 1, 1)
-    assert [config_for(arch) for arch in ("sm_89", "sm_90a", "sm_100a")] == [mma, wgmma, mma]
+    assert CONFIG.grid(1000, 128) == (4, 1, 1)  # one column of tiles: no swizzle
+    assert CONFIG.grid(256, 256) == (2, 1, 1) and CONFIG.grid(256, 384) == (4, 1, 1)
+    assert CONFIG.grid(257, 128 * 6) == (16, 1, 1) and CONFIG.grid(1, 128 * 17) == (8, 3, 1)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -134,6 +131,4 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="backend must be None on cpu, got 'cutlass'"):
         gemm(a, a, backend="cutlass")
     with pytest.raises(ValueError, match="operation must be one of GenerateSM80_TensorOp_16832_TN, got 'none'"):
-        CutlassGemm("none", CONFIGS["mma"].generator, CONFIGS["mma"].emitter, (1, 1), 1, 1, False).translation_unit(
-            "sm_80"
-        )
+        CutlassGemm("none", CONFIG.generator, CONFIG.emitter, (1, 1), 1, 1).translation_unit("sm_80")
