@@ -130,7 +130,7 @@ def predict(m: int, n: int, k: int, terms: Products, arch: str, *, out: str = "i
     Examples
     --------
     >>> round(predict(4096, 4096, 4096, Products(1, 1, 1), "sm_90a", out="float16"))
-    0
+    100
     """
     _, cost = _cheapest(m, n, k, terms, arch, out, num_sms)
     return max(cost, 2.0 + (m + n) * k / _BYTES_PER_US)

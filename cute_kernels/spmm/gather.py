@@ -186,8 +186,10 @@ def find_long_rows(offsets: Tensor, groups: int) -> Tensor:
 
     Examples
     --------
-    >>> find_long_rows(torch.tensor([0, 1, 1, 7, 8]), groups=8)
-    tensor([2], dtype=torch.int32)
+    >>> find_long_rows(torch.tensor([0, 1, 6, 6, 6, 7, 8]), groups=8)
+    tensor([], dtype=torch.int32)
+    >>> find_long_rows(torch.tensor([0, 1, 6, 6, 6, 6]), groups=5)
+    tensor([1], dtype=torch.int32)
     """
     sizes = offsets.diff()
     return (sizes > long_groups(groups, len(sizes))).nonzero()[:, 0].to(torch.int32)
