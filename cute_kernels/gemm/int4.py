@@ -17,7 +17,7 @@ NATIVE_INT4 = GemmConfig("mma", Products(1, 1, 1), "int32", tile_k=64, bits=4)
 
 @dataclass(frozen=True, eq=False)
 class Int4Matrix:
-    """Signed 4-bit integers, two per byte along K: the left (M, K) or right (K, N) operand of :func:`gemm`.
+    """Signed 4-bit integers, two per byte along K: the left (M, K) or right (K, N) operand of ``gemm``.
 
     ``Int4Matrix(q.data, tuple(q.shape), q.packed_dim % 2)`` reads a 4-bit ``QuantTensor`` that is packed along K. A
     right operand on a CPU is reordered at its first product and keeps that copy.
