@@ -116,7 +116,7 @@ def test_the_guides_show_the_results_files(monkeypatch: pytest.MonkeyPatch) -> N
     table = load(ROOT / "benchmarks" / "README_table.py")
     for section, stem, render, guide in table.SECTIONS:
         text = (ROOT / "docs" / f"{guide}.md").read_text()
-        assert render(table.json.loads((table.RESULTS / f"{stem}_h200.json").read_text())) in text, section
+        assert render(table.json.loads((table.RESULTS / f"{stem}.json").read_text())) in text, section
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.remainder_probes import RemainderConfig
 from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.gemm.config import select_products
+from cute_kernels.gemm.cutlass import CONFIG as CUTLASS
 from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.gemm.heuristics import choose as choose_gemm
 from cute_kernels.jit.compiler import Unit
@@ -105,6 +106,7 @@ def _gemm(arch: str) -> Iterator[Entry]:
         yield f"gemm/planes={planes_a}x{planes_b} terms={terms or 'all'} m={m} out={out} c={source}", config
     yield "gemm/transposed plane", PackConfig("pack_transposed")
     yield "gemm/strided plane", PackConfig("pack_strided")
+    yield "gemm/CUTLASS", CUTLASS
     if arch == "sm_90a":
         for planes in (1, 2):
             config = choose_gemm(4096, 4096, 4096, select_products(planes, planes, None), arch, out="float32")
