@@ -38,8 +38,6 @@ struct WarpGroupOp<32> { using type = SM90::GMMA::MMA_64x32x32_S32S8S8_SS_TN; };
 template <>
 struct WarpGroupOp<64> { using type = SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN; };
 template <>
-struct WarpGroupOp<96> { using type = SM90::GMMA::MMA_64x96x32_S32S8S8_SS_TN; };
-template <>
 struct WarpGroupOp<128> { using type = SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN; };
 template <>
 struct WarpGroupOp<192> { using type = SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN; };
