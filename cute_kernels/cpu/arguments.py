@@ -29,6 +29,7 @@ class SparseOperand:
     columns: int  # K
     bits: int
     signed: bool
+    masks: Tensor | None = None  # (R, words of 64 columns) int64, a bit per stored column, of `with_masks`
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from cute_kernels.cpu.arguments import OUT_TYPES, DenseOperand, SparseOperand
 from cute_kernels.integers import fetch
 
 _PANEL = 64  # columns of B in a panel, of which the engine stages all K rows
+_MASK_SHARE = 3  # stored columns per word of a mask from which it is read faster than their indices
+MASK_COLUMNS = 2  # of B, up to which masks are read
 _LARGE_PANEL = 1 << 24  # bytes; larger panels hold only the rows of B that A reads
 
 
@@ -153,7 +156,51 @@ def sparse_handle(loaded: Any, a: SparseOperand) -> object:
         stride=stride,
         bits=a.bits,
         is_signed=a.signed,
+        masks=0 if a.masks is None else a.masks.data_ptr(),
     )
+
+
+def column_masks(a: SparseOperand) -> Tensor | None:
+    """Return a bit per column and vector row, set where it is stored; None unless columns ascend.
+
+    Parameters
+    ----------
+    a : SparseOperand
+        R vector rows, K columns.
+
+    Returns
+    -------
+    Tensor or None, shape (R, K / 64 rounded up)
+        int64, the lowest bit first.
+
+    Examples
+    --------
+    >>> index = torch.tensor([0]), torch.tensor([2]), torch.tensor([1, 3], dtype=torch.int32)
+    >>> column_masks(SparseOperand(*index, torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8), 8, 5, 8, True)).tolist()
+    [[10]]
+    """
+    lengths, words = a.row_end - a.row_start, -(-a.columns // 64)  # (R,)
+    stored, first = int(lengths.sum()), lengths.cumsum(0) - lengths
+    place = torch.arange(stored) + torch.repeat_interleave(a.row_start - first, lengths)  # (stored,)
+    rows = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    keys = rows * (words * 64) + a.col_indices[place]
+    if bool((keys.diff() <= 0).any()):
+        return None
+    bits = torch.zeros(lengths.numel(), words * 64, dtype=torch.uint8)
+    bits.view(-1)[keys] = 1
+    packed = np.packbits(bits.numpy(), axis=1, bitorder="little")  # (R, 8 words)
+    return torch.from_numpy(packed.view(np.int64))
+
+
+def with_masks(a: SparseOperand) -> SparseOperand:
+    """Return the operand with :func:`column_masks`, which a product with one or two columns reads in place of indices.
+
+    The operand itself where nothing is won: on an engine path without them, or if few columns are stored.
+    """
+    words, stored = -(-a.columns // 64), int((a.row_end - a.row_start).sum())
+    if not extension.load_extension().reads_masks() or stored < _MASK_SHARE * words * a.row_start.numel():
+        return a
+    return replace(a, masks=column_masks(a))
 
 
 def _is_one(scale: Tensor | None) -> bool:
@@ -186,6 +233,8 @@ class SpmmCall:
         if a.columns * _PANEL * (1 + (b.bits > 8)) > _LARGE_PANEL and a.col_indices.numel() <= a.columns // 4:
             a, self._compact, b = _without_unused_rows(a, b)
         engine = extension.ENGINE or extension.load_extension()
+        if out_shape[-1] <= MASK_COLUMNS and a.planes.shape[0] == 1:
+            a = with_masks(a)
         self._owner, self._row_scale = a, row_scale  # keep the memory that the engine reads
         self._like, self._scaled = template(out_shape, out_dtype), col_scale is not None
         self._rows, n = 0 if row_scale is None else row_scale.data_ptr(), out_shape[-1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import extension
 from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, check_sparse
-from cute_kernels.cpu.calls import column_major_template, sparse_handle, template
+from cute_kernels.cpu.calls import MASK_COLUMNS, column_major_template, sparse_handle, template, with_masks
 from cute_kernels.cpu.dense import PackedRight
 
 
@@ -25,8 +25,8 @@ class PackedLeft:
     handle: object  # of the engine: addresses of the operand's tensors
 
 
-def pack_left(a: SparseOperand) -> PackedLeft:
-    """Return a sparse weight for :class:`LinearCall`.
+def pack_left(a: SparseOperand, rows: int | None = None) -> PackedLeft:
+    """Return a sparse weight for :class:`LinearCall`, with what calls of this number of rows read the fastest.
 
     Raises
     ------
@@ -36,6 +36,8 @@ def pack_left(a: SparseOperand) -> PackedLeft:
     check_sparse(a)
     if a.bits > 8:
         raise ValueError(f"bits of a must be 4 or 8, got {a.bits}")
+    if rows is not None and rows <= MASK_COLUMNS:
+        a = with_masks(a)
     return PackedLeft((a.rows, a.columns), a, sparse_handle(extension.load_extension(), a))
 
 

@@ -52,7 +52,7 @@ def backends() -> list[str]:
     """
     path = isa()
     found = ["torch._int_mm"] if path == "avx512" and int_mm_is_exact() else []
-    if path == "avx2":
+    if path in ("avx2", "avx512"):
         return ["engine", *found, "float32"]
     return [*found, "float32", *(["engine"] if available() else [])]
 

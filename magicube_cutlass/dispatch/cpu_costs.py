@@ -156,10 +156,11 @@ def _layer_products() -> Iterator[tuple[_Product, _Product]]:
         pattern = random_pattern(m, k, zeros, 8, seed=0)
         matrix = SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 8, dtype=torch.int8), bits=8)
         start, end, columns, planes, sums = pack_operand(matrix)
-        sparse = linear.pack_left(engine.SparseOperand(start, end, columns, planes, sums, m, k, 8, True))
-        weights.append((sparse, pack_right(torch.ones(m, k, dtype=torch.int8).t()), float(pattern.vectors * 8)))
+        operand = engine.SparseOperand(start, end, columns, planes, sums, m, k, 8, True)
+        weights.append((operand, pack_right(torch.ones(m, k, dtype=torch.int8).t()), float(pattern.vectors * 8)))
     for tokens in CLASSES:
-        for sparse, right, stored in weights:
+        for operand, right, stored in weights:
+            sparse = linear.pack_left(operand, tokens)
             (m, k), x = sparse.shape, torch.ones(tokens, sparse.shape[1])
             runs = [
                 partial(linear.LinearCall(weight, tokens, k, 8, torch.float32), x, None, None, None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cute_kernels.cpu import dense, engine, extension
+from cute_kernels.cpu.calls import MASK_COLUMNS
 from cute_kernels.cpu.linear import IntegerLinearCall, LinearCall, PackedLeft, PackedRight, pack_left
 from cute_kernels.gemm.cpu import dense_backend
 from magicube_cutlass.checks import is_transformed
@@ -34,7 +35,8 @@ class CpuLinear:
         start, end, columns, planes, sums = pack_operand(matrix)
         self.shape = m, k = matrix.shape
         operand = engine.SparseOperand(start, end, columns, planes, sums, m, k, matrix.bits, matrix.signed)
-        self.sparse = pack_left(operand)
+        self._sparse = pack_left(operand)
+        self._few: PackedLeft | None = None  # for few tokens
         self.vectors, self.vector_length = matrix.pattern.vectors, matrix.vector_length
         self._choices: dict[int, bool] = {}
 
@@ -54,11 +56,15 @@ class CpuLinear:
         sparse, by_dense = cpu_costs.get_costs().layer(m, k, stored, tokens, torch.get_num_threads())
         return by_dense < sparse
 
-    def weight(self, matrix: SRBCRS, takes_dense: bool) -> PackedLeft | PackedRight:
-        """Return what the kernel reads of the matrix; the right operand (K, M) of the dense one is packed once."""
-        if not takes_dense:
-            return self.sparse
-        return packed_right(matrix)
+    def weight(self, matrix: SRBCRS, takes_dense: bool, tokens: int) -> PackedLeft | PackedRight:
+        """Return what the kernel for these tokens reads of the matrix, each packed once; the dense one (K, M)."""
+        if takes_dense:
+            return packed_right(matrix)
+        if tokens > MASK_COLUMNS:
+            return self._sparse
+        if self._few is None:
+            self._few = pack_left(self._sparse.operand, tokens)
+        return self._few
 
 
 class _Record:
@@ -69,7 +75,7 @@ class _Record:
     ) -> None:
         self.m, k = owner.shape
         self.lead, self.rows = x.shape[:-1], x.shape[:-1].numel()
-        self.weight = owner.weight(matrix, owner.is_dense(self.rows))
+        self.weight = owner.weight(matrix, owner.is_dense(self.rows), self.rows)
         self.has_rows = _has_rows(x)
         self.copies_x = x.dtype is not torch.float32 or not self.has_rows
         self.row_elements = k if self.copies_x or x.ndim > 2 else x.stride(0)

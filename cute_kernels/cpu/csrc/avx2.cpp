@@ -32,11 +32,11 @@ inline __m128i whole(const uint8_t* from) { return _mm_loadu_si128(reinterpret_c
 
 struct Avx2 {
   static constexpr bool kOffset = false;
-  static constexpr int kColumns = 32, kParts = 2, kSums = kColumns * kParts;  // 16 bits of a column in a row of a part; of a row
+  static constexpr int kFewWidth = 8, kColumns = 32, kParts = 2, kSums = kColumns * kParts;  // 16 bits of a column in a row of a part; of a row
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
-  static constexpr bool kFew = true, kStreams = true;
+  static constexpr bool kFew = true, kKeeps = false, kStreams = true, kWrites = false, kTurns = false;
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
   static void place(const uint8_t* bytes, int64_t pitch, int64_t rows, bool is_signed, uint8_t* panel) {

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "attention.hpp"
+#include "avx512_few.hpp"
 #include "correct.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
@@ -18,12 +19,11 @@
 
 namespace {
 
-struct Avx512 {
+struct Avx512 : FewColumns512 {
   static constexpr bool kOffset = true;
   static constexpr int kColumns = 64, kParts = 1;
-  static constexpr bool kFew = false;
-  static constexpr bool kStreams = true;
-  static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
+  static constexpr bool kStreams = true, kWrites = true, kTurns = true;
+  static constexpr int kChunkGroups = 128;  // their panel rows fill most of L1
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
 
   // The unpacks below leave bytes 16 j + 4 q and the three after it in lane j of vector q: dwords are placed so that these are
@@ -32,6 +32,38 @@ struct Avx512 {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int64_t i = 0; i < rows * kPanel; i += kPanel) {
       _mm512_store_si512(panel + i, _mm512_permutexvar_epi32(order, _mm512_load_si512(bytes + i)));
+    }
+  }
+
+  // Sixty-four bytes of each of up to 64 runs to rows of a panel, placed; absent runs become any bytes. In each 128-bit lane four
+  // rounds of unpacks interleave sixteen runs: those of a slot of sixteen columns.
+  static void turn(const uint8_t* from, int64_t run_bytes, int64_t width, uint8_t flip, uint8_t* panel) {
+    const __m512i flips = _mm512_set1_epi8(static_cast<char>(flip));
+    for (int64_t slot = 0; slot < 4; ++slot, panel += 16) {
+      __m512i x[16], y[16];
+#pragma GCC unroll 16
+      for (int e = 0; e < 16; ++e) {
+        const int64_t run = 16 * (e / 4) + 4 * slot + e % 4;
+        x[e] = _mm512_xor_si512(_mm512_loadu_si512(from + lesser(run, width - 1) * run_bytes), flips);
+      }
+#pragma GCC unroll 4
+      for (int round = 0; round < 4; ++round) {
+#pragma GCC unroll 8
+        for (int e = 0; e < 8; ++e) {
+          y[2 * e] = _mm512_unpacklo_epi8(x[e], x[e + 8]);
+          y[2 * e + 1] = _mm512_unpackhi_epi8(x[e], x[e + 8]);
+        }
+#pragma GCC unroll 16
+        for (int e = 0; e < 16; ++e) x[e] = y[e];
+      }
+#pragma GCC unroll 16
+      for (int e = 0; e < 16; ++e) {  // lane i holds row 16 i + e
+        uint8_t* const to = panel + e * kPanel;
+        _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(x[e]));
+        _mm_store_si128(reinterpret_cast<__m128i*>(to + 16 * kPanel), _mm512_extracti32x4_epi32(x[e], 1));
+        _mm_store_si128(reinterpret_cast<__m128i*>(to + 32 * kPanel), _mm512_extracti32x4_epi32(x[e], 2));
+        _mm_store_si128(reinterpret_cast<__m128i*>(to + 48 * kPanel), _mm512_extracti32x4_epi32(x[e], 3));
+      }
     }
   }
 
@@ -47,16 +79,6 @@ struct Avx512 {
     return _mm512_load_si512(panel + int64_t{eighth} * 8);
   }
 
-  template <bool Signed>
-  static __m512i multiply_add(__m512i sum, __m512i sparse, __m512i dense) {
-    return Signed ? _mm512_dpbusd_epi32(sum, dense, sparse) : _mm512_dpbusd_epi32(sum, sparse, dense);
-  }
-
-  template <bool Signed>
-  static __m512i dense_side(__m512i bytes) {
-    return Signed ? bytes : _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80)));
-  }
-
   // Vectors First, ... of the quads that four panel rows give: two unpacks of bytes and two of pairs for every two.
   template <bool Signed, int First, int Vectors>
   static void interleave(const __m512i k[4], __m512i b[Vectors]) {
@@ -65,7 +87,36 @@ struct Avx512 {
       const __m512i k01 = high ? _mm512_unpackhi_epi8(k[0], k[1]) : _mm512_unpacklo_epi8(k[0], k[1]);  // (4, 8, 2)
       const __m512i k23 = high ? _mm512_unpackhi_epi8(k[2], k[3]) : _mm512_unpacklo_epi8(k[2], k[3]);  // (4, 8, 2)
       b[q] = dense_side<Signed>(_mm512_unpacklo_epi16(k01, k23));                                      // (4, 4, 4)
-      b[q + 1] = dense_side<Signed>(_mm512_unpackhi_epi16(k01, k23));                                  // (4, 4, 4)
+      if constexpr (Vectors > 1) b[q + 1] = dense_side<Signed>(_mm512_unpackhi_epi16(k01, k23));       // (4, 4, 4)
+    }
+  }
+
+  // The columns of vector q that the output has.
+  static __mmask16 columns_of(const RowTile& at, int q) {
+    const int64_t left = at.width - 16 * q;
+    return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << (left > 0 ? left : 0)) - 1);
+  }
+
+  // Inlined, or the sums would pass through memory.
+  template <int Rows, int First, int Vectors>
+  __attribute__((always_inline)) static void write(const RowTile& at, const __m512i sum[Rows][Vectors]) {
+    const RowOutput& to = *at.output;
+    __m512 columns[Vectors];
+#pragma GCC unroll 4
+    for (int q = 0; q < Vectors; ++q) columns[q] = _mm512_maskz_loadu_ps(columns_of(at, First + q), to.column_scales + (First + q) * 16);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      const __m512i offset = _mm512_set1_epi32(to.offsets[r]);
+      const __m512 scale = _mm512_set1_ps(to.row_scales[r]), bias = _mm512_set1_ps(to.bias[r]);
+#pragma GCC unroll 4
+      for (int q = 0; q < Vectors; ++q) {
+        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum[r][q], offset)), scale);
+        const __m512 result = _mm512_add_ps(_mm512_mul_ps(scaled, columns[q]), bias);
+        float* const out = to.out + r * to.pitch + (First + q) * 16;
+        const __mmask16 mask = columns_of(at, First + q);
+        if (to.streams && mask == 0xffff) _mm512_stream_ps(out, result);
+        else _mm512_mask_storeu_ps(out, mask, result);
+      }
     }
   }
 
@@ -109,6 +160,7 @@ struct Avx512 {
         in_block = at.stride / kQuad;
       }
     }
+    if (at.output) return write<Rows, First, Vectors>(at, sum);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
@@ -116,17 +168,22 @@ struct Avx512 {
     }
   }
 
+  template <int Rows, bool Signed>
+  static void tile_rows(const RowTile& at) {
+    if (at.width <= 16) return pass<Rows, Signed, 0, 1>(at);
+    if (at.width <= 32) return pass<Rows, Signed, 0, 2>(at);
+    if (Rows < 8) return pass<Rows < 8 ? Rows : 4, Signed, 0, 4>(at);
+    pass<Rows, Signed, 0, 2>(at);
+    at.width <= 48 ? pass<Rows, Signed, 2, 1>(at) : pass<Rows, Signed, 2, 2>(at);
+  }
+
   template <bool Signed>
   static void tile_as(const RowTile& at) {
-    if (at.rows == 8) {
-      pass<8, Signed, 0, 2>(at);
-      pass<8, Signed, 2, 2>(at);
-    } else if (at.rows == 4) {
-      pass<4, Signed, 0, 4>(at);
-    } else if (at.rows == 2) {
-      pass<2, Signed, 0, 4>(at);
-    } else {
-      pass<1, Signed, 0, 4>(at);
+    switch (at.rows) {
+      case 8: return tile_rows<8, Signed>(at);
+      case 4: return tile_rows<4, Signed>(at);
+      case 2: return tile_rows<2, Signed>(at);
+      default: return tile_rows<1, Signed>(at);
     }
   }
 
@@ -214,11 +271,6 @@ struct Floats {
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 };
 
-// GCC moves the accumulators of _mm512_dpbusd_epi32 to memory, which halves the speed. Bytes of `left` are unsigned.
-inline void dot_bytes(__m512i& sum, __m512i left, __m512i right) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
-}
-
 // Digits of A are staged with the offset 128, unsigned; accumulators start at -128 times the sums of the columns of B.
 struct Product {
   using Micro = Avx512;
@@ -226,36 +278,38 @@ struct Product {
   static constexpr Digit kOffset = 128;
   static constexpr int kRows = 6, kStep = kQuad;  // times 64 columns: 24 accumulators
 
-  // sums (rows, kPanel) += a b.
-  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
+  // sums (rows, kPanel) = start (kPanel) + a b.
+  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, const int32_t* start,
+                       int32_t* sums) {
     for (int r = 0; r < rows; r += kRows, a += kRows * pitch, sums += kRows * kPanel) {
       const int count = static_cast<int>(lesser(kRows, rows - r));
-      if (columns > 32) multiply_as<4>(a, pitch, count, b, quads, sums);
-      else if (columns > 16) multiply_as<2>(a, pitch, count, b, quads, sums);
-      else multiply_as<1>(a, pitch, count, b, quads, sums);
+      if (columns > 32) multiply_as<4>(a, pitch, count, b, quads, start, sums);
+      else if (columns > 16) multiply_as<2>(a, pitch, count, b, quads, start, sums);
+      else multiply_as<1>(a, pitch, count, b, quads, start, sums);
     }
   }
 
  private:
   template <int Vectors>
-  static void multiply_as(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int32_t* out) {
+  static void multiply_as(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, const int32_t* start, int32_t* out) {
     switch (rows) {
-      case 6: return multiply_rows<6, Vectors>(a, pitch, b, quads, out);
-      case 5: return multiply_rows<5, Vectors>(a, pitch, b, quads, out);
-      case 4: return multiply_rows<4, Vectors>(a, pitch, b, quads, out);
-      case 3: return multiply_rows<3, Vectors>(a, pitch, b, quads, out);
-      case 2: return multiply_rows<2, Vectors>(a, pitch, b, quads, out);
-      default: return multiply_rows<1, Vectors>(a, pitch, b, quads, out);
+      case 6: return multiply_rows<6, Vectors>(a, pitch, b, quads, start, out);
+      case 5: return multiply_rows<5, Vectors>(a, pitch, b, quads, start, out);
+      case 4: return multiply_rows<4, Vectors>(a, pitch, b, quads, start, out);
+      case 3: return multiply_rows<3, Vectors>(a, pitch, b, quads, start, out);
+      case 2: return multiply_rows<2, Vectors>(a, pitch, b, quads, start, out);
+      default: return multiply_rows<1, Vectors>(a, pitch, b, quads, start, out);
     }
   }
 
   template <int Rows, int Vectors>
-  __attribute__((noinline)) static void multiply_rows(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int32_t* out) {
+  __attribute__((noinline)) static void multiply_rows(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, const int32_t* start,
+                                                      int32_t* out) {
     __m512i sum[Rows][Vectors];
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
 #pragma GCC unroll 6
-      for (int r = 0; r < Rows; ++r) sum[r][v] = _mm512_load_si512(out + r * kPanel + v * 16);
+      for (int r = 0; r < Rows; ++r) sum[r][v] = _mm512_load_si512(start + v * 16);
     }
     for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
       __m512i right[Vectors];

@@ -20,6 +20,7 @@ NB_MODULE(_engine, m) {
   // What is alive when a process ends is no leak of this module: torch.compile holds its models until then.
   nb::set_leak_warnings(false);
   m.def("isa", [] { return std::string(selected().name); });
+  m.def("reads_masks", [] { return reads_masks(); });
   m.def("panel_columns", [] { return selected().spmm_columns; });
   // Returns the value before. Tests start threads for little work.
   m.def("set_serial_work", [](int64_t work) { return std::exchange(serial_work, work); }, "work"_a);
@@ -48,13 +49,13 @@ NB_MODULE(_engine, m) {
   nb::class_<Sparse>(m, "Sparse")
       .def("__init__", [](Sparse* self, uintptr_t row_start, uintptr_t row_end, uintptr_t columns, uintptr_t planes,
                           uintptr_t row_sums, int64_t plane_bytes, int64_t vector_rows, int64_t rows,
-                          int64_t columns_total, int vector_length, int stride, int bits, bool is_signed) {
+                          int64_t columns_total, int vector_length, int stride, int bits, bool is_signed, uintptr_t masks) {
         new (self) Sparse{pointer<const int64_t>(row_start), pointer<const int64_t>(row_end),
                           pointer<const int32_t>(columns), pointer<const uint8_t>(planes),
                           pointer<const int64_t>(row_sums), plane_bytes, vector_rows, rows, columns_total,
-                          vector_length, stride, bits, is_signed};
+                          vector_length, stride, bits, is_signed, pointer<const uint64_t>(masks)};
       }, "row_start"_a, "row_end"_a, "columns"_a, "planes"_a, "row_sums"_a, "plane_bytes"_a, "vector_rows"_a, "rows"_a,
-         "columns_total"_a, "vector_length"_a, "stride"_a, "bits"_a, "is_signed"_a);
+         "columns_total"_a, "vector_length"_a, "stride"_a, "bits"_a, "is_signed"_a, "masks"_a);
   m.def("spmm", [](const Sparse& a, const Operand& b, const GivenScales& scales, uintptr_t out,
                    int out_type, int64_t n, int64_t batch, int threads) {
     const RepeatedScales repeated(scales, a.rows, n);

@@ -54,6 +54,15 @@ const Engine& selected() {
   throw std::invalid_argument("MAGICUBE_CPU must be one of [" + names + "] on this machine, got '" + forced + "'");
 }
 
+// Whether a product with one or two columns reads the masks of the sparse operand.
+bool reads_masks() {
+#ifdef MAGICUBE_X86
+  return &selected() == &kAvx512 && __builtin_cpu_supports("avx512vbmi2");
+#else
+  return false;
+#endif
+}
+
 int64_t serial_work = -1;  // of every engine, in place of their own, unless negative
 
 int threads_for(int64_t work, int most) {

@@ -70,12 +70,16 @@ inline void pack_digits(const PackArgs& args, ThreadGroup& group) {
 template <class Product>
 void multiply_panel(const typename Product::Digit* digits, int64_t pitch, int64_t rows, const int8_t* panel, int64_t quads,
                     int64_t columns, const int32_t* column_sums, int32_t* sums) {
-  for (int64_t r = 0; r < rows; ++r) {
+  if constexpr (Product::kOffset == 0) {
+    std::memset(sums, 0, static_cast<size_t>(rows * kPanel) * sizeof(int32_t));
+    Product::multiply(digits, pitch, static_cast<int>(rows), panel, quads, static_cast<int>(columns), sums);
+  } else {
+    alignas(64) int32_t start[kPanel];
     for (int j = 0; j < kPanel; ++j) {  // accumulators may wrap; the result fits
-      sums[r * kPanel + j] = static_cast<int32_t>(0u - static_cast<uint32_t>(column_sums[j]) * static_cast<uint32_t>(Product::kOffset));
+      start[j] = static_cast<int32_t>(0u - static_cast<uint32_t>(column_sums[j]) * static_cast<uint32_t>(Product::kOffset));
     }
+    Product::multiply(digits, pitch, static_cast<int>(rows), panel, quads, static_cast<int>(columns), start, sums);
   }
-  Product::multiply(digits, pitch, static_cast<int>(rows), panel, quads, static_cast<int>(columns), sums);
 }
 
 // Rows of int8 digits times nibbles: the tiles of Isa, on parts of k that stay in L1.

@@ -49,6 +49,7 @@ struct Sparse {
   int stride;
   int bits;
   bool is_signed;
+  const uint64_t* masks;  // (vector rows, K / 64 rounded up), a bit per column that is stored, or null
 
   int digits() const { return bits > 8 ? 2 : 1; }
 };

@@ -26,6 +26,21 @@ alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
+// Where a tile that is a whole sum writes its float32 results, in place of the accumulators.
+struct RowOutput {
+  const int32_t* offsets;  // of the rows, as those below
+  const float* row_scales;
+  const float* bias;
+  const float* column_scales;
+  float* out;
+  int64_t pitch;
+  bool streams;  // past the caches: rows are whole cache lines
+
+  RowOutput from(int64_t row) const {
+    return {offsets + row, row_scales + row, bias + row, column_scales, out + row * pitch, pitch, streams};
+  }
+};
+
 // Up to eight rows of one vector row times the panel rows of its columns, added to the accumulators of a panel per row.
 struct RowTile {
   const uint8_t* panel;  // one digit of B: 64 bytes per row of a part, as the micro-kernel places them
@@ -42,6 +57,7 @@ struct RowTile {
   bool fresh;  // accumulators start from zero
   int32_t* sums;
   uint8_t* scratch;
+  const RowOutput* output;  // or null
 };
 
 template <class Micro>
@@ -59,8 +75,8 @@ struct SpmmRow {
   int32_t* plane(int da, int db) const { return sums + (da * args.b.digits() + db) * row_values(); }
   bool digit_signed(int d) const { return args.a.is_signed && d == args.a.digits() - 1; }
 
-  // Accumulate the nonzeros [begin, begin + count); begin is a multiple of the stride.
-  void multiply(const uint8_t* panel, int64_t width, int64_t begin, int64_t count, bool fresh) const {
+  // Accumulate the nonzeros [begin, begin + count), or write them if they are all; begin is a multiple of the stride.
+  void multiply(const uint8_t* panel, int64_t width, int64_t begin, int64_t count, bool fresh, const RowOutput* output) const {
     const auto& a = args.a;
     for (int db = 0; db < args.b.digits(); ++db) {
       const bool b_signed = args.b.is_signed && db == args.b.digits() - 1;
@@ -68,9 +84,10 @@ struct SpmmRow {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
         for (int v = 0; v < a.vector_length; v += kTileRows) {
           const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
+          const RowOutput here = output ? output->from(v) : RowOutput{};
           Micro::row_tile({panel + db * args.parts * part_bytes(), part_bytes(), width, a.columns + begin, count, values + v * a.stride,
                         a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
-                        plane(da, db) + v * kColumns, scratch});
+                        plane(da, db) + v * kColumns, scratch, output ? &here : nullptr});
         }
       }
     }
@@ -102,27 +119,40 @@ struct SpmmRow {
     return offset;
   }
 
+  // Call with where the results of a vector row go in float32.
+  template <class Body>
+  void with_output(int64_t vector_row, int64_t batch, int64_t n0, const Body& body) const {
+    const auto& scales = args.scales;
+    const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
+    int32_t offsets[magicube::kMaxVector];
+    for (int64_t v = 0; v < rows; ++v) offsets[v] = static_cast<int32_t>(offset_of(vector_row, static_cast<int>(v)));
+    body(RowOutput{offsets, scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes, scales.bias ? scales.bias + row0 : kZeros,
+                   scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes,
+                   static_cast<float*>(args.out) + (batch * args.a.rows + row0) * args.n + n0, args.n, streams});
+  }
+
   // Results of the accumulators or totals, minus the offset of their row.
   template <class Total>
   void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
     const auto& scales = args.scales;
     const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
+    if constexpr (sizeof(Total) == sizeof(int32_t)) {
+      if (args.out_type == Out::kFloat32 && width % kScaledColumns == 0) {
+        with_output(vector_row, batch, n0, [&](const RowOutput& to) {
+          alignas(64) float results[magicube::kMaxVector * kColumns];
+          scale_rows<kColumns>(from, rows, width, to.offsets, to.row_scales, to.column_scales, to.bias, streams ? results : to.out,
+                               streams ? kColumns : to.pitch);
+          for (int64_t v = 0; streams && v < rows; ++v) Micro::stream(results + v * kColumns, to.out + v * to.pitch, width * 4);
+        });
+        return;
+      }
+    }
     Total offsets[magicube::kMaxVector];
     for (int64_t v = 0; v < rows; ++v) offsets[v] = static_cast<Total>(offset_of(vector_row, static_cast<int>(v)));
     const int64_t at = (batch * args.a.rows + row0) * args.n + n0;
     const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes;
     const float* const bias = scales.bias ? scales.bias + row0 : kZeros;
-    if constexpr (sizeof(Total) == sizeof(int32_t)) {
-      if (args.out_type == Out::kFloat32 && width % kScaledColumns == 0) {
-        float* const out = static_cast<float*>(args.out) + at;
-        alignas(64) float results[magicube::kMaxVector * kColumns];
-        scale_rows<kColumns>(from, rows, width, offsets, row_scales, columns ? columns : kOnes, bias, streams ? results : out,
-                             streams ? kColumns : args.n);
-        for (int64_t v = 0; streams && v < rows; ++v) Micro::stream(results + v * kColumns, out + v * args.n, width * 4);
-        return;
-      }
-    }
     const int64_t element = element_bytes(args.out_type);
     for (int64_t v = 0; v < rows; ++v, from += kColumns) {
       const int64_t here = at + v * args.n;
@@ -161,9 +191,16 @@ struct SpmmRow {
     if (begin == end) std::memset(sums, 0, static_cast<size_t>(planes * row_values()) * sizeof(int32_t));
     if (!direct) std::memset(totals, 0, static_cast<size_t>(row_values()) * sizeof(int64_t));
     const int64_t chunk = chunk_of(end - begin);
+    if constexpr (Micro::kWrites) {
+      const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
+      if (is_whole && args.out_type == Out::kFloat32) {
+        with_output(vector_row, batch, n0, [&](const RowOutput& to) { multiply(panel, width, begin, end - begin, true, &to); });
+        return;
+      }
+    }
     int64_t unfolded = 0;
     for (int64_t at = begin; at < end; at += chunk) {
-      multiply(panel, width, at, lesser(chunk, end - at), unfolded == 0);
+      multiply(panel, width, at, lesser(chunk, end - at), unfolded == 0, nullptr);
       unfolded += chunk;
       if (!direct && unfolded + chunk > kExactRun && at + chunk < end) {
         fold();
@@ -212,6 +249,12 @@ struct SpmmPanels {
     const int64_t n0 = index % across() * columns(), width = lesser(columns(), args.n - n0);
     const uint8_t* const data = args.b.data + index / across() * args.b.batch_bytes;
     const uint8_t flip = Micro::kOffset && args.b.is_signed ? 0x80 : 0;
+    if constexpr (Micro::kTurns) {
+      if (args.b.bits == 8 && args.b.runs_along_inner && k1 - k0 == kStagedRows) {
+        if (k0 == 0) std::memset(panel(slot) - kPanel, 0, kPanel);
+        return Micro::turn(data + n0 * args.b.run_bytes + k0, args.b.run_bytes, width, flip, panel(slot) + k0 * kPanel);
+      }
+    }
     constexpr int64_t kDigit = kStagedRows * row.kColumns;
     alignas(64) uint8_t bytes[magicube::kMaxDigits * kDigit];
     stage(args.b, data, !args.b.runs_along_inner, k0, k1 - k0, n0, width, flip, bytes, columns(), kDigit);
@@ -259,8 +302,8 @@ void spmm_panels(const SpmmArgs& args, ThreadGroup& group) {
 // Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
 struct FewTile {
   const uint8_t* panel;  // (k + 1, width), from row 0 on; row -1 is what padding columns name
-  int width;             // 1, 8 or 16
-  const int32_t* columns;
+  int width;             // 1, 16, or 8 if the micro-kernel has that
+  const int32_t* columns;  // null: the panel holds the rows of B that they would name, width 1
   int64_t count;         // whole blocks
   const uint8_t* values;  // as of RowTile
   int stride;
@@ -268,7 +311,8 @@ struct FewTile {
   int rows;  // 1, 2, 4 or 8
   bool a_signed;
   bool b_signed;
-  int32_t* sums;  // (rows, width)
+  const int32_t* start;  // (rows), what sums start from
+  int32_t* sums;         // (rows, width)
 };
 
 inline bool has_few_columns(const SpmmArgs& args) {
@@ -283,8 +327,9 @@ struct SpmmFew {
   ThreadGroup& group;
 
   int64_t panels() const { return args.n == 2 && args.b.runs_along_inner && args.a.columns_total > 0 ? 2 : 1; }
-  int width() const { return args.n == panels() ? 1 : args.n <= 8 ? 8 : 16; }
-  int64_t panel_bytes() const { return args.a.columns_total + 1; }  // of one column, with its padding
+  int width() const { return args.n == panels() ? 1 : args.n <= Micro::kFewWidth ? Micro::kFewWidth : 16; }
+  uint8_t flip() const { return Micro::kOffset && args.b.is_signed ? 0x80 : 0; }
+  int64_t panel_bytes() const { return args.a.columns_total + 1 + kPanel; }  // of one column; whole words of masks are read
 
   void stage_rows(const uint8_t* data, int64_t k0, int64_t k1, uint8_t* panel) const {
     const auto& b = args.b;
@@ -292,26 +337,53 @@ struct SpmmFew {
       uint8_t* const to = panel + p * panel_bytes() + k0 * width();
       if (k0 == 0) std::memset(to - width(), 0, static_cast<size_t>(width()));  // of padding columns
       if (width() == 1 && b.runs_along_inner) {
-        load_digits(data + p * b.run_bytes, b.bits, b.is_signed, k0, k1 - k0, 0, to, 0);
+        load_digits(data + p * b.run_bytes, b.bits, b.is_signed, k0, k1 - k0, flip(), to, 0);
       } else {
-        stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, width() == 1 ? 1 : args.n, 0, to, width(), 0);
+        stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, width() == 1 ? 1 : args.n, flip(), to, width(), 0);
       }
     }
   }
 
-  void multiply(int64_t vector_row, int64_t batch, const uint8_t* panel) const {
+  // Vector row times panel p, or what was gathered of it.
+  void multiply(int64_t vector_row, int64_t batch, int64_t p, const uint8_t* panel, bool is_gathered) const {
     const auto& a = args.a;
     const int64_t begin = a.row_start[vector_row];
     const int64_t count = (a.row_end[vector_row] - begin + a.stride - 1) / a.stride * a.stride;
     const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
+    const int32_t shift = Micro::kOffset ? (a.is_signed ? 0 : 128) - (args.b.is_signed ? 128 : 0) : 0;  // of the staged bytes, negated
     for (int v = 0; v < a.vector_length; v += rows) {
-      for (int64_t p = 0; p < panels(); ++p) {
-        alignas(64) int32_t sums[kTileRows * magicube::kFewColumns];
-        Micro::few({panel + p * panel_bytes(), width(), a.columns + begin, count, a.planes + begin * a.vector_length + v * a.stride,
-                    a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, sums});
-        const int64_t row = vector_row * a.vector_length + v;
-        write(sums, row, lesser(rows, a.rows - row), batch, p, panels() > 1 ? 1 : args.n);
+      int32_t start[kTileRows] = {};
+      for (int r = 0; shift != 0 && r < rows; ++r) start[r] = shift * static_cast<int32_t>(a.row_sums[vector_row * a.vector_length + v + r]);
+      alignas(64) int32_t sums[kTileRows * magicube::kFewColumns];
+      Micro::few({panel, width(), is_gathered ? nullptr : a.columns + begin, count, a.planes + begin * a.vector_length + v * a.stride,
+                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start, sums});
+      const int64_t row = vector_row * a.vector_length + v;
+      write(sums, row, lesser(rows, a.rows - row), batch, p, panels() > 1 ? 1 : args.n);
+    }
+  }
+
+  // Vector rows whose entries of B their masks keep, each row's before the row ahead is multiplied: a load waits for a store of
+  // other bytes of its own.
+  void multiply_kept(int64_t r0, int64_t r1, int64_t batch, int64_t p, const uint8_t* panel) const {
+    alignas(64) uint8_t kept[2][magicube::kExactRun + 2 * kPanel];
+    const int64_t words = (args.a.columns_total + 63) / 64;
+    Micro::keep(args.a.masks + r0 * words, words, panel, kept[r0 & 1]);
+    for (int64_t r = r0; r < r1; ++r) {
+      if (r + 1 < r1) Micro::keep(args.a.masks + (r + 1) * words, words, panel, kept[(r + 1) & 1]);
+      multiply(r, batch, p, kept[r & 1], true);
+    }
+  }
+
+  void multiply_rows(int64_t r0, int64_t r1, int64_t batch, const uint8_t* panels_of) const {
+    for (int64_t p = 0; p < panels(); ++p) {
+      const uint8_t* const panel = panels_of + p * panel_bytes();
+      if constexpr (Micro::kKeeps) {
+        if (width() == 1 && args.a.masks) {
+          multiply_kept(r0, r1, batch, p, panel);
+          continue;
+        }
       }
+      for (int64_t r = r0; r < r1; ++r) multiply(r, batch, p, panel, false);
     }
   }
 
@@ -345,7 +417,7 @@ struct SpmmFew {
       }
       if (!group.barrier()) return;
       for (int64_t r0 = group.ticket() * kTicketRows; r0 < args.a.vector_rows; r0 = group.ticket() * kTicketRows) {
-        for (int64_t r = r0; r < lesser(r0 + kTicketRows, args.a.vector_rows); ++r) multiply(r, batch, panel);
+        multiply_rows(r0, lesser(r0 + kTicketRows, args.a.vector_rows), batch, panel);
       }
       if (!group.barrier()) return;
     }

@@ -72,7 +72,8 @@ int64_t spmm_panel_bytes(const SpmmArgs& args) { return (args.a.columns_total + 
 int64_t spmm_row_bytes(const SpmmArgs& args) { return round_up(args.a.columns_total, 64) + 64; }
 
 int64_t spmm_shared_bytes(const SpmmArgs& args) {
-  const int64_t panels = round_up(spmm_panel_bytes(args) * args.staged_panels, 64);
+  constexpr int64_t kWords = 4 * kPanel;  // what panels of one column add, of which whole words of masks are read
+  const int64_t panels = round_up(spmm_panel_bytes(args) * args.staged_panels, 64) + kWords;
   return args.columns.reals ? panels + args.n * spmm_row_bytes(args) + round_up(args.n * 4, 64) : panels;
 }
 

@@ -83,7 +83,7 @@ def test_products_quantize_rows_as_in_double(
 ) -> None:
     monkeypatch.setenv("MAGICUBE_CPU", path)
     x, matrix = near_middles(columns), SRBCRS.from_dense(torch.eye(columns, dtype=torch.int8), vector_length=8)
-    weight = CpuLinear(matrix).weight(matrix, takes_dense)
+    weight = CpuLinear(matrix).weight(matrix, takes_dense, len(x))
     product = LinearCall(weight, len(x), columns, bits, torch.float32)
     data, scale, _ = _encode_torch(x, bits, 1, True, False, None)
     assert torch.equal(product(x, None, None, None), fetch(data, columns, bits, True) * scale)

@@ -13,6 +13,8 @@ using __m512i = int32_t __attribute__((vector_size(64), may_alias));
 using __m256 = float __attribute__((vector_size(32), may_alias));
 using __m512 = float __attribute__((vector_size(64), may_alias));
 using __m512d = double __attribute__((vector_size(64), may_alias));
+using __mmask8 = uint8_t;
+using __mmask16 = uint16_t;
 
 namespace emulated {
 
@@ -31,8 +33,24 @@ Vector load(const void* from) {
   return to;
 }
 
-inline void check_aligned(const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % 64) std::abort();
+inline void check_aligned(const void* address, int bytes = 64) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes) std::abort();
+}
+
+template <class Vector, class Element>
+Vector load_masked(unsigned mask, const void* from) {  // reads no element whose bit is 0
+  Vector to{};
+  for (unsigned i = 0; i < sizeof to / sizeof(Element); ++i) {
+    if (mask >> i & 1) to[i] = static_cast<const Element*>(from)[i];
+  }
+  return to;
+}
+
+template <class Element, class Vector>
+void store_masked(unsigned mask, Vector x, void* to) {
+  for (unsigned i = 0; i < sizeof x / sizeof(Element); ++i) {
+    if (mask >> i & 1) static_cast<Element*>(to)[i] = x[i];
+  }
 }
 
 template <class Vector, class Element>
@@ -91,6 +109,27 @@ __m512i _mm512_setr_epi32(Int... each) {
   return __m512i{each...};
 }
 
+template <class... Int>
+__m128i _mm_setr_epi8(Int... each) {
+  const int8_t bytes[] = {static_cast<int8_t>(each)...};
+  return emulated::load<__m128i>(bytes);
+}
+inline __m128i _mm_setzero_si128() { return __m128i{}; }
+inline __m128i _mm_set1_epi8(char x) { return emulated::fill<__m128i>(x); }
+
+inline __m128i _mm_loadu_si128(const __m128i* from) { return emulated::load<__m128i>(from); }
+inline __m128i _mm_load_si128(const __m128i* from) {
+  emulated::check_aligned(from, 16);
+  return emulated::load<__m128i>(from);
+}
+inline void _mm_store_si128(__m128i* to, __m128i x) {
+  emulated::check_aligned(to, 16);
+  std::memcpy(static_cast<void*>(to), &x, sizeof x);
+}
+inline __m256i _mm256_maskz_loadu_epi32(unsigned mask, const void* from) { return emulated::load_masked<__m256i, int32_t>(mask, from); }
+inline void _mm256_mask_storeu_epi32(void* to, unsigned mask, __m256i x) { emulated::store_masked<int32_t>(mask, x, to); }
+inline __m512 _mm512_maskz_loadu_ps(unsigned mask, const float* from) { return emulated::load_masked<__m512, float>(mask, from); }
+inline void _mm512_mask_storeu_ps(float* to, unsigned mask, __m512 x) { emulated::store_masked<float>(mask, x, to); }
 inline __m256 _mm256_loadu_ps(const float* from) { return emulated::load<__m256>(from); }
 inline __m512 _mm512_loadu_ps(const float* from) { return emulated::load<__m512>(from); }
 inline __m512d _mm512_loadu_pd(const double* from) { return emulated::load<__m512d>(from); }
@@ -108,6 +147,10 @@ inline void _mm512_store_si512(void* to, __m512i x) {
   std::memcpy(to, &x, sizeof x);
 }
 inline void _mm512_stream_si512(__m512i* to, __m512i x) { _mm512_store_si512(to, x); }
+inline void _mm512_stream_ps(float* to, __m512 x) {
+  emulated::check_aligned(to);
+  std::memcpy(to, &x, sizeof x);
+}
 inline void _mm_sfence() {}
 
 inline __m128i _mm_add_epi32(__m128i a, __m128i b) { return emulated::wrapped_sum(a, b); }
@@ -126,15 +169,21 @@ inline __m512i _mm512_slli_epi32(__m512i a, int count) {
   return a;
 }
 
+inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) {
+  for (int i = 0; i < 16; ++i) a[i] = static_cast<int32_t>(static_cast<uint32_t>(a[i]) - static_cast<uint32_t>(b[i]));
+  return a;
+}
+
 // vpdpbusd: four unsigned by four signed bytes per lane; the sum wraps.
-inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i left, __m512i right) {
-  uint8_t a[64];
-  int8_t b[64];
-  std::memcpy(a, &left, 64);
-  std::memcpy(b, &right, 64);
-  for (int i = 0; i < 16; ++i) {
+template <class Vector>
+Vector vpdpbusd(Vector sum, Vector left, Vector right) {
+  uint8_t a[sizeof sum];
+  int8_t b[sizeof sum];
+  std::memcpy(a, &left, sizeof a);
+  std::memcpy(b, &right, sizeof b);
+  for (unsigned i = 0; i < sizeof sum / 4; ++i) {
     int32_t product = 0;
-    for (int k = 4 * i; k < 4 * i + 4; ++k) product += a[k] * b[k];
+    for (unsigned k = 4 * i; k < 4 * i + 4; ++k) product += a[k] * b[k];
     sum[i] = static_cast<int32_t>(static_cast<uint32_t>(sum[i]) + static_cast<uint32_t>(product));
   }
   return sum;
@@ -154,6 +203,44 @@ inline __m512i _mm512_permutexvar_epi32(__m512i order, __m512i x) {
   for (int i = 0; i < 16; ++i) out[i] = x[order[i] & 15];
   return out;
 }
+template <class Vector>
+Vector permute_lanes(Vector x, unsigned order) {  // dwords of each 128-bit lane, two bits each
+  Vector out;
+  for (unsigned i = 0; i < sizeof x / 4; ++i) out[i] = x[i / 4 * 4 + (order >> 2 * (i % 4) & 3)];
+  return out;
+}
+inline int _MM_PERM_ENUM(int order) { return order; }
+inline __m512i _mm512_shuffle_epi32(__m512i x, int order) { return permute_lanes(x, static_cast<unsigned>(order)); }
+inline __m128i _mm_shuffle_epi32(__m128i x, int order) { return permute_lanes(x, static_cast<unsigned>(order)); }
+inline __m512i _mm512_shuffle_epi8(__m512i a, __m512i order) {
+  uint8_t x[64], at[64], out[64];
+  std::memcpy(x, &a, 64);
+  std::memcpy(at, &order, 64);
+  for (int i = 0; i < 64; ++i) out[i] = at[i] & 128 ? 0 : x[i / 16 * 16 + (at[i] & 15)];
+  return emulated::load<__m512i>(out);
+}
+inline __m512i _mm512_maskz_compress_epi8(uint64_t mask, __m512i a) {
+  uint8_t x[64], out[64] = {};
+  std::memcpy(x, &a, 64);
+  for (int i = 0, to = 0; i < 64; ++i) {
+    if (mask >> i & 1) out[to++] = x[i];
+  }
+  return emulated::load<__m512i>(out);
+}
+inline __m512i _mm512_mask_broadcast_i32x4(__m512i from, unsigned mask, __m128i x) {
+  for (int i = 0; i < 16; ++i) {
+    if (mask >> i & 1) from[i] = x[i % 4];
+  }
+  return from;
+}
+inline __m512i _mm512_broadcast_i32x4(__m128i x) { return _mm512_mask_broadcast_i32x4(__m512i{}, 0xffff, x); }
+inline __m512i _mm512_castsi128_si512(__m128i x) { return _mm512_mask_broadcast_i32x4(_mm512_set1_epi32(0x5a5a5a5a), 15, x); }
+inline __m128i _mm512_extracti32x4_epi32(__m512i a, int lane) {
+  return emulated::load<__m128i>(reinterpret_cast<const char*>(&a) + 16 * lane);
+}
+inline __m128i _mm512_castsi512_si128(__m512i a) { return emulated::bits<__m128i>(a); }
+inline int32_t _mm_cvtsi128_si32(__m128i a) { return a[0]; }
+inline __m128i _mm_xor_si128(__m128i a, __m128i b) { return a ^ b; }
 inline __m256i _mm512_castsi512_si256(__m512i a) { return emulated::bits<__m256i>(a); }
 inline __m128i _mm256_castsi256_si128(__m256i a) { return emulated::bits<__m128i>(a); }
 inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) {
@@ -163,6 +250,12 @@ inline __m128i _mm256_extracti128_si256(__m256i a, int half) {
   return emulated::load<__m128i>(reinterpret_cast<const char*>(&a) + 16 * half);
 }
 
+inline __m512 _mm512_cvtepi32_ps(__m512i a) {
+  __m512 out;
+  for (int i = 0; i < 16; ++i) out[i] = static_cast<float>(a[i]);
+  return out;
+}
+inline __m512 _mm512_mul_ps(__m512 a, __m512 b) { return a * b; }
 inline __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
 inline __m512d _mm512_add_pd(__m512d a, __m512d b) { return a + b; }
 inline __m512 _mm512_andnot_ps(__m512 a, __m512 b) { return emulated::and_not<uint32_t>(a, b); }

@@ -6,6 +6,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.cpu import engine
 from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, address_of
+from cute_kernels.cpu.calls import column_masks
 from cute_kernels.cpu.dense import PackedRight, pack_right
 from cute_kernels.cpu.direct import prepare_direct
 from cute_kernels.cpu.estimate import PROBES, probe_right
@@ -22,7 +24,11 @@ from magicube_cutlass.dispatch.cpu import pack_operand
 from magicube_cutlass.reference import at_vectors
 
 SOURCES = Path(__file__).resolve().parents[3] / "cute_kernels" / "cpu" / "csrc"
-ASSEMBLY = 'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));'
+ASSEMBLY = {  # and what takes its place
+    'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));': "sum = vpdpbusd(sum, left, right);",
+    'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
+    '__attribute__((target("avx512vbmi2"))) ': "",
+}
 CALLS = """
 #include "engine.hpp"
 using namespace magicube;
@@ -72,10 +78,10 @@ extern "C" void dense(int emulated, int threads, const int8_t* packed, const int
 }
 extern "C" void spmm(int emulated, int threads, const int64_t* row_start, const int64_t* row_end, const int32_t* columns,
                      const uint8_t* planes, const int64_t* row_sums, int64_t plane_bytes, int64_t m, int64_t k, int vector_length,
-                     int stride, int bits, const uint8_t* b, int64_t run_bytes, int along_inner, int b_bits, int64_t n,
+                     int stride, int bits, int is_signed, const uint64_t* masks, const uint8_t* b, int64_t run_bytes, int along_inner, int b_bits, int64_t n,
                      const float* rows, const float* b_scales, const float* bias, int out_type, void* out) {
   const Sparse a{row_start, row_end, columns, planes, row_sums, plane_bytes, (m + vector_length - 1) / vector_length, m, k,
-                 vector_length, stride, bits, true};
+                 vector_length, stride, bits, is_signed != 0, masks};
   SpmmArgs args{a, {b, 0, run_bytes, along_inner != 0, b_bits, true}, {rows, b_scales, bias, 0, 0}, out,
                 static_cast<Out>(out_type), n, 1, {}, 1, 1};
   const Job job{&engine_of(emulated), &args};
@@ -140,9 +146,12 @@ def emulated_engine(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The engine's AVX-512 and portable builds as a library of this machine."""
     folder = tmp_path_factory.mktemp("avx512")
     shutil.copy(Path(__file__).with_name("avx512_emulated.hpp"), folder / "immintrin.h")
-    source = (SOURCES / "avx512.cpp").read_text()
-    assert source.count(ASSEMBLY) == 1
-    (folder / "avx512.cpp").write_text(source.replace(ASSEMBLY, "sum = _mm512_dpbusd_epi32(sum, left, right);"))
+    shutil.copy(SOURCES / "avx512.cpp", folder)
+    source = (SOURCES / "avx512_few.hpp").read_text()
+    for assembly, replacement in ASSEMBLY.items():
+        assert source.count(assembly) == 1
+        source = source.replace(assembly, replacement)
+    (folder / "avx512_few.hpp").write_text(source)
     (folder / "calls.cpp").write_text(CALLS)
     files = [folder / "avx512.cpp", folder / "calls.cpp", SOURCES / "portable.cpp", SOURCES / "threads.cpp"]
     flags = [
@@ -260,7 +269,8 @@ def multiply_sparse_emulated(
     along = b.stride(0) == 1
     library.spmm(
         emulated, threads, *pointers(a.row_start, a.row_end, a.col_indices, a.planes, a.row_sums),
-        *map(ctypes.c_int64, (blocks * v * stride, a.rows, a.columns)), v, stride, a.bits, *pointers(b),
+        *map(ctypes.c_int64, (blocks * v * stride, a.rows, a.columns)), v, stride, a.bits, int(a.signed),
+        ctypes.c_void_p(None if a.masks is None else a.masks.data_ptr()), *pointers(b),
         ctypes.c_int64(b.stride(int(along)) * b.element_size()), int(along), 8 * b.element_size(), ctypes.c_int64(b.shape[1]),
         *(ctypes.c_void_p(address_of(scale)) for scale in scales), OUT_TYPES[out.dtype], *pointers(out),
     )  # fmt: skip
@@ -297,6 +307,30 @@ def test_sparse_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None
                 multiply_sparse_emulated(emulated_engine, emulated, 1, sparse, b, out, (rows, columns, bias))
                 found.append(out)
             assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("n", (1, 2, 3, 16))
+@pytest.mark.parametrize("signed", (True, False))
+def test_sparse_products_with_few_columns_are_exact(emulated_engine: ctypes.CDLL, n: int, signed: bool) -> None:
+    generator = torch.Generator().manual_seed(n)
+    for v in (1, 2, 4, 8, 16):
+        for m, k, bits in ((41, 70, 8), (16, 64, 4), (9, 700, 8)):
+            low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
+            dtype = torch.int8 if signed else torch.uint8
+            a = torch.randint(low, high, (m, k), generator=generator).to(dtype)
+            a *= torch.rand(m, k, generator=generator) < 0.3
+            a[0], b = high - 1, torch.randint(-128, 128, (k, n), generator=generator, dtype=torch.int8)
+            b[:, 0] = -128
+            matrix = mc.SRBCRS.from_dense(a, vector_length=v, bits=bits, signed=signed)
+            sparse = SparseOperand(*pack_operand(matrix), m, k, bits, matrix.signed)
+            masked, expected = replace(sparse, masks=column_masks(sparse)), a.long() @ b.long()
+            assert masked.masks is not None
+            for each in (sparse, masked):
+                for right in (b, b.t().contiguous().t()):
+                    for dtype in (torch.int32, torch.float32):
+                        out = torch.empty(m, n, dtype=dtype)
+                        multiply_sparse_emulated(emulated_engine, 1, 1, each, right, out, (None, None, None))
+                        assert torch.equal(out.long(), expected)
 
 
 @pytest.mark.parametrize("v", (1, 2, 4, 8, 32))
