@@ -184,7 +184,7 @@ class Trainer:
         for some, classes in progress.track(parts, description=f"{name}, test"):
             with self.autocast():
                 right += (self.net(some.long(), some == 0).argmax(1) == classes).sum()
-        return int(right) / len(labels)
+        return int(right) / labels.numel()
 
     def save(self, path: Path) -> None:
         """Parameters, the state and, until the stage is done, the optimizer's numbers: one file, replaced at once."""
