@@ -3,10 +3,11 @@
 An encoder is trained on ListOps, or on texts byte by byte: dense in float32 and in float16, and with attention masks of
 8 x 1 vectors at sparsities of 0.9 and 0.95 in float32.  Each sparse one is then quantized, its softmax and its Q, K, V
 to 16b-8b, 8b-8b and 8b-4b, and fine-tuned straight-through.  Checkpoints hold every stage: a run that was stopped goes
-on where it was, and finished stages are not trained again.  Writes ``benchmarks/results/sparse_transformer.json`` and
-the table of ``docs/transformer.md``.  The tiny size uses one thread of a CPU.
+on where it was, and finished stages are not trained again.  Writes ``sparse_transformer.json`` into the folder of
+``--out``.  ListOps shows little of attention: ``attention_accuracy.py`` has the tasks of the docs' table.  The tiny
+size uses one thread of a CPU.
 Source: Li, Osawa, Hoefler, SC'22, section V-C, Table V; Tay et al., arXiv 2011.04006, for the tasks.
-Run: ``python examples/sparse_transformer.py [--size tiny --out FOLDER] [--task bytes --texts FOLDER] [--stop-after S]``
+Run: ``python examples/sparse_transformer.py --out FOLDER [--size tiny] [--task bytes --texts FOLDER] [--stop-after S]``
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from encoder_training import Corpus, Plan, Trainer, load_bytes, load_listops, stored_state
 from listops import TINY, ListOps
-from report import RESULTS, ROOT, machine_line, markdown, replace_section, write_results
+from report import machine_line, markdown, write_results
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
@@ -215,7 +216,7 @@ def render(results: dict[str, Any]) -> str:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="full", help="tiny needs --out")
+    parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--task", choices=("listops", "bytes"), default="listops")
     parser.add_argument("--texts", type=Path, help="folder of train/<class>/*.txt and test/<class>/*.txt, for bytes")
     parser.add_argument("--heads", type=int, choices=(4, 8), help="default 4; tiny has 2")
@@ -225,12 +226,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="limit of a stage's training")
     parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS", help="save and stop then")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--checkpoints", type=Path, help="default build/sparse_transformer, or a folder in --out")
-    parser.add_argument("--out", type=Path, help="folder for the results file")
-    parser.add_argument("--render", action="store_true", help="compute nothing, only write the page")
+    parser.add_argument("--checkpoints", type=Path, help="default: the folder stages in --out")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results file")
     args = parser.parse_args()
-    if args.out is None and not args.render and (args.size, args.task, args.linear) != ("full", "listops", None):
-        parser.error("only the full size on listops goes without --out: other figures do not belong in the project")
     if args.task == "bytes" and args.texts is None:
         parser.error("--task bytes needs --texts, a folder as the IMDb reviews have it: train/pos/*.txt and so on")
     return args
@@ -257,7 +255,7 @@ def train(args: argparse.Namespace, path: Path, progress: Progress) -> list[str]
         torch.set_num_threads(1)  # several gain little by products so small, and on a busy machine they wait
     corpus = load(args, size, progress).to(torch.device(args.device))
     shape = size.shape(corpus, args.heads or (2 if args.size == "tiny" else 4))
-    default = ROOT / "build" / "sparse_transformer" if args.out is None else args.out / "stages"
+    default = args.out / "stages"
     run = Run(corpus, shape, size, args.linear, args.checkpoints or default, begin + args.stop_after, progress)
     keep_setting(run)
     labels = corpus.test[1]
@@ -282,21 +280,17 @@ def train(args: argparse.Namespace, path: Path, progress: Progress) -> list[str]
 
 def main() -> None:
     args, console = options(), Console(stderr=True)
-    path = (args.out or RESULTS) / "sparse_transformer.json"
-    if not args.render:
-        try:
-            with Progress(console=console) as progress:
-                missing = train(args, path, progress)
-        except ValueError as error:
-            sys.exit(str(error))
-        if missing:
-            console.print(f"not done yet, the same command goes on: {', '.join(missing)}", soft_wrap=True)
+    path = args.out / "sparse_transformer.json"
+    try:
+        with Progress(console=console) as progress:
+            missing = train(args, path, progress)
+    except ValueError as error:
+        sys.exit(str(error))
+    if missing:
+        console.print(f"not done yet, the same command goes on: {', '.join(missing)}", soft_wrap=True)
     if not path.is_file():
         sys.exit(f"no stage is done, and there is no {path}")
-    text = render(json.loads(path.read_text()))
-    Console(width=150).print(Markdown(text))
-    if args.out is None:
-        replace_section("sparse_transformer", text, ROOT / "docs" / "transformer.md")
+    Console(width=150).print(Markdown(render(json.loads(path.read_text()))))
 
 
 if __name__ == "__main__":
