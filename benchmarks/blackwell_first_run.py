@@ -197,6 +197,15 @@ def try_shapes(device: str) -> Iterator[Finding]:
                 yield compared(f"{a} x {b}, {m} x {depth} x {n}, {config.tile_n} columns", got, exact(x, y))
 
 
+def try_two_ctas(device: str) -> Iterator[Finding]:
+    """Tiles that two CTAs share: one tile and part of it, rings that go round, several tiles a pair."""
+    for m, k, n in ((256, 128, 256), (130, 384, 70), (600, 4096, 700)):
+        x, y = integers(OperandFormat("e4m3"), m, k, 1, device), integers(OperandFormat("e2m1"), n, k, 2, device)
+        for rows, columns in ((128, 128), (128, 256), (256, 64), (256, 128), (256, 256)):
+            config = Tcgen05Config("float32", tile_n=columns, pair_rows=rows)
+            yield compared(f"{m} x {k} x {n}, tiles of {rows} x {columns}", product(x, y, config), exact(x, y))
+
+
 def try_outputs(device: str) -> Iterator[Finding]:
     """Output types, scales of rows and columns, c and bias; rows that start at multiples of 16 bytes, and not."""
     generator = torch.Generator(device).manual_seed(3)
@@ -254,6 +263,7 @@ STEPS: dict[str, Callable[[str], Iterator[Finding]]] = {
     "shapes": try_shapes,
     "outputs": try_outputs,
     "accuracy": try_accuracy,
+    "two CTAs": try_two_ctas,
     "speed": try_speed,
 }
 

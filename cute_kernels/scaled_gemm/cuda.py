@@ -19,7 +19,7 @@ from cute_kernels.scaled_gemm import sm100
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, choose
 from cute_kernels.scaled_gemm.dequantize import dequantize, dequantize_first
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
-from cute_kernels.scaled_gemm.sm100 import TILE_M, PackedMatrix, Tcgen05Config, check_alignment, map_parameters
+from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
 from cute_kernels.scaled_gemm.small_m import SmallMConfig, choose_small_m, launch_small_m, supports_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
 
@@ -156,21 +156,22 @@ def _launch_tcgen05(problem: ScaledGemmProblem, config: Tcgen05Config, epilogue:
     if config.mma != kind:
         raise ValueError(f"config must be of the kind {kind.name} for these operands, got {config.kind}")
     sm100.check_copied(config, problem.a.dtype)
+    sm100.check_two_ctas(config)
     maps = [
-        tensor_map(*map_parameters(name, _packed_matrix(name, operand), kind, tile))
-        for name, operand, tile in (("a", problem.a, TILE_M), ("b", problem.b, config.tile_n))
+        tensor_map(*map_parameters(name, _packed_matrix(name, operand), kind, rows))
+        for name, operand, rows in zip("ab", (problem.a, problem.b), config.box_rows, strict=True)
     ]
     pair = (problem.a.dtype, problem.b.dtype)
     (scales_a, _, count), _owner_a = _scale_arguments(problem.a)
     (scales_b, _, _), _owner_b = _scale_arguments(problem.b)
-    kernel = get_kernel(config)
-    kernel.launch(
-        (min(kernel.num_sms, config.tiles(m, n)), 1, 1),
-        (
-            *maps, k, config.counted_bytes(*pair), kind.instruction(*pair, TILE_M, config.tile_n), scales_a, scales_b,
-            count // 4, *epilogue.arguments, np.float32(problem.alpha), np.float32(problem.beta),
-        ),
+    kernel, ctas = get_kernel(config), config.ctas
+    instruction = kind.instruction(*pair, config.tile_m, config.tile_n, ctas)
+    arguments = (
+        *maps, k, config.counted_bytes(*pair), instruction, scales_a, scales_b, count // 4, *epilogue.arguments,
+        np.float32(problem.alpha), np.float32(problem.beta),
     )  # fmt: skip
+    grid = (ctas * min(kernel.num_sms // ctas, config.tiles(m, n)), 1, 1)
+    kernel.launch(grid, arguments, *(((ctas, 1, 1),) if ctas > 1 else ()))
 
 
 def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig, epilogue: EpilogueArguments) -> None:

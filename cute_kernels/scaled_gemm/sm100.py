@@ -38,6 +38,9 @@ class Tcgen05Config(KernelConfig):
     bits_a : int
         0, or the bits of a value of A: ``tcgen05.cp`` unpacks A into tensor memory, from where it is multiplied. For
         ``"f8f6f4"`` and tiles of at most 128 columns; never selected.
+    pair_rows : int
+        0, or 128 or 256 rows of a tile that two CTAs share with two-SM instructions (``cta_group::2``). For
+        ``"f8f6f4"``; has never run, and is never selected.
     """
 
     out: str
@@ -46,6 +49,7 @@ class Tcgen05Config(KernelConfig):
     tile_n: int = 128
     band: int = 8
     bits_a: int = 0
+    pair_rows: int = 0
 
     @property
     def kernel(self) -> str:
@@ -58,6 +62,26 @@ class Tcgen05Config(KernelConfig):
         return MMA_KINDS[self.kind]
 
     @property
+    def ctas(self) -> int:
+        """CTAs that share a tile: the size of a cluster."""
+        return 2 if self.pair_rows else 1
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile."""
+        return self.pair_rows or TILE_M
+
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Rows of A and of B in a stage of one CTA."""
+        return self.tile_m // self.ctas, self.tile_n // self.ctas
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of tensor memory per tile: with 64 rows per CTA, 128 lanes hold them twice, left and right half."""
+        return self.tile_n // 2 if self.box_rows[0] == 64 else self.tile_n
+
+    @property
     def threads(self) -> int:
         """Threads per CTA: four epilogue warps, TMA and MMA warps, and with block scales four producers of these."""
         return 320 if self.mma.block else 192
@@ -65,12 +89,12 @@ class Tcgen05Config(KernelConfig):
     @property
     def columns(self) -> int:
         """Columns of tensor memory: accumulators of two tiles, four per 128 words of block scales, two K tiles of A."""
-        return _ACCUMULATORS * self.tile_n + 2 * 4 * self.mma.words + (2 * ROW_BYTES // 4 if self.bits_a else 0)
+        return _ACCUMULATORS * self.tile_columns + 2 * 4 * self.mma.words + (2 * ROW_BYTES // 4 if self.bits_a else 0)
 
     @property
     def part_bytes(self) -> int:
         """Bytes per stage: rows of 128 bytes of both operands, and 128 words of block scales of each."""
-        return (TILE_M + self.tile_n) * ROW_BYTES + 2 * self.mma.words * 512
+        return sum(self.box_rows) * ROW_BYTES + 2 * self.mma.words * 512
 
     @property
     def stages(self) -> int:
@@ -83,7 +107,7 @@ class Tcgen05Config(KernelConfig):
         return self.stages * (self.part_bytes + 16) + 16 * _ACCUMULATORS + 16
 
     def counted_bytes(self, a: str, b: str) -> int:
-        """Return the bytes that the barrier of a stage expects from TMA: those of the packed data.
+        """Return the bytes that the barrier of a stage expects from TMA, to both CTAs of a pair: the packed data's.
 
         Gaps between unpacked values do not count, values beyond the matrix do [1]_.
 
@@ -101,18 +125,20 @@ class Tcgen05Config(KernelConfig):
         ----------
         .. [1] CUTLASS 4.2, ``TmaTransactionBytes`` of ``sm100_mma_warpspecialized.hpp``.
         """
-        return sum(rows * self.mma.tile_k * float_format(x).bits // 8 for x, rows in ((a, TILE_M), (b, self.tile_n)))
+        return sum(
+            rows * self.mma.tile_k * float_format(x).bits // 8 for x, rows in ((a, self.tile_m), (b, self.tile_n))
+        )
 
     def tiles(self, m: int, n: int) -> int:
         """Return the tiles of an (m, n) output."""
-        return -(-m // TILE_M) * -(-n // self.tile_n)
+        return -(-m // self.tile_m) * -(-n // self.tile_n)
 
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
-        shape = f"{TILE_M}x{self.tile_n}s{self.stages}b{self.band}"
-        copied = f"-a{self.bits_a}" if self.bits_a else ""
-        return f"gemm-floats-tcgen05-{self.kind}-{self.out}-{self.source}-{shape}{copied}"
+        shape = f"{self.tile_m}x{self.tile_n}s{self.stages}b{self.band}"
+        special = (f"-a{self.bits_a}" if self.bits_a else "") + ("-pair" if self.pair_rows else "")
+        return f"gemm-floats-tcgen05-{self.kind}-{self.out}-{self.source}-{shape}{special}"
 
     kernel_header = "scaled_gemm/sm100.cuh"
     kernel_entry = "gemm_floats_sm100"
@@ -127,6 +153,7 @@ class Tcgen05Config(KernelConfig):
             "kStages": self.stages,
             "kBand": self.band,
             "kBitsA": self.bits_a,
+            "kPairRows": self.pair_rows,
         }
 
     def _types(self) -> dict[str, str]:
@@ -195,6 +222,34 @@ def check_copied(config: Tcgen05Config, a: str) -> None:
         raise ValueError(f"config must be f8f6f4 of at most 128 columns for bits_a={config.bits_a}, got {config.name}")
     if float_format(a, "a").bits != config.bits_a:
         raise ValueError(f"a must have {config.bits_a} bits for bits_a={config.bits_a}, got {a}")
+
+
+def check_two_ctas(config: Tcgen05Config) -> None:
+    """Check that two CTAs can share the tiles of a config.
+
+    Raises
+    ------
+    ValueError
+        If there are block scales or copies of A, or for other tiles than 128 x 128, 128 x 256 and 256 x 64 to 256.
+
+    Examples
+    --------
+    >>> check_two_ctas(Tcgen05Config("float32", tile_n=256, pair_rows=256))
+    >>> check_two_ctas(Tcgen05Config("float32", tile_n=64, pair_rows=128))
+    Traceback (most recent call last):
+    ValueError: tile_n must be 128 or 256 for pair_rows=128, got 64
+    """
+    if not config.pair_rows:
+        return
+    if config.kind != "f8f6f4" or config.bits_a:
+        raise ValueError(f"config must be f8f6f4 without bits_a for pair_rows={config.pair_rows}, got {config.name}")
+    widths = {128: (128, 256), 256: (64, 128, 256)}  # a warp of the epilogue reads 64 columns at a time
+    if config.pair_rows not in widths:
+        raise ValueError(f"pair_rows must be 0, 128 or 256, got {config.pair_rows}")
+    known = widths[config.pair_rows]
+    if config.tile_n not in known:
+        text = " or ".join([", ".join(map(str, known[:-1])), str(known[-1])])
+        raise ValueError(f"tile_n must be {text} for pair_rows={config.pair_rows}, got {config.tile_n}")
 
 
 class PackedMatrix(NamedTuple):

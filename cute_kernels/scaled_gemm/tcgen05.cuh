@@ -25,28 +25,46 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address) {
   return descriptor;
 }
 
-// A whole warp allocates kColumns columns, whose address it writes to shared memory, and deallocates them at the end.
-template <int kColumns>
+// A whole warp allocates kColumns columns, whose address it writes to shared memory, and deallocates them at the end. kCtas: 2 if
+// the same warp of the other CTA of a pair does so too, with the same address in shared memory.
+template <int kCtas> struct AllocatorOf { using type = TMEM::Allocator1Sm; };
+template <> struct AllocatorOf<2> { using type = TMEM::Allocator2Sm; };
+template <int kColumns, int kCtas>
 __device__ __forceinline__ void allocate(uint32_t* address) {
   static_assert(kColumns >= 32 && kColumns <= 512 && (kColumns & (kColumns - 1)) == 0, "32, 64, 128, 256 or 512 columns");
-  TMEM::Allocator1Sm allocator;
+  typename AllocatorOf<kCtas>::type allocator;
   allocator.allocate(kColumns, address);
   allocator.release_allocation_lock();
 }
-template <int kColumns>
+template <int kColumns, int kCtas>
 __device__ __forceinline__ void deallocate(uint32_t address) {
-  TMEM::Allocator1Sm().free(address, kColumns);
+  typename AllocatorOf<kCtas>::type().free(address, kColumns);
 }
 
 // Fences between accesses to tensor memory and a thread barrier, on either side of it.
 __device__ __forceinline__ void fence_before_sync() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
 __device__ __forceinline__ void fence_after_sync() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
 
-// Arrive on the barrier once all tcgen05 operations of this warp are complete.
+// Arrive on the barrier, or with kCtas = 2 on the barriers at this address of both CTAs, once all tcgen05 operations of this warp
+// are complete.
+template <int kCtas>
 __device__ __forceinline__ void commit_arrive(uint32_t barrier) {
-  if (elect_one_sync()) {
+  if (!elect_one_sync()) return;
+  if constexpr (kCtas == 2) {
+    asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(
+                     barrier), "h"(uint16_t(3)) : "memory");
+  } else {
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier) : "memory");
   }
+}
+
+constexpr uint32_t kEvenCta = 0xFEFFFFFF;  // bit 24 of a shared::cluster address is the odd CTA's; CUTLASS 4.2, copy_sm100_tma.hpp
+
+// TMA load of a box to this CTA of a pair; completes on the mbarrier at `barrier` of the even CTA.
+__device__ __forceinline__ void tma_load_2d_pair(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.cta_group::2.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to), "l"(map), "r"(barrier & kEvenCta), "r"(x), "r"(y) : "memory");
 }
 
 // Copy the block scales of 128 rows, a word of four each: 512 bytes of shared memory, rows 32 i + j at 16 j + 4 i, to four

@@ -6,6 +6,7 @@ Source: PTX ISA 9.0, section 9.7.16 (tcgen05): instruction descriptor, shared me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cute_kernels.float_format import float_format
 
@@ -48,7 +49,7 @@ class MmaKind:
         """Words of four block scales per such row."""
         return self.tile_k // (4 * self.block) if self.block else 0
 
-    def instruction(self, a: str, b: str, m: int, n: int) -> int:
+    def instruction(self, a: str, b: str, m: int, n: int, ctas: int = 1) -> int:
         """Return the 32-bit instruction descriptor of an (m, 32 bytes) by (n, 32 bytes) product, both K-major.
 
         Parameters
@@ -56,9 +57,11 @@ class MmaKind:
         a, b : str
             Formats of the operands.
         m : int
-            128.
+            128; 128 or 256 for two CTAs.
         n : int
-            A multiple of 16 up to 256.
+            A multiple of 16 up to 256; of 32 for two CTAs.
+        ctas : int, default 1
+            CTAs that share the product: ``cta_group``.
 
         Returns
         -------
@@ -74,10 +77,10 @@ class MmaKind:
             float_format(dtype, name)
             if self.packed and dtype != "e2m1":
                 raise ValueError(f"{name} must be e2m1 for {self.name}, got {dtype!r}")
-        if m != 128:
-            raise ValueError(f"m must be 128, got {m}")
-        if n % 16 or not 0 < n <= 256:
-            raise ValueError(f"n must be a multiple of 16 up to 256, got {n}")
+        if m != 128 and (m, ctas) != (256, 2):
+            raise ValueError(f"m must be {'128' if ctas == 1 else '128 or 256'}, got {m}")
+        if n % (16 * ctas) or not 0 < n <= 256:
+            raise ValueError(f"n must be a multiple of {16 * ctas} up to 256, got {n}")
         type_a, type_b = (1, 1) if self.packed else (_FORMATS[a], _FORMATS[b])
         common = (self.scale == "ue8m0") << 23 if self.block else _FLOAT32_SUMS << 4
         return common | type_a << 7 | type_b << 10 | n >> 3 << 17 | m >> 4 << 24
@@ -92,6 +95,54 @@ MMA_KINDS = {
         MmaKind("nvf4", 16, "e4m3", packed=True),  # .kind::mxf4nvf4 with .block16
     )
 }
+
+
+class AccumulatorPlace(NamedTuple):
+    """Where tensor memory holds an element.
+
+    Attributes
+    ----------
+    cta : int
+        CTA of a pair.
+    lane : int
+        One of 128.
+    column : int
+        Column from the accumulator's first.
+    """
+
+    cta: int
+    lane: int
+    column: int
+
+
+def accumulator_place(row: int, column: int, m: int, n: int, ctas: int = 1) -> AccumulatorPlace:
+    """Return where ``tcgen05.mma`` puts an element of an (m, n) product, a word each.
+
+    A row has a lane. Of two CTAs each has half of the rows: all of 128 lanes for m = 256; for m = 128, lanes 0 to 63
+    hold the left half of its columns and lanes 64 to 127 the right half. The same places as CuTe's ``tmem_frg_1sm`` and
+    ``tmem_frg_2sm``, and layouts D, A and B of the PTX ISA.
+
+    Parameters
+    ----------
+    row, column : int
+        Element of the product.
+    m, n, ctas : int
+        As for :meth:`MmaKind.instruction`.
+
+    Returns
+    -------
+    AccumulatorPlace
+
+    Examples
+    --------
+    >>> accumulator_place(200, 70, m=256, n=128, ctas=2)
+    AccumulatorPlace(cta=1, lane=72, column=70)
+    >>> accumulator_place(100, 70, m=128, n=128, ctas=2)
+    AccumulatorPlace(cta=1, lane=100, column=6)
+    """
+    rows = m // ctas
+    width = n // 2 if rows == 64 else n
+    return AccumulatorPlace(row // rows, row % rows + column // width * rows, column % width)
 
 
 def matrix_descriptor(address: int) -> int:

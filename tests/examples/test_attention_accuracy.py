@@ -129,7 +129,9 @@ def test_quantized_stages_run_the_library_s_operator(task: tasks.Task, bits: tup
         x = net.words(words) + net.places
         block: Any = net.blocks[0]
         y, layer = block.norm1(x), block.attention
-        q, k, v = (each(y).unflatten(-1, (2, 32)).transpose(1, 2) for each in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k, v = (
+            each(y).unflatten(-1, (2, 32)).transpose(1, 2) for each in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
         out = mc.sparse_attention(q, k, v, mask, softmax_bits=bits[0], qkv_bits=bits[1])
         h = x + layer.out_proj(out.transpose(1, 2).flatten(2))
         h = h + block.down(F.gelu(block.up(block.norm2(h))))

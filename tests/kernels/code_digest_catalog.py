@@ -169,6 +169,9 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
         ):
             native = gemm_floats_sm100.choose(m, 4096, kind, out, source, 132)
             yield f"gemm floats/tensor memory {kind} m={m} out={out} c={source}", native
+        for rows in (128, 256):
+            shared = gemm_floats_sm100.Tcgen05Config("float16", pair_rows=rows)
+            yield f"gemm floats/tensor memory of two CTAs, {rows} rows", shared
 
 
 def _gemm_floats_helpers(arch: str) -> Iterator[Entry]:

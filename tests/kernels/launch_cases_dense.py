@@ -24,6 +24,7 @@ from cute_kernels.scaled_gemm import api as gemm_floats
 from cute_kernels.scaled_gemm import config as gemm_floats_config
 from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
 from cute_kernels.scaled_gemm import small_m as gemm_floats_few
+from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
 from magicube_cutlass.quantization import float_tensor as block_scales
 from tests import helpers
 from tests.kernels.launch_cases_sparse import reals
@@ -228,6 +229,9 @@ def tcgen05(recorder: Recorder) -> None:
             name = block_scales.RECIPES[kind][0]
             a, b = operand(name, 300, 512, kind), operand(name, 384, 512, kind)
             _multiply_floats(recorder, f"{kind} by tcgen05", a, b, c=reals(300, 384), beta=1.0, bias=reals(384))
+        a, b = operand("e2m1", 300, 512), operand("e4m3", 384, 512)
+        for rows in (128, 256):
+            _with(recorder, Tcgen05Config("float32", pair_rows=rows), a, b, torch.zeros(300, 384))
 
 
 def quantized(recorder: Recorder) -> None:

@@ -1,6 +1,6 @@
 // A multiprocessor of sm_100a as threads of the CPU, for the source of scaled_gemm/sm100.cuh as it stands.
 //
-// Every thread of a block is one here. The copy engine and the Tensor Cores are threads too, which work through queues
+// Every thread of a block is one here, and so are those of a pair of blocks that share tiles. The copy engine and the Tensor Cores are threads too, which work through queues
 // behind random delays, as the hardware does things later than it is told to. Who waits for what never comes is told.
 #pragma once
 
@@ -36,6 +36,7 @@ namespace cuda { namespace std = ::std; }
 
 struct Index { int x = 0; };
 inline thread_local Index threadIdx, blockIdx;
+inline thread_local uint32_t cta;  // of a pair
 inline Index blockDim, gridDim;
 
 struct __half {};
@@ -97,9 +98,9 @@ class Meeting {
     }
   }
 };
-inline std::unique_ptr<Meeting> block;
-inline std::vector<std::unique_ptr<Meeting>> warps;
-inline std::vector<uint32_t> exchanged;  // a word a thread
+inline std::unique_ptr<Meeting> pair, block[2];  // of either CTA
+inline std::vector<std::unique_ptr<Meeting>> warps[2];
+inline std::vector<uint32_t> exchanged[2];  // a word a thread
 
 // mbarrier: arrivals and bytes that are still to come, and the number of phases that are over.
 struct Barrier { int count = 0, missing = 0; int64_t bytes = 0; uint32_t phases = 0; };
@@ -169,7 +170,7 @@ class Engine {
 };
 inline std::unique_ptr<Engine> copies, products;
 
-inline float tensor_memory[128][512];
+inline float tensor_memory[2][128][512];  // of either CTA
 inline uint32_t factors[32][512];  // the same in all quarters
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
@@ -194,8 +195,8 @@ inline int width(int format) { return format < 2 ? 8 : format < 5 ? 6 : 4; }
 
 }  // namespace host
 
-inline void __syncthreads() { host::block->meet(); }
-inline void __syncwarp() { host::warps[threadIdx.x / 32]->meet(); }
+inline void __syncthreads() { host::block[cta]->meet(); }
+inline void __syncwarp() { host::warps[cta][threadIdx.x / 32]->meet(); }
 // Of a warp that is together, and stays so: elect.sync.
 inline bool elect_one() {
   __syncwarp();
@@ -203,9 +204,9 @@ inline bool elect_one() {
 }
 template <class T> T __shfl_sync(unsigned, T x, int) { return x; }  // of what is the same in all of a warp
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int bit) {
-  host::exchanged[threadIdx.x] = x;
+  host::exchanged[cta][threadIdx.x] = x;
   __syncwarp();
-  const uint32_t theirs = host::exchanged[threadIdx.x ^ bit];
+  const uint32_t theirs = host::exchanged[cta][threadIdx.x ^ bit];
   __syncwarp();
   return theirs;
 }
@@ -221,7 +222,9 @@ namespace UMMA { enum class Major { K, MN }; }
 namespace magicube {
 using namespace cute;
 
-alignas(1024) inline uint8_t shared[1 << 18];
+alignas(1024) inline uint8_t shared[1 << 18], odd_shared[1 << 18];
+constexpr uint32_t kOdd = 1 << 24;  // of an address: in the odd CTA of a pair
+inline uint8_t& byte_at(uint32_t address) { return (address & kOdd ? odd_shared : shared)[address & ~kOdd]; }
 
 // Boxes of 128 elements of rows `pitch` bytes apart; `bits`: of an element, sixteen of which take sixteen bytes.
 struct TmaDescriptor {
@@ -229,7 +232,7 @@ struct TmaDescriptor {
   int64_t bits, inner, rows, pitch, box;
 };
 
-inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<const uint8_t*>(at) - shared); }
+inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<const uint8_t*>(at) - shared) | cta * kOdd; }
 
 inline void barrier_init(uint32_t barrier, int arrivals) {
   std::unique_lock lock(host::mutex);
@@ -254,7 +257,7 @@ inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uin
       for (int64_t byte = 0; byte < 8 * group; ++byte) {
         const int64_t from = x * map.bits / 8 + byte;
         const bool there = y + row < map.rows && from * 8 < map.inner * map.bits;
-        shared[host::swizzled(uint32_t(to + row * 128 + byte / group * 16 + byte % group))] =
+        byte_at(host::swizzled(uint32_t(to + row * 128 + byte / group * 16 + byte % group))) =
             there ? map.start[(y + row) * map.pitch + from] : 0;
       }
     }
@@ -264,6 +267,12 @@ inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uin
     host::settle(barrier);
   });
 }
+
+namespace cluster {
+inline uint32_t rank() { return cta; }
+inline void sync() { host::pair->meet(); }
+inline void arrive_at(uint32_t barrier, uint32_t rank) { host::arrive((barrier & ~kOdd) | rank * kOdd); }
+}  // namespace cluster
 
 template <int kStages>
 struct GemmPipelineState {
@@ -280,15 +289,22 @@ inline void fence_proxy_async_shared() {}
 
 namespace tensor_memory {
 inline uint64_t smem_descriptor(uint32_t address) { return address >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 46 | 2ull << 61; }
-template <int kColumns> void allocate(uint32_t* address) {
+template <int kColumns, int> void allocate(uint32_t* address) {
   static_assert(kColumns <= 512);
   *address = 0;
 }
-template <int kColumns> void deallocate(uint32_t) {}
+template <int kColumns, int> void deallocate(uint32_t) {}
 inline void fence_before_sync() {}
 inline void fence_after_sync() {}
-inline void commit_arrive(uint32_t barrier) {
-  if (elect_one()) host::products->enqueue([=] { host::arrive(barrier); });
+template <int kCtas> void commit_arrive(uint32_t barrier) {
+  if (!elect_one()) return;
+  host::products->enqueue([=] {
+    host::arrive(barrier);
+    if (kCtas == 2) host::arrive(barrier ^ kOdd);
+  });
+}
+inline void tma_load_2d_pair(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t at) {
+  tma_load_2d(to, map, x, y, at & ~kOdd);
 }
 inline void copy_scales(uint32_t to, uint32_t from) {
   if (!elect_one()) return;
@@ -309,7 +325,7 @@ template <int kBits> void copy_operand(uint32_t to, uint64_t descriptor) {
         const uint32_t word = byte(bit / 8) | (bit / 8 + 1 < 32 ? byte(bit / 8 + 1) << 8 : 0);
         bytes[k] = word >> bit % 8 & ((1u << kBits) - 1);
       }
-      std::memcpy(&host::tensor_memory[row][to], bytes, 32);
+      std::memcpy(&host::tensor_memory[0][row][to], bytes, 32);
     }
   });
 }
@@ -320,7 +336,7 @@ inline void load_fragment(uint32_t from, uint32_t (&to)[32]) {
   if (threadIdx.x % 32 == 0) host::dawdle(host::mood, 8000);  // the tile after the next waits for this one
   __syncwarp();
   for (int i = 0; i < 32; ++i) {
-    to[i] = __float_as_uint(host::tensor_memory[lane + g + i / 2 % 2 * 8][column + i / 4 * 8 + 2 * t + i % 2]);
+    to[i] = __float_as_uint(host::tensor_memory[cta][lane + g + i / 2 % 2 * 8][column + i / 4 * 8 + 2 * t + i % 2]);
   }
 }
 }  // namespace tensor_memory
@@ -330,16 +346,17 @@ template <int kFactors, bool kPacked>
 struct HostMma {
   static constexpr int kCodes = kPacked ? 64 : 32;
 
-  static void operand(uint64_t descriptor, int rows, int format, std::vector<double>& to) {
+  static void operand(uint64_t descriptor, int rows, int format, std::vector<double>& to, uint32_t owner = 0) {
     const uint32_t start = uint32_t(descriptor & 0x3FFF) << 4, stride = uint32_t(descriptor >> 32 & 0x3FFF) << 4;
     const int bits = kPacked ? 4 : host::width(format);
-    to.resize(size_t(rows) * kCodes);
+    const size_t before = to.size();
+    to.resize(before + size_t(rows) * kCodes);
     for (int row = 0; row < rows; ++row) {
-      const auto byte = [&](int i) { return shared[host::swizzled(start + row / 8 * stride + row % 8 * 128 + i)]; };
+      const auto byte = [&](int i) { return byte_at(host::swizzled(start + row / 8 * stride + row % 8 * 128 + i) | owner * kOdd); };
       for (int k = 0; k < kCodes; ++k) {
         const int bit = kPacked ? 4 * k : k / 16 * 128 + k % 16 * bits;
         const uint32_t word = byte(bit / 8) | (bit / 8 + 1 < 32 ? byte(bit / 8 + 1) << 8 : 0);
-        to[row * kCodes + k] = host::values[kPacked ? 5 : format].at(word >> bit % 8 & ((1u << bits) - 1));
+        to[before + row * kCodes + k] = host::values[kPacked ? 5 : format].at(word >> bit % 8 & ((1u << bits) - 1));
       }
     }
   }
@@ -356,7 +373,7 @@ struct HostMma {
     to.resize(size_t(rows) * kCodes);
     for (int row = 0; row < rows; ++row) {
       uint8_t bytes[32];
-      std::memcpy(bytes, &host::tensor_memory[row][column], 32);
+      std::memcpy(bytes, &host::tensor_memory[0][row][column], 32);
       for (int k = 0; k < kCodes; ++k) to[row * kCodes + k] = host::values[format].at(bytes[k]);
     }
   }
@@ -374,7 +391,7 @@ struct HostMma {
       for (int column = 0; column < n; ++column) {
         double sum = 0;
         for (int k = 0; k < kCodes; ++k) sum += left[row * kCodes + k] * right[column * kCodes + k];
-        float& at = host::tensor_memory[row][to + column];
+        float& at = host::tensor_memory[0][row][to + column];
         at = float(add ? at + sum : sum);
       }
     }
@@ -393,9 +410,36 @@ struct HostMmaFromMemory {
     host::products->enqueue([=] { HostMma<0, false>::mma(a, b, to, add, uint32_t(instruction >> 32), 0, 0, true); });
   }
 };
+
+// Of two CTAs: each has half of the rows of either operand.  Of 128 rows of the product, a CTA's 64 are in lanes 0 to 63
+// with the left half of the columns, and in lanes 64 to 127 with the right half.
+struct HostMmaPair {
+  static void fma(uint64_t a, uint64_t b, uint32_t to, uint32_t add, uint64_t instruction) {
+    if (!elect_one()) return;
+    if (cta) throw host::Failure("the odd CTA issues a product");
+    host::products->enqueue([=] {
+      const uint32_t i = uint32_t(instruction >> 32);
+      const int m = (i >> 24 & 31) << 4, n = (i >> 17 & 63) << 3, half = m == 128 ? n / 2 : n;
+      std::vector<double> left, right;
+      for (uint32_t owner = 0; owner < 2; ++owner) {
+        HostMma<0, false>::operand(a, m / 2, i >> 7 & 7, left, owner);
+        HostMma<0, false>::operand(b, n / 2, i >> 10 & 7, right, owner);
+      }
+      for (int row = 0; row < m; ++row) {
+        for (int column = 0; column < n; ++column) {
+          double sum = 0;
+          for (int k = 0; k < 32; ++k) sum += left[row * 32 + k] * right[column * 32 + k];
+          float& at = host::tensor_memory[row / (m / 2)][row % (m / 2) + column / half * 64][to + column % half];
+          at = float(add ? at + sum : sum);
+        }
+      }
+    });
+  }
+};
 }  // namespace magicube
 
 namespace cute {
+using SM100_MMA_F8F6F4_2x1SM_SS = magicube::HostMmaPair;
 template <class A, class B, class C, int M, int N, UMMA::Major, UMMA::Major>
 using SM100_MMA_F8F6F4_TS = magicube::HostMmaFromMemory;
 using SM100_MMA_F8F6F4_SS = magicube::HostMma<0, false>;
@@ -407,25 +451,29 @@ using SM100_MMA_MXF4_SS = magicube::HostMma<64 / kBlock, true>;
 
 namespace host {
 
-// Runs a kernel's blocks one after the other; returns what went wrong.
+// Runs a kernel's blocks, or pairs of them, one after the other; returns what went wrong.
 template <class Kernel>
-const char* run(int blocks, int threads, unsigned seed, int slices, Kernel kernel) {
+const char* run(int blocks, int threads, unsigned seed, int slices, Kernel kernel, int ctas = 1) {
   wrong.clear(), failed = false, patience = slices;
   blockDim.x = threads, gridDim.x = blocks;
-  for (int index = 0; index < blocks && !failed; ++index) {
-    std::fill_n(&tensor_memory[0][0], 128 * 512, NAN);
+  for (int index = 0; index < blocks && !failed; index += ctas) {
+    std::fill_n(&tensor_memory[0][0][0], 2 * 128 * 512, NAN);
     std::memset(factors, 0xFF, sizeof factors);
     std::memset(magicube::shared, 0xA5, sizeof magicube::shared);
+    std::memset(magicube::odd_shared, 0xA5, sizeof magicube::odd_shared);
     barriers.clear();
-    block = std::make_unique<Meeting>(threads);
-    warps.clear();
-    for (int warp = 0; warp < threads / 32; ++warp) warps.push_back(std::make_unique<Meeting>(32));
-    exchanged.assign(threads, 0);
+    pair = std::make_unique<Meeting>(ctas * threads);
+    for (int own = 0; own < ctas; ++own) {
+      block[own] = std::make_unique<Meeting>(threads);
+      warps[own].clear();
+      for (int warp = 0; warp < threads / 32; ++warp) warps[own].push_back(std::make_unique<Meeting>(32));
+      exchanged[own].assign(threads, 0);
+    }
     copies = std::make_unique<Engine>(seed), products = std::make_unique<Engine>(seed + 1);
     std::vector<std::thread> all;
-    for (int thread = 0; thread < threads; ++thread) {
+    for (int thread = 0; thread < ctas * threads; ++thread) {
       all.emplace_back([=] {
-        threadIdx.x = thread, blockIdx.x = index;
+        cta = thread / threads, threadIdx.x = thread % threads, blockIdx.x = index + cta;
         mood.seed(seed + thread);
         try {
           kernel();

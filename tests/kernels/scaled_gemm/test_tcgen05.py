@@ -86,8 +86,11 @@ def launched(
     caught: list[Launch] = []
 
     def get_kernel(chosen: Tcgen05Config) -> Any:
-        def launch(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-            assert grid == (min(3, chosen.tiles(a.rows, b.rows)), 1, 1)
+        def launch(grid: tuple[int, int, int], arguments: tuple[Any, ...], cluster: Any = (1, 1, 1)) -> None:
+            blocks = (
+                2 * min(1, chosen.tiles(a.rows, b.rows)) if chosen.ctas == 2 else min(3, chosen.tiles(a.rows, b.rows))
+            )
+            assert grid == (blocks, 1, 1) and cluster == (chosen.ctas, 1, 1)
             assert [kind_of(argument) for argument in arguments] == parameters(), "the kernel has other parameters"
             caught.append(Launch(chosen, *arguments[:8], arguments[8:]))
 

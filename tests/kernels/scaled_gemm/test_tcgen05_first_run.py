@@ -31,7 +31,7 @@ def first_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load(folder / "blackwell_first_run.py")
 
 
-@pytest.mark.parametrize("step", ["identities", "factors", "outputs"])
+@pytest.mark.parametrize("step", ["identities", "factors", "outputs", "two CTAs"])
 def test_the_first_run_finds_nothing_wrong_with_a_right_product(first_run: ModuleType, step: str) -> None:
     findings = list(first_run.STEPS[step]("cpu"))
     assert len(findings) > 5 and all(finding.ok for finding in findings), findings

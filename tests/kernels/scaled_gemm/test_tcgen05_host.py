@@ -27,7 +27,7 @@ from tests.kernels.scaled_gemm.test_tcgen05 import MX, NV, launched, operand
 
 KERNELS = Path(__file__).resolve().parents[3] / "cute_kernels"
 REAL = ("scaled_gemm/sm100.cuh", "gemm/tile_scheduler.cuh", "gemm/epilogue.cuh")  # the rest is tcgen05_host.hpp
-EMPTY = ("scaled_gemm/tcgen05.cuh", "gemm/wgmma.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint", "cuda/std/type_traits",
+EMPTY = ("scaled_gemm/tcgen05.cuh", "gemm/wgmma.cuh", "device/cluster.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint", "cuda/std/type_traits",
          "cute/config.hpp", "cute/numeric/numeric_types.hpp")  # fmt: skip
 CALL = """
 using namespace magicube;
@@ -39,7 +39,7 @@ extern "C" const char* run(int blocks, unsigned seed, int slices, const TmaDescr
     gemm_floats_sm100<Config>(*a, *b, x[0], x[1], x[2], Words(x[3]), Words(x[4]), x[5], (Config::Out*)x[6], x[7], x[8],
                               x[9], Floats(x[10]), x[11], Floats(x[12]), x[13], Floats(x[14]),
                               (const Config::Source*)x[15], x[16], x[17], alpha, beta);
-  });
+  }, FloatTcgen05<Config>::kCtas);
 }
 """
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -155,6 +155,21 @@ def test_the_source_unpacks_a_into_tensor_memory(
             out = torch.full((m, n), torch.nan)
             run(host_library, launched(monkeypatch, x, y, config, out), 2, seed)
             assert torch.equal(out.double(), x.values(torch.float64) @ y.values(torch.float64).t())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(128, 128), (128, 256), (256, 64), (256, 256)])
+def test_two_ctas_compute_the_product_of_a_pair(
+    rows: int, width: int, host_library: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Odd sizes, more tiles than pairs, and more parts of k than stages."""
+    m, n, k = 300, 270, 128 * 16
+    x, y = small(OperandFormat("e2m1"), m, k, 1), small(OperandFormat("e5m2"), n, k, 2)
+    config = Tcgen05Config("float32", tile_n=width, pair_rows=rows)
+    frame = torch.full((m, n + 6), torch.nan)
+    launch = launched(monkeypatch, x, y, config, frame[:, :n])
+    run(host_library, launch, 4)
+    assert torch.equal(frame[:, :n].double(), x.values(torch.float64) @ y.values(torch.float64).t())
+    assert bool(frame[:, n:].isnan().all()), "written outside"
 
 
 def test_what_does_not_fit_tensor_memory_or_has_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
