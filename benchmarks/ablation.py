@@ -110,6 +110,7 @@ def panel_studies(workload: str, pattern: mc.Pattern) -> Iterator[Study]:
                     tile_window=window,
                 )
                 for stages, tile, window in (
+                    (1, 256, 1),  # no prefetch
                     (3, 512, 2),
                     (3, 256, 2),
                     (4, 256, 3),

@@ -21,7 +21,9 @@ struct PanelRing : TmaPipeline<C, C::kStages * C::kTile * C::kTileNBytes> {
   static constexpr int kPart = C::kTile / C::kCluster;        // rows that one CTA loads
   static constexpr int kBoxRows = kPart < 256 ? kPart : 256;  // limit of a TMA box
   static constexpr int kRingBytes = C::kStages * kTileBytes;
-  static_assert(C::kStages > C::kTileWindow, "a tile must be able to arrive while a group's window is in use");
+  // A single stage: no prefetch, a tile is loaded once no warp needs the one before.
+  static_assert(C::kStages > C::kTileWindow || (C::kStages == 1 && C::kTileWindow == 1),
+                "a tile must be able to arrive while a group's window is in use");
   static_assert(C::kTile % kBoxRows == 0, "a tile must be whole boxes");
 
   // After the tiles: two mbarriers per stage; per warp the column scales of its N tile; per warp the stages of A.

@@ -39,9 +39,9 @@ class PanelConfig(RingConfig, SpmmConfig):
     tile : int
         Rows of B per stage.
     stages : int
-        Stages of the TMA pipeline.
+        Stages of the TMA pipeline. 1: no prefetch, for measurements; has never run.
     tile_window : int
-        Consecutive tiles that one group can use, below `stages`.
+        Consecutive tiles that one group can use, below `stages`; 1 with a single stage.
     warps : int
         Consumer warps per CTA, besides one producer warp.
     rows_per_warp : int

@@ -90,6 +90,7 @@ def _spmm_options(arch: str) -> Iterator[SpmmEntry]:
         panel = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
         yield "spmm/panel L12-R4 V=4 digits apart", PanelConfig(*operands, fuse_digits=False, warps=8)
         yield "spmm/panel L8-R8 without swizzle", replace(panel, swizzle=False)
+        yield "spmm/panel L8-R8 without prefetch", replace(panel, stages=1, tile_window=1)
         yield (
             "spmm/panel L8-R8 cluster of 2, records",
             replace(panel, tile_n_bytes=64, tile=512, cluster=2, a_stages=3, warps=8, rows_per_warp=2),

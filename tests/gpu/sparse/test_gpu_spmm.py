@@ -69,7 +69,7 @@ def variants() -> list[SpmmKernel]:
         for of in (bytes8, wide16, short):
             found += [panel(of, tile_n_bytes=size, rows_per_warp=rows) for size in (64, 128) for rows in (1, 2, 3)]
             found += [panel(of, ordered=False), panel(of, tile=512, stages=4), panel(of, tile=64, stages=5, warps=15)]
-            found += [panel(of, fuse_digits=False)]
+            found += [panel(of, fuse_digits=False), panel(of, stages=1, tile_window=1)]
         found += [panel(bytes8, rows_per_warp=2, tile_n_bytes=128, cluster=2), panel(kind(16), rows_per_warp=2)]
         found += [panel(kind(8, (16, True), (16, False))), panel(bytes8, rows_per_warp=3, tile_n_bytes=128, warps=11)]
         found += [panel(kind(8, (4, s), (4, t)), shuffle=False) for s, t in SIGNS]

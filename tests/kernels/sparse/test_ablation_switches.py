@@ -39,8 +39,12 @@ SAMPLED = SddmmConfig("s8_m16n8k32", 8, EIGHT, EIGHT, "float16", stages=1)
 NIBBLES = GatherConfig("int4_as_int8_m16n8k32", 8, FOUR, FOUR, "float16", shuffle=False)
 NATIVE = replace(NIBBLES, atom="s4_m16n8k64")
 PANEL = PanelConfig("int4_as_int8_m16n8k32", 8, FOUR, FOUR, "float16", tile_n_bytes=64, tile=512, shuffle=False)
+ONE_TILE = [
+    PanelConfig("s8_m16n8k32", 8, EIGHT, EIGHT, "float16", tile_n_bytes=size, stages=1, tile_window=1, **more)
+    for size, more in ((128, {}), (64, {"cluster": 2, "rows_per_warp": 2}), (16, {"a_stages": 3, "tile": 512}))
+]
 BOTH = [(config, arch) for config in (GATHER, SAMPLED, NIBBLES) for arch in ("sm_80", "sm_90a")]
-CASES = [*BOTH, (NATIVE, "sm_80"), (PANEL, "sm_90a")]
+CASES = [*BOTH, (NATIVE, "sm_80"), *((config, "sm_90a") for config in (PANEL, *ONE_TILE))]
 LOW = np.uint32(0x0F0F0F0F)
 
 
@@ -105,6 +109,12 @@ def test_the_switch_compiles_to_the_instructions_that_were_meant(
         usual = clean_sass(build(replace(config, shuffle=True).translation_unit(arch)))
         assert sass.count("PRMT") > usual.count("PRMT")
     if isinstance(config, PanelConfig):
+        # A stage has two barriers. With one stage a tile is waited for, multiplied and given back before the next one.
+        assert sass.count("SYNCS.EXCH.64") == 2 * config.stages and "UTMALDG.2D" in sass
+        if config.stages == config.cluster == 1:
+            order = re.findall(r"SYNCS\.PHASECHK|IMMA|SYNCS\.ARRIVE\.TRANS64\.A1T0", sass)
+            assert order[0] == "SYNCS.PHASECHK" and order.count("SYNCS.ARRIVE.TRANS64.A1T0") == 1
+            assert "IMMA" not in order[order.index("SYNCS.ARRIVE.TRANS64.A1T0") :]
         return
     waits = [int(count, 16) for count in re.findall(r"DEPBAR\.LE SB0, (0x\w+)", sass)]
     assert waits[0] == (0 if config.stages == 1 else config.stages - 2)
@@ -114,7 +124,7 @@ def test_the_switch_compiles_to_the_instructions_that_were_meant(
     assert first == sorted(first)
 
 
-@pytest.mark.parametrize("config", [GATHER, NIBBLES, NATIVE, PANEL, SAMPLED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [GATHER, NIBBLES, NATIVE, PANEL, SAMPLED, *ONE_TILE], ids=lambda config: config.name)
 def test_the_switch_is_part_of_the_name(config: SpmmKernel | SddmmConfig) -> None:
     assert (sddmm_config if config is SAMPLED else spmm_config)(config.name) == config
     if isinstance(config, (GatherConfig, PanelConfig)) and not config.shuffle:

@@ -23,10 +23,10 @@ LANES = np.arange(32)
 AHEAD = 8  # records that may be read behind the last one
 
 
-def config_of(tile_n_bytes: int, a_bits: int, v: int, rows: int) -> PanelConfig:
+def config_of(tile_n_bytes: int, a_bits: int, v: int, rows: int, stages: int = 5, window: int = 3) -> PanelConfig:
     return PanelConfig(
         "s8_m16n8k32", v, Integer(a_bits, True), Integer(8, True), "int32",
-        tile_n_bytes=tile_n_bytes, tile=64, stages=5, tile_window=3, rows_per_warp=rows,
+        tile_n_bytes=tile_n_bytes, tile=64, stages=stages, tile_window=window, rows_per_warp=rows,
     )  # fmt: skip
 
 
@@ -73,9 +73,13 @@ def product_of(config: PanelConfig, records: Array, memory: Array) -> tuple[Arra
 
 
 @pytest.mark.parametrize(("tile_n_bytes", "rows"), [(16, 1), (16, 3), (32, 2), (64, 1), (64, 3), (128, 2)])
-@pytest.mark.parametrize(("a_bits", "v"), [(8, 8), (4, 8), (8, 4)])
-def test_a_warp_multiplies_its_vector_rows(tile_n_bytes: int, rows: int, a_bits: int, v: int) -> None:
-    config = config_of(tile_n_bytes, a_bits, v, rows)
+@pytest.mark.parametrize(
+    ("a_bits", "v", "stages", "window"), [(8, 8, 5, 3), (4, 8, 5, 3), (8, 4, 5, 3), (8, 8, 1, 1), (4, 8, 1, 1)]
+)
+def test_a_warp_multiplies_its_vector_rows(
+    tile_n_bytes: int, rows: int, a_bits: int, v: int, stages: int, window: int
+) -> None:
+    config = config_of(tile_n_bytes, a_bits, v, rows, stages, window)
     rng = np.random.default_rng(tile_n_bytes + a_bits)
     inner, top = 7 * 64 + 13, 1 << a_bits - 1  # tiles beyond the ring, whose places return
     mask = random_mask(4, inner, 0.3, 3)  # units of 3 and of 1
@@ -92,8 +96,8 @@ def test_a_warp_multiplies_its_vector_rows(tile_n_bytes: int, rows: int, a_bits:
     for unit in range(units):
         at = int(copy.group_offsets[unit])
         for tile in range(copy.tile_counts.shape[1]):
-            window = range(max(0, tile - config.tile_window + 1) * config.tile, min(inner, (tile + 1) * config.tile))
-            memory = ring_of(config, dense, window)
+            there = range(max(0, tile - config.tile_window + 1) * config.tile, min(inner, (tile + 1) * config.tile))
+            memory = ring_of(config, dense, there)
             for row, count in enumerate(copy.tile_counts[unit, tile].tolist()):
                 if count:
                     sums, _ = product_of(config, copy.records[at : at + count].numpy(), memory)
