@@ -1,4 +1,4 @@
-"""Times of whole linear layers on this CPU, float to float, beside float32 and torch's dynamic int8 layer.
+"""Times of whole linear layers on this CPU, float to float, beside float32 and dynamic int8 of torch and ONNX Runtime.
 
 ``magicube bench`` and ``benchmarks/cpu_layers.py`` print them. Each output is compared for equality with the int64
 product of the quantized operands. torch's dynamic layer is not exact without VNNI: its activations have 7 bits there.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from magicube_cutlass.bench.problems import dynamic_linear
+from magicube_cutlass.bench.problems import dynamic_linear, onnx_linear
 from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.nn.linear import SparseQuantLinear
 from magicube_cutlass.quantization.quantize import quantize
@@ -45,7 +45,7 @@ class LayerTimes(NamedTuple):
 
 
 def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
-    """Return the layers of torch by name: float32, bfloat16 if the CPU has instructions for it, dynamic int8."""
+    """Return layers by name: torch's, in bfloat16 if the CPU has instructions for it, and ONNX Runtime's if installed."""
     found: dict[str, Callable[[Tensor], object]] = {"float32": linear}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         half = nn.Linear(linear.in_features, linear.out_features).bfloat16()
@@ -53,6 +53,9 @@ def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
     dynamic = dynamic_linear(linear)
     if dynamic is not None:
         found["torch dynamic int8"] = dynamic
+    onnx = onnx_linear(linear)
+    if onnx is not None:
+        found["ONNX Runtime int8"] = onnx
     return found
 
 

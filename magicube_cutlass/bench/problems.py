@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -120,6 +123,40 @@ def dynamic_linear(linear: torch.nn.Linear) -> torch.nn.Module | None:
         except (RuntimeError, NotImplementedError):
             return None
     return made
+
+
+def onnx_linear(linear: torch.nn.Linear) -> Callable[[Tensor], Tensor] | None:
+    """Return the layer by ONNX Runtime's ``quantize_dynamic``: int8 weights, a scale per output, torch's threads.
+
+    None without the packages ``onnx`` and ``onnxruntime``.
+    """
+    try:
+        import onnx
+        import onnxruntime
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+    except ImportError:
+        return None
+    make, floats = onnx.helper, onnx.TensorProto.FLOAT
+    assert linear.bias is not None
+    weight = onnx.numpy_helper.from_array(linear.weight.detach().t().contiguous().numpy(), "weight")
+    bias = onnx.numpy_helper.from_array(linear.bias.detach().numpy(), "bias")
+    nodes = [make.make_node("MatMul", ["x", "weight"], ["xw"]), make.make_node("Add", ["xw", "bias"], ["y"])]
+    ends = [make.make_tensor_value_info(name, floats, ["n", size]) for name, size in
+            (("x", linear.in_features), ("y", linear.out_features))]  # fmt: skip
+    graph = make.make_graph(nodes, "linear", ends[:1], ends[1:], [weight, bias])
+    model = make.make_model(graph, opset_imports=[make.make_opsetid("", 17)], ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+    with tempfile.TemporaryDirectory() as folder:
+        whole, quantized = Path(folder, "float32.onnx"), Path(folder, "int8.onnx")
+        onnx.save(model, whole)
+        logging.disable(logging.WARNING)  # advice to infer shapes first
+        try:
+            quantize_dynamic(whole, quantized, per_channel=True, weight_type=QuantType.QInt8)
+        finally:
+            logging.disable(logging.NOTSET)
+        session = onnxruntime.InferenceSession(str(quantized), options, providers=["CPUExecutionProvider"])
+    return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 
 
 def _without_bias(weight: Tensor) -> torch.nn.Linear:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from cute_kernels.cpu import dense, engine, extension
 from cute_kernels.cpu.calls import MASK_COLUMNS
 from cute_kernels.cpu.linear import IntegerLinearCall, LinearCall, PackedLeft, PackedRight, pack_left
-from cute_kernels.gemm.cpu import dense_backend
+from cute_kernels.gemm.cpu import packs_weights
 from magicube_cutlass.checks import is_transformed
 from magicube_cutlass.dispatch import cpu_costs
 from magicube_cutlass.dispatch.cpu import pack_operand
@@ -46,7 +46,7 @@ class CpuLinear:
         if found is None:
             if len(self._choices) >= MAX_RECORDS:
                 self._choices.clear()
-            found = self._choices[tokens] = dense_backend() == "engine" and self._predict(tokens)
+            found = self._choices[tokens] = packs_weights() and self._predict(tokens)
         return found
 
     def _predict(self, tokens: int) -> bool:

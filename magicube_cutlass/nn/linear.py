@@ -39,7 +39,7 @@ class SparseQuantLinear(Calibrated):
 
     Input (..., in) of float16, bfloat16, float32 or float64; output (..., out) of its dtype, contiguous or a view with
     contiguous tokens. On a CPU, a forward pass without gradients is one call of the engine, which quantizes the input,
-    and a weight with few zeros takes the dense kernel on AVX2; both kernels give the same bits.
+    and a weight with few zeros takes the dense kernel on AVX2 and AVX512-VNNI; both kernels give the same bits.
 
     Buffers: `row_offsets` and `col_indices`, the pattern; `act_scale`, () float32, after a calibration; `values` and
     `scale`, the integers of a frozen layer. The state dict holds tensors only; loading one restores pattern and
