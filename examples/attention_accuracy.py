@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -166,7 +165,7 @@ def measure(stage: Stage, run: Run) -> dict[str, Any] | None:
     result = {
         "stage": stage.name, "accuracy": made.accuracy(QUIET, stage.name), "before tuning": notes.get("before"),
         "density": 1.0 if mask is None else round(mask.density, 4), "loss": made.state.loss, "steps": made.state.step,
-        "seconds": round(made.state.seconds, 2), "machine": provenance(),
+        "seconds": round(made.state.seconds, 2), "device": made.device.type, "machine": provenance(),
     }  # fmt: skip
     if stage.start is None:
         made.state.result = {"accuracy": result["accuracy"]}  # without the optimizer's numbers
@@ -211,8 +210,19 @@ def machine_of(result: dict[str, Any]) -> dict[str, str]:
     return {name: result["machine"].get(name, "none") for name in ("commit", "date", "torch", "gpu", "cpu")}
 
 
+def distances(task: dict[str, Any]) -> str:
+    """How far 8b-8b is from dense float32, in points: a sentence; empty until both are there."""
+    means = {row["stage"]: 100 * row["mean"] for row in task["rows"]}
+    found = [
+        f"{means[name] - means['dense fp32']:+.2f} at {sparsity:g}"
+        for sparsity in SPARSITIES
+        if "dense fp32" in means and (name := f"sparse {sparsity:g} 8b-8b") in means
+    ]
+    return f"Points of {task['task']} from dense fp32 to 8b-8b: {', '.join(found)}. " if found else ""
+
+
 def render(results: dict[str, Any]) -> str:
-    """The table as Markdown: one column a task, mean and standard deviation of the seeds."""
+    """The table as Markdown: two columns a task, mean and standard deviation of the seeds."""
     tasks = results["tasks"]
     body = []
     for stage in stages():
@@ -228,10 +238,11 @@ def render(results: dict[str, Any]) -> str:
         body.append(line)
     names = [f"{task['task']}, L = {task['length']}" for task in tasks]
     headers = ["attention", *(part for name in names for part in (f"{name}: before tuning (%)", f"{name} (%)"))]
-    seeds = max(len(row["seeds"]) for task in tasks for row in task["rows"])
-    return (
-        f"Measured on {machine_line(results)}; mean ± standard deviation of {seeds} seeds.\n\n{markdown(headers, body)}"
-    )
+    counts = {len(row["seeds"]) for task in tasks for row in task["rows"]}
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    head = f"Measured on {machine_line(results)}; mean ± standard deviation of {seeds} seeds "
+    head += "([results](../benchmarks/results/attention_accuracy.json)). " + "".join(map(distances, tasks))
+    return f"{head.rstrip()}\n\n{markdown(headers, body)}"
 
 
 def write_table(args: argparse.Namespace) -> None:
@@ -241,9 +252,9 @@ def write_table(args: argparse.Namespace) -> None:
         tasks = merged(args.folder)
         if not tasks:
             sys.exit(f"folder must hold trained stages, got {args.folder}")
-        last = json.loads(max(args.folder.glob("*/*fp32.json"), key=os.path.getmtime).read_text())["machine"]
-        device = "cuda" if "gpu" in last else "cpu"
-        write_results(path, {"machine": last, "device": device, "tasks": tasks})
+        stored = [json.loads(path.read_text()) for path in args.folder.glob("*/*.json") if path.name != "setting.json"]
+        last = max(stored, key=lambda one: one["machine"]["date"])
+        write_results(path, {"machine": last["machine"], "device": last["device"], "tasks": tasks})
     text = render(json.loads(path.read_text()))
     Console(width=150).print(Markdown(text))
     if args.out is None:

@@ -203,11 +203,15 @@ def test_the_table_has_mean_and_spread_of_the_seeds(
     example.main()
     results = json.loads((tmp_path / "attention_accuracy.json").read_text())
     (found,) = results["tasks"]
+    assert results["device"] == "cpu" and results["machine"]["cpu"] in example.render(results)
     assert [row["stage"] for row in found["rows"]] == ["no attention", "dense fp32"] and found["length"] == 256
     row = found["rows"][1]
     assert row["seeds"] == [0, 1] and row["mean"] == pytest.approx(sum(row["accuracies"]) / 2)
     assert row["spread"] == pytest.approx(abs(row["accuracies"][0] - row["accuracies"][1]) / 2**0.5)
     text = example.render(results)
+    assert "from dense fp32 to 8b-8b" not in text
+    found["rows"].append({**row, "stage": "sparse 0.95 8b-8b", "mean": row["mean"] - 0.0125})
+    assert "Points of recall from dense fp32 to 8b-8b: -1.25 at 0.95." in example.render(results)
     assert f"| dense fp32 |  | {100 * row['mean']:.2f} ± {100 * row['spread']:.2f} |" in text and "2 seeds" in text
     monkeypatch.setattr(sys, "argv", [*command, "--steps", "3"])
     with pytest.raises(SystemExit, match=r"steps must be 4 as for the stages in .* got 3"):
