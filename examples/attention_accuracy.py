@@ -254,7 +254,9 @@ def write_table(args: argparse.Namespace) -> None:
             sys.exit(f"folder must hold trained stages, got {args.folder}")
         stored = [json.loads(path.read_text()) for path in args.folder.glob("*/*.json") if path.name != "setting.json"]
         last = max(stored, key=lambda one: one["machine"]["date"])
-        write_results(path, {"machine": last["machine"], "device": last["device"], "tasks": tasks})
+        gpu = last["machine"].get("gpu", "none") != "none"
+        device = last.get("device", "cuda" if gpu else "cpu")  # stages of a first version do not say it
+        write_results(path, {"machine": last["machine"], "device": device, "tasks": tasks})
     text = render(json.loads(path.read_text()))
     Console(width=150).print(Markdown(text))
     if args.out is None:
