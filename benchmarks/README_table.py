@@ -70,7 +70,7 @@ def render(results: dict[str, Any]) -> str:
 
 def render_layers() -> str:
     """The tables of whole layers in Markdown, one per instruction set that was measured."""
-    files = [RESULTS / f"cpu_layers_{isa}.json" for isa in ("avx512", "avx2")]
+    files = [RESULTS / f"cpu_layers_{isa}.json" for isa in ("amx", "avx512", "avx2")]
     return "\n\n".join(render_layer_times(json.loads(file.read_text())) for file in files if file.is_file())
 
 

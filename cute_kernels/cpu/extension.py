@@ -55,7 +55,7 @@ def isas() -> list[str]:
 
     Examples
     --------
-    >>> set(isas()) <= {"avx512", "avx2", "portable"}
+    >>> set(isas()) <= {"amx", "avx512", "avx2", "portable"}
     True
     """
     return [] if ENGINE is None else list(ENGINE.isas())

@@ -22,6 +22,7 @@ from cute_kernels.gemm.epilogue import apply_epilogue
 from cute_kernels.gemm.problem import GemmProblem
 
 _FLOAT32_K = 2**24 // 2**14  # K up to which float32 sums products of two bytes exactly, in any order
+_PACKED_PATHS = ("amx", "avx512", "avx2")  # of the engine, on which its dense product is faster than float32
 _COPY = 4  # time to transpose an element of an operand by that to pack one
 
 
@@ -50,8 +51,8 @@ def backends() -> list[str]:
     True
     """
     path = isa()
-    found = ["torch._int_mm"] if path == "avx512" and int_mm_is_exact() else []
-    if path in ("avx2", "avx512"):
+    found = ["torch._int_mm"] if path in ("amx", "avx512") and int_mm_is_exact() else []
+    if path in _PACKED_PATHS:
         return [*found, "engine", "float32"]
     return [*found, "float32", *(["engine"] if available() else [])]
 
@@ -66,7 +67,7 @@ def packs_weights() -> bool:
     >>> packs_weights() in (True, False)
     True
     """
-    return os.environ.get("MAGICUBE_GEMM", "engine") == "engine" and isa() in ("avx2", "avx512")
+    return os.environ.get("MAGICUBE_GEMM", "engine") == "engine" and isa() in _PACKED_PATHS
 
 
 def dense_backend() -> str:

@@ -45,7 +45,7 @@ class LayerTimes(NamedTuple):
 
 
 def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
-    """Return layers by name: of torch, bfloat16 only if the CPU has instructions for it, and of ONNX Runtime if installed."""
+    """Return layers by name: of torch, bfloat16 if the CPU has instructions for it, and of ONNX Runtime if present."""
     found: dict[str, Callable[[Tensor], object]] = {"float32": linear}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         half = nn.Linear(linear.in_features, linear.out_features).bfloat16()

@@ -21,7 +21,7 @@ import torch
 
 from cute_kernels.cpu import engine, extension, linear
 from cute_kernels.cpu.dense import multiply, pack_right
-from cute_kernels.gemm.cpu import dense_backend
+from cute_kernels.gemm.cpu import dense_backend, packs_weights
 from magicube_cutlass.dispatch import measured
 from magicube_cutlass.formats.generate import random_pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -135,7 +135,7 @@ def _dense_products() -> Iterator[_Product]:
     """Terms and calls of the dense product, with integer and with scaled float results."""
     from cute_kernels.gemm.api import gemm
 
-    by_engine = dense_backend() == "engine"
+    by_engine = packs_weights()
     for m, k, n in _DENSE:
         a, b = torch.ones(m, k, dtype=torch.int8), torch.ones(n, k, dtype=torch.int8).t()
         right = pack_right(a.t()) if by_engine else None  # the matrix is packed once
@@ -239,4 +239,4 @@ def get_costs() -> CpuCosts:
     """Return the costs for the engine path of this moment, measured if they are not on disk."""
     if extension.ENGINE is None:
         return CpuCosts()
-    return _get(engine.isa(), dense_backend())
+    return _get(engine.isa(), "engine" if packs_weights() else dense_backend())

@@ -16,7 +16,7 @@ from cute_kernels.cpu import dense as dense_engine
 from cute_kernels.cpu import engine
 from cute_kernels.dtypes import INTEGER_OUT
 from cute_kernels.gemm.config import Products
-from cute_kernels.gemm.cpu import dense_backend
+from cute_kernels.gemm.cpu import packs_weights
 from cute_kernels.gemm.heuristics import predict
 from cute_kernels.integers import digit_count, fetch
 from cute_kernels.machine import Machine, Problem, ProblemTypes
@@ -70,7 +70,7 @@ def cpu_forecast(kind: ProblemTypes, m: int, digits: int, problem: Problem) -> F
     """Return the forecast for this CPU and torch's threads; `digits`: of A times those of B."""
     costs, threads = cpu_costs.get_costs(), torch.get_num_threads()
     k, n, batch = problem.inner, problem.n, problem.batch
-    if digits == 1 and batch == 1 and n <= cpu_costs.FEW and dense_backend() == "engine":
+    if digits == 1 and batch == 1 and n <= cpu_costs.FEW and packs_weights():
         found, dense_found = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
         return Forecast(found, dense_found + _CPU_CALL)
     out_bits = getattr(torch, kind.out).itemsize * 8
@@ -156,7 +156,7 @@ class DenseCall:
         self.right: dense_engine.PackedRight | None = None
         self.copy: Tensor | None = None
         data = dense.data
-        self.by_engine = data.is_cpu and dense.bits == 8 and data.ndim == 2 and dense_backend() == "engine"
+        self.by_engine = data.is_cpu and dense.bits == 8 and data.ndim == 2 and packs_weights()
         if self.by_engine and (data.stride(0) == 1 or data.shape[0] == 1 or bias is not None):
             self.right = packed_right(matrix)
         else:

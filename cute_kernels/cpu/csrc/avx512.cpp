@@ -4,6 +4,7 @@
 // unsigned digit the dense bytes become signed again (x ^ 0x80) and the sparse digit is the unsigned side.
 #include <immintrin.h>
 
+#include "amx.hpp"
 #include "attention.hpp"
 #include "avx512_few.hpp"
 #include "correct.hpp"
@@ -375,17 +376,28 @@ struct Nibbles {
   }
 };
 
-struct Direct {
+template <class Digits>
+struct DirectBy {
   using Doubles = ::Doubles;
   using Floats = ::Floats;
-  using Product = ::Product;
+  using Product = Digits;
 };
 
 }  // namespace
 
 namespace magicube {
-const Engine kAvx512 = {"avx512", &spmm<Avx512>, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
-                        &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
-                        &direct<Direct>, &dense<Product, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx512>, &is_structure_valid,
-                        Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
+namespace {
+
+template <class Digits>
+constexpr Engine engine_of(const char* name) {
+  return {name, &spmm<Avx512>, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
+          &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
+          &direct<DirectBy<Digits>>, &dense<Digits, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx512>,
+          &is_structure_valid, Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
 }
+
+}  // namespace
+
+const Engine kAvx512 = engine_of<Product>("avx512");
+const Engine kAmx = engine_of<AmxProduct<Product>>("amx");
+}  // namespace magicube

@@ -10,6 +10,11 @@
 #include <string>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "engine.hpp"
 #include "structure_scan.hpp"
 
@@ -17,8 +22,19 @@ namespace magicube {
 namespace {
 
 #ifdef MAGICUBE_X86
+// Linux saves the state of tiles only for a process that asked for them.
+bool may_use_tiles() {
+#ifdef __linux__
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 bool runs_here(const Engine& engine) {
   __builtin_cpu_init();
+  if (&engine == &kAmx) return runs_here(kAvx512) && may_use_tiles();
   if (&engine == &kAvx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -32,7 +48,7 @@ const std::vector<const Engine*>& usable() {
   static const std::vector<const Engine*> found = [] {
     std::vector<const Engine*> each;
 #ifdef MAGICUBE_X86
-    for (const Engine* engine : {&kAvx512, &kAvx2}) {
+    for (const Engine* engine : {&kAmx, &kAvx512, &kAvx2}) {
       if (runs_here(*engine)) each.push_back(engine);
     }
 #endif
@@ -57,7 +73,8 @@ const Engine& selected() {
 // Whether a product with one or two columns reads the masks of the sparse operand.
 bool reads_masks() {
 #ifdef MAGICUBE_X86
-  return &selected() == &kAvx512 && __builtin_cpu_supports("avx512vbmi2");
+  const Engine* const engine = &selected();
+  return (engine == &kAvx512 || engine == &kAmx) && __builtin_cpu_supports("avx512vbmi2");
 #else
   return false;
 #endif

@@ -402,6 +402,7 @@ extern const Engine kPortable;
 #ifdef MAGICUBE_X86
 extern const Engine kAvx2;
 extern const Engine kAvx512;
+extern const Engine kAmx;
 #endif
 
 // Parts of a panel: fewer where they would fill more than half of L2.

@@ -273,3 +273,42 @@ inline __m512d _mm512_cvtps_pd(__m256 a) {
   for (int i = 0; i < 8; ++i) out[i] = static_cast<double>(a[i]);
   return out;
 }
+
+// Tiles: eight of up to 16 rows of 64 bytes. A shape beyond that of the loaded configuration aborts, as the hardware faults.
+namespace emulated {
+struct Tiles {
+  uint8_t rows[8];
+  uint8_t data[8][16][64];
+};
+inline thread_local Tiles tiles;
+}  // namespace emulated
+
+inline void _tile_loadconfig(const void* from) {
+  const auto* const bytes = static_cast<const uint8_t*>(from);
+  if (bytes[0] != 1) std::abort();
+  for (int t = 0; t < 8; ++t) {
+    emulated::tiles.rows[t] = bytes[48 + t];
+    if (bytes[48 + t] > 16 || bytes[16 + 2 * t] != 64) std::abort();
+  }
+  std::memset(emulated::tiles.data, 0, sizeof emulated::tiles.data);
+}
+inline void _tile_release() { std::memset(&emulated::tiles, 0, sizeof emulated::tiles); }
+inline void _tile_loadd(int tile, const void* from, int64_t pitch) {
+  for (int r = 0; r < emulated::tiles.rows[tile]; ++r) std::memcpy(emulated::tiles.data[tile][r], static_cast<const uint8_t*>(from) + r * pitch, 64);
+}
+inline void _tile_stored(int tile, void* to, int64_t pitch) {
+  for (int r = 0; r < emulated::tiles.rows[tile]; ++r) std::memcpy(static_cast<uint8_t*>(to) + r * pitch, emulated::tiles.data[tile][r], 64);
+}
+inline void _tile_dpbusd(int sum, int left, int right) {
+  if (emulated::tiles.rows[sum] != emulated::tiles.rows[left] || emulated::tiles.rows[right] != 16) std::abort();
+  for (int r = 0; r < emulated::tiles.rows[sum]; ++r) {
+    for (int n = 0; n < 16; ++n) {
+      uint32_t total;
+      std::memcpy(&total, &emulated::tiles.data[sum][r][4 * n], 4);
+      for (int k = 0; k < 64; ++k) {
+        total += static_cast<uint32_t>(emulated::tiles.data[left][r][k] * static_cast<int8_t>(emulated::tiles.data[right][k / 4][4 * n + k % 4]));
+      }
+      std::memcpy(&emulated::tiles.data[sum][r][4 * n], &total, 4);
+    }
+  }
+}

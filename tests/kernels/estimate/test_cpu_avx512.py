@@ -28,13 +28,14 @@ ASSEMBLY = {  # and what takes its place
     'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));': "sum = vpdpbusd(sum, left, right);",
     'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
     '__attribute__((target("avx512vbmi2"))) ': "",
+    '__attribute__((target("amx-tile,amx-int8"), noinline)) ': "",
 }
 CALLS = """
 #include "engine.hpp"
 using namespace magicube;
 namespace {
 struct Job { const Engine* engine; const void* args; };
-const Engine& engine_of(int emulated) { return emulated ? kAvx512 : kPortable; }
+const Engine& engine_of(int emulated) { return emulated == 2 ? kAmx : emulated ? kAvx512 : kPortable; }
 }
 extern "C" void probe_right(int emulated, int threads, const RealMatrix* b, const float* w, const double* wbar, double* products,
                             double* bounds) {
@@ -122,6 +123,7 @@ extern "C" void attention(int emulated, int threads, const int64_t* row_start, c
   }, &job);
 }
 """
+AVX512, AMX = 1, 2  # instruction sets; 0 is the portable engine
 COLUMNS = (1, 3, 15, 16, 17, 31, 33, 64, 65, 130)
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not engine.available(), reason="no g++ or no engine")
 
@@ -147,11 +149,14 @@ def emulated_engine(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("avx512")
     shutil.copy(Path(__file__).with_name("avx512_emulated.hpp"), folder / "immintrin.h")
     shutil.copy(SOURCES / "avx512.cpp", folder)
-    source = (SOURCES / "avx512_few.hpp").read_text()
-    for assembly, replacement in ASSEMBLY.items():
-        assert source.count(assembly) == 1
-        source = source.replace(assembly, replacement)
-    (folder / "avx512_few.hpp").write_text(source)
+    found = 0
+    for name in ("avx512_few.hpp", "amx.hpp"):
+        source = (SOURCES / name).read_text()
+        for assembly, replacement in ASSEMBLY.items():
+            found += source.count(assembly)
+            source = source.replace(assembly, replacement)
+        (folder / name).write_text(source)
+    assert found == len(ASSEMBLY)
     (folder / "calls.cpp").write_text(CALLS)
     files = [folder / "avx512.cpp", folder / "calls.cpp", SOURCES / "portable.cpp", SOURCES / "threads.cpp"]
     flags = [
@@ -189,7 +194,7 @@ def test_direct_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL
             A[0], B[:, 0] = 5.0, -5.0  # digits 127 and -127
             right = prepare_direct(B, W, wbar)
             results = []
-            for emulated, threads in ((0, 1), (1, 1), (1, 2)):
+            for emulated, threads in ((0, 1), (AVX512, 1), (AVX512, 2), (AMX, 2)):
                 out, sums = torch.empty(m, n), torch.empty(PROBES * PROBES + 2, dtype=torch.float64)
                 emulated_engine.direct(
                     emulated, threads,
@@ -198,6 +203,7 @@ def test_direct_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL
                 )  # fmt: skip
                 results.append((out, sums))
             assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[1][1], results[2][1])
+            assert torch.equal(results[3][0], results[1][0]) and torch.equal(results[3][1], results[1][1])
             (_, plain), (_, found) = results[:2]
             eta = 68 * 2.0**-24 * math.sqrt(float(plain[-2]))
             energies = [float(each[: -2 : PROBES + 1].sum()) for each in (plain, found)]
@@ -232,17 +238,18 @@ def test_dense_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
             a, b = (torch.randint(-128, 128, size, generator=generator, dtype=torch.int8) for size in ((m, k), (k, n)))
             a[0], b[:, 0] = -128, -128
             right, expected = pack_right(b), a.long() @ b.long()
-            for threads in (1, 2):
+            for emulated, threads in ((AVX512, 1), (AVX512, 2), (AMX, 1), (AMX, 2)):
                 for dtype in (torch.int32, torch.int64):
                     for out in (torch.empty(m, n, dtype=dtype), torch.empty(n, m, dtype=dtype).t()):
-                        multiply_emulated(emulated_engine, 1, threads, a, right, out, None, (None, None, None))
+                        multiply_emulated(emulated_engine, emulated, threads, a, right, out, None, (None, None, None))
                         assert torch.equal(out.long(), expected)
     k = 2**17 - 1
     a, b = torch.full((7, k), -128, dtype=torch.int8), torch.full((k, n), 127, dtype=torch.int8)
     a[1], b[:, -1] = 127, -128
     right, out = pack_right(b), torch.empty(7, n, dtype=torch.int32)
-    multiply_emulated(emulated_engine, 1, 1, a, right, out, None, (None, None, None))
-    assert torch.equal(out.long(), a.long() @ b.long())
+    for emulated in (AVX512, AMX):
+        multiply_emulated(emulated_engine, emulated, 1, a, right, out.zero_(), None, (None, None, None))
+        assert torch.equal(out.long(), a.long() @ b.long())
 
 
 @pytest.mark.parametrize("n", COLUMNS)
