@@ -41,6 +41,7 @@ struct AmxProduct {
  private:
   static constexpr int kFewRows = 5;  // below, a tile is mostly empty and the product bound by bytes
   static constexpr int64_t kTileQuads = 16;
+  static constexpr int64_t kAhead = 8192;  // bytes of b fetched meanwhile where one tile of rows waits for them
 
   struct Shapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -71,6 +72,10 @@ struct AmxProduct {
       const Digit* left = a;
       const int8_t* right = b + j * kQuad;
       for (int64_t step = 0; step < steps; ++step, left += 64, right += kTileQuads * kPanelBytes) {
+        for (int64_t row = 0; !Two && row < kTileQuads; ++row) {
+          __builtin_prefetch(right + kAhead + row * kPanelBytes);
+          __builtin_prefetch(right + kAhead + row * kPanelBytes + 64);
+        }
         _tile_loadd(6, right, kPanelBytes);
         _tile_loadd(4, left, pitch);
         _tile_loadd(7, right + 64, kPanelBytes);

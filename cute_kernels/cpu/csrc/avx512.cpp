@@ -291,6 +291,8 @@ struct Product {
   }
 
  private:
+  static constexpr int64_t kAhead = 4096;  // bytes of b fetched meanwhile: few rows multiply as fast as memory comes
+
   template <int Vectors>
   static void multiply_as(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, const int32_t* start, int32_t* out) {
     switch (rows) {
@@ -313,6 +315,8 @@ struct Product {
       for (int r = 0; r < Rows; ++r) sum[r][v] = _mm512_load_si512(start + v * 16);
     }
     for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) __builtin_prefetch(b + kAhead + v * 64);
       __m512i right[Vectors];
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) right[v] = _mm512_load_si512(b + v * 64);  // (16, 4)
