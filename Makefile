@@ -25,7 +25,7 @@ help:
 	@echo "make test      the test suite, without tests marked long"
 	@echo "make test-long  tests marked long"
 	@echo "make lint      ruff and mypy"
-	@echo "make docs      guides and reference as HTML, in build/docs"
+	@echo "make docs      guides, gallery and reference as HTML: open build/docs/index.html"
 	@echo "make digests   compare the kernels' machine code with the committed digests; ARGS=--update writes them"
 	@echo "make sanitize  the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make gpu-test  tests that need a CUDA device, with the python3 of the machine"
@@ -51,7 +51,8 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy --explicit-package-bases tests/gpu
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
+	$(BIN)/python -m sphinx -q -j $(WORKERS) -W --keep-going -b html docs build/docs
+	touch build/docs/.made
 
 digests: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.code_digests --jobs $(WORKERS) $(ARGS)

@@ -1,4 +1,4 @@
-"""Renders the tables of README.md and of the guides.  Run: ``python benchmarks/README_table.py``"""
+"""Render the tables of ``docs/performance`` and ``docs/lab``.  Run: ``python benchmarks/README_table.py``"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from magicube_cutlass.bench.layers import OURS, LayerTimes
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 CPU, LAYERS, GPU = "cpu-table", "cpu-layers", "gpu-table"
-LAYER_TOKENS = (1, 16, 400)
+LAYER_TOKENS, DENSITIES = (1, 16, 400), (0.02, 0.1, 0.3, 0.6)
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS, COMPENSATED = "dlmc", "llm", "one-time-costs", "compensated"
 FLOATS, ATTENTION, CHOOSE, GEMM, GEMM_H100 = "floats", "attention", "choose", "gemm", "gemm on an H100"
@@ -40,11 +40,11 @@ def _run(results: dict[str, Any]) -> str:
 def render_cpu() -> str:
     """The tables of both CPUs in Markdown: with AVX512-VNNI, and without."""
     files = [RESULTS / f"cpu_spmm{suffix}.json" for suffix in ("", "_avx2")]
-    return "\n\n".join(render(json.loads(file.read_text())) for file in files if file.is_file())
+    return "\n\n".join(render(json.loads(file.read_text()), DENSITIES) for file in files if file.is_file())
 
 
-def render(results: dict[str, Any]) -> str:
-    """The table in Markdown."""
+def render(results: dict[str, Any], densities: tuple[float, ...] = ()) -> str:
+    """The table in Markdown: all densities, or these."""
     machine = results["machine"]
     lines = [
         f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {_run(results)}; "
@@ -54,7 +54,7 @@ def render(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for size in results["sizes"]:
-        for row in size["rows"]:
+        for row in (row for row in size["rows"] if not densities or row["density"] in densities):
             cells = [f"{row['ms'][name]:.2f}" for name in COLUMNS]
             cells.insert(2, row.get("dense", "torch._int_mm"))
             lines.append(f"| {size['n']} | {row['density']:g} | " + " | ".join(cells) + " |")
@@ -191,7 +191,7 @@ def render_dlmc(results: dict[str, Any]) -> str:
             f"{'SpMM' if kind == 'spmm' else 'SDDMM'}, L8-R8, times as fast as dense fp16: geometric mean and range "
             f"over matrices and {size} = {', '.join(str(x) for x in sorted({row[size] for row in rows}))}:",
             "",
-            f"![speed-up by sparsity](images/dlmc_{kind}.png)",
+            f"![speed-up by sparsity](../images/dlmc_{kind}.png)",
             "",
             "| sparsity of the folder | " + " | ".join(f"V = {v}" for v in lengths) + " |",
             "|---" * (len(lengths) + 1) + "|",
@@ -205,7 +205,7 @@ def render_dlmc(results: dict[str, Any]) -> str:
         failures = [row for row in results[kind] if "failure" in row]
         lines += [f"{len(failures)} more failed.", ""] if failures else [""]
     lines += _dlmc_floats(results)
-    lines += ["![sparsity from which on ours is faster](images/break_even.png)", ""]
+    lines += ["![sparsity from which on ours is faster](../images/break_even.png)", ""]
     ratios = [row for row in results["skew"] if "ratio" in row]
     skewed = [row for row in ratios if row["name"].startswith("5:1")]
     real = [row["ratio"] for row in ratios if not row["name"].startswith("5:1")]
@@ -367,34 +367,34 @@ def render_compensated(results: dict[str, Any]) -> str:
 
 
 SECTIONS = (  # of the guides: name, results file, table, guide
-    (DLMC, "dlmc_h200", render_dlmc, "performance"),
-    (LLM, "llm_h200", render_llm, "performance"),
-    (COSTS, "costs_h200", render_costs, "performance"),
-    (CHOOSE, "choose_h200", render_choose, "performance"),
-    (GEMM, "gemm_h200", render_gemm, "gemm"),
-    (GEMM_H100, "gemm_h100", render_products, "gemm"),
-    (FLOATS, "floats_h200", render_floats, "floats"),
-    (ATTENTION, "attention_h200", render_attention, "attention-performance"),
-    (COMPENSATED, "compensated_h200", render_compensated, "performance"),
+    (DLMC, "dlmc_h200", render_dlmc, "lab/performance"),
+    (LLM, "llm_h200", render_llm, "lab/performance"),
+    (COSTS, "costs_h200", render_costs, "lab/performance"),
+    (CHOOSE, "choose_h200", render_choose, "lab/performance"),
+    (GEMM, "gemm_h200", render_gemm, "lab/gemm"),
+    (GEMM_H100, "gemm_h100", render_products, "lab/gemm"),
+    (FLOATS, "floats_h200", render_floats, "lab/floats"),
+    (ATTENTION, "attention_h200", render_attention, "lab/attention"),
+    (COMPENSATED, "compensated_h200", render_compensated, "lab/performance"),
 )
 
 
-def update_readme(name: str, text: str, readme: Path = ROOT / "README.md") -> None:
-    """Put ``text`` between the markers called ``name`` of ``readme``."""
+def update(name: str, text: str, page: Path) -> None:
+    """Put ``text`` between the markers called ``name`` of ``page``."""
     start, end = f"<!-- {name}: benchmarks/README_table.py writes this -->", f"<!-- end {name} -->"
-    before, found, rest = readme.read_text().partition(start)
+    before, found, rest = page.read_text().partition(start)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise ValueError(f"{readme} must have the markers {start!r} and {end!r}")
-    readme.write_text(f"{before}{start}\n{text}\n{end}{after}")
+        raise ValueError(f"{page} must have the markers {start!r} and {end!r}")
+    page.write_text(f"{before}{start}\n{text}\n{end}{after}")
 
 
 if __name__ == "__main__":
-    update_readme(CPU, render_cpu())
-    update_readme(LAYERS, render_layers())
-    update_readme(GPU, render_gpu(json.loads((RESULTS / "spmm_h200.json").read_text())))
+    update(CPU, render_cpu(), DOCS / "performance" / "cpu.md")
+    update(LAYERS, render_layers(), DOCS / "performance" / "cpu.md")
+    update(GPU, render_gpu(json.loads((RESULTS / "spmm_h200.json").read_text())), DOCS / "performance" / "gpu.md")
     for section, stem, table, guide in SECTIONS:
         if (source := RESULTS / f"{stem}.json").is_file():
-            update_readme(section, table(json.loads(source.read_text())), ROOT / "docs" / f"{guide}.md")
+            update(section, table(json.loads(source.read_text())), DOCS / f"{guide}.md")
         else:
             print(f"no {source}: the section {section} stays as it is")

@@ -1,7 +1,7 @@
 """The float product of sm_100a and sm_103a on the first chip it meets: small steps first, each in a process of its own.
 
-A step that fails ends the run, because the later ones rest on it; one that hangs is ended.  docs/blackwell.md says what
-each tells.  Writes ``benchmarks/results/blackwell_first_run.json``, or ``--out``.
+A step that fails ends the run, because the later ones rest on it; one that hangs is ended.
+docs/lab/blackwell.md says what each tells.  Writes ``benchmarks/results/blackwell_first_run.json``, or ``--out``.
 Run: ``PYTHONPATH=. python benchmarks/blackwell_first_run.py [--step NAME] [--all] [--rehearse] [--out FILE]``;
 ``--rehearse`` takes the steps on the CPU, where other code multiplies: it tries this script, not the kernel.
 """

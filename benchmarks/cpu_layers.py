@@ -2,7 +2,7 @@
 
 Layers are frozen, with bias, of 0, 0.5 and 0.9 zeros; a call includes its Python. ``magicube bench`` prints the same
 table for other shapes.
-Writes ``benchmarks/results/cpu_layers_<instruction set>.json``, of which ``README_table.py`` makes the README's table.
+Writes ``benchmarks/results/cpu_layers_<instruction set>.json``, of which ``README_table.py`` makes a table.
 Run: ``python benchmarks/cpu_layers.py [--quick] [--out FILE]``
 """
 

@@ -2,7 +2,7 @@
 
 A group is four gathered rows of a 64-column panel times eight rows of A.  The time of a product is a straight line in
 their number; its slope and its start are fitted to products of three densities, timed in one interleaved run on one
-thread.  Writes ``benchmarks/results/cpu_profile.json``, from which docs/performance.md takes its figures.
+thread.  Writes ``benchmarks/results/cpu_profile.json``, from which docs/lab/performance.md takes its figures.
 Run: ``python benchmarks/cpu_profile.py [--quick] [--out FILE]``
 """
 

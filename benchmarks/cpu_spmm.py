@@ -2,7 +2,7 @@
 
 The dense product is the fastest of float32, bfloat16, torch's dynamic int8 linear layer and ``torch._int_mm`` on this
 machine. Writes ``benchmarks/results/cpu_spmm.json``, on a CPU without AVX512-VNNI ``cpu_spmm_avx2.json``, and renders
-the tables of README.md from both.
+the tables of ``docs/performance/cpu.md`` from both.
 Run: ``python benchmarks/cpu_spmm.py [--quick] [--out FILE]``
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from harness.timing import measure
-from README_table import CPU, render_cpu, update_readme
+from README_table import CPU, DOCS, render_cpu, update
 
 import magicube_cutlass as mc
 from cute_kernels.cpu.engine import isa
@@ -161,7 +161,7 @@ def main() -> None:
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {args.out}")
     if args.out == RESULTS:
-        update_readme(CPU, render_cpu())
+        update(CPU, render_cpu(), DOCS / "performance" / "cpu.md")
 
 
 if __name__ == "__main__":

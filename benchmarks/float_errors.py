@@ -1,7 +1,7 @@
 """What small floats lose, against integers of 4 and 8 bits: of a matrix and of a product, on six kinds of data.
 
 Errors are relative to float64, in the Frobenius norm; ``bits`` are those of codes and scales per element.
-Runs on the CPU, writes ``benchmarks/results/float_errors.json`` and prints the tables of ``docs/floats.md``.
+Runs on the CPU, writes ``benchmarks/results/float_errors.json`` and prints the tables of ``docs/lab/floats.md``.
 Run: ``PYTHONPATH=. python benchmarks/float_errors.py [--size N] [--out FILE]``.
 """
 

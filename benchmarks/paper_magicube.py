@@ -1,6 +1,6 @@
 """The ratios printed in the Magicube paper beside the library's, from the results of ``dlmc.py``.
 
-Writes the tables of ``docs/paper-magicube.md``; measures nothing.
+Writes the tables of ``docs/lab/paper-magicube.md``; measures nothing.
 Source: Li, Osawa, Hoefler, "Efficient Quantized Sparse Matrix Operations on Tensor Cores", SC'22, section V-B.
 Run: ``PYTHONPATH=. python benchmarks/paper_magicube.py``
 """
@@ -14,7 +14,7 @@ from typing import Any
 from paper_residual import RESULTS, ROOT, write_page
 from printed import magicube
 
-PAGE = ROOT / "docs" / "paper-magicube.md"
+PAGE = ROOT / "docs" / "lab" / "paper-magicube.md"
 
 
 def read(name: str) -> dict[str, Any]:

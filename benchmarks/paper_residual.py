@@ -1,7 +1,8 @@
 """The values printed in the residual-compensation paper beside the library's: every table and figure with numbers.
 
 Writes ``benchmarks/results/paper_residual_cpu.json`` (``..._cuda.json``), ``docs/images/paper_residual.png`` and the
-tables of ``docs/paper-residual.md``. A section that is not named keeps its results, so that a long run can be split.
+tables of ``docs/lab/paper-residual.md``. A section that is not named keeps its results, so that a long
+run can be split.
 Tables 6 and 7 come from ``examples/qr_table.py`` and ``examples/lenet_fashion_mnist.py``.
 Source: Gu, arXiv 2403.06924.
 Run: ``python benchmarks/paper_residual.py [accuracy table4 table3 figure1 layers] [--sizes4 512,1024] [--device cuda]
@@ -25,7 +26,7 @@ from magicube_cutlass.cli.environment import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "paper-residual.md"
+PAGE = ROOT / "docs" / "lab" / "paper-residual.md"
 SECTIONS = ("accuracy", "table4", "table3", "figure1", "layers")
 
 

@@ -369,8 +369,8 @@ def main() -> None:
     if args.plot and results["cases"]:
         draw(results, out.with_suffix(".png") if args.out else ROOT / "docs" / "images" / "transformer.png")
         if args.out is None:
-            text += "\n\n![latency of the encoders](images/transformer.png)"
-            replace_section("transformer_latency", text, ROOT / "docs" / "transformer.md")
+            text += "\n\n![latency of the encoders](../images/transformer.png)"
+            replace_section("transformer_latency", text, ROOT / "docs" / "lab" / "transformer.md")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 An entry names the CuTe structs of an instruction, one per pair of operand types, and its three thread-value layouts
 (:class:`~cute_kernels.mma_atom.Atom`). Layouts of formats and kernels follow from it
 (:mod:`cute_kernels.layout.fragments`). :func:`register_atom` adds a shape, :func:`unregister_atom` removes it; see
-``docs/adding-an-mma-shape.md``.
+``docs/how-to/add-an-mma-shape.md``.
 Source: PTX ISA, "Matrix Fragments for mma"; CUTLASS, ``cute/atom/mma_traits_sm80.hpp``, ``mma_traits_sm90_gmma.hpp``.
 """
 

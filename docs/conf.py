@@ -1,15 +1,29 @@
-"""Sphinx builds the guides and, from the docstrings, the reference: ``make docs``."""
+"""Sphinx builds guides, gallery, notebooks and reference: ``make docs``, then open ``build/docs/index.html``."""
 
 import re
 from importlib import metadata
 from typing import Any
 
-project = "magicube_cutlass"
+project = "magicube-cutlass"
+author = "The magicube-cutlass developers"
+project_copyright = author
 release = metadata.version("magicube-cutlass")
-include_patterns = ["*.md", "docs/**"]  # the source folder is the repository's
-root_doc = "docs/contents"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "index"
+exclude_patterns = ["images/*", "gallery/*.ipynb"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+]
+source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}
 myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "deflist"]
+nb_execution_mode = "off"  # notebooks are committed with their output, which a test compares
+nb_merge_streams = True
+toc_object_entries = False  # else the navigation of every page lists every function
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_typehints = "description"
@@ -21,11 +35,13 @@ autodoc_default_options = {
 nitpicky = True  # a reference to nothing is an error
 suppress_warnings = ["ref.python"]  # a word of a type, such as shape, names several attributes
 nitpick_ignore_regex = [(r"py:(class|obj|data|exc)", r".*")]  # types of annotations, which lie in other projects
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "Quantized sparse products, and dense ones with a chosen error",
-    "page_width": "70em",
-}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+html_theme = "furo"
+html_title = "magicube-cutlass"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_theme_options = {"navigation_with_keys": True}
 napoleon_use_ivar = True  # fields of a named tuple are described once
 
 

@@ -5,7 +5,7 @@ float32, and under masks of 8 x 1 vectors at sparsities of 0.9 and 0.95. Each ma
 and its Q, K, V to 16b-8b, 8b-8b, 8b-4b and 4b-4b, and fine-tuned straight-through. Quantized encoders train and are
 tested by :func:`magicube_cutlass.sparse_attention`. A call trains the stages of one task and one seed and goes on where
 an earlier one stopped; ``--table`` makes ``benchmarks/results/attention_accuracy.json`` of all that is in the folder,
-and the table of ``docs/transformer.md``.
+and the table of ``docs/lab/transformer.md``.
 Source: Li, Osawa, Hoefler, SC'22, section V-C, Table V.
 Run: ``python examples/attention_accuracy.py --task recall --seed 0 [--device cuda] [--length 1024]``, then ``--table``
 """
@@ -260,7 +260,7 @@ def write_table(args: argparse.Namespace) -> None:
     text = render(json.loads(path.read_text()))
     Console(width=150).print(Markdown(text))
     if args.out is None:
-        replace_section("attention_accuracy", text, ROOT / "docs" / "transformer.md")
+        replace_section("attention_accuracy", text, ROOT / "docs" / "lab" / "transformer.md")
 
 
 def options() -> argparse.Namespace:

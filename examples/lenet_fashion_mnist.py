@@ -2,7 +2,7 @@
 
 One convolution and two fully connected layers are trained in float32; then the products of the layers run in int8 and
 int4 at several thresholds (the convolution by im2col), and with an error the user chooses.  Writes
-``benchmarks/results/lenet.json``, ``docs/images/lenet.png`` and the table of ``docs/residual.md``.
+``benchmarks/results/lenet.json``, ``docs/images/lenet.png`` and the table of ``docs/lab/residual.md``.
 Source: Gu, arXiv 2403.06924, Table 7.  Run: ``python examples/lenet_fashion_mnist.py [--quick --out FOLDER]``
 """
 

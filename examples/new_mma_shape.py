@@ -1,7 +1,7 @@
 """An mma shape that the atom table lacks, added from outside the library and used by the SpMM and SDDMM kernels.
 
 ``int8_m16n8k64`` is two m16n8k32 one after the other along k.  Without a GPU the kernels are compiled and not run.
-Run: ``python examples/new_mma_shape.py``; ``docs/adding-an-mma-shape.md`` explains each part.
+Run: ``python examples/new_mma_shape.py``; ``docs/how-to/add-an-mma-shape.md`` explains each part.
 """
 
 import torch

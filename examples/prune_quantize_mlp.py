@@ -3,7 +3,7 @@
 A network of two hidden layers is trained in float32 and converted: pruned to a sparsity of 0.9, weights and activations
 in 8 bits, the last layer left dense.  Fine-tuning on a pruning schedule, straight-through, wins the accuracy back; then
 activations get static scales and the float weights are given up.  Writes ``benchmarks/results/prune_quantize.json`` and
-the table of ``docs/modules.md``.
+the table of ``docs/how-to/prune-and-quantize.md``.
 Run: ``python examples/prune_quantize_mlp.py [--quick --out FOLDER]``
 """
 
@@ -211,7 +211,7 @@ def main() -> None:
     text = render(json.loads(path.read_text()))
     Console(width=150).print(Markdown(text))
     if args.out is None:
-        replace_section("prune_quantize", text, ROOT / "docs" / "modules.md")
+        replace_section("prune_quantize", text, ROOT / "docs" / "how-to" / "prune-and-quantize.md")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """QR through quantized products: the rows of the paper's Table 6, and what compact WY and a chosen error make of them.
 
-Writes ``benchmarks/results/qr_table.json``, ``docs/images/qr_table.png`` and the table of ``docs/residual.md``.
+Writes ``benchmarks/results/qr_table.json``, ``docs/images/qr_table.png`` and the table of ``docs/lab/residual.md``.
 Source: Gu, arXiv 2403.06924, Table 6.  Run: ``python examples/qr_table.py [--quick --out FOLDER]``
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "residual.md"
+PAGE = ROOT / "docs" / "lab" / "residual.md"
 
 
 def machine_line(results: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cute_kernels", "magicube_cutlass", "residual")
-REFERENCE = ROOT / "docs" / "api"
+REFERENCE = ROOT / "docs" / "reference" / "api"
 FACES = Path(__file__).with_name("public_faces.json")
 
 _KERNELS: dict[str, set[str]] = {

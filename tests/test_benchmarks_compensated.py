@@ -94,7 +94,7 @@ def test_the_papers_values_stand_beside_ours(tmp_path: Path) -> None:
 def test_the_page_has_the_tables_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark, results = load(ROOT / "benchmarks" / "paper_residual.py"), ROOT / "benchmarks" / "results"
-    page = (ROOT / "docs" / "paper-residual.md").read_text()
+    page = (ROOT / "docs" / "lab" / "paper-residual.md").read_text()
     made = benchmark.tables(json.loads((results / "paper_residual_cpu.json").read_text()), results)
     assert len(made) == 9
     for mark, table in made.items():

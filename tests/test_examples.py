@@ -67,9 +67,9 @@ def test_readme_code_runs() -> None:
         assert results and all(isinstance(value, torch.Tensor) and value.isfinite().all() for value in results)
 
 
-# adding-an-mma-shape quotes an example, which has a test of its own
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text()]
-PAGES = [page for page in PAGES if page.stem != "adding-an-mma-shape"]
+# add-an-mma-shape quotes an example, which has a test of its own
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "```python" in page.read_text()]
+PAGES = [page for page in PAGES if page.stem != "add-an-mma-shape"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -79,16 +79,16 @@ def test_code_of_the_docs_runs(page: Path) -> None:
         exec(block, scope)
 
 
-def test_benchmark_checks_and_writes_what_the_readme_renders(tmp_path: Path) -> None:
+def test_benchmark_checks_and_writes_what_the_page_renders(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     out = tmp_path / "cpu.json"
     script("benchmarks/cpu_spmm.py", "--quick", "--out", out)
     table = load(ROOT / "benchmarks" / "README_table.py")
-    readme = tmp_path / "README.md"
+    page = tmp_path / "page.md"
     start = "<!-- cpu-table: benchmarks/README_table.py writes this -->"
-    readme.write_text(f"before\n{start}\nold\n<!-- end cpu-table -->\nafter\n")
-    table.update_readme(table.CPU, table.render(table.json.loads(out.read_text())), readme)
-    text = readme.read_text()
+    page.write_text(f"before\n{start}\nold\n<!-- end cpu-table -->\nafter\n")
+    table.update(table.CPU, table.render(table.json.loads(out.read_text())), page)
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| 256 | 0.05 |" in text and "one thread" in text
 
@@ -101,13 +101,19 @@ def test_the_choice_is_near_the_best_config_that_was_timed() -> None:
     assert int(found[1]) >= 50 and int(found[2]) >= 0.9 * int(found[1]) and float(found[3]) <= 1.5
 
 
-def test_the_readme_shows_the_results_files() -> None:
+def test_the_pages_on_performance_show_the_results_files() -> None:
     table = load(ROOT / "benchmarks" / "README_table.py")
-    text = (ROOT / "README.md").read_text()
-    assert table.render_cpu() in text and table.render_layers() in text
-    assert table.render_gpu(table.json.loads((table.RESULTS / "spmm_h200.json").read_text())) in text
+    cpu, gpu = ((ROOT / "docs" / "performance" / f"{name}.md").read_text() for name in ("cpu", "gpu"))
+    assert table.render_cpu() in cpu and table.render_layers() in cpu
+    assert table.render_gpu(table.json.loads((table.RESULTS / "spmm_h200.json").read_text())) in gpu
     page = table.render_dlmc(table.json.loads((table.RESULTS / "dlmc_h200.json").read_text()))
     assert "| magicube e4m3 x e4m3 |" in page and "BSR fp16 32 |" in page
+
+
+def test_the_readme_and_the_pages_for_users_show_the_results_files() -> None:
+    table = load(ROOT / "benchmarks" / "reader_tables.py")
+    for section, page, render in table.SECTIONS:
+        assert render() in (ROOT / page).read_text(), section
 
 
 def test_the_guides_show_the_results_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +155,7 @@ def test_new_mma_shape_is_exact(device: str, new_mma_shape: ModuleType) -> None:
 
 def test_page_on_mma_shapes_quotes_the_example() -> None:
     example = (ROOT / "examples" / "new_mma_shape.py").read_text()
-    page = (ROOT / "docs" / "adding-an-mma-shape.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "add-an-mma-shape.md").read_text()
     quoted = re.findall(r"```(?:cpp|python)\n(.*?)```", page, re.DOTALL)
     assert quoted
     for block in quoted:

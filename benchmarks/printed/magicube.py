@@ -1,4 +1,4 @@
-"""Ratios printed in Li, Osawa, Hoefler, SC'22, beside ours, and the tables of ``docs/paper-magicube.md``."""
+"""Ratios printed in Li, Osawa, Hoefler, SC'22, beside ours, and the tables of ``docs/lab/paper-magicube.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of ``docs/paper-residual.md``: printed/ours."""
+"""Tables of ``docs/lab/paper-residual.md``: printed/ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plot of ``docs/paper-residual.md``: errors and densities by threshold, rates by density."""
+"""Plot of ``docs/lab/paper-residual.md``: errors and densities by threshold, rates by density."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 // Error estimate of C = A B from probes W: the Gram matrix of the differences P - C W, P = A B W, and norms.
 //
 // sm_80 and later. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the partial sums of all CTAs in a
-// fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/residual.md.
+// fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/lab/residual.md.
 #pragma once
 
 #include "estimate/probes.cuh"

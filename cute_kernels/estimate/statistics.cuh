@@ -4,7 +4,7 @@
 // sm_80 and later. A slice is a row of A or a column of B, K elements long. `sample_lines` samples slices with probability
 // proportional to their squared absmax and scales them to an absmax of one; `measure_lines` finds outlier columns of K and the
 // numbers per slice; `meet_lines`, in estimate/statistics_pair.cuh, sums over k for both operands. Work: 64 columns of K or one
-// slice per CTA; no pipeline. All sums are deterministic. Source: docs/residual.md.
+// slice per CTA; no pipeline. All sums are deterministic. Source: docs/lab/residual.md.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,7 +1,7 @@
 // Sums over k for a pair of operands, from the slices that estimate/statistics.cuh sampled.
 //
 // sm_80 and later. Work: 64 columns of K per CTA; the last CTA to arrive adds the partial sums in a fixed order. No pipeline.
-// Source: docs/residual.md.
+// Source: docs/lab/residual.md.
 #pragma once
 
 #include "estimate/statistics.cuh"

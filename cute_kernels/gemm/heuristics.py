@@ -30,7 +30,7 @@ def _shared(products: Products, tile_m: int, tile_n: int, tile_k: int, stages: i
 
 
 # WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 87
-# shapes each, and to 41 of several levels, measured on an H100 (docs/gemm.md).
+# shapes each, and to 41 of several levels, measured on an H100 (docs/lab/gemm.md).
 _ONE, _TWO, _THREE = Products(1, 1, 1), Products(2, 2, 2), Products(3, 3, 3)
 _PING_PONG = GemmConfig("wgmma", _ONE, "int32", stages=6, ping_pong=True)
 _TILES = {

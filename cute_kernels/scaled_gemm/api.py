@@ -152,11 +152,11 @@ def scaled_gemm(
     Dequantization is exact. The arithmetic depends on the device:
 
     - sm_90a without block scales: products of e4m3 or e5m2. Partial accumulators keep about 2^-13 of the largest of
-      them or of the products (docs/floats.md has the bound).
+      them or of the products (docs/lab/floats.md has the bound).
     - Block scales, or another architecture: values times scales are bfloat16, exact for magnitudes within
       2^-126..2^128; accumulators are float32.
     - sm_100a and sm_103a with ``MAGICUBE_TCGEN05=1``: ``tcgen05.mma``, including positive block scales, if it can
-      read the operands. This kernel has never run; docs/blackwell.md has its rules.
+      read the operands. This kernel has never run; docs/lab/blackwell.md has its rules.
     - CPU: ``torch.matmul`` in float32, or in float64 for that output.
 
     References

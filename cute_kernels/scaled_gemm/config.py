@@ -14,7 +14,7 @@ _WIDTHS = {
     128: 1.0,
     192: 0.96,
     256: 0.97,
-}  # tile_n -> measured time per column, relative to tile_n = 128 (docs/floats.md)
+}  # tile_n -> measured time per column, relative to tile_n = 128 (docs/lab/floats.md)
 _SMEM_BYTES = 232448  # shared memory that a CTA of sm_90a can have
 
 

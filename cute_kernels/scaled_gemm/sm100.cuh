@@ -1,6 +1,6 @@
 // Dense product of low-precision floats, D = A B: A (M, K) and B^T (N, K) packed, K-major.
 //
-// sm_100a and sm_103a; never run, see docs/blackwell.md. One binary for all pairs of formats: TMA unpacks values, 16 to 16 bytes,
+// sm_100a and sm_103a; never run, see docs/lab/blackwell.md. One binary for all pairs of formats: TMA unpacks values, 16 to 16 bytes,
 // and the instruction descriptor has the formats. Work: persistent CTAs take output tiles. Pipeline: a producer warp fills
 // stages of K tiles by TMA, one warp issues tcgen05.mma into tensor memory, and four epilogue warps write a tile while the next
 // is accumulated. kBlock: values per block scale along K (0: none); four more warps produce block scales. kPacked: both operands

@@ -1,6 +1,6 @@
 """Dense product of low-precision floats on sm_100a and sm_103a: config, selection, and rules for its operands.
 
-The kernel compiles and has never run; docs/blackwell.md lists what has been checked.
+The kernel compiles and has never run; docs/lab/blackwell.md lists what has been checked.
 """
 
 from __future__ import annotations

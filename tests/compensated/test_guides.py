@@ -12,7 +12,7 @@ from residual.error.probes import steps
 from tests.house import ROOT
 
 
-@pytest.mark.parametrize("page", ["residual-matmul", "residual-tolerance"])
+@pytest.mark.parametrize("page", ["how-to/tolerance", "explanation/tolerance"])
 def test_the_code_of_a_guide_runs(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert len(text.split()) <= 1200
@@ -20,7 +20,7 @@ def test_the_code_of_a_guide_runs(page: str) -> None:
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         exec(block, names)
-    if page == "residual-matmul":
+    if page == "how-to/tolerance":
         assert [attempt.plan for attempt in names["report"].attempts] == ["int8 direct", "int8 full"]
         assert names["plan_used"] == "fp32" and names["C0"].item() == 2.0**-30
         assert 2e-3 < names["found"].relative < names["found"].upper < 5e-3

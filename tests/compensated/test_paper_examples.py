@@ -88,7 +88,7 @@ def test_quick_figures_never_reach_the_project(
 
 
 def test_the_page_shows_the_results_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, folder = (ROOT / "docs" / "residual.md").read_text(), ROOT / "benchmarks" / "results"
+    page, folder = (ROOT / "docs" / "lab" / "residual.md").read_text(), ROOT / "benchmarks" / "results"
     for name, pattern in (
         ("qr_table", "qr_table.json"),
         ("lenet_fashion_mnist", "lenet.json"),

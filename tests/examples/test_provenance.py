@@ -15,7 +15,7 @@ from magicube_cutlass.cli import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUOTED = [
     pytest.param(page, RESULTS / name, id=f"{page.stem}-{name}")
     for page in PAGES

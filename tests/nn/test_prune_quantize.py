@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "prune_quantize_mlp.py"
-PAGE = ROOT / "docs" / "modules.md"
+PAGE = ROOT / "docs" / "how-to" / "prune-and-quantize.md"
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""Draw ``docs/architecture.svg``: the folders of the packages and the imports between them.
+"""Draw ``docs/explanation/architecture.svg``: the folders of the packages and the imports between them.
 
 A folder imports folders below it. Only arrows that do not follow from others are drawn (transitive reduction).
 
-Run: ``PYTHONPATH=. python docs/draw_architecture.py [OUT]``; needs matplotlib.
+Run: ``PYTHONPATH=. python docs/explanation/draw_architecture.py [OUT]``; needs matplotlib.
 """
 
 from __future__ import annotations

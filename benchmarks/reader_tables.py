@@ -1,0 +1,215 @@
+"""Render the tables of the README and of the pages for users.  Run: ``python benchmarks/reader_tables.py``
+
+Every number comes from ``benchmarks/results``; each table ends with machine, date and commit of its files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SAME_MATRIX = (
+    "dense fp16",
+    "dense int8",
+    "dense fp8",
+    "magicube dense int8",
+)  # baselines that multiply the same matrix
+
+
+def results(name: str) -> dict[str, Any]:
+    """Return one results file."""
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return found
+
+
+def source(*names: str) -> str:
+    """Name file, machine, torch, date and commit of results files."""
+    parts = []
+    for name in names:
+        machine = results(name)["machine"]
+        chip = f"{machine['cpu']} with {machine['engine path']}" if machine["gpu"] == "none" else machine["gpu"]
+        commit = machine.get("commit", "not recorded")
+        commit = f"{commit.removesuffix('+')} and changes after it" if commit.endswith("+") else commit
+        parts.append(f"`{name}.json` ({chip}, torch {machine['torch']}, {machine['date']}, commit {commit})")
+    return "Source: " + ", ".join(parts) + "."
+
+
+def grid(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table: text to the left, numbers to the right."""
+    columns = zip(*rows, strict=True)
+    right = [all(cell == "-" or (cell[:1].isdigit() and " x " not in cell) for cell in column) for column in columns]
+    lines = [head, ["---:" if is_right else "---" for is_right in right], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def gpu_case(shape: list[int], sparsity: float) -> tuple[float, str, float]:
+    """Return ours, the fastest dense product of the same matrix and its time, us behind another kernel."""
+    case = next(c for c in results("spmm_h200")["spmm"] if c["shape"] == shape and c["sparsity"] == sparsity)
+    ours = next(row["behind_us"] for row in case["ours"] if row["name"] == "L8-R8 V=8")
+    us, name = min((row["behind_us"], row["name"]) for row in case["rivals"] if row["name"] in SAME_MATRIX)
+    return ours, name, us
+
+
+def _gpu_times(shape: list[int], sparsity: float) -> dict[str, float]:
+    case = next(c for c in results("spmm_h200")["spmm"] if c["shape"] == shape and c["sparsity"] == sparsity)
+    return {row["name"]: row["behind_us"] for row in case["ours"]}
+
+
+def cpu_case(n: int, density: float) -> tuple[float, str, float]:
+    """Return ours, the fastest dense product of the same matrix and its time, ms on one thread with AVX2."""
+    size = next(size for size in results("cpu_spmm_avx2")["sizes"] if size["n"] == n)
+    row = next(row for row in size["rows"] if row["density"] == density)
+    return row["ms"]["magicube"], row["dense"], row["ms"]["dense"]
+
+
+def _layer(out: int, inner: int, tokens: int, sparsity: float) -> tuple[float, str, float]:
+    row = next(
+        row
+        for row in results("cpu_layers_avx2")["results"]
+        if (row["out"], row["in"], row["tokens"]) == (out, inner, tokens)
+    )
+    ours = next(us for name, us in row["us"].items() if name == f"ours, {sparsity:g}")
+    us, name = min((us, name) for name, us in row["us"].items() if not name.startswith("ours"))
+    return ours, name, us
+
+
+def render_summary() -> str:
+    """Four rows for the README: two machines, a win, a loss."""
+    large = [4096, 4096, 4096]
+    found = [
+        ("CPU, 1 thread: SpMM 1024 x 1024 x 1024, 90% zeros, ms", cpu_case(1024, 0.1), 2),
+        ("CPU, 1 thread: layer 1536 x 384, 16 tokens, 90% zeros, us", _layer(1536, 384, 16, 0.9), 0),
+        ("H200: SpMM 4096 x 4096 x 4096, 90% zeros, us", gpu_case(large, 0.9), 0),
+        ("H200: the same, 70% zeros, us", gpu_case(large, 0.7), 0),
+    ]
+    rows = [
+        [name, f"{ours:.{digits}f}", f"{theirs:.{digits}f} ({kind})", f"{theirs / ours:.2f}x"]
+        for name, (ours, kind, theirs), digits in found
+    ]
+    head = ["8-bit product, V = 8", "magicube", "fastest dense product", "speed-up"]
+    return f"{grid(head, rows)}\n\n{source('cpu_spmm_avx2', 'cpu_layers_avx2', 'spmm_h200')}"
+
+
+def render_choose_product() -> str:
+    """Time of the sparse and of the fastest dense product by density and V."""
+    rows = []
+    for density in (0.02, 0.1, 0.3, 0.6):
+        ours, kind, dense = cpu_case(1024, density)
+        rows.append(["CPU", "1024 x 1024 x 1024", f"{density:g}", "8", f"{ours:.1f} ms", f"{dense:.1f} ms ({kind})"])
+    large = [4096, 4096, 4096]
+    for shape, sparsity in (([4096, 4096, 512], 0.98), (large, 0.9), (large, 0.8), (large, 0.7)):
+        us, kind, dense = gpu_case(shape, sparsity)
+        for v in (8, 4, 2) if sparsity == 0.9 else (8,):
+            us = _gpu_times(shape, sparsity)[f"L8-R8 V={v}"]
+            rows.append(["H200", " x ".join(map(str, shape)), f"{1 - sparsity:.2g}", f"{v}", f"{us:.1f} us",
+                         f"{dense:.1f} us ({kind})"])  # fmt: skip
+    head = ["machine", "M x K x N", "density", "V", "magicube", "fastest dense"]
+    return f"{grid(head, rows)}\n\n{source('cpu_spmm_avx2', 'spmm_h200')}"
+
+
+def render_choose_format() -> str:
+    """Bits, error of a product of normal data and of data with outliers, and time on an H200."""
+    errors = {(row["kind"], row["way"]): row for row in results("float_errors")["errors"]}
+    times = {name: f"{us:.0f}" for name, us in _gpu_times([4096, 4096, 4096], 0.9).items()}
+    outliers = next(kind for kind, _ in errors if "outlier" in kind)
+    rows = []
+    for name, way, time in (
+        ("`bits=8`", "int8, rows", "L8-R8 V=8"),
+        ("`bits=4`", "int4, rows", "L4-R4 V=8"),
+        ('`dtype="e4m3"`', "e4m3, rows", ""),
+        ('`dtype="e2m1"`', "e2m1, rows", ""),
+        ('`dtype="mxfp8"` (dense only)', "mxfp8", ""),
+        ('`dtype="nvfp4"` (dense only)', "nvfp4", ""),
+    ):
+        normal, spiked = errors["normal", way], errors[outliers, way]
+        rows.append([name, f"{normal['bits']:.2f}", f"{normal['product']:.1e}", f"{spiked['product']:.1e}",
+                     times.get(time, "-")])  # fmt: skip
+    rows.append(["`bits=16`, other operand 8", "16.03", "-", "-", times["L16-R8 V=8"]])
+    rows.append(["`bits=16`, both", "16.03", "-", "-", times["L16-R16 V=8"]])
+    head = ["quantize(...)", "bits", "error, normal data", "error, outlier columns", "SpMM on an H200, us"]
+    return f"{grid(head, rows)}\n\n{source('float_errors', 'spmm_h200')}"
+
+
+def render_choose_tolerance() -> str:
+    """Checked products and torch's own on an H200: ms by size."""
+    sizes = {size["n"]: size for size in results("compensated_h200")["sizes"]}
+    shown = [n for n in (2048, 4096, 8192) if n in sizes]
+    rows = []
+    for name, key in (
+        ("torch float32", "torch float32"),
+        ("torch tf32, unchecked", "torch tf32"),
+        ("`matmul(A, B, tol=2e-2)`", "0.02"),
+        ("`plan(B, tol=2e-2)`, then `product(A)`", "0.02, prepared"),
+        ("`matmul(A, B, tol=1e-3)`", "0.001"),
+        ("`plan(B, tol=1e-3)`, then `product(A)`", "0.001, prepared"),
+    ):
+        plan = sizes[shown[-1]]["plans"].get(key, "-").replace("int8 direct, ", "").replace("int8 full, ", "")
+        rows.append([name, *(f"{sizes[n]['loop_us'][key] / 1000:.2f}" for n in shown), plan.replace("error ", "")])
+    head = ["call", *(f"n = {n}, ms" for n in shown), f"error, n = {shown[-1]}"]
+    return f"{grid(head, rows)}\n\n{source('compensated_h200')}"
+
+
+def render_attention() -> str:
+    """Attention on a CPU and on an H200."""
+    cpu = {row["call"]: row["us"] for row in results("cpu_attention_avx2")["results"]}
+    torch_us = min(us for call, us in cpu.items() if call.startswith("torch"))
+    rows = [
+        ["CPU, 1,024 tokens, 1 head", "0.9", f"{cpu['sparse_attention'] / 1e3:.2f} ms", f"{torch_us / 1e3:.2f} ms", "-"]
+    ]
+    for case in results("attention_h200")["cases"]:
+        us = {row["name"]: row["us"] for row in case["rows"]}
+        cells = (us["fused 8b-8b from float16"], us["SDPA fp16"], us["FlexAttention fp16"])
+        rows.append(
+            [f"H200, {case['length']:,} tokens, 8 x 4 heads", f"{case['sparsity']:g}", *(f"{x:.0f} us" for x in cells)]
+        )
+    head = ["d = 64", "sparsity", "magicube, 8-bit", "torch SDPA with mask", "FlexAttention fp16"]
+    return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200')}"
+
+
+def render_errors() -> str:
+    """Relative error of a product of two quantized matrices, by format and distribution."""
+    found = results("float_errors")["errors"]
+    kinds = list(dict.fromkeys(row["kind"] for row in found))[:5]
+    table = {(row["way"], row["kind"]): row["product"] for row in found}
+    shown = (
+        "int8, rows",
+        "int4, rows",
+        "e4m3, rows",
+        "e5m2, rows",
+        "e2m3, rows",
+        "e2m1, rows",
+        "mxfp8",
+        "mxfp6",
+        "mxfp4",
+        "nvfp4",
+    )
+    rows = [[way, *(f"{table[way, kind]:.1e}" for kind in kinds)] for way in shown]
+    return f"{grid(['operands', *kinds], rows)}\n\n{source('float_errors')}"
+
+
+SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
+    ("summary", "README.md", render_summary),
+    ("choose-product", "docs/choose.md", render_choose_product),
+    ("choose-format", "docs/choose.md", render_choose_format),
+    ("choose-tolerance", "docs/choose.md", render_choose_tolerance),
+    ("attention-times", "docs/performance/gpu.md", render_attention),
+    ("format-errors", "docs/explanation/accuracy.md", render_errors),
+)
+
+
+def replace(name: str, text: str, page: Path) -> None:
+    """Put ``text`` between the markers called ``name`` of ``page``."""
+    start, end = f"<!-- {name}: benchmarks/reader_tables.py writes this -->", f"<!-- end {name} -->"
+    before, found, rest = page.read_text().partition(start)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page} must have the markers {start!r} and {end!r}")
+    page.write_text(f"{before}{start}\n{text}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    for section, page_name, render in SECTIONS:
+        replace(section, render(), ROOT / page_name)
