@@ -31,7 +31,7 @@ help:
 	@echo "make gpu-test  tests that need a CUDA device, with the python3 of the machine"
 	@echo "make gpu-sanitize  the kernels under compute-sanitizer's tools, likewise"
 	@echo "make bench     benchmarks, with the python3 of the machine; BENCHES='$(GPU_BENCHES)' for a GPU"
-	@echo "make plots     plots of the GPU benchmarks' results"
+	@echo "make plots     pictures of the pages, from the results files"
 	@echo "make clean     remove everything that was built"
 
 demo: $(VENV)/.installed
@@ -71,7 +71,7 @@ bench:
 	for file in $(BENCHES); do PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) "$$file" $(ARGS); done
 
 plots: $(VENV)/.installed
-	$(BIN)/python benchmarks/plots/gpu_plots.py
+	PYTHONPATH=. $(BIN)/python benchmarks/plots/all_plots.py
 
 # A finding ends the process, so its report must not be captured; tests of the compiler and its code stay out.
 # python itself is not built with the sanitizers, so their run-time library and the C++ one that it hooks go first.

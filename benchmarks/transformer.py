@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from harness.gpu_data import one_line
@@ -53,6 +53,9 @@ from report import ROOT, machine_line, markdown, replace_section
 from sparse_encoder import Encoder
 
 from magicube_cutlass.cli.environment import provenance
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ITERATIONS, WARM = 256, 10
 LONGEST, SHORTEST = 40.0, 10.0  # seconds: of a baseline before it is broken off, and without which none is begun
@@ -214,30 +217,40 @@ def render(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Bars of the latencies with their intervals, one field a length and a number of heads."""
-    from matplotlib.figure import Figure
+def figure_of(results: dict[str, Any]) -> Figure:
+    """Latency over that of torch in float16, by sparsity: a panel per length, the largest batch and number of heads."""
+    from magicube_cutlass.bench.figures import COLORS, MARKERS, label_ends, note, panels
 
-    fields = sorted({(case["length"], case["heads"]) for case in results["cases"]})
-    bars = names()
-    figure = Figure(figsize=(6 * len(fields), 4.5), layout="constrained")
-    for axes, (length, heads) in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields, strict=True):
-        cases = [case for case in results["cases"] if (case["length"], case["heads"]) == (length, heads)]
-        cases.sort(key=lambda case: (case["batch"], case["sparsity"]))
-        width = 0.85 / len(bars)
-        for place, name in enumerate(bars):
-            found: list[dict[str, Any]] = [
-                next((row for row in case["rows"] if row["name"] == name), {}) for case in cases
-            ]
-            at = [i + (place - (len(bars) - 1) / 2) * width for i in range(len(cases))]
-            heights, halves = ([row.get(key, math.nan) for row in found] for key in ("ms", "interval"))
-            axes.bar(at, heights, width, yerr=halves, label=name, color=f"C{place}", error_kw={"linewidth": 0.8})
-        ticks = [f"batch {case['batch']}\nsparsity {case['sparsity']:g}" for case in cases]
-        axes.set_xticks(range(len(cases)), ticks, fontsize=8)
-        axes.set(title=f"L = {length}, {heads} heads", ylabel="ms")
-    figure.axes[0].legend(fontsize=7)
-    figure.suptitle(f"encoder of 4 layers, inference; {machine_line(results)}", fontsize=9)
-    figure.savefig(path, dpi=110)
+    heads, batch = (max(case[key] for case in results["cases"]) for key in ("heads", "batch"))
+    heads = min(heads, *(case["heads"] for case in results["cases"] if case["batch"] == batch))
+    cases = [case for case in results["cases"] if (case["heads"], case["batch"]) == (heads, batch)]
+    lengths = sorted({case["length"] for case in cases})
+    figure, areas = panels(1, len(lengths), (5.8 * len(lengths), 4.6))
+    figure.suptitle(f"Encoder of 4 layers, inference, {heads} heads, batch {batch}")
+    note(figure, machine_line(results))
+    shown = [name for name in names() if LINEARS not in name]
+    labels = []
+    for axes, length in zip(areas, lengths, strict=True):
+        found = sorted((case for case in cases if case["length"] == length), key=lambda case: case["sparsity"])
+        ends = {}
+        for i, name in enumerate(shown):
+            points = [(case["sparsity"], row["ms"]) for case in found for row in case["rows"] if row["name"] == name]
+            points = [point for point in points if point[1]]
+            if points:
+                axes.plot(*zip(*points, strict=True), f"{MARKERS[i]}-", color=COLORS[i])
+                ends[name] = (*points[-1], COLORS[i])
+        axes.set(xlabel="sparsity of the mask (share)", ylabel="latency (ms)", title=f"{length} tokens", ylim=(0, None))
+        labels.append(ends)
+    for axes, ends in zip(areas, labels, strict=True):
+        label_ends(axes, ends)
+    return figure
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture."""
+    from magicube_cutlass.bench import figures
+
+    figures.save_figure(figure_of(results), path)
 
 
 def plan(cases: list[Case]) -> list[tuple[Case, str]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,15 +29,27 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from magicube_cutlass.bench.figures import DENSE, FOURTH, OURS, label_points, log_ticks, note, panels, save_figure
 from magicube_cutlass.cli.environment import provenance
 from residual.nn.conv import conv2d
 from residual.nn.modules import ResidualLinear
 from residual.paper.gemm import PaperReport, gemm
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 THRESHOLDS = (math.inf, 1.0, 0.1, 0.01, 0.0)
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4)
+LABELLED = {
+    "float32",
+    "int8, origin",
+    "int8, threshold 0",
+    "int4, origin",
+    "int4, threshold 1",
+    "int4, threshold 0",
+    "tol 0.01",
+}
 BATCH, EPOCHS = 128, 4
-MARKERS = "os^Dv"
 EVALUATED = 10_000  # images a batch of the evaluation, as printed; a scale is shared by a whole batch
 CONV_IMAGES = 3000  # of the rows that quantize the convolution too
 PAPER = {"rule": "mean", "scaling": "tensor", "rounding": "trunc", "vector_length": 1}
@@ -260,24 +272,37 @@ def render(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def figure_of(results: dict[str, Any]) -> Figure:
+    """Accuracy against time, a panel per set of quantized layers."""
+    kinds = list(dict.fromkeys(row["layers"] for row in results["rows"]))
+    figure, areas = panels(1, len(kinds), (6.2 * len(kinds), 5.0))
+    figure.suptitle("Reduced LeNet-5 on FashionMNIST: accuracy against time of the quantized layers")
+    note(figure, machine_line(results))
+    labels = []
+    for axes, layers in zip(areas, kinds, strict=True):
+        names = []
+        for row in (row for row in results["rows"] if row["layers"] == layers):
+            kind = row["way"].split(",")[0]
+            color = {"float32": "black", "int8": OURS, "int4": DENSE}.get(kind, FOURTH)
+            point = (row["ms"], 100 * row["accuracy"])
+            axes.plot(*point, "o", color=color)
+            if row["way"] in LABELLED:
+                names.append((*point, row["way"], color))
+        axes.margins(0.15, 0.1)
+        axes.set(xscale="log", xlabel="time of 1000 images (ms)", ylabel="accuracy (%)", title=layers)
+        log_ticks(axes.xaxis)
+        labels.append(names)
+    for axes, names in zip(areas, labels, strict=True):
+        label_points(axes, names)
+    return figure
+
+
 def draw(results: dict[str, Any], path: Path) -> str:
-    """Accuracy against time; returns one line that says what became of it."""
+    """Draw the picture; return one line that says what became of it."""
     try:
-        from matplotlib.figure import Figure
+        return save_figure(figure_of(results), path)
     except ImportError:
         return "no plot: pip install 'magicube-cutlass[plots]'"
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    kinds = list(dict.fromkeys(row["layers"] for row in results["rows"]))
-    for axes, layers in zip(figure.subplots(1, 2), kinds, strict=True):
-        for i, one in enumerate(row for row in results["rows"] if row["layers"] == layers):
-            color = {"float32": "k", "int8": "C0", "int4": "C3"}.get(one["way"].split(",")[0], "C2")
-            label = one["way"] if layers == kinds[0] else None
-            axes.scatter(one["ms"], 100 * one["accuracy"], color=color, marker=MARKERS[i % 5], label=label)
-        axes.set(xscale="log", xlabel="ms of the quantized layers, 1000 images", ylabel="accuracy (%)", title=layers)
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.suptitle(f"reduced LeNet-5 on FashionMNIST; {machine_line(results)}", fontsize=9)
-    figure.savefig(path, dpi=100)
-    return f"plot: {path}"
 
 
 def main() -> None:

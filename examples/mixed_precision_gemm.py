@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 import torch
-from report import RESULTS, ROOT
+from report import RESULTS
 from rich.console import Console
 from rich.table import Table
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, help="rows and columns; 4096 on a GPU, else 1024")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "images" / "mixed_precision_gemm.png", help="the picture"
+        "--out", type=Path, default=Path("demo-output") / "mixed_precision_gemm.png", help="the picture"
     )
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from report import RESULTS, ROOT, machine_line, markdown, replace_section, write_results
@@ -21,16 +21,19 @@ from rich.markdown import Markdown
 from rich.progress import track
 from torch import Tensor
 
+from magicube_cutlass.bench.figures import DENSE, FOURTH, OURS, label_points, log_ticks, note, panels, save_figure
 from magicube_cutlass.cli.environment import provenance
 from residual.linalg.qr import qr
 from residual.linalg.solve import solve
 from residual.matmul import matmul
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SIZES = (128, 200, 256)
 PAPER = {"scaling": "tensor", "rounding": "trunc", "rule": "mean"}
 KINDS = {"origin": math.inf, "full": 0.0, "sparse": 0.1}  # thresholds
 MODES = ("direct", "full", "three_digit")
-MARKERS = "os^DvPX"
 TOLERANCES = (1e-2, 1e-4, 1e-6)
 
 
@@ -130,29 +133,38 @@ def render(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def figure_of(results: dict[str, Any]) -> Figure:
+    """Error against time at the largest n for two distributions, in compact WY form."""
+    n = max(row["n"] for row in results["rows"])
+    kinds = list(dict.fromkeys(row["distribution"] for row in results["rows"]))[:2]
+    figure, areas = panels(1, 2, (12.0, 5.0))
+    figure.suptitle(f"QR by quantized products, compact WY form, n = {n}")
+    note(figure, machine_line(results))
+    labels = []
+    for axes, kind in zip(areas, kinds, strict=True):
+        names = []
+        for row in results["rows"]:
+            if (row["n"], row["distribution"]) == (n, kind) and row["way"].endswith(", wy"):
+                name = row["way"].removesuffix(", wy")
+                color = DENSE if name.startswith("int4") else OURS if name.startswith("int8") else FOURTH
+                point = (row["seconds"] * 1e3, row["error"])
+                axes.plot(*point, "o", color=color)
+                names.append((*point, name, color))
+        axes.margins(0.2, 0.1)
+        axes.set(xscale="log", yscale="log", xlabel="time (ms)", ylabel="||A - QR|| / ||A|| (ratio)", title=kind)
+        log_ticks(axes.xaxis)
+        labels.append(names)
+    for axes, names in zip(areas, labels, strict=True):
+        label_points(axes, names)
+    return figure
+
+
 def draw(results: dict[str, Any], path: Path) -> str:
-    """Error against time at the largest n, one panel a distribution."""
+    """Draw the picture; return one line that says what became of it."""
     try:
-        from matplotlib.figure import Figure
+        return save_figure(figure_of(results), path)
     except ImportError:
         return "no plot: pip install 'magicube-cutlass[plots]'"
-    n = max(row["n"] for row in results["rows"])
-    kinds = list(dict.fromkeys(row["distribution"] for row in results["rows"]))
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    for axes, kind in zip(figure.subplots(2, 2).flat, kinds, strict=True):
-        shown = (row for row in results["rows"] if (row["n"], row["distribution"]) == (n, kind))
-        for i, row in enumerate(shown):
-            way, label = row["way"], row["way"] if kind == kinds[0] else None
-            color = "C3" if way.startswith("int4") else "C0" if way.startswith("int8") else "C2"
-            face, marker = "none" if "explicit" in way else color, MARKERS[i // 2 % 3 if i < 12 else i % 7]
-            axes.scatter(row["seconds"] * 1e3, row["error"], marker=marker, color=face, edgecolors=color, label=label)
-        axes.set(
-            xscale="log", yscale="log", xlabel="milliseconds", ylabel="||A - QR|| / ||A||", title=f"{kind}, n = {n}"
-        )
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.suptitle(f"QR by quantized products; {machine_line(results)}", fontsize=9)
-    figure.savefig(path, dpi=100)
-    return f"plot: {path}"
 
 
 def main() -> None:

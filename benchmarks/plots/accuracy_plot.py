@@ -1,4 +1,4 @@
-"""Draws error against time, one field for each kind of data, from the results of ``accuracy.py``.
+"""Draw error against time from the results of ``accuracy.py``.
 
 Needs matplotlib and no GPU.  Run: ``python benchmarks/plots/accuracy_plot.py RESULTS PICTURE [--size N]``
 """
@@ -10,13 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+from magicube_cutlass.bench.figures import DENSE, FOURTH, OURS, label_points, log_ticks, note, panels, save_figure
 
-OURS, TOLERANCE, OTHER = "#0b7a75", "#c8553d", "#58626b"
+KINDS = 2  # panels: the first kinds of data
 
 
 def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -29,42 +27,47 @@ def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return front
 
 
-def _draw_case(area: Axes, case: dict[str, Any]) -> None:
-    for row in case["rows"]:
-        name = row["name"]
-        if "prepared" in name or "checked" in name:
-            continue
-        planned = name.startswith("tol ")
-        color = TOLERANCE if planned else OTHER if name.startswith(("torch", "cuBLAS")) else OURS
-        error = max(row["error"], 1e-9)
-        area.plot(row["ms"], error, "^" if planned else "o", color=color, markersize=5)
-        # slanted, and tolerances below the points: neighbours stay readable
-        side: dict[str, Any] = (
-            {"xytext": (2, -5), "va": "top", "rotation": -40} if planned else {"xytext": (2, 3), "rotation": 40}
-        )
-        area.annotate(
-            name, (row["ms"], error), fontsize=6.5, textcoords="offset points", rotation_mode="anchor", **side
-        )
-    line = frontier([(row["ms"], max(row["error"], 1e-9)) for row in case["rows"] if "prepared" not in row["name"]])
-    area.plot(*zip(*line, strict=True), color="black", linewidth=0.6, drawstyle="steps-post")
-    area.margins(0.1, 0.2)
-    area.set(xscale="log", yscale="log", title=f"{case['kind']}, n = {case['n']}", xlabel="ms a call")
-    area.set_ylabel("relative Frobenius error")
-
-
-def draw(results: dict[str, Any], path: Path, size: int) -> None:
-    """One field a kind of data."""
+def draw(results: dict[str, Any], size: int) -> Figure:
+    """A panel per kind of data; labels for torch's products, the modes of least error, and the frontier."""
     cases = [case for case in results["cases"] if case["n"] == size]
     if not cases:
         raise SystemExit(f"size must be one of {sorted({case['n'] for case in results['cases']})}, got {size}")
-    figure, areas = plt.subplots(2, -(-len(cases) // 2), figsize=(15, 9), squeeze=False)
-    for area, case in zip(areas.flat, cases, strict=False):
-        _draw_case(area, case)
+    cases = [case for case in cases if "outlier" in case["kind"] or case["kind"] == "normal"][:KINDS]
+    figure, areas = panels(1, len(cases), (6.4 * len(cases), 5.2))
     machine = results["machine"]
     where = machine["cpu"] if machine["gpu"] == "none" else machine["gpu"]
-    figure.suptitle(f"whole calls from float32: {where}, torch {machine['torch']}, {machine['date']}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.suptitle(f"Dense products of float32, n = {size}: error against time")
+    note(
+        figure, f"{where}; torch {machine['torch']}, {machine['date']}, commit {machine.get('commit', 'not recorded')}"
+    )
+    labels = []
+    for axes, case in zip(areas, cases, strict=True):
+        rows = [row for row in case["rows"] if "prepared" not in row["name"] and "checked" not in row["name"]]
+        points = [(row["ms"], max(row["error"], 1e-9), row["name"]) for row in rows]
+        front = frontier([point[:2] for point in points])
+        axes.step(*zip(*front, strict=True), where="post", color="black", linewidth=1)
+        names = []
+        for marker, color, label, chosen in (
+            ("s", DENSE, "torch", [p for p in points if p[2].startswith(("torch", "cuBLAS"))]),
+            (
+                "o",
+                FOURTH,
+                "residual, mode=, no check",
+                [p for p in points if not p[2].startswith(("torch", "cuBLAS", "tol"))],
+            ),
+            ("^", OURS, "residual, tol=, checked", [p for p in points if p[2].startswith("tol")]),
+        ):
+            axes.plot([p[0] for p in chosen], [p[1] for p in chosen], marker, color=color, label=label)
+            names += [(*p, color) for p in chosen if p[:2] in front or color == DENSE]
+        axes.margins(0.18, 0.1)
+        axes.set(xscale="log", yscale="log", xlabel="time of a call (ms)", ylabel="relative Frobenius error (ratio)")
+        axes.set_title(case["kind"])
+        log_ticks(axes.xaxis)
+        labels.append(names)
+    areas[0].legend(loc="best")
+    for axes, names in zip(areas, labels, strict=True):
+        label_points(axes, names)
+    return figure
 
 
 def main() -> None:
@@ -74,7 +77,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="n; default the largest")
     args = parser.parse_args()
     results = json.loads(args.results.read_text())
-    draw(results, args.picture, args.size or max(case["n"] for case in results["cases"]))
+    print(save_figure(draw(results, args.size or max(case["n"] for case in results["cases"])), args.picture))
 
 
 if __name__ == "__main__":

@@ -1,78 +1,49 @@
-"""Rooflines of the GPU kernels: the useful operations a second of every timed product, against what it has to move."""
+"""Roofline of SpMM on an H200: useful operations per second of each product, against the bytes that it must move."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
-# Of an H200: bytes a second from memory and from the L2 cache, and operations a second.
+from magicube_cutlass.bench.figures import DENSE, OTHER, OURS, label_points, note, panels
+
+# Of an H200: bytes per second from memory and from the L2 cache, and operations per second.
 MEMORY, L2 = 4.3e12, 6.5e12
-MMA, WGMMA = 1243e12, 1979e12  # measured mma.sync; wgmma by the data sheet
-GATHERED = 475e12  # 8 rows for each byte gathered from shared memory, 128 bytes a cycle and multiprocessor
-COLOURS = {"panel": "#0b7a75", "gather": "#c8553d", "sddmm": "#e09f3e", "gemm": "#4477aa"}
+MMA = 1243e12  # measured, mma.sync
+GATHERED = 475e12  # 8 rows per byte gathered from shared memory, 128 bytes per cycle and SM
+COLORS, MARKS = {"panel": OURS, "gather": DENSE}, {"panel": "o", "gather": "s"}
 
 
-def _spmm(results: dict[str, Any]) -> list[tuple[str, float, float, str]]:
-    """Kernel, operations a byte, operations a second, label."""
+def points(results: dict[str, Any]) -> list[tuple[str, float, float, str]]:
+    """Return kernel, operations per byte, operations per second and label of the products with V = 8."""
     found = []
     for case in results["spmm"]:
-        for row in case["ours"]:
-            if "us" in row and row["name"].startswith("L8-R8"):
-                kernel = "panel" if "panel" in row["kernel"] else "gather"
-                speed = row["tops"] * 1e12
-                m, k, n = case["shape"]
-                label = f"{m}x{k}x{n} {case['sparsity']:g} {row['name'].split()[-1]}"
-                found.append((kernel, speed * row["us"] * 1e-6 / (row["moved_MB"] * 1e6), speed, label))
+        row = next(row for row in case["ours"] if row["name"] == "L8-R8 V=8")
+        speed, (m, k, n) = row["tops"] * 1e12, case["shape"]
+        kernel = "panel" if "panel" in row["kernel"] else "gather"
+        found.append((kernel, speed * row["us"] * 1e-6 / (row["moved_MB"] * 1e6), speed,
+                      f"{m} x {k} x {n}, {case['sparsity']:.0%}"))  # fmt: skip
     return found
 
 
-def _sddmm(results: dict[str, Any]) -> list[tuple[str, float, float, str]]:
-    found = []
-    for case in results["sddmm"]:
-        (m, n), inner = case["shape"], case["inner"]
-        stored = m * n * (1 - case["sparsity"])
-        for row in case["ours"]:
-            if row.get("name") == "L8-R8" and "us" in row:
-                moved = (m + n) * inner + 2 * stored + stored / 8 * 4  # both operands, results, columns
-                found.append(("sddmm", 2 * stored * inner / moved, row["tops"] * 1e12, f"{m}x{n} inner {inner}"))
-    return found
-
-
-def _roofs(axes: Any, slopes: dict[str, float], flats: dict[str, float]) -> None:
-    x = np.geomspace(10, 20000, 200)
-    for name, slope in slopes.items():
-        axes.plot(x, np.minimum(slope * x, max(flats.values())) / 1e12, color="#58626b", linewidth=0.9)
-        axes.text(14, slope * 14 / 1e12 * 1.12, name, fontsize=7, rotation=33, color="#58626b")
-    for name, flat in flats.items():
-        axes.axhline(flat / 1e12, color="#58626b", linewidth=0.9, linestyle="--")
-        axes.text(19000, flat / 1e12 * 1.06, name, fontsize=7, ha="right", color="#58626b")
-
-
-def draw_rooflines(results: dict[str, Any], path: Path, source: str) -> None:
-    """SpMM on the left, SDDMM on the right; both axes logarithmic."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5))
-    slopes = {"memory 4.3 TB/s": MEMORY, "L2 6.5 TB/s": L2}
-    _roofs(left, slopes, {"mma.sync 1243": MMA, "rows gathered from shared memory, V = 8: 475": GATHERED})
-    _roofs(right, slopes, {"mma.sync 1243": MMA})
-    for axes, points in ((left, _spmm(results)), (right, _sddmm(results))):
-        seen = set()
-        for kernel, intensity, speed, label in points:
-            axes.scatter(intensity, speed / 1e12, s=28, color=COLOURS[kernel], label=None if kernel in seen else kernel)
-            axes.annotate(label, (intensity, speed / 1e12), (4, -8), textcoords="offset points", fontsize=6)
-            seen.add(kernel)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlim(10, 20000)
-        axes.set_ylim(10, 3000)
-        axes.set_xlabel("useful operations for each byte that must be moved once")
-        axes.set_ylabel("useful tera-operations a second")
-        axes.legend(fontsize=8, loc="upper left")
-    left.set_title("SpMM, L8-R8", fontsize=10)
-    right.set_title("SDDMM, L8-R8, V = 8", fontsize=10)
-    figure.text(0.01, 0.005, source, fontsize=8)
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def draw_roofline(results: dict[str, Any], source: str) -> Figure:
+    """Both axes logarithmic; labels give shape and sparsity."""
+    figure, (axes,) = panels(size=(9.0, 5.6))
+    x = np.geomspace(30, 12000, 200)
+    for name, slope, dash in (("HBM, 4.3 TB/s", MEMORY, "-"), ("L2, 6.5 TB/s", L2, ":")):
+        axes.plot(x, np.minimum(slope * x, MMA) / 1e12, color=OTHER, linewidth=1.2, linestyle=dash, label=name)
+    axes.axhline(GATHERED / 1e12, color=OTHER, linewidth=1.2, linestyle="--", label="shared-memory gather, 475 TOP/s")
+    axes.axhline(MMA / 1e12, color=OTHER, linewidth=1.2, linestyle="-.", label="mma.sync, 1243 TOP/s")
+    found = points(results)
+    for kernel in dict.fromkeys(kernel for kernel, *_ in found):
+        chosen = [(a, b / 1e12) for name, a, b, _ in found if name == kernel]
+        axes.plot(*zip(*chosen, strict=True), MARKS[kernel], color=COLORS[kernel], label=f"{kernel} kernel")
+    axes.set(xscale="log", yscale="log", xlim=(30, 12000), ylim=(10, 3000))
+    axes.set(xlabel="useful operations per byte that must be moved (op/B)", ylabel="useful operations (TOP/s)")
+    axes.set_title("8-bit SpMM, V = 8, H200: shapes M x K x N and sparsity")
+    axes.legend(loc="lower right", frameon=True)
+    note(figure, source)
+    label_points(axes, [(a, b / 1e12, label, COLORS[kernel]) for kernel, a, b, label in found])
+    return figure

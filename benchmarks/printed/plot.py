@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from printed.values import DENSITIES_4, ETA, TABLE_4, TABLE_5, THRESHOLD_AT_ETA, THRESHOLDS_5
+from magicube_cutlass.bench.figures import COLORS, MARKERS, label_ends, note, panels, save_figure
+from printed.values import DENSITIES_4, ETA, TABLE_4, THRESHOLD_AT_ETA
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def figure_of(results: dict[str, Any]) -> Figure:
+    """Draw Figures 6 and 8 and Table 4."""
+    figure, (eight, four, density, rates) = panels(2, 2, (12.5, 8.6))
+    machine = results["machine"]
+    figure.suptitle(f"Residual compensation, n = {results['n']}: what the threshold keeps and what that costs")
+    note(figure, f"{machine['cpu']}, threads: {machine['threads']}; {machine['date']}, "
+                 f"commit {machine.get('commit', 'not recorded')}")  # fmt: skip
+    colors = dict(zip(THRESHOLD_AT_ETA, COLORS, strict=False))
+    ends: dict[Any, dict[str, tuple[float, float, str]]] = {eight: {}, four: {}, density: {}, rates: {}}
+    for row in results["figures 6 and 8"]:
+        name, points, axes = row["distribution"], row["points"], eight if row["bits"] == 8 else four
+        thresholds, color = [p["threshold"] for p in points], colors[row["distribution"]]
+        axes.plot(thresholds, [p["error"] for p in points], ".-", color=color)
+        ends[axes][name] = (thresholds[-1], points[-1]["error"], color)
+        if row["bits"] == 8:
+            density.plot(thresholds, [p["density"] for p in points], color=color)
+            density.plot(THRESHOLD_AT_ETA[name], ETA, "o", color=color)
+            ends[density][name] = (thresholds[-1], points[-1]["density"], color)
+    for axes, bits in ((eight, 8), (four, 4)):
+        axes.set(
+            yscale="log", xlabel="threshold (ratio)", ylabel="relative error (ratio)", title=f"Figure 6, int{bits}"
+        )
+    density.set(
+        xlabel="threshold (ratio)", ylabel="density (share)", title="Figure 8; points: printed crossings of 0.3"
+    )
+    for i, row in enumerate(row for row in results.get("table 4", []) if row["n"] in TABLE_4):
+        printed, color = TABLE_4[row["n"]], COLORS[i]
+        ours = [row["seconds"]["Full"] / row["seconds"][f"{d:g}"] for d in DENSITIES_4]
+        rates.plot(DENSITIES_4, ours, f"{MARKERS[i]}-", color=color)
+        shown = [rate / printed[-2] for rate in printed[: len(DENSITIES_4)]]
+        rates.plot(DENSITIES_4, shown, f"{MARKERS[i]}--", color=color, markerfacecolor="none")
+        ends[rates][f"n = {row['n']}"] = (DENSITIES_4[0], ours[0], color)
+    rates.set(xscale="log", xlabel="density (share)", ylabel="rate over Full (ratio)", title="Table 4; dashed: printed")
+    for axes, named in ends.items():
+        if named:
+            label_ends(axes, named)
+    return figure
 
 
 def draw(results: dict[str, Any], path: Path) -> str:
-    """Draw Figures 6 and 8 and Tables 4 and 5; return one line that says what became of it."""
+    """Draw the picture; return one line that says what became of it."""
     try:
-        from matplotlib.figure import Figure
+        return save_figure(figure_of(results), path)
     except ImportError:
         return "no plot: pip install 'magicube-cutlass[plots]'"
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    areas = figure.subplot_mosaic("AB;CD;EF")
-    colors = {name: f"C{i}" for i, name in enumerate(THRESHOLD_AT_ETA)}
-    for row in results["figures 6 and 8"]:
-        name, points, area = row["distribution"], row["points"], areas["A" if row["bits"] == 8 else "B"]
-        thresholds = [p["threshold"] for p in points]
-        area.plot(thresholds, [p["error"] for p in points], color=colors[name], marker=".", label=name)
-        area.axhline(row["full"], color=colors[name], linestyle="--", linewidth=0.8)
-        area.axhline(row["origin"], color=colors[name], linestyle=":", linewidth=0.8)
-        if row["bits"] == 8:
-            areas["C"].plot(thresholds, [p["density"] for p in points], color=colors[name], label=name)
-            areas["C"].plot(THRESHOLD_AT_ETA[name], ETA, "o", color=colors[name])
-    for key, bits in (("A", 8), ("B", 4)):
-        title = f"Figure 6, int{bits}, n = {results['n']} (dashed: full, dotted: origin)"
-        areas[key].set(yscale="log", xlabel="threshold", ylabel="relative error", title=title)
-    areas["C"].set(xlabel="threshold", ylabel="density", title="Figure 8 (points: printed crossings of 0.3)")
-    for row in results.get("table 4", []):
-        if (printed := TABLE_4.get(row["n"])) is None:
-            continue
-        ours = [row["seconds"]["Full"] / row["seconds"][f"{d:g}"] for d in DENSITIES_4]
-        (line,) = areas["D"].plot(DENSITIES_4, ours, marker="o", label=f"ours, n = {row['n']}")
-        shown = [rate / printed[-2] for rate in printed[: len(DENSITIES_4)]]
-        areas["D"].plot(DENSITIES_4, shown, "--", marker="x", color=line.get_color(), label=f"printed, n = {row['n']}")
-    areas["D"].set(xscale="log", xlabel="density", ylabel="times the rate of Full", title="Table 4")
-    for key, bits in (("E", 8), ("F", 4)):
-        for row in (row for row in results["table 5"] if row["bits"] == bits):
-            color, cells = colors[row["distribution"]], TABLE_5[bits][row["distribution"]]
-            areas[key].plot(THRESHOLDS_5, row["ours"], "o-", color=color, label=row["distribution"])
-            pairs = [(t, cell[0]) for t, cell in zip(THRESHOLDS_5, cells, strict=True) if cell is not None]
-            areas[key].plot([t for t, _ in pairs], [a for _, a in pairs], "x--", color=color)
-        areas[key].set(
-            yscale="symlog", xlabel="threshold", ylabel="acc up", title=f"Table 5, int{bits} (crosses: printed)"
-        )
-    for area in areas.values():
-        area.legend(fontsize=7)
-    machine = results["machine"]
-    figure.suptitle(f"{machine['cpu']}, threads: {machine['threads']}, {machine['date']}", fontsize=9)
-    figure.savefig(path, dpi=90)
-    return f"plot: {path}"
