@@ -234,8 +234,8 @@ def figure_of(results: dict[str, Any]) -> Figure:
         found = sorted((case for case in cases if case["length"] == length), key=lambda case: case["sparsity"])
         ends = {}
         for i, name in enumerate(shown):
-            points = [(case["sparsity"], row["ms"]) for case in found for row in case["rows"] if row["name"] == name]
-            points = [point for point in points if point[1]]
+            rows = [(case["sparsity"], row) for case in found for row in case["rows"] if row["name"] == name]
+            points = [(sparsity, row["ms"]) for sparsity, row in rows if row.get("ms")]  # others failed
             if points:
                 axes.plot(*zip(*points, strict=True), f"{MARKERS[i]}-", color=COLORS[i])
                 ends[name] = (*points[-1], COLORS[i])

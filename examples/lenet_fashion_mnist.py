@@ -1,9 +1,10 @@
 """A reduced LeNet-5 on FashionMNIST: accuracy, rate and densities with quantized layers, as in the paper's Table 7.
 
 One convolution and two fully connected layers are trained in float32; then the products of the layers run in int8 and
-int4 at several thresholds (the convolution by im2col), and with an error the user chooses.  Writes
+int4 at several thresholds (the convolution by im2col), and with an error the user chooses.  ``--project`` writes
 ``benchmarks/results/lenet.json``, ``docs/images/lenet.png`` and the table of ``docs/lab/residual.md``.
-Source: Gu, arXiv 2403.06924, Table 7.  Run: ``python examples/lenet_fashion_mnist.py [--quick --out FOLDER]``
+Source: Gu, arXiv 2403.06924, Table 7.
+Run: ``python examples/lenet_fashion_mnist.py [--quick] [--out FOLDER] [--project]``
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from report import RESULTS, ROOT, data_folder, machine_line, markdown, replace_section, write_results
+from report import (
+    RESULTS,
+    ROOT,
+    add_output_options,
+    choose_output,
+    data_folder,
+    machine_line,
+    markdown,
+    replace_section,
+    write_results,
+)
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
@@ -307,12 +318,10 @@ def draw(results: dict[str, Any], path: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the data, one epoch; needs --out")
-    parser.add_argument("--out", type=Path, help="folder for the results file and the plot")
-    parser.add_argument("--render", action="store_true", help="compute nothing, only draw and write the page")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the data, one epoch")
+    add_output_options(parser)
     args = parser.parse_args()
-    if args.quick and args.out is None:
-        parser.error("--quick needs --out: its figures do not belong in the project")
+    choose_output(parser, args, args.quick)
     console = Console(stderr=True)
     path = (args.out or RESULTS) / "lenet.json"
     if not args.render:

@@ -2,9 +2,9 @@
 
 A network of two hidden layers is trained in float32 and converted: pruned to a sparsity of 0.9, weights and activations
 in 8 bits, the last layer left dense.  Fine-tuning on a pruning schedule, straight-through, wins the accuracy back; then
-activations get static scales and the float weights are given up.  Writes ``benchmarks/results/prune_quantize.json`` and
-the table of ``docs/how-to/prune-and-quantize.md``.
-Run: ``python examples/prune_quantize_mlp.py [--quick --out FOLDER]``
+activations get static scales and the float weights are given up.  With ``--project`` it writes
+``benchmarks/results/prune_quantize.json`` and the table of ``docs/how-to/prune-and-quantize.md``.
+Run: ``python examples/prune_quantize_mlp.py [--quick] [--out FOLDER] [--project]``
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from lenet_fashion_mnist import Data, load, missing
-from report import RESULTS, ROOT, machine_line, markdown, replace_section, write_results
+from report import (
+    RESULTS,
+    ROOT,
+    add_output_options,
+    choose_output,
+    machine_line,
+    markdown,
+    replace_section,
+    write_results,
+)
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
@@ -188,12 +196,10 @@ def render(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the data, few epochs; needs --out")
-    parser.add_argument("--out", type=Path, help="folder for the results file")
-    parser.add_argument("--render", action="store_true", help="compute nothing, only write the page")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the data, few epochs")
+    add_output_options(parser)
     args = parser.parse_args()
-    if args.quick and args.out is None:
-        parser.error("--quick needs --out: its figures do not belong in the project")
+    choose_output(parser, args, args.quick)
     path = (args.out or RESULTS) / "prune_quantize.json"
     if not args.render:
         if line := missing():

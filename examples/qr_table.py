@@ -1,7 +1,8 @@
 """QR through quantized products: the rows of the paper's Table 6, and what compact WY and a chosen error make of them.
 
-Writes ``benchmarks/results/qr_table.json``, ``docs/images/qr_table.png`` and the table of ``docs/lab/residual.md``.
-Source: Gu, arXiv 2403.06924, Table 6.  Run: ``python examples/qr_table.py [--quick --out FOLDER]``
+With ``--project`` it writes ``benchmarks/results/qr_table.json``, ``docs/images/qr_table.png`` and the table of
+``docs/lab/residual.md``.
+Source: Gu, arXiv 2403.06924, Table 6.  Run: ``python examples/qr_table.py [--quick] [--out FOLDER] [--project]``
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from report import RESULTS, ROOT, machine_line, markdown, replace_section, write_results
+from report import (
+    RESULTS,
+    ROOT,
+    add_output_options,
+    choose_output,
+    machine_line,
+    markdown,
+    replace_section,
+    write_results,
+)
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -169,12 +179,10 @@ def draw(results: dict[str, Any], path: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="n = 32; needs --out, as its figures are no results")
-    parser.add_argument("--out", type=Path, help="folder for the results file and the plot")
-    parser.add_argument("--render", action="store_true", help="compute nothing, only draw and write the page")
+    parser.add_argument("--quick", action="store_true", help="n = 32")
+    add_output_options(parser)
     args = parser.parse_args()
-    if args.quick and args.out is None:
-        parser.error("--quick needs --out: its figures do not belong in the project")
+    choose_output(parser, args, args.quick)
     console = Console(stderr=True)
     path = (args.out or RESULTS) / "qr_table.json"
     if not args.render:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "lab" / "residual.md"
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where results go."""
+    parser.add_argument("--out", type=Path, help="folder for results and picture; default: a new temporary one")
+    parser.add_argument(
+        "--project", action="store_true", help="measure, and write results, picture and page of the project"
+    )
+    parser.add_argument(
+        "--render", action="store_true", help="compute nothing, draw and write the page from the results"
+    )
+
+
+def choose_output(parser: argparse.ArgumentParser, args: argparse.Namespace, quick: bool) -> None:
+    """Set ``args.out`` to a temporary folder unless an option names another; None stands for the project."""
+    if args.project and quick:
+        parser.error("--project needs a full run: figures of a quick one do not belong in the project")
+    if args.out is None and not (args.project or args.render):
+        args.out = Path(tempfile.mkdtemp(prefix="magicube-"))
 
 
 def machine_line(results: dict[str, Any]) -> str:

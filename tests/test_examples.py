@@ -41,13 +41,34 @@ def test_quickstart_is_accurate() -> None:
     assert found is not None and float(found[1]) < 0.03
 
 
-def test_demo_without_the_sample_says_what_is_missing_and_runs(tmp_path: Path) -> None:
-    text = script("examples/demo.py", "--quick", "--out", tmp_path, MAGICUBE_DATA=str(tmp_path))
-    first = text.splitlines()[0]
-    assert "no DLMC sample at" in first and "MAGICUBE_DATA" in first
-    assert "all 12 cases equal the exact product (SpMM on all rows" in text
+def test_demo_prints_ten_lines_and_writes_nothing_into_the_project(tmp_path: Path) -> None:
+    text = script("examples/demo.py", "--quick", MAGICUBE_DATA=str(tmp_path), TMPDIR=str(tmp_path))
+    rows = [line.partition(" ") for line in text.splitlines()]
+    names = ["machine", "matrices", "exact", "speed", "break-even", "real", "bytes", "tolerance", "picture", "next"]
+    assert [name for name, _, _ in rows] == names
+    said = {name: rest.strip() for name, _, rest in rows}
+    assert "no DLMC sample at" in said["matrices"] and "MAGICUBE_DATA" in said["matrices"]
+    assert said["exact"].startswith("8 products of 4 kinds")
+    assert re.search(r"times (faster|slower) than .* fastest dense", said["speed"])
+    bound, error = map(float, re.findall(r"(?:bound|measured) (\S+?),?(?= |$)", said["tolerance"]))
+    assert error <= bound <= 1e-3
     if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "spmm.png").stat().st_size > 0
+        assert Path(said["picture"]).is_relative_to(tmp_path) and Path(said["picture"]).stat().st_size > 0
+
+
+def test_demo_s_picture_marks_the_break_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    demo = load(ROOT / "examples" / "demo.py")
+    from magicube_cutlass.bench.figures import overlaps
+
+    points = [(0.1, 1.0, 4.0, "a"), (0.3, 3.0, 4.0, "a"), (0.5, 5.0, 4.0, "b")]
+    assert demo.break_even(points) == pytest.approx(0.4)
+    assert demo.break_even(points[:2]) is None and demo.break_even(points[2:]) == 0.5
+    for shown in (points, points[:2]):
+        figure = demo.figure_of(shown, "a machine")
+        assert not overlaps(figure) and ("0.40" in figure.axes[0].get_title()) == (len(shown) == 3)
+        assert all("(" in label for label in (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()))
 
 
 def test_shipped_data_are_what_the_generator_makes() -> None:

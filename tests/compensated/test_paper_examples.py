@@ -84,7 +84,8 @@ def test_lenet_without_data_says_what_is_missing(tmp_path: Path, monkeypatch: py
 def test_quick_figures_never_reach_the_project(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refusal(name, "--quick", monkeypatch=monkeypatch) == 2 and "--quick needs --out" in capsys.readouterr().err
+    assert refusal(name, "--quick", "--project", monkeypatch=monkeypatch) == 2
+    assert "--project needs a full run" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_results_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,10 +61,10 @@ def test_missing_data_and_quick_figures_are_named(
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--quick", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^no train-images-idx3-ubyte\.gz in .* MAGICUBE_DATA"):
         example.main()
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--quick"])
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--quick", "--project"])
     with pytest.raises(SystemExit, match="2"):
         example.main()
-    assert "--quick needs --out" in capsys.readouterr().err
+    assert "--project needs a full run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
