@@ -1,15 +1,18 @@
 """Sphinx builds guides, gallery, notebooks and reference: ``make docs``, then open ``build/docs/index.html``."""
 
 import re
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))  # gallery_scraper
 project = "magicube-cutlass"
 author = "The magicube-cutlass developers"
 project_copyright = author
 release = metadata.version("magicube-cutlass")
 root_doc = "index"
-exclude_patterns = ["images/*", "gallery/*.ipynb"]
+exclude_patterns = ["images/*", "gallery/*.ipynb", "gallery/*.py"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -17,8 +20,20 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
 ]
 source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery",  # made by the build, not committed
+    "image_scrapers": ("gallery_scraper.figures",),
+    "reset_modules": (),
+    "within_subsection_order": "FileNameSortKey",
+    "remove_config_comments": True,
+    "write_computation_times": False,
+    "copyfile_regex": "",
+    "show_signature": False,
+}
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
 nb_execution_mode = "off"  # notebooks are committed with their output, which a test compares

@@ -2,56 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs import html_pages
 from tests.docs.html_pages import Page
-from tests.house import PACKAGES, ROOT
-
-BUILT = ROOT / "build" / "docs"
-
-
-def is_current(folder: Path) -> bool:
-    """Whether ``make docs`` ran after the last change of a page, an example or a docstring."""
-    mark = folder / ".made"
-    if not mark.exists():
-        return False
-    sources = [path for name in ("docs", "examples", *PACKAGES) for path in (ROOT / name).rglob("*") if path.is_file()]
-    sources = [
-        path
-        for path in sources
-        if "__pycache__" not in path.parts and path.suffix in (".py", ".md", ".rst", ".css", ".png", ".svg", ".ipynb")
-    ]
-    return max(path.stat().st_mtime for path in [*sources, ROOT / "CHANGELOG.md"]) < mark.stat().st_mtime
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("furo")
-    if is_current(BUILT):
-        return BUILT
-    out = tmp_path_factory.mktemp("html")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        "-d",
-        str(out / "trees"),
-        "docs",
-        str(out / "html"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return out / "html"
 
 
 @pytest.fixture(scope="module")
