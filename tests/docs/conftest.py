@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if is_current(BUILT):
         return BUILT
     out = tmp_path_factory.mktemp("html")
-    options = "-m sphinx -q -W --keep-going -b html".split()
+    options = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     command = [sys.executable, *options, "-d", str(out / "trees"), "docs", str(out / "html")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
