@@ -6,8 +6,9 @@ A weight is pruned in 8 x 1 vectors, stored as 8-bit integers, and multiplied by
 error is that of rounding to 8 bits.
 """
 
-import magicube_cutlass as mc
 import torch
+
+import magicube_cutlass as mc
 from magicube_cutlass.bench.figures import panels
 
 torch.manual_seed(0)

@@ -6,8 +6,9 @@ The error of a product by the widths of its operands. ``L16-R8`` means: left ope
 integers are split into 8-bit digits, whose products are exact.
 """
 
-import magicube_cutlass as mc
 import torch
+
+import magicube_cutlass as mc
 from magicube_cutlass.bench.figures import OURS, panels
 
 torch.manual_seed(0)

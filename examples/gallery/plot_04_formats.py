@@ -7,6 +7,7 @@ your data lie.
 """
 
 import torch
+
 from cute_kernels.floats import FORMATS, decode
 from magicube_cutlass.bench.figures import COLORS, panels
 

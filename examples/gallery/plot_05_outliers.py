@@ -5,8 +5,9 @@ Outliers
 One column of the input grows. Integers with one scale lose everything else. Floats and small blocks confine the loss.
 """
 
-import magicube_cutlass as mc
 import torch
+
+import magicube_cutlass as mc
 from magicube_cutlass.bench.figures import COLORS, MARKERS, label_ends, log_ticks, panels
 
 torch.manual_seed(0)

@@ -6,8 +6,9 @@ A product with a chosen error
 (with probability 99%), or raises. Here each rung is run on its own, and its bound is compared with the measured error.
 """
 
-import residual
 import torch
+
+import residual
 from magicube_cutlass.bench.figures import DENSE, OURS, label_points, panels
 
 torch.manual_seed(0)

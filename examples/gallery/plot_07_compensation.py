@@ -6,8 +6,9 @@ Residual compensation, as in the paper
 lost. The threshold decides how much is compensated; ``eta=1`` keeps the sparse products at every density.
 """
 
-import residual
 import torch
+
+import residual
 from magicube_cutlass.bench.figures import DENSE, OURS, panels
 
 torch.manual_seed(0)

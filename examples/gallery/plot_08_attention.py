@@ -5,8 +5,9 @@ Attention over a mask
 A mask of 8 x 1 vectors says which keys each query attends. Time and memory follow the vectors of the mask.
 """
 
-import magicube_cutlass as mc
 import torch
+
+import magicube_cutlass as mc
 from magicube_cutlass.bench.figures import panels
 
 L = 256

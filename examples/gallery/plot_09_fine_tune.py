@@ -5,8 +5,9 @@ Prune a model and fine-tune it
 A small network learns a function, loses 75% of a layer to pruning and 24 of 32 bits to quantization, and learns again.
 """
 
-import magicube_cutlass as mc
 import torch
+
+import magicube_cutlass as mc
 from magicube_cutlass.bench.figures import DENSE, OURS, panels
 
 torch.manual_seed(0)
@@ -29,8 +30,8 @@ def train(steps: int, rate: float) -> list[float]:
     return losses
 
 
-STEPS = 80
-dense = train(STEPS, 5e-3)
+STEPS = 40
+dense = train(STEPS, 1e-2)
 
 # %%
 # The first layer is pruned and quantized; the second, which is small, is left alone.
@@ -39,7 +40,7 @@ report = mc.convert(
     model, {"2": None, "*": mc.nn.SparseQuantConfig(sparsity=0.75, vector_length=8, bits=8)}
 )
 print(report)
-tuned = train(STEPS, 5e-3)
+tuned = train(STEPS, 1e-2)
 print(f"loss: dense {dense[-1]:.4f}, pruned {tuned[0]:.4f}, fine-tuned {tuned[-1]:.4f}")
 
 # %%

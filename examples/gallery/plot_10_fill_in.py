@@ -6,9 +6,10 @@ Single scattered nonzeros share no vectors: a matrix of density 0.1 is stored wi
 vectors, and nothing is filled in.
 """
 
-import magicube_cutlass as mc
 import scipy.sparse
 import torch
+
+import magicube_cutlass as mc
 from magicube_cutlass.bench.figures import DENSE, OURS, label_ends, panels
 
 lengths = [1, 2, 4, 8]
