@@ -1,21 +1,37 @@
-"""Quantized sparse matrix products: SR-BCRS matrices, SpMM and SDDMM with exact integers of 4 to 16 bits."""
+"""Quantized sparse matrix products: SR-BCRS matrices, SpMM and SDDMM with exact integers of 4 to 16 bits.
+
+The package loads with its first attribute, or at once if torch is loaded: the command line answers ``--help`` without
+torch. Loading registers the torch operators ``torch.ops.magicube``.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from cute_kernels._moved import register_moved
-from cute_kernels.dtypes import SDDMM_PAIRS, SPMM_PAIRS
-from magicube_cutlass import autograd, masks, nn, reference
-from magicube_cutlass.attention import sparse_attention, sparse_softmax
-from magicube_cutlass.formats.bcrs import BCRS
-from magicube_cutlass.formats.generate import prune, random_pattern
-from magicube_cutlass.formats.pattern import Pattern
-from magicube_cutlass.formats.smtx import read_smtx, write_smtx
-from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.nn import convert
-from magicube_cutlass.ops.explain import explain
-from magicube_cutlass.ops.sddmm import sddmm
-from magicube_cutlass.ops.spmm import spmm
-from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
-from magicube_cutlass.quantization.quant_tensor import QuantTensor
-from magicube_cutlass.quantization.quantize import quantize
+
+if TYPE_CHECKING:
+    from magicube_cutlass import autograd, masks, nn, reference
+    from magicube_cutlass._api import (
+        BCRS,
+        SDDMM_PAIRS,
+        SPMM_PAIRS,
+        SRBCRS,
+        Pattern,
+        QuantTensor,
+        ScaledFloatTensor,
+        convert,
+        explain,
+        prune,
+        quantize,
+        random_pattern,
+        read_smtx,
+        sddmm,
+        sparse_attention,
+        sparse_softmax,
+        spmm,
+        write_smtx,
+    )
 
 register_moved(
     "magicube_cutlass",
@@ -57,3 +73,25 @@ __all__ = [
     "spmm",
     "write_smtx",
 ]
+
+
+def _load() -> None:
+    """Bind the exported names; a second call, also one from within the first, binds what is there."""
+    api = import_module("magicube_cutlass._api")
+    globals().update({name: vars(api)[name] for name in __all__ if name in vars(api)})
+
+
+def __getattr__(name: str) -> object:
+    if not name.startswith("_"):
+        _load()
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:
+    _load()

@@ -10,7 +10,17 @@ import pytest
 from tests import house
 
 # Names that several modules of a package may define.
-SHARED_NAMES = {"main", "default_configs", "choose", "candidates", "spmm", "sddmm", "plan_spmm", "cached_spmm"}
+SHARED_NAMES = {
+    "main",
+    "convert",
+    "default_configs",
+    "choose",
+    "candidates",
+    "spmm",
+    "sddmm",
+    "plan_spmm",
+    "cached_spmm",
+}
 # What is undocumented or too long; an entry that no longer holds is an error.
 UNDOCUMENTED: dict[str, int] = dict.fromkeys(house.PACKAGES, 0)
 # Steps of a comparison on a GPU; `probe` and `compare` show them.

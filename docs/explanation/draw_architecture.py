@@ -16,7 +16,7 @@ from matplotlib.patches import FancyBboxPatch
 from tests.house import FOLDERS, PACKAGES, file_graph, folder_of
 
 COLORS = {"residual": "#dcead1", "magicube_cutlass": "#d5e3f3", "cute_kernels": "#f6e3cd"}
-LEFT_OUT = ("._moved", ".__main__")
+LEFT_OUT = ("._api", "._moved", ".__main__")
 WIDTH, HEIGHT, STEP = 1.75, 0.42, 1.0
 
 

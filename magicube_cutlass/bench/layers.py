@@ -6,6 +6,7 @@ product of the quantized operands. torch's dynamic layer is not exact without VN
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,7 @@ SHAPES = ((384, 384), (1536, 384), (384, 1536), (4096, 4096))  # out, in
 TOKENS = (1, 2, 4, 16, 64, 400)
 SPARSITIES = (0.0, 0.5, 0.9)
 OURS = "ours, "  # and the share of zeros: names of our layers
+SPARSE = ("torch CSR, ", "scipy CSR, ")  # float32 products of the same zeros
 _MOST = 2**31  # multiply-adds of a product
 
 
@@ -36,17 +38,30 @@ class LayerTimes(NamedTuple):
 
     @property
     def baseline(self) -> str:
-        """Name of the fastest layer that is not ours."""
-        return min((name for name in self.us if not name.startswith(OURS)), key=self.us.__getitem__)
+        """Name of the fastest dense layer that is not ours."""
+        return min((name for name in self.us if not name.startswith((OURS, *SPARSE))), key=self.us.__getitem__)
+
+    def rival(self, name: str) -> str:
+        """Return the name of the fastest layer that can stand for the layer of ours of this name."""
+        zeros = name.removeprefix(OURS)
+        sparse = [f"{each}{zeros}" for each in SPARSE if f"{each}{zeros}" in self.us]
+        return min((self.baseline, *sparse), key=self.us.__getitem__)
 
     def speed_up(self, name: str) -> float:
         """Return the time of the fastest baseline by that of the layer of this name."""
-        return self.us[self.baseline] / self.us[name]
+        return self.us[self.rival(name)] / self.us[name]
 
 
 def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
-    """Return layers by name: of torch, bfloat16 if the CPU has instructions for it, and of ONNX Runtime if present."""
+    """Return layers by name: of torch, bfloat16 if the CPU has instructions for it, and of ONNX Runtime if present.
+
+    On a GPU: float32 and float16.
+    """
     found: dict[str, Callable[[Tensor], object]] = {"float32": linear}
+    if linear.weight.is_cuda:
+        short = nn.Linear(linear.in_features, linear.out_features, device="cuda").half()
+        found["float16"] = lambda x: short(x.half()).float()
+        return found
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         half = nn.Linear(linear.in_features, linear.out_features).bfloat16()
         found["bfloat16"] = lambda x: half(x.bfloat16()).float()
@@ -59,13 +74,30 @@ def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
     return found
 
 
+def sparse_rivals(layer: SparseQuantLinear, zeros: float) -> dict[str, Callable[[Tensor], object]]:
+    """Return float32 products with the nonzeros of a layer by name: of torch's CSR and of scipy's, on a CPU."""
+    dense = layer.matrix().to_dense()  # (out, in)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its CSR a beta
+        ours = dense.to_sparse_csr()
+    theirs = layer.matrix().to_scipy()
+    return {
+        f"{SPARSE[0]}{zeros:g}": lambda x: ours @ x.mT,
+        f"{SPARSE[1]}{zeros:g}": lambda x: theirs @ x.mT.numpy(),
+    }
+
+
 def check_layer(layer: SparseQuantLinear, x: Tensor, name: str) -> None:
     """Raise `ArithmeticError` unless the layer gives the exact product of its integers, scaled."""
     matrix, q = layer.matrix(), quantize(x, bits=8, axis=1)
     assert matrix.scale is not None and q.scale is not None and layer.bias is not None
     total = q.ints().long() @ matrix.to_dense(dequantize=False).long().mT  # (tokens, out)
     expected = total.float() * matrix.scale.flatten() * q.scale + layer.bias
-    if not torch.equal(layer(x), expected):
+    found = layer(x)
+    is_equal = torch.equal(found, expected)
+    if x.is_cuda:  # the epilogue may round once where torch rounds twice
+        is_equal = torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    if not is_equal:
         raise ArithmeticError(f"{name}: the layer is not the exact product")
 
 
@@ -77,6 +109,9 @@ def time_layers(
     sparsities: Sequence[float] = SPARSITIES,
     vector_length: int = 8,
     budget: float = 0.4,
+    *,
+    device: str = "cpu",
+    has_sparse_rivals: bool = False,
 ) -> Iterator[LayerTimes]:
     """Time layers of one shape with torch's threads.
 
@@ -92,6 +127,10 @@ def time_layers(
         V of their vectors.
     budget : float
         Seconds per layer and number of tokens.
+    device : str, default "cpu"
+        ``"cuda"`` times whole calls, the wait for the GPU included.
+    has_sparse_rivals : bool, default False
+        Time the products of torch's and scipy's CSR as well.
 
     Yields
     ------
@@ -103,19 +142,23 @@ def time_layers(
         If an output is not the exact product.
     """
     torch.manual_seed(out + inner)
-    linear = nn.Linear(inner, out)
+    linear = nn.Linear(inner, out, device=device)
     ours = {
         f"{OURS}{zeros:g}": SparseQuantLinear.from_linear(linear, zeros, vector_length).eval().freeze()
         for zeros in sparsities
     }
-    calls: dict[str, Callable[[Tensor], object]] = {**baselines(nn.Linear(inner, out)), **ours}
+    calls: dict[str, Callable[[Tensor], object]] = {**baselines(nn.Linear(inner, out, device=device)), **ours}
+    if has_sparse_rivals and device == "cpu":
+        for zeros, layer in zip(sparsities, ours.values(), strict=True):
+            calls |= sparse_rivals(layer, zeros) if zeros >= 0.5 else {}
+    wait = torch.cuda.synchronize if device == "cuda" else None
     for count in tokens:
         if count * out * inner > _MOST:
             continue
-        x = torch.randn(count, inner)
+        x = torch.randn(count, inner, device=device)
         for name, layer in ours.items():
             check_layer(layer, x, f"{out} x {inner}, {count} tokens, {name}")
-        times = measure({name: partial(call, x) for name, call in calls.items()}, budget=budget)
+        times = measure({name: partial(call, x) for name, call in calls.items()}, budget=budget, synchronize=wait)
         best = {name: each.best * 1e6 for name, each in times.items()}
         yield LayerTimes(out, inner, count, best, {name: each.median * 1e6 for name, each in times.items()})
 

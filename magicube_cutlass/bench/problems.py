@@ -90,7 +90,10 @@ def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], obj
     Returns
     -------
     dict of str to callable
+        On a GPU: float16, and ``torch._int_mm`` of 8-bit operands whose sizes it takes.
     """
+    if lhs.device.type == "cuda":
+        return _cuda_baselines(lhs.to_dense(dequantize=False), rhs.ints())
     dense, right = lhs.to_dense(dequantize=False), rhs.ints()
     floats = dense.float(), right.float()
     half = dense.bfloat16(), right.bfloat16()
@@ -105,6 +108,17 @@ def dense_baselines(lhs: SRBCRS, rhs: QuantTensor) -> dict[str, Callable[[], obj
             ints, columns = right.contiguous(), right.t().contiguous().t()
             found["torch._int_mm"] = lambda: torch._int_mm(dense, ints)
             found["torch._int_mm, column-major"] = lambda: torch._int_mm(dense, columns)
+    return found
+
+
+def _cuda_baselines(dense: Tensor, right: Tensor) -> dict[str, Callable[[], object]]:
+    """The dense products of ``dense`` (M, K) and ``right`` (K, N) on a GPU, by name."""
+    half = dense.half(), right.half()
+    found: dict[str, Callable[[], object]] = {"float16": lambda: half[0] @ half[1]}
+    is_aligned = dense.shape[0] > 16 and dense.shape[1] % 8 == right.shape[1] % 8 == 0
+    if dense.dtype == right.dtype == torch.int8 and is_aligned:
+        columns = right.t().contiguous().t()  # (K, N), column-major
+        found["torch._int_mm, column-major"] = lambda: torch._int_mm(dense, columns)
     return found
 
 

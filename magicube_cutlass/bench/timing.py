@@ -18,7 +18,12 @@ class Timing:
 
 
 def measure(
-    baselines: Mapping[str, Callable[[], object]], *, budget: float = 0.5, min_runs: int = 5, max_runs: int = 200
+    baselines: Mapping[str, Callable[[], object]],
+    *,
+    budget: float = 0.5,
+    min_runs: int = 5,
+    max_runs: int = 200,
+    synchronize: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
     """Time several calls in turn, round after round, so that clock changes affect all of them.
 
@@ -33,6 +38,8 @@ def measure(
         Seconds per call.
     min_runs, max_runs : int, default 5 and 200
         Limits on the rounds.
+    synchronize : callable, optional
+        Called behind each call, inside of its time: ``torch.cuda.synchronize`` for a GPU.
 
     Returns
     -------
@@ -45,6 +52,8 @@ def measure(
     """
     for call in baselines.values():
         call()
+    if synchronize is not None:
+        synchronize()
     names = list(baselines)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     start = time.perf_counter()
@@ -55,5 +64,7 @@ def measure(
         for name in names[shift:] + names[:shift]:
             begin = time.perf_counter()
             baselines[name]()
+            if synchronize is not None:
+                synchronize()
             seconds[name].append(time.perf_counter() - begin)
     return {name: Timing(median(times), min(times), len(times)) for name, times in seconds.items()}

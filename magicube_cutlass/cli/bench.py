@@ -1,41 +1,54 @@
-"""``magicube bench``: linear layers of given shapes on this CPU, beside those of torch."""
+"""``magicube bench``: linear layers of given shapes on this machine, beside those of torch and scipy."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.table import Table
 
-from cute_kernels.cpu import engine
-from cute_kernels.gemm.cpu import dense_backend
-from magicube_cutlass.bench import layers
-from magicube_cutlass.bench.layers import LayerTimes
+from magicube_cutlass.cli.arguments import Device, Json, VectorLength, check_length, chosen_device, print_json
 from magicube_cutlass.cli.console import output, working
 from magicube_cutlass.cli.environment import provenance
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from magicube_cutlass.bench.layers import LayerTimes
 
 _WIDTH = 200  # columns of the table at least: a row that is cut says nothing
 
 
 def layer_table(found: Sequence[LayerTimes]) -> Table:
     """Return the times as a table, in microseconds."""
+    import torch
+    from rich.table import Table
+
+    from cute_kernels.cpu import engine
+    from magicube_cutlass.bench import layers
+
     title = f"whole layers, us, best of all rounds; engine path {engine.isa()}, {torch.get_num_threads()} thread(s)"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("out x in", "tokens", *found[0].us, "best baseline", "speed-up of ours"):
         table.add_column(name, no_wrap=True, justify="left" if name == "best baseline" else "right")
     for times in found:
+        rivals = dict.fromkeys(times.rival(name) for name in times.us if name.startswith(layers.OURS))
+        best = " / ".join(rivals) or times.baseline
         ours = " / ".join(f"{times.speed_up(name):.2f}" for name in times.us if name.startswith(layers.OURS))
         us = [f"{each:.1f}" for each in times.us.values()]
-        table.add_row(f"{times.out} x {times.inner}", str(times.tokens), *us, times.baseline, ours)
+        table.add_row(f"{times.out} x {times.inner}", str(times.tokens), *us, best, ours)
     return table
 
 
 def layer_report(found: Sequence[LayerTimes], **setting: object) -> dict[str, Any]:
     """Return the content of a results file but where it is from."""
+    import torch
+
+    from cute_kernels.cpu import engine
+    from cute_kernels.gemm.cpu import dense_backend
+    from magicube_cutlass.bench import layers
+
     given = {"isa": engine.isa(), "dense product": dense_backend(), "threads": torch.get_num_threads(),
              "time": "us: best of all rounds", **setting}  # fmt: skip
     return {"setting": given, "results": [layers.as_row(times) for times in found]}
@@ -54,28 +67,37 @@ def bench(
     sparsity: Annotated[
         list[float] | None, typer.Option(min=0.0, max=1.0, help="Share of zeros; may be repeated.")
     ] = None,
-    vector_length: Annotated[int, typer.Option(help="V: rows of a stored vector.")] = 8,
+    vector_length: VectorLength = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch and of the engine.")] = 1,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds per layer and number of tokens.")] = 0.2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    device: Device = "cpu",
+    as_json: Json = False,
 ) -> None:
-    """Time linear layers on this CPU, float32 to float32, and check that ours are exact."""
-    if not engine.available():
+    """Time linear layers on this machine, float32 to float32, and check that ours are exact."""
+    shapes = [_shape(text) for text in shape] if shape else []
+    check_length(vector_length)
+    chosen = chosen_device(device)
+    import torch
+
+    from cute_kernels.cpu import engine
+    from magicube_cutlass.bench import layers
+
+    if chosen == "cpu" and not engine.available():
         raise typer.BadParameter("the compiled CPU engine is missing: pip install .")
-    shapes = [_shape(text) for text in shape] if shape else layers.SHAPES
     before = torch.get_num_threads()
     found: list[LayerTimes] = []
     torch.set_num_threads(threads)
     try:
-        for out, inner in shapes:
+        for out, inner in shapes or layers.SHAPES:
             with working(f"timing {out} x {inner}"):
                 found += layers.time_layers(
-                    out, inner, tokens or layers.TOKENS, sparsity or layers.SPARSITIES, vector_length, budget
-                )
+                    out, inner, tokens or layers.TOKENS, sparsity or layers.SPARSITIES, vector_length or 8, budget,
+                    device=chosen, has_sparse_rivals=True,
+                )  # fmt: skip
         if not found:
             raise ValueError("tokens must give products of at most 2^31 multiply-adds, got none")
         if as_json:
-            typer.echo(json.dumps({"machine": provenance(), **layer_report(found)}, indent=1))
+            print_json({"machine": provenance(), **layer_report(found, device=chosen)})
         else:
             console = output()
             console.width = max(console.width, _WIDTH)

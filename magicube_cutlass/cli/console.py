@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 def output() -> Console:
     """Return a console on the current stdout, which tests replace."""
+    from rich.console import Console
+
     return Console(highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show a spinner on stderr while the body runs; silent if stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -27,6 +33,8 @@ def working(what: str) -> Iterator[None]:
 
 def facts(title: str, rows: dict[str, str]) -> Table:
     """Return a two-column table of names and values."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 import magicube_cutlass
+from magicube_cutlass.cli.arguments import Json, print_json
 from magicube_cutlass.cli.console import facts, output
-from magicube_cutlass.dispatch.cpu_costs import processor
 
 PACKAGES = (
     "torch",
@@ -29,6 +24,8 @@ PACKAGES = (
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -42,6 +39,8 @@ def _commit() -> str:
         return named
     if not (root / ".git").exists():
         return "unknown"
+    import subprocess
+
     answers = []
     for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"]):
         try:
@@ -77,6 +76,8 @@ def _jit() -> dict[str, str]:
 
 
 def _gpus() -> str:
+    import torch
+
     if not torch.cuda.is_available():
         return "none"
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -84,6 +85,10 @@ def _gpus() -> str:
 
 def environment() -> dict[str, str]:
     """Return commit, versions, processor, instruction set of the engine, threads, GPUs and the toolchain, by name."""
+    import torch
+
+    from magicube_cutlass.dispatch.cpu_costs import processor
+
     return {
         "commit": _commit(),
         "magicube-cutlass": magicube_cutlass.__version__,
@@ -104,10 +109,15 @@ def environment() -> dict[str, str]:
 
 def provenance() -> dict[str, str]:
     """Return the head of a results file: the date and :func:`environment` without folders of this machine."""
+    from datetime import UTC, datetime
+
     found = {name: value for name, value in environment().items() if name not in ("jit cache", "jit headers")}
     return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **found}
 
 
-def collect_env() -> None:
+def collect_env(as_json: Json = False) -> None:
     """Print versions, processor, instruction set of the engine, threads and GPUs."""
+    if as_json:
+        print_json(environment())
+        return
     output().print(facts("magicube environment", environment()))

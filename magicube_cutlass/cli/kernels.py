@@ -7,24 +7,36 @@ import re
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from magicube_cutlass.cli.arguments import ARCHES, Arch, Json, check_choice, print_json
 from magicube_cutlass.cli.console import bytes_text, output
 
-cache_app = typer.Typer(help="List or remove the compiled GPU kernels on disk.", no_args_is_help=True)
+cache_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+
+
+@cache_app.callback()
+def _show_help(context: typer.Context) -> None:
+    """List or remove the compiled GPU kernels on disk."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @cache_app.command("ls")
-def list_kernels() -> None:
+def list_kernels(as_json: Json = False) -> None:
     """List the compiled kernels, newest first."""
     from cute_kernels.jit import cache
 
     entries = cache.entries()
+    if as_json:
+        found = [{"kernel": each.title, "arch": each.arch, "bytes": each.size, "date": f"{each.date:%Y-%m-%d %H:%M}"}
+                 for each in entries]  # fmt: skip
+        print_json({"folder": str(cache.directory()), "kernels": found})
+        return
     console = output()
     if entries:
+        from rich.markup import escape
+        from rich.table import Table
+
         table = Table("kernel", "arch", "size", "date", box=None)
         for entry in entries:
             table.add_row(escape(entry.title), entry.arch, bytes_text(entry.size), f"{entry.date:%Y-%m-%d %H:%M}")
@@ -34,10 +46,13 @@ def list_kernels() -> None:
 
 
 @cache_app.command("clear")
-def clear_kernels() -> None:
+def clear_kernels(as_json: Json = False) -> None:
     """Remove all compiled kernels."""
     from cute_kernels.jit import cache
 
+    if as_json:
+        print_json({"folder": str(cache.directory()), "removed": cache.clear()})
+        return
     output().print(f"removed {cache.clear()} kernels from {cache.directory()}")
 
 
@@ -48,13 +63,20 @@ def _first_error(log: str) -> str:
 
 
 def warmup(
-    arch: Annotated[str, typer.Option(help="The GPUs to compile for, such as sm_80 or sm_90a.")],
+    arch: Arch,
     every: Annotated[bool, typer.Option("--all", help="Every variant, not only the default ones.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers that run at a time.")] = min(os.cpu_count() or 1, 16),
+    as_json: Json = False,
 ) -> None:
     """Compile the GPU kernels before their first use; needs no GPU."""
-    from cute_kernels import jit
-    from cute_kernels.catalog import warm_configs
+    check_choice("arch", arch, ARCHES)
+    try:
+        from cute_kernels import jit
+        from cute_kernels.catalog import warm_configs
+    except ImportError as error:
+        raise ValueError(f"warmup needs {error.name}: pip install 'magicube-cutlass[cuda]'") from None
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -70,4 +92,7 @@ def warmup(
         raise typer.BadParameter(message) from error
     except jit.ToolchainError as error:
         raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_json({"arch": arch, "kernels": total, "compiled": compiled})
+        return
     output().print(f"{total} kernels for {arch}: {compiled} compiled, {total - compiled} in the cache already")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
-from rich.table import Table
 
+from magicube_cutlass.cli.arguments import Json, check_choice, print_json
 from magicube_cutlass.cli.console import facts, output, working
 
 if TYPE_CHECKING:
+    import numpy as np
+    from rich.table import Table
+
     from cute_kernels.atoms import Atom
 
 INCHES = 0.36  # of a cell
@@ -20,9 +22,10 @@ AXES = {"A": ("m", "k"), "B": ("n", "k"), "C": ("m", "n")}
 
 def _atom(name: str) -> Atom:
     try:
-        from cute_kernels.atoms import atom
+        from cute_kernels.atoms import atom, atoms
     except ImportError:
         raise ValueError("layout needs pycute: pip install 'magicube-cutlass[cuda]'") from None
+    check_choice("atom", name, [each.name for each in atoms()], "magicube layout --list")
     return atom(name)
 
 
@@ -36,6 +39,8 @@ def _figure(columns: int, rows: int) -> Any:
 
 def cells(entry: Atom, operand: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return int64 (rows, columns) each: the thread of an element, -1 if all hold it, and its value index."""
+    import numpy as np
+
     layout, (rows, columns) = entry.layout(operand), entry.extent(operand)
     thread, value = (np.empty((rows, columns), dtype=np.int64) for _ in range(2))
     shared = operand == "B" and entry.b_shared
@@ -48,6 +53,7 @@ def cells(entry: Atom, operand: str) -> tuple[np.ndarray[Any, Any], np.ndarray[A
 
 def _colors(thread: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A color per lane: one hue for the four lanes of a row, in four strengths; white where all hold it."""
+    import numpy as np
     from matplotlib.colors import hsv_to_rgb
 
     strength = np.where(thread < 0, 0, 0.2 + 0.12 * (thread % 4))
@@ -56,6 +62,8 @@ def _colors(thread: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def draw_layout(entry: Atom, operand: str, out: Path) -> None:
     """Draw the operand as a grid of elements, labelled with thread and value and colored by thread."""
+    import numpy as np
+
     thread, value = cells(entry, operand)
     rows, columns = thread.shape
     figure = _figure(columns, rows)
@@ -95,25 +103,54 @@ def describe(entry: Atom) -> dict[str, str]:
     }
 
 
-def conflict_table(name: str) -> Table:
+def conflicts(name: str) -> list[dict[str, str | int]]:
     """Return one row per shared-memory access of the kernel config of this name."""
+    configs = _configs()
+    check_choice("config", name, list(configs), "magicube layout --list")
+    from cute_kernels.layout.bank_conflicts import report
+
+    return [
+        {"access": found.name, "kind": found.kind, "instructions": found.instructions,
+         "wavefronts": found.wavefronts, "ideal": found.ideal, "conflicts": found.conflicts}
+        for found in report(configs[name].smem_accesses())
+    ]  # fmt: skip
+
+
+def _configs() -> dict[str, Any]:
     try:
         from cute_kernels.catalog import named_configs
-        from cute_kernels.layout.bank_conflicts import report
     except ImportError as error:
-        raise ValueError(f"layout --smem needs {error.name}: pip install 'magicube-cutlass[cuda]'") from None
-    configs = named_configs()
-    if name not in configs:
-        raise ValueError(f"unknown config {name!r}, known are {', '.join(configs)}")
+        raise ValueError(f"layout needs {error.name}: pip install 'magicube-cutlass[cuda]'") from None
+    return dict(named_configs())
+
+
+def conflict_table(name: str, rows: list[dict[str, str | int]]) -> Table:
+    """Return the rows of :func:`conflicts` as a table."""
+    from rich.table import Table
+
     table = Table(title=name, title_justify="left", box=None)
     for heading in ("access", "kind"):
         table.add_column(heading)
     for heading in ("instructions", "wavefronts", "ideal", "conflicts"):
         table.add_column(heading, justify="right")
-    for found in report(configs[name].smem_accesses()):
-        figures = (found.instructions, found.wavefronts, found.ideal, found.conflicts)
-        table.add_row(found.name, found.kind, *map(str, figures))
+    for row in rows:
+        table.add_row(*map(str, row.values()))
     return table
+
+
+def _list_names(as_json: bool) -> None:
+    try:
+        from cute_kernels.atoms import atoms
+    except ImportError:
+        raise ValueError("layout needs pycute: pip install 'magicube-cutlass[cuda]'") from None
+    found = {"atoms": [each.name for each in atoms()], "configs": list(_configs())}
+    if as_json:
+        print_json(found)
+        return
+    for kind, names in found.items():
+        typer.echo(f"{kind}:")
+        for name in names:
+            typer.echo(f"  {name}")
 
 
 def layout(
@@ -123,18 +160,30 @@ def layout(
         Path | None, typer.Option("--out", "-o", help="Output image; the extension selects the format.")
     ] = None,
     smem: Annotated[str | None, typer.Option(metavar="CONFIG", help="Bank conflicts of this kernel config.")] = None,
+    names: Annotated[bool, typer.Option("--list", help="List the atoms and the kernel configs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show an atom's layouts, draw one (-o), or show the bank conflicts of a kernel (--smem)."""
+    check_choice("operand", operand, tuple(AXES))
+    if names:
+        _list_names(as_json)
+        return
     if (atom is None) == (smem is None):
         raise ValueError("give either an ATOM or --smem CONFIG")
     if smem is not None:
-        output().print(conflict_table(smem))
+        rows = conflicts(smem)
+        if as_json:
+            print_json({"config": smem, "accesses": rows})
+        else:
+            output().print(conflict_table(smem, rows))
         return
     assert atom is not None
     entry = _atom(atom)
-    entry.layout(operand)  # a wrong name is an error before the work
     if out is None:
-        output().print(facts(entry.name, describe(entry)))
+        if as_json:
+            print_json({"atom": entry.name, **describe(entry)})
+        else:
+            output().print(facts(entry.name, describe(entry)))
         return
     with working(f"drawing {atom}"):
         draw_layout(entry, operand, out)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import torch
 import typer
 
-from magicube_cutlass import masks
-from magicube_cutlass.checks import check_stride
+from magicube_cutlass.cli.arguments import (
+    ENDINGS,
+    STRIDES,
+    Json,
+    Stride,
+    TensorName,
+    VectorLength,
+    check_choice,
+    check_file,
+    check_length,
+    print_json,
+)
 from magicube_cutlass.cli.console import output, working
-from magicube_cutlass.formats.pattern import Pattern
-from magicube_cutlass.formats.smtx import read_smtx
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from magicube_cutlass.formats.pattern import Pattern
 
 PIXELS = 1024  # most cells drawn a side; larger patterns are drawn in tiles
 LINES = 64  # vector rows beyond which lines between them would cover the picture
@@ -30,6 +41,8 @@ def _plots() -> Any:
 
 def stride_cells(pattern: Pattern, stride: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return one cell per vector: 0 empty, 1 and 2 alternating per stride; tiles take their maximum."""
+    import torch
+
     rows, columns = pattern.row_indices, pattern.col_indices.long()
     position = torch.arange(pattern.vectors) - pattern.row_offsets[:-1][rows]
     tall, wide = (max(1, -(-size // PIXELS)) for size in (pattern.vector_rows, pattern.shape[1]))
@@ -44,6 +57,7 @@ def draw_pattern(pattern: Pattern, stride: int, title: str, out: Path) -> None:
     figure = _plots()(figsize=(11, 6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
     rows, v = pattern.vector_rows, pattern.vector_length
+    import numpy as np
     from matplotlib.colors import ListedColormap
 
     colors = ListedColormap(["white", "tab:blue", "tab:orange"])
@@ -88,6 +102,8 @@ def parse_mask(text: str, vector_length: int) -> Pattern:
     name, queries, options = [*text.split(":"), "", ""][:3]
     if name not in MASKS:
         raise ValueError(f"mask must begin with one of {', '.join(MASKS)}, got {name!r}")
+    from magicube_cutlass import masks
+
     try:
         pairs = {key: _number(value) for key, value in (one.split("=") for one in options.split(",") if one)}
         made: Pattern = getattr(masks, name)(int(queries), vector_length=vector_length, **pairs)
@@ -99,7 +115,7 @@ def parse_mask(text: str, vector_length: int) -> Pattern:
 def spy(
     out: Annotated[Path, typer.Option("--out", "-o", help="Output image; the extension selects the format.")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE.smtx]", help="An .smtx file, plain or gzipped.", show_default=False)
+        Path | None, typer.Argument(metavar="[FILE]", help=f"A matrix: {', '.join(ENDINGS)}.", show_default=False)
     ] = None,
     mask: Annotated[
         str | None,
@@ -108,16 +124,29 @@ def spy(
             help=f"An attention mask instead, such as local:512:window=32,causal=1: {', '.join(MASKS)}.",
         ),
     ] = None,
-    vector_length: Annotated[int, typer.Option(help="V: rows of the matrix in each row of the file.")] = 8,
-    stride: Annotated[int, typer.Option(help="Vectors that a row of SR-BCRS is padded to: 16, 32 or 64.")] = 32,
+    vector_length: VectorLength = None,
+    stride: Stride = 32,
+    tensor: TensorName = None,
+    as_json: Json = False,
 ) -> None:
     """Draw the pattern of a file or of an attention mask with its vector rows and strides."""
-    check_stride(stride)
+    check_choice("stride", stride, STRIDES)
+    check_length(vector_length)
     if (file is None) == (mask is None):
         raise ValueError("spy draws a file or a --mask: give one of them")
+    if file is not None:
+        check_file(file)
     _plots()  # before the work, so that a missing package is an error at once
+    from magicube_cutlass.formats.files import read_pattern
+
     name = file.name if file is not None else str(mask)
     with working(f"drawing {name}"):
-        pattern = parse_mask(str(mask), vector_length) if file is None else read_smtx(file, vector_length=vector_length)
+        if file is None:
+            pattern = parse_mask(str(mask), vector_length or 8)
+        else:
+            pattern = read_pattern(file, vector_length=vector_length, tensor=tensor).pattern
         draw_pattern(pattern, stride, name, out)
-    output().print(f"wrote {out}")
+    if as_json:
+        print_json({"out": str(out), "shape": list(pattern.shape), "density": pattern.density})
+    else:
+        output().print(f"wrote {out}")

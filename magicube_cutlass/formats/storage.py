@@ -120,3 +120,25 @@ class Reader:
     def optional_tensor(self, key: str) -> Tensor | None:
         """Return a tensor of the file, or None."""
         return self.tensor(key) if key in self._names else None
+
+
+def contents(path: str | os.PathLike[str]) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Return the kind of a safetensors file, "" if another program wrote it, and its tensors' shapes by name."""
+    name = os.fspath(path)
+    with open(name, "rb"):
+        pass
+    try:
+        opened: Any = safe_open(name, framework="pt")
+        with opened as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            return (file.metadata() or {}).get("kind", ""), shapes
+    except (SafetensorError, OSError, UnicodeError) as error:
+        raise ValueError(f"{name}: not a whole safetensors file ({error})") from error
+
+
+def tensor(path: str | os.PathLike[str], key: str) -> Tensor:
+    """Return one tensor of a safetensors file."""
+    opened: Any = safe_open(os.fspath(path), framework="pt")
+    with opened as file:
+        found: Tensor = file.get_tensor(key).clone()
+    return found
