@@ -61,6 +61,14 @@ NB_MODULE(_engine, m) {
     const RepeatedScales repeated(scales, a.rows, n);
     spmm(SpmmArgs{a, b, repeated, pointer<void>(out), static_cast<Out>(out_type), n, batch, {}, 1, 1}, threads);
   }, "a"_a, "b"_a, "scales"_a, "out"_a, "out_type"_a, "n"_a, "batch"_a, "threads"_a);
+  m.def("spmm_transposed", [](uintptr_t offsets, uintptr_t blocks, uintptr_t values, uintptr_t b, uintptr_t out, int64_t rows,
+                              int64_t inner, int64_t n, int64_t batch, int vector_length, bool a_signed, bool b_signed,
+                              int64_t vectors, int threads) {
+    spmm_transposed(TransposedArgs{pointer<const int64_t>(offsets), pointer<const int32_t>(blocks), pointer<const uint8_t>(values),
+                                   pointer<const uint8_t>(b), pointer<int32_t>(out), rows, inner, n, batch, 0, vector_length,
+                                   a_signed, b_signed}, vectors, threads);
+  }, "offsets"_a, "blocks"_a, "values"_a, "b"_a, "out"_a, "rows"_a, "inner"_a, "n"_a, "batch"_a, "vector_length"_a, "a_signed"_a,
+     "b_signed"_a, "vectors"_a, "threads"_a);
   m.def("sparse_linear", [](const Sparse& a, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
                             const GivenScales& scales, int64_t rows, uintptr_t out, int out_type, int threads) {
     const DenseLeft columns{nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high};

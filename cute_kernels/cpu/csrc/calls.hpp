@@ -208,6 +208,17 @@ int digits(DigitsArgs args, int most_threads) {
   return flags;
 }
 
+// `vectors`: all of them, of which the blocks were checked when they were packed.
+void spmm_transposed(TransposedArgs args, int64_t vectors, int most_threads) {
+  const int v = args.vector_length;
+  require(v == 2 || v == 4 || v == 8 || v == 16 || v == 32, "vector_length must be 2, 4, 8, 16 or 32");
+  require(args.rows >= 0 && args.inner >= 0 && args.n >= 0 && args.batch >= 0, "sizes must not be negative");
+  args.pairs = (args.inner + v - 1) / v * v / 2;
+  const int threads = threads_for(vectors * v * args.n * args.batch, most_threads);
+  const int64_t panel_bytes = (args.pairs * kTransposedColumns * 2 * static_cast<int64_t>(sizeof(int16_t)) + 63) / 64 * 64;
+  run_kernel<&Engine::spmm_transposed>(args, threads, 0, panel_bytes);
+}
+
 void compress(const CompressArgs& args, int most_threads) {
   const int threads = threads_for(kWorkPerMaskEntry * args.rows * args.columns, most_threads);
   require(args.vector_length >= 1 && args.vector_length <= kMaxVector, "vector_length must be in [1, 32]");

@@ -179,6 +179,20 @@ struct DigitsArgs {
 };
 
 // Two calls: with `lengths` the stored vectors of each vector row are counted, without it they are written.
+constexpr int kTransposedColumns = 32;  // of B in a panel of a product with a transpose
+
+struct TransposedArgs {
+  const int64_t* offsets;  // (rows + 1): vectors of each row of A^T
+  const int32_t* blocks;   // (vectors): first of its rows of B, by vector_length
+  const uint8_t* values;   // (vectors, vector_length)
+  const uint8_t* b;        // (batch, inner, n), contiguous
+  int32_t* out;            // (batch, rows, n), contiguous
+  int64_t rows, inner, n, batch;
+  int64_t pairs;      // of rows of B that vectors may read
+  int vector_length;  // 2, 4, 8, 16 or 32
+  bool a_signed, b_signed;
+};
+
 struct CompressArgs {
   const uint8_t* mask;    // (rows, columns) of 0 and 1
   const uint8_t* values;  // (rows, columns) integers of element_bytes, 1 or 2
@@ -374,6 +388,7 @@ struct CorrectArgs;
 struct Engine {
   const char* name;
   void (*spmm)(const SpmmArgs&, ThreadGroup&);
+  void (*spmm_transposed)(const TransposedArgs&, ThreadGroup&);
   void (*sddmm)(const SddmmArgs&, ThreadGroup&);
   void (*attention)(const AttentionArgs&, ThreadGroup&);
   void (*quantize)(const QuantizeArgs&, ThreadGroup&);

@@ -174,7 +174,7 @@ void order_columns(const ReorderArgs& args, ThreadGroup& group) {
   }
 }
 
-const Engine kPortable = {"portable", &spmm<Portable>, &sddmm<Portable>, &attention<Portable>, &quantize, &digits, &compress,
+const Engine kPortable = {"portable", &spmm<Portable>, &spmm_transposed, &sddmm<Portable>, &attention<Portable>, &quantize, &digits, &compress,
                           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                           &direct<Direct>, &dense<Product, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Portable>, &is_structure_valid, Portable::kColumns, Portable::kParts, Portable::kScratchBytes, sizeof(Portable::Dot), int64_t{1} << 22};
 }

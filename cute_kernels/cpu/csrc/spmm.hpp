@@ -9,6 +9,7 @@
 #include "integers.hpp"
 #include "epilogue.hpp"
 #include "quantize.hpp"
+#include "transposed.hpp"
 
 namespace {  // compiled once per instruction set
 
