@@ -35,14 +35,14 @@ def calls() -> dict[str, Callable[[], object]]:
     mask = mc.masks.random(TOKENS, SPARSITY)
     kept = mask.to_dense()[None, None]
     added = torch.zeros(kept.shape).masked_fill(~kept, -torch.inf)
-    query, key = mc.quantize(q[0], 8, axis=1), mc.quantize(k[0], 8, axis=1)
-    ours, steps = mc.sparse_attention(q, k, v, mask), mc.sparse_attention(q, k, v, mask, impl="unfused")
+    query, key = mc.quantize(q[0], 8, "row"), mc.quantize(k[0], 8, "row")
+    ours, steps = mc.sparse_attention(q, k, v, mask), mc.sparse_attention(q, k, v, mask, backend="unfused")
     error = float((ours - steps).norm() / steps.norm())
     if not error < _CLOSE:
         raise ArithmeticError(f"attention in one pass is off by {error:.2e} of the three products, at most {_CLOSE:g}")
     found: dict[str, Callable[[], object]] = {
         "sparse_attention": lambda: mc.sparse_attention(q, k, v, mask),
-        "sparse_attention, three products": lambda: mc.sparse_attention(q, k, v, mask, impl="unfused"),
+        "sparse_attention, three products": lambda: mc.sparse_attention(q, k, v, mask, backend="unfused"),
         "sddmm, float32 out": lambda: mc.sddmm(query, key, mask, out_dtype=torch.float32),
         "sddmm, float16 out": lambda: mc.sddmm(query, key, mask, out_dtype=torch.float16),
     }

@@ -72,9 +72,9 @@ def shortest(call: Callable[[], object]) -> float:
 def products() -> dict[str, Callable[[], object]]:
     """Calls by name."""
     weight, x = torch.randn(64, 64), torch.randn(16, 64)
-    a = mc.SRBCRS.from_mask(weight, weight.abs() > 1, vector_length=8, bits=8, axis=1)
-    b, one = mc.quantize(x.t(), bits=8, axis=0), mc.quantize(x.t(), bits=8)
-    q = mc.quantize(torch.randn(64, 16), bits=8, axis=1)
+    a = mc.SRBCRS.from_mask(weight, weight.abs() > 1, vector_length=8, bits=8, scale="row")
+    b, one = mc.quantize(x.t(), bits=8, scale="column"), mc.quantize(x.t(), bits=8)
+    q = mc.quantize(torch.randn(64, 16), bits=8, scale="row")
     pattern = a.pattern
     heads_q, heads_k, heads_v = torch.randn(3, 1, 64, 32)
     mask = mc.masks.local(64, 8)

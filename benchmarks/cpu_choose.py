@@ -74,7 +74,7 @@ def layer_calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], str]
 def product_calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], str]:
     """The product with integers, B column- or row-major by turns, by both kernels, and the pick."""
     matrix, x = matrix_of(case), torch.randn(case.n, case.k)
-    b = mc.quantize(x.t() if case.n % 3 else x.t().contiguous(), bits=8, axis=0)
+    b = mc.quantize(x.t() if case.n % 3 else x.t().contiguous(), bits=8, scale="column")
     predicted = forecast(matrix, b, torch.float32)
     assert predicted is not None
     dense = DenseCall(matrix, b, torch.float32)

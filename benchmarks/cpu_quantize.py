@@ -13,8 +13,9 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -32,6 +33,7 @@ from residual.operand.decompose import decompose
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu_quantize.json"
 SIZES = (512, 1024, 2048)
+SCALES: dict[int | None, Literal["tensor", "row", "column"]] = {None: "tensor", 1: "row", 0: "column"}
 AXES = {"one scale": None, "a scale per row": 1, "a scale per column": 0}
 Call = Callable[[], Any]
 
@@ -62,7 +64,7 @@ def methods(x: Tensor) -> dict[str, Call]:
             calls[f"2 published digits, {rounding}, {kind}"] = lambda turned=turned, rounding=rounding: decompose(  # type: ignore[misc]
                 x, 8, turned, rounding
             )
-        calls[f"magicube_cutlass.quantize, {kind}"] = lambda axis=axis: mc.quantize(x, bits=8, axis=axis)  # type: ignore[misc]
+        calls[f"magicube_cutlass.quantize, {kind}"] = partial(mc.quantize, x, bits=8, scale=SCALES[axis])
     return calls
 
 

@@ -28,9 +28,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8, rows": {"bits": 8},
     "int4, rows": {"bits": 4},
     **{f"{name}, rows": {"dtype": name} for name in ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")},
-    "e4m3, tensor": {"dtype": "e4m3", "axis": None},
-    "e4m3, 128 x 128": {"dtype": "e4m3", "axis": None, "block": (128, 128)},
-    "e2m1, 128 x 128": {"dtype": "e2m1", "axis": None, "block": (128, 128)},
+    "e4m3, tensor": {"dtype": "e4m3", "scale": "tensor"},
+    "e4m3, 128 x 128": {"dtype": "e4m3", "scale": "tensor", "block": (128, 128)},
+    "e2m1, 128 x 128": {"dtype": "e2m1", "scale": "tensor", "block": (128, 128)},
     **{name: {"dtype": name} for name in RECIPES},
 }
 
@@ -47,7 +47,7 @@ def stored_bits(x: Any) -> float:
 
 def errors(a: Tensor, b: Tensor, options: dict[str, Any]) -> dict[str, float]:
     """Of the right matrix, and of the product of both quantized matrices in float64."""
-    left, right = (mc.quantize(x, **({"axis": axis} | options)) for x, axis in ((a, 1), (b, 0)))
+    left, right = (mc.quantize(x, **({"scale": "row" if axis else "column"} | options)) for x, axis in ((a, 1), (b, 0)))
     product = left.dequantize().double() @ right.dequantize().double()
     matrix = relative(left.dequantize(), a.double())
     return {"bits": stored_bits(left), "matrix": matrix, "product": relative(product, a.double() @ b.double())}

@@ -41,8 +41,8 @@ def measure(n: int, device: str) -> dict[str, Grid]:
     generator = torch.Generator(device).manual_seed(0)
     x, y = (torch.randn(n, n, generator=generator, device=device) for _ in range(2))
     truth = x.double() @ y.double()
-    lefts = {name: mc.quantize(x, dtype=name, axis=1) for name in FORMATS}
-    rights = {name: mc.quantize(y, dtype=name, axis=0) for name in FORMATS}
+    lefts = {name: mc.quantize(x, dtype=name, scale="row") for name in FORMATS}
+    rights = {name: mc.quantize(y, dtype=name, scale="column") for name in FORMATS}
     found: dict[str, Grid] = {"relative error": {}, "megabytes": {}}
     for pair in ((left, right) for left in FORMATS for right in FORMATS):
         a, b = lefts[pair[0]], rights[pair[1]]

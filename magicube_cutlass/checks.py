@@ -5,10 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+Granularity = Literal["tensor", "row", "column"]  # what shares a scale
+AXES: dict[str | None, int | None] = {None: None, "tensor": None, "row": 1, "column": 0}
+NOT_GIVEN: Any = "not given"  # stands for `axis`, of which None means a per-tensor scale
 VECTOR_LENGTHS = (1, 2, 4, 8, 16, 32)
 STRIDES = (16, 32, 64)
 _EDITIONS = count(1)
@@ -33,6 +37,31 @@ def renamed_property(old: str, new: str) -> property:
         setattr(self, new, value)
 
     return property(get, put, doc=f"Deprecated name of `{new}`.")
+
+
+def axis_of(scale: object, axis: object = NOT_GIVEN) -> int | None:
+    """Return the axis of the scales that the arguments `scale` and, deprecated, `axis` of a caller's caller name.
+
+    Examples
+    --------
+    >>> [axis_of(scale) for scale in ("tensor", "row", "column")]
+    [None, 1, 0]
+    """
+    if axis == NOT_GIVEN and isinstance(scale, int) and not isinstance(scale, bool):
+        scale, axis = None, scale  # by position
+    if axis != NOT_GIVEN:
+        names = {None: "tensor", 1: "row", 0: "column"}
+        new = names.get(axis) if axis is None or isinstance(axis, int) else None
+        if scale is not None or new is None or isinstance(axis, bool):
+            raise ValueError(
+                f"scale must be 'tensor', 'row' or 'column' without axis, got scale={scale!r}, axis={axis!r}"
+            )
+        if not torch.compiler.is_compiling():
+            warnings.warn(f"axis={axis} is deprecated; use scale={new!r}", DeprecationWarning, stacklevel=3)
+        return AXES[new]
+    if not (scale is None or isinstance(scale, str)) or scale not in AXES:
+        raise ValueError(f"scale must be 'tensor', 'row' or 'column', got {scale!r}")
+    return AXES[scale]
 
 
 def check_vector_length(vector_length: int) -> None:

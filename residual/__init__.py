@@ -5,6 +5,7 @@ import warnings
 from cute_kernels._moved import register_moved
 from residual.error.estimate import ErrorEstimate, estimate_error
 from residual.error.factor import bound_factor
+from residual.explain import explain
 from residual.linalg.qr import qr
 from residual.linalg.solve import SolveReport, solve
 from residual.matmul import Pending, Plan, matmul, plan, prepare
@@ -47,6 +48,7 @@ __all__ = [
     "crossover_density",
     "decompose",
     "estimate_error",
+    "explain",
     "gemm",
     "linear",
     "matmul",

@@ -29,6 +29,7 @@ _KERNELS: dict[str, set[str]] = {
     "atoms": {"dtypes", "machine", "mma_atom"},
     "operands": {"dtypes"},
     "machine": {"dtypes"},
+    "explanation": set(),
     "jit": set(),
     "device": set(),  # headers only
     "cpu": {"integers"},
@@ -57,7 +58,7 @@ _KERNELS["catalog"] = set(_KERNELS)
 # Each may import those before it.
 _MAGICUBE = ("checks", "quantization", "formats", "reference", "masks", "dispatch", "ops", "autograd", "attention", "nn",
              "bench", "tuning", "_api", "cli", "__main__")  # fmt: skip
-_RESIDUAL = ("error", "planning", "operand", "options", "report", "cuda", "execute", "torch_op", "matmul", "nn",
+_RESIDUAL = ("error", "planning", "operand", "options", "report", "cuda", "execute", "torch_op", "matmul", "explain", "nn",
              "paper", "linalg")  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def product() -> Callable[[], torch.Tensor]:
     weight = torch.randn(64, 128, generator=generator)
     weight[weight.abs() < 1] = 0
     A = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8)  # (64, 128) int8
-    B = mc.quantize(torch.randn(128, 32, generator=generator), bits=8, axis=0)  # (128, 32) int8
+    B = mc.quantize(torch.randn(128, 32, generator=generator), bits=8, scale="column")  # (128, 32) int8
     return lambda: mc.spmm(A, B, out_dtype=torch.float16)
 
 

@@ -53,6 +53,13 @@ class GemmPlan:
     workspace: int = 0
     config: GemmConfig | None = None
 
+    def __str__(self) -> str:
+        count = f"{self.products} digit product{'s' if self.products != 1 else ''}"
+        parts = [f"{self.kernel}: {count}" + (f" in {self.chunks} ranges of K" if self.chunks > 1 else "")]
+        if self.copies:
+            parts.append(f"{', '.join(self.copies)} copied to K-major order first")
+        return ", ".join([*parts, f"{self.workspace} bytes of workspace"] if self.workspace else parts)
+
 
 def _check_planes(x: Planes, name: str) -> tuple[Tensor, ...]:
     """Return the digit planes of one operand as a tuple, after checking types, dtypes and shapes."""

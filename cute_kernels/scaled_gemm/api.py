@@ -50,6 +50,14 @@ class ScaledGemmPlan:
     config: ScaledGemmConfig | SmallMConfig | Tcgen05Config | None = None
     refused: str = ""
 
+    def __str__(self) -> str:
+        parts = [self.kernel]
+        if self.copies:
+            parts.append(f"{', '.join(self.copies)} copied to aligned rows first")
+        if self.decoded:
+            parts.append(f"{', '.join(self.decoded)} dequantized first by a kernel of its own")
+        return ", ".join([*parts, f"tcgen05 refused: {self.refused}"] if self.refused else parts)
+
 
 def check(
     a: FloatOperand,

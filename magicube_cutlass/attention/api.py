@@ -17,7 +17,7 @@ from magicube_cutlass.formats.pattern import Pattern
 
 QKV_BITS = (4, 8, 16)
 _ENGINE = (None, "fused")  # what the CPU engine's one call takes
-Impl = Literal["fused", "unfused", "three"]  # "three": deprecated name of "unfused"
+Backend = Literal["fused", "unfused"]
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -28,12 +28,13 @@ class AttentionOptions(TypedDict, total=False):
     scale: float | None
     causal: bool
     bias: Tensor | None
-    impl: Impl | None
+    backend: Backend | None
     nan_for_empty: bool
+    impl: str | None
 
 
-def _masks(mask: Pattern | Sequence[Pattern], q: Tensor, keys: int) -> tuple[Pattern, ...]:
-    """The masks as a tuple; raise unless they fit `q` and the number of keys."""
+def check_masks(mask: Pattern | Sequence[Pattern], q: Tensor, keys: int) -> tuple[Pattern, ...]:
+    """Return the masks as a tuple; raise unless they fit `q` and the number of keys."""
     masks = (mask,) if isinstance(mask, Pattern) else tuple(mask) if isinstance(mask, (list, tuple)) else ()
     if not masks or not all(isinstance(one, Pattern) for one in masks):
         raise TypeError(f"mask must be a Pattern or a list of one per head, got {type(mask).__name__}")
@@ -57,7 +58,7 @@ def _masks(mask: Pattern | Sequence[Pattern], q: Tensor, keys: int) -> tuple[Pat
     return masks
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless Q, K and V have matching dtypes, devices and shapes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -114,9 +115,10 @@ def sparse_attention(
     scale: float | None = None,
     causal: bool = False,
     bias: Tensor | None = None,
-    impl: Impl | None = None,
+    backend: Backend | None = None,
     nan_for_empty: bool = False,
     return_lse: bool = False,
+    impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute quantized attention over the keys that a sparse mask keeps.
 
@@ -147,13 +149,15 @@ def sparse_attention(
         Exclude the elements of the mask with ``j > i``.
     bias : Tensor, shape (..., Lk), optional
         Floats added to the logits per key; -inf excludes a key. Leading dimensions broadcast to those of `q`.
-    impl : {"fused", "unfused"}, optional
+    backend : {"fused", "unfused"}, optional
         One kernel, or the three products of the paper. Default: fused if a kernel supports the call. On a CPU it gives
         the integers of the three products, but for ties in the rounding of the exponential.
     nan_for_empty : bool, default False
         Queries without keys give NaN instead of zeros.
     return_lse : bool, default False
         Return the log-sum-exp of the logits too.
+    impl : str, optional
+        Deprecated name of `backend`; ``"three"`` is ``"unfused"``.
 
     Returns
     -------
@@ -170,7 +174,7 @@ def sparse_attention(
     ValueError
         If a shape, device or option is wrong.
     NotImplementedError
-        If ``impl="fused"`` does not support the call, or the device has no kernel.
+        If ``backend="fused"`` does not support the call, or the device has no kernel.
 
     See Also
     --------
@@ -192,22 +196,20 @@ def sparse_attention(
     True
     """
     kind = None
-    if impl in _ENGINE and not torch.compiler.is_compiling():
+    if impl is not None:
+        backend = renamed_backend(impl)
+    if backend in _ENGINE and not torch.compiler.is_compiling():
         choices = (softmax_bits, qkv_bits, scale, type(scale), causal, nan_for_empty, return_lse)
         kind = cpu_fused.attention_kind(q, k, v, bias, mask, choices)
         known = None if kind is None else cpu_fused.known_record(mask, kind)
         if known is not None:
             return known(q, k, v, bias)
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     check_softmax_bits(softmax_bits, "softmax_bits")
     if qkv_bits not in QKV_BITS:
         raise ValueError(f"qkv_bits must be one of {QKV_BITS}, got {qkv_bits!r}")
-    if impl not in (None, "fused", "unfused", "three"):
-        raise ValueError(f"impl must be None, 'fused' or 'unfused', got {impl!r}")
-    if impl == "three":
-        warnings.warn("impl='three' is deprecated; use impl='unfused'", DeprecationWarning, stacklevel=2)
-        impl = "unfused"
-    masks = _masks(mask, q, k.shape[-2])
+    check_backend(backend)
+    masks = check_masks(mask, q, k.shape[-2])
     logit_scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else check_scale(scale)
     batch = q.shape[:-2]
     flat = None
@@ -226,10 +228,25 @@ def sparse_attention(
     matrices = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]  # (N, L, d)
     names, bits = " ".join([one._named(one._version_id) for one in masks]), [softmax_bits, qkv_bits]
     out, lse = torch_op.sparse_attention(
-        *matrices, flat, names, bits, logit_scale, causal, nan_for_empty, return_lse, impl or ""
+        *matrices, flat, names, bits, logit_scale, causal, nan_for_empty, return_lse, backend or ""
     )
     out = out.reshape(*batch, q.shape[-2], v.shape[-1])
     return (out, lse.reshape(*batch, q.shape[-2])) if return_lse else out
+
+
+def check_backend(backend: object) -> None:
+    """Raise `ValueError` unless `backend` is None, "fused" or "unfused"."""
+    if backend not in (None, "fused", "unfused"):
+        raise ValueError(f"backend must be None, 'fused' or 'unfused', got {backend!r}")
+
+
+def renamed_backend(impl: str) -> Backend:
+    """Return the backend that the deprecated argument `impl` of a caller's caller names."""
+    new = {"three": "unfused"}.get(impl, impl)
+    check_backend(new)
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"impl={impl!r} is deprecated; use backend={new!r}", DeprecationWarning, stacklevel=3)
+    return new  # type: ignore[return-value]
 
 
 def _without_keys(q: Tensor, v: Tensor, nan_for_empty: bool) -> tuple[Tensor, Tensor]:

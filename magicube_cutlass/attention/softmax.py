@@ -313,7 +313,7 @@ def sparse_softmax(
     --------
     >>> import torch, magicube_cutlass as mc
     >>> mask = mc.masks.local(16, 4)
-    >>> q = mc.quantize(torch.randn(16, 32), bits=8, axis=1)
+    >>> q = mc.quantize(torch.randn(16, 32), bits=8, scale="row")
     >>> P, lse = mc.sparse_softmax(mc.sddmm(q, q, mask, out_dtype=torch.float16), scale=0.2, return_lse=True)
     >>> P.bits, P.shape, lse.shape
     (8, (16, 16), torch.Size([16]))

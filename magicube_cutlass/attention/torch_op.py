@@ -37,10 +37,16 @@ def _as_kernel_dtype(x: Tensor) -> Tensor:
     return x if x.dtype in _KERNEL_DTYPES or not x.is_cuda else x.float()
 
 
-def _fused_obstacle(q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bits: int, qkv_bits: int) -> str:
-    """What the fused kernel does not support in the call; empty if it supports it."""
+def fused_obstacle(
+    q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bits: int, qkv_bits: int, *, has_memory: bool = False
+) -> str:
+    """Return what the fused kernel does not support in the call; empty if it supports it.
+
+    `has_memory`: the engine, which is asked first, can read the tensors.
+    """
     if not q.is_cuda:
-        return cpu_fused.obstacle(q, masks, softmax_bits, qkv_bits) or "views without memory of their own"
+        found = cpu_fused.obstacle(q, masks, softmax_bits, qkv_bits)
+        return found or ("" if has_memory else "views without memory of their own")
     from cute_kernels.attention import fused as attention
 
     if qkv_bits > 8:
@@ -118,9 +124,9 @@ def _forward(
     options = Options(
         bits[0], bits[1], scale, causal, nan_for_empty, q.dtype if q.dtype in _KERNEL_DTYPES else torch.float32
     )
-    obstacle = "" if impl in _UNFUSED else _fused_obstacle(q, v, patterns, *bits)
+    obstacle = "" if impl in _UNFUSED else fused_obstacle(q, v, patterns, *bits)
     if impl == "fused" and obstacle:
-        raise NotImplementedError(f"impl='fused' does not support {obstacle}; use impl='unfused'")
+        raise NotImplementedError(f"backend='fused' does not support {obstacle}; use backend='unfused'")
     if impl in _UNFUSED or obstacle:
         out, lse = unfused.forward(q, k, v, bias, unfused.heads_of(patterns), options, with_lse)
         out, lse = out[:, : q.shape[1]], None if lse is None else lse[:, : q.shape[1]]

@@ -106,7 +106,7 @@ def heads_of(masks: Sequence[Pattern]) -> Heads:
 
 def quantize_rows(x: Tensor, bits: int) -> QuantTensor:
     """Quantize with per-row scales; the scale of a non-finite row is NaN, and so are the results it enters."""
-    return quantize(x, bits, axis=1, nonfinite="propagate")
+    return quantize(x, bits, "row", nonfinite="propagate")
 
 
 def quantize_q_and_k(q: Tensor, k: Tensor, bits: int, q_factor: float = 1.0) -> tuple[QuantTensor, QuantTensor]:
@@ -155,7 +155,7 @@ def quantize_matrices(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if width != x.shape[-1]:
         x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
     n, rows, d = x.shape
-    q = quantize(x.reshape(n, rows * d), bits, axis=1, nonfinite="propagate")
+    q = quantize(x.reshape(n, rows * d), bits, "row", nonfinite="propagate")
     assert q.scale is not None
     return q.data.view(n * rows, d // 2 if bits == 4 else d), q.scale.view(n)
 

@@ -2,5 +2,6 @@
 
 from magicube_cutlass.autograd.integer import compress, spmm, vectors_at
 from magicube_cutlass.autograd.integer_sddmm import sddmm
+from magicube_cutlass.autograd.operators import multiply
 
-__all__ = ["compress", "sddmm", "spmm", "vectors_at"]
+__all__ = ["compress", "multiply", "sddmm", "spmm", "vectors_at"]

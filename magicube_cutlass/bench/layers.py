@@ -89,7 +89,7 @@ def sparse_rivals(layer: SparseQuantLinear, zeros: float) -> dict[str, Callable[
 
 def check_layer(layer: SparseQuantLinear, x: Tensor, name: str) -> None:
     """Raise `ArithmeticError` unless the layer gives the exact product of its integers, scaled."""
-    matrix, q = layer.matrix(), quantize(x, bits=8, axis=1)
+    matrix, q = layer.matrix(), quantize(x, bits=8, scale="row")
     assert matrix.scale is not None and q.scale is not None and layer.bias is not None
     total = q.ints().long() @ matrix.to_dense(dequantize=False).long().mT  # (tokens, out)
     expected = total.float() * matrix.scale.flatten() * q.scale + layer.bias

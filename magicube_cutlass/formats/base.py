@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,6 +20,7 @@ from magicube_cutlass.checks import (
     renamed_property,
 )
 from magicube_cutlass.formats import storage
+from magicube_cutlass.formats.array_methods import ArrayMethods
 from magicube_cutlass.formats.construct import beyond, check_result_dtype, indexable_view, moved
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.tracking import Stamp, is_current, stamp
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 
-class CompressedMatrix(ABC):
+class CompressedMatrix(ArrayMethods):
     """A sparse matrix of V x 1 vectors: base of :class:`SRBCRS` and :class:`BCRS`.
 
     `bits` is None if the values are no quantized integers: floats, which products read as they are, or results.
@@ -78,10 +79,6 @@ class CompressedMatrix(ABC):
         old = {"_single_use": state.pop("_used_once", False), "_version_id": new_version_id()}
         state.pop("_edition", None)
         self.__dict__.update(old | {"_seen": None, "_made": None} | state)
-
-    @abstractmethod
-    def vectors(self) -> Tensor:
-        """Return the values in pattern order, one per element: (..., vectors, V) of :attr:`dtype`."""
 
     @abstractmethod
     def _derive_pattern(self) -> Pattern:

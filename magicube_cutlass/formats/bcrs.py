@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import value_dtype
-from magicube_cutlass.checks import check_tensor, vector_rows
+from magicube_cutlass.checks import NOT_GIVEN, Granularity, axis_of, check_tensor, vector_rows
 from magicube_cutlass.formats.base import CompressedMatrix
 from magicube_cutlass.formats.construct import Clip, Parts, Rounding, dense_parts, mask_parts, pattern_parts
 from magicube_cutlass.formats.pattern import Pattern
@@ -78,12 +78,14 @@ class BCRS(CompressedMatrix):
         vector_length: int = 8,
         bits: int = 8,
         signed: bool = True,
-        axis: int | None = None,
+        scale: Granularity | None = None,
         clip: Clip = "max",
         rounding: Rounding = "nearest",
+        axis: int | None = NOT_GIVEN,
     ) -> BCRS:
         """Convert a dense matrix; arguments as for :meth:`SRBCRS.from_dense`."""
-        return cls._from_parts(dense_parts(dense, vector_length, bits, signed, axis, clip, rounding), bits, signed)
+        parts = dense_parts(dense, vector_length, bits, signed, axis_of(scale, axis), clip, rounding)
+        return cls._from_parts(parts, bits, signed)
 
     @classmethod
     def from_mask(
@@ -94,10 +96,12 @@ class BCRS(CompressedMatrix):
         vector_length: int,
         bits: int,
         signed: bool = True,
-        axis: int | None = None,
+        scale: Granularity | None = None,
+        axis: int | None = NOT_GIVEN,
     ) -> BCRS:
         """Convert the vectors of a mask; arguments as for :meth:`SRBCRS.from_mask`."""
-        return cls._from_parts(mask_parts(values, mask, vector_length, bits, signed, axis), bits, signed)
+        parts = mask_parts(values, mask, vector_length, bits, signed, axis_of(scale, axis))
+        return cls._from_parts(parts, bits, signed)
 
     @classmethod
     def from_pattern(
@@ -135,6 +139,9 @@ class BCRS(CompressedMatrix):
     def to_srbcrs(self, stride: int = 32) -> Any:
         """Return the matrix in SR-BCRS with `stride` 16, 32 or 64."""
         return self._formats["SRBCRS"].from_bcrs(self, stride)
+
+    def _rows(self, pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> BCRS:
+        return self._from_parts(Parts(pattern, vectors, scale), self.bits, self.signed)
 
     def _derive_pattern(self) -> Pattern:
         pattern = Pattern(self.shape, self.vector_length, self.row_offsets, self.col_indices)

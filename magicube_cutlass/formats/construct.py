@@ -15,11 +15,12 @@ from torch import Tensor
 from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, float_of
 from cute_kernels.integers import check_bits, check_range, int_range, is_integer, value_dtype, widen
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length
+from magicube_cutlass.formats.fill_in import warn_of_fill_in
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.smtx import read_smtx
 from magicube_cutlass.quantization.float_operands import PACKED, float_values
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
-from magicube_cutlass.quantization.quantize import encode_on_gpu, quantize, refuse
+from magicube_cutlass.quantization.quantize import encode_on_gpu, quantize_along, refuse
 
 if TYPE_CHECKING:
     from cute_kernels.convert.dense_to_sparse import Compressed
@@ -70,8 +71,8 @@ def narrow(ints: Tensor, bits: int, signed: bool) -> Tensor:
 def _check_axis(axis: int | None) -> None:
     if axis not in (None, 1):
         raise ValueError(
-            f"axis must be None (one scale) or 1 (one scale per row), got {axis!r}: a scale per column varies along "
-            "the sum of a product and cannot be taken out of it; scale the other operand's rows instead"
+            f"scale must be 'tensor' or 'row', got {'column' if axis == 0 else axis!r}: a scale per column varies "
+            "along the sum of a product and cannot be taken out of it; scale the other operand's rows instead"
         )
 
 
@@ -88,7 +89,7 @@ def _integers(
     check_bits(bits)
     _check_axis(axis)
     if values.is_floating_point():
-        quantized = quantize(values.detach(), bits, axis=axis, signed=signed, clip=clip, rounding=rounding)
+        quantized = quantize_along(values.detach(), bits, axis, signed, clip, rounding)
         return quantized.ints(), quantized.scale
     check_range(values, bits, signed, name)
     return narrow(values, bits, signed), None
@@ -258,6 +259,7 @@ def coordinate_parts(
     """Return the matrix with ``values[i]`` at ``(rows[i], cols[i])``; duplicates are summed, zeros stored."""
     m, k = check_shape(shape)
     pattern = Pattern.from_indices(rows, cols, (m, k), vector_length)
+    warn_of_fill_in(rows, cols, pattern, bits)
     if not values.is_floating_point():
         if not is_integer(values.dtype):
             raise TypeError(f"values must be integer or float, got {values.dtype}")
@@ -355,14 +357,19 @@ def pattern_parts(pattern: Pattern, vectors: Tensor, bits: int | None, signed: b
     return Parts(pattern, vectors, scale)
 
 
+def transpose_error(scale: Tensor) -> ValueError:
+    """The error for the transpose of a matrix with a per-row scale."""
+    return ValueError(
+        f"transpose needs one scale for the matrix, got scale of shape {tuple(scale.shape)}: a scale per row "
+        "becomes one per column, which cannot be taken out of a product; quantize with scale='tensor', or transpose "
+        "the float matrix and quantize that"
+    )
+
+
 def transpose_parts(pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> Parts:
     """Return the transposed matrix; `ValueError` for a per-row scale, which would become per-column."""
     if scale is not None and scale.ndim:
-        raise ValueError(
-            f"transpose needs one scale for the matrix, got scale of shape {tuple(scale.shape)}: a scale per row "
-            "becomes one per column, which cannot be taken out of a product; quantize with axis=None, or transpose "
-            "the float matrix and quantize that"
-        )
+        raise transpose_error(scale)
     target, positions = pattern.transpose_map()
     batch, size = vectors.shape[:-2], target.vectors * pattern.vector_length
     moved = torch.zeros(*batch, size + 1, dtype=vectors.dtype, device=vectors.device)

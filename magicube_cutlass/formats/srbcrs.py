@@ -191,6 +191,9 @@ class SRBCRS(SRBCRSConstructors):
         parts = transpose_parts(self.pattern, self.vectors(), self.scale)
         return self._from_parts(parts, self.bits, self.signed, self.stride, self.packed)
 
+    def _rows(self, pattern: Pattern, vectors: Tensor, scale: Tensor | None) -> Self:
+        return self._from_parts(Parts(pattern, vectors, scale), self.bits, self.signed, self.stride, self.packed)
+
     def _derive_pattern(self) -> Pattern:
         lengths = self.row_end - self.row_start
         offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import engine
 from cute_kernels.integers import store
-from magicube_cutlass.checks import check_stride, check_tensor, check_vector_length
+from magicube_cutlass.checks import NOT_GIVEN, Granularity, axis_of, check_stride, check_tensor, check_vector_length
 from magicube_cutlass.formats.base import CompressedMatrix
 from magicube_cutlass.formats.construct import (
     Clip,
@@ -69,10 +69,11 @@ class SRBCRSConstructors(CompressedMatrix):
         bits: int | None = None,
         signed: bool = True,
         stride: int = 32,
-        axis: int | None = None,
+        scale: Granularity | None = None,
         clip: Clip = "max",
         rounding: Rounding = "nearest",
         dtype: str | None = None,
+        axis: int | None = NOT_GIVEN,
     ) -> Self:
         """Convert a dense matrix: keep the vectors with a nonzero element.
 
@@ -92,13 +93,15 @@ class SRBCRSConstructors(CompressedMatrix):
             Two's complement if true.
         stride : int, default 32
             16, 32 or 64.
-        axis : int, optional
-            1 for per-row scales. Default: a per-tensor scale.
+        scale : {"tensor", "row"}, default "tensor"
+            What shares a scale.
         clip, rounding
             As for :func:`magicube_cutlass.quantize`.
         dtype : str, optional
             Floats instead of integers: ``"float16"`` or ``"bfloat16"`` without a scale, or ``"e5m2"``, ``"e4m3"`` or
             ``"e2m1"`` with scales.
+        axis : int, optional
+            Deprecated: 1 for ``scale="row"``.
 
         Returns
         -------
@@ -109,7 +112,7 @@ class SRBCRSConstructors(CompressedMatrix):
         TypeError
             For bool or complex values.
         ValueError
-            For integers out of range, ``axis=0``, inf or NaN.
+            For integers out of range, ``scale="column"``, inf or NaN.
 
         Examples
         --------
@@ -117,6 +120,7 @@ class SRBCRSConstructors(CompressedMatrix):
         >>> mc.SRBCRS.from_dense(torch.eye(8), vector_length=8).to_dense()[0, 0].item()
         1.0
         """
+        axis = axis_of(scale, axis)
         check_stride(stride)
         if takes_floats(dense, bits, dtype, signed, clip, rounding):
             return cls._of_floats(dense, None, vector_length, stride, dtype, axis)
@@ -126,8 +130,8 @@ class SRBCRSConstructors(CompressedMatrix):
         if dense.is_cuda and dense.numel():
             return cls._on_gpu(dense, None, vector_length, bits, signed, stride, axis, clip, rounding)
         if _engine_takes(dense):
-            ints, scale, mask = dense_integers(dense, bits, signed, axis, clip, rounding)
-            return cls._by_engine(ints, mask, vector_length, bits, signed, stride, scale)
+            ints, factors, mask = dense_integers(dense, bits, signed, axis, clip, rounding)
+            return cls._by_engine(ints, mask, vector_length, bits, signed, stride, factors)
         parts = dense_parts(dense, vector_length, bits, signed, axis, clip, rounding)
         return cls._from_parts(parts, bits, signed, stride)
 
@@ -141,8 +145,9 @@ class SRBCRSConstructors(CompressedMatrix):
         bits: int | None = None,
         signed: bool = True,
         stride: int = 32,
-        axis: int | None = None,
+        scale: Granularity | None = None,
         dtype: str | None = None,
+        axis: int | None = NOT_GIVEN,
     ) -> Self:
         """Convert exactly the vectors with a true element in a mask, zeros included.
 
@@ -153,7 +158,7 @@ class SRBCRSConstructors(CompressedMatrix):
             are neither range-checked nor quantized.
         mask : Tensor, shape (M, K)
             bool.
-        vector_length, bits, signed, stride, axis, dtype
+        vector_length, bits, signed, stride, scale, dtype, axis
             As for :meth:`from_dense`.
 
         Examples
@@ -164,6 +169,7 @@ class SRBCRSConstructors(CompressedMatrix):
         >>> mc.SRBCRS.from_mask(weight, mask, vector_length=8, bits=8).pattern.vectors
         51
         """
+        axis = axis_of(scale, axis)
         check_stride(stride)
         if takes_floats(values, bits, dtype, signed):
             return cls._of_floats(values, mask, vector_length, stride, dtype, axis)
@@ -173,8 +179,8 @@ class SRBCRSConstructors(CompressedMatrix):
         if values.is_cuda and values.numel():
             return cls._on_gpu(values, mask, vector_length, bits, signed, stride, axis)
         if _engine_takes(values):
-            ints, scale = masked_integers(values, mask, bits, signed, axis)
-            return cls._by_engine(ints, mask, vector_length, bits, signed, stride, scale)
+            ints, factors = masked_integers(values, mask, bits, signed, axis)
+            return cls._by_engine(ints, mask, vector_length, bits, signed, stride, factors)
         return cls._from_parts(mask_parts(values, mask, vector_length, bits, signed, axis), bits, signed, stride)
 
     @classmethod
@@ -268,7 +274,8 @@ class SRBCRSConstructors(CompressedMatrix):
         bits: int = 8,
         signed: bool = True,
         stride: int = 32,
-        axis: int | None = None,
+        scale: Granularity | None = None,
+        axis: int | None = NOT_GIVEN,
     ) -> Self:
         """Convert a ``scipy.sparse`` matrix or array.
 
@@ -277,11 +284,12 @@ class SRBCRSConstructors(CompressedMatrix):
         Examples
         --------
         >>> import scipy.sparse, magicube_cutlass as mc
-        >>> mc.SRBCRS.from_scipy(scipy.sparse.eye(8, dtype="int8"), vector_length=8).nnz
-        64
+        >>> mc.SRBCRS.from_scipy(scipy.sparse.eye(8, dtype="int8"), vector_length=1).nnz
+        8
         """
         check_stride(stride)
-        return cls._from_parts(scipy_parts(matrix, vector_length, bits, signed, axis), bits, signed, stride)
+        parts = scipy_parts(matrix, vector_length, bits, signed, axis_of(scale, axis))
+        return cls._from_parts(parts, bits, signed, stride)
 
     @classmethod
     def from_torch_sparse(
@@ -292,7 +300,8 @@ class SRBCRSConstructors(CompressedMatrix):
         bits: int = 8,
         signed: bool = True,
         stride: int = 32,
-        axis: int | None = None,
+        scale: Granularity | None = None,
+        axis: int | None = NOT_GIVEN,
     ) -> Self:
         """Convert a torch tensor of layout COO, CSR, CSC or BSR.
 
@@ -301,11 +310,12 @@ class SRBCRSConstructors(CompressedMatrix):
         Examples
         --------
         >>> import torch, magicube_cutlass as mc
-        >>> mc.SRBCRS.from_torch_sparse(torch.eye(8, dtype=torch.int8).to_sparse(), vector_length=8).nnz
-        64
+        >>> mc.SRBCRS.from_torch_sparse(torch.eye(8, dtype=torch.int8).to_sparse(), vector_length=1).nnz
+        8
         """
         check_stride(stride)
-        return cls._from_parts(torch_sparse_parts(tensor, vector_length, bits, signed, axis), bits, signed, stride)
+        parts = torch_sparse_parts(tensor, vector_length, bits, signed, axis_of(scale, axis))
+        return cls._from_parts(parts, bits, signed, stride)
 
     @classmethod
     def from_smtx(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magicube_cutlass.attention import sparse_attention
-from magicube_cutlass.attention.api import Impl
+from magicube_cutlass.attention.api import Backend, renamed_backend
 from magicube_cutlass.checks import check_tensor
 from magicube_cutlass.formats.pattern import Pattern
 
@@ -39,7 +39,7 @@ class SparseQuantAttention(nn.Module):
     mask : Pattern or sequence of Pattern, shape (Lq, Lk)
         One for all heads or one per head, see :mod:`magicube_cutlass.masks`. Moves with the module; not in its state
         dict.
-    softmax_bits, qkv_bits, causal, impl
+    softmax_bits, qkv_bits, causal, backend, impl
         As for :func:`magicube_cutlass.sparse_attention`.
     device, dtype
         Of the projections.
@@ -73,16 +73,18 @@ class SparseQuantAttention(nn.Module):
         softmax_bits: int = 8,
         qkv_bits: int = 8,
         causal: bool = False,
-        impl: Impl | None = None,
+        backend: Backend | None = None,
         batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        impl: str | None = None,
     ) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim = {embed_dim}, got {num_heads}")
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
-        self.softmax_bits, self.qkv_bits, self.causal, self.impl = softmax_bits, qkv_bits, causal, impl
+        self.softmax_bits, self.qkv_bits, self.causal = softmax_bits, qkv_bits, causal
+        self.backend = backend if impl is None else renamed_backend(impl)
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
             self.add_module(name, nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype))
         given = (mask,) if isinstance(mask, Pattern) else tuple(mask)
@@ -100,7 +102,7 @@ class SparseQuantAttention(nn.Module):
         softmax_bits: int = 8,
         qkv_bits: int = 8,
         causal: bool = False,
-        impl: Impl | None = None,
+        backend: Backend | None = None,
     ) -> Self:
         """Make a module with copies of the weights of ``nn.MultiheadAttention``, without its dropout.
 
@@ -121,7 +123,7 @@ class SparseQuantAttention(nn.Module):
         weight, bias = attention.in_proj_weight, attention.in_proj_bias
         made = cls(
             attention.embed_dim, attention.num_heads, mask, bias=bias is not None, softmax_bits=softmax_bits,
-            qkv_bits=qkv_bits, causal=causal, impl=impl, batch_first=attention.batch_first, device=weight.device,
+            qkv_bits=qkv_bits, causal=causal, backend=backend, batch_first=attention.batch_first, device=weight.device,
             dtype=weight.dtype,
         )  # fmt: skip
         weights = (*weight.chunk(3), attention.out_proj.weight)
@@ -185,7 +187,11 @@ class SparseQuantAttention(nn.Module):
         if bias is not None and bias.ndim > 1:
             bias = bias.unsqueeze(-2)  # for the heads
         q, k, v = self._split(self.q_proj(query)), self._split(self.k_proj(key)), self._split(self.v_proj(value))
-        options: dict[str, Any] = {"softmax_bits": self.softmax_bits, "qkv_bits": self.qkv_bits, "impl": self.impl}
+        options: dict[str, Any] = {
+            "softmax_bits": self.softmax_bits,
+            "qkv_bits": self.qkv_bits,
+            "backend": self.__dict__.get("backend"),
+        }
         mask = self.masks if len(self.masks) > 1 else self.masks[0]
         out = sparse_attention(q, k, v, mask, causal=self.causal, bias=bias, **options)
         y: Tensor = self.out_proj(out.transpose(-2, -3).flatten(-2))

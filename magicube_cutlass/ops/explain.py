@@ -1,4 +1,4 @@
-"""``explain``: which kernel a product uses, and why."""
+"""``explain`` and ``explain_sddmm``: which kernel a product uses, and why."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import torch
 
 from cute_kernels.cpu import engine
 from cute_kernels.dtypes import check_pair, num_digits, result_dtype
-from magicube_cutlass.dispatch.dense_fallback import forecast
-from magicube_cutlass.dispatch.plan import plan_spmm, problem, size_bucket
+from cute_kernels.explanation import Explanation
+from magicube_cutlass.dispatch.dense_fallback import Forecast, forecast
+from magicube_cutlass.dispatch.plan import plan_sddmm, plan_spmm, problem, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.ops.problem import Operand, as_srbcrs, check_dense, unusable
+from magicube_cutlass.ops.sddmm import Mask, as_pattern, check_operands
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
-def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = None) -> str:
+def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = None) -> Explanation:
     """Report which kernel :func:`magicube_cutlass.spmm` uses for these operands, what it moves, and why.
 
     Parameters
@@ -29,9 +31,10 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
 
     Returns
     -------
-    str
-        On a GPU: kernel config, MMA atom, digits, megabytes read and written, the reason for the selection, and the
-        predicted times of the sparse and the dense product. On a CPU: engine path, threads, layout of B.
+    Explanation
+        Its ``str`` is, on a GPU: kernel config, MMA atom, digits, megabytes read and written, the reason for the
+        selection, and the predicted times of the sparse and the dense product. On a CPU: engine path, threads, layout
+        of B.
 
     Raises
     ------
@@ -43,8 +46,9 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     >>> import torch, magicube_cutlass as mc
     >>> A = mc.SRBCRS.from_dense(torch.eye(8, 16, dtype=torch.int8), vector_length=8)
     >>> B = mc.QuantTensor.from_ints(torch.ones(16, 64, dtype=torch.int8), bits=8)
-    >>> mc.explain(A, B).split(",")[0]
-    'CPU engine'
+    >>> found = mc.explain(A, B)
+    >>> found.operator, found.facts["digits"], str(found).split(",")[0]
+    ('spmm', (1, 1), 'CPU engine')
     """
     matrix = as_srbcrs(A)
     dense = check_dense("B", B, matrix.device)
@@ -56,20 +60,79 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
         return _explain_cuda(matrix, dense, result_dtype(out_dtype, scaled, matrix.shape[1], lhs, rhs))
     check_pair(lhs, rhs)
     threads = torch.get_num_threads()
+    sizes = {"shape": matrix.shape, "columns": int(dense.shape[-1]), "threads": threads}
     if isinstance(dense, DenseFloats):
-        return (f"torch's CSR product of float32, {threads} threads: {matrix.shape[0]} x "
+        text = (f"torch's CSR product of float32, {threads} threads: {matrix.shape[0]} x "
                 f"{matrix.shape[1]} of {lhs.name} times {tuple(dense.shape)} of {rhs.name}")  # fmt: skip
+        return Explanation("spmm", "torch", "CSR", text, sizes)
     predicted = forecast(matrix, dense, out_dtype or torch.int32)
     operand = engine.DenseOperand(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
     order = "row" if engine.run_dim(operand) == -1 else "column"
-    return (
+    text = (
         f"CPU engine, {engine.isa()} path, {threads} threads: {matrix.shape[0]} x {matrix.shape[1]} "
         f"times {tuple(dense.shape)}, {num_digits(lhs)} x {num_digits(rhs)} digits of 8 bits, B {order}-major, "
         "panels of 64 columns" + ("" if predicted is None else f"\n{predicted}")
     )
+    digits = {"digits": (num_digits(lhs), num_digits(rhs)), "order": order}
+    return Explanation("spmm", "engine", engine.isa(), text, {**sizes, **digits, **_predicted(predicted)})
 
 
-def _explain_cuda(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> str:
+def _predicted(found: Forecast | None) -> dict[str, float]:
+    """The predicted times as facts."""
+    return {} if found is None else {"sparse_us": found.sparse / 1e3, "dense_us": found.dense / 1e3}
+
+
+def explain_sddmm(
+    X: Operand, Y: Operand, mask: Mask, *, out_dtype: torch.dtype | None = None, transposed_y: bool = False
+) -> Explanation:
+    """Report which kernel :func:`magicube_cutlass.sddmm` uses for these operands.
+
+    Parameters
+    ----------
+    X, Y, mask, out_dtype, transposed_y
+        As for :func:`magicube_cutlass.sddmm`.
+
+    Returns
+    -------
+    Explanation
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`magicube_cutlass.sddmm`.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> X = mc.QuantTensor.from_ints(torch.ones(8, 4, dtype=torch.int8), bits=8)
+    >>> mc.explain_sddmm(X, X, torch.eye(8, dtype=torch.bool)).facts["vectors"]
+    8
+    """
+    pattern, stride = as_pattern(mask, False)
+    x, y = check_dense("X", X, pattern.device), check_dense("Y", Y, pattern.device)
+    check_operands(x, y, pattern, transposed_y)
+    kinds, inner, scaled = (
+        (x.element_type, y.element_type),
+        int(x.shape[-1]),
+        x.scale is not None or y.scale is not None,
+    )
+    dtype = result_dtype(out_dtype, scaled, inner, *kinds)
+    kernel, _ = plan_sddmm(pattern, stride, kinds, dtype, size_bucket(inner), None)
+    facts = {"shape": pattern.shape, "inner": inner, "vectors": pattern.vectors, "vector_length": pattern.vector_length}
+    m, n = pattern.shape
+    size = (f"{pattern.vectors} vectors of {pattern.vector_length} x 1 in {m} x {n}, sums of {inner} products of "
+            f"{kinds[0].name} and {kinds[1].name} to {str(dtype).removeprefix('torch.')}")  # fmt: skip
+    if pattern.device.type == "cuda":
+        return Explanation("sddmm", "cuda", kernel, f"{kernel}: {size}", facts)
+    threads = torch.get_num_threads()
+    if kernel != "cpu":
+        text = f"torch's sampled product of float32, {threads} threads: {size}"
+        return Explanation("sddmm", "torch", "sampled_addmm", text, {**facts, "threads": threads})
+    text = f"CPU engine, {engine.isa()} path, {threads} threads: {size}"
+    return Explanation("sddmm", "engine", engine.isa(), text, {**facts, "threads": threads})
+
+
+def _explain_cuda(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype) -> Explanation:
     """The report for operands on a GPU."""
     from cute_kernels.spmm.heuristics import reason, spmm_config
     from magicube_cutlass.dispatch import cuda as gpu
@@ -99,4 +162,8 @@ def _explain_cuda(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.d
         lines.append(str(predicted))
     if gpu.copies(operand, -1):
         lines.append("B is copied first: it is not row-major with rows that start at multiples of 16 bytes")
-    return "\n".join(lines)
+    facts = {
+        "shape": matrix.shape, "columns": int(n), "digits": tuple(config.digits), "atom": config.atom,
+        "bytes_read": moved, "bytes_written": written, "packed_bytes": kept, **_predicted(predicted),
+    }  # fmt: skip
+    return Explanation("spmm", "cuda", name, "\n".join(lines), facts)

@@ -66,18 +66,20 @@ def check_spmm(
     if dense.shape[-2] != inner:
         raise ValueError(f"B must have {inner} rows to match A of shape {A.shape}, got {dense.shape[-2]}")
     if dense.axis == 1:
-        raise ValueError("B must have a per-tensor or per-column scale, got per-row; use quantize(x, bits=8, axis=0)")
+        raise ValueError(
+            "B must have a per-tensor or per-column scale, got per-row; use quantize(x, bits=8, scale='column')"
+        )
     for name, tensor in (("bias", bias), ("scale of A", A.scale), ("scale of B", dense.scale)):
-        _refuse_gradient(name, tensor)
+        refuse_gradient(name, tensor)
     batch, n = dense.shape[:-2], dense.shape[-1]
     scales = float32_scale(A.scale, batch), float32_scale(dense.scale, batch)
     for name, tensor in (("bias", bias), ("out", out)):
         if tensor is not None and not torch.compiler.is_compiling() and is_transformed(tensor):
             raise transform_error(name)
     if bias is not None:
-        bias = _check_bias(bias, rows, device)
+        bias = check_bias(bias, rows, device)
     if out is not None:
-        _check_out(out, (*batch, rows, n), device)
+        check_out(out, (*batch, rows, n), device)
         out_dtype = out_dtype or out.dtype
     matrix = as_srbcrs(A)
     lhs = matrix.element_type
@@ -127,7 +129,7 @@ def check_written(out: object, A: object, B: object, bias: object) -> None:
             raise ValueError(f"out must share no memory with the operands, got the memory of {name}")
 
 
-def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
+def refuse_gradient(name: str, tensor: Tensor | None) -> None:
     """Raise `ValueError` if a gradient of `tensor` is wanted, which these products do not give."""
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         source = f"{name[-1]}.scale" if name.startswith("scale") else name
@@ -135,7 +137,8 @@ def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
                          "magicube_cutlass.autograd.spmm")  # fmt: skip
 
 
-def _check_bias(bias: Tensor, rows: int, device: torch.device) -> Tensor:
+def check_bias(bias: Tensor, rows: int, device: torch.device) -> Tensor:
+    """Return a bias (rows,) as contiguous float32; `ValueError` for another shape or device."""
     if tuple(bias.shape) != (rows,):
         raise ValueError(f"bias must have shape ({rows},), got {tuple(bias.shape)}")
     if bias.device != device:
@@ -143,7 +146,8 @@ def _check_bias(bias: Tensor, rows: int, device: torch.device) -> Tensor:
     return materialized(bias).to(torch.float32).contiguous()
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+def check_out(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise `ValueError` unless `out` is contiguous, of this shape and on this device."""
     if tuple(out.shape) != shape:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
     if out.device != device:

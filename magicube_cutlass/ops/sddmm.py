@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from cute_kernels.dtypes import INTEGER_OUT, result_dtype
 from magicube_cutlass.dispatch import cpu
 from magicube_cutlass.dispatch.plan import plan_sddmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.fill_in import mask_pattern
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
@@ -20,12 +21,13 @@ from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _DEFAULT_STRIDE = 32
+Mask = Pattern | SRBCRS | BCRS | Tensor | Any  # Any: matrices and arrays of scipy.sparse
 
 
 def sddmm(
     X: Operand,
     Y: Operand,
-    mask: Pattern | SRBCRS | BCRS,
+    mask: Mask,
     *,
     out_format: Literal["srbcrs", "bcrs"] = "srbcrs",
     out_dtype: torch.dtype | None = None,
@@ -44,8 +46,9 @@ def sddmm(
         Left operand, row- or column-major, with a per-tensor or per-row scale.
     Y : QuantTensor, ScaledFloatTensor or Tensor, shape (..., N, K)
         Right operand with a per-tensor or per-row scale; shape (..., K, N) and a per-column scale with `transposed_y`.
-    mask : Pattern, SRBCRS or BCRS, shape (M, N)
-        Pattern of the result.
+    mask : Pattern, SRBCRS, BCRS, bool Tensor or scipy.sparse matrix, shape (M, N)
+        Pattern of the result. Of a tensor or a scipy matrix exactly its elements are sampled, in vectors of at most 8
+        as long as that allows; it becomes a pattern in each call, so make a :class:`Pattern` for many calls.
     out_format : {"srbcrs", "bcrs"}, default "srbcrs"
         Format of the result.
     out_dtype : torch.dtype, optional
@@ -91,7 +94,7 @@ def sddmm(
 def early_sddmm(
     X: Operand,
     Y: Operand,
-    mask: Pattern | SRBCRS | BCRS,
+    mask: Mask,
     out_format: Literal["srbcrs", "bcrs"] = "srbcrs",
     out_dtype: torch.dtype | None = None,
     transposed_y: bool = False,
@@ -103,7 +106,7 @@ def early_sddmm(
     `early`: a cached call may start before that kernel ends.
     """
     compiling = torch.compiler.is_compiling()
-    pattern, stride = _as_pattern(mask, compiling)
+    pattern, stride = as_pattern(mask, compiling)
     key: tuple[object, ...] | None = None
     if out_format == "srbcrs" and not compiling:
         of_x, of_y = operand_key(X), operand_key(Y)
@@ -120,7 +123,7 @@ def early_sddmm(
         raise ValueError(f"out_format must be 'srbcrs' or 'bcrs', got {out_format!r}")
     x, y = check_dense("X", X, pattern.device), check_dense("Y", Y, pattern.device)
     inner_y = -2 if transposed_y else -1
-    _check_operands(x, y, pattern, transposed_y)
+    check_operands(x, y, pattern, transposed_y)
     m, n = pattern.shape
     inner = x.shape[-1]
     scaled = x.scale is not None or y.scale is not None
@@ -161,20 +164,24 @@ def _keep_record(
         keep_record(pattern._cache, key, record)
 
 
-def _as_pattern(mask: object, compiling: bool) -> tuple[Pattern, int]:
-    """The pattern of ``mask``, scanned if a scan is due, and the stride of a result on it."""
+def as_pattern(mask: object, compiling: bool) -> tuple[Pattern, int]:
+    """Return the pattern of `mask`, scanned if a scan is due, and the stride of a result on it."""
     if isinstance(mask, Pattern):  # first: to ask whether something is an SRBCRS takes longer
         pattern, stride = mask, _DEFAULT_STRIDE
     elif isinstance(mask, (SRBCRS, BCRS)):
         pattern, stride = mask.pattern, mask.stride if isinstance(mask, SRBCRS) else _DEFAULT_STRIDE
     else:
-        raise TypeError(f"mask must be a Pattern, SRBCRS or BCRS, got {type(mask).__name__}")
+        made = None if compiling else mask_pattern(mask)
+        if made is None:
+            raise TypeError(f"mask must be a Pattern, SRBCRS, BCRS, bool tensor or scipy.sparse matrix, got "
+                            f"{type(mask).__name__}")  # fmt: skip
+        pattern, stride = made, _DEFAULT_STRIDE
     if not compiling and not is_current(pattern, pattern._cache.get("seen")):
         pattern.refresh()
     return pattern, stride
 
 
-def _check_operands(
+def check_operands(
     x: QuantTensor | DenseFloats, y: QuantTensor | DenseFloats, pattern: Pattern, transposed_y: bool
 ) -> None:
     """Raise ``ValueError`` unless shapes and scales match."""

@@ -11,11 +11,13 @@ from torch import Tensor
 from magicube_cutlass.checks import is_transformed
 from magicube_cutlass.dispatch import cpu, dense_fallback
 from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
+from magicube_cutlass.formats.array_methods import TransposedMatrix
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
 from magicube_cutlass.ops import torch_ops
 from magicube_cutlass.ops.problem import Operand, check_spmm, check_written, operand_key, operand_tensors
+from magicube_cutlass.ops.transposed import transposed_on_gpu, transposed_product
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def spmm(
-    A: SRBCRS | BCRS,
+    A: SRBCRS | BCRS | TransposedMatrix,
     B: Operand,
     *,
     out_dtype: torch.dtype | None = None,
@@ -32,6 +34,7 @@ def spmm(
     atom: str | None = None,
     config: SpmmKernel | None = None,
     allow_dense: bool = False,
+    transpose: bool = False,
 ) -> Tensor:
     """Multiply a sparse matrix by a dense one.
 
@@ -40,7 +43,7 @@ def spmm(
 
     Parameters
     ----------
-    A : SRBCRS or BCRS, shape (M, K)
+    A : SRBCRS, BCRS or TransposedMatrix, shape (M, K)
         Sparse operand: 4-, 8-, 12- or 16-bit integers, or floats (float16, bfloat16, e5m2, e4m3, e2m1).
     B : QuantTensor, ScaledFloatTensor or Tensor, shape (..., K, N)
         Dense operand, row- or column-major, with a per-tensor or per-column scale. Width and sign are independent of
@@ -59,6 +62,10 @@ def spmm(
     allow_dense : bool, default False
         Run the dense int8 GEMM on a dense copy of A if it is predicted to be faster. For operands of 4 bits and signed
         8 bits; not inside a compiled graph.
+    transpose : bool, default False
+        Multiply by the transpose of A: B is (..., M, N), C is (..., K, N), and A has a per-tensor scale. ``A.T`` as A
+        means the same. On a CPU nothing is filled in: the vectors are sorted by column once. On a GPU
+        :meth:`SRBCRS.transpose` compresses the transpose once, with its fill-in. Not inside a compiled graph.
 
     Returns
     -------
@@ -92,7 +99,35 @@ def spmm(
     tensor([[0, 1],
             [2, 3]], dtype=torch.int32)
     """
-    return early_spmm(A, B, out_dtype, bias, out, atom, config, allow_dense, False)
+    if transpose or type(A) is TransposedMatrix:
+        return _spmm_transposed(A, B, out_dtype, bias, out, atom, config, allow_dense, transpose)
+    return early_spmm(A, B, out_dtype, bias, out, atom, config, allow_dense, False)  # type: ignore[arg-type]
+
+
+def _spmm_transposed(
+    A: SRBCRS | BCRS | TransposedMatrix,
+    B: Operand,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    atom: str | None,
+    config: SpmmKernel | None,
+    allow_dense: bool,
+    transpose: bool,
+) -> Tensor:
+    """As :func:`spmm` for a transpose: of the matrix itself if it is a transposed one."""
+    if isinstance(A, TransposedMatrix):
+        if transpose:
+            return spmm(A.T, B, out_dtype=out_dtype, bias=bias, out=out, atom=atom, config=config,
+                        allow_dense=allow_dense)  # fmt: skip
+        A = A.T
+    if getattr(getattr(A, "values", None), "is_cuda", False):
+        return early_spmm(transposed_on_gpu(A), B, out_dtype, bias, out, atom, config, allow_dense, False)
+    if atom is not None or config is not None or allow_dense:
+        raise ValueError(f"atom, config and allow_dense must have their defaults for a transpose on a CPU, got "
+                         f"atom={atom!r}, config={config}, allow_dense={allow_dense}")  # fmt: skip
+    result = transposed_product(A, B, out_dtype, bias, out)
+    return result if out is None else _written(out)
 
 
 def early_spmm(

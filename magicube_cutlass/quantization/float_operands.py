@@ -120,7 +120,7 @@ def _of_codes(x: ScaledFloatTensor, dtype: str | None, mask: Tensor | None) -> V
         raise ValueError(f"values must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
     if x.axis == 0:
         raise ValueError("values must have one scale or one a row, got one a column, which varies along the sum of a "
-                         "product: quantize(x, dtype=..., axis=1)")  # fmt: skip
+                         "product: quantize(x, dtype=..., scale='row')")  # fmt: skip
     codes = x.codes().contiguous()
     codes = codes if mask is None else codes.masked_fill(~mask, 0)
     values = _as_e4m3(codes) if number.bits == 4 else codes.view(FLOAT_DTYPES[number.name])

@@ -274,8 +274,8 @@ def _along(x: ScaledFloatTensor, transposed: bool, name: str) -> ScaledFloatTens
     if x.transposed == transposed:
         return x
     if x.axis is not None:
-        wanted = 0 if transposed else 1
-        raise ValueError(f"{name} must be quantized with axis={wanted}, along the k of the product, got axis={x.axis}")
+        wanted, given = ("column", "row") if transposed else ("row", "column")
+        raise ValueError(f"{name} must be quantized with scale={wanted!r}, along the k of the product, got {given!r}")
     codes = floats.pack(x.codes().mT.contiguous() if transposed else x.codes().contiguous(), x.dtype)
     scale = x.scale.mT.contiguous() if x.scale.ndim else x.scale
     return replace(x, data=codes, k=x.shape[-2 if transposed else -1], scale=scale, transposed=transposed)
@@ -294,10 +294,10 @@ def matmul(
     Parameters
     ----------
     a : ScaledFloatTensor, shape (M, K)
-        Quantized with ``axis=1`` if it has per-row or block scales.
+        Quantized with ``scale="row"`` if it has per-row or block scales.
     b : ScaledFloatTensor, shape (K, N)
-        Quantized with ``axis=0`` if it has per-column or block scales. A per-tensor or tile-scaled b that was row-major
-        is repacked at each call.
+        Quantized with ``scale="column"`` if it has per-column or block scales. A per-tensor or tile-scaled b
+        that was row-major is repacked at each call.
     bias : Tensor, shape (N,), optional
         Added to each row.
     out_dtype : torch.dtype, default torch.float32
@@ -320,8 +320,8 @@ def matmul(
     Examples
     --------
     >>> import torch, magicube_cutlass as mc
-    >>> a = mc.quantize(torch.ones(2, 64), dtype="mxfp8", axis=1)
-    >>> b = mc.quantize(torch.ones(64, 3), dtype="mxfp4", axis=0)
+    >>> a = mc.quantize(torch.ones(2, 64), dtype="mxfp8", scale="row")
+    >>> b = mc.quantize(torch.ones(64, 3), dtype="mxfp4", scale="column")
     >>> matmul(a, b)[0].tolist()
     [64.0, 64.0, 64.0]
     """

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from cute_kernels.cpu import engine, extension
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, int_range, store
-from magicube_cutlass.checks import is_transformed, materialized, transform_error
+from magicube_cutlass.checks import (
+    NOT_GIVEN,
+    Granularity,
+    axis_of,
+    is_transformed,
+    materialized,
+    transform_error,
+)
 from magicube_cutlass.quantization.float_tensor import Block, ScaledFloatTensor, quantize_floats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor, _column_major
 
@@ -30,7 +37,9 @@ def _check_arguments(x: Tensor, bits: int, axis: int | None, clip: object, round
     if axis not in (None, 0, 1):
         raise ValueError(f"axis must be None, 0 or 1, got {axis!r}")
     if x.ndim < (1 if axis is None else 2):
-        raise ValueError(f"x must have at least {1 if axis is None else 2} dimensions for axis={axis}, got {x.ndim}")
+        scale = {None: "tensor", 0: "column", 1: "row"}[axis]
+        least = 1 if axis is None else 2
+        raise ValueError(f"x must have at least {least} dimensions for scale={scale!r}, got {x.ndim}")
     number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
     if not (number and 0 < float(clip) <= 100) and clip not in ("max", "mse"):  # type: ignore[arg-type]
         raise ValueError(f"clip must be 'max', 'mse' or a percentile in (0, 100], got {clip!r}")
@@ -44,27 +53,30 @@ def _check_arguments(x: Tensor, bits: int, axis: int | None, clip: object, round
 def quantize(
     x: Tensor,
     bits: int,
-    axis: int | None = None,
+    scale: Granularity | None = None,
     signed: bool = True,
     clip: Literal["max", "mse"] | float = "max",
     rounding: Literal["nearest", "trunc"] = "nearest",
     nonfinite: Literal["raise", "propagate"] = "raise",
+    *,
+    axis: int | None = ...,
 ) -> QuantTensor: ...
 @overload
 def quantize(
     x: Tensor,
     bits: None = None,
-    axis: int | None = None,
+    scale: Granularity | None = None,
     *,
     nonfinite: Literal["raise", "propagate"] = "raise",
     dtype: str,
     block: Block = None,
     scale_dtype: str | None = None,
+    axis: int | None = ...,
 ) -> ScaledFloatTensor: ...
 def quantize(
     x: Tensor,
     bits: int | None = None,
-    axis: int | None = None,
+    scale: Granularity | None = None,
     signed: bool = True,
     clip: Literal["max", "mse"] | float = "max",
     rounding: Literal["nearest", "trunc"] = "nearest",
@@ -73,6 +85,7 @@ def quantize(
     dtype: str | None = None,
     block: Block = None,
     scale_dtype: str | None = None,
+    axis: int | None = NOT_GIVEN,
 ) -> QuantTensor | ScaledFloatTensor:
     """Quantize a float tensor to integers or low-precision floats: ``q = clamp(round(x / scale))``, ``x = scale * q``.
 
@@ -85,9 +98,8 @@ def quantize(
         Float tensor of any memory order.
     bits : int, optional
         4, 8, 12 or 16: integers, a :class:`QuantTensor`.
-    axis : int, optional
-        Dimension over which T is taken, as in ``torch.amax``: 0 for per-column scales (1, N), 1 for per-row scales
-        (M, 1). Default: a per-tensor scale.
+    scale : {"tensor", "row", "column"}, default "tensor"
+        What shares a scale: the whole of `x` (), a row (M, 1) or a column (1, N).
     signed : bool, default True
         Two's complement if true.
     clip : float or {"max", "mse"}, default "max"
@@ -102,11 +114,13 @@ def quantize(
         even. ``"mxfp8"``, ``"mxfp8_e5m2"``, ``"mxfp6"``, ``"mxfp6_e3m2"``, ``"mxfp4"`` and ``"nvfp4"`` also name
         `block` and `scale_dtype`. `signed`, `clip` and `rounding` keep their defaults.
     block : int or tuple of int, optional
-        16 or 32: a scale per so many elements along `axis` (default: the last dimension). (128, 128): a scale per tile.
-        With ``axis=0`` the result is the right operand of a product.
+        16 or 32: a scale per so many elements of a row (default) or, with ``scale="column"``, of a column, as the right
+        operand of a product has them. (128, 128): a scale per tile.
     scale_dtype : str, optional
         Format of block scales: ``"ue8m0"`` (default for 32), ``2^(floor(log2 T) - exponent of q_max)``, where the
         largest values can saturate; or ``"e4m3"`` (for 16) with a float32 scale of the tensor.
+    axis : int, optional
+        Deprecated: 0 for ``scale="column"``, 1 for ``scale="row"``.
 
     Returns
     -------
@@ -132,10 +146,11 @@ def quantize(
     Examples
     --------
     >>> import torch, magicube_cutlass as mc
-    >>> q = mc.quantize(torch.tensor([[1.0, -0.5], [0.25, 0.1]]), bits=8, axis=1)
+    >>> q = mc.quantize(torch.tensor([[1.0, -0.5], [0.25, 0.1]]), bits=8, scale="row")
     >>> q.ints().tolist()
     [[127, -64], [127, 51]]
     """
+    along = axis_of(scale, axis)
     if dtype is not None:
         fixed = {
             "bits": (bits, None),
@@ -146,12 +161,25 @@ def quantize(
         for name, (value, wanted) in fixed.items():
             if value != wanted:
                 raise ValueError(f"{name} must be {wanted!r} for dtype {dtype!r}, got {value!r}")
-        return quantize_floats(x, dtype, axis, block, scale_dtype, nonfinite)
+        return quantize_floats(x, dtype, along, block, scale_dtype, nonfinite)
     if block is not None or scale_dtype is not None:
         raise ValueError(f"dtype must be given with block and scale_dtype, got block {block!r}, scale_dtype "
                          f"{scale_dtype!r}")  # fmt: skip
     if bits is None:
         raise ValueError("bits or dtype must be given, got neither")
+    return quantize_along(x, bits, along, signed, clip, rounding, nonfinite)
+
+
+def quantize_along(
+    x: Tensor,
+    bits: int,
+    axis: int | None,
+    signed: bool = True,
+    clip: Literal["max", "mse"] | float = "max",
+    rounding: Literal["nearest", "trunc"] = "nearest",
+    nonfinite: Literal["raise", "propagate"] = "raise",
+) -> QuantTensor:
+    """As :func:`quantize` to integers; `axis` is that over which T is taken, None for a per-tensor scale."""
     _check_arguments(x, bits, axis, clip, rounding, nonfinite)
     if torch.compiler.is_compiling():
         return _quantize_compiled(
@@ -162,7 +190,7 @@ def quantize(
     if real.dtype != torch.float64 and not (on_gpu and real.dtype in _HALF):
         real = real.to(torch.float32)
     if _column_major(real):
-        flipped = quantize(real.mT, bits, None if axis is None else 1 - axis, signed, clip, rounding, nonfinite)
+        flipped = quantize_along(real.mT, bits, None if axis is None else 1 - axis, signed, clip, rounding, nonfinite)
         return flipped.mT
     truncate = rounding == "trunc"
     if on_gpu:

@@ -155,6 +155,8 @@ def test_a_converted_file_is_the_state_of_the_converted_model(tmp_path: Path, bi
         if isinstance(layer, nn.LayerNorm):
             nn.init.zeros_(layer.weight)
     other.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    assert {"0.values", "0.bias", "2.values", "3.weight"} <= set(load_file(tmp_path / "out.safetensors"))
+    assert "0.weight" not in load_file(tmp_path / "out.safetensors")  # frozen
     assert report.converted == ("0", "2") and torch.equal(other(x), source(x))
     assert report.bytes_after < report.bytes_before
 

@@ -140,8 +140,8 @@ def test_compress(k: int, bits: int, stride: int) -> None:
     got.check_format(full=True)
     assert torch.equal(got.to_dense().cpu(), mc.SRBCRS.from_dense(weight, bits=bits, stride=stride).to_dense())
     mask = torch.rand(45, k) < 0.2
-    there = mc.SRBCRS.from_mask(weight.cuda(), mask.cuda(), vector_length=8, bits=bits, stride=stride, axis=1)
-    here = mc.SRBCRS.from_mask(weight, mask, vector_length=8, bits=bits, stride=stride, axis=1)
+    there = mc.SRBCRS.from_mask(weight.cuda(), mask.cuda(), vector_length=8, bits=bits, stride=stride, scale="row")
+    here = mc.SRBCRS.from_mask(weight, mask, vector_length=8, bits=bits, stride=stride, scale="row")
     assert torch.equal(there.to_dense().cpu(), here.to_dense())
 
 
@@ -162,8 +162,8 @@ def test_operands_of_attention(bits: int) -> None:
     q, k, v = (torch.randn(2, rows, 32, dtype=torch.float16, device="cuda") for rows in (45, 777, 777))
     k[0, 5] *= 30
     found = encode_operands(q, k, v, bits=bits)
-    assert torch.equal(found.k[0], mc.quantize(k[0], bits, axis=1).ints())
-    assert torch.equal(found.v[1].view(1, -1), mc.quantize(v[1].view(1, -1), bits, axis=1).ints())
+    assert torch.equal(found.k[0], mc.quantize(k[0], bits, scale="row").ints())
+    assert torch.equal(found.v[1].view(1, -1), mc.quantize(v[1].view(1, -1), bits, scale="row").ints())
 
 
 @pytest.mark.parametrize("softmax_bits", [8, 16])

@@ -238,7 +238,7 @@ def quantized(recorder: Recorder) -> None:
     """FloatTensors as operands."""
     for recipe in block_scales.RECIPES:
         a = mc.quantize(reals(64, 256), dtype=recipe)
-        b = mc.quantize(reals(256, 96), dtype=recipe, axis=0)
+        b = mc.quantize(reals(256, 96), dtype=recipe, scale="column")
         recorder.call(f"gemm_floats of {recipe} tensors", lambda: gemm_floats.scaled_gemm(a.operand(), b.operand()),
                       a=a.data, b=b.data, blocks_a=a.scale, blocks_b=b.scale)  # fmt: skip
 

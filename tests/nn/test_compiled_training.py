@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 import torch
@@ -123,13 +124,16 @@ def test_transforms_are_refused_by_name_and_leave_nothing_behind() -> None:
 
 def test_quantize_is_part_of_a_graph() -> None:
     def values(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor | None]:
-        q = mc.quantize(x, bits=8, axis=axis)
+        scale: Literal["tensor", "row", "column"] = "tensor" if axis is None else "row" if axis else "column"
+        q = mc.quantize(x, bits=8, scale=scale)
         return q.ints(), q.scale
 
     compiled, x = torch.compile(values, fullgraph=True, backend="aot_eager"), torch.randn(6, 10)
     for given, axis in ((x, None), (x, 0), (x, 1), (x.mT.contiguous().mT, 1)):
         for found, expected in zip(compiled(given, axis), values(given, axis), strict=True):
             assert found is not None and expected is not None and torch.equal(found, expected)
+    old = torch.compile(lambda x: mc.quantize(x, bits=8, axis=1).ints(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(old(x), values(x, 1)[0])  # without the warning
     x[2, 3] = torch.inf
     _, scale = compiled(x, 1)
     assert scale is not None and scale.isnan().flatten().tolist() == [False, False, True, False, False, False]

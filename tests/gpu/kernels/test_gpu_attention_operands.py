@@ -24,7 +24,7 @@ COMPILED = [choose(REAL_DTYPES[dtype], head, bits, HERE.arch) for dtype, head, b
 
 def expected(x: Tensor, bits: int, alike: bool) -> tuple[Tensor, Tensor]:
     """Integers and scales of one matrix, a scale for each row."""
-    found = quantize(x.reshape(1, -1) if alike else x, bits, axis=1, nonfinite="propagate")
+    found = quantize(x.reshape(1, -1) if alike else x, bits, scale="row", nonfinite="propagate")
     assert found.scale is not None
     return found.ints().view(x.shape), found.scale.expand(x.shape[0], 1)[:, 0] if alike else found.scale[:, 0]
 

@@ -168,7 +168,7 @@ def test_both_forms_are_as_near_to_float64_as_the_cpu(softmax_bits: int, qkv_bit
             tensors = [x.cuda() for x in (q, k, v)]
             expected, true = exact(q, k, v, dense & tril, bias)
             plain, sums = sparse_attention(q, k, v, mask, causal=causal, bias=bias, **bits)
-            ours, lse = sparse_attention(*tensors, there, impl="unfused", **on_gpu)
+            ours, lse = sparse_attention(*tensors, there, backend="unfused", **on_gpu)
             assert ours.dtype == torch.float16
             assert error(ours, plain) < 4e-3 * (20 if softmax_bits == 4 else 1)  # where a rounding went the other way
             assert torch.allclose(lse.cpu(), sums, rtol=1e-4, atol=5e-3)
@@ -202,7 +202,7 @@ def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
     leaves = [x.requires_grad_() for x in leaves]
     there = [x.detach().cuda().requires_grad_() for x in leaves]
     mask = masks.random(90, 0.6, keys=130)
-    plain, ours = sparse_attention(*leaves, mask), sparse_attention(*there, mask.to("cuda"), impl=impl)
+    plain, ours = sparse_attention(*leaves, mask), sparse_attention(*there, mask.to("cuda"), backend=impl)
     assert ours.dtype == torch.float64 and error(ours, plain) < 4e-3 * (1 if impl == "unfused" else 2)
     plain.sin().sum().backward()
     ours.sin().sum().backward()
@@ -218,11 +218,11 @@ def test_peak_memory_follows_the_mask(impl: Any) -> None:
     for length in (4096, 8192, 16384):
         q, k, v = (torch.randn(8, length, 64, device="cuda", dtype=torch.float16) for _ in "qkv")
         mask = masks.local(length, 64).to("cuda")
-        sparse_attention(q, k, v, mask, impl=impl)
+        sparse_attention(q, k, v, mask, backend=impl)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        sparse_attention(q, k, v, mask, impl=impl)
+        sparse_attention(q, k, v, mask, backend=impl)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert all(b < 2.1 * a for a, b in pairwise(peaks)) and peaks[-1] < 8 * 16384**2 / 4, peaks
 
@@ -234,7 +234,7 @@ def test_gradients_are_those_of_the_cpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
         leaves = [x.to(device).requires_grad_() for x in (q, k, v, bias)]
-        out = sparse_attention(*leaves[:3], mask.to(device), bias=leaves[3], impl="unfused")
+        out = sparse_attention(*leaves[:3], mask.to(device), bias=leaves[3], backend="unfused")
         found.append(torch.autograd.grad(out.sin().sum(), leaves))
     for plain, ours in zip(*found, strict=True):
         assert error(ours, plain) < 5e-3
@@ -248,7 +248,7 @@ def test_a_warm_call_waits_for_nothing_and_a_graph_holds_it(impl: Any) -> None:
 
     def run() -> Tensor:
         with torch.no_grad():
-            return sparse_attention(*tensors, mask, impl=impl)
+            return sparse_attention(*tensors, mask, backend=impl)
 
     run()
     try:

@@ -84,6 +84,6 @@ def test_operands_may_be_column_major(qkv_bits: int) -> None:
     columns = [x.mT.contiguous().mT for x in rows]
     heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows]
     for impl in ("fused", "unfused"):
-        expected = sparse_attention(*rows, mask, impl=impl, qkv_bits=qkv_bits)
+        expected = sparse_attention(*rows, mask, backend=impl, qkv_bits=qkv_bits)
         for x in (columns, heads_inside):
-            assert torch.equal(sparse_attention(*x, mask, impl=impl, qkv_bits=qkv_bits), expected)
+            assert torch.equal(sparse_attention(*x, mask, backend=impl, qkv_bits=qkv_bits), expected)

@@ -72,8 +72,8 @@ def test_a_bias_costs_at_most_one_rounding(config: SpmmKernel) -> None:
     # sum, and never more than plain torch's error in the norm.
     torch.manual_seed(2)
     w, dtype = torch.randn(61, 300), getattr(torch, config.out)
-    a = mc.SRBCRS.from_mask(w, mc.prune(w, 0.6, 8), vector_length=8, bits=8, axis=1)
-    b, bias = mc.quantize(torch.randn(300, 96), 8, axis=0), torch.randn(61) * 10
+    a = mc.SRBCRS.from_mask(w, mc.prune(w, 0.6, 8), vector_length=8, bits=8, scale="row")
+    b, bias = mc.quantize(torch.randn(300, 96), 8, scale="column"), torch.randn(61) * 10
     got, plain, truth = spmm(a, b, dtype, config, bias=bias), formula(a, b, bias, dtype), exact(a, b, bias)
     assert float((got.double() - truth).norm()) <= 1.01 * float((plain.double() - truth).norm())
     assert a.scale is not None and b.scale is not None
@@ -165,8 +165,8 @@ def test_an_output_of_more_than_two_to_the_31_elements(config: SpmmKernel) -> No
 
 def test_sums_of_nothing_are_zero_and_take_the_bias() -> None:
     none = torch.zeros(5, 0, dtype=torch.bool)
-    a = mc.SRBCRS.from_mask(torch.zeros(5, 0), none, vector_length=2, bits=8, axis=1)
-    b, bias = mc.quantize(torch.zeros(3, 0, 7), 8, axis=0), torch.randn(5)
+    a = mc.SRBCRS.from_mask(torch.zeros(5, 0), none, vector_length=2, bits=8, scale="row")
+    b, bias = mc.quantize(torch.zeros(3, 0, 7), 8, scale="column"), torch.randn(5)
     for dtype in (torch.float16, torch.float32):
         assert torch.equal(spmm(a, b, dtype, bias=bias), bias.to(dtype)[:, None].expand(3, 5, 7))
         assert torch.equal(spmm(a, b, dtype), torch.zeros(3, 5, 7, dtype=dtype))

@@ -65,7 +65,7 @@ def test_every_number_of_columns_with_scales_and_a_bias(of: ProblemTypes) -> Non
     torch.manual_seed(2)
     left, right = of.lhs, of.rhs
     mask, bias = mc.random_pattern(264, 1024, 0.5, 8, seed=3).to_dense(), torch.randn(264)
-    A = mc.SRBCRS.from_mask(torch.randn(264, 1024), mask, vector_length=8, bits=left.bits, axis=1)
+    A = mc.SRBCRS.from_mask(torch.randn(264, 1024), mask, vector_length=8, bits=left.bits, scale="row")
     for n, axis in product(COLUMNS, (None, 0)):
         b = dense((1024, n), right)
         scale = torch.rand(1, n) + 0.5 if axis == 0 else torch.tensor(0.7)

@@ -297,7 +297,7 @@ def test_the_cost_of_a_warm_call(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_cached_call_reads_other_addresses_scales_and_values(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_CACHED_LAUNCHES", room)
     torch.manual_seed(3)
-    a = mc.SRBCRS.from_dense(torch.randn(40, 70), vector_length=8, bits=8, axis=1).to("cuda")
+    a = mc.SRBCRS.from_dense(torch.randn(40, 70), vector_length=8, bits=8, scale="row").to("cuda")
     storage = ints((3, 70 * 64 + 64), *S8).to(torch.int8).cuda()
     bias = torch.randn(40, device="cuda")
 

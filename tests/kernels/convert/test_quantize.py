@@ -69,7 +69,7 @@ def test_quotients_near_a_middle_round_as_in_double(
 ) -> None:
     monkeypatch.setenv("MAGICUBE_CPU", path)
     x = near_middles(columns) if signed else near_middles(columns).abs()
-    q = quantize(x, 8, axis=1, signed=signed)
+    q = quantize(x, 8, scale="row", signed=signed)
     data, scale, _ = _encode_torch(x, 8, 1, signed, False, None)
     assert torch.equal(q.scale, scale) and torch.equal(widen(q.data), widen(data))
 
@@ -129,16 +129,16 @@ def test_transposing_twice_changes_nothing(rows: int, columns: int, bits: int, s
 
 def test_batches_are_scaled_matrix_by_matrix() -> None:
     x = torch.randn(2, 3, 5, 7)
-    q = quantize(x, 8, axis=0)
+    q = quantize(x, 8, scale="column")
     assert q.scale is not None
     assert q.scale.shape == (2, 3, 1, 7)
-    assert torch.equal(q.dequantize()[1, 2], quantize(x[1, 2], 8, axis=0).dequantize())
+    assert torch.equal(q.dequantize()[1, 2], quantize(x[1, 2], 8, scale="column").dequantize())
 
 
 def test_zero_rows_get_scale_one() -> None:
     x = torch.zeros(3, 4)
     x[1] = 2.0
-    q = quantize(x, 8, axis=1)
+    q = quantize(x, 8, scale="row")
     assert q.scale is not None
     assert q.scale.flatten().tolist() == [1.0, float(torch.tensor(2.0 / 127)), 1.0]
 
@@ -147,13 +147,13 @@ def test_zero_rows_get_scale_one() -> None:
 def test_tiny_and_huge_rows_keep_their_relative_accuracy(factor: float) -> None:
     x = torch.randn(4, 64)
     x[2] *= factor
-    q = quantize(x, 8, axis=1)
+    q = quantize(x, 8, scale="row")
     error = (q.dequantize().double() - x.double()).norm(dim=1) / x.double().norm(dim=1)
     assert float(error[2]) < 0.02
 
 
 def test_subnormal_rows_never_divide_by_zero() -> None:
-    q = quantize(torch.tensor([[1e-44, -1e-44]]), 8, axis=1)
+    q = quantize(torch.tensor([[1e-44, -1e-44]]), 8, scale="row")
     assert torch.equal(q.dequantize(), torch.tensor([[1e-44, -1e-44]]))
 
 
@@ -162,8 +162,8 @@ def test_nonfinite_entries_raise_or_poison_their_own_slice_only(bad: float) -> N
     x = torch.randn(3, 5)
     x[1, 2] = bad
     with pytest.raises(ValueError, match="x must be finite, got 1 inf or nan of 15"):
-        quantize(x, 8, axis=1)
-    out = quantize(x, 8, axis=1, nonfinite="propagate").dequantize()
+        quantize(x, 8, scale="row")
+    out = quantize(x, 8, scale="row", nonfinite="propagate").dequantize()
     assert bool(torch.isnan(out[1]).all())
     assert bool(torch.isfinite(out[[0, 2]]).all())
 
@@ -201,8 +201,8 @@ CASES = {
     "integer input": (lambda: quantize(torch.ones(2, dtype=torch.int8), 8), TypeError, "x must have a floating dtype"),
     "no tensor": (lambda: quantize([1.0], 8), TypeError, "x must be a tensor, got list"),
     "width": (lambda: quantize(torch.ones(2), 5), ValueError, r"bits must be one of \(4, 8, 12, 16\), got 5"),
-    "axis": (lambda: quantize(torch.ones(2, 2), 8, axis=2), ValueError, "axis must be None, 0 or 1, got 2"),
-    "axis of a vector": (lambda: quantize(torch.ones(2), 8, axis=0), ValueError, "at least 2 dimensions for axis=0, got 1"),
+    "axis": (lambda: quantize(torch.ones(2, 2), 8, axis=2), ValueError, "without axis, got scale=None, axis=2"),
+    "axis of a vector": (lambda: quantize(torch.ones(2), 8, scale="column"), ValueError, "at least 2 dimensions for scale='column', got 1"),
     "clip": (lambda: quantize(torch.ones(2), 8, clip="min"), ValueError, "clip must be 'max', 'mse' or a percentile"),
     "percentile": (lambda: quantize(torch.ones(2), 8, clip=101), ValueError, r"percentile in \(0, 100\], got 101"),
     "rounding": (lambda: quantize(torch.ones(2), 8, rounding="up"), ValueError, "rounding must be 'nearest' or 'trunc'"),
@@ -245,7 +245,7 @@ def test_the_repr_says_what_it_is() -> None:
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_scale_without_a_finite_inverse_keeps_zeros(bits: int) -> None:
     x = torch.tensor([[0.0, 5e-324, -5e-324, 0.0]], dtype=torch.float64)
-    q = quantize(x, bits, axis=1)
+    q = quantize(x, bits, scale="row")
     assert q.ints().tolist()[0][0] == q.ints().tolist()[0][3] == 0
 
 
@@ -254,7 +254,7 @@ def test_a_scale_without_a_finite_inverse_keeps_zeros(bits: int) -> None:
 def test_a_slice_with_inf_or_nan_has_scale_nan_whatever_the_clip(bad: float, clip: str | float) -> None:
     x = torch.randn(3, 40)
     x[1, 7] = bad
-    q = quantize(x, 8, axis=1, clip=clip, nonfinite="propagate")  # type: ignore[arg-type]
+    q = quantize(x, 8, scale="row", clip=clip, nonfinite="propagate")  # type: ignore[arg-type]
     assert q.scale is not None
     assert torch.isnan(q.scale).flatten().tolist() == [False, True, False]
     assert q.ints()[1].eq(0).all()

@@ -177,7 +177,7 @@ def test_two_tensors_share_a_launch_only_if_their_strides_match(bits: int) -> No
         first = x if name != "long rows" else storage[72_000:144_000].view(2, 36_000)
         found = quantize_rows_of_two(first, other, bits=bits, factor=0.3)
         for (data, scale), each, factor in zip(found, (first, other), (0.3, 1.0), strict=True):
-            expected = quantize(each, bits, axis=1, nonfinite="propagate")
+            expected = quantize(each, bits, scale="row", nonfinite="propagate")
             assert torch.equal(data, expected.data), name
             assert expected.scale is not None
             assert torch.equal(scale.nan_to_num(-1.0), (expected.scale * factor).nan_to_num(-1.0)), name
@@ -241,7 +241,7 @@ def test_empty_tensors_need_no_kernel(shape: tuple[int, ...]) -> None:
 @pytest.mark.gpu
 def test_subnormal_entries_of_a_double_keep_their_integers() -> None:
     x = torch.tensor([[5e-324, 0.0, -5e-324], [3e-310, 1e-310, 0.0]], dtype=torch.float64, device="cuda")
-    q = quantize(x, 8, axis=1)
+    q = quantize(x, 8, scale="row")
     assert q.scale is not None and bool((q.scale > 0).all())
     assert q.ints()[0, 1] == 0 and q.ints()[1, 2] == 0
 

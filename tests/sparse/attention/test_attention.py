@@ -54,7 +54,7 @@ def error(ours: Tensor, expected: Tensor) -> float:
 def test_the_teaching_form_is_the_call() -> None:
     q, k, v = (x[0, 0] for x in inputs("random"))
     mask = masks.random(LENGTH, 0.9)
-    Q, K, V = mc.quantize(q, 8, axis=1), mc.quantize(k, 8, axis=1), mc.quantize(v, 8)
+    Q, K, V = mc.quantize(q, 8, scale="row"), mc.quantize(k, 8, scale="row"), mc.quantize(v, 8)
     S = mc.sddmm(Q, K, mask, out_dtype=torch.float16)
     assert isinstance(S, mc.SRBCRS)
     P = sparse_softmax(S, bits=8, scale=DEPTH**-0.5)
@@ -85,9 +85,9 @@ def seen(q: Tensor, k: Tensor, v: Tensor, bits: int) -> list[Tensor]:
     """The numbers that the integers stand for."""
     matrices = v.reshape(-1, v.shape[-2] * v.shape[-1])
     return [
-        mc.quantize(q, bits, axis=1).dequantize(),
-        mc.quantize(k, bits, axis=1).dequantize(),
-        mc.quantize(matrices, bits, axis=1).dequantize().view_as(v),
+        mc.quantize(q, bits, scale="row").dequantize(),
+        mc.quantize(k, bits, scale="row").dequantize(),
+        mc.quantize(matrices, bits, scale="row").dequantize().view_as(v),
     ]
 
 
@@ -271,7 +271,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(options)
 
     def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-        found = mc.quantize(x, bits, axis=1, nonfinite="propagate")
+        found = mc.quantize(x, bits, scale="row", nonfinite="propagate")
         assert found.scale is not None
         return found.ints(), found.scale
 
@@ -287,7 +287,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(operands, "encode_operands", encode_all)
     monkeypatch.setattr(attention, "make_index", make_index)
     monkeypatch.setattr(attention, "fused_attention", attend)
-    monkeypatch.setattr(operator, "_fused_obstacle", lambda *_: "")
+    monkeypatch.setattr(operator, "fused_obstacle", lambda *_: "")
     monkeypatch.setattr(cpu_fused, "attention_kind", lambda *_: None)  # the engine's call takes nothing
     return calls
 
@@ -302,16 +302,16 @@ def test_the_fused_kernel_gets_what_its_interface_says(
     heads = [masks.random(61, 0.4, keys=44, seed=seed) for seed in range(3)]
     for number, (mask, bias) in enumerate([(heads[0], None), (heads, torch.randn(44)), (heads, torch.randn(2, 3, 44))]):
         options: dict[str, Any] = {"bias": bias, "causal": number == 2, "qkv_bits": qkv_bits, "return_lse": True}
-        fused, lse = sparse_attention(q, k, v, mask, impl="fused", **options)
-        other, sums = sparse_attention(q, k, v, mask, impl="unfused", softmax_bits=16, **options)
+        fused, lse = sparse_attention(q, k, v, mask, backend="fused", **options)
+        other, sums = sparse_attention(q, k, v, mask, backend="unfused", softmax_bits=16, **options)
         assert len(calls) == number + 1
         assert error(fused, other.double()) < 3e-3
         assert torch.allclose(lse, sums, atol=6e-3)
         assert calls[-1]["bias"] is None or calls[-1]["bias"].shape in ((44,), (6, 44))
     columns = [x[:1, :1].mT.contiguous().mT for x in (q, k, v)]  # as a sparse layer writes them
     assert torch.equal(
-        sparse_attention(*columns, heads[0], impl="fused", qkv_bits=qkv_bits),
-        sparse_attention(q[:1, :1], k[:1, :1], v[:1, :1], heads[0], impl="fused", qkv_bits=qkv_bits),
+        sparse_attention(*columns, heads[0], backend="fused", qkv_bits=qkv_bits),
+        sparse_attention(q[:1, :1], k[:1, :1], v[:1, :1], heads[0], backend="fused", qkv_bits=qkv_bits),
     )
 
 
@@ -320,7 +320,7 @@ def test_the_fused_form_has_the_gradients_of_the_three_products(monkeypatch: pyt
     q, k, v = (x.requires_grad_() for x in inputs("random", 40, 40))
     mask, grads = masks.random(40, 0.5), []
     for impl in ("fused", "unfused"):
-        out = sparse_attention(q, k, v, mask, impl=impl)  # type: ignore[arg-type]
+        out = sparse_attention(q, k, v, mask, backend=impl)  # type: ignore[arg-type]
         grads.append(torch.autograd.grad(out.sin().sum(), (q, k, v)))
     assert all(error(a, b.double()) < 0.02 for a, b in zip(*grads, strict=True))
 
@@ -344,11 +344,11 @@ def bad_calls() -> list[tuple[type[Exception], str, dict[str, Any]]]:
         (ValueError, "bias must have one number for each of the 8 keys", {"bias": torch.randn(7)}),
         (ValueError, r"bias must broadcast to the leading dimensions \(2,\)", {"bias": torch.randn(3, 8)}),
         (TypeError, "bias must be a float tensor, got torch.bool", {"bias": torch.ones(8, dtype=torch.bool)}),
-        (ValueError, "impl must be None, 'fused' or 'unfused', got 'four'", {"impl": "four"}),
+        (ValueError, "backend must be None, 'fused' or 'unfused', got 'four'", {"backend": "four"}),
         (
             NotImplementedError,
-            "impl='fused' does not support softmax_bits=16, qkv_bits=8 on a CPU, only 4 and 8; use impl='unfused'",
-            {"impl": "fused", "softmax_bits": 16},
+            "backend='fused' does not support softmax_bits=16, qkv_bits=8 on a CPU, only 4 and 8; use backend='unfused'",
+            {"backend": "fused", "softmax_bits": 16},
         ),
     ]
 
@@ -375,6 +375,6 @@ def test_structures_are_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_former_name_of_the_unfused_form_is_deprecated() -> None:
     q, mask = torch.randn(2, 8, 4), masks.local(8, 1)
-    with pytest.warns(DeprecationWarning, match="impl='three' is deprecated; use impl='unfused'"):
+    with pytest.warns(DeprecationWarning, match="impl='three' is deprecated; use backend='unfused'"):
         former = sparse_attention(q, q, q, mask, impl="three")
-    assert torch.equal(former, sparse_attention(q, q, q, mask, impl="unfused"))
+    assert torch.equal(former, sparse_attention(q, q, q, mask, backend="unfused"))

@@ -49,10 +49,10 @@ def both(
     monkeypatch: pytest.MonkeyPatch, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Result and log-sum-exp of the engine's call, and of three products with the engine's exponential."""
-    found = sparse_attention(q, k, v, mask, impl="fused", return_lse=True, **options)
+    found = sparse_attention(q, k, v, mask, backend="fused", return_lse=True, **options)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "exp_", lambda x: x.copy_(exponential(x)))
-        return found, sparse_attention(q, k, v, mask, impl="unfused", return_lse=True, **options)
+        return found, sparse_attention(q, k, v, mask, backend="unfused", return_lse=True, **options)
 
 
 def same_bits(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -144,7 +144,7 @@ def test_extreme_numbers(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 def test_weights_differ_from_those_of_torch_in_ties_of_rounding_alone(path: str) -> None:
     q, k, v = tensors(256, 256, 64, 64)
     mask = masks.random(256, 0.9)
-    fused, unfused = (sparse_attention(q, k, v, mask, impl=impl) for impl in ("fused", "unfused"))  # type: ignore[arg-type]
+    fused, unfused = (sparse_attention(q, k, v, mask, backend=impl) for impl in ("fused", "unfused"))  # type: ignore[arg-type]
     assert float((fused != unfused).float().mean()) < 0.01
     assert float((fused - unfused).norm() / unfused.norm()) < 1e-4
 
@@ -155,7 +155,7 @@ def test_gradients_take_the_same_forward_pass(path: str) -> None:
     learning = [x.clone().requires_grad_() for x in operands]
     out = sparse_attention(*learning, mask)
     assert out.requires_grad and torch.equal(out, sparse_attention(*operands, mask))
-    expected = sparse_attention(*learning, mask, impl="unfused")
+    expected = sparse_attention(*learning, mask, backend="unfused")
     grads = [torch.autograd.grad(x.square().sum(), learning) for x in (out, expected)]
     for ours, theirs in zip(*grads, strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
@@ -169,8 +169,8 @@ def test_other_calls_take_three_products() -> None:
             q, k, v, mask, **{**options, "impl": "unfused"}))  # fmt: skip
     assert RECORDS not in mask._cache or not [each for each in mask._cache[RECORDS].values()
                                               if isinstance(each, cpu_fused.AttentionRecord)]  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"impl='fused' does not support torch.float64 on a CPU"):
-        sparse_attention(q.double(), k.double(), v.double(), mask, impl="fused")
+    with pytest.raises(NotImplementedError, match=r"backend='fused' does not support torch.float64 on a CPU"):
+        sparse_attention(q.double(), k.double(), v.double(), mask, backend="fused")
 
 
 def records(mask: mc.Pattern) -> int:
@@ -191,4 +191,4 @@ def test_a_record_sees_masks_and_biases_change() -> None:
         heads[place].col_indices[starts] = 0  # sorted still: the first key of each vector row
         second = sparse_attention(q, k, v, heads, bias=bias)
         assert not torch.equal(second[place], first[place]) and torch.equal(second[1 - place], first[1 - place])
-        assert torch.equal(second, sparse_attention(q, k, v, heads, bias=bias, impl="unfused"))
+        assert torch.equal(second, sparse_attention(q, k, v, heads, bias=bias, backend="unfused"))

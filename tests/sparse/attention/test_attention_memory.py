@@ -45,9 +45,9 @@ def test_memory_follows_the_mask_and_not_the_square_of_the_length(monkeypatch: p
     for length in (1024, 2048, 4096):
         q, k, v = (torch.randn(2, length, 32) for _ in "qkv")
         mask = masks.local(length, 32)
-        sparse_attention(q, k, v, mask, impl=impl, return_lse=True)  # what is derived from a mask is cached
+        sparse_attention(q, k, v, mask, backend=impl, return_lse=True)  # what is derived from a mask is cached
         with Made() as made:
-            sparse_attention(q, k, v, mask, impl=impl, return_lse=True)
+            sparse_attention(q, k, v, mask, backend=impl, return_lse=True)
         sums.append(sum(made.bytes.values()))
         largest.append(max(made.bytes.values()))
     assert all(b < 2.1 * a for values in (sums, largest) for a, b in pairwise(values)), (sums, largest)

@@ -87,7 +87,7 @@ def test_a_mask_selects_what_is_stored(name: str) -> None:
     assert torch.equal(a.to_dense().float(), expected)
     assert a.pattern.vectors == int(mask.view(6, 4, 40).any(1).sum())
     if name in SMALL:
-        codes = mc.quantize(x.float(), dtype=name, axis=1)
+        codes = mc.quantize(x.float(), dtype=name, scale="row")
         b = mc.SRBCRS.from_mask(codes, mask, vector_length=4)
         assert torch.equal(b.to_dense(), codes.dequantize() * mask) and b.pattern.vectors == a.pattern.vectors
 
@@ -120,9 +120,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "integers": (lambda: mc.SRBCRS.from_dense(X.to(torch.int8), dtype="float16"), TypeError, "values must be .* for dtype 'float16', got torch.int8"),
     "another format": (lambda: mc.SRBCRS.from_dense(mc.quantize(X, dtype="e4m3"), dtype="e5m2"), ValueError, "dtype must be 'e4m3' .* got 'e5m2'"),
     "another float8": (lambda: mc.SRBCRS.from_dense(X.to(torch.float8_e5m2), dtype="e4m3"), ValueError, "dtype must be 'e5m2' for values of torch.float8_e5m2, got 'e4m3'"),
-    "scales of columns": (lambda: mc.SRBCRS.from_dense(mc.quantize(X, dtype="e4m3", axis=0)), ValueError, "one a column"),
-    "an axis of columns": (lambda: mc.SRBCRS.from_dense(X, dtype="e4m3", axis=0), ValueError, "axis must be None .* got 0"),
-    "an axis without a scale": (lambda: mc.SRBCRS.from_dense(X, dtype="float16", axis=1), ValueError, "axis must be None for dtype 'float16'"),
+    "scales of columns": (lambda: mc.SRBCRS.from_dense(mc.quantize(X, dtype="e4m3", scale="column")), ValueError, "one a column"),
+    "an axis of columns": (lambda: mc.SRBCRS.from_dense(X, dtype="e4m3", scale="column"), ValueError, "axis must be None .* got 0"),
+    "an axis without a scale": (lambda: mc.SRBCRS.from_dense(X, dtype="float16", scale="row"), ValueError, "axis must be None for dtype 'float16'"),
     "scales of blocks": (lambda: mc.SRBCRS.from_dense(mc.quantize(X, dtype="mxfp8")), ValueError, "got scales of blocks 32"),
     "a mask of another shape": (lambda: mc.SRBCRS.from_mask(X, torch.ones(8, 15, dtype=torch.bool), vector_length=8, dtype="e4m3"), ValueError, "mask must have the shape"),
     "float32 as an operand": (lambda: mc.spmm(A, torch.ones(16, 4)), TypeError, "B must be .* float16, bfloat16, float8_e5m2, float8_e4m3fn, float4_e2m1fn_x2, got torch.float32"),
@@ -132,9 +132,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "both halves": (lambda: mc.spmm(mc.SRBCRS.from_dense(ONES, dtype="float16"), torch.ones(16, 4).bfloat16()), TypeError, "must not be float16 and bfloat16"),
     "both halves sampled": (lambda: mc.sddmm(X.half(), X.bfloat16(), mc.random_pattern(8, 8, 0, 8)), TypeError, "must not be float16 and bfloat16"),
     "an integer output": (lambda: mc.spmm(A, torch.ones(16, 4).half(), out_dtype=torch.int32), TypeError, "out_dtype must be one of .* for a product of floats, got torch.int32"),
-    "scales along the sum": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 4), dtype="e4m3", axis=1)), ValueError, "B must have a per-tensor or per-column scale"),
+    "scales along the sum": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 4), dtype="e4m3", scale="row")), ValueError, "B must have a per-tensor or per-column scale"),
     "B of another size": (lambda: mc.spmm(A, torch.ones(15, 4).half()), ValueError, "B must have 16 rows .* got 15"),
-    "B of blocks": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 32), dtype="mxfp4", axis=0)), ValueError, "B must have one scale .* got scales of blocks 32"),
+    "B of blocks": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 32), dtype="mxfp4", scale="column")), ValueError, "B must have one scale .* got scales of blocks 32"),
     "X of one dimension": (lambda: mc.sddmm(torch.ones(8).half(), X.half(), A), ValueError, "X must have at least 2 dimensions"),
 }  # fmt: skip
 

@@ -115,7 +115,7 @@ def test_products_follow_writes_to_values(bits: int, write: str) -> None:
 
 
 def test_a_scale_that_is_written_is_followed() -> None:
-    a = mc.SRBCRS.from_dense(torch.randn(M, K), vector_length=V, axis=1)
+    a = mc.SRBCRS.from_dense(torch.randn(M, K), vector_length=V, scale="row")
     b = dense()
     first = mc.spmm(a, b)
     assert a.scale is not None

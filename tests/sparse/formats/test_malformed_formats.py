@@ -73,7 +73,7 @@ def repeated_place() -> torch.Tensor:
 
 
 def per_row() -> SRBCRS:
-    return SRBCRS.from_dense(torch.ones(8, 4), axis=1)
+    return SRBCRS.from_dense(torch.ones(8, 4), scale="row")
 
 
 Case = tuple[Callable[[], object], type[Exception], str]
@@ -253,7 +253,7 @@ CONSTRUCTOR_CASES: dict[str, Case] = {
     "dense over 4 bits": (lambda: SRBCRS.from_dense(INTS * 8, bits=4), ValueError, r"dense must lie in \[-8, 7\] for signed 4-bit integers, got values in \[8, 8\]"),
     "dense negative unsigned": (lambda: SRBCRS.from_dense(-INTS, signed=False), ValueError, r"dense must lie in \[0, 255\]"),
     "dense bits 6": (lambda: SRBCRS.from_dense(INTS, bits=6), ValueError, "bits must be one of .*, got 6"),
-    "dense scale per column": (lambda: SRBCRS.from_dense(INTS.float(), axis=0), ValueError, r"axis must be None .* got 0: a scale per column"),
+    "dense scale per column": (lambda: SRBCRS.from_dense(INTS.float(), scale="column"), ValueError, r"scale must be 'tensor' or 'row', got 'column': a scale per column"),
     "dense float with nan": (lambda: SRBCRS.from_dense(torch.full((2, 2), float("nan"))), ValueError, "finite|nan"),
     "mask of another shape": (lambda: on_mask(mask=MASK[:4]), ValueError, r"mask must have the shape of values \(8, 4\), got \(4, 4\)"),
     "mask of ints": (lambda: on_mask(mask=INTS), TypeError, "mask must be torch.bool, got torch.int8"),
@@ -279,7 +279,7 @@ CONSTRUCTOR_CASES: dict[str, Case] = {
         ValueError,
         r"values must lie in \[-128, 127\] .* got values in \[200, 200\]",
     ),
-    "transpose with a scale per row": (lambda: per_row().transpose(), ValueError, r"transpose needs one scale .* shape \(8, 1\).*quantize with axis=None"),
+    "transpose with a scale per row": (lambda: per_row().transpose(), ValueError, r"transpose needs one scale .* shape \(8, 1\).*quantize with scale='tensor'"),
     "batch to scipy": (lambda: SRBCRS.from_pattern(PATTERN, torch.zeros(2, 3, 8), bits=None).to_scipy(), ValueError, r"to_scipy needs a single matrix, got a batch of shape \(2,\)"),
 }  # fmt: skip
 

@@ -141,7 +141,7 @@ def test_element_that_rounds_to_zero_stays_stored() -> None:
 
 def test_scale_per_row_reaches_its_own_rows_when_the_last_vector_row_is_short() -> None:
     weight = torch.diag(torch.tensor([1.0, 10.0, 100.0, 1000.0, 1e-3]))
-    matrix = SRBCRS.from_dense(weight, vector_length=4, axis=1)
+    matrix = SRBCRS.from_dense(weight, vector_length=4, scale="row")
     assert matrix.scale is not None and matrix.scale.shape == (5, 1)
     assert torch.allclose(matrix.to_dense(), weight)
     assert torch.allclose(torch.from_numpy(matrix.to_scipy().toarray()), weight)
@@ -225,7 +225,7 @@ def test_a_matrix_used_once_stays_so_elsewhere_and_forgets_its_copies() -> None:
 
 
 def test_bytes_and_repr_count_every_tensor() -> None:
-    matrix = SRBCRS.from_dense(torch.ones(8, 4), vector_length=8, bits=4, stride=16, axis=1)
+    matrix = SRBCRS.from_dense(torch.ones(8, 4), vector_length=8, bits=4, stride=16, scale="row")
     assert matrix.nbytes == 8 + 8 + 16 * 4 + 8 * 16 // 2 + 8 * 4
     assert repr(matrix) == (
         "SRBCRS(shape=(8, 4), vector_length=8, stride=16, values=int4, scale=per row, nnz=32, density=1, "
@@ -317,6 +317,6 @@ def test_nan_scale_is_legal() -> None:
 
 def test_bcrs_and_srbcrs_agree_on_every_field_of_the_source() -> None:
     weight = torch.randn(20, 33, generator=torch.Generator().manual_seed(3))
-    a, b = SRBCRS.from_dense(weight, axis=1), BCRS.from_dense(weight, axis=1)
+    a, b = SRBCRS.from_dense(weight, scale="row"), BCRS.from_dense(weight, scale="row")
     assert (a.shape, a.bits, a.signed, a.vector_length) == (b.shape, b.bits, b.signed, b.vector_length)
     assert torch.equal(a.to_dense(), b.to_dense())

@@ -53,7 +53,7 @@ def test_spmm_has_the_gradients_of_a_dense_product_of_the_rounded_operands(case:
     values = ag.vectors_at(w, p)
     a = ag.compress(values, p, bits=bits)
     y = ag.spmm(a, x, values=values, bias=bias, act_bits=bits, grad_bits=None)
-    rounded = mc.quantize(x, bits, axis=0).dequantize()
+    rounded = mc.quantize(x, bits, scale="column").dequantize()
     dense = through(w * p.to_dense(), a.to_dense()) @ through(x, rounded) + bias[:, None]
     assert y.dtype == torch.float64 and relative(y, dense) < 1e-14
     for got, want in zip(torch.autograd.grad(y, (w, x, bias), g), torch.autograd.grad(dense, (w, x, bias), g),
@@ -69,7 +69,7 @@ def test_sddmm_has_the_gradients_of_a_dense_product_of_the_rounded_operands(case
     p = pattern_of(m, n, v)
     x, y = normal(*batch, m, k).requires_grad_(), normal(*batch, n, k, seed=1).requires_grad_()
     s = ag.sddmm(x, y, p, bits=bits, grad_bits=None)
-    left, right = (through(t, mc.quantize(t, bits, axis=1).dequantize()) for t in (x, y))
+    left, right = (through(t, mc.quantize(t, bits, scale="row").dequantize()) for t in (x, y))
     dense = left @ right.mT
     want_s = mc.reference.at_vectors(dense, p)
     assert s.shape == (*batch, p.vectors, v) and torch.allclose(s, want_s, rtol=1e-12, atol=1e-12)
@@ -105,7 +105,7 @@ def test_rounding_of_gradients_is_within_half_a_step_of_each(case: Any, bits: in
     p, w, x, _, g = leaves(*case)
     y = spmm(p, w, x, None, grad_bits=bits)
     of_w, of_x = torch.autograd.grad(y, (w, x), g)
-    a, q = ag.compress(ag.vectors_at(w, p), p), mc.quantize(x.detach(), 8, axis=0)
+    a, q = ag.compress(ag.vectors_at(w, p), p), mc.quantize(x.detach(), 8, scale="column")
     ints, scale = a.to_dense(dequantize=False).double(), a.scale.double()  # (M, K), (M, 1)
     most = 2 ** (bits - 1) - 1
     step = (g * scale).abs().amax(-2, keepdim=True) / most  # (*batch, 1, N)

@@ -36,7 +36,7 @@ SPMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: mc.spmm(A, mc.QuantTensor.from_ints(torch.ones(15, 4, dtype=torch.int8), bits=8)),
         ValueError, r"B must have 16 rows to match A of shape \(8, 16\), got 15",
     ),
-    "B has row scales": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 4), 8, axis=1)), ValueError, "a per-tensor or per-column scale, got per-row"),
+    "B has row scales": (lambda: mc.spmm(A, mc.quantize(torch.ones(16, 4), 8, scale="row")), ValueError, "a per-tensor or per-column scale, got per-row"),
     "B is elsewhere": (
         lambda: mc.spmm(A, mc.QuantTensor(B.data.to("meta"), None, 8, True, None, B.shape)),
         ValueError, "B must be on cpu, got meta",
@@ -55,7 +55,7 @@ SPMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }  # fmt: skip
 
 SDDMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "mask is dense": (lambda: mc.sddmm(X, Y, torch.ones(8, 16)), TypeError, "mask must be a Pattern, SRBCRS or BCRS, got Tensor"),
+    "mask is dense": (lambda: mc.sddmm(X, Y, torch.ones(8, 16)), TypeError, r"mask must be bool, got a tensor of torch\.float32"),
     "X is a plain tensor": (lambda: mc.sddmm(torch.ones(8, 5), Y, MASK), TypeError, "X must be a QuantTensor"),
     "Y wants a gradient": (
         lambda: mc.sddmm(torch.ones(8, 5).half(), torch.ones(16, 5).half().requires_grad_(), MASK),
@@ -73,7 +73,7 @@ SDDMM: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError, r"the same leading dimensions, got \(\) and \(2,\)",
     ),
     "format": (lambda: mc.sddmm(X, Y, MASK, out_format="csr"), ValueError, "out_format must be 'srbcrs' or 'bcrs', got 'csr'"),
-    "scale along the sum": (lambda: mc.sddmm(mc.quantize(torch.ones(8, 5), 8, axis=0), Y, MASK), ValueError, "X must have one scale or one outside"),
+    "scale along the sum": (lambda: mc.sddmm(mc.quantize(torch.ones(8, 5), 8, scale="column"), Y, MASK), ValueError, "X must have one scale or one outside"),
 }  # fmt: skip
 
 

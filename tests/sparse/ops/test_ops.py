@@ -118,7 +118,7 @@ def test_scales_and_bias_are_fused(path: str, axis_a: int | None, axis_b: int | 
 def test_sddmm_scales_belong_to_rows_of_both(path: str) -> None:
     q, k = torch.randn(2, 24, 32), torch.randn(2, 40, 32)
     pattern = mc.random_pattern(24, 40, 0.5, 8)
-    x, y = mc.quantize(q, 8, axis=1), mc.quantize(k, 8, axis=1)
+    x, y = mc.quantize(q, 8, scale="row"), mc.quantize(k, 8, scale="row")
     s = mc.sddmm(x, y, pattern).to_dense()
     exact = torch.matmul(x.dequantize(), y.dequantize().mT) * pattern.to_dense()
     assert torch.allclose(s, exact, rtol=1e-5, atol=1e-5)
@@ -237,7 +237,7 @@ def test_a_cached_call_reads_other_data_scales_and_bias(path: str) -> None:
         a = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8, axis=axis)
         for seed in range(3):
             torch.manual_seed(seed)
-            b = mc.quantize(torch.randn(70, 33), 8, axis=0)
+            b = mc.quantize(torch.randn(70, 33), 8, scale="column")
             assert b.scale is not None
             for step in range(4):
                 expected = torch.matmul(a.to_dense().double(), b.dequantize().double()) + bias.double()[:, None]
@@ -267,7 +267,7 @@ def test_a_matrix_without_columns_or_rows_gives_zeros() -> None:
 
 def test_the_fallback_without_the_extension_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = sparse(19, 30, 8, 16, True), dense((2, 30, 9), 4, False, "column")
-    x, y = mc.quantize(torch.randn(19, 7), 8, axis=1), mc.quantize(torch.randn(30, 7), 8, axis=1)
+    x, y = mc.quantize(torch.randn(19, 7), 8, scale="row"), mc.quantize(torch.randn(30, 7), 8, scale="row")
     expected = mc.spmm(a, b, out_dtype=torch.int64), mc.sddmm(x, y, a).values
     monkeypatch.setattr(extension, "ENGINE", None)
     assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64), expected[0])
@@ -353,7 +353,7 @@ def test_explain_names_the_path_and_the_digits() -> None:
 
 
 def test_a_copied_matrix_multiplies_and_takes_no_kernels_along() -> None:
-    b = mc.quantize(torch.randn(48, 33), 8, axis=0)
+    b = mc.quantize(torch.randn(48, 33), 8, scale="column")
     a = mc.SRBCRS.from_dense(torch.randn(16, 48), vector_length=8, bits=8)
     expected, pattern = mc.spmm(a, b), a.pattern
     mc.sddmm(mc.quantize(torch.randn(16, 8), 8), mc.quantize(torch.randn(48, 8), 8), pattern)

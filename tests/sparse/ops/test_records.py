@@ -44,8 +44,8 @@ def products() -> dict[str, Callable[[], object]]:
     weight = normal(40, 48)
     weight[weight.abs() < 1] = 0
     a = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8)
-    b, one = mc.quantize(normal(48, 5), bits=8, axis=0), mc.quantize(normal(48, 5), bits=8)
-    x, y = mc.quantize(normal(40, 16), bits=8, axis=1), mc.quantize(normal(48, 16, seed=1), bits=8)
+    b, one = mc.quantize(normal(48, 5), bits=8, scale="column"), mc.quantize(normal(48, 5), bits=8)
+    x, y = mc.quantize(normal(40, 16), bits=8, scale="row"), mc.quantize(normal(48, 16, seed=1), bits=8)
     pattern, heads = a.pattern, normal(3, 2, 48, 8)
     mask, masks = mc.masks.local(48, 5), [mc.masks.local(48, 5), mc.masks.random(48, 0.5)]
     return {
@@ -102,7 +102,7 @@ def test_scales_are_read_at_each_call() -> None:
 
 
 def test_a_result_of_a_warm_sddmm_is_scanned_after_a_write() -> None:
-    q = mc.quantize(normal(16, 8), bits=8, axis=1)
+    q = mc.quantize(normal(16, 8), bits=8, scale="row")
     mask = mc.Pattern.from_dense(torch.eye(16, dtype=torch.bool), vector_length=8)
     results = [mc.sddmm(q, q, mask, out_dtype=torch.float16) for _ in range(3)]
     assert len({each._version_id for each in results}) == 3
@@ -113,8 +113,8 @@ def test_a_result_of_a_warm_sddmm_is_scanned_after_a_write() -> None:
 def test_records_are_bounded_and_go_with_the_matrix() -> None:
     pattern, module = mc.random_pattern(40, 48, 0.5, 8), layer().eval()
     for rows in range(1, MAX_RECORDS + 9):
-        x = mc.quantize(normal(40, rows), bits=8, axis=1)
-        y = mc.quantize(normal(48, rows), bits=8, axis=1)
+        x = mc.quantize(normal(40, rows), bits=8, scale="row")
+        y = mc.quantize(normal(48, rows), bits=8, scale="row")
         mc.sddmm(x, y, pattern)
         with torch.no_grad():
             module(normal(rows, 48))

@@ -8,11 +8,11 @@ import torch
 import magicube_cutlass as mc
 from magicube_cutlass.formats.tracking import MAX_RECORDS
 
-A = mc.SRBCRS.from_dense(torch.randn(16, 32), vector_length=8, axis=1)
+A = mc.SRBCRS.from_dense(torch.randn(16, 32), vector_length=8, scale="row")
 
 
 def operand(n: int = 4) -> mc.QuantTensor:
-    return mc.quantize(torch.randn(32, n), bits=8, axis=0)
+    return mc.quantize(torch.randn(32, n), bits=8, scale="column")
 
 
 def test_a_write_to_out_is_counted() -> None:
@@ -41,7 +41,7 @@ def test_gradients_that_are_wanted_are_refused(times: int) -> None:
     scaled = mc.QuantTensor(b.data, b.scale.clone().requires_grad_(), 8, True, 0, b.shape)
     with pytest.raises(ValueError, match=r"scale of B requires a gradient.*use B\.scale\.detach\(\)"):
         mc.spmm(A, scaled)
-    learned = mc.SRBCRS.from_dense(torch.randn(16, 32), vector_length=8, axis=1)
+    learned = mc.SRBCRS.from_dense(torch.randn(16, 32), vector_length=8, scale="row")
     assert learned.scale is not None
     mc.spmm(learned, b), mc.spmm(learned, b)
     learned.scale.requires_grad_()

@@ -1,0 +1,63 @@
+"""``explain``: which rungs a product tries, from the cheapest up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cute_kernels.explanation import Explanation
+from residual.operand.prepared import PreparedOperand
+from residual.options import OnFailure, check_options, check_pair
+
+
+def explain(
+    A: Tensor,
+    B: Tensor | PreparedOperand,
+    *,
+    tol: float | None = None,
+    mode: str = "auto",
+    bits: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    rungs: Sequence[str] | None = None,
+    on_failure: OnFailure = "raise",
+) -> Explanation:
+    """Report the rungs that :func:`residual.matmul` tries for these operands; nothing is computed.
+
+    Which of them the data needs is measured in the call: its report names it.
+
+    Parameters
+    ----------
+    A, B, tol, mode, bits, out_dtype, rungs, on_failure
+        As for :func:`residual.matmul`.
+
+    Returns
+    -------
+    Explanation
+        `kernel` is the first rung.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`residual.matmul`.
+
+    Examples
+    --------
+    >>> import residual
+    >>> residual.explain(torch.ones(2, 3), torch.ones(3, 2), tol=1e-3).facts["rungs"]
+    ['fp32']
+    """
+    options = check_options(tol, mode, bits, out_dtype, None, rungs, on_failure)
+    a, b = check_pair(A, B.weight if isinstance(B, PreparedOperand) else B)
+    tried = options.rungs_for(a, b)
+    names, products = [str(each) for each in tried], [each.products for each in tried]
+    size = f"{a.shape[0]} x {a.shape[1]} times {a.shape[1]} x {b.shape[1]}"
+    goal = "as it comes" if tol is None else f"for a relative error of {tol:g}"
+    steps = ", then ".join(f"{name} ({count:g} integer products)" if count else name
+                           for name, count in zip(names, products, strict=True))  # fmt: skip
+    device = "CUDA" if a.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+    facts = {"rungs": names, "products": products, "tol": tol, "shape": (a.shape[0], b.shape[1]), "inner": a.shape[1]}
+    return Explanation(
+        "matmul", "cuda" if a.is_cuda else "engine", names[0], f"{device}: {size}, {goal}: {steps}", facts
+    )
