@@ -11,6 +11,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "BITS",
+    "DIGIT_BITS",
+    "STORAGE_DTYPES",
+    "check_bits",
+    "check_range",
+    "combine_digits",
+    "digit_count",
+    "digit_signs",
+    "fetch",
+    "fits",
+    "int_range",
+    "is_integer",
+    "pack4",
+    "product_bound",
+    "split_digits",
+    "storage_dtype",
+    "store",
+    "unpack4",
+    "value_dtype",
+    "widen",
+]
+
 BITS = (4, 8, 12, 16)
 DIGIT_BITS = 8
 

@@ -117,6 +117,8 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
 
 
+# How many counters, fake tensors and the like are on: they see operators only.
+has_dispatch_mode: Callable[[], int] = torch._C._len_torch_dispatch_stack
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 

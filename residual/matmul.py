@@ -10,6 +10,8 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from cute_kernels.watch import watched
+from magicube_cutlass.checks import has_dispatch_mode
 from residual.execute.quick import Quick, quick_for
 from residual.execute.run import Begun, Outcome, begin
 from residual.operand.operand import check_operand
@@ -104,7 +106,7 @@ class Plan:
         ToleranceError
             If no rung met the tolerance.
         """
-        found = self._quick(A) if B is None and self._quick is not None else None
+        found = self._quick(A) if B is None and self._quick is not None and not has_dispatch_mode() else None
         if found is not None:
             return found
         return product(A, *self._right(B), self.options)
@@ -238,6 +240,7 @@ def matmul(
 ) -> tuple[Tensor, Report]: ...
 
 
+@watched("residual.matmul")
 def matmul(
     A: Tensor,
     B: Tensor | PreparedOperand,

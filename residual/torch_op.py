@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch.register import register_op
 from residual.execute.quick import PLAIN, single_product
 from residual.execute.run import compute
@@ -44,6 +46,11 @@ def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+def _flops(a: Tensor, b: Tensor, *_: Any, out_val: object = None, **options: object) -> int:
+    """Return those of the product itself, whatever computes it."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the exact product, in the operands' dtypes."""
     a, b = ctx.saved_tensors
@@ -63,6 +70,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _operator = register_op("residual::matmul", _matmul, _fake)
+register_flop_formula(_operator, get_raw=True)(_flops)
 torch.library.register_autograd("residual::matmul", _backward, setup_context=_save)
 
 
@@ -84,7 +92,7 @@ def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Opt
 
     Compilers see the operator, which prepares `b` at each call.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling() or has_dispatch_mode() > 0
     found = None if compiling else single_product(a, b, prepared, options)
     if found is not None:
         return found

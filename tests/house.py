@@ -30,13 +30,14 @@ _KERNELS: dict[str, set[str]] = {
     "operands": {"dtypes"},
     "machine": {"dtypes"},
     "explanation": set(),
+    "watch": set(),
     "jit": set(),
     "device": set(),  # headers only
     "cpu": {"integers"},
     "layout": {"atoms", "cpu", "jit", "dtypes"},
     "convert": {"cpu", "jit", "dtypes", "integers", "operands", "machine"},
-    "gemm": {"convert", "cpu", "integers", "jit", "operands", "machine"},
-    "scaled_gemm": {"gemm", "convert", "float_format", "floats", "jit", "operands", "machine"},
+    "gemm": {"watch", "convert", "cpu", "integers", "jit", "operands", "machine"},
+    "scaled_gemm": {"watch", "gemm", "convert", "float_format", "floats", "jit", "operands", "machine"},
     "sparse_config": {"atoms", "dtypes", "jit"},
     "spmm": {
         "layout",

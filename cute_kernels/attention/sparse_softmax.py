@@ -19,6 +19,8 @@ from cute_kernels.layout.fragments import pack_index
 from cute_kernels.operands import Probabilities
 from cute_kernels.spmm.gather import GatherConfig
 
+__all__ = ["SoftmaxConfig", "SoftmaxRows", "default_configs", "softmax"]
+
 _VEC = 8  # consecutive values per lane
 _FRAGMENT_STRIDE = 32
 

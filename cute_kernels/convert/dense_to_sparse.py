@@ -14,6 +14,8 @@ from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
+__all__ = ["FLOATS", "PIECE", "CompressConfig", "Compressed", "compress", "default_configs", "needs_check", "rows_of"]
+
 # dtype -> C++ type of the entries. Floats are read as their bits: only zero or not matters.
 _TYPES = {
     torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t", torch.uint16: "uint16_t",

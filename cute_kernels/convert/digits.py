@@ -26,6 +26,8 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
 from cute_kernels.operands import ALIGNMENT, aligned
 
+__all__ = ["ZERO_SCALE", "Digits", "DigitsConfig", "columns_config", "default_configs", "digit_rule", "digits"]
+
 _BIAS_FACTOR, _TINY = 2.0**100, 2.0**-100  # exponent bias factor of slices with tiny scales
 ZERO_SCALE = 2.0**-38  # of zeros: never the largest scale of a matrix
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")

@@ -16,6 +16,8 @@ from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
+__all__ = ["SOURCES", "QuantizeConfig", "default_configs", "quantize", "quantize_rows_of_two"]
+
 SOURCES = REAL_DTYPES | {torch.float64: "float64"}
 _TYPES = OUT_TYPES | {"float64": "double"}
 _LONG_ROW = 1 << 15  # entries per row from which several CTAs share a row, if rows are few

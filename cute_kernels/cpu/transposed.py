@@ -10,6 +10,8 @@ from torch import Tensor
 from cute_kernels.cpu.arguments import check_address
 from cute_kernels.cpu.extension import load_extension
 
+__all__ = ["MAX_SUM", "TransposedOperand", "fits_int32", "pack_transposed", "spmm_transposed"]
+
 MAX_SUM = 2**31 - 1
 
 

@@ -21,6 +21,26 @@ from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
 
+__all__ = [
+    "Comparison",
+    "arm_result",
+    "can_emit_float16",
+    "compare",
+    "grid",
+    "is_single_launch",
+    "matrix_arguments",
+    "padded",
+    "probe",
+    "probe_with_absmax",
+    "probe_with_float16",
+    "probeable",
+    "readable",
+    "result_buffer",
+    "start_comparison",
+    "start_sum",
+    "wait_result",
+]
+
 _MAX_LENGTH = 2**30  # elements per row or column; indices are int32
 _RUN = 4  # elements per load of a lane
 _MIN_SPLIT = 512  # columns per CTA if CTAs share a tile; their sums take another kernel

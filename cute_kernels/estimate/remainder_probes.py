@@ -19,6 +19,8 @@ from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 
+__all__ = ["TF32_MARGIN", "RemainderConfig", "default_configs", "probe_remainder", "start_remainder_estimate"]
+
 # Relative error of these kernels: four factors in a chain are truncated to tf32, each by at most 2^-10.
 TF32_MARGIN = 1 + 2.0**-7
 

@@ -15,6 +15,9 @@ from cute_kernels.gemm.cutlass import check_backend, gemm_cutlass
 from cute_kernels.gemm.epilogue import run_problem
 from cute_kernels.gemm.int4 import Int4Matrix
 from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
+from cute_kernels.watch import watched
+
+__all__ = ["GemmPlan", "Planes", "explain_gemm", "gemm"]
 
 Planes = Tensor | Sequence[Tensor] | Int4Matrix
 
@@ -175,6 +178,7 @@ def _check(
     return problem
 
 
+@watched("cute_kernels.gemm.gemm")
 def gemm(
     a: Planes,
     b: Planes,

@@ -11,6 +11,8 @@ from cute_kernels.cpu.dense import PackedRight, pack_right
 from cute_kernels.gemm.config import GemmConfig, Products
 from cute_kernels.integers import check_range, pack4, unpack4
 
+__all__ = ["NATIVE_INT4", "Int4Matrix"]
+
 # One product by s4 instructions, native from sm_80 to sm_89. It has not run on a GPU.
 NATIVE_INT4 = GemmConfig("mma", Products(1, 1, 1), "int32", tile_k=64, bits=4)
 

@@ -14,6 +14,20 @@ from typing import Any
 
 import numpy as np
 
+__all__ = [
+    "BANKS",
+    "KINDS",
+    "WARP",
+    "WORD",
+    "Access",
+    "Addresses",
+    "Conflicts",
+    "ldmatrix_wavefronts",
+    "report",
+    "swizzled",
+    "wavefronts",
+]
+
 BANKS = 32
 WORD = 4
 WARP = 32

@@ -20,6 +20,18 @@ from pycute import Layout, Swizzle, composition, flatten, make_layout, right_inv
 
 from cute_kernels.atoms import REGISTER_BITS, Atom
 
+__all__ = [
+    "CORE_BYTES",
+    "Places",
+    "column_order",
+    "fragment_order",
+    "gather_order",
+    "k_run",
+    "pack_index",
+    "stride",
+    "swizzle",
+]
+
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
 CORE_BYTES = 16  # a row of a wgmma core matrix

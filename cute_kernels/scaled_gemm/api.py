@@ -16,6 +16,9 @@ from cute_kernels.scaled_gemm.cuda import dequantized_operands, plan_scaled_gemm
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
 from cute_kernels.scaled_gemm.small_m import SmallMConfig
+from cute_kernels.watch import watched
+
+__all__ = ["ScaledGemmPlan", "check", "explain_scaled_gemm", "scaled_gemm"]
 
 _RENAMED = {"gemm_floats": "scaled_gemm", "explain_gemm_floats": "explain_scaled_gemm"}
 
@@ -98,6 +101,7 @@ def check(
     return ScaledGemmProblem(a, b, float(alpha), float(beta), c, bias, out_dtype, fast_accum)
 
 
+@watched("cute_kernels.scaled_gemm.api.scaled_gemm")
 def scaled_gemm(
     a: FloatOperand,
     b: FloatOperand,

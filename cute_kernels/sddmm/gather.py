@@ -16,6 +16,8 @@ from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.config import SampleConfig
 
+__all__ = ["SddmmConfig", "spread_row"]
+
 
 def spread_row(g: Any, row_bytes: int, chunks: int) -> Any:
     """Return the row that lanes ``4 g`` to ``4 g + 3`` read, so that reads have no bank conflicts.

@@ -18,6 +18,8 @@ from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg
 from cute_kernels.sddmm.config import SampleConfig
 
+__all__ = ["BOX_ROWS", "SddmmPanelConfig"]
+
 BOX_ROWS = 128  # rows of Y per mbarrier
 _MAX_COORDINATE = 2**31 - 1  # of a tensor map
 

@@ -21,6 +21,8 @@ from cute_kernels.layout.fragments import pack_index, stride
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.sparse_config import SparseConfig
 
+__all__ = ["SpmmConfig", "group_offsets", "pack_fragments"]
+
 
 @dataclass(frozen=True)
 class SpmmConfig(SparseConfig):

@@ -16,6 +16,8 @@ from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, group_offsets, pack_fragments
 
+__all__ = ["GatherConfig", "PackedGather", "find_long_rows", "long_groups"]
+
 
 @dataclass(frozen=True)
 class GatherConfig(SpmmConfig):

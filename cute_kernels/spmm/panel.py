@@ -20,6 +20,8 @@ from cute_kernels.layout.ring import RingConfig
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, pack_fragments
 
+__all__ = ["BOX_ROWS", "PackedPanel", "PanelConfig", "balance_rows"]
+
 BOX_ROWS = 256  # limit of a TMA box
 _PREFETCHED_RECORDS = 8  # records beyond the last one that a kernel can prefetch
 _MAX_COORDINATE = 2**31 - 1  # of a tensor map

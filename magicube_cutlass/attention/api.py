@@ -10,6 +10,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from cute_kernels.watch import watched
 from magicube_cutlass.attention import cpu_fused, torch_op
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale, check_softmax_bits
 from magicube_cutlass.checks import is_transformed, transform_error
@@ -104,6 +105,7 @@ def sparse_attention(
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
+@watched("magicube_cutlass.sparse_attention")
 def sparse_attention(
     q: Tensor,
     k: Tensor,

@@ -20,7 +20,7 @@ from cute_kernels.cpu.attention import (
     AttentionPattern,
 )
 from magicube_cutlass.attention.unfused import heads_of
-from magicube_cutlass.checks import is_transformed
+from magicube_cutlass.checks import has_dispatch_mode, is_transformed
 from magicube_cutlass.dispatch.plan import engine_index
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
@@ -121,6 +121,8 @@ def attention_kind(
             if not isinstance(one, Pattern):
                 return None
             versions += (one._version_id,)
+    if has_dispatch_mode():
+        return None
     learns = torch.is_grad_enabled()
     for x in (q, k, v) if bias is None else (q, k, v, bias):
         if type(x) not in _TENSORS or not x.is_cpu or is_transformed(x) or (learns and x.requires_grad):

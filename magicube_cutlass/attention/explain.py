@@ -14,6 +14,8 @@ from magicube_cutlass.attention.softmax import check_softmax_bits
 from magicube_cutlass.attention.torch_op import fused_obstacle
 from magicube_cutlass.formats.pattern import Pattern
 
+__all__ = ["explain_attention"]
+
 
 def explain_attention(
     q: Tensor,

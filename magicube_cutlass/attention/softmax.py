@@ -13,6 +13,7 @@ from cute_kernels.dtypes import REAL_DTYPES, Integer
 from cute_kernels.integers import int_range, store
 from cute_kernels.machine import ProblemTypes
 from cute_kernels.operands import Probabilities
+from cute_kernels.watch import watched
 from magicube_cutlass.attention.block_diagonal import BlockDiagonal, block_diagonal_matrix, repeat_on_diagonal
 from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import problem, size_bucket
@@ -252,6 +253,7 @@ def sparse_softmax(S: SRBCRS, *, return_lse: Literal[False] = False, **options: 
 def sparse_softmax(
     S: SRBCRS, *, return_lse: Literal[True], **options: Unpack[SoftmaxOptions]
 ) -> tuple[SRBCRS, Tensor]: ...
+@watched("magicube_cutlass.sparse_softmax")
 def sparse_softmax(
     S: SRBCRS,
     *,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import check_bits
+from cute_kernels.watch import watched
 from magicube_cutlass.autograd import floating as float_autograd
 from magicube_cutlass.autograd.floating import check_float16_like
 from magicube_cutlass.autograd.integer import (
@@ -72,6 +73,7 @@ def _each(values: Tensor, pattern: Pattern, dense: QuantTensor, dtype: torch.dty
     return torch.stack(found).view(size) if found else values.new_zeros(size, dtype=dtype)
 
 
+@watched("magicube_cutlass.autograd.sddmm")
 def sddmm(
     x: Tensor,
     y: Tensor,

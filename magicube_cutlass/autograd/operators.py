@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from cute_kernels.integers import fits, product_bound
+from cute_kernels.watch import watched
 from magicube_cutlass.autograd.integer import spmm as differentiable_spmm
 from magicube_cutlass.formats.array_methods import OPERATORS, TransposedMatrix
 from magicube_cutlass.formats.bcrs import BCRS
@@ -19,10 +20,13 @@ from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 from magicube_cutlass.quantization.quantize import quantize
 
+__all__ = ["multiply"]
+
 _INTEGER_BITS = {torch.int8: (8, True), torch.uint8: (8, False), torch.int16: (16, True), torch.uint16: (16, False)}
 _OUT = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@watched("magicube_cutlass.autograd.multiply")
 def multiply(A: SRBCRS | BCRS | TransposedMatrix[Any], x: Any) -> Tensor:
     """Multiply a sparse matrix, or its transpose, by a dense one: ``A @ x``.
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+__all__ = ["Timing", "measure"]
+
 
 @dataclass(frozen=True)
 class Timing:

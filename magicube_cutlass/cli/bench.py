@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,7 +62,38 @@ def _shape(text: str) -> tuple[int, int]:
     return int(sizes[1]), int(sizes[2])
 
 
+def _replay(folder: Path, budget: float, as_json: bool) -> None:
+    """Time the calls of a trace."""
+    from magicube_cutlass.bench.replay import replay
+
+    with working(f"replaying {folder}"):
+        found = replay(folder, budget)
+    if as_json:
+        print_json({"machine": provenance(), "results": [each._asdict() for each in found]})
+        return
+    from rich.table import Table
+
+    from cute_kernels.watch import short
+
+    table = Table(title="calls of the trace, us", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("operator", "operands", "median", "best", "note"):
+        table.add_column(name, justify="right" if name in ("median", "best") else "left")
+    for each in found:
+        times = ["" if us is None else f"{us:.1f}" for us in (each.us, each.best_us)]
+        operands = ", ".join(short(value) for value in each.operands.values())
+        table.add_row(each.operator.rpartition(".")[2], operands, *times, each.note)
+    console = output()
+    console.width = max(console.width, _WIDTH)
+    console.print(table)
+
+
 def bench(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="Replay the calls that MAGICUBE_TRACE=FOLDER recorded.", show_default=False
+        ),
+    ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="OUTxIN of a layer; may be repeated.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Rows of the input; may be repeated.")] = None,
     sparsity: Annotated[
@@ -73,7 +105,12 @@ def bench(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Time linear layers on this machine, float32 to float32, and check that ours are exact."""
+    """Time linear layers on this machine, float32 to float32, and check that ours are exact; or replay a trace."""
+    if folder is not None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"No such folder: {str(folder)!r}")
+        _replay(folder, budget, as_json)
+        return
     shapes = [_shape(text) for text in shape] if shape else []
     check_length(vector_length)
     chosen = chosen_device(device)

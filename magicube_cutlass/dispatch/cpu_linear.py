@@ -15,7 +15,7 @@ from cute_kernels.cpu import dense, engine, extension
 from cute_kernels.cpu.calls import MASK_COLUMNS
 from cute_kernels.cpu.linear import IntegerLinearCall, LinearCall, PackedLeft, PackedRight, pack_left
 from cute_kernels.gemm.cpu import packs_weights
-from magicube_cutlass.checks import is_transformed
+from magicube_cutlass.checks import has_dispatch_mode, is_transformed
 from magicube_cutlass.dispatch import cpu_costs
 from magicube_cutlass.dispatch.cpu import pack_operand
 from magicube_cutlass.dispatch.dense_fallback import packed_right
@@ -164,7 +164,7 @@ def kind_of(
     # a subclass may trace the operators
     if type(x) not in _TENSORS or x.dtype not in _DTYPES or not x.is_cpu or is_transformed(x):
         return None
-    if x.is_neg() or x._is_zerotensor():
+    if x.is_neg() or x._is_zerotensor() or has_dispatch_mode():
         return None
     given = of_bias = None
     if x_scale is not None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from magicube_cutlass.formats.pattern import Pattern
 
+__all__ = ["OPERATORS", "ArrayMethods", "TransposedMatrix"]
+
 OPERATORS: dict[str, Callable[..., Any]] = {}  # by name: "matmul"
 
 

@@ -14,6 +14,8 @@ from magicube_cutlass.formats.construct import Clip, Parts, Rounding, dense_part
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.tracking import Stamp, is_valid
 
+__all__ = ["BCRS"]
+
 
 class BCRS(CompressedMatrix):
     """A sparse matrix of V x 1 vectors, unpadded.

@@ -10,6 +10,8 @@ from torch import Tensor
 from magicube_cutlass.checks import check_vector_length
 from magicube_cutlass.formats.pattern import Pattern
 
+__all__ = ["from_block_mask"]
+
 _CHUNK = 1 << 24  # elements of a block mask that are evaluated at once
 
 

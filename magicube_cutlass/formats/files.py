@@ -17,6 +17,8 @@ from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.smtx import read_smtx
 from magicube_cutlass.formats.srbcrs import SRBCRS
 
+__all__ = ["FilePattern", "read_pattern"]
+
 _OWN: dict[str, Any] = {"Pattern": Pattern, "SRBCRS": SRBCRS, "BCRS": BCRS}
 
 

@@ -11,6 +11,8 @@ from cute_kernels.integers import is_integer
 from magicube_cutlass.checks import check_shape, check_tensor, check_vector_length, vector_rows
 from magicube_cutlass.formats.pattern import Pattern
 
+__all__ = ["SKEW", "prune", "random_pattern"]
+
 SKEW = 5  # longest over shortest vector row of a skewed pattern
 
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from magicube_cutlass.checks import MAX_DIM, check_vector_length
 from magicube_cutlass.formats.pattern import Pattern
 
+__all__ = ["read_smtx", "write_smtx"]
+
 _GZIP_MAGIC = b"\x1f\x8b"
 _HEADER_ROOM = 256  # characters that the first line may take
 _NUMBER_ROOM = 32  # characters that a number of the other lines may take with the blanks around it

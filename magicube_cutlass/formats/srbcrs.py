@@ -23,6 +23,8 @@ from magicube_cutlass.formats.srbcrs_construct import SRBCRSConstructors
 from magicube_cutlass.formats.tracking import Stamp, is_valid, real_tensors, restamp
 from magicube_cutlass.quantization.float_operands import packed, unpacked
 
+__all__ = ["SRBCRS"]
+
 _RESULTS = (*INTEGER_OUT, torch.float32, torch.float64)  # dtypes that are no operands
 
 

@@ -4,8 +4,11 @@ from magicube_cutlass.nn.attention import SparseQuantAttention
 from magicube_cutlass.nn.calibration import calibrate
 from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.nn.convert import ConversionReport, ConversionRow, convert
+from magicube_cutlass.nn.flop_formulas import register_formulas
 from magicube_cutlass.nn.linear import SparseQuantLinear
 from magicube_cutlass.nn.schedule import PruningSchedule
+
+register_formulas()
 
 __all__ = [
     "ConversionReport",

@@ -15,6 +15,8 @@ from magicube_cutlass.attention.api import Backend, renamed_backend
 from magicube_cutlass.checks import check_tensor
 from magicube_cutlass.formats.pattern import Pattern
 
+__all__ = ["SparseQuantAttention"]
+
 
 def _moved(mask: Pattern, place: torch.device) -> Pattern:
     """The mask on a device; one object for all who ask while one of them holds it: derived data is cached on it."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.quantization.quantize import quantize
 
+__all__ = ["Calibrated", "calibrate"]
+
 
 class Calibrated(nn.Module):
     """A layer with a static activation scale after :func:`calibrate`."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from cute_kernels.integers import check_bits
 from magicube_cutlass.checks import check_vector_length
 
+__all__ = ["SparseQuantConfig"]
+
 
 @dataclass(frozen=True)
 class SparseQuantConfig:

@@ -17,6 +17,8 @@ from magicube_cutlass.nn.linear import SparseQuantLinear
 if TYPE_CHECKING:
     from rich.table import Table
 
+__all__ = ["ConversionReport", "ConversionRow", "LayerConfigs", "convert"]
+
 LayerConfigs = SparseQuantConfig | Mapping[str, SparseQuantConfig | None] | None
 
 

@@ -17,6 +17,8 @@ from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.nn.convert import ConversionReport, ConversionRow
 from magicube_cutlass.nn.linear import SparseQuantLinear
 
+__all__ = ["SKIPPED", "convert_file"]
+
 # Matrices that are no linear layers, by the names of common models.
 SKIPPED = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.watch import watched
 from magicube_cutlass import autograd
 from magicube_cutlass.autograd.integer import STRIDE, quantized, spmm_of
 from magicube_cutlass.checks import check_tensor, is_transformed, transform_error
@@ -232,6 +233,7 @@ class SparseQuantLinear(Calibrated):
         matrix._cache["pattern"] = self.pattern
         return matrix
 
+    @watched("magicube_cutlass.nn.SparseQuantLinear.forward", traces=False)
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._compiled(x)

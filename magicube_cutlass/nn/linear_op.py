@@ -92,7 +92,8 @@ def register(layer: Layer) -> int:
     return number
 
 
-def _layer(number: int) -> Layer:
+def layer_of(number: int) -> Layer:
+    """Return the living layer of this number; `RuntimeError` if there is none."""
     found = _layers.get(number)
     if found is None:
         raise RuntimeError(f"a compiled graph needs the SparseQuantLinear it was traced with, number {number}: "
@@ -102,20 +103,20 @@ def _layer(number: int) -> Layer:
 
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, number: int) -> Tensor:
     """Output (out, tokens) of the layer for `x` (tokens, in)."""
-    layer = _layer(number)
+    layer = layer_of(number)
     with torch.no_grad():
         return layer._multiply(x, layer.matrix()).contiguous()
 
 
 def _fake_forward(x: Tensor, number: int) -> Tensor:
-    return x.new_empty((_layer(number).out_features, x.shape[0]))
+    return x.new_empty((layer_of(number).out_features, x.shape[0]))
 
 
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, number: int, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, (0,) where `needed` says no; `grad` (out, tokens)."""
-    layer = _layer(number)
+    layer = layer_of(number)
     matrix, config = layer.matrix(), layer.config
     none = grad.new_empty(0)
     of_x, of_weight, of_bias = none, none, none

@@ -8,6 +8,8 @@ from torch import nn
 
 from magicube_cutlass.nn.linear import SparseQuantLinear
 
+__all__ = ["PruningSchedule"]
+
 
 class PruningSchedule:
     """Increase the sparsity of a model's layers from `initial` to `final` during training.

@@ -16,6 +16,8 @@ from magicube_cutlass.ops.sddmm import Mask, as_pattern, check_operands
 from magicube_cutlass.quantization.float_operands import DenseFloats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
+__all__ = ["explain", "explain_sddmm"]
+
 
 def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = None) -> Explanation:
     """Report which kernel :func:`magicube_cutlass.spmm` uses for these operands, what it moves, and why.

@@ -7,7 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cute_kernels import watch
 from cute_kernels.dtypes import INTEGER_OUT, result_dtype
+from cute_kernels.watch import watched
+from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch import cpu
 from magicube_cutlass.dispatch.plan import plan_sddmm, size_bucket
 from magicube_cutlass.formats.bcrs import BCRS
@@ -24,6 +27,7 @@ _DEFAULT_STRIDE = 32
 Mask = Pattern | SRBCRS | BCRS | Tensor | Any  # Any: matrices and arrays of scipy.sparse
 
 
+@watched("magicube_cutlass.sddmm")
 def sddmm(
     X: Operand,
     Y: Operand,
@@ -108,7 +112,7 @@ def early_sddmm(
     compiling = torch.compiler.is_compiling()
     pattern, stride = as_pattern(mask, compiling)
     key: tuple[object, ...] | None = None
-    if out_format == "srbcrs" and not compiling:
+    if out_format == "srbcrs" and not compiling and not has_dispatch_mode():
         of_x, of_y = operand_key(X), operand_key(Y)
         if of_x is not None and of_y is not None:
             key = (of_x, of_y, stride, out_dtype, transposed_y, atom, early)
@@ -132,6 +136,8 @@ def early_sddmm(
     padded = pattern._constant(pattern._version_id, Pattern.padded, stride)
     scales = [None if dtype in INTEGER_OUT else float32_scale(each.scale, x.shape[:-2]) for each in (x, y)]
     kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, kinds, dtype, size_bucket(inner), atom)
+    if watch.LEVEL > 1 and not compiling:
+        watch.selected("sddmm", kernel, copy)
     values = torch_ops.sddmm(
         copy, x.data, y.data, *scales, [m, n, inner], pattern.vector_length, stride, [x.bits, y.bits],
         [x.signed, y.signed], inner_y, [x.packed_dim, y.packed_dim], kernel, dtype,

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from magicube_cutlass.checks import is_transformed
+from cute_kernels import watch
+from cute_kernels.watch import watched
+from magicube_cutlass.checks import has_dispatch_mode, is_transformed
 from magicube_cutlass.dispatch import cpu, dense_fallback
 from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
 from magicube_cutlass.formats.array_methods import TransposedMatrix
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from cute_kernels.spmm.heuristics import SpmmKernel
 
 
+@watched("magicube_cutlass.spmm")
 def spmm(
     A: SRBCRS | BCRS | TransposedMatrix,
     B: Operand,
@@ -150,8 +153,9 @@ def early_spmm(
     compiling = torch.compiler.is_compiling()
     if out is not None and not compiling:
         check_written(out, A, B, bias)
-    key = None if compiling else _call_key(B, out_dtype, bias, out, atom, config, allow_dense, early)
-    record = None
+    key = record = None
+    if not compiling and not has_dispatch_mode():
+        key = _call_key(B, out_dtype, bias, out, atom, config, allow_dense, early)
     if key is not None:
         record = getattr(A, "_execution", NO_RECORDS).get(RECORDS, NO_RECORDS).get(key)
     scale = None if record is None else A.scale
@@ -180,6 +184,8 @@ def early_spmm(
         kernel, packed = matrix._constant(matrix._version_id, planner, *arguments)
     else:
         kernel, packed = planner(matrix, *arguments)
+        if watch.LEVEL > 1:
+            watch.selected("spmm", kernel, packed)
     if key is not None and on_cpu and (engine_call := cpu.engine_call(problem, packed, bias)):
         keep_record(A._execution, key, engine_call)
         result = engine_call(problem.dense.data, problem.dense.scale, bias, out)

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.float_format import FloatFormat, float_format
+from cute_kernels.watch import watched
 
 if TYPE_CHECKING:
     from cute_kernels.scaled_gemm.api import FloatOperand
+
+__all__ = ["RECIPES", "TILE", "Block", "ScaledFloatTensor", "matmul", "quantize_floats"]
 
 TILE = 128
 Block = int | tuple[int, int] | None
@@ -281,6 +284,7 @@ def _along(x: ScaledFloatTensor, transposed: bool, name: str) -> ScaledFloatTens
     return replace(x, data=codes, k=x.shape[-2 if transposed else -1], scale=scale, transposed=transposed)
 
 
+@watched("magicube_cutlass.matmul")
 def matmul(
     a: ScaledFloatTensor,
     b: ScaledFloatTensor,

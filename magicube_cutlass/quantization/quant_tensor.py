@@ -11,6 +11,8 @@ from cute_kernels.dtypes import Integer
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, check_range, fetch, store, widen
 from magicube_cutlass.checks import is_transformed, renamed_property, transform_error
 
+__all__ = ["QuantTensor"]
+
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import engine, extension
 from cute_kernels.integers import STORAGE_DTYPES, check_bits, int_range, store
+from cute_kernels.watch import watched
 from magicube_cutlass.checks import (
     NOT_GIVEN,
     Granularity,
@@ -20,6 +21,8 @@ from magicube_cutlass.checks import (
 )
 from magicube_cutlass.quantization.float_tensor import Block, ScaledFloatTensor, quantize_floats
 from magicube_cutlass.quantization.quant_tensor import QuantTensor, _column_major
+
+__all__ = ["encode_on_gpu", "quantize", "quantize_along", "refuse"]
 
 _MSE_STEPS = 60  # clip thresholds tried, from max|x| / 60 to max|x|
 _CHUNK_MODE = {None: 0, 1: 1, 0: 2}
@@ -73,6 +76,7 @@ def quantize(
     scale_dtype: str | None = None,
     axis: int | None = ...,
 ) -> ScaledFloatTensor: ...
+@watched("magicube_cutlass.quantize")
 def quantize(
     x: Tensor,
     bits: int | None = None,
