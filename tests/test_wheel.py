@@ -1,4 +1,4 @@
-"""What a user gets from the built wheel: the three packages, their C++ parts, the engine, and nothing else."""
+"""What a user gets from the built wheel: the three packages, their CUDA headers, the engine, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("nanobind")
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["cute_kernels", "magicube_cutlass", "residual"]
-SOURCES = {".py", ".cpp", ".hpp", ".cuh", ".typed"}
+SOURCES = {".py", ".cuh", ".typed"}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,20 @@ def test_wheel_holds_every_source_file_of_the_packages(wheel: zipfile.ZipFile) -
         for path in (ROOT / package).rglob("*")
         if path.suffix in SOURCES
     }
-    assert any(name.endswith(".cpp") for name in expected) and any(name.endswith(".hpp") for name in expected)
+    assert any(name.endswith(".cuh") for name in expected)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= expected
     assert not expected - set(files(wheel))
+
+
+def test_wheel_holds_no_source_of_the_compiled_engine(wheel: zipfile.ZipFile) -> None:
+    assert not [name for name in files(wheel) if name.endswith((".cpp", ".hpp")) or "csrc" in name]
+
+
+def test_wheel_has_the_metadata_of_an_index(wheel: zipfile.ZipFile) -> None:
+    (metadata,) = [name for name in files(wheel) if name.endswith(".dist-info/METADATA")]
+    text = wheel.read(metadata).decode()
+    for line in ("Author: ", "Classifier: Typing :: Typed", "Requires-Python: >=3.11", "Keywords: "):
+        assert line in text
 
 
 def test_wheel_holds_one_engine_and_no_litter(wheel: zipfile.ZipFile) -> None:
