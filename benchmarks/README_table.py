@@ -38,8 +38,8 @@ def _run(results: dict[str, Any]) -> str:
 
 
 def render_cpu() -> str:
-    """The tables of both CPUs in Markdown: with AVX512-VNNI, and without."""
-    files = [RESULTS / f"cpu_spmm{suffix}.json" for suffix in ("", "_avx2")]
+    """The tables of the CPUs in Markdown: with AMX, with AVX512-VNNI, and with neither."""
+    files = [RESULTS / f"cpu_spmm{suffix}.json" for suffix in ("_amx", "", "_avx2")]
     return "\n\n".join(render(json.loads(file.read_text()), DENSITIES) for file in files if file.is_file())
 
 

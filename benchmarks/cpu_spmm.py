@@ -1,8 +1,8 @@
 """SpMM on the CPU against the dense product and the sparse libraries, all in one run.
 
 The dense product is the fastest of float32, bfloat16, torch's dynamic int8 linear layer and ``torch._int_mm`` on this
-machine. Writes ``benchmarks/results/cpu_spmm.json``, on a CPU without AVX512-VNNI ``cpu_spmm_avx2.json``, and renders
-the tables of ``docs/performance/cpu.md`` from both.
+machine. Writes ``benchmarks/results/cpu_spmm.json`` (AVX512-VNNI) or ``cpu_spmm_<engine path>.json``, and renders the
+tables of ``docs/performance/cpu.md`` from them.
 Run: ``python benchmarks/cpu_spmm.py [--quick] [--out FILE]``
 """
 
@@ -28,7 +28,7 @@ from cute_kernels.integers import product_bound
 from magicube_cutlass.bench.problems import dense_baselines, exact_spmm, random_matrix, random_operand
 from magicube_cutlass.cli.environment import provenance
 
-RESULTS = Path(__file__).resolve().parent / "results" / f"cpu_spmm{'' if isa() == 'avx512' else '_avx2'}.json"
+RESULTS = Path(__file__).resolve().parent / "results" / f"cpu_spmm{"" if isa() == "avx512" else f"_{isa()}"}.json"
 EXACT = ("magicube", "torch._int_mm", "torch._int_mm, column-major")
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 VECTOR_LENGTH = 8
