@@ -28,7 +28,8 @@ from cute_kernels.integers import product_bound
 from magicube_cutlass.bench.problems import dense_baselines, exact_spmm, random_matrix, random_operand
 from magicube_cutlass.cli.environment import provenance
 
-RESULTS = Path(__file__).resolve().parent / "results" / f"cpu_spmm{"" if isa() == "avx512" else f"_{isa()}"}.json"
+_SUFFIX = "" if isa() == "avx512" else f"_{isa()}"
+RESULTS = Path(__file__).resolve().parent / "results" / f"cpu_spmm{_SUFFIX}.json"
 EXACT = ("magicube", "torch._int_mm", "torch._int_mm, column-major")
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 VECTOR_LENGTH = 8

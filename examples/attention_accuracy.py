@@ -241,7 +241,7 @@ def render(results: dict[str, Any]) -> str:
     counts = {len(row["seeds"]) for task in tasks for row in task["rows"]}
     seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
     head = f"Measured on {machine_line(results)}; mean ± standard deviation of {seeds} seeds "
-    head += "([results](../benchmarks/results/attention_accuracy.json)). " + "".join(map(distances, tasks))
+    head += "([results](../../benchmarks/results/attention_accuracy.json)). " + "".join(map(distances, tasks))
     return f"{head.rstrip()}\n\n{markdown(headers, body)}"
 
 

@@ -26,11 +26,21 @@ ARROWS: dict[str, set[str]] = {
 # Library room -> the other people's packages it may import.
 OUTSIDE: dict[str, set[str]] = {
     "cute_kernels": {"torch", "numpy", "cuda", "pycute", "cutlass", "cutlass_library"},
-    "magicube_cutlass": {"torch", "numpy", "scipy", "safetensors", "typer", "rich", "matplotlib"},
+    "magicube_cutlass": {
+        "torch",
+        "numpy",
+        "scipy",
+        "safetensors",
+        "typer",
+        "rich",
+        "matplotlib",
+        "onnx",
+        "onnxruntime",
+    },
     "residual": {"torch", "numpy", "scipy"},
 }
 # A plain import of the library leaves these to the functions that need them.
-LAZY = ["scipy", "typer", "rich", "matplotlib", "cuda", "cutlass", "cutlass_library", "pycute"]
+LAZY = ["onnx", "onnxruntime", "scipy", "typer", "rich", "matplotlib", "cuda", "cutlass", "cutlass_library", "pycute"]
 IMPORT_SECONDS = 0.3
 PYTHON_LINES, CPP_LINES = 400, 500
 CPP = {".cpp", ".hpp", ".cuh", ".cu", ".h"}
