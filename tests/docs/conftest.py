@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -28,13 +29,15 @@ def is_current(folder: Path) -> bool:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder() -> Path:
+    """The pages of ``make docs``, built here if it did not run since the last change; processes wait for each other."""
     pytest.importorskip("furo")
-    if is_current(BUILT):
-        return BUILT
-    out = tmp_path_factory.mktemp("html")
-    options = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-    command = [sys.executable, *options, "-d", str(out / "trees"), "docs", str(out / "html")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return out / "html"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with (BUILT.parent / "docs.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_current(BUILT):
+            command = [sys.executable, *["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs"], str(BUILT)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-4000:]
+            (BUILT / ".made").touch()
+    return BUILT
