@@ -91,7 +91,8 @@ def check_layer(layer: SparseQuantLinear, x: Tensor, name: str) -> None:
     """Raise `ArithmeticError` unless the layer gives the exact product of its integers, scaled."""
     matrix, q = layer.matrix(), quantize(x, bits=8, scale="row")
     assert matrix.scale is not None and q.scale is not None and layer.bias is not None
-    total = q.ints().long() @ matrix.to_dense(dequantize=False).long().mT  # (tokens, out)
+    ints, dense = q.ints().cpu().long(), matrix.to_dense(dequantize=False).cpu().long()  # CUDA has no int64 product
+    total = (ints @ dense.mT).to(x.device)  # (tokens, out)
     expected = total.float() * matrix.scale.flatten() * q.scale + layer.bias
     found = layer(x)
     is_equal = torch.equal(found, expected)

@@ -13,7 +13,7 @@ from tests.house import ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 SHORT = [page for page in PAGES if page.relative_to(DOCS).parts[0] not in ("lab", "reference")]
-WORDS = 1200  # of a page
+WORDS = 1200  # of a page, besides rows of tables: figures are looked up, not read
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -23,7 +23,7 @@ def name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", SHORT, ids=name)
 def test_a_page_keeps_its_word_budget(page: Path) -> None:
-    assert len(page.read_text().split()) <= WORDS
+    assert sum(len(line.split()) for line in page.read_text().splitlines() if not line.startswith("|")) <= WORDS
 
 
 def test_the_readme_keeps_its_word_budget_and_begins_with_what_it_is() -> None:

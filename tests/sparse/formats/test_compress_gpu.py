@@ -204,7 +204,7 @@ BAD = {
     "negative": (lambda: SRBCRS.from_dense(-torch.ones(3, 4, device="cuda"), signed=False), ValueError, "x must not be negative"),
     "bool": (lambda: SRBCRS.from_dense(torch.ones(3, 4, device="cuda") > 0), TypeError, "dense must have an integer dtype, got torch.bool"),
     "complex": (lambda: SRBCRS.from_dense(torch.ones(3, 4, device="cuda") * 1j), TypeError, "dense must have an integer dtype"),
-    "axis": (lambda: SRBCRS.from_dense(torch.ones(3, 4, device="cuda"), scale="column"), ValueError, "axis must be None"),
+    "axis": (lambda: SRBCRS.from_dense(torch.ones(3, 4, device="cuda"), scale="column"), ValueError, "scale must be 'tensor' or 'row'"),
     "bits": (lambda: SRBCRS.from_dense(torch.ones(3, 4, device="cuda"), bits=5), ValueError, "bits must be one of"),
     "vector length": (lambda: SRBCRS.from_dense(torch.ones(3, 4, device="cuda"), vector_length=3), ValueError, "vector_length must be one of"),
     "dimensions": (lambda: SRBCRS.from_dense(torch.ones(3, device="cuda")), ValueError, "dense must have 2 dimensions"),
