@@ -20,7 +20,7 @@ print(A)
 # %%
 # The right operand has one scale per column. The scales are applied in the epilogue.
 
-B = mc.quantize(x, bits=8, axis=0)
+B = mc.quantize(x, bits=8, scale="column")
 C = mc.spmm(A, B, out_dtype=torch.float32)
 exact = (weight * keep) @ x
 print(f"relative error: {(C - exact).norm() / exact.norm():.4f}")

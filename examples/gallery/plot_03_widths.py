@@ -18,8 +18,8 @@ exact = weight.double() @ x.double()
 
 errors = {}
 for left, right in mc.SPMM_PAIRS:
-    A = mc.SRBCRS.from_dense(weight, vector_length=8, bits=left, axis=1)
-    C = mc.spmm(A, mc.quantize(x, bits=right, axis=0), out_dtype=torch.float32)
+    A = mc.SRBCRS.from_dense(weight, vector_length=8, bits=left, scale="row")
+    C = mc.spmm(A, mc.quantize(x, bits=right, scale="column"), out_dtype=torch.float32)
     errors[f"L{left}-R{right}"] = float((C - exact).norm() / exact.norm())
     print(f"L{left}-R{right}: error {errors[f'L{left}-R{right}']:.1e}, {A.nbytes:,} bytes")
 

@@ -15,8 +15,8 @@ x = torch.randn(64, 256)
 factors = [1, 4, 20, 100]
 ways = {
     "int8, per-tensor": lambda y: mc.quantize(y, bits=8).dequantize(),
-    "int8, per-row": lambda y: mc.quantize(y, bits=8, axis=1).dequantize(),
-    "e4m3, per-row": lambda y: mc.quantize(y, dtype="e4m3", axis=1).dequantize(),
+    "int8, per-row": lambda y: mc.quantize(y, bits=8, scale="row").dequantize(),
+    "e4m3, per-row": lambda y: mc.quantize(y, dtype="e4m3", scale="row").dequantize(),
     "mxfp8": lambda y: mc.quantize(y, dtype="mxfp8").dequantize(),
     "nvfp4": lambda y: mc.quantize(y, dtype="nvfp4").dequantize(),
 }
