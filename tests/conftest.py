@@ -6,6 +6,7 @@ The summary names the seed of the order and counts the skipped tests. ``-p no:ra
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -20,7 +21,11 @@ hypothesis.settings.load_profile("patient")
 NO_DEVICE = "needs a CUDA device"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files of few tests have the slowest ones. They begin, so that no process ends with one while the others wait.
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests[item.path])
     if torch.cuda.is_available():
         return
     for item in items:

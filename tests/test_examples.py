@@ -156,6 +156,7 @@ def new_mma_shape() -> Iterator[ModuleType]:
     unregister_atom(example.ATOM.name)
 
 
+@pytest.mark.long
 def test_new_mma_shape_compiles_into_every_kernel(new_mma_shape: ModuleType) -> None:
     pytest.importorskip("cuda.core")
     from cute_kernels.jit import compile_unit

@@ -95,6 +95,7 @@ def test_the_exported_names_are_those_of_the_loaded_module() -> None:
     assert all(getattr(mc, name) is getattr(_api, name) for name in mc.__all__)
 
 
+@pytest.mark.long
 def test_a_pickle_needs_no_import_of_the_package() -> None:
     code = """
 import pickle, sys, torch

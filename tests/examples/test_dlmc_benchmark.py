@@ -91,6 +91,7 @@ def test_a_run_goes_on_after_its_last_whole_record(tmp_path: Path) -> None:
     assert not Journal(out, {"commit": "b"}, fresh=True).records and not Journal(out, {"commit": "b"}).records
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 def test_the_engine_is_compared_on_every_matrix(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu.json"

@@ -179,11 +179,11 @@ Q = quantized(X, dtype="e2m1", axis=1)
         (lambda: mc.quantize(X, dtype="e2m1", block=8), ValueError, "block must be None, 16, 32 or (128, 128), got 8"),
         (lambda: mc.quantize(X, dtype="e2m1", block=16, scale_dtype="float32"), ValueError, "scale_dtype must be one of e4m3, ue8m0 for block 16, got 'float32'"),
         (lambda: mc.quantize(X, dtype="nvfp4", block=32), ValueError, "block and scale_dtype must be None for dtype 'nvfp4'"),
-        (lambda: mc.quantize(X, dtype="e2m1", axis=2), ValueError, "axis must be None, 0 or 1, got 2"),
+        (lambda: mc.quantize(X, dtype="e2m1", scale="block"), ValueError, "scale must be 'tensor', 'row' or 'column'"),
         (lambda: mc.quantize(X.int(), dtype="e2m1"), TypeError, "x must be float64, float32, float16 or bfloat16, got torch.int32"),
         (lambda: mc.quantize(X[0], dtype="e2m1"), ValueError, "x must have at least 2 dimensions, got 1"),
         (lambda: matmul(Q, Q), ValueError, "columns of a must be rows of b, got 6 and 4"),
-        (lambda: matmul(Q, quantized(X.T, dtype="e2m1", axis=1)), ValueError, "b must be quantized with axis=0, along the k of the product, got axis=1"),
+        (lambda: matmul(Q, quantized(X.T, dtype="e2m1", axis=1)), ValueError, "b must be quantized with scale='column', along the k of the product, got 'row'"),
         (lambda: matmul(X, Q), TypeError, "a must be a ScaledFloatTensor, got Tensor"),
     ],
 )  # fmt: skip

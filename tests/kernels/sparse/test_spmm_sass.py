@@ -97,7 +97,14 @@ def expected_mmas(config: Config) -> set[str]:
     return {f"IMMA.{shape}.{letter[x]}{width}.{letter[y]}{width}" for x in first for y in second}
 
 
-@pytest.mark.parametrize(("config", "arch"), CASES, ids=[f"{arch}-{config.name}" for config, arch in CASES])
+# Two thirds of the compilations wait for make test-long.
+@pytest.mark.parametrize(
+    ("config", "arch"),
+    [
+        pytest.param(config, arch, id=f"{arch}-{config.name}", marks=[pytest.mark.long] * (i % 3 > 0))
+        for i, (config, arch) in enumerate(CASES)
+    ],
+)
 def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     config: Config, arch: str, binaries: dict[tuple[Config, str], Future[Binary]]
 ) -> None:
