@@ -159,7 +159,7 @@ def test_a_layer_that_is_not_exact_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         next(time_layers(40, 48, (3,)))
 
 
-@pytest.mark.parametrize("shape", [(24, 70), (3000, 2500)])
+@pytest.mark.parametrize("shape", [(24, 70), pytest.param((3000, 2500), marks=pytest.mark.long)])
 def test_spy_writes_a_picture(tmp_path: Path, shape: tuple[int, int]) -> None:
     pytest.importorskip("matplotlib")
     mc.write_smtx(tmp_path / "a.smtx", mc.random_pattern(*shape, 0.99, 1))

@@ -102,7 +102,13 @@ M, K, N = 130, 140, 160  # more than the multiplications from which digits pay
 
 
 @pytest.mark.parametrize(
-    ("tol", "plan"), [(3e-2, "int8 direct"), (3e-3, "int8 full"), (2e-4, "int8 full"), (3e-5, "int8 three_digit")]
+    ("tol", "plan"),
+    [
+        pytest.param(3e-2, "int8 direct", marks=pytest.mark.long),
+        (3e-3, "int8 full"),
+        pytest.param(2e-4, "int8 full", marks=pytest.mark.long),
+        (3e-5, "int8 three_digit"),
+    ],
 )
 def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol: float, plan: str, host: None) -> None:
     A, B = random(M, K, 1), random(K, N, 2)

@@ -130,7 +130,11 @@ def config_of(launch: Launch, width: int) -> Tcgen05Config:
     return next(config for config in candidates(launch.config.kind) if config.tile_n == width)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1].name}-{case[5]}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=f"{case[0].name}-{case[1].name}-{case[5]}", marks=[pytest.mark.long] * (i % 3 > 0))
+     for i, case in enumerate(CASES)],
+)  # fmt: skip
 def test_the_source_computes_the_product(case: Any, host_library: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, m, n, k, width, blocks = case
     x, y = small(a, m, k, 1), small(b, n, k, 2)
@@ -143,7 +147,7 @@ def test_the_source_computes_the_product(case: Any, host_library: Compile, monke
         assert bool(frame[:, n:].isnan().all()), "written outside"
 
 
-@pytest.mark.parametrize("a", ["e2m1", "e2m3", "e3m2", "e5m2"])
+@pytest.mark.parametrize("a", ["e2m1", *(pytest.param(a, marks=pytest.mark.long) for a in ("e2m3", "e3m2", "e5m2"))])
 def test_the_source_unpacks_a_into_tensor_memory(
     a: str, host_library: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +161,9 @@ def test_the_source_unpacks_a_into_tensor_memory(
             assert torch.equal(out.double(), x.values(torch.float64) @ y.values(torch.float64).t())
 
 
-@pytest.mark.parametrize(("rows", "width"), [(128, 128), (128, 256), (256, 64), (256, 256)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(128, 128), (256, 64), *(pytest.param(m, 256, marks=pytest.mark.long) for m in (128, 256))]
+)
 def test_two_ctas_compute_the_product_of_a_pair(
     rows: int, width: int, host_library: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

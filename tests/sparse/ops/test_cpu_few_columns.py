@@ -10,6 +10,8 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.cpu import extension
+from cute_kernels.cpu.arguments import SparseOperand
+from cute_kernels.cpu.calls import column_masks
 from cute_kernels.integers import int_range
 from magicube_cutlass.autograd.integer import compress, quantized
 from magicube_cutlass.dispatch import cpu_linear
@@ -118,3 +120,10 @@ def test_the_dense_kernel_takes_a_dense_weight_and_sees_it_change(monkeypatch: p
         layer.weight.mul_(-1)
         assert torch.equal(full(x), mc.nn.SparseQuantLinear.from_linear(layer, sparsity=0.0).eval()(x))
         assert not torch.equal(full(x), before)
+
+
+@pytest.mark.parametrize(("columns", "words"), [((1, 3), [[10]]), ((3, 1), None), ((1, 1), None)])
+def test_masks_need_ascending_columns(columns: tuple[int, int], words: list[list[int]] | None) -> None:
+    index = torch.tensor([0]), torch.tensor([2]), torch.tensor(columns, dtype=torch.int32)
+    found = column_masks(SparseOperand(*index, torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8), 8, 5, 8, True))
+    assert (None if found is None else found.tolist()) == words
