@@ -379,9 +379,9 @@ SECTIONS = (  # of the guides: name, results file, table, guide
 )
 
 
-def update(name: str, text: str, page: Path) -> None:
-    """Put ``text`` between the markers called ``name`` of ``page``."""
-    start, end = f"<!-- {name}: benchmarks/README_table.py writes this -->", f"<!-- end {name} -->"
+def update(name: str, text: str, page: Path, script: str = "README_table.py") -> None:
+    """Put ``text`` between the markers called ``name`` of ``page``, which name the script."""
+    start, end = f"<!-- {name}: benchmarks/{script} writes this -->", f"<!-- end {name} -->"
     before, found, rest = page.read_text().partition(start)
     _, closed, after = rest.partition(end)
     if not (found and closed):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from README_table import update
+
 ROOT = Path(__file__).resolve().parents[1]
 SAME_MATRIX = (
     "dense fp16",
@@ -200,16 +202,6 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
 )
 
 
-def replace(name: str, text: str, page: Path) -> None:
-    """Put ``text`` between the markers called ``name`` of ``page``."""
-    start, end = f"<!-- {name}: benchmarks/reader_tables.py writes this -->", f"<!-- end {name} -->"
-    before, found, rest = page.read_text().partition(start)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise ValueError(f"{page} must have the markers {start!r} and {end!r}")
-    page.write_text(f"{before}{start}\n{text}\n{end}{after}")
-
-
 if __name__ == "__main__":
     for section, page_name, render in SECTIONS:
-        replace(section, render(), ROOT / page_name)
+        update(section, render(), ROOT / page_name, "reader_tables.py")

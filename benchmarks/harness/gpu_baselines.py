@@ -176,12 +176,15 @@ def blocked_ell_half(product: Product, size: int) -> Baseline:
     """cuSPARSE's float16 Blocked-ELL product of the same blocks, in the first form that is right.  It has not run."""
     blocks, b = make_blocks(product, size), product.rhs.dequantize().half()
     scale = float(product.lhs.scale) if product.lhs.scale is not None else 1.0
-    halves = replace(blocks, values=(blocks.values.float() * scale).half())
-    expected, failures = halves.dense().double() @ b.double(), {}
+    operands16 = replace(blocks, values=(blocks.values.float() * scale).half())
+    expected, failures = operands16.dense().double() @ b.double(), {}
     for form in half_forms():
         try:
             found = Baseline(
-                BlockedEllProduct(halves, b, form), expected, f"{size} x {size} blocks of the same density", str(form)
+                BlockedEllProduct(operands16, b, form),
+                expected,
+                f"{size} x {size} blocks of the same density",
+                str(form),
             )
         except CusparseError as error:
             failures[str(form)] = str(error)

@@ -41,7 +41,7 @@ class LayerTimes(NamedTuple):
         """Name of the fastest dense layer that is not ours."""
         return min((name for name in self.us if not name.startswith((OURS, *SPARSE))), key=self.us.__getitem__)
 
-    def rival(self, name: str) -> str:
+    def baseline_of(self, name: str) -> str:
         """Return the name of the fastest layer that can stand for the layer of ours of this name."""
         zeros = name.removeprefix(OURS)
         sparse = [f"{each}{zeros}" for each in SPARSE if f"{each}{zeros}" in self.us]
@@ -49,7 +49,7 @@ class LayerTimes(NamedTuple):
 
     def speed_up(self, name: str) -> float:
         """Return the time of the fastest baseline by that of the layer of this name."""
-        return self.us[self.rival(name)] / self.us[name]
+        return self.us[self.baseline_of(name)] / self.us[name]
 
 
 def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
@@ -74,7 +74,7 @@ def baselines(linear: nn.Linear) -> dict[str, Callable[[Tensor], object]]:
     return found
 
 
-def sparse_rivals(layer: SparseQuantLinear, zeros: float) -> dict[str, Callable[[Tensor], object]]:
+def sparse_names(layer: SparseQuantLinear, zeros: float) -> dict[str, Callable[[Tensor], object]]:
     """Return float32 products with the nonzeros of a layer by name: of torch's CSR and of scipy's, on a CPU."""
     dense = layer.matrix().to_dense()  # (out, in)
     with warnings.catch_warnings():
@@ -112,7 +112,7 @@ def time_layers(
     budget: float = 0.4,
     *,
     device: str = "cpu",
-    has_sparse_rivals: bool = False,
+    has_sparse_baselines: bool = False,
 ) -> Iterator[LayerTimes]:
     """Time layers of one shape with torch's threads.
 
@@ -130,7 +130,7 @@ def time_layers(
         Seconds per layer and number of tokens.
     device : str, default "cpu"
         ``"cuda"`` times whole calls, the wait for the GPU included.
-    has_sparse_rivals : bool, default False
+    has_sparse_baselines : bool, default False
         Time the products of torch's and scipy's CSR as well.
 
     Yields
@@ -149,9 +149,9 @@ def time_layers(
         for zeros in sparsities
     }
     calls: dict[str, Callable[[Tensor], object]] = {**baselines(nn.Linear(inner, out, device=device)), **ours}
-    if has_sparse_rivals and device == "cpu":
+    if has_sparse_baselines and device == "cpu":
         for zeros, layer in zip(sparsities, ours.values(), strict=True):
-            calls |= sparse_rivals(layer, zeros) if zeros >= 0.5 else {}
+            calls |= sparse_names(layer, zeros) if zeros >= 0.5 else {}
     wait = torch.cuda.synchronize if device == "cuda" else None
     for count in tokens:
         if count * out * inner > _MOST:

@@ -34,8 +34,8 @@ def layer_table(found: Sequence[LayerTimes]) -> Table:
     for name in ("out x in", "tokens", *found[0].us, "best baseline", "speed-up of ours"):
         table.add_column(name, no_wrap=True, justify="left" if name == "best baseline" else "right")
     for times in found:
-        rivals = dict.fromkeys(times.rival(name) for name in times.us if name.startswith(layers.OURS))
-        best = " / ".join(rivals) or times.baseline
+        names = dict.fromkeys(times.baseline_of(name) for name in times.us if name.startswith(layers.OURS))
+        best = " / ".join(names) or times.baseline
         ours = " / ".join(f"{times.speed_up(name):.2f}" for name in times.us if name.startswith(layers.OURS))
         us = [f"{each:.1f}" for each in times.us.values()]
         table.add_row(f"{times.out} x {times.inner}", str(times.tokens), *us, best, ours)
@@ -129,7 +129,7 @@ def bench(
             with working(f"timing {out} x {inner}"):
                 found += layers.time_layers(
                     out, inner, tokens or layers.TOKENS, sparsity or layers.SPARSITIES, vector_length or 8, budget,
-                    device=chosen, has_sparse_rivals=True,
+                    device=chosen, has_sparse_baselines=True,
                 )  # fmt: skip
         if not found:
             raise ValueError("tokens must give products of at most 2^31 multiply-adds, got none")

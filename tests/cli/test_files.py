@@ -131,10 +131,10 @@ def test_cuda_needs_a_gpu(files: Path, capsys: pytest.CaptureFixture[str], monke
 
 
 def test_a_sparse_rival_stands_for_the_layer_of_its_zeros_only() -> None:
-    (times,) = time_layers(40, 48, (3,), (0.0, 0.75), budget=0, has_sparse_rivals=True)
+    (times,) = time_layers(40, 48, (3,), (0.0, 0.75), budget=0, has_sparse_baselines=True)
     assert {"torch CSR, 0.75", "scipy CSR, 0.75"} <= set(times.us) and "CSR" not in times.baseline
     slow = times._replace(us=dict.fromkeys(times.us, 9.0) | {"scipy CSR, 0.75": 1.0})
-    assert slow.rival("ours, 0.75") == "scipy CSR, 0.75" and "CSR" not in slow.rival("ours, 0")
+    assert slow.baseline_of("ours, 0.75") == "scipy CSR, 0.75" and "CSR" not in slow.baseline_of("ours, 0")
 
 
 def model() -> nn.Sequential:

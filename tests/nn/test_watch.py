@@ -163,11 +163,11 @@ def test_counted_flops_are_two_per_stored_element_and_column(warm: bool) -> None
     layer = mc.nn.SparseQuantLinear.from_linear(torch.nn.Linear(48, 64), sparsity=0.5)
     tokens = torch.randn(5, 48)
     A, B = torch.randn(8, 12), torch.randn(12, 4)
-    halves = mc.SRBCRS.from_dense(a.to_dense(), vector_length=8, dtype="float16")
+    floats16 = mc.SRBCRS.from_dense(a.to_dense(), vector_length=8, dtype="float16")
     cases = {
         "spmm": (lambda: mc.spmm(a, b), 2 * nnz * 16 * 3),
         "spmm out": (lambda: mc.spmm(a, b, out=out), 2 * nnz * 16 * 3),
-        "spmm floats": (lambda: mc.spmm(halves, torch.randn(48, 7).half()), 2 * nnz * 7),
+        "spmm floats": (lambda: mc.spmm(floats16, torch.randn(48, 7).half()), 2 * nnz * 7),
         "sddmm": (lambda: mc.sddmm(x, y, a), 2 * nnz * 20),
         "attention": (lambda: mc.sparse_attention(q, q, q, mask), 2 * mask.nnz * 6 * 32),
         "linear": (lambda: layer.eval()(tokens), 2 * layer.matrix().nnz * 5),

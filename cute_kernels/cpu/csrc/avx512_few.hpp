@@ -65,42 +65,9 @@ struct FewColumns512 {
     }
   }
 
-  // Sums of rows of sixteen values times what was gathered: a 128-bit lane holds a row.
+  // Sums of rows of values times what was gathered, sixteen at a time.
   template <int Rows, bool Signed>
-  static void dots_by_lanes(const FewTile& at, const uint8_t* x) {
-    constexpr int kVectors = Rows / 4;
-    const int64_t pitch = int64_t{at.vector_length} * 16;
-    __m512i sum[2][kVectors];
-    for (int i = 0; i < 2 * kVectors; ++i) sum[i / kVectors][i % kVectors] = _mm512_setzero_si512();
-    const auto add_block = [](__m512i* to, const uint8_t* from, const uint8_t* bytes) {
-      const __m512i right = dense_side<Signed>(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        const __m512i left = _mm512_loadu_si512(from + v * 64);
-        Signed ? dot_bytes(to[v], right, left) : dot_bytes(to[v], left, right);
-      }
-    };
-    const uint8_t* values = at.values;
-    int64_t k = 0;
-    for (; k + 32 <= at.count; k += 32, values += 2 * pitch) {
-      add_block(sum[0], values, x + k);
-      add_block(sum[1], values + pitch, x + k + 16);
-    }
-    if (k < at.count) add_block(sum[0], values, x + k);
-    for (int v = 0; v < kVectors; ++v) sum[0][v] = _mm512_add_epi32(sum[0][v], sum[1][v]);
-    const __m512i &a = sum[0][0], &b = sum[0][kVectors - 1];
-    const __m512i pairs = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    const __m512i both = _mm512_add_epi32(pairs, _mm512_shuffle_epi32(pairs, _MM_PERM_ENUM(0x4e)));  // of a lane of a and of b
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-    const __m256i rows = _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, both));
-    const auto wanted = static_cast<__mmask8>((1 << Rows) - 1);
-    const __m256i start = _mm256_maskz_loadu_epi32(wanted, at.start);
-    _mm256_mask_storeu_epi32(at.sums, wanted, _mm256_add_epi32(rows, start));
-  }
-
-  // The same for any stride, row by row.
-  template <int Rows, bool Signed>
-  static void dots_by_rows(const FewTile& at, const uint8_t* x) {
+  static void dots_one(const FewTile& at, const uint8_t* x) {
     __m128i sum[Rows];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) sum[r] = _mm_setzero_si128();
@@ -121,14 +88,6 @@ struct FewColumns512 {
       const __m128i two = _mm_add_epi32(sum[r], _mm_shuffle_epi32(sum[r], 0x4e));
       at.sums[r] = at.start[r] + _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
     }
-  }
-
-  template <int Rows, bool Signed>
-  static void dots_one(const FewTile& at, const uint8_t* x) {
-    if constexpr (Rows >= 4) {
-      if (at.stride == 16) return dots_by_lanes<Rows, Signed>(at, x);
-    }
-    dots_by_rows<Rows, Signed>(at, x);
   }
 
   static __m128i sixteen(const FewTile& at, int32_t column) {

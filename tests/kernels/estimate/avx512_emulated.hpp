@@ -13,7 +13,6 @@ using __m512i = int32_t __attribute__((vector_size(64), may_alias));
 using __m256 = float __attribute__((vector_size(32), may_alias));
 using __m512 = float __attribute__((vector_size(64), may_alias));
 using __m512d = double __attribute__((vector_size(64), may_alias));
-using __mmask8 = uint8_t;
 using __mmask16 = uint16_t;
 
 namespace emulated {
@@ -126,8 +125,6 @@ inline void _mm_store_si128(__m128i* to, __m128i x) {
   emulated::check_aligned(to, 16);
   std::memcpy(static_cast<void*>(to), &x, sizeof x);
 }
-inline __m256i _mm256_maskz_loadu_epi32(unsigned mask, const void* from) { return emulated::load_masked<__m256i, int32_t>(mask, from); }
-inline void _mm256_mask_storeu_epi32(void* to, unsigned mask, __m256i x) { emulated::store_masked<int32_t>(mask, x, to); }
 inline __m512 _mm512_maskz_loadu_ps(unsigned mask, const float* from) { return emulated::load_masked<__m512, float>(mask, from); }
 inline void _mm512_mask_storeu_ps(float* to, unsigned mask, __m512 x) { emulated::store_masked<float>(mask, x, to); }
 inline __m256 _mm256_loadu_ps(const float* from) { return emulated::load<__m256>(from); }
@@ -209,8 +206,6 @@ Vector permute_lanes(Vector x, unsigned order) {  // dwords of each 128-bit lane
   for (unsigned i = 0; i < sizeof x / 4; ++i) out[i] = x[i / 4 * 4 + (order >> 2 * (i % 4) & 3)];
   return out;
 }
-inline int _MM_PERM_ENUM(int order) { return order; }
-inline __m512i _mm512_shuffle_epi32(__m512i x, int order) { return permute_lanes(x, static_cast<unsigned>(order)); }
 inline __m128i _mm_shuffle_epi32(__m128i x, int order) { return permute_lanes(x, static_cast<unsigned>(order)); }
 inline __m512i _mm512_shuffle_epi8(__m512i a, __m512i order) {
   uint8_t x[64], at[64], out[64];

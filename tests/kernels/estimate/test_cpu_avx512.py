@@ -192,14 +192,14 @@ def test_sparse_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None
 def test_sparse_products_with_few_columns_are_exact(emulated_engine: ctypes.CDLL, n: int, signed: bool) -> None:
     generator = torch.Generator().manual_seed(n)
     for v in (1, 2, 4, 8, 16):
-        for m, k, bits in ((41, 70, 8), (16, 64, 4), (9, 700, 8)):
+        for m, k, bits, stride in ((41, 70, 8, 16), (16, 64, 4, 32), (9, 700, 8, 32), (33, 130, 8, 64)):
             low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
             dtype = torch.int8 if signed else torch.uint8
             a = torch.randint(low, high, (m, k), generator=generator).to(dtype)
             a *= torch.rand(m, k, generator=generator) < 0.3
             a[0], b = high - 1, torch.randint(-128, 128, (k, n), generator=generator, dtype=torch.int8)
             b[:, 0] = -128
-            matrix = mc.SRBCRS.from_dense(a, vector_length=v, bits=bits, signed=signed)
+            matrix = mc.SRBCRS.from_dense(a, vector_length=v, bits=bits, signed=signed, stride=stride)
             sparse = SparseOperand(*pack_operand(matrix), m, k, bits, matrix.signed)
             masked, expected = replace(sparse, masks=column_masks(sparse)), a.long() @ b.long()
             assert masked.masks is not None

@@ -34,8 +34,8 @@ def test_sddmm() -> None:
     mask = torch.eye(16, dtype=torch.bool)
     found = mc.explain_sddmm(X8, X16, mask)
     assert found.backend == "engine" and found.facts["vectors"] == 16 and "s8 and s16 to int32" in found
-    halves = mc.explain_sddmm(torch.ones(16, 8).half(), torch.ones(16, 8).half(), mask)
-    assert halves.backend == "torch" and "float16 and float16 to float32" in halves
+    floats16 = mc.explain_sddmm(torch.ones(16, 8).half(), torch.ones(16, 8).half(), mask)
+    assert floats16.backend == "torch" and "float16 and float16 to float32" in floats16
     json.dumps(found.as_dict())
     with pytest.raises(ValueError, match="X must have 16 rows"):
         mc.explain_sddmm(X8.mT, X8, mask)
