@@ -3,7 +3,8 @@
 Writes ``benchmarks/results/paper_residual_cpu.json`` (``..._cuda.json``), ``docs/images/paper_residual.png`` and the
 tables of ``docs/lab/paper-residual.md``. A section that is not named keeps its results, so that a long
 run can be split.
-Tables 6 and 7 come from ``examples/qr_table.py`` and ``examples/lenet_fashion_mnist.py``.
+``paper_residual_avx512.json`` and ``..._amx.json`` are ``table4 layers --out FOLDER`` on a processor that has them,
+with ``MAGICUBE_CPU`` set. Tables 6 and 7 come from ``examples/qr_table.py`` and ``examples/lenet_fashion_mnist.py``.
 Source: Gu, arXiv 2403.06924.
 Run: ``python benchmarks/paper_residual.py [accuracy table4 table3 figure1 layers] [--sizes4 512,1024] [--device cuda]
 [--out FOLDER]``
@@ -42,8 +43,12 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
 
 def tables(results: dict[str, Any], folder: Path) -> dict[str, str]:
     """Return the page's tables by mark; what has not run is left out."""
-    found = {"example": page.example(results["example"]), "table-5": page.table_5(results)}
-    found |= {f"table-{i}": page.rates(results, f"table {i}") for i in (3, 4)}
+    found = {f"table-{i}": page.rates(results, f"table {i}") for i in (3, 4)}
+    if "example" in results:
+        found |= {"example": page.example(results["example"]), "table-5": page.table_5(results)}
+    paths = {path: folder / f"paper_residual_{path}.json" for path in ("avx512", "amx")}
+    if measured := {path: json.loads(each.read_text()) for path, each in paths.items() if each.is_file()}:
+        found["processors"] = page.processors(measured)
     if "table 4" in results:
         found["figure-7"] = page.figure_7(rates.shares(results["table 4"]))
     if "figure 1" in results:
@@ -128,6 +133,8 @@ def main(
     console = Console(width=170)
     for text in made.values():
         console.print(Markdown(text))
+    if "figures 6 and 8" not in results:
+        return  # the picture and the page are of runs with all sections
     image = (ROOT / "docs" / "images" if out is None and device == "cpu" else path.parent) / "paper_residual.png"
     console.print(draw(results, image))
     if out is None and device == "cpu":

@@ -140,6 +140,18 @@ def rates(results: dict[str, Any], name: str) -> str:
     return table([f"n ({unit})", *kinds, "float32"], body)
 
 
+def processors(found: dict[str, dict[str, Any]]) -> str:
+    """Return milliseconds of whole calls by the engine's path: the named path's results of Table 4's sizes."""
+    body = []
+    for path, results in found.items():
+        for row in results["table 4"]:
+            times = row["seconds"]
+            shown = [f"{1e3 * times[kind]:.1f}" for kind in ("0.01", "Full", "Origin", "float32")]
+            gains = [f"{times[kind] / times['0.01']:.2f}" for kind in ("float32", "Full")]
+            body.append([path, str(row["n"]), *shown, *gains])
+    return table(["path", "n", "0.01, ms", "Full", "Origin", "float32", "0.01 over float32", "over Full"], body)
+
+
 def figure_7(rows: list[dict[str, Any]]) -> str:
     """Return the shares of time at density .1."""
     shown = [row for row in rows if row["call"] == "0.1"]
