@@ -2,8 +2,9 @@
 
 Writes ``benchmarks/results/gpu_layers_h200.json``, or the file that the GPU's name gives.  Times are microseconds of a
 whole layer in a CUDA graph: "behind" another kernel, "cold" with weights and inputs rotated through more than the
-second-level cache as well, "loop" behind itself; "host" is the host's time of a call without a graph.  Outputs of ours
-are compared with the exact product of their integers in the same run.
+second-level cache as well, "loop" behind itself; "host" is the host's time of a call without a graph, "training host"
+that of the forward pass of a layer that learns.  Outputs of ours are compared with the exact product of their integers
+in the same run.
 Run: ``PYTHONPATH=. python benchmarks/gpu_layers.py [--quick] [--out FILE]``
 """
 
@@ -84,6 +85,16 @@ def host_time(layer: Layer, x: Tensor) -> float:
     return median(seen)
 
 
+def training_hosts(out: int, inner: int, x: Tensor) -> dict[str, float]:
+    """Host times of the forward pass of a layer that learns."""
+    with torch.inference_mode(False), torch.enable_grad():
+        linear, given = nn.Linear(inner, out, device="cuda", dtype=x.dtype), x.clone()
+        layers: dict[str, Layer] = {"linear": linear, "ours, dynamic": SparseQuantLinear.from_linear(linear, SPARSITY)}
+        for layer in layers.values():
+            layer(given)
+        return {name: rounded(host_time(layer, given)) for name, layer in layers.items()}
+
+
 def run_case(out: int, inner: int, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     """Times of all layers of one shape."""
     torch.manual_seed(0)
@@ -109,7 +120,10 @@ def run_case(out: int, inner: int, tokens: int, dtype: torch.dtype) -> dict[str,
         }
         for name in calls
     }
-    return {"shape": [out, inner, tokens], "dtype": str(dtype).removeprefix("torch."), "us": rows}
+    hosts = training_hosts(out, inner, x)
+    return {
+        "shape": [out, inner, tokens], "dtype": str(dtype).removeprefix("torch."), "us": rows, "training host": hosts
+    }  # fmt: skip
 
 
 def main() -> None:

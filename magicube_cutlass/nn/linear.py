@@ -251,11 +251,12 @@ class SparseQuantLinear(Calibrated):
         if isinstance(record, cpu_linear.LinearRecord):
             return record(x, act_scale, matrix.scale, bias)
         if record is not None:
-            y: Tensor = linear_op.run_product(x, weight, bias, act_scale, matrix, record, self.config.grad_bits)
-            return y
+            return linear_op.run_product(x, weight, bias, act_scale, matrix, record, self.config.grad_bits)
         self._check_input(x)
         if is_transformed(x):
             raise transform_error("x")
+        if learns and x.is_cuda:
+            return linear_op.run_gpu_product(x, weight, bias, act_scale, matrix, self.config)
         return self._product(x, matrix, x.is_contiguous())
 
     def _check_input(self, x: Tensor) -> None:

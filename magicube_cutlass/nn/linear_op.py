@@ -6,6 +6,7 @@ the graph depends on it, and the number of the layer, whose integers it takes at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -62,8 +63,52 @@ class Product(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None, None, None
 
 
+class GpuProduct(torch.autograd.Function):
+    """The output (..., out) of a layer in eager training on a GPU: forward by the record of a call without gradients.
+
+    Saves x, which the backward pass quantizes again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        act_scale: Tensor | None,
+        matrix: SRBCRS,
+        config: SparseQuantConfig,
+    ) -> Tensor:
+        rows = x.reshape(-1, matrix.shape[1])  # (tokens, in)
+        y = integer.spmm_of(matrix, rows.mT, None, bias, config.act_bits, 0, act_scale, config.grad_bits, False)
+        ctx.save_for_backward(x, act_scale, matrix.scale)
+        ctx.kept = matrix, config, None if weight is None else weight.dtype, None if bias is None else bias.dtype
+        return y.mT.view(*x.shape[:-1], matrix.shape[0])
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
+        matrix, config, weight_dtype, bias_dtype = ctx.kept
+        g = grads[0].reshape(-1, matrix.shape[0]).mT  # (out, tokens)
+        x, act_scale, scale = ctx.saved_tensors
+        of_x, of_weight, of_bias, pattern = None, None, None, matrix.pattern
+        if ctx.needs_input_grad[0]:
+            of_x = integer.through_transpose(matrix, integer.times(g, scale), x.dtype, config.grad_bits)
+            of_x = of_x.mT.reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            rows = x.reshape(-1, matrix.shape[1])
+            dense = integer.quantized(rows.mT, config.act_bits, 0 if act_scale is None else None, act_scale)
+            of_values = integer.gradient_of_values(g, dense, pattern, config.grad_bits)
+            of_weight = integer.dense_of(of_values.to(weight_dtype), pattern)
+        if ctx.needs_input_grad[2]:
+            of_bias = integer.gradient_of_bias(g, bias_dtype)
+        return of_x, of_weight, of_bias, None, None, None
+
+
 # Function.apply first unwraps the tensors of functorch, which have no record: 6 of 44 us of a warm call.
-run_product = super(torch.autograd.Function, Product).apply
+run_product: Callable[..., Tensor] = super(torch.autograd.Function, Product).apply
+run_gpu_product: Callable[..., Tensor] = super(torch.autograd.Function, GpuProduct).apply
 
 
 class Layer(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import magicube_cutlass as mc
 from magicube_cutlass.autograd import integer
 from magicube_cutlass.dispatch import cpu_linear
-from magicube_cutlass.nn import SparseQuantConfig, SparseQuantLinear
+from magicube_cutlass.nn import SparseQuantConfig, SparseQuantLinear, linear_op
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -99,6 +99,24 @@ def test_gradients_are_those_of_the_masked_linear_layer() -> None:
     for mine, true in zip(got, torch.autograd.grad(want, inputs, g), strict=True):
         assert mine.shape == true.shape and relative(mine, true) < 0.01
     assert not got[1][~mask].any()
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48), (48,)])
+@pytest.mark.parametrize("static", [False, True])
+def test_the_step_of_a_gpu_is_that_of_a_cpu(shape: tuple[int, ...], static: bool) -> None:
+    """`GpuProduct` needs no GPU: its forward and backward passes are the library's products."""
+    layer = sparse(**({"calibrate": [normal(8, 48)]} if static else {}))
+    found = []
+    for is_gpu in (False, True):
+        x = normal(*shape, seed=1).requires_grad_()
+        if is_gpu:
+            y = linear_op.run_gpu_product(x, layer.weight, layer.bias, layer.act_scale, layer.matrix(), layer.config)
+        else:
+            y = layer(x)
+        assert layer.weight is not None and layer.bias is not None
+        found.append([y.detach(), *torch.autograd.grad(y, (x, layer.weight, layer.bias), normal(*y.shape, seed=2))])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_a_layer_learns_and_its_integers_follow() -> None:
