@@ -99,12 +99,13 @@ __device__ void reduce_split_k(Total (&total)[SpmmShape<C>::kUnits][2], uint8_t*
   }
 }
 
-// `long_rows` (long_count,): the vector rows of more than `long_groups` groups, which the first `long_ctas` CTAs multiply; none unless
-// C::kSharesLongRows.
+// Grid: x first the `long_count` long rows, then the blocks of vector rows, so that concurrent CTAs share an N tile of B, which stays in
+// L2; y the N tiles; z the batch times `folds`, the N tiles beyond the limit of y. No CTA divides: a kernel of 3 us would notice.
+// `long_rows` (long_count,): the vector rows of more than `long_groups` groups; none unless C::kSharesLongRows.
 template <class C>
 __global__ void __launch_bounds__(C::kWarps * 32)
 spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* values, const int32_t* long_rows, int64_t long_count,
-            int64_t long_ctas, int64_t long_groups, const uint8_t* b, int64_t b_pitch,
+            int64_t long_groups, int64_t folds, const uint8_t* b, int64_t b_pitch,
             int64_t b_batch, int64_t b_bytes, void* out, const float* row_scale, int64_t row_scale_stride, const float* col_scale,
             int64_t col_scale_stride, int64_t col_scale_batch, const float* bias, int64_t rows, int64_t vector_rows, int64_t n,
             int64_t vector_stores) {
@@ -115,14 +116,14 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   if constexpr (C::kAJustWritten) pdl_wait();
   constexpr int kVectorRows = C::kWarps / C::kSplitKWarps;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
-  // 32 bits: a 64-bit division is a call, and the grid size has 32 bits.
-  const uint32_t n_tiles = uint32_t((n + S::kTileN - 1) / S::kTileN);
-  const bool is_long = C::kSharesLongRows && blockIdx.x < uint32_t(long_ctas);
-  const uint32_t row_blocks = is_long ? uint32_t(long_count) : uint32_t((vector_rows + kVectorRows - 1) / kVectorRows);
-  const uint32_t index = is_long ? blockIdx.x : blockIdx.x - uint32_t(long_ctas);
-  // Concurrent CTAs share an N tile of B, which stays in L2.
-  const int64_t row_block = index % row_blocks;
-  const int64_t n_tile = index / row_blocks % n_tiles, batch = index / row_blocks / n_tiles;
+  int64_t n_tile = blockIdx.y, batch = blockIdx.z;
+  if (folds > 1) {
+    n_tile += int64_t{blockIdx.z % uint32_t(folds)} * gridDim.y;
+    batch = blockIdx.z / uint32_t(folds);
+    if (n_tile * S::kTileN >= n) return;
+  }
+  const bool is_long = C::kSharesLongRows && blockIdx.x < uint32_t(long_count);
+  const int64_t row_block = is_long ? blockIdx.x : blockIdx.x - uint32_t(long_count);
   const int part = is_long ? warp : warp % C::kSplitKWarps, split = is_long ? C::kWarps : C::kSplitKWarps;
   const int64_t vector_row = is_long ? __ldg(long_rows + row_block) : row_block * kVectorRows + warp / C::kSplitKWarps;
   const int64_t row_begin = uniform(vector_row < vector_rows ? group_start[vector_row] : 0);

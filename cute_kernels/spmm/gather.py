@@ -14,9 +14,11 @@ from cute_kernels.dtypes import element_bits
 from cute_kernels.jit.kernel import Kernel
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
-from cute_kernels.spmm.config import SpmmConfig, group_offsets, pack_fragments
+from cute_kernels.spmm.config import OUT_BYTES, SpmmConfig, group_offsets, pack_fragments
 
 __all__ = ["GatherConfig", "PackedGather", "find_long_rows", "long_groups"]
+
+MOST_GRID_YZ = 65_535  # CTAs of a grid in y and in z
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ class GatherConfig(SpmmConfig):
         return self.tile_n * 8 * self.total_bytes <= self.stages * self.mma_k * self.tile_n_bytes
 
     def grid(self, vector_rows: int, n: int, batch: int, long_rows: int = 0) -> tuple[int, int, int]:
-        """Return the CTAs of a launch: (long rows + row blocks) x N tiles x batch, in one dimension."""
-        teams = self.warps // self.split_k_warps
-        return ((long_rows - (-vector_rows // teams)) * -(-n // self.tile_n) * batch, 1, 1)
+        """Return the CTAs of a launch: long rows and row blocks, N tiles, batch times the folds of the N tiles."""
+        teams, tiles = self.warps // self.split_k_warps, -(-n // self.tile_n)
+        folds = -(-tiles // MOST_GRID_YZ)
+        return (long_rows - (-vector_rows // teams), -(-tiles // max(folds, 1)), batch * folds)
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
         """Return the bytes of A and B that the kernel reads; `matrix` is the packed operand.
@@ -146,16 +149,25 @@ class GatherConfig(SpmmConfig):
         bias: int,
         pdl: bool = False,
     ) -> None:
+        folds = self.grid(0, out.columns, 1)[2]
+        most_matrices = MOST_GRID_YZ // max(folds, 1)
+        if out.batch > most_matrices:  # one launch for so many
+            size = out.rows * out.columns * OUT_BYTES[self.out]
+            for i in range(0, out.batch, most_matrices):
+                some = OutputArg(out.pointer + i * size, min(most_matrices, out.batch - i), *out[2:])
+                right = b._replace(pointer=b.pointer + i * b.batch)
+                scale = col_scale._replace(pointer=col_scale.pointer + 4 * i * col_scale.batch)
+                self.launch(kernel, matrix, right, some, row_scale, scale, bias, pdl)
+            return
         offsets, columns, values, long_rows = matrix
         rows, row = offsets.shape[0] - 1, -(-out.columns * element_bits(self.b) // 8)
         groups, count = len(columns) // self.mma_k, len(long_rows) if self.shares_long_rows else 0
         most = long_groups(groups, rows) if count else groups
-        long_ctas = count * -(-out.columns // self.tile_n) * out.batch
         kernel.launch(
             self.grid(rows, out.columns, out.batch, count),
             (
                 offsets.data_ptr(), columns.data_ptr(), values.data_ptr(), long_rows.data_ptr(), count,
-                long_ctas, most, b.pointer, b.pitch, b.batch, row,
+                most, folds, b.pointer, b.pitch, b.batch, row,
                 out.pointer, row_scale.pointer, row_scale.step, col_scale.pointer,
                 col_scale.step, col_scale.batch, bias, out.rows, rows, out.columns, self.vector_stores(out, col_scale),
             ),

@@ -227,10 +227,10 @@ def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:
 
 def _gathers(base: GatherConfig) -> list[SpmmKernel]:
     """Return gather configs with one or several warps per vector row, and wide N tiles if the registers allow them."""
-    found = [base, replace(base, split_k_warps=4), replace(base, split_k_warps=8, warps=8, stages=2)]
+    eight = replace(base, warps=8)
+    found = [base, eight, replace(base, split_k_warps=4), replace(eight, split_k_warps=8, stages=3)]
     if not base.int64_accum and base.vector_length * base.digits[0] * base.digits[1] <= 16:
-        large = replace(base, tile_n_bytes=128, stages=3)
-        found += [large, replace(large, split_k_warps=2), replace(large, split_k_warps=4, stages=2)]
+        found.append(replace(eight, tile_n_bytes=128, stages=2))
     return [config for config in found if config.fits]
 
 

@@ -79,9 +79,23 @@ def test_gather_takes_64_bit_sizes() -> None:
     b, out = DenseArg(1 << 46, pitch, 3 * HUGE, n), OutputArg(1 << 45, 2, rows, 2**31 - 1, n)
     config.launch(gathers, structure(rows, spmm_gather.PackedGather), b, out, NONE, ScaleArg(1 << 44, 1, n), 0)
     ((grid, args),) = gathers.launches
-    assert grid == ((2**18 + 1) * 1024 * 2, 1, 1) and grid[0] < 2**31
+    assert grid == (2**18 + 1, 1024, 2) and args["folds"] == 1
     assert (args["b"], args["b_pitch"], args["b_batch"], args["b_bytes"]) == (1 << 46, pitch, 3 * HUGE, n)
     assert (args["rows"], args["vector_rows"], args["n"], args["col_scale_batch"]) == (rows, rows, n, n)
+
+
+def test_gather_folds_n_tiles_beyond_the_grid_and_splits_a_batch_beyond_it() -> None:
+    gathers = Recorder("spmm_gather")
+    config = gather(kind(1, out="float16"), tile_n_bytes=64)
+    rows, n = 8, 64 * (2 * 65_535 + 1)  # three folds of 43,691 tiles, two too many
+    copy = structure(rows, spmm_gather.PackedGather)
+    b, out, scale = DenseArg(1 << 46, n, 5 * n, n), OutputArg(1 << 45, 30_000, rows, 5, n), ScaleArg(1 << 44, 1, n)
+    config.launch(gathers, copy, b, out, NONE, scale, 0)
+    assert [grid for grid, _ in gathers.launches] == [(2, 43_691, 3 * 21_845), (2, 43_691, 3 * (30_000 - 21_845))]
+    (_, first), (_, second) = gathers.launches
+    assert first["folds"] == second["folds"] == 3 and 3 * 43_691 - 2 == 2 * 65_535 + 1
+    assert second["b"] - first["b"] == 21_845 * 5 * n and second["out"] - first["out"] == 21_845 * rows * n * 2
+    assert second["col_scale"] - first["col_scale"] == 4 * 21_845 * n
 
 
 def test_panel_grid_stays_the_gpu_while_items_outgrow_32_bits(panels: Recorder) -> None:

@@ -33,9 +33,9 @@ def test_rows_of_more_than_four_times_the_mean_groups_are_long() -> None:
 
 def test_a_long_row_adds_ctas_and_no_others_change() -> None:
     assert long_groups(64, 64) == 4 and long_groups(65, 64) == 8 and long_groups(0, 0) == 4
-    assert CONFIG.grid(512, 512, 1)[0] + 3 * 8 == CONFIG.grid(512, 512, 1, long_rows=3)[0]
+    assert CONFIG.grid(512, 512, 1) == (128, 8, 1) and CONFIG.grid(512, 512, 1, long_rows=3) == (131, 8, 1)
     team = replace(CONFIG, split_k_warps=4)
-    assert team.grid(512, 512, 2, long_rows=1) == ((512 + 1) * 8 * 2, 1, 1)
+    assert team.grid(512, 512, 2, long_rows=1) == (512 + 1, 8, 2)
 
 
 def test_the_cost_of_a_long_row_is_shared_by_the_warps_of_a_cta() -> None:
