@@ -18,7 +18,7 @@ class Cost(NamedTuple):
 
 
 _SMEM_BYTES = 233472  # shared memory of an sm_90a SM; each CTA takes 1 KiB more than it requests
-_BYTES_PER_US = 3.5e6  # of operands that L2 does not hold
+LEAST_US, BYTES_PER_US = 2.0, 3.5e6  # of a launch, and of operands that L2 does not hold
 _ANY = Cost(2.0, 2.6, 0.135)  # other architectures, not measured
 
 
@@ -133,7 +133,12 @@ def predict(m: int, n: int, k: int, terms: Products, arch: str, *, out: str = "i
     100
     """
     _, cost = _cheapest(m, n, k, terms, arch, out, num_sms)
-    return max(cost, 2.0 + (m + n) * k / _BYTES_PER_US)
+    return max(cost, LEAST_US + (m + n) * k / BYTES_PER_US)
+
+
+def costed_candidates(terms: Products, arch: str, out: str) -> list[tuple[GemmConfig, Cost]]:
+    """Return the configs that :func:`predict` compares, and their costs."""
+    return _wgmma(terms, out) if arch == "sm_90a" else [(config, _ANY) for config in candidates(terms, arch)]
 
 
 def _cheapest(m: int, n: int, k: int, terms: Products, arch: str, out: str, num_sms: int) -> tuple[GemmConfig, float]:
@@ -144,6 +149,5 @@ def _cheapest(m: int, n: int, k: int, terms: Products, arch: str, out: str, num_
         work = config.tile_m * config.tile_n * terms.number * -(-k // config.tile_k) * config.tile_k / 1e6
         return unit.launch + waves * (unit.wave + unit.products * work)
 
-    tiles = _wgmma(terms, out) if arch == "sm_90a" else [(config, _ANY) for config in candidates(terms, arch)]
-    costs = [(config, cost(config, unit)) for config, unit in tiles]
+    costs = [(config, cost(config, unit)) for config, unit in costed_candidates(terms, arch, out)]
     return min(costs, key=lambda each: each[1])

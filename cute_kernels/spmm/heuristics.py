@@ -142,15 +142,15 @@ def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str
     gather = GatherConfig(*operands)
     int64_accum = outgrows(gather, problem.longest)
     found: list[SpmmKernel] = _gathers(replace(gather, int64_accum=int64_accum))
-    if machine.arch in PANEL_ARCHES and not int64_accum and problem.vectors >= 16 * max(problem.vector_rows, 1):
+    if (
+        machine.arch in PANEL_ARCHES
+        and not int64_accum
+        and problem.vectors >= PANEL_VECTORS * max(problem.vector_rows, 1)
+    ):
         found += _panels(PanelConfig(*operands), machine.arch)
-    row = problem.n * element_bits(kind.rhs) // 8
-    if row > _SMALL_TILES[-1] or int64_accum:
+    size = None if int64_accum else _small_tile(gather, problem.n)
+    if size is None:
         return found
-    # Small N: the smallest N tile that holds all columns. The 16-byte chunks of a group must fill the loads of a warp
-    # and the rows of the MMA.
-    least = 32 if kind.rhs.bits > 8 or gather.mma_k < 32 else 16
-    size = next(size for size in _SMALL_TILES if size >= max(row, least))
     return [
         _with_a_stages(replace(each, tile_n_bytes=size))
         if isinstance(each, PanelConfig)
@@ -158,6 +158,15 @@ def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str
         for each in found
         if each.tile_n_bytes == 64
     ]
+
+
+def _small_tile(config: GatherConfig, n: int) -> int | None:
+    """Return the bytes of the smallest N tile that holds all columns, None for large N.
+
+    The 16-byte chunks of a group must fill the loads of a warp and the rows of the MMA.
+    """
+    row, least = n * element_bits(config.b) // 8, 32 if config.b.bits > 8 or config.mma_k < 32 else 16
+    return next((size for size in _SMALL_TILES if size >= max(row, least)), None)
 
 
 def _with_a_stages(config: PanelConfig) -> PanelConfig:
@@ -172,6 +181,7 @@ def _needs_a_stages(config: PanelConfig) -> bool:
     return few or config.digits[0] > 1 or (config.tile_n_bytes == 64 and config.warps <= 11)
 
 
+PANEL_VECTORS = 16  # of a vector row on average, from which on the panel kernel is tried
 _SMALL_TILES = (16, 32, 64)  # tile_n_bytes for small N
 _A_STAGES = (8, 6, 4, 3)
 # (warps, rows_per_warp)

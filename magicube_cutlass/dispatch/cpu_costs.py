@@ -68,11 +68,39 @@ class CpuCosts:
         return sparse, predict(costs[4:], (1.0, m * k * share, m * share, k * share), threads)
 
 
+@dataclass(frozen=True)
+class Processor:
+    """A CPU as forecasts read it."""
+
+    costs: CpuCosts
+    threads: int
+    packs_layers: bool  # whether layers of few tokens have kernels of their own
+    panel_columns: int  # columns of B that the engine multiplies at once
+
+    @classmethod
+    def here(cls) -> Processor:
+        """Return this CPU with torch's threads, measured once."""
+        return cls(get_costs(), torch.get_num_threads(), packs_weights(), panel_columns())
+
+
+def panel_columns() -> int:
+    """Return the columns of B that the engine multiplies at once."""
+    return int(extension.load_extension().panel_columns())
+
+
 def sparse_terms(
-    m: int, k: int, n: int, vectors: int, vector_length: int, digits: int, batch: int, out_bits: int
+    m: int,
+    k: int,
+    n: int,
+    vectors: int,
+    vector_length: int,
+    digits: int,
+    batch: int,
+    out_bits: int,
+    columns: int | None = None,
 ) -> Costs:
-    """Return the terms of the engine's product; `digits`: of A times those of B."""
-    columns = extension.load_extension().panel_columns()
+    """Return the terms of the engine's product; `digits`: of A times those of B; `columns`: of a panel."""
+    columns = columns or panel_columns()
     width, results = -(-n // columns) * columns * batch, m * n * batch  # of whole panels
     group = max(vector_length, 4) / 8 * digits
     return 1.0, width / 64 * vectors / 4 * group, results + width * k, results * float(out_bits == 16)

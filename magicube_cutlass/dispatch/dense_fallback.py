@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 _ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
 _LAUNCH = 2000.0  # of a copy, between kernels of a CUDA graph
-_CPU_CALL = 15000.0  # what the Python of a dense call on a CPU takes beside that of a sparse one
+CPU_CALL = 15000.0  # what the Python of a dense call on a CPU takes beside that of a sparse one
 _MOVED = 3500.0  # bytes that a copy reads or writes
 
 
@@ -66,15 +66,19 @@ def copy_cost(size: int) -> float:
     return _LAUNCH + 2 * size / _MOVED
 
 
-def cpu_forecast(kind: ProblemTypes, m: int, digits: int, problem: Problem) -> Forecast:
-    """Return the forecast for this CPU and torch's threads; `digits`: of A times those of B."""
-    costs, threads = cpu_costs.get_costs(), torch.get_num_threads()
+def cpu_forecast(
+    kind: ProblemTypes, m: int, digits: int, problem: Problem, cpu: cpu_costs.Processor | None = None
+) -> Forecast:
+    """Return the forecast for a CPU, by default this one with torch's threads; `digits`: of A times those of B."""
+    cpu = cpu or cpu_costs.Processor.here()
+    costs, threads = cpu.costs, cpu.threads
     k, n, batch = problem.inner, problem.n, problem.batch
-    if digits == 1 and batch == 1 and n <= cpu_costs.FEW and packs_weights():
+    if digits == 1 and batch == 1 and n <= cpu_costs.FEW and cpu.packs_layers:
         found, dense_found = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
-        return Forecast(found, dense_found + _CPU_CALL)
+        return Forecast(found, dense_found + CPU_CALL)
     out_bits = getattr(torch, kind.out).itemsize * 8
-    sparse = cpu_costs.sparse_terms(m, k, n, problem.vectors, kind.vector_length, digits, batch, out_bits)
+    sizes = problem.vectors, kind.vector_length, digits, batch, out_bits, cpu.panel_columns
+    sparse = cpu_costs.sparse_terms(m, k, n, *sizes)
     dense = cpu_costs.dense_terms(m, k, n, batch, kind.out.startswith("int"))
     return Forecast(cpu_costs.predict(costs.sparse, sparse, threads), cpu_costs.predict(costs.dense, dense, threads))
 
