@@ -14,7 +14,7 @@ pytest.importorskip("nanobind")
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["cute_kernels", "magicube_cutlass", "residual"]
-SOURCES = {".py", ".cuh", ".typed"}
+SOURCES = {".py", ".cuh", ".typed", ".html", ".css", ".js", ".json"}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from magicube_cutlass import __version__
 from magicube_cutlass.cli.bench import bench
 from magicube_cutlass.cli.convert import convert
 from magicube_cutlass.cli.environment import collect_env
+from magicube_cutlass.cli.explore import explore
 from magicube_cutlass.cli.info import info
 from magicube_cutlass.cli.kernels import cache_app, warmup
 from magicube_cutlass.cli.layout import layout
@@ -48,6 +49,7 @@ def _options(
 
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "info": (info, "Shape, density, row lengths, bytes in each format."),
+    "explore": (explore, "Open a page: will it be faster?"),
     "spmm": (spmm, "Check and time one product on a file's pattern."),
     "bench": (bench, "Time linear layers beside those of torch and scipy."),
     "convert": (convert, "Prune and quantize the weights of a model's file."),

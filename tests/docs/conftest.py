@@ -23,7 +23,8 @@ def is_current(folder: Path) -> bool:
     sources = [
         path
         for path in sources
-        if "__pycache__" not in path.parts and path.suffix in (".py", ".md", ".rst", ".css", ".png", ".svg", ".ipynb")
+        if "__pycache__" not in path.parts
+        and path.suffix in (".py", ".md", ".rst", ".css", ".png", ".svg", ".ipynb", ".html", ".js", ".json")
     ]
     return max(path.stat().st_mtime for path in [*sources, ROOT / "CHANGELOG.md"]) < mark.stat().st_mtime
 
