@@ -66,6 +66,14 @@ def _plain_references(*arguments: Any) -> None:
     lines[:] = [re.sub(r"\[(\d+)\]_", r"[\1]", re.sub(r"^(\s*)\.\. \[(\d+)\] ", r"\1[\2] ", line)) for line in lines]
 
 
+def _write_explorer(app: Any) -> None:
+    """The page of ``magicube explore``, with the default constants of a CPU."""
+    from magicube_cutlass.cli.explore import page_text
+
+    (Path(app.outdir) / "explore.html").write_text(page_text())
+
+
 def setup(app: Any) -> None:
     """Connect before napoleon does."""
     app.connect("autodoc-process-docstring", _plain_references, priority=400)
+    app.connect("builder-inited", _write_explorer)
