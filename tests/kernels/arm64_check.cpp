@@ -93,7 +93,7 @@ bool sparse(int64_t vector_rows, int v, int64_t k, int64_t n, int stride, int th
   const auto b = random_bytes(k * n);
   std::vector<int32_t> out(static_cast<size_t>(m * n));
   const Sparse a{pattern.start.data(), pattern.end.data(), pattern.index.data(), reinterpret_cast<const uint8_t*>(values.data()),
-                 row_sums.data(), positions * v, vector_rows, m, k, v, stride, 8, true};
+                 row_sums.data(), positions * v, vector_rows, m, k, v, stride, 8, true, nullptr};
   SpmmArgs args{a, {reinterpret_cast<const uint8_t*>(b.data()), k * n, n, false, 8, true}, {}, out.data(), Out::kInt32, n, 1, {}, 1, 1};
   args.parts = spmm_panel_parts(args, kPortable.spmm_parts);
   args.staged_panels = spmm_staged_panels(args, threads, kPortable.spmm_columns * args.parts);
