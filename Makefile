@@ -88,13 +88,14 @@ sanitize: $(VENV)/.installed
 $(VENV)/.tools: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q 'pip>=25.1'  # the first with dependency groups
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q 'scikit-build-core>=1.0' 'nanobind>=2.4' cmake ninja
 	touch $@
 
 # Editable: the Python files are used in place, and only a change of the C++ sources builds again.
 $(VENV)/.installed: $(VENV)/.tools $(ENGINE_SOURCES)
-	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -e '.[dev]'
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -e '.[cuda]' --group dev
 	touch $@
 
 clean:

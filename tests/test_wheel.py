@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -77,3 +79,14 @@ def test_wheel_names_its_licence_and_command(wheel: zipfile.ZipFile) -> None:
     (metadata,) = [name for name in files(wheel) if name.endswith(".dist-info/METADATA")]
     assert "License-Expression: Apache-2.0" in wheel.read(metadata).decode()
     assert [name for name in files(wheel) if name.endswith("licenses/LICENSE")]
+
+
+def test_wheels_of_later_versions_use_the_stable_abi() -> None:
+    """The engine keeps to functions that Python 3.12 and all later ones have; 3.11 has a wheel of its own."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert settings["scikit-build"]["wheel"]["py-api"] == "cp312"
+    assert settings["cibuildwheel"]["build"].split() == ["cp311-manylinux*", "cp312-manylinux*"]
+    assert "STABLE_ABI" in (ROOT / "CMakeLists.txt").read_text()
+    macros = re.compile(r"\bPy(?:Tuple|List|Bytes|Unicode)_(?:GET|SET|AS|DATA)_\w+")
+    for path in (ROOT / "cute_kernels" / "cpu" / "csrc").iterdir():
+        assert not macros.search(path.read_text()), path

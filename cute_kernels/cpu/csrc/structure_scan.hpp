@@ -98,9 +98,9 @@ bool scan(const Engine& engine, const nb::dict& attributes, const nb::tuple& sta
   require(count == 2 || count == 4 || count == 5, "stamp must have 2, 4 or 5 entries");
   for (size_t i = 0; i < count; ++i) {
     const nb::handle entry = stamp[i];
-    require(PyTuple_Check(entry.ptr()) && PyTuple_GET_SIZE(entry.ptr()) == 3, "stamp must hold tuples of 3");
-    tensor[i] = PyTuple_GET_ITEM(entry.ptr(), 1);
-    if (PyDict_GetItemWithError(attributes.ptr(), PyTuple_GET_ITEM(entry.ptr(), 0)) != tensor[i]) return false;
+    require(PyTuple_Check(entry.ptr()) && PyTuple_Size(entry.ptr()) == 3, "stamp must hold tuples of 3");
+    tensor[i] = PyTuple_GetItem(entry.ptr(), 1);
+    if (PyDict_GetItemWithError(attributes.ptr(), PyTuple_GetItem(entry.ptr(), 0)) != tensor[i]) return false;
   }
   DLTensor start, end, columns, values;
   const int64_t vector_rows = (rows + vector_length - 1) / vector_length;
