@@ -45,6 +45,7 @@ autodoc_typehints = "description"
 autodoc_default_options = {
     "members": True,
     "show-inheritance": True,
+    "special-members": "__matmul__, __getitem__",  # A @ x, A[8:16]
     "inherited-members": "Module, tuple, object, ValueError, Exception",
 }
 nitpicky = True  # a reference to nothing is an error

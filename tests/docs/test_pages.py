@@ -115,3 +115,24 @@ def test_the_glossary_has_the_words_that_pages_use_without_explaining() -> None:
         "epilogue",
     ):
         assert re.search(rf"^\| [^|]*{re.escape(word)}", text, re.M), word
+
+
+def test_the_page_on_reports_has_every_fact() -> None:
+    import torch
+
+    import magicube_cutlass as mc
+    import residual
+
+    A = mc.SRBCRS.from_dense(torch.ones(16, 32), vector_length=8, bits=8)
+    floats = mc.SRBCRS.from_dense(torch.ones(16, 32), vector_length=8, dtype="float16")
+    x, q = mc.quantize(torch.ones(32, 16), 8), torch.ones(1, 1, 16, 8)
+    found = (
+        mc.explain(A, x),
+        mc.explain(floats, torch.ones(32, 16).half()),
+        mc.explain_sddmm(mc.quantize(torch.ones(16, 8), 8), mc.quantize(torch.ones(32, 8), 8), A.pattern),
+        mc.explain_attention(q, q, q, mc.masks.local(16, window=4)),
+        residual.explain(torch.ones(8, 8), torch.ones(8, 8), tol=1e-3),
+    )
+    words = set(re.findall(r"`\"?(\w+)\"?`", (DOCS / "reference" / "explain.md").read_text()))
+    for each in found:
+        assert {each.operator, each.backend, *each.facts} <= words, each
