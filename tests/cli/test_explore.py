@@ -221,6 +221,8 @@ def test_measured_times_stand_beside_predicted_ones_with_their_source(page: tupl
     assert "4096 x 4096 x 512" in text_of(opened, "measured")
     opened.open(f"{address}#machine=NVIDIA-A100&mask=random:512x512:0.1:8:1")
     opened.wait("document.body.dataset.ms")
+    assert text_of(opened, "verdict").startswith(("Perhaps", "Probably not", "Too close"))
+    assert "Nothing was measured on it" in text_of(opened, "verdict")
     assert "predicted, constants of the H200" in text_of(opened, "times") and "No roofline was measured" in text_of(
         opened, "roofline-note"
     )
