@@ -31,6 +31,7 @@ def check_products() -> None:
         a = mc.SRBCRS.from_dense(dense.to(torch.int16), vector_length=8, bits=bits)
         b = mc.QuantTensor.from_ints(right, bits=bits)
         assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64), dense @ right), bits
+        assert engine.isa() in mc.explain(a, b, out_dtype=torch.int64)
     x, y = (torch.randn(96, 96, generator=generator) for _ in range(2))
     exact = x.double() @ y.double()
     error = (residual.matmul(x, y, tol=1e-3).double() - exact).norm() / exact.norm()

@@ -100,6 +100,8 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
 
     kind, problem = plans.spmm_problem(matrix, dense.element_type, out, n, batch)
     if matrix.device.type == "cpu":
+        if not engine.available():
+            return None  # the reference has no cost model
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
         return cpu_forecast(kind, m, digits, problem)
     from cute_kernels.spmm.heuristics import choose_spmm, spmm_cost
