@@ -23,11 +23,16 @@ from torch import Tensor
 
 from cute_kernels.integers import BITS, int_range, value_dtype
 from cute_kernels.jit import Binary
-from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
+from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS, Granularity
 from magicube_cutlass.formats.construct import narrow
 from magicube_cutlass.formats.pattern import Pattern
 
 DENSITIES = (0.0, 0.05, 0.3, 1.0)
+SCALES: dict[int | None, Granularity] = {
+    None: "tensor",
+    0: "column",
+    1: "row",
+}  # axis of a scale -> its name as an argument
 
 
 def data_folder() -> Path | None:

@@ -40,6 +40,7 @@ from tests.gpu.problems import (
     sparse,
 )
 from tests.gpu.sparse.test_gpu_fused_attention import CONFIGS, Case, summing
+from tests.helpers import SCALES
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +129,7 @@ def test_sddmm_panel(config: SddmmPanelConfig) -> None:
 def test_quantize(bits: int, axis: int | None) -> None:
     torch.manual_seed(bits)
     for x in (torch.randn(45, 333), torch.randn(2, 3, 2050, dtype=torch.float64), torch.randn(33, 64).half()):
-        got, expected = mc.quantize(x.cuda(), bits, axis=axis), mc.quantize(x, bits, axis=axis)
+        got, expected = mc.quantize(x.cuda(), bits, scale=SCALES[axis]), mc.quantize(x, bits, scale=SCALES[axis])
         assert torch.equal(got.ints().cpu(), expected.ints())
 
 

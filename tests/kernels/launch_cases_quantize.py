@@ -20,6 +20,7 @@ from cute_kernels.estimate import look, probes, statistics, verdict
 from cute_kernels.estimate import remainder_probes as probes_rest
 from cute_kernels.gemm import cuda as gemm_cuda
 from magicube_cutlass.ops import torch_ops as library
+from tests.helpers import SCALES
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_fakes import array
 from tests.kernels.launch_recorder import Recorder
@@ -47,15 +48,15 @@ def integers(recorder: Recorder) -> None:
                 "nonfinite": ("raise", "propagate")[i % 2],
             }
             key = f"quantize {list(shape)} of {dtype} to {bits} bits, axis {axis}"
-            recorder.call(key, lambda: mc.quantize(x, bits, axis, signed, **options), x=x)
+            recorder.call(key, lambda: mc.quantize(x, bits, SCALES[axis], signed, **options), x=x)
     gaps = reals(64, 130)[:, 1:100]
     for axis in (None, 0, 1):
-        recorder.call(f"quantize rows with gaps, axis {axis}", lambda: mc.quantize(gaps, 8, axis), x=gaps)
+        recorder.call(f"quantize rows with gaps, axis {axis}", lambda: mc.quantize(gaps, 8, SCALES[axis]), x=gaps)
         for clip in ("mse", 99.0):
             x = reals(48, 96)
             recorder.call(
                 f"quantize clipped by {clip}, axis {axis}",
-                lambda: mc.quantize(x, 8, axis, clip=clip),
+                lambda: mc.quantize(x, 8, SCALES[axis], clip=clip),
                 x=x,
             )
         for dtype in DTYPES:
@@ -63,7 +64,7 @@ def integers(recorder: Recorder) -> None:
             recorder.call(f"the operator of {dtype}, axis {axis}", lambda: library.quantize(x, 4, axis), x=x)
     x, scale = reals(40, 64), torch.tensor(0.5)
     recorder.call("quantize by a scale", lambda: library.quantize_by(x, scale, 8), x=x, scale=scale)
-    recorder.call("quantize nothing", lambda: mc.quantize(reals(0, 8), 8, 1))
+    recorder.call("quantize nothing", lambda: mc.quantize(reals(0, 8), 8, "row"))
     for columns, factor in product((64, 70_000), (1.0, 0.125)):
         both = reals(6, columns), reals(6, columns, seed=1)
         recorder.call(f"quantize two of {columns} columns, {factor}",

@@ -171,12 +171,16 @@ def spmm_floats(recorder: Recorder) -> None:
         v = checks.VECTOR_LENGTHS[(i + i // 6) % 6]
         x = reals(m, k) * mc.random_pattern(m, k, 1 - density, v).to_dense()
         a = mc.SRBCRS.from_dense(
-            x, vector_length=v, dtype=left, axis=None if left in numbers.HALF_DTYPES else (None, 1)[i % 2]
+            x, vector_length=v, dtype=left, scale="tensor" if left in numbers.HALF_DTYPES else ("tensor", "row")[i % 2]
         )
         y = reals(*batch, k, n, seed=1)
         y = y.mT.contiguous().mT if i % 4 == 3 else y
         half = right in numbers.HALF_DTYPES
-        b = y.to(numbers.FLOAT_DTYPES[right]) if half else mc.quantize(y, dtype=right, axis=(None, 0)[i // 2 % 2])
+        b = (
+            y.to(numbers.FLOAT_DTYPES[right])
+            if half
+            else mc.quantize(y, dtype=right, scale=("tensor", "column")[i // 2 % 2])
+        )
         bias, out = (reals(m) if i % 2 else None), FLOAT_OUTS[i % 3]
         call_and_repeat(
             recorder, f"{left} x {right}, v{v}, {m}x{k}x{n}, batch {list(batch)}", a, b, out_dtype=out, bias=bias
@@ -224,7 +228,7 @@ def sddmm_floats(recorder: Recorder) -> None:
         x, y = (
             z.to(numbers.FLOAT_DTYPES[name])
             if name in numbers.HALF_DTYPES
-            else mc.quantize(z, dtype=name, axis=(None, 1)[i % 2])
+            else mc.quantize(z, dtype=name, scale=("tensor", "row")[i % 2])
             for z, name in ((reals(*batch, m, k), left), (reals(*batch, n, k), right))
         )
         mask = sparse(m, n, v=checks.VECTOR_LENGTHS[i % 6], density=density, stride=checks.STRIDES[i % 3])

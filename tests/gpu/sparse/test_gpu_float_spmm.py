@@ -25,6 +25,7 @@ from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from tests.gpu.problems import HERE, PANELS, check_guards, choices, chosen, gather, guarded, panel, sampling_with, sddmm
+from tests.helpers import SCALES
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def kind(v: int = 8, a: str = "float16", b: str = "float16", out: str = "float32
 
 
 def as_dense(x: Tensor, name: str, axis: int | None = None) -> Dense:
-    return x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else mc.quantize(x, dtype=name, axis=axis)
+    return x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else mc.quantize(x, dtype=name, scale=SCALES[axis])
 
 
 def dense(shape: tuple[int, ...], name: str, axis: int | None = None, layout: str = "row") -> Dense:
@@ -60,7 +61,9 @@ def sparse(
     if empty:
         mask[(torch.arange(m) // v) % 3 == 1] = False
     scaled = None if name in HALF_DTYPES else axis
-    return mc.SRBCRS.from_mask(torch.randn(m, k), mask, vector_length=v, stride=stride, dtype=name, axis=scaled)
+    return mc.SRBCRS.from_mask(
+        torch.randn(m, k), mask, vector_length=v, stride=stride, dtype=name, scale=SCALES[scaled]
+    )
 
 
 def real(x: Dense) -> Tensor:
@@ -368,8 +371,8 @@ def test_sddmm_of_small_integers_is_exact() -> None:
 def test_matrices_made_on_the_gpu_are_those_of_the_cpu(name: str) -> None:
     x = torch.randn(45, 70) * mc.random_pattern(45, 70, 0.7, 4).to_dense()
     for axis in (None,) if name in HALF_DTYPES else (None, 1):
-        here = mc.SRBCRS.from_dense(x, vector_length=4, dtype=name, axis=axis)
-        there = mc.SRBCRS.from_dense(x.to("cuda"), vector_length=4, dtype=name, axis=axis)
+        here = mc.SRBCRS.from_dense(x, vector_length=4, dtype=name, scale=SCALES[axis])
+        there = mc.SRBCRS.from_dense(x.to("cuda"), vector_length=4, dtype=name, scale=SCALES[axis])
         there.check_format(full=True)
         assert there.device.type == "cuda" and there.element_type == here.element_type
         for one in (there.to("cpu"), here.to("cuda").to("cpu")):

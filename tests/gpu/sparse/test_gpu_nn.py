@@ -16,6 +16,7 @@ from magicube_cutlass import autograd as ag
 from magicube_cutlass.autograd import integer
 from magicube_cutlass.dispatch import cuda_floats
 from magicube_cutlass.nn import PruningSchedule, SparseQuantConfig, SparseQuantLinear, calibrate
+from tests.helpers import SCALES
 
 pytestmark = pytest.mark.gpu
 
@@ -116,7 +117,7 @@ def test_the_quantizers_are_the_cpu_s_and_wait_for_nothing() -> None:
         and torch.equal(matrix.scale.cpu(), want.scale)
     )
     for got, (bits, axis) in zip(dense[:3], ((8, 1), (4, 0), (16, None)), strict=True):
-        expected = mc.quantize(x.cpu() if axis != 0 else x.cpu().mT, bits, axis=axis)
+        expected = mc.quantize(x.cpu() if axis != 0 else x.cpu().mT, bits, scale=SCALES[axis])
         assert expected.scale is not None and torch.equal(got.ints().cpu(), expected.ints())
         assert torch.equal(got.scale.cpu(), expected.scale)
     assert torch.equal(dense[3].ints().cpu(), integer.quantized(x.cpu(), 8, None, scale.cpu()).ints())

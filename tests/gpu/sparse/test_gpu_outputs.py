@@ -10,6 +10,7 @@ import torch
 import magicube_cutlass as mc
 from cute_kernels.spmm.heuristics import SpmmKernel
 from tests.gpu.problems import PANELS, POISON, check_spmm, chosen, dense, gather, ints, kind, panel, sparse, spmm
+from tests.helpers import SCALES
 
 pytestmark = pytest.mark.gpu
 
@@ -58,9 +59,9 @@ def exact(a: mc.SRBCRS, b: mc.QuantTensor, bias: torch.Tensor | None) -> torch.T
 def test_scales_round_as_plain_torch_does(config: SpmmKernel, axis_a: int | None, axis_b: int | None) -> None:
     torch.manual_seed(1)
     w = torch.randn(61, 300)
-    a = mc.SRBCRS.from_mask(w, mc.prune(w, 0.6, 8), vector_length=8, bits=8, axis=axis_a)
+    a = mc.SRBCRS.from_mask(w, mc.prune(w, 0.6, 8), vector_length=8, bits=8, scale=SCALES[axis_a])
     for n, batch in ((96, ()), (45, (3,)), (64, (2, 1, 2))):
-        b = mc.quantize(torch.randn(*batch, 300, n) * torch.logspace(-1, 1, n), 8, axis=axis_b)
+        b = mc.quantize(torch.randn(*batch, 300, n) * torch.logspace(-1, 1, n), 8, scale=SCALES[axis_b])
         dtype = getattr(torch, config.out)
         assert torch.equal(spmm(a, b, dtype, config), formula(a, b, None, dtype))
 

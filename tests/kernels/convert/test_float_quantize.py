@@ -16,10 +16,10 @@ from cute_kernels.floats import FORMATS
 from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor, matmul
 
 KINDS: list[dict[str, Any]] = [
-    {"dtype": "e4m3"}, {"dtype": "e5m2", "axis": 1}, {"dtype": "e2m3", "axis": 0}, {"dtype": "e2m1", "block": (128, 128)},
-    {"dtype": "e2m1", "block": 16}, {"dtype": "e3m2", "block": 16, "scale_dtype": "ue8m0", "axis": 0},
+    {"dtype": "e4m3"}, {"dtype": "e5m2", "scale": "row"}, {"dtype": "e2m3", "scale": "column"}, {"dtype": "e2m1", "block": (128, 128)},
+    {"dtype": "e2m1", "block": 16}, {"dtype": "e3m2", "block": 16, "scale_dtype": "ue8m0", "scale": "column"},
     {"dtype": "e4m3", "block": 32, "scale_dtype": "e4m3"}, *({"dtype": name} for name in RECIPES),
-    {"dtype": "mxfp4", "axis": 0}, {"dtype": "nvfp4", "axis": 0},
+    {"dtype": "mxfp4", "scale": "column"}, {"dtype": "nvfp4", "scale": "column"},
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_scales_are_what_the_standards_say() -> None:
     assert float(nv.scales()[1, 0]) == pytest.approx(448 / 6, rel=1e-6) and nv.scale.shape == (2, 4)
     blocks = floats.encode(torch.tensor(5.0 / 6) / nv.tensor_scale, "e4m3")
     assert int(nv.scale[0, 0]) == int(blocks)
-    rows = quantized(x, dtype="e2m1", axis=1)
+    rows = quantized(x, dtype="e2m1", scale="row")
     assert rows.scale.flatten().tolist() == pytest.approx([5.0 / 6, 448 / 6])
     tiles = quantized(normal(200, 300), dtype="e4m3", block=(128, 128))
     assert tiles.scale.shape == (2, 3)
@@ -85,7 +85,7 @@ def test_tiny_and_zero_blocks_keep_their_accuracy() -> None:
     x = normal(4, 64)
     x[1] *= 1e-36
     x[2] = 0
-    for options in ({"dtype": "mxfp8"}, {"dtype": "e4m3", "axis": 1}):
+    for options in ({"dtype": "mxfp8"}, {"dtype": "e4m3", "scale": "row"}):
         found = quantized(x, **options).dequantize()
         relative = (found - x).norm(dim=1) / x.norm(dim=1).clamp(min=1e-45)
         assert float(relative[0]) < 0.05 and float(relative[1]) < 0.05 and not bool(found[2].any())
@@ -111,7 +111,7 @@ def test_infinities_and_nan_spoil_their_slice_alone(options: dict[str, Any]) -> 
     found = quantized(spoiled, **options, nonfinite="propagate").dequantize()
     lost = found.isnan()
     assert bool(lost[3, 5])
-    if "axis" in options or options["dtype"] in RECIPES or "block" in options:
+    if "scale" in options or options["dtype"] in RECIPES or "block" in options:
         assert int(lost.sum()) < 150 * 200
         if (
             "e4m3" not in (options.get("scale_dtype"), RECIPES.get(options["dtype"], ("", 0, ""))[2])
@@ -144,9 +144,13 @@ def test_bytes_are_those_of_the_formats() -> None:
 
 @pytest.mark.parametrize("left", KINDS, ids=str)
 def test_products_are_those_of_the_dequantized_matrices(left: dict[str, Any]) -> None:
-    a = quantized(normal(30, 140), **(left | {"axis": 1 if left.get("axis") == 0 else left.get("axis")}))
+    a = quantized(normal(30, 140), **(left | {"scale": "row" if left.get("scale") == "column" else left.get("scale")}))
     bias = normal(50, seed=3)
-    for right in ({"dtype": "e2m1", "axis": 0}, {"dtype": "nvfp4", "axis": 0}, {"dtype": "e3m2", "block": (128, 128)}):
+    for right in (
+        {"dtype": "e2m1", "scale": "column"},
+        {"dtype": "nvfp4", "scale": "column"},
+        {"dtype": "e3m2", "block": (128, 128)},
+    ):
         b = quantized(normal(140, 50, seed=1), **right)
         truth = a.dequantize().double() @ b.dequantize().double() + bias.double()
         for out in (torch.float32, torch.float16, torch.bfloat16):
@@ -164,7 +168,7 @@ def test_empty_tensors(options: dict[str, Any], size: tuple[int, int]) -> None:
 
 
 X = torch.ones(4, 6)
-Q = quantized(X, dtype="e2m1", axis=1)
+Q = quantized(X, dtype="e2m1", scale="row")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ Q = quantized(X, dtype="e2m1", axis=1)
         (lambda: mc.quantize(X.int(), dtype="e2m1"), TypeError, "x must be float64, float32, float16 or bfloat16, got torch.int32"),
         (lambda: mc.quantize(X[0], dtype="e2m1"), ValueError, "x must have at least 2 dimensions, got 1"),
         (lambda: matmul(Q, Q), ValueError, "columns of a must be rows of b, got 6 and 4"),
-        (lambda: matmul(Q, quantized(X.T, dtype="e2m1", axis=1)), ValueError, "b must be quantized with scale='column', along the k of the product, got 'row'"),
+        (lambda: matmul(Q, quantized(X.T, dtype="e2m1", scale="row")), ValueError, "b must be quantized with scale='column', along the k of the product, got 'row'"),
         (lambda: matmul(X, Q), TypeError, "a must be a ScaledFloatTensor, got Tensor"),
     ],
 )  # fmt: skip

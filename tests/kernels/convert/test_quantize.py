@@ -13,6 +13,7 @@ from cute_kernels.integers import BITS, fetch, int_range, widen
 from magicube_cutlass import SRBCRS, QuantTensor, quantize
 from magicube_cutlass.dispatch.cpu_linear import CpuLinear
 from magicube_cutlass.quantization.quantize import _encode_torch
+from tests.helpers import SCALES
 
 AXES = (None, 0, 1)
 
@@ -44,7 +45,7 @@ def test_the_engine_agrees_with_torch_to_the_last_integer(
     x = (x if signed else x.abs()).to(torch.float64 if double else torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAGICUBE_CPU", path)
-        q = quantize(x, bits, axis=axis, signed=signed, rounding=rounding)  # type: ignore[arg-type]
+        q = quantize(x, bits, scale=SCALES[axis], signed=signed, rounding=rounding)  # type: ignore[arg-type]
     data, scale, _ = _encode_torch(x, bits, axis, signed, rounding == "trunc", None)
     assert torch.equal(q.scale, scale)
     assert torch.equal(widen(q.data), widen(data))
@@ -100,7 +101,7 @@ def test_the_error_is_at_most_half_a_step_and_the_largest_entry_is_exact(
 ) -> None:
     x = torch.randn(17, 23, dtype=torch.float64)
     x = x if signed else x.abs()
-    q = quantize(x, bits, axis=axis, signed=signed)
+    q = quantize(x, bits, scale=SCALES[axis], signed=signed)
     assert q.scale is not None
     assert bool(((q.dequantize() - x).abs() <= q.scale * (0.5 + 1e-9)).all())
     assert int(widen(q.ints()).abs().max()) == int_range(bits, signed)[1]
@@ -112,7 +113,7 @@ def test_a_column_major_input_gives_the_same_integers(bits: int, column_major: b
     x = torch.randn(9, 14)
     view = x.mT.contiguous().mT if column_major else x
     for axis in AXES:
-        q, plain = quantize(view, bits, axis=axis), quantize(x, bits, axis=axis)
+        q, plain = quantize(view, bits, scale=SCALES[axis]), quantize(x, bits, scale=SCALES[axis])
         assert torch.equal(widen(q.ints()), widen(plain.ints()))
         assert torch.equal(q.dequantize(), plain.dequantize())
 
@@ -194,7 +195,7 @@ def test_truncation_goes_toward_zero() -> None:
 def test_empty_tensors_work(shape: tuple[int, ...], clip: str) -> None:
     axes = AXES if len(shape) > 1 else (None,)
     for axis in axes:
-        assert quantize(torch.empty(shape), 4, axis=axis, clip=clip).dequantize().shape == shape  # type: ignore[arg-type]
+        assert quantize(torch.empty(shape), 4, scale=SCALES[axis], clip=clip).dequantize().shape == shape  # type: ignore[arg-type]
 
 
 CASES = {

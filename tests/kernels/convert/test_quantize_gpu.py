@@ -16,7 +16,7 @@ from cute_kernels.convert.quantize import QuantizeConfig, default_configs, quant
 from cute_kernels.integers import BITS, widen
 from cute_kernels.jit import compile_unit
 from magicube_cutlass import QuantTensor, quantize
-from tests.helpers import disassemble, lean_sass
+from tests.helpers import SCALES, disassemble, lean_sass
 
 AXES = (None, 0, 1)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -103,7 +103,7 @@ def test_integers_and_scales_are_those_of_the_cpu(axis: int | None, dtype: torch
         for bits in BITS:
             for signed in (True, False):
                 x = inputs(shape, dtype, seed=i)
-                check((x if signed else x.abs()).cuda(), bits, axis=axis, signed=signed, rounding=rounding)
+                check((x if signed else x.abs()).cuda(), bits, scale=SCALES[axis], signed=signed, rounding=rounding)
 
 
 @pytest.mark.gpu
@@ -119,7 +119,7 @@ def test_every_quotient_near_a_tie_is_rounded_as_in_double(axis: int | None) -> 
         for step in (-1, 0, 1):  # the neighbours among the floats too
             moved = (x.view(torch.int32) + step * (x != 0).int()).view(torch.float32)
             for rounding in ("nearest", "trunc"):
-                check(moved.cuda(), bits, axis=axis, rounding=rounding)
+                check(moved.cuda(), bits, scale=SCALES[axis], rounding=rounding)
 
 
 @pytest.mark.gpu
@@ -128,7 +128,7 @@ def test_every_half_is_read_as_its_float(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = every[torch.isfinite(every)].reshape(-1, 2).cuda()
     for axis in AXES:
-        same(quantize(x, 16, axis=axis), quantize(x.float().cpu(), 16, axis=axis))
+        same(quantize(x, 16, scale=SCALES[axis]), quantize(x.float().cpu(), 16, scale=SCALES[axis]))
 
 
 @pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_layouts_give_the_integers_of_a_contiguous_tensor(bits: int, axis: int |
     }
     for name, x in views.items():
         try:
-            check(x, bits, axis=axis)
+            check(x, bits, scale=SCALES[axis])
         except AssertionError as error:
             raise AssertionError(name) from error
     if axis is None:
@@ -189,14 +189,14 @@ def test_two_tensors_share_a_launch_only_if_their_strides_match(bits: int) -> No
 def test_given_scales_are_used(axis: int | None, clip: Any) -> None:
     x = torch.randn(2, 40, 70, generator=torch.Generator().manual_seed(2)).cuda()
     for dtype in (torch.float32, torch.float16):
-        ours = quantize(x.to(dtype), 4, axis=axis, clip=clip)
+        ours = quantize(x.to(dtype), 4, scale=SCALES[axis], clip=clip)
         assert ours.scale is not None
         codes = torch.round(x.to(dtype).double() * (1 / ours.scale.double())).clamp(-8, 7)
         assert torch.equal(ours.ints().double(), codes)
     with pytest.raises(ValueError, match="x must not be negative"):
-        quantize(x, 8, axis=axis, signed=False, clip=clip)
+        quantize(x, 8, scale=SCALES[axis], signed=False, clip=clip)
     long = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(3)).cuda()
-    ours = quantize(long, 8, axis=axis, clip=90.0)
+    ours = quantize(long, 8, scale=SCALES[axis], clip=90.0)
     assert ours.scale is not None
     assert torch.equal(ours.ints().double(), torch.round(long.double() * (1 / ours.scale.double())).clamp(-128, 127))
 
@@ -212,10 +212,10 @@ def test_nonfinite_entries_raise_or_poison_their_own_slice_only(
         x = torch.randn(shape, device="cuda").to(dtype)
         x[1, 2] = bad
         with pytest.raises(ValueError, match=f"x must be finite, got 1 inf or nan of {x.numel()} entries"):
-            quantize(x, 8, axis=axis)
-        check(x, 8, axis=axis, nonfinite="propagate")
+            quantize(x, 8, scale=SCALES[axis])
+        check(x, 8, scale=SCALES[axis], nonfinite="propagate")
     with pytest.raises(ValueError, match="x must be finite"):
-        quantize(x.mT, 8, axis=axis)
+        quantize(x.mT, 8, scale=SCALES[axis])
 
 
 @pytest.mark.gpu
@@ -223,11 +223,11 @@ def test_nonfinite_entries_raise_or_poison_their_own_slice_only(
 def test_negative_entries_are_named_where_integers_are_unsigned(axis: int | None) -> None:
     x = torch.rand(300, 77, device="cuda")
     x[0, 0] = -0.0
-    quantize(x, 8, axis=axis, signed=False)
+    quantize(x, 8, scale=SCALES[axis], signed=False)
     x[200, 33] = -0.25
     for nonfinite in ("raise", "propagate"):
         with pytest.raises(ValueError, match=r"x must not be negative for unsigned integers, got -0\.25"):
-            quantize(x, 8, axis=axis, signed=False, nonfinite=nonfinite)  # type: ignore[arg-type]
+            quantize(x, 8, scale=SCALES[axis], signed=False, nonfinite=nonfinite)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -235,7 +235,7 @@ def test_negative_entries_are_named_where_integers_are_unsigned(axis: int | None
 def test_empty_tensors_need_no_kernel(shape: tuple[int, ...]) -> None:
     for dtype in DTYPES:
         for axis in AXES if len(shape) > 1 else (None,):
-            check(torch.empty(shape, dtype=dtype, device="cuda"), 4, axis=axis)
+            check(torch.empty(shape, dtype=dtype, device="cuda"), 4, scale=SCALES[axis])
 
 
 @pytest.mark.gpu
@@ -250,14 +250,14 @@ def test_subnormal_entries_of_a_double_keep_their_integers() -> None:
 @pytest.mark.parametrize("axis", AXES)
 def test_a_graph_holds_a_call_that_has_nothing_to_raise(axis: int | None) -> None:
     x = torch.randn(40, 90, device="cuda")
-    quantize(x, 8, axis=axis, nonfinite="propagate")
+    quantize(x, 8, scale=SCALES[axis], nonfinite="propagate")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        q = quantize(x, 8, axis=axis, nonfinite="propagate")
+        q = quantize(x, 8, scale=SCALES[axis], nonfinite="propagate")
     for seed in range(2):
         x.copy_(inputs((40, 90), torch.float32, seed))
         graph.replay()
-        same(q, quantize(x.cpu(), 8, axis=axis))
+        same(q, quantize(x.cpu(), 8, scale=SCALES[axis]))
 
 
 @pytest.mark.gpu
@@ -266,8 +266,8 @@ def test_the_device_is_waited_for_only_where_there_is_something_to_raise() -> No
     try:
         torch.cuda.set_sync_debug_mode("error")
         for axis in AXES:
-            quantize(x, 8, axis=axis, nonfinite="propagate")
+            quantize(x, 8, scale=SCALES[axis], nonfinite="propagate")
             with pytest.raises(RuntimeError, match="called a synchronizing"):
-                quantize(x, 8, axis=axis)
+                quantize(x, 8, scale=SCALES[axis])
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels.cpu import engine, extension
 from cute_kernels.integers import int_range, value_dtype
 from magicube_cutlass import SRBCRS
+from tests.helpers import SCALES
 
 pytestmark = pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 
@@ -77,9 +78,9 @@ def test_only_stored_floats_are_quantized(axis: int | None, monkeypatch: pytest.
     _, mask = problem(70, 129, 8, True)
     values = torch.randn(70, 129, generator=torch.Generator().manual_seed(0))
     values[~mask] = torch.nan  # not seen
-    assert_same(*both(monkeypatch, lambda: SRBCRS.from_mask(values, mask, vector_length=8, bits=8, axis=axis)))
+    assert_same(*both(monkeypatch, lambda: SRBCRS.from_mask(values, mask, vector_length=8, bits=8, scale=SCALES[axis])))
     dense = values.nan_to_num()
-    assert_same(*both(monkeypatch, lambda: SRBCRS.from_dense(dense, bits=4, axis=axis)))
+    assert_same(*both(monkeypatch, lambda: SRBCRS.from_dense(dense, bits=4, scale=SCALES[axis])))
 
 
 @pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[::2], lambda x: x[:, 3:], lambda x: x[:, ::2]])

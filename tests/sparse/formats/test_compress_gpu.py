@@ -16,7 +16,7 @@ from cute_kernels.integers import BITS, int_range, widen
 from cute_kernels.jit import compile_unit
 from magicube_cutlass import SRBCRS
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
-from tests.helpers import disassemble, random_ints, random_mask
+from tests.helpers import SCALES, disassemble, random_ints, random_mask
 
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -163,10 +163,10 @@ def test_floats_are_quantized_by_the_conversion(dtype: torch.dtype, axis: int | 
     mask = random_mask(83, 300, 0.2, 5)
     for bits in BITS:
         for rounding in ("nearest", "trunc"):
-            check(weight.to(dtype), bits=bits, axis=axis, rounding=rounding)
-        check(weight.to(dtype), bits=bits, axis=axis, clip=99.0)
-        check(weight.abs().to(dtype), bits=bits, axis=axis, signed=False)
-        check(weight.to(dtype), mask, vector_length=4, bits=bits, axis=axis)
+            check(weight.to(dtype), bits=bits, scale=SCALES[axis], rounding=rounding)
+        check(weight.to(dtype), bits=bits, scale=SCALES[axis], clip=99.0)
+        check(weight.abs().to(dtype), bits=bits, scale=SCALES[axis], signed=False)
+        check(weight.to(dtype), mask, vector_length=4, bits=bits, scale=SCALES[axis])
 
 
 @pytest.mark.gpu

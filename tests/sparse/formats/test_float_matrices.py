@@ -15,7 +15,7 @@ from cute_kernels import floats
 from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
-from tests.helpers import random_mask
+from tests.helpers import SCALES, random_mask
 
 SMALL = ("e5m2", "e4m3", "e2m1")
 
@@ -66,7 +66,7 @@ def test_values_go_in_and_come_out(name: str, seed: int, tmp_path: Path) -> None
 def test_quantizing_is_that_of_quantize(name: str) -> None:
     x = torch.randn(40, 70) * random_mask(40, 70, 0.5)
     for axis in (None, 1):
-        a, q = mc.SRBCRS.from_dense(x, dtype=name, axis=axis), mc.quantize(x, dtype=name, axis=axis)
+        a, q = mc.SRBCRS.from_dense(x, dtype=name, scale=SCALES[axis]), mc.quantize(x, dtype=name, scale=SCALES[axis])
         assert torch.equal(a.to_dense(), q.dequantize()) and torch.equal(
             mc.SRBCRS.from_dense(q).to_dense(), a.to_dense()
         )

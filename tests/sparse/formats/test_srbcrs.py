@@ -18,7 +18,7 @@ from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.smtx import write_smtx
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.quantization.quantize import quantize
-from tests.helpers import Case, cases, pattern_of, random_ints, random_mask
+from tests.helpers import SCALES, Case, cases, pattern_of, random_ints, random_mask
 
 SETTINGS = settings(max_examples=60)
 BATCHES = [(), (3,), (2, 0), (2, 3)]
@@ -112,13 +112,13 @@ def test_values_are_row_major_in_each_stride(bits: int, stride: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8, 12, 16])
 def test_floats_are_quantized_as_the_quantizer_does(bits: int, axis: int | None) -> None:
     weight = torch.randn(19, 33, generator=torch.Generator().manual_seed(0)) * random_mask(19, 33, 0.3)
-    expected = quantize(weight, bits, axis=axis)
-    matrix = SRBCRS.from_dense(weight, vector_length=4, bits=bits, axis=axis)
+    expected = quantize(weight, bits, scale=SCALES[axis])
+    matrix = SRBCRS.from_dense(weight, vector_length=4, bits=bits, scale=SCALES[axis])
     matrix.check_format(full=True)
     assert torch.equal(matrix.to_dense(dequantize=False), expected.ints())
     assert torch.equal(matrix.to_dense(), expected.dequantize())
     assert torch.equal(matrix.pattern.to_dense(), Pattern.from_dense(weight != 0, 4).to_dense())
-    same = SRBCRS.from_mask(weight, weight != 0, vector_length=4, bits=bits, axis=axis)
+    same = SRBCRS.from_mask(weight, weight != 0, vector_length=4, bits=bits, scale=SCALES[axis])
     assert torch.equal(same.values, matrix.values) and torch.equal(same.to_dense(), matrix.to_dense())
 
 
@@ -126,10 +126,10 @@ def test_floats_are_quantized_as_the_quantizer_does(bits: int, axis: int | None)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_sparse_floats_are_quantized_as_dense_ones(axis: int | None) -> None:
     weight = torch.randn(20, 33, generator=torch.Generator().manual_seed(1)) * random_mask(20, 33, 0.3)
-    dense = SRBCRS.from_dense(weight, axis=axis)
+    dense = SRBCRS.from_dense(weight, scale=SCALES[axis])
     for tensor in (weight.to_sparse(), weight.to_sparse_csr(), weight.to_sparse_bsr((4, 3))):
-        assert torch.equal(SRBCRS.from_torch_sparse(tensor, axis=axis).to_dense(), dense.to_dense())
-    from_scipy = SRBCRS.from_scipy(dense.to_scipy(dequantize=True), axis=axis)
+        assert torch.equal(SRBCRS.from_torch_sparse(tensor, scale=SCALES[axis]).to_dense(), dense.to_dense())
+    from_scipy = SRBCRS.from_scipy(dense.to_scipy(dequantize=True), scale=SCALES[axis])
     assert torch.allclose(from_scipy.to_dense(), dense.to_dense(), rtol=1e-5)
 
 

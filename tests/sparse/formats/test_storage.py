@@ -16,7 +16,7 @@ from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.generate import random_pattern
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from tests.helpers import Case, cases
+from tests.helpers import SCALES, Case, cases
 
 Stored = type[Pattern] | type[SRBCRS] | type[BCRS]
 KINDS: tuple[Stored, ...] = (Pattern, SRBCRS, BCRS)
@@ -69,7 +69,7 @@ def test_batched_results_read_back(tmp_path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("axis", [None, 1])
 def test_scale_reads_back(tmp_path: Path, axis: int | None) -> None:
-    matrix = SRBCRS.from_dense(torch.randn(16, 16), axis=axis)
+    matrix = SRBCRS.from_dense(torch.randn(16, 16), scale=SCALES[axis])
     matrix.save(tmp_path / "a")
     back = SRBCRS.load(tmp_path / "a")
     assert back.scale is not None and matrix.scale is not None and torch.equal(back.scale, matrix.scale)

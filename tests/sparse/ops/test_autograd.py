@@ -11,7 +11,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from magicube_cutlass import autograd as ag
 from magicube_cutlass.autograd import integer
-from tests.helpers import random_mask
+from tests.helpers import SCALES, random_mask
 
 CASES = [(37, 50, 20, 8, ()), (64, 40, 33, 4, (2,)), (16, 24, 5, 1, (2, 3)), (5, 9, 1, 16, ()), (24, 16, 7, 2, (1,))]
 
@@ -222,7 +222,7 @@ def test_compress_is_from_mask(case: Any, axis: int | None, bits: int) -> None:
     p = pattern_of(m, k, v)
     for w in (normal(m, k), normal(m, k).float(), normal(m, k).float() * 1e-37):
         a = ag.compress(ag.vectors_at(w, p), p, bits=bits, axis=axis)
-        want = mc.SRBCRS.from_mask(w, p.to_dense(), vector_length=v, bits=bits, axis=axis)
+        want = mc.SRBCRS.from_mask(w, p.to_dense(), vector_length=v, bits=bits, scale=SCALES[axis])
         a.check_format(full=True)
         assert torch.equal(a.values, want.values) and torch.equal(a.scale, want.scale)
         assert a.pattern.equals(want.pattern)
@@ -274,7 +274,7 @@ def test_the_operators_pass_torch_s_checks() -> None:
         torch.library.opcheck(torch.ops.magicube.quantize.default, (x, bits, axis), test_utils=checked)
         given = (x, torch.tensor(0.02), bits)
         torch.library.opcheck(torch.ops.magicube.quantize_by.default, given, test_utils=checked)
-        want, got = mc.quantize(x, bits, axis=axis), integer.quantized(x, bits, axis)
+        want, got = mc.quantize(x, bits, scale=SCALES[axis]), integer.quantized(x, bits, axis)
         assert torch.equal(got.data, want.data) and torch.equal(got.scale, want.scale)
     x = torch.tensor([[0.0, 1.0, -3.0, torch.inf, torch.nan]])
     assert integer.quantized(x, 8, None, torch.tensor(0.02)).ints().tolist() == [[0, 50, -128, 127, 0]]

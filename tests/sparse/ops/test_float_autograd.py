@@ -26,7 +26,7 @@ def test_spmm(dtype: torch.dtype, batch: tuple[int, ...], of: str) -> None:
     pattern = mc.random_pattern(29, 40, 0.5, 4)
     weight = (torch.randn(29, 40) * pattern.to_dense()).requires_grad_()
     a = mc.SRBCRS.from_mask(
-        weight.detach(), pattern.to_dense(), vector_length=4, dtype=name, axis=None if of == "half" else 1
+        weight.detach(), pattern.to_dense(), vector_length=4, dtype=name, scale="tensor" if of == "half" else "row"
     )
     x, bias = torch.randn(*batch, 40, 12).to(dtype).requires_grad_(), torch.randn(29).requires_grad_()
     g = torch.randn(*batch, 29, 12).to(dtype)

@@ -13,6 +13,7 @@ import magicube_cutlass as mc
 from cute_kernels.dtypes import FLOAT_DTYPES, FLOATS, HALF_DTYPES
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
+from tests.helpers import SCALES
 
 PAIRS = [pair for pair in product(FLOATS, FLOATS) if set(pair) != set(HALF_DTYPES)]
 OUTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,7 +24,7 @@ def sparse(
 ) -> mc.SRBCRS:
     x = torch.randn(m, k) * mc.random_pattern(m, k, 1 - density, v, distribution="uniform").to_dense()
     return mc.SRBCRS.from_dense(
-        x, vector_length=v, stride=stride, dtype=name, axis=None if name in HALF_DTYPES else axis
+        x, vector_length=v, stride=stride, dtype=name, scale=SCALES[None if name in HALF_DTYPES else axis]
     )
 
 
@@ -32,7 +33,7 @@ def dense(
 ) -> Tensor | ScaledFloatTensor:
     x = torch.randn(shape)
     x = x.mT.contiguous().mT if column_major else x
-    return x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else mc.quantize(x, dtype=name, axis=axis)
+    return x.to(FLOAT_DTYPES[name]) if name in HALF_DTYPES else mc.quantize(x, dtype=name, scale=SCALES[axis])
 
 
 def real(x: Tensor | ScaledFloatTensor) -> Tensor:

@@ -19,6 +19,7 @@ from cute_kernels.cpu import engine as cpu_engine
 from cute_kernels.cpu import extension
 from cute_kernels.integers import BITS, int_range
 from magicube_cutlass.dispatch.cpu import pack_operand
+from tests.helpers import SCALES
 
 VECTORS = (1, 2, 4, 8, 16, 32)
 LAYOUTS = ("row", "column")
@@ -108,8 +109,8 @@ def test_half_outputs_round_to_even_through_their_whole_range(path: str) -> None
 def test_scales_and_bias_are_fused(path: str, axis_a: int | None, axis_b: int | None) -> None:
     w, x, bias = torch.randn(19, 40), torch.randn(3, 40, 21), torch.randn(19)
     mask = mc.prune(w, 0.5, 4)
-    a = mc.SRBCRS.from_mask(w, mask, vector_length=4, bits=8, axis=axis_a)
-    b = mc.quantize(x, 8, axis=axis_b)
+    a = mc.SRBCRS.from_mask(w, mask, vector_length=4, bits=8, scale=SCALES[axis_a])
+    b = mc.quantize(x, 8, scale=SCALES[axis_b])
     exact = torch.matmul(a.to_dense().double(), b.dequantize().double()) + bias.double()[:, None]
     assert torch.allclose(mc.spmm(a, b, bias=bias).double(), exact, rtol=1e-5, atol=1e-5)
     assert mc.spmm(a, b).dtype == torch.float32
@@ -234,7 +235,7 @@ def test_a_cached_call_reads_other_data_scales_and_bias(path: str) -> None:
     torch.manual_seed(3)
     weight, bias = torch.randn(40, 70), torch.randn(40)
     for axis in (None, 1):
-        a = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8, axis=axis)
+        a = mc.SRBCRS.from_dense(weight, vector_length=8, bits=8, scale=SCALES[axis])
         for seed in range(3):
             torch.manual_seed(seed)
             b = mc.quantize(torch.randn(70, 33), 8, scale="column")
@@ -272,6 +273,16 @@ def test_the_fallback_without_the_extension_is_exact(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(extension, "ENGINE", None)
     assert torch.equal(mc.spmm(a, b, out_dtype=torch.int64), expected[0])
     assert torch.allclose(mc.sddmm(x, y, a).values, expected[1], rtol=1e-6)
+
+
+def test_without_the_engine_a_report_and_a_choice_have_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = mc.SRBCRS.from_dense(torch.eye(16, 32), vector_length=8, bits=8)
+    b = mc.quantize(torch.ones(32, 8), bits=8)
+    wanted = mc.spmm(a, b, allow_dense=True)
+    monkeypatch.setattr(extension, "ENGINE", None)
+    found = mc.explain(a, b)
+    assert found.kernel == "reference" and "sparse_us" not in found.facts
+    assert torch.equal(mc.spmm(a, b, allow_dense=True), wanted)
 
 
 def test_opcheck_passes() -> None:
