@@ -73,7 +73,12 @@ class ArrayMethods(ABC):
         """Return the values in pattern order."""
 
     def __matmul__(self, x: Any) -> Tensor:
-        """Return ``A @ x``, see :func:`magicube_cutlass.autograd.operators.multiply`."""
+        """Return ``A @ x``, x (..., K, N) or (K,), as a tensor.
+
+        Floats are quantized with per-column scales, to 8 bits, or to 16 if A has 12 or 16; for A of floats they are
+        cast to its dtype, or to e4m3. Integers are taken as they are. A gradient of a float `x` is that of
+        :func:`magicube_cutlass.autograd.spmm`.
+        """
         found: Tensor = _matmul(self, x)
         return found
 
@@ -232,7 +237,7 @@ class TransposedMatrix(Generic[_M]):
         return self._matrix.to_dense(dequantize).mT
 
     def __matmul__(self, x: Any) -> Tensor:
-        """Return ``A.T @ x``, see :func:`magicube_cutlass.autograd.operators.multiply`."""
+        """Return ``A.T @ x``, x (..., M, N) or (M,), as ``A @ x``; it has no gradient."""
         found: Tensor = _matmul(self, x)
         return found
 
