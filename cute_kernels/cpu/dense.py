@@ -17,6 +17,7 @@ from cute_kernels.cpu.arguments import (
     OUT_TYPES,
     address_of,
     check_address,
+    check_array,
     check_float_rows,
     check_rows,
     check_vectors,
@@ -33,12 +34,24 @@ class PackedRight:
 
     shape: tuple[int, int]  # (K, N)
     packed: Tensor  # (panels, K / 4, 64, 4) int8, or (panels, K / 8, 64, 4) uint8
-    column_sums: Tensor  # (64 panels,) int32
+    column_sums: Tensor  # (64 panels,) int32, (panels, groups, 64) with group scales
     handle: object  # of the engine: addresses of these tensors
+    group_scales: Tensor | None = None  # (panels, groups, 64) float32
+    group_minima: Tensor | None = None
 
 
-def pack_right(b: Tensor, bits: int = 8) -> PackedRight:
+def pack_right(
+    b: Tensor,
+    bits: int = 8,
+    *,
+    group: int | None = None,
+    group_scales: Tensor | None = None,
+    group_minima: Tensor | None = None,
+) -> PackedRight:
     """Pack the right operand of :func:`multiply`: panels of 64 columns, four k side by side.
+
+    With group scales, B is ``group_scales * b + group_minima``, one of each per column and `group` rows. The int32 sums
+    of a group are scaled and added in float32, in the order of the groups, and the output must be a float.
 
     Parameters
     ----------
@@ -46,6 +59,10 @@ def pack_right(b: Tensor, bits: int = 8) -> PackedRight:
         int8, on the CPU, of any memory strides; K at most 131071.
     bits : int, default 8
         8, or 4 for integers in [-8, 7]: two in a byte, which the product unpacks in registers.
+    group : int, optional
+        Rows that share a scale, a multiple of 8.
+    group_scales, group_minima : Tensor, shape (ceil(K / group), N), optional
+        float32; a `group` needs scales.
 
     Returns
     -------
@@ -57,7 +74,8 @@ def pack_right(b: Tensor, bits: int = 8) -> PackedRight:
     TypeError
         If `b` is not int8.
     ValueError
-        If `b` is not a matrix on the CPU, K is too large for int32 sums, or a value has more than `bits` bits.
+        If `b` is not a matrix on the CPU, K is too large for int32 sums, a value has more than `bits` bits, or the
+        scales do not fit.
 
     Examples
     --------
@@ -65,6 +83,10 @@ def pack_right(b: Tensor, bits: int = 8) -> PackedRight:
     [5, 5, 5, 0]
     >>> pack_right(torch.ones(5, 3, dtype=torch.int8), bits=4).packed.nbytes
     256
+    >>> b = torch.ones(16, 1, dtype=torch.int8)
+    >>> right = pack_right(b, group=8, group_scales=torch.tensor([[1.0], [0.5]]))
+    >>> multiply(b.t().contiguous(), right, out_dtype=torch.float32)
+    tensor([[12.]])
     """
     check_address("b", b, torch.int8)
     if bits not in (4, 8):
@@ -85,8 +107,37 @@ def pack_right(b: Tensor, bits: int = 8) -> PackedRight:
     engine.pack_digits(b.data_ptr(), k, n, row, column, *pointers, torch.get_num_threads())
     if bits == 4:
         packed = _nibbles(packed, k)
-    handle = engine.PackedRight(packed.data_ptr(), column_sums.data_ptr(), k, n, bits == 4)
-    return PackedRight((k, n), packed, column_sums, handle)
+    if group is None and group_scales is None and group_minima is None:
+        handle = engine.PackedRight(packed.data_ptr(), column_sums.data_ptr(), k, n, bits == 4)
+        return PackedRight((k, n), packed, column_sums, handle)
+    scales = _group_panels("group_scales", group_scales, k, n, group)
+    minima = None if group_minima is None else _group_panels("group_minima", group_minima, k, n, group)
+    assert group is not None
+    column_sums = _group_panels("sums", _group_sums(b, group), k, n, group)
+    handle = engine.PackedRight(
+        packed.data_ptr(), column_sums.data_ptr(), k, n, bits == 4, group, scales.data_ptr(), address_of(minima)
+    )
+    return PackedRight((k, n), packed, column_sums, handle, scales, minima)
+
+
+def _group_sums(b: Tensor, group: int) -> Tensor:
+    """Sums of the integers (K, N) of each group, (groups, N) int32."""
+    whole = b.shape[0] // group * group
+    sums = b[:whole].unflatten(0, (-1, group)).sum(1, dtype=torch.int32) if whole else b.new_zeros(0, b.shape[1]).int()
+    return sums if whole == b.shape[0] else torch.cat([sums, b[whole:].sum(0, keepdim=True, dtype=torch.int32)])
+
+
+def _group_panels(name: str, x: Tensor | None, k: int, n: int, group: int | None) -> Tensor:
+    """Numbers of the groups (groups, N) as panels (panels, groups, 64), zero in the padding."""
+    if group is None or x is None:
+        raise ValueError(f"group and group_scales must be given together, got {group} and {'no ' * (x is None)}scales")
+    if group <= 0 or group % (2 * QUAD):
+        raise ValueError(f"group must be a multiple of {2 * QUAD}, got {group}")
+    if name != "sums":
+        check_array(name, x, torch.float32, -(-k // group), n)
+    panels = -(-n // PANEL)
+    padded = torch.nn.functional.pad(x, (0, panels * PANEL - n))  # (groups, 64 panels)
+    return padded.unflatten(1, (panels, PANEL)).transpose(0, 1).contiguous()
 
 
 def _nibbles(packed: Tensor, k: int) -> Tensor:

@@ -179,10 +179,13 @@ NB_MODULE(_engine, m) {
                          pointer<int32_t>(column_sums)}, threads);
   }, "digits"_a, "rows"_a, "columns"_a, "row_elements"_a, "column_elements"_a, "packed"_a, "column_sums"_a, "threads"_a);
   nb::class_<PackedRight>(m, "PackedRight")
-      .def("__init__", [](PackedRight* self, uintptr_t packed, uintptr_t column_sums, int64_t inner, int64_t n, bool nibbles) {
+      .def("__init__", [](PackedRight* self, uintptr_t packed, uintptr_t column_sums, int64_t inner, int64_t n, bool nibbles,
+                          int64_t group, uintptr_t group_scales, uintptr_t group_minima) {
         require(packed % 64 == 0 && column_sums % 64 == 0, "packed digits must be aligned to 64 bytes");
-        new (self) PackedRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums), inner, n, nibbles};
-      }, "packed"_a, "column_sums"_a, "inner"_a, "n"_a, "nibbles"_a);
+        require(group >= 0 && group % 8 == 0, "group must be a multiple of 8");
+        new (self) PackedRight{pointer<const int8_t>(packed), pointer<const int32_t>(column_sums), inner, n, nibbles, group,
+                               pointer<const float>(group_scales), pointer<const float>(group_minima)};
+      }, "packed"_a, "column_sums"_a, "inner"_a, "n"_a, "nibbles"_a, "group"_a = 0, "group_scales"_a = 0, "group_minima"_a = 0);
   m.def("dense", [](const PackedRight& right, uintptr_t a, int64_t row_elements, const GivenScales& scales, bool columns_first,
                     int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type, int threads, bool adds) {
     const RepeatedScales repeated(scales, rows, right.n);

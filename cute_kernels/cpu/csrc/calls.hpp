@@ -265,6 +265,7 @@ void pack_digits(const PackArgs& args, int most_threads) {
 void dense(const DenseArgs& args, int most_threads) {
   require(args.rows >= 0 && args.right.inner >= 0 && args.right.n >= 0, "sizes must be at least 0");
   require(args.row_step == 1 || args.column_step == 1, "rows or columns of the output must be contiguous");
+  require(!args.right.group || args.out_type >= Out::kFloat32, "group scales need a float output");
   if (args.rows == 0 || args.right.n == 0) return;
   const int threads = threads_for(std::max(args.rows, kMemoryBound) * args.right.inner * args.right.n, most_threads);
   run_kernel<&Engine::dense>(args, threads, dense_shared_bytes(args, threads), 0);

@@ -2,7 +2,7 @@
 //
 // Rows come in blocks of kDirectRows per thread. The threads stage the digits of their blocks, quantized if A is float32, then
 // multiply blocks by panels with the tile of the instruction set, and write each tile in the output type. Nibbles of B are
-// unpacked in registers: sum a v = sum a (v + 8) - 8 sum a.
+// unpacked in registers: sum a v = sum a (v + 8) - 8 sum a. With group scales the int32 sums of a group are scaled in float32.
 #pragma once
 
 #include "engine.hpp"
@@ -16,6 +16,7 @@ using magicube::kDirectRows;
 using magicube::kPanel;
 using magicube::kQuad;
 using magicube::PackArgs;
+using magicube::PackedRight;
 
 // Four rows of a panel, interleaved. Separate function: compilers honor `restrict` on parameters.
 inline void interleave_rows(const int8_t* __restrict k0, const int8_t* __restrict k1, const int8_t* __restrict k2,
@@ -124,13 +125,22 @@ void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict d
 }
 
 // Results of a row of a tile. The scales of absent columns are 1, the bias -0.
-template <bool ColumnsFirst>
-void scale_sums(const int32_t* __restrict sums, int64_t count, float row, const float* __restrict columns,
+template <bool ColumnsFirst, class Total>
+void scale_sums(const Total* __restrict sums, int64_t count, float row, const float* __restrict columns,
                 const float* __restrict bias, float* __restrict out) {
   for (int64_t j = 0; j < count; ++j) {
     const float total = static_cast<float>(sums[j]);
     out[j] = (ColumnsFirst ? total * columns[j] * row : total * row * columns[j]) + bias[j];
   }
+}
+
+// totals += (sums + start) * scales, and + minima * row_sum. Separate functions: compilers honor `restrict` on parameters.
+inline void add_group(const int32_t* __restrict sums, int32_t start, const float* __restrict scales, float* __restrict totals) {
+  for (int j = 0; j < kPanel; ++j) totals[j] += static_cast<float>(sums[j] + start) * scales[j];
+}
+
+inline void add_minima(float row_sum, const float* __restrict minima, float* __restrict totals) {
+  for (int j = 0; j < kPanel; ++j) totals[j] += row_sum * minima[j];
 }
 
 inline void add_floats(const float* __restrict from, int64_t count, float* __restrict out) {
@@ -154,11 +164,12 @@ class DenseTask {
     }
   }
 
-  // `digits`, `scales` and `row_sums` of the first row of the block.
+  // `digits`, `scales` and `row_sums`, of each group, of the first row of the block.
   void run(const typename Product::Digit* digits, const float* scales, const int32_t* row_sums) {
     const int64_t pitch = magicube::digit_pitch(args_.right.inner);
     const int64_t steps = (args_.right.inner + Product::kStep - 1) / Product::kStep;
     const int8_t* const panel = args_.right.packed + column_ * steps * kQuad;
+    if (args_.right.group) return run_groups(digits, pitch, steps, panel, scales, row_sums);
     alignas(64) int32_t sums[kDirectRows * kPanel];
     if constexpr (Product::kStep == kQuad) {
       multiply_panel<Product>(digits, pitch, rows_, panel, steps, columns_, args_.right.column_sums + column_, sums);
@@ -171,6 +182,36 @@ class DenseTask {
   }
 
  private:
+  // As run(): each group by a product of its own.
+  void run_groups(const typename Product::Digit* digits, int64_t pitch, int64_t steps, const int8_t* panel, const float* scales,
+                  const int32_t* row_sums) {
+    const PackedRight& right = args_.right;
+    const int64_t groups = right.groups(), step = right.group / Product::kStep, first = column_ / kPanel * groups * kPanel;
+    alignas(64) int32_t sums[kDirectRows * kPanel];
+    alignas(64) float totals[kDirectRows * kPanel];
+    std::memset(totals, 0, static_cast<size_t>(rows_ * kPanel) * sizeof(float));
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t here = lesser(step, steps - g * step), at = first + g * kPanel;
+      const auto* const left = digits + g * right.group;
+      const int8_t* const part = panel + g * step * kPanel * kQuad;
+      if constexpr (Product::kStep == kQuad) {
+        multiply_panel<Product>(left, pitch, rows_, part, here, columns_, right.column_sums + at, sums);
+      } else {
+        std::memset(sums, 0, static_cast<size_t>(rows_ * kPanel) * sizeof(int32_t));
+        Product::multiply(left, pitch, rows_, part, here, static_cast<int>(columns_), sums);
+      }
+      for (int64_t r = 0; r < rows_; ++r) {
+        const int32_t start = Product::kStep == kQuad ? 0 : -8 * row_sums[r * groups + g];
+        add_group(sums + r * kPanel, start, right.group_scales + at, totals + r * kPanel);
+        if (right.group_minima) {
+          add_minima(static_cast<float>(row_sums[r * groups + g]), right.group_minima + at, totals + r * kPanel);
+        }
+      }
+    }
+    for (int64_t r = 0; r < rows_; ++r) write_floats(totals + r * kPanel, r, scales);
+    if (args_.column_step != 1) write_columns();
+  }
+
   // Whether rows of float32 results are stored past the caches, in whole cache lines.
   static bool streams_rows(const DenseArgs& args) {
     return Product::Micro::kStreams && args.out_type == Out::kFloat32 && args.column_step == 1 && args.row_step % 16 == 0 &&
@@ -188,10 +229,18 @@ class DenseTask {
       else std::memcpy(block_ + r * kPanel, sums, static_cast<size_t>(columns_) * sizeof(int32_t));
       return;
     }
+    write_floats(sums, r, scales);
+  }
+
+  // As write_row(), to a float type.
+  template <class Total>
+  void write_floats(const Total* sums, int64_t r, const float* scales) {
+    const bool by_rows = args_.column_step == 1;
+    const int64_t at = (row_ + r) * args_.row_step + column_;
     const float scale = args_.left.reals ? scales[r] : args_.scales.rows ? args_.scales.rows[row_ + r] : 1.0f;
     const bool in_place = by_rows && args_.out_type == Out::kFloat32 && !streams_ && !args_.adds;
     float* const to = in_place ? static_cast<float*>(args_.out) + at : block_ + r * kPanel;
-    const auto scaled = args_.columns_first ? scale_sums<true> : scale_sums<false>;
+    const auto scaled = args_.columns_first ? scale_sums<true, Total> : scale_sums<false, Total>;
     scaled(sums, columns_, scale, scales_, bias_, to);
     if (by_rows && args_.adds) add_floats(to, columns_, static_cast<float*>(args_.out) + at);
     else if (streams_) Product::Micro::stream(to, static_cast<float*>(args_.out) + at, columns_ * 4);
@@ -221,10 +270,20 @@ class DenseTask {
   alignas(64) float block_[kDirectRows * kPanel];  // results in 32 bits, integers too
 };
 
-inline int32_t sum_of(const int8_t* __restrict digits, int64_t count) {
+template <class Digit>
+int32_t sum_of(const Digit* __restrict digits, int64_t count, int offset) {
   int32_t sum = 0;
-  for (int64_t k = 0; k < count; ++k) sum += digits[k];
+  for (int64_t k = 0; k < count; ++k) sum += digits[k] - offset;
   return sum;
+}
+
+// Sums of a row of digits with an offset, one per group.
+template <class Digit>
+void sum_groups(const PackedRight& right, const Digit* digits, int offset, int32_t* sums) {
+  const int64_t groups = right.groups(), length = right.group ? right.group : right.inner;
+  for (int64_t g = 0; g < groups; ++g) {
+    sums[g] = sum_of(digits + g * length, lesser(length, right.inner - g * length), offset);
+  }
 }
 
 template <class Product>
@@ -232,7 +291,7 @@ void dense_by(const DenseArgs& args, ThreadGroup& group) {
   using Digit = typename Product::Digit;
   constexpr int64_t kStagedRows = 4;  // per ticket
   const int64_t most = lesser(args.rows, kDirectRows * group.size()), pitch = magicube::digit_pitch(args.right.inner);
-  const int64_t panels = (args.right.n + kPanel - 1) / kPanel;
+  const int64_t panels = (args.right.n + kPanel - 1) / kPanel, groups = args.right.groups();
   auto* const digits = reinterpret_cast<Digit*>(group.shared());
   auto* const scales = reinterpret_cast<float*>(group.shared() + most * pitch * static_cast<int64_t>(sizeof(Digit)));
   auto* const row_sums = reinterpret_cast<int32_t*>(scales + most);
@@ -241,14 +300,16 @@ void dense_by(const DenseArgs& args, ThreadGroup& group) {
     for (int64_t r0 = group.ticket() * kStagedRows; r0 < rows; r0 = group.ticket() * kStagedRows) {
       for (int64_t r = r0; r < lesser(rows, r0 + kStagedRows); ++r) {
         stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r);
-        if constexpr (Product::kStep != kQuad) row_sums[r] = sum_of(digits + r * pitch, args.right.inner);
+        if (Product::kStep != kQuad || args.right.group_minima) {
+          sum_groups(args.right, digits + r * pitch, Product::kOffset, row_sums + r * groups);
+        }
       }
     }
     if (!group.barrier()) return;
     for (int64_t task = group.ticket(); task < tasks; task = group.ticket()) {
       const int64_t r = task / panels * kDirectRows;
       DenseTask<Product> block(args, first + r, lesser(kDirectRows, rows - r), task % panels * kPanel);
-      block.run(digits + r * pitch, scales + r, row_sums + r);
+      block.run(digits + r * pitch, scales + r, row_sums + r * groups);
     }
     if constexpr (Product::Micro::kStreams) Product::Micro::finish_streams();
     if (!group.barrier()) return;

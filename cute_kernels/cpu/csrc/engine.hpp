@@ -282,10 +282,15 @@ constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by
 // k and k + 4 in a byte: [panel][k / 8][column][k % 4].
 struct PackedRight {
   const int8_t* packed;
-  const int32_t* column_sums;  // whole panels; null for nibbles
+  const int32_t* column_sums;  // whole panels, of each group: [panel][group][column]; not read for nibbles
   int64_t inner;
   int64_t n;
   bool nibbles = false;
+  int64_t group = 0;                    // k that share a scale, a multiple of 8; 0 for none
+  const float* group_scales = nullptr;  // [panel][group][column]
+  const float* group_minima = nullptr;  // likewise, added to each scaled integer; or null
+
+  int64_t groups() const { return group ? (inner + group - 1) / group : 1; }
 };
 
 struct PackArgs {

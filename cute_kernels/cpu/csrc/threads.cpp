@@ -170,7 +170,7 @@ int64_t direct_local_bytes(int64_t inner) { return kDirectRows * digit_pitch(inn
 
 int64_t dense_shared_bytes(const DenseArgs& args, int threads) {
   const int64_t most = kDirectRows * threads, rows = args.rows < most ? args.rows : most;
-  return rows * digit_pitch(args.right.inner) * 2 + round_up(rows * 8, 64);
+  return rows * digit_pitch(args.right.inner) * 2 + round_up(rows * (4 + 4 * args.right.groups()), 64);
 }
 
 void ask_for_large_pages(void* memory, int64_t bytes) {
