@@ -2,8 +2,10 @@
 
 from magicube_cutlass.nn.attention import SparseQuantAttention
 from magicube_cutlass.nn.calibration import calibrate
-from magicube_cutlass.nn.config import SparseQuantConfig
+from magicube_cutlass.nn.config import QuantConfig, SparseQuantConfig
 from magicube_cutlass.nn.convert import ConversionReport, ConversionRow, convert
+from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
+from magicube_cutlass.nn.dense.smooth import smooth
 from magicube_cutlass.nn.flop_formulas import register_formulas
 from magicube_cutlass.nn.linear import SparseQuantLinear
 from magicube_cutlass.nn.schedule import PruningSchedule
@@ -14,9 +16,13 @@ __all__ = [
     "ConversionReport",
     "ConversionRow",
     "PruningSchedule",
+    "QuantConfig",
+    "QuantLinear",
     "SparseQuantAttention",
     "SparseQuantConfig",
     "SparseQuantLinear",
     "calibrate",
     "convert",
+    "quantize_weight",
+    "smooth",
 ]

@@ -22,8 +22,13 @@ class Calibrated(nn.Module):
     config: SparseQuantConfig
     act_scale: Tensor | None
 
+    def activation_scale(self, x: Tensor, clip: float | str) -> Tensor | None:
+        """Return the static scale () that covers inputs; None if the layer has none."""
+        scale = quantize(x.reshape(1, -1), self.config.act_bits, clip=clip).scale  # type: ignore[arg-type]
+        return None if scale is None else scale.float()
 
-def _run(model: nn.Module, batch: Any) -> None:
+
+def run_batch(model: nn.Module, batch: Any) -> None:
     """Run the model on a batch: a tensor, the first entry of a tuple or list, or keyword arguments."""
     if isinstance(batch, dict):
         model(**batch)
@@ -44,12 +49,13 @@ def _watch(
     assert isinstance(layer, Calibrated)
     x = inputs[0] if inputs else named["x"]
     if x.numel():
-        scale = quantize(x.reshape(1, -1), layer.config.act_bits, clip=clip).scale  # type: ignore[arg-type]
-        assert scale is not None
-        seen.setdefault(layer, []).append(scale.float())
+        scale = layer.activation_scale(x, clip)
+        if scale is not None:
+            seen.setdefault(layer, []).append(scale)
 
 
-def _restore(modes: dict[nn.Module, bool]) -> None:
+def restore_modes(modes: dict[nn.Module, bool]) -> None:
+    """Set the training mode of each module."""
     for module, training in modes.items():
         module.training = training
 
@@ -63,8 +69,8 @@ def calibrate(
     Parameters
     ----------
     model : nn.Module
-        With :class:`SparseQuantLinear` layers. It runs in evaluation mode, without gradients and with dynamic scales in
-        uncalibrated layers; the mode of each module is restored.
+        With :class:`SparseQuantLinear` or :class:`QuantLinear` layers. It runs in evaluation mode, without gradients
+        and with dynamic scales in uncalibrated layers; the mode of each module is restored.
     batches : iterable
         Tensors, tuples or lists whose first entry is the input, or dicts of keyword arguments.
     clip : float or {"max", "mse"}, default "max"
@@ -76,7 +82,7 @@ def calibrate(
     Returns
     -------
     dict
-        Scale per layer name; None for layers that no batch reached, which keep dynamic scales.
+        Scale per layer name; None for layers that no batch reached, and for formats without a static scale.
 
     Raises
     ------
@@ -93,7 +99,7 @@ def calibrate(
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, Calibrated)}
     if not layers:
-        raise ValueError("model must have SparseQuantLinear layers, got none: see convert")
+        raise ValueError("model must have SparseQuantLinear or QuantLinear layers, got none: see convert")
     seen: dict[Calibrated, list[Tensor]] = {}
     count = 0
     with ExitStack() as stack:
@@ -101,10 +107,10 @@ def calibrate(
             layer.act_scale = None
             handle = layer.register_forward_pre_hook(partial(_watch, seen=seen, clip=clip), with_kwargs=True)
             stack.callback(handle.remove)
-        stack.callback(_restore, {each: each.training for each in model.modules()})
+        stack.callback(restore_modes, {each: each.training for each in model.modules()})
         model.eval()
-        for batch in _shown(batches, progress):
-            _run(model, batch)
+        for batch in shown(batches, progress):
+            run_batch(model, batch)
             count += 1
     if not count:
         raise ValueError("batches must hold at least one batch, got none")
@@ -114,7 +120,8 @@ def calibrate(
     return {name: None if each.act_scale is None else float(each.act_scale) for name, each in layers.items()}
 
 
-def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
+def shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
+    """Return the batches, with a progress bar on stderr on request."""
     if not progress:
         return batches
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Options of a layer with quantized sparse weights."""
+"""Options of layers with quantized weights, sparse or dense."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from torch import Tensor
 
 from cute_kernels.integers import check_bits
 from magicube_cutlass.checks import check_vector_length
+from magicube_cutlass.quantization.group_tensor import GROUP_SIZES
 
-__all__ = ["SparseQuantConfig"]
+__all__ = ["ACTIVATIONS", "QuantConfig", "SparseQuantConfig"]
+
+# weight format -> formats of the activations, the default first; "none" keeps them floats
+ACTIVATIONS = {
+    "int8": ("int8", "none"),
+    "int4": ("int8", "none"),
+    "e4m3": ("e4m3", "none"),
+    "mxfp4": ("mxfp8", "e4m3", "mxfp4", "none"),
+    "nvfp4": ("nvfp4", "e4m3", "mxfp8", "none"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,3 +79,81 @@ class SparseQuantConfig:
             return cls(**json.loads(bytes(stored.cpu().tolist())))
         except (TypeError, ValueError) as error:
             raise ValueError(f"stored must hold the options of a SparseQuantLinear, got {error}") from error
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Options of :class:`QuantLinear`.
+
+    Parameters
+    ----------
+    weight : {"int8", "int4", "e4m3", "mxfp4", "nvfp4"}, default "int8"
+        Format of the weights. Integers have a scale per row (output), or per group; e4m3 has one per row.
+    group_size : int, optional
+        Inputs that share a scale of an integer weight: 16, 32, 64, 128 or 256. Default: all.
+    symmetric : bool, default True
+        Whether the integer 0 stands for 0.0. Otherwise groups have a minimum too.
+    act : str, optional
+        Format of the activations, per token or after a calibration with one scale: ``"int8"`` for integers, ``"e4m3"``,
+        ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"`` for floats; ``"none"``: weight-only. Default: ``"int8"`` for integers,
+        ``"e4m3"`` for e4m3, ``"mxfp8"`` for mxfp4, ``"nvfp4"`` for nvfp4.
+    clip : {"max", "mse"}, default "max"
+        Ranges of an integer weight's groups: all values, or the range of least squared error.
+
+    Raises
+    ------
+    ValueError
+        For other values, and group options of a float weight.
+
+    Examples
+    --------
+    >>> import magicube_cutlass as mc
+    >>> mc.nn.QuantConfig("int4", group_size=32)
+    QuantConfig(weight='int4', group_size=32, symmetric=True, act='int8', clip='max')
+    """
+
+    weight: str = "int8"
+    group_size: int | None = None
+    symmetric: bool = True
+    act: str = ""
+    clip: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.weight not in ACTIVATIONS:
+            raise ValueError(f"weight must be one of {tuple(ACTIVATIONS)}, got {self.weight!r}")
+        if self.act in ("", None):
+            object.__setattr__(self, "act", ACTIVATIONS[self.weight][0])
+        if self.act not in ACTIVATIONS[self.weight]:
+            raise ValueError(
+                f"act must be one of {ACTIVATIONS[self.weight]} for weight={self.weight!r}, got {self.act!r}"
+            )
+        if self.clip not in ("max", "mse"):
+            raise ValueError(f"clip must be 'max' or 'mse', got {self.clip!r}")
+        if self.is_integer:
+            if self.group_size is not None and self.group_size not in GROUP_SIZES:
+                raise ValueError(f"group_size must be None or one of {GROUP_SIZES}, got {self.group_size!r}")
+        elif self.group_size is not None or not self.symmetric or self.clip != "max":
+            raise ValueError(f"group_size, symmetric and clip must keep their defaults for weight={self.weight!r}, got "
+                             f"{self.group_size!r}, {self.symmetric!r} and {self.clip!r}")  # fmt: skip
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the weights are integers."""
+        return self.weight in ("int8", "int4")
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight, without its scales."""
+        return 8 if self.weight in ("int8", "e4m3") else 4
+
+    def to_tensor(self) -> Tensor:
+        """Return the options as bytes of JSON, uint8."""
+        return torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, stored: Tensor) -> QuantConfig:
+        """Return the options of :meth:`to_tensor`; `ValueError` for anything else."""
+        try:
+            return cls(**json.loads(bytes(stored.cpu().tolist())))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"stored must hold the options of a QuantLinear, got {error}") from error

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from magicube_cutlass.attention.torch_op import sparse_attention, sparse_attention_backward
 from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.nn.dense import linear_op as dense_op
 from magicube_cutlass.nn.linear_op import layer_of, sparse_linear, sparse_linear_backward
 from magicube_cutlass.ops import torch_ops
 
@@ -87,6 +88,20 @@ def _linear_backward(
     return _linear(x, weight, bias, number, out_val=out_val) * (needed[0] + needed[1])
 
 
+def _quant_linear(x: Tensor, data: Tensor, *_: Any, out_val: object) -> int:
+    return 2 * x.numel() * data.shape[0]
+
+
+def _quant_linear_train(x: Tensor, weight: object, *_: Any, out_val: Tensor) -> int:
+    return 2 * x.numel() * out_val.shape[1]
+
+
+def _quant_linear_backward(
+    grad: Tensor, x: Tensor, weight: object, bias: object, number: int, needed: list[bool], *, out_val: object
+) -> int:
+    return 2 * x.numel() * grad.shape[1] * (needed[0] + needed[1])
+
+
 _FORMULAS: tuple[tuple[object, Callable[..., int]], ...] = (
     (torch_ops.spmm, _spmm),
     (torch_ops.spmm_out, _spmm_out),
@@ -97,6 +112,9 @@ _FORMULAS: tuple[tuple[object, Callable[..., int]], ...] = (
     (sparse_attention_backward, _attention_backward),
     (sparse_linear, _linear),
     (sparse_linear_backward, _linear_backward),
+    (dense_op.quant_linear, _quant_linear),
+    (dense_op.quant_linear_train, _quant_linear_train),
+    (dense_op.quant_linear_backward, _quant_linear_backward),
 )
 
 

@@ -163,7 +163,7 @@ def test_calibration_needs_layers_batches_and_finite_inputs() -> None:
     model, _ = calibrated()
     with pytest.raises(ValueError, match="batches must hold at least one batch, got none"):
         calibrate(model, [])
-    with pytest.raises(ValueError, match="model must have SparseQuantLinear layers, got none"):
+    with pytest.raises(ValueError, match="model must have SparseQuantLinear or QuantLinear layers, got none"):
         calibrate(nn.ReLU(), [inputs()])
     with pytest.raises(ValueError, match="x must be finite"):
         calibrate(model, [inputs() / 0])

@@ -1,0 +1,329 @@
+"""A linear layer with dense quantized weights: int8, int4 in groups, fp8, mxfp4 or nvfp4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.explanation import Explanation
+from cute_kernels.watch import watched
+from magicube_cutlass.checks import is_transformed, transform_error
+from magicube_cutlass.nn.calibration import calibrate as run_calibration
+from magicube_cutlass.nn.config import QuantConfig
+from magicube_cutlass.nn.dense import linear_op
+from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight
+from magicube_cutlass.nn.dense.state import QuantState
+from magicube_cutlass.quantization.float_tensor import RECIPES, quantize_floats
+from magicube_cutlass.quantization.group_tensor import GroupTensor, quantize_groups
+from magicube_cutlass.quantization.quantize import quantize
+
+
+class QuantOptions(TypedDict, total=False):
+    """Fields of :class:`magicube_cutlass.nn.QuantConfig`."""
+
+    weight: Literal["int8", "int4", "e4m3", "mxfp4", "nvfp4"]
+    group_size: int | None
+    symmetric: bool
+    act: str
+    clip: str
+
+
+def quantize_weight(weight: Tensor, config: QuantConfig) -> QuantWeight:
+    """Return a weight (out, in) in the format of a config.
+
+    Examples
+    --------
+    >>> quantize_weight(torch.ones(2, 32), QuantConfig("int4", group_size=32)).nbytes
+    40
+    """
+    if config.is_integer:
+        return quantize_groups(weight, config.bits, config.group_size, symmetric=config.symmetric, clip=config.clip)
+    return quantize_floats(weight.detach(), config.weight, axis=1)
+
+
+class QuantLinear(QuantState):
+    """Linear layer with a dense quantized weight: ``y = q(x / s) q(W s)^T + b``.
+
+    `weight` (out, in) is the float master, in training and in evaluation; the quantized weight is made when the master
+    has changed. Gradients are straight-through. :meth:`freeze` drops the master. `s` (in,) is the optional `smooth`
+    scale, see :func:`magicube_cutlass.nn.smooth`.
+
+    On a CPU, int8 and int4 weights with int8 activations are one call of the engine, which quantizes the input, unpacks
+    4-bit weights in registers, and adds the bias. Everything else runs in torch on the dequantized weight;
+    :meth:`explain` says which. The state dict holds tensors only, and loading one restores the options.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, device, dtype
+        As for ``nn.Linear``.
+    config : QuantConfig, optional
+        Options; or its fields as keywords.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :class:`QuantConfig` and :func:`magicube_cutlass.quantize`.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> layer = mc.nn.QuantLinear.from_linear(torch.nn.Linear(64, 32), weight="int4", group_size=32)
+    >>> layer(torch.randn(3, 64)).shape, layer.freeze().compressed_bytes
+    (torch.Size([3, 32]), 1408)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        config: QuantConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[QuantOptions],
+    ) -> None:
+        super().__init__()
+        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._begin(plain.weight, plain.bias, _config_of(config, options), (out_features, in_features))
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        config: QuantConfig | None = None,
+        *,
+        calibrate: Iterable[Tensor] | None = None,
+        **options: Unpack[QuantOptions],
+    ) -> QuantLinear:
+        """Make a layer that shares the parameters of an ``nn.Linear``.
+
+        Parameters
+        ----------
+        linear : nn.Linear
+            Layer to convert.
+        config : QuantConfig, optional
+            Options; or its fields as keywords.
+        calibrate : iterable, optional
+            Inputs (..., in) for a static activation scale. Default: dynamic per-token scales.
+
+        Raises
+        ------
+        TypeError
+            If `linear` is no ``nn.Linear``.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        shape = (linear.out_features, linear.in_features)
+        layer._begin(linear.weight, linear.bias, _config_of(config, options), shape)
+        if calibrate is not None:
+            run_calibration(layer, calibrate, progress=False)
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_quantized(
+        cls, weight: QuantWeight, bias: Tensor | None = None, config: QuantConfig | None = None
+    ) -> QuantLinear:
+        """Make a frozen layer of a quantized weight (out, in), without requantizing.
+
+        Parameters
+        ----------
+        weight : GroupTensor or ScaledFloatTensor, shape (out, in)
+            With scales per row, group or block.
+        bias : Tensor, shape (out,), optional
+            Float.
+        config : QuantConfig, optional
+            Its `act` is taken; the rest follows from the weight.
+
+        Examples
+        --------
+        >>> import torch, magicube_cutlass as mc
+        >>> weight = mc.nn.quantize_weight(torch.eye(16), mc.nn.QuantConfig("int8"))
+        >>> mc.nn.QuantLinear.from_quantized(weight)(torch.ones(1, 16)).round()[0, :3]
+        tensor([1., 1., 1.])
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        layer._begin(None, parameter, _config_for(weight, config), (weight.shape[0], weight.shape[1]))
+        layer._set_weight(weight)
+        return layer.eval()
+
+    def _set_weight(self, weight: QuantWeight) -> None:
+        """Take over a quantized weight as buffers."""
+        if isinstance(weight, GroupTensor):
+            self.qweight, self.scale, self.minimum = weight.data, weight.scale, weight.minimum
+        else:
+            self.qweight, self.scale, self.tensor_scale = weight.data, weight.scale, weight.tensor_scale
+        self._forget()
+
+    @property
+    def act(self) -> str:
+        """Format of the activations."""
+        return self.config.act
+
+    def activation_scale(self, x: Tensor, clip: float | str) -> Tensor | None:
+        """Return the static scale of inputs; None for formats that have none."""
+        x = x if self.smooth is None else x / self.smooth
+        if self.act == "e4m3":
+            return x.abs().amax().float() / 448
+        found = quantize(x.reshape(1, -1), 8, clip=clip).scale if self.act == "int8" else None  # type: ignore[arg-type]
+        return None if found is None else found.float()
+
+    def product(self) -> DenseProduct:
+        """Return the product with the quantized weight, made again if the master has changed."""
+        try:
+            weight = self._parameters["weight"]
+        except KeyError:  # a parametrization
+            weight = self.weight
+        made, made_of, smooth = self._product, self._made_of, self._buffers["smooth"]
+        version = 0 if weight is None or weight.is_inference() else weight._version
+        if made is not None and (weight is None or made_of == (id(weight), version, id(smooth))):
+            return made
+        if weight is None:
+            assert self.qweight is not None and self.scale is not None
+            found = linear_op.weight_of(
+                self.qweight, self.scale, self.minimum, self.tensor_scale, self.config.weight,
+                self.config.group_size or 0, self.in_features,
+            )  # fmt: skip
+        else:
+            if is_transformed(weight):
+                raise transform_error("weight")
+            found = quantize_weight(
+                weight.detach() if smooth is None else weight.detach().float() * smooth, self.config
+            )
+            self._made_of, self._made_by = (id(weight), version, id(smooth)), (weight, smooth)
+        self._product = DenseProduct(found, self.config.act)
+        return self._product
+
+    @watched("magicube_cutlass.nn.QuantLinear.forward", traces=False)
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"x must have {self.in_features} features, got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"x must be a float tensor, got {x.dtype}")
+        try:  # as self.weight, without two calls of Python
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # a parametrization
+            weight, bias = self.weight, self.bias
+        learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
+        if torch.compiler.is_compiling():
+            return self._compiled(x, learns)
+        if learns:
+            y: Tensor = linear_op.QuantProduct.apply(x, weight, bias, self)
+            return y
+        if is_transformed(x):
+            raise transform_error("x")
+        return linear_op.forward_rows(self, x, bias)
+
+    def _compiled(self, x: Tensor, learns: bool) -> Tensor:
+        """As :meth:`forward`, in a graph."""
+        rows = x.reshape(-1, self.in_features)
+        if learns:
+            y = linear_op.quant_linear_train(rows, self.weight, self.bias, self._number)
+            return y.view(*x.shape[:-1], self.out_features)
+        if self.weight is not None:
+            raise RuntimeError("a QuantLinear is compiled for inference without its master weight: call freeze()")
+        rows = rows if self.smooth is None else (rows / self.smooth).to(rows.dtype)
+        config = self.config
+        y = linear_op.quant_linear(
+            rows, self.qweight, self.scale, self.minimum, self.tensor_scale, self.bias, self.act_scale,
+            config.weight, config.group_size or 0, self.in_features, config.act,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def explain(self) -> Explanation:
+        """Report what multiplies by this weight, and the bytes that it reads.
+
+        Examples
+        --------
+        >>> import torch, magicube_cutlass as mc
+        >>> layer = mc.nn.QuantLinear(64, 32, weight="mxfp4")
+        >>> layer.explain().backend, layer.explain().facts["weight_bytes"]
+        ('torch', 1088)
+        """
+        product = self.product()
+        size = product.weight.nbytes
+        group = f" in groups of {self.config.group_size}" if self.config.group_size else ""
+        text = (
+            f"{self.config.weight}{group} weight {self.out_features} x {self.in_features}, {size:,} bytes; activations "
+            f"{self.act}, {'dynamic' if self.act_scale is None else 'static'}; {product.describe()}"
+        )
+        facts = {"shape": product.shape, "weight_bytes": size, "act": self.act, "group_size": self.config.group_size}
+        return Explanation("quant_linear", product.backend, self.config.weight, text, facts)
+
+    def dequantize(self) -> Tensor:
+        """Return the weight that the layer multiplies by, float32, (out, in)."""
+        weight = self.product().weight.dequantize()
+        return weight if self.smooth is None else weight / self.smooth
+
+    def freeze(self) -> QuantLinear:
+        """Drop the master weight and keep the quantized one, for inference; return the layer.
+
+        The bias then needs no gradient.
+        """
+        if self.weight is not None:
+            product = self.product()
+            self._set_weight(product.weight)
+            self.weight, self._product = None, product
+            if self.bias is not None:
+                self.bias.requires_grad_(False)
+        return self
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the master weight was dropped."""
+        return self.weight is None
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes of the tensors of the frozen layer."""
+        tensors = (self.bias, self.act_scale, self.smooth)
+        return sum(each.nbytes for each in tensors if each is not None) + self.product().weight.nbytes
+
+    def train(self, mode: bool = True) -> QuantLinear:
+        """Set the mode; evaluation makes the quantized weight at once."""
+        super().train(mode)
+        if not mode and not self._is_meta():
+            self.product()
+        return self
+
+    def _is_meta(self) -> bool:
+        kept = self.qweight if self.weight is None else self.weight
+        return kept is None or kept.is_meta
+
+    def extra_repr(self) -> str:
+        """Return the options for ``repr``."""
+        config, acts = self.config, "dynamic" if self.act_scale is None else "static"
+        group = "" if config.group_size is None else f", group_size={config.group_size}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"weight={config.weight}{group}{'' if config.symmetric else ', symmetric=False'}, act={config.act} {acts}, "
+            f"frozen={self.frozen}"
+        )
+
+
+def _config_of(config: QuantConfig | None, options: QuantOptions) -> QuantConfig:
+    """The config with the given fields; another weight format brings its own activations."""
+    fields: dict[str, Any] = {} if config is None else asdict(config)
+    if options.get("weight", fields.get("weight")) != fields.get("weight"):
+        fields["act"] = ""
+    return QuantConfig(**{**fields, **options})
+
+
+def _config_for(weight: QuantWeight, config: QuantConfig | None) -> QuantConfig:
+    """The config that a quantized weight has, with the activations of another."""
+    act = "" if config is None else config.act
+    if isinstance(weight, GroupTensor):
+        return QuantConfig(f"int{weight.bits}", weight.group, weight.minimum is None, act)
+    kind = (weight.dtype, weight.block, weight.scale_dtype)
+    name = next((key for key, recipe in RECIPES.items() if recipe == kind), weight.dtype)
+    if weight.transposed or weight.axis != 1:
+        raise ValueError(f"weight must have scales per row or block of a row, got {weight}")
+    return QuantConfig(name, act=act)

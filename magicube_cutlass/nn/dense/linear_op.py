@@ -1,0 +1,214 @@
+"""A dense quantized layer as torch operators: with its tensors for inference, with the layer's number for training.
+
+A graph for inference holds the integers, so that it can be exported. A compiler must not keep those of a weight that
+training goes on to change: the operator for training gets the weight, and takes the integers at each run.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from magicube_cutlass.autograd.once import once
+from magicube_cutlass.dispatch.register import register_op
+from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, quantize_act
+from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor
+from magicube_cutlass.quantization.group_tensor import GroupTensor
+
+
+class TrainedLayer(Protocol):
+    """What the operators call of a layer."""
+
+    out_features: int
+    smooth: Tensor | None
+    act_scale: Tensor | None
+
+    @property
+    def act(self) -> str:
+        """Format of the activations."""
+        ...
+
+    def product(self) -> DenseProduct:
+        """Return the product with the weight of this moment."""
+        ...
+
+
+def weight_of(
+    data: Tensor, scale: Tensor, minimum: Tensor | None, tensor_scale: Tensor | None, kind: str, group: int, k: int
+) -> QuantWeight:
+    """Return the weight of given tensors; `kind` as in QuantConfig, `group` 0 for none."""
+    if kind in ("int8", "int4"):
+        return GroupTensor(data, scale, minimum, int(kind[3:]), group or None, k)
+    dtype, block, scale_dtype = RECIPES.get(kind, (kind, None, "float32"))
+    return ScaledFloatTensor(data, k, dtype, scale, scale_dtype, block, tensor_scale)
+
+
+_products: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # integers -> version, options, product
+
+
+def _product_of(
+    data: Tensor,
+    scale: Tensor,
+    minimum: Tensor | None,
+    tensor_scale: Tensor | None,
+    kind: str,
+    group: int,
+    k: int,
+    act: str,
+) -> DenseProduct:
+    """The product of a weight's tensors, packed once for each."""
+    version = (data.data_ptr(), scale.data_ptr(), 0 if data.is_inference() else data._version, kind, group, k, act)
+    found = _products.get(data)
+    if found is None or found[0] != version:
+        # a copy, so that the product does not keep the key alive
+        made = DenseProduct(weight_of(data.clone(), scale, minimum, tensor_scale, kind, group, k), act)
+        found = _products[data] = (version, made)
+    product: DenseProduct = found[1]
+    return product
+
+
+def _forward(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    minimum: Tensor | None,
+    tensor_scale: Tensor | None,
+    bias: Tensor | None,
+    act_scale: Tensor | None,
+    kind: str,
+    group: int,
+    k: int,
+    act: str,
+) -> Tensor:
+    """Output (tokens, out) of rows (tokens, in)."""
+    return _product_of(data, scale, minimum, tensor_scale, kind, group, k, act)(x, act_scale, bias)
+
+
+def _fake_forward(x: Tensor, data: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], data.shape[0]))
+
+
+quant_linear = register_op("magicube::quant_linear", _forward, _fake_forward)
+
+_layers: WeakValueDictionary[int, TrainedLayer] = WeakValueDictionary()
+_numbers = count(1)
+
+
+def register_layer(layer: TrainedLayer) -> int:
+    """Return a number under which the operator for training finds this layer while it lives."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return number
+
+
+def _layer_of(number: int) -> TrainedLayer:
+    found = _layers.get(number)
+    if found is None:
+        raise RuntimeError(f"a compiled graph needs the QuantLinear it was traced with, number {number}: it is gone or "
+                           "belongs to another process")  # fmt: skip
+    return found
+
+
+def forward_rows(layer: TrainedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Output (..., out) of a layer for `x` (..., in), without a graph."""
+    smoothed = x if layer.smooth is None else (x / layer.smooth).to(x.dtype)
+    return layer.product()(smoothed, layer.act_scale, bias)
+
+
+def gradients(
+    layer: TrainedLayer, grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, needed: list[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Straight-through gradients of x, weight and bias by float32 products; `grad` (N, out), `x` (N, in)."""
+    of_x = of_weight = of_bias = None
+    g, smooth = grad.float(), layer.smooth
+    if needed[0]:
+        of_x = g @ layer.product().dequantized()
+        of_x = (of_x if smooth is None else of_x / smooth).to(x.dtype)
+    if needed[1] and weight is not None:
+        smoothed = x if smooth is None else (x / smooth).to(x.dtype)
+        rounded = quantize_act(smoothed, layer.act, layer.act_scale)
+        rows = smoothed.float() if rounded is None else rounded.dequantize().float()
+        of_weight = g.t() @ rows
+        of_weight = (of_weight if smooth is None else of_weight * smooth).to(weight.dtype)
+    if needed[2] and bias is not None:
+        of_bias = g.sum(0).to(bias.dtype)
+    return of_x, of_weight, of_bias
+
+
+class QuantProduct(torch.autograd.Function):
+    """The output (..., out) of a layer in eager training; saves x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: TrainedLayer) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.layer, ctx.product = layer, layer.product()
+        return forward_rows(layer, x, bias)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
+        x, weight, bias = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
+        of_x, of_weight, of_bias = gradients(ctx.layer, grad, rows, weight, bias, list(ctx.needs_input_grad[:3]))
+        return None if of_x is None else of_x.view(x.shape), of_weight, of_bias, None
+
+
+def _train(x: Tensor, weight: Tensor | None, bias: Tensor | None, number: int) -> Tensor:
+    """Output (tokens, out) of the layer."""
+    with torch.no_grad():
+        return forward_rows(_layer_of(number), x, bias)
+
+
+def _fake_train(x: Tensor, number: int) -> Tensor:
+    return x.new_empty((x.shape[0], _layer_of(number).out_features))
+
+
+def _train_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, number: int, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias, (0,) where `needed` says no."""
+    none = grad.new_empty(0)
+    found = gradients(_layer_of(number), grad, x, weight, bias, needed)
+    return tuple(none if each is None else each for each in found)  # type: ignore[return-value]
+
+
+def _fake_train_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes and dtypes of `_train_gradients`."""
+    found = [
+        grad.new_empty(0) if each is None or not wanted else each.new_empty(each.shape)
+        for each, wanted in zip((x, weight, bias), needed, strict=True)
+    ]
+    return found[0], found[1], found[2]
+
+
+quant_linear_train = register_op("magicube::quant_linear_train", _train, _fake_train)
+quant_linear_backward = register_op("magicube::quant_linear_backward", _train_gradients, _fake_train_gradients)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.number = inputs[3]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of all arguments of the operator."""
+    needed = list(ctx.needs_input_grad[:3])
+    found = quant_linear_backward(grad, *ctx.saved_tensors, ctx.number, needed)
+    return (*(each if wanted else None for each, wanted in zip(found, needed, strict=True)), None)
+
+
+def _no_second_derivative(*_: Any) -> None:
+    raise RuntimeError("QuantLinear has no second derivative: its gradients cannot be differentiated")
+
+
+torch.library.register_autograd("magicube::quant_linear_train", _backward, setup_context=_save)
+torch.library.register_autograd("magicube::quant_linear_backward", _no_second_derivative)

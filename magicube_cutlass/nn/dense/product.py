@@ -1,0 +1,167 @@
+"""The product of float rows with a dense quantized weight, ``q(x) W^T + bias``: the engine, a GPU's GEMM, or torch.
+
+The engine quantizes the rows in its call. Its product takes int8 and packed int4 weights with scales per row or group.
+What has no kernel runs in torch on the dequantized weight, of which a CPU keeps a float32 copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from cute_kernels import floats
+from cute_kernels.cpu import extension
+from cute_kernels.cpu.dense import MAX_K, PackedRight, pack_right
+from cute_kernels.cpu.linear import LinearCall
+from magicube_cutlass.autograd.integer import quantized
+from magicube_cutlass.dispatch.cpu_linear import kind_of
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
+from magicube_cutlass.quantization.group_tensor import GroupTensor
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
+
+QuantWeight = GroupTensor | ScaledFloatTensor
+_MAX_CALLS = 64  # kept per weight
+
+
+def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor | ScaledFloatTensor | None:
+    """Return the quantized rows of `x`; None for ``"none"``.
+
+    Parameters
+    ----------
+    x : Tensor, shape (N, K)
+        Floats.
+    act : str
+        As for :class:`magicube_cutlass.nn.QuantConfig`.
+    act_scale : Tensor or None, shape ()
+        Given scale of int8 and e4m3; None: one per row.
+    """
+    if act == "none":
+        return None
+    if act == "int8":
+        return quantized(x, 8, 1 if act_scale is None else None, act_scale)
+    if act == "e4m3" and act_scale is not None:
+        codes = floats.encode(x.double() / act_scale.double(), "e4m3", saturate=True)
+        return ScaledFloatTensor(floats.pack(codes, "e4m3"), x.shape[1], "e4m3", act_scale)
+    return quantize_floats(x, act, axis=1, nonfinite="propagate")
+
+
+def _round_trip(x: Tensor, act: str, act_scale: Tensor | None) -> Tensor:
+    """The rows that the product multiplies, float32."""
+    found = quantize_act(x, act, act_scale)
+    return x.float() if found is None else found.dequantize().float()
+
+
+class DenseProduct:
+    """``q(x) W^T + bias`` for one weight (M, K), packed once for the kernel of its device."""
+
+    def __init__(self, weight: QuantWeight, act: str) -> None:
+        self.weight, self.act, self.shape = weight, act, (int(weight.shape[0]), int(weight.shape[1]))
+        self.backend = _backend(weight, act)
+        self._copy: Tensor | None = None  # float32, what torch multiplies by on a CPU
+        self._calls: dict[Hashable, LinearCall] = {}
+        if self.backend == "engine":
+            assert isinstance(weight, GroupTensor)
+            self.right, self._scale = _packed(weight)
+
+    def __call__(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the product (..., M), of the dtype of `x` (..., K)."""
+        if self.backend == "engine":
+            kind = kind_of(x, bias, 8, act_scale)
+            if kind is not None:
+                return self._by_engine(x, act_scale, bias, kind)
+        rows = x.reshape(-1, self.shape[1])
+        if self.backend == "gemm":
+            y = self._by_gemm(rows, act_scale, bias)
+        elif self.backend == "scaled_gemm":
+            y = self._by_scaled_gemm(rows, act_scale, bias)
+        else:
+            y = self._by_torch(rows, act_scale, bias)
+        return y.view(*x.shape[:-1], self.shape[0])
+
+    def _by_engine(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, kind: Hashable) -> Tensor:
+        m, k = self.shape
+        lead, rows = x.shape[:-1], x.shape[:-1].numel()
+        if rows == 0:
+            return x.new_empty(*lead, m)
+        given = x
+        if x.dtype is not torch.float32 or not (x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1)):
+            given = x.float().contiguous()
+        call = self._calls.get(kind)
+        if call is None:
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls.clear()
+            row_elements = given.stride(0) if given.ndim == 2 and rows > 1 else k
+            call = self._calls[kind] = LinearCall(self.right, rows, row_elements, 8, x.dtype)
+        y = call(given, _float32(act_scale), self._scale, _float32(bias))
+        return y if x.ndim == 2 else y.view(*lead, m)
+
+    def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Int8 with scales per row on Tensor Cores."""
+        from cute_kernels.gemm.api import gemm
+
+        assert isinstance(self.weight, GroupTensor)
+        dense = quantized(rows, 8, 1 if act_scale is None else None, act_scale)
+        scale_a = dense.scale if dense.scale is None or dense.scale.ndim == 0 else dense.scale.reshape(-1)
+        return gemm(
+            dense.data, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias,
+            out_dtype=rows.dtype,
+        )  # fmt: skip
+
+    def _by_scaled_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        dense = quantize_act(rows, self.act, act_scale)
+        assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
+        return matmul(dense, self.weight.mT, bias=bias, out_dtype=rows.dtype)
+
+    def _by_torch(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        weight = self.dequantized()  # (M, K) float32
+        y = _round_trip(rows, self.act, act_scale) @ weight.t()
+        return (y if bias is None else y + bias.float()).to(rows.dtype)
+
+    def dequantized(self) -> Tensor:
+        """Return the weight in float32, (M, K); a CPU keeps it."""
+        if self._copy is not None:
+            return self._copy
+        found = self.weight.dequantize()
+        if found.is_cpu and self.backend == "torch":
+            self._copy = found
+        return found
+
+    def describe(self) -> str:
+        """Return what multiplies, in words."""
+        on_engine = self.backend == "engine"
+        texts = {
+            "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
+            "gemm": "int8 GEMM, rows quantized before",
+            "scaled_gemm": "scaled GEMM, rows quantized before",
+            "torch": "torch.matmul in float32 on the dequantized weight: no kernel for this format here",
+        }
+        return texts[self.backend]
+
+
+def _float32(x: Tensor | None) -> Tensor | None:
+    """A scale or a bias as the engine reads it."""
+    return x if x is None or (x.dtype is torch.float32 and x.is_contiguous()) else x.detach().float().contiguous()
+
+
+def _backend(weight: QuantWeight, act: str) -> str:
+    on_cpu = weight.device.type == "cpu"
+    if isinstance(weight, GroupTensor) and act == "int8":
+        if on_cpu:
+            return "engine" if extension.available() and weight.k <= MAX_K else "torch"
+        if weight.bits == 8 and weight.group is None and weight.minimum is None:
+            return "gemm"
+    return "scaled_gemm" if act != "none" and not on_cpu and isinstance(weight, ScaledFloatTensor) else "torch"
+
+
+def _packed(weight: GroupTensor) -> tuple[PackedRight, Tensor | None]:
+    """What the engine reads of a weight, and its scales per row (M,) if they are not of groups."""
+    ints = weight.ints().t()  # (K, M)
+    if weight.minimum is None and weight.scale.shape[1] == 1:
+        return pack_right(ints, weight.bits), weight.scale.reshape(-1)
+    minima = None if weight.minimum is None else weight.minimum.t().contiguous()
+    group = weight.group or -(-weight.k // 8) * 8
+    return pack_right(
+        ints, weight.bits, group=group, group_scales=weight.scale.t().contiguous(), group_minima=minima
+    ), None

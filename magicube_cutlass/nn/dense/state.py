@@ -1,0 +1,147 @@
+"""The tensors of a layer with a dense quantized weight: state dicts, moves, copies, and empty ones to load into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.floats import packed_bytes
+from magicube_cutlass.nn.calibration import Calibrated
+from magicube_cutlass.nn.config import QuantConfig
+from magicube_cutlass.nn.dense import linear_op
+from magicube_cutlass.nn.dense.product import DenseProduct
+from magicube_cutlass.quantization.float_tensor import RECIPES
+
+WEIGHT_BUFFERS = ("qweight", "scale", "minimum", "tensor_scale")  # of a frozen layer
+OPTIONAL_BUFFERS = (*WEIGHT_BUFFERS, "act_scale", "smooth")
+_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def weight_shapes(out_features: int, in_features: int, config: QuantConfig) -> _Shapes:
+    """Return shape and dtype of the buffers of a frozen weight.
+
+    Examples
+    --------
+    >>> weight_shapes(2, 64, QuantConfig("int4", group_size=32))["scale"]
+    ((2, 2), torch.float32)
+    """
+    m, k = out_features, in_features
+    if config.is_integer:
+        groups = 1 if config.group_size is None else -(-k // config.group_size)
+        width, dtype = (k, torch.int8) if config.bits == 8 else ((k + 1) // 2, torch.uint8)
+        found: _Shapes = {"qweight": ((m, width), dtype), "scale": ((m, groups), torch.float32)}
+        return found if config.symmetric else {**found, "minimum": ((m, groups), torch.float32)}
+    name, block, scale_dtype = RECIPES.get(config.weight, (config.weight, 0, "float32"))
+    found = {"qweight": ((m, packed_bytes(k, name)), torch.uint8)}
+    if not block:
+        return {**found, "scale": ((m, 1), torch.float32)}
+    found["scale"] = ((m, -(-k // block)), torch.uint8)
+    return {**found, "tensor_scale": ((), torch.float32)} if scale_dtype == "e4m3" else found
+
+
+class QuantState(Calibrated):
+    """Buffers of a quantized weight beside a float master, which a frozen layer lacks."""
+
+    config: QuantConfig  # type: ignore[assignment]
+    in_features: int
+    out_features: int
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    qweight: Tensor | None
+    scale: Tensor | None
+    minimum: Tensor | None
+    tensor_scale: Tensor | None
+    act_scale: Tensor | None
+    smooth: Tensor | None
+    _product: DenseProduct | None
+    _made_of: tuple[int, int, int] | None  # identities of weight and smooth scale, version of the weight
+    _made_by: tuple[Tensor | None, Tensor | None] | None  # so that no other tensor takes the identities
+    _number: int
+
+    def _begin(self, weight: Tensor | None, bias: Tensor | None, config: QuantConfig, shape: tuple[int, int]) -> None:
+        if weight is not None and not isinstance(weight, nn.Parameter):
+            raise TypeError(f"linear must have a parameter as its weight, got a {type(weight).__name__}")
+        self.out_features, self.in_features = shape
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)  # type: ignore[arg-type]
+        for name in OPTIONAL_BUFFERS:
+            self.register_buffer(name, None)
+        self.config = config
+        self._number = linear_op.register_layer(self)  # type: ignore[arg-type]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was derived from the tensors."""
+        self._product = self._made_of = self._made_by = None
+
+    def empty_weight(self, device: torch.device | str | None = None) -> None:
+        """Drop the master weight for empty buffers of a frozen layer, to be loaded."""
+        self.weight = None
+        shapes = weight_shapes(self.out_features, self.in_features, self.config)
+        for name in WEIGHT_BUFFERS:
+            shape, dtype = shapes.get(name, (None, torch.float32))
+            setattr(self, name, None if shape is None else torch.empty(shape, dtype=dtype, device=device))
+        self._forget()
+
+    def get_extra_state(self) -> Tensor:
+        """Return the options as a tensor, for the state dict."""
+        return self.config.to_tensor()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
+        self.config = QuantConfig.from_tensor(state)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Restore the options before the tensors; a plain linear layer's state goes to the master."""
+        errors: list[str] = arguments[-1]
+        if prefix + "_extra_state" in state_dict:
+            try:
+                self._check_state(state_dict, prefix)
+            except (TypeError, ValueError) as error:  # nothing was assigned
+                errors.append(f"{prefix}weight: {error}")
+                return
+            self._take_kind(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._forget()
+
+    def _take_kind(self, state_dict: Any, prefix: str) -> None:
+        kept = next((each for each in (self.weight, self.qweight, self.bias) if each is not None), None)
+        device = None if kept is None else kept.device
+        for name in OPTIONAL_BUFFERS:
+            stored = state_dict.get(prefix + name)
+            setattr(self, name, None if stored is None else torch.empty_like(stored, device=device))
+        weight = state_dict.get(prefix + "weight")
+        if weight is None:
+            self.weight = None
+        elif self.weight is None:
+            self.weight = nn.Parameter(torch.empty_like(weight, device=device))
+
+    def _check_state(self, state_dict: Any, prefix: str) -> None:
+        """Raise unless options and tensors of a state fit each other and this layer."""
+        config = QuantConfig.from_tensor(state_dict[prefix + "_extra_state"])
+        if prefix + "weight" in state_dict:
+            return
+        for name, (shape, dtype) in weight_shapes(self.out_features, self.in_features, config).items():
+            found = state_dict.get(prefix + name)
+            if found is None or tuple(found.shape) != shape or found.dtype != dtype:
+                got = "none" if found is None else f"{found.dtype} of {tuple(found.shape)}"
+                raise ValueError(f"{name} must be {dtype} of shape {shape}, got {got}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantState:
+        kept = {name: getattr(self, name) for name in OPTIONAL_BUFFERS}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():  # half() and the like are for what is computed with, not for scales
+            if before is not None and getattr(self, name).dtype != before.dtype:
+                setattr(self, name, before.to(getattr(self, name).device))
+        self._forget()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_product": None, "_made_of": None, "_made_by": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = linear_op.register_layer(self)  # type: ignore[arg-type]
