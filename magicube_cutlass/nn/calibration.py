@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,14 +28,11 @@ class Calibrated(nn.Module):
         return None if scale is None else scale.float()
 
 
-def run_batch(model: nn.Module, batch: Any) -> None:
+def run_batch(model: nn.Module, batch: Any) -> Any:
     """Run the model on a batch: a tensor, the first entry of a tuple or list, or keyword arguments."""
-    if isinstance(batch, dict):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(batch[0])
-    else:
-        model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
 def _watch(
@@ -120,7 +117,7 @@ def calibrate(
     return {name: None if each.act_scale is None else float(each.act_scale) for name, each in layers.items()}
 
 
-def shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
+def shown(batches: Iterable[Any], progress: bool, title: str = "calibration") -> Iterable[Any]:
     """Return the batches, with a progress bar on stderr on request."""
     if not progress:
         return batches
@@ -128,4 +125,4 @@ def shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
     from rich.progress import track
 
     total = len(batches) if isinstance(batches, Sized) else None
-    return track(batches, "calibration", total=total, console=Console(stderr=True), transient=True)
+    return track(batches, title, total=total, console=Console(stderr=True), transient=True)

@@ -1,174 +1,108 @@
-"""Conversion of the linear layers of a model, selected by name."""
+"""Conversion of the layers of a model, selected by name, or by a budget of quality."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from torch import nn
 
+from magicube_cutlass.checks import NOT_GIVEN
+from magicube_cutlass.nn.auto_plan import Budget, PlanChoice, find_plan
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import SparseQuantConfig
+from magicube_cutlass.nn.dense.embedding import QuantEmbedding
+from magicube_cutlass.nn.dense.linear import QuantLinear
+from magicube_cutlass.nn.dense.smooth import smooth as run_smoothing
 from magicube_cutlass.nn.linear import SparseQuantLinear
+from magicube_cutlass.nn.report import ConversionReport, ConversionRow
+from magicube_cutlass.nn.weight_modules import (
+    KINDS,
+    LayerConfig,
+    has_weight,
+    inner_layer,
+    kind_of_module,
+    make_layer,
+    reason,
+    set_module,
+    take_mask,
+    weight_shape,
+)
 
-if TYPE_CHECKING:
-    from rich.table import Table
+__all__ = ["LayerConfigs", "convert"]
 
-__all__ = ["ConversionReport", "ConversionRow", "LayerConfigs", "convert"]
-
-LayerConfigs = SparseQuantConfig | Mapping[str, SparseQuantConfig | None] | None
-
-
-@dataclass(frozen=True)
-class ConversionRow:
-    """Result for one layer: converted if `note` is empty, else left for this reason.
-
-    Attributes
-    ----------
-    name : str
-        Qualified name.
-    shape : tuple of int
-        (out, in).
-    config : SparseQuantConfig or None
-        Options of a converted layer.
-    bytes_before, bytes_after : int
-        Bytes of the parameters, and of the frozen layer.
-    note : str
-        Why the layer was left.
-
-    Examples
-    --------
-    >>> import torch, magicube_cutlass as mc
-    >>> report = mc.convert(torch.nn.Sequential(torch.nn.Linear(64, 8)), {"0": None})
-    >>> report.rows[0].name, report.rows[0].shape, report.rows[0].note
-    ('0', (8, 64), "left, as '0' says")
-    """
-
-    name: str
-    shape: tuple[int, int]
-    config: SparseQuantConfig | None
-    bytes_before: int
-    bytes_after: int
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """Result of :func:`convert`; ``print`` shows a table.
-
-    Attributes
-    ----------
-    rows : tuple of ConversionRow
-        One per name of a linear layer.
-    model_bytes : int
-        Bytes of all parameters and buffers before the conversion.
-    without_fast_path : tuple of str
-        ``nn.TransformerEncoderLayer`` modules whose fast path in torch was turned off: it reads the dense weights.
-
-    Examples
-    --------
-    >>> import torch, magicube_cutlass as mc
-    >>> report = mc.convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)))
-    >>> report.converted, report.bytes_before > report.bytes_after
-    (('0', '1'), True)
-    """
-
-    rows: tuple[ConversionRow, ...]
-    model_bytes: int  # of all parameters and buffers before
-    without_fast_path: tuple[str, ...] = ()
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """Names of the converted layers."""
-        return tuple(row.name for row in self.rows if not row.note)
-
-    @property
-    def bytes_before(self) -> int:
-        """Bytes of the converted layers before."""
-        return sum(row.bytes_before for row in self.rows if not row.note)
-
-    @property
-    def bytes_after(self) -> int:
-        """Bytes of the converted layers once frozen."""
-        return sum(row.bytes_after for row in self.rows if not row.note)
-
-    def __rich__(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title="linear layers", caption=self._summary())
-        for name in ("layer", "out x in", "sparsity", "vectors", "bits", "bytes before", "after", "note"):
-            left = name in ("layer", "note")
-            table.add_column(name, justify="left" if left else "right", overflow="fold")
-        for row in self.rows:
-            config = row.config
-            chosen = ["", "", ""]
-            if config is not None:
-                chosen = [f"{config.sparsity:.3f}", f"{config.vector_length} x 1", f"{config.bits}-{config.act_bits}"]
-            after = "" if row.note else f"{row.bytes_after:,}"
-            size = f"{row.shape[0]} x {row.shape[1]}"
-            table.add_row(row.name, size, *chosen, f"{row.bytes_before:,}", after, row.note)
-        return table
-
-    def _summary(self) -> str:
-        rest = self.model_bytes - self.bytes_before
-        return (
-            f"{len(self.converted)} of {len(self.rows)} layers replaced, {self.bytes_before:,} to {self.bytes_after:,} "
-            f"bytes once frozen; the model {self.model_bytes:,} to {rest + self.bytes_after:,}{self._fast_path_note()}"
-        )
-
-    def _fast_path_note(self) -> str:
-        names = ", ".join(self.without_fast_path)
-        return f"; torch's fast path is off in {names}: it would read dense weights" if names else ""
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(file=StringIO(), width=120)
-        console.print(self)
-        file = console.file
-        assert isinstance(file, StringIO)
-        return file.getvalue()
+LayerConfigs = LayerConfig | Mapping[str, LayerConfig | None] | None
+_Chosen = tuple[str | None, LayerConfig | None]
 
 
 def _bytes(module: nn.Module) -> int:
     return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
-def _config_of(name: str, config: LayerConfigs) -> tuple[str | None, SparseQuantConfig | None]:
+def _own_bytes(module: nn.Module) -> int:
+    """Bytes of the module's own tensors, without those of its children."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return sum(each.nbytes for each in own if each is not None)
+
+
+def _config_of(name: str, plan: LayerConfigs) -> _Chosen:
     """First pattern that matches `name`, and its config."""
-    if not isinstance(config, Mapping):
-        return "*", config or SparseQuantConfig()
-    for pattern, choice in config.items():
-        if fnmatchcase(name, pattern):
+    if not isinstance(plan, Mapping):
+        return "*", plan or SparseQuantConfig()
+    for pattern, choice in plan.items():
+        if name == pattern or fnmatchcase(name, pattern):
             return pattern, choice
     return None, None
 
 
+def _check_patterns(plan: LayerConfigs, chosen: Mapping[str, _Chosen], others: Iterable[str]) -> None:
+    """Raise `ValueError` for a pattern of a plan that decides nothing."""
+    fitting = {pattern for pattern, _ in chosen.values()}
+    for pattern in plan if isinstance(plan, Mapping) else ():
+        if pattern not in fitting and not any(fnmatchcase(name, pattern) for name in others):
+            names = ", ".join(chosen) or "none"
+            raise ValueError(f"plan must name layers, got {pattern!r}, the first to fit none of: {names}")
+
+
 def convert(
     model: nn.Module,
-    config: LayerConfigs = None,
+    plan: LayerConfigs | Literal["auto"] = None,
     *,
+    budget: Budget | None = None,
+    data: Iterable[Any] | None = None,
+    smooth: float | None = None,
+    kinds: Sequence[str] = ("linear",),
     calibrate: Iterable[Any] | None = None,
     clip: float | str = "max",
     freeze: bool = False,
     progress: bool = True,
+    config: LayerConfigs = NOT_GIVEN,
 ) -> ConversionReport:
-    """Replace the ``nn.Linear`` layers of a model, in place, by :class:`SparseQuantLinear` layers.
+    """Replace layers of a model, in place, by :class:`QuantLinear` and :class:`SparseQuantLinear` layers.
 
-    On an AVX2 machine each of these takes the sparse or the dense int8 kernel, whichever is predicted to be faster for
-    its number of tokens.
+    Linear layers are ``nn.Linear`` and the ``Conv1D`` of transformers. Convolutions without groups become products over
+    patches, embeddings lookups of integers. Masks of ``torch.nn.utils.prune`` are taken over: a sparse layer stores the
+    vectors that hold an unmasked entry. Weights on the meta device can become dense layers, to be loaded later.
 
     Parameters
     ----------
     model : nn.Module
         A layer with several names stays one layer. Subclasses of ``nn.Linear`` are left: other modules may read their
         weights.
-    config : SparseQuantConfig, mapping or None
-        For all layers; or per pattern of qualified names as in ``fnmatch``, of which the first match counts:
-        ``{"head": None, "encoder.*.fc?": SparseQuantConfig(bits=4)}``. None, or no match, leaves a layer.
+    plan : SparseQuantConfig, QuantConfig, mapping, "auto" or None
+        For all layers; or per name or pattern of qualified names as in ``fnmatch``, of which the first match counts:
+        ``{"head": None, "encoder.*.fc?": QuantConfig("int4", group_size=32)}``. None, or no match, leaves a layer.
+        ``"auto"`` searches the fastest plan within `budget`. Default: ``SparseQuantConfig()``.
+    budget : Budget, optional
+        Loss, data and metric of ``"auto"``.
+    data : iterable, optional
+        Inputs for `smooth`, as for :func:`magicube_cutlass.nn.calibrate`.
+    smooth : float, optional
+        The `alpha` of :func:`magicube_cutlass.nn.smooth`, for the dense layers.
+    kinds : sequence of str, default ("linear",)
+        What may be replaced: ``"linear"``, ``"conv"``, ``"embedding"``. An embedding drops its float weight at once.
     calibrate : iterable, optional
         Inputs for static activation scales, see :func:`magicube_cutlass.nn.calibrate`.
     clip : float or {"max", "mse"}, default "max"
@@ -176,60 +110,146 @@ def convert(
     freeze : bool, default False
         Drop the master weights.
     progress : bool, default True
-        Show a progress bar of the calibration.
+        Show progress bars.
+    config : deprecated
+        Former name of `plan`.
 
     Returns
     -------
     ConversionReport
-        Each linear layer with its bytes before and after.
+        Each module with a weight, with its bytes before and after, or the reason why it was left.
 
     Raises
     ------
     TypeError
         If `model` is a linear layer itself, which cannot be replaced in place.
     ValueError
-        For a pattern that matches no layer.
+        For a pattern that matches no layer, and ``"auto"`` without a budget.
 
     Examples
     --------
     >>> import torch, magicube_cutlass as mc
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-    >>> mc.convert(model, {"0": mc.nn.SparseQuantConfig(sparsity=0.9)}).converted
+    >>> mc.convert(model, {"0": mc.nn.QuantConfig("int4", group_size=32)}).converted
     ('0',)
     """
-    if isinstance(model, nn.Linear):
-        raise TypeError("model must have linear layers inside, got one itself: SparseQuantLinear.from_linear(model)")
-    total, rows = _bytes(model), []
-    found = [(name, each) for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, nn.Linear)]
-    chosen = {name: _config_of(name, config) for name, _ in found}
-    fitting = {pattern for pattern, _ in chosen.values()}
-    if missing := [each for each in config if each not in fitting] if isinstance(config, Mapping) else []:
-        names = ", ".join(chosen) or "none"
-        raise ValueError(f"config must name linear layers, got {missing[0]!r}, the first to fit none of: {names}")
-    first: dict[nn.Linear, tuple[str | None, SparseQuantConfig | None]] = {}
-    for name, layer in found:  # all names of a layer get what the first one with a pattern gets
-        if chosen[name][0] is not None:
-            first.setdefault(layer, chosen[name])
-    made: dict[nn.Linear, SparseQuantLinear] = {}
-    for name, layer in found:
-        pattern, choice = first.get(layer, (None, None))
-        if choice is None:
-            rows.append(_left(name, layer, "no pattern fits" if pattern is None else f"left, as {pattern!r} says"))
-        elif type(layer) is not nn.Linear:
-            rows.append(_left(name, layer, f"left: a {type(layer).__name__}"))
-        elif layer in made:
-            _replace(model, name, made[layer])
-            rows.append(_left(name, layer, "the same layer again"))
-        else:
-            made[layer] = SparseQuantLinear.from_linear(layer, **asdict(choice))
-            _replace(model, name, made[layer])
-            rows.append(_row(name, layer, made[layer]))
+    if config is not NOT_GIVEN:
+        warnings.warn("config is deprecated; use plan", DeprecationWarning, stacklevel=2)
+        plan = config
+    _check_arguments(model, plan, budget, data, smooth, kinds)
+    total = _bytes(model)
+    found = [(name, each) for name, each in model.named_modules(remove_duplicate=False) if has_weight(each)]
+    able = {name: each for name, each in found if kind_of_module(each) in kinds or _is_linear_like(each, kinds)}
+    choice: PlanChoice | None = None
+    if plan == "auto":
+        assert budget is not None
+        replaceable = _first_names({name: each for name, each in able.items() if kind_of_module(each)})
+        choice = find_plan(model, replaceable, budget, progress=progress)
+        plan = {**choice.plan}
+    assert not isinstance(plan, str)
+    chosen = {name: _config_of(name, plan) for name in able}
+    _check_patterns(plan, chosen, [name for name, _ in found if name not in able])
+    made, rows = _replace_layers(model, found, able, chosen)
+    if smooth is not None:
+        assert data is not None
+        run_smoothing(model, data, alpha=smooth, progress=progress)
     if calibrate is not None:
         run_calibration(model, calibrate, clip=clip, progress=progress)
-    if freeze:
-        for new in made.values():
-            new.freeze()
-    return ConversionReport(tuple(rows), total, tuple(_leave_fast_paths(model)))
+    for new in made.values() if freeze else ():
+        _freeze(new)
+    return ConversionReport(tuple(rows), total, tuple(_leave_fast_paths(model)), choice)
+
+
+def _check_arguments(
+    model: nn.Module, plan: object, budget: object, data: object, smooth: float | None, kinds: Sequence[str]
+) -> None:
+    """Raise for arguments of :func:`convert` that do not fit each other."""
+    if isinstance(model, nn.Linear):
+        raise TypeError("model must have linear layers inside, got one itself: SparseQuantLinear.from_linear(model)")
+    if isinstance(plan, str) and plan != "auto":
+        raise ValueError(f"plan must be a config, a mapping or 'auto', got {plan!r}")
+    if (plan == "auto") is not (budget is not None):
+        raise ValueError("plan='auto' and budget must be given together")
+    if smooth is not None and data is None:
+        raise ValueError("smooth must be given with data")
+    if unknown := [each for each in kinds if each not in KINDS]:
+        raise ValueError(f"kinds must be of {KINDS}, got {unknown[0]!r}")
+
+
+def _is_linear_like(module: nn.Module, kinds: Sequence[str]) -> bool:
+    """Whether a module is a subclass of a linear layer, which patterns may name though it is left."""
+    return isinstance(module, nn.Linear) and "linear" in kinds
+
+
+def _first_names(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Each layer by its first name."""
+    named: dict[nn.Module, str] = {}
+    for name, layer in layers.items():
+        named.setdefault(layer, name)
+    return {name: layer for layer, name in named.items()}
+
+
+def _replace_layers(
+    model: nn.Module,
+    found: Sequence[tuple[str, nn.Module]],
+    able: Mapping[str, nn.Module],
+    chosen: Mapping[str, _Chosen],
+) -> tuple[dict[nn.Module, nn.Module], list[ConversionRow]]:
+    """Replace the chosen layers; return the new ones and the rows of the report."""
+    first: dict[nn.Module, _Chosen] = {}
+    for name, layer in able.items():  # all names of a layer get what the first one with a pattern gets
+        if chosen[name][0] is not None:
+            first.setdefault(layer, chosen[name])
+    made: dict[nn.Module, nn.Module] = {}
+    tables: dict[int, QuantEmbedding] = {}
+    rows = []
+    for name, layer in found:
+        pattern, choice = first.get(layer, (None, None))
+        if layer in made:
+            set_module(model, name, made[layer])
+            rows.append(_left(name, layer, "the same layer again"))
+            continue
+        if name not in able:
+            kind = kind_of_module(layer)
+            note = f"left: kinds has no {kind!r}" if kind else reason(layer, SparseQuantConfig())
+        elif choice is None:
+            note = "no pattern fits" if pattern is None else f"left, as {pattern!r} says"
+        else:
+            note = reason(layer, choice)
+        if note or choice is None:
+            rows.append(_left(name, layer, note))
+            continue
+        mask = take_mask(layer)
+        shape, before = weight_shape(layer), _own_bytes(layer)
+        made[layer] = new = make_layer(layer, choice, mask)
+        set_module(model, name, new)
+        inner = inner_layer(new)
+        assert isinstance(inner, (QuantLinear, SparseQuantLinear, QuantEmbedding))
+        if isinstance(inner, QuantEmbedding):
+            tables[id(layer._parameters["weight"])] = inner
+        rows.append(ConversionRow(name, shape, inner.config, before, inner.compressed_bytes, "", kind_of_module(layer)))
+    _share_tables(made, tables)
+    return made, rows
+
+
+def _share_tables(made: Mapping[nn.Module, nn.Module], tables: Mapping[int, QuantEmbedding]) -> None:
+    """Remember which linear layers have the weight of an embedding, so that they share the integers once frozen."""
+    for old, new in made.items():
+        table = tables.get(id(old._parameters.get("weight")))
+        if isinstance(new, QuantLinear) and table is not None:
+            new.__dict__["_table"] = table  # no child of the layer
+
+
+def _freeze(layer: nn.Module) -> None:
+    inner = inner_layer(layer)
+    if not isinstance(inner, (QuantLinear, SparseQuantLinear)):
+        return
+    inner.freeze()
+    table = inner.__dict__.pop("_table", None)
+    if table is None or not isinstance(inner, QuantLinear) or inner.smooth is not None:
+        return
+    if (inner.config.weight, inner.config.group_size, inner.config.symmetric, inner.config.clip) == table.kind:
+        table.qweight, table.scale, table.minimum = inner.qweight, inner.scale, inner.minimum
 
 
 def _leave_fast_paths(model: nn.Module) -> Iterator[str]:
@@ -240,22 +260,14 @@ def _leave_fast_paths(model: nn.Module) -> Iterator[str]:
     """
     for name, each in model.named_modules():
         if isinstance(each, nn.TransformerEncoderLayer) and any(
-            isinstance(layer, SparseQuantLinear) for layer in (each.linear1, each.linear2)
+            isinstance(layer, (QuantLinear, SparseQuantLinear)) for layer in (each.linear1, each.linear2)
         ):
+            if each.activation_relu_or_gelu:
+                each.__dict__["_activation_before"] = each.activation_relu_or_gelu
             each.activation_relu_or_gelu = 0  # what torch looks at before it takes the fast path
             yield name or type(each).__name__
 
 
-def _left(name: str, layer: nn.Linear, note: str) -> ConversionRow:
-    size = _bytes(layer)
-    return ConversionRow(name, (layer.out_features, layer.in_features), None, size, size, note)
-
-
-def _row(name: str, layer: nn.Linear, new: SparseQuantLinear) -> ConversionRow:
-    shape = (new.out_features, new.in_features)
-    return ConversionRow(name, shape, new.config, _bytes(layer), new.compressed_bytes)
-
-
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, new)
+def _left(name: str, layer: nn.Module, note: str) -> ConversionRow:
+    size, kind = _own_bytes(layer), kind_of_module(layer) or type(layer).__name__
+    return ConversionRow(name, weight_shape(layer), None, size, size, note, kind)

@@ -14,8 +14,8 @@ from torch import nn
 
 from magicube_cutlass.formats import storage
 from magicube_cutlass.nn.config import SparseQuantConfig
-from magicube_cutlass.nn.convert import ConversionReport, ConversionRow
 from magicube_cutlass.nn.linear import SparseQuantLinear
+from magicube_cutlass.nn.report import ConversionReport, ConversionRow
 
 __all__ = ["SKIPPED", "convert_file"]
 

@@ -55,6 +55,7 @@ def test_layers_are_replaced_by_name() -> None:
         "body.0": "",
         "body.2": "",
         "again": "the same layer again",
+        "attention": "left: nn.MultiheadAttention reads in_proj_weight itself",
         "attention.out_proj": "left: a NonDynamicallyQuantizableLinear",
         "head": "left, as 'head' says",
     }
@@ -94,9 +95,7 @@ def test_the_report_counts_bytes() -> None:
 
 def test_patterns_that_fit_nothing_change_nothing() -> None:
     model = Net()
-    with pytest.raises(
-        ValueError, match=r"config must name linear layers, got 'bdoy', the first to fit none of: body\.0"
-    ):
+    with pytest.raises(ValueError, match=r"plan must name layers, got 'bdoy', the first to fit none of: body\.0"):
         mc.convert(model, {"body.0": SparseQuantConfig(), "bdoy": None, "*": None})
     assert "SparseQuantLinear" not in kinds(model).values()
     with pytest.raises(TypeError, match=r"model must have linear layers inside.*from_linear"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict, Unpack
@@ -16,7 +17,7 @@ from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.dense import linear_op
 from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight
-from magicube_cutlass.nn.dense.state import QuantState
+from magicube_cutlass.nn.dense.state import QuantState, weight_shapes
 from magicube_cutlass.quantization.float_tensor import RECIPES, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor, quantize_groups
 from magicube_cutlass.quantization.quantize import quantize
@@ -268,7 +269,9 @@ class QuantLinear(QuantState):
 
         The bias then needs no gradient.
         """
-        if self.weight is not None:
+        if self.weight is not None and self.weight.is_meta:
+            self.empty_weight("meta")
+        elif self.weight is not None:
             product = self.product()
             self._set_weight(product.weight)
             self.weight, self._product = None, product
@@ -285,7 +288,9 @@ class QuantLinear(QuantState):
     def compressed_bytes(self) -> int:
         """Bytes of the tensors of the frozen layer."""
         tensors = (self.bias, self.act_scale, self.smooth)
-        return sum(each.nbytes for each in tensors if each is not None) + self.product().weight.nbytes
+        shapes = weight_shapes(self.out_features, self.in_features, self.config).values()
+        packed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        return sum(each.nbytes for each in tensors if each is not None) + packed
 
     def train(self, mode: bool = True) -> QuantLinear:
         """Set the mode; evaluation makes the quantized weight at once."""
