@@ -164,6 +164,19 @@ def test_gradients_are_straight_through(options: dict[str, Any]) -> None:
         first.sum().backward()
 
 
+@pytest.mark.parametrize("make", [QuantLinear, mc.nn.SparseQuantLinear])
+def test_integers_follow_a_fused_optimizer(make: Callable[..., Any]) -> None:
+    """It does not raise the version of what it writes."""
+    layer, x = make(16, 8), normal(3, 16)
+    before = layer(x).detach()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, fused=True)
+    layer(x).sum().backward()
+    optimizer.step()
+    assert relative(layer(x), before) > 0.5
+    fresh = copy.deepcopy(layer)
+    assert torch.equal(layer(x), fresh(x))
+
+
 def test_a_layer_learns_and_its_integers_follow() -> None:
     torch.manual_seed(0)
     x, target = torch.randn(256, 32), torch.randn(16, 32)

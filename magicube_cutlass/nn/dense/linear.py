@@ -18,6 +18,7 @@ from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.dense import linear_op
 from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight
 from magicube_cutlass.nn.dense.state import QuantState, weight_shapes
+from magicube_cutlass.nn.weight_version import weight_version
 from magicube_cutlass.quantization.float_tensor import RECIPES, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor, quantize_groups
 from magicube_cutlass.quantization.quantize import quantize
@@ -184,7 +185,7 @@ class QuantLinear(QuantState):
         except KeyError:  # a parametrization
             weight = self.weight
         made, made_of, smooth = self._product, self._made_of, self._buffers["smooth"]
-        version = 0 if weight is None or weight.is_inference() else weight._version
+        version = 0 if weight is None else weight_version(weight)
         if made is not None and (weight is None or made_of == (id(weight), version, id(smooth))):
             return made
         if weight is None:
