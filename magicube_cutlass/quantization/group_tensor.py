@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.integers import check_range, int_range, pack4, unpack4
+from magicube_cutlass.quantization.quantize import quantize
 
 __all__ = ["GROUP_SIZES", "GroupTensor", "quantize_groups"]
 
@@ -204,6 +205,11 @@ def _quantize(weight: Tensor, bits: int, group: int | None, symmetric: bool, cli
         raise ValueError("weight must be finite, got inf or nan")
     size = group or k
     groups = torch.nn.functional.pad(w, (0, -k % size)).unflatten(1, (-1, size))  # (R, G, group)
+    if symmetric and clip == "max":  # by the engine on a CPU
+        found = quantize(groups.flatten(0, 1), bits, scale="row")
+        assert found.scale is not None
+        ints = found.ints().view(len(w), -1)[:, :k]
+        return GroupTensor.from_ints(ints, found.scale.view(groups.shape[:2]), bits=bits, group=group)
     low, high = groups.amin(-1), groups.amax(-1)
     scale, minimum = _scales(low, high, bits, symmetric)
     if clip == "mse":

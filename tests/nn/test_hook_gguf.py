@@ -41,6 +41,15 @@ def write(path: Path, tensors: dict[str, tuple[str, Any]]) -> None:
     writer.close()
 
 
+def test_weights_are_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook, "_CHUNK", 16)
+    stored = mc.nn.quantize_weight(torch.randn(64, 32), mc.nn.QuantConfig("int4", 32))
+    weight = stored.dequantize()
+    assert hook._matching(weight, stored, None) is stored
+    weight[63, 31] += 1
+    assert hook._matching(weight, stored, None) is None
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_read_without_requantizing(kind: str, tmp_path: Path) -> None:
     data, path = encoded(kind, 7, 512), tmp_path / "x.gguf"
