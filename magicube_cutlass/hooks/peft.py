@@ -22,6 +22,13 @@ class LoraQuantLinear(nn.Module, LoraLayer):
     PEFT makes it; adapters cannot be merged into the integers.
     """
 
+    lora_A: Any
+    lora_B: Any
+    lora_dropout: Any
+    scaling: Any
+    active_adapters: Any
+    update_layer: Any
+
     def __init__(
         self,
         base_layer: QuantLinear | SparseQuantLinear,
@@ -35,6 +42,8 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         if config.use_dora:
             raise ValueError("use_dora must be False: it reads float weights")
         LoraLayer.__init__(self, base_layer)
+        if isinstance(base_layer, SparseQuantLinear):
+            base_layer.__dict__[_DEVICE_NAME] = base_layer.row_offsets
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
@@ -43,7 +52,8 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         return module.in_features, module.out_features
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        y: Tensor = self.base_layer(x)
+        base: Any = self.base_layer
+        y: Tensor = base(x)
         if self.disable_adapters:
             return y
         for name in self.active_adapters:
@@ -85,7 +95,5 @@ def with_quantized_layers(config: LoraConfig) -> LoraConfig:
     >>> adapted(torch.randn(2, 64)).shape
     torch.Size([2, 32])
     """
-    if not hasattr(SparseQuantLinear, _DEVICE_NAME):
-        setattr(SparseQuantLinear, _DEVICE_NAME, property(lambda layer: layer.values))
     config._register_custom_module({QuantLinear: LoraQuantLinear, SparseQuantLinear: LoraQuantLinear})
     return config
