@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from magicube_cutlass.nn import QuantConfig, QuantLinear, SparseQuantConfig, Spa
 transformers = pytest.importorskip("transformers", reason="needs transformers: the extra 'transformers'")
 hook = pytest.importorskip("magicube_cutlass.hooks.transformers")
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "use-with-other-libraries.md"
 IDS = torch.arange(12)[None]
 FOUR = QuantConfig("int4", group_size=32)
 PLANS: list[Any] = [
@@ -131,3 +133,16 @@ def test_configs_survive_json_and_bad_ones_are_named() -> None:
         hook.MagicubeConfig({"*": 8})
     with pytest.raises(ValueError, match="plan must hold the options of a layer"):
         hook.MagicubeConfig({"*": {"weights": "int8"}})
+
+
+def test_the_page_s_code_runs(folder: Path, tmp_path: Path) -> None:
+    for name in ("torchao.quantization", "peft"):
+        pytest.importorskip(name, reason="the page needs transformers, torchao and peft")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    scope: dict[str, Any] = {"folder": folder, "saved": tmp_path}
+    exec(blocks[0], scope)
+    assert torch.equal(logits(scope["again"]), logits(scope["model"]))
+    for block in blocks[1:]:
+        exec(block, scope)
+    assert len(layers(load(tmp_path))) == 15 and isinstance(layers(scope["model"])[0], QuantLinear)
