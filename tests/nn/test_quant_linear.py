@@ -276,6 +276,9 @@ def test_smooth_scales_cancel_in_exact_arithmetic_and_help_outliers() -> None:
     assert layer.smooth is not None and torch.equal(chosen[""], layer.smooth)
     assert relative(layer(x), dense(x)) < 0.5 * before
     assert relative(layer.dequantize(), dense.weight) < 0.04
+    (of_weight,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+    rows = rounded(x / layer.smooth, layer) * layer.smooth.double()  # what the weight is multiplied by
+    assert relative(of_weight[0], rows.sum(0)) < 1e-5
     y = layer.eval()(x)
     assert torch.equal(layer.freeze()(x), y)
     x.requires_grad_()

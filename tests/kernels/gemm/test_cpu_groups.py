@@ -73,6 +73,14 @@ def test_groups_have_the_bits_of_float32(
     assert torch.equal(linear(x, right, bias=bias), expected)
 
 
+def test_sums_of_each_group_are_kept_for_paths_with_unsigned_rows() -> None:
+    _, b, scales, _ = problem(1, 70, 65, 8, 16)
+    right = pack_right(b, group=16, group_scales=scales)
+    sums = torch.stack([b[g : g + 16].sum(0) for g in range(0, 70, 16)])  # (groups, N)
+    assert right.column_sums.dtype == torch.int32 and right.column_sums.shape == (2, 5, 64)
+    assert torch.equal(right.column_sums.transpose(0, 1).flatten(1)[:, :65].long(), sums)
+
+
 def test_extreme_values_of_a_long_group_do_not_wrap(path: str) -> None:
     k = 2**16
     a, b = torch.full((2, k), -128, dtype=torch.int8), torch.full((k, 3), -128, dtype=torch.int8)
