@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cute_kernels._moved import register_moved
 
 if TYPE_CHECKING:
-    from magicube_cutlass import autograd, masks, nn, reference
+    from magicube_cutlass import autograd, masks, nn, pruning, reference
     from magicube_cutlass._api import (
         BCRS,
         SDDMM_PAIRS,
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         QuantTensor,
         ScaledFloatTensor,
         convert,
+        distill,
         explain,
         explain_attention,
         explain_sddmm,
         matmul,
         prune,
+        prune_model,
         quantize,
         random_pattern,
         read_smtx,
@@ -64,6 +66,7 @@ __all__ = [
     "ScaledFloatTensor",
     "autograd",
     "convert",
+    "distill",
     "explain",
     "explain_attention",
     "explain_sddmm",
@@ -71,6 +74,8 @@ __all__ = [
     "matmul",
     "nn",
     "prune",
+    "prune_model",
+    "pruning",
     "quantize",
     "random_pattern",
     "read_smtx",

@@ -1,0 +1,30 @@
+"""Pruning that keeps a model: V x 1 vectors by data, least-squares refit, allocation over layers, distillation."""
+
+from magicube_cutlass.pruning.allocation import allocate, predicted_us
+from magicube_cutlass.pruning.distill import DistillReport, distill
+from magicube_cutlass.pruning.distill_loss import LossWeights
+from magicube_cutlass.pruning.embedding import mean_embedding
+from magicube_cutlass.pruning.model import PruneReport, PruneRow, PruningWarning, prune_model
+from magicube_cutlass.pruning.solve import obs, refit, vector_scores
+from magicube_cutlass.pruning.statistics import InputStatistics
+from magicube_cutlass.pruning.walk import find_blocks, run_batch, token_mask
+
+__all__ = [
+    "DistillReport",
+    "InputStatistics",
+    "LossWeights",
+    "PruneReport",
+    "PruneRow",
+    "PruningWarning",
+    "allocate",
+    "distill",
+    "find_blocks",
+    "mean_embedding",
+    "obs",
+    "predicted_us",
+    "prune_model",
+    "refit",
+    "run_batch",
+    "token_mask",
+    "vector_scores",
+]
