@@ -5,11 +5,13 @@ from magicube_cutlass.pruning.distill import DistillReport, distill
 from magicube_cutlass.pruning.distill_loss import LossWeights
 from magicube_cutlass.pruning.embedding import mean_embedding
 from magicube_cutlass.pruning.model import PruneReport, PruneRow, PruningWarning, prune_model
+from magicube_cutlass.pruning.search import AllocationTrial, fastest_allocation
 from magicube_cutlass.pruning.solve import obs, refit, vector_scores
 from magicube_cutlass.pruning.statistics import InputStatistics
 from magicube_cutlass.pruning.walk import find_blocks, run_batch, token_mask
 
 __all__ = [
+    "AllocationTrial",
     "DistillReport",
     "InputStatistics",
     "LossWeights",
@@ -18,6 +20,7 @@ __all__ = [
     "PruningWarning",
     "allocate",
     "distill",
+    "fastest_allocation",
     "find_blocks",
     "mean_embedding",
     "obs",

