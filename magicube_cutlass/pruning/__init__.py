@@ -1,6 +1,6 @@
 """Pruning that keeps a model: V x 1 vectors by data, least-squares refit, allocation over layers, distillation."""
 
-from magicube_cutlass.pruning.allocation import allocate, predicted_us
+from magicube_cutlass.pruning.allocation import allocate, predicted_us, row_sensitivity
 from magicube_cutlass.pruning.distill import DistillReport, distill
 from magicube_cutlass.pruning.distill_loss import LossWeights
 from magicube_cutlass.pruning.embedding import mean_embedding
@@ -27,6 +27,7 @@ __all__ = [
     "predicted_us",
     "prune_model",
     "refit",
+    "row_sensitivity",
     "run_batch",
     "token_mask",
     "vector_scores",

@@ -17,7 +17,7 @@ from magicube_cutlass.pruning.solve import Method, vector_scores
 from magicube_cutlass.pruning.statistics import InputStatistics
 from magicube_cutlass.pruning.walk import Batch, BlockCalls, evaluation, find_blocks, linears, record_calls, run_batch
 
-__all__ = ["Allocation", "allocate", "predicted_us"]
+__all__ = ["Allocation", "allocate", "predicted_us", "row_sensitivity"]
 
 Allocation = Literal["uniform", "output_energy", "gauss_newton"]
 ALLOCATIONS = ("uniform", "output_energy", "gauss_newton")
@@ -35,6 +35,7 @@ def allocate(
     limits: tuple[float, float] = (0.3, 1.25),
     time_weight: float = 0.0,
     tokens: int = 400,
+    row_weights: Mapping[str, Tensor] | None = None,
     embed: Embed | None = None,
     damp: float = 0.01,
     seed: int = 0,
@@ -43,10 +44,9 @@ def allocate(
     """Distribute a sparsity over the layers of a model by one threshold on the saliency of their vectors.
 
     Saliency of a vector: its score, see :func:`vector_scores`, over ``E |W x|^2`` (``"output_energy"``: what dropping
-    it costs as a share of its layer's output), or times the mean squared gradient at its rows of random projections of
-    ``embed(output)`` (``"gauss_newton"``: the diagonal of the Gauss-Newton matrix of the embedding [1]_, so that layers
-    are compared by what they do to the result). Where both tie in quality, time decides: with ``time_weight = a`` the
-    saliency is divided by ``t^a``, t the predicted time that a stored vector of its layer takes.
+    it costs as a share of its layer's output), or with rows weighted by :func:`row_sensitivity` (``"gauss_newton"``:
+    layers are compared by what they do to the result). Where both tie in quality, time decides: with
+    ``time_weight = a`` the saliency is divided by ``t^a``, t the predicted time of a stored vector of its layer.
 
     Parameters
     ----------
@@ -65,6 +65,8 @@ def allocate(
         Weight of the predicted time, about 0 to 1.
     tokens : int, default 400
         Tokens per call for which times are predicted.
+    row_weights : mapping, optional
+        What :func:`row_sensitivity` returned; computed if ``"gauss_newton"`` needs it.
     embed : callable, optional
         From the output and the batch to a vector per sample; default :func:`mean_embedding`.
     damp : float, default 0.01
@@ -78,10 +80,6 @@ def allocate(
     -------
     dict
         Sparsity by the name of each linear layer in the blocks of the model, see :func:`find_blocks`.
-
-    References
-    ----------
-    .. [1] Martens, Grosse, arXiv 1503.05671, section 2 (Gauss-Newton by random projections).
 
     Examples
     --------
@@ -104,13 +102,13 @@ def allocate(
         return {_join(name, each): sparsity for name, block in blocks.items() for each in linears(block)}
     batches = list(data)
     with evaluation(model):
-        gradients = _row_gradients(model, batches, embed or mean_embedding, seed) if method == "gauss_newton" else {}
+        if method == "gauss_newton" and row_weights is None:
+            row_weights = row_sensitivity(model, batches, embed=embed, seed=seed)
         saliency = {}
         for name, layer, gram in _grams(model, blocks, batches, progress):
             weight = layer.weight.detach()
-            rows = gradients.get(name, torch.ones(1, device=weight.device, dtype=torch.float64))
-            scaled = weight.double() * rows.sqrt()[..., None]  # (M, K)
-            found = vector_scores(scaled, score, vector_length, gram, damp)
+            rows = row_weights.get(name) if row_weights is not None else None
+            found = vector_scores(weight, score, vector_length, gram, row_weights=rows, damp=damp)
             if method == "output_energy":
                 found = found / ((weight.double() @ gram) * weight).sum().clamp_min(1e-30)
             if time_weight:
@@ -157,8 +155,42 @@ def _added(block: nn.Module, found: dict[str, InputStatistics], calls: BlockCall
             handle.remove()
 
 
-def _row_gradients(model: nn.Module, batches: Sequence[Batch], embed: Embed, seed: int) -> dict[str, Tensor]:
-    """Mean squared gradient at each output of each layer, float64 (M,), for a random projection per sample."""
+def row_sensitivity(
+    model: nn.Module, data: Iterable[Batch], *, embed: Embed | None = None, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return the mean squared gradient of random projections of the embedding at each output of each linear layer.
+
+    ``g_i = E (d <r, e> / d y_i)^2`` with e = ``embed(output)`` and r random normal: the diagonal of the Gauss-Newton
+    matrix of the embedding with regard to the layer's outputs [1]_. It says how much an error of output i counts.
+
+    Parameters
+    ----------
+    model : nn.Module
+    data : iterable
+        As for :func:`prune_model`.
+    embed : callable, optional
+        Default: :func:`mean_embedding`.
+    seed : int, default 0
+        Seed of r.
+
+    Returns
+    -------
+    dict
+        Float64 (M,) by layer name.
+
+    References
+    ----------
+    .. [1] Martens, Grosse, arXiv 1503.05671, section 2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from magicube_cutlass.pruning import row_sensitivity
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> {name: len(each) for name, each in row_sensitivity(model, [torch.randn(5, 4)]).items()}
+    {'0': 8, '1': 3}
+    """
+    embed = embed or mean_embedding
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -182,7 +214,7 @@ def _row_gradients(model: nn.Module, batches: Sequence[Batch], embed: Embed, see
         for each in wanted:
             each.requires_grad_(each is first)
         with torch.enable_grad():
-            for batch in batches:
+            for batch in data:
                 vectors = embed(run_batch(model, batch), batch)
                 direction = torch.randn(vectors.shape, generator=generator).to(vectors)
                 torch.autograd.grad((vectors * direction).sum(), first)
@@ -191,7 +223,7 @@ def _row_gradients(model: nn.Module, batches: Sequence[Batch], embed: Embed, see
             handle.remove()
         for each, before in wanted.items():
             each.requires_grad_(before)
-    return {name: sums[name] / counts[name] for name in sums}
+    return {name: sums[name] / counts[name] for name in linears(model) if name in sums}
 
 
 def _threshold(saliency: Mapping[str, Tensor], sparsity: float, limits: tuple[float, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from magicube_cutlass.checks import check_vector_length
 from magicube_cutlass.nn.config import SparseQuantConfig
-from magicube_cutlass.pruning.allocation import ALLOCATIONS, Allocation, _join, allocate
+from magicube_cutlass.pruning.allocation import ALLOCATIONS, Allocation, _join, allocate, row_sensitivity
 from magicube_cutlass.pruning.embedding import Embed, mean_embedding
 from magicube_cutlass.pruning.progress import track
 from magicube_cutlass.pruning.solve import METHODS, Method, _expanded, keep_largest, obs, refit, vector_scores
@@ -145,6 +145,7 @@ def prune_model(
     method: Method = "obs",
     refit: bool = True,  # the function of this name is used by the steps below
     allocation: Allocation | Mapping[str, float] | None = None,
+    row_weights: Mapping[str, Tensor] | None = None,
     embed: Embed | None = None,
     damp: float = 0.01,
     seed: int = 0,
@@ -177,6 +178,9 @@ def prune_model(
     allocation : str or mapping, optional
         Sparsity of each layer: a method of :func:`allocate`, or a value by pattern of layer names as in ``fnmatch``;
         layers that none fits are left. Default: ``"gauss_newton"``.
+    row_weights : mapping, optional
+        Weights of the rows of a layer by its name, when vectors are selected; default: with ``"gauss_newton"`` those of
+        :func:`row_sensitivity`, else none.
     embed : callable, optional
         From the output and the batch to a vector per sample, for the allocation and the default metric. Default:
         :func:`mean_embedding`.
@@ -232,11 +236,25 @@ def prune_model(
     if isinstance(allocation, str):
         if allocation not in ALLOCATIONS:
             raise ValueError(f"allocation must be one of {ALLOCATIONS} or a mapping, got {allocation!r}")
+        if row_weights is None and allocation == "gauss_newton":
+            with evaluation(model):
+                row_weights = row_sensitivity(model, batches, embed=embed, seed=seed)
         allocation = allocate(
-            model, sparsity, batches, method=allocation, vector_length=vector_length, embed=embed, damp=damp, seed=seed,
-            progress=progress,
+            model, sparsity, batches, method=allocation, vector_length=vector_length, row_weights=row_weights,
+            embed=embed, damp=damp, seed=seed, progress=progress,
         )  # fmt: skip
-    run = _Run(model, batches, vector_length, method, refit, damp, allocation, embed or mean_embedding, progress)
+    run = _Run(
+        model,
+        batches,
+        vector_length,
+        method,
+        refit,
+        damp,
+        allocation,
+        row_weights or {},
+        embed or mean_embedding,
+        progress,
+    )
     with torch.no_grad(), evaluation(model):
         run.prune()
         similarity = run.similarity() if metric is None and max_loss is not None else None
@@ -259,6 +277,7 @@ class _Run:
     refit: bool
     damp: float
     allocation: Mapping[str, float]
+    row_weights: Mapping[str, Tensor]
     embed: Embed
     progress: bool
     masks: dict[str, Tensor] = field(default_factory=dict)
@@ -304,16 +323,20 @@ class _Run:
                         input_of(each, index, block, first, x), input_of(each, index, before, original, x_dense)
                     )
             for layer, target in targets.items():
-                self.masks[_join(name, layer)] = self._prune_layer(layers[layer], target, statistics)
+                self.masks[_join(name, layer)] = self._prune_layer(
+                    layers[layer], target, statistics, self.row_weights.get(_join(name, layer))
+                )
 
-    def _prune_layer(self, layer: nn.Linear, sparsity: float, statistics: InputStatistics | None) -> Tensor:
+    def _prune_layer(
+        self, layer: nn.Linear, sparsity: float, statistics: InputStatistics | None, rows: Tensor | None
+    ) -> Tensor:
         weight, v = layer.weight.detach(), self.vector_length
         gram = None if statistics is None else statistics.gram
         if self.method == "obs":
             assert gram is not None
-            new, mask = obs(weight, gram, sparsity, v, damp=self.damp)
+            new, mask = obs(weight, gram, sparsity, v, row_weights=rows, damp=self.damp)
         else:
-            mask = keep_largest(vector_scores(weight, self.method, v, gram), sparsity)
+            mask = keep_largest(vector_scores(weight, self.method, v, gram, row_weights=rows), sparsity)
             new = weight * _expanded(mask, len(weight), v)
         if self.refit:
             assert statistics is not None

@@ -27,6 +27,10 @@ def _expanded(mask: Tensor, m: int, vector_length: int) -> Tensor:
     return mask.repeat_interleave(vector_length, 0)[:m]
 
 
+def _weighted(squares: Tensor, row_weights: Tensor | None) -> Tensor:
+    return squares if row_weights is None else squares * row_weights.to(squares)[:, None]
+
+
 def keep_largest(scores: Tensor, sparsity: float) -> Tensor:
     """Mask of the ``round((1 - sparsity) * n)`` largest scores, the lower index first among equal ones."""
     mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
@@ -50,7 +54,13 @@ def inverse(gram: Tensor, damp: float) -> Tensor:
 
 
 def vector_scores(
-    weight: Tensor, method: Method, vector_length: int, gram: Tensor | None = None, damp: float = 0.01
+    weight: Tensor,
+    method: Method,
+    vector_length: int,
+    gram: Tensor | None = None,
+    *,
+    row_weights: Tensor | None = None,
+    damp: float = 0.01,
 ) -> Tensor:
     """Return the score of each V x 1 vector of a weight; vectors with low scores are to be dropped.
 
@@ -65,6 +75,8 @@ def vector_scores(
         V.
     gram : Tensor, shape (K, K), optional
         ``H = E[x x^T]`` of the input; needed unless the method is magnitude.
+    row_weights : Tensor, shape (M,), optional
+        Weight of the error of each output, see :func:`row_sensitivity`. Default: 1.
     damp : float, default 0.01
         Share of the mean of H's diagonal that is added to it.
 
@@ -94,7 +106,7 @@ def vector_scores(
     check_tensor("weight", weight, ndim=2)
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    squares = weight.double().square()
+    squares = _weighted(weight.double().square(), row_weights)
     if method != "magnitude":
         if gram is None:
             raise ValueError(f"method={method!r} must have the gram matrix of the input, got None")
@@ -104,7 +116,14 @@ def vector_scores(
 
 
 def obs(
-    weight: Tensor, gram: Tensor, sparsity: float, vector_length: int, *, damp: float = 0.01, block: int = 128
+    weight: Tensor,
+    gram: Tensor,
+    sparsity: float,
+    vector_length: int,
+    *,
+    row_weights: Tensor | None = None,
+    damp: float = 0.01,
+    block: int = 128,
 ) -> tuple[Tensor, Tensor]:
     """Drop V x 1 vectors one column after another, and let the columns to the right make up for each.
 
@@ -121,6 +140,8 @@ def obs(
         Share of vectors to drop in each block of columns.
     vector_length : int
         V.
+    row_weights : Tensor, shape (M,), optional
+        Weight of the error of each output in the selection of the vectors. Default: 1.
     damp : float, default 0.01
         Share of the mean of H's diagonal that is added to it.
     block : int, default 128
@@ -155,7 +176,7 @@ def obs(
         end = min(begin + block, k)
         part, small = out[:, begin:end].clone(), upper[begin:end, begin:end]
         seen = gram.diagonal()[begin:end] != 0  # a feature that is always 0 is dropped first
-        scores = _grouped((part / small.diagonal()).square() * seen, vector_length)
+        scores = _grouped(_weighted((part / small.diagonal()).square() * seen, row_weights), vector_length)
         kept[:, begin:end] = keep_largest(scores, sparsity)
         is_kept = _expanded(kept[:, begin:end], m, vector_length)
         errors = torch.zeros_like(part)

@@ -19,6 +19,7 @@ from magicube_cutlass.pruning import (
     allocation,
     find_blocks,
     predicted_us,
+    row_sensitivity,
     search,
 )
 from magicube_cutlass.pruning import model as pruning_model
@@ -261,6 +262,15 @@ def test_layers_that_count_less_are_pruned_more() -> None:
     assert total == pytest.approx(0.5, abs=1e-6)
     assert all(0.15 - 1e-9 <= each <= 0.625 + 1e-9 for each in found.values())
     assert all(each.requires_grad for each in model.parameters())
+
+
+def test_row_sensitivity_is_the_diagonal_of_the_gauss_newton_matrix() -> None:
+    """For one linear layer and the output as embedding the mean over directions of |J r|^2 has a closed form."""
+    model, x = nn.Linear(4, 3), torch.randn(500, 4)
+    found = row_sensitivity(model, [x], embed=lambda y, _: y * torch.tensor([1.0, 2.0, 0.0]))[""]
+    torch.testing.assert_close(found, torch.tensor([1.0, 4.0, 0.0], dtype=torch.float64), rtol=0.15, atol=1e-9)
+    again = row_sensitivity(model, [x], embed=lambda y, _: y * torch.tensor([1.0, 2.0, 0.0]))[""]
+    assert torch.equal(found, again)
 
 
 def test_time_moves_sparsity_to_layers_whose_vectors_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,17 @@ def test_wanda_counts_the_input_and_obs_what_others_know() -> None:
     torch.testing.assert_close(scores, torch.tensor([1 - 0.81, 4.0, 1 - 0.81], dtype=torch.float64))
 
 
+def test_rows_that_count_more_keep_more() -> None:
+    dense, _ = _data(32)
+    gram, weight = dense.T @ dense / len(dense), torch.randn(16, 32, dtype=torch.float64)
+    rows = torch.cat([torch.full((8,), 100.0), torch.ones(8)])
+    for method in ("magnitude", "wanda", "obs"):
+        plain, weighted = (vector_scores(weight, method, 8, gram, row_weights=each) for each in (None, rows))
+        torch.testing.assert_close(weighted, plain * torch.tensor([[100.0], [1.0]], dtype=torch.float64))
+    _, mask = obs(weight, gram, 0.5, 8, row_weights=rows)
+    assert int(mask[0].sum()) > int(mask[1].sum()) and int(mask.sum()) == 32
+
+
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="method must be one of"):
         vector_scores(torch.ones(1, 1), "random", 1)  # type: ignore[arg-type]
