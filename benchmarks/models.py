@@ -98,12 +98,12 @@ class MiniLM:
         return {"rows": [facts | self.quality(model)]}
 
     def floor(self) -> Record:
+        """All weights of the encoder zero, biases and residual connections left."""
         model = copy.deepcopy(self.dense)
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear) and fnmatchcase(name, self.layers):
                 nn.init.zeros_(layer.weight)
-                nn.init.zeros_(layer.bias)
-        return {"rows": [{"STS-B": self.sts(model)}]}
+        return {"rows": [{"STS-B": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
 
     def static(self) -> Record:
         model = quantized(self.dense, self.layers, self.device, self.calibration())

@@ -22,6 +22,8 @@ OTHERS = {
     "paper_residual.png": ("printed.plot", "figure_of", "paper_residual_cpu"),
     "qr_table.png": ("qr_table", "figure_of", "qr_table"),
     "lenet.png": ("lenet_fashion_mnist", "figure_of", "lenet"),
+    "models_sparsity.png": ("models_plots", "draw_by_sparsity", "models_quality"),
+    "models_steps.png": ("models_plots", "draw_by_steps", "models_quality"),
     "transformer.png": ("transformer", "figure_of", "transformer_h200"),
 }
 OF_PRODUCTS = ("spmm.png", "roofline.png", "cpu_spmm.png", "dlmc_spmm.png", "dlmc_sddmm.png", "break_even.png")

@@ -1,13 +1,23 @@
-"""Draw the results of ``models.py``: quality by sparsity, and quality by steps of distillation."""
+"""Draw the results of ``models.py``: quality by sparsity, and by steps of distillation, and the tables of the page.
+
+Run: ``PYTHONPATH=. python benchmarks/plots/models_plots.py`` writes ``docs/lab/models.md`` and its pictures.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from magicube_cutlass.bench.figures import COLORS, DENSE, MARKERS, OTHER, label_ends, note, panels
+from magicube_cutlass.bench.figures import COLORS, DENSE, MARKERS, OTHER, label_ends, note, panels, save_figure
 
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "models_quality.json"
+PAGE = ROOT / "docs" / "lab" / "models.md"
+SPARSITIES = (0.3, 0.5, 0.7, 0.9)
 ROWS = (
     ("distilled", "end", None),
     ("OBS + refit, by layer", "oneshot", ("obs", True, "output_energy", 1500)),
@@ -82,3 +92,59 @@ def draw_by_steps(results: dict[str, Any]) -> Figure:
     note(figure, _note(rows))
     label_ends(axes, ends)
     return figure
+
+
+def _grid(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def render_quality(results: dict[str, Any]) -> str:
+    """Spearman with W8A8 by method and sparsity, pruned and trained on a GPU."""
+    rows, names = [], {"uniform": "uniform", "gauss_newton": "Gauss-Newton", "output_energy": "output energy"}
+    kinds = {(each["method"], each["refit"], each["allocation"], each["n"]): None for each in results["gpu"]
+             if each["stage"] == "oneshot" and each["damp"] == 0.01}  # fmt: skip
+    for kind in sorted(kinds, key=lambda each: (each[3], names[each[2]], each[0], each[1])):
+        found = dict(points_of(results["gpu"], "oneshot", kind))
+        cells = [f"{found[each]:.2f}" if each in found else "-" for each in SPARSITIES]
+        method, refit, allocation, n = kind
+        rows.append([f"{method}{', refit' * refit}; {names[allocation]}; {6 * n:,} sentences", *cells])
+    found = dict(points_of(results["gpu"], "end", None))
+    rows.append(["**distilled**", *[f"**{found[each]:.2f}**" if each in found else "-" for each in SPARSITIES]])
+    return _grid(["W8A8 on top, STS-B Spearman x 100", *map(str, SPARSITIES)], rows)
+
+
+def render_engine(results: dict[str, Any]) -> str:
+    """The encoders that were run by the int8 kernels of a CPU, by genre."""
+    rows = []
+    names = {"dense": "dense", "weights, final_0.5": "distilled, 0.5", "weights, final_0.7": "distilled, 0.7",
+             "weights, final_0.9": "distilled, 0.9"}  # fmt: skip
+    for each in results["minilm"]["rows"]:
+        label = names.get(each["name"], each["name"] if "refit" in each["name"] else None)
+        for kind in ("float32", "W8A8") if label else ():
+            values = [f"{each[kind][key]:.2f}" for key in ("all", "captions", "forums", "news")]
+            rows.append([f"{label}, {kind}", *values, f"{each[kind]['cosine']:.4f}"])
+    return _grid(["run by the kernels of a CPU", "all", "captions", "forums", "news", "held-out cosine"], rows)
+
+
+def _source(results: dict[str, Any]) -> str:
+    machine, done = results["machine"], next(each for each in results["gpu"] if each["stage"] == "done")
+    return (
+        f"Source: [models_quality.json](../../benchmarks/results/models_quality.json): {done['device']}, torch "
+        f"{done['torch']}; {machine['cpu']}, torch {machine['torch']}, {machine['date']}, commit {machine['commit']}."
+    )
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from report import replace_section
+
+    results = json.loads(RESULTS.read_text())
+    text = "\n\n".join((render_quality(results), render_engine(results), _source(results)))
+    replace_section("models_quality", text, PAGE)
+    for name, draw in (("models_sparsity", draw_by_sparsity), ("models_steps", draw_by_steps)):
+        print(save_figure(draw(results), ROOT / "docs" / "images" / f"{name}.png"))
+
+
+if __name__ == "__main__":
+    main()

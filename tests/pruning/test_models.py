@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import re
@@ -66,6 +67,42 @@ def test_sentences_of_one_length_are_together_and_none_is_lost(models: ModuleTyp
     parts = models.bucketed(ids, 4)
     assert sorted(i for part in parts for i in part) == list(range(20))
     assert all(len({len(ids[i]) for i in part}) == 1 and len(part) <= 4 for part in parts)
+
+
+@pytest.mark.skipif(not _is_there("transformers"), reason="needs the wheel transformers")
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_small_random_transformer_is_pruned_distilled_and_converted(kind: str) -> None:
+    import transformers
+
+    import magicube_cutlass as mc
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 99,
+    }
+    if kind == "bert":
+        dense = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    else:
+        dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2)).eval()
+    model = copy.deepcopy(dense)
+    data = [
+        {"input_ids": torch.randint(99, (4, 7)), "attention_mask": torch.ones(4, 7, dtype=torch.int64)}
+        for _ in range(3)
+    ]
+    data[1]["attention_mask"][1, 5:] = 0
+    report = mc.prune_model(model, 0.5, data, max_loss=1.0, progress=False)
+    assert report.sparsity == pytest.approx(0.5, abs=0.02) and report.loss is not None and report.loss < 0.9
+    assert len(report.masks) == 2 * (6 if kind == "bert" else 7)
+    assert kind == "bert" or dense.config.use_cache  # as it was
+    weights = mc.pruning.LossWeights(logits=float(kind == "llama"))
+    found = mc.distill(model, dense, data, steps=30, lr=2e-3, warmup=2, weights=weights, progress=False)
+    assert found.history[-1]["loss"] < found.history[0]["loss"]
+    mc.convert(model, report.configs(bits=8), freeze=True)
+    with torch.no_grad():
+        assert model(**data[0])[0].isfinite().all()
 
 
 @needs_minilm
