@@ -58,9 +58,9 @@ _KERNELS: dict[str, set[str]] = {
 _KERNELS["catalog"] = set(_KERNELS)
 # Each may import those before it.
 _MAGICUBE = ("checks", "quantization", "formats", "reference", "masks", "dispatch", "ops", "autograd", "attention", "nn",
-             "pruning", "hooks", "bench", "tuning", "_api", "cli", "__main__")  # fmt: skip
+             "pruning", "hooks", "distributed", "bench", "tuning", "_api", "cli", "__main__")  # fmt: skip
 _RESIDUAL = ("error", "planning", "operand", "options", "report", "cuda", "execute", "torch_op", "matmul", "explain", "nn",
-             "paper", "linalg")  # fmt: skip
+             "paper", "linalg", "distributed")  # fmt: skip
 
 
 def _layers(package: str, order: tuple[str, ...], below: set[str]) -> dict[str, set[str]]:

@@ -1,0 +1,325 @@
+"""Parallel styles of linear layers, for ``torch.distributed.tensor.parallel.parallelize_module``.
+
+Colwise: a rank holds outputs of the layer (rows of A), ``y_r = q(x) A_r^T + b_r``. Rowwise: it holds inputs (columns of
+A), ``y = sum_r q(x)_r A_r^T + b``. A Colwise and a Rowwise layer in turn exchange nothing in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from magicube_cutlass.autograd.integer import quantized
+from magicube_cutlass.distributed.collectives import (
+    all_reduce,
+    check_agreement,
+    check_mesh,
+    chunk_bounds,
+    digest,
+    gather_bytes,
+    reduce_scatter,
+    sizes_of,
+)
+from magicube_cutlass.distributed.local_products import DensePart, SparsePart
+from magicube_cutlass.distributed.products import Slices, gather_slices, joined, largest, own_part, scaled, sum_of_int8
+from magicube_cutlass.distributed.sharded import shard
+from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
+from magicube_cutlass.nn.linear import SparseQuantLinear
+
+__all__ = ["QuantColwise", "QuantRowwise", "SparseColwise", "SparseRowwise"]
+
+Reduce = Literal["exact", "bfloat16", "int8"]
+
+
+class _Style(ParallelStyle):
+    """Placements of inputs and outputs, as in torch's own styles."""
+
+    kind: type[nn.Module]
+    rowwise: bool
+    input_layouts: Placement
+    output_layouts: Placement
+    use_local_output: bool
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = check_mesh(device_mesh)
+        if not isinstance(module, self.kind):
+            raise TypeError(f"{type(self).__name__} must be applied to a {self.kind.__name__}, got "
+                            f"{type(module).__name__}")  # fmt: skip
+        return become(module, self._layer(module, mesh))
+
+    def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        raise NotImplementedError
+
+    def _own(self, bias: Tensor | None, bounds: tuple[int, ...], mesh: DeviceMesh) -> Tensor | None:
+        """The bias that a part adds."""
+        rank = mesh.get_local_rank()
+        return bias if bias is None or self.rowwise else bias[bounds[rank] : bounds[rank + 1]]
+
+    def _result(self, y: Tensor, mesh: DeviceMesh, shape: tuple[int, ...]) -> Tensor:
+        if self.use_local_output:
+            return y
+        stride = torch.empty(shape, device="meta").stride()
+        placement = self.output_layouts
+        if isinstance(placement, Shard):
+            placement = Shard(placement.dim % len(shape))
+        return DTensor.from_local(
+            y.contiguous(), mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _local(self, x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...]]:
+        """The part of `x` on this rank by the input layout, and the shape of the whole."""
+        layout = self.input_layouts
+        if isinstance(x, DTensor):
+            if x.device_mesh != mesh:
+                raise ValueError(f"x must be on the mesh of the layer, {mesh}, got {x.device_mesh}")
+            wanted = Shard(layout.dim % x.ndim) if isinstance(layout, Shard) else layout
+            return x.redistribute(placements=[wanted]).to_local(), tuple(x.shape)
+        shape = list(x.shape)
+        if isinstance(layout, Shard):  # equal parts, as torch's styles take them
+            shape[layout.dim] *= mesh.size()
+        return x, tuple(shape)
+
+
+class _Colwise(_Style):
+    rowwise = False
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Shard(-1)
+        self.use_local_output = use_local_output
+        self.chunks = chunks
+        if self.output_layouts not in (Shard(-1), Replicate()):
+            raise ValueError(f"output_layouts must be Shard(-1) or Replicate(), got {self.output_layouts}")
+        if not isinstance(self.input_layouts, (Replicate, Shard)) or self.input_layouts == Shard(-1):
+            raise ValueError(f"input_layouts must be Replicate() or Shard(dim) of tokens, got {self.input_layouts}")
+        if chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {chunks}")
+
+    def forward(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        """Gather the integers of other ranks' tokens if they are cut; multiply by this rank's outputs."""
+        mesh, part = layer.mesh, layer.part
+        local, shape = self._local(x, mesh)
+        part.check_input(local)
+        if isinstance(self.input_layouts, Replicate):
+            y = part.multiply(layer.quantize(local.reshape(-1, shape[-1])), local.dtype, layer.bias)
+            y = y.view(*shape[:-1], y.shape[-1])
+        else:
+            y = self._of_cut_tokens(layer, local, shape)
+        if self.output_layouts == Replicate():
+            every = gather_bytes([y.movedim(-1, 0)], sizes_of(part.bounds), mesh)[0]
+            y = torch.cat(every).movedim(0, -1)
+        return self._result(y, mesh, (*shape[:-1], part.bounds[-1]))
+
+    def _of_cut_tokens(self, layer: ShardedLinear, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Outputs of all tokens; the all-gather of a chunk runs beside the product of the one before."""
+        assert isinstance(self.input_layouts, Shard)
+        mesh, dim = layer.mesh, self.input_layouts.dim % local.ndim
+        first = local.movedim(dim, 0)  # (S_r, ..., K)
+        inner, ranks = first.shape[1:-1].numel(), mesh.size()
+        tokens = [size * inner for size in sizes_of(chunk_bounds(shape[dim], ranks))]
+        own = layer.quantize(first.reshape(-1, shape[-1]))
+        static = layer.act_scale is not None
+        cuts = [chunk_bounds(count, self.chunks) for count in tokens]
+        mine = cuts[mesh.get_local_rank()]
+        blocks: list[list[Tensor]] = [[] for _ in tokens]
+        waiting = None
+        for i in range(self.chunks + 1):
+            coming = None
+            if i < self.chunks:
+                piece = Slices(own.data, None, own.bits) if static else own
+                sizes = [cut[i + 1] - cut[i] for cut in cuts]
+                coming = gather_slices(piece.take(mine[i], mine[i + 1]), sizes, mesh), sizes
+            if waiting is not None:
+                parts, sizes = waiting
+                whole = joined(parts)
+                y = layer.part.multiply(whole._replace(scale=own.scale) if static else whole, local.dtype, layer.bias)
+                for block, piece_of_rank in zip(blocks, y.split(sizes), strict=True):
+                    block.append(piece_of_rank)
+            waiting = coming
+        y = torch.cat([each for block in blocks for each in block])  # (S ..., out_r)
+        return y.view(shape[dim], *first.shape[1:-1], y.shape[-1]).movedim(0, dim)
+
+
+class _Rowwise(_Style):
+    rowwise = True
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        reduce: Reduce = "exact",
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Shard(-1)
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+        self.reduce = reduce
+        if self.input_layouts not in (Shard(-1), Replicate()):
+            raise ValueError(f"input_layouts must be Shard(-1) or Replicate(), got {self.input_layouts}")
+        if not isinstance(self.output_layouts, (Replicate, Shard)) or self.output_layouts == Shard(-1):
+            raise ValueError(f"output_layouts must be Replicate() or Shard(dim) of tokens, got {self.output_layouts}")
+        if reduce not in ("exact", "bfloat16", "int8"):
+            raise ValueError(f"reduce must be 'exact', 'bfloat16' or 'int8', got {reduce!r}")
+
+    def forward(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        """Multiply this rank's inputs, and sum over ranks."""
+        mesh, part = layer.mesh, layer.part
+        rank, inner = mesh.get_local_rank(), part.bounds[-1]
+        whole = self.input_layouts == Replicate()
+        local, shape = (x, tuple(x.shape)) if whole and not isinstance(x, DTensor) else self._local(x, mesh)
+        if whole:
+            local = local[..., part.bounds[rank] : part.bounds[rank + 1]]
+        part.check_input(local)
+        rows = local.reshape(-1, local.shape[-1])
+        top = None if layer.act_scale is not None else largest(rows, mesh)
+        ints = layer.quantize(rows, top)
+        out = self.output_layouts
+        dim = out.dim % local.ndim if isinstance(out, Shard) else 0
+        y = self._summed(layer, ints, local.dtype, (*local.shape[:-1],), dim, inner)
+        return self._result(y, mesh, (*shape[:-1], y.shape[-1]))
+
+    def _summed(
+        self, layer: ShardedLinear, ints: Slices, dtype: torch.dtype, tokens: tuple[int, ...], dim: int, inner: int
+    ) -> Tensor:
+        """The output of all tokens, or of this rank's part of dimension `dim`."""
+        mesh, scatters = layer.mesh, isinstance(self.output_layouts, Shard)
+        sums = layer.part.sums(ints, inner)  # (tokens, out), of this rank's inputs
+        columns = ints.scale  # (tokens, 1) or ()
+        if self.reduce != "exact":
+            scale = columns.mT if columns is not None and columns.ndim else columns
+            sums = scaled(sums.mT, layer.part.scale, scale, None, torch.float32).mT
+        moved = sums.view(*tokens, -1).movedim(dim, 0) if tokens else sums  # (S, ..., out)
+        if self.reduce == "int8":
+            total = sum_of_int8(moved, mesh, scatters)
+        else:
+            sent = moved.bfloat16() if self.reduce == "bfloat16" else moved
+            total = reduce_scatter(sent.contiguous(), mesh) if scatters else all_reduce(sent, "sum", mesh)
+        flat = total.reshape(-1, total.shape[-1])  # (tokens, out)
+        if self.reduce == "exact":
+            if columns is not None and columns.ndim:
+                every = columns.view(*tokens, 1).movedim(dim, 0)
+                columns = (own_part(every, mesh) if scatters else every).reshape(-1, 1)
+            scale = columns if columns is None or not columns.ndim else columns.mT
+            y = scaled(flat.mT, layer.part.scale, scale, layer.bias, dtype).mT
+        else:
+            y = flat.float() if layer.bias is None else flat.float() + layer.bias.float()
+        shape = (*total.shape[:-1], y.shape[-1])
+        return y.to(dtype).reshape(shape).movedim(0, dim) if tokens else y.to(dtype)
+
+
+class _OfSparse(_Style):
+    kind = SparseQuantLinear
+
+    def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        matrix = module.matrix()
+        cut = shard(matrix, mesh, "columns" if self.rowwise else "rows")
+        bias = self._own(module.bias, cut.bounds, mesh)
+        return ShardedLinear(
+            SparsePart(cut.local, cut.bounds), bias, module.act_scale, module.config.act_bits, mesh, self
+        )
+
+
+class _OfDense(_Style):
+    kind = nn.Linear
+
+    def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        weight = module.weight.detach()
+        check_agreement(mesh, outputs=weight.shape[0], inputs=weight.shape[1], weight=digest(weight))
+        whole = quantized(weight, 8, 1)  # (out, in), a scale per output
+        bounds = chunk_bounds(weight.shape[int(self.rowwise)], mesh.size())
+        start, stop = bounds[mesh.get_local_rank()], bounds[mesh.get_local_rank() + 1]
+        scale = whole.scale if self.rowwise or whole.scale is None else whole.scale[start:stop]
+        data = whole.data[:, start:stop] if self.rowwise else whole.data[start:stop]
+        part = DensePart(data.contiguous(), scale, bounds)
+        return ShardedLinear(part, self._own(module.bias, bounds, mesh), None, 8, mesh, self)
+
+
+class SparseColwise(_OfSparse, _Colwise):
+    """Cut a :class:`magicube_cutlass.nn.SparseQuantLinear` by outputs: ``y_r = q(x) A_r^T + b_r``.
+
+    Parameters
+    ----------
+    input_layouts : Placement, optional
+        ``Replicate()`` (default); or ``Shard(dim)`` of tokens (sequence-parallel): each rank quantizes its own, and
+        int8 with its scales is gathered in one message.
+    output_layouts : Placement, optional
+        ``Shard(-1)`` (default) or ``Replicate()``.
+    use_local_output : bool, default True
+        Return a tensor; else a DTensor.
+    chunks : int, default 1
+        Parts of the tokens; the all-gather of one runs beside the product of the one before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another module, placement or count; for weights that differ between ranks.
+
+    Examples
+    --------
+    >>> from torch.distributed.tensor import Shard
+    >>> SparseColwise(input_layouts=Shard(0), chunks=2).chunks
+    2
+    """
+
+
+class SparseRowwise(_OfSparse, _Rowwise):
+    """Cut a :class:`magicube_cutlass.nn.SparseQuantLinear` by inputs: ``y = sum_r q(x)_r A_r^T + b``.
+
+    Without a static activation scale, ranks first exchange the amax of each token.
+
+    Parameters
+    ----------
+    input_layouts : Placement, optional
+        ``Shard(-1)`` (default), as a Colwise layer leaves it, or ``Replicate()``.
+    output_layouts : Placement, optional
+        ``Replicate()`` (default, an all-reduce) or ``Shard(dim)`` of tokens (a reduce-scatter).
+    use_local_output : bool, default True
+        Return a tensor; else a DTensor.
+    reduce : {"exact", "bfloat16", "int8"}, default "exact"
+        What the sums travel as: int32, equal to one process bit for bit, or rounded.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another module, placement or name; for weights that differ between ranks.
+
+    Examples
+    --------
+    >>> SparseRowwise(reduce="int8").output_layouts
+    Replicate()
+    """
+
+
+class QuantColwise(_OfDense, _Colwise):
+    """Quantize an ``nn.Linear`` to 8 bits per output, and cut it by outputs; as :class:`SparseColwise`.
+
+    Examples
+    --------
+    >>> QuantColwise().input_layouts
+    Replicate()
+    """
+
+
+class QuantRowwise(_OfDense, _Rowwise):
+    """Quantize an ``nn.Linear`` to 8 bits per output, and cut it by inputs; as :class:`SparseRowwise`.
+
+    Examples
+    --------
+    >>> QuantRowwise().reduce
+    'exact'
+    """

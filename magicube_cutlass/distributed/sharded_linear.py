@@ -1,0 +1,106 @@
+"""The module that a parallel style makes of a linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from magicube_cutlass.autograd.integer import quantized
+from magicube_cutlass.distributed.local_products import LayerPart
+from magicube_cutlass.distributed.products import Slices, quantize_slices
+
+__all__ = ["ShardedLinear"]
+
+
+class ShardedLinear(nn.Module):
+    """A rank's part of a linear layer, made by a parallel style; for inference.
+
+    Attributes
+    ----------
+    part : LayerPart
+        Integers of the weight.
+    bias : Tensor or None
+        Of this rank's outputs; of all for Rowwise.
+    mesh : DeviceMesh
+        One dimension.
+    style : ParallelStyle
+        What the forward pass exchanges.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> from magicube_cutlass.distributed import SparseColwise, SparseRowwise, init_mesh
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    >>> report, x = mc.convert(model.eval()), torch.randn(3, 64)
+    >>> with torch.no_grad():
+    ...     expected = model(x)
+    ...     plan = {"0": SparseColwise(), "2": SparseRowwise()}
+    ...     torch.equal(parallelize_module(model, init_mesh("cpu"), plan)(x), expected)
+    True
+    """
+
+    part: LayerPart
+    bias: Tensor | None
+    act_scale: Tensor | None
+
+    def __init__(
+        self,
+        part: LayerPart,
+        bias: Tensor | None,
+        act_scale: Tensor | None,
+        act_bits: int,
+        mesh: DeviceMesh,
+        style: Any,
+    ) -> None:
+        super().__init__()
+        self.part, self.mesh, self.style, self.act_bits = part, mesh, style, act_bits
+        for name, tensor in part.tensors().items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_buffer("act_scale", act_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output as the style places it."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("x must need no gradient in a tensor-parallel layer; use torch.no_grad(), and "
+                                      "fully_shard for training")  # fmt: skip
+        found: Tensor = self.style.forward(self, x)
+        return found
+
+    def quantize(self, rows: Tensor, top: Tensor | None = None) -> Slices:
+        """Integers of tokens (tokens, K)."""
+        if self.act_scale is not None:
+            found = quantized(rows, self.act_bits, None, self.act_scale)
+            return Slices(found.data, found.scale, self.act_bits)
+        if top is not None:
+            return quantize_slices(rows, self.act_bits, top)
+        found = quantized(rows, self.act_bits, 1)
+        return Slices(found.data, found.scale, self.act_bits)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedLinear:
+        before = {name: each.dtype for name, each in self._buffers.items() if each is not None}
+        super()._apply(fn, recurse)
+        for name, dtype in before.items():  # half() is for what is computed with, not for scales and integers
+            self._buffers[name] = self._buffers[name].to(dtype)  # type: ignore[union-attr]
+        self.part = self.part.with_tensors({name: self._buffers[name] for name in self.part.tensors()})
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``repr``."""
+        return f"{self.part}, {type(self.style).__name__}, rank {self.mesh.get_local_rank()} of {self.mesh.size()}"
+
+
+def become(module: nn.Module, new: nn.Module) -> nn.Module:
+    """Make `module` the layer `new`, hooks kept: a plan of ``parallelize_module`` changes modules in place."""
+    hooks = {name: value for name, value in module.__dict__.items() if name.endswith("hooks") and value}
+    training = module.training
+    module.__class__ = type(new)
+    module.__dict__.clear()
+    module.__dict__.update(new.__dict__ | hooks)
+    module.training = training
+    return module

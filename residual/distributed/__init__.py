@@ -1,0 +1,1 @@
+"""Dense products with a chosen error over several processes."""

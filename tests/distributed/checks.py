@@ -1,0 +1,189 @@
+"""What ranks check together; every function runs on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+
+import magicube_cutlass as mc
+import magicube_cutlass.distributed as md
+from tests.distributed import problems
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def raises(kind: type[BaseException], call: Any, *arguments: Any, **options: Any) -> str:
+    """The message of the error that a call raises."""
+    try:
+        call(*arguments, **options)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def check_shard_and_unshard(mesh: DeviceMesh) -> None:
+    for seed in range(21):
+        m, k, _ = problems.SHAPES[seed // 3]
+        by, kind = ("rows", "nnz", "columns")[seed % 3], ("SRBCRS", "BCRS")[seed % 2]
+        bits, v = ((8, 8), (4, 2), (16, 1), (8, 4))[seed % 4]
+        A = problems.matrix(m, k, generator(seed), kind=kind, bits=bits, v=v, scaled=seed % 5 > 1)
+        part = md.shard(A, mesh, by)
+        start, stop = part.span
+        rows = slice(None) if by == "columns" else slice(start, stop)
+        columns = slice(start, stop) if by == "columns" else slice(None)
+        assert torch.equal(part.local.to_dense(), A.to_dense()[rows, columns]), (m, k, kind, by)
+        assert part.bounds[0] == 0 and part.bounds[-1] == (k if by == "columns" else m)
+        whole = md.unshard(part)
+        aligned = all(cut % v == 0 or cut == m for cut in part.bounds) or by == "columns"
+        assert whole.equals(A) if aligned else torch.equal(whole.to_dense(), A.to_dense())
+
+
+def check_nnz_balances(mesh: DeviceMesh) -> None:
+    mask = torch.zeros(128, 64, dtype=torch.bool)
+    mask[:16] = True  # an eighth of the rows has almost everything
+    mask[16:, 0] = True
+    A = mc.SRBCRS.from_dense(mask.to(torch.int8), vector_length=4)
+    part = md.shard(A, mesh, "nnz")
+    longest = int(A.pattern.row_lengths.max())
+    assert part.local.pattern.vectors <= A.pattern.vectors / mesh.size() + longest
+
+
+def product_of(mesh: DeviceMesh, seed: int) -> None:
+    """One random product, wherever its operands are cut, against that of one process."""
+    rng = generator(seed)
+    m, k, n = (int(torch.randint(1, 70, (), generator=rng)) for _ in range(3))
+    by = ("rows", "nnz", "columns")[seed % 3]
+    kind, bits, v = ("SRBCRS", "BCRS")[seed // 3 % 2], (8, 4, 16, 8)[seed // 6 % 4], (8, 1, 2, 4)[seed // 24 % 4]
+    floats = seed % 5 != 0
+    A = problems.matrix(m, k, rng, kind=kind, bits=bits, v=v, scaled=floats)
+    B = problems.activations(k, n, rng) if floats else problems.integers(k, n, rng)
+    bias = torch.randn(m, generator=rng) if floats and seed % 2 else None
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed // 2 % 3] if floats else torch.int32
+    q = mc.quantize(B, 8, "column") if floats else mc.QuantTensor.from_ints(B, bits=8)
+    expected = mc.spmm(A, q, out_dtype=dtype, bias=bias)
+    place = [Replicate(), Shard(1), Shard(0)][seed % 2 if by != "columns" else seed % 3]
+    wanted = [Replicate(), Shard(0), Shard(1)][seed // 7 % (3 if by == "columns" else 2)]
+    found = md.spmm(
+        md.shard(A, mesh, by, check=False), distribute_tensor(B, mesh, [place], src_data_rank=None),
+        out_dtype=dtype, bias=bias, placements=[wanted],
+    )  # fmt: skip
+    assert found.placements == (wanted,) and found.dtype == dtype
+    whole = found.full_tensor()
+    assert torch.equal(whole, expected), (seed, by, place, wanted, (whole.double() - expected.double()).abs().max())
+
+
+def check_products(mesh: DeviceMesh, first: int = 0, count: int = 42) -> None:
+    for seed in range(first, first + count):
+        product_of(mesh, seed)
+
+
+def check_partial_sums(mesh: DeviceMesh) -> None:
+    A, B = problems.matrix(40, 48, generator(1), scaled=False), problems.integers(48, 6, generator(2))
+    part = md.shard(A, mesh, "columns")
+    found = md.spmm(part, distribute_tensor(B, mesh, [Shard(0)]), placements=[Partial()])
+    assert found.placements == (Partial(),) and found.dtype == torch.int32
+    assert torch.equal(found.full_tensor(), mc.spmm(A, mc.QuantTensor.from_ints(B, bits=8)))
+    ones = torch.ones(48, 6, dtype=torch.int8)
+    of_sums = md.spmm(part, DTensor.from_local(ones, mesh, [Partial()], run_check=False)).full_tensor()
+    assert torch.equal(of_sums, mc.spmm(A, mc.QuantTensor.from_ints(ones * mesh.size(), bits=8)))
+
+
+def check_sddmm(mesh: DeviceMesh) -> None:
+    for seed, (m, n, k) in enumerate(problems.SHAPES):
+        rng = generator(seed)
+        A = problems.matrix(m, n, rng, scaled=False, v=(8, 2, 1)[seed % 3])
+        floats = seed % 2 == 0
+        X, Y = ((problems.activations if floats else problems.integers)(rows, k, rng) for rows in (m, n))
+        pair = [mc.quantize(x, 8, "row") if floats else mc.QuantTensor.from_ints(x, bits=8) for x in (X, Y)]
+        expected = mc.sddmm(*pair, A.pattern).to_dense()
+        for by in ("rows", "nnz", "columns")[seed % 2 :]:
+            mask = md.shard(A, mesh, by, check=False)
+            if by == "rows" and any(cut % A.vector_length and cut != m for cut in mask.bounds):
+                continue  # zeros filled in are places of the mask
+            x, y = (distribute_tensor(t, mesh, [p]) for t, p in ((X, Shard(0)), (Y, (Shard(0), Replicate())[seed % 2])))
+            found = md.unshard(md.sddmm(x, y, mask))
+            assert torch.equal(found.to_dense(), expected), (m, n, k, by)
+
+
+def model(hidden: int = 52, *, static: bool = False) -> nn.Sequential:
+    """Two converted layers; the cuts of the inner width lie inside of vectors."""
+    torch.manual_seed(5)
+    made = nn.Sequential(nn.Linear(40, hidden), nn.ReLU(), nn.Linear(hidden, 24)).eval()
+    batches = [torch.randn(16, 40)] if static else None
+    mc.convert(made, mc.nn.SparseQuantConfig(sparsity=0.5), calibrate=batches, progress=False)
+    return made
+
+
+def exchanged(call: Callable[[], Any]) -> tuple[dict[str, int], Any]:
+    """Collectives of a call by name, and what it returns."""
+    with CommDebugMode() as mode:
+        found = call()
+    counts = {str(op).split(".")[-1].removesuffix("_"): count for op, count in mode.get_comm_counts().items()}
+    return counts, found
+
+
+def check_parallel_styles(mesh: DeviceMesh) -> None:
+    for static in (False, True):
+        for chunks, dim, shape in ((1, 0, (12, 40)), (3, 1, (2, 12, 40))):
+            x = torch.randn(shape, generator=generator(3))
+            with torch.no_grad():
+                expected = model(static=static)(x)
+                plan = {"0": md.SparseColwise(), "2": md.SparseRowwise()}
+                found = parallelize_module(model(static=static), mesh, plan)(x)
+                assert torch.equal(found, expected), (found - expected).abs().max()
+                plan = {
+                    "0": md.SparseColwise(input_layouts=Shard(dim), chunks=chunks),
+                    "2": md.SparseRowwise(output_layouts=Shard(dim), use_local_output=False),
+                }
+                made, cut = (
+                    parallelize_module(model(static=static), mesh, plan),
+                    distribute_tensor(x, mesh, [Shard(dim)]),
+                )
+                counts, found = exchanged(lambda made=made, cut=cut: made(cut))
+                assert torch.equal(found.full_tensor(), expected)
+                if mesh.size() > 1:
+                    amax = 0 if static else 1
+                    wanted = {"all_gather_into_tensor": chunks, "reduce_scatter_tensor": 1, "all_reduce": amax}
+                    assert counts == {name: n for name, n in wanted.items() if n}, counts
+        for reduce, limit in (("bfloat16", 0.02), ("int8", 0.03)):
+            for out in (Replicate(), Shard(1)):
+                with torch.no_grad():
+                    plan = {
+                        "0": md.SparseColwise(),
+                        "2": md.SparseRowwise(reduce=reduce, output_layouts=out, use_local_output=False),
+                    }
+                    found = parallelize_module(model(static=static), mesh, plan)(x).full_tensor()
+                    error = (found - expected).norm() / expected.norm()
+                assert 1e-5 < error < limit, (reduce, error)
+
+
+def check_dense_styles(mesh: DeviceMesh) -> None:
+    def dense() -> nn.Sequential:
+        torch.manual_seed(6)
+        return nn.Sequential(nn.Linear(40, 52), nn.ReLU(), nn.Linear(52, 24, bias=False)).eval()
+
+    x, alone = torch.randn(12, 40, generator=generator(4)), DeviceMesh("cpu", [dist.get_rank()])
+    for output, dim in ((Replicate(), None), (Shard(0), 0)):
+        plan = {"0": md.QuantColwise(input_layouts=Replicate() if dim is None else Shard(0)),
+                "2": md.QuantRowwise(output_layouts=output, use_local_output=False)}  # fmt: skip
+        with torch.no_grad():
+            expected = parallelize_module(dense(), alone, {"0": md.QuantColwise(), "2": md.QuantRowwise()})(x)
+            given = x if dim is None else distribute_tensor(x, mesh, [Shard(0)])
+            found = parallelize_module(dense(), mesh, plan)(given).full_tensor()
+            exact = dense()(x)
+        assert torch.equal(found, expected)
+        assert (found - exact).norm() < 0.03 * exact.norm()
+
+
+DEFAULT = [check_shard_and_unshard, check_nnz_balances, check_products, check_partial_sums, check_sddmm,
+           check_parallel_styles, check_dense_styles]  # fmt: skip
