@@ -21,6 +21,10 @@ SHARED_NAMES = {
     "plan_spmm",
     "cached_spmm",
     "MagicubeConfig",  # of each hook: what the package it serves is given
+    "matmul",  # those of `distributed` have the names of what they do on one process
+    "qr",
+    "solve",
+    "sparse_attention",
 }
 # What is undocumented or too long; an entry that no longer holds is an error.
 UNDOCUMENTED: dict[str, int] = dict.fromkeys(house.PACKAGES, 0)

@@ -3,7 +3,9 @@
 Import it by name: ``import magicube_cutlass.distributed``; the package itself does not.
 """
 
+from magicube_cutlass.distributed.attention import sparse_attention
 from magicube_cutlass.distributed.collectives import init_mesh
+from magicube_cutlass.distributed.fsdp import SparseMaster, gather_stored
 from magicube_cutlass.distributed.parallel import (
     QuantColwise,
     QuantRowwise,
@@ -21,11 +23,14 @@ __all__ = [
     "ShardedLinear",
     "ShardedMatrix",
     "SparseColwise",
+    "SparseMaster",
     "SparseRowwise",
     "WireBytes",
+    "gather_stored",
     "init_mesh",
     "sddmm",
     "shard",
+    "sparse_attention",
     "spmm",
     "unshard",
 ]

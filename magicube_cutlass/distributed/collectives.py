@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _gather: Any = getattr(fc, "all_gather_single", None) or fc.all_gather_tensor
 _scatter: Any = getattr(fc, "reduce_scatter_single", None) or fc.reduce_scatter_tensor
 
+ALIGNMENT = 8  # bytes; a message holds parts of dtypes up to 64 bits
+
 
 def init_mesh(device_type: str | None = None) -> DeviceMesh:
     """Return a mesh of one dimension over all processes that ``torchrun`` started, or of this process alone.
@@ -125,22 +127,17 @@ def gather_bytes(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     rows = [_padded(part, longest).contiguous() for part in parts]
     if len(sizes) == 1 or longest == 0:
         return [[row] for row in rows] if len(sizes) == 1 else [[row] * len(sizes) for row in rows]
-    flat = torch.cat([row.flatten().view(torch.int8) for row in rows])  # (bytes,)
-    every = _gather(flat, 0, mesh).view(len(sizes), -1)  # (ranks, bytes)
-    found, begin = [], 0
-    for row in rows:
-        length = row.numel() * row.element_size()
+    order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())  # each begins where its dtype may
+    flat = torch.cat([rows[i].flatten().view(torch.int8) for i in order])  # (bytes,)
+    every = _gather(_padded(flat, -(-flat.numel() // ALIGNMENT) * ALIGNMENT), 0, mesh).view(len(sizes), -1)
+    found: list[list[Tensor]] = [[] for _ in rows]
+    begin = 0
+    for i in order:
+        row, length = rows[i], rows[i].numel() * rows[i].element_size()
         columns = every[:, begin : begin + length]
         begin += length
-        found.append([_as(each, row)[:size] for each, size in zip(columns, sizes, strict=True)])
+        found[i] = [each.view(row.dtype).view(row.shape)[:size] for each, size in zip(columns, sizes, strict=True)]
     return found
-
-
-def _as(raw: Tensor, like: Tensor) -> Tensor:
-    """Bytes as a tensor of the dtype and shape of another; copied where their address is not aligned."""
-    if raw.storage_offset() % like.element_size():
-        raw = raw.clone()
-    return raw.view(like.dtype).view(like.shape)
 
 
 def gather(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
@@ -197,26 +194,43 @@ def _overlap(have: Sequence[int], owner: int, want: Sequence[int], other: int) -
     return max(0, min(have[owner + 1], want[other + 1]) - max(have[owner], want[other]))
 
 
-def check_agreement(mesh: DeviceMesh, **values: float) -> None:
+def check_agreement(mesh: DeviceMesh, /, *own: float, **values: float) -> list[list[float]]:
     """Raise `ValueError` on all ranks if a number differs between them; the message has both ranks and both values.
 
-    One all-gather of 8 bytes per value. Numbers are compared as float64, so hashes have at most 53 bits.
+    One all-gather of 8 bytes per number. Numbers are compared as float64, so hashes have at most 53 bits.
+
+    Parameters
+    ----------
+    mesh : DeviceMesh
+        One dimension.
+    *own : float
+        Numbers that may differ.
+    **values : float
+        Numbers that must be equal; NaN equals nothing.
+
+    Returns
+    -------
+    list of list of float
+        `own` of each rank.
 
     Examples
     --------
-    >>> check_agreement(init_mesh("cpu"), rows=3, tol=1e-3)
+    >>> check_agreement(init_mesh("cpu"), 7, rows=3, tol=1e-3)
+    [[7.0]]
     """
     if mesh.size() == 1:
-        return
-    mine = torch.tensor(list(map(float, values.values())), dtype=torch.float64, device=mesh.device_type)
+        return [list(map(float, own))]
+    numbers = [float(each) for each in (*values.values(), *own)]
+    mine = torch.tensor(numbers, dtype=torch.float64, device=mesh.device_type)
     every = gather(mine[None], [1] * mesh.size(), mesh).tolist()
     for i, name in enumerate(values):
-        for rank, numbers in enumerate(every):
-            if numbers[i] != every[0][i]:
+        for rank, found in enumerate(every):
+            if found[i] != every[0][i]:
                 raise ValueError(
-                    f"{name} must be equal on all ranks, got {every[0][i]:.17g} on rank 0 and {numbers[i]:.17g} "
+                    f"{name} must be equal on all ranks, got {every[0][i]:.17g} on rank 0 and {found[i]:.17g} "
                     f"on rank {rank}"
                 )
+    return [found[len(values) :] for found in every]
 
 
 def digest(*tensors: Tensor | None) -> int:

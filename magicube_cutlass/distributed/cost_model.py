@@ -112,11 +112,16 @@ class LinearShape(NamedTuple):
     bits: int = 8
 
 
+def _gathered(size: int, ranks: int) -> int:
+    """Bytes of an all-gather, whose messages are multiples of 8."""
+    return sent_bytes("all_gather_into_tensor", -(-size // 8) * 8, ranks)
+
+
 def traffic(
     style: str, layer: LinearShape, tokens: int, ranks: int, *, cut_tokens: bool = True, static: bool = False,
     reduce: str = "exact",
 ) -> int:  # fmt: skip
-    """Return the bytes that a rank sends in one forward pass of a layer.
+    """Return the bytes that the first rank sends in one forward pass of a layer; others have no more tokens than it.
 
     Parameters
     ----------
@@ -145,14 +150,12 @@ def traffic(
     part = -(-tokens // ranks)
     scale = 0 if static else SCALE_BYTES
     if style == "colwise":
-        return sent_bytes("all_gather_into_tensor", part * (layer.inner + scale), ranks) if cut_tokens else 0
+        return _gathered(part * (layer.inner + scale), ranks) if cut_tokens else 0
     amax = sent_bytes("all_reduce", tokens * scale, ranks)
     width = REDUCE_BYTES[reduce]
     if reduce == "int8":
         row = layer.out + SCALE_BYTES
-        return amax + (
-            (tokens - part) * row if cut_tokens else sent_bytes("all_gather_into_tensor", tokens * row, ranks)
-        )
+        return amax + ((tokens - part) * row if cut_tokens else _gathered(tokens * row, ranks))
     if cut_tokens:
         return amax + sent_bytes("reduce_scatter_tensor", part * ranks * layer.out * width, ranks)
     return amax + sent_bytes("all_reduce", tokens * layer.out * width, ranks)

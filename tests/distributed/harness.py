@@ -79,7 +79,7 @@ class Pool:
             self.processes.append(process)
 
     def run(
-        self, ranks: int, checks: Sequence[tuple[Check, tuple[Any, ...]]], seconds: float = 60.0, wait: float = 240.0
+        self, ranks: int, checks: Sequence[tuple[Check, tuple[Any, ...]]], seconds: float = 30.0, wait: float = 240.0
     ) -> list[list[tuple[bool, Any]]]:
         """Run checks on `ranks` processes; return their results per rank. Ends the processes if they take too long."""
         with tempfile.TemporaryDirectory() as folder:

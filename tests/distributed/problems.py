@@ -34,3 +34,14 @@ def activations(k: int, n: int, generator: torch.Generator) -> Tensor:
 def integers(k: int, n: int, generator: torch.Generator) -> Tensor:
     """int8 over the whole range."""
     return torch.randint(-128, 128, (k, n), generator=generator, dtype=torch.int8)
+
+
+def spread(m: int, k: int, generator: torch.Generator) -> Tensor:
+    """Floats of four kinds: normal, with large rows, with outliers, of few values."""
+    x = torch.randn(m, k, generator=generator)
+    kind = int(torch.randint(0, 4, (), generator=generator))
+    if kind == 1:
+        return x * torch.exp(4 * torch.randn(m, 1, generator=generator))
+    if kind == 2:
+        return x * (1 + 100 * (torch.rand(m, k, generator=generator) < 0.02))
+    return x.sign() if kind == 3 else x

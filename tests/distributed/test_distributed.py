@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.distributed import checks
+import magicube_cutlass.distributed as md
+from tests.distributed import checks, residual_checks, training_checks
 from tests.distributed.harness import Check, Pool, failures
+from tests.house import modules
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+EVERYWHERE = [*checks.DEFAULT, *residual_checks.DEFAULT]
+CHECKS: dict[int, list[Check]] = {
+    1: [
+        checks.check_products,
+        checks.check_parallel_styles,
+        residual_checks.check_tolerances,
+        residual_checks.check_tall,
+    ],
+    2: [*EVERYWHERE, *training_checks.DEFAULT],
+    3: EVERYWHERE,
+    4: EVERYWHERE,
+}
+Results = list[list[tuple[bool, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +40,40 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def results(pool: Pool) -> dict[int, list[list[tuple[bool, object]]]]:
+def results(pool: Pool) -> dict[int, Results]:
     """Results of all checks, which run in one group per number of ranks."""
-    return {ranks: pool.run(ranks, [(check, ()) for check in checks.DEFAULT]) for ranks in (1, 2, 3, 4)}
+    return {ranks: pool.run(ranks, [(check, ()) for check in each]) for ranks, each in CHECKS.items()}
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
-@pytest.mark.parametrize("check", checks.DEFAULT, ids=lambda check: check.__name__)
-def test_ranks_agree_with_one_process(
-    check: Check, ranks: int, results: dict[int, list[list[tuple[bool, object]]]]
-) -> None:
-    text = failures(results[ranks], checks.DEFAULT.index(check))
+@pytest.mark.parametrize(
+    ("ranks", "check"), [(ranks, check) for ranks, each in CHECKS.items() for check in each],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)  # fmt: skip
+def test_ranks_agree_with_one_process(check: Check, ranks: int, results: dict[int, Results]) -> None:
+    text = failures(results[ranks], CHECKS[ranks].index(check))
     assert not text, text
+
+
+def test_two_ranks_save_and_one_to_three_load(pool: Pool, tmp_path: Path) -> None:
+    def losses(ranks: int) -> list[float]:
+        found = pool.run(ranks, [(training_checks.check_checkpoint, (str(tmp_path),))])
+        assert not failures(found, 0), failures(found, 0)
+        return found[0][0][1]
+
+    saved = losses(2)
+    assert losses(2) == losses(1) == saved
+    assert torch.allclose(torch.tensor(losses(3)), torch.tensor(saved), rtol=1e-5)  # a third of a gradient rounds
+
+
+def test_without_a_process_group_the_error_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = md.init_mesh("cpu")
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match=r"mesh must have a process group, got none; run under torchrun"):
+        md.shard(torch.ones(2, 2), mesh)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device_type must be 'cuda' or 'cpu', got 'tpu'"):
+        md.init_mesh("tpu")
+
+
+def test_only_the_folders_of_distributed_import_torch_distributed() -> None:
+    found = [name for name, path in modules().items() if "torch.distributed" in path.read_text()]
+    assert found and all(".distributed" in name for name in found), found

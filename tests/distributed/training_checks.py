@@ -1,0 +1,154 @@
+"""What ranks check together of FSDP2, checkpoints, and graphs."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import magicube_cutlass as mc
+import magicube_cutlass.distributed as md
+from tests.distributed.checks import generator, model
+
+
+def mlp(out: int = 24) -> nn.Sequential:
+    torch.manual_seed(11)
+    made = nn.Sequential(nn.Linear(40, 48), nn.ReLU(), nn.Linear(48, out))
+    mc.convert(made, mc.nn.SparseQuantConfig(sparsity=0.75))
+    return made
+
+
+def sharded(made: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    md.gather_stored(made)
+    for layer in (made[0], made[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(made, mesh=mesh)
+    return made
+
+
+def losses(made: nn.Module, x: Tensor, y: Tensor, steps: int = 4) -> list[float]:
+    optimizer, found = torch.optim.AdamW(made.parameters(), lr=3e-2), []
+    for _ in range(steps):
+        loss = (made(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def mean(values: list[float], mesh: DeviceMesh) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / mesh.size()).tolist()
+
+
+def check_fsdp_trains_as_one_rank(mesh: DeviceMesh) -> None:
+    for out in (24, 18):  # 18 rows do not divide evenly by 4
+        x, y = torch.randn(24, 40, generator=generator(1)), torch.randn(24, out, generator=generator(2))
+        expected = losses(mlp(out), x, y)
+        assert expected[-1] < 0.95 * expected[0]
+        if mesh.size() in (1, 2, 4):  # sums of equal gradients over powers of two are exact
+            assert losses(sharded(mlp(out), mesh), x, y) == expected
+        rank, part = mesh.get_local_rank(), 24 // mesh.size()
+        rows = slice(rank * part, (rank + 1) * part)
+        found = mean(losses(sharded(mlp(out), mesh), x[rows], y[rows]), mesh)
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=2e-3), (found, expected)
+
+
+def check_fsdp_gathers_stored_vectors(mesh: DeviceMesh) -> None:
+    made, gathered = sharded(mlp(), mesh), []
+    before = dist.all_gather_into_tensor
+
+    def counted(output: Tensor, *arguments: Any, **options: Any) -> Any:
+        gathered.append(output.numel() * output.element_size())
+        return before(output, *arguments, **options)
+
+    patched = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
+    saved = {name: getattr(dist, name) for name in patched}
+    for name in patched:
+        setattr(dist, name, counted)
+    try:
+        made(torch.randn(3, 40)).sum().backward()
+    finally:
+        for name, value in saved.items():
+            setattr(dist, name, value)
+    dense = 4 * (48 * 40 + 24 * 48)
+    biases = 4 * (48 + 24)
+    # forward and backward each gather a layer once; padding to the rank with most, and the root's bias
+    if mesh.size() > 1:
+        assert gathered and sum(gathered) < 2 * (0.25 * dense * 1.5 + biases), (gathered, dense)
+
+
+def check_checkpoint(mesh: DeviceMesh, folder: str) -> list[float]:
+    """Save on two ranks, or load what two ranks saved and train on."""
+    x, y = torch.randn(24, 40, generator=generator(1)), torch.randn(24, 24, generator=generator(2))
+    if not Path(folder, ".metadata").exists() and mesh.size() == 2:
+        made = sharded(mlp(), mesh)
+        losses(made, x, y)
+        dcp.save(get_model_state_dict(made), checkpoint_id=folder)
+        return losses(made, x, y, 2)
+    torch.manual_seed(99)
+    other = nn.Sequential(nn.Linear(40, 48), nn.ReLU(), nn.Linear(48, 24))
+    mc.convert(other, mc.nn.SparseQuantConfig(sparsity=0.75))
+    made = sharded(other, mesh)
+    state = get_model_state_dict(made)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(made, state)
+    return losses(made, x, y, 2)
+
+
+def check_save_and_load_here(mesh: DeviceMesh) -> None:
+    """A whole state, saved and loaded by as many ranks."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    made = sharded(mlp(), mesh)
+    state = get_model_state_dict(made)
+    weight = state["0.weight"]
+    assert isinstance(weight, DTensor)
+    dcp.save(state, checkpoint_id=folder[0])
+    again = sharded(mlp(), mesh)
+    with torch.no_grad():
+        again[0].weight.mul_(0)
+    other = get_model_state_dict(again)
+    dcp.load(other, checkpoint_id=folder[0])
+    set_model_state_dict(again, other)
+    x = torch.randn(5, 40, generator=generator(3))
+    assert torch.equal(again(x), made(x)) and torch.equal(made(x), mlp()(x))
+
+
+def check_graphs(mesh: DeviceMesh) -> None:
+    """A compiled tensor-parallel model has one graph, with the same collectives and bits."""
+    x = torch.randn(12, 40, generator=generator(3))
+    plan: dict[str, Any] = {
+        "0": md.SparseColwise(input_layouts=Shard(0), chunks=2),
+        "2": md.SparseRowwise(output_layouts=Shard(0)),
+    }
+    made = parallelize_module(model(), mesh, plan)
+    rank, part = mesh.get_local_rank(), 12 // mesh.size()
+    own = x[rank * part : (rank + 1) * part]
+    graphs: list[Any] = []
+
+    def record(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        compiled = torch.compile(copy.copy(made), backend=record, fullgraph=True)
+        assert torch.equal(compiled(own), made(own))
+    assert len(graphs) == 1
+
+
+DEFAULT = [check_fsdp_trains_as_one_rank, check_fsdp_gathers_stored_vectors, check_save_and_load_here, check_graphs]
