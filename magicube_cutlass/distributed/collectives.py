@@ -102,6 +102,11 @@ def sizes_of(bounds: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
 
 
+def _complete(x: Tensor) -> Tensor:
+    """Wait for a collective whose result is viewed as other dtypes or returned."""
+    return x.wait() if isinstance(x, fc.AsyncCollectiveTensor) else x
+
+
 def _padded(x: Tensor, length: int) -> Tensor:
     return x if x.shape[0] == length else torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])
 
@@ -147,7 +152,7 @@ def gather(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
 
 def all_reduce(x: Tensor, op: str, mesh: DeviceMesh) -> Tensor:
     """Return the ``"sum"`` or ``"max"`` over ranks."""
-    return x if mesh.size() == 1 else fc.all_reduce(x.contiguous(), op, mesh)
+    return x if mesh.size() == 1 else _complete(fc.all_reduce(x.contiguous(), op, mesh))
 
 
 def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -158,7 +163,7 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     bounds = chunk_bounds(x.shape[0], ranks)
     if bounds[1] == 0:
         return x
-    found: Tensor = _scatter(_padded(x, bounds[1] * ranks).contiguous(), "sum", 0, mesh)
+    found = _complete(_scatter(_padded(x, bounds[1] * ranks).contiguous(), "sum", 0, mesh))
     rank = mesh.get_local_rank()
     return found[: bounds[rank + 1] - bounds[rank]]
 
@@ -175,7 +180,7 @@ def exchange(x: Tensor, have: Sequence[int], want: Sequence[int], mesh: DeviceMe
     received = [_overlap(have, other, want, rank) for other in range(ranks)]
     width = x[:0].new_empty(1, *x.shape[1:]).numel() * x.element_size()
     raw = x.contiguous().view(-1).view(torch.int8)
-    moved = fc.all_to_all_single(raw, [n * width for n in received], [n * width for n in sent], mesh)
+    moved = _complete(fc.all_to_all_single(raw, [n * width for n in received], [n * width for n in sent], mesh))
     return moved.view(x.dtype).view(want[rank + 1] - want[rank], *x.shape[1:])
 
 
@@ -185,7 +190,7 @@ def exchange_all(x: Tensor, bounds: Sequence[int], mesh: DeviceMesh) -> list[Ten
     own = bounds[rank + 1] - bounds[rank]
     raw = x.contiguous().view(-1).view(torch.int8)
     sent = [size * width for size in sizes_of(bounds)]
-    moved = raw if mesh.size() == 1 else fc.all_to_all_single(raw, [own * width] * mesh.size(), sent, mesh)
+    moved = raw if mesh.size() == 1 else _complete(fc.all_to_all_single(raw, [own * width] * mesh.size(), sent, mesh))
     return list(moved.view(x.dtype).view(mesh.size(), own, *x.shape[1:]))
 
 
