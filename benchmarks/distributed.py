@@ -113,10 +113,9 @@ def mlp(bench: Bench, width: int, tokens: int) -> None:
         md.QuantRowwise(output_layouts=Shard(0), use_local_output=False),
     )  # fmt: skip
     if 4 * width % bench.mesh.size() == 0:  # torch's styles take equal parts
-        plans["torch dense, tokens cut"] = (
-            dense, Shard(0), ColwiseParallel(input_layouts=Shard(0)),
-        RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-    )  # fmt: skip
+        column: Any = ColwiseParallel(input_layouts=Shard(0))
+        row: Any = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+        plans["torch dense, tokens cut"] = dense, Shard(0), column, row
     for name, (model, placement, first, second) in plans.items():
         made = parallelize_module(copy.deepcopy(model), bench.mesh, {"0": first, "2": second})
         given = x if placement == Replicate() else bench.cut(x, placement)

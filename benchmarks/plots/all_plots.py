@@ -25,6 +25,7 @@ OTHERS = {
     "models_sparsity.png": ("models_plots", "draw_by_sparsity", "models_quality"),
     "models_steps.png": ("models_plots", "draw_by_steps", "models_quality"),
     "transformer.png": ("transformer", "figure_of", "transformer_h200"),
+    "several_gpus.png": ("distributed_plot", "draw", "llm_h200"),
 }
 OF_PRODUCTS = ("spmm.png", "roofline.png", "cpu_spmm.png", "dlmc_spmm.png", "dlmc_sddmm.png", "break_even.png")
 

@@ -19,6 +19,7 @@ from magicube_cutlass.cli.explore import explore
 from magicube_cutlass.cli.info import info
 from magicube_cutlass.cli.kernels import cache_app, warmup
 from magicube_cutlass.cli.layout import layout
+from magicube_cutlass.cli.plan_parallel import plan_parallel
 from magicube_cutlass.cli.spmm import spmm
 from magicube_cutlass.cli.spy import spy
 from magicube_cutlass.cli.tune import tune
@@ -53,6 +54,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "spmm": (spmm, "Check and time one product on a file's pattern."),
     "bench": (bench, "Time linear layers beside those of torch and scipy."),
     "convert": (convert, "Prune and quantize the weights of a model's file."),
+    "plan-parallel": (plan_parallel, "Choose parallel styles for a model's layers on GPUs."),
     "spy": (spy, "Draw the pattern of a file or of an attention mask."),
     "layout": (layout, "Show an MMA atom, or a kernel's bank conflicts."),
     "collect-env": (collect_env, "Print versions and paths for a bug report."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["CLUSTERS", "Cluster", "LayerPlan", "LinearShape", "plan_layers", "sent_bytes", "traffic"]
+__all__ = ["CLUSTERS", "Cluster", "LayerPlan", "LinearShape", "group_layers", "plan_layers", "sent_bytes", "traffic"]
 
 SCALE_BYTES = 4  # of a token, float32
 REDUCE_BYTES = {"exact": 4, "bfloat16": 2, "int8": 1}
@@ -27,8 +27,9 @@ class Cluster:
         Bytes per second that a GPU sends to others of its host, and to other hosts.
     latency : float
         Seconds of a collective, per step of its ring.
-    memory, integer_rate : float
-        Bytes per second of HBM, and int8 operations per second, both attainable.
+    memory, sparse_rate, dense_rate, launch : float
+        Of a GPU: bytes per second that a product reads, int8 operations per second of sparse and dense products, and
+        seconds that a launch takes at least. Fitted to ``benchmarks/results/llm_h200.json`` (0.7 and 0.9 zeros).
     source : str
         Where the link figures are from.
 
@@ -43,8 +44,10 @@ class Cluster:
     inside: float = 229e9
     between: float = 50e9
     latency: float = 3e-6
-    memory: float = 3.9e12
-    integer_rate: float = 0.9e15
+    memory: float = 2.5e12
+    sparse_rate: float = 0.25e15
+    dense_rate: float = 1.2e15
+    launch: float = 4e-6
     source: str = "all-gather of a pair of H200s, measured"
 
     @property
@@ -162,11 +165,12 @@ def traffic(
 
 
 def product_seconds(layer: LinearShape, tokens: int, ranks: int, cluster: Cluster) -> float:
-    """Return the time of a rank's product: operations or memory, whichever takes longer."""
-    weights = layer.out * layer.inner * layer.density / ranks
-    operations = 2 * weights * tokens
-    moved = weights * (layer.bits / 8 + 0.5) + tokens * (layer.inner + 2 * layer.out / ranks)
-    return max(operations / cluster.integer_rate, moved / cluster.memory) + cluster.latency
+    """Return the time of a rank's product: a launch, and operations or memory, whichever takes longer."""
+    stored = layer.out * layer.inner * layer.density / ranks
+    rate = cluster.dense_rate if layer.density == 1 else cluster.sparse_rate
+    index = 0.0 if layer.density == 1 else 0.5  # bytes per stored element: a column index for 8 of them
+    moved = stored * (layer.bits / 8 + index) + tokens * (layer.inner + 2 * layer.out / ranks)
+    return cluster.launch + max(2 * stored * tokens / rate, moved / cluster.memory)
 
 
 class LayerPlan(NamedTuple):
@@ -174,15 +178,57 @@ class LayerPlan(NamedTuple):
 
     layer: LinearShape
     style: str  # "one GPU", "SparseColwise", "SparseRowwise"
-    bytes: int
+    bytes: int  # that a rank sends with the style
     seconds: float  # with the style
     alone: float  # on one GPU
 
 
-def plan_layers(layers: list[LinearShape], tokens: int, cluster: Cluster, reduce: str = "exact") -> list[LayerPlan]:
-    """Return the style of each layer: pairs of a wide and the layer behind it become Colwise and Rowwise.
+# names of layers whose inputs another layer of the same module left cut
+_ROWWISE = ("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "linear2", "w2", "wo", "dense_4h_to_h")
 
-    A pair is cut if that is predicted to be faster than on one GPU, exchange included.
+
+def group_layers(layers: list[LinearShape]) -> list[list[tuple[str, LinearShape]]]:
+    """Return the layers that are cut together: those of a module by outputs, and the one behind them by inputs.
+
+    The one behind has a usual name, or follows a layer of as many outputs as it has inputs.
+
+    Examples
+    --------
+    >>> names = [LinearShape(f"h.0.{name}", *size) for name, size in (("down_proj", (8, 32)), ("up_proj", (32, 8)))]
+    >>> [[(style, layer.name) for style, layer in group] for group in group_layers(names)]
+    [[('colwise', 'h.0.up_proj'), ('rowwise', 'h.0.down_proj')]]
+    """
+    modules: dict[str, list[LinearShape]] = {}
+    for layer in layers:
+        modules.setdefault(layer.name.rpartition(".")[0], []).append(layer)
+    found: list[list[tuple[str, LinearShape]]] = []
+    for each in modules.values():
+        last = [layer for layer in each if layer.name.rpartition(".")[2] in _ROWWISE]
+        first = [layer for layer in each if layer not in last]
+        if last and first and any(layer.out == last[0].inner for layer in first):
+            found.append([("colwise", layer) for layer in first] + [("rowwise", layer) for layer in last])
+            continue
+        waiting: LinearShape | None = None
+        for layer in each:
+            if waiting is not None and waiting.out == layer.inner:
+                found.append([("colwise", waiting), ("rowwise", layer)])
+                waiting = None
+                continue
+            if waiting is not None:
+                found.append([("colwise", waiting)])
+            waiting = layer
+        if waiting is not None:
+            found.append([("colwise", waiting)])
+    return found
+
+
+def plan_layers(
+    layers: list[LinearShape], tokens: int, cluster: Cluster, reduce: str = "exact"
+) -> list[LayerPlan]:  # fmt: skip
+    """Return the style of each layer, tokens cut over ranks outside of a group.
+
+    A group of :func:`group_layers` is cut if that is predicted to be faster than one GPU, exchange included. A layer
+    alone is cut by outputs, which are gathered as bfloat16.
 
     Parameters
     ----------
@@ -197,33 +243,25 @@ def plan_layers(layers: list[LinearShape], tokens: int, cluster: Cluster, reduce
 
     Examples
     --------
-    >>> up, down = LinearShape("up", 16384, 4096, 0.5), LinearShape("down", 4096, 16384, 0.5)
+    >>> up, down = LinearShape("up", 16384, 4096, 0.3), LinearShape("down", 4096, 16384, 0.3)
     >>> [each.style for each in plan_layers([up, down], 8192, CLUSTERS[2], "bfloat16")]
     ['SparseColwise', 'SparseRowwise']
     >>> {each.style for each in plan_layers([up, down], 1, CLUSTERS[64])}
     {'one GPU'}
     """
     found: list[LayerPlan] = []
-    i = 0
-    while i < len(layers):
-        pair = layers[i : i + 2]
-        if len(pair) == 2 and pair[0].out != pair[1].inner:
-            pair = pair[:1]
-        styles = ("colwise", "rowwise")[: len(pair)]
-        sent = [
-            traffic(style, each, tokens, cluster.gpus, reduce=reduce) for style, each in zip(styles, pair, strict=True)
-        ]
-        if len(pair) == 1:  # its outputs are cut: the next layer's all-gather is counted there
-            sent[0] += sent_bytes("all_gather_into_tensor", -(-tokens // cluster.gpus) * 2 * pair[0].out, cluster.gpus)
-        rounds = cluster.latency * 2 * (cluster.gpus - 1)
-        alone = [product_seconds(each, tokens, 1, cluster) for each in pair]
-        cut = [
-            product_seconds(each, tokens, cluster.gpus, cluster) + each_sent / cluster.link + rounds
-            for each, each_sent in zip(pair, sent, strict=True)
-        ]
-        faster = cluster.gpus > 1 and sum(cut) < sum(alone)
-        for style, each, each_sent, time, single in zip(styles, pair, sent, cut, alone, strict=True):
-            name = f"Sparse{style.capitalize()}" if faster else "one GPU"
-            found.append(LayerPlan(each, name, each_sent, time, single))
-        i += len(pair)
+    ranks = cluster.gpus
+    for group in group_layers(layers):
+        rows = []
+        for style, layer in group:
+            sent, steps = traffic(style, layer, tokens, ranks, reduce=reduce), ranks - 1
+            if len(group) == 1:
+                sent += sent_bytes("all_gather_into_tensor", 2 * tokens * -(-layer.out // ranks), ranks)
+            if style == "rowwise" or len(group) == 1:
+                steps *= 2
+            seconds = product_seconds(layer, tokens, ranks, cluster) + sent / cluster.link + steps * cluster.latency
+            rows.append((style, layer, sent, seconds, product_seconds(layer, tokens, 1, cluster)))
+        faster = ranks > 1 and sum(row[3] for row in rows) < sum(row[4] for row in rows)
+        for style, layer, sent, seconds, alone in rows:
+            found.append(LayerPlan(layer, f"Sparse{style.capitalize()}" if faster else "one GPU", sent, seconds, alone))
     return found

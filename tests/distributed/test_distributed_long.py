@@ -1,0 +1,116 @@
+"""Many random products, processes that die, and agents of two machines: before a release."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import magicube_cutlass.distributed as md
+from tests.distributed import checks, residual_checks
+from tests.distributed.harness import Pool, failures
+from tests.distributed.problems import activations, matrix
+from tests.house import ROOT
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
+]
+PRODUCTS, TOLERANCES = 2000, 500
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_random_products_equal_those_of_one_process(pool: Pool, ranks: int) -> None:
+    share = PRODUCTS // 4
+    found = pool.run(ranks, [(checks.check_products, (1000 * ranks, share))], wait=600)
+    assert not failures(found, 0), failures(found, 0)
+
+
+def test_tolerances_hold_over_all_ranks(pool: Pool) -> None:
+    returned = 0
+    for ranks in (1, 2, 3, 4):
+        found = pool.run(ranks, [(residual_checks.check_tolerances, (1000 * ranks, TOLERANCES // 4))], wait=600)
+        assert not failures(found, 0), failures(found, 0)
+        assert all(each[0][1] == found[0][0][1] for each in found)  # the same on every rank
+        returned += found[0][0][1][0]
+    assert returned > TOLERANCES // 2
+
+
+def die(mesh: DeviceMesh, what: str, folder: str) -> float:
+    """Rank 1 ends by SIGKILL before a collective; the others return after how many seconds that raised."""
+    A, B = matrix(40, 48, checks.generator(1)), activations(48, 6, checks.generator(2))
+    part, x = md.shard(A, mesh), distribute_tensor(B, mesh, [Shard(1)])
+    state = {"x": distribute_tensor(torch.randn(40, 48), mesh, [Shard(0)])}
+    if what == "save":
+        dcp.save(state, checkpoint_id=folder + "/first")
+    dist.barrier()
+    if mesh.get_local_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        if what == "spmm":
+            md.spmm(part, x).full_tensor()
+        else:
+            dcp.save(state, checkpoint_id=folder + "/second")
+    except Exception as error:
+        assert not isinstance(error, ValueError), error
+        return time.monotonic() - begin
+    raise AssertionError("a collective without one of its ranks returned")
+
+
+@pytest.mark.parametrize("what", ("spmm", "save"))
+def test_a_killed_rank_ends_the_others(what: str, tmp_path: Path) -> None:
+    pool, seconds = Pool(3), 20.0
+    try:
+        for pipe in pool.pipes:
+            pipe.send((3, str(tmp_path / "store"), [(die, (what, str(tmp_path)))], seconds))
+        for rank in (0, 2):
+            assert pool.pipes[rank].poll(120), f"rank {rank} hangs"
+            ((passed, result),) = pool.pipes[rank].recv()
+            assert passed and result < 2 * seconds, result
+    finally:
+        pool.close()
+    if what == "save":  # nothing half-written counts as a checkpoint, and the one before is whole
+        assert (tmp_path / "first" / ".metadata").exists() and not (tmp_path / "second" / ".metadata").exists()
+        state = {"x": torch.zeros(40, 48)}
+        dcp.load(state, checkpoint_id=tmp_path / "first", no_dist=True)
+        assert state["x"].abs().min() > 0
+
+
+def test_two_agents_on_one_machine_run_the_example() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+             "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
+             "--local-addr", "localhost", "examples/distributed_mlp.py", "--quick", "--device", "cpu"],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    texts = [agent.communicate(timeout=240) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], texts
+    whole = "".join(out for out, _ in texts)
+    assert "4 processes, gloo, cpu" in whole and whole.count("  equal") == 3

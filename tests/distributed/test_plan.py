@@ -1,0 +1,71 @@
+"""The model of bytes and times of parallel layers, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from magicube_cutlass.cli import app
+from magicube_cutlass.distributed.cost_model import (
+    CLUSTERS,
+    LinearShape,
+    cluster_of,
+    plan_layers,
+    product_seconds,
+    traffic,
+)
+from tests.house import ROOT
+
+
+def test_times_of_one_gpu_are_near_the_measured_ones() -> None:
+    ratios = []
+    for case in json.loads((ROOT / "benchmarks" / "results" / "llm_h200.json").read_text())["cases"]:
+        m, k, n = case["shape"]
+        for each in case["ours"]:
+            if each["pair"] == "L8-R8":
+                layer = LinearShape("", m, k, 1 - each["sparsity"])
+                ratios.append(1e6 * product_seconds(layer, n, 1, CLUSTERS[2]) / each["us"])
+    ratios.sort()
+    assert len(ratios) == 64 and ratios[0] > 1 / 1.7 and ratios[-1] < 1.7 and 0.9 < ratios[32] < 1.1
+
+
+def test_int8_is_half_of_bfloat16_and_a_quarter_of_int32() -> None:
+    layer = LinearShape("", 4096, 4096)
+    exact, half, quarter = (
+        traffic("rowwise", layer, 1024, 8, reduce=reduce, static=True) for reduce in ("exact", "bfloat16", "int8")
+    )
+    assert exact == 2 * half and half / quarter == pytest.approx(2, rel=2e-3)
+    assert traffic("colwise", layer, 1024, 8, static=True) == quarter - 7 * 128 * 4
+    assert traffic("colwise", layer, 1024, 1) == traffic("colwise", layer, 1024, 8, cut_tokens=False) == 0
+    with pytest.raises(ValueError, match="style must be 'colwise' or 'rowwise', got 'diagonal'"):
+        traffic("diagonal", layer, 1, 2)
+    with pytest.raises(ValueError, match="gpus must be at least 1, got 0"):
+        cluster_of(0)
+
+
+def test_one_gpu_is_better_for_few_tokens_and_slow_links() -> None:
+    layers = [LinearShape("up", 16384, 4096, 0.3), LinearShape("down", 4096, 16384, 0.3)]
+    for tokens, gpus, expected in ((1, 8, False), (8192, 2, True), (8192, 8, True)):
+        found = plan_layers(layers, tokens, cluster_of(gpus), "int8")
+        assert all((each.style != "one GPU") == expected for each in found), (tokens, gpus)
+    host, hosts = (sum(each.seconds for each in plan_layers(layers, 8192, cluster_of(n), "int8")) for n in (8, 64))
+    assert hosts > 2 * host
+
+
+def test_the_command_plans_a_file(tmp_path: Path) -> None:
+    shapes = {"mlp.down_proj": (256, 1024), "mlp.up_proj": (1024, 256), "attn.q_proj": (64, 256), "lm_head": (9, 256)}
+    path = tmp_path / "model.safetensors"
+    save_file({f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}, path)
+    result = CliRunner().invoke(app, ["plan-parallel", str(path), "--gpus", "4", "--tokens", "64", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {row["layer"]["name"] for row in found["layers"]} == set(shapes) - {"lm_head"}
+    assert {row["style"] for row in found["layers"]} == {"one GPU"}  # so small
+    text = CliRunner().invoke(app, ["plan-parallel", str(path), "--gpus", "4"]).stdout
+    assert "0 of 3 layers are cut" in text and "one GPU is predicted to be faster" in text
+    assert isinstance(CliRunner().invoke(app, ["plan-parallel", str(tmp_path / "none.safetensors")]).exception, OSError)
