@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -34,6 +35,13 @@ from magicube_cutlass.cli.environment import provenance
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 Call = Callable[[], Any]
+
+
+def finished(found: Any) -> None:
+    """Wait for a result that a collective may still write."""
+    local = found.to_local() if isinstance(found, DTensor) else found
+    if isinstance(local, AsyncCollectiveTensor):
+        local.wait()
 
 
 class Bench:
@@ -61,7 +69,7 @@ class Bench:
         for _ in range(self.rounds + 1):  # the first one compiles
             dist.barrier()
             begin = time.perf_counter()
-            call()
+            finished(call())
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             best = min(best, 1e3 * (time.perf_counter() - begin))
@@ -71,7 +79,7 @@ class Bench:
 
     def add(self, group: str, name: str, shape: str, call: Call, alone: Call, exact: Tensor | None = None) -> None:
         """Measure a call beside that of one process; compare with it, or with `exact`."""
-        call()
+        finished(call())
         with md.WireBytes() as wire:
             found = call()
         whole = found.full_tensor() if isinstance(found, DTensor) else found
@@ -159,11 +167,13 @@ def attention(bench: Bench, heads: int, length: int) -> None:
     """Heads cut, and queries cut."""
     q, k, v = (bench.random(1, heads, length, 64, seed=seed, dtype=torch.float32) for seed in (6, 7, 8))
     mask = mc.masks.local(length, length // 8).to(bench.device)
-    for name, dim in (("heads", 1), ("queries", 2)):
-        cut = [bench.cut(x, Shard(dim)) for x in (q, k, v)]
-        attend: Any = md.sparse_attention
-        alone = partial(mc.sparse_attention, q, k, v, mask)
-        bench.add("attention", name, f"{heads} x {length} x 64", partial(attend, *cut, mask), alone)
+    attend: Any = md.sparse_attention
+    for backend in ("fused", "unfused"):
+        for name, dim in (("heads", 1), ("queries", 2)):
+            cut = [bench.cut(x, Shard(dim)) for x in (q, k, v)]
+            call = partial(attend, *cut, mask, backend=backend)
+            alone = partial(mc.sparse_attention, q, k, v, mask, backend=backend)
+            bench.add("attention", f"{name}, {backend}", f"{heads} x {length} x 64", call, alone)
 
 
 def main(

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from magicube_cutlass.attention import sparse_attention as local_attention
 from magicube_cutlass.attention.api import AttentionOptions
-from magicube_cutlass.distributed.collectives import all_reduce, check_mesh, chunk_bounds, gather_bytes, sizes_of
-from magicube_cutlass.distributed.products import quantize_slices
+from magicube_cutlass.distributed.collectives import all_reduce, check_mesh, chunk_bounds, sizes_of
+from magicube_cutlass.distributed.products import gather_slices, quantize_slices, slice_scale
 from magicube_cutlass.formats.pattern import Pattern
 
 __all__ = ["sparse_attention"]
@@ -25,9 +25,10 @@ def sparse_attention(
 ) -> DTensor:
     """Attend over a sparse mask, heads or queries cut over ranks: ``softmax(scale q k^T at mask) v``.
 
-    The result equals that of one process bit for bit. Heads: nothing travels. Queries: keys and values are quantized
-    by their owner, and all ranks gather their 8-bit integers: a scale per key, and one per matrix of values, of which
-    ranks first exchange the amax.
+    Heads: nothing travels. Queries: keys and values are quantized by their owner, and all ranks gather their 8-bit
+    integers: a scale per key, and one per matrix of values, of which ranks first exchange the amax. On a CPU the result
+    equals that of one process bit for bit. A GPU selects the fused kernel by the numbers of heads and queries, and
+    kernels round probabilities in steps of their own.
 
     Parameters
     ----------
@@ -140,27 +141,21 @@ def _rows(mask: Pattern, bounds: Sequence[int], start: int, stop: int) -> Patter
 def gathered_keys(x: Tensor, length: int, mesh: DeviceMesh, per_key: bool) -> Tensor:
     """Return all keys or values (..., L, d) as floats that quantize to the integers and scales that travelled.
 
-    Integers and the amax of each slice are sent, and entries of largest magnitude become the amax itself: ``scale * q``
-    alone might quantize to a scale that differs in its last bit.
+    With s the float32 nearest to t / 127, the one nearest to 127 s is t, so that the scale of ``s * q`` is s again: the
+    mantissas hold ``127 s = 2**7 t + r`` with ``|r| < 64``.
     """
     x = x.float()
     lead, d = x.shape[:-2], x.shape[-1]
-    rows = x.movedim(-2, 0)  # (L_r, ..., d)
-    flat = rows.reshape(-1, d)
-    top = flat.abs().amax(1, keepdim=True)  # (L_r * heads, 1)
-    if not per_key:
-        of_matrix = x.abs().amax((-2, -1)) if x.shape[-2] else x.new_zeros(lead)  # (...)
-        of_matrix = all_reduce(torch.nan_to_num(of_matrix, nan=math.inf), "max", mesh)
-        top = of_matrix.expand(rows.shape[:-1]).reshape(-1, 1)
-    sent = quantize_slices(flat, 8, torch.nan_to_num(top, nan=math.inf))
-    assert sent.scale is not None
+    flat = x.movedim(-2, 0).reshape(-1, d)  # (L_r * heads, d)
     sizes = [size * lead.numel() for size in sizes_of(chunk_bounds(length, mesh.size()))]
     if per_key:
-        ints, tops = (torch.cat(each) for each in gather_bytes([sent.data, top], sizes, mesh))
+        parts = gather_slices(quantize_slices(flat, 8), sizes, mesh)
+        scale = torch.cat([part.scale for part in parts if part.scale is not None])
     else:
-        ints = torch.cat(gather_bytes([sent.data], sizes, mesh)[0])
-        tops = of_matrix.expand(length, *lead).reshape(-1, 1)
-    scale = quantize_slices(tops, 8, tops).scale
-    assert scale is not None
-    real = torch.where(ints.abs() == 127, ints.sign() * tops, ints * scale)
+        top = x.abs().amax((-2, -1)) if x.shape[-2] else x.new_zeros(lead)  # (...)
+        top = all_reduce(torch.nan_to_num(top, nan=math.inf), "max", mesh)
+        sent = quantize_slices(flat, 8, top.expand(x.shape[-2], *lead).reshape(-1, 1))
+        parts = gather_slices(sent._replace(scale=None), sizes, mesh)
+        scale = slice_scale(top.expand(length, *lead).reshape(-1, 1), 8)
+    real = torch.cat([part.data for part in parts]) * scale
     return real.view(length, *lead, d).movedim(0, -2).contiguous()

@@ -54,10 +54,11 @@ def init_mesh(device_type: str | None = None) -> DeviceMesh:
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
+        device = torch.device("cuda", local) if device_type == "cuda" else None
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, device_id=device)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

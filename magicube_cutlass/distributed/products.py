@@ -72,10 +72,15 @@ def quantize_slices(x: Tensor, bits: int, top: Tensor | None = None) -> Slices:
         found = quantize(x.contiguous(), bits, "row", nonfinite="propagate")
         return Slices(found.data, found.scale, bits)
     low, high = int_range(bits, True)
-    scale = _scale_of(top, high)
+    scale = slice_scale(top, bits)
     quotient = x.double() * (1.0 / scale.double())
     ints = torch.nan_to_num(quotient.round_().clamp_(low, high), nan=0.0)
     return Slices(ints.to(torch.int8 if bits == 8 else torch.int16), scale, bits)
+
+
+def slice_scale(top: Tensor, bits: int) -> Tensor:
+    """Return the scales of slices by their amax."""
+    return _scale_of(top, int_range(bits, True)[1])
 
 
 def largest(x: Tensor, mesh: DeviceMesh) -> Tensor:

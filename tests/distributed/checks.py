@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import magicube_cutlass as mc
 import magicube_cutlass.distributed as md
+from magicube_cutlass.distributed.attention import gathered_keys
 from magicube_cutlass.distributed.cost_model import LinearShape, traffic
 from tests.distributed import problems
 
@@ -202,6 +203,10 @@ def check_attention(mesh: DeviceMesh) -> None:
                 if mesh.size() > 1:
                     wanted = {"all_gather_into_tensor": 2, "all_reduce": 1} if dim == 2 else {}
                     assert counts == wanted, counts
+    many = torch.randn(4096, 5, generator=generator(9)) * torch.exp(4 * torch.randn(4096, 1, generator=generator(10)))
+    again = mc.quantize(gathered_keys(distribute_tensor(many, mesh, [Shard(0)]).to_local(), 4096, mesh, True), 8, "row")
+    sent = mc.quantize(many, 8, "row")
+    assert torch.equal(again.ints(), sent.ints()) and torch.equal(again.scale, sent.scale)  # each, to its last bit
     x = distribute_tensor(q, mesh, [Shard(2)])
     assert "causal" in raises(NotImplementedError, md.sparse_attention, x, x, x, masks[0], causal=True)
     if mesh.size() > 1:
