@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import magicube_cutlass.distributed as md
-from tests.distributed import checks, residual_checks
+from tests.distributed import checks, residual_checks, training_checks
 from tests.distributed.harness import Pool, failures
 from tests.distributed.problems import activations, matrix
 from tests.house import ROOT
@@ -36,6 +36,14 @@ def pool() -> Iterator[Pool]:
     made = Pool()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 4))
+def test_all_checks_hold_on_all_numbers_of_ranks(pool: Pool, ranks: int) -> None:
+    every = [*checks.DEFAULT, *residual_checks.DEFAULT, *training_checks.DEFAULT]
+    found = pool.run(ranks, [(check, ()) for check in every], wait=600)
+    wrong = [failures(found, i) for i in range(len(every))]
+    assert not any(wrong), "\n".join(wrong)
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
