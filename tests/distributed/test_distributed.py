@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import magicube_cutlass.distributed as md
 from tests.distributed import checks, residual_checks, training_checks
-from tests.distributed.harness import Check, Pool, failures
+from tests.distributed.rank_pool import Check, Pool, failures
 from tests.house import modules
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
