@@ -155,7 +155,7 @@ class MiniLM:
             model = copy.deepcopy(self.dense)
             model.load_state_dict(torch.load(start, map_location=self.device))
         else:
-            model, _ = self.pruned(sparsity, method="obs", refit=True, allocation="gauss_newton")
+            model, _ = self.pruned(sparsity, method="obs", refit=True, allocation="output_energy")
             torch.save(model.state_dict(), start)
         ids = [each for own in self.ids.values() for each in own[: -text.HELD_OUT]]
         groupings = [text.batches_of(ids, 64, random.Random(turn)) for turn in range(6)]

@@ -177,7 +177,7 @@ def prune_model(
         Solve for the kept weights and the bias by least squares.
     allocation : str or mapping, optional
         Sparsity of each layer: a method of :func:`allocate`, or a value by pattern of layer names as in ``fnmatch``;
-        layers that none fits are left. Default: ``"gauss_newton"``.
+        layers that none fits are left. Default: ``"output_energy"``.
     row_weights : mapping, optional
         Weights of the rows of a layer by its name, when vectors are selected; default: with ``"gauss_newton"`` those of
         :func:`row_sensitivity`, else none.
@@ -232,7 +232,7 @@ def prune_model(
         raise ValueError("data must hold at least one batch, got none")
     before = metric(model) if metric is not None else 0.0
     if allocation is None:
-        allocation = "gauss_newton"
+        allocation = "output_energy"
     if isinstance(allocation, str):
         if allocation not in ALLOCATIONS:
             raise ValueError(f"allocation must be one of {ALLOCATIONS} or a mapping, got {allocation!r}")
