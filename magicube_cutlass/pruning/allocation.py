@@ -43,8 +43,8 @@ def allocate(
 ) -> dict[str, float]:
     """Distribute a sparsity over the layers of a model by one threshold on the saliency of their vectors.
 
-    Saliency of a vector: its score, see :func:`vector_scores`, over ``E |W x|^2`` (``"output_energy"``: what dropping
-    it costs as a share of its layer's output), or with rows weighted by :func:`row_sensitivity` (``"gauss_newton"``:
+    Saliency of a vector: its score, see ``vector_scores``, over ``E |W x|^2`` (``"output_energy"``: what dropping
+    it costs as a share of its layer's output), or with rows weighted by ``row_sensitivity`` (``"gauss_newton"``:
     layers are compared by what they do to the result). Where both tie in quality, time decides: with
     ``time_weight = a`` the saliency is divided by ``t^a``, t the predicted time of a stored vector of its layer.
 
@@ -66,11 +66,11 @@ def allocate(
     tokens : int, default 400
         Tokens per call for which times are predicted.
     row_weights : mapping, optional
-        What :func:`row_sensitivity` returned; computed if ``"gauss_newton"`` needs it.
+        What ``row_sensitivity`` returned; computed if ``"gauss_newton"`` needs it.
     embed : callable, optional
-        From the output and the batch to a vector per sample; default :func:`mean_embedding`.
+        From the output and the batch to a vector per sample; default ``mean_embedding``.
     damp : float, default 0.01
-        As for :func:`vector_scores`.
+        As for ``vector_scores``.
     seed : int, default 0
         Seed of the random projections.
     progress : bool, default True
@@ -79,7 +79,7 @@ def allocate(
     Returns
     -------
     dict
-        Sparsity by the name of each linear layer in the blocks of the model, see :func:`find_blocks`.
+        Sparsity by the name of each linear layer in the blocks of the model, see ``find_blocks``.
 
     Examples
     --------
@@ -167,9 +167,9 @@ def row_sensitivity(
     ----------
     model : nn.Module
     data : iterable
-        As for :func:`prune_model`.
+        As for ``prune_model``.
     embed : callable, optional
-        Default: :func:`mean_embedding`.
+        Default: ``mean_embedding``.
     seed : int, default 0
         Seed of r.
 

@@ -25,7 +25,7 @@ _EVERY = 20  # steps between two records of the loss
 
 @dataclass
 class DistillReport:
-    """Result of :func:`distill`.
+    """Result of ``distill``.
 
     Attributes
     ----------
@@ -82,14 +82,14 @@ def distill(
 
     Loss: ``a mean_l |h_l - t_l|^2 / var(t_l) + b (1 - cos(e, e_t)) + c mean |E E^T - E_t E_t^T|^2 + d KL(p_t | p)``,
     with h_l and t_l the outputs of block l of student and teacher [1]_, e the embeddings, E those of the batch, p the
-    softmax of the logits; a, b, c, d as in :class:`LossWeights`. AdamW without decay; the rate rises over `warmup`
+    softmax of the logits; a, b, c, d as in ``LossWeights``. AdamW without decay; the rate rises over `warmup`
     steps and falls to 2% along a cosine. Weights of ``nn.Linear`` layers that are 0 stay 0. The order of the batches
     follows from `seed` and the step, so a run that goes on from `checkpoint` ends with the weights of a whole one.
 
     Parameters
     ----------
     student, teacher : nn.Module
-        Of equal blocks, see :func:`find_blocks`. The teacher runs without gradients.
+        Of equal blocks, see ``find_blocks``. The teacher runs without gradients.
     data : sequence
         Batches: tensors, tuples or lists whose first entry is the input, or dicts of keyword arguments; moved to the
         device of the student.
@@ -100,7 +100,7 @@ def distill(
     weights : LossWeights, optional
         Default: hidden states 1, embeddings 3, similarities 10, logits 0.
     embed : callable, optional
-        From the output and the batch to a vector per sample; default :func:`mean_embedding`.
+        From the output and the batch to a vector per sample; default ``mean_embedding``.
     warmup : int, default 30
     keep_zeros : bool, default True
         Keep the masks of a pruned model.

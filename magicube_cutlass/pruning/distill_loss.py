@@ -18,7 +18,7 @@ __all__ = ["LossWeights"]
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the terms of the loss of :func:`distill`.
+    """Weights of the terms of the loss of ``distill``.
 
     Attributes
     ----------

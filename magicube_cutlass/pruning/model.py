@@ -76,7 +76,7 @@ class PruneRow:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """Result of :func:`prune_model`; ``print`` shows a table.
+    """Result of ``prune_model``; ``print`` shows a table.
 
     Attributes
     ----------
@@ -155,9 +155,9 @@ def prune_model(
 ) -> PruneReport:
     """Prune the ``nn.Linear`` layers of a model in place, in V x 1 vectors, and refit what is kept.
 
-    Goes through the blocks of the model, see :func:`find_blocks`, and through the layers of a block in the order of
+    Goes through the blocks of the model, see ``find_blocks``, and through the layers of a block in the order of
     their calls. Each layer sees the inputs of the already pruned model; with `refit` its kept weights and its bias are
-    those that best give the dense layer's output from them, see :func:`refit`. Memory: one block of the dense model,
+    those that best give the dense layer's output from them, see ``refit``. Memory: one block of the dense model,
     the moments of one layer, and the hidden states of the data between two blocks. Equal arguments give equal weights.
 
     Parameters
@@ -172,24 +172,24 @@ def prune_model(
     vector_length : int, default 8
         V.
     method : {"magnitude", "wanda", "obs"}, default "obs"
-        Scores of the vectors, see :func:`vector_scores`; ``"obs"`` also updates what is kept, see :func:`obs`.
+        Scores of the vectors, see ``vector_scores``; ``"obs"`` also updates what is kept, see ``obs``.
     refit : bool, default True
         Solve for the kept weights and the bias by least squares.
     allocation : str or mapping, optional
-        Sparsity of each layer: a method of :func:`allocate`, or a value by pattern of layer names as in ``fnmatch``;
+        Sparsity of each layer: a method of ``allocate``, or a value by pattern of layer names as in ``fnmatch``;
         layers that none fits are left. Default: ``"output_energy"``.
     row_weights : mapping, optional
         Weights of the rows of a layer by its name, when vectors are selected; default: with ``"gauss_newton"`` those of
-        :func:`row_sensitivity`, else none.
+        ``row_sensitivity``, else none.
     embed : callable, optional
         From the output and the batch to a vector per sample, for the allocation and the default metric. Default:
-        :func:`mean_embedding`.
+        ``mean_embedding``.
     damp : float, default 0.01
-        As for :func:`obs` and :func:`refit`.
+        As for ``obs`` and ``refit``.
     seed : int, default 0
         Seed of the allocation's random projections.
     max_loss : float, optional
-        Budget: a larger loss gives a :class:`PruningWarning`.
+        Budget: a larger loss gives a ``PruningWarning``.
     metric : callable, optional
         From the model to a number, larger is better; the loss is what it falls by. Default: the mean cosine of
         ``embed(output)`` with the dense model's on `data`, so the loss is 1 minus that.
@@ -268,7 +268,7 @@ def prune_model(
 
 @dataclass
 class _Run:
-    """State of one :func:`prune_model`."""
+    """State of one ``prune_model``."""
 
     model: nn.Module
     batches: list[Batch]

@@ -71,28 +71,28 @@ def fastest_allocation(
     sparsity : float
         Share of the vectors of all layers to drop, in [0, 1].
     data : iterable
-        At least 2 batches, as for :func:`prune_model`.
+        At least 2 batches, as for ``prune_model``.
     tie : float, default 0.05
         Losses that differ by this share count as equal.
     candidates : mapping, optional
         Allocations by name. Default: uniform, and ``"output_energy"`` and ``"gauss_newton"`` with time weights 0 and
-        0.5, see :func:`allocate`.
+        0.5, see ``allocate``.
     vector_length : int, default 8
         V.
     tokens, threads : int, default 400 and 1
-        For :func:`predicted_us`.
+        For ``predicted_us``.
     embed : callable, optional
-        As for :func:`prune_model`.
+        As for ``prune_model``.
     seed : int, default 0
     progress : bool, default True
         Show progress bars.
     **options
-        Of :func:`prune_model`: `method`, `refit`, `damp`.
+        Of ``prune_model``: `method`, `refit`, `damp`.
 
     Returns
     -------
     AllocationTrial
-        The chosen one; its ``allocation`` is what :func:`prune_model` takes.
+        The chosen one; its ``allocation`` is what ``prune_model`` takes.
     list of AllocationTrial
         All, fastest first.
 

@@ -76,7 +76,7 @@ def vector_scores(
     gram : Tensor, shape (K, K), optional
         ``H = E[x x^T]`` of the input; needed unless the method is magnitude.
     row_weights : Tensor, shape (M,), optional
-        Weight of the error of each output, see :func:`row_sensitivity`. Default: 1.
+        Weight of the error of each output, see ``row_sensitivity``. Default: 1.
     damp : float, default 0.01
         Share of the mean of H's diagonal that is added to it.
 
