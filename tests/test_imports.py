@@ -36,11 +36,16 @@ OUTSIDE: dict[str, set[str]] = {
         "matplotlib",
         "onnx",
         "onnxruntime",
+        "transformers",  # these by hooks alone
+        "torchao",
+        "gguf",
+        "peft",
     },
     "residual": {"torch", "numpy", "scipy"},
 }
 # A plain import of the library leaves these to the functions that need them.
-LAZY = ["onnx", "onnxruntime", "scipy", "typer", "rich", "matplotlib", "cuda", "cutlass", "cutlass_library", "pycute"]
+LAZY = ["onnx", "onnxruntime", "scipy", "typer", "rich", "matplotlib", "cuda", "cutlass", "cutlass_library", "pycute",
+        "transformers", "torchao", "gguf", "peft"]  # fmt: skip
 IMPORT_SECONDS = 0.3
 PYTHON_LINES, CPP_LINES = 400, 500
 CPP = {".cpp", ".hpp", ".cuh", ".cu", ".h"}

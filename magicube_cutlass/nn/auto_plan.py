@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from magicube_cutlass.dispatch import cpu_costs
-from magicube_cutlass.nn.calibration import restore_modes, run_batch, shown
+from magicube_cutlass.nn.calibration import forward_batch, restore_modes, shown
 from magicube_cutlass.nn.config import QuantConfig, SparseQuantConfig
 from magicube_cutlass.nn.weight_modules import LayerConfig, kind_of_module, make_layer, reason, set_module, weight_shape
 
@@ -107,7 +107,7 @@ def _first_tensor(output: Any) -> Tensor:
 
 
 def _outputs(model: nn.Module, data: Sequence[Any]) -> list[Tensor]:
-    return [_first_tensor(run_batch(model, batch)).float() for batch in data]
+    return [_first_tensor(forward_batch(model, batch)).float() for batch in data]
 
 
 def _relative_error(data: Sequence[Any], want: list[Tensor]) -> Callable[[nn.Module], float]:
@@ -153,7 +153,7 @@ def _tokens(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any) -> di
 
     handles = [layer.register_forward_hook(see(name)) for name, layer in layers.items()]
     try:
-        run_batch(model, batch)
+        forward_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -28,7 +28,7 @@ class Calibrated(nn.Module):
         return None if scale is None else scale.float()
 
 
-def run_batch(model: nn.Module, batch: Any) -> Any:
+def forward_batch(model: nn.Module, batch: Any) -> Any:
     """Run the model on a batch: a tensor, the first entry of a tuple or list, or keyword arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -107,7 +107,7 @@ def calibrate(
         stack.callback(restore_modes, {each: each.training for each in model.modules()})
         model.eval()
         for batch in shown(batches, progress):
-            run_batch(model, batch)
+            forward_batch(model, batch)
             count += 1
     if not count:
         raise ValueError("batches must hold at least one batch, got none")

@@ -18,11 +18,10 @@ from magicube_cutlass.dispatch import cpu_linear
 from magicube_cutlass.formats import generate
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.nn import linear_op
+from magicube_cutlass.nn import linear_op, weight_version
 from magicube_cutlass.nn.calibration import Calibrated
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import SparseQuantConfig
-from magicube_cutlass.nn.weight_version import weight_version
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _STRUCTURE = ("row_offsets", "col_indices")
@@ -207,7 +206,7 @@ class SparseQuantLinear(Calibrated):
             weight = self._parameters["weight"]
         except KeyError:  # a parametrization
             weight = self.weight
-        version = 0 if weight is None else weight_version(weight)
+        version = 0 if weight is None else weight_version.weight_version(weight)
         made_of, matrix = self._made_of, self._matrix
         same = made_of is not None and made_of[0] is weight and made_of[1] == version
         if matrix is not None and (weight is None or same):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from magicube_cutlass.nn.calibration import restore_modes, run_batch, shown
+from magicube_cutlass.nn.calibration import forward_batch, restore_modes, shown
 from magicube_cutlass.nn.dense.linear import QuantLinear
 
 
@@ -78,7 +78,7 @@ def smooth(model: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5, prog
         stack.callback(restore_modes, {each: each.training for each in model.modules()})
         model.eval()
         for batch in shown(batches, progress):
-            run_batch(model, batch)
+            forward_batch(model, batch)
             count += 1
     if not count:
         raise ValueError("batches must hold at least one batch, got none")
