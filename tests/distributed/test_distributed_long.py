@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import magicube_cutlass.distributed as md
 from tests.distributed import checks, residual_checks, training_checks
-from tests.distributed.rank_pool import Pool, failures
 from tests.distributed.problems import activations, matrix
+from tests.distributed.rank_pool import Pool, failures
 from tests.house import ROOT
 
 pytestmark = [
