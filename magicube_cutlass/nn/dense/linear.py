@@ -56,7 +56,8 @@ class QuantLinear(QuantState):
 
     On a CPU, int8 and int4 weights with int8 activations are one call of the engine, which quantizes the input, unpacks
     4-bit weights in registers, and adds the bias. Everything else runs in torch on the dequantized weight;
-    :meth:`explain` says which. The state dict holds tensors only, and loading one restores the options.
+    :meth:`explain` says which. On a GPU it has not run yet. The state dict holds tensors only, and loading one
+    restores the options.
 
     Parameters
     ----------
