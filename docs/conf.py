@@ -46,7 +46,7 @@ autodoc_default_options = {
     "members": True,
     "show-inheritance": True,
     "special-members": "__matmul__, __getitem__",  # A @ x, A[8:16]
-    "inherited-members": "Module, Tensor, tuple, object, ValueError, Exception",
+    "inherited-members": "Module, tuple, object, ValueError, Exception",
 }
 nitpicky = True  # a reference to nothing is an error
 suppress_warnings = ["ref.python"]  # a word of a type, such as shape, names several attributes
