@@ -15,6 +15,7 @@ from tests.test_examples import load, script
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.long
 def test_accuracy_covers_every_mode_and_kind_and_draws_them(tmp_path: Path) -> None:
     out, picture = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
     script("benchmarks/accuracy.py", "--device", "cpu", "--quick", "--seconds", 2, "--out", out)
@@ -62,6 +63,7 @@ def test_layers_are_compared_with_those_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+@pytest.mark.long
 def test_two_threads_are_compared_with_one_under_load(tmp_path: Path) -> None:
     out = tmp_path / "threads.json"
     script("benchmarks/cpu_threads.py", "--quick", "--always", "--out", out)
@@ -72,6 +74,7 @@ def test_two_threads_are_compared_with_one_under_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+@pytest.mark.long
 def test_the_papers_values_stand_beside_ours(tmp_path: Path) -> None:
     script("benchmarks/paper_residual.py", "--quick", "--out", tmp_path)
     found = json.loads((tmp_path / "paper_residual_cpu.json").read_text())
@@ -96,7 +99,7 @@ def test_the_page_has_the_tables_of_the_results(monkeypatch: pytest.MonkeyPatch)
     benchmark, results = load(ROOT / "benchmarks" / "paper_residual.py"), ROOT / "benchmarks" / "results"
     page = (ROOT / "docs" / "lab" / "paper-residual.md").read_text()
     made = benchmark.tables(json.loads((results / "paper_residual_cpu.json").read_text()), results)
-    assert len(made) == 9
+    assert len(made) == 10
     for mark, table in made.items():
         assert table in page, mark
     uniform = next(row for row in json.loads((results / "paper_residual_cpu.json").read_text())["table 5"])

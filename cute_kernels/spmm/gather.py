@@ -46,7 +46,7 @@ class GatherConfig(SpmmConfig):
     >>> from cute_kernels.dtypes import Integer
     >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
     >>> config.name, config.smem_bytes, config.grid(vector_rows=512, n=512, batch=1)
-    ('spmm_gather-s8_m16n8k32-v8-s8xs8-int32-b64s4w4r1', 32768, (1024, 1, 1))
+    ('spmm_gather-s8_m16n8k32-v8-s8xs8-int32-b64s4w4r1', 32768, (128, 8, 1))
     """
 
     STEM: ClassVar[str] = "spmm_gather"

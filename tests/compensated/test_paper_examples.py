@@ -41,6 +41,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_qr_table(tmp_path: Path) -> None:
     found = quick("qr_table.py", tmp_path, "qr_table")
     errors = {(row["way"], row["distribution"]): row["error"] for row in found["rows"]}
@@ -52,6 +53,7 @@ def test_qr_table(tmp_path: Path) -> None:
     assert all(row["backward error"] <= 1e-15 for row in found["refinements"])
 
 
+@pytest.mark.long
 def test_lenet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if line := load("lenet_fashion_mnist", monkeypatch).missing():
         pytest.skip(line)

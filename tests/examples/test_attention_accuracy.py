@@ -138,6 +138,7 @@ def test_quantized_stages_run_the_library_s_operator(task: tasks.Task, bits: tup
         assert torch.equal(net(words), net.head(net.norm(h)[:, :8]).transpose(1, 2))
 
 
+@pytest.mark.long
 def test_recall_is_learned_with_attention_and_not_without() -> None:
     task = tasks.recall(32, (4000, 128), 1, 2, 0)
     size = replace(SIZE, steps=250, batch=32, rate=5e-3)
