@@ -133,7 +133,8 @@ def test_the_pages_on_performance_show_the_results_files() -> None:
     assert "| magicube e4m3 x e4m3 |" in page and "BSR fp16 32 |" in page
 
 
-def test_the_readme_and_the_pages_for_users_show_the_results_files() -> None:
+def test_the_readme_and_the_pages_for_users_show_the_results_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     table = load(ROOT / "benchmarks" / "reader_tables.py")
     for section, page, render in table.SECTIONS:
         assert render() in (ROOT / page).read_text(), section
