@@ -6,9 +6,7 @@ training goes on to change: the operator for training gets the weight, and takes
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from magicube_cutlass.autograd.once import once
 from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, quantize_act
+from magicube_cutlass.nn.training_op import NumberedLayers, fake_gradients, join_gradient
 from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
@@ -95,23 +94,8 @@ def _fake_forward(x: Tensor, data: Tensor) -> Tensor:
 
 quant_linear = register_op("magicube::quant_linear", _forward, _fake_forward)
 
-_layers: WeakValueDictionary[int, TrainedLayer] = WeakValueDictionary()
-_numbers = count(1)
-
-
-def register_layer(layer: TrainedLayer) -> int:
-    """Return a number under which the operator for training finds this layer while it lives."""
-    number = next(_numbers)
-    _layers[number] = layer
-    return number
-
-
-def _layer_of(number: int) -> TrainedLayer:
-    found = _layers.get(number)
-    if found is None:
-        raise RuntimeError(f"a compiled graph needs the QuantLinear it was traced with, number {number}: it is gone or "
-                           "belongs to another process")  # fmt: skip
-    return found
+_layers: NumberedLayers[TrainedLayer] = NumberedLayers("QuantLinear")
+register_layer = _layers.register
 
 
 def forward_rows(layer: TrainedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,11 +147,11 @@ class QuantProduct(torch.autograd.Function):
 def _train(x: Tensor, weight: Tensor | None, bias: Tensor | None, number: int) -> Tensor:
     """Output (tokens, out) of the layer."""
     with torch.no_grad():
-        return forward_rows(_layer_of(number), x, bias)
+        return forward_rows(_layers.find(number), x, bias)
 
 
 def _fake_train(x: Tensor, number: int) -> Tensor:
-    return x.new_empty((x.shape[0], _layer_of(number).out_features))
+    return x.new_empty((x.shape[0], _layers.find(number).out_features))
 
 
 def _train_gradients(
@@ -175,40 +159,11 @@ def _train_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, (0,) where `needed` says no."""
     none = grad.new_empty(0)
-    found = gradients(_layer_of(number), grad, x, weight, bias, needed)
+    found = gradients(_layers.find(number), grad, x, weight, bias, needed)
     return tuple(none if each is None else each for each in found)  # type: ignore[return-value]
 
 
-def _fake_train_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, needed: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes and dtypes of `_train_gradients`."""
-    found = [
-        grad.new_empty(0) if each is None or not wanted else each.new_empty(each.shape)
-        for each, wanted in zip((x, weight, bias), needed, strict=True)
-    ]
-    return found[0], found[1], found[2]
-
-
 quant_linear_train = register_op("magicube::quant_linear_train", _train, _fake_train)
-quant_linear_backward = register_op("magicube::quant_linear_backward", _train_gradients, _fake_train_gradients)
+quant_linear_backward = register_op("magicube::quant_linear_backward", _train_gradients, fake_gradients)
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.number = inputs[3]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments of the operator."""
-    needed = list(ctx.needs_input_grad[:3])
-    found = quant_linear_backward(grad, *ctx.saved_tensors, ctx.number, needed)
-    return (*(each if wanted else None for each, wanted in zip(found, needed, strict=True)), None)
-
-
-def _no_second_derivative(*_: Any) -> None:
-    raise RuntimeError("QuantLinear has no second derivative: its gradients cannot be differentiated")
-
-
-torch.library.register_autograd("magicube::quant_linear_train", _backward, setup_context=_save)
-torch.library.register_autograd("magicube::quant_linear_backward", _no_second_derivative)
+join_gradient("magicube::quant_linear_train", "magicube::quant_linear_backward", quant_linear_backward, "QuantLinear")
