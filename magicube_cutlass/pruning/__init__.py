@@ -8,7 +8,7 @@ from magicube_cutlass.pruning.model import PruneReport, PruneRow, PruningWarning
 from magicube_cutlass.pruning.search import AllocationTrial, fastest_allocation
 from magicube_cutlass.pruning.solve import obs, refit, vector_scores
 from magicube_cutlass.pruning.statistics import InputStatistics
-from magicube_cutlass.pruning.walk import find_blocks, run_batch, token_mask
+from magicube_cutlass.pruning.walk import find_blocks, token_mask
 
 __all__ = [
     "AllocationTrial",
@@ -28,7 +28,6 @@ __all__ = [
     "prune_model",
     "refit",
     "row_sensitivity",
-    "run_batch",
     "token_mask",
     "vector_scores",
 ]

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from magicube_cutlass.checks import check_vector_length
 from magicube_cutlass.dispatch.cpu_costs import get_costs
+from magicube_cutlass.nn.calibration import forward_batch
 from magicube_cutlass.pruning.embedding import Embed, mean_embedding
 from magicube_cutlass.pruning.progress import track
 from magicube_cutlass.pruning.solve import Method, vector_scores
 from magicube_cutlass.pruning.statistics import InputStatistics
-from magicube_cutlass.pruning.walk import Batch, BlockCalls, evaluation, find_blocks, linears, record_calls, run_batch
+from magicube_cutlass.pruning.walk import Batch, BlockCalls, evaluation, find_blocks, linears, record_calls
 
 __all__ = ["Allocation", "allocate", "predicted_us", "row_sensitivity"]
 
@@ -215,7 +216,7 @@ def row_sensitivity(
             each.requires_grad_(each is first)
         with torch.enable_grad():
             for batch in data:
-                vectors = embed(run_batch(model, batch), batch)
+                vectors = embed(forward_batch(model, batch), batch)
                 direction = torch.randn(vectors.shape, generator=generator).to(vectors)
                 torch.autograd.grad((vectors * direction).sum(), first)
     finally:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 
+from magicube_cutlass.nn.calibration import forward_batch
 from magicube_cutlass.pruning.embedding import Embed, outputs_of
-from magicube_cutlass.pruning.walk import Batch, find_blocks, run_batch, token_mask
+from magicube_cutlass.pruning.walk import Batch, find_blocks, token_mask
 
 __all__ = ["LossWeights"]
 
@@ -60,7 +61,7 @@ class States(NamedTuple):
 def states_of(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch, embed: Embed) -> States:
     """Run the model and collect its states."""
     with outputs_of(blocks) as hidden:
-        output: Any = run_batch(model, batch)
+        output: Any = forward_batch(model, batch)
     logits = getattr(output, "logits", None)
     return States(hidden, embed(output, batch), logits if isinstance(logits, Tensor) else None)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from magicube_cutlass.checks import check_vector_length
+from magicube_cutlass.nn.calibration import forward_batch
 from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.pruning.allocation import ALLOCATIONS, Allocation, _join, allocate, row_sensitivity
 from magicube_cutlass.pruning.embedding import Embed, mean_embedding
@@ -28,7 +29,6 @@ from magicube_cutlass.pruning.walk import (
     input_of,
     linears,
     record_calls,
-    run_batch,
 )
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class _Run:
         blocks = find_blocks(self.model)
         calls = []
         for batch in self.batches:
-            self.dense.append(self.embed(run_batch(self.model, batch), batch).cpu())
+            self.dense.append(self.embed(forward_batch(self.model, batch), batch).cpu())
             calls.append(record_calls(self.model, list(blocks.values()), batch))
         pruned = [each.hidden for each in calls]
         dense = list(pruned)
@@ -349,7 +349,7 @@ class _Run:
     def similarity(self) -> float:
         """Mean cosine with the dense model's embeddings."""
         found = [
-            (self.embed(run_batch(self.model, batch), batch).cpu() * dense).sum(-1)
+            (self.embed(forward_batch(self.model, batch), batch).cpu() * dense).sum(-1)
             for batch, dense in zip(self.batches, self.dense, strict=True)
         ]
         return float(torch.cat(found).mean())

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from magicube_cutlass.nn.calibration import forward_batch
 from magicube_cutlass.pruning.allocation import Allocation, allocate, predicted_us
 from magicube_cutlass.pruning.embedding import Embed, mean_embedding
 from magicube_cutlass.pruning.model import prune_model
-from magicube_cutlass.pruning.walk import Batch, evaluation, run_batch
+from magicube_cutlass.pruning.walk import Batch, evaluation
 
 __all__ = ["AllocationTrial", "fastest_allocation"]
 
@@ -136,4 +137,4 @@ def fastest_allocation(
 @torch.no_grad()
 def _embeddings(model: nn.Module, batches: list[Batch], embed: Embed) -> torch.Tensor:
     with evaluation(model):
-        return torch.cat([embed(run_batch(model, batch), batch).cpu() for batch in batches])
+        return torch.cat([embed(forward_batch(model, batch), batch).cpu() for batch in batches])

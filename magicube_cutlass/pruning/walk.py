@@ -11,28 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "find_blocks", "run_batch", "token_mask"]
+from magicube_cutlass.nn.calibration import forward_batch
+
+__all__ = ["Batch", "find_blocks", "token_mask"]
 
 Batch = Any  # a tensor, a tuple or list whose first entry is the input, or a dict of keyword arguments
 
 
 class _Reached(Exception):
     """The layer whose input was asked for was reached."""
-
-
-def run_batch(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on a batch: a tensor, the first entry of a tuple or list, or keyword arguments.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from magicube_cutlass.pruning import run_batch
-    >>> run_batch(torch.nn.Identity(), (torch.ones(2), "label"))
-    tensor([1., 1.])
-    """
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
 def token_mask(batch: Batch) -> Tensor | None:
@@ -139,7 +126,7 @@ def record_calls(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) ->
 
     handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in blocks]
     try:
-        run_batch(model, batch)
+        forward_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()
