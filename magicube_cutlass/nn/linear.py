@@ -22,6 +22,7 @@ from magicube_cutlass.nn import linear_op, weight_version
 from magicube_cutlass.nn.calibration import Calibrated
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import SparseQuantConfig
+from magicube_cutlass.nn.layer_state import restore_dtypes, take_tensors
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _STRUCTURE = ("row_offsets", "col_indices")
@@ -349,15 +350,7 @@ class SparseQuantLinear(Calibrated):
         self._forget()
 
     def _take_kind(self, state_dict: Any, prefix: str) -> None:
-        device = self.row_offsets.device
-        for name in (*_STRUCTURE, *_OPTIONAL):
-            stored = state_dict.get(prefix + name)
-            setattr(self, name, None if stored is None else torch.empty_like(stored, device=device))
-        weight = state_dict.get(prefix + "weight")
-        if weight is None:
-            self.weight = None
-        elif self.weight is None:
-            self.weight = nn.Parameter(torch.empty_like(weight, device=device))
+        take_tensors(self, state_dict, prefix, (*_STRUCTURE, *_OPTIONAL), self.row_offsets.device)
 
     def _check_state(self, state_dict: Any, prefix: str) -> None:
         """Raise unless pattern, options and integers of a state fit each other and this layer."""
@@ -377,9 +370,7 @@ class SparseQuantLinear(Calibrated):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseQuantLinear:
         scales = {name: getattr(self, name) for name in ("scale", "act_scale")}
         super()._apply(fn, recurse)
-        for name, before in scales.items():  # half() and the like are for what is computed with, not for scales
-            if before is not None and getattr(self, name).dtype != before.dtype:
-                setattr(self, name, before.to(getattr(self, name).device))
+        restore_dtypes(self, scales)
         self._forget()
         return self
 

@@ -13,6 +13,7 @@ from magicube_cutlass.nn.calibration import Calibrated
 from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.dense import linear_op
 from magicube_cutlass.nn.dense.product import DenseProduct
+from magicube_cutlass.nn.layer_state import restore_dtypes, take_tensors
 from magicube_cutlass.quantization.float_tensor import RECIPES
 
 WEIGHT_BUFFERS = ("qweight", "scale", "minimum", "tensor_scale")  # of a frozen layer
@@ -110,14 +111,7 @@ class QuantState(Calibrated):
     def _take_kind(self, state_dict: Any, prefix: str) -> None:
         kept = next((each for each in (self.weight, self.qweight, self.bias) if each is not None), None)
         device = None if kept is None else kept.device
-        for name in OPTIONAL_BUFFERS:
-            stored = state_dict.get(prefix + name)
-            setattr(self, name, None if stored is None else torch.empty_like(stored, device=device))
-        weight = state_dict.get(prefix + "weight")
-        if weight is None:
-            self.weight = None
-        elif self.weight is None:
-            self.weight = nn.Parameter(torch.empty_like(weight, device=device))
+        take_tensors(self, state_dict, prefix, OPTIONAL_BUFFERS, device)
 
     def _check_state(self, state_dict: Any, prefix: str) -> None:
         """Raise unless options and tensors of a state fit each other and this layer."""
@@ -133,9 +127,7 @@ class QuantState(Calibrated):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantState:
         kept = {name: getattr(self, name) for name in OPTIONAL_BUFFERS}
         super()._apply(fn, recurse)
-        for name, before in kept.items():  # half() and the like are for what is computed with, not for scales
-            if before is not None and getattr(self, name).dtype != before.dtype:
-                setattr(self, name, before.to(getattr(self, name).device))
+        restore_dtypes(self, kept)
         self._forget()
         return self
 
