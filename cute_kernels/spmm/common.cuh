@@ -20,7 +20,7 @@ struct SpmmOperands {
   const float* row_scale;       // (rows,) float32 or null
   const float* col_scale;      // (batch, n) float32 or null
   const float* bias;       // (rows,) float32 or null
-  void* out;               // (batch, rows, n), contiguous
+  void* out;               // (batch, rows, n), or (batch, n, rows) if C::kTransposedOut; contiguous
   int64_t rows, n, row_scale_stride, col_scale_stride, col_scale_batch;
   bool vector_stores;      // out, col_scale and n are aligned to the columns of a unit
 };
@@ -290,6 +290,36 @@ __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], cons
   }
 }
 
+// Write one row tile to the transpose of C, (batch, n, rows), where the two rows of a lane are neighbours. `to`: the first of them in
+// the first column.
+template <class C, class Total>
+__device__ __forceinline__ void write_transposed(typename C::Out* to, const bool (&exists)[2], int64_t rows, int64_t inside,
+                                                 const Total (&total)[SpmmShape<C>::kUnits][2], const float (&row_scale)[2],
+                                                 const float* col_scale, int64_t col_scale_stride, const float (&bias)[2]) {
+  using S = SpmmShape<C>;
+  using Out = typename C::Out;
+  using Pair = typename Store<2 * sizeof(Out)>::type;
+  constexpr int kSubs = S::Units::kSubs;
+  if (!exists[0]) return;
+  const bool paired = exists[1] && rows % 2 == 0;  // a pair starts at an even place
+  CUTE_UNROLL
+  for (int u = 0; u < S::kUnits; ++u) {
+    const int column = u / kSubs * 8 * kSubs + u % kSubs;
+    if (column >= inside) continue;
+    const float scale = col_scale ? col_scale[column * col_scale_stride] : 1.0f;
+    alignas(2 * sizeof(Out)) Out two[2];
+    CUTE_UNROLL
+    for (int j = 0; j < 2; ++j) two[j] = convert<Out>(total[u][j], row_scale[j], scale, bias[j]);
+    Out* const at = to + column * rows;
+    if (paired) {
+      *reinterpret_cast<Pair*>(at) = *reinterpret_cast<const Pair*>(two);
+    } else {
+      at[0] = two[0];
+      if (exists[1]) at[1] = two[1];
+    }
+  }
+}
+
 // Write one row tile of a vector row; n0: first column of the N tile.
 template <class C, class Total>
 __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector_row, int tile, int64_t n0, int lane,
@@ -314,7 +344,10 @@ __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector
     bias[j] = at.bias && exists[j] ? at.bias[top + v] : 0.0f;
     to[j] = static_cast<Out*>(at.out) + (batch * at.rows + top + v) * at.n + first;
   }
-  if (C::kPartial ? !at.vector_stores : !whole) {
+  if constexpr (C::kTransposedOut) {
+    Out* const corner = static_cast<Out*>(at.out) + (batch * at.n + first) * at.rows + top + lane % 4 * 2;
+    write_transposed<C>(corner, exists, at.rows, inside, total, row_scale, col_scale, at.col_scale_stride, bias);
+  } else if (C::kPartial ? !at.vector_stores : !whole) {
     write_rows<C, RowStore::kPredicated, false>(to, exists, inside, total, row_scale, col_scale, at.col_scale_stride, bias);
   } else if ((!C::kPartial || whole) && at.col_scale_stride == 0) {
     write_rows<C, RowStore::kPerTensor, true>(to, fits, inside, total, row_scale, col_scale, 0, bias);

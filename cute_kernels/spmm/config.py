@@ -48,6 +48,8 @@ class SpmmConfig(SparseConfig):
     shuffle : bool
         Store 4-bit vectors of a group in the order in which nibbles unpack (SC'22, section IV-B3). False is for
         measurements: they keep the order of their columns, and the kernel orders the nibbles. No GPU has run False.
+    transposed : bool
+        Write the transpose of C, (batch, N, M), contiguous: what a layer's next operator reads.
     tile_n_bytes : int
         Bytes of a row of B per N tile: 16, 32, 64 or 128. Each subclass sets the default.
 
@@ -60,7 +62,8 @@ class SpmmConfig(SparseConfig):
     """
 
     FLAGS: ClassVar[dict[str, tuple[str, bool]]] = {
-        "unstacked": ("fuse_digits", False), "unswizzled": ("swizzle", False), "unshuffled": ("shuffle", False)
+        "unstacked": ("fuse_digits", False), "unswizzled": ("swizzle", False), "unshuffled": ("shuffle", False),
+        "transposed": ("transposed", True),
     }  # fmt: skip
 
     atom: str
@@ -71,6 +74,7 @@ class SpmmConfig(SparseConfig):
     fuse_digits: bool = True
     swizzle: bool = True
     shuffle: bool = True
+    transposed: bool = False
 
     @property
     def mma_k(self) -> int:
@@ -134,6 +138,7 @@ class SpmmConfig(SparseConfig):
             "kTileNBytes": self.tile_n_bytes,
             "kSwizzle": self.swizzle,
             "kShuffle": self.shuffle,
+            "kTransposedOut": self.transposed,
         }
 
     @property
@@ -154,8 +159,8 @@ class SpmmConfig(SparseConfig):
         return self.a, self.b
 
     def _tags(self) -> list[str]:
-        switches = ("unstacked", self.fuse_digits), ("unswizzled", self.swizzle), ("unshuffled", self.shuffle)
-        return [name for name, on in switches if not on]
+        flags = ("unstacked", not self.fuse_digits), ("unswizzled", not self.swizzle), ("unshuffled", not self.shuffle)
+        return [name for name, on in (*flags, ("transposed", self.transposed)) if on]
 
     def pack(self, vectors: Vectors, inner: int) -> Sequence[Tensor]:
         """Pack the sparse operand for this kernel, on its device.

@@ -166,6 +166,8 @@ def plan_spmm(
             raise ValueError(f"config must be for vectors of a multiple of {matrix.vector_length} rows, "
                              f"got one for {config.vector_length}")  # fmt: skip
         if config is not None:
+            if config.transposed:
+                raise ValueError(f"config must not be transposed, got {config.name}: the output is (M, N)")
             length = config.vector_length
         kind, sizes = spmm_problem(matrix, rhs, out, width, batch, length)
         if config is None:

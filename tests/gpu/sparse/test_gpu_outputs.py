@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 import magicube_cutlass as mc
+from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.spmm.heuristics import SpmmKernel
+from magicube_cutlass.dispatch import cuda
+from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
+from magicube_cutlass.ops.problem import check_spmm as check_problem
 from tests.gpu.problems import PANELS, POISON, check_spmm, chosen, dense, gather, ints, kind, panel, sparse, spmm
 from tests.helpers import SCALES
 
@@ -171,3 +176,31 @@ def test_sums_of_nothing_are_zero_and_take_the_bias() -> None:
     for dtype in (torch.float16, torch.float32):
         assert torch.equal(spmm(a, b, dtype, bias=bias), bias.to(dtype)[:, None].expand(3, 5, 7))
         assert torch.equal(spmm(a, b, dtype), torch.zeros(3, 5, 7, dtype=dtype))
+
+
+TRANSPOSED = [
+    replace(config, transposed=True) for out in OUTS for bits in (4, 8, 16) for config in both(out, (bits, True))
+]
+
+
+@pytest.mark.parametrize("config", TRANSPOSED, ids=named)
+@pytest.mark.parametrize(("m", "n"), [(64, 96), (64, 97), (61, 96), (61, 5)])
+def test_the_transpose_has_the_same_bits(config: SpmmKernel, m: int, n: int) -> None:
+    torch.manual_seed(n)
+    w, dtype = torch.randn(m, 300), getattr(torch, config.out)
+    a = mc.SRBCRS.from_mask(w, mc.prune(w, 0.6, 8), vector_length=8, bits=8, scale="row").to("cuda")
+    bias = torch.randn(m, device="cuda") if dtype.is_floating_point else None
+    for scale in ("tensor", "column"):
+        b = mc.quantize(torch.randn(300, n, device="cuda"), config.b.bits, scale=scale)
+        plain = mc.spmm(a, b, out_dtype=dtype, bias=bias, config=replace(config, transposed=False))
+        problem = check_problem(a, b, dtype, bias, None)
+        _, packed = plan_spmm(a, problem.rhs, dtype, size_bucket(n), 1, None, replace(config, transposed=False))
+        out = torch.full((n + 1, m), 77, device="cuda").to(dtype)
+        rows = DenseOperand(b.data, b.bits, True, -2, b.packed_dim)
+        of_b = None if b.scale is None or bias is None else b.scale.reshape(() if scale == "tensor" else -1)
+        of_a = None if bias is None else problem.row_scale
+        cuda.spmm(config.name, packed, rows, 300, out[:n].mT, of_a, of_b, problem.bias)
+        assert torch.equal(out[:n].mT, plain)
+        assert bool((out[n] == 77).all())
+    with pytest.raises(ValueError, match="config must not be transposed"):
+        mc.spmm(a, b, out_dtype=dtype, config=config)

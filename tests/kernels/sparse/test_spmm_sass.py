@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -52,10 +53,17 @@ def of_few_columns(arch: str) -> Iterator[Config]:
         yield choose_spmm(kind, Machine(arch, 132), Problem(rows, 4096, 410 * rows, 512, n))
 
 
+def transposed(arch: str) -> Iterator[Config]:
+    """What a layer of many and of few tokens runs."""
+    for n in (16, 512):
+        kind = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
+        yield replace(choose_spmm(kind, Machine(arch, 132), Problem(512, 4096, 410 * 512, 512, n)), transposed=True)
+
+
 CASES = [
     (config, arch)
     for arch, configs in (
-        ("sm_90a", [*default_configs(), *of_few_columns("sm_90a")]),
+        ("sm_90a", [*default_configs(), *of_few_columns("sm_90a"), *transposed("sm_90a")]),
         ("sm_80", default_configs(arch="sm_80")),
         *((arch, few(arch)) for arch in OTHERS),
     )
