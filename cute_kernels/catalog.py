@@ -60,15 +60,16 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     from cute_kernels.attention import quantize_qkv as attention_operands
     from cute_kernels.attention import sparse_softmax as softmax
     from cute_kernels.convert import dense_to_sparse as compress
-    from cute_kernels.convert import digits, quantize, quantize_transposed
+    from cute_kernels.convert import digits, quantize, quantize_transposed, transpose
     from cute_kernels.estimate import config as probes
     from cute_kernels.estimate import look, remainder_probes, statistics, verdict
     from cute_kernels.layout import column_order as ordering
 
-    others = (quantize, quantize_transposed, compress, ordering, softmax, probes, remainder_probes, statistics, look)
+    others = (quantize, quantize_transposed, transpose, compress, ordering, softmax)
+    sums = (probes, remainder_probes, statistics, look)
     by_arch = (each.default_configs(arch) for each in (attention, attention_operands, digits))
     verdicts = [verdict.VerdictConfig()]
-    return chain(default_configs(all, arch), *by_arch, *(each.default_configs() for each in others), verdicts)
+    return chain(default_configs(all, arch), *by_arch, *(each.default_configs() for each in (*others, *sums)), verdicts)
 
 
 def named_configs() -> dict[str, SpmmKernel | SddmmKernel]:

@@ -29,7 +29,7 @@ from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts, beyond, gather_vectors
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
-from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS
+from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, keep_record
 from magicube_cutlass.ops import sddmm as sddmm_op
 from magicube_cutlass.ops import spmm as spmm_op
 from magicube_cutlass.ops import torch_ops as library
@@ -377,8 +377,9 @@ def spmm_of(
     dense = quantized(x, act_bits, axis, act_scale)
     if not wanted:
         product = _product(matrix, dense, x.dtype, bias)
-        if key is not None:
-            spmm_op.record_floats(key, matrix, dense, x, bias)
+        made = None if key is None else spmm_op.floats_record(matrix, dense, x, bias)
+        if made is not None:
+            keep_record(A._execution, key, made)
         return product
     return _Spmm.apply(values, x, bias, matrix, dense, grad_bits)
 

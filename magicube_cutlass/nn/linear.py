@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cute_kernels.watch import watched
 from magicube_cutlass import autograd
+from magicube_cutlass.autograd.gpu_rows import sparse_rows
 from magicube_cutlass.autograd.integer import STRIDE, quantized, spmm_of
 from magicube_cutlass.checks import check_tensor, is_transformed, transform_error
 from magicube_cutlass.dispatch import cpu_linear
@@ -39,9 +40,9 @@ class SparseQuantLinear(Calibrated):
     straight-through, and zero outside of the pattern, where the master keeps its values for a later :meth:`prune_`.
     :meth:`freeze` drops the master.
 
-    Input (..., in) of float16, bfloat16, float32 or float64; output (..., out) of its dtype, contiguous or a view with
-    contiguous tokens. On a CPU, a forward pass without gradients is one call of the engine, which quantizes the input,
-    and a weight with few zeros takes the dense kernel on AVX2 and AVX512-VNNI; both kernels give the same bits.
+    Input (..., in) of float16, bfloat16, float32 or float64; output (..., out) of its dtype, contiguous on a GPU, else
+    maybe a view with contiguous tokens. On a CPU, a forward pass without gradients is one call of the engine, which
+    quantizes the input, and a weight with few zeros takes the dense kernel; both kernels give the same bits.
 
     Buffers: `row_offsets` and `col_indices`, the pattern; `act_scale`, () float32, after a calibration; `values` and
     `scale`, the integers of a frozen layer. The state dict holds tensors only; loading one restores pattern and
@@ -248,6 +249,13 @@ class SparseQuantLinear(Calibrated):
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
+        if x.is_cuda:
+            self._check_input(x)
+            if is_transformed(x):
+                raise transform_error("x")
+            if learns:
+                return linear_op.run_gpu_product(x, weight, bias, act_scale, matrix, self.config)
+            return sparse_rows(matrix, x, bias, act_scale, self.config.act_bits, self.config.grad_bits)
         record = cpu_linear.record_of(matrix, x, bias, self.config.act_bits, act_scale, learns)
         if isinstance(record, cpu_linear.LinearRecord):
             return record(x, act_scale, matrix.scale, bias)
@@ -256,8 +264,6 @@ class SparseQuantLinear(Calibrated):
         self._check_input(x)
         if is_transformed(x):
             raise transform_error("x")
-        if learns and x.is_cuda:
-            return linear_op.run_gpu_product(x, weight, bias, act_scale, matrix, self.config)
         return self._product(x, matrix, x.is_contiguous())
 
     def _check_input(self, x: Tensor) -> None:

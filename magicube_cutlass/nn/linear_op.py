@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.autograd import integer
+from magicube_cutlass.autograd.gpu_rows import sparse_rows
 from magicube_cutlass.autograd.once import once
 from magicube_cutlass.dispatch.cpu_linear import TrainingRecord
 from magicube_cutlass.dispatch.register import register_op
@@ -103,11 +104,9 @@ class GpuProduct(torch.autograd.Function):
         matrix: SRBCRS,
         config: SparseQuantConfig,
     ) -> Tensor:
-        rows = x.reshape(-1, matrix.shape[1])  # (tokens, in)
-        y = integer.spmm_of(matrix, rows.mT, None, bias, config.act_bits, 0, act_scale, config.grad_bits, False)
         ctx.save_for_backward(x, act_scale, matrix.scale)
         ctx.kept = matrix, config, _dtypes(x, weight, bias)
-        return y.mT.view(*x.shape[:-1], matrix.shape[0])
+        return sparse_rows(matrix, x, bias, act_scale, config.act_bits, config.grad_bits)
 
     @staticmethod
     @once

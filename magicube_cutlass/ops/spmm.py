@@ -24,6 +24,7 @@ from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
     from cute_kernels.spmm.heuristics import SpmmKernel
+    from magicube_cutlass.dispatch.cuda_floats import QuantizedSpmm
 
 
 @watched("magicube_cutlass.spmm")
@@ -221,18 +222,22 @@ def floats_key(
     return ("floats", x.shape, x.stride(), x.dtype, x.device, act_bits, act_axis, scale, grad_bits)
 
 
-def record_floats(key: tuple[object, ...], A: SRBCRS, dense: QuantTensor, x: Tensor, bias: Tensor | None) -> None:
-    """Keep the product of a matrix and quantized floats `x` (K, N) on a GPU as a record of A, if it can be one."""
+def floats_record(
+    A: SRBCRS, dense: QuantTensor, x: Tensor, bias: Tensor | None, by_rows: bool = False
+) -> QuantizedSpmm | None:
+    """Return the product of a matrix and quantized floats `x` (K, N) on a GPU as a record, if it can be one."""
     from magicube_cutlass.dispatch import cuda_floats
 
     given = None if dense.axis is not None else dense.scale
     if not cuda_floats.can_record(x, dense.bits, given):
-        return
+        return None
     problem = check_spmm(A, dense, x.dtype, bias, None)
     if problem.matrix is not A or problem.matrix.values.device != x.device:
-        return
+        return None
     kernel, packed = plan_spmm(A, problem.rhs, x.dtype, size_bucket(problem.n), 1, None, None)
-    keep_record(A._execution, key, cuda_floats.QuantizedSpmm(problem, kernel, packed, dense.axis, bias, x))
+    if watch.LEVEL > 1:
+        watch.selected("spmm", kernel, packed)
+    return cuda_floats.QuantizedSpmm(problem, kernel, packed, dense.axis, bias, x, by_rows)
 
 
 def _written(out: Tensor) -> Tensor:

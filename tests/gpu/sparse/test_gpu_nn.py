@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
+from cute_kernels.convert.transpose import transpose
 from magicube_cutlass import autograd as ag
 from magicube_cutlass.autograd import integer
 from magicube_cutlass.dispatch import cuda_floats
@@ -277,3 +278,26 @@ def test_a_warm_layer_takes_little_of_the_host(capsys: pytest.CaptureFixture[str
     with capsys.disabled():
         print(f"\na warm layer: {taken:.1f} us of the host")
     assert taken < 80
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("m", "n"), [(64, 64), (1, 100), (129, 70), (256, 1024)])
+def test_a_matrix_is_transposed(m: int, n: int, dtype: torch.dtype) -> None:
+    x, out = torch.randn(m, n, device="cuda").to(dtype), torch.full((n + 1, m), 7, device="cuda").to(dtype)
+    transpose(x, out[:n])
+    assert torch.equal(out[:n], x.mT) and bool((out[n] == 7).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 100, 600])
+def test_a_layer_s_output_is_contiguous_and_exact_on_every_call(tokens: int) -> None:
+    layer = linear().cuda().eval()
+    assert layer.bias is not None
+    for shape in ((tokens,), (3, tokens)):
+        for seed in range(4):
+            x = normal(*shape, 96, seed=seed, dtype=torch.float16).cuda()
+            with torch.inference_mode(seed % 2 == 0), torch.set_grad_enabled(seed == 1):
+                y = layer(x)
+            assert y.is_contiguous() and y.shape == (*shape, 128)
+            rows, weight = layer._quantize(x.reshape(-1, 96)), layer.matrix().to_dense().double()
+            want = rows.dequantize().double().mT @ weight.mT + layer.bias.double()
+            assert float((y.detach().reshape(-1, 128).double() - want).abs().max()) < 2e-3 * float(want.abs().max())
