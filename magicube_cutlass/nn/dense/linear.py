@@ -55,9 +55,10 @@ class QuantLinear(QuantState):
     scale, see :func:`magicube_cutlass.nn.smooth`.
 
     On a CPU, int8 and int4 weights with int8 activations are one call of the engine, which quantizes the input, unpacks
-    4-bit weights in registers, and adds the bias. Everything else runs in torch on the dequantized weight;
-    :meth:`explain` says which. On a GPU it has not run yet. The state dict holds tensors only, and loading one
-    restores the options.
+    4-bit weights in registers, and adds the bias. On a GPU, int8 is two launches: the rows are quantized, then the int8
+    GEMM; e4m3, mxfp4 and nvfp4 run by a GEMM too, but torch quantizes their rows in many launches. Everything else,
+    also int4 on a GPU, runs in torch on the dequantized weight: small, not fast. :meth:`explain` says which. The state
+    dict holds tensors only, and loading one restores the options.
 
     Parameters
     ----------

@@ -7,6 +7,7 @@ What has no kernel runs in torch on the dequantized weight, of which a CPU keeps
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,15 @@ from cute_kernels import floats
 from cute_kernels.cpu import extension
 from cute_kernels.cpu.dense import MAX_K, PackedRight, pack_right
 from cute_kernels.cpu.linear import LinearCall
+from magicube_cutlass.autograd.gpu_rows import key_of
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
+
+if TYPE_CHECKING:
+    from magicube_cutlass.nn.dense.gpu_record import GemmRecord
 
 QuantWeight = GroupTensor | ScaledFloatTensor
 _MAX_CALLS = 64  # kept per weight
@@ -61,6 +66,7 @@ class DenseProduct:
         self.backend = _backend(weight, act)
         self._copy: Tensor | None = None  # float32, what torch multiplies by on a CPU
         self._calls: dict[Hashable, LinearCall] = {}
+        self._records: dict[Hashable, GemmRecord] = {}
         if self.backend == "engine":
             assert isinstance(weight, GroupTensor)
             self.right, self._scale = _packed(weight)
@@ -90,8 +96,7 @@ class DenseProduct:
             given = x.float().contiguous()
         call = self._calls.get(kind)
         if call is None:
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
+            _make_room(self._calls)
             row_elements = given.stride(0) if given.ndim == 2 and rows > 1 else k
             call = self._calls[kind] = LinearCall(self.right, rows, row_elements, 8, x.dtype)
         y = call(given, _float32(act_scale), self._scale, _float32(bias))
@@ -100,8 +105,20 @@ class DenseProduct:
     def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Int8 with scales per row on Tensor Cores."""
         from cute_kernels.gemm.api import gemm
+        from magicube_cutlass.nn.dense.gpu_record import GemmRecord
 
         assert isinstance(self.weight, GroupTensor)
+        key = key_of(rows, act_scale)
+        record = None if key is None else self._records.get(key)
+        y = None if record is None else record(rows, act_scale, bias)
+        if y is not None:
+            return y
+        if key is not None and GemmRecord.takes(self.weight, rows, act_scale):
+            _make_room(self._records)
+            record = self._records[key] = GemmRecord(self.weight, bias, rows)
+            y = record(rows, act_scale, bias)
+            assert y is not None  # the bias is the record's
+            return y
         dense = quantized(rows, 8, 1 if act_scale is None else None, act_scale)
         scale_a = dense.scale if dense.scale is None or dense.scale.ndim == 0 else dense.scale.reshape(-1)
         return gemm(
@@ -138,6 +155,12 @@ class DenseProduct:
             "torch": "torch.matmul in float32 on the dequantized weight: no kernel for this format here",
         }
         return texts[self.backend]
+
+
+def _make_room(calls: dict[Hashable, Any]) -> None:
+    """Forget all calls if there are too many."""
+    if len(calls) >= _MAX_CALLS:
+        calls.clear()
 
 
 def _float32(x: Tensor | None) -> Tensor | None:

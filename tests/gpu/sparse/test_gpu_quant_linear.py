@@ -1,0 +1,130 @@
+"""Dense quantized layers on a GPU: what the CPU computes, in every format, in graphs and through the compiler."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+from magicube_cutlass.nn import QuantLinear
+
+pytestmark = pytest.mark.gpu
+
+FORMATS: list[dict[str, Any]] = [
+    {"weight": "int8"},
+    {"weight": "int4", "group_size": 32},
+    {"weight": "int4", "group_size": 64, "symmetric": False},
+    {"weight": "e4m3"},
+    {"weight": "mxfp4"},
+    {"weight": "nvfp4"},
+]
+BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+BACKENDS = {"int8": "gemm", "int4": "torch", "e4m3": "scaled_gemm", "mxfp4": "scaled_gemm", "nvfp4": "scaled_gemm"}
+
+
+def name_of(options: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in options.values())
+
+
+def layer_of(options: dict[str, Any], dtype: torch.dtype = torch.float32, inner: int = 256) -> QuantLinear:
+    torch.manual_seed(0)
+    return QuantLinear.from_linear(nn.Linear(inner, 192, dtype=dtype), **options).eval()
+
+
+def exact(layer: QuantLinear, x: Tensor) -> Tensor:
+    """The product of the layer's own integers or codes, in float64."""
+    from magicube_cutlass.nn.dense.product import quantize_act
+
+    rows = quantize_act(x, layer.act, layer.act_scale)
+    values = x.double() if rows is None else rows.dequantize().double()
+    assert layer.bias is not None
+    return values @ layer.dequantize().double().T + layer.bias.double()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("options", FORMATS, ids=name_of)
+def test_a_layer_gives_the_product_of_its_codes(options: dict[str, Any], dtype: torch.dtype) -> None:
+    on_cpu = layer_of(options, dtype)
+    layer = copy.deepcopy(on_cpu).cuda().eval()
+    assert layer.explain().backend == BACKENDS[options["weight"]]
+    assert torch.equal(layer.product().weight.data.cpu(), on_cpu.product().weight.data)
+    assert torch.allclose(layer.dequantize().cpu(), on_cpu.dequantize(), rtol=2e-7, atol=0)
+    for rows in (1, 16, 100):
+        x = torch.randn(rows, 256, dtype=dtype)
+        with torch.no_grad():
+            got = layer(x.cuda())
+        want = exact(layer, x.cuda())
+        assert got.dtype == dtype and got.shape == want.shape
+        assert float((got.double() - want).norm() / want.norm()) < max(BOUNDS[dtype], 2e-3 * (layer.act != "int8"))
+        assert float((got.cpu().double() - on_cpu(x).double()).norm() / want.norm()) < 2 * max(BOUNDS[dtype], 2e-3)
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=name_of)
+def test_gradients_are_the_cpu_s(options: dict[str, Any]) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        layer = layer_of(options).to(device).train()
+        x = torch.randn(24, 256, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+        layer(x).square().sum().backward()
+        assert layer.weight is not None and layer.bias is not None
+        found.append([x.grad, layer.weight.grad, layer.bias.grad])
+    for cpu, gpu in zip(*found, strict=True):
+        assert cpu is not None and gpu is not None
+        assert float((gpu.cpu() - cpu).norm() / cpu.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=name_of)
+def test_a_graph_replays_a_layer_on_other_inputs(options: dict[str, Any]) -> None:
+    layer = layer_of(options, torch.float16).cuda().eval().freeze()
+    x, others = (torch.randn(rows, 256, device="cuda", dtype=torch.float16) for rows in (16, 48))
+    with torch.inference_mode():
+        for _ in range(3):
+            layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        for other in others.split(16):
+            x.copy_(other)
+            graph.replay()
+            assert torch.equal(y, layer(other))
+
+
+def test_warm_calls_see_other_inputs_biases_and_scales() -> None:
+    static = QuantLinear.from_linear(
+        nn.Linear(256, 192, device="cuda"), calibrate=[torch.randn(64, 256, device="cuda")]
+    )
+    for layer in (layer_of({"weight": "int8"}).cuda().eval().freeze(), static.eval().freeze()):
+        with torch.inference_mode():
+            for turn in range(6):
+                x = torch.randn(16, 256, device="cuda") * (1 + turn)
+                near = float((layer(x).double() - exact(layer, x)).norm() / exact(layer, x).norm())
+                assert near < BOUNDS[torch.float32]
+            assert layer.bias is not None
+            layer.bias.add_(1)
+            assert float((layer(x).double() - exact(layer, x)).norm() / exact(layer, x).norm()) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("options", [FORMATS[0], FORMATS[3]], ids=name_of)
+def test_a_compiled_layer_gives_the_same(options: dict[str, Any]) -> None:
+    layer = layer_of(options, torch.bfloat16).cuda().eval().freeze()
+    x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        want = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True)(x), want)
+
+
+def test_a_converted_model_gives_what_it_gives_on_a_cpu() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128)).eval()
+    x = torch.randn(4, 24, 128)
+    for config in (mc.nn.QuantConfig("int8"), mc.nn.SparseQuantConfig(sparsity=0.5, vector_length=8, bits=8)):
+        new = copy.deepcopy(model)
+        mc.convert(new, config, freeze=True, progress=False)
+        want = new(x)
+        got = new.cuda()(x.cuda()).cpu()
+        assert float((got - want).norm() / want.norm()) < 2e-3  # a token's scale may round otherwise behind GELU
