@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from magicube_cutlass.attention import sparse_attention as local_attention
 from magicube_cutlass.attention.api import AttentionOptions
 from magicube_cutlass.distributed.collectives import all_reduce, check_mesh, chunk_bounds, sizes_of
-from magicube_cutlass.distributed.products import gather_slices, quantize_slices, slice_scale
+from magicube_cutlass.distributed.products import as_dtensor, quantize_slices, slice_scale, start_slices
 from magicube_cutlass.formats.pattern import Pattern
 
 __all__ = ["sparse_attention"]
@@ -87,17 +87,7 @@ def sparse_attention(
     run: Any = local_attention
     empty = not own[0].numel()
     out = own[0].new_zeros(*own[0].shape[:-1], v.shape[-1]) if empty else run(*own, masks, **options)
-    return _placed(out, q, v, mesh)
-
-
-def _placed(out: Tensor, q: DTensor, v: DTensor, mesh: DeviceMesh) -> DTensor:
-    """The local output as a DTensor placed as `q`; ``local_map`` would take parts for equal ones."""
-    shape = torch.Size((*q.shape[:-1], v.shape[-1]))
-    stride = torch.empty(shape, device="meta").stride()
-    found: DTensor = DTensor.from_local(
-        out.contiguous(), mesh, q.placements, run_check=False, shape=shape, stride=stride
-    )
-    return found
+    return as_dtensor(out, mesh, q.placements[0], (*q.shape[:-1], v.shape[-1]))
 
 
 def _of_queries(q: DTensor, k: DTensor, v: DTensor, mask: Any, mesh: DeviceMesh, options: dict[str, Any]) -> DTensor:
@@ -119,7 +109,7 @@ def _of_queries(q: DTensor, k: DTensor, v: DTensor, mask: Any, mesh: DeviceMesh,
         out = attend(own.float(), *keys, given, **options).to(q.dtype)
     else:
         out = own.new_zeros(*own.shape[:-1], v.shape[-1])
-    return _placed(out, q, v, mesh)
+    return as_dtensor(out, mesh, q.placements[0], (*q.shape[:-1], v.shape[-1]))
 
 
 def _rows(mask: Pattern, bounds: Sequence[int], start: int, stop: int) -> Pattern:
@@ -150,13 +140,13 @@ def gathered_keys(x: Tensor, length: int, mesh: DeviceMesh, per_key: bool) -> Te
     flat = x.movedim(-2, 0).reshape(-1, d)  # (L_r * heads, d)
     sizes = [size * lead.numel() for size in sizes_of(chunk_bounds(length, mesh.size()))]
     if per_key:
-        parts = gather_slices(quantize_slices(flat, 8), sizes, mesh)
-        scale = torch.cat([part.scale for part in parts if part.scale is not None])
+        found = start_slices(quantize_slices(flat, 8), sizes, mesh)()
+        assert found.scale is not None
+        real = found.data * found.scale
     else:
         top = x.abs().amax((-2, -1)) if x.shape[-2] else x.new_zeros(lead)  # (...)
-        top = all_reduce(torch.nan_to_num(top, nan=math.inf), "max", mesh)
-        sent = quantize_slices(flat, 8, top.expand(x.shape[-2], *lead).reshape(-1, 1))
-        parts = gather_slices(sent._replace(scale=None), sizes, mesh)
-        scale = slice_scale(top.expand(length, *lead).reshape(-1, 1), 8)
-    real = torch.cat([part.data for part in parts]) * scale
+        top = all_reduce(top.nan_to_num_(nan=math.inf, posinf=math.inf), "max", mesh).reshape(-1, 1)
+        sent = quantize_slices(flat, 8, top.repeat(x.shape[-2], 1))
+        data = start_slices(sent._replace(scale=None), sizes, mesh)().data
+        real = data * slice_scale(top, 8).repeat(length, 1)
     return real.view(length, *lead, d).movedim(0, -2).contiguous()

@@ -1,13 +1,13 @@
 """Collectives of uneven parts, byte for byte: what the sharded products send.
 
-All are functional collectives of torch, so that a compiled graph may hold them and ``CommDebugMode`` counts them.
-Dimension 0 is the one that is cut; parts may be empty.
+Calls of ``torch.distributed`` on plain tensors; in a compiled graph, functional collectives. Dimension 0 is the one
+that is cut; parts may be empty.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # torch 2.13 renames both and warns of the old names
-_gather: Any = getattr(fc, "all_gather_single", None) or fc.all_gather_tensor
-_scatter: Any = getattr(fc, "reduce_scatter_single", None) or fc.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_in_graph: Any = getattr(fc, "all_gather_single", None) or fc.all_gather_tensor
+_scatter_in_graph: Any = getattr(fc, "reduce_scatter_single", None) or fc.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 ALIGNMENT = 8  # bytes; a message holds parts of dtypes up to 64 bits
 
@@ -54,11 +57,10 @@ def init_mesh(device_type: str | None = None) -> DeviceMesh:
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
-        device = torch.device("cuda", local) if device_type == "cuda" else None
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, device_id=device)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        options: dict[str, Any] = {"device_id": torch.device("cuda", local) if device_type == "cuda" else None}
+        if "RANK" not in os.environ:
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **options)
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
@@ -103,17 +105,12 @@ def sizes_of(bounds: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-def _complete(x: Tensor) -> Tensor:
-    """Wait for a collective whose result is viewed as other dtypes or returned."""
-    return x.wait() if isinstance(x, fc.AsyncCollectiveTensor) else x
-
-
 def _padded(x: Tensor, length: int) -> Tensor:
     return x if x.shape[0] == length else torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])
 
 
-def gather_bytes(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> list[list[Tensor]]:
-    """All-gather several tensors of one length in one message of int8.
+def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], list[list[Tensor]]]:
+    """Start an all-gather of several tensors of one length in one message of int8.
 
     Parameters
     ----------
@@ -126,24 +123,43 @@ def gather_bytes(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
 
     Returns
     -------
-    list of list of Tensor
-        For each of `parts`, the parts of all ranks.
+    Callable
+        Waits; returns for each of `parts` those of all ranks.
     """
     longest = max(sizes)
-    rows = [_padded(part, longest).contiguous() for part in parts]
+    rows = [_padded(part, longest) for part in parts]
     if len(sizes) == 1 or longest == 0:
-        return [[row] for row in rows] if len(sizes) == 1 else [[row] * len(sizes) for row in rows]
+        return lambda: [[row] * len(sizes) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())  # each begins where its dtype may
-    flat = torch.cat([rows[i].flatten().view(torch.int8) for i in order])  # (bytes,)
-    every = _gather(_padded(flat, -(-flat.numel() // ALIGNMENT) * ALIGNMENT), 0, mesh).view(len(sizes), -1)
-    found: list[list[Tensor]] = [[] for _ in rows]
-    begin = 0
-    for i in order:
-        row, length = rows[i], rows[i].numel() * rows[i].element_size()
-        columns = every[:, begin : begin + length]
-        begin += length
-        found[i] = [each.view(row.dtype).view(row.shape)[:size] for each, size in zip(columns, sizes, strict=True)]
-    return found
+    raw = [rows[i].reshape(-1).view(torch.int8) for i in order]
+    spare = -sum(each.numel() for each in raw) % ALIGNMENT
+    flat = torch.cat([*raw, raw[0].new_empty(spare)]) if spare or len(raw) > 1 else raw[0]  # (bytes,)
+    work = None
+    if torch.compiler.is_compiling():
+        every = _gather_in_graph(flat, 0, mesh)
+    else:
+        every = flat.new_empty(len(sizes) * flat.numel())
+        work = _all_gather(every, flat, group=mesh.get_group(), async_op=True)
+
+    def finish() -> list[list[Tensor]]:
+        if work is not None:
+            work.wait()
+        found: list[list[Tensor]] = [[] for _ in rows]
+        begin, table = 0, every.view(len(sizes), -1)
+        for i, bytes_of in zip(order, raw, strict=True):
+            row, end = rows[i], begin + bytes_of.numel()
+            found[i] = [
+                table[rank, begin:end].view(row.dtype).view(row.shape)[:size] for rank, size in enumerate(sizes)
+            ]
+            begin = end
+        return found
+
+    return finish
+
+
+def gather_bytes(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> list[list[Tensor]]:
+    """Return, for each of several tensors of one length, the parts of all ranks: one message of int8."""
+    return start_gather(parts, sizes, mesh)()
 
 
 def gather(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
@@ -152,8 +168,16 @@ def gather(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
 
 
 def all_reduce(x: Tensor, op: str, mesh: DeviceMesh) -> Tensor:
-    """Return the ``"sum"`` or ``"max"`` over ranks."""
-    return x if mesh.size() == 1 else _complete(fc.all_reduce(x.contiguous(), op, mesh))
+    """Return the ``"sum"`` or ``"max"`` over ranks; may write it to `x`."""
+    if mesh.size() == 1:
+        return x
+    if x.ndim == 2 and not x.is_contiguous() and x.mT.is_contiguous():
+        return all_reduce(x.mT, op, mesh).mT
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return fc.all_reduce(x, op, mesh)
+    dist.all_reduce(x, _OPS[op], group=mesh.get_group())
+    return x
 
 
 def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -164,9 +188,27 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     bounds = chunk_bounds(x.shape[0], ranks)
     if bounds[1] == 0:
         return x
-    found = _complete(_scatter(_padded(x, bounds[1] * ranks).contiguous(), "sum", 0, mesh))
+    sent = _padded(x, bounds[1] * ranks).contiguous()
+    if torch.compiler.is_compiling():
+        found = _scatter_in_graph(sent, "sum", 0, mesh)
+    else:
+        found = sent.new_empty(bounds[1], *x.shape[1:])
+        _reduce_scatter(found, sent, group=mesh.get_group())
     rank = mesh.get_local_rank()
     return found[: bounds[rank + 1] - bounds[rank]]
+
+
+def _all_to_all(x: Tensor, received: list[int], sent: list[int], mesh: DeviceMesh) -> Tensor:
+    """Send rows of `x` (sum(sent), ...) to each rank; return the rows from all."""
+    width = x[:1].numel() * x.element_size() if x.shape[0] else x.new_empty(1, *x.shape[1:]).numel() * x.element_size()
+    raw = x.reshape(-1).view(torch.int8)
+    incoming, outgoing = ([n * width for n in sizes] for sizes in (received, sent))
+    if torch.compiler.is_compiling():
+        found = fc.all_to_all_single(raw, incoming, outgoing, mesh)
+    else:
+        found = raw.new_empty(sum(incoming))
+        dist.all_to_all_single(found, raw, incoming, outgoing, group=mesh.get_group())
+    return found.view(x.dtype).view(sum(received), *x.shape[1:])
 
 
 def exchange(x: Tensor, have: Sequence[int], want: Sequence[int], mesh: DeviceMesh) -> Tensor:
@@ -176,23 +218,17 @@ def exchange(x: Tensor, have: Sequence[int], want: Sequence[int], mesh: DeviceMe
     """
     if tuple(have) == tuple(want):
         return x
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    sent = [_overlap(have, rank, want, other) for other in range(ranks)]
-    received = [_overlap(have, other, want, rank) for other in range(ranks)]
-    width = x[:0].new_empty(1, *x.shape[1:]).numel() * x.element_size()
-    raw = x.contiguous().view(-1).view(torch.int8)
-    moved = _complete(fc.all_to_all_single(raw, [n * width for n in received], [n * width for n in sent], mesh))
-    return moved.view(x.dtype).view(want[rank + 1] - want[rank], *x.shape[1:])
+    rank, ranks = mesh.get_local_rank(), range(mesh.size())
+    received, sent = [_overlap(have, r, want, rank) for r in ranks], [_overlap(have, rank, want, r) for r in ranks]
+    return _all_to_all(x, received, sent, mesh)
 
 
 def exchange_all(x: Tensor, bounds: Sequence[int], mesh: DeviceMesh) -> list[Tensor]:
     """Send rows ``bounds[r]:bounds[r + 1]`` to rank r; return what each rank sent to this one."""
-    rank, width = mesh.get_local_rank(), x[:0].new_empty(1, *x.shape[1:]).numel() * x.element_size()
+    rank, ranks = mesh.get_local_rank(), mesh.size()
     own = bounds[rank + 1] - bounds[rank]
-    raw = x.contiguous().view(-1).view(torch.int8)
-    sent = [size * width for size in sizes_of(bounds)]
-    moved = raw if mesh.size() == 1 else _complete(fc.all_to_all_single(raw, [own * width] * mesh.size(), sent, mesh))
-    return list(moved.view(x.dtype).view(mesh.size(), own, *x.shape[1:]))
+    moved = x if ranks == 1 else _all_to_all(x, [own] * ranks, sizes_of(bounds), mesh)
+    return list(moved.view(ranks, own, *x.shape[1:]))
 
 
 def _overlap(have: Sequence[int], owner: int, want: Sequence[int], other: int) -> int:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.api import gemm
-from magicube_cutlass.autograd.integer import _product
-from magicube_cutlass.distributed.products import Slices, scaled, sum_dtype
+from magicube_cutlass.autograd.integer import _product, quantized, spmm_of
+from magicube_cutlass.distributed.products import Slices, sum_dtype
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.ops.spmm import early_spmm
-from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
 class LayerPart(ABC):
@@ -32,6 +31,10 @@ class LayerPart(ABC):
     @abstractmethod
     def with_tensors(self, tensors: Mapping[str, Any]) -> LayerPart:
         """Return the part with its tensors elsewhere."""
+
+    @abstractmethod
+    def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
+        """Quantize tokens (tokens, K) by their own scales, and multiply: (tokens, out)."""
 
     @abstractmethod
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor: ...
@@ -80,17 +83,17 @@ class SparsePart(LayerPart):
         made: Any = type(self.matrix)(**tensors, **self.matrix._fields())
         return SparsePart(made._trust(), self.bounds)
 
+    def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
+        """Multiply by the call of a layer of one process."""
+        if not (x.numel() and self.shape[0]):
+            return self.multiply(Slices(x.to(torch.int8), None, 8), x.dtype, bias)
+        return spmm_of(self.matrix, x.mT, None, bias, bits, 0, act_scale, None).mT
+
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return _product(self.matrix, _columns(x), dtype, bias).mT
+        return _product(self.matrix, x.operand().mT, dtype, bias).mT
 
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
-        return early_spmm(self.plain, _columns(x._replace(scale=None)), dtype).mT
-
-
-def _columns(x: Slices) -> QuantTensor:
-    """Tokens as the columns of an operand; a scale of no dimension is per-tensor."""
-    axis = None if x.scale is None or not x.scale.ndim else 1
-    return QuantTensor(x.data, x.scale, x.bits, True, axis, x.data.shape).mT
+        return early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype).mT
 
 
 class DensePart(LayerPart):
@@ -108,12 +111,21 @@ class DensePart(LayerPart):
         """Return the part with its tensors elsewhere."""
         return DensePart(tensors["data"], tensors.get("scale"), self.bounds)
 
+    def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
+        """Quantize, and multiply."""
+        found = quantized(x, bits, 1 if act_scale is None else None, act_scale)
+        return self.multiply(Slices(found.data, found.scale, bits), x.dtype, bias)
+
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        scale = None if x.scale is None else x.scale.mT if x.scale.ndim else x.scale
-        return scaled(self._sums(x, torch.int32).mT, self.scale, scale, bias, dtype).mT
+        rows, columns = (None if each is None else each.reshape(-1) if each.ndim else each
+                         for each in (x.scale, self.scale))  # fmt: skip
+        return self._gemm(x, dtype, scale_a=rows, scale_b=columns, bias=bias)
 
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
+        return self._gemm(x, dtype)
+
+    def _gemm(self, x: Slices, dtype: torch.dtype, **options: Any) -> Tensor:
         if x.bits != 8:
             raise ValueError(f"act_bits must be 8 for dense layers, got {x.bits}")
-        found: Tensor = gemm(x.data, self.data.mT, out_dtype=dtype)
+        found: Tensor = gemm(x.data, self.data.mT, out_dtype=dtype, **options)
         return found

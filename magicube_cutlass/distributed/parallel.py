@@ -22,11 +22,18 @@ from magicube_cutlass.distributed.collectives import (
     chunk_bounds,
     digest,
     gather_bytes,
-    reduce_scatter,
     sizes_of,
 )
 from magicube_cutlass.distributed.local_products import DensePart, SparsePart
-from magicube_cutlass.distributed.products import Slices, gather_slices, joined, largest, own_part, scaled, sum_of_int8
+from magicube_cutlass.distributed.products import (
+    Slices,
+    as_dtensor,
+    largest,
+    scaled,
+    scatter_tokens,
+    start_slices,
+    sum_of_int8,
+)
 from magicube_cutlass.distributed.sharded import shard
 from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
 from magicube_cutlass.nn.linear import SparseQuantLinear
@@ -63,13 +70,10 @@ class _Style(ParallelStyle):
     def _result(self, y: Tensor, mesh: DeviceMesh, shape: tuple[int, ...]) -> Tensor:
         if self.use_local_output:
             return y
-        stride = torch.empty(shape, device="meta").stride()
         placement = self.output_layouts
         if isinstance(placement, Shard):
             placement = Shard(placement.dim % len(shape))
-        return DTensor.from_local(
-            y.contiguous(), mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return as_dtensor(y, mesh, placement, shape)
 
     def _local(self, x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...]]:
         """The part of `x` on this rank by the input layout, and the shape of the whole."""
@@ -78,7 +82,8 @@ class _Style(ParallelStyle):
             if x.device_mesh != mesh:
                 raise ValueError(f"x must be on the mesh of the layer, {mesh}, got {x.device_mesh}")
             wanted = Shard(layout.dim % x.ndim) if isinstance(layout, Shard) else layout
-            return x.redistribute(placements=[wanted]).to_local(), tuple(x.shape)
+            given = x if x.placements[0] == wanted else x.redistribute(placements=[wanted])
+            return given.to_local(), tuple(x.shape)
         shape = list(x.shape)
         if isinstance(layout, Shard):  # equal parts, as torch's styles take them
             shape[layout.dim] *= mesh.size()
@@ -114,7 +119,7 @@ class _Colwise(_Style):
         local, shape = self._local(x, mesh)
         part.check_input(local)
         if isinstance(self.input_layouts, Replicate):
-            y = part.multiply(layer.quantize(local.reshape(-1, shape[-1])), local.dtype, layer.bias)
+            y = part.run(local.reshape(-1, shape[-1]), layer.bias, layer.act_bits, layer.act_scale)
             y = y.view(*shape[:-1], y.shape[-1])
         else:
             y = self._of_cut_tokens(layer, local, shape)
@@ -128,10 +133,12 @@ class _Colwise(_Style):
         assert isinstance(self.input_layouts, Shard)
         mesh, dim = layer.mesh, self.input_layouts.dim % local.ndim
         first = local.movedim(dim, 0)  # (S_r, ..., K)
-        inner, ranks = first.shape[1:-1].numel(), mesh.size()
-        tokens = [size * inner for size in sizes_of(chunk_bounds(shape[dim], ranks))]
+        inner = first.shape[1:-1].numel()
+        tokens = [size * inner for size in sizes_of(chunk_bounds(shape[dim], mesh.size()))]
         own = layer.quantize(first.reshape(-1, shape[-1]))
-        static = layer.act_scale is not None
+        static = own.scale if layer.act_scale is not None else None
+        if static is not None:
+            own = own._replace(scale=None)
         cuts = [chunk_bounds(count, self.chunks) for count in tokens]
         mine = cuts[mesh.get_local_rank()]
         blocks: list[list[Tensor]] = [[] for _ in tokens]
@@ -139,17 +146,17 @@ class _Colwise(_Style):
         for i in range(self.chunks + 1):
             coming = None
             if i < self.chunks:
-                piece = Slices(own.data, None, own.bits) if static else own
                 sizes = [cut[i + 1] - cut[i] for cut in cuts]
-                coming = gather_slices(piece.take(mine[i], mine[i + 1]), sizes, mesh), sizes
+                coming = start_slices(own.take(mine[i], mine[i + 1]), sizes, mesh), sizes
             if waiting is not None:
-                parts, sizes = waiting
-                whole = joined(parts)
-                y = layer.part.multiply(whole._replace(scale=own.scale) if static else whole, local.dtype, layer.bias)
+                finish, sizes = waiting
+                whole = finish()
+                whole = whole if static is None else whole._replace(scale=static)
+                y = layer.part.multiply(whole, local.dtype, layer.bias)
                 for block, piece_of_rank in zip(blocks, y.split(sizes), strict=True):
                     block.append(piece_of_rank)
             waiting = coming
-        y = torch.cat([each for block in blocks for each in block])  # (S ..., out_r)
+        y = y if self.chunks == 1 else torch.cat([each for block in blocks for each in block])  # (S ..., out_r)
         return y.view(shape[dim], *first.shape[1:-1], y.shape[-1]).movedim(0, dim)
 
 
@@ -179,47 +186,41 @@ class _Rowwise(_Style):
     def forward(self, layer: ShardedLinear, x: Tensor) -> Tensor:
         """Multiply this rank's inputs, and sum over ranks."""
         mesh, part = layer.mesh, layer.part
-        rank, inner = mesh.get_local_rank(), part.bounds[-1]
         whole = self.input_layouts == Replicate()
         local, shape = (x, tuple(x.shape)) if whole and not isinstance(x, DTensor) else self._local(x, mesh)
         if whole:
+            rank = mesh.get_local_rank()
             local = local[..., part.bounds[rank] : part.bounds[rank + 1]]
         part.check_input(local)
-        rows = local.reshape(-1, local.shape[-1])
-        top = None if layer.act_scale is not None else largest(rows, mesh)
-        ints = layer.quantize(rows, top)
         out = self.output_layouts
         dim = out.dim % local.ndim if isinstance(out, Shard) else 0
-        y = self._summed(layer, ints, local.dtype, (*local.shape[:-1],), dim, inner)
+        first = local.movedim(dim, 0) if local.ndim > 1 else local[None]  # (S, ..., K_r)
+        rows = first.reshape(-1, local.shape[-1])
+        ints = layer.quantize(rows, None if layer.act_scale is not None else largest(rows, mesh))
+        y = self._summed(layer, ints, local.dtype, first.shape[:-1])
+        y = y.movedim(0, dim) if local.ndim > 1 else y[0]
         return self._result(y, mesh, (*shape[:-1], y.shape[-1]))
 
-    def _summed(
-        self, layer: ShardedLinear, ints: Slices, dtype: torch.dtype, tokens: tuple[int, ...], dim: int, inner: int
-    ) -> Tensor:
-        """The output of all tokens, or of this rank's part of dimension `dim`."""
-        mesh, scatters = layer.mesh, isinstance(self.output_layouts, Shard)
-        sums = layer.part.sums(ints, inner)  # (tokens, out), of this rank's inputs
-        columns = ints.scale  # (tokens, 1) or ()
-        if self.reduce != "exact":
-            scale = columns.mT if columns is not None and columns.ndim else columns
-            sums = scaled(sums.mT, layer.part.scale, scale, None, torch.float32).mT
-        moved = sums.view(*tokens, -1).movedim(dim, 0) if tokens else sums  # (S, ..., out)
-        if self.reduce == "int8":
-            total = sum_of_int8(moved, mesh, scatters)
-        else:
-            sent = moved.bfloat16() if self.reduce == "bfloat16" else moved
-            total = reduce_scatter(sent.contiguous(), mesh) if scatters else all_reduce(sent, "sum", mesh)
-        flat = total.reshape(-1, total.shape[-1])  # (tokens, out)
+    def _summed(self, layer: ShardedLinear, ints: Slices, dtype: torch.dtype, tokens: torch.Size) -> Tensor:
+        """The output of all tokens (S, ...), or of this rank's part of S."""
+        mesh, part, scatters = layer.mesh, layer.part, isinstance(self.output_layouts, Shard)
+        inner, scale = tokens[1:].numel(), ints.scale  # (tokens, 1) or ()
+        bounds, rank = chunk_bounds(tokens[0], mesh.size()), mesh.get_local_rank()
+        own = slice(bounds[rank] * inner, bounds[rank + 1] * inner) if scatters else slice(None)
         if self.reduce == "exact":
-            if columns is not None and columns.ndim:
-                every = columns.view(*tokens, 1).movedim(dim, 0)
-                columns = (own_part(every, mesh) if scatters else every).reshape(-1, 1)
-            scale = columns if columns is None or not columns.ndim else columns.mT
-            y = scaled(flat.mT, layer.part.scale, scale, layer.bias, dtype).mT
+            sums = part.sums(ints, part.bounds[-1])  # (tokens, out), of this rank's inputs
         else:
-            y = flat.float() if layer.bias is None else flat.float() + layer.bias.float()
-        shape = (*total.shape[:-1], y.shape[-1])
-        return y.to(dtype).reshape(shape).movedim(0, dim) if tokens else y.to(dtype)
+            sums = part.multiply(ints, torch.bfloat16 if self.reduce == "bfloat16" else torch.float32, None)
+        if self.reduce == "int8":
+            total = sum_of_int8(sums.view(*tokens, -1), mesh, scatters).view(-1, sums.shape[1])
+        else:
+            total = scatter_tokens(sums, inner, mesh) if scatters else all_reduce(sums, "sum", mesh)
+        if self.reduce == "exact":
+            columns = scale if scale is None or not scale.ndim else scale[own].mT
+            y = scaled(total.mT, part.scale, columns, layer.bias, dtype).mT
+        else:
+            y = total if layer.bias is None else total + layer.bias.float()
+        return y.to(dtype).reshape(-1, *tokens[1:], y.shape[-1])
 
 
 class _OfSparse(_Style):

@@ -7,15 +7,17 @@ product of one process bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.functional import pad
 
-from cute_kernels.integers import int_range
+from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.distributed.collectives import (
     all_reduce,
     check_mesh,
@@ -25,12 +27,13 @@ from magicube_cutlass.distributed.collectives import (
     gather_bytes,
     reduce_scatter,
     sizes_of,
+    start_gather,
 )
 from magicube_cutlass.distributed.sharded import ShardedMatrix
+from magicube_cutlass.ops import torch_ops as library
 from magicube_cutlass.ops.sddmm import sddmm as local_sddmm
 from magicube_cutlass.ops.spmm import spmm as local_spmm
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
-from magicube_cutlass.quantization.quantize import _scale_of, quantize
 
 __all__ = ["sddmm", "spmm"]
 
@@ -41,12 +44,12 @@ class Slices(NamedTuple):
     """Integers of slices (L, K) with a scale per slice: what a kernel reads of activations."""
 
     data: Tensor  # (L, K) int8 or int16
-    scale: Tensor | None  # (L, 1)
+    scale: Tensor | None  # (L, 1), or () for all
     bits: int
 
     def operand(self) -> QuantTensor:
         """As the rows of an operand."""
-        axis = None if self.scale is None else 1
+        axis = None if self.scale is None or not self.scale.ndim else 1
         return QuantTensor(self.data, self.scale, self.bits, True, axis, self.data.shape)
 
     def take(self, start: int, stop: int) -> Slices:
@@ -62,54 +65,60 @@ class Slices(NamedTuple):
 def quantize_slices(x: Tensor, bits: int, top: Tensor | None = None) -> Slices:
     """Quantize slices (L, K); `top` (L, 1): their amax, where other ranks hold other parts of K.
 
-    Integers are taken as they are.
+    Integers are taken as they are. Slices that lie in memory as columns stay columns.
     """
     if x.dtype in _INT_BITS:
         return Slices(x.contiguous(), None, _INT_BITS[x.dtype])
     if not x.is_floating_point():
         raise TypeError(f"B must be of a float dtype, int8 or int16, got {x.dtype}")
     if top is None:
-        found = quantize(x.contiguous(), bits, "row", nonfinite="propagate")
+        found = quantized(x, bits, 1)
         return Slices(found.data, found.scale, bits)
-    low, high = int_range(bits, True)
     scale = slice_scale(top, bits)
-    quotient = x.double() * (1.0 / scale.double())
-    ints = torch.nan_to_num(quotient.round_().clamp_(low, high), nan=0.0)
-    return Slices(ints.to(torch.int8 if bits == 8 else torch.int16), scale, bits)
+    if x.mT.is_contiguous() and not x.is_contiguous():
+        return Slices(library.quantize_by(x.mT, scale.mT, bits).mT, scale, bits)
+    return Slices(library.quantize_by(x, scale, bits), scale, bits)
 
 
 def slice_scale(top: Tensor, bits: int) -> Tensor:
-    """Return the scales of slices by their amax."""
-    return _scale_of(top, int_range(bits, True)[1])
+    """Return the scales of slices by their amax (L, 1): those of slices of one element."""
+    scale: Tensor = library.quantize(top, bits, 1)[1]
+    return scale
 
 
 def largest(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the amax (L, 1) of slices whose parts (L, K_r) lie on the ranks: one all-reduce of L floats."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    own = x.abs().amax(1, keepdim=True).to(wide) if x.shape[1] else x.new_zeros(x.shape[0], 1, dtype=wide)
+    own = torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True, dtype=wide) if x.shape[1] else x.new_zeros(
+        x.shape[0], 1, dtype=wide)  # fmt: skip
     # a maximum may lose NaN, so it travels as inf, which gives the scale NaN as well
-    return all_reduce(torch.nan_to_num(own, nan=torch.inf), "max", mesh)
+    return all_reduce(own.nan_to_num_(nan=torch.inf, posinf=torch.inf), "max", mesh)
 
 
-def gather_slices(x: Slices, sizes: Sequence[int], mesh: DeviceMesh) -> list[Slices]:
-    """Return the slices of every rank: one all-gather of integers, which carries the scales too."""
-    if x.scale is None:
-        return [Slices(data, None, x.bits) for data in gather_bytes([x.data], sizes, mesh)[0]]
-    pairs = zip(*gather_bytes([x.data, x.scale], sizes, mesh), strict=True)
-    return [Slices(data, scale, x.bits) for data, scale in pairs]
+def start_slices(x: Slices, sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], Slices]:
+    """Start one all-gather of integers, which carries the scales too; the call returns the slices of all ranks."""
+    finish = start_gather([x.data] if x.scale is None else [x.data, x.scale], sizes, mesh)
+
+    def joined() -> Slices:
+        data, *scales = map(torch.cat, finish())
+        return Slices(data, scales[0] if scales else None, x.bits)
+
+    return joined
 
 
-def joined(parts: Sequence[Slices]) -> Slices:
-    """Return slices one after the other."""
-    first = parts[0]
-    scale = None if first.scale is None else torch.cat([part.scale for part in parts if part.scale is not None])
-    return Slices(torch.cat([part.data for part in parts]), scale, first.bits)
+def scatter_tokens(sums: Tensor, inner: int, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over ranks of the tokens of this rank's ``Shard(0)``, `inner` tokens each: (tokens_r, out).
 
-
-def own_part(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's ``Shard(0)`` of a tensor that all hold."""
-    bounds, rank = chunk_bounds(x.shape[0], mesh.size()), mesh.get_local_rank()
-    return x[bounds[rank] : bounds[rank + 1]]
+    Sums that lie in memory as (out, tokens) stay so: blocks of columns are sent, and nothing is transposed.
+    """
+    tokens, out = sums.shape
+    if mesh.size() == 1 or sums.is_contiguous() or not sums.mT.is_contiguous():
+        return reduce_scatter(sums.reshape(-1, inner, out), mesh).reshape(-1, out) if inner else sums
+    bounds, rank = chunk_bounds(tokens // max(inner, 1), mesh.size()), mesh.get_local_rank()
+    step = bounds[1] * inner
+    whole = sums.mT if tokens == step * mesh.size() else pad(sums.mT, (0, step * mesh.size() - tokens))
+    blocks = whole.view(out, mesh.size(), step).movedim(1, 0)  # (ranks, out, step)
+    return reduce_scatter(blocks, mesh)[0, :, : (bounds[rank + 1] - bounds[rank]) * inner].mT
 
 
 def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
@@ -121,11 +130,10 @@ def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
         bounds = [cut * inner for cut in chunk_bounds(x.shape[0], mesh.size())]
         data, scale = (exchange_all(each, bounds, mesh) for each in (sent.data, sent.scale))
     else:
-        parts = gather_slices(sent, [sent.data.shape[0]] * mesh.size(), mesh)
-        data, scale = [part.data for part in parts], [part.scale for part in parts]  # type: ignore[misc]
-    total = torch.zeros(data[0].shape, dtype=torch.float32, device=x.device)
-    for ints, of_ints in zip(data, scale, strict=True):
-        total += ints.float() * of_ints.float()
+        data, scale = gather_bytes([sent.data, sent.scale], [sent.data.shape[0]] * mesh.size(), mesh)
+    total = data[0] * scale[0].float()
+    for ints, of_ints in zip(data[1:], scale[1:], strict=True):
+        total = total.add_(ints * of_ints.float())
     return total.view(-1, *x.shape[1:])
 
 
@@ -143,7 +151,7 @@ class _Given(NamedTuple):
             return self.slices
         sizes = sizes_of(chunk_bounds(self.length, self.mesh.size()))
         if self.place == "slices":
-            return joined(gather_slices(self.slices, sizes, self.mesh))
+            return start_slices(self.slices, sizes, self.mesh)()
         raise NotImplementedError("B must not be cut along K for a matrix that is cut by rows; use B.redistribute()")
 
     def part(self, bounds: Sequence[int], rank: int) -> Slices:
@@ -194,14 +202,17 @@ def scaled(
         Of the result.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    out = sums.to(wide)
-    out = out if rows is None else out * rows.to(wide)
+    if rows is None or not rows.ndim:
+        out = sums.to(wide) if rows is None else sums.to(wide).mul_(rows.to(wide))
+    else:
+        out = sums * rows.to(wide)
     if bias is None:
-        return (out if columns is None else out * columns.to(wide)).to(dtype)
+        return (out if columns is None else out.mul_(columns.to(wide))).to(dtype)
     if sums.is_cuda and wide == torch.float32:  # a GPU rounds the product and the sum at once
-        out = out.double()
-    out = out if columns is None else out * columns.to(out.dtype)
-    return (out + bias.to(out.dtype)[:, None]).to(wide).to(dtype)
+        out = out.double() if columns is None else out * columns.double().view(-1, columns.numel())
+    elif columns is not None:
+        out = out.mul_(columns.to(wide))
+    return out.add_(bias.to(out.dtype)[:, None]).to(wide).to(dtype)
 
 
 def sum_dtype(inner: int, lhs_bits: int, rhs_bits: int) -> torch.dtype:
@@ -277,9 +288,9 @@ def spmm(
         part = _multiply(A.local, rhs, dtype, own)  # (M_r, N)
         if wanted == Replicate():
             whole = torch.cat(gather_bytes([part], sizes_of(A.bounds), mesh)[0])
-            return _as_dtensor(whole, mesh, wanted, (m, n))
+            return as_dtensor(whole, mesh, wanted, (m, n))
         if wanted == Shard(0):
-            return _as_dtensor(exchange(part, A.bounds, chunk_bounds(m, mesh.size()), mesh), mesh, wanted, (m, n))
+            return as_dtensor(exchange(part, A.bounds, chunk_bounds(m, mesh.size()), mesh), mesh, wanted, (m, n))
         raise ValueError(f"placements must be Replicate() or Shard(0) for rows of A, got {wanted}")
     rhs = given.slices if given.place == "inner" else given.whole().inner(*A.span)
     bits_of_a = A.local.bits or 0
@@ -288,7 +299,7 @@ def spmm(
         _unscaled(A.local), rhs._replace(scale=None), dtype if integer else sum_dtype(k, bits_of_a, rhs.bits), None
     )
     if integer and wanted == Partial():
-        return _as_dtensor(sums, mesh, wanted, (m, n))
+        return as_dtensor(sums, mesh, wanted, (m, n))
     columns = None if rhs.scale is None else rhs.scale.mT  # (1, N)
     rows = A.local.scale
     bounds = chunk_bounds(m if wanted == Shard(0) else n, mesh.size())
@@ -306,7 +317,7 @@ def spmm(
         raise ValueError(f"placements must be Replicate(), Shard(0) or Shard(1) for columns of A, got {wanted}")
     if integer and bias is not None:
         raise TypeError(f"bias must be None for integer output, got out_dtype {dtype}; use out_dtype=torch.float32")
-    return _as_dtensor(sums if integer else scaled(sums, rows, columns, bias, dtype), mesh, wanted, (m, n))
+    return as_dtensor(sums if integer else scaled(sums, rows, columns, bias, dtype), mesh, wanted, (m, n))
 
 
 def _checked_bits(bits: int) -> int:
@@ -334,9 +345,11 @@ def _multiply(A: Any, rhs: Slices, dtype: torch.dtype, bias: Tensor | None) -> T
     return found
 
 
-def _as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, int]) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]) -> DTensor:
+    """Return the DTensor of row-major `shape` whose part on this rank is `local`."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     found: DTensor = DTensor.from_local(
-        local.contiguous(), mesh, [placement], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        local.contiguous(), mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
     )
     return found
 

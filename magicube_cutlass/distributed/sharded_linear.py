@@ -74,12 +74,9 @@ class ShardedLinear(nn.Module):
 
     def quantize(self, rows: Tensor, top: Tensor | None = None) -> Slices:
         """Integers of tokens (tokens, K)."""
-        if self.act_scale is not None:
-            found = quantized(rows, self.act_bits, None, self.act_scale)
-            return Slices(found.data, found.scale, self.act_bits)
-        if top is not None:
+        if self.act_scale is None:
             return quantize_slices(rows, self.act_bits, top)
-        found = quantized(rows, self.act_bits, 1)
+        found = quantized(rows, self.act_bits, None, self.act_scale)
         return Slices(found.data, found.scale, self.act_bits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedLinear:

@@ -292,19 +292,24 @@ quantize = register_op("magicube::quantize", _quantize, _empty_quantized)
 
 
 def _quantize_by(x: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """As ``quantize`` with one given scale: values beyond its range saturate, and nan becomes zero."""
+    """As ``quantize`` with a given scale, one or one per row or column of a matrix.
+
+    Values beyond its range saturate, and nan becomes zero.
+    """
     x = _check_floats(x, bits, None)
-    if scale.numel() != 1 or not scale.is_floating_point() or scale.device != x.device:
-        raise ValueError(f"scale must be one float on {x.device}, got {scale.dtype} {tuple(scale.shape)} on "
-                         f"{scale.device}")  # fmt: skip
-    scale = materialized(scale.reshape(()))
+    per: dict[tuple[int, ...], int] = {(x.shape[0], 1): 1, (1, x.shape[1]): 0} if x.ndim == 2 else {}
+    axis = None if scale.numel() == 1 else per.get(tuple(scale.shape))
+    if (axis is None and scale.numel() != 1) or not scale.is_floating_point() or scale.device != x.device:
+        raise ValueError(f"scale must be one float on {x.device}, or one per row or column, got {scale.dtype} "
+                         f"{tuple(scale.shape)} on {scale.device}")  # fmt: skip
+    scale = materialized(scale.reshape(()) if axis is None else scale)
     if x.device.type == "cuda" and x.numel():
         from cute_kernels.convert import quantize as kernels
 
         given = scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-        return kernels.quantize(x, bits=bits, signed=True, axis=None, scale=given)[0]
+        return kernels.quantize(x, bits=bits, signed=True, axis=axis, scale=given)[0]
     real = x if x.dtype == torch.float64 else x.float()
-    return _encode(real.contiguous(), bits, None, True, False, scale.to(real.dtype))[0]
+    return _encode(real.contiguous(), bits, axis, True, False, scale.to(real.dtype))[0]
 
 
 quantize_by = register_op("magicube::quantize_by", _quantize_by, _empty_ints)

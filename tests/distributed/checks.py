@@ -131,7 +131,7 @@ def exchanged(call: Callable[[], Any]) -> tuple[dict[str, int], Any]:
     """Collectives of a call by name, and what it returns."""
     with CommDebugMode() as mode:
         found = call()
-    counts = {str(op).split(".")[-1].removesuffix("_"): count for op, count in mode.get_comm_counts().items()}
+    counts = {str(op).split(".")[-1].strip("_"): count for op, count in mode.get_comm_counts().items()}
     return counts, found
 
 
@@ -148,15 +148,13 @@ def check_parallel_styles(mesh: DeviceMesh) -> None:
                     "0": md.SparseColwise(input_layouts=Shard(dim), chunks=chunks),
                     "2": md.SparseRowwise(output_layouts=Shard(dim), use_local_output=False),
                 }
-                made, cut = (
-                    parallelize_module(model(static=static), mesh, plan),
-                    distribute_tensor(x, mesh, [Shard(dim)]),
-                )
+                made = parallelize_module(model(static=static), mesh, plan)
+                cut = distribute_tensor(x, mesh, [Shard(dim)])
                 counts, found = exchanged(lambda made=made, cut=cut: made(cut))
                 assert torch.equal(found.full_tensor(), expected)
                 if mesh.size() > 1:
                     amax = 0 if static else 1
-                    wanted = {"all_gather_into_tensor": chunks, "reduce_scatter_tensor": 1, "all_reduce": amax}
+                    wanted = {"allgather_base": chunks, "reduce_scatter_base": 1, "allreduce": amax}
                     assert counts == {name: n for name, n in wanted.items() if n}, counts
         for reduce, limit in (("bfloat16", 0.02), ("int8", 0.03)):
             for out in (Replicate(), Shard(1)):
@@ -168,6 +166,19 @@ def check_parallel_styles(mesh: DeviceMesh) -> None:
                     found = parallelize_module(model(static=static), mesh, plan)(x).full_tensor()
                     error = (found - expected).norm() / expected.norm()
                 assert 1e-5 < error < limit, (reduce, error)
+
+
+def check_tokens_that_are_not_finite(mesh: DeviceMesh) -> None:
+    """inf and NaN on one rank's inputs reach what they reach in one process."""
+    x = torch.randn(6, 40, generator=generator(3))
+    x[1, 3], x[2, 39], x[4, 20] = torch.inf, torch.nan, -torch.inf
+    with torch.no_grad():
+        expected = model()[0](x)
+        layer = parallelize_module(model()[0], mesh, md.SparseRowwise(input_layouts=Replicate()))
+        found = layer(x)
+        assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any(1).tolist()[1:5] == [
+            True, True, False, True]  # fmt: skip
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 def check_dense_styles(mesh: DeviceMesh) -> None:
@@ -201,7 +212,7 @@ def check_attention(mesh: DeviceMesh) -> None:
                 whole = found.full_tensor()  # by all ranks, before one may fail
                 assert torch.equal(whole, expected), (dim, len(options))
                 if mesh.size() > 1:
-                    wanted = {"all_gather_into_tensor": 2, "all_reduce": 1} if dim == 2 else {}
+                    wanted = {"allgather_base": 2, "allreduce": 1} if dim == 2 else {}
                     assert counts == wanted, counts
     many = torch.randn(4096, 5, generator=generator(9)) * torch.exp(4 * torch.randn(4096, 1, generator=generator(10)))
     again = mc.quantize(gathered_keys(distribute_tensor(many, mesh, [Shard(0)]).to_local(), 4096, mesh, True), 8, "row")
@@ -272,4 +283,4 @@ def check_errors(mesh: DeviceMesh) -> None:
 
 
 DEFAULT = [check_shard_and_unshard, check_nnz_balances, check_products, check_partial_sums, check_sddmm,
-           check_parallel_styles, check_dense_styles, check_attention, check_bytes_equal_the_model, check_errors]  # fmt: skip
+           check_parallel_styles, check_tokens_that_are_not_finite, check_dense_styles, check_attention, check_bytes_equal_the_model, check_errors]  # fmt: skip

@@ -269,13 +269,16 @@ def test_empty_operands_have_empty_gradients() -> None:
 
 def test_the_operators_pass_torch_s_checks() -> None:
     checked = ("test_schema", "test_faketensor")
-    for shape, bits, axis in (((5, 7), 8, 1), ((2, 5, 7), 4, 0), ((5, 7), 16, None), ((0, 4), 8, 1)):
+    for shape, bits, axis in (((5, 7), 8, 1), ((2, 5, 7), 4, 0), ((5, 7), 16, None), ((5, 7), 8, 0), ((0, 4), 8, 1)):
         x = normal(*shape).float()
         torch.library.opcheck(torch.ops.magicube.quantize.default, (x, bits, axis), test_utils=checked)
         given = (x, torch.tensor(0.02), bits)
         torch.library.opcheck(torch.ops.magicube.quantize_by.default, given, test_utils=checked)
         want, got = mc.quantize(x, bits, scale=SCALES[axis]), integer.quantized(x, bits, axis)
         assert torch.equal(got.data, want.data) and torch.equal(got.scale, want.scale)
+        if x.ndim == 2:  # by the scale that it found
+            torch.library.opcheck(torch.ops.magicube.quantize_by.default, (x, want.scale, bits), test_utils=checked)
+            assert torch.equal(torch.ops.magicube.quantize_by(x, want.scale, bits), want.data)
     x = torch.tensor([[0.0, 1.0, -3.0, torch.inf, torch.nan]])
     assert integer.quantized(x, 8, None, torch.tensor(0.02)).ints().tolist() == [[0, 50, -128, 127, 0]]
 
