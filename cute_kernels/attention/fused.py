@@ -163,10 +163,7 @@ def make_index(
     vectors = query_vectors(patterns, causal)
     sizes = (queries, keys, batch, len(patterns))
     if config is None:
-        device = vectors.columns.device
-        with device_of(vectors.columns):
-            arch, processors = current_arch(), torch.cuda.get_device_properties(device).multi_processor_count
-        config = choose(head_dim, arch, processors, _problem(vectors, sizes))
+        config = _select(vectors, sizes, head_dim)
     steps = config.steps(vectors, keys)
     if not isinstance(config, PanelAttention):
         return AttentionIndex(config, *sizes, steps)
@@ -175,6 +172,30 @@ def make_index(
     fewer = replace(config, rows_per_warp=min(config.rows_per_warp, _LSE_ROWS))
     lse_index = AttentionIndex(fewer, *sizes, steps, fewer.tile_ranges(vectors))
     return AttentionIndex(config, *sizes, steps, config.tile_ranges(vectors), lse_index)
+
+
+def _select(vectors: QueryVectors, sizes: tuple[int, int, int, int], head_dim: int) -> AttentionConfig:
+    device = vectors.columns.device
+    with device_of(vectors.columns):
+        arch, processors = current_arch(), torch.cuda.get_device_properties(device).multi_processor_count
+    return choose(head_dim, arch, processors, _problem(vectors, sizes))
+
+
+def select_config(
+    patterns: Sequence[tuple[Tensor, Tensor]],
+    queries: int,
+    keys: int,
+    *,
+    batch: int,
+    head_dim: int,
+    causal: bool = False,
+) -> AttentionConfig:
+    """Return the kernel config that :func:`make_index` selects for masks on a GPU; waits for it.
+
+    The kernels add in different orders. A call with some of the queries gives the bits of the whole one by its config.
+    """
+    _check_patterns(patterns, queries, batch)
+    return _select(query_vectors(patterns, causal), (queries, keys, batch, len(patterns)), head_dim)
 
 
 def _problem(vectors: QueryVectors, sizes: tuple[int, int, int, int]) -> AttentionProblem:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import pad
 
+from cute_kernels.dtypes import REAL_DTYPES
 from magicube_cutlass.attention import sparse_attention as local_attention
-from magicube_cutlass.attention.api import AttentionOptions
-from magicube_cutlass.distributed.collectives import all_reduce, check_mesh, chunk_bounds, sizes_of
-from magicube_cutlass.distributed.products import as_dtensor, quantize_slices, slice_scale, start_slices
+from magicube_cutlass.attention.api import AttentionOptions, check_masks, renamed_backend
+from magicube_cutlass.attention.cpu_fused import flat_bias
+from magicube_cutlass.attention.softmax import check_key_bias, check_scale
+from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle
+from magicube_cutlass.distributed.collectives import check_mesh, chunk_bounds, gather, gather_bytes, sizes_of
+from magicube_cutlass.distributed.products import as_dtensor, quantize_slices, slice_scale
 from magicube_cutlass.formats.pattern import Pattern
 
 __all__ = ["sparse_attention"]
+
+Masks = tuple[Pattern, ...]
+_MAX_AMAX_RATIO = 2.5  # kMaxAbsmaxRatio of cute_kernels/attention/quantize_qkv.cuh
 
 
 def sparse_attention(
@@ -26,10 +34,9 @@ def sparse_attention(
     """Attend over a sparse mask, heads or queries cut over ranks: ``softmax(scale q k^T at mask) v``.
 
     Heads: nothing travels. Queries: keys and values are quantized by their owner, and all ranks gather their 8-bit
-    integers: a scale per key, and one per matrix of values, of which ranks first exchange the amax. On a CPU the result
-    equals that of one process bit for bit. On two H200s it differed by 1.8e-2, in the norm, with queries cut; why is
-    not known yet. Perhaps the ranks ran another kernel than one process: the fused one is selected by the number of
-    queries.
+    integers with the scales that one process gives them: one per key, or one per matrix of keys where the fused kernel
+    of a GPU does so; one per matrix of values. Ranks first exchange the amaxes that decide this. The result equals that
+    of one process bit for bit.
 
     Parameters
     ----------
@@ -99,16 +106,22 @@ def _of_queries(q: DTensor, k: DTensor, v: DTensor, mask: Any, mesh: DeviceMesh,
     if any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled():
         raise NotImplementedError("q, k and v must need no gradient with the sequence cut; use torch.no_grad()")
     bounds, rank = chunk_bounds(q.shape[-2], mesh.size()), mesh.get_local_rank()
-    start, stop = bounds[rank], bounds[rank + 1]
-    masks = [_rows(one, bounds, start, stop) for one in ([mask] if isinstance(mask, Pattern) else mask)]
-    keys = [gathered_keys(x.to_local(), x.shape[-2], mesh, per_key) for x, per_key in ((k, True), (v, False))]
-    own = q.to_local()
-    if own.numel():
-        attend: Any = local_attention
-        given = masks[0] if isinstance(mask, Pattern) else masks
-        out = attend(own.float(), *keys, given, **options).to(q.dtype)
-    else:
+    whole = (mask,) if isinstance(mask, Pattern) else tuple(mask)
+    masks = tuple(_rows(one, bounds, *bounds[rank : rank + 2]) for one in whole)
+    own, bits = q.to_local(), options.get("softmax_bits", 8)
+    backend = options.get("backend")
+    if backend is None and "impl" in options:
+        backend = renamed_backend(options["impl"])
+    fused = own.is_cuda and backend != "unfused" and not fused_obstacle(own, v, masks, bits, 8)
+    keys = gathered_keys(k.to_local(), v.to_local(), k.shape[-2], mesh, may_share=fused)
+    if not own.numel():
         out = own.new_zeros(*own.shape[:-1], v.shape[-1])
+    elif fused:
+        out = _fused(own, keys, masks, whole, options)
+    else:
+        attend: Any = local_attention
+        floats = keys.floats()
+        out = attend(own.float(), *floats, masks[0] if isinstance(mask, Pattern) else masks, **options).to(q.dtype)
     return as_dtensor(out, mesh, q.placements[0], (*q.shape[:-1], v.shape[-1]))
 
 
@@ -129,24 +142,85 @@ def _rows(mask: Pattern, bounds: Sequence[int], start: int, stop: int) -> Patter
     return found
 
 
-def gathered_keys(x: Tensor, length: int, mesh: DeviceMesh, per_key: bool) -> Tensor:
-    """Return all keys or values (..., L, d) as floats that quantize to the integers and scales that travelled.
+class Keys(NamedTuple):
+    """Integers of all keys and values, with the scales that one process gives them."""
 
-    With s the float32 nearest to t / 127, the one nearest to 127 s is t, so that the scale of ``s * q`` is s again: the
-    mantissas hold ``127 s = 2**7 t + r`` with ``|r| < 64``.
+    k: Tensor  # (..., L, d) int8
+    k_scale: Tensor  # (..., L, 1)
+    alike: Tensor  # (...) whether the keys of a matrix share a scale
+    v: Tensor  # (..., L, dv) int8
+    v_scale: Tensor  # (..., 1, 1)
+
+    def floats(self) -> tuple[Tensor, Tensor]:
+        """Return floats that quantize to these integers and scales, row by row.
+
+        With s the float32 nearest to t / 127, the one nearest to 127 s is t, so that the scale of ``s * q`` is s again:
+        the mantissas hold ``127 s = 2**7 t + r`` with ``|r| < 64``.
+        """
+        return self.k * self.k_scale, self.v * self.v_scale
+
+
+def gathered_keys(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh, *, may_share: bool) -> Keys:
+    """Gather keys and values (..., L, d) as integers: one all-gather of 12 bytes per matrix, one of the integers.
+
+    `may_share`: a matrix of keys gets one scale where the fused kernel of a GPU gives it one.
     """
-    x = x.float()
-    lead, d = x.shape[:-2], x.shape[-1]
-    flat = x.movedim(-2, 0).reshape(-1, d)  # (L_r * heads, d)
-    sizes = [size * lead.numel() for size in sizes_of(chunk_bounds(length, mesh.size()))]
-    if per_key:
-        found = start_slices(quantize_slices(flat, 8), sizes, mesh)()
-        assert found.scale is not None
-        real = found.data * found.scale
-    else:
-        top = x.abs().amax((-2, -1)) if x.shape[-2] else x.new_zeros(lead)  # (...)
-        top = all_reduce(top.nan_to_num_(nan=math.inf, posinf=math.inf), "max", mesh).reshape(-1, 1)
-        sent = quantize_slices(flat, 8, top.repeat(x.shape[-2], 1))
-        data = start_slices(sent._replace(scale=None), sizes, mesh)().data
-        real = data * slice_scale(top, 8).repeat(length, 1)
-    return real.view(length, *lead, d).movedim(0, -2).contiguous()
+    k, v = k.float(), v.float()
+    lead, sizes = k.shape[:-2], sizes_of(chunk_bounds(length, mesh.size()))
+    row_top = torch.linalg.vector_norm(k, math.inf, -1)  # (..., L_r); NaN stays
+    own = k.new_zeros(3, *lead)
+    if k.shape[-2]:
+        own = torch.stack([row_top.amax(-1), torch.linalg.vector_norm(v, math.inf, (-2, -1)), row_top.sum(-1)])
+    every = gather(own[None], [1] * mesh.size(), mesh)  # (ranks, 3, ...)
+    k_top, v_top = every[:, :2].amax(0)
+    alike = (k_top * length <= _MAX_AMAX_RATIO * every[:, 2].sum(0)) & may_share  # False for NaN
+    top = torch.where(alike[..., None], k_top[..., None], row_top)  # (..., L_r)
+    parts = [
+        quantize_slices(x.movedim(-2, 0).reshape(-1, x.shape[-1]), 8, t.movedim(-1, 0).reshape(-1, 1))
+        for x, t in ((k, top), (v, v_top[..., None].expand_as(row_top)))
+    ]
+    assert parts[0].scale is not None
+    sent = [parts[0].data, parts[0].scale, parts[1].data]  # (L_r * matrices, ...)
+    found = gather_bytes(sent, [size * lead.numel() for size in sizes], mesh)
+    ints, scale, values = (
+        torch.cat(each).view(length, *lead, each[0].shape[-1]).movedim(0, -2).contiguous() for each in found
+    )
+    return Keys(ints, scale, alike, values, slice_scale(v_top.reshape(-1, 1), 8).view(*lead, 1, 1))
+
+
+def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, options: dict[str, Any]) -> Tensor:
+    """Attention by the fused kernel of a GPU, by the config that it has for all queries."""
+    from cute_kernels.attention import fused as attention
+
+    batch, (queries, d) = q.shape[:-2], q.shape[-2:]
+    width = _padded_head_dim(max(d, keys.v.shape[-1]))
+    assert width is not None
+    check_masks(masks if len(masks) > 1 else masks[0], q, keys.k.shape[-2])
+    sizes: dict[str, Any] = {"batch": batch.numel(), "head_dim": width}
+    name = ("attention of rows", *sizes.values(), *[mask._version_id for mask in (*masks[1:], *whole)])
+    index = masks[0]._cache.get(name)
+    if index is None:
+        arrays, every = ([(mask.row_offsets, mask.col_indices) for mask in each] for each in (masks, whole))
+        length = keys.k.shape[-2]
+        config = attention.select_config(every, whole[0].shape[0], length, **sizes)
+        index = masks[0]._cache[name] = attention.make_index(arrays, queries, length, config=config, **sizes)
+    given = quantize_slices(q.reshape(-1, d), 8)
+    assert given.scale is not None
+    query, key, value = (
+        attention.align_to_16_bytes(pad(x, (0, width - x.shape[-1])).view(batch.numel(), -1, width).contiguous())
+        for x in (given.data, keys.k, keys.v)
+    )
+    bias = options.get("bias")
+    if bias is not None:
+        check_key_bias(bias, keys.k.shape[-2], q.device)
+        bias = flat_bias(bias, batch).contiguous()
+        bias = bias[0] if bias.shape[0] == 1 else bias
+    scale, dtype = options.get("scale"), q.dtype if q.dtype in REAL_DTYPES else torch.float32
+    out = torch.empty((batch.numel(), queries, width), dtype=dtype, device=q.device)
+    attention.fused_attention(
+        query, key, value, index, scale=1.0 / math.sqrt(d) if scale is None else check_scale(scale),
+        q_scale=given.scale.view(batch.numel(), queries), k_scale=keys.k_scale.view(batch.numel(), -1),
+        v_scale=keys.v_scale.reshape(-1), keys_alike=keys.alike.reshape(-1).to(torch.int32), bias=bias,
+        softmax_bits=options.get("softmax_bits", 8), out=out, nan_for_empty=options.get("nan_for_empty", False),
+    )  # fmt: skip
+    return out[..., : keys.v.shape[-1]].to(q.dtype).reshape(*batch, queries, keys.v.shape[-1])

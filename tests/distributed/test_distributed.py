@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import magicube_cutlass.distributed as md
+from magicube_cutlass.distributed import attention
 from tests.distributed import checks, residual_checks, training_checks
 from tests.distributed.rank_pool import Check, Pool, failures
-from tests.house import modules
+from tests.house import ROOT, modules
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -22,6 +23,7 @@ CHECKS: dict[int, list[Check]] = {  # the others run in test_distributed_long
     1: [checks.check_products, checks.check_parallel_styles, residual_checks.check_tolerances, residual_checks.check_tall],
     2: [*EVERYWHERE, *(check for check in training_checks.DEFAULT if check is not training_checks.check_graphs)],
     3: [checks.check_nnz_balances, checks.check_products, checks.check_sddmm, checks.check_attention,
+        checks.check_keys_have_the_scales_of_one_process,
         checks.check_bytes_equal_the_model, checks.check_errors, residual_checks.check_reports_are_equal,
         residual_checks.check_error_on_all_ranks_or_none, residual_checks.check_a_rank_that_would_plan_otherwise],
     4: [checks.check_shard_and_unshard, checks.check_products, checks.check_dense_styles,
@@ -71,6 +73,11 @@ def test_without_a_process_group_the_error_says_how_to_start_one(monkeypatch: py
         md.shard(torch.ones(2, 2), mesh)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="device_type must be 'cuda' or 'cpu', got 'tpu'"):
         md.init_mesh("tpu")
+
+
+def test_the_rule_for_scales_of_keys_is_the_kernel_s() -> None:
+    header = (ROOT / "cute_kernels" / "attention" / "quantize_qkv.cuh").read_text()
+    assert f"kMaxAbsmaxRatio = Config::kBits >= 8 ? {attention._MAX_AMAX_RATIO}f" in header
 
 
 def test_only_the_folders_of_distributed_import_torch_distributed() -> None:
