@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 ALIGNMENT = 8  # bytes; a message holds parts of dtypes up to 64 bits
 
 
-def init_mesh(device_type: str | None = None) -> DeviceMesh:
+def init_mesh(device_type: str | None = None, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh of one dimension over all processes that ``torchrun`` started, or of this process alone.
 
     Starts the process group if there is none: NCCL for CUDA devices, gloo for CPUs.
@@ -36,6 +37,8 @@ def init_mesh(device_type: str | None = None) -> DeviceMesh:
     ----------
     device_type : {"cuda", "cpu"}, optional
         Default: ``"cuda"`` where each process of this machine has a device.
+    timeout : timedelta, optional
+        Of collectives, after which a process that waits for another one ends. Default: torch's.
 
     Raises
     ------
@@ -57,7 +60,8 @@ def init_mesh(device_type: str | None = None) -> DeviceMesh:
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
-        options: dict[str, Any] = {"device_id": torch.device("cuda", local) if device_type == "cuda" else None}
+        device = torch.device("cuda", local) if device_type == "cuda" else None
+        options: dict[str, Any] = {"device_id": device, "timeout": timeout}
         if "RANK" not in os.environ:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **options)

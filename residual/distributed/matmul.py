@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from magicube_cutlass.distributed.collectives import (
+    all_reduce,
     check_agreement,
     check_mesh,
     chunk_bounds,
@@ -22,14 +23,14 @@ from magicube_cutlass.distributed.collectives import (
 )
 from residual.distributed.sums import ProductSize, left_of_inner, of_own_part, of_rows, reduced_left, verdict
 from residual.error.estimate import ErrorEstimate
-from residual.error.factor import CONFIDENCE, confidence
-from residual.error.probes import Probes, draw
+from residual.error.factor import CONFIDENCE, bound_factor, confidence
+from residual.error.probes import PROBES, Probes, draw
 from residual.execute.products import execute
 from residual.operand.nonfinite import fill
 from residual.operand.operand import Operand, check_operand, operand, real_dtype
 from residual.options import OnFailure, Options, check_options
 from residual.planning.ladder import FLOATS, MODES, Demand, Rung
-from residual.report import Attempt, Report, attempt_of, tolerance_error
+from residual.report import EMPTY, Attempt, Report, attempt_of, tolerance_error
 
 _NAMES = (*MODES, *FLOATS)
 _MOST_RUNGS = 8
@@ -80,7 +81,9 @@ def matmul(
 
     Each rank multiplies what it holds, and measures it by the probes of one seed; an all-reduce of 2 KB per rung gives
     all ranks the same numbers, from which all decide alike: they return or raise together. Rungs and seed are those of
-    rank 0, whatever the others would choose. What the reduction of sums rounds counts as error.
+    rank 0, whatever the others would choose. What the reduction of sums rounds counts as error. Rows or columns of
+    float32 on sm_90 GPUs are first checked by the passes of one process, rank by rank, and one all-reduce of 32 bytes
+    decides whether all are within `tol`.
 
     Parameters
     ----------
@@ -138,14 +141,15 @@ def matmul(
     result = options.result_dtype(a, b)
     if torch.float64 in (real_dtype(a), real_dtype(b), result):
         raise NotImplementedError(f"A, B and C must not be float64 over ranks, got {a.dtype}, {b.dtype} and {result}")
-    plan, chosen = _agree(a, b, mesh, layout, sizes, options, reduce, result)
+    plan, chosen, alone = _agree(a, b, mesh, layout, sizes, options, reduce, result)
     probes = draw(sizes.n, a.device, chosen)
     if layout == "columns":
         bounds, rank = chunk_bounds(sizes.n, mesh.size()), mesh.get_local_rank()
         probes = Probes(*(each[bounds[rank] : bounds[rank + 1]] for each in probes))
     problem = _Problem(a, b, mesh, layout, sizes, result, probes)
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-        product, report = _climb(problem, plan, options, reduce)
+        found = _on_each_rank(problem, plan, options._replace(seed=chosen)) if alone else None
+        product, report = found or _climb(problem, plan, options, reduce, first=2 if alone else 0)
         if layout == "inner" and wanted == Replicate():
             product = gather(product, sizes_of(chunk_bounds(sizes.m, mesh.size())), mesh)
     shape, stride = torch.Size((sizes.m, sizes.n)), (sizes.n, 1)
@@ -185,8 +189,8 @@ def _agree(
     options: Options,
     reduce: str,
     out: torch.dtype,
-) -> tuple[tuple[Rung, ...], int]:
-    """Compare the call between ranks; return rank 0's rungs and seed."""
+) -> tuple[tuple[Rung, ...], int, bool]:
+    """Compare the call between ranks; return rank 0's rungs and seed, and whether each rank can check its own part."""
     double_size = sizes.m * sizes.k * sizes.n
     halves = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
     demand = Demand(options.tol or 0.0, double_size, False, halves, options.on_failure == "fallback")
@@ -198,19 +202,61 @@ def _agree(
     fields = (options.mode, options.bits, options.on_failure, options.rungs, layout, reduce, str(out), str(a.dtype))
     hashed = int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:6], "little")
     every = check_agreement(
-        mesh, bad, *words, *codes, *[-1.0] * (_MOST_RUNGS - len(codes)),
+        mesh, bad, float(_can_check(layout, a, b, options)), *words, *codes, *[-1.0] * (_MOST_RUNGS - len(codes)),
         rows_of_A=sizes.m, columns_of_A=sizes.k, columns_of_B=sizes.n, tol=options.tol or 0.0, options=hashed,
     )  # fmt: skip
     for rank, found in enumerate(every):
         if found[0]:
             raise ValueError(f"A and B must be finite where K is cut, got inf or nan on rank {rank}")
-    _, high, low, *rest = every[0]
+    _, _, high, low, *rest = every[0]
     rungs = tuple(Rung(_NAMES[int(code) // 100], int(code) % 100) for code in rest if code >= 0)
-    return rungs, (int(high) << 32) + int(low)
+    return rungs, (int(high) << 32) + int(low), all(found[1] for found in every)
 
 
-def _climb(problem: _Problem, rungs: tuple[Rung, ...], options: Options, reduce: str) -> tuple[Tensor, Report]:
-    """Return the product of the first rung within the tolerance; raise on all ranks alike."""
+def _can_check(layout: str, a: Tensor, b: Tensor, options: Options) -> bool:
+    """Return whether the passes of one process serve this rank's rows or columns: float32 on an sm_90 GPU."""
+    if layout not in ("rows", "columns") or not (a.is_cuda and a.numel() and b.numel()) or options.tol is None:
+        return False
+    from residual.cuda import passes  # kernels of their own
+
+    return bool(passes.rungs_to_pick(a, b, options))
+
+
+def _start(problem: _Problem, plan: tuple[Rung, ...], options: Options) -> tuple[Tensor | None, Report]:
+    """Return this rank's part by the passes of one process, None where it misses the tolerance, and its report."""
+    from residual.cuda import passes
+
+    if not passes.planes_of(plan):
+        return None, EMPTY
+    made = passes.start_picked(problem.A, problem.B, options, plan).outcome()
+    return made.product, made.report
+
+
+def _on_each_rank(problem: _Problem, plan: tuple[Rung, ...], options: Options) -> tuple[Tensor, Report] | None:
+    """Return the product if each rank's part is within the tolerance, else None on all ranks: one all-reduce.
+
+    Parts within `tol` make a whole within it. Each of n bounds fails with a probability of 1 / n of what one may, so
+    that all hold together with the confidence of one.
+    """
+    assert options.tol is not None
+    n = problem.mesh.size()
+    wider = max(bound_factor(PROBES, 1 - (1 - confidence(i)) / n) / bound_factor(PROBES, confidence(i)) for i in (0, 1))
+    product, report = _start(problem, plan, options._replace(tol=options.tol / wider))
+    names = [str(rung) for rung in plan]
+    rung = names.index(report.plan) if report.plan in names else 0
+    own = [float(product is None), report.estimated_error, report.upper * wider, float(rung)]
+    numbers = torch.tensor(own, dtype=torch.float64, device=problem.A.device).nan_to_num(nan=torch.inf)
+    missed, error, upper, last = all_reduce(numbers, "max", problem.mesh).tolist()
+    if missed or product is None:
+        return None
+    attempt = Attempt(names[int(last)], error, upper)
+    return product, Report(attempt.plan, error, upper, CONFIDENCE, plan[int(last)].products, (attempt,))
+
+
+def _climb(
+    problem: _Problem, rungs: tuple[Rung, ...], options: Options, reduce: str, first: int
+) -> tuple[Tensor, Report]:
+    """Return the product of the first rung within the tolerance; raise on all ranks alike. `first`: bounds before."""
     left, right = operand(problem.A), operand(problem.B.mT)
     ways = [(rung, "exact") for rung in rungs]
     if problem.layout == "inner" and reduce != "exact":
@@ -224,7 +270,7 @@ def _climb(problem: _Problem, rungs: tuple[Rung, ...], options: Options, reduce:
         if tol is None or part.sums is None:
             return part.product, Report(str(rung), 0.0, 0.0, 0.0, rung.products, ())
         extra = problem.mesh.size() + 1 if problem.layout == "inner" else 0
-        estimate = verdict(part.sums, problem.mesh, problem.sizes, extra, confidence(i))
+        estimate = verdict(part.sums, problem.mesh, problem.sizes, extra, confidence(first + i))
         found.append((attempt_of(rung, estimate), estimate))
         attempts = tuple(attempt for attempt, _ in found)
         report = Report(str(rung), estimate.relative, estimate.upper, CONFIDENCE, rung.products, attempts)

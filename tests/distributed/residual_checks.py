@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +20,7 @@ from residual.planning.ladder import Machine
 from tests.distributed.checks import generator, raises
 from tests.distributed.problems import spread
 
+of_ranks = importlib.import_module("residual.distributed.matmul")  # the function has its name
 LAYOUTS = {"rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)), "inner": (Shard(1), Shard(0)),
            "whole": (Replicate(), Replicate())}  # fmt: skip
 
@@ -79,6 +83,33 @@ def check_reports_are_equal(mesh: DeviceMesh) -> None:
         assert [each.plan for each in report.attempts] == ["int8 direct", "int8 full"]
     C = rd.matmul(*parts(mesh, "rows", torch.zeros(5, 4), torch.ones(4, 3)), tol=1e-3)
     assert not C.full_tensor().any()  # nothing lies beyond the tolerance of a product that is zero
+
+
+def check_parts_that_ranks_check_alone(mesh: DeviceMesh) -> None:
+    """As on a GPU, whose passes check each rank's part: all within the tolerance, or all go on together."""
+    rank, last = mesh.get_local_rank(), mesh.size() - 1
+    A, B = torch.randn(64, 64, generator=generator(3)), torch.randn(64, 32, generator=generator(4))
+    tolerances = []
+
+    def start(problem: Any, plan: Any, options: Any) -> Any:
+        tolerances.append(options.tol)
+        C = residual.matmul(problem.A, problem.B, mode="full")
+        missed = layout == "columns" and rank == last
+        return None if missed else C, residual.Report("int8 full", 1e-4, 2e-4 * (rank + 1), 0.99, 3, ())
+
+    for layout in ("rows", "columns"):
+        with mock.patch.multiple(of_ranks, _can_check=lambda *_: True, _start=start):
+            C, report = rd.matmul(*parts(mesh, layout, A, B), tol=1e-3, rungs=("direct", "full"), return_report=True)
+        assert error_of(A, B, C.full_tensor()) < 1e-3
+        every = [None] * mesh.size()
+        dist.all_gather_object(every, report)
+        assert all(each == report for each in every)
+        if layout == "rows":  # the largest bound of any rank, wider than that of one by the number of ranks
+            assert [each.plan for each in report.attempts] == ["int8 full"] and tolerances[0] * report.upper == (
+                pytest.approx(1e-3 * 2e-4 * mesh.size()))  # fmt: skip
+            assert (tolerances[0] < 1e-3) == (mesh.size() > 1)
+        else:
+            assert [each.plan for each in report.attempts] == ["int8 direct", "int8 full"]
 
 
 def check_error_on_all_ranks_or_none(mesh: DeviceMesh) -> None:
@@ -180,5 +211,6 @@ def check_tall(mesh: DeviceMesh) -> None:
 
 
 DEFAULT = [check_tolerances, check_digits_equal_one_process, check_reports_are_equal,
+           check_parts_that_ranks_check_alone,
            check_error_on_all_ranks_or_none, check_a_rank_that_would_plan_otherwise, check_disagreement,
            check_residual_styles, check_tall]  # fmt: skip
