@@ -122,6 +122,8 @@ def passes_for(B: Tensor, probes: Probes, rungs: tuple[Rung, ...]) -> Mapping[in
 def padded_probes(probes: Probes) -> look.LookProbes:
     """Return probes as the passes read them."""
     n, count = probes.vectors.shape
+    if look.padded_length(n) == n:
+        return look.LookProbes(probes.vectors, probes.norms.float() * _UP)
     vectors = probes.vectors.new_zeros(look.padded_length(n), count)
     norms = probes.vectors.new_zeros(look.padded_length(n))
     vectors[:n], norms[:n] = probes.vectors, probes.norms * _UP

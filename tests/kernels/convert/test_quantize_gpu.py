@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SHAPES = [(1, 1), (3, 5), (1, 1000), (70, 33), (64, 256), (5, 4100), (3, 20_000), (2, 40_001), (3000, 7), (1500, 1)]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
 @pytest.mark.parametrize(
     "config",
     [

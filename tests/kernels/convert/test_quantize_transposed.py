@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(1, 1), (1, 4096), (3, 5), (16, 100), (17, 1001), (70, 333), (16, 14336), (40, 5000), (300, 72)]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
 @pytest.mark.parametrize("config", [default_configs()[i] for i in (2, 4, 11)], ids=lambda config: config.name)
 def test_machine_code_keeps_everything_in_registers(config: TransposedConfig, arch: str) -> None:
     binary = compile_unit(config.translation_unit(arch))

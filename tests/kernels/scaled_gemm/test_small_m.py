@@ -122,7 +122,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     assert ("UCGABAR_ARV" in sass) == (config.split > 1) and ("USETMAXREG" in sass) == (config.groups > 2)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", [E4M3, OperandFormat("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
 def test_the_reorder_kernel_stays_in_registers(kind: OperandFormat, bits: int, kernel_cache: None) -> None:
     binary = build(ReorderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))

@@ -32,11 +32,15 @@ FRAGMENTS = [
     ("config", "arch"),
     [
         (SoftmaxConfig("float16", 8, 32, 8, causal=True, bias=True, atom="s8_m16n8k32"), "sm_90a"),
-        (SoftmaxConfig("float16", atom="s8_m16n8k32"), "sm_90a"),
+        pytest.param(SoftmaxConfig("float16", atom="s8_m16n8k32"), "sm_90a", marks=pytest.mark.long),
         (SoftmaxConfig("bfloat16", 16, 32, 16, causal=True, atom="s8_m16n8k32"), "sm_90a"),
-        (SoftmaxConfig("float16", 4, 32, 4, bias=True, atom="int4_as_int8_m16n8k32"), "sm_90a"),
+        pytest.param(
+            SoftmaxConfig("float16", 4, 32, 4, bias=True, atom="int4_as_int8_m16n8k32"),
+            "sm_90a",
+            marks=pytest.mark.long,
+        ),
         (SoftmaxConfig("float32", 32, 32, 16, atom="s8_m16n8k32"), "sm_80"),
-        (SoftmaxConfig("bfloat16", 1, 16, 4), "sm_90a"),
+        pytest.param(SoftmaxConfig("bfloat16", 1, 16, 4), "sm_90a", marks=pytest.mark.long),
     ],
     ids=str,
 )

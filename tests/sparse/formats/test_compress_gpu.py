@@ -23,7 +23,7 @@ UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
 @pytest.mark.parametrize(
     "config",
     [
