@@ -83,7 +83,15 @@ class PanelConfig(RingConfig, SpmmConfig):
     @property
     def smem_bytes(self) -> int:
         per_warp = 4 * self.tile_n + self.a_stages * self.record_bytes  # scales of the columns, records of A
+        per_warp += 8 * self.tile_n if self.pairs and self.rows_per_warp == 1 else 0  # results for the neighbour
         return self.ring * self.tile_n_bytes + 16 * self.stages + per_warp * self.warps
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a warp, or two neighbours, have neighbouring vector rows and write the transpose in whole sectors."""
+        if not self.transposed or self.vector_length != 8 or OUT_BYTES[self.out] != 2:
+            return False
+        return self.rows_per_warp == 2 or (self.rows_per_warp == 1 and self.warps % 2 == 0)
 
     @property
     def record_bytes(self) -> int:
@@ -104,11 +112,12 @@ class PanelConfig(RingConfig, SpmmConfig):
             "kRecordBytes": self.record_bytes,
             "kPartial": self.a_stages > 0,  # N may be below the N tile
             "kStagedScales": True,
+            "kPairs": self.pairs,
         }
 
     def packing_key(self) -> tuple[object, ...]:
         shape = (self.tile_n_bytes, self.tile, self.stages, self.tile_window, self.warps, self.rows_per_warp)
-        return (*super().packing_key(), *shape, self.ordered, self.swizzle)
+        return (*super().packing_key(), *shape, self.ordered, self.swizzle, self.pairs)
 
     @property
     def accumulators(self) -> int:
@@ -257,7 +266,7 @@ class PackedPanel(NamedTuple):
     tile_counts: Tensor
     # (records + 8, record_bytes) uint8, sorted by unit, then tile, then vector row. The last ones are prefetched only.
     records: Tensor
-    # ((units + 1) * rows_per_warp,) int32, vector row at each place of a unit; vector_rows if there is none.
+    # ((units + 1) * rows_per_warp,) int32, vector row at each place of a unit; vector_rows or more if there is none.
     order: Tensor
 
 
@@ -279,7 +288,8 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
     vectors : Vectors
         The vectors in the new order of the vector rows.
     order : Tensor, shape ((units + 1) * rows_per_warp,)
-        int32, vector row at each place; `vector_rows` if there is none.
+        int32, vector row at each place; `vector_rows` or more if there is none. Those of a pair, if ``config.pairs``,
+        are side by side.
 
     Examples
     --------
@@ -296,18 +306,21 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
     units, share = (blocks * config.warps, config.rows_per_warp) if config.rows_per_warp > 1 else (blocks, config.warps)
     lengths = torch.nn.functional.pad(lengths, (0, units * share - rows))
     starts = torch.cumsum(lengths, 0) - lengths
-    longest = lengths.argsort(descending=True, stable=True).view(share, units)
-    order, sums = lengths.new_empty(units, share), lengths.new_zeros(units)
+    team = 2 if config.pairs else 1  # vector rows that stay side by side
+    sizes = lengths.view(-1, team).sum(1)  # (teams,)
+    longest = sizes.argsort(descending=True, stable=True).view(share // team, units)
+    order, sums = lengths.new_empty(units, share // team), lengths.new_zeros(units)
     for place, tier in enumerate(longest):
         least = sums.argsort(stable=True)
         order[least, place] = tier
-        sums[least] += lengths[tier]
-    order = order.view(-1)
+        sums[least] += sizes[tier]
+    order = (order.view(-1, 1) * team + torch.arange(team, device=device)).view(-1)
     offsets = torch.nn.functional.pad(torch.cumsum(lengths[order], 0), (1, 0))
     total = vectors.columns.numel()
     moved = torch.repeat_interleave(starts[order] - offsets[:-1], lengths[order], output_size=total)
     index = moved + torch.arange(total, device=device)
-    padded = torch.nn.functional.pad(order.clamp(max=rows), (0, config.rows_per_warp), value=rows).to(torch.int32)
+    none = -(-rows // team) * team  # of a team that does not exist
+    padded = torch.nn.functional.pad(order.clamp(max=none), (0, config.rows_per_warp), value=none).to(torch.int32)
     values = vectors.values
     if values.dtype == torch.uint16:
         values = values.view(torch.int16)  # torch has few operators for uint16

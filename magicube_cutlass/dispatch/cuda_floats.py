@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,6 @@ from magicube_cutlass.formats.tracking import is_current, stamp
 
 _REPLAYS = 32  # sets of addresses per record
 _BITS = 8
-# Columns up to which the kernel of the product writes its transpose: stores of 16 bytes cost 3 us of 19 for 512 columns
-# and 50 of 100 for 4,096.
-_MOST_TRANSPOSED = 512
 
 
 def is_column_major(x: Tensor) -> bool:
@@ -73,8 +68,7 @@ class QuantizedSpmm:
         self.bias = bias
         self._seen = stamp(self, ("bias",))
         self._float_bias = problem.bias  # float32: another tensor than `bias` if that is not
-        self._transposes = by_rows and x.shape[1] > _MOST_TRANSPOSED
-        self._kernel = replace(spmm_config(kernel), transposed=by_rows and not self._transposes).name
+        self._kernel, self._transposes = kernel, by_rows and not spmm_config(kernel).transposed
         self._packed, self._row_scale = packed, problem.row_scale
         self._inner, self._swap, self._by_rows = x.shape[0], is_column_major(x), by_rows
         self._axis = axis if axis is None or not self._swap else 1 - axis

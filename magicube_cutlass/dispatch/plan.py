@@ -138,6 +138,7 @@ def plan_spmm(
     batch: int,
     atom: str | None,
     config: SpmmKernel | None,
+    transposes: bool = False,
 ) -> tuple[str, list[Tensor]]:
     """Return the name of the kernel and the packed operand for it.
 
@@ -155,10 +156,12 @@ def plan_spmm(
         1 for a single matrix, 2 for several.
     atom, config
         As for :func:`magicube_cutlass.spmm`.
+    transposes : bool, default False
+        Whether a kernel may be chosen that writes the transpose of C.
     """
-    from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
+    from cute_kernels.spmm.heuristics import check_spmm, choose_spmm, transposed
 
-    key = (rhs, out, width, batch, atom, config)
+    key = (rhs, out, width, batch, atom, config, transposes)
     plan = matrix._execution.get(key)
     if plan is None:
         length = None
@@ -172,6 +175,7 @@ def plan_spmm(
         kind, sizes = spmm_problem(matrix, rhs, out, width, batch, length)
         if config is None:
             config = choose_spmm(kind, get_machine(matrix.device.index), sizes, atom, matrix.single_use)
+            config = transposed(config, width) if transposes else config
         check_spmm(config, kind, sizes.longest)
         stored = (config.vector_length, *config.packing_key())
         copy = matrix._execution.get(stored)

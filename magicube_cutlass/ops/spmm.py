@@ -234,7 +234,7 @@ def floats_record(
     problem = check_spmm(A, dense, x.dtype, bias, None)
     if problem.matrix is not A or problem.matrix.values.device != x.device:
         return None
-    kernel, packed = plan_spmm(A, problem.rhs, x.dtype, size_bucket(problem.n), 1, None, None)
+    kernel, packed = plan_spmm(A, problem.rhs, x.dtype, size_bucket(problem.n), 1, None, None, by_rows)
     if watch.LEVEL > 1:
         watch.selected("spmm", kernel, packed)
     return cuda_floats.QuantizedSpmm(problem, kernel, packed, dense.axis, bias, x, by_rows)

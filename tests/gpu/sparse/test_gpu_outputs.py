@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import magicube_cutlass as mc
 from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.spmm.heuristics import SpmmKernel
 from magicube_cutlass.dispatch import cuda
-from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
+from magicube_cutlass.dispatch.plan import _vectors
 from magicube_cutlass.ops.problem import check_spmm as check_problem
 from tests.gpu.problems import PANELS, POISON, check_spmm, chosen, dense, gather, ints, kind, panel, sparse, spmm
 from tests.helpers import SCALES
@@ -178,13 +179,22 @@ def test_sums_of_nothing_are_zero_and_take_the_bias() -> None:
         assert torch.equal(spmm(a, b, dtype), torch.zeros(3, 5, 7, dtype=dtype))
 
 
+PAIRS: list[dict[str, Any]] = [
+    {"warps": 4}, {"warps": 3, "rows_per_warp": 2}, {"warps": 2, "cluster": 2}, {"warps": 4, "a_stages": 4},
+]  # fmt: skip
 TRANSPOSED = [
-    replace(config, transposed=True) for out in OUTS for bits in (4, 8, 16) for config in both(out, (bits, True))
+    replace(config, transposed=True)
+    for out in OUTS
+    for bits in (4, 8, 16)
+    for config in [
+        *both(out, (bits, True)),
+        *(panel(kind(8, right=(bits, True), out=out), **few) for few in PAIRS * PANELS if out in FLOATS[:2]),
+    ]
 ]
 
 
 @pytest.mark.parametrize("config", TRANSPOSED, ids=named)
-@pytest.mark.parametrize(("m", "n"), [(64, 96), (64, 97), (61, 96), (61, 5)])
+@pytest.mark.parametrize(("m", "n"), [(64, 96), (72, 97), (61, 96), (200, 130), (61, 5)])
 def test_the_transpose_has_the_same_bits(config: SpmmKernel, m: int, n: int) -> None:
     torch.manual_seed(n)
     w, dtype = torch.randn(m, 300), getattr(torch, config.out)
@@ -194,7 +204,7 @@ def test_the_transpose_has_the_same_bits(config: SpmmKernel, m: int, n: int) -> 
         b = mc.quantize(torch.randn(300, n, device="cuda"), config.b.bits, scale=scale)
         plain = mc.spmm(a, b, out_dtype=dtype, bias=bias, config=replace(config, transposed=False))
         problem = check_problem(a, b, dtype, bias, None)
-        _, packed = plan_spmm(a, problem.rhs, dtype, size_bucket(n), 1, None, replace(config, transposed=False))
+        packed = list(config.pack(_vectors(a, 8), 300))
         out = torch.full((n + 1, m), 77, device="cuda").to(dtype)
         rows = DenseOperand(b.data, b.bits, True, -2, b.packed_dim)
         of_b = None if b.scale is None or bias is None else b.scale.reshape(() if scale == "tensor" else -1)

@@ -14,7 +14,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 from cute_kernels.dtypes import Integer
 from cute_kernels.layout.bank_conflicts import Access, report, swizzled
 from cute_kernels.operands import Vectors
-from cute_kernels.spmm.panel import PanelConfig
+from cute_kernels.spmm.panel import PanelConfig, balance_rows
 from tests.helpers import random_mask
 from tests.kernels.layout.test_fragments import blocks_of, operand_a, operand_b, values_of
 
@@ -142,3 +142,23 @@ def test_dealt_rows_are_equal_shares(rows: int) -> None:
     shares = placed.view(-1, share).sum(1)
     assert placed.sum() == mask.sum() and sorted(order[order < 64].tolist()) == list(range(64))
     assert shares.max() - shares.min() <= 0.35 * mask.sum(1).max()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30, 31, 64])
+@pytest.mark.parametrize("shape", [{"warps": 4}, {"warps": 3, "rows_per_warp": 2}, {"warps": 2, "cluster": 2}])
+def test_pairs_of_vector_rows_stay_side_by_side(rows: int, shape: dict[str, Any]) -> None:
+    kind = (Integer(8, True), Integer(8, True), "float16")
+    config = PanelConfig("s8_m16n8k32", 8, *kind, **shape, transposed=True)
+    lengths = torch.randint(0, 40, (rows,), generator=torch.Generator().manual_seed(rows))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    columns = torch.cat([torch.arange(count, dtype=torch.int32) for count in lengths.tolist()])
+    vectors = Vectors(offsets, columns, torch.ones(len(columns), 8, dtype=torch.int8), config.a)
+    moved, order = balance_rows(vectors, config)
+    assert config.pairs and not replace(config, transposed=False).pairs
+    pairs = order[: len(order) - config.rows_per_warp].view(-1, 2)
+    exists = pairs[:, 0] // 2 * 2 < rows
+    assert torch.equal(pairs[exists, 1], pairs[exists, 0] + 1) and bool((pairs[exists, 0] % 2 == 0).all())
+    assert bool((pairs[~exists] // 2 * 2 >= rows).all()) and int(order[-1]) // 2 * 2 >= rows
+    found = pairs[pairs < rows]
+    assert torch.equal(found.sort().values, torch.arange(rows, dtype=torch.int32))
+    assert torch.equal(moved.row_offsets.diff()[: pairs.numel()][pairs.view(-1) < rows], lengths[found.long()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 
 import pytest
 
@@ -17,6 +16,7 @@ from cute_kernels.sddmm.config import SampleConfig
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
+from cute_kernels.spmm import heuristics
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
@@ -54,10 +54,11 @@ def of_few_columns(arch: str) -> Iterator[Config]:
 
 
 def transposed(arch: str) -> Iterator[Config]:
-    """What a layer of many and of few tokens runs."""
-    for n in (16, 512):
+    """What a layer of few and of many tokens runs."""
+    for n, per_row in ((16, 410), (512, 410), (4096, 410), (4096, 2048)):
         kind = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
-        yield replace(choose_spmm(kind, Machine(arch, 132), Problem(512, 4096, 410 * 512, 512, n)), transposed=True)
+        config = choose_spmm(kind, Machine(arch, 132), Problem(512, 4096, per_row * 512, per_row, n))
+        yield heuristics.transposed(config, n)
 
 
 CASES = [
