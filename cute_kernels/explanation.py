@@ -20,7 +20,8 @@ class Explanation:
     backend : str
         ``"engine"`` (the CPU engine), ``"torch"`` or ``"cuda"``.
     kernel : str
-        Instruction set of the engine, function of torch, or name of the kernel config.
+        Instruction set of the engine, function of torch (``"reference"``: its int64 product), or name of the kernel
+        config.
     text : str
         The prose.
     facts : mapping of str to object

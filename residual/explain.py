@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu import extension
 from cute_kernels.explanation import Explanation
-from residual.operand.prepared import PreparedOperand
+from cute_kernels.gemm.cpu import dense_backend
+from residual.operand.prepared import DIRECT, PreparedOperand
 from residual.options import OnFailure, check_options, check_pair
+from residual.planning.ladder import Rung
 
 
 def explain(
@@ -56,8 +59,14 @@ def explain(
     goal = "as it comes" if tol is None else f"for a relative error of {tol:g}"
     steps = ", then ".join(f"{name} ({count:g} integer products)" if count else name
                            for name, count in zip(names, products, strict=True))  # fmt: skip
+    where = "cuda" if a.is_cuda else _cpu_backend(tried[0])
     device = "CUDA" if a.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+    reason = "" if a.is_cuda or extension.available() else f"; {extension.MISSING}"
     facts = {"rungs": names, "products": products, "tol": tol, "shape": (a.shape[0], b.shape[1]), "inner": a.shape[1]}
-    return Explanation(
-        "matmul", "cuda" if a.is_cuda else "engine", names[0], f"{device}: {size}, {goal}: {steps}", facts
-    )
+    return Explanation("matmul", where, names[0], f"{device}: {size}, {goal}: {steps}{reason}", facts)
+
+
+def _cpu_backend(first: Rung) -> str:
+    """Return what multiplies by the first rung: the engine or torch."""
+    is_engine = extension.available() and (first == DIRECT or dense_backend() == "engine")
+    return "engine" if first.bits and is_engine else "torch"

@@ -18,9 +18,10 @@ from cute_kernels.cpu.arguments import (
 )
 from cute_kernels.cpu.calls import SddmmCall, SpmmCall, batch_stride, row_sums, run_dim
 from cute_kernels.cpu.conversions import NEGATIVE, NONFINITE, compress_cpu, decompose_cpu, order_columns, quantize_cpu
-from cute_kernels.cpu.extension import available, isa, isas
+from cute_kernels.cpu.extension import MISSING, available, isa, isas
 
 __all__ = [
+    "MISSING",
     "NEGATIVE",
     "NONFINITE",
     "OUT_TYPES",

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+MISSING = "the compiled CPU engine is missing; reinstall with a C++17 compiler: pip install ."
+
 
 def _load() -> ModuleType | None:
     """The compiled module, None if it is not installed; `MAGICUBE_ENGINE` selects another build."""
@@ -46,7 +48,7 @@ def load_extension() -> ModuleType:
         If the extension is not installed.
     """
     if ENGINE is None:
-        raise RuntimeError("the compiled CPU engine is missing; reinstall with a C++17 compiler: pip install .")
+        raise RuntimeError(MISSING)
     return ENGINE
 
 

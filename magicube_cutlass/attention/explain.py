@@ -65,7 +65,10 @@ def explain_attention(
             f"{density:.3g}, softmax {softmax_bits} bits, q, k and v {qkv_bits} bits")  # fmt: skip
     name = "fused" if is_fused else "unfused"
     where = "cuda" if q.is_cuda else "engine" if engine.available() else "torch"
-    device = "CUDA" if q.is_cuda else f"CPU engine, {engine.isa()} path, {torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} threads"
+    device = {"cuda": "CUDA", "engine": f"CPU engine, {engine.isa()} path, {threads}", "torch": f"torch, {threads}"}[
+        where
+    ]
     form = "one fused kernel" if is_fused else "three products: SDDMM, softmax, SpMM"
     lines = [f"{device}, {form}: {size}"]
     if obstacle:

@@ -63,10 +63,13 @@ def explain(A: SRBCRS | BCRS, B: Operand, *, out_dtype: torch.dtype | None = Non
     check_pair(lhs, rhs)
     threads = torch.get_num_threads()
     sizes = {"shape": matrix.shape, "columns": int(dense.shape[-1]), "threads": threads}
+    product = f"{matrix.shape[0]} x {matrix.shape[1]} of {lhs.name} times {tuple(dense.shape)} of {rhs.name}"
     if isinstance(dense, DenseFloats):
-        text = (f"torch's CSR product of float32, {threads} threads: {matrix.shape[0]} x "
-                f"{matrix.shape[1]} of {lhs.name} times {tuple(dense.shape)} of {rhs.name}")  # fmt: skip
+        text = f"torch's CSR product of float32, {threads} threads: {product}"
         return Explanation("spmm", "torch", "CSR", text, sizes)
+    if not engine.available():
+        text = f"torch's int64 product of the decompressed matrix, {threads} threads: {product}; {engine.MISSING}"
+        return Explanation("spmm", "torch", engine.isa(), text, sizes)
     predicted = forecast(matrix, dense, out_dtype or torch.int32)
     operand = engine.DenseOperand(dense.data, dense.bits, dense.signed, -2, dense.packed_dim)
     order = "row" if engine.run_dim(operand) == -1 else "column"
@@ -130,6 +133,9 @@ def explain_sddmm(
     if kernel != "cpu":
         text = f"torch's sampled product of float32, {threads} threads: {size}"
         return Explanation("sddmm", "torch", "sampled_addmm", text, {**facts, "threads": threads})
+    if not engine.available():
+        text = f"torch's int64 product of all entries, {threads} threads: {size}; {engine.MISSING}"
+        return Explanation("sddmm", "torch", engine.isa(), text, {**facts, "threads": threads})
     text = f"CPU engine, {engine.isa()} path, {threads} threads: {size}"
     return Explanation("sddmm", "engine", engine.isa(), text, {**facts, "threads": threads})
 

@@ -148,11 +148,13 @@ class DenseProduct:
     def describe(self) -> str:
         """Return what multiplies, in words."""
         on_engine = self.backend == "engine"
+        takes = isinstance(self.weight, GroupTensor) and self.act == "int8" and self.weight.device.type == "cpu"
+        reason = extension.MISSING if takes and not extension.available() else "no kernel for this format here"
         texts = {
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
             "scaled_gemm": "scaled GEMM, rows quantized before",
-            "torch": "torch.matmul in float32 on the dequantized weight: no kernel for this format here",
+            "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
         }
         return texts[self.backend]
 

@@ -9,7 +9,7 @@ import torch
 
 import magicube_cutlass as mc
 import residual
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine, extension
 from cute_kernels.gemm import explain_gemm
 from cute_kernels.scaled_gemm.api import FloatOperand, explain_scaled_gemm
 
@@ -80,3 +80,41 @@ def test_impl_is_now_backend() -> None:
         assert told[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="use backend='fused'"):
         assert mc.nn.SparseQuantAttention(16, 2, mask, impl="fused").backend == "fused"
+
+
+def test_without_the_engine_reports_name_torch_and_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "ENGINE", None)
+    q, x, mask = torch.randn(2, 32, 16), torch.randn(64, 64), torch.eye(16, dtype=torch.bool)
+    found = {
+        "reference": [mc.explain(A, X8), mc.explain_sddmm(X8, X8, mask)],
+        "unfused": [mc.explain_attention(q, q, q, mc.masks.local(32, 4))],
+        "int8 full": [residual.explain(x, x, tol=1e-3, mode="full")],
+        "fp32": [residual.explain(x, x, tol=1e-3)],
+        "int8": [mc.nn.QuantLinear(64, 32, weight="int8").explain()],
+    }
+    for kernel, reports in found.items():
+        for each in reports:
+            assert (each.backend, each.kernel) == ("torch", kernel), each
+            assert "without the compiled engine" in each or extension.MISSING in each
+            assert "CPU engine, " not in each and "reference path" not in each
+            assert not {"digits", "order", "sparse_us"} & set(each.facts)
+    assert mc.spmm(A, X8).shape == (32, 24) and mc.sddmm(X8, X8, mask).values.any()  # they do run so
+    floats = mc.explain(mc.SRBCRS.from_dense(torch.eye(16), dtype="float16"), torch.ones(16, 2).half())
+    assert (floats.backend, floats.kernel) == ("torch", "CSR") and extension.MISSING not in floats  # torch's anyway
+
+
+def test_the_portable_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAGICUBE_CPU", "portable")
+    q, mask = torch.randn(2, 32, 16), torch.eye(16, dtype=torch.bool)
+    for found in (mc.explain(A, X8), mc.explain_sddmm(X8, X8, mask)):
+        assert (found.backend, found.kernel) == ("engine", "portable") and "CPU engine, portable path" in found
+    assert "CPU engine, portable path" in mc.explain_attention(q, q, q, mc.masks.local(32, 4))
+
+
+def test_residual_names_what_multiplies_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(64, 64)
+    assert residual.explain(x, x, tol=1e-3).backend == "torch"  # float32
+    assert residual.explain(x, x, mode="direct").backend == ("engine" if engine.available() else "torch")
+    for name, backend in (("float32", "torch"), ("engine", "engine")):
+        monkeypatch.setenv("MAGICUBE_GEMM", name)
+        assert residual.explain(x, x, mode="full").backend == backend
