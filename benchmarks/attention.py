@@ -95,10 +95,10 @@ def fused(data: Data, keyed: bool) -> tuple[Callable[[], Tensor], str]:
     return call, replace(index.config, key_scale=keyed).name
 
 
-def of_floats(data: Data, impl: Literal["fused", "unfused"]) -> Callable[[], Tensor]:
+def of_floats(data: Data, backend: Literal["fused", "unfused"]) -> Callable[[], Tensor]:
     """Everything from float operands on: quantization of Q, K and V, then one kernel or three."""
     q, k, v = data.heads()
-    return lambda: sparse_attention(q, k, v, data.pattern, backend=impl).reshape(data.q.shape)
+    return lambda: sparse_attention(q, k, v, data.pattern, backend=backend).reshape(data.q.shape)
 
 
 def dense(data: Data) -> Callable[[], Tensor]:

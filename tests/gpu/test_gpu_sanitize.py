@@ -172,7 +172,7 @@ def test_attention_by_three_kernels(softmax_bits: int) -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, rows, 48) for rows in (45, 77, 77))
     mask = mc.random_pattern(45, 77, 0.6, 8, seed=1)
-    options = {"impl": "unfused", "softmax_bits": softmax_bits}
+    options = {"backend": "unfused", "softmax_bits": softmax_bits}
     here = mc.sparse_attention(q, k, v, mask, **options)
     there = mc.sparse_attention(q.cuda(), k.cuda(), v.cuda(), mask.to("cuda"), **options).cpu()
     assert float((there - here).norm() / here.norm()) < 0.01

@@ -43,14 +43,14 @@ def whole(recorder: Recorder) -> None:
     shapes = [(2, 4, 256, 64), (1, 2, 200, 32), (3, 128, 128), (512, 48), (2, 2, 96, 17), (8, 16, 512, 64)]
     options: list[dict[str, Any]] = [
         {}, {"causal": True}, {"softmax_bits": 4, "qkv_bits": 4}, {"softmax_bits": 16}, {"qkv_bits": 16, "softmax_bits": 16},
-        {"return_lse": True, "nan_for_empty": True}, {"impl": "three", "causal": True}, {"impl": "three", "softmax_bits": 4, "qkv_bits": 4},
-        {"impl": "three", "qkv_bits": 16, "return_lse": True},
+        {"return_lse": True, "nan_for_empty": True}, {"backend": "unfused", "causal": True}, {"backend": "unfused", "softmax_bits": 4, "qkv_bits": 4},
+        {"backend": "unfused", "qkv_bits": 16, "return_lse": True},
     ]  # fmt: skip
     for i, (shape, option) in enumerate(product(shapes, options)):
-        if i >= 45 and option.get("impl") != "three" and i % 2:
+        if i >= 45 and option.get("backend") != "unfused" and i % 2:
             continue
         *batch, queries, _ = shape
-        kind = (8, 8, 4, 16)[i % 4] if option.get("impl") == "three" else 8
+        kind = (8, 8, 4, 16)[i % 4] if option.get("backend") == "unfused" else 8
         mask: Any = masks.random(queries, sparsity=0.8, vector_length=kind, seed=i)
         if len(batch) > 1 and i % 3 == 2:
             mask = [masks.random(queries, sparsity=0.8, vector_length=kind, seed=i + head) for head in range(batch[-1])]

@@ -195,15 +195,15 @@ def test_other_depths_and_vector_lengths(v: int, depth: int) -> None:
         assert error(ours, plain) < 4e-3
 
 
-@pytest.mark.parametrize("impl", ["fused", "unfused"])
-def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+def test_float64_tensors_are_read_as_float32(backend: Any) -> None:
     leaves = list(inputs((4,), 90, 130, 64, torch.float64))
     leaves[1][:, 5] *= 6  # sticks out, so that each key has a scale of its own on a GPU too
     leaves = [x.requires_grad_() for x in leaves]
     there = [x.detach().cuda().requires_grad_() for x in leaves]
     mask = masks.random(90, 0.6, keys=130)
-    plain, ours = sparse_attention(*leaves, mask), sparse_attention(*there, mask.to("cuda"), backend=impl)
-    assert ours.dtype == torch.float64 and error(ours, plain) < 4e-3 * (1 if impl == "unfused" else 2)
+    plain, ours = sparse_attention(*leaves, mask), sparse_attention(*there, mask.to("cuda"), backend=backend)
+    assert ours.dtype == torch.float64 and error(ours, plain) < 4e-3 * (1 if backend == "unfused" else 2)
     plain.sin().sum().backward()
     ours.sin().sum().backward()
     for mine, x in zip(there, leaves, strict=True):
@@ -211,18 +211,18 @@ def test_float64_tensors_are_read_as_float32(impl: Any) -> None:
         assert error(mine.grad, x.grad) < 2e-2
 
 
-@pytest.mark.parametrize("impl", ["unfused", "fused"])
-def test_peak_memory_follows_the_mask(impl: Any) -> None:
+@pytest.mark.parametrize("backend", ["unfused", "fused"])
+def test_peak_memory_follows_the_mask(backend: Any) -> None:
     """With as many keys a query, twice the length takes twice the memory, and scores of all pairs would not fit in it."""
     peaks = []
     for length in (4096, 8192, 16384):
         q, k, v = (torch.randn(8, length, 64, device="cuda", dtype=torch.float16) for _ in "qkv")
         mask = masks.local(length, 64).to("cuda")
-        sparse_attention(q, k, v, mask, backend=impl)
+        sparse_attention(q, k, v, mask, backend=backend)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        sparse_attention(q, k, v, mask, backend=impl)
+        sparse_attention(q, k, v, mask, backend=backend)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert all(b < 2.1 * a for a, b in pairwise(peaks)) and peaks[-1] < 8 * 16384**2 / 4, peaks
 
@@ -240,15 +240,15 @@ def test_gradients_are_those_of_the_cpu() -> None:
         assert error(ours, plain) < 5e-3
 
 
-@pytest.mark.parametrize("impl", ["unfused", None])
+@pytest.mark.parametrize("backend", ["unfused", None])
 @pytest.mark.configs(pipelines())
-def test_a_warm_call_waits_for_nothing_and_a_graph_holds_it(impl: Any) -> None:
+def test_a_warm_call_waits_for_nothing_and_a_graph_holds_it(backend: Any) -> None:
     tensors = [x.cuda() for x in inputs((2, 4), 256, 256, 64, torch.float16)]
     mask = masks.random(256, 0.8).to("cuda")
 
     def run() -> Tensor:
         with torch.no_grad():
-            return sparse_attention(*tensors, mask, backend=impl)
+            return sparse_attention(*tensors, mask, backend=backend)
 
     run()
     try:

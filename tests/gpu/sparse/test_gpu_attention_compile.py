@@ -25,7 +25,9 @@ def forget_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("kinds", [{}, {"return_lse": True, "causal": True}, {"impl": "unfused"}, {"softmax_bits": 16}])
+@pytest.mark.parametrize(
+    "kinds", [{}, {"return_lse": True, "causal": True}, {"backend": "unfused"}, {"softmax_bits": 16}]
+)
 @pytest.mark.configs(pipelines())
 def test_the_call_is_one_graph_with_the_same_numbers(kinds: dict[str, Any]) -> None:
     mask = masks.random(256, 0.8).to("cuda")
@@ -83,7 +85,7 @@ def test_operands_may_be_column_major(qkv_bits: int) -> None:
     rows = [x.cuda() for x in inputs((1, 4), 256, 256, 64, torch.float16)]
     columns = [x.mT.contiguous().mT for x in rows]
     heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows]
-    for impl in ("fused", "unfused"):
-        expected = sparse_attention(*rows, mask, backend=impl, qkv_bits=qkv_bits)
+    for backend in ("fused", "unfused"):
+        expected = sparse_attention(*rows, mask, backend=backend, qkv_bits=qkv_bits)
         for x in (columns, heads_inside):
-            assert torch.equal(sparse_attention(*x, mask, backend=impl, qkv_bits=qkv_bits), expected)
+            assert torch.equal(sparse_attention(*x, mask, backend=backend, qkv_bits=qkv_bits), expected)

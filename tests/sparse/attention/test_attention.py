@@ -319,8 +319,8 @@ def test_the_fused_form_has_the_gradients_of_the_three_products(monkeypatch: pyt
     fake_kernel(monkeypatch)
     q, k, v = (x.requires_grad_() for x in inputs("random", 40, 40))
     mask, grads = masks.random(40, 0.5), []
-    for impl in ("fused", "unfused"):
-        out = sparse_attention(q, k, v, mask, backend=impl)  # type: ignore[arg-type]
+    for backend in ("fused", "unfused"):
+        out = sparse_attention(q, k, v, mask, backend=backend)  # type: ignore[arg-type]
         grads.append(torch.autograd.grad(out.sin().sum(), (q, k, v)))
     assert all(error(a, b.double()) < 0.02 for a, b in zip(*grads, strict=True))
 

@@ -57,7 +57,7 @@ def test_opcheck_passes(bits: tuple[int, int], lse: bool, bias: tuple[int, int] 
 def options() -> list[dict[str, Any]]:
     return [
         {}, {"return_lse": True, "causal": True}, {"softmax_bits": 16, "scale": 0.3}, {"qkv_bits": 4, "softmax_bits": 4},
-        {"bias": torch.randn(24)}, {"bias": torch.randn(2, 1, 24), "nan_for_empty": True}, {"impl": "unfused"},
+        {"bias": torch.randn(24)}, {"bias": torch.randn(2, 1, 24), "nan_for_empty": True}, {"backend": "unfused"},
     ]  # fmt: skip
 
 

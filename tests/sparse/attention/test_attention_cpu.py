@@ -144,7 +144,7 @@ def test_extreme_numbers(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 def test_weights_differ_from_those_of_torch_in_ties_of_rounding_alone(path: str) -> None:
     q, k, v = tensors(256, 256, 64, 64)
     mask = masks.random(256, 0.9)
-    fused, unfused = (sparse_attention(q, k, v, mask, backend=impl) for impl in ("fused", "unfused"))  # type: ignore[arg-type]
+    fused, unfused = (sparse_attention(q, k, v, mask, backend=backend) for backend in ("fused", "unfused"))  # type: ignore[arg-type]
     assert float((fused != unfused).float().mean()) < 0.01
     assert float((fused - unfused).norm() / unfused.norm()) < 1e-4
 
@@ -164,9 +164,9 @@ def test_gradients_take_the_same_forward_pass(path: str) -> None:
 def test_other_calls_take_three_products() -> None:
     q, k, v = tensors(16, 16, 8, 8)
     mask = masks.local(16, 3)
-    for options in ({"softmax_bits": 16}, {"qkv_bits": 16}, {"impl": "unfused"}):
+    for options in ({"softmax_bits": 16}, {"qkv_bits": 16}, {"backend": "unfused"}):
         assert torch.equal(sparse_attention(q, k, v, mask, **options), sparse_attention(  # type: ignore[call-overload]
-            q, k, v, mask, **{**options, "impl": "unfused"}))  # fmt: skip
+            q, k, v, mask, **{**options, "backend": "unfused"}))  # fmt: skip
     assert RECORDS not in mask._cache or not [each for each in mask._cache[RECORDS].values()
                                               if isinstance(each, cpu_fused.AttentionRecord)]  # fmt: skip
     with pytest.raises(NotImplementedError, match=r"backend='fused' does not support torch.float64 on a CPU"):

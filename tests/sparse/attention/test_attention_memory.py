@@ -33,10 +33,12 @@ class Made(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("impl", ["unfused", "fused"])
-def test_memory_follows_the_mask_and_not_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch, impl: Any) -> None:
+@pytest.mark.parametrize("backend", ["unfused", "fused"])
+def test_memory_follows_the_mask_and_not_the_square_of_the_length(
+    monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
     """All that the operator makes, the fused kernel's integers and results too, for a window of 64 keys a query."""
-    if impl == "fused":
+    if backend == "fused":
         attention = pytest.importorskip("cute_kernels.attention.fused", reason="needs the wheel nvidia-cutlass")
         fake_kernel(monkeypatch)
         monkeypatch.setattr(attention, "make_index", lambda arrays, *_, **__: arrays)
@@ -45,9 +47,9 @@ def test_memory_follows_the_mask_and_not_the_square_of_the_length(monkeypatch: p
     for length in (1024, 2048, 4096):
         q, k, v = (torch.randn(2, length, 32) for _ in "qkv")
         mask = masks.local(length, 32)
-        sparse_attention(q, k, v, mask, backend=impl, return_lse=True)  # what is derived from a mask is cached
+        sparse_attention(q, k, v, mask, backend=backend, return_lse=True)  # what is derived from a mask is cached
         with Made() as made:
-            sparse_attention(q, k, v, mask, backend=impl, return_lse=True)
+            sparse_attention(q, k, v, mask, backend=backend, return_lse=True)
         sums.append(sum(made.bytes.values()))
         largest.append(max(made.bytes.values()))
     assert all(b < 2.1 * a for values in (sums, largest) for a, b in pairwise(values)), (sums, largest)
