@@ -12,15 +12,19 @@ from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 
 
-def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKernel | SddmmKernel]:
+def default_configs(
+    all: bool = False, arch: str = "sm_90a", outs: tuple[str, ...] = ("float16", "int32")
+) -> Iterator[SpmmKernel | SddmmKernel]:
     """Yield the SpMM and SDDMM kernels that :func:`magicube_cutlass.spmm` and ``sddmm`` use.
 
     Parameters
     ----------
     all : bool, default False
-        Every vector length, signedness and output dtype. Default: V = 8, signed, float16 and int32.
+        Every vector length, signedness and output dtype. Default: V = 8, signed, and `outs`.
     arch : str, default "sm_90a"
         Target architecture.
+    outs : tuple of str, default ("float16", "int32")
+        Output dtypes.
 
     Yields
     ------
@@ -33,7 +37,7 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
     """
     machine = Machine(arch, 132)
     lengths = (1, 2, 4, 8, 16, 32) if all else (8,)
-    outs = ("float16", "int32", "bfloat16", "float32", "int64") if all else ("float16", "int32")
+    outs = ("float16", "int32", "bfloat16", "float32", "int64") if all else outs
     signs = tuple(product((True, False), repeat=2)) if all else ((True, True),)
     for v, out, (lhs_signed, rhs_signed) in product(lengths, outs, signs):
         for a, b in SPMM_PAIRS if v >= MMA_COLUMNS else ():  # shorter vectors are merged to 8 rows
@@ -69,7 +73,8 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     sums = (probes, remainder_probes, statistics, look)
     by_arch = (each.default_configs(arch) for each in (attention, attention_operands, digits))
     verdicts = [verdict.VerdictConfig()]
-    return chain(default_configs(all, arch), *by_arch, *(each.default_configs() for each in (*others, *sums)), verdicts)
+    outs = ("float32", "float16", "int32")  # float32 is the output of scaled operands, if none is named
+    return chain(default_configs(all, arch, outs), *by_arch, *(each.default_configs() for each in (*others, *sums)), verdicts)
 
 
 def named_configs() -> dict[str, SpmmKernel | SddmmKernel]:

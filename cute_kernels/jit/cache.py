@@ -19,14 +19,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.jit import toolchain, user_files
+from cute_kernels.jit import shipped, toolchain, user_files
 from cute_kernels.jit.compiler import ARCHES, COMPILE_OPTIONS, LINK_OPTIONS, Binary, Unit, Usage, compile_unit
 
 log = logging.getLogger("magicube")
 
 SCHEMA = 2  # to be raised when the meaning of a file changes
 _MAGIC = b"magicube-kernel\n"
-_SUFFIX = ".kernel"
+SUFFIX = ".kernel"
 _DIGEST = 32
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 28  # of a file; the largest kernel has 200 KB
@@ -78,8 +78,10 @@ def _header(path: Path, changed: int, size: int) -> tuple[str, frozenset[str]]:
     return hashlib.sha256(text.encode()).hexdigest(), frozenset(_includes(text))
 
 
-def key(unit: Unit) -> str:
+def key(unit: Unit, versions: dict[str, str] | None = None) -> str:
     """Return the key of `unit`: a digest of everything that can change the compiled code.
+
+    `versions` are those of the toolchain; by default of the one that is installed.
 
     Raises
     ------
@@ -90,13 +92,14 @@ def key(unit: Unit) -> str:
         "schema": SCHEMA,
         "unit": asdict(unit),
         "headers": headers_digest(unit.source),
-        "versions": toolchain.find().versions,
+        "versions": versions or toolchain.find().versions,
         "options": [COMPILE_OPTIONS, LINK_OPTIONS],
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
-def _pack(key: str, binary: Binary) -> bytes:
+def pack_file(key: str, binary: Binary) -> bytes:
+    """Return the content of a file."""
     facts: dict[str, Any] = {**asdict(binary), "key": key}
     del facts["code"]
     header = json.dumps(facts).encode()
@@ -134,7 +137,7 @@ def _read(name: str) -> tuple[str, Binary, os.stat_result]:
 def load(key: str) -> Binary | None:
     """Return the binary of `key`, or None if there is no sound entry."""
     try:
-        found, binary, _ = _read(key + _SUFFIX)
+        found, binary, _ = _read(key + SUFFIX)
     except (OSError, ValueError):
         return _in_memory.get(key)
     return binary if found == key else None
@@ -143,7 +146,7 @@ def load(key: str) -> Binary | None:
 def save(key: str, binary: Binary) -> None:
     """Store `binary` under `key`: on disk, or in this process if the disk cannot be written."""
     try:
-        user_files.write(directory() / (key + _SUFFIX), _pack(key, binary))
+        user_files.write(directory() / (key + SUFFIX), pack_file(key, binary))
     except OSError as error:
         if not _in_memory:
             log.warning("compiled kernels stay in memory only: %s", error)
@@ -153,7 +156,7 @@ def save(key: str, binary: Binary) -> None:
 def entries() -> list[Entry]:
     """Return the sound entries on disk, newest first."""
     found = []
-    for name in user_files.names(directory(), _SUFFIX):
+    for name in user_files.names(directory(), SUFFIX):
         try:
             key, binary, status = _read(name)
         except (OSError, ValueError):
@@ -166,11 +169,24 @@ def entries() -> list[Entry]:
 def clear() -> int:
     """Remove all entries and partial files; return the number of entries removed."""
     _in_memory.clear()
-    return user_files.remove(directory(), _SUFFIX)
+    return user_files.remove(directory(), SUFFIX)
+
+
+def _shipped(unit: Unit) -> Binary | None:
+    """The binary of `unit` that the wheel of compiled kernels has."""
+    found = shipped.find_wheel()
+    if found is None:
+        return None
+    name = key(unit, found.versions)
+    try:
+        stored, binary = _unpack((found.folder / (name + SUFFIX)).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return binary if stored == name else None
 
 
 def build(unit: Unit) -> Binary:
-    """Return the binary of `unit`, from the cache or compiled into it.
+    """Return the binary of `unit`, from the wheel of compiled kernels, from the cache, or compiled into it.
 
     Raises
     ------
@@ -185,6 +201,9 @@ def build(unit: Unit) -> Binary:
     >>> build(unit) == build(unit)  # the second one is read from the cache
     True
     """
+    binary = _shipped(unit)
+    if binary is not None:
+        return binary  # without the compiler, which a key of the cache names
     name = key(unit)
     binary = load(name)
     if binary is None:

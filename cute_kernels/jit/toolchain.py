@@ -23,7 +23,7 @@ KERNEL_HEADERS = Path(__file__).resolve().parents[1]  # the folder of the .cuh f
 _CUTLASS_VERSION = "cutlass/version.h"
 _CCCL_VERSION = "cuda/std/__cccl/version.h"
 _RUNTIME_VERSION = "cuda_runtime_api.h"
-_SETUP = ("cuda-core>=1.2,<2", "cuda-bindings>=13.0,<14")
+LAUNCH_WHEELS = ("cuda-core>=1.2,<2", "cuda-bindings>=13.0,<14")
 
 
 class ToolchainError(RuntimeError):
@@ -70,8 +70,8 @@ def _define(header: Path, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _package_folders(name: str) -> list[Path]:
-    """Folders of an importable package, found without importing it."""
+def package_folders(name: str) -> list[Path]:
+    """Return the folders of an importable package, found without importing it."""
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):
@@ -88,7 +88,7 @@ def _toolkits() -> Iterator[Path]:
 
 def header_folders() -> list[Path]:
     """Return folders that may hold the CUDA runtime headers and CCCL: of wheels, then of toolkits."""
-    folders = [folder for root in _package_folders("nvidia") for folder in sorted(root.glob("*/include"))]
+    folders = [folder for root in package_folders("nvidia") for folder in sorted(root.glob("*/include"))]
     for toolkit in _toolkits():
         folders += [toolkit / "include", toolkit / "targets" / f"{platform.machine()}-linux" / "include"]
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
@@ -96,7 +96,7 @@ def header_folders() -> list[Path]:
 
 def cutlass_folders() -> list[Path]:
     """Return folders that may hold CUTLASS and CuTe, inside the wheel nvidia-cutlass."""
-    return [folder / "source" / "include" for folder in _package_folders("cutlass_library")]
+    return [folder / "source" / "include" for folder in package_folders("cutlass_library")]
 
 
 def _wheel(name: str, major: int, below: str = "") -> str:
@@ -178,7 +178,7 @@ def _cuda_headers(major: int, missing: list[_Missing]) -> tuple[dict[str, str], 
 def _compilers(missing: list[_Missing]) -> tuple[int, dict[str, str]]:
     """Major version of NVRTC (13 where it is missing) and the versions of both compilers."""
     if not find_spec("cuda") or not find_spec("cuda.bindings") or not find_spec("cuda.core"):
-        missing += [_Missing(f"the package {wheel.partition('>')[0]}", wheel) for wheel in _SETUP]
+        missing += [_Missing(f"the package {wheel.partition('>')[0]}", wheel) for wheel in LAUNCH_WHEELS]
         return 13, {}
     found: dict[str, tuple[tuple[int, int], str]] = {}
     for name, wheel, probe in (

@@ -70,9 +70,10 @@ def _engine() -> dict[str, str]:
 
 
 def _jit() -> dict[str, str]:
-    from cute_kernels.jit import cache, toolchain
+    from cute_kernels.jit import cache, shipped, toolchain
 
-    return {**toolchain.describe(), "jit cache": f"{cache.directory()} ({len(cache.entries())} kernels)"}
+    kept = f"{cache.directory()} ({len(cache.entries())} kernels)"
+    return {**toolchain.describe(), "jit cache": kept, "jit wheel": shipped.describe_wheel()}
 
 
 def _gpus() -> str:
@@ -111,7 +112,9 @@ def provenance() -> dict[str, str]:
     """Return the head of a results file: the date and :func:`environment` without folders of this machine."""
     from datetime import UTC, datetime
 
-    found = {name: value for name, value in environment().items() if name not in ("jit cache", "jit headers")}
+    found = {
+        name: value for name, value in environment().items() if name not in ("jit cache", "jit wheel", "jit headers")
+    }
     return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **found}
 
 

@@ -135,7 +135,7 @@ def damage(path: Path, how: str) -> None:
     elif how == "empty":
         content = b""
     else:
-        content = cache._pack("k", BINARY) if how == "another key's" else cache._MAGIC + os.urandom(5000)
+        content = cache.pack_file("k", BINARY) if how == "another key's" else cache._MAGIC + os.urandom(5000)
     path.write_bytes(content)
 
 

@@ -47,8 +47,8 @@ def test_found_on_this_machine() -> None:
 def test_a_toolkit_alone_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toolkit = headers(tmp_path / "toolkit/include")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    packages = toolchain._package_folders
-    monkeypatch.setattr(toolchain, "_package_folders", lambda name: [] if name == "nvidia" else packages(name))
+    packages = toolchain.package_folders
+    monkeypatch.setattr(toolchain, "package_folders", lambda name: [] if name == "nvidia" else packages(name))
     assert toolkit in toolchain.header_folders()
     assert toolchain.find().include_dirs[2:] == (str(toolkit), str(toolkit / "cccl"))
     assert toolchain.find().versions["cccl"] == "3.1.4"
