@@ -5,11 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import random
 
 import pytest
 
 import cute_kernels
+import magicube_cutlass as mc
 from cute_kernels import catalog
+from cute_kernels.dtypes import Integer
+from cute_kernels.machine import Machine, Problem, ProblemTypes
+from cute_kernels.spmm.heuristics import choose_spmm
+from magicube_cutlass.dispatch.plan import size_bucket
 
 
 def configs_by_module() -> dict[str, list[object]]:
@@ -37,3 +43,27 @@ def test_the_configs_of_every_module_are_warmed() -> None:
 def test_names_of_warmed_configs_are_unique(arch: str) -> None:
     configs = set(catalog.warm_configs(True, arch))
     assert len({config.translation_unit(arch).title for config in configs}) == len(configs)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_most_products_with_8_bit_weights_are_warmed(arch: str) -> None:
+    warmed, draw = set(catalog.warm_configs(False, arch)), random.Random(0)
+    machine, found = Machine(arch, catalog.NUM_SMS[arch]), []
+    for out in ("float32", "float16", "int32"):
+        kind = ProblemTypes(8, Integer(8, True), Integer(8, True), out)
+        for _ in range(200):
+            rows, inner = round(2 ** draw.uniform(4, 10)), 64 * draw.randint(4, 64)
+            lengths = [round(draw.uniform(0.03, 0.3) * inner)] * rows
+            columns = size_bucket(round(2 ** draw.uniform(0, 12)))
+            found.append(choose_spmm(kind, machine, Problem(rows, inner, sum(lengths), 10 + lengths[0], columns)))
+    share = sum(each in warmed for each in found) / len(found)
+    assert share > 0.85, {each.name for each in found} - {each.name for each in warmed if hasattr(each, "name")}
+
+
+def test_the_product_of_the_readme_is_warmed() -> None:
+    names = {config.translation_unit("sm_90a").title for config in catalog.warm_configs(False, "sm_90a")}
+    weight = mc.random_pattern(256, 512, 0.9, 8)
+    lengths = weight.row_lengths
+    sizes = Problem(weight.vector_rows, 512, weight.vectors, int(lengths.max()), size_bucket(128))
+    kind = ProblemTypes(8, Integer(8, True), Integer(8, True), "float32")
+    assert choose_spmm(kind, Machine("sm_90a", 132), sizes).name in names
