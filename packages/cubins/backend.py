@@ -20,6 +20,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from cute_kernels import catalog
 from cute_kernels.jit import cache, shipped, toolchain, warmup
+from cute_kernels.jit.compiler import keep_headers
 
 ARCHES = "sm_80,sm_89,sm_90a,sm_100a,sm_120a"
 NAME = "magicube-cutlass-cubins"
@@ -40,6 +41,7 @@ def compiled(arch: str, match: str, jobs: int) -> Iterator[tuple[str, bytes]]:
     configs = [config for config in catalog.warm_configs(False, arch) if match in config.translation_unit(arch).title]
     if not configs:
         raise ValueError(f"match must be part of the name of a kernel for {arch}, got {match!r}")
+    keep_headers()
     for made in warmup(configs, arch, jobs):
         print(f"{arch}: {made.done} of {made.total}", flush=True)
     for name in dict.fromkeys(cache.key(config.translation_unit(arch)) for config in configs):
