@@ -1,8 +1,8 @@
 """The values printed in the residual-compensation paper beside the library's: every table and figure with numbers.
 
 Writes ``benchmarks/results/paper_residual_cpu.json`` (``..._cuda.json``), ``docs/images/paper_residual.png`` and the
-tables of ``docs/lab/paper-residual.md``. A section that is not named keeps its results, date and commit, so that a long run
-can be split.
+tables of ``docs/lab/paper-residual.md``. A section that is not named keeps its results, date and commit, so that a
+long run can be split.
 ``paper_residual_avx512.json`` and ``..._amx.json`` are ``table4 layers --out FOLDER`` on a processor that has them,
 with ``MAGICUBE_CPU`` set. Tables 6 and 7 come from ``examples/qr_table.py`` and ``examples/lenet_fashion_mnist.py``.
 Source: Gu, arXiv 2403.06924.
