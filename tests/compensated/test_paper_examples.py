@@ -102,6 +102,19 @@ def test_the_page_shows_the_results_files(monkeypatch: pytest.MonkeyPatch) -> No
             assert load(name, monkeypatch).render(json.loads(path.read_text())) in page, path.name
 
 
+def test_the_page_of_printed_values_shows_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("paper_residual")
+    text = script.PAGE.read_text()
+    results = json.loads((script.RESULTS / "paper_residual_cpu.json").read_text())
+    made = script.tables(results, script.RESULTS)
+    assert len(made) == 10
+    for mark, table in made.items():
+        assert f"<!-- {mark}: benchmarks/paper_residual.py writes this -->\n{table}\n<!-- end {mark} -->" in text, mark
+    assert {section["commit"] in text for section in results["sections"].values()} == {True}
+    assert set(results["sections"]) == set(script.SECTIONS)
+
+
 def test_a_section_is_replaced_between_its_marks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, page = load("report", monkeypatch), tmp_path / "page.md"
     page.write_text("before\n<!-- a: made -->\nold\n<!-- end a -->\nafter\n")
