@@ -2,6 +2,8 @@
 
 from cute_kernels._moved import register_moved
 
+__all__: list[str] = []  # names are those of its modules
+
 register_moved(
     "cute_kernels",
     {

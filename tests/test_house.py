@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,19 @@ def test_headers_include_own_folder_device_or_an_allowed_folder() -> None:
 
 def test_at_most_15_files_a_folder_and_two_levels() -> None:
     assert house.crowded() == CROWDED
+
+
+def test_every_documented_module_names_its_public_objects() -> None:
+    for page in sorted(house.REFERENCE.glob("*.rst")):
+        for name in re.findall(r"automodule:: (\S+)", page.read_text()):
+            module = importlib.import_module(name)
+            own = {
+                key
+                for key, value in vars(module).items()
+                if getattr(value, "__module__", None) == name and not key.startswith("_")
+            }
+            assert own <= set(module.__all__), (name, own - set(module.__all__))
+            assert all(hasattr(module, key) for key in module.__all__)
 
 
 def test_no_public_name_twice_in_a_package() -> None:

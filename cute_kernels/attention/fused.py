@@ -38,6 +38,9 @@ from cute_kernels.jit.device import CAPABILITIES, current_arch, device_of
 from cute_kernels.jit.kernel import Kernel, get_kernel
 from cute_kernels.jit.tma import tensor_map
 
+__all__ = ["SOFTMAX_BITS", "AttentionIndex", "align_to_16_bytes", "default_configs", "fused_attention", "make_index",
+           "supports_attention"]  # fmt: skip
+
 SOFTMAX_BITS = (4, 8)
 _BOX_ROWS = 256  # limit of a TMA box
 _ALIGNMENT = 16  # bytes
@@ -101,9 +104,8 @@ def _check_patterns(patterns: Sequence[tuple[Tensor, Tensor]], queries: int, bat
     rows = -(-queries // QUERIES)
     for offsets, columns in patterns:
         if offsets.dtype != torch.int64 or columns.dtype != torch.int32:
-            raise TypeError(
-                f"patterns must be of int64 offsets and int32 columns, got {offsets.dtype} and {columns.dtype}"
-            )
+            found = f"{offsets.dtype} and {columns.dtype}"
+            raise TypeError(f"patterns must be of int64 offsets and int32 columns, got {found}")
         if offsets.shape != (rows + 1,):
             raise ValueError(f"patterns must have {rows + 1} offsets for {queries} queries, got {tuple(offsets.shape)}")
 
@@ -400,9 +402,7 @@ def _launch(
     clusters = min(kernel.num_sms // config.cluster, blocks * index.batch)
     kernel.launch(
         (clusters * config.cluster, 1, 1),
-        (
-            *maps, index.tile_ranges.data_ptr(), *steps[:2], *shared, blocks, index.batch, index.masks,
-        ),
+        (*maps, index.tile_ranges.data_ptr(), *steps[:2], *shared, blocks, index.batch, index.masks),
         (config.cluster, 1, 1) if config.cluster > 1 else None,
         pdl=True,
     )  # fmt: skip
