@@ -71,6 +71,8 @@ def warmup(
     """Compile the GPU kernels before their first use; needs no GPU."""
     check_choice("arch", arch, ARCHES)
     try:
+        import cuda.core  # noqa: F401
+
         from cute_kernels import jit
         from cute_kernels.catalog import warm_configs
     except ImportError as error:

@@ -181,10 +181,17 @@ def test_a_shell_completes_commands_and_values(words: str, found: list[str]) -> 
     assert done.stdout.split() == found, done.stderr
 
 
+@pytest.mark.parametrize("absent", ["cuda.core", "cute_kernels.catalog"])
 def test_warmup_without_the_cuda_extra_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cute_kernels.catalog", None)
+    monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(SystemExit) as stop:
         main(["warmup", "--arch", "sm_90a"])
     assert stop.value.code == 2 and "pip install 'magicube-cutlass[cuda]'" in capsys.readouterr().err
+
+
+def test_the_smoke_test_of_the_wheel_runs_every_command() -> None:
+    from tests.wheel_smoke import COMMANDS
+
+    assert {line.split()[0] for line in COMMANDS if not line.startswith("-")} == {*_COMMANDS, "cache"}
