@@ -68,7 +68,7 @@ def weight_configs(arch: str) -> Iterator[SpmmKernel]:
         rows, longest = m // 8, int(1.3 * density * k) + 8
         sizes = Problem(rows, k, int(density * rows * k), longest, n)
         config = choose_spmm(ProblemTypes(8, signed, signed, out), machine, sizes)
-        yield from {config, *({transposed(config, n)} if out == "float16" else ())}
+        yield from dict.fromkeys((config, transposed(config, n)) if out == "float16" else (config,))
 
 
 def warm_configs(all: bool, arch: str) -> Iterator[Source]:
