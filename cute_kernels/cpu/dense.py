@@ -245,6 +245,7 @@ def linear(
     x_scale: Tensor | None = None,
     col_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    factors: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -265,6 +266,8 @@ def linear(
         Given float32 scale; integers saturate. Default: ``max|x| / q_max`` of each row, NaN for a non-finite row.
     col_scale, bias : Tensor, shape (N,), optional
         float32, contiguous.
+    factors : Tensor, shape (K,), optional
+        float32, contiguous; the columns of X are multiplied by them before they are quantized.
     out_dtype : torch.dtype, default torch.float32
         float32, float16 or bfloat16.
     out : Tensor, shape (M, N), optional
@@ -290,11 +293,12 @@ def linear(
     (k, n), m = right.shape, x.shape[0]
     check_float_rows(x, k, bits, x_scale, out_dtype)
     check_vectors(n, col_scale=col_scale, bias=bias)
+    check_vectors(k, factors=factors)
     out, row_step, column_step = _output(m, n, out_dtype, out)
     high, engine = float(2 ** (bits - 1) - 1), extension.ENGINE or extension.load_extension()
     scales = engine.Scales(0, address_of(col_scale), address_of(bias), 0, 0)
     engine.linear(
         right.handle, x.data_ptr(), x.stride(0), address_of(x_scale), -high - 1, high, scales, m, out.data_ptr(),
-        row_step, column_step, OUT_TYPES[out_dtype], torch.get_num_threads(),
+        row_step, column_step, OUT_TYPES[out_dtype], torch.get_num_threads(), address_of(factors),
     )  # fmt: skip
     return out

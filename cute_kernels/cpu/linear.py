@@ -74,7 +74,14 @@ class LinearCall:
             self._after = (*((1, rows) if column_major else (m, 1)), OUT_TYPES[dtype])
         self._scales, self._run = engine.Scales, engine.linear if self._is_dense else engine.sparse_linear
 
-    def __call__(self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
         """Return the product.
 
         Parameters
@@ -87,6 +94,8 @@ class LinearCall:
             float32, contiguous.
         bias : Tensor or None, shape (M,)
             float32, contiguous.
+        factors : Tensor, shape (K,), optional
+            float32, contiguous; the columns of X are multiplied by them before. For a dense weight only.
 
         Returns
         -------
@@ -100,9 +109,10 @@ class LinearCall:
         else:
             scales = self._scales(of_weight, 0, of_bias, 0, 0, is_one, False)
         row_elements, low, high, rows = self._before
+        last = () if factors is None else (factors.data_ptr(),)
         self._run(
             self._handle, x.data_ptr(), row_elements, 0 if x_scale is None else x_scale.data_ptr(), low, high, scales,
-            rows, out.data_ptr(), *self._after, torch.get_num_threads(),
+            rows, out.data_ptr(), *self._after, torch.get_num_threads(), *last,
         )  # fmt: skip
         return out.t() if self._transposed else out
 

@@ -106,16 +106,17 @@ def _first_tensor(output: Any) -> Tensor:
     return _first_tensor(next(iter(values)))
 
 
-def _outputs(model: nn.Module, data: Sequence[Any]) -> list[Tensor]:
+def first_outputs(model: nn.Module, data: Sequence[Any]) -> list[Tensor]:
+    """Return the first tensor of the output for each batch, float32."""
     return [_first_tensor(forward_batch(model, batch)).float() for batch in data]
 
 
-def _relative_error(data: Sequence[Any], want: list[Tensor]) -> Callable[[nn.Module], float]:
-    """The default metric."""
+def output_error(data: Sequence[Any], want: list[Tensor]) -> Callable[[nn.Module], float]:
+    """Return the squared error of a model's outputs, relative to `want`: the default metric."""
     total = sum(float(each.double().square().sum()) for each in want) or 1.0
 
     def measure(model: nn.Module) -> float:
-        found = zip(_outputs(model, data), want, strict=True)
+        found = zip(first_outputs(model, data), want, strict=True)
         return sum(float((a - b).double().square().sum()) for a, b in found) / total
 
     return measure
@@ -274,7 +275,7 @@ def find_plan(
     if devices - {"cpu"}:
         raise NotImplementedError(f"plan='auto' needs a model on a CPU, got {', '.join(sorted(devices))}")
     with _evaluated(model):
-        metric = budget.metric or _relative_error(budget.data, _outputs(model, budget.data))
+        metric = budget.metric or output_error(budget.data, first_outputs(model, budget.data))
         base = metric(model)
         rows = _tokens(model, layers, budget.data[0])
         losses = _scan(model, layers, budget, metric, base, progress)

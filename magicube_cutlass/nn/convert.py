@@ -72,7 +72,7 @@ def convert(
     *,
     budget: Budget | None = None,
     data: Iterable[Any] | None = None,
-    smooth: float | None = None,
+    smooth: float | Literal["auto"] | None = None,
     kinds: Sequence[str] = ("linear",),
     calibrate: Iterable[Any] | None = None,
     clip: float | str = "max",
@@ -99,7 +99,7 @@ def convert(
         Loss, data and metric of ``"auto"``.
     data : iterable, optional
         Inputs for `smooth`, as for :func:`magicube_cutlass.nn.calibrate`.
-    smooth : float, optional
+    smooth : float or "auto", optional
         The `alpha` of :func:`magicube_cutlass.nn.smooth`, for the dense layers.
     kinds : sequence of str, default ("linear",)
         What may be replaced: ``"linear"``, ``"conv"``, ``"embedding"``. An embedding drops its float weight at once.
@@ -161,7 +161,7 @@ def convert(
 
 
 def _check_arguments(
-    model: nn.Module, plan: object, budget: object, data: object, smooth: float | None, kinds: Sequence[str]
+    model: nn.Module, plan: object, budget: object, data: object, smooth: object, kinds: Sequence[str]
 ) -> None:
     """Raise for arguments of :func:`convert` that do not fit each other."""
     if isinstance(model, nn.Linear):

@@ -111,14 +111,23 @@ struct NibbleProduct {
   }
 };
 
-// Digits of row i, and its scale if the row is float32.
+inline void multiply_row(const float* __restrict x, const float* __restrict factors, int64_t count, float* __restrict out) {
+  for (int64_t k = 0; k < count; ++k) out[k] = x[k] * factors[k];
+}
+
+// Digits of row i, and its scale if the row is float32. `scratch` holds a row of float32 if the columns have factors.
 template <class Digit>
-void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict digits, float* scale) {
+void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict digits, float* scale, float* scratch) {
   const auto& left = args.left;
   const int64_t inner = args.right.inner;
   if (!left.reals) {
     const int8_t* __restrict ints = left.ints + i * left.row_elements;
     for (int64_t k = 0; k < inner; ++k) digits[k] = static_cast<Digit>(ints[k] + offset);
+    return;
+  }
+  if (left.factors) {
+    multiply_row(left.reals + i * left.row_elements, left.factors, inner, scratch);
+    *scale = quantize_row({nullptr, scratch, inner, left.scale, left.low, left.high}, 0, inner, offset, digits);
     return;
   }
   *scale = quantize_row(left, i, inner, offset, digits);
@@ -299,7 +308,7 @@ void dense_by(const DenseArgs& args, ThreadGroup& group) {
     const int64_t rows = lesser(most, args.rows - first), tasks = (rows + kDirectRows - 1) / kDirectRows * panels;
     for (int64_t r0 = group.ticket() * kStagedRows; r0 < rows; r0 = group.ticket() * kStagedRows) {
       for (int64_t r = r0; r < lesser(rows, r0 + kStagedRows); ++r) {
-        stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r);
+        stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r, reinterpret_cast<float*>(group.local()));
         if (Product::kStep != kQuad || args.right.group_minima) {
           sum_groups(args.right, digits + r * pitch, Product::kOffset, row_sums + r * groups);
         }

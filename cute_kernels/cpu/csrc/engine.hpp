@@ -69,6 +69,7 @@ struct DenseLeft {
   int64_t row_elements;  // from one row to the next
   const float* scale;    // of all reals; null: amax of a row over `high`
   double low, high;      // smallest and largest integer
+  const float* factors = nullptr;  // of the columns of reals, before they are quantized; or null. Dense product only
 };
 
 struct SpmmArgs {

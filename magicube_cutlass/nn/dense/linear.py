@@ -16,7 +16,7 @@ from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.dense import linear_op
-from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight
+from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, inverse_of, smoothed
 from magicube_cutlass.nn.dense.state import QuantState, weight_shapes
 from magicube_cutlass.nn.weight_version import weight_version
 from magicube_cutlass.quantization.float_tensor import RECIPES, quantize_floats
@@ -174,7 +174,7 @@ class QuantLinear(QuantState):
 
     def activation_scale(self, x: Tensor, clip: float | str) -> Tensor | None:
         """Return the static scale of inputs; None for formats that have none."""
-        x = x if self.smooth is None else x / self.smooth
+        x = x if self.smooth is None else smoothed(x, inverse_of(self.smooth))
         if self.act == "e4m3":
             return x.abs().amax().float() / 448
         found = quantize(x.reshape(1, -1), 8, clip=clip).scale if self.act == "int8" else None  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ class QuantLinear(QuantState):
                 weight.detach() if smooth is None else weight.detach().float() * smooth, self.config
             )
             self._made_of, self._made_by = (id(weight), version, id(smooth)), (weight, smooth)
-        self._product = DenseProduct(found, self.config.act)
+        self._product = DenseProduct(found, self.config.act, smooth)
         return self._product
 
     @watched("magicube_cutlass.nn.QuantLinear.forward", traces=False)
@@ -234,7 +234,7 @@ class QuantLinear(QuantState):
             return y.view(*x.shape[:-1], self.out_features)
         if self.weight is not None:
             raise RuntimeError("a QuantLinear is compiled for inference without its master weight: call freeze()")
-        rows = rows if self.smooth is None else (rows / self.smooth).to(rows.dtype)
+        rows = rows if self.smooth is None else smoothed(rows, inverse_of(self.smooth))
         config = self.config
         y = linear_op.quant_linear(
             rows, self.qweight, self.scale, self.minimum, self.tensor_scale, self.bias, self.act_scale,
@@ -264,8 +264,9 @@ class QuantLinear(QuantState):
 
     def dequantize(self) -> Tensor:
         """Return the weight that the layer multiplies by, float32, (out, in)."""
-        weight = self.product().weight.dequantize()
-        return weight if self.smooth is None else weight / self.smooth
+        product = self.product()
+        weight = product.weight.dequantize()
+        return weight if product.factors is None else weight * product.factors
 
     def freeze(self) -> QuantLinear:
         """Drop the master weight and keep the quantized one, for inference; return the layer.

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from magicube_cutlass.autograd.once import once
 from magicube_cutlass.dispatch.register import register_op
-from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, quantize_act
+from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, quantize_act, smoothed
 from magicube_cutlass.nn.training_op import NumberedLayers, fake_gradients, join_gradient
 from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor
 from magicube_cutlass.quantization.group_tensor import GroupTensor
@@ -100,8 +100,7 @@ register_layer = _layers.register
 
 def forward_rows(layer: TrainedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
     """Output (..., out) of a layer for `x` (..., in), without a graph."""
-    smoothed = x if layer.smooth is None else (x / layer.smooth).to(x.dtype)
-    return layer.product()(smoothed, layer.act_scale, bias)
+    return layer.product()(x, layer.act_scale, bias)
 
 
 def gradients(
@@ -109,14 +108,14 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Straight-through gradients of x, weight and bias by float32 products; `grad` (N, out), `x` (N, in)."""
     of_x = of_weight = of_bias = None
-    g, smooth = grad.float(), layer.smooth
+    g, smooth, factors = grad.float(), layer.smooth, layer.product().factors
     if needed[0]:
         of_x = g @ layer.product().dequantized()
-        of_x = (of_x if smooth is None else of_x / smooth).to(x.dtype)
+        of_x = (of_x if factors is None else of_x * factors).to(x.dtype)
     if needed[1] and weight is not None:
-        smoothed = x if smooth is None else (x / smooth).to(x.dtype)
-        rounded = quantize_act(smoothed, layer.act, layer.act_scale)
-        rows = smoothed.float() if rounded is None else rounded.dequantize().float()
+        inputs = smoothed(x, factors)
+        rounded = quantize_act(inputs, layer.act, layer.act_scale)
+        rows = inputs.float() if rounded is None else rounded.dequantize().float()
         of_weight = g.t() @ rows
         of_weight = (of_weight if smooth is None else of_weight * smooth).to(weight.dtype)
     if needed[2] and bias is not None:

@@ -52,6 +52,16 @@ def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor |
     return quantize_floats(x, act, axis=1, nonfinite="propagate")
 
 
+def inverse_of(smooth: Tensor) -> Tensor:
+    """What an input is multiplied by for a smooth scale (K,), float32: every path uses the rounded inverse."""
+    return smooth.detach().float().reciprocal().contiguous()
+
+
+def smoothed(x: Tensor, factors: Tensor | None) -> Tensor:
+    """The input times :func:`inverse_of`, in its dtype."""
+    return x if factors is None else (x * factors).to(x.dtype)
+
+
 def _round_trip(x: Tensor, act: str, act_scale: Tensor | None) -> Tensor:
     """The rows that the product multiplies, float32."""
     found = quantize_act(x, act, act_scale)
@@ -59,11 +69,12 @@ def _round_trip(x: Tensor, act: str, act_scale: Tensor | None) -> Tensor:
 
 
 class DenseProduct:
-    """``q(x) W^T + bias`` for one weight (M, K), packed once for the kernel of its device."""
+    """``q(x / smooth) W^T + bias`` for one weight (M, K), packed once for the kernel of its device."""
 
-    def __init__(self, weight: QuantWeight, act: str) -> None:
+    def __init__(self, weight: QuantWeight, act: str, smooth: Tensor | None = None) -> None:
         self.weight, self.act, self.shape = weight, act, (int(weight.shape[0]), int(weight.shape[1]))
         self.backend = _backend(weight, act)
+        self.factors = None if smooth is None else inverse_of(smooth)
         self._copy: Tensor | None = None  # float32, what torch multiplies by on a CPU
         self._calls: dict[Hashable, LinearCall] = {}
         self._records: dict[Hashable, GemmRecord] = {}
@@ -77,7 +88,7 @@ class DenseProduct:
             kind = kind_of(x, bias, 8, act_scale)
             if kind is not None:
                 return self._by_engine(x, act_scale, bias, kind)
-        rows = x.reshape(-1, self.shape[1])
+        rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
             y = self._by_gemm(rows, act_scale, bias)
         elif self.backend == "scaled_gemm":
@@ -91,15 +102,17 @@ class DenseProduct:
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         if rows == 0:
             return x.new_empty(*lead, m)
-        given = x
+        given, factors = x, self.factors
+        if factors is not None and x.dtype is not torch.float32:
+            given, factors = smoothed(x, factors), None
         if x.dtype is not torch.float32 or not (x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1)):
-            given = x.float().contiguous()
+            given = given.float().contiguous()
         call = self._calls.get(kind)
         if call is None:
             _make_room(self._calls)
             row_elements = given.stride(0) if given.ndim == 2 and rows > 1 else k
             call = self._calls[kind] = LinearCall(self.right, rows, row_elements, 8, x.dtype)
-        y = call(given, _float32(act_scale), self._scale, _float32(bias))
+        y = call(given, _float32(act_scale), self._scale, _float32(bias), factors)
         return y if x.ndim == 2 else y.view(*lead, m)
 
     def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:

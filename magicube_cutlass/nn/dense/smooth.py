@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from magicube_cutlass.nn.auto_plan import first_outputs, output_error
 from magicube_cutlass.nn.calibration import forward_batch, restore_modes, shown
 from magicube_cutlass.nn.dense.linear import QuantLinear
+
+ALPHAS = (None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # that "auto" tries
 
 
 def _see(layer: nn.Module, inputs: tuple[Tensor, ...], *, seen: dict[nn.Module, Tensor]) -> None:
@@ -21,12 +24,65 @@ def _see(layer: nn.Module, inputs: tuple[Tensor, ...], *, seen: dict[nn.Module, 
         seen[layer] = torch.maximum(seen[layer], top) if layer in seen else top
 
 
+def _by_master(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The output of a layer that does not quantize."""
+    assert isinstance(layer, QuantLinear)
+    return nn.functional.linear(inputs[0], layer.weight, layer.bias)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _hooked(model: nn.Module, layers: Iterable[QuantLinear], before: Any = None, after: Any = None) -> Iterator[None]:
+    """Evaluation mode, with hooks of the layers."""
+    with ExitStack() as stack:
+        for layer in layers:
+            if before:
+                stack.callback(layer.register_forward_pre_hook(before).remove)
+            if after:
+                stack.callback(layer.register_forward_hook(after).remove)
+        stack.callback(restore_modes, {each: each.training for each in model.modules()})
+        model.eval()
+        yield
+
+
+def _set_scales(seen: Mapping[nn.Module, Tensor], alpha: float | None) -> None:
+    """Set the scales of the layers that were reached: ``max|x|^alpha / max|W|^(1 - alpha)``, 1 where either is 0."""
+    for layer, top in seen.items():
+        assert isinstance(layer, QuantLinear) and layer.weight is not None
+        if alpha is None:
+            layer.smooth = None
+            continue
+        of_weight = layer.weight.detach().float().abs().amax(0)  # (in,)
+        scale = top**alpha / of_weight.clamp(min=1e-30) ** (1 - alpha)
+        layer.smooth = torch.where((top == 0) | (of_weight == 0), 1.0, scale.clamp(1e-5, 1e5))
+
+
+def _best_alpha(
+    model: nn.Module,
+    layers: Sequence[QuantLinear],
+    seen: Mapping[nn.Module, Tensor],
+    data: Sequence[Any],
+    progress: bool,
+) -> float | None:
+    """The alpha of least squared error of the model's output."""
+    with _hooked(model, layers, after=_by_master):
+        error = output_error(data, first_outputs(model, data))
+    found: dict[float | None, float] = {}
+    with _hooked(model, layers):
+        for alpha in shown(ALPHAS, progress, "smooth scales"):
+            _set_scales(seen, alpha)
+            found[alpha] = error(model)
+    return min(found, key=found.__getitem__)
+
+
 @torch.no_grad()
-def smooth(model: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5, progress: bool = True) -> dict[str, Tensor]:
+def smooth(
+    model: nn.Module, batches: Iterable[Any], *, alpha: float | Literal["auto"] = 0.5, progress: bool = True
+) -> dict[str, Tensor]:
     """Set the smooth scale of each :class:`QuantLinear` from sample inputs: ``s = max|x|^alpha / max|W|^(1 - alpha)``.
 
     The maxima are per input feature, s is per feature and 1 where either is zero. The layer divides its input by s and
-    multiplies its weight by s before both are quantized. Implements [1]_, without folding s into the layer before.
+    multiplies its weight by s before both are quantized. Implements [1]_, without folding s into the layer before: the
+    engine of a CPU multiplies by 1 / s while it quantizes.
 
     Parameters
     ----------
@@ -34,15 +90,16 @@ def smooth(model: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5, prog
         With layers that are not frozen. It runs in evaluation mode; the mode of each module is restored.
     batches : iterable
         As for :func:`magicube_cutlass.nn.calibrate`. Run that afterwards: static scales are dropped.
-    alpha : float, default 0.5
-        0 to 1: how much of the range moves into the weights.
+    alpha : float or "auto", default 0.5
+        0 to 1: how much of the range moves into the weights. ``"auto"``: of none
+        and 0.3 to 0.8 in steps of 0.1, what gives the least squared error of the model's output on the batches.
     progress : bool, default True
         Show a progress bar.
 
     Returns
     -------
     dict
-        Scale (in,) per layer name, of the layers that a batch reached.
+        Scale (in,) per layer name, of the layers that have one now.
 
     Raises
     ------
@@ -62,30 +119,28 @@ def smooth(model: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5, prog
     >>> mc.nn.smooth(layer, [torch.ones(2, 16)], progress=False)[""].shape
     torch.Size([16])
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must lie in [0, 1], got {alpha!r}")
+    if alpha != "auto" and not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must lie in [0, 1] or be 'auto', got {alpha!r}")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantLinear)}
     if not layers:
         raise ValueError("model must have QuantLinear layers, got none: see convert")
     if any(each.frozen for each in layers.values()):
         raise RuntimeError("smooth needs master weights, which freeze() gave up")
+    data: Iterable[Any] = list(batches) if alpha == "auto" else batches
     seen: dict[nn.Module, Tensor] = {}
     count = 0
-    with ExitStack() as stack:
-        for layer in layers.values():
-            layer.smooth = layer.act_scale = None
-            stack.callback(layer.register_forward_pre_hook(partial(_see, seen=seen)).remove)
-        stack.callback(restore_modes, {each: each.training for each in model.modules()})
-        model.eval()
-        for batch in shown(batches, progress):
+    for layer in layers.values():
+        layer.smooth = layer.act_scale = None
+    with _hooked(model, layers.values(), before=partial(_see, seen=seen)):
+        for batch in shown(data, progress):
             forward_batch(model, batch)
             count += 1
     if not count:
         raise ValueError("batches must hold at least one batch, got none")
-    for layer in layers.values():
-        if layer in seen and layer.weight is not None:
-            of_weight = layer.weight.detach().float().abs().amax(0)  # (in,)
-            scale = seen[layer] ** alpha / of_weight.clamp(min=1e-30) ** (1 - alpha)
-            is_zero = (seen[layer] == 0) | (of_weight == 0)
-            layer.smooth = torch.where(is_zero, 1.0, scale.clamp(1e-5, 1e5))
+    if alpha == "auto":
+        assert isinstance(data, list)
+        chosen = _best_alpha(model, [*layers.values()], seen, data, progress)
+    else:
+        chosen = alpha
+    _set_scales(seen, chosen)
     return {name: each.smooth for name, each in layers.items() if each.smooth is not None}

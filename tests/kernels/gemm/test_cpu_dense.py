@@ -185,6 +185,16 @@ def hard_rows(k: int) -> Tensor:
     return rows
 
 
+@pytest.mark.parametrize("k", [2, 63, 64, 200, 513])
+def test_factors_of_columns_have_the_bits_of_multiplying_first(path: str, k: int) -> None:
+    right, factors = pack_right(ints(k, 70, 2)), torch.linspace(0.3, 40, k)
+    for x in (hard_rows(k), reals(50, k, 6), reals(9, k + 5, 7)[:, 3 : k + 3]):
+        for given in (None, torch.tensor(0.37)):
+            expected = linear((x * factors).contiguous(), right, x_scale=given)
+            got = linear(x, right, x_scale=given, factors=factors)
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and torch.equal(got.isnan(), expected.isnan())
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("k", [2, 63, 64, 200, 513])
 def test_linear_has_the_bits_of_quantizing_first(path: str, bits: int, k: int) -> None:
@@ -253,6 +263,7 @@ A, B = ints(4, 6, 1), ints(6, 5, 2)
         (lambda: linear(A, pack_right(B)), TypeError, "x must be torch.float32, got torch.int8"),
         (lambda: linear(A.float(), pack_right(B), bits=16), ValueError, "bits must be 4 or 8 and out_dtype a float of the engine, got 16"),
         (lambda: linear(A.float(), pack_right(B), x_scale=torch.ones(4)), ValueError, "x_scale must have shape ()"),
+        (lambda: linear(A.float(), pack_right(B), factors=torch.ones(3)), ValueError, "factors must have shape"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(call: Any, error: type[Exception], match: str) -> None:

@@ -1,0 +1,57 @@
+"""Smooth scales: exact in effect, applied by the engine, chosen by the output of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+from magicube_cutlass.nn import QuantConfig, QuantLinear
+from magicube_cutlass.nn.dense.smooth import ALPHAS
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def plain() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(96, 40, bias=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_smoothed_layer_is_that_of_its_smoothed_input(dtype: torch.dtype) -> None:
+    x = normal(7, 96).to(dtype)
+    x[:, 3] *= 100
+    layer = QuantLinear.from_linear(plain().to(dtype)).eval()
+    mc.nn.smooth(layer, [x], progress=False)
+    assert layer.smooth is not None and layer.weight is not None
+    y, inputs = layer(x), (x * layer.smooth.reciprocal()).to(dtype)
+    other = QuantLinear.from_linear(nn.Linear(96, layer.out_features, bias=False))
+    other.weight = nn.Parameter(layer.weight.detach().float() * layer.smooth)
+    assert torch.equal(y, other.eval()(inputs))
+    assert torch.equal(layer.freeze()(x), y)
+
+
+def test_alpha_is_chosen_by_the_output() -> None:
+    x = normal(50, 96)
+    x[:, 3] *= 100
+    model = nn.Sequential(plain(), nn.ReLU())
+    want = model(x).detach()
+    mc.convert(model, QuantConfig("int8"), progress=False)
+    errors = {}
+    for alpha in ALPHAS:
+        if alpha is not None:
+            mc.nn.smooth(model, [x], alpha=alpha, progress=False)
+        errors[alpha] = float((model(x).detach() - want).square().sum())
+    found = mc.nn.smooth(model, [x], alpha="auto", progress=False)
+    assert float((model(x).detach() - want).square().sum()) == min(errors.values()) < 0.3 * errors[None] and list(
+        found
+    ) == ["0"]
+    whole = torch.randint(-126, 127, (40, 96), generator=torch.Generator().manual_seed(1)).float()
+    whole[:, 0] = 127.0
+    model[0].weight.data = whole  # integers: without a scale nothing is rounded
+    assert mc.nn.smooth(model, [whole], alpha="auto", progress=False) == {} and model[0].smooth is None
+    with pytest.raises(ValueError, match=r"alpha must lie in \[0, 1\] or be 'auto', got 2"):
+        mc.nn.smooth(model, [x], alpha=2)
