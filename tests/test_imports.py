@@ -40,12 +40,13 @@ OUTSIDE: dict[str, set[str]] = {
         "torchao",
         "gguf",
         "peft",
+        "vllm",
     },
     "residual": {"torch", "numpy", "scipy"},
 }
 # A plain import of the library leaves these to the functions that need them.
 LAZY = ["onnx", "onnxruntime", "scipy", "typer", "rich", "matplotlib", "cuda", "cutlass", "cutlass_library", "pycute",
-        "transformers", "torchao", "gguf", "peft"]  # fmt: skip
+        "transformers", "torchao", "gguf", "peft", "vllm"]  # fmt: skip
 IMPORT_SECONDS = 0.3
 PYTHON_LINES, CPP_LINES = 400, 500
 CPP = {".cpp", ".hpp", ".cuh", ".cu", ".h"}
