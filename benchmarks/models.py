@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "models_quality.json"
 SPARSITIES = (0.3, 0.5, 0.7, 0.9)
 METHODS = ("magnitude", "wanda", "obs")
-CALIBRATION = 128  # sentences of each source
+CALIBRATION = 768  # sentences, as many of each source
 STEPS = 1_200  # of a distillation
 RATES = {0.3: 4e-4, 0.5: 8e-4, 0.7: 8e-4, 0.9: 1.6e-3}  # the best of 3 by the cosine on held-out sentences
 LAYERS = {"minilm": "encoder.*", "smollm": "model.layers.*"}
@@ -74,7 +74,8 @@ class MiniLM:
 
     def calibration(self) -> list[dict[str, Tensor]]:
         """Batches of the first sentences of each source."""
-        found = text.batches_of([each for ids in self.ids.values() for each in ids[:CALIBRATION]])
+        number = CALIBRATION // len(self.ids)
+        found = text.batches_of([each for ids in self.ids.values() for each in ids[:number]])
         return [{key: each.to(self.device) for key, each in batch.items()} for batch in found]
 
     def quality(self, model: nn.Module) -> dict[str, Any]:
@@ -88,9 +89,10 @@ class MiniLM:
 
     def pruned(self, sparsity: float, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
         """A pruned copy, and how it was made."""
-        model, start = copy.deepcopy(self.dense), time.perf_counter()
+        model, start, cpu = copy.deepcopy(self.dense), time.perf_counter(), time.process_time()
         report = mc.prune_model(model, sparsity, self.calibration(), vector_length=V, progress=False, **options)
         facts = {"sparsity": sparsity, "zeros": round(report.sparsity, 4), **options}
+        facts["cpu seconds"] = round(time.process_time() - cpu, 1)
         return model, facts | {"seconds": round(time.perf_counter() - start, 1)}
 
     def one_shot(self, sparsity: float, **options: Any) -> Record:
@@ -153,10 +155,10 @@ class MiniLM:
         start.parent.mkdir(parents=True, exist_ok=True)
         if start.is_file():
             model = copy.deepcopy(self.dense)
-            model.load_state_dict(torch.load(start, map_location=self.device))
+            model.load_state_dict(torch.load(start, map_location=self.device)["student"])
         else:
-            model, _ = self.pruned(sparsity, method="obs", refit=True, allocation="output_energy")
-            torch.save(model.state_dict(), start)
+            model, facts = self.pruned(sparsity, method="obs", refit=True, allocation="output_energy")
+            torch.save({"student": model.state_dict(), "facts": facts, "texts": self.sources}, start)
         ids = [each for own in self.ids.values() for each in own[: -text.HELD_OUT]]
         groupings = [text.batches_of(ids, 64, random.Random(turn)) for turn in range(6)]
         data = [batch for each in groupings for batch in each if len(batch["input_ids"]) >= 8]
@@ -170,7 +172,8 @@ class MiniLM:
             model, self.dense, data, steps=args.steps, lr=rate, warmup=100, checkpoint=self.checkpoint(sparsity),
             seconds=args.seconds, save_every=50, evaluate=evaluate, evaluate_every=max(args.steps // 8, 1),
         )  # fmt: skip
-        print(f"{sparsity}: {report.step} of {report.steps} steps, {report.seconds:.0f} s, {report.history[-2:]}")
+        times = f"{report.seconds:.0f} s, {report.cpu_seconds:.0f} s of processors"
+        print(f"{sparsity}: {report.step} of {report.steps} steps, {times}, {report.history[-2:]}", flush=True)
 
     def distilled(self, sparsity: float) -> Record:
         state = torch.load(self.checkpoint(sparsity), map_location=self.device, weights_only=True)
@@ -179,6 +182,8 @@ class MiniLM:
         history = [each for each in state["history"] if "STS-B" in each]
         facts = {"sparsity": sparsity, "steps": state["step"], "of": state["options"]["steps"]}
         facts |= {"rate": state["options"]["lr"], "seconds": round(state["seconds"]), "history": history}
+        begin = torch.load(self.checkpoint(sparsity).with_suffix(".start.pt"), weights_only=True)
+        facts |= {"cpu seconds": round(state["cpu_seconds"]), "start": begin["facts"], "texts": begin["texts"]}
         return {"rows": [facts | self.quality(model.eval())]}
 
 

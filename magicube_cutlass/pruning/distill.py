@@ -35,6 +35,8 @@ class DistillReport:
         Steps of the schedule.
     seconds : float
         Time of the steps, those of an earlier run included, evaluations not counted.
+    cpu_seconds : float
+        Likewise, time of the processors, summed over the threads.
     history : list of dict
         ``{"step": ..., "seconds": ..., ...}``: the mean ``"loss"`` of the last 20 steps, or what `evaluate` gave.
 
@@ -48,6 +50,7 @@ class DistillReport:
     step: int
     steps: int
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -155,7 +158,7 @@ def distill(
     if keep_zeros:
         run.masks = _masks(trained, student)
     shown = _bar(steps, report.step) if progress else None
-    begin, before = time.perf_counter(), report.seconds
+    before, clock = report.seconds, _Clock(report)
     with run.training(), evaluation(teacher), evaluation(student), shown or nullcontext():
         source, blocks = Teacher(teacher, embed, cache_bytes), list(find_blocks(student).values())
         while report.step < steps:
@@ -164,21 +167,44 @@ def distill(
             with nullcontext() if autocast is None else torch.autocast(run.device.type, autocast):
                 loss = losses(student, blocks, batch, source(index, batch), embed, weights)
             run.step(loss, lr * _rate(report.step, steps, warmup))
-            report.seconds = before + time.perf_counter() - begin
+            clock.read()
             is_last = report.step == steps
             if report.step % _EVERY == 0 or is_last:
                 run.note(shown)
             if evaluate is not None and (report.step % evaluate_every == 0 or is_last):
-                pause = time.perf_counter()
-                with torch.no_grad():
+                with torch.no_grad(), clock.paused():
                     report.history.append({"step": report.step, "seconds": report.seconds, **evaluate(student)})
-                begin += time.perf_counter() - pause
             is_late = seconds is not None and report.seconds - before > seconds
             if report.step % save_every == 0 or is_last or is_late:
                 run.save()
             if is_late:
                 break
     return report
+
+
+class _Clock:
+    """Time of the steps, added to a report."""
+
+    def __init__(self, report: DistillReport) -> None:
+        self.report, self.before = report, _now()
+
+    def read(self) -> None:
+        """Add the time since the last call."""
+        now = _now()
+        self.report.seconds += now[0] - self.before[0]
+        self.report.cpu_seconds += now[1] - self.before[1]
+        self.before = now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time inside."""
+        self.read()
+        yield
+        self.before = _now()
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 @dataclass
@@ -247,6 +273,7 @@ class _Run:
         self.student.load_state_dict(state["student"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.report.step, self.report.seconds = state["step"], state["seconds"]
+        self.report.cpu_seconds = state.get("cpu_seconds", 0.0)
         self.report.history[:] = state["history"]
 
     def save(self) -> None:
@@ -254,7 +281,8 @@ class _Run:
             return
         state = {
             "options": self.options, "student": self.student.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "step": self.report.step, "seconds": self.report.seconds, "history": self.report.history,
+            "step": self.report.step, "seconds": self.report.seconds,
+            "cpu_seconds": self.report.cpu_seconds, "history": self.report.history,
         }  # fmt: skip
         part = self.path.with_name(self.path.name + ".part")
         torch.save(state, part)

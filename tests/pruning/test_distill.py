@@ -70,11 +70,13 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(tmp_path: Path, cache
     options: dict[str, Any] = {"steps": 20, "warmup": 4, "seed": 5, "progress": False, "save_every": 3}
     whole = distill(student, dense, data, cache_bytes=2**20, **options)
     path = tmp_path / "run.pt"
-    pieces = 0
+    pieces, times = 0, (0.0, 0.0)
     while True:
         again = copy.deepcopy(other)  # as a new process has it
         report = distill(again, dense, data, checkpoint=path, seconds=0.0, cache_bytes=cache_bytes, **options)
         pieces += 1
+        assert report.seconds > times[0] and report.cpu_seconds > times[1]  # those of all pieces
+        times = report.seconds, report.cpu_seconds
         if report.is_finished:
             break
         assert report.step == pieces  # one step a piece
