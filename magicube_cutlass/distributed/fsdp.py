@@ -127,7 +127,6 @@ class SparseMaster(Tensor):
     ) -> Any:
         """Return the dense weight, zeros where nothing is stored; the layer makes its integers anew."""
         (gathered,), (module, stored) = all_gather_outputs, metadata
-        module._made_of = None  # a write that torch hides from the version counter
         shape = (module.out_features, module.in_features)
         dense = gathered.new_empty(shape) if out is None else out.detach()
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(dense):
@@ -144,8 +143,7 @@ def gather_stored(model: nn.Module) -> nn.Module:
     """Prepare the sparse layers of a model for ``torch.distributed.fsdp.fully_shard``, in place.
 
     Their master weights become :class:`SparseMaster`, so that an all-gather sends the stored vectors only: a share of
-    the bytes that is the density of the weight. Without it FSDP's gathers, which torch hides from version counters,
-    would leave a layer with the integers of earlier weights.
+    the bytes that is the density of the weight. Without it zeros travel too.
 
     Parameters
     ----------
@@ -178,5 +176,4 @@ def gather_stored(model: nn.Module) -> nn.Module:
         weight = layer.weight
         if not isinstance(weight.data, SparseMaster):
             layer.weight = nn.Parameter(SparseMaster(weight.detach()), requires_grad=weight.requires_grad)
-            layer._made_of = None
     return model

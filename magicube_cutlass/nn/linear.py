@@ -194,6 +194,11 @@ class SparseQuantLinear(Calibrated):
         self._made_of = None
         self._version_id = ""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # FSDP2 sets it after each gather, which it hides from the version counter
+            self.__dict__["_made_of"] = None
+        super().__setattr__(name, value)
+
     @property
     def pattern(self) -> Pattern:
         """Stored vectors of the weight."""
