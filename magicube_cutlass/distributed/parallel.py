@@ -62,6 +62,16 @@ class _Style(ParallelStyle):
     def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         raise NotImplementedError
 
+    def compute(self, layer: ShardedLinear, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The output of a layer as it is placed, by local tokens `x` of a whole of `shape`."""
+        raise NotImplementedError
+
+    def forward(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        """Return the output of a layer."""
+        local, shape = self._local(x, layer.mesh)
+        y = layer.learn(local, shape) if layer.learns(local) else self.compute(layer, local, shape)
+        return self._result(y, layer.mesh, (*shape[:-1], layer.part.bounds[-1] if not self.rowwise else y.shape[-1]))
+
     def _own(self, bias: Tensor | None, bounds: tuple[int, ...], mesh: DeviceMesh) -> Tensor | None:
         """The bias that a part adds."""
         rank = mesh.get_local_rank()
@@ -113,20 +123,19 @@ class _Colwise(_Style):
         if chunks < 1:
             raise ValueError(f"chunks must be at least 1, got {chunks}")
 
-    def forward(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+    def compute(self, layer: ShardedLinear, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Gather the integers of other ranks' tokens if they are cut; multiply by this rank's outputs."""
-        mesh, part = layer.mesh, layer.part
-        local, shape = self._local(x, mesh)
-        part.check_input(local)
+        part = layer.part
+        part.check_input(x)
         if isinstance(self.input_layouts, Replicate):
-            y = part.run(local.reshape(-1, shape[-1]), layer.bias, layer.act_bits, layer.act_scale)
+            y = part.run(x.reshape(-1, shape[-1]), layer.bias_value, layer.act_bits, layer.act_scale)
             y = y.view(*shape[:-1], y.shape[-1])
         else:
-            y = self._of_cut_tokens(layer, local, shape)
+            y = self._of_cut_tokens(layer, x, shape)
         if self.output_layouts == Replicate():
-            every = gather_bytes([y.movedim(-1, 0)], sizes_of(part.bounds), mesh)[0]
+            every = gather_bytes([y.movedim(-1, 0)], sizes_of(part.bounds), layer.mesh)[0]
             y = torch.cat(every).movedim(0, -1)
-        return self._result(y, mesh, (*shape[:-1], part.bounds[-1]))
+        return y
 
     def _of_cut_tokens(self, layer: ShardedLinear, local: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Outputs of all tokens; the all-gather of a chunk runs beside the product of the one before."""
@@ -152,7 +161,7 @@ class _Colwise(_Style):
                 finish, sizes = waiting
                 whole = finish()
                 whole = whole if static is None else whole._replace(scale=static)
-                y = layer.part.multiply(whole, local.dtype, layer.bias)
+                y = layer.part.multiply(whole, local.dtype, layer.bias_value)
                 for block, piece_of_rank in zip(blocks, y.split(sizes), strict=True):
                     block.append(piece_of_rank)
             waiting = coming
@@ -183,23 +192,20 @@ class _Rowwise(_Style):
         if reduce not in ("exact", "bfloat16", "int8"):
             raise ValueError(f"reduce must be 'exact', 'bfloat16' or 'int8', got {reduce!r}")
 
-    def forward(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+    def compute(self, layer: ShardedLinear, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply this rank's inputs, and sum over ranks."""
         mesh, part = layer.mesh, layer.part
-        whole = self.input_layouts == Replicate()
-        local, shape = (x, tuple(x.shape)) if whole and not isinstance(x, DTensor) else self._local(x, mesh)
-        if whole:
+        if self.input_layouts == Replicate():
             rank = mesh.get_local_rank()
-            local = local[..., part.bounds[rank] : part.bounds[rank + 1]]
-        part.check_input(local)
+            x = x[..., part.bounds[rank] : part.bounds[rank + 1]]
+        part.check_input(x)
         out = self.output_layouts
-        dim = out.dim % local.ndim if isinstance(out, Shard) else 0
-        first = local.movedim(dim, 0) if local.ndim > 1 else local[None]  # (S, ..., K_r)
-        rows = first.reshape(-1, local.shape[-1])
+        dim = out.dim % x.ndim if isinstance(out, Shard) else 0
+        first = x.movedim(dim, 0) if x.ndim > 1 else x[None]  # (S, ..., K_r)
+        rows = first.reshape(-1, x.shape[-1])
         ints = layer.quantize(rows, None if layer.act_scale is not None else largest(rows, mesh))
-        y = self._summed(layer, ints, local.dtype, first.shape[:-1])
-        y = y.movedim(0, dim) if local.ndim > 1 else y[0]
-        return self._result(y, mesh, (*shape[:-1], y.shape[-1]))
+        y = self._summed(layer, ints, x.dtype, first.shape[:-1])
+        return y.movedim(0, dim) if x.ndim > 1 else y[0]
 
     def _summed(self, layer: ShardedLinear, ints: Slices, dtype: torch.dtype, tokens: torch.Size) -> Tensor:
         """The output of all tokens (S, ...), or of this rank's part of S."""
@@ -217,9 +223,9 @@ class _Rowwise(_Style):
             total = scatter_tokens(sums, inner, mesh) if scatters else all_reduce(sums, "sum", mesh)
         if self.reduce == "exact":
             columns = scale if scale is None or not scale.ndim else scale[own].mT
-            y = scaled(total.mT, part.scale, columns, layer.bias, dtype).mT
+            y = scaled(total.mT, part.scale, columns, layer.bias_value, dtype).mT
         else:
-            y = total if layer.bias is None else total + layer.bias.float()
+            y = total if layer.bias is None else total + layer.bias_value.float()
         return y.to(dtype).reshape(-1, *tokens[1:], y.shape[-1])
 
 
@@ -227,12 +233,20 @@ class _OfSparse(_Style):
     kind = SparseQuantLinear
 
     def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        matrix = module.matrix()
-        cut = shard(matrix, mesh, "columns" if self.rowwise else "rows")
-        bias = self._own(module.bias, cut.bounds, mesh)
-        return ShardedLinear(
-            SparsePart(cut.local, cut.bounds), bias, module.act_scale, module.config.act_bits, mesh, self
+        cut = shard(module.matrix(), mesh, "columns" if self.rowwise else "rows")
+        part, config = SparsePart(cut.local, cut.bounds), module.config
+        made = ShardedLinear(
+            part,
+            self._own(module.bias, cut.bounds, mesh),
+            module.act_scale,
+            config.act_bits,
+            mesh,
+            self,
+            config.grad_bits,
         )
+        if module.training and module.weight is not None:
+            made.keep_master(module.weight.detach().narrow(int(self.rowwise), cut.span[0], cut.span[1] - cut.span[0]))
+        return made
 
 
 class _OfDense(_Style):

@@ -10,19 +10,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from magicube_cutlass.autograd.integer import quantized
-from magicube_cutlass.distributed.local_products import LayerPart
+from magicube_cutlass.distributed.local_products import LayerPart, SparsePart
 from magicube_cutlass.distributed.products import Slices, quantize_slices
+from magicube_cutlass.distributed.sharded_training import Learn, quantized_part
+from magicube_cutlass.nn.weight_version import weight_version
 
 __all__ = ["ShardedLinear"]
 
 
 class ShardedLinear(nn.Module):
-    """A rank's part of a linear layer, made by a parallel style; for inference.
+    """A rank's part of a linear layer, made by a parallel style.
+
+    A sparse layer in training mode keeps its part of the master weight and learns; any other one is for inference, and
+    its master is dropped.
 
     Attributes
     ----------
     part : LayerPart
         Integers of the weight.
+    weight : Parameter or None
+        This rank's part of the master, if the layer learns.
     bias : Tensor or None
         Of this rank's outputs; of all for Rowwise.
     mesh : DeviceMesh
@@ -45,6 +52,7 @@ class ShardedLinear(nn.Module):
     """
 
     part: LayerPart
+    weight: nn.Parameter | None
     bias: Tensor | None
     act_scale: Tensor | None
 
@@ -56,20 +64,61 @@ class ShardedLinear(nn.Module):
         act_bits: int,
         mesh: DeviceMesh,
         style: Any,
+        grad_bits: int | None = None,
     ) -> None:
         super().__init__()
-        self.part, self.mesh, self.style, self.act_bits = part, mesh, style, act_bits
+        self.part, self.mesh, self.style, self.act_bits, self.grad_bits = part, mesh, style, act_bits, grad_bits
+        self.register_parameter("weight", None)
+        self._made_of: int | None = None  # version of the master
         for name, tensor in part.tensors().items():
             self.register_buffer(name, tensor)
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("act_scale", act_scale)
 
+    @property
+    def bias_value(self) -> Any:
+        """The bias without a graph."""
+        return self.bias if self.bias is None else self.bias.detach()
+
+    def keep_master(self, weight: Tensor) -> None:
+        """Learn `weight`, this rank's part of the master."""
+        assert isinstance(self.part, SparsePart)
+        v, bounds = self.part.matrix.vector_length, self.part.bounds
+        wrong = [cut for cut in bounds if cut % v and cut != bounds[-1]] if not self.style.rowwise else []
+        if wrong:
+            raise ValueError(f"outputs must be cut at multiples of vector_length={v} to learn, got a cut at {wrong[0]}")
+        self.weight = nn.Parameter(weight.clone())
+        self._made_of = weight_version(self.weight)
+        bias, self.bias = self.bias, None
+        del self._buffers["bias"]
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.clone()))
+
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output as the style places it."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("x must need no gradient in a tensor-parallel layer; use torch.no_grad(), and "
-                                      "fully_shard for training")  # fmt: skip
+        """Return the output as the style places it; integers are made again if the master has changed."""
+        weight = self.weight
+        if weight is not None and self._made_of != (version := weight_version(weight)):
+            assert isinstance(self.part, SparsePart)
+            pattern, bits = self.part.matrix.pattern, self.part.matrix.bits or 8
+            made = quantized_part(weight, pattern, bits, self.style.rowwise, self.mesh)
+            self.part, self._made_of = SparsePart(made, self.part.bounds), version
+            for name, tensor in self.part.tensors().items():
+                self._buffers[name] = tensor
         found: Tensor = self.style.forward(self, x)
+        return found
+
+    def learns(self, x: Tensor) -> bool:
+        """Whether a call needs a graph."""
+        return torch.is_grad_enabled() and (x.requires_grad or self.weight is not None)
+
+    def learn(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The local output, differentiable."""
+        if not isinstance(self.part, SparsePart) or (self.training and self.weight is None):
+            raise NotImplementedError(
+                "x must need no gradient in this layer; use torch.no_grad(), or, to learn, a SparseQuantLinear that is "
+                "in training mode when parallelize_module cuts it"
+            )
+        bias = self.bias if self.weight is not None else None
+        found: Tensor = Learn.apply(x, self.weight, bias, self, shape)
         return found
 
     def quantize(self, rows: Tensor, top: Tensor | None = None) -> Slices:

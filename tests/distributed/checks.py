@@ -324,10 +324,11 @@ def check_errors(mesh: DeviceMesh) -> None:
     assert "by must be" in raises(ValueError, md.shard, A, mesh, "blocks")
     layer = model()[0]
     assert "must be applied to a Linear" in raises(TypeError, parallelize_module, layer, mesh, md.QuantColwise())
+    dense = parallelize_module(torch.nn.Linear(40, 8), mesh, md.QuantColwise())
     cut_layer = parallelize_module(layer, mesh, md.SparseColwise())
     assert "features on this rank" in raises(ValueError, cut_layer, torch.randn(3, 41))
     asked = torch.randn(3, 40, requires_grad=True)
-    assert "fully_shard for training" in raises(NotImplementedError, cut_layer, asked)
+    assert "x must need no gradient in this layer" in raises(NotImplementedError, dense, asked)
 
 
 DEFAULT = [

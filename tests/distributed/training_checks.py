@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import magicube_cutlass as mc
 import magicube_cutlass.distributed as md
-from tests.distributed.checks import generator, model
+from tests.distributed.checks import generator, model, raises
 
 
 def mlp(out: int = 24) -> nn.Sequential:
@@ -90,6 +90,51 @@ def check_fsdp_without_gather_stored(mesh: DeviceMesh) -> None:
                 for parameter in other.parameters():
                     parameter.mul_(-0.5)
                 assert torch.equal(made(x), other(x)), (layers, stored)
+
+
+def check_cut_layers_learn(mesh: DeviceMesh) -> None:
+    """Layers cut by parallel styles learn as one process does; the first forward pass is its, bit for bit."""
+    x, y = torch.randn(24, 40, generator=generator(1)), torch.randn(24, 24, generator=generator(2))
+    given = torch.randn(24, 40, generator=generator(1)).requires_grad_()
+    alone = mlp()
+    expected_first = alone(given)
+    (expected_grad,) = torch.autograd.grad((expected_first - y).square().mean(), given)
+    expected = losses(alone, x, y)
+    rank, bounds = mesh.get_local_rank(), md.attention.chunk_bounds(24, mesh.size())
+    rows = slice(bounds[rank], bounds[rank + 1])
+    for tokens_cut in (False, True):
+        placed = {"input_layouts": Shard(0)} if tokens_cut else {}
+        placed_out: dict[str, Any] = {"output_layouts": Shard(0)} if tokens_cut else {}
+        plan: dict[str, Any] = {"0": md.SparseColwise(**placed), "2": md.SparseRowwise(**placed_out)}
+        if mesh.size() == 3:  # outputs are not cut inside of vectors
+            assert "multiples of vector_length=8" in raises(ValueError, parallelize_module, mlp(20), mesh, {
+                "2": md.SparseColwise()})  # fmt: skip
+        made = parallelize_module(mlp(), mesh, plan)
+        own, wanted = (x[rows], y[rows]) if tokens_cut else (x, y)
+        leaf = own.clone().requires_grad_()
+        first = made(leaf)
+        assert torch.equal(first, expected_first[rows] if tokens_cut else expected_first)
+        share = (first - wanted).square().sum() / y.numel()
+        (grad,) = torch.autograd.grad(share, leaf)
+        reference = expected_grad[rows] if tokens_cut else expected_grad
+        assert (grad - reference).norm() < 1e-3 * reference.norm(), tokens_cut
+        optimizer, found = torch.optim.AdamW(made.parameters(), lr=3e-2), []
+        for _ in expected:
+            loss = (made(own) - wanted).square().sum() / y.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().double()
+            if tokens_cut:
+                dist.all_reduce(total)
+            found.append(float(total))
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=2e-3), (found, expected)
+    frozen = parallelize_module(mlp().eval(), mesh, {"0": md.SparseColwise(), "2": md.SparseRowwise()})
+    assert not list(frozen.parameters())
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((frozen(leaf) - y).square().mean(), leaf)
+    assert (grad - expected_grad).norm() < 1e-3 * expected_grad.norm()
+    assert "training mode when" in raises(NotImplementedError, frozen.train(), leaf)
 
 
 def check_fsdp_gathers_stored_vectors(mesh: DeviceMesh) -> None:
@@ -178,6 +223,7 @@ def check_graphs(mesh: DeviceMesh) -> None:
 DEFAULT = [
     check_fsdp_trains_as_one_rank,
     check_fsdp_without_gather_stored,
+    check_cut_layers_learn,
     check_fsdp_gathers_stored_vectors,
     check_save_and_load_here,
     check_graphs,
