@@ -183,7 +183,7 @@ def _select(vectors: QueryVectors, sizes: tuple[int, int, int, int], head_dim: i
     return choose(head_dim, arch, processors, _problem(vectors, sizes))
 
 
-def select_config(
+def select_attention(
     patterns: Sequence[tuple[Tensor, Tensor]],
     queries: int,
     keys: int,
@@ -195,6 +195,11 @@ def select_config(
     """Return the kernel config that :func:`make_index` selects for masks on a GPU; waits for it.
 
     The kernels add in different orders. A call with some of the queries gives the bits of the whole one by its config.
+
+    Examples
+    --------
+    >>> select_attention([mask], 1024, 1024, batch=8, head_dim=64).name  # doctest: +SKIP
+    'attention_gather-d64-float16-g1s2w4'
     """
     _check_patterns(patterns, queries, batch)
     return _select(query_vectors(patterns, causal), (queries, keys, batch, len(patterns)), head_dim)

@@ -13,7 +13,6 @@ Source: Bengio, Leonard, Courville, arXiv 1308.3432 (the straight-through estima
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ def compress(values: Tensor, pattern: Pattern, *, bits: int = 8, axis: int | Non
         found = quantized(real.reshape(1, -1), bits, None)
         ints, scale = found.ints().view(real.shape), found.scale
     else:
-        ints, scale = quantize_rows(real, pattern, bits)
+        ints, scale = quantize_vectors(real, pattern, bits)
     return SRBCRS._from_parts(Parts(pattern, ints, scale), bits, True, STRIDE)
 
 
@@ -134,15 +133,12 @@ def _check_values(values: Tensor, pattern: Pattern) -> Tensor:
     return real.masked_fill(beyond(pattern), 0) if pattern.shape[0] % pattern.vector_length else real
 
 
-def quantize_rows(
-    real: Tensor, pattern: Pattern, bits: int, shared: Callable[[Tensor], Tensor] = lambda top: top
-) -> tuple[Tensor, Tensor]:
-    """Integers (vectors, V) and scales (M, 1) of values (vectors, V); `shared`: of amaxes of rows, over ranks."""
-    low, high = int_range(bits, True)
-    rows = pattern.row_indices  # (vectors,)
+def quantize_vectors(real: Tensor, pattern: Pattern, bits: int, shared: Any = None) -> tuple[Tensor, Tensor]:
+    """Integers (vectors, V) and scales (M, 1) of values (vectors, V); `shared`: from own amaxes to those over ranks."""
+    (low, high), rows = int_range(bits, True), pattern.row_indices  # (vectors,)
     top = real.new_zeros(pattern.vector_rows, pattern.vector_length)  # (R, V)
     top = top.scatter_reduce(0, rows[:, None].expand_as(real), real.abs(), "amax")  # (R, V)
-    scale = _scale_of(shared(top), high)  # (R, V)
+    scale = _scale_of(top if shared is None else shared(top), high)  # (R, V)
     quotient = real.double() * (1.0 / scale.double())[rows]  # (vectors, V)
     ints = torch.nan_to_num(quotient.round_(), nan=0.0).clamp_(low, high)  # (vectors, V)
     return ints.to(value_dtype(bits, True)), scale.view(-1, 1)[: pattern.shape[0]].contiguous()

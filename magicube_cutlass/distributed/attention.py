@@ -19,7 +19,7 @@ from magicube_cutlass.attention.cpu_fused import flat_bias
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale
 from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle
 from magicube_cutlass.distributed.collectives import check_mesh, chunk_bounds, gather, gather_bytes, sizes_of
-from magicube_cutlass.distributed.products import as_dtensor, quantize_slices, slice_scale
+from magicube_cutlass.distributed.slices import as_dtensor, quantize_slices, slice_scale
 from magicube_cutlass.formats.pattern import Pattern
 
 __all__ = ["sparse_attention"]
@@ -202,7 +202,7 @@ def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, options: dict[str,
     if index is None:
         arrays, every = ([(mask.row_offsets, mask.col_indices) for mask in each] for each in (masks, whole))
         length = keys.k.shape[-2]
-        config = attention.select_config(every, whole[0].shape[0], length, **sizes)
+        config = attention.select_attention(every, whole[0].shape[0], length, **sizes)
         index = masks[0]._cache[name] = attention.make_index(arrays, queries, length, config=config, **sizes)
     given = quantize_slices(q.reshape(-1, d), 8)
     assert given.scale is not None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.api import gemm
+from magicube_cutlass.autograd.gpu_rows import sparse_rows
 from magicube_cutlass.autograd.integer import _product, quantized, spmm_of
 from magicube_cutlass.distributed.products import Slices, sum_dtype
 from magicube_cutlass.formats.bcrs import BCRS
@@ -87,6 +88,8 @@ class SparsePart(LayerPart):
         """Multiply by the call of a layer of one process."""
         if not (x.numel() and self.shape[0]):
             return self.multiply(Slices(x.to(torch.int8), None, 8), x.dtype, bias)
+        if x.is_cuda and not torch.compiler.is_compiling():
+            return sparse_rows(self.matrix, x, bias, act_scale, bits, None)
         return spmm_of(self.matrix, x.mT, None, bias, bits, 0, act_scale, None).mT
 
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -25,7 +25,9 @@ from magicube_cutlass.distributed.collectives import (
     sizes_of,
 )
 from magicube_cutlass.distributed.local_products import DensePart, SparsePart
-from magicube_cutlass.distributed.products import (
+from magicube_cutlass.distributed.sharded import shard
+from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
+from magicube_cutlass.distributed.slices import (
     Slices,
     as_dtensor,
     largest,
@@ -34,8 +36,6 @@ from magicube_cutlass.distributed.products import (
     start_slices,
     sum_of_int8,
 )
-from magicube_cutlass.distributed.sharded import shard
-from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
 from magicube_cutlass.nn.linear import SparseQuantLinear
 
 __all__ = ["QuantColwise", "QuantRowwise", "SparseColwise", "SparseRowwise"]

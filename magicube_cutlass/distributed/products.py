@@ -7,134 +7,38 @@ product of one process bit for bit.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.functional import pad
 
-from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.distributed.collectives import (
     all_reduce,
     check_mesh,
     chunk_bounds,
     exchange,
-    exchange_all,
     gather_bytes,
     reduce_scatter,
     sizes_of,
-    start_gather,
 )
 from magicube_cutlass.distributed.sharded import ShardedMatrix
-from magicube_cutlass.ops import torch_ops as library
+from magicube_cutlass.distributed.slices import (
+    INT_BITS,
+    Slices,
+    as_dtensor,
+    largest,
+    quantize_slices,
+    scaled,
+    start_slices,
+    sum_dtype,
+)
 from magicube_cutlass.ops.sddmm import sddmm as local_sddmm
 from magicube_cutlass.ops.spmm import spmm as local_spmm
-from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 __all__ = ["sddmm", "spmm"]
-
-_INT_BITS = {torch.int8: 8, torch.int16: 16}
-
-
-class Slices(NamedTuple):
-    """Integers of slices (L, K) with a scale per slice: what a kernel reads of activations."""
-
-    data: Tensor  # (L, K) int8 or int16
-    scale: Tensor | None  # (L, 1), or () for all
-    bits: int
-
-    def operand(self) -> QuantTensor:
-        """As the rows of an operand."""
-        axis = None if self.scale is None or not self.scale.ndim else 1
-        return QuantTensor(self.data, self.scale, self.bits, True, axis, self.data.shape)
-
-    def take(self, start: int, stop: int) -> Slices:
-        """Some of the slices."""
-        scale = None if self.scale is None else self.scale[start:stop]
-        return Slices(self.data[start:stop].contiguous(), scale, self.bits)
-
-    def inner(self, start: int, stop: int) -> Slices:
-        """A part of K."""
-        return self._replace(data=self.data[:, start:stop].contiguous())
-
-
-def quantize_slices(x: Tensor, bits: int, top: Tensor | None = None) -> Slices:
-    """Quantize slices (L, K); `top` (L, 1): their amax, where other ranks hold other parts of K.
-
-    Integers are taken as they are. Slices that lie in memory as columns stay columns.
-    """
-    if x.dtype in _INT_BITS:
-        return Slices(x.contiguous(), None, _INT_BITS[x.dtype])
-    if not x.is_floating_point():
-        raise TypeError(f"B must be of a float dtype, int8 or int16, got {x.dtype}")
-    if top is None:
-        found = quantized(x, bits, 1)
-        return Slices(found.data, found.scale, bits)
-    scale = slice_scale(top, bits)
-    if x.mT.is_contiguous() and not x.is_contiguous():
-        return Slices(library.quantize_by(x.mT, scale.mT, bits).mT, scale, bits)
-    return Slices(library.quantize_by(x, scale, bits), scale, bits)
-
-
-def slice_scale(top: Tensor, bits: int) -> Tensor:
-    """Return the scales of slices by their amax (L, 1): those of slices of one element."""
-    scale: Tensor = library.quantize(top, bits, 1)[1]
-    return scale
-
-
-def largest(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the amax (L, 1) of slices whose parts (L, K_r) lie on the ranks: one all-reduce of L floats."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    own = torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True, dtype=wide) if x.shape[1] else x.new_zeros(
-        x.shape[0], 1, dtype=wide)  # fmt: skip
-    # a maximum may lose NaN, so it travels as inf, which gives the scale NaN as well
-    return all_reduce(own.nan_to_num_(nan=torch.inf, posinf=torch.inf), "max", mesh)
-
-
-def start_slices(x: Slices, sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], Slices]:
-    """Start one all-gather of integers, which carries the scales too; the call returns the slices of all ranks."""
-    finish = start_gather([x.data] if x.scale is None else [x.data, x.scale], sizes, mesh)
-
-    def joined() -> Slices:
-        data, *scales = map(torch.cat, finish())
-        return Slices(data, scales[0] if scales else None, x.bits)
-
-    return joined
-
-
-def scatter_tokens(sums: Tensor, inner: int, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over ranks of the tokens of this rank's ``Shard(0)``, `inner` tokens each: (tokens_r, out).
-
-    Sums that lie in memory as (out, tokens) stay so: blocks of columns are sent, and nothing is transposed.
-    """
-    tokens, out = sums.shape
-    if mesh.size() == 1 or sums.is_contiguous() or not sums.mT.is_contiguous():
-        return reduce_scatter(sums.reshape(-1, inner, out), mesh).reshape(-1, out) if inner else sums
-    bounds, rank = chunk_bounds(tokens // max(inner, 1), mesh.size()), mesh.get_local_rank()
-    step = bounds[1] * inner
-    whole = sums.mT if tokens == step * mesh.size() else pad(sums.mT, (0, step * mesh.size() - tokens))
-    blocks = whole.view(out, mesh.size(), step).movedim(1, 0)  # (ranks, out, step)
-    return reduce_scatter(blocks, mesh)[0, :, : (bounds[rank + 1] - bounds[rank]) * inner].mT
-
-
-def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
-    """Return sums (S, ..., out) of floats that travel as int8 with a scale per token, added in the order of ranks."""
-    sent = quantize_slices(x.reshape(-1, x.shape[-1]), 8)
-    assert sent.scale is not None
-    if scatters:
-        inner = x.shape[1:-1].numel()
-        bounds = [cut * inner for cut in chunk_bounds(x.shape[0], mesh.size())]
-        data, scale = (exchange_all(each, bounds, mesh) for each in (sent.data, sent.scale))
-    else:
-        data, scale = gather_bytes([sent.data, sent.scale], [sent.data.shape[0]] * mesh.size(), mesh)
-    total = data[0] * scale[0].float()
-    for ints, of_ints in zip(data[1:], scale[1:], strict=True):
-        total = total.add_(ints * of_ints.float())
-    return total.view(-1, *x.shape[1:])
 
 
 class _Given(NamedTuple):
@@ -179,45 +83,10 @@ def _given(name: str, x: object, mesh: DeviceMesh, inner: int, dim: int, bits: i
     local = x.to_local().detach()
     rows = local if dim == 0 else local.mT
     if isinstance(placement, Shard) and placement.dim % 2 != dim:
-        top = None if rows.dtype in _INT_BITS else largest(rows, mesh)
+        top = None if rows.dtype in INT_BITS else largest(rows, mesh)
         return _Given(quantize_slices(rows, bits, top), "inner", x.shape[dim], mesh)
     place = "whole" if isinstance(placement, Replicate) else "slices"
     return _Given(quantize_slices(rows, bits), place, x.shape[dim], mesh)
-
-
-def scaled(
-    sums: Tensor, rows: Tensor | None, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Return ``sums * rows * columns + bias`` as the epilogue of the kernels computes it.
-
-    Parameters
-    ----------
-    sums : Tensor, shape (..., M, N)
-        Complete sums of int32 or int64.
-    rows, columns : Tensor, shapes () or (M, 1), () or (1, N), optional
-        Scales of A and of B.
-    bias : Tensor, shape (M,), optional
-        Of a float dtype.
-    dtype : torch.dtype
-        Of the result.
-    """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if rows is None or not rows.ndim:
-        out = sums.to(wide) if rows is None else sums.to(wide).mul_(rows.to(wide))
-    else:
-        out = sums * rows.to(wide)
-    if bias is None:
-        return (out if columns is None else out.mul_(columns.to(wide))).to(dtype)
-    if sums.is_cuda and wide == torch.float32:  # a GPU rounds the product and the sum at once
-        out = out.double() if columns is None else out * columns.double().view(-1, columns.numel())
-    elif columns is not None:
-        out = out.mul_(columns.to(wide))
-    return out.add_(bias.to(out.dtype)[:, None]).to(wide).to(dtype)
-
-
-def sum_dtype(inner: int, lhs_bits: int, rhs_bits: int) -> torch.dtype:
-    """Return int32 if sums over `inner` products of such integers fit it, else int64."""
-    return torch.int32 if inner << (lhs_bits + rhs_bits - 2) < 2**31 else torch.int64
 
 
 def spmm(
@@ -342,15 +211,6 @@ def _multiply(A: Any, rhs: Slices, dtype: torch.dtype, bias: Tensor | None) -> T
         empty = torch.zeros(A.shape[0], rhs.data.shape[0], dtype=dtype, device=rhs.data.device)
         return empty if bias is None else empty + bias.to(dtype)[:, None]
     found: Tensor = local_spmm(A, rhs.operand().mT, out_dtype=dtype, bias=bias)
-    return found
-
-
-def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]) -> DTensor:
-    """Return the DTensor of row-major `shape` whose part on this rank is `local`."""
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    found: DTensor = DTensor.from_local(
-        local.contiguous(), mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
-    )
     return found
 
 

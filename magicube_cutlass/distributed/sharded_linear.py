@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.distributed.local_products import LayerPart, SparsePart
-from magicube_cutlass.distributed.products import Slices, quantize_slices
 from magicube_cutlass.distributed.sharded_training import Learn, quantized_part
+from magicube_cutlass.distributed.slices import Slices, quantize_slices
 from magicube_cutlass.nn.weight_version import weight_version
 
 __all__ = ["ShardedLinear"]
@@ -78,7 +78,7 @@ class ShardedLinear(nn.Module):
     @property
     def bias_value(self) -> Any:
         """The bias without a graph."""
-        return self.bias if self.bias is None else self.bias.detach()
+        return self.bias if self.bias is None or not self.bias.requires_grad else self.bias.detach()
 
     def keep_master(self, weight: Tensor) -> None:
         """Learn `weight`, this rank's part of the master."""

@@ -19,14 +19,14 @@ from magicube_cutlass.autograd.integer import (
     dense_of,
     gradient_of_bias,
     gradient_of_values,
-    quantize_rows,
+    quantize_vectors,
     through_transpose,
     times,
     vectors_at,
 )
 from magicube_cutlass.autograd.once import once
 from magicube_cutlass.distributed.collectives import all_reduce, chunk_bounds, gather, reduce_scatter, sizes_of
-from magicube_cutlass.distributed.products import Slices, largest, start_slices
+from magicube_cutlass.distributed.slices import Slices, largest, start_slices
 from magicube_cutlass.formats.construct import Parts
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -35,7 +35,9 @@ from magicube_cutlass.formats.srbcrs import SRBCRS
 def quantized_part(weight: Tensor, pattern: Pattern, bits: int, rowwise: bool, mesh: Any) -> SRBCRS:
     """Return the integers of this rank's part of a master weight; for columns, rows have the amax of all ranks."""
     values = _check_values(vectors_at(weight.detach(), pattern), pattern)
-    ints, scale = quantize_rows(values, pattern, bits, lambda top: all_reduce(top, "max", mesh) if rowwise else top)
+    ints, scale = quantize_vectors(
+        values, pattern, bits, (lambda top: all_reduce(top, "max", mesh)) if rowwise else None
+    )
     return SRBCRS._from_parts(Parts(pattern, ints, scale), bits, True, STRIDE)
 
 

@@ -32,7 +32,7 @@ _OPTIONAL = ("act_scale", *_PACKED)
 _EDITIONS = count(1)  # no two layers share one: a compiler may take one's graph for the other
 
 
-class SparseQuantLinear(Calibrated):
+class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
     """Linear layer with a quantized sparse weight: ``y = q(x) A^T + b``.
 
     A (out, in) is ``q(weight)`` at a pattern, in training and in evaluation; `weight` is the dense float master. The
@@ -193,11 +193,6 @@ class SparseQuantLinear(Calibrated):
         self._matrix = None
         self._made_of = None
         self._version_id = ""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":  # FSDP2 sets it after each gather, which it hides from the version counter
-            self.__dict__["_made_of"] = None
-        super().__setattr__(name, value)
 
     @property
     def pattern(self) -> Pattern:

@@ -1,14 +1,15 @@
 """When a master weight has changed: its version, and the steps of optimizers.
 
 Fused optimizers of torch (``AdamW(fused=True)``, the default of transformers' Trainer) write weights without raising
-their versions, so each step of any optimizer counts as a change.
+their versions, so each step of any optimizer counts as a change. FSDP2 hides its gathers from versions too, and sets
+the gathered weight each time.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _STEPS = [0]
@@ -34,3 +35,12 @@ def weight_version(weight: Tensor) -> int:
     """
     version = 0 if weight.is_inference() else weight._version
     return version + (_STEPS[0] << 40)
+
+
+class WatchedWeight(nn.Module):
+    """A layer whose integers are made again when its `weight` is set; a warm call sets nothing."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self.__dict__["_made_of"] = None
+        super().__setattr__(name, value)

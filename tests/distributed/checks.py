@@ -266,7 +266,7 @@ def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
         keys = gathered_keys(k, v, length, mesh, may_share=True)
         md.attention._fused(torch.randn_like(k), keys, (part,), (mask,), {})
         whole, alone = (
-            fused.select_config([(each.row_offsets, each.col_indices)], each.shape[0], length, batch=heads, head_dim=64)
+            fused.select_attention([(each.row_offsets, each.col_indices)], each.shape[0], length, batch=heads, head_dim=64)
             for each in (mask, part)
         )
     q, ints, values, index = found[0]
