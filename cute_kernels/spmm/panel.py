@@ -17,6 +17,7 @@ from cute_kernels.jit.tma import tensor_map
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import ordered_slots, sequential_slots
 from cute_kernels.layout.ring import RingConfig
+from cute_kernels.machine import SHARED_BYTES
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, pack_fragments
 
@@ -82,16 +83,25 @@ class PanelConfig(RingConfig, SpmmConfig):
 
     @property
     def smem_bytes(self) -> int:
+        return self._unpaired_bytes + (self._exchange_bytes if self.pairs and self.rows_per_warp == 1 else 0)
+
+    @property
+    def _unpaired_bytes(self) -> int:
         per_warp = 4 * self.tile_n + self.a_stages * self.record_bytes  # scales of the columns, records of A
-        per_warp += 8 * self.tile_n if self.pairs and self.rows_per_warp == 1 else 0  # results for the neighbour
         return self.ring * self.tile_n_bytes + 16 * self.stages + per_warp * self.warps
+
+    @property
+    def _exchange_bytes(self) -> int:
+        """Bytes of the results that a warp gives its neighbour, of all warps."""
+        return 8 * self.tile_n * self.warps
 
     @property
     def pairs(self) -> bool:
         """Whether a warp, or two neighbours, have neighbouring vector rows and write the transpose in whole sectors."""
         if not self.transposed or self.vector_length != 8 or OUT_BYTES[self.out] != 2:
             return False
-        return self.rows_per_warp == 2 or (self.rows_per_warp == 1 and self.warps % 2 == 0)
+        fits = self._unpaired_bytes + self._exchange_bytes <= SHARED_BYTES
+        return self.rows_per_warp == 2 or (self.rows_per_warp == 1 and self.warps % 2 == 0 and fits)
 
     @property
     def record_bytes(self) -> int:
