@@ -171,6 +171,18 @@ def render_attention() -> str:
     return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200')}"
 
 
+def render_models() -> str:
+    """Whole models on a GPU in CUDA graphs, each way compiled or not, whichever is faster."""
+    rows = []
+    for case in results("models_gpu_h100")["cases"]:
+        ms = {name: way["graph"] for name, way in case["ways"].items() if way.get("mode") == "graph"}
+        best = {name: min(ms[name], ms.get(f"{name}, compiled", ms[name])) for name in ms if "compiled" not in name}
+        ways = ("bfloat16", "ours int8", "ours sparse 0.5", "ours sparse 0.7", "ours sparse 0.9")
+        rows.append([case["case"], *(f"{best[way]:.2f}" for way in ways)])
+    head = ["layers of, ms", "bfloat16", "int8", "sparse 0.5", "sparse 0.7", "sparse 0.9"]
+    return f"{grid(head, rows)}\n\n{source('models_gpu_h100')}"
+
+
 def render_errors() -> str:
     """Relative error of a product of two quantized matrices, by format and distribution."""
     found = results("float_errors")["errors"]
@@ -198,6 +210,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("choose-format", "docs/choose.md", render_choose_format),
     ("choose-tolerance", "docs/choose.md", render_choose_tolerance),
     ("attention-times", "docs/performance/gpu.md", render_attention),
+    ("models-times", "docs/performance/gpu.md", render_models),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),
 )
 
