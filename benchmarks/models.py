@@ -299,7 +299,7 @@ def main() -> None:
         return
     results = json.loads(args.out.read_text()) if args.out.is_file() and not args.fresh else {}
     head = {"model": args.model, "device": args.device, "texts": runner.sources, "pairs": args.pairs or "all"}
-    journal = Journal(args.out.with_stem(f"{args.out.stem}_{args.model}"), head, args.fresh)
+    journal = Journal(args.out.with_stem(f"{args.out.stem}_{args.model}{'_more' * bool(args.more)}"), head, args.fresh)
     left = 0
     for name, make in runner.rows().items():
         if not fnmatchcase(name, args.rows):
@@ -312,7 +312,9 @@ def main() -> None:
     rows = [{"name": name, **row} for name, record in journal.records.items() for row in record["rows"]]
     if args.join:
         results["gpu"] = [json.loads(line) for line in args.join.read_text().splitlines()]
-    save(results | {"machine": provenance(), args.model: {**head, "rows": rows}}, args.out)
+    machine = provenance()
+    section = args.model + ", more text" * bool(args.more)
+    save(results | {"machine": machine, section: {**head, "machine": machine, "rows": rows}}, args.out)
     print(f"wrote {args.out}" + (f"; {left} rows are left, the same command goes on" if left else ""))
 
 

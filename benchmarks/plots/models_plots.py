@@ -57,7 +57,7 @@ def draw_by_sparsity(results: dict[str, Any]) -> Figure:
             axes.plot(*zip(*points, strict=True), f"{marker}-", color=color)
             ends[name] = (*points[-1], color)
     dense = next(row for row in rows if row["stage"] == "dense")["sts"]
-    floor = next(row for row in results["minilm"]["rows"] if row["name"] == "floor")["STS-B"]["all"]
+    floor = next(row for row in _encoders(results) if row["name"] == "floor")["STS-B"]["all"]
     for value, name, color in ((dense, "float32, dense", "black"), (floor, "all layers zero", OTHER)):
         axes.axhline(value, color=color, linewidth=1, linestyle="--")
         axes.text(0.29, value + 0.5, name, color=color, fontsize=9)
@@ -114,17 +114,56 @@ def render_quality(results: dict[str, Any]) -> str:
     return _grid(["W8A8 on top, STS-B Spearman x 100", *map(str, SPARSITIES)], rows)
 
 
+def _encoders(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the encoder, those of calibration and training with more text last."""
+    found = []
+    for section, text in (("minilm", ""), ("minilm, more text", ", more text")):
+        known = [each["name"] for each in found]
+        rows = results.get(section, {"rows": []})["rows"]
+        found += [{**each, "text": text} for each in rows if each["name"] not in known or "refit" in each["name"]]
+    return found
+
+
 def render_engine(results: dict[str, Any]) -> str:
     """The encoders that were run by the int8 kernels of a CPU, by genre."""
     rows = []
-    names = {"dense": "dense", "weights, final_0.5": "distilled, 0.5", "weights, final_0.7": "distilled, 0.7",
-             "weights, final_0.9": "distilled, 0.9"}  # fmt: skip
-    for each in results["minilm"]["rows"]:
-        label = names.get(each["name"], each["name"] if "refit" in each["name"] else None)
-        for kind in ("float32", "W8A8") if label else ():
-            values = [f"{each[kind][key]:.2f}" for key in ("all", "captions", "forums", "news")]
-            rows.append([f"{label}, {kind}", *values, f"{each[kind]['cosine']:.4f}"])
+    names = {"dense": "dense", "smooth": "dense", "static": "dense"}
+    names |= {f"weights, final_{s}": f"distilled on the GPU, {s}" for s in (0.5, 0.7, 0.9)}
+    for each in _encoders(results):
+        label = names.get(
+            each["name"], each["name"] if "refit" in each["name"] or "distilled" in each["name"] else None
+        )
+        for kind in ("float32", "W8A8", "W8A8 smooth", "W8A8 static"):
+            if label and kind in each:
+                values = [f"{each[kind][key]:.2f}" for key in ("all", "captions", "forums", "news")]
+                cosine = f"{each[kind]['cosine']:.4f}" if "cosine" in each[kind] else "-"
+                rows.append([f"{label}{each['text'] * (label != 'dense')}, {kind}", *values, cosine])
     return _grid(["run by the kernels of a CPU", "all", "captions", "forums", "news", "held-out cosine"], rows)
+
+
+def render_training(results: dict[str, Any]) -> str:
+    """The distillations that ran on this CPU."""
+    rows = []
+    for each in _encoders(results):
+        if each["name"].startswith("distilled"):
+            start, texts = each["start"], " + ".join(f"{number:,} {name}" for name, number in each["texts"].items())
+            cells = [f"{each['steps']:,} of {each['of']:,}", f"{start['cpu seconds']:.0f}", f"{each['cpu seconds']:,}"]
+            rows.append([str(each["sparsity"]), *cells, texts, f"{each['W8A8']['all']:.2f}"])
+    head = ["trained on a CPU, sparsity", "steps", "pruning, s of one core", "training, s of one core", "sentences"]
+    return _grid([*head, "W8A8, all pairs"], rows)
+
+
+def render_language(results: dict[str, Any]) -> str:
+    """Perplexity of SmolLM2."""
+    section = results["smollm"]
+    values = {each["name"]: each.get("perplexity") for each in section["rows"]}
+    for each in section["rows"]:
+        values |= {f"{each['name']}, {kind}": each[kind]["perplexity"] for kind in ("float32", "W8A8") if kind in each}
+    base = values["float32"]
+    rows = [[name, f"{value:.3f}", f"{100 * (value / base - 1):+.2f}%"] for name, value in values.items() if value]
+    counts = section["texts"]
+    head = f"SmolLM2-135M, {counts['WikiText-2 test, windows']} of {counts['of']} windows of 1,024"
+    return _grid([head, "perplexity", "over float32"], rows)
 
 
 def _source(results: dict[str, Any]) -> str:
@@ -140,7 +179,8 @@ def main() -> None:
     from report import replace_section
 
     results = json.loads(RESULTS.read_text())
-    text = "\n\n".join((render_quality(results), render_engine(results), _source(results)))
+    parts = (render_quality, render_engine, render_training, render_language, _source)
+    text = "\n\n".join(part(results) for part in parts)
     replace_section("models_quality", text, PAGE)
     for name, draw in (("models_sparsity", draw_by_sparsity), ("models_steps", draw_by_steps)):
         print(save_figure(draw(results), ROOT / "docs" / "images" / f"{name}.png"))

@@ -36,7 +36,7 @@ needs_smollm = pytest.mark.skipif(
 )
 
 
-WINDOW = 17.57  # perplexity of SmolLM2 on the first window of WikiText-2 test, float32
+WINDOW = 10.964  # perplexity of SmolLM2 on the first window of WikiText-2 test, float32
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
