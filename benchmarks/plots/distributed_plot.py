@@ -10,7 +10,7 @@ from magicube_cutlass.bench.figures import COLORS, OTHER, log_ticks, panels
 from magicube_cutlass.distributed.cost_model import CLUSTERS, LinearShape, plan_layers
 
 UP, DOWN, ZEROS = (11008, 4096), (4096, 11008), 0.9
-TOKENS = [2**i for i in range(15)]
+TOKENS = [2**i for i in range(18)]
 
 
 def draw(results: dict[str, Any]) -> Figure:

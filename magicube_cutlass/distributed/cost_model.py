@@ -30,6 +30,9 @@ class Cluster:
     memory, sparse_rate, dense_rate, launch : float
         Of a GPU: bytes per second that a product reads, int8 operations per second of sparse and dense products, and
         seconds that a launch takes at least. Fitted to ``benchmarks/results/llm_h200.json`` (0.7 and 0.9 zeros).
+    host : float
+        Seconds of host time of a layer whose tokens are cut, below which it takes no less time: 1.9 ms for two layers
+        of 256 tokens on two H100s, ``distributed_nccl_2.json``.
     source : str
         Where the link figures are from.
 
@@ -48,6 +51,7 @@ class Cluster:
     sparse_rate: float = 0.25e15
     dense_rate: float = 1.2e15
     launch: float = 4e-6
+    host: float = 0.95e-3
     source: str = "all-gather of a pair of H200s, measured"
 
     @property
@@ -228,7 +232,7 @@ def plan_layers(
     """Return the style of each layer, tokens cut over ranks outside of a group.
 
     A group of :func:`group_layers` is cut if that is predicted to be faster than one GPU, exchange included. A layer
-    alone is cut by outputs, which are gathered as bfloat16.
+    alone is cut by outputs, which are gathered as bfloat16. Passes over sums and activations are left out.
 
     Parameters
     ----------
@@ -260,6 +264,7 @@ def plan_layers(
             if style == "rowwise" or len(group) == 1:
                 steps *= 2
             seconds = product_seconds(layer, tokens, ranks, cluster) + sent / cluster.link + steps * cluster.latency
+            seconds = max(seconds, cluster.host) if ranks > 1 else seconds
             rows.append((style, layer, sent, seconds, product_seconds(layer, tokens, 1, cluster)))
         faster = ranks > 1 and sum(row[3] for row in rows) < sum(row[4] for row in rows)
         for style, layer, sent, seconds, alone in rows:
