@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import magicube_cutlass.distributed as md
 from magicube_cutlass.distributed import attention
 from tests.distributed import checks, residual_checks, training_checks
+from tests.distributed.problems import activations, matrix
 from tests.distributed.rank_pool import Check, Pool, failures
 from tests.house import ROOT, modules
 
@@ -64,6 +71,47 @@ def test_two_ranks_save_and_one_to_three_load(pool: Pool, tmp_path: Path) -> Non
     saved = losses(2)
     assert losses(2) == losses(1) == saved
     assert torch.allclose(torch.tensor(losses(3)), torch.tensor(saved), rtol=1e-5)  # a third of a gradient rounds
+
+
+def die(mesh: DeviceMesh, what: str, folder: str) -> float:
+    """Rank 1 ends by SIGKILL before a collective; the others return after how many seconds that raised."""
+    A, B = matrix(40, 48, checks.generator(1)), activations(48, 6, checks.generator(2))
+    part, x = md.shard(A, mesh), distribute_tensor(B, mesh, [Shard(1)])
+    state = {"x": distribute_tensor(torch.randn(40, 48), mesh, [Shard(0)])}
+    if what == "save":
+        dcp.save(state, checkpoint_id=folder + "/first")
+    dist.barrier()
+    if mesh.get_local_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        if what == "spmm":
+            md.spmm(part, x).full_tensor()
+        else:
+            dcp.save(state, checkpoint_id=folder + "/second")
+    except Exception as error:
+        assert not isinstance(error, ValueError), error
+        return time.monotonic() - begin
+    raise AssertionError("a collective without one of its ranks returned")
+
+
+@pytest.mark.parametrize("what", ("spmm", "save"))
+def test_a_killed_rank_ends_the_others(what: str, tmp_path: Path) -> None:
+    pool, seconds = Pool(3), 20.0
+    try:
+        for pipe in pool.pipes:
+            pipe.send((3, str(tmp_path / "store"), [(die, (what, str(tmp_path)))], seconds))
+        for rank in (0, 2):
+            assert pool.pipes[rank].poll(120), f"rank {rank} hangs"
+            ((passed, result),) = pool.pipes[rank].recv()
+            assert passed and result < 2 * seconds, result
+    finally:
+        pool.close()
+    if what == "save":  # nothing half-written counts as a checkpoint, and the one before is whole
+        assert (tmp_path / "first" / ".metadata").exists() and not (tmp_path / "second" / ".metadata").exists()
+        state = {"x": torch.zeros(40, 48)}
+        dcp.load(state, checkpoint_id=tmp_path / "first", no_dist=True)
+        assert state["x"].abs().min() > 0
 
 
 def test_without_a_process_group_the_error_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
