@@ -39,7 +39,7 @@ from cute_kernels.jit.kernel import Kernel, get_kernel
 from cute_kernels.jit.tma import tensor_map
 
 __all__ = ["SOFTMAX_BITS", "AttentionIndex", "align_to_16_bytes", "default_configs", "fused_attention", "make_index",
-           "supports_attention"]  # fmt: skip
+           "select_attention", "supports_attention"]  # fmt: skip
 
 SOFTMAX_BITS = (4, 8)
 _BOX_ROWS = 256  # limit of a TMA box
