@@ -44,8 +44,7 @@ Call = Callable[[], Any]
 KINDS = {
     "nccl": "exchange", "quantize": "quantize", "encode": "quantize", "spmm": "product", "gemm": "product",
     "attention": "product", "nvjet": "product", "wgmma": "product", "look": "check", "probe": "check",
-    "verdict": "check", "digits": "digits",
-}  # fmt: skip
+    "verdict": "check", "digits": "digits"}  # fmt: skip
 HEADER = ("case", "bytes", "ms", "single", "host", "alone", "eff", "torch", "torch alone", "torch eff", "result")
 
 

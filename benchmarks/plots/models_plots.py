@@ -116,7 +116,7 @@ def render_quality(results: dict[str, Any]) -> str:
 
 def _encoders(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the encoder, those of calibration and training with more text last."""
-    found = []
+    found: list[dict[str, Any]] = []
     for section, text in (("minilm", ""), ("minilm, more text", ", more text")):
         known = [each["name"] for each in found]
         rows = results.get(section, {"rows": []})["rows"]

@@ -27,8 +27,7 @@ struct PanelRing : TmaPipeline<C, C::kStages * C::kTile * C::kTileNBytes> {
                 "a tile must be able to arrive while a group's window is in use");
   static_assert(C::kTile % kBoxRows == 0, "a tile must be whole boxes");
 
-  // After the tiles: two mbarriers per stage; per warp the column scales of its N tile; per warp the stages of A; if C::kPairs, per warp
-  // the results that its neighbour writes.
+  // After the tiles: two mbarriers per stage; per warp column scales, stages of A and, if C::kPairs, results that its neighbour writes.
   static constexpr int kScalesAt = kRingBytes + 16 * C::kStages;
   static constexpr int kRecordsAt = kScalesAt + 4 * SpmmShape<C>::kTileN * C::kWarps;
   static constexpr int kExchangeAt = kRecordsAt + C::kWarps * C::kAStages * C::kRecordBytes;
@@ -390,8 +389,7 @@ __device__ void write_own_pair(const PairOutput<C>& out, const Accumulators<C>& 
   }
 }
 
-// As write_own_pair, of two warps: each writes half of the columns, and gets the other's results there through `exchange` (kWarps, kHalf,
-// 32) words.
+// As write_own_pair, of two warps: each writes half of the columns, with the other's results from `exchange` (kWarps, kHalf, 32).
 template <class C>
 __device__ void write_shared_pair(const PairOutput<C>& out, const Accumulators<C>& acc, int64_t vector_row, int warp, int lane,
                                   uint32_t exchange) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -71,8 +72,8 @@ def warmup(
     """Compile the GPU kernels before their first use; needs no GPU."""
     check_choice("arch", arch, ARCHES)
     try:
-        import cuda.core  # noqa: F401
-
+        if find_spec("cuda") is None or find_spec("cuda.core") is None:
+            raise ImportError(name="cuda.core")
         from cute_kernels import jit
         from cute_kernels.catalog import warm_configs
     except ImportError as error:
