@@ -44,6 +44,8 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
 def tables(results: dict[str, Any], folder: Path) -> dict[str, str]:
     """Return the page's tables by mark; what has not run is left out."""
     found = {f"table-{i}": page.rates(results, f"table {i}") for i in (3, 4)}
+    if set(results.get("sections", {})) >= set(SECTIONS):
+        found["machine"] = page.machine(results["machine"], results["sections"])
     if "example" in results:
         found |= {"example": page.example(results["example"]), "table-5": page.table_5(results)}
     paths = {path: folder / f"paper_residual_{path}.json" for path in ("avx512", "amx")}

@@ -31,6 +31,17 @@ def table(headers: list[str], rows: Rows) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def machine(facts: dict[str, str], sections: dict[str, dict[str, str]]) -> str:
+    """Return where it was measured, and date and commit of each section."""
+    runs: dict[str, list[str]] = {}
+    for name, ran in sections.items():
+        runs.setdefault(f"{ran['date']}, commit {ran['commit']}", []).append(name)
+    threads = "one thread" if facts["threads"] == "1" else f"{facts['threads']} threads"
+    lines = [f"- {', '.join(names)}: {when}" for when, names in runs.items()]
+    where = f"{facts['cpu']}, {facts['engine path']}, {threads}, torch {facts['torch']}; sections of the script:"
+    return "\n".join([where, "", *lines])
+
+
 def _entries(values: list[list[float]]) -> str:
     return "; ".join(" ".join(f"{v:.4f}".rstrip("0").rstrip(".") for v in row) for row in values)
 
