@@ -152,7 +152,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     blocks = re.findall(r"```\{code-block\} python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     cosines = names["cosines"]
