@@ -21,7 +21,8 @@ from magicube_cutlass.distributed.collectives import (
     reduce_scatter,
     sizes_of,
 )
-from residual.distributed.sums import ProductSize, left_of_inner, of_own_part, of_rows, reduced_left, verdict
+from magicube_cutlass.distributed.slices import as_dtensor
+from residual.distributed.sums import ProductSize, left_of_inner, of_own_part, of_rows, verdict
 from residual.error.estimate import ErrorEstimate
 from residual.error.factor import CONFIDENCE, bound_factor, confidence
 from residual.error.probes import PROBES, Probes, draw
@@ -152,8 +153,7 @@ def matmul(
         product, report = found or _climb(problem, plan, options, reduce, first=2 if alone else 0)
         if layout == "inner" and wanted == Replicate():
             product = gather(product, sizes_of(chunk_bounds(sizes.m, mesh.size())), mesh)
-    shape, stride = torch.Size((sizes.m, sizes.n)), (sizes.n, 1)
-    C = DTensor.from_local(product.contiguous(), mesh, [wanted], run_check=False, shape=shape, stride=stride)
+    C = as_dtensor(product, mesh, wanted, (sizes.m, sizes.n))
     return (C, report) if return_report else C
 
 
@@ -265,7 +265,7 @@ def _climb(
     tol, probed = options.tol, None
     for i, (rung, sent) in enumerate(ways):
         if problem.layout == "inner" and probed is None and tol is not None:
-            probed = reduced_left(left_of_inner(left.exact, right.exact.mT, problem.probes), problem.mesh)
+            probed = reduce_scatter(left_of_inner(left.exact, right.exact.mT, problem.probes), problem.mesh)
         part = _part(problem, rung, left, right, sent, probed, tol is not None)
         if tol is None or part.sums is None:
             return part.product, Report(str(rung), 0.0, 0.0, 0.0, rung.products, ())

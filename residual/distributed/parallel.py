@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -12,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from magicube_cutlass.distributed.collectives import check_agreement, check_mesh, chunk_bounds, digest
 from magicube_cutlass.distributed.sharded_linear import become
+from magicube_cutlass.distributed.slices import as_dtensor
 from residual.distributed.matmul import Reduce, matmul
 from residual.nn.modules import ResidualLinear
 
@@ -23,7 +23,7 @@ class ShardedResidualLinear(nn.Module):
 
     Examples
     --------
-    >>> import residual
+    >>> import torch, residual
     >>> from torch.distributed.tensor.parallel import parallelize_module
     >>> from magicube_cutlass.distributed import init_mesh
     >>> layer = residual.ResidualLinear(64, 32, tol=1e-3)
@@ -47,20 +47,12 @@ class ShardedResidualLinear(nn.Module):
         """Return ``x W^T + b`` as the style places it."""
         out, inner = self.shape
         style, mesh = self.style, self.mesh
-        given = Replicate() if style.dim == 0 else Shard(1)
+        lead = tuple(x.shape[:-1])
         if isinstance(x, DTensor):
-            lead = tuple(x.shape[:-1])
-            last = Shard(x.ndim - 1) if style.dim else Replicate()
-            x = x.redistribute(placements=[last]).to_local()
-        else:
-            lead = tuple(x.shape[:-1])
+            x = x.redistribute(placements=[Shard(x.ndim - 1) if style.dim else Replicate()]).to_local()
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        size = torch.Size((rows.shape[0], inner))
-        A = DTensor.from_local(rows, mesh, [given], run_check=False, shape=size, stride=(inner, 1))
-        B = DTensor.from_local(
-            self.weight.mT, mesh, [Shard(1 - style.dim)], run_check=False, shape=torch.Size((inner, out)),
-            stride=(1, inner),
-        )  # fmt: skip
+        A = as_dtensor(rows, mesh, Shard(1) if style.dim else Replicate(), (rows.shape[0], inner))
+        B = as_dtensor(self.weight.mT, mesh, Shard(1 - style.dim), (inner, out))
         options: dict[str, Any] = dict(self.options)
         if style.dim:
             options |= {"reduce": style.reduce, "placements": [style.output_layouts]}

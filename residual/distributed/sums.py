@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from magicube_cutlass.distributed.collectives import all_reduce, reduce_scatter
+from magicube_cutlass.distributed.collectives import all_reduce
 from residual.error.estimate import ErrorEstimate, from_sums
 from residual.error.probes import (
     UNIT,
@@ -90,11 +90,6 @@ def of_rows(left: Tensor, C: Tensor, probes: Probes) -> Tensor:
     outputs = c.abs() @ probes.norms
     rest = [part.square().sum() for part in (product, claimed, c, bound, outputs)]
     return torch.cat([(y.mT @ y).flatten(), torch.stack([*rest, left[:, p + 1].sum()])])
-
-
-def reduced_left(left: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's rows of the sum of :func:`left_of_inner` over ranks."""
-    return reduce_scatter(left, mesh)
 
 
 def verdict(own: Tensor, mesh: DeviceMesh, sizes: ProductSize, extra: int, sure: float) -> ErrorEstimate:

@@ -11,7 +11,6 @@ References
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from magicube_cutlass.distributed.collectives import all_reduce, check_agreement, check_mesh, chunk_bounds, gather
+from magicube_cutlass.distributed.collectives import (
+    all_reduce,
+    check_agreement,
+    check_mesh,
+    chunk_bounds,
+    gather,
+    sizes_of,
+)
+from magicube_cutlass.distributed.slices import as_dtensor
 from residual.linalg.qr import Product
 from residual.linalg.qr import qr as local_qr
 
@@ -90,21 +97,14 @@ def qr(A: DTensor, *, block: int = 32, product: Product | None = None, **options
         if local.numel()
         else (local.new_zeros(0, 0), local.new_zeros(0, n))
     )
-    heights = [min(stop - start, n) for start, stop in _parts(m, mesh)]
+    heights = [min(size, n) for size in sizes_of(chunk_bounds(m, mesh.size()))]
     stacked = gather(r, heights, mesh)  # (sum of heights, N)
     if mesh.size() > 1:
         p, r = torch.linalg.qr(stacked)
         rank = mesh.get_local_rank()
         start = sum(heights[:rank])
         q = (product or torch.matmul)(q, p[start : start + heights[rank]].contiguous())
-    shape = torch.Size((m, n))
-    Q = DTensor.from_local(q.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(n, 1))
-    return Q, DTensor.from_local(r.triu().contiguous(), mesh, [Replicate()], run_check=False)
-
-
-def _parts(m: int, mesh: DeviceMesh) -> list[tuple[int, int]]:
-    bounds = chunk_bounds(m, mesh.size())
-    return list(pairwise(bounds))
+    return as_dtensor(q, mesh, Shard(0), (m, n)), as_dtensor(r.triu(), mesh, Replicate(), (n, n))
 
 
 def lstsq(
