@@ -391,8 +391,6 @@ def main(
                 bench.finish({"group": bench.group, "case": "all", "error text": f"{type(error).__name__}: {error}"})
             if bench.cuda:
                 torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        print(f"wrote {path}")
     dist.destroy_process_group()
 
 

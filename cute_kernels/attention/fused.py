@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,22 +28,22 @@ from cute_kernels.attention.config import (
     AttentionConfig,
     GatherAttention,
     PanelAttention,
-    QueryVectors,
     Steps,
     query_vectors,
 )
-from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS, AttentionProblem, choose
-from cute_kernels.attention.operands import ALIGNMENT, bias_of, check_tensor, scales_of
+from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS
+from cute_kernels.attention.selection import check_patterns, select_for
 from cute_kernels.dtypes import REAL_DTYPES
-from cute_kernels.jit.device import CAPABILITIES, current_arch, device_of
+from cute_kernels.jit.device import CAPABILITIES, device_of
 from cute_kernels.jit.kernel import Kernel, get_kernel
 from cute_kernels.jit.tma import tensor_map
 
 __all__ = ["SOFTMAX_BITS", "AttentionIndex", "align_to_16_bytes", "default_configs", "fused_attention", "make_index",
-           "select_attention", "supports_attention"]  # fmt: skip
+           "supports_attention"]  # fmt: skip
 
 SOFTMAX_BITS = (4, 8)
 _BOX_ROWS = 256  # limit of a TMA box
+_ALIGNMENT = 16  # bytes
 _LSE_ROWS = 2  # vector rows per warp whose accumulators and unrounded sums fit the registers
 
 
@@ -97,18 +98,6 @@ def supports_attention(device: torch.device, *, head_dim: int, vector_length: in
     return known and head_dim in HEADS and vector_length == QUERIES and softmax_bits in SOFTMAX_BITS
 
 
-def _check_patterns(patterns: Sequence[tuple[Tensor, Tensor]], queries: int, batch: int) -> None:
-    if not patterns or batch % len(patterns):
-        raise ValueError(f"patterns must divide the batch of {batch}, got {len(patterns)}")
-    rows = -(-queries // QUERIES)
-    for offsets, columns in patterns:
-        if offsets.dtype != torch.int64 or columns.dtype != torch.int32:
-            found = f"{offsets.dtype} and {columns.dtype}"
-            raise TypeError(f"patterns must be of int64 offsets and int32 columns, got {found}")
-        if offsets.shape != (rows + 1,):
-            raise ValueError(f"patterns must have {rows + 1} offsets for {queries} queries, got {tuple(offsets.shape)}")
-
-
 def make_index(
     patterns: Sequence[tuple[Tensor, Tensor]],
     queries: int,
@@ -160,11 +149,11 @@ def make_index(
     """
     if head_dim not in HEADS:
         raise ValueError(f"head_dim must be one of {HEADS}, got {head_dim}")
-    _check_patterns(patterns, queries, batch)
+    check_patterns(patterns, queries, batch)
     vectors = query_vectors(patterns, causal)
     sizes = (queries, keys, batch, len(patterns))
     if config is None:
-        config = _select(vectors, sizes, head_dim)
+        config = select_for(vectors, sizes, head_dim)
     steps = config.steps(vectors, keys)
     if not isinstance(config, PanelAttention):
         return AttentionIndex(config, *sizes, steps)
@@ -175,51 +164,52 @@ def make_index(
     return AttentionIndex(config, *sizes, steps, config.tile_ranges(vectors), lse_index)
 
 
-def _select(vectors: QueryVectors, sizes: tuple[int, int, int, int], head_dim: int) -> AttentionConfig:
-    device = vectors.columns.device
-    with device_of(vectors.columns):
-        arch, processors = current_arch(), torch.cuda.get_device_properties(device).multi_processor_count
-    return choose(head_dim, arch, processors, _problem(vectors, sizes))
+class _ScaleArg(NamedTuple):
+    """Address of float32 scales and their memory strides, in elements: per row and per matrix; 0 for a shared scale."""
+
+    pointer: int
+    stride: int
+    batch: int
 
 
-def select_attention(
-    patterns: Sequence[tuple[Tensor, Tensor]],
-    queries: int,
-    keys: int,
-    *,
-    batch: int,
-    head_dim: int,
-    causal: bool = False,
-) -> AttentionConfig:
-    """Return the kernel config that :func:`make_index` selects for masks on a GPU; waits for it.
-
-    The kernels add in different orders. A call with some of the queries gives the bits of the whole one by its config.
-
-    Examples
-    --------
-    >>> select_attention([mask], 1024, 1024, batch=8, head_dim=64).name  # doctest: +SKIP
-    'attention_gather-d64-float16-g1s2w4'
-    """
-    _check_patterns(patterns, queries, batch)
-    return _select(query_vectors(patterns, causal), (queries, keys, batch, len(patterns)), head_dim)
+def _scale_of(name: str, x: Tensor, batch: int, length: int, like: Tensor) -> _ScaleArg:
+    strides = {(): (0, 0), (batch,): (0, 1), (batch, length): (1, length)}
+    if x.dtype != torch.float32 or x.device != like.device:
+        raise TypeError(f"{name} must be float32 on {like.device}, got {x.dtype} on {x.device}")
+    if tuple(x.shape) not in strides or not x.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous of shape (), ({batch},) or ({batch}, {length}), got {tuple(x.shape)}"
+        )
+    return _ScaleArg(x.data_ptr(), *strides[tuple(x.shape)])
 
 
-def _problem(vectors: QueryVectors, sizes: tuple[int, int, int, int]) -> AttentionProblem:
-    """Sizes of a call for kernel selection; `sizes` are queries, keys, batch and masks."""
-    _, keys, batch, masks = sizes
-    panel = PanelAttention(PANEL_HEAD)
-    ranges = panel.tile_ranges(vectors)  # (masks, row blocks, 2)
-    reach = panel.tile * float(ranges.diff(dim=2).double().mean()) if ranges.numel() else 0.0
-    return AttentionProblem(batch, vectors.rows, keys, vectors.columns.numel() // masks, min(reach, keys))
+def _bias_of(bias: Tensor | None, batch: int, keys: int, like: Tensor) -> _ScaleArg:
+    if bias is None:
+        return _ScaleArg(0, 0, 0)
+    if bias.dtype != torch.float32 or bias.device != like.device:
+        raise TypeError(f"bias must be float32 on {like.device}, got {bias.dtype} on {bias.device}")
+    if tuple(bias.shape) not in ((keys,), (batch, keys)) or not bias.is_contiguous():
+        raise ValueError(f"bias must be contiguous of shape ({keys},) or ({batch}, {keys}), got {tuple(bias.shape)}")
+    return _ScaleArg(bias.data_ptr(), 1, keys if bias.ndim == 2 else 0)
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    if x.dtype not in dtypes or x.device != device:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name} must be {wanted} on {device}, got {x.dtype} on {x.device}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    if not x.is_contiguous() or (x.ndim == 3 and x.data_ptr() % _ALIGNMENT):
+        raise ValueError(f"{name} must be contiguous and start at a multiple of {_ALIGNMENT} bytes")
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out: Tensor, lse: Tensor | None) -> None:
     batch, head, device = index.batch, index.config.head, index.steps.words.device
     for name, x, rows in (("q", q, index.queries), ("k", k, index.keys), ("v", v, index.keys)):
-        check_tensor(name, x, (batch, rows, head), (torch.int8,), device)
-    check_tensor("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
+        _check(name, x, (batch, rows, head), (torch.int8,), device)
+    _check("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
     if lse is not None:
-        check_tensor("lse", lse, (batch, index.queries), (torch.float32,), device)
+        _check("lse", lse, (batch, index.queries), (torch.float32,), device)
 
 
 def _check_flags(
@@ -227,11 +217,11 @@ def _check_flags(
 ) -> Tensor | None:
     """Check the flags of a previous kernel; return `ready`, or None if a copy was launched since that kernel."""
     if keys_alike is not None:
-        check_tensor("keys_alike", keys_alike, (batch,), (torch.int32,), device)
+        _check("keys_alike", keys_alike, (batch,), (torch.int32,), device)
         if not key_scale:
             raise ValueError("k_scale must be per key if keys_alike is given, got one per matrix or one for all")
     if ready is not None:
-        check_tensor("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), device)
+        _check("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), device)
     return None if copied else ready
 
 
@@ -244,7 +234,7 @@ def align_to_16_bytes(x: Tensor) -> Tensor:
     >>> align_to_16_bytes(x) is x, align_to_16_bytes(x[1:]).data_ptr() % 16
     (True, 0)
     """
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def fused_attention(
@@ -322,10 +312,10 @@ def fused_attention(
     batch, head = index.batch, index.config.head
     originals = k_scale, bias
     k_scale, bias = align_to_16_bytes(k_scale), None if bias is None else align_to_16_bytes(bias)
-    q_at = scales_of("q_scale", q_scale, batch, index.queries, q)
-    k_at = scales_of("k_scale", k_scale, batch, index.keys, q)
-    v_at = scales_of("v_scale", v_scale, batch, head, q)
-    bias_at = bias_of(bias, batch, index.keys, q)
+    q_at = _scale_of("q_scale", q_scale, batch, index.queries, q)
+    k_at = _scale_of("k_scale", k_scale, batch, index.keys, q)
+    v_at = _scale_of("v_scale", v_scale, batch, head, q)
+    bias_at = _bias_of(bias, batch, index.keys, q)
     copied = k_scale is not originals[0] or bias is not originals[1]
     ready = _check_flags(keys_alike, ready, k_at.stride == 1, batch, q.device, copied)
     if index.lse_index is not None and lse is not None:

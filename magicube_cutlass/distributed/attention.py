@@ -191,6 +191,7 @@ def gathered_keys(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh, *, may_sh
 def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, options: dict[str, Any]) -> Tensor:
     """Attention by the fused kernel of a GPU, by the config that it has for all queries."""
     from cute_kernels.attention import fused as attention
+    from cute_kernels.attention.selection import select_attention
 
     batch, (queries, d) = q.shape[:-2], q.shape[-2:]
     width = _padded_head_dim(max(d, keys.v.shape[-1]))
@@ -202,7 +203,7 @@ def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, options: dict[str,
     if index is None:
         arrays, every = ([(mask.row_offsets, mask.col_indices) for mask in each] for each in (masks, whole))
         length = keys.k.shape[-2]
-        config = attention.select_attention(every, whole[0].shape[0], length, **sizes)
+        config = select_attention(every, whole[0].shape[0], length, **sizes)
         index = masks[0]._cache[name] = attention.make_index(arrays, queries, length, config=config, **sizes)
     given = quantize_slices(q.reshape(-1, d), 8)
     assert given.scale is not None

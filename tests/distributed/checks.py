@@ -250,23 +250,21 @@ def check_keys_have_the_scales_of_one_process(mesh: DeviceMesh) -> None:
 
 def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
     """A part of the queries alone would select another kernel of a GPU, which adds in another order."""
-    from cute_kernels.attention import fused
+    from cute_kernels.attention import fused, selection
 
     heads, length = 5, 4096 if mesh.size() != 3 else 4080  # cuts between vectors
     mask, rank, found = mc.masks.local(length, 512), mesh.get_local_rank(), []
     bounds = md.attention.chunk_bounds(length, mesh.size())
     part = md.attention._rows(mask, bounds, *bounds[rank : rank + 2])
     k, v = torch.randn(2, heads, bounds[rank + 1] - bounds[rank], 64)
-    machine = mock.patch.multiple(
-        fused, current_arch=lambda: "sm_90a", device_of=lambda x: nullcontext(),
-        fused_attention=lambda *given, **_: found.append(given),
-    )  # fmt: skip
+    machine = mock.patch.multiple(selection, current_arch=lambda: "sm_90a", device_of=lambda x: nullcontext())
+    kernel = mock.patch.object(fused, "fused_attention", lambda *given, **_: found.append(given))
     of_device = mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132))
-    with machine, of_device:
+    with machine, kernel, of_device:
         keys = gathered_keys(k, v, length, mesh, may_share=True)
         md.attention._fused(torch.randn_like(k), keys, (part,), (mask,), {})
         whole, alone = (
-            fused.select_attention(
+            selection.select_attention(
                 [(each.row_offsets, each.col_indices)], each.shape[0], length, batch=heads, head_dim=64
             )
             for each in (mask, part)

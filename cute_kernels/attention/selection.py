@@ -1,0 +1,77 @@
+"""Selection of the fused attention kernel for masks on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cute_kernels.attention.config import QUERIES, AttentionConfig, PanelAttention, QueryVectors, query_vectors
+from cute_kernels.attention.heuristics import PANEL_HEAD, AttentionProblem, choose
+from cute_kernels.jit.device import current_arch, device_of
+
+__all__ = ["check_patterns", "select_attention", "select_for"]
+
+
+def check_patterns(patterns: Sequence[tuple[Tensor, Tensor]], queries: int, batch: int) -> None:
+    """Raise unless `patterns` are masks of so many queries that divide the batch.
+
+    Examples
+    --------
+    >>> check_patterns([(torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32))], 8, 2)
+    """
+    if not patterns or batch % len(patterns):
+        raise ValueError(f"patterns must divide the batch of {batch}, got {len(patterns)}")
+    rows = -(-queries // QUERIES)
+    for offsets, columns in patterns:
+        if offsets.dtype != torch.int64 or columns.dtype != torch.int32:
+            found = f"{offsets.dtype} and {columns.dtype}"
+            raise TypeError(f"patterns must be of int64 offsets and int32 columns, got {found}")
+        if offsets.shape != (rows + 1,):
+            raise ValueError(f"patterns must have {rows + 1} offsets for {queries} queries, got {tuple(offsets.shape)}")
+
+
+def select_for(vectors: QueryVectors, sizes: tuple[int, int, int, int], head_dim: int) -> AttentionConfig:
+    """Return the config for vectors of masks; `sizes`: queries, keys, batch and masks.
+
+    Examples
+    --------
+    >>> select_for(vectors, (1024, 1024, 8, 1), 64).name  # doctest: +SKIP
+    'attention_gather-d64-float16-g1s2w4'
+    """
+    device = vectors.columns.device
+    with device_of(vectors.columns):
+        arch, processors = current_arch(), torch.cuda.get_device_properties(device).multi_processor_count
+    return choose(head_dim, arch, processors, _problem(vectors, sizes))
+
+
+def select_attention(
+    patterns: Sequence[tuple[Tensor, Tensor]],
+    queries: int,
+    keys: int,
+    *,
+    batch: int,
+    head_dim: int,
+    causal: bool = False,
+) -> AttentionConfig:
+    """Return the kernel config that :func:`make_index` selects for masks on a GPU; waits for it.
+
+    The kernels add in different orders. A call with some of the queries gives the bits of the whole one by its config.
+
+    Examples
+    --------
+    >>> select_attention([mask], 1024, 1024, batch=8, head_dim=64).name  # doctest: +SKIP
+    'attention_gather-d64-float16-g1s2w4'
+    """
+    check_patterns(patterns, queries, batch)
+    return select_for(query_vectors(patterns, causal), (queries, keys, batch, len(patterns)), head_dim)
+
+
+def _problem(vectors: QueryVectors, sizes: tuple[int, int, int, int]) -> AttentionProblem:
+    """Sizes of a call for kernel selection; `sizes` are queries, keys, batch and masks."""
+    _, keys, batch, masks = sizes
+    panel = PanelAttention(PANEL_HEAD)
+    ranges = panel.tile_ranges(vectors)  # (masks, row blocks, 2)
+    reach = panel.tile * float(ranges.diff(dim=2).double().mean()) if ranges.numel() else 0.0
+    return AttentionProblem(batch, vectors.rows, keys, vectors.columns.numel() // masks, min(reach, keys))
