@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Put the kernel of :mod:`magicube_cutlass.hooks.vllm_kernel` before vLLM's int8 kernels of a CPU.
+    """Put the kernel of :mod:`magicube_cutlass.hooks.vllm_kernel` behind vLLM's int8 kernels of a CPU, or before them.
 
-    vLLM then takes it for W8A8 checkpoints with symmetric activations, dynamic or static, such as those of
-    :func:`magicube_cutlass.hooks.compressed_tensors.save_compressed`. ``VLLM_DISABLED_KERNELS=MagicubeInt8Kernel`` or a
-    ``VLLM_PLUGINS`` without ``magicube`` leaves vLLM as it was. Another call, or another platform, changes nothing.
+    vLLM takes the first that fits. With ``MAGICUBE_VLLM=1`` that is this one for W8A8 checkpoints with symmetric
+    activations, dynamic or static, such as those of
+    :func:`magicube_cutlass.hooks.compressed_tensors.save_compressed`; it was not timed against vLLM's. Another call, or
+    another platform, changes nothing.
 
     Examples
     --------
@@ -28,4 +31,5 @@ def register() -> None:
     known = linear._POSSIBLE_INT8_KERNELS
     if MagicubeInt8Kernel not in known.get(PlatformEnum.CPU, []):
         linear.register_linear_kernel(MagicubeInt8Kernel, PlatformEnum.CPU, "int8")
-        known[PlatformEnum.CPU].insert(0, known[PlatformEnum.CPU].pop())  # the first that fits is taken
+        if os.environ.get("MAGICUBE_VLLM") == "1":
+            known[PlatformEnum.CPU].insert(0, known[PlatformEnum.CPU].pop())

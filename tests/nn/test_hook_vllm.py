@@ -82,10 +82,15 @@ def test_the_entry_point_is_that_of_the_package() -> None:
     assert found and found[0].load() is hook.register
 
 
-def test_the_kernel_comes_first_on_a_cpu_and_once(vllm: SimpleNamespace) -> None:
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_kernel_comes_first_on_a_cpu_where_asked_and_once(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setenv("MAGICUBE_VLLM", "0" if place else "1")
     hook.register()
     hook.register()
-    assert [each.__name__ for each in vllm.kernels[CPU]] == ["MagicubeInt8Kernel", "int", "float"]
+    names = [each.__name__ for each in vllm.kernels[CPU]]
+    assert names.pop(place) == "MagicubeInt8Kernel" and names == ["int", "float"]
     assert vllm.kernels[CUDA] == [str]
 
 
@@ -108,7 +113,7 @@ def _loaded(weight: Tensor, scale: Tensor, widths: list[int], input_scale: Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_its_bits_are_those_of_the_layer(vllm: SimpleNamespace, dtype: torch.dtype) -> None:
     hook.register()
-    kernel_type: Any = vllm.kernels[CPU][0]
+    kernel_type: Any = vllm.kernels[CPU][-1]
     names = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
     torch.manual_seed(0)
     x, bias = torch.randn(2, 5, 96, dtype=dtype), torch.randn(48, dtype=dtype)
@@ -180,8 +185,8 @@ def test_vllm_serves_a_checkpoint_by_the_kernel() -> None:
             if done.returncode:
                 pytest.skip(f"pip {command[0]} failed: {done.stderr.strip().splitlines()[-1:]}")
         (folder / ".made").touch()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-                   "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
+    environment = {**os.environ, "MAGICUBE_VLLM": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+                   "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
     environment.pop("PYTHONPATH", None)
     model, ids = str(folder / "model"), json.dumps([1, 17, 45, 99, 3, 200, 31])
 
