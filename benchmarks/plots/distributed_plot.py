@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from magicube_cutlass.bench.figures import COLORS, OTHER, log_ticks, panels
 from magicube_cutlass.distributed.cost_model import CLUSTERS, LinearShape, plan_layers
@@ -35,6 +36,7 @@ def draw(results: dict[str, Any]) -> Figure:
     axes.set(xscale="log", yscale="log", xlabel="tokens (rows of x)", ylabel="two layers 4096-11008-4096 (us)")
     log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)
+    axes.yaxis.set_major_locator(LogLocator())  # five decades: no room for 2 and 5
     axes.tick_params(axis="x", labelrotation=45)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure

@@ -305,7 +305,6 @@ def check_spmm(config: SpmmKernel, kind: ProblemTypes, longest: int) -> None:
         )
 
 
-@lru_cache(maxsize=1024)
 def transposed(config: SpmmKernel, columns: int) -> SpmmKernel:
     """Return the config that writes the transpose of C, or `config` if a launch more is faster.
 
@@ -323,6 +322,7 @@ def transposed(config: SpmmKernel, columns: int) -> SpmmKernel:
     return found if columns <= _MOST_SHORT_STORES or (isinstance(found, PanelConfig) and found.pairs) else config
 
 
+@lru_cache(maxsize=1024)
 def spmm_config(name: str) -> SpmmKernel:
     """Return the config of this name.
 

@@ -17,7 +17,7 @@ from cute_kernels.attention import heuristics as attention_heuristics
 from cute_kernels.attention import quantize_qkv as attention_operands
 from cute_kernels.attention.config import GatherAttention, PanelAttention
 from cute_kernels.attention.sparse_softmax import SoftmaxConfig
-from cute_kernels.convert import quantize_transposed
+from cute_kernels.convert import quantize_transposed, transpose
 from cute_kernels.convert.dense_to_sparse import CompressConfig
 from cute_kernels.convert.digits import DigitsConfig, columns_config
 from cute_kernels.convert.pack import PackConfig
@@ -212,6 +212,8 @@ def _quantize(arch: str) -> Iterator[Entry]:
         yield f"quantize/{lines} {x} s{bits}", QuantizeConfig(f"encode_{lines}", x, bits)
     for x, bits in (("float32", 8), ("float16", 4), ("bfloat16", 16)):
         yield f"quantize/short rows {x} s{bits}", QuantizeConfig("encode_short_rows", x, bits, steps=2)
+    for other in transpose.default_configs():
+        yield f"transpose/{8 * other.size} bits", other
     for each in quantize_transposed.default_configs():
         yield f"quantize/transposed {each.name.removeprefix('quantize-encode_transposed-')}", each
     yield "quantize/rows float32 u8", QuantizeConfig("encode_rows", "float32", 8, False)
