@@ -110,7 +110,7 @@ def state() -> LookState:
 SHAPES = [(1, 1, 1), (33, 130, 20), (70, 17, 300), (5, 1100, 33), (129, 64, 128)]
 
 
-@pytest.mark.parametrize("layout", ["row", "column", "gaps"])
+@pytest.mark.parametrize("layout", ["row", "column", pytest.param("gaps", marks=pytest.mark.long)])
 @pytest.mark.parametrize("planes", [2, 3])
 def test_the_source_is_within_its_own_bound_of_float64(planes: int, layout: str, host: HostKernels) -> None:
     for i, (m, k, n) in enumerate(SHAPES):

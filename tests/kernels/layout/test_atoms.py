@@ -180,9 +180,13 @@ def calls(entries: tuple[Atom, ...]) -> str:
     ("arch", "native"),
     [
         ("sm_80", ["16832.S8", "16816.S8", "8816.S8", "16864.S4", "16832.S4", "8832.S4"]),
-        ("sm_89", ["16832.S8", "16816.S8", "8816.S8", "16864.S4", "16832.S4", "8832.S4", "E4M3"]),
+        pytest.param(
+            "sm_89",
+            ["16832.S8", "16816.S8", "8816.S8", "16864.S4", "16832.S4", "8832.S4", "E4M3"],
+            marks=pytest.mark.long,
+        ),
         ("sm_90a", ["16832.S8", "16816.S8", "8816.S8"]),
-        ("sm_120a", ["16832.S8", "16816.S8", "E4M3"]),
+        pytest.param("sm_120a", ["16832.S8", "16816.S8", "E4M3"], marks=pytest.mark.long),
     ],
 )
 def test_native_atoms_are_one_instruction_each(arch: str, native: list[str]) -> None:
