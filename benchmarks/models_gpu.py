@@ -151,7 +151,7 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return x, positions, cache
 
 
-def rivals() -> dict[str, Callable[[Any], object]]:
+def baselines() -> dict[str, Callable[[Any], object]]:
     """torchao's ways, where it is installed."""
     if importlib.util.find_spec("torchao") is None:
         return {}
@@ -198,7 +198,7 @@ def converted(config: Config) -> Callable[[Any], object]:
 def models(dense: nn.Module, fast: bool, without: list[str]) -> dict[str, nn.Module]:
     """Every way to run a model but those `without` names; what fails is told and left out."""
     found: dict[str, nn.Module] = {"bfloat16": dense}
-    makers = (rivals() if fast else {}) | {name: converted(config) for name, config in WAYS.items()}
+    makers = (baselines() if fast else {}) | {name: converted(config) for name, config in WAYS.items()}
     for name, make in makers.items():
         if any(part in name for part in without):
             continue

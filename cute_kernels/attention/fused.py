@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from cute_kernels.attention.config import (
     query_vectors,
 )
 from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS
+from cute_kernels.attention.operands import ALIGNMENT, bias_of, check_tensor, scales_of
 from cute_kernels.attention.selection import check_patterns, select_for
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.device import CAPABILITIES, device_of
@@ -43,7 +43,6 @@ __all__ = ["SOFTMAX_BITS", "AttentionIndex", "align_to_16_bytes", "default_confi
 
 SOFTMAX_BITS = (4, 8)
 _BOX_ROWS = 256  # limit of a TMA box
-_ALIGNMENT = 16  # bytes
 _LSE_ROWS = 2  # vector rows per warp whose accumulators and unrounded sums fit the registers
 
 
@@ -164,52 +163,13 @@ def make_index(
     return AttentionIndex(config, *sizes, steps, config.tile_ranges(vectors), lse_index)
 
 
-class _ScaleArg(NamedTuple):
-    """Address of float32 scales and their memory strides, in elements: per row and per matrix; 0 for a shared scale."""
-
-    pointer: int
-    stride: int
-    batch: int
-
-
-def _scale_of(name: str, x: Tensor, batch: int, length: int, like: Tensor) -> _ScaleArg:
-    strides = {(): (0, 0), (batch,): (0, 1), (batch, length): (1, length)}
-    if x.dtype != torch.float32 or x.device != like.device:
-        raise TypeError(f"{name} must be float32 on {like.device}, got {x.dtype} on {x.device}")
-    if tuple(x.shape) not in strides or not x.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous of shape (), ({batch},) or ({batch}, {length}), got {tuple(x.shape)}"
-        )
-    return _ScaleArg(x.data_ptr(), *strides[tuple(x.shape)])
-
-
-def _bias_of(bias: Tensor | None, batch: int, keys: int, like: Tensor) -> _ScaleArg:
-    if bias is None:
-        return _ScaleArg(0, 0, 0)
-    if bias.dtype != torch.float32 or bias.device != like.device:
-        raise TypeError(f"bias must be float32 on {like.device}, got {bias.dtype} on {bias.device}")
-    if tuple(bias.shape) not in ((keys,), (batch, keys)) or not bias.is_contiguous():
-        raise ValueError(f"bias must be contiguous of shape ({keys},) or ({batch}, {keys}), got {tuple(bias.shape)}")
-    return _ScaleArg(bias.data_ptr(), 1, keys if bias.ndim == 2 else 0)
-
-
-def _check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-    if x.dtype not in dtypes or x.device != device:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"{name} must be {wanted} on {device}, got {x.dtype} on {x.device}")
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    if not x.is_contiguous() or (x.ndim == 3 and x.data_ptr() % _ALIGNMENT):
-        raise ValueError(f"{name} must be contiguous and start at a multiple of {_ALIGNMENT} bytes")
-
-
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out: Tensor, lse: Tensor | None) -> None:
     batch, head, device = index.batch, index.config.head, index.steps.words.device
     for name, x, rows in (("q", q, index.queries), ("k", k, index.keys), ("v", v, index.keys)):
-        _check(name, x, (batch, rows, head), (torch.int8,), device)
-    _check("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
+        check_tensor(name, x, (batch, rows, head), (torch.int8,), device)
+    check_tensor("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
     if lse is not None:
-        _check("lse", lse, (batch, index.queries), (torch.float32,), device)
+        check_tensor("lse", lse, (batch, index.queries), (torch.float32,), device)
 
 
 def _check_flags(
@@ -217,11 +177,11 @@ def _check_flags(
 ) -> Tensor | None:
     """Check the flags of a previous kernel; return `ready`, or None if a copy was launched since that kernel."""
     if keys_alike is not None:
-        _check("keys_alike", keys_alike, (batch,), (torch.int32,), device)
+        check_tensor("keys_alike", keys_alike, (batch,), (torch.int32,), device)
         if not key_scale:
             raise ValueError("k_scale must be per key if keys_alike is given, got one per matrix or one for all")
     if ready is not None:
-        _check("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), device)
+        check_tensor("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), device)
     return None if copied else ready
 
 
@@ -234,7 +194,7 @@ def align_to_16_bytes(x: Tensor) -> Tensor:
     >>> align_to_16_bytes(x) is x, align_to_16_bytes(x[1:]).data_ptr() % 16
     (True, 0)
     """
-    return x.clone() if x.data_ptr() % _ALIGNMENT else x
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def fused_attention(
@@ -312,10 +272,10 @@ def fused_attention(
     batch, head = index.batch, index.config.head
     originals = k_scale, bias
     k_scale, bias = align_to_16_bytes(k_scale), None if bias is None else align_to_16_bytes(bias)
-    q_at = _scale_of("q_scale", q_scale, batch, index.queries, q)
-    k_at = _scale_of("k_scale", k_scale, batch, index.keys, q)
-    v_at = _scale_of("v_scale", v_scale, batch, head, q)
-    bias_at = _bias_of(bias, batch, index.keys, q)
+    q_at = scales_of("q_scale", q_scale, batch, index.queries, q)
+    k_at = scales_of("k_scale", k_scale, batch, index.keys, q)
+    v_at = scales_of("v_scale", v_scale, batch, head, q)
+    bias_at = bias_of(bias, batch, index.keys, q)
     copied = k_scale is not originals[0] or bias is not originals[1]
     ready = _check_flags(keys_alike, ready, k_at.stride == 1, batch, q.device, copied)
     if index.lse_index is not None and lse is not None:

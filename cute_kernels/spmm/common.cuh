@@ -290,7 +290,7 @@ __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], cons
   }
 }
 
-// Write one row tile to the transpose of C, (batch, n, rows), where the two rows of a lane are neighbours. `to`: the first of them in
+// Write one row tile to the transpose of C, (batch, n, rows), where the two rows of a lane are neighbors. `to`: the first of them in
 // the first column.
 template <class C, class Total>
 __device__ __forceinline__ void write_transposed(typename C::Out* to, const bool (&exists)[2], int64_t rows, int64_t inside,

@@ -27,7 +27,7 @@ struct PanelRing : TmaPipeline<C, C::kStages * C::kTile * C::kTileNBytes> {
                 "a tile must be able to arrive while a group's window is in use");
   static_assert(C::kTile % kBoxRows == 0, "a tile must be whole boxes");
 
-  // After the tiles: two mbarriers per stage; per warp column scales, stages of A and, if C::kPairs, results that its neighbour writes.
+  // After the tiles: two mbarriers per stage; per warp column scales, stages of A and, if C::kPairs, results that its neighbor writes.
   static constexpr int kScalesAt = kRingBytes + 16 * C::kStages;
   static constexpr int kRecordsAt = kScalesAt + 4 * SpmmShape<C>::kTileN * C::kWarps;
   static constexpr int kExchangeAt = kRecordsAt + C::kWarps * C::kAStages * C::kRecordBytes;
@@ -371,7 +371,7 @@ struct PairOutput {
   }
 };
 
-// Write two neighbouring vector rows of a warp to the transpose of C: eight lanes write 32 bytes of a column, a whole sector, where 16
+// Write two neighboring vector rows of a warp to the transpose of C: eight lanes write 32 bytes of a column, a whole sector, where 16
 // would have the L2 cache read the rest first.
 template <class C>
 __device__ void write_own_pair(const PairOutput<C>& out, const Accumulators<C>& even, const Accumulators<C>& odd, int64_t vector_row) {

@@ -92,12 +92,12 @@ class PanelConfig(RingConfig, SpmmConfig):
 
     @property
     def _exchange_bytes(self) -> int:
-        """Bytes of the results that a warp gives its neighbour, of all warps."""
+        """Bytes of the results that a warp gives its neighbor, of all warps."""
         return 8 * self.tile_n * self.warps
 
     @property
     def pairs(self) -> bool:
-        """Whether a warp, or two neighbours, have neighbouring vector rows and write the transpose in whole sectors."""
+        """Whether a warp, or two neighbors, have neighboring vector rows and write the transpose in whole sectors."""
         if not self.transposed or self.vector_length != 8 or OUT_BYTES[self.out] != 2:
             return False
         fits = self._unpaired_bytes + self._exchange_bytes <= SHARED_BYTES
