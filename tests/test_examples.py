@@ -78,12 +78,16 @@ def test_shipped_data_are_what_the_generator_makes() -> None:
         assert stored.equals(mc.random_pattern(rows, cols, sparsity, 1, distribution, seed=7))
 
 
-def test_readme_code_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
+def test_readme_code_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    shown = dict(re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL))
+    assert blocks and list(shown) == blocks[:1]
     for block in blocks:
         scope: dict[str, object] = {}
         exec(block, scope)
+        printed = capsys.readouterr().out
+        assert printed == shown.get(block, printed)
         results = [value for name, value in scope.items() if name in ("C", "o")]
         assert results and all(isinstance(value, torch.Tensor) and value.isfinite().all() for value in results)
 
