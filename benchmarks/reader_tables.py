@@ -183,6 +183,32 @@ def render_models() -> str:
     return f"{grid(head, rows)}\n\n{source('models_gpu_h100')}"
 
 
+def render_layers() -> str:
+    """A sparse layer on a GPU beside a dense one: microseconds behind another kernel, and of the host."""
+    rows = []
+    for case in results("gpu_layers_h100")["cases"]:
+        out, inner, tokens = case["shape"]
+        us, learning = case["us"], case["training host"]
+        ways = (us.get(way) for way in ("ours, dynamic", "ours, static", "fp8, static", "linear"))
+        times = [f"{way['behind']:.1f} ({way['cold']:.1f})" if way else "-" for way in ways]
+        hosts = (us["ours, dynamic"]["host"], us["linear"]["host"], learning["ours, dynamic"], learning["linear"])
+        rows.append([f"{out} x {inner}, {tokens}", case["dtype"], *times, *(f"{host:.0f}" for host in hosts)])
+    head = ["outputs x inputs, tokens", "dtype", "ours, dynamic", "ours, static", "fp8, static", "`nn.Linear`",
+            "host, ours", "host, `nn.Linear`", "learning, ours", "learning, `nn.Linear`"]  # fmt: skip
+    return f"{grid(head, rows)}\n\n{source('gpu_layers_h100')}"
+
+
+def render_first_product() -> str:
+    """Seconds from the start of a process to its first product on a GPU, by where the kernels come from."""
+    kernels = {"wheel": "the wheel", "nvrtc": "NVRTC, nothing cached", "warm cache": "the cache of an earlier process"}
+    rows = [
+        [kernels[row["case"]], f"{row['torch_s']:.1f}", f"{row['total_s']:.1f}"]
+        for row in results("first_call_h100")["rows"]
+    ]
+    head = ["kernels from", "import of torch, s", "first product, s"]
+    return f"{grid(head, rows)}\n\n{source('first_call_h100')}"
+
+
 def render_errors() -> str:
     """Relative error of a product of two quantized matrices, by format and distribution."""
     found = results("float_errors")["errors"]
@@ -206,10 +232,12 @@ def render_errors() -> str:
 
 SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("summary", "README.md", render_summary),
+    ("first-product", "docs/install.md", render_first_product),
     ("choose-product", "docs/choose.md", render_choose_product),
     ("choose-format", "docs/choose.md", render_choose_format),
     ("choose-tolerance", "docs/choose.md", render_choose_tolerance),
     ("attention-times", "docs/performance/gpu.md", render_attention),
+    ("layers-times", "docs/lab/performance.md", render_layers),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),
 )
