@@ -58,7 +58,7 @@ def test_without_a_variable_nothing_is_wrapped() -> None:
     assert run(CALLS) == ""
 
 
-@pytest.mark.parametrize("level", ["1", "2", "3"])
+@pytest.mark.parametrize("level", [pytest.param("1", marks=pytest.mark.long), "2", "3"])
 def test_the_log_tells_what_its_level_says(level: str) -> None:
     lines = run(CALLS, MAGICUBE_LOG=level).splitlines()
     calls = [

@@ -23,7 +23,7 @@ from magicube_cutlass.reference import at_vectors
 from tests.kernels.estimate.avx512_engine import build_emulated_engine
 
 AVX512, AMX = 1, 2  # instruction sets; 0 is the portable engine
-COLUMNS = (1, 3, 15, 16, 17, 31, 33, 64, 65, 130)
+COLUMNS = (1, 3, 15, 16, 17, 33, 65, *(pytest.param(n, marks=pytest.mark.long) for n in (31, 64, 130)))
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not engine.available(), reason="no g++ or no engine")
 
 

@@ -135,7 +135,7 @@ def test_the_source_is_within_its_own_bound_of_float64(planes: int, layout: str,
             assert record[3 * r + 1] == pytest.approx(1.5 * record[3 * r] + record[3 * r + 2], rel=1e-12)
 
 
-@pytest.mark.parametrize("planes", [2, 3])
+@pytest.mark.parametrize("planes", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_results_do_not_depend_on_the_order_of_threads(planes: int, host: HostKernels) -> None:
     m, k, n = 45, 1037, 77
     a, b, probes, results = random(m, k, 1), random(k, n, 2), draw(n), []
@@ -156,7 +156,7 @@ def test_results_do_not_depend_on_the_order_of_threads(planes: int, host: HostKe
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("planes", [2, 3])
+@pytest.mark.parametrize("planes", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "kind", ["outlier columns", "outlier entries", "zero columns", "graded", "clamped", "integers"]
 )

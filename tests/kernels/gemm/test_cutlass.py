@@ -103,7 +103,10 @@ def test_our_tiles_of_one_product_are_among_cutlass_s() -> None:
 CASES = [(CONFIG, arch) for arch in ("sm_80", "sm_90a", "sm_120a")]
 
 
-@pytest.mark.parametrize(("config", "arch"), CASES, ids=[arch for _, arch in CASES])
+@pytest.mark.parametrize(
+    ("config", "arch"),
+    [pytest.param(config, arch, id=arch, marks=[pytest.mark.long] * (arch == "sm_120a")) for config, arch in CASES],
+)
 def test_cutlass_kernels_compile_to_its_instructions(
     config: CutlassGemm, arch: str, binaries: dict[tuple[Any, str], Future[Binary]]
 ) -> None:
