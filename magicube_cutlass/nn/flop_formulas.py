@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from magicube_cutlass.attention.torch_op import sparse_attention, sparse_attention_backward
 from magicube_cutlass.formats.pattern import Pattern
 from magicube_cutlass.nn.dense import linear_op as dense_op
-from magicube_cutlass.nn.linear_op import layer_of, sparse_linear, sparse_linear_backward
+from magicube_cutlass.nn.linear_op import layer_of, sparse_linear, sparse_linear_backward, sparse_linear_rows
 from magicube_cutlass.ops import torch_ops
 
 _CPU_TENSORS = 5  # of a packed matrix of integers on a CPU
@@ -82,6 +82,10 @@ def _linear(x: Tensor, weight: object, bias: object, number: int, *, out_val: ob
     return 2 * layer_of(number).matrix().nnz * x.shape[0]
 
 
+def _linear_rows(x: Tensor, bias: object, number: int, *, out_val: object) -> int:
+    return _linear(x, None, bias, number, out_val=out_val)
+
+
 def _linear_backward(
     grad: object, x: Tensor, weight: object, bias: object, number: int, needed: list[bool], *, out_val: object
 ) -> int:
@@ -92,7 +96,7 @@ def _quant_linear(x: Tensor, data: Tensor, *_: Any, out_val: object) -> int:
     return 2 * x.numel() * data.shape[0]
 
 
-def _quant_linear_train(x: Tensor, weight: object, *_: Any, out_val: Tensor) -> int:
+def _quant_linear_by_output(x: Tensor, *_: Any, out_val: Tensor) -> int:
     return 2 * x.numel() * out_val.shape[1]
 
 
@@ -111,9 +115,11 @@ _FORMULAS: tuple[tuple[object, Callable[..., int]], ...] = (
     (sparse_attention, _attention),
     (sparse_attention_backward, _attention_backward),
     (sparse_linear, _linear),
+    (sparse_linear_rows, _linear_rows),
     (sparse_linear_backward, _linear_backward),
     (dense_op.quant_linear, _quant_linear),
-    (dense_op.quant_linear_train, _quant_linear_train),
+    (dense_op.quant_linear_rows, _quant_linear_by_output),
+    (dense_op.quant_linear_train, _quant_linear_by_output),
     (dense_op.quant_linear_backward, _quant_linear_backward),
 )
 

@@ -274,12 +274,15 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
     def _compiled(self, x: Tensor) -> Tensor:
         """As :meth:`forward`, in a graph."""
         self._check_input(x)
-        tensors = (x, self.weight, self.bias)
+        tensors, rows = (x, self.weight, self.bias), x.reshape(-1, self.in_features)
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
-            y = linear_op.sparse_linear(x.reshape(-1, self.in_features), self.weight, self.bias, self._number)
-            return y.mT.view(*x.shape[:-1], self.out_features)
+            y = linear_op.sparse_linear(rows, self.weight, self.bias, self._number).mT
+            return y.view(*x.shape[:-1], self.out_features)
         if self._version_id == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
             raise RuntimeError("a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it")
+        if x.is_cuda and not torch.compiler.is_exporting():
+            y = linear_op.sparse_linear_rows(rows, self.bias, self._number)
+            return y.view(*x.shape[:-1], self.out_features)
         return self._product(x, self._matrix, False)
 
     def _product(self, x: Tensor, matrix: SRBCRS, has_declined: bool) -> Tensor:

@@ -134,6 +134,7 @@ class Layer(Protocol):
 
     out_features: int
     config: SparseQuantConfig
+    act_scale: Tensor | None
 
     def matrix(self) -> SRBCRS:
         """Return the integers of the weight."""
@@ -171,6 +172,17 @@ def _gradients(
     return of_x.mT.contiguous() if needed[0] else none, of_weight, of_bias
 
 
+def _rows(x: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    """Output (tokens, out), contiguous, of the layer on a GPU for `x` (tokens, in), for inference."""
+    layer = layer_of(number)
+    return sparse_rows(layer.matrix(), x, bias, layer.act_scale, layer.config.act_bits, layer.config.grad_bits)
+
+
+def _fake_rows(x: Tensor, number: int) -> Tensor:
+    return x.new_empty((x.shape[0], layer_of(number).out_features))
+
+
+sparse_linear_rows = register_op("magicube::sparse_linear_rows", _rows, _fake_rows)
 sparse_linear = register_op("magicube::sparse_linear", _forward, _fake_forward)
 sparse_linear_backward = register_op("magicube::sparse_linear_backward", _gradients, fake_gradients)
 

@@ -1,4 +1,7 @@
-"""``q(x) W^T + bias`` with an int8 weight on a GPU as one record: quantization and product, replayed by addresses."""
+"""``q(x) W^T + bias`` with an int8 weight on a GPU as one record: quantization and product, replayed by addresses.
+
+Rows of integers are multiplied as they are: a compiled graph quantizes them itself.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,19 @@ class GemmRecord:
     bias : Tensor or None, shape (M,)
         As the caller holds it.
     x : Tensor, shape (N, K)
-        For its kind.
+        For its kind: floats, or int8 that the scales of a call belong to.
+    dtype : torch.dtype
+        Of the product.
     """
 
-    def __init__(self, weight: GroupTensor, bias: Tensor | None, x: Tensor) -> None:
+    def __init__(self, weight: GroupTensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> None:
         self.bias = bias
         self._seen = stamp(self, ("bias",))
         self._float_bias = (
             None if bias is None else bias.detach().float().contiguous()
         )  # another tensor if `bias` is not
         self._right, self._scale = weight.data.t(), weight.scale.reshape(-1)  # (K, M), (M,)
-        self._like = x.new_empty(1).expand(x.shape[0], weight.shape[0])  # (N, M)
+        self._like = x.new_empty(1, dtype=dtype).expand(x.shape[0], weight.shape[0])  # (N, M)
         self._replays = Kept(_REPLAYS)
 
     @staticmethod
@@ -45,7 +50,8 @@ class GemmRecord:
             return False
         if weight.scale.dtype != torch.float32 or not weight.scale.is_contiguous() or not weight.data.is_contiguous():
             return False
-        return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
+        sizes = (1,) if x.is_floating_point() else (1, x.shape[0])
+        return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() in sizes)
 
     def __call__(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor | None:
         """Return the product (N, M), or None if the bias is another one or was written to."""
@@ -57,10 +63,11 @@ class GemmRecord:
         return out
 
     def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
-        given, axis = (None, 1) if act_scale is None else (act_scale.reshape(()), None)
-        data, scale = kernels.quantize(x, bits=8, signed=True, axis=axis, scale=given)
+        if x.is_floating_point():
+            given, axis = (None, 1) if act_scale is None else (act_scale.reshape(()), None)
+            x, scale = kernels.quantize(x, bits=8, signed=True, axis=axis, scale=given)
+            act_scale = scale.reshape(-1) if given is None else scale
         gemm(
-            data, self._right, scale_a=scale.reshape(-1) if given is None else scale, scale_b=self._scale,
-            bias=self._float_bias, out=out, out_dtype=out.dtype,
-        )  # fmt: skip
+            x, self._right, scale_a=act_scale, scale_b=self._scale, bias=self._float_bias, out=out, out_dtype=out.dtype
+        )
         return ()

@@ -236,6 +236,15 @@ class QuantLinear(QuantState):
             raise RuntimeError("a QuantLinear is compiled for inference without its master weight: call freeze()")
         rows = rows if self.smooth is None else smoothed(rows, inverse_of(self.smooth))
         config = self.config
+        if (
+            x.is_cuda
+            and x.dtype != torch.float64
+            and (config.weight, config.act, config.group_size) == ("int8", "int8", None)
+        ):
+            assert self.qweight is not None and self.scale is not None
+            integers, scales = linear_op.quantized_rows(rows, self.act_scale)
+            y = linear_op.quant_linear_rows(integers, scales, self.qweight, self.scale, self.bias, x.dtype)
+            return y.view(*x.shape[:-1], self.out_features)
         y = linear_op.quant_linear(
             rows, self.qweight, self.scale, self.minimum, self.tensor_scale, self.bias, self.act_scale,
             config.weight, config.group_size or 0, self.in_features, config.act,

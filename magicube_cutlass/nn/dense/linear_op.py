@@ -94,6 +94,38 @@ def _fake_forward(x: Tensor, data: Tensor) -> Tensor:
 
 quant_linear = register_op("magicube::quant_linear", _forward, _fake_forward)
 
+
+def quantized_rows(x: Tensor, act_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Integers (N, K) of float rows (N, K), and their scales (N,), or the given one, in a graph.
+
+    A compiler fuses these operators with what makes the rows, and takes them once for all layers that read the same
+    rows. The quotient is of float32: next to a tie it may round to the neighbour of the integer that the library's
+    kernel gives; scales are at least 2^-126.
+    """
+    rows = x.float()
+    if act_scale is not None:
+        near = (rows / act_scale).round().clamp(-128, 127)
+        return torch.where(rows.isnan(), 0.0, near).to(torch.int8), act_scale  # NaN becomes zero
+    largest = rows.abs().amax(1)
+    scale = torch.where(largest == 0, 1.0, (largest / 127).clamp_min(torch.finfo(torch.float32).tiny))
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    return (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _multiply_rows(
+    x: Tensor, x_scale: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Output (tokens, out) of int8 rows (tokens, in) with scales (tokens,) or (), by an int8 weight on a GPU."""
+    product = _product_of(data, scale, None, None, "int8", 0, x.shape[1], "int8")
+    return product.of_integers(x, x_scale, bias, dtype)
+
+
+def _fake_rows(x: Tensor, data: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], data.shape[0]), dtype=dtype)
+
+
+quant_linear_rows = register_op("magicube::quant_linear_rows", _multiply_rows, _fake_rows)
+
 _layers: NumberedLayers[TrainedLayer] = NumberedLayers("QuantLinear")
 register_layer = _layers.register
 

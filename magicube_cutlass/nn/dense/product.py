@@ -90,7 +90,7 @@ class DenseProduct:
                 return self._by_engine(x, act_scale, bias, kind)
         rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
-            y = self._by_gemm(rows, act_scale, bias)
+            y = self._by_gemm(rows, act_scale, bias, rows.dtype)
         elif self.backend == "scaled_gemm":
             y = self._by_scaled_gemm(rows, act_scale, bias)
         else:
@@ -115,28 +115,34 @@ class DenseProduct:
         y = call(given, _float32(act_scale), self._scale, _float32(bias), factors)
         return y if x.ndim == 2 else y.view(*lead, m)
 
-    def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    def of_integers(self, rows: Tensor, act_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the product (N, M) of int8 rows (N, K) that are quantized already, with scales (N,) or ()."""
+        return self._by_gemm(rows, act_scale, bias, dtype)
+
+    def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Int8 with scales per row on Tensor Cores."""
         from cute_kernels.gemm.api import gemm
         from magicube_cutlass.nn.dense.gpu_record import GemmRecord
 
         assert isinstance(self.weight, GroupTensor)
-        key = key_of(rows, act_scale)
+        key = None if (key := key_of(rows, act_scale)) is None else (*key, dtype)
         record = None if key is None else self._records.get(key)
         y = None if record is None else record(rows, act_scale, bias)
         if y is not None:
             return y
         if key is not None and GemmRecord.takes(self.weight, rows, act_scale):
             _make_room(self._records)
-            record = self._records[key] = GemmRecord(self.weight, bias, rows)
+            record = self._records[key] = GemmRecord(self.weight, bias, rows, dtype)
             y = record(rows, act_scale, bias)
             assert y is not None  # the bias is the record's
             return y
-        dense = quantized(rows, 8, 1 if act_scale is None else None, act_scale)
-        scale_a = dense.scale if dense.scale is None or dense.scale.ndim == 0 else dense.scale.reshape(-1)
+        if rows.is_floating_point():
+            dense = quantized(rows, 8, 1 if act_scale is None else None, act_scale)
+            rows, act_scale = dense.data, dense.scale
+        scale_a = act_scale if act_scale is None or act_scale.ndim == 0 else act_scale.reshape(-1)
         return gemm(
-            dense.data, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias,
-            out_dtype=rows.dtype,
+            rows, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias,
+            out_dtype=dtype,
         )  # fmt: skip
 
     def _by_scaled_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:

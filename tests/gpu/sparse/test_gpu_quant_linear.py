@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,13 +111,65 @@ def test_warm_calls_see_other_inputs_biases_and_scales() -> None:
             assert float((layer(x).double() - exact(layer, x)).norm() / exact(layer, x).norm()) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("options", [FORMATS[0], FORMATS[3]], ids=name_of)
-def test_a_compiled_layer_gives_the_same(options: dict[str, Any]) -> None:
-    layer = layer_of(options, torch.bfloat16).cuda().eval().freeze()
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    torch._dynamo.reset()  # as often as the compiler would see a layer of another kind
+    yield partial(torch.compile, fullgraph=True)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_layer_gives_the_same(compiled: Callable[..., Any]) -> None:
+    layer = layer_of(FORMATS[3], torch.bfloat16).cuda().eval().freeze()
     x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
         want = layer(x)
-        assert torch.equal(torch.compile(layer, fullgraph=True)(x), want)
+        assert torch.equal(compiled(layer)(x), want)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_compiled_int8_layer_gives_the_same_but_for_ties(
+    static: bool, smooth: bool, dtype: torch.dtype, compiled: Callable[..., Any]
+) -> None:
+    torch.manual_seed(3)
+    linear, x = nn.Linear(256, 192, device="cuda", dtype=dtype), torch.randn(3, 40, 256, device="cuda", dtype=dtype)
+    layer = QuantLinear.from_linear(linear, calibrate=[x[0]] if static else None)
+    if smooth:
+        mc.nn.smooth(layer, [x], progress=False)
+    layer.eval().freeze()
+    x[0, 0] = 0
+    with torch.inference_mode():
+        want = layer(x)
+        got = compiled(layer)(x)
+        x[1, 1, 5] = torch.inf
+        poisoned = compiled(layer)(x)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    if not smooth:  # the compiler does not round a smoothed input to its dtype
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 2e-3
+    x[1, 1, 5] = 0
+    exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    errors = [float(((y.double() - exact)[2] / exact[2].norm()).norm()) for y in (got, want)]
+    assert errors[0] < 1.05 * errors[1]
+    if not static:
+        assert bool(poisoned[1, 1].isnan().all()) and bool(poisoned[0].isfinite().all())
+
+
+def test_a_compiler_quantizes_the_rows_of_several_layers_once(compiled: Callable[..., Any]) -> None:
+    layers = nn.ModuleList(layer_of(FORMATS[0], torch.bfloat16).cuda().eval().freeze() for _ in range(3))
+    x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
+
+    def together(x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in layers]
+
+    with torch.inference_mode():
+        run = compiled(together)
+        run(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            run(x)
+            torch.cuda.synchronize()
+    kernels = [each.name for each in found.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("triton" in name for name in kernels) <= 2, kernels
 
 
 def test_a_converted_model_gives_what_it_gives_on_a_cpu() -> None:
