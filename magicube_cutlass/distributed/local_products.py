@@ -1,4 +1,4 @@
-"""Integers of a layer's part and its products with quantized tokens."""
+"""A rank's part of a weight: its products with quantized tokens, their gradients, and its integers made anew."""
 
 from __future__ import annotations
 
@@ -8,18 +8,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cute_kernels.gemm.api import gemm
 from magicube_cutlass.autograd.gpu_rows import sparse_rows
-from magicube_cutlass.autograd.integer import _product, quantized, spmm_of
-from magicube_cutlass.distributed.products import Slices, sum_dtype
+from magicube_cutlass.autograd.integer import (
+    STRIDE,
+    _check_values,
+    _product,
+    dense_of,
+    gradient_of_values,
+    quantize_vectors,
+    quantized,
+    spmm_of,
+    through_transpose,
+    times,
+    vectors_at,
+)
+from magicube_cutlass.distributed.collectives import all_reduce
+from magicube_cutlass.distributed.slices import Slices, largest, quantize_slices, scaled, sum_dtype
 from magicube_cutlass.formats.bcrs import BCRS
+from magicube_cutlass.formats.construct import Parts
 from magicube_cutlass.formats.srbcrs import SRBCRS
+from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.ops.spmm import early_spmm
+from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 
 class LayerPart(ABC):
-    """Rows or columns of a weight (out, in) as integers."""
+    """Rows or columns of a weight (out, in) as integers; tokens and products are rows."""
 
     bounds: tuple[int, ...]  # cuts of the outputs or inputs
     scale: Tensor | None  # (out, 1)
@@ -34,11 +51,23 @@ class LayerPart(ABC):
         """Return the part with its tensors elsewhere."""
 
     @abstractmethod
-    def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
-        """Quantize tokens (tokens, K) by their own scales, and multiply: (tokens, out)."""
+    def remade(self, weight: Tensor, rowwise: bool, mesh: DeviceMesh) -> LayerPart:
+        """Return the integers of another master; for columns, rows have the amax of all ranks."""
 
     @abstractmethod
-    def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor: ...
+    def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
+        """Quantize tokens (tokens, K) by their own scales, and multiply as one process does: (tokens, out)."""
+
+    @abstractmethod
+    def gradient_of_input(self, grad: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
+        """Return ``grad A``, (tokens, K)."""
+
+    @abstractmethod
+    def gradient_of_weight(self, grad: Tensor, tokens: Slices, bits: int | None) -> Tensor:
+        """Return ``grad^T tokens``, (out, K)."""
+
+    @abstractmethod
+    def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor: ...
 
     @abstractmethod
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor: ...
@@ -48,12 +77,14 @@ class LayerPart(ABC):
         if x.shape[-1:] != (self.shape[1],):
             raise ValueError(f"x must have {self.shape[1]} features on this rank, got shape {tuple(x.shape)}")
 
-    def multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        """Return ``x A^T + bias`` of quantized tokens (tokens, K): (tokens, out)."""
-        if not (x.data.numel() and self.shape[0]):
-            empty = torch.zeros(x.data.shape[0], self.shape[0], dtype=dtype, device=x.data.device)
-            return empty if bias is None else empty + bias.to(dtype)
-        return self._multiply(x, dtype, bias)
+    def multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Return ``x A^T + bias`` of quantized tokens (tokens, K): (tokens, out); `out`: rows to write it to."""
+        if x.data.numel() and self.shape[0]:
+            found = self._multiply(x, dtype, bias, out)
+        else:
+            found = torch.zeros(x.data.shape[0], self.shape[0], dtype=dtype, device=x.data.device)
+            found = found if bias is None else found + bias.to(dtype)
+        return found if out is None or found is out else out.copy_(found)
 
     def sums(self, x: Slices, inner: int) -> Tensor:
         """Return the unscaled sums (tokens, out) of this part of `inner` inputs."""
@@ -62,8 +93,25 @@ class LayerPart(ABC):
             return torch.zeros(x.data.shape[0], self.shape[0], dtype=dtype, device=x.data.device)
         return self._sums(x, dtype)
 
+    def scale_sums(self, sums: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return complete sums (tokens, out) scaled as the kernels of one process do it."""
+        scale = None if self.scale is None else self.scale.mT
+        return scaled(sums, scale, act_scale, bias, dtype)
+
     def __repr__(self) -> str:
         return f"{self.shape[0]} x {self.shape[1]}"
+
+
+def _rows(product: Tensor, out: Tensor | None = None) -> Tensor:
+    """The product (M, N) of a kernel as rows (N, M): contiguous on a GPU, by one launch."""
+    if not product.is_cuda or torch.compiler.is_compiling() or product.element_size() not in (2, 4):
+        return product.mT
+    from cute_kernels.convert.transpose import transpose
+
+    if out is None or not out.is_contiguous():
+        out = product.new_empty(product.shape[::-1])
+    transpose(product, out)
+    return out
 
 
 class SparsePart(LayerPart):
@@ -84,6 +132,14 @@ class SparsePart(LayerPart):
         made: Any = type(self.matrix)(**tensors, **self.matrix._fields())
         return SparsePart(made._trust(), self.bounds)
 
+    def remade(self, weight: Tensor, rowwise: bool, mesh: DeviceMesh) -> SparsePart:
+        """Return the integers of another master at the same pattern."""
+        pattern, bits = self.matrix.pattern, self.matrix.bits or 8
+        values = _check_values(vectors_at(weight.detach(), pattern), pattern)
+        shared = (lambda top: all_reduce(top, "max", mesh)) if rowwise else None
+        ints, scale = quantize_vectors(values, pattern, bits, shared)
+        return SparsePart(SRBCRS._from_parts(Parts(pattern, ints, scale), bits, True, STRIDE), self.bounds)
+
     def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
         """Multiply by the call of a layer of one process."""
         if not (x.numel() and self.shape[0]):
@@ -92,43 +148,81 @@ class SparsePart(LayerPart):
             return sparse_rows(self.matrix, x, bias, act_scale, bits, None)
         return spmm_of(self.matrix, x.mT, None, bias, bits, 0, act_scale, None).mT
 
-    def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return _product(self.matrix, x.operand().mT, dtype, bias).mT
+    def gradient_of_input(self, grad: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
+        """Multiply by the transpose."""
+        return through_transpose(self.matrix, times(grad.mT, self.matrix.scale), dtype, bits).mT
+
+    def gradient_of_weight(self, grad: Tensor, tokens: Slices, bits: int | None) -> Tensor:
+        """Multiply at the pattern; zero elsewhere."""
+        pattern = self.matrix.pattern
+        return dense_of(gradient_of_values(grad.mT, tokens.operand().mT, pattern, bits), pattern)
+
+    def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return _rows(_product(self.matrix, x.operand().mT, dtype, bias), out)
 
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
-        return early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype).mT
+        return _rows(early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype))
 
 
 class DensePart(LayerPart):
     """Of a dense weight of 8 bits."""
 
-    def __init__(self, data: Tensor, scale: Tensor | None, bounds: tuple[int, ...]) -> None:
+    def __init__(self, data: Tensor, scale: Tensor, bounds: tuple[int, ...]) -> None:
         self.data, self.scale, self.bounds = data, scale, bounds
         self.shape = data.shape[0], data.shape[1]
+        self._whole: DenseProduct | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return data and scale."""
-        return {"data": self.data} if self.scale is None else {"data": self.data, "scale": self.scale}
+        assert self.scale is not None
+        return {"data": self.data, "scale": self.scale}
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> DensePart:
         """Return the part with its tensors elsewhere."""
-        return DensePart(tensors["data"], tensors.get("scale"), self.bounds)
+        return DensePart(tensors["data"], tensors["scale"], self.bounds)
+
+    def remade(self, weight: Tensor, rowwise: bool, mesh: DeviceMesh) -> DensePart:
+        """Return the integers of another master."""
+        weight = weight.detach()
+        made = quantize_slices(weight.float(), 8, largest(weight, mesh) if rowwise else None)
+        assert made.scale is not None
+        return DensePart(made.data, made.scale, self.bounds)
 
     def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
-        """Quantize, and multiply."""
+        """Multiply by the call of a :class:`magicube_cutlass.nn.QuantLinear`."""
+        if x.numel() and self.shape[0] and not torch.compiler.is_compiling():
+            if self._whole is None:
+                assert self.scale is not None
+                self._whole = DenseProduct(GroupTensor(self.data, self.scale, None, 8, None, self.shape[1]), "int8")
+            if self._whole.backend != "torch":
+                return self._whole(x, act_scale, bias)
         found = quantized(x, bits, 1 if act_scale is None else None, act_scale)
         return self.multiply(Slices(found.data, found.scale, bits), x.dtype, bias)
 
-    def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    def scale_sums(self, sums: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Scale by tokens first on a GPU, whose GEMM has them as rows, and by outputs first on a CPU."""
+        if not sums.is_cuda or self.scale is None:
+            return super().scale_sums(sums, act_scale, bias, dtype)
+        return scaled(sums, act_scale, self.scale.mT, bias, dtype)
+
+    def gradient_of_input(self, grad: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
+        """Multiply by the dequantized weight in float32."""
+        return (grad.float() @ times(self.data, self.scale)).to(dtype)
+
+    def gradient_of_weight(self, grad: Tensor, tokens: Slices, bits: int | None) -> Tensor:
+        """Multiply by the dequantized tokens in float32."""
+        return grad.float().mT @ times(tokens.data, tokens.scale)
+
+    def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if not x.data.is_cuda:
+            return self.scale_sums(self._sums(x, torch.int32), x.scale, bias, dtype)
         rows, columns = (None if each is None else each.reshape(-1) if each.ndim else each
                          for each in (x.scale, self.scale))  # fmt: skip
-        return self._gemm(x, dtype, scale_a=rows, scale_b=columns, bias=bias)
+        found: Tensor = gemm(
+            x.data, self.data.mT, scale_a=rows, scale_b=columns, bias=bias, out=out, out_dtype=dtype
+        )  # fmt: skip
+        return found
 
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
-        return self._gemm(x, dtype)
-
-    def _gemm(self, x: Slices, dtype: torch.dtype, **options: Any) -> Tensor:
-        if x.bits != 8:
-            raise ValueError(f"act_bits must be 8 for dense layers, got {x.bits}")
-        found: Tensor = gemm(x.data, self.data.mT, out_dtype=dtype, **options)
+        found: Tensor = gemm(x.data, self.data.mT, out_dtype=dtype)
         return found

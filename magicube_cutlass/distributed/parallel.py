@@ -21,22 +21,24 @@ from magicube_cutlass.distributed.collectives import (
     check_mesh,
     chunk_bounds,
     digest,
-    gather_bytes,
+    gather,
+    reduce_scatter,
     sizes_of,
 )
-from magicube_cutlass.distributed.local_products import DensePart, SparsePart
+from magicube_cutlass.distributed.local_products import DensePart, LayerPart, SparsePart
 from magicube_cutlass.distributed.sharded import shard
 from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
 from magicube_cutlass.distributed.slices import (
     Slices,
     as_dtensor,
     largest,
-    scaled,
-    scatter_tokens,
+    plus,
     start_slices,
     sum_of_int8,
 )
+from magicube_cutlass.nn.dense.linear import QuantLinear
 from magicube_cutlass.nn.linear import SparseQuantLinear
+from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 __all__ = ["QuantColwise", "QuantRowwise", "SparseColwise", "SparseRowwise"]
 
@@ -46,7 +48,7 @@ Reduce = Literal["exact", "bfloat16", "int8"]
 class _Style(ParallelStyle):
     """Placements of inputs and outputs, as in torch's own styles."""
 
-    kind: type[nn.Module]
+    kinds: tuple[type[nn.Module], ...]
     rowwise: bool
     input_layouts: Placement
     output_layouts: Placement
@@ -54,13 +56,25 @@ class _Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = check_mesh(device_mesh)
-        if not isinstance(module, self.kind):
-            raise TypeError(f"{type(self).__name__} must be applied to a {self.kind.__name__}, got "
-                            f"{type(module).__name__}")  # fmt: skip
+        if not isinstance(module, self.kinds):
+            wanted = " or ".join(kind.__name__ for kind in self.kinds)
+            raise TypeError(f"{type(self).__name__} must be applied to a {wanted}, got {type(module).__name__}")
         return become(module, self._layer(module, mesh))
 
-    def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+    def _layer(self, module: Any, mesh: DeviceMesh) -> ShardedLinear:
         raise NotImplementedError
+
+    def _made(
+        self, module: Any, part: LayerPart, act_scale: Tensor | None, bits: int, mesh: DeviceMesh, grad_bits: int | None
+    ) -> ShardedLinear:
+        """The layer of a part, which learns if `module` is in training mode and has a master."""
+        rank = mesh.get_local_rank()
+        start, stop = part.bounds[rank], part.bounds[rank + 1]
+        bias = module.bias if module.bias is None or self.rowwise else module.bias[start:stop]
+        made = ShardedLinear(part, bias, act_scale, bits, mesh, self, grad_bits)
+        if module.training and module.weight is not None and module.weight.requires_grad:
+            made.keep_master(module.weight.detach().narrow(int(self.rowwise), start, stop - start))
+        return made
 
     def compute(self, layer: ShardedLinear, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The output of a layer as it is placed, by local tokens `x` of a whole of `shape`."""
@@ -71,11 +85,6 @@ class _Style(ParallelStyle):
         local, shape = self._local(x, layer.mesh)
         y = layer.learn(local, shape) if layer.learns(local) else self.compute(layer, local, shape)
         return self._result(y, layer.mesh, (*shape[:-1], layer.part.bounds[-1] if not self.rowwise else y.shape[-1]))
-
-    def _own(self, bias: Tensor | None, bounds: tuple[int, ...], mesh: DeviceMesh) -> Tensor | None:
-        """The bias that a part adds."""
-        rank = mesh.get_local_rank()
-        return bias if bias is None or self.rowwise else bias[bounds[rank] : bounds[rank + 1]]
 
     def _result(self, y: Tensor, mesh: DeviceMesh, shape: tuple[int, ...]) -> Tensor:
         if self.use_local_output:
@@ -133,39 +142,34 @@ class _Colwise(_Style):
         else:
             y = self._of_cut_tokens(layer, x, shape)
         if self.output_layouts == Replicate():
-            every = gather_bytes([y.movedim(-1, 0)], sizes_of(part.bounds), layer.mesh)[0]
-            y = torch.cat(every).movedim(0, -1)
+            y = gather(y.movedim(-1, 0), sizes_of(part.bounds), layer.mesh).movedim(0, -1)
         return y
 
     def _of_cut_tokens(self, layer: ShardedLinear, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Outputs of all tokens; the all-gather of a chunk runs beside the product of the one before."""
+        """Outputs of all tokens; with chunks, the product of this rank's own tokens runs beside the all-gather."""
         assert isinstance(self.input_layouts, Shard)
-        mesh, dim = layer.mesh, self.input_layouts.dim % local.ndim
+        mesh, dim, rank = layer.mesh, self.input_layouts.dim % local.ndim, layer.mesh.get_local_rank()
         first = local.movedim(dim, 0)  # (S_r, ..., K)
-        inner = first.shape[1:-1].numel()
-        tokens = [size * inner for size in sizes_of(chunk_bounds(shape[dim], mesh.size()))]
+        bounds = [cut * first.shape[1:-1].numel() for cut in chunk_bounds(shape[dim], mesh.size())]
         own = layer.quantize(first.reshape(-1, shape[-1]))
-        static = own.scale if layer.act_scale is not None else None
-        if static is not None:
-            own = own._replace(scale=None)
-        cuts = [chunk_bounds(count, self.chunks) for count in tokens]
-        mine = cuts[mesh.get_local_rank()]
-        blocks: list[list[Tensor]] = [[] for _ in tokens]
-        waiting = None
-        for i in range(self.chunks + 1):
-            coming = None
-            if i < self.chunks:
-                sizes = [cut[i + 1] - cut[i] for cut in cuts]
-                coming = start_slices(own.take(mine[i], mine[i + 1]), sizes, mesh), sizes
-            if waiting is not None:
-                finish, sizes = waiting
-                whole = finish()
-                whole = whole if static is None else whole._replace(scale=static)
-                y = layer.part.multiply(whole, local.dtype, layer.bias_value)
-                for block, piece_of_rank in zip(blocks, y.split(sizes), strict=True):
-                    block.append(piece_of_rank)
-            waiting = coming
-        y = y if self.chunks == 1 else torch.cat([each for block in blocks for each in block])  # (S ..., out_r)
+        cuts = [chunk_bounds(size, max(1, self.chunks - 1)) for size in sizes_of(bounds)]
+        parts = [[cut[i + 1] - cut[i] for cut in cuts] for i in range(len(cuts[0]) - 1)]
+        waiting = [
+            start_slices(own.take(cuts[rank][i], cuts[rank][i + 1]), sizes, mesh) for i, sizes in enumerate(parts)
+        ]
+        if self.chunks == 1:
+            y = layer.part.multiply(waiting[0](), local.dtype, layer.bias_value)
+        else:
+            y = local.new_empty(bounds[-1], layer.part.shape[0])  # (S ..., out_r)
+            layer.part.multiply(own, local.dtype, layer.bias_value, y[bounds[rank] : bounds[rank + 1]])
+            for i, (finish, sizes) in enumerate(zip(waiting, parts, strict=True)):
+                whole, begin = finish(), 0
+                for other, size in enumerate(sizes):
+                    if other != rank and size:
+                        rows = y[bounds[other] + cuts[other][i] :][:size]
+                        piece = whole.take(begin, begin + size)
+                        layer.part.multiply(piece, local.dtype, layer.bias_value, rows)
+                    begin += size
         return y.view(shape[dim], *first.shape[1:-1], y.shape[-1]).movedim(0, dim)
 
 
@@ -210,58 +214,65 @@ class _Rowwise(_Style):
     def _summed(self, layer: ShardedLinear, ints: Slices, dtype: torch.dtype, tokens: torch.Size) -> Tensor:
         """The output of all tokens (S, ...), or of this rank's part of S."""
         mesh, part, scatters = layer.mesh, layer.part, isinstance(self.output_layouts, Shard)
-        inner, scale = tokens[1:].numel(), ints.scale  # (tokens, 1) or ()
-        bounds, rank = chunk_bounds(tokens[0], mesh.size()), mesh.get_local_rank()
-        own = slice(bounds[rank] * inner, bounds[rank + 1] * inner) if scatters else slice(None)
+        scale = ints.scale  # (tokens, 1) or ()
         if self.reduce == "exact":
             sums = part.sums(ints, part.bounds[-1])  # (tokens, out), of this rank's inputs
         else:
             sums = part.multiply(ints, torch.bfloat16 if self.reduce == "bfloat16" else torch.float32, None)
+        whole = sums.reshape(*tokens, -1) if scatters else sums
         if self.reduce == "int8":
-            total = sum_of_int8(sums.view(*tokens, -1), mesh, scatters).view(-1, sums.shape[1])
+            total = sum_of_int8(sums.view(*tokens, -1), mesh, scatters)
         else:
-            total = scatter_tokens(sums, inner, mesh) if scatters else all_reduce(sums, "sum", mesh)
+            total = reduce_scatter(whole, mesh) if scatters else all_reduce(whole, "sum", mesh)
+        total = total.reshape(-1, sums.shape[1])  # (tokens_r, out)
         if self.reduce == "exact":
-            columns = scale if scale is None or not scale.ndim else scale[own].mT
-            y = scaled(total.mT, part.scale, columns, layer.bias_value, dtype).mT
+            if scatters and scale is not None and scale.ndim:
+                bounds, rank, inner = chunk_bounds(tokens[0], mesh.size()), mesh.get_local_rank(), tokens[1:].numel()
+                scale = scale[bounds[rank] * inner : bounds[rank + 1] * inner]
+            y = part.scale_sums(total, scale, layer.bias_value, dtype)
         else:
-            y = total if layer.bias is None else total + layer.bias_value.float()
-        return y.to(dtype).reshape(-1, *tokens[1:], y.shape[-1])
+            y = plus(total, layer.bias_value, dtype)
+        return y.reshape(-1, *tokens[1:], y.shape[-1])
 
 
 class _OfSparse(_Style):
-    kind = SparseQuantLinear
+    kinds = (SparseQuantLinear,)
 
-    def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        cut = shard(module.matrix(), mesh, "columns" if self.rowwise else "rows")
-        part, config = SparsePart(cut.local, cut.bounds), module.config
-        made = ShardedLinear(
-            part,
-            self._own(module.bias, cut.bounds, mesh),
-            module.act_scale,
-            config.act_bits,
-            mesh,
-            self,
-            config.grad_bits,
-        )
-        if module.training and module.weight is not None:
-            made.keep_master(module.weight.detach().narrow(int(self.rowwise), cut.span[0], cut.span[1] - cut.span[0]))
-        return made
+    def _layer(self, module: Any, mesh: DeviceMesh) -> ShardedLinear:
+        cut, config = shard(module.matrix(), mesh, "columns" if self.rowwise else "rows"), module.config
+        v, learns = cut.local.vector_length, module.training and module.weight is not None
+        wrong = [each for each in cut.bounds if each % v and each != cut.shape[0] and learns and not self.rowwise]
+        if wrong:
+            raise ValueError(f"outputs must be cut at multiples of vector_length={v} to learn, got a cut at {wrong[0]}")
+        part = SparsePart(cut.local, cut.bounds)
+        return self._made(module, part, module.act_scale, config.act_bits, mesh, config.grad_bits)
 
 
 class _OfDense(_Style):
-    kind = nn.Linear
+    kinds = (nn.Linear, QuantLinear)
 
-    def _layer(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        weight = module.weight.detach()
-        check_agreement(mesh, outputs=weight.shape[0], inputs=weight.shape[1], weight=digest(weight))
-        whole = quantized(weight, 8, 1)  # (out, in), a scale per output
-        bounds = chunk_bounds(weight.shape[int(self.rowwise)], mesh.size())
-        start, stop = bounds[mesh.get_local_rank()], bounds[mesh.get_local_rank() + 1]
-        scale = whole.scale if self.rowwise or whole.scale is None else whole.scale[start:stop]
-        data = whole.data[:, start:stop] if self.rowwise else whole.data[start:stop]
-        part = DensePart(data.contiguous(), scale, bounds)
-        return ShardedLinear(part, self._own(module.bias, bounds, mesh), None, 8, mesh, self)
+    def _layer(self, module: Any, mesh: DeviceMesh) -> ShardedLinear:
+        act_scale: Tensor | None = None
+        scale: Any
+        if isinstance(module, QuantLinear):
+            weight = module.product().weight
+            plain = isinstance(weight, GroupTensor) and (weight.bits, weight.group, weight.minimum) == (8, None, None)
+            if not plain or module.act != "int8" or module.smooth is not None:
+                raise ValueError(f"{type(self).__name__} must be applied to int8 weights with scales per row, int8 "
+                                 f"activations and no smooth scale, got {module}")  # fmt: skip
+            data, scale, act_scale = weight.data, weight.scale, module.act_scale
+        else:
+            found = quantized(module.weight.float(), 8, 1)  # a scale per output, as QuantLinear has
+            data, scale = found.data, found.scale
+        check_agreement(mesh, outputs=data.shape[0], inputs=data.shape[1], weight=digest(data, scale))
+        bounds, rank = chunk_bounds(data.shape[int(self.rowwise)], mesh.size()), mesh.get_local_rank()
+        start, size = bounds[rank], bounds[rank + 1] - bounds[rank]
+        part = DensePart(
+            data.narrow(int(self.rowwise), start, size).contiguous(),
+            scale if self.rowwise else scale.narrow(0, start, size),
+            bounds,
+        )
+        return self._made(module, part, act_scale, 8, mesh, None)
 
 
 class SparseColwise(_OfSparse, _Colwise):
@@ -277,7 +288,8 @@ class SparseColwise(_OfSparse, _Colwise):
     use_local_output : bool, default True
         Return a tensor; else a DTensor.
     chunks : int, default 1
-        Parts of the tokens; the all-gather of one runs beside the product of the one before.
+        1: one product behind the all-gather. More: the product of this rank's own tokens runs beside the all-gather of
+        the others, which has ``chunks - 1`` messages with products of their own.
 
     Raises
     ------
@@ -321,7 +333,10 @@ class SparseRowwise(_OfSparse, _Rowwise):
 
 
 class QuantColwise(_OfDense, _Colwise):
-    """Quantize an ``nn.Linear`` to 8 bits per output, and cut it by outputs; as :class:`SparseColwise`.
+    """Cut a dense layer of 8 bits by outputs; otherwise as :class:`SparseColwise`.
+
+    Takes a :class:`magicube_cutlass.nn.QuantLinear` of int8 weights and activations, or an ``nn.Linear``, which it
+    quantizes alike.
 
     Examples
     --------
@@ -331,7 +346,7 @@ class QuantColwise(_OfDense, _Colwise):
 
 
 class QuantRowwise(_OfDense, _Rowwise):
-    """Quantize an ``nn.Linear`` to 8 bits per output, and cut it by inputs; as :class:`SparseRowwise`.
+    """Cut a dense layer of 8 bits by inputs, as :class:`QuantColwise` takes it; otherwise as :class:`SparseRowwise`.
 
     Examples
     --------

@@ -186,6 +186,7 @@ def spmm(
         raise ValueError(f"placements must be Replicate(), Shard(0) or Shard(1) for columns of A, got {wanted}")
     if integer and bias is not None:
         raise TypeError(f"bias must be None for integer output, got out_dtype {dtype}; use out_dtype=torch.float32")
+    bias = bias if bias is None else bias[:, None]
     return as_dtensor(sums if integer else scaled(sums, rows, columns, bias, dtype), mesh, wanted, (m, n))
 
 

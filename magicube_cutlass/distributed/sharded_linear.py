@@ -1,4 +1,9 @@
-"""The module that a parallel style makes of a linear layer."""
+"""The module that a parallel style makes of a linear layer, and its gradients.
+
+The forward pass is that of inference; the backward pass is straight-through, as in one process. Gradients of weights
+stay on their rank. Colwise: gradients of the input are summed over ranks. Rowwise: gradients of the output are gathered
+if its tokens are cut.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-from magicube_cutlass.autograd.integer import quantized
-from magicube_cutlass.distributed.local_products import LayerPart, SparsePart
-from magicube_cutlass.distributed.sharded_training import Learn, quantized_part
-from magicube_cutlass.distributed.slices import Slices, quantize_slices
+from magicube_cutlass.autograd.integer import gradient_of_bias, quantized
+from magicube_cutlass.autograd.once import once
+from magicube_cutlass.distributed.collectives import all_reduce, chunk_bounds, gather, reduce_scatter, sizes_of
+from magicube_cutlass.distributed.local_products import LayerPart
+from magicube_cutlass.distributed.slices import Slices, largest, quantize_slices, start_slices
 from magicube_cutlass.nn.weight_version import weight_version
 
 __all__ = ["ShardedLinear"]
@@ -21,8 +28,8 @@ __all__ = ["ShardedLinear"]
 class ShardedLinear(nn.Module):
     """A rank's part of a linear layer, made by a parallel style.
 
-    A sparse layer in training mode keeps its part of the master weight and learns; any other one is for inference, and
-    its master is dropped.
+    A layer in training mode keeps its part of the master weight and learns; any other one is for inference, and its
+    master is dropped.
 
     Attributes
     ----------
@@ -82,11 +89,6 @@ class ShardedLinear(nn.Module):
 
     def keep_master(self, weight: Tensor) -> None:
         """Learn `weight`, this rank's part of the master."""
-        assert isinstance(self.part, SparsePart)
-        v, bounds = self.part.matrix.vector_length, self.part.bounds
-        wrong = [cut for cut in bounds if cut % v and cut != bounds[-1]] if not self.style.rowwise else []
-        if wrong:
-            raise ValueError(f"outputs must be cut at multiples of vector_length={v} to learn, got a cut at {wrong[0]}")
         self.weight = nn.Parameter(weight.clone())
         self._made_of = weight_version(self.weight)
         bias, self.bias = self.bias, None
@@ -97,10 +99,7 @@ class ShardedLinear(nn.Module):
         """Return the output as the style places it; integers are made again if the master has changed."""
         weight = self.weight
         if weight is not None and self._made_of != (version := weight_version(weight)):
-            assert isinstance(self.part, SparsePart)
-            pattern, bits = self.part.matrix.pattern, self.part.matrix.bits or 8
-            made = quantized_part(weight, pattern, bits, self.style.rowwise, self.mesh)
-            self.part, self._made_of = SparsePart(made, self.part.bounds), version
+            self.part, self._made_of = self.part.remade(weight, self.style.rowwise, self.mesh), version
             for name, tensor in self.part.tensors().items():
                 self._buffers[name] = tensor
         found: Tensor = self.style.forward(self, x)
@@ -112,10 +111,10 @@ class ShardedLinear(nn.Module):
 
     def learn(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The local output, differentiable."""
-        if not isinstance(self.part, SparsePart) or (self.training and self.weight is None):
+        if self.training and self.weight is None:
             raise NotImplementedError(
-                "x must need no gradient in this layer; use torch.no_grad(), or, to learn, a SparseQuantLinear that is "
-                "in training mode when parallelize_module cuts it"
+                "x must need no gradient in this layer; use torch.no_grad(), or, to learn, a layer that is in training "
+                "mode when parallelize_module cuts it"
             )
         bias = self.bias if self.weight is not None else None
         found: Tensor = Learn.apply(x, self.weight, bias, self, shape)
@@ -139,6 +138,78 @@ class ShardedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes for ``repr``."""
         return f"{self.part}, {type(self.style).__name__}, rank {self.mesh.get_local_rank()} of {self.mesh.size()}"
+
+
+class Learn(torch.autograd.Function):
+    """The product of a layer's part with local tokens, straight-through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, shape: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.shape, ctx.part = layer, shape, layer.part
+        ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+        y: Tensor = layer.style.compute(layer, x, shape)
+        return y
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), layer, part = ctx.saved_tensors, ctx.layer, ctx.part
+        run = _rowwise if layer.style.rowwise else _colwise
+        grad, tokens, of_x = run(layer, part, grads[0], x, ctx.shape, ctx.needs_input_grad[0])
+        (weight, bias), of_weight, of_bias = ctx.dtypes, None, None
+        if weight is not None and ctx.needs_input_grad[1]:
+            of_weight = part.gradient_of_weight(grad, tokens, layer.grad_bits).to(weight)
+        if bias is not None and ctx.needs_input_grad[2]:
+            of_bias = gradient_of_bias(grad.mT, bias)
+        return of_x, of_weight, of_bias, None, None
+
+
+Found = tuple[Tensor, Slices, Tensor | None]
+
+
+def _colwise(layer: Any, part: LayerPart, grad: Tensor, x: Tensor, shape: Any, needs_x: bool) -> Found:
+    """Gradient (tokens, out_r) of this rank's outputs, all tokens, and the gradient of `x`."""
+    mesh, style, bounds = layer.mesh, layer.style, part.bounds
+    rank, placement = mesh.get_local_rank(), style.input_layouts
+    if not isinstance(style.output_layouts, Shard):
+        grad = grad[..., bounds[rank] : bounds[rank + 1]]
+    cut = isinstance(placement, Shard)
+    dim = placement.dim % x.ndim if cut else 0
+    first, whole = x.movedim(dim, 0), grad.movedim(dim, 0)  # (S_r, ..., K), (S, ..., out_r)
+    tokens = layer.quantize(first.reshape(-1, x.shape[-1]))
+    if cut:
+        inner = first.shape[1:-1].numel()
+        sizes = [size * inner for size in sizes_of(chunk_bounds(shape[dim], mesh.size()))]
+        tokens = start_slices(tokens, sizes, mesh)()
+    g = whole.reshape(-1, whole.shape[-1])
+    if not needs_x:
+        return g, tokens, None
+    of_x = part.gradient_of_input(g, x.dtype, layer.grad_bits)  # (tokens, K)
+    of_x = of_x.reshape(*whole.shape[:-1], -1).contiguous()
+    of_x = reduce_scatter(of_x, mesh) if cut else all_reduce(of_x, "sum", mesh)
+    return g, tokens, of_x.movedim(0, dim)
+
+
+def _rowwise(layer: Any, part: LayerPart, grad: Tensor, x: Tensor, shape: Any, needs_x: bool) -> Found:
+    """Gradient (tokens, out), this rank's inputs of all tokens, and the gradient of `x`."""
+    mesh, style, bounds = layer.mesh, layer.style, part.bounds
+    rank, placement = mesh.get_local_rank(), style.output_layouts
+    whole = not isinstance(style.input_layouts, Shard)
+    local = x[..., bounds[rank] : bounds[rank + 1]] if whole else x
+    if isinstance(placement, Shard):
+        dim = placement.dim % x.ndim
+        sizes = sizes_of(chunk_bounds(x.shape[dim], mesh.size()))
+        grad = gather(grad.movedim(dim, 0), sizes, mesh).movedim(0, dim)
+    rows = local.reshape(-1, local.shape[-1])
+    tokens = layer.quantize(rows, None if layer.act_scale is not None else largest(rows, mesh))
+    g = grad.reshape(-1, grad.shape[-1])
+    if not needs_x:
+        return g, tokens, None
+    of_x = part.gradient_of_input(g, x.dtype, layer.grad_bits).reshape(local.shape)
+    if whole:
+        of_x = gather(of_x.movedim(-1, 0), sizes_of(bounds), mesh).movedim(0, -1)
+    return g, tokens, of_x
 
 
 def become(module: nn.Module, new: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.nn.functional import pad
 
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.distributed.collectives import (
@@ -19,7 +18,6 @@ from magicube_cutlass.distributed.collectives import (
     chunk_bounds,
     exchange_all,
     gather_bytes,
-    reduce_scatter,
     start_gather,
 )
 from magicube_cutlass.ops import torch_ops as library
@@ -42,7 +40,7 @@ class Slices(NamedTuple):
 
     def take(self, start: int, stop: int) -> Slices:
         """Some of the slices."""
-        scale = None if self.scale is None else self.scale[start:stop]
+        scale = self.scale if self.scale is None or not self.scale.ndim else self.scale[start:stop]
         return Slices(self.data[start:stop].contiguous(), scale, self.bits)
 
     def inner(self, start: int, stop: int) -> Slices:
@@ -84,29 +82,18 @@ def largest(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def start_slices(x: Slices, sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], Slices]:
-    """Start one all-gather of integers, which carries the scales too; the call returns the slices of all ranks."""
-    finish = start_gather([x.data] if x.scale is None else [x.data, x.scale], sizes, mesh)
+    """Start one all-gather of integers, which carries scales of slices too; the call returns the slices of all ranks.
+
+    A scale for all slices is static, the same on all ranks, and stays.
+    """
+    travels = x.scale is not None and x.scale.ndim > 0
+    finish = start_gather([x.data, x.scale] if travels else [x.data], sizes, mesh)  # type: ignore[list-item]
 
     def joined() -> Slices:
         data, *scales = map(torch.cat, finish())
-        return Slices(data, scales[0] if scales else None, x.bits)
+        return Slices(data, scales[0] if scales else x.scale, x.bits)
 
     return joined
-
-
-def scatter_tokens(sums: Tensor, inner: int, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over ranks of the tokens of this rank's ``Shard(0)``, `inner` tokens each: (tokens_r, out).
-
-    Sums that lie in memory as (out, tokens) stay so: blocks of columns are sent, and nothing is transposed.
-    """
-    tokens, out = sums.shape
-    if mesh.size() == 1 or sums.is_contiguous() or not sums.mT.is_contiguous():
-        return reduce_scatter(sums.reshape(-1, inner, out), mesh).reshape(-1, out) if inner else sums
-    bounds, rank = chunk_bounds(tokens // max(inner, 1), mesh.size()), mesh.get_local_rank()
-    step = bounds[1] * inner
-    whole = sums.mT if tokens == step * mesh.size() else pad(sums.mT, (0, step * mesh.size() - tokens))
-    blocks = whole.view(out, mesh.size(), step).movedim(1, 0)  # (ranks, out, step)
-    return reduce_scatter(blocks, mesh)[0, :, : (bounds[rank + 1] - bounds[rank]) * inner].mT
 
 
 def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
@@ -126,35 +113,45 @@ def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
 
 
 def scaled(
-    sums: Tensor, rows: Tensor | None, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    sums: Tensor, first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``sums * rows * columns + bias`` as the epilogue of the kernels computes it.
+    """Return ``sums * first * second + bias`` as the epilogue of the kernels computes it.
 
     Parameters
     ----------
-    sums : Tensor, shape (..., M, N)
+    sums : Tensor, shape (M, N)
         Complete sums of int32 or int64.
-    rows, columns : Tensor, shapes () or (M, 1), () or (1, N), optional
-        Scales of A and of B.
-    bias : Tensor, shape (M,), optional
+    first, second : Tensor, shapes () or (M, 1) or (1, N), optional
+        Scales, in the order of the kernel.
+    bias : Tensor, shapes (N,) or (M, 1), optional
         Of a float dtype.
     dtype : torch.dtype
         Of the result.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if rows is None or not rows.ndim:
-        out = sums.to(wide) if rows is None else sums.to(wide).mul_(rows.to(wide))
-    else:
-        out = sums * rows.to(wide)
+    first, second, bias = (None if each is None else each.to(wide) for each in (first, second, bias))
+    if bias is not None and sums.is_cuda and wide == torch.float32:
+        out = sums.float() if first is None else sums * first.view(first.shape or (1, 1))
+        by = torch.ones_like(out[:1, :1]) if second is None else second
+        if torch.compiler.is_compiling() or not _addcmul_rounds_once(sums.device):
+            return _rounded_once(bias, out, by).to(dtype)
+        return torch.addcmul(bias, out, by, out=torch.empty_like(out, dtype=dtype))  # rounds as it stores
+    out = sums.to(wide)
+    for each in (first, second):
+        out = out if each is None else out.mul_(each)
+    return plus(out, bias, dtype)
+
+
+def plus(x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``x + bias`` in another dtype; added in float32, or wider if `x` is, in one pass."""
     if bias is None:
-        return (out if columns is None else out.mul_(columns.to(wide))).to(dtype)
-    if not (sums.is_cuda and wide == torch.float32):
-        out = out if columns is None else out.mul_(columns.to(wide))
-        return out.add_(bias.to(wide)[:, None]).to(dtype)
-    by = torch.ones_like(out[:1, :1]) if columns is None else columns.float().view(-1, columns.numel())
-    if not torch.compiler.is_compiling() and _addcmul_rounds_once(sums.device):
-        return torch.addcmul(bias.float()[:, None], out, by).to(dtype)
-    return _rounded_once(bias[:, None], out, by).to(dtype)
+        return x.to(dtype)
+    bias = bias.to(torch.promote_types(x.dtype, torch.float32))
+    if x.dtype == dtype and bias.dtype == dtype:
+        return x.add_(bias)
+    if torch.compiler.is_compiling():
+        return (x + bias).to(dtype)
+    return torch.add(x, bias, out=torch.empty_like(x, dtype=dtype))
 
 
 def _rounded_once(bias: Tensor, x: Tensor, y: Tensor) -> Tensor:

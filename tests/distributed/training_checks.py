@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import magicube_cutlass as mc
 import magicube_cutlass.distributed as md
+from magicube_cutlass.distributed.collectives import chunk_bounds
 from tests.distributed.checks import generator, model, raises
 
 
@@ -92,33 +93,51 @@ def check_fsdp_without_gather_stored(mesh: DeviceMesh) -> None:
                 assert torch.equal(made(x), other(x)), (layers, stored)
 
 
+def quant_mlp() -> nn.Sequential:
+    torch.manual_seed(11)
+    made = nn.Sequential(nn.Linear(40, 48), nn.ReLU(), nn.Linear(48, 24))
+    for i in (0, 2):
+        made[i] = mc.nn.QuantLinear.from_linear(made[i])
+    return made
+
+
 def check_cut_layers_learn(mesh: DeviceMesh) -> None:
-    """Layers cut by parallel styles learn as one process does; the first forward pass is its, bit for bit."""
-    x, y = torch.randn(24, 40, generator=generator(1)), torch.randn(24, 24, generator=generator(2))
-    given = torch.randn(24, 40, generator=generator(1)).requires_grad_()
-    alone = mlp()
-    expected_first = alone(given)
-    (expected_grad,) = torch.autograd.grad((expected_first - y).square().mean(), given)
-    expected = losses(alone, x, y)
+    """Sparse layers cut by parallel styles learn as one process does; the first forward pass is its, bit for bit."""
     if mesh.size() == 4:  # 12 outputs of 48 on each
         text = raises(ValueError, parallelize_module, mlp(), mesh, {"0": md.SparseColwise()})
         assert text == "outputs must be cut at multiples of vector_length=8 to learn, got a cut at 12"
         return
-    rank, bounds = mesh.get_local_rank(), md.attention.chunk_bounds(24, mesh.size())
-    rows = slice(bounds[rank], bounds[rank + 1])
+    cut_layers_learn(mesh, mlp, md.SparseColwise, md.SparseRowwise, 1e-3)
+
+
+def check_cut_dense_layers_learn(mesh: DeviceMesh) -> None:
+    """So do dense ones, whose gradients are float32 products as in one process."""
+    cut_layers_learn(mesh, quant_mlp, md.QuantColwise, md.QuantRowwise, 1e-5)
+
+
+def cut_layers_learn(mesh: DeviceMesh, build: Callable[[], nn.Sequential], first: Any, second: Any, tol: float) -> None:
+    x, y = torch.randn(24, 40, generator=generator(1)), torch.randn(24, 24, generator=generator(2))
+    given, alone = x.clone().requires_grad_(), build()
+    expected_first = alone(given)
+    masters = [alone[0].weight, alone[0].bias, alone[2].weight, alone[2].bias]
+    expected_grad, *of_masters = torch.autograd.grad((expected_first - y).square().mean(), [given, *masters])
+    expected = losses(alone, x, y)
+    rank, bounds, hidden = mesh.get_local_rank(), chunk_bounds(24, mesh.size()), chunk_bounds(48, mesh.size())
+    rows, own_hidden = slice(bounds[rank], bounds[rank + 1]), slice(hidden[rank], hidden[rank + 1])
+    of_masters = [of_masters[0][own_hidden], of_masters[1][own_hidden], of_masters[2][:, own_hidden], of_masters[3]]
     for tokens_cut in (False, True):
         placed = {"input_layouts": Shard(0)} if tokens_cut else {}
         placed_out: dict[str, Any] = {"output_layouts": Shard(0)} if tokens_cut else {}
-        plan: dict[str, Any] = {"0": md.SparseColwise(**placed), "2": md.SparseRowwise(**placed_out)}
-        made = parallelize_module(mlp(), mesh, plan)
+        made = parallelize_module(build(), mesh, {"0": first(**placed), "2": second(**placed_out)})
         own, wanted = (x[rows], y[rows]) if tokens_cut else (x, y)
         leaf = own.clone().requires_grad_()
-        first = made(leaf)
-        assert torch.equal(first, expected_first[rows] if tokens_cut else expected_first)
-        share = (first - wanted).square().sum() / y.numel()
-        (grad,) = torch.autograd.grad(share, leaf)
-        reference = expected_grad[rows] if tokens_cut else expected_grad
-        assert (grad - reference).norm() < 1e-3 * reference.norm(), tokens_cut
+        out = made(leaf)
+        assert torch.equal(out, expected_first[rows] if tokens_cut else expected_first)
+        share = (out - wanted).square().sum() / y.numel()
+        found_of = torch.autograd.grad(share, [leaf, made[0].weight, made[0].bias, made[2].weight, made[2].bias])
+        references = [expected_grad[rows] if tokens_cut else expected_grad, *of_masters]
+        for grad, reference in zip(found_of, references, strict=True):
+            assert (grad - reference).norm() < tol * reference.norm(), (tokens_cut, grad.shape)
         optimizer, found = torch.optim.AdamW(made.parameters(), lr=3e-2), []
         for _ in expected:
             loss = (made(own) - wanted).square().sum() / y.numel()
@@ -130,11 +149,11 @@ def check_cut_layers_learn(mesh: DeviceMesh) -> None:
                 dist.all_reduce(total)
             found.append(float(total))
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=2e-3), (found, expected)
-    frozen = parallelize_module(mlp().eval(), mesh, {"0": md.SparseColwise(), "2": md.SparseRowwise()})
+    frozen = parallelize_module(build().eval(), mesh, {"0": first(), "2": second()})
     assert not list(frozen.parameters())
     leaf = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad((frozen(leaf) - y).square().mean(), leaf)
-    assert (grad - expected_grad).norm() < 1e-3 * expected_grad.norm()
+    assert (grad - expected_grad).norm() < tol * expected_grad.norm()
     assert "training mode when" in raises(NotImplementedError, frozen.train(), leaf)
 
 
@@ -225,6 +244,7 @@ DEFAULT = [
     check_fsdp_trains_as_one_rank,
     check_fsdp_without_gather_stored,
     check_cut_layers_learn,
+    check_cut_dense_layers_learn,
     check_fsdp_gathers_stored_vectors,
     check_save_and_load_here,
     check_graphs,
