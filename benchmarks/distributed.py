@@ -3,9 +3,9 @@
 Every row has what a rank sends, its times, those of one process, the efficiency ``alone / (ranks * time)``, and whether
 the result is that of one process bit for bit, or its error. `torch` is a bfloat16 ``nn.Linear`` of the same size under
 torch's own ColwiseParallel and RowwiseParallel (attention: ``scaled_dot_product_attention``; QR: ``torch.linalg.qr`` of
-one process). Times: `ms`, per call of many between two waits; `single`, of one call between two waits; `host`, until
-a call returns; on CUDA also kernels by kind, from torch's profiler. NCCL where each process has a GPU, else gloo,
-whose times on one machine say nothing. A row that fails is recorded with its error.
+one process). Times: `ms`, per call of many between two waits; `host`, until a call returns; on CUDA also `graph`, per
+replay of a CUDA graph of the call, collectives included, and kernels by kind, from torch's profiler. NCCL where each
+process has a GPU, else gloo, whose times on one machine say nothing. A row that fails is recorded with its error.
 Writes ``benchmarks/results/distributed_<backend>_<processes>.json`` after each row.
 Run: ``torchrun --nproc-per-node N benchmarks/distributed.py [--quick] [--minutes M] [--out FILE]``
 """
@@ -17,6 +17,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -39,33 +40,37 @@ from magicube_cutlass.distributed import collectives
 from magicube_cutlass.distributed.cost_model import LinearShape, cluster_of, product_seconds, traffic
 
 RESULTS = Path(__file__).resolve().parent / "results"
+NO_GRAPHS = ("residual", "tsqr", "attention")  # decisions by numbers on the host
 Row = dict[str, Any]
 Call = Callable[[], Any]
 KINDS = {
     "nccl": "exchange", "quantize": "quantize", "encode": "quantize", "spmm": "product", "gemm": "product",
     "attention": "product", "nvjet": "product", "wgmma": "product", "look": "check", "probe": "check",
     "verdict": "check", "digits": "digits"}  # fmt: skip
-HEADER = ("case", "bytes", "ms", "single", "host", "alone", "eff", "torch", "torch alone", "torch eff", "result")
+HEADER = ("case", "bytes", "ms", "graph", "host", "alone", "eff", "graph eff", "torch", "eff", "graph eff", "result")
 
 
+@dataclass
 class Reference:
     """A call of torch over all processes and in one; times are taken once."""
 
-    def __init__(self, name: str, call: Call, alone: Call) -> None:
-        self.name, self.call, self.alone = name, call, alone
-        self.times: tuple[float, float] | None = None
+    name: str
+    call: Call
+    alone: Call
+    row: Row | None = None
 
 
 class Bench:
     """Times calls on all ranks together."""
 
-    def __init__(self, mesh: DeviceMesh, out: Path, seconds: float, rounds: int) -> None:
-        self.mesh, self.out, self.rounds = mesh, out, rounds
+    def __init__(self, mesh: DeviceMesh, out: Path, seconds: float, rounds: int, graphs: bool) -> None:
+        self.mesh, self.out, self.rounds, self.graphs = mesh, out, rounds, graphs
         self.end = time.monotonic() + seconds
         self.cuda = mesh.device_type == "cuda"
+        self.wait = torch.cuda.synchronize if self.cuda else lambda: None
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.alone_times: dict[Any, float] = {}
+        self.alone_times: dict[Any, tuple[float, float | None]] = {}
         self.rows: list[Row] = []
         self.group = ""
 
@@ -84,13 +89,9 @@ class Bench:
         dist.all_reduce(number, op)
         return float(number)
 
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def milliseconds(self, call: Call, budget: float = 4.0) -> tuple[float, float, float]:
-        """Best rounds of the slowest rank: per call of many, of one call, and until one call returns."""
-        best = [float("inf")] * 3
+    def milliseconds(self, call: Call, budget: float = 3.0) -> tuple[float, float]:
+        """Best rounds of the slowest rank: per call of many, and until one call returns."""
+        best = [float("inf")] * 2
         many, begin = 1, time.monotonic()
         for i in range(self.rounds + 2):  # the first ones compile
             dist.barrier()
@@ -104,13 +105,23 @@ class Bench:
                 call()
             self.wait()
             each = (time.perf_counter() - start - single) / many
-            best = [min(pair) for pair in zip(best, (each, single, returned - start), strict=True)]
+            best = [min(pair) for pair in zip(best, (each, returned - start), strict=True)]
             spent = self.agreed(time.monotonic() - begin)
             if i:
                 many = max(1, min(20, int(0.02 / max(self.agreed(best[0]), 1e-6))))
             if spent > budget and i:
                 break
-        return self.agreed(1e3 * best[0]), self.agreed(1e3 * best[1]), self.agreed(1e3 * best[2])
+        return self.agreed(1e3 * best[0]), self.agreed(1e3 * best[1])
+
+    def graphed(self, call: Call) -> float | None:
+        """Milliseconds of a CUDA graph of a warm call; None without CUDA, or for a call that waits for the device."""
+        if not self.cuda or not self.graphs or self.group in NO_GRAPHS:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        self.wait()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        return self.milliseconds(graph.replay, 2.0)[0]
 
     def kernels(self, call: Call) -> dict[str, float]:
         """Milliseconds of kernels by kind, of one call on this rank."""
@@ -142,11 +153,10 @@ class Bench:
         try:
             row |= self.measured(call, alone, key, exact, tol)
             if torch_call is not None:
-                if torch_call.times is None:
-                    torch_call.times = self.milliseconds(torch_call.call)[0], self.milliseconds(torch_call.alone)[0]
-                row |= {"torch": torch_call.name, "torch ms": torch_call.times[0],
-                        "torch ms of one process": torch_call.times[1],
-                        "torch efficiency": torch_call.times[1] / torch_call.times[0] / self.mesh.size()}  # fmt: skip
+                if torch_call.row is None:
+                    times = self.times(torch_call.call, torch_call.alone)
+                    torch_call.row = {"torch": torch_call.name, **{f"torch {name}": ms for name, ms in times.items()}}
+                row |= torch_call.row
             if model_ms is not None:
                 row["ms by the model"] = model_ms
             row["kernels"] = self.kernels(call)
@@ -168,14 +178,22 @@ class Bench:
         del whole, expected, reference, found
         if tol is not None and error > tol:
             raise ArithmeticError(f"error {error:.3g} is beyond the tolerance {tol:g}")
-        ms, single, host = self.milliseconds(call)
+        sent = {"bytes": wire.total, "calls": sum(wire.calls.values())}
+        return sent | self.times(call, alone, key) | {"equal": equal, "error": error}
+
+    def times(self, call: Call, alone: Call, key: Any = None) -> Row:
+        """Times of a call and of one process, whose graph is taken too where the call has one."""
+        ms, host = self.milliseconds(call)
+        graph = self.graphed(call)
         if key is None or key not in self.alone_times:
-            self.alone_times[key] = self.milliseconds(alone)[0]
-        return {
-            "bytes": wire.total, "calls": sum(wire.calls.values()), "ms": ms, "ms of a single call": single,
-            "ms of the host": host, "ms of one process": self.alone_times[key],
-            "efficiency": self.alone_times[key] / ms / self.mesh.size(), "equal": equal, "error": error,
-        }  # fmt: skip
+            self.alone_times[key] = self.milliseconds(alone)[0], self.graphed(alone)
+        one, one_graph = self.alone_times[key]
+        found: Row = {"ms": ms, "ms of the host": host, "ms of one process": one,
+                      "efficiency": one / ms / self.mesh.size()}  # fmt: skip
+        if graph and one_graph:
+            found |= {"ms of a graph": graph, "ms of a graph of one process": one_graph,
+                      "efficiency of graphs": one_graph / graph / self.mesh.size()}  # fmt: skip
+        return found
 
     def finish(self, row: Row) -> None:
         """Print a row and write all of them."""
@@ -184,11 +202,9 @@ class Bench:
             return
         if "ms" in row:
             state = "equal" if row["equal"] else f"error {row['error']:.1e}"
-            numbers = [row["ms"], row["ms of a single call"], row["ms of the host"], row["ms of one process"]]
-            text = "".join(f"{each:>9.3f}" for each in numbers) + f"{row['efficiency']:>6.2f}"
-            if "torch ms" in row:
-                text += "".join(f"{row[name]:>9.3f}" for name in ("torch ms", "torch ms of one process"))
-                text += f"{row['torch efficiency']:>6.2f}"
+            names = ("ms", "ms of a graph", "ms of the host", "ms of one process", "efficiency", "efficiency of graphs",
+                     "torch ms", "torch efficiency", "torch efficiency of graphs")  # fmt: skip
+            text = "".join(f"{row[name]:>9.3f}" if name in row else f"{'-':>9}" for name in names)
             line = f"{row['group']:<10}{row['case']:<34}{row['bytes']:>11}{text}  {state}"
             print(line, row.get("kernels", ""), flush=True)
         else:
@@ -238,7 +254,7 @@ def spmm(bench: Bench, out: int, inner: int, tokens: int) -> None:
     alone, key = partial(sparse, x), ("spmm", tokens)
     bench.add("X on all ranks", shape, partial(layer(), x), alone, key=key, torch_call=of_torch,
               model_ms=layer_ms(bench, [("colwise", up)], tokens, cut_tokens=False))  # fmt: skip
-    for chunks in (1, 2, 4):
+    for chunks in (1, 2):
         call = partial(layer(input_layouts=Shard(0), chunks=chunks), cut)
         bench.add(f"X cut, int8 gather, {chunks} chunks", shape, call, alone, key=key, torch_call=of_torch_cut,
                   model_ms=layer_ms(bench, [("colwise", up)], tokens))  # fmt: skip
@@ -267,24 +283,18 @@ def mlp(bench: Bench, width: int, hidden: int, tokens: int, sparsities: tuple[fl
         plan = {"0": column, "2": row}
         reference.append(torch_layers(bench, dense, plan, x, cut if tokens_cut else x) if divides else None)
     for sparsity in (*sparsities, 0.0):
+        model, first, second = copy.deepcopy(dense), md.SparseColwise, md.SparseRowwise
         if sparsity:
-            model, name = copy.deepcopy(dense), f"{sparsity:g}"
+            name = f"{sparsity:g}"
             mc.convert(model, mc.nn.SparseQuantConfig(sparsity=sparsity), progress=False)
-            alone: Call = partial(model, x)
-            first, second = md.SparseColwise, md.SparseRowwise
         else:
-            model, name, first, second = dense, "dense int8", md.QuantColwise, md.QuantRowwise  # type: ignore[assignment]
-            quant = [
-                mc.nn.QuantLinear.from_linear(copy.deepcopy(layer)) for layer in dense if isinstance(layer, nn.Linear)
-            ]
-            alone = partial(nn.Sequential(quant[0], nn.ReLU(), quant[1]).to(bench.device).eval(), x)
+            name, first, second = "dense int8", md.QuantColwise, md.QuantRowwise  # type: ignore[assignment]
+            model[0], model[2] = (mc.nn.QuantLinear.from_linear(model[i]) for i in (0, 2))  # type: ignore[arg-type]
+        alone = partial(model, x)
         layers = [("colwise", LinearShape("up", hidden, width, 1 - sparsity)),
                   ("rowwise", LinearShape("down", width, hidden, 1 - sparsity))]  # fmt: skip
-        cases: list[tuple[bool, Any, int]] = [
-            (False, "exact", 1), (False, "bfloat16", 1), (True, "exact", 1), (True, "bfloat16", 1),
-            (True, "bfloat16", 2), (True, "int8", 1),
-        ]  # fmt: skip
-        for tokens_cut, reduce, chunks in cases:
+        once: list[tuple[bool, Any, int]] = [(where, by, 1) for where in (False, True) for by in ("exact", "bfloat16")]
+        for tokens_cut, reduce, chunks in (*once, (True, "bfloat16", 2)):
             placed: dict[str, Any] = {"input_layouts": Shard(0)} if tokens_cut else {}
             placed_out: dict[str, Any] = {"output_layouts": Shard(0)} if tokens_cut else {}
             plan = {"0": first(chunks=chunks, **placed),
@@ -323,20 +333,12 @@ def tall(bench: Bench, m: int, n: int) -> None:
     bench.group = "tsqr"
     A = bench.random(m, n, seed=9, dtype=torch.float32)
     part = bench.cut(A, Shard(0))
-    norm = A.double().norm()
-
-    def error(Q: Tensor, R: Tensor) -> Tensor:
-        return ((Q.double() @ R.double() - A.double()).norm() / norm)[None]
-
-    by_torch = partial(torch.linalg.qr, A)
-    variants: tuple[tuple[str, dict[str, Any]], ...] = (("int8 digits", {}), ("float32", {"product": torch.matmul}))
-    for name, options in variants:
-        Q, R = rd.qr(part, **options)
-        found = float(error(Q.full_tensor(), R.to_local()))
-        reference = Reference("torch.linalg.qr of one process", by_torch, by_torch)
-        cut, whole = partial(rd.qr, part, **options), partial(residual.qr, A, **options)
-        call, alone = (lambda cut=cut: cut()[1].to_local().abs()), (lambda whole=whole: whole()[1].abs())
-        bench.add(f"{name}, error {found:.0e}", f"{m} x {n}", call, alone, torch_call=reference)
+    call, by_torch = partial(rd.qr, part, product=torch.matmul), partial(torch.linalg.qr, A)
+    Q, R = call()
+    error = float((Q.full_tensor().double() @ R.to_local().double() - A.double()).norm() / A.double().norm())
+    reference = Reference("torch.linalg.qr of one process", by_torch, by_torch)
+    bench.add(f"float32, error {error:.0e}", f"{m} x {n}", lambda: call()[1].to_local().abs(),
+              lambda: torch.abs(residual.qr(A, product=torch.matmul)[1]), torch_call=reference)  # fmt: skip
 
 
 def attention(bench: Bench, heads: int, length: int) -> None:
@@ -349,30 +351,28 @@ def attention(bench: Bench, heads: int, length: int) -> None:
     parts = [bench.cut(x, Shard(1)).to_local().contiguous() for x in low]
     dense: Any = torch.nn.functional.scaled_dot_product_attention
     reference = Reference("scaled_dot_product_attention, heads cut", partial(dense, *parts), partial(dense, *low))
-    for backend in ("fused", "unfused"):
-        for name, dim in (("heads", 1), ("queries", 2)):
-            cut = [bench.cut(x, Shard(dim)) for x in (q, k, v)]
-            call = partial(attend, *cut, mask, backend=backend)
-            alone = partial(mc.sparse_attention, q, k, v, mask, backend=backend)
-            bench.add(f"{name}, {backend}", f"{heads} x {length} x 64", call, alone, key=("attention", backend),
-                      torch_call=reference)  # fmt: skip
+    alone = partial(mc.sparse_attention, q, k, v, mask)
+    for name, dim in (("heads", 1), ("queries", 2)):
+        call = partial(attend, *(bench.cut(x, Shard(dim)) for x in (q, k, v)), mask)
+        bench.add(name, f"{heads} x {length} x 64", call, alone, key="attention", torch_call=reference)
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes, to see that it runs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Results file.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where each process has a GPU.")] = None,
+    graphs: Annotated[bool, typer.Option(help="Time CUDA graphs of the layers too.")] = True,
     minutes: Annotated[float, typer.Option(help="Rows that begin later are skipped.")] = 7.0,
 ) -> None:
     mesh = md.init_mesh(device, timeout=timedelta(seconds=90))
     torch.set_num_threads(1)
     big = mesh.device_type == "cuda" and not quick
     path = out or RESULTS / f"distributed_{dist.get_backend()}_{mesh.size()}.json"
-    bench = Bench(mesh, path, 60 * minutes, rounds=8 if big else 1)
+    bench = Bench(mesh, path, 60 * minutes, 8 if big else 1, graphs)
     if dist.get_rank() == 0:
         print(f"{mesh.size()} processes, {dist.get_backend()}, {bench.device}; ms unless said otherwise")
         print(f"{'group':<10}{HEADER[0]:<34}{HEADER[1]:>11}" + "".join(
-            f"{name[:8]:>{6 if 'eff' in name else 9}}" for name in HEADER[2:-1]) + "  result  kernels")  # fmt: skip
+            f"{name:>{9}}"[:9] for name in HEADER[2:-1]) + "  result  kernels")  # fmt: skip
     groups: list[Call] = [
         partial(spmm, bench, *((14336, 4096, 8192) if big else (96, 64, 24))),
         partial(mlp, bench, *((4096, 14336, 8192) if big else (64, 112, 24)), (0.8, 0.9)),
@@ -387,7 +387,6 @@ def main(
             try:
                 group()
             except Exception as error:
-                traceback.print_exc()
                 bench.finish({"group": bench.group, "case": "all", "error text": f"{type(error).__name__}: {error}"})
             if bench.cuda:
                 torch.cuda.empty_cache()

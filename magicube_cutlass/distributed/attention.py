@@ -182,9 +182,7 @@ def gathered_keys(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh, *, may_sh
     assert parts[0].scale is not None
     sent = [parts[0].data, parts[0].scale, parts[1].data]  # (L_r * matrices, ...)
     found = gather_bytes(sent, [size * lead.numel() for size in sizes], mesh)
-    ints, scale, values = (
-        torch.cat(each).view(length, *lead, each[0].shape[-1]).movedim(0, -2).contiguous() for each in found
-    )
+    ints, scale, values = (each.view(length, *lead, each.shape[-1]).movedim(0, -2).contiguous() for each in found)
     return Keys(ints, scale, alike, values, slice_scale(v_top.reshape(-1, 1), 8).view(*lead, 1, 1))
 
 

@@ -113,7 +113,7 @@ def _padded(x: Tensor, length: int) -> Tensor:
     return x if x.shape[0] == length else torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])
 
 
-def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], list[list[Tensor]]]:
+def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], list[Tensor]]:
     """Start an all-gather of several tensors of one length in one message of int8.
 
     Parameters
@@ -128,12 +128,12 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     Returns
     -------
     Callable
-        Waits; returns for each of `parts` those of all ranks.
+        Waits; returns for each of `parts` those of all ranks as one tensor (sum(sizes), ...).
     """
-    longest = max(sizes)
+    ranks, longest = len(sizes), max(sizes)
     rows = [_padded(part, longest) for part in parts]
-    if len(sizes) == 1 or longest == 0:
-        return lambda: [[row] * len(sizes) for row in rows]
+    if ranks == 1 or longest == 0:
+        return lambda: rows
     order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())  # each begins where its dtype may
     raw = [rows[i].reshape(-1).view(torch.int8) for i in order]
     spare = -sum(each.numel() for each in raw) % ALIGNMENT
@@ -142,33 +142,34 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     if torch.compiler.is_compiling():
         every = _gather_in_graph(flat, 0, mesh)
     else:
-        every = flat.new_empty(len(sizes) * flat.numel())
+        every = flat.new_empty(ranks * flat.numel())
         work = _all_gather(every, flat, group=mesh.get_group(), async_op=True)
 
-    def finish() -> list[list[Tensor]]:
+    def finish() -> list[Tensor]:
         if work is not None:
             work.wait()
-        found: list[list[Tensor]] = [[] for _ in rows]
-        begin, table = 0, every.view(len(sizes), -1)
+        found, begin, table = list(rows), 0, every.view(ranks, -1)
         for i, bytes_of in zip(order, raw, strict=True):
             row, end = rows[i], begin + bytes_of.numel()
-            found[i] = [
-                table[rank, begin:end].view(row.dtype).view(row.shape)[:size] for rank, size in enumerate(sizes)
-            ]
+            of_ranks = table[:, begin:end].view(row.dtype).view(ranks, *row.shape)
+            even = min(sizes) == longest
+            found[i] = (
+                of_ranks.flatten(0, 1) if even else torch.cat([x[:n] for x, n in zip(of_ranks, sizes, strict=True)])
+            )
             begin = end
         return found
 
     return finish
 
 
-def gather_bytes(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> list[list[Tensor]]:
+def gather_bytes(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> list[Tensor]:
     """Return, for each of several tensors of one length, the parts of all ranks: one message of int8."""
     return start_gather(parts, sizes, mesh)()
 
 
 def gather(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
     """Return the parts (sizes[rank], ...) of all ranks as one tensor (sum(sizes), ...)."""
-    return torch.cat(gather_bytes([x], sizes, mesh)[0])
+    return gather_bytes([x], sizes, mesh)[0]
 
 
 def all_reduce(x: Tensor, op: str, mesh: DeviceMesh) -> Tensor:

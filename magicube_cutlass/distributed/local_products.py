@@ -25,6 +25,7 @@ from magicube_cutlass.autograd.integer import (
     times,
     vectors_at,
 )
+from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.distributed.collectives import all_reduce
 from magicube_cutlass.distributed.slices import Slices, largest, quantize_slices, scaled, sum_dtype
 from magicube_cutlass.formats.bcrs import BCRS
@@ -194,7 +195,8 @@ class DensePart(LayerPart):
             if self._whole is None:
                 assert self.scale is not None
                 self._whole = DenseProduct(GroupTensor(self.data, self.scale, None, 8, None, self.shape[1]), "int8")
-            if self._whole.backend != "torch":
+            by_engine = self._whole.backend == "engine" and kind_of(x, bias, bits, act_scale) is not None
+            if by_engine or self._whole.backend == "gemm":
                 return self._whole(x, act_scale, bias)
         found = quantized(x, bits, 1 if act_scale is None else None, act_scale)
         return self.multiply(Slices(found.data, found.scale, bits), x.dtype, bias)

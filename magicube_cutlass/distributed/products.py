@@ -20,7 +20,7 @@ from magicube_cutlass.distributed.collectives import (
     check_mesh,
     chunk_bounds,
     exchange,
-    gather_bytes,
+    gather,
     reduce_scatter,
     sizes_of,
 )
@@ -156,8 +156,7 @@ def spmm(
         own = bias if bias is None else bias[A.span[0] : A.span[1]]
         part = _multiply(A.local, rhs, dtype, own)  # (M_r, N)
         if wanted == Replicate():
-            whole = torch.cat(gather_bytes([part], sizes_of(A.bounds), mesh)[0])
-            return as_dtensor(whole, mesh, wanted, (m, n))
+            return as_dtensor(gather(part, sizes_of(A.bounds), mesh), mesh, wanted, (m, n))
         if wanted == Shard(0):
             return as_dtensor(exchange(part, A.bounds, chunk_bounds(m, mesh.size()), mesh), mesh, wanted, (m, n))
         raise ValueError(f"placements must be Replicate() or Shard(0) for rows of A, got {wanted}")

@@ -14,6 +14,7 @@ from magicube_cutlass.distributed.collectives import (
     check_mesh,
     chunk_bounds,
     digest,
+    gather,
     gather_bytes,
     sizes_of,
 )
@@ -181,11 +182,11 @@ def unshard(A: ShardedMatrix) -> Matrix:
     local, mesh = A.local, check_mesh(A.mesh)
     if local.batch_shape:
         raise ValueError(f"A must have parts of a single matrix, got a batch of shape {local.batch_shape}")
-    counts = gather_bytes([torch.tensor([local.pattern.vectors], device=local.device)], [1] * mesh.size(), mesh)[0]
-    sizes = [int(each) for each in counts]
+    count = torch.tensor([local.pattern.vectors], device=local.device)
+    sizes = gather(count, [1] * mesh.size(), mesh).tolist()
     rows, cols, vectors = _coordinates(A)
     movable = indexable_view(vectors)
-    rows, cols, movable = (torch.cat(each) for each in gather_bytes([rows, cols, movable], sizes, mesh))
+    rows, cols, movable = gather_bytes([rows, cols, movable], sizes, mesh)
     keys = rows * A.shape[1] + cols  # of elements' first rows, which need no multiple of V
     return _assembled(A, keys, movable.view(vectors.dtype), _whole_scale(A))
 
@@ -202,7 +203,7 @@ def _whole_scale(A: ShardedMatrix) -> Tensor | None:
     scale = A.local.scale
     if scale is None or scale.ndim == 0 or A.dim == 1:
         return scale
-    return torch.cat(gather_bytes([scale], sizes_of(A.bounds), A.mesh)[0])
+    return gather(scale, sizes_of(A.bounds), A.mesh)
 
 
 def _assembled(A: ShardedMatrix, keys: Tensor, vectors: Tensor, scale: Tensor | None) -> Matrix:

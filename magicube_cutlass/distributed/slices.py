@@ -90,7 +90,7 @@ def start_slices(x: Slices, sizes: Sequence[int], mesh: DeviceMesh) -> Callable[
     finish = start_gather([x.data, x.scale] if travels else [x.data], sizes, mesh)  # type: ignore[list-item]
 
     def joined() -> Slices:
-        data, *scales = map(torch.cat, finish())
+        data, *scales = finish()
         return Slices(data, scales[0] if scales else x.scale, x.bits)
 
     return joined
@@ -105,7 +105,9 @@ def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
         bounds = [cut * inner for cut in chunk_bounds(x.shape[0], mesh.size())]
         data, scale = (exchange_all(each, bounds, mesh) for each in (sent.data, sent.scale))
     else:
-        data, scale = gather_bytes([sent.data, sent.scale], [sent.data.shape[0]] * mesh.size(), mesh)
+        ranks = mesh.size()
+        found = gather_bytes([sent.data, sent.scale], [sent.data.shape[0]] * ranks, mesh)
+        data, scale = (list(each.chunk(ranks)) for each in found)
     total = data[0] * scale[0].float()
     for ints, of_ints in zip(data[1:], scale[1:], strict=True):
         total = total.add_(ints * of_ints.float())
