@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import magicube_cutlass as mc
 import magicube_cutlass.distributed as md
 from magicube_cutlass.distributed.attention import gathered_keys
+from magicube_cutlass.distributed.collectives import chunk_bounds
 from magicube_cutlass.distributed.cost_model import LinearShape, traffic
 from tests.distributed import problems
 
@@ -62,33 +63,44 @@ def check_nnz_balances(mesh: DeviceMesh) -> None:
     assert part.local.pattern.vectors <= A.pattern.vectors / mesh.size() + longest
 
 
-def product_of(mesh: DeviceMesh, seed: int) -> None:
-    """One random product, wherever its operands are cut, against that of one process."""
+PER_MATRIX = 8
+
+
+def products_of(mesh: DeviceMesh, seed: int) -> None:
+    """Random products with one matrix, wherever the operands are cut, against those of one process."""
     rng = generator(seed)
-    m, k, n = (int(torch.randint(1, 70, (), generator=rng)) for _ in range(3))
+    m, k = (int(torch.randint(1, 70, (), generator=rng)) for _ in range(2))
     by = ("rows", "nnz", "columns")[seed % 3]
     kind, bits, v = ("SRBCRS", "BCRS")[seed // 3 % 2], (8, 4, 16, 8)[seed // 6 % 4], (8, 1, 2, 4)[seed // 24 % 4]
     floats = seed % 5 != 0
     A = problems.matrix(m, k, rng, kind=kind, bits=bits, v=v, scaled=floats)
-    B = problems.activations(k, n, rng) if floats else problems.integers(k, n, rng)
-    bias = torch.randn(m, generator=rng) if floats and seed % 2 else None
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed // 2 % 3] if floats else torch.int32
-    q = mc.quantize(B, 8, "column") if floats else mc.QuantTensor.from_ints(B, bits=8)
-    expected = mc.spmm(A, q, out_dtype=dtype, bias=bias)
-    place = [Replicate(), Shard(1), Shard(0)][seed % 2 if by != "columns" else seed % 3]
-    wanted = [Replicate(), Shard(0), Shard(1)][seed // 7 % (3 if by == "columns" else 2)]
-    found = md.spmm(
-        md.shard(A, mesh, by, check=False), distribute_tensor(B, mesh, [place], src_data_rank=None),
-        out_dtype=dtype, bias=bias, placements=[wanted],
-    )  # fmt: skip
-    assert found.placements == (wanted,) and found.dtype == dtype
-    whole = found.full_tensor()
-    assert torch.equal(whole, expected), (seed, by, place, wanted, (whole.double() - expected.double()).abs().max())
+    part = md.shard(A, mesh, by, check=False)
+    for i in range(PER_MATRIX):
+        n, way = int(torch.randint(1, 70, (), generator=rng)), int(torch.randint(0, 2520, (), generator=rng))
+        B = problems.activations(k, n, rng) if floats else problems.integers(k, n, rng)
+        bias = torch.randn(m, generator=rng) if floats and way % 2 else None
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[way // 2 % 3] if floats else torch.int32
+        q = mc.quantize(B, 8, "column") if floats else mc.QuantTensor.from_ints(B, bits=8)
+        expected = mc.spmm(A, q, out_dtype=dtype, bias=bias)
+        place = [Replicate(), Shard(1), Shard(0)][way // 6 % (3 if by == "columns" else 2)]
+        wanted = [Replicate(), Shard(0), Shard(1)][way // 18 % (3 if by == "columns" else 2)]
+        given = distribute_tensor(B, mesh, [place], src_data_rank=None)
+        found = md.spmm(part, given, out_dtype=dtype, bias=bias, placements=[wanted])
+        assert found.placements == (wanted,) and found.dtype == dtype and found.shape == expected.shape
+        own, whole = found.to_local(), expected
+        if i == 0:
+            own = found.full_tensor()
+        elif isinstance(wanted, Shard):
+            bounds, rank = chunk_bounds(expected.shape[wanted.dim], mesh.size()), mesh.get_local_rank()
+            whole = expected.narrow(wanted.dim, bounds[rank], bounds[rank + 1] - bounds[rank])
+        assert torch.equal(own, whole), (seed, i, by, place, wanted)
 
 
-def check_products(mesh: DeviceMesh, first: int = 0, count: int = 24) -> None:
-    for seed in range(first, first + count):
-        product_of(mesh, seed)
+def check_products(mesh: DeviceMesh, first: int = 0, count: int = 24) -> int:
+    """How many random products, each equal to that of one process."""
+    for seed in range(first, first + count // PER_MATRIX):
+        products_of(mesh, seed)
+    return count // PER_MATRIX * PER_MATRIX
 
 
 def check_partial_sums(mesh: DeviceMesh) -> None:

@@ -17,13 +17,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Check = Callable[..., Any]
+Results = list[list[tuple[bool, Any]]]  # per rank and check: whether it passed, and what it returned or its traceback
 PRELOAD = [
     "torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
-    "magicube_cutlass.distributed", "residual.distributed", "tests.distributed.checks",
+    "magicube_cutlass.distributed", "residual.distributed", "tests.distributed.checks", "scipy.special",
 ]  # fmt: skip
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -32,7 +33,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run(rank, *job))
+        pipe.send(_run(*job))
 
 
 def _run(rank: int, ranks: int, store: str, checks: Sequence[tuple[Check, tuple[Any, ...]]], seconds: float) -> Any:
@@ -70,28 +71,42 @@ class Pool:
         os.environ["OMP_NUM_THREADS"] = "1"
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(ranks):
+        for _ in range(ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, there), daemon=True)
+            process = context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(
-        self, ranks: int, checks: Sequence[tuple[Check, tuple[Any, ...]]], seconds: float = 30.0, wait: float = 240.0
-    ) -> list[list[tuple[bool, Any]]]:
-        """Run checks on `ranks` processes; return their results per rank. Ends the processes if they take too long."""
-        with tempfile.TemporaryDirectory() as folder:
-            for pipe in self.pipes[:ranks]:
-                pipe.send((ranks, os.path.join(folder, "store"), list(checks), seconds))
+    def start(
+        self, ranks: int, checks: Sequence[tuple[Check, tuple[Any, ...]]], seconds: float = 30.0, at: int = 0,
+        wait: float = 240.0,
+    ) -> Callable[[], Results]:  # fmt: skip
+        """Start checks on `ranks` processes from the one `at`; the call returns their results per rank.
+
+        Ends the processes if they take longer than `wait`.
+        """
+        folder = tempfile.TemporaryDirectory()
+        pipes = self.pipes[at : at + ranks]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((rank, ranks, os.path.join(folder.name, "store"), list(checks), seconds))
+
+        def finish() -> Results:
             found = []
-            for rank, pipe in enumerate(self.pipes[:ranks]):
-                if not pipe.poll(wait):
-                    self.close()
-                    raise TimeoutError(f"rank {rank} of {ranks} did not answer within {wait:.0f} s")
-                found.append(pipe.recv())
-        return found
+            with folder:
+                for rank, pipe in enumerate(pipes):
+                    if not pipe.poll(wait):
+                        self.close()
+                        raise TimeoutError(f"rank {rank} of {ranks} did not answer within {wait:.0f} s")
+                    found.append(pipe.recv())
+            return found
+
+        return finish
+
+    def run(self, ranks: int, checks: Sequence[tuple[Check, tuple[Any, ...]]], wait: float = 240.0) -> Results:
+        """Return the results of checks on `ranks` processes, per rank."""
+        return self.start(ranks, checks, wait=wait)()
 
     def close(self) -> None:
         """End the processes."""

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,24 +19,27 @@ import magicube_cutlass.distributed as md
 from magicube_cutlass.distributed import attention
 from tests.distributed import checks, residual_checks, training_checks
 from tests.distributed.problems import activations, matrix
-from tests.distributed.rank_pool import Check, Pool, failures
+from tests.distributed.rank_pool import Check, Pool, Results, failures
 from tests.house import ROOT, modules
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
-EVERYWHERE = [*checks.DEFAULT, *residual_checks.DEFAULT]
+ROUNDS = (  # groups that run at a time: ranks, first process, random products, tolerances
+    ((2, 0, 400, 110), (2, 2, 400, 110)), ((3, 0, 240, 70), (1, 3, 800, 170)), ((4, 0, 160, 40),),
+)  # fmt: skip
+RANDOM = (checks.check_products, residual_checks.check_tolerances)
 CHECKS: dict[int, list[Check]] = {  # the others run in test_distributed_long
-    1: [checks.check_products, checks.check_parallel_styles, residual_checks.check_tolerances, residual_checks.check_tall],
-    2: [*EVERYWHERE, *(check for check in training_checks.DEFAULT if check is not training_checks.check_graphs)],
-    3: [checks.check_nnz_balances, checks.check_products, checks.check_sddmm, checks.check_attention,
+    1: [checks.check_parallel_styles, residual_checks.check_tall],
+    2: [check for check in (*checks.DEFAULT, *residual_checks.DEFAULT, *training_checks.DEFAULT)
+        if check not in (*RANDOM, training_checks.check_graphs)],
+    3: [checks.check_nnz_balances, checks.check_sddmm, checks.check_attention,
         checks.check_keys_have_the_scales_of_one_process,
         checks.check_bytes_equal_the_model, checks.check_errors, residual_checks.check_reports_are_equal,
         residual_checks.check_error_on_all_ranks_or_none, residual_checks.check_a_rank_that_would_plan_otherwise],
-    4: [checks.check_shard_and_unshard, checks.check_products, checks.check_dense_styles,
+    4: [checks.check_shard_and_unshard, checks.check_dense_styles,
         residual_checks.check_digits_equal_one_process, residual_checks.check_disagreement,
         residual_checks.check_residual_styles],
 }  # fmt: skip
-Results = list[list[tuple[bool, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +50,28 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
+def random_results(pool: Pool) -> list[Results]:
+    """Results of random products and tolerances; groups beside each other, for they wait most of the time."""
+    found: list[Results] = []
+    for groups in ROUNDS:
+        waiting = []
+        for ranks, at, *counts in groups:
+            calls = [(check, (10000 * ranks + 1000 * at, n)) for check, n in zip(RANDOM, counts, strict=True)]
+            waiting.append(pool.start(ranks, calls, at=at))
+        found += [each() for each in waiting]
+    return found
+
+
+@pytest.fixture(scope="module")
 def results(pool: Pool) -> dict[int, Results]:
-    """Results of all checks, which run in one group per number of ranks."""
-    return {ranks: pool.run(ranks, [(check, ()) for check in each]) for ranks, each in CHECKS.items()}
+    """Results of all checks, two groups at a time: those of two ranks by halves, three ranks beside one."""
+    jobs = {ranks: [(check, ()) for check in each] for ranks, each in CHECKS.items()}
+    half = -len(training_checks.DEFAULT)
+    halves = pool.start(2, jobs[2][:half]), pool.start(2, jobs[2][half:], at=2)
+    found = {2: [a + b for a, b in zip(*(each() for each in halves), strict=True)]}
+    beside = pool.start(3, jobs[3]), pool.start(1, jobs[1], at=3)
+    found[3], found[1] = (each() for each in beside)
+    return {**found, 4: pool.run(4, jobs[4])}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +81,17 @@ def results(pool: Pool) -> dict[int, Results]:
 def test_ranks_agree_with_one_process(check: Check, ranks: int, results: dict[int, Results]) -> None:
     text = failures(results[ranks], CHECKS[ranks].index(check))
     assert not text, text
+
+
+def test_two_thousand_products_are_equal_and_no_tolerance_of_500_is_missed(random_results: list[Results]) -> None:
+    for found in random_results:
+        for i in range(2):
+            assert not failures(found, i), failures(found, i)
+        assert all(each == found[0] for each in found)  # the same on every rank
+    of_rank_0 = [found[0] for found in random_results]
+    assert sum(products for (_, products), _ in of_rank_0) == 2000
+    within, missed, raised = (sum(counts[i] for _, (_, counts) in of_rank_0) for i in range(3))
+    assert (within + missed + raised, missed) == (500, 0) and within > 300, (within, missed, raised)
 
 
 def test_two_ranks_save_and_one_to_three_load(pool: Pool, tmp_path: Path) -> None:
@@ -99,14 +131,14 @@ def die(mesh: DeviceMesh, what: str, folder: str) -> float:
 def test_a_killed_rank_ends_the_others(what: str, tmp_path: Path) -> None:
     pool, seconds = Pool(3), 20.0
     try:
-        for pipe in pool.pipes:
-            pipe.send((3, str(tmp_path / "store"), [(die, (what, str(tmp_path)))], seconds))
+        waiting = pool.start(3, [(die, (what, str(tmp_path)))], seconds)
         for rank in (0, 2):
             assert pool.pipes[rank].poll(120), f"rank {rank} hangs"
             ((passed, result),) = pool.pipes[rank].recv()
             assert passed and result < 2 * seconds, result
     finally:
         pool.close()
+        del waiting  # and the file where the ranks met
     if what == "save":  # nothing half-written counts as a checkpoint, and the one before is whole
         assert (tmp_path / "first" / ".metadata").exists() and not (tmp_path / "second" / ".metadata").exists()
         state = {"x": torch.zeros(40, 48)}
