@@ -188,9 +188,3 @@ def test_page_on_mma_shapes_quotes_the_example() -> None:
     assert quoted
     for block in quoted:
         assert block in example
-
-
-def test_the_distributed_example_runs_as_one_process() -> None:
-    text = script("examples/distributed_mlp.py", "--quick", OMP_NUM_THREADS="1")
-    assert text.startswith("1 processes, gloo, cpu")
-    assert [line.rsplit("  ", 1)[-1].strip() for line in text.splitlines()[2:5]] == ["equal"] * 3

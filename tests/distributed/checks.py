@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from magicube_cutlass.distributed.attention import gathered_keys
 from magicube_cutlass.distributed.collectives import chunk_bounds
 from magicube_cutlass.distributed.cost_model import LinearShape, traffic
 from tests.distributed import problems
+from tests.house import ROOT
 
 
 def generator(seed: int) -> torch.Generator:
@@ -349,8 +351,16 @@ def check_errors(mesh: DeviceMesh) -> None:
     assert "features on this rank" in raises(ValueError, cut_layer, torch.randn(3, 41))
 
 
+def check_the_example(mesh: DeviceMesh) -> None:
+    """``examples/distributed_mlp.py``, but for its command line, which test_distributed_long runs."""
+    compare = runpy.run_path(str(ROOT / "examples" / "distributed_mlp.py"))["compare"]
+    rows = compare(mesh, 96, 24, 1)
+    assert [row[-1] for row in rows[:3]] == ["equal"] * 3 and len(rows) == 5, rows
+    assert all(row[-1] == "equal" or float(row[-1].split()[1]) < 0.02 for row in rows[3:]), rows
+
+
 DEFAULT = [
     check_shard_and_unshard, check_nnz_balances, check_products, check_partial_sums, check_sddmm, check_parallel_styles,
     check_tokens_that_are_not_finite, check_dense_styles, check_attention, check_keys_have_the_scales_of_one_process,
-    check_queries_run_the_kernel_of_all, check_bytes_equal_the_model, check_errors,
+    check_queries_run_the_kernel_of_all, check_bytes_equal_the_model, check_errors, check_the_example,
 ]  # fmt: skip
