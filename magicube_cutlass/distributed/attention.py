@@ -18,7 +18,7 @@ from magicube_cutlass.attention.api import AttentionOptions, check_masks, rename
 from magicube_cutlass.attention.cpu_fused import flat_bias
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale
 from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle
-from magicube_cutlass.distributed.collectives import check_mesh, chunk_bounds, gather, gather_bytes, sizes_of
+from magicube_cutlass.distributed.collectives import check_mesh, chunk_bounds, gather, sizes_of, start_gather
 from magicube_cutlass.distributed.slices import as_dtensor, quantize_slices, slice_scale
 from magicube_cutlass.formats.pattern import Pattern
 
@@ -181,7 +181,7 @@ def gathered_keys(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh, *, may_sh
     ]
     assert parts[0].scale is not None
     sent = [parts[0].data, parts[0].scale, parts[1].data]  # (L_r * matrices, ...)
-    found = gather_bytes(sent, [size * lead.numel() for size in sizes], mesh)
+    found = start_gather(sent, [size * lead.numel() for size in sizes], mesh)()
     ints, scale, values = (each.view(length, *lead, each.shape[-1]).movedim(0, -2).contiguous() for each in found)
     return Keys(ints, scale, alike, values, slice_scale(v_top.reshape(-1, 1), 8).view(*lead, 1, 1))
 

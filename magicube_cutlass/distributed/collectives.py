@@ -162,22 +162,15 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     return finish
 
 
-def gather_bytes(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> list[Tensor]:
-    """Return, for each of several tensors of one length, the parts of all ranks: one message of int8."""
-    return start_gather(parts, sizes, mesh)()
-
-
 def gather(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
     """Return the parts (sizes[rank], ...) of all ranks as one tensor (sum(sizes), ...)."""
-    return gather_bytes([x], sizes, mesh)[0]
+    return start_gather([x], sizes, mesh)()[0]
 
 
 def all_reduce(x: Tensor, op: str, mesh: DeviceMesh) -> Tensor:
     """Return the ``"sum"`` or ``"max"`` over ranks; may write it to `x`."""
     if mesh.size() == 1:
         return x
-    if x.ndim == 2 and not x.is_contiguous() and x.mT.is_contiguous():
-        return all_reduce(x.mT, op, mesh).mT
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return fc.all_reduce(x, op, mesh)

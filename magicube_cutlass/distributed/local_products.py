@@ -125,16 +125,13 @@ class SparsePart(LayerPart):
         self.plain = matrix if matrix.scale is None else matrix._rows(matrix.pattern, matrix.vectors(), None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the format."""
         return self.matrix._tensors()
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> SparsePart:
-        """Return the part with its tensors elsewhere."""
         made: Any = type(self.matrix)(**tensors, **self.matrix._fields())
         return SparsePart(made._trust(), self.bounds)
 
     def remade(self, weight: Tensor, rowwise: bool, mesh: DeviceMesh) -> SparsePart:
-        """Return the integers of another master at the same pattern."""
         pattern, bits = self.matrix.pattern, self.matrix.bits or 8
         values = _check_values(vectors_at(weight.detach(), pattern), pattern)
         shared = (lambda top: all_reduce(top, "max", mesh)) if rowwise else None
@@ -142,7 +139,6 @@ class SparsePart(LayerPart):
         return SparsePart(SRBCRS._from_parts(Parts(pattern, ints, scale), bits, True, STRIDE), self.bounds)
 
     def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
-        """Multiply by the call of a layer of one process."""
         if not (x.numel() and self.shape[0]):
             return self.multiply(Slices(x.to(torch.int8), None, 8), x.dtype, bias)
         if x.is_cuda and not torch.compiler.is_compiling():
@@ -150,11 +146,9 @@ class SparsePart(LayerPart):
         return spmm_of(self.matrix, x.mT, None, bias, bits, 0, act_scale, None).mT
 
     def gradient_of_input(self, grad: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
-        """Multiply by the transpose."""
         return through_transpose(self.matrix, times(grad.mT, self.matrix.scale), dtype, bits).mT
 
     def gradient_of_weight(self, grad: Tensor, tokens: Slices, bits: int | None) -> Tensor:
-        """Multiply at the pattern; zero elsewhere."""
         pattern = self.matrix.pattern
         return dense_of(gradient_of_values(grad.mT, tokens.operand().mT, pattern, bits), pattern)
 
@@ -174,23 +168,19 @@ class DensePart(LayerPart):
         self._whole: DenseProduct | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return data and scale."""
         assert self.scale is not None
         return {"data": self.data, "scale": self.scale}
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> DensePart:
-        """Return the part with its tensors elsewhere."""
         return DensePart(tensors["data"], tensors["scale"], self.bounds)
 
     def remade(self, weight: Tensor, rowwise: bool, mesh: DeviceMesh) -> DensePart:
-        """Return the integers of another master."""
         weight = weight.detach()
         made = quantize_slices(weight.float(), 8, largest(weight, mesh) if rowwise else None)
         assert made.scale is not None
         return DensePart(made.data, made.scale, self.bounds)
 
     def run(self, x: Tensor, bias: Tensor | None, bits: int, act_scale: Tensor | None) -> Tensor:
-        """Multiply by the call of a :class:`magicube_cutlass.nn.QuantLinear`."""
         if x.numel() and self.shape[0] and not torch.compiler.is_compiling():
             if self._whole is None:
                 assert self.scale is not None
@@ -208,11 +198,9 @@ class DensePart(LayerPart):
         return scaled(sums, act_scale, self.scale.mT, bias, dtype)
 
     def gradient_of_input(self, grad: Tensor, dtype: torch.dtype, bits: int | None) -> Tensor:
-        """Multiply by the dequantized weight in float32."""
         return (grad.float() @ times(self.data, self.scale)).to(dtype)
 
     def gradient_of_weight(self, grad: Tensor, tokens: Slices, bits: int | None) -> Tensor:
-        """Multiply by the dequantized tokens in float32."""
         return grad.float().mT @ times(tokens.data, tokens.scale)
 
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor:

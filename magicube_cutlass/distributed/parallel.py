@@ -50,9 +50,16 @@ class _Style(ParallelStyle):
 
     kinds: tuple[type[nn.Module], ...]
     rowwise: bool
-    input_layouts: Placement
-    output_layouts: Placement
-    use_local_output: bool
+
+    def __init__(self, inputs: Placement, outputs: Placement, use_local_output: bool) -> None:
+        super().__init__()
+        self.input_layouts, self.output_layouts, self.use_local_output = inputs, outputs, use_local_output
+        pair = (("output_layouts", outputs), ("input_layouts", inputs))
+        (inner_name, inner), (outer_name, outer) = pair[::-1] if self.rowwise else pair
+        if inner not in (Shard(-1), Replicate()):
+            raise ValueError(f"{inner_name} must be Shard(-1) or Replicate(), got {inner}")
+        if not isinstance(outer, (Replicate, Shard)) or outer == Shard(-1):
+            raise ValueError(f"{outer_name} must be Replicate() or Shard(dim) of tokens, got {outer}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = check_mesh(device_mesh)
@@ -120,15 +127,8 @@ class _Colwise(_Style):
         use_local_output: bool = True,
         chunks: int = 1,
     ) -> None:
-        super().__init__()
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Shard(-1)
-        self.use_local_output = use_local_output
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
         self.chunks = chunks
-        if self.output_layouts not in (Shard(-1), Replicate()):
-            raise ValueError(f"output_layouts must be Shard(-1) or Replicate(), got {self.output_layouts}")
-        if not isinstance(self.input_layouts, (Replicate, Shard)) or self.input_layouts == Shard(-1):
-            raise ValueError(f"input_layouts must be Replicate() or Shard(dim) of tokens, got {self.input_layouts}")
         if chunks < 1:
             raise ValueError(f"chunks must be at least 1, got {chunks}")
 
@@ -184,15 +184,8 @@ class _Rowwise(_Style):
         use_local_output: bool = True,
         reduce: Reduce = "exact",
     ) -> None:
-        super().__init__()
-        self.input_layouts = input_layouts or Shard(-1)
-        self.output_layouts = output_layouts or Replicate()
-        self.use_local_output = use_local_output
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
         self.reduce = reduce
-        if self.input_layouts not in (Shard(-1), Replicate()):
-            raise ValueError(f"input_layouts must be Shard(-1) or Replicate(), got {self.input_layouts}")
-        if not isinstance(self.output_layouts, (Replicate, Shard)) or self.output_layouts == Shard(-1):
-            raise ValueError(f"output_layouts must be Replicate() or Shard(dim) of tokens, got {self.output_layouts}")
         if reduce not in ("exact", "bfloat16", "int8"):
             raise ValueError(f"reduce must be 'exact', 'bfloat16' or 'int8', got {reduce!r}")
 

@@ -15,8 +15,8 @@ from magicube_cutlass.distributed.collectives import (
     chunk_bounds,
     digest,
     gather,
-    gather_bytes,
     sizes_of,
+    start_gather,
 )
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import indexable_view
@@ -186,7 +186,7 @@ def unshard(A: ShardedMatrix) -> Matrix:
     sizes = gather(count, [1] * mesh.size(), mesh).tolist()
     rows, cols, vectors = _coordinates(A)
     movable = indexable_view(vectors)
-    rows, cols, movable = gather_bytes([rows, cols, movable], sizes, mesh)
+    rows, cols, movable = start_gather([rows, cols, movable], sizes, mesh)()
     keys = rows * A.shape[1] + cols  # of elements' first rows, which need no multiple of V
     return _assembled(A, keys, movable.view(vectors.dtype), _whole_scale(A))
 

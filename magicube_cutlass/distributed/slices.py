@@ -17,7 +17,6 @@ from magicube_cutlass.distributed.collectives import (
     all_reduce,
     chunk_bounds,
     exchange_all,
-    gather_bytes,
     start_gather,
 )
 from magicube_cutlass.ops import torch_ops as library
@@ -106,7 +105,7 @@ def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
         data, scale = (exchange_all(each, bounds, mesh) for each in (sent.data, sent.scale))
     else:
         ranks = mesh.size()
-        found = gather_bytes([sent.data, sent.scale], [sent.data.shape[0]] * ranks, mesh)
+        found = start_gather([sent.data, sent.scale], [sent.data.shape[0]] * ranks, mesh)()
         data, scale = (list(each.chunk(ranks)) for each in found)
     total = data[0] * scale[0].float()
     for ints, of_ints in zip(data[1:], scale[1:], strict=True):
