@@ -26,6 +26,7 @@ from magicube_cutlass.autograd.integer import (
     vectors_at,
 )
 from magicube_cutlass.dispatch.cpu_linear import kind_of
+from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.distributed.collectives import all_reduce
 from magicube_cutlass.distributed.slices import Slices, largest, quantize_slices, scaled, sum_dtype
 from magicube_cutlass.formats.bcrs import BCRS
@@ -204,8 +205,8 @@ class DensePart(LayerPart):
         return grad.float().mT @ times(tokens.data, tokens.scale)
 
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        if not x.data.is_cuda:
-            return self.scale_sums(self._sums(x, torch.int32), x.scale, bias, dtype)
+        if not x.data.is_cuda or torch.compiler.is_compiling():
+            return self.scale_sums(self.sums(x, self.shape[1]), x.scale, bias, dtype)
         rows, columns = (None if each is None else each.reshape(-1) if each.ndim else each
                          for each in (x.scale, self.scale))  # fmt: skip
         found: Tensor = gemm(
@@ -214,5 +215,18 @@ class DensePart(LayerPart):
         return found
 
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
-        found: Tensor = gemm(x.data, self.data.mT, out_dtype=dtype)
+        run: Any = _int8_sums if torch.compiler.is_compiling() else _gemm
+        found: Tensor = run(x.data, self.data, dtype)
         return found
+
+
+def _gemm(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums (tokens, out) of int8 rows, for graphs too."""
+    return gemm(x, weight.mT, out_dtype=dtype)
+
+
+def _fake_gemm(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+_int8_sums = register_op("magicube::int8_sums", _gemm, _fake_gemm)

@@ -221,23 +221,25 @@ def check_save_and_load_here(mesh: DeviceMesh) -> None:
 def check_graphs(mesh: DeviceMesh) -> None:
     """A compiled tensor-parallel model has one graph, with the same collectives and bits."""
     x = torch.randn(12, 40, generator=generator(3))
-    plan: dict[str, Any] = {
-        "0": md.SparseColwise(input_layouts=Shard(0), chunks=2),
-        "2": md.SparseRowwise(output_layouts=Shard(0)),
-    }
-    made = parallelize_module(model(), mesh, plan)
     rank, part = mesh.get_local_rank(), 12 // mesh.size()
     own = x[rank * part : (rank + 1) * part]
-    graphs: list[Any] = []
+    for build, first, second in (
+        (model, md.SparseColwise, md.SparseRowwise),
+        (lambda: quant_mlp().eval(), md.QuantColwise, md.QuantRowwise),
+    ):
+        plan: dict[str, Any] = {
+            "0": first(input_layouts=Shard(0), chunks=2), "2": second(output_layouts=Shard(0))}  # fmt: skip
+        made = parallelize_module(build(), mesh, plan)
+        graphs: list[Any] = []
 
-    def record(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
+        def record(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Callable[..., Any]:
+            graphs.append(graph)
+            return graph.forward
 
-    with torch.no_grad():
-        compiled = torch.compile(copy.copy(made), backend=record, fullgraph=True)
-        assert torch.equal(compiled(own), made(own))
-    assert len(graphs) == 1
+        with torch.no_grad():
+            compiled = torch.compile(copy.copy(made), backend=record, fullgraph=True)
+            assert torch.equal(compiled(own), made(own))
+        assert len(graphs) == 1
 
 
 DEFAULT = [
