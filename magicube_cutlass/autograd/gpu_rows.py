@@ -9,7 +9,8 @@ from magicube_cutlass.autograd.integer import quantized, spmm_of
 from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
-from magicube_cutlass.ops.spmm import floats_record
+from magicube_cutlass.ops.spmm import floats_record, quantized_rows_record
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _TENSORS = {Tensor, nn.Parameter}
 
@@ -49,3 +50,29 @@ def sparse_rows(
                 return y
         product = spmm_of(matrix, columns, None, bias, act_bits, 0, act_scale, grad_bits, False)  # (M, N)
     return product.mT.contiguous().view(*x.shape[:-1], matrix.shape[0])
+
+
+def multiply_rows(
+    matrix: SRBCRS, x: QuantTensor, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None
+) -> Tensor | None:
+    """Return ``x A^T + bias``, contiguous (N, M), for int8 rows `x` (N, K) with scales on a GPU, by a record.
+
+    None for operands that have none. `out`: contiguous rows to write it to.
+    """
+    data, scale = x.data, x.scale
+    if has_dispatch_mode() or x.bits != 8 or not data.numel() or not data.is_contiguous():
+        return None
+    if scale is None or scale.dtype != torch.float32 or not scale.is_contiguous() or dtype == torch.float64:
+        return None
+    key = "quantized rows", data.shape, dtype, data.get_device(), scale.ndim
+    record = matrix._execution.get(RECORDS, NO_RECORDS).get(key)
+    y: Tensor | None = None
+    if record is not None and is_current(matrix, matrix._seen):
+        y = record(data, scale, bias, out)
+    if y is None:
+        record = quantized_rows_record(matrix, x.mT, dtype, bias)
+        if record is None:
+            return None
+        keep_record(matrix._execution, key, record)
+        y = record(data, scale, bias, out)
+    return y

@@ -108,3 +108,52 @@ class QuantizedSpmm:
         if self._transposes:
             transpose(product, out.mT)
         return ()
+
+
+class QuantizedRowsSpmm:
+    """``(A x^T * scale + bias)^T`` for one matrix and one shape of quantized rows: contiguous rows (N, M).
+
+    Parameters
+    ----------
+    problem : SpmmProblem
+        A checked product of the matrix and the transpose (K, N) of rows of int8.
+    kernel : str
+        Its config.
+    packed : list of Tensor
+        What the kernel reads of the matrix.
+    bias : Tensor, shape (M,), optional
+        As the caller holds it.
+    """
+
+    def __init__(self, problem: SpmmProblem, kernel: str, packed: list[Tensor], bias: Tensor | None) -> None:
+        self.bias = bias
+        self._seen = stamp(self, ("bias",))
+        self._float_bias, self._row_scale = problem.bias, problem.row_scale
+        self._kernel, self._packed, self._transposes = kernel, packed, not spmm_config(kernel).transposed
+        shape = problem.n, problem.matrix.shape[0]
+        self._like = torch.empty(1, dtype=problem.out_dtype, device=problem.matrix.device).expand(shape)  # (N, M)
+        self._replays = Kept(_REPLAYS)
+
+    def __call__(self, x: Tensor, scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
+        """Return the product of rows `x` (N, K) and their scales () or (N, 1); None if the bias is another one."""
+        if bias is not self.bias or not is_current(self, self._seen):
+            return None
+        if out is None:
+            out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+        addresses = x.data_ptr(), out.data_ptr(), 0 if scale is None else scale.data_ptr()
+        self._replays.run(None, addresses, out.device, lambda: self._launch(x, scale, out))
+        return out
+
+    def _launch(self, x: Tensor, scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        rows, product = cuda.to_row_major(x.mT), out.mT  # (K, N), (M, N)
+        if self._transposes:
+            product = workspace.empty(tuple(product.shape), out.dtype, out.device)
+        factor = scale if scale is None or not scale.ndim else scale.reshape(-1)
+        dense = DenseOperand(rows, _BITS, True, -2, -1)
+        cuda.spmm(
+            self._kernel, self._packed, dense, x.shape[1], product, self._row_scale, factor, self._float_bias, pdl=True,
+            padded=True,
+        )  # fmt: skip
+        if self._transposes:
+            transpose(product, out)
+        return ()

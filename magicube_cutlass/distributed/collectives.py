@@ -113,6 +113,12 @@ def _padded(x: Tensor, length: int) -> Tensor:
     return x if x.shape[0] == length else torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])
 
 
+def _is_of_words(x: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return x.numel() * x.element_size() % 8 == x.storage_offset() * x.element_size() % 8 == 0 and x.is_contiguous()
+
+
 def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], list[Tensor]]:
     """Start an all-gather of several tensors of one length in one message of int8.
 
@@ -135,9 +141,12 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     if ranks == 1 or longest == 0:
         return lambda: rows
     order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())  # each begins where its dtype may
-    raw = [rows[i].reshape(-1).view(torch.int8) for i in order]
-    spare = -sum(each.numel() for each in raw) % ALIGNMENT
-    flat = torch.cat([*raw, raw[0].new_empty(spare)]) if spare or len(raw) > 1 else raw[0]  # (bytes,)
+    # copies of bytes are slow on a GPU, those of words are not
+    unit = torch.int64 if len(rows) > 1 and all(map(_is_of_words, rows)) else torch.int8
+    raw = [rows[i].reshape(-1).view(torch.int8).view(unit) for i in order]
+    spare = 0 if unit == torch.int64 else -sum(each.numel() for each in raw) % ALIGNMENT
+    flat = torch.cat([*raw, raw[0].new_empty(spare)]) if spare or len(raw) > 1 else raw[0]
+    flat = flat.view(torch.int8)  # (bytes,)
     work = None
     if torch.compiler.is_compiling():
         every = _gather_in_graph(flat, 0, mesh)
@@ -148,14 +157,15 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     def finish() -> list[Tensor]:
         if work is not None:
             work.wait()
-        found, begin, table = list(rows), 0, every.view(ranks, -1)
+        found, begin, table = list(rows), 0, every.view(unit).view(ranks, -1)
         for i, bytes_of in zip(order, raw, strict=True):
             row, end = rows[i], begin + bytes_of.numel()
-            of_ranks = table[:, begin:end].view(row.dtype).view(ranks, *row.shape)
-            even = min(sizes) == longest
-            found[i] = (
-                of_ranks.flatten(0, 1) if even else torch.cat([x[:n] for x, n in zip(of_ranks, sizes, strict=True)])
-            )
+            of_ranks = table[:, begin:end]  # (ranks, units)
+            if min(sizes) == longest:
+                found[i] = of_ranks.flatten().view(row.dtype).view(-1, *row.shape[1:])
+            else:
+                parts_of = of_ranks.view(row.dtype).view(ranks, *row.shape)
+                found[i] = torch.cat([part[:size] for part, size in zip(parts_of, sizes, strict=True)])
             begin = end
         return found
 
@@ -171,6 +181,8 @@ def all_reduce(x: Tensor, op: str, mesh: DeviceMesh) -> Tensor:
     """Return the ``"sum"`` or ``"max"`` over ranks; may write it to `x`."""
     if mesh.size() == 1:
         return x
+    if x.ndim == 2 and not x.is_contiguous() and x.mT.is_contiguous():
+        return all_reduce(x.mT, op, mesh).mT
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return fc.all_reduce(x, op, mesh)

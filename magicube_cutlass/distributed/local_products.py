@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cute_kernels.gemm.api import gemm
-from magicube_cutlass.autograd.gpu_rows import sparse_rows
+from magicube_cutlass.autograd.gpu_rows import multiply_rows, sparse_rows
 from magicube_cutlass.autograd.integer import (
     STRIDE,
     _check_values,
@@ -25,6 +25,7 @@ from magicube_cutlass.autograd.integer import (
     times,
     vectors_at,
 )
+from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.distributed.collectives import all_reduce
@@ -104,9 +105,11 @@ class LayerPart(ABC):
         return f"{self.shape[0]} x {self.shape[1]}"
 
 
-def _rows(product: Tensor, out: Tensor | None = None) -> Tensor:
-    """The product (M, N) of a kernel as rows (N, M): contiguous on a GPU, by one launch."""
-    if not product.is_cuda or torch.compiler.is_compiling() or product.element_size() not in (2, 4):
+def rows_of(product: Tensor, out: Tensor | None = None) -> Tensor:
+    """The product (M, N) of a kernel as rows (N, M): contiguous on a GPU, by one launch; `out`: where to."""
+    if not product.is_cuda or not product.is_contiguous() or product.element_size() not in (2, 4) or (
+        torch.compiler.is_compiling() or has_dispatch_mode() or not product.numel()
+    ):  # fmt: skip
         return product.mT
     from cute_kernels.convert.transpose import transpose
 
@@ -118,6 +121,8 @@ def _rows(product: Tensor, out: Tensor | None = None) -> Tensor:
 
 class SparsePart(LayerPart):
     """Of a sparse weight."""
+
+    rows_by_record = False  # products of gathered integers by the kernels that write rows; has not run on a GPU
 
     def __init__(self, matrix: SRBCRS | BCRS, bounds: tuple[int, ...]) -> None:
         matrix = matrix if isinstance(matrix, SRBCRS) else matrix.to_srbcrs()
@@ -154,10 +159,14 @@ class SparsePart(LayerPart):
         return dense_of(gradient_of_values(grad.mT, tokens.operand().mT, pattern, bits), pattern)
 
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        return _rows(_product(self.matrix, x.operand().mT, dtype, bias), out)
+        if self.rows_by_record and x.data.is_cuda and not torch.compiler.is_compiling():
+            found = multiply_rows(self.matrix, x.operand(), dtype, bias, out)
+            if found is not None:
+                return found
+        return rows_of(_product(self.matrix, x.operand().mT, dtype, bias), out)
 
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
-        return _rows(early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype))
+        return early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype).mT
 
 
 class DensePart(LayerPart):

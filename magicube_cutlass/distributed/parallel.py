@@ -22,10 +22,9 @@ from magicube_cutlass.distributed.collectives import (
     chunk_bounds,
     digest,
     gather,
-    reduce_scatter,
     sizes_of,
 )
-from magicube_cutlass.distributed.local_products import DensePart, LayerPart, SparsePart
+from magicube_cutlass.distributed.local_products import DensePart, LayerPart, SparsePart, rows_of
 from magicube_cutlass.distributed.sharded import shard
 from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
 from magicube_cutlass.distributed.slices import (
@@ -33,6 +32,7 @@ from magicube_cutlass.distributed.slices import (
     as_dtensor,
     largest,
     plus,
+    scatter_tokens,
     start_slices,
     sum_of_int8,
 )
@@ -212,17 +212,17 @@ class _Rowwise(_Style):
             sums = part.sums(ints, part.bounds[-1])  # (tokens, out), of this rank's inputs
         else:
             sums = part.multiply(ints, torch.bfloat16 if self.reduce == "bfloat16" else torch.float32, None)
-        whole = sums.reshape(*tokens, -1) if scatters else sums
+        inner = tokens[1:].numel()
         if self.reduce == "int8":
-            total = sum_of_int8(sums.view(*tokens, -1), mesh, scatters)
+            total = sum_of_int8(sums.reshape(*tokens, -1), mesh, scatters).view(-1, sums.shape[1])
         else:
-            total = reduce_scatter(whole, mesh) if scatters else all_reduce(whole, "sum", mesh)
-        total = total.reshape(-1, sums.shape[1])  # (tokens_r, out)
+            total = scatter_tokens(sums, inner, mesh) if scatters else all_reduce(sums, "sum", mesh)
         if self.reduce == "exact":
             if scatters and scale is not None and scale.ndim:
-                bounds, rank, inner = chunk_bounds(tokens[0], mesh.size()), mesh.get_local_rank(), tokens[1:].numel()
+                bounds, rank = chunk_bounds(tokens[0], mesh.size()), mesh.get_local_rank()
                 scale = scale[bounds[rank] * inner : bounds[rank + 1] * inner]
             y = part.scale_sums(total, scale, layer.bias_value, dtype)
+            y = y if y.is_contiguous() else rows_of(y.mT)
         else:
             y = plus(total, layer.bias_value, dtype)
         return y.reshape(-1, *tokens[1:], y.shape[-1])

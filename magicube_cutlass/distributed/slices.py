@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.nn.functional import pad
 
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.distributed.collectives import (
     all_reduce,
     chunk_bounds,
     exchange_all,
+    reduce_scatter,
     start_gather,
 )
 from magicube_cutlass.ops import torch_ops as library
@@ -95,6 +97,21 @@ def start_slices(x: Slices, sizes: Sequence[int], mesh: DeviceMesh) -> Callable[
     return joined
 
 
+def scatter_tokens(sums: Tensor, inner: int, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over ranks of the tokens of this rank's ``Shard(0)``, `inner` tokens each: (tokens_r, out).
+
+    Sums that lie in memory as (out, tokens) stay so: blocks of columns are sent, and nothing is transposed.
+    """
+    tokens, out = sums.shape
+    if mesh.size() == 1 or sums.is_contiguous() or not sums.mT.is_contiguous():
+        return reduce_scatter(sums.reshape(-1, inner, out), mesh).reshape(-1, out) if inner else sums
+    bounds, rank = chunk_bounds(tokens // max(inner, 1), mesh.size()), mesh.get_local_rank()
+    step = bounds[1] * inner
+    whole = sums.mT if tokens == step * mesh.size() else pad(sums.mT, (0, step * mesh.size() - tokens))
+    blocks = whole.view(out, mesh.size(), step).movedim(1, 0)  # (ranks, out, step)
+    return reduce_scatter(blocks, mesh)[0, :, : (bounds[rank + 1] - bounds[rank]) * inner].mT
+
+
 def sum_of_int8(x: Tensor, mesh: DeviceMesh, scatters: bool) -> Tensor:
     """Return sums (S, ..., out) of floats that travel as int8 with a scale per token, added in the order of ranks."""
     sent = quantize_slices(x.reshape(-1, x.shape[-1]), 8)
@@ -147,9 +164,9 @@ def plus(x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``x + bias`` in another dtype; added in float32, or wider if `x` is, in one pass."""
     if bias is None:
         return x.to(dtype)
-    bias = bias.to(torch.promote_types(x.dtype, torch.float32))
-    if x.dtype == dtype and bias.dtype == dtype:
+    if x.dtype == bias.dtype == dtype:  # added in float32 and rounded once, also for 16-bit floats
         return x.add_(bias)
+    bias = bias.to(torch.promote_types(x.dtype, torch.float32))
     if torch.compiler.is_compiling():
         return (x + bias).to(dtype)
     return torch.add(x, bias, out=torch.empty_like(x, dtype=dtype))
