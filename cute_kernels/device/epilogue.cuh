@@ -84,4 +84,26 @@ __device__ __forceinline__ void write_run(const Total (&run)[kCount], Out* to, i
   }
 }
 
+// Store kCount consecutive results of one row added to those `before`; as write_run, for float32.
+template <bool kTogether, class Total, int kCount>
+__device__ __forceinline__ void add_run(const Total (&run)[kCount], const float (&before)[kCount], float* to, int inside,
+                                        float row_scale, const float (&col_scale)[kCount]) {
+  constexpr int kPart = kCount < 4 ? kCount : 4;
+  using Word = typename Store<kPart * 4>::type;
+  alignas(16) float sum[kCount];
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; ++i) sum[i] = scaled(run[i], row_scale, col_scale[i], before[i]);
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; i += kPart) {
+    if constexpr (kTogether) {
+      *reinterpret_cast<Word*>(to + i) = *reinterpret_cast<const Word*>(sum + i);
+    } else {
+      CUTE_UNROLL
+      for (int j = i; j < i + kPart; ++j) {
+        if (j < inside) to[j] = sum[j];
+      }
+    }
+  }
+}
+
 }  // namespace magicube

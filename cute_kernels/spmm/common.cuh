@@ -1,6 +1,7 @@
 // SpMM: what the gather and the panel kernel share.
 //
-// Formula: C = row_scale * col_scale * (A B) + bias, with A sparse (V x 1 vectors) and B dense, row-major.
+// Formula: C = row_scale * col_scale * (A B) + bias, with A sparse (V x 1 vectors) and B dense, row-major. C::kAccumulate: added to
+// the float32 C.
 // Architectures: sm_80 and later (mma.sync, ldmatrix.trans).
 // Work: a group is K vectors of one vector row, K of the MMA. A warp multiplies groups by N tiles of kTileNBytes bytes of
 // the gathered rows of B.
@@ -237,6 +238,43 @@ struct Accumulators {
 template <class Shape>
 constexpr int64_t kSafeGroups = 32768 / Shape::kK;
 
+// What the results of a lane are added to: (units, 2 rows) of one row tile. Loaded before the groups are multiplied, so that its
+// latency is hidden.
+template <class C, bool kAdds = C::kAccumulate>
+struct Before {
+  __device__ void load(const SpmmOperands&, int64_t, int64_t, int, int64_t, int) {}
+};
+
+template <class C>
+struct Before<C, true> {
+  using S = SpmmShape<C>;
+  static constexpr int kSubs = S::Units::kSubs;
+  float value[S::kUnits][2];
+
+  __device__ void load(const SpmmOperands& at, int64_t batch, int64_t vector_row, int tile, int64_t n0, int lane) {
+    const int64_t first = n0 + lane / 4 * kSubs, row = vector_row * C::kVector + tile * 8 + lane % 4 * 2;
+    const float* const out = static_cast<const float*>(at.out) + batch * at.rows * at.n;
+    const bool fits = S::kTileRows == 8 || lane % 4 * 2 < S::kTileRows;
+    const bool both = row + 1 < at.rows && (S::kTileRows == 8 || lane % 4 * 2 + 1 < S::kTileRows);
+    CUTE_UNROLL
+    for (int u = 0; u < S::kUnits; ++u) {
+      const int64_t column = first + u / kSubs * 8 * kSubs + u % kSubs;
+      const bool exists = fits && row < at.rows && column < at.n;
+      if constexpr (C::kTransposedOut) {
+        if (exists && both && at.rows % 2 == 0) {
+          *reinterpret_cast<float2*>(value[u]) = *reinterpret_cast<const float2*>(out + column * at.rows + row);
+          continue;
+        }
+      }
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        const bool present = exists && (j == 0 || both);
+        value[u][j] = present ? out[C::kTransposedOut ? column * at.rows + row + j : (row + j) * at.n + column] : 0.0f;
+      }
+    }
+  }
+};
+
 // How a lane stores its columns of a chunk: by vector stores, with a per-tensor or a per-column scale, if all columns or
 // none exist; else column by column with predication.
 enum class RowStore { kPerTensor, kPerColumn, kPredicated };
@@ -265,7 +303,8 @@ __device__ __forceinline__ void load_col_scales(float (&scales)[SpmmShape<C>::Un
 template <class C, RowStore kForm, bool kWhole, class Total>
 __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], const bool (&exists)[2], int64_t inside,
                                            const Total (&total)[SpmmShape<C>::kUnits][2], const float (&row_scale)[2],
-                                           const float* col_scale, int64_t col_scale_stride, const float (&bias)[2]) {
+                                           const float* col_scale, int64_t col_scale_stride, const float (&bias)[2],
+                                           const Before<C>& before) {
   using S = SpmmShape<C>;
   constexpr int kSubs = S::Units::kSubs;
   float scales[kSubs];
@@ -284,8 +323,16 @@ __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], cons
       Total run[kSubs];
       CUTE_UNROLL
       for (int s = 0; s < kSubs; ++s) run[s] = total[c * kSubs + s][j];
-      write_run<kForm != RowStore::kPredicated>(run, to[j] + c * 8 * kSubs, int(inside - c * 8 * kSubs), row_scale[j], scales,
-                                           bias[j]);
+      constexpr bool kTogether = kForm != RowStore::kPredicated;
+      const int remaining = int(inside - c * 8 * kSubs);
+      if constexpr (C::kAccumulate) {
+        float old[kSubs];
+        CUTE_UNROLL
+        for (int s = 0; s < kSubs; ++s) old[s] = before.value[c * kSubs + s][j];
+        add_run<kTogether>(run, old, to[j] + c * 8 * kSubs, remaining, row_scale[j], scales);
+      } else {
+        write_run<kTogether>(run, to[j] + c * 8 * kSubs, remaining, row_scale[j], scales, bias[j]);
+      }
     }
   }
 }
@@ -295,7 +342,8 @@ __device__ __forceinline__ void write_rows(typename C::Out* const (&to)[2], cons
 template <class C, class Total>
 __device__ __forceinline__ void write_transposed(typename C::Out* to, const bool (&exists)[2], int64_t rows, int64_t inside,
                                                  const Total (&total)[SpmmShape<C>::kUnits][2], const float (&row_scale)[2],
-                                                 const float* col_scale, int64_t col_scale_stride, const float (&bias)[2]) {
+                                                 const float* col_scale, int64_t col_scale_stride, const float (&bias)[2],
+                                                 const Before<C>& before) {
   using S = SpmmShape<C>;
   using Out = typename C::Out;
   using Pair = typename Store<2 * sizeof(Out)>::type;
@@ -309,7 +357,10 @@ __device__ __forceinline__ void write_transposed(typename C::Out* to, const bool
     const float scale = col_scale ? col_scale[column * col_scale_stride] : 1.0f;
     alignas(2 * sizeof(Out)) Out two[2];
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) two[j] = convert<Out>(total[u][j], row_scale[j], scale, bias[j]);
+    for (int j = 0; j < 2; ++j) {
+      if constexpr (C::kAccumulate) two[j] = scaled(total[u][j], row_scale[j], scale, before.value[u][j]);
+      else two[j] = convert<Out>(total[u][j], row_scale[j], scale, bias[j]);
+    }
     Out* const at = to + column * rows;
     if (paired) {
       *reinterpret_cast<Pair*>(at) = *reinterpret_cast<const Pair*>(two);
@@ -323,7 +374,7 @@ __device__ __forceinline__ void write_transposed(typename C::Out* to, const bool
 // Write one row tile of a vector row; n0: first column of the N tile.
 template <class C, class Total>
 __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector_row, int tile, int64_t n0, int lane,
-                           const Total (&total)[SpmmShape<C>::kUnits][2]) {
+                           const Total (&total)[SpmmShape<C>::kUnits][2], const Before<C>& before = {}) {
   using S = SpmmShape<C>;
   using Out = typename C::Out;
   const int64_t first = n0 + lane / 4 * S::Units::kSubs;  // first column of this lane in chunk 0
@@ -346,18 +397,18 @@ __device__ void write_tile(const SpmmOperands& at, int64_t batch, int64_t vector
   }
   if constexpr (C::kTransposedOut) {
     Out* const corner = static_cast<Out*>(at.out) + (batch * at.n + first) * at.rows + top + lane % 4 * 2;
-    write_transposed<C>(corner, exists, at.rows, inside, total, row_scale, col_scale, at.col_scale_stride, bias);
+    write_transposed<C>(corner, exists, at.rows, inside, total, row_scale, col_scale, at.col_scale_stride, bias, before);
   } else if (C::kPartial ? !at.vector_stores : !whole) {
-    write_rows<C, RowStore::kPredicated, false>(to, exists, inside, total, row_scale, col_scale, at.col_scale_stride, bias);
+    write_rows<C, RowStore::kPredicated, false>(to, exists, inside, total, row_scale, col_scale, at.col_scale_stride, bias, before);
   } else if ((!C::kPartial || whole) && at.col_scale_stride == 0) {
-    write_rows<C, RowStore::kPerTensor, true>(to, fits, inside, total, row_scale, col_scale, 0, bias);
+    write_rows<C, RowStore::kPerTensor, true>(to, fits, inside, total, row_scale, col_scale, 0, bias, before);
   } else if (!C::kPartial || whole) {
-    write_rows<C, RowStore::kPerColumn, true>(to, fits, inside, total, row_scale, col_scale, 1, bias);
+    write_rows<C, RowStore::kPerColumn, true>(to, fits, inside, total, row_scale, col_scale, 1, bias, before);
   } else if constexpr (C::kPartial) {  // only for small N: the code costs registers
     if (at.col_scale_stride == 0) {
-      write_rows<C, RowStore::kPerTensor, false>(to, exists, inside, total, row_scale, col_scale, 0, bias);
+      write_rows<C, RowStore::kPerTensor, false>(to, exists, inside, total, row_scale, col_scale, 0, bias, before);
     } else {
-      write_rows<C, RowStore::kPerColumn, false>(to, exists, inside, total, row_scale, col_scale, 1, bias);
+      write_rows<C, RowStore::kPerColumn, false>(to, exists, inside, total, row_scale, col_scale, 1, bias, before);
     }
   }
 }

@@ -139,6 +139,7 @@ class SpmmConfig(SparseConfig):
             "kSwizzle": self.swizzle,
             "kShuffle": self.shuffle,
             "kTransposedOut": self.transposed,
+            "kAccumulate": False,
         }
 
     @property

@@ -173,6 +173,14 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     if (i < count) ring.fetch(i, first[i]);
     cp_async_commit();
   }
+  Before<C> before[S::kRowTiles];
+  if constexpr (C::kAccumulate) {
+    const SpmmOperands target{nullptr, nullptr, nullptr, out, rows, n, 0, 0, 0, false};
+    CUTE_UNROLL
+    for (int tile = 0; tile < S::kRowTiles; ++tile) {
+      if (present && part == 0 && row_begin < end) before[tile].load(target, batch, vector_row, tile, n_tile * S::kTileN, lane);
+    }
+  }
   int32_t ahead[Ring::kSlotLanes];
   if constexpr (C::kStages > 1) load_columns(C::kStages - 1, ahead);
   Accumulators<C> acc;
@@ -234,8 +242,8 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
     if constexpr (C::kSplitKWarps > 1 || C::kSharesLongRows) {
       if (split > 1) reduce_split_k<C>(total, shared, warp, lane, part, split);
     }
-    if (present && part == 0) {
-      write_tile<C>(operands, batch, vector_row, tile, n_tile * S::kTileN, lane, total);
+    if (present && part == 0 && (!C::kAccumulate || row_begin < end)) {
+      write_tile<C>(operands, batch, vector_row, tile, n_tile * S::kTileN, lane, total, before[tile]);
     }
   }
 }

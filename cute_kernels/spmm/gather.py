@@ -45,6 +45,9 @@ class GatherConfig(SpmmConfig):
     hot_rows : bool
         Rows of B at the hottest tenth of A's columns are loaded to stay in L2, others to leave it first. By name only;
         it has not run on a GPU.
+    accumulate : bool
+        Add the product to the float32 output, without a bias; outputs of vector rows without vectors are not touched.
+        By name only; it has not run on a GPU.
 
     Examples
     --------
@@ -57,7 +60,8 @@ class GatherConfig(SpmmConfig):
     STEM: ClassVar[str] = "spmm_gather"
     SIZES: ClassVar[str] = r"b(?P<tile_n_bytes>\d+)s(?P<stages>\d+)w(?P<warps>\d+)r(?P<split_k_warps>\d+)"
     FLAGS: ClassVar[dict[str, tuple[str, bool]]] = SpmmConfig.FLAGS | {
-        "wide": ("int64_accum", True), "fresh": ("a_just_written", True), "hot": ("hot_rows", True)
+        "wide": ("int64_accum", True), "fresh": ("a_just_written", True), "hot": ("hot_rows", True),
+        "added": ("accumulate", True),
     }  # fmt: skip
 
     tile_n_bytes: int = 64  # type: ignore[misc]
@@ -67,6 +71,7 @@ class GatherConfig(SpmmConfig):
     int64_accum: bool = False
     a_just_written: bool = False
     hot_rows: bool = False
+    accumulate: bool = False
 
     @property
     def threads(self) -> int:
@@ -84,6 +89,7 @@ class GatherConfig(SpmmConfig):
             "kInt64Accum": self.int64_accum,
             "kAJustWritten": self.a_just_written,
             "kHotRows": self.hot_rows,
+            "kAccumulate": self.accumulate,
             "kSharesLongRows": self.shares_long_rows,
             "kStagedScales": False,
             "kPartial": self.tile_n_bytes <= 64,  # N may be below the N tile
@@ -91,7 +97,7 @@ class GatherConfig(SpmmConfig):
 
     def _tags(self) -> list[str]:
         shape = f"b{self.tile_n_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
-        flags = {"wide": self.int64_accum, "fresh": self.a_just_written, "hot": self.hot_rows}
+        flags = {"wide": self.int64_accum, "fresh": self.a_just_written, "hot": self.hot_rows, "added": self.accumulate}
         return [*super()._tags(), shape, *(tag for tag, on in flags.items() if on)]
 
     @property
