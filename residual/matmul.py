@@ -16,7 +16,7 @@ from residual.execute.quick import Quick, quick_for
 from residual.execute.run import Begun, Outcome, begin
 from residual.operand.operand import check_operand
 from residual.operand.prepared import PreparedOperand, prepare_for
-from residual.options import MatmulOptions, OnFailure, Options, check_options, check_pair
+from residual.options import MatmulOptions, OnFailure, Options, call_options, check_options, check_pair
 from residual.report import Report
 from residual.torch_op import product
 
@@ -325,7 +325,7 @@ def matmul(
     ('fp32', True)
     """
     right = B if prepared is None else _with_prepared(B, prepared)
-    options = check_options(tol, mode, bits, out_dtype, seed, rungs, on_failure, flow)
+    options = call_options(tol, mode, bits, out_dtype, seed, rungs, on_failure, flow)
     if not return_report:
         return product(A, *_current(right), options)
     pending = Plan(None, options).start(A, right)

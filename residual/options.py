@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypedDict
 
 import torch
@@ -154,6 +155,32 @@ def check_options(
         raise ValueError(f"flow must be one of {', '.join(_FLOWS)}, got {flow!r}")
     chosen = None if rungs is None else _check_rungs(rungs, tol)
     return Options(tol, mode, bits, out_dtype, seed, chosen, failure, flow)
+
+
+@lru_cache(maxsize=256, typed=True)  # 8.0 == 8: key on the types too, so that floats are rejected
+def _checked(
+    tol: float | None, mode: str, bits: int | None, out_dtype: torch.dtype | None, seed: int | None, flow: str
+) -> Options:
+    return check_options(tol, mode, bits, out_dtype, seed, flow=flow)
+
+
+def call_options(
+    tol: float | None,
+    mode: str,
+    bits: int | None,
+    out_dtype: torch.dtype | None,
+    seed: int | None,
+    rungs: Sequence[str] | None,
+    on_failure: str,
+    flow: str,
+) -> Options:
+    """Return the checked options of one call; those with neither rungs nor warnings are checked once."""
+    if rungs is None and on_failure == "raise" and isinstance(mode, str) and mode not in _OLD_MODES:
+        try:
+            return _checked(tol, mode, bits, out_dtype, seed, flow)
+        except TypeError:  # not hashable: the checks have better words
+            pass
+    return check_options(tol, mode, bits, out_dtype, seed, rungs, on_failure, flow)
 
 
 def check_pair(A: object, B: object) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch.register import register_op
 from residual.execute.quick import PLAIN, single_product
-from residual.execute.run import compute
+from residual.execute.run import compute, compute_known
 from residual.operand.ieee import float_product
 from residual.operand.operand import real_dtype
 from residual.operand.prepared import PreparedOperand
@@ -87,17 +87,27 @@ class _Product(torch.autograd.Function):
         return (*_gradients(ctx, grad), None, None)
 
 
+def _known_product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
+    """Return the product of CUDA operands by the record of a call like it; None for other calls and with a gradient."""
+    if prepared is not None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        return None
+    return compute_known(a, b, options)
+
+
 def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor:
     """Return the product with a straight-through gradient for `a` and `b`, of which `prepared` was made.
 
     Compilers see the operator, which prepares `b` at each call.
     """
     compiling = torch.compiler.is_compiling() or has_dispatch_mode() > 0
-    found = None if compiling else single_product(a, b, prepared, options)
-    if found is not None:
-        return found
+    is_plain = type(a) in PLAIN and type(b) in PLAIN
+    if is_plain and not compiling:
+        quick = _known_product if a.is_cuda else single_product
+        found = quick(a, b, prepared, options)
+        if found is not None:
+            return found
     check_pair(a, b)
-    if compiling or type(a) not in PLAIN or type(b) not in PLAIN:
+    if compiling or not is_plain:
         return _operator(
             a, b, options.tol, options.mode, options.bits, options.result_dtype(a, b), options.seed,
             ",".join(options.rungs or ()), options.on_failure, options.flow,

@@ -96,17 +96,28 @@ def start_verdict(state: LookState, warps: tuple[int, int], planes: int, shape: 
         )  # fmt: skip
 
 
-def read_verdict(out: Tensor) -> Verdict:
-    """Return the verdict in `out`, float64 (16,); waits for the GPU if it is there.
+def accepts(numbers: list[float], tol: float) -> bool:
+    """Return whether a verdict's numbers say that a product was computed within `tol`.
 
     Examples
     --------
-    >>> import torch
-    >>> found = read_verdict(torch.tensor([1.0, 2.0, 0.5, 0.1, 0.2, 0.05, 10.0, 0, 1, 0.01, 0.005, 9.9, 0.03, 0, 0, 1]))
+    >>> numbers = [1.0, 2.0, 0.5, 0.1, 0.2, 0.05, 10.0, 0, 1, 0.01, 0.005, 9.9, 0.03, 0, 0, 1]
+    >>> accepts(numbers, 0.05), accepts(numbers, 0.02)
+    (True, False)
+    """
+    return not numbers[7] and numbers[8] >= 0 and numbers[12] <= tol
+
+
+def read_verdict(numbers: list[float]) -> Verdict:
+    """Return the verdict of its 16 numbers.
+
+    Examples
+    --------
+    >>> found = read_verdict([1.0, 2.0, 0.5, 0.1, 0.2, 0.05, 10.0, 0, 1, 0.01, 0.005, 9.9, 0.03, 0, 0, 1])
     >>> found.planes, found.predicted[0]
     (2, (0.1, 0.2, 0.05))
     """
-    low, low_bound, low_noise, high, high_bound, high_noise, size, out_of_range, *found = out.tolist()
+    low, low_bound, low_noise, high, high_bound, high_noise, size, out_of_range, *found = numbers
     picked, error, noise, norm, upper = found[:5]
     first, second = (low, low_bound, low_noise), (high, high_bound, high_noise)
     if size > 0:

@@ -1,15 +1,16 @@
 """Float32 products on an sm_90 GPU whose error is bounded there: digits, passes, two gated products and a verdict.
 
 Nine launches, five with a prepared B, replayed where all addresses equal those of an earlier call; sums are on memory
-that each thread keeps per stream. Nothing waits until the verdict is read, and a CUDA graph can capture them. The pass
-over A bounds the errors of two rungs and picks one on the GPU. Where neither rung meets the tolerance,
-:mod:`residual.execute.run` goes on with the next one.
+that each thread keeps per stream. What else a kind of call needs is made once: a record, found by shapes and options.
+Nothing waits until the verdict is read, and a CUDA graph can capture the launches. The pass over A bounds the errors of
+two rungs and picks one on the GPU. Where neither rung meets the tolerance, :mod:`residual.execute.run` goes on with the
+next one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +22,8 @@ from cute_kernels.convert import digits as convert
 from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from cute_kernels.gemm.config import Products, select_products
-from cute_kernels.jit.workspace import Kept, empty
+from cute_kernels.jit.workspace import Kept
+from residual.cuda.verdict_words import Words, WordsPool
 from residual.error.estimate import ErrorEstimate
 from residual.error.factor import CONFIDENCE, confidence, sharp_factor
 from residual.error.probes import Probes, draw
@@ -33,6 +35,7 @@ _BITS = 8
 _PAIRS = {("direct", "full"): 2, ("full", "three_digit"): 3}  # the rungs of a pass, to digits per element
 _STATES = 8  # streams of a thread whose memory is kept
 _REPLAYS = 64  # kinds of calls, and sets of addresses, whose launches a thread keeps
+BY_RECORDS = False  # whether known calls skip their checks, and verdicts go to memory of the host; no GPU has run it
 _UP = 1 + 2.0**-20  # norms in float32 are rounded up
 
 
@@ -145,22 +148,54 @@ def _factors(device: torch.device) -> Tensor:
         return torch.tensor(table, dtype=torch.float64, device=device)
 
 
+class _Record:
+    """What calls of one kind share: a thread's and a stream's products of these shapes, with these options."""
+
+    def __init__(
+        self, A: Tensor, B: Tensor, options: Options, rungs: tuple[Rung, ...], state: look.LookState, is_plain: bool
+    ) -> None:
+        """`is_plain`: B is not prepared, and the probes follow from the seed."""
+        assert options.tol is not None
+        self.rungs, self.tol, self.planes, self.device = rungs, options.tol, planes_of(rungs), A.device
+        self.state, self.factors = state, _factors(A.device)
+        self.like = A.new_empty(1).expand(A.shape[0], B.shape[1])  # torch makes one like it in half the time
+        self.probes = _drawn(B.shape[1], A.device, options.seed) if is_plain and options.seed is not None else None
+        self.launches = Kept(_REPLAYS, graph_after=2)
+
+    def start(
+        self, A: Tensor, B: Tensor, words: Words, right: RightPass | None, probes: look.LookProbes | None
+    ) -> Started:
+        """Start a product; `right`: of a prepared B, else `probes` or those of the record."""
+        product = torch.empty_like(self.like, memory_format=torch.contiguous_format)
+        used = right.tensors if right is not None else () if probes is None else tuple(probes)
+        started = Started(product, words, self.rungs, self.tol)
+        words.arm(started)
+
+        def launch() -> tuple[Tensor, ...]:
+            of_b = right if right is not None else right_pass(B, self.planes, probes or _known(self.probes))
+            _launch(A, of_b, self, product, words.tensor)
+            return ()
+
+        addresses = A.data_ptr(), B.data_ptr(), product.data_ptr(), words.address, *(x.data_ptr() for x in used)
+        self.launches.run(0, addresses, self.device, launch)
+        return started
+
+
 class _Threads(threading.local):
-    """What one thread keeps: memory of the passes by device and stream, whose work is in order, and launches."""
+    """What one thread keeps: memory of the passes by device and stream, whose work is in order, records and words."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, int], look.LookState] = {}
-        self.launches = Kept(_REPLAYS, graph_after=2)
+        self.records: dict[Hashable, _Record] = {}
+        self.words = WordsPool()
 
 
 _threads = _Threads()
 
 
-def _state(device: torch.device) -> look.LookState:
-    """Return memory for a product on the current stream; a captured graph has its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return look.state_for(device, gemm_cuda.gate_size(device))
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
+def _state(device: torch.device, stream: int) -> look.LookState:
+    """Return memory for a product on the current stream."""
+    key = device.index, stream
     if key not in _threads.known:
         if len(_threads.known) >= _STATES:
             _threads.known.clear()
@@ -174,18 +209,29 @@ class Started:
     Attributes
     ----------
     product : Tensor, shape (M, N)
-        Not to be used before :meth:`outcome` returned it.
-    words : Tensor, shape (16,)
-        float64: the verdict, once the GPU has written it.
+        Not to be used before :meth:`outcome` or :meth:`accepted` returned it.
+    words : Words
+        The verdict, once the GPU has written it.
     """
 
-    def __init__(self, product: Tensor, words: Tensor, rungs: tuple[Rung, ...], tol: float) -> None:
+    def __init__(self, product: Tensor, words: Words, rungs: tuple[Rung, ...], tol: float) -> None:
         self.product, self.words = product, words
         self._rungs, self._tol = rungs[:2], tol
+        self._numbers: list[float] | None = None
+
+    def _read(self) -> list[float]:
+        """Wait for the verdict; return its numbers."""
+        if self._numbers is None:
+            self._numbers = self.words.read(self.product.device)
+        return self._numbers
+
+    def accepted(self) -> Tensor | None:
+        """Wait for the verdict; return the product if it is within its tolerance."""
+        return self.product if verdict.accepts(self._read(), self._tol) else None
 
     def outcome(self) -> Measured:
         """Wait for the verdict; nothing was tried if the passes do not serve a slice."""
-        found = verdict.read_verdict(self.words)
+        found = verdict.read_verdict(self._read())
         if found.out_of_range:
             return Measured(None, EMPTY, ())
         last = 0 if found.planes == PLANES[self._rungs[0].mode] else 1
@@ -200,6 +246,35 @@ class Started:
         report = Report(str(rung), *errors[last][:2], CONFIDENCE, rung.products, attempts)
         is_met = found.planes > 0 and found.upper <= self._tol
         return Measured(self.product, report, tried[:-1]) if is_met else Measured(None, report, tried)
+
+
+def _key(A: Tensor, B: Tensor, options: Options, is_prepared: bool) -> Hashable:
+    """Return what the record of a call depends on."""
+    device = A.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return A.shape, A.stride(), B.shape, B.stride(), options, is_prepared, device, stream
+
+
+def start_known(A: Tensor, B: Tensor, options: Options) -> Started | None:
+    """Start a product whose kind of call has a record, without the checks of its first call; None for any other.
+
+    Parameters
+    ----------
+    A, B : Tensor
+        CUDA tensors, strided.
+    options : Options
+        Of the call.
+    """
+    if not BY_RECORDS or A.dtype is not torch.float32 or B.dtype is not torch.float32:
+        return None
+    if A.get_device() != B.get_device():
+        return None
+    if A.layout is not torch.strided or B.layout is not torch.strided:
+        return None
+    record = _threads.records.get(_key(A, B, options, False))
+    if record is None or record.probes is None or torch.cuda.is_current_stream_capturing() or A.is_neg() or B.is_neg():
+        return None
+    return record.start(A, B, _threads.words.take(), None, None)
 
 
 def start_picked(
@@ -224,24 +299,27 @@ def start_picked(
     -------
     Started
     """
-    tol, device, planes = options.tol, A.device, planes_of(rungs)
-    assert tol is not None
-    right = (passes or {}).get(planes)
-    probes, used = None, () if right is None else right.tensors
-    if right is None:
-        seed = options.seed
-        probes = padded_probes(draw(B.shape[1], device, None)) if seed is None else _drawn(B.shape[1], device, seed)
-        used = tuple(probes)
-    product = torch.empty(A.shape[0], B.shape[1], dtype=torch.float32, device=device)
-    state, factors = _state(device), _factors(device)
+    right = (passes or {}).get(planes_of(rungs))
+    probes = None
+    if right is None and options.seed is None:
+        probes = padded_probes(draw(B.shape[1], A.device, None))
+    if torch.cuda.is_current_stream_capturing():  # the graph has memory of its own
+        state = look.state_for(A.device, gemm_cuda.gate_size(A.device))
+        words = _device_words(A.device)
+        return _Record(A, B, options, rungs, state, right is None).start(A, B, words, right, probes)
+    key = _key(A, B, options, right is not None)
+    record = _threads.records.get(key)
+    if record is None or record.rungs != rungs:
+        if len(_threads.records) >= _REPLAYS:
+            _threads.records.clear()
+        state = _state(A.device, torch._C._cuda_getCurrentRawStream(A.get_device()))
+        record = _threads.records[key] = _Record(A, B, options, rungs, state, right is None)
+    words = _threads.words.take() if BY_RECORDS else _device_words(A.device)
+    return record.start(A, B, words, right, probes)
 
-    def launch() -> tuple[Tensor, ...]:
-        return (_launch(A, right or right_pass(B, planes, _known(probes)), tol, planes, state, factors, product),)
 
-    kind = planes, tol, right is None, A.shape, A.stride(), B.shape, B.stride(), device
-    addresses = (*(x.data_ptr() for x in (A, B, product, factors, *used, *state)),)
-    words = _threads.launches.run(kind, addresses, device, launch)[0]
-    return Started(product, words, rungs, tol)
+def _device_words(device: torch.device) -> Words:
+    return Words(torch.empty(verdict.WORDS, dtype=torch.float64, device=device), False)
 
 
 def _known(probes: look.LookProbes | None) -> look.LookProbes:
@@ -249,18 +327,16 @@ def _known(probes: look.LookProbes | None) -> look.LookProbes:
     return probes
 
 
-def _launch(
-    A: Tensor, right: RightPass, tol: float, planes: int, state: look.LookState, factors: Tensor, product: Tensor
-) -> Tensor:
-    """Launch all behind the pass over B; return the words of the verdict."""
+def _launch(A: Tensor, right: RightPass, record: _Record, product: Tensor, words: Tensor) -> None:
+    """Launch all behind the pass over B; the verdict goes to `words`."""
+    planes, state = record.planes, record.state
     left = convert.digits(A, _BITS, planes, axis=1)
     roundings = verdict.product_rounding(planes - 1), verdict.product_rounding(planes)
-    look.look_left(A, right.vectors, left.scale, right.digits.scale, look.LookLimits(tol, factors, roundings), state)
+    limits = look.LookLimits(record.tol, record.factors, roundings)
+    look.look_left(A, right.vectors, left.scale, right.digits.scale, limits, state)
     scales = left.scale, right.digits.scale
     low, high = (
         gemm_cuda.gated_gemm(left.planes[:count], right.digits.planes[:count], scales, product, state.gate)
         for count in (planes - 1, planes)
     )
-    words = empty((verdict.WORDS,), torch.float64, A.device)
     verdict.start_verdict(state, (low, high), planes, (product.shape[0], product.shape[1]), words)
-    return words

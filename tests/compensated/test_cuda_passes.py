@@ -17,6 +17,7 @@ from cute_kernels.convert import digits as convert
 from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from residual.cuda import passes
+from residual.cuda.verdict_words import Words, WordsPool
 from residual.error.probes import draw
 from residual.execute import run
 from residual.matmul import Pending
@@ -67,8 +68,12 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(look, "num_sms", lambda _: 3)
     monkeypatch.setattr(gemm_cuda, "gated_gemm", gated_gemm)
     state = look.state_for(torch.device("cpu"), 64)
-    monkeypatch.setattr(passes, "_state", lambda _: state)
-    monkeypatch.setattr(passes, "_threads", SimpleNamespace(launches=Once()))
+    monkeypatch.setattr(passes, "_state", lambda *_: state)
+    monkeypatch.setattr(passes, "_threads", SimpleNamespace(records={}, words=NewWords()))
+    monkeypatch.setattr(passes, "Kept", Once)
+    monkeypatch.setattr(passes, "BY_RECORDS", True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))
     real_digits = convert.digits
     monkeypatch.setattr(
@@ -78,8 +83,18 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     yield
 
 
+class NewWords:
+    """Words in memory of their own."""
+
+    def take(self) -> Words:
+        return Words(torch.zeros(verdict.WORDS, dtype=torch.float64), True)
+
+
 class Once:
     """Runs what a thread would record."""
+
+    def __init__(self, most: int, graph_after: int) -> None:
+        pass
 
     def run(self, kind: object, addresses: tuple[int, ...], device: object, function: Callable[[], Any]) -> Any:
         return function()
@@ -139,7 +154,7 @@ def test_a_call_is_nine_launches_and_five_with_a_prepared_operand(host: None) ->
     calls.clear()
     second = start(A, B, options, right)
     assert calls == ["digits", "look_left", "gemm 1", "gemm 2", "verdict"]
-    assert torch.equal(first.product, second.product) and torch.equal(first.words, second.words)
+    assert torch.equal(first.product, second.product) and torch.equal(first.words.tensor, second.words.tensor)
 
 
 def test_errors_beyond_both_rungs_and_slices_out_of_range_are_left_to_the_core(host: None) -> None:
@@ -231,3 +246,48 @@ def test_a_prepared_operand_counts_its_passes(host: None) -> None:
     made = passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))
     plain = prepare_for(B, 0, ())
     assert replace(plain, passes={2: made}).nbytes == plain.nbytes + sum(each.nbytes for each in made.tensors)
+
+
+def test_words_are_taken_again_when_they_were_read_or_are_written_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = torch.zeros
+
+    def zeros(count: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        return make(count, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    pool, device = WordsPool(), torch.device("cpu")
+    first, owner = pool.take(), Once(1, 0)
+    first.arm(owner)
+    second = pool.take()
+    assert second is not first and pool.take() is second  # nobody waits for its numbers
+    first.tensor[:] = torch.arange(16.0)
+    first.tensor[-1] = 1.0
+    assert pool.take() is second  # written, but its owner may still read it
+    assert first.read(device)[:3] == [0.0, 1.0, 2.0]
+    assert pool.take() is first
+    owner = Once(1, 0)
+    first.arm(owner)
+    assert float(first.tensor[-1]) == 0.0
+    del owner
+    assert pool.take() is second  # nobody will read them, but the GPU will write them
+    first.tensor[-1] = 1.0
+    assert pool.take() is first
+
+
+def test_the_second_call_of_a_kind_takes_the_record_of_the_first(host: None) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-2)
+    assert passes.start_known(A, B, options) is None
+    start(A, B, options)
+    found = passes.start_known(A, B, options)
+    assert found is not None and found.accepted() is found.product
+    assert torch.equal(found.product, start(A, B, options).product)
+    assert len(passes._threads.records) == 1
+    for other in (Options(tol=2e-2), Options(tol=3e-2, seed=1), Options(tol=3e-2, seed=None)):
+        assert passes.start_known(A, B, other) is None
+    assert passes.start_known(A.double(), B, options) is None
+    assert passes.start_known(A, B.t().contiguous().t(), options) is None
+    start(A, B, Options(tol=3e-2, seed=None))
+    assert passes.start_known(A, B, Options(tol=3e-2, seed=None)) is None  # its probes are drawn anew
+    A[:, 0], B[0] = 1e6, 0.0
+    missed = passes.start_known(A, B, options)
+    assert missed is not None and missed.accepted() is None and missed.outcome().product is None

@@ -228,6 +228,7 @@ def replace_tensors(recorder: Host, put: Callable[[Any, str, Any], None]) -> Non
         return pointer
 
     put(torch.Tensor, "device", property(device))
+    put(torch.Tensor, "get_device", lambda _: recorder.machine.device if recorder.is_recording else -1)
     put(torch.Tensor, "is_cuda", property(lambda _: recorder.is_recording))
     put(torch.Tensor, "is_cpu", property(lambda _: not recorder.is_recording))
     put(torch.Tensor, "data_ptr", data_ptr)

@@ -112,7 +112,7 @@ def test_the_picked_product_runs_and_its_verdict_holds(planes: int, captured: bo
                 graph.replay()
         else:
             product(limits)
-        found = verdict.read_verdict(words)
+        found = verdict.read_verdict(words.tolist())
         assert found.planes == wanted
         if wanted == 0:
             assert bool(out.isnan().all()) and found.upper == math.inf

@@ -45,7 +45,7 @@ def run(memory: LookState, planes: int = 2) -> verdict.Verdict:
     out = torch.full((verdict.WORDS,), math.nan, dtype=torch.float64)
     verdict.start_verdict(memory, WARPS, planes, SHAPE, out)
     assert out[15] == 1
-    return verdict.read_verdict(out)
+    return verdict.read_verdict(out.tolist())
 
 
 @pytest.mark.parametrize("picked", [0, 1])
