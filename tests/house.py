@@ -51,6 +51,7 @@ _KERNELS: dict[str, set[str]] = {
         "operands",
         "sparse_config",
     },
+    "compensate": {"spmm", "jit", "operands"},
     "sddmm": {"layout", "jit", "atoms", "dtypes", "machine", "operands", "sparse_config"},
     "attention": {"spmm", "layout", "convert", "jit", "atoms", "dtypes", "integers", "machine", "operands"},
     "estimate": {"convert", "jit", "dtypes", "operands"},

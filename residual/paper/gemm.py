@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,13 +20,16 @@ from residual.error.estimate import ErrorEstimate, estimate_error
 from residual.paper import cpu
 from residual.paper.checks import LEVELS, check_operands, check_paper_options, check_tolerance, current_rule
 from residual.paper.cpu import Reduction
-from residual.paper.quantize import Quantized, QuantizedOperand, Quantizer, quantize, quantize_operand
+from residual.paper.quantize import SAFE_SCALE, Quantized, QuantizedOperand, Quantizer, quantize, quantize_operand
 from residual.paper.search import candidate_thresholds, first_within
 from residual.paper.thresholds import ETA, kept_entries, synchronize
 
+BY_KERNELS = False  # whether `residual.paper.cuda` computes what it takes; its present form has not run on a GPU
 STEPS = ("quantize", "product", "select", "compress", "correct", "combine")
 _INT32_K = 2**31 // (128 * 128) - 1  # K whose products of two 8-bit integers int32 sums
-_SAFE = 2.0**60  # scales between its inverse and this keep float32 arithmetic in range
+
+if TYPE_CHECKING:
+    from residual.paper.device_operand import DeviceOperand
 
 
 @dataclass(frozen=True)
@@ -193,17 +197,11 @@ def gemm(
     clock = _Clock(A.device, return_report)
     top = 2 ** (bits - 1) - 1 if levels == LEVELS[0] else 2 ** (bits - 2)
     hows = [Quantizer(bits, None if scaling == "tensor" else axis, rounding, top) for axis in (0, 1)]
-    sums = (rule == "mean" and 0 < threshold < math.inf) or tol is not None
-    left, right = quantize_operand(A, hows[0], "A", sums), quantize_operand(B, hows[1], "B", sums)
-    clock.lap("quantize")
-    dtype = torch.float64 if _is_wide(left, right) else torch.float32
-    product = _add_dense(None, left.leading, right.leading, dtype)  # (M, N)
-    clock.lap("product")
     reduction = Reduction(threshold, rule, ETA.get(A.device.type, 0.0) if eta is None else eta, vector_length)
-    if tol is None:
-        result, report = _corrected(product, left, right, hows, reduction, clock)
-    else:
-        result, report = _within(tol, product, (A, B), (left, right), hows, reduction, clock)
+    found = None
+    if _runs_by_kernels(A, B):
+        found = _by_kernels(A, B, hows, reduction, tol, clock)
+    result, report = found or _by_operators(A, B, hows, reduction, tol, clock)
     if alpha != 1:
         result.mul_(alpha)
     if beta != 0:
@@ -214,11 +212,50 @@ def gemm(
     return (result, report) if return_report else result
 
 
+def _runs_by_kernels(A: Tensor, B: Tensor) -> bool:
+    """Return whether GPU kernels take these operands: no float64, not empty, sums that int32 holds."""
+    if not BY_KERNELS or not A.is_cuda or torch.float64 in (A.dtype, B.dtype):
+        return False
+    return A.numel() > 0 and B.numel() > 0 and A.shape[1] <= _INT32_K
+
+
+def _by_kernels(
+    A: Tensor, B: Tensor, hows: list[Quantizer], reduction: Reduction, tol: float | None, clock: _Clock
+) -> tuple[Tensor, PaperReport] | None:
+    """Return the product and its report by GPU kernels; None if the scales need sums in float64."""
+    from residual.paper import cuda  # kernels of its own
+
+    try:
+        if tol is None:
+            product, (densities, paths) = cuda.corrected_product(A, B, hows, reduction, clock.lap, bool(clock.times))
+            return product, PaperReport(*densities, *paths, reduction.eta, clock.times, reduction.threshold)
+        product, left, right = cuda.leading_product(A, B, hows, clock.lap)
+        return _within(tol, product, (A, B), left, right, hows, reduction, clock)
+    except cuda.OutOfRange:
+        return None
+
+
+def _by_operators(
+    A: Tensor, B: Tensor, hows: list[Quantizer], reduction: Reduction, tol: float | None, clock: _Clock
+) -> tuple[Tensor, PaperReport]:
+    """Return the product and its report by the CPU engine, or by torch's operators."""
+    sums = (reduction.rule == "mean" and 0 < reduction.threshold < math.inf) or tol is not None
+    left, right = quantize_operand(A, hows[0], "A", sums), quantize_operand(B, hows[1], "B", sums)
+    clock.lap("quantize")
+    dtype = torch.float64 if _is_wide(left, right) else torch.float32
+    product = _add_dense(None, left.leading, right.leading, dtype)  # (M, N)
+    clock.lap("product")
+    if tol is None:
+        return _corrected(product, left, right, hows, reduction, clock)
+    return _within(tol, product, (A, B), left, right, hows, reduction, clock)
+
+
 def _within(
     tol: float,
     product: Tensor,
     operands: tuple[Tensor, Tensor],
-    quantized: tuple[QuantizedOperand, QuantizedOperand],
+    left: QuantizedOperand | DeviceOperand,
+    right: QuantizedOperand | DeviceOperand,
     hows: list[Quantizer],
     reduction: Reduction,
     clock: _Clock,
@@ -226,10 +263,10 @@ def _within(
     """Return the product of the largest threshold whose measured error is within `tol`."""
     dtype = torch.promote_types(operands[0].dtype, operands[1].dtype)
     per_row = hows[0].axis is not None
-    thresholds = candidate_thresholds(*quantized, product, reduction.rule, per_row)
+    thresholds = candidate_thresholds(left, right, product, reduction.rule, per_row)
 
     def run(threshold: float) -> tuple[tuple[Tensor, PaperReport], ErrorEstimate]:
-        found, report = _corrected(product.clone(), *quantized, hows, reduction._replace(threshold=threshold), clock)
+        found, report = _corrected(product.clone(), left, right, hows, reduction._replace(threshold=threshold), clock)
         estimate = estimate_error(*operands, found.to(dtype)) if found.numel() else ErrorEstimate(0.0, 0.0, 1.0)
         clock.lap("select")
         return (found, report), estimate
@@ -240,13 +277,20 @@ def _within(
 
 def _corrected(
     total: Tensor,
-    left: QuantizedOperand,
-    right: QuantizedOperand,
+    left: QuantizedOperand | DeviceOperand,
+    right: QuantizedOperand | DeviceOperand,
     hows: list[Quantizer],
     reduction: Reduction,
     clock: _Clock,
 ) -> tuple[Tensor, PaperReport]:
     """Add the corrections to the product in place (lines 7 to 17); return it, and how they were made."""
+    if not isinstance(left, QuantizedOperand):
+        from residual.paper import cuda
+
+        assert not isinstance(right, QuantizedOperand)
+        densities, found = cuda.correct_copy(total, left, right, reduction, hows[0].axis is not None, clock.lap)
+        return total, PaperReport(*densities, *found, reduction.eta, clock.times, reduction.threshold)
+    assert isinstance(right, QuantizedOperand)
     dtype = total.dtype
     in_engine = cpu.runs_in_engine(left, right, total)
     if reduction.threshold == math.inf:
@@ -328,4 +372,4 @@ def _is_wide(left: QuantizedOperand, right: QuantizedOperand) -> bool:
     if torch.float64 in (left.values.dtype, right.values.dtype):
         return True
     scales = (left.leading.scale, right.leading.scale)
-    return any(s.numel() and not 1 / _SAFE < float(s.min()) <= float(s.max()) < _SAFE for s in scales)
+    return any(s.numel() and not 1 / SAFE_SCALE < float(s.min()) <= float(s.max()) < SAFE_SCALE for s in scales)

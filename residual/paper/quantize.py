@@ -11,6 +11,7 @@ from cute_kernels.cpu import engine
 from cute_kernels.cpu.compensate import split_residual
 from residual.operand.decompose import decompose, refuse_nonfinite
 
+SAFE_SCALE = 2.0**60  # scales between its inverse and this keep float32 arithmetic in range
 _CHUNK = 1 << 15  # entries whose doubles stay in a cache
 
 

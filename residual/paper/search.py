@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +13,20 @@ from residual.error.estimate import ErrorEstimate
 from residual.paper.quantize import QuantizedOperand
 from residual.paper.thresholds import average
 
+if TYPE_CHECKING:
+    from residual.paper.device_operand import DeviceOperand
+
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2)  # below the printed crossover of a CPU; then full compensation
 _SAMPLE = 1 << 16  # entries whose quantiles stand for those of a matrix
 Outcome = TypeVar("Outcome")
 
 
 def candidate_thresholds(
-    left: QuantizedOperand, right: QuantizedOperand, product: Tensor, rule: str, per_row: bool
+    left: QuantizedOperand | DeviceOperand,
+    right: QuantizedOperand | DeviceOperand,
+    product: Tensor,
+    rule: str,
+    per_row: bool,
 ) -> list[float]:
     """Return thresholds that keep ever more: nothing, about each of `DENSITIES` of the operand that keeps more, all.
 
@@ -27,7 +34,7 @@ def candidate_thresholds(
 
     Parameters
     ----------
-    left, right : QuantizedOperand, shapes (M, K) and (K, N)
+    left, right : QuantizedOperand or DeviceOperand, shapes (M, K) and (K, N)
         Quantized operands.
     product : Tensor, shape (M, N)
         Dequantized product of the leading integers.

@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from residual.paper import gemm as paper
 from residual.paper.gemm import PaperReport, gemm
 from residual.paper.thresholds import crossover_density
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["operators", "kernels"])
+def by_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of computing the same."""
+    monkeypatch.setattr(paper, "BY_KERNELS", request.param)
 
 
 def operands(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -80,3 +87,59 @@ def test_empty_products_are_zero(shape: tuple[int, int, int]) -> None:
     result = gemm(torch.ones(m, k).cuda(), torch.ones(k, n).cuda(), threshold=0.1, rule="mean", eta=0.5)
     assert isinstance(result, torch.Tensor)
     assert torch.equal(result, torch.zeros(m, n).cuda())
+
+
+def test_a_tolerance_is_met() -> None:
+    A, B = (torch.randn(520, 520, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    expected = gemm(A, B, tol=5e-3, eta=1.0, return_report=True)
+    found = gemm(A.cuda(), B.cuda(), tol=5e-3, eta=1.0, vector_length=1, return_report=True)
+    assert isinstance(found, tuple) and isinstance(expected, tuple)
+    truth = A.double() @ B.double()
+    assert float((found[0].cpu().double() - truth).norm() / truth.norm()) <= 5e-3
+    assert found[1].threshold == pytest.approx(expected[1].threshold, rel=1e-4)
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_inf_and_nan_are_refused(side: str, value: float) -> None:
+    A, B = (x.cuda() for x in operands(64, 64, 64))
+    (A if side == "A" else B)[3, 5] = value
+    for threshold in (0.0, 0.5, math.inf):
+        with pytest.raises(ValueError, match=f"{side} must be finite, but 1 of its 4096"):
+            gemm(A, B, threshold=threshold)
+
+
+def test_scales_beyond_float32() -> None:
+    A, B = operands(64, 64, 64)
+    for threshold in (0.5, math.inf):
+        expected = gemm(A * 2.0**90, B * 2.0**-90, threshold=threshold)
+        found = gemm(A.cuda() * 2.0**90, B.cuda() * 2.0**-90, threshold=threshold)
+        assert isinstance(found, Tensor) and isinstance(expected, Tensor)
+        assert torch.allclose(found.cpu(), expected, rtol=1e-5)
+
+
+def test_operands_with_contiguous_columns() -> None:
+    A, B = (2 * x - 1 for x in operands(130, 200, 72))
+    for scaling in ("tensor", "vector"):
+        options: dict[str, Any] = {"threshold": 0.2, "scaling": scaling, "eta": 1.0}
+        expected = gemm(A.cuda(), B.cuda(), **options)
+        found = gemm(A.t().contiguous().cuda().t(), B.t().contiguous().cuda().t(), **options)
+        assert isinstance(found, Tensor) and isinstance(expected, Tensor) and torch.equal(found, expected)
+
+
+def test_calls_in_a_row_give_the_same() -> None:
+    """The third call of a kind is a graph's launch; other operands and thresholds between them change nothing."""
+    A, B = (2 * x - 1 for x in operands(256, 320, 272))
+    here, there = A.cuda(), B.cuda()
+    for threshold in (0.2, math.inf, 0.0, 0.05):
+        expected = gemm(here, there, threshold=threshold, eta=0.6, return_report=True)
+        assert isinstance(expected, tuple)
+        for turn in range(6):
+            found = gemm(here, there, threshold=threshold, eta=0.6)
+            assert isinstance(found, Tensor) and torch.equal(found, expected[0]), (threshold, turn)
+            other = gemm(here * 1.5, there, threshold=threshold, eta=0.6)
+            assert isinstance(other, Tensor) and not torch.equal(other, found)
+        here[0, 0] += 0.5  # in place: the same address, other numbers
+        changed = gemm(here, there, threshold=threshold, eta=0.6)
+        assert isinstance(changed, Tensor) and not torch.equal(changed, expected[0])
+        here[0, 0] -= 0.5

@@ -27,6 +27,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define CUTE_UNROLL
 #define CUTE_NO_UNROLL
+#define __noinline__
 
 namespace cuda { namespace std = ::std; }
 
@@ -60,6 +61,13 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return out;
 }
 inline int __double2int_rn(double x) { return int(std::nearbyint(x)); }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(uint32_t x) { return __builtin_ffs(int(x)); }
+inline int atomicAdd(int* at, int x) { const int was = *at; *at += x; return was; }
+inline uint32_t atomicMax(uint32_t* at, uint32_t x) { const uint32_t was = *at; *at = x > was ? x : was; return was; }
+inline int atomicOr(int* at, int x) { const int was = *at; *at |= x; return was; }
 inline uint32_t atomicAdd(uint32_t* at, uint32_t x) { const uint32_t was = *at; *at += x; return was; }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
@@ -177,6 +185,33 @@ template <class T> T __shfl_xor_sync(unsigned, T x, int bit) {
   std::memcpy(&theirs, &host::exchanged[own ^ bit], sizeof(T));
   __syncwarp();
   return theirs;
+}
+
+// What `of` makes of the values of all lanes of a warp, in their order.
+template <class T, class Of>
+T of_warp(T x, Of of) {
+  const unsigned own = threadIdx.x, first = own / 32 * 32;
+  std::memcpy(&host::exchanged[own], &x, sizeof(T));
+  __syncwarp();
+  T values[32];
+  for (unsigned lane = 0; lane < 32; ++lane) std::memcpy(&values[lane], &host::exchanged[first + lane], sizeof(T));
+  __syncwarp();
+  return of(values, own % 32);
+}
+template <class T> T __shfl_up_sync(unsigned, T x, int step) {
+  return of_warp(x, [step](const T* all, unsigned lane) { return all[lane < unsigned(step) ? lane : lane - step]; });
+}
+template <class T> T __shfl_sync(unsigned, T x, int from) {
+  return of_warp(x, [from](const T* all, unsigned) { return all[from]; });
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t x) {
+  return of_warp(x, [](const uint32_t* all, unsigned) { uint32_t y = 0; for (int i = 0; i < 32; ++i) y = max(y, all[i]); return y; });
+}
+inline uint32_t __reduce_add_sync(unsigned, uint32_t x) {
+  return of_warp(x, [](const uint32_t* all, unsigned) { uint32_t y = 0; for (int i = 0; i < 32; ++i) y += all[i]; return y; });
+}
+inline uint32_t __reduce_or_sync(unsigned, uint32_t x) {
+  return of_warp(x, [](const uint32_t* all, unsigned) { uint32_t y = 0; for (int i = 0; i < 32; ++i) y |= all[i]; return y; });
 }
 
 namespace magicube {
