@@ -266,10 +266,8 @@ __device__ __forceinline__ void finish_k_slice(typename SmallMGemm<C>::KSlice& a
 
 // Epilogue of rows from `first`: add the accumulators of all warp groups and CTAs, eight columns per thread; the tile starts at
 // `column`. A small loop body: all CTAs arrive at the same time, and code that runs once is an instruction cache miss.
-template <class C>
-__device__ __forceinline__ void write_rows(const SmallMGemm<C>& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first,
-                                               int column) {
-  using G = SmallMGemm<C>;
+template <class G, class C>
+__device__ __forceinline__ void write_rows(const G& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first, int column) {
   using Source = typename C::Source;
   constexpr int kRuns = G::kHeight / 8, kOwn = C::kRows / C::kSplit;
 #pragma unroll 1

@@ -1,0 +1,221 @@
+"""Few rows times packed weights on a GPU, behind another kernel: each weight format beside torch's fp8 and bfloat16 products.
+
+Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked against float64 first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from harness.gpu_results import gpu_arguments, results_file, rounded, save
+from harness.gpu_timing import L2_ROUNDS, behind
+from harness.machine import gpu_machine
+from torch import Tensor
+
+from cute_kernels import floats
+from cute_kernels.few_rows.api import few_rows_product
+from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
+from cute_kernels.few_rows.product import ROWS, FewRowsConfig, choose_few_rows
+from cute_kernels.jit.warmup import warmup
+
+SHAPES = [(4096, 14336), (14336, 4096), (8192, 28672)]  # (K, N)
+TOKENS = (1, 16, 32, 64)
+TUNED = ("int4_g128", "mxfp4")
+OTHERS = ("e2m1", "int4_g32", "int4_g32_min", "nvfp4", "int8", "e4m3")
+# name -> groups, depth, split, resident, units, early
+VARIANTS = {
+    "g4": (4, 1, 1, 1, 2, 8),
+    "g4u4": (4, 1, 1, 1, 4, 8),
+    "g4s2": (4, 1, 2, 1, 2, 8),
+    "g3": (3, 1, 1, 1, 2, 8),
+    "g2x2": (2, 1, 1, 2, 2, 8),
+    "g2x2s2": (2, 1, 2, 2, 2, 8),
+    "g2x2s4": (2, 1, 4, 2, 2, 8),
+    "g2x1": (2, 1, 1, 1, 2, 8),
+    "d2x2": (2, 2, 1, 2, 2, 8),
+    "d2x2s2": (2, 2, 2, 2, 2, 8),
+    "d2x2s4": (2, 2, 4, 2, 2, 8),
+    "d2x1s2": (2, 2, 2, 1, 2, 8),
+    "g4d2s2": (4, 2, 2, 1, 2, 8),
+    "g4d4s2": (4, 4, 2, 1, 2, 8),
+    "g4d2": (4, 2, 1, 1, 2, 8),
+    "g4d4": (4, 4, 1, 1, 2, 8),
+}
+
+
+def variants(name: str, m: int, n: int, k: int) -> dict[str, FewRowsConfig]:
+    rows = next(each for each in ROWS if m <= each)
+    found: dict[str, FewRowsConfig] = {}
+    if rows == 32 and name == "mxfp4":
+        return found
+    for label, (groups, depth, split, resident, units, early) in VARIANTS.items():
+        config = FewRowsConfig(name, rows, "bfloat16", "bfloat16", groups, depth, split, resident, units, early)
+        ctas = -(-n // config.tile_n) * split
+        fits = config.stages > depth and config.stages >= 2 and (k // 128) % units == 0
+        fits = fits and config.stages * config.stage_bytes >= 4 * depth * rows * (config.tile_n + 4)
+        if (
+            fits
+            and ctas >= 96
+            and ctas <= 132 * 4 * resident
+            and not (rows == 64 and resident == 2 and name == "int4_g128")
+        ):
+            found[label] = config
+    return found
+
+
+def weight(name: str, n: int, k: int) -> tuple[PackedWeight, Callable[[Tensor], Tensor]]:
+    """A random weight, and what multiplies by it in float32."""
+    form, made = FORMATS[name], torch.Generator("cuda").manual_seed(1)
+    groups = k // form.group if form.group else 0
+    if form.codes.startswith("int"):
+        top = 1 << (form.bits - 1)
+        codes = torch.randint(-top, top, (n, k), generator=made, device="cuda", dtype=torch.int8)
+        values = codes.float()
+    else:
+        codes = torch.randint(0, 1 << form.bits, (n, k), generator=made, device="cuda", dtype=torch.uint8)
+        if form.codes == "e4m3":
+            codes[(codes & 127) == 127] = 1
+        values = floats.decode(codes, form.codes)
+    scales = minimum = None
+    if form.scale in ("half", "half_min", "sum"):
+        scales = torch.rand(n, groups, generator=made, device="cuda") + 0.1
+        values *= scales.repeat_interleave(form.group, 1)
+        if form.scale == "half_min":
+            minimum = torch.rand(n, groups, generator=made, device="cuda") - 0.5
+            values += minimum.repeat_interleave(form.group, 1)
+    elif form.group:
+        low, high = (120, 130) if form.scale == "power" else (30, 70)
+        scales = torch.randint(low, high, (n, groups), generator=made, device="cuda", dtype=torch.uint8)
+        kind = "ue8m0" if form.scale == "power" else "e4m3"
+        values *= floats.decode(scales, kind).repeat_interleave(form.group, 1)
+    dense = values.bfloat16()
+    del values
+    return pack_weight(codes, form, "bfloat16", scales, minimum=minimum), lambda x: x.float() @ dense.float().t()
+
+
+def copies_for(size: int) -> int:
+    return 1 + int(L2_ROUNDS * torch.cuda.get_device_properties(0).L2_cache_size / size)
+
+
+def baselines(m: int, n: int, k: int) -> dict[str, list[Callable[[], object]]]:
+    x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+    found: dict[str, list[Callable[[], object]]] = {
+        "bf16": [partial(torch.nn.functional.linear, x, w.clone()) for _ in range(copies_for(2 * n * k))]
+    }
+    one, few = torch.ones((), device="cuda"), w.to(torch.float8_e4m3fn)
+    codes = x.to(torch.float8_e4m3fn)
+    del w
+    for fast in (True, False):
+        rows = codes if m % 16 == 0 else torch.cat([codes.view(torch.uint8)] * 16).view(torch.float8_e4m3fn)
+        call = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        try:
+            call(codes, few.t())
+            rows = codes
+        except RuntimeError:
+            pass
+        found["fp8" + "fs"[not fast]] = [partial(call, rows, few.clone().t()) for _ in range(copies_for(n * k))]
+    return found
+
+
+def timed(calls: dict[str, list[Callable[[], object]]], cold: bool, rounds: int) -> dict[str, float]:
+    found = behind({name: each if cold else each[0] for name, each in calls.items()}, rounds=rounds, replay=300.0)
+    return {name: rounded(each.median) for name, each in found.items()}
+
+
+def check(got: Tensor, exact: Tensor) -> float:
+    return float((got.float() - exact).norm() / exact.norm())
+
+
+def run(k: int, n: int, quick: bool, rows: list[dict[str, Any]]) -> None:
+    packed: dict[str, tuple[PackedWeight, Callable[[Tensor], Tensor], list[PackedWeight]]] = {}
+    for name in TUNED if quick else TUNED + OTHERS:
+        try:
+            one, exact = weight(name, n, k)
+            more = [replace(one, data=one.data.clone()) for _ in range(copies_for(one.data.nbytes) - 1)]
+            packed[name] = one, exact, [one, *more]
+        except Exception as error:
+            print(f"{name}: {type(error).__name__} {str(error)[:200]}")
+    for m in TOKENS:
+        calls = baselines(m, n, k)
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        wrong = []
+        for name, (one, exact, all_copies) in packed.items():
+            truth = exact(x)
+            tried = variants(name, m, n, k) if name in TUNED else {}
+            tried["chosen"] = choose_few_rows(name, m, n, k)
+            for label, config in tried.items():
+                for pdl in (False, True) if label == "chosen" and name in TUNED else (False,):
+                    title = f"{name}/{label}{'+pdl' if pdl else ''}"
+                    try:
+                        out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
+                        few_rows_product(x, one, out=out, config=config)
+                        torch.cuda.synchronize()
+                        error = check(out, truth)
+                        if not error < 6e-3:
+                            wrong.append(f"{title} {error:.2g}")
+                            continue
+                        calls[title] = [
+                            partial(few_rows_product, x, each, out=out, config=config, pdl=pdl) for each in all_copies
+                        ]
+                    except Exception as error:
+                        wrong.append(f"{title} {type(error).__name__} {str(error)[:100]}")
+        cold = timed(calls, True, 5)
+        keep = ["bf16", "fp8f", "fp8s"] + [f"{name}/chosen" for name in packed if f"{name}/chosen" in calls]
+        warm = timed({name: calls[name] for name in keep}, False, 5)
+        fp8 = min(cold["fp8f"], cold["fp8s"])
+        print(
+            f"\n{m} x {k} x {n} cold: bf16 {cold['bf16']} fp8 fast {cold['fp8f']} slow {cold['fp8s']}; wrong: {wrong}"
+        )
+        for name, (one, _, _) in packed.items():
+            mine = {each.split("/")[1]: us for each, us in cold.items() if each.startswith(name + "/")}
+            if not mine:
+                continue
+            best = min(mine, key=mine.__getitem__)
+            share = one.data.nbytes / mine[best] / 1e6
+            print(f" {name}: best {best} {mine[best]} us {fp8 / mine[best]:.2f}x fp8 {share:.2f} TB/s | "
+                  + " ".join(f"{label} {us}" for label, us in sorted(mine.items(), key=lambda e: e[1])[:7]))  # fmt: skip
+            rows.append({"m": m, "k": k, "n": n, "weight": name, "bytes": one.data.nbytes, "cold_us": mine})
+        print(" warm: " + " ".join(f"{name.replace('/chosen', '')} {us}" for name, us in warm.items()), flush=True)
+        rows.append(
+            {
+                "m": m,
+                "k": k,
+                "n": n,
+                "weight": "torch",
+                "cold_us": {each: cold[each] for each in keep[:3]},
+                "warm_us": warm,
+            }
+        )
+
+
+def main() -> None:
+    args = gpu_arguments(__doc__, "int4_g128 and mxfp4 only")
+    start = time.perf_counter()
+    wanted = {
+        config
+        for k, n in SHAPES
+        for m in TOKENS
+        for name in (TUNED if args.quick else TUNED + OTHERS)
+        for config in [*(variants(name, m, n, k).values() if name in TUNED else ()), choose_few_rows(name, m, n, k)]
+    }
+    try:
+        for _ in warmup(wanted, "sm_90a", jobs=os.cpu_count() or 1):
+            pass
+    except Exception as error:
+        print(f"warmup: {type(error).__name__} {str(error)[:500]}")
+    print(f"{len(wanted)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    results: dict[str, Any] = {"machine": gpu_machine(), "unit": "us behind another kernel, median", "cases": []}
+    for k, n in SHAPES:
+        run(k, n, args.quick, results["cases"])
+        save(results, args.out or results_file("few_rows"))
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

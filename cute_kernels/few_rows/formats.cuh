@@ -1,0 +1,196 @@
+// Weight formats of the few-rows product: packed codes to pairs of 16-bit floats, and scales to factors of such pairs.
+//
+// A unit is 64 rows of weights x 128 k. A lane (g, t) has the values that its mma.m16k16 fragments need, for rows g and g + 8:
+// pair 2 s + q of a row holds k = 16 s + 8 q + 2 t and the next one. `few_rows/formats.py` packs them; Half is the type of X.
+#pragma once
+
+#include <cuda/std/type_traits>
+
+#include "device/float_formats.cuh"
+
+namespace magicube::few {
+
+constexpr int kUnitK = 128, kUnitRows = 64, kPairs = 16;  // k and rows of a unit; pairs of a lane's row in it
+
+template <class Half>
+constexpr bool kIsBfloat16 = cuda::std::is_same_v<Half, BFLOAT16>;
+
+// The power of two 2^exponent, twice.
+template <class Half>
+constexpr uint32_t power_pair(int exponent) { return uint32_t(Half::kBias + exponent) << Half::kMantissa; }
+template <class Half>
+constexpr uint32_t kPower(int exponent) { return power_pair<Half>(exponent) * kEachHalf; }
+
+template <class Half>
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  using Pair = typename Half::Pair;
+  const Pair sum = __hfma2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b), reinterpret_cast<const Pair&>(c));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+template <class Half>
+__device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
+  using Pair = typename Half::Pair;
+  const Pair sum = __hsub2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+
+// (x & kMask) ^ kFlip in one LOP3.
+template <uint32_t kMask, uint32_t kFlip>
+__device__ __forceinline__ uint32_t mask_flip(uint32_t x) {
+  uint32_t found;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(found) : "r"(x), "n"(kMask), "n"(kFlip));
+  return found;
+}
+
+// Each format: bits per value, the exponent by which `pair` is too small, and pair `p` of kPairs from a lane's words of a row.
+
+// Codes q + 8 in nibbles p % 4 of both halves of a word. 128 + u is a bfloat16 and 1024 + 16 u a float16: exact.
+struct INT4 {
+  static constexpr int kBits = 4;
+  template <class Half>
+  static constexpr int kLift = 0;
+
+  template <class Half, int p>
+  __device__ static uint32_t pair(const uint32_t* words) {
+    const uint32_t word = words[p / 4];
+    if constexpr (kIsBfloat16<Half>) {
+      return subtract_pair<Half>(mask_flip<0x000F000F, 0x43004300>(word >> 4 * (p % 4)), 0x43084308);  // 128, 136
+    } else if constexpr (p % 2 == 0) {
+      return subtract_pair<Half>(mask_flip<0x000F000F, 0x64006400>(word >> 4 * (p % 4)), 0x64086408);  // 1024, 1032
+    } else {
+      return fma_pair<Half>(mask_flip<0x00F000F0, 0x64006400>(word >> 4 * (p % 4 - 1)), 0x2C002C00, 0xD480D480);  // / 16 - 72
+    }
+  }
+};
+
+// Pair p % 4 of a word: bits 15 and 8..6 of both halves are sign and magnitude of pair 0; of pairs 1 and 2 after a rotation by 3
+// and 6 bits; pair 3 is bits {0, 1, 3, 4} after the latter, which a product by 0x888 moves there one to one.
+struct E2M1Placed {
+  static constexpr int kBits = 4;
+  template <class Half>
+  static constexpr int kLift = Half::kBias - 1;
+  static constexpr uint32_t kMask = 0x81C081C0;
+
+  template <class Half, int p>
+  __device__ static uint32_t pair(const uint32_t* words) {
+    const uint32_t word = words[p / 4];
+    uint32_t found;
+    if constexpr (p % 4 == 0) found = word & kMask;
+    else if constexpr (p % 4 == 1) found = word << 3 & kMask;
+    else if constexpr (p % 4 == 2) found = __funnelshift_l(word, word, 6) & kMask;
+    else found = (__funnelshift_l(word, word, 6) & 0x001B001B) * 0x888 & kMask;
+    if constexpr (kIsBfloat16<Half>) return found;
+    else return (found & 0x80008000) | (found << 3 & 0x0E000E00);
+  }
+};
+
+// Pair p: bytes 1 and 3 of word p / 2 if p is even, else bytes 0 and 2. NaN is the scale of the row, not a code.
+struct E4M3Bytes {
+  static constexpr int kBits = 8;
+  template <class Half>
+  static constexpr int kLift = Half::kBias - 7;
+
+  template <class Half, int p>
+  __device__ static uint32_t pair(const uint32_t* words) {
+    constexpr int kShift = 10 - Half::kMantissa + 1;  // 4 for bfloat16, 1 for float16
+    constexpr uint32_t kMagnitude = (0x7F00u >> kShift) * kEachHalf;
+    const uint32_t word = words[p / 2];
+    if constexpr (p % 2 == 0) return (word & 0x80008000) | (word >> kShift & kMagnitude);
+    else return (word << 8 & 0x80008000) | (word << (8 - kShift) & kMagnitude);
+  }
+};
+
+// Two's complement, pairs as above. The upper bit counts -128: two values that are exact, and their exact difference.
+struct INT8 {
+  static constexpr int kBits = 8;
+  template <class Half>
+  static constexpr int kLift = 0;
+
+  template <class Half, int p>
+  __device__ static uint32_t pair(const uint32_t* words) {
+    const uint32_t word = p % 2 == 0 ? words[p / 2] >> 8 : words[p / 2];
+    if constexpr (kIsBfloat16<Half>) {
+      return subtract_pair<Half>(mask_flip<0x007F007F, 0x43004300>(word), mask_flip<0x00800080, 0x43004300>(word));
+    } else {
+      return subtract_pair<Half>(mask_flip<0x00FF00FF, 0x64806480>(word), 0x64806480);  // 1024 + (q + 128), 1152
+    }
+  }
+};
+
+// Scales of a row's groups. kBytes: of one group; kSum: the partial sum of a unit is multiplied, not its values.
+// factor<Half, kLift>(words, i): scale of group i times 2^kLift / 2^kShrink, twice; `formats.py` takes kShrink into account.
+
+struct NoScale {
+  static constexpr int kBytes = 0;
+  static constexpr bool kSum = false, kMinimum = false;
+  template <class Half, int kLift, int i>
+  __device__ static uint32_t factor(const uint32_t*) { return kPower<Half>(kLift); }
+};
+
+// A biased exponent of Half: the packing has multiplied by 2^kLift, and divided by the largest scale of the row.
+struct PowerScale {
+  static constexpr int kBytes = 1;
+  static constexpr bool kSum = false, kMinimum = false;
+  template <class Half, int kLift, int i>
+  __device__ static uint32_t factor(const uint32_t* words) {
+    return __byte_perm(words[i / 4], 0, 0x4040 | i % 4 * 0x101) << Half::kMantissa;
+  }
+};
+
+// e4m3 without sign; the values are 2^9 too small, so that no factor is infinite.
+struct E4M3Scale {
+  static constexpr int kBytes = 1;
+  static constexpr bool kSum = false, kMinimum = false;
+  template <class Half, int kLift, int i>
+  __device__ static uint32_t factor(const uint32_t* words) {
+    const uint32_t placed = __byte_perm(words[i / 4], 0, 0x4040 | i % 4 * 0x101) << (Half::kMantissa - 3);
+    constexpr int kRaise = Half::kBias - 7 + kLift - 9, kFirst = kRaise > Half::kBias ? Half::kBias - 7 : kRaise;
+    const uint32_t raised = multiply_halves<Half>(placed, kPower<Half>(kFirst));
+    if constexpr (kFirst == kRaise) return raised;
+    else return multiply_halves<Half>(raised, kPower<Half>(kRaise - kFirst));
+  }
+};
+
+struct HalfScale {
+  static constexpr int kBytes = 2;
+  static constexpr bool kSum = false, kMinimum = false;
+  template <class Half, int kLift, int i>
+  __device__ static uint32_t factor(const uint32_t* words) { return __byte_perm(words[i / 2], 0, i % 2 ? 0x3232 : 0x1010); }
+};
+
+// Scale and minimum: w = s q + m, one rounding.
+struct HalfScaleMinimum {
+  static constexpr int kBytes = 4;
+  static constexpr bool kSum = false, kMinimum = true;
+  template <class Half, int kLift, int i>
+  __device__ static uint32_t factor(const uint32_t* words) { return __byte_perm(words[i], 0, 0x1010); }
+  template <int i>
+  __device__ static uint32_t minimum(const uint32_t* words) { return __byte_perm(words[i], 0, 0x3232); }
+};
+
+// A float32 per unit, which multiplies its partial sum.
+struct SumScale {
+  static constexpr int kBytes = 4;
+  static constexpr bool kSum = true, kMinimum = false;
+  template <class Half, int kLift, int i>
+  __device__ static uint32_t factor(const uint32_t*) { return kPower<Half>(kLift); }
+};
+
+// Pair p of a row, times its scale.
+template <class C, int p>
+__device__ __forceinline__ uint32_t scaled_pair(const uint32_t* words, const uint32_t* scales) {
+  using Half = typename C::Half;
+  using Weights = typename C::Weights;
+  using Scale = typename C::Scale;
+  constexpr int kLift = Weights::template kLift<Half>, i = p / 2 * 16 / C::kGroup;
+  const uint32_t pair = Weights::template pair<Half, p>(words);
+  if constexpr (Scale::kMinimum) {
+    return fma_pair<Half>(pair, Scale::template factor<Half, kLift, i>(scales), Scale::template minimum<i>(scales));
+  } else if constexpr (kLift == 0 && (Scale::kSum || Scale::kBytes == 0)) {
+    return pair;
+  } else {
+    return multiply_halves<Half>(pair, Scale::template factor<Half, kLift, i>(scales));
+  }
+}
+
+}  // namespace magicube::few

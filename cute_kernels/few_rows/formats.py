@@ -1,0 +1,274 @@
+"""Weight formats of the few-rows product: one table, and packing into the order that the kernel reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNIT_ROWS, UNIT_K = 64, 128  # rows and k of a unit of packed weights
+PAD_K = 256  # K is padded to a multiple of it
+ACTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_BIAS = {"bfloat16": 127, "float16": 15}  # of the exponent of the values that Tensor Cores multiply
+_SHRINK = 9  # e4m3 block scales enter the product 2^9 too small
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A decode function and a scale rule.
+
+    Attributes
+    ----------
+    name : str
+        Name.
+    codes : str
+        ``"int4"``, ``"int8"``, ``"e2m1"`` or ``"e4m3"``.
+    scale : str
+        ``"none"``, ``"power"`` (ue8m0), ``"e4m3"``, ``"half"`` (of the dtype of X), ``"half_min"`` (scale and minimum) or
+        ``"sum"`` (float32, which multiplies the partial sum of a group).
+    group : int
+        k that share a scale; 0 without.
+    """
+
+    name: str
+    codes: str
+    scale: str = "none"
+    group: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.codes in ("int8", "e4m3") else 4
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of a row of a unit."""
+        size = {"none": 0, "power": 1, "e4m3": 1, "half": 2, "half_min": 4, "sum": 4}[self.scale]
+        return size * (UNIT_K // self.group if self.group else 0)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit: codes, then scales."""
+        return UNIT_ROWS * (UNIT_K * self.bits // 8 + self.scale_bytes)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        WeightFormat("int4", "int4"),
+        *(WeightFormat(f"int4_g{group}", "int4", "half", group) for group in (16, 32, 64)),
+        WeightFormat("int4_g128", "int4", "sum", 128),
+        *(WeightFormat(f"int4_g{group}_min", "int4", "half_min", group) for group in (16, 32, 64, 128)),
+        WeightFormat("e2m1", "e2m1"),
+        WeightFormat("mxfp4", "e2m1", "power", 32),
+        WeightFormat("nvfp4", "e2m1", "e4m3", 16),
+        WeightFormat("int8", "int8"),
+        WeightFormat("e4m3", "e4m3"),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight (N, K) in the order of the few-rows product.
+
+    Attributes
+    ----------
+    format : WeightFormat
+        Entry of :data:`FORMATS`.
+    act : str
+        ``"bfloat16"`` or ``"float16"``: dtype of X, which the scales depend on.
+    data : Tensor, shape (blocks, units, bytes)
+        uint8; a block is 64 rows, a unit 128 k.
+    row_scale : Tensor, shape (N,)
+        float32: multiplies the results of a row.
+    shape : tuple of int
+        (N, K).
+    """
+
+    format: WeightFormat
+    act: str
+    data: Tensor
+    row_scale: Tensor
+    shape: tuple[int, int]
+
+
+# Bits of a word's half that hold code `s e e m` of pair p: (from, to) for each of them. Pair 3 goes through a table.
+_PLACES = {
+    0: ((3, 15), (2, 8), (1, 7), (0, 6)),
+    1: ((3, 12), (2, 5), (1, 4), (0, 3)),
+    2: ((3, 9), (2, 2), (1, 1), (0, 0)),
+}
+_FACTOR, _FREE = 0x888, (0, 1, 3, 4)  # of pair 3 after a rotation by 6 bits
+
+
+def _last_pair_table() -> list[int]:
+    """What pair 3 of a half is for each code, before the rotation: bits 10, 11, 13 and 14 of the other half."""
+    found = [0] * 16
+    for index in range(16):
+        bits = sum((index >> i & 1) << place for i, place in enumerate(_FREE))
+        product = bits * _FACTOR
+        found[(product >> 15 & 1) << 3 | product >> 6 & 7] = (
+            bits << 10
+        )  # rotation by 6: bit 10 becomes bit 0 of the next half
+    return found
+
+
+def _placed(codes: Tensor) -> Tensor:
+    """Words (..., ) int64 of e2m1 codes (..., 4 pairs, 2 halves)."""
+    words = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
+    table = torch.tensor(_last_pair_table(), dtype=torch.int64, device=codes.device)
+    for half in range(2):
+        for pair, moves in _PLACES.items():
+            code = codes[..., pair, half].long()
+            for source, target in moves:
+                words |= (code >> source & 1) << (target + 16 * half)
+        words |= table[codes[..., 3, half].long()] << (16 * (1 - half))
+    return words
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Words of int4 codes q + 8: pair p in nibble p of each half."""
+    words = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
+    for half in range(2):
+        for pair in range(4):
+            words |= (codes[..., pair, half].long() & 15) << (4 * pair + 16 * half)
+    return words
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    """Words of byte codes (..., 2 pairs, 2 halves): pair 0 in the upper bytes of the halves."""
+    words = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
+    for half in range(2):
+        for pair in range(2):
+            words |= (codes[..., pair, half].long() & 255) << (16 * half + 8 * (1 - pair))
+    return words
+
+
+def _padded(x: Tensor, rows: int, columns: int, value: float = 0) -> Tensor:
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]), value=value)
+
+
+def pack_codes(codes: Tensor, form: WeightFormat) -> Tensor:
+    """Return codes in fragment order.
+
+    Parameters
+    ----------
+    codes : Tensor, shape (R, K)
+        uint8: e2m1 or e4m3 codes, q + 8 of int4, or the byte of int8. R is a multiple of 64, K of 256.
+    form : WeightFormat
+        Format.
+
+    Returns
+    -------
+    Tensor, shape (R / 64, K / 128, bytes)
+        uint8.
+    """
+    blocks, units, per_word = codes.shape[0] // UNIT_ROWS, codes.shape[1] // UNIT_K, 32 // form.bits // 2
+    # k = 16 step + 8 part + 2 t + half; a word has per_word (step, part) pairs; row = 16 warp + 8 half_row + g
+    split = codes.view(blocks, 4, 2, 8, units, 16 // per_word, per_word, 4, 2)
+    split = split.permute(0, 4, 1, 2, 3, 7, 5, 6, 8)  # (blocks, units, warp, half_row, g, t, words, pairs, 2)
+    make = {"int4": _nibbles, "e2m1": _placed}.get(form.codes, _bytes)
+    words = torch.cat([make(each) for each in split.split(max(1, (1 << 22) // (units * UNIT_K * UNIT_ROWS)))])
+    words = words.view(blocks, units, 4, 2, 32, -1, 4).permute(0, 1, 5, 2, 3, 4, 6)  # 16 bytes of a lane together
+    parts = [(words >> shift & 255).to(torch.uint8) for shift in (0, 8, 16, 24)]
+    return torch.stack(parts, -1).reshape(blocks, units, -1)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """Largest power of two not above the largest finite magnitude of each row, (R, 1) float32; 1 for rows of zeros."""
+    top = torch.where(x.isfinite(), x.abs(), 0.0).amax(1, keepdim=True)
+    return torch.where(top > 0, torch.exp2(torch.frexp(top.double()).exponent - 1.0), 1.0)
+
+
+def _scale_units(scales: Tensor, units: int) -> Tensor:
+    """Scales (R, groups, bytes) as bytes of units: (blocks, units, bytes)."""
+    rows = scales.shape[0]
+    split = scales.reshape(rows // UNIT_ROWS, UNIT_ROWS, units, -1)
+    return split.permute(0, 2, 1, 3).reshape(rows // UNIT_ROWS, units, -1)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8).view(*x.shape, -1)
+
+
+def pack_weight(
+    codes: Tensor,
+    form: WeightFormat,
+    act: str,
+    scales: Tensor | None = None,
+    *,
+    minimum: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> PackedWeight:
+    """Pack a weight for the few-rows product.
+
+    Parameters
+    ----------
+    codes : Tensor, shape (N, K)
+        int8 integers, or uint8 codes of e2m1 and e4m3.
+    form : WeightFormat
+        Format.
+    act : str
+        ``"bfloat16"`` or ``"float16"``: dtype of X.
+    scales : Tensor, shape (N, ceil(K / group)), optional
+        float32 of integers, uint8 bits of ue8m0 or e4m3.
+    minimum : Tensor, shape (N, ceil(K / group)), optional
+        float32, what the integer 0 stands for.
+    row_scale : Tensor, shape (N,) or (), optional
+        float32: multiplies the results of a row.
+
+    Returns
+    -------
+    PackedWeight
+
+    Notes
+    -----
+    Scales are divided by a power of two per row, which the row's scale takes over, so that they fit the dtype of X. NaN codes
+    of e4m3 and NaN block scales make the row's scale NaN, and so its results, as the product itself would.
+    """
+    n, k = codes.shape
+    rows, columns = -(-n // UNIT_ROWS) * UNIT_ROWS, -(-k // PAD_K) * PAD_K
+    units = columns // UNIT_K
+    found = torch.ones(n, dtype=torch.float64, device=codes.device)
+    if row_scale is not None:
+        found = found * row_scale.double()
+    parts = []
+    if form.scale != "none":
+        assert scales is not None
+        groups = columns // form.group
+        if form.scale in ("half", "half_min"):
+            both = scales if minimum is None else torch.cat([scales, minimum], 1)
+            power = _power_of_two(both)
+            found = found * power[:, 0].double()
+            dtype = torch.bfloat16 if act == "bfloat16" else torch.float16
+            each = [_padded((x.double() / power).to(dtype), rows, groups) for x in (scales, minimum) if x is not None]
+            parts.append(_as_bytes(torch.stack(each, -1)))
+        elif form.scale == "sum":
+            parts.append(_as_bytes(_padded(scales.float(), rows, groups)))
+        elif form.scale == "power":
+            top = torch.where(scales == 255, 0, scales).amax(1, keepdim=True).long()
+            found = found * torch.exp2(top[:, 0].double() - 127)
+            found[(scales == 255).any(1)] = torch.nan
+            lifted = (scales.long() - top + 2 * _BIAS[act] - 1).clamp(min=0)
+            lifted[scales == 255] = 0
+            parts.append(_padded(lifted.to(torch.uint8), rows, groups)[..., None])
+        else:
+            found = found * 2.0**_SHRINK
+            found[((scales & 127) == 127).any(1)] = torch.nan
+            negative = (scales > 127).repeat_interleave(form.group, 1)[:, :k]
+            codes = torch.where(negative, codes ^ 8, codes)
+            parts.append(_padded(scales & 127, rows, groups)[..., None])
+    zero = 0
+    if form.codes == "int4":
+        codes, zero = (codes + 8).to(torch.uint8), 8
+    elif form.codes == "int8":
+        codes = codes.view(torch.uint8)
+    elif form.codes == "e4m3":
+        nan = (codes & 127) == 127
+        found[nan.any(1)] = torch.nan
+        codes = codes.masked_fill(nan, 0)
+    data = pack_codes(_padded(codes, rows, columns, zero), form)
+    whole = torch.cat([data, *(_scale_units(part, units) for part in parts)], -1).contiguous()
+    return PackedWeight(form, act, whole, found.float().contiguous(), (n, k))

@@ -1,0 +1,248 @@
+// Few-rows product with packed weights, D = X W^T: X (M, K) float16 or bfloat16 with M <= 64, W (N, K) packed.
+//
+// sm_90a; memory-bound by the weights. Work: kGroups warp groups have 64 rows of weights each, kDepth of them the same rows and
+// every kDepth-th K tile; kSplit CTAs of a cluster share K. Pipeline: bulk copies bring units of weights with their scales, TMA
+// brings X as it is. A lane reads its part of a unit by 16-byte loads, decodes half a unit in registers while the other half is
+// multiplied, and multiplies from registers: weights are the A operand of WGMMA. Partial sums of split-K are added in a fixed
+// order. Source: PTX ISA, wgmma.mma_async register fragments.
+#pragma once
+
+#include "few_rows/formats.cuh"
+#include "scaled_gemm/small_m.cuh"
+
+namespace magicube::few {
+
+template <int kColumns, class Half>
+struct Op;
+#define MAGICUBE_FEW_OP(N)                                                                                       \
+  template <>                                                                                                    \
+  struct Op<N, BFLOAT16> {                                                                                       \
+    using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>;         \
+  };                                                                                                             \
+  template <>                                                                                                    \
+  struct Op<N, FLOAT16> {                                                                                        \
+    using type = SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>;           \
+  };
+MAGICUBE_FEW_OP(8)
+MAGICUBE_FEW_OP(16)
+MAGICUBE_FEW_OP(32)
+MAGICUBE_FEW_OP(64)
+#undef MAGICUBE_FEW_OP
+
+template <class C>
+struct FewRows {
+  using Op = typename few::Op<C::kRows, typename C::Half>::type;
+  using Weights = typename C::Weights;
+  using Scale = typename C::Scale;
+  static constexpr int kUnits = C::kUnits, kStages = C::kStages, kDepth = C::kDepth;
+  static constexpr int kBlocks = C::kGroups / kDepth, kHeight = kUnitRows * kBlocks;  // 64-row blocks and rows of a tile
+  static constexpr int kCodeBytes = kUnitRows * kUnitK * Weights::kBits / 8;
+  static constexpr int kRowScaleBytes = kUnitK / C::kGroup * Scale::kBytes;  // of a row of a unit
+  static constexpr int kUnitBytes = kCodeBytes + kUnitRows * kRowScaleBytes;
+  static constexpr int kBoxBytes = C::kRows * 128, kXBytes = 2 * kUnits * kBoxBytes;  // a box: 64 k of each row of X
+  static constexpr int kBlockBytes = kUnits * kUnitBytes, kStageBytes = kXBytes + kBlocks * kBlockBytes;
+  static constexpr int kRegisters = C::kRows / 2, kWords = Weights::kBits, kScaleWords = (kRowScaleBytes + 3) / 4;
+  static constexpr int kThreads = 128 * C::kGroups + 32;
+  static constexpr int kPitch = kHeight + 4;  // floats: a row of the output in shared memory, without bank conflicts
+  using Accumulators = float[kRegisters];
+  using Piece = uint32_t[4][4];  // half a unit of a lane, as four instructions read it
+
+  static_assert(C::kGroup <= kUnitK && kUnitK % C::kGroup == 0, "a unit holds whole groups");
+  static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "tiles are read side by side, and one is fetched");
+  static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
+  static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "the reduction reuses the memory of the pipeline");
+
+  uint32_t base;
+
+  __device__ uint32_t box(int stage, int i) const { return base + stage * kXBytes + i * kBoxBytes; }
+  __device__ static int weights_at(int stage) { return kStages * kXBytes + stage * kBlocks * kBlockBytes; }
+  __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
+};
+
+// Weights do not depend on the kernel before this one: the first stages of them are fetched before its end.
+template <class C>
+__device__ void producer_loop(const FewRows<C>& gemm, const TmaDescriptor& x, const uint8_t* weights, int64_t block_bytes, int blocks,
+                              int begin, int last) {
+  using G = FewRows<C>;
+  const auto fetch_weights = [&](const GemmPipelineState<G::kStages>& at, int part) {
+    mbarrier_arrive_expect_tx(gemm.full(at.stage), G::kXBytes + blocks * G::kBlockBytes);
+    for (int b = 0; b < blocks; ++b) {
+      bulk_copy(gemm.base + G::weights_at(at.stage) + b * G::kBlockBytes, weights + b * block_bytes + int64_t{part} * G::kBlockBytes,
+                G::kBlockBytes, gemm.full(at.stage));
+    }
+  };
+  const auto fetch_x = [&](const GemmPipelineState<G::kStages>& at, int part) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * G::kUnits; ++i) {
+      tma_load_2d(gemm.box(at.stage, i), &x, (part * 2 * G::kUnits + i) * 64, 0, gemm.full(at.stage));
+    }
+  };
+  GemmPipelineState<G::kStages> ahead, at;
+  const int first = begin + C::kEarly < last ? begin + C::kEarly : last;
+  for (int part = begin; part < first; ++part, ahead.advance()) fetch_weights(ahead, part);
+  pdl_wait();
+  for (int part = begin; part < last; ++part, at.advance()) {
+    if (part >= first) {
+      barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+      fetch_weights(at, part);
+    }
+    fetch_x(at, part);
+  }
+}
+
+template <class C, int kPiece, int... P>
+__device__ __forceinline__ void decode_piece(const uint32_t (&words)[2][FewRows<C>::kWords], const uint32_t (&scales)[2][8],
+                                             typename FewRows<C>::Piece& to, int_sequence<P...>) {
+  ((to[P / 2][2 * (P % 2)] = scaled_pair<C, 8 * kPiece + P>(words[0], scales[0]),
+    to[P / 2][2 * (P % 2) + 1] = scaled_pair<C, 8 * kPiece + P>(words[1], scales[1])), ...);
+}
+
+// Load a lane's codes and scales of a unit: rows g and g + 8 of its warp's 16.
+template <class C>
+__device__ __forceinline__ void load_unit(const uint8_t* unit, uint32_t (&words)[2][FewRows<C>::kWords], uint32_t (&scales)[2][8]) {
+  using G = FewRows<C>;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < G::kWords / 4; ++chunk) {
+      const uint4 x = *reinterpret_cast<const uint4*>(unit + chunk * 4096 + (warp * 2 + half) * 512 + lane * 16);
+      words[half][4 * chunk] = x.x, words[half][4 * chunk + 1] = x.y;
+      words[half][4 * chunk + 2] = x.z, words[half][4 * chunk + 3] = x.w;
+    }
+    const uint8_t* const of_row = unit + G::kCodeBytes + (warp * 16 + half * 8 + lane / 4) * G::kRowScaleBytes;
+    if constexpr (G::kRowScaleBytes >= 4) {
+      CUTE_UNROLL
+      for (int i = 0; i < G::kScaleWords; ++i) scales[half][i] = reinterpret_cast<const uint32_t*>(of_row)[i];
+    } else if constexpr (G::kRowScaleBytes == 2) {
+      scales[half][0] = *reinterpret_cast<const uint16_t*>(of_row);
+    } else if constexpr (G::kRowScaleBytes == 1) {
+      scales[half][0] = *of_row;
+    }
+  }
+}
+
+// Start the products of half a unit.
+template <class C>
+__device__ __forceinline__ void start_piece(const FewRows<C>& gemm, typename FewRows<C>::Piece& a, int stage, int box, bool from_zero,
+                                            typename FewRows<C>::Accumulators& accum) {
+  using G = FewRows<C>;
+  CUTE_UNROLL
+  for (int s = 0; s < 16; ++s) warpgroup_fence_operand(a[s / 4][s % 4]);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int s = 0; s < 4; ++s) {
+    const uint64_t b = smem_descriptor<128>(gemm.box(stage, box)) + (32 * s >> 4);
+    wgmma_rs<typename G::Op>(a[s], b, accum, from_zero && s == 0 ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
+                             make_int_sequence<G::kRegisters>{});
+  }
+  warpgroup_commit_batch();
+}
+
+// Wait until all but kPending pieces are multiplied, and keep the operands of the others alive until here.
+template <int kPending>
+__device__ __forceinline__ void finish_piece(uint32_t (&a)[4][4]) {
+  warpgroup_wait<kPending>();
+  CUTE_UNROLL
+  for (int s = 0; s < 16; ++s) warpgroup_fence_operand(a[s / 4][s % 4]);
+}
+
+// accum += scale of the row times the partial sums of a unit.
+template <int kRegisters>
+__device__ __forceinline__ void add_scaled(float (&accum)[kRegisters], float (&partial)[kRegisters], const float (&scale)[2]) {
+  fence_accumulators(partial);
+  CUTE_UNROLL
+  for (int r = 0; r < kRegisters; ++r) accum[r] = __fmaf_rn(partial[r], scale[r / 2 % 2], accum[r]);
+}
+
+template <class C>
+__device__ __forceinline__ void consumer_loop(const FewRows<C>& gemm, uint8_t* shared, const GemmOutput<C>& to, int begin, int last,
+                                              int column) {
+  using G = FewRows<C>;
+  constexpr bool kSum = G::Scale::kSum;
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 128, block = group % G::kBlocks, depth = group / G::kBlocks;
+  GemmPipelineState<G::kStages> at;
+  typename G::Accumulators accum = {}, partial[2];
+  at.skip(depth);
+  fence_accumulators(accum);
+  for (int part = begin + depth; part < last; part += G::kDepth, at.skip(G::kDepth)) {
+    barrier_wait(gemm.full(at.stage), at.parity);
+    const uint8_t* const stage = shared + G::weights_at(at.stage) + block * G::kBlockBytes;
+    typename G::Piece a, b;
+    float unit_scale[2][2];
+    CUTE_UNROLL
+    for (int u = 0; u < G::kUnits; ++u) {
+      uint32_t words[2][G::kWords], scales[2][8];
+      load_unit<C>(stage + u * G::kUnitBytes, words, scales);
+      auto& sums = kSum ? partial[u % 2] : accum;
+      if (u > 0) finish_piece<1>(a);
+      decode_piece<C, 0>(words, scales, a, make_int_sequence<8>{});
+      start_piece<C>(gemm, a, at.stage, 2 * u, kSum, sums);
+      if (u > 0) finish_piece<1>(b);
+      if constexpr (kSum) {
+        if (u > 0) add_scaled(accum, partial[(u + 1) % 2], unit_scale[(u + 1) % 2]);
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) unit_scale[u % 2][half] = __uint_as_float(scales[half][0]);
+      }
+      decode_piece<C, 1>(words, scales, b, make_int_sequence<8>{});
+      start_piece<C>(gemm, b, at.stage, 2 * u + 1, false, sums);
+    }
+    finish_piece<0>(a);  // a loop that products are under way across needs more registers, or the assembler makes them wait
+    finish_piece<0>(b);
+    if (lane == 0) barrier_arrive(gemm.empty(at.stage));
+    if constexpr (kSum) add_scaled(accum, partial[(G::kUnits - 1) % 2], unit_scale[(G::kUnits - 1) % 2]);
+    else fence_accumulators(accum);
+  }
+  constexpr int kAll = 128 * C::kGroups;
+  warp_group::named_barrier_sync(1, kAll);  // all warps have read the pipeline
+  const int own = block * kUnitRows + threadIdx.x / 32 % 4 * 16 + lane / 4;  // columns of the tile: own and own + 8
+  CUTE_UNROLL
+  for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
+    const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
+    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = accum[r];
+  }
+  if constexpr (C::kSplit == 1) {
+    warp_group::named_barrier_sync(1, kAll);
+    write_rows(gemm, shared, to, 0, column);
+  } else {  // the CTAs of a cluster reduce: each writes a share of the rows
+    cluster::sync();
+    write_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
+  }
+}
+
+// x: map of X. weights: (blocks of 64 rows, units, unit bytes); the units of a row are whole stages.
+template <class C>
+__global__ void __launch_bounds__(FewRows<C>::kThreads, C::kResident)
+few_rows_product(const __grid_constant__ TmaDescriptor x, const uint8_t* weights, int64_t units, typename C::Out* out, int64_t pitch,
+                 int64_t m, int64_t n, const float* col_scales, const float* bias, int64_t vector) {
+  using G = FewRows<C>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const G gemm{shared_address(shared)};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < G::kStages; ++stage) {
+      barrier_init(gemm.full(stage), 1);
+      barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth);
+    }
+    barrier_fence();
+  }
+  __syncthreads();
+  const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), tile = int(blockIdx.x) / C::kSplit, column = tile * G::kHeight;
+  const int parts = int(units) / G::kUnits, begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
+  if (threadIdx.x < 128 * C::kGroups) {
+    const GemmOutput<C> to{out, nullptr, nullptr, col_scales, bias, pitch, 0, int(m), int(n), 1.0f, 0.0f, 0.0f, 0.0f, vector != 0};
+    consumer_loop(gemm, shared, to, begin, last, column);
+  } else {
+    if (threadIdx.x == 128 * C::kGroups) {
+      const int64_t block_bytes = units * G::kUnitBytes;
+      const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
+      producer_loop(gemm, x, weights + tile * G::kBlocks * block_bytes, block_bytes, present < G::kBlocks ? present : G::kBlocks, begin,
+                    last);
+    }
+    __syncwarp();
+    if constexpr (C::kSplit > 1) cluster::sync();
+  }
+  if constexpr (C::kSplit > 1) cluster::sync();  // other CTAs read this CTA's shared memory
+}
+
+}  // namespace magicube::few

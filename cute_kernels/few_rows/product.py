@@ -1,0 +1,194 @@
+"""Few-rows product with packed weights on sm_90a: configs, selection and launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from torch import Tensor
+
+from cute_kernels.few_rows.formats import FORMATS, PackedWeight, WeightFormat
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
+from cute_kernels.jit.kernel import get_kernel
+from cute_kernels.jit.tma import tensor_map
+
+ROWS = (8, 16, 32, 64)  # rows of X that a kernel is compiled for
+_SMEM_BYTES = 233472  # shared memory of an SM; each CTA takes 1 KiB more than it requests
+_CODES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes"}
+_SCALES = {
+    "none": "few::NoScale", "power": "few::PowerScale", "e4m3": "few::E4M3Scale", "half": "few::HalfScale",
+    "half_min": "few::HalfScaleMinimum", "sum": "few::SumScale",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FewRowsConfig(KernelConfig):
+    """Config of the few-rows kernel: ``D = X W^T``.
+
+    Attributes
+    ----------
+    weight : str
+        Name of a :class:`~cute_kernels.few_rows.formats.WeightFormat`.
+    rows : int
+        Rows of X that the kernel is compiled for, at least M.
+    act : str
+        Dtype of X: ``"bfloat16"`` or ``"float16"``.
+    out : str
+        Dtype of the output.
+    groups : int
+        Consumer warp groups.
+    depth : int
+        Warp groups that share 64 rows of weights; they take turns in the pipeline's stages.
+    split : int
+        CTAs of a cluster that share K (split-K).
+    resident : int
+        CTAs per SM.
+    units : int
+        Units of 128 k per stage.
+    early : int
+        Stages of weights that are fetched before the kernel before has ended.
+    """
+
+    weight: str
+    rows: int
+    act: str = "bfloat16"
+    out: str = "bfloat16"
+    groups: int = 2
+    depth: int = 1
+    split: int = 1
+    resident: int = 1
+    units: int = 2
+    early: int = 8
+
+    @property
+    def format(self) -> WeightFormat:
+        """Entry of the table of formats."""
+        return FORMATS[self.weight]
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 128 * self.groups + 32
+
+    @property
+    def tile_n(self) -> int:
+        """Rows of weights per tile."""
+        return 64 * self.groups // self.depth
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes per stage: units of weights, the same k of X, and two barriers."""
+        return self.units * (self.groups // self.depth * self.format.unit_bytes + self.rows * 256) + 16
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages: as many as fit shared memory."""
+        return min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def name(self) -> str:
+        """Short name, unique among the configs."""
+        shape = f"r{self.rows}g{self.groups}d{self.depth}k{self.split}x{self.resident}u{self.units}e{self.early}"
+        return f"few-rows-{self.weight}-{self.act}-{self.out}-{shape}"
+
+    kernel_header = "few_rows/product.cuh"
+    kernel_entry = "few::few_rows_product"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kFloatAccum": True,
+            "kLevels": 1,
+            "kRows": self.rows,
+            "kGroups": self.groups,
+            "kDepth": self.depth,
+            "kUnits": self.units,
+            "kStages": self.stages,
+            "kSplit": self.split,
+            "kResident": self.resident,
+            "kGroup": self.format.group or 128,
+            "kEarly": min(self.early, self.stages),
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {
+            "Out": OUT_TYPES[self.out],
+            "Source": "NoSource",
+            "Half": self.act.upper(),
+            "Weights": _CODES[self.format.codes],
+            "Scale": _SCALES[self.format.scale],
+        }
+
+
+def candidates(weight: str, rows: int, act: str = "bfloat16") -> list[FewRowsConfig]:
+    """Return the configs for `rows` of 8, 16, 32 or 64, largest tile first."""
+    base = FewRowsConfig(weight, rows, act, act)
+    two = 2 if rows <= 32 else 1
+    return [
+        replace(base, groups=4),
+        replace(base, groups=2, resident=two),
+        replace(base, groups=2, depth=2, resident=two),
+        replace(base, groups=2, depth=2, resident=two, split=2),
+        replace(base, groups=2, depth=2, resident=two, split=4),
+    ]
+
+
+@lru_cache(maxsize=4096)
+def choose_few_rows(
+    weight: str, m: int, n: int, k: int, act: str = "bfloat16", out: str = "bfloat16", num_sms: int = 132
+) -> FewRowsConfig:
+    """Return the config of a product: the largest tile that keeps two of three SMs busy.
+
+    Parameters
+    ----------
+    weight : str
+        Name of a weight format.
+    m, n, k : int
+        Shape of the product.
+    act, out : str
+        Dtypes of X and of the output.
+    num_sms : int
+        SMs of the GPU.
+    """
+    rows = next(each for each in ROWS if m <= each)
+    fitting = [each for each in candidates(weight, rows, act) if each.split == 1 or k >= 1024 * each.split]
+    busy = (each for each in fitting if 3 * -(-n // each.tile_n) * each.split >= 2 * num_sms)
+    return replace(next(busy, fitting[-1]), out=out)
+
+
+def launch_few_rows(
+    config: FewRowsConfig, x: Tensor, weight: PackedWeight, out: Tensor, bias: Tensor | None = None, pdl: bool = False
+) -> None:
+    """Launch the product.
+
+    Parameters
+    ----------
+    config : FewRowsConfig
+        Kernel config.
+    x : Tensor, shape (M, K)
+        Rows at multiples of 16 bytes, of the config's dtype.
+    weight : PackedWeight, shape (N, K)
+        Weights.
+    out : Tensor, shape (M, N)
+        Output with contiguous rows.
+    bias : Tensor, shape (N,), optional
+        float32, contiguous.
+    pdl : bool, default False
+        Start before the kernel before has ended: it must be one that does not write the weights.
+    """
+    (n, k), m = weight.shape, x.shape[0]
+    pitch = x.stride(0) * 2 if m > 1 else -(-k // 8) * 16
+    vector = n % 8 == 0 and out.data_ptr() % 16 == 0 and out.stride(0) * out.element_size() % 16 == 0
+    get_kernel(config).launch(
+        (-(-n // config.tile_n) * config.split, 1, 1),
+        (
+            tensor_map(x.data_ptr(), 2, (k, m), pitch, (64, config.rows), 128),
+            weight.data.data_ptr(), weight.data.shape[1], out.data_ptr(), out.stride(0), m, n,
+            weight.row_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), int(vector),
+        ),
+        (config.split, 1, 1) if config.split > 1 else None,
+        pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""The few-rows product with packed weights on a GPU: every format against the decoded float64 product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.few_rows.api import few_rows_product
+from cute_kernels.few_rows.formats import FORMATS
+from cute_kernels.few_rows.product import ROWS, FewRowsConfig, candidates
+from tests.gpu.problems import needs_warp_groups
+from tests.kernels.few_rows.model import Sample, sample
+
+pytestmark = [pytest.mark.gpu, needs_warp_groups]
+
+SHAPES = [(1, 1), (77, 130), (300, 264), (257, 2050), (1100, 8200)]  # (N, K)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def bound(x: Tensor, made: Sample, exact: Tensor, out: torch.dtype) -> Tensor:
+    """Error of the weights as the kernel has them, of float32 sums, and of the output's rounding."""
+    sums = x.double().abs() @ (made.slack + 2.0**-17 * (made.truth.abs() + made.slack)).t()
+    return sums + torch.finfo(out).eps / 2 * (exact.abs() + sums)
+
+
+def every(name: str, rows: tuple[int, ...] = ROWS) -> list[FewRowsConfig]:
+    return [each for count in rows for each in candidates(name, count)]
+
+
+def configs(name: str, act: str) -> list[FewRowsConfig]:
+    return [replace(candidates(name, rows, act)[2], split=split) for rows, split in ((16, 1), (64, 2))]
+
+
+@pytest.mark.parametrize("act", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.configs([config for name in FORMATS for act in DTYPES for config in configs(name, act)])
+def test_products_are_within_the_stated_bound(name: str, act: str) -> None:
+    for seed, (n, k) in enumerate(SHAPES):
+        made = sample(name, n, k, act, seed, "cuda")
+        for m in (1, 8, 9, 16, 20, 33, 64):
+            x = torch.randn(m, k, device="cuda").to(DTYPES[act])
+            bias = torch.randn(n, device="cuda")
+            exact = x.double() @ made.truth.t() + bias.double()
+            for config in configs(name, act):
+                if m <= config.rows:
+                    got = few_rows_product(x, made.weight, bias, config=config)
+                    limit = bound(x, made, exact, x.dtype) + 2.0**-23 * bias.double().abs()
+                    assert bool(((got.double() - exact).abs() <= limit).all()), (n, k, m, config.name)
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "mxfp4"])
+@pytest.mark.configs([*every("int4_g128"), *every("mxfp4")])
+def test_every_config_agrees_with_the_product(name: str) -> None:
+    made = sample(name, 1000, 4104, "bfloat16", 1, "cuda")
+    for config in every(name):
+        x = torch.randn(config.rows, 4104, device="cuda").bfloat16()
+        exact = x.double() @ made.truth.t()
+        frame = torch.full((config.rows + 2, 1008), -7.0, device="cuda", dtype=torch.bfloat16)
+        out = frame[1:-1, 3:1003]
+        few_rows_product(x, made.weight, out=out, config=config)
+        assert bool(((out.double() - exact).abs() <= bound(x, made, exact, out.dtype)).all()), config.name
+        again = few_rows_product(x, made.weight, config=config)
+        assert torch.equal(again, out), "deterministic"
+        out.fill_(-7.0)
+        assert bool((frame == -7.0).all()), "written outside"
