@@ -1,6 +1,6 @@
-"""Few rows times packed weights on a GPU, behind another kernel: each weight format beside torch's fp8 and bfloat16 products.
+"""Few rows times packed weights on a GPU, behind another kernel: each weight format beside torch's fp8 and bfloat16.
 
-Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked against float64 first.
+Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked first.
 """
 
 from __future__ import annotations
@@ -120,6 +120,19 @@ def baselines(m: int, n: int, k: int) -> dict[str, list[Callable[[], object]]]:
         except RuntimeError:
             pass
         found["fp8" + "fs"[not fast]] = [partial(call, rows, few.clone().t()) for _ in range(copies_for(n * k))]
+    try:
+        from harness.triton_w4 import w4_call, w4_weight
+
+        packed, scales, exact = w4_weight(n, k)
+        product = w4_call(x, n, k)
+        error = check(product(packed, scales), x.float() @ exact.float().t())
+        if error < 6e-3:
+            more = copies_for(packed.nbytes)
+            found["triton"] = [partial(product, packed.clone(), scales) for _ in range(more)]
+        else:
+            print(f"triton: error {error}")
+    except Exception as error:
+        print(f"triton: {type(error).__name__} {str(error)[:300]}")
     return found
 
 
@@ -166,32 +179,24 @@ def run(k: int, n: int, quick: bool, rows: list[dict[str, Any]]) -> None:
                     except Exception as error:
                         wrong.append(f"{title} {type(error).__name__} {str(error)[:100]}")
         cold = timed(calls, True, 5)
-        keep = ["bf16", "fp8f", "fp8s"] + [f"{name}/chosen" for name in packed if f"{name}/chosen" in calls]
-        warm = timed({name: calls[name] for name in keep}, False, 5)
+        torch_names = [each for each in calls if "/" not in each]
+        chosen = [each for each in calls if each.endswith("/chosen")]
+        warm = timed({each: calls[each] for each in torch_names + chosen}, False, 5)
         fp8 = min(cold["fp8f"], cold["fp8s"])
-        print(
-            f"\n{m} x {k} x {n} cold: bf16 {cold['bf16']} fp8 fast {cold['fp8f']} slow {cold['fp8s']}; wrong: {wrong}"
-        )
+        print(f"{m} x {k} x {n} cold:", *(f"{each} {cold[each]}" for each in torch_names), f"wrong: {wrong}")
         for name, (one, _, _) in packed.items():
             mine = {each.split("/")[1]: us for each, us in cold.items() if each.startswith(name + "/")}
             if not mine:
                 continue
             best = min(mine, key=mine.__getitem__)
             share = one.data.nbytes / mine[best] / 1e6
-            print(f" {name}: best {best} {mine[best]} us {fp8 / mine[best]:.2f}x fp8 {share:.2f} TB/s | "
-                  + " ".join(f"{label} {us}" for label, us in sorted(mine.items(), key=lambda e: e[1])[:7]))  # fmt: skip
-            rows.append({"m": m, "k": k, "n": n, "weight": name, "bytes": one.data.nbytes, "cold_us": mine})
-        print(" warm: " + " ".join(f"{name.replace('/chosen', '')} {us}" for name, us in warm.items()), flush=True)
-        rows.append(
-            {
-                "m": m,
-                "k": k,
-                "n": n,
-                "weight": "torch",
-                "cold_us": {each: cold[each] for each in keep[:3]},
-                "warm_us": warm,
-            }
-        )
+            order = sorted(mine.items(), key=lambda entry: entry[1])[:7]
+            text = f" {name}: {best} {mine[best]} us {fp8 / mine[best]:.2f}x {share:.2f} TB/s |"
+            print(text, *(f"{label} {us}" for label, us in order))
+            rows.append({"m": m, "k": k, "n": n, "weight": name, "bytes": one.data.nbytes, "cold": mine})
+        print(" warm:", *(f"{each.replace('/chosen', '')} {us}" for each, us in warm.items()), flush=True)
+        others = {each: cold[each] for each in torch_names}
+        rows.append({"m": m, "k": k, "n": n, "weight": "torch", "cold": others, "warm": warm})
 
 
 def main() -> None:

@@ -84,6 +84,26 @@ struct E2M1Placed {
   }
 };
 
+// Six bits: sign and the upper three bits of the magnitude as above, its lower two bits in words 4 and 5, eight pairs each.
+template <int kExponent>
+struct SixBits {
+  static constexpr int kBits = 6;
+  template <class Half>
+  static constexpr int kLift = Half::kBias - (kExponent == 2 ? 1 : 3);
+
+  template <class Half, int p>
+  __device__ static uint32_t pair(const uint32_t* words) {
+    constexpr int kUp = 4 - p % 8 * 2;  // of the lower bits, to bits 5 and 4
+    const uint32_t low = kUp >= 0 ? words[4 + p / 8] << (kUp > 0 ? kUp : 0) : words[4 + p / 8] >> (kUp < 0 ? -kUp : 0);
+    const uint32_t found = E2M1Placed::pair<BFLOAT16, p>(words) | (low & 0x00300030);
+    constexpr int kShift = (kIsBfloat16<Half> ? 0 : 3) + kExponent - 2;
+    if constexpr (kShift == 0) return found;
+    else return (found & 0x80008000) | (found << kShift & (0x01F0u << kShift) * kEachHalf);
+  }
+};
+using E2M3Placed = SixBits<2>;
+using E3M2Placed = SixBits<3>;
+
 // Pair p: bytes 1 and 3 of word p / 2 if p is even, else bytes 0 and 2. NaN is the scale of the row, not a code.
 struct E4M3Bytes {
   static constexpr int kBits = 8;

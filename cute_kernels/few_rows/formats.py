@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from cute_kernels.float_format import float_format
 
 UNIT_ROWS, UNIT_K = 64, 128  # rows and k of a unit of packed weights
 PAD_K = 256  # K is padded to a multiple of it
@@ -23,10 +26,10 @@ class WeightFormat:
     name : str
         Name.
     codes : str
-        ``"int4"``, ``"int8"``, ``"e2m1"`` or ``"e4m3"``.
+        ``"int4"``, ``"int8"``, ``"e2m1"``, ``"e2m3"``, ``"e3m2"`` or ``"e4m3"``.
     scale : str
-        ``"none"``, ``"power"`` (ue8m0), ``"e4m3"``, ``"half"`` (of the dtype of X), ``"half_min"`` (scale and minimum) or
-        ``"sum"`` (float32, which multiplies the partial sum of a group).
+        ``"none"``, ``"power"`` (ue8m0), ``"e4m3"``, ``"half"`` (of the dtype of X), ``"half_min"`` (scale and minimum)
+        or ``"sum"`` (float32, which multiplies the partial sum of a group).
     group : int
         k that share a scale; 0 without.
     """
@@ -39,7 +42,7 @@ class WeightFormat:
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 8 if self.codes in ("int8", "e4m3") else 4
+        return {"int8": 8, "e4m3": 8, "e2m3": 6, "e3m2": 6}.get(self.codes, 4)
 
     @property
     def scale_bytes(self) -> int:
@@ -63,6 +66,9 @@ FORMATS = {
         WeightFormat("e2m1", "e2m1"),
         WeightFormat("mxfp4", "e2m1", "power", 32),
         WeightFormat("nvfp4", "e2m1", "e4m3", 16),
+        *(WeightFormat(name, name) for name in ("e2m3", "e3m2")),
+        WeightFormat("mxfp6", "e2m3", "power", 32),
+        WeightFormat("mxfp6_e3m2", "e3m2", "power", 32),
         WeightFormat("int8", "int8"),
         WeightFormat("e4m3", "e4m3"),
     )
@@ -94,12 +100,8 @@ class PackedWeight:
     shape: tuple[int, int]
 
 
-# Bits of a word's half that hold code `s e e m` of pair p: (from, to) for each of them. Pair 3 goes through a table.
-_PLACES = {
-    0: ((3, 15), (2, 8), (1, 7), (0, 6)),
-    1: ((3, 12), (2, 5), (1, 4), (0, 3)),
-    2: ((3, 9), (2, 2), (1, 1), (0, 0)),
-}
+# Bits of a word's half that hold code `s e e m` of pair p, from bit 3 down. Pair 3 goes through a table.
+_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0))
 _FACTOR, _FREE = 0x888, (0, 1, 3, 4)  # of pair 3 after a rotation by 6 bits
 
 
@@ -109,9 +111,8 @@ def _last_pair_table() -> list[int]:
     for index in range(16):
         bits = sum((index >> i & 1) << place for i, place in enumerate(_FREE))
         product = bits * _FACTOR
-        found[(product >> 15 & 1) << 3 | product >> 6 & 7] = (
-            bits << 10
-        )  # rotation by 6: bit 10 becomes bit 0 of the next half
+        # a rotation by 6 takes bit 10 to bit 0 of the next half
+        found[(product >> 15 & 1) << 3 | product >> 6 & 7] = bits << 10
     return found
 
 
@@ -120,12 +121,18 @@ def _placed(codes: Tensor) -> Tensor:
     words = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
     table = torch.tensor(_last_pair_table(), dtype=torch.int64, device=codes.device)
     for half in range(2):
-        for pair, moves in _PLACES.items():
+        for pair, places in enumerate(_PLACES):
             code = codes[..., pair, half].long()
-            for source, target in moves:
+            for source, target in zip((3, 2, 1, 0), places, strict=True):
                 words |= (code >> source & 1) << (target + 16 * half)
         words |= table[codes[..., 3, half].long()] << (16 * (1 - half))
     return words
+
+
+def _low_bits(codes: Tensor) -> Tensor:
+    """Words of the lower two bits of codes (..., 8 pairs, 2 halves)."""
+    places = 2 * torch.arange(8, device=codes.device)[:, None] + 16 * torch.arange(2, device=codes.device)
+    return ((codes.long() & 3) << places).sum((-2, -1))
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -147,6 +154,7 @@ def _bytes(codes: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int, columns: int, value: float = 0) -> Tensor:
+    """`x` with rows and columns of `value` behind it."""
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]), value=value)
 
 
@@ -165,13 +173,22 @@ def pack_codes(codes: Tensor, form: WeightFormat) -> Tensor:
     Tensor, shape (R / 64, K / 128, bytes)
         uint8.
     """
-    blocks, units, per_word = codes.shape[0] // UNIT_ROWS, codes.shape[1] // UNIT_K, 32 // form.bits // 2
-    # k = 16 step + 8 part + 2 t + half; a word has per_word (step, part) pairs; row = 16 warp + 8 half_row + g
-    split = codes.view(blocks, 4, 2, 8, units, 16 // per_word, per_word, 4, 2)
-    split = split.permute(0, 4, 1, 2, 3, 7, 5, 6, 8)  # (blocks, units, warp, half_row, g, t, words, pairs, 2)
+    if form.bits == 6:  # sign and the upper three bits of the magnitude, then the lower two
+        upper, lower = codes >> 2, codes
+        parts = [_in_order(upper, 4, _placed, 4), _in_order(lower, 8, _low_bits, 2)]
+        return torch.cat(parts, -1)
     make = {"int4": _nibbles, "e2m1": _placed}.get(form.codes, _bytes)
+    return _in_order(codes, 16 // form.bits, make, 4)
+
+
+def _in_order(codes: Tensor, pairs: int, make: Callable[[Tensor], Tensor], together: int) -> Tensor:
+    """Bytes of units: `make` returns words of `pairs` pairs, of which a lane reads `together` at a time."""
+    blocks, units = codes.shape[0] // UNIT_ROWS, codes.shape[1] // UNIT_K
+    # k = 16 step + 8 part + 2 t + half; pair = 2 step + part; row = 16 warp + 8 half_row + g
+    split = codes.view(blocks, 4, 2, 8, units, 16 // pairs, pairs, 4, 2)
+    split = split.permute(0, 4, 1, 2, 3, 7, 5, 6, 8)  # (blocks, units, warp, half_row, g, t, words, pairs, 2)
     words = torch.cat([make(each) for each in split.split(max(1, (1 << 22) // (units * UNIT_K * UNIT_ROWS)))])
-    words = words.view(blocks, units, 4, 2, 32, -1, 4).permute(0, 1, 5, 2, 3, 4, 6)  # 16 bytes of a lane together
+    words = words.view(blocks, units, 4, 2, 32, -1, together).permute(0, 1, 5, 2, 3, 4, 6)
     parts = [(words >> shift & 255).to(torch.uint8) for shift in (0, 8, 16, 24)]
     return torch.stack(parts, -1).reshape(blocks, units, -1)
 
@@ -225,8 +242,8 @@ def pack_weight(
 
     Notes
     -----
-    Scales are divided by a power of two per row, which the row's scale takes over, so that they fit the dtype of X. NaN codes
-    of e4m3 and NaN block scales make the row's scale NaN, and so its results, as the product itself would.
+    Scales are divided by a power of two per row, which the row's scale takes over, so that they fit the dtype of X. NaN
+    codes of e4m3 and NaN block scales make the row's scale NaN, and so its results, as the product itself would.
     """
     n, k = codes.shape
     rows, columns = -(-n // UNIT_ROWS) * UNIT_ROWS, -(-k // PAD_K) * PAD_K
@@ -251,7 +268,7 @@ def pack_weight(
             top = torch.where(scales == 255, 0, scales).amax(1, keepdim=True).long()
             found = found * torch.exp2(top[:, 0].double() - 127)
             found[(scales == 255).any(1)] = torch.nan
-            lifted = (scales.long() - top + 2 * _BIAS[act] - 1).clamp(min=0)
+            lifted = (scales.long() - top + 2 * _BIAS[act] - float_format(form.codes).bias).clamp(min=0)
             lifted[scales == 255] = 0
             parts.append(_padded(lifted.to(torch.uint8), rows, groups)[..., None])
         else:

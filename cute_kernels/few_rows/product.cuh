@@ -63,7 +63,7 @@ struct FewRows {
 // Weights do not depend on the kernel before this one: the first stages of them are fetched before its end.
 template <class C>
 __device__ void producer_loop(const FewRows<C>& gemm, const TmaDescriptor& x, const uint8_t* weights, int64_t block_bytes, int blocks,
-                              int begin, int last) {
+                              int begin, int last, int row) {
   using G = FewRows<C>;
   const auto fetch_weights = [&](const GemmPipelineState<G::kStages>& at, int part) {
     mbarrier_arrive_expect_tx(gemm.full(at.stage), G::kXBytes + blocks * G::kBlockBytes);
@@ -75,7 +75,7 @@ __device__ void producer_loop(const FewRows<C>& gemm, const TmaDescriptor& x, co
   const auto fetch_x = [&](const GemmPipelineState<G::kStages>& at, int part) {
     CUTE_UNROLL
     for (int i = 0; i < 2 * G::kUnits; ++i) {
-      tma_load_2d(gemm.box(at.stage, i), &x, (part * 2 * G::kUnits + i) * 64, 0, gemm.full(at.stage));
+      tma_load_2d(gemm.box(at.stage, i), &x, (part * 2 * G::kUnits + i) * 64, row, gemm.full(at.stage));
     }
   };
   GemmPipelineState<G::kStages> ahead, at;
@@ -110,6 +110,10 @@ __device__ __forceinline__ void load_unit(const uint8_t* unit, uint32_t (&words)
       const uint4 x = *reinterpret_cast<const uint4*>(unit + chunk * 4096 + (warp * 2 + half) * 512 + lane * 16);
       words[half][4 * chunk] = x.x, words[half][4 * chunk + 1] = x.y;
       words[half][4 * chunk + 2] = x.z, words[half][4 * chunk + 3] = x.w;
+    }
+    if constexpr (G::kWords % 4 == 2) {
+      const uint2 x = *reinterpret_cast<const uint2*>(unit + G::kWords / 4 * 4096 + (warp * 2 + half) * 256 + lane * 8);
+      words[half][G::kWords - 2] = x.x, words[half][G::kWords - 1] = x.y;
     }
     const uint8_t* const of_row = unit + G::kCodeBytes + (warp * 16 + half * 8 + lane / 4) * G::kRowScaleBytes;
     if constexpr (G::kRowScaleBytes >= 4) {
@@ -211,11 +215,13 @@ __device__ __forceinline__ void consumer_loop(const FewRows<C>& gemm, uint8_t* s
   }
 }
 
-// x: map of X. weights: (blocks of 64 rows, units, unit bytes); the units of a row are whole stages.
+// x: map of X. weights: (blocks of 64 rows, units, unit bytes); the units of a row are whole stages. blockIdx.y: kRows rows of X.
+// row_scales: (m,), one, if row_step is 0, or null.
 template <class C>
 __global__ void __launch_bounds__(FewRows<C>::kThreads, C::kResident)
 few_rows_product(const __grid_constant__ TmaDescriptor x, const uint8_t* weights, int64_t units, typename C::Out* out, int64_t pitch,
-                 int64_t m, int64_t n, const float* col_scales, const float* bias, int64_t vector) {
+                 int64_t m, int64_t n, const float* row_scales, int64_t row_step, const float* col_scales, const float* bias,
+                 int64_t vector) {
   using G = FewRows<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared_address(shared)};
@@ -228,16 +234,19 @@ few_rows_product(const __grid_constant__ TmaDescriptor x, const uint8_t* weights
   }
   __syncthreads();
   const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), tile = int(blockIdx.x) / C::kSplit, column = tile * G::kHeight;
+  const int64_t row = int64_t{blockIdx.y} * C::kRows;
   const int parts = int(units) / G::kUnits, begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
   if (threadIdx.x < 128 * C::kGroups) {
-    const GemmOutput<C> to{out, nullptr, nullptr, col_scales, bias, pitch, 0, int(m), int(n), 1.0f, 0.0f, 0.0f, 0.0f, vector != 0};
+    const float alpha = row_scales && row_step == 0 ? __ldg(row_scales) : 1.0f;
+    const GemmOutput<C> to{out + row * pitch, nullptr, row_step ? row_scales + row : nullptr, col_scales, bias, pitch, 0,
+                           int(m - row), int(n), alpha, 0.0f, 0.0f, 0.0f, vector != 0};
     consumer_loop(gemm, shared, to, begin, last, column);
   } else {
     if (threadIdx.x == 128 * C::kGroups) {
       const int64_t block_bytes = units * G::kUnitBytes;
       const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
       producer_loop(gemm, x, weights + tile * G::kBlocks * block_bytes, block_bytes, present < G::kBlocks ? present : G::kBlocks, begin,
-                    last);
+                    last, int(row));
     }
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster::sync();

@@ -14,7 +14,8 @@ from cute_kernels.jit.tma import tensor_map
 
 ROWS = (8, 16, 32, 64)  # rows of X that a kernel is compiled for
 _SMEM_BYTES = 233472  # shared memory of an SM; each CTA takes 1 KiB more than it requests
-_CODES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes"}
+_CODES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes",
+          "e2m3": "few::E2M3Placed", "e3m2": "few::E3M2Placed"}  # fmt: skip
 _SCALES = {
     "none": "few::NoScale", "power": "few::PowerScale", "e4m3": "few::E4M3Scale", "half": "few::HalfScale",
     "half_min": "few::HalfScaleMinimum", "sum": "few::SumScale",
@@ -153,14 +154,21 @@ def choose_few_rows(
     num_sms : int
         SMs of the GPU.
     """
-    rows = next(each for each in ROWS if m <= each)
+    rows = next((each for each in ROWS if m <= each), ROWS[-1])
+    num_sms = -(-num_sms // -(-m // rows))  # for each of the parts of 64 rows
     fitting = [each for each in candidates(weight, rows, act) if each.split == 1 or k >= 1024 * each.split]
     busy = (each for each in fitting if 3 * -(-n // each.tile_n) * each.split >= 2 * num_sms)
     return replace(next(busy, fitting[-1]), out=out)
 
 
 def launch_few_rows(
-    config: FewRowsConfig, x: Tensor, weight: PackedWeight, out: Tensor, bias: Tensor | None = None, pdl: bool = False
+    config: FewRowsConfig,
+    x: Tensor,
+    weight: PackedWeight,
+    out: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Launch the product.
 
@@ -176,6 +184,8 @@ def launch_few_rows(
         Output with contiguous rows.
     bias : Tensor, shape (N,), optional
         float32, contiguous.
+    row_scale : Tensor, shape (M,) or (), optional
+        float32, contiguous: multiplies the rows of the product.
     pdl : bool, default False
         Start before the kernel before has ended: it must be one that does not write the weights.
     """
@@ -183,10 +193,11 @@ def launch_few_rows(
     pitch = x.stride(0) * 2 if m > 1 else -(-k // 8) * 16
     vector = n % 8 == 0 and out.data_ptr() % 16 == 0 and out.stride(0) * out.element_size() % 16 == 0
     get_kernel(config).launch(
-        (-(-n // config.tile_n) * config.split, 1, 1),
+        (-(-n // config.tile_n) * config.split, -(-m // config.rows), 1),
         (
             tensor_map(x.data_ptr(), 2, (k, m), pitch, (64, config.rows), 128),
             weight.data.data_ptr(), weight.data.shape[1], out.data_ptr(), out.stride(0), m, n,
+            0 if row_scale is None else row_scale.data_ptr(), int(row_scale is not None and row_scale.dim() > 0),
             weight.row_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), int(vector),
         ),
         (config.split, 1, 1) if config.split > 1 else None,

@@ -45,13 +45,17 @@ def _pairs(words: Tensor, codes: str, act: str) -> Tensor:
                 byte = _halves(word) >> (8 if p == 0 else 0) & 255
                 bits = (byte & 128) << 8 | (byte & 127) << (_MANTISSA[act] - 3)
                 found.append(_as_floats(bits, act))
-        else:
+        elif i < 4:
             turned = _rotated(word, 6)
             last = (turned & 0x001B001B) * 0x888 & 0xFFFFFFFF
             for masked in (word, word << 3, turned, last):
                 bits = masked & 0x81C081C0
-                if act == "float16":
-                    bits = bits & 0x80008000 | bits << 3 & 0x0E000E00
+                if codes != "e2m1":
+                    low, up = words[..., 4 + len(found) // 8], 4 - 2 * (len(found) % 8)
+                    bits = bits | (low << up if up >= 0 else low >> -up) & 0x00300030
+                shift = (3 if act == "float16" else 0) + (codes == "e3m2")
+                if shift:
+                    bits = bits & 0x80008000 | bits << shift & (0x01F001F0 << shift)
                 found.append(_as_floats(_halves(bits), act))
     return torch.stack(found, -2)
 
@@ -60,9 +64,9 @@ def _units(weight: PackedWeight) -> tuple[Tensor, Tensor]:
     """Codes as pairs (blocks, units, 64, 4, 16, 2) and scale bytes (blocks, units, 64, bytes)."""
     form, (blocks, units, _) = weight.format, weight.data.shape
     size = 64 * 128 * form.bits // 8
-    words = weight.data[..., :size].contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    words = words.view(blocks, units, form.bits // 4, 64, 4, 4)  # chunks, (warp, half, g), t, words
-    words = words.permute(0, 1, 3, 4, 2, 5).reshape(blocks, units, 64, 4, form.bits)
+    flat = weight.data[..., :size].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    chunks = [flat[..., start : start + 1024] for start in range(0, flat.shape[-1], 1024)]  # 4 or 2 words of each lane
+    words = torch.cat([each.reshape(blocks, units, 64, 4, -1) for each in chunks], -1)  # (warp, half, g), t, words
     return _pairs(words, form.codes, weight.act), weight.data[..., size:].reshape(blocks, units, 64, -1)
 
 
@@ -71,7 +75,9 @@ def decode(weight: PackedWeight) -> Tensor:
     form, act, (n, k) = weight.format, weight.act, weight.shape
     values, raw = _units(weight)
     blocks, units = values.shape[:2]
-    lift = {"e2m1": _BIAS[act] - 1, "e4m3": _BIAS[act] - 7}.get(form.codes, 0)
+    lift = {"e2m1": _BIAS[act] - 1, "e2m3": _BIAS[act] - 1, "e3m2": _BIAS[act] - 3, "e4m3": _BIAS[act] - 7}.get(
+        form.codes, 0
+    )
     values = values.permute(0, 2, 1, 4, 3, 5)  # (blocks, 64, units, pairs, t, 2)
     values = values.reshape(blocks, 64, units, 8, 2, 4, 2).flatten(3)  # k = 16 step + 8 part + 2 t + half
     group = form.group or 128
@@ -146,7 +152,8 @@ def sample(name: str, n: int, k: int, act: str = "bfloat16", seed: int = 0, devi
     elif form.scale == "power":
         scales = torch.randint(100, 130, (n, groups), generator=made, dtype=torch.uint8)
         truth = values * spread(floats.decode(scales, "ue8m0", out_dtype=torch.float64))
-        slack = slack + 2.0**-24 * torch.exp2(scales.double().amax(1, keepdim=True) - 127)
+        lost = 2.0 ** (-22 if form.codes == "e3m2" else -24)  # as float16; small scales beside the row's largest
+        slack = slack + lost * torch.exp2(scales.double().amax(1, keepdim=True) - 127)
     elif form.scale == "e4m3":
         scales = torch.randint(0, 127, (n, groups), generator=made, dtype=torch.uint8)
         truth = values * spread(floats.decode(scales, "e4m3", out_dtype=torch.float64))
