@@ -27,6 +27,7 @@ from cute_kernels.jit.warmup import warmup
 SHAPES = [(4096, 14336), (14336, 4096), (8192, 28672)]  # (K, N)
 TOKENS = (1, 16, 32, 64)
 TUNED = ("int4_g128", "mxfp4")
+LAYERS = [("int4", 128, "none"), ("int4", 32, "int8"), ("int8", 0, "none"), ("mxfp4", 0, "none"), ("e4m3", 0, "none")]
 OTHERS = ("e2m1", "int4_g32", "int4_g32_min", "nvfp4", "int8", "e4m3")
 # name -> groups, depth, split, resident, units, early
 VARIANTS = {
@@ -199,6 +200,37 @@ def run(k: int, n: int, quick: bool, rows: list[dict[str, Any]]) -> None:
         rows.append({"m": m, "k": k, "n": n, "weight": "torch", "cold": others, "warm": warm})
 
 
+def layers(rows: list[dict[str, Any]]) -> None:
+    """Whole layers, 4096 to 14336, from bfloat16: microseconds behind another kernel, and of the host."""
+    from magicube_cutlass.nn import QuantLinear
+
+    plain = torch.nn.Linear(4096, 14336, device="cuda", dtype=torch.bfloat16)
+    made: dict[str, torch.nn.Module] = {"bf16": plain}
+    for weight, group, act in LAYERS:
+        options: dict[str, Any] = {"weight": weight, "act": act, **({"group_size": group} if group else {})}
+        made[f"{weight} {group} {act}"] = QuantLinear.from_linear(plain, **options).eval().freeze()
+    for m in (16, 64, 512):
+        x = torch.randn(m, 4096, device="cuda").bfloat16()
+        with torch.inference_mode():
+            calls: dict[str, list[Callable[[], object]]] = {}
+            hosts = {}
+            for name, layer in made.items():
+                try:
+                    layer(x)
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    for _ in range(50):
+                        layer(x)
+                    hosts[name] = rounded((time.perf_counter() - start) / 50 * 1e6)
+                    torch.cuda.synchronize()
+                    calls[name] = [partial(layer, x)]
+                except Exception as error:
+                    print(f"layer {name}: {type(error).__name__} {str(error)[:300]}")
+            us = timed(calls, False, 5)
+        print(f"layers {m} (us, host):", *(f"{name}: {us[name]} {hosts[name]}," for name in us), flush=True)
+        rows.append({"m": m, "layers": us, "host": hosts})
+
+
 def main() -> None:
     args = gpu_arguments(__doc__, "int4_g128 and mxfp4 only")
     start = time.perf_counter()
@@ -219,6 +251,11 @@ def main() -> None:
     for k, n in SHAPES:
         run(k, n, args.quick, results["cases"])
         save(results, args.out or results_file("few_rows"))
+    try:
+        layers(results["cases"])
+    except Exception as error:
+        print(f"layers: {type(error).__name__} {str(error)[:500]}")
+    save(results, args.out or results_file("few_rows"))
     print(f"{time.perf_counter() - start:.0f} s")
 
 

@@ -56,21 +56,18 @@ class WeightFormat:
         return UNIT_ROWS * (UNIT_K * self.bits // 8 + self.scale_bytes)
 
 
+_INTS, _GROUPS = ("int4", "int8"), (16, 32, 64)
 FORMATS = {
     each.name: each
     for each in (
-        WeightFormat("int4", "int4"),
-        *(WeightFormat(f"int4_g{group}", "int4", "half", group) for group in (16, 32, 64)),
-        WeightFormat("int4_g128", "int4", "sum", 128),
-        *(WeightFormat(f"int4_g{group}_min", "int4", "half_min", group) for group in (16, 32, 64, 128)),
-        WeightFormat("e2m1", "e2m1"),
+        *(WeightFormat(codes, codes) for codes in (*_INTS, "e2m1", "e2m3", "e3m2", "e4m3")),
+        *(WeightFormat(f"{codes}_g{group}", codes, "half", group) for codes in _INTS for group in _GROUPS),
+        *(WeightFormat(f"{codes}_g128", codes, "sum", 128) for codes in _INTS),
+        *(WeightFormat(f"{codes}_g{each}_min", codes, "half_min", each) for codes in _INTS for each in (*_GROUPS, 128)),
         WeightFormat("mxfp4", "e2m1", "power", 32),
         WeightFormat("nvfp4", "e2m1", "e4m3", 16),
-        *(WeightFormat(name, name) for name in ("e2m3", "e3m2")),
         WeightFormat("mxfp6", "e2m3", "power", 32),
         WeightFormat("mxfp6_e3m2", "e3m2", "power", 32),
-        WeightFormat("int8", "int8"),
-        WeightFormat("e4m3", "e4m3"),
     )
 }
 

@@ -1,4 +1,4 @@
-"""``q(x) W^T + bias`` with an int8 weight on a GPU as one record: quantization and product, replayed by addresses.
+"""``q(x) W^T + bias`` on a GPU as one record: quantization of the rows and product, replayed by addresses.
 
 Rows of integers are multiplied as they are: a compiled graph quantizes them itself.
 """
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.convert import quantize as kernels
+from cute_kernels.few_rows.api import few_rows_product
+from cute_kernels.few_rows.formats import PackedWeight
+from cute_kernels.few_rows.widen import widen
 from cute_kernels.gemm.api import gemm
 from cute_kernels.jit.workspace import Kept
 from magicube_cutlass.formats.tracking import is_current, stamp
@@ -18,13 +21,13 @@ _REPLAYS = 32  # sets of addresses per record
 _ALIGNMENT = 16  # of a row in memory, or the product copies its operands
 
 
-class GemmRecord:
+class LayerRecord:
     """The product for one weight (M, K) and one shape and dtype of contiguous rows `x` (N, K).
 
     Parameters
     ----------
-    weight : GroupTensor, shape (M, K)
-        8 bits, with scales per row.
+    outputs : int
+        M.
     bias : Tensor or None, shape (M,)
         As the caller holds it.
     x : Tensor, shape (N, K)
@@ -33,25 +36,14 @@ class GemmRecord:
         Of the product.
     """
 
-    def __init__(self, weight: GroupTensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, outputs: int, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> None:
         self.bias = bias
         self._seen = stamp(self, ("bias",))
         self._float_bias = (
             None if bias is None else bias.detach().float().contiguous()
         )  # another tensor if `bias` is not
-        self._right, self._scale = weight.data.t(), weight.scale.reshape(-1)  # (K, M), (M,)
-        self._like = x.new_empty(1, dtype=dtype).expand(x.shape[0], weight.shape[0])  # (N, M)
+        self._like = x.new_empty(1, dtype=dtype).expand(x.shape[0], outputs)  # (N, M)
         self._replays = Kept(_REPLAYS)
-
-    @staticmethod
-    def takes(weight: GroupTensor, x: Tensor, act_scale: Tensor | None) -> bool:
-        """Return whether all that a call runs are kernels of the library, with no copy by torch."""
-        if x.numel() == 0 or x.dtype == torch.float64 or x.shape[1] % _ALIGNMENT or weight.shape[0] == 0:
-            return False
-        if weight.scale.dtype != torch.float32 or not weight.scale.is_contiguous() or not weight.data.is_contiguous():
-            return False
-        sizes = (1,) if x.is_floating_point() else (1, x.shape[0])
-        return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() in sizes)
 
     def __call__(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor | None:
         """Return the product (N, M), or None if the bias is another one or was written to."""
@@ -63,11 +55,62 @@ class GemmRecord:
         return out
 
     def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
-        if x.is_floating_point():
-            given, axis = (None, 1) if act_scale is None else (act_scale.reshape(()), None)
-            x, scale = kernels.quantize(x, bits=8, signed=True, axis=axis, scale=given)
-            act_scale = scale.reshape(-1) if given is None else scale
-        gemm(
-            x, self._right, scale_a=act_scale, scale_b=self._scale, bias=self._float_bias, out=out, out_dtype=out.dtype
-        )
+        """Write the product by kernels of the library alone."""
+        raise NotImplementedError
+
+
+def _quantized(x: Tensor, act_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows as int8 and their scales, (N,) or ()."""
+    given, axis = (None, 1) if act_scale is None else (act_scale.reshape(()), None)
+    data, scale = kernels.quantize(x, bits=8, signed=True, axis=axis, scale=given)
+    return data, scale.reshape(-1) if given is None else scale
+
+
+class GemmRecord(LayerRecord):
+    """By the int8 GEMM; `weight` has 8 bits and scales per row."""
+
+    def __init__(self, weight: GroupTensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(weight.shape[0], bias, x, dtype)
+        self._right, self._scale = weight.data.t(), weight.scale.reshape(-1)  # (K, M), (M,)
+
+    @staticmethod
+    def takes(weight: GroupTensor, x: Tensor, act_scale: Tensor | None) -> bool:
+        """Return whether all that a call runs are kernels of the library, with no copy by torch."""
+        if x.numel() == 0 or x.dtype == torch.float64 or x.shape[1] % _ALIGNMENT or weight.shape[0] == 0:
+            return False
+        if weight.scale.dtype != torch.float32 or not weight.scale.is_contiguous() or not weight.data.is_contiguous():
+            return False
+        sizes = (1,) if x.is_floating_point() else (1, x.shape[0])
+        return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() in sizes)
+
+    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        data, scale = _quantized(x, act_scale) if x.is_floating_point() else (x, act_scale)
+        gemm(data, self._right, scale_a=scale, scale_b=self._scale, bias=self._float_bias, out=out, out_dtype=out.dtype)
+        return ()
+
+
+class FewRowsRecord(LayerRecord):
+    """By the few-rows product; `act` is ``"none"`` or ``"int8"``."""
+
+    def __init__(self, weight: PackedWeight, act: str, bias: Tensor | None, x: Tensor) -> None:
+        super().__init__(weight.shape[0], bias, x, x.dtype)
+        self._weight, self._act = weight, act
+
+    @staticmethod
+    def takes(weight: PackedWeight, x: Tensor, act_scale: Tensor | None) -> bool:
+        """Return whether all that a call runs are kernels of the library, with no copy by torch."""
+        if x.numel() == 0 or x.shape[1] % (_ALIGNMENT // 2) or x.data_ptr() % _ALIGNMENT or weight.shape[0] == 0:
+            return False
+        return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
+
+    def __call__(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor | None:
+        """Return the product (N, M), or None if the bias is another one or was written to, or rows are misaligned."""
+        return None if x.data_ptr() % _ALIGNMENT else super().__call__(x, act_scale, bias)
+
+    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        rows, scale = x, None
+        if self._act == "int8":
+            data, scale = _quantized(x, act_scale)
+            rows = widen(data, self._weight.act)
+        few_rows_product(rows, self._weight, self._float_bias, row_scale=scale, out=out)
         return ()

@@ -16,6 +16,7 @@ from cute_kernels import floats
 from cute_kernels.cpu import extension
 from cute_kernels.cpu.dense import MAX_K, PackedRight, pack_right
 from cute_kernels.cpu.linear import LinearCall
+from cute_kernels.jit.device import current_arch
 from magicube_cutlass.autograd.gpu_rows import key_of
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
@@ -24,7 +25,8 @@ from magicube_cutlass.quantization.group_tensor import GroupTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
-    from magicube_cutlass.nn.dense.gpu_record import GemmRecord
+    from cute_kernels.few_rows.formats import PackedWeight
+    from magicube_cutlass.nn.dense.gpu_record import LayerRecord
 
 QuantWeight = GroupTensor | ScaledFloatTensor
 _MAX_CALLS = 64  # kept per weight
@@ -77,7 +79,8 @@ class DenseProduct:
         self.factors = None if smooth is None else inverse_of(smooth)
         self._copy: Tensor | None = None  # float32, what torch multiplies by on a CPU
         self._calls: dict[Hashable, LinearCall] = {}
-        self._records: dict[Hashable, GemmRecord] = {}
+        self._records: dict[Hashable, LayerRecord] = {}
+        self._few: dict[torch.dtype, PackedWeight] = {}  # by the dtype of the rows
         if self.backend == "engine":
             assert isinstance(weight, GroupTensor)
             self.right, self._scale = _packed(weight)
@@ -91,6 +94,8 @@ class DenseProduct:
         rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
             y = self._by_gemm(rows, act_scale, bias, rows.dtype)
+        elif self.backend == "few_rows" and rows.dtype in (torch.float16, torch.bfloat16):
+            y = self._by_few_rows(rows, act_scale, bias)
         elif self.backend == "scaled_gemm":
             y = self._by_scaled_gemm(rows, act_scale, bias)
         else:
@@ -119,22 +124,41 @@ class DenseProduct:
         """Return the product (N, M) of int8 rows (N, K) that are quantized already, with scales (N,) or ()."""
         return self._by_gemm(rows, act_scale, bias, dtype)
 
-    def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Int8 with scales per row on Tensor Cores."""
-        from cute_kernels.gemm.api import gemm
-        from magicube_cutlass.nn.dense.gpu_record import GemmRecord
+    def _by_record(
+        self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The product by kernels alone, for rows that they take as they are."""
+        from magicube_cutlass.nn.dense.gpu_record import FewRowsRecord, GemmRecord
 
-        assert isinstance(self.weight, GroupTensor)
-        key = None if (key := key_of(rows, act_scale)) is None else (*key, dtype)
-        record = None if key is None else self._records.get(key)
+        key = key_of(rows, act_scale)
+        if key is None:
+            return None
+        key = (*key, dtype)
+        record = self._records.get(key)
         y = None if record is None else record(rows, act_scale, bias)
         if y is not None:
             return y
-        if key is not None and GemmRecord.takes(self.weight, rows, act_scale):
-            _make_room(self._records)
-            record = self._records[key] = GemmRecord(self.weight, bias, rows, dtype)
-            y = record(rows, act_scale, bias)
-            assert y is not None  # the bias is the record's
+        if self.backend == "few_rows":
+            packed = self.packed_for(rows.dtype)
+            if FewRowsRecord.takes(packed, rows, act_scale):
+                record = FewRowsRecord(packed, self.act, bias, rows)
+        else:
+            assert isinstance(self.weight, GroupTensor)
+            if GemmRecord.takes(self.weight, rows, act_scale):
+                record = GemmRecord(self.weight, bias, rows, dtype)
+        if record is None or record.bias is not bias:
+            return None
+        _make_room(self._records)
+        self._records[key] = record
+        return record(rows, act_scale, bias)
+
+    def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Int8 with scales per row on Tensor Cores."""
+        from cute_kernels.gemm.api import gemm
+
+        assert isinstance(self.weight, GroupTensor)
+        y = self._by_record(rows, act_scale, bias, dtype)
+        if y is not None:
             return y
         if rows.is_floating_point():
             dense = quantized(rows, 8, 1 if act_scale is None else None, act_scale)
@@ -144,6 +168,30 @@ class DenseProduct:
             rows, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias,
             out_dtype=dtype,
         )  # fmt: skip
+
+    def packed_for(self, dtype: torch.dtype) -> PackedWeight:
+        """Return the weight as the few-rows product reads it beside rows of `dtype`, packed once."""
+        from magicube_cutlass.nn.dense.few_rows import pack_few_rows
+
+        found = self._few.get(dtype)
+        if found is None:
+            found = self._few[dtype] = pack_few_rows(self.weight, str(dtype).removeprefix("torch."))
+        return found
+
+    def _by_few_rows(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """4- and 8-bit weights decoded in registers; rows of int8 are widened, exactly."""
+        from cute_kernels.few_rows.api import few_rows_product
+
+        y = self._by_record(rows, act_scale, bias, rows.dtype)
+        if y is not None:
+            return y
+        scale = None
+        if self.act == "int8" and rows.numel():
+            dense = quantized(rows, 8, 1 if act_scale is None else None, act_scale)
+            assert dense.scale is not None
+            scale = dense.scale.float().reshape(-1 if dense.scale.ndim else ())
+            rows = dense.data.to(rows.dtype)
+        return few_rows_product(rows, self.packed_for(rows.dtype), _float32(bias), row_scale=scale)
 
     def _by_scaled_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         dense = quantize_act(rows, self.act, act_scale)
@@ -172,6 +220,7 @@ class DenseProduct:
         texts = {
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
+            "few_rows": "few-rows product of float16 and bfloat16, weights decoded in registers; float32 by torch",
             "scaled_gemm": "scaled GEMM, rows quantized before",
             "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
         }
@@ -190,12 +239,17 @@ def _float32(x: Tensor | None) -> Tensor | None:
 
 
 def _backend(weight: QuantWeight, act: str) -> str:
-    on_cpu = weight.device.type == "cpu"
+    on_cpu, grouped = weight.device.type == "cpu", isinstance(weight, GroupTensor)
     if isinstance(weight, GroupTensor) and act == "int8":
         if on_cpu:
             return "engine" if extension.available() and weight.k <= MAX_K else "torch"
         if weight.bits == 8 and weight.group is None and weight.minimum is None:
             return "gemm"
+    if weight.device.type == "cuda" and (act == "none" or (grouped and act == "int8")):
+        from magicube_cutlass.nn.dense.few_rows import few_rows_format
+
+        if few_rows_format(weight) is not None and current_arch() == "sm_90a":
+            return "few_rows"
     return "scaled_gemm" if act != "none" and not on_cpu and isinstance(weight, ScaledFloatTensor) else "torch"
 
 

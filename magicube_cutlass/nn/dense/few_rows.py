@@ -1,0 +1,73 @@
+"""Dense quantized weights in the formats of the few-rows product."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cute_kernels import floats
+from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
+from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor
+from magicube_cutlass.quantization.group_tensor import GroupTensor
+
+_WHOLE = 128  # k of the largest group that the kernel has
+
+
+def few_rows_format(weight: GroupTensor | ScaledFloatTensor) -> str | None:
+    """Return the name of the entry of :data:`cute_kernels.few_rows.formats.FORMATS` for a weight (M, K), None if none.
+
+    Examples
+    --------
+    >>> from magicube_cutlass.quantization.group_tensor import quantize_groups
+    >>> few_rows_format(quantize_groups(torch.ones(8, 64), bits=4, group=32))
+    'int4_g32'
+    """
+    if isinstance(weight, GroupTensor):
+        name = f"int{weight.bits}"
+        if weight.minimum is not None:
+            return f"{name}_g{min(weight.group or _WHOLE, _WHOLE)}_min"
+        return name if weight.group is None else f"{name}_g{min(weight.group, _WHOLE)}"
+    if weight.transposed or weight.data.ndim != 2 or isinstance(weight.block, tuple):
+        return None
+    if weight.block is None:
+        return weight.dtype if weight.dtype in FORMATS else None
+    kind = (weight.dtype, weight.block, weight.scale_dtype)
+    found = next((name for name, recipe in RECIPES.items() if recipe == kind), None)
+    return found if found in FORMATS else None
+
+
+def _groups(x: Tensor | None, group: int | None, k: int) -> Tensor | None:
+    """Scales of groups of at most 128: those of larger ones repeated."""
+    if x is None or (group is not None and group <= _WHOLE):
+        return x
+    count = -(-k // _WHOLE)
+    return x.expand(-1, count) if group is None else x.repeat_interleave(group // _WHOLE, 1)[:, :count]
+
+
+def pack_few_rows(weight: GroupTensor | ScaledFloatTensor, act: str) -> PackedWeight:
+    """Pack a weight (M, K) that has a format.
+
+    Parameters
+    ----------
+    weight : GroupTensor or ScaledFloatTensor, shape (M, K)
+        Weight on any device.
+    act : str
+        ``"bfloat16"`` or ``"float16"``: dtype of the rows.
+
+    Examples
+    --------
+    >>> from magicube_cutlass.quantization.group_tensor import quantize_groups
+    >>> pack_few_rows(quantize_groups(torch.ones(8, 64), bits=4, group=32), "float16").data.shape
+    torch.Size([1, 2, 4608])
+    """
+    name = few_rows_format(weight)
+    assert name is not None
+    form, k = FORMATS[name], int(weight.shape[1])
+    if isinstance(weight, GroupTensor):
+        if form.scale == "none":
+            return pack_weight(weight.ints(), form, act, row_scale=weight.scale.reshape(-1))
+        scales, minimum = _groups(weight.scale, weight.group, k), _groups(weight.minimum, weight.group, k)
+        return pack_weight(weight.ints(), form, act, scales, minimum=minimum)
+    codes = floats.unpack(weight.data, k, weight.dtype)  # (M, K)
+    if form.scale == "none":
+        return pack_weight(codes, form, act, row_scale=weight.scale.reshape(-1) if weight.scale.ndim else weight.scale)
+    return pack_weight(codes, form, act, weight.scale, row_scale=weight.tensor_scale)
