@@ -24,7 +24,7 @@ from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
 from cute_kernels.few_rows.product import ROWS, FewRowsConfig, choose_few_rows
 from cute_kernels.jit.warmup import warmup
 
-SHAPES = [(4096, 14336), (14336, 4096), (8192, 28672)]  # (K, N)
+SHAPES = [(8192, 28672), (14336, 4096), (4096, 14336)]  # (K, N)
 TOKENS = (1, 16, 32, 64)
 TUNED = ("int4_g128", "mxfp4")
 LAYERS = [("int4", 128, "none"), ("int4", 32, "int8"), ("int8", 0, "none"), ("mxfp4", 0, "none"), ("e4m3", 0, "none")]
@@ -32,9 +32,7 @@ OTHERS = ("e2m1", "int4_g32", "int4_g32_min", "nvfp4", "int8", "e4m3")
 # name -> groups, depth, split, resident, units, early
 VARIANTS = {
     "g4": (4, 1, 1, 1, 2, 8),
-    "g4u4": (4, 1, 1, 1, 4, 8),
     "g4s2": (4, 1, 2, 1, 2, 8),
-    "g3": (3, 1, 1, 1, 2, 8),
     "g2x2": (2, 1, 1, 2, 2, 8),
     "g2x2s2": (2, 1, 2, 2, 2, 8),
     "g2x2s4": (2, 1, 4, 2, 2, 8),
@@ -46,7 +44,6 @@ VARIANTS = {
     "g4d2s2": (4, 2, 2, 1, 2, 8),
     "g4d4s2": (4, 4, 2, 1, 2, 8),
     "g4d2": (4, 2, 1, 1, 2, 8),
-    "g4d4": (4, 4, 1, 1, 2, 8),
 }
 
 
