@@ -5,6 +5,7 @@ Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Ev
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -245,6 +246,8 @@ def main() -> None:
         print(f"warmup: {type(error).__name__} {str(error)[:500]}")
     print(f"{len(wanted)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
     results: dict[str, Any] = {"machine": gpu_machine(), "unit": "us behind another kernel, median", "cases": []}
+    gc.collect()
+    gc.freeze()  # a capture collects garbage, and each would look at all of torch
     for k, n in SHAPES:
         run(k, n, args.quick, results["cases"])
         save(results, args.out or results_file("few_rows"))

@@ -38,6 +38,7 @@ _KERNELS: dict[str, set[str]] = {
     "convert": {"cpu", "jit", "dtypes", "integers", "operands", "machine"},
     "gemm": {"watch", "convert", "cpu", "integers", "jit", "operands", "machine"},
     "scaled_gemm": {"watch", "gemm", "convert", "float_format", "floats", "jit", "operands", "machine"},
+    "few_rows": {"scaled_gemm", "float_format", "jit"},
     "sparse_config": {"atoms", "dtypes", "jit"},
     "spmm": {
         "layout",

@@ -181,6 +181,12 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int byt
                "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Bring a tensor map, and a line of data, closer before their first use.
+__device__ __forceinline__ void prefetch_tensor_map(const TmaDescriptor* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // TMA load of a box of a 2-D tensor to shared memory; completes on the mbarrier.
 __device__ __forceinline__ void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
   asm volatile(

@@ -60,36 +60,52 @@ struct FewRows {
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
 };
 
-// Weights do not depend on the kernel before this one: the first stages of them are fetched before its end.
+// The thread that fetches. Weights do not depend on the kernel before this one: their first stages come before its end.
 template <class C>
-__device__ void producer_loop(const FewRows<C>& gemm, const TmaDescriptor& x, const uint8_t* weights, int64_t block_bytes, int blocks,
-                              int begin, int last, int row) {
+struct Producer {
   using G = FewRows<C>;
-  const auto fetch_weights = [&](const GemmPipelineState<G::kStages>& at, int part) {
-    mbarrier_arrive_expect_tx(gemm.full(at.stage), G::kXBytes + blocks * G::kBlockBytes);
+  using State = GemmPipelineState<G::kStages>;
+  const G& gemm;
+  const TmaDescriptor& x;
+  const uint8_t* weights;  // the tile's first block
+  int64_t block_bytes;
+  int blocks, begin, last, row;  // blocks and K tiles of the tile; first row of X
+
+  __device__ void fetch_weights(const State& at, int part) const {
+    const uint32_t full = gemm.full(at.stage), to = gemm.base + G::weights_at(at.stage);
+    mbarrier_arrive_expect_tx(full, G::kXBytes + blocks * G::kBlockBytes);
     for (int b = 0; b < blocks; ++b) {
-      bulk_copy(gemm.base + G::weights_at(at.stage) + b * G::kBlockBytes, weights + b * block_bytes + int64_t{part} * G::kBlockBytes,
-                G::kBlockBytes, gemm.full(at.stage));
+      bulk_copy(to + b * G::kBlockBytes, weights + b * block_bytes + int64_t{part} * G::kBlockBytes, G::kBlockBytes, full);
     }
-  };
-  const auto fetch_x = [&](const GemmPipelineState<G::kStages>& at, int part) {
+  }
+  __device__ void fetch_x(const State& at, int part) const {
     CUTE_UNROLL
     for (int i = 0; i < 2 * G::kUnits; ++i) {
       tma_load_2d(gemm.box(at.stage, i), &x, (part * 2 * G::kUnits + i) * 64, row, gemm.full(at.stage));
     }
-  };
-  GemmPipelineState<G::kStages> ahead, at;
-  const int first = begin + C::kEarly < last ? begin + C::kEarly : last;
-  for (int part = begin; part < first; ++part, ahead.advance()) fetch_weights(ahead, part);
-  pdl_wait();
-  for (int part = begin; part < last; ++part, at.advance()) {
-    if (part >= first) {
-      barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-      fetch_weights(at, part);
-    }
-    fetch_x(at, part);
   }
-}
+  __device__ int first() const { return begin + C::kEarly < last ? begin + C::kEarly : last; }
+  __device__ void start() const {
+    for (int stage = 0; stage < G::kStages; ++stage) {
+      barrier_init(gemm.full(stage), 1);
+      barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth);
+    }
+    barrier_fence();
+    State at;
+    for (int part = begin; part < first(); ++part, at.advance()) fetch_weights(at, part);
+  }
+  __device__ void run() const {
+    pdl_wait();
+    State at;
+    for (int part = begin; part < last; ++part, at.advance()) {
+      if (part >= first()) {
+        barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+        fetch_weights(at, part);
+      }
+      fetch_x(at, part);
+    }
+  }
+};
 
 template <class C, int kPiece, int... P>
 __device__ __forceinline__ void decode_piece(const uint32_t (&words)[2][FewRows<C>::kWords], const uint32_t (&scales)[2][8],
@@ -225,29 +241,30 @@ few_rows_product(const __grid_constant__ TmaDescriptor x, const uint8_t* weights
   using G = FewRows<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared_address(shared)};
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < G::kStages; ++stage) {
-      barrier_init(gemm.full(stage), 1);
-      barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth);
-    }
-    barrier_fence();
-  }
-  __syncthreads();
   const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), tile = int(blockIdx.x) / C::kSplit, column = tile * G::kHeight;
   const int64_t row = int64_t{blockIdx.y} * C::kRows;
   const int parts = int(units) / G::kUnits, begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
   if (threadIdx.x < 128 * C::kGroups) {
+    // Scales of the tile are read last, when nothing else is under way: they come to the cache now.
+    const int64_t own = column + int64_t{threadIdx.x} * 8;
+    if (int(threadIdx.x) < G::kHeight / 8 && own < n) prefetch_l2(col_scales + own);
+    __syncthreads();
     const float alpha = row_scales && row_step == 0 ? __ldg(row_scales) : 1.0f;
     const GemmOutput<C> to{out + row * pitch, nullptr, row_step ? row_scales + row : nullptr, col_scales, bias, pitch, 0,
                            int(m - row), int(n), alpha, 0.0f, 0.0f, 0.0f, vector != 0};
     consumer_loop(gemm, shared, to, begin, last, column);
   } else {
-    if (threadIdx.x == 128 * C::kGroups) {
-      const int64_t block_bytes = units * G::kUnitBytes;
-      const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
-      producer_loop(gemm, x, weights + tile * G::kBlocks * block_bytes, block_bytes, present < G::kBlocks ? present : G::kBlocks, begin,
-                    last, int(row));
+    const bool fetches = threadIdx.x == 128 * C::kGroups;
+    const int64_t block_bytes = units * G::kUnitBytes;
+    const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
+    const Producer<C> producer{gemm, x, weights + tile * G::kBlocks * block_bytes, block_bytes,
+                               present < G::kBlocks ? present : G::kBlocks, begin, last, int(row)};
+    if (fetches) {
+      prefetch_tensor_map(&x);
+      producer.start();
     }
+    __syncthreads();
+    if (fetches) producer.run();
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster::sync();
   }

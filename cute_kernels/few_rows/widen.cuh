@@ -11,11 +11,10 @@ namespace magicube::few {
 // ints: (rows, columns), rows at multiples of 16 bytes if vector. out: (rows, pitch), zero from `columns` on.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
-widen_rows(const uint8_t* ints, int64_t int_pitch, int64_t rows, int64_t columns, uint16_t* out, int64_t pitch, int64_t vector) {
+widen_rows(const uint8_t* ints, int64_t int_pitch, int64_t columns, uint16_t* out, int64_t pitch, int64_t vector) {
   using Half = typename C::Half;
-  const int64_t runs = (pitch + 15) / 16, index = int64_t{blockIdx.x} * C::kThreads + threadIdx.x;
-  const int64_t row = index / runs, column = index % runs * 16;
-  if (row >= rows) return;
+  const int64_t row = blockIdx.x, column = (int64_t{blockIdx.y} * C::kThreads + threadIdx.x) * 16;
+  if (column >= pitch) return;
   const uint8_t* const from = ints + row * int_pitch + column;
   alignas(16) uint8_t run[16];
   if (vector && column + 16 <= columns) {

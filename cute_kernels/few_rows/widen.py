@@ -60,10 +60,10 @@ def widen(ints: Tensor, act: str) -> Tensor:
     (m, k), dtype = ints.shape, torch.bfloat16 if act == "bfloat16" else torch.float16
     pitch = -(-k // 8) * 8
     out = workspace.empty((m, pitch), dtype, ints.device)
-    runs, config = m * -(-pitch // 16), WidenConfig(act)
+    config = WidenConfig(act)
     vector = int(ints.data_ptr() % 16 == 0 and (m == 1 or ints.stride(0) % 16 == 0))
     get_kernel(config).launch(
-        (-(-runs // config.threads), 1, 1),
-        (ints.data_ptr(), ints.stride(0) if m > 1 else k, m, k, out.data_ptr(), pitch, vector),
+        (m, -(-pitch // (16 * config.threads)), 1),
+        (ints.data_ptr(), ints.stride(0) if m > 1 else k, k, out.data_ptr(), pitch, vector),
     )
     return out[:, :k]

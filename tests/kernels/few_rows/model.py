@@ -125,6 +125,8 @@ def sample(name: str, n: int, k: int, act: str = "bfloat16", seed: int = 0, devi
     eps = torch.finfo(_DTYPES[act]).eps / 2
     groups = -(-k // form.group) if form.group else 0
     row_scale = torch.rand(n, generator=made) + 0.5
+    if form.scale == "e4m3" or form.codes == "e4m3":
+        row_scale = row_scale / 512  # results within float16
 
     def spread(x: Tensor) -> Tensor:
         return x.double().repeat_interleave(form.group, 1)[:, :k]

@@ -1,0 +1,73 @@
+"""The few-rows product without a GPU: configs, selection and machine code."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Future
+
+import pytest
+
+from cute_kernels.few_rows.formats import FORMATS
+from cute_kernels.few_rows.product import ROWS, FewRowsConfig, candidates, choose_few_rows
+from cute_kernels.few_rows.widen import WidenConfig
+from cute_kernels.jit import Binary, build
+from tests.helpers import disassemble
+
+pytest.importorskip("cuda.core")
+
+
+def test_configs_fit_the_chip() -> None:
+    for name in FORMATS:
+        for rows in ROWS:
+            configs = candidates(name, rows)
+            assert len({config.name for config in configs}) == len(configs)
+            for config in configs:
+                assert config.stages > config.depth and config.resident * (config.smem_bytes + 1024) <= 228 * 1024
+                assert config.stages * config.stage_bytes >= 4 * config.depth * rows * (config.tile_n + 4), "sums"
+                assert config.units % 2 == 0 and config.rows % config.split == 0
+
+
+def test_the_choice_keeps_the_chip_busy() -> None:
+    for m in (1, 8, 9, 33, 64, 300):
+        for n, k in ((1, 1), (4096, 14336), (14336, 4096), (28672, 8192)):
+            config = choose_few_rows("mxfp4", m, n, k)
+            assert config.rows >= min(m, 64) and config in candidates("mxfp4", config.rows)
+            assert config.split == 1 or k >= 1024 * config.split
+            ctas = -(-n // config.tile_n) * config.split * -(-m // 64)
+            assert ctas >= 80 or n == 1
+
+
+CASES = {
+    FewRowsConfig("int4_g128", 16, resident=2): 2.6,
+    FewRowsConfig("mxfp4", 64): 2.6,
+    FewRowsConfig("nvfp4", 8, "float16", "float32", depth=2, split=2): 5.0,
+    FewRowsConfig("int8_g32_min", 32): 3.6,
+    FewRowsConfig("mxfp6_e3m2", 16): 5.0,
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a"])
+@pytest.mark.parametrize("config", CASES, ids=lambda config: config.name)
+def test_the_kernel_is_made_of_the_instructions_that_were_meant(
+    config: FewRowsConfig, arch: str, binaries: dict[tuple[FewRowsConfig, str], Future[Binary]]
+) -> None:
+    binary = binaries[config, arch].result()
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
+    assert config.resident * binary.usage.registers * config.threads <= 65536
+    kind = "F32.BF16" if config.act == "bfloat16" else "F32"
+    products = re.findall(rf"HGMMA\.64x{config.rows}x16\.{kind} R\d+, R\d+, gdesc", sass)
+    assert len(products) == 8 * config.units, "weights from registers, each step of a stage once"
+    loop = sass[sass.index("HGMMA") : sass.rindex("HGMMA")]
+    assert loop.count("WARPGROUP.DEPBAR") == 2 * (config.units - 1), "the assembler made them wait"
+    assert "LDS.128" in sass and "UTMALDG.2D" in sass and "UBLKCP" in sass
+    decoding = len(re.findall(r"\b(?:LOP3|SHF|PRMT)\b", loop)) / (32 * config.units)
+    assert decoding < CASES[config], "instructions of the half-rate unit per pair of values"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_widening_kernel_stays_in_registers(arch: str, kernel_cache: None) -> None:
+    binary = build(WidenConfig("bfloat16").translation_unit(arch))
+    assert binary.usage is not None and binary.usage.spill_bytes == 0
+    assert not re.search(r"\b(?:LDL|STL|CALL)\b", disassemble(binary.code))
