@@ -42,7 +42,7 @@ class WidenConfig(KernelConfig):
         return {"Half": self.act.upper()}
 
 
-def widen(ints: Tensor, act: str) -> Tensor:
+def widen_rows(ints: Tensor, act: str) -> Tensor:
     """Return int8 rows (M, K) as floats, exactly; one launch.
 
     Parameters

@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.convert import quantize as kernels
 from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.formats import PackedWeight
-from cute_kernels.few_rows.widen import widen
+from cute_kernels.few_rows.widen import widen_rows
 from cute_kernels.gemm.api import gemm
 from cute_kernels.jit.workspace import Kept
 from magicube_cutlass.formats.tracking import is_current, stamp
@@ -111,6 +111,6 @@ class FewRowsRecord(LayerRecord):
         rows, scale = x, None
         if self._act == "int8":
             data, scale = _quantized(x, act_scale)
-            rows = widen(data, self._weight.act)
+            rows = widen_rows(data, self._weight.act)
         few_rows_product(rows, self._weight, self._float_bias, row_scale=scale, out=out)
         return ()
