@@ -14,7 +14,10 @@ from cute_kernels.few_rows.formats import PackedWeight
 from cute_kernels.few_rows.widen import widen_rows
 from cute_kernels.gemm.api import gemm
 from cute_kernels.jit.workspace import Kept
+from cute_kernels.scaled_gemm.api import scaled_gemm
 from magicube_cutlass.formats.tracking import is_current, stamp
+from magicube_cutlass.nn.dense.encode import encoded, encodes
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 _REPLAYS = 32  # sets of addresses per record
@@ -86,6 +89,26 @@ class GemmRecord(LayerRecord):
     def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         data, scale = _quantized(x, act_scale) if x.is_floating_point() else (x, act_scale)
         gemm(data, self._right, scale_a=scale, scale_b=self._scale, bias=self._float_bias, out=out, out_dtype=out.dtype)
+        return ()
+
+
+class FloatRecord(LayerRecord):
+    """By the scaled GEMM; `act` is ``"e4m3"`` or ``"mxfp8"``."""
+
+    def __init__(self, weight: ScaledFloatTensor, act: str, bias: Tensor | None, x: Tensor) -> None:
+        super().__init__(weight.shape[0], bias, x, x.dtype)
+        self._weight, self._act = weight.operand(), act
+
+    @staticmethod
+    def takes(weight: ScaledFloatTensor, act: str, x: Tensor, act_scale: Tensor | None) -> bool:
+        """Return whether all that a call runs are kernels of the library, with no copy by torch."""
+        if x.numel() == 0 or x.shape[1] % _ALIGNMENT or weight.shape[0] == 0 or not encodes(x, act):
+            return False
+        return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
+
+    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        rows = encoded(x, self._act, act_scale).operand()
+        scaled_gemm(rows, self._weight, bias=self._float_bias, out=out, out_dtype=out.dtype)
         return ()
 
 

@@ -20,6 +20,7 @@ from cute_kernels.jit.device import current_arch
 from magicube_cutlass.autograd.gpu_rows import key_of
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
+from magicube_cutlass.nn.dense.encode import encoded, encodes
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -48,6 +49,8 @@ def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor |
         return None
     if act == "int8":
         return quantized(x, 8, 1 if act_scale is None else None, act_scale)
+    if encodes(x, act):
+        return encoded(x, act, act_scale)
     if act == "e4m3" and act_scale is not None:
         codes = floats.encode(x.double() / act_scale.double(), "e4m3", saturate=True)
         return ScaledFloatTensor(floats.pack(codes, "e4m3"), x.shape[1], "e4m3", act_scale)
@@ -128,7 +131,7 @@ class DenseProduct:
         self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
         """The product by kernels alone, for rows that they take as they are."""
-        from magicube_cutlass.nn.dense.gpu_record import FewRowsRecord, GemmRecord
+        from magicube_cutlass.nn.dense.gpu_record import FewRowsRecord, FloatRecord, GemmRecord
 
         key = key_of(rows, act_scale)
         if key is None:
@@ -142,10 +145,11 @@ class DenseProduct:
             packed = self.packed_for(rows.dtype)
             if FewRowsRecord.takes(packed, rows, act_scale):
                 record = FewRowsRecord(packed, self.act, bias, rows)
-        else:
-            assert isinstance(self.weight, GroupTensor)
-            if GemmRecord.takes(self.weight, rows, act_scale):
-                record = GemmRecord(self.weight, bias, rows, dtype)
+        elif isinstance(self.weight, ScaledFloatTensor):
+            if FloatRecord.takes(self.weight, self.act, rows, act_scale):
+                record = FloatRecord(self.weight, self.act, bias, rows)
+        elif GemmRecord.takes(self.weight, rows, act_scale):
+            record = GemmRecord(self.weight, bias, rows, dtype)
         if record is None or record.bias is not bias:
             return None
         _make_room(self._records)
@@ -194,6 +198,9 @@ class DenseProduct:
         return few_rows_product(rows, self.packed_for(rows.dtype), _float32(bias), row_scale=scale)
 
     def _by_scaled_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        y = self._by_record(rows, act_scale, bias, rows.dtype)
+        if y is not None:
+            return y
         dense = quantize_act(rows, self.act, act_scale)
         assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
         return matmul(dense, self.weight.mT, bias=bias, out_dtype=rows.dtype)

@@ -1,0 +1,119 @@
+"""Rows to e4m3 on a GPU in one launch: with a scale per row or per tensor, or with block scales of 32 (mxfp8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.jit import workspace
+from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
+from cute_kernels.jit.device import device_of
+from cute_kernels.jit.kernel import get_kernel
+
+ENCODED = (torch.float32, torch.float16, torch.bfloat16)
+ENCODE_ARCHES = ("sm_89", "sm_90a")
+_RUN = 8  # values of a thread at a time
+
+
+@dataclass(frozen=True)
+class EncodeConfig(KernelConfig):
+    """Config of a kernel that encodes rows.
+
+    Attributes
+    ----------
+    kernel_entry : str
+        ``"few::encode_e4m3_rows"`` or ``"few::encode_mxfp8_rows"``.
+    x : str
+        Dtype of the rows.
+    threads : int
+        Threads per CTA.
+    """
+
+    entry: str
+    x: str
+    threads: int = 256
+
+    @property
+    def name(self) -> str:
+        """Short name, unique among the configs."""
+        return f"few-rows-{self.entry}-{self.x}"
+
+    kernel_header = "few_rows/encode_e4m3.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return f"few::{self.entry}"
+
+    def _constants(self) -> dict[str, object]:
+        return {"kThreads": self.threads}
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
+
+
+def _rows_of(x: Tensor) -> tuple[Tensor, int, int]:
+    """Rows with contiguous entries, the elements from one to the next, and whether all loads and stores are aligned."""
+    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    m, k = x.shape
+    pitch = x.stride(0) if m > 1 else k
+    return x, pitch, int(x.data_ptr() % 16 == 0 and (m == 1 or (pitch % _RUN == 0 and k % _RUN == 0)))
+
+
+def encode_e4m3(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Encode rows: ``code = e4m3(x / scale)``, to nearest even, saturating.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        float32, float16 or bfloat16 on a GPU, not empty.
+    scale : Tensor, shape (), optional
+        float32. Default: ``amax / 448`` of each row, 1 for zeros, NaN for rows with inf or NaN.
+
+    Returns
+    -------
+    codes : Tensor, shape (M, K)
+        uint8.
+    scale : Tensor, shape (M, 1) or ()
+        float32.
+    """
+    x, pitch, vector = _rows_of(x)
+    (m, k), given = x.shape, int(scale is not None)
+    codes = workspace.empty((m, k), torch.uint8, x.device)
+    if scale is None:
+        scale = workspace.empty((m, 1), torch.float32, x.device)
+    config = EncodeConfig("encode_e4m3_rows", str(x.dtype).removeprefix("torch."))
+    with device_of(x):
+        get_kernel(config).launch(
+            (m, 1, 1), (x.data_ptr(), pitch, k, scale.data_ptr(), given, codes.data_ptr(), k, vector)
+        )
+    return codes, scale
+
+
+def encode_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode rows with block scales of 32: ``code = e4m3(x / 2^e)``, ``e = floor(log2 amax) - 8``.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        float32, float16 or bfloat16 on a GPU, not empty.
+
+    Returns
+    -------
+    codes : Tensor, shape (M, K)
+        uint8 of e4m3.
+    scales : Tensor, shape (M, ceil(K / 32))
+        uint8 of ue8m0: 1 for zeros, NaN for blocks with inf or NaN.
+    """
+    x, pitch, vector = _rows_of(x)
+    (m, k), blocks = x.shape, -(-x.shape[1] // 32)
+    codes = workspace.empty((m, k), torch.uint8, x.device)
+    scales = workspace.empty((m, blocks), torch.uint8, x.device)
+    config = EncodeConfig("encode_mxfp8_rows", str(x.dtype).removeprefix("torch."))
+    with device_of(x):
+        get_kernel(config).launch(
+            (m, -(-k // (_RUN * config.threads)), 1),
+            (x.data_ptr(), pitch, k, scales.data_ptr(), blocks, codes.data_ptr(), k, vector),
+        )
+    return codes, scales

@@ -1,0 +1,35 @@
+"""Rows as low-precision floats on a GPU by one launch, where a kernel makes the format."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cute_kernels.few_rows.encode_e4m3 import ENCODE_ARCHES, ENCODED, encode_e4m3, encode_mxfp8
+from cute_kernels.jit.device import current_arch
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
+
+
+def encodes(x: Tensor, act: str) -> bool:
+    """Return whether :func:`encoded` takes these rows."""
+    if act not in ("e4m3", "mxfp8") or x.device.type != "cuda" or x.dtype not in ENCODED or x.numel() == 0:
+        return False
+    return current_arch() in ENCODE_ARCHES
+
+
+def encoded(x: Tensor, act: str, act_scale: Tensor | None) -> ScaledFloatTensor:
+    """Return the quantized rows of `x`, bit for bit those of ``quantize_floats``.
+
+    Parameters
+    ----------
+    x : Tensor, shape (N, K)
+        Rows on a GPU.
+    act : str
+        ``"e4m3"`` or ``"mxfp8"``.
+    act_scale : Tensor or None, shape ()
+        Given scale of e4m3; None: one per row.
+    """
+    if act == "mxfp8":
+        codes, scale = encode_mxfp8(x)
+        return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale, "ue8m0", 32)
+    codes, scale = encode_e4m3(x, None if act_scale is None else act_scale.float().reshape(()))
+    return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale)
