@@ -196,6 +196,23 @@ struct SumScale {
   __device__ static uint32_t factor(const uint32_t*) { return kPower<Half>(kLift); }
 };
 
+// The same scales, rounded to Half, for the values.
+struct FloatScale {
+  static constexpr int kBytes = 4;
+  static constexpr bool kSum = false, kMinimum = false;
+  template <class Half, int kLift, int i>
+  __device__ static uint32_t factor(const uint32_t* words) {
+    const float scale = __uint_as_float(words[i]);
+    const typename Half::Pair pair = pair_of<typename Half::Pair>(scale);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  template <class Pair>
+  __device__ static Pair pair_of(float scale) {
+    if constexpr (cuda::std::is_same_v<Pair, __half2>) return __float2half2_rn(scale);
+    else return __float2bfloat162_rn(scale);
+  }
+};
+
 // Pair p of a row, times its scale.
 template <class C, int p>
 __device__ __forceinline__ uint32_t scaled_pair(const uint32_t* words, const uint32_t* scales) {

@@ -29,7 +29,7 @@ class WeightFormat:
         ``"int4"``, ``"int8"``, ``"e2m1"``, ``"e2m3"``, ``"e3m2"`` or ``"e4m3"``.
     scale : str
         ``"none"``, ``"power"`` (ue8m0), ``"e4m3"``, ``"half"`` (of the dtype of X), ``"half_min"`` (scale and minimum)
-        or ``"sum"`` (float32, which multiplies the partial sum of a group).
+        or ``"sum"`` (float32, which multiplies the partial sum of a group; of 64 rows of X, its values).
     group : int
         k that share a scale; 0 without.
     """
@@ -252,15 +252,13 @@ def pack_weight(
     if form.scale != "none":
         assert scales is not None
         groups = columns // form.group
-        if form.scale in ("half", "half_min"):
-            both = scales if minimum is None else torch.cat([scales, minimum], 1)
-            power = _power_of_two(both)
+        if form.scale in ("half", "half_min", "sum"):
+            power = _power_of_two(scales if minimum is None else torch.cat([scales, minimum], 1))
             found = found * power[:, 0].double()
-            dtype = torch.bfloat16 if act == "bfloat16" else torch.float16
+            half = torch.bfloat16 if act == "bfloat16" else torch.float16
+            dtype = torch.float32 if form.scale == "sum" else half
             each = [_padded((x.double() / power).to(dtype), rows, groups) for x in (scales, minimum) if x is not None]
             parts.append(_as_bytes(torch.stack(each, -1)))
-        elif form.scale == "sum":
-            parts.append(_as_bytes(_padded(scales.float(), rows, groups)))
         elif form.scale == "power":
             top = torch.where(scales == 255, 0, scales).amax(1, keepdim=True).long()
             found = found * torch.exp2(top[:, 0].double() - 127)

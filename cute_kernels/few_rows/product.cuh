@@ -42,11 +42,16 @@ struct FewRows {
   static constexpr int kBoxBytes = C::kRows * 128, kXBytes = 2 * kUnits * kBoxBytes;  // a box: 64 k of each row of X
   static constexpr int kBlockBytes = kUnits * kUnitBytes, kStageBytes = kXBytes + kBlocks * kBlockBytes;
   static constexpr int kRegisters = C::kRows / 2, kWords = Weights::kBits, kScaleWords = (kRowScaleBytes + 3) / 4;
-  static constexpr int kThreads = 128 * C::kGroups + 32;
+  // With many warp groups registers are scarce: the producer is a warp group of its own, and gives up its registers.
+  static constexpr bool kShare = C::kGroups > 2;
+  static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
+  static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = (kPool - kProducerRegisters) / C::kGroups / 8 * 8;
   static constexpr int kPitch = kHeight + 4;  // floats: a row of the output in shared memory, without bank conflicts
   using Accumulators = float[kRegisters];
   using Piece = uint32_t[4][4];  // half a unit of a lane, as four instructions read it
 
+  static_assert(!kShare || C::kResident == 1, "a CTA takes the registers of all");
   static_assert(C::kGroup <= kUnitK && kUnitK % C::kGroup == 0, "a unit holds whole groups");
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "tiles are read side by side, and one is fetched");
   static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
@@ -183,35 +188,38 @@ __device__ __forceinline__ void consumer_loop(const FewRows<C>& gemm, uint8_t* s
   constexpr bool kSum = G::Scale::kSum;
   const int lane = threadIdx.x % 32, group = threadIdx.x / 128, block = group % G::kBlocks, depth = group / G::kBlocks;
   GemmPipelineState<G::kStages> at;
-  typename G::Accumulators accum = {}, partial[2];
+  typename G::Accumulators accum = {}, partial;
   at.skip(depth);
   fence_accumulators(accum);
   for (int part = begin + depth; part < last; part += G::kDepth, at.skip(G::kDepth)) {
     barrier_wait(gemm.full(at.stage), at.parity);
     const uint8_t* const stage = shared + G::weights_at(at.stage) + block * G::kBlockBytes;
     typename G::Piece a, b;
-    float unit_scale[2][2];
+    float unit_scale[2];
+    auto& sums = kSum ? partial : accum;
     CUTE_UNROLL
     for (int u = 0; u < G::kUnits; ++u) {
       uint32_t words[2][G::kWords], scales[2][8];
       load_unit<C>(stage + u * G::kUnitBytes, words, scales);
-      auto& sums = kSum ? partial[u % 2] : accum;
       if (u > 0) finish_piece<1>(a);
       decode_piece<C, 0>(words, scales, a, make_int_sequence<8>{});
-      start_piece<C>(gemm, a, at.stage, 2 * u, kSum, sums);
-      if (u > 0) finish_piece<1>(b);
       if constexpr (kSum) {
-        if (u > 0) add_scaled(accum, partial[(u + 1) % 2], unit_scale[(u + 1) % 2]);
+        if (u > 0) {
+          finish_piece<0>(b);
+          add_scaled(accum, partial, unit_scale);
+        }
         CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) unit_scale[u % 2][half] = __uint_as_float(scales[half][0]);
+        for (int half = 0; half < 2; ++half) unit_scale[half] = __uint_as_float(scales[half][0]);
       }
+      start_piece<C>(gemm, a, at.stage, 2 * u, kSum, sums);
+      if (!kSum && u > 0) finish_piece<1>(b);
       decode_piece<C, 1>(words, scales, b, make_int_sequence<8>{});
       start_piece<C>(gemm, b, at.stage, 2 * u + 1, false, sums);
     }
     finish_piece<0>(a);  // a loop that products are under way across needs more registers, or the assembler makes them wait
     finish_piece<0>(b);
     if (lane == 0) barrier_arrive(gemm.empty(at.stage));
-    if constexpr (kSum) add_scaled(accum, partial[(G::kUnits - 1) % 2], unit_scale[(G::kUnits - 1) % 2]);
+    if constexpr (kSum) add_scaled(accum, partial, unit_scale);
     else fence_accumulators(accum);
   }
   constexpr int kAll = 128 * C::kGroups;
@@ -245,6 +253,7 @@ few_rows_product(const __grid_constant__ TmaDescriptor x, const uint8_t* weights
   const int64_t row = int64_t{blockIdx.y} * C::kRows;
   const int parts = int(units) / G::kUnits, begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
   if (threadIdx.x < 128 * C::kGroups) {
+    if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
     // Scales of the tile are read last, when nothing else is under way: they come to the cache now.
     const int64_t own = column + int64_t{threadIdx.x} * 8;
     if (int(threadIdx.x) < G::kHeight / 8 && own < n) prefetch_l2(col_scales + own);
@@ -254,6 +263,7 @@ few_rows_product(const __grid_constant__ TmaDescriptor x, const uint8_t* weights
                            int(m - row), int(n), alpha, 0.0f, 0.0f, 0.0f, vector != 0};
     consumer_loop(gemm, shared, to, begin, last, column);
   } else {
+    if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
     const bool fetches = threadIdx.x == 128 * C::kGroups;
     const int64_t block_bytes = units * G::kUnitBytes;
     const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on

@@ -59,7 +59,7 @@ class FewRowsConfig(KernelConfig):
     split: int = 1
     resident: int = 1
     units: int = 2
-    early: int = 8
+    early: int = 1
 
     @property
     def format(self) -> WeightFormat:
@@ -69,7 +69,7 @@ class FewRowsConfig(KernelConfig):
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return 128 * self.groups + 32
+        return 128 * self.groups + (128 if self.groups > 2 else 32)
 
     @property
     def tile_n(self) -> int:
@@ -114,13 +114,18 @@ class FewRowsConfig(KernelConfig):
             "kEarly": min(self.early, self.stages),
         }
 
+    @property
+    def _scale_type(self) -> str:
+        """C++ type of the scale rule; 64 rows leave no registers for sums of their own."""
+        return "few::FloatScale" if self.format.scale == "sum" and self.rows == 64 else _SCALES[self.format.scale]
+
     def _types(self) -> dict[str, str]:
         return {
             "Out": OUT_TYPES[self.out],
             "Source": "NoSource",
             "Half": self.act.upper(),
             "Weights": _CODES[self.format.codes],
-            "Scale": _SCALES[self.format.scale],
+            "Scale": self._scale_type,
         }
 
 

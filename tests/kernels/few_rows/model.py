@@ -145,7 +145,7 @@ def sample(name: str, n: int, k: int, act: str = "bfloat16", seed: int = 0, devi
     if form.scale in ("half", "half_min", "sum"):
         scales = torch.randn(n, groups, generator=made).exp() * 0.01
         truth = values * spread(scales)
-        slack = truth.abs() * 2 * eps if form.scale == "half" else slack
+        slack = truth.abs() * 2 * eps
         if form.scale == "half_min":
             minimum = torch.randn(n, groups, generator=made) * 0.03
             slack = eps * (truth.abs() + spread(minimum).abs() + (truth + spread(minimum)).abs())
