@@ -170,9 +170,9 @@ def run(k: int, n: int, quick: bool, rows: list[dict[str, Any]]) -> None:
                         out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
                         few_rows_product(x, one, out=out, config=config)
                         torch.cuda.synchronize()
-                        error = check(out, truth)
-                        if not error < 6e-3:
-                            wrong.append(f"{title} {error:.2g}")
+                        off = check(out, truth)
+                        if not off < 6e-3:
+                            wrong.append(f"{title} {off:.2g}")
                             continue
                         calls[title] = [
                             partial(few_rows_product, x, each, out=out, config=config, pdl=pdl) for each in all_copies

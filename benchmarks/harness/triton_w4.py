@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+tl: Any = None  # triton.language, once a kernel is made; Triton looks the name up in this module
+
 
 def _kernel() -> Any:
-    import triton
-    import triton.language as tl
+    global tl
+    triton, tl = import_module("triton"), import_module("triton.language")
 
     def product(x, w, s, y, m, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
         rows, half = tl.arange(0, ROWS), tl.arange(0, 64)
@@ -39,7 +42,6 @@ def _kernel() -> Any:
         triton.Config({"COLUMNS": columns}, num_warps=warps, num_stages=stages)
         for columns, warps, stages in ((32, 4, 6), (64, 4, 5), (64, 8, 4), (128, 4, 4), (128, 8, 4))
     ]
-    product.__globals__["tl"] = tl
     return triton.autotune(configs=configs, key=["ROWS", "n", "k"])(triton.jit(product))
 
 
