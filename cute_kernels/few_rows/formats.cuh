@@ -157,17 +157,15 @@ struct PowerScale {
   }
 };
 
-// e4m3 without sign; the values are 2^9 too small, so that no factor is infinite.
-struct E4M3Scale {
+// An e4m3 scale with an exponent of five bits instead of sign and subnormal numbers: 2^(E - 9) (1 + M / 8). The values are 2^9
+// too small, so that no factor is infinite. Adding to the exponent takes one IMAD.
+struct E5M3Scale {
   static constexpr int kBytes = 1;
   static constexpr bool kSum = false, kMinimum = false;
   template <class Half, int kLift, int i>
   __device__ static uint32_t factor(const uint32_t* words) {
-    const uint32_t placed = __byte_perm(words[i / 4], 0, 0x4040 | i % 4 * 0x101) << (Half::kMantissa - 3);
-    constexpr int kRaise = Half::kBias - 7 + kLift - 9, kFirst = kRaise > Half::kBias ? Half::kBias - 7 : kRaise;
-    const uint32_t raised = multiply_halves<Half>(placed, kPower<Half>(kFirst));
-    if constexpr (kFirst == kRaise) return raised;
-    else return multiply_halves<Half>(raised, kPower<Half>(kRaise - kFirst));
+    constexpr uint32_t kFirst = power_pair<Half>(kLift - 9 - 9) * kEachHalf;
+    return __byte_perm(words[i / 4], 0, 0x4040 | i % 4 * 0x101) * (1u << (Half::kMantissa - 3)) + kFirst;
   }
 };
 

@@ -190,6 +190,17 @@ def _in_order(codes: Tensor, pairs: int, make: Callable[[Tensor], Tensor], toget
     return torch.stack(parts, -1).reshape(blocks, units, -1)
 
 
+def _normal_codes(scales: Tensor) -> Tensor:
+    """Codes ``E M`` of five and three bits, ``2^(E - 9) (1 + M / 8)``, of e4m3 codes without sign; 0 for 0 and NaN."""
+    code = torch.arange(128, device=scales.device)
+    exponent, mantissa = code >> 3, code & 7
+    shift = 3 - torch.log2(mantissa.clamp(min=1).float()).floor().long()  # of subnormal numbers M 2^-9
+    low = (3 - shift) << 3 | (mantissa << shift & 7)
+    table = torch.where(exponent == 0, low, (exponent + 2) << 3 | mantissa)
+    table[0] = table[127] = 0
+    return table.to(torch.uint8)[scales.long()]
+
+
 def _power_of_two(x: Tensor) -> Tensor:
     """Largest power of two not above the largest finite magnitude of each row, (R, 1) float32; 1 for rows of zeros."""
     top = torch.where(x.isfinite(), x.abs(), 0.0).amax(1, keepdim=True)
@@ -271,7 +282,9 @@ def pack_weight(
             found[((scales & 127) == 127).any(1)] = torch.nan
             negative = (scales > 127).repeat_interleave(form.group, 1)[:, :k]
             codes = torch.where(negative, codes ^ 8, codes)
-            parts.append(_padded(scales & 127, rows, groups)[..., None])
+            found_zero = ((scales & 127) == 0).repeat_interleave(form.group, 1)[:, :k]
+            codes = codes.masked_fill(found_zero, 0)
+            parts.append(_padded(_normal_codes(scales & 127), rows, groups)[..., None])
     zero = 0
     if form.codes == "int4":
         codes, zero = (codes + 8).to(torch.uint8), 8

@@ -186,7 +186,8 @@ __device__ __forceinline__ void consumer_loop(const FewRows<C>& gemm, uint8_t* s
                                               int column) {
   using G = FewRows<C>;
   constexpr bool kSum = G::Scale::kSum;
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 128, block = group % G::kBlocks, depth = group / G::kBlocks;
+  const int lane = threadIdx.x % 32, group = warp_of_block() / 4;
+  const int block = G::kDepth == 1 ? group : group % G::kBlocks, depth = G::kDepth == 1 ? 0 : group / G::kBlocks;
   GemmPipelineState<G::kStages> at;
   typename G::Accumulators accum = {}, partial;
   at.skip(depth);

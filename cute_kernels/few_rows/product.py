@@ -17,7 +17,7 @@ _SMEM_BYTES = 233472  # shared memory of an SM; each CTA takes 1 KiB more than i
 _CODES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes",
           "e2m3": "few::E2M3Placed", "e3m2": "few::E3M2Placed"}  # fmt: skip
 _SCALES = {
-    "none": "few::NoScale", "power": "few::PowerScale", "e4m3": "few::E4M3Scale", "half": "few::HalfScale",
+    "none": "few::NoScale", "power": "few::PowerScale", "e4m3": "few::E5M3Scale", "half": "few::HalfScale",
     "half_min": "few::HalfScaleMinimum", "sum": "few::SumScale",
 }  # fmt: skip
 

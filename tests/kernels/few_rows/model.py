@@ -95,9 +95,8 @@ def decode(weight: PackedWeight) -> Tensor:
     elif form.scale == "power":
         values = rounded(values * spread(_as_floats(raw.long() << _MANTISSA[act], act)))
     elif form.scale == "e4m3":
-        values = rounded(
-            values * spread(_as_floats(raw.long() << (_MANTISSA[act] - 3), act) * 2.0 ** (_BIAS[act] - 7 + lift - 9))
-        )
+        bits = (raw.long() << (_MANTISSA[act] - 3)) + (_BIAS[act] + lift - 18 << _MANTISSA[act])
+        values = rounded(values * spread(_as_floats(bits, act)))
     else:
         scales = raw.contiguous().view(_DTYPES[act]).double()
         if form.scale == "half":
