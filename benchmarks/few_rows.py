@@ -36,23 +36,19 @@ LAYERS: list[tuple[str, int | None, str]] = [
     ("e4m3", None, "e4m3"), ("mxfp4", None, "mxfp8"), ("int4", 128, "none"), ("int4", 32, "int8"),
     ("int8", None, "none"), ("mxfp4", None, "none"), ("e4m3", None, "none"),
 ]  # fmt: skip
-# name -> groups, depth, split, resident, units, early
+# name -> groups, depth, split, resident, units
 VARIANTS = {
-    "g4": (4, 1, 1, 1, 2, 1),
-    "g4e8": (4, 1, 1, 1, 2, 8),
-    "g4u1": (4, 1, 1, 1, 1, 1),
-    "g4s2": (4, 1, 2, 1, 2, 1),
-    "g2x2": (2, 1, 1, 2, 2, 1),
-    "g2x2e8": (2, 1, 1, 2, 2, 8),
-    "g2x2u1": (2, 1, 1, 2, 1, 1),
-    "g2x2s4": (2, 1, 4, 2, 2, 1),
-    "g2x1": (2, 1, 1, 1, 2, 1),
-    "d2x2": (2, 2, 1, 2, 2, 1),
-    "d2x2s2": (2, 2, 2, 2, 2, 1),
-    "d2x2s4": (2, 2, 4, 2, 2, 1),
-    "d2x1s2": (2, 2, 2, 1, 2, 1),
-    "g4d2": (4, 2, 1, 1, 2, 1),
-    "g4d4s2": (4, 4, 2, 1, 2, 1),
+    "g4": (4, 1, 1, 1, 2),
+    "g4u1": (4, 1, 1, 1, 1),
+    "g4s2": (4, 1, 2, 1, 2),
+    "g2x2": (2, 1, 1, 2, 2),
+    "g2x2s4": (2, 1, 4, 2, 2),
+    "g2x1": (2, 1, 1, 1, 2),
+    "d2x2": (2, 2, 1, 2, 2),
+    "d2x2s2": (2, 2, 2, 2, 2),
+    "d2x2s4": (2, 2, 4, 2, 2),
+    "d2x1s2": (2, 2, 2, 1, 2),
+    "g4d2": (4, 2, 1, 1, 2),
 }
 
 
@@ -63,8 +59,8 @@ def configs(name: str, m: int, n: int, k: int, more: bool) -> dict[str, FewRowsC
     """The chosen config, and with `more` others that fit."""
     rows = next(each for each in ROWS if m <= each)
     found = {"chosen": choose_few_rows(name, m, n, k)}
-    for label, (groups, depth, split, resident, units, early) in VARIANTS.items() if more else ():
-        config = FewRowsConfig(name, rows, "bfloat16", "bfloat16", groups, depth, split, resident, units, early)
+    for label, (groups, depth, split, resident, units) in VARIANTS.items() if more else ():
+        config = FewRowsConfig(name, rows, "bfloat16", "bfloat16", groups, depth, split, resident, units)
         ctas = -(-n // config.tile_n) * split
         fits = config.stages > depth and config.stages >= 2 and (k // 128) % units == 0
         fits = fits and config.stages * config.stage_bytes >= 4 * depth * rows * (config.tile_n + 4)

@@ -20,7 +20,6 @@ def few_rows_product(
     row_scale: Tensor | None = None,
     out: Tensor | None = None,
     config: FewRowsConfig | None = None,
-    pdl: bool = False,
 ) -> Tensor:
     """Multiply rows by a packed weight: ``D = row_scale X W^T + bias``.
 
@@ -40,8 +39,6 @@ def few_rows_product(
         float32, float16 or bfloat16 with contiguous rows. Default: a new one of the dtype of `x`.
     config : FewRowsConfig, optional
         Kernel config; overrides kernel selection.
-    pdl : bool, default False
-        Start before the kernel before has ended; it must not write the weights.
 
     Returns
     -------
@@ -71,5 +68,5 @@ def few_rows_product(
         if config is None:
             name = str(out.dtype).removeprefix("torch.")
             config = choose_few_rows(weight.format.name, m, n, k, act, name, num_sms(x.device.index))
-        launch_few_rows(config, x, weight, out, bias, row_scale, pdl)
+        launch_few_rows(config, x, weight, out, bias, row_scale)
     return out

@@ -65,7 +65,7 @@ struct FewRows {
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
 };
 
-// The thread that fetches. Weights do not depend on the kernel before this one: their first stages come before its end.
+// The thread that fetches. It fills the first stage before the CTA's barrier.
 template <class C>
 struct Producer {
   using G = FewRows<C>;
@@ -76,38 +76,31 @@ struct Producer {
   int64_t block_bytes;
   int blocks, begin, last, row;  // blocks and K tiles of the tile; first row of X
 
-  __device__ void fetch_weights(const State& at, int part) const {
+  __device__ void fetch(const State& at, int part) const {
     const uint32_t full = gemm.full(at.stage), to = gemm.base + G::weights_at(at.stage);
     mbarrier_arrive_expect_tx(full, G::kXBytes + blocks * G::kBlockBytes);
     for (int b = 0; b < blocks; ++b) {
       bulk_copy(to + b * G::kBlockBytes, weights + b * block_bytes + int64_t{part} * G::kBlockBytes, G::kBlockBytes, full);
     }
-  }
-  __device__ void fetch_x(const State& at, int part) const {
     CUTE_UNROLL
     for (int i = 0; i < 2 * G::kUnits; ++i) {
-      tma_load_2d(gemm.box(at.stage, i), &x, (part * 2 * G::kUnits + i) * 64, row, gemm.full(at.stage));
+      tma_load_2d(gemm.box(at.stage, i), &x, (part * 2 * G::kUnits + i) * 64, row, full);
     }
   }
-  __device__ int first() const { return begin + C::kEarly < last ? begin + C::kEarly : last; }
   __device__ void start() const {
     for (int stage = 0; stage < G::kStages; ++stage) {
       barrier_init(gemm.full(stage), 1);
       barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth);
     }
     barrier_fence();
-    State at;
-    for (int part = begin; part < first(); ++part, at.advance()) fetch_weights(at, part);
+    if (begin < last) fetch(State{}, begin);
   }
   __device__ void run() const {
-    pdl_wait();
     State at;
     for (int part = begin; part < last; ++part, at.advance()) {
-      if (part >= first()) {
-        barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-        fetch_weights(at, part);
-      }
-      fetch_x(at, part);
+      if (part == begin) continue;
+      barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
+      fetch(at, part);
     }
   }
 };

@@ -46,8 +46,6 @@ class FewRowsConfig(KernelConfig):
         CTAs per SM.
     units : int
         Units of 128 k per stage.
-    early : int
-        Stages of weights that are fetched before the kernel before has ended.
     """
 
     weight: str
@@ -59,7 +57,6 @@ class FewRowsConfig(KernelConfig):
     split: int = 1
     resident: int = 1
     units: int = 2
-    early: int = 1
 
     @property
     def format(self) -> WeightFormat:
@@ -93,7 +90,7 @@ class FewRowsConfig(KernelConfig):
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
-        shape = f"r{self.rows}g{self.groups}d{self.depth}k{self.split}x{self.resident}u{self.units}e{self.early}"
+        shape = f"r{self.rows}g{self.groups}d{self.depth}k{self.split}x{self.resident}u{self.units}"
         return f"few-rows-{self.weight}-{self.act}-{self.out}-{shape}"
 
     kernel_header = "few_rows/product.cuh"
@@ -111,7 +108,6 @@ class FewRowsConfig(KernelConfig):
             "kSplit": self.split,
             "kResident": self.resident,
             "kGroup": self.format.group or 128,
-            "kEarly": min(self.early, self.stages),
         }
 
     @property
@@ -173,7 +169,6 @@ def launch_few_rows(
     out: Tensor,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
-    pdl: bool = False,
 ) -> None:
     """Launch the product.
 
@@ -191,8 +186,6 @@ def launch_few_rows(
         float32, contiguous.
     row_scale : Tensor, shape (M,) or (), optional
         float32, contiguous: multiplies the rows of the product.
-    pdl : bool, default False
-        Start before the kernel before has ended: it must be one that does not write the weights.
     """
     (n, k), m = weight.shape, x.shape[0]
     pitch = x.stride(0) * 2 if m > 1 else -(-k // 8) * 16
@@ -206,5 +199,4 @@ def launch_few_rows(
             weight.row_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), int(vector),
         ),
         (config.split, 1, 1) if config.split > 1 else None,
-        pdl=pdl,
     )  # fmt: skip

@@ -27,6 +27,9 @@ from cute_kernels.estimate.config import ProbeConfig
 from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.remainder_probes import RemainderConfig
 from cute_kernels.estimate.verdict import VerdictConfig
+from cute_kernels.few_rows.encode_e4m3 import EncodeConfig
+from cute_kernels.few_rows.product import choose_few_rows
+from cute_kernels.few_rows.widen import WidenConfig
 from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.cutlass import CONFIG as CUTLASS
 from cute_kernels.gemm.heuristics import candidates as gemm_candidates
@@ -78,7 +81,7 @@ def catalog(arch: str) -> dict[str, Config]:
     """
     found: dict[str, Config] = {}
     families = (
-        spmm_entries, sddmm_entries, _gemm, _gemm_floats, _gemm_floats_helpers, _digits, _quantize, _sparse_helpers,
+        spmm_entries, sddmm_entries, _gemm, _gemm_floats, _gemm_floats_helpers, _few_rows, _digits, _quantize, _sparse_helpers,
         _softmax, _statistics, _probes, _look, _attention, _attention_operands,
     )  # fmt: skip
     for key, config in chain.from_iterable(family(arch) for family in families):
@@ -190,6 +193,28 @@ def _gemm_floats_helpers(arch: str) -> Iterator[Entry]:
             )
     if arch in _TMA_ARCHES:
         yield "tensor memory/box of 128x128 bytes", BoxProbeConfig(128 * 128)
+
+
+def _few_rows(arch: str) -> Iterator[Entry]:
+    """Few rows and packed weights: formats, scale rules, and passes over the rows."""
+    if arch == "sm_90a":
+        for name, m, act, out in (
+            ("int4_g128", 16, "bfloat16", "bfloat16"),
+            ("int4_g128", 64, "bfloat16", "bfloat16"),
+            ("int4_g32_min", 1, "float16", "float16"),
+            ("mxfp4", 16, "bfloat16", "float32"),
+            ("nvfp4", 32, "float16", "float16"),
+            ("mxfp6_e3m2", 16, "bfloat16", "bfloat16"),
+            ("e2m3", 8, "float16", "float16"),
+            ("int8", 64, "bfloat16", "bfloat16"),
+            ("e4m3", 1, "bfloat16", "bfloat16"),
+        ):
+            yield f"few rows/{name} m={m} {act} out={out}", choose_few_rows(name, m, 4096, 14336, act, out)
+    if arch != "sm_80":  # no conversion to e4m3
+        yield "few rows/rows to e4m3", EncodeConfig("encode_e4m3_rows", "bfloat16")
+        yield "few rows/rows to mxfp8", EncodeConfig("encode_mxfp8_rows", "float32")
+    for act in ("bfloat16", "float16"):
+        yield f"few rows/integers to {act}", WidenConfig(act)
 
 
 def _digits(arch: str) -> Iterator[Entry]:

@@ -35,6 +35,9 @@ ONLY_ON = {
     "gemm_floats_wgmma": {"sm_90a"},
     "gemm_floats_few": {"sm_90a"},
     "order_few_rows": {"sm_90a"},
+    "few_rows_product": {"sm_90a"},
+    "encode_e4m3_rows": {"sm_90a", "sm_100a"},
+    "encode_mxfp8_rows": {"sm_90a", "sm_100a"},
     "gemm_floats_sm100": {"sm_100a"},
 }
 COMPILED = (

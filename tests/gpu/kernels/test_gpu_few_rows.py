@@ -67,3 +67,18 @@ def test_every_config_agrees_with_the_product(name: str) -> None:
         assert torch.equal(again, out), "deterministic"
         out.fill_(-7.0)
         assert bool((frame == -7.0).all()), "written outside"
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "mxfp4"])
+@pytest.mark.configs([*every("int4_g128"), *every("mxfp4")])
+def test_launches_behind_each_other_agree_in_every_bit(name: str) -> None:
+    made = sample(name, 2048, 14336, "bfloat16", 2, "cuda")
+    for config in every(name):
+        x = torch.randn(config.rows, 14336, device="cuda").bfloat16()
+        first = few_rows_product(x, made.weight, config=config)
+        outs = [torch.empty_like(first) for _ in range(8)]
+        for _ in range(8):
+            for out in outs:
+                few_rows_product(x, made.weight, out=out, config=config)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, first) for out in outs), config.name
