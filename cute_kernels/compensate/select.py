@@ -25,7 +25,7 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.spmm.gather import PackedGather
 
 __all__ = [
-    "GROUP", "REPORT", "Found", "Marks", "SelectConfig", "SliceSums", "default_configs", "find_levels", "lay_out",
+    "GROUP", "REPORT", "Found", "Marks", "SelectConfig", "SliceSums", "find_levels", "lay_out",
     "mark", "pack_marked", "read_report", "slice_sums",
 ]  # fmt: skip
 
@@ -92,25 +92,6 @@ class SelectConfig(KernelConfig):
             "kSigned": self.signed,
             "kTruncate": self.truncate,
         }
-
-
-def default_configs() -> list[SelectConfig]:
-    """Return the configs of V = 8, equation 14 and truncated integers with one scale.
-
-    Examples
-    --------
-    >>> len(default_configs())
-    7
-    """
-    sides = [
-        config
-        for across in (False, True)
-        for config in (
-            SelectConfig("mark_entries", 8, across, one=True),
-            SelectConfig("fill_groups", 8, across, truncate=True),
-        )
-    ]
-    return [SelectConfig("magnitude_sums"), SelectConfig("levels"), SelectConfig("layout_groups"), *sides]
 
 
 class SliceSums(NamedTuple):

@@ -23,7 +23,7 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import ALIGNMENT, aligned
 
 __all__ = [
-    "Amaxes", "Plane", "SplitConfig", "by_rows", "default_configs", "find_amaxes", "float_arguments", "leading_plane",
+    "Amaxes", "Plane", "SplitConfig", "by_rows", "find_amaxes", "float_arguments", "leading_plane",
     "residual_plane", "tiles_of",
 ]  # fmt: skip
 
@@ -77,18 +77,6 @@ class SplitConfig(KernelConfig):
             "kTruncate": self.truncate,
             "kTransposed": self.transposed,
         }
-
-
-def default_configs() -> list[SplitConfig]:
-    """Return the configs of truncated integers with one scale, as operands A and B.
-
-    Examples
-    --------
-    >>> len(default_configs())
-    5
-    """
-    planes = [SplitConfig(step, 0, True, turned) for step in _STEPS[1:] for turned in (False, True)]
-    return [SplitConfig("amax", 0), *planes]
 
 
 class Amaxes(NamedTuple):

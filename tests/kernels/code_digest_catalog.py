@@ -17,6 +17,8 @@ from cute_kernels.attention import heuristics as attention_heuristics
 from cute_kernels.attention import quantize_qkv as attention_operands
 from cute_kernels.attention.config import GatherAttention, PanelAttention
 from cute_kernels.attention.sparse_softmax import SoftmaxConfig
+from cute_kernels.compensate.select import SelectConfig
+from cute_kernels.compensate.split import SplitConfig
 from cute_kernels.convert import quantize_transposed, transpose
 from cute_kernels.convert.dense_to_sparse import CompressConfig
 from cute_kernels.convert.digits import DigitsConfig, columns_config
@@ -81,7 +83,7 @@ def catalog(arch: str) -> dict[str, Config]:
     """
     found: dict[str, Config] = {}
     families = (
-        spmm_entries, sddmm_entries, _gemm, _gemm_floats, _gemm_floats_helpers, _few_rows, _digits, _quantize, _sparse_helpers,
+        spmm_entries, sddmm_entries, _gemm, _gemm_floats, _gemm_floats_helpers, _few_rows, _compensate, _digits, _quantize, _sparse_helpers,
         _softmax, _statistics, _probes, _look, _attention, _attention_operands,
     )  # fmt: skip
     for key, config in chain.from_iterable(family(arch) for family in families):
@@ -223,6 +225,18 @@ def _digits(arch: str) -> Iterator[Entry]:
         yield f"digits/rows {x} planes={planes}", DigitsConfig("digits_rows", x, planes)
     for x, planes, rows in (("float32", 2, 4096), ("float32", 3, 8192), ("bfloat16", 2, 8192)):
         yield f"digits/columns {x} planes={planes} length={rows}", columns_config(x, planes, arch, rows)
+
+
+def _compensate(arch: str) -> Iterator[Entry]:
+    for step in ("amax", "leading", "residual"):
+        for turned in (False, True) if step != "amax" else (False,):
+            yield f"compensate/{step}{' transposed' * turned}", SplitConfig(step, 0, step != "amax", turned)
+    for kernel in ("magnitude_sums", "levels", "layout_groups"):
+        yield f"compensate/{kernel}", SelectConfig(kernel)
+    for across in (False, True):
+        slices = "columns" if across else "rows"
+        yield f"compensate/marks of {slices}", SelectConfig("mark_entries", 8, across, one=True)
+        yield f"compensate/groups of {slices}", SelectConfig("fill_groups", 8, across, truncate=True)
 
 
 def _quantize(arch: str) -> Iterator[Entry]:
