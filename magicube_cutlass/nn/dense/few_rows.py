@@ -17,6 +17,7 @@ def few_rows_format(weight: GroupTensor | ScaledFloatTensor) -> str | None:
 
     Examples
     --------
+    >>> import torch
     >>> from magicube_cutlass.quantization.group_tensor import quantize_groups
     >>> few_rows_format(quantize_groups(torch.ones(8, 64), bits=4, group=32))
     'int4_g32'
@@ -55,6 +56,7 @@ def pack_few_rows(weight: GroupTensor | ScaledFloatTensor, act: str) -> PackedWe
 
     Examples
     --------
+    >>> import torch
     >>> from magicube_cutlass.quantization.group_tensor import quantize_groups
     >>> pack_few_rows(quantize_groups(torch.ones(8, 64), bits=4, group=32), "float16").data.shape
     torch.Size([1, 2, 4608])
