@@ -113,10 +113,10 @@ def _padded(x: Tensor, length: int) -> Tensor:
     return x if x.shape[0] == length else torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])
 
 
-def _is_of_words(x: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return x.numel() * x.element_size() % 8 == x.storage_offset() * x.element_size() % 8 == 0 and x.is_contiguous()
+def _in_words(x: Tensor) -> Tensor:
+    """`x`, or a copy of it that can be viewed as int64."""
+    is_aligned = x.is_contiguous() and x.storage_offset() * x.element_size() % 8 == 0
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh) -> Callable[[], list[Tensor]]:
@@ -141,8 +141,11 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     if ranks == 1 or longest == 0:
         return lambda: rows
     order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())  # each begins where its dtype may
-    # copies of bytes are slow on a GPU, those of words are not
-    unit = torch.int64 if len(rows) > 1 and all(map(_is_of_words, rows)) else torch.int8
+    # Copies of bytes are slow on a GPU, those of words are not. Sizes alone decide: all ranks must choose alike.
+    has_words = len(rows) > 1 and all(row.numel() * row.element_size() % 8 == 0 for row in rows)
+    unit = torch.int64 if has_words and not torch.compiler.is_compiling() else torch.int8
+    if unit == torch.int64:
+        rows = [_in_words(row) for row in rows]
     raw = [rows[i].reshape(-1).view(torch.int8).view(unit) for i in order]
     spare = 0 if unit == torch.int64 else -sum(each.numel() for each in raw) % ALIGNMENT
     flat = torch.cat([*raw, raw[0].new_empty(spare)]) if spare or len(raw) > 1 else raw[0]
@@ -162,7 +165,7 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
             row, end = rows[i], begin + bytes_of.numel()
             of_ranks = table[:, begin:end]  # (ranks, units)
             if min(sizes) == longest:
-                found[i] = of_ranks.flatten().view(row.dtype).view(-1, *row.shape[1:])
+                found[i] = of_ranks.contiguous().view(-1).view(row.dtype).view(-1, *row.shape[1:])
             else:
                 parts_of = of_ranks.view(row.dtype).view(ranks, *row.shape)
                 found[i] = torch.cat([part[:size] for part, size in zip(parts_of, sizes, strict=True)])

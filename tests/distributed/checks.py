@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import magicube_cutlass as mc
 import magicube_cutlass.distributed as md
 from magicube_cutlass.distributed.attention import gathered_keys
-from magicube_cutlass.distributed.collectives import chunk_bounds
+from magicube_cutlass.distributed.collectives import chunk_bounds, start_gather
 from magicube_cutlass.distributed.cost_model import LinearShape, traffic
 from tests.distributed import problems
 from tests.house import ROOT
@@ -321,6 +321,17 @@ def check_bytes_equal_the_model(mesh: DeviceMesh) -> None:
                     assert floats == (0 if static or ranks == 1 else 2 * (ranks - 1) * tokens * 4 // ranks), floats
 
 
+def check_a_gather_of_views(mesh: DeviceMesh) -> None:
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    base = [torch.arange(48, dtype=torch.int8).view(4, 12) + r for r in range(ranks)]
+    scales = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + r for r in range(ranks)]
+    views = [
+        each[1 + r % 2 :][:2] for r, each in enumerate(base)
+    ]  # whose first byte lies at another place on each rank
+    found = start_gather([views[rank], scales[rank]], [2] * ranks, mesh)()
+    assert torch.equal(found[0], torch.cat(views)) and torch.equal(found[1], torch.cat(scales))
+
+
 def check_errors(mesh: DeviceMesh) -> None:
     A = problems.matrix(40, 48, generator(1))
     part, rank, last = md.shard(A, mesh), mesh.get_local_rank(), mesh.size() - 1
@@ -362,5 +373,6 @@ def check_the_example(mesh: DeviceMesh) -> None:
 DEFAULT = [
     check_shard_and_unshard, check_nnz_balances, check_products, check_partial_sums, check_sddmm, check_parallel_styles,
     check_tokens_that_are_not_finite, check_dense_styles, check_attention, check_keys_have_the_scales_of_one_process,
-    check_queries_run_the_kernel_of_all, check_bytes_equal_the_model, check_errors, check_the_example,
+    check_queries_run_the_kernel_of_all, check_bytes_equal_the_model, check_a_gather_of_views, check_errors,
+    check_the_example,
 ]  # fmt: skip
