@@ -164,11 +164,12 @@ class ThreadPool {
     notify();
   }
 
-  // End the job once the caller alone is inside.
+  // End the job once the caller alone is inside. The word keeps its phase: a thread that sleeps at a barrier of the job has been
+  // woken, and may look at the word only now. With phase 0 again it would sleep on, and its thread could never be joined.
   void close() {
     for (;;) {
       uint64_t word = wait_until([](uint64_t now) { return inside(now) == 1; });
-      if (word_.compare_exchange_strong(word, number_of(word) << kNumberAt)) return;
+      if (word_.compare_exchange_strong(word, word >> kPhaseAt << kPhaseAt)) return;
     }
   }
 
