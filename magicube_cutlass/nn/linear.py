@@ -280,7 +280,7 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
             return y.view(*x.shape[:-1], self.out_features)
         if self._version_id == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
             raise RuntimeError("a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it")
-        if x.is_cuda and not torch.compiler.is_exporting():
+        if not torch.compiler.is_exporting():
             y = linear_op.sparse_linear_rows(rows, self.bias, self._number)
             return y.view(*x.shape[:-1], self.out_features)
         return self._product(x, self._matrix, False)

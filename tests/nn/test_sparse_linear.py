@@ -293,6 +293,23 @@ def test_a_compiled_layer_is_one_graph(options: dict[str, Any], compiled: Callab
 
 
 @torch.no_grad()
+def test_a_compiled_layer_is_one_operator_with_contiguous_rows() -> None:
+    layer, names = sparse().eval(), []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        names[:] = [str(node.target) for node in graph.graph.nodes if "magicube" in str(node.target)]
+        return graph.forward
+
+    run = torch.compile(layer, backend=backend, fullgraph=True)
+    for x in (normal(5, 48), normal(48, 5).mT, normal(2, 3, 48).double(), normal(0, 48)):
+        torch._dynamo.reset()
+        y = run(x)
+        assert torch.equal(y, layer(x)) and y.is_contiguous()
+        assert names == ["magicube.sparse_linear_rows"]
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
 def test_compiled_layers_of_one_size_do_not_share_a_graph_and_follow_training(compiled: Callable[..., Any]) -> None:
     first, second = sparse().eval(), SparseQuantLinear.from_linear(plain(), mask=sparse().pattern).eval()
     x = normal(5, 48)
