@@ -1,4 +1,4 @@
-"""Prepared products of one weight with float32 rows that the call quantizes: ``q(X) W^T * scale * x_scale + bias``.
+"""Prepared products of one weight with float32 rows that the call quantizes: ``f(q(X) W^T * scale * x_scale + bias)``.
 
 The weight is sparse or packed as the right operand of the dense kernel; both give the same bits. A call checks nothing.
 """
@@ -14,6 +14,8 @@ from cute_kernels.cpu import extension
 from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, check_sparse
 from cute_kernels.cpu.calls import MASK_COLUMNS, column_major_template, sparse_handle, template, with_masks
 from cute_kernels.cpu.dense import PackedRight
+
+FUNCTIONS = (None, "relu", "gelu", "gelu_tanh", "silu")  # f of a dense weight, in the order of the engine
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class LinearCall:
         scale: Tensor | None,
         bias: Tensor | None,
         factors: Tensor | None = None,
+        activation: str | None = None,
     ) -> Tensor:
         """Return the product.
 
@@ -96,6 +99,8 @@ class LinearCall:
             float32, contiguous.
         factors : Tensor, shape (K,), optional
             float32, contiguous; the columns of X are multiplied by them before. For a dense weight only.
+        activation : str, optional
+            f, one of ``FUNCTIONS``, applied in float32 before the output is rounded. For a dense weight only.
 
         Returns
         -------
@@ -109,7 +114,9 @@ class LinearCall:
         else:
             scales = self._scales(of_weight, 0, of_bias, 0, 0, is_one, False)
         row_elements, low, high, rows = self._before
-        last = () if factors is None else (factors.data_ptr(),)
+        last: tuple[int, ...] = ()
+        if factors is not None or activation is not None:
+            last = 0 if factors is None else factors.data_ptr(), FUNCTIONS.index(activation)
         self._run(
             self._handle, x.data_ptr(), row_elements, 0 if x_scale is None else x_scale.data_ptr(), low, high, scales,
             rows, out.data_ptr(), *self._after, torch.get_num_threads(), *last,

@@ -6,6 +6,7 @@
 // Source: Li, Osawa, Hoefler, SC'22, section V-C and figure 16.
 #pragma once
 
+#include "activation.hpp"
 #include "engine.hpp"
 #include "epilogue.hpp"
 #include "quantize.hpp"
@@ -23,12 +24,6 @@ using magicube::kKeyStep;
 constexpr int32_t kInfinity = Bits<float>::kInfinity;
 constexpr int32_t kNotANumber = 0x7fffffff;  // above every other key
 
-// One of two numbers without a branch, which GCC would not vectorize.
-inline int32_t select(bool condition, int32_t yes, int32_t no) {
-  const int32_t mask = -static_cast<int32_t>(condition);
-  return (yes & mask) | (no & ~mask);
-}
-
 // The float16 nearest to x, as float32: to even, with subnormals, overflow to infinity.
 inline float through_float16(float x) {
   const int32_t bits = magnitude(x), sign = bits_of(x) ^ bits;
@@ -42,24 +37,6 @@ inline float through_float16(float x) {
 inline int32_t key_of(float x) {
   const int32_t bits = bits_of(x);
   return select(magnitude(x) > kInfinity, kNotANumber, bits ^ ((bits >> 31) & 0x7fffffff));
-}
-
-// exp(x) for x <= 0 to about one unit in the last place: 2^n by its bits, a polynomial of Cephes for what is left. Below -87 the
-// least number in range, of which no sum of a softmax holds a bit.
-inline float exponential(float x) {
-  const int32_t size = magnitude(x), most = 0x42ae0000;  // of 87
-  x = -from_bits<float>(select(size < most, size, most));
-  const float shifted = x * 1.44269504088896341f + kShift;
-  const float n = shifted - kShift;
-  const float r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  return p * from_bits<float>((bits_of(shifted) - bits_of(kShift) + 127) << 23);
 }
 
 // Scores of one query from its totals; returns the key of the largest one. Separate functions: compilers honor `restrict` on

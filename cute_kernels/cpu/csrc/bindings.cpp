@@ -196,13 +196,15 @@ NB_MODULE(_engine, m) {
      "out_type"_a, "threads"_a, "adds"_a = false);
   m.def("linear", [](const PackedRight& right, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
                      const GivenScales& scales, int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type,
-                     int threads, uintptr_t factors) {
+                     int threads, uintptr_t factors, int activation) {
+    require(activation >= 0 && activation <= static_cast<int>(Activation::kSilu), "no such activation");
     const RepeatedScales repeated(scales, rows, right.n);
     dense(DenseArgs{right, {nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high,
                             pointer<const float>(factors)}, repeated,
-                    true, rows, row_step, column_step, pointer<void>(out), static_cast<Out>(out_type)}, threads);
+                    true, rows, row_step, column_step, pointer<void>(out), static_cast<Out>(out_type), false,
+                    static_cast<Activation>(activation)}, threads);
   }, "right"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "row_step"_a,
-     "column_step"_a, "out_type"_a, "threads"_a, "factors"_a = 0);
+     "column_step"_a, "out_type"_a, "threads"_a, "factors"_a = 0, "activation"_a = 0);
   nb::class_<IntegerLinear>(m, "IntegerLinear")
       .def("__init__", [](IntegerLinear* self, const Sparse& a, int64_t rows, int64_t row_elements, bool given_scale, int out_type) {
         new (self) IntegerLinear{row_quantization(rows, a.columns_total, row_elements, given_scale), a, {}, false,

@@ -5,6 +5,7 @@
 // unpacked in registers: sum a v = sum a (v + 8) - 8 sum a. With group scales the int32 sums of a group are scaled in float32.
 #pragma once
 
+#include "activation.hpp"
 #include "engine.hpp"
 #include "epilogue.hpp"
 #include "quantize.hpp"
@@ -251,6 +252,7 @@ class DenseTask {
     float* const to = in_place ? static_cast<float*>(args_.out) + at : block_ + r * kPanel;
     const auto scaled = args_.columns_first ? scale_sums<true, Total> : scale_sums<false, Total>;
     scaled(sums, columns_, scale, scales_, bias_, to);
+    activate(args_.activation, to, columns_);
     if (by_rows && args_.adds) add_floats(to, columns_, static_cast<float*>(args_.out) + at);
     else if (streams_) Product::Micro::stream(to, static_cast<float*>(args_.out) + at, columns_ * 4);
     else if (by_rows && !in_place) store_floats(to, columns_, args_.out_type, args_.out, at);

@@ -21,6 +21,7 @@ constexpr int64_t kStagedBytes = 256 * 1024;  // staged rows of the right operan
 constexpr int64_t kDotColumns = 8;  // of dot products that a kernel computes at once
 
 enum class Out : int { kInt32, kInt64, kFloat32, kFloat16, kBFloat16 };
+enum class Activation : int { kNone, kRelu, kGelu, kGeluTanh, kSilu };  // of float results
 
 // Dense integer operand. A run is a sequence of contiguous elements.
 struct Operand {
@@ -315,6 +316,7 @@ struct DenseArgs {
   void* out;
   Out out_type;
   bool adds = false;       // float32 results are added to the output
+  Activation activation = Activation::kNone;  // of float results
 };
 
 struct ProbeDigitsArgs {
