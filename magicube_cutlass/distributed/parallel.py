@@ -250,9 +250,9 @@ class _OfDense(_Style):
         if isinstance(module, QuantLinear):
             weight = module.product().weight
             plain = isinstance(weight, GroupTensor) and (weight.bits, weight.group, weight.minimum) == (8, None, None)
-            if not plain or module.act != "int8" or module.smooth is not None:
+            if not plain or module.act != "int8" or module.smooth is not None or module.config.activation:
                 raise ValueError(f"{type(self).__name__} must be applied to int8 weights with scales per row, int8 "
-                                 f"activations and no smooth scale, got {module}")  # fmt: skip
+                                 f"inputs, no smooth scale and no activation, got {module}")  # fmt: skip
             data, scale, act_scale = weight.data, weight.scale, module.act_scale
         else:
             found = quantized(module.weight.float(), 8, 1)  # a scale per output, as QuantLinear has

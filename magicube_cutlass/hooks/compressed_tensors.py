@@ -157,17 +157,17 @@ def save_compressed(model: nn.Module, folder: str | os.PathLike[str]) -> dict[st
     Raises
     ------
     ValueError
-        For layers of several formats, of floats or with minima, or with smooth or static scales.
+        For layers of several formats, of floats or with minima, or with an activation, smooth or static scales.
     """
     path = Path(folder)
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantLinear)}
-    kinds = {layer.config for layer in layers.values()}
+    kinds = {layer.stored_config for layer in layers.values()}
     if len(kinds) != 1 or not all(layer.frozen for layer in layers.values()):
         raise ValueError(f"model must have frozen QuantLinear layers of one config, got {len(kinds)} configs")
     (kind,) = kinds
     scales = [each for layer in layers.values() for each in (layer.smooth, layer.act_scale) if each is not None]
-    if not kind.is_integer or not kind.symmetric or scales:
-        raise ValueError(f"layers must be symmetric integers without smooth or static scales, got {kind}")
+    if not kind.is_integer or not kind.symmetric or kind.activation or scales:
+        raise ValueError(f"layers must be symmetric integers without activation, smooth or static scales, got {kind}")
     state = {key: each for key, each in model.state_dict().items() if not key.endswith("_extra_state")}
     for name, layer in layers.items():
         ints, scale = state.pop(f"{name}.qweight"), state.pop(f"{name}.scale")

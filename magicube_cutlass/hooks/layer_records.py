@@ -52,6 +52,17 @@ def config_from_dict(stored: object) -> LayerConfig | None:
         raise ValueError(f"plan must hold the options of a layer, got {stored!r}") from error
 
 
+def stored_config(layer: QuantLinear | SparseQuantLinear) -> LayerConfig:
+    """Return the options that a file holds of a layer.
+
+    Examples
+    --------
+    >>> stored_config(QuantLinear(8, 8, activation="relu")).activation
+    'relu'
+    """
+    return layer.stored_config if isinstance(layer, QuantLinear) else layer.config
+
+
 def record(layer: QuantLinear | SparseQuantLinear) -> _Record:
     """Return what :func:`empty_layer` needs of a frozen layer: config, sizes, shapes and dtypes of its buffers."""
     tensors = {
@@ -60,7 +71,7 @@ def record(layer: QuantLinear | SparseQuantLinear) -> _Record:
         if each is not None
     }
     return {
-        "config": config_to_dict(layer.config),
+        "config": config_to_dict(stored_config(layer)),
         "shape": [layer.out_features, layer.in_features],
         "bias": layer.bias is not None,
         "tensors": tensors,

@@ -39,6 +39,8 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         **options: Any,
     ) -> None:
         super().__init__()
+        if isinstance(base_layer, QuantLinear) and base_layer.config.activation is not None:
+            raise ValueError(f"base_layer must have no activation, which follows the adapters, got {base_layer}")
         if config.use_dora:
             raise ValueError("use_dora must be False: it reads float weights")
         LoraLayer.__init__(self, base_layer)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from magicube_cutlass.hooks.layer_records import config_from_dict, config_to_dict, empty_layer, record
+from magicube_cutlass.hooks.layer_records import config_from_dict, config_to_dict, empty_layer, record, stored_config
 from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.convert import convert
 from magicube_cutlass.nn.dense.linear import QuantLinear
@@ -180,7 +180,7 @@ def adopt(model: Any) -> Any:
                          f"of {len(layers)}; use convert(..., freeze=True)")  # fmt: skip
     if isinstance(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None, _LAYERS):
         _untie_head(model)
-    quantizer = MagicubeQuantizer(MagicubeConfig({name: layer.config for name, layer in layers.items()}))
+    quantizer = MagicubeQuantizer(MagicubeConfig({name: stored_config(layer) for name, layer in layers.items()}))
     quantizer._record(model)
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.config.quantization_config = quantizer.quantization_config

@@ -6,6 +6,7 @@ from magicube_cutlass.nn.calibration import calibrate
 from magicube_cutlass.nn.config import QuantConfig, SparseQuantConfig
 from magicube_cutlass.nn.convert import convert
 from magicube_cutlass.nn.dense.embedding import QuantEmbedding
+from magicube_cutlass.nn.dense.fuse import fuse_activations
 from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
 from magicube_cutlass.nn.dense.smooth import smooth
 from magicube_cutlass.nn.flop_formulas import register_formulas
@@ -30,6 +31,7 @@ __all__ = [
     "SparseQuantLinear",
     "calibrate",
     "convert",
+    "fuse_activations",
     "quantize_weight",
     "smooth",
     "to_dense",

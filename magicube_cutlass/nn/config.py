@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu.linear import FUNCTIONS
 from cute_kernels.integers import check_bits
 from magicube_cutlass.checks import check_vector_length
 from magicube_cutlass.quantization.group_tensor import GROUP_SIZES
@@ -99,6 +100,9 @@ class QuantConfig:
         ``"e4m3"`` for e4m3, ``"mxfp8"`` for mxfp4, ``"nvfp4"`` for nvfp4.
     clip : {"max", "mse"}, default "max"
         Ranges of an integer weight's groups: all values, or the range of least squared error.
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}, optional
+        What the layer applies to its output: ``y = f(x W^T + b)``. ``"gelu"`` is the exact one, ``"gelu_tanh"`` that of
+        ``nn.GELU("tanh")``. Default: nothing. See :func:`magicube_cutlass.nn.fuse_activations` for a whole model.
 
     Raises
     ------
@@ -109,7 +113,7 @@ class QuantConfig:
     --------
     >>> import magicube_cutlass as mc
     >>> mc.nn.QuantConfig("int4", group_size=32)
-    QuantConfig(weight='int4', group_size=32, symmetric=True, act='int8', clip='max')
+    QuantConfig(weight='int4', group_size=32, symmetric=True, act='int8', clip='max', activation=None)
     """
 
     weight: str = "int8"
@@ -117,6 +121,7 @@ class QuantConfig:
     symmetric: bool = True
     act: str = ""
     clip: str = "max"
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         if self.weight not in ACTIVATIONS:
@@ -127,6 +132,8 @@ class QuantConfig:
             raise ValueError(
                 f"act must be one of {ACTIVATIONS[self.weight]} for weight={self.weight!r}, got {self.act!r}"
             )
+        if self.activation not in FUNCTIONS:
+            raise ValueError(f"activation must be one of {FUNCTIONS}, got {self.activation!r}")
         if self.clip not in ("max", "mse"):
             raise ValueError(f"clip must be 'max' or 'mse', got {self.clip!r}")
         if self.is_integer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from magicube_cutlass.nn.config import QuantConfig, SparseQuantConfig
+from magicube_cutlass.nn.dense.activation import MODULES
 from magicube_cutlass.nn.dense.conv import PatchLinear, dense_conv, flat_linear
 from magicube_cutlass.nn.dense.embedding import QuantEmbedding
 from magicube_cutlass.nn.dense.linear import QuantLinear
@@ -144,6 +146,13 @@ def set_module(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, new)
 
 
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, under all its names."""
+    names = [name for name, each in model.named_modules(remove_duplicate=False) if each is old and name]
+    for name in names:
+        set_module(model, name, new)
+
+
 def _dense_linear(layer: QuantLinear | SparseQuantLinear) -> nn.Linear:
     """An ``nn.Linear`` with the master weight of a layer, or the dequantized one of a frozen layer."""
     weight = layer.weight
@@ -161,7 +170,8 @@ def to_dense(model: nn.Module) -> tuple[str, ...]:
     """Replace the quantized layers of a model, in place, by float ones; return their names.
 
     A layer with a master weight gives it back; of a frozen layer the dequantized weight is taken. The zeros of a sparse
-    master are not written: frozen sparse layers are pruned, others as they were.
+    master are not written: frozen sparse layers are pruned, others as they were. Modules that :func:`fuse_activations`
+    moved into layers are back in their places; any other activation follows its linear layer in an ``nn.Sequential``.
 
     Parameters
     ----------
@@ -185,11 +195,12 @@ def to_dense(model: nn.Module) -> tuple[str, ...]:
     names = []
     found = [(name, each) for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, _QUANTIZED)]
     inner = {f"{name}.linear" for name, each in found if isinstance(each, PatchLinear)}
+    restored = _restore_activations(model, [each for _, each in found])
     for name, layer in found:
         if name in inner or not name:
             continue
         if layer not in made:
-            made[layer] = _dense_module(layer)
+            made[layer] = _dense_module(layer, with_activation=layer not in restored)
         set_module(model, name, made[layer])
         names.append(name)
     for each in model.modules():
@@ -198,12 +209,24 @@ def to_dense(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _dense_module(layer: nn.Module) -> nn.Module:
+def _restore_activations(model: nn.Module, layers: Sequence[nn.Module]) -> set[nn.Module]:
+    """Put back the activation modules that layers took over; return the layers whose module is in the model again."""
+    fused = {each: inner_layer(each).__dict__.get("_fused", (None, None)) for each in layers}
+    present = set(model.modules())
+    for identity, module in fused.values():
+        if identity is not None:
+            replace_module(model, identity, module)
+    return {layer for layer, (identity, _) in fused.items() if identity in present}
+
+
+def _dense_module(layer: nn.Module, with_activation: bool) -> nn.Module:
     if isinstance(layer, QuantEmbedding):
         table = nn.Embedding(layer.num_embeddings, layer.embedding_dim, device="meta")
         table.weight = nn.Parameter(layer.quantized().dequantize().to(layer.dtype))
         return table
     linear = inner_layer(layer)
     assert isinstance(linear, (QuantLinear, SparseQuantLinear))
-    dense = _dense_linear(linear)
-    return dense_conv(layer, dense) if isinstance(layer, PatchLinear) else dense
+    plain = _dense_linear(linear)
+    dense = dense_conv(layer, plain) if isinstance(layer, PatchLinear) else plain
+    activation = linear.config.activation if with_activation and isinstance(linear, QuantLinear) else None
+    return dense if activation is None else nn.Sequential(dense, MODULES[activation]())

@@ -55,7 +55,7 @@ class QuantEmbedding(nn.Module):
         embedding : nn.Embedding
             Without `max_norm`.
         config : QuantConfig, optional
-            int8 or int4 with its groups; `act` is not read. Default: int8 with a scale per row.
+            int8 or int4 with its groups; `act` and `activation` are not read. Default: int8 with a scale per row.
 
         Raises
         ------

@@ -16,6 +16,7 @@ from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.dense import linear_op
+from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, inverse_of, smoothed
 from magicube_cutlass.nn.dense.state import QuantState, weight_shapes
 from magicube_cutlass.nn.weight_version import weight_version
@@ -32,6 +33,7 @@ class QuantOptions(TypedDict, total=False):
     symmetric: bool
     act: str
     clip: str
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] | None
 
 
 def quantize_weight(weight: Tensor, config: QuantConfig) -> QuantWeight:
@@ -48,19 +50,20 @@ def quantize_weight(weight: Tensor, config: QuantConfig) -> QuantWeight:
 
 
 class QuantLinear(QuantState):
-    """Linear layer with a dense quantized weight: ``y = q(x / s) q(W s)^T + b``.
+    """Linear layer with a dense quantized weight: ``y = f(q(x / s) q(W s)^T + b)``.
 
     `weight` (out, in) is the float master, in training and in evaluation; the quantized weight is made when the master
     has changed. Gradients are straight-through. :meth:`freeze` drops the master. `s` (in,) is the optional `smooth`
-    scale, see :func:`magicube_cutlass.nn.smooth`.
+    scale, see :func:`magicube_cutlass.nn.smooth`. `f` is the `activation` of the config, if it has one.
 
     On a CPU, int8 and int4 weights with int8 activations are one call of the engine, which quantizes the input, unpacks
-    4-bit weights in registers, and adds the bias. On a GPU, int8 is two launches: the rows are quantized, then the int8
-    GEMM; so are e4m3 and mxfp4, whose rows torch quantizes. Where ``nn.dense.product.FEW_ROWS`` is set, int4 and every
-    weight-only layer (``act="none"``) on sm_90a multiply float16 and bfloat16 rows by weights that are decoded in
-    registers; their group scales are rounded to the dtype of the rows. Everything else runs in torch on the dequantized
-    weight: small, not fast. :meth:`explain` says which. The state dict holds tensors only, and loading one restores the
-    options.
+    4-bit weights in registers, adds the bias and applies `f` in cache, in float32: within 4e-7, or two units in the
+    last place. Elsewhere torch applies `f`, also where a graph is recorded. On a GPU, int8 is two launches: the rows
+    are quantized, then the int8 GEMM; so are e4m3 and mxfp4, whose rows torch quantizes. Where
+    ``nn.dense.product.FEW_ROWS`` is set, int4 and every weight-only layer (``act="none"``) on sm_90a multiply float16
+    and bfloat16 rows by weights that are decoded in registers; their group scales are rounded to the dtype of the rows.
+    Everything else runs in torch on the dequantized weight: small, not fast. :meth:`explain` says which. The state dict
+    holds tensors only, and loading one restores the options.
 
     Parameters
     ----------
@@ -145,7 +148,7 @@ class QuantLinear(QuantState):
         bias : Tensor, shape (out,), optional
             Float.
         config : QuantConfig, optional
-            Its `act` is taken; the rest follows from the weight.
+            Its `act` and `activation` are taken; the rest follows from the weight.
 
         Examples
         --------
@@ -219,14 +222,14 @@ class QuantLinear(QuantState):
         except KeyError:  # a parametrization
             weight, bias = self.weight, self.bias
         learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
+        activation = self.config.activation
         if torch.compiler.is_compiling():
-            return self._compiled(x, learns)
+            return activate(self._compiled(x, learns), activation)
         if learns:
-            y: Tensor = linear_op.QuantProduct.apply(x, weight, bias, self)
-            return y
+            return activate(linear_op.QuantProduct.apply(x, weight, bias, self), activation)
         if is_transformed(x):
             raise transform_error("x")
-        return linear_op.forward_rows(self, x, bias)
+        return linear_op.forward_rows(self, x, bias, activation)
 
     def _compiled(self, x: Tensor, learns: bool) -> Tensor:
         """As :meth:`forward`, in a graph."""
@@ -270,7 +273,11 @@ class QuantLinear(QuantState):
             f"{self.config.weight}{group} weight {self.out_features} x {self.in_features}, {size:,} bytes; activations "
             f"{self.act}, {'dynamic' if self.act_scale is None else 'static'}; {product.describe()}"
         )
-        facts = {"shape": product.shape, "weight_bytes": size, "act": self.act, "group_size": self.config.group_size}
+        activation = self.config.activation
+        if activation is not None:
+            text += f"; {activation} {'in its epilogue' if product.backend == 'engine' else 'by torch'}"
+        facts = {"shape": product.shape, "weight_bytes": size, "act": self.act, "group_size": self.config.group_size,
+                 "activation": activation}  # fmt: skip
         return Explanation("quant_linear", product.backend, self.config.weight, text, facts)
 
     def dequantize(self) -> Tensor:
@@ -321,11 +328,12 @@ class QuantLinear(QuantState):
     def extra_repr(self) -> str:
         """Return the options for ``repr``."""
         config, acts = self.config, "dynamic" if self.act_scale is None else "static"
+        activation = "" if config.activation is None else f", activation={config.activation}"
         group = "" if config.group_size is None else f", group_size={config.group_size}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"weight={config.weight}{group}{'' if config.symmetric else ', symmetric=False'}, act={config.act} {acts}, "
-            f"frozen={self.frozen}"
+            f"frozen={self.frozen}{activation}"
         )
 
 
@@ -338,12 +346,12 @@ def _config_of(config: QuantConfig | None, options: QuantOptions) -> QuantConfig
 
 
 def _config_for(weight: QuantWeight, config: QuantConfig | None) -> QuantConfig:
-    """The config that a quantized weight has, with the activations of another."""
-    act = "" if config is None else config.act
+    """The config that a quantized weight has, with `act` and `activation` of another."""
+    act, activation = ("", None) if config is None else (config.act, config.activation)
     if isinstance(weight, GroupTensor):
-        return QuantConfig(f"int{weight.bits}", weight.group, weight.minimum is None, act)
+        return QuantConfig(f"int{weight.bits}", weight.group, weight.minimum is None, act, activation=activation)
     kind = (weight.dtype, weight.block, weight.scale_dtype)
     name = next((key for key, recipe in RECIPES.items() if recipe == kind), weight.dtype)
     if weight.transposed or weight.axis != 1:
         raise ValueError(f"weight must have scales per row or block of a row, got {weight}")
-    return QuantConfig(name, act=act)
+    return QuantConfig(name, act=act, activation=activation)

@@ -130,9 +130,9 @@ _layers: NumberedLayers[TrainedLayer] = NumberedLayers("QuantLinear")
 register_layer = _layers.register
 
 
-def forward_rows(layer: TrainedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Output (..., out) of a layer for `x` (..., in), without a graph."""
-    return layer.product()(x, layer.act_scale, bias)
+def forward_rows(layer: TrainedLayer, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    """Output (..., out) of a layer for `x` (..., in), without a graph; the activation is that of the layer, or None."""
+    return layer.product()(x, layer.act_scale, bias, activation)
 
 
 def gradients(

@@ -20,6 +20,7 @@ from cute_kernels.jit.device import current_arch
 from magicube_cutlass.autograd.gpu_rows import key_of
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
+from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.encode import encoded, encodes
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor
@@ -89,12 +90,14 @@ class DenseProduct:
             assert isinstance(weight, GroupTensor)
             self.right, self._scale = _packed(weight)
 
-    def __call__(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the product (..., M), of the dtype of `x` (..., K)."""
+    def __call__(
+        self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, activation: str | None = None
+    ) -> Tensor:
+        """Return ``activation(product)`` (..., M), of the dtype of `x` (..., K)."""
         if self.backend == "engine":
             kind = kind_of(x, bias, 8, act_scale)
             if kind is not None:
-                return self._by_engine(x, act_scale, bias, kind)
+                return self._by_engine(x, act_scale, bias, kind, activation)
         rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
             y = self._by_gemm(rows, act_scale, bias, rows.dtype)
@@ -104,9 +107,11 @@ class DenseProduct:
             y = self._by_scaled_gemm(rows, act_scale, bias)
         else:
             y = self._by_torch(rows, act_scale, bias)
-        return y.view(*x.shape[:-1], self.shape[0])
+        return activate(y, activation).view(*x.shape[:-1], self.shape[0])
 
-    def _by_engine(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, kind: Hashable) -> Tensor:
+    def _by_engine(
+        self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, kind: Hashable, activation: str | None
+    ) -> Tensor:
         m, k = self.shape
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         if rows == 0:
@@ -121,7 +126,7 @@ class DenseProduct:
             _make_room(self._calls)
             row_elements = given.stride(0) if given.ndim == 2 and rows > 1 else k
             call = self._calls[kind] = LinearCall(self.right, rows, row_elements, 8, x.dtype)
-        y = call(given, _float32(act_scale), self._scale, _float32(bias), factors)
+        y = call(given, _float32(act_scale), self._scale, _float32(bias), factors, activation)
         return y if x.ndim == 2 else y.view(*lead, m)
 
     def of_integers(self, rows: Tensor, act_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from magicube_cutlass.nn.auto_plan import first_outputs, output_error
 from magicube_cutlass.nn.calibration import forward_batch, restore_modes, shown
+from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.linear import QuantLinear
 
 ALPHAS = (None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # that "auto" tries
@@ -27,7 +28,8 @@ def _see(layer: nn.Module, inputs: tuple[Tensor, ...], *, seen: dict[nn.Module, 
 def _by_master(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """The output of a layer that does not quantize."""
     assert isinstance(layer, QuantLinear)
-    return nn.functional.linear(inputs[0], layer.weight, layer.bias)  # type: ignore[arg-type]
+    y = nn.functional.linear(inputs[0], layer.weight, layer.bias)  # type: ignore[arg-type]
+    return activate(y, layer.config.activation)
 
 
 @contextmanager

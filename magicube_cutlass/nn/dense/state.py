@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,13 +88,20 @@ class QuantState(Calibrated):
             setattr(self, name, None if shape is None else torch.empty(shape, dtype=dtype, device=device))
         self._forget()
 
+    @property
+    def stored_config(self) -> QuantConfig:
+        """The options that files hold: without an activation that :func:`fuse_activations` moved into the layer."""
+        return replace(self.config, activation=None) if "_fused" in self.__dict__ else self.config
+
     def get_extra_state(self) -> Tensor:
         """Return the options as a tensor, for the state dict."""
-        return self.config.to_tensor()
+        return self.stored_config.to_tensor()
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take over what :meth:`get_extra_state` returned."""
-        self.config = QuantConfig.from_tensor(state)
+        found = QuantConfig.from_tensor(state)
+        kept = self.config.activation if "_fused" in self.__dict__ else found.activation
+        self.config = replace(found, activation=kept)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Restore the options before the tensors; a plain linear layer's state goes to the master."""
