@@ -1,11 +1,12 @@
 """Speed of two whole models on this CPU, beside every other way to run them in 8 bits.
 
 all-MiniLM-L6-v2, sentences a second: float32, bfloat16, torch's dynamic int8, ONNX Runtime in float32 and int8 (its
-``quantize_dynamic``, per channel), ours dense, with smooth scales and pruned in 8 x 1 vectors; batches of 1 and 32
-sentences of 16 tokens, on one thread and on two. All run in turns; the best and the median turn are kept, and the mean
-cosine of the hidden states with float32's. Ours are pruned by magnitude: times do not depend on which vectors are 0,
-the cosine does. ``--model smollm``: SmolLM2-135M, tokens a second of greedy ``generate`` at batch 1; with ``--compile``
-of a compiled step with a static cache; ours with the head quantized too. A missing baseline is named.
+``quantize_dynamic``, per channel), ours dense, with smooth scales, without and with GELU in the layers, and pruned in
+8 x 1 vectors; batches of 1 and 32 sentences of 16 tokens, on one thread and on two. All run in turns; the best and the
+median turn are kept, and the mean cosine of the hidden states with float32's. Ours are pruned by magnitude: times do
+not depend on which vectors are 0, the cosine does. ``--model smollm``: SmolLM2-135M, tokens a second of greedy
+``generate`` at batch 1; with ``--compile`` of a compiled step with a static cache; ours with the head quantized too. A
+missing baseline is named.
 ``--random``: weights at random, where the wheels are missing; only times mean something then.
 Run, on a machine with nothing else to do: ``PYTHONPATH=. python benchmarks/models_speed.py``
 """
@@ -61,6 +62,13 @@ def smoothed(dense: nn.Module) -> nn.Module:
     plan = {"encoder.*": mc.nn.QuantConfig("int8"), "*": None}
     mc.convert(model, plan, data=data, smooth=0.5, freeze=True, progress=False)
     return model.eval()
+
+
+def fused(dense: nn.Module) -> nn.Module:
+    """The same, its layers applying GELU."""
+    model = smoothed(dense)
+    mc.nn.fuse_activations(model, {"input_ids": torch.arange(1000, 1000 + TOKENS)[None]})
+    return model
 
 
 def ours(dense: nn.Module, sparsity: float) -> nn.Module:
@@ -120,6 +128,7 @@ def calls(dense: nn.Module, threads: int, folder: Path) -> dict[str, Call]:
     except (ImportError, RuntimeError):
         pass
     models["ours, smooth"] = smoothed(dense)
+    models["ours, fused GELU"] = fused(dense)
     models |= {f"ours, {sparsity:g}": ours(dense, sparsity) for sparsity in SPARSITIES}
     found: dict[str, Call] = {name: partial(_run_model, model) for name, model in models.items()}
     return found | onnx_sessions(dense, threads, folder)
