@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -28,6 +29,7 @@ import torch
 from harness import text_models as text
 from harness.dlmc_data import Journal, Record
 from harness.gpu_results import save
+from harness.onnx_models import SessionModel, onnx_files, onnx_session
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
@@ -42,6 +44,7 @@ STEPS = 1_200  # of a distillation
 RATES = {0.3: 4e-4, 0.5: 8e-4, 0.7: 8e-4, 0.9: 1.6e-3}  # the best of 3 by the cosine on held-out sentences
 LAYERS = {"minilm": "encoder.*", "smollm": "model.layers.*"}
 V = 8
+HELD_OUT_WINDOWS = 12  # the last of WikiText-2 valid
 
 
 def quantized(model: nn.Module, layers: str, device: str, calibrate: Sequence[Any] | None = None) -> nn.Module:
@@ -63,10 +66,90 @@ def smoothed(model: nn.Module, layers: str, weight: str, data: Sequence[Any], **
     return new.eval()
 
 
-class MiniLM:
+class Runner:
+    """A model, its data, and how a pruned copy is trained towards it."""
+
+    name: str
+    args: argparse.Namespace
+    dense: nn.Module
+    sources: dict[str, int]
+    weights: mc.pruning.LossWeights | None = None  # of the terms of the loss
+    warmup = 100
+    rates = RATES
+
+    def calibration(self) -> list[dict[str, Tensor]]:
+        """Batches that prune and smooth."""
+        raise NotImplementedError
+
+    def training_data(self) -> list[dict[str, Tensor]]:
+        """Batches of the training, none of them held out."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Numbers on held-out text."""
+        raise NotImplementedError
+
+    def quality(self, model: nn.Module) -> dict[str, Any]:
+        """Numbers on the test set, in float32 and in W8A8."""
+        raise NotImplementedError
+
+    @property
+    def layers(self) -> str:
+        """Pattern of the layers that are pruned and quantized."""
+        return LAYERS[self.name]
+
+    def pruned(self, sparsity: float, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+        """A pruned copy, and how it was made."""
+        model, start, cpu = copy.deepcopy(self.dense), time.perf_counter(), time.process_time()
+        report = mc.prune_model(model, sparsity, self.calibration(), vector_length=V, progress=False, **options)
+        facts = {"sparsity": sparsity, "zeros": round(report.sparsity, 4), **options}
+        facts["cpu seconds"] = round(time.process_time() - cpu, 1)
+        return model, facts | {"seconds": round(time.perf_counter() - start, 1)}
+
+    def one_shot(self, sparsity: float, **options: Any) -> Record:
+        model, facts = self.pruned(sparsity, **options)
+        return {"rows": [facts | self.quality(model)]}
+
+    def checkpoint(self, sparsity: float) -> Path:
+        """Where the state of a distillation lies."""
+        return Path(self.args.runs) / f"{self.name}_{sparsity}.pt"
+
+    def train(self, sparsity: float) -> None:
+        """Train for ``--seconds``, from the start or from the checkpoint."""
+        args, start = self.args, self.checkpoint(sparsity).with_suffix(".start.pt")
+        start.parent.mkdir(parents=True, exist_ok=True)
+        if start.is_file():
+            model = copy.deepcopy(self.dense)
+            model.load_state_dict(torch.load(start, map_location=args.device)["student"])
+        else:
+            model, facts = self.pruned(sparsity, method="obs", refit=True, allocation="output_energy")
+            torch.save({"student": model.state_dict(), "facts": facts, "texts": self.sources}, start)
+        rate = args.rate or self.rates.get(sparsity, RATES[0.3])
+        report = mc.distill(
+            model, self.dense, self.training_data(), steps=args.steps, lr=rate,
+            weights=self.weights, warmup=self.warmup, checkpoint=self.checkpoint(sparsity), seconds=args.seconds,
+            save_every=50, evaluate=self.evaluate, evaluate_every=max(args.steps // 8, 1), progress=False,
+        )  # fmt: skip
+        times = f"{report.seconds:.0f} s, {report.cpu_seconds:.0f} s of processors"
+        print(f"{sparsity}: {report.step} of {report.steps} steps, {times}, {report.history[-2:]}", flush=True)
+
+    def distilled(self, sparsity: float) -> Record:
+        """The row of a training, as far as it has come."""
+        state = torch.load(self.checkpoint(sparsity), map_location=self.args.device, weights_only=True)
+        model = copy.deepcopy(self.dense)
+        model.load_state_dict(state["student"])
+        history = [each for each in state["history"] if "loss" not in each]
+        facts = {"sparsity": sparsity, "steps": state["step"], "of": state["options"]["steps"]}
+        facts |= {"rate": state["options"]["lr"], "seconds": round(state["seconds"]), "history": history}
+        begin = torch.load(self.checkpoint(sparsity).with_suffix(".start.pt"), weights_only=True)
+        facts |= {"cpu seconds": round(state["cpu_seconds"]), "start": begin["facts"], "texts": begin["texts"]}
+        return {"rows": [facts | self.quality(model.eval())]}
+
+
+class MiniLM(Runner):
     """Rows of the encoder."""
 
-    layers = LAYERS["minilm"]
+    name = "minilm"
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, args.device
@@ -94,18 +177,6 @@ class MiniLM:
             found[name]["cosine"] = round(float(cosine), 4)
         return found
 
-    def pruned(self, sparsity: float, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
-        """A pruned copy, and how it was made."""
-        model, start, cpu = copy.deepcopy(self.dense), time.perf_counter(), time.process_time()
-        report = mc.prune_model(model, sparsity, self.calibration(), vector_length=V, progress=False, **options)
-        facts = {"sparsity": sparsity, "zeros": round(report.sparsity, 4), **options}
-        facts["cpu seconds"] = round(time.process_time() - cpu, 1)
-        return model, facts | {"seconds": round(time.perf_counter() - start, 1)}
-
-    def one_shot(self, sparsity: float, **options: Any) -> Record:
-        model, facts = self.pruned(sparsity, **options)
-        return {"rows": [facts | self.quality(model)]}
-
     def floor(self) -> Record:
         """All weights of the encoder zero, biases and residual connections left."""
         model = copy.deepcopy(self.dense)
@@ -126,9 +197,22 @@ class MiniLM:
         facts = {"evaluation s": round(time.perf_counter() - start, 1)}
         return {"rows": [{"W8A8 smooth": scores | {"cosine": cosine}, **facts}]}
 
+    def baseline(self, name: str) -> Record:
+        """Another way to run the encoder in 8 bits."""
+        if name == "torch dynamic int8":
+            from torch.ao.quantization import quantize_dynamic
+
+            model: nn.Module = quantize_dynamic(copy.deepcopy(self.dense), {nn.Linear}, dtype=torch.qint8)
+            return {"rows": [{"STS-B": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
+        with tempfile.TemporaryDirectory() as folder:
+            model = SessionModel(onnx_session(onnx_files(self.dense, Path(folder))[name], torch.get_num_threads()))
+            return {"rows": [{"STS-B": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
+
     def rows(self) -> dict[str, Callable[[], Record]]:
         found: dict[str, Callable[[], Record]] = {
             "dense": lambda: {"rows": [self.quality(self.dense)]},
+            "torch dynamic int8": partial(self.baseline, "torch dynamic int8"),
+            "ONNX Runtime int8": partial(self.baseline, "ONNX Runtime int8"),
             "smooth": self.smooth,
             "static": self.static,
             "floor": self.floor,
@@ -161,63 +245,42 @@ class MiniLM:
         zeros = sum(int((each == 0).sum()) for each in weights) / sum(each.numel() for each in weights)
         return {"rows": [{"zeros": round(zeros, 4), **self.quality(model)}]}
 
-    def checkpoint(self, sparsity: float) -> Path:
-        """Where the state of a distillation lies."""
-        return Path(self.args.runs) / f"minilm_{sparsity}.pt"
-
-    def train(self, sparsity: float) -> None:
-        """Train for ``--seconds``, from the start or from the checkpoint."""
-        args, start = self.args, self.checkpoint(sparsity).with_suffix(".start.pt")
-        start.parent.mkdir(parents=True, exist_ok=True)
-        if start.is_file():
-            model = copy.deepcopy(self.dense)
-            model.load_state_dict(torch.load(start, map_location=self.device)["student"])
-        else:
-            model, facts = self.pruned(sparsity, method="obs", refit=True, allocation="output_energy")
-            torch.save({"student": model.state_dict(), "facts": facts, "texts": self.sources}, start)
+    def training_data(self) -> list[dict[str, Tensor]]:
         ids = [each for own in self.ids.values() for each in own[: -text.HELD_OUT]]
         groupings = [text.batches_of(ids, 64, random.Random(turn)) for turn in range(6)]
-        data = [batch for each in groupings for batch in each if len(batch["input_ids"]) >= 8]
+        return [batch for each in groupings for batch in each if len(batch["input_ids"]) >= 8]
 
-        def evaluate(model: nn.Module) -> Mapping[str, float]:
-            cosine = (text.embeddings(model, self.held_out, self.device) * self.goal).sum(1).mean()
-            return {"cosine": round(float(cosine), 4), "STS-B": round(self.sts(model)["all"], 2)}
-
-        rate = args.rate or RATES.get(sparsity, RATES[0.3])
-        report = mc.distill(
-            model, self.dense, data, steps=args.steps, lr=rate, warmup=100, checkpoint=self.checkpoint(sparsity),
-            seconds=args.seconds, save_every=50, evaluate=evaluate, evaluate_every=max(args.steps // 8, 1),
-        )  # fmt: skip
-        times = f"{report.seconds:.0f} s, {report.cpu_seconds:.0f} s of processors"
-        print(f"{sparsity}: {report.step} of {report.steps} steps, {times}, {report.history[-2:]}", flush=True)
-
-    def distilled(self, sparsity: float) -> Record:
-        state = torch.load(self.checkpoint(sparsity), map_location=self.device, weights_only=True)
-        model = copy.deepcopy(self.dense)
-        model.load_state_dict(state["student"])
-        history = [each for each in state["history"] if "STS-B" in each]
-        facts = {"sparsity": sparsity, "steps": state["step"], "of": state["options"]["steps"]}
-        facts |= {"rate": state["options"]["lr"], "seconds": round(state["seconds"]), "history": history}
-        begin = torch.load(self.checkpoint(sparsity).with_suffix(".start.pt"), weights_only=True)
-        facts |= {"cpu seconds": round(state["cpu_seconds"]), "start": begin["facts"], "texts": begin["texts"]}
-        return {"rows": [facts | self.quality(model.eval())]}
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        cosine = (text.embeddings(model, self.held_out, self.device) * self.goal).sum(1).mean()
+        return {"cosine": round(float(cosine), 4), "STS-B": round(self.sts(model)["all"], 2)}
 
 
-class SmolLM:
+class SmolLM(Runner):
     """Rows of the language model."""
 
-    layers = LAYERS["smollm"]
+    name = "smollm"
+    weights = mc.pruning.LossWeights(embedding=0, similarity=0, logits=1)
+    warmup = 20
+    rates = dict.fromkeys(SPARSITIES, 2e-4)  # not tuned
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.device = args.device
+        self.args, self.device = args, args.device
         self.dense, tokenizer = text.load_smollm()
         self.dense.to(self.device)
         windows = text.wikitext_windows(tokenizer, "test")
         self.windows = windows[:: -(-len(windows) // args.windows)] if args.windows else windows
-        self.calibration = [
-            {"input_ids": each.to(self.device)} for each in text.wikitext_windows(tokenizer, "valid", 512, 32)
-        ]
+        valid = [{"input_ids": each.to(self.device)} for each in text.wikitext_windows(tokenizer, "valid", 512)]
+        self.valid, self.held_out = valid[:-HELD_OUT_WINDOWS], [each["input_ids"] for each in valid[-HELD_OUT_WINDOWS:]]
         self.sources = {"WikiText-2 test, windows": len(self.windows), "of": len(windows)}
+
+    def calibration(self) -> list[dict[str, Tensor]]:
+        return self.valid[:32]
+
+    def training_data(self) -> list[dict[str, Tensor]]:
+        return self.valid
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        return {"perplexity": round(text.perplexity(model, self.held_out, self.device), 3)}
 
     def made(self, kind: str) -> nn.Module:
         """A copy of the model in one of the formats."""
@@ -225,7 +288,7 @@ class SmolLM:
             return self.dense
         weight, *rest = kind.split()
         if "smooth" in rest:
-            return smoothed(self.dense, self.layers, "int8", self.calibration[:4])
+            return smoothed(self.dense, self.layers, "int8", self.calibration()[:4])
         formats = {
             "W8A8": {},
             "W4": {"weight": "int4", "group_size": 32, "symmetric": False},
@@ -233,11 +296,12 @@ class SmolLM:
         }
         model = copy.deepcopy(self.dense)
         plan = {self.layers: mc.nn.QuantConfig(**formats[weight]), "*": None}  # type: ignore[arg-type]
-        static = self.calibration[:8] if "static" in rest else None
+        static = self.calibration()[:8] if "static" in rest else None
         mc.convert(model, plan, calibrate=static, freeze=True, progress=False)
         return model
 
-    def quality(self, model: nn.Module) -> dict[str, Any]:
+    def measured(self, model: nn.Module) -> dict[str, Any]:
+        """Perplexity on the windows of the test set, and what it took."""
         start, cpu = time.perf_counter(), time.process_time()
         found = round(text.perplexity(model, self.windows, self.device), 3)
         return {
@@ -246,16 +310,11 @@ class SmolLM:
             "cpu s": round(time.process_time() - cpu, 1),
         }
 
-    def one_shot(self, sparsity: float, **options: Any) -> Record:
-        model, start = copy.deepcopy(self.dense), time.perf_counter()
-        report = mc.prune_model(model, sparsity, self.calibration, vector_length=V, **options)
-        facts = {"sparsity": sparsity, "zeros": round(report.sparsity, 4), **options}
-        facts["seconds"] = round(time.perf_counter() - start, 1)
-        both = {"float32": self.quality(model), "W8A8": self.quality(quantized(model, self.layers, self.device))}
-        return {"rows": [facts | both]}
+    def quality(self, model: nn.Module) -> dict[str, Any]:
+        return {"float32": self.measured(model), "W8A8": self.measured(quantized(model, self.layers, self.device))}
 
     def format(self, kind: str) -> Record:
-        return {"rows": [self.quality(self.made(kind))]}
+        return {"rows": [self.measured(self.made(kind))]}
 
     def rows(self) -> dict[str, Callable[[], Record]]:
         kinds = ("float32", "W8A8", "W8A8 smooth", "W4 g32", "W8A8 static", "e4m3")
@@ -293,7 +352,6 @@ def main() -> None:
     start = time.perf_counter()
     runner: MiniLM | SmolLM = MiniLM(args) if args.model == "minilm" else SmolLM(args)
     for sparsity in args.train:
-        assert isinstance(runner, MiniLM)
         runner.train(sparsity)
     if args.train:
         return

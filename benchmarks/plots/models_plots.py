@@ -12,10 +12,22 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from magicube_cutlass.bench.figures import COLORS, DENSE, MARKERS, OTHER, label_ends, note, panels, save_figure
+from magicube_cutlass.bench.figures import (
+    COLORS,
+    DENSE,
+    MARKERS,
+    OTHER,
+    label_ends,
+    label_points,
+    note,
+    panels,
+    save_figure,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "models_quality.json"
+SPEED = RESULTS.with_name("models_speed.json")
+LANGUAGE_SPEED = RESULTS.with_name("models_speed_smollm.json")
 PAGE = ROOT / "docs" / "lab" / "models.md"
 SPARSITIES = (0.3, 0.5, 0.7, 0.9)
 ROWS = (
@@ -92,6 +104,77 @@ def draw_by_steps(results: dict[str, Any]) -> Figure:
     note(figure, _note(rows))
     label_ends(axes, ends)
     return figure
+
+
+def quality_by_name(results: dict[str, Any]) -> dict[str, float]:
+    """Spearman of all pairs by the names of ``models_speed.py``."""
+    rows = {each["name"]: each for each in _encoders(results)}
+    dense = rows["dense"]["float32"]["all"]
+    found = {"float32": dense, "ONNX Runtime float32": dense, "ours, 0": rows["dense"]["W8A8"]["all"]}
+    found["ours, smooth"] = rows["smooth"]["W8A8 smooth"]["all"]
+    found |= {name: rows[name]["STS-B"]["all"] for name in ("torch dynamic int8", "ONNX Runtime int8") if name in rows}
+    return found | {f"ours, distilled {s}": rows[f"distilled, {s}"]["W8A8"]["all"] for s in SPARSITIES
+                    if f"distilled, {s}" in rows}  # fmt: skip
+
+
+def draw_pareto(results: dict[str, Any]) -> Figure:
+    """Quality against sentences a second of :data:`SPEED`, one thread, batches of 32."""
+    speed = json.loads(SPEED.read_text())
+    (case,) = [each for each in speed["cases"] if (each["threads"], each["batch"]) == (1, 32)]
+    rates, quality = {row["name"]: row["best"] for row in case["rows"]}, quality_by_name(results)
+    figure, (axes,) = panels(size=(8.0, 4.8))
+    points = {name: (rate, quality[name]) for name, rate in rates.items() if name in quality}
+    colors = {name: COLORS[0] if name.startswith("ours") else DENSE for name in points}
+    for name, point in points.items():
+        axes.plot(*point, "o" if name.startswith("ours") else "s", color=colors[name])
+    axes.set(xlabel=f"sentences of {speed['tokens']} tokens a second, one thread, batches of 32")
+    axes.set_ylabel("STS-B Spearman x 100")
+    axes.set_title("all-MiniLM-L6-v2 on a CPU")
+    axes.margins(0.12)
+    label_points(axes, [(*point, name, colors[name]) for name, point in points.items()])
+    machine = speed["machine"]
+    note(figure, f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}, commit {machine['commit']}")
+    return figure
+
+
+def _machine(results: dict[str, Any], path: Path) -> str:
+    machine = results["machine"]
+    return (
+        f"Source: [{path.name}](../../benchmarks/results/{path.name}): {machine['cpu']}, torch {machine['torch']}, "
+        f"{machine['date']}, commit {machine['commit']}."
+    )
+
+
+def render_speed(results: dict[str, Any], speed: dict[str, Any]) -> str:
+    """Sentences a second of every way to run the encoder, beside the fastest 8-bit rival."""
+    quality, cases = quality_by_name(results), speed["cases"]
+    rows, tables = [], [{row["name"]: row for row in case["rows"]} for case in cases]
+    rivals = [max(each["best"] for name, each in table.items() if "int8" in name) for table in tables]
+    for name, first in tables[0].items():
+        rates = [
+            f"{t[name]['best']:.0f} ({t[name]['best'] / best:.2f}x)" for t, best in zip(tables, rivals, strict=True)
+        ]
+        shown = f"{quality[name]:.2f}" if name in quality else "-"
+        rows.append([name, shown, f"{first['state bytes'] / 1e6:.0f}", *rates])
+    plural = {1: "1 thread", 2: "2 threads"}
+    head = [f"batch {case['batch']}, {plural[case['threads']]}" for case in cases]
+    table = _grid(["sentences of 16 tokens a second", "Spearman x 100", "MB", *head], rows)
+    return f"{table}\n\nIn brackets: beside the faster of the two int8 rivals. {_machine(speed, SPEED)}"
+
+
+def render_language_speed(speed: dict[str, Any]) -> str:
+    """Tokens a second of the language model."""
+    cases, names = speed["cases"], {row["name"]: row["state bytes"] for case in speed["cases"] for row in case["rows"]}
+    rows, tables = [], [{row["name"]: row for row in case["rows"]} for case in cases]
+    for name, size in names.items():
+        cells = [f"{table[name]['best']:.1f}" if name in table else "-" for table in tables]
+        rows.append([name, f"{size / 1e6:.0f}" if size else "-", *cells])
+    plural = {1: "1 thread", 2: "2 threads"}
+    head = [
+        f"{'new tokens' if case['kind'] == 'decode' else 'prompt of 512'}, {plural[case['threads']]}" for case in cases
+    ]
+    table = _grid(["SmolLM2-135M, tokens a second, batch 1", "MB", *head], rows)
+    return f"{table}\n\n{_machine(speed, LANGUAGE_SPEED)}"
 
 
 def _grid(head: list[str], rows: list[list[str]]) -> str:
@@ -182,8 +265,16 @@ def main() -> None:
     parts = (render_quality, render_engine, render_training, render_language, _source)
     text = "\n\n".join(part(results) for part in parts)
     replace_section("models_quality", text, PAGE)
-    for name, draw in (("models_sparsity", draw_by_sparsity), ("models_steps", draw_by_steps)):
-        print(save_figure(draw(results), ROOT / "docs" / "images" / f"{name}.png"))
+    speed, language = (json.loads(path.read_text()) for path in (SPEED, LANGUAGE_SPEED))
+    replace_section("models_speed", render_speed(results, speed), PAGE)
+    replace_section("models_language_speed", render_language_speed(language), PAGE)
+    figures = {
+        "sparsity": draw_by_sparsity(results),
+        "steps": draw_by_steps(results),
+        "pareto": draw_pareto(results, speed),
+    }
+    for name, figure in figures.items():
+        print(save_figure(figure, ROOT / "docs" / "images" / f"models_{name}.png"))
 
 
 if __name__ == "__main__":
