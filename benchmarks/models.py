@@ -274,7 +274,7 @@ class SmolLM(Runner):
         self.sources = {"WikiText-2 test, windows": len(self.windows), "of": len(windows)}
 
     def calibration(self) -> list[dict[str, Tensor]]:
-        return self.valid[:32]
+        return self.valid[:16]
 
     def training_data(self) -> list[dict[str, Tensor]]:
         return self.valid
