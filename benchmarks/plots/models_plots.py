@@ -111,10 +111,12 @@ def quality_by_name(results: dict[str, Any]) -> dict[str, float]:
     rows = {each["name"]: each for each in _encoders(results)}
     dense = rows["dense"]["float32"]["all"]
     found = {"float32": dense, "ONNX Runtime float32": dense, "ours, 0": rows["dense"]["W8A8"]["all"]}
-    found["ours, smooth"] = rows["smooth"]["W8A8 smooth"]["all"]
+    found["ours, smooth"] = found["ours, fused GELU"] = rows["smooth"]["W8A8 smooth"]["all"]
     found |= {name: rows[name]["STS-B"]["all"] for name in ("torch dynamic int8", "ONNX Runtime int8") if name in rows}
-    return found | {f"ours, distilled {s}": rows[f"distilled, {s}"]["W8A8"]["all"] for s in SPARSITIES
-                    if f"distilled, {s}" in rows}  # fmt: skip
+    for s in SPARSITIES:
+        if f"distilled, {s}" in rows:
+            found[f"ours, distilled {s}"] = rows[f"distilled, {s}"]["W8A8"]["all"]
+    return found | {f"{name}, compiled": value for name, value in found.items()}
 
 
 def draw_pareto(results: dict[str, Any]) -> Figure:
