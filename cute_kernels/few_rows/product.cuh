@@ -54,6 +54,7 @@ struct FewRows {
   static_assert(!kShare || C::kResident == 1, "a CTA takes the registers of all");
   static_assert(C::kGroup <= kUnitK && kUnitK % C::kGroup == 0, "a unit holds whole groups");
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "tiles are read side by side, and one is fetched");
+  static_assert(kStages % kDepth == 0, "the same warp groups read a stage in each round: a parity tells two rounds apart");
   static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
   static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "the reduction reuses the memory of the pipeline");
 

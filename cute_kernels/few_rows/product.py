@@ -80,8 +80,13 @@ class FewRowsConfig(KernelConfig):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages: as many as fit shared memory."""
-        return min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
+        """Pipeline stages: as many as fit shared memory, a multiple of `depth`.
+
+        The same warp groups then read a stage in each round. Others could wait for it before the previous round's
+        copies have landed. The parity is also that of the round before, which is over: the wait would return at once.
+        """
+        fitting = min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
+        return fitting - fitting % self.depth
 
     @property
     def smem_bytes(self) -> int:
@@ -129,12 +134,13 @@ def candidates(weight: str, rows: int, act: str = "bfloat16") -> list[FewRowsCon
     """Return the configs for `rows` of 8, 16, 32 or 64, largest tile first."""
     base = FewRowsConfig(weight, rows, act, act)
     two = 2 if rows <= 32 else 1
+    deep = replace(base, groups=2, depth=2, resident=two)
+    if deep.stages == deep.depth:  # none would be filled while `depth` are read
+        deep = replace(deep, units=1)
     return [
         replace(base, groups=4),
         replace(base, groups=2, resident=two),
-        replace(base, groups=2, depth=2, resident=two),
-        replace(base, groups=2, depth=2, resident=two, split=2),
-        replace(base, groups=2, depth=2, resident=two, split=4),
+        *(replace(deep, split=split) for split in (1, 2, 4)),
     ]
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from cute_kernels.few_rows.formats import FORMATS
+from cute_kernels.few_rows.formats import FORMATS, PAD_K, UNIT_K
 from cute_kernels.few_rows.product import ROWS, FewRowsConfig, candidates, choose_few_rows
 from cute_kernels.few_rows.widen import WidenConfig
 from cute_kernels.jit import Binary, build
@@ -24,7 +24,8 @@ def test_configs_fit_the_chip() -> None:
             for config in configs:
                 assert config.stages > config.depth and config.resident * (config.smem_bytes + 1024) <= 228 * 1024
                 assert config.stages * config.stage_bytes >= 4 * config.depth * rows * (config.tile_n + 4), "sums"
-                assert config.units % 2 == 0 and config.rows % config.split == 0
+                assert PAD_K % (UNIT_K * config.units) == 0 and config.rows % config.split == 0
+                assert config.stages % config.depth == 0, "a stage has the same readers in each round"
 
 
 def test_the_choice_keeps_the_chip_busy() -> None:
