@@ -1,0 +1,97 @@
+"""Breaches of the few-rows kernel's source that the emulation must see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_kernels.few_rows.product import FewRowsConfig, candidates
+from tests.kernels.few_rows.host import ACTS, HostFewRows, has_compiler
+from tests.kernels.few_rows.test_decode_host import check_operands, check_rounded
+from tests.kernels.few_rows.test_product_host import check
+
+pytestmark = [pytest.mark.skipif(not has_compiler(), reason="no g++"), pytest.mark.long]
+
+FORMATS, PRODUCT = "few_rows/formats.cuh", "few_rows/product.cuh"
+WAIT = "barrier_wait(gemm.empty(at.stage), at.parity ^ 1);"
+
+
+def replaced(header: str, *changes: tuple[str, str]) -> Callable[[str, str], str]:
+    """An edit of one header; each text must be there."""
+
+    def edit(name: str, text: str) -> str:
+        for old, new in changes if name == header else ():
+            assert old in text, old
+            text = text.replace(old, new)
+        return text
+
+    return edit
+
+
+DECODERS = [
+    # (format, act, what is in the source, what is compiled)
+    ("int4", "bfloat16", "0x43084308);  // 128, 136", "0x43074307);"),
+    ("int4", "float16", "0x64086408", "0x64096409"),
+    ("int4", "float16", "0xD480D480", "0xD481D481"),
+    ("int4", "bfloat16", "0x6A)", "0x6E)"),
+    ("e2m1", "bfloat16", "0x888", "0x880"),
+    ("e2m1", "float16", "0x0E000E00", "0x0C000C00"),
+    ("e2m3", "bfloat16", "0x00300030", "0x00100010"),
+    ("e3m2", "float16", "4 - p % 8 * 2", "4 - p % 8 * 2 + p / 15"),
+    ("e4m3", "float16", "0x7F00u", "0x7E00u"),
+    ("int8", "bfloat16", "0x00800080", "0x00000000"),
+    ("int8", "float16", ", 0x64806480);  //", ", 0x64816481);  //"),
+    ("mxfp4", "bfloat16", "i % 4 * 0x101) << Half::kMantissa", "i % 3 * 0x101) << Half::kMantissa"),
+    ("nvfp4", "float16", "kLift - 9 - 9", "kLift - 9 - 8"),
+    ("int4_g16", "bfloat16", "i % 2 ? 0x3232 : 0x1010", "i % 2 ? 0x1010 : 0x1010"),
+    ("int8_g64_min", "float16", "0, 0x3232)", "0, 0x1010)"),
+    ("int8_g128", "float16", "__float2half2_rn(scale)", "__float2half2_rn(scale * 1.001f)"),  # of 64 rows
+]
+
+
+@pytest.mark.parametrize("breach", DECODERS, ids=lambda breach: f"{breach[0]}-{breach[1]}-{breach[2]}")
+def test_a_wrong_constant_of_a_decoder_is_seen(breach: tuple[str, str, str, str], tmp_path: Path) -> None:
+    name, act, old, new = breach
+    is_sum = name.endswith("g128")
+    config = FewRowsConfig(name, 64 if is_sum else 16, act, act)
+    decoders = HostFewRows(tmp_path, (), [config], replaced(FORMATS, (old, new)))
+    with pytest.raises(AssertionError):
+        (check_rounded if is_sum else check_operands)(decoders, config)
+
+
+DEEP, SHARED = candidates("int4_g128", 8)[3], candidates("mxfp4", 64)[0]
+PLAIN = candidates("int8_g32_min", 32)[1]
+BREACHES = [
+    # (config, changes of the source, what is said, if not that the product is wrong)
+    (PLAIN, [(WAIT, WAIT.replace(" ^ 1", ""))], "waits for ever"),
+    (PLAIN, [(WAIT, "")], "waits for ever|more arrivals|not close"),
+    (PLAIN, [("barrier_wait(gemm.full(at.stage), at.parity);", "")], "not close|more arrivals"),
+    (PLAIN, [("finish_piece<0>(a);  //", "finish_piece<1>(a);  //"), ("    finish_piece<0>(b);\n    if", "    if")], None),
+    (PLAIN, [("if (u > 0) finish_piece<1>(a);", "")], "not close"),
+    (PLAIN, [("if (!kSum && u > 0) finish_piece<1>(b);", "")], "not close"),
+    (DEEP, [("finish_piece<0>(b);\n          add_scaled", "add_scaled")], "not close"),
+    (DEEP, [("warp_group::named_barrier_sync(1, kAll);  // all", "//")], "not close"),
+    (DEEP, [("  if constexpr (C::kSplit > 1) cluster::sync();  // other", "  //")], "has ended"),
+    (DEEP, [("blocks * G::kBlockBytes);", "blocks * G::kBlockBytes - 16);")], "more bytes"),
+    (DEEP, [("4 * C::kGroups / C::kDepth);", "4 * C::kGroups);")], "waits for ever"),
+    (DEEP, [("kStages = C::kStages,", "kStages = C::kStages - 1,"), ("kStages % kDepth == 0,", "true,")], "more arrivals"),
+    (SHARED, [("G::kXBytes + blocks *", "G::kXBytes + G::kBlocks *")], "waits for ever"),
+    (SHARED, [("present < G::kBlocks ? present : G::kBlocks", "G::kBlocks")], "beyond the weights"),
+    (SHARED, [(" && own < n) prefetch_l2", ") prefetch_l2")], "beyond the array"),
+    (SHARED, [("* 8 * (C::kGroups + 1),", "* 8 * (C::kGroups + 2),")], "setmaxnreg"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(BREACHES)))
+def test_a_wrong_wait_count_or_size_is_seen(index: int, tmp_path: Path) -> None:
+    config, changes, said = BREACHES[index]
+    assert config.act in ACTS and config.out == "bfloat16"
+    kernels = HostFewRows(tmp_path, [config], edit=replaced(PRODUCT, *changes))
+    torch.manual_seed(0)
+    with pytest.raises((RuntimeError, AssertionError), match=said):
+        for late in (0, 1, 2, 3):
+            for seed in range(3):
+                check(kernels, config, "bfloat16", (5, 77, 9300 if config is DEEP else 3000), late, seed)
