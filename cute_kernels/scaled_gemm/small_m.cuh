@@ -126,6 +126,7 @@ struct SmallMGemm {
   static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
   static_assert(!kShare || C::kResident == 1, "a block takes the registers of all");
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "parts are read side by side, and one is fetched");
+  static_assert(kStages % kDepth == 0, "the same warp groups read a stage in each round: a parity tells two rounds apart");
   static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "the reduction reuses the memory of the pipeline");
 
   uint32_t base;

@@ -138,8 +138,13 @@ class SmallMConfig(KernelConfig):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages: as many as fit shared memory."""
-        return min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
+        """Pipeline stages: as many as fit shared memory, a multiple of `depth`.
+
+        The same warp groups then read a stage in each round. Others could wait for it before the previous round's
+        copies have landed. The parity is also that of the round before, which is over: the wait would return at once.
+        """
+        fitting = min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
+        return fitting - fitting % self.depth
 
     @property
     def smem_bytes(self) -> int:

@@ -68,6 +68,13 @@ def test_kernels_of_a_skipped_test_are_not_compiled_before_the_others(skipped: b
     assert list(_configs(cast(Any, item))) == ([] if skipped else [1, 2])
 
 
+def test_the_same_warp_groups_read_a_stage_in_each_round() -> None:
+    for rows in ROWS:
+        for a, b in ((E4M3, E2M1), (E4M3, E4M3), (MX8, MX4), (NV, NV)):
+            for config in candidates(rows, a, b):
+                assert config.stages % config.depth == 0 and config.stages > config.depth
+
+
 def test_the_choice_keeps_the_chip_busy() -> None:
     for m in (1, 8, 9, 33, 64):
         for n, k in ((1, 1), (4096, 4096), (14336, 4096), (28672, 8192), (100, 100_000)):
