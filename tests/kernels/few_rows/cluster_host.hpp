@@ -1,4 +1,4 @@
-// A cluster of CTAs of sm_90a as fibers of one CPU thread, for the source of few_rows/product.cuh as it stands.
+// A cluster of CTAs of sm_90a as fibers of one CPU thread, for the source of few_rows/product.cuh and scaled_gemm/small_m.cuh as it stands.
 //
 // Fibers run in random order and stop at random places. Bulk copies and TMA, and the products of WGMMA, happen at once or as late
 // as the source's waits allow: a copy when nothing else can move on, a product at the wait that names it, from the registers and the
@@ -51,7 +51,8 @@ struct Product {
   const uint32_t* a[4];
   uint64_t b;
   std::vector<float*> sums;
-  bool add, bfloat16, done;
+  bool add, done;
+  int kind;  // of its values; see `read`
 };
 struct Fiber {
   ucontext_t context;
@@ -157,11 +158,20 @@ inline bool is_readable(const void* from, int64_t bytes) {
   });
 }
 
-inline double half_of(uint32_t word, bool upper, bool bfloat16) {
-  const uint16_t bits = upper ? word >> 16 : word;
-  return bfloat16 ? value(__nv_bfloat16{bits}) : value(__half{bits});
+// Values of a product: 0: float16, 1: bfloat16, else bytes: 2: e4m3, 3: e5m2 in A, 4: in B, 5: in both.
+inline double read(const void* from, int kind, bool of_b) {
+  uint8_t byte;
+  uint16_t half;
+  std::memcpy(&byte, from, 1);
+  if (kind < 2) std::memcpy(&half, from, 2);
+  if (kind == 1) return value(__nv_bfloat16{half});
+  if (kind == 0) return value(__half{half});
+  if ((kind - 2) >> of_b & 1) return value(__half{uint16_t(byte << 8)});
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const double size = (byte & 127) == 127 ? NAN : std::ldexp(exponent ? 8 + mantissa : mantissa, (exponent ? exponent : 1) - 10);
+  return byte & 128 ? -size : size;
 }
-// PTX ISA, wgmma.mma_async of 16-bit floats: register fragments of A and D, and B in rows of 128 bytes, swizzled.
+// PTX ISA, wgmma.mma_async: register fragments of A and D, and B in rows of 128 bytes, swizzled. 32 bytes along K.
 inline void multiply(int first, int group, int index) {
   const auto of = [&](int lane) -> Product& {
     Fiber& fiber = *fibers[first + lane];
@@ -170,27 +180,27 @@ inline void multiply(int first, int group, int index) {
     return from[index];
   };
   Product& leader = of(0);
-  const int columns = 2 * int(leader.sums.size());
+  const int columns = 2 * int(leader.sums.size()), size = leader.kind < 2 ? 2 : 1;
   const uint32_t from = uint32_t(leader.b & 0x3FFF) << 4, stride = uint32_t(leader.b >> 32 & 0x3FFF) << 4;
-  require(leader.b >> 62 == 1, "wgmma: swizzled by 128 bytes");
-  std::vector<double> b(columns * 16);
+  require(leader.b >> 62 == 1, "wgmma: not swizzled by 128 bytes");
+  std::vector<double> a(32 / size), b(columns * 32 / size);
   for (int n = 0; n < columns; ++n) {
-    for (int k = 0; k < 16; ++k) {
-      const uint8_t* at = shared_bytes(fibers[first]->cta, swizzled(from + n / 8 * stride + n % 8 * 128 + 2 * k), 2);
-      b[n * 16 + k] = half_of(uint32_t(at[1]) << 8 | at[0], false, leader.bfloat16);
+    for (int byte = 0; byte < 32; byte += size) {
+      const uint32_t at = swizzled(from + n / 8 * stride + n % 8 * 128 + byte);
+      b[(n * 32 + byte) / size] = read(shared_bytes(fibers[first]->cta, at, size), leader.kind, true);
     }
   }
   for (int row = 0; row < 16; ++row) {
-    double a[16];
-    for (int k = 0; k < 16; ++k) {
-      a[k] = half_of(*of(row % 8 * 4 + k % 8 / 2).a[k / 8 * 2 + row / 8], k % 2, leader.bfloat16);
+    for (int byte = 0; byte < 32; byte += size) {
+      const uint32_t* const word = of(row % 8 * 4 + byte % 16 / 4).a[byte / 16 * 2 + row / 8];
+      a[byte / size] = read(reinterpret_cast<const uint8_t*>(word) + byte % 4, leader.kind, false);
     }
     for (int n = 0; n < columns; ++n) {
       Product& to = of(row % 8 * 4 + n % 8 / 2);
       require(to.b == leader.b && to.add == leader.add, "wgmma: lanes of a warp disagree");
       float& sum = *to.sums[n / 8 * 4 + row / 8 * 2 + n % 2];
       double total = to.add ? sum : 0.0;
-      for (int k = 0; k < 16; ++k) total += a[k] * b[n * 16 + k];
+      for (int k = 0; k < 32 / size; ++k) total += a[k] * b[n * (32 / size) + k];
       sum = float(total);
     }
   }
@@ -315,7 +325,7 @@ enum class ScaleOut { Zero, One };
 enum class Major { K, MN };
 enum class LayoutType { INTERLEAVE, B128, B64, B32 };
 
-template <int kColumns, bool kBfloat16>
+template <int kColumns, int kKind>
 struct HostProduct {
   static void put(host::Product& product, float& sum) { product.sums.push_back(&sum); }
   static void put(host::Product& product, ScaleOut scale) { product.add = scale == ScaleOut::One; }
@@ -323,7 +333,7 @@ struct HostProduct {
   static void fma(const uint32_t& a0, const uint32_t& a1, const uint32_t& a2, const uint32_t& a3, uint64_t b, Rest&&... rest) {
     auto& fiber = host::self();
     host::require(fiber.fenced, "wgmma: no warpgroup_arrive before it");
-    host::Product product{{&a0, &a1, &a2, &a3}, b, {}, true, kBfloat16, false};
+    host::Product product{{&a0, &a1, &a2, &a3}, b, {}, true, false, kKind};
     (put(product, rest), ...);
     host::require(product.sums.size() == kColumns / 2, "wgmma: registers of the sums");
     fiber.open.push_back(std::move(product));
@@ -333,18 +343,22 @@ struct HostProduct {
     host::meet_warp();
   }
 };
-#define HOST_PRODUCTS(N)                                                                          \
-  template <Major, Major> using MMA_64x##N##x16_F32BF16BF16_RS = HostProduct<N, true>;            \
-  template <Major, Major> using MMA_64x##N##x16_F32F16F16_RS = HostProduct<N, false>;
+#define HOST_PRODUCTS(N)                                                             \
+  template <Major, Major> using MMA_64x##N##x16_F32F16F16_RS = HostProduct<N, 0>;    \
+  template <Major, Major> using MMA_64x##N##x16_F32BF16BF16_RS = HostProduct<N, 1>;  \
+  template <int = 0> using MMA_64x##N##x32_F32E4M3E4M3_RS_TN = HostProduct<N, 2>;    \
+  template <int = 0> using MMA_64x##N##x32_F32E5M2E4M3_RS_TN = HostProduct<N, 3>;    \
+  template <int = 0> using MMA_64x##N##x32_F32E4M3E5M2_RS_TN = HostProduct<N, 4>;    \
+  template <int = 0> using MMA_64x##N##x32_F32E5M2E5M2_RS_TN = HostProduct<N, 5>;    \
+  struct MMA_64x##N##x32_S32S8S8_SS_TN;
 HOST_PRODUCTS(8) HOST_PRODUCTS(16) HOST_PRODUCTS(32) HOST_PRODUCTS(64)
 #undef HOST_PRODUCTS
 // Of the other kernels in the headers: names alone.
-#define HOST_NAMES(N, KIND)                                                                                      \
-  template <int = 0> struct MMA_64x##N##x32_F32E4M3E4M3_##KIND##_TN; template <int = 0> struct MMA_64x##N##x32_F32E4M3E5M2_##KIND##_TN; \
-  template <int = 0> struct MMA_64x##N##x32_F32E5M2E4M3_##KIND##_TN; template <int = 0> struct MMA_64x##N##x32_F32E5M2E5M2_##KIND##_TN; \
+#define HOST_NAMES(N)                                                                                                     \
+  template <int = 0> struct MMA_64x##N##x32_F32E4M3E4M3_SS_TN; template <int = 0> struct MMA_64x##N##x32_F32E4M3E5M2_SS_TN; \
+  template <int = 0> struct MMA_64x##N##x32_F32E5M2E4M3_SS_TN; template <int = 0> struct MMA_64x##N##x32_F32E5M2E5M2_SS_TN; \
   template <Major, Major> struct MMA_64x##N##x16_F32BF16BF16_SS; struct MMA_64x##N##x32_S32S8S8_SS_TN;
-HOST_NAMES(8, RS) HOST_NAMES(16, RS) HOST_NAMES(32, RS) HOST_NAMES(64, RS)
-HOST_NAMES(128, SS) HOST_NAMES(192, SS) HOST_NAMES(256, SS)
+HOST_NAMES(128) HOST_NAMES(192) HOST_NAMES(256)
 #undef HOST_NAMES
 }  // namespace SM90::GMMA
 }  // namespace cute
@@ -352,10 +366,10 @@ HOST_NAMES(128, SS) HOST_NAMES(192, SS) HOST_NAMES(256, SS)
 namespace magicube {
 using namespace cute;
 
-// Rows of 16-bit elements: `inner` of `rows`, `pitch` bytes apart; a box is 128 bytes of `box` rows.
+// `inner` elements of `size` bytes in each of `rows`, `pitch` bytes apart; a box is `box_bytes` of `box` rows.
 struct TmaDescriptor {
   const uint8_t* start;
-  int64_t inner, rows, pitch, box;
+  int64_t size, inner, rows, pitch, box_bytes, box, swizzle;
 };
 
 inline uint8_t* dynamic_shared() { return host::own_cta().memory; }
@@ -386,16 +400,16 @@ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier
   host::start({cta, barrier, bytes, [=] { std::memcpy(at, from, bytes); }});
 }
 inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
-  const int cta = host::self().cta, bytes = int(map->box) * 128;
-  host::require(to % 128 == 0, "TMA: not aligned to 128 bytes");
+  const int cta = host::self().cta, bytes = int(map->box * map->box_bytes);
+  host::require(to % 128 == 0 && (map->swizzle == 0 || map->box_bytes == 128), "TMA: not aligned to 128 bytes");
   host::shared_bytes(cta, to, bytes);
   host::start({cta, barrier, bytes, [=, map = *map] {
     for (int64_t row = 0; row < map.box; ++row) {
-      for (int64_t i = 0; i < 64; ++i) {
-        const bool there = y + row < map.rows && x + i < map.inner;
-        uint8_t* const at = host::shared_bytes(cta, host::swizzled(uint32_t(to + row * 128 + 2 * i)), 2);
-        if (there) std::memcpy(at, map.start + (y + row) * map.pitch + 2 * (x + i), 2);
-        else std::memset(at, 0, 2);
+      for (int64_t byte = 0; byte < map.box_bytes; ++byte) {
+        const int64_t from = x * map.size + byte;
+        const uint32_t at = uint32_t(to + row * map.box_bytes + byte);
+        const bool there = y + row < map.rows && from < map.inner * map.size;
+        *host::shared_bytes(cta, map.swizzle ? host::swizzled(at) : at, 1) = there ? map.start[(y + row) * map.pitch + from] : 0;
       }
     }
   }});

@@ -6,7 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from cute_kernels.few_rows import product
 from cute_kernels.few_rows.formats import PackedWeight
 from cute_kernels.few_rows.product import FewRowsConfig
+from cute_kernels.jit.codegen import KernelConfig
 
 KERNELS = Path(__file__).resolve().parents[3] / "cute_kernels"
 REAL = (
@@ -66,7 +67,10 @@ class Launch(ctypes.Structure):
 
 
 class Map(ctypes.Structure):
-    _fields_ = (("start", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("inner", "rows", "pitch", "box")))
+    _fields_ = (
+        ("start", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("size", "inner", "rows", "pitch", "box_bytes", "box", "swizzle")),
+    )
 
 
 def has_compiler() -> bool:
@@ -74,50 +78,57 @@ def has_compiler() -> bool:
     return shutil.which("g++") is not None
 
 
+def make_map(
+    pointer: int, size: int, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: int = 0
+) -> Map:
+    """Return what stands in for a tensor map."""
+    assert pointer % 16 == pitch % 16 == 0 and max(box) <= 256 and swizzle in (0, 128)
+    return Map(pointer, size, *shape, pitch, size * box[0], box[1], swizzle)
+
+
+Edit = Callable[[str, str], str]
+
+
+def compile_library(folder: Path, source: str, edit: Edit | None = None) -> ctypes.CDLL:
+    """Compile C++ text for this machine, with the kernels' headers; `edit` changes these, given their name and text."""
+    for name in _EMPTY:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    for name in REAL:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        text = re.sub(*_LOP3, (KERNELS / name).read_text()).replace(*_SHARED)
+        (folder / name).write_text(edit(name, text) if edit else text)
+    (folder / "kernels.cpp").write_text(f'#include "{Path(__file__).with_name("cluster_host.hpp")}"\n{source}')
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fpermissive", "-shared", "-fPIC"]
+    files = [str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
+    subprocess.run(["g++", *flags, "-fno-gnu-unique", f"-I{folder}", *files], check=True)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def source_of(config: KernelConfig, name: str) -> str:
+    """Return the C++ text of a config with a name of its own."""
+    return config.translation_unit("sm_90a").source.replace("struct Config {", f"struct {name} {{")
+
+
 class HostFewRows:
     """The kernels of some configs as a library of this machine, compiled together."""
 
     def __init__(
-        self, folder: Path, configs: Iterable[FewRowsConfig], decoders: Iterable[FewRowsConfig] = (), edit: Any = None
+        self,
+        folder: Path,
+        configs: Iterable[FewRowsConfig],
+        decoders: Iterable[FewRowsConfig] = (),
+        edit: Edit | None = None,
     ) -> None:
-        for name in _EMPTY:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text("")
-        for name in REAL:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            text = re.sub(*_LOP3, (KERNELS / name).read_text()).replace(*_SHARED)
-            (folder / name).write_text(edit(name, text) if edit else text)
         self._names: dict[FewRowsConfig, str] = {}
-        source = f'#include "{Path(__file__).with_name("cluster_host.hpp")}"\n'
+        source = ""
         for text, each in ((_RUN, configs), (_DECODE, decoders)):
             for config in each:
                 if config not in self._names:
                     self._names[config] = f"Config{len(self._names)}"
-                    unit = config.translation_unit("sm_90a").source
-                    source += unit.replace("struct Config {", f"struct {self._names[config]} {{")
+                    source += source_of(config, self._names[config])
                 source += text.format(name=self._names[config])
-        (folder / "few.cpp").write_text(source)
-        flags = [
-            "-std=c++20",
-            "-O1",
-            "-ffp-contract=off",
-            "-fno-strict-aliasing",
-            "-w",
-            "-fpermissive",
-            "-shared",
-            "-fPIC",
-        ]
-        command = [
-            "g++",
-            *flags,
-            "-fno-gnu-unique",
-            f"-I{folder}",
-            str(folder / "few.cpp"),
-            "-o",
-            str(folder / "few.so"),
-        ]
-        subprocess.run(command, check=True)
-        self._library = ctypes.CDLL(str(folder / "few.so"))
+        self._library = compile_library(folder, source, edit)
 
     def operand(self, config: FewRowsConfig, unit: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a warp group multiplies of a unit, (64, 128) of the config's dtype, and scale words (64, 8)."""
@@ -152,16 +163,11 @@ class HostFewRows:
                 assert (cluster or (1, 1, 1)) == (config.split, 1, 1) and grid[0] % config.split == 0 and grid[2] == 1
                 launch = Launch(*grid[:2], config.split, config.threads, config.smem_bytes, config.resident, seed, late)
                 numbers = (ctypes.c_int64 * 11)(*args[1:])
+                assert (args[0].box_bytes, args[0].box, args[0].swizzle) == (128, config.rows, 128)
                 size = ctypes.c_int64(weight.data.nbytes)
                 wrong = run(ctypes.byref(launch), ctypes.byref(args[0]), numbers, size)
                 if wrong:
                     raise RuntimeError(wrong.decode())
-
-        def make_map(
-            pointer: int, size: int, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: int
-        ) -> Map:
-            assert size == 2 and box == (64, config.rows) and swizzle == 128 and pointer % 16 == pitch % 16 == 0
-            return Map(pointer, *shape, pitch, box[1])
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(product, "get_kernel", lambda config: Kernel())

@@ -1,0 +1,139 @@
+"""The small-M kernels of low-precision floats: their source on the CPU, copies and products at once and late."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.gemm.epilogue import epilogue_arguments
+from cute_kernels.jit.codegen import KernelConfig
+from cute_kernels.scaled_gemm import small_m
+from cute_kernels.scaled_gemm.config import OperandFormat
+from cute_kernels.scaled_gemm.cuda import _aligned, _scale_arguments
+from cute_kernels.scaled_gemm.operand import FloatOperand
+from cute_kernels.scaled_gemm.small_m import ReorderConfig, SmallMConfig, candidates, launch_small_m
+from tests.kernels.few_rows.host import Launch, compile_library, has_compiler, make_map, source_of
+from tests.kernels.scaled_gemm.test_tcgen05_host import small
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+_ORDER = """
+extern "C" const char* run_{name}(const host::Launch* launch, const int64_t* a) {{
+  using namespace magicube;
+  return host::run(*launch, {{}}, [=] {{
+    order_few_rows<{name}>((const uint8_t*)a[0], a[1], a[2], a[3], (const uint8_t*)a[4], a[5], a[6], (uint8_t*)a[7], a[8]);
+  }});
+}}
+"""
+_PRODUCT = """
+extern "C" const char* run_{name}(const host::Launch* launch, const magicube::TmaDescriptor* x,
+                                  const magicube::TmaDescriptor* w, const int64_t* a, float alpha, float beta) {{
+  using namespace magicube;
+  using C = {name};
+  using Floats = const float*;
+  return host::run(*launch, {{}}, [=] {{
+    gemm_floats_few<C>(*x, *w, a[0], (const uint8_t*)a[1], a[2], a[3], (C::Out*)a[4], a[5], a[6], a[7], Floats(a[8]), a[9],
+                       Floats(a[10]), a[11], Floats(a[12]), (const C::Source*)a[13], a[14], a[15], alpha, beta);
+  }});
+}}
+"""
+E4M3, E2M1 = OperandFormat("e4m3"), OperandFormat("e2m1")
+MX8, MX4, NV = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e2m1", 32, "ue8m0"), OperandFormat("e2m1", 16, "e4m3")
+# config, (M, N, K): rings that go round, ranks of other lengths, rows of weights beyond N
+CASES: list[tuple[SmallMConfig, tuple[int, int, int]]] = [
+    (candidates(8, E4M3, E2M1)[2], (3, 70, 7000)),
+    (candidates(32, E4M3, E2M1)[2], (20, 77, 9000)),
+    (candidates(64, MX8, MX4)[3], (40, 72, 5200)),
+]
+MANY = [
+    *((config, (rows - 3, 264, 2500)) for rows in (8, 16, 32) for config in candidates(rows, E4M3, E4M3)),
+    *((config, (rows, 77, 5000)) for rows in (16, 64) for config in candidates(rows, OperandFormat("e5m2"), E2M1)),
+    *((config, (rows - 1, 130, 3000)) for rows in (8, 32, 64) for config in candidates(rows, NV, NV)),
+]
+
+
+class HostSmallM:
+    """The kernels of some configs as a library of this machine, compiled together."""
+
+    def __init__(self, folder: Path, configs: list[SmallMConfig]) -> None:
+        self._names: dict[KernelConfig, str] = {}
+        source = ""
+        for config in configs:
+            for each, text in (
+                (ReorderConfig(config.a, config.b.bits, config.uses_bfloat16), _ORDER),
+                (config, _PRODUCT),
+            ):
+                if each not in self._names:
+                    self._names[each] = f"Config{len(self._names)}"
+                    source += source_of(each, self._names[each]) + text.format(name=self._names[each])
+        self._library = compile_library(folder, source)
+
+    def launch(
+        self, config: SmallMConfig, x: FloatOperand, w: FloatOperand, out: torch.Tensor, late: int, seed: int = 0
+    ) -> None:
+        """Launch as ``launch_small_m`` does; raises what the emulation found."""
+        library, names = self._library, self._names
+
+        class Kernel:
+            def __init__(self, own: KernelConfig) -> None:
+                self.own = own
+
+            def launch(
+                self, grid: tuple[int, ...], args: tuple[Any, ...], cluster: Any = None, pdl: bool = False
+            ) -> None:
+                split, resident = (config.split, config.resident) if self.own is config else (1, 1)
+                assert (cluster or (1, 1, 1)) == (split, 1, 1)
+                own = (self.own.threads, self.own.smem_bytes, resident, seed, late)
+                maps = [ctypes.byref(each) for each in args if not isinstance(each, int | np.float32)]
+                integers = [each for each in args if isinstance(each, int)]
+                floats = [ctypes.c_float(each) for each in args if isinstance(each, np.float32)]
+                run = getattr(library, f"run_{names[self.own]}")
+                run.restype = ctypes.c_char_p
+                launch = ctypes.byref(Launch(*grid[:2], split, *own))
+                wrong = run(launch, *maps, (ctypes.c_int64 * len(integers))(*integers), *floats)
+                if wrong:
+                    raise RuntimeError(wrong.decode())
+
+        shape = (x.packed_data.shape[0], w.packed_data.shape[0], x.k)
+        (scales_x, _own), (scales_w, _own2) = _scale_arguments(x), _scale_arguments(w)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(small_m, "get_kernel", Kernel)
+            patch.setattr(small_m, "tensor_map", make_map)
+            patch.setattr(small_m.workspace, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+            operands = (_aligned(x.packed_data), scales_x), (_aligned(w.packed_data), scales_w)
+            launch_small_m(config, *operands, shape, epilogue_arguments(out, None, None, None, None), 1.0, 0.0)
+
+
+def check(kernels: HostSmallM, config: SmallMConfig, shape: tuple[int, int, int], late: int) -> None:
+    """Integers, whose sums float32 has exactly."""
+    m, n, k = shape
+    x, w = small(config.a, m, k, 1), small(config.b, n, k, 2 + late)
+    frame = torch.full((m, n + 4), torch.nan)
+    kernels.launch(config, x, w, frame[:, :n], late)
+    assert torch.equal(frame[:, :n].double(), x.values(torch.float64) @ w.values(torch.float64).t()), config.name
+    assert bool(frame[:, n:].isnan().all()), "written outside"
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostSmallM:
+    return HostSmallM(tmp_path_factory.mktemp("small_m"), [config for config, _ in CASES])
+
+
+@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
+def test_the_source_computes_the_product(case: Any, late: int, kernels: HostSmallM) -> None:
+    check(kernels, *case, late)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("b", "rows"), dict.fromkeys((config.b, config.rows) for config, _ in MANY))
+def test_the_source_of_every_config_computes_the_product(b: OperandFormat, rows: int, tmp_path: Path) -> None:
+    cases = [case for case in MANY if (case[0].b, case[0].rows) == (b, rows)]
+    kernels = HostSmallM(tmp_path, [config for config, _ in cases])
+    for config, shape in cases:
+        for late in range(4):
+            check(kernels, config, shape, late)
