@@ -179,6 +179,10 @@ def check_config(config: ScaledGemmConfig, a: OperandFormat, b: OperandFormat, a
         assert config.uses_bfloat16 == bool(a.block or b.block or a.dtype == "bfloat16")
         assert (config.decoders > 0) == (config.is_decoded(a) or config.is_decoded(b))
         assert config.tile_m == 64 * config.groups and (config.packed_stages >= 2 or not config.decoders)
+        # A decoder that is ahead must not come to a packed stage before another's copies of the round before have landed:
+        # that round is known to be over if consumers have freed the stage that its last K tile was decoded to.
+        turns = config.decoders == 0 or config.packed_stages % config.decoders == 0
+        assert turns or config.packed_stages >= config.decoders + config.stages
         assert config.tile_n == 128 or not (config.decoders or a.tiles or b.tiles)
 
 
