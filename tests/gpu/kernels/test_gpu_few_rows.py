@@ -75,8 +75,8 @@ def test_every_config_agrees_with_the_product(name: str) -> None:
         assert bool((frame == -7.0).all()), "written outside"
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "mxfp4"])
-@pytest.mark.configs([*every("int4_g128"), *every("mxfp4")])
+@pytest.mark.parametrize("name", ["int4_g128", "mxfp4", "int8", "e4m3"])
+@pytest.mark.configs([*every("int4_g128"), *every("mxfp4"), *every("int8"), *every("e4m3")])
 def test_launches_behind_each_other_agree_in_every_bit(name: str) -> None:
     made = sample(name, 1024, 14336, "bfloat16", 2, "cuda")
     for config in every(name):
