@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "attention.hpp"
+#include "avx2_few.hpp"
 #include "correct.hpp"
 #include "dense.hpp"
 #include "dense_to_sparse.hpp"
@@ -13,30 +14,13 @@
 
 namespace {
 
-inline __m256i widen(__m128i bytes, bool is_signed) {
-  return is_signed ? _mm256_cvtepi8_epi16(bytes) : _mm256_cvtepu8_epi16(bytes);
-}
-
-// GCC copies the accumulators of _mm256_add_epi32 from register to register.
-inline void add(__m256i& sum, __m256i products) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products)); }
-inline void add16(__m256i& sum, __m256i products) { asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(products)); }
-
-inline __m256i four_bytes(const void* from) {
-  int32_t all;
-  std::memcpy(&all, from, sizeof all);
-  return _mm256_set1_epi32(all);
-}
-
-inline __m128i half(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
-inline __m128i whole(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
-
-struct Avx2 {
+struct Avx2 : FewColumns2 {
   static constexpr bool kOffset = false;
-  static constexpr int kFewWidth = 8, kColumns = 32, kParts = 2, kSums = kColumns * kParts;  // 16 bits of a column in a row of a part; of a row
+  static constexpr int kColumns = 32, kParts = 2, kSums = kColumns * kParts;  // 16 bits of a column in a row of a part; of a row
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
-  static constexpr bool kFew = true, kKeeps = false, kStreams = true, kWrites = false, kTurns = false;
+  static constexpr bool kStreams = true, kWrites = true, kTurns = true;
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
   static void place(const uint8_t* bytes, int64_t pitch, int64_t rows, bool is_signed, uint8_t* panel) {
@@ -44,6 +28,37 @@ struct Avx2 {
       for (int half = 0; half < 2; ++half) {
         const __m128i sixteen = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes) + half);
         _mm256_store_si256(reinterpret_cast<__m256i*>(panel) + half, widen(_mm_shuffle_epi32(sixteen, 0xd8), is_signed));
+      }
+    }
+  }
+
+  // Sixty-four bytes of each of up to 32 runs to rows of a part of a panel, placed; absent runs become any bytes. In each 128-bit
+  // lane four rounds of unpacks interleave sixteen runs.
+  static void turn(const uint8_t* from, int64_t run_bytes, int64_t width, bool is_signed, uint8_t* panel) {
+    for (int64_t run = 0; run < width; run += 16, panel += 32) {
+      for (int64_t k = 0; k < 64; k += 32) {
+        __m256i x[16], y[16];
+#pragma GCC unroll 16
+        for (int e = 0; e < 16; ++e) {
+          const int64_t placed = run + ((e & 4) << 1 | (e & 8) >> 1 | (e & 3));
+          x[e] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + lesser(placed, width - 1) * run_bytes + k));
+        }
+#pragma GCC unroll 4
+        for (int round = 0; round < 4; ++round) {
+#pragma GCC unroll 8
+          for (int e = 0; e < 8; ++e) {
+            y[2 * e] = _mm256_unpacklo_epi8(x[e], x[e + 8]);
+            y[2 * e + 1] = _mm256_unpackhi_epi8(x[e], x[e + 8]);
+          }
+#pragma GCC unroll 16
+          for (int e = 0; e < 16; ++e) x[e] = y[e];
+        }
+        auto* const to = reinterpret_cast<__m256i*>(panel + k * kPanel);
+#pragma GCC unroll 16
+        for (int e = 0; e < 16; ++e) {  // lane i holds row 16 i + e
+          _mm256_store_si256(to + 2 * e, widen(_mm256_castsi256_si128(x[e]), is_signed));
+          _mm256_store_si256(to + 2 * (16 + e), widen(_mm256_extracti128_si256(x[e], 1), is_signed));
+        }
       }
     }
   }
@@ -56,57 +71,93 @@ struct Avx2 {
 
   static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
 
-  static void widen_sixteen(const uint8_t* from, bool is_signed, int16_t* to) {
-    _mm256_store_si256(reinterpret_cast<__m256i*>(to), widen(whole(from), is_signed));
+  // Sixteen columns of two panel rows. GCC would load the second row to a register: one more instruction for a full front end.
+  static void interleave(const uint8_t* row0, const uint8_t* row1, __m256i& low, __m256i& high) {
+    const __m256i k0 = _mm256_load_si256(reinterpret_cast<const __m256i*>(row0));
+    const auto& k1 = *reinterpret_cast<const __m256i*>(row1);
+    asm("vpunpcklwd %2, %1, %0" : "=x"(low) : "x"(k0), "m"(k1));
+    asm("vpunpckhwd %2, %1, %0" : "=x"(high) : "x"(k0), "m"(k1));
   }
 
-  // `eighth` is eight times the column; the addressing mode multiplies by the other eight.
-  static __m256i row(const uint8_t* panel, int32_t eighth) {
-    return _mm256_load_si256(reinterpret_cast<const __m256i*>(panel + int64_t{eighth} * 8));
+  static constexpr int kAtOnce = 4;  // columns of A in a step of a strip
+
+  // Where a strip ends: in the accumulators, or as float32 results of whole sums, to the caches or past them.
+  enum class End { kSums, kStores, kStreams };
+
+  // Sums of sixteen columns as float32 results. Inlined, or the sums would pass through memory.
+  template <int Rows, End How>
+  __attribute__((always_inline)) static void write(const RowOutput* output, int row, int column, const __m256i sum[Rows][2]) {
+    const float *const row_scales = output->row_scales + row, *const biases = output->bias + row;
+    const int64_t pitch = output->pitch;
+    float* out = output->out + row * pitch + column;
+    const __m256 column0 = _mm256_loadu_ps(output->column_scales + column), column1 = _mm256_loadu_ps(output->column_scales + column + 8);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r, out += pitch) {
+      const __m256 scale = _mm256_broadcast_ss(row_scales + r), bias = _mm256_broadcast_ss(biases + r);
+      const __m256 scaled0 = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][0]), scale), column0);
+      const __m256 scaled1 = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][1]), scale), column1);
+      const __m256 result0 = _mm256_add_ps(scaled0, bias), result1 = _mm256_add_ps(scaled1, bias);
+      if constexpr (How == End::kStreams) {
+        _mm256_stream_ps(out, result0);
+        _mm256_stream_ps(out + 8, result1);
+      } else {
+        _mm256_storeu_ps(out, result0);
+        _mm256_storeu_ps(out + 8, result1);
+      }
+    }
   }
 
-  // Rows of widened values times sixteen columns of the panel rows of each pair: Rows x 2 accumulators.
-  template <int Rows>
-  __attribute__((noinline)) static void strip(const uint8_t* panel, const int32_t* eighths, int64_t pairs, const int16_t* a,
-                                              bool fresh, int32_t* sums) {
+  // Rows of widened values from `first` on times sixteen columns of the panel rows of each pair: Rows x 2 accumulators.
+  template <int Rows, End How>
+  __attribute__((noinline)) static void strip(const RowTile& at, const int32_t* eighths, const int16_t* a, int first, int column) {
     __m256i sum[Rows][2];
+    int32_t* const sums = at.sums + first * kSums + column;
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const auto* const from = reinterpret_cast<const __m256i*>(sums + r * kSums);
-      sum[r][0] = fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
-      sum[r][1] = fresh ? _mm256_setzero_si256() : _mm256_load_si256(from + 1);
+      sum[r][0] = How != End::kSums || at.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from);
+      sum[r][1] = How != End::kSums || at.fresh ? _mm256_setzero_si256() : _mm256_load_si256(from + 1);
     }
-    for (const int32_t* const stop = eighths + 2 * pairs; eighths < stop; eighths += 2, a += 2) {
-      const __m256i k0 = row(panel, eighths[0]), k1 = row(panel, eighths[1]);  // (16)
-      const __m256i b0 = _mm256_unpacklo_epi16(k0, k1), b1 = _mm256_unpackhi_epi16(k0, k1);  // (8, 2)
+    const uint8_t* const panel = at.panel + column / kColumns * at.part_bytes + column % kColumns * 2;
+    for (const int32_t* const stop = eighths + at.count; eighths < stop; eighths += kAtOnce, a += kAtOnce) {
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        const __m256i left = four_bytes(a + r * kChunk);
-        add(sum[r][0], _mm256_madd_epi16(left, b0));
-        add(sum[r][1], _mm256_madd_epi16(left, b1));
+      for (int k = 0; k < kAtOnce; k += 2) {
+        __m256i b0, b1;  // (8, 2)
+        interleave(panel + int64_t{eighths[k]} * 8, panel + int64_t{eighths[k + 1]} * 8, b0, b1);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) {
+          const __m256i left = four_bytes(a + r * kChunk + k);
+          add(sum[r][0], _mm256_madd_epi16(left, b0));
+          add(sum[r][1], _mm256_madd_epi16(left, b1));
+        }
       }
     }
+    if constexpr (How != End::kSums) {
+      write<Rows, How>(at.output, first, column, sum);
+    } else {
 #pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-      auto* const to = reinterpret_cast<__m256i*>(sums + r * kSums);
-      _mm256_store_si256(to, sum[r][0]);
-      _mm256_store_si256(to + 1, sum[r][1]);
+      for (int r = 0; r < Rows; ++r) {
+        auto* const to = reinterpret_cast<__m256i*>(sums + r * kSums);
+        _mm256_store_si256(to, sum[r][0]);
+        _mm256_store_si256(to + 1, sum[r][1]);
+      }
     }
   }
 
   // Whole blocks of values, widened, and eight times their columns.
-  template <int Rows>
+  template <int Rows, bool Signed>
   static void widen_blocks(const RowTile& at, int32_t* eighths, int16_t* a) {
-    const int stride = at.stride;
-    const uint8_t* block = at.values;
-    for (int64_t first = 0; first < at.count; first += stride, block += stride * at.vector_length) {
-      for (int i = 0; i < stride; i += 16, eighths += 16, a += 16) {
+    const int64_t stride = at.stride, skip = stride * (at.vector_length - 1);
+    const int32_t* columns = at.columns;
+    const uint8_t* values = at.values;
+    for (const int32_t* const stop = columns + at.count; columns < stop; values += skip) {
+      for (int64_t i = 0; i < stride; i += 16, columns += 16, eighths += 16, values += 16, a += 16) {
         for (int j = 0; j < 16; j += 8) {
-          const __m256i columns = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at.columns + first + i + j));
-          _mm256_store_si256(reinterpret_cast<__m256i*>(eighths + j), _mm256_slli_epi32(columns, 3));
+          const __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(columns + j));
+          _mm256_store_si256(reinterpret_cast<__m256i*>(eighths + j), _mm256_slli_epi32(eight, 3));
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) widen_sixteen(block + r * stride + i, at.a_signed, a + r * kChunk);
+        for (int r = 0; r < Rows; ++r) widen_sixteen(values + r * stride, Signed, a + r * kChunk);
       }
     }
   }
@@ -116,12 +167,20 @@ struct Avx2 {
     constexpr int kStep = Rows < 4 ? Rows : 4;
     auto* const eighths = reinterpret_cast<int32_t*>(at.scratch);
     auto* const a = reinterpret_cast<int16_t*>(at.scratch + kChunk * 4);  // (Rows, kChunk)
-    widen_blocks<Rows>(at, eighths, a);
-    for (int first = 0; first < at.width; first += 16) {
-      const uint8_t* const panel = at.panel + first / kColumns * at.part_bytes + first % kColumns * 2;
-      for (int r = 0; r < Rows; r += kStep) {
-        strip<kStep>(panel, eighths, (at.count + 1) / 2, a + r * kChunk, at.fresh, at.sums + r * kSums + first);
+    at.a_signed ? widen_blocks<Rows, true>(at, eighths, a) : widen_blocks<Rows, false>(at, eighths, a);
+    const int written = at.output ? static_cast<int>(at.width) / 16 * 16 : 0;
+    for (int r = 0; r < Rows; r += kStep) {
+      int first = 0;
+      if (written && at.output->streams) {
+        for (; first < written; first += 16) strip<kStep, End::kStreams>(at, eighths, a + r * kChunk, r, first);
+      } else {
+        for (; first < written; first += 16) strip<kStep, End::kStores>(at, eighths, a + r * kChunk, r, first);
       }
+      for (; first < at.width; first += 16) strip<kStep, End::kSums>(at, eighths, a + r * kChunk, r, first);
+    }
+    for (int r = 0; at.output && written < at.width && r < Rows; ++r) {
+      const RowOutput to = at.output->at(r, written);
+      scale_run(at.sums + r * kSums + written, at.width - written, 0, *to.row_scales, to.column_scales, *to.bias, to.out);
     }
   }
 
@@ -133,136 +192,6 @@ struct Avx2 {
       default: return tile_rows<1>(at);
     }
   }
-
-  static constexpr int64_t kAhead = 512;  // columns: those and the values of a vector row are short runs of two streams
-
-  static constexpr int64_t kFewChunk = 256;  // what is gathered for it takes a quarter of L1, or half
-
-  static void fetch(const void* from) { __builtin_prefetch(from, 0, 3); }
-
-  // One column of B: its entries at the columns of a chunk are gathered, then multiplied by the rows, sixteen at a time.
-  template <int Rows, bool Signed>
-  __attribute__((noinline)) static void few_one(const FewTile& at) {
-    constexpr int64_t kChunk = 1024;
-    alignas(32) int16_t x[kChunk];
-    __m256i sum[Rows];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) sum[r] = _mm256_setzero_si256();
-    const int stride = at.stride;
-    for (int64_t first = 0; first < at.count; first += kChunk) {
-      const int64_t count = lesser(kChunk, at.count - first);
-      const int32_t* const columns = at.columns + first;
-      const uint8_t* values = at.values + first * at.vector_length;
-      for (int64_t i = 0; i < count; i += 8) {  // whole blocks
-        fetch(values + i * at.vector_length);
-        fetch(columns + i + kAhead);
-#pragma GCC unroll 8
-        for (int64_t j = i; j < i + 8; ++j) {
-          const uint8_t byte = at.panel[columns[j]];
-          x[j] = Signed ? static_cast<int8_t>(byte) : static_cast<int16_t>(byte);
-        }
-      }
-      for (int64_t block = 0; block < count; block += stride, values += int64_t{stride} * at.vector_length) {
-        for (int i = 0; i < stride; i += 16) {
-          const __m256i right = _mm256_load_si256(reinterpret_cast<const __m256i*>(x + block + i));
-#pragma GCC unroll 8
-          for (int r = 0; r < Rows; ++r) add(sum[r], _mm256_madd_epi16(widen(whole(values + r * stride + i), at.a_signed), right));
-        }
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) at.sums[r] = total(sum[r]);
-  }
-
-  static int32_t total(__m256i sum) {
-    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
-  }
-
-  // Two rows of B for each pair of columns of A, interleaved: a 32-bit lane holds two k of one column of B, eight to a vector.
-  template <int Vectors, bool Signed>
-  static void gather_few(const FewTile& at, const int32_t* columns, int64_t count, int16_t* out) {
-    constexpr int kWidth = 8 * Vectors;
-    auto* to = reinterpret_cast<__m256i*>(out);
-    for (int64_t i = 0; i < count; i += 2, columns += 2, to += Vectors) {
-      const uint8_t* const k0 = at.panel + int64_t{columns[0]} * kWidth;
-      const uint8_t* const k1 = at.panel + int64_t{columns[1]} * kWidth;
-      if constexpr (Vectors == 1) {
-        _mm256_store_si256(to, widen(_mm_unpacklo_epi8(half(k0), half(k1)), Signed));
-      } else {
-        _mm256_store_si256(to, widen(_mm_unpacklo_epi8(whole(k0), whole(k1)), Signed));
-        _mm256_store_si256(to + 1, widen(_mm_unpackhi_epi8(whole(k0), whole(k1)), Signed));
-      }
-    }
-  }
-
-  // sums += rows of A from `first` on times what was gathered for a chunk.
-  template <int Rows, int Vectors>
-  __attribute__((noinline)) static void few_rows(const FewTile& at, int first, const uint8_t* values, int64_t count, const int16_t* gathered) {
-    constexpr int kWidth = 8 * Vectors;
-    const int stride = at.stride;
-    alignas(32) int16_t a[Rows][kFewChunk];
-    for (int64_t k = 0; k < count; k += 16) {  // a block holds at least sixteen columns
-      const uint8_t* const from = values + first * stride + k / stride * stride * at.vector_length + k % stride;
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) widen_sixteen(from + r * stride, at.a_signed, a[r] + k);
-    }
-    __m256i sum[Rows][Vectors];
-    auto* const sums = reinterpret_cast<__m256i*>(at.sums + first * kWidth);
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_load_si256(sums + r * Vectors + v);
-    }
-    const auto* right = reinterpret_cast<const __m256i*>(gathered);
-    for (int64_t k = 0; k < count; k += 2, right += Vectors) {
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        const __m256i left = four_bytes(a[r] + k);
-#pragma GCC unroll 2
-        for (int v = 0; v < Vectors; ++v) add(sum[r][v], _mm256_madd_epi16(left, _mm256_load_si256(right + v)));
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) _mm256_store_si256(sums + r * Vectors + v, sum[r][v]);
-    }
-  }
-
-  template <int Rows, int Vectors, bool Signed>
-  static void few_chunks(const FewTile& at) {
-    constexpr int kStep = Rows * Vectors > 8 ? 8 / Vectors : Rows;
-    alignas(32) int16_t gathered[kFewChunk * 8 * Vectors];
-    std::memset(at.sums, 0, static_cast<size_t>(Rows) * 8 * Vectors * sizeof(int32_t));
-    for (int64_t k = 0; k < at.count; k += kFewChunk) {
-      const int64_t count = lesser(kFewChunk, at.count - k);
-      gather_few<Vectors, Signed>(at, at.columns + k, count, gathered);
-      for (int first = 0; first < Rows; first += kStep) {
-        few_rows<kStep, Vectors>(at, first, at.values + k * at.vector_length, count, gathered);
-      }
-    }
-  }
-
-  template <int Rows, bool Signed>
-  static void few_as(const FewTile& at) {
-    if (at.width == 1) few_one<Rows, Signed>(at);
-    else if (at.width == 8) few_chunks<Rows, 1, Signed>(at);
-    else few_chunks<Rows, 2, Signed>(at);
-  }
-
-  template <bool Signed>
-  static void few_signed(const FewTile& at) {
-    switch (at.rows) {
-      case 8: return few_as<8, Signed>(at);
-      case 4: return few_as<4, Signed>(at);
-      case 2: return few_as<2, Signed>(at);
-      default: return few_as<1, Signed>(at);
-    }
-  }
-
-  static void few(const FewTile& at) { at.b_signed ? few_signed<true>(at) : few_signed<false>(at); }
 
   using Dot = int16_t;
 

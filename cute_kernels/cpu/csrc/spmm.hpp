@@ -37,8 +37,8 @@ struct RowOutput {
   int64_t pitch;
   bool streams;  // past the caches: rows are whole cache lines
 
-  RowOutput from(int64_t row) const {
-    return {offsets + row, row_scales + row, bias + row, column_scales, out + row * pitch, pitch, streams};
+  RowOutput at(int64_t row, int64_t column) const {
+    return {offsets + row, row_scales + row, bias + row, column_scales + column, out + row * pitch + column, pitch, streams};
   }
 };
 
@@ -85,7 +85,7 @@ struct SpmmRow {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
         for (int v = 0; v < a.vector_length; v += kTileRows) {
           const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
-          const RowOutput here = output ? output->from(v) : RowOutput{};
+          const RowOutput here = output ? output->at(v, 0) : RowOutput{};
           Micro::row_tile({panel + db * args.parts * part_bytes(), part_bytes(), width, a.columns + begin, count, values + v * a.stride,
                         a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
                         plane(da, db) + v * kColumns, scratch, output ? &here : nullptr});
@@ -252,8 +252,17 @@ struct SpmmPanels {
     const uint8_t flip = Micro::kOffset && args.b.is_signed ? 0x80 : 0;
     if constexpr (Micro::kTurns) {
       if (args.b.bits == 8 && args.b.runs_along_inner && k1 - k0 == kStagedRows) {
-        if (k0 == 0) std::memset(panel(slot) - kPanel, 0, kPanel);
-        return Micro::turn(data + n0 * args.b.run_bytes + k0, args.b.run_bytes, width, flip, panel(slot) + k0 * kPanel);
+        if constexpr (Micro::kParts == 1) {
+          if (k0 == 0) std::memset(panel(slot) - kPanel, 0, kPanel);
+          return Micro::turn(data + n0 * args.b.run_bytes + k0, args.b.run_bytes, width, flip, panel(slot) + k0 * kPanel);
+        }
+        for (int64_t part = 0, first = 0; first < width; ++part, first += Micro::kColumns) {
+          uint8_t* const to = panel(slot) + part * row.part_bytes();
+          if (k0 == 0) std::memset(to - kPanel, 0, kPanel);
+          Micro::turn(data + (n0 + first) * args.b.run_bytes + k0, args.b.run_bytes, lesser(Micro::kColumns, width - first),
+                      args.b.is_signed, to + k0 * kPanel);
+        }
+        return;
       }
     }
     constexpr int64_t kDigit = kStagedRows * row.kColumns;

@@ -50,6 +50,25 @@ def test_panels_are_exact(path: str, columns: int, k: int) -> None:
         assert torch.equal(product, expected.to(torch.float32).to(dtype) if dtype.is_floating_point else expected.int())
 
 
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(("m", "columns"), [(40, 17), (61, 70), (2048, 144)])  # the last streams its results
+def test_scaled_panels_have_the_bits_of_the_formula(path: str, m: int, columns: int, signed: bool) -> None:
+    pattern = mc.random_pattern(m, 192, 0.7, 8, seed=m)
+    values, x = ints((pattern.vectors, 8), 8, True, 1), ints((columns, 192), 8, signed, 2)
+    row, column, bias = (
+        torch.linspace(0.1, 2, m)[:, None],
+        torch.linspace(0.5, 3, columns)[None],
+        torch.linspace(-9, 9, m),
+    )
+    a = mc.SRBCRS.from_pattern(pattern, values, bits=8, scale=row)
+    total = a.to_dense(dequantize=False).long() @ x.long().mT
+    for data in (x.mT, x.mT.contiguous()):  # runs of B along K, and across it
+        b = mc.QuantTensor.from_ints(data, bits=8, signed=signed, scale=column)
+        assert torch.equal(
+            mc.spmm(a, b, out_dtype=torch.float32, bias=bias), total.float() * row * column + bias[:, None]
+        )
+
+
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 15, 16, 17])
 @pytest.mark.parametrize("vector_length", [1, 2, 4, 8, 16, 32])
 def test_integers_are_exact(path: str, columns: int, vector_length: int) -> None:
