@@ -20,7 +20,7 @@ struct Avx2 : FewColumns2 {
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
-  static constexpr bool kStreams = true, kWrites = true, kTurns = true;
+  static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = true;
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
   static void place(const uint8_t* bytes, int64_t pitch, int64_t rows, bool is_signed, uint8_t* panel) {

@@ -22,7 +22,7 @@ struct Portable {
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuadBytes;
 
   static constexpr bool kFew = false;
-  static constexpr bool kStreams = false, kWrites = false, kTurns = false;
+  static constexpr bool kStreams = false, kWrites = false, kTurns = false, kQuantizesPanels = false;
 
   static void place(const uint8_t* bytes, int64_t, int64_t rows, bool, uint8_t* panel) {
     std::memcpy(panel, bytes, static_cast<size_t>(rows * kPanel));

@@ -244,10 +244,23 @@ struct SpmmPanels {
   int64_t columns() const { return Micro::kColumns * args.parts; }
   int64_t across() const { return (args.n + columns() - 1) / columns(); }
   uint8_t* panel(int64_t slot) const { return staged + slot * magicube::spmm_panel_bytes(args) + kPanel; }  // of row 0
+  bool quantizes() const { return Micro::kQuantizesPanels && args.columns.reals; }
+
+  // The columns of panels [first, first + count); false if the call is over.
+  bool quantize(int64_t first, int64_t count) const {
+    const int64_t begin = first * columns(), end = lesser(args.n, (first + count) * columns());
+    auto* const ints = const_cast<uint8_t*>(args.b.data);
+    auto* const scales = const_cast<float*>(args.scales.columns);
+    for (int64_t i = begin + group.ticket(); i < end; i = begin + group.ticket()) {
+      scales[i] = quantize_row(args.columns, i, args.a.columns_total, 0, reinterpret_cast<int8_t*>(ints + (i - begin) * args.b.run_bytes));
+    }
+    return group.barrier();
+  }
 
   // Rows [k0, k1) of a panel; with the first ones the row that padding columns multiply by zero.
   void stage_rows(int64_t slot, int64_t index, int64_t k0, int64_t k1) const {
     const int64_t n0 = index % across() * columns(), width = lesser(columns(), args.n - n0);
+    const int64_t from = quantizes() ? slot * columns() : n0;
     const uint8_t* const data = args.b.data + index / across() * args.b.batch_bytes;
     const uint8_t flip = Micro::kOffset && args.b.is_signed ? 0x80 : 0;
     if constexpr (Micro::kTurns) {
@@ -259,7 +272,7 @@ struct SpmmPanels {
         for (int64_t part = 0, first = 0; first < width; ++part, first += Micro::kColumns) {
           uint8_t* const to = panel(slot) + part * row.part_bytes();
           if (k0 == 0) std::memset(to - kPanel, 0, kPanel);
-          Micro::turn(data + (n0 + first) * args.b.run_bytes + k0, args.b.run_bytes, lesser(Micro::kColumns, width - first),
+          Micro::turn(data + (from + first) * args.b.run_bytes + k0, args.b.run_bytes, lesser(Micro::kColumns, width - first),
                       args.b.is_signed, to + k0 * kPanel);
         }
         return;
@@ -267,7 +280,7 @@ struct SpmmPanels {
     }
     constexpr int64_t kDigit = kStagedRows * row.kColumns;
     alignas(64) uint8_t bytes[magicube::kMaxDigits * kDigit];
-    stage(args.b, data, !args.b.runs_along_inner, k0, k1 - k0, n0, width, flip, bytes, columns(), kDigit);
+    stage(args.b, data, !args.b.runs_along_inner, k0, k1 - k0, from, width, flip, bytes, columns(), kDigit);
     for (int d = 0; d < args.b.digits(); ++d) {
       const bool is_signed = args.b.is_signed && d == args.b.digits() - 1;
       for (int64_t part = 0; part < args.parts; ++part) {
@@ -282,6 +295,9 @@ struct SpmmPanels {
   bool run(int64_t first, int64_t count) const {
     const int64_t k = args.a.columns_total, rows = args.a.vector_rows;
     const int64_t pieces = (k + kStagedRows - 1) / kStagedRows, tickets = (rows + kTicketRows - 1) / kTicketRows;
+    if constexpr (Micro::kQuantizesPanels) {
+      if (quantizes() && !quantize(first, count)) return false;
+    }
     for (int64_t t = group.ticket(); t < count * pieces; t = group.ticket()) {
       const int64_t k0 = t % pieces * kStagedRows;
       stage_rows(t / pieces, first + t / pieces, k0, lesser(k0 + kStagedRows, k));
@@ -455,6 +471,18 @@ template <class Micro>
 void spmm(const SpmmArgs& args, ThreadGroup& group) {
   if (args.columns.reals) {
     SpmmArgs found;
+    if constexpr (Micro::kQuantizesPanels) {
+      if (!has_few_columns(args) && args.batch == 1) {  // panel by panel: their integers stay in L2
+        found = args;
+        found.columns.reals = nullptr;
+        uint8_t* const ints = group.shared() + magicube::spmm_shared_bytes(found);
+        found.b.data = ints;
+        found.b.run_bytes = magicube::spmm_row_bytes(args);
+        found.scales.columns = reinterpret_cast<float*>(ints + args.n * found.b.run_bytes);
+        found.columns.reals = args.columns.reals;
+        return spmm_panels<Micro>(found, group);
+      }
+    }
     if (quantize_columns(args, group, found)) spmm<Micro>(found, group);
     return;
   }
