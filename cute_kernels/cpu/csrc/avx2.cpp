@@ -283,20 +283,18 @@ struct Product {
   // sums (rows, kPanel) += a b. Blocks of k whose part of the panel stays in L1 are multiplied by all rows: a slice of 8 columns
   // reads 32 of every 256 bytes, which are few sets of a cache.
   static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
-    const int64_t most = quads <= kFewQuads ? kFewQuads : kBlockQuads;
-    const int64_t ahead = rows > 1 ? most * kQuad / ((rows + kRows - 1) / kRows) : 0;
-    for (; quads > 0; quads -= most, a += most * kQuad, b += most * kPanel * kQuad) {
-      const int64_t count = lesser(most, quads);
+    constexpr int64_t kMost = 96;
+    const int64_t ahead = rows > 1 ? kMost * kQuad / ((rows + kRows - 1) / kRows) : 0;
+    for (; quads > 0; quads -= kMost, a += kMost * kQuad, b += kMost * kPanel * kQuad) {
+      const int64_t count = lesser(kMost, quads);
       for (int r = 0; r < rows; r += kRows) {
-        const Ahead next{b + most * kPanel * kQuad + r / kRows * ahead * kPanel, ahead};
+        const Ahead next{b + kMost * kPanel * kQuad + r / kRows * ahead * kPanel, ahead};
         multiply_rows(a + r * pitch, pitch, static_cast<int>(lesser(kRows, rows - r)), b, count, columns, sums + r * kPanel, next);
       }
     }
   }
 
  private:
-  static constexpr int64_t kFewQuads = 96, kBlockQuads = 64;
-
   // Bytes of the next block to fetch beside each column of a tile: spread over its steps, else they wait for one another.
   struct Ahead {
     const int8_t* from;
