@@ -20,7 +20,7 @@ struct Avx2 : FewColumns2 {
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
-  static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = true;
+  static constexpr bool kStreams = true, kWrites = true, kWritesIntegers = true, kTurns = true, kQuantizesPanels = true;
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
   static void place(const uint8_t* bytes, int64_t pitch, int64_t rows, bool is_signed, uint8_t* panel) {
@@ -81,29 +81,37 @@ struct Avx2 : FewColumns2 {
 
   static constexpr int kAtOnce = 4;  // columns of A in a step of a strip
 
-  // Where a strip ends: in the accumulators, or as float32 results of whole sums, to the caches or past them.
-  enum class End { kSums, kStores, kStreams };
+  // Where a strip ends: in the accumulators, or as float32 or int32 results of whole sums, to the caches or past them.
+  enum class End { kSums, kFloats, kFloatStream, kIntegers, kIntegerStream };
 
-  // Sums of sixteen columns as float32 results. Inlined, or the sums would pass through memory.
+  template <End How>
+  static void put(float* out, __m256 result) {
+    if constexpr (How == End::kFloatStream || How == End::kIntegerStream) _mm256_stream_ps(out, result);
+    else _mm256_storeu_ps(out, result);
+  }
+
+  // Sums of sixteen columns as results. Inlined, or the sums would pass through memory.
   template <int Rows, End How>
   __attribute__((always_inline)) static void write(const RowOutput* output, int row, int column, const __m256i sum[Rows][2]) {
-    const float *const row_scales = output->row_scales + row, *const biases = output->bias + row;
     const int64_t pitch = output->pitch;
     float* out = output->out + row * pitch + column;
+    if constexpr (How == End::kIntegers || How == End::kIntegerStream) {
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r, out += pitch) {
+        put<How>(out, _mm256_castsi256_ps(sum[r][0]));
+        put<How>(out + 8, _mm256_castsi256_ps(sum[r][1]));
+      }
+      return;
+    }
+    const float *const row_scales = output->row_scales + row, *const biases = output->bias + row;
     const __m256 column0 = _mm256_loadu_ps(output->column_scales + column), column1 = _mm256_loadu_ps(output->column_scales + column + 8);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r, out += pitch) {
       const __m256 scale = _mm256_broadcast_ss(row_scales + r), bias = _mm256_broadcast_ss(biases + r);
       const __m256 scaled0 = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][0]), scale), column0);
       const __m256 scaled1 = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][1]), scale), column1);
-      const __m256 result0 = _mm256_add_ps(scaled0, bias), result1 = _mm256_add_ps(scaled1, bias);
-      if constexpr (How == End::kStreams) {
-        _mm256_stream_ps(out, result0);
-        _mm256_stream_ps(out + 8, result1);
-      } else {
-        _mm256_storeu_ps(out, result0);
-        _mm256_storeu_ps(out + 8, result1);
-      }
+      put<How>(out, _mm256_add_ps(scaled0, bias));
+      put<How>(out + 8, _mm256_add_ps(scaled1, bias));
     }
   }
 
@@ -144,6 +152,11 @@ struct Avx2 : FewColumns2 {
     }
   }
 
+  template <int Rows, End How>
+  static void strips(const RowTile& at, const int32_t* eighths, const int16_t* a, int first, int column, int end) {
+    for (; column < end; column += 16) strip<Rows, How>(at, eighths, a, first, column);
+  }
+
   // Whole blocks of values, widened, and eight times their columns.
   template <int Rows, bool Signed>
   static void widen_blocks(const RowTile& at, int32_t* eighths, int16_t* a) {
@@ -169,18 +182,20 @@ struct Avx2 : FewColumns2 {
     auto* const a = reinterpret_cast<int16_t*>(at.scratch + kChunk * 4);  // (Rows, kChunk)
     at.a_signed ? widen_blocks<Rows, true>(at, eighths, a) : widen_blocks<Rows, false>(at, eighths, a);
     const int written = at.output ? static_cast<int>(at.width) / 16 * 16 : 0;
+    const bool is_integer = at.output && !at.output->row_scales, streams = at.output && at.output->streams;
     for (int r = 0; r < Rows; r += kStep) {
-      int first = 0;
-      if (written && at.output->streams) {
-        for (; first < written; first += 16) strip<kStep, End::kStreams>(at, eighths, a + r * kChunk, r, first);
-      } else {
-        for (; first < written; first += 16) strip<kStep, End::kStores>(at, eighths, a + r * kChunk, r, first);
-      }
-      for (; first < at.width; first += 16) strip<kStep, End::kSums>(at, eighths, a + r * kChunk, r, first);
+      const int16_t* const left = a + r * kChunk;
+      if (is_integer) streams ? strips<kStep, End::kIntegerStream>(at, eighths, left, r, 0, written) : strips<kStep, End::kIntegers>(at, eighths, left, r, 0, written);
+      else streams ? strips<kStep, End::kFloatStream>(at, eighths, left, r, 0, written) : strips<kStep, End::kFloats>(at, eighths, left, r, 0, written);
+      strips<kStep, End::kSums>(at, eighths, left, r, written, static_cast<int>(at.width));
     }
-    for (int r = 0; at.output && written < at.width && r < Rows; ++r) {
-      const RowOutput to = at.output->at(r, written);
-      scale_run(at.sums + r * kSums + written, at.width - written, 0, *to.row_scales, to.column_scales, *to.bias, to.out);
+    if (!at.output || written == at.width) return;
+    const RowOutput& to = *at.output;
+    for (int r = 0; r < Rows; ++r) {
+      const int32_t* const sums = at.sums + r * kSums + written;
+      float* const out = to.out + r * to.pitch + written;
+      if (is_integer) std::memcpy(out, sums, static_cast<size_t>(at.width - written) * sizeof(int32_t));
+      else scale_run(sums, at.width - written, 0, to.row_scales[r], to.column_scales + written, to.bias[r], out);
     }
   }
 

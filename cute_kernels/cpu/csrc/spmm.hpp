@@ -27,18 +27,18 @@ alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// Where a tile that is a whole sum writes its float32 results, in place of the accumulators.
+// Where a tile that is a whole sum writes its float32 results, in place of the accumulators; or int32 ones, if it can.
 struct RowOutput {
   const int32_t* offsets;  // of the rows, as those below
-  const float* row_scales;
+  const float* row_scales;  // null for integers
   const float* bias;
   const float* column_scales;
   float* out;
   int64_t pitch;
   bool streams;  // past the caches: rows are whole cache lines
 
-  RowOutput at(int64_t row, int64_t column) const {
-    return {offsets + row, row_scales + row, bias + row, column_scales + column, out + row * pitch + column, pitch, streams};
+  RowOutput from(int64_t row) const {
+    return {offsets + row, row_scales ? row_scales + row : nullptr, bias + row, column_scales, out + row * pitch, pitch, streams};
   }
 };
 
@@ -85,7 +85,7 @@ struct SpmmRow {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
         for (int v = 0; v < a.vector_length; v += kTileRows) {
           const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
-          const RowOutput here = output ? output->at(v, 0) : RowOutput{};
+          const RowOutput here = output ? output->from(v) : RowOutput{};
           Micro::row_tile({panel + db * args.parts * part_bytes(), part_bytes(), width, a.columns + begin, count, values + v * a.stride,
                         a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
                         plane(da, db) + v * kColumns, scratch, output ? &here : nullptr});
@@ -194,8 +194,12 @@ struct SpmmRow {
     const int64_t chunk = chunk_of(end - begin);
     if constexpr (Micro::kWrites) {
       const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
-      if (is_whole && args.out_type == Out::kFloat32) {
-        with_output(vector_row, batch, n0, [&](const RowOutput& to) { multiply(panel, width, begin, end - begin, true, &to); });
+      const bool is_integer = Micro::kWritesIntegers && args.out_type == Out::kInt32;
+      if (is_whole && (args.out_type == Out::kFloat32 || is_integer)) {
+        with_output(vector_row, batch, n0, [&](RowOutput to) {
+          if (is_integer) to.row_scales = nullptr;
+          multiply(panel, width, begin, end - begin, true, &to);
+        });
         return;
       }
     }
