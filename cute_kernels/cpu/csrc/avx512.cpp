@@ -24,6 +24,7 @@ struct Avx512 : FewColumns512 {
   static constexpr bool kOffset = true;
   static constexpr int kColumns = 64, kParts = 1;
   static constexpr bool kStreams = true, kWrites = true, kWritesIntegers = false, kTurns = true, kQuantizesPanels = false;
+  static constexpr int64_t kStreamBytes = magicube::kStreamBytes;
   static constexpr int kChunkGroups = 128;  // their panel rows fill most of L1
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
 

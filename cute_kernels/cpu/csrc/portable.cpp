@@ -23,6 +23,7 @@ struct Portable {
 
   static constexpr bool kFew = false;
   static constexpr bool kStreams = false, kWrites = false, kTurns = false, kQuantizesPanels = false;
+  static constexpr int64_t kStreamBytes = magicube::kStreamBytes;
 
   static void place(const uint8_t* bytes, int64_t, int64_t rows, bool, uint8_t* panel) {
     std::memcpy(panel, bytes, static_cast<size_t>(rows * kPanel));

@@ -234,7 +234,7 @@ template <class Micro>
 bool streams_out(const SpmmArgs& args) {
   const int64_t row_bytes = args.n * element_bytes(args.out_type);
   return Micro::kStreams && reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && row_bytes % 64 == 0 &&
-         row_bytes * args.a.rows * args.batch >= magicube::kStreamBytes;
+         row_bytes * args.a.rows * args.batch >= Micro::kStreamBytes;
 }
 
 // Panels of one call, numbered through the batch.
