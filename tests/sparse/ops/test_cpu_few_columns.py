@@ -122,6 +122,19 @@ def test_one_call_has_the_bits_of_quantizing_first(path: str, tokens: int, bits:
             assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and torch.equal(got.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize(
+    ("k", "tokens"), [(128, 150), (2500, 230)]
+)  # several panels, of two parts of 32 columns or one
+def test_floats_of_several_panels_are_quantized_to_the_same_integers(path: str, k: int, tokens: int) -> None:
+    pattern = mc.random_pattern(64, k, 0.9, 8, seed=k)
+    a = compress(torch.randn(pattern.vectors, 8, generator=torch.Generator().manual_seed(1)), pattern, bits=8)
+    call = cpu_linear.CpuLinear(a)
+    a._execution["linear"], call._choices[tokens] = call, False
+    x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, tokens)[:, None]
+    got = cpu_linear.linear(a, x, None, 8, None)
+    assert got is not None and torch.equal(got.mT, mc.spmm(a, quantized(x.mT, 8, 0, None), out_dtype=torch.float32))
+
+
 def test_the_dense_kernel_takes_a_dense_weight_and_sees_it_change(monkeypatch: pytest.MonkeyPatch) -> None:
     if "avx2" not in extension.isas():
         pytest.skip("needs AVX2")
