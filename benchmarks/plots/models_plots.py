@@ -273,7 +273,7 @@ def main() -> None:
     figures = {
         "sparsity": draw_by_sparsity(results),
         "steps": draw_by_steps(results),
-        "pareto": draw_pareto(results, speed),
+        "pareto": draw_pareto(results),
     }
     for name, figure in figures.items():
         print(save_figure(figure, ROOT / "docs" / "images" / f"models_{name}.png"))
