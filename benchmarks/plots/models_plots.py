@@ -129,7 +129,7 @@ def draw_pareto(results: dict[str, Any]) -> Figure:
     colors = {name: COLORS[0] if name.startswith("ours") else DENSE for name in points}
     for name, point in points.items():
         axes.plot(*point, "o" if name.startswith("ours") else "s", color=colors[name])
-    axes.set(xlabel=f"sentences of {speed['tokens']} tokens a second, one thread, batches of 32")
+    axes.set(xlabel=f"rate (sentences of {speed['tokens']} tokens a second), one thread, batches of 32")
     axes.set_ylabel("STS-B Spearman x 100")
     axes.set_title("all-MiniLM-L6-v2 on a CPU")
     axes.margins(0.12)
