@@ -67,7 +67,7 @@ def test_random_pattern_is_well_formed_with_the_right_count(
     pattern = random_pattern(m, k, sparsity, vector_length, distribution)
     pattern.check_format(full=True)
     assert pattern.shape == (m, k)
-    total = (1 - sparsity) * pattern.vector_rows * k
+    total = (1 - sparsity) * (pattern.vector_rows * k)  # in this order: another rounds ties apart
     if distribution == "uniform":
         assert pattern.vectors == round(total)
     elif distribution == "skewed":
