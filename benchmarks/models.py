@@ -128,7 +128,7 @@ class Runner:
         report = mc.distill(
             model, self.dense, self.training_data(), steps=args.steps, lr=rate,
             weights=self.weights, warmup=self.warmup, checkpoint=self.checkpoint(sparsity), seconds=args.seconds,
-            save_every=50, evaluate=self.evaluate, evaluate_every=max(args.steps // 8, 1), progress=False,
+            save_every=50, evaluate=self.evaluate, evaluate_every=max(args.steps // 8, 1),
         )  # fmt: skip
         times = f"{report.seconds:.0f} s, {report.cpu_seconds:.0f} s of processors"
         print(f"{sparsity}: {report.step} of {report.steps} steps, {times}, {report.history[-2:]}", flush=True)

@@ -148,20 +148,20 @@ def _machine(results: dict[str, Any], path: Path) -> str:
 
 
 def render_speed(results: dict[str, Any], speed: dict[str, Any]) -> str:
-    """Sentences a second of every way to run the encoder, beside the fastest 8-bit rival."""
+    """Sentences a second of every way to run the encoder, beside the fastest int8 baseline."""
     quality, cases = quality_by_name(results), speed["cases"]
     rows, tables = [], [{row["name"]: row for row in case["rows"]} for case in cases]
-    rivals = [max(each["best"] for name, each in table.items() if "int8" in name) for table in tables]
+    fastest = [max(each["best"] for name, each in table.items() if "int8" in name) for table in tables]
     for name, first in tables[0].items():
         rates = [
-            f"{t[name]['best']:.0f} ({t[name]['best'] / best:.2f}x)" for t, best in zip(tables, rivals, strict=True)
+            f"{t[name]['best']:.0f} ({t[name]['best'] / best:.2f}x)" for t, best in zip(tables, fastest, strict=True)
         ]
         shown = f"{quality[name]:.2f}" if name in quality else "-"
         rows.append([name, shown, f"{first['state bytes'] / 1e6:.0f}", *rates])
     plural = {1: "1 thread", 2: "2 threads"}
     head = [f"batch {case['batch']}, {plural[case['threads']]}" for case in cases]
     table = _grid(["sentences of 16 tokens a second", "Spearman x 100", "MB", *head], rows)
-    return f"{table}\n\nIn brackets: beside the faster of the two int8 rivals. {_machine(speed, SPEED)}"
+    return f"{table}\n\nIn brackets: beside the fastest int8 baseline. {_machine(speed, SPEED)}"
 
 
 def render_language_speed(speed: dict[str, Any]) -> str:

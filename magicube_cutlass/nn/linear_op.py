@@ -15,7 +15,7 @@ from torch import Tensor
 from magicube_cutlass.autograd import integer
 from magicube_cutlass.autograd.gpu_rows import sparse_rows
 from magicube_cutlass.autograd.once import once
-from magicube_cutlass.dispatch.cpu_linear import LinearRecord, TrainingRecord, record_of
+from magicube_cutlass.dispatch.cpu_linear import TrainingRecord, linear
 from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.nn.config import SparseQuantConfig
@@ -178,11 +178,11 @@ def _rows(x: Tensor, bias: Tensor | None, number: int) -> Tensor:
     matrix, config = layer.matrix(), layer.config
     if x.is_cuda:
         return sparse_rows(matrix, x, bias, layer.act_scale, config.act_bits, config.grad_bits)
-    record = record_of(matrix, x, bias, config.act_bits, layer.act_scale, False)
-    if isinstance(record, LinearRecord):
-        return record(x, layer.act_scale, matrix.scale, bias).contiguous()
-    with torch.no_grad():
-        return layer._multiply(x, matrix, x.is_contiguous()).mT.contiguous()
+    y = linear(matrix, x, bias, config.act_bits, layer.act_scale)
+    if y is None:
+        with torch.no_grad():
+            y = layer._multiply(x, matrix, x.is_contiguous()).mT
+    return y.contiguous()
 
 
 def _fake_rows(x: Tensor, number: int) -> Tensor:
