@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from printed import accuracy, page, rates
+from printed import accuracy, gpu_rates, page, rates
 from printed.plot import draw
 from printed.values import DENSITIES_3, DENSITIES_4, TABLE_3, TABLE_4
 from rich.console import Console
@@ -53,6 +53,8 @@ def tables(results: dict[str, Any], folder: Path) -> dict[str, str]:
         found["processors"] = page.processors(measured)
     if "table 4" in results:
         found["figure-7"] = page.figure_7(rates.shares(results["table 4"]))
+    if (path := folder / "paper_residual_cuda.json").is_file():
+        found |= page.on_a_gpu(json.loads(path.read_text()))
     if "figure 1" in results:
         found["figure-1"] = page.figure_1(results["figure 1"])
     if "layers" in results:
@@ -114,7 +116,8 @@ def main(
         results |= {"machine": machine, "device": device}
         ran = {name: {"date": machine["date"], "commit": machine["commit"]} for name in chosen}
         results["sections"] = {**results.get("sections", {}), **ran}
-    budget = 0.05 if quick else 3.0
+    on_gpu = device != "cpu"
+    budget = 0.05 if quick else 0.2 if on_gpu else 3.0
     if "accuracy" in chosen:
         results["n"] = 64 if quick else 1024
         results["example"] = accuracy.worked_example()
@@ -125,24 +128,25 @@ def main(
         ("table3", "table 3", sizes3, DENSITIES_3),
     ):
         for n in ((64,) if quick else sizes_of(sizes)) if section in chosen else ():
-            results[name] = merged(results.get(name, []), [rates.whole_calls(n, densities, device, budget)])
+            row = (gpu_rates if on_gpu else rates).whole_calls(n, densities, budget)
+            results[name] = merged(results.get(name, []), [row])
             write_results(path, results)  # a run that is stopped goes on with the next size
-    if "figure1" in chosen:
+    if "figure1" in chosen and not on_gpu:
         results["figure 1"] = rates.dense_rates((64,) if quick else sizes_of(sizes1), budget, mkl, eigen)
-    for n in ((16,) if quick else sizes_of(sizes_layers)) if "layers" in chosen and device == "cpu" else ():
-        row = rates.layer_rates(n, budget, 50 if quick else rates.BATCH)
+    for n in ((16,) if quick else sizes_of(sizes_layers)) if "layers" in chosen else ():
+        batch = 50 if quick else rates.BATCH
+        row = gpu_rates.layer_calls(n, budget) if on_gpu else rates.layer_rates(n, budget, batch)
         results["layers"] = merged(results.get("layers", []), [row])
         write_results(path, results)
     write_results(path, results)
-    made = tables(results, RESULTS)
+    made = page.on_a_gpu(results) if on_gpu else tables(results, RESULTS)
     console = Console(width=170)
     for text in made.values():
         console.print(Markdown(text))
-    if "figures 6 and 8" not in results:
-        return  # the picture and the page are of runs with all sections
-    image = (ROOT / "docs" / "images" if out is None and device == "cpu" else path.parent) / "paper_residual.png"
-    console.print(draw(results, image))
-    if out is None and device == "cpu":
+    if on_gpu or "figures 6 and 8" not in results:
+        return  # the picture and the page are of runs with all sections on a CPU
+    console.print(draw(results, (ROOT / "docs" / "images" if out is None else path.parent) / "paper_residual.png"))
+    if out is None:
         write_page(made)
 
 

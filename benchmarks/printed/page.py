@@ -163,6 +163,42 @@ def processors(found: dict[str, dict[str, Any]]) -> str:
     return table(["path", "n", "0.01, ms", "Full", "Origin", "float32", "0.01 over float32", "over Full"], body)
 
 
+def on_a_gpu(results: dict[str, Any]) -> dict[str, str]:
+    """Return Table 3 printed/ours, and times of it and of fully connected layers, by a GPU."""
+    names = [f"{d:g}" for d in DENSITIES_3]
+    rates, times = [], []
+    for row in results.get("table 3", []):
+        seconds, us, printed = row["seconds"], _microseconds(row), TABLE_3.get(row["n"])
+        scale = 2e-12 * row["n"] ** 3
+        prefix = ["-" for _ in (*names, "Full", "Origin")] if printed is None else [f"{p:g}" for p in printed]
+        best = [max(scale / seconds[f"{name}, V = {v}"] for v in (1, 8)) for name in names]
+        ours = [*best, scale / seconds["Full"], scale / seconds["Origin"]]
+        cells = [f"{p}/{value:.3g}" for p, value in zip(prefix, ours, strict=True)]
+        rates.append([str(row["n"]), *cells, f"{scale / seconds['float32']:.3g}"])
+        shown = [f"{us[f'{name}, V = {v}']}" for v in (1, 8) for name in (names[0], names[-1])]
+        others = ("Full", "Origin", "float32", "int8 product alone", "residual.matmul, direct", "residual.matmul, full")
+        times.append([str(row["n"]), *shown, *(us[name] for name in others)])
+    found = {}
+    if rates:
+        heads = [f"V = {v}, {name}" for v in (1, 8) for name in (names[0], names[-1])]
+        last = ["Full", "Origin", "float32", "int8 product alone", "`residual.matmul`, direct", "full"]
+        found["table-3-gpu"] = table(["n (TOPS)", *names, "Full", "Origin", "float32"], rates)
+        found["table-3-gpu-times"] = table(["n, us", *heads, *last], times)
+    if "layers" in results:
+        ways = ("float32", "origin", "density 0.01", "threshold 1", "threshold 0")
+        body = [[str(row["n"]), *(_microseconds(row)[way] for way in ways)] for row in results["layers"]]
+        found["layers-gpu"] = table(["n, us", *ways], body)
+    if found:
+        machine = results["machine"]
+        ran = results["sections"]["table3" if rates else "layers"]
+        found["machine-gpu"] = f"{machine['gpu']}, torch {machine['torch']}, {ran['date']}, commit {ran['commit']}."
+    return found
+
+
+def _microseconds(row: dict[str, Any]) -> dict[str, str]:
+    return {name: f"{1e6 * seconds:.0f}" for name, seconds in row["seconds"].items()}
+
+
 def figure_7(rows: list[dict[str, Any]]) -> str:
     """Return the shares of time at density .1."""
     shown = [row for row in rows if row["call"] == "0.1"]

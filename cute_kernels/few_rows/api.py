@@ -23,8 +23,7 @@ def few_rows_product(
 ) -> Tensor:
     """Multiply rows by a packed weight: ``D = row_scale X W^T + bias``.
 
-    Up to 64 rows read the weight once; more do so per 64. Layers do not use it unless
-    ``magicube_cutlass.nn.dense.product.FEW_ROWS`` is true: forms of it ran on an H100, the present one in part only.
+    Up to 64 rows read the weight once; more do so per 64.
 
     Parameters
     ----------

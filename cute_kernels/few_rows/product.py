@@ -133,15 +133,14 @@ class FewRowsConfig(KernelConfig):
 def candidates(weight: str, rows: int, act: str = "bfloat16") -> list[FewRowsConfig]:
     """Return the configs for `rows` of 8, 16, 32 or 64, largest tile first."""
     base = FewRowsConfig(weight, rows, act, act)
-    two = 2 if rows <= 32 else 1
-    deep = replace(base, groups=2, depth=2, resident=two)
-    if deep.stages == deep.depth:  # none would be filled while `depth` are read
-        deep = replace(deep, units=1)
-    return [
+    deep = replace(base, groups=2, depth=2, resident=2 if rows <= 32 else 1)
+    found = [
         replace(base, groups=4),
-        replace(base, groups=2, resident=two),
+        replace(base, groups=4, depth=2),
         *(replace(deep, split=split) for split in (1, 2, 4)),
     ]
+    # of two stages, each is filled while nothing or little is left to read
+    return [replace(each, units=1) if each.stages == 2 else each for each in found]
 
 
 @lru_cache(maxsize=4096)

@@ -35,7 +35,6 @@ _BITS = 8
 _PAIRS = {("direct", "full"): 2, ("full", "three_digit"): 3}  # the rungs of a pass, to digits per element
 _STATES = 8  # streams of a thread whose memory is kept
 _REPLAYS = 64  # kinds of calls, and sets of addresses, whose launches a thread keeps
-BY_RECORDS = False  # whether known calls skip their checks, and verdicts go to memory of the host; no GPU has run it
 _UP = 1 + 2.0**-20  # norms in float32 are rounded up
 
 
@@ -265,7 +264,7 @@ def start_known(A: Tensor, B: Tensor, options: Options) -> Started | None:
     options : Options
         Of the call.
     """
-    if not BY_RECORDS or A.dtype is not torch.float32 or B.dtype is not torch.float32:
+    if A.dtype is not torch.float32 or B.dtype is not torch.float32:
         return None
     if A.get_device() != B.get_device():
         return None
@@ -314,8 +313,7 @@ def start_picked(
             _threads.records.clear()
         state = _state(A.device, torch._C._cuda_getCurrentRawStream(A.get_device()))
         record = _threads.records[key] = _Record(A, B, options, rungs, state, right is None)
-    words = _threads.words.take() if BY_RECORDS else _device_words(A.device)
-    return record.start(A, B, words, right, probes)
+    return record.start(A, B, _threads.words.take(), right, probes)
 
 
 def _device_words(device: torch.device) -> Words:

@@ -1,8 +1,7 @@
 """Algorithm 1 by GPU kernels: passes over float32 that quantize, select and pack, and products that add corrections.
 
-By name only, ``residual.paper.gemm.BY_KERNELS``: an earlier form has run on a GPU, this one has not. It takes float32
-and shorter floats. All before the corrections is launches on memory whose size follows from shapes: they are replayed,
-by a CUDA graph from the third call of a kind on. Then the host waits for the number of kept vectors.
+It takes float32 and shorter floats. All before the corrections is launches on memory whose size follows from shapes:
+they are replayed, by a CUDA graph from the third call of a kind on. Then the host waits for the number of kept vectors.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from residual.paper.quantize import SAFE_SCALE, Quantized, QuantizedOperand, Qua
 from residual.paper.search import candidate_thresholds, first_within
 from residual.paper.thresholds import ETA, kept_entries, synchronize
 
-BY_KERNELS = False  # whether `residual.paper.cuda` computes what it takes; its present form has not run on a GPU
 STEPS = ("quantize", "product", "select", "compress", "correct", "combine")
 _INT32_K = 2**31 // (128 * 128) - 1  # K whose products of two 8-bit integers int32 sums
 
@@ -214,7 +213,7 @@ def gemm(
 
 def _runs_by_kernels(A: Tensor, B: Tensor) -> bool:
     """Return whether GPU kernels take these operands: no float64, not empty, sums that int32 holds."""
-    if not BY_KERNELS or not A.is_cuda or torch.float64 in (A.dtype, B.dtype):
+    if not A.is_cuda or torch.float64 in (A.dtype, B.dtype):
         return False
     return A.numel() > 0 and B.numel() > 0 and A.shape[1] <= _INT32_K
 

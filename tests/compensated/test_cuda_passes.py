@@ -71,7 +71,6 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(passes, "_state", lambda *_: state)
     monkeypatch.setattr(passes, "_threads", SimpleNamespace(records={}, words=NewWords()))
     monkeypatch.setattr(passes, "Kept", Once)
-    monkeypatch.setattr(passes, "BY_RECORDS", True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))

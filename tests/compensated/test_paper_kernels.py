@@ -24,7 +24,6 @@ from tests.kernels.compensate.test_compensate_kernels import HEADERS, dense_of
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 pytestmark = [
-    pytest.mark.long,  # kernels reached by name only; the digests guard their machine code
     pytest.mark.skipif(not has_compiler(), reason="no g++"),
     pytest.mark.skipif(not engine.available(), reason="no CPU engine"),
 ]

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 QuantWeight = GroupTensor | ScaledFloatTensor
 _MAX_CALLS = 64  # kept per weight
-FEW_ROWS = False  # whether layers on a GPU use cute_kernels.few_rows, whose present form has run there in part only
 
 
 def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor | ScaledFloatTensor | None:
@@ -152,7 +151,7 @@ class DenseProduct:
             if FewRowsRecord.takes(packed, rows, act_scale):
                 record = FewRowsRecord(packed, self.act, bias, rows)
         elif isinstance(self.weight, ScaledFloatTensor):
-            if FEW_ROWS and FloatRecord.takes(self.weight, self.act, rows, act_scale):
+            if FloatRecord.takes(self.weight, self.act, rows, act_scale):
                 record = FloatRecord(self.weight, self.act, bias, rows)
         elif GemmRecord.takes(self.weight, rows, act_scale):
             record = GemmRecord(self.weight, bias, rows, dtype)
@@ -258,7 +257,7 @@ def _backend(weight: QuantWeight, act: str) -> str:
             return "engine" if extension.available() and weight.k <= MAX_K else "torch"
         if weight.bits == 8 and weight.group is None and weight.minimum is None:
             return "gemm"
-    if FEW_ROWS and weight.device.type == "cuda" and (act == "none" or (grouped and act == "int8")):
+    if weight.device.type == "cuda" and (act == "none" or (grouped and act == "int8")):
         from magicube_cutlass.nn.dense.few_rows import few_rows_format
 
         if few_rows_format(weight) is not None and current_arch() == "sm_90a":

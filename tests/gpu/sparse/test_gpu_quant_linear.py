@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn import QuantLinear
-from magicube_cutlass.nn.dense import product
 
 pytestmark = pytest.mark.gpu
 
@@ -32,16 +31,6 @@ FORMATS: list[dict[str, Any]] = [
 ]
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 BACKENDS = {"int8": "gemm", "int4": "few_rows", "e4m3": "scaled_gemm", "mxfp4": "scaled_gemm", "nvfp4": "scaled_gemm"}
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "FEW_ROWS", True)
-
-
-def test_layers_use_the_few_rows_product_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "FEW_ROWS", False)
-    assert layer_of(FORMATS[1]).cuda().eval().explain().backend == "torch"
 
 
 def name_of(options: dict[str, Any]) -> str:

@@ -22,7 +22,6 @@ from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 HEADERS = ("compensate/split.cuh", "compensate/select.cuh", "device/packed_int.cuh")
 HIGH = 127.0
 pytestmark = [
-    pytest.mark.long,  # kernels reached by name only; the digests guard their machine code
     pytest.mark.skipif(not has_compiler(), reason="no g++"),
     pytest.mark.skipif(not engine.available(), reason="no CPU engine"),
 ]
