@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from magicube_cutlass.checks import check_tensor, check_vector_length, vector_rows
+from magicube_cutlass.pruning.batched import solve_errors, solve_groups
 from magicube_cutlass.pruning.statistics import InputStatistics
 
 __all__ = ["METHODS", "Method", "obs", "refit", "vector_scores"]
@@ -16,11 +17,21 @@ Method = Literal["magnitude", "wanda", "obs"]
 METHODS = ("magnitude", "wanda", "obs")
 
 
-def _grouped(values: Tensor, vector_length: int) -> Tensor:
-    """Sum over the V rows of each vector row: (M, K) -> (ceil(M / V), K)."""
+def _is_batched(weight: Tensor) -> bool:
+    """Whether the systems of all vector rows are solved together: a GPU would wait for the launches of a loop."""
+    return weight.is_cuda
+
+
+def _split(values: Tensor, vector_length: int) -> Tensor:
+    """Rows by vector row, the last one filled up with zeros: (M, K) -> (ceil(M / V), V, K)."""
     m, k = values.shape
     rows = vector_rows(m, vector_length)
-    return torch.nn.functional.pad(values, (0, 0, 0, rows * vector_length - m)).view(rows, vector_length, k).sum(1)
+    return torch.nn.functional.pad(values, (0, 0, 0, rows * vector_length - m)).view(rows, vector_length, k)
+
+
+def _grouped(values: Tensor, vector_length: int) -> Tensor:
+    """Sum over the V rows of each vector row: (M, K) -> (ceil(M / V), K)."""
+    return _split(values, vector_length).sum(1)
 
 
 def _expanded(mask: Tensor, m: int, vector_length: int) -> Tensor:
@@ -179,11 +190,15 @@ def obs(
         scores = _grouped(_weighted((part / small.diagonal()).square() * seen, row_weights), vector_length)
         kept[:, begin:end] = keep_largest(scores, sparsity)
         is_kept = _expanded(kept[:, begin:end], m, vector_length)
-        errors = torch.zeros_like(part)
-        for i in range(end - begin):
-            error = part[:, i] * ~is_kept[:, i] / small[i, i]
-            part[:, i:] -= error[:, None] * small[i, i:]
-            errors[:, i] = error
+        if _is_batched(weight):
+            errors = solve_errors(_split(part, vector_length), small, ~kept[:, begin:end]).flatten(0, 1)[:m]
+            part -= errors @ small
+        else:
+            errors = torch.zeros_like(part)
+            for i in range(end - begin):
+                error = part[:, i] * ~is_kept[:, i] / small[i, i]
+                part[:, i:] -= error[:, None] * small[i, i:]
+                errors[:, i] = error
         out[:, begin:end] = part * is_kept
         out[:, end:] -= errors @ upper[begin:end, end:]
     return out.to(weight.dtype), kept
@@ -241,8 +256,11 @@ def refit(
     ridge = damp * gram.diagonal().mean()
     targets = dense @ cross + ridge * dense  # (M, K)
     gram = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    out = torch.zeros_like(dense)
-    for group in range(mask.shape[0]):
+    out, left = torch.zeros_like(dense), [*range(mask.shape[0])]
+    if _is_batched(weight):
+        found, failed = solve_groups(gram, _split(targets, vector_length), mask)
+        out, left = found.flatten(0, 1)[: len(dense)], failed.nonzero()[:, 0].tolist()
+    for group in left:
         columns = mask[group].nonzero()[:, 0]
         rows = slice(group * vector_length, (group + 1) * vector_length)
         if len(columns):

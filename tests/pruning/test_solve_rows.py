@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from magicube_cutlass.pruning import InputStatistics, obs, refit, vector_scores
+from magicube_cutlass.pruning import InputStatistics, batched, obs, refit, solve, vector_scores
 from magicube_cutlass.pruning.solve import keep_largest
 
 
@@ -52,6 +52,27 @@ def test_the_refit_is_the_least_squares_solution(v: int, has_bias: bool) -> None
             torch.testing.assert_close(shift[row], want[-1], rtol=1e-8, atol=1e-8)
     assert bool((found[~mask.repeat_interleave(v, 0)[:m]] == 0).all())
     assert (shift is None) != has_bias
+
+
+@pytest.mark.parametrize("v", [1, 8])
+@pytest.mark.parametrize("systems", [1, 3, 1000])
+def test_all_vector_rows_at_once_give_what_a_loop_gives(v: int, systems: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs; `systems` of the largest size are solved together."""
+    m, k = 9 * v + (v > 1), 40  # the last vector row is cut
+    dense, pruned = _data(k)
+    dense[:, 3] = pruned[:, 3] = 0
+    statistics, weight = _statistics(dense, pruned), torch.randn(m, k, dtype=torch.float64)
+    mask = _mask(m, k, v)
+    monkeypatch.setattr(batched, "_BYTES", 8 * k**2 * systems)
+    found = []
+    for is_batched in (False, True):
+        monkeypatch.setattr(solve, "_is_batched", lambda _, way=is_batched: way)
+        for damp in (0.01, 0.0):  # without damping the feature that is always 0 makes a matrix singular
+            found.append([refit(weight, torch.ones(m), mask, statistics, v, damp=damp)[0]])
+        found[-1] += obs(weight, statistics.gram, 0.5, v, block=16)
+    for got, want in zip(found[2:], found[:2], strict=True):
+        for own, other in zip(got, want, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-7, atol=1e-9)
 
 
 def test_damping_pulls_towards_the_dense_weight() -> None:
