@@ -7,6 +7,7 @@ sentences of SICK (Marelli et al. 2014). Sentences that occur in STS-B test are 
 
 from __future__ import annotations
 
+import copy
 import csv
 import os
 import random
@@ -182,12 +183,44 @@ def wikitext_windows(tokenizer: Any, part: str = "test", length: int = 1024, lim
     return [ids[:, i : i + length] for i in range(0, ids.shape[1] - length + 1, length)][:limit]
 
 
+def joined(windows: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Windows (1, length) in batches of at most ``size``: (size, length)."""
+    return [torch.cat(list(windows[i : i + size])) for i in range(0, len(windows), size)]
+
+
 @torch.inference_mode()
 def perplexity(model: nn.Module, windows: Iterable[Tensor], device: str = "cpu") -> float:
-    """``exp`` of the mean negative log likelihood of tokens 1 to length - 1 of each window."""
+    """``exp`` of the mean negative log likelihood of tokens 1 to length - 1 of each window (batch, length)."""
     total, count = 0.0, 0
     for window in windows:
-        logits = model(input_ids=window.to(device), use_cache=False).logits[0, :-1].float()
-        total += float(nn.functional.cross_entropy(logits, window[0, 1:].to(device), reduction="sum"))
+        logits = model(input_ids=window.to(device), use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        total += float(nn.functional.cross_entropy(logits, window[:, 1:].flatten().to(device), reduction="sum"))
         count += len(logits)
     return float(torch.tensor(total / count).exp())
+
+
+@torch.no_grad()
+def written_windows(
+    model: nn.Module, windows: Sequence[Tensor], count: int, batch: int, prompt: int = 32, seed: int = 0
+) -> list[Tensor]:
+    """``count`` windows (1, length) that the model wrote, each after ``prompt`` tokens from somewhere in ``windows``.
+
+    Sampled from the whole distribution at temperature 1, on the device of the model, in bfloat16 on a GPU.
+    """
+    device, length, order = next(model.parameters()).device, windows[0].shape[1], random.Random(seed)
+    writer, found = copy.deepcopy(model), list[Tensor]()
+    for each in writer.parameters() if device.type == "cuda" else ():
+        each.data = each.data.to(torch.bfloat16)  # buffers stay: frequencies of positions need float32
+    generator = torch.Generator(device).manual_seed(seed)
+    while len(found) < count:
+        size = min(batch, count - len(found))
+        begins = [(order.randrange(len(windows)), order.randrange(length - prompt)) for _ in range(size)]
+        ids = torch.cat([windows[i][:, at : at + prompt] for i, at in begins]).to(device)
+        past, new = None, ids
+        while ids.shape[1] < length:
+            out = writer(input_ids=new, past_key_values=past, use_cache=True, logits_to_keep=1)
+            past = out.past_key_values
+            new = torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, new], 1)
+        found += list(ids.cpu().split(1))
+    return found
