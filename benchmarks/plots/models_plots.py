@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from smollm_plots import draw_language, grid, render_language
+from smollm_plots import points_of as language_points
 
 from magicube_cutlass.bench.figures import (
     COLORS,
@@ -160,7 +162,7 @@ def render_speed(results: dict[str, Any], speed: dict[str, Any]) -> str:
         rows.append([name, shown, f"{first['state bytes'] / 1e6:.0f}", *rates])
     plural = {1: "1 thread", 2: "2 threads"}
     head = [f"batch {case['batch']}, {plural[case['threads']]}" for case in cases]
-    table = _grid(["sentences of 16 tokens a second", "Spearman x 100", "MB", *head], rows)
+    table = grid(["sentences of 16 tokens a second", "Spearman x 100", "MB", *head], rows)
     return f"{table}\n\nIn brackets: beside the fastest int8 baseline. {_machine(speed, SPEED)}"
 
 
@@ -175,13 +177,8 @@ def render_language_speed(speed: dict[str, Any]) -> str:
     head = [
         f"{'new tokens' if case['kind'] == 'decode' else 'prompt of 512'}, {plural[case['threads']]}" for case in cases
     ]
-    table = _grid(["SmolLM2-135M, tokens a second, batch 1", "MB", *head], rows)
+    table = grid(["SmolLM2-135M, tokens a second, batch 1", "MB", *head], rows)
     return f"{table}\n\n{_machine(speed, LANGUAGE_SPEED)}"
-
-
-def _grid(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def render_quality(results: dict[str, Any]) -> str:
@@ -196,7 +193,7 @@ def render_quality(results: dict[str, Any]) -> str:
         rows.append([f"{method}{', refit' * refit}; {names[allocation]}; {6 * n:,} sentences", *cells])
     found = dict(points_of(results["gpu"], "end", None))
     rows.append(["**distilled**", *[f"**{found[each]:.2f}**" if each in found else "-" for each in SPARSITIES]])
-    return _grid(["W8A8 on top, STS-B Spearman x 100", *map(str, SPARSITIES)], rows)
+    return grid(["W8A8 on top, STS-B Spearman x 100", *map(str, SPARSITIES)], rows)
 
 
 def _encoders(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -223,7 +220,7 @@ def render_engine(results: dict[str, Any]) -> str:
                 values = [f"{each[kind][key]:.2f}" for key in ("all", "captions", "forums", "news")]
                 cosine = f"{each[kind]['cosine']:.4f}" if "cosine" in each[kind] else "-"
                 rows.append([f"{label}{each['text'] * (label != 'dense')}, {kind}", *values, cosine])
-    return _grid(["run by the kernels of a CPU", "all", "captions", "forums", "news", "held-out cosine"], rows)
+    return grid(["run by the kernels of a CPU", "all", "captions", "forums", "news", "held-out cosine"], rows)
 
 
 def render_training(results: dict[str, Any]) -> str:
@@ -235,20 +232,7 @@ def render_training(results: dict[str, Any]) -> str:
             cells = [f"{each['steps']:,} of {each['of']:,}", f"{start['cpu seconds']:.0f}", f"{each['cpu seconds']:,}"]
             rows.append([str(each["sparsity"]), *cells, texts, f"{each['W8A8']['all']:.2f}"])
     head = ["trained on a CPU, sparsity", "steps", "pruning, s of one core", "training, s of one core", "sentences"]
-    return _grid([*head, "W8A8, all pairs"], rows)
-
-
-def render_language(results: dict[str, Any]) -> str:
-    """Perplexity of SmolLM2."""
-    section = results["smollm"]
-    values = {each["name"]: each.get("perplexity") for each in section["rows"]}
-    for each in section["rows"]:
-        values |= {f"{each['name']}, {kind}": each[kind]["perplexity"] for kind in ("float32", "W8A8") if kind in each}
-    base = values["float32"]
-    rows = [[name, f"{value:.3f}", f"{100 * (value / base - 1):+.2f}%"] for name, value in values.items() if value]
-    counts = section["texts"]
-    head = f"SmolLM2-135M, {counts['WikiText-2 test, windows']} of {counts['of']} windows of 1,024"
-    return _grid([head, "perplexity", "over float32"], rows)
+    return grid([*head, "W8A8, all pairs"], rows)
 
 
 def _source(results: dict[str, Any]) -> str:
@@ -275,6 +259,8 @@ def main() -> None:
         "steps": draw_by_steps(results),
         "pareto": draw_pareto(results),
     }
+    if language_points(results["smollm"]):
+        figures["smollm"] = draw_language(results)
     for name, figure in figures.items():
         print(save_figure(figure, ROOT / "docs" / "images" / f"models_{name}.png"))
 
