@@ -211,6 +211,45 @@ struct FloatScale {
   }
 };
 
+// Sizes of a packed unit: codes, then the scales of its rows.
+template <class C>
+struct Unit {
+  static constexpr int kWords = C::Weights::kBits;  // of codes of a lane's row
+  static constexpr int kCodeBytes = kUnitRows * kUnitK * kWords / 8;
+  static constexpr int kRowScaleBytes = kUnitK / C::kGroup * C::Scale::kBytes;
+  static constexpr int kScaleWords = (kRowScaleBytes + 3) / 4;  // of a row
+  static constexpr int kBytes = kCodeBytes + kUnitRows * kRowScaleBytes;
+};
+
+// Load a lane's codes and scales of a unit: rows g and g + 8 of its warp's 16.
+template <class C>
+__device__ __forceinline__ void load_unit(const uint8_t* unit, uint32_t (&words)[2][Unit<C>::kWords], uint32_t (&scales)[2][8]) {
+  using U = Unit<C>;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < U::kWords / 4; ++chunk) {
+      const uint4 x = *reinterpret_cast<const uint4*>(unit + chunk * 4096 + (warp * 2 + half) * 512 + lane * 16);
+      words[half][4 * chunk] = x.x, words[half][4 * chunk + 1] = x.y;
+      words[half][4 * chunk + 2] = x.z, words[half][4 * chunk + 3] = x.w;
+    }
+    if constexpr (U::kWords % 4 == 2) {
+      const uint2 x = *reinterpret_cast<const uint2*>(unit + U::kWords / 4 * 4096 + (warp * 2 + half) * 256 + lane * 8);
+      words[half][U::kWords - 2] = x.x, words[half][U::kWords - 1] = x.y;
+    }
+    const uint8_t* const of_row = unit + U::kCodeBytes + (warp * 16 + half * 8 + lane / 4) * U::kRowScaleBytes;
+    if constexpr (U::kRowScaleBytes >= 4) {
+      CUTE_UNROLL
+      for (int i = 0; i < U::kScaleWords; ++i) scales[half][i] = reinterpret_cast<const uint32_t*>(of_row)[i];
+    } else if constexpr (U::kRowScaleBytes == 2) {
+      scales[half][0] = *reinterpret_cast<const uint16_t*>(of_row);
+    } else if constexpr (U::kRowScaleBytes == 1) {
+      scales[half][0] = *of_row;
+    }
+  }
+}
+
 // Pair p of a row, times its scale.
 template <class C, int p>
 __device__ __forceinline__ uint32_t scaled_pair(const uint32_t* words, const uint32_t* scales) {

@@ -36,12 +36,10 @@ struct FewRows {
   using Scale = typename C::Scale;
   static constexpr int kUnits = C::kUnits, kStages = C::kStages, kDepth = C::kDepth;
   static constexpr int kBlocks = C::kGroups / kDepth, kHeight = kUnitRows * kBlocks;  // 64-row blocks and rows of a tile
-  static constexpr int kCodeBytes = kUnitRows * kUnitK * Weights::kBits / 8;
-  static constexpr int kRowScaleBytes = kUnitK / C::kGroup * Scale::kBytes;  // of a row of a unit
-  static constexpr int kUnitBytes = kCodeBytes + kUnitRows * kRowScaleBytes;
+  static constexpr int kUnitBytes = Unit<C>::kBytes, kWords = Unit<C>::kWords;
   static constexpr int kBoxBytes = C::kRows * 128, kXBytes = 2 * kUnits * kBoxBytes;  // a box: 64 k of each row of X
   static constexpr int kBlockBytes = kUnits * kUnitBytes, kStageBytes = kXBytes + kBlocks * kBlockBytes;
-  static constexpr int kRegisters = C::kRows / 2, kWords = Weights::kBits, kScaleWords = (kRowScaleBytes + 3) / 4;
+  static constexpr int kRegisters = C::kRows / 2;
   // With many warp groups registers are scarce: the producer is a warp group of its own, and gives up its registers.
   static constexpr bool kShare = C::kGroups > 2;
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
@@ -111,35 +109,6 @@ __device__ __forceinline__ void decode_piece(const uint32_t (&words)[2][FewRows<
                                              typename FewRows<C>::Piece& to, int_sequence<P...>) {
   ((to[P / 2][2 * (P % 2)] = scaled_pair<C, 8 * kPiece + P>(words[0], scales[0]),
     to[P / 2][2 * (P % 2) + 1] = scaled_pair<C, 8 * kPiece + P>(words[1], scales[1])), ...);
-}
-
-// Load a lane's codes and scales of a unit: rows g and g + 8 of its warp's 16.
-template <class C>
-__device__ __forceinline__ void load_unit(const uint8_t* unit, uint32_t (&words)[2][FewRows<C>::kWords], uint32_t (&scales)[2][8]) {
-  using G = FewRows<C>;
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  CUTE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    CUTE_UNROLL
-    for (int chunk = 0; chunk < G::kWords / 4; ++chunk) {
-      const uint4 x = *reinterpret_cast<const uint4*>(unit + chunk * 4096 + (warp * 2 + half) * 512 + lane * 16);
-      words[half][4 * chunk] = x.x, words[half][4 * chunk + 1] = x.y;
-      words[half][4 * chunk + 2] = x.z, words[half][4 * chunk + 3] = x.w;
-    }
-    if constexpr (G::kWords % 4 == 2) {
-      const uint2 x = *reinterpret_cast<const uint2*>(unit + G::kWords / 4 * 4096 + (warp * 2 + half) * 256 + lane * 8);
-      words[half][G::kWords - 2] = x.x, words[half][G::kWords - 1] = x.y;
-    }
-    const uint8_t* const of_row = unit + G::kCodeBytes + (warp * 16 + half * 8 + lane / 4) * G::kRowScaleBytes;
-    if constexpr (G::kRowScaleBytes >= 4) {
-      CUTE_UNROLL
-      for (int i = 0; i < G::kScaleWords; ++i) scales[half][i] = reinterpret_cast<const uint32_t*>(of_row)[i];
-    } else if constexpr (G::kRowScaleBytes == 2) {
-      scales[half][0] = *reinterpret_cast<const uint16_t*>(of_row);
-    } else if constexpr (G::kRowScaleBytes == 1) {
-      scales[half][0] = *of_row;
-    }
-  }
 }
 
 // Start the products of half a unit.

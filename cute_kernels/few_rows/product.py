@@ -14,9 +14,9 @@ from cute_kernels.jit.tma import tensor_map
 
 ROWS = (8, 16, 32, 64)  # rows of X that a kernel is compiled for
 _SMEM_BYTES = 233472  # shared memory of an SM; each CTA takes 1 KiB more than it requests
-_CODES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes",
+CODE_TYPES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes",
           "e2m3": "few::E2M3Placed", "e3m2": "few::E3M2Placed"}  # fmt: skip
-_SCALES = {
+SCALE_TYPES = {
     "none": "few::NoScale", "power": "few::PowerScale", "e4m3": "few::E5M3Scale", "half": "few::HalfScale",
     "half_min": "few::HalfScaleMinimum", "sum": "few::SumScale",
 }  # fmt: skip
@@ -118,14 +118,14 @@ class FewRowsConfig(KernelConfig):
     @property
     def _scale_type(self) -> str:
         """C++ type of the scale rule; 64 rows leave no registers for sums of their own."""
-        return "few::FloatScale" if self.format.scale == "sum" and self.rows == 64 else _SCALES[self.format.scale]
+        return "few::FloatScale" if self.format.scale == "sum" and self.rows == 64 else SCALE_TYPES[self.format.scale]
 
     def _types(self) -> dict[str, str]:
         return {
             "Out": OUT_TYPES[self.out],
             "Source": "NoSource",
             "Half": self.act.upper(),
-            "Weights": _CODES[self.format.codes],
+            "Weights": CODE_TYPES[self.format.codes],
             "Scale": self._scale_type,
         }
 

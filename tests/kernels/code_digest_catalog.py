@@ -29,6 +29,7 @@ from cute_kernels.estimate.config import ProbeConfig
 from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.remainder_probes import RemainderConfig
 from cute_kernels.estimate.verdict import VerdictConfig
+from cute_kernels.few_rows.decode import DecodeConfig
 from cute_kernels.few_rows.encode_e4m3 import EncodeConfig
 from cute_kernels.few_rows.product import choose_few_rows
 from cute_kernels.few_rows.widen import WidenConfig
@@ -217,6 +218,13 @@ def _few_rows(arch: str) -> Iterator[Entry]:
         yield "few rows/rows to mxfp8", EncodeConfig("encode_mxfp8_rows", "float32")
     for act in ("bfloat16", "float16"):
         yield f"few rows/integers to {act}", WidenConfig(act)
+    for name, act in (
+        ("int4_g128", "bfloat16"),
+        ("int8_g32_min", "float16"),
+        ("nvfp4", "bfloat16"),
+        ("mxfp6", "float16"),
+    ):
+        yield f"few rows/dense {name} {act}", DecodeConfig(name, act)
 
 
 def _digits(arch: str) -> Iterator[Entry]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.few_rows.api import few_rows_product
+from cute_kernels.few_rows.decode import DecodeConfig, decode_weight, launch_decode
 from cute_kernels.few_rows.formats import FORMATS
 from cute_kernels.few_rows.product import ROWS, FewRowsConfig, candidates
 from tests.gpu.problems import needs_warp_groups
-from tests.kernels.few_rows.model import Sample, sample
+from tests.kernels.few_rows.model import Sample, dense, sample
 
 pytestmark = [pytest.mark.gpu, needs_warp_groups]
 
@@ -88,3 +89,43 @@ def test_launches_behind_each_other_agree_in_every_bit(name: str) -> None:
                 few_rows_product(x, made.weight, out=out, config=config)
         torch.cuda.synchronize()
         assert all(torch.equal(out, first) for out in outs), config.name
+
+
+@pytest.mark.parametrize("act", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.configs([DecodeConfig(name, act) for name in FORMATS for act in DTYPES])
+def test_decoded_weights_are_the_model_s_in_every_bit(name: str, act: str) -> None:
+    p = 8 if act == "bfloat16" else 11
+    for seed, (n, k) in enumerate(SHAPES):
+        made = sample(name, n, k, act, seed, "cuda")
+        got = decode_weight(made.weight)
+        assert got.dtype == DTYPES[act] and got.shape == (n, k)
+        assert torch.equal(got.contiguous().view(torch.int16), dense(made.weight).view(torch.int16)), (n, k)
+        limit = made.slack + (2.0**-p + 2.0**-22) * (made.truth.abs() + made.slack) + (2.0**-25 if p == 11 else 0)
+        assert bool(((got.double() - made.truth).abs() <= limit).all()), (n, k)
+
+
+@pytest.mark.parametrize("name", ["int4_g32_min", "mxfp6", "nvfp4", "int8_g128"])
+def test_decoding_writes_the_rows_and_whole_runs_of_8_only(name: str) -> None:
+    for seed, (n, k) in enumerate(SHAPES):
+        made = sample(name, n, k, "float16", seed, "cuda")
+        columns = -(-k // 8) * 8
+        frame = torch.full((n + 66, columns + 264), 7.0, device="cuda", dtype=torch.float16)
+        out = frame[1 : n + 1, 8 : columns + 8]
+        launch_decode(DecodeConfig(name, "float16"), made.weight, out)
+        assert torch.equal(out[:, :k], decode_weight(made.weight))
+        out.fill_(7.0)
+        assert bool((frame == 7.0).all()), "written outside"
+
+
+def test_a_row_without_a_number_stays_alone_and_a_graph_decodes_anew() -> None:
+    made = sample("int4_g128", 300, 520, "bfloat16", 4, "cuda")
+    made.weight.row_scale[7] = torch.nan
+    found = decode_weight(made.weight)
+    assert bool(found[7].isnan().all()) and int(found.isnan().any(1).sum()) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = decode_weight(made.weight)
+    made.weight.row_scale[7] = 1.0
+    graph.replay()
+    assert bool(again.isfinite().all()) and torch.equal(again, decode_weight(made.weight))

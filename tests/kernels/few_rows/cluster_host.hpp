@@ -58,6 +58,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 16);
   int cta, thread, registers;
+  uint64_t shuffled = 0;  // what its lane gives the others
   bool started = false, over = false, fenced = false;
   std::vector<Product> open;
   std::vector<std::vector<Product>> groups;  // committed, the oldest first
@@ -286,7 +287,15 @@ inline const char* run(const Launch& launch, std::vector<Range> ranges, std::fun
 
 inline void __syncthreads() { host::meet(host::own_cta().named[0], host::threads, "__syncthreads"); }
 inline void __syncwarp() { host::meet_warp(); }
-template <class T> T __shfl_xor_sync(unsigned, T, int) { throw host::Failure("a shuffle"); }  // of the other kernels
+inline float2 __half22float2(__half2 x) { return {float(host::value(x.x)), float(host::value(x.y))}; }
+template <class T> T __shfl_xor_sync(unsigned lanes, T x, int step) {
+  host::require(lanes == ~0u && sizeof x <= 8, "a shuffle of other lanes or of more than 8 bytes");
+  std::memcpy(&host::self().shuffled, &x, sizeof x);
+  host::meet_warp();
+  std::memcpy(&x, &host::fibers[host::current ^ step]->shuffled, sizeof x);
+  host::meet_warp();
+  return x;
+}
 
 namespace cute {
 template <int... I> using int_sequence = std::integer_sequence<int, I...>;

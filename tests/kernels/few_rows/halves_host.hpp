@@ -90,8 +90,12 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) { return host::rounded<__nv_bf
 inline __half2 __float2half2_rn(float x) { return {__float2half_rn(x), __float2half_rn(x)}; }
 inline __nv_bfloat162 __float2bfloat162_rn(float x) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(x)}; }
 
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
+
 inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 // PRMT: a selector's nibble is the number of a byte; its upper bit, for the byte's sign, is not used here.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,8 +71,8 @@ def _units(weight: PackedWeight) -> tuple[Tensor, Tensor]:
     return _pairs(words, form.codes, weight.act), weight.data[..., size:].reshape(blocks, units, 64, -1)
 
 
-def decode(weight: PackedWeight) -> Tensor:
-    """Return what the kernel multiplies by, (N, K) float64; the results' rounding is not in it."""
+def _scaled(weight: PackedWeight, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """Codes times scales of groups, (N, K) float64; `rounded` is applied where such a product is rounded to 16 bits."""
     form, act, (n, k) = weight.format, weight.act, weight.shape
     values, raw = _units(weight)
     blocks, units = values.shape[:2]
@@ -84,9 +85,6 @@ def decode(weight: PackedWeight) -> Tensor:
 
     def spread(x: Tensor) -> Tensor:  # (blocks, units, 64, groups) -> (blocks, 64, units, 128)
         return x.permute(0, 2, 1, 3).repeat_interleave(group, -1)
-
-    def rounded(x: Tensor) -> Tensor:
-        return x.to(_DTYPES[act]).double()
 
     if form.scale in ("none", "sum"):
         values = values * 2.0**lift
@@ -106,7 +104,19 @@ def decode(weight: PackedWeight) -> Tensor:
     found = values.reshape(blocks * 64, units * 128)
     # beyond K, where X is zero, a minimum may stand
     assert form.scale == "half_min" or not bool(found[:, k:].any() | found[n:].any()), "padding is zero"
-    return found[:n, :k] * weight.row_scale.double()[:, None]
+    return found[:n, :k]
+
+
+def decode(weight: PackedWeight) -> Tensor:
+    """Return what the kernel multiplies by, (N, K) float64; the results' rounding is not in it."""
+    dtype = _DTYPES[weight.act]
+    return _scaled(weight, lambda x: x.to(dtype).double()) * weight.row_scale.double()[:, None]
+
+
+def dense(weight: PackedWeight) -> Tensor:
+    """Return the decoded matrix (N, K) in its dtype: float32 arithmetic, rounded once."""
+    values = _scaled(weight, lambda x: x).float()  # of at most 53 bits before
+    return (values * weight.row_scale[:, None]).to(_DTYPES[weight.act])
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_kernels.few_rows.decode import DecodeConfig
 from cute_kernels.few_rows.product import FewRowsConfig, candidates
 from tests.kernels.few_rows.host import ACTS, HostFewRows, has_compiler
 from tests.kernels.few_rows.test_decode_host import check_operands, check_rounded
+from tests.kernels.few_rows.test_dense_host import HostDecode
+from tests.kernels.few_rows.test_dense_host import check as check_dense
 from tests.kernels.few_rows.test_product_host import check
 
 pytestmark = [pytest.mark.skipif(not has_compiler(), reason="no g++"), pytest.mark.long]
 
-FORMATS, PRODUCT = "few_rows/formats.cuh", "few_rows/product.cuh"
+FORMATS, PRODUCT, DENSE = "few_rows/formats.cuh", "few_rows/product.cuh", "few_rows/decode.cuh"
 WAIT = "barrier_wait(gemm.empty(at.stage), at.parity ^ 1);"
 
 
@@ -95,3 +98,30 @@ def test_a_wrong_wait_count_or_size_is_seen(index: int, tmp_path: Path) -> None:
         for late in (0, 1, 2, 3):
             for seed in range(3):
                 check(kernels, config, "bfloat16", (5, 77, 9300 if config is DEEP else 3000), late, seed)
+
+
+DENSE_BREACHES = [
+    # (format, what is in the source, what is compiled, what is said)
+    ("int4_g32", "upper ? x[i] : x[i | step], step", "upper ? x[i] : x[i | step], 3 - step", "another weight"),
+    ("int8_g16_min", "upper ? got : x[i]", "got", "another weight"),
+    ("e4m3", "const bool upper = t & step;", "const bool upper = t & 1;", "another weight"),
+    ("nvfp4", "8 * t < left", "8 * t < left + 8", "outside"),
+    ("mxfp4", "present ? int(columns - column) : 0", "int(columns - column)", "outside"),
+    (
+        "int4_g128",
+        "first = block * kUnitRows + threadIdx.x / 32 % 4 * 16",
+        "first = block * kUnitRows",
+        "another weight",
+    ),
+    ("int8_g128", "scale *= __uint_as_float(scales[i]);", "{}", "another weight"),
+    ("int8", " + threadIdx.x / 128;", ";", "another weight"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(DENSE_BREACHES)))
+def test_a_wrong_exchange_or_end_is_seen(index: int, tmp_path: Path) -> None:
+    name, old, new, said = DENSE_BREACHES[index]
+    config = DecodeConfig(name, "float16")
+    kernels = HostDecode(tmp_path, [config], replaced(DENSE, (old, new)))
+    with pytest.raises((RuntimeError, AssertionError), match=said):
+        check_dense(kernels, config, (77, 300))

@@ -1,4 +1,4 @@
-"""The few-rows product without a GPU: configs, selection and machine code."""
+"""The few-rows product and its helpers without a GPU: configs, selection and machine code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from cute_kernels.few_rows.decode import DecodeConfig
 from cute_kernels.few_rows.formats import FORMATS, PAD_K, UNIT_K
 from cute_kernels.few_rows.product import ROWS, FewRowsConfig, candidates, choose_few_rows
 from cute_kernels.few_rows.widen import WidenConfig
@@ -72,3 +73,19 @@ def test_the_widening_kernel_stays_in_registers(arch: str, kernel_cache: None) -
     binary = build(WidenConfig("bfloat16").translation_unit(arch))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL|CALL)\b", disassemble(binary.code))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    "config",
+    [DecodeConfig("int4_g128"), DecodeConfig("int8_g16_min", "float16"), DecodeConfig("mxfp6"), DecodeConfig("e4m3")],
+    ids=lambda config: config.name,
+)
+def test_the_decoding_kernel_stores_16_bytes_at_a_time(config: DecodeConfig, arch: str, kernel_cache: None) -> None:
+    binary = build(config.translation_unit(arch))
+    assert binary.usage is not None and binary.usage.spill_bytes == 0 and binary.usage.registers <= 64
+    sass = disassemble(binary.code)
+    assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass)
+    stores = re.findall(r"\bSTG\.E[.\w]*", sass)
+    assert len(stores) == 8 and all(each.startswith("STG.E.128") for each in stores), stores
+    assert len(re.findall(r"\bSHFL\.BFLY\b", sass)) == 32, "one per pair of values"
