@@ -9,10 +9,11 @@ import torch
 
 from cute_kernels.few_rows.formats import FORMATS
 from magicube_cutlass.nn.config import QuantConfig
+from magicube_cutlass.nn.dense import product
 from magicube_cutlass.nn.dense.few_rows import few_rows_format, pack_few_rows
 from magicube_cutlass.nn.dense.linear import quantize_weight
 from magicube_cutlass.quantization.float_tensor import quantize_floats
-from tests.kernels.few_rows.model import decode
+from tests.kernels.few_rows.model import decode, dense
 
 INTEGERS: list[dict[str, Any]] = [
     {"weight": weight, "group_size": group, "symmetric": symmetric}
@@ -46,3 +47,29 @@ def test_formats_of_other_float_tensors() -> None:
     assert few_rows_format(quantize_floats(x, "e5m2", axis=1)) is None
     assert few_rows_format(quantize_floats(x, "e4m3", axis=0)) is None, "scales along the other dimension"
     assert few_rows_format(quantize_floats(x, "e4m3", block=(128, 128))) is None
+
+
+@pytest.mark.parametrize("act", ["none", "int8"])
+def test_many_rows_of_a_weight_only_layer_are_multiplied_by_the_decoded_weight(
+    act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    weight = quantize_weight(torch.randn(70, 530), QuantConfig("int4", group_size=32))
+    found = product.DenseProduct(weight, act)
+    found.backend = "few_rows"  # as on a GPU
+    assert "rows and more" not in found.describe()
+    monkeypatch.setattr(product, "DECODED_ROWS", 32)
+    monkeypatch.setattr("cute_kernels.few_rows.decode.decode_weight", dense)
+    calls = []
+    monkeypatch.setattr("cute_kernels.few_rows.api.few_rows_product", lambda x, *_, **__: calls.append(len(x)) or x)
+    x, bias = torch.randn(40, 530).bfloat16(), torch.randn(70)
+    assert ("32 rows and more by torch" in found.describe()) == (act == "none")
+    found._by_few_rows(x[:31], None, bias)
+    assert calls == [31]
+    got = found._by_few_rows(x, None, bias)
+    if act == "none":
+        want = x.double() @ weight.dequantize().double().t() + bias
+        assert calls == [31] and got.dtype == x.dtype and got.shape == want.shape
+        assert float((got - want).norm() / want.norm()) < 6e-3
+    else:
+        assert calls == [31, 40], "rows of int8 have scales, and are left to the few-rows product"

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 QuantWeight = GroupTensor | ScaledFloatTensor
 _MAX_CALLS = 64  # kept per weight
+# Rows from which weight-only layers decode their weight, for torch to multiply by; None: never, not yet run on a GPU
+DECODED_ROWS: int | None = None
 
 
 def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor | ScaledFloatTensor | None:
@@ -191,6 +193,9 @@ class DenseProduct:
         """4- and 8-bit weights decoded in registers; rows of int8 are widened, exactly."""
         from cute_kernels.few_rows.api import few_rows_product
 
+        many = self._decoded_rows()
+        if many is not None and rows.shape[0] >= many:
+            return self._by_decoding(rows, bias)
         y = self._by_record(rows, act_scale, bias, rows.dtype)
         if y is not None:
             return y
@@ -201,6 +206,17 @@ class DenseProduct:
             scale = dense.scale.float().reshape(-1 if dense.scale.ndim else ())
             rows = dense.data.to(rows.dtype)
         return few_rows_product(rows, self.packed_for(rows.dtype), _float32(bias), row_scale=scale)
+
+    def _decoded_rows(self) -> int | None:
+        """Rows from which the weight is decoded first, or None. Scales of int8 rows would come after a rounding."""
+        return DECODED_ROWS if self.backend == "few_rows" and self.act == "none" else None
+
+    def _by_decoding(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Many rows by a 16-bit copy of the weight, made for this product; the bias is rounded to 16 bits too."""
+        from cute_kernels.few_rows.decode import decode_weight
+
+        weight = decode_weight(self.packed_for(rows.dtype))  # (M, K)
+        return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
 
     def _by_scaled_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         y = self._by_record(rows, act_scale, bias, rows.dtype)
@@ -236,7 +252,8 @@ class DenseProduct:
             "scaled_gemm": "scaled GEMM, rows quantized before",
             "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
         }
-        return texts[self.backend]
+        many = self._decoded_rows()
+        return texts[self.backend] + (f"; {many} rows and more by torch on weights decoded before" if many else "")
 
 
 def _make_room(calls: dict[Hashable, Any]) -> None:

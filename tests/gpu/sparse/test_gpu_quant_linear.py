@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn import QuantLinear
+from magicube_cutlass.nn.dense import product
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +71,37 @@ def test_a_layer_gives_the_product_of_its_codes(options: dict[str, Any], dtype: 
         coarse = layer.act != "int8" and backend != "few_rows"
         assert float((got.double() - want).norm() / want.norm()) < max(BOUNDS[dtype], 2e-3 * coarse)
         assert float((got.cpu().double() - on_cpu(x).double()).norm() / want.norm()) < 2 * max(BOUNDS[dtype], 2e-3)
+
+
+WEIGHT_ONLY = [options for options in FORMATS if options.get("act") == "none"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", WEIGHT_ONLY, ids=name_of)
+def test_many_rows_are_multiplied_by_the_decoded_weight(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "DECODED_ROWS", 512)
+    layer = layer_of(options, dtype, 520).cuda().eval().freeze()
+    assert "512 rows and more" in layer.explain().text
+    x = torch.randn(7, 100, layer.in_features, device="cuda", dtype=dtype)
+    with torch.inference_mode():
+        layer(x)  # packs the weight
+        memory = torch.cuda.memory_allocated()
+        got = layer(x)
+        assert torch.cuda.memory_allocated() - memory <= got.nbytes + 512, "the decoded weight is not kept"
+        few = torch.cat([layer(each) for each in x.flatten(0, 1).split(350)])
+    want = exact(layer, x.flatten(0, 1))
+    assert got.dtype == dtype and got.shape == (7, 100, layer.out_features)
+    for each in (got.flatten(0, 1), few):
+        assert float((each.double() - want).norm() / want.norm()) < BOUNDS[dtype]
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        x.copy_(x.flip(0))
+        graph.replay()
+        assert float((y.flip(0).flatten(0, 1).double() - want).norm() / want.norm()) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=name_of)
