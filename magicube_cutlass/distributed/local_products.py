@@ -122,7 +122,7 @@ def rows_of(product: Tensor, out: Tensor | None = None) -> Tensor:
 class SparsePart(LayerPart):
     """Of a sparse weight."""
 
-    rows_by_record = False  # products of gathered integers by the kernels that write rows; has not run on a GPU
+    rows_by_record = True  # products of gathered integers by the kernels that write rows
 
     def __init__(self, matrix: SRBCRS | BCRS, bounds: tuple[int, ...]) -> None:
         matrix = matrix if isinstance(matrix, SRBCRS) else matrix.to_srbcrs()
