@@ -55,3 +55,12 @@ def use_threads() -> Iterator[Callable[[int], None]]:
     yield torch.set_num_threads
     engine.set_serial_work(serial_work)
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[True, False], ids=["openmp", "pool"])
+def thread_source(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads of torch's OpenMP, or the engine's own."""
+    engine = extension.load_extension()
+    before = engine.want_openmp(request.param)
+    yield
+    engine.want_openmp(before)

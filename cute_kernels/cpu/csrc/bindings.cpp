@@ -24,6 +24,7 @@ NB_MODULE(_engine, m) {
   m.def("panel_columns", [] { return selected().spmm_columns; });
   // Returns the value before. Tests start threads for little work.
   m.def("set_serial_work", [](int64_t work) { return std::exchange(serial_work, work); }, "work"_a);
+  m.def("want_openmp", &want_openmp, "value"_a);  // likewise
   m.def("isas", [] {
     std::vector<std::string> names;
     for (const Engine* engine : usable()) names.emplace_back(engine->name);

@@ -82,9 +82,12 @@ bool reads_masks() {
 
 int64_t serial_work = -1;  // of every engine, in place of their own, unless negative
 
+constexpr int64_t kOpenMpShare = 8;  // less work is enough for threads that wake at once
+
 int threads_for(int64_t work, int most) {
   if (most < 1) throw std::invalid_argument("threads must be at least 1, got " + std::to_string(most));
-  return work >= (serial_work < 0 ? selected().serial_work : serial_work) ? most : 1;
+  const int64_t least = serial_work < 0 ? selected().serial_work : serial_work;
+  return work >= least || (most > 1 && work >= least / kOpenMpShare && is_openmp_ready()) ? most : 1;
 }
 
 constexpr int64_t kMemoryBound = 8;           // columns of a product whose one pass over the other operand costs as much

@@ -479,5 +479,7 @@ void ask_for_large_pages(void* memory, int64_t bytes);
 // Call body on at most `threads` threads, the caller included, with 64-byte aligned buffers.
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
                       const void* args);
+bool is_openmp_ready();        // whether it would use the threads of torch's OpenMP, which wake at once
+bool want_openmp(bool value);  // whether it may; returns the value before
 
 }  // namespace magicube

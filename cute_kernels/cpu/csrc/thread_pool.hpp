@@ -40,53 +40,39 @@ struct Job {
   int64_t local_bytes;  // per thread
 };
 
-class ThreadPool {
+// Threads inside one job at a time, by the word that they share.
+class Team {
  public:
   static constexpr int kMostThreads = 1023;
 
-  ThreadPool() = default;
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
+  Team() = default;
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
 
-  ~ThreadPool() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
-
-  // Start workers up to `wanted`; returns how many exist, fewer if the system has no more threads.
-  int provide(int wanted) {
-    workers_.reserve(static_cast<size_t>(wanted));
-    try {
-      while (static_cast<int>(workers_.size()) < wanted) {
-        const int rank = static_cast<int>(workers_.size()) + 1;
-        workers_.emplace_back([this, rank] { work(rank); });
-      }
-    } catch (const std::system_error&) {
-      return static_cast<int>(workers_.size());
-    }
-    return wanted;
-  }
-
-  // Run the job on this thread, of rank 0, and on those of `workers` workers that come in time.
-  void run(int workers, const Job& job) {
+  // Open a job to the calling thread, of rank 0, and to ranks 1 to `workers`.
+  void open(int workers, const Job& job) {
     const uint64_t number = number_of(word_.load(std::memory_order_relaxed)) + 1;
     job_ = job;
     tickets_[0].store(0, std::memory_order_relaxed);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      word_.store(number << kNumberAt | static_cast<uint64_t>(workers + 1) << kSizeAt | 1);
-    }
-    wake_.notify_all();
-    Member caller(*this, 0, word_.load(std::memory_order_relaxed));
-    job.body(job.args, caller);
+    first_ = number << kNumberAt | static_cast<uint64_t>(workers + 1) << kSizeAt | 1;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    word_.store(first_);
+  }
+
+  // Run the open job on the thread that opened it, until no other is inside.
+  void lead() {
+    Member caller(*this, 0, first_);
+    job_.body(job_.args, caller);
     close();
   }
 
- private:
+  // Run the open job, if there is one for this rank.
+  void take_part(int rank) {
+    uint64_t word = word_.load();
+    if (join(word, rank)) run_member(rank, word);
+  }
+
+ protected:
   // From the lowest bit: threads inside, threads that may join (0: closed), phase, number of the job.
   static constexpr int kSizeAt = 10, kPhaseAt = 20, kNumberAt = 44;
   static constexpr uint64_t kLow10 = 1023, kLow24 = (1 << 24) - 1;
@@ -97,36 +83,6 @@ class ThreadPool {
   static uint64_t phase_of(uint64_t word) { return word >> kPhaseAt & kLow24; }
   static uint64_t number_of(uint64_t word) { return word >> kNumberAt; }
 
-  class Member final : public ThreadGroup {
-   public:
-    Member(ThreadPool& pool, int rank, uint64_t word) : pool_(pool), rank_(rank), entered_(word) {}
-
-    int rank() const override { return rank_; }
-    int size() const override { return static_cast<int>(size_of(entered_)); }
-    uint8_t* shared() const override { return pool_.job_.shared; }
-    uint8_t* local() const override { return pool_.job_.local ? pool_.job_.local + pool_.job_.local_bytes * rank_ : nullptr; }
-
-    int64_t ticket() override {
-      if (phase_ != phase_of(entered_)) return kNoTicket;
-      return pool_.tickets_[phase_ % 2].fetch_add(1, std::memory_order_relaxed);
-    }
-
-    bool barrier() override {
-      if (phase_ == phase_of(entered_)) is_inside_ = pool_.pass(entered_);
-      phase_ = (phase_ + 1) & kLow24;
-      return is_inside_;
-    }
-
-    bool is_inside() const { return is_inside_; }
-
-   private:
-    ThreadPool& pool_;
-    const int rank_;
-    uint64_t entered_;    // the word when this thread joined its phase
-    uint64_t phase_ = 0;  // of the code that this thread runs: complete, unless it is that of `entered_`
-    bool is_inside_ = true;
-  };
-
   // Join the open job of `word`, updated; false if there is none, or not for this rank.
   bool join(uint64_t& word, int rank) {
     while (size_of(word) > static_cast<uint64_t>(rank)) {
@@ -134,6 +90,47 @@ class ThreadPool {
     }
     return false;
   }
+
+  // Run the job that this thread has joined at `word`.
+  void run_member(int rank, uint64_t word) {
+    Member member(*this, rank, word + 1);
+    job_.body(job_.args, member);
+    if (member.is_inside()) leave();
+  }
+
+  std::mutex mutex_;
+  std::atomic<uint64_t> word_{0};
+
+ private:
+  class Member final : public ThreadGroup {
+   public:
+    Member(Team& team, int rank, uint64_t word) : team_(team), rank_(rank), entered_(word) {}
+
+    int rank() const override { return rank_; }
+    int size() const override { return static_cast<int>(size_of(entered_)); }
+    uint8_t* shared() const override { return team_.job_.shared; }
+    uint8_t* local() const override { return team_.job_.local ? team_.job_.local + team_.job_.local_bytes * rank_ : nullptr; }
+
+    int64_t ticket() override {
+      if (phase_ != phase_of(entered_)) return kNoTicket;
+      return team_.tickets_[phase_ % 2].fetch_add(1, std::memory_order_relaxed);
+    }
+
+    bool barrier() override {
+      if (phase_ == phase_of(entered_)) is_inside_ = team_.pass(entered_);
+      phase_ = (phase_ + 1) & kLow24;
+      return is_inside_;
+    }
+
+    bool is_inside() const { return is_inside_; }
+
+   private:
+    Team& team_;
+    const int rank_;
+    uint64_t entered_;    // the word when this thread joined its phase
+    uint64_t phase_ = 0;  // of the code that this thread runs: complete, unless it is that of `entered_`
+    bool is_inside_ = true;
+  };
 
   // Leave the phase of `word` for the next one, of which it becomes the word; false if the job is over.
   bool pass(uint64_t& word) {
@@ -195,6 +192,47 @@ class ThreadPool {
     changed_.notify_all();
   }
 
+  std::condition_variable changed_;  // of threads inside a job that wait for the word to change
+  std::atomic<int> sleepers_{0};     // of changed_
+  std::atomic<int64_t> tickets_[2] = {{0}, {0}};  // of even phases, of odd ones
+  uint64_t first_ = 0;               // the word of the job when it was opened
+  Job job_{};                        // written while no thread is inside
+};
+
+// A team with workers of its own, asleep between jobs.
+class ThreadPool : public Team {
+ public:
+  ~ThreadPool() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  // Start workers up to `wanted`; returns how many exist, fewer if the system has no more threads.
+  int provide(int wanted) {
+    workers_.reserve(static_cast<size_t>(wanted));
+    try {
+      while (static_cast<int>(workers_.size()) < wanted) {
+        const int rank = static_cast<int>(workers_.size()) + 1;
+        workers_.emplace_back([this, rank] { work(rank); });
+      }
+    } catch (const std::system_error&) {
+      return static_cast<int>(workers_.size());
+    }
+    return wanted;
+  }
+
+  // Run the job on this thread and on those of `workers` workers that come in time.
+  void run(int workers, const Job& job) {
+    open(workers, job);
+    wake_.notify_all();
+    lead();
+  }
+
+ private:
   void work(int rank) {
     for (uint64_t seen = 0;;) {
       uint64_t word = 0;
@@ -208,20 +246,12 @@ class ThreadPool {
       }
       if (!join(word, rank)) continue;
       seen = number_of(word);
-      Member member(*this, rank, word + 1);
-      job_.body(job_.args, member);
-      if (member.is_inside()) leave();
+      run_member(rank, word);
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;     // of workers without a job
-  std::condition_variable changed_;  // of threads inside a job that wait for the word to change
-  bool stopping_ = false;            // guarded by the mutex
-  std::atomic<uint64_t> word_{0};
-  std::atomic<int> sleepers_{0};     // of changed_
-  std::atomic<int64_t> tickets_[2] = {{0}, {0}};  // of even phases, of odd ones
-  Job job_{};                        // written while no thread is inside
+  std::condition_variable wake_;  // of workers without a job
+  bool stopping_ = false;         // guarded by the mutex
   std::vector<std::thread> workers_;
 };
 

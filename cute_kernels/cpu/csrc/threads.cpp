@@ -9,6 +9,7 @@
 #endif
 
 #include "engine.hpp"
+#include "openmp.hpp"
 #include "thread_pool.hpp"
 
 namespace magicube {
@@ -189,15 +190,20 @@ void ask_for_large_pages(void* memory, int64_t bytes) {
 
 void run_thread_group(int threads, int64_t shared_bytes, int64_t local_bytes, void (*body)(const void*, ThreadGroup&),
               const void* args) {
-  threads = std::min(threads, ThreadPool::kMostThreads);
+  threads = std::min(threads, Team::kMostThreads);
   const Aligned shared(shared_bytes);
   const Aligned local(local_bytes * threads);
+  const Job job{body, args, shared.data, local.data, local_bytes};
+  if (threads > 1 && OpenMp::is_ready()) return OpenMp::run(threads - 1, job);
   const int workers = threads > 1 ? ThreadLocalPool::get().provide(threads - 1) : 0;
   if (workers == 0) {
     Single single(shared.data, local.data);
     return body(args, single);
   }
-  ThreadLocalPool::get().run(workers, {body, args, shared.data, local.data, local_bytes});
+  ThreadLocalPool::get().run(workers, job);
 }
+
+bool is_openmp_ready() { return OpenMp::is_ready(); }
+bool want_openmp(bool value) { return OpenMp::want(value); }
 
 }  // namespace magicube

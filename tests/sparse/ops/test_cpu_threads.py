@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine, extension
 from cute_kernels.cpu.dense import multiply, pack_right
 from tests.helpers import SCALES
 
@@ -49,7 +50,7 @@ def calls() -> list[Callable[[], Tensor]]:
     ]
 
 
-@pytest.mark.usefixtures("busy_cores")
+@pytest.mark.usefixtures("busy_cores", "thread_source")
 def test_late_threads_change_no_result(use_threads: Callable[[int], None]) -> None:
     with torch.inference_mode():
         for call in calls():
@@ -62,11 +63,52 @@ def test_late_threads_change_no_result(use_threads: Callable[[int], None]) -> No
                     assert torch.equal(call(), expected)
 
 
+COUNTED = """
+import os
+import time
+
+import torch
+
+import magicube_cutlass as mc
+from cute_kernels.cpu import extension
+
+engine = extension.load_extension()
+torch.set_num_threads(2)
+A = mc.SRBCRS.from_dense(torch.randn(256, 512), vector_length=8, bits=8)
+B = mc.QuantTensor.from_ints(torch.ones(512, 512, dtype=torch.int8), bits=8)
+torch.randn(1 << 20).exp()
+engine.set_serial_work(0)
+counts = []
+for is_wanted in (True, False):
+    engine.want_openmp(is_wanted)
+    mc.spmm(A, B)
+    counts.append(len(os.listdir("/proc/self/task")))
+busy = 0.0
+for _ in range(20):
+    engine.want_openmp(True)
+    mc.spmm(A, B)
+    time.sleep(0.001)  # the workers sleep now
+    before = time.process_time()
+    time.sleep(0.01)
+    busy += time.process_time() - before
+print(counts[1] - counts[0], busy < 0.1 * 20 * 0.01)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads as Linux lists them")
+@pytest.mark.skipif("OpenMP" not in torch.__config__.parallel_info(), reason="torch has other threads")
+def test_threads_are_those_of_torch_which_sleep_at_once_on_demand() -> None:
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    run = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=False, env=environment)
+    assert run.stdout == "1 True\n", run.stderr
+
+
 @pytest.mark.long
 @pytest.mark.alone
 def test_no_thread_runs_between_calls(use_threads: Callable[[int], None]) -> None:
+    engine_module, call = extension.load_extension(), calls()[0]
+    wanted = engine_module.want_openmp(False)  # whose threads wait as the variable OMP_WAIT_POLICY says
     use_threads(4)
-    call = calls()[0]
     call()
     idle = 0.0
     for _ in range(50):
@@ -74,4 +116,5 @@ def test_no_thread_runs_between_calls(use_threads: Callable[[int], None]) -> Non
         before = time.process_time()
         time.sleep(0.005)
         idle += time.process_time() - before
+    engine_module.want_openmp(wanted)
     assert idle < 0.1 * 50 * 0.005

@@ -186,6 +186,7 @@ from cute_kernels.cpu import extension
 
 torch.set_num_threads(3)
 extension.load_extension().set_serial_work(0)
+extension.load_extension().want_openmp(IS_WANTED)
 mask = mc.random_pattern(256, 512, 0.5, 8).to_dense()
 a = mc.SRBCRS.from_mask(torch.randint(-128, 128, (256, 512)), mask, vector_length=8, bits=8)
 b = mc.QuantTensor.from_ints(torch.randint(-128, 128, (512, 300)), bits=8)
@@ -211,8 +212,10 @@ print(results)
 """
 
 
-def test_callers_on_several_threads_and_after_a_fork_get_their_results() -> None:
-    run = subprocess.run([sys.executable, "-c", CONCURRENT], capture_output=True, text=True, check=False, timeout=120)
+@pytest.mark.parametrize("is_wanted", ["True", "False"], ids=["openmp", "pool"])
+def test_callers_on_several_threads_and_after_a_fork_get_their_results(is_wanted: str) -> None:
+    code = CONCURRENT.replace("IS_WANTED", is_wanted)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert run.stdout.strip() == str([True] * 7), run.stderr
 
 
