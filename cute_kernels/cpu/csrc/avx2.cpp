@@ -439,5 +439,5 @@ namespace magicube {
 const Engine kAvx2 = {"avx2", &spmm<Avx2>, &spmm_transposed, &sddmm<Avx2>, &attention<Avx2>, &quantize, &digits, &compress,
                       &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
                       &direct<Direct>, &dense<Product, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx2>, &is_structure_valid,
-                      Avx2::kColumns, Avx2::kParts, Avx2::kScratchBytes, sizeof(Avx2::Dot), int64_t{1} << 25};
+                      Avx2::kColumns, Avx2::kParts, Avx2::kScratchBytes, sizeof(Avx2::Dot), int64_t{1} << 25, Avx2::kQuantizesPanels};
 }

@@ -153,7 +153,8 @@ void spmm(SpmmArgs args, int most_threads) {
   nb::gil_scoped_release release;
   args.parts = spmm_panel_parts(args, job.engine->spmm_parts);
   args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns * args.parts);
-  run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
+  const int64_t own = threads > 1 && job.engine->spmm_alone ? spmm_own_bytes(args, job.engine->spmm_columns * args.parts) : 0;
+  run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes) + own,
                    [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), group);

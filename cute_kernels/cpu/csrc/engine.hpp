@@ -419,6 +419,7 @@ struct Engine {
   int64_t spmm_scratch_bytes;  // per thread, a multiple of 64
   int64_t dot_bytes;           // of a staged digit of an SDDMM
   int64_t serial_work;         // multiply-adds in about half a millisecond: with less, a thread costs more than it saves
+  bool spmm_alone = false;     // whether a thread may take a whole panel
 };
 
 extern const Engine kPortable;
@@ -442,6 +443,7 @@ int64_t spmm_panel_bytes(const SpmmArgs& args);
 int64_t spmm_row_bytes(const SpmmArgs& args);     // from one quantized column to the next
 int64_t spmm_shared_bytes(const SpmmArgs& args);  // panels, quantized columns, their scales
 int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes);
+int64_t spmm_own_bytes(const SpmmArgs& args, int64_t columns);  // of a panel by one thread; 0: threads share each panel
 int64_t sddmm_staged_rows(const SddmmArgs& args, int64_t dot_bytes);
 int64_t sddmm_shared_bytes(const SddmmArgs& args, int64_t dot_bytes);
 int64_t sddmm_local_bytes(const SddmmArgs& args, int64_t dot_bytes);

@@ -1,7 +1,8 @@
 // SpMM on SR-BCRS: C (rows x n) = A (rows x k, vectors) * B (k x n, dense), exact in integers.
 //
 // A panel of B is staged as digit planes, in one or two parts of 64 bytes of each row. Every vector row gathers the panel rows of
-// its columns, and multiplies them by the values of up to eight of its rows. Threads stage several panels, then multiply them.
+// its columns, and multiplies them by the values of up to eight of its rows. Threads stage several panels, then multiply them; small
+// panels each by one thread, without barriers.
 // Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
@@ -9,19 +10,13 @@
 #include "integers.hpp"
 #include "epilogue.hpp"
 #include "quantize.hpp"
+#include "spmm_few.hpp"
 #include "transposed.hpp"
 
 namespace {  // compiled once per instruction set
 
-using magicube::kExactRun;
-using magicube::kPanel;
 using magicube::kQuad;
-using magicube::SpmmArgs;
-using magicube::ThreadGroup;
 
-constexpr int64_t kStagedRows = 64;  // rows of B per ticket
-constexpr int64_t kTicketRows = 8;   // vector rows
-constexpr int kTileRows = 8;
 constexpr float kZeros[magicube::kMaxVector] = {};  // absent bias
 alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
@@ -250,13 +245,17 @@ struct SpmmPanels {
   uint8_t* panel(int64_t slot) const { return staged + slot * magicube::spmm_panel_bytes(args) + kPanel; }  // of row 0
   bool quantizes() const { return Micro::kQuantizesPanels && args.columns.reals; }
 
+  void quantize_column(int64_t column, uint8_t* to) const {
+    float* const scale = const_cast<float*>(args.scales.columns) + column;
+    *scale = quantize_row(args.columns, column, args.a.columns_total, 0, reinterpret_cast<int8_t*>(to));
+  }
+
   // The columns of panels [first, first + count); false if the call is over.
   bool quantize(int64_t first, int64_t count) const {
     const int64_t begin = first * columns(), end = lesser(args.n, (first + count) * columns());
     auto* const ints = const_cast<uint8_t*>(args.b.data);
-    auto* const scales = const_cast<float*>(args.scales.columns);
     for (int64_t i = begin + group.ticket(); i < end; i = begin + group.ticket()) {
-      scales[i] = quantize_row(args.columns, i, args.a.columns_total, 0, reinterpret_cast<int8_t*>(ints + (i - begin) * args.b.run_bytes));
+      quantize_column(i, ints + (i - begin) * args.b.run_bytes);
     }
     return group.barrier();
   }
@@ -295,6 +294,20 @@ struct SpmmPanels {
     }
   }
 
+  // A whole panel by this thread, in buffers of its own: a panel, and its integers.
+  void run_alone(int64_t index, uint8_t* own) const {
+    const int64_t k = args.a.columns_total, n0 = index % across() * columns(), width = lesser(columns(), args.n - n0);
+    SpmmArgs mine = args;
+    if (quantizes()) {
+      uint8_t* const ints = own + magicube::spmm_panel_bytes(args);
+      for (int64_t i = 0; i < width; ++i) quantize_column(n0 + i, ints + i * args.b.run_bytes);
+      mine.b.data = ints;
+    }
+    const SpmmPanels alone{mine, group, own, row};
+    for (int64_t k0 = 0; k0 < k; k0 += kStagedRows) alone.stage_rows(0, index, k0, lesser(k0 + kStagedRows, k));
+    row.run_rows(alone.panel(0), 0, args.a.vector_rows, index / across(), n0, width);
+  }
+
   // Panels [first, first + count); false if the call is over.
   bool run(int64_t first, int64_t count) const {
     const int64_t k = args.a.columns_total, rows = args.a.vector_rows;
@@ -324,135 +337,20 @@ void spmm_panels(const SpmmArgs& args, ThreadGroup& group) {
   auto* const sums = reinterpret_cast<int32_t*>(totals + int64_t{args.a.vector_length} * SpmmRow<Micro>::kColumns);
   const SpmmPanels<Micro> work{args, group, group.shared(), SpmmRow<Micro>{args, local, streams_out<Micro>(args), sums, totals}};
   const int64_t panels = work.across() * args.batch;
-  for (int64_t first = 0; first < panels; first += args.staged_panels) {
+  int64_t alone = 0;
+  if constexpr (Micro::kQuantizesPanels) {
+    if (group.size() > 1 && magicube::spmm_own_bytes(args, work.columns()) > 0) {
+      auto* const own = reinterpret_cast<uint8_t*>(sums + work.row.row_values() * args.a.digits() * args.b.digits());
+      alone = panels / group.size() * group.size();  // as many for each thread
+      for (int64_t t = group.ticket(); t < alone; t = group.ticket()) work.run_alone(t, own);
+      if constexpr (Micro::kStreams) Micro::finish_streams();
+      if (alone < panels && !group.barrier()) return;
+    }
+  }
+  for (int64_t first = alone; first < panels; first += args.staged_panels) {
     if (!work.run(first, lesser(args.staged_panels, panels - first))) return;
   }
 }
-
-// Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
-struct FewTile {
-  const uint8_t* panel;  // (k + 1, width), from row 0 on; row -1 is what padding columns name
-  int width;             // 1, 16, or 8 if the micro-kernel has that
-  const int32_t* columns;  // null: the panel holds the rows of B that they would name, width 1
-  int64_t count;         // whole blocks
-  const uint8_t* values;  // as of RowTile
-  int stride;
-  int vector_length;
-  int rows;  // 1, 2, 4 or 8
-  bool a_signed;
-  bool b_signed;
-  const int32_t* start;  // (rows), what sums start from
-  int32_t* sums;         // (rows, width)
-};
-
-inline bool has_few_columns(const SpmmArgs& args) {
-  return args.n <= magicube::kFewColumns && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
-}
-
-// Products with few columns are bound by the bytes of A: B is staged in rows of 1, 8 or 16 bytes. Two contiguous
-// columns are staged as two panels of one.
-template <class Micro>
-struct SpmmFew {
-  const SpmmArgs& args;
-  ThreadGroup& group;
-
-  int64_t panels() const { return args.n == 2 && args.b.runs_along_inner && args.a.columns_total > 0 ? 2 : 1; }
-  int width() const { return args.n == panels() ? 1 : args.n <= Micro::kFewWidth ? Micro::kFewWidth : 16; }
-  uint8_t flip() const { return Micro::kOffset && args.b.is_signed ? 0x80 : 0; }
-  int64_t panel_bytes() const { return args.a.columns_total + 1 + kPanel; }  // of one column; whole words of masks are read
-
-  void stage_rows(const uint8_t* data, int64_t k0, int64_t k1, uint8_t* panel) const {
-    const auto& b = args.b;
-    for (int64_t p = 0; p < panels(); ++p) {
-      uint8_t* const to = panel + p * panel_bytes() + k0 * width();
-      if (k0 == 0) std::memset(to - width(), 0, static_cast<size_t>(width()));  // of padding columns
-      if (width() == 1 && b.runs_along_inner) {
-        load_digits(data + p * b.run_bytes, b.bits, b.is_signed, k0, k1 - k0, flip(), to, 0);
-      } else {
-        stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, width() == 1 ? 1 : args.n, flip(), to, width(), 0);
-      }
-    }
-  }
-
-  // Vector row times panel p, or what was gathered of it.
-  void multiply(int64_t vector_row, int64_t batch, int64_t p, const uint8_t* panel, bool is_gathered) const {
-    const auto& a = args.a;
-    const int64_t begin = a.row_start[vector_row];
-    const int64_t count = (a.row_end[vector_row] - begin + a.stride - 1) / a.stride * a.stride;
-    const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
-    const int32_t shift = Micro::kOffset ? (a.is_signed ? 0 : 128) - (args.b.is_signed ? 128 : 0) : 0;  // of the staged bytes, negated
-    for (int v = 0; v < a.vector_length; v += rows) {
-      int32_t start[kTileRows] = {};
-      for (int r = 0; shift != 0 && r < rows; ++r) start[r] = shift * static_cast<int32_t>(a.row_sums[vector_row * a.vector_length + v + r]);
-      alignas(64) int32_t sums[kTileRows * magicube::kFewColumns];
-      Micro::few({panel, width(), is_gathered ? nullptr : a.columns + begin, count, a.planes + begin * a.vector_length + v * a.stride,
-                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start, sums});
-      const int64_t row = vector_row * a.vector_length + v;
-      write(sums, row, lesser(rows, a.rows - row), batch, p, panels() > 1 ? 1 : args.n);
-    }
-  }
-
-  // Vector rows whose entries of B their masks keep, each row's before the row ahead is multiplied: a load waits for a store of
-  // other bytes of its own.
-  void multiply_kept(int64_t r0, int64_t r1, int64_t batch, int64_t p, const uint8_t* panel) const {
-    alignas(64) uint8_t kept[2][magicube::kExactRun + 2 * kPanel];
-    const int64_t words = (args.a.columns_total + 63) / 64;
-    Micro::keep(args.a.masks + r0 * words, words, panel, kept[r0 & 1]);
-    for (int64_t r = r0; r < r1; ++r) {
-      if (r + 1 < r1) Micro::keep(args.a.masks + (r + 1) * words, words, panel, kept[(r + 1) & 1]);
-      multiply(r, batch, p, kept[r & 1], true);
-    }
-  }
-
-  void multiply_rows(int64_t r0, int64_t r1, int64_t batch, const uint8_t* panels_of) const {
-    for (int64_t p = 0; p < panels(); ++p) {
-      const uint8_t* const panel = panels_of + p * panel_bytes();
-      if constexpr (Micro::kKeeps) {
-        if (width() == 1 && args.a.masks) {
-          multiply_kept(r0, r1, batch, p, panel);
-          continue;
-        }
-      }
-      for (int64_t r = r0; r < r1; ++r) multiply(r, batch, p, panel, false);
-    }
-  }
-
-  // Rows of results from column n0 on; one of float32 is as short as a call of write_run is long.
-  void write(const int32_t* sums, int64_t row, int64_t rows, int64_t batch, int64_t n0, int64_t count) const {
-    const auto& scales = args.scales;
-    const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
-    for (int64_t r = 0; r < rows; ++r, ++row, sums += width()) {
-      const float scale = scales.rows ? scales.rows[batch * scales.row_batch + row] : 1.0f;
-      const float bias = scales.bias ? scales.bias[row] : 0.0f;
-      const int64_t at = (batch * args.a.rows + row) * args.n + n0;
-      if (args.out_type != Out::kFloat32) {
-        write_run(sums, count, 0, scale, columns, bias, args.out_type, args.out, at);
-        continue;
-      }
-      float* const out = static_cast<float*>(args.out) + at;
-      if (count == 1) {
-        *out = static_cast<float>(*sums) * scale * (columns ? *columns : 1.0f) + bias;
-        continue;
-      }
-      for (int64_t j = 0; j < count; ++j) out[j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + bias;
-    }
-  }
-
-  void run() const {
-    const int64_t k = args.a.columns_total;
-    uint8_t* const panel = group.shared() + kPanel;
-    for (int64_t batch = 0; batch < args.batch; ++batch) {
-      for (int64_t k0 = group.ticket() * kStagedRows; k0 < k; k0 = group.ticket() * kStagedRows) {
-        stage_rows(args.b.data + batch * args.b.batch_bytes, k0, lesser(k0 + kStagedRows, k), panel);
-      }
-      if (!group.barrier()) return;
-      for (int64_t r0 = group.ticket() * kTicketRows; r0 < args.a.vector_rows; r0 = group.ticket() * kTicketRows) {
-        multiply_rows(r0, lesser(r0 + kTicketRows, args.a.vector_rows), batch, panel);
-      }
-      if (!group.barrier()) return;
-    }
-  }
-};
 
 // Quantize the columns of B into the shared buffer, behind the panels; `found`: the arguments of their product. False if the
 // call is over.

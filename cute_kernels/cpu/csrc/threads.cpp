@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kSharedPanels = 1 << 20;  // bytes of staged panels, or
 constexpr int64_t kPartsBytes = 1 << 18;    // half of the smallest L2
+constexpr int64_t kAloneWork = 1 << 25;     // multiply-adds of a panel: at the end a thread waits for one at most
 constexpr int64_t kWorkspaceShare = 8;      // 1/8 of the size of B, for several threads
 
 struct Aligned {
@@ -82,6 +83,11 @@ int64_t spmm_local_bytes(const SpmmArgs& args, int64_t scratch_bytes) {
   const int64_t sums = int64_t{args.a.digits()} * args.b.digits() * args.a.vector_length * kPanel * 4;
   const int64_t totals = int64_t{args.a.vector_length} * kPanel * 8;
   return scratch_bytes + sums + totals;
+}
+
+int64_t spmm_own_bytes(const SpmmArgs& args, int64_t columns) {
+  if (args.a.plane_bytes * args.a.digits() * args.b.digits() * columns > kAloneWork) return 0;
+  return spmm_panel_bytes(args) + (args.columns.reals ? columns * spmm_row_bytes(args) : 0);
 }
 
 int64_t sddmm_staged_rows(const SddmmArgs& args, int64_t dot_bytes) {
