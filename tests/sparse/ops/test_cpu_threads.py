@@ -39,12 +39,14 @@ def calls() -> list[Callable[[], Tensor]]:
     x = torch.randn(90, 130, generator=generator)
     torch.manual_seed(0)
     layer = mc.nn.SparseQuantLinear.from_linear(nn.Linear(130, 70), 0.5).eval().freeze()
+    sparse, rows = mc.nn.SparseQuantLinear.from_linear(nn.Linear(256, 512), 0.9).eval().freeze(), torch.randn(330, 256)
     left, packed = ints.t().to(torch.int8).contiguous(), pack_right(ints.to(torch.int8))
     return [
         lambda: mc.spmm(a, right),
         lambda: mc.spmm(a, mc.QuantTensor.from_ints(wide, bits=16)),
         lambda: layer(x),
         lambda: layer(x[:5]),
+        lambda: sparse(rows),  # six panels of quantized rows, the last of ten
         lambda: multiply(left, packed),
         *(lambda axis=axis: mc.quantize(x, bits=8, scale=SCALES[axis]).data for axis in (None, 0, 1)),  # type: ignore[misc]
     ]
