@@ -174,19 +174,19 @@ def render_attention() -> str:
 def render_models() -> str:
     """Whole models on a GPU in CUDA graphs, each way compiled or not, whichever is faster."""
     rows = []
-    for case in results("models_gpu_h100")["cases"]:
+    for case in results("models_gpu_h200")["cases"]:
         ms = {name: way["graph"] for name, way in case["ways"].items() if way.get("mode") == "graph"}
         best = {name: min(ms[name], ms.get(f"{name}, compiled", ms[name])) for name in ms if "compiled" not in name}
-        ways = ("bfloat16", "ours int8", "ours sparse 0.5", "ours sparse 0.7", "ours sparse 0.9")
+        ways = ("bfloat16", "ours int8", "ours int4 g128", "ours sparse 0.5", "ours sparse 0.7", "ours sparse 0.9")
         rows.append([case["case"], *(f"{best[way]:.2f}" for way in ways)])
-    head = ["layers of, ms", "bfloat16", "int8", "sparse 0.5", "sparse 0.7", "sparse 0.9"]
-    return f"{grid(head, rows)}\n\n{source('models_gpu_h100')}"
+    head = ["layers of, ms", "bfloat16", "int8", "int4, weight-only", "sparse 0.5", "sparse 0.7", "sparse 0.9"]
+    return f"{grid(head, rows)}\n\n{source('models_gpu_h200')}"
 
 
 def render_layers() -> str:
     """A sparse layer on a GPU beside a dense one: microseconds behind another kernel, and of the host."""
     rows = []
-    for case in results("gpu_layers_h100")["cases"]:
+    for case in results("gpu_layers_h200")["cases"]:
         out, inner, tokens = case["shape"]
         us, learning = case["us"], case["training host"]
         ways = (us.get(way) for way in ("ours, dynamic", "ours, static", "fp8, static", "linear"))
@@ -195,7 +195,33 @@ def render_layers() -> str:
         rows.append([f"{out} x {inner}, {tokens}", case["dtype"], *times, *(f"{host:.0f}" for host in hosts)])
     head = ["outputs x inputs, tokens", "dtype", "ours, dynamic", "ours, static", "fp8, static", "`nn.Linear`",
             "host, ours", "host, `nn.Linear`", "learning, ours", "learning, `nn.Linear`"]  # fmt: skip
-    return f"{grid(head, rows)}\n\n{source('gpu_layers_h100')}"
+    return f"{grid(head, rows)}\n\n{source('gpu_layers_h200')}"
+
+
+def render_few_rows() -> str:
+    """Few rows times packed weights on a GPU: microseconds, weights cold, and the time of torch's fp8 over each."""
+    names = ("int4_g128", "int4_g32", "int4_g32_min", "mxfp4", "nvfp4", "mxfp6", "int8", "e4m3")
+    rows = []
+    for case in results("few_rows_h200")["cases"]:
+        if "layer" not in case:
+            us = case["cold"]
+            fp8, chosen = min(us["fp8"], us["fp8 fast"]), [us[f"{name}/chosen"] for name in names]
+            ours = [f"{each:.1f} ({fp8 / each:.2f})" for each in chosen]
+            others = [f"{each:.1f}" for each in (us["bf16"], fp8, us["triton"])]
+            rows.append([f"{case['m']} x {case['k']} x {case['n']}", *others, *ours])
+    head = ["rows x K x N", "bfloat16", "torch fp8", "Triton, int4", "int4, groups of 128", "of 32", "with minima",
+            "mxfp4", "nvfp4", "mxfp6", "int8", "e4m3"]  # fmt: skip
+    return f"{grid(head, rows)}\n\n{source('few_rows_h200')}"
+
+
+def render_few_rows_layers() -> str:
+    """Whole dense quantized layers on a GPU: microseconds, and of the host."""
+    cases = [case for case in results("few_rows_h200")["cases"] if "layer" in case]
+    rows = [
+        [name, *(f"{case['warm'][name]:.1f} ({case['host'][name]:.0f})" for case in cases)] for name in cases[0]["warm"]
+    ]
+    head = ["weight, rows", *(f"{case['m']} tokens" for case in cases)]
+    return f"{grid(head, rows)}\n\n{source('few_rows_h200')}"
 
 
 def render_first_product() -> str:
@@ -238,6 +264,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("choose-tolerance", "docs/choose.md", render_choose_tolerance),
     ("attention-times", "docs/performance/gpu.md", render_attention),
     ("layers-times", "docs/lab/performance.md", render_layers),
+    ("few-rows", "docs/lab/performance.md", render_few_rows),
+    ("few-rows-layers", "docs/lab/performance.md", render_few_rows_layers),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),
 )

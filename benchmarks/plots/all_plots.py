@@ -24,6 +24,7 @@ OTHERS = {
     "lenet.png": ("lenet_fashion_mnist", "figure_of", "lenet"),
     "models_sparsity.png": ("models_plots", "draw_by_sparsity", "models_quality"),
     "models_steps.png": ("models_plots", "draw_by_steps", "models_quality"),
+    "models_smollm.png": ("smollm_plots", "draw_language", "models_quality"),
     "models_pareto.png": ("models_plots", "draw_pareto", "models_quality"),
     "transformer.png": ("transformer", "figure_of", "transformer_h200"),
     "several_gpus.png": ("distributed_plot", "draw", "llm_h200"),

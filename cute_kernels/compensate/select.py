@@ -1,7 +1,5 @@
 """Selected entries of float32 matrices as sparse operands of the gather kernel: host side of ``compensate/select.cuh``.
 
-By name only: `fill_groups` and `layout_groups` have not run on a GPU in this form.
-
 References
 ----------
 .. [1] Gu, arXiv 2403.06924, Algorithm 1, line 7, and equation 14.
