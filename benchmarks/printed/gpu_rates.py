@@ -13,7 +13,7 @@ import residual
 from cute_kernels.gemm import api as dense
 from magicube_cutlass.bench.timing import measure
 from printed.accuracy import relative, run
-from printed.rates import BATCH
+from printed.rates import BATCH, threshold_of_a_percent
 from residual.paper.gemm import gemm
 
 LENGTHS = (1, 8)  # entries, as printed, and the default on a GPU
@@ -68,9 +68,7 @@ def layer_calls(n: int, budget: float) -> dict[str, Any]:
     g = torch.Generator("cuda").manual_seed(n)
     x = torch.randn(BATCH, n, generator=g, device="cuda").relu_()
     w = torch.randn(n, n, generator=g, device="cuda")
-    means = x.mean(), w.abs().mean()
-    sparse = max(float(torch.quantile(y.flatten()[:: y.numel() // 50_000 + 1], 0.99) / (2 * mean))
-                 for y, mean in ((x, means[0]), (w.abs(), means[1])))  # fmt: skip
+    sparse = threshold_of_a_percent(x, w)
     ways: dict[str, dict[str, Any]] = {
         "origin": {"threshold": math.inf}, "density 0.01": {"threshold": sparse, "eta": 1.0},
         "threshold 1": {"threshold": 1.0}, "threshold 0": {"threshold": 0.0},

@@ -78,6 +78,12 @@ LAYER_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def threshold_of_a_percent(x: Tensor, w: Tensor) -> float:
+    """Return the threshold of the rule ``mean`` that keeps at most about 1% of both operands."""
+    found = (torch.quantile(y.flatten()[:: y.numel() // 50_000 + 1], 0.99) / (2 * y.mean()) for y in (x.abs(), w.abs()))
+    return max(map(float, found))
+
+
 def layer_rates(n: int, budget: float, batch: int = BATCH) -> dict[str, Any]:
     """Return seconds of a fully connected layer's product, ``(batch, n)`` by ``(n, n)``, in float32 and paper mode.
 
@@ -86,9 +92,7 @@ def layer_rates(n: int, budget: float, batch: int = BATCH) -> dict[str, Any]:
     """
     g = torch.Generator().manual_seed(n)
     x, w = torch.randn(batch, n, generator=g).relu_(), torch.randn(n, n, generator=g)
-    means = x.mean(), w.abs().mean()
-    sparse = max(float(torch.quantile(y.flatten()[:: y.numel() // 50_000 + 1], 0.99) / (2 * mean))
-                 for y, mean in ((x, means[0]), (w.abs(), means[1])))  # fmt: skip
+    sparse = threshold_of_a_percent(x, w)
     densities: dict[str, tuple[float, float]] = {}
 
     def call(name: str) -> Callable[[], None]:

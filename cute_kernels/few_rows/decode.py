@@ -83,7 +83,7 @@ def launch_decode(config: DecodeConfig, weight: PackedWeight, out: Tensor) -> No
 def decode_weight(weight: PackedWeight) -> Tensor:
     """Return a packed weight as a dense matrix: ``(code * scale + minimum) * row_scale``.
 
-    One launch. Not yet run on a GPU; layers use it where ``magicube_cutlass.nn.dense.product.DECODED_ROWS`` is set.
+    One launch. Weight-only layers multiply ``magicube_cutlass.nn.dense.product.DECODED_ROWS`` rows and more by it.
 
     Parameters
     ----------

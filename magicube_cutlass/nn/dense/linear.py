@@ -59,11 +59,11 @@ class QuantLinear(QuantState):
     On a CPU, int8 and int4 weights with int8 activations are one call of the engine, which quantizes the input, unpacks
     4-bit weights in registers, adds the bias and applies `f` in cache, in float32: within 4e-7, or two units in the
     last place. Elsewhere torch applies `f`, also where a graph is recorded. On a GPU, int8 is two launches: the rows
-    are quantized, then the int8 GEMM; so are e4m3 and mxfp4. On sm_90a, int4 and every
-    weight-only layer (``act="none"``) multiply float16 and bfloat16 rows by weights that are decoded in registers;
-    their group scales are rounded to the dtype of the rows.
-    Everything else runs in torch on the dequantized weight: small, not fast. :meth:`explain` says which. The state dict
-    holds tensors only, and loading one restores the options.
+    are quantized, then the int8 GEMM; so are e4m3 and mxfp4. On sm_90a, int4 and every weight-only layer
+    (``act="none"``) multiply float16 and bfloat16 rows by weights that are decoded in registers; their group scales are
+    rounded to the dtype of the rows. For 768 rows and more a weight-only layer decodes the weight first, and torch
+    multiplies. Everything else runs in torch on the dequantized weight: small, not fast. :meth:`explain` says which.
+    The state dict holds tensors only, and loading one restores the options.
 
     Parameters
     ----------
