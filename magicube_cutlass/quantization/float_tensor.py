@@ -1,7 +1,7 @@
 """Low-precision floats with scales: ``x = scale * decode(code)``, per tensor, row, tile or block.
 
 Source: OCP Microscaling Formats (MX) v1.0, section 6.3 (block scales of 32); NVFP4: blocks of 16 with e4m3 scales and a
-scale of the tensor.
+scale of the tensor; DeepSeek-AI, arXiv 2412.19437, section 3.3.2 (weights with 128 x 128 scales, rows with 1 x 128).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import floats
-from cute_kernels.float_format import FloatFormat, float_format
+from cute_kernels.float_format import float_format
 from cute_kernels.watch import watched
+from magicube_cutlass.quantization.float_scales import float_scales, nested_scales, power_scales
 
 if TYPE_CHECKING:
     from cute_kernels.scaled_gemm.api import FloatOperand
@@ -25,15 +26,18 @@ __all__ = ["RECIPES", "TILE", "Block", "ScaledFloatTensor", "matmul", "quantize_
 TILE = 128
 Block = int | tuple[int, int] | None
 # name -> format of the codes, block, format of the scales
-RECIPES: dict[str, tuple[str, int, str]] = {
+RECIPES: dict[str, tuple[str, Block, str]] = {
     "mxfp8": ("e4m3", 32, "ue8m0"),
     "mxfp8_e5m2": ("e5m2", 32, "ue8m0"),
     "mxfp6": ("e2m3", 32, "ue8m0"),
     "mxfp6_e3m2": ("e3m2", 32, "ue8m0"),
     "mxfp4": ("e2m1", 32, "ue8m0"),
     "nvfp4": ("e2m1", 16, "e4m3"),
+    "e4m3_b128": ("e4m3", (TILE, TILE), "float32"),
+    "e4m3_g128": ("e4m3", TILE, "float32"),
 }
-_SCALES = {16: ("e4m3", "ue8m0"), 32: ("ue8m0", "e4m3")}  # the usual one first
+# of blocks along K, the usual one first
+_SCALES = {16: ("e4m3", "ue8m0"), 32: ("ue8m0", "e4m3"), TILE: ("float32",)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +53,12 @@ class ScaledFloatTensor:
     dtype : str
         Format of the codes.
     scale : Tensor
-        float32 of shape () or (..., R, 1); (..., ceil(R / 128), ceil(K / 128)) for tiles; uint8 codes of `scale_dtype`,
-        (..., R, ceil(K / block)), for blocks.
+        float32 of shape () or (..., R, 1); (..., ceil(R / 128), ceil(K / 128)) for tiles; for blocks of a row,
+        (..., R, ceil(K / block)), uint8 codes of `scale_dtype`, float32 for blocks of 128.
     scale_dtype : str
         ``"float32"``, ``"ue8m0"`` or ``"e4m3"``.
     block : int, tuple of int or None
-        16, 32, (128, 128) or None.
+        16, 32, 128, (128, 128) or None.
     tensor_scale : Tensor or None
         float32 (), multiplied with e4m3 scales.
     transposed : bool
@@ -75,6 +79,49 @@ class ScaledFloatTensor:
     block: Block = None
     tensor_scale: Tensor | None = None
     transposed: bool = False
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, scale: Tensor, dtype: str) -> ScaledFloatTensor:
+        """Make a tensor of given 8-bit codes and float32 scales, as a checkpoint has them: ``x = scale * codes``.
+
+        Parameters
+        ----------
+        codes : Tensor, shape (R, K)
+            ``torch.float8_e4m3fn``, or uint8 bits of it.
+        scale : Tensor
+            float32 of shape (ceil(R / 128), ceil(K / 128)) for ``"e4m3_b128"``, (R, ceil(K / 128)) for
+            ``"e4m3_g128"``, (R, 1) for ``"e4m3"``. Zero, infinite and NaN scales are kept.
+        dtype : str
+            One of these formats.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a dtype, a shape, a device or `dtype` does not fit.
+
+        Examples
+        --------
+        >>> codes = torch.tensor([[2.0, -4.0]]).to(torch.float8_e4m3fn)
+        >>> ScaledFloatTensor.from_codes(codes, torch.tensor([[0.5]]), "e4m3_b128").dequantize()
+        tensor([[ 1., -2.]])
+        """
+        known: dict[str, Block] = {"e4m3": None, "e4m3_b128": (TILE, TILE), "e4m3_g128": TILE}
+        if dtype not in known:
+            raise ValueError(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
+        if codes.dtype not in (torch.float8_e4m3fn, torch.uint8):
+            raise TypeError(f"codes must be float8_e4m3fn or uint8, got {codes.dtype}")
+        if codes.ndim != 2:
+            raise ValueError(f"codes must have 2 dimensions, got {codes.ndim}")
+        if scale.dtype != torch.float32:
+            raise TypeError(f"scale must be float32, got {scale.dtype}")
+        block, (r, k) = known[dtype], codes.shape
+        expected = (-(-r // TILE) if isinstance(block, tuple) else r, 1 if block is None else -(-k // TILE))
+        if tuple(scale.shape) != expected:
+            raise ValueError(f"scale must have shape {expected} for {dtype} codes of shape {(r, k)}, "
+                             f"got {tuple(scale.shape)}")  # fmt: skip
+        if scale.device != codes.device:
+            raise ValueError(f"scale must be on {codes.device} as codes is, got {scale.device}")
+        return cls(codes.contiguous().view(torch.uint8), k, "e4m3", scale.contiguous(), block=block)
 
     @property
     def shape(self) -> torch.Size:
@@ -123,11 +170,13 @@ class ScaledFloatTensor:
         return values.mT if self.transposed else values
 
     def operand(self) -> FloatOperand:
-        """Return the operand of :func:`cute_kernels.scaled_gemm.api.scaled_gemm`; 2-D tensors only."""
+        """Return the operand of :func:`cute_kernels.scaled_gemm.api.scaled_gemm`; 2-D only, no blocks of 128."""
         from cute_kernels.scaled_gemm.api import FloatOperand
 
         if self.data.ndim != 2:
             raise ValueError(f"a product takes tensors of 2 dimensions, got {self.data.ndim}")
+        if self.block == TILE:
+            raise NotImplementedError("block must be None, 16, 32 or (128, 128) for an operand, got 128; use matmul")
         if isinstance(self.block, int):
             return FloatOperand(
                 self.data, self.dtype, self.k, self.tensor_scale, self.scale, self.block, self.scale_dtype
@@ -176,33 +225,6 @@ def _largest(x: Tensor, axis: int | None, block: Block) -> Tensor:
     return padded.unflatten(-1, (columns, width)).amax(-1) if columns else padded
 
 
-def _float_scales(largest: Tensor, target: FloatFormat) -> Tensor:
-    """``largest / target.largest`` in float32: 1 for zero, NaN for non-finite values, never rounded to zero."""
-    scale = (largest.double() / target.largest).to(torch.float32)
-    scale = scale.clamp(min=torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)
-    scale = torch.where(largest == 0, 1.0, scale)
-    return torch.where(scale.isfinite(), scale, torch.nan)
-
-
-def _power_scales(largest: Tensor, target: FloatFormat) -> Tensor:
-    """Codes of ``2^(floor(log2 largest) - exponent of the largest value)``; of 1 for zero."""
-    exponent = torch.frexp(largest.double()).exponent - 1 - target.largest_exponent
-    codes = torch.where(largest == 0, 127, exponent.clamp(-127, 127) + 127)
-    return torch.where(largest.isfinite(), codes, 255).to(torch.uint8)
-
-
-def _nested_scales(largest: Tensor, target: FloatFormat) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of ``largest / (tensor scale * target.largest)``, and the tensor scale."""
-    finite = torch.where(largest.isfinite(), largest, 0)
-    top = finite.amax() if finite.numel() else finite.new_zeros(())
-    inner = floats.FORMATS["e4m3"]
-    tensor_scale = _float_scales(top / inner.largest, target)
-    codes = floats.encode(largest.double() / (tensor_scale.double() * target.largest), "e4m3", saturate=True)
-    codes = torch.where((codes == 0) & (largest > 0), 1, codes)
-    codes = torch.where(largest == 0, int(floats.encode(torch.ones(()), "e4m3")), codes)
-    return torch.where(largest.isfinite(), codes, 0x7F).to(torch.uint8), tensor_scale
-
-
 def _resolve(dtype: str, axis: int | None, block: Block, scale_dtype: str | None) -> tuple[str, Block, str]:
     """Format, block and scale format of the arguments, checked."""
     if dtype in RECIPES:
@@ -220,7 +242,7 @@ def _resolve(dtype: str, axis: int | None, block: Block, scale_dtype: str | None
     elif block is None or block == (TILE, TILE):
         known = ("float32",)
     else:
-        raise ValueError(f"block must be None, 16, 32 or {(TILE, TILE)}, got {block!r}")
+        raise ValueError(f"block must be None, 16, 32, {TILE} or {(TILE, TILE)}, got {block!r}")
     scale_dtype = known[0] if scale_dtype is None else scale_dtype
     if scale_dtype not in known:
         raise ValueError(f"scale_dtype must be one of {', '.join(known)} for block {block!r}, got {scale_dtype!r}")
@@ -262,11 +284,11 @@ def quantize_floats(
                          f"{x.numel()} entries; pass nonfinite='propagate' to let them through")  # fmt: skip
     tensor_scale = None
     if scale_dtype == "float32":
-        scale = _float_scales(largest, target)
+        scale = float_scales(largest, target)
     elif scale_dtype == "ue8m0":
-        scale = _power_scales(largest, target)
+        scale = power_scales(largest, target)
     else:
-        scale, tensor_scale = _nested_scales(largest, target)
+        scale, tensor_scale = nested_scales(largest, target)
     divisor = _spread(_real(scale, scale_dtype, tensor_scale).double(), block, rows.shape)
     data = floats.pack(floats.encode(rows.double() / divisor, dtype, saturate=True), dtype)
     return ScaledFloatTensor(data, rows.shape[-1], dtype, scale, scale_dtype, block, tensor_scale, flip)
@@ -312,7 +334,8 @@ def matmul(
     Returns
     -------
     Tensor, shape (M, N)
-        Accuracy of the sums: :func:`cute_kernels.scaled_gemm.api.scaled_gemm`.
+        Accuracy of the sums: :func:`cute_kernels.scaled_gemm.api.scaled_gemm`. With float32 scales of blocks of 128,
+        torch multiplies the dequantized matrices in float32.
 
     Raises
     ------
@@ -339,6 +362,8 @@ def matmul(
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"columns of a must be rows of b, got {a.shape[1]} and {b.shape[0]}")
     left, right = _along(a, False, "a"), _along(b, True, "b")
+    if TILE in (left.block, right.block):
+        return _dequantized_product(left, right, bias, out_dtype)
     return scaled_gemm(left.operand(), right.operand(), bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
@@ -347,3 +372,16 @@ def __getattr__(name: str) -> object:
         warnings.warn("FloatTensor is deprecated; use ScaledFloatTensor", DeprecationWarning, stacklevel=2)
         return ScaledFloatTensor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _dequantized_product(
+    a: ScaledFloatTensor, b: ScaledFloatTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """As :func:`matmul`, by torch in float32."""
+    from cute_kernels.gemm.problem import check_epilogue, check_output
+
+    shape = (a.shape[0], b.shape[1])
+    check_output(None, out_dtype, shape, a.device, integers=False)
+    _, bias = check_epilogue(None, 0.0, bias, shape, a.device, False)
+    y = a.dequantize() @ b.dequantize()
+    return (y if bias is None else y + bias.float()).to(out_dtype)

@@ -115,11 +115,12 @@ def quantize(
         which cannot wait for values, they always give the scale NaN.
     dtype : str, optional
         ``"e5m2"``, ``"e4m3"``, ``"e3m2"``, ``"e2m3"`` or ``"e2m1"``: a :class:`ScaledFloatTensor`, rounded to nearest
-        even. ``"mxfp8"``, ``"mxfp8_e5m2"``, ``"mxfp6"``, ``"mxfp6_e3m2"``, ``"mxfp4"`` and ``"nvfp4"`` also name
-        `block` and `scale_dtype`. `signed`, `clip` and `rounding` keep their defaults.
+        even. ``"mxfp8"``, ``"mxfp8_e5m2"``, ``"mxfp6"``, ``"mxfp6_e3m2"``, ``"mxfp4"``, ``"nvfp4"``, ``"e4m3_b128"``
+        (128 x 128 tiles) and ``"e4m3_g128"`` (128 of a row) also name `block` and `scale_dtype`. `signed`, `clip` and
+        `rounding` keep their defaults.
     block : int or tuple of int, optional
-        16 or 32: a scale per so many elements of a row (default) or, with ``scale="column"``, of a column, as the right
-        operand of a product has them. (128, 128): a scale per tile.
+        16, 32 or 128: a scale per so many elements of a row (default) or, with ``scale="column"``, of a column, as the
+        right operand of a product has them. (128, 128): a scale per tile. Scales of 128 are float32.
     scale_dtype : str, optional
         Format of block scales: ``"ue8m0"`` (default for 32), ``2^(floor(log2 T) - exponent of q_max)``, where the
         largest values can saturate; or ``"e4m3"`` (for 16) with a float32 scale of the tensor.

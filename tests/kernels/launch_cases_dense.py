@@ -25,13 +25,16 @@ from cute_kernels.scaled_gemm import config as gemm_floats_config
 from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
 from cute_kernels.scaled_gemm import small_m as gemm_floats_few
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
-from magicube_cutlass.quantization import float_tensor as block_scales
+from magicube_cutlass.quantization import float_tensor
 from tests import helpers
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_fakes import MACHINES
 from tests.kernels.launch_recorder import Recorder
 
 FORMATS = tuple(floats.FORMATS)
+# those that kernels multiply: without float32 scales
+RECIPES = {name: (form, int(block), scale) for name, (form, block, scale) in float_tensor.RECIPES.items()
+           if isinstance(block, int) and scale != "float32"}  # fmt: skip
 OUTS = (torch.float32, torch.float16, torch.bfloat16)
 #        M, N, K
 SHAPES = [(128, 256, 512), (100, 130, 96), (1, 64, 64), (257, 1000, 1008), (2048, 2048, 256), (64, 8, 2048)]
@@ -136,7 +139,7 @@ def integers_by_config(recorder: Recorder, arch: str) -> None:
 
 
 def operand(dtype: str, rows: int, k: int, kind: str = "", gaps: int = 0) -> gemm_floats.FloatOperand:
-    """Any codes; ``kind``: scales, none, one, rows, tiles, or of blocks (a recipe of block_scales)."""
+    """Any codes; ``kind``: scales, none, one, rows, tiles, or of blocks (of RECIPES)."""
     size = floats.packed_bytes(k, dtype)
     codes = helpers.random_ints((rows, size + gaps), 8, False)[:, :size]
     scales: dict[str, Any] = {}
@@ -145,7 +148,7 @@ def operand(dtype: str, rows: int, k: int, kind: str = "", gaps: int = 0) -> gem
     elif kind in ("rows", "one"):
         scales["scale"] = reals(rows) if kind == "rows" else torch.tensor(0.5)
     elif kind:
-        _, block, scale = block_scales.RECIPES[kind]
+        _, block, scale = RECIPES[kind]
         blocks = helpers.random_ints((rows, -(-k // block)), 8, False)
         scales = {"blocks": blocks, "block": block, "scale_dtype": scale}
     return gemm_floats.FloatOperand(codes, dtype, k, **scales)
@@ -178,13 +181,13 @@ def small_floats(recorder: Recorder) -> None:
         if i % 4 == 2:
             options |= {"c": reals(m, n), "beta": 2.0, "bias": reals(n).half()}
         _multiply_floats(recorder, f"{left} x {right}, {m}x{n}x{k}, {OUTS[i % 3]}", a, b, **options)
-    recipes = [*block_scales.RECIPES, "tiles"]
+    recipes = [*RECIPES, "tiles"]
     for i, ((kind, other), m) in enumerate(product(product(recipes, recipes), (8, 48, 300))):
         tiled = "tiles" in (kind, other)
         if (i % 2 and kind != other) or (tiled and kind != other):
             continue
-        names = ["e4m3" if each == "tiles" else block_scales.RECIPES[each][0] for each in (kind, other)]
-        if block_scales.RECIPES.get(kind, ("", 0, ""))[1:] != block_scales.RECIPES.get(other, ("", 0, ""))[1:]:
+        names = ["e4m3" if each == "tiles" else RECIPES[each][0] for each in (kind, other)]
+        if RECIPES.get(kind, ("", 0, ""))[1:] != RECIPES.get(other, ("", 0, ""))[1:]:
             continue
         a, b = operand(names[0], m, 512, kind), operand(names[1], 384, 512, other)
         _multiply_floats(recorder, f"{kind} x {other}, {m} rows", a, b, out_dtype=OUTS[i % 3])
@@ -225,8 +228,8 @@ def tcgen05(recorder: Recorder) -> None:
             m, n, k = ((200, 384, 512), (64, 1000, 256), (2048, 2048, 256))[i % 3]
             a, b = operand(left, m, k, ("", "rows")[i % 2]), operand(right, n, k)
             _multiply_floats(recorder, f"{left} x {right} by tcgen05, {m}x{n}x{k}", a, b, out_dtype=OUTS[i % 3])
-        for kind in block_scales.RECIPES:
-            name = block_scales.RECIPES[kind][0]
+        for kind in RECIPES:
+            name = RECIPES[kind][0]
             a, b = operand(name, 300, 512, kind), operand(name, 384, 512, kind)
             _multiply_floats(recorder, f"{kind} by tcgen05", a, b, c=reals(300, 384), beta=1.0, bias=reals(384))
         a, b = operand("e2m1", 300, 512), operand("e4m3", 384, 512)
@@ -236,7 +239,7 @@ def tcgen05(recorder: Recorder) -> None:
 
 def quantized(recorder: Recorder) -> None:
     """FloatTensors as operands."""
-    for recipe in block_scales.RECIPES:
+    for recipe in RECIPES:
         a = mc.quantize(reals(64, 256), dtype=recipe)
         b = mc.quantize(reals(256, 96), dtype=recipe, scale="column")
         recorder.call(f"gemm_floats of {recipe} tensors", lambda: gemm_floats.scaled_gemm(a.operand(), b.operand()),

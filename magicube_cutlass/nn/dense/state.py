@@ -36,10 +36,12 @@ def weight_shapes(out_features: int, in_features: int, config: QuantConfig) -> _
         width, dtype = (k, torch.int8) if config.bits == 8 else ((k + 1) // 2, torch.uint8)
         found: _Shapes = {"qweight": ((m, width), dtype), "scale": ((m, groups), torch.float32)}
         return found if config.symmetric else {**found, "minimum": ((m, groups), torch.float32)}
-    name, block, scale_dtype = RECIPES.get(config.weight, (config.weight, 0, "float32"))
+    name, block, scale_dtype = RECIPES.get(config.weight, (config.weight, None, "float32"))
     found = {"qweight": ((m, packed_bytes(k, name)), torch.uint8)}
-    if not block:
+    if block is None:
         return {**found, "scale": ((m, 1), torch.float32)}
+    if isinstance(block, tuple):
+        return {**found, "scale": ((-(-m // block[0]), -(-k // block[1])), torch.float32)}
     found["scale"] = ((m, -(-k // block)), torch.uint8)
     return {**found, "tensor_scale": ((), torch.float32)} if scale_dtype == "e4m3" else found
 

@@ -135,7 +135,14 @@ def test_transposes_devices_and_batches_agree(options: dict[str, Any]) -> None:
 
 def test_bytes_are_those_of_the_formats() -> None:
     x = normal(128, 256)
-    expected = {"mxfp8": 8.25, "mxfp6": 6.25, "mxfp4": 4.25, "nvfp4": 4.5}
+    expected = {
+        "mxfp8": 8.25,
+        "mxfp6": 6.25,
+        "mxfp4": 4.25,
+        "nvfp4": 4.5,
+        "e4m3_g128": 8.25,
+        "e4m3_b128": 8 + 32 / 128**2,
+    }
     for name, bits in expected.items():
         found = quantized(x, dtype=name)
         extra = 0 if found.tensor_scale is None else 4
@@ -167,6 +174,77 @@ def test_empty_tensors(options: dict[str, Any], size: tuple[int, int]) -> None:
     assert found.shape == size and found.dequantize().shape == size
 
 
+def exact(found: ScaledFloatTensor, block: tuple[int, int]) -> Tensor:
+    """Codes times scales in float64, element by element."""
+    codes = found.data.view(torch.float8_e4m3fn).double()
+    rows, columns = (torch.arange(size) // each for size, each in zip(codes.shape, block, strict=True))
+    return codes * found.scale.double()[rows][:, columns]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (300, 520)])
+@pytest.mark.parametrize("name", ["e4m3_b128", "e4m3_g128"])
+def test_blocks_of_128_are_the_amax_of_each_over_448(name: str, shape: tuple[int, int]) -> None:
+    x, block = normal(*shape), (128 if name == "e4m3_b128" else 1, 128)
+    x[: shape[0] // 2, 128:256] = 0
+    found = quantized(x, dtype=name)
+    assert found.scale.shape == tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    for i, rows in enumerate(x.split(block[0])):
+        for j, part in enumerate(rows.split(128, 1)):
+            top = float(part.abs().max())
+            assert float(found.scale[i, j]) == (1.0 if top == 0 else float(torch.tensor(top / 448).float()))
+            want = (part.double() / found.scale[i, j].double()).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+            got = found.data[i * block[0] : (i + 1) * block[0], j * 128 : (j + 1) * 128]
+            assert torch.equal(got, want.view(torch.uint8))
+    assert torch.equal(found.dequantize(), exact(found, block).float()), "one rounding"
+
+
+@pytest.mark.parametrize("name", ["e4m3_b128", "e4m3_g128"])
+def test_given_codes_keep_every_scale(name: str) -> None:
+    x = normal(200, 300)
+    made = quantized(x, dtype=name)
+    scale = made.scale.clone()
+    scale[0, 0], scale[0, 1], scale[1, 0], scale[1, 2] = 0, math.nan, math.inf, 2.0**-140
+    codes = made.data.view(torch.float8_e4m3fn)
+    for given in (codes, codes.view(torch.uint8), codes.t().contiguous().t()):
+        found = ScaledFloatTensor.from_codes(given, scale, name)
+        want = exact(found, (128 if name == "e4m3_b128" else 1, 128)).float()
+        assert torch.equal(found.dequantize().nan_to_num(), want.nan_to_num())
+        assert torch.equal(found.dequantize().isnan(), want.isnan()) and bool(want.isnan().any())
+
+
+CODES = torch.zeros(200, 300, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "name", "error", "match"),
+    [
+        (CODES, torch.ones(2, 3), "mxfp8", ValueError, "dtype must be one of e4m3, e4m3_b128, e4m3_g128, got 'mxfp8'"),
+        (CODES.int(), torch.ones(2, 3), "e4m3_b128", TypeError, "codes must be float8_e4m3fn or uint8, got torch.int32"),
+        (CODES[0], torch.ones(2, 3), "e4m3_b128", ValueError, "codes must have 2 dimensions, got 1"),
+        (CODES, torch.ones(2, 3).half(), "e4m3_b128", TypeError, "scale must be float32, got torch.float16"),
+        (CODES, torch.ones(3, 2), "e4m3_b128", ValueError, "scale must have shape (2, 3) for e4m3_b128 codes of shape (200, 300), got (3, 2)"),
+        (CODES, torch.ones(2, 3), "e4m3_g128", ValueError, "scale must have shape (200, 3) for e4m3_g128 codes"),
+        (CODES, torch.ones(200), "e4m3", ValueError, "scale must have shape (200, 1) for e4m3 codes"),
+        (CODES, torch.ones(2, 3, device="meta"), "e4m3_b128", ValueError, "scale must be on cpu as codes is, got meta"),
+    ],
+)  # fmt: skip
+def test_bad_codes_are_named(codes: Tensor, scale: Tensor, name: str, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=re.escape(match)):
+        ScaledFloatTensor.from_codes(codes, scale, name)
+
+
+def test_a_block_of_128_is_no_operand_of_a_kernel() -> None:
+    with pytest.raises(
+        NotImplementedError, match=re.escape("block must be None, 16, 32 or (128, 128) for an operand, got 128")
+    ):
+        quantized(normal(4, 300), dtype="e4m3_g128").operand()
+    a, b = quantized(normal(4, 300), dtype="e4m3_g128"), quantized(normal(300, 200), dtype="e4m3_b128")
+    with pytest.raises(ValueError, match="bias"):
+        matmul(a, b, bias=torch.ones(3))
+    with pytest.raises(TypeError, match="out_dtype"):
+        matmul(a, b, out_dtype=torch.int32)
+
+
 X = torch.ones(4, 6)
 Q = quantized(X, dtype="e2m1", scale="row")
 
@@ -180,7 +258,9 @@ Q = quantized(X, dtype="e2m1", scale="row")
         (lambda: mc.quantize(X, dtype="e2m1", clip="mse"), ValueError, "clip must be 'max' for dtype 'e2m1', got 'mse'"),
         (lambda: mc.quantize(X, 8, block=16), ValueError, "dtype must be given with block and scale_dtype, got block 16"),
         (lambda: mc.quantize(X, dtype="e1m2"), ValueError, "dtype must be one of e5m2, e4m3, e3m2, e2m3, e2m1, mxfp8, "),
-        (lambda: mc.quantize(X, dtype="e2m1", block=8), ValueError, "block must be None, 16, 32 or (128, 128), got 8"),
+        (lambda: mc.quantize(X, dtype="e2m1", block=8), ValueError, "block must be None, 16, 32, 128 or (128, 128), got 8"),
+        (lambda: mc.quantize(X, dtype="e4m3_g128", block=128), ValueError, "block and scale_dtype must be None for dtype 'e4m3_g128'"),
+        (lambda: mc.quantize(X, dtype="e4m3", block=128, scale_dtype="ue8m0"), ValueError, "scale_dtype must be one of float32 for block 128, got 'ue8m0'"),
         (lambda: mc.quantize(X, dtype="e2m1", block=16, scale_dtype="float32"), ValueError, "scale_dtype must be one of e4m3, ue8m0 for block 16, got 'float32'"),
         (lambda: mc.quantize(X, dtype="nvfp4", block=32), ValueError, "block and scale_dtype must be None for dtype 'nvfp4'"),
         (lambda: mc.quantize(X, dtype="e2m1", scale="block"), ValueError, "scale must be 'tensor', 'row' or 'column'"),

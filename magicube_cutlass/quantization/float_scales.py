@@ -1,0 +1,36 @@
+"""Scales of low-precision floats from the amax of the values that share one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels import floats
+from cute_kernels.float_format import FloatFormat
+
+
+def float_scales(largest: Tensor, target: FloatFormat) -> Tensor:
+    """``largest / target.largest`` in float32: 1 for zero, NaN for non-finite values, never rounded to zero."""
+    scale = (largest.double() / target.largest).to(torch.float32)
+    scale = scale.clamp(min=torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)
+    scale = torch.where(largest == 0, 1.0, scale)
+    return torch.where(scale.isfinite(), scale, torch.nan)
+
+
+def power_scales(largest: Tensor, target: FloatFormat) -> Tensor:
+    """Codes of ``2^(floor(log2 largest) - exponent of the largest value)``; of 1 for zero."""
+    exponent = torch.frexp(largest.double()).exponent - 1 - target.largest_exponent
+    codes = torch.where(largest == 0, 127, exponent.clamp(-127, 127) + 127)
+    return torch.where(largest.isfinite(), codes, 255).to(torch.uint8)
+
+
+def nested_scales(largest: Tensor, target: FloatFormat) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of ``largest / (tensor scale * target.largest)``, and the tensor scale."""
+    finite = torch.where(largest.isfinite(), largest, 0)
+    top = finite.amax() if finite.numel() else finite.new_zeros(())
+    inner = floats.FORMATS["e4m3"]
+    tensor_scale = float_scales(top / inner.largest, target)
+    codes = floats.encode(largest.double() / (tensor_scale.double() * target.largest), "e4m3", saturate=True)
+    codes = torch.where((codes == 0) & (largest > 0), 1, codes)
+    codes = torch.where(largest == 0, int(floats.encode(torch.ones(()), "e4m3")), codes)
+    return torch.where(largest.isfinite(), codes, 0x7F).to(torch.uint8), tensor_scale
