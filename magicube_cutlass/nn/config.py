@@ -20,6 +20,7 @@ ACTIVATIONS = {
     "int8": ("int8", "none"),
     "int4": ("int8", "none"),
     "e4m3": ("e4m3", "none"),
+    "e4m3_b128": ("e4m3_g128", "e4m3", "none"),
     "mxfp4": ("mxfp8", "e4m3", "mxfp4", "none"),
     "nvfp4": ("nvfp4", "e4m3", "mxfp8", "none"),
 }
@@ -88,16 +89,18 @@ class QuantConfig:
 
     Parameters
     ----------
-    weight : {"int8", "int4", "e4m3", "mxfp4", "nvfp4"}, default "int8"
-        Format of the weights. Integers have a scale per row (output), or per group; e4m3 has one per row.
+    weight : {"int8", "int4", "e4m3", "e4m3_b128", "mxfp4", "nvfp4"}, default "int8"
+        Format of the weights. Integers have a scale per row (output), or per group; e4m3 has one per row, e4m3_b128
+        one per 128 outputs x 128 inputs.
     group_size : int, optional
         Inputs that share a scale of an integer weight: 16, 32, 64, 128 or 256. Default: all.
     symmetric : bool, default True
         Whether the integer 0 stands for 0.0. Otherwise groups have a minimum too.
     act : str, optional
         Format of the activations, per token or after a calibration with one scale: ``"int8"`` for integers, ``"e4m3"``,
-        ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"`` for floats; ``"none"``: weight-only. Default: ``"int8"`` for integers,
-        ``"e4m3"`` for e4m3, ``"mxfp8"`` for mxfp4, ``"nvfp4"`` for nvfp4.
+        ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"`` for floats, ``"e4m3_g128"`` (a scale per token and 128 inputs) for
+        e4m3_b128; ``"none"``: weight-only. Default: ``"int8"`` for integers, ``"e4m3"`` for e4m3, ``"e4m3_g128"`` for
+        e4m3_b128, ``"mxfp8"`` for mxfp4, ``"nvfp4"`` for nvfp4.
     clip : {"max", "mse"}, default "max"
         Ranges of an integer weight's groups: all values, or the range of least squared error.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}, optional
@@ -151,7 +154,7 @@ class QuantConfig:
     @property
     def bits(self) -> int:
         """Bits of a weight, without its scales."""
-        return 8 if self.weight in ("int8", "e4m3") else 4
+        return 8 if self.weight in ("int8", "e4m3", "e4m3_b128") else 4
 
     def to_tensor(self) -> Tensor:
         """Return the options as bytes of JSON, uint8."""

@@ -29,6 +29,8 @@ FORMATS: list[dict[str, Any]] = [
     {"weight": "e4m3"},
     {"weight": "mxfp4"},
     {"weight": "nvfp4", "act": "none"},
+    {"weight": "e4m3_b128"},
+    {"weight": "e4m3_b128", "act": "none"},
 ]
 ids = [" ".join(map(str, each.values())) for each in FORMATS]
 
@@ -74,7 +76,7 @@ def test_a_layer_multiplies_rounded_rows_by_its_dequantized_weight(options: dict
 
 @pytest.mark.parametrize(
     ("options", "bound"),
-    list(zip(FORMATS, (0.012, 0.01, 0.12, 0.11, 0.012, 0.2, 0.045, 0.18, 0.13), strict=True)),
+    list(zip(FORMATS, (0.012, 0.01, 0.12, 0.11, 0.012, 0.2, 0.045, 0.18, 0.13, 0.045, 0.035), strict=True)),
     ids=ids,
 )
 def test_a_layer_is_the_linear_one_within_its_rounding(options: dict[str, Any], bound: float) -> None:
@@ -296,7 +298,7 @@ def compiled() -> Iterator[Callable[[nn.Module], Callable[..., Tensor]]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("options", [FORMATS[0], FORMATS[3], FORMATS[7]], ids=str)
+@pytest.mark.parametrize("options", [FORMATS[0], FORMATS[3], FORMATS[7], FORMATS[9]], ids=str)
 def test_a_compiled_layer_is_one_graph(options: dict[str, Any], compiled: Callable[..., Any]) -> None:
     layer = QuantLinear.from_linear(plain(), **options).eval().freeze()
     with torch.no_grad():

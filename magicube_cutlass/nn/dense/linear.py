@@ -1,4 +1,4 @@
-"""A linear layer with dense quantized weights: int8, int4 in groups, fp8, mxfp4 or nvfp4."""
+"""A linear layer with dense quantized weights: int8, int4 in groups, fp8 with scales per row or tile, mxfp4, nvfp4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_kernels.explanation import Explanation
 from cute_kernels.watch import watched
 from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
-from magicube_cutlass.nn.config import QuantConfig
+from magicube_cutlass.nn.config import ACTIVATIONS, QuantConfig
 from magicube_cutlass.nn.dense import linear_op
 from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, inverse_of, smoothed
@@ -28,7 +28,7 @@ from magicube_cutlass.quantization.quantize import quantize
 class QuantOptions(TypedDict, total=False):
     """Fields of :class:`magicube_cutlass.nn.QuantConfig`."""
 
-    weight: Literal["int8", "int4", "e4m3", "mxfp4", "nvfp4"]
+    weight: Literal["int8", "int4", "e4m3", "e4m3_b128", "mxfp4", "nvfp4"]
     group_size: int | None
     symmetric: bool
     act: str
@@ -144,7 +144,7 @@ class QuantLinear(QuantState):
         Parameters
         ----------
         weight : GroupTensor or ScaledFloatTensor, shape (out, in)
-            With scales per row, group or block.
+            With scales per row, group, block or 128 x 128 tile.
         bias : Tensor, shape (out,), optional
             Float.
         config : QuantConfig, optional
@@ -351,7 +351,9 @@ def _config_for(weight: QuantWeight, config: QuantConfig | None) -> QuantConfig:
     if isinstance(weight, GroupTensor):
         return QuantConfig(f"int{weight.bits}", weight.group, weight.minimum is None, act, activation=activation)
     kind = (weight.dtype, weight.block, weight.scale_dtype)
-    name = next((key for key, recipe in RECIPES.items() if recipe == kind), weight.dtype)
-    if weight.transposed or weight.axis != 1:
-        raise ValueError(f"weight must have scales per row or block of a row, got {weight}")
+    per_row = weight.dtype if weight.block is None and weight.axis == 1 else ""
+    name = next((key for key, recipe in RECIPES.items() if recipe == kind), per_row)
+    if weight.transposed or name not in ACTIVATIONS:
+        raise ValueError(f"weight must have scales per row, block of a row or tile as {tuple(ACTIVATIONS)} have, "
+                         f"got {weight}")  # fmt: skip
     return QuantConfig(name, act=act, activation=activation)

@@ -22,6 +22,7 @@ from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.encode import encoded, encodes
+from magicube_cutlass.nn.dense.tiled import is_tiled, tiled_backend
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -247,6 +248,8 @@ class DenseProduct:
         on_engine = self.backend == "engine"
         takes = isinstance(self.weight, GroupTensor) and self.act == "int8" and self.weight.device.type == "cpu"
         reason = extension.MISSING if takes and not extension.available() else "no kernel for this format here"
+        if isinstance(self.weight, ScaledFloatTensor) and is_tiled(self.weight) and self.weight.device.type != "cpu":
+            reason = tiled_backend(self.weight, self.act)[1]
         texts = {
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
@@ -271,6 +274,8 @@ def _float32(x: Tensor | None) -> Tensor | None:
 
 def _backend(weight: QuantWeight, act: str) -> str:
     on_cpu, grouped = weight.device.type == "cpu", isinstance(weight, GroupTensor)
+    if isinstance(weight, ScaledFloatTensor) and is_tiled(weight):
+        return "torch" if on_cpu else tiled_backend(weight, act)[0]
     if isinstance(weight, GroupTensor) and act == "int8":
         if on_cpu:
             return "engine" if extension.available() and weight.k <= MAX_K else "torch"

@@ -1,0 +1,127 @@
+"""Dense layers of e4m3 with 128 x 128 scales: products over several tiles, files, conversions, and what multiplies."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+from magicube_cutlass.nn import QuantConfig, QuantLinear
+from magicube_cutlass.nn.dense import tiled
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
+
+ACTS = ("e4m3_g128", "e4m3", "none")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def given(rows: int = 200, columns: int = 300) -> ScaledFloatTensor:
+    """A weight whose tiles have scales of several magnitudes."""
+    return mc.quantize(normal(rows, columns) * normal(rows, 1).exp(), dtype="e4m3_b128")
+
+
+def tile_scales(weight: ScaledFloatTensor) -> Tensor:
+    """The scale of each element, element by element."""
+    rows, columns = (torch.arange(size) // 128 for size in weight.shape)
+    return weight.scale.double()[rows][:, columns]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_layer_of_several_tiles_multiplies_its_codes(act: str) -> None:
+    weight, bias, x = given(), normal(200, seed=2), normal(7, 300, seed=1)
+    layer = QuantLinear.from_quantized(weight, bias, QuantConfig("e4m3_b128", act=act))
+    values = weight.data.view(torch.float8_e4m3fn).double() * tile_scales(weight)
+    rows = x.double()
+    if act != "none":
+        top = torch.stack([part.abs().amax(1) for part in x.split(128 if act == "e4m3_g128" else 300, 1)], 1)
+        spread = (top / 448).repeat_interleave(128 if act == "e4m3_g128" else 300, 1)[:, :300]
+        rows = (x / spread).to(torch.float8_e4m3fn).double() * spread.double()
+    want = rows @ values.t() + bias.double()
+    got = layer(x)
+    assert float((got - want).norm() / want.norm()) < 1e-6
+    assert torch.equal(layer.dequantize(), values.float())
+
+
+def test_rows_with_a_scale_per_128_are_closer_than_with_one() -> None:
+    x = normal(20, 512) * normal(1, 4, seed=3).mul(3).exp().repeat_interleave(128, 1)
+    linear = nn.Linear(512, 256)
+    exact, found = linear(x).detach(), {}
+    for act in ACTS:
+        layer = QuantLinear.from_linear(linear, weight="e4m3_b128", act=act)
+        found[act] = float((layer(x).detach() - exact).norm() / exact.norm())
+    assert found["none"] < found["e4m3_g128"] <= found["e4m3"] < 0.06
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (384, 128)])
+def test_files_and_conversions_keep_the_codes(shape: tuple[int, int], tmp_path: Path) -> None:
+    out, inner = shape
+    model, x = nn.Sequential(nn.Linear(inner, out), nn.ReLU()), normal(3, inner, seed=1)
+    report = mc.convert(model, QuantConfig("e4m3_b128"), freeze=True, progress=False)
+    assert report.converted == ("0",)
+    layer = model[0]
+    assert isinstance(layer, QuantLinear) and layer.scale is not None and layer.qweight is not None
+    assert layer.qweight.shape == shape and layer.qweight.dtype == torch.uint8
+    assert layer.scale.shape == (-(-out // 128), -(-inner // 128)) and layer.scale.dtype == torch.float32
+    bias_bytes = 4 * out
+    assert layer.compressed_bytes == out * inner + 4 * layer.scale.numel() + bias_bytes
+    with torch.no_grad():
+        y = model(x)
+        other = nn.Sequential(QuantLinear(inner, out, weight="e4m3_b128").freeze(), nn.ReLU())
+        save_model(model, str(tmp_path / "model.safetensors"))
+        load_model(other, str(tmp_path / "model.safetensors"))
+        assert torch.equal(other(x), y)
+        meta = nn.Sequential(nn.Linear(inner, out, device="meta"), nn.ReLU())
+        mc.convert(meta, QuantConfig("e4m3_b128"), freeze=True, progress=False)
+        meta.load_state_dict(model.state_dict(), assign=True)
+        assert torch.equal(meta(x), y)
+        weight = layer.dequantize()
+        mc.nn.to_dense(model)
+        assert type(model[0]) is nn.Linear and torch.equal(model[0].weight, weight)
+
+
+def test_other_shapes_of_scales_are_refused() -> None:
+    layer = QuantLinear(300, 200, weight="e4m3_b128").freeze()
+    state = layer.state_dict()
+    state["scale"] = state["scale"].t().contiguous()
+    with pytest.raises(RuntimeError, match=r"scale must be torch\.float32 of shape \(2, 3\), got .*\(3, 2\)"):
+        QuantLinear(300, 200).load_state_dict(state)
+    with pytest.raises(ValueError, match="group_size, symmetric and clip must keep their defaults"):
+        QuantConfig("e4m3_b128", group_size=128)
+    with pytest.raises(ValueError, match=r"act must be one of \('e4m3_g128', 'e4m3', 'none'\).* got 'mxfp8'"):
+        QuantConfig("e4m3_b128", act="mxfp8")
+
+
+def test_a_scale_that_is_no_number_stays_in_its_rows() -> None:
+    weight = given()
+    weight.scale[1, 2] = math.nan
+    y = QuantLinear.from_quantized(weight, config=QuantConfig("e4m3_b128", act="none"))(normal(3, 300))
+    assert bool(y[:, 128:].isnan().all() & y[:, :128].isfinite().all())
+
+
+def test_gradients_pass_the_rounding_straight() -> None:
+    layer, x = QuantLinear.from_linear(nn.Linear(300, 200), weight="e4m3_b128"), normal(5, 300).requires_grad_()
+    g = normal(5, 200, seed=1)
+    of_x, of_weight = torch.autograd.grad(layer(x), (x, layer.weight), g)
+    assert torch.allclose(of_x, g @ layer.dequantize(), rtol=1e-4, atol=1e-5)
+    rows = mc.quantize(x.detach(), dtype="e4m3_g128").dequantize()
+    assert torch.allclose(of_weight, g.t() @ rows, rtol=1e-4, atol=1e-5)
+
+
+def test_explain_says_why_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = QuantLinear(300, 200, weight="e4m3_b128")
+    found = layer.explain()
+    assert found.backend == "torch" and "no kernel for this format here" in found.text
+    assert found.facts["weight_bytes"] == 200 * 300 + 2 * 3 * 4 and "activations e4m3_g128" in found.text
+    weight = layer.product().weight
+    assert isinstance(weight, ScaledFloatTensor) and tiled.is_tiled(weight)
+    backend, reason = tiled.tiled_backend(weight, "e4m3")
+    assert backend == "torch" and "has not run with 128 x 128 scales, see TILED_BACKENDS" in reason
+    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"scaled_gemm"}))
+    assert tiled.tiled_backend(weight, "e4m3") == ("scaled_gemm", "")
