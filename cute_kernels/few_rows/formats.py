@@ -29,7 +29,7 @@ class WeightFormat:
         ``"int4"``, ``"int8"``, ``"e2m1"``, ``"e2m3"``, ``"e3m2"`` or ``"e4m3"``.
     scale : str
         ``"none"``, ``"power"`` (ue8m0), ``"e4m3"``, ``"half"`` (of the dtype of X), ``"half_min"`` (scale and minimum)
-        or ``"sum"`` (float32, which multiplies the partial sum of a group; of 64 rows of X, its values).
+        or ``"sum"`` (float32, which multiplies the partial sum of a group; of integers and 64 rows of X, its values).
     group : int
         k that share a scale; 0 without.
     """
@@ -64,6 +64,7 @@ FORMATS = {
         *(WeightFormat(f"{codes}_g{group}", codes, "half", group) for codes in _INTS for group in _GROUPS),
         *(WeightFormat(f"{codes}_g128", codes, "sum", 128) for codes in _INTS),
         *(WeightFormat(f"{codes}_g{each}_min", codes, "half_min", each) for codes in _INTS for each in (*_GROUPS, 128)),
+        WeightFormat("e4m3_g128", "e4m3", "sum", 128),  # has not run on a GPU
         WeightFormat("mxfp4", "e2m1", "power", 32),
         WeightFormat("nvfp4", "e2m1", "e4m3", 16),
         WeightFormat("mxfp6", "e2m3", "power", 32),
@@ -238,7 +239,7 @@ def pack_weight(
     act : str
         ``"bfloat16"`` or ``"float16"``: dtype of X.
     scales : Tensor, shape (N, ceil(K / group)), optional
-        float32 of integers, uint8 bits of ue8m0 or e4m3.
+        float32 of integers and of e4m3_g128, uint8 bits of ue8m0 or e4m3.
     minimum : Tensor, shape (N, ceil(K / group)), optional
         float32, what the integer 0 stands for.
     row_scale : Tensor, shape (N,) or (), optional

@@ -116,9 +116,14 @@ class FewRowsConfig(KernelConfig):
         }
 
     @property
+    def rounds_scales(self) -> bool:
+        """Whether scales of 128 k are rounded to 16 bits: integers, 64 rows leave no registers for sums of a unit."""
+        return self.format.scale == "sum" and self.rows == 64 and self.format.codes in ("int4", "int8")
+
+    @property
     def _scale_type(self) -> str:
-        """C++ type of the scale rule; 64 rows leave no registers for sums of their own."""
-        return "few::FloatScale" if self.format.scale == "sum" and self.rows == 64 else SCALE_TYPES[self.format.scale]
+        """C++ type of the scale rule."""
+        return "few::FloatScale" if self.rounds_scales else SCALE_TYPES[self.format.scale]
 
     def _types(self) -> dict[str, str]:
         return {
@@ -134,9 +139,11 @@ def candidates(weight: str, rows: int, act: str = "bfloat16") -> list[FewRowsCon
     """Return the configs for `rows` of 8, 16, 32 or 64, largest tile first."""
     base = FewRowsConfig(weight, rows, act, act)
     deep = replace(base, groups=2, depth=2, resident=2 if rows <= 32 else 1)
+    # Sums of a unit of 64 rows fit the registers that four groups leave, but not where two of them take turns.
+    sums = base.format.scale == "sum" and rows == 64 and not base.rounds_scales
     found = [
         replace(base, groups=4),
-        replace(base, groups=4, depth=2),
+        replace(base, groups=2) if sums else replace(base, groups=4, depth=2),
         *(replace(deep, split=split) for split in (1, 2, 4)),
     ]
     # of two stages, each is filled while nothing or little is left to read

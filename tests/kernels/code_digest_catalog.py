@@ -211,6 +211,8 @@ def _few_rows(arch: str) -> Iterator[Entry]:
             ("e2m3", 8, "float16", "float16"),
             ("int8", 64, "bfloat16", "bfloat16"),
             ("e4m3", 1, "bfloat16", "bfloat16"),
+            ("e4m3_g128", 16, "bfloat16", "bfloat16"),
+            ("e4m3_g128", 64, "float16", "float16"),
         ):
             yield f"few rows/{name} m={m} {act} out={out}", choose_few_rows(name, m, 4096, 14336, act, out)
     if arch != "sm_80":  # no conversion to e4m3
@@ -223,6 +225,7 @@ def _few_rows(arch: str) -> Iterator[Entry]:
         ("int8_g32_min", "float16"),
         ("nvfp4", "bfloat16"),
         ("mxfp6", "float16"),
+        ("e4m3_g128", "bfloat16"),
     ):
         yield f"few rows/dense {name} {act}", DecodeConfig(name, act)
 

@@ -21,7 +21,7 @@ INTEGERS: list[dict[str, Any]] = [
     for group in (None, 16, 32, 64, 128, 256)
     for symmetric in (True, False)
 ]
-FLOATS = [{"weight": weight} for weight in ("e4m3", "mxfp4", "nvfp4")]
+FLOATS = [{"weight": weight} for weight in ("e4m3", "e4m3_b128", "mxfp4", "nvfp4")]
 
 
 @pytest.mark.parametrize("act", ["bfloat16", "float16"])
@@ -46,7 +46,9 @@ def test_formats_of_other_float_tensors() -> None:
         assert torch.allclose(decode(pack_few_rows(weight, "bfloat16")).float(), weight.dequantize(), rtol=1e-6)
     assert few_rows_format(quantize_floats(x, "e5m2", axis=1)) is None
     assert few_rows_format(quantize_floats(x, "e4m3", axis=0)) is None, "scales along the other dimension"
-    assert few_rows_format(quantize_floats(x, "e4m3", block=(128, 128))) is None
+    for name in ("e4m3_b128", "e4m3_g128"):
+        assert few_rows_format(quantize_floats(x, name, axis=1)) == "e4m3_g128"
+    assert few_rows_format(quantize_floats(x, "e2m1", block=(128, 128))) is None
 
 
 @pytest.mark.parametrize("act", ["none", "int8"])

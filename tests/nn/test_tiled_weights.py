@@ -122,6 +122,10 @@ def test_explain_says_why_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> N
     weight = layer.product().weight
     assert isinstance(weight, ScaledFloatTensor) and tiled.is_tiled(weight)
     backend, reason = tiled.tiled_backend(weight, "e4m3")
-    assert backend == "torch" and "has not run with 128 x 128 scales, see TILED_BACKENDS" in reason
-    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"scaled_gemm"}))
+    assert backend == "torch" and "scaled_gemm has not run with 128 x 128 scales, see TILED_BACKENDS" in reason
+    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"scaled_gemm", "few_rows"}))
     assert tiled.tiled_backend(weight, "e4m3") == ("scaled_gemm", "")
+    monkeypatch.setenv("MAGICUBE_ARCH", "sm_90a")
+    assert tiled.tiled_backend(weight, "none") == ("few_rows", "")
+    monkeypatch.setenv("MAGICUBE_ARCH", "sm_80")
+    assert tiled.tiled_backend(weight, "none") == ("torch", "no kernel for this format here")

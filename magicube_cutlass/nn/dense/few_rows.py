@@ -27,8 +27,10 @@ def few_rows_format(weight: GroupTensor | ScaledFloatTensor) -> str | None:
         if weight.minimum is not None:
             return f"{name}_g{min(weight.group or _WHOLE, _WHOLE)}_min"
         return name if weight.group is None else f"{name}_g{min(weight.group, _WHOLE)}"
-    if weight.transposed or weight.data.ndim != 2 or isinstance(weight.block, tuple):
+    if weight.transposed or weight.data.ndim != 2:
         return None
+    if isinstance(weight.block, tuple):
+        return "e4m3_g128" if weight.dtype == "e4m3" else None
     if weight.block is None:
         return weight.dtype if weight.dtype in FORMATS else None
     kind = (weight.dtype, weight.block, weight.scale_dtype)
@@ -72,4 +74,7 @@ def pack_few_rows(weight: GroupTensor | ScaledFloatTensor, act: str) -> PackedWe
     codes = floats.unpack(weight.data, k, weight.dtype)  # (M, K)
     if form.scale == "none":
         return pack_weight(codes, form, act, row_scale=weight.scale.reshape(-1) if weight.scale.ndim else weight.scale)
-    return pack_weight(codes, form, act, weight.scale, row_scale=weight.tensor_scale)
+    scales = weight.scale
+    if isinstance(weight.block, tuple):  # the rows of a tile share its scales
+        scales = scales.repeat_interleave(weight.block[0], 0)[: len(codes)]
+    return pack_weight(codes, form, act, scales, row_scale=weight.tensor_scale)

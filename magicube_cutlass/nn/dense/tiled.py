@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from cute_kernels.jit.device import current_arch
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
-# Backends that may multiply by tile-scaled weights: of "scaled_gemm" (rows with a scale each). It has not run on a GPU
-# with tiles of the weight alone, and runs where it is named here; torch multiplies by the dequantized weight instead.
+# Backends that may multiply by tile-scaled weights: of "few_rows" (float rows) and "scaled_gemm" (rows with a scale
+# each). They have not run on a GPU with tiles of the weight alone, and run where they are named here; torch multiplies
+# by the dequantized weight instead.
 TILED_BACKENDS: frozenset[str] = frozenset()
 
 
@@ -31,9 +33,9 @@ def tiled_backend(weight: ScaledFloatTensor, act: str) -> tuple[str, str]:
     act : str
         As for :class:`magicube_cutlass.nn.QuantConfig`.
     """
-    if act != "e4m3":
+    wanted = {"none": "few_rows", "e4m3": "scaled_gemm"}.get(act)
+    if wanted is None or (wanted == "few_rows" and current_arch() != "sm_90a"):
         return "torch", "no kernel for this format here"
-    wanted = "scaled_gemm"
     if wanted not in TILED_BACKENDS:
         return "torch", f"{wanted} has not run with 128 x 128 scales, see TILED_BACKENDS"
     return wanted, ""

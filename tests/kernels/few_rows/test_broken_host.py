@@ -52,17 +52,17 @@ DECODERS = [
     ("int4_g16", "bfloat16", "i % 2 ? 0x3232 : 0x1010", "i % 2 ? 0x1010 : 0x1010"),
     ("int8_g64_min", "float16", "0, 0x3232)", "0, 0x1010)"),
     ("int8_g128", "float16", "__float2half2_rn(scale)", "__float2half2_rn(scale * 1.001f)"),  # of 64 rows
+    ("e4m3_g128", "bfloat16", "kLift == 0 && (Scale::kSum ||", "Scale::kSum || (kLift == 0 &&"),
 ]
 
 
 @pytest.mark.parametrize("breach", DECODERS, ids=lambda breach: f"{breach[0]}-{breach[1]}-{breach[2]}")
 def test_a_wrong_constant_of_a_decoder_is_seen(breach: tuple[str, str, str, str], tmp_path: Path) -> None:
     name, act, old, new = breach
-    is_sum = name.endswith("g128")
-    config = FewRowsConfig(name, 64 if is_sum else 16, act, act)
+    config = FewRowsConfig(name, 64 if name.endswith("g128") else 16, act, act)
     decoders = HostFewRows(tmp_path, (), [config], replaced(FORMATS, (old, new)))
     with pytest.raises(AssertionError):
-        (check_rounded if is_sum else check_operands)(decoders, config)
+        (check_rounded if config.rounds_scales else check_operands)(decoders, config)
 
 
 DEEP, SHARED = candidates("int4_g128", 8)[3], candidates("mxfp4", 64)[0]
@@ -114,6 +114,7 @@ DENSE_BREACHES = [
         "another weight",
     ),
     ("int8_g128", "scale *= __uint_as_float(scales[i]);", "{}", "another weight"),
+    ("e4m3_g128", "scale *= __uint_as_float(scales[i]);", "scale = __uint_as_float(scales[i]);", "another weight"),
     ("int8", " + threadIdx.x / 128;", ";", "another weight"),
 ]
 

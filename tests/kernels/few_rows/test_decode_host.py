@@ -16,13 +16,14 @@ from tests.kernels.few_rows.model import decode, sample
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 N, K = 77, 300  # blocks and units that end early
 CONFIGS = [FewRowsConfig(name, 16, act, act) for name in FORMATS for act in ACTS]
-# 64 rows: scales of 128 k multiply values
+# 64 rows: scales of 128 k multiply sums of e4m3, and values of integers
+WIDE = [FewRowsConfig("e4m3_g128", 64, act, act) for act in ACTS]
 ROUNDED = [FewRowsConfig(name, 64, act, act) for name in ("int4_g128", "int8_g128") for act in ACTS]
 
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> HostFewRows:
-    return HostFewRows(tmp_path_factory.mktemp("few_rows"), (), [*CONFIGS, *ROUNDED])
+    return HostFewRows(tmp_path_factory.mktemp("few_rows"), (), [*CONFIGS, *WIDE, *ROUNDED])
 
 
 def plain(weight: PackedWeight) -> PackedWeight:
@@ -60,7 +61,7 @@ def check_rounded(decoders: HostFewRows, config: FewRowsConfig) -> None:
     assert torch.equal(values, (codes.float() * rounded).to(ACTS[config.act]))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.weight}-{config.act}")
+@pytest.mark.parametrize("config", CONFIGS + WIDE, ids=lambda config: f"{config.weight}-{config.act}-{config.rows}")
 def test_the_kernel_decodes_what_the_model_does(config: FewRowsConfig, decoders: HostFewRows) -> None:
     check_operands(decoders, config)
 

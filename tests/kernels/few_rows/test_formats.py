@@ -47,3 +47,8 @@ def test_what_is_no_number_stays_in_its_row() -> None:
         groups[1, 0] = torch.inf
         found = decode(pack_weight(ints, FORMATS[name], "bfloat16", groups))
         assert found[1, 0] == torch.inf and bool(found[[0, 2]].isfinite().all())
+    ones, groups = torch.full((4, 256), 0x38, dtype=torch.uint8), torch.ones(4, 2)
+    groups[1, 1], groups[2, 0], groups[3] = torch.nan, torch.inf, 0
+    found = decode(pack_weight(ones, FORMATS["e4m3_g128"], "float16", groups))
+    assert bool(found[1, 128:].isnan().all() & (found[2, :128] == torch.inf).all() & (found[3] == 0).all())
+    assert bool((found[0] == 1).all() & (found[1, :128] == 1).all() & (found[2, 128:] == 1).all())

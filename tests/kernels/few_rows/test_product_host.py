@@ -24,10 +24,18 @@ CASES: list[Case] = [
     (candidates("mxfp4", 64)[0], "bfloat16", [(70, 136, 1300)]),
     (candidates("int8_g32_min", 32)[1], "float32", [(32, 130, 2050), (9, 72, 260)]),
     (candidates("mxfp6_e3m2", 16)[2], "float32", [(16, 77, 4104)]),
+    (candidates("e4m3_g128", 16)[3], "float32", [(16, 77, 4104), (3, 1, 1)]),
+    (candidates("e4m3_g128", 64, "float16")[0], "float32", [(65, 77, 2050), (64, 264, 520)]),
 ]
 MANY: list[Case] = [
     (config, "float32", [(rows + 1, 77, 2050), (rows, 264, 520)])
-    for name, act in (("int8", "bfloat16"), ("e4m3", "float16"), ("int4_g128", "bfloat16"), ("int4_g16", "float16"))
+    for name, act in (
+        ("int8", "bfloat16"),
+        ("e4m3", "float16"),
+        ("int4_g128", "bfloat16"),
+        ("int4_g16", "float16"),
+        ("e4m3_g128", "bfloat16"),
+    )
     for rows in ROWS
     for config in candidates(name, rows, act)
 ]
@@ -47,10 +55,8 @@ def check(
     got = frame[1:-1, 8 : n + 8] if late % 2 else frame[1:-1, 3 : n + 3]  # rows at multiples of 16 bytes, and not
     kernels.launch(replace(config, out=out), x, weight, got, bias, row_scale, seed=seed, late=late)
     values = decode(weight)
-    if config.rows == 64 and config.format.scale == "sum":  # scales rounded to 16 bits, and products of values
-        slack = 2.0 * torch.finfo(act).eps
-    else:
-        slack = 2.0**-24 * (k / 16 + 16)  # an instruction's sum is rounded once
+    # scales rounded to 16 bits, and products of values; else an instruction's sum is rounded once
+    slack = 2.0 * torch.finfo(act).eps if config.rounds_scales else 2.0**-24 * (k / 16 + 16)
     factor = torch.ones(m, 1).double() if row_scale is None else row_scale.double().expand(m)[:, None]
     exact, magnitude = x.double() @ values.t() * factor, x.double().abs() @ values.abs().t() * factor
     exact = exact if bias is None else exact + bias

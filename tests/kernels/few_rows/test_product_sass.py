@@ -45,6 +45,8 @@ CASES = {
     FewRowsConfig("nvfp4", 8, "float16", "float32", depth=2, split=2): 5.0,
     FewRowsConfig("int8_g32_min", 32): 3.6,
     FewRowsConfig("mxfp6_e3m2", 16): 5.0,
+    FewRowsConfig("e4m3_g128", 8, "float16", "float32", depth=2, split=2): 3.2,
+    **dict.fromkeys(candidates("e4m3_g128", 64)[:3], 3.2),
 }
 
 
@@ -78,7 +80,13 @@ def test_the_widening_kernel_stays_in_registers(arch: str, kernel_cache: None) -
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     "config",
-    [DecodeConfig("int4_g128"), DecodeConfig("int8_g16_min", "float16"), DecodeConfig("mxfp6"), DecodeConfig("e4m3")],
+    [
+        DecodeConfig("int4_g128"),
+        DecodeConfig("int8_g16_min", "float16"),
+        DecodeConfig("mxfp6"),
+        DecodeConfig("e4m3"),
+        DecodeConfig("e4m3_g128", "float16"),
+    ],
     ids=lambda config: config.name,
 )
 def test_the_decoding_kernel_stores_16_bytes_at_a_time(config: DecodeConfig, arch: str, kernel_cache: None) -> None:
