@@ -1,7 +1,9 @@
-// Rows to e4m3 with a scale per row, code = e4m3(x / scale), or with block scales of 32 (mxfp8); to nearest even, saturating.
+// Rows to e4m3 with a scale per row or per 128 values, code = e4m3(x / scale), or with block scales of 32 (mxfp8); to nearest even,
+// saturating.
 //
-// sm_89 and later (cvt to e4m3). Work: a CTA per row, which reads it twice; of mxfp8, 8 values per thread. Quotients are those of
-// double, rounded once: toward zero with a sticky bit to float32, then by the conversion. Source: PTX ISA, cvt.
+// sm_89 and later (cvt to e4m3). Work: a CTA per row, which reads it twice; of scales of 128 and mxfp8, 8 values per thread.
+// Quotients are those of double, rounded once: toward zero with a sticky bit to float32, then by the conversion. Source: PTX ISA,
+// cvt.
 #pragma once
 
 #include "device/copy.cuh"
@@ -34,6 +36,13 @@ __device__ __forceinline__ uint32_t absmax_bits(const float (&x)[kRun]) {
   return found;
 }
 
+// amax / 448, of the bits of amax: 1 for zero, NaN for what is not finite, never 0.
+__device__ __forceinline__ float absmax_scale(uint32_t bits) {
+  if (bits >= 0x7F800000) return __uint_as_float(0x7FC00000);
+  if (bits == 0) return 1.0f;
+  return fmaxf(__double2float_rn(static_cast<double>(__uint_as_float(bits)) / 448.0), __uint_as_float(1));
+}
+
 // x as a float32 that rounds to e4m3 as x does.
 __device__ __forceinline__ float sticky_float(double x) {
   const float found = __double2float_rz(x);
@@ -58,7 +67,7 @@ __device__ __forceinline__ void store_codes(const double (&quotients)[kRun], uin
   }
 }
 
-// scales: (rows,), written; read, one for all rows, if `given`. amax / 448: 1 for zeros, NaN for non-finite rows, never 0.
+// scales: (rows,), written; read, one for all rows, if `given`.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
 encode_e4m3_rows(const typename C::Source* x, int64_t pitch, int64_t columns, float* scales, int64_t given, uint8_t* out,
@@ -80,8 +89,7 @@ encode_e4m3_rows(const typename C::Source* x, int64_t pitch, int64_t columns, fl
     __syncthreads();
     CUTE_UNROLL
     for (int i = 0; i < C::kThreads / 32; ++i) bits = max(bits, largest[i]);
-    if (bits >= 0x7F800000) scale = __uint_as_float(0x7FC00000);
-    else if (bits) scale = fmaxf(__double2float_rn(static_cast<double>(__uint_as_float(bits)) / 448.0), __uint_as_float(1));
+    scale = absmax_scale(bits);
     if (threadIdx.x == 0) scales[row] = scale;
   }
   for (int64_t column = first; column < columns; column += step) {
@@ -91,6 +99,27 @@ encode_e4m3_rows(const typename C::Source* x, int64_t pitch, int64_t columns, fl
     for (int i = 0; i < kRun; ++i) quotients[i] = static_cast<double>(values[i]) / static_cast<double>(scale);
     store_codes(quotients, out + row * out_pitch + column, columns - column, vector != 0);
   }
+}
+
+// scales: of row r and block b at r * row_step + b * block_step. Sixteen lanes share a block.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads)
+encode_e4m3_groups(const typename C::Source* x, int64_t pitch, int64_t columns, float* scales, int64_t row_step, int64_t block_step,
+                   uint8_t* out, int64_t out_pitch, int64_t vector) {
+  pdl_wait();
+  const int64_t row = blockIdx.x, column = (int64_t{blockIdx.y} * C::kThreads + threadIdx.x) * kRun;
+  float values[kRun];
+  load_values(x + row * pitch + column, columns - column, vector != 0, values);
+  uint32_t bits = absmax_bits(values);
+  CUTE_UNROLL
+  for (int step = 1; step < 16; step *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
+  const float scale = absmax_scale(bits);
+  double quotients[kRun];
+  CUTE_UNROLL
+  for (int i = 0; i < kRun; ++i) quotients[i] = static_cast<double>(values[i]) / static_cast<double>(scale);
+  if (column >= columns) return;
+  if (threadIdx.x % 16 == 0) scales[row * row_step + column / 128 * block_step] = scale;
+  store_codes(quotients, out + row * out_pitch + column, columns - column, vector != 0);
 }
 
 // scales: (rows, blocks) of ue8m0, 2^(floor(log2 amax) - 8); 1 for zeros, NaN for non-finite blocks. Four lanes share a block.

@@ -1,4 +1,4 @@
-"""Rows to e4m3 on a GPU in one launch: with a scale per row or per tensor, or with block scales of 32 (mxfp8)."""
+"""Rows to e4m3 on a GPU in one launch: with a scale per row, per 128 values or per tensor, or as mxfp8."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EncodeConfig(KernelConfig):
     Attributes
     ----------
     kernel_entry : str
-        ``"few::encode_e4m3_rows"`` or ``"few::encode_mxfp8_rows"``.
+        ``"few::encode_e4m3_rows"``, ``"few::encode_e4m3_groups"`` or ``"few::encode_mxfp8_rows"``.
     x : str
         Dtype of the rows.
     threads : int
@@ -89,6 +89,37 @@ def encode_e4m3(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]
             (m, 1, 1), (x.data_ptr(), pitch, k, scale.data_ptr(), given, codes.data_ptr(), k, vector)
         )
     return codes, scale
+
+
+def encode_e4m3_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode rows with a scale per 128 values: ``code = e4m3(x / scale)``, to nearest even, saturating.
+
+    Has not run on a GPU.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        float32, float16 or bfloat16 on a GPU, not empty.
+
+    Returns
+    -------
+    codes : Tensor, shape (M, K)
+        uint8.
+    scales : Tensor, shape (M, ceil(K / 128))
+        float32, ``amax / 448``: 1 for zeros, NaN for blocks with inf or NaN. Memory strides (1, M), as
+        ``torch._scaled_mm`` reads them.
+    """
+    x, pitch, vector = _rows_of(x)
+    m, k = x.shape
+    codes = workspace.empty((m, k), torch.uint8, x.device)
+    scales = workspace.empty((-(-k // 128), m), torch.float32, x.device)
+    config = EncodeConfig("encode_e4m3_groups", str(x.dtype).removeprefix("torch."))
+    with device_of(x):
+        get_kernel(config).launch(
+            (m, -(-k // (_RUN * config.threads)), 1),
+            (x.data_ptr(), pitch, k, scales.data_ptr(), 1, m, codes.data_ptr(), k, vector),
+        )
+    return codes, scales.t()
 
 
 def encode_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -218,6 +218,7 @@ def _few_rows(arch: str) -> Iterator[Entry]:
     if arch != "sm_80":  # no conversion to e4m3
         yield "few rows/rows to e4m3", EncodeConfig("encode_e4m3_rows", "bfloat16")
         yield "few rows/rows to mxfp8", EncodeConfig("encode_mxfp8_rows", "float32")
+        yield "few rows/rows to e4m3 by 128", EncodeConfig("encode_e4m3_groups", "bfloat16")
     for act in ("bfloat16", "float16"):
         yield f"few rows/integers to {act}", WidenConfig(act)
     for name, act in (

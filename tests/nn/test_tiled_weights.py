@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn import QuantConfig, QuantLinear
-from magicube_cutlass.nn.dense import tiled
+from magicube_cutlass.nn.dense import encode, tiled
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 ACTS = ("e4m3_g128", "e4m3", "none")
@@ -47,6 +48,18 @@ def test_a_layer_of_several_tiles_multiplies_its_codes(act: str) -> None:
     got = layer(x)
     assert float((got - want).norm() / want.norm()) < 1e-6
     assert torch.equal(layer.dequantize(), values.float())
+
+
+def test_other_formats_are_no_weights_of_a_layer() -> None:
+    for other in (
+        mc.quantize(normal(200, 300), dtype="e2m1", block=(128, 128)),
+        mc.quantize(normal(200, 300), dtype="e4m3_g128"),
+        mc.quantize(normal(200, 300), dtype="e4m3"),
+        mc.quantize(normal(200, 300), dtype="e4m3", block=32),
+        given().mT,
+    ):
+        with pytest.raises(ValueError, match="weight must have scales per row, block of a row or tile"):
+            QuantLinear.from_quantized(other)
 
 
 def test_rows_with_a_scale_per_128_are_closer_than_with_one() -> None:
@@ -129,3 +142,42 @@ def test_explain_says_why_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> N
     assert tiled.tiled_backend(weight, "none") == ("few_rows", "")
     monkeypatch.setenv("MAGICUBE_ARCH", "sm_80")
     assert tiled.tiled_backend(weight, "none") == ("torch", "no kernel for this format here")
+    assert tiled.tiled_backend(weight, "e4m3_g128") == ("torch", "blockwise scales need sm_90a, got sm_80")
+    monkeypatch.setattr(tiled, "refusal", lambda n, k: "")
+    assert "blockwise has not run" in tiled.tiled_backend(weight, "e4m3_g128")[1]
+    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"blockwise"}))
+    assert tiled.tiled_backend(weight, "e4m3_g128") == ("blockwise", "")
+
+
+def test_rows_are_encoded_by_the_kernel_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:  # what is asked of rows
+        device, dtype = torch.device("cuda"), torch.bfloat16
+
+        def numel(self) -> int:
+            return 8
+
+    monkeypatch.setenv("MAGICUBE_ARCH", "sm_90a")
+    x: Any = OnGpu()
+    assert encode.encodes(x, "e4m3") and not encode.encodes(x, "e4m3_g128")
+    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"encode"}))
+    assert encode.encodes(x, "e4m3_g128")
+
+
+def test_torch_multiplies_rows_with_scales_of_128(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what the layer hands to torch stands for its rows and its weight."""
+
+    def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        spread = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : b.shape[1]]
+        return ((a.float() * scale_a.repeat_interleave(128, 1)) @ (b.float() * spread)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    layer = QuantLinear.from_quantized(given(144, 1024), normal(144, seed=2))
+    product = layer.product()
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        x = normal(2, 9, 1024, seed=1).to(dtype)
+        want = product(x, None, layer.bias)
+        monkeypatch.setattr(product, "backend", "blockwise")
+        got = product(x, None, layer.bias)
+        assert got.dtype == dtype and got.shape == (2, 9, 144) and "torch._scaled_mm" in product.describe()
+        assert float((got - want).norm() / want.norm()) < bound
+        monkeypatch.setattr(product, "backend", "torch")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cute_kernels.few_rows.encode_e4m3 import ENCODE_ARCHES, ENCODED, encode_e4m3, encode_mxfp8
+from cute_kernels.few_rows.encode_e4m3 import ENCODE_ARCHES, ENCODED, encode_e4m3, encode_e4m3_groups, encode_mxfp8
 from cute_kernels.jit.device import current_arch
+from magicube_cutlass.nn.dense import tiled
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 
 def encodes(x: Tensor, act: str) -> bool:
     """Return whether :func:`encoded` takes these rows."""
-    if act not in ("e4m3", "mxfp8") or x.device.type != "cuda" or x.dtype not in ENCODED or x.numel() == 0:
+    if act == "e4m3_g128" and "encode" not in tiled.TILED_BACKENDS:
+        return False
+    if act not in ("e4m3", "e4m3_g128", "mxfp8") or x.device.type != "cuda" or x.dtype not in ENCODED or x.numel() == 0:
         return False
     return current_arch() in ENCODE_ARCHES
 
@@ -24,12 +27,15 @@ def encoded(x: Tensor, act: str, act_scale: Tensor | None) -> ScaledFloatTensor:
     x : Tensor, shape (N, K)
         Rows on a GPU.
     act : str
-        ``"e4m3"`` or ``"mxfp8"``.
+        ``"e4m3"``, ``"e4m3_g128"`` or ``"mxfp8"``.
     act_scale : Tensor or None, shape ()
         Given scale of e4m3; None: one per row.
     """
     if act == "mxfp8":
         codes, scale = encode_mxfp8(x)
         return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale, "ue8m0", 32)
+    if act == "e4m3_g128":
+        codes, scale = encode_e4m3_groups(x)
+        return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale, block=128)
     codes, scale = encode_e4m3(x, None if act_scale is None else act_scale.float().reshape(()))
     return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale)

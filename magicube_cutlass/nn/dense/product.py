@@ -22,7 +22,7 @@ from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.encode import encoded, encodes
-from magicube_cutlass.nn.dense.tiled import is_tiled, tiled_backend
+from magicube_cutlass.nn.dense.tiled import blockwise_product, is_tiled, tiled_backend
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -109,6 +109,8 @@ class DenseProduct:
             y = self._by_few_rows(rows, act_scale, bias)
         elif self.backend == "scaled_gemm":
             y = self._by_scaled_gemm(rows, act_scale, bias)
+        elif self.backend == "blockwise":
+            y = self._by_blockwise(rows, bias)
         else:
             y = self._by_torch(rows, act_scale, bias)
         return activate(y, activation).view(*x.shape[:-1], self.shape[0])
@@ -229,6 +231,12 @@ class DenseProduct:
         assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
         return matmul(dense, self.weight.mT, bias=bias, out_dtype=rows.dtype)
 
+    def _by_blockwise(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """e4m3 rows with a scale per 128 values, by torch."""
+        dense = quantize_act(rows, self.act, None)
+        assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
+        return blockwise_product(dense, self.weight, bias, rows.dtype)
+
     def _by_torch(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         weight = self.dequantized()  # (M, K) float32
         y = _round_trip(rows, self.act, act_scale) @ weight.t()
@@ -255,6 +263,7 @@ class DenseProduct:
             "gemm": "int8 GEMM, rows quantized before",
             "few_rows": "few-rows product of float16 and bfloat16, weights decoded in registers; float32 by torch",
             "scaled_gemm": "scaled GEMM, rows quantized before",
+            "blockwise": "torch._scaled_mm with blockwise scales, rows quantized before",
             "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
         }
         many = self._decoded_rows()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from cute_kernels.jit.device import current_arch
+from magicube_cutlass.nn.dense.blockwise import blockwise_gemm, refusal
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
-# Backends that may multiply by tile-scaled weights: of "few_rows" (float rows) and "scaled_gemm" (rows with a scale
-# each). They have not run on a GPU with tiles of the weight alone, and run where they are named here; torch multiplies
-# by the dequantized weight instead.
+# What may run on a GPU with scales of 128: of "few_rows" (float rows), "scaled_gemm" (rows with a scale each),
+# "blockwise" (torch._scaled_mm; rows with a scale per 128 values) and "encode" (the kernel that quantizes such rows).
+# They have not run on a GPU with these scales, and run where they are named here; otherwise torch quantizes the rows
+# and multiplies by the dequantized weight.
 TILED_BACKENDS: frozenset[str] = frozenset()
 
 
@@ -33,9 +38,31 @@ def tiled_backend(weight: ScaledFloatTensor, act: str) -> tuple[str, str]:
     act : str
         As for :class:`magicube_cutlass.nn.QuantConfig`.
     """
-    wanted = {"none": "few_rows", "e4m3": "scaled_gemm"}.get(act)
-    if wanted is None or (wanted == "few_rows" and current_arch() != "sm_90a"):
-        return "torch", "no kernel for this format here"
-    if wanted not in TILED_BACKENDS:
-        return "torch", f"{wanted} has not run with 128 x 128 scales, see TILED_BACKENDS"
-    return wanted, ""
+    wanted = {"none": "few_rows", "e4m3": "scaled_gemm"}.get(act, "blockwise")
+    reason = ""
+    if wanted == "few_rows" and current_arch() != "sm_90a":
+        reason = "no kernel for this format here"
+    elif wanted == "blockwise":
+        reason = refusal(int(weight.shape[0]), int(weight.shape[1]))
+    if not reason and wanted not in TILED_BACKENDS:
+        reason = f"{wanted} has not run with 128 x 128 scales, see TILED_BACKENDS"
+    return ("torch", reason) if reason else (wanted, "")
+
+
+def blockwise_product(
+    rows: ScaledFloatTensor, weight: ScaledFloatTensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return ``rows W^T + bias`` (N, M) by torch's blockwise-scaled product.
+
+    Parameters
+    ----------
+    rows : ScaledFloatTensor, shape (N, K)
+        e4m3_g128.
+    weight : ScaledFloatTensor, shape (M, K)
+        e4m3_b128.
+    bias : Tensor, shape (M,), optional
+        Float.
+    dtype : torch.dtype
+        Of the result.
+    """
+    return blockwise_gemm(rows.data, rows.scale, weight.data, weight.scale, bias, dtype)

@@ -17,13 +17,13 @@ pytestmark = [pytest.mark.gpu, needs_warp_groups]
 SHAPES = [(1, 1), (3, 77), (16, 4096), (5, 5000), (40, 256)]
 KERNELS = [
     EncodeConfig(entry, str(dtype).removeprefix("torch."))
-    for entry in ("encode_e4m3_rows", "encode_mxfp8_rows")
+    for entry in ("encode_e4m3_rows", "encode_e4m3_groups", "encode_mxfp8_rows")
     for dtype in ENCODED
 ]
 
 
 @pytest.mark.parametrize("dtype", ENCODED, ids=str)
-@pytest.mark.parametrize("act", ["e4m3", "mxfp8"])
+@pytest.mark.parametrize("act", ["e4m3", "e4m3_g128", "mxfp8"])
 @pytest.mark.configs(KERNELS)
 def test_codes_and_scales_are_those_of_torch(act: str, dtype: torch.dtype) -> None:
     for m, k in SHAPES:

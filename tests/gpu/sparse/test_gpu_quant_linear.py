@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn import QuantLinear
-from magicube_cutlass.nn.dense import product
+from magicube_cutlass.nn.dense import product, tiled
+from tests.gpu.problems import needs_warp_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +72,47 @@ def test_a_layer_gives_the_product_of_its_codes(options: dict[str, Any], dtype: 
         coarse = layer.act != "int8" and backend != "few_rows"
         assert float((got.double() - want).norm() / want.norm()) < max(BOUNDS[dtype], 2e-3 * coarse)
         assert float((got.cpu().double() - on_cpu(x).double()).norm() / want.norm()) < 2 * max(BOUNDS[dtype], 2e-3)
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("act", "backend"), [("none", "few_rows"), ("e4m3", "scaled_gemm"), ("e4m3_g128", "blockwise")]
+)
+def test_a_tile_scaled_layer_gives_the_product_of_its_codes(
+    act: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "DECODED_ROWS", 90)
+    for named in (frozenset(), frozenset({"few_rows", "scaled_gemm", "blockwise", "encode"})):
+        monkeypatch.setattr(tiled, "TILED_BACKENDS", named)
+        layer = layer_of({"weight": "e4m3_b128", "act": act}, dtype, 1024)
+        with torch.no_grad():
+            layer.weight.mul_(torch.randn(192, 1).exp())  # type: ignore[union-attr]
+        layer = layer.cuda().eval()
+        assert layer.explain().backend == (backend if named else "torch"), layer.explain().text
+        for rows in (1, 16, 23, 100):
+            x = (torch.randn(rows, 1024) * torch.randn(1024).exp()).to(dtype).cuda()
+            with torch.no_grad():
+                got, again = layer(x), layer(x)
+            want = exact(layer, x)
+            assert got.dtype == dtype and got.shape == want.shape and torch.equal(got, again)
+            coarse = act != "none" and bool(named)
+            assert float((got.double() - want).norm() / want.norm()) < max(BOUNDS[dtype], 2e-3 * coarse), (rows, named)
+
+
+@needs_warp_groups
+def test_a_graph_replays_a_blockwise_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"blockwise", "encode"}))
+    layer = layer_of({"weight": "e4m3_b128"}, torch.bfloat16, 1024).cuda().eval().freeze()
+    x = torch.randn(23, 1024, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        layer(x)
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, layer(x))
 
 
 WEIGHT_ONLY = [options for options in FORMATS if options.get("act") == "none"]

@@ -1,0 +1,198 @@
+"""The kernels that encode rows to e4m3: their source on the CPU, in every bit what torch computes."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.few_rows import encode_e4m3
+from cute_kernels.few_rows.encode_e4m3 import ENCODED, EncodeConfig
+from magicube_cutlass.nn.dense.encode import encoded
+from magicube_cutlass.quantization.float_tensor import quantize_floats
+from tests.kernels.few_rows.host import KERNELS, Edit, Launch, compile_library, has_compiler, source_of
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+ENTRIES = {"e4m3": "encode_e4m3_rows", "e4m3_g128": "encode_e4m3_groups", "mxfp8": "encode_mxfp8_rows"}
+CONFIGS = [EncodeConfig(entry, str(dtype).removeprefix("torch.")) for entry in ENTRIES.values() for dtype in ENCODED]
+SHAPES = [(1, 1), (3, 77), (2, 2600), (5, 512), (4, 130)]  # (M, K): a CTA has 2048 values at a time
+# Arguments of an entry: rows, elements from row to row, columns, then scales and codes.
+_ARGUMENTS = {
+    "encode_e4m3_rows": "(float*)a[3], a[4], (uint8_t*)a[5], a[6], a[7]",
+    "encode_e4m3_groups": "(float*)a[3], a[4], a[5], (uint8_t*)a[6], a[7], a[8]",
+    "encode_mxfp8_rows": "(uint8_t*)a[3], a[4], (uint8_t*)a[5], a[6], a[7]",
+}
+_RUN = """
+extern "C" const char* run_{name}(const host::Launch* launch, const int64_t* a) {{
+  using namespace magicube;
+  return host::run(*launch, {{}}, [=] {{ few::{entry}<{name}>((const {name}::Source*)a[0], a[1], a[2], {arguments}); }});
+}}
+"""
+# What g++ does not have. Conversions of double round toward zero from the nearest float32, if that is farther from zero.
+_DEVICE = """
+#include <cmath>
+#include <cstring>
+#include "few_rows/formats.cuh"
+inline void pdl_wait() {}
+inline float __double2float_rn(double x) { return float(x); }
+inline float __double2float_rz(double x) {
+  const float near = float(x);
+  return std::fabs(double(near)) > std::fabs(x) ? std::nextafterf(near, 0.0f) : near;
+}
+inline double __longlong_as_double(int64_t x) { double y; std::memcpy(&y, &x, 8); return y; }
+inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
+inline unsigned __reduce_max_sync(unsigned lanes, unsigned x) {
+  for (int step = 1; step < 32; step *= 2) x = std::max(x, __shfl_xor_sync(lanes, x, step));
+  return x;
+}
+namespace host {
+struct HalfSource { uint16_t bits; HalfSource() = default; HalfSource(float) : bits(0) {} };
+struct float16 : HalfSource {
+  using HalfSource::HalfSource;
+  operator float() const { __half x; x.bits = bits; return std::isnan(value(x)) ? NAN : float(value(x)); }
+};
+struct bfloat16 : HalfSource {
+  using HalfSource::HalfSource;
+  operator float() const { return __uint_as_float(uint32_t{bits} << 16); }
+};
+// cvt.rn.satfinite.e4m3.f32: nearest, ties to even, at most 448; NaN is 0x7F.
+inline uint8_t e4m3(float x) {
+  if (std::isnan(x)) return 0x7F;
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  const double size = std::min(448.0, std::fabs(double(x)));
+  const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);
+  const double steps = std::nearbyint(std::ldexp(size, 3 - exponent));  // of 2^(exponent - 3)
+  return sign | uint8_t((exponent + 6) * 8 + int(steps));
+}
+}
+"""
+# uint16_t code of two values; the first in the upper byte, as the instruction has it
+_CVT = (
+    r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %2, %1;"\s*'
+    r': "=h"\((codes\[i\])\) : "f"\((sticky_float\(.*?\]\))\), "f"\((sticky_float\(.*?\]\))\)\);'
+)
+_CVT_HOST = r"\1 = uint16_t(host::e4m3(\3) << 8 | host::e4m3(\2));"
+
+
+def kernel_source(edit: Edit | None = None) -> str:
+    """The header's text, as g++ takes it."""
+    text = (KERNELS / "few_rows/encode_e4m3.cuh").read_text()
+    text = edit("few_rows/encode_e4m3.cuh", text) if edit else text
+    text, count = re.subn(_CVT, _CVT_HOST, text)
+    assert count == 1, "the conversion"
+    for old, new in (("__shared__ uint32_t", "static uint32_t"), ("#pragma once", "")):
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+class HostEncode:
+    """The kernels of some configs as a library of this machine."""
+
+    def __init__(self, folder: Path, configs: Iterable[EncodeConfig], edit: Edit | None = None) -> None:
+        self._names = {config: f"Config{i}" for i, config in enumerate(configs)}
+        source = _DEVICE + kernel_source(edit)
+        for config, name in self._names.items():
+            text = source_of(config, name).replace('#include "few_rows/encode_e4m3.cuh"', "")
+            types = {"float16": "host::float16", "bfloat16": "host::bfloat16", "float32": "float"}
+            text, count = re.subn(r"using Source = [^;]*;", f"using Source = {types[config.x]};", text)
+            assert count == 1, text
+            run = _RUN.format(name=name, entry=config.entry, arguments=_ARGUMENTS[config.entry])
+            source += text + run
+        self._library = compile_library(folder, source)
+
+    def encoded(self, x: Tensor, act: str, monkeypatch: pytest.MonkeyPatch, scale: Tensor | None = None) -> Any:
+        """As ``encoded``, launched here; raises what the emulation found."""
+        library, names = self._library, self._names
+
+        class Kernel:
+            def __init__(self, config: EncodeConfig) -> None:
+                self.config = config
+
+            def launch(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+                run = getattr(library, f"run_{names[self.config]}")
+                run.restype = ctypes.c_char_p
+                launch = Launch(*grid[:2], 1, self.config.threads, 0, 1, 0, 0)
+                wrong = run(ctypes.byref(launch), (ctypes.c_int64 * len(args))(*args))
+                if wrong:
+                    raise RuntimeError(wrong.decode())
+
+        monkeypatch.setattr(encode_e4m3, "get_kernel", Kernel)
+        monkeypatch.setattr(encode_e4m3, "device_of", nullcontext)
+        return encoded(x, act, scale)
+
+
+def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Rows of several magnitudes: zeros, the smallest number, an infinity or NaN, quotients that are next to ties."""
+    made = torch.Generator().manual_seed(m + k)
+    x = (torch.randn(m, k, generator=made) * torch.randn(m, 1, generator=made).mul(4).exp()).to(dtype)
+    if m > 2:
+        x[1, : k // 2 + 1] = 0
+        x[2, k // 2] = torch.nan if m == 3 else torch.inf
+    if m > 3:
+        odd = 2 * torch.randint(8, 16, (k,), generator=made) + 1  # halfway between two codes
+        x[3] = (odd * 0.0123456 * 2.0 ** torch.randint(-4, 4, (k,), generator=made)).to(dtype)
+        x[3, ::64] = 448 * 0.0123456
+    if dtype != torch.float16:
+        x[0] = x[0] * 1e-36 if m != 4 else 2.0**-149 if dtype == torch.float32 else 2.0**-133
+    return x
+
+
+def check(kernels: HostEncode, act: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, got = quantize_floats(x, act, axis=1, nonfinite="propagate"), kernels.encoded(x, act, monkeypatch)
+    assert got.scale.shape == want.scale.shape and (got.block, got.scale_dtype) == (want.block, want.scale_dtype)
+    assert torch.equal(got.scale.isnan(), want.scale.isnan()), "scales that are no numbers"
+    assert torch.equal(got.scale.nan_to_num(), want.scale.nan_to_num()), "scales"
+    assert torch.equal(got.data, want.data), "codes"
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostEncode:
+    return HostEncode(tmp_path_factory.mktemp("encode"), CONFIGS)
+
+
+@pytest.mark.parametrize("dtype", ENCODED, ids=str)
+@pytest.mark.parametrize("act", ENTRIES)
+def test_the_source_encodes_as_torch_does(
+    act: str, dtype: torch.dtype, kernels: HostEncode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for m, k in SHAPES:
+        x = rows(m, k, dtype)
+        check(kernels, act, x, monkeypatch)
+        check(kernels, act, torch.cat([x, x], 1)[:, 1 : k + 1], monkeypatch)  # rows that are not aligned
+
+
+def test_scales_of_128_lie_as_torch_reads_them(kernels: HostEncode, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels.encoded(rows(5, 512, torch.bfloat16), "e4m3_g128", monkeypatch)
+    assert found.scale.shape == (5, 4) and found.scale.stride() == (1, 5)
+
+
+BREACHES = [  # none writes out of bounds
+    ("e4m3_g128", "step < 16", "step < 8"),
+    ("e4m3_g128", "column / 128 * block_step", "column / 256 * block_step"),
+    ("e4m3_g128", "__uint_as_float(1));", "0.0f);"),
+    ("e4m3_g128", "if (bits == 0) return 1.0f;", ""),
+    ("e4m3", "__float_as_uint(found) | 1", "__float_as_uint(found)"),
+    ("mxfp8", "exponent - 8", "exponent - 7"),
+]
+
+
+@pytest.mark.parametrize("breach", BREACHES, ids=lambda each: f"{each[0]}-{each[1]}")
+def test_a_wrong_step_is_seen(breach: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    act, old, new = breach
+
+    def edit(name: str, text: str) -> str:
+        assert old in text, old
+        return text.replace(old, new)
+
+    kernels = HostEncode(tmp_path, [EncodeConfig(ENTRIES[act], "float32")], edit)
+    with pytest.raises(AssertionError, match=r"codes|scales"):
+        for m, k in SHAPES:
+            check(kernels, act, rows(m, k, torch.float32), monkeypatch)
