@@ -1,4 +1,4 @@
-"""Checkpoints in the formats ``int-quantized`` and ``pack-quantized`` of compressed-tensors, read and written.
+"""Checkpoints of compressed-tensors: ``int-quantized`` and ``pack-quantized``, and ``float-quantized``, which is read.
 
 The formats are read from the file's tensors and ``config.json``; the package itself is not needed.
 """
@@ -8,22 +8,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from magicube_cutlass.nn.config import QuantConfig
+from magicube_cutlass.hooks.checkpoint import load_layers, quantization_config
+from magicube_cutlass.nn.config import ACTIVATIONS, QuantConfig
 from magicube_cutlass.nn.dense.linear import QuantLinear
-from magicube_cutlass.nn.report import ConversionReport, ConversionRow
-from magicube_cutlass.nn.weight_modules import has_weight, kind_of_module, set_module, weight_shape
+from magicube_cutlass.nn.dense.product import QuantWeight
+from magicube_cutlass.nn.report import ConversionReport
+from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 __all__ = ["load_compressed", "pack_int32", "save_compressed", "unpack_int32"]
 
-_SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias")
+_SUFFIXES = ("weight_scale", "weight", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx")
+# strategy of e4m3 weights -> format; of their activations -> format
+_FLOATS = {"block": "e4m3_b128", "channel": "e4m3", "tensor": "e4m3"}
+_FLOAT_ACTS = {"group": "e4m3_g128", "token": "e4m3"}
 
 
 def pack_int32(ints: Tensor, bits: int) -> Tensor:
@@ -53,8 +59,21 @@ def unpack_int32(packed: Tensor, bits: int, columns: int) -> Tensor:
     return (parts.flatten(1)[:, :columns] - (1 << (bits - 1))).to(torch.int8)
 
 
-def _weight(tensors: Mapping[str, Tensor], name: str, settings: Mapping[str, Any]) -> GroupTensor:
+def _float_weight(tensors: Mapping[str, Tensor], name: str, kind: str) -> ScaledFloatTensor:
+    """The e4m3 weight of a layer; one scale of the tensor is repeated for its rows."""
+    codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"].float()
+    if kind == "e4m3":
+        scale = scale.reshape(-1, 1).expand(codes.shape[0], 1)
+    try:
+        return ScaledFloatTensor.from_codes(codes, scale, kind)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}.weight_scale does not fit: {error}") from error
+
+
+def _weight(tensors: Mapping[str, Tensor], name: str, settings: Mapping[str, Any]) -> QuantWeight:
     """The weight of a layer."""
+    if settings.get("type") == "float":
+        return _float_weight(tensors, name, _FLOATS[settings["strategy"]])
     bits, group = int(settings["num_bits"]), settings.get("group_size") or 0
     if bits not in (4, 8) or settings.get("type", "int") != "int" or f"{name}.weight_g_idx" in tensors:
         raise ValueError(f"{name} must have 4- or 8-bit integers in the order of their columns, got {dict(settings)}")
@@ -75,16 +94,35 @@ def _weight(tensors: Mapping[str, Tensor], name: str, settings: Mapping[str, Any
     return GroupTensor.from_ints(ints, scale, minimum, bits=bits, group=wanted)
 
 
-def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Options of the weights, and the format of the activations."""
+def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], QuantConfig]:
+    """Options of the weights, and a config with the format of the activations."""
     found = [group for group in config.get("config_groups", {}).values() if group.get("weights")]
     if config.get("quant_method") != "compressed-tensors" or len(found) != 1:
         raise ValueError("config.json must have a quantization_config of compressed-tensors with one group, got "
                          f"{config.get('quant_method')!r} with {len(found)}")  # fmt: skip
-    acts = found[0].get("input_activations")
+    weights, acts = dict(found[0]["weights"]), found[0].get("input_activations")
+    if weights.get("type") == "float":
+        return weights, _float_config(weights, acts)
     if acts and not (acts.get("num_bits") == 8 and acts.get("type", "int") == "int" and acts.get("dynamic")):
         raise ValueError(f"input_activations must be dynamic 8-bit integers or none, got {acts}")
-    return dict(found[0]["weights"]), "int8" if acts else "none"
+    return weights, QuantConfig(act="int8" if acts else "none")
+
+
+def _float_config(weights: Mapping[str, Any], acts: Mapping[str, Any] | None) -> QuantConfig:
+    """The config of e4m3 weights."""
+    kind, blocks = _FLOATS.get(weights.get("strategy", "")), weights.get("block_structure")
+    if weights.get("num_bits") != 8 or kind is None or (kind == "e4m3_b128" and list(blocks or ()) != [128, 128]):
+        raise ValueError("weights must be 8-bit floats with a scale per tensor, channel or block of [128, 128], got "
+                         f"{dict(weights)}")  # fmt: skip
+    if not acts:
+        return QuantConfig(kind, act="none")
+    act, group = _FLOAT_ACTS.get(acts.get("strategy", ""), ""), acts.get("group_size")
+    is_fp8 = acts.get("num_bits") == 8 and acts.get("type") == "float" and acts.get("dynamic")
+    if not is_fp8 or act not in ACTIVATIONS[kind] or (act == "e4m3_g128" and group != 128):
+        raise ValueError(
+            f"input_activations must be dynamic 8-bit floats per token or, of blocks, group of 128, got {dict(acts)}"
+        )
+    return QuantConfig(kind, act=act)
 
 
 def load_compressed(model: nn.Module, folder: str | os.PathLike[str], *, act: str | None = None) -> ConversionReport:
@@ -97,7 +135,8 @@ def load_compressed(model: nn.Module, folder: str | os.PathLike[str], *, act: st
     folder : str or path-like
         With ``config.json`` and safetensors files.
     act : str, optional
-        ``"int8"`` or ``"none"``. Default: as the checkpoint says; weight-only has no kernel on a CPU, int8 has.
+        Format of the activations, as for :class:`magicube_cutlass.nn.QuantConfig`. Default: as the checkpoint says;
+        weight-only has no kernel on a CPU, int8 has.
 
     Returns
     -------
@@ -109,34 +148,9 @@ def load_compressed(model: nn.Module, folder: str | os.PathLike[str], *, act: st
     ValueError
         If the checkpoint has another format, or does not fit the model.
     """
-    path = Path(folder)
-    weights, stored_act = _settings(json.loads((path / "config.json").read_text())["quantization_config"])
-    tensors = {key: each for file in sorted(path.glob("*.safetensors")) for key, each in load_file(file).items()}
-    total = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-    rows = []
-    for name, layer in [each for each in model.named_modules() if has_weight(each[1])]:
-        kind, before = (
-            kind_of_module(layer),
-            sum(each.nbytes for each in layer._parameters.values() if each is not None),
-        )
-        shape = weight_shape(layer)
-        if f"{name}.weight_scale" not in tensors:
-            rows.append(ConversionRow(name, shape, None, before, before, "left: not quantized in the file", kind))
-            continue
-        weight = _weight(tensors, name, weights)
-        if kind != "linear" or weight.shape != shape:
-            raise ValueError(
-                f"{name} must be a linear layer of {weight.shape}, got a {type(layer).__name__} of {shape}"
-            )
-        new = QuantLinear.from_quantized(weight, tensors.get(f"{name}.bias"), QuantConfig(act=act or stored_act))
-        set_module(model, name, new)
-        for suffix in _SUFFIXES:
-            tensors.pop(f"{name}.{suffix}", None)
-        rows.append(ConversionRow(name, shape, new.config, before, new.compressed_bytes, "", kind))
-    result = model.load_state_dict(tensors, strict=False, assign=True)
-    if result.unexpected_keys:
-        raise ValueError(f"model must have the tensors of the file, got {result.unexpected_keys[0]!r} besides")
-    return ConversionReport(tuple(rows), total)
+    weights, config = _settings(quantization_config(folder))
+    config = config if act is None else replace(config, act=act)
+    return load_layers(model, folder, lambda tensors, name: _weight(tensors, name, weights), _SUFFIXES, config)
 
 
 def save_compressed(model: nn.Module, folder: str | os.PathLike[str]) -> dict[str, Any]:
