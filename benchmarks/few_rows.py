@@ -1,6 +1,7 @@
 """Few rows times packed weights on a GPU, behind another kernel: each weight format beside torch's fp8 and bfloat16.
 
-Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked first.
+Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked first. One case
+of many rows has torch's blockwise-scaled fp8 beside its row-wise scaled one; ``--many`` runs it alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from harness.gpu_timing import L2_ROUNDS, behind
 from harness.machine import gpu_machine
 from torch import Tensor
 
+import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
@@ -26,15 +28,20 @@ from cute_kernels.few_rows.product import ROWS, FewRowsConfig, choose_few_rows
 from cute_kernels.jit.device import current_arch
 from cute_kernels.jit.warmup import warmup
 from magicube_cutlass.nn import QuantConfig, QuantLinear
+from magicube_cutlass.nn.dense import tiled
+from magicube_cutlass.nn.dense.blockwise import blockwise_gemm, refusal
+from magicube_cutlass.nn.dense.product import quantize_act
 
 SHAPES = [(8192, 28672), (14336, 4096), (4096, 14336)]  # (K, N)
 TOKENS = (1, 16, 32, 64)
 MOST_ERROR = 6e-3  # relative: weights and results rounded to bfloat16
-WEIGHTS = ("int4_g128", "int4_g32", "int4_g32_min", "mxfp4", "nvfp4", "e2m1", "mxfp6", "int8", "e4m3")
+WEIGHTS = ("int4_g128", "int4_g32", "int4_g32_min", "mxfp4", "nvfp4", "e2m1", "mxfp6", "int8", "e4m3", "e4m3_g128")
+MANY = (4096, 4096, 4096)  # (M, K, N)
 LAYER_TOKENS = (16, 64, 512)
 LAYERS: list[tuple[str, int | None, str]] = [
     ("e4m3", None, "e4m3"), ("mxfp4", None, "mxfp8"), ("int4", 128, "none"), ("int4", 32, "int8"),
-    ("int8", None, "none"), ("mxfp4", None, "none"), ("e4m3", None, "none"),
+    ("int8", None, "none"), ("mxfp4", None, "none"), ("e4m3", None, "none"), ("e4m3_b128", None, "e4m3_g128"),
+    ("e4m3_b128", None, "none"),
 ]  # fmt: skip
 # name -> groups, depth, split, resident, units
 VARIANTS = {
@@ -208,10 +215,53 @@ def layers(m: int) -> dict[str, Any]:
     return {"layer": [4096, 14336], "m": m, "warm": us, "host": hosts}
 
 
+def many_rows(m: int, k: int, n: int) -> dict[str, Any]:
+    """Many rows: torch's bfloat16, row-wise and blockwise-scaled fp8, and layers that quantize their rows."""
+    x = (torch.randn(m, k, device="cuda") * torch.randn(k, device="cuda").exp()).bfloat16()
+    plain = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+    w, products = plain.weight.detach(), {"bf16": plain(x)}
+    calls: dict[str, Callable[[], Tensor]] = {"bf16": partial(plain, x)}
+    a, b = (mc.quantize(each, dtype="e4m3", scale="row") for each in (x, w))
+    left, right = (each.data.view(torch.float8_e4m3fn) for each in (a, b))
+    for fast in (True, False):
+        name = "fp8 row-wise, fast" if fast else "fp8 row-wise"
+        calls[name] = partial(torch._scaled_mm, left, right.t(), scale_a=a.scale, scale_b=b.scale.t(),
+                              out_dtype=torch.bfloat16, use_fast_accum=fast)  # fmt: skip
+        products[name] = a.dequantize() @ b.dequantize().t()
+    reason = refusal(n, k)
+    if reason:
+        print(f"fp8 blockwise: {reason}")
+    else:
+        rows, tiles = mc.quantize(x, dtype="e4m3_g128"), mc.quantize(w, dtype="e4m3_b128")
+        scale = rows.scale.t().contiguous().t()
+        calls["fp8 blockwise"] = partial(blockwise_gemm, rows.data, scale, tiles.data, tiles.scale)
+        products["fp8 blockwise"] = rows.dequantize() @ tiles.dequantize().t()
+    for weight, act in (("e4m3", "e4m3"), ("e4m3_b128", "e4m3"), ("e4m3_b128", "e4m3_g128"), ("e4m3_b128", "none")):
+        layer = QuantLinear.from_linear(plain, QuantConfig(weight, act=act)).eval().freeze()
+        name, dense = f"layer {weight}, {act} rows: {layer.explain().backend}", quantize_act(x, act, None)
+        calls[name] = partial(layer, x)
+        products[name] = (x.float() if dense is None else dense.dequantize()) @ layer.dequantize().t()
+    errors = {}
+    for name, call in [*calls.items()]:
+        try:
+            errors[name] = relative_error(call(), products[name])
+        except (RuntimeError, ValueError) as error:  # torch or the toolchain refuses
+            print(f"{name}: {type(error).__name__} {str(error)[:300]}")
+        if not errors.get(name, 1.0) < MOST_ERROR:
+            print(f"{name}: left out, error {errors.get(name)}")
+            del calls[name]
+    us = timed({name: [call] for name, call in calls.items()}, False)
+    print(f"{m} x {k} x {n}, us (TFLOPS):", *(f"{name} {us[name]} ({2e-6 * m * k * n / us[name]:.0f})," for name in us))
+    return {"many": [m, k, n], "warm": us, "errors": errors}
+
+
 def main() -> None:
     args = gpu_arguments(
-        __doc__, "one shape", configs={"action": "store_true", "help": "other configs beside the chosen"}
-    )
+        __doc__, "one shape", configs={"action": "store_true", "help": "other configs beside the chosen"},
+        many={"action": "store_true", "help": "the case of many rows alone"},
+    )  # fmt: skip
+    # what the layers below are to run by: also what has not run before
+    tiled.TILED_BACKENDS = frozenset({"few_rows", "scaled_gemm", "blockwise", "encode"})
     shapes, start = SHAPES[-1:] if args.quick else SHAPES, time.perf_counter()
     wanted = {
         config
@@ -220,13 +270,17 @@ def main() -> None:
         for name in WEIGHTS
         for config in configs(name, m, n, k, args.configs).values()
     }
-    for _ in warmup(wanted, current_arch(), jobs=os.cpu_count() or 1):
+    for _ in warmup(set() if args.many else wanted, current_arch(), jobs=os.cpu_count() or 1):
         pass
     results: dict[str, Any] = {"machine": gpu_machine(), "unit": "us behind another kernel, median", "cases": []}
     gc.collect()
     gc.freeze()  # a capture collects garbage, and each would look at all of torch
     path = args.out or results_file("few_rows")
     with torch.inference_mode():
+        results["cases"].append(many_rows(*MANY))
+        if args.many:
+            save(results, path)
+            return
         for m in LAYER_TOKENS:
             results["cases"].append(layers(m))
         for k, n in shapes:
