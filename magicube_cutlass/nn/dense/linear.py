@@ -62,7 +62,9 @@ class QuantLinear(QuantState):
     are quantized, then the int8 GEMM; so are e4m3 and mxfp4. On sm_90a, int4 and every weight-only layer
     (``act="none"``) multiply float16 and bfloat16 rows by weights that are decoded in registers; their group scales are
     rounded to the dtype of the rows. For 768 rows and more a weight-only layer decodes the weight first, and torch
-    multiplies. Everything else runs in torch on the dequantized weight: small, not fast. :meth:`explain` says which.
+    multiplies. Everything else runs in torch on the dequantized weight: small, not fast. So does e4m3_b128, whose GPU
+    paths have not run: ``magicube_cutlass.nn.dense.tiled.TILED_BACKENDS`` names those to take. :meth:`explain` says
+    which.
     The state dict holds tensors only, and loading one restores the options.
 
     Parameters
