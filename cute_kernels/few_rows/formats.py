@@ -28,8 +28,9 @@ class WeightFormat:
     codes : str
         ``"int4"``, ``"int8"``, ``"e2m1"``, ``"e2m3"``, ``"e3m2"`` or ``"e4m3"``.
     scale : str
-        ``"none"``, ``"power"`` (ue8m0), ``"e4m3"``, ``"half"`` (of the dtype of X), ``"half_min"`` (scale and minimum)
-        or ``"sum"`` (float32, which multiplies the partial sum of a group; of integers and 64 rows of X, its values).
+        ``"none"``, ``"power"`` (ue8m0), ``"e4m3"``, ``"half"`` (of the dtype of X, float16 for int8), ``"half_min"``
+        (scale and minimum) or ``"sum"`` (float32, which multiplies the partial sum of a group; of integers and 64 rows
+        of floats, its values).
     group : int
         k that share a scale; 0 without.
     """
@@ -73,6 +74,11 @@ FORMATS = {
 }
 
 
+def takes_int8(form: WeightFormat) -> bool:
+    """Return whether the product of int8 rows has a weight format: integers without minima, groups of 32 k or more."""
+    return form.codes in _INTS and form.scale in ("none", "half", "sum") and form.group != 16
+
+
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight (N, K) in the order of the few-rows product.
@@ -82,7 +88,7 @@ class PackedWeight:
     format : WeightFormat
         Entry of :data:`FORMATS`.
     act : str
-        ``"bfloat16"`` or ``"float16"``: dtype of X, which the scales depend on.
+        ``"bfloat16"``, ``"float16"`` or ``"int8"``: dtype of X, which scales and the order of codes depend on.
     data : Tensor, shape (blocks, units, bytes)
         uint8; a block is 64 rows, a unit 128 k.
     row_scale : Tensor, shape (N,)
@@ -156,21 +162,41 @@ def _padded(x: Tensor, rows: int, columns: int, value: float = 0) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]), value=value)
 
 
-def pack_codes(codes: Tensor, form: WeightFormat) -> Tensor:
+def _int8_words(codes: Tensor, bits: int) -> Tensor:
+    """Bytes of units as the product of int8 rows reads them: a register has four k of a row.
+
+    A word of int4 has those of two registers, 16 k apart: upper halves of bytes are k, lower halves k + 16.
+    """
+    blocks, units = codes.shape[0] // UNIT_ROWS, codes.shape[1] // UNIT_K
+    # k = 32 step + 16 part + 4 t + i; row = 16 warp + 8 half_row + g
+    split = codes.view(blocks, 4, 2, 8, units, 4, 2, 4, 4).permute(0, 4, 1, 2, 3, 7, 5, 6, 8)
+    # (blocks, units, warp, half_row, g, t, step, part, i)
+    if bits == 4:
+        split = (split[..., 0, :] << 4 | split[..., 1, :] & 15)[..., None, :]
+    split = split.reshape(blocks, units, 4, 2, 32, bits // 4, 4, 4)  # (.., lane, chunks of 16 bytes, words, i)
+    return split.permute(0, 1, 5, 2, 3, 4, 6, 7).reshape(blocks, units, -1)
+
+
+def pack_codes(codes: Tensor, form: WeightFormat, act: str = "bfloat16") -> Tensor:
     """Return codes in fragment order.
 
     Parameters
     ----------
     codes : Tensor, shape (R, K)
-        uint8: e2m1 or e4m3 codes, q + 8 of int4, or the byte of int8. R is a multiple of 64, K of 256.
+        uint8: e2m1 or e4m3 codes, q + 8 of int4 (q of int8 rows), or the byte of int8. R is a multiple of 64, K of
+        256.
     form : WeightFormat
         Format.
+    act : str
+        Dtype of X.
 
     Returns
     -------
     Tensor, shape (R / 64, K / 128, bytes)
         uint8.
     """
+    if act == "int8":
+        return _int8_words(codes, form.bits)
     if form.bits == 6:  # sign and the upper three bits of the magnitude, then the lower two
         upper, lower = codes >> 2, codes
         parts = [_in_order(upper, 4, _placed, 4), _in_order(lower, 8, _low_bits, 2)]
@@ -237,7 +263,7 @@ def pack_weight(
     form : WeightFormat
         Format.
     act : str
-        ``"bfloat16"`` or ``"float16"``: dtype of X.
+        ``"bfloat16"``, ``"float16"`` or, for formats that :func:`takes_int8` names, ``"int8"``: dtype of X.
     scales : Tensor, shape (N, ceil(K / group)), optional
         float32 of integers and of e4m3_g128, uint8 bits of ue8m0 or e4m3.
     minimum : Tensor, shape (N, ceil(K / group)), optional
@@ -249,11 +275,18 @@ def pack_weight(
     -------
     PackedWeight
 
+    Raises
+    ------
+    ValueError
+        If `act` is ``"int8"`` and that product does not have the format.
+
     Notes
     -----
     Scales are divided by a power of two per row, which the row's scale takes over, so that they fit the dtype of X. NaN
     codes of e4m3 and NaN block scales make the row's scale NaN, and so its results, as the product itself would.
     """
+    if act == "int8" and not takes_int8(form):
+        raise ValueError(f"form must have symmetric integers and groups of 32 to 128 for int8 rows, got {form.name!r}")
     n, k = codes.shape
     rows, columns = -(-n // UNIT_ROWS) * UNIT_ROWS, -(-k // PAD_K) * PAD_K
     units = columns // UNIT_K
@@ -287,7 +320,10 @@ def pack_weight(
             codes = codes.masked_fill(found_zero, 0)
             parts.append(_padded(_normal_codes(scales & 127), rows, groups)[..., None])
     zero = 0
-    if form.codes == "int4":
+    if act == "int8":
+        codes = codes.view(torch.uint8)
+        found = found / 16 if form.bits == 4 else found  # the kernel multiplies by 16 q
+    elif form.codes == "int4":
         codes, zero = (codes + 8).to(torch.uint8), 8
     elif form.codes == "int8":
         codes = codes.view(torch.uint8)
@@ -295,6 +331,6 @@ def pack_weight(
         nan = (codes & 127) == 127
         found[nan.any(1)] = torch.nan
         codes = codes.masked_fill(nan, 0)
-    data = pack_codes(_padded(codes, rows, columns, zero), form)
+    data = pack_codes(_padded(codes, rows, columns, zero), form, act)
     whole = torch.cat([data, *(_scale_units(part, units) for part in parts)], -1).contiguous()
     return PackedWeight(form, act, whole, found.float().contiguous(), (n, k))

@@ -32,6 +32,7 @@ from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.few_rows.decode import DecodeConfig
 from cute_kernels.few_rows.encode_e4m3 import EncodeConfig
 from cute_kernels.few_rows.product import choose_few_rows
+from cute_kernels.few_rows.product_int8 import choose_few_rows_int8
 from cute_kernels.few_rows.widen import WidenConfig
 from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.cutlass import CONFIG as CUTLASS
@@ -215,6 +216,9 @@ def _few_rows(arch: str) -> Iterator[Entry]:
             ("e4m3_g128", 64, "float16", "float16"),
         ):
             yield f"few rows/{name} m={m} {act} out={out}", choose_few_rows(name, m, 4096, 14336, act, out)
+        for name, m, out in (("int4_g128", 16, "bfloat16"), ("int4_g128", 64, "bfloat16"), ("int4_g128", 128, "float16"),
+                             ("int4_g32", 64, "float32"), ("int8_g128", 64, "bfloat16"), ("int4", 128, "bfloat16")):  # fmt: skip
+            yield f"few rows/{name} m={m} int8 out={out}", choose_few_rows_int8(name, m, 4096, 14336, out)
     if arch != "sm_80":  # no conversion to e4m3
         yield "few rows/rows to e4m3", EncodeConfig("encode_e4m3_rows", "bfloat16")
         yield "few rows/rows to mxfp8", EncodeConfig("encode_mxfp8_rows", "float32")

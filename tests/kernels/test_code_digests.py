@@ -36,6 +36,7 @@ ONLY_ON = {
     "gemm_floats_few": {"sm_90a"},
     "order_few_rows": {"sm_90a"},
     "few_rows_product": {"sm_90a"},
+    "few_rows_int8": {"sm_90a"},
     "encode_e4m3_rows": {"sm_90a", "sm_100a"},
     "encode_mxfp8_rows": {"sm_90a", "sm_100a"},
     "encode_e4m3_groups": {"sm_90a", "sm_100a"},

@@ -68,7 +68,7 @@ struct Fiber {
 // mbarrier: arrivals and bytes that are still to come in this phase, and phases that are over.
 struct Barrier { int count, missing; int64_t bytes = 0; uint32_t phases = 0; };
 struct Meeting { int count = 0, here = 0, round = 0; };
-struct Copy { int cta; uint32_t barrier; int bytes; std::function<void()> perform; };
+struct Copy { int cta; uint32_t barrier; int bytes; std::function<void()> perform; bool early = false; };
 struct Range { const uint8_t* start; int64_t bytes; };
 
 constexpr uint32_t kFirst = 1024;  // address of dynamic shared memory; the system has what is before
@@ -132,8 +132,8 @@ inline void settle(Barrier& barrier) {
   if (barrier.missing || barrier.bytes) return;
   barrier.missing = barrier.count, ++barrier.phases, ++progress;
 }
-inline void arrive(uint32_t at, int64_t bytes) {
-  Barrier& barrier = barrier_at(self().cta, at);
+inline void arrive(int cta, uint32_t at, int64_t bytes) {
+  Barrier& barrier = barrier_at(cta, at);
   require(barrier.missing > 0, "mbarrier: more arrivals than it counts");
   --barrier.missing, barrier.bytes += bytes;
   settle(barrier);
@@ -142,7 +142,8 @@ inline void complete(const Copy& copy) {
   copy.perform();
   Barrier& barrier = barrier_at(copy.cta, copy.barrier);
   barrier.bytes -= copy.bytes;
-  require(barrier.bytes >= 0, "mbarrier: more bytes than it expects");
+  // of another CTA, bytes may come before those are expected, but not more than the phase's last arrival announces
+  require(barrier.bytes >= 0 || (copy.early && barrier.missing > 0), "mbarrier: more bytes than it expects");
   settle(barrier);
   ++progress;
 }
@@ -159,7 +160,8 @@ inline bool is_readable(const void* from, int64_t bytes) {
   });
 }
 
-// Values of a product: 0: float16, 1: bfloat16, else bytes: 2: e4m3, 3: e5m2 in A, 4: in B, 5: in both.
+// Values of a product: 0: float16, 1: bfloat16, else bytes: 2: e4m3, 3: e5m2 in A, 4: in B, 5: in both, 6: integers in both.
+constexpr int kIntegers = 6;
 inline double read(const void* from, int kind, bool of_b) {
   uint8_t byte;
   uint16_t half;
@@ -167,6 +169,7 @@ inline double read(const void* from, int kind, bool of_b) {
   if (kind < 2) std::memcpy(&half, from, 2);
   if (kind == 1) return value(__nv_bfloat16{half});
   if (kind == 0) return value(__half{half});
+  if (kind == kIntegers) return int8_t(byte);
   if ((kind - 2) >> of_b & 1) return value(__half{uint16_t(byte << 8)});
   const int exponent = byte >> 3 & 15, mantissa = byte & 7;
   const double size = (byte & 127) == 127 ? NAN : std::ldexp(exponent ? 8 + mantissa : mantissa, (exponent ? exponent : 1) - 10);
@@ -200,9 +203,12 @@ inline void multiply(int first, int group, int index) {
       Product& to = of(row % 8 * 4 + n % 8 / 2);
       require(to.b == leader.b && to.add == leader.add, "wgmma: lanes of a warp disagree");
       float& sum = *to.sums[n / 8 * 4 + row / 8 * 2 + n % 2];
-      double total = to.add ? sum : 0.0;
+      int32_t& integer = reinterpret_cast<int32_t&>(sum);
+      double total = !to.add ? 0.0 : leader.kind == kIntegers ? integer : sum;
       for (int k = 0; k < 32 / size; ++k) total += a[k] * b[n * (32 / size) + k];
-      sum = float(total);
+      require(leader.kind != kIntegers || std::fabs(total) < 2147483648.0, "wgmma: int32 overflow");
+      if (leader.kind == kIntegers) integer = int32_t(total);
+      else sum = float(total);
     }
   }
   for (int lane = 0; lane < 32; ++lane) of(lane).done = true;
@@ -337,6 +343,7 @@ enum class LayoutType { INTERLEAVE, B128, B64, B32 };
 template <int kColumns, int kKind>
 struct HostProduct {
   static void put(host::Product& product, float& sum) { product.sums.push_back(&sum); }
+  static void put(host::Product& product, uint32_t& sum) { product.sums.push_back(reinterpret_cast<float*>(&sum)); }
   static void put(host::Product& product, ScaleOut scale) { product.add = scale == ScaleOut::One; }
   template <class... Rest>
   static void fma(const uint32_t& a0, const uint32_t& a1, const uint32_t& a2, const uint32_t& a3, uint64_t b, Rest&&... rest) {
@@ -359,9 +366,12 @@ struct HostProduct {
   template <int = 0> using MMA_64x##N##x32_F32E5M2E4M3_RS_TN = HostProduct<N, 3>;    \
   template <int = 0> using MMA_64x##N##x32_F32E4M3E5M2_RS_TN = HostProduct<N, 4>;    \
   template <int = 0> using MMA_64x##N##x32_F32E5M2E5M2_RS_TN = HostProduct<N, 5>;    \
+  using MMA_64x##N##x32_S32S8S8_RS_TN = HostProduct<N, host::kIntegers>;             \
   struct MMA_64x##N##x32_S32S8S8_SS_TN;
 HOST_PRODUCTS(8) HOST_PRODUCTS(16) HOST_PRODUCTS(32) HOST_PRODUCTS(64)
 #undef HOST_PRODUCTS
+using MMA_64x96x32_S32S8S8_RS_TN = HostProduct<96, host::kIntegers>;
+using MMA_64x128x32_S32S8S8_RS_TN = HostProduct<128, host::kIntegers>;
 // Of the other kernels in the headers: names alone.
 #define HOST_NAMES(N)                                                                                                     \
   template <int = 0> struct MMA_64x##N##x32_F32E4M3E4M3_SS_TN; template <int = 0> struct MMA_64x##N##x32_F32E4M3E5M2_SS_TN; \
@@ -394,8 +404,8 @@ inline void barrier_init(uint32_t at, int arrivals) {
   host::require(host::own_cta().barriers.emplace(at, host::Barrier{arrivals, arrivals}).second, "mbarrier: initialized twice");
 }
 inline void barrier_fence() {}
-inline void barrier_arrive(uint32_t at) { host::arrive(at, 0), host::pause(); }
-inline void mbarrier_arrive_expect_tx(uint32_t at, uint32_t bytes) { host::arrive(at, bytes); }
+inline void barrier_arrive(uint32_t at) { host::arrive(host::self().cta, at, 0), host::pause(); }
+inline void mbarrier_arrive_expect_tx(uint32_t at, uint32_t bytes) { host::arrive(host::self().cta, at, bytes); }
 inline void barrier_wait(uint32_t at, uint32_t parity) {
   const host::Barrier& barrier = host::barrier_at(host::self().cta, at);
   host::wait("mbarrier", [&] { return (barrier.phases & 1) != parity; });
@@ -408,10 +418,11 @@ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier
   uint8_t* const at = host::shared_bytes(cta, to, bytes);
   host::start({cta, barrier, bytes, [=] { std::memcpy(at, from, bytes); }});
 }
-inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
-  const int cta = host::self().cta, bytes = int(map->box * map->box_bytes);
+inline void load_box(int cta, uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
+  const int bytes = int(map->box * map->box_bytes);
   host::require(to % 128 == 0 && (map->swizzle == 0 || map->box_bytes == 128), "TMA: not aligned to 128 bytes");
   host::shared_bytes(cta, to, bytes);
+  const bool early = cta != host::self().cta;
   host::start({cta, barrier, bytes, [=, map = *map] {
     for (int64_t row = 0; row < map.box; ++row) {
       for (int64_t byte = 0; byte < map.box_bytes; ++byte) {
@@ -421,20 +432,31 @@ inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uin
         *host::shared_bytes(cta, map.swizzle ? host::swizzled(at) : at, 1) = there ? map.start[(y + row) * map.pitch + from] : 0;
       }
     }
-  }});
+  }, early});
+}
+inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
+  load_box(host::self().cta, to, map, x, y, barrier);
 }
 
 namespace cluster {
 inline uint32_t rank() { return host::self().cta; }
 inline void sync() { host::meet(host::together, int(host::fibers.size()), "cluster barrier"); }
-inline void tma_load_2d_multicast(uint16_t, uint32_t, const TmaDescriptor*, int, int, uint32_t) { throw host::Failure("multicast"); }
-inline void arrive_at(uint32_t, uint32_t) { throw host::Failure("remote arrival"); }
-inline uint32_t load_of(uint32_t, uint32_t) { throw host::Failure("remote word"); }
-inline float4 load_four_of(uint32_t from, uint32_t rank) {
+inline void require_running(uint32_t rank) {
   for (int i = 0; i < host::threads; ++i) {
     const auto& fiber = *host::fibers.at(rank * host::threads + i);
     host::require(fiber.started && !fiber.over, "shared memory of a CTA that has not started or has ended");
   }
+}
+inline void tma_load_2d_multicast(uint16_t mask, uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
+  for (int rank = 0; rank < int(host::ctas.size()); ++rank) {
+    if (mask >> rank & 1) require_running(rank), load_box(rank, to, map, x, y, barrier);
+  }
+  host::require(mask >> host::ctas.size() == 0, "multicast: beyond the cluster");
+}
+inline void arrive_at(uint32_t at, uint32_t rank) { require_running(rank), host::arrive(int(rank), at, 0), host::pause(); }
+inline uint32_t load_of(uint32_t, uint32_t) { throw host::Failure("remote word"); }
+inline float4 load_four_of(uint32_t from, uint32_t rank) {
+  require_running(rank);
   float4 found;
   host::require(from % 16 == 0, "shared memory: not aligned");
   std::memcpy(&found, host::shared_bytes(int(rank), from, 16), 16);

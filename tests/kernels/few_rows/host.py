@@ -21,8 +21,8 @@ from cute_kernels.jit.codegen import KernelConfig
 
 KERNELS = Path(__file__).resolve().parents[3] / "cute_kernels"
 REAL = (
-    "few_rows/product.cuh", "few_rows/decode.cuh", "few_rows/formats.cuh", "device/float_formats.cuh", "scaled_gemm/small_m.cuh",
-    "scaled_gemm/wgmma.cuh", "scaled_gemm/common.cuh", "gemm/wgmma.cuh", "gemm/epilogue.cuh", "gemm/tile_scheduler.cuh",
+    "few_rows/product.cuh", "few_rows/product_int8.cuh", "few_rows/decode.cuh", "few_rows/formats.cuh",
+    "device/float_formats.cuh", "scaled_gemm/small_m.cuh", "scaled_gemm/wgmma.cuh", "scaled_gemm/common.cuh", "gemm/wgmma.cuh", "gemm/epilogue.cuh", "gemm/tile_scheduler.cuh",
 )  # fmt: skip
 _EMPTY = ("device/warpgroup.cuh", "device/copy.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint",
           "cuda/std/type_traits", "cute/config.hpp", "cute/arch/mma_sm90_desc.hpp", "cute/arch/mma_sm90_gmma.hpp")  # fmt: skip
@@ -38,7 +38,7 @@ extern "C" const char* run_{name}(const host::Launch* launch, const magicube::Tm
   using namespace magicube;
   using C = {name};
   return host::run(*launch, {{{{(const uint8_t*)a[0], weight_bytes}}, {{(const uint8_t*)a[8], 4 * a[5]}}}}, [=] {{
-    few::few_rows_product<C>(*x, (const uint8_t*)a[0], a[1], (C::Out*)a[2], a[3], a[4], a[5], (const float*)a[6], a[7],
+    {entry}<C>(*x, (const uint8_t*)a[0], a[1], (C::Out*)a[2], a[3], a[4], a[5], (const float*)a[6], a[7],
                              (const float*)a[8], (const float*)a[9], a[10]);
   }});
 }}
@@ -127,7 +127,7 @@ class HostFewRows:
                 if config not in self._names:
                     self._names[config] = f"Config{len(self._names)}"
                     source += source_of(config, self._names[config])
-                source += text.format(name=self._names[config])
+                source += text.format(name=self._names[config], entry=config.kernel_entry)
         self._library = compile_library(folder, source, edit)
 
     def operand(self, config: FewRowsConfig, unit: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,10 +160,14 @@ class HostFewRows:
 
         class Kernel:
             def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], cluster: tuple[int, ...] | None) -> None:
-                assert (cluster or (1, 1, 1)) == (config.split, 1, 1) and grid[0] % config.split == 0 and grid[2] == 1
-                launch = Launch(*grid[:2], config.split, config.threads, config.smem_bytes, config.resident, seed, late)
+                assert (
+                    (cluster or (1, 1, 1)) == (config.cluster, 1, 1) and grid[0] % config.cluster == 0 and grid[2] == 1
+                )
+                launch = Launch(
+                    *grid[:2], config.cluster, config.threads, config.smem_bytes, config.resident, seed, late
+                )
                 numbers = (ctypes.c_int64 * 11)(*args[1:])
-                assert (args[0].box_bytes, args[0].box, args[0].swizzle) == (128, config.rows, 128)
+                assert (args[0].box_bytes, args[0].box, args[0].swizzle) == (128, config.box_rows, 128)
                 size = ctypes.c_int64(weight.data.nbytes)
                 wrong = run(ctypes.byref(launch), ctypes.byref(args[0]), numbers, size)
                 if wrong:

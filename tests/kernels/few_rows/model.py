@@ -107,6 +107,37 @@ def _scaled(weight: PackedWeight, rounded: Callable[[Tensor], Tensor]) -> Tensor
     return found[:n, :k]
 
 
+def integers(weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Return what the product of int8 rows multiplies by: codes (N, K) int64, 16 q of int4, and scales of groups.
+
+    Scales are (N, K / group) float64, of padded K; all of K is one group without any.
+    """
+    form, (n, k), (blocks, units, _) = weight.format, weight.shape, weight.data.shape
+    size = 64 * 128 * form.bits // 8
+    chunks = weight.data[..., :size].long().view(blocks, units, -1, 4, 2, 8, 4, 4, 4)
+    # (.., chunk of 16 bytes, warp, half of rows, g, t, word, byte): PTX ISA, registers of an int8 A operand
+    if form.bits == 4:  # a word: k = 32 word + 4 t + byte in the upper halves of bytes, 16 more in the lower
+        words = chunks[:, :, 0]
+        parts = torch.stack(
+            [words & 0xF0, words << 4 & 0xF0], -3
+        )  # (blocks, units, warp, half, g, t, part, word, byte)
+        step_first = parts.permute(0, 2, 3, 4, 1, 7, 6, 5, 8)
+    else:  # two words a step, the second 16 k further
+        parts = chunks.view(blocks, units, 2, 4, 2, 8, 4, 2, 2, 4)
+        step_first = parts.permute(0, 3, 4, 5, 1, 2, 7, 8, 6, 9)
+    found = step_first.reshape(blocks * 64, units * 128)
+    found = torch.where(found > 127, found - 256, found)
+    raw = (
+        weight.data[..., size:].reshape(blocks, units, 64, -1).permute(0, 2, 1, 3).reshape(blocks * 64, -1).contiguous()
+    )
+    if form.scale == "none":
+        scales = torch.ones(n, 1, dtype=torch.float64, device=raw.device)
+    else:
+        scales = raw.view(torch.float32 if form.scale == "sum" else torch.float16)[:n].double()
+    assert not bool(found[:, k:].any() | found[n:].any()), "padding is zero"
+    return found[:n, :k], scales
+
+
 def decode(weight: PackedWeight) -> Tensor:
     """Return what the kernel multiplies by, (N, K) float64; the results' rounding is not in it."""
     dtype = _DTYPES[weight.act]
@@ -131,7 +162,7 @@ class Sample:
 def sample(name: str, n: int, k: int, act: str = "bfloat16", seed: int = 0, device: str = "cpu") -> Sample:
     """Return a random weight; the codes are all of the format's but NaN."""
     form, made = FORMATS[name], torch.Generator().manual_seed(seed)
-    eps = torch.finfo(_DTYPES[act]).eps / 2
+    eps = torch.finfo(_DTYPES.get(act, torch.float16)).eps / 2  # scales beside int8 rows are float16
     groups = -(-k // form.group) if form.group else 0
     row_scale = torch.rand(n, generator=made) + 0.5
     if form.scale == "e4m3" or form.codes == "e4m3":
@@ -172,3 +203,38 @@ def sample(name: str, n: int, k: int, act: str = "bfloat16", seed: int = 0, devi
     weight = pack_weight(codes.to(device), form, act, given[0], minimum=given[1], row_scale=given[2])
     factor = row_scale.double()[:, None]
     return Sample(weight, (truth * factor).to(device), (slack * factor).to(device))
+
+
+def _group_products(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Sum over groups of scale times exact sum, and of its magnitude, (M, N) float64; without scales of rows."""
+    codes, scales = integers(weight)
+    k, group = codes.shape[1], weight.format.group or codes.shape[1]
+    total = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.float64, device=x.device)
+    magnitude = torch.zeros_like(total)
+    for i, start in enumerate(range(0, k, group)):
+        part = slice(start, start + group)
+        term = (x[:, part].double() @ codes[:, part].double().t()) * scales[:, i]  # sums below 2^53: exact
+        total, magnitude = total + term, magnitude + term.abs()
+    return total, magnitude
+
+
+def int8_product(x: Tensor, weight: PackedWeight, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return ``row_scale X W^T + bias`` of int8 rows in float64, (M, N)."""
+    total, _ = _group_products(x, weight)
+    total = total * weight.row_scale.double()
+    total = total if row_scale is None else total * row_scale.double().reshape(-1, 1)
+    return total if bias is None else total + bias.double()
+
+
+def int8_limit(
+    x: Tensor, weight: PackedWeight, row_scale: Tensor | None, bias: Tensor | None, out: torch.dtype
+) -> Tensor:
+    """Return the largest error of float32 sums of groups, each rounded once, of their scales, and of the output."""
+    groups = -(-weight.shape[1] // (weight.format.group or weight.shape[1]))
+    _, magnitude = _group_products(x, weight)
+    magnitude = magnitude * weight.row_scale.double()
+    magnitude = magnitude if row_scale is None else magnitude * row_scale.double().reshape(-1, 1)
+    sums = 2.0**-24 * 1.01 * (groups + 10) * magnitude  # 10: shares of clusters and warp groups, and scales
+    exact = int8_product(x, weight, row_scale, bias).abs()
+    rounding = torch.finfo(out).eps / 2 * (exact + sums) if out != torch.float32 else 0.0
+    return sums + 2.0**-23 * exact + rounding + (2.0**-25 if out == torch.float16 else 0.0)

@@ -10,10 +10,12 @@ import torch
 
 from cute_kernels.few_rows.decode import DecodeConfig
 from cute_kernels.few_rows.product import FewRowsConfig, candidates
+from cute_kernels.few_rows.product_int8 import FewRowsInt8Config
 from tests.kernels.few_rows.host import ACTS, HostFewRows, has_compiler
 from tests.kernels.few_rows.test_decode_host import check_operands, check_rounded
 from tests.kernels.few_rows.test_dense_host import HostDecode
 from tests.kernels.few_rows.test_dense_host import check as check_dense
+from tests.kernels.few_rows.test_int8_host import check as check_int8
 from tests.kernels.few_rows.test_product_host import check
 
 pytestmark = [pytest.mark.skipif(not has_compiler(), reason="no g++"), pytest.mark.long]
@@ -77,9 +79,9 @@ BREACHES = [
     (PLAIN, [("if (!kSum && u > 0) finish_piece<1>(b);", "")], "not close"),
     (DEEP, [("finish_piece<0>(b);\n          add_scaled", "add_scaled")], "not close"),
     (DEEP, [("warp_group::named_barrier_sync(1, kAll);  // all", "//")], "not close"),
-    (DEEP, [("  if constexpr (C::kSplit > 1) cluster::sync();  // other", "  //")], "has ended"),
+    (DEEP, [("  if constexpr (G::kCluster > 1) cluster::sync();  // other", "  //")], "has ended"),
     (DEEP, [("blocks * G::kBlockBytes);", "blocks * G::kBlockBytes - 16);")], "more bytes"),
-    (DEEP, [("4 * C::kGroups / C::kDepth);", "4 * C::kGroups);")], "waits for ever"),
+    (DEEP, [("4 * C::kGroups / C::kDepth * G::kPeers);", "4 * C::kGroups);")], "waits for ever"),
     (DEEP, [("kStages = C::kStages,", "kStages = C::kStages - 1,"), ("kStages % kDepth == 0,", "true,")], "more arrivals"),
     (SHARED, [("G::kXBytes + blocks *", "G::kXBytes + G::kBlocks *")], "waits for ever"),
     (SHARED, [("present < G::kBlocks ? present : G::kBlocks", "G::kBlocks")], "beyond the weights"),
@@ -126,3 +128,42 @@ def test_a_wrong_exchange_or_end_is_seen(index: int, tmp_path: Path) -> None:
     kernels = HostDecode(tmp_path, [config], replaced(DENSE, (old, new)))
     with pytest.raises((RuntimeError, AssertionError), match=said):
         check_dense(kernels, config, (77, 300))
+
+
+INT8, INT8_PRODUCT = "int4_g128", "few_rows/product_int8.cuh"
+ALONE = FewRowsInt8Config(INT8, 32, groups=4, partials=2, converted=0)
+PEERS = FewRowsInt8Config(INT8, 16, depth=2, split=2, peers=2)
+FOUR = FewRowsInt8Config(INT8, 32, peers=4)
+INT8_BREACHES = [
+    # (config, header, what is in the source, what is compiled, what is said)
+    (ALONE, INT8_PRODUCT, "warpgroup_wait<1>();", "warpgroup_wait<2>();", "not close"),
+    (ALONE, INT8_PRODUCT, "  warpgroup_wait<0>();\n  add(G::kSums - 1);", "  add(G::kSums - 1);", None),
+    (ALONE, INT8_PRODUCT, "<< 4 & 0xF0F0F0F0", "<< 4 & 0xF0F0F0E0", "not close"),
+    (ALONE, INT8_PRODUCT, "kSumBiasBits = 0x4B400000", "kSumBiasBits = 0x4B400001", "not close"),
+    (ALONE, INT8_PRODUCT, "group_scale<C>(scales[half], g)", "group_scale<C>(scales[0], g)", "not close"),
+    (PEERS, INT8_PRODUCT, "first_peer + lane * C::kSplit", "first_peer + lane", "more arrivals|waits for ever"),
+    (PEERS, INT8_PRODUCT, "if (lane < G::kPeers)", "if (lane < 1)", "waits for ever"),
+    (PEERS, PRODUCT, "to + own * 128", "to", "not close"),
+    (PEERS, PRODUCT, "&x, k, row + own, full", "&x, k, row, full", "not close"),
+    (
+        PEERS,
+        PRODUCT,
+        "C::kGroups / C::kDepth * G::kPeers);",
+        "C::kGroups / C::kDepth);",
+        "more arrivals|not close|waits for ever",
+    ),
+    (PEERS, PRODUCT, "rank % C::kSplit + i * C::kSplit", "i", "more bytes|waits for ever|under way"),
+    (PEERS, PRODUCT, "(C::kRows / C::kSplit), column, all - rank", "(C::kRows / C::kSplit), column", "not close"),
+    (PEERS, PRODUCT, "if constexpr (G::kCluster > 1) cluster::sync();", "", "has ended"),
+    (FOUR, PRODUCT, "present < 0) present = 0", "present < 0) present = 1", "beyond the weights|waits for ever"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(INT8_BREACHES)))
+def test_a_wrong_product_of_int8_rows_is_seen(index: int, tmp_path: Path) -> None:
+    config, header, old, new, said = INT8_BREACHES[index]
+    kernels = HostFewRows(tmp_path, [config], edit=replaced(header, (old, new)))
+    with pytest.raises((RuntimeError, AssertionError), match=said):
+        for late in (0, 1, 2, 3):
+            for seed in range(3):
+                check_int8(kernels, config, "bfloat16", (20, 100, 9300), late, seed)

@@ -1,0 +1,193 @@
+"""Few-rows product of int8 rows with packed int4 and int8 weights on sm_90a: configs, selection and launch.
+
+It has not run on a GPU: nothing selects it but its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_kernels.few_rows.formats import FORMATS, PackedWeight, takes_int8
+from cute_kernels.few_rows.product import FewRowsConfig, launch_few_rows
+from cute_kernels.jit.device import device_of, num_sms
+
+INT8_ROWS = (16, 32, 64, 128)  # rows of X that a kernel is compiled for
+MAX_K = (1 << 17) - 1  # without groups: 128 * 128 * K < 2^31
+
+
+@dataclass(frozen=True)
+class FewRowsInt8Config(FewRowsConfig):
+    """Config of the few-rows kernel of int8 rows: ``D = X W^T``.
+
+    Attributes
+    ----------
+    partials : int
+        Sets of int32 sums of a group: with 2, one group is added while the next is multiplied.
+    converted : int
+        Sums of eight that become floats by a conversion instruction, not by an addition and a subtraction.
+    peers : int
+        CTAs of a cluster with tiles side by side, which share what they fetch of X.
+    """
+
+    act: str = "int8"
+    partials: int = 1
+    converted: int = 8
+    peers: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.split * self.peers
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of X that a CTA fetches at a time."""
+        return self.rows // self.peers
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA: consumers, and one warp that fetches, or a warp group that gives up its registers."""
+        return 128 * self.groups + (128 if self.groups > 2 or self.resident == 1 else 32)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes per stage: units of weights, the same k of X, and two barriers."""
+        return self.units * (self.groups // self.depth * self.format.unit_bytes + self.rows * 128) + 16
+
+    @property
+    def name(self) -> str:
+        """Short name, unique among the configs."""
+        return f"{super().name}p{self.partials}c{self.converted}n{self.peers}"
+
+    kernel_header = "few_rows/product_int8.cuh"
+    kernel_entry = "few::few_rows_int8"
+
+    def _constants(self) -> dict[str, object]:
+        return {**super()._constants(), "kPartials": self.partials, "kConverted": self.converted, "kPeers": self.peers}
+
+    @property
+    def _scale_type(self) -> str:
+        return {"none": "few::NoScale", "half": "few::HalfScale", "sum": "few::SumScale"}[self.format.scale]
+
+    def _types(self) -> dict[str, str]:
+        return {**super()._types(), "Half": "few::INT8", "Scale": self._scale_type}
+
+
+def int8_candidates(weight: str, rows: int) -> list[FewRowsInt8Config]:
+    """Return the configs for `rows` of 16, 32, 64 or 128, largest tile first."""
+    base = FewRowsInt8Config(weight, rows)
+    four = replace(base, groups=4, units=2 if rows <= 32 else 1, peers=1 if rows <= 32 else 2)
+    if rows == 128:  # registers for one set of sums, or for two warp groups
+        large, deep = [replace(base, partials=2, peers=2)], replace(base, depth=2, units=1)
+    else:
+        large = [four, replace(four, depth=2)]
+        deep = replace(base, depth=2, resident=2 if rows <= 32 else 1, partials=1 if rows == 32 else 2)
+    found = [*large, *(replace(deep, split=split) for split in (1, 2, 4))]
+    # of two stages, each is filled while nothing or little is left to read
+    return [replace(each, units=1) if each.stages == 2 else each for each in found]
+
+
+@lru_cache(maxsize=4096)
+def choose_few_rows_int8(
+    weight: str, m: int, n: int, k: int, out: str = "bfloat16", num_sms: int = 132
+) -> FewRowsInt8Config:
+    """Return the config of a product: the largest tile that keeps two of three SMs busy.
+
+    Parameters
+    ----------
+    weight : str
+        Name of a weight format.
+    m, n, k : int
+        Shape of the product.
+    out : str
+        Dtype of the output.
+    num_sms : int
+        SMs of the GPU.
+    """
+    rows = next((each for each in INT8_ROWS if m <= each), INT8_ROWS[-1])
+    num_sms = -(-num_sms // -(-m // rows))  # for each of the parts of 128 rows
+    fitting = [each for each in int8_candidates(weight, rows) if each.split == 1 or k >= 1024 * each.split]
+    busy = (each for each in fitting if 3 * -(-n // each.tile_n) * each.split >= 2 * num_sms)
+    return replace(next(busy, fitting[-1]), out=out)
+
+
+def few_rows_int8_product(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    row_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    config: FewRowsInt8Config | None = None,
+) -> Tensor:
+    """Multiply int8 rows by a packed integer weight: ``D = row_scale X W^T + bias``.
+
+    The sum of a group is an exact integer. Its product with the group's scale is added in float32, in a fixed order.
+    Up to 128 rows read the weight once; more do so per 128. It has not run on a GPU.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        int8 on a GPU of sm_90a.
+    weight : PackedWeight, shape (N, K)
+        Packed for int8 rows.
+    bias : Tensor, shape (N,), optional
+        float32.
+    row_scale : Tensor, shape (M,) or (), optional
+        float32: multiplies the rows of the product.
+    out : Tensor, shape (M, N), optional
+        float32, float16 or bfloat16 with contiguous rows. Default: a new one of `out_dtype`.
+    out_dtype : torch.dtype, default bfloat16
+        Dtype of the product without `out`.
+    config : FewRowsInt8Config, optional
+        Kernel config; overrides kernel selection.
+
+    Returns
+    -------
+    Tensor, shape (M, N)
+
+    Raises
+    ------
+    TypeError
+        If `x` is not int8, or the weight is not packed for int8 rows.
+    ValueError
+        If shapes do not match, or int32 sums over K could overflow.
+
+    Examples
+    --------
+    >>> weight = pack_weight(codes, FORMATS["int4_g128"], "int8", scales)  # doctest: +SKIP
+    >>> few_rows_int8_product(x, weight, row_scale=x_scale)  # doctest: +SKIP
+    """
+    n, k = weight.shape
+    if x.dtype != torch.int8:
+        raise TypeError(f"x must be torch.int8, got {x.dtype}")
+    if weight.act != "int8":
+        raise TypeError(f"weight must be packed for 'int8', got {weight.act!r}")
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"x must have shape (M, {k}) to match the weight, got {tuple(x.shape)}")
+    if weight.format.scale == "none" and k > MAX_K:
+        raise ValueError(f"weight must have K <= {MAX_K} without groups, got {k}")
+    m = x.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if m == 0 or n == 0:
+        return out
+    if x.data_ptr() % 16 or x.stride(1) != 1 or (m > 1 and x.stride(0) % 16) or (m == 1 and k % 16):
+        aligned = torch.empty((m, -(-k // 16) * 16), dtype=x.dtype, device=x.device)
+        x = aligned[:, :k].copy_(x)
+    with device_of(x):
+        if config is None:
+            name = str(out.dtype).removeprefix("torch.")
+            config = choose_few_rows_int8(weight.format.name, m, n, k, name, num_sms(x.device.index))
+        launch_few_rows(config, x, weight, out, bias, row_scale)
+    return out
+
+
+def int8_formats() -> list[str]:
+    """Return the names of the weight formats that the product has."""
+    return [name for name, form in FORMATS.items() if takes_int8(form)]
