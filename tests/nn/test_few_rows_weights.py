@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from cute_kernels.few_rows.formats import FORMATS
+from cute_kernels.few_rows import product_int8
+from cute_kernels.few_rows.formats import FORMATS, PackedWeight
 from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.dense import product
-from magicube_cutlass.nn.dense.few_rows import few_rows_format, pack_few_rows
+from magicube_cutlass.nn.dense.few_rows import few_rows_format, pack_few_rows, takes_int8_rows
 from magicube_cutlass.nn.dense.linear import quantize_weight
+from magicube_cutlass.nn.dense.product import quantize_act
 from magicube_cutlass.quantization.float_tensor import quantize_floats
-from tests.kernels.few_rows.model import decode, dense
+from tests.kernels.few_rows.model import decode, dense, int8_product, integers
 
 INTEGERS: list[dict[str, Any]] = [
     {"weight": weight, "group_size": group, "symmetric": symmetric}
@@ -75,3 +78,56 @@ def test_many_rows_of_a_weight_only_layer_are_multiplied_by_the_decoded_weight(
         assert float((got - want).norm() / want.norm()) < 6e-3
     else:
         assert calls == [31, 32], "rows of int8 have scales, and are left to the few-rows product"
+
+
+@pytest.mark.parametrize("options", INTEGERS, ids=lambda options: "-".join(map(str, options.values())))
+def test_the_weight_beside_int8_rows_is_the_layer_s(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    weight = quantize_weight(torch.randn(70, 530) * torch.rand(70, 1), QuantConfig(**options))
+    assert takes_int8_rows(weight) == (options["symmetric"] and options["group_size"] != 16)
+    if not takes_int8_rows(weight):
+        with pytest.raises(ValueError, match="form must have symmetric integers"):
+            pack_few_rows(weight, "int8")
+        return
+    packed = pack_few_rows(weight, "int8")
+    codes, scales = integers(packed)
+    group = packed.format.group or 530
+    got = codes.double() * scales.repeat_interleave(group, 1)[:, :530] * packed.row_scale.double()[:, None]
+    want = weight.dequantize().double()
+    error = (got - want).abs() / want.abs().amax(1, keepdim=True)
+    assert float(error.max()) < (2.0**-11 if packed.format.scale == "half" else 2.0**-22)
+
+
+def test_the_product_of_int8_rows_is_selected_by_name_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight = quantize_weight(torch.randn(70, 530), QuantConfig("int4", group_size=128))
+    found = product.DenseProduct(weight, "int8")
+    before = found.backend
+    with pytest.raises(ValueError, match="backend must be 'few_rows_int8', got 'gemm'"):
+        found.select("gemm")
+    with pytest.raises(ValueError, match="weight must be on a GPU of sm_90a, got cpu"):
+        found.select("few_rows_int8")
+    minimum = quantize_weight(torch.randn(70, 530), QuantConfig("int4", group_size=128, symmetric=False))
+    for other, act in ((minimum, "int8"), (weight, "none")):
+        with pytest.raises(ValueError, match=f"symmetric integers .* '{act}'"):
+            product.DenseProduct(other, act).select("few_rows_int8")
+    assert found.backend == before
+
+    def exact(x: Tensor, packed: PackedWeight, bias: Tensor | None, **options: Any) -> Tensor:
+        y = int8_product(x, packed, options["row_scale"], bias)
+        return y.to(options["out_dtype"])
+
+    monkeypatch.setattr(product_int8, "few_rows_int8_product", exact)
+    found.backend = "few_rows_int8"  # as `select` does on a GPU
+    assert "has not run on a GPU" in found.describe()
+    bias = torch.randn(70)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for act_scale in (None, torch.tensor(0.03)):
+            x = torch.randn(2, 3, 530).to(dtype)  # no record: K is no multiple of 16
+            rows = quantize_act(x.flatten(0, 1), "int8", act_scale)
+            assert rows is not None
+            want = rows.dequantize().double() @ weight.dequantize().double().t() + bias.double()
+            got = found(x, act_scale, bias)
+            assert got.shape == (2, 3, 70) and got.dtype == dtype
+            assert torch.allclose(got.flatten(0, 1).double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+    assert found(x[:0], None, bias).shape == (0, 3, 70)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cute_kernels import floats
-from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
+from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight, takes_int8
 from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
@@ -38,6 +38,20 @@ def few_rows_format(weight: GroupTensor | ScaledFloatTensor) -> str | None:
     return found if found in FORMATS else None
 
 
+def takes_int8_rows(weight: GroupTensor | ScaledFloatTensor) -> bool:
+    """Return whether the few-rows product of int8 rows has the format of a weight (M, K).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from magicube_cutlass.quantization.group_tensor import quantize_groups
+    >>> takes_int8_rows(quantize_groups(torch.ones(8, 64), bits=4, group=16))
+    False
+    """
+    name = few_rows_format(weight)
+    return name is not None and takes_int8(FORMATS[name])
+
+
 def _groups(x: Tensor | None, group: int | None, k: int) -> Tensor | None:
     """Scales of groups of at most 128: those of larger ones repeated."""
     if x is None or (group is not None and group <= _WHOLE):
@@ -54,7 +68,7 @@ def pack_few_rows(weight: GroupTensor | ScaledFloatTensor, act: str) -> PackedWe
     weight : GroupTensor or ScaledFloatTensor, shape (M, K)
         Weight on any device.
     act : str
-        ``"bfloat16"`` or ``"float16"``: dtype of the rows.
+        ``"bfloat16"``, ``"float16"`` or ``"int8"``: dtype of the rows.
 
     Examples
     --------

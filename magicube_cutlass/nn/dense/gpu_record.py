@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels.convert import quantize as kernels
 from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.formats import PackedWeight
+from cute_kernels.few_rows.product_int8 import few_rows_int8_product
 from cute_kernels.few_rows.widen import widen_rows
 from cute_kernels.gemm.api import gemm
 from cute_kernels.jit.workspace import Kept
@@ -136,4 +137,24 @@ class FewRowsRecord(LayerRecord):
             data, scale = _quantized(x, act_scale)
             rows = widen_rows(data, self._weight.act)
         few_rows_product(rows, self._weight, self._float_bias, row_scale=scale, out=out)
+        return ()
+
+
+class FewRowsInt8Record(LayerRecord):
+    """By the few-rows product of int8 rows, which has not run on a GPU."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, x: Tensor) -> None:
+        super().__init__(weight.shape[0], bias, x, x.dtype)
+        self._weight = weight
+
+    @staticmethod
+    def takes(weight: PackedWeight, x: Tensor, act_scale: Tensor | None) -> bool:
+        """Return whether all that a call runs are kernels of the library, with no copy by torch."""
+        if x.numel() == 0 or x.dtype == torch.float64 or x.shape[1] % _ALIGNMENT or weight.shape[0] == 0:
+            return False
+        return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
+
+    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+        data, scale = _quantized(x, act_scale)
+        few_rows_int8_product(data, self._weight, self._float_bias, row_scale=scale, out=out)
         return ()

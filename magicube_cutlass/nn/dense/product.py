@@ -105,6 +105,8 @@ class DenseProduct:
         rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
             y = self._by_gemm(rows, act_scale, bias, rows.dtype)
+        elif self.backend == "few_rows_int8" and rows.dtype != torch.float64:
+            y = self._by_few_rows_int8(rows, act_scale, bias)
         elif self.backend == "few_rows" and rows.dtype in (torch.float16, torch.bfloat16):
             y = self._by_few_rows(rows, act_scale, bias)
         elif self.backend == "scaled_gemm":
@@ -143,7 +145,7 @@ class DenseProduct:
         self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
         """The product by kernels alone, for rows that they take as they are."""
-        from magicube_cutlass.nn.dense.gpu_record import FewRowsRecord, FloatRecord, GemmRecord
+        from magicube_cutlass.nn.dense.gpu_record import FewRowsInt8Record, FewRowsRecord, FloatRecord, GemmRecord
 
         key = key_of(rows, act_scale)
         if key is None:
@@ -157,6 +159,10 @@ class DenseProduct:
             packed = self.packed_for(rows.dtype)
             if FewRowsRecord.takes(packed, rows, act_scale):
                 record = FewRowsRecord(packed, self.act, bias, rows)
+        elif self.backend == "few_rows_int8":
+            packed = self.packed_for(torch.int8)
+            if FewRowsInt8Record.takes(packed, rows, act_scale):
+                record = FewRowsInt8Record(packed, bias, rows)
         elif isinstance(self.weight, ScaledFloatTensor):
             if FloatRecord.takes(self.weight, self.act, rows, act_scale):
                 record = FloatRecord(self.weight, self.act, bias, rows)
@@ -212,6 +218,54 @@ class DenseProduct:
             rows = dense.data.to(rows.dtype)
         return few_rows_product(rows, self.packed_for(rows.dtype), _float32(bias), row_scale=scale)
 
+    def _by_few_rows_int8(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Int8 rows times 4- and 8-bit weights on Tensor Cores for integers, with scales of groups."""
+        from cute_kernels.few_rows.product_int8 import few_rows_int8_product
+
+        y = self._by_record(rows, act_scale, bias, rows.dtype)
+        if y is not None:
+            return y
+        if rows.shape[0] == 0:
+            return rows.new_empty(0, self.shape[0])
+        dense = quantized(rows, 8, 1 if act_scale is None else None, act_scale)
+        assert dense.scale is not None
+        scale = dense.scale.float().reshape(-1 if dense.scale.ndim else ())
+        return few_rows_int8_product(
+            dense.data, self.packed_for(torch.int8), _float32(bias), row_scale=scale, out_dtype=rows.dtype
+        )
+
+    def select(self, backend: str) -> None:
+        """Multiply by another execution path from now on, by its name.
+
+        Parameters
+        ----------
+        backend : str
+            ``"few_rows_int8"``: int8 rows times integer weights with symmetric groups of 32 k or more, or scales per
+            row, on sm_90a. It has not run on a GPU, so nothing else selects it.
+
+        Raises
+        ------
+        ValueError
+            For another name, or a weight or device that the path does not have.
+
+        Examples
+        --------
+        >>> layer.product().select("few_rows_int8")  # doctest: +SKIP
+        """
+        from magicube_cutlass.nn.dense.few_rows import few_rows_format, takes_int8_rows
+
+        if backend != "few_rows_int8":
+            raise ValueError(f"backend must be 'few_rows_int8', got {backend!r}")
+        if self.act != "int8" or not takes_int8_rows(self.weight):
+            raise ValueError(
+                "weight must have symmetric integers in groups of 32 or more, and int8 activations, got "
+                f"{few_rows_format(self.weight)!r} and {self.act!r}"
+            )
+        if self.weight.device.type != "cuda" or current_arch() != "sm_90a":
+            raise ValueError(f"weight must be on a GPU of sm_90a, got {self.weight.device}")
+        self.backend = backend
+        self._records.clear()
+
     def _decoded_rows(self) -> int | None:
         """Rows from which the weight is decoded first, or None. Scales of int8 rows would come after a rounding."""
         return DECODED_ROWS if self.backend == "few_rows" and self.act == "none" else None
@@ -262,6 +316,7 @@ class DenseProduct:
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
             "few_rows": "few-rows product of float16 and bfloat16, weights decoded in registers; float32 by torch",
+            "few_rows_int8": "few-rows product of int8 rows, quantized before; it has not run on a GPU",
             "scaled_gemm": "scaled GEMM, rows quantized before",
             "blockwise": "torch._scaled_mm with blockwise scales, rows quantized before",
             "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
