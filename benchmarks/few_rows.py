@@ -1,7 +1,8 @@
 """Few rows times packed weights on a GPU, behind another kernel: each weight format beside torch's fp8 and bfloat16.
 
 Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked first. One case
-of many rows has torch's blockwise-scaled fp8 beside its row-wise scaled one; ``--many`` runs it alone.
+of many rows has torch's blockwise-scaled fp8 beside its row-wise scaled one; ``--many`` runs it alone. With
+``--act int8``, int8 rows by integer products, and beside them widened to bfloat16 (two launches).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from cute_kernels import floats
 from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
 from cute_kernels.few_rows.product import ROWS, FewRowsConfig, choose_few_rows
+from cute_kernels.few_rows.product_int8 import FewRowsInt8Config, choose_few_rows_int8, few_rows_int8_product
+from cute_kernels.few_rows.widen import WidenConfig, widen_rows
 from cute_kernels.jit.device import current_arch
 from cute_kernels.jit.warmup import warmup
 from magicube_cutlass.nn import QuantConfig, QuantLinear
@@ -58,6 +62,42 @@ VARIANTS = {
     "g4d2": (4, 2, 1, 1, 2),
 }
 
+INT8_TOKENS = (16, 64, 128, 256)
+INT8_WEIGHTS = ("int4_g128", "int4_g32", "int4", "int8_g128")
+# name -> rows of X that it is compiled for, and fields of the config: groups g, depth d, split s, resident x, units u,
+# partials p, converted c, peers n
+INT8_VARIANTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "g4": ((16,), {"groups": 4}),
+    "g4n2": ((16,), {"groups": 4, "peers": 2}),
+    "g4d2p2": ((16,), {"groups": 4, "depth": 2, "partials": 2}),
+    "d2x2p2": ((16,), {"depth": 2, "resident": 2, "partials": 2}),
+    "d2x2p2s2": ((16,), {"depth": 2, "resident": 2, "partials": 2, "split": 2}),
+    "d2x2p2s4": ((16,), {"depth": 2, "resident": 2, "partials": 2, "split": 4}),
+    "g4u1": ((64,), {"groups": 4, "units": 1}),
+    "g4u1n2": ((64,), {"groups": 4, "units": 1, "peers": 2}),
+    "g4d2u1": ((64,), {"groups": 4, "depth": 2, "units": 1}),
+    "g4d2u1n2": ((64,), {"groups": 4, "depth": 2, "units": 1, "peers": 2}),
+    "g4d2u1n4": ((64,), {"groups": 4, "depth": 2, "units": 1, "peers": 4}),
+    "g4d2u1s2": ((64,), {"groups": 4, "depth": 2, "units": 1, "split": 2}),
+    "g4d2u1s4": ((64,), {"groups": 4, "depth": 2, "units": 1, "split": 4}),
+    "g4d2u1s4n2": ((64,), {"groups": 4, "depth": 2, "units": 1, "split": 4, "peers": 2}),
+    "g3p2n2": ((64,), {"groups": 3, "partials": 2, "peers": 2}),
+    "g2p2": ((64, 128), {"partials": 2}),
+    "g2p2n2": ((64, 128), {"partials": 2, "peers": 2}),
+    "g2p2n4": ((64, 128), {"partials": 2, "peers": 4}),
+    "g2p2n2c0": ((64, 128), {"partials": 2, "peers": 2, "converted": 0}),
+    "g2p2n2c4": ((64, 128), {"partials": 2, "peers": 2, "converted": 4}),
+    "g2p2s2": ((64, 128), {"partials": 2, "split": 2}),
+    "g2p2s4": ((64, 128), {"partials": 2, "split": 4}),
+    "g2p2s2n2": ((64, 128), {"partials": 2, "split": 2, "peers": 2}),
+    "g2p2s4n2": ((64, 128), {"partials": 2, "split": 4, "peers": 2}),
+    "d2p2s2": ((64,), {"depth": 2, "partials": 2, "split": 2}),
+    "g2u1n2": ((128,), {"units": 1, "peers": 2}),
+    "d2u1n2": ((128,), {"depth": 2, "units": 1, "peers": 2}),
+    "d2u1s2": ((128,), {"depth": 2, "units": 1, "split": 2}),
+    "d2u1s4": ((128,), {"depth": 2, "units": 1, "split": 4}),
+}  # fmt: skip
+
 
 Weight = tuple[list[PackedWeight], Callable[[Tensor], Tensor]]  # copies, and what multiplies by them exactly
 
@@ -76,8 +116,8 @@ def configs(name: str, m: int, n: int, k: int, more: bool) -> dict[str, FewRowsC
     return found
 
 
-def weight(name: str, n: int, k: int) -> Weight:
-    """Copies of a random weight, and what multiplies by it in float32."""
+def weight(name: str, n: int, k: int, act: str = "bfloat16") -> Weight:
+    """Copies of a random weight packed for rows of `act`, and what multiplies by it in float32."""
     form, made = FORMATS[name], torch.Generator("cuda").manual_seed(1)
     groups = k // form.group if form.group else 0
     if form.codes.startswith("int"):
@@ -103,9 +143,23 @@ def weight(name: str, n: int, k: int) -> Weight:
         values *= floats.decode(scales, kind).repeat_interleave(form.group, 1)
     dense = values.bfloat16()
     del values
-    one = pack_weight(codes, form, "bfloat16", scales, minimum=minimum)
+    one = pack_weight(codes, form, act, scales, minimum=minimum)
     copies = [one, *(replace(one, data=one.data.clone()) for _ in range(copies_for(one.data.nbytes) - 1))]
     return copies, lambda x: x.float() @ dense.float().t()
+
+
+def int8_configs(name: str, m: int, n: int, k: int, more: bool) -> dict[str, FewRowsInt8Config]:
+    """The chosen config, and with `more` others that fit, by rows and label."""
+    found = {"chosen": choose_few_rows_int8(name, m, n, k)}
+    for label, (compiled, fields) in INT8_VARIANTS.items() if more else ():
+        for rows in compiled:
+            config = replace(FewRowsInt8Config(name, rows), **fields)
+            ctas = -(-n // config.tile_n) * config.split * -(-m // rows)
+            fits = config.stages > config.depth and config.stages >= 2
+            fits = fits and config.stages * config.stage_bytes >= 4 * config.depth * rows * (config.tile_n + 4)
+            if fits and rows <= m <= (4 if rows >= 64 else 1) * rows and ctas >= 50:
+                found[f"r{rows}{label}"] = config
+    return found
 
 
 def copies_for(size: int) -> int:
@@ -192,6 +246,74 @@ def run(m: int, k: int, n: int, weights: dict[str, Weight], more: bool) -> dict[
     return {"m": m, "k": k, "n": n, "bytes": sizes, "cold": cold, "warm": warm}
 
 
+def run_int8(m: int, k: int, n: int, name: str, pairs: tuple[Weight, Weight], more: bool) -> dict[str, Any]:
+    """One shape and format of int8 rows, beside rows widened to bfloat16 and torch's products."""
+    (copies, product), (widened, _) = pairs
+    x = torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8)
+    scale, exact = torch.rand(m, device="cuda") + 0.5, product(x)
+    exact *= scale[:, None]
+    calls = baselines(m, n, k)
+    calls.pop("triton", None)
+
+    def by_widening(weight: PackedWeight, out: Tensor) -> Tensor:
+        return few_rows_product(widen_rows(x, "bfloat16"), weight, row_scale=scale, out=out)
+
+    def checked(label: str, each: Callable[[PackedWeight, Tensor], Tensor], weights: list[PackedWeight]) -> None:
+        out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
+        each(weights[0], out)
+        error = relative_error(out, exact)
+        if error < MOST_ERROR:
+            calls[f"{name}/{label}"] = [partial(each, weight, out) for weight in weights]
+        else:
+            print(f"{name}/{label}: error {error}")
+
+    checked("widened", by_widening, widened)
+    for label, config in int8_configs(name, m, n, k, more).items():
+
+        def by_integers(weight: PackedWeight, out: Tensor, config: FewRowsInt8Config = config) -> Tensor:
+            return few_rows_int8_product(x, weight, row_scale=scale, out=out, config=config)
+
+        checked(label, by_integers, copies)
+    cold, warm = timed(calls, True), timed(calls, False)
+    fp8, size = min(cold["fp8 fast"], cold["fp8"]), copies[0].data.nbytes
+    print(
+        f"{m} x {k} x {n}, cold (warm):", *(f"{each} {cold[each]} ({warm[each]})," for each in cold if "/" not in each)
+    )
+    for title in sorted((each for each in cold if "/" in each), key=lambda each: cold[each]):
+        us, rate = cold[title], 2e-6 * m * n * k / cold[title]
+        chosen = f" = {choose_few_rows_int8(name, m, n, k).name}" if title.endswith("/chosen") else ""
+        print(
+            f"  {title} {us} us ({warm[title]}), {fp8 / us:.2f} of fp8, {size / us / 1e6:.2f} TB/s, {rate:.0f} TOP/s"
+            f"{chosen}"
+        )
+    return {"m": m, "k": k, "n": n, "act": "int8", "bytes": {name: size}, "cold": cold, "warm": warm}
+
+
+def main_int8(quick: bool, more: bool, path: Path | None) -> None:
+    """Int8 rows: all formats, or with `more` configs of the first."""
+    shapes, start = SHAPES[-1:] if quick else SHAPES, time.perf_counter()
+    names = INT8_WEIGHTS[:1] if more else INT8_WEIGHTS
+    wanted: set[Any] = {WidenConfig("bfloat16")}
+    for k, n in shapes:
+        for m in INT8_TOKENS:
+            for name in names:
+                wanted |= {choose_few_rows(name, m, n, k), *int8_configs(name, m, n, k, more).values()}
+    for _ in warmup(wanted, current_arch(), jobs=os.cpu_count() or 1):
+        pass
+    results: dict[str, Any] = {"machine": gpu_machine(), "unit": "us behind another kernel, median", "cases": []}
+    gc.collect()
+    gc.freeze()  # a capture collects garbage, and each would look at all of torch
+    path = path or results_file("few_rows_int8")
+    with torch.inference_mode():
+        for k, n in shapes:
+            for name in names:
+                pairs = weight(name, n, k, "int8"), weight(name, n, k)
+                for m in INT8_TOKENS:
+                    results["cases"].append(run_int8(m, k, n, name, pairs, more))
+                    save(results, path)
+    print(f"wrote {path}, {time.perf_counter() - start:.0f} s in all")
+
+
 def layers(m: int) -> dict[str, Any]:
     """Whole layers, 4096 to 14336, from bfloat16: microseconds behind another kernel, and of the host."""
     plain = torch.nn.Linear(4096, 14336, device="cuda", dtype=torch.bfloat16)
@@ -257,9 +379,15 @@ def many_rows(m: int, k: int, n: int) -> dict[str, Any]:
 
 def main() -> None:
     args = gpu_arguments(
-        __doc__, "one shape", configs={"action": "store_true", "help": "other configs beside the chosen"},
+        __doc__,
+        "one shape",
+        configs={"action": "store_true", "help": "other configs beside the chosen"},
         many={"action": "store_true", "help": "the case of many rows alone"},
-    )  # fmt: skip
+        act={"choices": ("none", "int8"), "default": "none", "help": "rows of bfloat16, or of int8"},
+    )
+    if args.act == "int8":
+        main_int8(args.quick, args.configs, args.out)
+        return
     # what the layers below are to run by: also what has not run before
     tiled.TILED_BACKENDS = frozenset({"few_rows", "scaled_gemm", "blockwise", "encode"})
     shapes, start = SHAPES[-1:] if args.quick else SHAPES, time.perf_counter()
