@@ -20,6 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.attention.blocks import (
+    BLOCK,
+    BlockAttention,
+    Blocks,
+    block_config,
+    find_blocks,
+    launch_blocks,
+    takes_blocks,
+)
 from cute_kernels.attention.config import (
     HEADS,
     NO_TILE,
@@ -57,12 +66,13 @@ class AttentionIndex:
     2
     """
 
-    config: AttentionConfig
+    config: AttentionConfig | BlockAttention
     queries: int
     keys: int
     batch: int
     masks: int
-    steps: Steps
+    steps: Steps | Blocks
+    causal: bool = False  # left to the kernel, by BlockAttention only
     tile_ranges: Tensor | None = None  # (masks, row blocks, 2) int32, panel kernel only
     lse_index: AttentionIndex | None = None  # for calls that write the log-sum-exp
 
@@ -125,7 +135,7 @@ def make_index(
         Entries per row: 32, 64 or 128.
     causal : bool, default False
         Query ``i`` attends to the keys ``j <= i`` only.
-    config : AttentionConfig, optional
+    config : AttentionConfig or BlockAttention, optional
         Kernel config. Default: the one of ``cute_kernels.attention.heuristics.choose``.
 
     Returns
@@ -149,8 +159,14 @@ def make_index(
     if head_dim not in HEADS:
         raise ValueError(f"head_dim must be one of {HEADS}, got {head_dim}")
     check_patterns(patterns, queries, batch)
-    vectors = query_vectors(patterns, causal)
     sizes = (queries, keys, batch, len(patterns))
+    if isinstance(config, BlockAttention) or (config is None and takes_blocks(head_dim, batch * max(queries, keys))):
+        blocks = find_blocks(query_vectors(patterns, False), queries, keys, causal)
+        if blocks is not None:
+            return AttentionIndex(config or block_config(head_dim), *sizes, blocks, causal)
+        if config is not None:
+            raise ValueError(f"patterns must be of whole blocks of {BLOCK} x {BLOCK} for {config.name}")
+    vectors = query_vectors(patterns, causal)
     if config is None:
         config = select_for(vectors, sizes, head_dim)
     steps = config.steps(vectors, keys)
@@ -159,12 +175,12 @@ def make_index(
     if keys > NO_TILE * config.tile:
         raise ValueError(f"keys must be at most {NO_TILE * config.tile} for {config.name}, got {keys}")
     fewer = replace(config, rows_per_warp=min(config.rows_per_warp, _LSE_ROWS))
-    lse_index = AttentionIndex(fewer, *sizes, steps, fewer.tile_ranges(vectors))
-    return AttentionIndex(config, *sizes, steps, config.tile_ranges(vectors), lse_index)
+    lse_index = AttentionIndex(fewer, *sizes, steps, tile_ranges=fewer.tile_ranges(vectors))
+    return AttentionIndex(config, *sizes, steps, tile_ranges=config.tile_ranges(vectors), lse_index=lse_index)
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out: Tensor, lse: Tensor | None) -> None:
-    batch, head, device = index.batch, index.config.head, index.steps.words.device
+    batch, head, device = index.batch, index.config.head, index.steps[0].device
     for name, x, rows in (("q", q, index.queries), ("k", k, index.keys), ("v", v, index.keys)):
         check_tensor(name, x, (batch, rows, head), (torch.int8,), device)
     check_tensor("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
@@ -288,13 +304,20 @@ def fused_attention(
     if not out.numel():
         return
     sums, alike, words = (0 if x is None else x.data_ptr() for x in (lse, keys_alike, ready))
-    shared = (
-        q.data_ptr(), out.data_ptr(), sums, *q_at, k_at.pointer, k_at.batch, alike, *v_at,
-        bias_at.pointer, bias_at.batch, words, 0 if ready is None else ready.shape[1],
+    operands = (
+        out.data_ptr(), sums, *q_at, k_at.pointer, k_at.batch, alike, *v_at, bias_at.pointer, bias_at.batch
+    )  # fmt: skip
+    flags = words, 0 if ready is None else ready.shape[1]
+    numbers = (
         np.float32(scale / math.log(2)), np.float32(math.log2(2**softmax_bits - 1)),
-        np.float32(math.nan if nan_for_empty else 0.0), index.queries, index.keys, index.vector_rows,
+        np.float32(math.nan if nan_for_empty else 0.0),
     )  # fmt: skip
     with device_of(q):
+        if isinstance(config, BlockAttention):
+            assert isinstance(index.steps, Blocks)
+            launch_blocks(config, index.steps, q, k, v, (*operands, *numbers), index.masks, index.causal)
+            return
+        shared = (q.data_ptr(), *operands, *flags, *numbers, index.queries, index.keys, index.vector_rows)
         _launch(get_kernel(config), config, index, k, v, shared)
 
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "device/copy.cuh"
+#include "device/quad.cuh"
 #include "few_rows/formats.cuh"
 
 namespace magicube::few {
@@ -42,21 +43,6 @@ __device__ __forceinline__ uint32_t dense_pair(const uint32_t* words, const uint
     value = {value.x * scale, value.y * scale};  // (2,)
   }
   return round_pair<Half>(value.x * row_scale, value.y * row_scale);  // (2,)
-}
-
-// Lane t of four has word t of chunks 0 to 3 in x[0] to x[3]; then, all words of chunk t.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int t) {
-  CUTE_UNROLL
-  for (int step = 1; step < 4; step *= 2) {
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const bool upper = t & step;
-      const uint32_t got = __shfl_xor_sync(~0u, upper ? x[i] : x[i | step], step);
-      x[i] = upper ? got : x[i];
-      x[i | step] = upper ? x[i | step] : got;
-    }
-  }
 }
 
 // Store 32 k of a row: chunks 4 j to 4 j + 3, of which each lane has one. `to` is the row's, `left` the columns from there on.

@@ -12,6 +12,8 @@
 #include <cuda/std/type_traits>
 #include <cute/config.hpp>
 
+#include "device/quad.cuh"
+
 namespace magicube {
 
 struct NoSource {};  // the type of an absent c
@@ -87,21 +89,6 @@ template <class Value>
 __device__ __forceinline__ void load_quad(const Value* from, bool present, int remaining, Value otherwise, Value (&to)[8]) {
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) to[i] = present && kQuadColumns[i] < remaining ? from[kQuadColumns[i]] : otherwise;
-}
-
-// Lane t of a quad has word t of rows x[0..3] of a matrix, and gets row t.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int t) {
-  CUTE_UNROLL
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool upper = t & bit;
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const uint32_t theirs = __shfl_xor_sync(~0u, upper ? x[i] : x[i | bit], bit);
-      if (upper) x[i] = theirs;
-      else x[i | bit] = theirs;
-    }
-  }
 }
 
 // Store one block per lane, 16 bytes at a time; (row, column) is the quad's corner.
