@@ -11,14 +11,12 @@ from torch import Tensor
 from cute_kernels import atoms
 from cute_kernels.attention.config import ATOM, QUERIES, QueryVectors
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
-from cute_kernels.jit.device import current_arch
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
 
 BLOCK = 64  # queries and keys of a block
 BLOCK_HEADS = (64, 128)  # head dimensions: a row of K is as wide as a swizzle
 BLOCK_ARCH = "sm_90a"
-_MAX_COORDINATE = 2**31 - 1  # of a tensor map
 
 
 class Blocks(NamedTuple):
@@ -86,7 +84,7 @@ class BlockAttention(KernelConfig):
             "kLse": self.lse,
             "kWarps": self.threads // 32,
             "kStages": self.stages,
-            "kResident": self.resident,
+            "kResident": min(self.resident, 3) if self.lse and self.keyed else self.resident,  # registers
             "kCluster": 1,
         }
 
@@ -100,13 +98,6 @@ class BlockAttention(KernelConfig):
 def block_config(head: int) -> BlockAttention:
     """Return the config of a head dimension: 128 leaves registers for two CTAs per SM."""
     return BlockAttention(head) if head == 64 else BlockAttention(head, resident=2)
-
-
-def takes_blocks(head: int, rows: int) -> bool:
-    """Whether the kernel runs on the current device, for `rows` rows of Q or K in all."""
-    return (
-        head in BLOCK_HEADS and rows <= _MAX_COORDINATE and torch.cuda.is_available() and current_arch() == BLOCK_ARCH
-    )
 
 
 def find_blocks(vectors: QueryVectors, queries: int, keys: int, causal: bool) -> Blocks | None:

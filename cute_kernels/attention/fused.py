@@ -22,12 +22,13 @@ from torch import Tensor
 
 from cute_kernels.attention.blocks import (
     BLOCK,
+    BLOCK_ARCH,
+    BLOCK_HEADS,
     BlockAttention,
     Blocks,
     block_config,
     find_blocks,
     launch_blocks,
-    takes_blocks,
 )
 from cute_kernels.attention.config import (
     HEADS,
@@ -41,7 +42,7 @@ from cute_kernels.attention.config import (
 )
 from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS
 from cute_kernels.attention.operands import ALIGNMENT, bias_of, check_tensor, scales_of
-from cute_kernels.attention.selection import check_patterns, select_for
+from cute_kernels.attention.selection import check_patterns, select_blocks, select_for
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.device import CAPABILITIES, device_of
 from cute_kernels.jit.kernel import Kernel, get_kernel
@@ -115,7 +116,7 @@ def make_index(
     batch: int,
     head_dim: int,
     causal: bool = False,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | BlockAttention | None = None,
 ) -> AttentionIndex:
     """Prepare masks for :func:`fused_attention`.
 
@@ -160,12 +161,15 @@ def make_index(
         raise ValueError(f"head_dim must be one of {HEADS}, got {head_dim}")
     check_patterns(patterns, queries, batch)
     sizes = (queries, keys, batch, len(patterns))
-    if isinstance(config, BlockAttention) or (config is None and takes_blocks(head_dim, batch * max(queries, keys))):
+    if isinstance(config, BlockAttention):
         blocks = find_blocks(query_vectors(patterns, False), queries, keys, causal)
-        if blocks is not None:
-            return AttentionIndex(config or block_config(head_dim), *sizes, blocks, causal)
-        if config is not None:
+        if blocks is None:
             raise ValueError(f"patterns must be of whole blocks of {BLOCK} x {BLOCK} for {config.name}")
+        return AttentionIndex(config, *sizes, blocks, causal)
+    if config is None:
+        blocks = select_blocks(patterns, sizes, head_dim, causal)
+        if blocks is not None:
+            return AttentionIndex(block_config(head_dim), *sizes, blocks, causal)
     vectors = query_vectors(patterns, causal)
     if config is None:
         config = select_for(vectors, sizes, head_dim)
@@ -346,7 +350,7 @@ def _launch(
     )  # fmt: skip
 
 
-def default_configs(arch: str = "sm_90a") -> Iterator[AttentionConfig]:
+def default_configs(arch: str = "sm_90a") -> Iterator[AttentionConfig | BlockAttention]:
     """Yield the configs for float16 output and scales per key, which ``quantize_qkv`` writes.
 
     Examples
@@ -357,3 +361,5 @@ def default_configs(arch: str = "sm_90a") -> Iterator[AttentionConfig]:
     yield from (GatherAttention(head, key_scale=True) for head in HEADS)
     if arch in PANEL_ARCHES:
         yield PanelAttention(PANEL_HEAD, key_scale=True)
+    if arch == BLOCK_ARCH:
+        yield from (replace(block_config(head), key_scale=True) for head in BLOCK_HEADS)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cute_kernels.attention.config import NO_TILE, AttentionConfig, GatherAttention, PanelAttention
 
 TMA_FLOATS = 4  # a bulk copy moves multiples of 16 bytes (PTX ISA, cp.async.bulk)
-_MAX_COORDINATE = 2**31 - 1  # of a tensor map
+MAX_COORDINATE = 2**31 - 1  # of a tensor map
 PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # TMA and 227 KiB of shared memory
 # The accumulators of several longer rows exceed the registers; for shorter rows the gather kernel is as fast.
 PANEL_HEAD = 64
@@ -80,7 +80,7 @@ def choose(head: int, arch: str, num_sms: int, problem: AttentionProblem) -> Att
     """
     gather, panel = GatherAttention(head), PanelAttention(head)
     possible = arch in PANEL_ARCHES and head == PANEL_HEAD and problem.vectors > 0 and problem.keys % TMA_FLOATS == 0
-    small = problem.keys <= NO_TILE * panel.tile and problem.batch * problem.keys <= _MAX_COORDINATE
+    small = problem.keys <= NO_TILE * panel.tile and problem.batch * problem.keys <= MAX_COORDINATE
     many = 2 * problem.batch * -(-problem.vector_rows // panel.block_rows) >= num_sms
     if not (possible and small and many):
         return gather

@@ -11,7 +11,7 @@ from cute_kernels.cpu import engine
 from cute_kernels.explanation import Explanation
 from magicube_cutlass.attention.api import QKV_BITS, Backend, check_backend, check_masks, check_tensors
 from magicube_cutlass.attention.softmax import check_softmax_bits
-from magicube_cutlass.attention.torch_op import fused_obstacle
+from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle
 from magicube_cutlass.formats.pattern import Pattern
 
 __all__ = ["explain_attention"]
@@ -71,7 +71,23 @@ def explain_attention(
     ]
     form = "one fused kernel" if is_fused else "three products: SDDMM, softmax, SpMM"
     lines = [f"{device}, {form}: {size}"]
+    if is_fused and q.is_cuda:
+        lines.append(_kernel_line(q, v, masks))
     if obstacle:
         lines.append(f"the fused kernel does not support {obstacle}")
     facts = {"queries": queries, "keys": keys, "head_dim": int(q.shape[-1]), "density": density, "obstacle": obstacle}
     return Explanation("sparse_attention", where, name, "\n".join(lines), facts)
+
+
+def _kernel_line(q: Tensor, v: Tensor, masks: tuple[Pattern, ...]) -> str:
+    """The kernel that a GPU takes, without causality; waits for the masks."""
+    from cute_kernels.attention.blocks import BLOCK, BlockAttention
+    from cute_kernels.attention.selection import select_attention
+
+    head_dim = _padded_head_dim(max(q.shape[-1], v.shape[-1]))
+    assert head_dim is not None
+    arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
+    batch = q.shape[:-2].numel()
+    config = select_attention(arrays, *masks[0].shape, batch=batch, head_dim=head_dim)
+    kind = f"whole {BLOCK} x {BLOCK} blocks" if isinstance(config, BlockAttention) else "8 x 1 vectors"
+    return f"kernel {config.name}, of {kind}"

@@ -117,7 +117,7 @@ def _of_queries(q: DTensor, k: DTensor, v: DTensor, mask: Any, mesh: DeviceMesh,
     if not own.numel():
         out = own.new_zeros(*own.shape[:-1], v.shape[-1])
     elif fused:
-        out = _fused(own, keys, masks, whole, options)
+        out = _fused(own, keys, masks, whole, bounds, options)
     else:
         attend: Any = local_attention
         floats = keys.floats()
@@ -186,9 +186,11 @@ def gathered_keys(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh, *, may_sh
     return Keys(ints, scale, alike, values, slice_scale(v_top.reshape(-1, 1), 8).view(*lead, 1, 1))
 
 
-def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, options: dict[str, Any]) -> Tensor:
-    """Attention by the fused kernel of a GPU, by the config that it has for all queries."""
+def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, cuts: Sequence[int], options: dict[str, Any]) -> Tensor:
+    """Attention by the fused kernel of a GPU, by the config that it has for all queries, cut at `cuts`."""
     from cute_kernels.attention import fused as attention
+    from cute_kernels.attention.blocks import BLOCK, BlockAttention
+    from cute_kernels.attention.config import GatherAttention
     from cute_kernels.attention.selection import select_attention
 
     batch, (queries, d) = q.shape[:-2], q.shape[-2:]
@@ -202,6 +204,8 @@ def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, options: dict[str,
         arrays, every = ([(mask.row_offsets, mask.col_indices) for mask in each] for each in (masks, whole))
         length = keys.k.shape[-2]
         config = select_attention(every, whole[0].shape[0], length, **sizes)
+        if isinstance(config, BlockAttention) and any(cut % BLOCK for cut in cuts[:-1]):
+            config = GatherAttention(width)  # a part has no whole blocks
         index = masks[0]._cache[name] = attention.make_index(arrays, queries, length, config=config, **sizes)
     given = quantize_slices(q.reshape(-1, d), 8)
     assert given.scale is not None

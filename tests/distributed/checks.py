@@ -282,7 +282,7 @@ def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
     of_device = mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132))
     with machine, kernel, of_device:
         keys = gathered_keys(k, v, length, mesh, may_share=True)
-        md.attention._fused(torch.randn_like(k), keys, (part,), (mask,), {})
+        md.attention._fused(torch.randn_like(k), keys, (part,), (mask,), bounds, {})
         whole, alone = (
             selection.select_attention(
                 [(each.row_offsets, each.col_indices)], each.shape[0], length, batch=heads, head_dim=64

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from cute_kernels.attention.config import AttentionConfig
 from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from cute_kernels.attention.quantize_qkv import encode_operands
 from cute_kernels.dtypes import element_bits
@@ -39,7 +38,7 @@ from tests.gpu.problems import (
     sddmm_panel,
     sparse,
 )
-from tests.gpu.sparse.test_gpu_fused_attention import CONFIGS, Case, summing
+from tests.gpu.sparse.test_gpu_fused_attention import CONFIGS, Case, Config, summing
 from tests.helpers import SCALES
 
 pytestmark = pytest.mark.gpu
@@ -151,7 +150,7 @@ ATTENTION = [config for config in CONFIGS if config.head == 64]
 
 @pytest.mark.parametrize("config", ATTENTION, ids=lambda config: config.name)
 @pytest.mark.configs([summing(config) for config in ATTENTION])
-def test_fused_attention(config: AttentionConfig) -> None:
+def test_fused_attention(config: Config) -> None:
     Case(config, 2, 93, 116, masks=2, scales="one", holes=True).check()
     Case(config, 2, 93, 116, scales="one", causal=True).check(lse=False)
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from cute_kernels.attention import heuristics as attention_heuristics
 from cute_kernels.attention import quantize_qkv as attention_operands
+from cute_kernels.attention.blocks import BLOCK_ARCH, block_config
 from cute_kernels.attention.config import GatherAttention, PanelAttention
 from cute_kernels.attention.sparse_softmax import SoftmaxConfig
 from cute_kernels.compensate.select import SelectConfig
@@ -369,6 +370,17 @@ def _attention(arch: str) -> Iterator[Entry]:
         config = PanelAttention(64, out, scale, bias, lse, rows_per_warp=2 if lse else 3)
         yield f"attention/panel head=64 out={out}{tags}", config
     yield "attention/panel head=64 cluster=2", PanelAttention(64, cluster=2)
+    if arch != BLOCK_ARCH:
+        return
+    for head, out, scale, bias, lse in (
+        (64, "float16", False, False, False), (64, "float16", True, False, False), (64, "float32", True, True, True),
+        (128, "bfloat16", True, False, False), (128, "float16", False, True, True),
+    ):  # fmt: skip
+        tags = f"{' key scales' if scale else ''}{' bias' if bias else ''}{' lse' if lse else ''}"
+        yield (
+            f"attention/blocks head={head} out={out}{tags}",
+            replace(block_config(head), out=out, key_scale=scale, bias=bias, lse=lse),
+        )
 
 
 def _attention_operands(arch: str) -> Iterator[Entry]:

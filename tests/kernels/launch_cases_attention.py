@@ -63,6 +63,17 @@ def whole(recorder: Recorder) -> None:
                           q=q, k=k, v=v, bias=bias)  # fmt: skip
 
 
+def blocks(recorder: Recorder) -> None:
+    """Masks of whole blocks, which have a kernel of their own on sm_90a."""
+    for i, (head, length) in enumerate(((64, 512), (128, 500), (64, 64))):
+        seen = (torch.arange(-(-length // 64))[:, None] + torch.arange(-(-length // 64))) % 3 != i
+        mask = mc.Pattern.from_dense(seen.repeat_interleave(64, 0).repeat_interleave(64, 1)[:length, :length], 8)
+        q, k, v = heads((24, length, head), REALS[i])
+        bias, option = (None, reals(length), None)[i], {"causal": i == 1, "return_lse": i == 1}
+        recorder.call(f"attention at blocks, {head}, {length}", lambda: mc.sparse_attention(q, k, v, mask, bias=bias, **option),
+                      q=q, k=k, v=v, bias=bias)  # fmt: skip
+
+
 def backward(recorder: Recorder) -> None:
     """Gradients of attention."""
     for i, (shape, bits) in enumerate(product(((2, 64, 32), (1, 2, 90, 24)), (8, 4))):
@@ -113,5 +124,5 @@ def fused(recorder: Recorder) -> None:
 
 def record(recorder: Recorder) -> None:
     """All of them."""
-    for family in (softmax, whole, backward, fused):
+    for family in (softmax, whole, blocks, backward, fused):
         family(recorder)

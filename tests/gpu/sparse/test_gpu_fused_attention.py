@@ -12,6 +12,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.attention import fused as attention
+from cute_kernels.attention.blocks import BLOCK, BLOCK_ARCH, BlockAttention, block_config
 from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
 from cute_kernels.attention.quantize_qkv import Operands, encode_operands
 from cute_kernels.attention.quantize_qkv import choose as choose_operands
@@ -23,17 +24,30 @@ pytestmark = pytest.mark.gpu
 BOUND = {8: 0.02, 4: 0.25}
 LSE_BOUND = 2e-4  # absolute; scores are exact, exponentials approximate
 
-CONFIGS: list[AttentionConfig] = [GatherAttention(32), GatherAttention(64), GatherAttention(128)]
+Config = AttentionConfig | BlockAttention
+CONFIGS: list[Config] = [GatherAttention(32), GatherAttention(64), GatherAttention(128)]
 if PANELS:  # few warps and short tiles: a small problem passes many tiles, items and wraps of the ring
     CONFIGS += [
         PanelAttention(64, warps=3, rows_per_warp=2, tile=64, stages=5),
         PanelAttention(64, warps=2, rows_per_warp=1, groups=1, tile=32, stages=4, tile_window=2, cluster=2),
         PanelAttention(128, warps=3, rows_per_warp=1, tile=64, stages=5),
     ]
+if HERE.arch == BLOCK_ARCH:
+    CONFIGS += [block_config(64), block_config(128), BlockAttention(64, stages=5, resident=1)]
 FLAGS: list[dict[str, Any]] = [{}, {"key_scale": True}, {"bias": True}, {"key_scale": True, "bias": True}]
 
 
-def summing(config: AttentionConfig) -> AttentionConfig:
+def mask_of(config: Config, queries: int, keys: int, sparsity: float, seed: int) -> Tensor:
+    """Vectors at random, bool (queries, keys); whole blocks for the kernel that takes nothing else."""
+    if not isinstance(config, BlockAttention):
+        return mc.random_pattern(queries, keys, sparsity, 8, seed=seed).to_dense()
+    made = (
+        torch.rand(-(-queries // BLOCK), -(-keys // BLOCK), generator=torch.Generator().manual_seed(seed)) >= sparsity
+    )
+    return made.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:queries, :keys]
+
+
+def summing(config: Config) -> Config:
     """What runs where sums of exponentials are wanted."""
     changes: dict[str, Any] = (
         {"rows_per_warp": min(config.rows_per_warp, 2)} if isinstance(config, PanelAttention) else {}
@@ -59,7 +73,7 @@ class Case:
     """Random operands on the GPU with scales of a form, and the exact answer."""
 
     def __init__(
-        self, config: AttentionConfig, batch: int, queries: int, keys: int, sparsity: float = 0.8, *, masks: int = 1,
+        self, config: Config, batch: int, queries: int, keys: int, sparsity: float = 0.8, *, masks: int = 1,
         scales: str = "row", causal: bool = False, bias: str = "", bits: int = 8, holes: bool = False, scale: float = 0.0,
         seed: int = 0,
     ) -> None:  # fmt: skip
@@ -68,9 +82,9 @@ class Case:
         self.config, self.causal, self.scale = config, causal, scale or 1 / math.sqrt(d)
         self.patterns = []
         for i in range(masks):
-            mask = mc.random_pattern(queries, keys, sparsity, 8, seed=seed + i).to_dense()
+            mask = mask_of(config, queries, keys, sparsity, seed + i)
             if holes:
-                mask[(torch.arange(queries) // 8) % 3 == 1] = False
+                mask[(torch.arange(queries) // (BLOCK if isinstance(config, BlockAttention) else 8)) % 3 == 1] = False
             self.patterns.append(mc.Pattern.from_dense(mask, 8).to("cuda"))
         floats = [torch.randn(batch, rows, d, device="cuda") for rows in (queries, keys, keys)]
         over = {"one": (None, None, None), "matrix": ((1, 2),) * 3, "row": (2, 2, 1)}[scales]
@@ -138,7 +152,7 @@ def error(result: Tensor, expected: Tensor) -> float:
     return float((result.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def named(config: AttentionConfig) -> str:
+def named(config: Config) -> str:
     return config.name
 
 
@@ -148,20 +162,20 @@ compiled = pytest.mark.configs(COMPILED)
 
 @each
 @compiled
-def test_two_masks_with_empty_rows_and_a_scale_a_row(config: AttentionConfig) -> None:
+def test_two_masks_with_empty_rows_and_a_scale_a_row(config: Config) -> None:
     Case(config, 4, 333, 556, masks=2, holes=True).check()
 
 
 @each
 @compiled
 @pytest.mark.parametrize("scales", ["one", "matrix"])
-def test_one_scale_or_one_a_matrix_and_ragged_keys(config: AttentionConfig, scales: str) -> None:
+def test_one_scale_or_one_a_matrix_and_ragged_keys(config: Config, scales: str) -> None:
     Case(config, 3, 256, 1111, 0.7, scales=scales).check()
 
 
 @each
 @compiled
-def test_causal_masks_elements_inside_vectors(config: AttentionConfig) -> None:
+def test_causal_masks_elements_inside_vectors(config: Config) -> None:
     Case(config, 2, 500, 500, 0.5, scales="one", causal=True).check()
     Case(config, 2, 90, 40, 0.0, scales="one", causal=True).check()
 
@@ -169,7 +183,7 @@ def test_causal_masks_elements_inside_vectors(config: AttentionConfig) -> None:
 @each
 @compiled
 @pytest.mark.parametrize("bias", ["shared", "each"])
-def test_biases_of_keys_of_which_some_hide_them(config: AttentionConfig, bias: str) -> None:
+def test_biases_of_keys_of_which_some_hide_them(config: Config, bias: str) -> None:
     Case(config, 2, 100, 776, 0.9, bias=bias).check()
     Case(config, 2, 100, 776, 0.9, bias=bias, scales="matrix").check()
 
@@ -177,20 +191,20 @@ def test_biases_of_keys_of_which_some_hide_them(config: AttentionConfig, bias: s
 @each
 @compiled
 @pytest.mark.parametrize("out", [torch.float16, torch.bfloat16])
-def test_16_bit_floats_of_full_masks(config: AttentionConfig, out: torch.dtype) -> None:
+def test_16_bit_floats_of_full_masks(config: Config, out: torch.dtype) -> None:
     Case(config, 2, 65, 300, 0.0, scales="one").check(out, lse=False)
 
 
 @each
 @compiled
-def test_four_bits(config: AttentionConfig) -> None:
+def test_four_bits(config: Config) -> None:
     Case(config, 2, 130, 400, 0.8, scales="matrix", bits=4).check(bits=4)
     Case(config, 2, 130, 400, 0.8, scales="matrix", bits=4).check()
 
 
 @each
 @compiled
-def test_weights_are_rounded_to_255_levels_of_the_largest(config: AttentionConfig) -> None:
+def test_weights_are_rounded_to_255_levels_of_the_largest(config: Config) -> None:
     """32 keys are one step, whose maximum is that of the row; weights are halves before they are integers."""
     case = Case(config, 4, 64, 32, 0.0, scales="matrix")
     logits = case.logits()
@@ -202,7 +216,7 @@ def test_weights_are_rounded_to_255_levels_of_the_largest(config: AttentionConfi
 
 @each
 @compiled
-def test_equal_scores_give_the_mean(config: AttentionConfig) -> None:
+def test_equal_scores_give_the_mean(config: Config) -> None:
     case = Case(config, 2, 72, 500, 0.6, scales="matrix")
     case.ints[0].zero_()
     case.values[0].zero_()
@@ -211,14 +225,14 @@ def test_equal_scores_give_the_mean(config: AttentionConfig) -> None:
 
 @each
 @compiled
-def test_steep_scores_choose_one_key(config: AttentionConfig) -> None:
+def test_steep_scores_choose_one_key(config: Config) -> None:
     case = Case(config, 2, 72, 500, 0.6, scales="matrix", scale=50.0)
     assert error(case.run()[0], case.expected()[0]) <= 0.02
 
 
 @each
 @compiled
-def test_no_key_at_all_gives_zeros_or_nan(config: AttentionConfig) -> None:
+def test_no_key_at_all_gives_zeros_or_nan(config: Config) -> None:
     case = Case(config, 2, 40, 100, 1.0, scales="matrix")
     assert not case.run()[0].any()
     result, sums = case.run(lse=True, nan_for_empty=True)
@@ -227,7 +241,7 @@ def test_no_key_at_all_gives_zeros_or_nan(config: AttentionConfig) -> None:
 
 @each
 @compiled
-def test_scales_that_are_no_numbers_show_where_they_are_met(config: AttentionConfig) -> None:
+def test_scales_that_are_no_numbers_show_where_they_are_met(config: Config) -> None:
     case = Case(config, 2, 72, 500, 0.6)
     case.scales[0][0, 5] = torch.nan
     case.scales[1][1, 7] = torch.nan
@@ -240,7 +254,7 @@ def test_scales_that_are_no_numbers_show_where_they_are_met(config: AttentionCon
 
 @each
 @compiled
-def test_a_graph_replays_with_new_data_to_the_bit(config: AttentionConfig) -> None:
+def test_a_graph_replays_with_new_data_to_the_bit(config: Config) -> None:
     case = Case(config, 4, 300, 600, 0.8, scales="matrix")
     out = torch.empty(4, 300, config.head, device="cuda", dtype=torch.float16)
 
@@ -274,9 +288,27 @@ def test_the_chosen_kernels_attend_long_sequences() -> None:
         case.check(torch.float16, lse=False)
 
 
+@pytest.mark.configs([replace(block_config(head), key_scale=True) for head in (64, 128)])
+@pytest.mark.skipif(HERE.arch != BLOCK_ARCH, reason="no warp groups multiply on this GPU")
+def test_whole_blocks_of_a_mask_are_found_and_taken() -> None:
+    """The public call takes the kernel of blocks, and gives what the gather kernel gives, but for roundings of weights."""
+    for head, causal in ((64, False), (128, True)):
+        q, k, v = (torch.randn(8, 2048, head, device="cuda", dtype=torch.float16) for _ in range(3))
+        pattern = mc.Pattern.from_dense(mask_of(block_config(head), 2048, 2048, 0.8, 3), 8).to("cuda")
+        arrays = [(pattern.row_offsets, pattern.col_indices)]
+        index = attention.make_index(arrays, 2048, 2048, batch=8, head_dim=head, causal=causal)
+        assert index.config == block_config(head)
+        mask = pattern.to_dense()
+        mask = mask.tril() if causal else mask
+        logits = (q.double() @ k.double().mT / math.sqrt(head)).masked_fill(~mask, -torch.inf)
+        expected = logits.softmax(2).nan_to_num(0.0) @ v.double()
+        assert error(mc.sparse_attention(q, k, v, pattern, causal=causal), expected) <= 0.03
+        assert "64 x 64 blocks" in str(mc.explain_attention(q, k, v, pattern))
+
+
 @each
 @compiled
-def test_keys_that_are_alike_have_the_first_ones_scale(config: AttentionConfig) -> None:
+def test_keys_that_are_alike_have_the_first_ones_scale(config: Config) -> None:
     case = Case(config, 3, 333, 556, masks=3, holes=True)
     given = case.scales[1]
     case.scales[1] = given.clone()
@@ -301,15 +333,16 @@ BESIDE_COMPILED = [replace(config, key_scale=True) for config in BESIDE]
 @pytest.mark.parametrize(("queries", "keys", "sparsity"), [(1032, 1504, 0.9), (64, 8000, 0.998)])
 @pytest.mark.parametrize("config", BESIDE, ids=named)
 @pytest.mark.configs([*BESIDE_COMPILED, choose_operands("float16", 64, 8, HERE.arch)])
-def test_operands_may_be_made_beside_it(config: AttentionConfig, queries: int, keys: int, sparsity: float) -> None:
+def test_operands_may_be_made_beside_it(config: Config, queries: int, keys: int, sparsity: float) -> None:
     """Operands of a new call in the memory of the last one, whose matrices all are there: a kernel that does not wait, or
     waits for what the last call left, reads some of the old ones.  With few queries and keys it is early everywhere."""
     batch = 96
     q, k, v = (torch.empty(batch, rows, 64, device="cuda", dtype=torch.float16) for rows in (queries, keys, keys))
-    mask = mc.random_pattern(queries, keys, sparsity, 8, seed=1).to_dense()
-    mask[400:800] = False  # whole blocks of rows without keys
-    mask[128:256, :1000] = False
-    mask[0] |= torch.arange(keys) % 500 == 0
+    mask = mask_of(config, queries, keys, sparsity, 1)
+    mask[384:768] = False  # whole blocks of rows without keys
+    mask[128:256, :1024] = False
+    if not isinstance(config, BlockAttention):
+        mask[0] |= torch.arange(keys) % 500 == 0
     pattern = mc.Pattern.from_dense(mask, 8).to("cuda")
     arrays = [(pattern.row_offsets, pattern.col_indices)]
     index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=64, config=config)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
+from cute_kernels.attention.blocks import BlockAttention, block_config
 from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
 from cute_kernels.attention.quantize_qkv import OperandsConfig
 from cute_kernels.jit import Binary, build
@@ -28,6 +30,7 @@ CASES: list[tuple[AttentionConfig, str]] = [
     (GatherAttention(32), "sm_80"),
     (GatherAttention(64, key_scale=True), "sm_90a"),
 ]
+BLOCKS = [replace(block_config(head), **flags) for head in (64, 128) for flags in ({}, {"key_scale": True}, EVERYTHING)]
 OPERANDS = [
     (OperandsConfig(x, 64, bits, cluster=cluster), arch)
     for x, bits, cluster, arch in (
@@ -83,3 +86,18 @@ def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(
     assert ("PREEXIT" in sass) == ("ACQBULK" in sass) == (arch != "sm_80")
     assert "MEMBAR.ALL.GPU" in sass and "STG.E.STRONG.GPU" in sass
     assert ("UCGABAR_ARV" in sass) == ("UCGABAR_WAIT" in sass) == (config.cluster > 1)
+
+
+@pytest.mark.parametrize("config", BLOCKS, ids=lambda config: config.name)
+def test_whole_blocks_are_multiplied_by_warp_groups_from_registers(config: BlockAttention, kernel_cache: None) -> None:
+    binary = build(config.translation_unit("sm_90a"))
+    sass = lean(binary)
+    assert binary.usage is not None and binary.usage.registers * config.threads * config.resident <= 65536 * 4 // 3
+    products = set(re.findall(r"IGMMA\.\S+ R\d+, R\d+, gdesc", sass))
+    assert {each.split()[0] for each in products} == {"IGMMA.64x64x32.S8.S8", f"IGMMA.64x{config.head}x32.U8.S8"}
+    for wanted in ("UTMALDG.2D", "LDSM.16.MT88.4", "MUFU.EX2", "F2FP", "IDP.4A.U8.U8", "SYNCS", "ACQBULK"):
+        assert wanted in sass, wanted
+    assert "STG.E.128" in sass or config.out == "float32"
+    # operands of products under way stay where they are: a wait for each product, and no other
+    loops = 2 if config.key_scale else 1  # also for keys that share a scale
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2 * loops

@@ -251,5 +251,5 @@ def test_wrong_operands_raise(changes: dict[str, Any], error: type[Exception], m
 
 def test_names_are_unique_and_no_cpu_is_supported() -> None:
     configs = [*attention.default_configs(), *attention.default_configs("sm_80")]
-    assert len({config.name for config in configs}) == len(set(configs)) == 4
+    assert len({config.name for config in configs}) == len(set(configs)) == 6
     assert not attention.supports_attention(torch.device("cpu"), head_dim=64, vector_length=8, softmax_bits=8)
