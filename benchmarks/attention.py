@@ -1,7 +1,8 @@
 """Sparse attention on a GPU against torch's dense attention and FlexAttention, all in one run.
 
-Eight matrices of four heads, 64 entries a row, random 8 x 1 masks; operands of ours are quantized before, except where
-the name says otherwise.  Writes ``benchmarks/results/attention_h200.json``, or the file that the GPU's name gives.
+Eight matrices of four heads, 64 entries a row, random 8 x 1 masks, and random 128 x 128 blocks as FlexAttention's;
+operands of ours are quantized before, except where the name says otherwise.  Writes
+``benchmarks/results/attention_h200.json``, or the file that the GPU's name gives.
 Times are microseconds a launch.
 Run: ``PYTHONPATH=. python benchmarks/attention.py [--quick] [--out FILE]``.
 """
@@ -31,6 +32,7 @@ CASES = ((4096, 0.9), (4096, 0.95), (8192, 0.9), (8192, 0.95))
 QUICK = ((1024, 0.9),)
 CHECKED = 2  # matrices compared with float64
 FIRST = "fused 8b-8b"
+BLOCKS = f"{BLOCK} x {BLOCK} blocks"  # the same for FlexAttention and ours
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def quantized(x: Tensor, over: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.round(x.float() / scale).to(torch.int8), scale.flatten(1).squeeze(1).contiguous()
 
 
-def fused(data: Data, keyed: bool) -> tuple[Callable[[], Tensor], str]:
+def fused(data: Data, pattern: mc.Pattern, keyed: bool) -> tuple[Callable[[], Tensor], str]:
     """The call and the kernel's name; ``keyed``: a scale for each query and key, otherwise one for each matrix."""
     over = (2,) if keyed else (1, 2)
     (q, q_scale), (k, k_scale), (v, v_scale) = (
@@ -82,7 +84,7 @@ def fused(data: Data, keyed: bool) -> tuple[Callable[[], Tensor], str]:
         quantized(data.k, over),
         quantized(data.v, (1, 2)),
     )
-    arrays = [(data.pattern.row_offsets, data.pattern.col_indices)]
+    arrays = [(pattern.row_offsets, pattern.col_indices)]
     index = attention.make_index(arrays, data.length, data.length, batch=MATRICES, head_dim=DEPTH)
     out = torch.full_like(data.q, torch.nan)
 
@@ -95,10 +97,10 @@ def fused(data: Data, keyed: bool) -> tuple[Callable[[], Tensor], str]:
     return call, replace(index.config, key_scale=keyed).name
 
 
-def of_floats(data: Data, backend: Literal["fused", "unfused"]) -> Callable[[], Tensor]:
+def of_floats(data: Data, pattern: mc.Pattern, backend: Literal["fused", "unfused"]) -> Callable[[], Tensor]:
     """Everything from float operands on: quantization of Q, K and V, then one kernel or three."""
     q, k, v = data.heads()
-    return lambda: sparse_attention(q, k, v, data.pattern, backend=backend).reshape(data.q.shape)
+    return lambda: sparse_attention(q, k, v, pattern, backend=backend).reshape(data.q.shape)
 
 
 def dense(data: Data) -> Callable[[], Tensor]:
@@ -145,21 +147,28 @@ class Baseline:
 def baselines(data: Data, sparsity: float) -> dict[str, Callable[[], Baseline]]:
     """Makers by name; ours first."""
 
-    def ours(keyed: bool) -> Baseline:
-        call, name = fused(data, keyed)
-        return Baseline(call, data.expected, name)
+    call_flex, seen = flex(data, sparsity)
+    of_blocks = exact(data.q, data.k, data.v, seen)
+    blocks, kept = mc.Pattern.from_dense(seen, 8), f"{BLOCK} x {BLOCK} blocks, {float(seen.float().mean()):.3g} kept"
 
-    def blocks() -> Baseline:
-        call, seen = flex(data, sparsity)
-        return Baseline(call, exact(data.q, data.k, data.v, seen), f"{BLOCK} x {BLOCK} blocks of the same sparsity")
+    def ours(pattern: mc.Pattern, expected: Tensor, keyed: bool) -> Baseline:
+        call, name = fused(data, pattern, keyed)
+        return Baseline(call, expected, name)
 
     return {
-        FIRST: lambda: ours(False),
-        "fused 8b-8b, scales of keys": lambda: ours(True),
-        "fused 8b-8b from float16": lambda: Baseline(of_floats(data, "fused"), data.expected, "quantization included"),
-        "three kernels 8b-8b from float16": lambda: Baseline(of_floats(data, "unfused"), data.expected, "likewise"),
+        FIRST: lambda: ours(data.pattern, data.expected, False),
+        "fused 8b-8b, scales of keys": lambda: ours(data.pattern, data.expected, True),
+        "fused 8b-8b from float16": lambda: Baseline(
+            of_floats(data, data.pattern, "fused"), data.expected, "quantization included"
+        ),
+        "three kernels 8b-8b from float16": lambda: Baseline(
+            of_floats(data, data.pattern, "unfused"), data.expected, "likewise"
+        ),
         "SDPA fp16": lambda: Baseline(dense(data), exact(data.q, data.k, data.v, None), "dense"),
-        "FlexAttention fp16": blocks,
+        f"{BLOCKS}, fused 8b-8b": lambda: ours(blocks, of_blocks, False),
+        f"{BLOCKS}, fused 8b-8b, scales of keys": lambda: ours(blocks, of_blocks, True),
+        f"{BLOCKS}, fused 8b-8b from float16": lambda: Baseline(of_floats(data, blocks, "fused"), of_blocks, kept),
+        f"{BLOCKS}, FlexAttention fp16": lambda: Baseline(call_flex, of_blocks, kept),
     }
 
 

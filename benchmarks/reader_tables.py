@@ -162,11 +162,11 @@ def render_attention() -> str:
         ["CPU, 1,024 tokens, 1 head", "0.9", f"{cpu['sparse_attention'] / 1e3:.2f} ms", f"{torch_us / 1e3:.2f} ms", "-"]
     ]
     for case in results("attention_h200")["cases"]:
-        us = {row["name"]: row["us"] for row in case["rows"]}
-        cells = (us["fused 8b-8b from float16"], us["SDPA fp16"], us["FlexAttention fp16"])
-        rows.append(
-            [f"H200, {case['length']:,} tokens, 8 x 4 heads", f"{case['sparsity']:g}", *(f"{x:.0f} us" for x in cells)]
-        )
+        us = {row["name"]: f"{row['us']:.0f} us" for row in case["rows"]}
+        name, blocks = f"H200, {case['length']:,} tokens, 8 x 4 heads", "128 x 128 blocks"
+        rows.append([name, f"{case['sparsity']:g}", us["fused 8b-8b from float16"], us["SDPA fp16"], "-"])
+        cells = (us[f"{blocks}, fused 8b-8b from float16"], us["SDPA fp16"], us[f"{blocks}, FlexAttention fp16"])
+        rows.append([f"{name}, {blocks}", f"{case['sparsity']:g}", *cells])
     head = ["d = 64", "sparsity", "magicube, 8-bit", "torch SDPA with mask", "FlexAttention fp16"]
     return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200')}"
 
