@@ -1,7 +1,6 @@
 """Few rows times packed weights on a GPU, behind another kernel: each weight format beside torch's fp8 and bfloat16.
 
-Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked first. One case
-of many rows has torch's blockwise-scaled fp8 beside its row-wise scaled one; ``--many`` runs it alone. With
+Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked first. With
 ``--act int8``, int8 rows by integer products, and beside them widened to bfloat16 (two launches).
 """
 
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.gpu_results import gpu_arguments, results_file, rounded, save
-from harness.gpu_timing import L2_ROUNDS, behind
+from harness.fp8_baselines import copies_for, host_us, relative_error, timed, torch_baselines
+from harness.gpu_results import gpu_arguments, results_file, save
 from harness.machine import gpu_machine
 from torch import Tensor
 
-import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
@@ -32,20 +30,16 @@ from cute_kernels.few_rows.widen import WidenConfig, widen_rows
 from cute_kernels.jit.device import current_arch
 from cute_kernels.jit.warmup import warmup
 from magicube_cutlass.nn import QuantConfig, QuantLinear
-from magicube_cutlass.nn.dense import tiled
-from magicube_cutlass.nn.dense.blockwise import blockwise_gemm, refusal
-from magicube_cutlass.nn.dense.product import quantize_act
 
 SHAPES = [(8192, 28672), (14336, 4096), (4096, 14336)]  # (K, N)
 TOKENS = (1, 16, 32, 64)
 MOST_ERROR = 6e-3  # relative: weights and results rounded to bfloat16
 WEIGHTS = ("int4_g128", "int4_g32", "int4_g32_min", "mxfp4", "nvfp4", "e2m1", "mxfp6", "int8", "e4m3", "e4m3_g128")
-MANY = (4096, 4096, 4096)  # (M, K, N)
-LAYER_TOKENS = (16, 64, 512)
+LAYER_TOKENS = (1, 16, 64, 512)
 LAYERS: list[tuple[str, int | None, str]] = [
     ("e4m3", None, "e4m3"), ("mxfp4", None, "mxfp8"), ("int4", 128, "none"), ("int4", 32, "int8"),
-    ("int8", None, "none"), ("mxfp4", None, "none"), ("e4m3", None, "none"), ("e4m3_b128", None, "e4m3_g128"),
-    ("e4m3_b128", None, "none"),
+    ("int8", None, "none"), ("mxfp4", None, "none"), ("e4m3", None, "none"), ("e4m3_b128", None, "e4m3"),
+    ("e4m3_b128", None, "e4m3_g128"), ("e4m3_b128", None, "none"),
 ]  # fmt: skip
 # name -> groups, depth, split, resident, units
 VARIANTS = {
@@ -162,27 +156,9 @@ def int8_configs(name: str, m: int, n: int, k: int, more: bool) -> dict[str, Few
     return found
 
 
-def copies_for(size: int) -> int:
-    return 1 + int(L2_ROUNDS * torch.cuda.get_device_properties(0).L2_cache_size / size)
-
-
 def baselines(m: int, n: int, k: int) -> dict[str, list[Callable[[], object]]]:
-    x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
-    found: dict[str, list[Callable[[], object]]] = {
-        "bf16": [partial(torch.nn.functional.linear, x, w.clone()) for _ in range(copies_for(2 * n * k))]
-    }
-    one, few = torch.ones((), device="cuda"), w.to(torch.float8_e4m3fn)
-    codes = x.to(torch.float8_e4m3fn)
-    del w
-    for fast in (True, False):
-        rows = torch.cat([codes.view(torch.uint8)] * 16).view(torch.float8_e4m3fn)  # for a torch that takes whole 16
-        call = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
-        try:
-            call(codes, few.t())
-            rows = codes
-        except RuntimeError:
-            pass
-        found["fp8 fast" if fast else "fp8"] = [partial(call, rows, few.clone().t()) for _ in range(copies_for(n * k))]
+    """As :func:`torch_baselines`, and int4 by Triton."""
+    found, x = torch_baselines(m, n, k), torch.randn(m, k, device="cuda").bfloat16()
     try:
         from harness.triton_w4 import w4_call, w4_weight
 
@@ -197,16 +173,6 @@ def baselines(m: int, n: int, k: int) -> dict[str, list[Callable[[], object]]]:
     except Exception as error:
         print(f"triton: {type(error).__name__} {str(error)[:300]}")
     return found
-
-
-def timed(calls: dict[str, list[Callable[[], object]]], cold: bool) -> dict[str, float]:
-    """Microseconds behind another kernel, on rotated copies of the weights or on one."""
-    found = behind({name: each if cold else each[0] for name, each in calls.items()}, rounds=7, replay=300.0)
-    return {name: rounded(each.median) for name, each in found.items()}
-
-
-def relative_error(got: Tensor, exact: Tensor) -> float:
-    return float((got.float() - exact).norm() / exact.norm())
 
 
 def checked_calls(name: str, made: Weight, x: Tensor, more: bool) -> dict[str, list[Callable[[], object]]]:
@@ -323,58 +289,10 @@ def layers(m: int) -> dict[str, Any]:
         name = f"{weight}{f'_g{group}' if group else ''}, {act} rows"
         made[name] = QuantLinear.from_linear(plain, config).eval().freeze()
     x = torch.randn(m, 4096, device="cuda").bfloat16()
-    hosts = {}
-    for name, layer in made.items():
-        layer(x)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(50):
-            layer(x)
-        hosts[name] = rounded((time.perf_counter() - start) / 50 * 1e6)
-        torch.cuda.synchronize()
+    hosts = {name: host_us(partial(layer, x)) for name, layer in made.items()}
     us = timed({name: [partial(layer, x)] for name, layer in made.items()}, False)
     print(f"layers, {m} tokens, us (host):", *(f"{name} {us[name]} ({hosts[name]})," for name in us), flush=True)
     return {"layer": [4096, 14336], "m": m, "warm": us, "host": hosts}
-
-
-def many_rows(m: int, k: int, n: int) -> dict[str, Any]:
-    """Many rows: torch's bfloat16, row-wise and blockwise-scaled fp8, and layers that quantize their rows."""
-    x = (torch.randn(m, k, device="cuda") * torch.randn(k, device="cuda").exp()).bfloat16()
-    plain = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
-    w, products = plain.weight.detach(), {"bf16": plain(x)}
-    calls: dict[str, Callable[[], Tensor]] = {"bf16": partial(plain, x)}
-    a, b = (mc.quantize(each, dtype="e4m3", scale="row") for each in (x, w))
-    left, right = (each.data.view(torch.float8_e4m3fn) for each in (a, b))
-    for fast in (True, False):
-        name = "fp8 row-wise, fast" if fast else "fp8 row-wise"
-        calls[name] = partial(torch._scaled_mm, left, right.t(), scale_a=a.scale, scale_b=b.scale.t(),
-                              out_dtype=torch.bfloat16, use_fast_accum=fast)  # fmt: skip
-        products[name] = a.dequantize() @ b.dequantize().t()
-    reason = refusal(n, k)
-    if reason:
-        print(f"fp8 blockwise: {reason}")
-    else:
-        rows, tiles = mc.quantize(x, dtype="e4m3_g128"), mc.quantize(w, dtype="e4m3_b128")
-        scale = rows.scale.t().contiguous().t()
-        calls["fp8 blockwise"] = partial(blockwise_gemm, rows.data, scale, tiles.data, tiles.scale)
-        products["fp8 blockwise"] = rows.dequantize() @ tiles.dequantize().t()
-    for weight, act in (("e4m3", "e4m3"), ("e4m3_b128", "e4m3"), ("e4m3_b128", "e4m3_g128"), ("e4m3_b128", "none")):
-        layer = QuantLinear.from_linear(plain, QuantConfig(weight, act=act)).eval().freeze()
-        name, dense = f"layer {weight}, {act} rows: {layer.explain().backend}", quantize_act(x, act, None)
-        calls[name] = partial(layer, x)
-        products[name] = (x.float() if dense is None else dense.dequantize()) @ layer.dequantize().t()
-    errors = {}
-    for name, call in [*calls.items()]:
-        try:
-            errors[name] = relative_error(call(), products[name])
-        except (RuntimeError, ValueError) as error:  # torch or the toolchain refuses
-            print(f"{name}: {type(error).__name__} {str(error)[:300]}")
-        if not errors.get(name, 1.0) < MOST_ERROR:
-            print(f"{name}: left out, error {errors.get(name)}")
-            del calls[name]
-    us = timed({name: [call] for name, call in calls.items()}, False)
-    print(f"{m} x {k} x {n}, us (TFLOPS):", *(f"{name} {us[name]} ({2e-6 * m * k * n / us[name]:.0f})," for name in us))
-    return {"many": [m, k, n], "warm": us, "errors": errors}
 
 
 def main() -> None:
@@ -382,14 +300,11 @@ def main() -> None:
         __doc__,
         "one shape",
         configs={"action": "store_true", "help": "other configs beside the chosen"},
-        many={"action": "store_true", "help": "the case of many rows alone"},
         act={"choices": ("none", "int8"), "default": "none", "help": "rows of bfloat16, or of int8"},
     )
     if args.act == "int8":
         main_int8(args.quick, args.configs, args.out)
         return
-    # what the layers below are to run by: also what has not run before
-    tiled.TILED_BACKENDS = frozenset({"few_rows", "scaled_gemm", "blockwise", "encode"})
     shapes, start = SHAPES[-1:] if args.quick else SHAPES, time.perf_counter()
     wanted = {
         config
@@ -398,17 +313,13 @@ def main() -> None:
         for name in WEIGHTS
         for config in configs(name, m, n, k, args.configs).values()
     }
-    for _ in warmup(set() if args.many else wanted, current_arch(), jobs=os.cpu_count() or 1):
+    for _ in warmup(wanted, current_arch(), jobs=os.cpu_count() or 1):
         pass
     results: dict[str, Any] = {"machine": gpu_machine(), "unit": "us behind another kernel, median", "cases": []}
     gc.collect()
     gc.freeze()  # a capture collects garbage, and each would look at all of torch
     path = args.out or results_file("few_rows")
     with torch.inference_mode():
-        results["cases"].append(many_rows(*MANY))
-        if args.many:
-            save(results, path)
-            return
         for m in LAYER_TOKENS:
             results["cases"].append(layers(m))
         for k, n in shapes:
