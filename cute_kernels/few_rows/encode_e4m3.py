@@ -94,7 +94,7 @@ def encode_e4m3(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]
 def encode_e4m3_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Encode rows with a scale per 128 values: ``code = e4m3(x / scale)``, to nearest even, saturating.
 
-    Has not run on a GPU.
+    Ran on an H100 (sm_90a): bit for bit what torch computes.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ FORMATS = {
         *(WeightFormat(f"{codes}_g{group}", codes, "half", group) for codes in _INTS for group in _GROUPS),
         *(WeightFormat(f"{codes}_g128", codes, "sum", 128) for codes in _INTS),
         *(WeightFormat(f"{codes}_g{each}_min", codes, "half_min", each) for codes in _INTS for each in (*_GROUPS, 128)),
-        WeightFormat("e4m3_g128", "e4m3", "sum", 128),  # has not run on a GPU
+        WeightFormat("e4m3_g128", "e4m3", "sum", 128),
         WeightFormat("mxfp4", "e2m1", "power", 32),
         WeightFormat("nvfp4", "e2m1", "e4m3", 16),
         WeightFormat("mxfp6", "e2m3", "power", 32),

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn import QuantConfig, QuantLinear
-from magicube_cutlass.nn.dense import encode, tiled
+from magicube_cutlass.nn.dense import encode
+from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 ACTS = ("e4m3_g128", "e4m3", "none")
@@ -127,40 +128,70 @@ def test_gradients_pass_the_rounding_straight() -> None:
     assert torch.allclose(of_weight, g.t() @ rows, rtol=1e-4, atol=1e-5)
 
 
-def test_explain_says_why_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = QuantLinear(300, 200, weight="e4m3_b128")
-    found = layer.explain()
-    assert found.backend == "torch" and "no kernel for this format here" in found.text
-    assert found.facts["weight_bytes"] == 200 * 300 + 2 * 3 * 4 and "activations e4m3_g128" in found.text
-    weight = layer.product().weight
-    assert isinstance(weight, ScaledFloatTensor) and tiled.is_tiled(weight)
-    backend, reason = tiled.tiled_backend(weight, "e4m3")
-    assert backend == "torch" and "scaled_gemm has not run with 128 x 128 scales, see TILED_BACKENDS" in reason
-    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"scaled_gemm", "few_rows"}))
-    assert tiled.tiled_backend(weight, "e4m3") == ("scaled_gemm", "")
-    monkeypatch.setenv("MAGICUBE_ARCH", "sm_90a")
-    assert tiled.tiled_backend(weight, "none") == ("few_rows", "")
-    monkeypatch.setenv("MAGICUBE_ARCH", "sm_80")
-    assert tiled.tiled_backend(weight, "none") == ("torch", "no kernel for this format here")
-    assert tiled.tiled_backend(weight, "e4m3_g128") == ("torch", "blockwise scales need sm_90a, got sm_80")
-    monkeypatch.setattr(tiled, "refusal", lambda n, k: "")
-    assert "blockwise has not run" in tiled.tiled_backend(weight, "e4m3_g128")[1]
-    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"blockwise"}))
-    assert tiled.tiled_backend(weight, "e4m3_g128") == ("blockwise", "")
+class OnGpu(ScaledFloatTensor):
+    """A weight that says it is on a GPU: what a product asks before it multiplies."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
 
 
-def test_rows_are_encoded_by_the_kernel_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu:  # what is asked of rows
-        device, dtype = torch.device("cuda"), torch.bfloat16
+def on_gpu(rows: int, columns: int) -> OnGpu:
+    weight = given(rows, columns)
+    return OnGpu(weight.data, weight.k, weight.dtype, weight.scale, block=weight.block)
+
+
+DEQUANTIZED = "torch.matmul in float32 on the dequantized weight: "
+
+
+@pytest.mark.parametrize(
+    ("arch", "act", "shape", "backend", "text"),
+    [
+        ("sm_90a", "none", (200, 300), "few_rows", "few-rows product of float16 and bfloat16"),
+        ("sm_90a", "e4m3", (200, 300), "scaled_gemm", "scaled GEMM, rows quantized before"),
+        ("sm_90a", "e4m3_g128", (208, 512), "blockwise", "torch._scaled_mm with blockwise scales"),
+        ("sm_90a", "e4m3_g128", (200, 512), "torch", DEQUANTIZED + "blockwise scales need outputs in multiples of 16"),
+        ("sm_90a", "e4m3_g128", (208, 300), "torch", "inputs in multiples of 512, got 208 and 300"),
+        ("sm_80", "none", (200, 300), "torch", DEQUANTIZED + "no kernel for this format here"),
+        ("sm_80", "e4m3", (200, 300), "scaled_gemm", "scaled GEMM, rows quantized before"),
+        ("sm_80", "e4m3_g128", (208, 512), "torch", DEQUANTIZED + "blockwise scales need sm_90a, got sm_80"),
+    ],
+)
+def test_what_multiplies_on_a_gpu_and_why(
+    arch: str, act: str, shape: tuple[int, int], backend: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAGICUBE_ARCH", arch)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = DenseProduct(on_gpu(*shape), act)
+    assert found.backend == backend and text in found.describe()
+
+
+def test_explain_says_what_a_layer_on_a_cpu_reads() -> None:
+    for act in ACTS:
+        found = QuantLinear(208, 512, weight="e4m3_b128", act=act).explain()
+        assert found.backend == "torch" and DEQUANTIZED + "no kernel for this format here" in found.text
+        assert found.facts["weight_bytes"] == 208 * 512 + 2 * 4 * 4 and f"activations {act}, dynamic" in found.text
+
+
+@pytest.mark.parametrize("act", ["e4m3", "e4m3_g128"])
+def test_rows_are_encoded_by_a_kernel_where_there_is_one(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows:  # what is asked of them
+        device = torch.device("cuda")
+
+        def __init__(self, dtype: torch.dtype = torch.bfloat16, size: int = 8) -> None:
+            self.dtype, self.size = dtype, size
 
         def numel(self) -> int:
-            return 8
+            return self.size
+
+    def encodes(*args: Any) -> bool:
+        rows: Any = Rows(*args)
+        return encode.encodes(rows, act)
 
     monkeypatch.setenv("MAGICUBE_ARCH", "sm_90a")
-    x: Any = OnGpu()
-    assert encode.encodes(x, "e4m3") and not encode.encodes(x, "e4m3_g128")
-    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"encode"}))
-    assert encode.encodes(x, "e4m3_g128")
+    assert encodes() and encodes(torch.float32)
+    assert not encodes(torch.float64) and not encodes(torch.bfloat16, 0)
+    assert not encode.encodes(torch.ones(2, 4), act), "on a CPU"
+    monkeypatch.setenv("MAGICUBE_ARCH", "sm_80")
+    assert not encodes()
 
 
 def test_torch_multiplies_rows_with_scales_of_128(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def blockwise_gemm(
 ) -> Tensor:
     """Multiply rows by a weight: ``D = sum_j a_scale[:, j] b_scale[n // 128, j] (A_j B_j^T) + bias``, j of 128 k each.
 
-    Has not run on a GPU. The caller asks :func:`refusal` first.
+    The caller asks :func:`refusal` first. Ran on an H100 (sm_90a) with torch 2.11 for CUDA 13.0.
 
     Parameters
     ----------

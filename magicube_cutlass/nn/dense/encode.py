@@ -6,14 +6,11 @@ from torch import Tensor
 
 from cute_kernels.few_rows.encode_e4m3 import ENCODE_ARCHES, ENCODED, encode_e4m3, encode_e4m3_groups, encode_mxfp8
 from cute_kernels.jit.device import current_arch
-from magicube_cutlass.nn.dense import tiled
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 
 def encodes(x: Tensor, act: str) -> bool:
     """Return whether :func:`encoded` takes these rows."""
-    if act == "e4m3_g128" and "encode" not in tiled.TILED_BACKENDS:
-        return False
     if act not in ("e4m3", "e4m3_g128", "mxfp8") or x.device.type != "cuda" or x.dtype not in ENCODED or x.numel() == 0:
         return False
     return current_arch() in ENCODE_ARCHES

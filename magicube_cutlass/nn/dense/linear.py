@@ -59,11 +59,12 @@ class QuantLinear(QuantState):
     On a CPU, int8 and int4 weights with int8 activations are one call of the engine, which quantizes the input, unpacks
     4-bit weights in registers, adds the bias and applies `f` in cache, in float32: within 4e-7, or two units in the
     last place. Elsewhere torch applies `f`, also where a graph is recorded. On a GPU, int8 is two launches: the rows
-    are quantized, then the int8 GEMM; so are e4m3 and mxfp4. On sm_90a, int4 and every weight-only layer
-    (``act="none"``) multiply float16 and bfloat16 rows by weights that are decoded in registers; their group scales are
-    rounded to the dtype of the rows. For 768 rows and more a weight-only layer decodes the weight first, and torch
-    multiplies. Everything else runs in torch on the dequantized weight: small, not fast. So does e4m3_b128, whose GPU
-    paths have not run: ``magicube_cutlass.nn.dense.tiled.TILED_BACKENDS`` names those to take. :meth:`explain` says
+    are quantized, then the int8 GEMM; so are e4m3, mxfp4, and e4m3_b128 with e4m3 rows. On sm_90a, int4 and every
+    weight-only layer (``act="none"``) multiply float16 and bfloat16 rows by weights that are decoded in registers;
+    their group scales are rounded to the dtype of the rows, those of e4m3_b128 are not. For 768 rows and more a
+    weight-only layer decodes the weight first, and torch multiplies. e4m3_b128 with e4m3_g128 rows is
+    ``torch._scaled_mm`` there, of torch 2.9 for CUDA 12.9 and newer, for inputs in multiples of 512 and outputs in
+    multiples of 16. Everything else runs in torch on the dequantized weight: small, not fast. :meth:`explain` says
     which.
     The state dict holds tensors only, and loading one restores the options.
 

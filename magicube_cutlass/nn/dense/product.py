@@ -21,8 +21,8 @@ from magicube_cutlass.autograd.gpu_rows import key_of
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.nn.dense.activation import activate
+from magicube_cutlass.nn.dense.blockwise import blockwise_gemm, refusal
 from magicube_cutlass.nn.dense.encode import encoded, encodes
-from magicube_cutlass.nn.dense.tiled import blockwise_product, is_tiled, tiled_backend
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -289,7 +289,7 @@ class DenseProduct:
         """e4m3 rows with a scale per 128 values, by torch."""
         dense = quantize_act(rows, self.act, None)
         assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
-        return blockwise_product(dense, self.weight, bias, rows.dtype)
+        return blockwise_gemm(dense.data, dense.scale, self.weight.data, self.weight.scale, bias, rows.dtype)
 
     def _by_torch(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         weight = self.dequantized()  # (M, K) float32
@@ -310,8 +310,8 @@ class DenseProduct:
         on_engine = self.backend == "engine"
         takes = isinstance(self.weight, GroupTensor) and self.act == "int8" and self.weight.device.type == "cpu"
         reason = extension.MISSING if takes and not extension.available() else "no kernel for this format here"
-        if isinstance(self.weight, ScaledFloatTensor) and is_tiled(self.weight) and self.weight.device.type != "cpu":
-            reason = tiled_backend(self.weight, self.act)[1]
+        if self.act == "e4m3_g128" and self.weight.device.type != "cpu":
+            reason = refusal(*self.shape)
         texts = {
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
@@ -338,8 +338,8 @@ def _float32(x: Tensor | None) -> Tensor | None:
 
 def _backend(weight: QuantWeight, act: str) -> str:
     on_cpu, grouped = weight.device.type == "cpu", isinstance(weight, GroupTensor)
-    if isinstance(weight, ScaledFloatTensor) and is_tiled(weight):
-        return "torch" if on_cpu else tiled_backend(weight, act)[0]
+    if act == "e4m3_g128":
+        return "torch" if on_cpu or refusal(int(weight.shape[0]), int(weight.shape[1])) else "blockwise"
     if isinstance(weight, GroupTensor) and act == "int8":
         if on_cpu:
             return "engine" if extension.available() and weight.k <= MAX_K else "torch"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn import QuantLinear
-from magicube_cutlass.nn.dense import product, tiled
+from magicube_cutlass.nn.dense import product
 from tests.gpu.problems import needs_warp_groups
 
 pytestmark = pytest.mark.gpu
@@ -30,9 +30,11 @@ FORMATS: list[dict[str, Any]] = [
     {"weight": "mxfp4", "act": "none"},
     {"weight": "nvfp4", "act": "none"},
     {"weight": "e4m3", "act": "none"},
+    {"weight": "e4m3_b128", "act": "none"},
+    {"weight": "e4m3_b128", "act": "e4m3"},
 ]
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-BACKENDS = {"int8": "gemm", "int4": "few_rows", "e4m3": "scaled_gemm", "mxfp4": "scaled_gemm", "nvfp4": "scaled_gemm"}
+BACKENDS = {"int8": "gemm", "int4": "few_rows"}  # of layers that quantize their rows; the others scaled_gemm
 
 
 def name_of(options: dict[str, Any]) -> str:
@@ -59,7 +61,7 @@ def exact(layer: QuantLinear, x: Tensor) -> Tensor:
 def test_a_layer_gives_the_product_of_its_codes(options: dict[str, Any], dtype: torch.dtype) -> None:
     on_cpu = layer_of(options, dtype)
     layer = copy.deepcopy(on_cpu).cuda().eval()
-    backend = "few_rows" if layer.act == "none" else BACKENDS[options["weight"]]
+    backend = "few_rows" if layer.act == "none" else BACKENDS.get(options["weight"], "scaled_gemm")
     assert layer.explain().backend == backend
     assert torch.equal(layer.product().weight.data.cpu(), on_cpu.product().weight.data)
     assert torch.allclose(layer.dequantize().cpu(), on_cpu.dequantize(), rtol=2e-7, atol=0)
@@ -77,32 +79,31 @@ def test_a_layer_gives_the_product_of_its_codes(options: dict[str, Any], dtype: 
 @needs_warp_groups
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
-    ("act", "backend"), [("none", "few_rows"), ("e4m3", "scaled_gemm"), ("e4m3_g128", "blockwise")]
-)
+    ("act", "inner", "backend"),
+    [("none", 1024, "few_rows"), ("e4m3", 1024, "scaled_gemm"), ("e4m3_g128", 1024, "blockwise"),
+     ("e4m3_g128", 640, "torch")],
+)  # fmt: skip
 def test_a_tile_scaled_layer_gives_the_product_of_its_codes(
-    act: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    act: str, inner: int, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(product, "DECODED_ROWS", 90)
-    for named in (frozenset(), frozenset({"few_rows", "scaled_gemm", "blockwise", "encode"})):
-        monkeypatch.setattr(tiled, "TILED_BACKENDS", named)
-        layer = layer_of({"weight": "e4m3_b128", "act": act}, dtype, 1024)
+    layer = layer_of({"weight": "e4m3_b128", "act": act}, dtype, inner)
+    with torch.no_grad():
+        layer.weight.mul_(torch.randn(192, 1).exp())
+    layer = layer.cuda().eval()
+    assert layer.explain().backend == backend, layer.explain().text
+    for rows in (1, 16, 23, 100):
+        x = (torch.randn(rows, inner) * torch.randn(inner).exp()).to(dtype).cuda()
         with torch.no_grad():
-            layer.weight.mul_(torch.randn(192, 1).exp())  # type: ignore[union-attr]
-        layer = layer.cuda().eval()
-        assert layer.explain().backend == (backend if named else "torch"), layer.explain().text
-        for rows in (1, 16, 23, 100):
-            x = (torch.randn(rows, 1024) * torch.randn(1024).exp()).to(dtype).cuda()
-            with torch.no_grad():
-                got, again = layer(x), layer(x)
-            want = exact(layer, x)
-            assert got.dtype == dtype and got.shape == want.shape and torch.equal(got, again)
-            coarse = act != "none" and bool(named)
-            assert float((got.double() - want).norm() / want.norm()) < max(BOUNDS[dtype], 2e-3 * coarse), (rows, named)
+            got, again = layer(x), layer(x)
+        want = exact(layer, x)
+        assert got.dtype == dtype and got.shape == want.shape and torch.equal(got, again)
+        coarse = backend in ("scaled_gemm", "blockwise")
+        assert float((got.double() - want).norm() / want.norm()) < max(BOUNDS[dtype], 2e-3 * coarse), rows
 
 
 @needs_warp_groups
-def test_a_graph_replays_a_blockwise_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "TILED_BACKENDS", frozenset({"blockwise", "encode"}))
+def test_a_graph_replays_a_blockwise_product() -> None:
     layer = layer_of({"weight": "e4m3_b128"}, torch.bfloat16, 1024).cuda().eval().freeze()
     x = torch.randn(23, 1024, device="cuda", dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
@@ -199,9 +200,10 @@ def compiled() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
 
 
-def test_a_compiled_layer_gives_the_same(compiled: Callable[..., Any]) -> None:
-    layer = layer_of(FORMATS[3], torch.bfloat16).cuda().eval().freeze()
-    x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("weight", ["e4m3", "e4m3_b128"])
+def test_a_compiled_layer_gives_the_same(weight: str, compiled: Callable[..., Any]) -> None:
+    layer = layer_of({"weight": weight}, torch.bfloat16, 512).cuda().eval().freeze()
+    x = torch.randn(32, 512, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
         want = layer(x)
         assert torch.equal(compiled(layer)(x), want)
