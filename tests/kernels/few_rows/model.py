@@ -167,6 +167,10 @@ def sample(name: str, n: int, k: int, act: str = "bfloat16", seed: int = 0, devi
     row_scale = torch.rand(n, generator=made) + 0.5
     if form.scale == "e4m3" or form.codes == "e4m3":
         row_scale = row_scale / 512  # results within float16
+    if (
+        act == "int8"
+    ):  # |x| <= 128 and |q| <= top, so results without groups are at most 12 K: within float16 up to K = 5,400
+        row_scale = row_scale / (8 << form.bits)  # 16 top
 
     def spread(x: Tensor) -> Tensor:
         return x.double().repeat_interleave(form.group, 1)[:, :k]
@@ -206,14 +210,18 @@ def sample(name: str, n: int, k: int, act: str = "bfloat16", seed: int = 0, devi
 
 
 def _group_products(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Sum over groups of scale times exact sum, and of its magnitude, (M, N) float64; without scales of rows."""
+    """Sum over groups of scale times exact sum, and of its magnitude, (M, N) float64; without scales of rows.
+
+    Without groups, magnitudes are those of the sums of 128 k: no share of K has a larger sum.
+    """
     codes, scales = integers(weight)
-    k, group = codes.shape[1], weight.format.group or codes.shape[1]
+    k, group = codes.shape[1], weight.format.group or 128
     total = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.float64, device=x.device)
     magnitude = torch.zeros_like(total)
     for i, start in enumerate(range(0, k, group)):
         part = slice(start, start + group)
-        term = (x[:, part].double() @ codes[:, part].double().t()) * scales[:, i]  # sums below 2^53: exact
+        term = x[:, part].double() @ codes[:, part].double().t()  # sums below 2^53: exact
+        term = term * scales[:, i if weight.format.group else 0]
         total, magnitude = total + term, magnitude + term.abs()
     return total, magnitude
 
@@ -229,12 +237,23 @@ def int8_product(x: Tensor, weight: PackedWeight, row_scale: Tensor | None, bias
 def int8_limit(
     x: Tensor, weight: PackedWeight, row_scale: Tensor | None, bias: Tensor | None, out: torch.dtype
 ) -> Tensor:
-    """Return the largest error of float32 sums of groups, each rounded once, of their scales, and of the output."""
-    groups = -(-weight.shape[1] // (weight.format.group or weight.shape[1]))
-    _, magnitude = _group_products(x, weight)
-    magnitude = magnitude * weight.row_scale.double()
-    magnitude = magnitude if row_scale is None else magnitude * row_scale.double().reshape(-1, 1)
-    sums = 2.0**-24 * 1.01 * (groups + 10) * magnitude  # 10: shares of clusters and warp groups, and scales
+    """Return a bound on the product's error, (M, N), if its result is finite in `out`.
+
+    With u = 2^-24, a float32 sum of terms differs from theirs by at most u times the sum of their magnitudes per rounding
+    (1.01: products of roundings). Sums of a group are below 2^24, so conversions are exact. Roundings: one FMA per group,
+    7 additions of the shares of 4 CTAs and 2 warp groups, and the product with the row's scale. Without groups, sums are
+    integers below 2^24, which is asserted: only the last of these rounds. Then one FMA adds the bias, and the output is
+    rounded. A float16 result beyond 65504 is infinite: no bound holds there.
+    """
+    group, (_, k) = weight.format.group, weight.shape
+    total, magnitude = _group_products(x, weight)
+    assert group or not magnitude.numel() or float(magnitude.max()) < 1 << 24, "sums are not exact in float32"
+    scales = weight.row_scale.double()
+    scales = scales if row_scale is None else scales * row_scale.double().reshape(-1, 1)
+    roundings, terms = (-(-k // group) + 8, magnitude) if group else (1, total.abs())
+    sums = 2.0**-24 * 1.01 * roundings * terms * scales
     exact = int8_product(x, weight, row_scale, bias).abs()
+    assert not exact.numel() or float(exact.max()) < torch.finfo(out).max, "beyond the output's range"
+    sums = sums + 2.0**-24 * (exact + sums)
     rounding = torch.finfo(out).eps / 2 * (exact + sums) if out != torch.float32 else 0.0
-    return sums + 2.0**-23 * exact + rounding + (2.0**-25 if out == torch.float16 else 0.0)
+    return sums + rounding + (2.0**-25 if out == torch.float16 else 0.0)
