@@ -29,13 +29,6 @@ MAGICUBE_FEW_OP(32)
 MAGICUBE_FEW_OP(64)
 #undef MAGICUBE_FEW_OP
 
-// CTAs of a cluster that have tiles side by side and share X.
-template <class C>
-constexpr int peers() {
-  if constexpr (cuda::std::is_same_v<typename C::Half, INT8>) return C::kPeers;
-  else return 1;
-}
-
 template <class C>
 struct FewRows {
   using Op = typename few::Op<C::kRows, typename C::Half>::type;
@@ -49,9 +42,8 @@ struct FewRows {
   static constexpr int kBoxBytes = C::kRows * 128, kXBytes = kBoxes * kUnits * kBoxBytes;
   static constexpr int kBlockBytes = kUnits * kUnitBytes, kStageBytes = kXBytes + kBlocks * kBlockBytes;
   static constexpr int kRegisters = C::kRows / 2;
-  static constexpr int kPeers = peers<C>(), kCluster = C::kSplit * kPeers;
   // With many warp groups, or sums of groups, registers are scarce: the producer is a warp group of its own, and gives up its registers.
-  static constexpr bool kShare = C::kGroups > 2 || (kIntegers && C::kResident == 1);
+  static constexpr bool kShare = C::kGroups > 2 || kIntegers;
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
   static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = (kPool - kProducerRegisters) / C::kGroups / 8 * 8;
@@ -64,7 +56,6 @@ struct FewRows {
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "tiles are read side by side, and one is fetched");
   static_assert(kStages % kDepth == 0, "the same warp groups read a stage in each round: a parity tells two rounds apart");
   static_assert(C::kRows % C::kSplit == 0, "blocks of a cluster share the rows");
-  static_assert(kPeers == 1 || C::kRows % (8 * kPeers) == 0, "each fetches whole rows of a swizzle");
   static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "the reduction reuses the memory of the pipeline");
 
   uint32_t base;
@@ -85,20 +76,6 @@ struct Producer {
   const uint8_t* weights;  // the tile's first block
   int64_t block_bytes;
   int blocks, begin, last, row;  // blocks and K tiles of the tile; first row of X
-  int rank;  // in the cluster
-
-  // X of a box: from this CTA alone, or a share of its rows for all peers, which have the same K tiles.
-  __device__ void fetch_box(uint32_t to, int k, uint32_t full) const {
-    if constexpr (G::kPeers == 1) {
-      tma_load_2d(to, &x, k, row, full);
-    } else {
-      const int own = rank / C::kSplit * (C::kRows / G::kPeers);
-      uint32_t mask = 0;
-      CUTE_UNROLL
-      for (int i = 0; i < G::kPeers; ++i) mask |= 1u << (rank % C::kSplit + i * C::kSplit);
-      cluster::tma_load_2d_multicast(uint16_t(mask), to + own * 128, &x, k, row + own, full);
-    }
-  }
 
   __device__ void fetch(const State& at, int part) const {
     const uint32_t full = gemm.full(at.stage), to = gemm.base + G::weights_at(at.stage);
@@ -108,21 +85,21 @@ struct Producer {
     }
     CUTE_UNROLL
     for (int i = 0; i < G::kBoxes * G::kUnits; ++i) {
-      fetch_box(gemm.box(at.stage, i), (part * G::kBoxes * G::kUnits + i) * G::kBoxK, full);
+      tma_load_2d(gemm.box(at.stage, i), &x, (part * G::kBoxes * G::kUnits + i) * G::kBoxK, row, full);
     }
   }
   __device__ void start() const {
     for (int stage = 0; stage < G::kStages; ++stage) {
       barrier_init(gemm.full(stage), 1);
-      barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth * G::kPeers);
+      barrier_init(gemm.empty(stage), 4 * C::kGroups / C::kDepth);
     }
     barrier_fence();
-    if (G::kPeers == 1 && begin < last) fetch(State{}, begin);  // else after the cluster's barrier
+    if (begin < last) fetch(State{}, begin);
   }
   __device__ void run() const {
     State at;
     for (int part = begin; part < last; ++part, at.advance()) {
-      if (G::kPeers == 1 && part == begin) continue;
+      if (part == begin) continue;
       barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
       fetch(at, part);
     }
@@ -188,16 +165,8 @@ __device__ __forceinline__ void write_tile(const FewRows<C>& gemm, uint8_t* shar
     write_rows(gemm, shared, to, 0, column);
   } else {  // the CTAs of a cluster reduce: each writes a share of the rows
     cluster::sync();
-    const int all = int(cluster::rank()), rank = G::kPeers == 1 ? all : all % C::kSplit;
-    write_rows(gemm, shared, to, rank * (C::kRows / C::kSplit), column, all - rank);
+    write_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
   }
-}
-
-// After the mbarriers are initialized: of the CTA, or of the cluster where others write to this CTA.
-template <class C>
-__device__ __forceinline__ void sync_start() {
-  if constexpr (FewRows<C>::kPeers == 1) __syncthreads();
-  else cluster::sync();
 }
 
 template <class C>
@@ -253,8 +222,7 @@ __device__ __forceinline__ void run_few_rows(const TmaDescriptor& x, const uint8
   using G = FewRows<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared_address(shared)};
-  const int all = G::kCluster == 1 ? 0 : int(cluster::rank()), rank = G::kPeers == 1 ? all : all % C::kSplit;
-  const int tile = int(blockIdx.x) / C::kSplit, column = tile * G::kHeight;
+  const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), tile = int(blockIdx.x) / C::kSplit, column = tile * G::kHeight;
   const int64_t row = int64_t{blockIdx.y} * C::kRows;
   const int parts = int(units) / G::kUnits, begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
   if (threadIdx.x < 128 * C::kGroups) {
@@ -262,7 +230,7 @@ __device__ __forceinline__ void run_few_rows(const TmaDescriptor& x, const uint8
     // Scales of the tile are read last, when nothing else is under way: they come to the cache now.
     const int64_t own = column + int64_t{threadIdx.x} * 8;
     if (int(threadIdx.x) < G::kHeight / 8 && own < n) prefetch_l2(col_scales + own);
-    sync_start<C>();
+    __syncthreads();
     const float alpha = row_scales && row_step == 0 ? __ldg(row_scales) : 1.0f;
     const GemmOutput<C> to{out + row * pitch, nullptr, row_step ? row_scales + row : nullptr, col_scales, bias, pitch, 0,
                            int(m - row), int(n), alpha, 0.0f, 0.0f, 0.0f, vector};
@@ -271,20 +239,19 @@ __device__ __forceinline__ void run_few_rows(const TmaDescriptor& x, const uint8
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
     const bool fetches = threadIdx.x == 128 * C::kGroups;
     const int64_t block_bytes = units * G::kUnitBytes;
-    int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
-    if (G::kPeers > 1 && present < 0) present = 0;
+    const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
     const Producer<C> producer{gemm, x, weights + tile * G::kBlocks * block_bytes, block_bytes,
-                               present < G::kBlocks ? present : G::kBlocks, begin, last, int(row), all};
+                               present < G::kBlocks ? present : G::kBlocks, begin, last, int(row)};
     if (fetches) {
       prefetch_tensor_map(&x);
       producer.start();
     }
-    sync_start<C>();
+    __syncthreads();
     if (fetches) producer.run();
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster::sync();
   }
-  if constexpr (G::kCluster > 1) cluster::sync();  // other CTAs read this CTA's shared memory, or arrive there
+  if constexpr (C::kSplit > 1) cluster::sync();  // other CTAs read this CTA's shared memory
 }
 
 // x: map of X. weights: (blocks of 64 rows, units, unit bytes); the units of a row are whole stages. blockIdx.y: kRows rows of X.

@@ -69,16 +69,6 @@ class FewRowsConfig(KernelConfig):
         return 128 * self.groups + (128 if self.groups > 2 else 32)
 
     @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return self.split
-
-    @property
-    def box_rows(self) -> int:
-        """Rows of X that a CTA fetches at a time."""
-        return self.rows
-
-    @property
     def tile_n(self) -> int:
         """Rows of weights per tile."""
         return 64 * self.groups // self.depth
@@ -210,16 +200,15 @@ def launch_few_rows(
         float32, contiguous: multiplies the rows of the product.
     """
     (n, k), m, size = weight.shape, x.shape[0], x.element_size()
-    blocks = -(-n // config.tile_n) * config.split
     pitch = x.stride(0) * size if m > 1 else -(-k * size // 16) * 16
     vector = n % 8 == 0 and out.data_ptr() % 16 == 0 and out.stride(0) * out.element_size() % 16 == 0
     get_kernel(config).launch(
-        (-(-blocks // config.cluster) * config.cluster, -(-m // config.rows), 1),
+        (-(-n // config.tile_n) * config.split, -(-m // config.rows), 1),
         (
-            tensor_map(x.data_ptr(), size, (k, m), pitch, (128 // size, config.box_rows), 128),
+            tensor_map(x.data_ptr(), size, (k, m), pitch, (128 // size, config.rows), 128),
             weight.data.data_ptr(), weight.data.shape[1], out.data_ptr(), out.stride(0), m, n,
             0 if row_scale is None else row_scale.data_ptr(), int(row_scale is not None and row_scale.dim() > 0),
             weight.row_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), int(vector),
         ),
-        (config.cluster, 1, 1) if config.cluster > 1 else None,
+        (config.split, 1, 1) if config.split > 1 else None,
     )  # fmt: skip

@@ -2,11 +2,9 @@
 //
 // sm_90a. Work, pipeline and epilogue as in few_rows/product.cuh. Bottleneck: weights up to about 64 rows, Tensor Cores from 128 on.
 // Weights are the A operand of int8 WGMMA, from registers: an int4 code is the upper half of a byte, so a byte is 16 q, and the
-// row's scale has the 1/16. The sums of a group are exact int32, at most 2^21 in magnitude, as |16 q| <= 128 and |x| <= 128. Added to
-// the bits of kSumBias they are the bits of kSumBias + sum, of which kSumBias is subtracted, exactly; an FMA with the group's scale
-// adds the sum to a float32 accumulator. Sums cannot start from the bits of kSumBias: if registers of a product are written while
-// another one is under way, the assembler makes each wait. kPeers CTAs of a cluster have tiles side by side: each fetches a share
-// of X for all, or X would be most of what comes from L2. Without groups, int32 sums run over all of K.
+// row's scale has the 1/16. The sums of a group are exact int32, at most 2^21 in magnitude, as |16 q| <= 128 and |x| <= 128. They
+// become floats by a conversion, exactly, and an FMA with the group's scale adds them to a float32 accumulator: of two sets of
+// sums one is added while the other is multiplied. Without groups, int32 sums run over all of K.
 // Source: PTX ISA, wgmma.mma_async register fragments.
 #pragma once
 
@@ -19,28 +17,22 @@ namespace magicube::few {
   struct Op<N, INT8> {                                         \
     using type = SM90::GMMA::MMA_64x##N##x32_S32S8S8_RS_TN;    \
   };
-MAGICUBE_FEW_OP(8)
 MAGICUBE_FEW_OP(16)
 MAGICUBE_FEW_OP(32)
 MAGICUBE_FEW_OP(64)
-MAGICUBE_FEW_OP(96)
 MAGICUBE_FEW_OP(128)
 #undef MAGICUBE_FEW_OP
-
-constexpr float kSumBias = 12582912.0f;  // 1.5 * 2^23; its neighbors are integers
-constexpr uint32_t kSumBiasBits = 0x4B400000;
 
 template <class C>
 struct FewRowsInt8 : FewRows<C> {
   using G = FewRows<C>;
   static constexpr bool kGrouped = C::Scale::kBytes > 0;
   static constexpr int kParts = kUnitK / C::kGroup, kSteps = C::kGroup / 32;  // groups of a unit; instructions of a group
-  static constexpr int kSums = G::kUnits * kParts, kPartials = C::kPartials;  // groups of a stage
+  static constexpr int kSums = G::kUnits * kParts;  // groups of a stage
   using Sums = uint32_t[G::kRegisters];
   using Operand = uint32_t[4][4];  // a unit of a lane, as four instructions read it
 
   static_assert(!C::Scale::kMinimum && kParts * C::kGroup == kUnitK && kSteps * 32 == C::kGroup, "groups are whole instructions");
-  static_assert(kPartials == 1 || kPartials == 2, "one group is added while at most one other is multiplied");
 };
 
 // Bytes of a lane's rows g and g + 8 of a unit: the instruction at 32 s has k = 4 t to 4 t + 3 and, 16 further, as many. Of int4,
@@ -112,53 +104,40 @@ __device__ __forceinline__ void start_sums(const FewRowsInt8<C>& gemm, uint32_t 
   warpgroup_commit_batch();
 }
 
-// accum += scale of the row times the sums of a group. kConverted of eight sums become floats by a conversion, which another unit
-// of the SM executes, the others by an addition to the bits of kSumBias and a subtraction.
-template <int kConverted, int kRegisters>
+// accum += scale of the row times the sums of a group.
+template <int kRegisters>
 __device__ __forceinline__ void add_sums(float (&accum)[kRegisters], uint32_t (&sums)[kRegisters], const float (&scale)[2]) {
   fence_sums(sums);
   CUTE_UNROLL
   for (int r = 0; r < kRegisters; ++r) {
-    const float sum = r % 8 < kConverted ? static_cast<float>(static_cast<int32_t>(sums[r]))
-                                         : __uint_as_float(sums[r] + kSumBiasBits) - kSumBias;
-    accum[r] = __fmaf_rn(sum, scale[r / 2 % 2], accum[r]);
+    accum[r] = __fmaf_rn(static_cast<float>(static_cast<int32_t>(sums[r])), scale[r / 2 % 2], accum[r]);
   }
 }
 
-// A stage with scales of groups. With two sets of sums, a group is added while the next one is multiplied. With one, which takes
-// fewer registers, other warp groups multiply meanwhile.
+// A stage with scales of groups: a group is added while the next one is multiplied.
 template <class C>
 __device__ __forceinline__ void multiply_groups(const FewRowsInt8<C>& gemm, const uint8_t* weights, int stage,
                                                 typename FewRows<C>::Accumulators& accum) {
   using G = FewRowsInt8<C>;
-  typename G::Operand a[G::kPartials];  // of units by turns
-  typename G::Sums sums[G::kPartials];  // of groups by turns
-  float scale[2][G::kParts][2];  // of units by turns
+  typename G::Operand a[2];  // of units by turns
+  typename G::Sums sums[2];  // of groups by turns
+  uint32_t scales[2][2][8];  // of units by turns: of both rows, as they are packed
   const auto add = [&](int i) {  // group i of the stage, whose products are complete
     const int u = i / G::kParts, group = i % G::kParts;
-    fence_operand(a[u % G::kPartials], group * G::kSteps, G::kSteps);
-    add_sums<C::kConverted>(accum, sums[i % G::kPartials], scale[u % 2][group]);
+    fence_operand(a[u % 2], group * G::kSteps, G::kSteps);
+    add_sums(accum, sums[i % 2], {group_scale<C>(scales[u % 2][0], group), group_scale<C>(scales[u % 2][1], group)});
   };
   CUTE_UNROLL
   for (int i = 0; i < G::kSums; ++i) {
     const int u = i / G::kParts, group = i % G::kParts;
-    auto& operand = a[u % G::kPartials];
-    uint32_t words[2][G::kWords], scales[2][8];
-    if (group == 0) load_unit<C>(weights + u * G::kUnitBytes, words, scales);
-    if (G::kPartials == 1 && i > 0) {
-      warpgroup_wait<0>();
-      add(i - 1);
-    }
+    auto& operand = a[u % 2];
     if (group == 0) {
+      uint32_t words[2][G::kWords];
+      load_unit<C>(weights + u * G::kUnitBytes, words, scales[u % 2]);
       decode_unit<C>(words, operand);
-      CUTE_UNROLL
-      for (int g = 0; g < G::kParts; ++g) {
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) scale[u % 2][g][half] = group_scale<C>(scales[half], g);
-      }
     }
-    start_sums<C>(gemm, operand, stage, u, group * G::kSteps, G::kSteps, true, sums[i % G::kPartials]);
-    if (G::kPartials == 2 && i > 0) {
+    start_sums<C>(gemm, operand, stage, u, group * G::kSteps, G::kSteps, true, sums[i % 2]);
+    if (i > 0) {
       warpgroup_wait<1>();
       add(i - 1);
     }
@@ -192,7 +171,6 @@ __device__ __forceinline__ void consume_int8(const FewRowsInt8<C>& gemm, uint8_t
   using G = FewRowsInt8<C>;
   const int lane = threadIdx.x % 32, group = warp_of_block() / 4;
   const int block = G::kDepth == 1 ? group : group % G::kBlocks, depth = G::kDepth == 1 ? 0 : group / G::kBlocks;
-  const int first_peer = G::kPeers == 1 ? 0 : int(cluster::rank()) % C::kSplit;
   GemmPipelineState<G::kStages> at;
   typename G::Accumulators accum = {};
   typename G::Sums sums = {};  // without groups
@@ -202,11 +180,7 @@ __device__ __forceinline__ void consume_int8(const FewRowsInt8<C>& gemm, uint8_t
     const uint8_t* const weights = shared + G::weights_at(at.stage) + block * G::kBlockBytes;
     if constexpr (G::kGrouped) multiply_groups<C>(gemm, weights, at.stage, accum);
     else multiply_rows<C>(gemm, weights, at.stage, sums);
-    if constexpr (G::kPeers == 1) {
-      if (lane == 0) barrier_arrive(gemm.empty(at.stage));
-    } else {  // of all that write X here
-      if (lane < G::kPeers) cluster::arrive_at(gemm.empty(at.stage), first_peer + lane * C::kSplit);
-    }
+    if (lane == 0) barrier_arrive(gemm.empty(at.stage));
   }
   if constexpr (!G::kGrouped) {
     CUTE_UNROLL

@@ -1,7 +1,4 @@
-"""Few-rows product of int8 rows with packed int4 and int8 weights on sm_90a: configs, selection and launch.
-
-It has not run on a GPU: nothing selects it but its name.
-"""
+"""Few-rows product of int8 rows with packed int4 and int8 weights on sm_90a: configs, selection and launch."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, takes_int8
-from cute_kernels.few_rows.product import FewRowsConfig, launch_few_rows
+from cute_kernels.few_rows.product import SCALE_TYPES, FewRowsConfig, launch_few_rows
 from cute_kernels.jit.device import device_of, num_sms
 
 INT8_ROWS = (16, 32, 64, 128)  # rows of X that a kernel is compiled for
@@ -21,72 +18,40 @@ MAX_K = (1 << 17) - 1  # without groups: 128 * 128 * K < 2^31
 
 @dataclass(frozen=True)
 class FewRowsInt8Config(FewRowsConfig):
-    """Config of the few-rows kernel of int8 rows: ``D = X W^T``.
-
-    Attributes
-    ----------
-    partials : int
-        Sets of int32 sums of a group: with 2, one group is added while the next is multiplied.
-    converted : int
-        Sums of eight that become floats by a conversion instruction, not by an addition and a subtraction.
-    peers : int
-        CTAs of a cluster with tiles side by side, which share what they fetch of X.
-    """
+    """Config of the few-rows kernel of int8 rows: ``D = X W^T``."""
 
     act: str = "int8"
-    partials: int = 1
-    converted: int = 8
-    peers: int = 1
-
-    @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return self.split * self.peers
-
-    @property
-    def box_rows(self) -> int:
-        """Rows of X that a CTA fetches at a time."""
-        return self.rows // self.peers
 
     @property
     def threads(self) -> int:
-        """Threads per CTA: consumers, and one warp that fetches, or a warp group that gives up its registers."""
-        return 128 * self.groups + (128 if self.groups > 2 or self.resident == 1 else 32)
+        """Threads per CTA: consumers, and a warp group that fetches and gives up its registers."""
+        return 128 * self.groups + 128
 
     @property
     def stage_bytes(self) -> int:
         """Bytes per stage: units of weights, the same k of X, and two barriers."""
         return self.units * (self.groups // self.depth * self.format.unit_bytes + self.rows * 128) + 16
 
-    @property
-    def name(self) -> str:
-        """Short name, unique among the configs."""
-        return f"{super().name}p{self.partials}c{self.converted}n{self.peers}"
-
     kernel_header = "few_rows/product_int8.cuh"
     kernel_entry = "few::few_rows_int8"
 
-    def _constants(self) -> dict[str, object]:
-        return {**super()._constants(), "kPartials": self.partials, "kConverted": self.converted, "kPeers": self.peers}
-
-    @property
-    def _scale_type(self) -> str:
-        return {"none": "few::NoScale", "half": "few::HalfScale", "sum": "few::SumScale"}[self.format.scale]
-
     def _types(self) -> dict[str, str]:
-        return {**super()._types(), "Half": "few::INT8", "Scale": self._scale_type}
+        return {**super()._types(), "Half": "few::INT8", "Scale": SCALE_TYPES[self.format.scale]}
 
 
 def int8_candidates(weight: str, rows: int) -> list[FewRowsInt8Config]:
-    """Return the configs for `rows` of 16, 32, 64 or 128, largest tile first."""
+    """Return the configs for `rows` of 16, 32, 64 or 128, largest tile first.
+
+    CTAs share K where tiles are few: 4096 rows of weights are 32 tiles for 132 SMs.
+    """
     base = FewRowsInt8Config(weight, rows)
-    four = replace(base, groups=4, units=2 if rows <= 32 else 1, peers=1 if rows <= 32 else 2)
-    if rows == 128:  # registers for one set of sums, or for two warp groups
-        large, deep = [replace(base, partials=2, peers=2)], replace(base, depth=2, units=1)
-    else:
-        large = [four, replace(four, depth=2)]
-        deep = replace(base, depth=2, resident=2 if rows <= 32 else 1, partials=1 if rows == 32 else 2)
-    found = [*large, *(replace(deep, split=split) for split in (1, 2, 4))]
+    large = []
+    if rows <= 32:  # four warp groups, which decode faster; more rows leave registers for two
+        base = replace(base, groups=4, depth=2)
+        large = [replace(base, depth=1)]
+    elif rows == 128 and weight == "int8_g64":
+        base = replace(base, units=1)  # two spill: sums and operands take 208 of 240 registers
+    found = [*large, *(replace(base, split=split) for split in (1, 2, 4))]
     # of two stages, each is filled while nothing or little is left to read
     return [replace(each, units=1) if each.stages == 2 else each for each in found]
 
@@ -128,7 +93,7 @@ def few_rows_int8_product(
     """Multiply int8 rows by a packed integer weight: ``D = row_scale X W^T + bias``.
 
     The sum of a group is an exact integer. Its product with the group's scale is added in float32, in a fixed order.
-    Up to 128 rows read the weight once; more do so per 128. It has not run on a GPU.
+    Up to 128 rows read the weight once; more do so per 128.
 
     Parameters
     ----------

@@ -265,11 +265,10 @@ __device__ __forceinline__ void finish_k_slice(typename SmallMGemm<C>::KSlice& a
   if constexpr (!C::kBfloat16) add_accumulators(accum, partial);
 }
 
-// Epilogue of rows from `first`: add the accumulators of all warp groups and of kSplit CTAs, the first of which has `rank`, eight
-// columns per thread; the tile starts at `column`. A small loop body: all CTAs arrive at the same time, and code that runs once is an instruction cache miss.
+// Epilogue of rows from `first`: add the accumulators of all warp groups and CTAs, eight columns per thread; the tile starts at
+// `column`. A small loop body: all CTAs arrive at the same time, and code that runs once is an instruction cache miss.
 template <class G, class C>
-__device__ __forceinline__ void write_rows(const G& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first, int column,
-                                           int rank = 0) {
+__device__ __forceinline__ void write_rows(const G& gemm, const uint8_t* shared, const GemmOutput<C>& to, int first, int column) {
   using Source = typename C::Source;
   constexpr int kRuns = G::kHeight / 8, kOwn = C::kRows / C::kSplit;
 #pragma unroll 1
@@ -284,7 +283,7 @@ __device__ __forceinline__ void write_rows(const G& gemm, const uint8_t* shared,
       for (int j = 0; j < 8; j += 4) {
         float4 x;
         if constexpr (C::kSplit == 1) x = *reinterpret_cast<const float4*>(shared + place + 4 * j);
-        else x = cluster::load_four_of(gemm.base + place + 4 * j, rank + part / G::kDepth);
+        else x = cluster::load_four_of(gemm.base + place + 4 * j, part / G::kDepth);
         total[j] += x.x, total[j + 1] += x.y, total[j + 2] += x.z, total[j + 3] += x.w;
       }
     }

@@ -217,9 +217,12 @@ def _few_rows(arch: str) -> Iterator[Entry]:
             ("e4m3_g128", 64, "float16", "float16"),
         ):
             yield f"few rows/{name} m={m} {act} out={out}", choose_few_rows(name, m, 4096, 14336, act, out)
-        for name, m, out in (("int4_g128", 16, "bfloat16"), ("int4_g128", 64, "bfloat16"), ("int4_g128", 128, "float16"),
-                             ("int4_g32", 64, "float32"), ("int8_g128", 64, "bfloat16"), ("int4", 128, "bfloat16")):  # fmt: skip
-            yield f"few rows/{name} m={m} int8 out={out}", choose_few_rows_int8(name, m, 4096, 14336, out)
+        for name, m, n, out in (
+            ("int4_g128", 16, 14336, "bfloat16"), ("int4_g128", 64, 14336, "bfloat16"), ("int4_g128", 128, 14336, "float16"),
+            ("int4_g128", 16, 28672, "bfloat16"), ("int4_g128", 64, 4096, "bfloat16"), ("int4_g64", 32, 4096, "float32"),
+            ("int8_g64", 128, 14336, "float16"), ("int8_g128", 64, 14336, "bfloat16"), ("int4", 128, 4096, "bfloat16"),
+        ):  # fmt: skip
+            yield f"few rows/{name} m={m} n={n} int8 out={out}", choose_few_rows_int8(name, m, n, 8192, out)
     if arch != "sm_80":  # no conversion to e4m3
         yield "few rows/rows to e4m3", EncodeConfig("encode_e4m3_rows", "bfloat16")
         yield "few rows/rows to mxfp8", EncodeConfig("encode_mxfp8_rows", "float32")

@@ -68,7 +68,7 @@ struct Fiber {
 // mbarrier: arrivals and bytes that are still to come in this phase, and phases that are over.
 struct Barrier { int count, missing; int64_t bytes = 0; uint32_t phases = 0; };
 struct Meeting { int count = 0, here = 0, round = 0; };
-struct Copy { int cta; uint32_t barrier; int bytes; std::function<void()> perform; bool early = false; };
+struct Copy { int cta; uint32_t barrier; int bytes; std::function<void()> perform; };
 struct Range { const uint8_t* start; int64_t bytes; };
 
 constexpr uint32_t kFirst = 1024;  // address of dynamic shared memory; the system has what is before
@@ -132,8 +132,8 @@ inline void settle(Barrier& barrier) {
   if (barrier.missing || barrier.bytes) return;
   barrier.missing = barrier.count, ++barrier.phases, ++progress;
 }
-inline void arrive(int cta, uint32_t at, int64_t bytes) {
-  Barrier& barrier = barrier_at(cta, at);
+inline void arrive(uint32_t at, int64_t bytes) {
+  Barrier& barrier = barrier_at(self().cta, at);
   require(barrier.missing > 0, "mbarrier: more arrivals than it counts");
   --barrier.missing, barrier.bytes += bytes;
   settle(barrier);
@@ -142,8 +142,7 @@ inline void complete(const Copy& copy) {
   copy.perform();
   Barrier& barrier = barrier_at(copy.cta, copy.barrier);
   barrier.bytes -= copy.bytes;
-  // of another CTA, bytes may come before those are expected, but not more than the phase's last arrival announces
-  require(barrier.bytes >= 0 || (copy.early && barrier.missing > 0), "mbarrier: more bytes than it expects");
+  require(barrier.bytes >= 0, "mbarrier: more bytes than it expects");
   settle(barrier);
   ++progress;
 }
@@ -370,7 +369,6 @@ struct HostProduct {
   struct MMA_64x##N##x32_S32S8S8_SS_TN;
 HOST_PRODUCTS(8) HOST_PRODUCTS(16) HOST_PRODUCTS(32) HOST_PRODUCTS(64)
 #undef HOST_PRODUCTS
-using MMA_64x96x32_S32S8S8_RS_TN = HostProduct<96, host::kIntegers>;
 using MMA_64x128x32_S32S8S8_RS_TN = HostProduct<128, host::kIntegers>;
 // Of the other kernels in the headers: names alone.
 #define HOST_NAMES(N)                                                                                                     \
@@ -404,8 +402,8 @@ inline void barrier_init(uint32_t at, int arrivals) {
   host::require(host::own_cta().barriers.emplace(at, host::Barrier{arrivals, arrivals}).second, "mbarrier: initialized twice");
 }
 inline void barrier_fence() {}
-inline void barrier_arrive(uint32_t at) { host::arrive(host::self().cta, at, 0), host::pause(); }
-inline void mbarrier_arrive_expect_tx(uint32_t at, uint32_t bytes) { host::arrive(host::self().cta, at, bytes); }
+inline void barrier_arrive(uint32_t at) { host::arrive(at, 0), host::pause(); }
+inline void mbarrier_arrive_expect_tx(uint32_t at, uint32_t bytes) { host::arrive(at, bytes); }
 inline void barrier_wait(uint32_t at, uint32_t parity) {
   const host::Barrier& barrier = host::barrier_at(host::self().cta, at);
   host::wait("mbarrier", [&] { return (barrier.phases & 1) != parity; });
@@ -418,11 +416,10 @@ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier
   uint8_t* const at = host::shared_bytes(cta, to, bytes);
   host::start({cta, barrier, bytes, [=] { std::memcpy(at, from, bytes); }});
 }
-inline void load_box(int cta, uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
-  const int bytes = int(map->box * map->box_bytes);
+inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
+  const int cta = host::self().cta, bytes = int(map->box * map->box_bytes);
   host::require(to % 128 == 0 && (map->swizzle == 0 || map->box_bytes == 128), "TMA: not aligned to 128 bytes");
   host::shared_bytes(cta, to, bytes);
-  const bool early = cta != host::self().cta;
   host::start({cta, barrier, bytes, [=, map = *map] {
     for (int64_t row = 0; row < map.box; ++row) {
       for (int64_t byte = 0; byte < map.box_bytes; ++byte) {
@@ -432,31 +429,20 @@ inline void load_box(int cta, uint32_t to, const TmaDescriptor* map, int x, int 
         *host::shared_bytes(cta, map.swizzle ? host::swizzled(at) : at, 1) = there ? map.start[(y + row) * map.pitch + from] : 0;
       }
     }
-  }, early});
-}
-inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
-  load_box(host::self().cta, to, map, x, y, barrier);
+  }});
 }
 
 namespace cluster {
 inline uint32_t rank() { return host::self().cta; }
 inline void sync() { host::meet(host::together, int(host::fibers.size()), "cluster barrier"); }
-inline void require_running(uint32_t rank) {
+inline void tma_load_2d_multicast(uint16_t, uint32_t, const TmaDescriptor*, int, int, uint32_t) { throw host::Failure("multicast"); }
+inline void arrive_at(uint32_t, uint32_t) { throw host::Failure("remote arrival"); }
+inline uint32_t load_of(uint32_t, uint32_t) { throw host::Failure("remote word"); }
+inline float4 load_four_of(uint32_t from, uint32_t rank) {
   for (int i = 0; i < host::threads; ++i) {
     const auto& fiber = *host::fibers.at(rank * host::threads + i);
     host::require(fiber.started && !fiber.over, "shared memory of a CTA that has not started or has ended");
   }
-}
-inline void tma_load_2d_multicast(uint16_t mask, uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
-  for (int rank = 0; rank < int(host::ctas.size()); ++rank) {
-    if (mask >> rank & 1) require_running(rank), load_box(rank, to, map, x, y, barrier);
-  }
-  host::require(mask >> host::ctas.size() == 0, "multicast: beyond the cluster");
-}
-inline void arrive_at(uint32_t at, uint32_t rank) { require_running(rank), host::arrive(int(rank), at, 0), host::pause(); }
-inline uint32_t load_of(uint32_t, uint32_t) { throw host::Failure("remote word"); }
-inline float4 load_four_of(uint32_t from, uint32_t rank) {
-  require_running(rank);
   float4 found;
   host::require(from % 16 == 0, "shared memory: not aligned");
   std::memcpy(&found, host::shared_bytes(int(rank), from, 16), 16);

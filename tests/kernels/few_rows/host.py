@@ -160,14 +160,10 @@ class HostFewRows:
 
         class Kernel:
             def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], cluster: tuple[int, ...] | None) -> None:
-                assert (
-                    (cluster or (1, 1, 1)) == (config.cluster, 1, 1) and grid[0] % config.cluster == 0 and grid[2] == 1
-                )
-                launch = Launch(
-                    *grid[:2], config.cluster, config.threads, config.smem_bytes, config.resident, seed, late
-                )
+                assert (cluster or (1, 1, 1)) == (config.split, 1, 1) and grid[0] % config.split == 0 and grid[2] == 1
+                launch = Launch(*grid[:2], config.split, config.threads, config.smem_bytes, config.resident, seed, late)
                 numbers = (ctypes.c_int64 * 11)(*args[1:])
-                assert (args[0].box_bytes, args[0].box, args[0].swizzle) == (128, config.box_rows, 128)
+                assert (args[0].box_bytes, args[0].box, args[0].swizzle) == (128, config.rows, 128)
                 size = ctypes.c_int64(weight.data.nbytes)
                 wrong = run(ctypes.byref(launch), ctypes.byref(args[0]), numbers, size)
                 if wrong:
