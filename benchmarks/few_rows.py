@@ -1,7 +1,8 @@
 """Few rows times packed weights on a GPU, behind another kernel: each weight format beside torch's fp8 and bfloat16.
 
 Weights are cold (rotated through more than 2.25 times the L2 cache) or warm. Every product is checked first. With
-``--act int8``, int8 rows by integer products, and beside them widened to bfloat16 (two launches).
+``--act int8``, int8 rows by integer products, and beside them widened to bfloat16 (two launches), and from 256 rows on
+also by torch on the decoded weight (four).
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.few_rows.api import few_rows_product
+from cute_kernels.few_rows.decode import DecodeConfig, decode_weight
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, pack_weight
 from cute_kernels.few_rows.product import ROWS, FewRowsConfig, choose_few_rows
-from cute_kernels.few_rows.product_int8 import FewRowsInt8Config, choose_few_rows_int8, few_rows_int8_product
+from cute_kernels.few_rows.product_int8 import (
+    FewRowsInt8Config,
+    choose_few_rows_int8,
+    few_rows_int8_product,
+    int8_candidates,
+)
 from cute_kernels.few_rows.widen import WidenConfig, widen_rows
 from cute_kernels.jit.device import current_arch
 from cute_kernels.jit.warmup import warmup
@@ -56,41 +63,9 @@ VARIANTS = {
     "g4d2": (4, 2, 1, 1, 2),
 }
 
-INT8_TOKENS = (16, 64, 128, 256)
-INT8_WEIGHTS = ("int4_g128", "int4_g32", "int4", "int8_g128")
-# name -> rows of X that it is compiled for, and fields of the config: groups g, depth d, split s, resident x, units u,
-# partials p, converted c, peers n
-INT8_VARIANTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "g4": ((16,), {"groups": 4}),
-    "g4n2": ((16,), {"groups": 4, "peers": 2}),
-    "g4d2p2": ((16,), {"groups": 4, "depth": 2, "partials": 2}),
-    "d2x2p2": ((16,), {"depth": 2, "resident": 2, "partials": 2}),
-    "d2x2p2s2": ((16,), {"depth": 2, "resident": 2, "partials": 2, "split": 2}),
-    "d2x2p2s4": ((16,), {"depth": 2, "resident": 2, "partials": 2, "split": 4}),
-    "g4u1": ((64,), {"groups": 4, "units": 1}),
-    "g4u1n2": ((64,), {"groups": 4, "units": 1, "peers": 2}),
-    "g4d2u1": ((64,), {"groups": 4, "depth": 2, "units": 1}),
-    "g4d2u1n2": ((64,), {"groups": 4, "depth": 2, "units": 1, "peers": 2}),
-    "g4d2u1n4": ((64,), {"groups": 4, "depth": 2, "units": 1, "peers": 4}),
-    "g4d2u1s2": ((64,), {"groups": 4, "depth": 2, "units": 1, "split": 2}),
-    "g4d2u1s4": ((64,), {"groups": 4, "depth": 2, "units": 1, "split": 4}),
-    "g4d2u1s4n2": ((64,), {"groups": 4, "depth": 2, "units": 1, "split": 4, "peers": 2}),
-    "g3p2n2": ((64,), {"groups": 3, "partials": 2, "peers": 2}),
-    "g2p2": ((64, 128), {"partials": 2}),
-    "g2p2n2": ((64, 128), {"partials": 2, "peers": 2}),
-    "g2p2n4": ((64, 128), {"partials": 2, "peers": 4}),
-    "g2p2n2c0": ((64, 128), {"partials": 2, "peers": 2, "converted": 0}),
-    "g2p2n2c4": ((64, 128), {"partials": 2, "peers": 2, "converted": 4}),
-    "g2p2s2": ((64, 128), {"partials": 2, "split": 2}),
-    "g2p2s4": ((64, 128), {"partials": 2, "split": 4}),
-    "g2p2s2n2": ((64, 128), {"partials": 2, "split": 2, "peers": 2}),
-    "g2p2s4n2": ((64, 128), {"partials": 2, "split": 4, "peers": 2}),
-    "d2p2s2": ((64,), {"depth": 2, "partials": 2, "split": 2}),
-    "g2u1n2": ((128,), {"units": 1, "peers": 2}),
-    "d2u1n2": ((128,), {"depth": 2, "units": 1, "peers": 2}),
-    "d2u1s2": ((128,), {"depth": 2, "units": 1, "split": 2}),
-    "d2u1s4": ((128,), {"depth": 2, "units": 1, "split": 4}),
-}  # fmt: skip
+INT8_TOKENS = (1, 16, 64, 128, 256, 512, 2048)
+INT8_WEIGHTS = ("int4_g128", "int4_g64", "int4_g32", "int4", "int8_g128")
+DECODED = 256  # rows from which the decoded weight is measured too
 
 
 Weight = tuple[list[PackedWeight], Callable[[Tensor], Tensor]]  # copies, and what multiplies by them exactly
@@ -143,16 +118,12 @@ def weight(name: str, n: int, k: int, act: str = "bfloat16") -> Weight:
 
 
 def int8_configs(name: str, m: int, n: int, k: int, more: bool) -> dict[str, FewRowsInt8Config]:
-    """The chosen config, and with `more` others that fit, by rows and label."""
-    found = {"chosen": choose_few_rows_int8(name, m, n, k)}
-    for label, (compiled, fields) in INT8_VARIANTS.items() if more else ():
-        for rows in compiled:
-            config = replace(FewRowsInt8Config(name, rows), **fields)
-            ctas = -(-n // config.tile_n) * config.split * -(-m // rows)
-            fits = config.stages > config.depth and config.stages >= 2
-            fits = fits and config.stages * config.stage_bytes >= 4 * config.depth * rows * (config.tile_n + 4)
-            if fits and rows <= m <= (4 if rows >= 64 else 1) * rows and ctas >= 50:
-                found[f"r{rows}{label}"] = config
+    """The chosen config, and with `more` others of as many rows."""
+    chosen = choose_few_rows_int8(name, m, n, k)
+    found = {"chosen": chosen}
+    for config in int8_candidates(name, chosen.rows) if more else ():
+        if config != chosen:
+            found[f"g{config.groups}d{config.depth}s{config.split}"] = config
     return found
 
 
@@ -213,7 +184,7 @@ def run(m: int, k: int, n: int, weights: dict[str, Weight], more: bool) -> dict[
 
 
 def run_int8(m: int, k: int, n: int, name: str, pairs: tuple[Weight, Weight], more: bool) -> dict[str, Any]:
-    """One shape and format of int8 rows, beside rows widened to bfloat16 and torch's products."""
+    """One shape and format of int8 rows, beside rows widened to bfloat16, by either product, and torch's products."""
     (copies, product), (widened, _) = pairs
     x = torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8)
     scale, exact = torch.rand(m, device="cuda") + 0.5, product(x)
@@ -223,6 +194,10 @@ def run_int8(m: int, k: int, n: int, name: str, pairs: tuple[Weight, Weight], mo
 
     def by_widening(weight: PackedWeight, out: Tensor) -> Tensor:
         return few_rows_product(widen_rows(x, "bfloat16"), weight, row_scale=scale, out=out)
+
+    def by_decoding(weight: PackedWeight, out: Tensor) -> Tensor:
+        torch.mm(widen_rows(x, "bfloat16"), decode_weight(weight).t(), out=out)
+        return out.mul_(scale[:, None])
 
     def checked(label: str, each: Callable[[PackedWeight, Tensor], Tensor], weights: list[PackedWeight]) -> None:
         out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
@@ -234,6 +209,8 @@ def run_int8(m: int, k: int, n: int, name: str, pairs: tuple[Weight, Weight], mo
             print(f"{name}/{label}: error {error}")
 
     checked("widened", by_widening, widened)
+    if m >= DECODED:
+        checked("decoded", by_decoding, widened)
     for label, config in int8_configs(name, m, n, k, more).items():
 
         def by_integers(weight: PackedWeight, out: Tensor, config: FewRowsInt8Config = config) -> Tensor:
@@ -256,10 +233,10 @@ def run_int8(m: int, k: int, n: int, name: str, pairs: tuple[Weight, Weight], mo
 
 
 def main_int8(quick: bool, more: bool, path: Path | None) -> None:
-    """Int8 rows: all formats, or with `more` configs of the first."""
+    """Int8 rows: all formats, or with `more` other configs of the first."""
     shapes, start = SHAPES[-1:] if quick else SHAPES, time.perf_counter()
     names = INT8_WEIGHTS[:1] if more else INT8_WEIGHTS
-    wanted: set[Any] = {WidenConfig("bfloat16")}
+    wanted: set[Any] = {WidenConfig("bfloat16"), *(DecodeConfig(name, "bfloat16") for name in names)}
     for k, n in shapes:
         for m in INT8_TOKENS:
             for name in names:
