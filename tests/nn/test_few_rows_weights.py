@@ -16,6 +16,7 @@ from magicube_cutlass.nn.dense.few_rows import few_rows_format, pack_few_rows, t
 from magicube_cutlass.nn.dense.linear import quantize_weight
 from magicube_cutlass.nn.dense.product import quantize_act
 from magicube_cutlass.quantization.float_tensor import quantize_floats
+from magicube_cutlass.quantization.group_tensor import GroupTensor
 from tests.kernels.few_rows.model import decode, dense, int8_product, integers
 
 INTEGERS: list[dict[str, Any]] = [
@@ -84,8 +85,8 @@ def test_many_rows_of_a_weight_only_layer_are_multiplied_by_the_decoded_weight(
 def test_the_weight_beside_int8_rows_is_the_layer_s(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     weight = quantize_weight(torch.randn(70, 530) * torch.rand(70, 1), QuantConfig(**options))
-    assert takes_int8_rows(weight) == (options["symmetric"] and options["group_size"] != 16)
-    if not takes_int8_rows(weight):
+    assert takes_int8_rows(weight) == (options["symmetric"] and options["group_size"] not in (16, 32))
+    if not options["symmetric"] or options["group_size"] == 16:
         with pytest.raises(ValueError, match="form must have symmetric integers"):
             pack_few_rows(weight, "int8")
         return
@@ -98,30 +99,47 @@ def test_the_weight_beside_int8_rows_is_the_layer_s(options: dict[str, Any]) -> 
     assert float(error.max()) < (2.0**-11 if packed.format.scale == "half" else 2.0**-22)
 
 
-def test_the_product_of_int8_rows_is_selected_by_name_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", INTEGERS, ids=lambda options: "-".join(map(str, options.values())))
+def test_int8_rows_are_multiplied_as_integers_where_that_product_exists(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = quantize_weight(torch.randn(70, 530), QuantConfig(**options))
+    monkeypatch.setattr(GroupTensor, "device", torch.device("cuda"))
+    for arch in ("sm_80", "sm_90a"):
+        monkeypatch.setenv("MAGICUBE_ARCH", arch)
+        few = "few_rows" if arch == "sm_90a" else "torch"
+        whole = options == {"weight": "int8", "group_size": None, "symmetric": True}
+        integers = arch == "sm_90a" and options["symmetric"] and options["group_size"] not in (16, 32)
+        assert product._backend(weight, "none") == few
+        assert product._backend(weight, "int8") == ("gemm" if whole else "few_rows_int8" if integers else few)
+
+
+def test_sums_that_could_overflow_are_left_to_widened_rows() -> None:
+    for k in (product_int8.MAX_K, product_int8.MAX_K + 1):
+        scale = torch.ones(1, 1)
+        whole = GroupTensor(torch.zeros(1, -(-k // 2), dtype=torch.uint8), scale, None, 4, None, k)
+        assert takes_int8_rows(whole) == (k == product_int8.MAX_K)
+        groups = GroupTensor(whole.data, scale.expand(1, -(-k // 128)), None, 4, 128, k)
+        assert takes_int8_rows(groups), "sums of groups are small"
+
+
+@pytest.mark.parametrize("group", [None, 64, 128])
+def test_a_layer_multiplies_its_int8_rows(group: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    weight = quantize_weight(torch.randn(70, 530), QuantConfig("int4", group_size=128))
-    found = product.DenseProduct(weight, "int8")
-    before = found.backend
-    with pytest.raises(ValueError, match="backend must be 'few_rows_int8', got 'gemm'"):
-        found.select("gemm")
-    with pytest.raises(ValueError, match="weight must be on a GPU of sm_90a, got cpu"):
-        found.select("few_rows_int8")
-    minimum = quantize_weight(torch.randn(70, 530), QuantConfig("int4", group_size=128, symmetric=False))
-    for other, act in ((minimum, "int8"), (weight, "none")):
-        with pytest.raises(ValueError, match=f"symmetric integers .* '{act}'"):
-            product.DenseProduct(other, act).select("few_rows_int8")
-    assert found.backend == before
+    weight = quantize_weight(torch.randn(70, 530), QuantConfig("int4", group_size=group))
+    found, calls = product.DenseProduct(weight, "int8"), []
 
     def exact(x: Tensor, packed: PackedWeight, bias: Tensor | None, **options: Any) -> Tensor:
+        calls.append(options["out_dtype"])
         y = int8_product(x, packed, options["row_scale"], bias)
         return y.to(options["out_dtype"])
 
     monkeypatch.setattr(product_int8, "few_rows_int8_product", exact)
-    found.backend = "few_rows_int8"  # as `select` does on a GPU
-    assert "has not run on a GPU" in found.describe()
+    found.backend = "few_rows_int8"  # as on a GPU
+    halves, rounds = [torch.float16, torch.bfloat16], group == 64
+    assert found.describe().endswith("float32 by torch" if rounds else "quantized before")
     bias = torch.randn(70)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in (torch.float32, *halves, torch.float64):
         for act_scale in (None, torch.tensor(0.03)):
             x = torch.randn(2, 3, 530).to(dtype)  # no record: K is no multiple of 16
             rows = quantize_act(x.flatten(0, 1), "int8", act_scale)
@@ -129,5 +147,7 @@ def test_the_product_of_int8_rows_is_selected_by_name_where_it_exists(monkeypatc
             want = rows.dequantize().double() @ weight.dequantize().double().t() + bias.double()
             got = found(x, act_scale, bias)
             assert got.shape == (2, 3, 70) and got.dtype == dtype
-            assert torch.allclose(got.flatten(0, 1).double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
-    assert found(x[:0], None, bias).shape == (0, 3, 70)
+            error = float((got.flatten(0, 1).double() - want).norm() / want.norm())
+            assert error < (2e-6 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps)
+    assert calls == [each for each in ([] if rounds else [torch.float32]) + halves for _ in range(2)]
+    assert found(x[:0].half(), None, bias).shape == (0, 3, 70)

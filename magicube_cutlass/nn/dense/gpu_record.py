@@ -141,7 +141,7 @@ class FewRowsRecord(LayerRecord):
 
 
 class FewRowsInt8Record(LayerRecord):
-    """By the few-rows product of int8 rows, which has not run on a GPU."""
+    """By the few-rows product of int8 rows."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, x: Tensor) -> None:
         super().__init__(weight.shape[0], bias, x, x.dtype)

@@ -105,7 +105,7 @@ class DenseProduct:
         rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
             y = self._by_gemm(rows, act_scale, bias, rows.dtype)
-        elif self.backend == "few_rows_int8" and rows.dtype != torch.float64:
+        elif self.backend == "few_rows_int8" and rows.dtype in self._int8_dtypes():
             y = self._by_few_rows_int8(rows, act_scale, bias)
         elif self.backend == "few_rows" and rows.dtype in (torch.float16, torch.bfloat16):
             y = self._by_few_rows(rows, act_scale, bias)
@@ -234,37 +234,11 @@ class DenseProduct:
             dense.data, self.packed_for(torch.int8), _float32(bias), row_scale=scale, out_dtype=rows.dtype
         )
 
-    def select(self, backend: str) -> None:
-        """Multiply by another execution path from now on, by its name.
-
-        Parameters
-        ----------
-        backend : str
-            ``"few_rows_int8"``: int8 rows times integer weights with symmetric groups of 32 k or more, or scales per
-            row, on sm_90a. It has not run on a GPU, so nothing else selects it.
-
-        Raises
-        ------
-        ValueError
-            For another name, or a weight or device that the path does not have.
-
-        Examples
-        --------
-        >>> layer.product().select("few_rows_int8")  # doctest: +SKIP
-        """
-        from magicube_cutlass.nn.dense.few_rows import few_rows_format, takes_int8_rows
-
-        if backend != "few_rows_int8":
-            raise ValueError(f"backend must be 'few_rows_int8', got {backend!r}")
-        if self.act != "int8" or not takes_int8_rows(self.weight):
-            raise ValueError(
-                "weight must have symmetric integers in groups of 32 or more, and int8 activations, got "
-                f"{few_rows_format(self.weight)!r} and {self.act!r}"
-            )
-        if self.weight.device.type != "cuda" or current_arch() != "sm_90a":
-            raise ValueError(f"weight must be on a GPU of sm_90a, got {self.weight.device}")
-        self.backend = backend
-        self._records.clear()
+    def _int8_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of an input whose int8 rows are multiplied as such: scales of groups below 128 are float16 there."""
+        assert isinstance(self.weight, GroupTensor)
+        exact = self.weight.group is None or self.weight.group >= 128
+        return (torch.float16, torch.bfloat16, torch.float32) if exact else (torch.float16, torch.bfloat16)
 
     def _decoded_rows(self) -> int | None:
         """Rows from which the weight is decoded first, or None. Scales of int8 rows would come after a rounding."""
@@ -316,13 +290,15 @@ class DenseProduct:
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
             "few_rows": "few-rows product of float16 and bfloat16, weights decoded in registers; float32 by torch",
-            "few_rows_int8": "few-rows product of int8 rows, quantized before; it has not run on a GPU",
+            "few_rows_int8": "few-rows product of int8 rows, quantized before",
             "scaled_gemm": "scaled GEMM, rows quantized before",
             "blockwise": "torch._scaled_mm with blockwise scales, rows quantized before",
             "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
         }
-        many = self._decoded_rows()
-        return texts[self.backend] + (f"; {many} rows and more by torch on weights decoded before" if many else "")
+        many, text = self._decoded_rows(), texts[self.backend]
+        if self.backend == "few_rows_int8" and torch.float32 not in self._int8_dtypes():
+            text += "; float32 by torch"
+        return text + (f"; {many} rows and more by torch on weights decoded before" if many else "")
 
 
 def _make_room(calls: dict[Hashable, Any]) -> None:
@@ -346,10 +322,10 @@ def _backend(weight: QuantWeight, act: str) -> str:
         if weight.bits == 8 and weight.group is None and weight.minimum is None:
             return "gemm"
     if weight.device.type == "cuda" and (act == "none" or (grouped and act == "int8")):
-        from magicube_cutlass.nn.dense.few_rows import few_rows_format
+        from magicube_cutlass.nn.dense.few_rows import few_rows_format, takes_int8_rows
 
         if few_rows_format(weight) is not None and current_arch() == "sm_90a":
-            return "few_rows"
+            return "few_rows_int8" if act == "int8" and takes_int8_rows(weight) else "few_rows"
     return "scaled_gemm" if act != "none" and not on_cpu and isinstance(weight, ScaledFloatTensor) else "torch"
 
 

@@ -123,19 +123,18 @@ def test_launches_behind_each_other_agree_in_every_bit(name: str) -> None:
         assert all(torch.equal(out, first) for out in outs), config.name
 
 
-# of the norm: the output's rounding; scales of groups of 32 are float16
+# of the norm: the output's rounding; scales of groups of 64 are float16
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@pytest.mark.parametrize("group", [None, 32, 128])
+@pytest.mark.parametrize("group", [None, 64, 128, 256])
 @pytest.mark.parametrize("dtype", OUTS)
-def test_a_layer_multiplies_by_it_when_it_is_named(group: int | None, dtype: torch.dtype) -> None:
+def test_a_layer_multiplies_by_it(group: int | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(512, 264, device="cuda", dtype=dtype)
     layer = mc.nn.QuantLinear.from_linear(linear, weight="int4", group_size=group).eval().freeze()
-    layer.product().select("few_rows_int8")
-    assert layer.explain().backend == "few_rows_int8" and "has not run" in layer.explain().text
-    bound = max(BOUNDS[dtype], 5e-4 * (group == 32))
+    assert layer.explain().backend == "few_rows_int8"
+    assert ("float32 by torch" in layer.explain().text) == (group == 64)
     for m in (1, 20, 100, 300):
         x = torch.randn(2, m, 512, device="cuda", dtype=dtype)
         rows = quantize_act(x.flatten(0, 1), "int8", None)
@@ -145,4 +144,4 @@ def test_a_layer_multiplies_by_it_when_it_is_named(group: int | None, dtype: tor
             for _ in range(2):  # a record, and its replay
                 got = layer(x)
                 assert got.shape == (2, m, 264) and got.dtype == dtype
-                assert float((got.flatten(0, 1).double() - want).norm() / want.norm()) < bound
+                assert float((got.flatten(0, 1).double() - want).norm() / want.norm()) < BOUNDS[dtype]
