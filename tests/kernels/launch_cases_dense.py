@@ -25,7 +25,10 @@ from cute_kernels.scaled_gemm import config as gemm_floats_config
 from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
 from cute_kernels.scaled_gemm import small_m as gemm_floats_few
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
+from magicube_cutlass.nn.dense.few_rows import pack_few_rows
+from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.quantization import float_tensor
+from magicube_cutlass.quantization.group_tensor import quantize_groups
 from tests import helpers
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_fakes import MACHINES
@@ -246,6 +249,22 @@ def quantized(recorder: Recorder) -> None:
                       a=a.data, b=b.data, blocks_a=a.scale, blocks_b=b.scale)  # fmt: skip
 
 
+def layers_of_few_rows(recorder: Recorder) -> None:
+    """Layers with int8 rows and 4- or 8-bit weights: multiplied as integers, or widened."""
+    kinds = [(4, 128, True), (4, None, True), (8, 64, True), (4, 32, True), (4, 128, False)]
+    for i, (bits, group, symmetric) in enumerate(kinds):
+        weight = quantize_groups(reals(264, 512), bits=bits, group=group, symmetric=symmetric)
+        made = recorder.run(lambda: DenseProduct(weight, "int8"))
+        dtype, bias, given = OUTS[1 + i % 2], reals(264), torch.tensor(0.5) if i % 3 == 1 else None
+        packed_for = torch.int8 if made.backend == "few_rows_int8" else dtype
+        made._few[packed_for] = pack_few_rows(weight, str(packed_for).removeprefix("torch."))
+        for rows in (1, 40, 300):
+            x = reals(rows, 512).to(dtype)
+            for again in ("", ", again"):
+                key = f"layer of int{bits}, groups of {group}, {made.backend}, {rows} rows of {dtype}{again}"
+                recorder.call(key, lambda: made(x, given, bias), x=x, bias=bias, act_scale=given)
+
+
 def record(recorder: Recorder) -> None:
     """All of them."""
     integers(recorder, recorder.arch)
@@ -253,5 +272,7 @@ def record(recorder: Recorder) -> None:
     small_floats(recorder)
     floats_by_config(recorder, recorder.arch)
     quantized(recorder)
+    if recorder.arch == "sm_90a":
+        layers_of_few_rows(recorder)
     if recorder.arch == "sm_100a":
         tcgen05(recorder)
