@@ -261,7 +261,8 @@ def layers_of_few_rows(recorder: Recorder) -> None:
         for rows in (1, 40, 300):
             x = reals(rows, 512).to(dtype)
             for again in ("", ", again"):
-                key = f"layer of int{bits}, groups of {group}, {made.backend}, {rows} rows of {dtype}{again}"
+                kind = f"int{bits}, groups of {group}{'' if symmetric else ' with minima'}"
+                key = f"layer of {kind}, {made.backend}, {rows} rows of {dtype}{again}"
                 recorder.call(key, lambda: made(x, given, bias), x=x, bias=bias, act_scale=given)
 
 

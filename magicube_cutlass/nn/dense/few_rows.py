@@ -11,6 +11,9 @@ from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTenso
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 _WHOLE = 128  # k of the largest group that the kernel has
+# Whether layers of int8 rows multiply integers where `takes_int8_rows` says so. False: of the configs that are chosen,
+# those of 64 and 128 rows have run with int4 in groups of 128 only, and their forms of 16 and 32 rows not at all.
+INT8_PRODUCT = False
 # k of the smallest group whose int8 rows are multiplied as such. A group takes two instructions per sum to add: groups
 # of 32 take 330 and 587 per 64 x 128 weights for 64 and 128 rows, of 128 124 and 189. Predicted: slower than widened.
 _INT8_GROUP = 64
@@ -43,7 +46,7 @@ def few_rows_format(weight: GroupTensor | ScaledFloatTensor) -> str | None:
 
 
 def takes_int8_rows(weight: GroupTensor | ScaledFloatTensor) -> bool:
-    """Return whether int8 rows times a weight (M, K) are multiplied as integers, not widened to 16-bit floats.
+    """Return whether the product of int8 rows as integers is for a weight (M, K); `INT8_PRODUCT` turns it on.
 
     Symmetric integers with scales per row, or of groups of 64 or more. There is one rule for all numbers of rows: on an
     H100, 4096 to 14336, int4 in groups of 128, the product of integers takes 14.0, 16.4, 19.9 and 39.5 us for 16, 64,

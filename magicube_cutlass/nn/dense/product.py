@@ -322,10 +322,11 @@ def _backend(weight: QuantWeight, act: str) -> str:
         if weight.bits == 8 and weight.group is None and weight.minimum is None:
             return "gemm"
     if weight.device.type == "cuda" and (act == "none" or (grouped and act == "int8")):
-        from magicube_cutlass.nn.dense.few_rows import few_rows_format, takes_int8_rows
+        from magicube_cutlass.nn.dense import few_rows
 
-        if few_rows_format(weight) is not None and current_arch() == "sm_90a":
-            return "few_rows_int8" if act == "int8" and takes_int8_rows(weight) else "few_rows"
+        if few_rows.few_rows_format(weight) is not None and current_arch() == "sm_90a":
+            integers = act == "int8" and few_rows.INT8_PRODUCT and few_rows.takes_int8_rows(weight)
+            return "few_rows_int8" if integers else "few_rows"
     return "scaled_gemm" if act != "none" and not on_cpu and isinstance(weight, ScaledFloatTensor) else "torch"
 
 
