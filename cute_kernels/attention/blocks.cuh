@@ -11,7 +11,7 @@
 #include "attention/common.cuh"
 #include "device/pipeline.cuh"
 #include "device/quad.cuh"
-#include "gemm/wgmma.cuh"
+#include "device/warpgroup.cuh"
 
 namespace magicube {
 
