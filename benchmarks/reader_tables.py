@@ -154,6 +154,9 @@ def render_choose_tolerance() -> str:
     return f"{grid(head, rows)}\n\n{source('compensated_h200')}"
 
 
+BLOCKS = "128 x 128 blocks"
+
+
 def render_attention() -> str:
     """Attention on a CPU and on an H200."""
     cpu = {row["call"]: row["us"] for row in results("cpu_attention_avx2")["results"]}
@@ -163,12 +166,17 @@ def render_attention() -> str:
     ]
     for case in results("attention_h200")["cases"]:
         us = {row["name"]: f"{row['us']:.0f} us" for row in case["rows"]}
-        name, blocks = f"H200, {case['length']:,} tokens, 8 x 4 heads", "128 x 128 blocks"
-        rows.append([name, f"{case['sparsity']:g}", us["fused 8b-8b from float16"], us["SDPA fp16"], "-"])
-        cells = (us[f"{blocks}, fused 8b-8b from float16"], us["SDPA fp16"], us[f"{blocks}, FlexAttention fp16"])
-        rows.append([f"{name}, {blocks}", f"{case['sparsity']:g}", *cells])
+        name = f"H200, {case['length']:,} tokens, 8 x 4 heads"
+        cells = (us["fused 8b-8b from float16"], us["SDPA fp16"], us["FlexAttention fp16"])
+        rows.append([name, f"{case['sparsity']:g}", *cells])
+    for case in results("attention_h100")["cases"]:
+        us = {row["name"]: f"{row['us']:.0f}" for row in case["rows"]}
+        name = f"H100, {case['length']:,} tokens, 8 x 4 heads, in blocks"
+        ours = f"{us[f'{BLOCKS}, fused 8b-8b from float16']} us ({us[f'{BLOCKS}, fused 8b-8b']})"
+        torch = (f"{us['SDPA fp16']} us", f"{us[f'{BLOCKS}, FlexAttention fp16']} us")
+        rows.append([name, f"{case['sparsity']:g}", ours, *torch])
     head = ["d = 64", "sparsity", "magicube, 8-bit", "torch SDPA with mask", "FlexAttention fp16"]
-    return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200')}"
+    return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200', 'attention_h100')}"
 
 
 def render_models() -> str:
@@ -212,6 +220,19 @@ def render_few_rows() -> str:
     head = ["rows x K x N", "bfloat16", "torch fp8", "Triton, int4", "int4, groups of 128", "of 32", "with minima",
             "mxfp4", "nvfp4", "mxfp6", "int8", "e4m3"]  # fmt: skip
     return f"{grid(head, rows)}\n\n{source('few_rows_h200')}"
+
+
+def render_e4m3_blocks() -> str:
+    """Layers with 128 x 128 scales from bfloat16 rows, beside torch's products alone; weights cold."""
+    rows = []
+    for case in results("few_rows_e4m3_h100")["cases"]:
+        us = case["cold"]
+        layers = {name.split(",")[1].split(" rows")[0].strip(): x for name, x in us.items() if "_b128" in name}
+        plain, fp8 = us["bf16"], min(x for name, x in us.items() if name in ("fp8", "fp8 fast"))
+        cells = (plain, fp8, us["fp8 blockwise"], layers["none"], layers["e4m3"], layers["e4m3_g128"])
+        rows.append([f"{case['m']} x {case['k']} x {case['n']}", *(f"{x:.1f}" for x in cells)])
+    head = ["us", "bfloat16", "torch fp8", "torch blockwise fp8", "layer, weight-only", "e4m3 rows", "e4m3_g128 rows"]
+    return f"{grid(head, rows)}\n\n{source('few_rows_e4m3_h100')}"
 
 
 def render_few_rows_layers() -> str:
@@ -266,6 +287,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("layers-times", "docs/lab/performance.md", render_layers),
     ("few-rows", "docs/lab/performance.md", render_few_rows),
     ("few-rows-layers", "docs/lab/performance.md", render_few_rows_layers),
+    ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),
 )
