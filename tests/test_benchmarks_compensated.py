@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_kernels.cpu import engine
 from residual.planning.ladder import MODES
@@ -59,6 +60,7 @@ def test_layers_are_compared_with_those_of_torch(tmp_path: Path) -> None:
     script("benchmarks/cpu_layers.py", "--quick", "--out", out)
     for row in json.loads(out.read_text())["results"]:
         names = {"float32", "torch dynamic int8", "ours, 0", "ours, 0.5", "ours, 0.9"}
+        names |= {"bfloat16"} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
         assert set(row["us"]) == set(row["median_us"]) == names and min(row["us"].values()) > 0
 
 

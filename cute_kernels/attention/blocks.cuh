@@ -11,6 +11,7 @@
 #include "attention/common.cuh"
 #include "device/pipeline.cuh"
 #include "device/quad.cuh"
+#include "device/smem_descriptor.cuh"
 #include "device/warpgroup.cuh"
 
 namespace magicube {

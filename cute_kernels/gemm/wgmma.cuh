@@ -8,6 +8,7 @@
 // Source: CUTLASS, SM90 warp-specialized persistent kernels (cooperative and ping-pong).
 #pragma once
 
+#include "device/smem_descriptor.cuh"
 #include "device/warpgroup.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/tile_scheduler.cuh"

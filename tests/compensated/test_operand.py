@@ -179,7 +179,7 @@ def test_quick_calls_of_a_plan_give_what_any_call_gives() -> None:
     broken = A.clone()
     broken[3, 3] = torch.nan
     assert product._quick(broken) is None and product._quick(A.double()) is None and product._quick(A[0]) is None
-    assert plan(B, tol=1e-3)._quick is None  # small: float32
+    assert plan(B, tol=1e-6)._quick is None  # float32, whatever the engine's path
     B[0, 0] += 1
     with pytest.raises(ValueError, match="was written to since"):
         product(A)

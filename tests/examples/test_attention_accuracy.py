@@ -222,6 +222,13 @@ def test_the_table_has_mean_and_spread_of_the_seeds(
         example.main()
 
 
+def test_large_sizes_have_a_table_of_their_own() -> None:
+    assert example.results_name([{"length": 256}, {"length": 200}]) == "attention_accuracy"
+    assert example.results_name([{"length": 1024}, {"length": 792}]) == "attention_accuracy_large"
+    with pytest.raises(ValueError, match=r"folder must hold small or large sizes, got \[256, 792\]"):
+        example.results_name([{"length": 256}, {"length": 792}])
+
+
 def test_stages_are_those_of_the_table() -> None:
     names = [stage.name for stage in example.stages()]
     assert names[:4] == ["no attention", "dense fp32", "sparse 0.9 fp32", "sparse 0.95 fp32"]

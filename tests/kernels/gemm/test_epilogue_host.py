@@ -46,7 +46,7 @@ extern "C" const char* run(const int* sums, float* out, int64_t pitch, int m, in
 @pytest.mark.parametrize("levels", [2, 3])
 @pytest.mark.parametrize("vector", [False, True])
 def test_the_visitor_gets_results_and_magnitudes(levels: int, vector: bool, tmp_path: Path) -> None:
-    HostKernels(tmp_path, ("gemm/epilogue.cuh",))
+    HostKernels(tmp_path, ("gemm/epilogue.cuh", "device/quad.cuh"))
     header = Path(__file__).parents[1] / "estimate" / "cta_host.hpp"
     source, library = tmp_path / "epilogue.cpp", tmp_path / "epilogue.so"
     source.write_text(SOURCE.format(header=header, levels=levels))

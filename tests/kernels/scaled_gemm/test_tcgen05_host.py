@@ -26,7 +26,12 @@ from tests.kernels.scaled_gemm.tcgen05_model import Launch
 from tests.kernels.scaled_gemm.test_tcgen05 import MX, NV, launched, operand
 
 KERNELS = Path(__file__).resolve().parents[3] / "cute_kernels"
-REAL = ("scaled_gemm/sm100.cuh", "gemm/tile_scheduler.cuh", "gemm/epilogue.cuh")  # the rest is tcgen05_host.hpp
+REAL = (
+    "scaled_gemm/sm100.cuh",
+    "gemm/tile_scheduler.cuh",
+    "gemm/epilogue.cuh",
+    "device/quad.cuh",
+)  # the rest is tcgen05_host.hpp
 EMPTY = ("scaled_gemm/tcgen05.cuh", "gemm/wgmma.cuh", "device/cluster.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint", "cuda/std/type_traits",
          "cute/config.hpp", "cute/numeric/numeric_types.hpp")  # fmt: skip
 CALL = """
