@@ -16,7 +16,6 @@ LAYER_TOKENS, DENSITIES = (1, 16, 400), (0.02, 0.1, 0.3, 0.6)
 COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS, COMPENSATED = "dlmc", "llm", "one-time-costs", "compensated"
 FLOATS, ATTENTION, CHOOSE, GEMM, GEMM_H100 = "floats", "attention", "choose", "gemm", "gemm on an H100"
-ATTENTION_H100 = "attention on an H100"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
 LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8", "2:4 int8", "BSR fp16 32",
@@ -340,10 +339,8 @@ def render_attention(results: dict[str, Any]) -> str:
     known = [{row["name"]: row for row in case["rows"]} for case in results["cases"]]
     head = [f"L = {case['length']}, {case['sparsity']:g}" for case in results["cases"]]
     rows = [[name, *(_microseconds(case.get(name)) for case in known)] for name in known[0]]
-    return "\n".join([
-        f"{_machine(results)}; {results['setting']['shape']}; microseconds, {results['setting']['us']}.", "",
-        *_grid(["", *head], rows),
-    ])  # fmt: skip
+    first = f"{_machine(results)}; {results['setting']['shape']}; microseconds, {results['setting']['us']}."
+    return "\n".join([first, "", *_grid(["", *head], rows)])
 
 
 def render_choose(results: dict[str, Any]) -> str:
@@ -376,7 +373,7 @@ SECTIONS = (  # of the guides: name, results file, table, guide
     (GEMM_H100, "gemm_h100", render_products, "lab/gemm"),
     (FLOATS, "floats_h200", render_floats, "lab/floats"),
     (ATTENTION, "attention_h200", render_attention, "lab/attention"),
-    (ATTENTION_H100, "attention_h100", render_attention, "lab/attention"),
+    ("attention on an H100", "attention_h100", render_attention, "lab/attention"),
     (COMPENSATED, "compensated_h200", render_compensated, "lab/performance"),
 )
 

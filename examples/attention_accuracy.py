@@ -5,7 +5,7 @@ float32, and under masks of 8 x 1 vectors at sparsities of 0.9 and 0.95. Each ma
 and its Q, K, V to 16b-8b, 8b-8b, 8b-4b and 4b-4b, and fine-tuned straight-through. Quantized encoders train and are
 tested by :func:`magicube_cutlass.sparse_attention`. A call trains the stages of one task and one seed and goes on where
 an earlier one stopped; ``--table`` makes ``benchmarks/results/attention_accuracy.json`` of all that is in the folder,
-and the table of ``docs/lab/transformer.md``.
+and the table of ``docs/lab/transformer.md``; the large sizes have ``attention_accuracy_large.json``.
 Source: Li, Osawa, Hoefler, SC'22, section V-C, Table V.
 Run: ``python examples/attention_accuracy.py --task recall --seed 0 [--device cuda] [--length 1024]``, then ``--table``
 """
@@ -221,7 +221,7 @@ def distances(task: dict[str, Any]) -> str:
     return f"Points of {task['task']} from dense fp32 to 8b-8b: {', '.join(found)}. " if found else ""
 
 
-def render(results: dict[str, Any]) -> str:
+def render(results: dict[str, Any], file: str = "attention_accuracy") -> str:
     """The table as Markdown: two columns a task, mean and standard deviation of the seeds."""
     tasks = results["tasks"]
     body = []
@@ -235,32 +235,44 @@ def render(results: dict[str, Any]) -> str:
             spread = "" if row["spread"] is None else f" ± {100 * row['spread']:.2f}"
             line += ["" if row["before tuning"] is None else f"{100 * row['before tuning']:.2f}"]
             line += [f"{100 * row['mean']:.2f}{spread}"]
-        body.append(line)
+        if any(line[1:]):
+            body.append(line)
     names = [f"{task['task']}, L = {task['length']}" for task in tasks]
     headers = ["attention", *(part for name in names for part in (f"{name}: before tuning (%)", f"{name} (%)"))]
     counts = {len(row["seeds"]) for task in tasks for row in task["rows"]}
     seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
     head = f"Measured on {machine_line(results)}; mean ± standard deviation of {seeds} seeds "
-    head += "([results](../../benchmarks/results/attention_accuracy.json)). " + "".join(map(distances, tasks))
+    head += f"([results](../../benchmarks/results/{file}.json)). " + "".join(map(distances, tasks))
     return f"{head.rstrip()}\n\n{markdown(headers, body)}"
 
 
+def results_name(tasks: list[dict[str, Any]]) -> str:
+    """Results file, and section of the page, of these tasks: the large sizes have their own."""
+    large = {task["length"] >= min(long for _, long in LENGTHS.values()) for task in tasks}
+    if len(large) > 1:
+        raise ValueError(f"folder must hold small or large sizes, got {[task['length'] for task in tasks]}")
+    return "attention_accuracy_large" if large == {True} else "attention_accuracy"
+
+
 def write_table(args: argparse.Namespace) -> None:
-    """Merge the folder, unless ``--render`` keeps the results file, and write the page."""
-    path = (args.out or RESULTS) / "attention_accuracy.json"
+    """Merge the folder, unless ``--render`` keeps the results files, and write the page."""
+    names = ["attention_accuracy", "attention_accuracy_large"]
     if not args.render:
         tasks = merged(args.folder)
         if not tasks:
             sys.exit(f"folder must hold trained stages, got {args.folder}")
+        names = [results_name(tasks)]
+        path = (args.out or RESULTS) / f"{names[0]}.json"
         stored = [json.loads(path.read_text()) for path in args.folder.glob("*/*.json") if path.name != "setting.json"]
         last = max(stored, key=lambda one: one["machine"]["date"])
         gpu = last["machine"].get("gpu", "none") != "none"
         device = last.get("device", "cuda" if gpu else "cpu")  # stages of a first version do not say it
         write_results(path, {"machine": last["machine"], "device": device, "tasks": tasks})
-    text = render(json.loads(path.read_text()))
-    Console(width=150).print(Markdown(text))
-    if args.out is None:
-        replace_section("attention_accuracy", text, ROOT / "docs" / "lab" / "transformer.md")
+    for name in names:
+        text = render(json.loads(((args.out or RESULTS) / f"{name}.json").read_text()), name)
+        Console(width=150).print(Markdown(text))
+        if args.out is None:
+            replace_section(name, text, ROOT / "docs" / "lab" / "transformer.md")
 
 
 def options() -> argparse.Namespace:
