@@ -4,6 +4,8 @@
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 
+#include "device/copy.cuh"
+
 namespace magicube {
 
 // Shared memory descriptor of K-major rows of kRowBytes, swizzled by TMA.
