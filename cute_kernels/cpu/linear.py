@@ -15,6 +15,7 @@ from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, check_sparse
 from cute_kernels.cpu.calls import MASK_COLUMNS, column_major_template, sparse_handle, template, with_masks
 from cute_kernels.cpu.dense import PackedRight
 
+_FEW_ROWS = 16  # up to so many rows, the kernel of few columns of the engine writes them
 FUNCTIONS = (None, "relu", "gelu", "gelu_tanh", "silu")  # f of a dense weight, in the order of the engine
 
 
@@ -59,7 +60,7 @@ class LinearCall:
     dtype : torch.dtype
         float32, float16 or bfloat16, of the output.
     column_major : bool, default False
-        Memory order of the output of a dense weight. That of a sparse one is always column-major.
+        Memory order of the output. That of a sparse weight is column-major too for up to 16 rows and for 16-bit floats.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class LinearCall:
     ) -> None:  # fmt: skip
         engine, high = extension.load_extension(), float(2 ** (bits - 1) - 1)
         self._handle, self._owner, self._is_dense = weight.handle, weight, isinstance(weight, PackedRight)
-        self._transposed, m = column_major or not self._is_dense, _features(weight)
+        turns = not (self._is_dense or column_major or rows <= _FEW_ROWS) and dtype is torch.float32
+        self._transposed, m = column_major or not (self._is_dense or turns), _features(weight)
         self._like = template((m, rows) if self._transposed else (rows, m), dtype)
         self._before = row_elements, -high - 1, high, rows
         self._after: tuple[int, ...] = (OUT_TYPES[dtype],)
         if self._is_dense:
             self._after = (*((1, rows) if column_major else (m, 1)), OUT_TYPES[dtype])
+        self._last: tuple[bool, ...] = (True,) if turns else ()
         self._scales, self._run = engine.Scales, engine.linear if self._is_dense else engine.sparse_linear
 
     def __call__(
@@ -114,7 +117,7 @@ class LinearCall:
         else:
             scales = self._scales(of_weight, 0, of_bias, 0, 0, is_one, False)
         row_elements, low, high, rows = self._before
-        last: tuple[int, ...] = ()
+        last: tuple[int, ...] = self._last
         if factors is not None or activation is not None:
             last = 0 if factors is None else factors.data_ptr(), FUNCTIONS.index(activation)
         self._run(

@@ -71,12 +71,13 @@ NB_MODULE(_engine, m) {
   }, "offsets"_a, "blocks"_a, "values"_a, "b"_a, "out"_a, "rows"_a, "inner"_a, "n"_a, "batch"_a, "vector_length"_a, "a_signed"_a,
      "b_signed"_a, "vectors"_a, "threads"_a);
   m.def("sparse_linear", [](const Sparse& a, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
-                            const GivenScales& scales, int64_t rows, uintptr_t out, int out_type, int threads) {
+                            const GivenScales& scales, int64_t rows, uintptr_t out, int out_type, int threads, bool turned) {
     const DenseLeft columns{nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high};
     const RepeatedScales repeated(scales, a.rows, rows);
-    spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, repeated, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1, 1},
-         threads);
-  }, "a"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "out_type"_a, "threads"_a);
+    spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, repeated, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1, 1,
+                  turned}, threads);
+  }, "a"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "out_type"_a, "threads"_a,
+     "turned"_a = false);
   nb::class_<PreparedSddmm>(m, "Sddmm")  // all but what changes from call to call
       .def("__init__", [](PreparedSddmm* self, const Operand& x, const Operand& y, uintptr_t row_start, uintptr_t row_end,
                           uintptr_t columns, const GivenScales& scales, int64_t out_batch, int out_type, int64_t vector_rows,

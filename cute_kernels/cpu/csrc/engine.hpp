@@ -77,13 +77,14 @@ struct SpmmArgs {
   Sparse a;
   Operand b;
   Scales scales;
-  void* out;  // (batch, rows, n), contiguous
+  void* out;  // (batch, rows, n), contiguous; or (n, rows)
   Out out_type;
   int64_t n;
   int64_t batch;
   DenseLeft columns;  // of B, quantized into the shared buffer in place of `b`, if its `reals` are given
   int64_t staged_panels;  // panels in the shared buffer
   int64_t parts;          // of a panel, each with kPanel bytes of a row
+  bool turned = false;    // the output is (n, rows), float32: for one batch and more than kFewColumns columns
 };
 
 struct SddmmArgs {

@@ -6,6 +6,10 @@
 
 #include "engine.hpp"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 namespace {  // compiled once per instruction set
 
 using magicube::Out;
@@ -94,6 +98,46 @@ inline void write_run(const Total* totals, int64_t count, Total offset, float ro
   float scaled[magicube::kPanel];  // count <= kPanel
   scale_run(totals, count, offset, row_scale, column_scales, bias, scaled);
   store_floats(scaled, count, type, out, at);
+}
+
+#ifdef __AVX2__
+// Eight rows and columns of floats, turned.
+inline void store_turned_eight(const float* from, int64_t from_pitch, float* out, int64_t pitch) {
+  __m256 x[8], y[8];
+  for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + i * from_pitch);
+  for (int i = 0; i < 8; i += 2) {  // pairs of rows
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {  // four rows of columns i, i + 1 and those 4 on
+    for (int h = 0; h < 2; ++h) {
+      x[i + 2 * h] = _mm256_shuffle_ps(y[i + h], y[i + 2 + h], 0x44);
+      x[i + 2 * h + 1] = _mm256_shuffle_ps(y[i + h], y[i + 2 + h], 0xee);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(out + i * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+    _mm256_storeu_ps(out + (i + 4) * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+  }
+}
+#endif
+
+// Rows of floats as columns: out[j * pitch + r] = from[r * from_pitch + j]. All of a row of the output comes before the next: the
+// rows may share a set of a cache.
+inline void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, float* out, int64_t pitch) {
+  constexpr int64_t kSide = 8;
+  for (int64_t j0 = 0; j0 < width; j0 += kSide) {
+    const int64_t columns = width - j0 < kSide ? width - j0 : kSide;
+    int64_t r0 = 0;
+#ifdef __AVX2__
+    for (; columns == kSide && r0 + kSide <= rows; r0 += kSide) {
+      store_turned_eight(from + r0 * from_pitch + j0, from_pitch, out + j0 * pitch + r0, pitch);
+    }
+#endif
+    for (int64_t j = j0; j < j0 + columns; ++j) {
+      for (int64_t r = r0; r < rows; ++r) out[j * pitch + r] = from[r * from_pitch + j];
+    }
+  }
 }
 
 constexpr int kScaledColumns = 16;

@@ -59,6 +59,7 @@ struct RowTile {
 template <class Micro>
 struct SpmmRow {
   static constexpr int kColumns = Micro::kColumns * Micro::kParts;
+  static constexpr int kTurnedRows = 64;  // of results that are turned at once
 
   const SpmmArgs& args;
   uint8_t* scratch;  // of the micro-kernel
@@ -115,27 +116,29 @@ struct SpmmRow {
     return offset;
   }
 
-  // Call with where the results of a vector row go in float32.
+  // Call with where the results of a vector row go in float32; turned: results of rows that are to be turned, or null.
   template <class Body>
-  void with_output(int64_t vector_row, int64_t batch, int64_t n0, const Body& body) const {
+  void with_output(int64_t vector_row, int64_t batch, int64_t n0, float* turned, const Body& body) const {
     const auto& scales = args.scales;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     int32_t offsets[magicube::kMaxVector];
     for (int64_t v = 0; v < rows; ++v) offsets[v] = static_cast<int32_t>(offset_of(vector_row, static_cast<int>(v)));
-    body(RowOutput{offsets, scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes, scales.bias ? scales.bias + row0 : kZeros,
-                   scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes,
-                   static_cast<float*>(args.out) + (batch * args.a.rows + row0) * args.n + n0, args.n, streams});
+    RowOutput to{offsets, scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes, scales.bias ? scales.bias + row0 : kZeros,
+                 scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes,
+                 static_cast<float*>(args.out) + (batch * args.a.rows + row0) * args.n + n0, args.n, streams};
+    if (turned) to.out = turned, to.pitch = kColumns;
+    body(to);
   }
 
   // Results of the accumulators or totals, minus the offset of their row.
   template <class Total>
-  void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
+  void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* turned) const {
     const auto& scales = args.scales;
     const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     if constexpr (sizeof(Total) == sizeof(int32_t)) {
       if (args.out_type == Out::kFloat32 && width % kScaledColumns == 0) {
-        with_output(vector_row, batch, n0, [&](const RowOutput& to) {
+        with_output(vector_row, batch, n0, turned, [&](const RowOutput& to) {
           alignas(64) float results[magicube::kMaxVector * kColumns];
           scale_rows<kColumns>(from, rows, width, to.offsets, to.row_scales, to.column_scales, to.bias, streams ? results : to.out,
                                streams ? kColumns : to.pitch);
@@ -149,6 +152,10 @@ struct SpmmRow {
     const int64_t at = (batch * args.a.rows + row0) * args.n + n0;
     const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes;
     const float* const bias = scales.bias ? scales.bias + row0 : kZeros;
+    for (int64_t v = 0; turned && v < rows; ++v, from += kColumns) {
+      write_run(from, width, offsets[v], row_scales[v], columns, bias[v], Out::kFloat32, turned, v * kColumns);
+    }
+    if (turned) return;
     const int64_t element = element_bytes(args.out_type);
     for (int64_t v = 0; v < rows; ++v, from += kColumns) {
       const int64_t here = at + v * args.n;
@@ -180,7 +187,7 @@ struct SpmmRow {
     return chunks < 2 ? kMost : ((count + chunks - 1) / chunks + args.a.stride - 1) / args.a.stride * args.a.stride;
   }
 
-  void run(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
+  void run(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* turned) const {
     const int64_t begin = args.a.row_start[vector_row], end = args.a.row_end[vector_row];
     const int planes = args.a.digits() * args.b.digits();
     const bool direct = planes == 1 && (args.out_type == Out::kInt32 || end - begin <= kExactRun);
@@ -191,7 +198,7 @@ struct SpmmRow {
       const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
       const bool is_integer = Micro::kWritesIntegers && args.out_type == Out::kInt32;
       if (is_whole && (args.out_type == Out::kFloat32 || is_integer)) {
-        with_output(vector_row, batch, n0, [&](RowOutput to) {
+        with_output(vector_row, batch, n0, turned, [&](RowOutput to) {
           if (is_integer) to.row_scales = nullptr;
           multiply(panel, width, begin, end - begin, true, &to);
         });
@@ -208,18 +215,34 @@ struct SpmmRow {
       }
     }
     if (direct) {
-      write(sums, vector_row, batch, n0, width);
+      write(sums, vector_row, batch, n0, width, turned);
     } else {
       fold();
-      write(totals, vector_row, batch, n0, width);
+      write(totals, vector_row, batch, n0, width, turned);
+    }
+  }
+
+  // For an output (n, rows): results of several vector rows, whole cache lines of a row of the output, are turned at once.
+  void run_turned(const uint8_t* panel, int64_t r0, int64_t r1, int64_t n0, int64_t width) const {
+    alignas(64) float results[kTurnedRows * kColumns];
+    const int64_t v = args.a.vector_length, most = kTurnedRows / v;
+    for (int64_t first = r0; first < r1; first += most) {
+      const int64_t last = lesser(first + most, r1), rows = lesser(last * v, args.a.rows) - first * v;
+      float* const to = static_cast<float*>(args.out) + n0 * args.a.rows + first * v;
+      for (int64_t j = 0; j < width; ++j) {  // far apart: hardware prefetchers do not follow them
+        for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(to + j * args.a.rows + i, 1, 2);
+      }
+      for (int64_t r = first; r < last; ++r) run(panel, r, 0, n0, width, results + (r - first) * v * kColumns);
+      store_turned(results, kColumns, rows, width, to, args.a.rows);
     }
   }
 
   void run_rows(const uint8_t* panel, int64_t r0, int64_t r1, int64_t batch, int64_t n0, int64_t width) const {
+    if (args.turned) return run_turned(panel, r0, r1, n0, width);
     if (!streams) prefetch_out(r0, batch, n0, width);
     for (int64_t r = r0; r < r1; ++r) {
       if (!streams && r + 1 < r1) prefetch_out(r + 1, batch, n0, width);
-      run(panel, r, batch, n0, width);
+      run(panel, r, batch, n0, width, nullptr);
     }
   }
 };
@@ -228,7 +251,7 @@ struct SpmmRow {
 template <class Micro>
 bool streams_out(const SpmmArgs& args) {
   const int64_t row_bytes = args.n * element_bytes(args.out_type);
-  return Micro::kStreams && reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && row_bytes % 64 == 0 &&
+  return Micro::kStreams && !args.turned && reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && row_bytes % 64 == 0 &&
          row_bytes * args.a.rows * args.batch >= Micro::kStreamBytes;
 }
 
