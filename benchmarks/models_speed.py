@@ -91,14 +91,18 @@ def distilled(dense: nn.Module, checkpoint: Path) -> nn.Module:
 
 
 def compiled(model: nn.Module) -> Call:
-    """A compiled model; its code object is its own, else a call would search the graphs of all models."""
+    """A compiled model; its code object is its own, else a call would search the graphs of all models.
+
+    Its modules do not change: without guards on them a call takes 0.5 ms less.
+    """
 
     def run(ids: Tensor) -> Tensor:
         found: Tensor = model(input_ids=ids).last_hidden_state
         return found
 
     run.__code__ = run.__code__.replace()
-    return torch.compile(run, dynamic=False)
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    return torch.compile(run, dynamic=False, options=options)
 
 
 def state_bytes(model: nn.Module) -> int:
