@@ -101,7 +101,7 @@ def compiled(model: nn.Module) -> Call:
         return found
 
     run.__code__ = run.__code__.replace()
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     return torch.compile(run, dynamic=False, options=options)
 
 

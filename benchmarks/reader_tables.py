@@ -179,6 +179,24 @@ def render_attention() -> str:
     return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200', 'attention_h100')}"
 
 
+def render_models_avx512() -> str:
+    """Whole models on one thread of a CPU with VNNI: the best turn, beside the fastest baseline in 8 bits."""
+    cases = [case for case in results("models_speed_avx512")["cases"] if case["threads"] == 1]
+    best = [{row["name"]: row["best"] for row in case["rows"]} for case in cases]
+    fastest = [max(x for name, x in each.items() if "int8" in name) for each in best]
+    head = ["MiniLM, sentences of 16 tokens a second", *(f"batch {case['batch']}" for case in cases)]
+    rows = [
+        [name, *(f"{each[name]:.0f} ({each[name] / top:.2f}x)" for each, top in zip(best, fastest, strict=True))]
+        for name in best[0]
+    ]
+    language = {case["kind"]: case["rows"] for case in results("models_speed_smollm_avx512")["cases"]}
+    of_prompt = {row["name"]: row["best"] for row in language["prefill"]}
+    tokens = [[row["name"], f"{row['best']:.1f}", f"{of_prompt[row['name']]:.0f}"] for row in language["decode"]]
+    head_of_tokens = ["SmolLM2-135M, tokens a second, batch 1", "new tokens", "prompt of 512"]
+    sources = source("models_speed_avx512", "models_speed_smollm_avx512")
+    return f"{grid(head, rows)}\n\n{grid(head_of_tokens, tokens)}\n\n{sources}"
+
+
 def render_models() -> str:
     """Whole models on a GPU in CUDA graphs, each way compiled or not, whichever is faster."""
     rows = []
@@ -289,6 +307,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("few-rows-layers", "docs/lab/performance.md", render_few_rows_layers),
     ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
     ("models-times", "docs/performance/gpu.md", render_models),
+    ("models-avx512", "docs/lab/models.md", render_models_avx512),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),
 )
 
