@@ -139,7 +139,7 @@ struct BlockRow {
   int query;            // of row g
   float logit_scale[2]; // of the scores; gives logits times log2(e)
   float row_max[2], total[2], exact_sum[2];  // as of AttentionRow; sums are of this lane's keys
-  float acc[S::kValues];
+  float acc[S::kValues];  // (64, kHead)
 
   __device__ void open(const AttentionOperands& at, int64_t batch, int first) {
     const int lane = threadIdx.x % 32;
@@ -320,9 +320,9 @@ __device__ __forceinline__ void attend_block(const BlockRing<C>& ring, PipelineS
       row.load_queries(ring.third(stage));
       warp_group::named_barrier_sync(1, S::kThreads);  // V^T takes their place
     }
-    typename S::Scores score;
+    typename S::Scores score;  // (64 queries, 64 keys): a lane has 2 rows, and 2 of every 8 keys
     {
-      uint32_t sums[S::kScores];
+      uint32_t sums[S::kScores];  // (64, 64)
       start_products<typename S::ScoreOp, C::kHead>(row.q, ring.keys(stage), sums);
       if (threadIdx.x == 0) loader.step();
       transpose_values<C>(ring.values(stage), ring.third(stage));
@@ -339,12 +339,12 @@ __device__ __forceinline__ void attend_block(const BlockRing<C>& ring, PipelineS
         score[r] = key < limits[r / 2 % 2] ? score[r] : minus_infinity();
       }
     }
-    typename S::Weights weights;
+    typename S::Weights weights;  // (64, 64), bytes
     float rescale[2];
     block_softmax(row, score, at.log2_max, rescale, weights);
     warp_group::fence_proxy_async_shared();
     warp_group::named_barrier_sync(1, S::kThreads);  // V^T is complete
-    uint32_t values[S::kValues];
+    uint32_t values[S::kValues];  // (64, kHead)
     start_products<typename S::ValueOp, 64>(weights, ring.third(stage), values);
     finish_products(weights, values);
     ring.release(stage, lane);
@@ -361,9 +361,10 @@ __device__ __forceinline__ void attend_block(const BlockRing<C>& ring, PipelineS
 template <class C>
 __global__ void __launch_bounds__(BlockShape<C>::kThreads, C::kResident)
 attention_blocks(const __grid_constant__ TmaDescriptor queries_map, const __grid_constant__ TmaDescriptor keys_map,
-                 const __grid_constant__ TmaDescriptor values_map, const int32_t* starts, const int32_t* tiles, void* out, float* lse, const float* q_scale, int64_t q_stride, int64_t q_batch, const float* k_scale,
-                 int64_t k_batch, const int* shared_scale, const float* v_scale, int64_t v_stride, int64_t v_batch,
-                 const float* bias, int64_t bias_batch, float scale, float log2_max, float empty, int64_t queries, int64_t keys,
+                 const __grid_constant__ TmaDescriptor values_map, const int32_t* starts, const int32_t* tiles, void* out,
+                 float* lse, const float* q_scale, int64_t q_stride, int64_t q_batch, const float* k_scale, int64_t k_batch,
+                 const int* shared_scale, const float* v_scale, int64_t v_stride, int64_t v_batch, const float* bias,
+                 int64_t bias_batch, float scale, float log2_max, float empty, int64_t queries, int64_t keys,
                  int64_t block_rows, int64_t batch, int64_t patterns, int64_t causal) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const BlockRing<C> ring{{shared_address(shared)}};
