@@ -102,11 +102,12 @@ def test_a_wrong_wait_count_or_size_is_seen(index: int, tmp_path: Path) -> None:
                 check(kernels, config, "bfloat16", (5, 77, 9300 if config is DEEP else 3000), late, seed)
 
 
+QUAD = "device/quad.cuh"
 DENSE_BREACHES = [
     # (format, what is in the source, what is compiled, what is said)
-    ("int4_g32", "upper ? x[i] : x[i | step], step", "upper ? x[i] : x[i | step], 3 - step", "another weight"),
-    ("int8_g16_min", "upper ? got : x[i]", "got", "another weight"),
-    ("e4m3", "const bool upper = t & step;", "const bool upper = t & 1;", "another weight"),
+    ("int4_g32", "upper ? x[i] : x[i | bit], bit", "upper ? x[i] : x[i | bit], 3 - bit", "another weight"),
+    ("int8_g16_min", "if (upper) x[i] = theirs;\n      else x", "x", "another weight"),
+    ("e4m3", "const bool upper = t & bit;", "const bool upper = t & 1;", "another weight"),
     ("nvfp4", "8 * t < left", "8 * t < left + 8", "outside"),
     ("mxfp4", "present ? int(columns - column) : 0", "int(columns - column)", "outside"),
     (
@@ -125,7 +126,7 @@ DENSE_BREACHES = [
 def test_a_wrong_exchange_or_end_is_seen(index: int, tmp_path: Path) -> None:
     name, old, new, said = DENSE_BREACHES[index]
     config = DecodeConfig(name, "float16")
-    kernels = HostDecode(tmp_path, [config], replaced(DENSE, (old, new)))
+    kernels = HostDecode(tmp_path, [config], replaced(QUAD if index < 3 else DENSE, (old, new)))
     with pytest.raises((RuntimeError, AssertionError), match=said):
         check_dense(kernels, config, (77, 300))
 
