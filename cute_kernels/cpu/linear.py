@@ -15,7 +15,7 @@ from cute_kernels.cpu.arguments import OUT_TYPES, SparseOperand, check_sparse
 from cute_kernels.cpu.calls import MASK_COLUMNS, column_major_template, sparse_handle, template, with_masks
 from cute_kernels.cpu.dense import PackedRight
 
-_FEW_ROWS = 16  # up to so many rows, the kernel of few columns of the engine writes them
+_FEW_ROWS = 16  # up to so many rows, the engine's kernels of few columns are faster; they write columns only
 FUNCTIONS = (None, "relu", "gelu", "gelu_tanh", "silu")  # f of a dense weight, in the order of the engine
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.few_rows.formats import ACTS, PackedWeight
-from cute_kernels.few_rows.product import FewRowsConfig, choose_few_rows, launch_few_rows
+from cute_kernels.few_rows.product import FewRowsConfig, aligned_rows, choose_few_rows, launch_few_rows
 from cute_kernels.jit.device import device_of, num_sms
 
 __all__ = ["few_rows_product"]
@@ -61,9 +61,7 @@ def few_rows_product(
         out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    if x.data_ptr() % 16 or x.stride(1) != 1 or (m > 1 and x.stride(0) % 8) or (m == 1 and k % 8):
-        aligned = torch.empty((m, -(-k // 8) * 8), dtype=x.dtype, device=x.device)
-        x = aligned[:, :k].copy_(x)
+    x = aligned_rows(x)
     with device_of(x):
         if config is None:
             name = str(out.dtype).removeprefix("torch.")

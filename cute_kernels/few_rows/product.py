@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, WeightFormat
@@ -172,6 +173,14 @@ def choose_few_rows(
     fitting = [each for each in candidates(weight, rows, act) if each.split == 1 or k >= 1024 * each.split]
     busy = (each for each in fitting if 3 * -(-n // each.tile_n) * each.split >= 2 * num_sms)
     return replace(next(busy, fitting[-1]), out=out)
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """Return rows (M, K) as TMA reads them, at multiples of 16 bytes; a copy if they lie otherwise."""
+    (m, k), run = x.shape, 16 // x.element_size()
+    if x.data_ptr() % 16 == 0 and x.stride(1) == 1 and (k if m == 1 else x.stride(0)) % run == 0:
+        return x
+    return torch.empty((m, -(-k // run) * run), dtype=x.dtype, device=x.device)[:, :k].copy_(x)
 
 
 def launch_few_rows(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, takes_int8
-from cute_kernels.few_rows.product import SCALE_TYPES, FewRowsConfig, launch_few_rows
+from cute_kernels.few_rows.product import SCALE_TYPES, FewRowsConfig, aligned_rows, launch_few_rows
 from cute_kernels.jit.device import device_of, num_sms
 
 INT8_ROWS = (16, 32, 64, 128)  # rows of X that a kernel is compiled for
@@ -146,9 +146,7 @@ def few_rows_int8_product(
         out = torch.empty((m, n), dtype=out_dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    if x.data_ptr() % 16 or x.stride(1) != 1 or (m > 1 and x.stride(0) % 16) or (m == 1 and k % 16):
-        aligned = torch.empty((m, -(-k // 16) * 16), dtype=x.dtype, device=x.device)
-        x = aligned[:, :k].copy_(x)
+    x = aligned_rows(x)
     with device_of(x):
         if config is None:
             name = str(out.dtype).removeprefix("torch.")

@@ -271,9 +271,23 @@ def check_keys_have_the_scales_of_one_process(mesh: DeviceMesh) -> None:
 def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
     """A part of the queries alone would select another kernel of a GPU, which adds in another order."""
     from cute_kernels.attention import fused, selection
+    from cute_kernels.attention.blocks import BlockAttention
+    from cute_kernels.attention.config import GatherAttention
 
     heads, length = 5, 4096 if mesh.size() != 3 else 4080  # cuts between vectors
-    mask, rank, found = mc.masks.local(length, 512), mesh.get_local_rank(), []
+    blocks = torch.eye(64, dtype=torch.bool).repeat_interleave(64, 0).repeat_interleave(64, 1)[:length, :length]
+    for mask in (mc.masks.local(length, 512), mc.Pattern.from_dense(blocks, 8)):
+        index, whole, alone = _kernels_of_a_part(mesh, mask, heads, length, fused, selection)
+        if isinstance(whole, BlockAttention) and mesh.size() == 3:  # no cut between whole blocks
+            assert isinstance(index.config, GatherAttention)
+        else:
+            assert index.config == whole
+        assert isinstance(whole, BlockAttention) or mesh.size() == 1 or alone != whole
+
+
+def _kernels_of_a_part(mesh: DeviceMesh, mask: mc.Pattern, heads: int, length: int, fused: Any, selection: Any) -> Any:
+    """The index that a rank's queries run by, and the kernels that all of them and these alone would select."""
+    rank, found = mesh.get_local_rank(), []
     bounds = md.attention.chunk_bounds(length, mesh.size())
     part = md.attention._rows(mask, bounds, *bounds[rank : rank + 2])
     k, v = torch.randn(2, heads, bounds[rank + 1] - bounds[rank], 64)
@@ -290,8 +304,8 @@ def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
             for each in (mask, part)
         )
     q, ints, values, index = found[0]
-    assert index.config == whole and (mesh.size() == 1 or alone != whole)
     assert q.shape == k.shape and torch.equal(ints, keys.k) and torch.equal(values, keys.v)
+    return index, whole, alone
 
 
 def check_bytes_equal_the_model(mesh: DeviceMesh) -> None:

@@ -33,7 +33,7 @@ CHECKS: dict[int, list[Check]] = {  # the others run in test_distributed_long
     2: [check for check in (*checks.DEFAULT, *residual_checks.DEFAULT, *training_checks.DEFAULT)
         if check not in (*RANDOM, training_checks.check_graphs)],
     3: [checks.check_nnz_balances, checks.check_sddmm, checks.check_attention,
-        checks.check_keys_have_the_scales_of_one_process,
+        checks.check_keys_have_the_scales_of_one_process, checks.check_queries_run_the_kernel_of_all,
         checks.check_bytes_equal_the_model, checks.check_errors, residual_checks.check_reports_are_equal,
         residual_checks.check_error_on_all_ranks_or_none, residual_checks.check_a_rank_that_would_plan_otherwise],
     4: [checks.check_shard_and_unshard, checks.check_dense_styles,

@@ -139,10 +139,10 @@ def test_a_layer_multiplies_its_int8_rows(group: int | None, monkeypatch: pytest
 
     monkeypatch.setattr(product_int8, "few_rows_int8_product", exact)
     found.backend = "few_rows_int8"  # as on a GPU
-    halves, rounds = [torch.float16, torch.bfloat16], group == 64
+    narrow, rounds = [torch.float16, torch.bfloat16], group == 64
     assert found.describe().endswith("float32 by torch" if rounds else "quantized before")
     bias = torch.randn(70)
-    for dtype in (torch.float32, *halves, torch.float64):
+    for dtype in (torch.float32, *narrow, torch.float64):
         for act_scale in (None, torch.tensor(0.03)):
             x = torch.randn(2, 3, 530).to(dtype)  # no record: K is no multiple of 16
             rows = quantize_act(x.flatten(0, 1), "int8", act_scale)
@@ -152,5 +152,5 @@ def test_a_layer_multiplies_its_int8_rows(group: int | None, monkeypatch: pytest
             assert got.shape == (2, 3, 70) and got.dtype == dtype
             error = float((got.flatten(0, 1).double() - want).norm() / want.norm())
             assert error < (2e-6 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps)
-    assert calls == [each for each in ([] if rounds else [torch.float32]) + halves for _ in range(2)]
+    assert calls == [each for each in ([] if rounds else [torch.float32]) + narrow for _ in range(2)]
     assert found(x[:0].half(), None, bias).shape == (0, 3, 70)

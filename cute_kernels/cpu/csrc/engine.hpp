@@ -84,7 +84,7 @@ struct SpmmArgs {
   DenseLeft columns;  // of B, quantized into the shared buffer in place of `b`, if its `reals` are given
   int64_t staged_panels;  // panels in the shared buffer
   int64_t parts;          // of a panel, each with kPanel bytes of a row
-  bool turned = false;    // the output is (n, rows), float32: for one batch and more than kFewColumns columns
+  bool turned = false;    // the output is (n, rows), float32, of one batch; never by the kernels of few columns
 };
 
 struct SddmmArgs {

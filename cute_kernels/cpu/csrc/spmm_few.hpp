@@ -33,7 +33,7 @@ struct FewTile {
 };
 
 inline bool has_few_columns(const SpmmArgs& args) {
-  return args.n <= magicube::kFewColumns && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
+  return !args.turned && args.n <= magicube::kFewColumns && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
 }
 
 // Products with few columns are bound by the bytes of A: B is staged in rows of 1, 8 or 16 bytes. Two contiguous
