@@ -5,99 +5,17 @@
 // producer warp would cost the registers of a CTA. Scores: S = Q K^T, Q from registers; during it V is transposed in shared memory,
 // as operand B of 8 bits must be. Softmax: online, in registers; weights are rounded to 8 bits. Output: O = P V. The accumulators of
 // S are operand A of P as they are: V^T has the keys in the order in which a lane has them.
+// kTiled: K and V have a scale per tile (`attention_tiles`), and Q is floats, quantized by row where it is used.
 // Source: Dao, FlashAttention-2; Shah et al., FlashAttention-3 (order of keys for 8-bit operands).
 #pragma once
 
-#include "attention/common.cuh"
-#include "device/pipeline.cuh"
+#include "attention/block_ring.cuh"
+#include "attention/quantize_qkv.cuh"
 #include "device/quad.cuh"
 #include "device/smem_descriptor.cuh"
 #include "device/warpgroup.cuh"
 
 namespace magicube {
-
-template <int kHead>
-struct ValueOpFor;
-template <>
-struct ValueOpFor<64> { using type = SM90::GMMA::MMA_64x64x32_S32U8S8_RS_TN; };
-template <>
-struct ValueOpFor<128> { using type = SM90::GMMA::MMA_64x128x32_S32U8S8_RS_TN; };
-
-template <class C>
-struct BlockShape {
-  using ScoreOp = SM90::GMMA::MMA_64x64x32_S32S8S8_RS_TN;
-  using ValueOp = typename ValueOpFor<C::kHead>::type;
-  static constexpr int kBlock = 64, kThreads = 128;  // queries and keys of a block
-  static constexpr int kScores = kBlock / 2, kValues = C::kHead / 2;  // accumulators of a lane
-  static constexpr int kMatrixBytes = kBlock * C::kHead, kStageBytes = 3 * kMatrixBytes;
-  static constexpr int kWarps = 4;
-  static constexpr bool kKeyed = C::kKeyScale || C::kBias;
-  using Scores = float[kScores];
-  using Weights = uint32_t[kBlock / 32][4];
-  static_assert(kBlock * 255 * 128 < 1 << 22 && C::kHead * 128 * 128 < 1 << 22, "sums must be exact as floats");
-};
-
-// Stages: a tile of K, one of V, and a third one: Q where the tile is the first of a block, then V^T.
-template <class C>
-struct BlockRing : TmaPipeline<C, C::kStages * BlockShape<C>::kStageBytes> {
-  using S = BlockShape<C>;
-  __device__ uint32_t keys(int stage) const { return this->base + stage * S::kStageBytes; }
-  __device__ uint32_t values(int stage) const { return keys(stage) + S::kMatrixBytes; }
-  __device__ uint32_t third(int stage) const { return keys(stage) + 2 * S::kMatrixBytes; }
-};
-
-// Blocks of queries of all matrices. 32 bits because a 64-bit division is a call; the host checks that they suffice.
-struct BlockList {
-  const int32_t* starts;  // (patterns * rows + 1,)
-  const int32_t* tiles;
-  uint32_t items, rows, patterns;
-};
-
-// A block of queries of one matrix, and its tiles in the list.
-struct BlockItem {
-  uint32_t batch, row;
-  int begin, end;
-
-  __device__ BlockItem(const BlockList& list, uint32_t index) {
-    batch = index / list.rows, row = index % list.rows;
-    const int32_t* const at = list.starts + (batch % list.patterns * list.rows + row);
-    begin = __ldg(at), end = __ldg(at + 1);
-  }
-};
-
-// The thread that loads. Blocks without tiles are left out. Q of a block is in the stage of its first tile.
-template <class C>
-struct BlockLoader {
-  using S = BlockShape<C>;
-  const BlockRing<C>& ring;
-  const BlockList& list;
-  const TmaDescriptor &queries_map, &keys_map, &values_map;
-  int queries, keys;
-  PipelineState<C> at;
-  uint32_t index = blockIdx.x, batch = 0, row = 0;
-  int tile = 0, end = 0;  // places in the list
-  bool first = false;
-
-  __device__ void step() {
-    while (tile == end) {
-      if (index >= list.items) return;
-      const BlockItem item(list, index);
-      batch = item.batch, row = item.row, tile = item.begin, end = item.end;
-      index += gridDim.x;
-      first = true;
-    }
-    const uint32_t full = ring.full(at.stage);
-    const int place = __ldg(list.tiles + tile) * S::kBlock;
-    barrier_wait(ring.empty(at.stage), at.parity() ^ 1);
-    mbarrier_arrive_expect_tx(full, (first ? 3 : 2) * S::kMatrixBytes);
-    if (first) tma_load_2d(ring.third(at.stage), &queries_map, 0, int(batch) * queries + int(row) * S::kBlock, full);
-    tma_load_2d(ring.keys(at.stage), &keys_map, 0, int(batch) * keys + place, full);
-    tma_load_2d(ring.values(at.stage), &values_map, 0, int(batch) * keys + place, full);
-    first = false;
-    ++tile;
-    at.advance();
-  }
-};
 
 template <class Op, int kRegisters, int... I>
 __device__ __forceinline__ void integer_wgmma(const uint32_t (&a)[4], uint64_t b, uint32_t (&sums)[kRegisters], int_sequence<I...>) {
@@ -137,21 +55,25 @@ struct BlockRow {
   using S = BlockShape<C>;
   uint32_t q[C::kHead / 32][4];
   int query;            // of row g
-  float logit_scale[2]; // of the scores; gives logits times log2(e)
-  float row_max[2], total[2], exact_sum[2];  // as of AttentionRow; sums are of this lane's keys
+  float query_scale[2];                      // of the scores, without the key's; gives logits times log2(e)
+  float row_max[2], total[2], exact_sum[2];  // as of AttentionRow, logits times log2(e); sums are of this lane's keys
   float acc[S::kValues];  // (64, kHead)
 
-  __device__ void open(const AttentionOperands& at, int64_t batch, int first) {
+  __device__ void open(const AttentionOperands& at, const QueryBuffer<C>& from, int64_t batch, int first) {
     const int lane = threadIdx.x % 32;
     query = first + threadIdx.x / 32 * 16 + lane / 4;
-    const float key_scale = C::kKeyScale ? at.scale : at.scale * load_after_flag(at.k_scale + batch * at.k_batch);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int own = query + 8 * half;
       const bool there = own < at.queries;
-      const float q_scale = there ? load_after_flag(at.q_scale + batch * at.q_batch + own * at.q_stride) : 1.0f;
-      logit_scale[half] = max_nan(key_scale * q_scale, 1.17549435e-38f);  // positive: -inf times it stays -inf
-      row_max[half] = S::kKeyed ? -1e30f : kAccumulatorBias - (1 << 22);
+      float q_scale;
+      if constexpr (C::kTiled) {
+        q_scale = quantize_query(from, half);
+      } else {
+        q_scale = there ? load_after_flag(at.q_scale + batch * at.q_batch + own * at.q_stride) : 1.0f;
+      }
+      query_scale[half] = at.scale * q_scale;
+      row_max[half] = -1e30f;
       total[half] = exact_sum[half] = 0.0f;
     }
     CUTE_UNROLL
@@ -159,6 +81,40 @@ struct BlockRow {
   }
   // Keys from here on are not seen.
   __device__ int limit(int half, int keys, bool causal) const { return causal ? min(query + 8 * half + 1, keys) : keys; }
+  // Quantize a query, of which this lane has 4 of every 16 entries; returns its scale.
+  __device__ float quantize_query(const QueryBuffer<C>& from, int half) {
+    using Source = typename C::Source;
+    constexpr int kPieces = QueryBuffer<C>::kPieces, kWords = int(sizeof(Source));  // words of 4 entries
+    alignas(16) uint32_t x[kPieces][kWords];
+    PackedAbsmax<C> absmax;
+    CUTE_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      load_shared(from.piece(half, i), x[i]);
+      CUTE_UNROLL
+      for (int w = 0; w < kWords; ++w) absmax.update(x[i][w] & PackedAbsmax<C>::kMagnitude);
+    }
+    absmax.update(__shfl_xor_sync(~0u, absmax.word, 1));
+    absmax.update(__shfl_xor_sync(~0u, absmax.word, 2));
+    const float scale = scale_of<float, Range<C>::kHigh>(absmax.bits());
+    const float inverse = sizeof(Source) == 2 ? biased_inverse<C>(scale, absmax.bits()) : 0.0f;
+    const auto encode = [&](const auto& rounded) {
+      CUTE_UNROLL
+      for (int i = 0; i < kPieces; ++i) {
+        const Source(&entries)[4] = reinterpret_cast<const Source(&)[4]>(x[i]);
+        uint32_t codes[4];
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) codes[j] = rounded(static_cast<float>(entries[j]));
+        q[i / 2][i % 2 * 2 + half] = prmt(prmt(codes[0], codes[1], 0x0040), prmt(codes[2], codes[3], 0x0040), 0x5410);
+      }
+    };
+    if (inverse != 0.0f) {
+      encode([&](float entry) { return __float_as_uint(__fmaf_rn(entry, inverse, 0x1.8p23f)); });
+    } else {
+      const double exact = inverse_of(scale);
+      encode([&](float entry) { return uint32_t(encode_exact<C>(static_cast<double>(entry), exact)); });
+    }
+    return scale;
+  }
   // from: the CTA's queries in shared memory
   __device__ void load_queries(uint32_t from) {
     const int lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16 + lane / 4;
@@ -171,42 +127,43 @@ struct BlockRow {
   }
 };
 
-// Scores to logits times log2(e): kAccumulatorBias + integer, times the key's scale, plus its bias.
+// Scores, kAccumulatorBias + integer, to logits times log2(e): times the scale of each key, or `shared`, plus its bias.
 template <class C>
 __device__ __forceinline__ void scale_scores(const BlockRow<C>& row, const AttentionOperands& at, int64_t batch, int first, int keys,
-                                             typename BlockShape<C>::Scores& score) {
+                                             bool alike, float shared, typename BlockShape<C>::Scores& score) {
   constexpr float kLog2E = 1.4426950408889634f;
   CUTE_UNROLL
   for (int c = 0; c < BlockShape<C>::kBlock / 4; ++c) {
     if (c % 4 == 0) __syncwarp();  // keeps the loads of later keys below: moved up, they would spill
     const int key = first + c / 2 * 8 + threadIdx.x % 4 * 2 + c % 2;
     const bool there = key < keys;
-    const float by = C::kKeyScale && there ? at.k_scale[batch * at.k_batch + key] : 1.0f;
+    const float by = C::kKeyScale && !alike && there ? at.k_scale[batch * at.k_batch + key] : shared;
     const float plus = C::kBias && there ? at.bias[batch * at.bias_batch + key] * kLog2E : 0.0f;
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       float& x = score[c / 2 * 4 + half * 2 + c % 2];
-      x = fmaf(x - kAccumulatorBias, row.logit_scale[half] * by, plus);
+      x = fmaf(x - kAccumulatorBias, row.query_scale[half] * by, plus);
     }
   }
 }
 
-// Scores to rounded weights, operand A of the second product; rescale: the scale of the sums so far.
+// Scores, which `factor` makes logits times log2(e), to rounded weights, operand A of the second product; rescale: the scale of
+// the sums so far.
 template <class C>
-__device__ __forceinline__ void block_softmax(BlockRow<C>& row, typename BlockShape<C>::Scores& score, float log2_max, float (&rescale)[2],
-                                              typename BlockShape<C>::Weights& weights) {
+__device__ __forceinline__ void block_softmax(BlockRow<C>& row, const typename BlockShape<C>::Scores& score, const float (&factor)[2],
+                                              float log2_max, float (&rescale)[2], typename BlockShape<C>::Weights& weights) {
   using S = BlockShape<C>;
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
-    float row_max = row.row_max[half];
+    float largest = score[half * 2];
     CUTE_UNROLL
-    for (int i = 0; i < S::kBlock / 4; ++i) row_max = max_nan(row_max, score[i / 2 * 4 + half * 2 + i % 2]);
-    row_max = max_nan(row_max, __shfl_xor_sync(~0u, row_max, 1));
-    row_max = max_nan(row_max, __shfl_xor_sync(~0u, row_max, 2));
-    const float by = row.row_max[half] - row_max;
-    rescale[half] = power_of_two(S::kKeyed ? by : by * row.logit_scale[half]);
+    for (int i = 1; i < S::kBlock / 4; ++i) largest = max_nan(largest, score[i / 2 * 4 + half * 2 + i % 2]);
+    largest = max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
+    const float row_max = max_nan(row.row_max[half], largest * factor[half]);
+    rescale[half] = power_of_two(row.row_max[half] - row_max);
     row.row_max[half] = row_max;
-    const float base = row_max - log2_max;
+    const float base = log2_max - row_max;
     float exact_sum = 0.0f;
     uint32_t sum = 0;
     CUTE_UNROLL
@@ -214,8 +171,7 @@ __device__ __forceinline__ void block_softmax(BlockRow<C>& row, typename BlockSh
       float weight[4];
       CUTE_UNROLL
       for (int j = 0; j < 4; ++j) {
-        const float x = score[8 * i + j / 2 * 4 + half * 2 + j % 2];
-        weight[j] = power_of_two(S::kKeyed ? x - base : fmaf(x - row_max, row.logit_scale[half], log2_max));
+        weight[j] = power_of_two(fmaf(score[8 * i + j / 2 * 4 + half * 2 + j % 2], factor[half], base));
         if constexpr (C::kLse) exact_sum += weight[j];
       }
       // From 1024 on, the last bit of a float16 has the value 1: the addition rounds to an integer.
@@ -250,8 +206,7 @@ __device__ __forceinline__ void write_block(const AttentionOperands& at, BlockRo
     const float total = sum_of_quad(row.total[half]);
     if constexpr (C::kLse) {
       const float exact_sum = sum_of_quad(row.exact_sum[half]);
-      const float row_max = S::kKeyed ? row.row_max[half] : (row.row_max[half] - kAccumulatorBias) * row.logit_scale[half];
-      const float lse = exact_sum > 0.0f ? kLn2 * (row_max - at.log2_max) + logf(exact_sum) : minus_infinity();
+      const float lse = exact_sum > 0.0f ? kLn2 * (row.row_max[half] - at.log2_max) + logf(exact_sum) : minus_infinity();
       if (t == 0 && own < at.queries) at.lse[batch * at.queries + own] = lse;
     }
     const bool any = total > 0.0f;
@@ -262,8 +217,8 @@ __device__ __forceinline__ void write_block(const AttentionOperands& at, BlockRo
       const float* const scale = scales + (c * 8 + 2 * t) * at.v_stride;
       float& first = row.acc[4 * c + 2 * half];
       float& second = row.acc[4 * c + 2 * half + 1];
-      first = first * inverse * load_after_flag(scale) + otherwise;
-      second = second * inverse * load_after_flag(scale + at.v_stride) + otherwise;
+      first = first * inverse * (C::kTiled ? 1.0f : load_after_flag(scale)) + otherwise;
+      second = second * inverse * (C::kTiled ? 1.0f : load_after_flag(scale + at.v_stride)) + otherwise;
       if (sizeof(Out) == 4 && own < at.queries) store_pair(to + c * 8 + 2 * t, first, second);
     }
     if constexpr (sizeof(Out) == 2) {  // 16 bytes a lane
@@ -305,18 +260,44 @@ __device__ __forceinline__ void transpose_values(uint32_t from, uint32_t to) {
   }
 }
 
-template <class C, class D>  // D: C or SharedKeyScale<C>
+// Scales of a tile: of its keys where they are alike, and of its values.
+struct TileScale {
+  float keys, values;
+  bool alike;
+};
+template <class C>
+__device__ __forceinline__ TileScale tile_scale(const AttentionOperands& at, const float* tile_scales, const int* shared_scale,
+                                                int64_t batch, int64_t matrices, int64_t tiles, int tile) {
+  if constexpr (C::kTiled) {
+    const float* const own = tile_scales + batch * tiles + tile;
+    const float keys = *own;
+    return {keys, own[matrices * tiles], keys > 0.0f};
+  } else if constexpr (C::kKeyScale) {
+    const bool alike = keys_share_scale<C>(shared_scale, batch);
+    return {alike ? load_after_flag(at.k_scale + batch * at.k_batch) : 1.0f, 1.0f, alike};
+  } else {
+    return {load_after_flag(at.k_scale + batch * at.k_batch), 1.0f, true};
+  }
+}
+
+template <class C>
 __device__ __forceinline__ void attend_block(const BlockRing<C>& ring, PipelineState<C>& at_stage, BlockLoader<C>& loader,
-                                             const BlockList& list, const BlockItem& item, const AttentionOperands& at, int keys,
-                                             bool causal) {
-  using S = BlockShape<D>;
+                                             const QueryBuffer<C>& queries, const BlockList& list, uint32_t index,
+                                             const AttentionOperands& at,
+                                             const float* tile_scales, const int* shared_scale, int64_t matrices, int64_t tiles,
+                                             int keys, bool causal) {
+  using S = BlockShape<C>;
   const int lane = threadIdx.x % 32;
-  BlockRow<D> row;
-  row.open(at, item.batch, int(item.row) * S::kBlock);
+  const BlockItem item(list, index);
+  BlockRow<C> row;
+  if constexpr (C::kTiled) cp_async_wait<0>();
+  row.open(at, queries, item.batch, int(item.row) * S::kBlock);
+  if constexpr (C::kTiled) queries.fetch(at, list, index + gridDim.x);
   for (int i = item.begin; i < item.end; ++i, at_stage.advance()) {
-    const int stage = at_stage.stage, first = __ldg(list.tiles + i) * S::kBlock;
+    const int stage = at_stage.stage, tile = __ldg(list.tiles + i), first = tile * S::kBlock;
+    const TileScale scale = tile_scale<C>(at, tile_scales, shared_scale, item.batch, matrices, tiles, tile);
     barrier_wait(ring.full(stage), at_stage.parity());
-    if (i == item.begin) {
+    if (!C::kTiled && i == item.begin) {
       row.load_queries(ring.third(stage));
       warp_group::named_barrier_sync(1, S::kThreads);  // V^T takes their place
     }
@@ -330,7 +311,17 @@ __device__ __forceinline__ void attend_block(const BlockRing<C>& ring, PipelineS
       CUTE_UNROLL
       for (int r = 0; r < S::kScores; ++r) score[r] = __uint_as_float(sums[r]);
     }
-    if constexpr (S::kKeyed) scale_scores(row, at, item.batch, first, keys, score);
+    float factor[2] = {1.0f, 1.0f};
+    if (C::kBias || (C::kKeyScale && !scale.alike)) {
+      scale_scores(row, at, item.batch, first, keys, scale.alike, scale.keys, score);
+    } else {
+      CUTE_UNROLL
+      for (int r = 0; r < S::kScores; ++r) score[r] -= kAccumulatorBias;
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {  // positive: -inf times it stays -inf
+        factor[half] = max_nan(row.query_scale[half] * scale.keys, 1.17549435e-38f);
+      }
+    }
     if (__any_sync(~0u, first + S::kBlock > row.limit(0, keys, causal))) {
       const int limits[2] = {row.limit(0, keys, causal), row.limit(1, keys, causal)};
       CUTE_UNROLL
@@ -341,7 +332,7 @@ __device__ __forceinline__ void attend_block(const BlockRing<C>& ring, PipelineS
     }
     typename S::Weights weights;  // (64, 64), bytes
     float rescale[2];
-    block_softmax(row, score, at.log2_max, rescale, weights);
+    block_softmax(row, score, factor, at.log2_max, rescale, weights);
     warp_group::fence_proxy_async_shared();
     warp_group::named_barrier_sync(1, S::kThreads);  // V^T is complete
     uint32_t values[S::kValues];  // (64, kHead)
@@ -350,22 +341,24 @@ __device__ __forceinline__ void attend_block(const BlockRing<C>& ring, PipelineS
     ring.release(stage, lane);
     CUTE_UNROLL
     for (int r = 0; r < S::kValues; ++r) {
-      row.acc[r] = fmaf(row.acc[r], rescale[r / 2 % 2], __uint_as_float(values[r]) - kAccumulatorBias);
+      const float sum = __uint_as_float(values[r]) - kAccumulatorBias;
+      row.acc[r] = fmaf(row.acc[r], rescale[r / 2 % 2], C::kTiled ? sum * scale.values : sum);
     }
   }
   write_block(at, row, item.batch);
 }
 
 // starts: (patterns * block_rows + 1,); tiles: key tiles of each block of queries, increasing. queries_map: (batch * queries, kHead);
-// keys_map and values_map: (batch * keys, kHead).
+// keys_map and values_map: (batch * keys, kHead). kTiled: q, (batch, queries, kHead) Source, in place of queries_map, q_scale and
+// v_scale; tile_scales: (2, batch, tiles), of K, 0 where keys have scales of their own, k_scale (batch, keys), then of V.
 template <class C>
 __global__ void __launch_bounds__(BlockShape<C>::kThreads, C::kResident)
 attention_blocks(const __grid_constant__ TmaDescriptor queries_map, const __grid_constant__ TmaDescriptor keys_map,
                  const __grid_constant__ TmaDescriptor values_map, const int32_t* starts, const int32_t* tiles, void* out,
                  float* lse, const float* q_scale, int64_t q_stride, int64_t q_batch, const float* k_scale, int64_t k_batch,
                  const int* shared_scale, const float* v_scale, int64_t v_stride, int64_t v_batch, const float* bias,
-                 int64_t bias_batch, float scale, float log2_max, float empty, int64_t queries, int64_t keys,
-                 int64_t block_rows, int64_t batch, int64_t patterns, int64_t causal) {
+                 int64_t bias_batch, const uint8_t* q, const float* tile_scales, float scale, float log2_max, float empty,
+                 int64_t queries, int64_t keys, int64_t block_rows, int64_t batch, int64_t patterns, int64_t causal) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const BlockRing<C> ring{{shared_address(shared)}};
   const BlockList list{starts, tiles, uint32_t(block_rows * batch), uint32_t(block_rows), uint32_t(patterns)};
@@ -376,16 +369,14 @@ attention_blocks(const __grid_constant__ TmaDescriptor queries_map, const __grid
     for (int i = 0; i < C::kStages - 1; ++i) loader.step();
   }
   __syncwarp();
-  const AttentionOperands at{nullptr, out, lse, q_scale, k_scale, v_scale, bias, q_stride, q_batch, k_batch, v_stride, v_batch,
+  const AttentionOperands at{q, out, lse, q_scale, k_scale, v_scale, bias, q_stride, q_batch, k_batch, v_stride, v_batch,
                              bias_batch, queries, scale, log2_max, empty};
+  const QueryBuffer<C> buffer(shared_address(shared) + C::kStages * (BlockShape<C>::kStageBytes + 16));
+  if constexpr (C::kTiled) buffer.fetch(at, list, blockIdx.x);
   PipelineState<C> stage;
   for (uint32_t index = blockIdx.x; index < list.items; index += gridDim.x) {
-    const BlockItem item(list, index);
-    if (keys_share_scale<C>(shared_scale, item.batch)) {
-      attend_block<C, SharedKeyScale<C>>(ring, stage, loader, list, item, at, int(keys), causal != 0);
-    } else {
-      attend_block<C, C>(ring, stage, loader, list, item, at, int(keys), causal != 0);
-    }
+    attend_block<C>(ring, stage, loader, buffer, list, index, at, tile_scales, shared_scale, batch,
+                    (keys + BlockShape<C>::kBlock - 1) / BlockShape<C>::kBlock, int(keys), causal != 0);
   }
 }
 

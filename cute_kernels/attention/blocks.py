@@ -17,6 +17,7 @@ from cute_kernels.jit.tma import tensor_map
 BLOCK = 64  # queries and keys of a block
 BLOCK_HEADS = (64, 128)  # head dimensions: a row of K is as wide as a swizzle
 BLOCK_ARCH = "sm_90a"
+ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Blocks(NamedTuple):
@@ -38,6 +39,11 @@ class BlockAttention(KernelConfig):
         Dtype of the output.
     key_scale, bias, lse : bool
         As for :class:`~cute_kernels.attention.config.AttentionConfig`.
+    source : str, optional
+        Dtype of Q where Q is quantized in this kernel, and K and V have scales of tiles
+        (:func:`~cute_kernels.attention.quantize_tiles.encode_tiles`). Default: integers with scales.
+    bits : int
+        Width of Q's integers with `source`.
     stages : int
         Pipeline stages of a tile of K, V and Q each.
     resident : int
@@ -54,6 +60,8 @@ class BlockAttention(KernelConfig):
     key_scale: bool = False
     bias: bool = False
     lse: bool = False
+    source: str = ""
+    bits: int = 8
     stages: int = 2
     resident: int = 4
 
@@ -68,12 +76,15 @@ class BlockAttention(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        return self.stages * (3 * BLOCK * self.head + 16)  # tiles, and two mbarriers
+        tiles = self.stages * (3 * BLOCK * self.head + 16)  # and two mbarriers
+        return tiles + BLOCK * self.head * ENTRY_BYTES[self.source] if self.source else tiles
 
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
         kinds = [text for text, used in (("ks", self.key_scale), ("b", self.bias), ("lse", self.lse)) if used]
+        if self.source:
+            kinds.append(f"of-{self.source}-s{self.bits}")
         return "-".join(["attention_blocks", f"d{self.head}", self.out, *kinds, f"s{self.stages}x{self.resident}"])
 
     def _constants(self) -> dict[str, object]:
@@ -82,6 +93,10 @@ class BlockAttention(KernelConfig):
             "kKeyScale": self.key_scale,
             "kBias": self.bias,
             "kLse": self.lse,
+            "kTiled": bool(self.source),
+            "kBits": self.bits,
+            "kSigned": True,
+            "kTruncate": False,
             "kWarps": self.threads // 32,
             "kStages": self.stages,
             "kResident": min(self.resident, 3) if self.lse and self.keyed else self.resident,  # registers
@@ -92,7 +107,7 @@ class BlockAttention(KernelConfig):
         return atoms.declaration(atoms.atom(ATOM))  # which `attention/common.cuh` names
 
     def _types(self) -> dict[str, str]:
-        return {"Out": OUT_TYPES[self.out]}
+        return {"Out": OUT_TYPES[self.out], "Source": OUT_TYPES[self.source or self.out]}
 
 
 def block_config(head: int) -> BlockAttention:
@@ -163,7 +178,7 @@ def launch_blocks(
     blocks : Blocks
         Blocks of the masks.
     q : Tensor, shape (batch, queries, d)
-        int8, contiguous.
+        int8, or floats for a config with a `source`, contiguous.
     k, v : Tensor, shape (batch, keys, d)
         int8, contiguous.
     arguments : tuple
@@ -176,7 +191,8 @@ def launch_blocks(
     (batch, queries, head), keys = q.shape, k.shape[1]
     block_rows = -(-queries // BLOCK)
     kernel = get_kernel(config)
-    maps = [tensor_map(x.data_ptr(), 1, (head, batch * x.shape[1]), head, (head, BLOCK), head) for x in (q, k, v)]
+    read = (k if config.source else q, k, v)  # floats are not read by TMA
+    maps = [tensor_map(x.data_ptr(), 1, (head, batch * x.shape[1]), head, (head, BLOCK), head) for x in read]
     kernel.launch(
         (min(kernel.num_sms * config.resident, block_rows * batch), 1, 1),
         (

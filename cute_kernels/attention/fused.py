@@ -183,10 +183,14 @@ def make_index(
     return AttentionIndex(config, *sizes, steps, tile_ranges=config.tile_ranges(vectors), lse_index=lse_index)
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor, index: AttentionIndex, out: Tensor, lse: Tensor | None) -> None:
+def check_operands(
+    qkv: tuple[Tensor, Tensor, Tensor], index: AttentionIndex, out: Tensor, lse: Tensor | None, *of_queries: torch.dtype
+) -> None:
+    """Raise `TypeError` or `ValueError` unless a kernel can take the operands, Q of one of these dtypes."""
     batch, head, device = index.batch, index.config.head, index.steps[0].device
-    for name, x, rows in (("q", q, index.queries), ("k", k, index.keys), ("v", v, index.keys)):
-        check_tensor(name, x, (batch, rows, head), (torch.int8,), device)
+    sizes = (index.queries, index.keys, index.keys)
+    for name, x, rows, dtypes in zip("qkv", qkv, sizes, (of_queries, (torch.int8,), (torch.int8,)), strict=True):
+        check_tensor(name, x, (batch, rows, head), dtypes, device)
     check_tensor("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
     if lse is not None:
         check_tensor("lse", lse, (batch, index.queries), (torch.float32,), device)
@@ -203,6 +207,22 @@ def _check_flags(
     if ready is not None:
         check_tensor("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), device)
     return None if copied else ready
+
+
+def softmax_numbers(scale: float, softmax_bits: int, nan_for_empty: bool) -> tuple[np.float32, ...]:
+    """Return the kernels' numbers: the scale of the logits times log2(e), log2 of the largest weight, the empty result.
+
+    Examples
+    --------
+    >>> softmax_numbers(math.log(2), 4, False)[0]
+    np.float32(1.0)
+    """
+    if softmax_bits not in SOFTMAX_BITS:
+        raise ValueError(f"softmax_bits must be one of {SOFTMAX_BITS}, got {softmax_bits}")
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    empty = math.nan if nan_for_empty else 0.0
+    return np.float32(scale / math.log(2)), np.float32(math.log2(2**softmax_bits - 1)), np.float32(empty)
 
 
 def align_to_16_bytes(x: Tensor) -> Tensor:
@@ -284,11 +304,8 @@ def fused_attention(
     >>> scales = {"scale": 0.125, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}  # doctest: +SKIP
     >>> fused_attention(q, k, v, index, out=out, **scales)  # doctest: +SKIP
     """
-    _check_operands(q, k, v, index, out, lse)
-    if softmax_bits not in SOFTMAX_BITS:
-        raise ValueError(f"softmax_bits must be one of {SOFTMAX_BITS}, got {softmax_bits}")
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+    check_operands((q, k, v), index, out, lse, torch.int8)
+    numbers = softmax_numbers(scale, softmax_bits, nan_for_empty)
     batch, head = index.batch, index.config.head
     originals = k_scale, bias
     k_scale, bias = align_to_16_bytes(k_scale), None if bias is None else align_to_16_bytes(bias)
@@ -312,14 +329,10 @@ def fused_attention(
         out.data_ptr(), sums, *q_at, k_at.pointer, k_at.batch, alike, *v_at, bias_at.pointer, bias_at.batch
     )  # fmt: skip
     flags = words, 0 if ready is None else ready.shape[1]
-    numbers = (
-        np.float32(scale / math.log(2)), np.float32(math.log2(2**softmax_bits - 1)),
-        np.float32(math.nan if nan_for_empty else 0.0),
-    )  # fmt: skip
     with device_of(q):
         if isinstance(config, BlockAttention):
             assert isinstance(index.steps, Blocks)
-            launch_blocks(config, index.steps, q, k, v, (*operands, *numbers), index.masks, index.causal)
+            launch_blocks(config, index.steps, q, k, v, (*operands, 0, 0, *numbers), index.masks, index.causal)
             return
         shared = (q.data_ptr(), *operands, *flags, *numbers, index.queries, index.keys, index.vector_rows)
         _launch(get_kernel(config), config, index, k, v, shared)
@@ -362,4 +375,4 @@ def default_configs(arch: str = "sm_90a") -> Iterator[AttentionConfig | BlockAtt
     if arch in PANEL_ARCHES:
         yield PanelAttention(PANEL_HEAD, key_scale=True)
     if arch == BLOCK_ARCH:
-        yield from (replace(block_config(head), key_scale=True) for head in BLOCK_HEADS)
+        yield from (replace(block_config(head), key_scale=True, source="float16") for head in BLOCK_HEADS)

@@ -86,12 +86,13 @@ template <class Q>
 struct PackedAbsmax {
   using Source = typename Q::Source;
   static constexpr bool kIs16Bit = sizeof(Source) == 2;
+  static constexpr uint32_t kMagnitude = kIs16Bit ? 0x7fff7fffu : 0x7fffffffu;
   uint32_t word = 0;
 
   __device__ void update(uint32_t other) { word = kIs16Bit ? __vmaxu2(word, other) : max(word, other); }
   __device__ void update(const uint32_t (&entries)[4]) {
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) update(entries[i] & (kIs16Bit ? 0x7fff7fffu : 0x7fffffffu));
+    for (int i = 0; i < 4; ++i) update(entries[i] & kMagnitude);
   }
   // As float32 bits.
   __device__ uint32_t bits() const {

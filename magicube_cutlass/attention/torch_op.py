@@ -66,7 +66,9 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None]:
     """Output and log-sum-exp as of `unfused.forward`, by the fused kernel."""
     from cute_kernels.attention import fused as attention
+    from cute_kernels.attention.blocks import BlockAttention
     from cute_kernels.attention.quantize_qkv import encode_operands
+    from cute_kernels.attention.quantize_tiles import encode_tiles, tile_attention
 
     d, head_dim = v.shape[2], _padded_head_dim(max(q.shape[2], v.shape[2]))
     assert head_dim is not None
@@ -85,12 +87,17 @@ def _fused(
     log_sums = torch.empty((batch, queries), dtype=torch.float32, device=q.device) if lse else None
     if bias is not None:
         bias = attention.align_to_16_bytes((bias[0] if bias.shape[0] == 1 else bias).contiguous())
-    ints = encode_operands(q, k, v, bits=options.qkv_bits)  # no launch between it and its reader
-    attention.fused_attention(
-        ints.q, ints.k, ints.v, cached, scale=options.scale, q_scale=ints.q_scale, k_scale=ints.k_scale,
-        keys_alike=ints.keys_alike, v_scale=ints.v_scale, bias=bias, ready=ints.ready,
-        softmax_bits=options.softmax_bits, out=out, lse=log_sums, nan_for_empty=options.nan_for_empty,
-    )  # fmt: skip
+    softmax: dict[str, Any] = {"scale": options.scale, "bias": bias, "softmax_bits": options.softmax_bits, "out": out,
+                               "lse": log_sums, "nan_for_empty": options.nan_for_empty}  # fmt: skip
+    if isinstance(cached.config, BlockAttention):
+        tiles = encode_tiles(k, v, bits=options.qkv_bits)
+        tile_attention(q, tiles, cached, bits=options.qkv_bits, **softmax)
+    else:
+        ints = encode_operands(q, k, v, bits=options.qkv_bits)  # no launch between it and its reader
+        attention.fused_attention(
+            ints.q, ints.k, ints.v, cached, q_scale=ints.q_scale, k_scale=ints.k_scale, keys_alike=ints.keys_alike,
+            v_scale=ints.v_scale, ready=ints.ready, **softmax,
+        )  # fmt: skip
     return out[..., :d], log_sums
 
 

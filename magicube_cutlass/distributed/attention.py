@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from magicube_cutlass.distributed.collectives import check_mesh, chunk_bounds, g
 from magicube_cutlass.distributed.slices import as_dtensor, quantize_slices, slice_scale
 from magicube_cutlass.formats.pattern import Pattern
 
+if TYPE_CHECKING:
+    from cute_kernels.attention.quantize_tiles import Tiles
+
 __all__ = ["sparse_attention"]
 
 Masks = tuple[Pattern, ...]
@@ -35,8 +38,9 @@ def sparse_attention(
 
     Heads: nothing travels. Queries: keys and values are quantized by their owner, and all ranks gather their 8-bit
     integers with the scales that one process gives them: one per key, or one per matrix of keys where the fused kernel
-    of a GPU does so; one per matrix of values. Ranks first exchange the amaxes that decide this. The result equals that
-    of one process bit for bit.
+    of a GPU does so; one per matrix of values. Ranks first exchange the amaxes that decide this. With masks of whole
+    blocks of 64, on a GPU, tiles of 64 keys and values have scales, unless a cut lies inside of a tile. The result
+    equals that of one process bit for bit, but for such a cut.
 
     Parameters
     ----------
@@ -113,13 +117,21 @@ def _of_queries(q: DTensor, k: DTensor, v: DTensor, mask: Any, mesh: DeviceMesh,
     if backend is None and "impl" in options:
         backend = renamed_backend(options["impl"])
     fused = own.is_cuda and backend != "unfused" and not fused_obstacle(own, v, masks, bits, 8)
-    keys = gathered_keys(k.to_local(), v.to_local(), k.shape[-2], mesh, may_share=fused)
+    length, keys_of = k.shape[-2], (k.to_local(), v.to_local())
+    config = _config(own, length, v.shape[-1], masks, whole, bounds) if fused else None
+    keys: Keys | Tiles
+    if config is not None and _of_blocks(config):
+        rows = [_rows_of(x, config.head) for x in keys_of]
+        keys = gathered_tiles(rows[0], rows[1], length, mesh)
+    else:
+        keys = gathered_keys(*keys_of, length, mesh, may_share=fused)
     if not own.numel():
         out = own.new_zeros(*own.shape[:-1], v.shape[-1])
-    elif fused:
-        out = _fused(own, keys, masks, whole, bounds, options)
+    elif config is not None:
+        out = _fused(own, keys, v.shape[-1], masks, config, options)
     else:
         attend: Any = local_attention
+        assert isinstance(keys, Keys)
         floats = keys.floats()
         out = attend(own.float(), *floats, masks[0] if isinstance(mask, Pattern) else masks, **options).to(q.dtype)
     return as_dtensor(out, mesh, q.placements[0], (*q.shape[:-1], v.shape[-1]))
@@ -186,44 +198,98 @@ def gathered_keys(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh, *, may_sh
     return Keys(ints, scale, alike, values, slice_scale(v_top.reshape(-1, 1), 8).view(*lead, 1, 1))
 
 
-def _fused(q: Tensor, keys: Keys, masks: Masks, whole: Masks, cuts: Sequence[int], options: dict[str, Any]) -> Tensor:
-    """Attention by the fused kernel of a GPU, by the config that it has for all queries, cut at `cuts`."""
-    from cute_kernels.attention import fused as attention
-    from cute_kernels.attention.blocks import BLOCK, BlockAttention
+def gathered_tiles(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh) -> Tiles:
+    """Gather keys and values (matrices, L, d) as integers with scales of tiles, in one all-gather.
+
+    Cuts between tiles give every tile the scale that it has in one process.
+    """
+    from cute_kernels.attention.blocks import BLOCK
+    from cute_kernels.attention.quantize_tiles import Tiles, encode_tiles
+
+    own, batch = encode_tiles(k, v, bits=8), k.shape[0]
+    count = own.tile_scales.shape[2]
+
+    def in_tiles(x: Tensor) -> Tensor:  # (tiles, matrices, 64, ...)
+        return pad(x, (0, 0, 0, count * BLOCK - x.shape[1])).view(batch, count, BLOCK, x.shape[2]).movedim(1, 0)
+
+    def in_rows(x: Tensor) -> Tensor:  # (matrices, length, ...)
+        return x.movedim(0, 1).reshape(batch, -1, x.shape[3])[:, :length].contiguous()
+
+    sent = [in_tiles(own.k), in_tiles(own.v), in_tiles(own.k_scale[:, :, None]), own.tile_scales.movedim(2, 0)]
+    sizes = [-(-size // BLOCK) for size in sizes_of(chunk_bounds(length, mesh.size()))]
+    ints, values, scale, tile_scales = start_gather([x.contiguous() for x in sent], sizes, mesh)()
+    return Tiles(in_rows(ints), in_rows(scale)[:, :, 0], in_rows(values), tile_scales.movedim(0, 2).contiguous())
+
+
+def _of_blocks(config: Any) -> bool:
+    """Whether a kernel config is of whole blocks."""
+    from cute_kernels.attention.blocks import BlockAttention
+
+    return isinstance(config, BlockAttention)
+
+
+def _rows_of(x: Tensor, width: int) -> Tensor:
+    """Rows (..., L, d) as the kernels read them, (matrices, L, width)."""
+    from cute_kernels.attention.fused import align_to_16_bytes
+
+    rows = pad(x, (0, width - x.shape[-1])).reshape(x.shape[:-2].numel(), x.shape[-2], width)
+    return align_to_16_bytes((rows.float() if rows.dtype == torch.float64 else rows).contiguous())
+
+
+def _config(q: Tensor, keys: int, depth: int, masks: Masks, whole: Masks, cuts: Sequence[int]) -> Any:
+    """Kernel config that all queries have, for those of this rank; another one where a cut lies inside of a block."""
+    from cute_kernels.attention.blocks import BLOCK
     from cute_kernels.attention.config import GatherAttention
     from cute_kernels.attention.selection import select_attention
 
-    batch, (queries, d) = q.shape[:-2], q.shape[-2:]
-    width = _padded_head_dim(max(d, keys.v.shape[-1]))
+    batch, width = q.shape[:-2].numel(), _padded_head_dim(max(q.shape[-1], depth))
     assert width is not None
-    check_masks(masks if len(masks) > 1 else masks[0], q, keys.k.shape[-2])
-    sizes: dict[str, Any] = {"batch": batch.numel(), "head_dim": width}
-    name = ("attention of rows", *sizes.values(), *[mask._version_id for mask in (*masks[1:], *whole)])
+    if q.numel():
+        check_masks(masks if len(masks) > 1 else masks[0], q, keys)
+    name = ("kernel of rows", batch, width, *[mask._version_id for mask in (*masks[1:], *whole)])
+    config = masks[0]._cache.get(name)
+    if config is None:
+        arrays = [(mask.row_offsets, mask.col_indices) for mask in whole]
+        config = select_attention(arrays, *whole[0].shape, batch=batch, head_dim=width)
+        if _of_blocks(config) and any(cut % BLOCK for cut in cuts[:-1]):
+            config = GatherAttention(width)
+        masks[0]._cache[name] = config
+    return config
+
+
+def _fused(q: Tensor, keys: Keys | Tiles, depth: int, masks: Masks, config: Any, options: dict[str, Any]) -> Tensor:
+    """Attention to all keys by the fused kernel of a GPU; `depth`: entries per row of V."""
+    from cute_kernels.attention import fused as attention
+    from cute_kernels.attention.quantize_tiles import tile_attention
+
+    batch, (queries, d), length = q.shape[:-2], q.shape[-2:], masks[0].shape[1]
+    name = ("attention of rows", batch.numel(), config.name, *[mask._version_id for mask in masks[1:]])
     index = masks[0]._cache.get(name)
     if index is None:
-        arrays, every = ([(mask.row_offsets, mask.col_indices) for mask in each] for each in (masks, whole))
-        length = keys.k.shape[-2]
-        config = select_attention(every, whole[0].shape[0], length, **sizes)
-        if isinstance(config, BlockAttention) and any(cut % BLOCK for cut in cuts[:-1]):
-            config = GatherAttention(width)  # a part has no whole blocks
-        index = masks[0]._cache[name] = attention.make_index(arrays, queries, length, config=config, **sizes)
-    given = quantize_slices(q.reshape(-1, d), 8)
-    assert given.scale is not None
-    query, key, value = (
-        attention.align_to_16_bytes(pad(x, (0, width - x.shape[-1])).view(batch.numel(), -1, width).contiguous())
-        for x in (given.data, keys.k, keys.v)
-    )
+        arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
+        index = masks[0]._cache[name] = attention.make_index(
+            arrays, queries, length, batch=batch.numel(), head_dim=config.head, config=config
+        )
     bias = options.get("bias")
     if bias is not None:
-        check_key_bias(bias, keys.k.shape[-2], q.device)
+        check_key_bias(bias, length, q.device)
         bias = flat_bias(bias, batch).contiguous()
         bias = bias[0] if bias.shape[0] == 1 else bias
     scale, dtype = options.get("scale"), q.dtype if q.dtype in REAL_DTYPES else torch.float32
-    out = torch.empty((batch.numel(), queries, width), dtype=dtype, device=q.device)
-    attention.fused_attention(
-        query, key, value, index, scale=1.0 / math.sqrt(d) if scale is None else check_scale(scale),
-        q_scale=given.scale.view(batch.numel(), queries), k_scale=keys.k_scale.view(batch.numel(), -1),
-        v_scale=keys.v_scale.reshape(-1), keys_alike=keys.alike.reshape(-1).to(torch.int32), bias=bias,
-        softmax_bits=options.get("softmax_bits", 8), out=out, nan_for_empty=options.get("nan_for_empty", False),
-    )  # fmt: skip
-    return out[..., : keys.v.shape[-1]].to(q.dtype).reshape(*batch, queries, keys.v.shape[-1])
+    out = torch.empty((batch.numel(), queries, config.head), dtype=dtype, device=q.device)
+    softmax: dict[str, Any] = {
+        "scale": 1.0 / math.sqrt(d) if scale is None else check_scale(scale), "bias": bias, "out": out,
+        "softmax_bits": options.get("softmax_bits", 8), "nan_for_empty": options.get("nan_for_empty", False),
+    }  # fmt: skip
+    if isinstance(keys, Keys):
+        given = quantize_slices(q.reshape(-1, d), 8)
+        assert given.scale is not None
+        query, key, value = (_rows_of(x, config.head) for x in (given.data.view(q.shape), keys.k, keys.v))
+        attention.fused_attention(
+            query, key, value, index, q_scale=given.scale.view(batch.numel(), queries),
+            k_scale=keys.k_scale.view(batch.numel(), -1), v_scale=keys.v_scale.reshape(-1),
+            keys_alike=keys.alike.reshape(-1).to(torch.int32), **softmax,
+        )  # fmt: skip
+    else:
+        tile_attention(_rows_of(q, config.head), keys, index, bits=8, **softmax)
+    return out[..., :depth].to(q.dtype).reshape(*batch, queries, depth)

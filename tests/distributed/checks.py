@@ -7,7 +7,6 @@ import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -268,46 +267,6 @@ def check_keys_have_the_scales_of_one_process(mesh: DeviceMesh) -> None:
     assert torch.equal(again.ints(), sent.ints()) and torch.equal(again.scale, sent.scale)  # each, to its last bit
 
 
-def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
-    """A part of the queries alone would select another kernel of a GPU, which adds in another order."""
-    from cute_kernels.attention import fused, selection
-    from cute_kernels.attention.blocks import BlockAttention
-    from cute_kernels.attention.config import GatherAttention
-
-    heads, length = 5, 4096 if mesh.size() != 3 else 4080  # cuts between vectors
-    blocks = torch.eye(64, dtype=torch.bool).repeat_interleave(64, 0).repeat_interleave(64, 1)[:length, :length]
-    for mask in (mc.masks.local(length, 512), mc.Pattern.from_dense(blocks, 8)):
-        index, whole, alone = _kernels_of_a_part(mesh, mask, heads, length, fused, selection)
-        if isinstance(whole, BlockAttention) and mesh.size() == 3:  # no cut between whole blocks
-            assert isinstance(index.config, GatherAttention)
-        else:
-            assert index.config == whole
-        assert isinstance(whole, BlockAttention) or mesh.size() == 1 or alone != whole
-
-
-def _kernels_of_a_part(mesh: DeviceMesh, mask: mc.Pattern, heads: int, length: int, fused: Any, selection: Any) -> Any:
-    """The index that a rank's queries run by, and the kernels that all of them and these alone would select."""
-    rank, found = mesh.get_local_rank(), []
-    bounds = md.attention.chunk_bounds(length, mesh.size())
-    part = md.attention._rows(mask, bounds, *bounds[rank : rank + 2])
-    k, v = torch.randn(2, heads, bounds[rank + 1] - bounds[rank], 64)
-    machine = mock.patch.multiple(selection, current_arch=lambda: "sm_90a", device_of=lambda x: nullcontext())
-    kernel = mock.patch.object(fused, "fused_attention", lambda *given, **_: found.append(given))
-    of_device = mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132))
-    with machine, kernel, of_device:
-        keys = gathered_keys(k, v, length, mesh, may_share=True)
-        md.attention._fused(torch.randn_like(k), keys, (part,), (mask,), bounds, {})
-        whole, alone = (
-            selection.select_attention(
-                [(each.row_offsets, each.col_indices)], each.shape[0], length, batch=heads, head_dim=64
-            )
-            for each in (mask, part)
-        )
-    q, ints, values, index = found[0]
-    assert q.shape == k.shape and torch.equal(ints, keys.k) and torch.equal(values, keys.v)
-    return index, whole, alone
-
-
 def check_bytes_equal_the_model(mesh: DeviceMesh) -> None:
     """Bytes of each style as counted on the wire, and by the model that plans layers."""
     ranks, tokens = mesh.size(), 13
@@ -387,6 +346,6 @@ def check_the_example(mesh: DeviceMesh) -> None:
 DEFAULT = [
     check_shard_and_unshard, check_nnz_balances, check_products, check_partial_sums, check_sddmm, check_parallel_styles,
     check_tokens_that_are_not_finite, check_dense_styles, check_attention, check_keys_have_the_scales_of_one_process,
-    check_queries_run_the_kernel_of_all, check_bytes_equal_the_model, check_a_gather_of_views, check_errors,
+    check_bytes_equal_the_model, check_a_gather_of_views, check_errors,
     check_the_example,
 ]  # fmt: skip

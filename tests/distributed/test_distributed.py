@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import magicube_cutlass.distributed as md
 from magicube_cutlass.distributed import attention
-from tests.distributed import checks, residual_checks, training_checks
+from tests.distributed import attention_checks, checks, residual_checks, training_checks
 from tests.distributed.problems import activations, matrix
 from tests.distributed.rank_pool import Check, Pool, Results, failures
 from tests.house import ROOT, modules
@@ -30,10 +30,11 @@ ROUNDS = (  # groups that run at a time: ranks, first process, random products, 
 RANDOM = (checks.check_products, residual_checks.check_tolerances)
 CHECKS: dict[int, list[Check]] = {  # the others run in test_distributed_long
     1: [checks.check_parallel_styles, residual_checks.check_tall],
-    2: [check for check in (*checks.DEFAULT, *residual_checks.DEFAULT, *training_checks.DEFAULT)
+    2: [check for check in (*checks.DEFAULT, attention_checks.check_queries_run_the_kernel_of_all,
+                            *residual_checks.DEFAULT, *training_checks.DEFAULT)
         if check not in (*RANDOM, training_checks.check_graphs)],
     3: [checks.check_nnz_balances, checks.check_sddmm, checks.check_attention,
-        checks.check_keys_have_the_scales_of_one_process, checks.check_queries_run_the_kernel_of_all,
+        checks.check_keys_have_the_scales_of_one_process, attention_checks.check_queries_run_the_kernel_of_all,
         checks.check_bytes_equal_the_model, checks.check_errors, residual_checks.check_reports_are_equal,
         residual_checks.check_error_on_all_ranks_or_none, residual_checks.check_a_rank_that_would_plan_otherwise],
     4: [checks.check_shard_and_unshard, checks.check_dense_styles,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import magicube_cutlass as mc
+from cute_kernels.attention.blocks import block_config
 from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from cute_kernels.attention.quantize_qkv import encode_operands
 from cute_kernels.dtypes import element_bits
@@ -39,6 +41,7 @@ from tests.gpu.problems import (
     sparse,
 )
 from tests.gpu.sparse.test_gpu_fused_attention import CONFIGS, Case, Config, summing
+from tests.gpu.sparse.test_gpu_tile_attention import Case as TileCase
 from tests.helpers import SCALES
 
 pytestmark = pytest.mark.gpu
@@ -164,6 +167,14 @@ def test_operands_of_attention(bits: int) -> None:
     found = encode_operands(q, k, v, bits=bits)
     assert torch.equal(found.k[0], mc.quantize(k[0], bits, scale="row").ints())
     assert torch.equal(found.v[1].view(1, -1), mc.quantize(v[1].view(1, -1), bits, scale="row").ints())
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.configs([replace(block_config(64), key_scale=True, source=x, out="float32", lse=True)
+                      for x in ("float16", "float32")])  # fmt: skip
+def test_attention_of_tiles(dtype: torch.dtype) -> None:
+    TileCase(64, dtype, 93, 116, batch=2).check()
 
 
 @pytest.mark.parametrize("softmax_bits", [8, 16])

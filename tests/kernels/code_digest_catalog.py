@@ -17,6 +17,7 @@ from cute_kernels.attention import heuristics as attention_heuristics
 from cute_kernels.attention import quantize_qkv as attention_operands
 from cute_kernels.attention.blocks import BLOCK_ARCH, block_config
 from cute_kernels.attention.config import GatherAttention, PanelAttention
+from cute_kernels.attention.quantize_tiles import TilesConfig
 from cute_kernels.attention.sparse_softmax import SoftmaxConfig
 from cute_kernels.compensate.select import SelectConfig
 from cute_kernels.compensate.split import SplitConfig
@@ -385,8 +386,14 @@ def _attention(arch: str) -> Iterator[Entry]:
             replace(block_config(head), out=out, key_scale=scale, bias=bias, lse=lse),
         )
 
+    for head, source, added in ((64, "float16", False), (64, "float32", True), (128, "bfloat16", False)):
+        config = replace(block_config(head), key_scale=True, source=source, out=source, bias=added, lse=added)
+        yield f"attention/blocks of {source} head={head}{' bias lse' if added else ''}", config
+
 
 def _attention_operands(arch: str) -> Iterator[Entry]:
     """Q, K and V as integers."""
     for x, head, bits in (("float16", 64, 8), ("float32", 128, 8), ("bfloat16", 64, 4)):
         yield f"attention operands/{x} head={head} s{bits}", attention_operands.choose(x, head, bits, arch)
+        if arch == BLOCK_ARCH:
+            yield f"attention tiles/{x} head={head} s{bits}", TilesConfig(x, head, bits)

@@ -31,6 +31,7 @@ ONLY_ON = {
     "sddmm_panel": {"sm_90a", "sm_100a"},
     "attention_panel": {"sm_90a", "sm_100a"},
     "attention_blocks": {"sm_90a"},
+    "attention_tiles": {"sm_90a"},
     "probe_box": {"sm_90a", "sm_100a"},
     "gemm_wgmma": {"sm_90a"},
     "gemm_floats_wgmma": {"sm_90a"},

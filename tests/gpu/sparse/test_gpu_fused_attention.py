@@ -288,7 +288,7 @@ def test_the_chosen_kernels_attend_long_sequences() -> None:
         case.check(torch.float16, lse=False)
 
 
-@pytest.mark.configs([replace(block_config(head), key_scale=True) for head in (64, 128)])
+@pytest.mark.configs([replace(block_config(head), key_scale=True, source="float16") for head in (64, 128)])
 @pytest.mark.skipif(HERE.arch != BLOCK_ARCH, reason="no warp groups multiply on this GPU")
 def test_whole_blocks_of_a_mask_are_found_and_taken() -> None:
     """The public call takes the kernel of blocks, and gives what the gather kernel gives, but for roundings of weights."""

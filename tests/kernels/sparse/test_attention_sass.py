@@ -30,7 +30,12 @@ CASES: list[tuple[AttentionConfig, str]] = [
     (GatherAttention(32), "sm_80"),
     (GatherAttention(64, key_scale=True), "sm_90a"),
 ]
-BLOCKS = [replace(block_config(head), **flags) for head in (64, 128) for flags in ({}, {"key_scale": True}, EVERYTHING)]
+FLOATS = [{"key_scale": True, "source": "float16"}, {**EVERYTHING, "source": "float32"}]
+BLOCKS = [
+    replace(block_config(head), **flags)
+    for head in (64, 128)
+    for flags in ({}, {"key_scale": True}, EVERYTHING, *FLOATS)
+]
 OPERANDS = [
     (OperandsConfig(x, 64, bits, cluster=cluster), arch)
     for x, bits, cluster, arch in (
@@ -99,5 +104,4 @@ def test_whole_blocks_are_multiplied_by_warp_groups_from_registers(config: Block
         assert wanted in sass, wanted
     assert "STG.E.128" in sass or config.out == "float32"
     # operands of products under way stay where they are: a wait for each product, and no other
-    loops = 2 if config.key_scale else 1  # also for keys that share a scale
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2 * loops
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,12 +252,13 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     attention = pytest.importorskip("cute_kernels.attention.fused", reason="needs the wheel nvidia-cutlass")
     calls: list[dict[str, Any]] = []
 
-    def make_index(patterns: Any, queries: int, keys: int, *, batch: int, head_dim: int, causal: bool) -> Tensor:
+    def make_index(patterns: Any, queries: int, keys: int, *, batch: int, head_dim: int, causal: bool) -> Any:
         dense = torch.stack([mc.Pattern((queries, keys), 8, *arrays).to_dense() for arrays in patterns])
         assert batch % len(dense) == 0 and head_dim in (32, 64, 128)
-        return dense.repeat(batch // len(dense), 1, 1) & (torch.ones(queries, keys).tril() > 0 if causal else True)
+        seen = dense.repeat(batch // len(dense), 1, 1) & (torch.ones(queries, keys).tril() > 0 if causal else True)
+        return SimpleNamespace(config=None, seen=seen)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, **options: Any) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, index: Any, **options: Any) -> None:
         for x in (q, k, v):
             assert x.dtype == torch.int8 and x.is_contiguous() and x.ndim == 3
         for name, length in (("q_scale", q), ("k_scale", k)):
@@ -264,7 +266,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         assert options["v_scale"].shape == options["keys_alike"].shape == q.shape[:1]
         assert len(options["ready"]) == len(q)
         reals = [x.double() * options[f"{n}_scale"].view(len(x), -1, 1) for n, x in (("q", q), ("k", k), ("v", v))]
-        out, lse = exact(*reals, index, options["bias"], options["scale"])
+        out, lse = exact(*reals, index.seen, options["bias"], options["scale"])
         options["out"].copy_(out)
         if options["lse"] is not None:
             options["lse"].copy_(lse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def test_memory_follows_the_mask_and_not_the_square_of_the_length(
     if backend == "fused":
         attention = pytest.importorskip("cute_kernels.attention.fused", reason="needs the wheel nvidia-cutlass")
         fake_kernel(monkeypatch)
-        monkeypatch.setattr(attention, "make_index", lambda arrays, *_, **__: arrays)
+        monkeypatch.setattr(attention, "make_index", lambda arrays, *_, **__: SimpleNamespace(config=None))
         monkeypatch.setattr(attention, "fused_attention", lambda *_, **__: None)
     sums, largest = [], []
     for length in (1024, 2048, 4096):
