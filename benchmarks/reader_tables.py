@@ -240,6 +240,24 @@ def render_few_rows() -> str:
     return f"{grid(head, rows)}\n\n{source('few_rows_h200')}"
 
 
+def render_few_rows_int8() -> str:
+    """Int8 rows times packed weights on a GPU, as integers and not: microseconds, weights cold."""
+    cases = {(*case["bytes"], case["m"]): case["cold"] for case in results("few_rows_int8_h100")["cases"]}
+    rows = []
+    for m in (1, 16, 64, 128, 256, 512, 2048):
+        cells = []
+        for name in ("int4_g128", "int8_g128"):
+            us = cases[name, m]
+            fp8, ours = min(us["fp8"], us["fp8 fast"]), us[f"{name}/chosen"]
+            others = [us.get(f"{name}/{each}") for each in ("widened", "decoded")]
+            cells += [f"{ours:.1f} ({fp8 / ours:.2f})", *(f"{each:.1f}" if each else "-" for each in others)]
+        us = cases["int4_g128", m]
+        rows.append([f"{m}", f"{us['bf16']:.1f}", f"{min(us['fp8'], us['fp8 fast']):.1f}", *cells])
+    head = ["rows", "bfloat16", "torch fp8", "int4", "rows widened", "weight decoded", "int8", "rows widened",
+            "weight decoded"]  # fmt: skip
+    return f"{grid(head, rows)}\n\n{source('few_rows_int8_h100')}"
+
+
 def render_e4m3_blocks() -> str:
     """Layers with 128 x 128 scales from bfloat16 rows, beside torch's products alone; weights cold."""
     rows = []
@@ -305,6 +323,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("layers-times", "docs/lab/performance.md", render_layers),
     ("few-rows", "docs/lab/performance.md", render_few_rows),
     ("few-rows-layers", "docs/lab/performance.md", render_few_rows_layers),
+    ("few-rows-int8", "docs/lab/performance.md", render_few_rows_int8),
     ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("models-avx512", "docs/lab/models.md", render_models_avx512),

@@ -18,11 +18,7 @@ MAX_K = (1 << 17) - 1  # without groups: 128 * 128 * K < 2^31
 
 @dataclass(frozen=True)
 class FewRowsInt8Config(FewRowsConfig):
-    """Config of the few-rows kernel of int8 rows: ``D = X W^T``.
-
-    On an H100 two warp groups of 64 and 128 rows have run with int4 in groups of 128, and earlier forms with all
-    formats; the forms of 16 and 32 rows that are chosen now have not run on a GPU.
-    """
+    """Config of the few-rows kernel of int8 rows: ``D = X W^T``."""
 
     act: str = "int8"
 

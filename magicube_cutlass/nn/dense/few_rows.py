@@ -11,11 +11,9 @@ from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTenso
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 _WHOLE = 128  # k of the largest group that the kernel has
-# Whether layers of int8 rows multiply integers where `takes_int8_rows` says so. False: of the configs that are chosen,
-# those of 64 and 128 rows have run with int4 in groups of 128 only, and their forms of 16 and 32 rows not at all.
-INT8_PRODUCT = False
-# k of the smallest group whose int8 rows are multiplied as such. A group takes two instructions per sum to add: groups
-# of 32 take 330 and 587 per 64 x 128 weights for 64 and 128 rows, of 128 124 and 189. Predicted: slower than widened.
+# k of the smallest group whose int8 rows are multiplied as such. A group takes two instructions per sum to add: on an
+# H100, 4096 to 14336, int4 in groups of 64 takes 0.74 to 0.87 of the time of widened rows for 1 to 2,048 rows, of 32
+# 0.88 to 0.90 up to 16 rows and 1.01 to 1.05 from 64 on (few_rows_int8_h100.json).
 _INT8_GROUP = 64
 
 
@@ -46,13 +44,12 @@ def few_rows_format(weight: GroupTensor | ScaledFloatTensor) -> str | None:
 
 
 def takes_int8_rows(weight: GroupTensor | ScaledFloatTensor) -> bool:
-    """Return whether the product of int8 rows as integers is for a weight (M, K); `INT8_PRODUCT` turns it on.
+    """Return whether int8 rows are multiplied with a weight (M, K) as integers.
 
     Symmetric integers with scales per row, or of groups of 64 or more. There is one rule for all numbers of rows: on an
-    H100, 4096 to 14336, int4 in groups of 128, the product of integers takes 14.0, 16.4, 19.9 and 39.5 us for 16, 64,
-    128 and 256 rows, that of widened rows 16.5, 20.9, 34.5 and 66.6; fewer rows than 16 are padded to 16, and both
-    read the same weight. Nor is the weight decoded for many rows: 761 TOP/s are the rate of torch's bfloat16 product,
-    which would also pay for decoding.
+    H100, 4096 to 14336, int4 in groups of 128, the product of integers takes 13.9, 16.0, 20.2, 38.7 and 274 us for 16,
+    64, 128, 256 and 2,048 rows, that of widened rows 16.7, 21.0, 34.8, 66.2 and 487. Nor is the weight decoded for many
+    rows: 2,048 are multiplied at 879 TOP/s, and torch's bfloat16 product there at 783.
 
     Examples
     --------

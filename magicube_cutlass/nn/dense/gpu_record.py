@@ -141,7 +141,7 @@ class FewRowsRecord(LayerRecord):
 
 
 class FewRowsInt8Record(LayerRecord):
-    """By the few-rows product of int8 rows, which `few_rows.INT8_PRODUCT` turns on: not all that it runs has run."""
+    """By the few-rows product of int8 rows, quantized before."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, x: Tensor) -> None:
         super().__init__(weight.shape[0], bias, x, x.dtype)

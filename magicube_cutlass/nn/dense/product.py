@@ -325,7 +325,7 @@ def _backend(weight: QuantWeight, act: str) -> str:
         from magicube_cutlass.nn.dense import few_rows
 
         if few_rows.few_rows_format(weight) is not None and current_arch() == "sm_90a":
-            integers = act == "int8" and few_rows.INT8_PRODUCT and few_rows.takes_int8_rows(weight)
+            integers = act == "int8" and few_rows.takes_int8_rows(weight)
             return "few_rows_int8" if integers else "few_rows"
     return "scaled_gemm" if act != "none" and not on_cpu and isinstance(weight, ScaledFloatTensor) else "torch"
 

@@ -18,7 +18,6 @@ from cute_kernels.few_rows.product_int8 import (
     int8_candidates,
     int8_formats,
 )
-from magicube_cutlass.nn.dense import few_rows
 from magicube_cutlass.nn.dense.product import quantize_act
 from tests.gpu.problems import needs_warp_groups
 from tests.kernels.few_rows.model import int8_limit, int8_product, sample
@@ -130,8 +129,7 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @pytest.mark.parametrize("group", [None, 64, 128, 256])
 @pytest.mark.parametrize("dtype", OUTS)
-def test_a_layer_multiplies_by_it(group: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "INT8_PRODUCT", True)
+def test_a_layer_multiplies_by_it(group: int | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(512, 264, device="cuda", dtype=dtype)
     layer = mc.nn.QuantLinear.from_linear(linear, weight="int4", group_size=group).eval().freeze()
