@@ -7,10 +7,10 @@ engine (``harness/cpu_dlmc.py``) and writes ``benchmarks/results/dlmc_cpu.json``
 
 Matrices are read from the folder ``MAGICUBE_DATA`` (or ``../shared/data``), which holds ``dlmc/matrices``; ``--folder``
 names another, ``--list`` a file of their names.  A finished matrix is kept in a ``.jsonl`` beside the results: the same
-command goes on after it, ``--fresh`` starts again.  ``--pairs`` multiplies every matrix in each of Table IV's widths,
-``--baselines`` adds dense fp8 (cuBLASLt, as int8) and cuSPARSE's Blocked-ELL int8 and fp16; on a GPU neither has run,
-nor have ``--list`` and ``--folder``.
-Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--device cpu] [--per-group 2] [--pairs all] [--baselines] [--fresh]
+command goes on after it, ``--fresh`` starts again.  ``--pairs`` multiplies every matrix in each of Table IV's widths.
+``--figures`` measures Figures 14 and 15 of Li, Osawa, Hoefler, SC'22, instead: V = 8, N or K = 256, each of these
+widths, dense fp8 (cuBLASLt, as int8) and cuSPARSE's Blocked-ELL too; it writes ``dlmc_figures_<GPU>.json``.
+Run: ``PYTHONPATH=. python benchmarks/dlmc.py [--device cpu] [--per-group 2] [--pairs all] [--figures] [--fresh]
 [--list FILE] [--folder DIR] [--seconds 150] [--out FILE]``; ``benchmarks/plots/gpu_plots.py`` draws the GPU's result,
 ``benchmarks/paper_magicube.py`` writes the page of the CPU's.
 """
@@ -47,6 +47,7 @@ from harness.gpu_dlmc import (
     run_sddmm,
     spmm_products,
     spmm_row,
+    timed,
 )
 from harness.gpu_results import gpu_arguments, results_file, rounded, save
 from harness.gpu_sddmm import chosen_sddmm
@@ -65,6 +66,7 @@ PAIRS = tuple(Widths(*pair) for pair in SPMM_PAIRS if pair != (8, 8))
 FLOAT_PAIRS = (("float16", "float16"), ("e4m3", "e4m3"), ("e4m3", "float16"))
 SAMPLED = (BASE, *(Widths(*pair) for pair in SDDMM_PAIRS if pair != (8, 8)))
 SUBSET = "magnitude_pruning"  # the method whose first matrices get all pairs and other libraries' products
+FIGURES = 256  # N of Figure 14, K of Figure 15
 BLOCKED_ELL = {"Blocked-ELL int8 8": blocked_ell, "Blocked-ELL fp16 8": blocked_ell_half}
 BREAK_EVEN = ((512, 512, 512), (2048, 512, 512), (1024, 1024, 512), (2048, 2048, 512), (4096, 4096, 512),
               (4096, 4096, 4096))  # fmt: skip
@@ -125,8 +127,8 @@ def spmm_rows(
     for product in spmm_products(pattern, columns, widths):
         n = product.rhs.shape[-1]
         try:
-            timing = replays({"ours": checked_spmm(product)})["ours"]
-            row = spmm_row(product, timing, dense.of((m, k, n), product))
+            times = timed({"ours": checked_spmm(product)})["ours"]
+            row = spmm_row(product, times, dense.of((m, k, n), product))
         except Exception as error:  # a failure of ours is a result too
             row = {"v": pattern.vector_length, "n": n, "failure": one_line(error)}
         yield {"pair": str(widths), **row}
@@ -157,15 +159,6 @@ def run_pairs(pattern: mc.Pattern, dense: DenseTimes) -> list[dict[str, Any]]:
     return [row for widths in PAIRS for row in spmm_rows(of_length(pattern, 8), COLUMNS[-1:], widths, dense)]
 
 
-def run_blocked_ell(pattern: mc.Pattern, columns: tuple[int, ...]) -> list[dict[str, Any]]:
-    """cuSPARSE's Blocked-ELL products at the density of V = 8."""
-    rows = []
-    for n in columns:
-        product = make_product(of_length(pattern, 8), n, BASE)
-        rows += other_rows({name: partial(make, product, 8) for name, make in BLOCKED_ELL.items()}, n)
-    return rows
-
-
 def run_others(pattern: mc.Pattern, n: int) -> list[dict[str, Any]]:
     """Products of floats at V = 8: ours, dense, and other libraries' of the same elements as CSR or blocks as dense."""
     product = make_product(of_length(pattern, 8), n, BASE)
@@ -182,11 +175,9 @@ def run_others(pattern: mc.Pattern, n: int) -> list[dict[str, Any]]:
 def other_rows(makers: dict[str, Callable[[], Baseline]], n: int) -> list[dict[str, Any]]:
     """A row of each baseline, or why there is none."""
     baselines, failures, errors = prepare(makers)
-    times = replays(calls_of(baselines), rounds=5)
     rows: list[dict[str, Any]] = []
-    for name, timing in times.items():
-        error = rounded(errors[name])
-        rows.append({"name": name, "n": n, "us": rounded(timing.median), "error": error, "mode": timing.mode})
+    for name, times in timed(calls_of(baselines), rounds=5).items():
+        rows.append({"name": name, "n": n, "error": rounded(errors[name]), **times.row()})
     return rows + [{"name": name, "n": n, "failure": text} for name, text in failures.items()]
 
 
@@ -256,28 +247,47 @@ def measure(
     if matrix in tops:
         found["spmm"] += run_pairs(pattern, dense) if pairs is None else []
         found["others"] = run_others(pattern, COLUMNS[1])
-    if "dense fp8" in dense.names:
-        found["others"] = found.get("others", []) + run_blocked_ell(pattern, COLUMNS)
     torch.cuda.empty_cache()
     return found | {"dense": list(dense.rows.values())[seen:]}
+
+
+def measure_figures(matrix: Matrix, pattern: mc.Pattern, dense: DenseTimes) -> Record:
+    """What Figures 14 and 15 show of a matrix."""
+    seen, there = len(dense.rows), of_length(pattern, 8)
+    found: Record = {"matrices": [facts(matrix, pattern)]}
+    found["spmm"] = [row for pair in (BASE, *PAIRS) for row in spmm_rows(there, (FIGURES,), pair, dense)]
+    found["sddmm"] = list(run_sddmm(there.to("cuda"), FIGURES, SAMPLED, dense))
+    product = make_product(there, FIGURES, BASE)
+    found["others"] = other_rows({name: partial(make, product, 8) for name, make in BLOCKED_ELL.items()}, FIGURES)
+    torch.cuda.empty_cache()
+    return found | {"dense": list(dense.rows.values())[seen:]}
+
+
+def figure_configs(patterns: dict[Matrix, mc.Pattern]) -> Iterator[Source]:
+    """Every kernel of :func:`measure_figures`."""
+    for pattern in patterns.values():
+        there = of_length(pattern, 8)
+        yield from (chosen(there, FIGURES, pair) for pair in (BASE, *PAIRS))
+        yield from (chosen_sddmm(there.to("cuda"), pair, FIGURES) for pair in SAMPLED)
 
 
 def run_gpu(matrices: list[Matrix], args: Namespace, start: float) -> None:
     """Measure, each matrix once; the second matrices of the groups come last."""
     named = pairs_of(args.pairs)
     pairs = None if named is None else tuple(Widths(*pair) for pair in named)
-    dense = DenseTimes(tuple(DENSE) if args.baselines else USUAL)
-    out, end = args.out or results_file("dlmc"), start + args.seconds
+    dense = DenseTimes(tuple(DENSE) if args.figures else USUAL)
+    out, end = args.out or results_file("dlmc_figures" if args.figures else "dlmc"), start + args.seconds
     results: dict[str, Any] = {
         "machine": gpu_machine(),
         "setting": {"out": "float16", "pattern": "a row of the file is a vector row", "seed": 0,
                     "check": "every product of ours equal in every element, others by the error that is given",
-                    "us": "median over 7 rounds of the mean launch in a CUDA graph of about 100 us"},
+                    "us": "median over 7 rounds of the mean launch in a CUDA graph of about 100 us",
+                    "behind_us": "likewise, with an elementwise kernel after each launch, whose time is taken off"},
         "compile_failures": [],
         "matrices": [], "spmm": [], "sddmm": [], "others": [], "skew": [], "break_even": [], "dense": [],
     }  # fmt: skip
     head = {key: results["machine"].get(key) for key in ("commit", "torch", "gpu")}
-    journal = Journal(out, head | {"pairs": args.pairs, "baselines": args.baselines}, args.fresh)
+    journal = Journal(out, head | {"pairs": args.pairs, "figures": args.figures}, args.fresh)
     for record in journal.records.values():
         dense.rows |= {tuple(row["shape"]): row for row in record.get("dense", [])}
     patterns = {matrix: mc.read_smtx(matrix.path) for matrix in matrices if matrix.name not in journal.records}
@@ -285,14 +295,18 @@ def run_gpu(matrices: list[Matrix], args: Namespace, start: float) -> None:
     tops = [matrix for matrix in first if matrix.method == SUBSET]
     print(f"{len(patterns)} of {len(matrices)} matrices read, {time.perf_counter() - start:.1f} s", flush=True)
     left = [matrix for matrix in first if matrix in patterns], [matrix for matrix in tops if matrix in patterns]
-    results["compile_failures"] = sorted(set(compile_ahead(all_configs(patterns, *left, pairs)).values()))
-    journal("skew", lambda: {"skew": [compare_patterns(f"5:1, {x}", x.n, skewed(x), uniform(x, 8)) for x in SKEWED]})
-    journal("break_even", lambda: break_even_record(dense))
+    configs = figure_configs(patterns) if args.figures else all_configs(patterns, *left, pairs)
+    results["compile_failures"] = sorted(set(compile_ahead(configs).values()))
+    if not args.figures:
+        made = [(f"5:1, {x}", x.n, skewed(x), uniform(x, 8)) for x in SKEWED]
+        journal("skew", lambda: {"skew": [compare_patterns(*each) for each in made]})
+        journal("break_even", lambda: break_even_record(dense))
     for count, (matrix, pattern) in enumerate(patterns.items()):
         if time.perf_counter() > end:
             print(f"no time for {len(patterns) - count} matrices: run the same command again")
             break
-        journal(matrix.name, partial(measure, matrix, pattern, (first, tops), dense, pairs))
+        whole = partial(measure, matrix, pattern, (first, tops), dense, pairs)
+        journal(matrix.name, partial(measure_figures, matrix, pattern, dense) if args.figures else whole)
         print(f"  {matrix.name}, {end - time.perf_counter():.0f} s left", flush=True)
     journal.add_to(results)
     save(results, out)
@@ -313,7 +327,7 @@ def main() -> None:
         matrices={"type": int, "help": "no more matrices than this, to see that it runs"},
         seconds={"type": float, "default": 150.0, "help": "no matrix is begun after this time"},
         pairs={"help": "pairs of widths for every matrix: 'all', or some as L8-R8,L16-R4"},
-        baselines={"action": "store_true", "help": "on a GPU: dense fp8 and Blocked-ELL too"},
+        figures={"action": "store_true", "help": "on a GPU: Figures 14 and 15, all pairs and baselines"},
         fresh={"action": "store_true", "help": "measure finished matrices again"},
         list={"type": Path, "help": "a file that names the matrices, one a line"},
         folder={"type": Path, "help": "the folder of the matrices"},

@@ -25,7 +25,7 @@ def read(name: str) -> dict[str, Any]:
 
 def tables() -> dict[str, str]:
     """The page's tables by mark."""
-    gpu, cpu = read("dlmc_h200.json"), read("dlmc_cpu.json")
+    gpu, cpu = read("dlmc_figures_h200.json"), read("dlmc_cpu.json")
     return {
         "machine": magicube.machines(gpu, cpu),
         "ratios": magicube.ratios(gpu, cpu),

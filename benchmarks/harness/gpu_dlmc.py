@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from harness.gpu_baselines import Baseline, dense_fp8, dense_half, dense_int8
 from harness.gpu_data import OUT, Product, Widths, check, make_product, narrowed, one_line, ran
 from harness.gpu_results import rounded
 from harness.gpu_sddmm import checked_sddmm, chosen_sddmm
-from harness.gpu_timing import Call, GraphReplays, replays
+from harness.gpu_timing import Call, GraphReplays, behind, replays
 
 DENSE: dict[str, Callable[[Product], Baseline]] = {
     "dense fp16": partial(dense_half, dtype=torch.float16),
@@ -21,6 +22,25 @@ DENSE: dict[str, Callable[[Product], Baseline]] = {
     "dense fp8": dense_fp8,
 }
 USUAL = ("dense fp16", "dense int8")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Launches of one call in a loop, and behind another kernel."""
+
+    loop: GraphReplays
+    behind: GraphReplays
+
+    def row(self) -> dict[str, Any]:
+        return {"us": rounded(self.loop.median), "behind_us": rounded(self.behind.median), "mode": self.loop.mode}
+
+
+def timed(calls: Mapping[str, Call], rounds: int = 7) -> dict[str, Times]:
+    """Time calls in turn, in a loop and behind another kernel."""
+    if not calls:
+        return {}
+    loops, after = replays(calls, rounds=rounds), behind(calls, rounds=rounds, replay=100.0)
+    return {name: Times(loops[name], after[name]) for name in calls}
 
 
 def checked_spmm(product: Product) -> Call:
@@ -56,8 +76,8 @@ class DenseTimes:
                 except Exception as error:  # a baseline that cannot is a result
                     baselines.pop(name, None)
                     row[f"{name} failure"] = one_line(error)
-            for name, timing in replays({name: baseline.call for name, baseline in baselines.items()}).items():
-                row[name] = rounded(timing.median)
+            for name, times in timed({name: baseline.call for name, baseline in baselines.items()}).items():
+                row[name], row[f"{name} behind"] = rounded(times.loop.median), rounded(times.behind.median)
             self.rows[shape] = row
         return self.rows[shape]
 
@@ -70,28 +90,25 @@ def sddmm_as_product(x: mc.QuantTensor, y: mc.QuantTensor, exact: torch.Tensor) 
     return Product(lhs, y.mT, (exact.float() * x.scale * y.scale).to(OUT))
 
 
-def spmm_row(product: Product, timing: GraphReplays, dense: dict[str, Any]) -> dict[str, Any]:
-    """``speed_up``: the dense float16 product's time over ours."""
-    us, lhs = timing.median, product.lhs
-    row: dict[str, Any] = {"v": lhs.vector_length, "n": product.rhs.shape[-1], "us": rounded(us),
-                           "tops": rounded(product.operations / us / 1e6), "kernel": ran(lhs).split(", ")[-1],
-                           "mode": timing.mode}  # fmt: skip
-    return row | compared(us, dense)
+def spmm_row(product: Product, times: Times, dense: dict[str, Any]) -> dict[str, Any]:
+    us, lhs = times.loop.median, product.lhs
+    row: dict[str, Any] = {"v": lhs.vector_length, "n": product.rhs.shape[-1], "kernel": ran(lhs).split(", ")[-1],
+                           "tops": rounded(product.operations / us / 1e6)}  # fmt: skip
+    return row | times.row() | compared(times, dense)
 
 
-def sddmm_row(
-    pattern: mc.Pattern, inner: int, widths: Widths, timing: GraphReplays, dense: dict[str, Any]
-) -> dict[str, Any]:
-    us = timing.median
-    row: dict[str, Any] = {"v": pattern.vector_length, "inner": inner, "us": rounded(us),
-                           "tops": rounded(2 * pattern.nnz * inner / us / 1e6),
-                           "kernel": chosen_sddmm(pattern, widths, inner).name, "mode": timing.mode}  # fmt: skip
-    return row | compared(us, dense)
+def sddmm_row(pattern: mc.Pattern, inner: int, widths: Widths, times: Times, dense: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"v": pattern.vector_length, "inner": inner,
+                           "tops": rounded(2 * pattern.nnz * inner / times.loop.median / 1e6),
+                           "kernel": chosen_sddmm(pattern, widths, inner).name}  # fmt: skip
+    return row | times.row() | compared(times, dense)
 
 
-def compared(us: float, dense: dict[str, Any]) -> dict[str, Any]:
-    """Times of the dense products, and how many times as fast ours is."""
-    return {f"times {name}": rounded(dense[name] / us) for name in DENSE if name in dense}
+def compared(times: Times, dense: dict[str, Any]) -> dict[str, Any]:
+    """How many times as fast as the dense products ours is, in a loop and behind another kernel."""
+    there = [name for name in DENSE if name in dense]
+    found = {f"times {name}": rounded(dense[name] / times.loop.median) for name in there}
+    return found | {f"behind: times {name}": rounded(dense[f"{name} behind"] / times.behind.median) for name in there}
 
 
 def run_sddmm(
@@ -104,8 +121,7 @@ def run_sddmm(
             call, x, y, exact = checked_sddmm(widths, inner, pattern)
             if (m, inner, n) not in dense.rows:
                 dense.of((m, inner, n), sddmm_as_product(x, y, exact))
-            timing = replays({"ours": call})["ours"]
-            row = sddmm_row(pattern, inner, widths, timing, dense.rows[m, inner, n])
+            row = sddmm_row(pattern, inner, widths, timed({"ours": call})["ours"], dense.rows[m, inner, n])
         except Exception as error:  # a failure of ours is a result too
             row = {"v": pattern.vector_length, "inner": inner, "failure": one_line(error)}
         yield {"pair": str(widths), **row}
