@@ -76,6 +76,7 @@ class PanelModel:
     result: float = 0.498  # store, per byte of a vector row in an N tile
     narrow: float = 1.43  # of a chunk, in rows of at most 64 bytes
     ahead: float = 0.883  # of a chunk, with more than two records in flight
+    tail: float = 200.0  # of a group of the longest vector row, beyond a mean one
     # (warps, vector rows per warp) -> multiplier of a chunk
     share: tuple[tuple[tuple[int, int], float], ...] = (
         ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.595), ((13, 2), 0.633), ((11, 3), 0.617), ((11, 2), 0.599),

@@ -24,8 +24,9 @@ from cute_kernels.spmm.panel import PanelConfig
 def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float:
     """Predict the time of the panel kernel in nanoseconds.
 
-    ``launch + waves * (sqrt(work^2 + fill^2) + epilogue)``: per wave of CTAs, the MMAs of all warps overlap with the
-    loads of tiles of B. The constants are those of ``machine.panel``.
+    ``launch + waves * (sqrt(work^2 + fill^2) + epilogue) + tail``: per wave of CTAs, the MMAs of all warps overlap with
+    the loads of tiles of B. The tail is the longest vector row, which one warp multiplies. The constants are those of
+    ``machine.panel``.
     """
     model = machine.panel
     clusters = machine.num_sms // config.cluster
@@ -47,7 +48,13 @@ def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float
     fill = problem.inner * (model.byte * config.tile_n_bytes / config.cluster * items / (waves * clusters) + row)
     fill += tiles * model.flight / (config.stages - config.tile_window)
     epilogue = model.block + model.result * rows * config.tile_n_bytes
-    return model.launch + waves * ((work**2 + fill**2) ** 0.5 + epilogue)
+    tail = model.tail * (_longest(mean, problem.longest) - mean) / config.mma_k
+    return model.launch + waves * ((work**2 + fill**2) ** 0.5 + epilogue) + tail
+
+
+def _longest(mean: float, longest: int) -> float:
+    """Vectors of the longest vector row beyond those of a uniform pattern: mean + 3 standard deviations."""
+    return max(mean, longest - 3 * mean**0.5)
 
 
 def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> float:
@@ -64,9 +71,8 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     full = problem.vector_rows * tiles * config.split_k_warps / resident
     mean = problem.vectors / max(problem.vector_rows, 1)
     groups = mean / (config.mma_k * config.split_k_warps) + 0.5
-    # Vector rows longer than in a uniform pattern (mean + 3 standard deviations) extend the tail. All warps of a CTA
-    # share long ones.
-    longest = max(mean, problem.longest - 3 * mean**0.5) / config.mma_k
+    # Vector rows longer than in a uniform pattern extend the tail. All warps of a CTA share long ones.
+    longest = _longest(mean, problem.longest) / config.mma_k
     is_long = config.shares_long_rows and longest > long_groups(problem.vectors // config.mma_k, problem.vector_rows)
     longest = longest / (config.warps if is_long else config.split_k_warps) + 0.5
     crowd = model.crowd * max(config.tile_n_bytes, 64) / 64 * min(1.0, full) * resident / machine.num_sms / 32
