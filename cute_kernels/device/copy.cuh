@@ -27,21 +27,6 @@ __device__ __forceinline__ int warp_of_block() { return uniform(int(threadIdx.x)
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
-// L2 eviction policies for the copies below: of what is read again soon, and of the rest.
-__device__ __forceinline__ uint64_t evict_last_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void cp_async(uint32_t to, const void* from, int valid, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
-               ::"r"(to), "l"(from), "r"(valid), "l"(policy) : "memory");
-}
 // cp.async of 16 or 8 bytes, likewise.
 template <int kBytes>
 __device__ __forceinline__ void copy_async_run(uint32_t to, const void* from, int valid) {

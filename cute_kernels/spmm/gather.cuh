@@ -5,16 +5,13 @@
 // their results through shared memory. All warps of a CTA split a long row; these CTAs come first.
 // Pipeline: each warp copies the rows of B of its groups by cp.async into its own ring of kStages stages; no CTA barrier in
 // the mainloop. Columns of A are loaded kStages groups ahead, values one group ahead. One stage: no prefetch, a group is
-// loaded when it is multiplied (for measurements). kHotRows: columns that many vectors have carry kHot, and their rows of B stay in
-// L2 before others (for measurements).
+// loaded when it is multiplied (for measurements).
 // Source: Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
 #pragma once
 
 #include "spmm/common.cuh"
 
 namespace magicube {
-
-constexpr int32_t kHot = 1 << 30;  // added to a column whose row of B is hot
 
 // Pipeline of gathered rows: (kStages, kSlots, kTileNBytes), swizzled.
 template <class C>
@@ -31,7 +28,6 @@ struct GatherRing {
   int64_t pitch;         // bytes between rows of B
   int valid;             // bytes of the chunk of this lane that exist
   int lane;
-  uint64_t keep, drop;  // L2 policies of hot rows and of others, with kHotRows
 
   __device__ void fetch(int stage, const int32_t (&columns)[kSlotLanes]) const {
     CUTE_UNROLL
@@ -42,12 +38,7 @@ struct GatherRing {
       const uint32_t to = base + stage * kStageBytes + swizzled<C::kTileNBytes, C::kSwizzle>(slot, chunk);
       // Integer padding is not copied: its values are 0, and one row of B for all warps would serialize their loads. Floats
       // get zeros, because 0 times a stale row can be NaN.
-      if constexpr (C::kHotRows) {
-        const bool exists = column >= 0;
-        const uint8_t* from = n_tile + (exists ? int64_t{column & ~kHot} : 0) * pitch + chunk * 16;
-        if (exists && (column & kHot)) cp_async(to, from, valid, keep);
-        else if (C::kFloat || exists) cp_async(to, from, exists ? valid : 0, drop);
-      } else if constexpr (C::kFloat) cp_async(to, n_tile + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
+      if constexpr (C::kFloat) cp_async(to, n_tile + (column < 0 ? 0 : column * pitch) + chunk * 16, column < 0 ? 0 : valid);
       else if (column >= 0) cp_async(to, n_tile + column * pitch + chunk * 16, valid);
     }
   }
@@ -141,8 +132,7 @@ spmm_gather(const int64_t* group_start, const int32_t* columns, const uint32_t* 
   const int64_t n_tile_byte = n_tile * C::kTileNBytes + lane % S::kChunks * 16;
   const int64_t valid = b_bytes - n_tile_byte;
   const Ring ring{held(shared_address(shared)) + warp * (C::kStages * Ring::kStageBytes), b + batch * b_batch + n_tile * C::kTileNBytes,
-                  b_pitch, valid < 0 ? 0 : valid < 16 ? int(valid) : 16, lane,
-                  C::kHotRows ? evict_last_policy() : 0, C::kHotRows ? evict_first_policy() : 0};
+                  b_pitch, valid < 0 ? 0 : valid < 16 ? int(valid) : 16, lane};
   const int64_t begin = row_begin + part;
   const int64_t own = end - begin;  // groups from the first of this warp on
   const int count = !present || own <= 0 ? 0 : int(is_long ? (own + C::kWarps - 1) / C::kWarps : (own + C::kSplitKWarps - 1) / C::kSplitKWarps);

@@ -16,9 +16,8 @@ from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import OUT_BYTES, SpmmConfig, group_offsets, pack_fragments
 
-__all__ = ["HOT", "GatherConfig", "PackedGather", "find_long_rows", "long_groups", "mark_hot"]
+__all__ = ["GatherConfig", "PackedGather", "find_long_rows", "long_groups"]
 
-HOT = 1 << 30  # added to a column whose row of B is hot
 
 MOST_GRID_YZ = 65_535  # CTAs of a grid in y and in z
 
@@ -42,9 +41,6 @@ class GatherConfig(SpmmConfig):
     a_just_written : bool
         The previous kernel on the stream writes A: with PDL, A is read after that kernel has ended. Otherwise the
         first groups of A are read before.
-    hot_rows : bool
-        Rows of B at the hottest tenth of A's columns are loaded to stay in L2, others to leave it first. By name only;
-        it has not run on a GPU.
     accumulate : bool
         Add the product to the float32 output, without a bias; outputs of vector rows without vectors are not touched.
         By name only; it has not run on a GPU.
@@ -60,7 +56,7 @@ class GatherConfig(SpmmConfig):
     STEM: ClassVar[str] = "spmm_gather"
     SIZES: ClassVar[str] = r"b(?P<tile_n_bytes>\d+)s(?P<stages>\d+)w(?P<warps>\d+)r(?P<split_k_warps>\d+)"
     FLAGS: ClassVar[dict[str, tuple[str, bool]]] = SpmmConfig.FLAGS | {
-        "wide": ("int64_accum", True), "fresh": ("a_just_written", True), "hot": ("hot_rows", True),
+        "wide": ("int64_accum", True), "fresh": ("a_just_written", True),
         "added": ("accumulate", True),
     }  # fmt: skip
 
@@ -70,7 +66,6 @@ class GatherConfig(SpmmConfig):
     split_k_warps: int = 1
     int64_accum: bool = False
     a_just_written: bool = False
-    hot_rows: bool = False
     accumulate: bool = False
 
     @property
@@ -88,7 +83,6 @@ class GatherConfig(SpmmConfig):
             "kSplitKWarps": self.split_k_warps,
             "kInt64Accum": self.int64_accum,
             "kAJustWritten": self.a_just_written,
-            "kHotRows": self.hot_rows,
             "kAccumulate": self.accumulate,
             "kSharesLongRows": self.shares_long_rows,
             "kStagedScales": False,
@@ -97,7 +91,7 @@ class GatherConfig(SpmmConfig):
 
     def _tags(self) -> list[str]:
         shape = f"b{self.tile_n_bytes}s{self.stages}w{self.warps}r{self.split_k_warps}"
-        flags = {"wide": self.int64_accum, "fresh": self.a_just_written, "hot": self.hot_rows, "added": self.accumulate}
+        flags = {"wide": self.int64_accum, "fresh": self.a_just_written, "added": self.accumulate}
         return [*super()._tags(), shape, *(tag for tag, on in flags.items() if on)]
 
     @property
@@ -192,25 +186,9 @@ class GatherConfig(SpmmConfig):
         offsets, positions = group_offsets(vectors.row_offsets, self.mma_k)
         groups = int(offsets[-1])
         columns = torch.full((groups * self.mma_k,), -1, dtype=torch.int32, device=offsets.device)
-        columns[positions] = mark_hot(vectors.columns, inner) if self.hot_rows else vectors.columns
+        columns[positions] = vectors.columns
         fragments = pack_fragments(self, vectors, positions, groups)
         return PackedGather(offsets, columns, fragments, find_long_rows(offsets, groups))
-
-
-def mark_hot(columns: Tensor, inner: int) -> Tensor:
-    """Return `columns` of `inner` with :data:`HOT` added to the tenth that most vectors have.
-
-    Examples
-    --------
-    >>> mark_hot(torch.tensor([3, 1, 3, 7, 3]), inner=10) == torch.tensor([HOT + 3, 1, HOT + 3, 7, HOT + 3])
-    tensor([True, True, True, True, True])
-    """
-    if inner > HOT:
-        raise ValueError(f"hot_rows must be False for more than {HOT} columns of A, got {inner}")
-    counts = torch.bincount(columns, minlength=inner)
-    hot = torch.zeros_like(counts, dtype=torch.bool)
-    hot[counts.topk(inner // 10).indices] = True
-    return torch.where(hot[columns.long()], columns + HOT, columns)
 
 
 def long_groups(groups: int, vector_rows: int) -> int:
@@ -253,6 +231,6 @@ class PackedGather(NamedTuple):
     """
 
     group_offsets: Tensor  # (R + 1,) int64, first group of each vector row
-    columns: Tensor  # (groups * mma_k,) int32, -1 in the padding, where the values are 0; HOT added by hot_rows
+    columns: Tensor  # (groups * mma_k,) int32, -1 in the padding, where the values are 0
     values: Tensor  # (groups, bytes per group) uint8, fragment order
     long_rows: Tensor  # (long rows,) int32, vector rows of more than long_groups groups

@@ -61,7 +61,6 @@ def variants() -> list[SpmmKernel]:
         found += [gather(of, stages=stages, warps=2) for stages in (2, 3, 6)]
         found += [gather(of, int64_accum=True, split_k_warps=team) for team in (1, 4)]
         found += [gather(of, stages=1, int64_accum=wide, warps=2) for wide in (False, True)]
-        found += [gather(of, hot_rows=True)]
     found += [
         gather(of, shuffle=False) for of in (nibbles, kind(8, (4, True), (4, True)), kind(4, (4, False), (4, True)))
     ]

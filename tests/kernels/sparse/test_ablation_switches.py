@@ -1,4 +1,4 @@
-"""Switches that exist to be measured: no prefetch, 4-bit values in the order of their columns, hot rows of B kept in L2."""
+"""Switches that exist to be measured: no prefetch, 4-bit values in the order of their columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
@@ -17,10 +16,9 @@ from cute_kernels import atoms
 from cute_kernels.dtypes import Integer
 from cute_kernels.jit import Binary, build
 from cute_kernels.layout.fragments import gather_order, pack_index
-from cute_kernels.operands import Vectors
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import sddmm_config
-from cute_kernels.spmm.gather import HOT, GatherConfig
+from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, spmm_config
 from cute_kernels.spmm.panel import PanelConfig
 from tests.kernels.layout.test_fragments import (
@@ -37,7 +35,6 @@ from tests.kernels.sparse.test_spmm_sass import clean_sass, expected_mmas
 
 EIGHT, FOUR = Integer(8, True), Integer(4, True)
 GATHER = GatherConfig("s8_m16n8k32", 8, EIGHT, EIGHT, "float16", stages=1)
-KEPT = GatherConfig("s8_m16n8k32", 8, EIGHT, EIGHT, "float16", hot_rows=True)
 SAMPLED = SddmmConfig("s8_m16n8k32", 8, EIGHT, EIGHT, "float16", stages=1)
 NIBBLES = GatherConfig("int4_as_int8_m16n8k32", 8, FOUR, FOUR, "float16", shuffle=False)
 NATIVE = replace(NIBBLES, atom="s4_m16n8k64")
@@ -46,7 +43,7 @@ ONE_TILE = [
     PanelConfig("s8_m16n8k32", 8, EIGHT, EIGHT, "float16", tile_n_bytes=size, stages=1, tile_window=1, **more)
     for size, more in ((128, {}), (64, {"cluster": 2, "rows_per_warp": 2}), (16, {"a_stages": 3, "tile": 512}))
 ]
-BOTH = [(config, arch) for config in (GATHER, KEPT, SAMPLED, NIBBLES) for arch in ("sm_80", "sm_90a")]
+BOTH = [(config, arch) for config in (GATHER, SAMPLED, NIBBLES) for arch in ("sm_80", "sm_90a")]
 CASES = [*BOTH, (NATIVE, "sm_80"), *((config, "sm_90a") for config in (PANEL, *ONE_TILE))]
 LOW = np.uint32(0x0F0F0F0F)
 
@@ -133,23 +130,3 @@ def test_the_switch_is_part_of_the_name(config: SpmmKernel | SddmmConfig) -> Non
     if isinstance(config, (GatherConfig, PanelConfig)) and not config.shuffle:
         assert "-unshuffled" in config.name
         assert config.packing_key() != replace(config, shuffle=True).packing_key()
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_hot_and_other_rows_are_copied_by_policies_of_their_own(arch: str) -> None:
-    sass, usual = (clean_sass(build(replace(KEPT, hot_rows=hot).translation_unit(arch))) for hot in (True, False))
-    policies = set(re.findall(r"LDGSTS\S+ \[\w+\], desc\[(\w+)\]", sass))
-    assert len(policies) >= 2 and "LTC128B" not in sass and "LTC128B" in usual
-    assert sass.count("LDGSTS") == 2 * usual.count("LDGSTS")
-
-
-def test_a_tenth_of_the_columns_is_hot() -> None:
-    columns = torch.tensor([5, 7, 5, 9, 5, 11, 7, 0], dtype=torch.int32)
-    vectors = Vectors(torch.tensor([0, 3, 8]), columns, torch.ones(8, 8, dtype=torch.int8), EIGHT)
-    packed, usual = (replace(KEPT, hot_rows=hot).pack(vectors, 20) for hot in (True, False))
-    assert packed.columns.dtype == torch.int32 and torch.equal(packed.values, usual.values)
-    marked = (packed.columns >= HOT) & (packed.columns >= 0)
-    assert torch.equal(torch.where(marked, packed.columns - HOT, packed.columns), usual.columns)
-    assert set(usual.columns[marked].tolist()) == {5, 7} and int(marked.sum()) == 5
-    with pytest.raises(ValueError, match="hot_rows must be False for more than"):
-        KEPT.pack(vectors, HOT + 1)
