@@ -373,7 +373,6 @@ SECTIONS = (  # of the guides: name, results file, table, guide
     (GEMM_H100, "gemm_h100", render_products, "lab/gemm"),
     (FLOATS, "floats_h200", render_floats, "lab/floats"),
     (ATTENTION, "attention_h200", render_attention, "lab/attention"),
-    ("attention on an H100", "attention_h100", render_attention, "lab/attention"),
     (COMPENSATED, "compensated_h200", render_compensated, "lab/performance"),
 )
 

@@ -25,7 +25,7 @@ def read(name: str) -> dict[str, Any]:
 
 def tables() -> dict[str, str]:
     """The page's tables by mark."""
-    gpu, cpu = read("dlmc_figures_h200.json"), read("dlmc_cpu.json")
+    gpu, cpu, switched = read("dlmc_figures_h100.json"), read("dlmc_cpu.json"), read("ablation_figures_h100.json")
     return {
         "machine": magicube.machines(gpu, cpu),
         "ratios": magicube.ratios(gpu, cpu),
@@ -33,6 +33,9 @@ def tables() -> dict[str, str]:
         "lengths": magicube.by_length(cpu, "spmm"),
         "pairs": magicube.by_pair(cpu),
         "sddmm": magicube.by_sparsity(cpu, "sddmm"),
+        "figure-11": magicube.ablations(switched, 11),
+        "figure-12": magicube.mixed(switched),
+        "figure-13": magicube.ablations(switched, 13),
     }
 
 

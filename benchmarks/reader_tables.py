@@ -167,16 +167,12 @@ def render_attention() -> str:
     for case in results("attention_h200")["cases"]:
         us = {row["name"]: f"{row['us']:.0f} us" for row in case["rows"]}
         name = f"H200, {case['length']:,} tokens, 8 x 4 heads"
-        cells = (us["fused 8b-8b from float16"], us["SDPA fp16"], us["FlexAttention fp16"])
-        rows.append([name, f"{case['sparsity']:g}", *cells])
-    for case in results("attention_h100")["cases"]:
-        us = {row["name"]: f"{row['us']:.0f}" for row in case["rows"]}
-        name = f"H100, {case['length']:,} tokens, 8 x 4 heads, in blocks"
-        ours = f"{us[f'{BLOCKS}, fused 8b-8b from float16']} us ({us[f'{BLOCKS}, fused 8b-8b']})"
-        torch = (f"{us['SDPA fp16']} us", f"{us[f'{BLOCKS}, FlexAttention fp16']} us")
-        rows.append([name, f"{case['sparsity']:g}", ours, *torch])
+        vectors = (us["fused 8b-8b from float16"], us["SDPA fp16"], "-")
+        ours, flex = us[f"{BLOCKS}, fused 8b-8b from float16"], us[f"{BLOCKS}, FlexAttention fp16"]
+        rows.append([f"{name}, 8 x 1 vectors", f"{case['sparsity']:g}", *vectors])
+        rows.append([f"{name}, {BLOCKS}", f"{case['sparsity']:g}", ours, us["SDPA fp16"], flex])
     head = ["d = 64", "sparsity", "magicube, 8-bit", "torch SDPA with mask", "FlexAttention fp16"]
-    return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200', 'attention_h100')}"
+    return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200')}"
 
 
 def render_models_avx512() -> str:

@@ -122,6 +122,32 @@ def by_pair(cpu: Results) -> str:
     return table(["SpMM", *(label for label, _ in found["L8-R8"])], body)
 
 
+def ablations(results: Results, figure: int) -> str:
+    """Figures 11 and 13 at V = 8: microseconds of the variants, each with the switches before it, by sparsity."""
+    times, labels = _variants(results, f"Figure {figure}, ")
+    body: Rows = []
+    for (pair, label), of in times.items():
+        body.append([pair, label, *(f"{of[target]:.1f}" for target in labels)])
+    return table([f"Figure {figure}, us", "", *labels], body)
+
+
+def mixed(results: Results) -> str:
+    """Figure 12 at V = 8: microseconds of each pair's chosen kernel, by sparsity."""
+    times, labels = _variants(results, "Figure 12, ")
+    return table(["SpMM, us", *labels], [[pair, *(f"{of[x]:.1f}" for x in labels)] for (_, pair), of in times.items()])
+
+
+def _variants(results: Results, prefix: str) -> tuple[dict[tuple[str, str], dict[str, float]], list[str]]:
+    """Microseconds by (pair of the study, label) and sparsity at V = 8; the sparsities in their order."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for study in results["studies"]:
+        if study["name"].startswith(prefix) and study["name"].endswith("V=8"):
+            target, pair = study["workload"].split("/")[-2], study["name"].removeprefix(prefix).split(" ")[0]
+            for row in study["rows"]:
+                found.setdefault((pair, row["label"]), {})[target] = row["us"]
+    return found, sorted({target for of in found.values() for target in of}, key=float)
+
+
 def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     targets = sorted({row["target"] for row in rows})
     return [(f"{target:g}", [row for row in rows if row["target"] == target]) for target in targets]

@@ -237,7 +237,7 @@ def gemm(
         sums of ``||D||_F^2`` to it, one per warp. See ``can_emit_sum_of_squares`` in ``cute_kernels.gemm.cuda``.
     config : GemmConfig, optional
         Kernel config on a GPU; overrides kernel selection. Default: packed operands are unpacked to int8 first.
-        ``NATIVE_INT4`` multiplies two packed operands by s4 instructions; it has not run on a GPU.
+        ``NATIVE_INT4`` multiplies two packed operands by s4 instructions, from sm_80 to sm_89, where it has not run.
     backend : str, optional
         ``"cutlass"``: a kernel of CUTLASS, for one product in int32 on a GPU, with N a multiple of 4; see
         ``cute_kernels.gemm.cutlass``. Default: the kernels of this library.

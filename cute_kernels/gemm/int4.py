@@ -13,7 +13,8 @@ from cute_kernels.integers import check_range, pack4, unpack4
 
 __all__ = ["NATIVE_INT4", "Int4Matrix"]
 
-# One product by s4 instructions, native from sm_80 to sm_89. It has not run on a GPU.
+# One product by s4 instructions, native from sm_80 to sm_89, where it has not run. On an H100, which takes several
+# instructions for each, it is exact, and takes 17 to 26 times as long as int8.
 NATIVE_INT4 = GemmConfig("mma", Products(1, 1, 1), "int32", tile_k=64, bits=4)
 
 
