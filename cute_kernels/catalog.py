@@ -83,9 +83,9 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     """
     from cute_kernels.attention import fused as attention
     from cute_kernels.attention import quantize_qkv as attention_operands
-    from cute_kernels.attention import quantize_tiles as attention_tiles
     from cute_kernels.attention import sparse_softmax as softmax
-    from cute_kernels.attention.blocks import BLOCK_ARCH
+    from cute_kernels.attention.blocks import tiles as attention_tiles
+    from cute_kernels.attention.blocks.config import BLOCK_ARCH
     from cute_kernels.convert import dense_to_sparse as compress
     from cute_kernels.convert import digits, quantize, quantize_transposed, transpose
     from cute_kernels.estimate import config as probes

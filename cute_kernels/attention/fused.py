@@ -12,15 +12,13 @@ References
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.attention.blocks import (
+from cute_kernels.attention.blocks.config import (
     BLOCK,
     BLOCK_ARCH,
     BLOCK_HEADS,
@@ -41,7 +39,15 @@ from cute_kernels.attention.config import (
     query_vectors,
 )
 from cute_kernels.attention.heuristics import PANEL_ARCHES, PANEL_HEAD, TMA_FLOATS
-from cute_kernels.attention.operands import ALIGNMENT, bias_of, check_tensor, scales_of
+from cute_kernels.attention.operands import (
+    ALIGNMENT,
+    SOFTMAX_BITS,
+    bias_of,
+    check_operands,
+    check_tensor,
+    scales_of,
+    softmax_numbers,
+)
 from cute_kernels.attention.selection import check_patterns, select_blocks, select_for
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.device import CAPABILITIES, device_of
@@ -51,7 +57,6 @@ from cute_kernels.jit.tma import tensor_map
 __all__ = ["SOFTMAX_BITS", "AttentionIndex", "align_to_16_bytes", "default_configs", "fused_attention", "make_index",
            "supports_attention"]  # fmt: skip
 
-SOFTMAX_BITS = (4, 8)
 _BOX_ROWS = 256  # limit of a TMA box
 _LSE_ROWS = 2  # vector rows per warp whose accumulators and unrounded sums fit the registers
 
@@ -81,6 +86,11 @@ class AttentionIndex:
     def vector_rows(self) -> int:
         """Vector rows per mask."""
         return -(-self.queries // QUERIES)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Matrices, queries, keys, and entries per row of Q, K and V."""
+        return self.batch, self.queries, self.keys, self.config.head
 
 
 def supports_attention(device: torch.device, *, head_dim: int, vector_length: int, softmax_bits: int) -> bool:
@@ -183,19 +193,6 @@ def make_index(
     return AttentionIndex(config, *sizes, steps, tile_ranges=config.tile_ranges(vectors), lse_index=lse_index)
 
 
-def check_operands(
-    qkv: tuple[Tensor, Tensor, Tensor], index: AttentionIndex, out: Tensor, lse: Tensor | None, *of_queries: torch.dtype
-) -> None:
-    """Raise `TypeError` or `ValueError` unless a kernel can take the operands, Q of one of these dtypes."""
-    batch, head, device = index.batch, index.config.head, index.steps[0].device
-    sizes = (index.queries, index.keys, index.keys)
-    for name, x, rows, dtypes in zip("qkv", qkv, sizes, (of_queries, (torch.int8,), (torch.int8,)), strict=True):
-        check_tensor(name, x, (batch, rows, head), dtypes, device)
-    check_tensor("out", out, (batch, index.queries, head), tuple(REAL_DTYPES), device)
-    if lse is not None:
-        check_tensor("lse", lse, (batch, index.queries), (torch.float32,), device)
-
-
 def _check_flags(
     keys_alike: Tensor | None, ready: Tensor | None, key_scale: bool, batch: int, device: torch.device, copied: bool
 ) -> Tensor | None:
@@ -207,22 +204,6 @@ def _check_flags(
     if ready is not None:
         check_tensor("ready", ready, (batch, ready.shape[-1] if ready.ndim else 1), (torch.int32,), device)
     return None if copied else ready
-
-
-def softmax_numbers(scale: float, softmax_bits: int, nan_for_empty: bool) -> tuple[np.float32, ...]:
-    """Return the kernels' numbers: the scale of the logits times log2(e), log2 of the largest weight, the empty result.
-
-    Examples
-    --------
-    >>> softmax_numbers(math.log(2), 4, False)[0]
-    np.float32(1.0)
-    """
-    if softmax_bits not in SOFTMAX_BITS:
-        raise ValueError(f"softmax_bits must be one of {SOFTMAX_BITS}, got {softmax_bits}")
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
-    empty = math.nan if nan_for_empty else 0.0
-    return np.float32(scale / math.log(2)), np.float32(math.log2(2**softmax_bits - 1)), np.float32(empty)
 
 
 def align_to_16_bytes(x: Tensor) -> Tensor:
@@ -304,7 +285,7 @@ def fused_attention(
     >>> scales = {"scale": 0.125, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}  # doctest: +SKIP
     >>> fused_attention(q, k, v, index, out=out, **scales)  # doctest: +SKIP
     """
-    check_operands((q, k, v), index, out, lse, torch.int8)
+    check_operands((q, k, v), index.shape, index.steps[0].device, out, lse, torch.int8)
     numbers = softmax_numbers(scale, softmax_bits, nan_for_empty)
     batch, head = index.batch, index.config.head
     originals = k_scale, bias

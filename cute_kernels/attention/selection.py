@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.attention.blocks import (
+from cute_kernels.attention.blocks.config import (
     BLOCK,
     BLOCK_ARCH,
     BLOCK_HEADS,

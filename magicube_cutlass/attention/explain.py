@@ -81,7 +81,7 @@ def explain_attention(
 
 def _kernel_line(q: Tensor, v: Tensor, masks: tuple[Pattern, ...]) -> str:
     """The kernel that a GPU takes, without causality; waits for the masks."""
-    from cute_kernels.attention.blocks import BLOCK, BlockAttention
+    from cute_kernels.attention.blocks.config import BLOCK, BlockAttention
     from cute_kernels.attention.selection import select_attention
 
     head_dim = _padded_head_dim(max(q.shape[-1], v.shape[-1]))

@@ -66,9 +66,9 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None]:
     """Output and log-sum-exp as of `unfused.forward`, by the fused kernel."""
     from cute_kernels.attention import fused as attention
-    from cute_kernels.attention.blocks import BlockAttention
+    from cute_kernels.attention.blocks.config import BlockAttention
+    from cute_kernels.attention.blocks.tiles import encode_tiles, tile_attention
     from cute_kernels.attention.quantize_qkv import encode_operands
-    from cute_kernels.attention.quantize_tiles import encode_tiles, tile_attention
 
     d, head_dim = v.shape[2], _padded_head_dim(max(q.shape[2], v.shape[2]))
     assert head_dim is not None

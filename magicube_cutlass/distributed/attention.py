@@ -23,7 +23,7 @@ from magicube_cutlass.distributed.slices import as_dtensor, quantize_slices, sli
 from magicube_cutlass.formats.pattern import Pattern
 
 if TYPE_CHECKING:
-    from cute_kernels.attention.quantize_tiles import Tiles
+    from cute_kernels.attention.blocks.tiles import Tiles
 
 __all__ = ["sparse_attention"]
 
@@ -203,8 +203,8 @@ def gathered_tiles(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh) -> Tiles
 
     Cuts between tiles give every tile the scale that it has in one process.
     """
-    from cute_kernels.attention.blocks import BLOCK
-    from cute_kernels.attention.quantize_tiles import Tiles, encode_tiles
+    from cute_kernels.attention.blocks.config import BLOCK
+    from cute_kernels.attention.blocks.tiles import Tiles, encode_tiles
 
     own, batch = encode_tiles(k, v, bits=8), k.shape[0]
     count = own.tile_scales.shape[2]
@@ -223,7 +223,7 @@ def gathered_tiles(k: Tensor, v: Tensor, length: int, mesh: DeviceMesh) -> Tiles
 
 def _of_blocks(config: Any) -> bool:
     """Whether a kernel config is of whole blocks."""
-    from cute_kernels.attention.blocks import BlockAttention
+    from cute_kernels.attention.blocks.config import BlockAttention
 
     return isinstance(config, BlockAttention)
 
@@ -238,7 +238,7 @@ def _rows_of(x: Tensor, width: int) -> Tensor:
 
 def _config(q: Tensor, keys: int, depth: int, masks: Masks, whole: Masks, cuts: Sequence[int]) -> Any:
     """Kernel config that all queries have, for those of this rank; another one where a cut lies inside of a block."""
-    from cute_kernels.attention.blocks import BLOCK
+    from cute_kernels.attention.blocks.config import BLOCK
     from cute_kernels.attention.config import GatherAttention
     from cute_kernels.attention.selection import select_attention
 
@@ -260,7 +260,7 @@ def _config(q: Tensor, keys: int, depth: int, masks: Masks, whole: Masks, cuts: 
 def _fused(q: Tensor, keys: Keys | Tiles, depth: int, masks: Masks, config: Any, options: dict[str, Any]) -> Tensor:
     """Attention to all keys by the fused kernel of a GPU; `depth`: entries per row of V."""
     from cute_kernels.attention import fused as attention
-    from cute_kernels.attention.quantize_tiles import tile_attention
+    from cute_kernels.attention.blocks.tiles import tile_attention
 
     batch, (queries, d), length = q.shape[:-2], q.shape[-2:], masks[0].shape[1]
     name = ("attention of rows", batch.numel(), config.name, *[mask._version_id for mask in masks[1:]])

@@ -19,7 +19,7 @@ from tests.distributed.checks import generator
 def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
     """A part of the queries alone would select another kernel of a GPU, which adds in another order."""
     from cute_kernels.attention import fused, selection
-    from cute_kernels.attention.blocks import BlockAttention
+    from cute_kernels.attention.blocks.config import BlockAttention
     from cute_kernels.attention.config import GatherAttention
 
     heads, length = 5, 4096 if mesh.size() != 3 else 4080  # cuts between vectors
@@ -35,7 +35,7 @@ def check_queries_run_the_kernel_of_all(mesh: DeviceMesh) -> None:
 
 def _kernels_of_a_part(mesh: DeviceMesh, mask: mc.Pattern, heads: int, length: int, fused: Any, selection: Any) -> Any:
     """The index that a rank's queries run by, and the kernels that all of them and these alone would select."""
-    from cute_kernels.attention import quantize_tiles
+    from cute_kernels.attention.blocks import tiles as quantize_tiles
 
     rank, found = mesh.get_local_rank(), []
     bounds = md.attention.chunk_bounds(length, mesh.size())
@@ -76,7 +76,7 @@ def _kernels_of_a_part(mesh: DeviceMesh, mask: mc.Pattern, heads: int, length: i
 
 def encode_tiles(k: torch.Tensor, v: torch.Tensor, *, bits: int) -> Any:
     """What the kernel of this name writes, by torch operators."""
-    from cute_kernels.attention.quantize_tiles import Tiles
+    from cute_kernels.attention.blocks.tiles import Tiles
 
     (batch, keys, d), tiles = k.shape, -(-k.shape[1] // 64)
     padded = [torch.nn.functional.pad(x, (0, 0, 0, 64 * tiles - keys)).view(batch, tiles, 64, d) for x in (k, v)]

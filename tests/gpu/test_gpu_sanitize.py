@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from cute_kernels.attention.blocks import block_config
+from cute_kernels.attention.blocks.config import block_config
 from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from cute_kernels.attention.quantize_qkv import encode_operands
 from cute_kernels.dtypes import element_bits

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from cute_kernels.attention import heuristics as attention_heuristics
 from cute_kernels.attention import quantize_qkv as attention_operands
-from cute_kernels.attention.blocks import BLOCK_ARCH, block_config
+from cute_kernels.attention.blocks.config import BLOCK_ARCH, block_config
+from cute_kernels.attention.blocks.tiles import TilesConfig
 from cute_kernels.attention.config import GatherAttention, PanelAttention
-from cute_kernels.attention.quantize_tiles import TilesConfig
 from cute_kernels.attention.sparse_softmax import SoftmaxConfig
 from cute_kernels.compensate.select import SelectConfig
 from cute_kernels.compensate.split import SplitConfig

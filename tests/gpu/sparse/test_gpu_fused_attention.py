@@ -12,7 +12,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.attention import fused as attention
-from cute_kernels.attention.blocks import BLOCK, BLOCK_ARCH, BlockAttention, block_config
+from cute_kernels.attention.blocks.config import BLOCK, BLOCK_ARCH, BlockAttention, block_config
 from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
 from cute_kernels.attention.quantize_qkv import Operands, encode_operands
 from cute_kernels.attention.quantize_qkv import choose as choose_operands

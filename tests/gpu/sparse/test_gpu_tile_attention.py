@@ -13,8 +13,8 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.attention import fused
-from cute_kernels.attention.blocks import BLOCK, BLOCK_ARCH, BlockAttention, block_config
-from cute_kernels.attention.quantize_tiles import Tiles, TilesConfig, encode_tiles, tile_attention
+from cute_kernels.attention.blocks.config import BLOCK, BLOCK_ARCH, BlockAttention, block_config
+from cute_kernels.attention.blocks.tiles import Tiles, TilesConfig, encode_tiles, tile_attention
 from cute_kernels.dtypes import REAL_DTYPES
 from tests.gpu.problems import HERE, check_guards, guarded
 from tests.gpu.sparse.test_gpu_fused_attention import BOUND, LSE_BOUND, error, mask_of

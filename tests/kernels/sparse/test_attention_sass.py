@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.attention.blocks import BlockAttention, block_config
+from cute_kernels.attention.blocks.config import BlockAttention, block_config
 from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
 from cute_kernels.attention.quantize_qkv import OperandsConfig
 from cute_kernels.jit import Binary, build

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_kernels.attention import selection
-from cute_kernels.attention.blocks import BLOCK, BlockAttention, block_config, find_blocks
+from cute_kernels.attention.blocks.config import BLOCK, BlockAttention, block_config, find_blocks
 from cute_kernels.attention.config import GatherAttention, query_vectors
 from cute_kernels.attention.fused import make_index
 from magicube_cutlass import Pattern

@@ -41,7 +41,7 @@ class BlockAttention(KernelConfig):
         As for :class:`~cute_kernels.attention.config.AttentionConfig`.
     source : str, optional
         Dtype of Q where Q is quantized in this kernel, and K and V have scales of tiles
-        (:func:`~cute_kernels.attention.quantize_tiles.encode_tiles`). Default: integers with scales.
+        (:func:`~cute_kernels.attention.blocks.tiles.encode_tiles`). Default: integers with scales.
     bits : int
         Width of Q's integers with `source`.
     stages : int
@@ -65,7 +65,7 @@ class BlockAttention(KernelConfig):
     stages: int = 2
     resident: int = 4
 
-    kernel_header = "attention/blocks.cuh"
+    kernel_header = "attention/blocks/kernel.cuh"
     kernel_entry = "attention_blocks"
     threads = 128
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.attention.blocks import BLOCK, BLOCK_HEADS, ENTRY_BYTES, BlockAttention, Blocks, launch_blocks
-from cute_kernels.attention.fused import AttentionIndex, align_to_16_bytes, check_operands, softmax_numbers
-from cute_kernels.attention.operands import bias_of, check_tensor
+from cute_kernels.attention.blocks.config import BLOCK, BLOCK_HEADS, ENTRY_BYTES, BlockAttention, Blocks, launch_blocks
+from cute_kernels.attention.fused import AttentionIndex, align_to_16_bytes
+from cute_kernels.attention.operands import bias_of, check_operands, check_tensor, softmax_numbers
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import device_of
@@ -44,7 +44,7 @@ class TilesConfig(KernelConfig):
     bits: int = 8
     threads: int = 128
 
-    kernel_header = "attention/quantize_tiles.cuh"
+    kernel_header = "attention/blocks/tiles.cuh"
     kernel_entry = "attention_tiles"
     shared_carveout = 100  # the kernel that attends starts behind it, on the same SMs
 
@@ -180,7 +180,7 @@ def tile_attention(
     """
     if not isinstance(index.config, BlockAttention) or not isinstance(index.steps, Blocks):
         raise ValueError(f"index must be of whole blocks, got {index.config.name}")
-    check_operands((q, tiles.k, tiles.v), index, out, lse, *REAL_DTYPES)
+    check_operands((q, tiles.k, tiles.v), index.shape, index.steps[0].device, out, lse, *REAL_DTYPES)
     numbers = softmax_numbers(scale, softmax_bits, nan_for_empty)
     batch, keys = index.batch, index.keys
     check_tensor("tiles.k_scale", tiles.k_scale, (batch, keys), (torch.float32,), q.device)

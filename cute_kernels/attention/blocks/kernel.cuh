@@ -9,7 +9,7 @@
 // Source: Dao, FlashAttention-2; Shah et al., FlashAttention-3 (order of keys for 8-bit operands).
 #pragma once
 
-#include "attention/block_ring.cuh"
+#include "attention/blocks/ring.cuh"
 #include "attention/quantize_qkv.cuh"
 #include "device/quad.cuh"
 #include "device/smem_descriptor.cuh"

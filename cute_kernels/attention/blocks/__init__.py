@@ -1,0 +1,1 @@
+"""Fused sparse attention at whole blocks of a mask."""
