@@ -25,11 +25,19 @@ inline int32_t four_bytes(const uint8_t* from) {
 struct FewColumns512 {
   static constexpr bool kFew = true, kKeeps = true;
   static constexpr int kFewWidth = 16;
+  static constexpr int64_t kAhead = 8192;  // bytes of A fetched meanwhile: a row ends before the hardware has followed it
 
   template <bool Signed>
   static __m512i multiply_add(__m512i sum, __m512i sparse, __m512i dense) {
     Signed ? dot_bytes(sum, dense, sparse) : dot_bytes(sum, sparse, dense);
     return sum;
+  }
+
+  // The same four values of A in all lanes.
+  template <bool Signed>
+  static void dot_four(__m512i& sum, __m512i dense, const uint8_t* four) {
+    if (Signed) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(dense), "m"(*reinterpret_cast<const int32_t*>(four)));
+    else dot_bytes(sum, _mm512_set1_epi32(four_bytes(four)), dense);
   }
 
   template <bool Signed>
@@ -39,8 +47,12 @@ struct FewColumns512 {
 
   // The bytes of x whose bits are set, one behind another. vpcompressb waits for the old value of its destination, zeroed or not:
   // four destinations take turns.
-  __attribute__((target("avx512vbmi2"))) static void keep(const uint64_t* masks, int64_t words, const uint8_t* x, uint8_t* to) {
-    for (; words >= 4; words -= 4, masks += 4, x += 4 * 64) {
+  __attribute__((target("avx512vbmi2"))) static void keep(const uint64_t* masks, int64_t words, const uint8_t* x, uint8_t* to,
+                                                          const uint8_t* values) {
+    for (; words >= 4; words -= 4, masks += 4, x += 4 * 64, values += 4 * 64) {
+      __builtin_prefetch(masks + kAhead / 8);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) __builtin_prefetch(values + kAhead + i * 64);
       __m512i kept[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) kept[i] = _mm512_maskz_compress_epi8(masks[i], _mm512_loadu_si512(x + i * 64));
@@ -65,28 +77,49 @@ struct FewColumns512 {
     }
   }
 
-  // Sums of rows of values times what was gathered, sixteen at a time.
-  template <int Rows, bool Signed>
+  // A row of a block of what was gathered, once for each row of values in a vector.
+  template <int Stride>
+  static __m512i repeated(const uint8_t* x) {
+    if (Stride == 16) return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+    if (Stride == 32) return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    return _mm512_loadu_si512(x);
+  }
+
+  // The lanes of a row, added to four.
+  template <int Stride>
+  static __m128i row_of(const __m512i* sum, int r) {
+    const __m512i all = sum[r * Stride / 64];
+    const __m256i half = r * Stride % 64 < 32 ? _mm512_castsi512_si256(all) : _mm512_extracti64x4_epi64(all, 1);
+    if (Stride == 16) return r % 2 ? _mm256_extracti128_si256(half, 1) : _mm256_castsi256_si128(half);
+    const __m256i both = Stride == 32 ? half : _mm256_add_epi32(half, _mm512_extracti64x4_epi64(all, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  }
+
+  // Sums of rows of values times what was gathered: the rows of a block fill whole vectors, or a part of one.
+  template <int Rows, int Stride, bool Signed>
   static void dots_one(const FewTile& at, const uint8_t* x) {
-    __m128i sum[Rows];
+    constexpr int kBytes = Rows * Stride, kVectors = (kBytes + 63) / 64;
+    constexpr __mmask64 kPart = kBytes < 64 ? (uint64_t{1} << kBytes % 64) - 1 : ~uint64_t{0};
+    __m512i sum[kVectors];
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) sum[r] = _mm_setzero_si128();
+    for (int v = 0; v < kVectors; ++v) sum[v] = _mm512_setzero_si512();
     const uint8_t* block = at.values;
-    for (int64_t first = 0; first < at.count; first += at.stride, block += int64_t{at.stride} * at.vector_length) {
-      for (int i = 0; i < at.stride; i += 16) {
-        __m128i right = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + first + i));
-        if (!Signed) right = _mm_xor_si128(right, _mm_set1_epi8(static_cast<char>(0x80)));
+    for (int64_t first = 0; first < at.count; first += Stride, block += int64_t{Stride} * at.vector_length) {
+      const __m512i right = dense_side<Signed>(repeated<Stride>(x + first));
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          const __m128i left = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + r * at.stride + i));
-          Signed ? dot_bytes(sum[r], right, left) : dot_bytes(sum[r], left, right);
-        }
+      for (int v = 0; v < kVectors; ++v) {
+        __builtin_prefetch(block + kAhead + v * 64);
+        sum[v] = multiply_add<Signed>(sum[v], _mm512_maskz_loadu_epi8(kPart, block + v * 64), right);
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      const __m128i two = _mm_add_epi32(sum[r], _mm_shuffle_epi32(sum[r], 0x4e));
-      at.sums[r] = at.start[r] + _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#pragma GCC unroll 2
+    for (int r = 0; r < Rows; r += 4) {
+      __m128i row[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) row[i] = r + i < Rows ? row_of<Stride>(sum, r + i) : _mm_setzero_si128();
+      const __m128i four = _mm_hadd_epi32(_mm_hadd_epi32(row[0], row[1]), _mm_hadd_epi32(row[2], row[3]));
+      const __m128i start = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at.start + r));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(at.sums + r), _mm_add_epi32(start, four));
     }
   }
 
@@ -95,7 +128,7 @@ struct FewColumns512 {
   }
 
   // Sixteen columns of B: four of its rows, interleaved, times four values of each row of A.
-  template <int Rows, bool Signed>
+  template <int Rows, int Stride, bool Signed>
   __attribute__((noinline)) static void few_sixteen(const FewTile& at) {
     const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -104,41 +137,48 @@ struct FewColumns512 {
     for (int r = 0; r < Rows; ++r) sum[r] = _mm512_set1_epi32(at.start[r]);
     const uint8_t* block = at.values;
     const int32_t* columns = at.columns;
-    const int64_t stride = at.stride;
-    for (const int32_t* const stop = columns + at.count; columns < stop; block += stride * at.vector_length) {
-      for (const uint8_t *values = block, *const end = block + stride; values < end; values += kQuad, columns += kQuad) {
+    const int64_t skip = int64_t{Stride} * at.vector_length;
+    for (const int32_t* const stop = columns + at.count; columns < stop; block += skip) {
+#pragma GCC unroll 8
+      for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i);
+#pragma GCC unroll 4
+      for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i);
+      for (const uint8_t *values = block, *const end = block + Stride; values < end; values += kQuad, columns += kQuad) {
         __m512i k = _mm512_castsi128_si512(sixteen(at, columns[0]));
         k = _mm512_mask_broadcast_i32x4(k, 0x00f0, sixteen(at, columns[1]));
         k = _mm512_mask_broadcast_i32x4(k, 0x0f00, sixteen(at, columns[2]));
         k = _mm512_mask_broadcast_i32x4(k, 0xf000, sixteen(at, columns[3]));  // (4, 16)
         const __m512i right = dense_side<Signed>(_mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes));  // (16, 4)
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          const __m512i left = _mm512_set1_epi32(four_bytes(values + r * stride));
-          Signed ? dot_bytes(sum[r], right, left) : dot_bytes(sum[r], left, right);
-        }
+        for (int r = 0; r < Rows; ++r) dot_four<Signed>(sum[r], right, values + r * Stride);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) _mm512_store_si512(at.sums + r * 16, sum[r]);
   }
 
-  template <int Rows, bool Signed>
+  template <int Rows, int Stride, bool Signed>
   static void few_as(const FewTile& at) {
-    if (at.width == 16) return few_sixteen<Rows, Signed>(at);
-    if (!at.columns) return dots_one<Rows, Signed>(at, at.panel);
+    if (at.width == 16) return few_sixteen<Rows, Stride, Signed>(at);
+    if (!at.columns) return dots_one<Rows, Stride, Signed>(at, at.panel);
     alignas(64) uint8_t x[magicube::kExactRun + kPanel];
     gather_one(at, x);
-    dots_one<Rows, Signed>(at, x);
+    dots_one<Rows, Stride, Signed>(at, x);
+  }
+
+  template <int Rows, bool Signed>
+  static void few_rows(const FewTile& at) {
+    if (at.stride == 16) return few_as<Rows, 16, Signed>(at);
+    at.stride == 32 ? few_as<Rows, 32, Signed>(at) : few_as<Rows, 64, Signed>(at);
   }
 
   template <bool Signed>
   static void few_signed(const FewTile& at) {
     switch (at.rows) {
-      case 8: return few_as<8, Signed>(at);
-      case 4: return few_as<4, Signed>(at);
-      case 2: return few_as<2, Signed>(at);
-      default: return few_as<1, Signed>(at);
+      case 8: return few_rows<8, Signed>(at);
+      case 4: return few_rows<4, Signed>(at);
+      case 2: return few_rows<2, Signed>(at);
+      default: return few_rows<1, Signed>(at);
     }
   }
 

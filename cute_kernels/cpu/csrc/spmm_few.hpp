@@ -15,6 +15,7 @@ using magicube::ThreadGroup;
 constexpr int64_t kStagedRows = 64;  // rows of B per ticket
 constexpr int64_t kTicketRows = 8;   // vector rows
 constexpr int kTileRows = 8;
+constexpr int64_t kPage = 4096;
 
 // Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
 struct FewTile {
@@ -29,7 +30,7 @@ struct FewTile {
   bool a_signed;
   bool b_signed;
   const int32_t* start;  // (rows), what sums start from
-  int32_t* sums;         // (rows, width)
+  int32_t* sums;         // (rows, width); where one column has less than four rows, as many as of four are written
 };
 
 inline bool has_few_columns(const SpmmArgs& args) {
@@ -61,46 +62,57 @@ struct SpmmFew {
     }
   }
 
-  // Vector row times panel p, or what was gathered of it.
-  void multiply(int64_t vector_row, int64_t batch, int64_t p, const uint8_t* panel, bool is_gathered) const {
+  // A vector row times a panel, or what was gathered of it: sums (V, width).
+  void multiply(int64_t vector_row, const uint8_t* panel, bool is_gathered, const int32_t* start, int32_t* sums) const {
     const auto& a = args.a;
-    const int64_t begin = a.row_start[vector_row];
-    const int64_t count = (a.row_end[vector_row] - begin + a.stride - 1) / a.stride * a.stride;
+    const int64_t begin = a.row_start[vector_row], count = (a.row_end[vector_row] - begin + a.stride - 1) & -int64_t{a.stride};
     const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
-    const int32_t shift = Micro::kOffset ? (a.is_signed ? 0 : 128) - (args.b.is_signed ? 128 : 0) : 0;  // of the staged bytes, negated
     for (int v = 0; v < a.vector_length; v += rows) {
-      int32_t start[kTileRows] = {};
-      for (int r = 0; shift != 0 && r < rows; ++r) start[r] = shift * static_cast<int32_t>(a.row_sums[vector_row * a.vector_length + v + r]);
-      alignas(64) int32_t sums[kTileRows * magicube::kFewColumns];
       Micro::few({panel, width(), is_gathered ? nullptr : a.columns + begin, count, a.planes + begin * a.vector_length + v * a.stride,
-                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start, sums});
-      const int64_t row = vector_row * a.vector_length + v;
-      write(sums, row, lesser(rows, a.rows - row), batch, p, panels() > 1 ? 1 : args.n);
+                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start + v, sums + v * width()});
     }
+  }
+
+  // What the sums of rows start from: those of the staged bytes' offset, negated.
+  void start_sums(int64_t row, int64_t rows, int32_t* start) const {
+    const int32_t shift = Micro::kOffset ? (args.a.is_signed ? 0 : 128) - (args.b.is_signed ? 128 : 0) : 0;
+    for (int64_t r = 0; r < rows; ++r) start[r] = shift * static_cast<int32_t>(args.a.row_sums[row + r]);
   }
 
   // Vector rows whose entries of B their masks keep, each row's before the row ahead is multiplied: a load waits for a store of
-  // other bytes of its own.
-  void multiply_kept(int64_t r0, int64_t r1, int64_t batch, int64_t p, const uint8_t* panel) const {
-    alignas(64) uint8_t kept[2][magicube::kExactRun + 2 * kPanel];
+  // other bytes of its own. Short rows cross no page, which would make their stores slow.
+  template <class Body>
+  void with_kept(int64_t r0, int64_t r1, const uint8_t* panel, const Body& body) const {
+    alignas(kPage) uint8_t kept[2][magicube::kExactRun + kPage / 2];
     const int64_t words = (args.a.columns_total + 63) / 64;
-    Micro::keep(args.a.masks + r0 * words, words, panel, kept[r0 & 1]);
+    const auto keep = [&](int64_t r) {
+      Micro::keep(args.a.masks + r * words, words, panel, kept[r & 1], args.a.planes + args.a.row_start[r] * args.a.vector_length);
+    };
+    keep(r0);
     for (int64_t r = r0; r < r1; ++r) {
-      if (r + 1 < r1) Micro::keep(args.a.masks + (r + 1) * words, words, panel, kept[(r + 1) & 1]);
-      multiply(r, batch, p, kept[r & 1], true);
+      if (r + 1 < r1) keep(r + 1);
+      body(r, kept[r & 1]);
     }
   }
 
+  // The vector rows of a ticket.
   void multiply_rows(int64_t r0, int64_t r1, int64_t batch, const uint8_t* panels_of) const {
+    constexpr int64_t kRows = kTicketRows * magicube::kMaxVector;
+    const int64_t v = args.a.vector_length, row = r0 * v;
+    int32_t start[kRows];
+    alignas(64) int32_t sums[kRows * magicube::kFewColumns];
+    start_sums(row, (r1 - r0) * v, start);
+    const bool keeps = Micro::kKeeps && width() == 1 && args.a.masks;
+    const auto multiply_at = [&](int64_t r, const uint8_t* x) {
+      multiply(r, x, keeps, start + (r - r0) * v, sums + (r - r0) * v * width());
+    };
     for (int64_t p = 0; p < panels(); ++p) {
       const uint8_t* const panel = panels_of + p * panel_bytes();
       if constexpr (Micro::kKeeps) {
-        if (width() == 1 && args.a.masks) {
-          multiply_kept(r0, r1, batch, p, panel);
-          continue;
-        }
+        if (keeps) with_kept(r0, r1, panel, multiply_at);
       }
-      for (int64_t r = r0; r < r1; ++r) multiply(r, batch, p, panel, false);
+      for (int64_t r = r0; r < r1 && !keeps; ++r) multiply_at(r, panel);
+      write(sums, row, lesser(r1 * v, args.a.rows) - row, batch, p, panels() > 1 ? 1 : args.n);
     }
   }
 
@@ -108,20 +120,29 @@ struct SpmmFew {
   void write(const int32_t* sums, int64_t row, int64_t rows, int64_t batch, int64_t n0, int64_t count) const {
     const auto& scales = args.scales;
     const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
-    for (int64_t r = 0; r < rows; ++r, ++row, sums += width()) {
-      const float scale = scales.rows ? scales.rows[batch * scales.row_batch + row] : 1.0f;
-      const float bias = scales.bias ? scales.bias[row] : 0.0f;
-      const int64_t at = (batch * args.a.rows + row) * args.n + n0;
+    const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row : nullptr;
+    const float* const bias = scales.bias ? scales.bias + row : nullptr;
+    const int64_t at = (batch * args.a.rows + row) * args.n + n0;
+    if (args.out_type == Out::kFloat32 && count == 1) {
+      return write_column(sums, rows, row_scales, columns ? *columns : 1.0f, bias, static_cast<float*>(args.out) + at);
+    }
+    for (int64_t r = 0; r < rows; ++r, sums += width()) {
+      const float scale = row_scales ? row_scales[r] : 1.0f, added = bias ? bias[r] : 0.0f;
       if (args.out_type != Out::kFloat32) {
-        write_run(sums, count, 0, scale, columns, bias, args.out_type, args.out, at);
+        write_run(sums, count, 0, scale, columns, added, args.out_type, args.out, at + r * args.n);
         continue;
       }
-      float* const out = static_cast<float*>(args.out) + at;
-      if (count == 1) {
-        *out = static_cast<float>(*sums) * scale * (columns ? *columns : 1.0f) + bias;
-        continue;
-      }
-      for (int64_t j = 0; j < count; ++j) out[j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + bias;
+      float* const out = static_cast<float*>(args.out) + at + r * args.n;
+      for (int64_t j = 0; j < count; ++j) out[j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + added;
+    }
+  }
+
+  // One column of the output.
+  void write_column(const int32_t* __restrict sums, int64_t rows, const float* __restrict scale, float column,
+                    const float* __restrict bias, float* __restrict out) const {
+    const int64_t step = args.n;
+    for (int64_t r = 0; r < rows; ++r) {
+      out[r * step] = static_cast<float>(sums[r]) * (scale ? scale[r] : 1.0f) * column + (bias ? bias[r] : 0.0f);
     }
   }
 

@@ -14,6 +14,7 @@ using __m256 = float __attribute__((vector_size(32), may_alias));
 using __m512 = float __attribute__((vector_size(64), may_alias));
 using __m512d = double __attribute__((vector_size(64), may_alias));
 using __mmask16 = uint16_t;
+using __mmask64 = uint64_t;
 
 namespace emulated {
 
@@ -37,10 +38,10 @@ inline void check_aligned(const void* address, int bytes = 64) {
 }
 
 template <class Vector, class Element>
-Vector load_masked(unsigned mask, const void* from) {  // reads no element whose bit is 0
+Vector load_masked(uint64_t mask, const void* from) {  // reads no element whose bit is 0
   Vector to{};
   for (unsigned i = 0; i < sizeof to / sizeof(Element); ++i) {
-    if (mask >> i & 1) to[i] = static_cast<const Element*>(from)[i];
+    if (mask >> i & 1) std::memcpy(reinterpret_cast<Element*>(&to) + i, static_cast<const Element*>(from) + i, sizeof(Element));
   }
   return to;
 }
@@ -114,7 +115,6 @@ __m128i _mm_setr_epi8(Int... each) {
   return emulated::load<__m128i>(bytes);
 }
 inline __m128i _mm_setzero_si128() { return __m128i{}; }
-inline __m128i _mm_set1_epi8(char x) { return emulated::fill<__m128i>(x); }
 
 inline __m128i _mm_loadu_si128(const __m128i* from) { return emulated::load<__m128i>(from); }
 inline __m128i _mm_load_si128(const __m128i* from) {
@@ -125,6 +125,8 @@ inline void _mm_store_si128(__m128i* to, __m128i x) {
   emulated::check_aligned(to, 16);
   std::memcpy(static_cast<void*>(to), &x, sizeof x);
 }
+inline __m256i _mm256_loadu_si256(const __m256i* from) { return emulated::load<__m256i>(from); }
+inline __m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* from) { return emulated::load_masked<__m512i, uint8_t>(mask, from); }
 inline __m512 _mm512_maskz_loadu_ps(unsigned mask, const float* from) { return emulated::load_masked<__m512, float>(mask, from); }
 inline void _mm512_mask_storeu_ps(float* to, unsigned mask, __m512 x) { emulated::store_masked<float>(mask, x, to); }
 inline __m256 _mm256_loadu_ps(const float* from) { return emulated::load<__m256>(from); }
@@ -153,6 +155,9 @@ inline void _mm_sfence() {}
 inline __m128i _mm_add_epi32(__m128i a, __m128i b) { return emulated::wrapped_sum(a, b); }
 inline __m256i _mm256_add_epi32(__m256i a, __m256i b) { return emulated::wrapped_sum(a, b); }
 inline __m512i _mm512_add_epi32(__m512i a, __m512i b) { return emulated::wrapped_sum(a, b); }
+inline __m128i _mm_hadd_epi32(__m128i a, __m128i b) {
+  return emulated::wrapped_sum(__m128i{a[0], a[2], b[0], b[2]}, __m128i{a[1], a[3], b[1], b[3]});
+}
 inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 inline __m512i _mm512_srli_epi16(__m512i a, int count) {
@@ -200,13 +205,6 @@ inline __m512i _mm512_permutexvar_epi32(__m512i order, __m512i x) {
   for (int i = 0; i < 16; ++i) out[i] = x[order[i] & 15];
   return out;
 }
-template <class Vector>
-Vector permute_lanes(Vector x, unsigned order) {  // dwords of each 128-bit lane, two bits each
-  Vector out;
-  for (unsigned i = 0; i < sizeof x / 4; ++i) out[i] = x[i / 4 * 4 + (order >> 2 * (i % 4) & 3)];
-  return out;
-}
-inline __m128i _mm_shuffle_epi32(__m128i x, int order) { return permute_lanes(x, static_cast<unsigned>(order)); }
 inline __m512i _mm512_shuffle_epi8(__m512i a, __m512i order) {
   uint8_t x[64], at[64], out[64];
   std::memcpy(x, &a, 64);
@@ -229,13 +227,16 @@ inline __m512i _mm512_mask_broadcast_i32x4(__m512i from, unsigned mask, __m128i 
   return from;
 }
 inline __m512i _mm512_broadcast_i32x4(__m128i x) { return _mm512_mask_broadcast_i32x4(__m512i{}, 0xffff, x); }
+inline __m512i _mm512_broadcast_i64x4(__m256i x) {
+  __m512i out;
+  for (int i = 0; i < 16; ++i) out[i] = x[i % 8];
+  return out;
+}
 inline __m512i _mm512_castsi128_si512(__m128i x) { return _mm512_mask_broadcast_i32x4(_mm512_set1_epi32(0x5a5a5a5a), 15, x); }
 inline __m128i _mm512_extracti32x4_epi32(__m512i a, int lane) {
   return emulated::load<__m128i>(reinterpret_cast<const char*>(&a) + 16 * lane);
 }
 inline __m128i _mm512_castsi512_si128(__m512i a) { return emulated::bits<__m128i>(a); }
-inline int32_t _mm_cvtsi128_si32(__m128i a) { return a[0]; }
-inline __m128i _mm_xor_si128(__m128i a, __m128i b) { return a ^ b; }
 inline __m256i _mm512_castsi512_si256(__m512i a) { return emulated::bits<__m256i>(a); }
 inline __m128i _mm256_castsi256_si128(__m256i a) { return emulated::bits<__m128i>(a); }
 inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) {

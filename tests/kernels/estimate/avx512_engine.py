@@ -10,6 +10,9 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[3] / "cute_kernels" / "cpu" / "csrc"
 ASSEMBLY = {  # and what takes its place
     'asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));': "sum = vpdpbusd(sum, left, right);",
+    'asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(dense), "m"(*reinterpret_cast<const int32_t*>(four)));': (
+        "dot_bytes(sum, dense, _mm512_set1_epi32(four_bytes(four)));"
+    ),
     'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
     '__attribute__((target("avx512vbmi2"))) ': "",
     '__attribute__((target("amx-tile,amx-int8"), noinline)) ': "",
