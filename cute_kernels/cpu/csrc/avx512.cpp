@@ -99,25 +99,28 @@ struct Avx512 : FewColumns512 {
     return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << (left > 0 ? left : 0)) - 1);
   }
 
-  // Inlined, or the sums would pass through memory.
+  // Inlined, or the sums would pass through memory. What is stored to might be `at`: all of it is read before.
   template <int Rows, int First, int Vectors>
   __attribute__((always_inline)) static void write(const RowTile& at, const __m512i sum[Rows][Vectors]) {
-    const RowOutput& to = *at.output;
+    const RowOutput to = *at.output;
     __m512 columns[Vectors];
+    __mmask16 masks[Vectors];
 #pragma GCC unroll 4
-    for (int q = 0; q < Vectors; ++q) columns[q] = _mm512_maskz_loadu_ps(columns_of(at, First + q), to.column_scales + (First + q) * 16);
+    for (int q = 0; q < Vectors; ++q) {
+      masks[q] = columns_of(at, First + q);
+      columns[q] = _mm512_maskz_loadu_ps(masks[q], to.column_scales + (First + q) * 16);
+    }
+    float* out = to.out + First * 16;
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < Rows; ++r, out += to.pitch) {
       const __m512i offset = _mm512_set1_epi32(to.offsets[r]);
       const __m512 scale = _mm512_set1_ps(to.row_scales[r]), bias = _mm512_set1_ps(to.bias[r]);
 #pragma GCC unroll 4
       for (int q = 0; q < Vectors; ++q) {
         const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum[r][q], offset)), scale);
         const __m512 result = _mm512_add_ps(_mm512_mul_ps(scaled, columns[q]), bias);
-        float* const out = to.out + r * to.pitch + (First + q) * 16;
-        const __mmask16 mask = columns_of(at, First + q);
-        if (to.streams && mask == 0xffff) _mm512_stream_ps(out, result);
-        else _mm512_mask_storeu_ps(out, mask, result);
+        if (to.streams && masks[q] == 0xffff) _mm512_stream_ps(out + q * 16, result);
+        else _mm512_mask_storeu_ps(out + q * 16, masks[q], result);
       }
     }
   }
@@ -152,7 +155,7 @@ struct Avx512 : FewColumns512 {
         std::memcpy(&four, r < 3 ? values + r * stride : values3 + (r - 3) * stride, 4);
         const __m512i a = _mm512_set1_epi32(four);
 #pragma GCC unroll 4
-        for (int q = 0; q < Vectors; ++q) sum[r][q] = multiply_add<Signed>(sum[r][q], a, b[q]);
+        for (int q = 0; q < Vectors; ++q) multiply_add<Signed>(sum[r][q], a, b[q]);
       }
       values += kQuad;
       values3 += kQuad;
@@ -191,6 +194,8 @@ struct Avx512 : FewColumns512 {
 
   static void row_tile(const RowTile& at) {
     for (int64_t i = 0; i < at.count; i += 16) {  // a block holds at least sixteen columns
+      __builtin_prefetch(at.columns + kAhead / 8 + i);
+      for (int64_t byte = 0; byte < 16 * at.rows; byte += 64) __builtin_prefetch(at.values + kAhead + i * at.vector_length + byte);
       _mm512_store_si512(at.scratch + i * 4, _mm512_slli_epi32(_mm512_loadu_si512(at.columns + i), 3));
     }
     at.a_signed ? tile_as<true>(at) : tile_as<false>(at);
@@ -218,7 +223,7 @@ struct Avx512 : FewColumns512 {
       for (int j = 0; j < 4; ++j) right[j] = dense_side<Signed>(_mm512_load_si512(y[j] + k));
       for (int i = 0; i < Rows; ++i) {
         const __m512i left = _mm512_load_si512(x + i * tile.x_pitch + k);
-        for (int j = 0; j < 4; ++j) sum[i][j] = multiply_add<Signed>(sum[i][j], left, right[j]);
+        for (int j = 0; j < 4; ++j) multiply_add<Signed>(sum[i][j], left, right[j]);
       }
     }
     for (int i = 0; i < Rows; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * tile.out_pitch), totals(sum[i]));

@@ -28,9 +28,8 @@ struct FewColumns512 {
   static constexpr int64_t kAhead = 8192;  // bytes of A fetched meanwhile: a row ends before the hardware has followed it
 
   template <bool Signed>
-  static __m512i multiply_add(__m512i sum, __m512i sparse, __m512i dense) {
+  static void multiply_add(__m512i& sum, __m512i sparse, __m512i dense) {  // a sum by value is copied from register to register
     Signed ? dot_bytes(sum, dense, sparse) : dot_bytes(sum, sparse, dense);
-    return sum;
   }
 
   // The same four values of A in all lanes.
@@ -109,7 +108,7 @@ struct FewColumns512 {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         __builtin_prefetch(block + kAhead + v * 64);
-        sum[v] = multiply_add<Signed>(sum[v], _mm512_maskz_loadu_epi8(kPart, block + v * 64), right);
+        multiply_add<Signed>(sum[v], _mm512_maskz_loadu_epi8(kPart, block + v * 64), right);
       }
     }
 #pragma GCC unroll 2

@@ -100,9 +100,42 @@ inline void write_run(const Total* totals, int64_t count, Total offset, float ro
   store_floats(scaled, count, type, out, at);
 }
 
+#ifdef __AVX512F__
+constexpr int64_t kTurnedSide = 16;
+
+// Sixteen rows and columns of floats, turned: whole cache lines are stored.
+inline void store_turned_square(const float* from, int64_t from_pitch, float* out, int64_t pitch) {
+  __m512 x[16], y[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(from + i * from_pitch);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {  // pairs of rows
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // four rows of columns c, c + 4, c + 8 and c + 12 in x[i + c]
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      x[i + 2 * h] = _mm512_shuffle_ps(y[i + h], y[i + 2 + h], 0x44);
+      x[i + 2 * h + 1] = _mm512_shuffle_ps(y[i + h], y[i + 2 + h], 0xee);
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512 a = _mm512_shuffle_f32x4(x[c], x[c + 4], 0x88), b = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0x88);  // c and c + 8
+    const __m512 d = _mm512_shuffle_f32x4(x[c], x[c + 4], 0xdd), e = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0xdd);  // the others
+    _mm512_storeu_ps(out + c * pitch, _mm512_shuffle_f32x4(a, b, 0x88));
+    _mm512_storeu_ps(out + (c + 4) * pitch, _mm512_shuffle_f32x4(d, e, 0x88));
+    _mm512_storeu_ps(out + (c + 8) * pitch, _mm512_shuffle_f32x4(a, b, 0xdd));
+    _mm512_storeu_ps(out + (c + 12) * pitch, _mm512_shuffle_f32x4(d, e, 0xdd));
+  }
+}
+#else
+constexpr int64_t kTurnedSide = 8;
 #ifdef __AVX2__
 // Eight rows and columns of floats, turned.
-inline void store_turned_eight(const float* from, int64_t from_pitch, float* out, int64_t pitch) {
+inline void store_turned_square(const float* from, int64_t from_pitch, float* out, int64_t pitch) {
   __m256 x[8], y[8];
   for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + i * from_pitch);
   for (int i = 0; i < 8; i += 2) {  // pairs of rows
@@ -121,17 +154,18 @@ inline void store_turned_eight(const float* from, int64_t from_pitch, float* out
   }
 }
 #endif
+#endif
 
 // Rows of floats as columns: out[j * pitch + r] = from[r * from_pitch + j]. All of a row of the output comes before the next: the
 // rows may share a set of a cache.
 inline void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, float* out, int64_t pitch) {
-  constexpr int64_t kSide = 8;
+  constexpr int64_t kSide = kTurnedSide;
   for (int64_t j0 = 0; j0 < width; j0 += kSide) {
     const int64_t columns = width - j0 < kSide ? width - j0 : kSide;
     int64_t r0 = 0;
 #ifdef __AVX2__
     for (; columns == kSide && r0 + kSide <= rows; r0 += kSide) {
-      store_turned_eight(from + r0 * from_pitch + j0, from_pitch, out + j0 * pitch + r0, pitch);
+      store_turned_square(from + r0 * from_pitch + j0, from_pitch, out + j0 * pitch + r0, pitch);
     }
 #endif
     for (int64_t j = j0; j < j0 + columns; ++j) {

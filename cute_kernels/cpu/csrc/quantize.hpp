@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -54,7 +54,31 @@ int32_t round_in_float(const float* __restrict x, float inverse, float low, floa
 
 constexpr int64_t kRoundBlock = 64;
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#ifdef __AVX512F__
+inline void store_codes(__m512i q, int16_t* out) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(q)); }
+inline void store_codes(__m512i q, int8_t* out) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(q)); }
+inline void store_codes(__m512i q, uint8_t* out) { store_codes(q, reinterpret_cast<int8_t*>(out)); }
+
+// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low
+// and high.
+template <bool Clamps, class Code>
+int32_t round_block(const float* x, float inverse32, float low, float high, int offset, Code* out) {
+  const __m512 inverse = _mm512_set1_ps(inverse32), shift = _mm512_set1_ps(kShift);
+  const __m512 least = _mm512_set1_ps(kShift + low), most = _mm512_set1_ps(kShift + high);
+  const __m512i less = _mm512_set1_epi32(bits_of(kShift) - offset), positive = _mm512_set1_epi32(0x7fffffff);
+  __m512i worst = _mm512_setzero_si512();
+#pragma GCC unroll 4
+  for (int64_t at = 0; at < kRoundBlock; at += 16) {
+    const __m512 value = _mm512_loadu_ps(x + at);
+    __m512 shifted = _mm512_fmadd_ps(value, inverse, shift);
+    const __m512 distance = _mm512_fmadd_ps(value, inverse, _mm512_sub_ps(shift, shifted));
+    worst = _mm512_max_epi32(worst, _mm512_and_si512(_mm512_castps_si512(distance), positive));
+    if (Clamps) shifted = _mm512_min_ps(_mm512_max_ps(shifted, least), most);
+    store_codes(_mm512_sub_epi32(_mm512_castps_si512(shifted), less), out + at);
+  }
+  return _mm512_cmpgt_epi32_mask(worst, _mm512_set1_epi32(bits_of(kSafe))) ? bits_of(1.0f) : 0;
+}
+#elif defined(__AVX2__)
 // Integers of four vectors as codes. GCC narrows by a mask and a permutation for every two vectors.
 inline void store_codes(const __m256i q[4], int16_t* out) {
   for (int i = 0; i < 2; ++i) {

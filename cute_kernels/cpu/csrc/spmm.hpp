@@ -101,28 +101,33 @@ struct SpmmRow {
     }
   }
 
+  // What the offset forms of two digits add to a sum, for each unit of the sum of a row of A.
+  int shift_of(int da, int db) const {
+    const int staged = args.b.is_signed && db == args.b.digits() - 1 ? 128 : 0;
+    return Micro::kOffset ? staged - (digit_signed(da) ? 0 : 128) : 0;
+  }
+
   // Contribution of the offset form of B's digits to one row of the product.
   int64_t offset_of(int64_t vector_row, int v) const {
-    if (!Micro::kOffset) return 0;
     int64_t offset = 0;
-    for (int da = 0; da < args.a.digits(); ++da) {
+    for (int da = 0; Micro::kOffset && da < args.a.digits(); ++da) {
       const int64_t at = (da * args.a.vector_rows + vector_row) * args.a.vector_length + v;
       for (int db = 0; db < args.b.digits(); ++db) {
-        const int staged = args.b.is_signed && db == args.b.digits() - 1 ? 128 : 0;
-        const int multiplied = staged - (digit_signed(da) ? 0 : 128);
-        offset += int64_t{multiplied} * args.a.row_sums[at] * (int64_t{1} << (8 * (da + db)));
+        offset += int64_t{shift_of(da, db)} * args.a.row_sums[at] * (int64_t{1} << (8 * (da + db)));
       }
     }
     return offset;
   }
 
-  // Call with where the results of a vector row go in float32; turned: results of rows that are to be turned, or null.
+  // Call with where the results of a vector row, sums of one digit of each operand, go in float32; turned: results of rows that
+  // are to be turned, or null.
   template <class Body>
   void with_output(int64_t vector_row, int64_t batch, int64_t n0, float* turned, const Body& body) const {
     const auto& scales = args.scales;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     int32_t offsets[magicube::kMaxVector];
-    for (int64_t v = 0; v < rows; ++v) offsets[v] = static_cast<int32_t>(offset_of(vector_row, static_cast<int>(v)));
+    const int32_t shift = shift_of(0, 0);
+    for (int64_t v = 0; v < rows; ++v) offsets[v] = shift * static_cast<int32_t>(args.a.row_sums[row0 + v]);
     RowOutput to{offsets, scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes, scales.bias ? scales.bias + row0 : kZeros,
                  scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes,
                  static_cast<float*>(args.out) + (batch * args.a.rows + row0) * args.n + n0, args.n, streams};
@@ -229,8 +234,10 @@ struct SpmmRow {
     for (int64_t first = r0; first < r1; first += most) {
       const int64_t last = lesser(first + most, r1), rows = lesser(last * v, args.a.rows) - first * v;
       float* const to = static_cast<float*>(args.out) + n0 * args.a.rows + first * v;
-      for (int64_t j = 0; j < width; ++j) {  // far apart: hardware prefetchers do not follow them
-        for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(to + j * args.a.rows + i, 1, 2);
+      if constexpr (kTurnedSide * sizeof(float) < 64) {
+        for (int64_t j = 0; j < width; ++j) {  // far apart: hardware prefetchers do not follow them
+          for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(to + j * args.a.rows + i, 1, 2);
+        }
       }
       for (int64_t r = first; r < last; ++r) run(panel, r, 0, n0, width, results + (r - first) * v * kColumns);
       store_turned(results, kColumns, rows, width, to, args.a.rows);
