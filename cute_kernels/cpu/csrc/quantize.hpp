@@ -55,27 +55,38 @@ int32_t round_in_float(const float* __restrict x, float inverse, float low, floa
 constexpr int64_t kRoundBlock = 64;
 
 #ifdef __AVX512F__
-inline void store_codes(__m512i q, int16_t* out) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(q)); }
-inline void store_codes(__m512i q, int8_t* out) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(q)); }
-inline void store_codes(__m512i q, uint8_t* out) { store_codes(q, reinterpret_cast<int8_t*>(out)); }
+// Integers of four vectors as codes.
+inline void store_codes(const __m512i q[4], int16_t* out) {
+  for (int i = 0; i < 4; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + i, _mm512_cvtepi32_epi16(q[i]));
+}
 
-// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low
-// and high.
+inline void store_codes(const __m512i q[4], int8_t* out) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(q[0], q[1]), _mm512_packs_epi32(q[2], q[3]));
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
+}
+
+inline void store_codes(const __m512i q[4], uint8_t* out) {
+  for (int i = 0; i < 4; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtepi32_epi8(q[i]));
+}
+
+// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high.
 template <bool Clamps, class Code>
 int32_t round_block(const float* x, float inverse32, float low, float high, int offset, Code* out) {
   const __m512 inverse = _mm512_set1_ps(inverse32), shift = _mm512_set1_ps(kShift);
   const __m512 least = _mm512_set1_ps(kShift + low), most = _mm512_set1_ps(kShift + high);
   const __m512i less = _mm512_set1_epi32(bits_of(kShift) - offset), positive = _mm512_set1_epi32(0x7fffffff);
-  __m512i worst = _mm512_setzero_si512();
+  __m512i q[4], worst = _mm512_setzero_si512();
 #pragma GCC unroll 4
-  for (int64_t at = 0; at < kRoundBlock; at += 16) {
-    const __m512 value = _mm512_loadu_ps(x + at);
+  for (int i = 0; i < 4; ++i) {
+    const __m512 value = _mm512_loadu_ps(x + i * 16);
     __m512 shifted = _mm512_fmadd_ps(value, inverse, shift);
     const __m512 distance = _mm512_fmadd_ps(value, inverse, _mm512_sub_ps(shift, shifted));
     worst = _mm512_max_epi32(worst, _mm512_and_si512(_mm512_castps_si512(distance), positive));
     if (Clamps) shifted = _mm512_min_ps(_mm512_max_ps(shifted, least), most);
-    store_codes(_mm512_sub_epi32(_mm512_castps_si512(shifted), less), out + at);
+    q[i] = _mm512_sub_epi32(_mm512_castps_si512(shifted), less);
   }
+  store_codes(q, out);
   return _mm512_cmpgt_epi32_mask(worst, _mm512_set1_epi32(bits_of(kSafe))) ? bits_of(1.0f) : 0;
 }
 #elif defined(__AVX2__)

@@ -9,6 +9,10 @@
 #include <cstring>
 #include <type_traits>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "engine.hpp"
 #include "integers.hpp"
 
@@ -53,6 +57,22 @@ Real from_bits(typename Bits<Real>::Int bits) {
   return value;
 }
 
+#ifdef __AVX512F__
+inline int32_t row_absmax(const float* x, int64_t count) {
+  const __m512i positive = _mm512_set1_epi32(0x7fffffff);
+  __m512i most[4] = {};  // four do not wait for each other
+  int64_t k = 0;
+  for (; k + 64 <= count; k += 64) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) most[i] = _mm512_max_epi32(most[i], _mm512_and_si512(_mm512_loadu_si512(x + k + i * 16), positive));
+  }
+  for (; k < count; k += 16) {
+    const auto mask = static_cast<__mmask16>(count - k >= 16 ? 0xffff : (1 << (count - k)) - 1);
+    most[0] = _mm512_max_epi32(most[0], _mm512_and_si512(_mm512_maskz_loadu_epi32(mask, x + k), positive));
+  }
+  return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_max_epi32(most[0], most[1]), _mm512_max_epi32(most[2], most[3])));
+}
+#else
 inline int32_t row_absmax(const float* x, int64_t count) {
   int32_t absmax_bits = 0;
   for (int64_t k = 0; k < count; ++k) {
@@ -61,6 +81,7 @@ inline int32_t row_absmax(const float* x, int64_t count) {
   }
   return absmax_bits;
 }
+#endif
 
 constexpr int64_t kAtOnce = 1 << 14;  // entries per ticket
 constexpr int64_t kSlicesAtOnce = 256;
