@@ -127,7 +127,8 @@ struct Avx512 : FewColumns512 {
 
   // Rows x Vectors accumulators fill half of the registers; quads stay in registers. Storing them for a second use costs more
   // than recomputing them: later loads stall behind stores 4 KiB away (aliasing).
-  // Every loop over the accumulator array must unroll, or the compiler keeps it in memory.
+  // Every loop over the accumulator array must unroll, or the compiler keeps it in memory. Here GCC 12 copies the sums of asm
+  // statements from register to register, those of the intrinsic not.
   template <int Rows, bool Signed, int First, int Vectors>
   static void pass(const RowTile& at) {
     __m512i sum[Rows][Vectors];
@@ -155,7 +156,7 @@ struct Avx512 : FewColumns512 {
         std::memcpy(&four, r < 3 ? values + r * stride : values3 + (r - 3) * stride, 4);
         const __m512i a = _mm512_set1_epi32(four);
 #pragma GCC unroll 4
-        for (int q = 0; q < Vectors; ++q) multiply_add<Signed>(sum[r][q], a, b[q]);
+        for (int q = 0; q < Vectors; ++q) sum[r][q] = Signed ? _mm512_dpbusd_epi32(sum[r][q], b[q], a) : _mm512_dpbusd_epi32(sum[r][q], a, b[q]);
       }
       values += kQuad;
       values3 += kQuad;

@@ -191,6 +191,8 @@ Vector vpdpbusd(Vector sum, Vector left, Vector right) {
   return sum;
 }
 
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i left, __m512i right) { return vpdpbusd(sum, left, right); }
+
 inline __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) { return emulated::unpack<uint8_t>(a, b, false); }
 inline __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) { return emulated::unpack<uint8_t>(a, b, true); }
 inline __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) { return emulated::unpack<uint16_t>(a, b, false); }
