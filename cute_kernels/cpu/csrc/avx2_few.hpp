@@ -101,7 +101,7 @@ struct FewColumns2 {
   __attribute__((noinline)) static void few_rows(const FewTile& at, int first, const uint8_t* values, int64_t count, const int16_t* gathered) {
     constexpr int kWidth = 8 * Vectors;
     const int stride = at.stride;
-    alignas(32) int16_t a[Rows][kFewChunk];
+    alignas(64) int16_t a[Rows][kFewChunk];
     for (int64_t k = 0; k < count; k += 16) {  // a block holds at least sixteen columns
       const uint8_t* const from = values + first * stride + k / stride * stride * at.vector_length + k % stride;
 #pragma GCC unroll 8
@@ -133,7 +133,7 @@ struct FewColumns2 {
   template <int Rows, int Vectors, bool Signed>
   static void few_chunks(const FewTile& at) {
     constexpr int kStep = Rows * Vectors > 8 ? 8 / Vectors : Rows;
-    alignas(32) int16_t gathered[kFewChunk * 8 * Vectors];
+    alignas(64) int16_t gathered[kFewChunk * 8 * Vectors];
     std::memset(at.sums, 0, static_cast<size_t>(Rows) * 8 * Vectors * sizeof(int32_t));
     for (int64_t k = 0; k < at.count; k += kFewChunk) {
       const int64_t count = lesser(kFewChunk, at.count - k);
