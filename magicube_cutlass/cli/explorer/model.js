@@ -49,6 +49,11 @@ function candidates(data, machine, operands, problem, rhsBits) {
   return [...configsOf(data, "gather", places), ...(usesPanel ? configsOf(data, "panel", places) : [])];
 }
 
+// Vectors of the longest vector row beyond those of a uniform pattern.
+function longestOf(mean, problem) {
+  return Math.max(mean, problem.longest - 3 * mean ** 0.5);
+}
+
 function panelCost(config, machine, problem, model) {
   const clusters = Math.floor(machine.sms / config.cluster);
   const items = ceilDiv(problem.rows, config.warps * config.rows_per_warp * config.cluster) * ceilDiv(problem.n, config.tile_n);
@@ -66,7 +71,8 @@ function panelCost(config, machine, problem, model) {
   let fill = problem.inner * ((((model.byte * config.tile_n_bytes) / config.cluster) * items) / (waves * clusters) + row);
   fill += (tiles * model.flight) / (config.stages - config.tile_window);
   const epilogue = model.block + model.result * rows * config.tile_n_bytes;
-  return model.launch + waves * ((work ** 2 + fill ** 2) ** 0.5 + epilogue);
+  const tail = (model.tail * (longestOf(mean, problem) - mean)) / config.mma_k;
+  return model.launch + waves * ((work ** 2 + fill ** 2) ** 0.5 + epilogue) + tail;
 }
 
 function gatherCost(config, machine, problem, model, sharedBytes) {
@@ -75,7 +81,7 @@ function gatherCost(config, machine, problem, model, sharedBytes) {
   const resident = Math.min(blocks * config.warps, 64) * machine.sms;
   const full = (problem.rows * tiles * config.split_k_warps) / resident, mean = problem.vectors / Math.max(problem.rows, 1);
   const groups = mean / (config.mma_k * config.split_k_warps) + 0.5;
-  let longest = Math.max(mean, problem.longest - 3 * mean ** 0.5) / config.mma_k;
+  let longest = longestOf(mean, problem) / config.mma_k;
   const long = 4 * Math.max(1, ceilDiv(Math.floor(problem.vectors / config.mma_k), Math.max(1, problem.rows)));
   const isLong = config.shares_long_rows && longest > long;
   longest = longest / (isLong ? config.warps : config.split_k_warps) + 0.5;
