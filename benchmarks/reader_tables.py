@@ -178,9 +178,11 @@ def render_attention() -> str:
 def render_models_avx512() -> str:
     """Whole models on one thread of a CPU with VNNI: the best turn, beside the fastest baseline in 8 bits."""
     cases = [case for case in results("models_speed_avx512")["cases"] if case["threads"] == 1]
-    best = [{row["name"]: row["best"] for row in case["rows"]} for case in cases]
+    ways = [(case, key) for case in cases for key in ("best", "in use, best")]
+    best = [{row["name"]: row[key] for row in case["rows"]} for case, key in ways]
     fastest = [max(x for name, x in each.items() if "int8" in name) for each in best]
-    head = ["MiniLM, sentences of 16 tokens a second", *(f"batch {case['batch']}" for case in cases)]
+    labels = (f"batch {case['batch']}, {'in turn' if key == 'best' else 'in use'}" for case, key in ways)
+    head = ["MiniLM, sentences of 16 tokens a second", *labels]
     rows = [
         [name, *(f"{each[name]:.0f} ({each[name] / top:.2f}x)" for each, top in zip(best, fastest, strict=True))]
         for name in best[0]
