@@ -31,6 +31,17 @@ def test_many_long_vector_rows_share_panels_and_few_do_not() -> None:
     assert "too few" in reason(small, 32, 32 * 230, 280)
 
 
+def test_a_vector_row_twice_as_long_as_the_mean_leaves_the_panel_kernel() -> None:
+    """256 x 2304 of a pruned ResNet-50: one warp of a panel would multiply 469 of 7,427 vectors."""
+    pruned = Problem(32, 2304, 7427, 469, 512)
+    config = choose_spmm(L8R8, H200, pruned)
+    assert isinstance(config, GatherConfig) and config.split_k_warps > 1
+    panels = [each for each in candidates(L8R8, H200, pruned) if isinstance(each, PanelConfig)]
+    for panel in panels:
+        even, long = (spmm_cost(panel, H200, replace(pruned, longest=longest)) for longest in (232, 469))
+        assert 1000 < long - even < 1200  # 6 groups of 32 vectors beyond a mean row, at 200 ns
+
+
 def test_a_matrix_that_is_used_once_gets_no_panel() -> None:
     problem = Problem(512, 4096, 512 * 410, 460, 4096)
     config = choose_spmm(L8R8, H200, problem, single_use=True)
