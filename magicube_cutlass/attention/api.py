@@ -125,7 +125,9 @@ def sparse_attention(
     """Compute quantized attention over the keys that a sparse mask keeps.
 
     ``softmax(scale Q K^T + bias) V`` by products of quantized integers. Q and K have per-row scales, V has one scale
-    per matrix; the softmax is quantized as in :func:`sparse_softmax`. Implements section V-C of [1]_.
+    per matrix; the fused kernels of a GPU may share scales among similar keys, and have a scale for each 64 values of V
+    at masks of whole 64 x 64 blocks (sm_90a). The softmax is quantized as in :func:`sparse_softmax`. Implements section
+    V-C of [1]_.
 
     Gradients of all four tensors, of first order, come from the unfused products at the quantized values; each rounding
     counts as the identity (straight-through). The call is one operator of a compiled graph (``fullgraph=True``), which
@@ -165,7 +167,7 @@ def sparse_attention(
     -------
     out : Tensor, shape (..., Lq, dv)
         Dtype of `q`. Non-finite rows of `q` or `k` give NaN for the queries that use them; a non-finite `v` gives NaN
-        for its matrix.
+        for its matrix, or for the queries that use its scale.
     lse : Tensor, shape (..., Lq)
         float32, -inf for a query without keys; only with `return_lse`.
 

@@ -37,6 +37,14 @@ def _as_kernel_dtype(x: Tensor) -> Tensor:
     return x if x.dtype in _KERNEL_DTYPES or not x.is_cuda else x.float()
 
 
+def kernel_rows(x: Tensor, head_dim: int) -> Tensor:
+    """Return rows (N, L, d) as the fused kernels read them: (N, L, head_dim), contiguous, aligned."""
+    from cute_kernels.attention.fused import align_to_16_bytes
+
+    padded = x if x.shape[2] == head_dim else torch.nn.functional.pad(x, (0, head_dim - x.shape[2]))
+    return align_to_16_bytes(padded.contiguous())
+
+
 def fused_obstacle(
     q: Tensor, v: Tensor, masks: tuple[Pattern, ...], softmax_bits: int, qkv_bits: int, *, has_memory: bool = False
 ) -> str:
@@ -72,10 +80,7 @@ def _fused(
 
     d, head_dim = v.shape[2], _padded_head_dim(max(q.shape[2], v.shape[2]))
     assert head_dim is not None
-    q, k, v = (
-        x if x.shape[2] == head_dim else torch.nn.functional.pad(x, (0, head_dim - x.shape[2])) for x in (q, k, v)
-    )
-    q, k, v = (attention.align_to_16_bytes(x.contiguous()) for x in (q, k, v))
+    q, k, v = (kernel_rows(x, head_dim) for x in (q, k, v))
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     key = ("attention", batch, head_dim, options.causal, *[mask._version_id for mask in masks[1:]])
     cached = masks[0]._cache.get(key)

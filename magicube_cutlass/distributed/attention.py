@@ -17,7 +17,7 @@ from magicube_cutlass.attention import sparse_attention as local_attention
 from magicube_cutlass.attention.api import AttentionOptions, check_masks, renamed_backend
 from magicube_cutlass.attention.cpu_fused import flat_bias
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale
-from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle
+from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle, kernel_rows
 from magicube_cutlass.distributed.collectives import check_mesh, chunk_bounds, gather, sizes_of, start_gather
 from magicube_cutlass.distributed.slices import as_dtensor, quantize_slices, slice_scale
 from magicube_cutlass.formats.pattern import Pattern
@@ -229,11 +229,9 @@ def _of_blocks(config: Any) -> bool:
 
 
 def _rows_of(x: Tensor, width: int) -> Tensor:
-    """Rows (..., L, d) as the kernels read them, (matrices, L, width)."""
-    from cute_kernels.attention.fused import align_to_16_bytes
-
-    rows = pad(x, (0, width - x.shape[-1])).reshape(x.shape[:-2].numel(), x.shape[-2], width)
-    return align_to_16_bytes((rows.float() if rows.dtype == torch.float64 else rows).contiguous())
+    """Rows (..., L, d) as the kernels read them, (matrices, L, width); float64 as float32."""
+    rows = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+    return kernel_rows(rows.float() if rows.dtype == torch.float64 else rows, width)
 
 
 def _config(q: Tensor, keys: int, depth: int, masks: Masks, whole: Masks, cuts: Sequence[int]) -> Any:

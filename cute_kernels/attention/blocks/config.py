@@ -10,14 +10,13 @@ from torch import Tensor
 
 from cute_kernels import atoms
 from cute_kernels.attention.config import ATOM, QUERIES, QueryVectors
-from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
+from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES, KernelConfig
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
 
 BLOCK = 64  # queries and keys of a block
 BLOCK_HEADS = (64, 128)  # head dimensions: a row of K is as wide as a swizzle
 BLOCK_ARCH = "sm_90a"
-ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Blocks(NamedTuple):
@@ -77,7 +76,7 @@ class BlockAttention(KernelConfig):
     @property
     def smem_bytes(self) -> int:
         tiles = self.stages * (3 * BLOCK * self.head + 16)  # and two mbarriers
-        return tiles + BLOCK * self.head * ENTRY_BYTES[self.source] if self.source else tiles
+        return tiles + BLOCK * self.head * OUT_BYTES[self.source] if self.source else tiles
 
     @property
     def name(self) -> str:

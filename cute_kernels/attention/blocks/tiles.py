@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.attention.blocks.config import BLOCK, BLOCK_HEADS, ENTRY_BYTES, BlockAttention, Blocks, launch_blocks
+from cute_kernels.attention.blocks.config import BLOCK, BLOCK_HEADS, BlockAttention, Blocks, launch_blocks
 from cute_kernels.attention.fused import AttentionIndex, align_to_16_bytes
 from cute_kernels.attention.operands import bias_of, check_operands, check_tensor, softmax_numbers
+from cute_kernels.attention.quantize_qkv import OperandsConfig
 from cute_kernels.dtypes import REAL_DTYPES
-from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
+from cute_kernels.jit.codegen import OUT_BYTES, KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
 
@@ -51,11 +52,16 @@ class TilesConfig(KernelConfig):
     @property
     def steps(self) -> int:
         """Pairs of 16-byte vectors of a thread."""
-        return BLOCK * self.head * ENTRY_BYTES[self.x] // (32 * self.threads)
+        return BLOCK * self.head * OUT_BYTES[self.x] // (32 * self.threads)
+
+    @property
+    def rows(self) -> OperandsConfig:
+        """Config of the same passes over whole matrices."""
+        return OperandsConfig(self.x, self.head, self.bits, cluster=1, steps=self.steps, threads=self.threads)
 
     @property
     def smem_bytes(self) -> int:
-        return self.threads * self.steps * 32
+        return self.rows.smem_bytes
 
     @property
     def name(self) -> str:
@@ -63,20 +69,10 @@ class TilesConfig(KernelConfig):
         return f"attention_tiles-{self.x}-d{self.head}-s{self.bits}-w{self.threads // 32}"
 
     def _constants(self) -> dict[str, object]:
-        return {
-            "kHead": self.head,
-            "kBits": self.bits,
-            "kStored": 8,
-            "kSigned": True,
-            "kTruncate": False,
-            "kSteps": self.steps,
-            "kThreads": self.threads,
-            "kCluster": 1,
-            "kKeys": BLOCK,
-        }
+        return self.rows._constants() | {"kKeys": BLOCK}
 
     def _types(self) -> dict[str, str]:
-        return {"Source": OUT_TYPES[self.x]}
+        return self.rows._types()
 
 
 class Tiles(NamedTuple):
