@@ -92,9 +92,9 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     from cute_kernels.estimate import look, remainder_probes, statistics, verdict
     from cute_kernels.layout import column_order as ordering
 
-    others = (quantize, quantize_transposed, transpose, compress, ordering, softmax)
+    others = (quantize, transpose, compress, ordering, softmax)
     sums = (probes, remainder_probes, statistics, look)
-    by_arch = (each.default_configs(arch) for each in (attention, attention_operands, digits))
+    by_arch = (each.default_configs(arch) for each in (attention, attention_operands, digits, quantize_transposed))
     verdicts = [verdict.VerdictConfig()]
     tiles = attention_tiles.default_configs() if arch == BLOCK_ARCH else []
     return chain(

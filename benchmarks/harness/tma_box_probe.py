@@ -32,7 +32,7 @@ class BoxProbeConfig:
     def smem_bytes(self) -> int:
         return self.size + 16
 
-    shared_carveout = -1
+    shared_carveout, wide_cluster = -1, False
 
     def translation_unit(self, arch: str) -> Unit:
         """The translation unit of this config for ``arch``."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels.attention.config import HEADS
 from cute_kernels.attention.heuristics import PANEL_ARCHES
 from cute_kernels.dtypes import REAL_DTYPES
+from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import current_arch, device_of
 from cute_kernels.jit.kernel import get_kernel
@@ -157,14 +158,14 @@ def encode_operands(q: Tensor, k: Tensor, v: Tensor, *, bits: int) -> Operands:
     _check_inputs(q, k, v)
     batch, queries, head = q.shape
     keys, device = k.shape[1], q.device
-    ints = torch.empty(batch * (queries + 2 * keys) * head, dtype=torch.int8, device=device)
-    scales = torch.empty(batch * (queries + keys + 1), dtype=torch.float32, device=device)
+    ints = workspace.empty((batch * (queries + 2 * keys) * head,), torch.int8, device)
+    scales = workspace.empty((batch * (queries + keys + 1),), torch.float32, device)
     q_ints, k_ints, v_ints = ints.split([batch * rows * head for rows in (queries, keys, keys)])
     k_scale, q_scale, v_scale = scales.split([batch * rows for rows in (keys, queries, 1)])  # K's first: TMA
     with device_of(q):
         config = choose(REAL_DTYPES[q.dtype], head, bits, current_arch())
-    alike = torch.empty(batch, dtype=torch.int32, device=device)
-    ready = torch.empty((batch, 3 * config.cluster), dtype=torch.int32, device=device)
+    alike = workspace.empty((batch,), torch.int32, device)
+    ready = workspace.empty((batch, 3 * config.cluster), torch.int32, device)
     found = Operands(
         q_ints.view(q.shape), q_scale.view(batch, queries), k_ints.view(k.shape), k_scale.view(batch, keys), alike,
         v_ints.view(v.shape), v_scale, ready,

@@ -260,21 +260,24 @@ def _make_call(
     truncate: bool = False,
     scale: Tensor | None = None,
     flags: int = 0,
+    out: tuple[Tensor, Tensor | None] | None = None,
 ) -> _QuantizeCall:
-    """The call for the arguments of `quantize`, with allocated outputs."""
+    """The call for the arguments of `quantize`, with allocated outputs or `out`."""
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
     if columns > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
     width, dtype = (columns + 1) // 2 if bits == 4 else columns, storage_dtype(bits, signed)
     given = scale is not None
+    if scale is None and out is not None:
+        scale = out[1]
     if scale is None:
         shape = list(x.shape) if axis is not None else []
         if shape:
             shape[-2 if axis == 0 else -1] = 1
         real = torch.float64 if x.dtype == torch.float64 else torch.float32
         scale = workspace.empty(tuple(shape), real, x.device)
-    data = workspace.empty((*x.shape[:-1], width), dtype, x.device)
+    data = workspace.empty((*x.shape[:-1], width), dtype, x.device) if out is None else out[0]
     pitch = rows.stride(0) if rows.shape[0] > 1 else columns
     stored = 4 if bits == 4 else 8 * data.element_size()
     kind, out_pitch = (bits, signed, truncate), (columns * stored + 7) // 8
@@ -290,6 +293,7 @@ def quantize(
     truncate: bool = False,
     scale: Tensor | None = None,
     flags: int = 0,
+    out: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a tensor on a GPU without waiting for it.
 
@@ -312,6 +316,8 @@ def quantize(
     flags : int, default 0
         Address of an int32 on the device that gets the bits ``NEGATIVE`` (unsigned integers only) and ``NONFINITE`` of
         ``cute_kernels.cpu.engine``; 0 for none.
+    out : (Tensor, Tensor or None), optional
+        Contiguous memory for what is returned; the second is None if `scale` is given.
 
     Returns
     -------
@@ -326,7 +332,7 @@ def quantize(
     >>> data[0, 0].item(), scale.shape  # doctest: +SKIP
     (127, torch.Size([4, 1]))
     """
-    call = _make_call(x, bits, signed, axis, truncate, scale, flags)
+    call = _make_call(x, bits, signed, axis, truncate, scale, flags, out)
     with device_of(x):
         if axis is None:
             _encode_slices(call, 1)

@@ -1,14 +1,17 @@
-// Quantization with per-row scales into the transposed matrix: q[k, r] = round(x[r, k] / scale[r]); one launch, for few rows.
+// Quantization with per-row scales into the transposed matrix: q[k, r] = round(x[r, k] / scale[r]); one launch.
 //
 // Scales and integers are those of quantize_rows.cuh. The output (columns, out_pitch) has its rows at multiples of 16 bytes, as an
 // SpMM reads its dense operand; entries of rows that do not exist are zeros.
-// Architectures: sm_80 and later.
-// Work: a CTA takes the amaxes of kRows rows, and stores a share of their columns, kRows bytes a column. Other CTAs find the same
-// amaxes again, in the second-level cache: that takes less than to wait for each other.
-// Pipeline: kSteps loads of 16 bytes in flight per thread; the thread's own entries are loaded before the amaxes.
+// Architectures: encode_transposed sm_80 and later, encode_turned sm_90 and later (clusters).
+// Work: for few rows, a CTA of encode_transposed takes the amaxes of kRows rows, and stores a share of their columns, kRows bytes a
+// column. Other CTAs find the same amaxes again, in the second-level cache: that takes less than to wait for each other. For many
+// rows, a cluster of encode_turned has kRows rows, each of its CTAs a part of their columns in registers, so that every entry is
+// read once; the CTAs exchange amaxes.
+// Pipeline: kSteps loads of 16 bytes in flight per thread; encode_transposed loads a thread's own entries before the amaxes.
 #pragma once
 
 #include "convert/quantize.cuh"
+#include "device/cluster.cuh"
 
 namespace magicube {
 
@@ -99,6 +102,159 @@ encode_transposed(const typename C::Source* x, int64_t pitch, int64_t rows, int6
       }
       if (column + c < end) PackedRun<8, kRows>::template nearest<true>(codes).store(out + (column + c) * out_pitch + first);
     }
+  }
+}
+
+// The integers of a CTA on their way to the output: shared rows of kRows bytes, one for each of its columns. Unit w of a row, kOwn
+// bytes of one warp, is at w ^ group % 8, and rows change places inside groups of kVec, so that neither the writes of a unit nor
+// the reads of 16 bytes have bank conflicts.
+template <class C>
+struct TurnedTile {
+  using Q = Quantizer<C>;
+  static constexpr uint32_t kUnits = 8, kRows = C::kRows, kOwn = kRows / kUnits, kRowsALine = 128 / kRows;
+  static_assert(kOwn == 4 || kOwn == 8, "a unit is one or two words");
+  static_assert(Q::kVec % kRowsALine == 0, "rows change places inside a group");
+  uint8_t* tile;  // (columns, kRows)
+
+  // Where a lane's unit of its columns kSpan s + kVec lane + c, c = p mod kRowsALine, is, less (kSpan s + c - p) kRows.
+  __device__ uint8_t* place(uint32_t lane, uint32_t unit, uint32_t p) const {
+    return tile + (Q::kVec * lane + (p ^ lane / kUnits % kRowsALine)) * kRows + (unit ^ lane % kUnits) * kOwn;
+  }
+  // 16 bytes of a column.
+  __device__ uint4 load(uint32_t column, uint32_t chunk) const {
+    constexpr uint32_t kPerChunk = 16 / kOwn;
+    const uint32_t group = column / Q::kVec, turn = group % kUnits, row = column ^ group / kUnits % kRowsALine;
+    uint4 x = *reinterpret_cast<const uint4*>(tile + row * kRows + (chunk ^ turn / kPerChunk) * 16);
+    const bool halves = turn & (kPerChunk / 2), words = kOwn == 4 && (turn & 1);
+    if (halves) x = make_uint4(x.z, x.w, x.x, x.y);
+    return words ? make_uint4(x.y, x.x, x.w, x.z) : x;
+  }
+};
+
+// As encode_transposed, for many rows. `inputs`: given scales (step 0: one for all). Without, the kCluster CTAs of a cluster have all
+// columns of kRows rows among them, and exchange amaxes. x, pitch and columns are multiples of 16 bytes.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kResident)
+encode_turned(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, const float* inputs, int64_t step,
+              float* scales, uint8_t* out, int64_t out_pitch) {
+  using Q = Quantizer<C>;
+  using Source = typename Q::Source;
+  using Tile = TurnedTile<C>;
+  constexpr int kOwn = Tile::kOwn, kSteps = Q::kSteps, kCluster = C::kCluster;  // kOwn: rows of a warp
+  constexpr int kSpan = 32 * Q::kVec, kWidth = kSteps * kSpan;  // columns of a load of a warp, and of the CTA
+  constexpr bool kExchanges = !C::kGiven && kCluster > 1;
+  static_assert(Q::kWarps == Tile::kUnits, "each warp has its rows");
+  __shared__ __align__(16) uint8_t shared[kWidth * C::kRows];
+  __shared__ uint32_t maxima[kCluster][C::kRows];
+  __shared__ float row_scales[C::kRows];  // for entries that float32 cannot decide
+  __shared__ __align__(8) uint64_t arrived;
+  const uint32_t unit = warp_of_block(), lane = threadIdx.x % 32, barrier = shared_address(&arrived);
+  const int64_t first = int64_t{blockIdx.y} * C::kRows, begin = int64_t{blockIdx.x} * kWidth;  // x: the CTA of a cluster
+  if constexpr (kExchanges) {
+    if (threadIdx.x == 0) {
+      barrier_init(barrier, 1);
+      barrier_fence();
+      mbarrier_arrive_expect_tx(barrier, kCluster * C::kRows * 4);
+    }
+    cluster::arrive();
+  }
+  pdl_wait();
+  alignas(16) Source held[kOwn][kSteps][Q::kVec];
+  {
+    const int64_t row = first + unit * kOwn, column = begin + lane * Q::kVec;
+    const Source* from = x + row * pitch + column;
+    CUTE_UNROLL
+    for (int o = 0; o < kOwn; ++o, from += pitch) {
+      CUTE_UNROLL
+      for (int s = 0; s < kSteps; ++s) {
+        const bool exists = row + o < rows && column + s * kSpan < columns;
+        *reinterpret_cast<uint4*>(held[o][s]) = exists ? __ldg(reinterpret_cast<const uint4*>(from + s * kSpan)) : uint4{};
+      }
+    }
+  }
+  const uint32_t own = unit * kOwn + lane % kOwn;  // lane o has the scale of the warp's row o
+  const bool exists = first + own < rows;
+  float scale = 1.0f;
+  if constexpr (C::kGiven) {
+    if (exists) scale = __ldg(inputs + (first + own) * step);
+  } else {
+    uint32_t largest = 0;
+    CUTE_UNROLL
+    for (int o = 0; o < kOwn; ++o) {
+      AbsmaxState<Q> state;
+      CUTE_UNROLL
+      for (int s = 0; s < kSteps; ++s) state.update(held[o][s]);
+      const uint32_t absmax = __reduce_max_sync(~0u, state.absmax);
+      largest = lane % kOwn == o ? absmax : largest;
+    }
+    if constexpr (kExchanges) {
+      cluster::wait();  // all CTAs of the cluster have made their barriers
+      const uint32_t to = shared_address(&maxima[blockIdx.x][own]);
+      CUTE_UNROLL
+      for (uint32_t other = lane / kOwn; other < kCluster; other += 32 / kOwn) cluster::send_to(to, barrier, other, largest);
+      barrier_wait(barrier, 0);
+      CUTE_UNROLL
+      for (int p = 0; p < kCluster; ++p) largest = max(largest, maxima[p][own]);
+    }
+    scale = scale_of<float, Range<C>::kHigh>(largest);
+    if (blockIdx.x == 0 && lane < kOwn && exists) scales[first + own] = scale;
+  }
+  if (lane < kOwn) row_scales[own] = scale;
+  __syncwarp();
+  const Tile tile{shared};
+  uint8_t* places[Tile::kRowsALine];
+  CUTE_UNROLL
+  for (uint32_t p = 0; p < Tile::kRowsALine; ++p) places[p] = tile.place(lane, unit, p);
+  const FloatInverse parts(scale);
+  const float own_inverse = parts.high + parts.low;
+  float inverse[kOwn];
+  CUTE_UNROLL
+  for (int o = 0; o < kOwn; ++o) inverse[o] = __shfl_sync(~0u, own_inverse, o);
+  // Of a row with an entry that is not finite, or so small or large that its inverse is none, the product is NaN.
+  const bool in_range = __all_sync(~0u, scale * own_inverse < 1.5f);
+  CUTE_UNROLL
+  for (int s = 0; s < kSteps; ++s) {
+    CUTE_UNROLL
+    for (int c = 0; c < Q::kVec; ++c) {
+      int32_t codes[kOwn];
+      bool decided = true;
+      if constexpr (C::kGiven) {
+        CUTE_UNROLL
+        for (int o = 0; o < kOwn; ++o) {
+          FloatInverse both;
+          both.high = inverse[o], both.low = 0.0f;
+          decided &= encode_fast<C>(static_cast<float>(held[o][s][c]), both, codes[o]);
+        }
+      } else {  // as encode_in_range
+        constexpr float kRound = 0x1.8p23f;
+        float farthest = 0.0f;
+        CUTE_UNROLL
+        for (int o = 0; o < kOwn; ++o) {
+          const float value = static_cast<float>(held[o][s][c]), shifted = __fmaf_rn(value, inverse[o], kRound);
+          farthest = fmaxf(farthest, fabsf(__fmaf_rn(value, inverse[o], -__fadd_rn(shifted, -kRound))));
+          codes[o] = __float_as_int(shifted);  // the integer in the low bits
+        }
+        decided = in_range && farthest < 0.5f - 0x1p-14f;
+      }
+      if (!decided) {
+        CUTE_UNROLL
+        for (int o = 0; o < kOwn; ++o) {
+          codes[o] = encode_undecided<C>(static_cast<float>(held[o][s][c]), row_scales[unit * kOwn + o]);
+        }
+      }
+      using Run = PackedRun<8, kOwn>;
+      const Run run = C::kGiven ? Run::template nearest<true>(codes) : Run::lowest(codes);
+      constexpr uint32_t kLine = Tile::kRowsALine;
+      run.store(places[c % kLine] + (s * kSpan + c / kLine * kLine) * C::kRows);
+    }
+  }
+  __syncthreads();
+  constexpr uint32_t kChunks = C::kRows / 16;
+  CUTE_UNROLL
+  for (uint32_t i = threadIdx.x; i < kWidth * kChunks; i += C::kThreads) {
+    const uint32_t column = i / kChunks, chunk = i % kChunks;
+    if (begin + column >= columns || first + 16 * chunk >= out_pitch) continue;
+    *reinterpret_cast<uint4*>(out + (begin + column) * out_pitch + first + 16 * chunk) = tile.load(column, chunk);
   }
 }
 

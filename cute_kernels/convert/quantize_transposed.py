@@ -8,16 +8,20 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from cute_kernels.convert.quantize import QuantizeConfig
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit import workspace
-from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
-from cute_kernels.jit.device import device_of, num_sms
+from cute_kernels.jit.codegen import OUT_BYTES, OUT_TYPES, PORTABLE_CLUSTER, KernelConfig
+from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import ALIGNMENT, aligned
 
-_MOST_ENTRIES = 1 << 22  # up to which this takes less than quantization by rows and a copy
-_MOST_ROWS = 1 << 18  # a grid has 65535 CTAs in y, of eight rows at least
-_FEW = 64  # rows: stores of a word bind from here on
+_MOST_ENTRIES = 1 << 22  # up to which `encode_transposed` takes less than quantization by rows and a copy
+_FEW_GIVEN = 1 << 20  # entries with a given scale, up to which it takes less than `encode_turned`
+_MOST_CTAS_IN_Y = 65535  # of a grid
+_FEW = 64  # rows: stores of a word bind from here on, and clusters are quicker
+_CLUSTERED = ("sm_90a", "sm_100a")
+_MOST_CTAS = 16  # of a cluster
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,102 @@ class TransposedConfig(KernelConfig):
         return {"Source": OUT_TYPES[self.x]}
 
 
+@dataclass(frozen=True)
+class TurnedConfig(KernelConfig):
+    """Config of the kernel for many rows, whose threads keep their entries in registers.
+
+    Parameters
+    ----------
+    x : str
+        Dtype of the input.
+    given : bool
+        Scales are an input.
+    rows : int
+        Rows of a CTA, 32 or 64.
+    steps : int
+        Loads of 16 bytes of a thread in each of its rows.
+    cluster : int
+        CTAs of a cluster, which have the rows' columns among them; 1 for given scales.
+    resident : int
+        CTAs of an SM.
+
+    Examples
+    --------
+    >>> config = TurnedConfig("float16", steps=2, cluster=8)
+    >>> config.name, config.width
+    ('quantize-encode_turned-float16-r32s2c8x6', 512)
+    """
+
+    x: str
+    given: bool = False
+    rows: int = 32
+    steps: int = 1
+    cluster: int = 1
+    resident: int = 6
+
+    kernel_header = "convert/quantize_transposed.cuh"
+    kernel_entry = "encode_turned"
+    shared_carveout = 100  # the product starts behind it, on the same SMs
+
+    @property
+    def wide_cluster(self) -> bool:
+        return self.cluster > PORTABLE_CLUSTER
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    @property
+    def width(self) -> int:
+        """Columns of a CTA."""
+        return self.steps * _span(self.x)
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        shape = f"r{self.rows}s{self.steps}c{self.cluster}x{self.resident}"
+        return f"quantize-{self.kernel_entry}-{self.x}{'-given' * self.given}-{shape}"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kBits": 8,
+            "kStored": 8,
+            "kSigned": True,
+            "kTruncate": False,
+            "kSteps": self.steps,
+            "kRows": self.rows,
+            "kCluster": self.cluster,
+            "kResident": self.resident,
+            "kThreads": self.threads,
+            "kGiven": self.given,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
+
+
+def _span(x: str) -> int:
+    """Columns that a warp loads at a time."""
+    return 32 * ALIGNMENT // OUT_BYTES[x]
+
+
+def turned_config(x: str, columns: int, given: bool) -> TurnedConfig | None:
+    """Return the config for many rows of `columns` entries; None for rows that registers of a cluster cannot hold.
+
+    Examples
+    --------
+    >>> turned_config("float16", 4096, False).name, turned_config("float32", 14336, False)
+    ('quantize-encode_turned-float16-r32s1c16x6', None)
+    """
+    if given:
+        return TurnedConfig(x, True)
+    for steps, resident in ((1, 6), (2, 4), (4, 2)):
+        cluster = -(-columns // (steps * _span(x)))
+        if cluster <= _MOST_CTAS:
+            return TurnedConfig(x, False, steps=steps, cluster=cluster, resident=resident)
+    return None
+
+
 def _config(x: str, rows: int, given: bool) -> TransposedConfig:
     """The quickest on an H200: amaxes of more rows are found again less often, but later."""
     if rows <= _FEW:
@@ -83,19 +183,51 @@ def _config(x: str, rows: int, given: bool) -> TransposedConfig:
     return TransposedConfig(x, given, 16 if given else 8, 2)
 
 
-def serves(rows: int, columns: int) -> bool:
-    """Return whether a matrix of this shape is for :func:`quantize_transposed`.
+def serves(x: Tensor, scale: Tensor | None = None) -> bool:
+    """Return whether a matrix (M, K) on a GPU and given scales are for :func:`quantize_transposed`.
+
+    Few entries always; many on GPUs with clusters of CTAs, in whole runs of 16 bytes.
 
     Examples
     --------
-    >>> serves(512, 4096), serves(4096, 4096)
-    (True, False)
+    >>> serves(torch.empty(4096, 4096, device="cuda"))  # doctest: +SKIP
+    True
     """
-    return rows * columns <= _MOST_ENTRIES and rows <= _MOST_ROWS
+    if x.ndim != 2 or x.dtype not in REAL_DTYPES or not x.numel() or x.stride(1) != 1:
+        return False
+    return _choose(x, scale, _arch(x)) is not None
 
 
-def quantize_transposed(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize few rows to int8 and store the transpose, on a GPU, without waiting for it.
+def _arch(x: Tensor) -> str:
+    with device_of(x):
+        return current_arch()
+
+
+def _choose(x: Tensor, scale: Tensor | None, arch: str) -> TransposedConfig | TurnedConfig | None:
+    """The quickest of an H100."""
+    (rows, columns), name, size = x.shape, REAL_DTYPES[x.dtype], x.element_size()
+    whole = all(each * size % ALIGNMENT == 0 for each in (columns, x.stride(0) if rows > 1 else columns))
+    many = None
+    if arch in _CLUSTERED and whole and x.data_ptr() % ALIGNMENT == 0:
+        many = turned_config(name, columns, scale is not None)
+        many = many if many is not None and rows <= _MOST_CTAS_IN_Y * many.rows else None
+    by_row = scale is not None and scale.numel() > 1
+    if many is not None and (by_row or (rows > _FEW if scale is None else x.numel() > _FEW_GIVEN)):
+        return many
+    few = _config(name, rows, scale is not None)
+    if by_row or x.numel() > _MOST_ENTRIES or rows > _MOST_CTAS_IN_Y * few.rows:
+        return many
+    return few
+
+
+def quantize_transposed(
+    x: Tensor,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    config: TransposedConfig | TurnedConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantize rows to int8 and store the transpose, on a GPU, without waiting for it.
 
     ``q[k, m] = clamp(round(x[m, k] / scale[m]))`` with the scales and integers of
     :func:`~cute_kernels.convert.quantize.quantize` by rows.
@@ -103,9 +235,15 @@ def quantize_transposed(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor,
     Parameters
     ----------
     x : Tensor, shape (M, K)
-        float32, float16 or bfloat16, contiguous along K, not empty, of a shape that :func:`serves` takes.
-    scale : Tensor, shape (), optional
-        float32, one scale for all rows.
+        float32, float16 or bfloat16, contiguous along K, of a shape that :func:`serves` takes.
+    scale : Tensor, shape () or (M, 1), optional
+        float32, contiguous: one scale for all rows, or one for each.
+    out : Tensor, shape (K, P), optional
+        int8, contiguous, where to: `P` is `M` rounded up to 16.
+    out_scale : Tensor, shape (M, 1), optional
+        float32, contiguous, where to, if no `scale` is given.
+    config : TransposedConfig or TurnedConfig, optional
+        By default the quickest.
 
     Returns
     -------
@@ -121,32 +259,73 @@ def quantize_transposed(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor,
     (torch.Size([8, 4]), (16, 1), 127)
     """
     rows, columns = x.shape
-    config = _config(REAL_DTYPES[x.dtype], rows, scale is not None)
-    pitch, vector = x.stride(0) if rows > 1 else columns, ALIGNMENT // x.element_size()
-    out = workspace.empty((columns, aligned(rows)), torch.int8, x.device)
+    config = config or _choose(x, scale, _arch(x))
+    assert config is not None
+    pitch = x.stride(0) if rows > 1 else columns
+    out = workspace.empty((columns, aligned(rows)), torch.int8, x.device) if out is None else out
+    source, first, ints = scale, (x.data_ptr(), pitch, rows, columns), (out.data_ptr(), out.shape[1])
     if scale is None:
-        scale = workspace.empty((rows, 1), torch.float32, x.device)
-    groups, at_once = out.shape[1] // config.rows, config.threads * config.run
-    runs = -(-columns // at_once)
-    share = -(-runs // max(1, min(runs, 2 * num_sms(x.device.index) // groups))) * at_once
-    loads = x.data_ptr() % ALIGNMENT == 0 and pitch % vector == 0
+        scale = workspace.empty((rows, 1), torch.float32, x.device) if out_scale is None else out_scale
     with device_of(x):
-        get_kernel(config).launch(
-            (-(-columns // share), groups, 1),
-            (
-                x.data_ptr(), pitch, rows, columns, share, scale.data_ptr(), out.data_ptr(), out.shape[1], int(loads),
-            ),
-        )  # fmt: skip
+        kernel, sms = get_kernel(config), num_sms(x.device.index)
+        if isinstance(config, TurnedConfig):
+            step = 0 if source is None or source.numel() == 1 else 1  # from the scale of a row to the next
+            grid = (-(-columns // config.width), -(-rows // config.rows), 1)
+            arguments = (*first, 0 if source is None else source.data_ptr(), step, scale.data_ptr(), *ints)
+            kernel.launch(grid, arguments, (config.cluster, 1, 1) if config.cluster > 1 else None)
+        else:
+            vector = ALIGNMENT // x.element_size()
+            loads = int(x.data_ptr() % ALIGNMENT == 0 and pitch % vector == 0)
+            groups, at_once = out.shape[1] // config.rows, config.threads * config.run
+            runs = -(-columns // at_once)
+            share = -(-runs // max(1, min(runs, 2 * sms // groups))) * at_once
+            kernel.launch((-(-columns // share), groups, 1), (*first, share, scale.data_ptr(), *ints, loads))
     return out[:, :rows], scale
 
 
-def default_configs() -> list[TransposedConfig]:
-    """Return the configs that products of floats use.
+def amax_rows(x: Tensor) -> Tensor:
+    """Return the bits of ``max |x|`` of each row, on a GPU, in one launch.
+
+    As integers they have the order of the magnitudes, infinity and NaN above all: a maximum over ranks keeps NaN.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        float32, float16 or bfloat16, contiguous along K, not empty.
+
+    Returns
+    -------
+    Tensor, shape (M, 1)
+        int32: the bits of float32.
 
     Examples
     --------
-    >>> len(default_configs())
-    12
+    >>> amax_rows(torch.tensor([[1.0, -2.0]], device="cuda")).view(torch.float32).item()  # doctest: +SKIP
+    2.0
+    """
+    rows, columns = x.shape
+    config = QuantizeConfig("absmax_slices", REAL_DTYPES[x.dtype])
+    out = workspace.empty((rows, 1), torch.int32, x.device)
+    pitch = x.stride(0) if rows > 1 else columns
+    loads = int(x.data_ptr() % ALIGNMENT == 0 and pitch * x.element_size() % ALIGNMENT == 0)
+    with device_of(x):
+        get_kernel(config).launch(
+            (rows, 1, 1), (x.data_ptr(), pitch, 1, columns, 1, config.lanes(columns), out.data_ptr(), 0, loads)
+        )
+    return out
+
+
+def default_configs(arch: str) -> list[TransposedConfig | TurnedConfig]:
+    """Return the configs that products of floats use, and those of rows of 4096 and 14336 columns.
+
+    Examples
+    --------
+    >>> len(default_configs("sm_80")), len(default_configs("sm_90a"))
+    (12, 20)
     """
     cases = product(REAL_DTYPES.values(), (_FEW, _FEW + 1), (False, True))
-    return [_config(*case) for case in cases]
+    few: list[TransposedConfig | TurnedConfig] = [_config(*case) for case in cases]
+    if arch not in _CLUSTERED:
+        return few
+    many = (turned_config(*case) for case in product(REAL_DTYPES.values(), (4096, 14336), (False, True)))
+    return few + list(dict.fromkeys(each for each in many if each is not None))

@@ -51,6 +51,16 @@ __device__ __forceinline__ uint32_t load_of(uint32_t from, uint32_t rank) {
   return word;
 }
 
+// Send a 32-bit word there; completes 4 bytes of the mbarrier at this CTA's address `barrier` there.
+__device__ __forceinline__ void send_to(uint32_t to, uint32_t barrier, uint32_t rank, uint32_t word) {
+  asm volatile(
+      "{\n.reg .b32 there, barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %3, [barrier];\n}" ::"r"(to), "r"(barrier),
+      "r"(rank), "r"(word) : "memory");
+}
+
 // Load float4, likewise.
 __device__ __forceinline__ float4 load_four_of(uint32_t from, uint32_t rank) {
   float4 x;

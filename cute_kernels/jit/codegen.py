@@ -7,6 +7,7 @@ from cute_kernels.jit.compiler import Unit
 # name of an output's dtype -> its C++ type, and its bytes
 OUT_TYPES = {"int32": "int", "int64": "int64_t", "float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 OUT_BYTES = {"int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+PORTABLE_CLUSTER = 8  # CTAs of a cluster that every GPU with clusters takes
 
 
 def source_type(dtype: str) -> str:
@@ -59,6 +60,11 @@ class KernelConfig:
         A CTA that needs more than is set up waits until the SM is empty: what others start behind may ask for all.
         """
         return -1
+
+    @property
+    def wide_cluster(self) -> bool:
+        """Whether a cluster has more than `PORTABLE_CLUSTER` CTAs, up to 16."""
+        return False
 
     @property
     def name(self) -> str:

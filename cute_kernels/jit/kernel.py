@@ -53,6 +53,10 @@ class Config(Hashable, Protocol):
     def shared_carveout(self) -> int:
         """Percent of an SM's memory to set up as shared; -1: the driver's choice."""
 
+    @property
+    def wide_cluster(self) -> bool:
+        """Whether a cluster has more CTAs than every GPU takes."""
+
 
 def _driver() -> Any:
     from cuda.bindings import driver
@@ -136,7 +140,9 @@ class Kernel:
     >>> kernel.launch((1, 1, 1), (x.data_ptr(), np.int32(2)))  # doctest: +SKIP
     """
 
-    def __init__(self, binary: Binary, threads: int, smem_bytes: int, device: int, carveout: int = -1) -> None:
+    def __init__(
+        self, binary: Binary, threads: int, smem_bytes: int, device: int, carveout: int = -1, wide_cluster: bool = False
+    ) -> None:
         from cuda.core import ObjectCode
 
         driver = _driver()
@@ -160,6 +166,8 @@ class Kernel:
         if carveout >= 0:
             share = f"{carveout}% as shared memory"
             self._set(attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout, share)
+        if wide_cluster:
+            self._set(attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, "clusters of up to 16 CTAs")
         self.num_regs = self._get(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS)
         self.local_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
         self.shared_bytes = self._get(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
@@ -332,7 +340,7 @@ def get_kernel(config: Config) -> Kernel:
             if kernel is None:
                 binary = build(config.translation_unit(current_arch()))
                 kernel = _kernels[config, device] = Kernel(
-                    binary, config.threads, config.smem_bytes, device, config.shared_carveout
+                    binary, config.threads, config.smem_bytes, device, config.shared_carveout, config.wide_cluster
                 )
     return kernel
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from cute_kernels.watch import watched
-from magicube_cutlass.attention import cpu_fused, torch_op
+from magicube_cutlass.attention import cpu_fused, records, torch_op
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale, check_softmax_bits
 from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.formats.pattern import Pattern
 
 QKV_BITS = (4, 8, 16)
-_ENGINE = (None, "fused")  # what the CPU engine's one call takes
+_RECORDED = (None, "fused")  # what records are of
 Backend = Literal["fused", "unfused"]
 
 
@@ -202,12 +202,13 @@ def sparse_attention(
     kind = None
     if impl is not None:
         backend = renamed_backend(impl)
-    if backend in _ENGINE and not torch.compiler.is_compiling():
+    if backend in _RECORDED and not torch.compiler.is_compiling():
         choices = (softmax_bits, qkv_bits, scale, type(scale), causal, nan_for_empty, return_lse)
-        kind = cpu_fused.attention_kind(q, k, v, bias, mask, choices)
-        known = None if kind is None else cpu_fused.known_record(mask, kind)
-        if known is not None:
-            return known(q, k, v, bias)
+        kind = records.attention_kind(q, k, v, bias, mask, choices)
+        known = None if kind is None else records.known_record(mask, kind)
+        found = None if known is None else known(q, k, v, bias)
+        if found is not None:
+            return found
     check_tensors(q, k, v)
     check_softmax_bits(softmax_bits, "softmax_bits")
     if qkv_bits not in QKV_BITS:
@@ -225,10 +226,11 @@ def sparse_attention(
         return (out, lse) if return_lse else out
     options = (softmax_bits, qkv_bits, logit_scale, causal, nan_for_empty, return_lse)
     if kind is not None:
-        kind = cpu_fused.attention_kind(q, k, v, bias, mask, choices)  # a written mask was scanned again
-    record = None if kind is None else cpu_fused.attention_record(q, k, v, bias, masks, kind, *options)
-    if record is not None:
-        return record(q, k, v, bias)
+        kind = records.attention_kind(q, k, v, bias, mask, choices)  # a written mask was scanned again
+    record = None if kind is None else records.attention_record(q, k, v, bias, masks, kind, *options)
+    found = None if record is None else record(q, k, v, bias)
+    if found is not None:
+        return found
     matrices = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]  # (N, L, d)
     names, bits = " ".join([one._named(one._version_id) for one in masks]), [softmax_bits, qkv_bits]
     out, lse = torch_op.sparse_attention(

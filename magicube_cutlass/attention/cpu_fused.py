@@ -1,13 +1,12 @@
-"""Sparse attention on a CPU in one call of the engine, with a record per kind of operands on the first mask."""
+"""Sparse attention on a CPU in one call of the engine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from cute_kernels.cpu import extension
 from cute_kernels.cpu.attention import (
@@ -20,16 +19,13 @@ from cute_kernels.cpu.attention import (
     AttentionPattern,
 )
 from magicube_cutlass.attention.unfused import heads_of
-from magicube_cutlass.checks import has_dispatch_mode, is_transformed
 from magicube_cutlass.dispatch.plan import engine_index
 from magicube_cutlass.formats.pattern import Pattern
-from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
 
-_TENSORS = (Tensor, Parameter)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class AttentionRecord:
+class CpuAttention:
     """Attention at given masks for one kind of tensors and one set of options, checked before."""
 
     def __init__(
@@ -101,51 +97,6 @@ def flat_bias(bias: Tensor, batch: torch.Size) -> Tensor:
     return expanded.to(torch.float32).reshape(-1, bias.shape[-1])
 
 
-def attention_kind(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Pattern | Sequence[Pattern], options: tuple[object, ...]
-) -> Hashable | None:
-    """Return what a record depends on; None for arguments that the engine does not read, or if a gradient is wanted.
-
-    Parameters
-    ----------
-    q, k, v, bias, mask
-        As for :func:`magicube_cutlass.sparse_attention`.
-    options : tuple
-        The other arguments.
-    """
-    versions: tuple[str, ...] = ()  # of a list of masks
-    if not isinstance(mask, Pattern):
-        if type(mask) not in (list, tuple) or not mask:
-            return None
-        for one in mask:
-            if not isinstance(one, Pattern):
-                return None
-            versions += (one._version_id,)
-    if has_dispatch_mode():
-        return None
-    learns = torch.is_grad_enabled()
-    for x in (q, k, v) if bias is None else (q, k, v, bias):
-        if type(x) not in _TENSORS or not x.is_cpu or is_transformed(x) or (learns and x.requires_grad):
-            return None
-        if x.is_neg() or x._is_zerotensor():
-            return None
-    of_bias = None if bias is None else (bias.shape, bias.dtype)
-    of_q, of_k, of_v = (q.shape, q.stride(), q.dtype), (k.shape, k.stride(), k.dtype), (v.shape, v.stride(), v.dtype)
-    return of_q, of_k, of_v, of_bias, versions, options
-
-
-def known_record(mask: Pattern | Sequence[Pattern], kind: Hashable) -> AttentionRecord | None:
-    """Return the record of a kind, whose masks were not written since, or None."""
-    first = mask if isinstance(mask, Pattern) else mask[0]
-    found: AttentionRecord | None = first._cache.get(RECORDS, NO_RECORDS).get(kind)
-    if found is None:
-        return None
-    for one in found.masks:
-        if not is_current(one, one._cache.get("seen")):
-            return None
-    return found
-
-
 def obstacle(q: Tensor, masks: Sequence[Pattern], softmax_bits: int, qkv_bits: int) -> str:
     """Return what the engine does not support in a call; empty if it supports it."""
     if extension.ENGINE is None:
@@ -156,27 +107,3 @@ def obstacle(q: Tensor, masks: Sequence[Pattern], softmax_bits: int, qkv_bits: i
         return f"softmax_bits={softmax_bits}, qkv_bits={qkv_bits} on a CPU, only 4 and 8"
     terms = max(q.shape[-1], *(mask.shape[1] for mask in masks))
     return f"sums of {terms} products on a CPU, at most {MAX_TERMS}" if terms > MAX_TERMS else ""
-
-
-def attention_record(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, masks: Sequence[Pattern], kind: Hashable,
-    softmax_bits: int, qkv_bits: int, scale: float, causal: bool, nan_for_empty: bool, with_lse: bool,
-) -> AttentionRecord | None:  # fmt: skip
-    """Return the record for checked arguments, made at the first call of a kind; None if the engine takes them not.
-
-    Parameters
-    ----------
-    q, k, v : Tensor, shape (..., L, d)
-        No dimension of zero.
-    bias, masks, softmax_bits, qkv_bits, scale, causal, nan_for_empty, with_lse
-        As for :func:`magicube_cutlass.sparse_attention`.
-    kind : hashable
-        Of :func:`attention_kind`.
-    """
-    if obstacle(q, masks, softmax_bits, qkv_bits):
-        return None
-    found = known_record(masks, kind)
-    if found is None:
-        found = AttentionRecord(q, k, v, bias, masks, softmax_bits, qkv_bits, scale, causal, nan_for_empty, with_lse)
-        keep_record(masks[0]._cache, kind, found)
-    return found

@@ -10,8 +10,9 @@ from torch import Tensor
 from cute_kernels.cpu import engine
 from cute_kernels.explanation import Explanation
 from magicube_cutlass.attention.api import QKV_BITS, Backend, check_backend, check_masks, check_tensors
+from magicube_cutlass.attention.gpu_fused import padded_head_dim
 from magicube_cutlass.attention.softmax import check_softmax_bits
-from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle
+from magicube_cutlass.attention.torch_op import fused_obstacle
 from magicube_cutlass.formats.pattern import Pattern
 
 __all__ = ["explain_attention"]
@@ -84,7 +85,7 @@ def _kernel_line(q: Tensor, v: Tensor, masks: tuple[Pattern, ...]) -> str:
     from cute_kernels.attention.blocks.config import BLOCK, BlockAttention
     from cute_kernels.attention.selection import select_attention
 
-    head_dim = _padded_head_dim(max(q.shape[-1], v.shape[-1]))
+    head_dim = padded_head_dim(max(q.shape[-1], v.shape[-1]))
     assert head_dim is not None
     arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
     batch = q.shape[:-2].numel()

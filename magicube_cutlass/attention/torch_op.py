@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicube_cutlass.attention import cpu_fused, unfused
+from magicube_cutlass.attention import cpu_fused, gpu_fused, records, unfused
 from magicube_cutlass.attention.unfused import Options
 from magicube_cutlass.dispatch.register import register_op
 from magicube_cutlass.formats.pattern import Pattern
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that kernels read and write
-_FUSED_HEAD_DIMS = (32, 64, 128)
 _UNFUSED = ("unfused", "three")  # "three" in graphs of earlier versions
 
 
@@ -27,22 +26,9 @@ def _patterns(names: str) -> tuple[Pattern, ...]:
     return tuple(map(Pattern._alive, names.split()))
 
 
-def _padded_head_dim(d: int) -> int | None:
-    """Head dimension to which the operands of the fused kernel are padded, None if `d` is too large."""
-    return next((head_dim for head_dim in _FUSED_HEAD_DIMS if head_dim >= d), None)
-
-
 def _as_kernel_dtype(x: Tensor) -> Tensor:
     """`x` in a dtype of the kernels: float64 on a GPU becomes float32."""
     return x if x.dtype in _KERNEL_DTYPES or not x.is_cuda else x.float()
-
-
-def kernel_rows(x: Tensor, head_dim: int) -> Tensor:
-    """Return rows (N, L, d) as the fused kernels read them: (N, L, head_dim), contiguous, aligned."""
-    from cute_kernels.attention.fused import align_to_16_bytes
-
-    padded = x if x.shape[2] == head_dim else torch.nn.functional.pad(x, (0, head_dim - x.shape[2]))
-    return align_to_16_bytes(padded.contiguous())
 
 
 def fused_obstacle(
@@ -55,54 +41,27 @@ def fused_obstacle(
     if not q.is_cuda:
         found = cpu_fused.obstacle(q, masks, softmax_bits, qkv_bits)
         return found or ("" if has_memory else "views without memory of their own")
-    from cute_kernels.attention import fused as attention
-
-    if qkv_bits > 8:
-        return f"qkv_bits={qkv_bits}, only 4 and 8"
-    widest = max(q.shape[-1], v.shape[-1])
-    head_dim, length = _padded_head_dim(widest), masks[0].vector_length
-    if head_dim is None or not attention.supports_attention(
-        q.device, head_dim=head_dim, vector_length=length, softmax_bits=softmax_bits
-    ):
-        return (f"head_dim={widest}, vector_length={length}, softmax_bits={softmax_bits}: it needs head_dim <= "
-                f"{_FUSED_HEAD_DIMS[-1]}, vector_length=8 and softmax_bits 4 or 8")  # fmt: skip
-    return ""
+    return gpu_fused.kernel_obstacle(q, v, masks, softmax_bits, qkv_bits)
 
 
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, masks: tuple[Pattern, ...], options: Options, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output and log-sum-exp as of `unfused.forward`, by the fused kernel."""
-    from cute_kernels.attention import fused as attention
-    from cute_kernels.attention.blocks.config import BlockAttention
-    from cute_kernels.attention.blocks.tiles import encode_tiles, tile_attention
-    from cute_kernels.attention.quantize_qkv import encode_operands
+    from cute_kernels.attention.fused import align_to_16_bytes
 
-    d, head_dim = v.shape[2], _padded_head_dim(max(q.shape[2], v.shape[2]))
+    d, head_dim = v.shape[2], gpu_fused.padded_head_dim(max(q.shape[2], v.shape[2]))
     assert head_dim is not None
-    q, k, v = (kernel_rows(x, head_dim) for x in (q, k, v))
-    batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    key = ("attention", batch, head_dim, options.causal, *[mask._version_id for mask in masks[1:]])
-    cached = masks[0]._cache.get(key)
-    if cached is None:
-        arrays = [(mask.row_offsets, mask.col_indices) for mask in masks]
-        index = attention.make_index(arrays, queries, keys, batch=batch, head_dim=head_dim, causal=options.causal)
-        cached = masks[0]._cache[key] = index
-    out = torch.empty((batch, queries, head_dim), dtype=options.out_dtype, device=q.device)
-    log_sums = torch.empty((batch, queries), dtype=torch.float32, device=q.device) if lse else None
+    q, k, v = (gpu_fused.kernel_rows(x, head_dim) for x in (q, k, v))
+    index = gpu_fused.index_of(q, k, masks, options.causal)
+    out = torch.empty(q.shape, dtype=options.out_dtype, device=q.device)
+    log_sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse else None
     if bias is not None:
-        bias = attention.align_to_16_bytes((bias[0] if bias.shape[0] == 1 else bias).contiguous())
-    softmax: dict[str, Any] = {"scale": options.scale, "bias": bias, "softmax_bits": options.softmax_bits, "out": out,
-                               "lse": log_sums, "nan_for_empty": options.nan_for_empty}  # fmt: skip
-    if isinstance(cached.config, BlockAttention):
-        tiles = encode_tiles(k, v, bits=options.qkv_bits)
-        tile_attention(q, tiles, cached, bits=options.qkv_bits, **softmax)
-    else:
-        ints = encode_operands(q, k, v, bits=options.qkv_bits)  # no launch between it and its reader
-        attention.fused_attention(
-            ints.q, ints.k, ints.v, cached, q_scale=ints.q_scale, k_scale=ints.k_scale, keys_alike=ints.keys_alike,
-            v_scale=ints.v_scale, ready=ints.ready, **softmax,
-        )  # fmt: skip
+        bias = align_to_16_bytes((bias[0] if bias.shape[0] == 1 else bias).contiguous())
+    gpu_fused.launch(
+        q, k, v, index, options.qkv_bits, scale=options.scale, bias=bias, softmax_bits=options.softmax_bits, out=out,
+        lse=log_sums, nan_for_empty=options.nan_for_empty,
+    )  # fmt: skip
     return out[..., :d], log_sums
 
 
@@ -127,11 +86,11 @@ def _forward(
     record = None
     if impl not in _UNFUSED:
         choices = (bits[0], bits[1], scale, causal, nan_for_empty, with_lse)
-        kind = cpu_fused.attention_kind(q, k, v, bias, patterns, choices)
-        record = None if kind is None else cpu_fused.attention_record(q, k, v, bias, patterns, kind, *choices)
-    if record is not None:
-        found = record(q, k, v, bias)
-        return found if isinstance(found, tuple) else (found, q.new_empty(0, dtype=torch.float32))
+        kind = records.attention_kind(q, k, v, bias, patterns, choices)
+        record = None if kind is None else records.attention_record(q, k, v, bias, patterns, kind, *choices)
+    recorded = None if record is None else record(q, k, v, bias)
+    if recorded is not None:
+        return recorded if isinstance(recorded, tuple) else (recorded, q.new_empty(0, dtype=torch.float32))
     q, k, v = map(_as_kernel_dtype, (q, k, v))
     options = Options(
         bits[0], bits[1], scale, causal, nan_for_empty, q.dtype if q.dtype in _KERNEL_DTYPES else torch.float32

@@ -9,7 +9,7 @@ from magicube_cutlass.autograd.integer import quantized, spmm_of
 from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.formats.tracking import NO_RECORDS, RECORDS, is_current, keep_record
-from magicube_cutlass.ops.spmm import floats_record, quantized_rows_record
+from magicube_cutlass.ops.spmm import floats_record, quantized_columns_record
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _TENSORS = {Tensor, nn.Parameter}
@@ -52,27 +52,43 @@ def sparse_rows(
     return product.mT.contiguous().view(*x.shape[:-1], matrix.shape[0])
 
 
-def multiply_rows(
-    matrix: SRBCRS, x: QuantTensor, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None
+def multiply_columns(
+    matrix: SRBCRS, x: Tensor, scale: Tensor, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor | None:
-    """Return ``x A^T + bias``, contiguous (N, M), for int8 rows `x` (N, K) with scales on a GPU, by a record.
+    """Return ``x^T A^T + bias``, contiguous (N, M), for int8 columns `x` on a GPU, by a record.
 
-    None for operands that have none. `out`: contiguous rows to write it to.
+    None for operands that have none.
+
+    Parameters
+    ----------
+    matrix : SRBCRS, shape (M, K)
+        Sparse matrix.
+    x : Tensor, shape (K, N) or (P, K, N)
+        int8, with rows at multiples of 16 bytes; the columns of P ranks are joined: (P N, M).
+    scale : Tensor, shape () or (N, 1) or (P N, 1)
+        float32, contiguous.
+    dtype : torch.dtype
+        Of the result; not float64.
+    bias : Tensor, shape (M,), optional
+        As the caller holds it.
+    out : Tensor, shape (N, M) or (P N, M), optional
+        Contiguous rows to write it to.
     """
-    data, scale = x.data, x.scale
-    if has_dispatch_mode() or x.bits != 8 or not data.numel() or not data.is_contiguous():
+    if has_dispatch_mode() or not x.numel() or scale.dtype != torch.float32 or not scale.is_contiguous():
         return None
-    if scale is None or scale.dtype != torch.float32 or not scale.is_contiguous() or dtype == torch.float64:
+    if dtype == torch.float64:
         return None
-    key = "quantized rows", data.shape, dtype, data.get_device(), scale.ndim
+    key = "quantized columns", x.shape, x.stride(), dtype, x.get_device(), scale.ndim
     record = matrix._execution.get(RECORDS, NO_RECORDS).get(key)
     y: Tensor | None = None
     if record is not None and is_current(matrix, matrix._seen):
-        y = record(data, scale, bias, out)
+        y = record(x, scale, bias, out)
     if y is None:
-        record = quantized_rows_record(matrix, x.mT, dtype, bias)
+        by = scale.view(*x.shape[:-2], 1, x.shape[-1]) if scale.ndim else scale
+        dense = QuantTensor(x, by, 8, True, 0 if scale.ndim else None, x.shape)
+        record = quantized_columns_record(matrix, dense, dtype, bias)
         if record is None:
             return None
         keep_record(matrix._execution, key, record)
-        y = record(data, scale, bias, out)
+        y = record(x, scale, bias, out)
     return y

@@ -93,7 +93,7 @@ class QuantizedSpmm:
             x, out = x.reshape(-1, self._inner).mT, out.mT  # (K, N), (M, N)
         product = workspace.empty(tuple(out.shape), out.dtype, out.device) if self._transposes else out  # (M, N)
         rows = x.mT if self._swap else x
-        transposes = self._swap and serves(*rows.shape) and (given is not None or self._axis == 1)
+        transposes = self._swap and (given is not None or self._axis == 1) and serves(rows, given)
         if transposes:
             data, scale = quantize_transposed(rows, given)
         else:
@@ -110,13 +110,13 @@ class QuantizedSpmm:
         return ()
 
 
-class QuantizedRowsSpmm:
-    """``(A x^T * scale + bias)^T`` for one matrix and one shape of quantized rows: contiguous rows (N, M).
+class QuantizedColumnsSpmm:
+    """``(A X * scale + bias)^T`` for one matrix and one shape and memory layout of quantized columns: contiguous rows.
 
     Parameters
     ----------
     problem : SpmmProblem
-        A checked product of the matrix and the transpose (K, N) of rows of int8.
+        A checked product of the matrix and int8 columns (K, N), or (P, K, N), those of P ranks.
     kernel : str
         Its config.
     packed : list of Tensor
@@ -130,30 +130,35 @@ class QuantizedRowsSpmm:
         self._seen = stamp(self, ("bias",))
         self._float_bias, self._row_scale = problem.bias, problem.row_scale
         self._kernel, self._packed, self._transposes = kernel, packed, not spmm_config(kernel).transposed
-        shape = problem.n, problem.matrix.shape[0]
-        self._like = torch.empty(1, dtype=problem.out_dtype, device=problem.matrix.device).expand(shape)  # (N, M)
+        shape = *problem.dense.shape[:-2], problem.n, problem.matrix.shape[0]
+        self._like = torch.empty(1, dtype=problem.out_dtype, device=problem.matrix.device).expand(shape)  # (..., N, M)
         self._replays = Kept(_REPLAYS)
 
-    def __call__(self, x: Tensor, scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
-        """Return the product of rows `x` (N, K) and their scales () or (N, 1); None if the bias is another one."""
+    def __call__(self, x: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
+        """Return the product of columns `x` (..., K, N) and their scales () or (... N, 1) as rows (... N, M).
+
+        None if the bias is another one. `out`: contiguous rows to write it to. Rows of `x` are padded to 16 bytes.
+        """
         if bias is not self.bias or not is_current(self, self._seen):
             return None
         if out is None:
             out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
-        addresses = x.data_ptr(), out.data_ptr(), 0 if scale is None else scale.data_ptr()
+        addresses = x.data_ptr(), out.data_ptr(), scale.data_ptr()
         self._replays.run(None, addresses, out.device, lambda: self._launch(x, scale, out))
-        return out
+        return out.view(-1, out.shape[-1])
 
-    def _launch(self, x: Tensor, scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
-        rows, product = cuda.to_row_major(x.mT), out.mT  # (K, N), (M, N)
+    def _launch(self, x: Tensor, scale: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        rows = out.view(self._like.shape)  # (..., N, M)
+        product = rows.mT  # (..., M, N)
         if self._transposes:
             product = workspace.empty(tuple(product.shape), out.dtype, out.device)
-        factor = scale if scale is None or not scale.ndim else scale.reshape(-1)
-        dense = DenseOperand(rows, _BITS, True, -2, -1)
+        factor = scale.reshape(x.shape[:-2] + x.shape[-1:]) if scale.ndim else scale
         cuda.spmm(
-            self._kernel, self._packed, dense, x.shape[1], product, self._row_scale, factor, self._float_bias, pdl=True,
-            padded=True,
+            self._kernel, self._packed, DenseOperand(x, _BITS, True, -2, -1), x.shape[-2], product, self._row_scale,
+            factor, self._float_bias, pdl=True, padded=True,
         )  # fmt: skip
         if self._transposes:
-            transpose(product, out)
+            pairs = zip(product, rows, strict=True) if x.ndim > 2 else [(product, rows)]
+            for each, to in pairs:
+                transpose(each, to)
         return ()

@@ -16,8 +16,9 @@ from cute_kernels.dtypes import REAL_DTYPES
 from magicube_cutlass.attention import sparse_attention as local_attention
 from magicube_cutlass.attention.api import AttentionOptions, check_masks, renamed_backend
 from magicube_cutlass.attention.cpu_fused import flat_bias
+from magicube_cutlass.attention.gpu_fused import kernel_rows, padded_head_dim
 from magicube_cutlass.attention.softmax import check_key_bias, check_scale
-from magicube_cutlass.attention.torch_op import _padded_head_dim, fused_obstacle, kernel_rows
+from magicube_cutlass.attention.torch_op import fused_obstacle
 from magicube_cutlass.distributed.collectives import check_mesh, chunk_bounds, gather, sizes_of, start_gather
 from magicube_cutlass.distributed.slices import as_dtensor, quantize_slices, slice_scale
 from magicube_cutlass.formats.pattern import Pattern
@@ -240,7 +241,7 @@ def _config(q: Tensor, keys: int, depth: int, masks: Masks, whole: Masks, cuts: 
     from cute_kernels.attention.config import GatherAttention
     from cute_kernels.attention.selection import select_attention
 
-    batch, width = q.shape[:-2].numel(), _padded_head_dim(max(q.shape[-1], depth))
+    batch, width = q.shape[:-2].numel(), padded_head_dim(max(q.shape[-1], depth))
     assert width is not None
     if q.numel():
         check_masks(masks if len(masks) > 1 else masks[0], q, keys)

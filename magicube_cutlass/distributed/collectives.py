@@ -175,6 +175,18 @@ def start_gather(parts: Sequence[Tensor], sizes: Sequence[int], mesh: DeviceMesh
     return finish
 
 
+def start_gather_in_place(parts: Sequence[Tensor], mesh: DeviceMesh) -> Callable[[], object]:
+    """Start an all-gather over NCCL of contiguous tensors (ranks, ...) whose part ``[rank]`` is written: no copies.
+
+    One message for all of them; the call waits.
+    """
+    if mesh.size() == 1:
+        return lambda: None
+    own: list[Tensor] = [each[mesh.get_local_rank()] for each in parts]
+    wait: Callable[[], object] = mesh.get_group().allgather_into_tensor_coalesced(list(parts), own).wait
+    return wait
+
+
 def gather(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
     """Return the parts (sizes[rank], ...) of all ranks as one tensor (sum(sizes), ...)."""
     return start_gather([x], sizes, mesh)()[0]

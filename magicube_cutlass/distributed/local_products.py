@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cute_kernels.gemm.api import gemm
-from magicube_cutlass.autograd.gpu_rows import multiply_rows, sparse_rows
+from cute_kernels.operands import ALIGNMENT
+from magicube_cutlass.autograd.gpu_rows import multiply_columns, sparse_rows
 from magicube_cutlass.autograd.integer import (
     STRIDE,
     _check_values,
@@ -28,8 +29,15 @@ from magicube_cutlass.autograd.integer import (
 from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.dispatch.register import register_op
-from magicube_cutlass.distributed.collectives import all_reduce
-from magicube_cutlass.distributed.slices import Slices, largest, quantize_slices, scaled, sum_dtype
+from magicube_cutlass.distributed.collectives import all_reduce, start_gather_in_place
+from magicube_cutlass.distributed.slices import (
+    Slices,
+    largest,
+    quantize_by_scale,
+    quantize_slices,
+    scaled,
+    sum_dtype,
+)
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.construct import Parts
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -89,6 +97,62 @@ class LayerPart(ABC):
             found = found if bias is None else found + bias.to(dtype)
         return found if out is None or found is out else out.copy_(found)
 
+    def multiply_floats(
+        self, rows: Tensor, scale: Tensor, bits: int, dtype: torch.dtype, bias: Tensor | None
+    ) -> Tensor:
+        """Return the same of float tokens (tokens, K) and their scales, (tokens, 1) or ()."""
+        return self.multiply(quantize_by_scale(rows, scale, bits), dtype, bias)
+
+    def multiply_cut(
+        self, rows: Tensor, act_scale: Tensor | None, mesh: DeviceMesh, bias: Tensor | None, overlaps: bool
+    ) -> Tensor | None:
+        """Return the product of all ranks' tokens, (ranks tokens, out), from this rank's on a GPU, quantized to int8.
+
+        Each rank quantizes its own into the memory that an all-gather fills. None where that has no kernels, the same
+        on all ranks. `overlaps`: the product of this rank's own tokens runs beside the all-gather.
+        """
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        served = is_eager_on_gpu(rows) and rows.numel() and self.shape[0] and rows.dtype != torch.float64
+        if not served or (act_scale is not None and (act_scale.dtype != torch.float32 or act_scale.numel() != 1)):
+            return None
+        if not rows.is_contiguous() or rows.data_ptr() % ALIGNMENT:
+            rows = rows.clone(memory_format=torch.contiguous_format)  # so that all ranks choose alike
+        data = self._gathered(ranks, rows, act_scale)
+        if data is None:
+            return None
+        scale = act_scale
+        if scale is None:
+            scale = rows.new_empty(ranks, rows.shape[0], 1, dtype=torch.float32)
+        self._quantize_own(rows, act_scale, data[rank], None if act_scale is not None else scale[rank])
+        finish = start_gather_in_place([data] if act_scale is not None else [data, scale], mesh)
+        y = rows.new_empty(ranks * rows.shape[0], self.shape[0])  # (ranks tokens, out)
+        pieces = [(0, rank), (rank + 1, ranks)] if overlaps else [(0, ranks)]
+        if overlaps:
+            pieces.insert(0, (rank, rank + 1))
+        for i, (start, stop) in enumerate(pieces):
+            if i == int(overlaps):
+                finish()
+            if start < stop:
+                by = scale if act_scale is not None else scale[start:stop].view(-1, 1)
+                self._multiply_gathered(data[start:stop], by, bias, y.view(ranks, -1, self.shape[0])[start:stop])
+        return y
+
+    def _gathered(self, ranks: int, rows: Tensor, act_scale: Tensor | None) -> Tensor | None:
+        """Memory (ranks, ...) for the integers of all ranks; None without kernels for it."""
+        return rows.new_empty(ranks, *rows.shape, dtype=torch.int8)
+
+    def _quantize_own(self, rows: Tensor, act_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+        """Write this rank's integers and scales."""
+        from cute_kernels.convert.quantize import quantize
+
+        axis = None if scale is None else 1
+        quantize(rows, bits=8, signed=True, axis=axis, scale=act_scale, out=(data, scale))
+
+    def _multiply_gathered(self, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write the product of the tokens of some ranks, `data` (ranks, ...), to `out` (ranks, tokens, out)."""
+        rows = data.view(-1, self.shape[1])  # (ranks tokens, K)
+        self._multiply(Slices(rows, scale, 8), out.dtype, bias, out.view(-1, self.shape[0]))
+
     def sums(self, x: Slices, inner: int) -> Tensor:
         """Return the unscaled sums (tokens, out) of this part of `inner` inputs."""
         dtype = sum_dtype(inner, 8, x.bits)
@@ -119,10 +183,19 @@ def rows_of(product: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def is_eager_on_gpu(x: Tensor) -> bool:
+    """Whether kernels may be launched for `x` here and now."""
+    return x.is_cuda and not torch.compiler.is_compiling() and not has_dispatch_mode()
+
+
+def _serves(rows: Tensor, scale: Tensor | None) -> bool:
+    from cute_kernels.convert.quantize_transposed import serves
+
+    return serves(rows, scale)
+
+
 class SparsePart(LayerPart):
     """Of a sparse weight."""
-
-    rows_by_record = True  # products of gathered integers by the kernels that write rows
 
     def __init__(self, matrix: SRBCRS | BCRS, bounds: tuple[int, ...]) -> None:
         matrix = matrix if isinstance(matrix, SRBCRS) else matrix.to_srbcrs()
@@ -159,11 +232,39 @@ class SparsePart(LayerPart):
         return dense_of(gradient_of_values(grad.mT, tokens.operand().mT, pattern, bits), pattern)
 
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        if self.rows_by_record and x.data.is_cuda and not torch.compiler.is_compiling():
-            found = multiply_rows(self.matrix, x.operand(), dtype, bias, out)
+        if is_eager_on_gpu(x.data) and x.data.dtype == torch.int8 and x.scale is not None and x.data.is_contiguous():
+            from magicube_cutlass.dispatch.cuda import to_row_major
+
+            found = multiply_columns(self.matrix, to_row_major(x.data.mT), x.scale, dtype, bias, out)
             if found is not None:
                 return found
         return rows_of(_product(self.matrix, x.operand().mT, dtype, bias), out)
+
+    def multiply_floats(
+        self, rows: Tensor, scale: Tensor, bits: int, dtype: torch.dtype, bias: Tensor | None
+    ) -> Tensor:
+        if is_eager_on_gpu(rows) and bits == 8 and self.shape[0] and _serves(rows, scale):
+            from cute_kernels.convert.quantize_transposed import quantize_transposed
+
+            data, by = quantize_transposed(rows, scale)  # (K, tokens)
+            found = multiply_columns(self.matrix, data, by, dtype, bias)
+            if found is not None:
+                return found
+        return super().multiply_floats(rows, scale, bits, dtype, bias)
+
+    def _gathered(self, ranks: int, rows: Tensor, act_scale: Tensor | None) -> Tensor | None:
+        if rows.shape[0] % ALIGNMENT or not _serves(rows, act_scale):
+            return None
+        return rows.new_empty(ranks, rows.shape[1], rows.shape[0], dtype=torch.int8)  # (ranks, K, tokens)
+
+    def _quantize_own(self, rows: Tensor, act_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+        from cute_kernels.convert.quantize_transposed import quantize_transposed
+
+        quantize_transposed(rows, act_scale, data, scale)
+
+    def _multiply_gathered(self, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        found = multiply_columns(self.matrix, data, scale, out.dtype, bias, out.view(-1, self.shape[0]))
+        assert found is not None  # the operands are of the kernels' kind
 
     def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
         return early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype).mT

@@ -28,11 +28,11 @@ from magicube_cutlass.distributed.local_products import DensePart, LayerPart, Sp
 from magicube_cutlass.distributed.sharded import shard
 from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
 from magicube_cutlass.distributed.slices import (
-    Slices,
     as_dtensor,
     largest,
     plus,
     scatter_tokens,
+    slice_scale,
     start_slices,
     sum_of_int8,
 )
@@ -151,6 +151,11 @@ class _Colwise(_Style):
         mesh, dim, rank = layer.mesh, self.input_layouts.dim % local.ndim, layer.mesh.get_local_rank()
         first = local.movedim(dim, 0)  # (S_r, ..., K)
         bounds = [cut * first.shape[1:-1].numel() for cut in chunk_bounds(shape[dim], mesh.size())]
+        if layer.act_bits == 8 and len(set(sizes_of(bounds))) == 1:
+            rows, bias = first.reshape(-1, shape[-1]), layer.bias_value
+            joined = layer.part.multiply_cut(rows, layer.act_scale, mesh, bias, self.chunks > 1)
+            if joined is not None:
+                return joined.view(shape[dim], *first.shape[1:-1], joined.shape[-1]).movedim(0, dim)
         own = layer.quantize(first.reshape(-1, shape[-1]))
         cuts = [chunk_bounds(size, max(1, self.chunks - 1)) for size in sizes_of(bounds)]
         parts = [[cut[i + 1] - cut[i] for cut in cuts] for i in range(len(cuts[0]) - 1)]
@@ -200,18 +205,22 @@ class _Rowwise(_Style):
         dim = out.dim % x.ndim if isinstance(out, Shard) else 0
         first = x.movedim(dim, 0) if x.ndim > 1 else x[None]  # (S, ..., K_r)
         rows = first.reshape(-1, x.shape[-1])
-        ints = layer.quantize(rows, None if layer.act_scale is not None else largest(rows, mesh))
-        y = self._summed(layer, ints, x.dtype, first.shape[:-1])
+        top = None if layer.act_scale is not None else largest(rows, mesh)
+        y = self._summed(layer, rows, top, first.shape[:-1])
         return y.movedim(0, dim) if x.ndim > 1 else y[0]
 
-    def _summed(self, layer: ShardedLinear, ints: Slices, dtype: torch.dtype, tokens: torch.Size) -> Tensor:
+    def _summed(self, layer: ShardedLinear, rows: Tensor, top: Tensor | None, tokens: torch.Size) -> Tensor:
         """The output of all tokens (S, ...), or of this rank's part of S."""
         mesh, part, scatters = layer.mesh, layer.part, isinstance(self.output_layouts, Shard)
-        scale = ints.scale  # (tokens, 1) or ()
+        scale, dtype = None, rows.dtype
         if self.reduce == "exact":
+            ints = layer.quantize(rows, top)
+            scale = ints.scale  # (tokens, 1) or ()
             sums = part.sums(ints, part.bounds[-1])  # (tokens, out), of this rank's inputs
         else:
-            sums = part.multiply(ints, torch.bfloat16 if self.reduce == "bfloat16" else torch.float32, None)
+            by = layer.act_scale.reshape(()) if top is None else slice_scale(top, layer.act_bits)  # type: ignore[union-attr]
+            sent = torch.bfloat16 if self.reduce == "bfloat16" else torch.float32
+            sums = part.multiply_floats(rows, by, layer.act_bits, sent, None)
         inner = tokens[1:].numel()
         if self.reduce == "int8":
             total = sum_of_int8(sums.reshape(*tokens, -1), mesh, scatters).view(-1, sums.shape[1])

@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from magicube_cutlass.autograd.integer import gradient_of_bias, quantized
+from magicube_cutlass.autograd.integer import gradient_of_bias
 from magicube_cutlass.autograd.once import once
 from magicube_cutlass.distributed.collectives import all_reduce, chunk_bounds, gather, reduce_scatter, sizes_of
 from magicube_cutlass.distributed.local_products import LayerPart
-from magicube_cutlass.distributed.slices import Slices, largest, quantize_slices, start_slices
+from magicube_cutlass.distributed.slices import (
+    Slices,
+    largest,
+    quantize_by_scale,
+    quantize_slices,
+    start_slices,
+)
 from magicube_cutlass.nn.weight_version import weight_version
 
 __all__ = ["ShardedLinear"]
@@ -124,8 +130,7 @@ class ShardedLinear(nn.Module):
         """Integers of tokens (tokens, K)."""
         if self.act_scale is None:
             return quantize_slices(rows, self.act_bits, top)
-        found = quantized(rows, self.act_bits, None, self.act_scale)
-        return Slices(found.data, found.scale, self.act_bits)
+        return quantize_by_scale(rows, self.act_scale.reshape(()), self.act_bits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedLinear:
         before = {name: each.dtype for name, each in self._buffers.items() if each is not None}

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.functional import pad
 
+from cute_kernels.dtypes import REAL_DTYPES
 from magicube_cutlass.autograd.integer import quantized
+from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.distributed.collectives import (
     all_reduce,
     chunk_bounds,
@@ -61,7 +63,14 @@ def quantize_slices(x: Tensor, bits: int, top: Tensor | None = None) -> Slices:
     if top is None:
         found = quantized(x, bits, 1)
         return Slices(found.data, found.scale, bits)
-    scale = slice_scale(top, bits)
+    return quantize_by_scale(x, slice_scale(top, bits), bits)
+
+
+def quantize_by_scale(x: Tensor, scale: Tensor, bits: int) -> Slices:
+    """Quantize slices (L, K) by given scales, (L, 1) or (); slices that lie as columns stay columns."""
+    if not scale.ndim:
+        found = quantized(x, bits, None, scale)
+        return Slices(found.data, found.scale, bits)
     if x.mT.is_contiguous() and not x.is_contiguous():
         return Slices(library.quantize_by(x.mT, scale.mT, bits).mT, scale, bits)
     return Slices(library.quantize_by(x, scale, bits), scale, bits)
@@ -75,6 +84,12 @@ def slice_scale(top: Tensor, bits: int) -> Tensor:
 
 def largest(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the amax (L, 1) of slices whose parts (L, K_r) lie on the ranks: one all-reduce of L floats."""
+    if x.is_cuda and x.dtype in REAL_DTYPES and x.numel() and x.stride(1) == 1 and not (
+        torch.compiler.is_compiling() or has_dispatch_mode()
+    ):  # fmt: skip
+        from cute_kernels.convert.quantize_transposed import amax_rows
+
+        return all_reduce(amax_rows(x), "max", mesh).view(torch.float32)
     wide = torch.promote_types(x.dtype, torch.float32)
     own = torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True, dtype=wide) if x.shape[1] else x.new_zeros(
         x.shape[0], 1, dtype=wide)  # fmt: skip

@@ -16,6 +16,7 @@ __all__ = ["WireBytes"]
 _KINDS = {  # of torch.ops.c10d and of functional collectives
     "_allgather_base_": "all_gather_into_tensor", "_reduce_scatter_base_": "reduce_scatter_tensor",
     "allreduce_": "all_reduce", "alltoall_base_": "all_to_all_single", "broadcast_": "broadcast",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
     "all_gather_into_tensor": "all_gather_into_tensor", "reduce_scatter_tensor": "reduce_scatter_tensor",
     "all_reduce": "all_reduce", "all_to_all_single": "all_to_all_single", "broadcast": "broadcast",
 }  # fmt: skip
@@ -71,7 +72,7 @@ class WireBytes(TorchDispatchMode):
             group = dist.distributed_c10d._resolve_process_group(given["group_name"])
         else:
             group = dist.ProcessGroup.unbox(group)
-        x = next(given[name] for name in ("input_tensor", "input", "tensors", "self") if name in given)
+        x = next(given[name] for name in ("input_tensor", "input", "inputs", "tensors", "self") if name in given)
         for each in x if isinstance(x, (list, tuple)) else [x]:
             size, ranks = each.numel() * each.element_size(), group.size()
             if kind == "all_to_all_single":

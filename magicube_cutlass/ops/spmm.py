@@ -24,7 +24,7 @@ from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
     from cute_kernels.spmm.heuristics import SpmmKernel
-    from magicube_cutlass.dispatch.cuda_floats import QuantizedRowsSpmm, QuantizedSpmm
+    from magicube_cutlass.dispatch.cuda_floats import QuantizedColumnsSpmm, QuantizedSpmm
 
 
 @watched("magicube_cutlass.spmm")
@@ -240,17 +240,18 @@ def floats_record(
     return cuda_floats.QuantizedSpmm(problem, kernel, packed, dense.axis, bias, x, by_rows)
 
 
-def quantized_rows_record(
+def quantized_columns_record(
     A: SRBCRS, dense: QuantTensor, dtype: torch.dtype, bias: Tensor | None
-) -> QuantizedRowsSpmm | None:
-    """Return the product of a matrix and the transpose (K, N) of quantized rows on a GPU as a record."""
+) -> QuantizedColumnsSpmm | None:
+    """Return the product of a matrix and quantized columns (..., K, N) on a GPU, written as rows, as a record."""
     from magicube_cutlass.dispatch import cuda_floats
 
     problem = check_spmm(A, dense, dtype, bias, None)
     if problem.matrix is not A or problem.matrix.values.device != dense.data.device:
         return None
-    kernel, packed = plan_spmm(A, problem.rhs, dtype, size_bucket(problem.n), 1, None, None, True)
-    return cuda_floats.QuantizedRowsSpmm(problem, kernel, packed, bias)
+    columns = dense.data.shape[:-2].numel() * problem.n
+    kernel, packed = plan_spmm(A, problem.rhs, dtype, size_bucket(columns), 1, None, None, True)
+    return cuda_floats.QuantizedColumnsSpmm(problem, kernel, packed, bias)
 
 
 def _written(out: Tensor) -> Tensor:

@@ -274,8 +274,8 @@ def _quantize(arch: str) -> Iterator[Entry]:
         yield f"quantize/short rows {x} s{bits}", QuantizeConfig("encode_short_rows", x, bits, steps=2)
     for other in transpose.default_configs():
         yield f"transpose/{8 * other.size} bits", other
-    for each in quantize_transposed.default_configs():
-        yield f"quantize/transposed {each.name.removeprefix('quantize-encode_transposed-')}", each
+    for each in quantize_transposed.default_configs(arch):
+        yield f"quantize/{each.name.removeprefix('quantize-encode_').replace('-', ' ', 1)}", each
     yield "quantize/rows float32 u8", QuantizeConfig("encode_rows", "float32", 8, False)
     yield "quantize/rows float16 s12 truncated", QuantizeConfig("encode_rows", "float16", 12, truncate=True)
     yield "quantize/columns float64 u4 truncated", QuantizeConfig("encode_columns", "float64", 4, False, True)

@@ -302,6 +302,9 @@ def gradients(recorder: Recorder) -> None:
     still, out = tokens.detach(), list[Tensor]()  # results that live give the next one another address
     for call in range(3):
         recorder.call(f"a frozen layer, warm, call {call}", lambda: out.append(layer(still)), x=still)
+    many = reals(100, 128)
+    for call in range(3):
+        recorder.call(f"a frozen layer of 100 tokens, call {call}", lambda: out.append(layer(many)), x=many)
 
 
 def _linear(inner: int, outer: int) -> torch.nn.Linear:

@@ -39,6 +39,7 @@ ONLY_ON = {
     "order_few_rows": {"sm_90a"},
     "few_rows_product": {"sm_90a"},
     "few_rows_int8": {"sm_90a"},
+    "encode_turned": {"sm_90a", "sm_100a"},
     "encode_e4m3_rows": {"sm_90a", "sm_100a"},
     "encode_mxfp8_rows": {"sm_90a", "sm_100a"},
     "encode_e4m3_groups": {"sm_90a", "sm_100a"},

@@ -14,6 +14,7 @@ from cute_kernels.attention.fused import AttentionIndex, align_to_16_bytes
 from cute_kernels.attention.operands import bias_of, check_operands, check_tensor, softmax_numbers
 from cute_kernels.attention.quantize_qkv import OperandsConfig
 from cute_kernels.dtypes import REAL_DTYPES
+from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_BYTES, KernelConfig
 from cute_kernels.jit.device import device_of
 from cute_kernels.jit.kernel import get_kernel
@@ -118,9 +119,9 @@ def encode_tiles(k: Tensor, v: Tensor, *, bits: int) -> Tiles:
     check_tensor("v", v, tuple(k.shape), (k.dtype,), k.device)
     (batch, keys, head), device = k.shape, k.device
     tiles = -(-keys // BLOCK)
-    ints = torch.empty((2, *k.shape), dtype=torch.int8, device=device)
-    k_scale = torch.empty((batch, keys), dtype=torch.float32, device=device)
-    tile_scales = torch.empty((2, batch, tiles), dtype=torch.float32, device=device)
+    ints = workspace.empty((2, *k.shape), torch.int8, device)
+    k_scale = workspace.empty((batch, keys), torch.float32, device)
+    tile_scales = workspace.empty((2, batch, tiles), torch.float32, device)
     if k.numel():
         with device_of(k):
             get_kernel(TilesConfig(REAL_DTYPES[k.dtype], head, bits)).launch(

@@ -12,7 +12,6 @@ import torch
 import magicube_cutlass as mc
 from cute_kernels.cpu.engine import DenseOperand
 from cute_kernels.spmm.heuristics import SpmmKernel
-from magicube_cutlass.autograd.gpu_rows import multiply_rows
 from magicube_cutlass.dispatch import cuda
 from magicube_cutlass.dispatch.plan import _vectors
 from magicube_cutlass.ops.problem import check_spmm as check_problem
@@ -215,22 +214,3 @@ def test_the_transpose_has_the_same_bits(config: SpmmKernel, m: int, n: int) -> 
         assert bool((out[n] == 77).all())
     with pytest.raises(ValueError, match="config must not be transposed"):
         mc.spmm(a, b, out_dtype=dtype, config=config)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("m", "k", "n"), [(64, 48, 5), (61, 300, 96), (256, 512, 2048)])
-def test_products_of_quantized_rows_are_contiguous_rows_with_the_same_bits(
-    dtype: torch.dtype, m: int, k: int, n: int
-) -> None:
-    torch.manual_seed(n)
-    A = mc.SRBCRS.from_dense(torch.randn(m, k) * (torch.rand(m, k) < 0.2), vector_length=8, scale="row").to("cuda")
-    bias = torch.randn(m, device="cuda")
-    for axis in ("row", "tensor"):
-        x = mc.quantize(torch.randn(n, k, device="cuda"), 8, axis)
-        expected = mc.spmm(A, x.mT, out_dtype=dtype, bias=bias).mT
-        for _ in range(3):  # the last ones replay
-            found = multiply_rows(A, x, dtype, bias, None)
-            assert found is not None and found.is_contiguous() and torch.equal(found, expected)
-        whole = torch.zeros(n + 2, m, dtype=dtype, device="cuda")
-        given = multiply_rows(A, x, dtype, bias, whole[1 : n + 1])
-        assert given is not None and torch.equal(whole[1 : n + 1], expected) and not whole[[0, -1]].any()

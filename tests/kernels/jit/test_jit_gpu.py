@@ -78,6 +78,7 @@ class Probe:
     threads: int = 128
     smem_bytes: int = 0
     shared_carveout: int = -1
+    wide_cluster: bool = False
 
     def translation_unit(self, arch: str) -> Unit:
         source = SOURCE if arch == "sm_90a" else SOURCE.partition("// One box")[0].replace("#include", "//") + "}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from magicube_cutlass import masks
-from magicube_cutlass.attention import cpu_fused, sparse_attention, sparse_softmax
+from magicube_cutlass.attention import records, sparse_attention, sparse_softmax
 from magicube_cutlass.attention import torch_op as operator
 
 PAIRS = [(16, 8), (8, 8), (8, 4), (4, 4)]
@@ -290,7 +290,7 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(attention, "make_index", make_index)
     monkeypatch.setattr(attention, "fused_attention", attend)
     monkeypatch.setattr(operator, "fused_obstacle", lambda *_: "")
-    monkeypatch.setattr(cpu_fused, "attention_kind", lambda *_: None)  # the engine's call takes nothing
+    monkeypatch.setattr(records, "attention_kind", lambda *_: None)  # the engine's call takes nothing
     return calls
 
 

@@ -168,13 +168,13 @@ def test_other_calls_take_three_products() -> None:
         assert torch.equal(sparse_attention(q, k, v, mask, **options), sparse_attention(  # type: ignore[call-overload]
             q, k, v, mask, **{**options, "backend": "unfused"}))  # fmt: skip
     assert RECORDS not in mask._cache or not [each for each in mask._cache[RECORDS].values()
-                                              if isinstance(each, cpu_fused.AttentionRecord)]  # fmt: skip
+                                              if isinstance(each, cpu_fused.CpuAttention)]  # fmt: skip
     with pytest.raises(NotImplementedError, match=r"backend='fused' does not support torch.float64 on a CPU"):
         sparse_attention(q.double(), k.double(), v.double(), mask, backend="fused")
 
 
 def records(mask: mc.Pattern) -> int:
-    return sum(isinstance(each, cpu_fused.AttentionRecord) for each in mask._cache.get(RECORDS, {}).values())
+    return sum(isinstance(each, cpu_fused.CpuAttention) for each in mask._cache.get(RECORDS, {}).values())
 
 
 def test_a_record_sees_masks_and_biases_change() -> None:

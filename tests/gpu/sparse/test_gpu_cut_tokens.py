@@ -1,0 +1,113 @@
+"""Products of tokens that are cut over ranks, on one GPU: quantized columns, what an all-gather leaves, rows' amaxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import magicube_cutlass as mc
+from cute_kernels.convert.quantize_transposed import amax_rows, quantize_transposed
+from magicube_cutlass.autograd.gpu_rows import multiply_columns
+from magicube_cutlass.autograd.integer import quantized
+from magicube_cutlass.distributed import local_products
+from magicube_cutlass.distributed.local_products import DensePart, LayerPart, SparsePart
+from magicube_cutlass.distributed.slices import quantize_by_scale
+from magicube_cutlass.quantization.quant_tensor import QuantTensor
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("m", "k", "n", "ranks"), [(64, 48, 5, 0), (61, 300, 96, 3), (256, 512, 2048, 0), (64, 300, 512, 2)]
+)
+def test_products_of_quantized_columns_are_contiguous_rows_with_the_same_bits(
+    dtype: torch.dtype, m: int, k: int, n: int, ranks: int
+) -> None:
+    torch.manual_seed(n)
+    A = mc.SRBCRS.from_dense(torch.randn(m, k) * (torch.rand(m, k) < 0.2), vector_length=8, scale="row").to("cuda")
+    bias = torch.randn(m, device="cuda")
+    x = torch.randn(max(ranks, 1), n, k, device="cuda")
+    for scale in (None, torch.tensor(0.02, device="cuda")):
+        ints = [quantize_transposed(part, scale) for part in x]
+        by = scale if scale is not None else torch.cat([of_part for _, of_part in ints])
+        columns = torch.stack([data for data, _ in ints]) if ranks else ints[0][0]
+        products = []
+        for data, of_part in ints:
+            axis = 0 if of_part.ndim else None
+            b = QuantTensor(data, of_part.mT if of_part.ndim else of_part, 8, True, axis, data.shape)
+            products.append(mc.spmm(A, b, out_dtype=dtype, bias=bias).mT)
+        expected = torch.cat(products)
+        for _ in range(3):  # the last ones replay
+            found = multiply_columns(A, columns, by, dtype, bias)
+            assert found is not None and found.is_contiguous() and torch.equal(found, expected)
+        whole = torch.zeros(len(expected) + 2, m, dtype=dtype, device="cuda")
+        given = multiply_columns(A, columns, by, dtype, bias, whole[1:-1])
+        assert given is not None and torch.equal(whole[1:-1], expected) and not whole[[0, -1]].any()
+
+
+class _Mesh:
+    """Stands for a mesh of two ranks, of which this process is one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def size(self) -> int:
+        return 2
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tokens_of_all_ranks_are_multiplied_where_an_all_gather_leaves_them(
+    rank: int, kind: str, static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(rank)
+    tokens, inner, out = 48, 320, 200
+    x = torch.randn(2 * tokens, inner, device="cuda", dtype=torch.bfloat16)
+    act_scale, bias = torch.tensor(0.03, device="cuda") if static else None, torch.randn(out, device="cuda")
+    dense = torch.randn(out, inner) * (torch.rand(out, inner) < 0.2)
+    part: LayerPart
+    if kind == "sparse":
+        part = SparsePart(mc.SRBCRS.from_dense(dense, vector_length=8, scale="row").to("cuda"), (0, out))
+    else:
+        ints = quantized(dense.cuda(), 8, 1)
+        assert ints.scale is not None
+        part = DensePart(ints.data, ints.scale, (0, out))
+    expected = part.run(x, bias, 8, act_scale)
+    own, other = x[rank * tokens :][:tokens], x[(1 - rank) * tokens :][:tokens]
+
+    def arrive(parts: list[torch.Tensor], mesh: _Mesh) -> Callable[[], None]:
+        def finish() -> None:
+            part._quantize_own(other, act_scale, parts[0][1 - rank], None if static else parts[1][1 - rank])
+
+        return finish
+
+    monkeypatch.setattr(local_products, "start_gather_in_place", arrive)
+    for overlaps in (False, True):
+        mesh: Any = _Mesh(rank)
+        found = part.multiply_cut(own, act_scale, mesh, bias, overlaps)
+        assert found is not None and torch.equal(found, expected)
+    by = torch.full((tokens, 1), 0.05, device="cuda")
+    floats = part.multiply_floats(own, by, 8, torch.bfloat16, bias)
+    assert torch.equal(floats, part.multiply(quantize_by_scale(own, by, 8), torch.bfloat16, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 77), (300, 7168)])
+def test_largest_magnitudes_of_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device="cuda").to(dtype)
+    if shape[0] > 4:
+        x[1, 3], x[2, 0], x[3] = torch.nan, -torch.inf, 0
+    found = amax_rows(x).view(torch.float32)
+    expected = x.float().abs().amax(1, keepdim=True)
+    assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
+    wide = torch.full((shape[0], shape[1] + 1), 1e30, device="cuda").to(dtype)
+    wide[:, 1:] = x
+    assert torch.equal(amax_rows(wide[:, 1:]).view(torch.float32).nan_to_num(-1), expected.nan_to_num(-1))
