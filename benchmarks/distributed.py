@@ -7,7 +7,7 @@ one process). Times: `ms`, per call of many between two waits; `host`, until a c
 replay of a CUDA graph of the call, collectives included, and kernels by kind, from torch's profiler. NCCL where each
 process has a GPU, else gloo, whose times on one machine say nothing. A row that fails is recorded with its error.
 Writes ``benchmarks/results/distributed_<backend>_<processes>.json`` after each row.
-Run: ``torchrun --nproc-per-node N benchmarks/distributed.py [--quick] [--minutes M] [--out FILE]``
+Run: ``torchrun --nproc-per-node N benchmarks/distributed.py [--quick] [--minutes M] [--only GROUP] [--out FILE]``
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
+from harness.kernel_times import kernel_times
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -43,10 +45,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 NO_GRAPHS = ("residual", "tsqr", "attention")  # decisions by numbers on the host
 Row = dict[str, Any]
 Call = Callable[[], Any]
-KINDS = {
-    "nccl": "exchange", "quantize": "quantize", "encode": "quantize", "spmm": "product", "gemm": "product",
-    "attention": "product", "nvjet": "product", "wgmma": "product", "look": "check", "probe": "check",
-    "verdict": "check", "digits": "digits"}  # fmt: skip
 HEADER = ("case", "bytes", "ms", "graph", "host", "alone", "eff", "graph eff", "torch", "eff", "graph eff", "result")
 
 
@@ -123,25 +121,6 @@ class Bench:
             call()
         return self.milliseconds(graph.replay, 2.0)[0]
 
-    def kernels(self, call: Call) -> dict[str, float]:
-        """Milliseconds of kernels by kind, of one call on this rank."""
-        if not self.cuda:
-            return {}
-        from torch.profiler import ProfilerActivity, profile
-
-        dist.barrier()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in range(3):
-                call()
-            self.wait()
-        found: dict[str, float] = {}
-        for event in seen.key_averages():
-            spent = event.self_device_time_total / 3e3
-            kind = next((kind for word, kind in KINDS.items() if word in event.key.lower()), "elementwise")
-            if spent:
-                found[kind] = round(found.get(kind, 0.0) + spent, 4)
-        return found
-
     def add(
         self, case: str, shape: str, call: Call, alone: Call, *, key: Any = None, torch_call: Reference | None = None,
         exact: Tensor | None = None, tol: float | None = None, model_ms: float | None = None,
@@ -159,7 +138,8 @@ class Bench:
                 row |= torch_call.row
             if model_ms is not None:
                 row["ms by the model"] = model_ms
-            row["kernels"] = self.kernels(call)
+            dist.barrier()
+            row["kernels"] = kernel_times(call) if self.cuda else {}
         except Exception as error:  # the next row may run
             row["error text"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
@@ -282,25 +262,31 @@ def mlp(bench: Bench, width: int, hidden: int, tokens: int, sparsities: tuple[fl
         divides = hidden % bench.mesh.size() == 0  # torch's styles take equal parts
         plan = {"0": column, "2": row}
         reference.append(torch_layers(bench, dense, plan, x, cut if tokens_cut else x) if divides else None)
-    for sparsity in (*sparsities, 0.0):
+    for sparsity, static in product((*sparsities, 0.0), (False, True)):
         model, first, second = copy.deepcopy(dense), md.SparseColwise, md.SparseRowwise
-        if sparsity:
-            name = f"{sparsity:g}"
-            mc.convert(model, mc.nn.SparseQuantConfig(sparsity=sparsity), progress=False)
-        else:
-            name, first, second = "dense int8", md.QuantColwise, md.QuantRowwise  # type: ignore[assignment]
-            model[0], model[2] = (mc.nn.QuantLinear.from_linear(model[i]) for i in (0, 2))  # type: ignore[arg-type]
+        name = f"{sparsity:g}" if sparsity else "dense int8"
+        if not sparsity:
+            first, second = md.QuantColwise, md.QuantRowwise  # type: ignore[assignment]
+        for i, given in ((0, x), (2, dense[:2](x))):
+            linear: Any = dense[i]
+            seen = [given] if static else None  # of which static scales are made
+            if sparsity:
+                model[i] = mc.nn.SparseQuantLinear.from_linear(linear, sparsity, calibrate=seen).eval()
+            else:
+                model[i] = mc.nn.QuantLinear.from_linear(linear, calibrate=seen)
+        name += ", static" * static
         alone = partial(model, x)
         layers = [("colwise", LinearShape("up", hidden, width, 1 - sparsity)),
                   ("rowwise", LinearShape("down", width, hidden, 1 - sparsity))]  # fmt: skip
-        once: list[tuple[bool, Any, int]] = [(where, by, 1) for where in (False, True) for by in ("exact", "bfloat16")]
-        for tokens_cut, reduce, chunks in (*once, (True, "bfloat16", 2)):
+        kinds: list[tuple[bool, Any]] = [(True, "bfloat16")]
+        kinds += [] if static else [(True, "exact"), (False, "bfloat16"), (False, "exact")]
+        for tokens_cut, reduce in kinds:
             placed: dict[str, Any] = {"input_layouts": Shard(0)} if tokens_cut else {}
             placed_out: dict[str, Any] = {"output_layouts": Shard(0)} if tokens_cut else {}
-            plan = {"0": first(chunks=chunks, **placed),
+            plan = {"0": first(**placed),
                     "2": second(reduce=reduce, use_local_output=False, **placed_out)}  # fmt: skip
             made = parallelize_module(copy.deepcopy(model), bench.mesh, plan)
-            case = f"{name}, {'cut' if tokens_cut else 'all'}, {reduce}, {chunks} chunks"
+            case = f"{name}, {'cut' if tokens_cut else 'all'}, {reduce}"
             bench.add(case, shape, partial(made, cut if tokens_cut else x), alone, key=("mlp", tokens, name),
                       torch_call=reference[tokens_cut],
                       model_ms=layer_ms(bench, layers, tokens, cut_tokens=tokens_cut, reduce=reduce))  # fmt: skip
@@ -363,6 +349,7 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where each process has a GPU.")] = None,
     graphs: Annotated[bool, typer.Option(help="Time CUDA graphs of the layers too.")] = True,
     minutes: Annotated[float, typer.Option(help="Rows that begin later are skipped.")] = 7.0,
+    only: Annotated[str | None, typer.Option(help="Groups with this in their name, such as spmm.")] = None,
 ) -> None:
     mesh = md.init_mesh(device, timeout=timedelta(seconds=90))
     torch.set_num_threads(1)
@@ -373,7 +360,7 @@ def main(
         print(f"{mesh.size()} processes, {dist.get_backend()}, {bench.device}; ms unless said otherwise")
         print(f"{'group':<10}{HEADER[0]:<34}{HEADER[1]:>11}" + "".join(
             f"{name:>{9}}"[:9] for name in HEADER[2:-1]) + "  result  kernels")  # fmt: skip
-    groups: list[Call] = [
+    groups: list[partial[None]] = [
         partial(spmm, bench, *((14336, 4096, 8192) if big else (96, 64, 24))),
         partial(mlp, bench, *((4096, 14336, 8192) if big else (64, 112, 24)), (0.8, 0.9)),
         partial(tolerances, bench, *((16384, 1e-6) if big else (96, 1e-4))),
@@ -384,6 +371,8 @@ def main(
     ]
     with torch.no_grad():
         for group in groups:
+            if only and only not in group.func.__name__:
+                continue
             try:
                 group()
             except Exception as error:

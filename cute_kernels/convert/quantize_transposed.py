@@ -283,7 +283,7 @@ def quantize_transposed(
     return out[:, :rows], scale
 
 
-def amax_rows(x: Tensor) -> Tensor:
+def amax_rows(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the bits of ``max |x|`` of each row, on a GPU, in one launch.
 
     As integers they have the order of the magnitudes, infinity and NaN above all: a maximum over ranks keeps NaN.
@@ -292,6 +292,8 @@ def amax_rows(x: Tensor) -> Tensor:
     ----------
     x : Tensor, shape (M, K)
         float32, float16 or bfloat16, contiguous along K, not empty.
+    out : Tensor, shape (M, 1), optional
+        int32, contiguous, where to.
 
     Returns
     -------
@@ -305,7 +307,7 @@ def amax_rows(x: Tensor) -> Tensor:
     """
     rows, columns = x.shape
     config = QuantizeConfig("absmax_slices", REAL_DTYPES[x.dtype])
-    out = workspace.empty((rows, 1), torch.int32, x.device)
+    out = workspace.empty((rows, 1), torch.int32, x.device) if out is None else out
     pitch = x.stride(0) if rows > 1 else columns
     loads = int(x.data_ptr() % ALIGNMENT == 0 and pitch * x.element_size() % ALIGNMENT == 0)
     with device_of(x):

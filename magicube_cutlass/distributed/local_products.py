@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cute_kernels.gemm.api import gemm
+from cute_kernels.jit.workspace import Kept
 from cute_kernels.operands import ALIGNMENT
 from magicube_cutlass.autograd.gpu_rows import multiply_columns, sparse_rows
 from magicube_cutlass.autograd.integer import (
@@ -29,9 +30,11 @@ from magicube_cutlass.autograd.integer import (
 from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.dispatch.register import register_op
-from magicube_cutlass.distributed.collectives import all_reduce, start_gather_in_place
+from magicube_cutlass.distributed.collectives import all_reduce
+from magicube_cutlass.distributed.cut_tokens import CutTokens
 from magicube_cutlass.distributed.slices import (
     Slices,
+    is_eager_on_gpu,
     largest,
     quantize_by_scale,
     quantize_slices,
@@ -46,12 +49,19 @@ from magicube_cutlass.ops.spmm import early_spmm
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 
+def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if each is None else each.data_ptr() for each in tensors)
+
+
 class LayerPart(ABC):
     """Rows or columns of a weight (out, in) as integers; tokens and products are rows."""
 
     bounds: tuple[int, ...]  # cuts of the outputs or inputs
     scale: Tensor | None  # (out, 1)
     shape: tuple[int, int]  # of this part
+
+    def __init__(self) -> None:
+        self._cuts: dict[Hashable, CutTokens | None] = {}  # by group and kind of this rank's tokens
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -98,55 +108,68 @@ class LayerPart(ABC):
         return found if out is None or found is out else out.copy_(found)
 
     def multiply_floats(
-        self, rows: Tensor, scale: Tensor, bits: int, dtype: torch.dtype, bias: Tensor | None
+        self,
+        rows: Tensor,
+        scale: Tensor,
+        bits: int,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the same of float tokens (tokens, K) and their scales, (tokens, 1) or ()."""
-        return self.multiply(quantize_by_scale(rows, scale, bits), dtype, bias)
+        return self.multiply(quantize_by_scale(rows, scale, bits), dtype, bias, out)
 
     def multiply_cut(
         self, rows: Tensor, act_scale: Tensor | None, mesh: DeviceMesh, bias: Tensor | None, overlaps: bool
     ) -> Tensor | None:
         """Return the product of all ranks' tokens, (ranks tokens, out), from this rank's on a GPU, quantized to int8.
 
-        Each rank quantizes its own into the memory that an all-gather fills. None where that has no kernels, the same
-        on all ranks. `overlaps`: the product of this rank's own tokens runs beside the all-gather.
+        Each rank quantizes its own into the memory where all ranks' are gathered. None where that has no kernels, the
+        same on all ranks. `overlaps`: the product of this rank's own tokens runs beside the gather, as it always does
+        beside copies.
         """
-        rank, ranks = mesh.get_local_rank(), mesh.size()
         served = is_eager_on_gpu(rows) and rows.numel() and self.shape[0] and rows.dtype != torch.float64
         if not served or (act_scale is not None and (act_scale.dtype != torch.float32 or act_scale.numel() != 1)):
             return None
         if not rows.is_contiguous() or rows.data_ptr() % ALIGNMENT:
             rows = rows.clone(memory_format=torch.contiguous_format)  # so that all ranks choose alike
-        data = self._gathered(ranks, rows, act_scale)
-        if data is None:
+        key = mesh.get_group().group_name, rows.shape, rows.dtype, act_scale is None
+        if key not in self._cuts:
+            self._cuts[key] = self._cut_tokens(rows, act_scale, mesh)
+        cut = self._cuts[key]
+        if cut is None:
             return None
-        scale = act_scale
-        if scale is None:
-            scale = rows.new_empty(ranks, rows.shape[0], 1, dtype=torch.float32)
-        self._quantize_own(rows, act_scale, data[rank], None if act_scale is not None else scale[rank])
-        finish = start_gather_in_place([data] if act_scale is not None else [data, scale], mesh)
-        y = rows.new_empty(ranks * rows.shape[0], self.shape[0])  # (ranks tokens, out)
-        pieces = [(0, rank), (rank + 1, ranks)] if overlaps else [(0, ranks)]
-        if overlaps:
-            pieces.insert(0, (rank, rank + 1))
-        for i, (start, stop) in enumerate(pieces):
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        data, scale, start = cut.memory()
+        self._quantize_own(rows, act_scale, data[rank], None if scale is None else scale[rank], cut.launches)
+        finish = start()
+        y = rows.new_empty(ranks, rows.shape[0], self.shape[0])  # (ranks, tokens, out)
+        overlaps = overlaps or cut.by_copies
+        pieces = [(rank, rank + 1), (0, rank), (rank + 1, ranks)] if overlaps else [(0, ranks)]
+        for i, (first, last) in enumerate(pieces):
             if i == int(overlaps):
                 finish()
-            if start < stop:
-                by = scale if act_scale is not None else scale[start:stop].view(-1, 1)
-                self._multiply_gathered(data[start:stop], by, bias, y.view(ranks, -1, self.shape[0])[start:stop])
-        return y
+            if first < last:
+                by = act_scale if scale is None else scale[first:last].view(-1, 1)
+                assert by is not None
+                self._multiply_gathered(data[first:last], by, bias, y[first:last])
+        return y.view(-1, self.shape[0])
 
-    def _gathered(self, ranks: int, rows: Tensor, act_scale: Tensor | None) -> Tensor | None:
-        """Memory (ranks, ...) for the integers of all ranks; None without kernels for it."""
-        return rows.new_empty(ranks, *rows.shape, dtype=torch.int8)
+    def _cut_tokens(self, rows: Tensor, act_scale: Tensor | None, mesh: DeviceMesh) -> CutTokens | None:
+        """Where the integers of all ranks' tokens go; None without kernels for them."""
+        return CutTokens(rows.shape, rows.shape[0], rows.device, act_scale is None, mesh)
 
-    def _quantize_own(self, rows: Tensor, act_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+    def _quantize_own(
+        self, rows: Tensor, act_scale: Tensor | None, data: Tensor, scale: Tensor | None, launches: Kept
+    ) -> None:
         """Write this rank's integers and scales."""
         from cute_kernels.convert.quantize import quantize
 
-        axis = None if scale is None else 1
-        quantize(rows, bits=8, signed=True, axis=axis, scale=act_scale, out=(data, scale))
+        def launch() -> tuple[Tensor, ...]:
+            quantize(rows, bits=8, signed=True, axis=None if scale is None else 1, scale=act_scale, out=(data, scale))
+            return ()
+
+        launches.run(None, _addresses(rows, act_scale, data), rows.device, launch)
 
     def _multiply_gathered(self, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Write the product of the tokens of some ranks, `data` (ranks, ...), to `out` (ranks, tokens, out)."""
@@ -183,11 +206,6 @@ def rows_of(product: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def is_eager_on_gpu(x: Tensor) -> bool:
-    """Whether kernels may be launched for `x` here and now."""
-    return x.is_cuda and not torch.compiler.is_compiling() and not has_dispatch_mode()
-
-
 def _serves(rows: Tensor, scale: Tensor | None) -> bool:
     from cute_kernels.convert.quantize_transposed import serves
 
@@ -198,6 +216,7 @@ class SparsePart(LayerPart):
     """Of a sparse weight."""
 
     def __init__(self, matrix: SRBCRS | BCRS, bounds: tuple[int, ...]) -> None:
+        super().__init__()
         matrix = matrix if isinstance(matrix, SRBCRS) else matrix.to_srbcrs()
         self.matrix, self.bounds = matrix, bounds
         self.scale, self.shape = matrix.scale, matrix.shape
@@ -241,26 +260,39 @@ class SparsePart(LayerPart):
         return rows_of(_product(self.matrix, x.operand().mT, dtype, bias), out)
 
     def multiply_floats(
-        self, rows: Tensor, scale: Tensor, bits: int, dtype: torch.dtype, bias: Tensor | None
+        self,
+        rows: Tensor,
+        scale: Tensor,
+        bits: int,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if is_eager_on_gpu(rows) and bits == 8 and self.shape[0] and _serves(rows, scale):
             from cute_kernels.convert.quantize_transposed import quantize_transposed
 
             data, by = quantize_transposed(rows, scale)  # (K, tokens)
-            found = multiply_columns(self.matrix, data, by, dtype, bias)
+            found = multiply_columns(self.matrix, data, by, dtype, bias, out)
             if found is not None:
                 return found
-        return super().multiply_floats(rows, scale, bits, dtype, bias)
+        return super().multiply_floats(rows, scale, bits, dtype, bias, out)
 
-    def _gathered(self, ranks: int, rows: Tensor, act_scale: Tensor | None) -> Tensor | None:
+    def _cut_tokens(self, rows: Tensor, act_scale: Tensor | None, mesh: DeviceMesh) -> CutTokens | None:
         if rows.shape[0] % ALIGNMENT or not _serves(rows, act_scale):
             return None
-        return rows.new_empty(ranks, rows.shape[1], rows.shape[0], dtype=torch.int8)  # (ranks, K, tokens)
+        columns = torch.Size((rows.shape[1], rows.shape[0]))
+        return CutTokens(columns, rows.shape[0], rows.device, act_scale is None, mesh)
 
-    def _quantize_own(self, rows: Tensor, act_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+    def _quantize_own(
+        self, rows: Tensor, act_scale: Tensor | None, data: Tensor, scale: Tensor | None, launches: Kept
+    ) -> None:
         from cute_kernels.convert.quantize_transposed import quantize_transposed
 
-        quantize_transposed(rows, act_scale, data, scale)
+        def launch() -> tuple[Tensor, ...]:
+            quantize_transposed(rows, act_scale, data, scale)
+            return ()
+
+        launches.run(None, _addresses(rows, act_scale, data), rows.device, launch)
 
     def _multiply_gathered(self, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
         found = multiply_columns(self.matrix, data, scale, out.dtype, bias, out.view(-1, self.shape[0]))
@@ -274,6 +306,7 @@ class DensePart(LayerPart):
     """Of a dense weight of 8 bits."""
 
     def __init__(self, data: Tensor, scale: Tensor, bounds: tuple[int, ...]) -> None:
+        super().__init__()
         self.data, self.scale, self.bounds = data, scale, bounds
         self.shape = data.shape[0], data.shape[1]
         self._whole: DenseProduct | None = None

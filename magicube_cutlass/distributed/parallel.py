@@ -6,6 +6,7 @@ A), ``y = sum_r q(x)_r A_r^T + b``. A Colwise and a Rowwise layer in turn exchan
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,10 +26,12 @@ from magicube_cutlass.distributed.collectives import (
     sizes_of,
 )
 from magicube_cutlass.distributed.local_products import DensePart, LayerPart, SparsePart, rows_of
+from magicube_cutlass.distributed.peers import peers_of
 from magicube_cutlass.distributed.sharded import shard
 from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
 from magicube_cutlass.distributed.slices import (
     as_dtensor,
+    is_eager_on_gpu,
     largest,
     plus,
     scatter_tokens,
@@ -220,7 +223,15 @@ class _Rowwise(_Style):
         else:
             by = layer.act_scale.reshape(()) if top is None else slice_scale(top, layer.act_bits)  # type: ignore[union-attr]
             sent = torch.bfloat16 if self.reduce == "bfloat16" else torch.float32
-            sums = part.multiply_floats(rows, by, layer.act_bits, sent, None)
+            multiply = partial(part.multiply_floats, rows, by, layer.act_bits, sent)
+            peers = peers_of(mesh) if scatters and sent == torch.bfloat16 and is_eager_on_gpu(rows) else None
+            if peers is not None and tokens[0] % mesh.size() == 0:
+                size, bias = torch.Size((rows.shape[0], part.shape[0])), layer.bias_value
+                write = partial(multiply, bias if mesh.get_local_rank() == 0 else None)
+                summed = peers.reduce("sums", size, sent, write, torch.add, scatters=True)
+                if summed is not None:
+                    return summed.to(dtype).view(-1, *tokens[1:], part.shape[0])
+            sums = multiply()
         inner = tokens[1:].numel()
         if self.reduce == "int8":
             total = sum_of_int8(sums.reshape(*tokens, -1), mesh, scatters).view(-1, sums.shape[1])

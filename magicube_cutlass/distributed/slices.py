@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from magicube_cutlass.distributed.collectives import (
     reduce_scatter,
     start_gather,
 )
+from magicube_cutlass.distributed.peers import peers_of
 from magicube_cutlass.ops import torch_ops as library
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
@@ -82,14 +83,21 @@ def slice_scale(top: Tensor, bits: int) -> Tensor:
     return scale
 
 
+def is_eager_on_gpu(x: Tensor) -> bool:
+    """Whether kernels may be launched for `x` here and now."""
+    return x.is_cuda and not torch.compiler.is_compiling() and not has_dispatch_mode()
+
+
 def largest(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the amax (L, 1) of slices whose parts (L, K_r) lie on the ranks: one all-reduce of L floats."""
-    if x.is_cuda and x.dtype in REAL_DTYPES and x.numel() and x.stride(1) == 1 and not (
-        torch.compiler.is_compiling() or has_dispatch_mode()
-    ):  # fmt: skip
+    if is_eager_on_gpu(x) and x.dtype in REAL_DTYPES and x.numel() and x.stride(1) == 1:
         from cute_kernels.convert.quantize_transposed import amax_rows
 
-        return all_reduce(amax_rows(x), "max", mesh).view(torch.float32)
+        peers, size = peers_of(mesh), torch.Size((x.shape[0], 1))
+        top = None
+        if peers is not None:
+            top = peers.reduce("amax", size, torch.int32, partial(amax_rows, x), torch.maximum)
+        return (all_reduce(amax_rows(x), "max", mesh) if top is None else top).view(torch.float32)
     wide = torch.promote_types(x.dtype, torch.float32)
     own = torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True, dtype=wide) if x.shape[1] else x.new_zeros(
         x.shape[0], 1, dtype=wide)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 import magicube_cutlass as mc
 from cute_kernels.convert.quantize_transposed import amax_rows, quantize_transposed
+from cute_kernels.jit.workspace import Kept
 from magicube_cutlass.autograd.gpu_rows import multiply_columns
 from magicube_cutlass.autograd.integer import quantized
-from magicube_cutlass.distributed import local_products
+from magicube_cutlass.distributed import cut_tokens
 from magicube_cutlass.distributed.local_products import DensePart, LayerPart, SparsePart
 from magicube_cutlass.distributed.slices import quantize_by_scale
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -61,6 +63,9 @@ class _Mesh:
     def get_local_rank(self) -> int:
         return self.rank
 
+    def get_group(self) -> Any:
+        return SimpleNamespace(group_name=f"of two, {self.rank}")
+
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
@@ -85,18 +90,21 @@ def test_tokens_of_all_ranks_are_multiplied_where_an_all_gather_leaves_them(
 
     def arrive(parts: list[torch.Tensor], mesh: _Mesh) -> Callable[[], None]:
         def finish() -> None:
-            part._quantize_own(other, act_scale, parts[0][1 - rank], None if static else parts[1][1 - rank])
+            part._quantize_own(other, act_scale, parts[0][1 - rank], None if static else parts[1][1 - rank], Kept(1))
 
         return finish
 
-    monkeypatch.setattr(local_products, "start_gather_in_place", arrive)
-    for overlaps in (False, True):
+    monkeypatch.setattr(cut_tokens, "peers_of", lambda _: None)
+    monkeypatch.setattr(cut_tokens, "start_gather_in_place", arrive)
+    for overlaps in (False, True, False):
         mesh: Any = _Mesh(rank)
         found = part.multiply_cut(own, act_scale, mesh, bias, overlaps)
         assert found is not None and torch.equal(found, expected)
     by = torch.full((tokens, 1), 0.05, device="cuda")
-    floats = part.multiply_floats(own, by, 8, torch.bfloat16, bias)
-    assert torch.equal(floats, part.multiply(quantize_by_scale(own, by, 8), torch.bfloat16, bias))
+    wanted = part.multiply(quantize_by_scale(own, by, 8), torch.bfloat16, None)
+    out = torch.zeros_like(wanted)
+    assert torch.equal(part.multiply_floats(own, by, 8, torch.bfloat16), wanted)
+    assert part.multiply_floats(own, by, 8, torch.bfloat16, None, out) is not None and torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -1,0 +1,152 @@
+"""Memory that the GPUs of one host read from each other: gathers by copies, and sums read where they lie.
+
+Copies leave the multiprocessors to the product that runs beside them, where a collective's kernel takes some of them.
+Over several hosts, and where GPUs do not map each other's memory, NCCL's collectives do the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_SWITCH = "MAGICUBE_PEERS"
+_found: dict[str, Peers | None] = {}  # by the name of a group
+
+
+def peers_of(mesh: DeviceMesh) -> Peers | None:
+    """Return the GPUs of a mesh if they are of one host and map each other's memory; the ranks call alike.
+
+    The first call of a group exchanges the ranks' hosts. ``MAGICUBE_PEERS=0`` on all ranks: None.
+    """
+    group = mesh.get_group()
+    name = group.group_name
+    if name not in _found:
+        _found[name] = Peers(mesh) if _is_one_host(mesh, group) else None
+    return _found[name]
+
+
+def _is_one_host(mesh: DeviceMesh, group: Any) -> bool:
+    if mesh.device_type != "cuda" or mesh.size() == 1 or os.environ.get(_SWITCH) == "0":
+        return False
+    if dist.get_backend(group) != "nccl":
+        return False
+    own = torch.cuda.current_device()
+    seen: list[tuple[str, int, bool]] = [("", 0, False)] * mesh.size()
+    dist.all_gather_object(seen, (socket.gethostname(), own, True), group=group)
+    hosts, devices = {host for host, *_ in seen}, {device for _, device, _ in seen}
+    reads = all(each == own or torch.cuda.can_device_access_peer(own, each) for each in devices)
+    dist.all_gather_object(seen, ("", own, len(hosts) == 1 and len(devices) == mesh.size() and reads), group=group)
+    return all(fits for *_, fits in seen)
+
+
+class Peers:
+    """GPUs of one host.
+
+    Memory is never given back: a CUDA graph may hold its addresses. A use has one memory, so its calls take turns on
+    one stream, as collectives of a group do.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
+        self._group = mesh.get_group()
+        self._memory: dict[str, list[tuple[list[Tensor], Any]]] = {}  # by use, in the order of their sizes
+        self._beside = torch.cuda.Stream()
+
+    def memory(self, use: str, size: int) -> tuple[list[Tensor], Any] | None:
+        """Return at least `size` bytes of each rank for a use, in the order of ranks, and their barriers.
+
+        The ranks call alike. None while a CUDA graph is captured, if no earlier call had that size.
+        """
+        made = self._memory.setdefault(use, [])
+        for each in made:
+            if each[0][0].numel() >= size:
+                return each
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        import torch.distributed._symmetric_memory as symmetric
+
+        whole = 1 << (size - 1).bit_length()
+        handle: Any = symmetric.rendezvous(
+            symmetric.empty(whole, dtype=torch.int8, device=torch.device("cuda", torch.cuda.current_device())),
+            self._group,
+        )
+        made.append(([handle.get_buffer(rank, (whole,), torch.int8) for rank in range(self.ranks)], handle))
+        return made[-1]
+
+    def gather(self, parts: list[list[Tensor]], handle: Any) -> Callable[[], None]:
+        """Copy the other ranks' parts into this rank's memory; the call waits for them.
+
+        Parameters
+        ----------
+        parts : list of list of Tensor, shape (ranks, ...)
+            Some tensors in the memory of each rank, of which rank r wrote ``[r]``.
+        handle
+            Barriers of that memory.
+        """
+        own, here = parts[self.rank], torch.cuda.current_stream()
+        handle.barrier(channel=0)  # all have written
+        self._beside.wait_stream(here)
+        with torch.cuda.stream(self._beside):
+            for step in range(1, self.ranks):
+                other = (self.rank + step) % self.ranks
+                for to, source in zip(own, parts[other], strict=True):
+                    to[other].copy_(source[other])
+            handle.barrier(channel=1)  # all have read, and may write again
+
+        def finish() -> None:
+            here.wait_stream(self._beside)
+
+        return finish
+
+    def reduce(
+        self,
+        use: str,
+        size: torch.Size,
+        dtype: torch.dtype,
+        write: Callable[[Tensor], Tensor],
+        combine: Callable[..., Tensor],
+        scatters: bool = False,
+    ) -> Tensor | None:
+        """Return tensors of all ranks combined, read where they lie, this rank's first and then in the order of ranks.
+
+        None where there is no memory, or `scatters` and the rows cannot be divided evenly.
+
+        Parameters
+        ----------
+        use : str
+            Name of the memory.
+        size, dtype : torch.Size, torch.dtype
+            Of each rank's tensor, (N, M).
+        write : callable
+            Writes this rank's to memory that it is given, or returns it elsewhere.
+        combine : callable
+            Such as ``torch.add``.
+        scatters : bool, default False
+            Only this rank's rows, (N / ranks, M).
+        """
+        nbytes = size.numel() * dtype.itemsize
+        found = None if not nbytes or (scatters and size[0] % self.ranks) else self.memory(use, nbytes)
+        if found is None:
+            return None
+        memory, handle = found
+        every = [each[:nbytes].view(dtype).view(size) for each in memory]
+        own = every[self.rank]
+        written = write(own)
+        if written.data_ptr() != own.data_ptr():
+            own.copy_(written)
+        handle.barrier(channel=0)
+        if scatters:
+            every = [each.view(self.ranks, -1, size[1])[self.rank] for each in every]
+        turn = every[self.rank :] + every[: self.rank]
+        total = combine(turn[0], turn[1])
+        for each in turn[2:]:
+            combine(total, each, out=total)
+        handle.barrier(channel=1)
+        return total
