@@ -135,16 +135,14 @@ def _apply(v: Tensor, t: Tensor, c: Tensor, multiply: Product) -> Tensor:
 
 
 def _compact(packed: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """V, unit lower trapezoidal ``(m, b)``, and T, upper triangular ``(b, b)``, of a panel's reflections."""
-    b = tau.numel()
+    """V, unit lower trapezoidal ``(m, b)``, and T, upper triangular ``(b, b)``, of a panel's reflections.
+
+    T is the inverse of ``diag(1 / tau) + triu(V^T V, 1)``, without a division by a tau of zero.
+    """
     v = packed.tril(-1)
     v.diagonal().fill_(1)
-    gram = v.T @ v  # (b, b)
-    t = torch.zeros(b, b, dtype=v.dtype, device=v.device)
-    for i in range(b):
-        t[:i, i] = -tau[i] * (t[:i, :i] @ gram[:i, i])
-        t[i, i] = tau[i]
-    return v, t
+    scaled = tau[:, None] * (v.T @ v).triu_(1)  # (b, b), its diagonal counts as 1
+    return v, torch.linalg.solve_triangular(scaled, torch.diag(tau), upper=True, unitriangular=True)
 
 
 def _check(A: Tensor, method: str, block: int, mode: str) -> None:

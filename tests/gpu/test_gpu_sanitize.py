@@ -13,8 +13,12 @@ import magicube_cutlass as mc
 from cute_kernels.attention.blocks.config import block_config
 from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from cute_kernels.attention.quantize_qkv import encode_operands
+from cute_kernels.convert.quantize_transposed import amax_rows, quantize_transposed, turned_config
 from cute_kernels.dtypes import element_bits
 from cute_kernels.estimate import probes
+from cute_kernels.few_rows.api import few_rows_product
+from cute_kernels.few_rows.decode import decode_weight
+from cute_kernels.few_rows.product_int8 import few_rows_int8_product
 from cute_kernels.machine import ProblemTypes
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.dequantize import dequantized_format
@@ -43,6 +47,9 @@ from tests.gpu.problems import (
 from tests.gpu.sparse.test_gpu_fused_attention import CONFIGS, Case, Config, summing
 from tests.gpu.sparse.test_gpu_tile_attention import Case as TileCase
 from tests.helpers import SCALES
+from tests.kernels.few_rows.model import dense as dense_of_weight
+from tests.kernels.few_rows.model import int8_limit, int8_product
+from tests.kernels.few_rows.model import sample as few_rows_sample
 
 pytestmark = pytest.mark.gpu
 
@@ -248,3 +255,40 @@ def test_errors_of_two_rungs_before_their_products(layout: str, tol: float) -> N
     exact = a.double() @ b.double()
     assert report.plan == ("int8 direct" if tol > 1e-2 else "int8 full")
     assert float((C - exact).norm() / exact.norm()) <= report.upper <= tol
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("name", ["int4_g128", "mxfp4"])
+def test_few_rows_and_their_decoded_weight(name: str) -> None:
+    n, k = (64, 256) if WHOLE else (77, 264)
+    made = few_rows_sample(name, n, k, "bfloat16", 0, "cuda")
+    x = torch.randn(5, k, device="cuda", dtype=torch.bfloat16)
+    got = few_rows_product(x, made.weight)
+    assert torch.equal(got, few_rows_product(x, made.weight))
+    exact = x.double() @ made.truth.t()
+    assert float((got.double() - exact).norm() / exact.norm()) < 0.02
+    decoded = decode_weight(made.weight).contiguous()
+    assert torch.equal(decoded.view(torch.int16), dense_of_weight(made.weight).view(torch.int16))
+
+
+@needs_warp_groups
+def test_few_rows_of_int8() -> None:
+    n, k = (64, 256) if WHOLE else (77, 264)
+    weight = few_rows_sample("int4_g128", n, k, "int8", 0, "cuda").weight
+    x = torch.randint(-128, 128, (5, -(-k // 16) * 16), device="cuda", dtype=torch.int8)[:, :k]
+    got = few_rows_int8_product(x, weight, out_dtype=torch.float32)
+    exact = int8_product(x, weight, None, None)
+    assert bool(((got.double() - exact).abs() <= int8_limit(x, weight, None, None, torch.float32)).all())
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("shape", [(5, 72), (70, 1544)])
+def test_quantization_into_the_transpose(shape: tuple[int, int], given: bool) -> None:
+    x = torch.randn(shape, dtype=torch.float16)
+    scale = x.float().abs().amax(1, keepdim=True) / 100 if given else None
+    for config in (None, turned_config("float16", shape[1], given)):
+        data, found = quantize_transposed(x.cuda(), None if scale is None else scale.cuda(), config=config)
+        expected = (x.double() / found.cpu().double()).round().clamp(-128, 127).int()
+        assert int((data.cpu().int() - expected.mT).abs().max()) <= 1
+    assert torch.equal(amax_rows(x.cuda()).view(torch.float32).cpu(), x.float().abs().amax(1, keepdim=True))
